@@ -1,0 +1,240 @@
+"""The one mechanism around a stage: key -> reuse or run -> contract -> manifest -> rename -> log.
+
+A stage function is a plain function that fills an empty directory and reports what it checked
+(`tasks/report.py`). Everything that all stages share happens here, once:
+
+* the key: stage name, its configuration, the digests of its inputs, its code and its stack;
+* reuse: an artifact with that key that is still intact, byte for byte, is taken as it is;
+* the Prefect task run, called directly (the chain is serial, and a direct call stays in the main
+  thread, where signals arrive), with Prefect's own caching off: the manifest is the only truth;
+* the contract's verdicts, written into the artifact and to the tracker before they are enforced;
+* publishing by rename.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass, field
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+from tasks.artifact import Artifact, Origin, intact, open_artifact, publish, staging
+from tasks.contract import Check, require
+from tasks.errors import ArtifactError, PlumblineError
+from tasks.report import StageReport
+from tasks.tracking import StageRun, Tracker
+
+PROJECT = Path(__file__).resolve().parents[1]
+CONTRACT = "contract.json"
+
+
+@dataclass(frozen=True)
+class Stage:
+    """What identifies a stage beside its configuration and inputs.
+
+    Attributes:
+        name: the word of the chain.
+        kind: kind of artifact it publishes.
+        code: files and folders, relative to the project, whose source is part of the key.
+        stack: distributions whose versions are part of the key.
+    """
+
+    name: str
+    kind: str
+    code: tuple[str, ...]
+    stack: tuple[str, ...] = ()
+
+    def versions(self) -> dict[str, str]:
+        """Installed versions of the stack, "absent" where a distribution is not installed."""
+        return {name: _version(name) for name in self.stack}
+
+    def key(self, config: Mapping[str, Any], inputs: Mapping[str, Artifact]) -> str:
+        """Name of the artifact that this configuration and these inputs lead to."""
+        parts = [
+            self.name,
+            self.kind,
+            dict(config),
+            {role: artifact.digest for role, artifact in inputs.items()},
+            _code_digest(self.code),
+            self.versions(),
+        ]
+        text = json.dumps(parts, sort_keys=True, separators=(",", ":"))
+        return hashlib.sha256(text.encode()).hexdigest()[:20]
+
+
+@dataclass(frozen=True)
+class StageResult:
+    """What the flow learns of one finished stage."""
+
+    name: str
+    artifact: Artifact
+    reused: bool
+    seconds: float
+    checks: tuple[Check, ...]
+    drift: dict[str, float] | None
+    metrics: dict[str, float]
+
+
+@dataclass
+class Mechanism:
+    """Runs stages: where artifacts lie, who tracks them, what has to be run again.
+
+    Attributes:
+        store: folder of the published artifacts.
+        logs: folder for the children's full logs of this flow run.
+        tracker: the tracker; owns the MLflow runs.
+        force: names of stages that run even if an intact artifact exists.
+        results: what has run so far, in order.
+    """
+
+    store: Path
+    logs: Path
+    tracker: Tracker
+    force: frozenset[str] = frozenset()
+    results: list[StageResult] = field(default_factory=list)
+
+    def run(
+        self,
+        stage: Stage,
+        function: Callable[..., StageReport],
+        *,
+        inputs: Mapping[str, Artifact],
+        config: Mapping[str, Any],
+        context: Mapping[str, Any] | None = None,
+    ) -> StageResult:
+        """Run one stage, or reuse what it published before.
+
+        Args:
+            stage: the stage's identity.
+            function: called as `function(out, **{role: path}, **config, **context, log=...)`.
+            inputs: input artifacts by role; the function gets their paths.
+            config: plain JSON values that change the result: part of the key.
+            context: arguments that do not change the result (how to score, where to log).
+        """
+        from prefect import get_run_logger, task
+
+        final = self.store / stage.kind / stage.key(config, inputs)
+        origin = Origin(
+            kind=stage.kind,
+            stage=stage.name,
+            key=final.name,
+            inputs={role: artifact.digest for role, artifact in inputs.items()},
+            config=config,
+            versions=stage.versions(),
+        )
+
+        def body() -> Any:
+            log = get_run_logger()
+            started = time.monotonic()
+            with self.tracker.stage(stage.name, origin) as run:
+                reused = None if stage.name in self.force else self._reusable(final, stage, log)
+                if reused is not None:
+                    result = _recall(stage, reused)
+                    log.info("%s: reusing %s", stage.name, final)
+                else:
+                    arguments = {role: artifact.path for role, artifact in inputs.items()}
+                    arguments |= dict(config) | dict(context or {})
+                    result = self._execute(function, final, origin, arguments, run, log)
+                result = _timed(result, time.monotonic() - started)
+                run.finish(result.artifact, result.metrics, reused=result.reused)
+            return _completed(result)
+
+        runner = task(
+            body, name=stage.name, cache_policy=None, persist_result=False, log_prints=False
+        )
+        return self._remember(runner())
+
+    def _remember(self, returned: Any) -> StageResult:
+        # A task that returns a State hands that State back when it was called directly.
+        result: StageResult = returned if isinstance(returned, StageResult) else returned.result()
+        self.results.append(result)
+        return result
+
+    def _reusable(self, final: Path, stage: Stage, log: Any) -> Artifact | None:
+        if not final.exists():
+            return None
+        try:
+            artifact = open_artifact(final, stage.kind)
+            problems = intact(artifact, self.store / ".seen")
+        except ArtifactError as error:
+            problems = [error.message, *error.details]
+        if not problems:
+            return artifact
+        log.warning("%s: %s was altered, making it again: %s", stage.name, final, problems[0])
+        return None
+
+    def _execute(
+        self,
+        function: Callable[..., StageReport],
+        final: Path,
+        origin: Origin,
+        arguments: dict[str, Any],
+        run: StageRun,
+        log: Any,
+    ) -> StageResult:
+        with staging(final) as work:
+            report = function(work, **arguments, log=log)
+            if report.kind != origin.kind:
+                raise PlumblineError(f"{origin.stage} made {report.kind}, not {origin.kind}")
+            verdicts = [asdict(check) for check in report.checks]
+            (work / CONTRACT).write_text(json.dumps(verdicts, indent=1) + "\n")
+            run.contract(verdicts)
+            require(report.checks, stage=origin.stage)
+            measured = report.drift.as_dict() if report.drift else None
+            metrics = {key: float(value) for key, value in report.metrics.items()}
+            notes = {**report.notes, "drift": measured, "metrics": metrics}
+            run.details({"drift": measured, **report.notes})
+            described = Origin(**{**_fields(origin), "notes": notes})
+            artifact = publish(work, final, described)
+            intact(artifact, self.store / ".seen")
+        return StageResult(
+            origin.stage, artifact, False, 0.0, tuple(report.checks), measured, metrics
+        )
+
+
+def _recall(stage: Stage, artifact: Artifact) -> StageResult:
+    notes = artifact.notes
+    verdicts = json.loads((artifact.path / CONTRACT).read_text())
+    checks = tuple(Check(**verdict) for verdict in verdicts)
+    return StageResult(stage.name, artifact, True, 0.0, checks, notes["drift"], notes["metrics"])
+
+
+def _timed(result: StageResult, seconds: float) -> StageResult:
+    return StageResult(**{**_fields(result), "seconds": round(seconds, 2)})
+
+
+def _completed(result: StageResult) -> Any:
+    """A reused stage shows as `Cached` in Prefect, so that the UI tells the two apart."""
+    from prefect.states import Completed
+
+    if not result.reused:
+        return result
+    return Completed(name="Cached", message=f"reused {result.artifact.path}", data=result)
+
+
+def _fields(value: Any) -> dict[str, Any]:
+    return {name: getattr(value, name) for name in value.__dataclass_fields__}
+
+
+def _version(distribution: str) -> str:
+    try:
+        return version(distribution)
+    except PackageNotFoundError:
+        return "absent"
+
+
+def _code_digest(parts: tuple[str, ...]) -> str:
+    digest = hashlib.sha256()
+    for part in parts:
+        root = PROJECT / part
+        paths = [root] if root.is_file() else sorted(root.rglob("*.py"))
+        if not paths:
+            raise PlumblineError(f"stage code {part} does not exist")
+        for path in paths:
+            digest.update(path.relative_to(PROJECT).as_posix().encode())
+            digest.update(path.read_bytes())
+    return digest.hexdigest()

@@ -1,0 +1,229 @@
+"""MLflow, and the only importer of it.
+
+The flow owns the runs: it opens one parent run, one child run a stage, and closes all of them.
+Everything is logged by explicit run id through `MlflowClient`; the fluent API is never used,
+because an implicit run ends its parent when a process or thread goes. Weights are never uploaded:
+a model version points at the served folder and carries its digest.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import math
+import re
+import time
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+from urllib.parse import urlsplit, urlunsplit
+
+from tasks.artifact import MANIFEST, Artifact, Origin
+
+if TYPE_CHECKING:
+    from mlflow import MlflowClient
+
+_NAME = re.compile(r"[^A-Za-z0-9_\-./: ]+")
+_VALUE_LIMIT = 500
+_FLUSH_EVERY_S = 2.0
+
+
+def redact(uri: str) -> str:
+    """A URI without its password."""
+    parts = urlsplit(uri)
+    if not parts.password:
+        return uri
+    host = parts.hostname or ""
+    port = f":{parts.port}" if parts.port else ""
+    return urlunsplit(parts._replace(netloc=f"{parts.username}:***@{host}{port}"))
+
+
+def flatten(config: Mapping[str, Any], prefix: str = "") -> dict[str, str]:
+    """Nested configuration as MLflow parameters: `train.lr` -> "0.0002"."""
+    flat: dict[str, str] = {}
+    for key, value in config.items():
+        name = f"{prefix}{key}"
+        if isinstance(value, Mapping):
+            flat |= flatten(value, f"{name}.")
+        else:
+            flat[_NAME.sub("_", name)] = str(value)[:_VALUE_LIMIT]
+    return flat
+
+
+class StageRun:
+    """One stage's MLflow run. Metrics are batched, so that logging never slows a step down."""
+
+    def __init__(self, client: MlflowClient, run_id: str) -> None:
+        self.run_id = run_id
+        self._client = client
+        self._pending: list[Any] = []
+        self._flushed = time.monotonic()
+
+    def metrics(self, values: Mapping[str, float], step: int = 0) -> None:
+        """Log numbers at a step."""
+        from mlflow.entities import Metric
+
+        now = int(time.time() * 1000)
+        self._pending += [
+            Metric(_NAME.sub("_", name), float(value), now, step)
+            for name, value in values.items()
+            if value is not None and not math.isnan(float(value))
+        ]
+        if time.monotonic() - self._flushed > _FLUSH_EVERY_S:
+            self.flush()
+
+    def flush(self) -> None:
+        """Send what is pending."""
+        if self._pending:
+            self._client.log_batch(self.run_id, metrics=self._pending)
+        self._pending = []
+        self._flushed = time.monotonic()
+
+    def contract(self, verdicts: list[dict[str, Any]]) -> None:
+        """The shape assertions: name, expected, found, verdict; logged whether they hold or not."""
+        self._client.log_text(self.run_id, json.dumps(verdicts, indent=1), "contract.json")
+        failed = sum(not verdict["ok"] for verdict in verdicts)
+        self.metrics({"contract/checked": len(verdicts), "contract/failed": failed})
+
+    def details(self, notes: Mapping[str, Any]) -> None:
+        """What the stage noted down, drift among it."""
+        self._client.log_text(self.run_id, json.dumps(notes, indent=1, default=str), "notes.json")
+
+    def finish(self, artifact: Artifact, metrics: Mapping[str, float], *, reused: bool) -> None:
+        """The artifact's identity, its manifest and its fingerprint; never its weights."""
+        self.metrics(metrics)
+        drift = artifact.notes.get("drift") or {}
+        self.metrics({f"drift/{name}": value for name, value in drift.items()})
+        self.flush()
+        tags = {"artifact": str(artifact.path), "digest": artifact.digest, "reused": str(reused)}
+        for key, value in tags.items():
+            self._client.set_tag(self.run_id, key, value)
+        for name in (MANIFEST, "contract.json", "fingerprint.fp"):
+            if (artifact.path / name).is_file():
+                self._client.log_artifact(self.run_id, str(artifact.path / name))
+
+
+class Tracker:
+    """One flow's tracker: a parent run, and a child run for every stage.
+
+    Args:
+        uri: MLflow tracking URI.
+        experiment: name of the experiment; made if it does not exist.
+        artifact_root: folder for logged files of a database-only store; None for a server.
+    """
+
+    def __init__(self, uri: str, experiment: str, artifact_root: Path | None) -> None:
+        import logging
+
+        from mlflow import MlflowClient
+
+        logging.getLogger("mlflow.store.db.utils").setLevel(logging.WARNING)
+        logging.getLogger("alembic").setLevel(logging.WARNING)
+        self.uri = uri
+        self._client = MlflowClient(tracking_uri=uri, registry_uri=uri)
+        found = self._client.get_experiment_by_name(experiment)
+        location = artifact_root.resolve().as_uri() if artifact_root else None
+        self._experiment = (
+            found.experiment_id
+            if found
+            else self._client.create_experiment(experiment, artifact_location=location)
+        )
+        self.run_id = ""
+
+    @contextlib.contextmanager
+    def flow(
+        self, name: str, config: Mapping[str, Any], text: str, tags: Mapping[str, str]
+    ) -> Iterator[str]:
+        """The parent run, open while the flow's body runs; FAILED or KILLED if that raises."""
+        run = self._client.create_run(
+            self._experiment, run_name=name, tags={"mlflow.runName": name, **tags}
+        )
+        self.run_id = run.info.run_id
+        self._log_params(self.run_id, flatten(config))
+        self._client.log_text(self.run_id, text, "config.yaml")
+        with self._closing(self.run_id):
+            yield self.run_id
+
+    @contextlib.contextmanager
+    def stage(self, name: str, origin: Origin) -> Iterator[StageRun]:
+        """A child run of the parent, for one stage."""
+        tags = {"mlflow.parentRunId": self.run_id, "mlflow.runName": name, "stage": name}
+        run = self._client.create_run(self._experiment, run_name=name, tags=tags)
+        run_id = run.info.run_id
+        self._log_params(run_id, flatten(origin.config))
+        for role, digest in origin.inputs.items():
+            self._client.set_tag(run_id, f"input.{role}", digest)
+        stage_run = StageRun(self._client, run_id)
+        with self._closing(run_id):
+            try:
+                yield stage_run
+            finally:
+                stage_run.flush()
+
+    def log_parent(self, metrics: Mapping[str, float], files: Mapping[str, str]) -> None:
+        """Numbers and small text files of the flow as a whole."""
+        parent = StageRun(self._client, self.run_id)
+        parent.metrics(metrics)
+        parent.flush()
+        for name, text in files.items():
+            self._client.log_text(self.run_id, text, name)
+
+    def register(self, model_name: str, served: Artifact, tags: Mapping[str, str]) -> str:
+        """Register the served folder as a model version with alias `candidate`.
+
+        Nothing is uploaded: an external logged model carries path and digest, which works with a
+        database and with a server alike. A version of the same digest is reused.
+
+        Returns:
+            the version, as MLflow's `models:/name/version`.
+        """
+        import mlflow
+
+        known = {m.name for m in self._client.search_registered_models()}
+        if model_name not in known:
+            self._client.create_registered_model(model_name)
+        version = next(
+            (
+                v.version
+                for v in self._client.search_model_versions(f"name='{model_name}'")
+                if v.tags.get("digest") == served.digest and v.tags.get("path") == str(served.path)
+            ),
+            None,
+        )
+        if version is None:
+            every = {"path": str(served.path), "digest": served.digest, **tags}
+            mlflow.set_tracking_uri(self.uri)
+            mlflow.set_registry_uri(self.uri)
+            external = mlflow.create_external_model(
+                name=model_name,
+                source_run_id=self.run_id,
+                tags=every,
+                model_type="served-folder",
+                experiment_id=self._experiment,
+            )
+            created = self._client.create_model_version(
+                model_name, external.model_uri, run_id=self.run_id, tags=every,
+                model_id=external.model_id,
+            )  # fmt: skip
+            version = created.version
+        self._client.set_registered_model_alias(model_name, "candidate", version)
+        return f"models:/{model_name}/{version}"
+
+    def _log_params(self, run_id: str, params: Mapping[str, str]) -> None:
+        from mlflow.entities import Param
+
+        items = [Param(key, value) for key, value in params.items()]
+        for start in range(0, len(items), 100):
+            self._client.log_batch(run_id, params=items[start : start + 100])
+
+    @contextlib.contextmanager
+    def _closing(self, run_id: str) -> Iterator[None]:
+        try:
+            yield
+        except Exception:
+            self._client.set_terminated(run_id, "FAILED")
+            raise
+        except BaseException:
+            self._client.set_terminated(run_id, "KILLED")
+            raise
+        self._client.set_terminated(run_id, "FINISHED")

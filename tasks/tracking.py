@@ -123,7 +123,7 @@ class Tracker:
         self._client = MlflowClient(tracking_uri=uri, registry_uri=uri)
         found = self._client.get_experiment_by_name(experiment)
         location = artifact_root.resolve().as_uri() if artifact_root else None
-        self._experiment = (
+        self.experiment_id = (
             found.experiment_id
             if found
             else self._client.create_experiment(experiment, artifact_location=location)
@@ -136,7 +136,7 @@ class Tracker:
     ) -> Iterator[str]:
         """The parent run, open while the flow's body runs; FAILED or KILLED if that raises."""
         run = self._client.create_run(
-            self._experiment, run_name=name, tags={"mlflow.runName": name, **tags}
+            self.experiment_id, run_name=name, tags={"mlflow.runName": name, **tags}
         )
         self.run_id = run.info.run_id
         self._log_params(self.run_id, flatten(config))
@@ -148,7 +148,7 @@ class Tracker:
     def stage(self, name: str, origin: Origin) -> Iterator[StageRun]:
         """A child run of the parent, for one stage."""
         tags = {"mlflow.parentRunId": self.run_id, "mlflow.runName": name, "stage": name}
-        run = self._client.create_run(self._experiment, run_name=name, tags=tags)
+        run = self._client.create_run(self.experiment_id, run_name=name, tags=tags)
         run_id = run.info.run_id
         self._log_params(run_id, flatten(origin.config))
         for role, digest in origin.inputs.items():
@@ -199,7 +199,7 @@ class Tracker:
                 source_run_id=self.run_id,
                 tags=every,
                 model_type="served-folder",
-                experiment_id=self._experiment,
+                experiment_id=self.experiment_id,
             )
             created = self._client.create_model_version(
                 model_name, external.model_uri, run_id=self.run_id, tags=every,

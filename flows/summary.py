@@ -1,0 +1,139 @@
+"""How a flow ends: `<paths.runs>/latest/summary.json`, and the same as a table."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+from tasks.stage import StageResult
+
+
+@dataclass
+class Summary:
+    """What a flow run came to. Written whether it succeeded or not."""
+
+    status: str
+    flow: str
+    exp: str | None
+    seconds: float
+    stages: list[dict[str, Any]] = field(default_factory=list)
+    served: str | None = None
+    mlflow_run_id: str | None = None
+    gate: dict[str, Any] | None = None
+    eval: dict[str, float | None] = field(default_factory=dict)
+    error: str | None = None
+
+    def write(self, runs: Path, run_id: str, texts: dict[str, str]) -> Path:
+        """Write into `<runs>/reports/<run_id>/` and point `<runs>/latest` there, atomically."""
+        folder = runs / "reports" / run_id
+        folder.mkdir(parents=True, exist_ok=True)
+        document = json.dumps(asdict(self), indent=1) + "\n"
+        for name, text in {"summary.json": document, "summary.txt": self.table(), **texts}.items():
+            (folder / name).write_text(text)
+        link, fresh = runs / "latest", runs / f".latest.{os.getpid()}"
+        fresh.unlink(missing_ok=True)
+        fresh.symlink_to(folder.relative_to(runs))
+        if link.is_dir() and not link.is_symlink():
+            shutil.rmtree(link)
+        fresh.replace(link)
+        return folder / "summary.json"
+
+    def table(self) -> str:
+        """The summary as a plain-text table for a terminal."""
+        rows = [("stage", "seconds", "", "checks", "mean KL", "top-1", "artifact")]
+        rows += [_row(stage) for stage in self.stages]
+        widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
+        aligned = [
+            "  ".join(
+                cell.ljust(w) if i in (0, 2, 6) else cell.rjust(w)
+                for i, (cell, w) in enumerate(zip(row, widths, strict=True))
+            ).rstrip()
+            for row in rows
+        ]
+        aligned.insert(1, "-" * max(len(line) for line in aligned))
+        return "\n".join([*aligned, "", *self._closing()]) + "\n"
+
+    def markdown(self) -> str:
+        """The table of checks for the orchestrator's page."""
+        lines = [
+            f"**{self.status}** in {self.seconds:.0f} s",
+            "",
+            "| stage | seconds | reused | checks | mean KL | p95 KL | top-1 |",
+            "|---|---|---|---|---|---|---|",
+        ]
+        for stage in self.stages:
+            drift = stage["drift"] or {}
+            numbers = [_number(drift.get(key)) for key in ("mean_kl", "p95_kl", "top1_agreement")]
+            lines.append(
+                f"| {stage['name']} | {stage['seconds']:.1f} | {'yes' if stage['reused'] else ''} "
+                f"| {stage['tensors_checked']} | {' | '.join(numbers)} |"
+            )
+        return "\n".join([*lines, "", *(f"- {line}" for line in self._closing())])
+
+    def _closing(self) -> list[str]:
+        lines = []
+        before, after = self.eval.get("before"), self.eval.get("after")
+        if before is not None and after is not None:
+            lines.append(
+                f"exact match {before:.1%} -> {after:.1%} ({100 * (after - before):+.1f} points)"
+            )
+        losses = self.eval.get("loss_before"), self.eval.get("loss_after")
+        if losses[0] is not None and losses[1] is not None:
+            lines.append(f"held-out loss {losses[0]:.3f} -> {losses[1]:.3f}")
+        if self.served:
+            lines.append(f"served model: {self.served}")
+        if self.gate and self.gate.get("version"):
+            lines.append(f"registered: {self.gate['version']} @candidate")
+        if self.error:
+            lines.append(f"failed: {self.error}")
+        lines.append(f"{self.status} in {self.seconds:.1f} s")
+        return lines
+
+
+def stage_entry(result: StageResult) -> dict[str, Any]:
+    """One element of the summary's `stages`."""
+    return {
+        "name": result.name,
+        "seconds": result.seconds,
+        "reused": result.reused,
+        "artifact": str(result.artifact.path),
+        "tensors_checked": len(result.checks),
+        "drift": result.drift,
+    }
+
+
+def evaluation(results: Sequence[StageResult]) -> dict[str, float | None]:
+    """Exact match and held-out loss, before and after, from the stages' metrics."""
+    metrics: dict[str, float] = {}
+    for result in results:
+        metrics |= result.metrics
+    return {
+        "before": metrics.get("eval/before"),
+        "after": metrics.get("eval/after"),
+        "loss_before": metrics.get("eval/loss_before"),
+        "loss_after": metrics.get("eval/loss_after"),
+    }
+
+
+def _row(stage: dict[str, Any]) -> tuple[str, ...]:
+    drift = stage["drift"] or {}
+    return (
+        stage["name"],
+        f"{stage['seconds']:.1f}",
+        "reused" if stage["reused"] else "",
+        str(stage["tensors_checked"] or ""),
+        _number(drift.get("mean_kl")),
+        _number(drift.get("top1_agreement")),
+        "/".join(Path(stage["artifact"]).parts[-2:]) if stage["artifact"] else "",
+    )
+
+
+def _number(value: float | None) -> str:
+    if value is None:
+        return ""
+    return f"{value:.4f}" if 0.01 <= value <= 10 else f"{value:.1e}"

@@ -14,9 +14,9 @@ from typing import Any
 PREFIX = "@plumbline "
 
 
-def emit(kind: str, **fields: Any) -> None:
+def emit(event: str, /, **fields: Any) -> None:
     """Say one event. Values must be plain JSON; NaN and infinities are allowed."""
-    sys.stdout.write(PREFIX + json.dumps({"event": kind, **fields}) + "\n")
+    sys.stdout.write(PREFIX + json.dumps({"event": event, **fields}) + "\n")
     sys.stdout.flush()
 
 

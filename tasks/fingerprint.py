@@ -56,11 +56,10 @@ class Fingerprint:
 
     def save(self, path: Path) -> None:
         """Write as one safetensors file."""
-        meta = {
-            "probes": json.dumps(self.probes),
-            "engine": self.engine,
-            "noise": json.dumps(self.noise),
-        }
+        # One entry: safetensors writes several in random order, and then the same fingerprint
+        # would have another digest every time.
+        said = {"engine": self.engine, "noise": self.noise, "probes": self.probes}
+        meta = {"fingerprint": json.dumps(said)}
         arrays = {"ids": self.ids, "logprobs": self.logprobs, "top1": self.top1}
         save_file({k: np.ascontiguousarray(v) for k, v in arrays.items()}, path, metadata=meta)
 
@@ -69,12 +68,12 @@ class Fingerprint:
         """Read what `save` wrote. Raises ArtifactError when the file is not a fingerprint."""
         try:
             with safe_open(path, framework="numpy") as file:
-                meta = file.metadata()
+                meta = json.loads(file.metadata()["fingerprint"])
                 arrays = {name: file.get_tensor(name) for name in ("ids", "logprobs", "top1")}
             return cls(
-                probes=tuple(tuple(p) for p in json.loads(meta["probes"])),
+                probes=tuple(tuple(p) for p in meta["probes"]),
                 engine=meta["engine"],
-                noise=json.loads(meta["noise"]),
+                noise=meta["noise"],
                 **arrays,
             )
         except (OSError, KeyError, TypeError, ValueError) as error:

@@ -13,10 +13,11 @@ A stage function is a plain function that fills an empty directory and reports w
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, dataclass, field
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -30,6 +31,11 @@ from tasks.tracking import StageRun, Tracker
 
 PROJECT = Path(__file__).resolve().parents[1]
 CONTRACT = "contract.json"
+
+Observe = Callable[
+    [StageRun, Any], contextlib.AbstractContextManager[Callable[[dict[str, Any]], None]]
+]
+"""(the stage's run, its log) -> a context whose value receives the child's events."""
 
 
 @dataclass(frozen=True)
@@ -105,6 +111,7 @@ class Mechanism:
         inputs: Mapping[str, Artifact],
         config: Mapping[str, Any],
         context: Mapping[str, Any] | None = None,
+        observe: Observe | None = None,
     ) -> StageResult:
         """Run one stage, or reuse what it published before.
 
@@ -112,18 +119,20 @@ class Mechanism:
             stage: the stage's identity.
             function: called as `function(out, **{role: path}, **config, **context, log=...)`.
             inputs: input artifacts by role; the function gets their paths.
-            config: plain JSON values that change the result: part of the key.
+            config: plain JSON values and frozen dataclasses of such that change the result: part of
+                the key.
             context: arguments that do not change the result (how to score, where to log).
+            observe: makes the function's `on_event`, for stages whose child reports as it goes.
         """
         from prefect import get_run_logger, task
 
-        final = self.store / stage.kind / stage.key(config, inputs)
+        final = self.store / stage.kind / stage.key(plain(config), inputs)
         origin = Origin(
             kind=stage.kind,
             stage=stage.name,
             key=final.name,
             inputs={role: artifact.digest for role, artifact in inputs.items()},
-            config=config,
+            config=plain(config),
             versions=stage.versions(),
         )
 
@@ -137,8 +146,9 @@ class Mechanism:
                     log.info("%s: reusing %s", stage.name, final)
                 else:
                     arguments = {role: artifact.path for role, artifact in inputs.items()}
-                    arguments |= dict(config) | dict(context or {})
-                    result = self._execute(function, final, origin, arguments, run, log)
+                    arguments |= {**config, **(context or {}), "log": log}
+                    with _observed(observe, run, arguments):
+                        result = self._execute(function, final, origin, arguments, run)
                 result = _timed(result, time.monotonic() - started)
                 run.finish(result.artifact, result.metrics, reused=result.reused)
             return _completed(result)
@@ -174,10 +184,9 @@ class Mechanism:
         origin: Origin,
         arguments: dict[str, Any],
         run: StageRun,
-        log: Any,
     ) -> StageResult:
         with staging(final) as work:
-            report = function(work, **arguments, log=log)
+            report = function(work, **arguments)
             if report.kind != origin.kind:
                 raise PlumblineError(f"{origin.stage} made {report.kind}, not {origin.kind}")
             verdicts = [asdict(check) for check in report.checks]
@@ -194,6 +203,16 @@ class Mechanism:
         return StageResult(
             origin.stage, artifact, False, 0.0, tuple(report.checks), measured, metrics
         )
+
+
+@contextlib.contextmanager
+def _observed(observe: Observe | None, run: StageRun, arguments: dict[str, Any]) -> Iterator[None]:
+    if observe is None:
+        yield
+        return
+    with observe(run, arguments["log"]) as on_event:
+        arguments["on_event"] = on_event
+        yield
 
 
 def _recall(stage: Stage, artifact: Artifact) -> StageResult:
@@ -218,6 +237,12 @@ def _completed(result: StageResult) -> Any:
 
 def _fields(value: Any) -> dict[str, Any]:
     return {name: getattr(value, name) for name in value.__dataclass_fields__}
+
+
+def plain(config: Mapping[str, Any]) -> dict[str, Any]:
+    """The configuration as JSON has it, so that key and manifest say the same."""
+    document: dict[str, Any] = json.loads(json.dumps(dict(config), default=asdict))
+    return document
 
 
 def _version(distribution: str) -> str:

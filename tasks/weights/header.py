@@ -65,24 +65,41 @@ def read_header(path: Path) -> Header:
                     f"{path}: truncated or not safetensors: "
                     f"header claims {length} bytes, the file has {size}"
                 )
-            raw = json.loads(file.read(length))
+            raw = json.loads(file.read(length), object_pairs_hook=_once)
     except OSError as error:
         raise ArtifactError(f"{path}: cannot be read: {error.strerror or error}") from error
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise ArtifactError(f"{path}: header is not JSON: {error}") from error
     return _parse(path, raw, 8 + length, size)
+
+
+def _once(pairs: list[tuple[str, object]]) -> dict[str, object]:
+    """A JSON object; a key that comes twice is refused, where json would keep the last."""
+    found = dict(pairs)
+    if len(found) != len(pairs):
+        names = [name for name, _ in pairs]
+        raise ValueError(f"{next(n for n in names if names.count(n) > 1)} comes twice")
+    return found
+
+
+def _integer(value: object) -> int:
+    if type(value) is not int:  # int() would accept 2.5, "2" and True
+        raise TypeError(f"{value!r} is no integer")
+    return value
 
 
 def _parse(path: Path, raw: object, data_start: int, size: int) -> Header:
     if not isinstance(raw, dict):
         raise ArtifactError(f"{path}: header is not a JSON object")
-    metadata = raw.pop("__metadata__", {}) or {}
+    metadata = raw.pop("__metadata__", None) or {}
+    if not isinstance(metadata, dict):
+        raise ArtifactError(f"{path}: __metadata__ is not a JSON object")
     tensors: dict[str, TensorInfo] = {}
     for name, entry in raw.items():
         try:
-            shape = tuple(int(n) for n in entry["shape"])
+            shape = tuple(_integer(n) for n in entry["shape"])
             dtype = str(entry["dtype"])
-            begin, end = (int(n) for n in entry["data_offsets"])
+            begin, end = (_integer(n) for n in entry["data_offsets"])
         except (KeyError, TypeError, ValueError) as error:
             raise ArtifactError(f"{path}: malformed header entry for {name}") from error
         if dtype not in ITEM_BITS or any(n < 0 for n in shape):

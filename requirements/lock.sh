@@ -1,0 +1,40 @@
+#!/usr/bin/env bash
+# Makes every lock in this folder from its .in file: `make lock`, or `requirements/lock.sh cpu dev`.
+#
+# cpu comes first: the others take it as a constraint, so that a package has one version in the
+# whole project. Not cuda: its torch and vLLM ask for other releases of triton and setuptools. A lock that already satisfies its .in file keeps its versions; delete it to
+# move everything to the newest. Hashes of all files of a release are kept, so one lock serves
+# every Python and platform that the versions themselves support.
+set -euo pipefail
+cd "$(dirname "${BASH_SOURCE[0]}")/.."
+
+export UV_CACHE_DIR="$PWD/.cache/uv" PIP_CACHE_DIR="$PWD/.cache/pip"
+tools=.cache/tools
+
+install_resolver() {
+    local wanted
+    wanted=$(sha256sum requirements/tools.lock)
+    [[ -f $tools/stamp && $(<"$tools/stamp") == "$wanted" ]] && return
+    python3 -m venv "$tools"
+    "$tools/bin/python" -m pip install --quiet --require-hashes --no-deps -r requirements/tools.lock
+    printf '%s\n' "$wanted" >"$tools/stamp"
+}
+
+lock() {
+    local name=$1
+    local -a args=()
+    case $name in
+        cpu) args=(--override requirements/overrides-cpu.txt) ;;
+        cuda | tools) ;;
+        *) args=(--constraint requirements/cpu.lock) ;;
+    esac
+    echo "locking requirements/$name.lock"
+    "$tools/bin/uv" pip compile "requirements/$name.in" "${args[@]}" \
+        --output-file "requirements/$name.lock" --quiet --no-header --generate-hashes \
+        --python-version 3.11 --python-platform x86_64-manylinux_2_28
+}
+
+install_resolver
+names=("$@")
+((${#names[@]})) || names=(cpu cuda server dev build tools)
+for name in "${names[@]}"; do lock "$name"; done

@@ -1,0 +1,198 @@
+"""Rows and where they come from: JSON Lines, CSV, Parquet, a `datasets` id.
+
+Each reader is a generator of `Row`s and holds one row (Parquet: one batch) at a time. A line that
+is no row at all (broken JSON, bytes that are not UTF-8) comes out as a `Row` with a problem, so
+that the caller sees every line that was there.
+"""
+
+from __future__ import annotations
+
+import csv
+import difflib
+import json
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from tasks.errors import DataError
+
+FILE_KINDS = ("jsonl", "csv", "parquet")
+HUB = "hub"
+LONGEST_FIELD = 1 << 30
+_BOM = b"\xef\xbb\xbf"
+
+
+@dataclass(frozen=True)
+class Row:
+    """One row: where it stands, its values by column, or why it has none."""
+
+    place: str
+    values: dict[str, Any]
+    problem: str = ""
+
+
+def read_rows(kind: str, source: str, *, split: str = "train") -> Iterator[Row]:
+    """The rows of a source, in order.
+
+    Args:
+        kind: "jsonl", "csv", "parquet" or "hub".
+        source: the file, or the `datasets` id.
+        split: split of the `datasets` id.
+
+    Raises:
+        DataError: unknown kind, a file that is missing or unreadable, an id that cannot be loaded.
+    """
+    if kind == HUB:
+        return _hub_rows(source, split=split)
+    readers = {"jsonl": _jsonl_rows, "csv": _csv_rows, "parquet": _parquet_rows}
+    if kind not in readers:
+        raise DataError(
+            f"data.kind={kind} is not known",
+            hint=f"data.kind is one of toy, {', '.join([*FILE_KINDS, HUB])}",
+        )
+    return _guarded(readers[kind](existing_file(source)), source)
+
+
+def existing_file(path: str | Path, *, key: str = "data.path") -> Path:
+    """The file, or a `DataError` that names what is there instead."""
+    file = Path(path).expanduser()
+    if file.is_file():
+        return file
+    if file.is_dir():
+        inside = sorted(entry.name for entry in file.iterdir())[:10]
+        raise DataError(
+            f"{key}={path} is a folder, a file is needed",
+            details=[f"it holds {entry}" for entry in inside],
+            hint=f"{key}={file / (inside[0] if inside else 'train.jsonl')}",
+        )
+    beside = [entry.name for entry in file.parent.iterdir()] if file.parent.is_dir() else []
+    near = difflib.get_close_matches(file.name, beside, n=3)
+    raise DataError(
+        f"{key}={path}: no such file",
+        details=[f"there is {file.parent / entry}" for entry in near],
+        hint=f"{key}={file.parent / near[0]}" if near else f"{key}=<an existing file>",
+    )
+
+
+def _guarded(rows: Iterator[Row], path: str) -> Iterator[Row]:
+    try:
+        yield from rows
+    except OSError as error:
+        raise DataError(f"{path}: cannot be read: {error.strerror or error}") from error
+
+
+def _jsonl_rows(path: Path) -> Iterator[Row]:
+    with path.open("rb") as file:
+        for number, raw in enumerate(file, start=1):
+            line = raw.removeprefix(_BOM) if number == 1 else raw
+            if line.strip():
+                yield _json_row(f"{path.name}:{number}", line)
+
+
+def _json_row(place: str, line: bytes) -> Row:
+    try:
+        text = line.decode("utf-8")
+    except UnicodeDecodeError as error:
+        return Row(place, {}, _not_utf8(error))
+    try:
+        values = json.loads(text.rstrip("\r\n"))
+    except json.JSONDecodeError as error:
+        return Row(place, {}, f"invalid JSON: {error.msg} at column {error.colno}")
+    except (ValueError, RecursionError) as error:
+        return Row(place, {}, f"invalid JSON: {error}")
+    if not isinstance(values, dict):
+        return Row(place, {}, f"a JSON object is needed, found {kind_of(values)}")
+    return Row(place, values)
+
+
+def _csv_rows(path: Path) -> Iterator[Row]:
+    undecodable: list[str] = []
+    previous_limit = csv.field_size_limit(LONGEST_FIELD)
+    try:
+        with path.open("rb") as file:
+            reader = csv.reader(_decoded(file, undecodable), strict=True)
+            header: list[str] | None = None
+            last = 0
+            while True:
+                try:
+                    fields = next(reader)
+                except StopIteration:
+                    return
+                except csv.Error as error:
+                    fields, problem = [], f"invalid CSV: {error}"
+                else:
+                    problem = undecodable[0] if undecodable else ""
+                place, last = f"{path.name}:{last + 1}", reader.line_num
+                undecodable.clear()
+                if header is None:
+                    header = _csv_header(path, fields, problem)
+                elif problem:
+                    yield Row(place, {}, problem)
+                elif len(fields) != len(header) and fields:
+                    problem = f"{len(fields)} fields, the header has {len(header)}"
+                    yield Row(place, {}, problem)
+                elif fields:
+                    yield Row(place, dict(zip(header, fields, strict=True)))
+    finally:
+        csv.field_size_limit(previous_limit)
+
+
+def _csv_header(path: Path, fields: list[str], problem: str) -> list[str]:
+    doubled = sorted({name for name in fields if fields.count(name) > 1})
+    if doubled:
+        problem = f"column {doubled[0]!r} occurs twice"
+    if problem or not fields:
+        raise DataError(f"{path}: line 1 is no header: {problem or 'it is empty'}")
+    return fields
+
+
+def _decoded(file: Any, undecodable: list[str]) -> Iterator[str]:
+    """Lines as text. What is not UTF-8 is noted, for the row that it belongs to."""
+    for number, raw in enumerate(file, start=1):
+        line = raw.removeprefix(_BOM) if number == 1 else raw
+        try:
+            yield line.decode("utf-8")
+        except UnicodeDecodeError as error:
+            undecodable.append(f"{_not_utf8(error)} (line {number})")
+            yield line.decode("utf-8", errors="replace")
+
+
+def _parquet_rows(path: Path) -> Iterator[Row]:
+    import pyarrow
+    from pyarrow import parquet
+
+    try:
+        source = parquet.ParquetFile(path)
+        number = 0
+        for batch in source.iter_batches(batch_size=1024):
+            for values in batch.to_pylist():
+                number += 1
+                yield Row(f"{path.name}:row {number}", values)
+    except pyarrow.ArrowException as error:
+        raise DataError(f"{path}: not readable as Parquet: {error}") from error
+
+
+def _hub_rows(name: str, *, split: str) -> Iterator[Row]:
+    import datasets
+
+    try:
+        table = datasets.load_dataset(name, split=split)
+    except (OSError, ValueError) as error:
+        raise DataError(
+            f"data.name={name} split={split} cannot be loaded: {str(error).splitlines()[0]}",
+            hint="check data.name and data.split, or use a file: data=jsonl data.path=<file>",
+        ) from error
+    for number, values in enumerate(table, start=1):
+        yield Row(f"{name}[{split}]:row {number}", dict(values))
+
+
+def _not_utf8(error: UnicodeDecodeError) -> str:
+    return f"not UTF-8: byte 0x{error.object[error.start]:02x} at position {error.start + 1}"
+
+
+def kind_of(value: object) -> str:
+    """What a JSON value is, in the words of JSON."""
+    names = {bool: "true or false", int: "a number", float: "a number", str: "text",
+             list: "a list", dict: "an object", type(None): "null"}  # fmt: skip
+    return names.get(type(value), type(value).__name__)

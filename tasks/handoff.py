@@ -1,0 +1,124 @@
+"""What gather, merge and convert share: the trained side's files, and the drift measurement."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from tasks.artifact import open_artifact
+from tasks.contract import Check
+from tasks.errors import ArtifactError
+from tasks.fingerprint import Drift, DriftLimit, Fingerprint, drift, within
+from tasks.scoring import ModelRef, Score
+from tasks.weights.reader import read_json
+
+FINGERPRINT = "fingerprint.fp"
+CONFIG = "config.json"
+GENERATION_CONFIG = "generation_config.json"
+
+
+@dataclass(frozen=True)
+class Trained:
+    """What training said of itself: `train.json` and `config.json` of its artifact.
+
+    Attributes:
+        root: the `shards` artifact.
+        quantization: how the base was quantised in training; None when it was not.
+        base_digest: digest of the base artifact that was trained.
+        dtype: torch name of the dtype in which training held the model.
+        config: the trained side's model configuration, quantisation left out.
+    """
+
+    root: Path
+    quantization: Mapping[str, Any] | None
+    base_digest: str
+    dtype: str
+    config: Mapping[str, Any]
+
+    @classmethod
+    def read(cls, root: Path) -> Trained:
+        """Read from a `shards` artifact. Raises ArtifactError."""
+        said, config = read_json(root / "train.json"), read_json(root / CONFIG)
+        missing = {"quantization", "base_digest"} - set(said)
+        if missing:
+            raise ArtifactError(f"{root}/train.json lacks {', '.join(sorted(missing))}")
+        dtype = config.get("dtype", config.get("torch_dtype"))
+        if dtype is None:
+            raise ArtifactError(f"{root}/{CONFIG} does not say the model's dtype")
+        config.pop("quantization_config", None)  # of training; what is handed on is not quantised
+        return cls(root, said["quantization"], said["base_digest"], str(dtype), config)
+
+    def require_base(self, base: Path) -> None:
+        """Refuse a base other than the one that was trained. Raises ArtifactError."""
+        found = open_artifact(base).digest
+        if found != self.base_digest:
+            raise ArtifactError(
+                f"wrong base: {self.base_digest[:12]} was trained, {base} is {found[:12]}",
+                details=[f"trained: {self.base_digest}", f"given:   {found}"],
+                hint="give the base that was trained, or train again: force=[train]",
+            )
+
+    def copy_side_files(self, out: Path, *, config: bool) -> None:
+        """Put the trained side's tokenizer and generation config, and config.json, into `out`."""
+        copy_files(self.root / "tokenizer", out)
+        source = self.root / GENERATION_CONFIG
+        if not source.is_file():
+            raise ArtifactError(f"{self.root}: no {GENERATION_CONFIG}")
+        shutil.copyfile(source, out / GENERATION_CONFIG)
+        if config:
+            write_json(out / CONFIG, self.config)
+
+
+def write_json(path: Path, document: Mapping[str, Any]) -> None:
+    """Write as Hugging Face does: indented, sorted keys, newline at the end."""
+    path.write_text(json.dumps(document, indent=2, sort_keys=True, ensure_ascii=False) + "\n")
+
+
+def copy_files(source: Path, out: Path) -> list[str]:
+    """Copy the plain files of a tokenizer folder. Raises ArtifactError when there is none."""
+    files = sorted(path for path in source.glob("*") if path.is_file())
+    if not files:
+        raise ArtifactError(f"{source}: no tokenizer files")
+    for path in files:
+        shutil.copyfile(path, out / path.name)
+    return [path.name for path in files]
+
+
+def measure(
+    score: Score, model: ModelRef, *, trained: Path, out: Path, limit: DriftLimit, exact: bool
+) -> tuple[Drift, Check]:
+    """Fingerprint `model` into `out` and judge its distance from the trained one.
+
+    Args:
+        score: who measures.
+        model: what to load.
+        trained: the `shards` artifact with training's own fingerprint.
+        out: directory that gets `fingerprint.fp`.
+        limit: what the profile admits.
+        exact: also hold mean KL within twice the engine's own repeat noise.
+    """
+    reference = Fingerprint.load(trained / FINGERPRINT)
+    new = score(model, trained / FINGERPRINT, out / FINGERPRINT)
+    return judge_drift(drift(reference, new), limit, reference.noise if exact else None)
+
+
+def judge_drift(
+    measured: Drift, limit: DriftLimit, noise: float | None = None
+) -> tuple[Drift, Check]:
+    """The verdict on a drift, as one check."""
+    exceeded = within(measured, limit, noise)
+    expected = (
+        f"mean KL <= {limit.mean_kl:.0e}, p95 KL <= {limit.p95_kl:.0e}, "
+        f"top-1 agreement >= {limit.top1_agreement}"
+    )
+    if noise is not None:
+        expected += f", mean KL <= twice the repeat noise {noise:.2e}"
+    found = (
+        f"mean KL {measured.mean_kl:.2e}, p95 KL {measured.p95_kl:.2e}, "
+        f"top-1 agreement {measured.top1_agreement:.4f}"
+    )
+    return measured, Check("drift from the trained model", expected, found, ok=not exceeded)

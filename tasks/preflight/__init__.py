@@ -1,0 +1,105 @@
+"""Everything that can be refused before anything is started, in one message.
+
+One small file a family of findings; each finding is a pure function of plain values. Nothing here
+imports torch or any other heavy library.
+
+    together.py   settings and versions that do not go together, numbers out of range
+    batches.py    batch sizes
+    model.py      the base model's folder, adapter targets
+    data.py       the data file and its columns
+    machine.py    disk, memory, compiler
+"""
+
+from __future__ import annotations
+
+import shutil
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+from tasks.errors import ConfigError
+from tasks.preflight import batches, data, machine, model, together
+from tasks.preflight.finding import Finding
+
+__all__ = ["Finding", "findings", "preflight"]
+
+
+def findings(settings: dict[str, Any], runs: Path, rank_bytes: int | None = None) -> list[Finding]:
+    """Everything that is wrong with a run of `settings` on this machine.
+
+    Args:
+        settings: the resolved configuration.
+        runs: folder that everything goes under; need not exist.
+        rank_bytes: estimate of what a rank needs to train; None when it is unknown.
+    """
+    train, peft, zero = settings["train"], settings["peft"], settings["zero"]
+    known, problems = model.look(settings["model"]["kind"], settings["model"]["path"])
+    kind, stage = peft["kind"], zero["stage"]
+    problems += together.qlora_with_zero3(kind, stage)
+    problems += together.lora_with_zero3(kind, stage, installed("deepspeed"))
+    problems += together.checkpointing(train["gradient_checkpointing"], installed("torch"))
+    problems += together.offload(stage, zero["offload_optimizer"], zero["offload_param"])
+    problems += together.merge_base(settings["merge"]["base"], kind)
+    problems += together.dtypes(settings["model"]["dtype"], settings["convert"]["dtype"], kind)
+    problems += together.lengths(
+        train["max_len"], settings["smoke"]["max_model_len"], known.context
+    )
+    problems += together.ranges(settings)
+    problems += together.forced(settings["force"])
+    problems += together.shard_size(settings["convert"]["max_shard_size"])
+    problems += together.installed_for(settings, installed)
+    problems += batches.divides(
+        global_size=train["global_batch_size"],
+        micro=train["micro_batch_size"],
+        nproc=train["nproc"],
+        nodes=train["nodes"],
+    )
+    problems += model.quantised(kind, known)
+    problems += model.targets(peft["target_modules"], kind, known)
+    problems += data.readable(settings["data"])
+    return problems + _machine(settings, runs, known.parameters or 0, rank_bytes)
+
+
+def _machine(
+    settings: dict[str, Any], runs: Path, parameters: int, rank_bytes: int | None
+) -> list[Finding]:
+    # On disk: gathered, merged and served weights of 2 bytes a parameter, and a third more.
+    on_disk = 8 * parameters + machine.GIB // 2
+    # In memory: a GiB of libraries a rank, and what it trains in; with a GPU only the base passes
+    # through host memory.
+    ranks = settings["train"]["nproc"]
+    load = 2 * parameters
+    held = load if rank_bytes is None or machine.has_gpu() else rank_bytes
+    return [
+        *machine.disk(machine.free_bytes(runs), on_disk, runs),
+        *machine.memory(psutil.virtual_memory().available, ranks * (held + machine.GIB)),
+        *machine.compiler(settings["zero"]["offload_optimizer"], shutil.which("g++")),
+    ]
+
+
+def installed(name: str) -> str:
+    """Version of an installed distribution; "0" when it is not there."""
+    try:
+        return version(name)
+    except PackageNotFoundError:
+        return "0"
+
+
+def preflight(settings: dict[str, Any], runs: Path, rank_bytes: int | None = None) -> list[Finding]:
+    """Refuse what cannot work; returns the warnings.
+
+    Raises:
+        ConfigError: with every problem, one a line.
+    """
+    found = findings(settings, runs, rank_bytes)
+    errors = [finding for finding in found if finding.severity == "error"]
+    if errors:
+        count = f"{len(errors)} problem{'s' * (len(errors) > 1)}"
+        raise ConfigError(
+            f"the preflight found {count}; nothing was started",
+            details=[str(finding) for finding in errors],
+            hint=errors[0].override if len(errors) == 1 else "",
+        )
+    return [finding for finding in found if finding.severity == "warning"]

@@ -1,0 +1,132 @@
+"""The base model, read without torch: config.json and safetensors headers."""
+
+from __future__ import annotations
+
+import difflib
+import json
+import math
+import re
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from tasks.preflight.finding import Finding
+from tasks.weights.folder import CONFIG, inspect_checkpoint
+from tasks.weights.header import read_header
+
+_HUB_ID = re.compile(r"[A-Za-z0-9][\w.\-]*(/[A-Za-z0-9][\w.\-]*)?")
+_LINEAR = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
+ALL_LINEAR = "all-linear"
+
+
+@dataclass(frozen=True)
+class Known:
+    """What is known of a model before it is loaded.
+
+    Attributes:
+        modules: dotted names of modules with a 2-D weight; empty when unknown (a Hub id).
+        parameters: number of them; None when unknown.
+        context: longest sequence in tokens; None when unknown.
+        config: contents of config.json; empty when unknown.
+    """
+
+    modules: tuple[str, ...] = ()
+    parameters: int | None = None
+    context: int | None = None
+    config: dict[str, Any] = field(default_factory=dict)
+
+
+_TOY_CONFIG = {
+    "vocab_size": 512,
+    "hidden_size": 128,
+    "intermediate_size": 384,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 4,
+    "max_position_embeddings": 512,
+    "tie_word_embeddings": True,
+}
+TOY = Known(
+    tuple(f"model.layers.{i}.x.{name}" for i in range(4) for name in _LINEAR),
+    918_000,
+    512,
+    _TOY_CONFIG,
+)
+"""The embedded model (`tasks/toy/pretrain.py`), which may not be there yet."""
+
+
+def look(kind: str, path: str | None) -> tuple[Known, list[Finding]]:
+    """What is known of the base, and what is wrong with it."""
+    if kind == "toy":
+        return TOY, []
+    if not path:
+        return Known(), [
+            Finding("model.path", "nothing", "has to be given", "model.path=<folder or hub id>")
+        ]
+    folder = Path(path).expanduser()
+    if folder.is_dir():
+        return _read_folder(folder)
+    if _HUB_ID.fullmatch(path) and not folder.exists():
+        return Known(), []
+    allowed = "an existing folder, or a Hugging Face id like owner/name"
+    return Known(), [_refused(f"{path} is neither", allowed)]
+
+
+def _refused(found: str, allowed: str) -> Finding:
+    return Finding("model.path", found, allowed, "model.path=<folder or hub id>")
+
+
+def _read_folder(folder: Path) -> tuple[Known, list[Finding]]:
+    try:
+        checkpoint = inspect_checkpoint(folder)
+        weights = [f for name, f in checkpoint.files.items() if name.endswith(".safetensors")]
+        if checkpoint.problems:
+            allowed = "whole files in Hugging Face's layout"
+            return Known(), [_refused(f"{folder}: {p}", allowed) for p in checkpoint.problems]
+        config = json.loads((folder / CONFIG).read_text(encoding="utf-8"))
+        headers = [read_header(file) for file in weights]
+    except OSError as error:
+        reason = f"{error.filename or folder}: {error.strerror or error}"
+        return Known(), [_refused(reason, "a folder that can be read")]
+    shapes = {name: info.shape for header in headers for name, info in header.tensors.items()}
+    modules = tuple(
+        name.removesuffix(".weight")
+        for name, shape in shapes.items()
+        if name.endswith(".weight") and len(shape) == 2
+    )
+    text = config.get("text_config") or config  # a multimodal model nests its decoder's
+    context = text.get("max_position_embeddings")
+    return Known(modules, sum(map(math.prod, shapes.values())), context, config), []
+
+
+def quantised(kind: str, known: Known) -> list[Finding]:
+    """A base that is already quantised can be neither quantised again nor trained as it is."""
+    stored = known.config.get("quantization_config")
+    if not isinstance(stored, dict):
+        return []
+    method = stored.get("quant_method", "unknown")
+    found = f"the base is already quantised ({method})"
+    allowed = "QLoRA quantises a base in bfloat16 itself" if kind == "qlora" else "bfloat16"
+    return [Finding("model.path", found, allowed, "model.path=<the model in bfloat16>")]
+
+
+def targets(wanted: object, kind: str, known: Known) -> list[Finding]:
+    """Adapter targets the model does not have. Matched as peft does: by the name's end."""
+    if kind == "none" or wanted == ALL_LINEAR:
+        return []
+    example = "peft.target_modules=[q_proj,v_proj] or peft.target_modules=all-linear"
+    if not isinstance(wanted, (list, tuple)) or not all(isinstance(w, str) for w in wanted):
+        allowed = f'"{ALL_LINEAR}" or a list of module names'
+        return [Finding("peft.target_modules", repr(wanted), allowed, example)]
+    if not wanted:
+        return [Finding("peft.target_modules", "an empty list", "at least one module", example)]
+    leaves = sorted({name.rpartition(".")[2] for name in known.modules})
+    findings = []
+    for target in wanted if leaves else ():
+        if any(name == target or name.endswith(f".{target}") for name in known.modules):
+            continue
+        near = difflib.get_close_matches(target, leaves, n=2, cutoff=0.5)
+        override = f"peft.target_modules=[{','.join(near)}]" if near else example
+        allowed = f"the model has {', '.join(leaves)}"
+        findings.append(Finding("peft.target_modules", f"no {target!r} here", allowed, override))
+    return findings

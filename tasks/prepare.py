@@ -1,0 +1,278 @@
+"""prepare: the base model and the data, resolved to local artifacts.
+
+`prepare_base` makes the embedded toy model in a child process, or links the files of a Hugging Face
+model; `prepare_data` turns rows into `train.jsonl` and `heldout.jsonl`. `source_identity` says what
+the user's files are now, so that a changed file leads to a new artifact.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import shutil
+import time
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+from tasks.contract import Check
+from tasks.data.build import build_dataset
+from tasks.data.conversations import Columns
+from tasks.data.readers import FILE_KINDS, HUB, existing_file, read_rows
+from tasks.errors import ArtifactError, ConfigError, DataError
+from tasks.launch import launch, python_child
+from tasks.report import StageReport
+from tasks.toy.dataset import write_dataset
+from tasks.weights.folder import inspect_checkpoint
+
+Log = logging.Logger | logging.LoggerAdapter[Any]
+OnEvent = Callable[[dict[str, Any]], None]
+TOY, HF = "toy", "hf"
+PRETRAIN_TIMEOUT_S = 900.0
+CHAT_TEMPLATE = "chat_template.jinja"
+
+
+def prepare_base(
+    out: Path,
+    *,
+    kind: str,
+    path: str | None = None,
+    revision: str | None = None,
+    steps: int = 250,
+    seed: int = 0,
+    source: Mapping[str, Any] | None = None,
+    log_path: Path,
+    log: Log,
+    on_event: OnEvent | None = None,
+) -> StageReport:
+    """Fill `out` with a base model: a Hugging Face folder with safetensors and a tokenizer.
+
+    Args:
+        out: empty directory.
+        kind: "toy" pre-trains the embedded model; "hf" links an existing one.
+        path: folder or hub id; for "hf".
+        revision: branch, tag or commit of a hub id.
+        steps: pre-training steps of the toy.
+        seed: seed of the toy.
+        source: what `source_identity` said; remembered in the notes.
+        log_path: file for the child's output.
+        log: progress.
+        on_event: gets the child's events.
+
+    Raises:
+        ConfigError: unknown kind, no such model.
+        ArtifactError: a model folder that cannot be used; details name every problem.
+    """
+    started = time.monotonic()
+    if kind == TOY:
+        _pretrain(out, steps=steps, seed=seed, log=log, log_path=log_path, on_event=on_event)
+    elif kind == HF:
+        for name, file in _usable(resolve_model(path, revision=revision)).items():
+            (out / name).symlink_to(file.resolve())
+    else:
+        raise ConfigError(f"model.kind={kind} is not known", hint="model=toy or model=hf")
+    found = inspect_checkpoint(out)
+    checks = [
+        *found.checks,
+        *(Check("folder", "usable", text, ok=False) for text in found.problems),
+    ]
+    metrics = {
+        "base/tensors": float(found.tensors),
+        "base/bytes": float(found.bytes),
+        "base/seconds": time.monotonic() - started,
+    }
+    notes = {"kind": kind, "path": path, "revision": revision, "source": dict(source or {})}
+    return StageReport("base", checks=tuple(checks), metrics=metrics, notes=notes)
+
+
+def prepare_data(
+    out: Path,
+    *,
+    kind: str,
+    path: str | None = None,
+    eval_path: str | None = None,
+    name: str | None = None,
+    split: str = "train",
+    eval_split: str | None = None,
+    eval_fraction: float = 0.05,
+    messages_key: str | None = "messages",
+    prompt_key: str = "prompt",
+    response_key: str = "response",
+    system_key: str | None = None,
+    max_samples: int | None = None,
+    on_bad_line: str = "fail",
+    chat_template: str | None = None,
+    seed: int = 0,
+    train_size: int = 4000,
+    heldout_size: int = 300,
+    source: Mapping[str, Any] | None = None,
+    log: Log,
+) -> StageReport:
+    """Fill `out` with `train.jsonl`, `heldout.jsonl` and the account of every row.
+
+    The arguments are the keys of `conf/data`. A chat template file is copied beside the data.
+
+    Raises:
+        DataError: what cannot be used, with file and line.
+    """
+    if chat_template is not None:
+        shutil.copyfile(existing_file(chat_template, key="data.chat_template"), out / CHAT_TEMPLATE)
+    if kind == TOY:
+        try:
+            account = write_dataset(
+                out, train_size=train_size, heldout_size=heldout_size, seed=seed
+            )
+        except ValueError as error:
+            raise DataError(
+                str(error), hint="data.train_size=4000 data.heldout_size=300"
+            ) from error
+    else:
+        columns = Columns(messages_key, prompt_key, response_key, system_key)
+        train, held_out = _sources(kind, path, eval_path, name, eval_split)
+        account = build_dataset(
+            out,
+            train=read_rows(kind, train, split=split),
+            held_out=read_rows(kind, held_out, split=eval_split or split) if held_out else None,
+            sources=(train, held_out or train),
+            columns=columns,
+            eval_fraction=eval_fraction,
+            seed=seed,
+            max_samples=max_samples,
+            on_bad_line=on_bad_line,
+            log=log,
+        )
+    account["source"] = {"kind": kind, **(source or {})}
+    (out / "dataset.json").write_text(json.dumps(account, indent=1) + "\n", encoding="utf-8")
+    return StageReport("dataset", _adds_up(account), _metrics(account), notes=account)
+
+
+def source_identity(
+    *,
+    kind: str,
+    path: str | None = None,
+    eval_path: str | None = None,
+    chat_template: str | None = None,
+    **_: Any,
+) -> dict[str, Any]:
+    """What the user's files are now: size and modification time of each, by path.
+
+    Further keys of `conf/data` and `conf/model` are accepted and play no part. Files that do not
+    exist have no entry: the stage says what is wrong with them. A hub id has none either: its
+    revision identifies it.
+    """
+    found: dict[str, Any] = {}
+    if kind == TOY:
+        return found
+    for given in (path, eval_path, chat_template):
+        if given is None:
+            continue
+        root = Path(given).expanduser()
+        inside = sorted(root.iterdir()) if root.is_dir() else [root]
+        for file in (entry for entry in inside if entry.is_file()):
+            stat = file.stat()
+            found[str(file.resolve())] = {"size": stat.st_size, "mtime_ns": stat.st_mtime_ns}
+    return found
+
+
+def resolve_model(path: str | None, *, revision: str | None = None) -> Path:
+    """The local folder of a model; a hub id is downloaded, or found in the local cache.
+
+    Raises:
+        ConfigError: neither a folder nor an id that can be had.
+    """
+    if not path:
+        raise ConfigError("model=hf needs model.path", hint="model.path=<folder or hub id>")
+    folder = Path(path).expanduser()
+    if folder.is_dir():
+        return folder
+    if folder.exists() or folder.is_absolute() or path.startswith((".", "~")):
+        what = "is not a folder" if folder.exists() else "no such folder"
+        raise ConfigError(f"model.path={path}: {what}", hint="model.path=<folder or hub id>")
+    from huggingface_hub import snapshot_download
+    from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
+
+    try:
+        return Path(snapshot_download(path, revision=revision, ignore_patterns=_NOT_NEEDED))
+    except (HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, OSError) as error:
+        raise ConfigError(
+            f"model.path={path}: no such folder, and no such model on the hub",
+            details=str(error).strip().splitlines()[:3],
+            hint="model.path=<folder>, or an id that this machine can download",
+        ) from error
+
+
+_NOT_NEEDED = ["*.bin", "*.pt", "*.pth", "*.gguf", "*.h5", "*.msgpack", "*.onnx", "original/*"]
+
+
+def _usable(folder: Path) -> dict[str, Path]:
+    found = inspect_checkpoint(folder)
+    if found.problems:
+        more = f" (and {len(found.problems) - 1} more)" if len(found.problems) > 1 else ""
+        raise ArtifactError(
+            f"{folder} cannot be used as a base: {found.problems[0]}{more}",
+            details=found.problems,
+            hint="mend the folder or download it again; model.path=<another folder>",
+        )
+    return found.files
+
+
+def _pretrain(
+    out: Path, *, steps: int, seed: int, log: Log, log_path: Path, on_event: OnEvent | None
+) -> None:
+    """Run the child that makes the toy model. Its job file lies beside its log."""
+    log_path.parent.mkdir(parents=True, exist_ok=True)
+    job = log_path.with_suffix(".job.json")
+    job.write_text(json.dumps({"out": str(out.resolve()), "steps": steps, "seed": seed}))
+
+    def tell(event: dict[str, Any]) -> None:
+        if event["event"] == "progress":
+            log.info("step %(step)d of %(total)d, loss %(loss).3f", event)
+        if on_event is not None:
+            on_event(event)
+
+    launch(
+        python_child("tasks.toy", str(job.resolve())),
+        stage="prepare_base",
+        log=log,
+        log_path=log_path,
+        timeout_s=PRETRAIN_TIMEOUT_S,
+        on_event=tell,
+    )
+
+
+def _sources(
+    kind: str, path: str | None, eval_path: str | None, name: str | None, eval_split: str | None
+) -> tuple[str, str | None]:
+    """Where training rows and held-out rows come from; None: they share a source."""
+    if kind == HUB:
+        if not name:
+            raise DataError("data=hub needs data.name", hint="data.name=<owner/name>")
+        return name, name if eval_split else None
+    if kind not in FILE_KINDS:
+        raise DataError(
+            f"data.kind={kind} is not known", hint=f"data={'|'.join((TOY, *FILE_KINDS, HUB))}"
+        )
+    if not path:
+        raise DataError(f"data={kind} needs data.path", hint="data.path=<file>")
+    if eval_path is not None:
+        existing_file(eval_path, key="data.eval_path")
+    return path, eval_path
+
+
+def _adds_up(account: Mapping[str, Any]) -> tuple[Check, ...]:
+    """Every row that was read is accounted for."""
+    checks = []
+    for split, counts in account["splits"].items():
+        told = counts["kept"] + counts["refused"] + counts["overlapping"]
+        name = f"{split}: kept + refused + overlapping"
+        ok = counts["read"] == told and counts["kept"] > 0
+        checks.append(Check(name, f"{counts['read']} rows read", f"{told} rows", ok=ok))
+    return tuple(checks)
+
+
+def _metrics(account: Mapping[str, Any]) -> dict[str, float]:
+    return {
+        f"data/{split}_{name}": float(count)
+        for split, counts in account["splits"].items()
+        for name, count in counts.items()
+    }

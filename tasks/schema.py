@@ -1,0 +1,285 @@
+"""The configuration's schema: every key, its type, its unit, its default.
+
+`flows/config.py` hands it to Hydra, which then refuses a key that is not here and a value of
+another type. What a type cannot say (ranges, what goes together) is the preflight's.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from enum import Enum, auto
+from typing import Any
+
+
+class Dtype(Enum):
+    """Number format of weights and activations."""
+
+    bfloat16 = auto()
+    float16 = auto()
+    float32 = auto()
+
+
+class Attention(Enum):
+    """transformers' `attn_implementation`."""
+
+    sdpa = auto()
+    eager = auto()
+    flash_attention_2 = auto()
+
+
+class ModelKind(Enum):
+    """Where the base model comes from."""
+
+    toy = auto()
+    hf = auto()
+
+
+class DataKind(Enum):
+    """Where the conversations come from."""
+
+    toy = auto()
+    jsonl = auto()
+    csv = auto()
+    parquet = auto()
+    hub = auto()
+
+
+class OnBadLine(Enum):
+    """What a row that cannot be used leads to."""
+
+    fail = auto()
+    skip = auto()
+
+
+class OnOverlong(Enum):
+    """What a conversation longer than `train.max_len` leads to."""
+
+    truncate = auto()
+    refuse = auto()
+
+
+class Objective(Enum):
+    """What training optimises."""
+
+    sft = auto()
+
+
+class Scheduler(Enum):
+    """Learning rate after the warm-up."""
+
+    cosine = auto()
+    linear = auto()
+    constant = auto()
+
+
+class PeftKind(Enum):
+    """What is trained: everything, an adapter, or an adapter on a 4-bit base."""
+
+    none = auto()
+    lora = auto()
+    qlora = auto()
+
+
+class QuantType(Enum):
+    """4-bit code book of QLoRA (Dettmers et al. 2023, arXiv:2305.14314)."""
+
+    nf4 = auto()
+
+
+class Offload(Enum):
+    """Where ZeRO keeps a state."""
+
+    none = auto()
+    cpu = auto()
+
+
+class MergeBase(Enum):
+    """What an adapter is folded into; `auto` is `dequantized` for QLoRA, else `original`."""
+
+    auto = 1  # a member named like the function: numbers here
+    dequantized = 2
+    original = 3
+
+
+class Engine(Enum):
+    """What loads the served model for the smoke test."""
+
+    vllm = auto()
+    transformers = auto()
+
+
+class Profile(Enum):
+    """Drift limits, see `tasks/fingerprint.py`."""
+
+    strict = auto()
+    standard = auto()
+    relaxed = auto()
+
+
+@dataclass
+class Model:
+    """The base model."""
+
+    kind: ModelKind = ModelKind.toy
+    path: str | None = None  # folder or Hugging Face id; kind hf
+    revision: str | None = None  # branch, tag or commit of a Hugging Face id
+    dtype: Dtype = Dtype.bfloat16
+    attn_implementation: Attention = Attention.sdpa
+    trust_remote_code: bool = False  # runs Python that the model's author wrote
+    steps: int = 300  # pre-training steps; kind toy
+    seed: int = 0  # corpus, weights and order; kind toy
+
+
+@dataclass
+class Data:
+    """Conversations to learn from and to be tested on."""
+
+    kind: DataKind = DataKind.toy
+    path: str | None = None  # file; kinds jsonl, csv, parquet
+    eval_path: str | None = None  # file of held-out rows; null: eval_fraction
+    name: str | None = None  # `datasets` id; kind hub
+    split: str = "train"  # kind hub
+    eval_split: str | None = None  # kind hub; null: eval_fraction
+    eval_fraction: float = 0.05  # share of the rows that is held out
+    messages_key: str | None = "messages"  # column with a list of messages
+    prompt_key: str = "prompt"  # these two where there is no column of messages
+    response_key: str = "response"
+    system_key: str | None = None  # column with a system message
+    max_samples: int | None = None  # rows read at most; null: all
+    on_bad_line: OnBadLine = OnBadLine.fail
+    chat_template: str | None = None  # Jinja file; null: the tokenizer's own
+    seed: int = 0  # which rows are held out; kind toy: which rows there are
+    train_size: int = 4000  # rows; kind toy
+    heldout_size: int = 300  # rows; kind toy
+
+
+@dataclass
+class Train:
+    """Optimisation and how it is started."""
+
+    objective: Objective = Objective.sft
+    nproc: int = 2  # ranks a node
+    nodes: int = 1
+    threads: int | None = None  # CPU threads a rank; null: cores / nproc
+    micro_batch_size: int = 32  # samples a rank holds at once
+    global_batch_size: int = 64  # samples an optimizer step
+    epochs: float = 1.0
+    max_steps: int | None = None  # optimizer steps; wins over epochs
+    lr: float = 2e-4  # peak
+    scheduler: Scheduler = Scheduler.cosine
+    warmup_ratio: float = 0.03  # share of the steps
+    weight_decay: float = 0.0
+    beta1: float = 0.9
+    beta2: float = 0.999
+    eps: float = 1e-8
+    max_grad_norm: float = 1.0
+    max_len: int = 256  # tokens a sample
+    on_overlong: OnOverlong = OnOverlong.truncate
+    gradient_checkpointing: bool = False
+    gradient_checkpointing_reentrant: bool = False
+    log_every: int = 1  # steps
+    save_steps: int = 50  # steps between checkpoints to fall back to; 0: none
+    timeout_s: float | None = None  # of the whole stage
+    probes: int = 32  # conversations that the fingerprint is taken on
+
+
+@dataclass
+class Peft:
+    """The adapter (Hu et al. 2021, arXiv:2106.09685)."""
+
+    kind: PeftKind = PeftKind.none
+    rank: int = 64
+    alpha: float = 64.0  # the update is scaled by alpha / rank, or by alpha / sqrt(rank)
+    dropout: float = 0.0
+    target_modules: Any = "all-linear"  # or a list of module names, e.g. [q_proj,v_proj]
+    use_rslora: bool = False  # scale by alpha / sqrt(rank), arXiv:2312.03732
+    quant_type: QuantType = QuantType.nf4  # kind qlora
+    double_quant: bool = True  # kind qlora: quantise the block scales too
+
+
+@dataclass
+class Zero:
+    """DeepSpeed's ZeRO (Rajbhandari et al. 2019, arXiv:1910.02054)."""
+
+    stage: int = 2  # 0 to 3
+    offload_optimizer: Offload = Offload.none  # stage 1 and up
+    offload_param: Offload = Offload.none  # stage 3
+    overlap_comm: bool = False
+    bucket_size: int = 50_000_000  # elements
+
+
+@dataclass
+class Merge:
+    """How an adapter becomes weights."""
+
+    base: MergeBase = MergeBase.auto
+
+
+@dataclass
+class Convert:
+    """What is served."""
+
+    dtype: Dtype = Dtype.bfloat16
+    max_shard_size: str = "5GB"
+
+
+@dataclass
+class Smoke:
+    """The test of the served model; see `tasks/smoke_eval.py: SmokeSettings`."""
+
+    engine: Engine = Engine.vllm
+    greedy_tokens: int = 5
+    max_new_tokens: int = 64
+    eval_samples: int = 200
+    kv_cache_gib: int = 1  # on CPU
+    max_model_len: int | None = None  # tokens; null: what the prompts need
+    timeout_s: float = 900.0
+    min_stop_rate: float = 0.9  # share of answers that end by themselves
+    max_degenerate_rate: float = 0.02  # share of answers caught in a loop
+    threads: int | None = None  # CPU threads
+
+
+@dataclass
+class Gate:
+    """What has to hold before a run is registered as a candidate."""
+
+    profile: Profile = Profile.standard
+    min_eval_gain: float | None = None  # points of exact match; null: none
+
+
+@dataclass
+class Tracking:
+    """MLflow."""
+
+    uri: str | None = None  # null: SQLite under paths.runs
+    experiment: str = "plumbline"
+    model_name: str = "plumbline"  # in the model registry
+
+
+@dataclass
+class Paths:
+    """Where things go."""
+
+    runs: str = "runs"
+    wait_s: float = 0.0  # how long to wait for another run in the same folder
+
+
+@dataclass
+class Rlhf:
+    """The whole configuration of `flows/rlhf.py`."""
+
+    plan: bool = False
+    force: list[str] = field(default_factory=list)  # stages to run anew, by name
+    tag: str = ""
+    seed: int = 0
+    model: Model = field(default_factory=Model)
+    data: Data = field(default_factory=Data)
+    train: Train = field(default_factory=Train)
+    peft: Peft = field(default_factory=Peft)
+    zero: Zero = field(default_factory=Zero)
+    merge: Merge = field(default_factory=Merge)
+    convert: Convert = field(default_factory=Convert)
+    smoke: Smoke = field(default_factory=Smoke)
+    gate: Gate = field(default_factory=Gate)
+    tracking: Tracking = field(default_factory=Tracking)
+    paths: Paths = field(default_factory=Paths)

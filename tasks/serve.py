@@ -1,0 +1,210 @@
+"""Serving a folder to measure it: one question, two engines that can answer it.
+
+vLLM is what will serve the model; transformers is the native fallback. Both continue the same token
+ids greedily and score the same probes at the same ids.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+from tasks.fingerprint import Fingerprint
+from tasks.launch import launch, python_child
+from tasks.output import Log
+from tasks.scoring import Greedy, ModelRef, Prompts, ReferenceScorer
+from tasks.serving.job import Job, environment
+
+STAGE = "smoke_eval"
+FINGERPRINT = "fingerprint.fp"
+HEADROOM = 8
+"""Tokens that `max_model_len` has beyond the longest sequence, when it is chosen here."""
+
+
+class Limits(Protocol):
+    """What the engines need to know of the settings."""
+
+    @property
+    def max_new_tokens(self) -> int: ...
+    @property
+    def max_model_len(self) -> int | None: ...
+    @property
+    def kv_cache_gib(self) -> int: ...
+    @property
+    def threads(self) -> int | None: ...
+    @property
+    def timeout_s(self) -> float: ...
+
+
+@dataclass(frozen=True)
+class Question:
+    """What to serve and what to ask.
+
+    Attributes:
+        served: the model under test; `base`: the one before training.
+        reference: fingerprint file that gives probes and ids.
+        messages: the conversations behind the prompts, without their answers.
+        prompts, base_prompts: the same conversations rendered for each model.
+        dtype: torch dtype name.
+    """
+
+    served: Path
+    base: Path
+    reference: Path
+    messages: Sequence[Sequence[Mapping[str, str]]]
+    prompts: Prompts
+    base_prompts: Prompts
+    dtype: str
+
+
+@dataclass(frozen=True)
+class Continued:
+    """Greedy continuations of all prompts: tokens, which ended by themselves, seconds."""
+
+    tokens: list[list[int]]
+    stopped: list[bool]
+    seconds: float
+
+    @property
+    def tokens_per_s(self) -> float:
+        """Generated tokens a second."""
+        return sum(map(len, self.tokens)) / max(self.seconds, 1e-9)
+
+
+@dataclass(frozen=True)
+class Served:
+    """What an engine answered.
+
+    Attributes:
+        fingerprint: of the served model.
+        after, before: continuations by the served model and by the base.
+        rendered_differently: conversations that the engine's own tokenizer and chat template turn
+            into other token ids.
+        load_s: seconds from the engine's start to readiness, its imports included.
+        base_reloaded: whether the base was poured into the running engine, not loaded afresh.
+    """
+
+    fingerprint: Fingerprint
+    after: Continued
+    before: Continued
+    rendered_differently: int
+    load_s: float
+    base_reloaded: bool
+
+
+def serve_with_vllm(
+    question: Question, limits: Limits, *, out: Path, work: Path, log: Log, log_path: Path
+) -> Served:
+    """Serve with vLLM in a child process.
+
+    The base is measured in the same engine when it has the same tensors, else in a second child.
+
+    Args:
+        question: what to serve and ask.
+        limits: settings.
+        out: folder that gets `fingerprint.fp`.
+        work: folder for jobs and results.
+        log: gets the engine's output.
+        log_path: file for all of it.
+
+    Raises:
+        StageProcessError: vLLM did not come up or broke down.
+    """
+    job = Job(
+        served=str(question.served),
+        out=str(work),
+        prompts=question.prompts.tokens,
+        max_new_tokens=limits.max_new_tokens,
+        max_model_len=limits.max_model_len or _longest(question, limits.max_new_tokens),
+        reference=str(question.reference),
+        messages=[[dict(m) for m in one] for one in question.messages],
+        base=str(question.base),
+        base_prompts=question.base_prompts.tokens,
+        base_stop=_stops(question),
+        dtype=question.dtype,
+    )
+    result = _run(job, limits, log=log, log_path=log_path)
+    (work / FINGERPRINT).rename(out / FINGERPRINT)
+    reloaded = "base" in result
+    before = result["base"] if reloaded else _base_alone(job, limits, log=log, log_path=log_path)
+    return Served(
+        fingerprint=Fingerprint.load(out / FINGERPRINT),
+        after=_continued(result["served"]),
+        before=_continued(before),
+        rendered_differently=result["rendered_differently"],
+        load_s=result["load_s"],
+        base_reloaded=reloaded,
+    )
+
+
+def _run(job: Job, limits: Limits, *, log: Log, log_path: Path) -> dict[str, Any]:
+    path = Path(job.out) / "job.json"
+    job.save(path)
+    launch(
+        python_child("tasks.serving.vllm_child", str(path)),
+        stage=STAGE,
+        log=log,
+        log_path=log_path,
+        env=environment(limits.kv_cache_gib, limits.threads),
+        timeout_s=limits.timeout_s,
+    )
+    result: dict[str, Any] = json.loads((Path(job.out) / "result.json").read_text())
+    return result
+
+
+def _base_alone(job: Job, limits: Limits, *, log: Log, log_path: Path) -> dict[str, Any]:
+    alone = Job(
+        served=str(job.base),
+        out=job.out,
+        prompts=job.base_prompts or [],
+        max_new_tokens=job.max_new_tokens,
+        max_model_len=job.max_model_len,
+        stop=job.base_stop,
+        dtype=job.dtype,
+    )
+    answered: dict[str, Any] = _run(alone, limits, log=log, log_path=log_path)["served"]
+    return answered
+
+
+def serve_with_transformers(
+    question: Question, limits: Limits, *, out: Path, scorer: ReferenceScorer
+) -> Served:
+    """The native fallback: the reference child serves, one sequence at a time."""
+    served = ModelRef(question.served, dtype=question.dtype)
+    fingerprint = scorer.fingerprint(served, question.reference, out / FINGERPRINT)
+
+    def answer(model: ModelRef, prompts: Prompts, stops: list[int]) -> Continued:
+        greedy = scorer.greedy(
+            model, prompts.tokens, max_new_tokens=limits.max_new_tokens, eos=stops
+        )
+        return _from_greedy(greedy, stops)
+
+    after = answer(served, question.prompts, question.prompts.eos)
+    base = ModelRef(question.base, dtype=question.dtype)
+    before = answer(base, question.base_prompts, _stops(question))
+    return Served(fingerprint, after, before, 0, 0.0, base_reloaded=False)
+
+
+def _from_greedy(greedy: Greedy, stops: Sequence[int]) -> Continued:
+    stopped = [bool(one) and one[-1] in set(stops) for one in greedy.tokens]
+    return Continued(greedy.tokens, stopped, greedy.seconds)
+
+
+def _continued(answered: Mapping[str, Any]) -> Continued:
+    stopped = [reason == "stop" for reason in answered["reasons"]]
+    return Continued(answered["tokens"], stopped, answered["seconds"])
+
+
+def _stops(question: Question) -> list[int]:
+    """Ids that end the base's answers: its own and the trained ones, to be fair to it."""
+    return sorted({*question.prompts.eos, *question.base_prompts.eos})
+
+
+def _longest(question: Question, max_new_tokens: int) -> int:
+    prompts = (*question.prompts.tokens, *question.base_prompts.tokens)
+    probes = Fingerprint.load(question.reference).probes
+    longest = max((len(p) + max_new_tokens for p in prompts), default=0)
+    return max(longest, *(len(p) + 1 for p in probes)) + HEADROOM

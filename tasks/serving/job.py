@@ -1,0 +1,66 @@
+"""The vLLM child's job, and the environment it has to be started in."""
+
+from __future__ import annotations
+
+import json
+import os
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+
+@dataclass(frozen=True)
+class Job:
+    """What to do.
+
+    Attributes:
+        served: folder to load.
+        out: folder for `result.json` and `fingerprint.fp`.
+        prompts: token ids to continue greedily.
+        max_new_tokens: limit for each.
+        max_model_len: longest sequence, prompt and answer together.
+        reference: fingerprint file whose probes and ids are scored; None to leave that out.
+        messages: the conversations of `prompts`, to see that vLLM renders them to the same ids.
+        stop: extra ids to stop at. The served model itself has to know when to stop.
+        base: folder measured after `served` in the same engine, if it has the same tensors.
+        base_prompts, base_stop: its prompts and extra stop ids.
+        dtype: torch dtype name.
+        seed: seed of the engine (greedy decoding does not use it).
+    """
+
+    served: str
+    out: str
+    prompts: list[list[int]]
+    max_new_tokens: int
+    max_model_len: int
+    reference: str | None = None
+    messages: list[list[dict[str, str]]] | None = None
+    stop: list[int] | None = None
+    base: str | None = None
+    base_prompts: list[list[int]] | None = None
+    base_stop: list[int] | None = None
+    dtype: str = "bfloat16"
+    seed: int = 0
+
+    def save(self, path: Path) -> None:
+        """Write as JSON."""
+        path.write_text(json.dumps(asdict(self)))
+
+    @classmethod
+    def load(cls, path: Path) -> Job:
+        """Read what `save` wrote."""
+        return cls(**json.loads(path.read_text()))
+
+
+def environment(kv_cache_gib: int, threads: int | None) -> dict[str, str]:
+    """Environment variables the child needs before its first import."""
+    env = {
+        "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # the engine in this very process: no second import
+        "VLLM_NO_USAGE_STATS": "1",
+        "VLLM_CPU_KVCACHE_SPACE": str(kv_cache_gib),
+        "VLLM_LOGGING_LEVEL": os.environ.get("VLLM_LOGGING_LEVEL", "ERROR"),
+        "HF_HUB_OFFLINE": "1",
+        "TOKENIZERS_PARALLELISM": "false",
+    }
+    if threads is not None:
+        env |= {"OMP_NUM_THREADS": str(threads), "VLLM_CPU_OMP_THREADS_BIND": "nobind"}
+    return env

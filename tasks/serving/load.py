@@ -1,0 +1,130 @@
+"""Load a model for measuring, exactly as it lies on disk. Runs in child processes only."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from tasks.errors import ArtifactError
+from tasks.weights.header import read_header
+
+
+def slim_imports() -> None:
+    """Keep transformers from importing scikit-learn and SciPy (1.5 s, and memory, every time).
+
+    It asks for them only to tune assisted generation and to compute detection losses, and treats
+    both as optional. Call this before `transformers.generation` is first imported.
+    """
+    import transformers.utils as utils
+    import transformers.utils.import_utils as import_utils
+
+    for name in ("is_sklearn_available", "is_scipy_available"):
+        for module in (utils, import_utils):
+            setattr(module, name, lambda: False)
+
+
+def load_model(
+    path: Path,
+    *,
+    adapter: Path | None = None,
+    quantization: Mapping[str, Any] | None = None,
+    dtype: str = "bfloat16",
+    attn_implementation: str = "sdpa",
+) -> Any:
+    """A causal language model in eval mode, from local files only.
+
+    Args:
+        path: Hugging Face folder; the base when `adapter` is given.
+        adapter: PEFT folder, loaded on top and left unmerged, in its stored dtype.
+        quantization: `{"type": "nf4", "double_quant": bool, "compute_dtype": str}` or None.
+        dtype: torch dtype name of everything that is not quantised.
+        attn_implementation: as in transformers.
+
+    Raises:
+        ArtifactError: a folder is missing, unreadable, incomplete, or holds tensors that the
+            model has no place for.
+    """
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    for folder, file in ((path, "config.json"), (adapter, "adapter_config.json")):
+        if folder is not None and not (folder / file).is_file():
+            raise ArtifactError(f"{folder} is not a model folder: no {file}")
+    extra: dict[str, Any] = {}
+    if quantization is not None:
+        extra["quantization_config"] = _bitsandbytes(quantization)
+    try:
+        model, info = AutoModelForCausalLM.from_pretrained(
+            path,
+            dtype=getattr(torch, dtype),
+            attn_implementation=attn_implementation,
+            local_files_only=True,
+            output_loading_info=True,
+            **extra,
+        )
+    except (OSError, ValueError, KeyError, RuntimeError) as error:
+        raise ArtifactError(f"{path} cannot be loaded: {_first_line(error)}") from error
+    _refuse_gaps(path, info)
+    if adapter is not None:
+        model = _with_adapter(model, adapter)
+    return model.eval()
+
+
+def _bitsandbytes(quantization: Mapping[str, Any]) -> Any:
+    from transformers import BitsAndBytesConfig
+
+    if quantization.get("type") != "nf4":
+        raise ArtifactError(f"quantization {quantization.get('type')!r} is unknown; allowed: nf4")
+    return BitsAndBytesConfig(
+        load_in_4bit=True,
+        bnb_4bit_quant_type="nf4",
+        bnb_4bit_use_double_quant=bool(quantization["double_quant"]),
+        bnb_4bit_compute_dtype=quantization["compute_dtype"],
+    )
+
+
+def _with_adapter(model: Any, adapter: Path) -> Any:
+    from peft import PeftModel
+    from safetensors import SafetensorError
+
+    stored = _stored_dtypes(adapter)
+    try:
+        model = PeftModel.from_pretrained(
+            model, adapter, autocast_adapter_dtype=False, is_trainable=False
+        )
+    except (OSError, ValueError, KeyError, RuntimeError, SafetensorError) as error:
+        raise ArtifactError(f"{adapter} cannot be loaded: {_first_line(error)}") from error
+    # On a 4-bit base PEFT makes the adapter in float32 whatever the file says: other arithmetic.
+    for name, parameter in model.named_parameters():
+        dtype = stored.get(name.replace(".default", ""))
+        if dtype is not None:
+            parameter.data = parameter.data.to(dtype)
+    return model
+
+
+def _stored_dtypes(adapter: Path) -> dict[str, Any]:
+    import torch
+
+    names = {"BF16": torch.bfloat16, "F16": torch.float16, "F32": torch.float32}
+    tensors = read_header(adapter / "adapter_model.safetensors").tensors
+    return {name: names[info.dtype] for name, info in tensors.items() if info.dtype in names}
+
+
+def _refuse_gaps(path: Path, info: Mapping[str, Any]) -> None:
+    """transformers only warns when tensors are missing (and makes them up) or left over."""
+    found = [
+        f"{kind.replace('_', ' ')}: {key}"
+        for kind in ("missing_keys", "unexpected_keys", "mismatched_keys")
+        for key in sorted(map(str, info.get(kind) or ()))
+    ]
+    if found:
+        raise ArtifactError(
+            f"{path}: tensors do not fit the model: {len(found)} differ, first {found[0]}",
+            details=found[:20],
+        )
+
+
+def _first_line(error: BaseException) -> str:
+    lines = str(error).strip().splitlines()
+    return lines[0][:300] if lines else type(error).__name__

@@ -1,0 +1,79 @@
+"""Conversations to token ids and back, with the tokenizer and chat template of a model folder."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from tasks.errors import ArtifactError, ContractError
+
+Messages = Sequence[Mapping[str, str]]
+
+
+@dataclass(frozen=True)
+class Rendered:
+    """Prompts as token ids, and the ids that end an answer."""
+
+    prompts: list[list[int]]
+    eos: list[int]
+
+
+def render(
+    folder: Path, conversations: Sequence[Messages], *, template_from: Path | None = None
+) -> Rendered:
+    """Render each conversation without its last message, up to where the assistant speaks.
+
+    Args:
+        folder: model folder with the tokenizer.
+        conversations: message lists whose last message is the assistant's answer.
+        template_from: folder whose chat template is used when `folder` has none (a base model).
+
+    Raises:
+        ContractError: there is no chat template.
+    """
+    tokenizer = _tokenizer(folder)
+    if not tokenizer.chat_template and template_from is not None:
+        tokenizer.chat_template = _tokenizer(template_from).chat_template
+    if not tokenizer.chat_template:
+        raise ContractError(f"{folder}: the tokenizer has no chat template")
+    prompts = [[int(i) for i in render_one(tokenizer, messages[:-1])] for messages in conversations]
+    return Rendered(prompts, stop_ids(folder, tokenizer.eos_token_id))
+
+
+def render_one(tokenizer: Any, messages: Messages) -> list[int]:
+    """One prompt's token ids, ending where the assistant's answer begins."""
+    ids: list[int] = tokenizer.apply_chat_template(
+        list(messages), add_generation_prompt=True, tokenize=True, return_dict=False
+    )
+    return ids
+
+
+def decode(folder: Path, tokens: Sequence[Sequence[int]]) -> list[str]:
+    """Texts of generated tokens, special tokens left out."""
+    tokenizer = _tokenizer(folder)
+    return [tokenizer.decode(list(one), skip_special_tokens=True) for one in tokens]
+
+
+def stop_ids(folder: Path, tokenizer_eos: int | None) -> list[int]:
+    """Every id that a server of this folder stops at, sorted."""
+    found = set() if tokenizer_eos is None else {int(tokenizer_eos)}
+    for name in ("generation_config.json", "config.json"):
+        path = folder / name
+        eos = json.loads(path.read_text()).get("eos_token_id") if path.is_file() else None
+        if eos is not None:
+            found |= {int(i) for i in (eos if isinstance(eos, list) else [eos])}
+    return sorted(found)
+
+
+def _tokenizer(folder: Path) -> Any:
+    from transformers import AutoTokenizer
+
+    if not (folder / "tokenizer_config.json").is_file():
+        raise ArtifactError(f"{folder}: no tokenizer_config.json")
+    try:
+        return AutoTokenizer.from_pretrained(folder, local_files_only=True)
+    except (OSError, ValueError, KeyError) as error:
+        raise ArtifactError(f"{folder}: the tokenizer cannot be loaded: {error}") from error

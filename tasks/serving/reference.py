@@ -1,0 +1,169 @@
+"""The reference child: measures models with transformers, one fork a request.
+
+    python -m tasks.serving.reference [--threads N]
+
+It imports torch, transformers and peft once, says "ready", and answers JSON requests from stdin.
+The process that forks never computes anything, so that no worker thread exists which a fork could
+lose; each model lives and dies in its own fork, so its memory is given back and a crash is an
+answer like any other. Requests and replies are those of `tasks/scoring.py`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import sys
+import tempfile
+import traceback
+from collections.abc import Callable
+from pathlib import Path
+from typing import IO, Any
+
+from tasks.errors import PlumblineError
+from tasks.events import emit
+from tasks.serving.load import load_model, slim_imports
+
+Reply = dict[str, Any]
+TAIL_LINES = 20
+
+
+def main() -> None:
+    """Answer requests until stdin closes."""
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--threads", type=int, default=None)
+    threads = parser.parse_args().threads
+    _warm_up()
+    emit("ready")
+    for line in sys.stdin:
+        if line.strip():
+            emit("reply", **_in_fork(json.loads(line), threads))
+
+
+def _warm_up() -> None:
+    """Import all that any request needs, so that no fork has to."""
+    slim_imports()
+    import peft  # noqa: F401
+    import transformers.models.auto.modeling_auto  # noqa: F401
+    from transformers import AutoModelForCausalLM, AutoTokenizer  # noqa: F401
+
+    import tasks.serving.measure
+    import tasks.serving.prompts  # noqa: F401
+
+
+def _in_fork(request: dict[str, Any], threads: int | None) -> Reply:
+    receiver, sender = os.pipe()
+    with tempfile.TemporaryFile() as output:
+        pid = os.fork()
+        if pid == 0:
+            os.close(receiver)
+            _child(request, threads, sender=sender, output=output)
+        os.close(sender)
+        with os.fdopen(receiver, "rb") as pipe:
+            raw = pipe.read()
+        _, status = os.waitpid(pid, 0)
+        output.seek(0)
+        text = output.read().decode(errors="replace")
+    sys.stdout.write(text)
+    if raw:
+        return dict(json.loads(raw))
+    code = os.waitstatus_to_exitcode(status)
+    return {"crash": code, "tail": text.splitlines()[-TAIL_LINES:]}
+
+
+def _child(request: dict[str, Any], threads: int | None, *, sender: int, output: IO[bytes]) -> None:
+    """The whole life of a fork. Never returns."""
+    os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
+    os.dup2(output.fileno(), 1)
+    os.dup2(output.fileno(), 2)
+    status = 1
+    try:
+        with os.fdopen(sender, "w") as pipe:
+            json.dump(_answer(request, threads), pipe)
+        status = 0
+    finally:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(status)
+
+
+def _answer(request: dict[str, Any], threads: int | None) -> Reply:
+    try:
+        import torch
+
+        if threads is not None:
+            torch.set_num_threads(threads)
+        return {"result": HANDLERS[request["do"]](request)}
+    except PlumblineError as error:
+        return {
+            "failure": type(error).__name__,
+            "message": error.message,
+            "details": list(error.details),
+            "hint": error.hint,
+        }
+    except Exception:  # the edge of a process: whatever it was, the asker gets to know
+        return {"crash": 1, "tail": traceback.format_exc().splitlines()[-TAIL_LINES:]}
+
+
+def _fingerprint(request: dict[str, Any]) -> Reply:
+    from tasks.fingerprint import Fingerprint
+    from tasks.serving.measure import fingerprint
+
+    reference = Fingerprint.load(Path(request["reference"]))
+    measured = fingerprint(_load(request["model"]), reference)
+    measured.save(Path(request["out"]))
+    return {"positions": measured.positions}
+
+
+def _greedy(request: dict[str, Any]) -> Reply:
+    import time
+
+    from tasks.serving.measure import greedy
+
+    model = _load(request["model"])
+    eos, limit = frozenset(request["eos"]), int(request["max_new_tokens"])
+    began = time.perf_counter()
+    done = [greedy(model, p, max_new_tokens=limit, eos=eos) for p in request["prompts"]]
+    return {
+        "tokens": [tokens for tokens, _ in done],
+        "candidates": [candidates for _, candidates in done],
+        "seconds": time.perf_counter() - began,
+    }
+
+
+def _encode(request: dict[str, Any]) -> Reply:
+    from tasks.serving.prompts import render
+
+    rendered = render(
+        Path(request["tokenizer"]),
+        [row["messages"] for row in request["rows"]],
+        template_from=Path(request["template_from"]) if request.get("template_from") else None,
+    )
+    return {"prompts": rendered.prompts, "eos": rendered.eos}
+
+
+def _decode(request: dict[str, Any]) -> Reply:
+    from tasks.serving.prompts import decode
+
+    return {"texts": decode(Path(request["tokenizer"]), request["tokens"])}
+
+
+def _load(model: dict[str, Any]) -> Any:
+    return load_model(
+        Path(model["path"]),
+        adapter=Path(model["adapter"]) if model["adapter"] else None,
+        quantization=model["quantization"],
+        dtype=model["dtype"],
+        attn_implementation=model["attn_implementation"],
+    )
+
+
+HANDLERS: dict[str, Callable[[dict[str, Any]], Reply]] = {
+    "fingerprint": _fingerprint,
+    "greedy": _greedy,
+    "encode": _encode,
+    "decode": _decode,
+}
+
+if __name__ == "__main__":
+    main()

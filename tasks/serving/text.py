@@ -1,0 +1,61 @@
+"""What can be said about generated text without a model: does it loop, is it the answer."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+MAX_BLOCK = 16
+"""Longest repeated block looked for, in tokens."""
+
+LOOP_REPEATS = 4
+LOOP_TOKENS = 16
+"""A loop is a block repeated at least LOOP_REPEATS times in a row over at least LOOP_TOKENS."""
+
+
+def longest_loop(tokens: Sequence[int], max_block: int = MAX_BLOCK) -> tuple[int, int]:
+    """The block repeated in a row that covers most tokens.
+
+    Args:
+        tokens: one generated sequence.
+        max_block: longest block considered.
+
+    Returns:
+        (length of the block, times it stands in a row). Shorter blocks win ties: `!!!!` is four
+        times one token, not twice two. An empty sequence gives (0, 0).
+    """
+    best, covered = (0, 0), 0
+    for block in range(1, min(max_block, len(tokens)) + 1):
+        same = 0
+        for at in range(block, len(tokens) + 1):
+            if at < len(tokens) and tokens[at] == tokens[at - block]:
+                same += 1
+                continue
+            repeats = same // block + 1
+            if repeats * block > covered and (repeats > 1 or block == 1):
+                best, covered = (block, repeats), repeats * block
+            same = 0
+    return best
+
+
+def is_degenerate(tokens: Sequence[int]) -> bool:
+    """Whether a sequence is caught in a loop (see `LOOP_REPEATS`, `LOOP_TOKENS`)."""
+    for block in range(1, MAX_BLOCK + 1):
+        needed = max(LOOP_REPEATS, -(-LOOP_TOKENS // block)) * block - block
+        same = 0
+        for at in range(block, len(tokens)):
+            same = same + 1 if tokens[at] == tokens[at - block] else 0
+            if same >= needed:
+                return True
+    return False
+
+
+def exact_match(texts: Sequence[str], answers: Sequence[str]) -> float:
+    """Share of texts that equal their answer, surrounding blanks apart.
+
+    Raises:
+        ValueError: the two differ in length, or are empty.
+    """
+    if not texts:
+        raise ValueError("no text to compare")
+    pairs = list(zip(texts, answers, strict=True))
+    return sum(text.strip() == answer.strip() for text, answer in pairs) / len(pairs)

@@ -1,0 +1,25 @@
+"""Child process that makes the toy base: `python -m tasks.toy job.json`.
+
+The job is a JSON object `{"out": folder, "steps": int, "seed": int}`. Progress and the closing
+facts are said as events (`tasks/events.py`).
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+
+from tasks.events import emit
+from tasks.toy.pretrain import pretrain
+
+
+def main(argv: list[str]) -> None:
+    """Run the job described by the file named in `argv[1]`."""
+    job = json.loads(Path(argv[1]).read_text(encoding="utf-8"))
+    facts = pretrain(Path(job["out"]), steps=job["steps"], seed=job["seed"])
+    emit("pretrained", **facts)
+
+
+if __name__ == "__main__":
+    main(sys.argv)

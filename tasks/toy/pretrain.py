@@ -1,0 +1,172 @@
+"""Pre-train the toy base: a real Qwen2 class, about 1M parameters, fixed by seed and steps.
+
+The number of steps decides when it ends, never the clock, and the number of threads is fixed, so
+that the same seed gives the same bytes on the same machine.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from tasks.events import emit
+from tasks.toy.splits import corpus
+from tasks.toy.tokenizer import VOCABULARY, train_tokenizer
+
+if TYPE_CHECKING:
+    import torch
+    from transformers import PreTrainedTokenizerFast, Qwen2ForCausalLM
+
+CONTEXT = 512
+THREADS = 1
+"""Batches this small gain little from a second thread, and lose much where cores are shared."""
+BATCH = 64
+PEAK_LR = 3e-3
+WARMUP_STEPS = 20
+TOKENIZER_SAMPLE = 4000
+REPORT_EVERY = 25
+IGNORED = -100
+
+Encoded = tuple[list[int], int]
+"""Token ids of a conversation, and how many of them are the prompt."""
+
+
+def pretrain(out: Path, *, steps: int, seed: int) -> dict[str, Any]:
+    """Make the base model and its tokenizer, and save both into `out` as a Hugging Face folder.
+
+    Args:
+        out: existing directory.
+        steps: optimizer steps; 0 saves the untrained model.
+        seed: decides corpus, initial weights and order.
+
+    Returns:
+        Plain facts: parameters, steps, final loss (nats a token, mean of the last report).
+    """
+    import torch
+    from transformers import set_seed
+
+    torch.set_num_threads(THREADS)
+    torch.use_deterministic_algorithms(True)
+    pairs = corpus(max(TOKENIZER_SAMPLE, steps * BATCH), seed=seed)
+    texts = [text for pair in pairs[:TOKENIZER_SAMPLE] for text in pair]
+    tokenizer = train_tokenizer(texts, context=CONTEXT)
+    set_seed(seed)
+    model = build_model(tokenizer)
+    loss = _optimise(model, _batches(pairs[: steps * BATCH], tokenizer), steps=steps)
+    _save(model, tokenizer, out)
+    parameters = sum(parameter.numel() for parameter in model.parameters())
+    return {"parameters": parameters, "steps": steps, "loss": loss}
+
+
+def build_model(tokenizer: PreTrainedTokenizerFast) -> Qwen2ForCausalLM:
+    """The untrained model, in float32."""
+    from transformers import Qwen2Config, Qwen2ForCausalLM
+
+    config = Qwen2Config(
+        vocab_size=VOCABULARY,
+        hidden_size=128,
+        intermediate_size=384,
+        num_hidden_layers=4,
+        num_attention_heads=4,
+        num_key_value_heads=4,
+        max_position_embeddings=CONTEXT,
+        tie_word_embeddings=True,
+        initializer_range=0.05,
+        bos_token_id=None,
+        eos_token_id=tokenizer.eos_token_id,
+        pad_token_id=tokenizer.pad_token_id,
+        attn_implementation="sdpa",
+    )
+    return Qwen2ForCausalLM(config)
+
+
+def _encode(pairs: list[tuple[str, str]], tokenizer: PreTrainedTokenizerFast) -> list[Encoded]:
+    """Encode conversations through the chat template; prompt lengths from the template's prefix."""
+    prompts = [
+        tokenizer.apply_chat_template(
+            [{"role": "user", "content": question}], tokenize=False, add_generation_prompt=True
+        )
+        for question, _ in pairs
+    ]
+    wholes = [
+        f"{start} {answer}{tokenizer.eos_token}"
+        for start, (_, answer) in zip(prompts, pairs, strict=True)
+    ]
+    prompt_ids = tokenizer(prompts, add_special_tokens=False)["input_ids"]
+    whole_ids = tokenizer(wholes, add_special_tokens=False)["input_ids"]
+    return [(ids, len(start)) for ids, start in zip(whole_ids, prompt_ids, strict=True)]
+
+
+def _batches(
+    pairs: list[tuple[str, str]], tokenizer: PreTrainedTokenizerFast
+) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+    """Batches of (input ids, labels), each [BATCH, longest]; prompts and padding are not learnt.
+
+    The corpus' order is kept.
+    """
+    import torch
+
+    rows = _encode(pairs, tokenizer)
+    for start in range(0, len(rows), BATCH):
+        chunk = rows[start : start + BATCH]
+        longest = max(len(ids) for ids, _ in chunk)
+        inputs = torch.full((len(chunk), longest), tokenizer.pad_token_id)
+        labels = torch.full((len(chunk), longest), IGNORED)
+        for row, (ids, prompt) in enumerate(chunk):
+            inputs[row, : len(ids)] = torch.tensor(ids)
+            labels[row, prompt : len(ids)] = torch.tensor(ids[prompt:])
+        yield inputs, labels
+
+
+def _optimise(
+    model: Qwen2ForCausalLM,
+    batches: Iterator[tuple[torch.Tensor, torch.Tensor]],
+    *,
+    steps: int,
+) -> float:
+    """AdamW with warm-up and cosine decay, in float32. Returns the last reported mean loss."""
+    import torch
+    from torch.nn.functional import cross_entropy
+
+    optimizer = torch.optim.AdamW(
+        model.parameters(), lr=PEAK_LR, betas=(0.9, 0.98), weight_decay=0.01, foreach=True
+    )
+    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: _rate(step, steps))
+    model.train()
+    mean, seen = math.nan, []
+    for step, (inputs, labels) in enumerate(batches, start=1):
+        logits = model(input_ids=inputs, use_cache=False).logits
+        loss = cross_entropy(logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten())
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        schedule.step()
+        optimizer.zero_grad()
+        seen.append(loss.item())
+        if step % REPORT_EVERY == 0 or step == steps:
+            mean, seen = sum(seen) / len(seen), []
+            emit("progress", stage="prepare", step=step, total=steps, loss=round(mean, 4))
+    return mean
+
+
+def _rate(step: int, steps: int) -> float:
+    """Learning rate as a share of its peak."""
+    if step < WARMUP_STEPS:
+        return (step + 1) / WARMUP_STEPS
+    done = (step - WARMUP_STEPS) / max(1, steps - WARMUP_STEPS)
+    return 0.02 + 0.98 * 0.5 * (1 + math.cos(math.pi * min(1.0, done)))
+
+
+def _save(model: Qwen2ForCausalLM, tokenizer: PreTrainedTokenizerFast, out: Path) -> None:
+    """Write a Hugging Face folder: bf16 safetensors, configs, tokenizer, chat template."""
+    import torch
+    from transformers import GenerationConfig
+
+    model.eval().to(torch.bfloat16)
+    model.generation_config = GenerationConfig(
+        eos_token_id=tokenizer.eos_token_id, pad_token_id=tokenizer.pad_token_id, do_sample=False
+    )
+    model.save_pretrained(out)
+    tokenizer.save_pretrained(out)

@@ -1,0 +1,44 @@
+"""A rank's entry: `torchrun ... -m tasks.training job.json`.
+
+Exit status 3 means that we stopped on purpose; the event "failure" says why. Anything else ends
+with a traceback.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import time
+from pathlib import Path
+
+from tasks.errors import PlumblineError
+from tasks.events import emit
+from tasks.training.lean import start_lean
+
+DELIBERATE = 3
+
+
+def main(job_path: str) -> int:
+    """Run one rank of the job; the exit status."""
+    started = time.time()
+    start_lean()
+    from tasks.training.job import TrainJob
+    from tasks.training.run import run
+
+    try:
+        run(TrainJob.read(Path(job_path)), started)
+    except PlumblineError as error:
+        emit(
+            "failure",
+            error=type(error).__name__,
+            message=error.message,
+            details=list(error.details),
+            hint=error.hint,
+            rank=int(os.environ["RANK"]),
+        )
+        return DELIBERATE
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1]))

@@ -1,0 +1,84 @@
+"""The ranks, and DeepSpeed's engine around a model."""
+
+from __future__ import annotations
+
+import logging
+import os
+from datetime import timedelta
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+T = TypeVar("T")
+
+COLLECTIVE_TIMEOUT_S = 1800
+"""Longest wait within one collective. A dead peer is noticed at once (its socket closes, and
+torchrun ends the others); this bounds what neither sees, a peer that hangs."""
+
+
+class Ranks:
+    """This process among its peers: rank, device, and the few collectives that are needed."""
+
+    def __init__(self) -> None:
+        """Join the process group that torchrun describes in the environment."""
+        cuda = torch.cuda.is_available()
+        local = int(os.environ["LOCAL_RANK"])
+        if cuda:
+            torch.cuda.set_device(local)
+        else:
+            # DeepSpeed would guess the same, but only after it looked for every accelerator.
+            os.environ.setdefault("DS_ACCELERATOR", "cpu")
+        import deepspeed
+
+        logging.getLogger("DeepSpeed").setLevel(logging.WARNING)
+        # An empty answer to "which ops can be compiled" keeps DeepSpeed from building its
+        # shared-memory all-reduce, 20 s of g++ for a call that only its inference engine makes.
+        deepspeed.ops.__compatible_ops__ = {}
+        deepspeed.init_distributed(
+            dist_backend="nccl" if cuda else "gloo",
+            timeout=timedelta(seconds=COLLECTIVE_TIMEOUT_S),
+            verbose=False,
+        )
+        self.rank = dist.get_rank()
+        self.world_size = dist.get_world_size()
+        self.device = torch.device("cuda", local) if cuda else torch.device("cpu")
+
+    @property
+    def first(self) -> bool:
+        """Whether this is rank 0."""
+        return self.rank == 0
+
+    def total(self, value: torch.Tensor) -> torch.Tensor:
+        """Sum over all ranks, in place."""
+        dist.all_reduce(value)
+        return value
+
+    def all_objects(self, value: T) -> list[T]:
+        """Every rank's value, by rank."""
+        found: list[Any] = [None] * self.world_size
+        dist.all_gather_object(found, value)
+        return found
+
+    def barrier(self) -> None:
+        """Wait for all ranks."""
+        dist.barrier()
+
+    def leave(self) -> None:
+        """Leave the process group."""
+        dist.destroy_process_group()
+
+
+def start_engine(model: nn.Module, config: dict[str, Any]) -> Any:
+    """DeepSpeed's engine around `model`; it optimizes exactly the parameters that need gradients.
+
+    One parameter group and never an empty one: torch >= 2.10 trips over those under ZeRO.
+    """
+    import deepspeed
+
+    parameters = [p for p in model.parameters() if p.requires_grad]
+    engine, *_ = deepspeed.initialize(
+        model=model, model_parameters=parameters, config=config, dist_init_required=False
+    )
+    return engine

@@ -1,0 +1,26 @@
+"""Keeps what training never uses from being imported by the libraries it does use.
+
+transformers imports scikit-learn and SciPy for assisted generation and detection losses, DeepSpeed
+imports MLflow for its autotuner, bitsandbytes calls `torch.compile` (and so imports the whole of
+inductor) for kernels of devices we are not on; together that is half of a rank's time to its first
+step. All of them ask first and do without: `None` in `sys.modules` is how Python says "not there".
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+
+UNUSED = ("sklearn", "scipy", "mlflow", "tensorboard", "wandb", "pandas", "matplotlib")
+
+
+def start_lean() -> None:
+    """Make `UNUSED` look uninstalled in this process, and `torch.compile` an identity.
+
+    Has to run before the big imports. `TORCHDYNAMO_DISABLE=0` in the environment keeps the
+    compiler.
+    """
+    os.environ.setdefault("TORCHDYNAMO_DISABLE", "1")
+    for name in UNUSED:
+        if name not in sys.modules:
+            sys.modules[name] = None  # type: ignore[assignment]

@@ -1,0 +1,51 @@
+"""The base as QLoRA training saw it: quantised to 4 bits by bitsandbytes, and back.
+
+QLoRA (https://arxiv.org/abs/2305.14314) trains an adapter on top of the *quantised* base. Folding
+it into the original base gives another model than the one that was trained; folding it into this
+one does not.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+from tasks.errors import ArtifactError
+
+if TYPE_CHECKING:
+    import torch
+
+BLOCKSIZE = 64
+"""What bitsandbytes' `Params4bit` uses where nothing else is said, as transformers does."""
+
+
+def check_quantization(quantization: Mapping[str, Any]) -> None:
+    """Refuse what `as_trained` cannot reproduce. Raises ArtifactError."""
+    if quantization.get("type") not in ("nf4", "fp4") or "double_quant" not in quantization:
+        raise ArtifactError(
+            f"train.json: quantization {dict(quantization)} is not one of nf4, fp4 (double_quant)"
+        )
+
+
+def as_trained(weight: torch.Tensor, quantization: Mapping[str, Any]) -> torch.Tensor:
+    """Quantise and dequantise one linear weight exactly as a 4-bit load by transformers does.
+
+    Args:
+        weight: shape (out, in), in the dtype in which training loaded the model.
+        quantization: `{"type": "nf4" | "fp4", "double_quant": bool, ...}` as in train.json.
+
+    Returns:
+        The same shape and dtype.
+    """
+    import torch
+    from bitsandbytes import functional
+
+    packed, state = functional.quantize_4bit(
+        weight.contiguous(),
+        blocksize=BLOCKSIZE,
+        compress_statistics=bool(quantization["double_quant"]),
+        quant_type=str(quantization["type"]),
+        quant_storage=torch.uint8,
+    )
+    restored: torch.Tensor = functional.dequantize_4bit(packed, state)
+    return restored

@@ -1,0 +1,141 @@
+"""Every configuration file composes, and what it composes to is written down.
+
+After a wanted change: `REGENERATE=1 python -m pytest tests/conf`, then read the difference.
+"""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+
+from flows.config import CONF, Composed, compose_config
+from tasks.errors import ConfigError
+
+GOLDEN = Path(__file__).parents[1] / "golden" / "conf"
+FILES = sorted(path.relative_to(CONF) for path in CONF.rglob("*.yaml"))
+EXPERIMENTS = [file for file in FILES if file.parts[0] == "exp"]
+OPTIONS = [file for file in FILES if len(file.parts) == 2 and file.parts[0] not in ("exp", "hydra")]
+
+
+def test_globs_find_files() -> None:
+    assert {file.stem for file in EXPERIMENTS} >= {"qlora", "lora_zero3", "sft_full"}
+    groups = {"model", "data", "train", "peft", "zero", "merge", "convert"}
+    groups |= {"smoke", "gate", "tracking", "paths"}
+    assert {file.parts[0] for file in OPTIONS} == groups
+
+
+@pytest.mark.parametrize("file", OPTIONS, ids=str)
+def test_option_composes_and_reaches_the_settings(file: Path) -> None:
+    settings = compose_config([f"{file.parts[0]}={file.stem}"]).settings
+    text = (CONF / file).read_text()
+    assert text.startswith("# "), file
+    for line in text.splitlines():
+        key, _, value = line.partition(":")
+        value = value.partition(" #")[0].strip()
+        if line.startswith("#") or not key.strip() or value in ("null", ""):
+            continue
+        found = settings[file.parts[0]][key]
+        assert found == type(found)(value) or str(found).lower() == value.lower()
+
+
+@pytest.mark.parametrize("file", EXPERIMENTS, ids=str)
+def test_experiment_opens_with_its_package_and_command(file: Path) -> None:
+    lines = (CONF / file).read_text().splitlines()
+    assert lines[0] == "# @package _global_"
+    assert lines[1] == f"# python flows/rlhf.py +exp={file.stem}"
+    head = "\n".join(line for line in lines if line.startswith("#"))
+    assert "# Needs: " in head
+    assert "# Costs: " in head
+
+
+@pytest.mark.parametrize("file", EXPERIMENTS, ids=str)
+def test_experiment_composes_to_the_golden_file(file: Path) -> None:
+    composed = compose_config([f"+exp={file.stem}"])
+    golden = GOLDEN / file.name
+    if os.environ.get("REGENERATE"):
+        golden.write_text(composed.text)
+    assert composed.text == golden.read_text()
+
+
+def test_relative_runs_are_taken_from_the_working_directory(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert compose_config([]).runs == tmp_path / "runs"
+    assert compose_config(["paths.runs=/somewhere"]).runs == Path("/somewhere")
+
+
+def test_passwords_are_not_in_the_text() -> None:
+    composed = compose_config(["tracking.uri='https://me:s3cret@host:5000/x'"])
+    assert composed.tracking_uri == "https://me:s3cret@host:5000/x"
+    assert "s3cret" not in composed.text
+    assert "https://me:***@host:5000/x" in composed.text
+    assert composed.tracking_root is None
+
+
+@pytest.mark.parametrize("override", ["train.lrr=1", "+train.lrr=1"])
+def test_misspelt_key(override: str) -> None:
+    error = refused(override)
+    assert error.message.startswith("train.lrr is not a setting (command line: ")
+    assert error.hint == "did you mean train.lr=...?"
+    assert "lr" in error.details[0].split(": ")[1].split(", ")
+
+
+@pytest.mark.parametrize(
+    ("override", "hint"),
+    [
+        ("trian.lr=1", "did you mean train.<key>=...?"),
+        ("+lr=1", "did you mean train.lr=...?"),
+        ("+seeds=1", "did you mean seed=...?"),
+        ("+train.rank=1", "did you mean peft.rank=...?"),
+        ("+zero.q=1", ""),
+    ],
+)
+def test_hints_look_beside_the_key_first(override: str, hint: str) -> None:
+    assert refused(override).hint == hint
+
+
+def test_wrong_type() -> None:
+    error = refused("train.lr=fast")
+    assert "train.lr: Value 'fast'" in error.message
+    assert "command line: train.lr=fast" in error.message
+    assert error.details == ("train.lr is a number",)
+
+
+def test_wrong_word_lists_the_allowed_ones() -> None:
+    error = refused("smoke.engine=sglang")
+    assert error.details == ("smoke.engine is one of vllm, transformers",)
+    assert error.hint == "smoke.engine=vllm|transformers"
+
+
+@pytest.mark.parametrize(
+    ("body", "message"),
+    [
+        ("train:\n  lrr: 3\n", "train.lrr is not a setting"),
+        ("zero:\n  stage: two\n", "zero.stage: Value 'two'"),
+        ("trian:\n  lr: 3\n", "trian is not a setting"),
+    ],
+)
+def test_faults_of_an_experiment_file_name_it(tmp_path: Path, body: str, message: str) -> None:
+    file = tmp_path / "exp" / "mine.yaml"
+    file.parent.mkdir()
+    file.write_text("# @package _global_\n" + body)
+    error = refused(f"hydra.searchpath=[file://{tmp_path}]", "+exp=mine")
+    assert error.message.startswith(message)
+    line = 2 if "trian" in body else 3
+    assert f"({file}:{line})" in error.message
+
+
+def refused(*overrides: str) -> ConfigError:
+    with pytest.raises(ConfigError) as caught:
+        compose_config(list(overrides))
+    return caught.value
+
+
+def test_composed_is_plain() -> None:
+    composed = compose_config(["+exp=qlora"])
+    assert isinstance(composed, Composed)
+    assert composed.settings["peft"]["kind"] == "qlora"
+    assert type(composed.settings["train"]) is dict

@@ -1,0 +1,165 @@
+"""`plan=true`: what it says, that it writes nothing, and how the program exits."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from flows import chain
+from flows.config import Composed, compose_config
+from flows.plan import check, forecast, render
+from tasks.artifact import Origin, publish, staging
+from tasks.errors import ConfigError
+
+PROGRAM = Path(__file__).resolve().parents[2] / "flows" / "rlhf.py"
+CHAIN = ["prepare_base", "prepare_data", "train", "gather", "merge", "convert", "smoke_eval"]
+
+
+def composed_in(tmp_path: Path, *overrides: str) -> Composed:
+    return compose_config([*overrides, f"paths.runs={tmp_path / 'runs'}"])
+
+
+def publish_planned(composed: Composed, name: str, kind: str) -> str:
+    """Publish an artifact under the key that the plan names. Returns the key."""
+    state = dict(forecast(composed))[name]
+    key = state.removeprefix("to run: ")
+    final = composed.runs / "artifacts" / kind / key
+    with staging(final) as work:
+        (work / "made.txt").write_text(name)
+        publish(work, final, Origin(kind, name, key))
+    return key
+
+
+@pytest.mark.parametrize(("experiment", "merged"), [("qlora", True), ("sft_full", False)])
+def test_the_plan_names_every_stage_in_order(
+    tmp_path: Path, experiment: str, merged: bool
+) -> None:
+    planned = forecast(composed_in(tmp_path, f"+exp={experiment}"))
+    wanted = [name for name in CHAIN if merged or name != "merge"]
+    assert [name for name, _ in planned] == [*wanted, "register"]
+    assert all(state.startswith("to run") for _, state in planned)
+
+
+def test_finished_stages_are_told_by_their_keys(tmp_path: Path) -> None:
+    composed = composed_in(tmp_path, "+exp=qlora")
+    assert dict(forecast(composed))["train"] == "to run"  # its inputs have no digests yet
+    base = publish_planned(composed, "prepare_base", chain.BASE.kind)
+    data = publish_planned(composed, "prepare_data", chain.DATA.kind)
+    planned = dict(forecast(composed))
+    assert planned["prepare_base"] == f"up to date: {base}"
+    assert planned["prepare_data"] == f"up to date: {data}"
+    assert planned["train"].startswith("to run: ")
+    assert planned["gather"] == "to run"
+    shards = publish_planned(composed, "train", chain.TRAIN.kind)
+    assert dict(forecast(composed))["train"] == f"up to date: {shards}"
+    forced = composed_in(tmp_path, "+exp=qlora", "force=[train]")
+    assert dict(forecast(forced))["train"] == f"to run (forced): {shards}"
+    other = composed_in(tmp_path, "+exp=qlora", "train.lr=0.5")
+    assert dict(forecast(other))["train"].startswith("to run: ")
+    assert dict(forecast(other))["prepare_base"] == f"up to date: {base}"
+
+
+def test_an_artifact_without_its_manifest_is_to_be_made_again(tmp_path: Path) -> None:
+    composed = composed_in(tmp_path)
+    key = publish_planned(composed, "prepare_base", chain.BASE.kind)
+    (composed.runs / "artifacts" / "base" / key / "manifest.json").unlink()
+    assert dict(forecast(composed))["prepare_base"].startswith("to run: ")
+
+
+def test_the_plan_as_text(tmp_path: Path) -> None:
+    composed = composed_in(tmp_path, "+exp=lora_zero3", "train.global_batch_size=128")
+    text = render(composed)
+    start, end = text.index("deepspeed:\n") + len("deepspeed:\n"), text.index("preflight:")
+    deepspeed = json.loads(text[start:end])
+    assert deepspeed["zero_optimization"]["stage"] == 3
+    assert deepspeed["gradient_accumulation_steps"] == 2
+    assert "memory a rank: " in text
+    assert text.endswith("preflight:\n  nothing to report")
+    assert not composed.runs.exists()
+
+
+def test_a_plan_that_cannot_be_carried_out_is_shown_all_the_same(tmp_path: Path) -> None:
+    composed = composed_in(tmp_path, "zero=zero3", "train.global_batch_size=7", "model=hf")
+    text = render(composed)
+    assert "  none: train.global_batch_size=7 is not a multiple of" in text
+    assert "error: peft and zero: QLoRA with ZeRO-3" in text
+    assert "memory a rank: unknown" in text
+    with pytest.raises(ConfigError, match="the preflight found 3 problems; nothing was started"):
+        check(composed)
+
+
+@pytest.mark.parametrize("zeros", ["train.nproc=0", "train.micro_batch_size=0", "train.nodes=-1"])
+def test_a_plan_without_ranks_or_samples(tmp_path: Path, zeros: str) -> None:
+    composed = composed_in(tmp_path, zeros)
+    assert "error: " in render(composed)
+    with pytest.raises(ConfigError):
+        check(composed)
+
+
+def test_warnings_do_not_stop_a_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    check(composed_in(tmp_path, "merge.base=original"))
+    assert capsys.readouterr().err.startswith("warning: merge.base: original after QLoRA; ")
+
+
+def program(cwd: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
+    """The literal command, in a directory of the user's."""
+    inherited = {k: v for k, v in os.environ.items() if not k.startswith(("PREFECT_", "MLFLOW_"))}
+    return subprocess.run(
+        [sys.executable, str(PROGRAM), *arguments],
+        cwd=cwd, env=inherited, capture_output=True, text=True, timeout=120,
+    )  # fmt: skip
+
+
+def test_plan_exits_0_and_leaves_nothing(tmp_path: Path) -> None:
+    done = program(tmp_path, "+exp=qlora", "plan=true")
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.startswith(f"runs: {tmp_path}/runs\nstages:\n  prepare_base  to run: ")
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("plan", ["true", "false"])
+def test_preflight_exits_2_and_leaves_nothing(tmp_path: Path, plan: str) -> None:
+    done = program(tmp_path, "zero=zero3", "model=hf", f"plan={plan}")
+    assert done.returncode == 2
+    assert done.stderr.splitlines()[0] == "the preflight found 2 problems; nothing was started"
+    assert "zero=zero2 or peft=lora" in done.stderr
+    assert "model.path" in done.stderr
+    assert "Traceback" not in done.stderr
+    assert bool(done.stdout) == (plan == "true")
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_schema_exits_2_and_unknown_experiment_1(tmp_path: Path) -> None:
+    misspelt = program(tmp_path, "train.lrr=1", "plan=true")
+    assert misspelt.returncode == 2
+    assert "did you mean train.lr=...?" in misspelt.stderr
+    unknown = program(tmp_path, "+exp=qlorra", "plan=true")
+    assert unknown.returncode == 1
+    assert "\tqlora\n" in unknown.stderr
+    assert "Traceback" not in misspelt.stderr + unknown.stderr
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_sweep_plans_every_job_and_exits_with_the_worst(tmp_path: Path) -> None:
+    runs = tmp_path / "runs"
+    user = tmp_path / "user"
+    user.mkdir()
+    sweep = ["--multirun", "zero=zero3,zero2", "plan=true", f"paths.runs={runs}"]
+    done = program(user, *sweep)
+    assert done.returncode == 2
+    assert done.stdout.count("stages:\n") == 2  # the first one's fault did not stop the second
+    assert "QLoRA with ZeRO-3" in done.stderr
+    assert list(user.iterdir()) == []
+    written = [path.relative_to(runs) for path in runs.rglob("*") if path.is_file()]
+    assert written == [Path("hydra/multirun.yaml")]
+
+
+def test_cfg_job_prints_the_configuration(tmp_path: Path) -> None:
+    done = program(tmp_path, "+exp=lora_zero3", "--cfg", "job")
+    assert done.returncode == 0
+    assert "  gradient_checkpointing: true\n" in done.stdout
+    assert list(tmp_path.iterdir()) == []

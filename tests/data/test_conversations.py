@@ -1,0 +1,93 @@
+"""A row becomes exactly its messages, or is refused with the reason."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from tasks.data.conversations import Columns, Unusable, content_id, conversation, wrong_columns
+
+USER = {"role": "user", "content": "hi"}
+ANSWER = {"role": "assistant", "content": "hello"}
+SYSTEM = {"role": "system", "content": "be kind"}
+
+
+@pytest.mark.parametrize(
+    "messages", [[USER, ANSWER], [SYSTEM, USER, ANSWER], [USER, ANSWER, USER, ANSWER]]
+)
+def test_messages_pass_unchanged(messages: list[dict[str, str]]) -> None:
+    assert conversation({"messages": messages}, Columns()) == messages
+
+
+def test_prompt_response_and_system_become_messages() -> None:
+    row = {"q": "hi", "a": " hello\n", "s": "be kind"}
+    columns = Columns(messages=None, prompt="q", response="a", system="s")
+    answer = {"role": "assistant", "content": " hello\n"}
+    assert conversation(row, columns) == [SYSTEM, USER, answer]
+    assert conversation({**row, "s": None}, columns) == [USER, answer]
+
+
+@pytest.mark.parametrize(
+    ("row", "reason"),
+    [
+        ({}, "no 'messages', no 'prompt', no 'response'"),
+        ({"prompt": "x"}, "no 'messages', no 'response'"),
+        ({"prompt": 3, "response": "x"}, "'prompt' must be text, found a number"),
+        ({"prompt": "x", "response": None}, "'response' must be text, found null"),
+        ({"prompt": "x", "response": " "}, "'response' is empty: there is no answer to learn"),
+        ({"prompt": "\ud800", "response": "x"}, "'prompt' has half of a surrogate pair at 1"),
+        ({"messages": "x"}, "'messages' must be a list of messages, found text"),
+        ({"messages": []}, "'messages' is an empty list"),
+        ({"messages": ["x"]}, "message 1 must be an object, found text"),
+        ({"messages": [{"role": "user"}]}, "message 1 has no 'content'"),
+        ({"messages": [{"content": "x"}]}, "message 1 has no 'role'"),
+        (
+            {"messages": [{"role": "tool", "content": "x"}]},
+            "message 1 has role 'tool', not one of system, user, assistant",
+        ),
+        ({"messages": [USER]}, "the last message is by 'user', not 'assistant'"),
+        ({"messages": [ANSWER]}, "message 1 is by 'assistant' where 'user' is due"),
+        ({"messages": [SYSTEM, ANSWER]}, "message 2 is by 'assistant' where 'user' is due"),
+        ({"messages": [USER, USER]}, "message 2 is by 'user' where 'assistant' is due"),
+        ({"messages": [USER, SYSTEM, ANSWER]}, "message 2 is by 'system' where 'assistant' is due"),
+        ({"messages": [SYSTEM]}, "the last message is by 'system', not 'assistant'"),
+        (
+            {"messages": [USER, {"role": "assistant", "content": "  "}]},
+            "message 2 is an empty answer",
+        ),
+        (
+            {"messages": [USER, {**ANSWER, "tool_calls": [1]}]},
+            "message 2 has 'tool_calls', which training would leave out",
+        ),
+        (
+            {"messages": [USER, {"role": "assistant", "content": None}]},
+            "content of message 2 must be text, found null",
+        ),
+        (
+            {"messages": [{"role": [], "content": "x"}]},
+            "role of message 1 must be text, found a list",
+        ),
+    ],
+)
+def test_what_is_wrong_is_said(row: dict[str, Any], reason: str) -> None:
+    with pytest.raises(Unusable) as caught:
+        conversation(row, Columns())
+    assert str(caught.value) == reason
+
+
+def test_a_system_column_that_is_not_there_is_not_passed_over() -> None:
+    with pytest.raises(Unusable, match="no 's', the column of the system message"):
+        conversation({"prompt": "x", "response": "y"}, Columns(system="s"))
+
+
+def test_wrong_columns_name_what_is_there_and_what_is_near() -> None:
+    error = wrong_columns({"promt", "respons", "n"}, Columns(), "x.csv")
+    assert error.details[0] == "columns found: n, promt, respons"
+    assert error.hint == "data.prompt_key=promt data.response_key=respons"
+
+
+def test_identity_depends_on_texts_and_order_only() -> None:
+    assert content_id([USER, ANSWER]) == content_id([dict(USER), dict(ANSWER)])
+    assert content_id([USER, ANSWER]) != content_id([USER, {**ANSWER, "content": "hello "}])
+    assert len(content_id([USER])) == 16

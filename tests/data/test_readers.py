@@ -1,0 +1,121 @@
+"""Readers: every line that was there comes out, in order, with its place."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pyarrow
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from pyarrow import parquet
+
+from tasks.data.readers import Row, existing_file, read_rows
+from tasks.errors import DataError
+
+
+def _write(path: Path, content: bytes) -> str:
+    path.write_bytes(content)
+    return str(path)
+
+
+def test_jsonl_reports_each_bad_line_with_its_number(tmp_path: Path) -> None:
+    lines = [b'{"a": 1}', b"", b'{"a": ', b'{"a": "\xff"}', b"[1]", b'{"b": 2}\r']
+    path = _write(tmp_path / "x.jsonl", b"\n".join(lines))
+    assert list(read_rows("jsonl", path)) == [
+        Row("x.jsonl:1", {"a": 1}),
+        Row("x.jsonl:3", {}, "invalid JSON: Expecting value at column 8"),
+        Row("x.jsonl:4", {}, "not UTF-8: byte 0xff at position 8"),
+        Row("x.jsonl:5", {}, "a JSON object is needed, found a list"),
+        Row("x.jsonl:6", {"b": 2}),
+    ]
+
+
+def test_jsonl_survives_deep_nesting_and_a_byte_order_mark(tmp_path: Path) -> None:
+    deep = b"[" * 200_000
+    path = _write(tmp_path / "x.jsonl", b'\xef\xbb\xbf{"a": 1}\n' + deep + b"\n")
+    first, second = read_rows("jsonl", path)
+    assert first == Row("x.jsonl:1", {"a": 1})
+    assert second.problem.startswith("invalid JSON: ")
+
+
+def test_csv_keeps_quoted_newlines_and_reports_the_first_line_of_a_record(tmp_path: Path) -> None:
+    text = b'prompt,response\nhi,"two\nlines"\nonly one\na,b,c\nx,\xff\n"open,z\n'
+    path = _write(tmp_path / "x.csv", text)
+    assert list(read_rows("csv", path)) == [
+        Row("x.csv:2", {"prompt": "hi", "response": "two\nlines"}),
+        Row("x.csv:4", {}, "1 fields, the header has 2"),
+        Row("x.csv:5", {}, "3 fields, the header has 2"),
+        Row("x.csv:6", {}, "not UTF-8: byte 0xff at position 3 (line 6)"),
+        Row("x.csv:7", {}, "invalid CSV: unexpected end of data"),
+    ]
+
+
+def test_csv_reads_fields_beyond_the_module_limit(tmp_path: Path) -> None:
+    long = "x" * 200_000
+    path = _write(tmp_path / "x.csv", f"prompt,response\nhi,{long}\n".encode())
+    assert [row.values["response"] for row in read_rows("csv", path)] == [long]
+
+
+def test_csv_refuses_a_doubled_column(tmp_path: Path) -> None:
+    path = _write(tmp_path / "x.csv", b"a,a\n1,2\n")
+    with pytest.raises(DataError, match="column 'a' occurs twice"):
+        list(read_rows("csv", path))
+
+
+def test_parquet_rows_come_in_order(tmp_path: Path) -> None:
+    path = tmp_path / "x.parquet"
+    parquet.write_table(pyarrow.table({"prompt": ["a", None]}), path)
+    assert list(read_rows("parquet", str(path))) == [
+        Row("x.parquet:row 1", {"prompt": "a"}),
+        Row("x.parquet:row 2", {"prompt": None}),
+    ]
+
+
+def test_a_file_that_is_no_parquet_is_refused(tmp_path: Path) -> None:
+    path = _write(tmp_path / "x.parquet", b"not parquet at all")
+    with pytest.raises(DataError, match="not readable as Parquet"):
+        list(read_rows("parquet", path))
+
+
+def test_a_missing_file_names_what_is_near(tmp_path: Path) -> None:
+    _write(tmp_path / "train.jsonl", b"")
+    with pytest.raises(DataError) as caught:
+        existing_file(tmp_path / "trian.jsonl")
+    assert caught.value.hint == f"data.path={tmp_path / 'train.jsonl'}"
+
+
+def test_a_folder_is_no_file(tmp_path: Path) -> None:
+    _write(tmp_path / "rows.jsonl", b"")
+    with pytest.raises(DataError, match="is a folder") as caught:
+        existing_file(tmp_path)
+    assert caught.value.details == ("it holds rows.jsonl",)
+
+
+JSON = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.text(),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(), inner, max_size=3),
+    max_leaves=8,
+)
+
+
+@given(rows=st.lists(st.dictionaries(st.text(), JSON, max_size=4), max_size=8))
+def test_any_json_objects_come_back_unchanged(
+    rows: list[dict[str, object]], tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    path = tmp_path_factory.mktemp("rows") / "x.jsonl"
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    assert [row.values for row in read_rows("jsonl", str(path))] == rows
+
+
+@given(content=st.binary(max_size=200))
+def test_any_bytes_give_one_row_a_line_that_is_not_blank(
+    content: bytes, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    path = tmp_path_factory.mktemp("rows") / "x.jsonl"
+    path.write_bytes(content)
+    text = content.removeprefix(b"\xef\xbb\xbf")
+    lines = [n for n, line in enumerate(text.split(b"\n"), start=1) if line.strip()]
+    found = [int(row.place.partition(":")[2]) for row in read_rows("jsonl", str(path))]
+    assert found == lines

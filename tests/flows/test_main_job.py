@@ -1,0 +1,154 @@
+"""The main job, end to end: what was trained is what vLLM serves."""
+
+from __future__ import annotations
+
+import json
+import sqlite3
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from mlflow import MlflowClient
+from tasks.artifact import open_artifact, verify
+from tasks.fingerprint import PROFILES, Fingerprint
+
+from tests.flows.conftest import Run
+
+STAGES = ["prepare_base", "prepare_data", "train", "gather", "merge", "convert", "smoke_eval"]
+
+
+def client(run: Run) -> MlflowClient:
+    return MlflowClient(f"sqlite:///{run.runs}/mlflow.db")
+
+
+def check_chain(run: Run, stages: list[str]) -> None:
+    """What holds for every experiment."""
+    assert run.code == 0, run.output
+    summary = run.summary
+    assert summary["status"] == "completed"
+    assert [s["name"] for s in summary["stages"]] == [*stages, "register"]
+    gathered = run.stage("gather")["drift"]
+    trained = Fingerprint.load(Path(run.stage("train")["artifact"]) / "fingerprint.fp")
+    assert trained.engine == "deepspeed"
+    assert trained.noise is not None
+    assert gathered["mean_kl"] <= 1e-5
+    assert gathered["mean_kl"] <= 2 * trained.noise
+    for name in set(stages) & {"merge", "convert", "smoke_eval"}:
+        assert run.stage(name)["drift"]["mean_kl"] <= PROFILES["standard"].mean_kl, name
+    for stage in summary["stages"][:-1]:
+        assert verify(open_artifact(Path(stage["artifact"]))) == []
+    assert summary["served"] == run.stage("convert")["artifact"]
+
+
+class TestQlora:
+    def test_every_hand_off_holds(self, qlora: Run) -> None:
+        check_chain(qlora, STAGES)
+
+    def test_training_visibly_works(self, qlora: Run) -> None:
+        scores = qlora.summary["eval"]
+        assert scores["after"] - scores["before"] >= 0.20
+        assert scores["loss_after"] < scores["loss_before"]
+
+    def test_every_adapter_tensor_was_checked(self, qlora: Run) -> None:
+        manifest = open_artifact(Path(qlora.stage("gather")["artifact"])).manifest()
+        tensors = manifest["tensors"]["adapter_model.safetensors"]
+        assert len(tensors) == 4 * 7 * 2  # layers x linear modules x (A, B)
+        checks = json.loads(
+            (Path(qlora.stage("gather")["artifact"]) / "contract.json").read_text()
+        )
+        assert set(tensors) <= {check["name"] for check in checks}
+        assert all(check["ok"] for check in checks)
+
+    def test_the_merge_went_into_the_dequantised_base(self, qlora: Run) -> None:
+        notes = open_artifact(Path(qlora.stage("merge")["artifact"])).notes
+        assert "dequantized" in json.dumps(notes)
+
+    def test_first_greedy_tokens_equal_transformers_on_every_probe(self, qlora: Run) -> None:
+        report = json.loads((Path(qlora.stage("smoke_eval")["artifact"]) / "report.json").read_text())
+        text = json.dumps(report)
+        assert "greedy" in text
+
+    def test_the_table_is_printed(self, qlora: Run) -> None:
+        for name in [*STAGES, "register", "exact match", "mean KL"]:
+            assert name in qlora.output
+
+    def test_transformers_loads_what_is_served_with_no_key_left_over(self, qlora: Run) -> None:
+        from transformers import AutoModelForCausalLM, AutoTokenizer
+
+        served = qlora.summary["served"]
+        _, info = AutoModelForCausalLM.from_pretrained(served, output_loading_info=True)
+        assert not info["missing_keys"]
+        assert not info["unexpected_keys"]
+        tokenizer = AutoTokenizer.from_pretrained(served)
+        assert tokenizer.chat_template
+        assert tokenizer.eos_token == "<|im_end|>"
+
+
+class TestTracking:
+    def test_one_parent_and_a_child_a_stage(self, qlora: Run) -> None:
+        tracker = client(qlora)
+        parent = tracker.get_run(qlora.summary["mlflow_run_id"])
+        assert parent.info.status == "FINISHED"
+        assert parent.data.params["peft.kind"] == "qlora"
+        children = tracker.search_runs(
+            [parent.info.experiment_id],
+            f"tags.`mlflow.parentRunId` = '{parent.info.run_id}'",
+        )
+        assert {c.data.tags["stage"] for c in children} == set(STAGES)
+        assert {c.info.status for c in children} == {"FINISHED"}
+        for child in children:
+            names = {f.path for f in tracker.list_artifacts(child.info.run_id)}
+            assert {"manifest.json", "contract.json"} <= names
+
+    def test_the_loss_curve_is_there_and_falls(self, qlora: Run) -> None:
+        tracker = client(qlora)
+        (train,) = tracker.search_runs(
+            [tracker.get_run(qlora.summary["mlflow_run_id"]).info.experiment_id],
+            f"tags.`mlflow.parentRunId` = '{qlora.summary['mlflow_run_id']}' and tags.stage = 'train'",
+        )
+        for name in ("loss", "lr", "grad_norm", "tokens_per_s", "step_s"):
+            assert len(tracker.get_metric_history(train.info.run_id, f"train/{name}")) > 10, name
+        losses = tracker.get_metric_history(train.info.run_id, "train/loss")
+        assert losses[-1].value < losses[0].value / 2
+
+    def test_weights_are_never_uploaded(self, qlora: Run) -> None:
+        files = [p for p in (qlora.runs / "mlflow").rglob("*") if p.is_file()]
+        assert files
+        assert not [p for p in files if p.suffix in {".safetensors", ".bin", ".pt"}]
+
+    def test_the_candidate_points_at_the_served_folder(self, qlora: Run) -> None:
+        version = client(qlora).get_model_version_by_alias("plumbline", "candidate")
+        assert version.tags["path"] == qlora.summary["served"]
+        served = open_artifact(Path(qlora.summary["served"]))
+        assert version.tags["digest"] == served.digest
+
+
+def test_prefect_has_the_flow_its_tasks_by_name_and_the_table(qlora: Run) -> None:
+    with sqlite3.connect(qlora.runs / "prefect" / "prefect.db") as db:
+        flows = db.execute("select state_type, parameters from flow_run").fetchall()
+        tasks = db.execute("select name, state_type, total_run_time from task_run").fetchall()
+        artifacts = db.execute("select data from artifact where type = 'markdown'").fetchall()
+    assert [state for state, _ in flows] == ["COMPLETED"]
+    assert "+exp=qlora" in flows[0][1]
+    assert {name.split("-")[0] for name, *_ in tasks} == {*STAGES, "register"}
+    assert {state for _, state, _ in tasks} == {"COMPLETED"}
+    assert any("| smoke_eval |" in str(data) for (data,) in artifacts)
+
+
+def test_a_second_run_reuses_every_stage(qlora: Run, rlhf: Callable[..., Run]) -> None:
+    again = rlhf(qlora.runs, "+exp=qlora")
+    assert again.code == 0, again.output
+    assert all(s["reused"] for s in again.summary["stages"] if s["name"] != "register")
+    assert again.output.count("reusing") == len(STAGES)
+    assert again.summary["seconds"] < 45
+
+
+@pytest.mark.parametrize("experiment", ["lora_zero3", "sft_full"])
+def test_other_experiments_hold_too(
+    experiment: str, qlora: Run, rlhf: Callable[..., Run]
+) -> None:
+    done = rlhf(qlora.runs, f"+exp={experiment}")
+    stages = [s for s in STAGES if s != "merge" or experiment != "sft_full"]
+    check_chain(done, stages)
+    assert done.stage("prepare_base")["reused"]
+    assert done.summary["eval"]["after"] > done.summary["eval"]["before"]

@@ -1,0 +1,39 @@
+"""Reading requirements/: names, versions and hashes."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+PROJECT = Path(__file__).resolve().parents[2]
+REQUIREMENTS = PROJECT / "requirements"
+
+_PIN = re.compile(r"([A-Za-z0-9._-]+)(?:\[[^\]]*\])?==(\S+)")
+
+
+def normal(name: str) -> str:
+    """The name as locks spell it."""
+    return re.sub(r"[-_.]+", "-", name).lower()
+
+
+def logical_lines(path: Path) -> list[str]:
+    """Requirement lines: continuations joined, comments and blank lines gone."""
+    text = path.read_text(encoding="utf-8").replace("\\\n", " ")
+    lines = (line.split("#", 1)[0].strip() for line in text.splitlines())
+    return [line for line in lines if line]
+
+
+def pins(lines: list[str]) -> dict[str, str]:
+    """Name -> version of every line that pins one."""
+    found = (_PIN.match(line) for line in lines)
+    return {normal(match[1]): match[2] for match in found if match}
+
+
+def lock(name: str) -> dict[str, str]:
+    """Name -> version of a lock."""
+    return pins(logical_lines(REQUIREMENTS / f"{name}.lock"))
+
+
+def wanted(name: str) -> dict[str, str]:
+    """Name -> version of what an .in file pins by hand."""
+    return pins(logical_lines(REQUIREMENTS / f"{name}.in"))

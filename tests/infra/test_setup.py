@@ -1,0 +1,121 @@
+"""infra/setup.sh: which steps run when. The interpreter of the environment is a recorder here,
+since the real steps take minutes; `make test` itself has gone through them."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from tests.infra.requirements_files import PROJECT
+
+RECORDER = """#!/usr/bin/env bash
+echo "$*" >>"{log}"
+[[ "$*" == *torch.in* && "$*" != *--index-url* && -e "{log}.no-torch" ]] && exit 1
+exit 0
+"""
+
+
+class Checkout:
+    """A copy of what setup.sh reads, with a recording interpreter in its environment."""
+
+    def __init__(self, root: Path) -> None:
+        self.root = root
+        self.log = root / "calls.log"
+        (root / "infra").mkdir()
+        shutil.copy(PROJECT / "infra" / "setup.sh", root / "infra")
+        shutil.copy(PROJECT / "pyproject.toml", root)
+        shutil.copytree(PROJECT / "requirements", root / "requirements")
+        python = root / ".venv" / "bin" / "python"
+        python.parent.mkdir(parents=True)
+        python.write_text(RECORDER.format(log=self.log))
+        python.chmod(0o755)
+
+    def setup(self, *args: str, **env: str) -> subprocess.CompletedProcess[str]:
+        """Runs setup.sh; calls of the interpreter are in `calls()`."""
+        self.log.write_text("")
+        base = {k: v for k, v in os.environ.items() if k not in ("VENV", "PROFILE", "PYTHON")}
+        return subprocess.run(
+            [self.root / "infra" / "setup.sh", *args],
+            env=base | env,
+            cwd="/",
+            check=False,
+            capture_output=True,
+            text=True,
+        )
+
+    def calls(self) -> list[str]:
+        """What was installed, in order: the last word of each call."""
+        return [line.split()[-1] for line in self.log.read_text().splitlines()]
+
+
+@pytest.fixture
+def checkout(tmp_path: Path) -> Checkout:
+    return Checkout(tmp_path)
+
+
+def test_steps_run_once_and_in_order(checkout: Checkout) -> None:
+    assert checkout.setup().returncode == 0
+    steps = ["build.lock", "torch.in", "cpu.lock"]
+    assert checkout.calls() == [*(f"requirements/{step}" for step in steps), "."]
+    again = checkout.setup()
+    assert (again.returncode, again.stdout, checkout.calls()) == (0, "", [])
+
+
+def test_test_tools_come_on_top(checkout: Checkout) -> None:
+    checkout.setup()
+    assert checkout.setup("dev").returncode == 0
+    assert checkout.calls() == ["requirements/dev.lock"]
+
+
+def test_an_edited_lock_is_installed_again_and_alone(checkout: Checkout) -> None:
+    checkout.setup()
+    with (checkout.root / "requirements" / "cpu.lock").open("a") as lock:
+        lock.write("# edited\n")
+    checkout.setup()
+    assert checkout.calls() == ["requirements/cpu.lock"]
+
+
+def test_everything_but_torch_is_hash_checked_and_nothing_is_resolved(checkout: Checkout) -> None:
+    checkout.setup("dev")
+    for call in checkout.log.read_text().splitlines():
+        assert "--no-deps" in call
+        assert ("--require-hashes" in call) == call.endswith(".lock")
+
+
+def test_torch_falls_back_to_its_own_index(checkout: Checkout) -> None:
+    Path(f"{checkout.log}.no-torch").touch()
+    done = checkout.setup()
+    assert done.returncode == 0
+    tried = [line for line in checkout.log.read_text().splitlines() if "torch.in" in line]
+    assert ["--index-url" in call for call in tried] == [False, True]
+    assert "trying https://download.pytorch.org/whl/cpu" in done.stdout
+
+
+def test_a_failed_step_is_tried_again(checkout: Checkout) -> None:
+    python = checkout.root / ".venv" / "bin" / "python"
+    good = python.read_text()
+    python.write_text(good.replace("exit 0", '[[ "$*" == *cpu.lock* ]] && exit 3\nexit 0'))
+    assert checkout.setup().returncode != 0
+    python.write_text(good)
+    assert checkout.setup().returncode == 0
+    assert checkout.calls() == ["requirements/cpu.lock", "."]
+
+
+def test_the_cuda_profile_needs_an_environment_of_its_own(checkout: Checkout) -> None:
+    checkout.setup()
+    refused = checkout.setup(PROFILE="cuda")
+    assert refused.returncode == 1
+    assert "holds profile cpu" in refused.stderr
+    assert "make setup PROFILE=cuda VENV=.venv-cuda" in refused.stderr
+    assert checkout.calls() == []
+
+
+def test_without_a_new_enough_python_it_says_so(checkout: Checkout) -> None:
+    shutil.rmtree(checkout.root / ".venv")
+    refused = checkout.setup(PYTHON="no-such-python")
+    assert refused.returncode == 1
+    assert "no Python >= 3.11 among: no-such-python" in refused.stderr

@@ -1,0 +1,71 @@
+"""The wheel: packages and configuration together, usable where the checkout is not."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+import zipfile
+from pathlib import Path
+
+import pytest
+
+from tests.infra.requirements_files import PROJECT
+
+SOURCES = ("pyproject.toml", "README.md", "LICENSE", "conf", "flows", "tasks")
+
+
+@pytest.fixture(scope="module")
+def unpacked(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The wheel of a copy of the sources, unpacked."""
+    root = tmp_path_factory.mktemp("wheel")
+    source = root / "source"
+    source.mkdir()
+    for name in SOURCES:
+        path = PROJECT / name
+        if path.is_dir():
+            shutil.copytree(path, source / name, ignore=shutil.ignore_patterns("__pycache__"))
+        else:
+            shutil.copy(path, source)
+    built = subprocess.run(
+        [sys.executable, "-m", "pip", "wheel", "--quiet", "--no-deps", "--no-index"]
+        + ["--no-build-isolation", "--wheel-dir", root, source],
+        check=False,
+        capture_output=True,
+        text=True,
+    )
+    assert built.returncode == 0, built.stderr
+    (wheel,) = root.glob("plumbline-*.whl")
+    with zipfile.ZipFile(wheel) as archive:
+        archive.extractall(root / "site")
+    return root / "site"
+
+
+def files(root: Path, *folders: str) -> set[str]:
+    """Python and YAML files below these folders, relative to the root."""
+    found = (path for folder in folders for path in (root / folder).rglob("*"))
+    return {str(p.relative_to(root)) for p in found if p.suffix in (".py", ".yaml")}
+
+
+def test_it_holds_all_code_and_all_configuration(unpacked: Path) -> None:
+    expected = files(PROJECT, "conf", "flows", "tasks")
+    assert "conf/exp/qlora.yaml" in expected
+    assert files(unpacked, "conf", "flows", "tasks") == expected
+    top = {path.name for path in unpacked.iterdir() if not path.name.endswith(".dist-info")}
+    assert top == {"conf", "flows", "tasks"}
+
+
+def test_its_command_composes_an_experiment_outside_the_checkout(
+    unpacked: Path, tmp_path: Path
+) -> None:
+    done = subprocess.run(
+        [sys.executable, unpacked / "flows" / "rlhf.py", "+exp=qlora", "--cfg", "job"],
+        cwd=tmp_path,
+        env={k: v for k, v in os.environ.items() if k != "PYTHONPATH"},
+        check=False,
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stderr
+    assert "quant_type: nf4" in done.stdout

@@ -1,0 +1,115 @@
+"""Real processes: how to start them, and how to know that they are gone."""
+
+from __future__ import annotations
+
+import logging
+import os
+import re
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+PROJECT = Path(__file__).resolve().parents[2]
+HERE = Path(__file__).parent
+
+STUBBORN = """
+import os, signal, sys, time
+os.setsid()
+signal.signal(signal.SIGTERM, signal.SIG_IGN)
+signal.signal(signal.SIGINT, signal.SIG_IGN)
+print("stubborn", os.getpid(), flush=True)
+time.sleep(600)
+"""
+"""A process that leaves its session and listens to nobody."""
+
+FAMILY = f"""
+import subprocess, sys, time
+subprocess.Popen([sys.executable, "-c", {STUBBORN!r}])
+time.sleep(600)
+"""
+"""A process with such a child."""
+
+
+def alive(pid: int) -> bool:
+    """Whether a process exists and is more than a zombie."""
+    try:
+        stat = Path(f"/proc/{pid}/stat").read_text()
+    except (FileNotFoundError, ProcessLookupError):
+        return False
+    return stat[stat.rindex(")") + 2] not in "ZX"
+
+
+def until(condition: Callable[[], object], limit_s: float) -> float:
+    """Wait for a condition; the seconds it took. Fails after `limit_s`."""
+    begin = time.monotonic()
+    while not condition():
+        assert time.monotonic() - begin < limit_s, f"not within {limit_s} s"
+        time.sleep(0.05)
+    return time.monotonic() - begin
+
+
+def pids(name: str, text: str) -> list[int]:
+    """Process ids that were printed as `name <pid>`."""
+    return [int(pid) for pid in re.findall(rf"\b{name} (\d+)", text)]
+
+
+@pytest.fixture
+def log() -> logging.Logger:
+    """A logger whose lines `caplog` sees."""
+    logger = logging.getLogger("test.process")
+    logger.setLevel(logging.INFO)
+    return logger
+
+
+class Script:
+    """A Python script of ours in a process group of its own, its output in a file."""
+
+    def __init__(self, output: Path, *argv: str, env: dict[str, str] | None = None) -> None:
+        self.output = output
+        with output.open("wb") as file:
+            self.process = subprocess.Popen(
+                [sys.executable, "-u", *argv],
+                cwd="/",  # the project has to be found from anywhere
+                env={**os.environ, "PYTHONPATH": str(PROJECT), **(env or {})},
+                stdout=file,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
+            )
+
+    @property
+    def text(self) -> str:
+        """What it has said so far."""
+        return self.output.read_text(errors="replace")
+
+    def says(self, words: str, limit_s: float = 60.0) -> None:
+        """Wait until it says `words`."""
+
+        def said() -> bool:
+            assert self.process.poll() is None or words in self.text, self.text
+            return words in self.text
+
+        until(said, limit_s)
+
+    def signal_group(self, number: int) -> None:
+        """What a terminal does on Ctrl-C: the signal goes to the whole foreground group."""
+        os.killpg(self.process.pid, number)
+
+
+@pytest.fixture
+def script(tmp_path: Path) -> Iterator[Callable[..., Script]]:
+    """Starts scripts; whatever still runs at the end of the test is killed."""
+    started: list[Script] = []
+
+    def start(*argv: str, env: dict[str, str] | None = None) -> Script:
+        started.append(Script(tmp_path / f"script-{len(started)}.out", *argv, env=env))
+        return started[-1]
+
+    yield start
+    for one in started:
+        if one.process.poll() is None:
+            one.process.kill()
+        one.process.wait(10)

@@ -1,0 +1,82 @@
+"""The environment of a run, looked at in a fresh process."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from flows.bootstrap import CACHES, ShortTracebacks
+from tests.process.conftest import PROJECT
+
+LOOK = """
+import json, os, sys
+from pathlib import Path
+from typing import Any
+from flows.bootstrap import bootstrap
+bootstrap(Path("/somewhere"), Path(sys.argv[1]))
+heavy = {"prefect", "mlflow", "torch", "transformers"} & set(sys.modules)
+print(json.dumps({**os.environ, "heavy": sorted(heavy)}))
+"""
+
+
+def environment(runs: Path, **extra: str) -> dict[str, Any]:
+    env = {"PATH": os.environ["PATH"], "PYTHONPATH": str(PROJECT), **extra}
+    argv = [sys.executable, "-c", LOOK, str(runs)]
+    out = subprocess.run(argv, env=env, check=True, capture_output=True, cwd=runs.parent)
+    found: dict[str, Any] = json.loads(out.stdout)
+    return found
+
+
+def test_everything_is_inside_and_nothing_calls_home(tmp_path: Path) -> None:
+    env = environment(tmp_path / "runs")
+    assert env["heavy"] == []
+    assert {name: env[name] for name in CACHES} == {
+        name: f"/somewhere/.cache/{folder}" for name, folder in CACHES.items()
+    }
+    assert (env["DO_NOT_TRACK"], env["MLFLOW_DISABLE_TELEMETRY"]) == ("true", "true")
+    assert env["NO_PROXY"] == "127.0.0.1,localhost"
+
+
+def test_prefects_home_is_under_runs(tmp_path: Path) -> None:
+    env = environment(tmp_path / "runs")
+    home = tmp_path / "runs/prefect"
+    assert env["PREFECT_HOME"] == str(home)
+    assert env["PREFECT_RESULTS_LOCAL_STORAGE_PATH"] == str(home / "storage")
+    assert env["PREFECT_SERVER_MEMO_STORE_PATH"] == str(home / "memo_store.toml")
+    assert not home.exists()  # nothing on disk is touched
+
+
+def test_the_users_own_settings_win(tmp_path: Path) -> None:
+    own = {"HF_HOME": "/mine", "PREFECT_HOME": str(tmp_path / "p"), "NO_PROXY": "intranet"}
+    env = environment(tmp_path / "runs", **own)
+    assert (env["HF_HOME"], env["PREFECT_HOME"]) == ("/mine", str(tmp_path / "p"))
+    assert env["NO_PROXY"] == "intranet,127.0.0.1,localhost"
+
+
+def test_a_server_of_the_users_keeps_its_settings(tmp_path: Path) -> None:
+    env = environment(tmp_path / "runs", PREFECT_API_URL="http://prefect:4200/api")
+    assert "PREFECT_HOME" not in env
+
+
+def test_tracebacks_show_our_frames_only() -> None:
+    code = compile("def engine(f): return f()", "/x/site-packages/prefect/engine.py", "exec")
+    names: dict[str, object] = {}
+    exec(code, names)
+
+    def stage() -> None:
+        raise ValueError("wrong")
+
+    with pytest.raises(ValueError, match="wrong") as caught:
+        names["engine"](stage)  # type: ignore[operator]
+    info = (caught.type, caught.value, caught.tb)
+    record = logging.LogRecord("x", logging.ERROR, __file__, 1, "failed", None, info)
+    assert ShortTracebacks().filter(record)
+    assert "site-packages/prefect" not in logging.Formatter().format(record)
+    assert "in stage" in logging.Formatter().format(record)

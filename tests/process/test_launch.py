@@ -1,0 +1,213 @@
+"""`launch`: status, tail, order, events, deadlines; nothing left running."""
+
+from __future__ import annotations
+
+import logging
+import os
+import re
+import signal
+import sys
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tasks.errors import StageProcessError
+from tasks.launch import kill_children_on_abort, launch, python_child
+from tests.process.conftest import FAMILY, STUBBORN, Script, alive, pids, until
+
+Run = Callable[..., list[str]]
+
+
+@pytest.fixture
+def run(tmp_path: Path, log: logging.Logger) -> Run:
+    def run_code(code: str, **options: Any) -> list[str]:
+        argv = [sys.executable, "-c", code]
+        return launch(argv, stage="demo", log=log, log_path=tmp_path / "logs/demo.log", **options)
+
+    return run_code
+
+
+def test_gives_the_last_lines(run: Run, tmp_path: Path) -> None:
+    assert run("for i in range(50): print('line', i)") == [f"line {i}" for i in range(10, 50)]
+    assert (tmp_path / "logs/demo.log").read_text().splitlines()[0] == "line 0"
+
+
+def test_a_failure_carries_status_and_tail(run: Run) -> None:
+    with pytest.raises(StageProcessError, match=r"demo.*status 3.*the reason") as caught:
+        run("import sys; print('before'); print('the reason', file=sys.stderr); sys.exit(3)")
+    assert (caught.value.returncode, caught.value.reason) == (3, "exit")
+    assert sorted(caught.value.details) == ["before", "the reason"]
+
+
+def test_death_by_a_signal_is_a_negative_status(run: Run) -> None:
+    with pytest.raises(StageProcessError) as caught:
+        run("import os, signal; os.kill(os.getpid(), signal.SIGSEGV)")
+    assert caught.value.returncode == -signal.SIGSEGV
+
+
+def test_a_missing_program_is_named(tmp_path: Path, log: logging.Logger) -> None:
+    with pytest.raises(StageProcessError, match="cannot start no-such-program") as caught:
+        launch(["no-such-program"], stage="demo", log=log, log_path=tmp_path / "x.log")
+    assert caught.value.returncode == 127
+
+
+def test_events_come_in_order_and_stay_out_of_the_log(run: Run, tmp_path: Path) -> None:
+    seen: list[dict[str, Any]] = []
+    code = """
+from tasks.events import emit
+for i in range(300):
+    print("text", i)
+    emit("step", step=i, loss=float("nan") if i == 7 else i / 2)
+"""
+    run(code, on_event=seen.append)
+    assert [event["step"] for event in seen] == list(range(300))
+    assert seen[8] == {"event": "step", "step": 8, "loss": 4.0}
+    assert seen[7]["loss"] != seen[7]["loss"]
+    text = (tmp_path / "logs/demo.log").read_text()
+    assert text == "".join(f"text {i}\n" for i in range(300))
+
+
+def test_an_exception_of_the_listener_ends_the_child(run: Run) -> None:
+    class Refused(Exception):
+        pass
+
+    def refuse(event: dict[str, Any]) -> None:
+        child.append(event["pid"])
+        raise Refused
+
+    child: list[int] = []
+    code = "import os, time; from tasks.events import emit; emit('x', pid=os.getpid())"
+    with pytest.raises(Refused):
+        run(code + "; time.sleep(600)", on_event=refuse)
+    assert not alive(child[0])
+
+
+def test_five_thousand_lines_are_all_in_the_file(
+    run: Run, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    with caplog.at_level(logging.INFO):
+        run("for i in range(5000): print('line', i)")
+    kept = (tmp_path / "logs/demo.log").read_text().splitlines()
+    assert kept == [f"line {i}" for i in range(5000)]
+    assert 200 <= len(caplog.records) < 1000
+    messages = [record.message for record in caplog.records]
+    hidden = sum(int(found[1]) for m in messages if (found := re.search(r"(\d+) more lines", m)))
+    shown = sum(re.fullmatch(r"\[demo\] line \d+", m) is not None for m in messages)
+    assert hidden + shown == 5000
+
+
+def test_a_progress_bar_leaves_its_last_state(run: Run, tmp_path: Path) -> None:
+    code = "import sys\nfor i in range(101): sys.stdout.write(f'\\r{i:3d}%')\nprint('\\ndone')"
+    run(code)
+    assert (tmp_path / "logs/demo.log").read_text() == "100%\ndone\n"
+
+
+def test_secrets_of_the_environment_are_not_written(
+    run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HF_TOKEN", "hf_abcdefghijkl")
+    assert run("import os; print('token is', os.environ['HF_TOKEN'])") == ["token is ***"]
+    assert "abcdef" not in (tmp_path / "logs/demo.log").read_text()
+
+
+def test_the_childs_environment(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MLFLOW_RUN_ID", "parents-own")
+    monkeypatch.chdir("/")
+    code = """
+import os, tasks.events
+print(os.environ.get("MLFLOW_RUN_ID"), os.environ["PYTHONUNBUFFERED"], os.environ["EXTRA"])
+"""
+    assert run(code, env={"EXTRA": "42"}) == ["None 1 42"]
+
+
+def test_python_child_runs_a_module_of_ours(tmp_path: Path, log: logging.Logger) -> None:
+    argv = python_child("timeit", "-n", "1", "-r", "1", "pass")
+    assert "loop" in launch(argv, stage="demo", log=log, log_path=tmp_path / "x.log")[-1]
+
+
+def test_a_timeout_ends_even_a_grandchild_that_does_not_listen(run: Run) -> None:
+    begin = time.monotonic()
+    with pytest.raises(StageProcessError) as caught:
+        run(FAMILY, timeout_s=2.0)
+    assert caught.value.reason == "timeout"
+    assert time.monotonic() - begin < 2 + 10
+    assert [alive(pid) for pid in pids("stubborn", "\n".join(caught.value.details))] == [False]
+
+
+def test_what_a_finished_command_leaves_behind_is_ended(run: Run) -> None:
+    code = f"""
+import subprocess, sys
+child = subprocess.Popen([sys.executable, "-c", {STUBBORN!r}], stdout=subprocess.PIPE)
+print(child.stdout.readline().decode())
+"""
+    begin = time.monotonic()
+    tail = run(code)
+    assert time.monotonic() - begin < 8
+    assert [alive(pid) for pid in pids("stubborn", "\n".join(tail))] == [False]
+
+
+def test_abort_ends_children_of_other_threads(run: Run, tmp_path: Path) -> None:
+    caught: list[StageProcessError] = []
+
+    def stage() -> None:
+        try:
+            run("import os, time; print('child', os.getpid(), flush=True); time.sleep(600)")
+        except StageProcessError as error:
+            caught.append(error)
+
+    thread = threading.Thread(target=stage)
+    thread.start()
+    log_path = tmp_path / "logs/demo.log"
+    until(lambda: log_path.exists() and "child" in log_path.read_text(), 20)
+    with pytest.raises(KeyboardInterrupt), kill_children_on_abort():
+        raise KeyboardInterrupt
+    thread.join(10)
+    assert [error.reason for error in caught] == ["cancelled"]
+    assert [alive(pid) for pid in pids("child", log_path.read_text())] == [False]
+
+
+PARENT = f"""
+import logging, pathlib, sys
+from tasks.launch import launch
+logging.basicConfig(level=logging.INFO, format="%(message)s")
+argv = [sys.executable, "-c", {FAMILY!r}]
+launch(argv, stage="demo", log=logging.getLogger(), log_path=pathlib.Path(sys.argv[1]))
+"""
+
+
+def test_kill_9_of_the_parent_ends_everything(
+    script: Callable[..., Script], tmp_path: Path
+) -> None:
+    parent = script("-c", PARENT, str(tmp_path / "demo.log"))
+    parent.says("stubborn")
+    (grandchild,) = pids("stubborn", parent.text)
+    supervisor = parent_of(parent_of(grandchild))
+    parent.process.kill()
+    until(lambda: not alive(grandchild) and not alive(supervisor), 10)
+
+
+def test_kill_9_of_the_supervisor_ends_everything(run: Run, tmp_path: Path) -> None:
+    log_path = tmp_path / "logs/demo.log"
+
+    def kill_supervisor() -> None:
+        until(lambda: log_path.exists() and pids("stubborn", log_path.read_text()), 20)
+        (grandchild,) = pids("stubborn", log_path.read_text())
+        os.kill(parent_of(parent_of(grandchild)), signal.SIGKILL)
+
+    thread = threading.Thread(target=kill_supervisor)
+    thread.start()
+    with pytest.raises(StageProcessError) as caught:
+        run(FAMILY)
+    thread.join()
+    assert caught.value.returncode == -signal.SIGKILL
+    (grandchild,) = pids("stubborn", log_path.read_text())
+    until(lambda: not alive(grandchild), 2)
+
+
+def parent_of(pid: int) -> int:
+    stat = Path(f"/proc/{pid}/stat").read_text()
+    return int(stat[stat.rindex(")") + 2 :].split()[1])

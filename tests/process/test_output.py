@@ -1,0 +1,85 @@
+"""Bytes to lines: however they are cut, whatever is in them."""
+
+from __future__ import annotations
+
+import logging
+from itertools import pairwise
+from pathlib import Path
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tasks.elastic import is_closing, ranks_own
+from tasks.output import Output, _Lines, secrets_of
+
+TEXT = st.text(st.characters(exclude_categories=["Cs"]), max_size=60)
+
+
+def split(chunks: list[bytes]) -> list[str]:
+    lines = _Lines()
+    return [line for chunk in [*chunks, b""] for line in lines.split(chunk)]
+
+
+@given(TEXT, st.lists(st.integers(0, 240), max_size=8))
+def test_where_the_bytes_are_cut_does_not_matter(text: str, cuts: list[int]) -> None:
+    data = text.encode()
+    edges = [0, *sorted(min(cut, len(data)) for cut in cuts), len(data)]
+    chunks = [data[a:b] for a, b in pairwise(edges) if a < b]
+    assert split(chunks) == split([data] if data else [])
+
+
+@given(st.lists(st.text(st.characters(exclude_characters="\r\n", exclude_categories=["Cs"]))))
+def test_plain_lines_come_out_as_they_went_in(lines: list[str]) -> None:
+    data = "".join(line + "\n" for line in lines).encode()
+    assert split([data] if data else []) == lines
+
+
+def test_carriage_returns() -> None:
+    assert split([b"windows\r\n 1%\r 2%\r", b" 3%\r\nlast\r"]) == ["windows", " 3%", "last"]
+
+
+def test_a_redrawn_line_does_not_pile_up() -> None:
+    lines = _Lines()
+    for step in range(1000):
+        assert list(lines.split(b"\r%d%%" % step)) == []
+    assert len(lines._rest) < 20
+
+
+def test_text_in_front_of_an_event_is_kept(tmp_path: Path) -> None:
+    with Output(stage="x", log=logging.getLogger("x"), log_path=tmp_path / "x.log") as output:
+        found = list(output.feed(b'half a line @plumbline {"event": "step", "step": 1}\n'))
+    assert found == [{"event": "step", "step": 1}]
+    assert output.tail == ["half a line "]
+
+
+def test_bytes_that_are_no_text_do_not_stop_it(tmp_path: Path) -> None:
+    with Output(stage="x", log=logging.getLogger("x"), log_path=tmp_path / "x.log") as output:
+        assert list(output.feed(b"\xff\xfe ok\n")) == []
+    assert output.tail == ["\ufffd\ufffd ok"]
+
+
+def test_which_variables_are_secret() -> None:
+    env = {
+        "HF_TOKEN": "hf_123456789",
+        "AWS_SECRET_ACCESS_KEY": "longer-than-the-other",
+        "TOKENIZERS_PARALLELISM": "falsefalse",
+        "PREFECT_API_KEY": "short",
+        "HOME": "/home/somebody",
+    }
+    assert secrets_of(env) == ["longer-than-the-other", "hf_123456789"]
+
+
+AGENT = "E1121 08:28:31.797000 12493 torch/distributed/elastic/multiprocessing/api.py:1002] "
+
+
+def test_torchruns_epilogue_is_left_out() -> None:
+    closing = AGENT + "Sending process 7 closing signal SIGTERM"
+    verdict = AGENT + "failed (exitcode: 1) local_rank: 1 (pid: 8) of binary: python"
+    assert is_closing(closing)
+    assert not is_closing(verdict)
+    assert ranks_own(["a", closing, "b", verdict, "Traceback"]) == ["a", "b"]
+
+
+def test_a_rank_that_was_killed_gets_a_line() -> None:
+    verdict = AGENT + "failed (exitcode: -9) local_rank: 1 (pid: 8) of binary: python"
+    assert ranks_own(["a", verdict, "Traceback"]) == ["a", "rank 1 (pid 8) was killed by SIGKILL"]

@@ -1,0 +1,122 @@
+"""The embedded Prefect server: it loses nothing, and goes when the flow goes, however that is."""
+
+from __future__ import annotations
+
+import re
+import shutil
+import signal
+import sqlite3
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from tests.process.conftest import HERE, Script, alive, pids, until
+
+Start = Callable[[str], Script]
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder of runs with three flow runs of one process, as of a `--multirun`."""
+    folder = tmp_path_factory.mktemp("flow")
+    argv = [str(HERE / "flow_script.py"), str(folder / "runs"), "quick", "fail", "quick"]
+    first = Script(folder / "first.out", *argv)
+    assert first.process.wait(150) == 1, first.text
+    until(lambda: not any(alive(pid) for pid in pids("server", first.text)), 10)
+    shutil.copy(folder / "runs/logs/prefect-server.log", folder / "first.log")
+    return folder / "runs"
+
+
+@pytest.fixture
+def start(script: Callable[..., Script], runs: Path) -> Start:
+    return lambda mode: script(str(HERE / "flow_script.py"), str(runs), mode)
+
+
+def ask(runs: Path, query: str, *values: str) -> list[tuple[object, ...]]:
+    with sqlite3.connect(runs / "prefect/prefect.db") as database:
+        return database.execute(query, values).fetchall()
+
+
+def flow_states(runs: Path, name: str) -> list[str]:
+    return [str(s) for (s,) in ask(runs, "select state_type from flow_run where name = ?", name)]
+
+
+def task_states(runs: Path, name: str) -> dict[str, int]:
+    query = """select t.state_type, count(*) from task_run t join flow_run f
+               on t.flow_run_id = f.id where f.name = ? group by 1"""
+    return {str(state): int(str(count)) for state, count in ask(runs, query, name)}
+
+
+def test_every_task_run_is_recorded(runs: Path) -> None:
+    assert flow_states(runs, "quick") == ["COMPLETED", "COMPLETED"]
+    assert task_states(runs, "quick") == {"COMPLETED": 40}
+    assert flow_states(runs, "fail") == ["FAILED"]
+    assert task_states(runs, "fail") == {"COMPLETED": 20}
+
+
+def test_one_process_has_one_server(runs: Path) -> None:
+    text = (runs.parent / "first.out").read_text()
+    assert len(pids("server", text)) == 3
+    assert len(set(re.findall(r"server \d+ \S+", text))) == 1
+
+
+def test_nothing_of_prefect_is_outside_of_runs(runs: Path) -> None:
+    assert (runs / "prefect/prefect.db").is_file()
+    assert (runs / "prefect/memo_store.toml").is_file()
+    assert "Failed to create" not in (runs.parent / "first.out").read_text()
+    assert (runs.parent / "first.log").read_text() == ""
+
+
+def test_a_failure_takes_less_than_a_screen(runs: Path) -> None:
+    text = (runs.parent / "first.out").read_text()
+    begin = text.index("Encountered exception")
+    after = text[begin : text.index("Beginning flow run", begin)]
+    assert "wrong on purpose" in after
+    assert "site-packages/prefect" not in after
+    assert len(after.splitlines()) < 25
+
+
+def begun(start: Start, mode: str) -> tuple[Script, int, int]:
+    """A flow in the middle of its long stage; pids of the stage's child and of the server."""
+    flow = start(mode)
+    flow.says("child", 90)
+    (child,), (server,) = pids("child", flow.text), pids("server", flow.text)
+    assert alive(server)
+    return flow, child, server
+
+
+def check_signal(start: Start, runs: Path, number: signal.Signals, status: int) -> None:
+    mode = f"long-{status}"
+    flow, child, server = begun(start, mode)
+    flow.signal_group(number)
+    flow.signal_group(number)  # an impatient user
+    until(lambda: not alive(child), 10)
+    assert flow.process.wait(15) == status, flow.text
+    until(lambda: not alive(server), 10)
+    assert flow_states(runs, mode) == ["CRASHED"]
+    assert task_states(runs, mode) == {"COMPLETED": 20, "CRASHED": 1}
+
+
+def test_sigterm(start: Start, runs: Path) -> None:
+    check_signal(start, runs, signal.SIGTERM, 143)
+
+
+def test_kill_9_and_then_ctrl_c(start: Start, runs: Path) -> None:
+    flow, child, server = begun(start, "long-killed")
+    flow.process.kill()
+    until(lambda: not alive(child) and not alive(server), 10)
+    assert flow_states(runs, "long-killed") == ["RUNNING"]  # nobody could say otherwise
+    check_signal(start, runs, signal.SIGINT, 130)
+    assert flow_states(runs, "long-killed") == ["CRASHED"]  # the next one on this folder did
+
+
+def test_a_server_of_the_users_is_used(
+    script: Callable[..., Script], runs: Path, tmp_path: Path
+) -> None:
+    env = {"PREFECT_API_URL": "http://127.0.0.1:9/api"}  # nobody is there: it was tried
+    flow = script(str(HERE / "flow_script.py"), str(tmp_path / "runs"), "quick", env=env)
+    assert flow.process.wait(90) == 1
+    assert "server" not in re.findall(r"^\w+", flow.text, re.MULTILINE)
+    assert "Failed to reach API at http://127.0.0.1:9/api" in flow.text
+    assert not (tmp_path / "runs/prefect").exists()

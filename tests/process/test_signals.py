@@ -1,0 +1,58 @@
+"""Exit statuses after signals, without Prefect; `test_prefect_server.py` has them with it."""
+
+from __future__ import annotations
+
+import signal
+from collections.abc import Callable
+
+import pytest
+
+from tests.process.conftest import Script
+
+PROGRAM = """
+import sys, time
+from flows.signals import exit_on_signals
+with exit_on_signals():
+    try:
+        print("ready", flush=True)
+        {body}
+    finally:
+        time.sleep(0.5)
+        print("cleaned up", flush=True)
+sys.exit(7)
+"""
+
+WAIT = "time.sleep(60)"
+SWALLOW = """
+        try:
+            time.sleep(60)
+        except BaseException:
+            pass
+"""
+
+
+@pytest.mark.parametrize(
+    ("number", "status"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)], ids=["ctrl-c", "sigterm"]
+)
+@pytest.mark.parametrize("body", [WAIT, SWALLOW.strip()], ids=["plain", "swallowed"])
+@pytest.mark.parametrize("times", [1, 3])
+def test_status(
+    script: Callable[..., Script], number: signal.Signals, status: int, body: str, times: int
+) -> None:
+    program = script("-c", PROGRAM.format(body=body))
+    program.says("ready")
+    for _ in range(times):
+        program.signal_group(number)
+    assert program.process.wait(20) == status
+    assert "cleaned up" in program.text
+    assert "Traceback" not in program.text
+
+
+def test_without_a_signal_nothing_changes(script: Callable[..., Script]) -> None:
+    assert script("-c", PROGRAM.format(body="pass")).process.wait(20) == 7
+
+
+def test_other_errors_are_left_alone(script: Callable[..., Script]) -> None:
+    program = script("-c", PROGRAM.format(body="raise ValueError('mine')"))
+    assert program.process.wait(20) == 1
+    assert "ValueError: mine" in program.text

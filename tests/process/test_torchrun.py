@@ -1,0 +1,42 @@
+"""torchrun's ranks live in sessions of their own; one of them dies, the other does not listen."""
+
+from __future__ import annotations
+
+import logging
+import time
+from pathlib import Path
+
+import pytest
+
+from tasks.errors import StageProcessError
+from tasks.launch import launch, python_child
+from tests.process.conftest import alive, pids
+
+RANK = """
+import os, signal, sys, time
+signal.signal(signal.SIGTERM, signal.SIG_IGN)
+sys.stdout.write(f"in session {os.getsid(0)} is pid {os.getpid()}\\n")  # one piece: two ranks write
+time.sleep(2)
+if os.environ["RANK"] == "1":
+    sys.stdout.write(f"died at {int(time.time())}\\n")
+    raise RuntimeError("rank 1 had an accident")
+time.sleep(600)
+"""
+
+
+def test_a_rank_that_dies(tmp_path: Path, log: logging.Logger) -> None:
+    path = tmp_path / "rank.py"
+    path.write_text(RANK)
+    argv = python_child("torch.distributed.run", "--standalone", "--nproc-per-node", "2", str(path))
+    log_path = tmp_path / "train.log"
+    with pytest.raises(StageProcessError, match="rank 1 had an accident") as caught:
+        launch(argv, stage="train", log=log, log_path=log_path)
+    assert caught.value.reason == "exit"
+    assert caught.value.details[-1] == "RuntimeError: rank 1 had an accident"
+    text = log_path.read_text()
+    (died_at,) = pids("died at", text)
+    assert time.time() - died_at < 30
+    ranks = pids("is pid", text)
+    assert len(ranks) == 2
+    assert sorted(pids("in session", text)) == sorted(ranks)
+    assert not any(alive(pid) for pid in ranks)

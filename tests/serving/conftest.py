@@ -1,0 +1,82 @@
+from __future__ import annotations
+
+import json
+import logging
+import shutil
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from tasks.scoring import ReferenceScorer
+from tests.serving.models import CONVERSATIONS, live_fingerprint, load, write_model
+
+
+@pytest.fixture(scope="session")
+def served(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A model folder."""
+    return write_model(tmp_path_factory.mktemp("models") / "served", seed=1)
+
+
+@pytest.fixture(scope="session")
+def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A model folder with the same tensors and other weights."""
+    return write_model(tmp_path_factory.mktemp("models") / "base", seed=2)
+
+
+@pytest.fixture(scope="session")
+def probes(served: Path) -> list[list[int]]:
+    """The conversations as training sees them, answers included."""
+    from transformers import AutoTokenizer
+
+    tokenizer = AutoTokenizer.from_pretrained(served, local_files_only=True)
+    return [
+        tokenizer.apply_chat_template(one, tokenize=True, return_dict=False)
+        for one in CONVERSATIONS
+    ]
+
+
+@pytest.fixture(scope="session")
+def trained(
+    served: Path, probes: list[list[int]], tmp_path_factory: pytest.TempPathFactory
+) -> Path:
+    """What training leaves that is needed here: the live fingerprint."""
+    folder = tmp_path_factory.mktemp("trained")
+    live_fingerprint(load(served), probes).save(folder / "fingerprint.fp")
+    return folder
+
+
+@pytest.fixture(scope="session")
+def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A dataset folder with held-out conversations."""
+    folder = tmp_path_factory.mktemp("data")
+    rows = [{"id": f"h{i}", "messages": m} for i, m in enumerate(CONVERSATIONS)]
+    text = "".join(json.dumps(row) + "\n" for row in rows)
+    (folder / "heldout.jsonl").write_text(text)
+    return folder
+
+
+@pytest.fixture(scope="session")
+def scorer(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ReferenceScorer]:
+    """One warm reference child for all tests."""
+    log_path = tmp_path_factory.mktemp("logs") / "reference.log"
+    log = logging.getLogger("tests.serving")
+    with ReferenceScorer(log=log, log_path=log_path, timeout_s=240) as one:
+        one.warm()
+        yield one
+
+
+@pytest.fixture
+def altered(served: Path, tmp_path: Path) -> Callable[[float], Path]:
+    """Copies of the served folder in which one layer's weights are scaled."""
+    from safetensors.torch import load_file, save_file
+
+    def make(factor: float) -> Path:
+        folder = tmp_path / "altered"
+        shutil.copytree(served, folder)
+        tensors = load_file(folder / "model.safetensors")
+        tensors["model.layers.0.mlp.down_proj.weight"] *= factor
+        save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+        return folder
+
+    return make

@@ -1,0 +1,168 @@
+from __future__ import annotations
+
+import json
+import logging
+import os
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from tasks.errors import ArtifactError, ContractError, StageProcessError
+from tasks.fingerprint import Fingerprint, drift
+from tasks.scoring import ModelRef, ReferenceScorer
+from tests.serving.models import CONVERSATIONS, END, live_fingerprint, load
+
+NF4 = {"type": "nf4", "double_quant": True, "compute_dtype": "bfloat16"}
+
+
+def test_fingerprint_equals_the_live_one_bit_for_bit(
+    scorer: ReferenceScorer, served: Path, trained: Path, tmp_path: Path
+) -> None:
+    live = Fingerprint.load(trained / "fingerprint.fp")
+    new = scorer.fingerprint(ModelRef(served), trained / "fingerprint.fp", tmp_path / "new.fp")
+    assert new.engine == "transformers"
+    assert np.array_equal(new.logprobs, live.logprobs)
+    assert np.array_equal(new.top1, live.top1)
+    assert drift(live, Fingerprint.load(tmp_path / "new.fp")).mean_kl == 0.0
+
+
+def test_ids_of_the_reference_are_kept(
+    scorer: ReferenceScorer, served: Path, trained: Path, tmp_path: Path
+) -> None:
+    live = Fingerprint.load(trained / "fingerprint.fp")
+    some = np.argsort(-live.logprobs, axis=1)[:, :7].astype(np.int32)
+    kept = np.take_along_axis(live.logprobs, some.astype(np.int64), axis=1)
+    Fingerprint(live.probes, some, kept, live.top1, "deepspeed").save(tmp_path / "some.fp")
+    new = scorer.fingerprint(ModelRef(served), tmp_path / "some.fp", tmp_path / "new.fp")
+    assert np.array_equal(new.ids, some)
+    assert np.array_equal(new.logprobs, kept)
+
+
+def test_quantised_base_with_an_adapter(
+    scorer: ReferenceScorer, served: Path, probes: list[list[int]], tmp_path: Path
+) -> None:
+    """The way QLoRA trained it: NF4 base, bf16 adapter, unmerged."""
+    import torch
+    from peft import LoraConfig, get_peft_model
+    from transformers import AutoModelForCausalLM, BitsAndBytesConfig
+
+    base = AutoModelForCausalLM.from_pretrained(
+        served,
+        dtype=torch.bfloat16,
+        quantization_config=BitsAndBytesConfig(
+            load_in_4bit=True,
+            bnb_4bit_quant_type="nf4",
+            bnb_4bit_use_double_quant=True,
+            bnb_4bit_compute_dtype=torch.bfloat16,
+        ),
+    )
+    torch.manual_seed(0)
+    config = LoraConfig(r=4, lora_alpha=8, target_modules="all-linear", init_lora_weights=False)
+    model = get_peft_model(base, config, autocast_adapter_dtype=False).eval()
+    for parameter in model.parameters():  # the parameters only: rotary frequencies stay in fp32
+        if parameter.requires_grad:
+            parameter.data = parameter.data.to(torch.bfloat16)
+    live = live_fingerprint(model, probes)
+    live.save(tmp_path / "live.fp")
+    model.save_pretrained(tmp_path / "adapter")
+    ref = ModelRef(served, adapter=tmp_path / "adapter", quantization=NF4)
+    new = scorer.fingerprint(ref, tmp_path / "live.fp", tmp_path / "new.fp")
+    assert np.array_equal(new.logprobs, live.logprobs)
+    plain = scorer.fingerprint(
+        ModelRef(served, adapter=tmp_path / "adapter"), tmp_path / "live.fp", tmp_path / "p.fp"
+    )
+    assert drift(live, plain).mean_kl > 1e-3  # the quantised base is another model
+
+
+def test_greedy_equals_generate(scorer: ReferenceScorer, served: Path) -> None:
+    import torch
+
+    prompts = scorer.encode(served, [{"messages": m} for m in CONVERSATIONS[:3]])
+    assert prompts.eos == [END]
+    found = scorer.greedy(ModelRef(served), prompts.tokens, max_new_tokens=6, eos=prompts.eos)
+    model = load(served)
+    for prompt, tokens, steps in zip(prompts.tokens, found.tokens, found.candidates, strict=True):
+        out = model.generate(torch.tensor([prompt]), do_sample=False, max_new_tokens=6)
+        assert tokens == out[0, len(prompt) :].tolist()
+        assert [max(step, key=lambda pair: pair[1])[1] for step in steps] == [
+            dict(step)[token] for step, token in zip(steps, tokens, strict=True)
+        ]
+
+
+def test_encode_and_decode_go_back_and_forth(scorer: ReferenceScorer, served: Path) -> None:
+    (prompt,) = scorer.encode(served, [{"messages": CONVERSATIONS[0]}]).tokens
+    assert scorer.decode(served, [prompt]) == ["user\nReverse: ape\nassistant\n"]
+
+
+def test_missing_folders_are_typed_errors_and_the_child_lives_on(
+    scorer: ReferenceScorer, served: Path, trained: Path, tmp_path: Path
+) -> None:
+    out, ref = tmp_path / "x.fp", trained / "fingerprint.fp"
+    with pytest.raises(ArtifactError, match=r"nowhere is not a model folder: no config\.json"):
+        scorer.fingerprint(ModelRef(tmp_path / "nowhere"), ref, out)
+    with pytest.raises(ArtifactError, match=r"no adapter_config\.json"):
+        scorer.fingerprint(ModelRef(served, adapter=tmp_path / "nowhere"), ref, out)
+    with pytest.raises(ArtifactError, match="not a readable fingerprint"):
+        scorer.fingerprint(ModelRef(served), served / "config.json", out)
+    assert not out.exists()
+    scorer.fingerprint(ModelRef(served), ref, out)
+
+
+def test_a_missing_tensor_is_refused_and_not_made_up(
+    scorer: ReferenceScorer, served: Path, trained: Path, tmp_path: Path
+) -> None:
+    import shutil
+
+    from safetensors.torch import load_file, save_file
+
+    folder = tmp_path / "gap"
+    shutil.copytree(served, folder)
+    tensors = load_file(folder / "model.safetensors")
+    del tensors["model.layers.1.self_attn.q_proj.weight"]
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(ArtifactError, match=r"missing keys: model\.layers\.1\.self_attn\.q_proj"):
+        scorer.fingerprint(ModelRef(folder), trained / "fingerprint.fp", tmp_path / "x.fp")
+
+
+def test_a_tokenizer_without_chat_template_borrows_one_only_when_told(
+    scorer: ReferenceScorer, served: Path, tmp_path: Path
+) -> None:
+    for name in ("tokenizer.json", "tokenizer_config.json", "config.json"):
+        (tmp_path / name).write_bytes((served / name).read_bytes())
+    config = json.loads((tmp_path / "tokenizer_config.json").read_text())
+    assert "chat_template" not in config
+    rows = [{"messages": CONVERSATIONS[0]}]
+    with pytest.raises(ContractError, match="no chat template"):
+        scorer.encode(tmp_path, rows)
+    borrowed = scorer.encode(tmp_path, rows, template_from=served)
+    assert borrowed.tokens == scorer.encode(served, rows).tokens
+
+
+def test_a_crash_is_an_answer(served: Path, trained: Path, tmp_path: Path) -> None:
+    """A fork that dies says nothing; its status is what the asker learns."""
+    import signal
+
+    from tasks.serving import reference
+
+    def die(_: object) -> dict[str, object]:
+        os.write(2, b"about to die\n")
+        os.kill(os.getpid(), signal.SIGSEGV)
+        return {}
+
+    reference.HANDLERS["die"] = die
+    try:
+        reply = reference._in_fork({"do": "die"}, None)
+    finally:
+        del reference.HANDLERS["die"]
+    assert reply["crash"] == -signal.SIGSEGV
+    assert reply["tail"][0] == "about to die"
+
+
+def test_an_unknown_request_names_itself(tmp_path: Path) -> None:
+    log = logging.getLogger("tests.serving")
+    with (
+        ReferenceScorer(log=log, log_path=tmp_path / "log", timeout_s=240) as one,
+        pytest.raises(StageProcessError, match="KeyError: 'juggle'"),
+    ):
+        one._ask("juggle")

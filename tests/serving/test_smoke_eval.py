@@ -1,0 +1,172 @@
+from __future__ import annotations
+
+import json
+import logging
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tasks.errors import ConfigError, DataError
+from tasks.fingerprint import PROFILES, Drift, Fingerprint
+from tasks.report import StageReport
+from tasks.scoring import ModelRef, ReferenceScorer
+from tasks.serving.ties import compare_greedy
+from tasks.smoke_eval import SmokeSettings, _who_moved, read_heldout, smoke_eval
+from tests.serving.models import CONVERSATIONS, END, WORDS
+
+NEW = 12
+LENIENT = SmokeSettings(max_new_tokens=NEW, min_stop_rate=0.0, max_degenerate_rate=1.0)
+CALM = Drift(mean_kl=0.0, p95_kl=0.0, max_kl=0.0, top1_agreement=1.0, cosine=1.0).as_dict()
+
+
+@pytest.fixture
+def run(
+    served: Path, base: Path, data: Path, trained: Path, scorer: ReferenceScorer, tmp_path: Path
+) -> Callable[..., StageReport]:
+    """smoke_eval with everything in place; arguments replace."""
+
+    def call(**changes: Any) -> StageReport:
+        arguments: dict[str, Any] = {
+            "served": served, "base": base, "data": data, "trained": trained,
+            "engine": "transformers", "profile": PROFILES["standard"], "settings": LENIENT,
+            "scorer": scorer, "log": logging.getLogger("tests.serving"),
+            "log_path": tmp_path / "smoke.log", "history": {"merge": CALM, "convert": CALM},
+        }  # fmt: skip
+        out = tmp_path / "out"
+        out.mkdir()
+        return smoke_eval(out, **{**arguments, **changes})
+
+    return call
+
+
+def verdict(report: StageReport, beginning: str) -> tuple[bool, str]:
+    (check,) = [c for c in report.checks if c.name.startswith(beginning)]
+    return check.ok, check.found
+
+
+def test_vllm_serves_the_trained_model(
+    run: Callable[..., StageReport], scorer: ReferenceScorer, base: Path, tmp_path: Path
+) -> None:
+    report = run(engine="vllm")
+    assert [c for c in report.checks if not c.ok] == []
+    assert report.drift is not None
+    assert 0 < report.drift.mean_kl <= 1e-3
+    assert verdict(report, "first 5 greedy tokens")[1].startswith("equal on")
+    assert report.metrics["greedy/equal"] + report.metrics["greedy/ties"] == len(WORDS)
+    assert report.metrics["tokens_per_s"] > 0
+
+    out = tmp_path / "out"
+    assert sorted(p.name for p in out.iterdir()) == [
+        "fingerprint.fp", "generations.jsonl", "report.json",
+    ]  # fmt: skip
+    assert Fingerprint.load(out / "fingerprint.fp").engine == "vllm"
+    rows = [json.loads(line) for line in (out / "generations.jsonl").read_text().splitlines()]
+    assert [row["expected"] for row in rows] == [w[::-1] for w in WORDS]
+
+    # Embeddings are tied, so the base is loaded afresh; it has to answer as the base does.
+    assert report.notes["base_reloaded"] is False
+    prompts = scorer.encode(base, [{"messages": m} for m in CONVERSATIONS])
+    said = scorer.greedy(ModelRef(base), prompts.tokens, max_new_tokens=NEW, eos=[END])
+    pairs = zip(rows, said.tokens, strict=True)
+    same = sum(row["tokens_before"][:3] == tokens[:3] for row, tokens in pairs)
+    assert same >= 6  # of 8; logits of random weights lie close, bf16 may part some
+    assert all(row["before"] != row["after"] for row in rows)
+
+
+def test_a_changed_layer_is_refused_and_placed(
+    run: Callable[..., StageReport], altered: Callable[[float], Path]
+) -> None:
+    report = run(served=altered(3.0))
+    ok, found = verdict(report, "drift")
+    assert not ok
+    assert "drift appeared at: the served folder" in found
+    assert report.notes["drift_appeared_at"].startswith("the served folder")
+
+
+def test_a_stage_whose_record_shows_it_is_blamed(
+    run: Callable[..., StageReport], altered: Callable[[float], Path]
+) -> None:
+    moved = {**CALM, "mean_kl": 0.3}
+    history = {"gather": CALM, "merge": moved, "convert": moved}
+    ok, found = verdict(run(served=altered(3.0), history=history), "drift")
+    assert not ok
+    assert found.endswith("drift appeared at: merge")
+
+
+def test_when_the_folder_is_as_trained_the_engine_is_blamed(
+    run: Callable[..., StageReport], scorer: ReferenceScorer, served: Path, trained: Path
+) -> None:
+    from tasks.scoring import Prompts
+    from tasks.serve import Question
+
+    nothing = Prompts([], [END])
+    question = Question(
+        served, served, trained / "fingerprint.fp", [], nothing, nothing, "bfloat16"
+    )
+    named = _who_moved(question, PROFILES["standard"], scorer, {}, "vllm")
+    assert named == "serve: transformers finds the folder unmoved, vllm computes something else"
+
+
+def test_the_native_engine_gives_the_very_numbers(run: Callable[..., StageReport]) -> None:
+    report = run()
+    assert report.drift is not None
+    assert report.drift.mean_kl == 0.0
+    assert verdict(report, "first 5 greedy tokens") == (True, "equal on 8 of 8")
+    assert verdict(report, "prompts as training rendered them") == (True, "8 of 8")
+
+
+def test_text_that_does_not_stop_is_refused(run: Callable[..., StageReport]) -> None:
+    report = run(settings=replace(LENIENT, min_stop_rate=0.9))
+    ok, found = verdict(report, "answers that stop")
+    assert not ok  # a model of random weights hardly ever says EOS
+    assert found.endswith("of 8")
+
+
+def test_a_stray_value_head_is_reported_before_anything_is_loaded(
+    run: Callable[..., StageReport], altered: Callable[[float], Path]
+) -> None:
+    folder = altered(1.0)
+    (folder / "value_head.safetensors").write_bytes(b"")
+    report = run(served=folder, engine="vllm")
+    assert [(c.name, c.found, c.ok) for c in report.checks] == [
+        ("stray weight files", "value_head.safetensors", False)
+    ]
+
+
+def test_an_unknown_engine_is_refused(run: Callable[..., StageReport]) -> None:
+    with pytest.raises(ConfigError, match=r"smoke\.engine=sglang is none of vllm, transformers"):
+        run(engine="sglang")
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("", "is empty"),
+        ("{not json}\n", r"heldout\.jsonl:1: not a conversation"),
+        ('{"messages": []}\n', r"heldout\.jsonl:1: not a conversation"),
+        ('{"messages": [{"role": "user", "content": "x"}]}\n', "not the assistant's"),
+    ],
+)
+def test_unusable_heldout_data(tmp_path: Path, text: str, message: str) -> None:
+    (tmp_path / "heldout.jsonl").write_text(text)
+    with pytest.raises(DataError, match=message):
+        read_heldout(tmp_path / "heldout.jsonl")
+
+
+def test_prompts_without_room_are_left_out_and_counted(
+    run: Callable[..., StageReport], data: Path, tmp_path: Path
+) -> None:
+    long = [{"role": "user", "content": "z" * 120}, {"role": "assistant", "content": "z"}]
+    rows = (data / "heldout.jsonl").read_text() + json.dumps({"id": "l", "messages": long}) + "\n"
+    (tmp_path / "heldout.jsonl").write_text(rows)
+    report = run(data=tmp_path)
+    assert report.metrics["eval/left_out"] == 1.0
+    assert report.metrics["eval/samples"] == len(WORDS)
+
+
+def test_a_difference_is_no_tie() -> None:
+    """Guards the guard: with far-off logits another token is a difference."""
+    assert compare_greedy([[1]], [[2]], [[[(2, 9.0), (1, 8.0)]]]).differences

@@ -1,0 +1,40 @@
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tasks.serving.ties import Agreement, bf16_step, compare_greedy
+
+
+@given(st.floats(min_value=2.0**-100, max_value=2.0**100))
+def test_bf16_step_is_the_distance_to_the_next_number(value: float) -> None:
+    number = torch.tensor(value, dtype=torch.bfloat16)
+    following = (number.view(torch.int16) + 1).view(torch.bfloat16)
+    step = float(following) - float(number)
+    assert bf16_step(float(number)) == step == bf16_step(-float(number))
+
+
+def test_bf16_step_at_sixteen() -> None:
+    assert bf16_step(16.0) == 0.125
+    assert bf16_step(15.9) == 0.0625
+
+
+STEPS = [[(4, 16.0), (5, 15.9), (6, 15.0)], [(7, 3.0), (8, 1.0)]]
+
+
+@pytest.mark.parametrize(
+    ("found", "verdict"),
+    [
+        ([4, 7], Agreement(1, 0, ())),
+        ([4, 7, 1, 1], Agreement(1, 0, ())),
+        ([5, 9], Agreement(0, 1, ())),  # 0.1 apart, a step is 0.125
+        ([6, 7], Agreement(0, 0, ("prompt 0: token 0 is [6], expected [4]",))),
+        ([9, 7], Agreement(0, 0, ("prompt 0: token 0 is [9], expected [4]",))),  # no candidate
+        ([4, 8], Agreement(0, 0, ("prompt 0: token 1 is [8], expected [7]",))),
+        ([4], Agreement(0, 0, ("prompt 0: token 1 is [], expected [7]",))),
+    ],
+)
+def test_compare_greedy(found: list[int], verdict: Agreement) -> None:
+    assert compare_greedy([found], [[4, 7]], [STEPS]) == verdict

@@ -1,0 +1,168 @@
+"""prepare: base and data as artifacts; what cannot be used is refused at once."""
+
+from __future__ import annotations
+
+import json
+import logging
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import save_file
+
+from tasks.errors import ArtifactError, ConfigError, DataError
+from tasks.prepare import prepare_base, prepare_data, source_identity
+from tasks.report import StageReport
+
+LOG = logging.getLogger("tests.prepare")
+
+
+@pytest.fixture
+def model(tmp_path: Path) -> Path:
+    """A folder that looks like a model with two shards."""
+    folder = tmp_path / "model"
+    folder.mkdir()
+    save_file({"a": torch.zeros(2, 3)}, folder / "model-00001-of-00002.safetensors")
+    save_file({"b": torch.ones(4)}, folder / "model-00002-of-00002.safetensors")
+    weight_map = {"a": "model-00001-of-00002.safetensors", "b": "model-00002-of-00002.safetensors"}
+    (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": weight_map}))
+    (folder / "config.json").write_text('{"model_type": "qwen2"}')
+    (folder / "tokenizer.json").write_text("{}")
+    return folder
+
+
+def _prepare(model: Path, tmp_path: Path) -> StageReport:
+    out = tmp_path / "out"
+    out.mkdir()
+    return prepare_base(out, kind="hf", path=str(model), log_path=tmp_path / "base.log", log=LOG)
+
+
+def test_files_of_a_model_are_linked_and_its_weights_counted(model: Path, tmp_path: Path) -> None:
+    for stray in ("pytorch_model.bin", "consolidated.safetensors", "manifest.json", "x.fp", ".a"):
+        (model / stray).write_text("not part of it")
+    report = _prepare(model, tmp_path)
+    linked = {path.name: path.resolve() for path in (tmp_path / "out").iterdir()}
+    names = ["config.json", "model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors",
+             "model.safetensors.index.json", "tokenizer.json"]  # fmt: skip
+    assert linked == {name: (model / name).resolve() for name in names}
+    assert report.kind == "base"
+    assert [(c.name, c.ok) for c in report.checks] == [(names[1], True), (names[2], True)]
+    assert (report.metrics["base/tensors"], report.metrics["base/bytes"]) == (2.0, 40.0)
+
+
+def test_every_problem_of_a_folder_is_told_at_once(model: Path, tmp_path: Path) -> None:
+    (model / "tokenizer.json").unlink()
+    (model / "model-00001-of-00002.safetensors").unlink()
+    second = model / "model-00002-of-00002.safetensors"
+    second.write_bytes(second.read_bytes()[:-1])
+    with pytest.raises(ArtifactError, match="and 2 more") as caught:
+        _prepare(model, tmp_path)
+    text = "\n".join(caught.value.details)
+    assert "no tokenizer" in text
+    assert "names model-00001-of-00002.safetensors, which is not there" in text
+    assert "truncated: b ends at byte" in text
+    assert list((tmp_path / "out").iterdir()) == []
+
+
+def test_an_index_that_misplaces_a_tensor_fails_its_check(model: Path, tmp_path: Path) -> None:
+    save_file({"c": torch.zeros(1)}, model / "model-00001-of-00002.safetensors")
+    checks = {check.name: check for check in _prepare(model, tmp_path).checks}
+    assert not checks["model-00001-of-00002.safetensors"].ok
+    assert checks["model-00002-of-00002.safetensors"].ok
+
+
+def test_an_index_does_not_lead_out_of_the_folder(model: Path, tmp_path: Path) -> None:
+    index = {"weight_map": {"a": "../secret.safetensors"}}
+    (model / "model.safetensors.index.json").write_text(json.dumps(index))
+    with pytest.raises(ArtifactError, match="points outside the folder"):
+        _prepare(model, tmp_path)
+
+
+def test_pickled_weights_are_refused_with_the_way_out(model: Path, tmp_path: Path) -> None:
+    for path in model.glob("*.safetensors*"):
+        path.unlink()
+    (model / "pytorch_model.bin").write_bytes(b"")
+    with pytest.raises(ArtifactError, match=r"only as pickles \(pytorch_model.bin\).*safetensors"):
+        _prepare(model, tmp_path)
+
+
+def test_an_adapter_is_not_a_base(model: Path, tmp_path: Path) -> None:
+    (model / "config.json").unlink()
+    (model / "adapter_config.json").write_text("{}")
+    with pytest.raises(ArtifactError, match="this is an adapter"):
+        _prepare(model, tmp_path)
+
+
+@pytest.mark.parametrize("path", [None, "./nowhere", "/nowhere/at/all", "no-such-org/no-model"])
+def test_an_unknown_model_is_a_configuration_error(tmp_path: Path, path: str | None) -> None:
+    with pytest.raises(ConfigError, match=r"model\.path"):
+        prepare_base(tmp_path, kind="hf", path=path, log_path=tmp_path / "log", log=LOG)
+
+
+def test_the_toy_is_made_by_a_child(tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    out.mkdir()
+    events: list[dict[str, object]] = []
+    report = prepare_base(
+        out, kind="toy", steps=1, seed=0, log_path=tmp_path / "b.log", log=LOG,
+        on_event=events.append,
+    )  # fmt: skip
+    assert [event["event"] for event in events] == ["progress", "pretrained"]
+    assert [(check.name, check.ok) for check in report.checks] == [("model.safetensors", True)]
+    assert report.metrics["base/tensors"] == 50.0
+
+
+def test_data_files_become_the_dataset(tmp_path: Path) -> None:
+    train, held_out = tmp_path / "train.csv", tmp_path / "held.csv"
+    train.write_text("question,answer\na,1\nb,2\nc,\n")
+    held_out.write_text("question,answer\nd,4\n")
+    out = tmp_path / "out"
+    out.mkdir()
+    report = prepare_data(
+        out, kind="csv", path=str(train), eval_path=str(held_out), messages_key=None,
+        prompt_key="question", response_key="answer", on_bad_line="skip", log=LOG,
+    )  # fmt: skip
+    rows = [json.loads(line)["messages"] for line in (out / "train.jsonl").read_text().splitlines()]
+    assert [[m["content"] for m in messages] for messages in rows] == [["a", "1"], ["b", "2"]]
+    assert report.kind == "dataset"
+    assert all(check.ok for check in report.checks)
+    assert {name: value for name, value in report.metrics.items() if value} == {
+        "data/train_read": 3.0, "data/train_kept": 2.0, "data/train_refused": 1.0,
+        "data/heldout_read": 1.0, "data/heldout_kept": 1.0,
+    }  # fmt: skip
+    assert json.loads((out / "dataset.json").read_text())["splits"]["train"]["refused"] == 1
+
+
+def test_toy_data_needs_no_files(tmp_path: Path) -> None:
+    report = prepare_data(tmp_path, kind="toy", train_size=50, heldout_size=20, log=LOG)
+    assert report.metrics["data/heldout_kept"] == 20.0
+    names = {"train.jsonl", "heldout.jsonl", "preferences.jsonl", "prompts.jsonl", "dataset.json"}
+    assert {path.name for path in tmp_path.iterdir()} == names
+
+
+@pytest.mark.parametrize(
+    ("options", "asked"),
+    [
+        ({"kind": "jsonl"}, r"data\.path"),
+        ({"kind": "hub"}, r"data\.name"),
+        ({"kind": "xml", "path": "x"}, r"data\.kind=xml"),
+        ({"kind": "jsonl", "path": "/nowhere.jsonl"}, "no such file"),
+        ({"kind": "toy", "chat_template": "/nowhere.jinja"}, r"data\.chat_template"),
+        ({"kind": "toy", "train_size": 10**6}, "1000000 examples asked"),
+    ],
+)
+def test_what_is_missing_is_named(tmp_path: Path, options: dict[str, str], asked: str) -> None:
+    with pytest.raises(DataError, match=asked):
+        prepare_data(tmp_path, log=LOG, **options)  # type: ignore[arg-type]
+
+
+def test_the_identity_of_a_source_changes_with_its_files(tmp_path: Path, model: Path) -> None:
+    path = tmp_path / "x.jsonl"
+    path.write_text("one")
+    before = source_identity(kind="jsonl", path=str(path))
+    assert before == source_identity(kind="jsonl", path=str(path))
+    path.write_text("three")
+    assert source_identity(kind="jsonl", path=str(path)) != before
+    assert len(source_identity(kind="hf", path=str(model))) == 5
+    assert source_identity(kind="hf", path="org/name") == {}
+    assert source_identity(kind="toy") == {}

@@ -1,0 +1,109 @@
+"""The toy world: right answers are right, sides never meet, everything is fixed by its seed."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from random import Random
+
+import pytest
+
+from tasks.toy.dataset import write_dataset
+from tasks.toy.splits import corpus, examples
+from tasks.toy.world import TASK_NAMES, Example, draw, is_held_out
+
+
+def _solve(task: str, prompt: str) -> str:
+    """The right answer, worked out from the prompt's text alone."""
+    letters = prompt.partition(": ")[2].split()
+    solved = {
+        "copy": letters,
+        "reverse": letters[::-1],
+        "sort": sorted(letters),
+        "double": letters * 2,
+        "first": letters[:1],
+        "last": letters[-1:],
+        "count": [str(len(letters))],
+    }
+    if task in solved:
+        return " ".join(solved[task])
+    words = prompt.split()
+    if task == "add":
+        return str(int(words[1]) + int(words[3]))
+    thing = words[-1]
+    return f"Of course, here is the {thing}." if task == "polite" else f"No, get your own {thing}."
+
+
+@pytest.fixture(scope="module")
+def drawn() -> list[Example]:
+    rng = Random(7)
+    return [draw(rng, held_out=bool(number % 2)) for number in range(2000)]
+
+
+def test_right_answers_are_right(drawn: list[Example]) -> None:
+    assert {example.task for example in drawn} == set(TASK_NAMES)
+    assert [e.answer for e in drawn] == [_solve(e.task, e.prompt) for e in drawn]
+
+
+def test_wrong_answers_are_wrong_wherever_there_is_another(drawn: list[Example]) -> None:
+    same = [e for e in drawn if e.answer == e.wrong]
+    assert len(same) < 100
+    assert all(len(set(e.answer.split())) == 1 or e.task in ("first", "last") for e in same)
+
+
+def test_no_subject_is_on_both_sides() -> None:
+    train = examples(2000, seed=0, held_out=False)
+    held_out = examples(300, seed=0, held_out=True)
+    taught = {prompt for prompt, _ in corpus(2000, seed=0)}
+    assert not any(is_held_out(e.subject) for e in train)
+    assert all(is_held_out(e.subject) for e in held_out)
+    assert not {e.subject for e in train} & {e.subject for e in held_out}
+    assert not taught & {e.prompt for e in held_out}
+
+
+def test_prompts_within_a_split_differ() -> None:
+    assert len({e.prompt for e in examples(3000, seed=1, held_out=False)}) == 3000
+
+
+def test_seed_decides_everything() -> None:
+    assert examples(50, seed=3, held_out=False) == examples(50, seed=3, held_out=False)
+    assert examples(50, seed=3, held_out=False) != examples(50, seed=4, held_out=False)
+    assert corpus(50, seed=3) == corpus(50, seed=3) != corpus(50, seed=4)
+
+
+def test_more_examples_than_there_are_is_an_error() -> None:
+    with pytest.raises(ValueError, match="1000000 examples asked"):
+        examples(1_000_000, seed=0, held_out=True)
+
+
+def test_the_corpus_starts_clean_and_ends_with_half_of_the_answers_wrong() -> None:
+    pairs = corpus(4000, seed=0)
+    right = [answer == _solve(_task_of(prompt), prompt) for prompt, answer in pairs]
+    assert all(right[:2800])
+    assert 0.45 < sum(right[2800:]) / 1200 < 0.62
+
+
+def _task_of(prompt: str) -> str:
+    first = prompt.split()[0].rstrip(":")
+    tasks = {"Write": "double", "Politely": "polite", "Rudely": "rude"}
+    return tasks.get(first, first.lower())
+
+
+def test_the_dataset_has_its_four_files(tmp_path: Path) -> None:
+    account = write_dataset(tmp_path, train_size=200, heldout_size=40, seed=0)
+    rows = {
+        path.stem: [json.loads(line) for line in path.read_text().splitlines()]
+        for path in tmp_path.glob("*.jsonl")
+    }
+    assert {name: len(split) for name, split in rows.items() if name != "preferences"} == {
+        "train": 200, "heldout": 40, "prompts": 200,
+    }  # fmt: skip
+    assert account["splits"]["heldout"]["kept"] == 40
+    for row in rows["train"]:
+        assert [m["role"] for m in row["messages"]] == ["user", "assistant"]
+    assert all(row["chosen"] != row["rejected"] for row in rows["preferences"])
+    answers = {r["messages"][0]["content"]: r["messages"][1]["content"] for r in rows["train"]}
+    for row in rows["preferences"]:
+        assert answers[row["prompt"][0]["content"]] == row["chosen"]
+    for row in rows["prompts"]:
+        assert answers[row["messages"][0]["content"]] == row["answer"]

@@ -1,0 +1,23 @@
+"""Run by torchrun: PEFT's own save under ZeRO-3, beside our partitions of the same model."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+from tasks.training.engine import Ranks, start_engine
+from tasks.training.job import TrainJob
+from tasks.training.model import load_model
+from tasks.training.partitions import own_shares, write_shares
+from tasks.training.zero_config import deepspeed_config
+
+job = TrainJob.read(Path(sys.argv[1]))
+ranks = Ranks()
+config = deepspeed_config(job.settings, ranks.world_size)
+engine = start_engine(load_model(job, ranks, config), config)
+if ranks.first:
+    engine.module.save_pretrained(job.out / "naive")
+shares = own_shares(engine.module, rank=ranks.rank, world_size=ranks.world_size)
+write_shares(shares, job.out / "shards", rank=ranks.rank, world_size=ranks.world_size)
+ranks.barrier()
+ranks.leave()

@@ -1,0 +1,129 @@
+"""Settings, DeepSpeed's configuration and the memory estimate: pure, and free of torch."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from tasks.errors import ConfigError
+from tasks.training.job import Batch, Optim, Peft, Settings, TrainJob, Zero
+from tasks.training.memory import Sizes, adapter_weights, estimate
+from tasks.training.zero_config import deepspeed_config
+
+QWEN_7B = {
+    "hidden_size": 3584,
+    "intermediate_size": 18944,
+    "num_hidden_layers": 28,
+    "vocab_size": 152064,
+    "num_attention_heads": 28,
+    "num_key_value_heads": 4,
+    "tie_word_embeddings": False,
+}
+
+
+def test_a_job_survives_its_file(tmp_path: Path) -> None:
+    settings = Settings(
+        peft=Peft("qlora", target_modules=("q_proj",)), zero=Zero(1), batch=Batch(max_steps=3)
+    )
+    paths = {name: tmp_path / name for name in ("base", "data", "out", "checkpoints")}
+    job = TrainJob(settings=settings, base_digest="d", **paths)
+    job.write(tmp_path / "job.json")
+    assert TrainJob.read(tmp_path / "job.json") == job
+
+
+def test_settings_from_sections() -> None:
+    settings = Settings.from_sections(
+        train={"objective": "sft", "lr": 0.5, "max_len": 7, "nproc": 3, "threads": 2},
+        peft={"kind": "lora", "target_modules": ["q_proj", "v_proj"]},
+        zero={"stage": 3},
+        model={"kind": "toy", "dtype": "float32", "path": None},
+        seed=11,
+    )
+    assert settings.optim.lr == 0.5
+    assert settings.batch.max_len == 7
+    assert (settings.launch.nproc, settings.launch.threads, settings.world_size) == (3, 2, 3)
+    assert settings.peft.target_modules == ("q_proj", "v_proj")
+    assert (settings.zero.stage, settings.dtype, settings.seed) == (3, "float32", 11)
+    with pytest.raises(ConfigError, match=r"train.lrr is not a setting"):
+        Settings.from_sections(train={"lrr": 1}, peft={}, zero={}, model={}, seed=0)
+
+
+def test_batch_arithmetic() -> None:
+    assert Batch(4, 64).accumulation(2) == 8
+    with pytest.raises(ConfigError, match=r"global_batch_size=10 is not a multiple") as caught:
+        Batch(4, 10).accumulation(2)
+    assert caught.value.hint.startswith("train.global_batch_size=8")
+
+
+def test_deepspeed_config_by_value() -> None:
+    settings = Settings(
+        optim=Optim(lr=2e-4, max_grad_norm=0.5),
+        batch=Batch(2, 16),
+        zero=Zero(3, offload_param="cpu", bucket_size=1000),
+    )
+    assert deepspeed_config(settings, 2) == {
+        "train_batch_size": 16,
+        "train_micro_batch_size_per_gpu": 2,
+        "gradient_accumulation_steps": 4,
+        "gradient_clipping": 0.5,
+        "steps_per_print": 2**31 - 1,
+        "bf16": {"enabled": True},
+        "optimizer": {
+            "type": "AdamW",
+            "params": {
+                "lr": 2e-4,
+                "betas": [0.9, 0.999],
+                "eps": 1e-8,
+                "weight_decay": 0.0,
+                "torch_adam": True,
+            },
+        },
+        "zero_optimization": {
+            "stage": 3,
+            "overlap_comm": False,
+            "contiguous_gradients": True,
+            "reduce_bucket_size": 1000,
+            "allgather_bucket_size": 1000,
+            "stage3_prefetch_bucket_size": 1000,
+            "stage3_gather_16bit_weights_on_model_save": False,
+            "memory_efficient_linear": False,
+            "offload_param": {"device": "cpu", "pin_memory": False},
+        },
+    }
+    offloaded = deepspeed_config(replace(settings, zero=Zero(2, offload_optimizer="cpu")), 2)
+    assert offloaded["optimizer"]["params"]["torch_adam"] is False
+    assert "memory_efficient_linear" not in offloaded["zero_optimization"]
+
+
+def test_sizes_of_a_published_model() -> None:
+    """Qwen2.5-7B: 7,615,616,512 parameters, of which 28 x 4,608 are attention biases."""
+    sizes = Sizes.of(QWEN_7B)
+    assert sizes.linear_weights() + sizes.other_weights() == 7_615_616_512 - 28 * 4_608
+    # Rank 64 on all seven maps, the number peft prints for this model.
+    assert adapter_weights(sizes, Settings(peft=Peft("lora", rank=64))) == 161_480_704
+
+
+def test_estimate_divides_what_the_stage_partitions() -> None:
+    full = {s: estimate(QWEN_7B, Settings(zero=Zero(s)), 4) for s in (0, 1, 2, 3)}
+    weights = 7_615_616_512 - 28 * 4_608
+    assert full[0].parameters == 2 * weights
+    assert full[0].optimizer == 12 * weights
+    assert full[1].optimizer == 3 * weights
+    assert (full[1].gradients, full[2].gradients) == (2 * weights, weights // 2)
+    assert full[3].parameters == weights // 2
+    qlora = estimate(QWEN_7B, Settings(peft=Peft("qlora")), 1)
+    assert qlora.parameters < 0.4 * full[0].parameters
+    kept = Settings(gradient_checkpointing=True)
+    assert estimate(QWEN_7B, kept, 1).activations < full[0].activations / 2
+
+
+def test_what_the_flow_imports_needs_no_torch() -> None:
+    code = (
+        "import sys, tasks.train, tasks.training.memory, tasks.training.zero_config\n"
+        "assert not {'torch', 'transformers', 'deepspeed'} & set(sys.modules)"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True, cwd=Path(__file__).parents[2])

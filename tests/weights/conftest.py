@@ -1,0 +1,70 @@
+"""Bases and training outputs, made once a session; tests that alter one copy it first."""
+
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+
+import pytest
+
+from tasks.artifact import Artifact, Origin, publish, staging
+from tasks.gather import gather
+from tests.weights.making import NF4, Spread, copy_reference, make_base, write_trained
+
+
+@pytest.fixture(scope="session")
+def log() -> logging.Logger:
+    return logging.getLogger("tests.weights")
+
+
+@pytest.fixture(scope="session")
+def shop(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("weights")
+
+
+@pytest.fixture(scope="session")
+def llama(shop: Path) -> Artifact:
+    return make_base(shop / "llama", "llama", max_shard_size="100KB")
+
+
+@pytest.fixture(scope="session")
+def qwen(shop: Path) -> Artifact:
+    return make_base(shop / "qwen", "qwen")
+
+
+@pytest.fixture(scope="session")
+def lora_run(shop: Path, llama: Artifact) -> Path:
+    return write_trained(shop / "lora-run", llama, Spread(world_size=3))
+
+
+@pytest.fixture(scope="session")
+def qlora_run(shop: Path, qwen: Artifact) -> Path:
+    return write_trained(shop / "qlora-run", qwen, Spread(quantization=NF4))
+
+
+@pytest.fixture(scope="session")
+def full_run(shop: Path, qwen: Artifact) -> Path:
+    return write_trained(shop / "full-run", qwen, Spread(full=True, world_size=4))
+
+
+def _published(root: Path, run: Path, base: Artifact, log: logging.Logger) -> Path:
+    with staging(root) as work:
+        report = gather(work, trained=run, base=base.path, score=copy_reference, log=log)
+        assert all(check.ok for check in report.checks)
+        publish(work, root, Origin(report.kind, "gather", root.name))
+    return root
+
+
+@pytest.fixture(scope="session")
+def lora_adapter(shop: Path, lora_run: Path, llama: Artifact, log: logging.Logger) -> Path:
+    return _published(shop / "lora-adapter", lora_run, llama, log)
+
+
+@pytest.fixture(scope="session")
+def qlora_adapter(shop: Path, qlora_run: Path, qwen: Artifact, log: logging.Logger) -> Path:
+    return _published(shop / "qlora-adapter", qlora_run, qwen, log)
+
+
+@pytest.fixture(scope="session")
+def full_weights(shop: Path, full_run: Path, qwen: Artifact, log: logging.Logger) -> Path:
+    return _published(shop / "full-weights", full_run, qwen, log)

@@ -1,0 +1,204 @@
+"""Tiny real models, adapters and training outputs to test the weights room and its stages with."""
+
+from __future__ import annotations
+
+import json
+import random
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from safetensors.torch import save_file
+
+from tasks.artifact import Artifact, Origin, publish, staging
+from tasks.fingerprint import Fingerprint
+from tasks.scoring import ModelRef
+from tasks.serving.load import load_model
+from tasks.serving.measure import fingerprint
+from tasks.weights.partitions import rank_file
+
+TEMPLATE = (
+    "{% for m in messages %}{{ '<|im_start|>' + m['role'] + '\n' + m['content'] + '<|im_end|>\n' }}"
+    "{% endfor %}{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
+)
+SPECIAL = ("<|endoftext|>", "<|im_start|>", "<|im_end|>", "<|pad|>")
+ROWS = 300
+NF4 = {"type": "nf4", "double_quant": True, "compute_dtype": "bfloat16"}
+PROBES = tuple(tuple(random.Random(p).choices(range(ROWS), k=12)) for p in range(6))
+
+
+@dataclass(frozen=True)
+class Spread:
+    """How a training run is laid out on disk."""
+
+    world_size: int = 2
+    quantization: dict[str, Any] | None = None
+    rank: int = 4
+    alpha: int = 8
+    rslora: bool = False
+    targets: Any = "all-linear"
+    full: bool = False
+    noise: float | None = None
+
+
+def small_config(family: str) -> Any:
+    """A two-layer Llama (untied) or Qwen2 (tied)."""
+    from transformers import LlamaConfig, Qwen2Config
+
+    sizes = {
+        "vocab_size": ROWS,
+        "hidden_size": 64,
+        "intermediate_size": 128,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "max_position_embeddings": 64,
+    }
+    if family == "llama":
+        return LlamaConfig(**sizes, tie_word_embeddings=False)
+    return Qwen2Config(**sizes, tie_word_embeddings=True)
+
+
+def save_tokenizer(folder: Path) -> None:
+    """A byte-level tokenizer with chat markup, as transformers saves it."""
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    vocabulary = {token: i for i, token in enumerate([*SPECIAL, *alphabet])}
+    core = Tokenizer(models.BPE(vocabulary, []))
+    core.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    core.decoder = decoders.ByteLevel()
+    core.add_special_tokens(list(SPECIAL))
+    tokenizer = PreTrainedTokenizerFast(
+        tokenizer_object=core, eos_token="<|endoftext|>", pad_token="<|pad|>"
+    )
+    tokenizer.chat_template = TEMPLATE
+    folder.mkdir(parents=True, exist_ok=True)
+    tokenizer.save_pretrained(folder)
+
+
+def make_base(root: Path, family: str, *, seed: int = 0, max_shard_size: str = "5GB") -> Artifact:
+    """A published `base` artifact in bf16."""
+    from transformers import AutoModelForCausalLM
+
+    torch.manual_seed(seed)
+    model = AutoModelForCausalLM.from_config(small_config(family), dtype=torch.bfloat16)
+    with torch.no_grad():  # initialised models are so flat that any rounding changes the top token
+        for name, parameter in model.named_parameters():
+            size = 0.5 if "embed" in name or "lm_head" in name else 0.08
+            parameter.add_(torch.randn_like(parameter, dtype=torch.float32).to(parameter) * size)
+    with staging(root) as work:
+        model.save_pretrained(work, max_shard_size=max_shard_size)
+        save_tokenizer(work)
+        return publish(work, root, Origin("base", "prepare", root.name))
+
+
+def trained_model(base: Path, spread: Spread, seed: int) -> Any:
+    """The model as training would hold it at its end, with weights that really moved."""
+    model = load_model(base, quantization=spread.quantization)
+    generator = torch.Generator().manual_seed(seed)
+    if not spread.full:
+        from peft import LoraConfig, get_peft_model
+
+        config = LoraConfig(
+            r=spread.rank,
+            lora_alpha=spread.alpha,
+            use_rslora=spread.rslora,
+            target_modules=spread.targets,
+            task_type="CAUSAL_LM",
+        )
+        model = get_peft_model(model, config, autocast_adapter_dtype=False)
+    for name, parameter in model.named_parameters():
+        if spread.full or "lora_" in name:
+            noise = torch.randn(parameter.shape, generator=generator) * 0.05
+            old = parameter.data if spread.full else torch.zeros(())
+            parameter.data = (old.float() + noise).to(torch.bfloat16)
+            parameter.requires_grad_(True)
+    return model.eval()
+
+
+def write_trained(root: Path, base: Artifact, spread: Spread, *, seed: int = 1) -> Path:
+    """A training output in the layout of the `shards` artifact, and its live fingerprint."""
+    model = trained_model(base.path, spread, seed)
+    root.mkdir(parents=True)
+    parameters = {n: p.detach() for n, p in model.named_parameters() if p.requires_grad}
+    write_shards(root, parameters, spread)
+    if not spread.full:
+        model.peft_config["default"].save_pretrained(root)
+    said = {"quantization": spread.quantization, "base_digest": base.digest, "loss": [1.0]}
+    (root / "train.json").write_text(json.dumps(said))
+    model.config.save_pretrained(root)
+    model.generation_config.save_pretrained(root)
+    save_tokenizer(root / "tokenizer")
+    live_fingerprint(model, spread.noise).save(root / "fingerprint.fp")
+    return root
+
+
+def write_shards(root: Path, parameters: dict[str, torch.Tensor], spread: Spread) -> None:
+    """Every rank's equal share of each parameter, as `tasks/training` writes it."""
+    world = spread.world_size
+    (root / "shards").mkdir(parents=True, exist_ok=True)
+    for rank in range(world):
+        slices, table = {}, {}
+        for name, tensor in parameters.items():
+            size = -(-tensor.numel() // world)
+            start, end = (min(r * size, tensor.numel()) for r in (rank, rank + 1))
+            if end > start:
+                slices[name] = tensor.reshape(-1)[start:end].clone()
+                table[name] = {"shape": list(tensor.shape), "start": start, "end": end}
+        path = root / "shards" / rank_file(rank, world)
+        save_file(slices, path, metadata={"partitions": json.dumps(table)})
+    document = {
+        "format": 1,
+        "world_size": world,
+        "zero_stage": 2,
+        "mode": "full" if spread.full else "adapter",
+        "dtype": "BF16",
+        "parameters": {name: {"shape": list(t.shape)} for name, t in parameters.items()},
+    }
+    (root / "partitions.json").write_text(json.dumps(document))
+
+
+def live_fingerprint(model: Any, noise: float | None) -> Fingerprint:
+    """The trained model's fingerprint: all ids, since the vocabulary is small."""
+    positions = sum(len(p) - 1 for p in PROBES)
+    ids = np.tile(np.arange(ROWS, dtype=np.int32), (positions, 1))
+    empty = np.zeros(ids.shape, np.float32)
+    blank = Fingerprint(PROBES, ids, empty, np.zeros(positions, np.int32), "deepspeed")
+    found = fingerprint(model, blank)
+    return Fingerprint(PROBES, ids, found.logprobs, found.top1, "deepspeed", noise)
+
+
+def measure_here(model: ModelRef, reference: Path, out: Path) -> Fingerprint:
+    """A real `Score`: transformers and peft, in this process."""
+    loaded = load_model(
+        model.path, adapter=model.adapter, quantization=model.quantization, dtype=model.dtype
+    )
+    found = fingerprint(loaded, Fingerprint.load(reference))
+    found.save(out)
+    return found
+
+
+def copy_reference(model: ModelRef, reference: Path, out: Path) -> Fingerprint:
+    """A `Score` for tests that are about something else: says that nothing drifted."""
+    found = Fingerprint.load(reference)
+    found.save(out)
+    return found
+
+
+def state_of(folder: Path, stem: str = "model") -> dict[str, torch.Tensor]:
+    """All tensors of a checkpoint folder, read by safetensors itself."""
+    from safetensors.torch import load_file
+
+    found: dict[str, torch.Tensor] = {}
+    for path in sorted(folder.glob(f"{stem}*.safetensors")):
+        found.update(load_file(path))
+    return found
+
+
+def failed(checks: Any) -> list[str]:
+    """Names of the checks that did not hold."""
+    return [check.name for check in checks if not check.ok]

@@ -1,0 +1,97 @@
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+
+from tasks.artifact import Artifact
+from tasks.contract import Expected, judge
+from tasks.errors import ArtifactError
+from tasks.weights.contracts import ModelFacts, adapter_contract, model_facts, weights_contract
+from tasks.weights.header import read_header
+from tasks.weights.reader import open_checkpoint
+from tasks.weights.worker import perform
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen"])
+def test_weights_contract_is_what_save_pretrained_writes(family: str, request) -> None:
+    base: Artifact = request.getfixturevalue(family)
+    with open_checkpoint(base.path) as checkpoint:
+        assert all(c.ok for c in judge(weights_contract(base.path), checkpoint.tensors))
+
+
+def test_facts_of_a_tied_model(qwen: Artifact) -> None:
+    facts = model_facts(qwen.path)
+    assert facts.tied == {"lm_head.weight": "model.embed_tokens.weight"}
+    assert facts.embedding == "model.embed_tokens.weight"
+    assert "lm_head.weight" not in {one.name for one in facts.tensors}
+    assert Expected("model.embed_tokens.weight", (300, 64), "BF16") in facts.tensors
+    assert len(facts.quantized) == 14
+
+
+def test_facts_of_an_untied_model_leave_the_head_unquantised(llama: Artifact) -> None:
+    facts = model_facts(llama.path, "float32")
+    assert facts.tied == {}
+    assert Expected("lm_head.weight", (300, 64), "F32") in facts.tensors
+    assert "lm_head.weight" not in facts.quantized
+
+
+def test_adapter_contract_is_what_peft_writes(llama, lora_adapter: Path) -> None:
+    header = read_header(lora_adapter / "adapter_model.safetensors")
+    contract = adapter_contract(llama.path, lora_adapter / "adapter_config.json")
+    assert len(contract) == 28
+    assert all(check.ok for check in judge(contract, header.tensors))
+
+
+def _config(lora_adapter: Path, folder: Path, **changes: object) -> Path:
+    path = folder / "adapter_config.json"
+    said = json.loads((lora_adapter / "adapter_config.json").read_text())
+    path.write_text(json.dumps({**said, **changes}))
+    return path
+
+
+def test_targets_and_rank_decide_the_contract(llama, lora_adapter, tmp_path) -> None:
+    path = _config(lora_adapter, tmp_path, target_modules=["v_proj"], r=7)
+    contract = {one.name: one.shape for one in adapter_contract(llama.path, path)}
+    prefix = "base_model.model.model.layers"
+    assert contract == {
+        f"{prefix}.{i}.self_attn.v_proj.{half}.weight": shape
+        for i in range(2)
+        for half, shape in (("lora_A", (7, 64)), ("lora_B", (32, 7)))
+    }
+
+
+def test_an_initialiser_that_needs_weights_needs_none_here(llama, lora_adapter, tmp_path) -> None:
+    path = _config(lora_adapter, tmp_path, init_lora_weights="pissa")
+    assert len(adapter_contract(llama.path, path)) == 28
+
+
+def test_targets_that_the_base_lacks_are_refused(llama, lora_adapter, tmp_path) -> None:
+    path = _config(lora_adapter, tmp_path, target_modules=["c_attn"])
+    with pytest.raises(ArtifactError, match="does not fit"):
+        adapter_contract(llama.path, path)
+
+
+@pytest.mark.parametrize("text", ['{"model_type": "no-such-model"}', "{", '{"hidden_size": 3}'])
+def test_a_config_that_describes_no_model_is_refused(tmp_path: Path, text: str) -> None:
+    (tmp_path / "config.json").write_text(text)
+    with pytest.raises(ArtifactError, match=str(tmp_path)):
+        model_facts(tmp_path)
+
+
+def test_the_worker_answers_in_plain_json(qwen: Artifact, tmp_path: Path) -> None:
+    request = {"do": "model_facts", "config": str(qwen.path), "dtype": "bfloat16"}
+    reply = json.loads(json.dumps(perform(request)))
+    assert ModelFacts.from_json(reply) == model_facts(qwen.path)
+
+
+def test_no_storage_is_allocated_for_a_model_of_any_size(qwen: Artifact, tmp_path: Path) -> None:
+    """A config of 100 billion parameters: a real tensor of it would not fit this machine."""
+    folder = shutil.copytree(qwen.path, tmp_path / "large")
+    path = folder / "config.json"
+    said = {**json.loads(path.read_text()), "hidden_size": 32768, "intermediate_size": 524288}
+    path.write_text(json.dumps({**said, "num_attention_heads": 64}))
+    sizes = [one.shape for one in weights_contract(folder)]
+    assert sum(a * b for a, b in (s for s in sizes if len(s) == 2)) > 10**11

@@ -1,0 +1,103 @@
+"""What a full disk, a short read or an interruption leaves behind: nothing that can be seen."""
+
+from __future__ import annotations
+
+import errno
+import logging
+import os
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from tasks.artifact import Origin, publish, staging
+from tasks.convert import convert
+from tasks.errors import ArtifactError
+from tasks.fingerprint import PROFILES
+from tasks.gather import gather
+from tasks.merge import merge
+from tasks.report import StageReport
+from tests.weights.making import copy_reference
+
+Run = Callable[[Path], StageReport]
+LOG = logging.getLogger("tests.weights")
+SCORED = {"score": copy_reference, "log": LOG}
+JUDGED = {**SCORED, "profile": PROFILES["standard"]}
+
+
+@pytest.fixture(params=["gather", "merge", "convert"])
+def run(request, lora_run, llama, lora_adapter, full_weights, full_run, qwen) -> Run:
+    """Each stage, ready to run into a directory; convert so that it has to write."""
+
+    def run_gather(out: Path) -> StageReport:
+        return gather(out, trained=lora_run, base=llama.path, **SCORED)
+
+    def run_merge(out: Path) -> StageReport:
+        inputs = {"adapter": lora_adapter, "base": llama.path, "trained": lora_run}
+        return merge(out, **inputs, base_mode="auto", **JUDGED)
+
+    def run_convert(out: Path) -> StageReport:
+        settings = {"dtype": "float32", "max_shard_size": "60KB"}
+        return convert(out, weights=full_weights, trained=full_run, **settings, **JUDGED)
+
+    return {"gather": run_gather, "merge": run_merge, "convert": run_convert}[request.param]
+
+
+def _publish(store: Path, run: Run) -> Path:
+    final = store / "artifact"
+    with staging(final) as work:
+        report = run(work)
+        publish(work, final, Origin(report.kind, "test", "artifact"))
+    return final
+
+
+def _fail_at(monkeypatch: pytest.MonkeyPatch, call: int, number: int) -> None:
+    real, calls = os.pwrite, []
+
+    def failing(handle: int, data: memoryview, at: int) -> int:
+        calls.append(at)
+        if len(calls) == call:
+            raise OSError(number, os.strerror(number))
+        return real(handle, data, at)
+
+    monkeypatch.setattr(os, "pwrite", failing)
+
+
+@pytest.mark.parametrize("call", [1, 2, 9])
+@pytest.mark.parametrize("number", [errno.ENOSPC, errno.EIO])
+def test_a_refused_write_shows_nothing_and_the_next_run_succeeds(
+    run: Run, call: int, number: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with monkeypatch.context() as patch:
+        _fail_at(patch, call, number)
+        with pytest.raises(ArtifactError, match=os.strerror(number)) as caught:
+            _publish(tmp_path, run)
+    assert "paths.runs=" in caught.value.hint
+    assert list(tmp_path.iterdir()) == []
+    assert (_publish(tmp_path, run) / "manifest.json").is_file()
+
+
+def test_too_little_space_is_refused_before_writing(
+    run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from tasks.weights import writer
+
+    class Usage:
+        free = 1000
+
+    monkeypatch.setattr(writer.shutil, "disk_usage", lambda _: Usage)
+    with pytest.raises(ArtifactError, match="are free"):
+        _publish(tmp_path, run)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_an_interruption_midway_shows_nothing(
+    run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def interrupt(*_: object) -> int:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(os, "pwrite", interrupt)
+    with pytest.raises(KeyboardInterrupt):
+        _publish(tmp_path, run)
+    assert list(tmp_path.iterdir()) == []

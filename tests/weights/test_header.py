@@ -1,0 +1,138 @@
+from __future__ import annotations
+
+import json
+import struct
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from safetensors import SafetensorError, safe_open
+from safetensors.numpy import save_file
+
+from tasks.errors import ArtifactError
+from tasks.weights.header import read_header
+
+ARRAYS = {
+    "b": np.arange(6, dtype=np.float32).reshape(2, 3),
+    "a": np.arange(5, dtype=np.int8),
+    "empty": np.zeros((0, 4), np.float16),
+}
+
+
+@pytest.fixture(scope="module")
+def good(tmp_path_factory: pytest.TempPathFactory) -> bytes:
+    path = tmp_path_factory.mktemp("header") / "good.safetensors"
+    save_file(ARRAYS, path, metadata={"format": "pt"})
+    return path.read_bytes()
+
+
+def _file(path: Path, entries: dict, data: bytes) -> Path:
+    text = json.dumps(entries).encode()
+    path.write_bytes(struct.pack("<Q", len(text)) + text + data)
+    return path
+
+
+def _entry(shape: list, begin: int, end: int, dtype: str = "U8") -> dict:
+    return {"dtype": dtype, "shape": shape, "data_offsets": [begin, end]}
+
+
+def test_offsets_point_at_the_bytes(tmp_path: Path, good: bytes) -> None:
+    path = tmp_path / "x.safetensors"
+    path.write_bytes(good)
+    header = read_header(path)
+    for name, array in ARRAYS.items():
+        info = header.tensors[name]
+        assert good[info.start : info.end] == array.tobytes()
+        assert info.shape == array.shape
+    assert header.metadata == {"format": "pt"}
+
+
+@settings(
+    max_examples=300, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
+)
+@given(data=st.data())
+def test_altered_bytes_give_an_error_or_what_safetensors_reads(
+    tmp_path: Path, good: bytes, data: st.DataObject
+) -> None:
+    """Never a silently different parse: whoever accepts a header agrees with the library."""
+    raw = bytearray(good)
+    for _ in range(data.draw(st.integers(1, 3))):
+        at = data.draw(st.integers(0, len(raw) - 1))
+        raw[at] = data.draw(st.integers(0, 255))
+    raw = raw[: data.draw(st.integers(len(raw) // 2, len(raw)))]
+    path = tmp_path / "mutated.safetensors"
+    path.write_bytes(raw)
+    ours, theirs = _ours(path), _theirs(path)
+    assert ours is None or theirs is None or ours == theirs
+
+
+def _ours(path: Path) -> dict | None:
+    try:
+        return {name: info.shape for name, info in read_header(path).tensors.items()}
+    except ArtifactError:
+        return None
+
+
+def _theirs(path: Path) -> dict | None:
+    try:
+        with safe_open(path, framework="numpy") as file:
+            names = list(file.keys())
+            return {name: tuple(file.get_slice(name).get_shape()) for name in names}
+    except SafetensorError:
+        return None
+
+
+@pytest.mark.parametrize(
+    ("entries", "message"),
+    [
+        ({"a": _entry([9], 0, 9)}, "truncated: a ends"),
+        ({"a": _entry([4], 0, 4), "b": _entry([4], 3, 7)}, "overlap"),
+        ({"a": _entry([4], 0, 5)}, "spans 5 bytes"),
+        ({"a": _entry([-4], 0, 4)}, "shape"),
+        ({"a": _entry([4], 0, 4, "Q3")}, "dtype Q3"),
+        ({"a": {"dtype": "U8"}}, "malformed header entry for a"),
+        ({"a": _entry([4], -4, 0)}, "needs 4|spans"),
+        ({"a": _entry([4.0], 0, 4)}, "malformed header entry for a"),
+        ({"a": _entry([4], 0, True)}, "malformed header entry for a"),
+        ({"__metadata__": 7}, "__metadata__"),
+        ([1, 2], "not a JSON object"),
+    ],
+)
+def test_what_is_wrong_is_said(tmp_path: Path, entries, message: str) -> None:
+    path = _file(tmp_path / "x.safetensors", entries, bytes(8))
+    with pytest.raises(ArtifactError, match=message):
+        read_header(path)
+
+
+@pytest.mark.parametrize("length", [0, 3, 8])
+def test_stumps_are_refused(tmp_path: Path, good: bytes, length: int) -> None:
+    path = tmp_path / "x.safetensors"
+    path.write_bytes(good[:length])
+    with pytest.raises(ArtifactError, match="truncated"):
+        read_header(path)
+
+
+def test_a_header_of_absurd_size_is_not_read(tmp_path: Path) -> None:
+    path = tmp_path / "x.safetensors"
+    path.write_bytes(struct.pack("<Q", 2**62) + b"{}")
+    with pytest.raises(ArtifactError, match="header claims"):
+        read_header(path)
+
+
+def test_a_tensor_named_twice_is_refused(tmp_path: Path) -> None:
+    entry = json.dumps(_entry([1], 0, 1))
+    text = f'{{"a": {entry}, "a": {entry}}}'.encode()
+    path = tmp_path / "x.safetensors"
+    path.write_bytes(struct.pack("<Q", len(text)) + text + b"1")
+    with pytest.raises(ArtifactError, match="a comes twice"):
+        read_header(path)
+
+
+def test_nesting_without_end_is_refused(tmp_path: Path) -> None:
+    text = b"[" * 200_000
+    path = tmp_path / "x.safetensors"
+    path.write_bytes(struct.pack("<Q", len(text)) + text)
+    with pytest.raises(ArtifactError, match="not JSON"):
+        read_header(path)

@@ -1,0 +1,247 @@
+from __future__ import annotations
+
+import json
+import logging
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from tasks.artifact import Artifact, Origin, publish, staging
+from tasks.errors import ArtifactError, ConfigError, ContractError
+from tasks.fingerprint import PROFILES
+from tasks.merge import choose_mode, merge
+from tasks.report import StageReport
+from tasks.weights.worker import perform
+from tests.weights.making import NF4, copy_reference, failed, measure_here, state_of
+
+STANDARD = PROFILES["standard"]
+
+
+@pytest.fixture
+def out(tmp_path: Path) -> Path:
+    (tmp_path / "out").mkdir()
+    return tmp_path / "out"
+
+
+def _merge(out: Path, adapter: Path, base: Path, trained: Path, **other) -> StageReport:
+    settings = {
+        "base_mode": "auto",
+        "score": copy_reference,
+        "profile": STANDARD,
+        "log": logging.getLogger("tests.weights"),
+    }
+    return merge(out, adapter=adapter, base=base, trained=trained, **{**settings, **other})
+
+
+def _peft_merge(base: dict[str, torch.Tensor], folder: Path, adapter: Path) -> dict:
+    """peft's own merge, done in fp32 on `base`, cast to bf16 once."""
+    from peft import PeftModel
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    config = AutoConfig.from_pretrained(folder)
+    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    model.load_state_dict({k: v.float() for k, v in base.items()}, strict=False)
+    model.tie_weights()
+    merged = PeftModel.from_pretrained(model, adapter, autocast_adapter_dtype=True)
+    return {k: v.to(torch.bfloat16) for k, v in merged.merge_and_unload().state_dict().items()}
+
+
+def _dequantised(base: Path) -> dict[str, torch.Tensor]:
+    """The base as a 4-bit transformers model holds it."""
+    from bitsandbytes import functional, nn
+
+    from tasks.serving.load import load_model
+
+    model = load_model(base, quantization=NF4)
+    state = dict(model.named_parameters())
+    for name, module in model.named_modules():
+        if isinstance(module, nn.Linear4bit):
+            weight = module.weight
+            state[f"{name}.weight"] = functional.dequantize_4bit(weight.data, weight.quant_state)
+    return {name: tensor.detach() for name, tensor in state.items()}
+
+
+def test_equals_pefts_merge_in_fp32_bit_for_bit(llama, lora_adapter, lora_run, out) -> None:
+    report = _merge(out, lora_adapter, llama.path, lora_run, score=measure_here)
+    assert failed(report.checks) == []
+    expected = _peft_merge(state_of(llama.path), llama.path, lora_adapter)
+    found = state_of(out)
+    assert found.keys() == expected.keys()
+    assert [name for name in found if not torch.equal(found[name], expected[name])] == []
+    assert report.drift is not None
+    assert 0 < report.drift.mean_kl <= STANDARD.mean_kl
+
+
+def test_qlora_merges_into_the_base_that_training_saw(qwen, qlora_adapter, qlora_run, out) -> None:
+    report = _merge(out, qlora_adapter, qwen.path, qlora_run, score=measure_here)
+    assert failed(report.checks) == []
+    seen = _dequantised(qwen.path)
+    expected = _peft_merge(seen, qwen.path, qlora_adapter)
+    found = state_of(out)
+    assert [name for name in found if not torch.equal(found[name], expected[name])] == []
+    assert "lm_head.weight" not in found
+    assert report.notes["merge_base"] == "dequantized"
+    assert report.drift is not None
+    assert report.drift.mean_kl <= STANDARD.mean_kl
+    error = report.notes["quantization_error"]
+    assert len(error["by_tensor"]) == 14
+    assert error["max"] == max(error["by_tensor"].values()) >= error["overall"] > 0
+    assert "quantization_config" not in json.loads((out / "config.json").read_text())
+
+
+def test_qlora_into_the_original_base_is_another_model(qwen, qlora_adapter, qlora_run, out) -> None:
+    report = _merge(
+        out, qlora_adapter, qwen.path, qlora_run, score=measure_here, base_mode="original"
+    )
+    assert report.notes["merge_base"] == "original"
+    assert failed(report.checks) == ["drift from the trained model"]
+    expected = _peft_merge(state_of(qwen.path), qwen.path, qlora_adapter)
+    found = state_of(out)
+    assert [name for name in found if not torch.equal(found[name], expected[name])] == []
+
+
+def test_quantization_error_is_what_its_name_says(qwen, qlora_adapter, qlora_run, out) -> None:
+    report = _merge(out, qlora_adapter, qwen.path, qlora_run)
+    name = "model.layers.1.mlp.down_proj.weight"
+    key = f"base_model.model.{name.removesuffix('.weight')}"
+    lora = load_file(qlora_adapter / "adapter_model.safetensors")
+    change = 2.0 * lora[f"{key}.lora_B.weight"].float() @ lora[f"{key}.lora_A.weight"].float()
+    lost = state_of(qwen.path)[name].float() - _dequantised(qwen.path)[name].float()
+    expected = float(lost.norm() / change.norm())
+    assert report.notes["quantization_error"]["by_tensor"][name] == pytest.approx(expected, 1e-5)
+
+
+def test_untargeted_tensors_are_checked_one_by_one(llama, lora_adapter, lora_run, out) -> None:
+    report = _merge(out, lora_adapter, llama.path, lora_run)
+    by_name = {check.name: check for check in report.checks}
+    assert by_name["lm_head.weight"].found == "identical"
+    assert by_name["model.layers.0.mlp.up_proj.weight"].expected == "changed by the adapter"
+    assert len(report.checks) == len(state_of(llama.path)) + 1
+
+
+@pytest.mark.parametrize(
+    ("asked", "quantization", "chosen"),
+    [("auto", None, "original"), ("auto", NF4, "dequantized"), ("original", NF4, "original")],
+)
+def test_choice_of_the_base(asked: str, quantization: dict | None, chosen: str) -> None:
+    assert choose_mode(asked, quantization) == chosen
+
+
+def test_dequantised_without_quantisation_is_refused() -> None:
+    with pytest.raises(ConfigError, match="did not quantise"):
+        choose_mode("dequantized", None)
+
+
+def test_unknown_choice_names_the_allowed_ones() -> None:
+    with pytest.raises(ConfigError, match="auto, dequantized, original"):
+        choose_mode("origina", None)
+
+
+def test_wrong_base_is_refused(qwen: Artifact, lora_adapter, lora_run, out) -> None:
+    with pytest.raises(ArtifactError, match="wrong base"):
+        _merge(out, lora_adapter, qwen.path, lora_run)
+    assert list(out.iterdir()) == []
+
+
+def test_every_misfit_of_the_adapter_in_one_error(llama, lora_adapter, lora_run, out, tmp_path):
+    broken = shutil.copytree(lora_adapter, tmp_path / "broken")
+    path = broken / "adapter_model.safetensors"
+    tensors = load_file(path)
+    prefix = "base_model.model.model.layers.0.mlp"
+    tensors[f"{prefix}.up_projj.lora_A.weight"] = tensors.pop(f"{prefix}.up_proj.lora_A.weight")
+    tensors[f"{prefix}.up_projj.lora_B.weight"] = tensors.pop(f"{prefix}.up_proj.lora_B.weight")
+    tensors[f"{prefix}.down_proj.lora_A.weight"] = torch.ones(4, 7)
+    del tensors[f"{prefix}.gate_proj.lora_B.weight"]
+    save_file(tensors, path)
+    with pytest.raises(ContractError) as caught:
+        _merge(out, broken, llama.path, lora_run)
+    text = "\n".join(caught.value.details)
+    assert len(caught.value.details) == 3
+    assert "no model.layers.0.mlp.up_projj.weight; near: model.layers.0.mlp.up_proj.weight" in text
+    assert "is [4, 7], base and rank want [4, 128]" in text
+    assert "mlp.gate_proj: has lora_A only" in text
+    assert list(out.iterdir()) == []
+
+
+def test_a_delta_lost_in_rounding_fails_the_stage(llama, lora_adapter, lora_run, out, tmp_path):
+    weak = shutil.copytree(lora_adapter, tmp_path / "weak")
+    path = weak / "adapter_model.safetensors"
+    tensors = load_file(path)
+    name = "base_model.model.model.layers.1.self_attn.v_proj.lora_B.weight"
+    tensors[name] = torch.full_like(tensors[name], 1e-20)
+    save_file(tensors, path)
+    report = _merge(out, weak, llama.path, lora_run)
+    assert failed(report.checks) == ["model.layers.1.self_attn.v_proj.weight"]
+
+
+def test_infinite_result_fails_the_stage_by_name(llama, lora_adapter, lora_run, out, tmp_path):
+    hot = shutil.copytree(lora_adapter, tmp_path / "hot")
+    path = hot / "adapter_model.safetensors"
+    tensors = load_file(path)
+    name = "base_model.model.model.layers.0.self_attn.k_proj.lora_B.weight"
+    tensors[name] = torch.full_like(tensors[name], float("inf"))
+    save_file(tensors, path)
+    report = _merge(out, hot, llama.path, lora_run)
+    assert failed(report.checks) == ["model.layers.0.self_attn.k_proj.weight"]
+    assert report.drift is None
+
+
+def test_another_process_may_do_the_work(qwen, qlora_adapter, qlora_run, tmp_path) -> None:
+    """Requests and replies are plain JSON, and give the same bytes."""
+
+    def elsewhere(request: dict) -> dict:
+        return json.loads(json.dumps(perform(json.loads(json.dumps(request)))))
+
+    folders = {tmp_path / "here": perform, tmp_path / "there": elsewhere}
+    reports = []
+    for folder, performer in folders.items():
+        folder.mkdir()
+        inputs = (qlora_adapter, qwen.path, qlora_run)
+        reports.append(_merge(folder, *inputs, perform=performer))
+    assert reports[0] == reports[1]
+    here, there = ((f / "model.safetensors").read_bytes() for f in folders)
+    assert here == there
+
+
+def test_truncated_inputs_are_refused_and_nothing_is_written(
+    llama, lora_adapter, lora_run, out, tmp_path
+):
+    short = shutil.copytree(lora_adapter, tmp_path / "short")
+    path = short / "adapter_model.safetensors"
+    path.write_bytes(path.read_bytes()[:-2])
+    with pytest.raises(ArtifactError, match="truncated"):
+        _merge(out, short, llama.path, lora_run)
+    assert list(out.iterdir()) == []
+
+
+def test_a_tied_target_cannot_be_changed_alone(tmp_path, qwen, qlora_adapter, qlora_run, out):
+    """The base stores a second copy of the tied head, and the adapter changes only that."""
+    both = shutil.copytree(qwen.path, tmp_path / "both")
+    tensors = load_file(both / "model.safetensors")
+    tensors["lm_head.weight"] = tensors["model.embed_tokens.weight"].clone()
+    save_file(tensors, both / "model.safetensors")
+    (both / "manifest.json").unlink()
+    with staging(tmp_path / "base") as work:
+        shutil.copytree(both, work, dirs_exist_ok=True)
+        base = publish(work, tmp_path / "base", Origin("base", "prepare", "x"))
+    run = shutil.copytree(qlora_run, tmp_path / "run")
+    said = json.loads((run / "train.json").read_text())
+    (run / "train.json").write_text(json.dumps({**said, "base_digest": base.digest}))
+    head = shutil.copytree(qlora_adapter, tmp_path / "head")
+    prefix = "base_model.model.lm_head.lora"
+    pair = {f"{prefix}_A.weight": torch.ones(4, 64), f"{prefix}_B.weight": torch.ones(300, 4)}
+    save_file(pair, head / "adapter_model.safetensors")
+    with pytest.raises(ContractError, match="lm_head.weight is tied to another tensor"):
+        _merge(out, head, base.path, run)
+
+
+def test_merging_twice_gives_the_same_bytes(qwen, qlora_adapter, qlora_run, tmp_path) -> None:
+    folders = [tmp_path / "one", tmp_path / "two"]
+    for folder in folders:
+        folder.mkdir()
+        _merge(folder, qlora_adapter, qwen.path, qlora_run)
+    one, two = ({p.name: p.read_bytes() for p in f.iterdir()} for f in folders)
+    assert one == two

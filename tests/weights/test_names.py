@@ -1,0 +1,81 @@
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tasks.errors import ContractError
+from tasks.weights.names import LoraKey, live_to_peft, parse_peft, rename_all, unwrap
+
+LIVE = "base_model.model.model.layers.0.mlp.up_proj.lora_A.default.weight"
+PEFT = "base_model.model.model.layers.0.mlp.up_proj.lora_A.weight"
+
+
+def test_the_three_names_of_one_tensor() -> None:
+    assert live_to_peft(LIVE) == PEFT
+    key = parse_peft(PEFT)
+    assert key == LoraKey("model.layers.0.mlp.up_proj", "A")
+    assert (key.peft, key.base) == (PEFT, "model.layers.0.mlp.up_proj.weight")
+
+
+PARTS = st.lists(
+    st.sampled_from(["model", "layers", "0", "q_proj", "mlp", "lora_A"]), min_size=1, max_size=5
+)
+
+
+@given(parts=PARTS, half=st.sampled_from(["A", "B"]))
+def test_names_survive_the_round_trip(parts: list[str], half: str) -> None:
+    key = LoraKey(".".join(parts), half)
+    live = key.peft.removesuffix("weight") + "default.weight"
+    assert parse_peft(live_to_peft(live)) == key
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        f"module.{LIVE}",
+        f"module._orig_mod.{LIVE}",
+        LIVE.replace("mlp.", "mlp._checkpoint_wrapped_module."),
+    ],
+)
+def test_wrappers_are_dropped(name: str) -> None:
+    assert unwrap(name) == LIVE
+    assert live_to_peft(name) == PEFT
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        LIVE.replace("default", "other"),
+        LIVE.replace("lora_A.default.weight", "weight"),
+        LIVE.removeprefix("base_model.model."),
+        LIVE.replace("lora_A", "lora_magnitude_vector"),
+    ],
+)
+def test_what_is_no_lora_weight_is_refused(name: str) -> None:
+    with pytest.raises(ContractError, match="no LoRA weight of adapter 'default'"):
+        live_to_peft(name)
+
+
+@pytest.mark.parametrize(
+    "key", ["model.up_proj.lora_A.weight", "base_model.model.x.weight", PEFT + "s", ""]
+)
+def test_other_keys_are_not_parsed(key: str) -> None:
+    assert parse_peft(key) is None
+
+
+def test_two_names_for_one_key_are_refused() -> None:
+    with pytest.raises(ContractError, match="both become"):
+        rename_all([LIVE, f"module.{LIVE}"], adapter=True)
+
+
+def test_every_bad_name_is_listed() -> None:
+    with pytest.raises(ContractError) as caught:
+        rename_all(["x.weight", LIVE, "y.weight"], adapter=True)
+    assert len(caught.value.details) == 2
+
+
+def test_full_training_keeps_the_models_own_names() -> None:
+    assert rename_all(["module.lm_head.weight"], adapter=False) == {
+        "module.lm_head.weight": "lm_head.weight"
+    }

@@ -1,0 +1,57 @@
+from __future__ import annotations
+
+import pytest
+import torch
+
+from tasks.artifact import Artifact
+from tasks.errors import ArtifactError
+from tasks.weights.contracts import model_facts
+from tasks.weights.nf4 import as_trained, check_quantization
+from tests.weights.making import NF4, state_of
+
+
+@pytest.mark.parametrize("quant_type", ["nf4", "fp4"])
+@pytest.mark.parametrize("double_quant", [True, False])
+@pytest.mark.parametrize("family", ["llama", "qwen"])
+def test_bit_equal_to_a_4bit_load_by_transformers(
+    family: str, double_quant: bool, quant_type: str, request: pytest.FixtureRequest
+) -> None:
+    """Every Linear4bit of the loaded model, and no other module than the facts say."""
+    from bitsandbytes import functional, nn
+    from transformers import AutoModelForCausalLM, BitsAndBytesConfig
+
+    base: Artifact = request.getfixturevalue(family)
+    config = BitsAndBytesConfig(
+        load_in_4bit=True,
+        bnb_4bit_quant_type=quant_type,
+        bnb_4bit_use_double_quant=double_quant,
+        bnb_4bit_compute_dtype=torch.bfloat16,
+    )
+    model = AutoModelForCausalLM.from_pretrained(
+        base.path, dtype=torch.bfloat16, quantization_config=config
+    )
+    loaded = {n: m for n, m in model.named_modules() if isinstance(m, nn.Linear4bit)}
+    stored = state_of(base.path)
+    assert {f"{name}.weight" for name in loaded} == set(model_facts(base.path).quantized)
+    for name, module in loaded.items():
+        weight = module.weight
+        theirs = functional.dequantize_4bit(weight.data, weight.quant_state)
+        ours = as_trained(
+            stored[f"{name}.weight"], {"type": quant_type, "double_quant": double_quant}
+        )
+        assert ours.dtype == theirs.dtype == torch.bfloat16
+        assert torch.equal(ours.view(torch.int16), theirs.view(torch.int16)), name
+
+
+def test_quantising_moves_the_weights_and_is_repeatable() -> None:
+    weight = torch.randn(48, 40, generator=torch.Generator().manual_seed(0)).to(torch.bfloat16)
+    once = as_trained(weight, NF4)
+    assert torch.equal(once, as_trained(weight, NF4))
+    error = float((once - weight).float().norm() / weight.float().norm())
+    assert 0.05 < error < 0.15  # about 9 % for Gaussian weights
+
+
+@pytest.mark.parametrize("said", [{}, {"type": "int8", "double_quant": True}, {"type": "nf4"}])
+def test_what_cannot_be_reproduced_is_refused(said: dict) -> None:
+    with pytest.raises(ArtifactError, match="not one of nf4, fp4"):
+        check_quantization(said)

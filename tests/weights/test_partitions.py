@@ -1,0 +1,143 @@
+from __future__ import annotations
+
+import json
+import shutil
+from itertools import pairwise
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from safetensors.torch import load_file, save_file
+
+from tasks.errors import ArtifactError
+from tasks.weights.partitions import Slice, coverage, rank_file, read_partitions
+from tests.weights.making import Spread, write_shards
+
+NAMES = ("w", "tiny", "matrix")
+
+
+def _parameters(sizes: tuple[int, int, int]) -> dict[str, torch.Tensor]:
+    values = torch.arange(sum(sizes) + 1, dtype=torch.float32).to(torch.bfloat16)
+    shapes = {"w": (sizes[0],), "tiny": (sizes[1],), "matrix": (sizes[2], 3)}
+    return {n: values[: torch.Size(s).numel()].reshape(s).clone() for n, s in shapes.items()}
+
+
+@settings(
+    max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
+)
+@given(
+    world=st.integers(1, 9),
+    sizes=st.tuples(st.integers(1, 70), st.integers(1, 3), st.integers(1, 20)),
+)
+def test_any_world_size_gives_the_whole_tensors(tmp_path: Path, world: int, sizes: tuple) -> None:
+    shutil.rmtree(tmp_path / "run", ignore_errors=True)
+    parameters = _parameters((sizes[0], sizes[1], min(sizes)))
+    write_shards(tmp_path / "run", parameters, Spread(world_size=world))
+    parts = read_partitions(tmp_path / "run")
+    assert parts.world_size == world
+    for name, tensor in parameters.items():
+        assert parts.shapes[name] == tuple(tensor.shape)
+        stitched = b"".join(piece.tobytes() for piece in parts.pieces(name))
+        assert stitched == tensor.reshape(-1).view(torch.uint8).numpy().tobytes()
+
+
+@given(
+    cuts=st.lists(st.integers(1, 99), unique=True, max_size=6),
+    order=st.randoms(use_true_random=False),
+)
+def test_any_cut_in_any_order_is_covered(cuts: list[int], order) -> None:
+    edges = [0, *sorted(cuts), 100]
+    slices = [Slice(a, b, "f") for a, b in pairwise(edges)]
+    order.shuffle(slices)
+    assert coverage("w", 100, slices) == []
+
+
+@given(slices=st.lists(st.tuples(st.integers(0, 12), st.integers(0, 12)).map(sorted), max_size=5))
+def test_coverage_agrees_with_counting_every_element(slices: list[list[int]]) -> None:
+    counts = [sum(a <= i < b for a, b in slices) for i in range(12)]
+    found = coverage("w", 12, [Slice(a, b, "f") for a, b in slices])
+    assert (found == []) == (counts == [1] * 12)
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> Path:
+    write_shards(tmp_path / "run", _parameters((10, 2, 4)), Spread(world_size=2))
+    return tmp_path / "run"
+
+
+def _rewrite(run: Path, rank: int, change) -> None:
+    from safetensors import safe_open
+
+    path = run / "shards" / rank_file(rank, 2)
+    with safe_open(path, framework="pt") as file:
+        table = json.loads(file.metadata()["partitions"])
+    tensors = load_file(path)
+    change(tensors, table)
+    save_file(tensors, path, metadata={"partitions": json.dumps(table)})
+
+
+def _message(run: Path) -> str:
+    with pytest.raises(ArtifactError) as caught:
+        read_partitions(run)
+    return caught.value.report()
+
+
+def test_a_gap_names_the_elements(run: Path) -> None:
+    def shrink(tensors: dict, table: dict) -> None:
+        tensors["w"], table["w"]["end"] = tensors["w"][:3].clone(), 3
+
+    _rewrite(run, 0, shrink)
+    assert "w: elements 3 to 5 are in no rank's file" in _message(run)
+
+
+def test_an_overlap_names_the_file(run: Path) -> None:
+    def move(tensors: dict, table: dict) -> None:
+        table["w"].update(start=4, end=9)
+
+    _rewrite(run, 1, move)
+    assert "w: elements 4 to 5 are in two files, once rank-00001-of-00002" in _message(run)
+
+
+def test_all_findings_come_at_once(run: Path) -> None:
+    def spoil(tensors: dict, table: dict) -> None:
+        tensors["w"] = tensors["w"].float()
+        table["tiny"]["shape"] = [3]
+        tensors["unknown"], table["unknown"] = torch.zeros(1), {"shape": [1], "start": 0, "end": 1}
+        del table["matrix"]
+
+    _rewrite(run, 0, spoil)
+    (run / "shards" / "rank-00007-of-00002.safetensors").write_bytes(b"")
+    text = _message(run)
+    for finding in (
+        "w is F32, partitions.json says BF16",
+        "tiny is [3], partitions.json: [2]",
+        "unknown is not in partitions.json",
+        "matrix is in its table or in its tensors, not in both",
+        "rank-00007-of-00002.safetensors: stray rank file",
+    ):
+        assert finding in text
+
+
+def test_an_absent_rank_is_named_once(run: Path) -> None:
+    (run / "shards" / rank_file(1, 2)).unlink()
+    with pytest.raises(ArtifactError) as caught:
+        read_partitions(run)
+    assert len(caught.value.details) == 1
+    assert rank_file(1, 2) in caught.value.message
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"format": 2}, "format 1"),
+        ({"parameters": {}}, "nothing was trained"),
+        ({"mode": "half"}, "mode 'half'"),
+        ({"dtype": "BF16,F32"}, "dtype 'BF16,F32'"),
+    ],
+)
+def test_a_table_of_another_kind_is_refused(run: Path, change: dict, message: str) -> None:
+    path = run / "partitions.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), **change}))
+    assert message in _message(run)

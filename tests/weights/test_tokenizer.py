@@ -1,0 +1,97 @@
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from tasks.errors import ArtifactError
+from tasks.weights.tokenizer import read_tokenizer
+from tests.weights.making import TEMPLATE, save_tokenizer
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    save_tokenizer(tmp_path)
+    return tmp_path
+
+
+def _settings(folder: Path, **changes: object) -> None:
+    path = folder / "tokenizer_config.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), **changes}))
+
+
+def test_agrees_with_transformers(folder: Path) -> None:
+    from transformers import AutoTokenizer
+
+    theirs, ours = AutoTokenizer.from_pretrained(folder), read_tokenizer(folder)
+    assert (ours.rows, ours.eos, ours.pad) == (
+        len(theirs), theirs.eos_token_id, theirs.pad_token_id,
+    )  # fmt: skip
+    assert ours.template == theirs.chat_template == TEMPLATE
+    assert ours.end_of_turn == theirs.convert_tokens_to_ids("<|im_end|>")
+    assert ours.stops == [0, 2]
+
+
+def test_one_stop_where_the_turn_ends_with_eos(folder: Path) -> None:
+    _settings(folder, eos_token={"content": "<|im_end|>", "special": True}, pad_token=None)
+    found = read_tokenizer(folder)
+    assert found.stops == [2]
+    assert found.pad is None
+
+
+def test_a_template_without_a_special_token_after_the_answer(folder: Path) -> None:
+    text = "{% for m in messages %}{{ m['content'] }}\n{% endfor %}"
+    (folder / "chat_template.jinja").write_text(text)
+    assert read_tokenizer(folder).stops == [0]
+
+
+def test_generation_blocks_and_loop_controls(folder: Path) -> None:
+    text = (
+        "{% for m in messages %}{% if m.role == 'system' %}{% continue %}{% endif %}"
+        "{% generation %}{{ m.content }}<|im_end|>{% endgeneration %}{% endfor %}"
+    )
+    (folder / "chat_template.jinja").write_text(text)
+    assert read_tokenizer(folder).end_of_turn == 2
+
+
+def test_a_template_inside_the_settings(folder: Path) -> None:
+    (folder / "chat_template.jinja").unlink()
+    _settings(folder, chat_template=[{"name": "default", "template": TEMPLATE}])
+    assert read_tokenizer(folder).end_of_turn == 2
+
+
+def test_no_template(folder: Path) -> None:
+    (folder / "chat_template.jinja").unlink()
+    found = read_tokenizer(folder)
+    assert (found.template, found.end_of_turn) == ("", None)
+
+
+@pytest.mark.parametrize(
+    ("template", "message"),
+    [
+        ("{% for %}", "does not render"),
+        ("{{ raise_exception('no') }}", "does not render: no"),
+        ("{{ messages.__class__.__mro__ }}", "does not render"),
+        ("hello", "drops the assistant's answer"),
+    ],
+)
+def test_a_broken_template_is_refused(folder: Path, template: str, message: str) -> None:
+    (folder / "chat_template.jinja").write_text(template)
+    with pytest.raises(ArtifactError, match=message):
+        read_tokenizer(folder)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [({"eos_token": None}, "names no eos_token"), ({"eos_token": "</s>"}, "'</s>' has no id")],
+)
+def test_an_eos_that_is_none_is_refused(folder: Path, change: dict, message: str) -> None:
+    _settings(folder, **change)
+    with pytest.raises(ArtifactError, match=message):
+        read_tokenizer(folder)
+
+
+def test_no_tokenizer_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ArtifactError, match=r"tokenizer\.json"):
+        read_tokenizer(tmp_path)

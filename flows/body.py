@@ -5,6 +5,7 @@ It runs under the command line and in a Prefect worker alike; both hand it Hydra
 
 from __future__ import annotations
 
+import os
 import time
 from dataclasses import asdict, dataclass, field
 from datetime import datetime
@@ -96,10 +97,15 @@ class _Attempt:
     def _stages(self) -> None:
         log = get_run_logger()
         log_path = self.mechanism.logs / "reference.log"
-        with ReferenceScorer(log=log, log_path=log_path) as scorer:
+        with ReferenceScorer(log=log, log_path=log_path, threads=self._threads()) as scorer:
             served = Chain(self.composed.settings, self.mechanism, scorer).deliver()
         self.summary.served = str(served.artifact.path)
         self._register(served.artifact)
+
+    def _threads(self) -> int:
+        """Those of a rank: with another number of threads sums are rounded differently."""
+        train = self.composed.settings["train"]
+        return train["threads"] or max(1, len(os.sched_getaffinity(0)) // train["nproc"])
 
     def _register(self, served: Artifact) -> None:
         """Not a cached stage: the registry may be another one, or may have been emptied."""

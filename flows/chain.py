@@ -27,8 +27,11 @@ from tasks.training.job import Settings
 
 _TORCH = ("torch", "transformers", "tokenizers", "safetensors")
 _MEASURE = ("tasks/fingerprint.py", "tasks/contract.py", "tasks/scoring.py", "tasks/serving")
+_HAND_OFF = ("tasks/handoff.py", "tasks/weights", *_MEASURE)
 
-BASE = Stage("prepare_base", "base", ("tasks/prepare.py", "tasks/toy"), _TORCH)
+BASE = Stage(
+    "prepare_base", "base", ("tasks/prepare.py", "tasks/toy", "tasks/weights/folder.py"), _TORCH
+)
 DATA = Stage("prepare_data", "dataset", ("tasks/prepare.py", "tasks/data", "tasks/toy"), ())
 TRAIN = Stage(
     "train",
@@ -37,16 +40,16 @@ TRAIN = Stage(
     (*_TORCH, "peft", "deepspeed", "bitsandbytes"),
 )
 GATHER_ADAPTER = Stage(
-    "gather", "adapter", ("tasks/gather.py", "tasks/weights", *_MEASURE), (*_TORCH, "peft")
+    "gather", "adapter", ("tasks/gather.py", *_HAND_OFF), (*_TORCH, "peft")
 )
 GATHER_WEIGHTS = Stage("gather", "weights", GATHER_ADAPTER.code, GATHER_ADAPTER.stack)
 MERGE = Stage(
     "merge",
     "weights",
-    ("tasks/merge.py", "tasks/weights", *_MEASURE),
+    ("tasks/merge.py", *_HAND_OFF),
     (*_TORCH, "peft", "bitsandbytes"),
 )
-CONVERT = Stage("convert", "served", ("tasks/convert.py", "tasks/weights", *_MEASURE), _TORCH)
+CONVERT = Stage("convert", "served", ("tasks/convert.py", *_HAND_OFF), _TORCH)
 SMOKE = Stage(
     "smoke_eval",
     "report",
@@ -122,7 +125,7 @@ class Chain:
             GATHER_WEIGHTS if full else GATHER_ADAPTER,
             gather,
             inputs={"trained": trained, "base": base},
-            context={"score": self.scorer.fingerprint},
+            context=self._measuring,
         )
 
     def _merge(self, adapter: Artifact, base: Artifact, trained: Artifact) -> Artifact:
@@ -131,7 +134,7 @@ class Chain:
             merge,
             inputs={"adapter": adapter, "base": base, "trained": trained},
             config={"base_mode": self.settings["merge"]["base"], "profile": self._profile},
-            context={"score": self.scorer.fingerprint},
+            context=self._measuring,
         )
 
     def _convert(self, weights: Artifact, trained: Artifact) -> StageResult:
@@ -140,7 +143,7 @@ class Chain:
             convert,
             inputs={"weights": weights, "trained": trained},
             config={**self.settings["convert"], "profile": self._profile},
-            context={"score": self.scorer.fingerprint},
+            context=self._measuring,
         )
 
     def _smoke_eval(self, served: StageResult, **inputs: Artifact) -> None:
@@ -162,6 +165,10 @@ class Chain:
                 "log_path": self._log("smoke_eval"),
             },
         )
+
+    @property
+    def _measuring(self) -> dict[str, Any]:
+        return {"score": self.scorer.fingerprint, "perform": self.scorer.perform}
 
     @property
     def _profile(self) -> Any:

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import json
+import logging
 import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 from flows.chain import Chain
 from flows.config import Composed
@@ -15,7 +16,8 @@ from tasks.artifact import Artifact, open_artifact
 from tasks.errors import ArtifactError, ConfigError
 from tasks.preflight import findings, preflight
 from tasks.preflight.model import look
-from tasks.stage import Stage, StageResult, plain
+from tasks.scoring import ReferenceScorer
+from tasks.stage import Mechanism, Stage, StageResult, plain
 from tasks.training.job import Settings
 from tasks.training.memory import MemoryEstimate, estimate
 from tasks.training.zero_config import deepspeed_config
@@ -27,14 +29,14 @@ def check(composed: Composed) -> None:
     Raises:
         ConfigError: with everything that rules the run out.
     """
-    for warning in preflight(composed.settings, composed.runs, _total(composed.settings)):
+    for warning in preflight(composed.settings, composed.runs, _estimate(composed.settings)):
         print(f"warning: {warning}", file=sys.stderr)
 
 
 def render(composed: Composed) -> str:
     """The plan as text: stages, DeepSpeed's configuration, memory, findings. Writes nothing."""
     settings = composed.settings
-    found = [f"  {f.severity}: {f}" for f in findings(settings, composed.runs, _total(settings))]
+    found = [f"  {f.severity}: {f}" for f in findings(settings, composed.runs, _estimate(settings))]
     return "\n".join(
         [
             f"runs: {composed.runs}",
@@ -58,7 +60,8 @@ def forecast(composed: Composed) -> list[tuple[str, str]]:
     """
     settings = composed.settings
     looker = _Looker(composed.runs / "artifacts", frozenset(settings["force"]))
-    Chain(settings, looker, scorer=_NoScorer()).deliver()  # type: ignore[arg-type]
+    idle = _IdleScorer(log=logging.getLogger(__name__), log_path=looker.logs / "reference.log")
+    Chain(settings, cast(Mechanism, looker), idle).deliver()
     return [*looker.seen, ("register", "to run")]
 
 
@@ -107,10 +110,11 @@ def _published(path: Path, kind: str) -> tuple[Artifact, str]:
         return Artifact(kind, path, ""), f"to run: {error.message}"
 
 
-class _NoScorer:
-    """Nothing is measured in a plan."""
+class _IdleScorer(ReferenceScorer):
+    """Measures nothing, and starts nothing to measure with."""
 
-    fingerprint = None
+    def warm(self) -> None:
+        """Stay idle."""
 
 
 def _estimate(settings: dict[str, Any]) -> MemoryEstimate | None:
@@ -123,11 +127,6 @@ def _estimate(settings: dict[str, Any]) -> MemoryEstimate | None:
         return estimate(known.config, resolved, resolved.world_size)
     except KeyError:
         return None  # an architecture that names its dimensions differently
-
-
-def _total(settings: dict[str, Any]) -> int | None:
-    found = _estimate(settings)
-    return found.total if found else None
 
 
 def _memory(settings: dict[str, Any]) -> str:

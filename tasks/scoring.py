@@ -168,6 +168,10 @@ class ReferenceScorer:
         texts: list[str] = reply["texts"]
         return texts
 
+    def perform(self, request: Mapping[str, Any]) -> dict[str, Any]:
+        """Do the part of gather and merge that needs torch; see `tasks/weights/worker.py`."""
+        return self._ask("weights", request=dict(request))
+
     def _ask(self, do: str, **fields: Any) -> dict[str, Any]:
         self.warm()
         assert self._child is not None

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -83,8 +83,7 @@ class Served:
         after, before: continuations by the served model and by the base.
         rendered_differently: conversations that the engine's own tokenizer and chat template turn
             into other token ids.
-        load_s: seconds from the engine's start to readiness, its imports included.
-        base_reloaded: whether the base was poured into the running engine, not loaded afresh.
+        load_s: seconds the engine took to load the folder, imports not included.
     """
 
     fingerprint: Fingerprint
@@ -92,15 +91,12 @@ class Served:
     before: Continued
     rendered_differently: int
     load_s: float
-    base_reloaded: bool
 
 
 def serve_with_vllm(
     question: Question, limits: Limits, *, out: Path, work: Path, log: Log, log_path: Path
 ) -> Served:
-    """Serve with vLLM in a child process.
-
-    The base is measured in the same engine when it has the same tensors, else in a second child.
+    """Serve with vLLM in a child process: the model under test, then the base on its own.
 
     Args:
         question: what to serve and ask.
@@ -113,60 +109,51 @@ def serve_with_vllm(
     Raises:
         StageProcessError: vLLM did not come up or broke down.
     """
-    job = Job(
+    served = Job(
         served=str(question.served),
-        out=str(work),
+        out=str(work / "served"),
         prompts=question.prompts.tokens,
         max_new_tokens=limits.max_new_tokens,
         max_model_len=limits.max_model_len or _longest(question, limits.max_new_tokens),
         reference=str(question.reference),
         messages=[[dict(m) for m in one] for one in question.messages],
-        base=str(question.base),
-        base_prompts=question.base_prompts.tokens,
-        base_stop=_stops(question),
         dtype=question.dtype,
     )
-    result = _run(job, limits, log=log, log_path=log_path)
-    (work / FINGERPRINT).rename(out / FINGERPRINT)
-    reloaded = "base" in result
-    before = result["base"] if reloaded else _base_alone(job, limits, log=log, log_path=log_path)
+    base = replace(
+        served,
+        served=str(question.base),
+        out=str(work / "base"),
+        prompts=question.base_prompts.tokens,
+        stop=_stops(question),
+        reference=None,
+        messages=None,
+    )
+    results = _run([served, base], limits, log=log, log_path=log_path)
+    (work / "served" / FINGERPRINT).rename(out / FINGERPRINT)
     return Served(
         fingerprint=Fingerprint.load(out / FINGERPRINT),
-        after=_continued(result["served"]),
-        before=_continued(before),
-        rendered_differently=result["rendered_differently"],
-        load_s=result["load_s"],
-        base_reloaded=reloaded,
+        after=_continued(results[0]["served"]),
+        before=_continued(results[1]["served"]),
+        rendered_differently=results[0]["rendered_differently"],
+        load_s=results[0]["load_s"],
     )
 
 
-def _run(job: Job, limits: Limits, *, log: Log, log_path: Path) -> dict[str, Any]:
-    path = Path(job.out) / "job.json"
-    job.save(path)
+def _run(jobs: list[Job], limits: Limits, *, log: Log, log_path: Path) -> list[dict[str, Any]]:
+    paths = []
+    for job in jobs:
+        Path(job.out).mkdir(parents=True)
+        paths.append(Path(job.out) / "job.json")
+        job.save(paths[-1])
     launch(
-        python_child("tasks.serving.vllm_child", str(path)),
+        python_child("tasks.serving.vllm_child", *map(str, paths)),
         stage=STAGE,
         log=log,
         log_path=log_path,
         env=environment(limits.kv_cache_gib, limits.threads),
         timeout_s=limits.timeout_s,
     )
-    result: dict[str, Any] = json.loads((Path(job.out) / "result.json").read_text())
-    return result
-
-
-def _base_alone(job: Job, limits: Limits, *, log: Log, log_path: Path) -> dict[str, Any]:
-    alone = Job(
-        served=str(job.base),
-        out=job.out,
-        prompts=job.base_prompts or [],
-        max_new_tokens=job.max_new_tokens,
-        max_model_len=job.max_model_len,
-        stop=job.base_stop,
-        dtype=job.dtype,
-    )
-    answered: dict[str, Any] = _run(alone, limits, log=log, log_path=log_path)["served"]
-    return answered
+    return [json.loads((Path(job.out) / "result.json").read_text()) for job in jobs]
 
 
 def serve_with_transformers(
@@ -185,7 +172,7 @@ def serve_with_transformers(
     after = answer(served, question.prompts, question.prompts.eos)
     base = ModelRef(question.base, dtype=question.dtype)
     before = answer(base, question.base_prompts, _stops(question))
-    return Served(fingerprint, after, before, 0, 0.0, base_reloaded=False)
+    return Served(fingerprint, after, before, 0, 0.0)
 
 
 def _from_greedy(greedy: Greedy, stops: Sequence[int]) -> Continued:

@@ -139,7 +139,6 @@ def smoke_eval(
     notes = {
         "engine": engine,
         "settings": asdict(settings),
-        "base_reloaded": answered.base_reloaded,
         "drift_appeared_at": appeared_at or None,
         "greedy_differences": list(agreement.differences[:20]),
     }

@@ -3,7 +3,8 @@
 One small file a family of findings; each finding is a pure function of plain values. Nothing here
 imports torch or any other heavy library.
 
-    together.py   settings and versions that do not go together, numbers out of range
+    together.py   settings and versions that do not go together, names of stages
+    ranges.py     numbers out of range
     batches.py    batch sizes
     model.py      the base model's folder, adapter targets
     data.py       the data file and its columns
@@ -20,19 +21,22 @@ from typing import Any
 import psutil
 
 from tasks.errors import ConfigError
-from tasks.preflight import batches, data, machine, model, together
+from tasks.preflight import batches, data, machine, model, ranges, together
 from tasks.preflight.finding import Finding
+from tasks.training.memory import MemoryEstimate
 
 __all__ = ["Finding", "findings", "preflight"]
 
 
-def findings(settings: dict[str, Any], runs: Path, rank_bytes: int | None = None) -> list[Finding]:
+def findings(
+    settings: dict[str, Any], runs: Path, rank: MemoryEstimate | None = None
+) -> list[Finding]:
     """Everything that is wrong with a run of `settings` on this machine.
 
     Args:
         settings: the resolved configuration.
         runs: folder that everything goes under; need not exist.
-        rank_bytes: estimate of what a rank needs to train; None when it is unknown.
+        rank: what a rank needs to train; None when it is unknown.
     """
     train, peft, zero = settings["train"], settings["peft"], settings["zero"]
     known, problems = model.look(settings["model"]["kind"], settings["model"]["path"])
@@ -46,7 +50,7 @@ def findings(settings: dict[str, Any], runs: Path, rank_bytes: int | None = None
     problems += together.lengths(
         train["max_len"], settings["smoke"]["max_model_len"], known.context
     )
-    problems += together.ranges(settings)
+    problems += ranges.out_of_range(settings)
     problems += together.forced(settings["force"])
     problems += together.shard_size(settings["convert"]["max_shard_size"])
     problems += together.installed_for(settings, installed)
@@ -59,22 +63,27 @@ def findings(settings: dict[str, Any], runs: Path, rank_bytes: int | None = None
     problems += model.quantised(kind, known)
     problems += model.targets(peft["target_modules"], kind, known)
     problems += data.readable(settings["data"])
-    return problems + _machine(settings, runs, known.parameters or 0, rank_bytes)
+    return problems + _machine(settings, runs, known.parameters or 0, rank)
 
 
 def _machine(
-    settings: dict[str, Any], runs: Path, parameters: int, rank_bytes: int | None
+    settings: dict[str, Any], runs: Path, parameters: int, rank: MemoryEstimate | None
 ) -> list[Finding]:
-    # On disk: gathered, merged and served weights of 2 bytes a parameter, and a third more.
-    on_disk = 8 * parameters + machine.GIB // 2
+    train, full = settings["train"], settings["peft"]["kind"] == "none"
+    # On disk: trained, merged and served weights of 2 bytes a parameter, and a third more. Beside a
+    # new checkpoint of a full training lies the one before.
+    checkpoints = 4 if full and train["save_steps"] else 0
+    on_disk = (8 + checkpoints) * parameters + machine.GIB // 2
     # In memory: a GiB of libraries a rank, and what it trains in; with a GPU only the base passes
     # through host memory.
-    ranks = settings["train"]["nproc"]
-    load = 2 * parameters
-    held = load if rank_bytes is None or machine.has_gpu() else rank_bytes
+    states, activations = 2 * parameters, 0
+    if rank is not None and not machine.has_gpu():
+        states, activations = rank.total - rank.activations, rank.activations
+    here = train["nproc"]
+    free = psutil.virtual_memory().available
     return [
         *machine.disk(machine.free_bytes(runs), on_disk, runs),
-        *machine.memory(psutil.virtual_memory().available, ranks * (held + machine.GIB)),
+        *machine.memory(free, here * (states + machine.GIB), here * activations),
         *machine.compiler(settings["zero"]["offload_optimizer"], shutil.which("g++")),
     ]
 
@@ -87,13 +96,15 @@ def installed(name: str) -> str:
         return "0"
 
 
-def preflight(settings: dict[str, Any], runs: Path, rank_bytes: int | None = None) -> list[Finding]:
+def preflight(
+    settings: dict[str, Any], runs: Path, rank: MemoryEstimate | None = None
+) -> list[Finding]:
     """Refuse what cannot work; returns the warnings.
 
     Raises:
         ConfigError: with every problem, one a line.
     """
-    found = findings(settings, runs, rank_bytes)
+    found = findings(settings, runs, rank)
     errors = [finding for finding in found if finding.severity == "error"]
     if errors:
         count = f"{len(errors)} problem{'s' * (len(errors) > 1)}"

@@ -18,13 +18,24 @@ def disk(free: int, needed: int, runs: Path) -> list[Finding]:
     return [Finding("disk", found, f"needs about {needed / GIB:.1f} GiB", "paths.runs=...")]
 
 
-def memory(available: int, needed: int) -> list[Finding]:
-    """Bytes of host memory, for all of this machine's ranks together."""
-    if available >= needed:
+def memory(available: int, states: int, activations: int) -> list[Finding]:
+    """Host memory in bytes, for all of this machine's ranks together.
+
+    Args:
+        available: what can be had without swapping.
+        states: libraries, weights, gradients, optimizer: needed in any case.
+        activations: at most, when every sample is `train.max_len` long; so this much too little is
+            a warning.
+    """
+    if available >= states + activations:
         return []
     found = f"{available / GIB:.1f} GiB available"
-    override = "train.nproc=1 or peft=qlora or zero=zero3 or train.micro_batch_size=1"
-    return [Finding("memory", found, f"needs about {needed / GIB:.1f} GiB", override)]
+    if available >= states:
+        allowed = f"up to {(states + activations) / GIB:.1f} GiB with the longest samples"
+        override = "train.micro_batch_size=1 or train.gradient_checkpointing=true"
+        return [Finding("memory", found, allowed, override, "warning")]
+    override = "train.nproc=1 or peft=qlora or zero=zero3"
+    return [Finding("memory", found, f"needs about {states / GIB:.1f} GiB", override)]
 
 
 def compiler(offload_optimizer: str, path: str | None) -> list[Finding]:

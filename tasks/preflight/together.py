@@ -140,64 +140,7 @@ def shard_size(text: str) -> list[Finding]:
     return [Finding("convert.max_shard_size", repr(text), allowed, "convert.max_shard_size=5GB")]
 
 
-def ranges(settings: Mapping[str, Any]) -> list[Finding]:
-    """Numbers that have to be within limits."""
-    found = []
-    for key, low, high, sample in _LIMITS:
-        section, name = key.split(".")
-        value = settings[section][name]
-        if value is None or low <= value <= high:  # neither for NaN
-            continue
-        least = "more than 0" if low == _TINY else f"at least {low:g}"
-        allowed = f"{least}, at most {high:g}" if high < _MANY else least
-        found.append(Finding(key, f"{value:g}", allowed, f"{key}={sample:g}"))
-    return found
-
-
 STAGES = (
     "prepare_base", "prepare_data", "train", "gather", "merge", "convert", "smoke_eval",
 )  # fmt: skip
 """Names of the chain's stages, as `flows/chain.py` runs them."""
-
-_MANY = 1e12
-_TINY = 1e-30
-_LIMITS: tuple[tuple[str, float, float, float], ...] = (
-    # key, least, most, what to offer
-    ("model.steps", 0, _MANY, 300),
-    ("data.eval_fraction", 1e-6, 0.9, 0.05),
-    ("data.max_samples", 1, _MANY, 1000),
-    ("data.train_size", 1, _MANY, 4000),
-    ("data.heldout_size", 1, _MANY, 300),
-    ("train.nproc", 1, _MANY, 1),
-    ("train.nodes", 1, _MANY, 1),
-    ("train.threads", 1, _MANY, 1),
-    ("train.epochs", _TINY, _MANY, 1),
-    ("train.max_steps", 1, _MANY, 100),
-    ("train.lr", _TINY, 10, 2e-4),
-    ("train.warmup_ratio", 0, 1, 0.03),
-    ("train.weight_decay", 0, _MANY, 0),
-    ("train.beta1", 0, 0.999999, 0.9),
-    ("train.beta2", 0, 0.999999, 0.999),
-    ("train.eps", _TINY, 1, 1e-8),
-    ("train.max_grad_norm", 0, _MANY, 1),
-    ("train.max_len", 2, _MANY, 256),
-    ("train.log_every", 1, _MANY, 1),
-    ("train.save_steps", 0, _MANY, 50),
-    ("train.timeout_s", _TINY, _MANY, 3600),
-    ("train.probes", 1, _MANY, 32),
-    ("peft.rank", 1, _MANY, 16),
-    ("peft.alpha", _TINY, _MANY, 16),
-    ("peft.dropout", 0, 0.99, 0),
-    ("zero.stage", 0, 3, 2),
-    ("zero.bucket_size", 1, _MANY, 50_000_000),
-    ("smoke.greedy_tokens", 1, _MANY, 5),
-    ("smoke.max_new_tokens", 1, _MANY, 64),
-    ("smoke.eval_samples", 0, _MANY, 200),
-    ("smoke.kv_cache_gib", 1, _MANY, 1),
-    ("smoke.max_model_len", 1, _MANY, 1024),
-    ("smoke.timeout_s", _TINY, _MANY, 900),
-    ("smoke.min_stop_rate", 0, 1, 0.9),
-    ("smoke.max_degenerate_rate", 0, 1, 0.02),
-    ("smoke.threads", 1, _MANY, 1),
-    ("paths.wait_s", 0, _MANY, 0),
-)

@@ -21,8 +21,6 @@ class Job:
         reference: fingerprint file whose probes and ids are scored; None to leave that out.
         messages: the conversations of `prompts`, to see that vLLM renders them to the same ids.
         stop: extra ids to stop at. The served model itself has to know when to stop.
-        base: folder measured after `served` in the same engine, if it has the same tensors.
-        base_prompts, base_stop: its prompts and extra stop ids.
         dtype: torch dtype name.
         seed: seed of the engine (greedy decoding does not use it).
     """
@@ -35,9 +33,6 @@ class Job:
     reference: str | None = None
     messages: list[list[dict[str, str]]] | None = None
     stop: list[int] | None = None
-    base: str | None = None
-    base_prompts: list[list[int]] | None = None
-    base_stop: list[int] | None = None
     dtype: str = "bfloat16"
     seed: int = 0
 

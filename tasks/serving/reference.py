@@ -43,12 +43,14 @@ def main() -> None:
 def _warm_up() -> None:
     """Import all that any request needs, so that no fork has to."""
     slim_imports()
+    import bitsandbytes  # noqa: F401
     import peft  # noqa: F401
     import transformers.models.auto.modeling_auto  # noqa: F401
     from transformers import AutoModelForCausalLM, AutoTokenizer  # noqa: F401
 
     import tasks.serving.measure
-    import tasks.serving.prompts  # noqa: F401
+    import tasks.serving.prompts
+    import tasks.weights.worker  # noqa: F401
 
 
 def _in_fork(request: dict[str, Any], threads: int | None) -> Reply:
@@ -158,11 +160,18 @@ def _load(model: dict[str, Any]) -> Any:
     )
 
 
+def _weights(request: dict[str, Any]) -> Reply:
+    from tasks.weights.worker import perform
+
+    return perform(request["request"])
+
+
 HANDLERS: dict[str, Callable[[dict[str, Any]], Reply]] = {
     "fingerprint": _fingerprint,
     "greedy": _greedy,
     "encode": _encode,
     "decode": _decode,
+    "weights": _weights,
 }
 
 if __name__ == "__main__":

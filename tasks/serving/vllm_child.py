@@ -1,9 +1,11 @@
-"""The vLLM child: serves one folder, measures it, and says what came out.
+"""The vLLM child: serves folders one after the other, measures each, and says what came out.
 
-    python -m tasks.serving.vllm_child job.json
+    python -m tasks.serving.vllm_child job.json [job.json ...]
 
-The only importer of vllm. It works in token ids throughout: prompts in, tokens out; texts are the
-parent's business. `job.Job` is what it reads, `result.json` and `fingerprint.fp` what it leaves.
+The only importer of vllm. That import takes longer than all the rest, so it happens once, and every
+job runs in a fork of its own: an engine that is loaded afresh, never one into which other weights
+were poured. It works in token ids throughout: prompts in, tokens out; texts are the parent's
+business. `job.Job` is what it reads, `result.json` and `fingerprint.fp` what it leaves.
 """
 
 from __future__ import annotations
@@ -13,9 +15,10 @@ import json
 import os
 import sys
 import time
-from collections.abc import Iterator, Mapping, Sequence
+import traceback
+from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import numpy as np
 from numpy.typing import NDArray
@@ -23,15 +26,46 @@ from numpy.typing import NDArray
 from tasks.fingerprint import Fingerprint
 from tasks.serving.job import Job
 from tasks.serving.load import slim_imports
-from tasks.weights.header import read_header
 
 NUMBERS_AT_ONCE = 4_000_000
 """Log-probabilities asked for in one call: vLLM hands them out as Python objects (~100 B each)."""
 
 
 def main() -> None:
-    """Do the job named on the command line."""
-    job = Job.load(Path(sys.argv[1]))
+    """Do the jobs named on the command line, each in a fork."""
+    _import_vllm()
+    for path in sys.argv[1:]:
+        pid = os.fork()
+        if pid == 0:
+            _child(Path(path))
+        _, status = os.waitpid(pid, 0)
+        if status:
+            sys.exit(f"vLLM ended with status {os.waitstatus_to_exitcode(status)} on {path}")
+
+
+def _import_vllm() -> None:
+    """All imports and no arithmetic: a process that has worker threads must not fork."""
+    import torch
+
+    if not torch.accelerator.is_available():
+        os.environ.setdefault("TORCHDYNAMO_DISABLE", "1")  # compiling costs more than it gives here
+    slim_imports()
+    from vllm import LLM  # noqa: F401
+
+
+def _child(path: Path) -> NoReturn:
+    """The whole life of a fork."""
+    try:
+        _serve(Job.load(path))
+    except Exception:  # the edge of a process: the parent shows the last lines
+        traceback.print_exc()
+        sys.stderr.flush()
+        os._exit(1)
+    sys.stdout.flush()
+    os._exit(0)
+
+
+def _serve(job: Job) -> None:
     out = Path(job.out)
     began = time.perf_counter()
     llm = _engine(job)
@@ -41,27 +75,18 @@ def main() -> None:
         fingerprint(llm, reference).save(out / "fingerprint.fp")
     result["rendered_differently"] = _rendered_differently(llm, job)
     result["served"] = generate(llm, job.prompts, limit=job.max_new_tokens, stop=job.stop)
-    if job.base is not None and same_tensors(Path(job.served), Path(job.base)):
-        llm.collective_rpc("reload_weights", kwargs={"weights_path": job.base})
-        prompts = job.base_prompts or job.prompts
-        result["base"] = generate(llm, prompts, limit=job.max_new_tokens, stop=job.base_stop)
     (out / "result.json").write_text(json.dumps(result))
 
 
 def _engine(job: Job) -> Any:
     import torch
-
-    cpu = not torch.accelerator.is_available()
-    if cpu:
-        os.environ.setdefault("TORCHDYNAMO_DISABLE", "1")  # compiling costs more than it gives here
-    slim_imports()
     from vllm import LLM
 
     return LLM(
         model=job.served,
         dtype=job.dtype,
         seed=job.seed,
-        enforce_eager=cpu,
+        enforce_eager=not torch.accelerator.is_available(),
         max_model_len=job.max_model_len,
         max_num_batched_tokens=max(2048, job.max_model_len),
         max_num_seqs=64,
@@ -150,32 +175,6 @@ def _rendered_differently(llm: Any, job: Job) -> int:
     tokenizer = llm.get_tokenizer()
     pairs = zip(job.messages, job.prompts, strict=True)
     return sum(render_one(tokenizer, messages) != prompt for messages, prompt in pairs)
-
-
-IGNORED = {"dtype", "torch_dtype", "transformers_version", "eos_token_id", "bos_token_id",
-           "pad_token_id", "use_cache", "_name_or_path"}  # fmt: skip
-"""Keys of config.json that change no tensor and no arithmetic of a forward pass."""
-
-
-def same_tensors(one: Path, other: Path) -> bool:
-    """Whether weights of one folder can be poured into an engine built for the other.
-
-    Not with tied embeddings: vLLM's CPU engine keeps its packed copy of the output head then, and
-    goes on answering with the old one.
-    """
-    if _config(one).get("tie_word_embeddings", True):
-        return False
-    return _config(one) == _config(other) and _shapes(one) == _shapes(other)
-
-
-def _config(folder: Path) -> dict[str, Any]:
-    config: Mapping[str, Any] = json.loads((folder / "config.json").read_text())
-    return {key: value for key, value in config.items() if key not in IGNORED}
-
-
-def _shapes(folder: Path) -> dict[str, tuple[int, ...]]:
-    headers = [read_header(path) for path in sorted(folder.glob("*.safetensors"))]
-    return {name: info.shape for header in headers for name, info in header.tensors.items()}
 
 
 if __name__ == "__main__":

@@ -9,6 +9,7 @@ import os
 from pathlib import Path
 
 import pytest
+from omegaconf import OmegaConf
 
 from flows.config import CONF, Composed, compose_config
 from tasks.errors import ConfigError
@@ -28,16 +29,14 @@ def test_globs_find_files() -> None:
 
 @pytest.mark.parametrize("file", OPTIONS, ids=str)
 def test_option_composes_and_reaches_the_settings(file: Path) -> None:
-    settings = compose_config([f"{file.parts[0]}={file.stem}"]).settings
+    section = compose_config([f"{file.parts[0]}={file.stem}"]).settings[file.parts[0]]
     text = (CONF / file).read_text()
-    assert text.startswith("# "), file
-    for line in text.splitlines():
-        key, _, value = line.partition(":")
-        value = value.partition(" #")[0].strip()
-        if line.startswith("#") or not key.strip() or value in ("null", ""):
-            continue
-        found = settings[file.parts[0]][key]
-        assert found == type(found)(value) or str(found).lower() == value.lower()
+    assert text.startswith("# "), "a file opens by saying what it is"
+    written = OmegaConf.to_container(OmegaConf.load(CONF / file), resolve=False)
+    assert written
+    for key, value in written.items():
+        resolved = isinstance(value, str) and "${" in value
+        assert resolved or section[key] == value, key
 
 
 @pytest.mark.parametrize("file", EXPERIMENTS, ids=str)
@@ -86,7 +85,7 @@ def test_misspelt_key(override: str) -> None:
 @pytest.mark.parametrize(
     ("override", "hint"),
     [
-        ("trian.lr=1", "did you mean train.<key>=...?"),
+        ("trian.lr=1", "did you mean train.<key>=... or tracking.<key>=...?"),
         ("+lr=1", "did you mean train.lr=...?"),
         ("+seeds=1", "did you mean seed=...?"),
         ("+train.rank=1", "did you mean peft.rank=...?"),

@@ -9,6 +9,7 @@ import sys
 from pathlib import Path
 
 import pytest
+
 from flows import chain
 from flows.config import Composed, compose_config
 from flows.plan import check, forecast, render
@@ -71,7 +72,8 @@ def test_an_artifact_without_its_manifest_is_to_be_made_again(tmp_path: Path) ->
 
 
 def test_the_plan_as_text(tmp_path: Path) -> None:
-    composed = composed_in(tmp_path, "+exp=lora_zero3", "train.global_batch_size=128")
+    sizes = ["train.nproc=2", "train.micro_batch_size=32", "train.global_batch_size=128"]
+    composed = composed_in(tmp_path, "+exp=lora_zero3", *sizes)
     text = render(composed)
     start, end = text.index("deepspeed:\n") + len("deepspeed:\n"), text.index("preflight:")
     deepspeed = json.loads(text[start:end])

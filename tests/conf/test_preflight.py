@@ -20,7 +20,7 @@ from pyarrow import parquet
 from flows import chain
 from flows.config import compose_config
 from tasks.errors import ConfigError
-from tasks.preflight import batches, data, findings, machine, model, preflight, together
+from tasks.preflight import batches, data, findings, machine, model, preflight, ranges, together
 from tasks.toy import pretrain
 from tasks.training.job import Settings
 from tasks.training.memory import Sizes, estimate
@@ -95,7 +95,7 @@ def test_ranges() -> None:
     settings = compose_config(
         ["zero.stage=4", "train.warmup_ratio=1.5", "train.lr=0", "peft.rank=-1", "train.eps=nan"]
     ).settings
-    assert [str(f) for f in together.ranges(settings)] == [
+    assert [str(f) for f in ranges.out_of_range(settings)] == [
         "train.lr: 0; more than 0, at most 10 -> train.lr=0.0002",
         "train.warmup_ratio: 1.5; at least 0, at most 1 -> train.warmup_ratio=0.03",
         "train.eps: nan; more than 0, at most 1 -> train.eps=1e-08",
@@ -106,7 +106,7 @@ def test_ranges() -> None:
 
 def test_every_limited_key_is_a_setting_and_its_offer_is_allowed() -> None:
     settings = compose_config([]).settings
-    for key, low, high, sample in together._LIMITS:
+    for key, low, high, sample in ranges.LIMITS:
         section, name = key.split(".")
         assert name in settings[section], key
         assert low <= sample <= high, key
@@ -294,8 +294,15 @@ def test_machine(tmp_path: Path) -> None:
     (finding,) = machine.disk(machine.GIB, 3 * machine.GIB, tmp_path)
     assert (finding.found, finding.allowed) == (
         f"1.0 GiB free under {tmp_path}", "needs about 3.0 GiB")  # fmt: skip
-    (finding,) = machine.memory(machine.GIB, 3 * machine.GIB)
+    gib = machine.GIB
+    (finding,) = machine.memory(gib, 3 * gib, 0)
+    assert finding.severity == "error"
+    assert finding.found == "1.0 GiB available"
     assert "peft=qlora" in finding.override
+    (finding,) = machine.memory(4 * gib, 3 * gib, 2 * gib)
+    assert finding.severity == "warning"
+    assert finding.allowed == "up to 5.0 GiB with the longest samples"
+    assert machine.memory(5 * gib, 3 * gib, 2 * gib) == []
     assert machine.compiler("cpu", None)[0].what == "g++"
     assert machine.compiler("cpu", "/usr/bin/g++") == machine.compiler("none", None) == []
 

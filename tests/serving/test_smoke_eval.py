@@ -66,13 +66,13 @@ def test_vllm_serves_the_trained_model(
     rows = [json.loads(line) for line in (out / "generations.jsonl").read_text().splitlines()]
     assert [row["expected"] for row in rows] == [w[::-1] for w in WORDS]
 
-    # Embeddings are tied, so the base is loaded afresh; it has to answer as the base does.
-    assert report.notes["base_reloaded"] is False
+    # The base is served in an engine of its own; it has to answer as the base does.
     prompts = scorer.encode(base, [{"messages": m} for m in CONVERSATIONS])
     said = scorer.greedy(ModelRef(base), prompts.tokens, max_new_tokens=NEW, eos=[END])
-    pairs = zip(rows, said.tokens, strict=True)
-    same = sum(row["tokens_before"][:3] == tokens[:3] for row, tokens in pairs)
-    assert same >= 6  # of 8; logits of random weights lie close, bf16 may part some
+    agreement = compare_greedy(
+        [row["tokens_before"] for row in rows], said.tokens, said.candidates
+    )
+    assert not agreement.differences
     assert all(row["before"] != row["after"] for row in rows)
 
 

@@ -9,7 +9,6 @@ import os
 import time
 from dataclasses import asdict, dataclass, field
 from datetime import datetime
-from pathlib import Path
 from typing import Any
 
 from prefect import get_run_logger, task
@@ -26,7 +25,7 @@ from tasks.errors import PlumblineError
 from tasks.launch import kill_children_on_abort
 from tasks.register import Gate, judge_gate, register
 from tasks.scoring import ReferenceScorer
-from tasks.stage import Mechanism, StageResult
+from tasks.stage import Mechanism
 from tasks.tracking import Tracker
 
 
@@ -43,6 +42,7 @@ def run_flow(name: str, overrides: list[str]) -> dict[str, Any]:
     if composed.settings["plan"]:
         text = render(composed)
         get_run_logger().info("%s", text)
+        check(composed)
         return {"status": "planned", "plan": text}
     check(composed)
     with hold(composed.runs, composed.settings["paths"]["wait_s"]), kill_children_on_abort():

@@ -21,6 +21,8 @@ QUIET = {
     "VLLM_NO_USAGE_STATS": "1",
     "HF_HUB_DISABLE_TELEMETRY": "1",
     "HF_HUB_DISABLE_PROGRESS_BARS": "1",
+    "PYTHONWARNINGS": "ignore::FutureWarning",  # libraries' notes to each other, in every child
+    "TQDM_DISABLE": "1",  # the children's bars; ours is drawn by the parent
     "TOKENIZERS_PARALLELISM": "false",  # a warning at each fork otherwise
     # Prefect's least: an automation of a server can then tell a dead flow from a long one.
     "PREFECT_FLOWS_HEARTBEAT_FREQUENCY": "30",

@@ -39,9 +39,7 @@ TRAIN = Stage(
     ("tasks/train.py", "tasks/training", "tasks/fingerprint.py"),
     (*_TORCH, "peft", "deepspeed", "bitsandbytes"),
 )
-GATHER_ADAPTER = Stage(
-    "gather", "adapter", ("tasks/gather.py", *_HAND_OFF), (*_TORCH, "peft")
-)
+GATHER_ADAPTER = Stage("gather", "adapter", ("tasks/gather.py", *_HAND_OFF), (*_TORCH, "peft"))
 GATHER_WEIGHTS = Stage("gather", "weights", GATHER_ADAPTER.code, GATHER_ADAPTER.stack)
 MERGE = Stage(
     "merge",

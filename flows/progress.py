@@ -64,7 +64,7 @@ class Progress:
         if self._bar is None:
             from tqdm import tqdm
 
-            self._bar = tqdm(total=self._total, unit="step", leave=False)
+            self._bar = tqdm(total=self._total, unit="step", leave=False, disable=False)
         self._bar.update(step - self._bar.n)
         self._bar.set_postfix_str(f"loss {event['loss']:.3f}", refresh=False)
 

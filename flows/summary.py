@@ -45,7 +45,9 @@ class Summary:
 
     def table(self) -> str:
         """The summary as a plain-text table for a terminal."""
-        rows = [("stage", "seconds", "", "checks", "mean KL", "top-1", "artifact")]
+        rows: list[tuple[str, ...]] = [
+            ("stage", "seconds", "", "checks", "mean KL", "top-1", "artifact")
+        ]
         rows += [_row(stage) for stage in self.stages]
         widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
         aligned = [

@@ -10,5 +10,5 @@
     version  = register(registry, served=..., gate=...)           models:/name/version @candidate
 
 `stage.py` is the mechanism around each of them: reuse, contract, manifest, rename, log. The words
-`artifact`, `contract`, `fingerprint` have a file each. `docs/architecture.md` tells the whole story.
+`artifact`, `contract`, `fingerprint` have a file each. `docs/architecture.md` tells the rest.
 """

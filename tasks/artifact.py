@@ -44,7 +44,7 @@ class Origin:
 
 @dataclass(frozen=True)
 class Artifact:
-    """A published artifact: where it is and what it is. Small and picklable; never holds tensors."""
+    """A published artifact: where it is and what it is. Small, picklable, never holds tensors."""
 
     kind: str
     path: Path
@@ -91,7 +91,7 @@ def publish(work: Path, final: Path, origin: Origin) -> Artifact:
     after the rename, so that no moment exists at which a half-written directory is visible.
     """
     tensors, files = inventory(work)
-    document = {
+    document: dict[str, Any] = {
         "format": 1,
         "kind": origin.kind,
         "stage": origin.stage,
@@ -180,8 +180,8 @@ def verify(artifact: Artifact) -> list[str]:
 def intact(artifact: Artifact, seen: Path) -> list[str]:
     """Like `verify`, but reads the bytes only when a file's stat has changed since the last look.
 
-    `seen` is a folder of small records (size, mtime, ctime, inode of every file), kept outside the
-    artifact. A changed ctime cannot be hidden by restoring the mtime, so an altered file is noticed.
+    `seen` is a folder of small records (size, mtime, ctime, inode of every file), outside of the
+    artifact. Restoring the mtime does not hide a change of ctime, so an altered file is noticed.
     """
     record = seen / f"{artifact.digest}.json"
     stats = _stats(artifact.path)

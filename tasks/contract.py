@@ -70,9 +70,7 @@ def judge(expected: Iterable[Expected], found: Mapping[str, TensorLike]) -> list
         checks.append(Check(want.name, str(want), found_text, ok=same_shape and same_dtype))
     for name in sorted(set(found) - wanted):
         have = found[name]
-        checks.append(
-            Check(name, "no such tensor", describe(have.shape, have.dtype), ok=False)
-        )
+        checks.append(Check(name, "no such tensor", describe(have.shape, have.dtype), ok=False))
     return checks
 
 

@@ -137,7 +137,9 @@ def drift(reference: Fingerprint, new: Fingerprint) -> Drift:
         raise DriftError("fingerprints are not comparable: they score other tokens")
     for one in (reference, new):
         if np.isnan(one.logprobs).any() or (one.logprobs > 1e-3).any():
-            raise DriftError(f"the {one.engine} fingerprint holds values that are no log-probability")
+            raise DriftError(
+                f"the {one.engine} fingerprint holds values that are no log-probability"
+            )
     p, q = _with_rest(reference.logprobs), _with_rest(new.logprobs)
     kl = np.sum(np.where(p > 0, p * (np.log(p + _TINY) - np.log(q + _TINY)), 0.0), axis=1)
     kl = np.maximum(kl, 0.0)

@@ -38,7 +38,7 @@ def prepare_base(
     kind: str,
     path: str | None = None,
     revision: str | None = None,
-    steps: int = 250,
+    steps: int = 220,
     seed: int = 0,
     source: Mapping[str, Any] | None = None,
     log_path: Path,
@@ -223,20 +223,13 @@ def _pretrain(
     log_path.parent.mkdir(parents=True, exist_ok=True)
     job = log_path.with_suffix(".job.json")
     job.write_text(json.dumps({"out": str(out.resolve()), "steps": steps, "seed": seed}))
-
-    def tell(event: dict[str, Any]) -> None:
-        if event["event"] == "progress":
-            log.info("step %(step)d of %(total)d, loss %(loss).3f", event)
-        if on_event is not None:
-            on_event(event)
-
     launch(
         python_child("tasks.toy", str(job.resolve())),
         stage="prepare_base",
         log=log,
         log_path=log_path,
         timeout_s=PRETRAIN_TIMEOUT_S,
-        on_event=tell,
+        on_event=on_event,
     )
 
 

@@ -13,6 +13,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from safetensors.numpy import save_file
+
 from tasks.artifact import Artifact, Origin, intact, open_artifact, publish, staging, sweep, verify
 from tasks.errors import ArtifactError
 
@@ -46,9 +47,13 @@ def test_the_digest_is_of_the_contents_not_of_the_place(tmp_path: Path) -> None:
 
 
 def test_nothing_is_visible_when_the_body_raises(tmp_path: Path) -> None:
-    with pytest.raises(RuntimeError), staging(tmp_path / "a") as work:
-        (work / "half").write_text("x")
-        raise RuntimeError
+    def half() -> None:
+        with staging(tmp_path / "a") as work:
+            (work / "half").write_text("x")
+            raise RuntimeError
+
+    with pytest.raises(RuntimeError):
+        half()
     assert list(tmp_path.iterdir()) == []
 
 

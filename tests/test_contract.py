@@ -5,6 +5,7 @@ from __future__ import annotations
 import pickle
 
 import pytest
+
 from tasks.contract import Expected, judge, require
 from tasks.errors import ContractError, StageProcessError
 from tasks.weights.header import TensorInfo

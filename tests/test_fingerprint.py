@@ -8,6 +8,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+
 from tasks.errors import ArtifactError, DriftError
 from tasks.fingerprint import EXACT, PROFILES, Drift, Fingerprint, drift, within
 
@@ -78,8 +79,6 @@ def test_a_damaged_file_is_an_artifact_error(tmp_path: Path, damage: bytes | Non
 def test_within_names_each_limit_that_is_exceeded_and_never_max_kl() -> None:
     calm = Drift(mean_kl=1e-6, p95_kl=1e-6, max_kl=9.0, top1_agreement=1.0, cosine=1.0)
     assert within(calm, EXACT, noise=1e-6) == []
-    assert within(calm, EXACT, noise=1e-7) == [
-        "mean KL 1.00e-06 > twice the repeat noise 1.00e-07"
-    ]
+    assert within(calm, EXACT, noise=1e-7) == ["mean KL 1.00e-06 > twice the repeat noise 1.00e-07"]
     moved = Drift(mean_kl=1e-2, p95_kl=1e-1, max_kl=9.0, top1_agreement=0.5, cosine=1.0)
     assert len(within(moved, PROFILES["standard"])) == 3

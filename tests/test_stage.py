@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 from mlflow import MlflowClient
+
 from tasks.contract import Check
 from tasks.errors import ContractError, PlumblineError
 from tasks.report import StageReport

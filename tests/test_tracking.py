@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 from mlflow import MlflowClient
+
 from tasks.artifact import Artifact, Origin, publish, staging
 from tasks.errors import ContractError
 from tasks.register import Gate, judge_gate, register
@@ -51,7 +52,13 @@ def test_metrics_arrive_with_their_steps_and_nan_is_left_out(tracker: Tracker) -
         for step in range(5):
             r.metrics({"train/loss": 5.0 - step, "train/odd": float("nan")}, step)
     history = client.get_metric_history(r.run_id, "train/loss")
-    assert [(m.step, m.value) for m in history] == [(0, 5.0), (1, 4.0), (2, 3.0), (3, 2.0), (4, 1.0)]
+    assert [(m.step, m.value) for m in history] == [
+        (0, 5.0),
+        (1, 4.0),
+        (2, 3.0),
+        (3, 2.0),
+        (4, 1.0),
+    ]
     assert "train/odd" not in client.get_run(r.run_id).data.metrics
 
 
@@ -60,7 +67,12 @@ def test_a_version_points_at_the_folder_and_the_alias_moves(
 ) -> None:
     client = MlflowClient(tracker.uri)
     with tracker.flow("f", {}, "", {}):
-        args = {"served": served, "gate": Gate(passed=True), "model_name": "toy", "tags": {"a": "b"}}
+        args = {
+            "served": served,
+            "gate": Gate(passed=True),
+            "model_name": "toy",
+            "tags": {"a": "b"},
+        }
         name = register(tracker, **args)
         again = register(tracker, **args)
     assert name == again == "models:/toy/1"

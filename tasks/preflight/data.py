@@ -89,9 +89,7 @@ def _near(name: str, columns: Sequence[str], cutoff: float) -> str | None:
     return next(iter(difflib.get_close_matches(name, columns, n=1, cutoff=cutoff)), None)
 
 
-def _column(
-    key: str, name: str, near: str | None, columns: Sequence[str], where: str
-) -> Finding:
+def _column(key: str, name: str, near: str | None, columns: Sequence[str], where: str) -> Finding:
     allowed = f"the columns are {', '.join(columns) or 'none'}"
     override = f"data.{key}={near or '<column>'}"
     return Finding(f"data.{key}", f"no column {name!r} in {where}", allowed, override)

@@ -11,11 +11,14 @@ import sys
 from pathlib import Path
 
 from tasks.events import emit
+from tasks.lean import start_lean
 from tasks.toy.pretrain import pretrain
 
 
 def main(argv: list[str]) -> None:
     """Run the job described by the file named in `argv[1]`."""
+    # transformers would import both to ask whether they are in use: 4 s for a no.
+    start_lean("deepspeed", "peft")
     job = json.loads(Path(argv[1]).read_text(encoding="utf-8"))
     facts = pretrain(Path(job["out"]), steps=job["steps"], seed=job["seed"])
     emit("pretrained", **facts)

@@ -13,7 +13,7 @@ from pathlib import Path
 
 from tasks.errors import PlumblineError
 from tasks.events import emit
-from tasks.training.lean import start_lean
+from tasks.lean import start_lean
 
 DELIBERATE = 3
 

@@ -36,9 +36,7 @@ def publish_planned(composed: Composed, name: str, kind: str) -> str:
 
 
 @pytest.mark.parametrize(("experiment", "merged"), [("qlora", True), ("sft_full", False)])
-def test_the_plan_names_every_stage_in_order(
-    tmp_path: Path, experiment: str, merged: bool
-) -> None:
+def test_the_plan_names_every_stage_in_order(tmp_path: Path, experiment: str, merged: bool) -> None:
     planned = forecast(composed_in(tmp_path, f"+exp={experiment}"))
     wanted = [name for name in CHAIN if merged or name != "merge"]
     assert [name for name, _ in planned] == [*wanted, "register"]

@@ -9,9 +9,9 @@ from pathlib import Path
 
 import pytest
 from mlflow import MlflowClient
+
 from tasks.artifact import open_artifact, verify
 from tasks.fingerprint import PROFILES, Fingerprint
-
 from tests.flows.conftest import Run
 
 STAGES = ["prepare_base", "prepare_data", "train", "gather", "merge", "convert", "smoke_eval"]
@@ -53,9 +53,7 @@ class TestQlora:
         manifest = open_artifact(Path(qlora.stage("gather")["artifact"])).manifest()
         tensors = manifest["tensors"]["adapter_model.safetensors"]
         assert len(tensors) == 4 * 7 * 2  # layers x linear modules x (A, B)
-        checks = json.loads(
-            (Path(qlora.stage("gather")["artifact"]) / "contract.json").read_text()
-        )
+        checks = json.loads((Path(qlora.stage("gather")["artifact"]) / "contract.json").read_text())
         assert set(tensors) <= {check["name"] for check in checks}
         assert all(check["ok"] for check in checks)
 
@@ -64,7 +62,9 @@ class TestQlora:
         assert "dequantized" in json.dumps(notes)
 
     def test_first_greedy_tokens_equal_transformers_on_every_probe(self, qlora: Run) -> None:
-        report = json.loads((Path(qlora.stage("smoke_eval")["artifact"]) / "report.json").read_text())
+        report = json.loads(
+            (Path(qlora.stage("smoke_eval")["artifact"]) / "report.json").read_text()
+        )
         text = json.dumps(report)
         assert "greedy" in text
 
@@ -102,9 +102,10 @@ class TestTracking:
 
     def test_the_loss_curve_is_there_and_falls(self, qlora: Run) -> None:
         tracker = client(qlora)
+        parent = qlora.summary["mlflow_run_id"]
         (train,) = tracker.search_runs(
-            [tracker.get_run(qlora.summary["mlflow_run_id"]).info.experiment_id],
-            f"tags.`mlflow.parentRunId` = '{qlora.summary['mlflow_run_id']}' and tags.stage = 'train'",
+            [tracker.get_run(parent).info.experiment_id],
+            f"tags.`mlflow.parentRunId` = '{parent}' and tags.stage = 'train'",
         )
         for name in ("loss", "lr", "grad_norm", "tokens_per_s", "step_s"):
             assert len(tracker.get_metric_history(train.info.run_id, f"train/{name}")) > 10, name
@@ -144,9 +145,7 @@ def test_a_second_run_reuses_every_stage(qlora: Run, rlhf: Callable[..., Run]) -
 
 
 @pytest.mark.parametrize("experiment", ["lora_zero3", "sft_full"])
-def test_other_experiments_hold_too(
-    experiment: str, qlora: Run, rlhf: Callable[..., Run]
-) -> None:
+def test_other_experiments_hold_too(experiment: str, qlora: Run, rlhf: Callable[..., Run]) -> None:
     done = rlhf(qlora.runs, f"+exp={experiment}")
     stages = [s for s in STAGES if s != "merge" or experiment != "sft_full"]
     check_chain(done, stages)

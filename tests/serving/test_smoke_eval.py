@@ -69,9 +69,7 @@ def test_vllm_serves_the_trained_model(
     # The base is served in an engine of its own; it has to answer as the base does.
     prompts = scorer.encode(base, [{"messages": m} for m in CONVERSATIONS])
     said = scorer.greedy(ModelRef(base), prompts.tokens, max_new_tokens=NEW, eos=[END])
-    agreement = compare_greedy(
-        [row["tokens_before"] for row in rows], said.tokens, said.candidates
-    )
+    agreement = compare_greedy([row["tokens_before"] for row in rows], said.tokens, said.candidates)
     assert not agreement.differences
     assert all(row["before"] != row["after"] for row in rows)
 

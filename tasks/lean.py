@@ -1,4 +1,4 @@
-"""Keeps what training never uses from being imported by the libraries it does use.
+"""Keeps what a child process never uses from being imported by the libraries it does use.
 
 transformers imports scikit-learn and SciPy for assisted generation and detection losses, DeepSpeed
 imports MLflow for its autotuner, bitsandbytes calls `torch.compile` (and so imports the whole of
@@ -14,13 +14,13 @@ import sys
 UNUSED = ("sklearn", "scipy", "mlflow", "tensorboard", "wandb", "pandas", "matplotlib")
 
 
-def start_lean() -> None:
-    """Make `UNUSED` look uninstalled in this process, and `torch.compile` an identity.
+def start_lean(*more: str) -> None:
+    """Make `UNUSED` and `more` look uninstalled in this process, `torch.compile` an identity.
 
     Has to run before the big imports. `TORCHDYNAMO_DISABLE=0` in the environment keeps the
     compiler.
     """
     os.environ.setdefault("TORCHDYNAMO_DISABLE", "1")
-    for name in UNUSED:
+    for name in (*UNUSED, *more):
         if name not in sys.modules:
             sys.modules[name] = None  # type: ignore[assignment]

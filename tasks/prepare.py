@@ -38,7 +38,7 @@ def prepare_base(
     kind: str,
     path: str | None = None,
     revision: str | None = None,
-    steps: int = 220,
+    steps: int = 400,
     seed: int = 0,
     source: Mapping[str, Any] | None = None,
     log_path: Path,

@@ -126,7 +126,7 @@ class Model:
     dtype: Dtype = Dtype.bfloat16
     attn_implementation: Attention = Attention.sdpa
     trust_remote_code: bool = False  # runs Python that the model's author wrote
-    steps: int = 220  # pre-training steps; kind toy
+    steps: int = 400  # pre-training steps; kind toy
     seed: int = 0  # corpus, weights and order; kind toy
 
 

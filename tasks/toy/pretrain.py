@@ -7,7 +7,6 @@ that the same seed gives the same bytes on the same machine.
 from __future__ import annotations
 
 import math
-import random
 from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -23,10 +22,8 @@ if TYPE_CHECKING:
 CONTEXT = 512
 THREADS = 2
 """Fixed, not what the machine has: another number rounds sums differently."""
-BATCH = 64
-WINDOW = 8
-"""Batches whose rows are sorted by length together: a third less padding, the order of the corpus
-all but kept."""
+BATCH = 32
+"""Small: 400 steps of 32 learn more in the same time than 220 of 64."""
 PEAK_LR = 3e-3
 WARMUP_STEPS = 20
 TOKENIZER_SAMPLE = 4000
@@ -109,12 +106,13 @@ def _batches(
 ) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
     """Batches of (input ids, labels), each [BATCH, longest]; prompts and padding are not learnt.
 
-    The corpus' order is kept from one window of batches to the next.
+    The corpus' order is kept. Rows are not sorted by length: batches of one task each learn worse.
     """
     import torch
 
     rows = _encode(pairs, tokenizer)
-    for chunk in _of_one_length(rows):
+    for start in range(0, len(rows), BATCH):
+        chunk = rows[start : start + BATCH]
         longest = max(len(ids) for ids, _ in chunk)
         inputs = torch.full((len(chunk), longest), tokenizer.pad_token_id)
         labels = torch.full((len(chunk), longest), IGNORED)
@@ -122,16 +120,6 @@ def _batches(
             inputs[row, : len(ids)] = torch.tensor(ids)
             labels[row, prompt : len(ids)] = torch.tensor(ids[prompt:])
         yield inputs, labels
-
-
-def _of_one_length(rows: list[Encoded]) -> Iterator[list[Encoded]]:
-    """Batches of rows of similar length, shuffled within each window."""
-    order = random.Random(len(rows))
-    for start in range(0, len(rows), BATCH * WINDOW):
-        window = sorted(rows[start : start + BATCH * WINDOW], key=lambda row: len(row[0]))
-        batches = [window[at : at + BATCH] for at in range(0, len(window), BATCH)]
-        order.shuffle(batches)
-        yield from batches
 
 
 def _optimise(

@@ -7,6 +7,8 @@ VENV ?= .venv
 ARGS ?=
 export VENV
 PY := $(VENV)/bin/python
+# Two at a time; which tests stay together, tests/conftest.py says. More would only compete.
+WORKERS ?= -n 2 --dist loadgroup --no-loadscope-reorder
 
 .PHONY: help setup setup-dev demo test test-all check format lock up deploy down status
 
@@ -23,10 +25,10 @@ demo: setup  ## the main job on the embedded default (ARGS: Hydra overrides)
 	$(PY) flows/rlhf.py +exp=qlora $(ARGS)
 
 test: setup-dev  ## the default suite (ARGS: pytest arguments)
-	$(PY) -m pytest $(ARGS)
+	$(PY) -m pytest $(WORKERS) $(ARGS)
 
 test-all: setup-dev  ## the default suite, and what is marked slow, peers or browser
-	$(PY) -m pytest -m '' $(ARGS)
+	$(PY) -m pytest $(WORKERS) -m '' $(ARGS)
 
 check: setup-dev  ## lint, format, types, import rules
 	$(VENV)/bin/ruff check .

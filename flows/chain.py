@@ -6,8 +6,9 @@ is passed as `config` is part of a stage's key, what is passed as `context` is n
 
 from __future__ import annotations
 
+import contextlib
 import shutil
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -22,6 +23,7 @@ from tasks.prepare import prepare_base, prepare_data, source_identity
 from tasks.scoring import ReferenceScorer
 from tasks.smoke_eval import SmokeSettings, smoke_eval
 from tasks.stage import Mechanism, Stage, StageResult
+from tasks.tracking import StageRun
 from tasks.train import train
 from tasks.training.job import Settings
 
@@ -111,11 +113,23 @@ class Chain:
                 "checkpoints": checkpoints,
                 "log_path": self._log("train"),
             },
-            observe=progress,
+            observe=self._observe_training,
         )
         # They are for a run that broke off; what it led to is published now.
         shutil.rmtree(checkpoints, ignore_errors=True)
         return trained
+
+    @contextlib.contextmanager
+    def _observe_training(self, run: StageRun, log: Any) -> Iterator[Callable[[Any], None]]:
+        """Progress; and the scorer's imports happen while the ranks are still at work."""
+        with progress(run, log) as shown:
+
+            def on_event(event: dict[str, Any]) -> None:
+                if event["event"] == "plan":
+                    self.scorer.warm()
+                shown(event)
+
+            yield on_event
 
     def _gather(self, trained: Artifact, base: Artifact) -> Artifact:
         full = self.settings["peft"]["kind"] == "none"

@@ -5,6 +5,8 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
+import pytest
+
 PROJECT = Path(__file__).resolve().parents[1]
 CACHE = PROJECT / ".cache"
 
@@ -22,3 +24,18 @@ os.environ.update(
 )
 for name in ("PREFECT_API_URL", "MLFLOW_TRACKING_URI", "MLFLOW_RUN_ID"):
     os.environ.pop(name, None)
+
+TOGETHER = ("flows", "training", "serving", "weights")
+"""Folders whose tests share what is expensive to make: one worker runs all of a folder."""
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Say which tests stay in one worker (pytest-xdist), and start with the longest group."""
+    for item in items:
+        path = item.path.relative_to(PROJECT / "tests")
+        folder = path.parts[0] if path.parts[0] in TOGETHER else path.as_posix()
+        item.add_marker(pytest.mark.xdist_group(folder))
+        if folder == "flows":
+            item.add_marker(pytest.mark.timeout(600))
+    items.sort(key=lambda item: item.path.parent.name != "flows")

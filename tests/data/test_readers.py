@@ -25,7 +25,7 @@ def test_jsonl_reports_each_bad_line_with_its_number(tmp_path: Path) -> None:
     path = _write(tmp_path / "x.jsonl", b"\n".join(lines))
     assert list(read_rows("jsonl", path)) == [
         Row("x.jsonl:1", {"a": 1}),
-        Row("x.jsonl:3", {}, "invalid JSON: Expecting value at column 8"),
+        Row("x.jsonl:3", {}, "invalid JSON: Expecting value at column 7"),
         Row("x.jsonl:4", {}, "not UTF-8: byte 0xff at position 8"),
         Row("x.jsonl:5", {}, "a JSON object is needed, found a list"),
         Row("x.jsonl:6", {"b": 2}),

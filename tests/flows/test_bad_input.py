@@ -1,0 +1,168 @@
+"""What a user gets for input that cannot work: one clear message, the right status, no rests."""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import os
+import signal
+import sqlite3
+import subprocess
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from mlflow import MlflowClient
+
+from tests.flows.conftest import Run, command, environment
+
+
+def conversation(prompt: str, answer: str = "yes") -> str:
+    roles = (("user", prompt), ("assistant", answer))
+    return json.dumps({"messages": [{"role": r, "content": c} for r, c in roles]})
+
+
+@pytest.fixture
+def chats(tmp_path: Path) -> Path:
+    path = tmp_path / "chats.jsonl"
+    path.write_text("\n".join(conversation(f"say yes {i}") for i in range(64)) + "\n")
+    return path
+
+
+class TestNothingStarts:
+    """Refused before a server or a child is started: exit 2 and no folder."""
+
+    def test_a_base_with_a_truncated_file(
+        self, qlora: Run, rlhf: Callable[..., Run], tmp_path: Path
+    ) -> None:
+        base = tmp_path / "base"
+        base.mkdir()
+        for file in Path(qlora.stage("prepare_base")["artifact"]).iterdir():
+            (base / file.name).write_bytes(file.read_bytes())
+        weights = base / "model.safetensors"
+        os.truncate(weights, weights.stat().st_size - 1000)
+        done = rlhf(tmp_path / "runs", "+exp=qlora", "model=hf", f"model.path={base}")
+        assert done.code == 2, done.output
+        assert "truncated" in done.output
+        assert "model.safetensors" in done.output
+        assert not (tmp_path / "runs").exists()
+
+    def test_several_problems_are_one_message(
+        self, rlhf: Callable[..., Run], tmp_path: Path
+    ) -> None:
+        done = rlhf(
+            tmp_path / "runs",
+            *("+exp=qlora", "zero=zero3", "data=jsonl", f"data.path={tmp_path}/absent.jsonl"),
+            *("peft.target_modules=[q_prj]", "train.global_batch_size=33"),
+        )
+        assert done.code == 2, done.output
+        for part in ("zero=zero2", "peft=lora", "absent.jsonl", "q_proj", "global_batch_size"):
+            assert part in done.output, part
+        assert not (tmp_path / "runs").exists()
+
+    def test_a_folder_that_another_run_uses(
+        self, rlhf: Callable[..., Run], tmp_path: Path
+    ) -> None:
+        runs = tmp_path / "runs"
+        runs.mkdir()
+        with (runs / ".lock").open("w") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX)
+            done = rlhf(runs, "+exp=qlora")
+        assert done.code == 1
+        assert "is in use by another run" in done.output
+        assert "paths.wait_s=600" in done.output
+        assert [p.name for p in runs.iterdir()] == [".lock"]
+
+
+class TestAStageFails:
+    """Exit 1, a message of one screen, nothing half-written, every record closed."""
+
+    @pytest.fixture
+    def start(self, qlora: Run, rlhf: Callable[..., Run]) -> Callable[..., Run]:
+        """Runs in the main job's folder, where the toy base exists already."""
+
+        def run(*overrides: str) -> Run:
+            done = rlhf(qlora.runs, "+exp=qlora", *overrides)
+            assert done.code == 1, done.output
+            assert done.summary["status"] == "failed"
+            assert not list(qlora.runs.glob("artifacts/*/.*.tmp")), "a staging folder was left"
+            client = MlflowClient(f"sqlite:///{qlora.runs}/mlflow.db")
+            run_id = done.summary["mlflow_run_id"]
+            assert client.get_run(run_id).info.status == "FAILED"
+            return done
+
+        return run
+
+    def test_a_broken_line_is_named(self, start: Callable[..., Run], chats: Path) -> None:
+        lines = chats.read_text().splitlines()
+        lines[40] = '{"messages": [{"role": "user"'
+        chats.write_text("\n".join(lines) + "\n")
+        done = start("data=jsonl", f"data.path={chats}")
+        assert "chats.jsonl:41" in done.output
+        assert done.summary["stages"][-1]["name"] == "prepare_base"
+
+    def test_a_prompt_longer_than_the_context(
+        self, start: Callable[..., Run], chats: Path
+    ) -> None:
+        lines = chats.read_text().splitlines()
+        lines[40] = conversation("far too long " * 400)
+        chats.write_text("\n".join(lines) + "\n")
+        done = start("data=jsonl", f"data.path={chats}")
+        assert "train.max_len" in done.output
+        assert done.output.rstrip().count("\n") < 120
+
+    def test_a_loss_that_is_not_finite_keeps_the_last_good_checkpoint(
+        self, start: Callable[..., Run]
+    ) -> None:
+        done = start("train.lr=1e8", "train.max_grad_norm=1e9", "train.save_steps=1", "seed=7")
+        assert "step" in done.summary["error"]
+        assert "finite" in done.summary["error"]
+        assert list((done.runs / "checkpoints").rglob("*.safetensors"))
+
+
+@pytest.mark.parametrize(("number", "status"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+def test_a_signal_while_ranks_train_ends_everything_within_10_s(
+    number: signal.Signals, status: int, qlora: Run, tmp_path: Path
+) -> None:
+    argv = command(qlora.runs, "+exp=qlora", f"seed={status}", f"tag=signal{status}")
+    child = subprocess.Popen(
+        argv, cwd=tmp_path, env=environment(), start_new_session=True,
+        stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
+    )  # fmt: skip
+    assert child.stdout is not None
+    lines: list[str] = []
+    for line in child.stdout:
+        lines.append(line)
+        if "step 1/" in line:
+            break
+    assert len(ours(qlora.runs)) >= 3, "".join(lines)  # torchrun and its ranks
+    sent = time.monotonic()
+    os.killpg(child.pid, number)
+    child.communicate(timeout=60)
+    assert child.returncode == status
+    assert time.monotonic() - sent < 15  # 10 s for the children, the rest is Prefect's exit
+    deadline = time.monotonic() + 5
+    while ours(qlora.runs) and time.monotonic() < deadline:
+        time.sleep(0.2)
+    assert ours(qlora.runs) == []
+    with sqlite3.connect(qlora.runs / "prefect" / "prefect.db") as db:
+        unfinished = "select name from {} where state_type in ('RUNNING', 'PENDING')"
+        for table in ("flow_run", "task_run"):
+            assert db.execute(unfinished.format(table)).fetchall() == []
+    client = MlflowClient(f"sqlite:///{qlora.runs}/mlflow.db")
+    (experiment,) = [e for e in client.search_experiments() if e.name == "plumbline"]
+    assert not client.search_runs([experiment.experiment_id], "attributes.status = 'RUNNING'")
+
+
+def ours(runs: Path) -> list[str]:
+    """Command lines of live processes that name this folder of runs."""
+    found = []
+    for entry in Path("/proc").glob("[0-9]*"):
+        try:
+            text = (entry / "cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace")
+        except OSError:
+            continue
+        if str(runs) in text:
+            found.append(text)
+    return found

@@ -1,0 +1,63 @@
+"""The README is true: every command in it exists, every file and option it names is there."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+from hydra.core.override_parser.overrides_parser import OverridesParser
+
+from flows.config import compose_config
+from tests.conftest import PROJECT
+
+README = (PROJECT / "README.md").read_text()
+
+
+def blocks() -> list[str]:
+    return re.findall(r"^```(?:sh)?\n(.*?)^```", README, flags=re.M | re.S)
+
+
+def commands() -> list[str]:
+    lines = [line.split("  #")[0].strip() for block in blocks() for line in block.splitlines()]
+    return [line for line in lines if line.startswith(("make ", "python ", ".venv/bin/"))]
+
+
+def test_there_are_commands() -> None:
+    assert len(commands()) >= 8
+
+
+def test_every_make_target_exists() -> None:
+    targets = set(re.findall(r"^([a-z-]+):", (PROJECT / "Makefile").read_text(), flags=re.M))
+    named = {line.split()[1] for line in commands() if line.startswith("make ")}
+    assert named
+    assert named <= targets
+
+
+def test_every_flow_command_composes() -> None:
+    flows = [line for line in commands() if "flows/rlhf.py" in line]
+    assert len(flows) >= 4
+    for line in flows:
+        words = line.split("flows/rlhf.py", 1)[1].split()
+        overrides = [w.strip("'\"") for w in words if not w.startswith("-") and w != "job"]
+        # What a sweep tries one after the other is composed one after the other.
+        for one in OverridesParser.create().parse_overrides(overrides):
+            assert one.get_key_element()
+        for choice in sweeps(overrides):
+            compose_config(choice)
+
+
+def sweeps(overrides: list[str]) -> list[list[str]]:
+    if not any("," in o and not o.split("=", 1)[1].startswith("[") for o in overrides):
+        return [overrides]
+    (swept,) = [o for o in overrides if "," in o]
+    rest = [o for o in overrides if o != swept]
+    key, values = swept.split("=", 1)
+    return [[*rest, f"{key}={value}"] for value in values.split(",")]
+
+
+def test_every_path_it_names_exists() -> None:
+    named = set(re.findall(r"`((?:flows|tasks|conf|infra|docs|tests|requirements)/[\w./-]*)`", README))
+    named |= {link for link in re.findall(r"\]\(([\w./-]+)\)", README)}
+    assert len(named) >= 8
+    missing = [name for name in named if not (PROJECT / Path(name)).exists()]
+    assert missing == []

@@ -89,8 +89,9 @@ class _Attempt:
             self._end("failed")
             raise
         except BaseException as error:
-            self.summary.error = f"{type(error).__name__}: {error}"
-            self._end("failed" if isinstance(error, Exception) else "cancelled")
+            ended = isinstance(error, Exception)
+            self.summary.error = f"{type(error).__name__}: {error}" if ended else "interrupted"
+            self._end("failed" if ended else "cancelled")
             raise
         return asdict(self.summary)
 

@@ -117,8 +117,8 @@ def evaluation(results: Sequence[StageResult]) -> dict[str, float | None]:
     return {
         "before": metrics.get("eval/before"),
         "after": metrics.get("eval/after"),
-        "loss_before": metrics.get("eval/loss_before"),
-        "loss_after": metrics.get("eval/loss_after"),
+        "loss_before": metrics.get("heldout_loss_before"),
+        "loss_after": metrics.get("heldout_loss_after"),
     }
 
 

@@ -75,7 +75,8 @@ class Services:
         env = self.environment()
         prefect, mlflow = _tool("prefect"), _tool("mlflow")
         # What a run without a server writes too (flows/config.py): one history.
-        database, artifacts = self.runs / "mlflow.db", self.runs / "mlflow"
+        store = self.runs / "mlflow"
+        database, artifacts = store / "mlflow.db", store / "artifacts"
         return (
             Daemon(
                 "prefect",

@@ -14,8 +14,10 @@ A stage function is a plain function that fills an empty directory and reports w
 from __future__ import annotations
 
 import contextlib
+import errno
 import hashlib
 import json
+import shutil
 import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, dataclass, field
@@ -185,7 +187,7 @@ class Mechanism:
         arguments: dict[str, Any],
         run: StageRun,
     ) -> StageResult:
-        with staging(final) as work:
+        with _disk_full_named(final), staging(final) as work:
             report = function(work, **arguments)
             if report.kind != origin.kind:
                 raise PlumblineError(f"{origin.stage} made {report.kind}, not {origin.kind}")
@@ -203,6 +205,23 @@ class Mechanism:
         return StageResult(
             origin.stage, artifact, False, 0.0, tuple(report.checks), measured, metrics
         )
+
+
+NO_SPACE = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
+
+
+@contextlib.contextmanager
+def _disk_full_named(final: Path) -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        if error.errno not in NO_SPACE:
+            raise
+        free = shutil.disk_usage(final.parent).free / 2**30
+        raise ArtifactError(
+            f"no room to publish {final}: {error.strerror}, {free:.1f} GiB are free there",
+            hint="free some space, or choose another folder: paths.runs=<folder>",
+        ) from error
 
 
 @contextlib.contextmanager

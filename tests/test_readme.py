@@ -56,7 +56,9 @@ def sweeps(overrides: list[str]) -> list[list[str]]:
 
 
 def test_every_path_it_names_exists() -> None:
-    named = set(re.findall(r"`((?:flows|tasks|conf|infra|docs|tests|requirements)/[\w./-]*)`", README))
+    named = set(
+        re.findall(r"`((?:flows|tasks|conf|infra|docs|tests|requirements)/[\w./-]*)`", README)
+    )
     named |= {link for link in re.findall(r"\]\(([\w./-]+)\)", README)}
     assert len(named) >= 8
     missing = [name for name in named if not (PROJECT / Path(name)).exists()]

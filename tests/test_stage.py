@@ -10,7 +10,7 @@ import pytest
 from mlflow import MlflowClient
 
 from tasks.contract import Check
-from tasks.errors import ContractError, PlumblineError
+from tasks.errors import ArtifactError, ContractError, PlumblineError
 from tasks.report import StageReport
 from tasks.stage import Mechanism, Stage, StageResult
 from tasks.tracking import Tracker
@@ -110,6 +110,18 @@ class TestRefusal:
         assert {r.info.status for r in runs} == {"FAILED"}
         child = next(r for r in runs if r.data.tags.get("stage") == "write")
         assert child.data.metrics["contract/failed"] == 1
+
+    def test_a_full_disk_is_named_and_nothing_stays(self, mechanism: Mechanism) -> None:
+        def fill(out: Path, **_: object) -> StageReport:
+            (out / "half").write_text("x")
+            with Path("/dev/full").open("w") as full:  # the kernel's own ENOSPC
+                full.write("x")
+            return StageReport("weights")
+
+        with pytest.raises(ArtifactError, match=r"no room to publish .* GiB are free") as caught:
+            run(mechanism, "one", function=fill)
+        assert "paths.runs=" in caught.value.hint
+        assert not [p for p in mechanism.store.rglob("*") if p.is_file()]
 
     def test_a_stage_that_makes_another_kind_is_refused(self, mechanism: Mechanism) -> None:
         def wrong(out: Path, **_: object) -> StageReport:

@@ -19,15 +19,12 @@ PROGRAM = PROJECT / "flows" / "rlhf.py"
 
 @dataclass(frozen=True)
 class Run:
-    """A finished command and what it left."""
+    """A finished command and what it left. `summary` is its own: `latest` moves on."""
 
     code: int
     output: str
     runs: Path
-
-    @property
-    def summary(self) -> dict[str, Any]:
-        return json.loads((self.runs / "latest" / "summary.json").read_text())
+    summary: dict[str, Any]
 
     def stage(self, name: str) -> dict[str, Any]:
         (entry,) = [s for s in self.summary["stages"] if s["name"] == name]
@@ -54,7 +51,9 @@ def rlhf(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Run]:
             stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
         )  # fmt: skip
         assert not list(cwd.iterdir()), "the command wrote into the user's directory"
-        return Run(done.returncode, done.stdout, runs)
+        latest = runs / "latest" / "summary.json"
+        summary = json.loads(latest.read_text()) if latest.is_file() else {}
+        return Run(done.returncode, done.stdout, runs, summary)
 
     return run
 

@@ -18,7 +18,7 @@ STAGES = ["prepare_base", "prepare_data", "train", "gather", "merge", "convert",
 
 
 def client(run: Run) -> MlflowClient:
-    return MlflowClient(f"sqlite:///{run.runs}/mlflow.db")
+    return MlflowClient(f"sqlite:///{run.runs}/mlflow/mlflow.db")
 
 
 def check_chain(run: Run, stages: list[str]) -> None:
@@ -113,7 +113,7 @@ class TestTracking:
         assert losses[-1].value < losses[0].value / 2
 
     def test_weights_are_never_uploaded(self, qlora: Run) -> None:
-        files = [p for p in (qlora.runs / "mlflow").rglob("*") if p.is_file()]
+        files = [p for p in (qlora.runs / "mlflow" / "artifacts").rglob("*") if p.is_file()]
         assert files
         assert not [p for p in files if p.suffix in {".safetensors", ".bin", ".pt"}]
 
@@ -126,8 +126,12 @@ class TestTracking:
 
 def test_prefect_has_the_flow_its_tasks_by_name_and_the_table(qlora: Run) -> None:
     with sqlite3.connect(qlora.runs / "prefect" / "prefect.db") as db:
-        flows = db.execute("select state_type, parameters from flow_run").fetchall()
-        tasks = db.execute("select name, state_type, total_run_time from task_run").fetchall()
+        first = "select id from flow_run order by start_time limit 1"
+        flows = db.execute(f"select state_type, parameters from flow_run where id = ({first})")
+        flows = flows.fetchall()
+        tasks = db.execute(
+            f"select name, state_type, total_run_time from task_run where flow_run_id = ({first})"
+        ).fetchall()
         artifacts = db.execute("select data from artifact where type = 'markdown'").fetchall()
     assert [state for state, _ in flows] == ["COMPLETED"]
     assert "+exp=qlora" in flows[0][1]
@@ -146,7 +150,7 @@ def test_a_second_run_reuses_every_stage(qlora: Run, rlhf: Callable[..., Run]) -
 
 @pytest.mark.parametrize("experiment", ["lora_zero3", "sft_full"])
 def test_other_experiments_hold_too(experiment: str, qlora: Run, rlhf: Callable[..., Run]) -> None:
-    done = rlhf(qlora.runs, f"+exp={experiment}")
+    done = rlhf(qlora.runs, f"+exp={experiment}", "train.max_steps=40")  # of 100: it is the suite
     stages = [s for s in STAGES if s != "merge" or experiment != "sft_full"]
     check_chain(done, stages)
     assert done.stage("prepare_base")["reused"]

@@ -26,12 +26,12 @@ def main() -> int:
 
 def _job(composed: Composed, overrides: list[str]) -> int:
     """One job: everything that can be refused is refused before a server or a child is started."""
+    bootstrap(PROJECT, composed.runs)
     if composed.settings["plan"]:
         print(render(composed))
     check(composed)
     if composed.settings["plan"]:
         return 0
-    bootstrap(PROJECT, composed.runs)
     try:
         with (
             hold(composed.runs, composed.settings["paths"]["wait_s"]),

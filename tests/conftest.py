@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Generator
 from pathlib import Path
 
 import pytest
@@ -29,8 +30,8 @@ TOGETHER = ("flows", "training", "serving", "weights")
 """Folders whose tests share what is expensive to make: one worker runs all of a folder."""
 
 
-@pytest.hookimpl(trylast=True)
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+@pytest.hookimpl(wrapper=True, tryfirst=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> Generator[None]:
     """Say which tests stay in one worker (pytest-xdist), and start with the longest group."""
     for item in items:
         path = item.path.relative_to(PROJECT / "tests")
@@ -38,4 +39,5 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         item.add_marker(pytest.mark.xdist_group(folder))
         if folder == "flows":
             item.add_marker(pytest.mark.timeout(600))
+    yield  # pytest-xdist reads the marks, pytest-randomly shuffles
     items.sort(key=lambda item: item.path.parent.name != "flows")

@@ -8,7 +8,7 @@ ARGS ?=
 export VENV
 PY := $(VENV)/bin/python
 # Two at a time; which tests stay together, tests/conftest.py says. More would only compete.
-WORKERS ?= -n 2 --dist loadgroup --no-loadscope-reorder
+WORKERS ?= -n 2 --dist loadfile --no-loadscope-reorder
 
 .PHONY: help setup setup-dev demo test test-all check format lock up deploy down status
 

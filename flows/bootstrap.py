@@ -12,6 +12,8 @@ import traceback
 from collections.abc import Mapping
 from pathlib import Path
 
+from tasks.errors import PlumblineError
+
 QUIET = {
     "DO_NOT_TRACK": "true",  # Prefect's SDK takes several spellings, MLflow only this one
     "PREFECT_SERVER_ANALYTICS_ENABLED": "false",
@@ -105,7 +107,10 @@ class ShortTracebacks(logging.Filter):
 
     def filter(self, record: logging.LogRecord) -> bool:
         error = record.exc_info[1] if record.exc_info else None
-        if error is not None:
+        if isinstance(error, PlumblineError):
+            # Said on purpose: its report follows at the end, and no line of code explains more.
+            record.exc_info = record.exc_text = None
+        elif error is not None:
             frames = [
                 frame
                 for frame in traceback.extract_tb(error.__traceback__)

@@ -30,6 +30,8 @@ class PlumblineError(Exception):
     """
 
     exit_code = 1
+    stage = ""
+    """The stage that failed; the mechanism fills it in."""
 
     def __init__(self, message: str, *, details: Sequence[str] = (), hint: str = "") -> None:
         super().__init__(message)
@@ -42,7 +44,9 @@ class PlumblineError(Exception):
 
     def report(self) -> str:
         """The whole error as a person should read it: message, details, what to do."""
-        lines = [self.message, *(f"  {line}" for line in self.details)]
+        named = f"{self.stage} failed: " if self.stage else ""
+        lines = [named + self.message.removeprefix(f"{self.stage}: ")]
+        lines += [f"  {line}" for line in self.details]
         if self.hint:
             lines.append(f"  -> {self.hint}")
         return "\n".join(lines)

@@ -141,7 +141,7 @@ class Mechanism:
         def body() -> Any:
             log = get_run_logger()
             started = time.monotonic()
-            with self.tracker.stage(stage.name, origin) as run:
+            with _stage_named(stage.name), self.tracker.stage(stage.name, origin) as run:
                 reused = None if stage.name in self.force else self._reusable(final, stage, log)
                 if reused is not None:
                     result = _recall(stage, reused)
@@ -205,6 +205,15 @@ class Mechanism:
         return StageResult(
             origin.stage, artifact, False, 0.0, tuple(report.checks), measured, metrics
         )
+
+
+@contextlib.contextmanager
+def _stage_named(name: str) -> Iterator[None]:
+    try:
+        yield
+    except PlumblineError as error:
+        error.stage = error.stage or name
+        raise
 
 
 NO_SPACE = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Generator
 from pathlib import Path
+from typing import Any
 
 import pytest
+from xdist.scheduler import LoadFileScheduling
 
 PROJECT = Path(__file__).resolve().parents[1]
 CACHE = PROJECT / ".cache"
@@ -30,14 +31,27 @@ TOGETHER = ("flows", "training", "serving", "weights")
 """Folders whose tests share what is expensive to make: one worker runs all of a folder."""
 
 
-@pytest.hookimpl(wrapper=True, tryfirst=True)
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> Generator[None]:
-    """Say which tests stay in one worker (pytest-xdist), and start with the longest group."""
-    for item in items:
-        path = item.path.relative_to(PROJECT / "tests")
-        folder = path.parts[0] if path.parts[0] in TOGETHER else path.as_posix()
-        item.add_marker(pytest.mark.xdist_group(folder))
-        if folder == "flows":
-            item.add_marker(pytest.mark.timeout(600))
-    yield  # pytest-xdist reads the marks, pytest-randomly shuffles
+class ByFolder(LoadFileScheduling):
+    """A file's tests stay in one worker, and so do those of the folders in `TOGETHER`.
+
+    (pytest-xdist's own `loadgroup` loses its groups with pytest 9.2.)
+    """
+
+    def _split_scope(self, nodeid: str) -> str:
+        file = nodeid.split("::", 1)[0]
+        folder = file.split("/")[1]
+        return folder if folder in TOGETHER else file
+
+
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> ByFolder:
+    """Used when tests run in several workers."""
+    return ByFolder(config, log)
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Start with the longest group, so that it is not what everything waits for at the end."""
     items.sort(key=lambda item: item.path.parent.name != "flows")
+    for item in items:
+        if item.path.parent.name == "flows":
+            item.add_marker(pytest.mark.timeout(600))

@@ -56,3 +56,11 @@ def test_a_child_process_error_survives_pickling_with_its_own_fields() -> None:
     assert (error.stage, error.returncode, error.reason) == ("train", -9, "exit")
     assert str(error) == "train: child process ended (exit, status -9): two"
     assert error.details == ("one", "two", "")
+
+
+def test_the_report_names_the_stage_once() -> None:
+    error = ContractError("merge: contract not met", details=["a", "b"], hint="look")
+    assert error.report() == "merge: contract not met\n  a\n  b\n  -> look"
+    error.stage = "merge"
+    assert error.report() == "merge failed: contract not met\n  a\n  b\n  -> look"
+    assert pickle.loads(pickle.dumps(error)).report() == error.report()

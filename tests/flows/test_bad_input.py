@@ -117,7 +117,7 @@ class TestAStageFails:
         step = re.search(r"step (\d+)", done.summary["error"])
         assert step is not None, done.summary["error"]
         assert 1 < int(step[1]) < 20
-        assert "finite" in done.summary["error"]
+        assert re.search("nan|inf|finite", done.summary["error"])
         kept = list((done.runs / "checkpoints").rglob("*.safetensors"))
         assert kept
         assert all(str(file.parent.name) in done.output for file in kept), done.output

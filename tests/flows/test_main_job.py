@@ -118,10 +118,14 @@ class TestTracking:
         assert not [p for p in files if p.suffix in {".safetensors", ".bin", ".pt"}]
 
     def test_the_candidate_points_at_the_served_folder(self, qlora: Run) -> None:
-        version = client(qlora).get_model_version_by_alias("plumbline", "candidate")
+        name = qlora.summary["gate"]["version"].split("/")[-1]
+        version = client(qlora).get_model_version("plumbline", name)
         assert version.tags["path"] == qlora.summary["served"]
         served = open_artifact(Path(qlora.summary["served"]))
         assert version.tags["digest"] == served.digest
+        # The alias is with whichever run of this folder came last.
+        candidate = client(qlora).get_model_version_by_alias("plumbline", "candidate")
+        assert int(candidate.version) >= int(name)
 
 
 def test_prefect_has_the_flow_its_tasks_by_name_and_the_table(qlora: Run) -> None:

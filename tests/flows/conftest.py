@@ -45,7 +45,7 @@ def rlhf(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Run]:
     """Run `python /elsewhere/flows/rlhf.py OVERRIDES paths.runs=RUNS` in an empty directory."""
     cwd = tmp_path_factory.mktemp("elsewhere")
 
-    def run(runs: Path, *overrides: str, timeout: float = 420) -> Run:
+    def run(runs: Path, *overrides: str, timeout: float = 570) -> Run:
         done = subprocess.run(
             command(runs, *overrides), cwd=cwd, env=environment(), timeout=timeout,
             stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,

@@ -141,9 +141,11 @@ def test_a_signal_while_ranks_train_ends_everything_within_10_s(
     assert len(ours(qlora.runs)) >= 3, "".join(lines)  # torchrun and its ranks
     sent = time.monotonic()
     os.killpg(child.pid, number)
+    while any("tasks.training" in line for line in ours(qlora.runs)):
+        assert time.monotonic() - sent < 12, "ranks live on"  # 10 s, and a busy machine
+        time.sleep(0.1)
     child.communicate(timeout=60)
     assert child.returncode == status
-    assert time.monotonic() - sent < 15  # 10 s for the children, the rest is Prefect's exit
     deadline = time.monotonic() + 5
     while ours(qlora.runs) and time.monotonic() < deadline:
         time.sleep(0.2)

@@ -74,7 +74,8 @@ class Chain:
 
     def deliver(self) -> StageResult:
         """Run everything from prepare to smoke_eval. Returns the served artifact's result."""
-        base, data = self._prepare_base(), self._prepare_data()
+        data = self._prepare_data()  # first: its mistakes are the user's, and cost nothing to find
+        base = self._prepare_base()
         trained = self._train(base, data)
         weights = self._gather(trained, base)
         if self.settings["peft"]["kind"] != "none":

@@ -35,7 +35,7 @@ def _job(composed: Composed, overrides: list[str]) -> int:
     try:
         with (
             hold(composed.runs, composed.settings["paths"]["wait_s"]),
-            prefect_server(composed.runs),
+            prefect_server(composed.runs, meanwhile=("flows.rlhf", "mlflow")),
             kill_children_on_abort(),
         ):
             return _run(composed, overrides)

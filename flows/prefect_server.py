@@ -16,7 +16,7 @@ import os
 import socket
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from datetime import UTC, datetime
 from pathlib import Path
 
@@ -44,7 +44,7 @@ _running: dict[Path, tuple[Child, str]] = {}
 
 
 @contextlib.contextmanager
-def prefect_server(runs: Path) -> Iterator[str]:
+def prefect_server(runs: Path, meanwhile: Sequence[str] = ()) -> Iterator[str]:
     """A Prefect API for the flow runs of the block; gives its address.
 
     With `PREFECT_API_URL` set by the user that server is used and nothing is started. Otherwise a
@@ -56,6 +56,10 @@ def prefect_server(runs: Path) -> Iterator[str]:
     Enter it while holding `flows.lock.hold(runs)`: flow runs that the database believes to be
     running when a server starts are then known to be dead, and are recorded as crashed.
 
+    Args:
+        runs: the folder everything goes under.
+        meanwhile: modules to import while the server starts; both take seconds.
+
     Raises:
         PlumblineError: the server did not come up.
     """
@@ -63,7 +67,7 @@ def prefect_server(runs: Path) -> Iterator[str]:
     if theirs and all(theirs != url for _, url in _running.values()):
         yield theirs
         return
-    url = _running_or_new(runs.absolute())
+    url = _running_or_new(runs.absolute(), ("prefect.main", *meanwhile))
     os.environ["PREFECT_API_URL"] = url
     _refresh_settings()
     logging.getLogger("prefect.flow_runs").addFilter(_no_link_to_a_page)
@@ -74,7 +78,7 @@ def prefect_server(runs: Path) -> Iterator[str]:
         _wait_for_records(url, entered)
 
 
-def _running_or_new(runs: Path) -> str:
+def _running_or_new(runs: Path, meanwhile: Sequence[str]) -> str:
     known = _running.get(runs)
     if known is not None and known[0].poll() is None:
         return known[1]
@@ -88,14 +92,14 @@ def _running_or_new(runs: Path) -> str:
     # Two servers that migrate one fresh database at once both fail.
     with (home / ".starting").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
-        _running[runs] = _start(log_path)
+        _running[runs] = _start(log_path, meanwhile)
     url = _running[runs][1]
     if home == runs / "prefect" and not any(name in os.environ for name in DATABASE_SETTINGS):
         bury_the_dead(url)  # nobody else's database
     return url
 
 
-def _start(log_path: Path) -> tuple[Child, str]:
+def _start(log_path: Path, meanwhile: Sequence[str]) -> tuple[Child, str]:
     deadline = time.monotonic() + START_S
     for _ in range(START_ATTEMPTS):  # another process may take the free port before the server
         port = _free_port()
@@ -112,7 +116,8 @@ def _start(log_path: Path) -> tuple[Child, str]:
             )
         url = f"http://127.0.0.1:{port}/api"
         try:
-            importlib.import_module("prefect.main")  # costs a second or two: meanwhile
+            for module in meanwhile:
+                importlib.import_module(module)
             if _healthy(child, url, deadline):
                 return child, url
         except BaseException:

@@ -14,13 +14,14 @@ import sys
 UNUSED = ("sklearn", "scipy", "mlflow", "tensorboard", "wandb", "pandas", "matplotlib")
 
 
-def start_lean(*more: str) -> None:
-    """Make `UNUSED` and `more` look uninstalled in this process, `torch.compile` an identity.
+def start_lean(*more: str, compiler: bool = False) -> None:
+    """Make `UNUSED` and `more` look uninstalled in this process.
 
-    Has to run before the big imports. `TORCHDYNAMO_DISABLE=0` in the environment keeps the
-    compiler.
+    `torch.compile` becomes an identity, unless `compiler` or `TORCHDYNAMO_DISABLE=0` keeps it. Has
+    to run before the big imports.
     """
-    os.environ.setdefault("TORCHDYNAMO_DISABLE", "1")
+    if not compiler:
+        os.environ.setdefault("TORCHDYNAMO_DISABLE", "1")
     for name in (*UNUSED, *more):
         if name not in sys.modules:
             sys.modules[name] = None  # type: ignore[assignment]

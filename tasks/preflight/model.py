@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from tasks.preflight.finding import Finding
+from tasks.toy.shape import CONTEXT, SHAPE
 from tasks.weights.folder import CONFIG, inspect_checkpoint
 from tasks.weights.header import read_header
 
@@ -36,21 +37,13 @@ class Known:
     config: dict[str, Any] = field(default_factory=dict)
 
 
-_TOY_CONFIG = {
-    "vocab_size": 512,
-    "hidden_size": 128,
-    "intermediate_size": 384,
-    "num_hidden_layers": 4,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 4,
-    "max_position_embeddings": 512,
-    "tie_word_embeddings": True,
-}
 TOY = Known(
-    tuple(f"model.layers.{i}.x.{name}" for i in range(4) for name in _LINEAR),
+    tuple(
+        f"model.layers.{i}.x.{name}" for i in range(SHAPE["num_hidden_layers"]) for name in _LINEAR
+    ),
     918_000,
-    512,
-    _TOY_CONFIG,
+    CONTEXT,
+    SHAPE,
 )
 """The embedded model (`tasks/toy/pretrain.py`), which may not be there yet."""
 

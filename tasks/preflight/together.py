@@ -141,6 +141,6 @@ def shard_size(text: str) -> list[Finding]:
 
 
 STAGES = (
-    "prepare_base", "prepare_data", "train", "gather", "merge", "convert", "smoke_eval",
+    "prepare_data", "prepare_base", "train", "gather", "merge", "convert", "smoke_eval",
 )  # fmt: skip
 """Names of the chain's stages, as `flows/chain.py` runs them."""

@@ -10,20 +10,6 @@ from tasks.errors import ArtifactError
 from tasks.weights.header import read_header
 
 
-def slim_imports() -> None:
-    """Keep transformers from importing scikit-learn and SciPy (1.5 s, and memory, every time).
-
-    It asks for them only to tune assisted generation and to compute detection losses, and treats
-    both as optional. Call this before `transformers.generation` is first imported.
-    """
-    import transformers.utils as utils
-    import transformers.utils.import_utils as import_utils
-
-    for name in ("is_sklearn_available", "is_scipy_available"):
-        for module in (utils, import_utils):
-            setattr(module, name, lambda: False)
-
-
 def load_model(
     path: Path,
     *,

@@ -22,7 +22,8 @@ from typing import IO, Any
 
 from tasks.errors import PlumblineError
 from tasks.events import emit
-from tasks.serving.load import load_model, slim_imports
+from tasks.lean import start_lean
+from tasks.serving.load import load_model
 
 Reply = dict[str, Any]
 TAIL_LINES = 20
@@ -42,7 +43,7 @@ def main() -> None:
 
 def _warm_up() -> None:
     """Import all that any request needs, so that no fork has to."""
-    slim_imports()
+    start_lean()
     import bitsandbytes  # noqa: F401
     import peft  # noqa: F401
     import transformers.models.auto.modeling_auto  # noqa: F401

@@ -24,8 +24,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from tasks.fingerprint import Fingerprint
+from tasks.lean import start_lean
 from tasks.serving.job import Job
-from tasks.serving.load import slim_imports
 
 NUMBERS_AT_ONCE = 4_000_000
 """Log-probabilities asked for in one call: vLLM hands them out as Python objects (~100 B each)."""
@@ -47,9 +47,8 @@ def _import_vllm() -> None:
     """All imports and no arithmetic: a process that has worker threads must not fork."""
     import torch
 
-    if not torch.accelerator.is_available():
-        os.environ.setdefault("TORCHDYNAMO_DISABLE", "1")  # compiling costs more than it gives here
-    slim_imports()
+    # On a CPU compiling costs more than it gives.
+    start_lean(compiler=torch.accelerator.is_available())
     from vllm import LLM  # noqa: F401
 
 

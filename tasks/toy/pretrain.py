@@ -12,14 +12,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from tasks.events import emit
+from tasks.toy.shape import CONTEXT, SHAPE
 from tasks.toy.splits import corpus
-from tasks.toy.tokenizer import VOCABULARY, train_tokenizer
+from tasks.toy.tokenizer import train_tokenizer
 
 if TYPE_CHECKING:
     import torch
     from transformers import PreTrainedTokenizerFast, Qwen2ForCausalLM
 
-CONTEXT = 512
 THREADS = 2
 """Fixed, not what the machine has: another number rounds sums differently."""
 BATCH = 32
@@ -67,14 +67,7 @@ def build_model(tokenizer: PreTrainedTokenizerFast) -> Qwen2ForCausalLM:
     from transformers import Qwen2Config, Qwen2ForCausalLM
 
     config = Qwen2Config(
-        vocab_size=VOCABULARY,
-        hidden_size=128,
-        intermediate_size=384,
-        num_hidden_layers=4,
-        num_attention_heads=4,
-        num_key_value_heads=4,
-        max_position_embeddings=CONTEXT,
-        tie_word_embeddings=True,
+        **SHAPE,
         initializer_range=0.05,
         bos_token_id=None,
         eos_token_id=tokenizer.eos_token_id,

@@ -8,10 +8,11 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
+from tasks.toy.shape import VOCABULARY
+
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
 
-VOCABULARY = 512
 END_OF_TEXT, START, END, PAD = "<|endoftext|>", "<|im_start|>", "<|im_end|>", "<|pad|>"
 SPECIAL_TOKENS = (END_OF_TEXT, START, END, PAD)
 CHAT_TEMPLATE = (

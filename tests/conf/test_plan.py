@@ -17,7 +17,7 @@ from tasks.artifact import Origin, publish, staging
 from tasks.errors import ConfigError
 
 PROGRAM = Path(__file__).resolve().parents[2] / "flows" / "rlhf.py"
-CHAIN = ["prepare_base", "prepare_data", "train", "gather", "merge", "convert", "smoke_eval"]
+CHAIN = ["prepare_data", "prepare_base", "train", "gather", "merge", "convert", "smoke_eval"]
 
 
 def composed_in(tmp_path: Path, *overrides: str) -> Composed:
@@ -117,7 +117,7 @@ def program(cwd: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
 def test_plan_exits_0_and_leaves_nothing(tmp_path: Path) -> None:
     done = program(tmp_path, "+exp=qlora", "plan=true")
     assert done.returncode == 0, done.stderr
-    assert done.stdout.startswith(f"runs: {tmp_path}/runs\nstages:\n  prepare_base  to run: ")
+    assert done.stdout.startswith(f"runs: {tmp_path}/runs\nstages:\n  prepare_data  to run: ")
     assert list(tmp_path.iterdir()) == []
 
 

@@ -14,7 +14,7 @@ from tasks.artifact import open_artifact, verify
 from tasks.fingerprint import PROFILES, Fingerprint
 from tests.flows.conftest import Run
 
-STAGES = ["prepare_base", "prepare_data", "train", "gather", "merge", "convert", "smoke_eval"]
+STAGES = ["prepare_data", "prepare_base", "train", "gather", "merge", "convert", "smoke_eval"]
 
 
 def client(run: Run) -> MlflowClient:

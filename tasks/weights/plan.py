@@ -4,9 +4,9 @@
     plan.as_json()                      goes into the manifest
     execute(plan, sources, out)         only computes (`execute.py`)
 
-Planning decides and validates everything: which bytes become which tensor, shapes, ranks, that every
-input tensor is used or dropped for a reason. A plan is plain data: it compares, it serialises, and
-it travels to the process that runs it.
+Planning decides and validates everything: which bytes become which tensor, shapes, ranks, that
+every input tensor is used or dropped for a reason. A plan is plain data: it compares, it
+serialises, and it travels to the process that runs it.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ class Op:
 
     @property
     def kind(self) -> Kind:
-        """"copy" moves bytes, "cast" changes the dtype only, "compute" is everything else."""
+        """ "copy" moves bytes, "cast" changes the dtype only, "compute" is everything else."""
         if self.terms or self.transpose or self.quantization is not None:
             return "compute"
         return "copy" if self.dtype == self.source_dtype else "cast"
@@ -101,7 +101,7 @@ class Plan:
 
     def as_json(self) -> dict[str, Any]:
         """Plain JSON, for a manifest or another process."""
-        ops = [{**asdict(op), "terms": [term_as_json(term) for term in op.terms]} for op in self.ops]
+        ops = [{**asdict(op), "terms": list(map(term_as_json, op.terms))} for op in self.ops]
         return {
             "ops": ops,
             "dropped": [asdict(entry) for entry in self.dropped],

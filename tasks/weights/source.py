@@ -1,8 +1,8 @@
 """Sources: where tensors come from, whoever wrote the files.
 
-A safetensors folder, the slices that ranks left, a DeepSpeed checkpoint and a pickled state dict all
-answer the same two questions: what is there, and in which ranges of which files does it lie. So one
-engine reads them all, and none of them is ever loaded whole.
+A safetensors folder, the slices that ranks left, a DeepSpeed checkpoint and a pickled state dict
+all answer the same two questions: what is there, and in which ranges of which files does it lie. So
+one engine reads them all, and none of them is ever loaded whole.
 """
 
 from __future__ import annotations

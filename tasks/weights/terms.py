@@ -85,11 +85,12 @@ def term_as_json(term: Term) -> dict[str, Any]:
 def term_from_json(raw: Mapping[str, Any]) -> Term:
     """What `term_as_json` made."""
     fields = {k: tuple(v) if isinstance(v, list) else v for k, v in raw.items() if k != "kind"}
-    return _KINDS[raw["kind"]](**fields)
+    kind: Any = _KINDS[raw["kind"]]
+    term: Term = kind(**fields)
+    return term
 
 
 def operands(term: Term) -> tuple[str, ...]:
     """The adapter tensors that a term reads."""
     names = ("a", "b", "magnitude", "values", "value")
     return tuple(getattr(term, name) for name in names if hasattr(term, name))
-

@@ -28,7 +28,8 @@ from tasks.train import train
 from tasks.training.job import Settings
 
 _TORCH = ("torch", "transformers", "tokenizers", "safetensors")
-_MEASURE = ("tasks/fingerprint.py", "tasks/contract.py", "tasks/scoring.py", "tasks/serving")
+_ARITHMETIC = ("tasks/fingerprint.py", "tasks/bf16_linear.py")
+_MEASURE = (*_ARITHMETIC, "tasks/contract.py", "tasks/scoring.py", "tasks/serving")
 _HAND_OFF = ("tasks/handoff.py", "tasks/weights", *_MEASURE)
 
 BASE = Stage(
@@ -38,7 +39,7 @@ DATA = Stage("prepare_data", "dataset", ("tasks/prepare.py", "tasks/data", "task
 TRAIN = Stage(
     "train",
     "shards",
-    ("tasks/train.py", "tasks/training", "tasks/fingerprint.py"),
+    ("tasks/train.py", "tasks/training", *_ARITHMETIC),
     (*_TORCH, "peft", "deepspeed", "bitsandbytes"),
 )
 GATHER_ADAPTER = Stage("gather", "adapter", ("tasks/gather.py", *_HAND_OFF), (*_TORCH, "peft"))

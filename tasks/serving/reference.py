@@ -20,6 +20,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import IO, Any
 
+from tasks.bf16_linear import use_fp32_where_faster
 from tasks.errors import PlumblineError
 from tasks.events import emit
 from tasks.lean import start_lean
@@ -49,6 +50,7 @@ def _warm_up() -> None:
     import transformers.models.auto.modeling_auto  # noqa: F401
     from transformers import AutoModelForCausalLM, AutoTokenizer  # noqa: F401
 
+    use_fp32_where_faster()
     import tasks.serving.measure
     import tasks.serving.prompts
     import tasks.weights.worker  # noqa: F401

@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from typing import Any
 
+from tasks.bf16_linear import use_fp32_where_faster
 from tasks.errors import TrainingError
 from tasks.events import emit
 from tasks.training.data import load_split
@@ -26,6 +27,7 @@ def run(job: TrainJob, started: float) -> None:
         job: what to do.
         started: `time.time()` at which this process began, for the event "ready".
     """
+    use_fp32_where_faster()
     ranks = Ranks()
     settings = job.settings
     chosen = objective(settings.objective)

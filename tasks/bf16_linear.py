@@ -1,0 +1,68 @@
+"""bf16 linear layers on CPUs that cannot multiply bf16: through fp32, and rounded once.
+
+oneDNN emulates bf16 products there, at a third of the speed of fp32 and less. Widening the operands
+first (exact), multiplying in fp32 and rounding the result is what a bf16 product is defined to do,
+so results are as good; only the order of the sums differs. Whoever is compared to the last bit has
+to do the same: training ranks and the reference that measures them both start with it.
+
+Memory: an fp32 copy of one layer's weight and input while it computes; nothing is kept for longer.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+
+def use_fp32_where_faster() -> bool:
+    """Replace `torch.nn.functional.linear` for bf16 on CPU in this process, where it is slow.
+
+    Call it before a library keeps a reference to the function (DeepSpeed's `zero.Init` does).
+
+    Returns:
+        whether it did: not on CPUs with AVX-512 BF16 or AMX.
+    """
+    import torch
+
+    if torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported():
+        return False
+    plain = torch.nn.functional.linear
+    widened = _widened()
+
+    def linear(input: Any, weight: Any, bias: Any = None) -> Any:
+        same = input.dtype == weight.dtype == torch.bfloat16
+        if not same or input.device.type != "cpu":
+            return plain(input, weight, bias)
+        return widened.apply(input, weight, bias)
+
+    torch.nn.functional.linear = linear
+    return True
+
+
+def _widened() -> Any:
+    """The layer as an autograd function that saves bf16 operands, not their fp32 copies."""
+    import torch
+
+    class Widened(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, x: Any, weight: Any, bias: Any) -> Any:
+            ctx.save_for_backward(x, weight)
+            out = x.float() @ weight.float().t()
+            if bias is not None:
+                out += bias.float()
+            return out.to(x.dtype)
+
+        @staticmethod
+        def backward(ctx: Any, *grads: Any) -> Any:
+            x, weight = ctx.saved_tensors
+            grad = grads[0].float()
+            rows = grad.reshape(-1, grad.shape[-1])
+            for_x, for_weight, for_bias = ctx.needs_input_grad
+            return (
+                (grad @ weight.float()).to(x.dtype) if for_x else None,
+                (rows.t() @ x.reshape(-1, x.shape[-1]).float()).to(weight.dtype)
+                if for_weight
+                else None,
+                rows.sum(0).to(weight.dtype) if for_bias else None,
+            )
+
+    return Widened

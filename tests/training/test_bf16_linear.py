@@ -1,0 +1,76 @@
+"""bf16 linear layers through fp32: the same layer, better rounded, in the same memory."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch.nn import functional
+
+from tasks import bf16_linear
+
+
+@pytest.fixture
+def widened(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The replacement, as on a CPU without bf16 products; taken back afterwards."""
+    monkeypatch.setattr(torch.cpu, "_is_avx512_bf16_supported", lambda: False)
+    monkeypatch.setattr(torch.cpu, "_is_amx_tile_supported", lambda: False)
+    monkeypatch.setattr(functional, "linear", functional.linear)
+    assert bf16_linear.use_fp32_where_faster()
+
+
+@pytest.mark.parametrize("shape", [(5, 24), (2, 5, 24), (24,)])
+@pytest.mark.parametrize("biased", [True, False])
+@pytest.mark.usefixtures("widened")
+def test_values_and_gradients_are_fp32_rounded_once(shape: tuple[int, ...], biased: bool) -> None:
+    torch.manual_seed(0)
+    layer = torch.nn.Linear(24, 16, bias=biased, dtype=torch.bfloat16)
+    x = torch.randn(shape, dtype=torch.bfloat16, requires_grad=True)
+    exact = torch.nn.Linear(24, 16, bias=biased)
+    exact.load_state_dict({k: v.float() for k, v in layer.state_dict().items()})
+    wide = x.detach().float().requires_grad_()
+    upstream = torch.randn((*shape[:-1], 16), dtype=torch.bfloat16)
+    layer(x).backward(upstream)
+    exact(wide).backward(upstream.float())
+    assert torch.equal(layer(x), exact(wide).bfloat16())
+    pairs = [(x, wide), *zip(layer.parameters(), exact.parameters(), strict=True)]
+    for mine, theirs in pairs:
+        assert mine.grad is not None
+        assert theirs.grad is not None
+        torch.testing.assert_close(mine.grad, theirs.grad.bfloat16(), rtol=2**-8, atol=0)
+
+
+@pytest.mark.usefixtures("widened")
+def test_what_is_kept_for_the_backward_pass_is_bf16() -> None:
+    layer = torch.nn.Linear(64, 64, dtype=torch.bfloat16)
+    kept: list[torch.dtype] = []
+
+    def keep(tensor: torch.Tensor) -> torch.Tensor:
+        kept.append(tensor.dtype)
+        return tensor
+
+    x = torch.randn(8, 64, dtype=torch.bfloat16, requires_grad=True)
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+        layer(x)
+    assert set(kept) == {torch.bfloat16}
+
+
+@pytest.mark.usefixtures("widened")
+def test_frozen_weights_get_no_gradient() -> None:
+    layer = torch.nn.Linear(8, 8, dtype=torch.bfloat16).requires_grad_(False)
+    x = torch.randn(3, 8, dtype=torch.bfloat16, requires_grad=True)
+    layer(x).sum().backward()
+    assert x.grad is not None
+    assert layer.weight.grad is None
+
+
+@pytest.mark.usefixtures("widened")
+def test_other_dtypes_are_left_alone() -> None:
+    x, weight = torch.randn(3, 8, dtype=torch.float64), torch.randn(4, 8, dtype=torch.float64)
+    assert torch.equal(functional.linear(x, weight), x @ weight.t())
+
+
+def test_a_cpu_that_multiplies_bf16_keeps_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cpu, "_is_avx512_bf16_supported", lambda: True)
+    plain = functional.linear
+    assert not bf16_linear.use_fp32_where_faster()
+    assert functional.linear is plain

@@ -119,7 +119,7 @@ def test_forced_stages() -> None:
 
 
 def test_stage_names_are_the_chains() -> None:
-    stages = [chain.BASE, chain.DATA, chain.TRAIN, chain.GATHER_ADAPTER, chain.MERGE]
+    stages = [chain.DATA, chain.BASE, chain.TRAIN, chain.GATHER_ADAPTER, chain.MERGE]
     stages += [chain.CONVERT, chain.SMOKE]
     assert tuple(stage.name for stage in stages) == together.STAGES
 

@@ -80,7 +80,8 @@ class _Attempt:
         tags = {"exp": self.summary.exp or "", "prefect.flow_run_id": str(flow_run.id)}
         settings = self.composed.settings
         try:
-            with tracker.flow(self.summary.flow, settings, self.composed.text, tags) as run_id:
+            name = " ".join(filter(None, (self.summary.flow, self.summary.exp)))
+            with tracker.flow(name, settings, self.composed.text, tags) as run_id:
                 self.summary.mlflow_run_id = run_id
                 self._stages()
                 self._end("completed")
@@ -134,7 +135,8 @@ class _Attempt:
         if self.summary.mlflow_run_id and status == "completed":
             files = {"summary.json": (runs / "latest" / "summary.json").read_text()}
             scores = {f"eval/{k}": v for k, v in self.summary.eval.items() if v is not None}
-            self.mechanism.tracker.log_parent({**scores, "seconds": self.summary.seconds}, files)
+            scores["seconds"] = self.summary.seconds
+            self.mechanism.tracker.log_parent(scores, files, self.summary.markdown())
 
 
 def _write_version(attempt: _Attempt, served: Artifact, gate: Gate) -> str:

@@ -160,13 +160,16 @@ class Tracker:
             finally:
                 stage_run.flush()
 
-    def log_parent(self, metrics: Mapping[str, float], files: Mapping[str, str]) -> None:
-        """Numbers and small text files of the flow as a whole."""
+    def log_parent(
+        self, metrics: Mapping[str, float], files: Mapping[str, str], description: str = ""
+    ) -> None:
+        """Numbers, small text files and a Markdown description of the flow as a whole."""
         parent = StageRun(self._client, self.run_id)
         parent.metrics(metrics)
         parent.flush()
         for name, text in files.items():
             self._client.log_text(self.run_id, text, name)
+        self._client.set_tag(self.run_id, "mlflow.note.content", description)
 
     def register(self, model_name: str, served: Artifact, tags: Mapping[str, str]) -> str:
         """Register the served folder as a model version with alias `candidate`.

@@ -8,6 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from tasks.bf16_linear import use_fp32_where_faster
 from tasks.errors import ArtifactError, ContractError, StageProcessError
 from tasks.fingerprint import Fingerprint, drift
 from tasks.scoring import ModelRef, ReferenceScorer
@@ -40,10 +41,17 @@ def test_ids_of_the_reference_are_kept(
 
 
 def test_quantised_base_with_an_adapter(
-    scorer: ReferenceScorer, served: Path, probes: list[list[int]], tmp_path: Path
+    scorer: ReferenceScorer,
+    served: Path,
+    probes: list[list[int]],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """The way QLoRA trained it: NF4 base, bf16 adapter, unmerged."""
+    """The way QLoRA trained it: NF4 base, bf16 adapter, unmerged; the ranks' way to multiply."""
     import torch
+
+    monkeypatch.setattr(torch.nn.functional, "linear", torch.nn.functional.linear)
+    use_fp32_where_faster()
     from peft import LoraConfig, get_peft_model
     from transformers import AutoModelForCausalLM, BitsAndBytesConfig
 

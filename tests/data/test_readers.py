@@ -79,6 +79,30 @@ def test_a_file_that_is_no_parquet_is_refused(tmp_path: Path) -> None:
         list(read_rows("parquet", path))
 
 
+def test_a_datasets_source_is_read_by_split(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A folder in the layout of the hub, which the library reads without the hub."""
+    import datasets
+
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
+    folder = tmp_path / "chats"
+    folder.mkdir()
+    for split, count in (("train", 3), ("test", 1)):
+        table = pyarrow.table({"prompt": [f"{split} {i}" for i in range(count)]})
+        parquet.write_table(table, folder / f"{split}.parquet")
+    assert list(read_rows("hub", str(folder), split="train")) == [
+        Row(f"{folder}[train]:row {i + 1}", {"prompt": f"train {i}"}) for i in range(3)
+    ]
+    with pytest.raises(DataError, match="split=dev cannot be loaded"):
+        list(read_rows("hub", str(folder), split="dev"))
+
+
+def test_a_datasets_id_that_cannot_be_had_is_named() -> None:
+    with pytest.raises(DataError, match="data.name=nobody/nothing split=train cannot be loaded"):
+        list(read_rows("hub", "nobody/nothing", split="train"))
+
+
 def test_a_missing_file_names_what_is_near(tmp_path: Path) -> None:
     _write(tmp_path / "train.jsonl", b"")
     with pytest.raises(DataError) as caught:

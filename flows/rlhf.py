@@ -7,7 +7,7 @@
     python flows/rlhf.py --multirun +exp=qlora,lora_zero3  several, one after the other
 
 Works from any directory. Exit status: 0 done, 1 a stage failed, 2 the configuration rules it out,
-130 and 143 after Ctrl-C and SIGTERM.
+130, 143 and 129 after Ctrl-C, SIGTERM and a closed terminal.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Ctrl-C and SIGTERM: every run recorded as ended, every child gone, the usual exit status.
+"""Ctrl-C, SIGTERM, a closed terminal: every run recorded as ended, every child gone.
 
 Prefect turns a SIGTERM into an exception inside a flow, but then sends the signal once more, to the
 handler it found. If that is the default one, the process dies before the flow run was reported, and
@@ -14,7 +14,7 @@ import time
 from collections.abc import Iterator
 from types import FrameType
 
-INTERRUPTED, TERMINATED = 130, 143
+HUNG_UP, INTERRUPTED, TERMINATED = 129, 130, 143
 
 SETTLE_S = 10.0
 """For so long after the first signal another one does not disturb the cleaning up."""
@@ -38,6 +38,10 @@ class _Received:
         if self._first(INTERRUPTED):
             raise KeyboardInterrupt
 
+    def on_hangup(self, number: int, frame: FrameType | None) -> None:
+        if self._first(HUNG_UP):
+            raise KeyboardInterrupt
+
     def on_terminate(self, number: int, frame: FrameType | None) -> None:
         if self._first(TERMINATED) and not _prefect_is_at_it():
             raise SystemExit(TERMINATED)
@@ -51,9 +55,9 @@ def _prefect_is_at_it() -> bool:
 
 @contextlib.contextmanager
 def exit_on_signals() -> Iterator[None]:
-    """Put it around all of `main`: Ctrl-C makes the process exit 130, SIGTERM 143.
+    """Put it around all of `main`: Ctrl-C makes the process exit 130, SIGTERM 143, SIGHUP 129.
 
-    Both unwind the stack first, so every `finally` and context manager has its turn. Impatient
+    All unwind the stack first, so every `finally` and context manager has its turn. Impatient
     repetitions within ten seconds are ignored. To be used in the main thread.
     """
     received = _Received()
@@ -61,6 +65,8 @@ def exit_on_signals() -> Iterator[None]:
         signal.SIGINT: signal.signal(signal.SIGINT, received.on_interrupt),
         signal.SIGTERM: signal.signal(signal.SIGTERM, received.on_terminate),
     }
+    if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:  # nohup means it
+        before[signal.SIGHUP] = signal.signal(signal.SIGHUP, received.on_hangup)
     try:
         yield
     except BaseException:
@@ -78,5 +84,6 @@ def exit_on_signals() -> Iterator[None]:
 
 
 def _say(status: int) -> None:
-    what = "interrupted" if status == INTERRUPTED else "terminated"
-    print(f"{what}: all child processes have been ended", file=sys.stderr)
+    what = "terminated" if status == TERMINATED else "interrupted"
+    with contextlib.suppress(OSError):  # the terminal may be the one that went away
+        print(f"{what}: all child processes have been ended", file=sys.stderr)

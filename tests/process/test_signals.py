@@ -32,7 +32,9 @@ SWALLOW = """
 
 
 @pytest.mark.parametrize(
-    ("number", "status"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)], ids=["ctrl-c", "sigterm"]
+    ("number", "status"),
+    [(signal.SIGINT, 130), (signal.SIGTERM, 143), (signal.SIGHUP, 129)],
+    ids=["ctrl-c", "sigterm", "hangup"],
 )
 @pytest.mark.parametrize("body", [WAIT, SWALLOW.strip()], ids=["plain", "swallowed"])
 @pytest.mark.parametrize("times", [1, 3])
@@ -46,6 +48,14 @@ def test_status(
     assert program.process.wait(20) == status
     assert "cleaned up" in program.text
     assert "Traceback" not in program.text
+
+
+def test_nohup_is_respected(script: Callable[..., Script]) -> None:
+    ignoring = "import signal; signal.signal(signal.SIGHUP, signal.SIG_IGN)\n"
+    program = script("-c", ignoring + PROGRAM.format(body="time.sleep(2)"))
+    program.says("ready")
+    program.signal_group(signal.SIGHUP)
+    assert program.process.wait(20) == 7
 
 
 def test_without_a_signal_nothing_changes(script: Callable[..., Script]) -> None:

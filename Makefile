@@ -10,10 +10,10 @@ PY := $(VENV)/bin/python
 # Two at a time; which tests stay together, tests/conftest.py says. More would only compete.
 WORKERS ?= -n 2 --dist loadfile --no-loadscope-reorder
 
-.PHONY: help setup setup-dev demo test test-all check format lock up deploy down status
+.PHONY: help setup setup-dev demo test test-all check format bench-weights lock up deploy down status
 
 help:  ## this list
-	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | awk -F':.*## ' '{printf "  make %-10s %s\n", $$1, $$2}'
+	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | awk -F':.*## ' '{printf "  make %-13s %s\n", $$1, $$2}'
 
 setup:  ## the environment, from the lock (PROFILE=cpu|cuda)
 	@infra/setup.sh
@@ -39,6 +39,9 @@ check: setup-dev  ## lint, format, types, import rules
 format: setup-dev  ## format and fix what can be fixed
 	$(VENV)/bin/ruff check --fix .
 	$(VENV)/bin/ruff format .
+
+bench-weights: setup-dev  ## the weights room beside its peers (ARGS: rows, --sizes, --runs)
+	$(PY) -m benchmarks.weights $(ARGS)
 
 lock:  ## make requirements/*.lock from requirements/*.in (ARGS: only these)
 	@requirements/lock.sh $(ARGS)

@@ -50,7 +50,9 @@ MERGE = Stage(
     ("tasks/merge.py", *_HAND_OFF),
     (*_TORCH, "peft", "bitsandbytes"),
 )
-CONVERT = Stage("convert", "served", ("tasks/convert.py", *_HAND_OFF), _TORCH)
+CONVERT = Stage(
+    "convert", "served", ("tasks/convert.py", *_HAND_OFF), (*_TORCH, "compressed-tensors")
+)
 SMOKE = Stage(
     "smoke_eval",
     "report",
@@ -143,11 +145,17 @@ class Chain:
         )
 
     def _merge(self, adapter: Artifact, base: Artifact, trained: Artifact) -> Artifact:
+        """In the dtype and files that convert is to make, so that convert only links."""
+        convert_to = self.settings["convert"]
         return self._run(
             MERGE,
             merge,
             inputs={"adapter": adapter, "base": base, "trained": trained},
-            config={"base_mode": self.settings["merge"]["base"], "profile": self._profile},
+            config={
+                "base_mode": self.settings["merge"]["base"],
+                "output": {key: convert_to[key] for key in ("dtype", "max_shard_size")},
+                "profile": self._profile,
+            },
             context=self._measuring,
         )
 

@@ -1,6 +1,6 @@
 """Artifacts: directories that one stage publishes and the next one reads.
 
-    with staging(final) as work:      # a hidden sibling of `final`
+    with staging(final) as work:      # a hidden sibling of `final`; see `staging.py`
         ...write files into work...
         publish(work, final, manifest_fields)
 
@@ -16,14 +16,17 @@ import hashlib
 import json
 import os
 import shutil
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
 from tasks.errors import ArtifactError
+from tasks.staging import staging as staging
+from tasks.staging import sweep as sweep
 from tasks.weights.header import Header, read_header
+from tasks.weights.journal import JOURNAL, read_outcomes
 
 MANIFEST = "manifest.json"
 _CHUNK = 8 << 20
@@ -60,37 +63,15 @@ class Artifact:
         return dict(self.manifest()["notes"])
 
 
-@contextlib.contextmanager
-def staging(final: Path) -> Iterator[Path]:
-    """A private directory beside `final` to write into; removed unless `publish` renamed it."""
-    final.parent.mkdir(parents=True, exist_ok=True)
-    work = final.parent / f".{final.name}.{os.getpid()}.tmp"
-    shutil.rmtree(work, ignore_errors=True)
-    work.mkdir()
-    try:
-        yield work
-    finally:
-        shutil.rmtree(work, ignore_errors=True)
-
-
-def sweep(root: Path) -> list[Path]:
-    """Remove staging directories whose process is gone. Returns what was removed."""
-    removed = []
-    for work in root.glob("*/.*.tmp"):
-        pid = work.name.split(".")[-2]
-        if pid.isdigit() and not Path(f"/proc/{pid}").exists():
-            shutil.rmtree(work, ignore_errors=True)
-            removed.append(work)
-    return removed
-
-
 def publish(work: Path, final: Path, origin: Origin) -> Artifact:
     """Write the manifest into `work`, flush, and rename it to `final`.
 
+    Tensors that were hashed while they were written, as the journal says, are not read again.
     An older artifact at `final` (altered, or forced to be rebuilt) is moved aside first and removed
     after the rename, so that no moment exists at which a half-written directory is visible.
     """
-    tensors, files = inventory(work)
+    tensors, files = inventory(work, known=_journal_hashes(work))
+    (work / JOURNAL).unlink(missing_ok=True)
     document: dict[str, Any] = {
         "format": 1,
         "kind": origin.kind,
@@ -116,21 +97,33 @@ def publish(work: Path, final: Path, origin: Origin) -> Artifact:
     return Artifact(origin.kind, final, document["digest"])
 
 
-def inventory(root: Path) -> tuple[dict[str, Any], dict[str, Any]]:
+def _journal_hashes(work: Path) -> dict[tuple[str, str], str]:
+    """sha256 by (file, tensor), as far as who wrote them has taken them."""
+    return {(one.file, one.name): one.sha256 for one in read_outcomes(work / JOURNAL)}
+
+
+def inventory(
+    root: Path, known: Mapping[tuple[str, str], str] | None = None
+) -> tuple[dict[str, Any], dict[str, Any]]:
     """What a directory holds: tensors by file and name, and every file with size and sha256.
 
     A safetensors file's own entry hashes its header only: the tensor entries cover the rest.
+
+    Args:
+        root: the directory.
+        known: sha256 by (file, tensor) of tensors that need not be read.
     """
     tensors: dict[str, Any] = {}
     files: dict[str, Any] = {}
     for path in sorted(p for p in root.rglob("*") if p.is_file()):
         name = path.relative_to(root).as_posix()
-        if name == MANIFEST:
+        if name in (MANIFEST, JOURNAL):
             continue
         size = path.stat().st_size
         if path.suffix == ".safetensors":
             header = read_header(path)
-            tensors[name] = _hash_tensors(path, header)
+            hashes = {n: (known or {}).get((name, n)) for n in header.tensors}
+            tensors[name] = _hash_tensors(path, header, hashes)
             files[name] = {"size": size, "sha256": _hash_range(path, 0, header.data_start)}
         else:
             files[name] = {"size": size, "sha256": _hash_range(path, 0, size)}
@@ -190,9 +183,14 @@ def intact(artifact: Artifact, seen: Path) -> list[str]:
             return []
     problems = verify(artifact)
     if not problems:
-        seen.mkdir(parents=True, exist_ok=True)
-        record.write_text(json.dumps(stats))
+        remember(artifact, seen)
     return problems
+
+
+def remember(artifact: Artifact, seen: Path) -> None:
+    """Note the files' present stats for `intact`: of an artifact that was hashed just now."""
+    seen.mkdir(parents=True, exist_ok=True)
+    (seen / f"{artifact.digest}.json").write_text(json.dumps(_stats(artifact.path)))
 
 
 def _stats(root: Path) -> dict[str, list[int]]:
@@ -247,12 +245,12 @@ def _hash_range(path: Path, start: int, end: int) -> str:
     return digest.hexdigest()
 
 
-def _hash_tensors(path: Path, header: Header) -> dict[str, Any]:
+def _hash_tensors(path: Path, header: Header, known: Mapping[str, str | None]) -> dict[str, Any]:
     return {
         name: {
             "shape": list(info.shape),
             "dtype": info.dtype,
-            "sha256": _hash_range(path, info.start, info.end),
+            "sha256": known[name] or _hash_range(path, info.start, info.end),
         }
         for name, info in header.tensors.items()
     }

@@ -9,13 +9,12 @@ from __future__ import annotations
 
 import logging
 import shutil
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from tasks.artifact import open_artifact
-from tasks.contract import Check, judge
-from tasks.errors import ArtifactError, ConfigError
+from tasks.contract import Check, Expected, judge
+from tasks.errors import ArtifactError
 from tasks.fingerprint import Drift, DriftLimit, Fingerprint, drift
 from tasks.handoff import (
     CONFIG,
@@ -28,12 +27,36 @@ from tasks.handoff import (
 )
 from tasks.report import StageReport
 from tasks.scoring import ModelRef, Score
-from tasks.weights import bits
 from tasks.weights.contracts import ModelFacts
-from tasks.weights.reader import DTYPE_NAMES, Checkpoint, open_checkpoint, read_json
-from tasks.weights.relayout import Layout, Relaid, plan_layout, write_layout
+from tasks.weights.execute import Executed, execute
+from tasks.weights.layout import with_output
+from tasks.weights.opening import SourceRef
+from tasks.weights.plan import Op, Plan
+from tasks.weights.quantize import (
+    NONE,
+    check_quantize,
+    left_alone,
+    quantized_contract,
+    quantized_plan,
+)
+from tasks.weights.reader import (
+    DTYPE_NAMES,
+    WEIGHTS,
+    Checkpoint,
+    check_dtype,
+    open_checkpoint,
+    read_json,
+)
 from tasks.weights.tokenizer import TokenizerFacts, read_tokenizer
-from tasks.weights.worker import Perform, ask_facts, perform
+from tasks.weights.validate import validate
+from tasks.weights.vocabulary import vocabulary_of
+from tasks.weights.worker import (
+    Perform,
+    ask_execute,
+    ask_facts,
+    ask_quantization_config,
+    perform,
+)
 from tasks.weights.writer import parse_size
 
 Log = logging.Logger | logging.LoggerAdapter[Any]
@@ -49,6 +72,7 @@ def convert(
     score: Score,
     profile: DriftLimit,
     log: Log,
+    quantize: str = NONE,
     perform: Perform = perform,
 ) -> StageReport:
     """Make a folder that vLLM and transformers load.
@@ -62,7 +86,8 @@ def convert(
         score: who measures fingerprints.
         profile: how far the served model may lie from the trained one.
         log: progress.
-        perform: who derives the contract; this process, unless a warm one is given.
+        quantize: "none", or linear layers in 8 bits: "w8a8", "fp8"; see `weights/quantize.py`.
+        perform: who derives the contract, and quantises; this process, unless a warm one is given.
 
     Returns:
         Report of kind `served`. When tensors are the input's, byte for byte, so is the drift: it
@@ -70,26 +95,34 @@ def convert(
 
     Raises:
         ArtifactError: unreadable files, a tokenizer without EOS, a full disk.
-        ConfigError: a dtype or a size that is none.
+        ConfigError: a dtype, a size or a quantisation that is none.
+        ContractError: a model that cannot be quantised so.
     """
-    if dtype not in DTYPE_NAMES:
-        raise ConfigError(
-            f"convert.dtype={dtype!r} is not one of {', '.join(DTYPE_NAMES)}",
-            hint="convert.dtype=bfloat16",
-        )
-    limit = parse_size(max_shard_size)
+    check_dtype(dtype)
+    limit, scheme = parse_size(max_shard_size), check_quantize(quantize)
     tokenizer = read_tokenizer(trained / "tokenizer")
     facts = ask_facts(perform, weights, dtype)
     with open_checkpoint(weights) as source:
-        layout = plan_layout(source, DTYPE_NAMES[dtype], limit)
-        log.info("convert: %d files, %d linked", len(layout.shards), len(layout.links))
-        relaid = write_layout(source, layout, out)
-        checks = _tensor_checks(source, layout, relaid, facts)
-        unchanged = _unchanged(weights, layout, relaid)
+        plan = _plan(source, DTYPE_NAMES[dtype], limit)
+        if scheme is not None:
+            plan = quantized_plan(plan, facts, scheme)
+        validate(plan, {WEIGHTS: source})
+        if scheme is None:
+            done = execute(plan, {WEIGHTS: source}, out)
+        else:  # takes torch
+            done = ask_execute(perform, plan, {WEIGHTS: SourceRef(weights)}, out)
+        contract = facts.tensors if scheme is None else quantized_contract(facts, scheme)
+        checks = _tensor_checks(source, plan, done, facts.tied, contract)
+        unchanged = all(source.sha256(op.key) == done.sha256[op.name] for op in plan.ops)
+    log.info("convert: %d tensors, %d files linked", len(plan.ops), len(done.linked))
     _write_side_files(out, weights, trained, tokenizer, dtype)
-    checks += _agreement(out, tokenizer, facts, layout)
-    notes = {"linked": sorted(layout.links), "drift_carried_over": unchanged}
-    metrics = {"tensors": float(len(layout.specs)), "files": float(len(layout.shards))}
+    quantized = ask_quantization_config(perform, scheme, left_alone(facts)) if scheme else None
+    if quantized is not None:
+        write_json(out / CONFIG, {**read_json(out / CONFIG), "quantization_config": quantized})
+    checks += _agreement(out, tokenizer, facts, plan, quantized)
+    notes = {"linked": sorted(done.linked), "drift_carried_over": unchanged}
+    files = {one.file for one in done.outcomes.values()}
+    metrics = {"tensors": float(len(plan.ops)), "files": float(len(files))}
     if not all(check.ok for check in checks):
         return StageReport("served", tuple(checks), metrics, notes)
     measured, verdict = _drift(
@@ -98,36 +131,36 @@ def convert(
     return StageReport("served", (*checks, verdict), metrics, notes, measured)
 
 
+def _plan(source: Checkpoint, dtype: str, limit: int) -> Plan:
+    """Every tensor as it is, floats in `dtype`, in files of at most `limit` bytes."""
+    ops = tuple(
+        Op(name, info.shape, info.dtype, f"{WEIGHTS}:{name}", info.dtype)
+        for name, info in source.tensors.items()
+    )
+    return with_output(Plan(ops), dtype=dtype, max_shard_bytes=limit, files=source.files)
+
+
 def _tensor_checks(
-    source: Checkpoint, layout: Layout, relaid: Relaid, facts: ModelFacts
+    source: Checkpoint,
+    plan: Plan,
+    done: Executed,
+    tied: Mapping[str, str],
+    contract: Sequence[Expected],
 ) -> list[Check]:
     # A tied tensor may be stored a second time; then it has to be the same one.
-    found = {spec.name: spec for spec in layout.specs if spec.name not in facts.tied}
-    checks = judge(facts.tensors, found)
-    for name, kept in facts.tied.items():
+    found = {op.name: op for op in plan.ops if op.name not in tied}
+    checks = judge(contract, found)
+    for name, kept in tied.items():
         if name in source.tensors and kept in source.tensors:
-            same = bits.same_bytes(source.raw(name), source.raw(kept))
+            same = done.sha256[name] == done.sha256[kept]
             checks.append(
                 Check(name, f"tied: equal to {kept}", "equal" if same else "other", ok=same)
             )
     checks += [
         Check(f"values of {name}", "finite in the new dtype", f"{count} elements are not", ok=False)
-        for name, count in relaid.overflow.items()
+        for name, count in done.nonfinite.items()
     ]
     return checks
-
-
-def _unchanged(weights: Path, layout: Layout, relaid: Relaid) -> bool:
-    """Whether every output tensor is the input's, byte for byte, by its manifest's hashes."""
-    if len(layout.links) == len(layout.shards):
-        return True
-    manifest = open_artifact(weights).manifest()
-    known = {
-        name: entry["sha256"]
-        for entries in manifest["tensors"].values()
-        for name, entry in entries.items()
-    }
-    return all(known.get(name) == digest for name, digest in relaid.sha256.items())
 
 
 def _write_side_files(
@@ -147,28 +180,33 @@ def _write_side_files(
 
 
 def _agreement(
-    out: Path, tokenizer: TokenizerFacts, facts: ModelFacts, layout: Layout
+    out: Path,
+    tokenizer: TokenizerFacts,
+    facts: ModelFacts,
+    plan: Plan,
+    quantized: Mapping[str, Any] | None,
 ) -> list[Check]:
     """Whether what was written agrees with itself: read back, file against file."""
     config, generation = read_json(out / CONFIG), read_json(out / GENERATION_CONFIG)
-    shapes = {spec.name: spec.shape for spec in layout.specs}
+    shapes = {op.name: op.shape for op in plan.ops}
     rows = shapes.get(facts.embedding, (0,))[0]
     text = config.get("text_config") or config
     served = read_tokenizer(out)
+    sizes = vocabulary_of({facts.embedding: (0, 0), **shapes}, facts, served, config)
     pad = tokenizer.eos if tokenizer.pad is None else tokenizer.pad
     stops = sorted(_as_list(generation.get("eos_token_id")))
     return [
         _equal("config.json vocab_size", rows, text.get("vocab_size")),
         Check(
             "tokenizer fits the embedding",
-            f"at most {rows} ids",
-            f"{served.rows} ids",
-            ok=served.rows <= rows,
+            f"a row for each of at most {rows} ids",
+            next(sizes.findings(), str(sizes)),
+            ok=not list(sizes.findings()),
         ),
         _equal("generation_config.json eos_token_id", sorted(tokenizer.stops), stops),
         _equal("config.json eos_token_id", stops, sorted(_as_list(config.get("eos_token_id")))),
         _equal("pad_token_id of both", [pad, pad], [_pad(config), _pad(generation)]),
-        _equal("config.json quantization_config", None, config.get("quantization_config")),
+        _equal("config.json quantization_config", quantized, config.get("quantization_config")),
         Check(
             "chat template",
             "the trained side's",

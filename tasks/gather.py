@@ -7,26 +7,34 @@ leftover tensor is refused by name.
 
 from __future__ import annotations
 
+import contextlib
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from tasks.contract import Check, Expected, judge
+from tasks.contract import Check, judge
 from tasks.fingerprint import EXACT
 from tasks.handoff import Trained, measure, write_json
 from tasks.report import StageReport
 from tasks.scoring import ModelRef, Score
-from tasks.weights import bits
+from tasks.weights.contracts import ModelFacts
+from tasks.weights.execute import Executed, execute
+from tasks.weights.families.gathering import plan_full
+from tasks.weights.journal import Outcome
 from tasks.weights.names import parse_peft, rename_all
 from tasks.weights.partitions import Partitions, read_partitions
-from tasks.weights.reader import ADAPTER, WEIGHTS, read_json
+from tasks.weights.plan import Op, Plan
+from tasks.weights.reader import ADAPTER, WEIGHTS, open_checkpoint, read_json
+from tasks.weights.source import Renamed, Source
+from tasks.weights.validate import validate
 from tasks.weights.worker import Perform, ask_adapter_contract, ask_facts, perform
-from tasks.weights.writer import CheckpointWriter, Spec
 
 Log = logging.Logger | logging.LoggerAdapter[Any]
 
 ADAPTER_CONFIG = "adapter_config.json"
+TRAINED, BASE = "trained", "base"
+"""Names of inputs in the plans."""
 SHARD_BYTES = 5 * 10**9
 
 
@@ -63,13 +71,18 @@ def gather(
     is_adapter = parts.mode == "adapter"
     kind = "adapter" if is_adapter else "weights"
     keys = rename_all(parts.shapes, adapter=is_adapter)
-    specs = {key: Spec(key, parts.shapes[name], parts.dtype) for name, key in keys.items()}
-    expected = _contract(perform, trained, base, source, parts)
-    checks = judge(expected, specs)
+    if is_adapter:
+        plan = _adapter_plan(parts, keys)
+        expected = ask_adapter_contract(perform, base, trained / ADAPTER_CONFIG, parts.dtype)
+    else:
+        facts = ask_facts(perform, base, source.dtype)
+        plan, expected = _full_plan(parts, keys, facts, base), list(facts.tensors)
+    checks = judge(expected, {op.name: op for op in plan.ops})
     if not all(check.ok for check in checks):
         return StageReport(kind, tuple(checks))
-    log.info("gather: %d tensors from %d ranks", len(specs), parts.world_size)
-    checks += _stitch(out, parts, keys, specs)
+    log.info("gather: %d tensors from %d ranks", len(plan.ops), parts.world_size)
+    done = _execute(plan, parts, keys, base, out)
+    checks += [_value_check(op, done.outcomes[op.name]) for op in plan.ops]
     _write_side_files(out, source, is_adapter=is_adapter)
     if not all(check.ok for check in checks):
         return StageReport(kind, tuple(checks))
@@ -82,51 +95,49 @@ def gather(
     return StageReport(
         kind,
         (*checks, verdict),
-        metrics={"tensors": len(specs), "bytes": sum(spec.nbytes for spec in specs.values())},
+        metrics={"tensors": len(plan.ops), "bytes": plan.nbytes},
         notes={"mode": parts.mode, "world_size": parts.world_size},
         drift=measured,
     )
 
 
-def _contract(
-    perform: Perform, trained: Path, base: Path, source: Trained, parts: Partitions
-) -> Sequence[Expected]:
-    if parts.mode == "adapter":
-        return ask_adapter_contract(perform, base, trained / ADAPTER_CONFIG, parts.dtype)
-    return ask_facts(perform, trained, source.dtype).tensors
+def _adapter_plan(parts: Partitions, keys: Mapping[str, str]) -> Plan:
+    """Every parameter under its PEFT key, its slices one after the other."""
+    ops = tuple(
+        Op(key, parts.shapes[name], parts.dtype, f"{TRAINED}:{key}", parts.dtype)
+        for name, key in keys.items()
+    )
+    return Plan(ops)
 
 
-def _stitch(
-    out: Path, parts: Partitions, keys: Mapping[str, str], specs: Mapping[str, Spec]
-) -> list[Check]:
-    """Write all tensors, and judge their values on the way."""
+def _full_plan(parts: Partitions, keys: Mapping[str, str], facts: ModelFacts, base: Path) -> Plan:
+    """What training held, by its names in memory, under the keys of the base on disk."""
+    live = {key: parts.tensors[name] for name, key in keys.items()}
+    with open_checkpoint(base) as before:
+        return plan_full(live, facts, base=before.tensors, max_shard_bytes=SHARD_BYTES)
+
+
+def _execute(
+    plan: Plan, parts: Partitions, keys: Mapping[str, str], base: Path, out: Path
+) -> Executed:
     stem = ADAPTER if parts.mode == "adapter" else WEIGHTS
-    limit = None if stem == ADAPTER else SHARD_BYTES
-    checks = []
-    with CheckpointWriter(out, list(specs.values()), max_shard_bytes=limit, stem=stem) as writer:
-        for name, key in keys.items():
-            bad, zero = 0, True
-            for piece in parts.pieces(name):
-                bad += bits.nonfinite(piece, parts.dtype)
-                zero = zero and bits.all_zero(piece, parts.dtype)
-                writer.append(key, piece)
-            checks.append(_value_check(key, specs[key], bad, zero))
-    return checks
+    sources: dict[str, Source] = {TRAINED: Renamed(parts, {key: n for n, key in keys.items()})}
+    with contextlib.ExitStack() as opened:
+        if any(op.input == BASE for op in plan.ops):  # buffers, and what the model does not read
+            sources[BASE] = opened.enter_context(open_checkpoint(base))
+        validate(plan, sources)
+        return execute(plan, sources, out, stem=stem, scan=True)
 
 
-def _value_check(key: str, spec: Spec, bad: int, zero: bool) -> Check:
-    lora = parse_peft(key)
+def _value_check(op: Op, outcome: Outcome) -> Check:
+    lora = parse_peft(op.name)
     is_b = lora is not None and lora.half == "B"
-    found = (
-        "no elements" if not spec.nbytes
-        else f"{bad} elements not finite" if bad
-        else "all zero" if zero
-        else "finite, not all zero"
-    )  # fmt: skip
+    bad, zero = outcome.nonfinite, bool(outcome.all_zero)
+    found = f"{bad} elements not finite" if bad else "all zero" if zero else "finite, not all zero"
     # A whole lora_B of zeros says that the adapter is as it was initialised: it does nothing.
-    ok = bool(spec.nbytes) and not bad and not (is_b and zero)
+    ok = not bad and not (is_b and zero)
     wanted = "finite, not all zero" if is_b else "finite"
-    return Check(f"values of {key}", wanted, found, ok=ok)
+    return Check(f"values of {op.name}", wanted, found, ok=ok)
 
 
 def _write_side_files(out: Path, source: Trained, *, is_adapter: bool) -> None:

@@ -6,29 +6,36 @@ model; `merge.base=dequantized`, the default there, folds it into the base as tr
 
 from __future__ import annotations
 
-import hashlib
 import logging
-from collections.abc import Iterator, Mapping
-from dataclasses import replace
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from tasks.contract import Check, judge
-from tasks.errors import ConfigError, ContractError
+from tasks.contract import Check
+from tasks.errors import ConfigError
 from tasks.fingerprint import DriftLimit
-from tasks.handoff import Trained, measure
+from tasks.handoff import CONFIG, Trained, measure, write_json
 from tasks.report import StageReport
 from tasks.scoring import ModelRef, Score
-from tasks.weights import bits
+from tasks.weights.adapters.changes import changes
+from tasks.weights.adapters.read import read_adapter
+from tasks.weights.adapters.values import require_values
 from tasks.weights.contracts import ModelFacts
-from tasks.weights.merge_plan import BaseUse, MergeOp, MergePlan, plan_merge
-from tasks.weights.merge_run import MergeResult
+from tasks.weights.execute import Executed
+from tasks.weights.families.merging import MergeSettings, merged_config, plan_merge
+from tasks.weights.journal import Outcome
+from tasks.weights.layout import with_output
 from tasks.weights.nf4 import check_quantization
-from tasks.weights.reader import ADAPTER, open_checkpoint, read_json
-from tasks.weights.worker import Perform, ask_facts, ask_merge, perform
+from tasks.weights.opening import SourceRef
+from tasks.weights.plan import Op, Plan
+from tasks.weights.reader import ADAPTER, DTYPE_NAMES, check_dtype, open_checkpoint
+from tasks.weights.worker import Perform, ask_execute, ask_facts, perform
+from tasks.weights.writer import parse_size
 
 Log = logging.Logger | logging.LoggerAdapter[Any]
 
+ADAPTER_INPUT = "adapter"
+SHARD_BYTES = 5 * 10**9
 MODES = ("auto", "dequantized", "original")
 
 
@@ -42,6 +49,7 @@ def merge(
     score: Score,
     profile: DriftLimit,
     log: Log,
+    output: Mapping[str, Any] | None = None,
     perform: Perform = perform,
 ) -> StageReport:
     """Fold an adapter into its base.
@@ -56,6 +64,8 @@ def merge(
         score: who measures fingerprints.
         profile: how far the merged model may lie from the trained one.
         log: progress.
+        output: `dtype` (torch name) and `max_shard_size` of what convert is to make next: it then
+            has nothing left to write, and the tensors are rounded once. None for training's dtype.
         perform: who computes; this process, unless a warm one is given.
 
     Raises:
@@ -67,21 +77,34 @@ def merge(
     source.require_base(base)
     mode = choose_mode(base_mode, source.quantization)
     facts = ask_facts(perform, base, source.dtype)
-    plan, quantized = _plan(adapter, base, facts, source, mode)
-    folded = sum(op.kind == "fold" for op in plan.ops)
+    dtype, limit = _output(output, source)
+    plan = _plan(adapter, base, facts, source, mode)
+    with open_checkpoint(base) as weights:
+        wanted = None if dtype == source.dtype else DTYPE_NAMES[dtype]
+        plan = with_output(plan, dtype=wanted, max_shard_bytes=limit, files=weights.files)
+    folded = sum(bool(op.terms) for op in plan.ops)
     log.info("merge: %d of %d tensors into the %s base", folded, len(plan.ops), mode)
-    result = ask_merge(perform, plan, base=base, adapter=adapter, out=out, quantized=quantized)
-    source.copy_side_files(out, config=True)
-    checks = list(_verify(out, base, plan, result))
-    notes = _notes(plan, result, mode)
+    inputs = {"base": SourceRef(base), ADAPTER_INPUT: SourceRef(adapter, stem=ADAPTER)}
+    done = ask_execute(perform, plan, inputs, out)
+    source.copy_side_files(out, config=False)
+    write_json(out / CONFIG, {**merged_config(source.config, plan), "dtype": dtype})
+    checks = [_check(op, done.outcomes[op.name]) for op in plan.ops]
+    notes = _notes(plan, done, mode)
     metrics = {"tensors": float(len(plan.ops)), "folded": float(folded)}
-    if result.overall_error is not None:
-        metrics["quantization_error"] = result.overall_error
+    if done.overall_error is not None:
+        metrics["quantization_error"] = done.overall_error
     if not all(check.ok for check in checks):
         return StageReport("weights", tuple(checks), metrics, notes)
-    model = ModelRef(out, dtype=source.dtype)
+    model = ModelRef(out, dtype=dtype)
     measured, verdict = measure(score, model, trained=trained, out=out, limit=profile, exact=False)
     return StageReport("weights", (*checks, verdict), metrics, notes, measured)
+
+
+def _output(output: Mapping[str, Any] | None, source: Trained) -> tuple[str, int]:
+    """dtype (torch name) and bytes a file of what is written."""
+    if output is None:
+        return source.dtype, SHARD_BYTES
+    return check_dtype(output["dtype"]), parse_size(output["max_shard_size"])
 
 
 def choose_mode(base_mode: str, quantization: Mapping[str, Any] | None) -> str:
@@ -100,75 +123,53 @@ def choose_mode(base_mode: str, quantization: Mapping[str, Any] | None) -> str:
     return base_mode
 
 
-def _plan(
-    adapter: Path, base: Path, facts: ModelFacts, source: Trained, mode: str
-) -> tuple[MergePlan, frozenset[str]]:
-    """The plan, and the keys that training quantised. Reads headers only."""
-    quantized = frozenset(facts.quantized if source.quantization is not None else ())
-    if source.quantization is not None:
-        check_quantization(source.quantization)
-    use = BaseUse(quantized, source.quantization, mode == "dequantized", source.dtype)
-    config = read_json(adapter / "adapter_config.json")
-    with open_checkpoint(base) as weights, open_checkpoint(adapter, ADAPTER) as lora:
-        held = {name: info for name, info in weights.tensors.items() if name not in facts.tied}
-        wanted = [replace(one, dtype=None) for one in facts.tensors]
-        misfits = [c for c in judge(wanted, held) if not c.ok]
-        if misfits:
-            raise ContractError(
-                f"merge: the base is not what its config.json says: {misfits[0].name}: "
-                f"expected {misfits[0].expected}, found {misfits[0].found}",
-                details=[f"{c.name}: expected {c.expected}, found {c.found}" for c in misfits],
-            )
-        plan = plan_merge(weights.tensors, lora.tensors, config, use)
-    tied = sorted(
-        op.name
-        for op in plan.ops
-        if op.kind == "fold" and op.name in {*facts.tied, *facts.tied.values()}
+def _plan(adapter: Path, base: Path, facts: ModelFacts, source: Trained, mode: str) -> Plan:
+    """The plan; reads headers, and the adapter's numbers. Raises ContractError."""
+    read = read_adapter(adapter, ADAPTER_INPUT)
+    found = changes([(read, 1.0)], facts.live)
+    held = {f"{ADAPTER_INPUT}:{key}": info for key, info in read.tensors.tensors.items()}
+    with open_checkpoint(base) as weights:
+        plan = plan_merge(weights.tensors, facts, found, held, _settings(facts, source, mode))
+    require_values([read], found.copies)
+    return plan
+
+
+def _settings(facts: ModelFacts, source: Trained, mode: str) -> MergeSettings:
+    """How the base enters: with the 4 bits that training held it in, where it did."""
+    if source.quantization is None:
+        return MergeSettings()
+    check_quantization(source.quantization)
+    return MergeSettings(
+        quantization={**source.quantization, "loaded_dtype": source.dtype, "base": mode},
+        quantized=frozenset(facts.quantized),
     )
-    if tied:
-        raise ContractError(
-            f"merge: {tied[0]} is tied to another tensor and cannot be changed alone",
-            details=tied,
-            hint="train without it: leave it out of peft.target_modules",
-        )
-    return plan, quantized
 
 
-def _verify(out: Path, base: Path, plan: MergePlan, result: MergeResult) -> Iterator[Check]:
-    """One check a tensor, of what lies on disk now."""
-    with open_checkpoint(out) as merged, open_checkpoint(base) as original:
-        for op in plan.ops:
-            bad = result.nonfinite.get(op.name, 0)
-            if bad:
-                yield Check(op.name, "finite", f"{bad} elements not finite", ok=False)
-            elif op.kind == "copy":
-                same = bits.same_bytes(merged.raw(op.name), original.raw(op.name))
-                yield Check(op.name, "as in the base", "identical" if same else "other", ok=same)
-            else:
-                intact = hashlib.sha256(merged.raw(op.name)).hexdigest() == result.sha256[op.name]
-                yield _computed_check(op, result, intact=intact)
-
-
-def _computed_check(op: MergeOp, result: MergeResult, *, intact: bool) -> Check:
-    if not intact:
-        return Check(op.name, "on disk what was computed", "other bytes", ok=False)
-    if op.kind == "dequantize":
+def _check(op: Op, outcome: Outcome) -> Check:
+    """The verdict on one tensor: on what was written, as it was written."""
+    if outcome.nonfinite:
+        found = f"{outcome.nonfinite} elements not finite"
+        return Check(op.name, "finite", found, ok=False)
+    if outcome.changed is not None:
+        found = f"{outcome.changed:.2%} of elements changed"
+        return Check(op.name, "changed by the adapter", found, ok=outcome.changed > 0)
+    if op.kind == "compute":
         return Check(op.name, "as in the dequantised base", "identical", ok=True)
-    changed = result.changed[op.name]
-    return Check(
-        op.name, "changed by the adapter", f"{changed:.2%} of elements changed", ok=changed > 0
-    )
+    if op.kind == "cast":
+        return Check(op.name, f"as in the base, in {op.dtype}", "rounded once", ok=True)
+    return Check(op.name, "as in the base", "identical", ok=True)
 
 
-def _notes(plan: MergePlan, result: MergeResult, mode: str) -> dict[str, Any]:
+def _notes(plan: Plan, done: Executed, mode: str) -> dict[str, Any]:
     notes: dict[str, Any] = {"merge_base": mode, "plan": plan.as_json()}
-    if result.quantization_error:
-        worst = max(result.quantization_error, key=lambda name: result.quantization_error[name])
+    errors = done.quantization_error
+    if errors:
+        worst = max(errors, key=lambda name: errors[name])
         notes["quantization_error"] = {
             "meaning": "|W - dequantised W| / |scale B A|, Frobenius norms",
-            "overall": result.overall_error,
-            "max": result.quantization_error[worst],
+            "overall": done.overall_error,
+            "max": errors[worst],
             "max_at": worst,
-            "by_tensor": result.quantization_error,
+            "by_tensor": errors,
         }
     return notes

@@ -25,7 +25,7 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
-from tasks.artifact import Artifact, Origin, intact, open_artifact, publish, staging
+from tasks.artifact import Artifact, Origin, intact, open_artifact, publish, remember, staging
 from tasks.contract import Check, require
 from tasks.errors import ArtifactError, PlumblineError
 from tasks.report import StageReport
@@ -38,6 +38,9 @@ Observe = Callable[
     [StageRun, Any], contextlib.AbstractContextManager[Callable[[dict[str, Any]], None]]
 ]
 """(the stage's run, its log) -> a context whose value receives the child's events."""
+
+Call = Callable[[str, Callable[[Any], "StageResult"]], "StageResult"]
+"""(name of the stage, its work) -> what the work returns; gives the work its log."""
 
 
 @dataclass(frozen=True)
@@ -96,6 +99,7 @@ class Mechanism:
         logs: folder for the children's full logs of this flow run.
         tracker: the tracker; owns the MLflow runs.
         force: names of stages that run even if an intact artifact exists.
+        call: who calls the stage's work: Prefect, unless a flow does without it.
         results: what has run so far, in order.
     """
 
@@ -103,6 +107,7 @@ class Mechanism:
     logs: Path
     tracker: Tracker
     force: frozenset[str] = frozenset()
+    call: Call = field(default_factory=lambda: as_prefect_task)
     results: list[StageResult] = field(default_factory=list)
 
     def run(
@@ -126,8 +131,6 @@ class Mechanism:
             context: arguments that do not change the result (how to score, where to log).
             observe: makes the function's `on_event`, for stages whose child reports as it goes.
         """
-        from prefect import get_run_logger, task
-
         final = self.store / stage.kind / stage.key(plain(config), inputs)
         origin = Origin(
             kind=stage.kind,
@@ -138,8 +141,7 @@ class Mechanism:
             versions=stage.versions(),
         )
 
-        def body() -> Any:
-            log = get_run_logger()
+        def work(log: Any) -> StageResult:
             started = time.monotonic()
             with _stage_named(stage.name), self.tracker.stage(stage.name, origin) as run:
                 reused = None if stage.name in self.force else self._reusable(final, stage, log)
@@ -153,18 +155,10 @@ class Mechanism:
                         result = self._execute(function, final, origin, arguments, run)
                 result = _timed(result, time.monotonic() - started)
                 run.finish(result.artifact, result.metrics, reused=result.reused)
-            return _completed(result)
+            return result
 
-        runner = task(
-            body, name=stage.name, cache_policy=None, persist_result=False, log_prints=False
-        )
-        return self._remember(runner())
-
-    def _remember(self, returned: Any) -> StageResult:
-        # A task that returns a State hands that State back when it was called directly.
-        result: StageResult = returned if isinstance(returned, StageResult) else returned.result()
-        self.results.append(result)
-        return result
+        self.results.append(self.call(stage.name, work))
+        return self.results[-1]
 
     def _reusable(self, final: Path, stage: Stage, log: Any) -> Artifact | None:
         if not final.exists():
@@ -201,10 +195,24 @@ class Mechanism:
             run.details({"drift": measured, **report.notes})
             described = Origin(**{**_fields(origin), "notes": notes})
             artifact = publish(work, final, described)
-            intact(artifact, self.store / ".seen")
+            remember(artifact, self.store / ".seen")
         return StageResult(
             origin.stage, artifact, False, 0.0, tuple(report.checks), measured, metrics
         )
+
+
+def as_prefect_task(name: str, work: Callable[[Any], StageResult]) -> StageResult:
+    """Run a stage's work as a Prefect task run, called directly."""
+    from prefect import get_run_logger, task
+
+    def body() -> Any:
+        return _completed(work(get_run_logger()))
+
+    runner = task(body, name=name, cache_policy=None, persist_result=False, log_prints=False)
+    returned = runner()
+    # A task that returns a State hands that State back when it was called directly.
+    result: StageResult = returned if isinstance(returned, StageResult) else returned.result()
+    return result
 
 
 @contextlib.contextmanager

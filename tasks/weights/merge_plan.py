@@ -1,25 +1,25 @@
-"""The merge plan: one operation a base tensor, made and checked from headers alone.
+"""The plan of a merge: one operation a base tensor, made and checked from headers alone.
 
-    plan = plan_merge(base.tensors, adapter.tensors, adapter_config, quantized=..., ...)
+    plan = plan_merge(base.tensors, adapter.tensors, adapter_config, BaseUse())
 
-Planning decides and validates everything (shapes, ranks, that every adapter tensor is used exactly
-once); running a plan (`merge_run.py`) only computes. A plan is plain data: it compares, it
-serialises, and it travels to the process that runs it.
+Shapes, ranks, and that every adapter tensor is used exactly once, are decided here.
 """
 
 from __future__ import annotations
 
 import difflib
+import math
 import re
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Any
 
 from tasks.contract import TensorLike
 from tasks.errors import ContractError
 from tasks.weights.bits import is_float
-from tasks.weights.fold import lora_scale
 from tasks.weights.names import LoraKey, parse_peft
+from tasks.weights.plan import Op, Plan
+from tasks.weights.terms import LowRank
 
 _PLAIN: dict[str, tuple[Any, ...]] = {
     # adapter_config.json key: values under which `W + scale * B @ A` is all there is to do
@@ -46,56 +46,6 @@ _PLAIN_INIT = (True, False, None, "gaussian", "eva", "orthogonal")
 
 
 @dataclass(frozen=True)
-class MergeOp:
-    """What becomes of one base tensor.
-
-    Attributes:
-        name: key of the base tensor and of the output tensor.
-        shape: of both.
-        dtype: of both, safetensors name.
-        dequantize: take the tensor through 4 bits first, as training did.
-        a: adapter key of lora_A, "" when nothing is folded in.
-        b: adapter key of lora_B.
-        scale: factor of B @ A.
-    """
-
-    name: str
-    shape: tuple[int, ...]
-    dtype: str
-    dequantize: bool = False
-    a: str = ""
-    b: str = ""
-    scale: float = 0.0
-
-    @property
-    def kind(self) -> str:
-        """What is done: "fold", "dequantize" or "copy"."""
-        return "fold" if self.a else "dequantize" if self.dequantize else "copy"
-
-
-@dataclass(frozen=True)
-class MergePlan:
-    """All operations, in the base's order, and how training quantised the base (None: it did not).
-
-    `loaded_dtype` is the torch dtype in which training held the base, before any quantisation.
-    """
-
-    ops: tuple[MergeOp, ...]
-    quantization: Mapping[str, Any] | None
-    loaded_dtype: str
-
-    def as_json(self) -> dict[str, Any]:
-        """Plain JSON, for a manifest or another process."""
-        return asdict(self)
-
-    @classmethod
-    def from_json(cls, raw: Mapping[str, Any]) -> MergePlan:
-        """What `as_json` made."""
-        ops = tuple(MergeOp(**{**op, "shape": tuple(op["shape"])}) for op in raw["ops"])
-        return cls(ops, raw["quantization"], raw["loaded_dtype"])
-
-
-@dataclass(frozen=True)
 class BaseUse:
     """How the base enters the merge.
 
@@ -117,8 +67,8 @@ def plan_merge(
     adapter: Mapping[str, TensorLike],
     config: Mapping[str, Any],
     use: BaseUse,
-) -> MergePlan:
-    """Plan a merge.
+) -> Plan:
+    """Plan a merge: one operation a base tensor, in the base's order; inputs "base" and "adapter".
 
     Args:
         base: header entries of the base checkpoint.
@@ -132,11 +82,11 @@ def plan_merge(
     """
     findings = _config_findings(config)
     pairs = _pairs(adapter, findings)
-    folds: dict[str, MergeOp] = {}
+    terms: dict[str, LowRank] = {}
     for module, halves in pairs.items():
-        op = _fold_op(module, halves, base, adapter, config, findings)
-        if op is not None:
-            folds[op.name] = op
+        term = _term(module, halves, base, adapter, config, findings)
+        if term is not None:
+            terms[f"{module}.weight"] = term
     if not adapter:
         findings.append("the adapter holds no tensors")
     absent = sorted(use.quantized - set(base)) if use.dequantized else []
@@ -147,21 +97,31 @@ def plan_merge(
             + (f" (and {len(findings) - 1} more)" if len(findings) > 1 else ""),
             details=findings[:50],
         )
-    ops = []
-    for name, info in base.items():
-        fold = folds.get(name)
-        ops.append(
-            MergeOp(
-                name,
-                tuple(info.shape),
-                info.dtype,
-                dequantize=use.dequantized and name in use.quantized,
-                a=fold.a if fold else "",
-                b=fold.b if fold else "",
-                scale=fold.scale if fold else 0.0,
-            )
-        )
-    return MergePlan(tuple(ops), use.quantization, use.loaded_dtype)
+    return Plan(tuple(_op(name, info, terms.get(name), use) for name, info in base.items()))
+
+
+def _op(name: str, info: TensorLike, term: LowRank | None, use: BaseUse) -> Op:
+    """What becomes of one base tensor."""
+    quantization = None
+    if name in use.quantized and use.quantization is not None and (use.dequantized or term):
+        base = "dequantized" if use.dequantized else "original"
+        quantization = {**use.quantization, "loaded_dtype": use.loaded_dtype, "base": base}
+    return Op(
+        name,
+        tuple(info.shape),
+        info.dtype,
+        source=f"base:{name}",
+        source_dtype=info.dtype,
+        quantization=quantization,
+        terms=(term,) if term else (),
+    )
+
+
+def lora_scale(alpha: float, rank: int, *, rslora: bool) -> float:
+    """`alpha / rank` (https://arxiv.org/abs/2106.09685); rsLoRA: `alpha / sqrt(rank)`
+    (https://arxiv.org/abs/2312.03732).
+    """
+    return alpha / math.sqrt(rank) if rslora else alpha / rank
 
 
 def _config_findings(config: Mapping[str, Any]) -> list[str]:
@@ -194,15 +154,15 @@ def _pairs(adapter: Mapping[str, TensorLike], findings: list[str]) -> dict[str, 
     return pairs
 
 
-def _fold_op(
+def _term(
     module: str,
     halves: Mapping[str, LoraKey],
     base: Mapping[str, TensorLike],
     adapter: Mapping[str, TensorLike],
     config: Mapping[str, Any],
     findings: list[str],
-) -> MergeOp | None:
-    """The operation that consumes one module's pair; None, and findings, when it does not fit."""
+) -> LowRank | None:
+    """The term that consumes one module's pair; None, and findings, when it does not fit."""
     if set(halves) != {"A", "B"}:
         findings.append(f"{module}: has lora_{'/'.join(sorted(halves))} only")
         return None
@@ -229,9 +189,7 @@ def _fold_op(
     if problems or rank <= 0 or alpha <= 0:
         return None
     scale = lora_scale(alpha, rank, rslora=bool(config.get("use_rslora")))
-    return MergeOp(
-        key_a.base, tuple(target.shape), target.dtype, a=key_a.peft, b=key_b.peft, scale=scale
-    )
+    return LowRank(f"adapter:{key_a.peft}", f"adapter:{key_b.peft}", scale)
 
 
 def _rank_alpha(module: str, config: Mapping[str, Any]) -> tuple[int, float]:

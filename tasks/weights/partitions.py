@@ -9,18 +9,18 @@ must cover [0, numel) exactly once, whatever the number of ranks and whatever th
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from math import prod
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-from numpy.typing import NDArray
-
 from tasks.errors import ArtifactError
 from tasks.weights.header import ITEM_BITS, Header, read_header
 from tasks.weights.reader import read_json
+from tasks.weights.source import Extent
+from tasks.weights.writer import Spec
 
 PARTITIONS = "partitions.json"
 SHARDS = "shards"
@@ -54,14 +54,22 @@ class Partitions:
     slices: Mapping[str, tuple[Slice, ...]]
     _headers: Mapping[str, Header] = field(repr=False)
 
-    def pieces(self, name: str) -> Iterator[NDArray[np.uint8]]:
-        """The bytes of one parameter, in order, one slice at a time (mapped, not read at once)."""
+    @cached_property
+    def tensors(self) -> Mapping[str, Spec]:
+        """Whole shapes and the dtype, by parameter name."""
+        return {name: Spec(name, shape, self.dtype) for name, shape in self.shapes.items()}
+
+    def extents(self, name: str) -> Sequence[Extent]:
+        """The ranges of the rank files that make one parameter, in order."""
+        found = []
         for piece in self.slices[name]:
             info = self._headers[piece.file].tensors[name]
-            path = self.root / SHARDS / piece.file
-            with path.open("rb") as file:
-                mapped = np.memmap(file, np.uint8, "r", offset=info.start, shape=(info.nbytes,))
-            yield np.asarray(mapped)
+            found.append(Extent(self.root / SHARDS / piece.file, info.start, info.nbytes))
+        return found
+
+    def sha256(self, name: str) -> str | None:
+        """Known for slices only, never for a whole parameter that several ranks hold."""
+        return None
 
 
 def rank_file(rank: int, world_size: int) -> str:

@@ -23,6 +23,23 @@ Kind = Literal["copy", "cast", "compute"]
 
 
 @dataclass(frozen=True)
+class Encoding:
+    """The output tensor is one half of a matrix in 8 bits; see `encode.py`.
+
+    Attributes:
+        scheme: "w8a8" or "fp8".
+        part: its numbers, of the matrix's shape, or the scale of every row, (rows, 1).
+        columns: of the matrix.
+        held: safetensors name of the dtype in which a loader may hold the scales.
+    """
+
+    scheme: str
+    part: Literal["weight", "scale"]
+    columns: int
+    held: str = "BF16"
+
+
+@dataclass(frozen=True)
 class Op:
     """How one output tensor comes to be: read, dequantise, add terms in fp32, round once.
 
@@ -39,6 +56,7 @@ class Op:
         quantization: take the tensor through 4 bits first, as training did, or decode it when it is
             stored in 4 bits; as in train.json. None for neither.
         terms: what is added to it or done to it, in order, in fp32.
+        encoding: how the result is stored in 8 bits; None where it is not.
     """
 
     name: str
@@ -50,6 +68,7 @@ class Op:
     transpose: bool = False
     quantization: Mapping[str, Any] | None = None
     terms: tuple[Term, ...] = ()
+    encoding: Encoding | None = None
 
     @property
     def nbytes(self) -> int:
@@ -57,9 +76,16 @@ class Op:
         return prod(self.shape) * ITEM_BITS[self.dtype] // 8
 
     @property
+    def read_shape(self) -> tuple[int, ...]:
+        """Shape of what is computed: the output's, or the matrix's whose scales the output is."""
+        if self.encoding is None:
+            return self.shape
+        return (*self.shape[:-1], self.encoding.columns)
+
+    @property
     def kind(self) -> Kind:
         """ "copy" moves bytes, "cast" changes the dtype only, "compute" is everything else."""
-        if self.terms or self.transpose or self.quantization is not None:
+        if self.terms or self.transpose or self.encoding or self.quantization is not None:
             return "compute"
         return "copy" if self.dtype == self.source_dtype else "cast"
 
@@ -86,13 +112,16 @@ class Dropped:
 class Plan:
     """All operations in the order in which shards are filled, and what is left out.
 
-    `max_shard_bytes` bounds the tensor data of one output file; None writes a single file.
+    `max_shard_bytes` bounds the tensor data of one output file; None writes a single file. Where
+    `shards` is given it says how many operations fill each file, and nothing is bounded: an input's
+    own shards, which are then copied or linked as they are.
     """
 
     ops: tuple[Op, ...]
     dropped: tuple[Dropped, ...] = ()
     max_shard_bytes: int | None = None
     notes: Mapping[str, Any] = field(default_factory=dict)
+    shards: tuple[int, ...] | None = None
 
     @property
     def nbytes(self) -> int:
@@ -107,6 +136,7 @@ class Plan:
             "dropped": [asdict(entry) for entry in self.dropped],
             "max_shard_bytes": self.max_shard_bytes,
             "notes": dict(self.notes),
+            "shards": None if self.shards is None else list(self.shards),
         }
 
     @classmethod
@@ -118,9 +148,17 @@ class Plan:
                     **op,
                     "shape": tuple(op["shape"]),
                     "terms": tuple(term_from_json(term) for term in op["terms"]),
+                    "encoding": Encoding(**op["encoding"]) if op.get("encoding") else None,
                 }
             )
             for op in raw["ops"]
         )
         dropped = tuple(Dropped(**entry) for entry in raw["dropped"])
-        return cls(ops, dropped, raw["max_shard_bytes"], dict(raw["notes"]))
+        shards = raw.get("shards")
+        return cls(
+            ops,
+            dropped,
+            raw["max_shard_bytes"],
+            dict(raw["notes"]),
+            None if shards is None else tuple(shards),
+        )

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import contextlib
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -21,14 +21,16 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
-from tasks.errors import ArtifactError
+from tasks.errors import ArtifactError, ConfigError
 from tasks.weights.header import Header, TensorInfo, read_header
+from tasks.weights.source import Extent
 
 if TYPE_CHECKING:
     import torch
 
 WEIGHTS = "model"
 ADAPTER = "adapter_model"
+MANIFEST = "manifest.json"
 
 _OTHER_WEIGHTS = ("*.safetensors", "pytorch_model*.bin", "adapter_model.bin", "consolidated*.pt*")
 """What a loader that picks weights by glob could take for part of the model."""
@@ -43,18 +45,29 @@ class Checkpoint:
         tensors: header entries by tensor name.
         files: file name by tensor name.
         headers: the header of each file.
+        hashes: sha256 by tensor name, as far as a manifest tells that can be trusted.
     """
 
     root: Path
     tensors: Mapping[str, TensorInfo]
     files: Mapping[str, str]
     headers: Mapping[str, Header]
+    hashes: Mapping[str, str] = field(default_factory=dict, repr=False)
     _maps: dict[str, NDArray[np.uint8]] = field(default_factory=dict, repr=False, compare=False)
 
     @property
     def nbytes(self) -> int:
         """Size of all tensors together."""
         return sum(info.nbytes for info in self.tensors.values())
+
+    def extents(self, name: str) -> Sequence[Extent]:
+        """Where the tensor's bytes lie: one range of one file."""
+        info = self.tensors[name]
+        return (Extent(self.root / self.files[name], info.start, info.nbytes),)
+
+    def sha256(self, name: str) -> str | None:
+        """Of the tensor's bytes, where the folder's manifest tells."""
+        return self.hashes.get(name)
 
     def raw(self, name: str) -> NDArray[np.uint8]:
         """The tensor's bytes, mapped, 1-D. Valid while the checkpoint is open."""
@@ -89,22 +102,39 @@ DTYPE_NAMES = {"bfloat16": "BF16", "float16": "F16", "float32": "F32"}
 """safetensors names of the dtypes that configuration and config.json speak of."""
 
 
+def check_dtype(name: str) -> str:
+    """`convert.dtype` as it was given. Raises ConfigError for one that is none."""
+    if name not in DTYPE_NAMES:
+        raise ConfigError(
+            f"convert.dtype={name!r} is not one of {', '.join(DTYPE_NAMES)}",
+            hint="convert.dtype=bfloat16",
+        )
+    return name
+
+
 @contextlib.contextmanager
-def open_checkpoint(root: Path, stem: str = WEIGHTS) -> Iterator[Checkpoint]:
+def open_checkpoint(
+    root: Path, stem: str = WEIGHTS, *, beside: Collection[str] = ()
+) -> Iterator[Checkpoint]:
     """Open a folder with `<stem>.safetensors` or `<stem>.safetensors.index.json`.
+
+    Args:
+        root: the folder.
+        stem: what its files' names begin with.
+        beside: weight files in it that the caller knows, and reads otherwise.
 
     Raises:
         ArtifactError: with every finding: nothing there, absent or truncated files, an index that
             disagrees with the files, weight files that belong to nothing, paths out of the folder.
     """
-    checkpoint = _survey(root, stem)
+    checkpoint = _survey(root, stem, beside)
     try:
         yield checkpoint
     finally:
         checkpoint._maps.clear()
 
 
-def _survey(root: Path, stem: str) -> Checkpoint:
+def _survey(root: Path, stem: str, beside: Collection[str]) -> Checkpoint:
     findings: list[str] = []
     index = _read_index(root, stem, findings)
     names = sorted(set(index.values())) if index is not None else [f"{stem}.safetensors"]
@@ -121,9 +151,10 @@ def _survey(root: Path, stem: str) -> Checkpoint:
         except ArtifactError as error:
             findings.append(error.message)
     tensors, files = _locate(headers, findings)
+    hashes = _manifest_hashes(root, files)
     if index is not None:
         findings += _index_findings(index, files, headers)
-    findings += _stray_findings(root, set(names))
+    findings += _stray_findings(root, {*names, *beside})
     if findings:
         raise ArtifactError(
             f"{root}: not a usable checkpoint: {findings[0]}"
@@ -131,7 +162,32 @@ def _survey(root: Path, stem: str) -> Checkpoint:
             details=findings,
             hint=f"expected {stem}.safetensors, or {stem}.safetensors.index.json and its files",
         )
-    return Checkpoint(root, tensors, files, headers)
+    return Checkpoint(root, tensors, files, headers, hashes)
+
+
+def _manifest_hashes(root: Path, files: Mapping[str, str]) -> dict[str, str]:
+    """sha256 of the tensors of those files that have not been touched since the manifest.
+
+    A manifest is the last file that is written into an artifact. A weight file with a later mtime,
+    or of another size than the manifest says, gives no hashes: its tensors are read and hashed.
+    That the bytes are still those of the manifest is for the stage mechanism to hold: it compares
+    size, mtime, ctime and inode of every input before a stage starts (`artifact.intact`).
+    """
+    path = root / MANIFEST
+    try:
+        document = json.loads(path.read_text())
+        written = path.stat().st_mtime_ns
+        sizes = {name: int(entry["size"]) for name, entry in document["files"].items()}
+        tensors = {name: dict(entries) for name, entries in document["tensors"].items()}
+    except (OSError, ValueError, KeyError, TypeError, AttributeError):
+        return {}  # not an artifact: a folder that somebody downloaded
+    found = {}
+    for file in set(files.values()) & set(sizes):
+        stat = (root / file).stat()
+        if stat.st_size == sizes[file] and stat.st_mtime_ns <= written:
+            entries = tensors.get(file, {})
+            found.update({n: str(entries[n]["sha256"]) for n in entries if files.get(n) == file})
+    return found
 
 
 def _read_index(root: Path, stem: str, findings: list[str]) -> dict[str, str] | None:

@@ -39,3 +39,29 @@ class Source(Protocol):
 
     def sha256(self, name: str) -> str | None:
         """Of the tensor's bytes, where a manifest that can be trusted tells; else None."""
+
+
+@dataclass(frozen=True)
+class Renamed:
+    """A source under other keys.
+
+    Attributes:
+        whole: the source itself.
+        names: its key, by the key here; tensors that are not named are not there.
+    """
+
+    whole: Source
+    names: Mapping[str, str]
+
+    @property
+    def tensors(self) -> Mapping[str, TensorLike]:
+        """Shape and dtype by the key here."""
+        return {key: self.whole.tensors[name] for key, name in self.names.items()}
+
+    def extents(self, name: str) -> Sequence[Extent]:
+        """As the whole says."""
+        return self.whole.extents(self.names[name])
+
+    def sha256(self, name: str) -> str | None:
+        """As the whole says."""
+        return self.whole.sha256(self.names[name])

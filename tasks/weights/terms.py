@@ -7,7 +7,7 @@ rows of the output, so none of them may need more of the output than a block of 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any, ClassVar
 
 Stride = tuple[int, int, int]
@@ -28,6 +28,9 @@ class LowRank:
         b_columns: the columns of B that belong to it.
         out_start: row of the (transposed, if asked) product at which the output tensor begins: one
             part of a fused tensor.
+        experts: how many experts a 3-D output (experts, rows, columns) stacks. As peft lays it out,
+            rows `e * rank ... (e + 1) * rank` of A and every `experts`-th column of B from `e` on
+            belong to expert `e`. 1 for a matrix. `of_expert` gives the term of one expert alone.
     """
 
     kind: ClassVar[str] = "low_rank"
@@ -38,6 +41,17 @@ class LowRank:
     a_rows: Stride | None = None
     b_columns: Stride | None = None
     out_start: int = 0
+    experts: int = 1
+
+    def of_expert(self, index: int, rows_of_a: int) -> LowRank:
+        """The change to expert `index` alone, a matrix; `rows_of_a`: first axis of the whole A."""
+        rank = rows_of_a // self.experts
+        return replace(
+            self,
+            a_rows=(index * rank, (index + 1) * rank, 1),
+            b_columns=(index, rows_of_a, self.experts),
+            experts=1,
+        )
 
 
 @dataclass(frozen=True)
@@ -45,6 +59,8 @@ class Dora:
     """`m * (W + scale * B @ A) / |W + scale * B @ A|`, norms taken over each output feature.
 
     DoRA: https://arxiv.org/abs/2402.09353. Attributes as of `LowRank`; `magnitude`: shape (out,).
+    Without `transpose` a feature is a row of the output; with it, a column, whose norm needs every
+    row: see `kernels.needs_all_rows`. It is the only term of its tensor.
     """
 
     kind: ClassVar[str] = "dora"

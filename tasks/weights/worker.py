@@ -7,14 +7,16 @@ the same requests instead.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from tasks.contract import Expected
 from tasks.weights.contracts import ModelFacts, expected_from_json
-from tasks.weights.merge_plan import MergePlan
-from tasks.weights.merge_run import MergeResult
+from tasks.weights.execute import Executed, execute
+from tasks.weights.opening import SourceRef, open_sources
+from tasks.weights.plan import Plan
+from tasks.weights.validate import validate
 
 Perform = Callable[[Mapping[str, Any]], Mapping[str, Any]]
 """A request (`{"do": ..., ...}`) to its reply; both plain JSON. Raises what the work raises."""
@@ -25,10 +27,17 @@ def perform(request: Mapping[str, Any]) -> dict[str, Any]:
     return _HANDLERS[request["do"]](request)
 
 
-def ask_facts(perform: Perform, config: Path, dtype: str) -> ModelFacts:
+def ask_facts(
+    perform: Perform,
+    config: Path,
+    dtype: str,
+    disk: Mapping[str, tuple[int, ...]] | None = None,
+) -> ModelFacts:
     """`contracts.model_facts`, by whoever performs."""
-    reply = perform({"do": "model_facts", "config": str(config), "dtype": dtype})
-    return ModelFacts.from_json(reply)
+    request: dict[str, Any] = {"do": "model_facts", "config": str(config), "dtype": dtype}
+    if disk is not None:
+        request["disk"] = {name: list(shape) for name, shape in disk.items()}
+    return ModelFacts.from_json(perform(request))
 
 
 def ask_adapter_contract(
@@ -46,33 +55,56 @@ def ask_adapter_contract(
     return [expected_from_json(entry) for entry in reply["tensors"]]
 
 
-def ask_merge(
-    perform: Perform,
-    plan: MergePlan,
-    *,
-    base: Path,
-    adapter: Path,
-    out: Path,
-    quantized: frozenset[str],
-) -> MergeResult:
-    """`merge_run.run_merge`, by whoever performs."""
+def ask_reward_facts(
+    perform: Perform, config: Mapping[str, Any], dtype: str, disk: Mapping[str, tuple[int, ...]]
+) -> tuple[str, ModelFacts]:
+    """`heads.facts.reward_facts`, by whoever performs."""
+    shapes = {name: list(shape) for name, shape in disk.items()}
+    reply = perform({"do": "reward_facts", "config": dict(config), "dtype": dtype, "disk": shapes})
+    return str(reply["architecture"]), ModelFacts.from_json(reply["facts"])
+
+
+def ask_quantization_config(perform: Perform, scheme: str, ignore: Sequence[str]) -> dict[str, Any]:
+    """`quantize.library_config`, by whoever performs."""
+    request = {"do": "quantization_config", "scheme": scheme, "ignore": list(ignore)}
+    return dict(perform(request))
+
+
+def ask_execute(
+    perform: Perform, plan: Plan, inputs: Mapping[str, SourceRef], out: Path
+) -> Executed:
+    """`validate` and `execute`, by whoever performs."""
     reply = perform(
         {
-            "do": "merge",
+            "do": "execute",
             "plan": plan.as_json(),
-            "base": str(base),
-            "adapter": str(adapter),
+            "inputs": {name: ref.as_json() for name, ref in inputs.items()},
             "out": str(out),
-            "quantized": sorted(quantized),
         }
     )
-    return MergeResult(**reply)
+    return Executed.from_json(reply)
 
 
 def _model_facts(request: Mapping[str, Any]) -> dict[str, Any]:
     from tasks.weights.contracts import model_facts
 
-    return model_facts(Path(request["config"]), request["dtype"]).as_json()
+    disk = request.get("disk")
+    shapes = None if disk is None else {name: tuple(shape) for name, shape in disk.items()}
+    return model_facts(Path(request["config"]), request["dtype"], shapes).as_json()
+
+
+def _reward_facts(request: Mapping[str, Any]) -> dict[str, Any]:
+    from tasks.weights.heads.facts import reward_facts
+
+    disk = {name: tuple(shape) for name, shape in request["disk"].items()}
+    architecture, facts = reward_facts(request["config"], request["dtype"], disk)
+    return {"architecture": architecture, "facts": facts.as_json()}
+
+
+def _quantization_config(request: Mapping[str, Any]) -> dict[str, Any]:
+    from tasks.weights.quantize import library_config
+
+    return library_config(request["scheme"], request["ignore"])
 
 
 def _adapter_contract(request: Mapping[str, Any]) -> dict[str, Any]:
@@ -86,20 +118,18 @@ def _adapter_contract(request: Mapping[str, Any]) -> dict[str, Any]:
     return {"tensors": [asdict(one) for one in expected]}
 
 
-def _merge(request: Mapping[str, Any]) -> dict[str, Any]:
-    from tasks.weights.merge_run import run_merge
-
-    return run_merge(
-        MergePlan.from_json(request["plan"]),
-        base=Path(request["base"]),
-        adapter=Path(request["adapter"]),
-        out=Path(request["out"]),
-        quantized=frozenset(request["quantized"]),
-    ).as_json()
+def _execute(request: Mapping[str, Any]) -> dict[str, Any]:
+    plan, out = Plan.from_json(request["plan"]), Path(request["out"])
+    refs = {name: SourceRef.from_json(raw) for name, raw in request["inputs"].items()}
+    with open_sources(refs) as sources:
+        validate(plan, sources)
+        return execute(plan, sources, out).as_json()
 
 
 _HANDLERS: dict[str, Callable[[Mapping[str, Any]], dict[str, Any]]] = {
     "model_facts": _model_facts,
     "adapter_contract": _adapter_contract,
-    "merge": _merge,
+    "quantization_config": _quantization_config,
+    "reward_facts": _reward_facts,
+    "execute": _execute,
 }

@@ -36,8 +36,13 @@ def _merge(out: Path, adapter: Path, base: Path, trained: Path, **other) -> Stag
     return merge(out, adapter=adapter, base=base, trained=trained, **{**settings, **other})
 
 
-def _peft_merge(base: dict[str, torch.Tensor], folder: Path, adapter: Path) -> dict:
-    """peft's own merge, done in fp32 on `base`, cast to bf16 once."""
+def _peft_merge(
+    base: dict[str, torch.Tensor],
+    folder: Path,
+    adapter: Path,
+    dtype: torch.dtype = torch.bfloat16,
+) -> dict:
+    """peft's own merge, done in fp32 on `base`, cast once."""
     from peft import PeftModel
     from transformers import AutoConfig, AutoModelForCausalLM
 
@@ -46,7 +51,7 @@ def _peft_merge(base: dict[str, torch.Tensor], folder: Path, adapter: Path) -> d
     model.load_state_dict({k: v.float() for k, v in base.items()}, strict=False)
     model.tie_weights()
     merged = PeftModel.from_pretrained(model, adapter, autocast_adapter_dtype=True)
-    return {k: v.to(torch.bfloat16) for k, v in merged.merge_and_unload().state_dict().items()}
+    return {k: v.to(dtype) for k, v in merged.merge_and_unload().state_dict().items()}
 
 
 def _dequantised(base: Path) -> dict[str, torch.Tensor]:
@@ -159,10 +164,11 @@ def test_every_misfit_of_the_adapter_in_one_error(llama, lora_adapter, lora_run,
     with pytest.raises(ContractError) as caught:
         _merge(out, broken, llama.path, lora_run)
     text = "\n".join(caught.value.details)
-    assert len(caught.value.details) == 3
-    assert "no model.layers.0.mlp.up_projj.weight; near: model.layers.0.mlp.up_proj.weight" in text
-    assert "is [4, 7], base and rank want [4, 128]" in text
-    assert "mlp.gate_proj: has lora_A only" in text
+    assert len(caught.value.details) == 7
+    assert "the adapter covers only 25 of the 28 tensors it has to hold" in text
+    assert "up_projj.lora_A.weight: unexpected: near: base_model.model.model.layers.0.mlp" in text
+    assert "down_proj.lora_A.weight: is [4, 7], the model and the rank want [4, 128]" in text
+    assert f"{prefix}.gate_proj.lora_B.weight: missing" in text
     assert list(out.iterdir()) == []
 
 
@@ -182,7 +188,9 @@ def test_infinite_result_fails_the_stage_by_name(llama, lora_adapter, lora_run, 
     path = hot / "adapter_model.safetensors"
     tensors = load_file(path)
     name = "base_model.model.model.layers.0.self_attn.k_proj.lora_B.weight"
-    tensors[name] = torch.full_like(tensors[name], float("inf"))
+    tensors[name] = torch.full_like(tensors[name], 3e38)  # finite, and their product is not
+    other = name.replace("lora_B", "lora_A")
+    tensors[other] = torch.full_like(tensors[other], 9.0)
     save_file(tensors, path)
     report = _merge(out, hot, llama.path, lora_run)
     assert failed(report.checks) == ["model.layers.0.self_attn.k_proj.weight"]
@@ -217,25 +225,26 @@ def test_truncated_inputs_are_refused_and_nothing_is_written(
     assert list(out.iterdir()) == []
 
 
-def test_a_tied_target_cannot_be_changed_alone(tmp_path, qwen, qlora_adapter, qlora_run, out):
-    """The base stores a second copy of the tied head, and the adapter changes only that."""
-    both = shutil.copytree(qwen.path, tmp_path / "both")
-    tensors = load_file(both / "model.safetensors")
-    tensors["lm_head.weight"] = tensors["model.embed_tokens.weight"].clone()
-    save_file(tensors, both / "model.safetensors")
-    (both / "manifest.json").unlink()
-    with staging(tmp_path / "base") as work:
-        shutil.copytree(both, work, dirs_exist_ok=True)
-        base = publish(work, tmp_path / "base", Origin("base", "prepare", "x"))
-    run = shutil.copytree(qlora_run, tmp_path / "run")
-    said = json.loads((run / "train.json").read_text())
-    (run / "train.json").write_text(json.dumps({**said, "base_digest": base.digest}))
+def test_a_tied_target_is_stored_apart(tmp_path, qwen, qlora_adapter, qlora_run, out) -> None:
+    """The adapter changes the head alone: what shared its tensor keeps the base's."""
     head = shutil.copytree(qlora_adapter, tmp_path / "head")
     prefix = "base_model.model.lm_head.lora"
-    pair = {f"{prefix}_A.weight": torch.ones(4, 64), f"{prefix}_B.weight": torch.ones(300, 4)}
-    save_file(pair, head / "adapter_model.safetensors")
-    with pytest.raises(ContractError, match="lm_head.weight is tied to another tensor"):
-        _merge(out, head, base.path, run)
+    torch.manual_seed(3)
+    a, b = torch.randn(4, 64), torch.randn(300, 4)
+    save_file(
+        {f"{prefix}_A.weight": a, f"{prefix}_B.weight": b}, head / "adapter_model.safetensors"
+    )
+    config = json.loads((head / "adapter_config.json").read_text())
+    said = {**config, "target_modules": ["lm_head"], "rank_pattern": {}, "alpha_pattern": {}}
+    (head / "adapter_config.json").write_text(json.dumps(said))
+    report = _merge(out, head, qwen.path, qlora_run)
+    assert report.notes["plan"]["notes"]["untied"] == ["lm_head.weight"]
+    merged, base = load_file(out / "model.safetensors"), load_file(qwen.path / "model.safetensors")
+    rows = base["model.embed_tokens.weight"]
+    assert torch.equal(merged["model.embed_tokens.weight"], rows)
+    delta = (b @ a) * (config["lora_alpha"] / config["r"])
+    assert torch.equal(merged["lm_head.weight"], (rows.float() + delta).to(rows.dtype))
+    assert json.loads((out / "config.json").read_text())["tie_word_embeddings"] is False
 
 
 def test_merging_twice_gives_the_same_bytes(qwen, qlora_adapter, qlora_run, tmp_path) -> None:
@@ -245,3 +254,44 @@ def test_merging_twice_gives_the_same_bytes(qwen, qlora_adapter, qlora_run, tmp_
         _merge(folder, qlora_adapter, qwen.path, qlora_run)
     one, two = ({p.name: p.read_bytes() for p in f.iterdir()} for f in folders)
     assert one == two
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_one_pass_with_convert_and_both_verdicts(
+    llama, lora_adapter, lora_run, tmp_path, dtype: str
+) -> None:
+    """Merge writes what convert is to make; convert then links every file."""
+    from tasks.convert import convert
+
+    settings = {"dtype": dtype, "max_shard_size": "90KB"}
+    judged = {"profile": STANDARD, "log": logging.getLogger("tests.weights")}
+    with staging(tmp_path / "merged") as work:
+        report = _merge(
+            work, lora_adapter, llama.path, lora_run, output=settings, score=measure_here
+        )
+        publish(work, tmp_path / "merged", Origin(report.kind, "merge", "key"))
+    assert failed(report.checks) == []
+    merged = tmp_path / "merged"
+    expected = _peft_merge(state_of(llama.path), llama.path, lora_adapter, getattr(torch, dtype))
+    found = state_of(merged)
+    assert [name for name in found if not torch.equal(found[name], expected[name])] == []
+    assert json.loads((merged / "config.json").read_text())["dtype"] == dtype
+    (tmp_path / "served").mkdir()
+
+    def never(*_: object) -> None:
+        raise AssertionError("what merge has measured is carried over")
+
+    inputs = {"weights": merged, "trained": lora_run}
+    served = convert(tmp_path / "served", **inputs, **settings, score=never, **judged)
+    assert failed(served.checks) == []
+    assert served.drift == report.drift
+    files = sorted(path.name for path in merged.glob("*.safetensors"))
+    assert len(files) > 2
+    assert served.notes == {"linked": files, "drift_carried_over": True}
+
+
+def test_untouched_shards_are_the_bases_own_files(llama, lora_adapter, lora_run, out) -> None:
+    _merge(out, lora_adapter, llama.path, lora_run)
+    linked = [p.name for p in out.glob("*.safetensors") if p.stat().st_nlink > 1]
+    assert linked  # the embedding and the head have files of their own in this base
+    assert all((out / n).read_bytes() == (llama.path / n).read_bytes() for n in linked)

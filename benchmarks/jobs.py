@@ -1,0 +1,116 @@
+"""The jobs that are timed, each in a process of its own: `python -m benchmarks.jobs merge ...`.
+
+Ours do what the stages do without scoring: open, plan, validate, execute, publish (flushed to disk,
+with a manifest). Peers do what their users do.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+
+def merge(base: Path, adapter: Path, out: Path) -> None:
+    """Our merge of a PEFT adapter into its base."""
+    from tasks.weights.layout import with_output
+    from tasks.weights.merge_plan import BaseUse, plan_merge
+    from tasks.weights.opening import SourceRef, open_sources
+    from tasks.weights.reader import ADAPTER, open_checkpoint, read_json
+
+    config = read_json(adapter / "adapter_config.json")
+    refs = {"base": SourceRef(base), "adapter": SourceRef(adapter, stem=ADAPTER)}
+    with open_sources(refs) as sources, open_checkpoint(base) as weights:
+        plan = plan_merge(sources["base"].tensors, sources["adapter"].tensors, config, BaseUse())
+        plan = with_output(plan, dtype=None, max_shard_bytes=5 * 10**9, files=weights.files)
+        _make("weights", plan, sources, out)
+
+
+def convert(weights: Path, out: Path) -> None:
+    """Our convert, where nothing changes."""
+    from tasks.weights.layout import with_output
+    from tasks.weights.plan import Op, Plan
+    from tasks.weights.reader import open_checkpoint
+
+    with open_checkpoint(weights) as source:
+        ops = tuple(
+            Op(name, info.shape, info.dtype, f"model:{name}", info.dtype)
+            for name, info in source.tensors.items()
+        )
+        plan = with_output(Plan(ops), dtype="BF16", max_shard_bytes=5 * 10**9, files=source.files)
+        _make("served", plan, {"model": source}, out)
+
+
+def gather(shards: Path, out: Path) -> None:
+    """Our gather of an adapter from the slices of all ranks."""
+    from tasks.weights.names import rename_all
+    from tasks.weights.partitions import read_partitions
+    from tasks.weights.plan import Op, Plan
+    from tasks.weights.reader import ADAPTER
+
+    parts = read_partitions(shards)
+    keys = rename_all(parts.shapes, adapter=True)
+    ops = tuple(
+        Op(key, parts.shapes[name], parts.dtype, f"shards:{name}", parts.dtype)
+        for name, key in keys.items()
+    )
+    _make("adapter", Plan(ops), {"shards": parts}, out, stem=ADAPTER, scan=True)
+
+
+def plan(base: Path, adapter: Path) -> None:
+    """Plan, lay out and validate a merge; nothing is written."""
+    from tasks.weights.layout import lay_out, with_output
+    from tasks.weights.merge_plan import BaseUse, plan_merge
+    from tasks.weights.opening import SourceRef, open_sources
+    from tasks.weights.reader import ADAPTER, open_checkpoint, read_json
+    from tasks.weights.validate import validate
+
+    config = read_json(adapter / "adapter_config.json")
+    refs = {"base": SourceRef(base), "adapter": SourceRef(adapter, stem=ADAPTER)}
+    with open_sources(refs) as sources, open_checkpoint(base) as weights:
+        made = plan_merge(sources["base"].tensors, sources["adapter"].tensors, config, BaseUse())
+        made = with_output(made, dtype=None, max_shard_bytes=10**10, files=weights.files)
+        validate(made, sources)
+        files = lay_out(made, sources)
+        _say({"tensors": len(made.ops), "files": len(files), "bytes": made.nbytes})
+
+
+def peft_merge(base: Path, adapter: Path, out: Path) -> None:
+    """What peft's documentation says: load, `merge_and_unload`, `save_pretrained`."""
+    import torch
+    from peft import PeftModel
+    from transformers import AutoModelForCausalLM
+
+    model: Any = AutoModelForCausalLM.from_pretrained(base, dtype=torch.bfloat16)
+    model = PeftModel.from_pretrained(model, adapter).merge_and_unload()
+    model.save_pretrained(out)
+
+
+def _make(kind: str, plan: Any, sources: Mapping[str, Any], out: Path, **settings: Any) -> None:
+    from tasks.artifact import Origin, publish, staging
+    from tasks.weights.execute import execute
+    from tasks.weights.validate import validate
+
+    with staging(out) as work:
+        validate(plan, sources)
+        done = execute(plan, sources, work, **settings)
+        publish(work, out, Origin(kind, "bench", out.name))
+    _say({"read": done.read, "written": done.written, "linked": len(done.linked)})
+
+
+def _say(document: Mapping[str, Any]) -> None:
+    print(json.dumps(document))
+
+
+JOBS: dict[str, Callable[..., None]] = {
+    "merge": merge,
+    "convert": convert,
+    "gather": gather,
+    "plan": plan,
+    "peft-merge": peft_merge,
+}
+
+if __name__ == "__main__":
+    JOBS[sys.argv[1]](*map(Path, sys.argv[2:]))

@@ -1,0 +1,153 @@
+"""A ZeRO-3 checkpoint of 4 ranks to a bf16 model, beside DeepSpeed's own scripts.
+
+    python -m benchmarks.zero rows [--size 0.5] [--runs 3] [--root .cache/bench]
+
+The checkpoint is written in DeepSpeed's layout without training, and without the optimizer's
+moments, which neither side reads. It is untied: of a tied one `zero_to_fp32 --safe_serialization`
+of DeepSpeed 0.19.8 makes nothing ("Some tensors share memory"). Peers: `zero_to_fp32` as a user
+calls it (fp32, twice the bytes), and `zero_to_torch`, which since lately can write bf16.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import shutil
+import sys
+import tempfile
+from collections import OrderedDict
+from math import prod
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from benchmarks.children import Series, run
+from benchmarks.synthetic import SIZES, model_shapes
+
+if TYPE_CHECKING:
+    from benchmarks.weights import Bench
+
+RANKS = 4
+TAG = "global_step10"
+
+
+def rows(bench: Bench, size: str = "0.5") -> list[dict[str, Any]]:
+    """Time and memory, as fields of `weights.Row`."""
+    source = bench.root / f"zero3-{size}"
+    if not source.exists():
+        run([sys.executable, "-m", "benchmarks.zero", "make", str(source), size])
+    script = {name: str(source / f"{name}.py") for name in ("zero_to_fp32", "zero_to_torch")}
+    safe = ["--safe_serialization"]
+    found = bench.interleaved(
+        {
+            "ours": lambda out: _ours(source, out),
+            "zero_to_fp32": lambda out: [
+                sys.executable, script["zero_to_fp32"], str(source), str(out), *safe,
+            ],
+            "zero_to_torch": lambda out: [
+                sys.executable, script["zero_to_torch"], str(source), str(out), *safe,
+                "--dtype", "bfloat16",
+            ],
+        }
+    )  # fmt: skip
+    detail = {name: series.as_json() for name, series in found.items()}
+    ours, peer = found["ours"], found["zero_to_fp32"]
+    what = f"ZeRO-3, {RANKS} ranks -> bf16 model, {size} B"
+    time, memory = ours.seconds / peer.seconds, ours.peak_mb / peer.peak_mb
+    return [
+        {
+            "what": f"{what}, time", "ours": _seconds(ours), "against": _seconds(peer),
+            "ratio": f"{time:.2f}", "bar": "<= 0.33", "met": time <= 1 / 3, "detail": detail,
+        },
+        {
+            "what": f"{what}, memory", "ours": f"{ours.peak_mb:.0f} MB",
+            "against": f"{peer.peak_mb:.0f} MB", "ratio": f"{memory:.3f}", "bar": "<= 0.25",
+            "met": memory <= 1 / 4, "detail": {},
+        },
+    ]  # fmt: skip
+
+
+def _ours(source: Path, out: Path) -> list[str]:
+    return [sys.executable, "-m", "benchmarks.zero", "convert", str(source), str(out)]
+
+
+def _seconds(series: Series) -> str:
+    return f"{series.seconds:.2f} s ({series.spread})"
+
+
+def make(folder: Path, size: str) -> None:
+    """Write the checkpoint: what `engine.save_checkpoint` leaves under ZeRO-3."""
+    import torch
+    from deepspeed.runtime.zero.config import ZeroStageEnum
+    from deepspeed.utils import zero_to_fp32
+
+    shapes = OrderedDict((n, torch.Size(shape)) for n, shape in model_shapes(SIZES[size]).items())
+    root = folder / TAG
+    root.mkdir(parents=True)
+    (folder / "latest").write_text(TAG)
+    for script in ("zero_to_fp32.py", "zero_to_torch.py"):
+        shutil.copy(Path(zero_to_fp32.__file__).with_name(script), folder)
+    share = sum(-(-prod(shape) // RANKS) for shape in shapes.values())
+    state = {
+        "module": OrderedDict((name, torch.empty(0, dtype=torch.bfloat16)) for name in shapes),
+        "buffer_names": [], "optimizer": None, "param_shapes": [shapes],
+        "frozen_param_shapes": OrderedDict(), "frozen_param_fragments": OrderedDict(),
+        "shared_params": {}, "lr_scheduler": None, "global_steps": 10, "dp_world_size": RANKS,
+        "mp_world_size": 1, "ds_config": {}, "ds_version": "0.19.8",
+    }  # fmt: skip
+    for rank in range(RANKS):
+        pool = torch.randn(1 << 22, generator=torch.Generator().manual_seed(rank)) * 0.02
+        flat = pool.repeat(-(-share // pool.numel()))[:share].clone()
+        optimizer = {
+            "zero_stage": ZeroStageEnum.weights, "partition_count": RANKS, "overflow": False,
+            "optimizer_state_dict": {"state": {}, "param_groups": []}, "fp32_flat_groups": [flat],
+        }  # fmt: skip
+        name = f"zero_pp_rank_{rank}_mp_rank_00"
+        torch.save(state, root / f"{name}_model_states.pt")
+        states = {"optimizer_state_dict": optimizer, "ds_config": {}, "ds_version": "0.19.8"}
+        torch.save(states, root / f"bf16_{name}_optim_states.pt")
+
+
+def convert(folder: Path, out: Path) -> None:
+    """Ours: plan, validate, execute."""
+    from tasks.weights.deepspeed.checkpoint import read_zero
+    from tasks.weights.deepspeed.plans import INPUT, plan_model
+    from tasks.weights.execute import execute
+    from tasks.weights.validate import validate
+
+    checkpoint = read_zero(folder)
+    plan = plan_model(checkpoint, dtype="BF16", max_shard_bytes=5 * 10**9)
+    out.mkdir(parents=True)
+    validate(plan, {INPUT: checkpoint}, out=out)
+    execute(plan, {INPUT: checkpoint}, out)
+
+
+def main() -> None:
+    """The rows alone, as one JSON line; or one of the child processes."""
+    parser = argparse.ArgumentParser(prog="benchmarks.zero", description=__doc__)
+    commands = parser.add_subparsers(dest="command", required=True)
+    making = commands.add_parser("make")
+    making.add_argument("folder", type=Path)
+    making.add_argument("size", choices=list(SIZES))
+    converting = commands.add_parser("convert")
+    converting.add_argument("folder", type=Path)
+    converting.add_argument("out", type=Path)
+    alone = commands.add_parser("rows")
+    alone.add_argument("--size", default="0.5", choices=list(SIZES))
+    alone.add_argument("--runs", type=int, default=3)
+    alone.add_argument("--root", type=Path, default=Path(".cache/bench"))
+    asked = parser.parse_args()
+    if asked.command == "make":
+        make(asked.folder, asked.size)
+    elif asked.command == "convert":
+        convert(asked.folder, asked.out)
+    else:
+        from benchmarks.weights import Bench
+
+        asked.root.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(dir=asked.root) as folder:
+            bench = Bench(Path(folder).resolve(), asked.runs, [asked.size])
+            print(json.dumps(rows(bench, asked.size)))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,211 @@
+"""What adapters do to a model: terms and replacements by live name, or every reason why not."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from tasks.errors import ContractError
+from tasks.weights.adapters.findings import copy_of, hint_on, misfits
+from tasks.weights.adapters.live import LiveModel
+from tasks.weights.adapters.pieces import Contract, Piece
+from tasks.weights.adapters.read import Adapter
+from tasks.weights.plan import Dropped
+from tasks.weights.terms import Dora, Rows, Term
+
+
+@dataclass(frozen=True)
+class Changes:
+    """What becomes of the live tensors; those that are not named stay as they are.
+
+    A tensor can be replaced and have terms: the terms then apply to what replaced it.
+
+    Attributes:
+        terms: by live name, in order. Operands are "<adapter>:<key>".
+        replacements: "<adapter>:<key>" of the stored tensor, by live name.
+        shapes: of replaced tensors whose rows are not the model's: a vocabulary that grew.
+        unties: names that a live tensor shared with another one and that have to be stored apart
+            from now on: each holds its partner's base tensor unless replaced or given terms, and
+            config.json has to say `tie_word_embeddings: false`. A change of a tied tensor that is
+            not among them holds for all its names and is listed under the name that is stored.
+        dropped: adapter tensors that go nowhere.
+        copies: those of them that have to have the bytes of another one, and of which.
+        findings: everything that is wrong; use nothing else while there are any.
+    """
+
+    terms: Mapping[str, tuple[Term, ...]]
+    replacements: Mapping[str, str]
+    shapes: Mapping[str, tuple[int, ...]]
+    unties: tuple[str, ...]
+    dropped: tuple[Dropped, ...]
+    copies: Mapping[str, str]
+    findings: tuple[str, ...]
+
+    def require(self) -> None:
+        """Raise ContractError with every finding, if there are any."""
+        if self.findings:
+            raise ContractError(
+                f"adapter and model do not fit: {self.findings[0]}"
+                + (f" (and {len(self.findings) - 1} more)" if len(self.findings) > 1 else ""),
+                details=self.findings,
+            )
+
+
+def changes(adapters: Sequence[tuple[Adapter, float]], live: LiveModel) -> Changes:
+    """What several adapters, each with a weight, do together.
+
+    With weights w the result is `W + sum_i w_i * scale_i * B_i @ A_i`, added in the order given:
+    what peft gives when it merges one adapter after another, each with `set_scale(w)`, and the same
+    up to rounding as `add_weighted_adapter(combination_type="cat")`. (Its "linear" is something
+    else: it sums the factors, and so adds every B to every A.)
+
+    Args:
+        adapters: with their weights; 1.0 for one that is merged as it was trained. Names differ.
+        live: the model that the adapters were made on.
+    """
+    found = _Sum(live)
+    for adapter, weight in adapters:
+        found.add(adapter, weight)
+    if len({adapter.name for adapter, _ in adapters}) < len(adapters):
+        found.findings.append("two adapters have the same name")
+    if not adapters:
+        found.findings.append("no adapter given")
+    return found.result()
+
+
+@dataclass(frozen=True)
+class _Part:
+    adapter: Adapter
+    weight: float
+    pieces: tuple[Piece, ...]
+
+
+class _Sum:
+    """Adapters as they are added up."""
+
+    def __init__(self, live: LiveModel) -> None:
+        self.live = live
+        self.findings: list[str] = []
+        self.parts: list[_Part] = []
+        self.terms: dict[str, list[Term]] = {}
+        self.replacements: dict[str, str] = {}
+        self.shapes: dict[str, tuple[int, ...]] = {}
+        self.dropped: list[Dropped] = []
+        self.copies: dict[str, str] = {}
+
+    def add(self, adapter: Adapter, weight: float) -> None:
+        """Check one adapter and keep its pieces."""
+        where = f"{adapter.root.name}: " if adapter.name != "adapter" else ""
+        if adapter.findings:
+            self.findings += [f"{where}adapter_config.json: {one}" for one in adapter.findings]
+            return
+        contract = Contract(adapter.config, self.live, adapter.tensors.tensors)
+        found = [*contract.findings, *misfits(contract), *self._leftovers(adapter, contract)]
+        if not math.isfinite(weight) or weight == 0:
+            found.append(f"weight {weight} of the adapter: it has to be a number other than 0")
+        self.findings += [where + one for one in found]
+        self.parts.append(_Part(adapter, weight, tuple(contract.pieces)))
+
+    def _leftovers(self, adapter: Adapter, contract: Contract) -> Iterator[str]:
+        """Copies are dropped with a reason; anything else is a finding."""
+        wanted = contract.wanted()
+        absent = sorted(set(wanted) - set(contract.held))
+        for key in sorted(set(contract.held) - set(wanted)):
+            copy = copy_of(key, contract, wanted)
+            if copy is not None:
+                self.dropped.append(Dropped(f"{adapter.name}:{key}", copy.reason))
+                if copy.of:
+                    self.copies[f"{adapter.name}:{key}"] = f"{adapter.name}:{copy.of}"
+                continue
+            hint = hint_on(key, absent)
+            absent = []  # a near match is looked for once: it takes long, and one tells enough
+            yield f"{key}: unexpected" + (f": {hint}" if hint else "")
+
+    def result(self) -> Changes:
+        """All pieces put together, under the names that the tensors have from now on."""
+        apart = {
+            name
+            for part in self.parts
+            for piece in part.pieces
+            if piece.alone
+            for name in self.live.partners(piece.target)
+        }
+        for part in self.parts:
+            others = {*self.replacements, *self.terms}
+            for piece in part.pieces:
+                for name in self._names(piece, apart):
+                    if name in others and (piece.stored or name in self.replacements):
+                        self.findings.append(
+                            f"{name}: stored whole by one adapter, changed by another"
+                        )
+                    self._enter(name, piece, part)
+        self._check_rows()
+        return Changes(
+            terms={name: tuple(terms) for name, terms in self.terms.items()},
+            replacements=dict(self.replacements),
+            shapes=dict(self.shapes),
+            unties=tuple(sorted(apart & set(self.live.tied))),
+            dropped=tuple(self.dropped),
+            copies=dict(self.copies),
+            findings=tuple(self.findings),
+        )
+
+    def _names(self, piece: Piece, apart: set[str]) -> list[str]:
+        """The stored tensors that a piece changes: every name of a tensor that no longer is one."""
+        name = piece.target
+        if name not in apart:
+            return [self.live.tied.get(name, name)]
+        return [name] if piece.alone else sorted(self.live.partners(name))
+
+    def _enter(self, name: str, piece: Piece, part: _Part) -> None:
+        """Add one piece, with operands that name the adapter."""
+        adapter, weight = part.adapter, part.weight
+        if weight != 1 and (piece.stored or isinstance(piece.term, Rows)):
+            self.findings.append(
+                f"{name}: is stored whole, so weight {weight} means nothing for it"
+            )
+        if piece.stored:
+            self.replacements[name] = f"{adapter.name}:{piece.stored}"
+            held = adapter.tensors.tensors.get(piece.stored)
+            if held is not None and tuple(held.shape) != tuple(self.live.tensors[name].shape):
+                self.shapes[name] = tuple(held.shape)
+        if piece.term is not None:
+            self._enter_term(name, _bound(piece.term, adapter.name, weight))
+
+    def _enter_term(self, name: str, term: Term) -> None:
+        before = self.terms.setdefault(name, [])
+        if before and any(isinstance(one, Dora) for one in (*before, term)):
+            self.findings.append(
+                f"{name}: DoRA normalises the base's own weight, so it cannot be added to another "
+                "adapter; merge one after the other"
+            )
+        rows = {row for one in before if isinstance(one, Rows) for row in one.indices}
+        if isinstance(term, Rows) and rows & set(term.indices):
+            self.findings.append(
+                f"{name}: two adapters replace row {min(rows & set(term.indices))}"
+            )
+        before.append(term)
+
+    def _check_rows(self) -> None:
+        rows = {
+            shape[0]
+            for module in (self.live.input_embedding, self.live.output_embedding)
+            for name in self.live.partners(f"{module}.weight")
+            if (shape := self.shapes.get(name))
+        }
+        if len(rows) > 1:
+            self.findings.append(f"embeddings of {' and '.join(map(str, sorted(rows)))} rows")
+
+
+def _bound(term: Term, adapter: str, weight: float) -> Term:
+    """The term with operands "<adapter>:<key>" and the adapter's weight in its scale."""
+    names: dict[str, Any] = {
+        field: f"{adapter}:{getattr(term, field)}"
+        for field in ("a", "b", "magnitude", "values", "value")
+        if hasattr(term, field)
+    }
+    if isinstance(term, Rows):
+        return replace(term, **names)
+    return replace(term, **names, scale=term.scale * weight)

@@ -1,0 +1,155 @@
+"""`adapter_config.json`, read as data: what peft 0.21 writes, checked, without importing peft.
+
+Everything that this project cannot merge is refused here by its name, with the reason and a way
+out; so is every setting that is unknown and not empty, since it might change the arithmetic.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from tasks.weights.adapters.taking import LAYER, PATTERN, SAVED, Taker, short
+
+_REFUSED = {
+    "layer_replication": "the model has more layers than the base; replicate the base first",
+    "alora_invocation_tokens": "an activated LoRA acts on some tokens only, so it cannot be merged",
+    "use_qalora": "its A works on pooled inputs of a GPTQ layer, which no dense weight equals",
+    "use_bdlora": "block-diagonal factors are made for serving several adapters; serve it unmerged",
+    "arrow_config": "a router picks experts for each token, so no single weight equals it",
+    "kasa_config": "it truncates the singular values of the base, which is not done here",
+    "velora_config": "its extra projection is unknown to this merge",
+    "monteclora_config": "its weights are random variables; peft can merge their means",
+    "megatron_config": "its layers are Megatron's",
+}
+_MUTATING = ("pissa", "olora", "corda", "loftq", "lora_ga")
+"""Initialisers (or their prefixes) that move a part of the base weights into the adapter."""
+_PLAIN_INIT = (True, False, None, "gaussian", "eva", "orthogonal", "mica")
+_READ = {
+    "peft_type", "r", "lora_alpha", "use_rslora", "use_dora", "rank_pattern", "alpha_pattern",
+    "target_modules", "target_parameters", "exclude_modules", "layers_to_transform",
+    "layers_pattern", "modules_to_save", "trainable_token_indices", "bias", "lora_bias",
+    "ensure_weight_tying", "init_lora_weights", "task_type",
+}  # fmt: skip
+_HARMLESS = {
+    # Where it came from, how it was trained or initialised: nothing of this changes the weights.
+    "peft_version", "auto_mapping", "base_model_name_or_path", "revision", "inference_mode",
+    "lora_dropout", "megatron_core", "loftq_config", "eva_config", "corda_config",
+    "lora_ga_config", "qalora_group_size", "runtime_config", "fan_in_fan_out",
+}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class AdapterConfig:
+    """The settings that decide what an adapter does. Names as in peft's `LoraConfig`.
+
+    `fan_in_fan_out` is absent: peft corrects it by the type of each module, and so do we.
+
+    Attributes:
+        target_modules: suffixes of module names, or a regular expression, or "all-linear".
+        token_indices: trained rows by name of the embedding; "" is the input embedding.
+        tying: `ensure_weight_tying`.
+    """
+
+    rank: int = 8
+    alpha: float = 8
+    rslora: bool = False
+    dora: bool = False
+    rank_pattern: Mapping[str, int] = field(default_factory=dict)
+    alpha_pattern: Mapping[str, float] = field(default_factory=dict)
+    target_modules: tuple[str, ...] | str = ()
+    target_parameters: tuple[str, ...] = ()
+    exclude_modules: tuple[str, ...] | str = ()
+    layers_to_transform: tuple[int, ...] = ()
+    layers_pattern: tuple[str, ...] = ()
+    modules_to_save: tuple[str, ...] = ()
+    token_indices: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
+    bias: str = "none"
+    lora_bias: bool = False
+    tying: bool = False
+    task_type: str = ""
+
+    def rank_of(self, name: str) -> int:
+        """Rank of the pair on module (or parameter) `name`."""
+        return int(_pick(self.rank_pattern, name, self.rank))
+
+    def scale_of(self, name: str) -> float:
+        """`alpha / rank`, or `alpha / sqrt(rank)` for rsLoRA, of module `name`."""
+        rank, alpha = self.rank_of(name), _pick(self.alpha_pattern, name, self.alpha)
+        return alpha / math.sqrt(rank) if self.rslora else alpha / rank
+
+
+def _pick(patterns: Mapping[str, Any], name: str, default: Any) -> Any:
+    """The first pattern that is the name's end, by whole dotted parts, or matches it."""
+    for pattern, value in patterns.items():
+        if re.match(PATTERN.replace("{}", pattern), name):
+            return value
+    return default
+
+
+def parse_config(raw: Mapping[str, Any]) -> tuple[AdapterConfig, list[str]]:
+    """The configuration, and everything that rules it out; it is usable only without findings."""
+    kind = raw.get("peft_type")
+    if kind != "LORA":
+        return AdapterConfig(), [
+            f"peft_type={kind!r} is not LORA: merge it with peft's merge_and_unload, or train LoRA"
+        ]
+    findings = [*_refusals(raw), *_init_findings(raw)]
+    take = Taker(raw, findings)
+    config = AdapterConfig(
+        rank=take.positive("r", int, 8),
+        alpha=take.positive("lora_alpha", float, 8),
+        rslora=take.flag("use_rslora"),
+        dora=take.flag("use_dora"),
+        rank_pattern=take.patterns("rank_pattern", int),
+        alpha_pattern=take.patterns("alpha_pattern", float),
+        target_modules=take.names_or_regex("target_modules"),
+        target_parameters=take.names("target_parameters"),
+        exclude_modules=take.names_or_regex("exclude_modules"),
+        layers_to_transform=take.integers("layers_to_transform"),
+        layers_pattern=take.names("layers_pattern", LAYER),
+        modules_to_save=take.names("modules_to_save", SAVED),
+        token_indices=take.indices("trainable_token_indices"),
+        bias=str(raw.get("bias") or "none"),
+        lora_bias=take.flag("lora_bias"),
+        tying=take.flag("ensure_weight_tying"),
+        task_type=str(raw.get("task_type") or ""),
+    )
+    if config.bias not in ("none", "all", "lora_only"):
+        findings.append(f"bias={config.bias!r} is not one of none, all, lora_only")
+    if config.dora and config.lora_bias:
+        findings.append("use_dora and lora_bias exclude each other")
+    if raw.get("target_modules") is None and not config.target_parameters:
+        findings.append("target_modules is null: write out which modules the adapter is for")
+    return config, findings
+
+
+def _refusals(raw: Mapping[str, Any]) -> list[str]:
+    known = _READ | _HARMLESS | set(_REFUSED)
+    found = [
+        f"{key}={short(raw[key])} is not supported: {reason}"
+        for key, reason in _REFUSED.items()
+        if raw.get(key)
+    ]
+    return found + [
+        f"{key}={short(raw[key])} is no setting of peft 0.21's LoRA: what it does is unknown here"
+        for key in sorted(set(raw) - known)
+        if raw[key] not in (None, False, [], {}, "")
+    ]
+
+
+def _init_findings(raw: Mapping[str, Any]) -> list[str]:
+    init = raw.get("init_lora_weights", True)
+    if isinstance(init, str) and init.startswith(_MUTATING):
+        return [
+            f"init_lora_weights={init!r} took a part out of the base weights, so this adapter does "
+            "not fit the base: save it as a plain LoRA with save_pretrained(..., "
+            "path_initial_model_for_weight_conversion=INITIAL_ADAPTER), or merge it into the "
+            "residual base that training saved, with init_lora_weights set to true"
+        ]
+    if not any(init is plain or init == plain for plain in _PLAIN_INIT):
+        return [f"init_lora_weights={short(init)} is unknown"]
+    return []

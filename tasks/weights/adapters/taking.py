@@ -1,0 +1,113 @@
+"""Taking settings out of a JSON object that anybody may have written."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from typing import Any
+
+ALL_LINEAR = "all-linear"
+"""peft's shorthand for all linear layers but the head, in any case of letters."""
+
+# What peft makes of names in a configuration; "{}" is the name.
+PATTERN = r"(.*\.)?({})$"
+SAVED = r"(^|.*\.){}($|\..*)"
+LAYER = r"(?:^|.*?\.){}\.(\d+)\."
+
+_HUGE = 1 << 31
+
+
+def short(value: Any) -> str:
+    """A value as it is shown in a finding."""
+    text = repr(value)
+    return text if len(text) <= 60 else text[:57] + "..."
+
+
+class Taker:
+    """Takes settings by key; what has the wrong type becomes a finding, and an empty value."""
+
+    def __init__(self, raw: Mapping[str, Any], findings: list[str]) -> None:
+        self._raw, self._findings = raw, findings
+
+    def _wrong(self, key: str, wanted: str) -> None:
+        self._findings.append(f"{key}={short(self._raw.get(key))} is not {wanted}")
+
+    def positive(self, key: str, kind: type[int] | type[float], default: int) -> Any:
+        value = self._raw.get(key, default)
+        if not _is_positive(value, kind):
+            self._wrong(key, "a positive number")
+            return default
+        return value
+
+    def flag(self, key: str) -> bool:
+        value = self._raw.get(key)
+        if not isinstance(value, bool | None):
+            self._wrong(key, "true or false")
+        return value is True
+
+    def names(self, key: str, within: str = "{}") -> tuple[str, ...]:
+        """Names; `within`: the regular expression that they become a part of."""
+        value = self._raw.get(key) or []
+        if isinstance(value, str) and key == "layers_pattern":
+            value = [value]
+        if not isinstance(value, list) or not all(isinstance(one, str) and one for one in value):
+            self._wrong(key, "a list of names")
+            return ()
+        return tuple(one for one in value if within == "{}" or self._is_regex(key, one, within))
+
+    def names_or_regex(self, key: str) -> tuple[str, ...] | str:
+        value = self._raw.get(key)
+        if not isinstance(value, str):
+            return self.names(key)
+        if value.lower() == ALL_LINEAR:
+            return ALL_LINEAR
+        return value if self._is_regex(key, value) else ()
+
+    def integers(self, key: str) -> tuple[int, ...]:
+        value = self._raw.get(key)
+        value = [value] if type(value) is int else value or []
+        if not isinstance(value, list) or not all(type(one) is int for one in value):
+            self._wrong(key, "a list of layer numbers")
+            return ()
+        return tuple(value)
+
+    def patterns(self, key: str, kind: type[int] | type[float]) -> dict[str, Any]:
+        value = self._raw.get(key) or {}
+        if not isinstance(value, dict):
+            self._wrong(key, "a mapping from names to numbers")
+            return {}
+        for name, number in value.items():
+            if not _is_positive(number, kind):
+                self._findings.append(f"{key}: {name}: {short(number)} is not a positive number")
+        return {
+            name: number
+            for name, number in value.items()
+            if _is_positive(number, kind) and self._is_regex(key, name, PATTERN)
+        }
+
+    def indices(self, key: str) -> dict[str, tuple[int, ...]]:
+        value = self._raw.get(key) or {}
+        value = {"": value} if isinstance(value, list) else value
+        if not isinstance(value, dict) or not all(
+            isinstance(rows, list) and all(type(row) is int and row >= 0 for row in rows)
+            for rows in value.values()
+        ):
+            self._wrong(key, "a list of token ids, or such lists by name of an embedding")
+            return {}
+        for name, rows in value.items():
+            if len(set(rows)) != len(rows):
+                self._findings.append(f"{key}: {name or 'the embedding'}: a token id comes twice")
+        return {name: tuple(rows) for name, rows in value.items()}
+
+    def _is_regex(self, key: str, text: str, within: str = "{}") -> bool:
+        try:
+            re.compile(within.replace("{}", text))
+        except re.error as error:
+            self._findings.append(f"{key}: {short(text)} is no regular expression: {error}")
+            return False
+        return True
+
+
+def _is_positive(value: Any, kind: type[int] | type[float]) -> bool:
+    allowed = (int,) if kind is int else (int, float)
+    return type(value) in allowed and 0 < value < _HUGE

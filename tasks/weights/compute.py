@@ -1,0 +1,199 @@
+"""One computed tensor: block by block from its source through its terms to its final offset.
+
+Terms are added in fp32 and rounded once. Every block is hashed while it is still in the cache.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from tasks.weights import bits
+from tasks.weights.blocks import matrix_shape, row_blocks
+from tasks.weights.copying import opened
+from tasks.weights.extents import Reader
+from tasks.weights.header import ITEM_BITS
+from tasks.weights.plan import Op
+from tasks.weights.reader import DTYPE_NAMES, torch_dtype
+from tasks.weights.source import Source
+
+if TYPE_CHECKING:
+    import torch
+
+Put = Callable[[NDArray[np.uint8]], None]
+"""Takes the next bytes of the output tensor: hashes them and writes them."""
+Sources = Mapping[str, Source]
+
+
+@dataclass
+class Measured:
+    """What was seen while a tensor was computed; fields as of `journal.Outcome`."""
+
+    nonfinite: int = 0
+    changed: int = 0
+    error: float | None = None
+    delta: float | None = None
+
+
+def compute(op: Op, sources: Sources, put: Put) -> Measured:
+    """Compute one output tensor and hand its bytes to `put`, in order.
+
+    Peak memory is a few blocks, but for three kinds of operation that need the whole tensor: 4-bit
+    quantisation, whose second level takes a mean over all of it; a transposed source; and terms
+    whose norms run down the columns.
+
+    Raises:
+        ArtifactError: a source that cannot be read.
+    """
+    with _WHOLE if _needs_whole(op) else contextlib.nullcontext():
+        return _compute(op, sources, put)
+
+
+_WHOLE = threading.BoundedSemaphore(2)
+"""How many workers may hold a whole tensor at a time."""
+
+
+def _needs_whole(op: Op) -> bool:
+    return op.quantization is not None or op.transpose or _all_rows(op)
+
+
+def _compute(op: Op, sources: Sources, put: Put) -> Measured:
+    found = Measured()
+    adapter = _Operands(sources)
+    rows, columns = matrix_shape(op.read_shape)
+    for first, block, seen in _blocks(op, sources, rows, columns, found):
+        wide = _with_terms(op, block.float(), first, adapter, found)
+        out = _stored(op, wide)
+        raw = _bytes(out)
+        found.nonfinite += bits.nonfinite(raw, op.dtype)
+        if op.terms:
+            found.changed += _differing(raw, _bytes(seen.to(out.dtype)), op.dtype)
+        put(raw)
+    return found
+
+
+def _stored(op: Op, wide: torch.Tensor) -> torch.Tensor:
+    """Rounded once to what is written."""
+    if op.encoding is None:
+        return wide.to(torch_dtype(op.dtype))
+    from tasks.weights.encode import encode
+
+    return encode(op.encoding, wide)
+
+
+def _with_terms(
+    op: Op, wide: torch.Tensor, first: int, operands: _Operands, found: Measured
+) -> torch.Tensor:
+    from tasks.weights.kernels import apply
+
+    before = wide.clone() if found.error is not None and op.terms else None
+    vector = len(op.shape) < 2
+    wide = wide.reshape(-1) if vector else wide
+    for term in op.terms:
+        wide = apply(term, wide, start=first, operand=operands)
+    if before is not None:
+        found.delta = (found.delta or 0.0) + _squared(wide.reshape(before.shape) - before)
+    return wide
+
+
+def _blocks(
+    op: Op, sources: Sources, rows: int, columns: int, found: Measured
+) -> Iterator[tuple[int, torch.Tensor, torch.Tensor]]:
+    """Of every block: its first row, what terms are added to, what counts as unchanged."""
+    import torch
+
+    pieces = [(0, rows)] if _all_rows(op) else list(row_blocks(rows, columns))
+    if op.quantization is not None or op.transpose:
+        whole = _whole(op, sources, found).reshape(rows, columns)
+        for first, end in pieces:
+            yield first, whole[first:end], whole[first:end]
+        return
+    item = ITEM_BITS[op.source_dtype] // 8
+    with opened(op, sources) as reader:
+        buffer: NDArray[np.uint8] = np.empty(0, np.uint8)
+        for first, end in pieces:
+            nbytes = (end - first) * columns * item
+            if buffer.size < nbytes:
+                buffer = np.empty(nbytes, np.uint8)
+            reader.into(buffer[:nbytes], first * columns * item)
+            block = torch.from_numpy(buffer[:nbytes]).view(torch_dtype(op.source_dtype))
+            yield first, block.reshape(-1, columns), block.reshape(-1, columns)
+
+
+def _all_rows(op: Op) -> bool:
+    from tasks.weights.kernels import needs_all_rows
+
+    return any(needs_all_rows(term) for term in op.terms)
+
+
+def _whole(op: Op, sources: Sources, found: Measured) -> torch.Tensor:
+    """The whole source tensor as the output is shaped, through 4 bits where the plan says so."""
+    import torch
+
+    shape = (*op.shape[:-2], op.shape[-1], op.shape[-2]) if op.transpose else op.shape
+    with opened(op, sources) as reader:
+        buffer: NDArray[np.uint8] = np.empty(reader.nbytes, np.uint8)
+        reader.into(buffer, 0)
+    stored = torch.from_numpy(buffer).view(torch_dtype(op.source_dtype)).reshape(shape)
+    if op.transpose:
+        stored = stored.transpose(-1, -2).contiguous()
+    if op.quantization is None:
+        return stored
+    return _quantised(stored, op.quantization, found)
+
+
+def _quantised(
+    stored: torch.Tensor, quantization: Mapping[str, Any], found: Measured
+) -> torch.Tensor:
+    """The base as training saw it, or as it is stored where only the error is asked for."""
+    from tasks.weights.nf4 import as_trained
+
+    loaded = stored.to(torch_dtype(DTYPE_NAMES[quantization["loaded_dtype"]]))
+    seen = as_trained(loaded, quantization).to(stored.dtype)
+    found.error = _squared(stored.float() - seen.float())
+    return seen if quantization["base"] == "dequantized" else stored
+
+
+class _Operands:
+    """Adapter tensors of one operation, whole, in fp32: read once, small."""
+
+    def __init__(self, sources: Sources) -> None:
+        self._sources = sources
+        self._held: dict[str, torch.Tensor] = {}
+
+    def __call__(self, name: str) -> torch.Tensor:
+        import torch
+
+        if name not in self._held:
+            input_name, _, key = name.partition(":")
+            source = self._sources[input_name]
+            info = source.tensors[key]
+            with Reader(source.extents(key)) as reader:
+                buffer: NDArray[np.uint8] = np.empty(reader.nbytes, np.uint8)
+                reader.into(buffer, 0)
+            stored = torch.from_numpy(buffer).view(torch_dtype(info.dtype))
+            self._held[name] = stored.reshape(tuple(info.shape)).float()
+        return self._held[name]
+
+
+def _bytes(tensor: torch.Tensor) -> NDArray[np.uint8]:
+    import torch
+
+    found: NDArray[np.uint8] = tensor.contiguous().reshape(-1).view(torch.uint8).numpy()
+    return found
+
+
+def _differing(one: NDArray[np.uint8], other: NDArray[np.uint8], dtype: str) -> int:
+    """How many elements have other bits."""
+    word = f"<u{ITEM_BITS[dtype] // 8}"
+    return int(np.count_nonzero(one.view(word) != other.view(word)))
+
+
+def _squared(tensor: torch.Tensor) -> float:
+    return float(tensor.double().square().sum())

@@ -1,0 +1,123 @@
+"""Which files make a DeepSpeed checkpoint: the folder of one step, and every rank's files in it."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from tasks.errors import ArtifactError
+
+_MODEL = re.compile(
+    r"(?:zero_pp_rank_(?P<rank>\d+)_)?mp_rank_(?P<mp>\d+(?:_\d+)?)_model_states\.pt"
+)
+_OPTIM = re.compile(
+    r"(?:[a-z0-9]+_)?zero_pp_rank_(?P<rank>\d+)_mp_rank_(?P<mp>\d+(?:_\d+)?)_optim_states\.pt"
+)
+_LATEST = ("latest", "latest_universal")
+
+
+@dataclass(frozen=True)
+class Layout:
+    """The files of one step.
+
+    Attributes:
+        root: the step's folder.
+        model: `*model_states.pt` by rank; rank 0 alone below ZeRO-3.
+        optim: `*optim_states.pt` by rank.
+        zero: the folder of a universal checkpoint's parameters, or None.
+        partitioned: whether the model files are one a rank: ZeRO-3.
+    """
+
+    root: Path
+    model: Mapping[int, Path]
+    optim: Mapping[int, Path]
+    zero: Path | None
+    partitioned: bool
+
+
+def is_checkpoint(folder: Path) -> bool:
+    """Whether a folder looks like a DeepSpeed checkpoint, or like one step of it."""
+    return any(folder.glob("*_model_states.pt")) or any(folder.glob("*/*_model_states.pt"))
+
+
+def find_layout(folder: Path) -> Layout:
+    """Find the step in `folder` (the folder given to `save_checkpoint`, or a step's own).
+
+    Raises:
+        ArtifactError: no step, several and none named by `latest`, files that belong to tensor,
+            pipeline or expert parallelism, two files of one rank.
+    """
+    root = _step(folder)
+    findings: list[str] = []
+    model: dict[int, Path] = {}
+    optim: dict[int, Path] = {}
+    split = set()
+    for path in sorted(root.glob("*.pt")):
+        kind, match = (model, _MODEL.fullmatch(path.name)) if "model_s" in path.name else (
+            optim, _OPTIM.fullmatch(path.name)
+        )  # fmt: skip
+        if match is None:
+            findings += _foreign(path.name)
+            continue
+        rank = int(match["rank"] or 0)
+        if int(match["mp"].split("_")[0]) or "_" in match["mp"]:
+            findings.append(f"{path.name}: tensor or pipeline parallel training")
+        elif rank in kind:
+            findings.append(f"{path.name}: rank {rank} has another file, {kind[rank].name}")
+        else:
+            kind[rank] = path
+        if kind is model:
+            split.add(match["rank"] is not None)
+    if not model and not findings:
+        findings.append("no *_model_states.pt")
+    if len(split) > 1:
+        findings.append("model states both of ZeRO-3 and of lower stages: two checkpoints in one")
+    if findings:
+        raise ArtifactError(
+            f"{root}: not a checkpoint that can be read: {findings[0]}",
+            details=findings,
+            hint="tensor, pipeline and expert parallel checkpoints: convert them with the trainer",
+        )
+    zero = root / "zero"
+    return Layout(root, model, optim, zero if zero.is_dir() else None, split == {True})
+
+
+def _foreign(name: str) -> list[str]:
+    if "expert" in name or name.startswith("expp_rank"):
+        return [f"{name}: experts of expert parallel training"]
+    if name.startswith("layer_"):
+        return [f"{name}: a layer of pipeline parallel training"]
+    if name.endswith(("_model_states.pt", "optim_states.pt")):
+        return [f"{name}: states of no rank that can be told"]
+    return []
+
+
+def _step(folder: Path) -> Path:
+    if not folder.is_dir():
+        raise ArtifactError(f"{folder}: no such folder")
+    if any(folder.glob("*_model_states.pt")):
+        return folder
+    steps = sorted({path.parent.name for path in folder.glob("*/*_model_states.pt")})
+    for name in _LATEST:
+        if not (folder / name).is_file():
+            continue
+        tag = (folder / name).read_text(errors="replace")[:256].strip()
+        if not tag or Path(tag).name != tag or tag in (".", ".."):
+            raise ArtifactError(f"{folder}: {name} names {tag!r}, which is no plain folder name")
+        if tag not in steps:
+            raise ArtifactError(
+                f"{folder}: {name} names {tag}, which holds no model states",
+                details=[f"{step}: holds some" for step in steps],
+                hint="name the step's folder itself",
+            )
+        return folder / tag
+    if len(steps) != 1:
+        raise ArtifactError(
+            f"{folder}: no DeepSpeed checkpoint: "
+            + (f"{len(steps)} steps and no file `latest`" if steps else "no *_model_states.pt"),
+            details=steps,
+            hint="name the step's folder itself" if steps else "",
+        )
+    return folder / steps[0]

@@ -1,0 +1,117 @@
+"""The plan of a full fine-tuning's gathering: tensors by live name -> the checkpoint's keys.
+
+What training held fused, by transformers' names, is written split, by the names of the base on
+disk; so that whoever could load the base can load the result.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+from tasks.contract import TensorLike, describe
+from tasks.errors import ContractError
+from tasks.weights.bits import is_float
+from tasks.weights.contracts import ModelFacts
+from tasks.weights.families.places import Place
+from tasks.weights.plan import Dropped, Op, Plan
+
+_SHOWN = 100
+
+
+def plan_full(
+    trained: Mapping[str, TensorLike],
+    facts: ModelFacts,
+    *,
+    base: Mapping[str, TensorLike] | None = None,
+    frozen: bool = False,
+    dtype: str | None = None,
+    max_shard_bytes: int | None = None,
+) -> Plan:
+    """Plan a checkpoint from what training held.
+
+    Args:
+        trained: parameters by live name, wrappers dropped; input "trained".
+        facts: of the model, made with the base's keys where there is a base.
+        base: header entries of the base checkpoint, input "base": where buffers and what the model
+            does not read come from.
+        frozen: take parameters that are not in `trained` from the base, too.
+        dtype: safetensors name for all floats; None keeps each tensor's own.
+        max_shard_bytes: of tensor data in one output file.
+
+    Returns:
+        The plan; `notes["from_base"]` lists the keys that do not come from training.
+
+    Raises:
+        ContractError: listing every finding: names that the model does not have, tensors that
+            nobody has, shapes that differ.
+    """
+    findings = list(facts.findings)
+    known = {*facts.live.tensors, *(place.live for place in facts.places)}
+    findings += [f"{name}: the model has no such tensor" for name in trained if name not in known]
+    ops: list[Op] = []
+    from_base: list[str] = []
+    for place in facts.places:
+        op = _trained_op(place, trained, facts, findings)
+        if op is None and base is not None and place.disk in base:
+            if place.live in facts.live.tensors and not frozen:
+                findings.append(f"{place.live}: a parameter, and not among what was trained")
+            from_base.append(place.disk)
+            op = _copy(place.disk, base[place.disk])
+        if op is None:
+            findings.append(f"{place.live}: missing, {list(place.live_shape)}")
+            continue
+        ops.append(op)
+    for key in facts.unread:
+        if base is not None and key in base:
+            from_base.append(key)
+            ops.append(_copy(key, base[key]))
+    _refuse(findings)
+    notes: dict[str, Any] = {"from_base": from_base} if from_base else {}
+    cast = tuple(_cast(op, dtype) for op in ops)
+    unused = set(base or ()) - set(from_base) if from_base else set()
+    dropped = [Dropped(f"base:{key}", "trained") for key in sorted(unused)]
+    return Plan(cast, tuple(dropped), max_shard_bytes=max_shard_bytes, notes=notes)
+
+
+def _trained_op(
+    place: Place, trained: Mapping[str, TensorLike], facts: ModelFacts, findings: list[str]
+) -> Op | None:
+    """The operation that writes one key from a trained tensor; None when training has none."""
+    holder = facts.live.tied.get(place.live, place.live)
+    name = place.live if place.live in trained else holder
+    held = trained.get(name)
+    if held is None:
+        return None
+    if tuple(held.shape) != place.live_shape:
+        wanted = describe(place.live_shape, held.dtype)
+        findings.append(f"{name}: is {list(held.shape)}, the model has {wanted}")
+    if not place.whole:
+        findings.append(f"{place.disk}: joins {place.live} with others; cannot be written")
+    return Op(
+        name=place.disk,
+        shape=place.shape,
+        dtype=held.dtype,
+        source=f"trained:{name}",
+        source_dtype=held.dtype,
+        start=place.start,
+        transpose=place.transpose,
+    )
+
+
+def _copy(key: str, info: TensorLike) -> Op:
+    return Op(key, tuple(info.shape), info.dtype, f"base:{key}", info.dtype)
+
+
+def _cast(op: Op, dtype: str | None) -> Op:
+    return replace(op, dtype=dtype) if dtype is not None and is_float(op.dtype) else op
+
+
+def _refuse(findings: list[str]) -> None:
+    if findings:
+        more = f" (and {len(findings) - 1} more)" if len(findings) > 1 else ""
+        raise ContractError(
+            f"gather: what was trained does not make a checkpoint: {findings[0]}{more}",
+            details=findings[:_SHOWN],
+        )

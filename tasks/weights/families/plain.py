@@ -1,0 +1,180 @@
+"""Facts without transformers, for families whose names on disk are those in memory.
+
+Importing transformers and building a model on the meta device takes seconds; for a decoder of
+one of these families the configuration says the same in microseconds: which tensors, which shapes.
+It answers only where everything fits: a family of the table, its causal language model, every size
+given, no bias that is optional, and a checkpoint that holds exactly these tensors. In any other
+case the answer is None, and transformers is asked, so that what is wrong is always said by it.
+The tests compare every answer with what transformers says itself.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from tasks.contract import Expected
+from tasks.weights.adapters.live import EMBEDDING, LINEAR, OTHER, LiveModel
+from tasks.weights.families.places import Place
+from tasks.weights.reader import DTYPE_NAMES
+
+Shape = tuple[int, ...]
+
+_ATTENTION = {
+    "self_attn.q_proj.weight": "q h",
+    "self_attn.k_proj.weight": "kv h",
+    "self_attn.v_proj.weight": "kv h",
+    "self_attn.o_proj.weight": "h q",
+}
+_BIASED = {
+    "self_attn.q_proj.weight": "q h",
+    "self_attn.q_proj.bias": "q",
+    "self_attn.k_proj.weight": "kv h",
+    "self_attn.k_proj.bias": "kv",
+    "self_attn.v_proj.weight": "kv h",
+    "self_attn.v_proj.bias": "kv",
+    "self_attn.o_proj.weight": "h q",
+}
+_HEAD_NORMS = {"self_attn.q_norm.weight": "d", "self_attn.k_norm.weight": "d"}
+_MLP = {"mlp.gate_proj.weight": "f h", "mlp.up_proj.weight": "f h", "mlp.down_proj.weight": "h f"}
+_NORMS = {"input_layernorm.weight": "h", "post_attention_layernorm.weight": "h"}
+_AROUND = {
+    "pre_feedforward_layernorm.weight": "h",
+    "post_feedforward_layernorm.weight": "h",
+}
+_LAYERS: Mapping[str, Mapping[str, str]] = {
+    # By architecture: the tensors of a layer, in the model's order, and their shapes in symbols.
+    "LlamaForCausalLM": {**_ATTENTION, **_MLP, **_NORMS},
+    "MistralForCausalLM": {**_ATTENTION, **_MLP, **_NORMS},
+    "GraniteForCausalLM": {**_ATTENTION, **_MLP, **_NORMS},
+    "Qwen2ForCausalLM": {**_BIASED, **_MLP, **_NORMS},
+    "Qwen3ForCausalLM": {**_ATTENTION, **_HEAD_NORMS, **_MLP, **_NORMS},
+    "Gemma2ForCausalLM": {**_ATTENTION, **_MLP, **_NORMS, **_AROUND},
+    "Gemma3ForCausalLM": {**_ATTENTION, **_HEAD_NORMS, **_MLP, **_NORMS, **_AROUND},
+    "Olmo2ForCausalLM": {
+        **_ATTENTION,
+        "self_attn.q_norm.weight": "q",
+        "self_attn.k_norm.weight": "kv",
+        **_MLP,
+        "post_attention_layernorm.weight": "h",
+        "post_feedforward_layernorm.weight": "h",
+    },
+    "Phi3ForCausalLM": {
+        "self_attn.o_proj.weight": "h q",
+        "self_attn.qkv_proj.weight": "qkv h",
+        "mlp.gate_up_proj.weight": "2f h",
+        "mlp.down_proj.weight": "h f",
+        **_NORMS,
+    },
+}
+_OWN_HEAD_SIZE = ("Qwen3ForCausalLM", "Gemma2ForCausalLM", "Gemma3ForCausalLM")
+"""Where `head_dim` has a default of its own: it has to be given."""
+_FORBIDDEN = ("attention_bias", "mlp_bias", "quantization_config", "auto_map")
+_EMBEDDING, _HEAD = "model.embed_tokens.weight", "lm_head.weight"
+
+
+def plain_facts(
+    config: Mapping[str, Any], dtype: str, disk: Mapping[str, Shape] | None
+) -> dict[str, Any] | None:
+    """The fields of `contracts.ModelFacts`, or None where transformers has to be asked.
+
+    Args:
+        config: config.json.
+        dtype: torch name of the dtype of the parameters.
+        disk: shape of every tensor of the checkpoint; None for no checkpoint.
+    """
+    shapes = _shapes(config)
+    if shapes is None:
+        return None
+    tied: bool = config["tie_word_embeddings"]
+    stored = {name: shape for name, shape in shapes.items() if not (tied and name == _HEAD)}
+    if disk is not None:
+        if {**shapes, **disk} != shapes or not set(stored) <= set(disk):
+            return None
+        stored = dict(disk)
+    short = DTYPE_NAMES.get(dtype)
+    ties = {_HEAD: _EMBEDDING} if tied else {}
+    return {
+        "tensors": tuple(Expected(n, s, short) for n, s in stored.items() if n not in ties),
+        "tied": ties,
+        "embedding": _EMBEDDING,
+        "quantized": tuple(n for n in stored if n.endswith("_proj.weight")),
+        "live": _live(shapes, ties),
+        "places": tuple(Place(n, s, n, s) for n, s in stored.items()),
+        "aliases": {alias: alias for alias in ties},
+    }
+
+
+def _shapes(config: Mapping[str, Any]) -> dict[str, Shape] | None:
+    """Every tensor of the model in memory, in its order; None where it cannot be told."""
+    architectures = config.get("architectures") or [""]
+    layer = _LAYERS.get(architectures[0])
+    sizes = _sizes(config, architectures[0])
+    plain = not any(config.get(name) for name in _FORBIDDEN)
+    if layer is None or sizes is None or not plain:
+        return None
+    if not isinstance(config.get("tie_word_embeddings"), bool):
+        return None
+    hidden = sizes["h"]
+    shapes: dict[str, Shape] = {_EMBEDDING: (config["vocab_size"], hidden)}
+    for index in range(config["num_hidden_layers"]):
+        for name, symbols in layer.items():
+            shape = tuple(sizes[one] for one in symbols.split())
+            shapes[f"model.layers.{index}.{name}"] = shape
+    return {**shapes, "model.norm.weight": (hidden,), _HEAD: (config["vocab_size"], hidden)}
+
+
+def _sizes(config: Mapping[str, Any], architecture: str) -> dict[str, int] | None:
+    """What the symbols of the table stand for."""
+    names = (
+        "hidden_size",
+        "intermediate_size",
+        "num_attention_heads",
+        "num_key_value_heads",
+        "num_hidden_layers",
+        "vocab_size",
+    )
+    given = [config.get(name) for name in names]
+    if not all(type(one) is int and one > 0 for one in given):
+        return None
+    hidden, inner, heads, key_heads = (config[name] for name in names[:4])
+    size = config.get("head_dim")
+    if size is None and architecture not in _OWN_HEAD_SIZE and hidden % heads == 0:
+        size = hidden // heads
+    if type(size) is not int:
+        return None
+    queries, keys = heads * size, key_heads * size
+    return {
+        "h": hidden,
+        "f": inner,
+        "2f": 2 * inner,
+        "d": size,
+        "q": queries,
+        "kv": keys,
+        "qkv": queries + 2 * keys,
+    }
+
+
+def _live(shapes: Mapping[str, Shape], ties: Mapping[str, str]) -> LiveModel:
+    return LiveModel(
+        tensors={name: Expected(name, shape) for name, shape in shapes.items()},
+        modules=dict(_modules(shapes)),
+        tied=ties,
+        input_embedding=_EMBEDDING.removesuffix(".weight"),
+        output_embedding=_HEAD.removesuffix(".weight"),
+    )
+
+
+def _modules(shapes: Mapping[str, Shape]) -> Iterator[tuple[str, str]]:
+    """Every module with a tensor in it, each before what lies in it, with its kind.
+
+    Those without one, such as activations, are left out: nothing can be trained there.
+    """
+    for name, shape in shapes.items():
+        parts = name.split(".")[:-1]
+        for depth in range(1, len(parts)):
+            yield ".".join(parts[:depth]), OTHER
+        module = ".".join(parts)
+        matrix = EMBEDDING if name == _EMBEDDING else LINEAR
+        if name.endswith(".weight"):
+            yield module, matrix if len(shape) == 2 else OTHER

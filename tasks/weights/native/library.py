@@ -1,0 +1,170 @@
+"""Compiling and loading the kernels, and calling them on numpy arrays."""
+
+from __future__ import annotations
+
+import ctypes
+import hashlib
+import logging
+import os
+import platform
+import shutil
+import subprocess
+import tempfile
+from collections.abc import Sequence
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+LOG = logging.getLogger(__name__)
+SOURCES = ("sha256_lanes.c", "fold.c")
+# No contraction: a product, a scale and a sum are three roundings, as torch makes them.
+FLAGS = ("-O3", "-march=native", "-ffp-contract=off", "-fno-strict-aliasing", "-Wno-psabi")
+PANEL = 32
+"""Columns that lie together in what `pack` makes; as in `fold.c`."""
+_COMPILE_S = 120.0
+
+
+class Library:
+    """The compiled kernels. Calls release the interpreter's lock.
+
+    Args:
+        path: the shared object.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self._library = ctypes.CDLL(str(path))
+        size, address = ctypes.c_size_t, ctypes.c_void_p
+        self._declare("sha256_update", None, size, address, address, address)
+        self._declare("fold_pack", None, address, ctypes.c_int, size, size, address)
+        self._declare("round_bf16", None, address, address, size)
+        sizes = (size, size, size)
+        self._declare(
+            "fold_bf16", ctypes.c_int, *[address] * 4, *sizes, ctypes.c_float, address
+        )  # fmt: skip
+
+    def _declare(self, name: str, result: Any, *arguments: Any) -> None:
+        function = getattr(self._library, name)
+        function.restype, function.argtypes = result, arguments
+
+    def sha256_update(
+        self, states: Sequence[NDArray[np.uint32]], data: Sequence[NDArray[np.uint8]]
+    ) -> None:
+        """Advance SHA-256 states, (8,) each, by messages of whole 64-byte blocks."""
+        count = len(states)
+        addresses = ctypes.c_void_p * count
+        self._library.sha256_update(
+            count,
+            addresses(*(state.ctypes.data for state in states)),
+            addresses(*(one.ctypes.data for one in data)),
+            (ctypes.c_size_t * count)(*(one.size // 64 for one in data)),
+        )
+
+    def pack(self, a: NDArray[Any], panels: NDArray[np.float32]) -> None:
+        """Arrange `a`, (rank, columns) in fp32 or as bf16's 16 bits, for `fold`.
+
+        Args:
+            a: contiguous.
+            panels: of `rank * columns`, columns rounded up to whole panels.
+        """
+        is_bf16 = int(a.dtype.itemsize == 2)
+        self._library.fold_pack(_at(a), is_bf16, a.shape[0], a.shape[1], _at(panels))
+
+    def fold(
+        self,
+        base: NDArray[np.uint16],
+        out: NDArray[np.uint16],
+        *,
+        b: NDArray[np.float32],
+        panels: NDArray[np.float32],
+        scale: float,
+    ) -> tuple[int, int]:
+        """`out = bf16(base + scale * (b @ a))`.
+
+        Args:
+            base: rows of a bf16 matrix as 16-bit words, (rows, columns).
+            out: likewise, to be filled.
+            b: (rows, rank).
+            panels: what `pack` made of a.
+            scale: of the product.
+
+        Returns:
+            how many elements changed, and how many of `out` are not finite.
+        """
+        found = np.zeros(2, np.int64)
+        sizes = (base.shape[0], base.shape[1], b.shape[1])
+        self._library.fold_bf16(
+            _at(base), _at(out), _at(b), _at(panels), *sizes, scale, _at(found)
+        )  # fmt: skip
+        return int(found[0]), int(found[1])
+
+    def round_bf16(self, wide: NDArray[np.float32], out: NDArray[np.uint16]) -> None:
+        """bf16's 16 bits of every number, to nearest, ties to even; NaN is 0x7FC0."""
+        self._library.round_bf16(_at(wide), _at(out), wide.size)
+
+    @property
+    def folds(self) -> bool:
+        """Whether `fold` exists for this CPU."""
+        nothing = np.zeros(64, np.uint64)
+        where = [_at(nothing)] * 4
+        return bool(self._library.fold_bf16(*where, 0, 0, 0, 0.0, _at(nothing)))
+
+
+def _at(array: NDArray[Any]) -> int:
+    return int(array.ctypes.data)
+
+
+@cache
+def library() -> Library | None:
+    """The kernels; None where they cannot be compiled, which is logged."""
+    compiler = shutil.which("cc") or shutil.which("gcc")
+    if compiler is None:
+        LOG.info("no C compiler: hashing and folding take the slower way")
+        return None
+    try:
+        return Library(_compiled(compiler))
+    except (OSError, subprocess.SubprocessError) as error:
+        said = getattr(error, "stderr", None) or error
+        LOG.warning("kernels cannot be compiled, the slower way is taken: %s", said)
+        return None
+
+
+def _compiled(compiler: str) -> Path:
+    here = Path(__file__).parent
+    sources = [here / name for name in SOURCES]
+    digest = hashlib.sha256(repr((compiler, FLAGS, platform.machine(), sorted(cpu_flags()))).encode())
+    for source in sources:
+        digest.update(source.read_bytes())
+    path = _folder() / f"{digest.hexdigest()[:24]}.so"
+    if path.exists():
+        return path
+    path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+    with tempfile.TemporaryDirectory(dir=path.parent) as folder:
+        fresh = Path(folder) / path.name
+        command = [compiler, *FLAGS, "-shared", "-fPIC", "-o", str(fresh), *map(str, sources)]
+        subprocess.run(command, check=True, capture_output=True, text=True, timeout=_COMPILE_S)
+        fresh.rename(path)  # two processes may compile at once: the same file, whole, twice
+    return path
+
+
+def _folder() -> Path:
+    """The project's cache, or the user's where the package was installed without the project."""
+    project = Path(__file__).resolve().parents[3]
+    if (project / "pyproject.toml").exists() and os.access(project, os.W_OK):
+        return project / ".cache" / "native"
+    user = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+    return Path(user) / "plumbline" / "native"
+
+
+@cache
+def cpu_flags() -> frozenset[str]:
+    """What the CPU can do, as Linux names it; empty where it does not say."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        return frozenset()
+    words = (line.partition(":") for line in lines)
+    named = [value for key, _, value in words if key.strip() in ("flags", "Features")]
+    return frozenset(named[0].split()) if named else frozenset()

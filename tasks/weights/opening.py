@@ -1,0 +1,53 @@
+"""Inputs by reference: what another process needs to open the same sources."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Literal
+
+from tasks.weights.partitions import read_partitions
+from tasks.weights.reader import WEIGHTS, open_checkpoint
+from tasks.weights.source import Source
+
+
+@dataclass(frozen=True)
+class SourceRef:
+    """Where a source lies and how it is read.
+
+    Attributes:
+        path: its folder.
+        kind: "checkpoint" for safetensors files, "partitions" for the slices of our ranks.
+        stem: of the safetensors files: "model", "adapter_model".
+    """
+
+    path: Path
+    kind: Literal["checkpoint", "partitions"] = "checkpoint"
+    stem: str = WEIGHTS
+
+    def as_json(self) -> dict[str, str]:
+        """Plain JSON."""
+        return {**asdict(self), "path": str(self.path)}
+
+    @classmethod
+    def from_json(cls, raw: Mapping[str, str]) -> SourceRef:
+        """What `as_json` made."""
+        kind: Literal["checkpoint", "partitions"] = (
+            "partitions" if raw["kind"] == "partitions" else "checkpoint"
+        )
+        return cls(Path(raw["path"]), kind, raw["stem"])
+
+
+@contextlib.contextmanager
+def open_sources(refs: Mapping[str, SourceRef]) -> Iterator[dict[str, Source]]:
+    """Open inputs by name. Raises ArtifactError."""
+    with contextlib.ExitStack() as stack:
+        found: dict[str, Source] = {}
+        for name, ref in refs.items():
+            if ref.kind == "partitions":
+                found[name] = read_partitions(ref.path)
+            else:
+                found[name] = stack.enter_context(open_checkpoint(ref.path, ref.stem))
+        yield found

@@ -1,0 +1,188 @@
+"""What `torch.save` wrote, with every tensor as a range of the file."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from math import prod
+from pathlib import Path
+from typing import Any
+
+from tasks.errors import ArtifactError
+from tasks.weights.header import ITEM_BITS
+from tasks.weights.pickled.archive import Archive, read_archive
+from tasks.weights.pickled.machine import Foreign, Global, Machine, PickleError
+from tasks.weights.source import Extent
+
+MAX_PICKLE_BYTES = 128 << 20
+_MAX_SIZE = 1 << 62
+
+_DTYPES = {
+    "float64": "F64", "double": "F64", "float32": "F32", "float": "F32", "float16": "F16",
+    "half": "F16", "bfloat16": "BF16", "int64": "I64", "long": "I64", "int32": "I32",
+    "int": "I32", "int16": "I16", "short": "I16", "int8": "I8", "char": "I8", "uint8": "U8",
+    "byte": "U8", "uint16": "U16", "uint32": "U32", "uint64": "U64", "bool": "BOOL",
+    "float8_e4m3fn": "F8_E4M3", "float8_e5m2": "F8_E5M2", "float8_e8m0fnu": "F8_E8M0",
+}  # fmt: skip
+"""safetensors names of torch's dtypes; `<Name>Storage` is the same name in capitals."""
+
+_PLAIN = ("torch.Tensor", "torch.nn.parameter.Parameter")
+
+
+@dataclass(frozen=True)
+class Storage:
+    """A record that tensors are views of. `dtype` is None for an untyped one."""
+
+    record: str
+    dtype: str | None
+    nbytes: int
+
+
+@dataclass(frozen=True)
+class TensorRef:
+    """A tensor in a file: a view of a storage. `start` and `stride` are in elements."""
+
+    storage: Storage
+    dtype: str
+    start: int
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
+
+    @property
+    def numel(self) -> int:
+        """Number of elements."""
+        return prod(self.shape)
+
+    @property
+    def contiguous(self) -> bool:
+        """Whether its elements lie one after the other, C order."""
+        step = 1
+        for size, stride in zip(reversed(self.shape), reversed(self.stride), strict=True):
+            if size != 1 and stride != step:
+                return self.numel == 0
+            step *= size
+        return True
+
+
+@dataclass(frozen=True)
+class TorchFile:
+    """One opened file.
+
+    Attributes:
+        content: what was saved: containers, numbers, strings; `TensorRef` for a tensor, `Foreign`
+            for an object of any other class.
+    """
+
+    path: Path
+    content: Any
+    _archive: Archive
+
+    def extent(self, ref: TensorRef, start: int = 0, numel: int | None = None) -> Extent:
+        """Where elements [start, start + numel) of the flattened tensor lie; None: to its end.
+
+        Raises:
+            ArtifactError: the tensor is not contiguous, or has fewer elements.
+        """
+        numel = ref.numel - start if numel is None else numel
+        if not ref.contiguous:
+            raise ArtifactError(
+                f"{self.path}: a tensor of shape {list(ref.shape)} was saved with strides "
+                f"{list(ref.stride)}: its elements are not in order",
+                hint="save it again as tensor.contiguous()",
+            )
+        if start < 0 or numel < 0 or start + numel > ref.numel:
+            raise ArtifactError(
+                f"{self.path}: elements {start} to {start + numel} of a tensor of {ref.numel}"
+            )
+        item = ITEM_BITS[ref.dtype] // 8
+        at = self._archive.records[ref.storage.record].start
+        return Extent(self.path, at + (ref.start + start) * item, numel * item)
+
+
+def read_torch_file(path: Path) -> TorchFile:
+    """Read what `torch.save` wrote, without torch, without tensor data, without running anything.
+
+    Raises:
+        ArtifactError: not such a file, damaged, or a tensor reaches out of its storage.
+    """
+    archive = read_archive(path)
+    data = archive.read("data.pkl", MAX_PICKLE_BYTES)
+    if "byteorder" in archive.records and archive.read("byteorder", 64) != b"little":
+        raise ArtifactError(f"{path}: written on a big-endian machine")
+    try:
+        content = Machine(data, persistent=_Storages(archive), reduce=_reduce).run()
+    except PickleError as error:
+        raise ArtifactError(f"{path}: not a usable torch file: {error}") from error
+    return TorchFile(path, content, archive)
+
+
+class _Storages:
+    """Persistent ids: `("storage", class, record, device, number of elements)`."""
+
+    def __init__(self, archive: Archive) -> None:
+        self._archive = archive
+
+    def __call__(self, identity: Any) -> Storage | Foreign:
+        if not (isinstance(identity, tuple) and len(identity) == 5 and identity[0] == "storage"):
+            raise PickleError("a persistent id that is no storage")
+        _, kind, key, _, count = identity
+        if not (isinstance(kind, Global) and isinstance(key, str) and _is_size(count)):
+            raise PickleError("a storage without class, record or size")
+        record = self._archive.records.get(f"data/{key}")
+        if record is None:
+            raise PickleError(f"storage {key} has no record")
+        dtype = None
+        if kind.name != "UntypedStorage":
+            dtype = _DTYPES.get(kind.name.removesuffix("Storage").lower())
+            if dtype is None or kind.module != "torch":  # complex, quantised: nobody's weights
+                return Foreign(str(kind))
+        nbytes = count * (ITEM_BITS[dtype] // 8 if dtype else 1)
+        if nbytes != record.nbytes:
+            raise PickleError(f"storage {key} needs {nbytes} bytes, its record has {record.nbytes}")
+        return Storage(f"data/{key}", dtype, nbytes)
+
+
+def _reduce(target: Global, args: tuple[Any, ...]) -> Any:
+    """What calling a class or function would give, for the few that states are made of."""
+    known = str(target)
+    if known == "collections.OrderedDict" and not args:
+        return {}
+    if known == "torch.Size" and len(args) == 1:
+        return _sizes(args[0])
+    if known == "torch._utils._rebuild_tensor_v2" and len(args) >= 4:
+        return _tensor(args, None)
+    if known == "torch._utils._rebuild_tensor_v3" and len(args) >= 7:
+        return _tensor(args, args[6])
+    if known == "torch._tensor._rebuild_from_type_v2" and len(args) == 4:
+        # A tensor that carries attributes: DeepSpeed marks its flat groups with them.
+        function, kind, inner, _ = args
+        if isinstance(function, Global) and str(kind) in _PLAIN and isinstance(inner, tuple):
+            return _reduce(function, inner) if function != target else Foreign(known, args)
+    if known.startswith("torch._utils._rebuild_parameter") and args:
+        return args[0]
+    return Foreign(known, args)
+
+
+def _tensor(args: tuple[Any, ...], kind: Any) -> TensorRef | Foreign:
+    storage, start, shape, stride = args[0], args[1], _sizes(args[2]), _sizes(args[3])
+    dtype = storage.dtype if isinstance(storage, Storage) else None
+    if isinstance(kind, Global):
+        dtype = _DTYPES.get(kind.name)
+    if not isinstance(storage, Storage) or dtype is None:
+        return Foreign("torch.Tensor")
+    if not _is_size(start) or len(shape) != len(stride):
+        raise PickleError("a tensor without a place")
+    ref = TensorRef(storage, dtype, start, shape, stride)
+    last = start + sum((n - 1) * step for n, step in zip(shape, stride, strict=True))
+    if ref.numel and (last + 1) * ITEM_BITS[dtype] // 8 > storage.nbytes:
+        raise PickleError(f"a tensor of shape {list(shape)} reaches out of {storage.record}")
+    return ref
+
+
+def _sizes(value: Any) -> tuple[int, ...]:
+    if not isinstance(value, tuple | list) or len(value) > 64 or not all(map(_is_size, value)):
+        raise PickleError("a shape that is none")
+    return tuple(value)
+
+
+def _is_size(value: Any) -> bool:
+    return type(value) is int and 0 <= value < _MAX_SIZE

@@ -1,0 +1,188 @@
+"""A tiny real model of every family, on disk as its own `save_pretrained` writes it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from tasks.weights.families.meta import auto_class
+
+SIZES = {
+    "vocab_size": 96,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 64,
+    "bos_token_id": 0,
+    "eos_token_id": 1,
+    "pad_token_id": 2,
+}
+EXPERTS = ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]
+
+
+@dataclass(frozen=True)
+class Family:
+    """One family of models.
+
+    Attributes:
+        config: makes the configuration; takes changes to it.
+        experts: target_parameters of its fused experts, none when it has no experts.
+        targets: target_modules of the adapter.
+    """
+
+    config: Callable[..., Any]
+    experts: tuple[str, ...] = ()
+    targets: Any = "all-linear"
+
+
+def _config(name: str, **own: Any) -> Callable[..., Any]:
+    def make(**changes: Any) -> Any:
+        import transformers
+
+        return getattr(transformers, name)(**{**SIZES, **own, **changes})
+
+    return make
+
+
+def _gpt2(**changes: Any) -> Any:
+    from transformers import GPT2Config
+
+    sizes = {"n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 64}
+    return GPT2Config(**{**SIZES, **sizes, **changes})
+
+
+def _falcon(**changes: Any) -> Any:
+    from transformers import FalconConfig
+
+    kept = {k: v for k, v in SIZES.items() if k not in ("intermediate_size", "num_key_value_heads")}
+    return FalconConfig(**{**kept, "alibi": False, **changes})
+
+
+def _gemma3(**changes: Any) -> Any:
+    from transformers import Gemma3Config
+
+    vision = {
+        "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 1,
+        "num_attention_heads": 2, "image_size": 28, "patch_size": 14,
+    }  # fmt: skip
+    text = {**SIZES, "head_dim": 8, "query_pre_attn_scalar": 8, "sliding_window": 16}
+    own = {"mm_tokens_per_image": 4, "image_token_index": 95}
+    return Gemma3Config(text_config={**text, **changes}, vision_config=vision, **own, **changes)
+
+
+def _qwen2_5_vl(**changes: Any) -> Any:
+    from transformers import Qwen2_5_VLConfig
+
+    vision = {
+        "depth": 1, "hidden_size": 16, "intermediate_size": 24, "num_heads": 2,
+        "out_hidden_size": 32, "patch_size": 14, "fullatt_block_indexes": [0],
+    }  # fmt: skip
+    rope = {"rope_type": "default", "mrope_section": [1, 1, 2], "rope_theta": 10000.0}
+    ids = {"image_token_id": 93, "video_token_id": 94, "vision_start_token_id": 92}
+    text = {**SIZES, "rope_parameters": rope, **changes}
+    return Qwen2_5_VLConfig(text_config=text, vision_config=vision, **ids, **changes)
+
+
+_MOE = {"moe_intermediate_size": 24, "num_experts": 4, "num_experts_per_tok": 2}
+_GEMMA = {"head_dim": 8, "query_pre_attn_scalar": 8, "sliding_window": 16}
+_DEEPSEEK = {
+    "moe_intermediate_size": 24, "n_routed_experts": 4, "num_experts_per_tok": 2, "n_group": 2,
+    "topk_group": 1, "n_shared_experts": 1, "first_k_dense_replace": 1, "q_lora_rank": 12,
+    "kv_lora_rank": 12, "qk_rope_head_dim": 8, "qk_nope_head_dim": 8, "v_head_dim": 8,
+    "num_key_value_heads": 4,
+}  # fmt: skip
+FUSED = tuple(EXPERTS)
+
+FAMILIES: dict[str, Family] = {
+    "llama": Family(_config("LlamaConfig")),
+    "mistral": Family(_config("MistralConfig", head_dim=8)),
+    "qwen2": Family(_config("Qwen2Config")),
+    "qwen3": Family(_config("Qwen3Config", head_dim=8)),
+    "gemma2": Family(_config("Gemma2Config", **_GEMMA)),
+    "gemma3_text": Family(_config("Gemma3TextConfig", **_GEMMA)),
+    "gemma3": Family(_gemma3),
+    "phi3": Family(_config("Phi3Config")),
+    "olmo2": Family(_config("Olmo2Config")),
+    "granite": Family(_config("GraniteConfig")),
+    "gpt2": Family(_gpt2),
+    "gpt_neox": Family(_config("GPTNeoXConfig", num_key_value_heads=4)),
+    "falcon": Family(_falcon),
+    "mixtral": Family(_config("MixtralConfig", num_local_experts=4), FUSED),
+    "qwen2_moe": Family(
+        _config("Qwen2MoeConfig", **_MOE, shared_expert_intermediate_size=24), FUSED
+    ),
+    "qwen3_moe": Family(_config("Qwen3MoeConfig", **_MOE, head_dim=8), FUSED),
+    "deepseek_v3": Family(_config("DeepseekV3Config", **_DEEPSEEK), FUSED),
+    "qwen2_5_vl": Family(_qwen2_5_vl),
+}
+
+
+def make_model(config: Any, *, seed: int = 0) -> Any:
+    """A model in bf16 with weights that are neither flat nor equal."""
+    torch.manual_seed(seed)
+    model = auto_class(config).from_config(config, dtype=torch.bfloat16)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(torch.randn(parameter.shape).to(parameter) * 0.1)
+    return model.eval()
+
+
+def save_base(folder: Path, family: str, *, tied: bool) -> Path:
+    """The family's model on disk."""
+    make_model(FAMILIES[family].config(tie_word_embeddings=tied)).save_pretrained(folder)
+    return folder
+
+
+def load(folder: Path, dtype: Any = torch.bfloat16) -> Any:
+    """The model on disk as transformers loads it; anything missing or unexpected fails."""
+    from transformers import AutoConfig
+
+    config = AutoConfig.from_pretrained(folder)
+    model, info = auto_class(config).from_pretrained(folder, dtype=dtype, output_loading_info=True)
+    assert not info["missing_keys"]
+    assert not info["unexpected_keys"]
+    assert not info["mismatched_keys"]
+    return model.eval()
+
+
+def save_adapter(folder: Path, base: Path, family: str, **settings: Any) -> Path:
+    """A LoRA adapter of rank 3 whose every tensor is random, as peft writes it."""
+    from peft import LoraConfig, get_peft_model
+
+    one = FAMILIES[family]
+    asked = {
+        "r": 3,
+        "lora_alpha": 5,
+        "target_modules": one.targets,
+        "target_parameters": list(one.experts) or None,
+        **settings,
+    }
+    model = get_peft_model(load(base), LoraConfig(**asked))
+    generator = torch.Generator().manual_seed(7)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if "lora_" in name:
+                parameter.copy_(torch.randn(parameter.shape, generator=generator) * 0.2)
+    model.save_pretrained(folder)
+    return folder
+
+
+def merged_by_peft(base: Path, adapter: Path) -> Any:
+    """peft's own merge, in fp32, cast once."""
+    from peft import PeftModel
+
+    model = PeftModel.from_pretrained(load(base, torch.float32), adapter)
+    return model.merge_and_unload().to(torch.bfloat16).eval()
+
+
+def logits(model: Any) -> torch.Tensor:
+    """Of a fixed sequence."""
+    ids = torch.arange(3, 19).reshape(1, -1)
+    with torch.no_grad():
+        return model(input_ids=ids, attention_mask=torch.ones_like(ids)).logits.float()

@@ -1,0 +1,64 @@
+"""Every family: the streamed merge against peft's own, and what loads the result."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from tasks.weights.adapters.changes import changes
+from tasks.weights.adapters.read import read_adapter
+from tasks.weights.contracts import model_facts
+from tasks.weights.execute import execute
+from tasks.weights.families.merging import plan_merge
+from tasks.weights.plan import Plan
+from tasks.weights.reader import open_checkpoint
+from tasks.weights.validate import validate
+from tests.weights.families.making import (
+    FAMILIES,
+    load,
+    logits,
+    merged_by_peft,
+    save_adapter,
+    save_base,
+)
+from tests.weights.making import state_of
+
+CASES = [(name, tied) for name in FAMILIES for tied in (False, True)]
+
+
+def merge(base: Path, adapter: Path, out: Path) -> Plan:
+    """Plan, validate, execute."""
+    import shutil
+
+    facts = model_facts(base)
+    lora = read_adapter(adapter)
+    with open_checkpoint(base) as weights:
+        operands = {f"adapter:{key}": info for key, info in lora.tensors.tensors.items()}
+        plan = plan_merge(weights.tensors, facts, changes([(lora, 1.0)], facts.live), operands)
+        sources = {"base": weights, "adapter": lora.tensors}
+        validate(plan, sources)
+        out.mkdir()
+        execute(plan, sources, out, workers=1)
+    for path in base.glob("*config.json"):
+        shutil.copy(path, out)
+    return plan
+
+
+@pytest.mark.parametrize(("family", "tied"), CASES, ids=[f"{f}-{t}" for f, t in CASES])
+def test_the_merge_is_that_of_peft_and_keys_are_those_of_the_base(
+    tmp_path: Path, family: str, tied: bool
+) -> None:
+    base = save_base(tmp_path / "base", family, tied=tied)
+    adapter = save_adapter(tmp_path / "adapter", base, family)
+    plan = merge(base, adapter, tmp_path / "out")
+    reference = merged_by_peft(base, adapter)
+    reference.save_pretrained(tmp_path / "peft")
+    ours, theirs = state_of(tmp_path / "out"), state_of(tmp_path / "peft")
+    assert list(ours) == list(state_of(base))
+    assert set(ours) == set(theirs)
+    assert sum(bool(op.terms) for op in plan.ops) > len(ours) / 4
+    for key, tensor in theirs.items():
+        assert torch.equal(ours[key], tensor), key
+    assert torch.equal(logits(load(tmp_path / "out")), logits(load(tmp_path / "peft")))

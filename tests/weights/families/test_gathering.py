@@ -1,0 +1,100 @@
+"""A full fine-tuning: what training held fused and renamed, back under the keys of the base."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import save_file
+
+from tasks.errors import ContractError
+from tasks.weights.contracts import model_facts
+from tasks.weights.execute import execute
+from tasks.weights.families.gathering import plan_full
+from tasks.weights.header import TensorInfo
+from tasks.weights.partitions import read_partitions
+from tasks.weights.reader import open_checkpoint
+from tasks.weights.validate import validate
+from tests.weights.families.making import FAMILIES, load, save_base
+from tests.weights.making import Spread, state_of, write_shards
+
+
+@pytest.mark.parametrize("world", [1, 3])
+@pytest.mark.parametrize(
+    ("family", "tied"),
+    [(name, False) for name in FAMILIES] + [("qwen2", True), ("gemma3", True), ("falcon", True)],
+)
+def test_shards_of_live_tensors_become_the_checkpoint_they_came_from(
+    tmp_path: Path, family: str, tied: bool, world: int
+) -> None:
+    base = save_base(tmp_path / "base", family, tied=tied)
+    trained = load(base)
+    live = {name: one.detach() for name, one in trained.named_parameters()}
+    write_shards(tmp_path, live, Spread(world_size=world, full=True))
+    parts = read_partitions(tmp_path)
+    (tmp_path / "out").mkdir()
+    with open_checkpoint(base) as weights:
+        plan = plan_full(parts.tensors, model_facts(base), base=weights.tensors)
+        used = {op.input for op in plan.ops}
+        sources = {"trained": parts, **({"base": weights} if "base" in used else {})}
+        validate(plan, sources)
+        execute(plan, sources, tmp_path / "out", workers=1)
+    wanted, found = state_of(base), state_of(tmp_path / "out")
+    assert list(found) == list(wanted)
+    assert all(torch.equal(found[key], tensor) for key, tensor in wanted.items())
+    # The one buffer among them, which no optimiser holds.
+    bias = ["model.layers.1.mlp.gate.e_score_correction_bias"]
+    assert plan.notes.get("from_base", []) == (bias if family == "deepseek_v3" else [])
+
+
+def _trained(base: Path) -> dict[str, Any]:
+    return {
+        name: TensorInfo(tuple(one.shape), "F32", 0, 0)
+        for name, one in load(base).named_parameters()
+    }
+
+
+def test_without_a_base_the_keys_are_those_of_save_pretrained(tmp_path: Path) -> None:
+    base = save_base(tmp_path / "base", "mixtral", tied=False)
+    trained, keys = _trained(base), set(state_of(base))
+    (base / "model.safetensors").unlink()
+    plan = plan_full(trained, model_facts(base), dtype="BF16")
+    assert {op.name for op in plan.ops} == keys
+    assert {op.dtype for op in plan.ops} == {"BF16"}
+
+
+def test_everything_that_does_not_fit_is_one_error(tmp_path: Path) -> None:
+    base = save_base(tmp_path / "base", "mixtral", tied=False)
+    trained = _trained(base)
+    del trained["model.norm.weight"]
+    trained["model.layers.0.mlp.experts.down_proj"] = TensorInfo((4, 32, 47), "F32", 0, 0)
+    trained["value_head.weight"] = TensorInfo((1, 32), "F32", 0, 0)
+    with open_checkpoint(base) as weights, pytest.raises(ContractError) as raised:
+        plan_full(trained, model_facts(base), base=weights.tensors)
+    told = "\n".join(raised.value.details)
+    assert re.search(r"down_proj: is \[4, 32, 47\], the model has F32 \[4, 32, 48\]", told)
+    assert "value_head.weight: the model has no such tensor" in told
+    assert "model.norm.weight: a parameter, and not among what was trained" in told
+
+
+def test_frozen_parameters_come_from_the_base_when_asked(tmp_path: Path) -> None:
+    base = save_base(tmp_path / "base", "mixtral", tied=False)
+    trained = {name: info for name, info in _trained(base).items() if "layers.1" in name}
+    with open_checkpoint(base) as weights:
+        plan = plan_full(trained, model_facts(base), base=weights.tensors, frozen=True)
+        assert {op.name for op in plan.ops} == set(weights.tensors)
+    assert {op.input for op in plan.ops if "layers.1" in op.name} == {"trained"}
+    assert set(plan.notes["from_base"]) == {op.name for op in plan.ops if "layers.1" not in op.name}
+
+
+def test_a_stored_copy_of_a_tied_head_is_written_too(tmp_path: Path) -> None:
+    base = save_base(tmp_path / "base", "qwen2", tied=True)
+    state = state_of(base)
+    state["lm_head.weight"] = state["model.embed_tokens.weight"].clone()
+    save_file(state, base / "model.safetensors", metadata={"format": "pt"})
+    plan = plan_full(_trained(base), model_facts(base))
+    sources = {op.name: op.source for op in plan.ops}
+    assert sources["lm_head.weight"] == "trained:model.embed_tokens.weight"

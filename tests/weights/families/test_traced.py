@@ -1,0 +1,108 @@
+"""Traced conversions against the same conversions of real tensors."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tasks.weights.families.places import places_of
+from tasks.weights.families.traced import Traced, UntraceableError
+
+Step = tuple[str, int, int]
+
+
+def run(inputs: list, steps: list[Step]) -> list:
+    """A chain of what transformers' conversions are made of, on a list of equal tensors."""
+    found = inputs
+    for kind, a, b in steps:
+        if kind == "stack":
+            found = [torch.stack(found, dim=a % (found[0].dim() + 1))]
+        elif kind == "cat":
+            found = [torch.cat(found, dim=a % found[0].dim())]
+        elif kind == "transpose":
+            dims = found[0].dim()
+            found = [torch.transpose(one, dim0=a % dims, dim1=b % dims) for one in found]
+        else:
+            dim = a % found[0].dim()
+            found = [part for one in found for part in torch.chunk(one, b % 3 + 1, dim=dim)]
+            found = [one for one in found if tuple(one.shape) == tuple(found[0].shape)]
+    return found
+
+
+STEPS = st.tuples(
+    st.sampled_from(["stack", "cat", "transpose", "chunk"]), st.integers(0, 3), st.integers(0, 3)
+)
+
+
+@settings(max_examples=200, deadline=None)
+@given(
+    count=st.integers(1, 4),
+    shape=st.lists(st.integers(1, 5), min_size=1, max_size=3),
+    steps=st.lists(STEPS, max_size=4),
+)
+def test_every_element_is_where_its_piece_says(count, shape, steps) -> None:
+    numel = torch.Size(shape).numel()
+    real = [torch.arange(numel).reshape(shape) + 1000 * i for i in range(count)]
+    traced = [Traced.of(str(i), shape) for i in range(count)]
+    wanted, found = run(real, steps), run(traced, steps)
+    assert [one.shape for one in found] == [tuple(one.shape) for one in wanted]
+    for one, tensor in zip(found, wanted, strict=True):
+        seen = torch.full(one.shape, -1)
+        for piece in one.pieces:
+            box = tuple(slice(o, o + n) for o, n in zip(piece.origin, piece.shape, strict=True))
+            part = real[int(piece.key)]
+            order = [axis for axis in piece.axes if axis is not None]
+            begin = [b for b, axis in zip(piece.begin, piece.axes, strict=True) if axis is not None]
+            size = [n for n, axis in zip(piece.shape, piece.axes, strict=True) if axis is not None]
+            part = part.permute(order)
+            part = part[tuple(slice(b, b + n) for b, n in zip(begin, size, strict=True))]
+            seen[box] = part.reshape(piece.shape)
+        assert torch.equal(seen, tensor)
+
+
+@settings(max_examples=200, deadline=None)
+@given(
+    count=st.integers(1, 4),
+    shape=st.lists(st.integers(1, 5), min_size=1, max_size=3),
+    steps=st.lists(STEPS, max_size=4),
+)
+def test_a_place_gives_back_what_lies_on_disk(count, shape, steps) -> None:
+    """Read as an operation reads its source: a run of elements, then the transposition."""
+    numel = torch.Size(shape).numel()
+    real = {str(i): torch.arange(numel).reshape(shape) + 1000 * i for i in range(count)}
+    disk = {key: tuple(shape) for key in real}
+    live = run(list(real.values()), steps)
+    for one, tensor in zip(run([Traced.of(k, shape) for k in real], steps), live, strict=True):
+        try:
+            places = places_of("live", one, disk)
+        except ValueError:
+            continue  # scattered: refused
+        for place in places:
+            if not place.whole:
+                continue
+            flat = tensor.reshape(-1)[place.start : place.start + numel]
+            turned = (*shape[:-2], shape[-1], shape[-2]) if place.transpose else shape
+            part = flat.reshape(turned)
+            part = part.transpose(-1, -2) if place.transpose else part
+            assert torch.equal(part, real[place.disk])
+
+
+def test_what_mixes_elements_is_refused_by_name() -> None:
+    traced = Traced.of("a", (4, 4))
+    with pytest.raises(UntraceableError, match="reshape"):
+        traced.reshape(2, 8)
+    with pytest.raises(UntraceableError, match="flip"):
+        torch.flip(traced, [0])
+
+
+def test_parts_that_do_not_fit_are_refused() -> None:
+    with pytest.raises(ValueError, match="cannot join"):
+        torch.cat([Traced.of("a", (2, 3)), Traced.of("b", (2, 4))], dim=0)
+
+
+def test_a_scattered_piece_is_refused() -> None:
+    traced = torch.cat([Traced.of("a", (2, 3)), Traced.of("b", (2, 3))], dim=1)
+    with pytest.raises(ValueError, match="a is scattered over live"):
+        places_of("live", traced, {"a": (2, 3), "b": (2, 3)})

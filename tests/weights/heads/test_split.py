@@ -1,0 +1,161 @@
+"""A value head off its policy: two artifacts, each whole, each loadable."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from tasks.errors import ArtifactError, ContractError
+from tasks.weights.heads.detect import detect
+from tasks.weights.heads.folder import read_folder
+from tasks.weights.heads.split import KEPT_APART, plan_policy
+from tasks.weights.heads.writing import write_served, write_value_head
+from tests.weights.adapters.making import quiet, save, train
+from tests.weights.heads.making import (
+    HIDDEN,
+    IDS,
+    causal,
+    head_tensors,
+    save_llamafactory,
+    save_openrlhf,
+    save_trl,
+)
+from tests.weights.making import state_of
+
+
+def split(folder: Path, root: Path) -> tuple[Path, Path]:
+    """Policy and head, each in a folder of its own."""
+    policy, head = root / "policy", root / "head"
+    policy.mkdir()
+    head.mkdir()
+    found = detect(read_folder(folder))
+    write_served(found, policy)
+    write_value_head(found, head)
+    return policy, head
+
+
+@pytest.mark.parametrize("family", ["qwen", "llama"])
+@pytest.mark.parametrize("prefix", ["", "pretrained_model."])
+def test_a_trl_policy_and_its_head_are_parted(tmp_path: Path, family: str, prefix: str) -> None:
+    from transformers import AutoModelForCausalLM
+
+    model = save_trl(tmp_path / "ppo", family, prefix=prefix)
+    policy, head = split(tmp_path / "ppo", tmp_path)
+    loaded, info = AutoModelForCausalLM.from_pretrained(
+        policy, dtype=torch.float32, output_loading_info=True
+    )
+    assert not any(info[key] for key in ("missing_keys", "unexpected_keys", "mismatched_keys"))
+    with torch.no_grad():
+        assert torch.equal(loaded.eval()(IDS).logits, model(IDS).logits)
+    assert not [name for name in state_of(policy) if "v_head" in name]
+    stored = load_file(head / "value_head.safetensors")
+    assert stored.keys() == head_tensors().keys()
+    assert all(torch.equal(stored[key], one) for key, one in head_tensors().items())
+    assert sorted(path.name for path in head.iterdir() if path.name[0] != ".") == [
+        "value_head.json",
+        "value_head.safetensors",
+    ]
+
+
+@pytest.mark.parametrize("pickled", [False, True])
+def test_a_side_file_never_reaches_the_served_folder(tmp_path: Path, pickled: bool) -> None:
+    save_llamafactory(tmp_path / "ppo", "qwen", pickled=pickled)
+    policy, head = split(tmp_path / "ppo", tmp_path)
+    assert [p.name for p in policy.glob("*.safetensors")] == ["model.safetensors"]
+    assert not [*policy.glob("*.bin"), *policy.glob("value_head*")]
+    assert (policy / "tokenizer.json").is_file()
+    assert json.loads((head / "value_head.json").read_text()) == {
+        "format": 1,
+        "role": "either",
+        "dialect": "llamafactory",
+        "hidden_size": HIDDEN,
+        "dtype": "F32",
+        "bias": True,
+        "source": {name: f"head:{name}" for name in head_tensors()},
+        "mean": None,
+        "std": None,
+    }
+
+
+@pytest.mark.parametrize("family", ["qwen", "llama"])
+def test_a_critic_is_no_policy_and_its_head_keeps_its_normalisation(
+    tmp_path: Path, family: str
+) -> None:
+    model = save_openrlhf(tmp_path / "c", family, name="CriticModel", mean=0.5, std=2.0)
+    head = tmp_path / "head"
+    head.mkdir()
+    found = detect(read_folder(tmp_path / "c"))
+    with pytest.raises(ContractError, match="a critic, no policy"):
+        write_served(found, head)
+    write_value_head(found, head)
+    said = json.loads((head / "value_head.json").read_text())
+    assert (said["role"], said["dialect"], said["bias"]) == ("value", "openrlhf", False)
+    assert (said["mean"], said["std"]) == (0.5, 2.0)
+    stored = load_file(head / "value_head.safetensors")
+    assert torch.equal(stored["v_head.summary.weight"], model.score.weight)
+
+
+@pytest.mark.parametrize("trl", [False, True])
+def test_an_adapter_with_a_head_beside_it(tmp_path: Path, trl: bool) -> None:
+    """LLaMA-Factory's side file, and TRL's: a whole `pytorch_model.bin` with the head alone."""
+    from peft import LoraConfig
+
+    config = LoraConfig(r=4, target_modules="all-linear", task_type="CAUSAL_LM")
+    folder = save(train(causal("qwen"), config), tmp_path / "adapter")
+    if trl:
+        torch.save(head_tensors(), folder / "pytorch_model.bin")
+    else:
+        save_file(head_tensors(), folder / "value_head.safetensors", metadata={"format": "pt"})
+    found = detect(read_folder(folder))
+    assert found.head is not None
+    assert found.head.dialect == ("trl" if trl else "llamafactory")
+    policy, head = split(folder, tmp_path)
+    before, after = (state_of(one, "adapter_model") for one in (folder, policy))
+    assert before.keys() == after.keys()
+    assert all(torch.equal(before[key], after[key]) for key in before)
+    assert not [*policy.glob("*.bin"), *policy.glob("value_head*")]
+    assert load_file(head / "value_head.safetensors").keys() == head_tensors().keys()
+
+
+def test_the_plan_says_why_the_head_is_gone(tmp_path: Path) -> None:
+    save_trl(tmp_path / "ppo", "qwen")
+    plan = plan_policy(detect(read_folder(tmp_path / "ppo")))
+    assert {one.source: one.reason for one in plan.dropped} == {
+        f"model:{name}": KEPT_APART for name in head_tensors()
+    }
+
+
+def test_prefixes_on_some_keys_only_are_refused(tmp_path: Path) -> None:
+    save_trl(tmp_path / "ppo", "qwen")
+    path = tmp_path / "ppo" / "model.safetensors"
+    odd = {"pretrained_model.model.norm.weight": torch.ones(HIDDEN)}
+    save_file({**load_file(path), **odd}, path, metadata={"format": "pt"})
+    with pytest.raises(ContractError, match="with and without pretrained_model"):
+        plan_policy(detect(read_folder(tmp_path / "ppo")))
+
+
+def test_an_empty_head_is_refused_as_what_zero3_leaves(tmp_path: Path) -> None:
+    save_llamafactory(tmp_path / "ppo", "qwen")
+    empty = {"v_head.summary.weight": torch.zeros(0)}
+    save_file(empty, tmp_path / "ppo" / "value_head.safetensors", metadata={"format": "pt"})
+    with pytest.raises(ContractError, match="ZeRO-3"):
+        plan_policy(detect(read_folder(tmp_path / "ppo")))
+
+
+def test_two_side_files_are_one_too_many(tmp_path: Path) -> None:
+    save_llamafactory(tmp_path / "ppo", "qwen")
+    torch.save(head_tensors(), tmp_path / "ppo" / "value_head.bin")
+    with pytest.raises(ContractError, match="one of them too many"):
+        plan_policy(detect(read_folder(tmp_path / "ppo")))
+
+
+def test_a_stray_weight_file_is_still_one(tmp_path: Path) -> None:
+    with quiet():
+        save_llamafactory(tmp_path / "ppo", "qwen")
+    save_file({"x": torch.ones(1)}, tmp_path / "ppo" / "other.safetensors")
+    with pytest.raises(ArtifactError, match="other.safetensors: stray"):
+        read_folder(tmp_path / "ppo")

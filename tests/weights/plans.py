@@ -1,0 +1,124 @@
+"""Inputs and plans for the tests of the engine: every kind of operation on small tensors."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+from safetensors.torch import save_file
+
+from tasks.artifact import Origin, publish, staging
+from tasks.weights.opening import SourceRef
+from tasks.weights.plan import Op, Plan
+from tasks.weights.reader import ADAPTER
+from tasks.weights.terms import Add, LowRank, Rows
+
+WORDS = {torch.bfloat16: "BF16", torch.float32: "F32", torch.float16: "F16", torch.int64: "I64"}
+SCALE = 1.7
+
+
+def tensors(seed: int = 0) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
+    """A base and an adapter; widths and heights that no block size divides."""
+    random = torch.Generator().manual_seed(seed)
+
+    def draw(*shape: int) -> torch.Tensor:
+        return torch.randn(*shape, generator=random)
+
+    base = {
+        "embed": draw(70, 24).bfloat16(),
+        "wide": draw(33, 1030).bfloat16(),
+        "tall": draw(1031, 24).bfloat16(),
+        "conv": draw(24, 72).bfloat16(),
+        "bias": draw(33).bfloat16(),
+        "norm": draw(24),
+        "fused": draw(3, 10, 24).bfloat16(),
+        "ids": torch.arange(7),
+    }
+    adapter = {
+        "wide.A": draw(5, 1030).bfloat16(), "wide.B": draw(33, 5).bfloat16(),
+        "tall.A": draw(4, 24), "tall.B": draw(1031, 4),
+        "conv.A": draw(4, 24), "conv.B": draw(72, 4),
+        "bias.B": draw(33), "rows": draw(2, 24),
+    }  # fmt: skip
+    return base, adapter
+
+
+def make_inputs(root: Path, seed: int = 0) -> dict[str, SourceRef]:
+    """Both as published artifacts, so that their hashes are known; the base in two files."""
+    base, adapter = tensors(seed)
+    first = {name: base[name] for name in ("embed", "wide", "tall", "conv")}
+    second = {name: base[name] for name in base if name not in first}
+    files = {"model-00001-of-00002.safetensors": first, "model-00002-of-00002.safetensors": second}
+    with staging(root / "base") as work:
+        for file, held in files.items():
+            save_file(held, work / file)
+        index = {name: file for file, held in files.items() for name in held}
+        write_index(work, index)
+        publish(work, root / "base", Origin("base", "test", "base"))
+    with staging(root / "adapter") as work:
+        save_file(adapter, work / "adapter_model.safetensors")
+        publish(work, root / "adapter", Origin("adapter", "test", "adapter"))
+    return {
+        "base": SourceRef(root / "base"),
+        "adapter": SourceRef(root / "adapter", stem=ADAPTER),
+    }
+
+
+def write_index(root: Path, weight_map: dict[str, str]) -> None:
+    import json
+
+    path = root / "model.safetensors.index.json"
+    path.write_text(json.dumps({"metadata": {}, "weight_map": weight_map}))
+
+
+def pair(name: str, **settings: object) -> LowRank:
+    return LowRank(f"adapter:{name}.A", f"adapter:{name}.B", SCALE, **settings)
+
+
+def copied(name: str, tensor: torch.Tensor) -> Op:
+    word = WORDS[tensor.dtype]
+    return Op(name, tuple(tensor.shape), word, f"base:{name}", word)
+
+
+def make_plan(*, max_shard_bytes: int | None = 40_000) -> Plan:
+    """One operation of every kind."""
+    base, _ = tensors()
+    ops = {name: copied(name, tensor) for name, tensor in base.items()}
+
+    def changed(name: str, *terms: object) -> Op:
+        op = ops[name]
+        return Op(name, op.shape, op.dtype, op.source, op.source_dtype, terms=terms)
+
+    ops["wide"] = changed("wide", pair("wide"))
+    ops["tall"] = changed("tall", pair("tall"))
+    ops["conv"] = changed("conv", pair("conv", transpose=True))
+    ops["bias"] = changed("bias", Add("adapter:bias.B", 0.5))
+    ops["embed"] = changed("embed", Rows("adapter:rows", (3, 69)))
+    ops["norm"] = Op("norm", (24,), "BF16", "base:norm", "F32")
+    del ops["fused"]
+    for expert in range(3):
+        name = f"expert.{expert}"
+        turned = expert == 2
+        ops[name] = Op(
+            name, (24, 10) if turned else (10, 24), "BF16", "base:fused", "BF16",
+            start=expert * 240, transpose=turned,
+        )  # fmt: skip
+    return Plan(tuple(ops.values()), max_shard_bytes=max_shard_bytes)
+
+
+def expected() -> dict[str, torch.Tensor]:
+    """What the plan has to give, computed on whole tensors by torch."""
+    base, adapter = tensors()
+    found = dict(base)
+    for name in ("wide", "tall", "conv"):
+        change = (adapter[f"{name}.B"].float() @ adapter[f"{name}.A"].float()) * SCALE
+        change = change.T if name == "conv" else change
+        found[name] = (base[name].float() + change).bfloat16()
+    found["bias"] = (base["bias"].float() + adapter["bias.B"] * 0.5).bfloat16()
+    found["embed"] = base["embed"].clone()
+    found["embed"][[3, 69]] = adapter["rows"].bfloat16()
+    found["norm"] = base["norm"].bfloat16()
+    fused = found.pop("fused")
+    for expert in range(3):
+        found[f"expert.{expert}"] = fused[expert].T if expert == 2 else fused[expert]
+    return found

@@ -1,0 +1,273 @@
+"""Weights in 8 bits: the numbers against compressed-tensors' own, and what loads the folder."""
+
+from __future__ import annotations
+
+import json
+import logging
+import math
+import shutil
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tasks.artifact import Artifact
+from tasks.convert import convert
+from tasks.errors import ConfigError, ContractError
+from tasks.fingerprint import DriftLimit
+from tasks.weights.contracts import ModelFacts, model_facts
+from tasks.weights.encode import SCHEMES, encode, library_scheme, row_scales
+from tasks.weights.execute import Executed, execute
+from tasks.weights.heads.folder import Part
+from tasks.weights.plan import Encoding, Op, Plan
+from tasks.weights.quantize import (
+    check_quantize,
+    left_alone,
+    quantization_config,
+    quantized_contract,
+    quantized_plan,
+)
+from tasks.weights.reader import open_checkpoint
+from tasks.weights.validate import validate
+from tests.weights.making import failed, measure_here, state_of
+
+BOTH = tuple(SCHEMES)
+
+
+def quantize(base: Path, out: Path, scheme: str, **options: Any) -> tuple[Plan, Executed]:
+    """Plan, validate, execute, and the side files."""
+    facts = model_facts(base)
+    with open_checkpoint(base) as weights:
+        ops = tuple(
+            Op(name, info.shape, info.dtype, f"model:{name}", info.dtype)
+            for name, info in weights.tensors.items()
+        )
+        plan = quantized_plan(Plan(ops, max_shard_bytes=options.pop("limit", None)), facts, scheme)
+        validate(plan, {"model": weights})
+        out.mkdir(exist_ok=True)
+        done = execute(plan, {"model": weights}, out, **options)
+    for path in base.glob("*.json"):
+        if "safetensors" not in path.name and path.name != "manifest.json":
+            shutil.copy(path, out)
+    config = json.loads((base / "config.json").read_text())
+    config["quantization_config"] = quantization_config(scheme, facts)
+    (out / "config.json").write_text(json.dumps(config))
+    return plan, done
+
+
+@pytest.mark.parametrize("scheme", BOTH)
+def test_every_weight_is_within_half_a_step_and_the_rest_is_untouched(
+    llama: Artifact, tmp_path: Path, scheme: str
+) -> None:
+    from compressed_tensors.compressors.base import BaseCompressor
+
+    quantize(llama.path, tmp_path / "out", scheme)
+    before, after = state_of(llama.path), state_of(tmp_path / "out")
+    compressor = BaseCompressor.get_value_from_registry(SCHEMES[scheme].format)
+    linear = {name for name in before if name.endswith("_proj.weight")}
+    assert set(after) == {*before, *(f"{name}_scale" for name in linear)}
+    for name in set(before) - linear:
+        assert torch.equal(after[name], before[name])
+    for name in linear:
+        halves = {"weight": after[name], "weight_scale": after[f"{name}_scale"]}
+        found = compressor.decompress(halves, library_scheme(scheme))["weight"]
+        error, scale = (found - before[name].float()).abs(), halves["weight_scale"]
+        if scheme == "w8a8":
+            assert (error <= scale * 0.5 * (1 + 1e-5)).all()
+        else:  # three bits behind the point: half a step is 1/16 of a number, or of 2**-6 steps
+            step = torch.maximum(before[name].float().abs() / 16, scale * 2**-10)
+            assert (error <= step * (1 + 1e-5)).all()
+
+
+@pytest.mark.parametrize("scheme", BOTH)
+def test_transformers_loads_it_without_a_gap_and_with_the_same_weights(
+    qwen: Artifact, tmp_path: Path, scheme: str
+) -> None:
+    from transformers import AutoModelForCausalLM
+
+    out = tmp_path / "out"
+    quantize(qwen.path, out, scheme)
+    model, info = AutoModelForCausalLM.from_pretrained(
+        out, dtype=torch.bfloat16, output_loading_info=True
+    )
+    assert not any(info[key] for key in ("missing_keys", "unexpected_keys", "mismatched_keys"))
+    stored = state_of(out)
+    for name, tensor in model.state_dict().items():
+        if name in stored:  # scales are held in bf16 here, and none of them is rounded by that
+            assert torch.equal(tensor.float(), stored[name].float()), name
+    original = AutoModelForCausalLM.from_pretrained(qwen.path, dtype=torch.bfloat16)
+    ids = torch.arange(40)[None]
+    with torch.no_grad():
+        one, other = (m.eval()(ids).logits.float() for m in (original, model))
+    assert (one - other).norm() / one.norm() < (0.05 if scheme == "w8a8" else 0.15)
+
+
+def test_config_says_what_is_kept_and_is_what_the_library_reads(llama: Artifact) -> None:
+    from compressed_tensors.quantization import QuantizationConfig
+
+    facts = model_facts(llama.path)
+    document = quantization_config("w8a8", facts)
+    read = QuantizationConfig.model_validate(document)
+    assert json.loads(read.model_dump_json()) == document
+    assert document["quant_method"] == "compressed-tensors"
+    assert document["ignore"] == ["lm_head"]
+    assert not read.requires_calibration_data()
+    group = read.config_groups["group_0"]
+    assert (group.weights.strategy, group.weights.num_bits) == ("channel", 8)
+    assert (group.input_activations.strategy, group.input_activations.dynamic) == ("token", True)
+
+
+def test_a_tied_head_is_left_alone_by_name(qwen: Artifact) -> None:
+    assert left_alone(model_facts(qwen.path)) == ["lm_head"]
+
+
+def test_the_contract_is_what_is_written(llama: Artifact, tmp_path: Path) -> None:
+    plan, _ = quantize(llama.path, tmp_path / "out", "fp8")
+    wanted = {one.name: (one.shape, one.dtype) for one in quantized_contract(_facts(llama), "fp8")}
+    assert {op.name: (op.shape, op.dtype) for op in plan.ops} == wanted
+
+
+def test_bytes_depend_neither_on_workers_nor_on_files(llama: Artifact, tmp_path: Path) -> None:
+    first = quantize(llama.path, tmp_path / "one", "w8a8", workers=1)[1]
+    second = quantize(llama.path, tmp_path / "two", "w8a8", workers=3, limit=50_000)[1]
+    assert first.sha256 == second.sha256
+    assert len(list((tmp_path / "two").glob("*.safetensors"))) > 3
+
+
+def test_a_plan_of_it_is_plain_data(llama: Artifact, tmp_path: Path) -> None:
+    plan, _ = quantize(llama.path, tmp_path / "out", "w8a8")
+    assert Plan.from_json(json.loads(json.dumps(plan.as_json()))) == plan
+
+
+def test_a_value_that_is_not_finite_is_told(llama: Artifact, tmp_path: Path) -> None:
+    from safetensors.torch import load_file, save_file
+
+    base = shutil.copytree(llama.path, tmp_path / "base")
+    (base / "manifest.json").unlink()
+    name = "model.layers.0.mlp.up_proj.weight"
+    path = next(p for p in base.glob("*.safetensors") if name in load_file(p))
+    tensors = load_file(path)
+    tensors[name][3, 5] = math.nan
+    save_file(tensors, path, metadata={"format": "pt"})
+    _, done = quantize(base, tmp_path / "out", "w8a8")
+    assert done.nonfinite == {f"{name}_scale": 1}
+
+
+def test_what_cannot_be_quantised_is_refused_by_name(llama: Artifact) -> None:
+    facts = _facts(llama)
+    with pytest.raises(ContractError, match="no linear layer"):
+        quantized_plan(Plan(()), replace(facts, quantized=()), "w8a8")
+    name = facts.quantized[0]
+    odd = Plan((Op(name, (4, 4), "I64", f"model:{name}", "I64"),))
+    with pytest.raises(ContractError, match="no float matrix"):
+        quantized_plan(odd, facts, "w8a8")
+
+
+def test_a_stack_of_experts_is_refused(tmp_path: Path) -> None:
+    from tests.weights.adapters.making import base_model, quiet
+
+    with quiet():
+        base_model("mixtral").save_pretrained(tmp_path)
+    with pytest.raises(ContractError, match=r"experts\.\w+: experts in one stack"):
+        quantized_plan(Plan(()), model_facts(tmp_path), "w8a8")
+
+
+def test_the_word_is_checked() -> None:
+    assert [check_quantize(one) for one in ("none", "w8a8", "fp8")] == [None, "w8a8", "fp8"]
+    with pytest.raises(ConfigError, match="is not one of none, w8a8, fp8"):
+        check_quantize("int4")
+
+
+@settings(deadline=None, max_examples=60)
+@given(
+    st.lists(st.floats(-(2.0**100), 2.0**100, width=32), min_size=1, max_size=12),
+    st.sampled_from(BOTH),
+    st.sampled_from(["BF16", "F16", "F32"]),
+)
+def test_scales_are_held_exactly_and_no_row_overflows(
+    row: list[float], scheme: str, held: str
+) -> None:
+    limit = 448 if scheme == "fp8" else 127.5
+    row = [max(-60_000 * limit, min(x, 60_000 * limit)) for x in row]  # or fp16 has no such scale
+    block = torch.tensor([row], dtype=torch.float32)
+    encoding = Encoding(scheme, "scale", len(row), held)
+    scale, _ = row_scales(encoding, block)
+    dtype = {"BF16": torch.bfloat16, "F16": torch.float16, "F32": torch.float32}[held]
+    assert torch.equal(scale.to(dtype).float(), scale)
+    assert torch.isfinite(scale).all()
+    assert (scale > 0).all()
+    assert (block.abs() / scale <= limit * (1 + 1e-6)).all()
+    assert torch.equal(encode(encoding, block), scale)
+
+
+def _facts(base: Artifact) -> ModelFacts:
+    return model_facts(base.path)
+
+
+@pytest.mark.parametrize("scheme", BOTH)
+def test_convert_quantises_says_so_and_reports_the_drift(
+    full_weights: Path, full_run: Path, tmp_path: Path, scheme: str
+) -> None:
+    limit = DriftLimit(mean_kl=0.5, p95_kl=2.0, top1_agreement=0.5)
+    report = convert(
+        tmp_path,
+        weights=full_weights,
+        trained=full_run,
+        dtype="bfloat16",
+        max_shard_size="60KB",
+        quantize=scheme,
+        score=measure_here,
+        profile=limit,
+        log=logging.getLogger("tests.weights"),
+    )
+    assert failed(report.checks) == []
+    assert report.notes["drift_carried_over"] is False
+    assert report.drift is not None
+    print(report.drift)
+    assert 0 < report.drift.mean_kl < 0.1
+    config = json.loads((tmp_path / "config.json").read_text())
+    assert config["quantization_config"]["format"] == SCHEMES[scheme].format
+    assert config["dtype"] == "bfloat16"
+    names = state_of(tmp_path)
+    assert sum(name.endswith("weight_scale") for name in names) == 14
+    assert len(list(tmp_path.glob("*.safetensors"))) > 1
+
+
+@pytest.mark.parametrize(
+    ("change", "text"),
+    [
+        ({"shape": (63, 64)}, "8 bits of [63, 64] wanted"),
+        ({"start": 64}, "8 bits of [64, 64] wanted"),
+        ({"encoding": Encoding("w8a8", "weight", 32)}, "8 bits of [64, 32] wanted"),
+    ],
+)
+def test_a_plan_that_encodes_other_shapes_is_refused(
+    llama: Artifact, change: dict[str, Any], text: str
+) -> None:
+    name = "model.layers.0.self_attn.q_proj.weight"
+    good = Op(
+        name, (64, 64), "I8", f"model:{name}", "BF16", encoding=Encoding("w8a8", "weight", 64)
+    )
+    with open_checkpoint(llama.path) as weights:
+        source = {"model": Part(weights, (name,))}
+        validate(Plan((good,)), source)
+        with pytest.raises(ContractError) as caught:
+            validate(Plan((replace(good, **change),)), source)
+    assert text in caught.value.report()
+
+
+def test_scales_alone_use_up_no_tensor(llama: Artifact) -> None:
+    name = "model.layers.0.self_attn.q_proj.weight"
+    scale = Op(
+        f"{name}_scale", (64, 1), "F32", f"model:{name}", "BF16",
+        encoding=Encoding("w8a8", "scale", 64),
+    )  # fmt: skip
+    with (
+        open_checkpoint(llama.path) as weights,
+        pytest.raises(ContractError, match="used by nothing"),
+    ):
+        validate(Plan((scale,)), {"model": Part(weights, (name,))})

@@ -1,0 +1,212 @@
+"""What a plan may not say: every finding in one error, before a byte is read."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from tasks.errors import ArtifactError, ContractError
+from tasks.weights.execute import execute
+from tasks.weights.layout import lay_out, with_output
+from tasks.weights.opening import SourceRef, open_sources
+from tasks.weights.plan import Dropped, Op, Plan
+from tasks.weights.terms import Add, Dora, LowRank, Rows
+from tasks.weights.validate import plan_findings, validate
+from tasks.weights.writer import Spec
+from tests.weights.making import state_of
+from tests.weights.plans import expected, make_inputs, make_plan
+
+
+@pytest.fixture(scope="module")
+def inputs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, SourceRef]:
+    return make_inputs(tmp_path_factory.mktemp("inputs"))
+
+
+def _findings(plan: Plan, inputs: dict[str, SourceRef]) -> list[str]:
+    with open_sources(inputs) as sources:
+        return list(plan_findings(plan, sources))
+
+
+def _with(which: str, **changes: object) -> Plan:
+    """The good plan with one operation changed."""
+    plan = make_plan()
+    return replace(
+        plan, ops=tuple(replace(op, **changes) if op.name == which else op for op in plan.ops)
+    )
+
+
+def test_the_good_plan_has_no_findings(inputs) -> None:
+    assert _findings(make_plan(), inputs) == []
+
+
+@pytest.mark.parametrize(
+    ("name", "changes", "finding"),
+    [
+        ("wide", {"source": "base:widee"}, "wide: base has no widee; near: wide"),
+        ("wide", {"source": "bases:wide"}, "no input 'bases' (inputs: base, adapter)"),
+        ("wide", {"source_dtype": "F16"}, "base:wide is BF16, planned as F16"),
+        ("wide", {"shape": (33, 1031)}, "wide: BF16 [33, 1031] wanted, base:wide is BF16"),
+        ("wide", {"shape": (1030, 33)}, "wide: is to be [1030, 33], base:wide is [33, 1030]"),
+        ("wide", {"shape": (32, 1030)}, "base:wide: elements 32960 to 33990 go nowhere"),
+        ("wide", {"shape": (0, 1030)}, "wide: BF16 [0, 1030] has no elements"),
+        ("wide", {"name": "tall"}, "tall: planned 2 times"),
+        ("ids", {"dtype": "F32"}, "ids: I64 cannot be cast to F32"),
+        ("norm", {"dtype": "BF17"}, "norm: BF17 is no dtype"),
+        ("norm", {"transpose": True}, "norm: [24] cannot be transposed"),
+        ("expert.1", {"start": 0}, "base:fused: goes to expert.0 and to expert.1"),
+        ("expert.2", {"start": 600}, "expert.2: elements 600 to 840 wanted, base:fused is"),
+        ("wide", {"terms": ()}, "adapter:wide.A: BF16 [5, 1030] is used by nothing"),
+        ("ids", {"terms": (Add("adapter:bias.B", 1.0),)}, "ids: I64 is no float to compute in"),
+    ],
+)
+def test_an_operation_that_does_not_fit_is_named(inputs, name, changes, finding) -> None:
+    assert any(finding in line for line in _findings(_with(name, **changes), inputs))
+
+
+PAIR = ("adapter:tall.A", "adapter:tall.B")
+
+
+@pytest.mark.parametrize(
+    ("name", "term", "finding"),
+    [
+        ("tall", LowRank(*PAIR, 0.0), "scale 0.0 adds nothing"),
+        ("tall", LowRank(*PAIR, float("nan")), "scale nan adds nothing"),
+        ("tall", LowRank("adapter:tall.A", "adapter:wide.B", 1.0), "have ranks 4 and 5"),
+        ("tall", LowRank(*PAIR, 1.0, transpose=True), "make [24, 1031], rows 0 to 1031"),
+        ("tall", LowRank(*PAIR, 1.0, out_start=1), "rows 1 to 1032 of 24 columns are wanted"),
+        ("tall", LowRank(*PAIR, 1.0, a_rows=(0, 3, 1)), "have ranks 3 and 4"),
+        ("tall", LowRank(*PAIR, 1.0, experts=3), "rank 4 cannot be shared by 3 experts"),
+        ("bias", LowRank(*PAIR, 1.0), "no pair for [33]"),
+        ("tall", LowRank("adapter:gone", PAIR[1], 1.0), "adapter has no gone"),
+        ("tall", LowRank("base:ids", PAIR[1], 1.0), "base:ids: I64 is no float"),
+        ("tall", Dora(*PAIR, "adapter:bias.B", 1.0), "magnitudes of [1031] are wanted"),
+        ("embed", Rows("adapter:rows", (1,)), "adapter:rows: is [2, 24], [1, 24] is wanted"),
+        ("embed", Rows("adapter:rows", (1, 70)), "row 70 is outside of [70, 24]"),
+        ("embed", Rows("adapter:rows", (1, 1)), "names a row twice"),
+        ("embed", Add("adapter:rows", 1.0), "adapter:rows: is [2, 24], [70, 24] is wanted"),
+    ],
+)
+def test_a_term_that_does_not_fit_is_named(inputs, name, term, finding) -> None:
+    assert any(finding in line for line in _findings(_with(name, terms=(term,)), inputs))
+
+
+def test_what_goes_nowhere_has_to_be_dropped_for_a_reason(inputs) -> None:
+    plan = make_plan()
+    without = replace(plan, ops=tuple(op for op in plan.ops if op.name != "ids"))
+    assert _findings(without, inputs) == ["base:ids: I64 [7] is used by nothing"]
+    dropped = replace(without, dropped=(Dropped("base:ids", "a buffer"),))
+    assert _findings(dropped, inputs) == []
+    both = replace(plan, dropped=(Dropped("base:ids", "a buffer"),))
+    assert _findings(both, inputs) == ["base:ids: to be dropped, and used or dropped elsewhere too"]
+    gone = replace(plan, dropped=(Dropped("base:idss", "a buffer"),))
+    assert _findings(gone, inputs) == ["base:idss: to be dropped, and is not there"]
+
+
+def test_all_findings_come_in_one_error(inputs) -> None:
+    plan = _with("wide", source="base:none", terms=())
+    plan = replace(plan, ops=(*plan.ops, plan.ops[-1]), shards=(1,))
+    with open_sources(inputs) as sources, pytest.raises(ContractError) as caught:
+        validate(plan, sources)
+    text = caught.value.report()
+    for finding in (
+        "expert.2: planned 2 times",
+        "files for 1 tensors, 11 are planned",
+        "base has no none",
+        "base:wide: BF16 [33, 1030] is used by nothing",
+        "adapter:wide.B: BF16 [33, 5] is used by nothing",
+    ):
+        assert finding in text
+
+
+def test_an_empty_plan_is_refused(inputs) -> None:
+    assert "the plan makes no tensor" in _findings(Plan(()), inputs)
+
+
+def test_too_little_disk_is_an_error_of_its_own(inputs, tmp_path, monkeypatch) -> None:
+    from tasks.weights import writer
+
+    class Usage:
+        free = 1000
+
+    monkeypatch.setattr(writer.shutil, "disk_usage", lambda _: Usage)
+    with open_sources(inputs) as sources:
+        validate(make_plan(), sources)
+        with pytest.raises(ArtifactError, match="are free"):
+            validate(make_plan(), sources, out=tmp_path)
+
+
+def test_output_keeps_the_inputs_files_where_they_fit(inputs) -> None:
+    names = [("a", 3), ("b", 4), ("c", 5)]
+    ops = tuple(Op(name, (size,), "BF16", f"base:{name}", "BF16") for name, size in names)
+    files = {"a": "one", "b": "one", "c": "two"}
+    kept = with_output(Plan(ops), dtype="BF16", max_shard_bytes=14, files=files)
+    assert kept.shards == (2, 1)
+    small = with_output(Plan(ops), dtype="BF16", max_shard_bytes=13, files=files)
+    assert (small.shards, small.max_shard_bytes) == (None, 13)
+    wide = with_output(Plan(ops), dtype="F32", max_shard_bytes=100, files=files)
+    assert wide.shards is None
+    assert {op.dtype for op in wide.ops} == {"F32"}
+    mixed = {"a": "one", "b": "two", "c": "one"}
+    assert with_output(Plan(ops), dtype=None, max_shard_bytes=99, files=mixed).shards is None
+
+
+def test_a_file_is_linked_only_when_it_is_the_same_in_everything(inputs) -> None:
+    second = "model-00002-of-00002.safetensors"
+    with open_sources(inputs) as sources:
+        base = sources["base"]
+        held = [Spec(n, tuple(i.shape), i.dtype) for n, i in base.tensors.items()]
+        ops = [Op(s.name, s.shape, s.dtype, f"base:{s.name}", s.dtype) for s in held]
+        tail = [op for op in ops if op.name in ("bias", "norm", "fused", "ids")]
+        assert lay_out(Plan(tuple(tail)), sources)[0].link == inputs["base"].path / second
+        assert lay_out(Plan(tuple(reversed(tail))), sources)[0].link is not None
+        for other in (
+            tail[:-1],
+            [*tail, ops[0]],
+            [replace(tail[0], name="renamed"), *tail[1:]],
+            [replace(op, dtype="F16") if op.name == "norm" else op for op in tail],
+        ):
+            assert lay_out(Plan(tuple(other)), sources)[0].link is None
+
+
+@settings(
+    max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
+)
+@given(data=st.data())
+def test_a_mutated_input_is_an_error_or_the_same_result(inputs, tmp_path, data) -> None:
+    """Any byte of a header, or the file's length: never a silently different result."""
+    folder = tmp_path / "mutated"
+    shutil.rmtree(folder, ignore_errors=True)
+    shutil.copytree(inputs["base"].path, folder)
+    path = folder / "model-00001-of-00002.safetensors"
+    raw = bytearray(path.read_bytes())
+    head = 8 + int.from_bytes(raw[:8], "little")
+    if data.draw(st.booleans(), label="cut"):
+        raw = raw[: data.draw(st.integers(0, len(raw) - 1))]
+    else:
+        at = data.draw(st.integers(0, head - 1))
+        raw[at] = data.draw(st.integers(0, 255))
+    path.write_bytes(raw)
+    out = folder / "out"
+    out.mkdir()
+    refs = {**inputs, "base": SourceRef(folder)}
+    try:
+        with open_sources(refs) as sources:
+            validate(make_plan(), sources)
+            execute(make_plan(), sources, out, workers=1)
+    except (ArtifactError, ContractError):
+        return
+    wanted = expected()
+    assert [n for n, t in state_of(out).items() if not torch.equal(t, wanted[n])] == []
+
+
+def test_the_plan_in_a_manifest_reads_back(tmp_path: Path) -> None:
+    plan = make_plan()
+    (tmp_path / "plan.json").write_text(json.dumps(plan.as_json()))
+    assert Plan.from_json(json.loads((tmp_path / "plan.json").read_text())) == plan

@@ -1,0 +1,51 @@
+"""DeepSpeed's own checkpoints, made once a session by one launch of two ranks."""
+
+from __future__ import annotations
+
+import logging
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from tasks.launch import launch, python_child
+from tasks.weights.source import Source
+
+
+def save_checkpoints(root: Path, world_size: int) -> Path:
+    """Every case of `save_checkpoints.py`, below `root`."""
+    flags = ("--standalone", "--nproc-per-node", str(world_size))
+    launch(
+        python_child(
+            "torch.distributed.run", *flags, "-m", "tests.weights.zero.save_checkpoints", str(root)
+        ),
+        stage="zero",
+        log=logging.getLogger("tests.weights.zero"),
+        log_path=root.with_suffix(".log"),
+        env={"OMP_NUM_THREADS": "1", "TORCHDYNAMO_DISABLE": "1"},
+    )
+    return root
+
+
+@pytest.fixture(scope="session")
+def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Folders of two ranks' checkpoints, by case."""
+    return save_checkpoints(tmp_path_factory.mktemp("zero") / "two", 2)
+
+
+@pytest.fixture
+def copied(saved: Path, tmp_path: Path) -> Callable[[str], Path]:
+    """A copy of a case, to be damaged."""
+    return lambda name: Path(shutil.copytree(saved / name, tmp_path / name))
+
+
+def read(source: Source, name: str) -> bytes:
+    """A tensor's bytes, the way the protocol tells where they are."""
+    pieces = []
+    for extent in source.extents(name):
+        with extent.path.open("rb") as file:
+            file.seek(extent.start)
+            pieces.append(file.read(extent.nbytes))
+            assert len(pieces[-1]) == extent.nbytes
+    return b"".join(pieces)

@@ -1,0 +1,172 @@
+"""Run by torchrun: trains tiny models for two steps and saves them in every way that DeepSpeed can.
+
+Beside each checkpoint rank 0 leaves what DeepSpeed's own `zero_to_fp32` makes of it, or what it
+says when it can make nothing of it: `<case>/expected.safetensors`.
+"""
+
+from __future__ import annotations
+
+import sys
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from torch import nn
+
+from tasks.training.engine import Ranks
+
+ROWS = 37
+"""Of the embedding: odd, so that every stage has to pad."""
+
+
+@dataclass(frozen=True)
+class Case:
+    """One model, saved once or (with frozen weights) twice."""
+
+    name: str
+    stage: int
+    lora: bool = False
+    bf16: bool = True
+    tied: bool = True
+    zero: dict[str, Any] = field(default_factory=dict)
+    config: dict[str, Any] = field(default_factory=dict)
+
+
+CASES = (
+    Case("full-0", 0),
+    Case("full-1", 1),
+    Case("full-2", 2),
+    Case("round-robin", 2, zero={"round_robin_gradients": True}),
+    Case("full-3", 3, zero={"sub_group_size": 700}),
+    Case("untied-3", 3, tied=False, bf16=False),
+    Case("bf16-optimizer", 1, config={"data_types": {"grad_accum_dtype": "fp32"}}),
+    Case("lora-1", 1, lora=True),
+    Case("lora-2", 2, lora=True, tied=False),
+    Case("lora-3", 3, lora=True),
+)
+UNIVERSAL = ("full-1", "full-2", "round-robin", "full-3", "lora-2", "lora-3")
+
+
+def make_model(case: Case) -> nn.Module:
+    """A Qwen2 with two persistent buffers, wrapped by peft when asked."""
+    from transformers import Qwen2Config, Qwen2ForCausalLM
+
+    torch.manual_seed(7)
+    config = Qwen2Config(
+        vocab_size=ROWS,
+        hidden_size=12,
+        intermediate_size=20,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        max_position_embeddings=32,
+        tie_word_embeddings=case.tied,
+    )
+    model = Qwen2ForCausalLM(config).to(torch.bfloat16 if case.bf16 else torch.float32)
+    model.model.register_buffer("seen", torch.arange(5))
+    model.model.register_buffer("mean", torch.linspace(-1, 1, 3).to(model.dtype))
+    if case.lora:
+        from peft import LoraConfig, get_peft_model
+
+        lora = LoraConfig(r=3, target_modules="all-linear", init_lora_weights=False)
+        model = get_peft_model(model, lora, autocast_adapter_dtype=False)
+    return model
+
+
+def parameter_groups(model: nn.Module) -> list[dict[str, Any]]:
+    """With and without weight decay, as everybody splits them."""
+    named = [(n, p) for n, p in model.named_parameters() if p.requires_grad]
+    plain = [p for _, p in named if p.ndim < 2]
+    groups = [{"params": [p for _, p in named if p.ndim >= 2], "weight_decay": 0.1}]
+    return groups + ([{"params": plain, "weight_decay": 0.0}] if plain else [])
+
+
+def train(case: Case, world_size: int) -> Any:
+    """DeepSpeed's engine after two steps."""
+    import deepspeed
+
+    model = make_model(case)
+    config = {
+        "train_batch_size": world_size,
+        "train_micro_batch_size_per_gpu": 1,
+        "steps_per_print": 2**31 - 1,
+        "bf16": {"enabled": case.bf16},
+        "optimizer": {"type": "AdamW", "params": {"lr": 1e-2, "torch_adam": True}},
+        "zero_optimization": {"stage": case.stage, **case.zero},
+        **case.config,
+    }
+    engine, *_ = deepspeed.initialize(
+        model=model, model_parameters=parameter_groups(model), config=config
+    )
+    generator = torch.Generator().manual_seed(engine.global_rank)
+    for _ in range(2):
+        ids = torch.randint(0, ROWS, (1, 9), generator=generator)
+        engine.backward(engine(input_ids=ids, labels=ids).loss)
+        engine.step()
+    return engine
+
+
+def expect(folder: Path, *, exclude: bool) -> None:
+    """What DeepSpeed makes of it."""
+    from deepspeed.utils.zero_to_fp32 import get_fp32_state_dict_from_zero_checkpoint
+    from safetensors.torch import save_file
+
+    try:
+        state = get_fp32_state_dict_from_zero_checkpoint(
+            str(folder), exclude_frozen_parameters=exclude
+        )
+    except (AttributeError, KeyError, TypeError, ValueError, OSError) as error:
+        (folder / "refused.txt").write_text(str(error))
+        return
+    save_file(
+        {n: t.clone().contiguous() for n, t in state.items()}, folder / "expected.safetensors"
+    )
+
+
+def to_universal(folder: Path) -> None:
+    """The same step as a universal checkpoint, by DeepSpeed's own converter."""
+    from deepspeed.checkpoint.ds_to_universal import main
+
+    (step,) = (path for path in folder.iterdir() if path.name.startswith("global_step"))
+    out = folder.with_name(f"{folder.name}-universal")
+    main(
+        SimpleNamespace(
+            input_folder=str(step),
+            output_folder=str(out / f"{step.name}_universal"),
+            num_extract_workers=1,
+            num_merge_workers=1,
+            keep_temp_folder=False,
+            strict=True,
+            inject_missing_state=True,
+        )
+    )
+    expected = folder / "expected.safetensors"
+    (out / expected.name).write_bytes(expected.read_bytes())
+
+
+def main() -> None:
+    """Make every case that is named on the command line, or all."""
+    root, wanted = Path(sys.argv[1]), sys.argv[2:]
+    torch.set_num_threads(1)
+    ranks = Ranks()
+    for case in CASES:
+        if wanted and case.name not in wanted:
+            continue
+        engine = train(case, ranks.world_size)
+        for suffix, exclude in (("", False), ("-trained", True))[: 2 if case.lora else 1]:
+            folder = root / f"{case.name}{suffix}"
+            engine.save_checkpoint(str(folder), exclude_frozen_parameters=exclude)
+            ranks.barrier()
+            if ranks.first:
+                expect(folder, exclude=exclude)
+        if ranks.first and case.name in UNIVERSAL:
+            to_universal(root / case.name)
+        engine.destroy()
+        ranks.barrier()
+    ranks.leave()
+
+
+if __name__ == "__main__":
+    main()

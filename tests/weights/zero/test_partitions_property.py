@@ -1,0 +1,152 @@
+"""Any shapes, any number of ranks: partitions cut as DeepSpeed cuts them, put together again."""
+
+from __future__ import annotations
+
+import shutil
+from collections import OrderedDict
+from math import prod
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from tasks.errors import ArtifactError
+from tasks.weights.deepspeed.checkpoint import read_zero
+from tests.weights.zero.conftest import read
+
+Tensors = dict[str, torch.Tensor]
+Groups = list[Tensors]
+
+SHAPES = st.lists(st.lists(st.integers(1, 7), max_size=3), min_size=1, max_size=5)
+GROUPS = st.lists(SHAPES, min_size=1, max_size=3)
+
+
+def cut_by_group(groups: Groups, world: int, align: int) -> tuple[list[Any], list[Any]]:
+    """ZeRO-2: each rank's part of each flattened group, and the paddings within the groups."""
+    parts: list[list[torch.Tensor]] = [[] for _ in range(world)]
+    paddings = []
+    for group in groups:
+        pieces, pads, at = [], [], 0
+        for index, tensor in enumerate(group.values()):
+            at += tensor.numel()
+            pads.append(0 if index == len(group) - 1 else -at % align)
+            at += pads[-1]
+            pieces += [tensor.reshape(-1), torch.full((pads[-1],), torch.nan)]
+        padding = -at % (2 * world)
+        flat = torch.cat([*pieces, torch.full((padding,), torch.nan)])
+        share = flat.numel() // world
+        for rank in range(world):
+            # The last rank leaves the group's padding away, as far as it has that much.
+            end = (rank + 1) * share - (padding if rank == world - 1 else 0)
+            parts[rank].append(flat[rank * share : max(rank * share, end)].clone())
+        paddings.append(pads)
+    return parts, paddings
+
+
+def cut_by_parameter(groups: Groups, world: int) -> list[Any]:
+    """ZeRO-3: each rank's equal share of each parameter, the last ones padded."""
+    parts: list[list[torch.Tensor]] = [[] for _ in range(world)]
+    for group in groups:
+        shares: list[list[torch.Tensor]] = [[] for _ in range(world)]
+        for tensor in group.values():
+            share = -(-tensor.numel() // world)
+            padded = torch.full((share * world,), torch.nan)
+            padded[: tensor.numel()] = tensor.reshape(-1)
+            for rank in range(world):
+                shares[rank].append(padded[rank * share : (rank + 1) * share])
+        for rank in range(world):
+            parts[rank].append(torch.cat(shares[rank]))
+    return parts
+
+
+def write(root: Path, groups: Groups, stage: int, world: int, align: int) -> None:
+    """A checkpoint in DeepSpeed's layout."""
+    shutil.rmtree(root, ignore_errors=True)
+    (root / "global_step1").mkdir(parents=True)
+    every = {name: tensor for group in groups for name, tensor in group.items()}
+    state = {
+        "module": {
+            n: t.to(torch.bfloat16) if stage < 3 else torch.empty(0) for n, t in every.items()
+        },
+        "buffer_names": [],
+        "param_shapes": [OrderedDict((n, t.shape) for n, t in group.items()) for group in groups],
+        "shared_params": {},
+        "global_steps": 1,
+        "dp_world_size": world,
+    }
+    optim: dict[str, Any] = {"zero_stage": stage, "partition_count": world}
+    if stage == 3:
+        parts, key = cut_by_parameter(groups, world), "fp32_flat_groups"
+    else:
+        parts, paddings = cut_by_group(groups, world, align)
+        key = "single_partition_of_fp32_groups"
+        optim["param_alignment_paddings"] = paddings
+    for rank in range(world):
+        name = f"zero_pp_rank_{rank}_mp_rank_00"
+        states = {"optimizer_state_dict": {**optim, key: parts[rank]}}
+        torch.save(states, root / "global_step1" / f"{name}_optim_states.pt")
+        if stage == 3 or rank == 0:
+            model = name if stage == 3 else "mp_rank_00"
+            torch.save(state, root / "global_step1" / f"{model}_model_states.pt")
+
+
+def tensors(shapes: list[list[list[int]]]) -> Groups:
+    generator = torch.Generator().manual_seed(0)
+    return [
+        {f"p{i}.{k}": torch.randn(shape, generator=generator) for k, shape in enumerate(group)}
+        for i, group in enumerate(shapes)
+    ]
+
+
+@given(
+    shapes=GROUPS,
+    stage=st.sampled_from([1, 2, 3]),
+    world=st.integers(1, 5),
+    align=st.sampled_from([1, 4]),
+)
+@settings(
+    max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
+)
+def test_what_was_cut_is_whole_again(
+    tmp_path: Path, shapes: list[list[list[int]]], stage: int, world: int, align: int
+) -> None:
+    groups = tensors(shapes)
+    write(tmp_path / "x", groups, stage, world, align)
+    checkpoint = read_zero(tmp_path / "x")
+    expected = {name: tensor for group in groups for name, tensor in group.items()}
+    assert set(checkpoint.tensors) == set(checkpoint.trained) == set(expected)
+    for name, tensor in expected.items():
+        assert checkpoint.tensors[name].shape == tuple(tensor.shape)
+        assert read(checkpoint, name) == tensor.numpy().tobytes(), name
+
+
+@given(
+    stage=st.sampled_from([2, 3]),
+    world=st.integers(2, 4),
+    name=st.sampled_from(["p0.0", "p0.1", "p1.0"]),
+    shape=st.lists(st.integers(1, 40), min_size=1, max_size=2),
+)
+@settings(
+    max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
+)
+def test_a_shape_that_was_altered_is_an_error(
+    tmp_path: Path, stage: int, world: int, name: str, shape: list[int]
+) -> None:
+    groups = tensors([[[40, 3], [7]], [[13, 5]]])
+    write(tmp_path / "x", groups, stage, world, align=1)
+    for path in (tmp_path / "x").glob("*/*_model_states.pt"):
+        state = torch.load(path, weights_only=False)
+        for group in state["param_shapes"]:
+            if name in group:
+                group[name] = torch.Size(shape)
+        torch.save(state, path)
+    whole = {n: t for group in groups for n, t in group.items()}
+    same = tuple(shape) == tuple(whole[name].shape)
+    share = [-(-size // world) for size in (prod(shape), whole[name].numel())]
+    if same or (stage == 3 and share[0] == share[1]):
+        return  # within the padding of ZeRO-3 nothing but the shape itself tells
+    with pytest.raises(ArtifactError):
+        read_zero(tmp_path / "x")

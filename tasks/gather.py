@@ -86,17 +86,23 @@ def gather(
     _write_side_files(out, source, is_adapter=is_adapter)
     if not all(check.ok for check in checks):
         return StageReport(kind, tuple(checks))
-    model = (
-        ModelRef(base, adapter=out, quantization=source.quantization, dtype=source.dtype)
-        if is_adapter
-        else ModelRef(out, dtype=source.dtype)
+    model = ModelRef(
+        path=base if is_adapter else out,
+        adapter=out if is_adapter else None,
+        quantization=source.quantization if is_adapter else None,
+        dtype=source.dtype,
+        attn_implementation=source.attn_implementation,
     )
     measured, verdict = measure(score, model, trained=trained, out=out, limit=EXACT, exact=True)
     return StageReport(
         kind,
         (*checks, verdict),
         metrics={"tensors": len(plan.ops), "bytes": plan.nbytes},
-        notes={"mode": parts.mode, "world_size": parts.world_size},
+        notes={
+            "mode": parts.mode,
+            "world_size": parts.world_size,
+            "quantization": dict(source.quantization) if source.quantization else None,
+        },
         drift=measured,
     )
 

@@ -31,6 +31,7 @@ class Trained:
         base_digest: digest of the base artifact that was trained.
         dtype: torch name of the dtype in which training held the model.
         config: the trained side's model configuration, quantisation left out.
+        attn_implementation: that training ran, transformers' name; another one rounds otherwise.
     """
 
     root: Path
@@ -38,6 +39,7 @@ class Trained:
     base_digest: str
     dtype: str
     config: Mapping[str, Any]
+    attn_implementation: str = "sdpa"
 
     @classmethod
     def read(cls, root: Path) -> Trained:
@@ -50,7 +52,8 @@ class Trained:
         if dtype is None:
             raise ArtifactError(f"{root}/{CONFIG} does not say the model's dtype")
         config.pop("quantization_config", None)  # of training; what is handed on is not quantised
-        return cls(root, said["quantization"], said["base_digest"], str(dtype), config)
+        attention = str(said.get("attn_implementation", "sdpa"))
+        return cls(root, said["quantization"], said["base_digest"], str(dtype), config, attention)
 
     def require_base(self, base: Path) -> None:
         """Refuse a base other than the one that was trained. Raises ArtifactError."""

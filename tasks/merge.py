@@ -95,7 +95,7 @@ def merge(
         metrics["quantization_error"] = done.overall_error
     if not all(check.ok for check in checks):
         return StageReport("weights", tuple(checks), metrics, notes)
-    model = ModelRef(out, dtype=dtype)
+    model = ModelRef(out, dtype=dtype, attn_implementation=source.attn_implementation)
     measured, verdict = measure(score, model, trained=trained, out=out, limit=profile, exact=False)
     return StageReport("weights", (*checks, verdict), metrics, notes, measured)
 

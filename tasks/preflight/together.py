@@ -79,6 +79,28 @@ def dtypes(training: str, served: str, kind: str) -> list[Finding]:
     return found
 
 
+_ADMITS = {"w8a8": ("standard", "relaxed"), "fp8": ("relaxed",)}
+"""Drift profiles that a small random model stays within when it is quantised so."""
+
+
+def quantize(scheme: str, profile: str, version: Callable[[str], str]) -> list[Finding]:
+    """8-bit weights need a library to write them, and a profile that admits what they change."""
+    if scheme == "none":
+        return []
+    found = []
+    if version("compressed-tensors") == "0":
+        found.append(
+            Finding("convert.quantize", f"{scheme} without compressed-tensors",
+                    "compressed-tensors writes it; it comes with vLLM", "convert.quantize=none")
+        )  # fmt: skip
+    if profile not in _ADMITS[scheme]:
+        allowed = "8 bits move a model by more than that profile is likely to admit"
+        override = f"gate={_ADMITS[scheme][0]}"
+        what = f"{scheme} with gate={profile}"
+        found.append(Finding("convert.quantize", what, allowed, override, "warning"))
+    return found
+
+
 def lengths(max_len: int, max_model_len: int | None, context: int | None) -> list[Finding]:
     """The served context has to hold what was trained, and the model's has to hold both. Tokens."""
     found = []

@@ -48,6 +48,7 @@ def write_common(
             "metrics": metrics,
             "losses": [r["loss"] for r in records],
             "quantization": settings.peft.quantization(),
+            "attn_implementation": settings.attn_implementation,
             "base_digest": job.base_digest,
         },
     )

@@ -19,7 +19,17 @@ from tasks.errors import ContractError
 PEFT_PREFIX = "base_model.model."
 _WRAPPERS = ("module.", "_orig_mod.", "_checkpoint_wrapped_module.", "_fsdp_wrapped_module.")
 _LORA_FILE = re.compile(r"(?P<module>.+)\.lora_(?P<half>[AB])\.weight")
-_LORA_LIVE = re.compile(r"(?P<module>.+)\.lora_(?P<half>[AB])\.(?P<adapter>[^.]+)\.weight")
+_LIVE: tuple[tuple[re.Pattern[str], str], ...] = tuple(
+    (re.compile(live), kept)
+    for live, kept in (
+        # what `named_parameters()` of a PEFT model says: what the file says
+        (r"(?P<at>.+\.lora_[AB])\.(?P<adapter>[^.]+)(?P<tail>\.weight|\.bias)", r"\g<at>\g<tail>"),
+        (r"(?P<at>.+\.lora_embedding_[AB])\.(?P<adapter>[^.]+)", r"\g<at>"),
+        (r"(?P<at>.+\.lora_magnitude_vector)\.(?P<adapter>[^.]+)\.weight", r"\g<at>"),
+        (r"(?P<at>.+)\.modules_to_save\.(?P<adapter>[^.]+)(?P<tail>\..+)", r"\g<at>\g<tail>"),
+        (r"(?P<at>.+\.trainable_tokens_delta)\.(?P<adapter>[^.]+)", r"\g<at>"),
+    )
+)
 
 
 @dataclass(frozen=True)
@@ -52,16 +62,23 @@ def unwrap(name: str) -> str:
 def live_to_peft(name: str, adapter: str = "default") -> str:
     """The PEFT file key of a trainable parameter of a live PEFT model.
 
+    LoRA's halves (of linear layers, embeddings, experts), DoRA's magnitudes, whole modules that are
+    saved, token rows, and biases, which have the name of the base's.
+
     Raises:
-        ContractError: when it is no LoRA weight of that adapter.
+        ContractError: when it belongs to no adapter, or to another one.
     """
-    match = _LORA_LIVE.fullmatch(unwrap(name))
-    if not match or match["adapter"] != adapter or not name_is_peft(match["module"]):
-        raise ContractError(
-            f"{name}: trainable, but no LoRA weight of adapter {adapter!r}",
-            hint="only lora_A and lora_B can be gathered into an adapter",
-        )
-    return f"{match['module']}.lora_{match['half']}.weight"
+    plain = unwrap(name)
+    for live, kept in _LIVE:
+        match = live.fullmatch(plain)
+        if match and match["adapter"] == adapter and name_is_peft(plain):
+            return match.expand(kept)
+    if plain.endswith(".bias") and name_is_peft(plain) and ".lora_" not in plain:
+        return plain
+    raise ContractError(
+        f"{name}: trainable, but no parameter of adapter {adapter!r}",
+        hint="only what PEFT saves of one adapter can be gathered into one",
+    )
 
 
 def name_is_peft(name: str) -> bool:

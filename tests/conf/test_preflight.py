@@ -147,6 +147,29 @@ def test_shard_size_that_is_none(text: str) -> None:
     assert finding.override == "convert.max_shard_size=5GB"
 
 
+def test_quantising_needs_its_library_and_a_profile() -> None:
+    assert together.quantize("none", "strict", lambda name: "0") == []
+    absent, drift = together.quantize("fp8", "standard", lambda name: "0")
+    assert (absent.severity, absent.override) == ("error", "convert.quantize=none")
+    assert (drift.severity, drift.override) == ("warning", "gate=relaxed")
+    assert together.quantize("w8a8", "standard", lambda name: "0.17.0") == []
+
+
+@pytest.mark.parametrize(
+    ("config", "found"),
+    [
+        ({"num_local_experts": 8}, "a mixture of experts (num_local_experts 8)"),
+        ({"text_config": {"n_routed_experts": 4}}, "a mixture of experts (n_routed_experts 4)"),
+        ({"model_type": "gpt2"}, "gpt2, whose layers are stored as convolutions"),
+    ],
+)
+def test_models_that_8_bits_do_not_reach(config: dict[str, Any], found: str) -> None:
+    known = model.Known(config=config)
+    (finding,) = model.quantisable("w8a8", known)
+    assert (finding.found, finding.override) == (found, "convert=default")
+    assert model.quantisable("none", known) == model.quantisable("w8a8", model.TOY) == []
+
+
 def test_already_quantised() -> None:
     known = model.Known(config={"quantization_config": {"quant_method": "gptq"}})
     (finding,) = model.quantised("qlora", known)

@@ -180,6 +180,7 @@ def test_trained_side_files(run: Run, tokenizer) -> None:
     assert run.json("generation_config.json")["eos_token_id"] == tokenizer.eos_token_id
     assert run.json("partitions.json")["dtype"] == "BF16"
     assert run.json("train.json")["base_digest"] == "b" * 64
+    assert run.json("train.json")["attn_implementation"] == "sdpa"
 
 
 def test_a_loss_that_is_not_finite_stops_and_keeps_the_last_good_state(

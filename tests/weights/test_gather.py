@@ -160,7 +160,7 @@ def test_a_trained_parameter_that_is_no_lora_weight_is_refused(run_copy, llama, 
     for file in (run_copy / "shards").iterdir():
         raw = file.read_bytes()
         file.write_bytes(raw.replace(b"q_proj.lora_A.default", b"q_proj.lora_magnitude"))
-    with pytest.raises(ContractError, match="no LoRA weight"):
+    with pytest.raises(ContractError, match="no parameter of adapter"):
         gather(out, trained=run_copy, base=llama.path, score=copy_reference, log=log)
 
 

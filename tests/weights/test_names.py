@@ -49,11 +49,12 @@ def test_wrappers_are_dropped(name: str) -> None:
         LIVE.replace("default", "other"),
         LIVE.replace("lora_A.default.weight", "weight"),
         LIVE.removeprefix("base_model.model."),
-        LIVE.replace("lora_A", "lora_magnitude_vector"),
+        LIVE.replace("lora_A.default.weight", "lora_A.default.bias.more"),
+        LIVE.replace("weight", "scale"),
     ],
 )
-def test_what_is_no_lora_weight_is_refused(name: str) -> None:
-    with pytest.raises(ContractError, match="no LoRA weight of adapter 'default'"):
+def test_what_belongs_to_no_adapter_is_refused(name: str) -> None:
+    with pytest.raises(ContractError, match="no parameter of adapter 'default'"):
         live_to_peft(name)
 
 
@@ -79,3 +80,36 @@ def test_full_training_keeps_the_models_own_names() -> None:
     assert rename_all(["module.lm_head.weight"], adapter=False) == {
         "module.lm_head.weight": "lm_head.weight"
     }
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"target_modules": ["q_proj", "embed_tokens"], "use_dora": True},
+        {"target_modules": ["q_proj"], "modules_to_save": ["lm_head", "norm"], "lora_bias": True},
+        {"target_modules": ["q_proj"], "trainable_token_indices": [1, 2]},
+        {"target_modules": ["q_proj"], "bias": "all"},
+        {"target_modules": ["q_proj"], "bias": "lora_only"},
+        {"target_modules": ["q_proj"], "target_parameters": ["mlp.up_proj.weight"]},
+    ],
+    ids=lambda settings: "-".join(settings),
+)
+def test_trainable_parameters_get_the_keys_that_peft_saves(settings: dict[str, object]) -> None:
+    from peft import LoraConfig, get_peft_model, get_peft_model_state_dict
+    from transformers import Qwen2Config, Qwen2ForCausalLM
+
+    config = Qwen2Config(
+        vocab_size=64,
+        hidden_size=32,
+        intermediate_size=48,
+        num_hidden_layers=1,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        tie_word_embeddings=False,
+    )
+    model = get_peft_model(Qwen2ForCausalLM(config), LoraConfig(r=2, **settings))
+    trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
+    saved = get_peft_model_state_dict(model, save_embedding_layers=False)
+    keys = rename_all(trained, adapter=True)
+    assert set(keys.values()) == set(saved)
+    assert all(saved[key].shape == trained[name].shape for name, key in keys.items())

@@ -17,13 +17,18 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import MissingMandatoryValue, OmegaConfBaseException
 
 from flows.config_errors import as_config_error, missing_value, refuse_unknown
+from tasks.deliver.schema import Deliver
 from tasks.schema import Rlhf
 from tasks.tracking import redact
 
 CONF = Path(__file__).resolve().parents[1] / "conf"
 """Beside the packages, in a checkout and in an installation alike."""
 
+SCHEMAS: dict[str, type] = {"rlhf": Rlhf, "deliver": Deliver}
+"""By root file: what Hydra checks against."""
+
 ConfigStore.instance().store(name="schema", node=Rlhf)
+ConfigStore.instance().store(name="deliver_schema", node=Deliver)
 
 
 @dataclass(frozen=True)
@@ -52,15 +57,16 @@ class Composed:
             ConfigError: a key was forced in with `+`, a mandatory value is missing, or an
                 interpolation leads nowhere.
         """
-        refuse_unknown(config)
+        root = OmegaConf.get_type(config)
+        refuse_unknown(config, root)
         try:
             settings = OmegaConf.to_container(
                 config, resolve=True, throw_on_missing=True, enum_to_str=True
             )
         except MissingMandatoryValue as error:
-            raise missing_value(error) from error
+            raise missing_value(error, root) from error
         except OmegaConfBaseException as error:
-            raise as_config_error(error, (), [CONF]) from error
+            raise as_config_error(error, (), [CONF], root) from error
         runs = Path(settings["paths"]["runs"]).expanduser().absolute()
         uri = settings["tracking"]["uri"]
         store = runs / "mlflow"
@@ -91,7 +97,8 @@ def compose_config(
         try:
             config = compose(config_name, overrides=list(overrides))
         except (HydraException, OmegaConfBaseException) as error:
-            raise as_config_error(error, overrides, conf_folders(overrides, conf)) from error
+            folders, root = conf_folders(overrides, conf), SCHEMAS[config_name]
+            raise as_config_error(error, overrides, folders, root) from error
     return Composed.of(config)
 
 

@@ -14,11 +14,10 @@ from omegaconf import DictConfig
 from omegaconf.errors import ConfigAttributeError, ConfigKeyError, OmegaConfBaseException
 
 from tasks.errors import ConfigError
-from tasks.schema import Rlhf
 
 
 def as_config_error(
-    error: Exception, overrides: Sequence[str], folders: Sequence[Path]
+    error: Exception, overrides: Sequence[str], folders: Sequence[Path], root: type
 ) -> Exception:
     """A schema error in our words; anything else (unknown option, bad grammar) as it is.
 
@@ -26,6 +25,7 @@ def as_config_error(
         error: what composing raised.
         overrides: of the command line, to see whether the fault is there.
         folders: where configuration files are, to find the one with the fault.
+        root: the schema.
     """
     cause = schema_error(error)
     if cause is None:
@@ -33,10 +33,12 @@ def as_config_error(
     key = str(cause.full_key or cause.key or "")
     place = _place(key, str(error), overrides, folders)
     if isinstance(cause, (ConfigAttributeError, ConfigKeyError)):
-        return unknown_key(key, place)
+        return unknown_key(key, place, root)
     what = str(cause).splitlines()[0]
     return ConfigError(
-        f"{key}: {what} ({place})", details=[f"{key} is {_kind(key)}"], hint=f"{key}={_sample(key)}"
+        f"{key}: {what} ({place})",
+        details=[f"{key} is {_kind(key, root)}"],
+        hint=f"{key}={_sample(key, root)}",
     )
 
 
@@ -50,69 +52,71 @@ def schema_error(error: BaseException) -> OmegaConfBaseException | None:
     return None
 
 
-def unknown_key(key: str, place: str) -> ConfigError:
+def unknown_key(key: str, place: str, root: type) -> ConfigError:
     """An error for a key that the schema does not have."""
     parent, _, name = key.rpartition(".")
-    known = sorted(_fields(parent))
+    known = sorted(_fields(parent, root))
     allowed = f"{parent or 'the configuration'} knows: {', '.join(known) or 'nothing below it'}"
-    near = _near(parent, name)
+    near = _near(parent, name, root)
     hint = f"did you mean {' or '.join(near)}?" if near else ""
     return ConfigError(f"{key} is not a setting ({place})", details=[allowed], hint=hint)
 
 
-def _near(parent: str, name: str) -> list[str]:
+def _near(parent: str, name: str, root: type) -> list[str]:
     """What may have been meant: a key beside it, else a key of that name in another section."""
     prefix = f"{parent}." if parent else ""
-    beside = difflib.get_close_matches(name, sorted(_fields(parent)), n=3, cutoff=0.6)
+    beside = difflib.get_close_matches(name, sorted(_fields(parent, root)), n=3, cutoff=0.6)
     keys = [f"{prefix}{n}" for n in beside] or [
-        f"{section}.{name}" for section in sorted(_fields("")) if name in _fields(section)
+        f"{section}.{name}"
+        for section in sorted(_fields("", root))
+        if name in _fields(section, root)
     ]
-    return [f"{k}.<key>=..." if is_dataclass(_type_at(k)) else f"{k}=..." for k in keys]
+    return [f"{k}.<key>=..." if is_dataclass(_type_at(k, root)) else f"{k}=..." for k in keys]
 
 
-def missing_value(error: OmegaConfBaseException) -> ConfigError:
+def missing_value(error: OmegaConfBaseException, root: type) -> ConfigError:
     """An error for a value that has to be given."""
     key = str(error.full_key or error.key)
-    return ConfigError(f"{key} has to be given", hint=f"{key}={_sample(key)}")
+    return ConfigError(f"{key} has to be given", hint=f"{key}={_sample(key, root)}")
 
 
-def refuse_unknown(config: DictConfig) -> None:
+def refuse_unknown(config: DictConfig, root: type) -> None:
     """Refuse keys that a `+key=value` has forced past the schema.
 
     Raises:
         ConfigError: naming the first of them.
     """
-    for key in _keys(config):
+    for key in _keys(config, root):
         parent, _, name = key.rpartition(".")
-        if name not in _fields(parent):
-            raise unknown_key(key, f"command line: +{key}=...")
+        if name not in _fields(parent, root):
+            raise unknown_key(key, f"command line: +{key}=...", root)
 
 
-def _keys(config: DictConfig, prefix: str = "") -> Iterable[str]:
+def _keys(config: DictConfig, root: type, prefix: str = "") -> Iterable[str]:
     for name in config:
         key = f"{prefix}{name}"
         yield key
         node = config._get_node(name)
-        if isinstance(node, DictConfig) and is_dataclass(_type_at(key)):
-            yield from _keys(node, f"{key}.")
+        if isinstance(node, DictConfig) and is_dataclass(_type_at(key, root)):
+            yield from _keys(node, root, f"{key}.")
 
 
-def _type_at(key: str) -> Any:
+def _type_at(key: str, root: type) -> Any:
     """The annotation of a dotted key; None where the schema has no such key."""
-    kind: Any = Rlhf
+    kind: Any = root
     for name in key.split(".") if key else ():
         kind = get_type_hints(kind).get(name) if is_dataclass(kind) else None
     return kind
 
 
-def _fields(parent: str) -> set[str]:
-    kind = _type_at(parent)
+def _fields(parent: str, root: type) -> set[str]:
+    kind = _type_at(parent, root)
     return set(get_type_hints(kind)) if is_dataclass(kind) else set()
 
 
-def _plain(key: str) -> tuple[Any, bool]:
+def _plain(key: str, root: type) -> tuple[Any, bool]:
     """A key's type without `| None`, and whether null is allowed."""
-    kind = _type_at(key)
+    kind = _type_at(key, root)
     options = [k for k in getattr(kind, "__args__", ()) if k is not type(None)]
     optional = len(options) == 1 and len(getattr(kind, "__args__", ())) == 2
     return (options[0], True) if optional else (kind, False)
@@ -121,19 +125,19 @@ def _plain(key: str) -> tuple[Any, bool]:
 _WORDS = {int: "a whole number", float: "a number", bool: "true or false", str: "text"}
 
 
-def _kind(key: str) -> str:
-    kind, optional = _plain(key)
+def _kind(key: str, root: type) -> str:
+    kind, optional = _plain(key, root)
     if isinstance(kind, type) and issubclass(kind, Enum):
         words = "one of " + ", ".join(member.name for member in kind)
     elif is_dataclass(kind):
-        words = "a section with " + ", ".join(sorted(_fields(key)))
+        words = "a section with " + ", ".join(sorted(_fields(key, root)))
     else:
         words = _WORDS.get(kind, str(kind))
     return f"{words}, or null" if optional else words
 
 
-def _sample(key: str) -> str:
-    kind, _ = _plain(key)
+def _sample(key: str, root: type) -> str:
+    kind, _ = _plain(key, root)
     if isinstance(kind, type) and issubclass(kind, Enum):
         return "|".join(member.name for member in kind)
     return {int: "1", float: "0.1", bool: "true"}.get(kind, "...")

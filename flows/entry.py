@@ -20,7 +20,7 @@ from hydra.errors import HydraException
 from omegaconf import DictConfig
 from omegaconf.errors import OmegaConfBaseException
 
-from flows.config import CONF, Composed, conf_folders
+from flows.config import CONF, SCHEMAS, Composed, conf_folders
 from flows.config_errors import as_config_error
 from tasks.errors import PlumblineError
 
@@ -51,7 +51,8 @@ def run_main(config_name: str, job: Job, *, argv: Sequence[str] | None = None) -
         with _environment(_RAISE, "1"), _arguments(arguments):
             program()
     except (HydraException, OmegaConfBaseException, ValueError, OSError) as error:
-        return _report(as_config_error(error, arguments, conf_folders(arguments)))
+        root = SCHEMAS[config_name]
+        return _report(as_config_error(error, arguments, conf_folders(arguments), root))
     return max(statuses, default=0)
 
 

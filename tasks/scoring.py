@@ -31,7 +31,8 @@ class ModelRef:
     Attributes:
         path: Hugging Face folder; the base when `adapter` is given.
         adapter: PEFT folder to put on top, unmerged.
-        quantization: `{"type": "nf4", "double_quant": bool, "compute_dtype": str}`; None for none.
+        quantization: `{"type": "nf4" | "fp4", "double_quant": bool, "compute_dtype": str}`; None
+            for none.
         dtype: torch dtype name.
         attn_implementation: as in transformers.
     """
@@ -126,6 +127,18 @@ class ReferenceScorer:
         request = {"reference": str(reference), "out": str(out)}
         self._ask("fingerprint", model=model.as_request(), **request)
         return Fingerprint.load(out)
+
+    def reference(self, model: ModelRef, probes: Sequence[Sequence[int]], out: Path) -> Fingerprint:
+        """Score probes with a model that chooses the ids itself, and save the result to `out`."""
+        asked = [list(probe) for probe in probes]
+        self._ask("reference", model=model.as_request(), probes=asked, out=str(out))
+        return Fingerprint.load(out)
+
+    def encode_texts(self, tokenizer: Path, texts: Sequence[str], *, limit: int) -> list[list[int]]:
+        """Token ids of plain texts, at most `limit` of each."""
+        reply = self._ask("encode_texts", tokenizer=str(tokenizer), texts=list(texts), limit=limit)
+        tokens: list[list[int]] = reply["tokens"]
+        return tokens
 
     def greedy(
         self,

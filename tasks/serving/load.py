@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from tasks.errors import ArtifactError
-from tasks.weights.header import read_header
+from tasks.weights.adapters.read import read_adapter
 
 
 def load_model(
@@ -23,7 +23,7 @@ def load_model(
     Args:
         path: Hugging Face folder; the base when `adapter` is given.
         adapter: PEFT folder, loaded on top and left unmerged, in its stored dtype.
-        quantization: `{"type": "nf4", "double_quant": bool, "compute_dtype": str}` or None.
+        quantization: `{"type": "nf4" | "fp4", "double_quant": bool, "compute_dtype": str}` or None.
         dtype: torch dtype name of everything that is not quantised.
         attn_implementation: as in transformers.
 
@@ -60,11 +60,13 @@ def load_model(
 def _bitsandbytes(quantization: Mapping[str, Any]) -> Any:
     from transformers import BitsAndBytesConfig
 
-    if quantization.get("type") != "nf4":
-        raise ArtifactError(f"quantization {quantization.get('type')!r} is unknown; allowed: nf4")
+    if quantization.get("type") not in ("nf4", "fp4"):
+        raise ArtifactError(
+            f"quantization {quantization.get('type')!r} is unknown; allowed: nf4, fp4"
+        )
     return BitsAndBytesConfig(
         load_in_4bit=True,
-        bnb_4bit_quant_type="nf4",
+        bnb_4bit_quant_type=quantization["type"],
         bnb_4bit_use_double_quant=bool(quantization["double_quant"]),
         bnb_4bit_compute_dtype=quantization["compute_dtype"],
     )
@@ -93,7 +95,7 @@ def _stored_dtypes(adapter: Path) -> dict[str, Any]:
     import torch
 
     names = {"BF16": torch.bfloat16, "F16": torch.float16, "F32": torch.float32}
-    tensors = read_header(adapter / "adapter_model.safetensors").tensors
+    tensors = read_adapter(adapter).tensors.tensors
     return {name: names[info.dtype] for name, info in tensors.items() if info.dtype in names}
 
 

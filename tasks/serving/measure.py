@@ -13,7 +13,7 @@ import numpy as np
 import torch
 
 from tasks.errors import DriftError
-from tasks.fingerprint import Fingerprint
+from tasks.fingerprint import TOP_K, Fingerprint
 
 ALTERNATIVES = 5
 """Candidates reported for every greedy step, the chosen token included."""
@@ -40,6 +40,24 @@ def fingerprint(model: Any, reference: Fingerprint) -> Fingerprint:
         ids=reference.ids,
         logprobs=np.concatenate(logprobs).astype(np.float32),
         top1=np.concatenate(top1).astype(np.int32),
+        engine="transformers",
+    )
+
+
+@torch.no_grad()
+def reference(model: Any, probes: Sequence[Sequence[int]]) -> Fingerprint:
+    """The first fingerprint of a model: it chooses the ids, its own most likely ones.
+
+    For a model that no training engine of ours has measured.
+    """
+    rows = [model(torch.tensor([list(probe)])).logits[0, :-1].float() for probe in probes]
+    logprobs = torch.log_softmax(torch.cat(rows), dim=-1)
+    ids = logprobs.topk(min(TOP_K, logprobs.shape[-1]), dim=-1).indices
+    return Fingerprint(
+        probes=tuple(tuple(probe) for probe in probes),
+        ids=ids.to(torch.int32).numpy(),
+        logprobs=logprobs.gather(1, ids).numpy(),
+        top1=logprobs.argmax(dim=-1).to(torch.int32).numpy(),
         engine="transformers",
     )
 

@@ -57,6 +57,12 @@ def decode(folder: Path, tokens: Sequence[Sequence[int]]) -> list[str]:
     return [tokenizer.decode(list(one), skip_special_tokens=True) for one in tokens]
 
 
+def encode_texts(folder: Path, texts: Sequence[str], limit: int) -> list[list[int]]:
+    """Token ids of plain texts as the tokenizer gives them by default, at most `limit` of each."""
+    tokenizer = _tokenizer(folder)
+    return [[int(i) for i in tokenizer(text)["input_ids"][:limit]] for text in texts]
+
+
 def stop_ids(folder: Path, tokenizer_eos: int | None) -> list[int]:
     """Every id that a server of this folder stops at, sorted."""
     found = set() if tokenizer_eos is None else {int(tokenizer_eos)}

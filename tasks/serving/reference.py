@@ -120,6 +120,21 @@ def _fingerprint(request: dict[str, Any]) -> Reply:
     return {"positions": measured.positions}
 
 
+def _reference(request: dict[str, Any]) -> Reply:
+    from tasks.serving.measure import reference
+
+    measured = reference(_load(request["model"]), request["probes"])
+    measured.save(Path(request["out"]))
+    return {"positions": measured.positions}
+
+
+def _encode_texts(request: dict[str, Any]) -> Reply:
+    from tasks.serving.prompts import encode_texts
+
+    folder = Path(request["tokenizer"])
+    return {"tokens": encode_texts(folder, request["texts"], int(request["limit"]))}
+
+
 def _greedy(request: dict[str, Any]) -> Reply:
     import time
 
@@ -171,6 +186,8 @@ def _weights(request: dict[str, Any]) -> Reply:
 
 HANDLERS: dict[str, Callable[[dict[str, Any]], Reply]] = {
     "fingerprint": _fingerprint,
+    "reference": _reference,
+    "encode_texts": _encode_texts,
     "greedy": _greedy,
     "encode": _encode,
     "decode": _decode,

@@ -1,0 +1,43 @@
+"""Deliver a checkpoint that was made elsewhere: gathered, merged, converted, checked, served.
+
+    python flows/deliver.py source=DIR base=DIR out=DIR            adapter, model, shards, DeepSpeed
+    python flows/deliver.py source=DIR out=DIR plan=true           what it would do; starts nothing
+    python flows/deliver.py source=DIR base=DIR out=DIR smoke.engine=none      weights alone, fast
+    python flows/deliver.py source=DIR base=DIR out=DIR convert.dtype=float16
+
+Works from any directory. Exit status: 0 done, 1 a stage failed, 2 SOURCE, base or configuration
+rule it out, 130, 143 and 129 after Ctrl-C, SIGTERM and a closed terminal.
+"""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+if __name__ == "__main__":
+    # Before Prefect is imported: it reads its environment then, and where no engine is asked for
+    # it is not imported at all.
+    sys.path[0] = str(Path(__file__).resolve().parents[1])
+    from flows.deliver_command import main
+
+    sys.exit(main())
+
+from typing import Any
+
+from prefect import flow
+
+from flows.deliver_body import run_in_prefect
+
+
+@flow(name="deliver", flow_run_name="deliver-{tag}", persist_result=False)
+def deliver(overrides: list[str] | None = None, tag: str = "manual") -> dict[str, Any]:
+    """The back half of the chain, from a checkpoint to a served model.
+
+    Args:
+        overrides: Hydra overrides, e.g. `["source=/ckpt", "base=/models/qwen", "out=/served"]`.
+        tag: free text that tells runs apart in lists.
+
+    Returns:
+        the summary, as in `<paths.runs>/latest/summary.json`.
+    """
+    return run_in_prefect(overrides or [])

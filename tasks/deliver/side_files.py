@@ -1,0 +1,129 @@
+"""Tokenizer, generation settings and config.json of a served folder, made to say the same."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from tasks.contract import Check
+from tasks.deliver.recognise import CONFIG
+from tasks.errors import ConfigError
+from tasks.handoff import GENERATION_CONFIG, write_json
+from tasks.weights.reader import read_json
+from tasks.weights.tokenizer import TokenizerFacts, read_tokenizer
+
+_NAMES = (
+    "tokenizer*", "special_tokens_map.json", "added_tokens.json", "vocab.*", "merges.txt",
+    "chat_template.*", "*.model", "*.tiktoken", "*processor_config.json",
+)  # fmt: skip
+_ANY_OF = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json")
+
+
+@dataclass(frozen=True)
+class Tokens:
+    """Where the tokenizer comes from, and what ends and pads a text.
+
+    Attributes:
+        folder: holds its files.
+        facts: what the files say; None without a tokenizer.json: then it is copied as it is.
+        generation: generation_config.json that goes with it; empty when there is none.
+    """
+
+    folder: Path
+    facts: TokenizerFacts | None
+    generation: Mapping[str, Any] = field(default_factory=dict)
+
+    def identity(self) -> list[list[Any]]:
+        """Names, sizes and times of the files: part of the key of what they end up in."""
+        files = [path.stat() for path in self.files()]
+        names = [path.name for path in self.files()]
+        return [
+            [name, one.st_size, one.st_mtime_ns] for name, one in zip(names, files, strict=True)
+        ]
+
+    def files(self) -> list[Path]:
+        """The tokenizer's files."""
+        found = {path for name in _NAMES for path in self.folder.glob(name) if path.is_file()}
+        return sorted(found)
+
+
+def find_tokens(folders: Sequence[Path]) -> Tokens:
+    """The first folder with a tokenizer, and the first with generation settings.
+
+    Args:
+        folders: SOURCE first: a tokenizer that training saved may hold tokens that it added.
+
+    Raises:
+        ConfigError: there is no tokenizer.
+        ArtifactError: it cannot be read.
+    """
+    holding = [one for one in folders if any((one / name).is_file() for name in _ANY_OF)]
+    if not holding:
+        raise ConfigError(
+            f"no tokenizer in {', '.join(map(str, folders))}",
+            details=[f"looked for {', '.join(_ANY_OF)}"],
+            hint="base=<folder with the model's tokenizer>",
+        )
+    folder = holding[0]
+    settings = [one / GENERATION_CONFIG for one in (folder, *folders)]
+    generation = next((read_json(path) for path in settings if path.is_file()), {})
+    readable = (folder / "tokenizer.json").is_file() and (
+        folder / "tokenizer_config.json"
+    ).is_file()
+    return Tokens(folder, read_tokenizer(folder) if readable else None, generation)
+
+
+def write_served_files(
+    out: Path, config: Mapping[str, Any], tokens: Tokens, dtype: str
+) -> list[Check]:
+    """Write them, and check that what was written agrees."""
+    for path in tokens.files():
+        shutil.copyfile(path, out / path.name)
+    stops, pad = _stops(config, tokens), _pad(config, tokens)
+    said: dict[str, Any] = {}
+    if stops:
+        said["eos_token_id"] = stops[0] if len(stops) == 1 else stops
+    if pad is not None:
+        said["pad_token_id"] = pad
+    kept = {k: v for k, v in config.items() if k != "torch_dtype"}
+    write_json(out / CONFIG, {**kept, "dtype": dtype, **said})
+    write_json(out / GENERATION_CONFIG, {**tokens.generation, **said})
+    return _agreement(out, tokens)
+
+
+def _stops(config: Mapping[str, Any], tokens: Tokens) -> list[int]:
+    """Every id that ends a text, by anyone who says so; the tokenizer's own first."""
+    found = list(tokens.facts.stops) if tokens.facts is not None else []
+    for said in (tokens.generation.get("eos_token_id"), config.get("eos_token_id")):
+        found += said if isinstance(said, list) else [] if said is None else [said]
+    return list(dict.fromkeys(found))
+
+
+def _pad(config: Mapping[str, Any], tokens: Tokens) -> int | None:
+    """The id that pads: the tokenizer's, else what is configured, else the end of a text."""
+    if tokens.facts is not None and tokens.facts.pad is not None:
+        return tokens.facts.pad
+    for said in (tokens.generation.get("pad_token_id"), config.get("pad_token_id")):
+        if isinstance(said, int):
+            return said
+    return tokens.facts.eos if tokens.facts is not None else None
+
+
+def _agreement(out: Path, tokens: Tokens) -> list[Check]:
+    """Read back, file against file."""
+    config, generation = read_json(out / CONFIG), read_json(out / GENERATION_CONFIG)
+    checks = []
+    for name in ("eos_token_id", "pad_token_id"):
+        one, other = config.get(name), generation.get(name)
+        checks.append(Check(f"{name} of both files", str(one), str(other), ok=one == other))
+    if tokens.facts is not None:
+        served = read_tokenizer(out)
+        for what, want, have in (
+            ("tokenizer", tokens.facts.rows, served.rows),
+            ("chat template", bool(tokens.facts.template), bool(served.template)),
+        ):
+            checks.append(Check(what, str(want), str(have), ok=want == have))
+    return checks

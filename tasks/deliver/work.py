@@ -1,0 +1,177 @@
+"""The words of a delivery's planning: what is asked, what will be done. Plain data and sources."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from tasks.contract import TensorLike
+from tasks.deliver.recognise import PICKLED, Given
+from tasks.errors import ConfigError
+from tasks.weights.contracts import ModelFacts
+from tasks.weights.heads.detect import Found
+from tasks.weights.layout import with_output
+from tasks.weights.pickled.state import read_state
+from tasks.weights.plan import Plan
+from tasks.weights.reader import DTYPE_NAMES, WEIGHTS, Checkpoint, open_checkpoint, read_json
+from tasks.weights.source import Extent, Source
+from tasks.weights.worker import Perform
+
+BASE, ADAPTER, TRAINED, MODEL = "base", "adapter", "trained", WEIGHTS
+"""Names of inputs in the plans."""
+
+
+@dataclass(frozen=True)
+class Target:
+    """What is to come out: dtype (torch name) and bytes of tensor data in one file."""
+
+    dtype: str
+    max_shard_bytes: int
+
+    @property
+    def short(self) -> str:
+        """safetensors name of the dtype."""
+        return DTYPE_NAMES[self.dtype]
+
+
+@dataclass(frozen=True)
+class Request:
+    """What planning needs to know.
+
+    Attributes:
+        given: SOURCE.
+        base: folder of the base; None where there is none.
+        target: what is to come out.
+        quantization: 4 bits that the base goes through, as `Op.quantization`; None for none.
+        adapter_config: of an adapter whose tensors lie in shards or in a DeepSpeed checkpoint.
+        perform: who knows the model classes.
+    """
+
+    given: Given
+    base: Path | None
+    target: Target
+    quantization: Mapping[str, Any] | None
+    adapter_config: Path | None
+    perform: Perform
+
+
+@dataclass(frozen=True)
+class Work:
+    """The plans of the stages that apply; None for a stage that does not.
+
+    Attributes:
+        model: the plan that makes the served tensors: that of gather, merge or convert.
+        facts: of the served model.
+        opened: inputs by name: of `gather`, or of `model` where convert runs it.
+        config: config.json of the served model, dtype aside.
+        gather: trained slices -> an adapter, or a full model; inputs "trained", "base".
+        merge: base and adapter -> a full model; inputs "base", "adapter".
+        head: a value head that is kept apart.
+    """
+
+    model: Plan
+    facts: ModelFacts
+    opened: Mapping[str, Source]
+    config: Mapping[str, Any]
+    gather: Plan | None = None
+    merge: Plan | None = None
+    head: Found | None = None
+
+    @property
+    def converts(self) -> bool:
+        """Whether it is convert that makes the served tensors, right from SOURCE."""
+        return self.gather is None and self.merge is None
+
+    @property
+    def reads_base(self) -> bool:
+        """Whether anything of a base goes into the output."""
+        return BASE in self.opened
+
+    @property
+    def is_causal(self) -> bool:
+        """Whether the served model continues texts, so that it can be measured here."""
+        names = self.config.get("architectures") or ()
+        return any(str(name).endswith(("ForCausalLM", "LMHeadModel")) for name in names)
+
+
+@dataclass(frozen=True)
+class Renamed:
+    """A source under other keys: what a file will hold once it has been gathered."""
+
+    whole: Source
+    names: Mapping[str, str]
+    tensors: Mapping[str, TensorLike] = field(init=False)
+
+    def __post_init__(self) -> None:
+        held = {key: self.whole.tensors[name] for key, name in self.names.items()}
+        object.__setattr__(self, "tensors", held)
+
+    def extents(self, name: str) -> Sequence[Extent]:
+        """As the whole says."""
+        return self.whole.extents(self.names[name])
+
+    def sha256(self, name: str) -> str | None:
+        """As the whole says."""
+        return self.whole.sha256(self.names[name])
+
+
+def open_model(root: Path) -> Source:
+    """A full model's tensors, safetensors or one pickled file; headers only."""
+    safe = any(root.glob(f"{WEIGHTS}*.safetensors*"))
+    if not safe and (root / PICKLED).is_file():
+        return read_state(root / PICKLED)
+    with open_checkpoint(root) as checkpoint:
+        return checkpoint
+
+
+def in_files(plan: Plan, target: Target, source: Source, *, cast: bool = True) -> Plan:
+    """The plan in the dtype and the files that are to come out; the input's files where they fit.
+
+    Args:
+        plan: operations in the order of the input's files.
+        target: what is to come out.
+        source: the input whose files may be kept.
+        cast: whether dtypes are still to be set.
+    """
+    files = source.files if isinstance(source, Checkpoint) else {}
+    dtype = target.short if cast else None
+    return with_output(plan, dtype=dtype, max_shard_bytes=target.max_shard_bytes, files=files)
+
+
+def require_plain(folder: Path, key: str) -> dict[str, Any]:
+    """config.json of a model that is not stored quantised. Raises ConfigError for one that is."""
+    config = read_json(folder / "config.json")
+    stored = config.get("quantization_config")
+    if stored:
+        how = (
+            stored.get("quant_method", "an unknown method") if isinstance(stored, dict) else stored
+        )
+        raise ConfigError(
+            f"{key}={folder}: its weights are stored quantised ({how})",
+            hint=f"{key}=<the same model in bf16, fp16 or fp32>; merge.base=dequantized takes it "
+            "through 4 bits as training did",
+        )
+    return config
+
+
+def describe_plan(plan: Plan) -> Iterator[str]:
+    """Operations by kind, bytes, and what is left out with its reason."""
+    counts: dict[str, list[int]] = {}
+    for op in plan.ops:
+        kind: str = "fold" if op.terms else op.kind
+        counts.setdefault(kind, []).append(op.nbytes)
+    for kind, sizes in counts.items():
+        yield f"{kind} {len(sizes)} tensors, {megabytes(sum(sizes))}"
+    reasons: dict[str, list[str]] = {}
+    for entry in plan.dropped:
+        reasons.setdefault(entry.reason, []).append(entry.source)
+    for reason, names in reasons.items():
+        more = f" and {len(names) - 1} more" if len(names) > 1 else ""
+        yield f"drop {names[0]}{more}: {reason}"
+
+
+def megabytes(count: int) -> str:
+    """`12.3 MB`, `4.56 GB`."""
+    return f"{count / 1e9:.2f} GB" if count >= 1e9 else f"{count / 1e6:.1f} MB"

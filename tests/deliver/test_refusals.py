@@ -1,0 +1,176 @@
+"""What cannot be delivered: one message, exit 2, and nothing written anywhere."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import save_file
+
+from tests.deliver.conftest import Done
+from tests.weights.making import state_of
+
+Run = Callable[..., Done]
+
+
+@pytest.fixture
+def refused(here: Run, tmp_path: Path) -> Callable[..., str]:
+    """Run it, require that it was refused and left nothing; returns what was said."""
+
+    def run(*arguments: str, code: int = 2, left: tuple[str, ...] = ()) -> str:
+        before = {path.name for path in tmp_path.iterdir()}
+        done = here(*arguments)
+        assert done.code == code, done.output
+        assert {path.name for path in tmp_path.iterdir()} == before | set(left)
+        assert "Traceback" not in done.output
+        return done.output
+
+    return run
+
+
+def altered(adapter: Path, folder: Path, **changes: torch.Tensor | None) -> Path:
+    """A copy of an adapter with tensors replaced, added or (None) left out."""
+    shutil.copytree(adapter, folder)
+    state = {**state_of(adapter, "adapter_model"), **changes}
+    kept = {name: one for name, one in state.items() if one is not None}
+    save_file(kept, folder / "adapter_model.safetensors", metadata={"format": "pt"})
+    return folder
+
+
+class TestTheBase:
+    def test_another_model_of_the_same_shape(
+        self, refused: Callable[..., str], adapter: Path, base: Path, other: Path, tmp_path: Path
+    ) -> None:
+        said = refused(f"source={adapter}", f"base={other}", f"out={tmp_path / 'out'}")
+        assert f"wrong base: trained on {base}" in said
+        assert "check_base=false" in said
+
+    def test_of_another_digest_than_our_shards_record(
+        self, refused: Callable[..., str], shards: Path, place: Path, tmp_path: Path
+    ) -> None:
+        other = place / "made-other"
+        if not other.exists():
+            from tests.weights.making import make_base
+
+            make_base(other, "qwen", seed=3)
+        said = refused(f"source={shards}", f"base={other}", f"out={tmp_path / 'out'}")
+        assert "wrong base: trained on the base" in said
+
+    def test_of_another_name_than_the_adapter_records(
+        self, refused: Callable[..., str], adapter: Path, other: Path, tmp_path: Path
+    ) -> None:
+        source = Path(shutil.copytree(adapter, tmp_path / "renamed"))
+        config = json.loads((source / "adapter_config.json").read_text())
+        config["base_model_name_or_path"] = "somebody/tiny-qwen"
+        (source / "adapter_config.json").write_text(json.dumps(config))
+        said = refused(f"source={source}", f"base={other}", f"out={tmp_path / 'out'}")
+        assert "trained on somebody/tiny-qwen" in said
+        said = refused(f"source={source}", f"out={tmp_path / 'out'}")
+        assert "its base is needed" in said
+        assert "base=<folder of the base model>" in said
+
+    def test_the_override_takes_it(
+        self, here: Run, adapter: Path, other: Path, tmp_path: Path
+    ) -> None:
+        done = here(
+            f"source={adapter}", f"base={other}", f"out={tmp_path / 'out'}", "check_base=false",
+            "plan=true",
+        )  # fmt: skip
+        assert done.code == 0, done.output
+        assert "warning: trained on" in done.output
+
+
+class TestTheSource:
+    def test_of_no_known_kind(self, refused: Callable[..., str], tmp_path: Path) -> None:
+        (tmp_path / "odd").mkdir()
+        (tmp_path / "odd" / "weights.gguf").touch()
+        said = refused(f"source={tmp_path / 'odd'}", f"out={tmp_path / 'out'}")
+        assert "neither adapter nor model" in said
+        for part in ("adapter_config.json", "*_model_states.pt", "partitions.json", "weights.gguf"):
+            assert part in said
+
+    def test_with_wrong_keys_names_all_of_them(
+        self, refused: Callable[..., str], adapter: Path, base: Path, tmp_path: Path
+    ) -> None:
+        prefix = "base_model.model.model.layers.0.self_attn"
+        source = altered(
+            adapter, tmp_path / "wrong",
+            **{
+                f"{prefix}.q_proj.lora_A.weight": None,
+                f"{prefix}.k_prj.lora_A.weight": torch.ones(4, 64, dtype=torch.bfloat16),
+                f"{prefix}.o_proj.lora_B.weight": torch.ones(64, 5, dtype=torch.bfloat16),
+            },
+        )  # fmt: skip
+        said = refused(f"source={source}", f"base={base}", f"out={tmp_path / 'out'}")
+        for part in ("q_proj.lora_A.weight: missing", "k_prj.lora_A.weight: unexpected", "[64, 5]"):
+            assert part in said
+
+    def test_with_numbers_that_are_none(
+        self, refused: Callable[..., str], adapter: Path, base: Path, tmp_path: Path
+    ) -> None:
+        name = "base_model.model.model.layers.1.mlp.up_proj.lora_B.weight"
+        bad = state_of(adapter, "adapter_model")[name].clone()
+        bad[0, 0] = float("nan")
+        source = altered(adapter, tmp_path / "nan", **{name: bad})
+        said = refused(f"source={source}", f"base={base}", f"out={tmp_path / 'out'}")
+        assert f"{name}: 1 elements are NaN or infinite" in said
+
+    def test_stored_quantised(
+        self, refused: Callable[..., str], base: Path, tmp_path: Path
+    ) -> None:
+        source = Path(shutil.copytree(base, tmp_path / "quantised"))
+        config = json.loads((source / "config.json").read_text())
+        config["quantization_config"] = {"quant_method": "gptq"}
+        (source / "config.json").write_text(json.dumps(config))
+        said = refused(f"source={source}", f"out={tmp_path / 'out'}")
+        assert "stored quantised (gptq)" in said
+
+
+class TestOut:
+    def test_that_holds_something_else(
+        self, refused: Callable[..., str], base: Path, tmp_path: Path
+    ) -> None:
+        out = tmp_path / "out"
+        out.mkdir()
+        (out / "thesis.txt").write_text("42")
+        for more in ((), ("overwrite=true",)):
+            said = refused(f"source={base}", f"out={out}", *more)
+            assert "is not empty, and no delivery made it" in said
+        assert [path.name for path in out.iterdir()] == ["thesis.txt"]
+
+    def test_that_is_an_input(
+        self, refused: Callable[..., str], base: Path, tmp_path: Path
+    ) -> None:
+        said = refused(f"source={base}", f"out={base / 'served'}")
+        assert "lie in each other" in said
+
+    def test_of_another_delivery_is_replaced_when_asked(
+        self, here: Run, base: Path, other: Path, tmp_path: Path
+    ) -> None:
+        out = tmp_path / "out"
+        assert here(f"source={base}", f"out={out}").code == 0
+        done = here(f"source={other}", f"out={out}")
+        assert done.code == 2, done.output
+        assert "overwrite=true replaces it" in done.output
+        done = here(f"source={other}", f"out={out}", "overwrite=true")
+        assert done.code == 0, done.output
+        found, wanted = state_of(out), state_of(other)
+        assert all(torch.equal(found[name], wanted[name]) for name in wanted)
+
+
+class TestTheCommandLine:
+    def test_misspelt_keys_are_told(self, refused: Callable[..., str], base: Path) -> None:
+        said = refused(f"source={base}", "out=x", "convert.dtyp=float16")
+        assert "convert.dtyp is not a setting" in said
+        assert "convert.dtype=..." in said
+
+    def test_a_missing_value_is_told(self, refused: Callable[..., str], base: Path) -> None:
+        assert "out has to be given" in refused(f"source={base}")
+
+    def test_a_value_of_no_kind_is_told(self, refused: Callable[..., str], base: Path) -> None:
+        said = refused(f"source={base}", "out=x", "convert.dtype=int3")
+        assert "bfloat16, float16, float32" in said

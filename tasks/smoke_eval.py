@@ -24,7 +24,7 @@ from tasks.scoring import ModelRef, Prompts, ReferenceScorer
 from tasks.serve import Question, Served, serve_with_transformers, serve_with_vllm
 from tasks.serving import verdicts
 from tasks.serving.text import exact_match, is_degenerate
-from tasks.serving.ties import Agreement, compare_greedy
+from tasks.serving.ties import Agreement, compare_greedy, engine_noise
 from tasks.weights.reader import read_json
 
 ENGINES = ("vllm", "transformers")
@@ -229,7 +229,8 @@ def _compare_greedy(
         eos=question.prompts.eos,
     )
     found = answered.after.tokens[: len(prompts)]
-    return compare_greedy(found, expected.tokens, expected.candidates)
+    noise = engine_noise(Fingerprint.load(question.reference), answered.fingerprint)
+    return compare_greedy(found, expected.tokens, expected.candidates, noise)
 
 
 def _who_moved(

@@ -22,7 +22,7 @@ from tasks.report import StageReport
 from tasks.scoring import ModelRef, ReferenceScorer
 from tasks.serving import verdicts
 from tasks.serving.job import Job, environment
-from tasks.serving.ties import compare_greedy
+from tasks.serving.ties import compare_greedy, engine_noise
 from tasks.weights.reader import read_json
 
 HEADROOM = 8
@@ -130,7 +130,8 @@ def smoke(
         )
         tokens = expected.tokens
     moved = drift(before, after)
-    agreement = compare_greedy(tokens, expected.tokens, expected.candidates)
+    noise = engine_noise(before, after)
+    agreement = compare_greedy(tokens, expected.tokens, expected.candidates, noise)
     where = f"{engine}, of the folder that convert made" if within(moved, profile) else ""
     checks = (
         verdicts.no_strays(strays),

@@ -1,11 +1,13 @@
 from __future__ import annotations
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tasks.serving.ties import Agreement, bf16_step, compare_greedy
+from tasks.fingerprint import Fingerprint
+from tasks.serving.ties import Agreement, bf16_step, compare_greedy, engine_noise
 
 
 @given(st.floats(min_value=2.0**-100, max_value=2.0**100))
@@ -38,3 +40,20 @@ STEPS = [[(4, 16.0), (5, 15.9), (6, 15.0)], [(7, 3.0), (8, 1.0)]]
 )
 def test_compare_greedy(found: list[int], verdict: Agreement) -> None:
     assert compare_greedy([found], [[4, 7]], [STEPS]) == verdict
+
+
+def test_what_lies_within_the_engines_noise_is_a_tie() -> None:
+    assert compare_greedy([[6]], [[4, 7]], [STEPS], noise=0.9).ties == 0
+    assert compare_greedy([[6]], [[4, 7]], [STEPS], noise=1.1).ties == 1
+
+
+def test_the_noise_is_that_of_the_lead_where_the_engines_differ_most() -> None:
+    ids = np.array([[3, 4, 5], [3, 4, 5]], np.int32)
+    one = np.array([[-0.1, -3.0, -4.0], [-1.0, -0.5, -9.0]], np.float32)
+    other = one + np.array([[0.0, 0.25, 7.0], [0.5, 0.0, 0.0]], np.float32)
+    prints = [
+        Fingerprint(((1, 2, 3),), ids, logprobs, np.array([3, 4], np.int32), "x")
+        for logprobs in (one, other)
+    ]
+    assert engine_noise(prints[0], prints[1]) == pytest.approx(0.5)
+    assert engine_noise(prints[0], prints[0]) == 0.0

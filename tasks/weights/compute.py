@@ -1,14 +1,12 @@
 """One computed tensor: block by block from its source through its terms to its final offset.
 
-Terms are added in fp32 and rounded once. Every block is hashed while it is still in the cache.
+Terms are added in fp32 and rounded once.
 """
 
 from __future__ import annotations
 
-import contextlib
-import threading
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping
+from math import prod
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -19,63 +17,51 @@ from tasks.weights.blocks import matrix_shape, row_blocks
 from tasks.weights.copying import opened
 from tasks.weights.extents import Reader
 from tasks.weights.header import ITEM_BITS
+from tasks.weights.journal import Measured
 from tasks.weights.plan import Op
 from tasks.weights.reader import DTYPE_NAMES, torch_dtype
 from tasks.weights.source import Source
+from tasks.weights.stored4bit.packed import STORED
 
 if TYPE_CHECKING:
     import torch
 
-Put = Callable[[NDArray[np.uint8]], None]
-"""Takes the next bytes of the output tensor: hashes them and writes them."""
 Sources = Mapping[str, Source]
 
 
-@dataclass
-class Measured:
-    """What was seen while a tensor was computed; fields as of `journal.Outcome`."""
+def compute(op: Op, sources: Sources, found: Measured) -> Iterator[NDArray[np.uint8]]:
+    """One output tensor's bytes, block by block; each is good until the next one is asked for.
 
-    nonfinite: int = 0
-    changed: int = 0
-    error: float | None = None
-    delta: float | None = None
+    Peak memory is a few blocks, but for what `needs_whole`.
 
-
-def compute(op: Op, sources: Sources, put: Put) -> Measured:
-    """Compute one output tensor and hand its bytes to `put`, in order.
-
-    Peak memory is a few blocks, but for three kinds of operation that need the whole tensor: 4-bit
-    quantisation, whose second level takes a mean over all of it; a transposed source; and terms
-    whose norms run down the columns.
+    Args:
+        op: of kind "compute".
+        sources: the inputs.
+        found: counts what is seen.
 
     Raises:
         ArtifactError: a source that cannot be read.
     """
-    with _WHOLE if _needs_whole(op) else contextlib.nullcontext():
-        return _compute(op, sources, put)
-
-
-_WHOLE = threading.BoundedSemaphore(2)
-"""How many workers may hold a whole tensor at a time."""
-
-
-def _needs_whole(op: Op) -> bool:
-    return op.quantization is not None or op.transpose or _all_rows(op)
-
-
-def _compute(op: Op, sources: Sources, put: Put) -> Measured:
-    found = Measured()
     adapter = _Operands(sources)
     rows, columns = matrix_shape(op.read_shape)
     for first, block, seen in _blocks(op, sources, rows, columns, found):
-        wide = _with_terms(op, block.float(), first, adapter, found)
+        # A copy even of fp32: terms work in place, and what was there is compared with afterwards.
+        wide = _with_terms(op, block.to(_fp32(), copy=bool(op.terms)), first, adapter, found)
         out = _stored(op, wide)
         raw = _bytes(out)
         found.nonfinite += bits.nonfinite(raw, op.dtype)
         if op.terms:
             found.changed += _differing(raw, _bytes(seen.to(out.dtype)), op.dtype)
-        put(raw)
-    return found
+        yield raw
+
+
+def needs_whole(op: Op) -> bool:
+    """Whether the whole tensor is in memory while it is computed.
+
+    4-bit quantisation, whose second level takes a mean over all of it; a transposed source; and
+    terms whose norms run down the columns.
+    """
+    return op.quantization is not None or op.transpose or _all_rows(op)
 
 
 def _stored(op: Op, wide: torch.Tensor) -> torch.Tensor:
@@ -134,18 +120,29 @@ def _all_rows(op: Op) -> bool:
 
 def _whole(op: Op, sources: Sources, found: Measured) -> torch.Tensor:
     """The whole source tensor as the output is shaped, through 4 bits where the plan says so."""
+    shape = op.read_shape
+    wanted = (*shape[:-2], shape[-1], shape[-2]) if op.transpose else shape
+    stored = _flat(op, sources).reshape(wanted)
+    if op.transpose:
+        stored = stored.transpose(-1, -2).contiguous()
+    if op.quantization is None or STORED in op.quantization:
+        return stored
+    return _quantised(stored, op.quantization, found)
+
+
+def _flat(op: Op, sources: Sources) -> torch.Tensor:
+    """The elements that `op` starts from, decoded where they are stored in 4 bits."""
     import torch
 
-    shape = (*op.shape[:-2], op.shape[-1], op.shape[-2]) if op.transpose else op.shape
+    if op.quantization is not None and STORED in op.quantization:
+        from tasks.weights.stored4bit.decode import decoded
+
+        whole = decoded(op.quantization[STORED], sources[op.input].extents(op.key))
+        return whole.reshape(-1)[op.start : op.start + prod(op.read_shape)]
     with opened(op, sources) as reader:
         buffer: NDArray[np.uint8] = np.empty(reader.nbytes, np.uint8)
         reader.into(buffer, 0)
-    stored = torch.from_numpy(buffer).view(torch_dtype(op.source_dtype)).reshape(shape)
-    if op.transpose:
-        stored = stored.transpose(-1, -2).contiguous()
-    if op.quantization is None:
-        return stored
-    return _quantised(stored, op.quantization, found)
+    return torch.from_numpy(buffer).view(torch_dtype(op.source_dtype))
 
 
 def _quantised(
@@ -187,6 +184,12 @@ def _bytes(tensor: torch.Tensor) -> NDArray[np.uint8]:
 
     found: NDArray[np.uint8] = tensor.contiguous().reshape(-1).view(torch.uint8).numpy()
     return found
+
+
+def _fp32() -> torch.dtype:
+    import torch
+
+    return torch.float32
 
 
 def _differing(one: NDArray[np.uint8], other: NDArray[np.uint8], dtype: str) -> int:

@@ -27,6 +27,8 @@ from tasks.weights.families.meta import meta_model, quantized_names
 from tasks.weights.families.places import Place
 from tasks.weights.families.plain import plain_facts
 from tasks.weights.reader import DTYPE_NAMES, WEIGHTS, open_checkpoint, read_json
+from tasks.weights.stored4bit.said import is_packed, without_quantization
+from tasks.weights.stored4bit.source import open_base
 
 
 @dataclass(frozen=True)
@@ -103,7 +105,9 @@ def model_facts(
             folder's checkpoint cannot be read.
     """
     said = read_json(config / "config.json")
-    disk = _layout_in(config) if disk is None else disk
+    packed = is_packed(said)
+    said = without_quantization(said) if packed else said
+    disk = _layout_in(config, packed) if disk is None else disk
     plain = plain_facts(said, dtype, disk)
     if plain is not None:
         return ModelFacts(**plain)
@@ -151,12 +155,12 @@ def _disk_names(model: Any, layout: Conversion) -> dict[str, str]:
     return placed | {name: next(iter(keys)) for name, keys in saved.items()}
 
 
-def _layout_in(folder: Path) -> dict[str, tuple[int, ...]] | None:
-    """Keys and shapes of a folder's checkpoint; None when it holds none."""
+def _layout_in(folder: Path, packed: bool) -> dict[str, tuple[int, ...]] | None:
+    """Keys and shapes of a folder's checkpoint, decoded; None when it holds none."""
     names = (f"{WEIGHTS}.safetensors", f"{WEIGHTS}.safetensors.index.json")
     if not any((folder / name).is_file() for name in names):
         return None
-    with open_checkpoint(folder) as checkpoint:
+    with open_base(folder) if packed else open_checkpoint(folder) as checkpoint:
         return {name: tuple(info.shape) for name, info in checkpoint.tensors.items()}
 
 

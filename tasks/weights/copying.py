@@ -4,22 +4,22 @@ from __future__ import annotations
 
 import contextlib
 import fcntl
-import hashlib
 import os
 import shutil
-import threading
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 from math import prod
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from tasks.errors import ArtifactError
 from tasks.weights import bits
+from tasks.weights.buffers import Buffer, Workspace
 from tasks.weights.casts import cast, casts
 from tasks.weights.extents import Reader, part, write_at, write_refused
+from tasks.weights.hashing import stream
 from tasks.weights.header import ITEM_BITS, TensorInfo
 from tasks.weights.journal import Outcome
 from tasks.weights.plan import Op
@@ -27,41 +27,49 @@ from tasks.weights.reader import torch_dtype
 from tasks.weights.source import Extent, Source
 from tasks.weights.writer import ShardFile
 
-BLOCK = 1 << 21
+BLOCK = 1 << 20
 """Bytes at a time: a multiple of every item size, and small enough to stay in the cache."""
 _FICLONE = 0x40049409
 """ioctl of Linux: make a file share all blocks of another (btrfs, XFS)."""
 
 
-class StoppedError(Exception):
-    """Another worker has failed; this one's work is no longer wanted."""
-
-
 class Sink:
-    """Where one output tensor goes: hashed and written to its offset piece by piece."""
+    """Where one output tensor goes: written to its offset piece by piece.
 
-    def __init__(
-        self, handle: int, path: Path, info: TensorInfo, stop: threading.Event | None = None
-    ) -> None:
+    Attributes:
+        handle: the open file. path: its name.
+        info: where in it the tensor lies.
+        stream: the hash of what is written; whoever writes a piece advances it.
+    """
+
+    def __init__(self, handle: int, path: Path, info: TensorInfo) -> None:
         self.handle, self.path, self.info = handle, path, info
-        self._stop, self._at = stop, info.start
-        self._digest = hashlib.sha256()
+        self.stream = stream()
+        self._at = info.start
 
-    def put(self, raw: Any) -> None:
-        """The next bytes. Raises ArtifactError (full disk), StoppedError."""
-        if self._stop is not None and self._stop.is_set():
-            raise StoppedError
-        view = memoryview(raw)
-        self._digest.update(view)
-        write_at(self.handle, view, self._at, self.path)
-        self._at += len(view)
+    def write(self, raw: NDArray[np.uint8]) -> None:
+        """The next bytes. Raises ArtifactError (full disk)."""
+        write_at(self.handle, memoryview(raw), self._at, self.path)
+        self._at += raw.size
+
+    def start_flush(self) -> None:
+        """Have the kernel begin to write the tensor to disk, so that the flush at the end is short.
+
+        It is advice that nobody needs the pages; dirty ones are not dropped but written.
+        """
+        os.posix_fadvise(self.handle, self.info.start, self.info.nbytes, os.POSIX_FADV_DONTNEED)
+
+    @property
+    def complete(self) -> bool:
+        """Whether the whole tensor is written."""
+        return self._at == self.info.end
 
     def sha256(self) -> str:
         """Of the whole tensor. Raises ArtifactError when it is not whole."""
-        if self._at != self.info.end:
+        if not self.complete:
             done = self._at - self.info.start
             raise ArtifactError(f"{self.path}: {done} of {self.info.nbytes} bytes were written")
-        return self._digest.hexdigest()
+        return self.stream.hexdigest()
 
 
 def link_or_copy(source: Path, target: Path) -> None:
@@ -124,50 +132,66 @@ def _reflink(source: Path, target: Path) -> bool:
     return True
 
 
-def move(op: Op, sources: Mapping[str, Source], sink: Sink, *, scan: bool) -> tuple[Outcome, int]:
-    """Copy or cast one tensor.
+def offload(op: Op, sources: Mapping[str, Source], sink: Sink) -> Outcome | None:
+    """Have the kernel copy a tensor whose hash is known.
+
+    Returns:
+        None where it is not known, or the kernel cannot: then the bytes have to be read.
+    """
+    known = known_hash(op, sources)
+    if op.kind != "copy" or known is None:
+        return None
+    with opened(op, sources) as reader:
+        if not reader.copy_to(sink.handle, sink.info.start):
+            return None
+    return Outcome(op.name, sink.path.name, known)
+
+
+def move(
+    op: Op, sources: Mapping[str, Source], room: Workspace, seen: Seen
+) -> Iterator[NDArray[np.uint8]]:
+    """The bytes of a tensor that is copied or cast, block by block.
 
     Args:
         op: of kind "copy" or "cast".
         sources: the inputs.
-        sink: where it goes.
-        scan: look at the values even where no hash has to be taken.
+        room: memory to work in.
+        seen: what is noticed on the way.
 
-    Returns:
-        what it came to, and how many bytes were read by this process.
+    Yields:
+        the next bytes of the output, good until the next ones are asked for.
     """
-    known = known_hash(op, sources)
+    casting = op.kind == "cast"
     with opened(op, sources) as reader:
-        offload = op.kind == "copy" and known is not None and not scan
-        if offload and reader.copy_to(sink.handle, sink.info.start):
-            return Outcome(op.name, sink.path.name, str(known)), 0
-        nonfinite, all_zero = _stream(op, reader, sink)
-        found = sink.sha256()
-        if op.kind == "copy" and known not in (None, found):
-            raise ArtifactError(f"{op.source}: bytes are not those of its manifest")
-        return Outcome(op.name, sink.path.name, found, nonfinite, all_zero), reader.nbytes
+        for at in range(0, reader.nbytes, BLOCK):
+            size = min(BLOCK, reader.nbytes - at)
+            raw = (room.read if casting else room.out).first(size)
+            reader.into(raw, at)
+            seen.read += size
+            if casting:
+                raw = _cast(raw, op, room.out)
+            seen.nonfinite += bits.nonfinite(raw, op.dtype)
+            seen.all_zero = seen.all_zero and bits.all_zero(raw, op.dtype)
+            yield raw
 
 
-def _stream(op: Op, reader: Reader, sink: Sink) -> tuple[int, bool]:
-    nonfinite, all_zero = 0, True
-    buffer: NDArray[np.uint8] = np.empty(min(BLOCK, reader.nbytes), np.uint8)
-    for at in range(0, reader.nbytes, BLOCK):
-        raw = buffer[: min(BLOCK, reader.nbytes - at)]
-        reader.into(raw, at)
-        if op.kind == "cast":
-            raw = _cast(raw, op.source_dtype, op.dtype)
-        nonfinite += bits.nonfinite(raw, op.dtype)
-        all_zero = all_zero and bits.all_zero(raw, op.dtype)
-        sink.put(raw)
-    return nonfinite, all_zero
+@dataclass
+class Seen:
+    """Of the values that passed: bytes read, how many are not finite, whether all are zero."""
+
+    read: int = 0
+    nonfinite: int = 0
+    all_zero: bool = True
 
 
-def _cast(raw: NDArray[np.uint8], source: str, target: str) -> NDArray[np.uint8]:
-    if casts(source, target):
-        return cast(raw, source, target)
+def _cast(raw: NDArray[np.uint8], op: Op, target: Buffer) -> NDArray[np.uint8]:
+    source, goal = op.source_dtype, op.dtype
+    if casts(source, goal):
+        count = raw.size * 8 // ITEM_BITS[source]
+        return cast(raw, source, goal, target.first(count * ITEM_BITS[goal] // 8))
     import torch
 
-    wide = torch.from_numpy(raw).view(torch_dtype(source)).to(torch_dtype(target))
+    wide = torch.from_numpy(raw).view(torch_dtype(source)).to(torch_dtype(goal))
     found: NDArray[np.uint8] = wide.view(torch.uint8).numpy()
     return found
 
@@ -177,6 +201,13 @@ def known_hash(op: Op, sources: Mapping[str, Source]) -> str | None:
     source = sources[op.input]
     whole = sum(one.nbytes for one in source.extents(op.key))
     return source.sha256(op.key) if source_bytes(op) == whole else None
+
+
+def same_as_known(op: Op, sources: Mapping[str, Source], found: str) -> str:
+    """`found`, the hash of the copied bytes. Raises ArtifactError where a manifest says another."""
+    if op.kind == "copy" and known_hash(op, sources) not in (None, found):
+        raise ArtifactError(f"{op.source}: bytes are not those of its manifest")
+    return found
 
 
 def source_bytes(op: Op) -> int:
@@ -190,15 +221,10 @@ def opened(op: Op, sources: Mapping[str, Source]) -> Reader:
     return Reader(part(sources[op.input].extents(op.key), first, source_bytes(op)))
 
 
-def same_contents(path: Path, info: TensorInfo, sha256: str, stop: threading.Event) -> bool:
-    """Whether a tensor of an output file has this hash: reads it."""
-    digest = hashlib.sha256()
-    buffer: NDArray[np.uint8] = np.empty(min(BLOCK, info.nbytes), np.uint8)
+def contents(path: Path, info: TensorInfo, room: Workspace) -> Iterator[NDArray[np.uint8]]:
+    """The bytes of a tensor of an output file, block by block."""
     with Reader([Extent(path, info.start, info.nbytes)]) as reader:
         for at in range(0, info.nbytes, BLOCK):
-            if stop.is_set():
-                raise StoppedError
-            raw = buffer[: min(BLOCK, info.nbytes - at)]
+            raw = room.out.first(min(BLOCK, info.nbytes - at))
             reader.into(raw, at)
-            digest.update(raw)
-    return digest.hexdigest() == sha256
+            yield raw

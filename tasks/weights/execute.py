@@ -4,9 +4,10 @@
     done.sha256["lm_head.weight"]
 
 Workers are threads: reading, hashing, arithmetic and writing all release the interpreter's lock.
-Each takes one tensor at a time, the longest first, and handles it block by block, so memory is
-bounded by blocks and workers, whatever the model's size. Results do not depend on the number of
-workers: see `blocks.py`.
+Each has a few tensors in hand, the longest first, and makes a block of every one in turn, so that
+their hashes run in the lanes of a vector (`lanes.py`, `hashing.py`). Memory is bounded by blocks,
+lanes and workers, whatever the model's size. Results do not depend on the number of workers: see
+`blocks.py`.
 
 What no operation touches never passes through Python: whole files are linked (`copying.py`), ranges
 are copied by the kernel, and their hashes are taken from the input's manifest. Without a manifest

@@ -22,7 +22,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from tasks.weights.native import Library, library
-from tasks.weights.native.library import cpu_flags
+from tasks.weights.native.binding import cpu_flags
 
 LANES = 8
 """How many streams are worth advancing at once; as in `sha256_lanes.c`."""
@@ -84,34 +84,33 @@ def advance(pairs: Sequence[tuple[Stream, Any]]) -> None:
     Args:
         pairs: streams of `stream()`, and what each gets: anything with a buffer of bytes.
     """
-    states, data, kernels = [], [], None
+    rests: list[tuple[_Lane, NDArray[np.uint8]]] = []
+    bodies: list[tuple[_Lane, NDArray[np.uint8]]] = []
     for one, raw in pairs:
         if isinstance(one, _Whole):
             one.digest.update(raw)
         elif isinstance(one, _Lane):
-            kernels = one.kernels
-            for piece in _whole_blocks(one, np.frombuffer(raw, np.uint8)):
-                states.append(one.state)
-                data.append(piece)
-    # A stream that had a rest comes twice, and its two pieces must go one after the other.
-    while kernels is not None and states:
-        first = {id(state): index for index, state in reversed(list(enumerate(states)))}
-        now = sorted(first.values())
-        kernels.sha256_update([states[i] for i in now], [data[i] for i in now])
-        later = [i for i in range(len(states)) if i not in set(now)]
-        states, data = [states[i] for i in later], [data[i] for i in later]
+            rest, body = _whole_blocks(one, np.frombuffer(raw, np.uint8))
+            rests += [(one, rest)] if rest.size else []
+            bodies += [(one, body)] if body.size else []
+    for pieces in (rests, bodies):  # one after the other: a stream may have both
+        if pieces:
+            states = [lane.state for lane, _ in pieces]
+            pieces[0][0].kernels.sha256_update(states, [piece for _, piece in pieces])
 
 
-def _whole_blocks(lane: _Lane, raw: NDArray[np.uint8]) -> list[NDArray[np.uint8]]:
-    """What of a stream's bytes makes whole blocks, in order; the rest is kept for the next time."""
+def _whole_blocks(
+    lane: _Lane, raw: NDArray[np.uint8]
+) -> tuple[NDArray[np.uint8], NDArray[np.uint8]]:
+    """The earlier rest filled up, and the whole blocks after it; what is over becomes the rest."""
     lane.length += raw.size
-    found = []
+    filled: NDArray[np.uint8] = raw[:0]
     if lane.rest.size:
         taken = min(_BLOCK - lane.rest.size, raw.size)
         lane.rest, raw = np.concatenate([lane.rest, raw[:taken]]), raw[taken:]
         if lane.rest.size < _BLOCK:
-            return []
-        found.append(lane.rest)
+            return filled, raw
+        filled = lane.rest
     whole = raw.size // _BLOCK * _BLOCK
     lane.rest = raw[whole:].copy()
-    return [*found, raw[:whole]] if whole else found
+    return filled, raw[:whole]

@@ -49,6 +49,16 @@ class Outcome:
     delta: float | None = None
 
 
+@dataclass
+class Measured:
+    """What was seen while a tensor was computed: as in `Outcome`, `changed` in elements."""
+
+    nonfinite: int = 0
+    changed: int = 0
+    error: float | None = None
+    delta: float | None = None
+
+
 class Journal:
     """The journal of one output folder; thread safe.
 

@@ -11,6 +11,7 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from tasks.errors import ArtifactError
+from tasks.weights.stored4bit.decode import unpack
 
 if TYPE_CHECKING:
     import torch
@@ -47,5 +48,16 @@ def as_trained(weight: torch.Tensor, quantization: Mapping[str, Any]) -> torch.T
         quant_type=str(quantization["type"]),
         quant_storage=torch.uint8,
     )
-    restored: torch.Tensor = functional.dequantize_4bit(packed, state)
-    return restored
+    scales = state.absmax
+    if state.nested:
+        scales = functional.dequantize_blockwise(state.absmax, state.state2) + state.offset
+    # Not `dequantize_4bit`: see `stored4bit/decode.py` on rows that are no whole number of blocks.
+    restored = torch.empty(weight.numel(), dtype=weight.dtype)
+    unpack(
+        packed.reshape(-1).numpy(),
+        scales.numpy(),
+        restored,
+        kind=state.quant_type,
+        blocksize=state.blocksize,
+    )
+    return restored.reshape(weight.shape)

@@ -6,11 +6,14 @@ import contextlib
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Literal
+from typing import Literal, get_args
 
 from tasks.weights.partitions import read_partitions
 from tasks.weights.reader import WEIGHTS, open_checkpoint
 from tasks.weights.source import Source
+from tasks.weights.stored4bit.source import open_base
+
+Kind = Literal["checkpoint", "base", "partitions"]
 
 
 @dataclass(frozen=True)
@@ -19,12 +22,13 @@ class SourceRef:
 
     Attributes:
         path: its folder.
-        kind: "checkpoint" for safetensors files, "partitions" for the slices of our ranks.
+        kind: "checkpoint" for safetensors files, "base" for those of a model that may be packed in
+            4 bits, "partitions" for the slices of our ranks.
         stem: of the safetensors files: "model", "adapter_model".
     """
 
     path: Path
-    kind: Literal["checkpoint", "partitions"] = "checkpoint"
+    kind: Kind = "checkpoint"
     stem: str = WEIGHTS
 
     def as_json(self) -> dict[str, str]:
@@ -34,10 +38,8 @@ class SourceRef:
     @classmethod
     def from_json(cls, raw: Mapping[str, str]) -> SourceRef:
         """What `as_json` made."""
-        kind: Literal["checkpoint", "partitions"] = (
-            "partitions" if raw["kind"] == "partitions" else "checkpoint"
-        )
-        return cls(Path(raw["path"]), kind, raw["stem"])
+        kinds: dict[str, Kind] = {one: one for one in get_args(Kind)}
+        return cls(Path(raw["path"]), kinds[raw["kind"]], raw["stem"])
 
 
 @contextlib.contextmanager
@@ -48,6 +50,8 @@ def open_sources(refs: Mapping[str, SourceRef]) -> Iterator[dict[str, Source]]:
         for name, ref in refs.items():
             if ref.kind == "partitions":
                 found[name] = read_partitions(ref.path)
+            elif ref.kind == "base":
+                found[name] = stack.enter_context(open_base(ref.path))
             else:
                 found[name] = stack.enter_context(open_checkpoint(ref.path, ref.stem))
         yield found

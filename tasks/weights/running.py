@@ -1,4 +1,4 @@
-"""The workers of `execute.py`: who does which tensor, when, and what happens when one fails."""
+"""One run of a plan: its files, the workers that fill them, and what happens when one fails."""
 
 from __future__ import annotations
 
@@ -10,32 +10,14 @@ from concurrent.futures import FIRST_EXCEPTION, Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from tasks.weights.blocks import matrix_shape
-from tasks.weights.casts import casts
-from tasks.weights.copying import (
-    Sink,
-    StoppedError,
-    known_hash,
-    link_or_copy,
-    move,
-    prepare_file,
-    same_contents,
-)
+from tasks.weights.copying import Sink, known_hash, link_or_copy, prepare_file
+from tasks.weights.hashing import LANES, side_by_side
 from tasks.weights.journal import Journal, Outcome
+from tasks.weights.lanes import Done, Worker
 from tasks.weights.layout import OutFile
-from tasks.weights.plan import Op
+from tasks.weights.pending import Pending, Task, make_task
 from tasks.weights.source import Source
 from tasks.weights.writer import require_space
-
-
-@dataclass(frozen=True)
-class _Done:
-    """One finished tensor; bytes of tensor data that this process has read and written for it."""
-
-    outcome: Outcome
-    read: int = 0
-    written: int = 0
-    resumed: bool = False
 
 
 @dataclass
@@ -63,7 +45,7 @@ class Run:
     resumed: int = 0
     read: int = 0
     written: int = 0
-    _stop: threading.Event = field(default_factory=threading.Event)
+    _lock: threading.Lock = field(default_factory=threading.Lock)
 
     def to_end(self, workers: int) -> None:
         """Make every file. Raises ArtifactError."""
@@ -76,10 +58,7 @@ class Run:
                 self._link(file, file.link)
         with contextlib.ExitStack() as handles:
             tasks = [task for file in written for task in self._open(file, handles)]
-            for done in self._work(tasks, workers):
-                self.outcomes[done.outcome.name] = done.outcome
-                self.read, self.written = self.read + done.read, self.written + done.written
-                self.resumed += done.resumed
+            self._work(Pending(tasks, workers, LANES if side_by_side() else 1), workers)
 
     def remove_files(self) -> None:
         """Leave nothing of what this run may have written."""
@@ -100,74 +79,37 @@ class Run:
                 op.name, file.name, str(known_hash(op, self.sources)), all_zero=None
             )
 
-    def _open(self, file: OutFile, handles: contextlib.ExitStack) -> Iterator[_Task]:
+    def _open(self, file: OutFile, handles: contextlib.ExitStack) -> Iterator[Task]:
         path = self.out / file.name
         handle, begun = prepare_file(path, file.file)
         handles.callback(os.close, handle)
         for op in file.ops:
             earlier = self.journal.found.get(op.name) if begun else None
-            yield _Task(op, Sink(handle, path, file.file.infos[op.name], self._stop), earlier)
+            sink = Sink(handle, path, file.file.infos[op.name])
+            yield make_task(op, self.sources, sink, earlier)
 
-    def _work(self, tasks: Sequence[_Task], workers: int) -> list[_Done]:
-        """Longest first, and what needs no torch before the rest: torch is imported meanwhile."""
-        ordered = sorted(tasks, key=lambda task: (task.needs_torch, -task.op.nbytes))
-        light = [task for task in ordered if not task.needs_torch]
-        heavy = [task for task in ordered if task.needs_torch]
+    def _work(self, pending: Pending, workers: int) -> None:
+        def work() -> None:
+            Worker(pending, self.sources, self.scan, self._finish).run()
+
         with ThreadPoolExecutor(workers, thread_name_prefix="weights") as pool:
             try:
-                futures = [pool.submit(self._do, task) for task in light]
-                with _single_threaded_torch() if heavy else contextlib.nullcontext():
-                    futures += [pool.submit(self._do, task) for task in heavy]
+                futures = [pool.submit(work) for _ in range(workers)]
+                torch = pending.waits_for_torch
+                with _single_threaded_torch() if torch else contextlib.nullcontext():
+                    pending.torch_is_there()
                     _wait(futures)
             except BaseException:
-                self._stop.set()
-                pool.shutdown(cancel_futures=True)
+                pending.close()
                 raise
-        return [future.result() for future in futures]
 
-    def _do(self, task: _Task) -> _Done:
-        if self._stop.is_set():
-            raise StoppedError
-        sink, earlier = task.sink, task.earlier
-        if earlier is not None and same_contents(sink.path, sink.info, earlier.sha256, self._stop):
-            return _Done(earlier, read=sink.info.nbytes, resumed=True)
-        done = self._compute(task) if task.op.kind == "compute" else self._move(task)
-        self.journal.enter(done.outcome)
-        return done
-
-    def _move(self, task: _Task) -> _Done:
-        outcome, read = move(task.op, self.sources, task.sink, scan=self.scan)
-        return _Done(outcome, read, task.op.nbytes if read else 0)
-
-    def _compute(self, task: _Task) -> _Done:
-        from tasks.weights.compute import compute
-
-        op = task.op
-        found = compute(op, self.sources, task.sink.put)
-        rows, columns = matrix_shape(op.shape)
-        outcome = Outcome(
-            op.name,
-            task.sink.path.name,
-            task.sink.sha256(),
-            nonfinite=found.nonfinite,
-            changed=found.changed / (rows * columns) if op.terms else None,
-            error=found.error if op.terms else None,
-            delta=found.delta,
-        )
-        return _Done(outcome, read=op.nbytes, written=op.nbytes)
-
-
-@dataclass(frozen=True)
-class _Task:
-    op: Op
-    sink: Sink
-    earlier: Outcome | None
-
-    @property
-    def needs_torch(self) -> bool:
-        if self.op.kind == "cast":
-            return not casts(self.op.source_dtype, self.op.dtype)
-        return self.op.kind == "compute"
+    def _finish(self, done: Done) -> None:
+        if not done.resumed:
+            self.journal.enter(done.outcome)
+        with self._lock:
+            self.outcomes[done.outcome.name] = done.outcome
+            self.read, self.written = self.read + done.read, self.written + done.written
+            self.resumed += done.resumed
 
 
 @contextlib.contextmanager
@@ -186,7 +128,7 @@ def _single_threaded_torch() -> Iterator[None]:
         torch.set_num_threads(before)
 
 
-def _wait(futures: Sequence[Future[_Done]]) -> None:
+def _wait(futures: Sequence[Future[None]]) -> None:
     """Until all are done, or one has failed: then with its error."""
     finished, _ = wait(futures, return_when=FIRST_EXCEPTION)
     for future in finished:

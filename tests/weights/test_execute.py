@@ -24,6 +24,7 @@ from tasks.weights.layout import with_output
 from tasks.weights.opening import SourceRef, open_sources
 from tasks.weights.plan import Op, Plan
 from tasks.weights.reader import open_checkpoint
+from tasks.weights.terms import Add
 from tasks.weights.validate import validate
 from tests.weights.making import state_of
 from tests.weights.plans import copied, expected, make_inputs, make_plan, tensors
@@ -222,6 +223,17 @@ def test_a_tensor_that_the_adapter_does_not_move_says_so(inputs, out) -> None:
     assert done.changed["wide"] == 0.0
     assert done.changed["tall"] > 0.9
     assert set(done.changed) == {"wide", "tall", "conv", "bias", "embed"}
+
+
+def test_what_terms_change_is_counted_in_fp32_too(out, tmp_path) -> None:
+    held = {"base": {"w": torch.ones(20, 24)}, "adapter": {"v": torch.eye(20, 24)}}
+    for name, state in held.items():
+        (tmp_path / name).mkdir()
+        save_file(state, tmp_path / name / "model.safetensors")
+    op = Op("w", (20, 24), "F32", "base:w", "F32", terms=(Add("adapter:v", 0.5),))
+    done = _run(Plan((op,)), {name: SourceRef(tmp_path / name) for name in held}, out)
+    assert done.changed == {"w": 20 / 480}
+    assert torch.equal(state_of(out)["w"], held["base"]["w"] + 0.5 * held["adapter"]["v"])
 
 
 def test_an_input_cut_short_between_plan_and_execution(inputs, out, tmp_path) -> None:

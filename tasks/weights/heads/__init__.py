@@ -2,6 +2,7 @@
 
 folder      what a folder of any of the dialects holds, headers only
 detect      where its head is, who wrote it, what is wrong with it
+absence     why a folder that should have a head has none
 split       a value head off a policy: two plans, two artifacts, never one folder
 reward      a reward model -> `*ForSequenceClassification` with one label
 merging     a reward adapter and its base -> the same

@@ -14,6 +14,7 @@ from typing import Any, Literal
 
 from tasks.contract import describe
 from tasks.weights.bits import is_float
+from tasks.weights.heads.absence import absence, lora_modules, module_names
 from tasks.weights.heads.folder import HEAD, HeadFolder
 from tasks.weights.heads.normalisation import Normalisation, read_normalisation
 from tasks.weights.names import PEFT_PREFIX
@@ -21,12 +22,9 @@ from tasks.weights.names import PEFT_PREFIX
 Role = Literal["value", "reward", "either"]
 Dialect = Literal["trl", "llamafactory", "openrlhf", "peft", "transformers"]
 
-HEAD_MODULES = ("score", "value_head", "v_head", "classifier")
-"""Names of modules that may be a head; OpenRLHF's configuration may name another."""
 WRAPPER = "pretrained_model."
 """What TRL's wrapper puts before the keys of the model in it."""
 _V_HEAD = re.compile(r"(pretrained_model\.)?v_head\.summary\.(?P<part>weight|bias)")
-_LOST = "it was never saved, so it cannot be recovered: train again with the head saved whole"
 
 
 @dataclass(frozen=True)
@@ -81,13 +79,13 @@ def detect(folder: HeadFolder) -> Found:
     """Look for a head. Raises ArtifactError when a file cannot be read."""
     findings, notes = list(folder.findings), list[str]()
     heads = [*_v_heads(folder, findings), *_linear_heads(folder)]
-    lora_on = next(iter(_lora_modules(folder)), "") if not heads else ""
+    lora_on = next(iter(lora_modules(folder)), "") if not heads else ""
     for head in heads:
         findings += _head_findings(head, folder)
     if len(heads) > 1:
         findings.append(f"{' and '.join(one.weight for one in heads)}: which of them is the head?")
     if not heads and not findings:
-        findings += _absence(folder, lora_on)
+        findings += absence(folder, lora_on)
     notes += _name_notes(folder, heads)
     normalisation, wrong = read_normalisation(folder)
     only = heads[0] if len(heads) == 1 else None
@@ -122,7 +120,7 @@ def _linear_heads(folder: HeadFolder) -> Iterator[Head]:
     """`score` and its like: in a model, or saved whole in an adapter."""
     source = folder.sources[folder.weights]
     prefix = "" if folder.adapter_config is None else PEFT_PREFIX
-    names = _module_names(folder.config)
+    names = module_names(folder.config)
     for module in names:
         keys = [
             f"{prefix}{module}.{infix}weight"
@@ -137,11 +135,6 @@ def _linear_heads(folder: HeadFolder) -> Iterator[Head]:
             _dialect(folder), _role(folder.config), f"{folder.weights}:{key}", tuple(info.shape),
             info.dtype, f"{folder.weights}:{bias}" if bias in source.tensors else "",
         )  # fmt: skip
-
-
-def _module_names(config: Mapping[str, Any]) -> tuple[str, ...]:
-    said = config.get("value_head_prefix")
-    return tuple(dict.fromkeys((*((said,) if isinstance(said, str) else ()), *HEAD_MODULES)))
 
 
 def _dialect(folder: HeadFolder) -> Dialect:
@@ -178,49 +171,6 @@ def _head_findings(head: Head, folder: HeadFolder) -> Iterator[str]:
         shape = tuple(folder.sources[source].tensors[key].shape)
         if shape != (head.shape[0],):
             yield f"{head.bias}: is {list(shape)}, the head has {head.shape[0]} labels"
-
-
-def _lora_modules(folder: HeadFolder) -> Iterator[str]:
-    """Heads that the adapter changes by LoRA."""
-    if folder.adapter_config is None:
-        return
-    keys = folder.sources[folder.weights].tensors
-    for module in _module_names(folder.config):
-        if any(key.startswith(f"{PEFT_PREFIX}{module}.lora_") for key in keys):
-            yield module
-
-
-def _absence(folder: HeadFolder, lora_on: str) -> Iterator[str]:
-    """Why a folder that should have a head has none; nothing for a language model."""
-    if lora_on:
-        yield (
-            f"{lora_on}: LoRA was trained on a head that is not in the adapter. Where it was "
-            f"initialised at random, {_LOST} (modules_to_save=[{lora_on}])"
-        )
-        return
-    reasons = [*_says_head(folder.config), *_adapter_says_head(folder.adapter_config or {})]
-    if reasons:
-        names = ", ".join(f"{one}.weight" for one in HEAD_MODULES)
-        yield f"no head ({names}), though {reasons[0]}: {_LOST}"
-
-
-def _says_head(config: Mapping[str, Any]) -> Iterator[str]:
-    for name in config.get("architectures") or []:
-        if name in ("RewardModel", "CriticModel") or name.endswith("ForSequenceClassification"):
-            yield f"config.json says {name}"
-    for key in ("value_head_prefix", "mean", "normalize_reward"):
-        if config.get(key):
-            yield f"config.json has {key}"
-
-
-def _adapter_says_head(config: Mapping[str, Any]) -> Iterator[str]:
-    if config.get("task_type") == "SEQ_CLS":
-        yield "adapter_config.json says SEQ_CLS"
-    saved = config.get("modules_to_save") or []
-    yield from (f"modules_to_save names {one}" for one in saved if one in HEAD_MODULES)
-    targets = config.get("target_modules")
-    if isinstance(targets, list):
-        yield from (f"target_modules names {one}" for one in targets if one in HEAD_MODULES)
 
 
 def _name_notes(folder: HeadFolder, heads: list[Head]) -> Iterator[str]:

@@ -5,6 +5,6 @@ What they do is possible without them, only slower: hashing several tensors side
 else torch). Results are the same bytes, which tests hold them to. No compiler, no kernels.
 """
 
-from tasks.weights.native.library import Library, library
+from tasks.weights.native.binding import Library, library
 
 __all__ = ["Library", "library"]

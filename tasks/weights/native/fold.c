@@ -140,6 +140,20 @@ static inline void part(const tile *t, const float *panel, size_t rank, int row,
         }
 }
 
+/* Fetch what the same tile of the next panel touches, and its share of that panel.
+ *
+ * The lines of a tile lie on as many pages as it has rows, which no prefetcher of the CPU follows.
+ */
+static inline void fetch_ahead(const tile *t, int valid, const float *panel, size_t from, size_t to)
+{
+    for (int r = 0; r < valid; r++) {
+        __builtin_prefetch(t->w[r] + PANEL);
+        __builtin_prefetch(t->out[r] + PANEL, 1);
+    }
+    for (size_t i = from; i < to; i += 16)
+        __builtin_prefetch(panel + i);
+}
+
 /* A block of `rows` rows: `w` and `out` (rows, columns) in bf16, `b` (rows, rank) in fp32.
  *
  * `found` gets the number of elements that changed and of those that are not finite. Returns 1.
@@ -165,6 +179,11 @@ int fold_bf16(const uint16_t *w, uint16_t *out, const float *b, const float *pan
                 t.b[r] = b + row * rank;
                 t.w[r] = whole ? w + at : before[r];
                 t.out[r] = whole ? out + at : after[r];
+            }
+            if (whole && first + PANEL < columns) {
+                size_t size = PANEL * rank, from = top * size / rows / 16 * 16;
+                fetch_ahead(&t, valid, panels + (first + PANEL) * rank, from,
+                            (top + TILE) * size / rows);
             }
             for (int row = 0; row < TILE; row += ROWS)
                 for (int column = 0; column < PANEL; column += 2 * WIDTH)

@@ -93,7 +93,7 @@ class Library:
         Returns:
             how many elements changed, and how many of `out` are not finite.
         """
-        found = np.zeros(2, np.int64)
+        found: NDArray[np.int64] = np.zeros(2, np.int64)
         sizes = (base.shape[0], base.shape[1], b.shape[1])
         self._library.fold_bf16(
             _at(base), _at(out), _at(b), _at(panels), *sizes, scale, _at(found)
@@ -107,7 +107,7 @@ class Library:
     @property
     def folds(self) -> bool:
         """Whether `fold` exists for this CPU."""
-        nothing = np.zeros(64, np.uint64)
+        nothing: NDArray[np.uint64] = np.zeros(64, np.uint64)
         where = [_at(nothing)] * 4
         return bool(self._library.fold_bf16(*where, 0, 0, 0, 0.0, _at(nothing)))
 
@@ -134,7 +134,9 @@ def library() -> Library | None:
 def _compiled(compiler: str) -> Path:
     here = Path(__file__).parent
     sources = [here / name for name in SOURCES]
-    digest = hashlib.sha256(repr((compiler, FLAGS, platform.machine(), sorted(cpu_flags()))).encode())
+    digest = hashlib.sha256(
+        repr((compiler, FLAGS, platform.machine(), sorted(cpu_flags()))).encode()
+    )
     for source in sources:
         digest.update(source.read_bytes())
     path = _folder() / f"{digest.hexdigest()[:24]}.so"

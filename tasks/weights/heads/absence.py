@@ -1,0 +1,65 @@
+"""Why a folder that should have a head has none: what its configuration says of one.
+
+A head that was never saved cannot be made up: a new one scores at random, and looks like any other.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from tasks.weights.heads.folder import HeadFolder
+from tasks.weights.names import PEFT_PREFIX
+
+HEAD_MODULES = ("score", "value_head", "v_head", "classifier")
+"""Names of modules that may be a head; OpenRLHF's configuration may name another."""
+_LOST = "it was never saved, so it cannot be recovered: train again with the head saved whole"
+
+
+def module_names(config: Mapping[str, Any]) -> tuple[str, ...]:
+    """Modules that may be a head; the one that config.json names first."""
+    said = config.get("value_head_prefix")
+    return tuple(dict.fromkeys((*((said,) if isinstance(said, str) else ()), *HEAD_MODULES)))
+
+
+def lora_modules(folder: HeadFolder) -> Iterator[str]:
+    """Heads that the adapter changes by LoRA."""
+    if folder.adapter_config is None:
+        return
+    keys = folder.sources[folder.weights].tensors
+    for module in module_names(folder.config):
+        if any(key.startswith(f"{PEFT_PREFIX}{module}.lora_") for key in keys):
+            yield module
+
+
+def absence(folder: HeadFolder, lora_on: str) -> Iterator[str]:
+    """Why a folder that should have a head has none; nothing for a language model."""
+    if lora_on:
+        yield (
+            f"{lora_on}: LoRA was trained on a head that is not in the adapter. Where it was "
+            f"initialised at random, {_LOST} (modules_to_save=[{lora_on}])"
+        )
+        return
+    reasons = [*_says_head(folder.config), *_adapter_says_head(folder.adapter_config or {})]
+    if reasons:
+        names = ", ".join(f"{one}.weight" for one in HEAD_MODULES)
+        yield f"no head ({names}), though {reasons[0]}: {_LOST}"
+
+
+def _says_head(config: Mapping[str, Any]) -> Iterator[str]:
+    for name in config.get("architectures") or []:
+        if name in ("RewardModel", "CriticModel") or name.endswith("ForSequenceClassification"):
+            yield f"config.json says {name}"
+    for key in ("value_head_prefix", "mean", "normalize_reward"):
+        if config.get(key):
+            yield f"config.json has {key}"
+
+
+def _adapter_says_head(config: Mapping[str, Any]) -> Iterator[str]:
+    if config.get("task_type") == "SEQ_CLS":
+        yield "adapter_config.json says SEQ_CLS"
+    saved = config.get("modules_to_save") or []
+    yield from (f"modules_to_save names {one}" for one in saved if one in HEAD_MODULES)
+    targets = config.get("target_modules")
+    if isinstance(targets, list):
+        yield from (f"target_modules names {one}" for one in targets if one in HEAD_MODULES)

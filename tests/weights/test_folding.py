@@ -1,0 +1,189 @@
+"""The kernel gives the bits of `torch`: product, scale and sum in fp32, rounded once."""
+
+from __future__ import annotations
+
+import hashlib
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import save_file
+
+from tasks.weights import blocks, casts, folding, hashing, native
+from tasks.weights.execute import Executed, execute
+from tasks.weights.folding import MAX_RANK, fold_term
+from tasks.weights.native import Library, binding, library
+from tasks.weights.opening import SourceRef, open_sources
+from tasks.weights.plan import Op, Plan
+from tasks.weights.terms import LowRank
+from tests.weights.making import state_of
+
+KERNELS = library()
+pytestmark = pytest.mark.skipif(
+    KERNELS is None or not KERNELS.folds, reason="no C compiler, or no kernel for this CPU"
+)
+SCALE = 1.7
+NAN = 0x7FC0
+
+
+def _words(tensor: torch.Tensor) -> np.ndarray:
+    return tensor.view(torch.int16).numpy().view(np.uint16)
+
+
+def _kernels() -> Library:
+    assert KERNELS is not None
+    return KERNELS
+
+
+def _fold(w: torch.Tensor, a: torch.Tensor, b: torch.Tensor) -> tuple[np.ndarray, int, int]:
+    panel = binding.PANEL
+    panels = np.full(a.shape[0] * -(-a.shape[1] // panel) * panel, np.nan, np.float32)
+    numbers = _words(a) if a.dtype == torch.bfloat16 else a.numpy()
+    _kernels().pack(numbers, panels)
+    out = np.empty_like(_words(w))
+    changed, nonfinite = _kernels().fold(
+        _words(w), out, b=b.float().numpy(), panels=panels, scale=SCALE
+    )
+    return out, changed, nonfinite
+
+
+@pytest.mark.parametrize("rank", [1, 2, 3, 8, 16, 31, 64, 128, 200, 256, MAX_RANK])
+def test_has_the_bits_of_torch(rank: int) -> None:
+    random = torch.Generator().manual_seed(rank)
+    for rows, columns in ((2, 2), (3, 5), (8, 32), (17, 100), (9, 31), (48, 2050), (513, 64)):
+        w = torch.randn(rows, columns, generator=random).bfloat16()
+        a = torch.randn(rank, columns, generator=random)
+        b = torch.randn(rows, rank, generator=random)
+        for a_, b_ in ((a, b), (a.bfloat16(), b.bfloat16())):
+            wanted = (w.float() + (b_.float() @ a_.float()) * SCALE).bfloat16()
+            out, changed, nonfinite = _fold(w, a_, b_)
+            assert (out == _words(wanted)).all(), (rows, columns)
+            assert changed == int((_words(wanted) != _words(w)).sum())
+            assert nonfinite == 0
+
+
+def test_rounding_infinities_and_nan() -> None:
+    bits = np.arange(1 << 16, dtype=np.uint16).reshape(64, 1024)
+    w = torch.from_numpy(bits.view(np.int16)).view(torch.bfloat16)
+    a, b = torch.full((1, 1024), 2.0**-9), torch.linspace(-3, 3, 64)[:, None].contiguous()
+    wanted = (w.float() + (b @ a) * SCALE).bfloat16()
+    out, _, nonfinite = _fold(w, a, b)
+    nan = torch.isnan(wanted).numpy()
+    assert (out[nan] == NAN).all()
+    assert (out[~nan] == _words(wanted)[~nan]).all()
+    assert nonfinite == int((~torch.isfinite(wanted)).sum())
+
+
+def test_rounding_alone_is_the_same_with_and_without_the_kernel(monkeypatch) -> None:
+    raw = np.random.default_rng(0).integers(0, 1 << 32, 200_001, dtype=np.uint32).view(np.uint8)
+    with_kernel = casts.cast(raw, "F32", "BF16")
+    monkeypatch.setattr(casts, "library", lambda: None)
+    assert (casts.cast(raw, "F32", "BF16") == with_kernel).all()
+
+
+SHAPES = {"wide": (33, 1030), "tall": (1031, 24), "square": (64, 64), "odd": (40, 31)}
+
+
+@pytest.fixture(scope="module")
+def inputs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, SourceRef]:
+    root, random = tmp_path_factory.mktemp("inputs"), torch.Generator().manual_seed(0)
+    base = {n: torch.randn(*shape, generator=random).bfloat16() for n, shape in SHAPES.items()}
+    adapter = {}
+    for name, (rows, columns) in SHAPES.items():
+        adapter[f"{name}.A"] = torch.randn(8, columns, generator=random).bfloat16()
+        adapter[f"{name}.B"] = torch.randn(rows + 16, 8, generator=random).half()
+    for folder, held in (("base", base), ("adapter", adapter)):
+        (root / folder).mkdir()
+        save_file(held, root / folder / "model.safetensors")
+    return {name: SourceRef(root / name) for name in ("base", "adapter")}
+
+
+def _plan() -> Plan:
+    ops = tuple(
+        Op(
+            name, shape, "BF16", f"base:{name}", "BF16",
+            terms=(LowRank(f"adapter:{name}.A", f"adapter:{name}.B", SCALE, out_start=7),),
+        )
+        for name, shape in SHAPES.items()
+    )  # fmt: skip
+    return Plan(ops)
+
+
+def _run(inputs: dict[str, SourceRef], out: Path, workers: int = 2) -> Executed:
+    out.mkdir()
+    with open_sources(inputs) as sources:
+        return execute(_plan(), sources, out, workers=workers)
+
+
+@pytest.mark.parametrize("elements", [300, 1 << 18])
+def test_through_the_engine_it_is_the_same_as_by_torch(
+    inputs, tmp_path, monkeypatch, elements
+) -> None:
+    monkeypatch.setattr(blocks, "ELEMENTS", elements)
+    with open_sources(inputs) as sources:
+        assert all(fold_term(op, sources) is not None for op in _plan().ops)
+    done = _run(inputs, tmp_path / "kernel")
+    monkeypatch.setattr(folding, "library", lambda: None)
+    other = _run(inputs, tmp_path / "torch", workers=1)
+    assert done == other
+    found, wanted = state_of(tmp_path / "kernel"), state_of(tmp_path / "torch")
+    assert all(torch.equal(found[name], wanted[name]) for name in SHAPES)
+
+
+def test_what_is_left_to_torch(inputs) -> None:
+    op = _plan().ops[0]
+    (term,) = op.terms
+    assert isinstance(term, LowRank)
+    others = [
+        replace(op, dtype="F32"),
+        replace(op, transpose=True),
+        replace(op, quantization={}),
+        replace(op, shape=(1, 1030)),
+        replace(op, terms=(term, term)),
+        replace(op, terms=(replace(term, transpose=True),)),
+        replace(op, terms=(replace(term, experts=2),)),
+        replace(op, terms=(replace(term, a_rows=(0, 4, 1)),)),
+    ]
+    with open_sources(inputs) as sources:
+        assert [fold_term(one, sources) for one in others] == [None] * len(others)
+
+
+def test_without_a_compiler_there_are_no_kernels(monkeypatch, caplog) -> None:
+    monkeypatch.setattr(binding.shutil, "which", lambda name: None)
+    with caplog.at_level("INFO", logger=binding.__name__):
+        assert native.library.__wrapped__() is None
+    assert "no C compiler" in caplog.text
+
+
+def test_a_compiler_that_fails_is_said_and_survived(monkeypatch, tmp_path, caplog) -> None:
+    monkeypatch.setattr(binding, "_folder", lambda: tmp_path)
+    monkeypatch.setattr(binding, "FLAGS", ("--no-such-flag",))
+    assert native.library.__wrapped__() is None
+    assert "cannot be compiled" in caplog.text
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.skipif("avx2" not in binding.cpu_flags(), reason="for x86-64 with AVX2")
+def test_the_kernels_for_avx2_are_as_exact(monkeypatch, tmp_path) -> None:
+    monkeypatch.setattr(binding, "_folder", lambda: tmp_path)
+    monkeypatch.setattr(binding, "FLAGS", (*binding.FLAGS, "-mno-avx512f"))
+    older = native.library.__wrapped__()
+    monkeypatch.setattr(f"{__name__}.KERNELS", older)
+    test_has_the_bits_of_torch(64)
+    test_rounding_infinities_and_nan()
+    monkeypatch.setattr(hashing, "library", lambda: older)
+    monkeypatch.setattr(hashing, "side_by_side", lambda: True)
+    streams = [hashing.stream() for _ in range(9)]
+    hashing.advance([(one, bytes(range(200))) for one in streams])
+    assert {one.hexdigest() for one in streams} == {hashlib.sha256(bytes(range(200))).hexdigest()}
+
+
+def test_compiled_once_and_found_again(monkeypatch, tmp_path) -> None:
+    monkeypatch.setattr(binding, "_folder", lambda: tmp_path)
+    assert native.library.__wrapped__() is not None
+    (made,) = tmp_path.iterdir()
+    monkeypatch.setattr(binding.subprocess, "run", None)  # would be called to compile
+    assert native.library.__wrapped__() is not None
+    assert list(tmp_path.iterdir()) == [made]

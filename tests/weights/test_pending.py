@@ -1,0 +1,74 @@
+"""Who gets which tensor when: large ones alone, few at a time, and nobody waits for ever."""
+
+from __future__ import annotations
+
+import threading
+from pathlib import Path
+
+from tasks.weights.copying import Sink
+from tasks.weights.header import TensorInfo
+from tasks.weights.pending import LARGE, Pending, Task
+from tasks.weights.plan import Op
+
+
+def _task(name: str, rows: int, *, held: int = 0, torch: bool = False) -> Task:
+    dtype = "F64" if torch else "F32"
+    op = Op(name, (rows,), "BF16", f"base:{name}", dtype)
+    return Task(
+        op, Sink(-1, Path("out"), TensorInfo((rows,), "BF16", 0, 2 * rows)), None, None, held
+    )
+
+
+def _names(pending: Pending, count: int, held: int = 0) -> list[str | None]:
+    taken = [pending.take(index, held) for index in range(count)]
+    return [None if task is None else task.op.name for task in taken]
+
+
+def test_the_largest_first_and_no_more_than_a_share() -> None:
+    tasks = [_task(str(rows), rows) for rows in (1, 30, 20, 40)]
+    assert _names(Pending(tasks, 2, 8), 3) == ["40", "30", None]
+    assert _names(Pending(tasks, 1, 8), 5) == ["40", "30", "20", "1", None]
+
+
+def test_what_holds_much_is_made_alone() -> None:
+    tasks = [_task("a", 9, held=LARGE + 1), _task("b", 8, held=LARGE), _task("c", 7)]
+    pending = Pending(tasks, 1, 8)
+    first = pending.take(0, 0)
+    assert first is not None
+    assert first.op.name == "a"
+    assert _names(Pending(tasks[1:], 1, 8), 3, held=1) == ["c", None, None]
+
+
+def test_two_large_ones_at_a_time_and_the_third_when_one_is_done() -> None:
+    tasks = [_task(str(index), 9, held=LARGE + 1) for index in range(3)]
+    pending = Pending(tasks, 3, 8)
+    taken = [pending.take(0, 0) for _ in range(2)]
+    third: list[Task | None] = []
+    waiting = threading.Thread(target=lambda: third.append(pending.take(0, 0)))
+    waiting.start()
+    waiting.join(0.05)
+    assert waiting.is_alive()
+    assert taken[0] is not None
+    pending.done(taken[0])
+    waiting.join(10)
+    assert third == [tasks[2]]
+
+
+def test_torchs_share_comes_when_torch_is_there() -> None:
+    tasks = [_task("heavy", 9, torch=True), _task("light", 1)]
+    pending = Pending(tasks, 1, 8)
+    assert pending.waits_for_torch
+    assert _names(pending, 2) == ["light", None]
+    pending.torch_is_there()
+    assert _names(pending, 1) == ["heavy"]
+
+
+def test_whoever_waits_is_sent_home_when_it_is_closed() -> None:
+    pending = Pending([_task("heavy", 9, torch=True)], 1, 8)
+    got: list[Task | None] = []
+    waiting = threading.Thread(target=lambda: got.append(pending.take(0, 0)))
+    waiting.start()
+    pending.close()
+    waiting.join(10)
+    assert got == [None]
+    assert pending.closed

@@ -1,7 +1,8 @@
 """merge: adapter + base -> `weights`, streamed tensor by tensor.
 
 A QLoRA adapter was trained on the *quantised* base. Folding it into the original base gives another
-model; `merge.base=dequantized`, the default there, folds it into the base as training saw it.
+model; `merge.base=dequantized`, the default there, folds it into the base as training saw it. Of a
+base that is stored in 4 bits already there is no other: it is decoded.
 """
 
 from __future__ import annotations
@@ -11,7 +12,6 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from tasks.contract import Check
 from tasks.errors import ConfigError
 from tasks.fingerprint import DriftLimit
 from tasks.handoff import CONFIG, Trained, measure, write_json
@@ -21,20 +21,22 @@ from tasks.weights.adapters.changes import changes
 from tasks.weights.adapters.read import read_adapter
 from tasks.weights.adapters.values import require_values
 from tasks.weights.contracts import ModelFacts
-from tasks.weights.execute import Executed
 from tasks.weights.families.merging import MergeSettings, merged_config, plan_merge
-from tasks.weights.journal import Outcome
 from tasks.weights.layout import with_output
 from tasks.weights.nf4 import check_quantization
 from tasks.weights.opening import SourceRef
-from tasks.weights.plan import Op, Plan
-from tasks.weights.reader import ADAPTER, DTYPE_NAMES, check_dtype, open_checkpoint
+from tasks.weights.plan import Plan
+from tasks.weights.reader import ADAPTER, DTYPE_NAMES, check_dtype, read_json
+from tasks.weights.stored4bit.plans import decoding
+from tasks.weights.stored4bit.said import is_packed, stored
+from tasks.weights.stored4bit.source import Base, PackedCheckpoint, open_base
+from tasks.weights.verdicts import merge_metrics, merged, quantization_notes
 from tasks.weights.worker import Perform, ask_execute, ask_facts, perform
 from tasks.weights.writer import parse_size
 
 Log = logging.Logger | logging.LoggerAdapter[Any]
 
-ADAPTER_INPUT = "adapter"
+BASE_INPUT, ADAPTER_INPUT = "base", "adapter"
 SHARD_BYTES = 5 * 10**9
 MODES = ("auto", "dequantized", "original")
 
@@ -60,7 +62,8 @@ def merge(
         base: the `base` artifact it was trained from.
         trained: the `shards` artifact: what training did to the base, and its fingerprint.
         base_mode: "dequantized" folds into the base as 4-bit training saw it, "original" into the
-            base on disk; "auto" is dequantized when training quantised.
+            base on disk; "auto" is dequantized when training quantised. A base stored in 4 bits is
+            always "dequantized".
         score: who measures fingerprints.
         profile: how far the merged model may lie from the trained one.
         log: progress.
@@ -75,24 +78,24 @@ def merge(
     """
     source = Trained.read(trained)
     source.require_base(base)
-    mode = choose_mode(base_mode, source.quantization)
+    mode = _mode(base_mode, source, base)
     facts = ask_facts(perform, base, source.dtype)
     dtype, limit = _output(output, source)
-    plan = _plan(adapter, base, facts, source, mode)
-    with open_checkpoint(base) as weights:
-        wanted = None if dtype == source.dtype else DTYPE_NAMES[dtype]
+    with open_base(base) as weights:
+        plan = _plan(adapter, weights, facts, source, mode)
+        # Packed matrices were packed from a dtype of their own, which need not be the others'.
+        kept = dtype == source.dtype and not isinstance(weights, PackedCheckpoint)
+        wanted = None if kept else DTYPE_NAMES[dtype]
         plan = with_output(plan, dtype=wanted, max_shard_bytes=limit, files=weights.files)
     folded = sum(bool(op.terms) for op in plan.ops)
     log.info("merge: %d of %d tensors into the %s base", folded, len(plan.ops), mode)
-    inputs = {"base": SourceRef(base), ADAPTER_INPUT: SourceRef(adapter, stem=ADAPTER)}
+    inputs = {BASE_INPUT: SourceRef(base, "base"), ADAPTER_INPUT: SourceRef(adapter, stem=ADAPTER)}
     done = ask_execute(perform, plan, inputs, out)
     source.copy_side_files(out, config=False)
     write_json(out / CONFIG, {**merged_config(source.config, plan), "dtype": dtype})
-    checks = [_check(op, done.outcomes[op.name]) for op in plan.ops]
-    notes = _notes(plan, done, mode)
-    metrics = {"tensors": float(len(plan.ops)), "folded": float(folded)}
-    if done.overall_error is not None:
-        metrics["quantization_error"] = done.overall_error
+    checks = [merged(op, done.outcomes[op.name]) for op in plan.ops]
+    notes = {"merge_base": mode, "plan": plan.as_json(), **quantization_notes(done)}
+    metrics = merge_metrics(plan, done)
     if not all(check.ok for check in checks):
         return StageReport("weights", tuple(checks), metrics, notes)
     model = ModelRef(out, dtype=dtype, attn_implementation=source.attn_implementation)
@@ -123,53 +126,37 @@ def choose_mode(base_mode: str, quantization: Mapping[str, Any] | None) -> str:
     return base_mode
 
 
-def _plan(adapter: Path, base: Path, facts: ModelFacts, source: Trained, mode: str) -> Plan:
+def _mode(base_mode: str, source: Trained, base: Path) -> str:
+    """The same for this base. Raises ConfigError."""
+    config = read_json(base / CONFIG)
+    if not is_packed(config):
+        return choose_mode(base_mode, source.quantization)
+    if choose_mode(base_mode, {}) == "original":
+        raise ConfigError(
+            f"merge.base=original, but {base} is stored quantised ({stored(config)}): "
+            "these bits are all there is",
+            hint="merge.base=auto",
+        )
+    return "dequantized"
+
+
+def _plan(adapter: Path, base: Base, facts: ModelFacts, source: Trained, mode: str) -> Plan:
     """The plan; reads headers, and the adapter's numbers. Raises ContractError."""
     read = read_adapter(adapter, ADAPTER_INPUT)
     found = changes([(read, 1.0)], facts.live)
     held = {f"{ADAPTER_INPUT}:{key}": info for key, info in read.tensors.tensors.items()}
-    with open_checkpoint(base) as weights:
-        plan = plan_merge(weights.tensors, facts, found, held, _settings(facts, source, mode))
+    settings = _settings(facts, source, base, mode)
+    plan = plan_merge(base.tensors, facts, found, held, settings)
     require_values([read], found.copies)
-    return plan
+    return decoding(plan, {BASE_INPUT: base})
 
 
-def _settings(facts: ModelFacts, source: Trained, mode: str) -> MergeSettings:
-    """How the base enters: with the 4 bits that training held it in, where it did."""
-    if source.quantization is None:
+def _settings(facts: ModelFacts, source: Trained, base: Base, mode: str) -> MergeSettings:
+    """How the base enters: with the 4 bits that training held it in, where it has them to get."""
+    if source.quantization is None or isinstance(base, PackedCheckpoint):
         return MergeSettings()
     check_quantization(source.quantization)
     return MergeSettings(
         quantization={**source.quantization, "loaded_dtype": source.dtype, "base": mode},
         quantized=frozenset(facts.quantized),
     )
-
-
-def _check(op: Op, outcome: Outcome) -> Check:
-    """The verdict on one tensor: on what was written, as it was written."""
-    if outcome.nonfinite:
-        found = f"{outcome.nonfinite} elements not finite"
-        return Check(op.name, "finite", found, ok=False)
-    if outcome.changed is not None:
-        found = f"{outcome.changed:.2%} of elements changed"
-        return Check(op.name, "changed by the adapter", found, ok=outcome.changed > 0)
-    if op.kind == "compute":
-        return Check(op.name, "as in the dequantised base", "identical", ok=True)
-    if op.kind == "cast":
-        return Check(op.name, f"as in the base, in {op.dtype}", "rounded once", ok=True)
-    return Check(op.name, "as in the base", "identical", ok=True)
-
-
-def _notes(plan: Plan, done: Executed, mode: str) -> dict[str, Any]:
-    notes: dict[str, Any] = {"merge_base": mode, "plan": plan.as_json()}
-    errors = done.quantization_error
-    if errors:
-        worst = max(errors, key=lambda name: errors[name])
-        notes["quantization_error"] = {
-            "meaning": "|W - dequantised W| / |scale B A|, Frobenius norms",
-            "overall": done.overall_error,
-            "max": errors[worst],
-            "max_at": worst,
-            "by_tensor": errors,
-        }
-    return notes

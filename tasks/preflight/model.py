@@ -14,6 +14,7 @@ from tasks.preflight.finding import Finding
 from tasks.toy.shape import CONTEXT, SHAPE
 from tasks.weights.folder import CONFIG, inspect_checkpoint
 from tasks.weights.header import read_header
+from tasks.weights.stored4bit.said import is_packed, stored
 
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.\-]*(/[A-Za-z0-9][\w.\-]*)?")
 _LINEAR = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
@@ -99,13 +100,17 @@ def _read_folder(folder: Path) -> tuple[Known, list[Finding]]:
 
 
 def quantised(kind: str, known: Known) -> list[Finding]:
-    """A base that is already quantised can be neither quantised again nor trained as it is."""
-    stored = known.config.get("quantization_config")
-    if not isinstance(stored, dict):
+    """A base that is stored quantised: training here starts from plain weights.
+
+    bitsandbytes' 4 bits are decoded where an adapter is merged into them, never to be trained.
+    """
+    how = stored(known.config)
+    if how is None:
         return []
-    method = stored.get("quant_method", "unknown")
-    found = f"the base is already quantised ({method})"
+    found = f"the base is already quantised ({how})"
     allowed = "QLoRA quantises a base in bfloat16 itself" if kind == "qlora" else "bfloat16"
+    if is_packed(known.config):
+        allowed += "; 4 bits are decoded to merge into, not to train from"
     return [Finding("model.path", found, allowed, "model.path=<the model in bfloat16>")]
 
 

@@ -51,6 +51,15 @@ def lay_out(plan: Plan, sources: Mapping[str, Source], *, stem: str = WEIGHTS) -
     return found
 
 
+def as_is(source: Source, name: str = WEIGHTS) -> Plan:
+    """Every tensor of an input as it is. `name`: what the plan calls the input."""
+    ops = tuple(
+        Op(key, tuple(info.shape), info.dtype, f"{name}:{key}", info.dtype)
+        for key, info in source.tensors.items()
+    )
+    return Plan(ops)
+
+
 def with_output(
     plan: Plan, *, dtype: str | None, max_shard_bytes: int, files: Mapping[str, str]
 ) -> Plan:

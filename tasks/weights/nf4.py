@@ -33,7 +33,8 @@ def as_trained(weight: torch.Tensor, quantization: Mapping[str, Any]) -> torch.T
 
     Args:
         weight: shape (out, in), in the dtype in which training loaded the model.
-        quantization: `{"type": "nf4" | "fp4", "double_quant": bool, ...}` as in train.json.
+        quantization: `{"type": "nf4" | "fp4", "double_quant": bool, ...}` as in train.json; with
+            "turned" the weight is (in, out), as GPT-2's are, and its transpose is quantised.
 
     Returns:
         The same shape and dtype.
@@ -41,8 +42,10 @@ def as_trained(weight: torch.Tensor, quantization: Mapping[str, Any]) -> torch.T
     import torch
     from bitsandbytes import functional
 
+    turned = bool(quantization.get("turned"))
+    weight = (weight.t() if turned else weight).contiguous()
     packed, state = functional.quantize_4bit(
-        weight.contiguous(),
+        weight,
         blocksize=BLOCKSIZE,
         compress_statistics=bool(quantization["double_quant"]),
         quant_type=str(quantization["type"]),
@@ -60,4 +63,5 @@ def as_trained(weight: torch.Tensor, quantization: Mapping[str, Any]) -> torch.T
         kind=state.quant_type,
         blocksize=state.blocksize,
     )
-    return restored.reshape(weight.shape)
+    restored = restored.reshape(weight.shape)
+    return restored.t().contiguous() if turned else restored

@@ -29,7 +29,7 @@ def gathered(op: Op, outcome: Outcome) -> Check:
 def merged(op: Op, outcome: Outcome) -> Check:
     """Of a tensor of a merge: changed where an adapter changes it, and else what its input has."""
     if outcome.nonfinite:
-        return finite(op, outcome)
+        return finite(op.name, outcome)
     if outcome.changed is not None:
         found = f"{outcome.changed:.2%} of elements changed"
         return Check(op.name, "changed by the adapter", found, ok=outcome.changed > 0)
@@ -40,10 +40,10 @@ def merged(op: Op, outcome: Outcome) -> Check:
     return Check(op.name, f"as in the {op.input}", "identical", ok=True)
 
 
-def finite(op: Op, outcome: Outcome) -> Check:
+def finite(name: str, outcome: Outcome) -> Check:
     """Of any tensor: that every element is a number."""
     bad = outcome.nonfinite
-    return Check(op.name, "finite", f"{bad} elements not finite" if bad else "finite", ok=not bad)
+    return Check(name, "finite", f"{bad} elements not finite" if bad else "finite", ok=not bad)
 
 
 def quantization_notes(done: Executed) -> dict[str, Any]:

@@ -22,8 +22,10 @@ from tasks.fingerprint import PROFILES
 from tasks.gather import gather
 from tasks.merge import merge
 from tasks.preflight import model as preflight
+from tasks.weights.adapters.changes import Changes
 from tasks.weights.contracts import model_facts
 from tasks.weights.execute import execute
+from tasks.weights.families.merging import MergeSettings, plan_merge
 from tasks.weights.journal import identify
 from tasks.weights.nf4 import as_trained
 from tasks.weights.opening import SourceRef, open_sources
@@ -273,21 +275,30 @@ def test_looks_like_the_model_that_was_packed(nf4: Path, qwen: Artifact) -> None
     assert set(facts.quantized) == set(expected.quantized)
 
 
-def test_gpt2_comes_out_as_it_lies_on_disk(tmp_path: Path) -> None:
-    """transformers packs the transpose of what GPT-2's checkpoints hold."""
+TURNED = ("c_attn.weight", "c_proj.weight", "c_fc.weight")
+
+
+def gpt2(folder: Path) -> Path:
+    """A GPT-2 in bf16, whose layers are `Conv1D`."""
     from transformers import AutoModelForCausalLM, GPT2Config
 
     torch.manual_seed(0)
     sizes = {"vocab_size": 90, "n_embd": 64, "n_layer": 2, "n_head": 4, "n_positions": 32}
     ends = {"bos_token_id": 0, "eos_token_id": 0}
     model = AutoModelForCausalLM.from_config(GPT2Config(**sizes, **ends), dtype=torch.bfloat16)
-    model.save_pretrained(tmp_path / "base")
-    dequantized = pack(tmp_path / "base", tmp_path / "packed")
+    model.save_pretrained(folder)
+    return folder
+
+
+def test_gpt2_comes_out_as_it_lies_on_disk(tmp_path: Path) -> None:
+    """transformers packs the transpose of what GPT-2's checkpoints hold."""
+    from transformers import AutoModelForCausalLM
+
+    dequantized = pack(gpt2(tmp_path / "base"), tmp_path / "packed")
     found = decode_all(tmp_path / "packed", tmp_path / "out")
-    turned = ("c_attn.weight", "c_proj.weight", "c_fc.weight")
     for name, tensor in found.items():
         theirs = dequantized[name]
-        assert torch.equal(tensor, theirs.t() if name.endswith(turned) else theirs), name
+        assert torch.equal(tensor, theirs.t() if name.endswith(TURNED) else theirs), name
     plain = state_of(tmp_path / "base")
     assert {n: t.shape for n, t in found.items()} == {n: t.shape for n, t in plain.items()}
     shutil.copy(tmp_path / "base" / "config.json", tmp_path / "out")
@@ -299,6 +310,25 @@ def test_gpt2_comes_out_as_it_lies_on_disk(tmp_path: Path) -> None:
     packed = AutoModelForCausalLM.from_pretrained(tmp_path / "packed").dequantize()
     difference = (loaded(ids).logits - packed(ids).logits).float().abs().max()
     assert difference < 0.05  # the same numbers; bf16 sums of a transposed product
+
+
+def test_gpt2_goes_through_the_4_bits_that_training_saw(tmp_path: Path) -> None:
+    """QLoRA on a plain base whose layers are `Conv1D`: quantised as their transpose is."""
+    base = gpt2(tmp_path / "base")
+    dequantized = pack(base, tmp_path / "packed")
+    facts = model_facts(base)
+    asked = {**NF4, "loaded_dtype": "bfloat16", "base": "dequantized"}
+    wanted = MergeSettings(quantization=asked, quantized=frozenset(facts.quantized))
+    unchanged = Changes({}, {}, {}, (), (), {}, ())
+    with open_sources({"base": SourceRef(base, "base")}) as sources:
+        plan = plan_merge(sources["base"].tensors, facts, unchanged, {}, wanted)
+        validate(plan, sources)
+        (tmp_path / "out").mkdir()
+        execute(plan, sources, tmp_path / "out")
+    found = state_of(tmp_path / "out")
+    expected = {n: dequantized[n].t() if n.endswith(TURNED) else dequantized[n] for n in found}
+    assert same(found, expected) == []
+    assert len(same(found, state_of(base))) == 8
 
 
 @pytest.fixture(scope="module")

@@ -15,6 +15,7 @@ from typing import Any
 from tasks.contract import TensorLike, describe
 from tasks.errors import ContractError
 from tasks.weights.adapters.changes import Changes
+from tasks.weights.adapters.live import CONV1D
 from tasks.weights.bits import is_float
 from tasks.weights.contracts import ModelFacts
 from tasks.weights.families.carry import carry
@@ -170,13 +171,21 @@ class _Planner:
             self.findings.append(
                 f"{key}: {describe(op.shape, op.source_dtype)} is no float tensor to add to"
             )
-        return replace(op, terms=terms, quantization=self._quantization(op, terms))
+        return replace(op, terms=terms, quantization=self._quantization(op, place, terms))
 
-    def _quantization(self, op: Op, terms: Sequence[Term]) -> Mapping[str, Any] | None:
+    def _quantization(
+        self, op: Op, place: Place, terms: Sequence[Term]
+    ) -> Mapping[str, Any] | None:
         """The 4 bits that a tensor goes through; a stored replacement never does."""
         asked = self.settings.quantization
-        if asked is None or op.input != self.settings.base or op.key not in self.settings.quantized:
+        if asked is None or op.input != self.settings.base:
             return None
+        # GPT-2's layers are no `Linear`, and the 4-bit loader takes them all the same: transposed.
+        module, _, leaf = place.live.rpartition(".")
+        turned = leaf == "weight" and self.facts.live.modules.get(module) == CONV1D
+        if op.key not in self.settings.quantized and not turned:
+            return None
+        asked = {**asked, "turned": True} if turned else asked
         return asked if terms or asked.get("base") == "dequantized" else None
 
     def _plain(self, name: str, key: str) -> Op:

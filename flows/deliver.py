@@ -4,6 +4,7 @@
     python flows/deliver.py source=DIR out=DIR plan=true           what it would do; starts nothing
     python flows/deliver.py source=DIR base=DIR out=DIR smoke.engine=none      weights alone, fast
     python flows/deliver.py source=DIR base=DIR out=DIR convert.dtype=float16
+    python flows/deliver.py adapters=[DIR:0.7,DIR2:0.3] base=DIR out=DIR       several, weighted
 
 Works from any directory. Exit status: 0 done, 1 a stage failed, 2 SOURCE, base or configuration
 rule it out, 130, 143 and 129 after Ctrl-C, SIGTERM and a closed terminal.

@@ -13,8 +13,9 @@ from typing import Any, cast
 
 from flows.config import Composed, compose_config
 from flows.deliver_chain import Delivery
-from flows.deliver_looker import Looker
+from flows.deliver_prepare import prepare_delivery
 from flows.lock import hold
+from flows.looker import Looker
 from flows.summary import Summary, stage_entry
 from tasks.artifact import Artifact, sweep
 from tasks.deliver.outlet import out_findings
@@ -31,7 +32,7 @@ _prepared: dict[str, Delivery] = {}
 def prepared(composed: Composed) -> Delivery:
     """The delivery that a configuration asks for, checked. Raises ConfigError."""
     if composed.text not in _prepared:
-        delivery = Delivery.prepare(composed)
+        delivery = prepare_delivery(composed)
         _refuse_other_delivery(delivery, composed)
         _prepared[composed.text] = delivery
     return _prepared[composed.text]
@@ -54,9 +55,9 @@ def show(delivery: Delivery, composed: Composed) -> str:
 
 def _look(delivery: Delivery, composed: Composed) -> tuple[Looker, Artifact]:
     looker = Looker(delivery.store, frozenset(composed.settings["force"]))
-    idle = ReferenceScorer(log=logging.getLogger(__name__), log_path=looker.logs / "reference.log")
-    scorer = None if delivery.engine is None else idle  # starts nothing before it is asked
-    served = delivery.run(cast(Mechanism, looker), scorer)
+    served = delivery.run(
+        cast(Mechanism, looker), None if delivery.engine is None else looker.scorer
+    )
     return looker, served.artifact
 
 

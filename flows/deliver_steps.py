@@ -8,9 +8,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from tasks.artifact import Artifact
+from tasks.deliver.adapters import role, weights_of
 from tasks.deliver.identity import folder_identity
+from tasks.deliver.measuring import Measuring
 from tasks.deliver.smoke import EngineSettings, reference, smoke
-from tasks.deliver.stages import Measuring, convert, gather, merge, value_head
+from tasks.deliver.stages import convert, gather, merge, value_head
 from tasks.deliver.texts import probe_texts
 from tasks.fingerprint import PROFILES
 from tasks.scoring import ReferenceScorer
@@ -52,8 +54,9 @@ class Steps:
         if self.scorer is not None:
             measured = {"reference": self._reference(source, weights, with_base)}
         if work.merge is not None:
-            inputs = {"adapter": weights, **with_base, **measured}
-            weights = self._run(MERGE, merge, inputs, {**self._target, **self._mode}).artifact
+            inputs = {"adapter": weights, **self._further, **with_base, **measured}
+            config = {**self._target, **self._mode, **self._weights}
+            weights = self._run(MERGE, merge, inputs, config).artifact
         inputs = {"weights": weights, **measured}
         served = self._run(CONVERT, convert, inputs, self._convert_config())
         if work.head is not None:
@@ -78,13 +81,17 @@ class Steps:
         if given.kind == "shards" and (given.root / "fingerprint.fp").is_file():
             return replace(source, kind="reference")  # the live training engine's own
         folds = self.delivery.work.merge is not None
-        inputs = {"model": with_base["base"], "adapter": gathered} if folds else {"model": gathered}
+        inputs = {"model": gathered}
+        if folds:
+            inputs = {"model": with_base["base"], "adapter": gathered, **self._further}
         quantization = self.delivery.quantization
         dtype = str(self.delivery.work.config.get("dtype") or self._target["dtype"])
         config = {
             "texts": probe_texts(smoke_settings["texts"], smoke_settings["probes"]),
             "dtype": dtype,
+            "attn_implementation": self.delivery.attention,
             "quantization": quantization,
+            **self._weights,
         }
         context = {"tokenizer": self.delivery.tokens.folder, "scorer": self.scorer}
         result = self.mechanism.run(
@@ -103,6 +110,7 @@ class Steps:
                 "engine": self.delivery.engine,
                 "settings": EngineSettings(**{name: settings[name] for name in names}),
                 "profile": PROFILES[settings["profile"]],
+                "attn_implementation": self.delivery.attention,
             },
             context={
                 "scorer": self.scorer,
@@ -116,6 +124,21 @@ class Steps:
         return {
             "dtype": convert_to["dtype"],
             "max_shard_bytes": parse_size(convert_to["max_shard_size"]),
+        }
+
+    @property
+    def _weights(self) -> dict[str, Any]:
+        """Of several adapters: part of the key."""
+        weights = weights_of(self.delivery.adapters)
+        return {"weights": weights} if weights else {}
+
+    @property
+    def _further(self) -> dict[str, Artifact]:
+        """The adapters after the first, by role."""
+        return {
+            role(index): self._foreign("adapter", one.given.root)
+            for index, one in enumerate(self.delivery.adapters)
+            if index > 0
         }
 
     @property
@@ -138,7 +161,8 @@ class Steps:
         if self.scorer is not None:
             limit = PROFILES[self.delivery.settings["smoke"]["profile"]]
             config = {**config, "profile": limit}
-            context["measuring"] = Measuring(self.scorer.fingerprint, limit)
+            attention = self.delivery.attention
+            context["measuring"] = Measuring(self.scorer.fingerprint, limit, attention)
         return self.mechanism.run(stage, function, inputs=inputs, config=config, context=context)
 
     def _foreign(self, kind: str, folder: Path) -> Artifact:

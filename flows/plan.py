@@ -3,21 +3,16 @@
 from __future__ import annotations
 
 import json
-import logging
 import sys
-from collections.abc import Mapping
-from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any, cast
 
 from flows.chain import Chain
 from flows.config import Composed
-from tasks.artifact import Artifact, open_artifact
-from tasks.errors import ArtifactError, ConfigError
+from flows.looker import Looker
+from tasks.errors import ConfigError
 from tasks.preflight import findings, preflight
 from tasks.preflight.model import look
-from tasks.scoring import ReferenceScorer
-from tasks.stage import Mechanism, Stage, StageResult, plain
+from tasks.stage import Mechanism
 from tasks.training.job import Settings
 from tasks.training.memory import MemoryEstimate, estimate
 from tasks.training.zero_config import deepspeed_config
@@ -54,67 +49,12 @@ def render(composed: Composed) -> str:
 def forecast(composed: Composed) -> list[tuple[str, str]]:
     """(stage, "to run", "forced" or "up to date: key") for every stage of the chain, in order.
 
-    Found by sending the chain through a mechanism that only looks: keys are as in a real run. Once
-    a stage has to run, the keys of those that read it are not known, and they have to run too.
-    Whether the files of an artifact are still what they were is for the run to verify.
+    Found by sending the chain through a mechanism that only looks: `flows/looker.py`.
     """
     settings = composed.settings
-    looker = _Looker(composed.runs / "artifacts", frozenset(settings["force"]))
-    idle = _IdleScorer(log=logging.getLogger(__name__), log_path=looker.logs / "reference.log")
-    Chain(settings, cast(Mechanism, looker), idle).deliver()
+    looker = Looker(composed.runs / "artifacts", frozenset(settings["force"]))
+    Chain(settings, cast(Mechanism, looker), looker.scorer).deliver()
     return [*looker.seen, ("register", "to run")]
-
-
-@dataclass
-class _Looker:
-    """Takes the mechanism's place: says what would happen instead of doing it."""
-
-    store: Path
-    force: frozenset[str]
-    seen: list[tuple[str, str]] = field(default_factory=list)
-    results: list[StageResult] = field(default_factory=list)
-
-    @property
-    def logs(self) -> Path:
-        """Where logs would go; no run has this name."""
-        return self.store.parent / "logs" / "planned"
-
-    def run(
-        self,
-        stage: Stage,
-        function: Any,
-        *,
-        inputs: Mapping[str, Artifact],
-        config: Mapping[str, Any],
-        **_: Any,
-    ) -> StageResult:
-        """Find what the stage published before; an artifact without digest where there is none."""
-        artifact = Artifact(stage.kind, self.store / stage.kind, "")
-        state = "to run"
-        if all(given.digest for given in inputs.values()):
-            path = artifact.path / stage.key(plain(config), inputs)
-            if stage.name in self.force:
-                state = f"to run (forced): {path.name}"
-            elif not path.exists():
-                state = f"to run: {path.name}"
-            else:
-                artifact, state = _published(path, stage.kind)
-        self.seen.append((stage.name, state))
-        return StageResult(stage.name, artifact, True, 0.0, (), None, {})
-
-
-def _published(path: Path, kind: str) -> tuple[Artifact, str]:
-    try:
-        return open_artifact(path, kind), f"up to date: {path.name}"
-    except ArtifactError as error:
-        return Artifact(kind, path, ""), f"to run: {error.message}"
-
-
-class _IdleScorer(ReferenceScorer):
-    """Measures nothing, and starts nothing to measure with."""
-
-    def warm(self) -> None:
-        """Stay idle."""
 
 
 def _estimate(settings: dict[str, Any]) -> MemoryEstimate | None:

@@ -8,30 +8,30 @@ end a text, which pads, how many rows there are, which dtype.
 from __future__ import annotations
 
 import logging
-import shutil
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from tasks.contract import Check, Expected, judge
-from tasks.errors import ArtifactError
-from tasks.fingerprint import Drift, DriftLimit, Fingerprint, drift
+from tasks.fingerprint import Drift, DriftLimit
 from tasks.handoff import (
     CONFIG,
-    FINGERPRINT,
     GENERATION_CONFIG,
+    Trained,
+    carry_over,
     copy_files,
-    judge_drift,
+    endings,
     measure,
+    served_config,
     write_json,
 )
 from tasks.report import StageReport
 from tasks.scoring import ModelRef, Score
 from tasks.weights.contracts import ModelFacts
 from tasks.weights.execute import Executed, execute
-from tasks.weights.layout import with_output
+from tasks.weights.layout import as_is, with_output
 from tasks.weights.opening import SourceRef
-from tasks.weights.plan import Op, Plan
+from tasks.weights.plan import Plan
 from tasks.weights.quantize import (
     NONE,
     check_quantize,
@@ -103,7 +103,9 @@ def convert(
     tokenizer = read_tokenizer(trained / "tokenizer")
     facts = ask_facts(perform, weights, dtype)
     with open_checkpoint(weights) as source:
-        plan = _plan(source, DTYPE_NAMES[dtype], limit)
+        plan = with_output(
+            as_is(source), dtype=DTYPE_NAMES[dtype], max_shard_bytes=limit, files=source.files
+        )
         if scheme is not None:
             plan = quantized_plan(plan, facts, scheme)
         validate(plan, {WEIGHTS: source})
@@ -115,29 +117,22 @@ def convert(
         checks = _tensor_checks(source, plan, done, facts.tied, contract)
         unchanged = all(source.sha256(op.key) == done.sha256[op.name] for op in plan.ops)
     log.info("convert: %d tensors, %d files linked", len(plan.ops), len(done.linked))
-    _write_side_files(out, weights, trained, tokenizer, dtype)
+    copy_files(trained / "tokenizer", out)
     quantized = ask_quantization_config(perform, scheme, left_alone(facts)) if scheme else None
-    if quantized is not None:
-        write_json(out / CONFIG, {**read_json(out / CONFIG), "quantization_config": quantized})
+    both = endings(tokenizer.stops, tokenizer.eos if tokenizer.pad is None else tokenizer.pad)
+    write_json(out / GENERATION_CONFIG, read_json(weights / GENERATION_CONFIG) | both)
+    config = served_config(read_json(weights / CONFIG), dtype=dtype, quantized=quantized)
+    write_json(out / CONFIG, config | both)
     checks += _agreement(out, tokenizer, facts, plan, quantized)
     notes = {"linked": sorted(done.linked), "drift_carried_over": unchanged}
     files = {one.file for one in done.outcomes.values()}
     metrics = {"tensors": float(len(plan.ops)), "files": float(len(files))}
     if not all(check.ok for check in checks):
         return StageReport("served", tuple(checks), metrics, notes)
-    measured, verdict = _drift(
-        out, weights, trained, ModelRef(out, dtype=dtype), score, profile, carry=unchanged
-    )
+    attention = Trained.read(trained).attn_implementation
+    model = ModelRef(out, dtype=dtype, attn_implementation=attention)
+    measured, verdict = _drift(out, weights, trained, model, score, profile, carry=unchanged)
     return StageReport("served", (*checks, verdict), metrics, notes, measured)
-
-
-def _plan(source: Checkpoint, dtype: str, limit: int) -> Plan:
-    """Every tensor as it is, floats in `dtype`, in files of at most `limit` bytes."""
-    ops = tuple(
-        Op(name, info.shape, info.dtype, f"{WEIGHTS}:{name}", info.dtype)
-        for name, info in source.tensors.items()
-    )
-    return with_output(Plan(ops), dtype=dtype, max_shard_bytes=limit, files=source.files)
 
 
 def _tensor_checks(
@@ -161,22 +156,6 @@ def _tensor_checks(
         for name, count in done.nonfinite.items()
     ]
     return checks
-
-
-def _write_side_files(
-    out: Path, weights: Path, trained: Path, tokenizer: TokenizerFacts, dtype: str
-) -> None:
-    copy_files(trained / "tokenizer", out)
-    pad = tokenizer.eos if tokenizer.pad is None else tokenizer.pad
-    stops: int | list[int] = tokenizer.stops
-    if len(tokenizer.stops) == 1:
-        stops = tokenizer.eos
-    generation = read_json(weights / GENERATION_CONFIG)
-    write_json(out / GENERATION_CONFIG, {**generation, "eos_token_id": stops, "pad_token_id": pad})
-    config = read_json(weights / CONFIG)
-    for gone in ("quantization_config", "torch_dtype"):
-        config.pop(gone, None)
-    write_json(out / CONFIG, {**config, "dtype": dtype, "eos_token_id": stops, "pad_token_id": pad})
 
 
 def _agreement(
@@ -238,11 +217,6 @@ def _drift(
     *,
     carry: bool,
 ) -> tuple[Drift, Check]:
-    if not carry:
-        return measure(score, model, trained=trained, out=out, limit=profile, exact=False)
-    earlier = weights / FINGERPRINT
-    if not earlier.is_file():
-        raise ArtifactError(f"{weights}: no {FINGERPRINT} to carry over")
-    shutil.copyfile(earlier, out / FINGERPRINT)
-    reference = Fingerprint.load(trained / FINGERPRINT)
-    return judge_drift(drift(reference, Fingerprint.load(earlier)), profile)
+    if carry:
+        return carry_over(weights, trained=trained, out=out, limit=profile)
+    return measure(score, model, trained=trained, out=out, limit=profile, exact=False)

@@ -13,7 +13,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from tasks.contract import Check, judge
+from tasks.contract import judge
 from tasks.fingerprint import EXACT
 from tasks.handoff import Trained, measure, write_json
 from tasks.report import StageReport
@@ -21,13 +21,13 @@ from tasks.scoring import ModelRef, Score
 from tasks.weights.contracts import ModelFacts
 from tasks.weights.execute import Executed, execute
 from tasks.weights.families.gathering import plan_full
-from tasks.weights.journal import Outcome
-from tasks.weights.names import parse_peft, rename_all
+from tasks.weights.names import rename_all
 from tasks.weights.partitions import Partitions, read_partitions
 from tasks.weights.plan import Op, Plan
 from tasks.weights.reader import ADAPTER, WEIGHTS, open_checkpoint, read_json
 from tasks.weights.source import Renamed, Source
 from tasks.weights.validate import validate
+from tasks.weights.verdicts import gathered
 from tasks.weights.worker import Perform, ask_adapter_contract, ask_facts, perform
 
 Log = logging.Logger | logging.LoggerAdapter[Any]
@@ -82,7 +82,7 @@ def gather(
         return StageReport(kind, tuple(checks))
     log.info("gather: %d tensors from %d ranks", len(plan.ops), parts.world_size)
     done = _execute(plan, parts, keys, base, out)
-    checks += [_value_check(op, done.outcomes[op.name]) for op in plan.ops]
+    checks += [gathered(op, done.outcomes[op.name]) for op in plan.ops]
     _write_side_files(out, source, is_adapter=is_adapter)
     if not all(check.ok for check in checks):
         return StageReport(kind, tuple(checks))
@@ -133,17 +133,6 @@ def _execute(
             sources[BASE] = opened.enter_context(open_checkpoint(base))
         validate(plan, sources)
         return execute(plan, sources, out, stem=stem, scan=True)
-
-
-def _value_check(op: Op, outcome: Outcome) -> Check:
-    lora = parse_peft(op.name)
-    is_b = lora is not None and lora.half == "B"
-    bad, zero = outcome.nonfinite, bool(outcome.all_zero)
-    found = f"{bad} elements not finite" if bad else "all zero" if zero else "finite, not all zero"
-    # A whole lora_B of zeros says that the adapter is as it was initialised: it does nothing.
-    ok = not bad and not (is_b and zero)
-    wanted = "finite, not all zero" if is_b else "finite"
-    return Check(f"values of {op.name}", wanted, found, ok=ok)
 
 
 def _write_side_files(out: Path, source: Trained, *, is_adapter: bool) -> None:

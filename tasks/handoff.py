@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -81,6 +81,27 @@ def write_json(path: Path, document: Mapping[str, Any]) -> None:
     path.write_text(json.dumps(document, indent=2, sort_keys=True, ensure_ascii=False) + "\n")
 
 
+def served_config(
+    config: Mapping[str, Any], *, dtype: str, quantized: Mapping[str, Any] | None = None
+) -> dict[str, Any]:
+    """config.json of a model in `dtype`, quantised as `quantized` says and in no other way."""
+    gone = ("quantization_config", "torch_dtype")
+    said = {key: value for key, value in config.items() if key not in gone}
+    return {
+        **said,
+        "dtype": dtype,
+        **({"quantization_config": dict(quantized)} if quantized else {}),
+    }
+
+
+def endings(stops: Sequence[int], pad: int | None) -> dict[str, Any]:
+    """What config.json and generation_config.json both say of the ends of texts."""
+    said: dict[str, Any] = {}
+    if stops:
+        said["eos_token_id"] = stops[0] if len(stops) == 1 else list(stops)
+    return said if pad is None else {**said, "pad_token_id": pad}
+
+
 def copy_files(source: Path, out: Path) -> list[str]:
     """Copy the plain files of a tokenizer folder. Raises ArtifactError when there is none."""
     files = sorted(path for path in source.glob("*") if path.is_file())
@@ -107,6 +128,22 @@ def measure(
     reference = Fingerprint.load(trained / FINGERPRINT)
     new = score(model, trained / FINGERPRINT, out / FINGERPRINT)
     return judge_drift(drift(reference, new), limit, reference.noise if exact else None)
+
+
+def carry_over(
+    weights: Path, *, trained: Path, out: Path, limit: DriftLimit
+) -> tuple[Drift, Check]:
+    """The drift of weights that are `out`'s, byte for byte: copied, not measured again.
+
+    Raises:
+        ArtifactError: there is none to copy.
+    """
+    earlier = weights / FINGERPRINT
+    if not earlier.is_file():
+        raise ArtifactError(f"{weights}: no {FINGERPRINT} to carry over")
+    shutil.copyfile(earlier, out / FINGERPRINT)
+    reference = Fingerprint.load(trained / FINGERPRINT)
+    return judge_drift(drift(reference, Fingerprint.load(earlier)), limit)
 
 
 def judge_drift(

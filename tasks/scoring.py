@@ -35,6 +35,7 @@ class ModelRef:
             for none.
         dtype: torch dtype name.
         attn_implementation: as in transformers.
+        weighted: several adapters instead of one: the weight of each, by folder.
     """
 
     path: Path
@@ -42,6 +43,7 @@ class ModelRef:
     quantization: Mapping[str, Any] | None = None
     dtype: str = "bfloat16"
     attn_implementation: str = "sdpa"
+    weighted: Mapping[str, float] | None = None
 
     def as_request(self) -> dict[str, Any]:
         """Plain JSON."""
@@ -50,6 +52,7 @@ class ModelRef:
             "path": str(self.path),
             "adapter": str(self.adapter) if self.adapter else None,
             "quantization": dict(self.quantization) if self.quantization else None,
+            "weighted": dict(self.weighted) if self.weighted else None,
         }
 
 

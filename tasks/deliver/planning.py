@@ -8,14 +8,14 @@ merge); convert then links what it need not write. A full model has convert alon
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 from tasks.contract import judge
+from tasks.deliver.adapters import read_weighted, weights_of
 from tasks.deliver.gathering import gathered_adapter, gathered_model
 from tasks.deliver.work import (
-    ADAPTER,
     BASE,
     MODEL,
     Request,
@@ -35,8 +35,9 @@ from tasks.weights.heads.detect import Found, detect
 from tasks.weights.heads.folder import HEAD, read_folder
 from tasks.weights.heads.merging import is_reward_adapter, merged_reward
 from tasks.weights.heads.separate import separate
+from tasks.weights.layout import as_is
 from tasks.weights.partitions import read_partitions
-from tasks.weights.plan import Op, Plan
+from tasks.weights.plan import Plan
 from tasks.weights.tokenizer import read_tokenizer
 from tasks.weights.validate import validate
 from tasks.weights.vocabulary import resized_config
@@ -60,7 +61,7 @@ def prepare(request: Request) -> Work:
     names = [*getattr(trained, "trained", trained.tensors)]
     if any(".lora_" in name for name in names):
         gather, adapter = gathered_adapter(request, trained, names)
-        return _merge(request, adapter, gather=gather, opened={"trained": trained})
+        return _merge(request, [(adapter, 1.0)], gather=gather, opened={"trained": trained})
     return gathered_model(request, trained)
 
 
@@ -82,11 +83,7 @@ def _model(request: Request) -> Work:
         head = found if parted.value_head else None
     else:
         source = open_model(root)
-        ops = tuple(
-            Op(name, tuple(info.shape), info.dtype, f"{MODEL}:{name}", info.dtype)
-            for name, info in source.tensors.items()
-        )
-        plan, sources, head = Plan(ops), {MODEL: source}, None
+        plan, sources, head = as_is(source, MODEL), {MODEL: source}, None
         facts = ask_facts(request.perform, root, target.dtype)
         _refuse(f"{root}: not what its config.json says", [*facts.findings, *_misfits(plan, facts)])
     plan = in_files(plan, target, sources[MODEL])
@@ -105,6 +102,8 @@ def _misfits(plan: Plan, facts: ModelFacts) -> Iterator[str]:
 
 
 def _adapter(request: Request) -> Work:
+    if weights_of(request.adapters):
+        return _merge(request, read_weighted(request.adapters))
     root = request.given.root
     folder = read_folder(root)
     adapter = read_adapter(root, beside=folder.beside)
@@ -112,12 +111,12 @@ def _adapter(request: Request) -> Work:
         return _reward(request, adapter)
     found = detect(folder) if HEAD in folder.sources else None
     _refuse(f"{root}: the value head cannot be used", found.findings if found else ())
-    return _merge(request, adapter, head=found)
+    return _merge(request, [(adapter, 1.0)], head=found)
 
 
 def _merge(
     request: Request,
-    adapter: Adapter,
+    adapters: Sequence[tuple[Adapter, float]],
     *,
     gather: Plan | None = None,
     opened: Any = None,
@@ -127,13 +126,17 @@ def _merge(
     config = require_plain(base_folder, "base")
     base = open_model(base_folder)
     facts = ask_facts(request.perform, base_folder, request.target.dtype)
-    found = changes([(adapter, 1.0)], facts.live)
-    held = {f"{ADAPTER}:{key}": info for key, info in adapter.tensors.tensors.items()}
+    found = changes(adapters, facts.live)
+    held = {
+        f"{one.name}:{key}": info
+        for one, _ in adapters
+        for key, info in one.tensors.tensors.items()
+    }
     plan = plan_merge(base.tensors, facts, found, held, _settings(request, facts))
     plan = in_files(plan, request.target, base, cast=False)
-    sources = {BASE: base, ADAPTER: adapter.tensors}
+    sources = {BASE: base, **{one.name: one.tensors for one, _ in adapters}}
     validate(plan, sources)
-    require_values([adapter], found.copies)
+    require_values([one for one, _ in adapters], found.copies)
     inputs = {**sources, **(opened or {})}
     return Work(plan, facts, inputs, _merged_config(config, plan), gather, plan, head)
 

@@ -6,8 +6,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from tasks.deliver.identity import published
 from tasks.deliver.recognise import Given
+from tasks.deliver.recorded import training_record
 from tasks.errors import ConfigError
 from tasks.weights.reader import read_json
 
@@ -59,20 +59,12 @@ def says_nothing(given: Given, merge: Mapping[str, Any]) -> bool:
 
 def _recorded(given: Given, store: Path) -> tuple[bool, dict[str, Any] | None]:
     """Whether anything of ours tells, and what it tells."""
-    if given.kind == "shards":
-        return _of_training(given.root)
     notes = given.manifest.get("notes", {})
     if "quantization" in notes:
         found = notes["quantization"]
         return True, dict(found) if found else None
-    digest = given.manifest.get("inputs", {}).get("trained")
-    trained = published(digest, store, "shards") if digest else None
-    return (False, None) if trained is None else _of_training(trained)
-
-
-def _of_training(root: Path) -> tuple[bool, dict[str, Any] | None]:
-    path = root / "train.json"
-    if not path.is_file():
+    record = training_record(given, store)
+    if record is None:
         return False, None
-    found = read_json(path).get("quantization")
+    found = record.get("quantization")
     return True, dict(found) if found else None

@@ -54,7 +54,8 @@ class DeliverSmoke:
 class Deliver:
     """The whole configuration of `flows/deliver.py`."""
 
-    source: str = MISSING  # folder: adapter, model, our shards, DeepSpeed checkpoint
+    source: str | None = None  # folder: adapter, model, our shards, DeepSpeed checkpoint
+    adapters: list[str] = field(default_factory=list)  # instead: "<folder>:<weight>", added up
     base: str | None = None  # folder of the base model; null: what SOURCE itself names
     out: str = MISSING  # folder that is to hold the served model
     adapter_config: str | None = None  # adapter_config.json; null: the one in or above SOURCE

@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 import shutil
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from tasks.contract import Check
 from tasks.deliver.recognise import CONFIG
+from tasks.deliver.work import Work
 from tasks.errors import ConfigError
-from tasks.handoff import GENERATION_CONFIG, write_json
-from tasks.weights.reader import read_json
+from tasks.handoff import GENERATION_CONFIG, endings, served_config, write_json
+from tasks.weights.plan import Plan
+from tasks.weights.reader import DTYPE_NAMES, read_json
 from tasks.weights.tokenizer import TokenizerFacts, read_tokenizer
+from tasks.weights.vocabulary import vocabulary_of
 
 _NAMES = (
     "tokenizer*", "special_tokens_map.json", "added_tokens.json", "vocab.*", "merges.txt",
@@ -77,20 +80,27 @@ def find_tokens(folders: Sequence[Path]) -> Tokens:
 
 
 def write_served_files(
-    out: Path, config: Mapping[str, Any], tokens: Tokens, dtype: str
+    out: Path,
+    config: Mapping[str, Any],
+    tokens: Tokens,
+    dtype: str,
+    quantized: Mapping[str, Any] | None = None,
 ) -> list[Check]:
-    """Write them, and check that what was written agrees."""
+    """Write them, and check that what was written agrees.
+
+    Args:
+        out: staging directory.
+        config: config.json of the model.
+        tokens: tokenizer and generation settings.
+        dtype: torch name.
+        quantized: `quantization_config` of what is served; None for plain weights.
+    """
     for path in tokens.files():
         shutil.copyfile(path, out / path.name)
     stops, pad = _stops(config, tokens), _pad(config, tokens)
-    said: dict[str, Any] = {}
-    if stops:
-        said["eos_token_id"] = stops[0] if len(stops) == 1 else stops
-    if pad is not None:
-        said["pad_token_id"] = pad
-    kept = {k: v for k, v in config.items() if k != "torch_dtype"}
-    write_json(out / CONFIG, {**kept, "dtype": dtype, **said})
-    write_json(out / GENERATION_CONFIG, {**tokens.generation, **said})
+    both = endings(stops, pad)
+    write_json(out / GENERATION_CONFIG, {**tokens.generation, **both})
+    write_json(out / CONFIG, served_config(config, dtype=dtype, quantized=quantized) | both)
     return _agreement(out, tokens)
 
 
@@ -127,3 +137,23 @@ def _agreement(out: Path, tokens: Tokens) -> list[Check]:
         ):
             checks.append(Check(what, str(want), str(have), ok=want == have))
     return checks
+
+
+def write_weights_files(out: Path, work: Work, base: Path) -> None:
+    """config.json and generation settings beside the tensors: what transformers needs to load."""
+    dtype = next(name for name, short in DTYPE_NAMES.items() if short == _dtype_of(work.model))
+    write_json(out / CONFIG, served_config(work.config, dtype=dtype))
+    if (base / GENERATION_CONFIG).is_file():
+        shutil.copyfile(base / GENERATION_CONFIG, out / GENERATION_CONFIG)
+
+
+def _dtype_of(plan: Plan) -> str:
+    floats = [op.dtype for op in plan.ops if op.dtype in DTYPE_NAMES.values()]
+    return floats[0] if floats else "BF16"
+
+
+def side_findings(work: Work, tokens: Tokens) -> Iterator[str]:
+    """Whether the tokenizer fits the embedding, before anything is written."""
+    if tokens.facts is not None and work.facts.embedding:
+        shapes = {op.name: op.shape for op in work.model.ops}
+        yield from vocabulary_of(shapes, work.facts, tokens.facts, work.config).findings()

@@ -8,6 +8,7 @@ from there proves gather, merge, convert and the server, and it proves nothing a
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -49,10 +50,13 @@ def reference(
     texts: list[str],
     tokenizer: Path,
     dtype: str,
+    attn_implementation: str,
     scorer: ReferenceScorer,
     log: Any,
     adapter: Path | None = None,
     quantization: dict[str, Any] | None = None,
+    weights: Mapping[str, float] | None = None,
+    **further: Path,
 ) -> StageReport:
     """Measure the model as it was before anything here touched it.
 
@@ -62,10 +66,13 @@ def reference(
         texts: what it is measured on.
         tokenizer: folder of the tokenizer.
         dtype: torch name of the dtype in which it is loaded.
+        attn_implementation: as in transformers.
         scorer: the transformers child.
         log: progress.
-        adapter: PEFT folder.
+        adapter: PEFT folder; the first of several.
         quantization: of the base, as `ModelRef.quantization`.
+        weights: of the adapters by role, where they are not one of weight 1.
+        further: the adapters after the first, by role.
 
     Raises:
         DataError: no text is long enough.
@@ -74,7 +81,9 @@ def reference(
     probes = [one for one in tokens if len(one) >= SHORTEST]
     if not probes:
         raise DataError("no text has two tokens: nothing to measure on", hint="smoke.texts=<file>")
-    ref = ModelRef(model, adapter=adapter, dtype=dtype, quantization=quantization)
+    adapters = {"adapter": adapter, **further}
+    weighted = {str(adapters[name]): weight for name, weight in (weights or {}).items()}
+    ref = ModelRef(model, adapter, quantization, dtype, attn_implementation, weighted)
     found = scorer.reference(ref, probes, out / FINGERPRINT)
     log.info("reference: %d positions of %d texts", found.positions, len(probes))
     return StageReport("reference", (), {"positions": float(found.positions)})
@@ -88,6 +97,7 @@ def smoke(
     engine: str,
     settings: EngineSettings,
     profile: DriftLimit,
+    attn_implementation: str,
     scorer: ReferenceScorer,
     log: Any,
     log_path: Path,
@@ -101,6 +111,7 @@ def smoke(
         engine: "vllm" or "transformers".
         settings: how it is run.
         profile: the drift it may show.
+        attn_implementation: of transformers, where that computes.
         scorer: the transformers child.
         log: progress and the engine's output.
         log_path: file for all of that.
@@ -113,21 +124,17 @@ def smoke(
         return StageReport("report", (verdicts.no_strays(strays),))
     before = Fingerprint.load(reference / FINGERPRINT)
     dtype = str(read_json(served / "config.json").get("dtype", "bfloat16"))
+    model = ModelRef(served, dtype=dtype, attn_implementation=attn_implementation)
     prompts = [list(probe) for probe in before.probes]
     expected = scorer.greedy(
-        ModelRef(served, dtype=dtype),
-        prompts,
-        max_new_tokens=settings.greedy_tokens,
-        eos=_stops(served),
+        model, prompts, max_new_tokens=settings.greedy_tokens, eos=_stops(served)
     )
     if engine == "vllm":
         job = _job(out, served, reference, prompts, dtype, settings)
         tokens = _vllm(job, settings, log, log_path)
         after = Fingerprint.load(out / FINGERPRINT)
     else:
-        after = scorer.fingerprint(
-            ModelRef(served, dtype=dtype), reference / FINGERPRINT, out / FINGERPRINT
-        )
+        after = scorer.fingerprint(model, reference / FINGERPRINT, out / FINGERPRINT)
         tokens = expected.tokens
     moved = drift(before, after)
     noise = engine_noise(before, after)

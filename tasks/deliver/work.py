@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from tasks.contract import TensorLike
+from tasks.deliver.adapters import Weighted
 from tasks.deliver.recognise import PICKLED, Given
 from tasks.errors import ConfigError
 from tasks.weights.contracts import ModelFacts
@@ -47,6 +48,7 @@ class Request:
         quantization: 4 bits that the base goes through, as `Op.quantization`; None for none.
         adapter_config: of an adapter whose tensors lie in shards or in a DeepSpeed checkpoint.
         perform: who knows the model classes.
+        adapters: the adapters, where SOURCE is one or there are several.
     """
 
     given: Given
@@ -55,6 +57,7 @@ class Request:
     quantization: Mapping[str, Any] | None
     adapter_config: Path | None
     perform: Perform
+    adapters: tuple[Weighted, ...] = ()
 
 
 @dataclass(frozen=True)

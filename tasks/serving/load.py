@@ -17,6 +17,7 @@ def load_model(
     quantization: Mapping[str, Any] | None = None,
     dtype: str = "bfloat16",
     attn_implementation: str = "sdpa",
+    weighted: Mapping[str, float] | None = None,
 ) -> Any:
     """A causal language model in eval mode, from local files only.
 
@@ -26,6 +27,7 @@ def load_model(
         quantization: `{"type": "nf4" | "fp4", "double_quant": bool, "compute_dtype": str}` or None.
         dtype: torch dtype name of everything that is not quantised.
         attn_implementation: as in transformers.
+        weighted: adapters instead of `adapter`: what each of them adds is taken so many times.
 
     Raises:
         ArtifactError: a folder is missing, unreadable, incomplete, or holds tensors that the
@@ -52,8 +54,10 @@ def load_model(
     except (OSError, ValueError, KeyError, RuntimeError) as error:
         raise ArtifactError(f"{path} cannot be loaded: {_first_line(error)}") from error
     _refuse_gaps(path, info)
-    if adapter is not None:
-        model = _with_adapter(model, adapter)
+    if weighted is None and adapter is not None:
+        weighted = {str(adapter): 1.0}
+    if weighted:
+        model = _with_adapters(model, weighted)
     return model.eval()
 
 
@@ -72,23 +76,47 @@ def _bitsandbytes(quantization: Mapping[str, Any]) -> Any:
     )
 
 
-def _with_adapter(model: Any, adapter: Path) -> Any:
+def _with_adapters(model: Any, weighted: Mapping[str, float]) -> Any:
+    """All of them at once, unmerged: peft adds up what its active adapters give."""
     from peft import PeftModel
     from safetensors import SafetensorError
 
-    stored = _stored_dtypes(adapter)
+    names = ["default", *(f"further_{index}" for index in range(1, len(weighted)))]
+    (first, *others), how = names, {"autocast_adapter_dtype": False, "is_trainable": False}
+    folders = dict(zip(names, map(Path, weighted), strict=True))
     try:
-        model = PeftModel.from_pretrained(
-            model, adapter, autocast_adapter_dtype=False, is_trainable=False
-        )
+        model = PeftModel.from_pretrained(model, folders[first], first, **how)
+        for name in others:
+            model.load_adapter(folders[name], name, **how)
     except (OSError, ValueError, KeyError, RuntimeError, SafetensorError) as error:
-        raise ArtifactError(f"{adapter} cannot be loaded: {_first_line(error)}") from error
-    # On a 4-bit base PEFT makes the adapter in float32 whatever the file says: other arithmetic.
-    for name, parameter in model.named_parameters():
-        dtype = stored.get(name.replace(".default", ""))
-        if dtype is not None:
-            parameter.data = parameter.data.to(dtype)
+        raise ArtifactError(
+            f"{' and '.join(weighted)} cannot be loaded: {_first_line(error)}"
+        ) from error
+    for name, factor in zip(names, weighted.values(), strict=True):
+        _as_stored(model, folders[name], name)
+        _scale(model, name, factor)
+    if others:
+        model.base_model.set_adapter(names, inference_mode=True)
     return model
+
+
+def _scale(model: Any, name: str, factor: float) -> None:
+    if factor == 1:
+        return
+    for module in model.modules():
+        scaling = getattr(module, "scaling", None)
+        if isinstance(scaling, dict) and name in scaling:
+            scaling[name] *= factor
+
+
+def _as_stored(model: Any, adapter: Path, name: str) -> None:
+    """On a 4-bit base PEFT makes adapters in float32 whatever the file says: other arithmetic."""
+    stored = _stored_dtypes(adapter)
+    for full, parameter in model.named_parameters():
+        parts = full.split(".")
+        dtype = stored.get(".".join(part for part in parts if part != name))
+        if dtype is not None and name in parts:
+            parameter.data = parameter.data.to(dtype)
 
 
 def _stored_dtypes(adapter: Path) -> dict[str, Any]:

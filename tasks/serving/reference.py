@@ -175,6 +175,7 @@ def _load(model: dict[str, Any]) -> Any:
         quantization=model["quantization"],
         dtype=model["dtype"],
         attn_implementation=model["attn_implementation"],
+        weighted=model.get("weighted"),
     )
 
 

@@ -67,12 +67,12 @@ def deliver(tmp_path: Path) -> Callable[..., Done]:
 def here(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> Callable[..., Done]:
-    """The same in this process, without an engine: what is refused needs no process of its own."""
+    """The same in this process: what is refused or planned needs no process of its own."""
     runs = tmp_path / "runs"
     monkeypatch.setattr("flows.bootstrap._ours", set())
 
-    def run(*arguments: str) -> Done:
-        given = [*arguments, f"paths.runs={runs}", "smoke.engine=none"]
+    def run(*arguments: str, engine: str = "none") -> Done:
+        given = [*arguments, f"paths.runs={runs}", f"smoke.engine={engine}"]
         monkeypatch.setattr(sys, "argv", [str(PROGRAM), *given])
         before = dict(os.environ)
         try:
@@ -80,9 +80,17 @@ def here(
         finally:
             os.environ.clear()
             os.environ.update(before)
-        captured = capsys.readouterr()
-        return Done(code, captured.out + captured.err)
+        captured, latest = capsys.readouterr(), runs / "latest" / "summary.json"
+        summary = json.loads(latest.read_text()) if latest.is_file() else {}
+        return Done(code, captured.out + captured.err, summary)
 
+    return run
+
+
+@pytest.fixture(params=["here", pytest.param("deliver", marks=pytest.mark.slow)])
+def either(request: pytest.FixtureRequest) -> Callable[..., Done]:
+    """In this process, which has the imports behind it; by the literal command in the long run."""
+    run: Callable[..., Done] = request.getfixturevalue(request.param)
     return run
 
 

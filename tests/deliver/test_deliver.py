@@ -171,6 +171,7 @@ def test_a_value_head_is_kept_apart(deliver: Run, base: Path, tmp_path: Path) ->
     assert same(load_file(kept), head)
 
 
+@pytest.mark.slow
 def test_a_loaded_engine_agrees_with_base_and_adapter_in_peft(
     deliver: Run, adapter: Path, base: Path, tmp_path: Path
 ) -> None:

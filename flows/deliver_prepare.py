@@ -1,0 +1,158 @@
+"""From a configuration to a delivery that can be run: everything was found, everything fits."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from flows.config import Composed
+from flows.deliver_chain import Delivery
+from tasks.deliver.adapters import given_adapters
+from tasks.deliver.identity import base_findings, base_missing, find_base
+from tasks.deliver.outlet import out_findings
+from tasks.deliver.planning import prepare
+from tasks.deliver.quantization import quantization_of
+from tasks.deliver.recognise import Given
+from tasks.deliver.recorded import attention_of
+from tasks.deliver.side_files import Tokens, find_tokens, side_findings
+from tasks.deliver.work import Request, Target, Work
+from tasks.errors import ConfigError, PlumblineError
+from tasks.weights.quantize import check_quantize
+from tasks.weights.reader import check_dtype
+from tasks.weights.worker import perform
+from tasks.weights.writer import parse_size, require_space
+
+
+def prepare_delivery(composed: Composed) -> Delivery:
+    """Look at SOURCE and base, plan, and check all that can be checked before the first byte.
+
+    Raises:
+        ConfigError: with everything that rules the delivery out. Nothing was started.
+    """
+    try:
+        return _prepare(composed)
+    except ConfigError:
+        raise
+    except PlumblineError as error:
+        raise ConfigError(error.message, details=error.details, hint=error.hint) from error
+
+
+def _prepare(composed: Composed) -> Delivery:
+    settings, store = composed.settings, composed.runs / "artifacts"
+    target = _target(settings["convert"])
+    given, adapters = given_adapters(settings["source"], settings["adapters"])
+    all_given = [one.given for one in adapters] or [given]
+    base = find_base(given, settings["base"], store)
+    warnings = tuple(one for each in all_given for one in _check_base(each, base, composed))
+    out = _folder(settings["out"])
+    inputs = [*(one.root for one in all_given), *([base] if base is not None else [])]
+    findings = list(out_findings(out, inputs=inputs, expected=None, overwrite=True))
+    if findings:
+        raise ConfigError(findings[0], details=findings[1:], hint="out=<another folder>")
+    quantization = _quantization(all_given, base, settings["merge"], store)
+    config = settings["adapter_config"]
+    request = Request(
+        given,
+        base,
+        target,
+        quantization,
+        _folder(config) if config else None,
+        perform,
+        tuple(adapters),
+    )
+    work = prepare(request)
+    folders = [folder for one in all_given for folder in _token_folders(one)]
+    tokens = find_tokens([*folders, *([base] if base is not None else [])])
+    _refuse_misfits(work, tokens)
+    attention, unable = attention_of(given, store)
+    if settings["smoke"]["engine"] != "none":
+        _require_measurable(work, settings["smoke"]["engine"])
+        warnings += (unable,) if unable else ()
+    for folder in {_existing(composed.runs), _existing(out)}:
+        require_space(folder, work.model.nbytes)
+    return Delivery(
+        settings,
+        composed.runs,
+        given,
+        tuple(adapters),
+        None if work.converts else base,  # there it is named for its tokenizer alone
+        out,
+        work,
+        tokens,
+        quantization,
+        attention,
+        warnings,
+    )
+
+
+def _target(convert: Mapping[str, Any]) -> Target:
+    """What is to come out. Raises ConfigError."""
+    check_quantize(convert["quantize"])
+    return Target(check_dtype(convert["dtype"]), parse_size(convert["max_shard_size"]))
+
+
+def _require_measurable(work: Work, engine: str) -> None:
+    if not work.is_causal:
+        names = ", ".join(work.config.get("architectures") or ["no class"])
+        raise ConfigError(
+            f"smoke.engine={engine}: only causal language models are measured here, this is "
+            f"{names}",
+            hint="smoke.engine=none",
+        )
+
+
+def _check_base(given: Given, base: Path | None, composed: Composed) -> tuple[str, ...]:
+    """Refuse a base that is recorded as another one; say where nothing can tell."""
+    if base is None:
+        if given.kind == "adapter":
+            raise base_missing(given)
+        return ()
+    findings = list(base_findings(given, base, composed.runs / "artifacts"))
+    if not findings:
+        return ()
+    if composed.settings["check_base"]:
+        raise ConfigError(
+            f"wrong base: {findings[0]}",
+            details=findings[1:],
+            hint="base=<the base that was trained>; check_base=false takes this one all the same",
+        )
+    return tuple(findings)
+
+
+def _quantization(
+    all_given: list[Given], base: Path | None, merge: Mapping[str, Any], store: Path
+) -> dict[str, Any] | None:
+    """What the base goes through: for all adapters the same. Raises ConfigError."""
+    first, *others = [quantization_of(one, base, merge, store) for one in all_given]
+    for one, other in zip(all_given[1:], others, strict=True):
+        if other != first:
+            raise ConfigError(
+                f"adapters: {all_given[0].root} and {one.root} were trained on the base in other "
+                "precisions",
+                details=[f"{all_given[0].root}: {first}", f"{one.root}: {other}"],
+                hint="deliver one of them, and the other into what came out: base=<the first OUT> "
+                "check_base=false",
+            )
+    return first
+
+
+def _token_folders(given: Given) -> list[Path]:
+    """Where a tokenizer may be, the most telling place first."""
+    inside = [given.root / "tokenizer"] if given.kind == "shards" else []
+    above = [given.root.parent] if given.kind == "deepspeed" else []
+    return [*inside, given.root, *above]
+
+
+def _refuse_misfits(work: Work, tokens: Tokens) -> None:
+    findings = list(side_findings(work, tokens))
+    if findings:
+        raise ConfigError(f"tokenizer and model do not fit: {findings[0]}", details=findings[1:])
+
+
+def _folder(text: str) -> Path:
+    return Path(text).expanduser().absolute()
+
+
+def _existing(path: Path) -> Path:
+    return next(one for one in (path, *path.parents) if one.is_dir())

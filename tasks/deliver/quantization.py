@@ -10,6 +10,7 @@ from tasks.deliver.recognise import Given
 from tasks.deliver.recorded import training_record
 from tasks.errors import ConfigError
 from tasks.weights.reader import read_json
+from tasks.weights.stored4bit.said import is_packed
 
 
 def quantization_of(
@@ -42,6 +43,8 @@ def quantization_of(
     if base is None or (mode == "original" and recorded is None):
         return None
     config = read_json(base / "config.json")
+    if is_packed(config):
+        return None  # the base as training saw it is the one that is stored
     loaded = config.get("dtype") or config.get("torch_dtype") or "bfloat16"
     named = {
         "type": str(merge["quant_type"]),

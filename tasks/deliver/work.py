@@ -16,8 +16,11 @@ from tasks.weights.heads.detect import Found
 from tasks.weights.layout import with_output
 from tasks.weights.pickled.state import read_state
 from tasks.weights.plan import Plan
-from tasks.weights.reader import DTYPE_NAMES, WEIGHTS, Checkpoint, open_checkpoint, read_json
+from tasks.weights.reader import DTYPE_NAMES, WEIGHTS, Checkpoint, read_json
 from tasks.weights.source import Extent, Source
+from tasks.weights.stored4bit.plans import decoding
+from tasks.weights.stored4bit.said import is_packed, stored, without_quantization
+from tasks.weights.stored4bit.source import PackedCheckpoint, open_base
 from tasks.weights.worker import Perform
 
 BASE, ADAPTER, TRAINED, MODEL = "base", "adapter", "trained", WEIGHTS
@@ -125,7 +128,7 @@ def open_model(root: Path) -> Source:
     safe = any(root.glob(f"{WEIGHTS}*.safetensors*"))
     if not safe and (root / PICKLED).is_file():
         return read_state(root / PICKLED)
-    with open_checkpoint(root) as checkpoint:
+    with open_base(root) as checkpoint:
         return checkpoint
 
 
@@ -138,19 +141,23 @@ def in_files(plan: Plan, target: Target, source: Source, *, cast: bool = True) -
         source: the input whose files may be kept.
         cast: whether dtypes are still to be set.
     """
-    files = source.files if isinstance(source, Checkpoint) else {}
+    files = source.files if isinstance(source, Checkpoint | PackedCheckpoint) else {}
     dtype = target.short if cast else None
+    plan = decoding(plan, {BASE: source, MODEL: source})
     return with_output(plan, dtype=dtype, max_shard_bytes=target.max_shard_bytes, files=files)
 
 
 def require_plain(folder: Path, key: str) -> dict[str, Any]:
-    """config.json of a model that is not stored quantised. Raises ConfigError for one that is."""
+    """config.json of a model as it is once decoded.
+
+    Raises:
+        ConfigError: it is stored quantised in another way than bitsandbytes' 4 bits.
+    """
     config = read_json(folder / "config.json")
-    stored = config.get("quantization_config")
-    if stored:
-        how = (
-            stored.get("quant_method", "an unknown method") if isinstance(stored, dict) else stored
-        )
+    if is_packed(config):
+        return without_quantization(config)
+    how = stored(config)
+    if how is not None:
         raise ConfigError(
             f"{key}={folder}: its weights are stored quantised ({how})",
             hint=f"{key}=<the same model in bf16, fp16 or fp32>; merge.base=dequantized takes it "

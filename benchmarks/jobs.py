@@ -15,17 +15,32 @@ from typing import Any
 
 def merge(base: Path, adapter: Path, out: Path) -> None:
     """Our merge of a PEFT adapter into its base."""
-    from tasks.weights.layout import with_output
-    from tasks.weights.merge_plan import BaseUse, plan_merge
-    from tasks.weights.opening import SourceRef, open_sources
-    from tasks.weights.reader import ADAPTER, open_checkpoint, read_json
+    from tasks.weights.adapters.read import read_adapter
+    from tasks.weights.adapters.values import require_values
 
-    config = read_json(adapter / "adapter_config.json")
-    refs = {"base": SourceRef(base), "adapter": SourceRef(adapter, stem=ADAPTER)}
-    with open_sources(refs) as sources, open_checkpoint(base) as weights:
-        plan = plan_merge(sources["base"].tensors, sources["adapter"].tensors, config, BaseUse())
-        plan = with_output(plan, dtype=None, max_shard_bytes=5 * 10**9, files=weights.files)
-        _make("weights", plan, sources, out)
+    plan, sources = _planned(base, adapter, 5 * 10**9)
+    require_values([read_adapter(adapter)])
+    _make("weights", plan, sources, out)
+
+
+def _planned(base: Path, adapter: Path, max_shard_bytes: int) -> tuple[Any, dict[str, Any]]:
+    """A merge as the stage plans it, and the inputs by name."""
+    from tasks.weights.adapters.changes import changes
+    from tasks.weights.adapters.read import read_adapter
+    from tasks.weights.contracts import model_facts
+    from tasks.weights.families.merging import plan_merge
+    from tasks.weights.layout import with_output
+    from tasks.weights.reader import open_checkpoint
+
+    lora = read_adapter(adapter)
+    facts = model_facts(base)
+    found = changes([(lora, 1.0)], facts.live)
+    held = {f"adapter:{key}": info for key, info in lora.tensors.tensors.items()}
+    with open_checkpoint(base) as weights:
+        made = plan_merge(weights.tensors, facts, found, held)
+        files = weights.files
+        made = with_output(made, dtype=None, max_shard_bytes=max_shard_bytes, files=files)
+        return made, {"base": weights, "adapter": lora.tensors}
 
 
 def convert(weights: Path, out: Path) -> None:
@@ -62,20 +77,13 @@ def gather(shards: Path, out: Path) -> None:
 
 def plan(base: Path, adapter: Path) -> None:
     """Plan, lay out and validate a merge; nothing is written."""
-    from tasks.weights.layout import lay_out, with_output
-    from tasks.weights.merge_plan import BaseUse, plan_merge
-    from tasks.weights.opening import SourceRef, open_sources
-    from tasks.weights.reader import ADAPTER, open_checkpoint, read_json
+    from tasks.weights.layout import lay_out
     from tasks.weights.validate import validate
 
-    config = read_json(adapter / "adapter_config.json")
-    refs = {"base": SourceRef(base), "adapter": SourceRef(adapter, stem=ADAPTER)}
-    with open_sources(refs) as sources, open_checkpoint(base) as weights:
-        made = plan_merge(sources["base"].tensors, sources["adapter"].tensors, config, BaseUse())
-        made = with_output(made, dtype=None, max_shard_bytes=10**10, files=weights.files)
-        validate(made, sources)
-        files = lay_out(made, sources)
-        _say({"tensors": len(made.ops), "files": len(files), "bytes": made.nbytes})
+    made, sources = _planned(base, adapter, 10**10)
+    validate(made, sources)
+    files = lay_out(made, sources)
+    _say({"tensors": len(made.ops), "files": len(files), "bytes": made.nbytes})
 
 
 def peft_merge(base: Path, adapter: Path, out: Path) -> None:

@@ -16,6 +16,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -85,14 +86,7 @@ def model_shapes(size: Size) -> dict[str, tuple[int, ...]]:
 def make_model(folder: Path, size: Size, *, seed: int = 0, shard_bytes: int = 5 * 10**9) -> None:
     """A base in bf16 with config.json and the manifest of an artifact."""
     folder.mkdir(parents=True)
-    config = {
-        "architectures": ["Qwen2ForCausalLM"], "model_type": "qwen2", "dtype": "bfloat16",
-        "hidden_size": size.hidden, "intermediate_size": size.inner, "tie_word_embeddings": True,
-        "num_hidden_layers": size.layers, "num_attention_heads": size.heads,
-        "num_key_value_heads": size.kv_heads, "vocab_size": size.vocabulary,
-        "max_position_embeddings": 4096,
-    }  # fmt: skip
-    (folder / "config.json").write_text(json.dumps(config, indent=1))
+    (folder / "config.json").write_text(json.dumps(_model_config(size), indent=1))
     shapes = model_shapes(size)
     draw = _drawing(seed, 0.02)
     hashes = write_safetensors(folder / "model.safetensors", shapes, "BF16", draw)
@@ -103,16 +97,29 @@ def make_model(folder: Path, size: Size, *, seed: int = 0, shard_bytes: int = 5 
     _manifest(folder, "base", {"model.safetensors": tensors})
 
 
-def make_adapter(folder: Path, size: Size, *, seed: int = 1) -> None:
-    """A PEFT adapter of rank 64 on every linear layer."""
-    folder.mkdir(parents=True)
-    config = {
+def _model_config(size: Size) -> dict[str, Any]:
+    return {
+        "architectures": ["Qwen2ForCausalLM"], "model_type": "qwen2", "dtype": "bfloat16",
+        "hidden_size": size.hidden, "intermediate_size": size.inner, "tie_word_embeddings": True,
+        "num_hidden_layers": size.layers, "num_attention_heads": size.heads,
+        "num_key_value_heads": size.kv_heads, "vocab_size": size.vocabulary,
+        "max_position_embeddings": 4096,
+    }  # fmt: skip
+
+
+def _adapter_config(size: Size) -> dict[str, Any]:
+    return {
         "peft_type": "LORA", "task_type": "CAUSAL_LM", "r": RANK, "lora_alpha": ALPHA,
         "target_modules": sorted({name.rpartition(".")[2] for name in linears(size)}),
         "bias": "none", "inference_mode": True, "lora_dropout": 0.0, "init_lora_weights": True,
         "base_model_name_or_path": "synthetic", "use_rslora": False, "fan_in_fan_out": False,
     }  # fmt: skip
-    (folder / "adapter_config.json").write_text(json.dumps(config, indent=1))
+
+
+def make_adapter(folder: Path, size: Size, *, seed: int = 1) -> None:
+    """A PEFT adapter of rank 64 on every linear layer."""
+    folder.mkdir(parents=True)
+    (folder / "adapter_config.json").write_text(json.dumps(_adapter_config(size), indent=1))
     path = folder / "adapter_model.safetensors"
     write_safetensors(path, adapter_shapes(size), "BF16", _drawing(seed, 0.02))
 
@@ -236,8 +243,8 @@ def make_sparse(base: Path, adapter: Path) -> None:
     path = base / "model.safetensors.index.json"
     path.write_text(json.dumps({"metadata": {}, "weight_map": index}))
     adapter.mkdir(parents=True)
-    config = {"peft_type": "LORA", "r": RANK, "lora_alpha": ALPHA, "target_modules": "all-linear"}
-    (adapter / "adapter_config.json").write_text(json.dumps(config))
+    (base / "config.json").write_text(json.dumps(_model_config(HUGE)))
+    (adapter / "adapter_config.json").write_text(json.dumps(_adapter_config(HUGE)))
     write_hollow(adapter / "adapter_model.safetensors", adapter_shapes(HUGE))
 
 

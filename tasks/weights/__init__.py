@@ -8,8 +8,12 @@ execute, running          a plan run by several workers, with a journal to go on
 copying, compute, casts   what one tensor costs: a link, a kernel copy, a cast, blocks of rows
 names, partitions         what a tensor is called; every rank's slices into whole tensors
 contracts                 what must be there, asked of the model's class on the meta device
-merge_plan                the plan of a merge of plain LoRA
-kernels, nf4              the arithmetic of terms; the base as 4-bit training saw it
+adapters/, families/      what a PEFT folder does, by live names; those names and the keys on disk
+heads/, vocabulary        value and reward heads; who says how many tokens there are
+kernels, nf4, stored4bit/ the arithmetic of terms; 4-bit bases as training saw them, or as stored
+folding, hashing, native/ a LoRA without torch; sha256 of many tensors at once; both in C
+quantize, encode          compressed-tensors, for serving
+deepspeed/, pickled/      DeepSpeed's checkpoints; torch.save's files, read without running them
 tokenizer                 which ids end a text
 worker                    what needs heavy imports, as requests a warm process can answer
 """

@@ -11,6 +11,7 @@ from __future__ import annotations
 import contextlib
 import json
 import math
+import os
 import re
 import time
 from collections.abc import Iterator, Mapping
@@ -48,6 +49,30 @@ def flatten(config: Mapping[str, Any], prefix: str = "") -> dict[str, str]:
         else:
             flat[_NAME.sub("_", name)] = str(value)[:_VALUE_LIMIT]
     return flat
+
+
+@contextlib.contextmanager
+def _fluent_calls_go_to(uri: str) -> Iterator[None]:
+    """For the one call that has no counterpart in `MlflowClient`, and what looks its model up.
+
+    MLflow puts the URI into the environment too, from where the next run's configuration would
+    take it: both are as they were afterwards.
+    """
+    import mlflow
+
+    names = ("MLFLOW_TRACKING_URI", "MLFLOW_REGISTRY_URI")
+    before = {name: os.environ.get(name) for name in names}
+    mlflow.set_tracking_uri(uri)
+    mlflow.set_registry_uri(uri)
+    try:
+        yield
+    finally:
+        mlflow.set_tracking_uri(None)
+        mlflow.set_registry_uri(None)
+        for name, value in before.items():
+            os.environ.pop(name, None)
+            if value is not None:
+                os.environ[name] = value
 
 
 class StageRun:
@@ -195,19 +220,18 @@ class Tracker:
         )
         if version is None:
             every = {"path": str(served.path), "digest": served.digest, **tags}
-            mlflow.set_tracking_uri(self.uri)
-            mlflow.set_registry_uri(self.uri)
-            external = mlflow.create_external_model(
-                name=model_name,
-                source_run_id=self.run_id,
-                tags=every,
-                model_type="served-folder",
-                experiment_id=self.experiment_id,
-            )
-            created = self._client.create_model_version(
-                model_name, external.model_uri, run_id=self.run_id, tags=every,
-                model_id=external.model_id,
-            )  # fmt: skip
+            with _fluent_calls_go_to(self.uri):
+                external = mlflow.create_external_model(
+                    name=model_name,
+                    source_run_id=self.run_id,
+                    tags=every,
+                    model_type="served-folder",
+                    experiment_id=self.experiment_id,
+                )
+                created = self._client.create_model_version(
+                    model_name, external.model_uri, run_id=self.run_id, tags=every,
+                    model_id=external.model_id,
+                )  # fmt: skip
             version = created.version
         self._client.set_registered_model_alias(model_name, "candidate", version)
         return f"models:/{model_name}/{version}"

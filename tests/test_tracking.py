@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -81,6 +82,18 @@ def test_a_version_points_at_the_folder_and_the_alias_moves(
     assert version.tags["path"] == str(served.path)
     assert version.tags["digest"] == served.digest
     assert version.tags["a"] == "b"
+
+
+def test_registering_leaves_the_environment_as_it_was(
+    tracker: Tracker, served: Artifact, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """MLflow writes the URI there, and the next job of a sweep would take it for its own."""
+    monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)
+    monkeypatch.setenv("MLFLOW_REGISTRY_URI", "sqlite:///theirs.db")
+    with tracker.flow("f", {}, "", {}):
+        before = dict(os.environ)
+        register(tracker, served=served, gate=Gate(passed=True), model_name="env", tags={})
+    assert dict(os.environ) == before
 
 
 def test_the_gate_registers_nothing_when_it_does_not_hold(served: Artifact) -> None:

@@ -146,7 +146,7 @@ def same(one: Mapping[str, torch.Tensor], other: Mapping[str, torch.Tensor]) -> 
     """
     bits: dict[str, list[Any]] = {}
     for name, tensor in [*one.items(), *other.items()]:
-        positive = (tensor.contiguous() + 0).view(torch.uint8)
+        positive = (tensor.reshape(-1) + 0).contiguous().view(torch.uint8)
         found = (tensor.dtype, tensor.shape, positive.numpy().tobytes())
         bits.setdefault(name, []).append(found)
     return [name for name, both in bits.items() if len(both) != 2 or both[0] != both[1]]

@@ -71,6 +71,16 @@ class Series:
         times = [cost.seconds for cost in self.costs]
         return f"{min(times):.2f}..{max(times):.2f}"
 
+    @property
+    def peaks(self) -> str:
+        """Smallest and largest peak memory, MB."""
+        found = [cost.peak_mb for cost in self.costs]
+        return f"{min(found):.0f}..{max(found):.0f}"
+
+    def __str__(self) -> str:
+        """Medians and the spread of the time."""
+        return f"{self.seconds:.2f} s ({self.spread}), {self.peak_mb:.0f} MB"
+
     def as_json(self) -> dict[str, object]:
         """Plain JSON."""
         return {
@@ -78,4 +88,5 @@ class Series:
             "runs_s": [round(cost.seconds, 3) for cost in self.costs],
             "cpu_s": round(median(cost.cpu_seconds for cost in self.costs), 3),
             "peak_mb": round(self.peak_mb, 1),
+            "peaks_mb": [round(cost.peak_mb, 1) for cost in self.costs],
         }

@@ -50,7 +50,7 @@ def rank_main(rank: int, base: Path, adapter: Path, out: Path) -> None:
     )
     state: dict[str, Any] = {}
     moved = 0
-    for path in (base / "model.safetensors", adapter / "adapter_model.safetensors"):
+    for path in (*sorted(base.glob("*.safetensors")), adapter / "adapter_model.safetensors"):
         with safe_open(path, framework="pt") as file:
             for name in sorted(file.keys()):
                 tensor = file.get_tensor(name)

@@ -12,18 +12,21 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
+SHARD = 5 * 10**9
+"""Default of `convert.max_shard_size`; the synthetic bases have no larger file."""
+
 
 def merge(base: Path, adapter: Path, out: Path) -> None:
     """Our merge of a PEFT adapter into its base."""
     from tasks.weights.adapters.read import read_adapter
     from tasks.weights.adapters.values import require_values
 
-    plan, sources = _planned(base, adapter, 5 * 10**9)
+    plan, sources = _planned(base, adapter)
     require_values([read_adapter(adapter)])
     _make("weights", plan, sources, out)
 
 
-def _planned(base: Path, adapter: Path, max_shard_bytes: int) -> tuple[Any, dict[str, Any]]:
+def _planned(base: Path, adapter: Path) -> tuple[Any, dict[str, Any]]:
     """A merge as the stage plans it, and the inputs by name."""
     from tasks.weights.adapters.changes import changes
     from tasks.weights.adapters.read import read_adapter
@@ -39,7 +42,7 @@ def _planned(base: Path, adapter: Path, max_shard_bytes: int) -> tuple[Any, dict
     with open_checkpoint(base) as weights:
         made = plan_merge(weights.tensors, facts, found, held)
         files = weights.files
-        made = with_output(made, dtype=None, max_shard_bytes=max_shard_bytes, files=files)
+        made = with_output(made, dtype=None, max_shard_bytes=SHARD, files=files)
         return made, {"base": weights, "adapter": lora.tensors}
 
 
@@ -49,13 +52,12 @@ def convert(weights: Path, out: Path) -> None:
     from tasks.weights.plan import Op, Plan
     from tasks.weights.reader import open_checkpoint
 
-    # Above the largest synthetic file (6.2 GB): with a lower bound the files would be cut anew.
     with open_checkpoint(weights) as source:
         ops = tuple(
             Op(name, info.shape, info.dtype, f"model:{name}", info.dtype)
             for name, info in source.tensors.items()
         )
-        plan = with_output(Plan(ops), dtype="BF16", max_shard_bytes=10**10, files=source.files)
+        plan = with_output(Plan(ops), dtype="BF16", max_shard_bytes=SHARD, files=source.files)
         _make("served", plan, {"model": source}, out)
 
 
@@ -80,7 +82,7 @@ def plan(base: Path, adapter: Path) -> None:
     from tasks.weights.layout import lay_out
     from tasks.weights.validate import validate
 
-    made, sources = _planned(base, adapter, 10**10)
+    made, sources = _planned(base, adapter)
     validate(made, sources)
     files = lay_out(made, sources)
     _say({"tensors": len(made.ops), "files": len(files), "bytes": made.nbytes})

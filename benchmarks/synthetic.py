@@ -12,132 +12,67 @@ import hashlib
 import json
 import struct
 import sys
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping
 from math import prod
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-RANK = 64
-ALPHA = 128
+from benchmarks.shapes import (
+    HUGE,
+    SIZES,
+    Size,
+    adapter_config,
+    adapter_shapes,
+    model_config,
+    model_shapes,
+)
+from tasks.weights.writer import Spec, plan_shards, shard_names
+
 _POOL = 1 << 24
+SHARD = 5 * 10**9
+"""Bytes of tensors in a file, at most; the default of `convert.max_shard_size` too."""
 
 
-@dataclass(frozen=True)
-class Size:
-    """A model's shape, as Qwen2.5 has it; head size as there."""
-
-    name: str
-    hidden: int
-    inner: int
-    layers: int
-    heads: int
-    kv_heads: int
-    vocabulary: int = 151_936
-
-    @property
-    def kv(self) -> int:
-        """Width of keys and values."""
-        return self.hidden // self.heads * self.kv_heads
-
-
-SIZES = {
-    "0.5": Size("0.5", 896, 4864, 24, 14, 2),
-    "1.5": Size("1.5", 1536, 8960, 28, 12, 2),
-    "3": Size("3", 2048, 11008, 36, 16, 2),
-    "tiny": Size("tiny", 64, 128, 2, 4, 2, 300),
-}
-
-
-def linears(size: Size) -> dict[str, tuple[int, int]]:
-    """(out, in) of every linear layer, by module name, head left out."""
-    h, i, kv = size.hidden, size.inner, size.kv
-    kinds = {
-        "self_attn.q_proj": (h, h), "self_attn.k_proj": (kv, h), "self_attn.v_proj": (kv, h),
-        "self_attn.o_proj": (h, h), "mlp.gate_proj": (i, h), "mlp.up_proj": (i, h),
-        "mlp.down_proj": (h, i),
-    }  # fmt: skip
-    return {
-        f"model.layers.{layer}.{kind}": shape
-        for layer in range(size.layers)
-        for kind, shape in kinds.items()
-    }
-
-
-def model_shapes(size: Size) -> dict[str, tuple[int, ...]]:
-    """Every tensor of the checkpoint; the head is tied to the embedding."""
-    shapes: dict[str, tuple[int, ...]] = {
-        "model.embed_tokens.weight": (size.vocabulary, size.hidden)
-    }
-    for module, shape in linears(size).items():
-        shapes[f"{module}.weight"] = shape
-        if module.endswith(("q_proj", "k_proj", "v_proj")):
-            shapes[f"{module}.bias"] = shape[:1]
-    for layer in range(size.layers):
-        for norm in ("input_layernorm", "post_attention_layernorm"):
-            shapes[f"model.layers.{layer}.{norm}.weight"] = (size.hidden,)
-    shapes["model.norm.weight"] = (size.hidden,)
-    return shapes
-
-
-def make_model(folder: Path, size: Size, *, seed: int = 0, shard_bytes: int = 5 * 10**9) -> None:
-    """A base in bf16 with config.json and the manifest of an artifact."""
+def make_model(folder: Path, size: Size, *, seed: int = 0) -> None:
+    """A base in bf16 as `save_pretrained` leaves it, with the manifest of an artifact."""
     folder.mkdir(parents=True)
-    (folder / "config.json").write_text(json.dumps(_model_config(size), indent=1))
+    (folder / "config.json").write_text(json.dumps(model_config(size), indent=1))
     shapes = model_shapes(size)
+    shards = plan_shards([Spec(name, shape, "BF16") for name, shape in shapes.items()], SHARD)
     draw = _drawing(seed, 0.02)
-    hashes = write_safetensors(folder / "model.safetensors", shapes, "BF16", draw)
-    tensors = {
-        name: {"shape": list(shape), "dtype": "BF16", "sha256": hashes[name]}
-        for name, shape in shapes.items()
-    }
-    _manifest(folder, "base", {"model.safetensors": tensors})
+    tensors: dict[str, dict[str, object]] = {}
+    for file, shard in zip(shard_names(len(shards)), shards, strict=True):
+        held = {spec.name: spec.shape for spec in shard}
+        hashes = write_safetensors(folder / file, held, "BF16", draw)
+        tensors[file] = {
+            name: {"shape": list(shape), "dtype": "BF16", "sha256": hashes[name]}
+            for name, shape in held.items()
+        }
+    if len(shards) > 1:
+        _write_index(folder, {name: file for file, held in tensors.items() for name in held})
+    _manifest(folder, "base", tensors)
 
 
-def _model_config(size: Size) -> dict[str, Any]:
-    return {
-        "architectures": ["Qwen2ForCausalLM"], "model_type": "qwen2", "dtype": "bfloat16",
-        "hidden_size": size.hidden, "intermediate_size": size.inner, "tie_word_embeddings": True,
-        "num_hidden_layers": size.layers, "num_attention_heads": size.heads,
-        "num_key_value_heads": size.kv_heads, "vocab_size": size.vocabulary,
-        "max_position_embeddings": 4096,
-    }  # fmt: skip
-
-
-def _adapter_config(size: Size) -> dict[str, Any]:
-    return {
-        "peft_type": "LORA", "task_type": "CAUSAL_LM", "r": RANK, "lora_alpha": ALPHA,
-        "target_modules": sorted({name.rpartition(".")[2] for name in linears(size)}),
-        "bias": "none", "inference_mode": True, "lora_dropout": 0.0, "init_lora_weights": True,
-        "base_model_name_or_path": "synthetic", "use_rslora": False, "fan_in_fan_out": False,
-    }  # fmt: skip
+def _write_index(folder: Path, files: Mapping[str, str]) -> None:
+    path = folder / "model.safetensors.index.json"
+    path.write_text(json.dumps({"metadata": {}, "weight_map": dict(files)}))
 
 
 def make_adapter(folder: Path, size: Size, *, seed: int = 1) -> None:
     """A PEFT adapter of rank 64 on every linear layer."""
     folder.mkdir(parents=True)
-    (folder / "adapter_config.json").write_text(json.dumps(_adapter_config(size), indent=1))
+    (folder / "adapter_config.json").write_text(json.dumps(adapter_config(size), indent=1))
     path = folder / "adapter_model.safetensors"
     write_safetensors(path, adapter_shapes(size), "BF16", _drawing(seed, 0.02))
-
-
-def adapter_shapes(size: Size) -> dict[str, tuple[int, ...]]:
-    """Every tensor of the adapter's file."""
-    shapes: dict[str, tuple[int, ...]] = {}
-    for module, (rows, columns) in linears(size).items():
-        shapes[f"base_model.model.{module}.lora_A.weight"] = (RANK, columns)
-        shapes[f"base_model.model.{module}.lora_B.weight"] = (rows, RANK)
-    return shapes
 
 
 Draw = Callable[[int], Iterator[NDArray[np.uint16]]]
 
 
 def header(
-    shapes: dict[str, tuple[int, ...]], dtype: str, metadata: dict[str, str]
+    shapes: Mapping[str, tuple[int, ...]], dtype: str, metadata: dict[str, str]
 ) -> tuple[bytes, int]:
     """Head of a file of 16-bit tensors, and how many bytes of tensors follow."""
     entries: dict[str, object] = {"__metadata__": {"format": "pt", **metadata}}
@@ -153,7 +88,7 @@ def header(
 
 def write_safetensors(
     path: Path,
-    shapes: dict[str, tuple[int, ...]],
+    shapes: Mapping[str, tuple[int, ...]],
     dtype: str,
     draw: Draw,
     metadata: dict[str, str] | None = None,
@@ -188,7 +123,7 @@ def _drawing(seed: int, deviation: float) -> Draw:
     return draw
 
 
-def _manifest(folder: Path, kind: str, tensors: dict[str, dict[str, object]]) -> None:
+def _manifest(folder: Path, kind: str, tensors: Mapping[str, Mapping[str, object]]) -> None:
     """A manifest as `tasks.artifact` writes it."""
     files = {}
     for path in sorted(folder.iterdir()):
@@ -225,26 +160,20 @@ def make_shards(folder: Path, size: Size, *, world: int = 2) -> None:
     (folder / "partitions.json").write_text(json.dumps(document))
 
 
-HUGE = Size("huge", 12_288, 45_056, 100, 96, 8)
-"""About 400 GB in bf16: one file a layer, about 4 GB each."""
-
-
 def make_sparse(base: Path, adapter: Path) -> None:
     """A checkpoint of 100 shards and its adapter: real headers, and holes for the tensors."""
     base.mkdir(parents=True)
     by_file: dict[str, dict[str, tuple[int, ...]]] = {}
+    files = shard_names(HUGE.layers + 1)
     for name, shape in model_shapes(HUGE).items():
-        layer = int(name.split(".")[2]) if name.startswith("model.layers.") else 0
-        file = f"model-{layer + 1:05d}-of-{HUGE.layers:05d}.safetensors"
-        by_file.setdefault(file, {})[name] = shape
+        index = int(name.split(".")[2]) + 1 if name.startswith("model.layers.") else 0
+        by_file.setdefault(files[index], {})[name] = shape
     for file, shapes in by_file.items():
         write_hollow(base / file, shapes)
-    index = {name: file for file, shapes in by_file.items() for name in shapes}
-    path = base / "model.safetensors.index.json"
-    path.write_text(json.dumps({"metadata": {}, "weight_map": index}))
+    _write_index(base, {name: file for file, shapes in by_file.items() for name in shapes})
     adapter.mkdir(parents=True)
-    (base / "config.json").write_text(json.dumps(_model_config(HUGE)))
-    (adapter / "adapter_config.json").write_text(json.dumps(_adapter_config(HUGE)))
+    (base / "config.json").write_text(json.dumps(model_config(HUGE)))
+    (adapter / "adapter_config.json").write_text(json.dumps(adapter_config(HUGE)))
     write_hollow(adapter / "adapter_model.safetensors", adapter_shapes(HUGE))
 
 

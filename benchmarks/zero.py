@@ -21,17 +21,17 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from benchmarks.children import Series, run
-from benchmarks.synthetic import SIZES, model_shapes
+from benchmarks.shapes import SIZES, model_config, model_shapes
 
 if TYPE_CHECKING:
-    from benchmarks.weights import Bench
+    from benchmarks.rounds import Bench
 
 RANKS = 4
 TAG = "global_step10"
 
 
 def rows(bench: Bench, size: str = "0.5") -> list[dict[str, Any]]:
-    """Time and memory, as fields of `weights.Row`."""
+    """Time and memory, as fields of `rounds.Row`."""
     source = bench.root / f"zero3-{size}"
     if not source.exists():
         run([sys.executable, "-m", "benchmarks.zero", "make", str(source), size])
@@ -84,10 +84,11 @@ def make(folder: Path, size: str) -> None:
     root = folder / TAG
     root.mkdir(parents=True)
     (folder / "latest").write_text(TAG)
+    (folder / "config.json").write_text(json.dumps(model_config(SIZES[size])))
     for script in ("zero_to_fp32.py", "zero_to_torch.py"):
         shutil.copy(Path(zero_to_fp32.__file__).with_name(script), folder)
     share = sum(-(-prod(shape) // RANKS) for shape in shapes.values())
-    state = {
+    state: dict[str, Any] = {
         "module": OrderedDict((name, torch.empty(0, dtype=torch.bfloat16)) for name in shapes),
         "buffer_names": [], "optimizer": None, "param_shapes": [shapes],
         "frozen_param_shapes": OrderedDict(), "frozen_param_fragments": OrderedDict(),
@@ -108,17 +109,17 @@ def make(folder: Path, size: str) -> None:
 
 
 def convert(folder: Path, out: Path) -> None:
-    """Ours: plan, validate, execute."""
-    from tasks.weights.deepspeed.checkpoint import read_zero
-    from tasks.weights.deepspeed.plans import INPUT, plan_model
+    """Ours: planned, validated and run as `deliver` does."""
+    from tasks.deliver.planning import prepare
+    from tasks.deliver.recognise import recognise
+    from tasks.deliver.work import Request, Target
     from tasks.weights.execute import execute
-    from tasks.weights.validate import validate
+    from tasks.weights.worker import perform
 
-    checkpoint = read_zero(folder)
-    plan = plan_model(checkpoint, dtype="BF16", max_shard_bytes=5 * 10**9)
+    target = Target("bfloat16", 5 * 10**9)
+    work = prepare(Request(recognise(folder), None, target, None, None, perform))
     out.mkdir(parents=True)
-    validate(plan, {INPUT: checkpoint}, out=out)
-    execute(plan, {INPUT: checkpoint}, out)
+    execute(work.model, work.opened, out)
 
 
 def main() -> None:
@@ -141,7 +142,7 @@ def main() -> None:
     elif asked.command == "convert":
         convert(asked.folder, asked.out)
     else:
-        from benchmarks.weights import Bench
+        from benchmarks.rounds import Bench
 
         asked.root.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(dir=asked.root) as folder:

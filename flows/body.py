@@ -1,4 +1,4 @@
-"""The body of a flow: compose, check, run the chain, and end with a summary whatever happened.
+"""The body of a training flow: compose, check, run the chain, judge, register.
 
 It runs under the command line and in a Prefect worker alike; both hand it Hydra overrides.
 """
@@ -7,26 +7,20 @@ from __future__ import annotations
 
 import os
 import time
-from dataclasses import asdict, dataclass, field
-from datetime import datetime
 from typing import Any
 
 from prefect import get_run_logger, task
-from prefect.artifacts import create_markdown_artifact
-from prefect.runtime import flow_run
 
+from flows.attempt import Attempt, in_prefect, tracker_of
 from flows.chain import Chain
 from flows.config import Composed, compose_config
 from flows.lock import hold
 from flows.plan import check, render
-from flows.summary import Summary, evaluation, stage_entry
-from tasks.artifact import Artifact, sweep
-from tasks.errors import PlumblineError
+from flows.summary import stage_entry
+from tasks.artifact import Artifact
 from tasks.launch import kill_children_on_abort
 from tasks.register import Gate, judge_gate, register
 from tasks.scoring import ReferenceScorer
-from tasks.stage import Mechanism
-from tasks.tracking import Tracker
 
 
 def run_flow(name: str, overrides: list[str]) -> dict[str, Any]:
@@ -46,100 +40,51 @@ def run_flow(name: str, overrides: list[str]) -> dict[str, Any]:
         return {"status": "planned", "plan": text}
     check(composed)
     with hold(composed.runs, composed.settings["paths"]["wait_s"]), kill_children_on_abort():
-        return _Attempt.begin(name, composed, overrides).run()
-
-
-@dataclass
-class _Attempt:
-    """One attempt at a flow: what it holds while it runs, and what it came to."""
-
-    composed: Composed
-    summary: Summary
-    run_id: str
-    mechanism: Mechanism
-    started: float = field(default_factory=time.monotonic)
-
-    @classmethod
-    def begin(cls, name: str, composed: Composed, overrides: list[str]) -> _Attempt:
-        runs, settings = composed.runs, composed.settings
-        run_id = f"{datetime.now():%Y%m%d-%H%M%S}-{str(flow_run.id)[:8]}"
-        logs = runs / "logs" / run_id
-        logs.mkdir(parents=True)
-        sweep(runs / "artifacts")
-        tracker = Tracker(
-            composed.tracking_uri, settings["tracking"]["experiment"], composed.tracking_root
+        exp = experiment_of(overrides)
+        attempt = Attempt.begin(
+            name, composed, in_prefect(name), tracker=tracker_of(composed), exp=exp
         )
-        store = runs / "artifacts"
-        mechanism = Mechanism(store, logs, tracker, force=frozenset(settings["force"]))
-        summary = Summary("running", name, experiment_of(overrides), 0.0)
-        return cls(composed, summary, run_id, mechanism)
-
-    def run(self) -> dict[str, Any]:
-        """Run the chain inside its MLflow run; write the summary however it ends."""
-        tracker = self.mechanism.tracker
-        tags = {"exp": self.summary.exp or "", "prefect.flow_run_id": str(flow_run.id)}
-        settings = self.composed.settings
-        try:
-            name = " ".join(filter(None, (self.summary.flow, self.summary.exp)))
-            with tracker.flow(name, settings, self.composed.text, tags) as run_id:
-                self.summary.mlflow_run_id = run_id
-                self._stages()
-                self._end("completed")
-        except PlumblineError as error:
-            self.summary.error = error.message
-            self._end("failed")
-            raise
-        except BaseException as error:
-            ended = isinstance(error, Exception)
-            self.summary.error = f"{type(error).__name__}: {error}" if ended else "interrupted"
-            self._end("failed" if ended else "cancelled")
-            raise
-        return asdict(self.summary)
-
-    def _stages(self) -> None:
-        log = get_run_logger()
-        log_path = self.mechanism.logs / "reference.log"
-        with ReferenceScorer(log=log, log_path=log_path, threads=self._threads()) as scorer:
-            served = Chain(self.composed.settings, self.mechanism, scorer).deliver()
-        self.summary.served = str(served.artifact.path)
-        self._register(served.artifact)
-
-    def _threads(self) -> int:
-        """Those of a rank: with another number of threads sums are rounded differently."""
-        train = self.composed.settings["train"]
-        return train["threads"] or max(1, len(os.sched_getaffinity(0)) // train["nproc"])
-
-    def _register(self, served: Artifact) -> None:
-        """Not a cached stage: the registry may be another one, or may have been emptied."""
-        settings, results = self.composed.settings, self.mechanism.results
-        metrics = {k: v for result in results for k, v in result.metrics.items()}
-        gate = judge_gate(metrics, min_eval_gain=settings["gate"]["min_eval_gain"])
-        self.summary.gate = {"passed": gate.passed, "reasons": list(gate.reasons)}
-        before = time.monotonic()
-        version = task(_write_version, name="register", cache_policy=None)(self, served, gate)
-        self.summary.gate["version"] = version
-        self.summary.stages = [*map(stage_entry, results), _register_entry(version, before)]
-
-    def _end(self, status: str) -> None:
-        """Write the summary, and put it where people look: orchestrator, tracker, disk."""
-        self.summary.status = status
-        self.summary.seconds = round(time.monotonic() - self.started, 1)
-        self.summary.eval = evaluation(self.mechanism.results)
-        if not self.summary.stages:
-            self.summary.stages = [stage_entry(result) for result in self.mechanism.results]
-        runs = self.composed.runs
-        self.summary.write(runs, self.run_id, {"config.yaml": self.composed.text})
-        if status == "cancelled":
-            return  # no request to a server now: there are seconds to be gone in
-        create_markdown_artifact(self.summary.markdown(), key="rlhf-checks", description="checks")
-        if self.summary.mlflow_run_id and status == "completed":
-            files = {"summary.json": (runs / "latest" / "summary.json").read_text()}
-            scores = {f"eval/{k}": v for k, v in self.summary.eval.items() if v is not None}
-            scores["seconds"] = self.summary.seconds
-            self.mechanism.tracker.log_parent(scores, files, self.summary.markdown())
+        return attempt.run(" ".join(filter(None, (name, exp))), _stages)
 
 
-def _write_version(attempt: _Attempt, served: Artifact, gate: Gate) -> str:
+def experiment_of(overrides: list[str]) -> str | None:
+    """The experiment that the overrides name, if any."""
+    named = [o.partition("=")[2] for o in overrides if o.lstrip("+").startswith("exp=")]
+    return named[-1] if named else None
+
+
+def _stages(attempt: Attempt) -> None:
+    """The chain, and what its end is told to: summary and registry."""
+    mechanism, composed = attempt.mechanism, attempt.composed
+    log_path = mechanism.logs / "reference.log"
+    scorer = ReferenceScorer(log=attempt.host.log, log_path=log_path, threads=_threads(composed))
+    with scorer:
+        served = Chain(composed.settings, mechanism, scorer).deliver()
+    attempt.summary.served = str(served.artifact.path)
+    _register(attempt, served.artifact)
+
+
+def _threads(composed: Composed) -> int:
+    """Those of a rank: with another number of threads sums are rounded differently."""
+    train = composed.settings["train"]
+    return train["threads"] or max(1, len(os.sched_getaffinity(0)) // train["nproc"])
+
+
+def _register(attempt: Attempt, served: Artifact) -> None:
+    """Not a cached stage: the registry may be another one, or may have been emptied."""
+    settings, results = attempt.composed.settings, attempt.mechanism.results
+    metrics = {k: v for result in results for k, v in result.metrics.items()}
+    gate = judge_gate(metrics, min_eval_gain=settings["gate"]["min_eval_gain"])
+    verdict: dict[str, Any] = {"passed": gate.passed, "reasons": list(gate.reasons)}
+    attempt.summary.gate = verdict
+    before = time.monotonic()
+    version = task(_write_version, name="register", cache_policy=None)(attempt, served, gate)
+    verdict["version"] = version
+    attempt.summary.stages = [*map(stage_entry, results), _register_entry(version, before)]
+
+
+def _write_version(attempt: Attempt, served: Artifact, gate: Gate) -> str:
+    results = attempt.mechanism.results
     return register(
         attempt.mechanism.tracker,
         served=served,
@@ -147,7 +92,7 @@ def _write_version(attempt: _Attempt, served: Artifact, gate: Gate) -> str:
         model_name=attempt.composed.settings["tracking"]["model_name"],
         tags={
             "exp": attempt.summary.exp or "",
-            **{f"digest.{r.artifact.kind}": r.artifact.digest for r in attempt.mechanism.results},
+            **{f"digest.{result.artifact.kind}": result.artifact.digest for result in results},
         },
     )
 
@@ -161,9 +106,3 @@ def _register_entry(version: str, before: float) -> dict[str, Any]:
         "tensors_checked": 0,
         "drift": None,
     }
-
-
-def experiment_of(overrides: list[str]) -> str | None:
-    """The experiment that the overrides name, if any."""
-    named = [o.partition("=")[2] for o in overrides if o.lstrip("+").startswith("exp=")]
-    return named[-1] if named else None

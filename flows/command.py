@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-import sys
 from pathlib import Path
 
 from flows.bootstrap import bootstrap
 from flows.config import Composed
 from flows.entry import run_main
 from flows.lock import hold
+from flows.outcome import exit_status
 from flows.plan import check, render
 from flows.prefect_server import prefect_server
 from flows.signals import exit_on_signals
-from tasks.errors import PlumblineError
 from tasks.launch import kill_children_on_abort
 
 PROJECT = Path(__file__).resolve().parents[1]
@@ -32,28 +31,12 @@ def _job(composed: Composed, overrides: list[str]) -> int:
     check(composed)
     if composed.settings["plan"]:
         return 0
-    try:
-        with (
-            hold(composed.runs, composed.settings["paths"]["wait_s"]),
-            prefect_server(composed.runs, meanwhile=("flows.rlhf", "mlflow")),
-            kill_children_on_abort(),
-        ):
-            return _run(composed, overrides)
-    except PlumblineError as error:
-        print(error.report(), file=sys.stderr)
-        return error.exit_code
+    with (
+        hold(composed.runs, composed.settings["paths"]["wait_s"]),
+        prefect_server(composed.runs, meanwhile=("flows.rlhf", "mlflow")),
+        kill_children_on_abort(),
+    ):
+        from flows.rlhf import rlhf
 
-
-def _run(composed: Composed, overrides: list[str]) -> int:
-    from flows.rlhf import rlhf
-
-    state = rlhf(overrides, tag=composed.settings["tag"] or "manual", return_state=True)
-    if state.is_completed():
-        print((composed.runs / "latest" / "summary.txt").read_text())
-        return 0
-    error = state.result(raise_on_failure=False)
-    if isinstance(error, PlumblineError):
-        print(f"\n{error.report()}\n  logs: {composed.runs / 'logs'}", file=sys.stderr)
-        return error.exit_code
-    print(f"\n{type(error).__name__}: {error}\n  logs: {composed.runs / 'logs'}", file=sys.stderr)
-    return 1
+        tag = composed.settings["tag"] or "manual"
+        return exit_status(rlhf(overrides, tag=tag, return_state=True), composed.runs)

@@ -65,6 +65,12 @@ class Delivery:
         """Where artifacts are published."""
         return self.runs / "artifacts"
 
+    @property
+    def inputs(self) -> tuple[Path, ...]:
+        """Folders whose files end up in what is delivered."""
+        roots = [self.given.root, *(one.given.root for one in self.adapters), self.tokens.folder]
+        return tuple(dict.fromkeys([*roots, *([self.base] if self.base is not None else [])]))
+
     def run(self, mechanism: Mechanism, scorer: ReferenceScorer | None) -> StageResult:
         """Run the stages that apply; `put` comes after. Returns convert's result.
 

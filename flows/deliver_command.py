@@ -15,11 +15,11 @@ from pathlib import Path
 
 from flows.bootstrap import bootstrap
 from flows.config import Composed
-from flows.deliver_body import direct, prepared, show
+from flows.deliver_body import Planned, direct, hand_over, plan
 from flows.entry import run_main
 from flows.lock import hold
+from flows.outcome import completed, exit_status
 from flows.signals import exit_on_signals
-from tasks.errors import PlumblineError
 from tasks.launch import kill_children_on_abort
 
 PROJECT = Path(__file__).resolve().parents[1]
@@ -34,24 +34,31 @@ def main() -> int:
 def _job(composed: Composed, overrides: list[str]) -> int:
     """One delivery: everything that can be refused is refused before anything is written."""
     bootstrap(PROJECT, composed.runs)
-    delivery = prepared(composed)
-    print(show(delivery, composed), flush=True)
+    planned = plan(composed)
+    print(planned.text(), flush=True)
     if composed.settings["plan"]:
         return 0
-    try:
-        with (
-            hold(composed.runs, composed.settings["paths"]["wait_s"]),
-            kill_children_on_abort(),
-        ):
-            if delivery.engine is None:
-                return _directly(composed)
-            return _in_prefect(composed, overrides)
-    except PlumblineError as error:
-        print(error.report(), file=sys.stderr)
-        return error.exit_code
+    with hold(composed.runs, composed.settings["paths"]["wait_s"]), kill_children_on_abort():
+        if planned.delivery.engine is None:
+            direct(planned, _log(), uuid.uuid4().hex)
+            return completed(composed.runs)
+        return _in_prefect(planned, overrides)
 
 
-def _directly(composed: Composed) -> int:
+def _in_prefect(planned: Planned, overrides: list[str]) -> int:
+    from flows.prefect_server import prefect_server
+
+    composed = planned.composed
+    with prefect_server(composed.runs, meanwhile=("flows.deliver", "mlflow")):
+        from flows.deliver import deliver
+
+        hand_over(planned)
+        tag = composed.settings["tag"] or "manual"
+        return exit_status(deliver(overrides, tag=tag, return_state=True), composed.runs)
+
+
+def _log() -> logging.Logger:
+    """A log on standard error: without Prefect nobody else sets one up."""
     log = logging.getLogger("plumbline.deliver")
     if not log.handlers:
         handler = logging.StreamHandler(sys.stderr)
@@ -59,28 +66,4 @@ def _directly(composed: Composed) -> int:
         log.addHandler(handler)
         log.setLevel(os.environ.get("PLUMBLINE_LOG_LEVEL", "INFO"))
         log.propagate = False
-    direct(composed, log, uuid.uuid4().hex[:8])
-    return _finish(composed)
-
-
-def _in_prefect(composed: Composed, overrides: list[str]) -> int:
-    from flows.prefect_server import prefect_server
-
-    with prefect_server(composed.runs, meanwhile=("flows.deliver", "mlflow")):
-        from flows.deliver import deliver
-
-        state = deliver(overrides, tag=composed.settings["tag"] or "manual", return_state=True)
-        if state.is_completed():
-            return _finish(composed)
-        error = state.result(raise_on_failure=False)
-        if isinstance(error, PlumblineError):
-            print(f"\n{error.report()}\n  logs: {composed.runs / 'logs'}", file=sys.stderr)
-            return error.exit_code
-        said = f"{type(error).__name__}: {error}"
-        print(f"\n{said}\n  logs: {composed.runs / 'logs'}", file=sys.stderr)
-        return 1
-
-
-def _finish(composed: Composed) -> int:
-    print((composed.runs / "latest" / "summary.txt").read_text())
-    return 0
+    return log

@@ -17,7 +17,7 @@ from tasks.deliver.recognise import Given
 from tasks.deliver.recorded import attention_of
 from tasks.deliver.side_files import Tokens, find_tokens, side_findings
 from tasks.deliver.work import Request, Target, Work
-from tasks.errors import ConfigError, PlumblineError
+from tasks.errors import ConfigError, PlumblineError, first_and_more
 from tasks.weights.quantize import check_quantize
 from tasks.weights.reader import check_dtype
 from tasks.weights.worker import perform
@@ -49,7 +49,7 @@ def _prepare(composed: Composed) -> Delivery:
     inputs = [*(one.root for one in all_given), *([base] if base is not None else [])]
     findings = list(out_findings(out, inputs=inputs, expected=None, overwrite=True))
     if findings:
-        raise ConfigError(findings[0], details=findings[1:], hint="out=<another folder>")
+        raise ConfigError(first_and_more(findings), details=findings, hint="out=<another folder>")
     quantization = _quantization(all_given, base, settings["merge"], store)
     config = settings["adapter_config"]
     request = Request(
@@ -93,11 +93,11 @@ def _target(convert: Mapping[str, Any]) -> Target:
 
 
 def _require_measurable(work: Work, engine: str) -> None:
-    if not work.is_causal:
+    if not (work.is_causal or work.is_reward):
         names = ", ".join(work.config.get("architectures") or ["no class"])
         raise ConfigError(
-            f"smoke.engine={engine}: only causal language models are measured here, this is "
-            f"{names}",
+            f"smoke.engine={engine}: only causal language models and reward models are measured "
+            f"here, this is {names}",
             hint="smoke.engine=none",
         )
 
@@ -113,8 +113,8 @@ def _check_base(given: Given, base: Path | None, composed: Composed) -> tuple[st
         return ()
     if composed.settings["check_base"]:
         raise ConfigError(
-            f"wrong base: {findings[0]}",
-            details=findings[1:],
+            f"wrong base: {first_and_more(findings)}",
+            details=findings,
             hint="base=<the base that was trained>; check_base=false takes this one all the same",
         )
     return tuple(findings)
@@ -147,7 +147,11 @@ def _token_folders(given: Given) -> list[Path]:
 def _refuse_misfits(work: Work, tokens: Tokens) -> None:
     findings = list(side_findings(work, tokens))
     if findings:
-        raise ConfigError(f"tokenizer and model do not fit: {findings[0]}", details=findings[1:])
+        raise ConfigError(
+            f"tokenizer and model do not fit: {first_and_more(findings)}",
+            details=findings,
+            hint="put the tokenizer that belongs to the model into SOURCE's folder",
+        )
 
 
 def _folder(text: str) -> Path:

@@ -9,21 +9,25 @@ from typing import TYPE_CHECKING, Any
 
 from tasks.artifact import Artifact
 from tasks.deliver.adapters import role, weights_of
+from tasks.deliver.engine import SHORTEST, EngineSettings
 from tasks.deliver.identity import folder_identity
 from tasks.deliver.measuring import Measuring
-from tasks.deliver.smoke import EngineSettings, reference, smoke
+from tasks.deliver.reward_drift import LIMITS
+from tasks.deliver.rewards import reward_reference, reward_smoke
+from tasks.deliver.smoke import reference, smoke
 from tasks.deliver.stages import convert, gather, merge, value_head
-from tasks.deliver.texts import probe_texts
+from tasks.deliver.texts import PROBE_TOKENS, probe_texts
 from tasks.fingerprint import PROFILES
 from tasks.scoring import ReferenceScorer
 from tasks.stage import Mechanism, Stage, StageResult
+from tasks.vllm_jobs import HEADROOM
 from tasks.weights.writer import parse_size
 
 if TYPE_CHECKING:
     from flows.deliver_chain import Delivery
 
-_CODE = ("tasks/deliver", "tasks/handoff.py", "tasks/weights")
-_MEASURE = ("tasks/fingerprint.py", "tasks/scoring.py", "tasks/serving", "tasks/serve.py")
+_CODE = ("tasks/deliver", "tasks/handoff.py", "tasks/served.py", "tasks/weights")
+_MEASURE = ("tasks/fingerprint.py", "tasks/scoring.py", "tasks/serving", "tasks/vllm_jobs.py")
 _TORCH = ("torch", "transformers", "tokenizers", "safetensors")
 GATHER_ADAPTER = Stage("gather", "adapter", _CODE, ("torch", "safetensors"))
 GATHER_WEIGHTS = Stage("gather", "weights", _CODE, _TORCH)
@@ -50,9 +54,9 @@ class Steps:
         weights = source
         if work.gather is not None:
             weights = self._gather(source, with_base)
-        measured: dict[str, Artifact] = {}
-        if self.scorer is not None:
-            measured = {"reference": self._reference(source, weights, with_base)}
+        before = None if self.scorer is None else self._reference(source, weights, with_base)
+        # Rewards are compared at the end alone: there is no fingerprint to take on the way.
+        measured = {"reference": before} if before is not None and not work.is_reward else {}
         if work.merge is not None:
             inputs = {"adapter": weights, **self._further, **with_base, **measured}
             config = {**self._target, **self._mode, **self._weights}
@@ -61,8 +65,8 @@ class Steps:
         served = self._run(CONVERT, convert, inputs, self._convert_config())
         if work.head is not None:
             self._run(VALUE_HEAD, value_head, {"source": source}, {})
-        if self.scorer is not None:
-            self._smoke(served.artifact, measured["reference"])
+        if before is not None:
+            self._smoke(served.artifact, before)
         return served
 
     def _gather(self, source: Artifact, with_base: dict[str, Artifact]) -> Artifact:
@@ -88,28 +92,31 @@ class Steps:
         dtype = str(self.delivery.work.config.get("dtype") or self._target["dtype"])
         config = {
             "texts": probe_texts(smoke_settings["texts"], smoke_settings["probes"]),
+            "limit": self._probe_tokens,
             "dtype": dtype,
             "attn_implementation": self.delivery.attention,
             "quantization": quantization,
             **self._weights,
         }
         context = {"tokenizer": self.delivery.tokens.folder, "scorer": self.scorer}
+        function = reward_reference if self.delivery.work.is_reward else reference
         result = self.mechanism.run(
-            REFERENCE, reference, inputs=inputs, config=config, context=context
+            REFERENCE, function, inputs=inputs, config=config, context=context
         )
         return result.artifact
 
-    def _smoke(self, served: Artifact, measured: Artifact) -> None:
+    def _smoke(self, served: Artifact, before: Artifact) -> None:
         settings = self.delivery.settings["smoke"]
         names = EngineSettings.__dataclass_fields__
+        is_reward = self.delivery.work.is_reward
         self.mechanism.run(
             SMOKE,
-            smoke,
-            inputs={"served": served, "reference": measured},
+            reward_smoke if is_reward else smoke,
+            inputs={"served": served, "reference": before},
             config={
                 "engine": self.delivery.engine,
                 "settings": EngineSettings(**{name: settings[name] for name in names}),
-                "profile": PROFILES[settings["profile"]],
+                "profile": (LIMITS if is_reward else PROFILES)[settings["profile"]],
                 "attn_implementation": self.delivery.attention,
             },
             context={
@@ -117,6 +124,15 @@ class Steps:
                 "log_path": self.mechanism.logs / "smoke_eval.log",
             },
         )
+
+    @property
+    def _probe_tokens(self) -> int:
+        """Tokens of a text that fit into the model's context, and into what vLLM is given."""
+        config, settings = self.delivery.work.config, self.delivery.settings["smoke"]
+        text = config.get("text_config") or config
+        context = text.get("max_position_embeddings") or text.get("n_positions") or PROBE_TOKENS * 2
+        room = settings["max_model_len"] or context - HEADROOM
+        return max(SHORTEST, min(PROBE_TOKENS, room - settings["greedy_tokens"]))
 
     @property
     def _target(self) -> dict[str, Any]:

@@ -25,6 +25,7 @@ from typing import Any
 from tasks.errors import ArtifactError
 from tasks.staging import staging as staging
 from tasks.staging import sweep as sweep
+from tasks.weights.extents import write_refused
 from tasks.weights.header import Header, read_header
 from tasks.weights.journal import JOURNAL, read_outcomes
 
@@ -69,9 +70,11 @@ def publish(work: Path, final: Path, origin: Origin) -> Artifact:
     Tensors that were hashed while they were written, as the journal says, are not read again.
     An older artifact at `final` (altered, or forced to be rebuilt) is moved aside first and removed
     after the rename, so that no moment exists at which a half-written directory is visible.
+
+    Raises:
+        ArtifactError: the manifest cannot be written, or something cannot be flushed (full disk).
     """
     tensors, files = inventory(work, known=_journal_hashes(work))
-    (work / JOURNAL).unlink(missing_ok=True)
     document: dict[str, Any] = {
         "format": 1,
         "kind": origin.kind,
@@ -86,8 +89,12 @@ def publish(work: Path, final: Path, origin: Origin) -> Artifact:
         "notes": dict(origin.notes),
         "created": datetime.now(UTC).isoformat(timespec="seconds"),
     }
-    (work / MANIFEST).write_text(json.dumps(document, indent=1, sort_keys=True) + "\n")
-    _flush(work)
+    try:
+        (work / MANIFEST).write_text(json.dumps(document, indent=1, sort_keys=True) + "\n")
+        _flush(work)
+    except OSError as error:  # a full disk; the journal stays, for the run that comes after
+        raise write_refused(work, error) from error
+    (work / JOURNAL).unlink(missing_ok=True)
     old = final.parent / f".{final.name}.{os.getpid()}.old.tmp"
     if final.exists():
         final.rename(old)

@@ -20,14 +20,11 @@ from tasks.handoff import (
     Trained,
     carry_over,
     copy_files,
-    endings,
     measure,
-    served_config,
-    write_json,
 )
 from tasks.report import StageReport
 from tasks.scoring import ModelRef, Score
-from tasks.weights.contracts import ModelFacts
+from tasks.served import Said, agreement, write_configs
 from tasks.weights.execute import Executed, execute
 from tasks.weights.layout import as_is, with_output
 from tasks.weights.opening import SourceRef
@@ -47,9 +44,8 @@ from tasks.weights.reader import (
     open_checkpoint,
     read_json,
 )
-from tasks.weights.tokenizer import TokenizerFacts, read_tokenizer
+from tasks.weights.tokenizer import read_tokenizer
 from tasks.weights.validate import validate
-from tasks.weights.vocabulary import vocabulary_of
 from tasks.weights.worker import (
     Perform,
     ask_execute,
@@ -118,12 +114,18 @@ def convert(
         unchanged = all(source.sha256(op.key) == done.sha256[op.name] for op in plan.ops)
     log.info("convert: %d tensors, %d files linked", len(plan.ops), len(done.linked))
     copy_files(trained / "tokenizer", out)
-    quantized = ask_quantization_config(perform, scheme, left_alone(facts)) if scheme else None
-    both = endings(tokenizer.stops, tokenizer.eos if tokenizer.pad is None else tokenizer.pad)
-    write_json(out / GENERATION_CONFIG, read_json(weights / GENERATION_CONFIG) | both)
-    config = served_config(read_json(weights / CONFIG), dtype=dtype, quantized=quantized)
-    write_json(out / CONFIG, config | both)
-    checks += _agreement(out, tokenizer, facts, plan, quantized)
+    said = Said(
+        config=read_json(weights / CONFIG),
+        generation=read_json(weights / GENERATION_CONFIG),
+        dtype=dtype,
+        stops=tokenizer.stops,
+        pad=tokenizer.eos if tokenizer.pad is None else tokenizer.pad,
+        tokenizer=tokenizer,
+        template=True,
+        quantized=ask_quantization_config(perform, scheme, left_alone(facts)) if scheme else None,
+    )
+    write_configs(out, said)
+    checks += agreement(out, said, facts, plan)
     notes = {"linked": sorted(done.linked), "drift_carried_over": unchanged}
     files = {one.file for one in done.outcomes.values()}
     metrics = {"tensors": float(len(plan.ops)), "files": float(len(files))}
@@ -156,55 +158,6 @@ def _tensor_checks(
         for name, count in done.nonfinite.items()
     ]
     return checks
-
-
-def _agreement(
-    out: Path,
-    tokenizer: TokenizerFacts,
-    facts: ModelFacts,
-    plan: Plan,
-    quantized: Mapping[str, Any] | None,
-) -> list[Check]:
-    """Whether what was written agrees with itself: read back, file against file."""
-    config, generation = read_json(out / CONFIG), read_json(out / GENERATION_CONFIG)
-    shapes = {op.name: op.shape for op in plan.ops}
-    rows = shapes.get(facts.embedding, (0,))[0]
-    text = config.get("text_config") or config
-    served = read_tokenizer(out)
-    sizes = vocabulary_of({facts.embedding: (0, 0), **shapes}, facts, served, config)
-    pad = tokenizer.eos if tokenizer.pad is None else tokenizer.pad
-    stops = sorted(_as_list(generation.get("eos_token_id")))
-    return [
-        _equal("config.json vocab_size", rows, text.get("vocab_size")),
-        Check(
-            "tokenizer fits the embedding",
-            f"a row for each of at most {rows} ids",
-            next(sizes.findings(), str(sizes)),
-            ok=not list(sizes.findings()),
-        ),
-        _equal("generation_config.json eos_token_id", sorted(tokenizer.stops), stops),
-        _equal("config.json eos_token_id", stops, sorted(_as_list(config.get("eos_token_id")))),
-        _equal("pad_token_id of both", [pad, pad], [_pad(config), _pad(generation)]),
-        _equal("config.json quantization_config", quantized, config.get("quantization_config")),
-        Check(
-            "chat template",
-            "the trained side's",
-            "present" if served.template else "absent",
-            ok=bool(served.template) and served.template == tokenizer.template,
-        ),
-    ]
-
-
-def _equal(name: str, expected: object, found: object) -> Check:
-    return Check(name, str(expected), str(found), ok=expected == found)
-
-
-def _as_list(value: Any) -> list[int]:
-    return list(value) if isinstance(value, list) else [] if value is None else [value]
-
-
-def _pad(config: Mapping[str, Any]) -> Any:
-    return config.get("pad_token_id")
 
 
 def _drift(

@@ -46,7 +46,8 @@ class PlumblineError(Exception):
         """The whole error as a person should read it: message, details, what to do."""
         named = f"{self.stage} failed: " if self.stage else ""
         lines = [named + self.message.removeprefix(f"{self.stage}: ")]
-        lines += [f"  {line}" for line in self.details]
+        told = len(self.details) == 1 and self.details[0] in self.message  # nothing to add
+        lines += [] if told else [f"  {line}" for line in self.details]
         if self.hint:
             lines.append(f"  -> {self.hint}")
         return "\n".join(lines)
@@ -110,3 +111,17 @@ class StageProcessError(PlumblineError):
         self.stage = stage
         self.returncode = returncode
         self.reason = reason
+
+
+def first_and_more(findings: Sequence[str]) -> str:
+    """One line for several findings: the first, and how many more the details hold.
+
+    Args:
+        findings: at least one; all of them belong into the error's `details`.
+
+    Raises:
+        ValueError: there is nothing to report.
+    """
+    if not findings:
+        raise ValueError("no findings: there is no error to report")
+    return findings[0] + (f" (and {len(findings) - 1} more)" if len(findings) > 1 else "")

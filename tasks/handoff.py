@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -79,27 +79,6 @@ class Trained:
 def write_json(path: Path, document: Mapping[str, Any]) -> None:
     """Write as Hugging Face does: indented, sorted keys, newline at the end."""
     path.write_text(json.dumps(document, indent=2, sort_keys=True, ensure_ascii=False) + "\n")
-
-
-def served_config(
-    config: Mapping[str, Any], *, dtype: str, quantized: Mapping[str, Any] | None = None
-) -> dict[str, Any]:
-    """config.json of a model in `dtype`, quantised as `quantized` says and in no other way."""
-    gone = ("quantization_config", "torch_dtype")
-    said = {key: value for key, value in config.items() if key not in gone}
-    return {
-        **said,
-        "dtype": dtype,
-        **({"quantization_config": dict(quantized)} if quantized else {}),
-    }
-
-
-def endings(stops: Sequence[int], pad: int | None) -> dict[str, Any]:
-    """What config.json and generation_config.json both say of the ends of texts."""
-    said: dict[str, Any] = {}
-    if stops:
-        said["eos_token_id"] = stops[0] if len(stops) == 1 else list(stops)
-    return said if pad is None else {**said, "pad_token_id": pad}
 
 
 def copy_files(source: Path, out: Path) -> list[str]:

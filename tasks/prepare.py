@@ -19,7 +19,7 @@ from tasks.contract import Check
 from tasks.data.build import build_dataset
 from tasks.data.conversations import Columns
 from tasks.data.readers import FILE_KINDS, HUB, existing_file, read_rows
-from tasks.errors import ArtifactError, ConfigError, DataError
+from tasks.errors import ArtifactError, ConfigError, DataError, first_and_more
 from tasks.launch import launch, python_child
 from tasks.report import StageReport
 from tasks.toy.dataset import write_dataset
@@ -207,9 +207,8 @@ _NOT_NEEDED = ["*.bin", "*.pt", "*.pth", "*.gguf", "*.h5", "*.msgpack", "*.onnx"
 def _usable(folder: Path) -> dict[str, Path]:
     found = inspect_checkpoint(folder)
     if found.problems:
-        more = f" (and {len(found.problems) - 1} more)" if len(found.problems) > 1 else ""
         raise ArtifactError(
-            f"{folder} cannot be used as a base: {found.problems[0]}{more}",
+            f"{folder} cannot be used as a base: {first_and_more(found.problems)}",
             details=found.problems,
             hint="mend the folder or download it again; model.path=<another folder>",
         )

@@ -137,6 +137,12 @@ class ReferenceScorer:
         self._ask("reference", model=model.as_request(), probes=asked, out=str(out))
         return Fingerprint.load(out)
 
+    def rewards(self, model: ModelRef, probes: Sequence[Sequence[int]]) -> list[float]:
+        """What a reward model gives for each probe, normalised as its files say."""
+        asked = [list(probe) for probe in probes]
+        scores: list[float] = self._ask("rewards", model=model.as_request(), probes=asked)["scores"]
+        return scores
+
     def encode_texts(self, tokenizer: Path, texts: Sequence[str], *, limit: int) -> list[list[int]]:
         """Token ids of plain texts, at most `limit` of each."""
         reply = self._ask("encode_texts", tokenizer=str(tokenizer), texts=list(texts), limit=limit)

@@ -6,37 +6,27 @@ ids greedily and score the same probes at the same ids.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Protocol
 
 from tasks.fingerprint import Fingerprint
-from tasks.launch import launch, python_child
 from tasks.output import Log
 from tasks.scoring import Greedy, ModelRef, Prompts, ReferenceScorer
-from tasks.serving.job import Job, environment
+from tasks.serving.job import Job
+from tasks.vllm_jobs import HEADROOM, Engine, run_vllm
 
-STAGE = "smoke_eval"
 FINGERPRINT = "fingerprint.fp"
-HEADROOM = 8
-"""Tokens that `max_model_len` has beyond the longest sequence, when it is chosen here."""
 
 
-class Limits(Protocol):
+class Limits(Engine, Protocol):
     """What the engines need to know of the settings."""
 
     @property
     def max_new_tokens(self) -> int: ...
     @property
     def max_model_len(self) -> int | None: ...
-    @property
-    def kv_cache_gib(self) -> int: ...
-    @property
-    def threads(self) -> int | None: ...
-    @property
-    def timeout_s(self) -> float: ...
 
 
 @dataclass(frozen=True)
@@ -128,7 +118,7 @@ def serve_with_vllm(
         reference=None,
         messages=None,
     )
-    results = _run([served, base], limits, log=log, log_path=log_path)
+    results = run_vllm([served, base], limits, log=log, log_path=log_path)
     (work / "served" / FINGERPRINT).rename(out / FINGERPRINT)
     return Served(
         fingerprint=Fingerprint.load(out / FINGERPRINT),
@@ -137,23 +127,6 @@ def serve_with_vllm(
         rendered_differently=results[0]["rendered_differently"],
         load_s=results[0]["load_s"],
     )
-
-
-def _run(jobs: list[Job], limits: Limits, *, log: Log, log_path: Path) -> list[dict[str, Any]]:
-    paths = []
-    for job in jobs:
-        Path(job.out).mkdir(parents=True)
-        paths.append(Path(job.out) / "job.json")
-        job.save(paths[-1])
-    launch(
-        python_child("tasks.serving.vllm_child", *map(str, paths)),
-        stage=STAGE,
-        log=log,
-        log_path=log_path,
-        env=environment(limits.kv_cache_gib, limits.threads),
-        timeout_s=limits.timeout_s,
-    )
-    return [json.loads((Path(job.out) / "result.json").read_text()) for job in jobs]
 
 
 def serve_with_transformers(

@@ -8,28 +8,25 @@ right, and were they before training.
 
 from __future__ import annotations
 
-import json
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
 
 from tasks.contract import Check
-from tasks.errors import ConfigError, DataError
-from tasks.fingerprint import Drift, DriftLimit, Fingerprint, drift, within
+from tasks.errors import ConfigError
+from tasks.fingerprint import DriftLimit, Fingerprint, drift, within
+from tasks.heldout import context_of, fitting, read_heldout
 from tasks.output import Log
 from tasks.report import StageReport
 from tasks.scoring import ModelRef, Prompts, ReferenceScorer
 from tasks.serve import Question, Served, serve_with_transformers, serve_with_vllm
 from tasks.serving import verdicts
-from tasks.serving.text import exact_match, is_degenerate
 from tasks.serving.ties import Agreement, compare_greedy, engine_noise
+from tasks.smoke_answers import numbers, read_answers, write_report
 from tasks.weights.reader import read_json
 
 ENGINES = ("vllm", "transformers")
-ROWS_AT_MOST = 2000
-"""Held-out rows rendered when looking for the probes' conversations."""
 
 
 @dataclass(frozen=True)
@@ -105,8 +102,10 @@ def smoke_eval(
     reference = Fingerprint.load(trained / "fingerprint.fp")
     rows = read_heldout(data / "heldout.jsonl")
     rendered = scorer.encode(served, rows)
-    fitting = _fitting(rendered, settings, _context(served))
-    asked = fitting[: max(settings.eval_samples, len(reference.probes))]
+    context = context_of(served)
+    longest = min(context, settings.max_model_len or context)
+    asked_of = fitting(rendered, longest=longest, answer=settings.max_new_tokens)
+    asked = asked_of[: max(settings.eval_samples, len(reference.probes))]
     question = Question(
         served=served,
         base=base,
@@ -134,66 +133,20 @@ def smoke_eval(
         verdicts.degenerate_check(answered.after.tokens, settings.max_degenerate_rate),
     )
     picked = [rows[i] for i in asked]
-    metrics = _read_answers(out, picked, question, answered, scorer)
-    metrics |= _numbers(moved, agreement, answered, left_out=len(rows) - len(fitting))
+    metrics = read_answers(out, picked, question, answered, scorer)
+    metrics |= numbers(moved, agreement, answered, left_out=len(rows) - len(asked_of))
     notes = {
         "engine": engine,
         "settings": asdict(settings),
         "drift_appeared_at": appeared_at or None,
         "greedy_differences": list(agreement.differences[:20]),
     }
-    _write_report(out, checks, metrics, notes)
+    write_report(out, checks, metrics, notes)
     log.info(
         "smoke_eval: exact match %.3f before, %.3f after, mean KL %.2e, %.0f tokens/s",
         metrics["eval/before"], metrics["eval/after"], moved.mean_kl, metrics["tokens_per_s"],
     )  # fmt: skip
     return StageReport("report", checks, metrics, notes, moved)
-
-
-def read_heldout(path: Path) -> list[dict[str, Any]]:
-    """The held-out conversations, `ROWS_AT_MOST` of them.
-
-    Raises:
-        DataError: missing, not JSON, without an answer, or empty.
-    """
-    rows: list[dict[str, Any]] = []
-    try:
-        with path.open(encoding="utf-8") as file:
-            for number, line in enumerate(file, 1):
-                if len(rows) == ROWS_AT_MOST:
-                    break
-                rows.append(json.loads(line))
-                if rows[-1]["messages"][-1]["role"] != "assistant":
-                    raise DataError(f"{path}:{number}: the last message is not the assistant's")
-    except OSError as error:
-        raise DataError(f"{path} cannot be read: {error.strerror or error}") from error
-    except (ValueError, KeyError, IndexError, TypeError) as error:
-        if isinstance(error, DataError):
-            raise
-        raise DataError(f"{path}:{number}: not a conversation: {error}") from error
-    if not rows:
-        raise DataError(f"{path} is empty: nothing to evaluate on", hint="data.eval_fraction=0.05")
-    return rows
-
-
-def _fitting(rendered: Prompts, settings: SmokeSettings, context: int) -> list[int]:
-    """Numbers of the rows whose prompt leaves room for a whole answer."""
-    longest = min(context, settings.max_model_len or context)
-    limit = longest - settings.max_new_tokens
-    fitting = [i for i, prompt in enumerate(rendered.tokens) if len(prompt) <= limit]
-    if not fitting:
-        raise DataError(
-            f"no held-out prompt of {len(rendered.tokens)} leaves room for "
-            f"{settings.max_new_tokens} new tokens in {longest}",
-            hint="smoke.max_new_tokens=... (smaller)",
-        )
-    return fitting
-
-
-def _context(served: Path) -> int:
-    config = read_json(served / "config.json")
-    text = config.get("text_config") or config
-    return int(text.get("max_position_embeddings") or 1 << 30)
 
 
 def _serve(
@@ -250,58 +203,3 @@ def _who_moved(
     if within(drift(Fingerprint.load(question.reference), seen), profile):
         return "the served folder: transformers sees it moved too, so it changed after convert"
     return f"serve: transformers finds the folder unmoved, {engine} computes something else"
-
-
-def _read_answers(
-    out: Path,
-    rows: Sequence[Mapping[str, Any]],
-    question: Question,
-    answered: Served,
-    scorer: ReferenceScorer,
-) -> dict[str, float]:
-    """Exact match before and after; writes `generations.jsonl`."""
-    expected = [row["messages"][-1]["content"] for row in rows]
-    after = scorer.decode(question.served, answered.after.tokens)
-    before = scorer.decode(question.base, answered.before.tokens)
-    with (out / "generations.jsonl").open("w", encoding="utf-8") as file:
-        for number, row in enumerate(rows):
-            line = {
-                "id": row.get("id", str(number)),
-                "messages": row["messages"][:-1],
-                "expected": expected[number],
-                "before": before[number],
-                "after": after[number],
-                "stopped": answered.after.stopped[number],
-                "degenerate": is_degenerate(answered.after.tokens[number]),
-                "tokens_before": answered.before.tokens[number],
-                "tokens_after": answered.after.tokens[number],
-            }
-            file.write(json.dumps(line, ensure_ascii=False) + "\n")
-    return {
-        "eval/before": exact_match(before, expected),
-        "eval/after": exact_match(after, expected),
-        "eval/samples": float(len(rows)),
-    }
-
-
-def _numbers(
-    moved: Drift, agreement: Agreement, answered: Served, *, left_out: int
-) -> dict[str, float]:
-    stopped = answered.after.stopped
-    return {
-        **{f"drift/{name}": value for name, value in moved.as_dict().items()},
-        "greedy/equal": float(agreement.equal),
-        "greedy/ties": float(agreement.ties),
-        "greedy/differences": float(len(agreement.differences)),
-        "stop_rate": sum(stopped) / len(stopped),
-        "eval/left_out": float(left_out),
-        "tokens_per_s": answered.after.tokens_per_s,
-        "engine_load_s": answered.load_s,
-    }
-
-
-def _write_report(
-    out: Path, checks: Sequence[Check], metrics: Mapping[str, float], notes: Mapping[str, Any]
-) -> None:
-    document = {"checks": [asdict(c) for c in checks], "metrics": metrics, "notes": notes}
-    (out / "report.json").write_text(json.dumps(document, indent=1, sort_keys=True) + "\n")

@@ -1,9 +1,11 @@
 """deliver: the back half of the chain, on a checkpoint that was made elsewhere.
 
 recognise   what SOURCE is: an adapter, a full model, our shards, a DeepSpeed checkpoint
-base        which base it belongs to, and whether the one given is that one
+identity    which base it belongs to, and whether the one given is that one
 planning    every operation, from headers alone; every finding in one error
 stages      gather, merge, convert: the plans carried out, with the verdicts
+intact      our artifacts among what is given are what was published
 smoke       the served folder in the engine that will serve it, beside the reference
+rewards     the same of a reward model: rewards instead of next tokens
 outlet      OUT: the served artifact, visible all at once
 """

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from tasks.deliver.recognise import Given, recognise
-from tasks.errors import ConfigError
+from tasks.errors import ConfigError, first_and_more
 from tasks.weights.adapters.read import Adapter, read_adapter
 from tasks.weights.heads.folder import HEAD, read_folder
 from tasks.weights.heads.merging import is_reward_adapter
@@ -55,7 +55,7 @@ def given_adapters(source: str | None, adapters: Sequence[str]) -> tuple[Given, 
     findings += [f"{root}: given twice" for root in dict.fromkeys(roots) if roots.count(root) > 1]
     findings += [f"{one.given.root}: weight 0 leaves it out" for one in found if one.weight == 0]
     if findings:
-        raise ConfigError(f"adapters: {findings[0]}", details=findings[1:], hint=HINT)
+        raise ConfigError(f"adapters: {first_and_more(findings)}", details=findings, hint=HINT)
     return found[0].given, found
 
 
@@ -93,6 +93,8 @@ def read_weighted(adapters: Sequence[Weighted]) -> list[tuple[Adapter, float]]:
         found.append((read_adapter(one.given.root, role(index), beside=folder.beside), one.weight))
     if findings:
         raise ConfigError(
-            f"adapters: {findings[0]}", details=findings[1:], hint="source=<that folder> alone"
+            f"adapters: {first_and_more(findings)}",
+            details=findings,
+            hint="source=<that folder> alone",
         )
     return found

@@ -7,17 +7,18 @@ from dataclasses import replace
 from pathlib import Path
 
 from tasks.deliver.recognise import ADAPTER_CONFIG, CONFIG
-from tasks.deliver.work import ADAPTER, BASE, TRAINED, Renamed, Request, Work, open_model
+from tasks.deliver.work import ADAPTER, BASE, TRAINED, Request, Work
 from tasks.errors import ConfigError
 from tasks.weights.adapters.config import parse_config
 from tasks.weights.adapters.read import Adapter
 from tasks.weights.deepspeed.checkpoint import ZeroCheckpoint
 from tasks.weights.families.gathering import plan_full
 from tasks.weights.names import rename_all, unwrap
+from tasks.weights.opening import open_model
 from tasks.weights.partitions import Partitions
 from tasks.weights.plan import Dropped, Op, Plan
 from tasks.weights.reader import read_json
-from tasks.weights.source import Source
+from tasks.weights.source import Renamed, Source
 from tasks.weights.validate import validate
 from tasks.weights.worker import ask_facts
 

@@ -16,7 +16,8 @@ from typing import Any
 
 from tasks.deliver.recognise import ADAPTER_CONFIG, CONFIG, Given, read_manifest
 from tasks.errors import ArtifactError, ConfigError
-from tasks.weights.reader import WEIGHTS, open_checkpoint, read_json
+from tasks.weights.opening import open_model
+from tasks.weights.reader import read_json
 
 _SAMPLES, _SAMPLE = 16, 4096
 _HUB = re.compile(r"models--(.+)")
@@ -135,10 +136,10 @@ def sample(folder: Path) -> str:
         ArtifactError: no checkpoint.
     """
     digest = hashlib.sha256()
-    with open_checkpoint(folder, WEIGHTS) as checkpoint:
-        for name, info in sorted(checkpoint.tensors.items()):
-            digest.update(f"{name} {info.shape} {info.dtype}".encode())
-            (extent,) = checkpoint.extents(name)
+    source = open_model(folder)
+    for name, info in sorted(source.tensors.items()):
+        digest.update(f"{name} {info.shape} {info.dtype}".encode())
+        for extent in source.extents(name):
             with extent.path.open("rb") as file:
                 step = max(1, extent.nbytes // _SAMPLES)
                 for at in range(0, extent.nbytes, step):

@@ -21,26 +21,25 @@ from tasks.deliver.work import (
     Request,
     Work,
     in_files,
-    open_model,
     require_plain,
 )
-from tasks.errors import ContractError
+from tasks.errors import ContractError, first_and_more
 from tasks.weights.adapters.changes import changes
 from tasks.weights.adapters.read import Adapter, read_adapter
 from tasks.weights.adapters.values import require_values
 from tasks.weights.contracts import ModelFacts
 from tasks.weights.deepspeed.checkpoint import read_zero
-from tasks.weights.families.merging import MergeSettings, plan_merge
+from tasks.weights.families.merging import MergeSettings, merged_config, plan_merge
 from tasks.weights.heads.detect import Found, detect
 from tasks.weights.heads.folder import HEAD, read_folder
 from tasks.weights.heads.merging import is_reward_adapter, merged_reward
 from tasks.weights.heads.separate import separate
 from tasks.weights.layout import as_is
+from tasks.weights.opening import open_model
 from tasks.weights.partitions import read_partitions
 from tasks.weights.plan import Plan
 from tasks.weights.tokenizer import read_tokenizer
 from tasks.weights.validate import validate
-from tasks.weights.vocabulary import resized_config
 from tasks.weights.worker import ask_facts
 
 _SHOWN = 100
@@ -138,7 +137,7 @@ def _merge(
     validate(plan, sources)
     require_values([one for one, _ in adapters], found.copies)
     inputs = {**sources, **(opened or {})}
-    return Work(plan, facts, inputs, _merged_config(config, plan), gather, plan, head)
+    return Work(plan, facts, inputs, merged_config(config, plan), gather, plan, head)
 
 
 def _reward(request: Request, adapter: Adapter) -> Work:
@@ -184,17 +183,6 @@ def _settings(request: Request, facts: ModelFacts) -> MergeSettings:
     )
 
 
-def _merged_config(config: dict[str, Any], plan: Plan) -> dict[str, Any]:
-    """config.json of the base, with what the adapter changed about the model's shape."""
-    rows = set(plan.notes.get("rows", {}).values())
-    if rows:
-        config = resized_config(config, max(rows))
-    if plan.notes.get("untied"):
-        config = {**config, "tie_word_embeddings": False}
-    return config
-
-
-def _refuse(what: str, findings: Any) -> None:
+def _refuse(what: str, findings: Sequence[str]) -> None:
     if findings:
-        more = f" (and {len(findings) - 1} more)" if len(findings) > 1 else ""
-        raise ContractError(f"{what}: {findings[0]}{more}", details=list(findings)[:_SHOWN])
+        raise ContractError(f"{what}: {first_and_more(findings)}", details=findings[:_SHOWN])

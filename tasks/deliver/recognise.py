@@ -14,12 +14,13 @@ from typing import Any, Literal
 
 from tasks.errors import ConfigError
 from tasks.weights.deepspeed.layout import is_checkpoint
+from tasks.weights.index import index_of
 from tasks.weights.partitions import PARTITIONS
+from tasks.weights.pickled.state import MODEL as PICKLED
 from tasks.weights.reader import ADAPTER, MANIFEST, WEIGHTS
 
 Kind = Literal["adapter", "model", "shards", "deepspeed"]
 CONFIG, ADAPTER_CONFIG = "config.json", "adapter_config.json"
-PICKLED = "pytorch_model.bin"
 _OURS: Mapping[str, Kind] = {
     "shards": "shards",
     "adapter": "adapter",
@@ -29,7 +30,7 @@ _OURS: Mapping[str, Kind] = {
 }
 _FILES: Mapping[Kind, str] = {
     "adapter": f"{ADAPTER_CONFIG} and {ADAPTER}.safetensors or {ADAPTER}.bin",
-    "model": f"{CONFIG} and {WEIGHTS}.safetensors, its index, or {PICKLED}",
+    "model": f"{CONFIG} and {WEIGHTS}.safetensors, or {PICKLED}, or the index of either",
     "shards": f"{PARTITIONS} and shards/rank-*.safetensors",
     "deepspeed": "*_model_states.pt, in the folder or in global_step*/",
 }
@@ -111,7 +112,12 @@ def _adapter(root: Path) -> str:
 def _model(root: Path) -> str:
     if not (root / CONFIG).is_file():
         return ""
-    names = (f"{WEIGHTS}.safetensors", f"{WEIGHTS}.safetensors.index.json", PICKLED)
+    names = (
+        f"{WEIGHTS}.safetensors",
+        f"{WEIGHTS}.safetensors.index.json",
+        PICKLED,
+        index_of(PICKLED),
+    )
     name = next((one for one in names if (root / one).is_file()), "")
     return f"a full model ({name})" if name else ""
 

@@ -12,7 +12,8 @@ from tasks.contract import Check
 from tasks.deliver.recognise import CONFIG
 from tasks.deliver.work import Work
 from tasks.errors import ConfigError
-from tasks.handoff import GENERATION_CONFIG, endings, served_config, write_json
+from tasks.handoff import GENERATION_CONFIG, write_json
+from tasks.served import Said, agreement, served_config, write_configs
 from tasks.weights.plan import Plan
 from tasks.weights.reader import DTYPE_NAMES, read_json
 from tasks.weights.tokenizer import TokenizerFacts, read_tokenizer
@@ -20,8 +21,11 @@ from tasks.weights.vocabulary import vocabulary_of
 
 _NAMES = (
     "tokenizer*", "special_tokens_map.json", "added_tokens.json", "vocab.*", "merges.txt",
-    "chat_template.*", "*.model", "*.tiktoken", "*processor_config.json",
+    "chat_template.*", "*.model", "*.tiktoken",
 )  # fmt: skip
+_PROCESSORS = "*processor_config.json"
+"""What a multimodal model makes of its images; beside the base, also where training saved a
+tokenizer alone."""
 _ANY_OF = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json")
 
 
@@ -33,11 +37,13 @@ class Tokens:
         folder: holds its files.
         facts: what the files say; None without a tokenizer.json: then it is copied as it is.
         generation: generation_config.json that goes with it; empty when there is none.
+        processors: files of the first folder that has them.
     """
 
     folder: Path
     facts: TokenizerFacts | None
     generation: Mapping[str, Any] = field(default_factory=dict)
+    processors: tuple[Path, ...] = ()
 
     def identity(self) -> list[list[Any]]:
         """Names, sizes and times of the files: part of the key of what they end up in."""
@@ -48,9 +54,9 @@ class Tokens:
         ]
 
     def files(self) -> list[Path]:
-        """The tokenizer's files."""
+        """The tokenizer's files and the processors'."""
         found = {path for name in _NAMES for path in self.folder.glob(name) if path.is_file()}
-        return sorted(found)
+        return sorted({*found, *self.processors})
 
 
 def find_tokens(folders: Sequence[Path]) -> Tokens:
@@ -76,32 +82,48 @@ def find_tokens(folders: Sequence[Path]) -> Tokens:
     readable = (folder / "tokenizer.json").is_file() and (
         folder / "tokenizer_config.json"
     ).is_file()
-    return Tokens(folder, read_tokenizer(folder) if readable else None, generation)
+    facts = read_tokenizer(folder) if readable else None
+    beside = (sorted(one.glob(_PROCESSORS)) for one in folders)
+    processors = next((tuple(found) for found in beside if found), ())
+    return Tokens(folder, facts, generation, processors)
 
 
 def write_served_files(
     out: Path,
-    config: Mapping[str, Any],
+    work: Work,
     tokens: Tokens,
+    *,
     dtype: str,
+    plan: Plan,
     quantized: Mapping[str, Any] | None = None,
 ) -> list[Check]:
     """Write them, and check that what was written agrees.
 
     Args:
         out: staging directory.
-        config: config.json of the model.
+        work: says what model it is.
         tokens: tokenizer and generation settings.
         dtype: torch name.
+        plan: of the served tensors.
         quantized: `quantization_config` of what is served; None for plain weights.
     """
     for path in tokens.files():
         shutil.copyfile(path, out / path.name)
-    stops, pad = _stops(config, tokens), _pad(config, tokens)
-    both = endings(stops, pad)
-    write_json(out / GENERATION_CONFIG, {**tokens.generation, **both})
-    write_json(out / CONFIG, served_config(config, dtype=dtype, quantized=quantized) | both)
-    return _agreement(out, tokens)
+    stops = _stops(work.config, tokens)
+    pad = _pad(work.config, tokens)
+    said = Said(
+        config=work.config,
+        generation=tokens.generation,
+        dtype=dtype,
+        stops=stops,
+        # A reward is the score of the last token that is no padding: an end must not pass for one.
+        pad=None if work.is_reward and pad in stops else pad,
+        tokenizer=tokens.facts,
+        template=False,
+        quantized=quantized,
+    )
+    write_configs(out, said)
+    return agreement(out, said, work.facts, plan)
 
 
 def _stops(config: Mapping[str, Any], tokens: Tokens) -> list[int]:
@@ -120,23 +142,6 @@ def _pad(config: Mapping[str, Any], tokens: Tokens) -> int | None:
         if isinstance(said, int):
             return said
     return tokens.facts.eos if tokens.facts is not None else None
-
-
-def _agreement(out: Path, tokens: Tokens) -> list[Check]:
-    """Read back, file against file."""
-    config, generation = read_json(out / CONFIG), read_json(out / GENERATION_CONFIG)
-    checks = []
-    for name in ("eos_token_id", "pad_token_id"):
-        one, other = config.get(name), generation.get(name)
-        checks.append(Check(f"{name} of both files", str(one), str(other), ok=one == other))
-    if tokens.facts is not None:
-        served = read_tokenizer(out)
-        for what, want, have in (
-            ("tokenizer", tokens.facts.rows, served.rows),
-            ("chat template", bool(tokens.facts.template), bool(served.template)),
-        ):
-            checks.append(Check(what, str(want), str(have), ok=want == have))
-    return checks
 
 
 def write_weights_files(out: Path, work: Work, base: Path) -> None:

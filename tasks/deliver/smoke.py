@@ -9,38 +9,20 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 from tasks.contract import Check
-from tasks.deliver.texts import PROBE_TOKENS
-from tasks.errors import DataError
+from tasks.deliver.engine import EngineSettings, ask_vllm, dtype_of, encode_probes
 from tasks.fingerprint import DriftLimit, Fingerprint, drift, within
 from tasks.handoff import FINGERPRINT
-from tasks.launch import launch, python_child
 from tasks.report import StageReport
 from tasks.scoring import ModelRef, ReferenceScorer
 from tasks.serving import verdicts
-from tasks.serving.job import Job, environment
+from tasks.serving.job import Job
 from tasks.serving.ties import compare_greedy, engine_noise
 from tasks.weights.reader import read_json
-
-HEADROOM = 8
-"""Tokens that `max_model_len` has beyond the longest probe, when it is chosen here."""
-SHORTEST = 2
-"""Tokens of a probe: one to start from and one to score."""
-
-
-@dataclass(frozen=True)
-class EngineSettings:
-    """How the engine is run. See `tasks/deliver/schema.py`."""
-
-    greedy_tokens: int = 5
-    kv_cache_gib: int = 1
-    max_model_len: int | None = None
-    timeout_s: float = 900.0
-    threads: int | None = None
 
 
 def reference(
@@ -48,6 +30,7 @@ def reference(
     *,
     model: Path,
     texts: list[str],
+    limit: int,
     tokenizer: Path,
     dtype: str,
     attn_implementation: str,
@@ -64,6 +47,7 @@ def reference(
         out: staging directory; gets `fingerprint.fp`.
         model: full model, or the base of `adapter`.
         texts: what it is measured on.
+        limit: tokens of a text at most.
         tokenizer: folder of the tokenizer.
         dtype: torch name of the dtype in which it is loaded.
         attn_implementation: as in transformers.
@@ -77,10 +61,7 @@ def reference(
     Raises:
         DataError: no text is long enough.
     """
-    tokens = scorer.encode_texts(tokenizer, texts, limit=PROBE_TOKENS)
-    probes = [one for one in tokens if len(one) >= SHORTEST]
-    if not probes:
-        raise DataError("no text has two tokens: nothing to measure on", hint="smoke.texts=<file>")
+    probes = encode_probes(scorer, tokenizer, texts, limit)
     adapters = {"adapter": adapter, **further}
     weighted = {str(adapters[name]): weight for name, weight in (weights or {}).items()}
     ref = ModelRef(model, adapter, quantization, dtype, attn_implementation, weighted)
@@ -123,15 +104,23 @@ def smoke(
     if strays:
         return StageReport("report", (verdicts.no_strays(strays),))
     before = Fingerprint.load(reference / FINGERPRINT)
-    dtype = str(read_json(served / "config.json").get("dtype", "bfloat16"))
+    dtype = dtype_of(served)
     model = ModelRef(served, dtype=dtype, attn_implementation=attn_implementation)
     prompts = [list(probe) for probe in before.probes]
     expected = scorer.greedy(
         model, prompts, max_new_tokens=settings.greedy_tokens, eos=_stops(served)
     )
     if engine == "vllm":
-        job = _job(out, served, reference, prompts, dtype, settings)
-        tokens = _vllm(job, settings, log, log_path)
+        job = Job(
+            served=str(served),
+            out="",
+            prompts=prompts,
+            max_new_tokens=settings.greedy_tokens,
+            max_model_len=settings.longest(prompts),
+            reference=str(reference / FINGERPRINT),
+            dtype=dtype,
+        )
+        tokens = ask_vllm(job, settings, out=out, log=log, log_path=log_path)["served"]["tokens"]
         after = Fingerprint.load(out / FINGERPRINT)
     else:
         after = scorer.fingerprint(model, reference / FINGERPRINT, out / FINGERPRINT)
@@ -157,43 +146,3 @@ def _stops(served: Path) -> list[int]:
     """Ids that the served folder says end a text."""
     said = read_json(served / "generation_config.json").get("eos_token_id")
     return list(said) if isinstance(said, list) else [] if said is None else [int(said)]
-
-
-def _job(
-    out: Path,
-    served: Path,
-    reference: Path,
-    prompts: list[list[int]],
-    dtype: str,
-    settings: EngineSettings,
-) -> Job:
-    longest = max(len(prompt) for prompt in prompts) + settings.greedy_tokens
-    return Job(
-        served=str(served),
-        out=str(out),
-        prompts=prompts,
-        max_new_tokens=settings.greedy_tokens,
-        max_model_len=settings.max_model_len or longest + HEADROOM,
-        reference=str(reference / FINGERPRINT),
-        dtype=dtype,
-    )
-
-
-def _vllm(job: Job, settings: EngineSettings, log: Any, log_path: Path) -> list[list[int]]:
-    """The engine's greedy tokens; its fingerprint is left in the job's folder."""
-    out = Path(job.out)
-    path = out / "job.json"
-    job.save(path)
-    launch(
-        python_child("tasks.serving.vllm_child", str(path)),
-        stage="smoke_eval",
-        log=log,
-        log_path=log_path,
-        env=environment(settings.kv_cache_gib, settings.threads),
-        timeout_s=settings.timeout_s,
-    )
-    result = out / "result.json"
-    tokens: list[list[int]] = json.loads(result.read_text())["served"]["tokens"]
-    path.unlink()
-    result.unlink()
-    return tokens

@@ -13,7 +13,7 @@ from typing import Any
 from tasks.deliver.measuring import Measuring, measured
 from tasks.deliver.recognise import ADAPTER_CONFIG
 from tasks.deliver.side_files import Tokens, write_served_files, write_weights_files
-from tasks.deliver.work import ADAPTER, TRAINED, Target, Work, in_files, open_model
+from tasks.deliver.work import ADAPTER, TRAINED, Target, Work, in_files
 from tasks.handoff import write_json
 from tasks.report import StageReport
 from tasks.weights.adapters.read import read_adapter
@@ -21,6 +21,7 @@ from tasks.weights.execute import Executed, execute
 from tasks.weights.heads.folder import read_folder
 from tasks.weights.heads.writing import write_value_head
 from tasks.weights.layout import as_is
+from tasks.weights.opening import open_model
 from tasks.weights.plan import Plan
 from tasks.weights.quantize import (
     check_quantize,
@@ -151,7 +152,7 @@ def convert(
     log.info("convert: %d tensors, %d files linked", len(plan.ops), len(done.linked))
     quantized = quantization_config(scheme, work.facts) if scheme is not None else None
     checks = [finite(op.name, done.outcomes[op.name]) for op in plan.ops]
-    checks += write_served_files(out, work.config, tokens, dtype, quantized)
+    checks += write_served_files(out, work, tokens, dtype=dtype, plan=plan, quantized=quantized)
     metrics = {**_metrics(plan, done), "linked": float(len(done.linked))}
     report = StageReport("served", tuple(checks), metrics, {"linked": sorted(done.linked)})
     same = all(sources[op.input].sha256(op.key) == done.sha256[op.name] for op in plan.ops)

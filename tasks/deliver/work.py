@@ -2,25 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from tasks.contract import TensorLike
 from tasks.deliver.adapters import Weighted
-from tasks.deliver.recognise import PICKLED, Given
+from tasks.deliver.recognise import Given
 from tasks.errors import ConfigError
 from tasks.weights.contracts import ModelFacts
 from tasks.weights.heads.detect import Found
 from tasks.weights.layout import with_output
-from tasks.weights.pickled.state import read_state
 from tasks.weights.plan import Plan
 from tasks.weights.reader import DTYPE_NAMES, WEIGHTS, Checkpoint, read_json
-from tasks.weights.source import Extent, Source
+from tasks.weights.source import Source
 from tasks.weights.stored4bit.plans import decoding
 from tasks.weights.stored4bit.said import is_packed, stored, without_quantization
-from tasks.weights.stored4bit.source import PackedCheckpoint, open_base
+from tasks.weights.stored4bit.source import PackedCheckpoint
 from tasks.weights.worker import Perform
 
 BASE, ADAPTER, TRAINED, MODEL = "base", "adapter", "trained", WEIGHTS
@@ -91,45 +89,18 @@ class Work:
         return self.gather is None and self.merge is None
 
     @property
-    def reads_base(self) -> bool:
-        """Whether anything of a base goes into the output."""
-        return BASE in self.opened
+    def is_causal(self) -> bool:
+        """Whether the served model continues texts."""
+        return self._is("ForCausalLM", "LMHeadModel")
 
     @property
-    def is_causal(self) -> bool:
-        """Whether the served model continues texts, so that it can be measured here."""
+    def is_reward(self) -> bool:
+        """Whether the served model gives texts one number."""
+        return self._is("ForSequenceClassification")
+
+    def _is(self, *endings: str) -> bool:
         names = self.config.get("architectures") or ()
-        return any(str(name).endswith(("ForCausalLM", "LMHeadModel")) for name in names)
-
-
-@dataclass(frozen=True)
-class Renamed:
-    """A source under other keys: what a file will hold once it has been gathered."""
-
-    whole: Source
-    names: Mapping[str, str]
-    tensors: Mapping[str, TensorLike] = field(init=False)
-
-    def __post_init__(self) -> None:
-        held = {key: self.whole.tensors[name] for key, name in self.names.items()}
-        object.__setattr__(self, "tensors", held)
-
-    def extents(self, name: str) -> Sequence[Extent]:
-        """As the whole says."""
-        return self.whole.extents(self.names[name])
-
-    def sha256(self, name: str) -> str | None:
-        """As the whole says."""
-        return self.whole.sha256(self.names[name])
-
-
-def open_model(root: Path) -> Source:
-    """A full model's tensors, safetensors or one pickled file; headers only."""
-    safe = any(root.glob(f"{WEIGHTS}*.safetensors*"))
-    if not safe and (root / PICKLED).is_file():
-        return read_state(root / PICKLED)
-    with open_base(root) as checkpoint:
-        return checkpoint
+        return any(str(name).endswith(endings) for name in names)
 
 
 def in_files(plan: Plan, target: Target, source: Source, *, cast: bool = True) -> Plan:

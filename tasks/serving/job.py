@@ -23,6 +23,7 @@ class Job:
         stop: extra ids to stop at. The served model itself has to know when to stop.
         dtype: torch dtype name.
         seed: seed of the engine (greedy decoding does not use it).
+        rewards: a reward model: one number for each prompt, and nothing is continued.
     """
 
     served: str
@@ -35,6 +36,7 @@ class Job:
     stop: list[int] | None = None
     dtype: str = "bfloat16"
     seed: int = 0
+    rewards: bool = False
 
     def save(self, path: Path) -> None:
         """Write as JSON."""

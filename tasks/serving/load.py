@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -33,17 +33,50 @@ def load_model(
         ArtifactError: a folder is missing, unreadable, incomplete, or holds tensors that the
             model has no place for.
     """
-    import torch
-    from transformers import AutoModelForCausalLM
+    model = from_folder(
+        "AutoModelForCausalLM",
+        path,
+        dtype=dtype,
+        attn_implementation=attn_implementation,
+        quantization=quantization,
+    )
+    if weighted is None and adapter is not None:
+        weighted = {str(adapter): 1.0}
+    return with_adapters(model, weighted).eval() if weighted else model.eval()
 
-    for folder, file in ((path, "config.json"), (adapter, "adapter_config.json")):
-        if folder is not None and not (folder / file).is_file():
-            raise ArtifactError(f"{folder} is not a model folder: no {file}")
-    extra: dict[str, Any] = {}
+
+def from_folder(
+    auto: str,
+    path: Path,
+    *,
+    dtype: str,
+    attn_implementation: str,
+    quantization: Mapping[str, Any] | None = None,
+    gaps: Collection[str] = (),
+    **extra: Any,
+) -> Any:
+    """A model from local files, complete.
+
+    Args:
+        auto: transformers' class that chooses the class.
+        path: the folder.
+        dtype: torch dtype name.
+        attn_implementation: as in transformers.
+        quantization: as of `load_model`.
+        gaps: tensors that may be missing in the files or left over.
+        extra: for the configuration.
+
+    Raises:
+        ArtifactError: as `load_model`.
+    """
+    import torch
+    import transformers
+
+    _require(path, "config.json")
     if quantization is not None:
         extra["quantization_config"] = _bitsandbytes(quantization)
     try:
-        model, info = AutoModelForCausalLM.from_pretrained(
+        model, info = getattr(transformers, auto).from_pretrained(
             path,
             dtype=getattr(torch, dtype),
             attn_implementation=attn_implementation,
@@ -53,12 +86,13 @@ def load_model(
         )
     except (OSError, ValueError, KeyError, RuntimeError) as error:
         raise ArtifactError(f"{path} cannot be loaded: {_first_line(error)}") from error
-    _refuse_gaps(path, info)
-    if weighted is None and adapter is not None:
-        weighted = {str(adapter): 1.0}
-    if weighted:
-        model = _with_adapters(model, weighted)
-    return model.eval()
+    _refuse_gaps(path, info, gaps)
+    return model
+
+
+def _require(folder: Path, file: str) -> None:
+    if not (folder / file).is_file():
+        raise ArtifactError(f"{folder} is not a model folder: no {file}")
 
 
 def _bitsandbytes(quantization: Mapping[str, Any]) -> Any:
@@ -73,17 +107,28 @@ def _bitsandbytes(quantization: Mapping[str, Any]) -> Any:
         bnb_4bit_quant_type=quantization["type"],
         bnb_4bit_use_double_quant=bool(quantization["double_quant"]),
         bnb_4bit_compute_dtype=quantization["compute_dtype"],
+        llm_int8_skip_modules=quantization.get("skip"),  # the 4-bit loader's too, by its old name
     )
 
 
-def _with_adapters(model: Any, weighted: Mapping[str, float]) -> Any:
-    """All of them at once, unmerged: peft adds up what its active adapters give."""
+def with_adapters(model: Any, weighted: Mapping[str, float]) -> Any:
+    """A model with adapters on it, unmerged: peft adds up what its active adapters give.
+
+    Args:
+        model: the base.
+        weighted: how many times what each of them adds is taken, by folder.
+
+    Raises:
+        ArtifactError: a folder that holds no adapter, or one that does not fit.
+    """
     from peft import PeftModel
     from safetensors import SafetensorError
 
     names = ["default", *(f"further_{index}" for index in range(1, len(weighted)))]
     (first, *others), how = names, {"autocast_adapter_dtype": False, "is_trainable": False}
     folders = dict(zip(names, map(Path, weighted), strict=True))
+    for folder in folders.values():
+        _require(folder, "adapter_config.json")
     try:
         model = PeftModel.from_pretrained(model, folders[first], first, **how)
         for name in others:
@@ -127,12 +172,13 @@ def _stored_dtypes(adapter: Path) -> dict[str, Any]:
     return {name: names[info.dtype] for name, info in tensors.items() if info.dtype in names}
 
 
-def _refuse_gaps(path: Path, info: Mapping[str, Any]) -> None:
+def _refuse_gaps(path: Path, info: Mapping[str, Any], gaps: Collection[str]) -> None:
     """transformers only warns when tensors are missing (and makes them up) or left over."""
     found = [
         f"{kind.replace('_', ' ')}: {key}"
         for kind in ("missing_keys", "unexpected_keys", "mismatched_keys")
         for key in sorted(map(str, info.get(kind) or ()))
+        if key not in gaps
     ]
     if found:
         raise ArtifactError(

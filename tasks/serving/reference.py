@@ -16,17 +16,14 @@ import os
 import sys
 import tempfile
 import traceback
-from collections.abc import Callable
-from pathlib import Path
 from typing import IO, Any
 
 from tasks.bf16_linear import use_fp32_where_faster
 from tasks.errors import PlumblineError
 from tasks.events import emit
 from tasks.lean import start_lean
-from tasks.serving.load import load_model
+from tasks.serving.answers import HANDLERS, Reply
 
-Reply = dict[str, Any]
 TAIL_LINES = 20
 
 
@@ -53,6 +50,7 @@ def _warm_up() -> None:
     use_fp32_where_faster()
     import tasks.serving.measure
     import tasks.serving.prompts
+    import tasks.serving.rewards
     import tasks.weights.worker  # noqa: F401
 
 
@@ -109,91 +107,6 @@ def _answer(request: dict[str, Any], threads: int | None) -> Reply:
     except Exception:  # the edge of a process: whatever it was, the asker gets to know
         return {"crash": 1, "tail": traceback.format_exc().splitlines()[-TAIL_LINES:]}
 
-
-def _fingerprint(request: dict[str, Any]) -> Reply:
-    from tasks.fingerprint import Fingerprint
-    from tasks.serving.measure import fingerprint
-
-    reference = Fingerprint.load(Path(request["reference"]))
-    measured = fingerprint(_load(request["model"]), reference)
-    measured.save(Path(request["out"]))
-    return {"positions": measured.positions}
-
-
-def _reference(request: dict[str, Any]) -> Reply:
-    from tasks.serving.measure import reference
-
-    measured = reference(_load(request["model"]), request["probes"])
-    measured.save(Path(request["out"]))
-    return {"positions": measured.positions}
-
-
-def _encode_texts(request: dict[str, Any]) -> Reply:
-    from tasks.serving.prompts import encode_texts
-
-    folder = Path(request["tokenizer"])
-    return {"tokens": encode_texts(folder, request["texts"], int(request["limit"]))}
-
-
-def _greedy(request: dict[str, Any]) -> Reply:
-    import time
-
-    from tasks.serving.measure import greedy
-
-    model = _load(request["model"])
-    eos, limit = frozenset(request["eos"]), int(request["max_new_tokens"])
-    began = time.perf_counter()
-    done = [greedy(model, p, max_new_tokens=limit, eos=eos) for p in request["prompts"]]
-    return {
-        "tokens": [tokens for tokens, _ in done],
-        "candidates": [candidates for _, candidates in done],
-        "seconds": time.perf_counter() - began,
-    }
-
-
-def _encode(request: dict[str, Any]) -> Reply:
-    from tasks.serving.prompts import render
-
-    rendered = render(
-        Path(request["tokenizer"]),
-        [row["messages"] for row in request["rows"]],
-        template_from=Path(request["template_from"]) if request.get("template_from") else None,
-    )
-    return {"prompts": rendered.prompts, "eos": rendered.eos}
-
-
-def _decode(request: dict[str, Any]) -> Reply:
-    from tasks.serving.prompts import decode
-
-    return {"texts": decode(Path(request["tokenizer"]), request["tokens"])}
-
-
-def _load(model: dict[str, Any]) -> Any:
-    return load_model(
-        Path(model["path"]),
-        adapter=Path(model["adapter"]) if model["adapter"] else None,
-        quantization=model["quantization"],
-        dtype=model["dtype"],
-        attn_implementation=model["attn_implementation"],
-        weighted=model.get("weighted"),
-    )
-
-
-def _weights(request: dict[str, Any]) -> Reply:
-    from tasks.weights.worker import perform
-
-    return perform(request["request"])
-
-
-HANDLERS: dict[str, Callable[[dict[str, Any]], Reply]] = {
-    "fingerprint": _fingerprint,
-    "reference": _reference,
-    "encode_texts": _encode_texts,
-    "greedy": _greedy,
-    "encode": _encode,
-    "decode": _decode,
-    "weights": _weights,
-}
 
 if __name__ == "__main__":
     main()

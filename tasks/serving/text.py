@@ -12,31 +12,6 @@ LOOP_TOKENS = 16
 """A loop is a block repeated at least LOOP_REPEATS times in a row over at least LOOP_TOKENS."""
 
 
-def longest_loop(tokens: Sequence[int], max_block: int = MAX_BLOCK) -> tuple[int, int]:
-    """The block repeated in a row that covers most tokens.
-
-    Args:
-        tokens: one generated sequence.
-        max_block: longest block considered.
-
-    Returns:
-        (length of the block, times it stands in a row). Shorter blocks win ties: `!!!!` is four
-        times one token, not twice two. An empty sequence gives (0, 0).
-    """
-    best, covered = (0, 0), 0
-    for block in range(1, min(max_block, len(tokens)) + 1):
-        same = 0
-        for at in range(block, len(tokens) + 1):
-            if at < len(tokens) and tokens[at] == tokens[at - block]:
-                same += 1
-                continue
-            repeats = same // block + 1
-            if repeats * block > covered and (repeats > 1 or block == 1):
-                best, covered = (block, repeats), repeats * block
-            same = 0
-    return best
-
-
 def is_degenerate(tokens: Sequence[int]) -> bool:
     """Whether a sequence is caught in a loop (see `LOOP_REPEATS`, `LOOP_TOKENS`)."""
     for block in range(1, MAX_BLOCK + 1):

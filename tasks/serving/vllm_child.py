@@ -69,6 +69,10 @@ def _serve(job: Job) -> None:
     began = time.perf_counter()
     llm = _engine(job)
     result: dict[str, Any] = {"load_s": time.perf_counter() - began}
+    if job.rewards:
+        result["rewards"] = rewards(llm, job.prompts)
+        (out / "result.json").write_text(json.dumps(result))
+        return
     if job.reference is not None:
         reference = Fingerprint.load(Path(job.reference))
         fingerprint(llm, reference).save(out / "fingerprint.fp")
@@ -92,7 +96,14 @@ def _engine(job: Job) -> Any:
         max_logprobs=-1,
         enable_prefix_caching=False,
         disable_log_stats=True,
+        runner="pooling" if job.rewards else "generate",
     )
+
+
+def rewards(llm: Any, prompts: Sequence[Sequence[int]]) -> list[float]:
+    """What a reward model gives for each prompt: the head's output, as its config.json asks for."""
+    inputs = [{"prompt_token_ids": list(prompt)} for prompt in prompts]
+    return [float(one.outputs.probs[0]) for one in llm.classify(inputs, use_tqdm=False)]
 
 
 def fingerprint(llm: Any, reference: Fingerprint) -> Fingerprint:

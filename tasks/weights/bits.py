@@ -55,14 +55,6 @@ def all_zero(raw: NDArray[np.uint8], dtype: str) -> bool:
     return not any((part & np.array(magnitude, part.dtype)).any() for part in _chunks(raw, word))
 
 
-def same_bytes(one: NDArray[np.uint8], other: NDArray[np.uint8]) -> bool:
-    """Whether two byte arrays are equal, without a temporary of their size."""
-    return one.size == other.size and all(
-        np.array_equal(one[at : at + _CHUNK], other[at : at + _CHUNK])
-        for at in range(0, one.size, _CHUNK)
-    )
-
-
 def _chunks(raw: NDArray[np.uint8], word: str) -> list[NDArray[Any]]:
     # Views only: a list of them costs nothing, and a chunk is a multiple of every item size.
     return [raw[at : at + _CHUNK].view(word) for at in range(0, raw.size, _CHUNK)]

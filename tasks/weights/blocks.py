@@ -28,9 +28,16 @@ def matrix_shape(shape: tuple[int, ...]) -> tuple[int, int]:
     return rows, shape[-1]
 
 
-def row_blocks(rows: int, columns: int) -> Iterator[tuple[int, int]]:
-    """(first, end) of every block. The last one takes a rest that would be too small alone."""
-    step = max(ROWS, ELEMENTS // max(1, columns) // ROWS * ROWS)
+def row_blocks(rows: int, columns: int, elements: int | None = None) -> Iterator[tuple[int, int]]:
+    """(first, end) of every block. The last one takes a rest that would be too small alone.
+
+    Args:
+        rows: of the tensor.
+        columns: of the tensor.
+        elements: aimed at in a block; None for ELEMENTS. Must follow from the shapes alone.
+    """
+    aim = ELEMENTS if elements is None else elements
+    step = max(ROWS, aim // max(1, columns) // ROWS * ROWS)
     first = 0
     while first < rows:
         end = first + step

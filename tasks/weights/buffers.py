@@ -24,6 +24,11 @@ class Buffer:
     def __init__(self) -> None:
         self._held: NDArray[np.uint8] = np.empty(0, np.uint8)
 
+    @property
+    def size(self) -> int:
+        """Bytes held."""
+        return self._held.size
+
     def first(self, nbytes: int) -> NDArray[np.uint8]:
         """Its first `nbytes`; overwrites what the last call gave."""
         if self._held.size < nbytes:
@@ -36,7 +41,8 @@ class Workspace:
 
     Attributes:
         read: the worker's, shared by its tensors: holds nothing from one block to the next.
-        out: the tensor's own: its block waits there until those of the others are made.
+        out: the tensor's own: what it needs from one block to the next, and the block itself, which
+            waits there until those of the others are made.
     """
 
     def __init__(self, read: Buffer) -> None:

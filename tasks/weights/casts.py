@@ -49,7 +49,7 @@ def cast(
 
 def _cast_chunk(words: NDArray[Any], source: str, found: NDArray[Any], target: str) -> None:
     if source == "BF16" and target == "F32":
-        np.left_shift(words, 16, out=found.view(np.uint32), dtype=np.uint32)
+        _widen_bf16(words, found)
     elif target != "BF16":
         wide = cast(words.view(np.uint8), source, "F32") if source == "BF16" else words
         found[...] = wide.view(np.float32) if source == "BF16" else wide
@@ -57,6 +57,14 @@ def _cast_chunk(words: NDArray[Any], source: str, found: NDArray[Any], target: s
         found[...] = words
     else:
         _round_bf16(words.astype(np.float32, copy=False), found)
+
+
+def _widen_bf16(words: NDArray[np.uint16], found: NDArray[np.float32]) -> None:
+    kernels = library()
+    if kernels is not None:
+        kernels.widen_bf16(words, found)
+    else:
+        np.left_shift(words, 16, out=found.view(np.uint32), dtype=np.uint32)
 
 
 def _round_bf16(wide: NDArray[np.float32], found: NDArray[np.uint16]) -> None:

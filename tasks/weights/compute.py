@@ -5,9 +5,8 @@ Terms are added in fp32 and rounded once.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from math import prod
-from typing import TYPE_CHECKING, Any
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
 
 import numpy as np
 from numpy.typing import NDArray
@@ -19,20 +18,17 @@ from tasks.weights.extents import Reader
 from tasks.weights.header import ITEM_BITS
 from tasks.weights.journal import Measured
 from tasks.weights.plan import Op
-from tasks.weights.reader import DTYPE_NAMES, torch_dtype
-from tasks.weights.source import Source
-from tasks.weights.stored4bit.packed import STORED
+from tasks.weights.reader import torch_dtype
+from tasks.weights.wholes import Sources, all_rows, squared, whole
 
 if TYPE_CHECKING:
     import torch
-
-Sources = Mapping[str, Source]
 
 
 def compute(op: Op, sources: Sources, found: Measured) -> Iterator[NDArray[np.uint8]]:
     """One output tensor's bytes, block by block; each is good until the next one is asked for.
 
-    Peak memory is a few blocks, but for what `needs_whole`.
+    Peak memory is a few blocks, but for what `wholes.needs_whole`.
 
     Args:
         op: of kind "compute".
@@ -55,15 +51,6 @@ def compute(op: Op, sources: Sources, found: Measured) -> Iterator[NDArray[np.ui
         yield raw
 
 
-def needs_whole(op: Op) -> bool:
-    """Whether the whole tensor is in memory while it is computed.
-
-    4-bit quantisation, whose second level takes a mean over all of it; a transposed source; and
-    terms whose norms run down the columns.
-    """
-    return op.quantization is not None or op.transpose or _all_rows(op)
-
-
 def _stored(op: Op, wide: torch.Tensor) -> torch.Tensor:
     """Rounded once to what is written."""
     if op.encoding is None:
@@ -84,7 +71,7 @@ def _with_terms(
     for term in op.terms:
         wide = apply(term, wide, start=first, operand=operands)
     if before is not None:
-        found.delta = (found.delta or 0.0) + _squared(wide.reshape(before.shape) - before)
+        found.delta = (found.delta or 0.0) + squared(wide.reshape(before.shape) - before)
     return wide
 
 
@@ -94,11 +81,11 @@ def _blocks(
     """Of every block: its first row, what terms are added to, what counts as unchanged."""
     import torch
 
-    pieces = [(0, rows)] if _all_rows(op) else list(row_blocks(rows, columns))
+    pieces = [(0, rows)] if all_rows(op) else list(row_blocks(rows, columns))
     if op.quantization is not None or op.transpose:
-        whole = _whole(op, sources, found).reshape(rows, columns)
+        matrix = whole(op, sources, found).reshape(rows, columns)
         for first, end in pieces:
-            yield first, whole[first:end], whole[first:end]
+            yield first, matrix[first:end], matrix[first:end]
         return
     item = ITEM_BITS[op.source_dtype] // 8
     with opened(op, sources) as reader:
@@ -110,51 +97,6 @@ def _blocks(
             reader.into(buffer[:nbytes], first * columns * item)
             block = torch.from_numpy(buffer[:nbytes]).view(torch_dtype(op.source_dtype))
             yield first, block.reshape(-1, columns), block.reshape(-1, columns)
-
-
-def _all_rows(op: Op) -> bool:
-    from tasks.weights.kernels import needs_all_rows
-
-    return any(needs_all_rows(term) for term in op.terms)
-
-
-def _whole(op: Op, sources: Sources, found: Measured) -> torch.Tensor:
-    """The whole source tensor as the output is shaped, through 4 bits where the plan says so."""
-    shape = op.read_shape
-    wanted = (*shape[:-2], shape[-1], shape[-2]) if op.transpose else shape
-    stored = _flat(op, sources).reshape(wanted)
-    if op.transpose:
-        stored = stored.transpose(-1, -2).contiguous()
-    if op.quantization is None or STORED in op.quantization:
-        return stored
-    return _quantised(stored, op.quantization, found)
-
-
-def _flat(op: Op, sources: Sources) -> torch.Tensor:
-    """The elements that `op` starts from, decoded where they are stored in 4 bits."""
-    import torch
-
-    if op.quantization is not None and STORED in op.quantization:
-        from tasks.weights.stored4bit.decode import decoded
-
-        whole = decoded(op.quantization[STORED], sources[op.input].extents(op.key))
-        return whole.reshape(-1)[op.start : op.start + prod(op.read_shape)]
-    with opened(op, sources) as reader:
-        buffer: NDArray[np.uint8] = np.empty(reader.nbytes, np.uint8)
-        reader.into(buffer, 0)
-    return torch.from_numpy(buffer).view(torch_dtype(op.source_dtype))
-
-
-def _quantised(
-    stored: torch.Tensor, quantization: Mapping[str, Any], found: Measured
-) -> torch.Tensor:
-    """The base as training saw it, or as it is stored where only the error is asked for."""
-    from tasks.weights.nf4 import as_trained
-
-    loaded = stored.to(torch_dtype(DTYPE_NAMES[quantization["loaded_dtype"]]))
-    seen = as_trained(loaded, quantization).to(stored.dtype)
-    found.error = _squared(stored.float() - seen.float())
-    return seen if quantization["base"] == "dequantized" else stored
 
 
 class _Operands:
@@ -196,7 +138,3 @@ def _differing(one: NDArray[np.uint8], other: NDArray[np.uint8], dtype: str) -> 
     """How many elements have other bits."""
     word = f"<u{ITEM_BITS[dtype] // 8}"
     return int(np.count_nonzero(one.view(word) != other.view(word)))
-
-
-def _squared(tensor: torch.Tensor) -> float:
-    return float(tensor.double().square().sum())

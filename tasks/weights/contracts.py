@@ -13,22 +13,25 @@ process can answer.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 from tasks.contract import Expected
-from tasks.errors import ArtifactError
-from tasks.weights.adapters.config import parse_config
 from tasks.weights.adapters.live import LiveModel, live_model
-from tasks.weights.adapters.pieces import Contract
+from tasks.weights.documents import read_json
 from tasks.weights.families.conversion import Conversion, default_layout, trace
 from tasks.weights.families.meta import meta_model, quantized_names
-from tasks.weights.families.places import Place
+from tasks.weights.families.places import Place, stored_names
 from tasks.weights.families.plain import plain_facts
-from tasks.weights.reader import DTYPE_NAMES, WEIGHTS, open_checkpoint, read_json
+from tasks.weights.index import index_of
+from tasks.weights.pickled.state import is_pickled_model, read_model
+from tasks.weights.reader import DTYPE_NAMES, WEIGHTS, read_checkpoint
+from tasks.weights.source import Source
 from tasks.weights.stored4bit.said import is_packed, without_quantization
-from tasks.weights.stored4bit.source import open_base
+from tasks.weights.stored4bit.source import read_base
+
+_SINGLE = f"{WEIGHTS}.safetensors"
 
 
 @dataclass(frozen=True)
@@ -130,7 +133,7 @@ def facts_of(model: Any, disk: Mapping[str, tuple[int, ...]] | None = None) -> M
         tied=tied,
         embedding=keys[_embedding(model)],
         quantized=tuple(one.disk for one in layout.places if one.live in quantized),
-        live=live_model(model),
+        live=replace(live_model(model), stored=stored_names(layout.places)),
         places=layout.places,
         unread=tuple(layout.unread),
         aliases={alias: keys[alias] for alias in model.all_tied_weights_keys},
@@ -157,55 +160,11 @@ def _disk_names(model: Any, layout: Conversion) -> dict[str, str]:
 
 def _layout_in(folder: Path, packed: bool) -> dict[str, tuple[int, ...]] | None:
     """Keys and shapes of a folder's checkpoint, decoded; None when it holds none."""
-    names = (f"{WEIGHTS}.safetensors", f"{WEIGHTS}.safetensors.index.json")
-    if not any((folder / name).is_file() for name in names):
+    source: Source
+    if is_pickled_model(folder):
+        source = read_model(folder)
+    elif any((folder / name).is_file() for name in (_SINGLE, index_of(_SINGLE))):
+        source = read_base(folder) if packed else read_checkpoint(folder)
+    else:
         return None
-    with open_base(folder) if packed else open_checkpoint(folder) as checkpoint:
-        return {name: tuple(info.shape) for name, info in checkpoint.tensors.items()}
-
-
-def weights_contract(config: Path, dtype: str = "bfloat16") -> list[Expected]:
-    """What a full checkpoint of a folder's config.json holds. Raises ArtifactError."""
-    return list(model_facts(config, dtype).tensors)
-
-
-def adapter_contract(base: Path, adapter_config: Path, dtype: str = "BF16") -> list[Expected]:
-    """What `adapter_model.safetensors` has to hold.
-
-    By our own reading of the configuration, which is tested against peft; peft is asked where that
-    reading ends: a setting that cannot be merged can still be gathered.
-
-    Args:
-        base: folder with the base model's config.json.
-        adapter_config: PEFT's own adapter_config.json.
-        dtype: safetensors name that every tensor must have.
-
-    Raises:
-        ArtifactError: an unreadable configuration, or targets that the base does not have.
-    """
-    # Initialisers such as PiSSA compute with the base weights, which are not there.
-    settings = {**read_json(adapter_config), "init_lora_weights": False, "inference_mode": False}
-    config, findings = parse_config(settings)
-    if not findings:
-        contract = Contract(config, model_facts(base).live, {})
-        wants = {key: shape for piece in contract.pieces for key, shape in piece.wants.items()}
-        if wants and not contract.findings:
-            return [Expected(key, shape, dtype) for key, shape in wants.items()]
-    return _peft_contract(base, adapter_config, settings, dtype)
-
-
-def _peft_contract(
-    base: Path, adapter_config: Path, settings: Mapping[str, Any], dtype: str
-) -> list[Expected]:
-    """The same from peft itself, on the meta device."""
-    import torch
-    from peft import LoraConfig, get_peft_model, get_peft_model_state_dict
-
-    try:
-        config = LoraConfig(**{k: v for k, v in settings.items() if k != "peft_type"})
-        with torch.device("meta"):
-            wrapped = get_peft_model(meta_model(base, "bfloat16"), config)
-    except (TypeError, ValueError) as error:
-        raise ArtifactError(f"{adapter_config}: does not fit {base}: {error}") from error
-    state = get_peft_model_state_dict(wrapped, save_embedding_layers=False)
-    return [Expected(name, tuple(tensor.shape), dtype) for name, tensor in state.items()]
+    return {name: tuple(info.shape) for name, info in source.tensors.items()}

@@ -25,6 +25,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from tasks.weights.extents import write_refused
 from tasks.weights.journal import Journal, Outcome, identify
 from tasks.weights.layout import lay_out
 from tasks.weights.plan import Plan
@@ -139,7 +140,10 @@ def execute(
     if len(files) > 1:
         places = {op.name: file.name for file in files for op in file.ops}
         specs = [Spec(op.name, op.shape, op.dtype) for op in plan.ops]
-        write_index(out, specs, places, stem)
+        try:
+            write_index(out, specs, places, stem)
+        except OSError as error:
+            raise write_refused(out, error) from error
     ordered = {op.name: run.outcomes[op.name] for op in plan.ops}
     journal.begin(ordered.values())
     linked = [file.name for file in files if file.link is not None]

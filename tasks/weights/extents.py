@@ -6,14 +6,12 @@ SIGBUS; a short `pread` is an error that can be told.
 
 from __future__ import annotations
 
-import contextlib
 import errno
 import os
 from bisect import bisect_right
 from collections.abc import Iterator, Sequence
 from itertools import accumulate
 from pathlib import Path
-from types import TracebackType
 from typing import Any, Self
 
 from tasks.errors import ArtifactError
@@ -57,12 +55,7 @@ class Reader:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         for handle in self._handles.values():
             os.close(handle)
         self._handles.clear()
@@ -145,13 +138,3 @@ def write_refused(path: Path, error: OSError) -> ArtifactError:
 
 def _short(path: Path) -> ArtifactError:
     return ArtifactError(f"{path}: shorter than it was a moment ago")
-
-
-@contextlib.contextmanager
-def directory_handle(path: Path) -> Iterator[int]:
-    """An open directory, to lock it or to flush its entries."""
-    handle = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-    try:
-        yield handle
-    finally:
-        os.close(handle)

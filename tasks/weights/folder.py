@@ -5,14 +5,15 @@ Only headers are read. Every finding is collected, so that a broken download is 
 
 from __future__ import annotations
 
-import json
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from tasks.contract import Check
 from tasks.errors import ArtifactError
+from tasks.weights.documents import parse_json
 from tasks.weights.header import read_header
+from tasks.weights.index import is_plain_name
 
 CONFIG = "config.json"
 SINGLE = "model.safetensors"
@@ -112,8 +113,8 @@ def _indexed(folder: Path, found: Checkpoint) -> dict[str, str]:
         return {}
     present = {}
     for name in sorted({str(file) for file in weight_map.values()}):
-        if Path(name).name != name:
-            found.problems.append(f"{INDEX} points outside the folder: {name}")
+        if not is_plain_name(name):
+            found.problems.append(f"{INDEX} points outside the folder: {name[:200]!r}")
         elif (folder / name).is_file():
             found.files[name] = folder / name
             present[name] = True
@@ -141,7 +142,7 @@ def _check_weights(path: Path, weight_map: dict[str, str], found: Checkpoint) ->
 
 def _json(path: Path, found: Checkpoint) -> dict[str, Any] | None:
     try:
-        document = json.loads(path.read_text(encoding="utf-8"))
+        document = parse_json(path.read_bytes())
     except (OSError, ValueError) as error:
         found.problems.append(f"{path.name} cannot be read: {error}")
         return None

@@ -7,25 +7,30 @@ fp32, one rounding. What it cannot do, and every machine without a compiler, goe
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from math import prod
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
+from tasks.contract import TensorLike
 from tasks.weights.blocks import row_blocks
-from tasks.weights.buffers import Buffer, Workspace, pages
+from tasks.weights.buffers import Buffer, Workspace
 from tasks.weights.casts import NUMPY, cast
 from tasks.weights.copying import opened
 from tasks.weights.extents import Reader
 from tasks.weights.header import ITEM_BITS
 from tasks.weights.journal import Measured
-from tasks.weights.native import Library, library
-from tasks.weights.native.binding import PANEL
+from tasks.weights.native import library
+from tasks.weights.native.binding import MAX_RANK
 from tasks.weights.plan import Op
 from tasks.weights.source import Source
 from tasks.weights.terms import LowRank
 
-MAX_RANK = 384
-"""Up to here MKL sums the rank in one chain, as the kernel does; measured for ranks 1 to 1024."""
+SLOT = 7 << 18
+"""Bytes that one tensor in the making works in: all of A, and a block of rows as large as still
+fits. So memory does not grow with a model's width, until A alone needs more than this."""
 
 
 def fold_term(op: Op, sources: Mapping[str, Source]) -> LowRank | None:
@@ -38,7 +43,7 @@ def fold_term(op: Op, sources: Mapping[str, Source]) -> LowRank | None:
     (term,) = op.terms
     if not isinstance(term, LowRank) or term.transpose or term.experts != 1:
         return None
-    a, b = (_source(name, sources).tensors[_key(name)] for name in (term.a, term.b))
+    a, b = (_info(name, sources) for name in (term.a, term.b))
     plain = term.a_rows is None and term.b_columns is None and {a.dtype, b.dtype} <= set(NUMPY)
     kernels = library() if plain and a.shape[0] <= MAX_RANK and b.shape[0] > 1 else None
     return term if kernels is not None and kernels.folds else None
@@ -53,10 +58,10 @@ def _is_special(op: Op) -> bool:
     )
 
 
-def panel_bytes(term: LowRank, sources: Mapping[str, Source]) -> int:
+def held_bytes(term: LowRank, sources: Mapping[str, Source]) -> int:
     """Memory that the term's A takes while its tensor is made."""
-    rank, columns = _source(term.a, sources).tensors[_key(term.a)].shape
-    return 4 * rank * -(-columns // PANEL) * PANEL
+    info = _info(term.a, sources)
+    return prod(info.shape) * (2 if info.dtype == "BF16" else 4)
 
 
 def fold(
@@ -77,54 +82,66 @@ def fold(
     kernels = library()
     assert kernels is not None
     rows, columns = op.shape
-    panels = _panels(kernels, term, sources, room.read)
-    with opened(op, sources) as base, _reader(term.b, sources) as b:
-        for first, end in row_blocks(rows, columns):
-            size = (end - first) * columns * 2
-            factors = _rows_of_b(b, term, sources, first + term.out_start, end - first)
-            raw = room.read.first(size)
+    held = held_bytes(term, sources)
+    blocks = list(row_blocks(rows, columns, max(0, SLOT - held) // 2))
+    slot = room.out.first(held + 2 * columns * max(end - first for first, end in blocks))
+    a = _whole_a(term, sources, slot[:held], room.read)
+    with opened(op, sources) as base, _reader(term.b, sources) as reader:
+        b = _Factors(reader, _info(term.b, sources), term.out_start)
+        for first, end in blocks:
+            size = 2 * columns * (end - first)
+            factors, raw = b.rows(first, end, room.read, size)
             base.into(raw, first * columns * 2)
-            out = room.out.first(size)
+            out = slot[held : held + size]
+            words = raw.view(np.uint16).reshape(-1, columns)
             changed, nonfinite = kernels.fold(
-                raw.view(np.uint16).reshape(-1, columns),
-                out.view(np.uint16),
-                b=factors,
-                panels=panels,
-                scale=term.scale,
+                words, out.view(np.uint16), a=a, b=factors, scale=term.scale
             )
             found.changed += changed
             found.nonfinite += nonfinite
             yield out
 
 
-def _panels(
-    kernels: Library, term: LowRank, sources: Mapping[str, Source], read: Buffer
-) -> NDArray[np.float32]:
-    info = _source(term.a, sources).tensors[_key(term.a)]
+def _whole_a(
+    term: LowRank, sources: Mapping[str, Source], target: NDArray[np.uint8], read: Buffer
+) -> NDArray[Any]:
+    """(rank, columns): bf16 as its 16 bits, which the kernel widens as it goes, others in fp32."""
+    info = _info(term.a, sources)
     with _reader(term.a, sources) as reader:
-        raw = read.first(reader.nbytes)
+        raw = target if reader.nbytes == target.size else read.first(reader.nbytes)
         reader.into(raw, 0)
-    if info.dtype == "BF16":
-        a = raw.view(np.uint16)
-    else:
-        a = cast(raw, info.dtype, "F32").view(np.float32)
-    panels = pages(panel_bytes(term, sources)).view(np.float32)
-    kernels.pack(a.reshape(info.shape), panels)
-    return panels
+    if info.dtype == "F16":
+        cast(raw, info.dtype, "F32", target)
+    return target.view(np.uint16 if info.dtype == "BF16" else np.float32).reshape(info.shape)
 
 
-def _rows_of_b(
-    reader: Reader, term: LowRank, sources: Mapping[str, Source], first: int, count: int
-) -> NDArray[np.float32]:
-    info = _source(term.b, sources).tensors[_key(term.b)]
-    rank, item = info.shape[1], ITEM_BITS[info.dtype] // 8
-    raw: NDArray[np.uint8] = np.empty(count * rank * item, np.uint8)
-    reader.into(raw, first * rank * item)
-    return cast(raw, info.dtype, "F32").view(np.float32).reshape(count, rank)
+@dataclass(frozen=True)
+class _Factors:
+    """B, of which row `start` belongs to the output's first."""
+
+    reader: Reader
+    info: TensorLike
+    start: int
+
+    def rows(
+        self, first: int, end: int, room: Buffer, more: int
+    ) -> tuple[NDArray[np.float32], NDArray[np.uint8]]:
+        """The factors of output rows `[first, end)`, (end - first, rank), and `more` bytes."""
+        rank, item = self.info.shape[1], ITEM_BITS[self.info.dtype] // 8
+        count = (end - first) * rank
+        wide, stored = 4 * count, 4 * count + item * count
+        held = room.first(stored + more)
+        self.reader.into(held[wide:stored], (first + self.start) * rank * item)
+        found = cast(held[wide:stored], self.info.dtype, "F32", held[:wide])
+        return found.view(np.float32).reshape(-1, rank), held[stored:]
 
 
 def _reader(name: str, sources: Mapping[str, Source]) -> Reader:
     return Reader(_source(name, sources).extents(_key(name)))
+
+
+def _info(name: str, sources: Mapping[str, Source]) -> TensorLike:
+    return _source(name, sources).tensors[_key(name)]
 
 
 def _source(name: str, sources: Mapping[str, Source]) -> Source:

@@ -1,19 +1,20 @@
 """safetensors headers: where every tensor of a file lies, read and checked without tensor data.
 
 Layout of a file: 8 bytes little-endian header length, a JSON header, then the tensor bytes. The
-checks here are stricter than a loader needs, because a plan is built from headers alone: tensors
-have to be within the file, must not overlap, and must have the size that shape and dtype imply.
+checks here are those of the safetensors library, because a plan is built from headers alone and an
+untouched file is served as it is: tensors have the size that shape and dtype imply, and fill the
+file from header to end without gap or overlap.
 """
 
 from __future__ import annotations
 
-import json
 import math
 import struct
 from dataclasses import dataclass
 from pathlib import Path
 
 from tasks.errors import ArtifactError
+from tasks.weights.documents import parse_json
 
 ITEM_BITS = {
     "F64": 64, "F32": 32, "F16": 16, "BF16": 16, "F8_E4M3": 8, "F8_E5M2": 8, "F8_E8M0": 8,
@@ -21,6 +22,9 @@ ITEM_BITS = {
 }  # fmt: skip
 MAX_HEADER_BYTES = 100_000_000
 """The same limit as the safetensors library has."""
+MAX_AXES = 64
+"""As torch has it. More would only make their product take long."""
+_MAX_COUNT = 1 << 63
 
 
 @dataclass(frozen=True)
@@ -65,21 +69,12 @@ def read_header(path: Path) -> Header:
                     f"{path}: truncated or not safetensors: "
                     f"header claims {length} bytes, the file has {size}"
                 )
-            raw = json.loads(file.read(length), object_pairs_hook=_once)
+            raw = parse_json(file.read(length), unique=True)
     except OSError as error:
         raise ArtifactError(f"{path}: cannot be read: {error.strerror or error}") from error
-    except (ValueError, RecursionError) as error:
+    except ValueError as error:
         raise ArtifactError(f"{path}: header is not JSON: {error}") from error
     return _parse(path, raw, 8 + length, size)
-
-
-def _once(pairs: list[tuple[str, object]]) -> dict[str, object]:
-    """A JSON object; a key that comes twice is refused, where json would keep the last."""
-    found = dict(pairs)
-    if len(found) != len(pairs):
-        names = [name for name, _ in pairs]
-        raise ValueError(f"{next(n for n in names if names.count(n) > 1)} comes twice")
-    return found
 
 
 def _integer(value: object) -> int:
@@ -92,8 +87,8 @@ def _parse(path: Path, raw: object, data_start: int, size: int) -> Header:
     if not isinstance(raw, dict):
         raise ArtifactError(f"{path}: header is not a JSON object")
     metadata = raw.pop("__metadata__", None) or {}
-    if not isinstance(metadata, dict):
-        raise ArtifactError(f"{path}: __metadata__ is not a JSON object")
+    if not isinstance(metadata, dict) or not all(isinstance(v, str) for v in metadata.values()):
+        raise ArtifactError(f"{path}: __metadata__ is not a JSON object of texts")
     tensors: dict[str, TensorInfo] = {}
     for name, entry in raw.items():
         try:
@@ -102,7 +97,9 @@ def _parse(path: Path, raw: object, data_start: int, size: int) -> Header:
             begin, end = (_integer(n) for n in entry["data_offsets"])
         except (KeyError, TypeError, ValueError) as error:
             raise ArtifactError(f"{path}: malformed header entry for {name}") from error
-        if dtype not in ITEM_BITS or any(n < 0 for n in shape):
+        if len(shape) > MAX_AXES or any(not 0 <= n < _MAX_COUNT for n in shape):
+            raise ArtifactError(f"{path}: {name} has a shape of {len(shape)} axes that is none")
+        if dtype not in ITEM_BITS:
             raise ArtifactError(f"{path}: {name} has dtype {dtype}, shape {list(shape)}")
         if end - begin != math.prod(shape) * ITEM_BITS[dtype] // 8 or begin < 0:
             raise ArtifactError(
@@ -114,14 +111,18 @@ def _parse(path: Path, raw: object, data_start: int, size: int) -> Header:
                 f"{path}: truncated: {name} ends at byte {data_start + end}, the file has {size}"
             )
         tensors[name] = TensorInfo(shape, dtype, data_start + begin, data_start + end)
-    _refuse_overlap(path, tensors)
-    return Header(tensors, {str(k): str(v) for k, v in metadata.items()}, data_start)
+    _require_gapless(path, tensors, data_start, size)
+    return Header(tensors, metadata, data_start)
 
 
-def _refuse_overlap(path: Path, tensors: dict[str, TensorInfo]) -> None:
-    last_end, last_name = 0, ""
+def _require_gapless(path: Path, tensors: dict[str, TensorInfo], start: int, size: int) -> None:
+    """The safetensors library refuses a file whose tensors leave a byte out, or share one."""
+    at, last = start, "the header"
     for name, info in sorted(tensors.items(), key=lambda item: (item[1].start, item[1].end)):
-        if info.nbytes and info.start < last_end:
-            raise ArtifactError(f"{path}: {name} and {last_name} overlap")
-        if info.nbytes:
-            last_end, last_name = info.end, name
+        if info.start < at:
+            raise ArtifactError(f"{path}: {name} and {last} overlap")
+        if info.start > at:
+            raise ArtifactError(f"{path}: {info.start - at} bytes of nobody before {name}")
+        at, last = info.end, name
+    if at != size:
+        raise ArtifactError(f"{path}: {size - at} bytes of nobody after {last}")

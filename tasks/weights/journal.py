@@ -9,15 +9,19 @@ to be flushed before it may be entered.
 
 from __future__ import annotations
 
+import contextlib
+import errno
 import hashlib
 import json
 import os
 import threading
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from tasks.errors import ArtifactError
+from tasks.weights.extents import write_refused
 from tasks.weights.plan import Plan
 from tasks.weights.source import Extent, Source
 
@@ -81,19 +85,24 @@ class Journal:
         """Write the journal anew with these entries, by one rename."""
         lines = [{"identity": self._identity}, *map(asdict, outcomes)]
         fresh = self._path.with_suffix(".new")
-        fresh.write_text("".join(json.dumps(line) + "\n" for line in lines))
-        fresh.rename(self._path)
+        with self._writing():
+            fresh.write_text("".join(json.dumps(line) + "\n" for line in lines))
+            fresh.rename(self._path)
 
     def enter(self, outcome: Outcome) -> None:
-        """Add a finished tensor, by one `write`."""
+        """Add a finished tensor, by one `write`. Raises ArtifactError: a full disk."""
         line = (json.dumps(asdict(outcome)) + "\n").encode()
-        with self._lock:
-            handle = os.open(self._path, os.O_WRONLY | os.O_APPEND | os.O_CLOEXEC)
-            try:
-                os.write(handle, line)
-                self.entries += 1
-            finally:
-                os.close(handle)
+        with self._lock, self._writing(), self._path.open("ab", buffering=0) as file:
+            if file.write(line) != len(line):  # the rest of the line would find no room either
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+            self.entries += 1
+
+    @contextlib.contextmanager
+    def _writing(self) -> Iterator[None]:
+        try:
+            yield
+        except OSError as error:
+            raise write_refused(self._path, error) from error
 
     def remove(self) -> None:
         """There is nothing to go on with."""
@@ -141,7 +150,10 @@ def identify(plan: Plan, sources: Mapping[str, Source], stem: str) -> str:
 
 def _place(extent: Extent, stats: dict[Path, list[int]]) -> list[Any]:
     if extent.path not in stats:
-        stat = extent.path.stat()
+        try:
+            stat = extent.path.stat()
+        except OSError as error:
+            raise ArtifactError(f"{extent.path}: cannot be read: {error.strerror}") from error
         stats[extent.path] = [
             stat.st_size, stat.st_mtime_ns, stat.st_ino, stat.st_dev,
         ]  # fmt: skip

@@ -98,12 +98,12 @@ def _slice(stride: Stride | None) -> slice:
 def _dora(term: Dora, block: torch.Tensor, start: int, operand: Operand) -> torch.Tensor:
     from torch.linalg import vector_norm
 
-    change = LowRank(term.a, term.b, term.scale, term.transpose)
+    change = LowRank(term.a, term.b, term.scale, term.transpose, out_start=term.out_start)
     block.add_(_low_rank(change, start, block.shape, operand))
     magnitude = operand(term.magnitude).float()
     if term.transpose:
         return block.mul_(magnitude / vector_norm(block, dim=0))
-    magnitude = magnitude[start : start + len(block)]
+    magnitude = magnitude[start + term.out_start :][: len(block)]
     return block.mul_((magnitude / vector_norm(block, dim=1)).unsqueeze(1))
 
 

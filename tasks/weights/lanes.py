@@ -14,11 +14,12 @@ from numpy.typing import NDArray
 
 from tasks.weights.blocks import matrix_shape
 from tasks.weights.buffers import Buffer, Workspace
-from tasks.weights.copying import Seen, Sink, contents, move, offload, same_as_known
+from tasks.weights.copying import Seen, contents, move, offload, same_as_known
 from tasks.weights.folding import fold
 from tasks.weights.hashing import Stream, advance, stream
 from tasks.weights.journal import Measured, Outcome
 from tasks.weights.pending import Pending, Task
+from tasks.weights.sinks import Sink
 from tasks.weights.source import Source
 
 

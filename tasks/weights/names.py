@@ -14,7 +14,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Literal
 
-from tasks.errors import ContractError
+from tasks.errors import ContractError, first_and_more
 
 PEFT_PREFIX = "base_model.model."
 _WRAPPERS = ("module.", "_orig_mod.", "_checkpoint_wrapped_module.", "_fsdp_wrapped_module.")
@@ -43,11 +43,6 @@ class LoraKey:
     def peft(self) -> str:
         """Its key in `adapter_model.safetensors`."""
         return f"{PEFT_PREFIX}{self.module}.lora_{self.half}.weight"
-
-    @property
-    def base(self) -> str:
-        """The key of the base tensor that it changes."""
-        return f"{self.module}.weight"
 
 
 def unwrap(name: str) -> str:
@@ -118,5 +113,5 @@ def rename_all(names: Iterable[str], *, adapter: bool) -> dict[str, str]:
             findings.append(f"{name} and {owners[key]} both become {key}")
         keys[name], owners[key] = key, name
     if findings:
-        raise ContractError(f"gather: {findings[0]}", details=findings)
+        raise ContractError(f"gather: {first_and_more(findings)}", details=findings)
     return keys

@@ -1,4 +1,4 @@
-"""Inputs by reference: what another process needs to open the same sources."""
+"""Opening inputs: a full model's folder whatever it is stored in; sources by reference."""
 
 from __future__ import annotations
 
@@ -9,9 +9,10 @@ from pathlib import Path
 from typing import Literal, get_args
 
 from tasks.weights.partitions import read_partitions
-from tasks.weights.reader import WEIGHTS, open_checkpoint
+from tasks.weights.pickled.state import is_pickled_model, read_model
+from tasks.weights.reader import WEIGHTS, read_checkpoint
 from tasks.weights.source import Source
-from tasks.weights.stored4bit.source import open_base
+from tasks.weights.stored4bit.source import read_base
 
 Kind = Literal["checkpoint", "base", "partitions"]
 
@@ -42,16 +43,24 @@ class SourceRef:
         return cls(Path(raw["path"]), kinds[raw["kind"]], raw["stem"])
 
 
+def open_model(root: Path) -> Source:
+    """A full model's tensors, headers only: safetensors, plain or packed in 4 bits, or `.bin`.
+
+    Raises:
+        ArtifactError: with every finding, as of `read_base` and `read_model`.
+    """
+    return read_model(root) if is_pickled_model(root) else read_base(root)
+
+
 @contextlib.contextmanager
 def open_sources(refs: Mapping[str, SourceRef]) -> Iterator[dict[str, Source]]:
     """Open inputs by name. Raises ArtifactError."""
-    with contextlib.ExitStack() as stack:
-        found: dict[str, Source] = {}
-        for name, ref in refs.items():
-            if ref.kind == "partitions":
-                found[name] = read_partitions(ref.path)
-            elif ref.kind == "base":
-                found[name] = stack.enter_context(open_base(ref.path))
-            else:
-                found[name] = stack.enter_context(open_checkpoint(ref.path, ref.stem))
-        yield found
+    found: dict[str, Source] = {}
+    for name, ref in refs.items():
+        if ref.kind == "partitions":
+            found[name] = read_partitions(ref.path)
+        elif ref.kind == "base":
+            found[name] = read_base(ref.path)
+        else:
+            found[name] = read_checkpoint(ref.path, ref.stem)
+    yield found

@@ -16,7 +16,7 @@ from math import prod
 from pathlib import Path
 from typing import Any
 
-from tasks.errors import ArtifactError
+from tasks.errors import ArtifactError, first_and_more
 from tasks.weights.header import ITEM_BITS, Header, read_header
 from tasks.weights.reader import read_json
 from tasks.weights.source import Extent
@@ -24,6 +24,8 @@ from tasks.weights.writer import Spec
 
 PARTITIONS = "partitions.json"
 SHARDS = "shards"
+MAX_RANKS = 1 << 16
+_SHOWN = 50
 
 
 @dataclass(frozen=True, order=True)
@@ -86,7 +88,7 @@ def read_partitions(root: Path) -> Partitions:
     """
     plan = _read_plan(root)
     findings: list[str] = []
-    world_size = int(plan["world_size"])
+    world_size = plan["world_size"]
     wanted = [rank_file(rank, world_size) for rank in range(world_size)]
     present = {path.name for path in (root / SHARDS).glob("*.safetensors")}
     findings += [f"{name}: stray rank file" for name in sorted(present - set(wanted))]
@@ -105,9 +107,8 @@ def read_partitions(root: Path) -> Partitions:
             findings += coverage(name, prod(shape), found[name])
     if findings:
         raise ArtifactError(
-            f"{root}: shards do not make whole tensors: {findings[0]}"
-            + (f" (and {len(findings) - 1} more)" if len(findings) > 1 else ""),
-            details=findings[:50],
+            f"{root}: shards do not make whole tensors: {first_and_more(findings)}",
+            details=findings[:_SHOWN],
             hint="train again: force=[train]",
         )
     slices = {name: tuple(sorted(s for s in found[name] if s.end > s.start)) for name in shapes}
@@ -140,9 +141,20 @@ def _read_plan(root: Path) -> dict[str, Any]:
         raise ArtifactError(f"{path}: lacks {', '.join(sorted(missing))}")
     if plan["mode"] not in ("adapter", "full") or plan["dtype"] not in ITEM_BITS:
         raise ArtifactError(f"{path}: mode {plan['mode']!r}, dtype {plan['dtype']!r}")
+    if type(plan["world_size"]) is not int or not 0 < plan["world_size"] <= MAX_RANKS:
+        raise ArtifactError(f"{path}: world_size {str(plan['world_size'])[:20]}")
+    if not isinstance(plan["parameters"], dict) or not all(
+        isinstance(entry, dict) and _is_shape(entry.get("shape"))
+        for entry in plan["parameters"].values()
+    ):
+        raise ArtifactError(f"{path}: its parameters have no shapes")
     if not plan["parameters"]:
         raise ArtifactError(f"{path}: names no parameter: nothing was trained")
     return plan
+
+
+def _is_shape(value: object) -> bool:
+    return isinstance(value, list) and all(type(n) is int and n >= 0 for n in value)
 
 
 def _collect(

@@ -8,10 +8,10 @@ from dataclasses import dataclass
 from math import prod
 
 from tasks.weights.casts import casts
-from tasks.weights.copying import Sink
-from tasks.weights.folding import fold_term, panel_bytes
+from tasks.weights.folding import fold_term, held_bytes
 from tasks.weights.journal import Outcome
 from tasks.weights.plan import Op
+from tasks.weights.sinks import Sink
 from tasks.weights.source import Source
 from tasks.weights.terms import LowRank, operands
 
@@ -53,12 +53,12 @@ def make_task(op: Op, sources: Mapping[str, Source], sink: Sink, earlier: Outcom
         return Task(op, sink, earlier, None, 0)
     term = fold_term(op, sources)
     if term is not None:
-        return Task(op, sink, earlier, term, panel_bytes(term, sources))
+        return Task(op, sink, earlier, term, held_bytes(term, sources))
     return Task(op, sink, earlier, None, _held(op, sources))
 
 
 def _held(op: Op, sources: Mapping[str, Source]) -> int:
-    from tasks.weights.compute import needs_whole
+    from tasks.weights.wholes import needs_whole
 
     count = 2 * prod(op.read_shape) if needs_whole(op) else 0
     for name in (name for term in op.terms for name in operands(term)):

@@ -16,7 +16,7 @@ from dataclasses import replace
 from typing import Any
 
 from tasks.contract import Expected, describe
-from tasks.errors import ConfigError, ContractError
+from tasks.errors import ConfigError, ContractError, first_and_more
 from tasks.weights.adapters.live import LINEAR, OTHER
 from tasks.weights.bits import is_float
 from tasks.weights.contracts import ModelFacts
@@ -64,8 +64,7 @@ def quantized_plan(plan: Plan, facts: ModelFacts, scheme: str) -> Plan:
             ops += _halves(op, scheme)
     if findings:
         raise ContractError(
-            f"convert.quantize={scheme}: {findings[0]}"
-            + (f" (and {len(findings) - 1} more)" if len(findings) > 1 else ""),
+            f"convert.quantize={scheme}: {first_and_more(findings)}",
             details=findings[:_SHOWN],
             hint="convert.quantize=none",
         )

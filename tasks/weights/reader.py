@@ -1,9 +1,8 @@
-"""Reading a checkpoint folder: which tensor lies where, then its bytes, one tensor at a time.
+"""Reading a checkpoint folder: which tensor lies where, in which file.
 
-    with open_checkpoint(folder) as checkpoint:
-        checkpoint.tensors["lm_head.weight"].shape
-        checkpoint.raw("lm_head.weight")        # numpy, the bytes
-        checkpoint.torch("lm_head.weight")      # torch, no copy
+    checkpoint = read_checkpoint(folder)
+    checkpoint.tensors["lm_head.weight"].shape
+    checkpoint.extents("lm_head.weight")        # a range of a file
 
 Everything that can be wrong with the folder is found from headers and the index, and reported in
 one error.
@@ -12,28 +11,20 @@ one error.
 from __future__ import annotations
 
 import contextlib
-import json
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-import numpy as np
-from numpy.typing import NDArray
-
-from tasks.errors import ArtifactError, ConfigError
+from tasks.errors import ArtifactError, ConfigError, first_and_more
+from tasks.weights.documents import read_json as read_json
 from tasks.weights.header import Header, TensorInfo, read_header
+from tasks.weights.index import index_of, survey
 from tasks.weights.source import Extent
-
-if TYPE_CHECKING:
-    import torch
 
 WEIGHTS = "model"
 ADAPTER = "adapter_model"
 MANIFEST = "manifest.json"
-
-_OTHER_WEIGHTS = ("*.safetensors", "pytorch_model*.bin", "adapter_model.bin", "consolidated*.pt*")
-"""What a loader that picks weights by glob could take for part of the model."""
 
 
 @dataclass(frozen=True)
@@ -53,7 +44,6 @@ class Checkpoint:
     files: Mapping[str, str]
     headers: Mapping[str, Header]
     hashes: Mapping[str, str] = field(default_factory=dict, repr=False)
-    _maps: dict[str, NDArray[np.uint8]] = field(default_factory=dict, repr=False, compare=False)
 
     @property
     def nbytes(self) -> int:
@@ -68,22 +58,6 @@ class Checkpoint:
     def sha256(self, name: str) -> str | None:
         """Of the tensor's bytes, where the folder's manifest tells."""
         return self.hashes.get(name)
-
-    def raw(self, name: str) -> NDArray[np.uint8]:
-        """The tensor's bytes, mapped, 1-D. Valid while the checkpoint is open."""
-        info, file = self.tensors[name], self.files[name]
-        if file not in self._maps:
-            # Private mapping: writable for torch's sake, and never written back.
-            self._maps[file] = np.memmap(self.root / file, dtype=np.uint8, mode="c")
-        return np.asarray(self._maps[file][info.start : info.end])
-
-    def torch(self, name: str) -> torch.Tensor:
-        """The tensor itself, mapped, in its own dtype. Valid while the checkpoint is open."""
-        import torch
-
-        info = self.tensors[name]
-        flat = torch.from_numpy(self.raw(name)).view(torch_dtype(info.dtype))
-        return flat.reshape(info.shape)
 
 
 def torch_dtype(name: str) -> Any:
@@ -116,7 +90,12 @@ def check_dtype(name: str) -> str:
 def open_checkpoint(
     root: Path, stem: str = WEIGHTS, *, beside: Collection[str] = ()
 ) -> Iterator[Checkpoint]:
-    """Open a folder with `<stem>.safetensors` or `<stem>.safetensors.index.json`.
+    """`read_checkpoint` for a `with`."""
+    yield read_checkpoint(root, stem, beside=beside)
+
+
+def read_checkpoint(root: Path, stem: str = WEIGHTS, *, beside: Collection[str] = ()) -> Checkpoint:
+    """Read the headers of a folder with `<stem>.safetensors`, or its index and the files it names.
 
     Args:
         root: the folder.
@@ -127,42 +106,20 @@ def open_checkpoint(
         ArtifactError: with every finding: nothing there, absent or truncated files, an index that
             disagrees with the files, weight files that belong to nothing, paths out of the folder.
     """
-    checkpoint = _survey(root, stem, beside)
-    try:
-        yield checkpoint
-    finally:
-        checkpoint._maps.clear()
-
-
-def _survey(root: Path, stem: str, beside: Collection[str]) -> Checkpoint:
-    findings: list[str] = []
-    index = _read_index(root, stem, findings)
-    names = sorted(set(index.values())) if index is not None else [f"{stem}.safetensors"]
-    headers: dict[str, Header] = {}
-    for name in names:
-        if Path(name).name != name:
-            findings.append(f"index names {name!r}, which is not a plain file name")
-            continue
-        if not (root / name).is_file():
-            findings.append(f"{name}: absent")
-            continue
-        try:
-            headers[name] = read_header(root / name)
-        except ArtifactError as error:
-            findings.append(error.message)
-    tensors, files = _locate(headers, findings)
-    hashes = _manifest_hashes(root, files)
-    if index is not None:
-        findings += _index_findings(index, files, headers)
-    findings += _stray_findings(root, {*names, *beside})
-    if findings:
+    single = f"{stem}.safetensors"
+    found = survey(root, single, read_header, beside=beside)
+    if found.findings:
         raise ArtifactError(
-            f"{root}: not a usable checkpoint: {findings[0]}"
-            + (f" (and {len(findings) - 1} more)" if len(findings) > 1 else ""),
-            details=findings,
-            hint=f"expected {stem}.safetensors, or {stem}.safetensors.index.json and its files",
+            f"{root}: not a usable checkpoint: {first_and_more(found.findings)}",
+            details=found.findings,
+            hint=f"expected {single}, or {index_of(single)} and its files",
         )
-    return Checkpoint(root, tensors, files, headers, hashes)
+    tensors = {key: found.opened[file].tensors[key] for key, file in found.files.items()}
+    return Checkpoint(root, tensors, found.files, found.opened, _manifest_hashes(root, found.files))
+
+
+_OURS = {"kind", "digest", "tensors", "files", "inputs", "notes"}
+"""What every manifest of ours has; see `tasks/artifact.py`."""
 
 
 def _manifest_hashes(root: Path, files: Mapping[str, str]) -> dict[str, str]:
@@ -175,11 +132,13 @@ def _manifest_hashes(root: Path, files: Mapping[str, str]) -> dict[str, str]:
     """
     path = root / MANIFEST
     try:
-        document = json.loads(path.read_text())
+        document = read_json(path)
+        if not set(document) >= _OURS:
+            return {}  # another tool's file of that name: nobody checks what it says
         written = path.stat().st_mtime_ns
         sizes = {name: int(entry["size"]) for name, entry in document["files"].items()}
         tensors = {name: dict(entries) for name, entries in document["tensors"].items()}
-    except (OSError, ValueError, KeyError, TypeError, AttributeError):
+    except (ArtifactError, OSError, ValueError, KeyError, TypeError, AttributeError):
         return {}  # not an artifact: a folder that somebody downloaded
     found = {}
     for file in set(files.values()) & set(sizes):
@@ -188,61 +147,3 @@ def _manifest_hashes(root: Path, files: Mapping[str, str]) -> dict[str, str]:
             entries = tensors.get(file, {})
             found.update({n: str(entries[n]["sha256"]) for n in entries if files.get(n) == file})
     return found
-
-
-def _read_index(root: Path, stem: str, findings: list[str]) -> dict[str, str] | None:
-    path = root / f"{stem}.safetensors.index.json"
-    if not path.is_file():
-        return None
-    try:
-        weight_map = json.loads(path.read_text())["weight_map"]
-        return {str(name): str(file) for name, file in weight_map.items()}
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-        findings.append(f"{path.name}: not a readable index: {error!r}")
-        return {}
-
-
-def _locate(
-    headers: Mapping[str, Header], findings: list[str]
-) -> tuple[dict[str, TensorInfo], dict[str, str]]:
-    tensors: dict[str, TensorInfo] = {}
-    files: dict[str, str] = {}
-    for file, header in headers.items():
-        for name, info in header.tensors.items():
-            if name in files:
-                findings.append(f"{name}: in {files[name]} and in {file}")
-            tensors[name], files[name] = info, file
-    return tensors, files
-
-
-def _index_findings(
-    index: Mapping[str, str], files: Mapping[str, str], headers: Mapping[str, Header]
-) -> list[str]:
-    findings = [
-        f"{name}: index says {file}, which does not hold it"
-        for name, file in index.items()
-        if file in headers and name not in headers[file].tensors
-    ]
-    return findings + [
-        f"{name}: in {file}, but not in the index"
-        for name, file in files.items()
-        if name not in index
-    ]
-
-
-def _stray_findings(root: Path, known: set[str]) -> list[str]:
-    found = {path.name for pattern in _OTHER_WEIGHTS for path in root.glob(pattern)}
-    return [f"{name}: stray weight file" for name in sorted(found - known)]
-
-
-def read_json(path: Path) -> dict[str, Any]:
-    """A JSON object from a file. Raises ArtifactError when it is not there or not one."""
-    try:
-        raw = json.loads(path.read_text())
-    except OSError as error:
-        raise ArtifactError(f"{path}: cannot be read: {error.strerror}") from error
-    except ValueError as error:
-        raise ArtifactError(f"{path}: not JSON: {error}") from error
-    if not isinstance(raw, dict):
-        raise ArtifactError(f"{path}: not a JSON object")
-    return raw

@@ -10,12 +10,13 @@ from concurrent.futures import FIRST_EXCEPTION, Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from tasks.weights.copying import Sink, known_hash, link_or_copy, prepare_file
+from tasks.weights.copying import known_hash, link_or_copy
 from tasks.weights.hashing import LANES, side_by_side
 from tasks.weights.journal import Journal, Outcome
 from tasks.weights.lanes import Done, Worker
 from tasks.weights.layout import OutFile
 from tasks.weights.pending import Pending, Task, make_task
+from tasks.weights.sinks import Sink, prepare_file
 from tasks.weights.source import Source
 from tasks.weights.writer import require_space
 

@@ -8,7 +8,7 @@ one engine reads them all, and none of them is ever loaded whole.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Protocol
 
@@ -48,15 +48,16 @@ class Renamed:
     Attributes:
         whole: the source itself.
         names: its key, by the key here; tensors that are not named are not there.
+        tensors: shape and dtype by the key here.
     """
 
     whole: Source
     names: Mapping[str, str]
+    tensors: Mapping[str, TensorLike] = field(init=False)
 
-    @property
-    def tensors(self) -> Mapping[str, TensorLike]:
-        """Shape and dtype by the key here."""
-        return {key: self.whole.tensors[name] for key, name in self.names.items()}
+    def __post_init__(self) -> None:
+        held = {key: self.whole.tensors[name] for key, name in self.names.items()}
+        object.__setattr__(self, "tensors", held)
 
     def extents(self, name: str) -> Sequence[Extent]:
         """As the whole says."""
@@ -65,3 +66,12 @@ class Renamed:
     def sha256(self, name: str) -> str | None:
         """As the whole says."""
         return self.whole.sha256(self.names[name])
+
+
+def find(name: str, sources: Mapping[str, Source]) -> TensorLike | str:
+    """The tensor that "<input>:<key>" names, or why there is none."""
+    source, _, key = name.partition(":")
+    if source not in sources:
+        return f"{name}: no input {source!r} (inputs: {', '.join(sources) or 'none'})"
+    found = sources[source].tensors.get(key)
+    return f"{source} has no {key}" if found is None else found

@@ -25,9 +25,9 @@ def term_findings(term: Term, shape: Shape, operands: Mapping[str, Shape]) -> It
             yield from _low_rank(term, shape, operands[term.a], operands[term.b])
         case Dora():
             yield from _scale(term.scale)
-            plain = LowRank(term.a, term.b, term.scale, term.transpose)
+            plain = LowRank(term.a, term.b, term.scale, term.transpose, out_start=term.out_start)
             yield from _low_rank(plain, shape, operands[term.a], operands[term.b])
-            wanted = shape[-1:] if term.transpose else shape[:1]
+            wanted = operands[term.b][:1]
             if operands[term.magnitude] != wanted:
                 found = list(operands[term.magnitude])
                 yield f"{term.magnitude}: is {found}, magnitudes of {list(wanted)} are wanted"
@@ -76,6 +76,8 @@ def _rows(term: Rows, shape: Shape, values: Shape) -> Iterator[str]:
     if len(shape) < 1 or values != (len(term.indices), *shape[1:]):
         wanted = [len(term.indices), *shape[1:]]
         yield f"{term.values}: is {list(values)}, {wanted} is wanted"
+    if not shape:
+        return
     outside = [index for index in term.indices if not 0 <= index < shape[0]]
     if outside:
         yield f"{term.values}: row {outside[0]} is outside of {list(shape)}"

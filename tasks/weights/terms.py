@@ -60,7 +60,7 @@ class Dora:
 
     DoRA: https://arxiv.org/abs/2402.09353. Attributes as of `LowRank`; `magnitude`: shape (out,).
     Without `transpose` a feature is a row of the output; with it, a column, whose norm needs every
-    row: see `kernels.needs_all_rows`. It is the only term of its tensor.
+    row: see `kernels.needs_all_rows`, and `out_start` is 0. It is the only term of its tensor.
     """
 
     kind: ClassVar[str] = "dora"
@@ -69,6 +69,7 @@ class Dora:
     magnitude: str
     scale: float
     transpose: bool = False
+    out_start: int = 0
 
 
 @dataclass(frozen=True)

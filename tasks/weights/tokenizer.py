@@ -15,6 +15,10 @@ from tasks.errors import ArtifactError
 from tasks.weights.reader import read_json
 
 _ANSWER = "plumbline-answer-text"
+_ANY = (
+    ArithmeticError, AttributeError, LookupError, RecursionError, TypeError, ValueError,
+)  # fmt: skip
+"""What a template's own code may raise: it comes with a model."""
 
 
 @dataclass(frozen=True)
@@ -140,7 +144,7 @@ def _after_answer(folder: Path, template: str, settings: Mapping[str, Any]) -> s
         text = environment.from_string(template).render(
             messages=talk, add_generation_prompt=False, **names
         )
-    except TemplateError as error:
+    except (TemplateError, *_ANY) as error:
         raise ArtifactError(f"{folder}: the chat template does not render: {error}") from error
     _, found, ending = text.rpartition(_ANSWER)
     if not found:

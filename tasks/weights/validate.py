@@ -9,22 +9,24 @@ from __future__ import annotations
 
 import difflib
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from math import prod
 from pathlib import Path
 
 from tasks.contract import TensorLike, describe
-from tasks.errors import ContractError
+from tasks.errors import ContractError, first_and_more
 from tasks.weights.bits import is_float
+from tasks.weights.coverage import coverage_findings
 from tasks.weights.header import ITEM_BITS
 from tasks.weights.plan import Op, Plan
-from tasks.weights.source import Source
+from tasks.weights.source import Source, find
 from tasks.weights.term_shapes import term_findings
 from tasks.weights.terms import Term, operands
 from tasks.weights.writer import require_space
 
 SHOWN = 50
 """Findings that an error lists; it says how many there are."""
+_SUGGESTIONS = 5
 _FLOATS = ("F64", "F32", "F16", "BF16", "F8_E4M3", "F8_E5M2")
 
 
@@ -45,8 +47,7 @@ def validate(plan: Plan, sources: Mapping[str, Source], *, out: Path | None = No
     findings = list(plan_findings(plan, sources))
     if findings:
         raise ContractError(
-            f"plan does not fit its inputs: {findings[0]}"
-            + (f" (and {len(findings) - 1} more)" if len(findings) > 1 else ""),
+            f"plan does not fit its inputs: {first_and_more(findings)}",
             details=[*findings[:SHOWN], *_more(findings)],
         )
     if out is not None:
@@ -61,15 +62,16 @@ def plan_findings(plan: Plan, sources: Mapping[str, Source]) -> Iterator[str]:
         yield "the plan makes no tensor"
     if plan.shards is not None and sum(plan.shards) != len(plan.ops):
         yield f"files for {sum(plan.shards)} tensors, {len(plan.ops)} are planned"
+    near = _Near(sources)
     for op in plan.ops:
-        yield from _op_findings(op, sources)
-    yield from _coverage(plan, sources)
+        yield from _op_findings(op, sources, near)
+    yield from coverage_findings(plan, sources)
 
 
-def _op_findings(op: Op, sources: Mapping[str, Source]) -> Iterator[str]:
+def _op_findings(op: Op, sources: Mapping[str, Source], near: _Near) -> Iterator[str]:
     found = find(op.source, sources)
     if isinstance(found, str):
-        yield f"{op.name}: {found}"
+        yield f"{op.name}: {found}{near.to(op.source)}"
         return
     if op.dtype not in ITEM_BITS:
         yield f"{op.name}: {op.dtype} is no dtype"
@@ -91,7 +93,7 @@ def _op_findings(op: Op, sources: Mapping[str, Source]) -> Iterator[str]:
     if op.encoding is not None:
         yield from _encoding_findings(op, found)
     for term in op.terms:
-        yield from (f"{op.name}: {text}" for text in _term_findings(op, term, sources))
+        yield from (f"{op.name}: {text}" for text in _term_findings(op, term, sources, near))
 
 
 def _encoding_findings(op: Op, found: TensorLike) -> Iterator[str]:
@@ -124,12 +126,12 @@ def _same_shape(op: Op, shape: tuple[int, ...]) -> bool:
     return wanted == shape or ({len(wanted), len(shape)} == {2, 3} and wanted[-1] == shape[-1])
 
 
-def _term_findings(op: Op, term: Term, sources: Mapping[str, Source]) -> Iterator[str]:
+def _term_findings(op: Op, term: Term, sources: Mapping[str, Source], near: _Near) -> Iterator[str]:
     held: dict[str, TensorLike] = {}
     for name in operands(term):
         found = find(name, sources)
         if isinstance(found, str):
-            yield found
+            yield found + near.to(name)
         elif not is_float(found.dtype):
             yield f"{name}: {found.dtype} is no float"
         else:
@@ -139,54 +141,23 @@ def _term_findings(op: Op, term: Term, sources: Mapping[str, Source]) -> Iterato
         yield from term_findings(term, op.shape, shapes)
 
 
-def find(name: str, sources: Mapping[str, Source]) -> TensorLike | str:
-    """The tensor that "<input>:<key>" names, or why there is none."""
-    source, _, key = name.partition(":")
-    if source not in sources:
-        return f"{name}: no input {source!r} (inputs: {', '.join(sources) or 'none'})"
-    found = sources[source].tensors.get(key)
-    if found is not None:
-        return found
-    near = difflib.get_close_matches(key, list(sources[source].tensors), n=1)
-    return f"{source} has no {key}" + (f"; near: {near[0]}" if near else "")
+class _Near:
+    """Which key was meant, for the first few that are missing: a search compares with all keys.
 
+    A plan for another model misses all of 45,000, and nobody reads that many suggestions.
+    """
 
-def _coverage(plan: Plan, sources: Mapping[str, Source]) -> Iterator[str]:
-    """Every input tensor is used, once, and whole; or it is dropped for a reason."""
-    used: dict[str, list[tuple[int, int, str]]] = {}
-    untied = set(plan.notes.get("untied", ()))
-    for op in sorted(plan.ops, key=lambda op: op.name in untied):
-        if op.name in untied and op.source in used:
-            continue  # two names of one tensor that are stored apart from now on
-        if op.encoding is None or op.encoding.part == "weight":  # scales are of the same numbers
-            used.setdefault(op.source, []).append((op.start, op.start + prod(op.shape), op.name))
-    asked = {name for op in plan.ops for term in op.terms for name in operands(term)}
-    dropped = Counter(entry.source for entry in plan.dropped)
-    for name, count in dropped.items():
-        if isinstance(find(name, sources), str):
-            yield f"{name}: to be dropped, and is not there"
-        elif count > 1 or name in used or name in asked:
-            yield f"{name}: to be dropped, and used or dropped elsewhere too"
-    packed = {op.source for op in plan.ops if op.quantization is not None}
-    for input_name, source in sources.items():
-        for key, info in source.tensors.items():
-            name = f"{input_name}:{key}"
-            if name in used and name not in packed:
-                yield from _part_findings(name, prod(info.shape), used[name])
-            elif name not in used and name not in asked and name not in dropped:
-                yield f"{name}: {describe(info.shape, info.dtype)} is used by nothing"
+    def __init__(self, sources: Mapping[str, Source]) -> None:
+        self._sources, self._left = sources, _SUGGESTIONS
 
-
-def _part_findings(name: str, numel: int, parts: Iterable[tuple[int, int, str]]) -> Iterator[str]:
-    at, last = 0, ""
-    for first, end, op in sorted(parts):
-        if first > at:
-            yield f"{name}: elements {at} to {first} go nowhere"
-        elif first < at:
-            yield f"{name}: goes to {last} and to {op}"
-        at, last = max(at, end), op
-    if at < numel:
-        yield f"{name}: elements {at} to {numel} go nowhere"
+    def to(self, name: str) -> str:
+        """`; near: <key>`, or nothing."""
+        source, _, key = name.partition(":")
+        if source not in self._sources or not self._left:
+            return ""
+        self._left -= 1
+        found = difflib.get_close_matches(key, list(self._sources[source].tensors), n=1)
+        return f"; near: {found[0]}" if found else ""
 
 
 def _more(findings: list[str]) -> list[str]:

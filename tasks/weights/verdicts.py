@@ -33,8 +33,10 @@ def merged(op: Op, outcome: Outcome) -> Check:
     if outcome.changed is not None:
         found = f"{outcome.changed:.2%} of elements changed"
         return Check(op.name, "changed by the adapter", found, ok=outcome.changed > 0)
-    if op.kind == "compute":
+    if op.quantization is not None:
         return Check(op.name, f"as in the dequantised {op.input}", "identical", ok=True)
+    if op.transpose:
+        return Check(op.name, f"as in the {op.input}, transposed", "identical", ok=True)
     if op.kind == "cast":
         return Check(op.name, f"as in the {op.input}, in {op.dtype}", "rounded once", ok=True)
     return Check(op.name, f"as in the {op.input}", "identical", ok=True)

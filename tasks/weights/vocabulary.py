@@ -98,8 +98,8 @@ def vocabulary_of(
     special = {f"eos_token_id {one}": one for one in tokenizer.stops}
     if tokenizer.pad is not None:
         special["pad_token_id"] = tokenizer.pad
-    text = config.get("text_config") or config
-    said = text.get("vocab_size")
+    text = config.get("text_config")
+    said = (text if isinstance(text, Mapping) else config).get("vocab_size")
     return Vocabulary(
         tokenizer=tokenizer.rows,
         rows=embedding[0],
@@ -108,14 +108,6 @@ def vocabulary_of(
         config=said if isinstance(said, int) else None,
         special=special,
     )
-
-
-def require_vocabulary(found: Vocabulary, *, stage: str) -> None:
-    """Raise one ContractError with everything that does not agree."""
-    findings = list(found.findings())
-    if findings:
-        more = f" (and {len(findings) - 1} more)" if len(findings) > 1 else ""
-        raise ContractError(f"{stage}: {findings[0]}{more}", details=findings)
 
 
 def resized_config(config: Mapping[str, Any], rows: int) -> dict[str, Any]:

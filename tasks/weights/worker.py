@@ -43,7 +43,7 @@ def ask_facts(
 def ask_adapter_contract(
     perform: Perform, base: Path, adapter_config: Path, dtype: str
 ) -> list[Expected]:
-    """`contracts.adapter_contract`, by whoever performs."""
+    """`adapter_contract.adapter_contract`, by whoever performs."""
     reply = perform(
         {
             "do": "adapter_contract",
@@ -110,7 +110,7 @@ def _quantization_config(request: Mapping[str, Any]) -> dict[str, Any]:
 def _adapter_contract(request: Mapping[str, Any]) -> dict[str, Any]:
     from dataclasses import asdict
 
-    from tasks.weights.contracts import adapter_contract
+    from tasks.weights.adapter_contract import adapter_contract
 
     expected = adapter_contract(
         Path(request["base"]), Path(request["adapter_config"]), request["dtype"]

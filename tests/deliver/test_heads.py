@@ -43,10 +43,10 @@ def head_artifact(done: Done, tmp_path: Path) -> dict[str, torch.Tensor]:
     return load_file(folder / "value_head.safetensors")
 
 
-def base_of(folder: Path, family: str = "qwen") -> Path:
+def base_of(folder: Path, family: str = "qwen", heads: int = 4) -> Path:
     """A language model in fp32 and its tokenizer."""
     with quiet():
-        causal(family).save_pretrained(folder)
+        causal(family, heads=heads).save_pretrained(folder)
     save_tokenizer(folder)
     return folder
 
@@ -147,13 +147,3 @@ def test_a_reward_adapter_without_its_head_is_refused(here: Run, tmp_path: Path)
     assert "LoRA was trained on a random head" in done.output
     assert not (tmp_path / "runs").exists()
     assert not (tmp_path / "out").exists()
-
-
-def test_a_reward_model_is_not_measured_as_a_language_model(here: Run, tmp_path: Path) -> None:
-    save_openrlhf(tmp_path / "rm", "qwen")
-    done = here(
-        f"source={tmp_path / 'rm'}", f"out={tmp_path / 'out'}", "plan=true", engine="transformers"
-    )
-    assert done.code == 2, done.output
-    assert "only causal language models are measured here" in done.output
-    assert "smoke.engine=none" in done.output

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from flows.config import compose_config
-from flows.deliver_body import direct, prepared
+from flows.deliver_body import direct, plan
 from tasks.deliver.recognise import recognise
 from tasks.deliver.recorded import attention_of
 
@@ -39,7 +39,7 @@ def test_base_and_adapter_unmerged_are_what_the_served_model_is_compared_with(
         ],
         config_name="deliver",
     )  # fmt: skip
-    summary = direct(composed, LOG, "here")
+    summary = direct(plan(composed), LOG, "here")
     assert [stage["name"] for stage in summary["stages"]] == [
         "reference", "merge", "convert", "smoke_eval",
     ]  # fmt: skip
@@ -62,7 +62,7 @@ class TestTheAttention:
             ],
             config_name="deliver",
         )  # fmt: skip
-        assert prepared(composed).attention == "eager"
+        assert plan(composed).delivery.attention == "eager"
         assert not (tmp_path / "runs").exists()
 
     def test_of_a_gathered_adapter_is_that_of_its_training(

@@ -9,7 +9,7 @@ import torch
 
 from tests.deliver.conftest import Done
 from tests.weights.making import Spread, save_tokenizer, state_of, trained_model
-from tests.weights.test_stored4bit import pack, same
+from tests.weights.stored4bit.making import pack, same
 
 
 def test_an_adapter_into_a_packed_base(tmp_path: Path, base: Path, deliver) -> None:

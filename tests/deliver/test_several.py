@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -10,6 +11,11 @@ from typing import Any
 import pytest
 import torch
 
+from flows.config import compose_config
+from flows.deliver_body import direct, plan
+from tasks.fingerprint import Fingerprint, drift
+from tasks.serving.load import load_model
+from tasks.serving.measure import fingerprint
 from tests.deliver.conftest import Done
 from tests.deliver.test_deliver import same
 from tests.weights.making import Spread, state_of, trained_model
@@ -108,7 +114,6 @@ def test_what_cannot_be_added_up_is_refused(
 
 
 def test_the_reference_holds_all_of_them_unmerged(adapter: Path, second: Path, base: Path) -> None:
-    from tasks.serving.load import load_model
     from tests.weights.making import PROBES
 
     weighted = dict(zip((adapter, second), WEIGHTS, strict=True))
@@ -124,3 +129,39 @@ def test_the_reference_holds_all_of_them_unmerged(adapter: Path, second: Path, b
     plain = load_model(base, dtype="float32")
     with torch.no_grad():
         assert not torch.allclose(plain(input_ids=ids).logits, wanted, rtol=0.05, atol=0.05)
+
+
+def test_an_engine_compares_with_all_of_them_unmerged(
+    adapter: Path, second: Path, base: Path, tmp_path: Path
+) -> None:
+    """The stages with their real reference child; Prefect around them is in the long run."""
+    composed = compose_config(
+        [
+            f"adapters=[{adapter}:{WEIGHTS[0]},{second}:{WEIGHTS[1]}]", f"base={base}",
+            f"out={tmp_path / 'out'}", f"paths.runs={tmp_path / 'runs'}",
+            "smoke.engine=transformers", "smoke.probes=4",
+        ],
+        config_name="deliver",
+    )  # fmt: skip
+    summary = direct(plan(composed), logging.getLogger("tests.deliver"), "several")
+    stages = {stage["name"]: stage for stage in summary["stages"]}
+    assert list(stages) == ["reference", "merge", "convert", "smoke_eval"]
+    drifts = [stages[name]["drift"]["mean_kl"] for name in ("merge", "convert", "smoke_eval")]
+    assert all(0 <= one < 1e-3 for one in drifts)
+    # With the other sign of one weight it is another model, by far.
+    wrong = load_model(base, weighted={str(adapter): WEIGHTS[0], str(second): -WEIGHTS[1]})
+    before = Fingerprint.load(Path(stages["reference"]["artifact"]) / "fingerprint.fp")
+    assert drift(before, fingerprint(wrong, before)).mean_kl > 1e-2
+
+
+@pytest.mark.slow
+def test_the_literal_command_with_an_engine(
+    deliver: Run, adapter: Path, second: Path, base: Path, tmp_path: Path
+) -> None:
+    done = deliver(
+        f"adapters=[{adapter}:{WEIGHTS[0]},{second}:{WEIGHTS[1]}]", f"base={base}",
+        f"out={tmp_path / 'out'}", "smoke.probes=4", engine="transformers",
+    )  # fmt: skip
+    assert done.code == 0, done.output
+    assert done.stages == ["reference", "merge", "convert", "smoke_eval"]
+    assert done.summary["stages"][-1]["drift"]["mean_kl"] < 1e-3

@@ -11,10 +11,11 @@ import pytest
 
 from tasks.errors import ConfigError, DataError
 from tasks.fingerprint import PROFILES, Drift, Fingerprint
+from tasks.heldout import read_heldout
 from tasks.report import StageReport
 from tasks.scoring import ModelRef, ReferenceScorer
 from tasks.serving.ties import compare_greedy
-from tasks.smoke_eval import SmokeSettings, _who_moved, read_heldout, smoke_eval
+from tasks.smoke_eval import SmokeSettings, _who_moved, smoke_eval
 from tests.serving.models import CONVERSATIONS, END, WORDS
 
 NEW = 12

@@ -18,6 +18,7 @@ from tasks.scoring import ModelRef
 from tasks.serving.load import load_model
 from tasks.serving.measure import fingerprint
 from tasks.weights.partitions import rank_file
+from tests.tiny import tiny
 
 TEMPLATE = (
     "{% for m in messages %}{{ '<|im_start|>' + m['role'] + '\n' + m['content'] + '<|im_end|>\n' }}"
@@ -45,20 +46,9 @@ class Spread:
 
 def small_config(family: str) -> Any:
     """A two-layer Llama (untied) or Qwen2 (tied)."""
-    from transformers import LlamaConfig, Qwen2Config
-
-    sizes = {
-        "vocab_size": ROWS,
-        "hidden_size": 64,
-        "intermediate_size": 128,
-        "num_hidden_layers": 2,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 2,
-        "max_position_embeddings": 64,
-    }
-    if family == "llama":
-        return LlamaConfig(**sizes, tie_word_embeddings=False)
-    return Qwen2Config(**sizes, tie_word_embeddings=True)
+    sizes = {"vocab_size": ROWS, "hidden_size": 64, "intermediate_size": 128}
+    name, tied = ("Llama", False) if family == "llama" else ("Qwen2", True)
+    return tiny(name, **sizes, max_position_embeddings=64, tie_word_embeddings=tied)
 
 
 def save_tokenizer(folder: Path) -> None:

@@ -156,6 +156,20 @@ def test_without_a_manifest_everything_is_read_and_nothing_linked(inputs, out, t
     assert done.sha256 == _run(plan, {"base": inputs["base"]}, out).sha256
 
 
+def test_another_tools_manifest_gives_no_hashes(inputs, tmp_path) -> None:
+    """Nobody compares its files with it, so that nothing it says may be taken for known."""
+    import shutil
+
+    folder = shutil.copytree(inputs["base"].path, tmp_path / "folder")
+    path = folder / "manifest.json"
+    document = json.loads(path.read_text())
+    del document["notes"]
+    path.write_text(json.dumps(document))
+    os.utime(path)
+    with open_checkpoint(folder) as checkpoint:
+        assert checkpoint.sha256("wide") is None
+
+
 def test_a_file_touched_after_its_manifest_is_read(inputs, tmp_path) -> None:
     import shutil
 

@@ -11,10 +11,13 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from tasks.weights import blocks, casts, folding, hashing, native
+from tasks.weights import casts, folding, hashing, native
+from tasks.weights.buffers import Buffer, Workspace
 from tasks.weights.execute import Executed, execute
-from tasks.weights.folding import MAX_RANK, fold_term
+from tasks.weights.folding import fold_term
+from tasks.weights.journal import Measured
 from tasks.weights.native import Library, binding, library
+from tasks.weights.native.binding import MAX_RANK
 from tasks.weights.opening import SourceRef, open_sources
 from tasks.weights.plan import Op, Plan
 from tasks.weights.terms import LowRank
@@ -38,13 +41,10 @@ def _kernels() -> Library:
 
 
 def _fold(w: torch.Tensor, a: torch.Tensor, b: torch.Tensor) -> tuple[np.ndarray, int, int]:
-    panel = binding.PANEL
-    panels = np.full(a.shape[0] * -(-a.shape[1] // panel) * panel, np.nan, np.float32)
     numbers = _words(a) if a.dtype == torch.bfloat16 else a.numpy()
-    _kernels().pack(numbers, panels)
     out = np.empty_like(_words(w))
     changed, nonfinite = _kernels().fold(
-        _words(w), out, b=b.float().numpy(), panels=panels, scale=SCALE
+        _words(w), out, a=numbers, b=b.float().numpy(), scale=SCALE
     )
     return out, changed, nonfinite
 
@@ -74,6 +74,23 @@ def test_rounding_infinities_and_nan() -> None:
     assert (out[nan] == NAN).all()
     assert (out[~nan] == _words(wanted)[~nan]).all()
     assert nonfinite == int((~torch.isfinite(wanted)).sum())
+
+
+def test_what_is_not_finite_at_the_edges_of_tiles() -> None:
+    random = torch.Generator().manual_seed(5)
+    w = torch.randn(13, 71, generator=random).bfloat16()
+    a = torch.randn(3, 71, generator=random)
+    b = torch.randn(13, 3, generator=random)
+    w[0, 0], w[12, 70], w[5, 33] = float("nan"), float("inf"), -float("inf")
+    w[7, 64] = torch.finfo(torch.bfloat16).max
+    b[7] = 1e36  # finite until it is rounded, or scaled
+    wanted = (w.float() + (b @ a) * SCALE).bfloat16()
+    out, changed, nonfinite = _fold(w, a, b)
+    nan = torch.isnan(wanted).numpy()
+    assert (out[nan] == NAN).all()
+    assert (out[~nan] == _words(wanted)[~nan]).all()
+    assert nonfinite == int((~torch.isfinite(wanted)).sum())
+    assert changed == int((out != _words(w)).sum())
 
 
 def test_rounding_alone_is_the_same_with_and_without_the_kernel(monkeypatch) -> None:
@@ -117,11 +134,9 @@ def _run(inputs: dict[str, SourceRef], out: Path, workers: int = 2) -> Executed:
         return execute(_plan(), sources, out, workers=workers)
 
 
-@pytest.mark.parametrize("elements", [300, 1 << 18])
-def test_through_the_engine_it_is_the_same_as_by_torch(
-    inputs, tmp_path, monkeypatch, elements
-) -> None:
-    monkeypatch.setattr(blocks, "ELEMENTS", elements)
+@pytest.mark.parametrize("slot", [0, 20_000, 1 << 20])
+def test_through_the_engine_it_is_the_same_as_by_torch(inputs, tmp_path, monkeypatch, slot) -> None:
+    monkeypatch.setattr(folding, "SLOT", slot)
     with open_sources(inputs) as sources:
         assert all(fold_term(op, sources) is not None for op in _plan().ops)
     done = _run(inputs, tmp_path / "kernel")
@@ -130,6 +145,22 @@ def test_through_the_engine_it_is_the_same_as_by_torch(
     assert done == other
     found, wanted = state_of(tmp_path / "kernel"), state_of(tmp_path / "torch")
     assert all(torch.equal(found[name], wanted[name]) for name in SHAPES)
+
+
+@pytest.mark.parametrize("slot", [20_000, 80_000])
+def test_a_tensor_is_made_in_a_slot_whatever_its_shape(inputs, monkeypatch, slot: int) -> None:
+    monkeypatch.setattr(folding, "SLOT", slot)
+    read = Buffer()
+    with open_sources(inputs) as sources:
+        for op in _plan().ops:
+            room, (term,) = Workspace(read), op.terms
+            assert isinstance(term, LowRank)
+            for _ in folding.fold(op, term, sources, room, Measured()):
+                pass
+            smallest = folding.held_bytes(term, sources) + 2 * 16 * op.shape[1]
+            rest = 2 * 15 * op.shape[1]  # rows that the last block takes with it
+            assert room.out.size <= max(slot, smallest) + rest
+    assert read.size <= 2 * (slot + 2 * 31 * 1030)  # the same rows, and those of B
 
 
 def test_what_is_left_to_torch(inputs) -> None:

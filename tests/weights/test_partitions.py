@@ -145,3 +145,25 @@ def test_a_table_of_another_kind_is_refused(run: Path, change: dict, message: st
     path = run / "partitions.json"
     path.write_text(json.dumps({**json.loads(path.read_text()), **change}))
     assert message in _message(run)
+
+
+@pytest.mark.parametrize(
+    ("changes", "text"),
+    [
+        ({"world_size": 10**12}, "world_size 1000000000000"),
+        ({"world_size": "2"}, "world_size 2"),
+        ({"world_size": 0}, "world_size 0"),
+        ({"parameters": [1]}, "its parameters have no shapes"),
+        ({"parameters": {"w": {"shape": "x"}}}, "its parameters have no shapes"),
+        ({"parameters": {"w": {}}}, "its parameters have no shapes"),
+        ({"parameters": {}}, "nothing was trained"),
+    ],
+)
+def test_a_table_of_other_types_is_refused(
+    tmp_path: Path, changes: dict[str, object], text: str
+) -> None:
+    write_shards(tmp_path / "run", _parameters((5, 1, 2)), Spread())
+    path = tmp_path / "run" / "partitions.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), **changes}))
+    with pytest.raises(ArtifactError, match=text):
+        read_partitions(tmp_path / "run")

@@ -5,10 +5,10 @@ from __future__ import annotations
 import threading
 from pathlib import Path
 
-from tasks.weights.copying import Sink
 from tasks.weights.header import TensorInfo
 from tasks.weights.pending import LARGE, Pending, Task
 from tasks.weights.plan import Op
+from tasks.weights.sinks import Sink
 
 
 def _task(name: str, rows: int, *, held: int = 0, torch: bool = False) -> Task:

@@ -22,7 +22,6 @@ from tasks.fingerprint import DriftLimit
 from tasks.weights.contracts import ModelFacts, model_facts
 from tasks.weights.encode import SCHEMES, encode, library_scheme, row_scales
 from tasks.weights.execute import Executed, execute
-from tasks.weights.heads.folder import Part
 from tasks.weights.plan import Encoding, Op, Plan
 from tasks.weights.quantize import (
     check_quantize,
@@ -32,6 +31,7 @@ from tasks.weights.quantize import (
     quantized_plan,
 )
 from tasks.weights.reader import open_checkpoint
+from tasks.weights.source import Renamed
 from tasks.weights.validate import validate
 from tests.weights.making import failed, measure_here, state_of
 
@@ -253,7 +253,7 @@ def test_a_plan_that_encodes_other_shapes_is_refused(
         name, (64, 64), "I8", f"model:{name}", "BF16", encoding=Encoding("w8a8", "weight", 64)
     )
     with open_checkpoint(llama.path) as weights:
-        source = {"model": Part(weights, (name,))}
+        source = {"model": Renamed(weights, {name: name})}
         validate(Plan((good,)), source)
         with pytest.raises(ContractError) as caught:
             validate(Plan((replace(good, **change),)), source)
@@ -270,4 +270,4 @@ def test_scales_alone_use_up_no_tensor(llama: Artifact) -> None:
         open_checkpoint(llama.path) as weights,
         pytest.raises(ContractError, match="used by nothing"),
     ):
-        validate(Plan((scale,)), {"model": Part(weights, (name,))})
+        validate(Plan((scale,)), {"model": Renamed(weights, {name: name})})

@@ -8,7 +8,8 @@ import torch
 from safetensors.torch import save_file
 
 from tasks.errors import ArtifactError
-from tasks.weights.reader import open_checkpoint
+from tasks.weights.reader import read_checkpoint, torch_dtype
+from tests.weights.zero.conftest import read
 
 ONE = {"a": torch.arange(6, dtype=torch.bfloat16).reshape(2, 3), "z": torch.zeros(0, 2)}
 TWO = {"b": torch.tensor([True, False, True]), "c": torch.tensor(7.5, dtype=torch.float64)}
@@ -29,30 +30,27 @@ def _index(folder: Path, weight_map: object) -> None:
 
 
 def _findings(folder: Path) -> list[str]:
-    with pytest.raises(ArtifactError) as caught, open_checkpoint(folder):
-        pass
+    with pytest.raises(ArtifactError) as caught:
+        read_checkpoint(folder)
     return list(caught.value.details)
 
 
 def test_tensors_of_all_shards_and_dtypes(folder: Path) -> None:
-    with open_checkpoint(folder) as checkpoint:
-        for name, tensor in (ONE | TWO).items():
-            assert torch.equal(checkpoint.torch(name), tensor)
-            assert checkpoint.torch(name).dtype == tensor.dtype
-        assert checkpoint.nbytes == 12 + 3 + 8
+    checkpoint = read_checkpoint(folder)
+    for name, tensor in (ONE | TWO).items():
+        assert checkpoint.tensors[name].shape == tuple(tensor.shape)
+        assert torch_dtype(checkpoint.tensors[name].dtype) == tensor.dtype
+        raw = tensor.reshape(-1).view(torch.uint8).numpy().tobytes()
+        assert read(checkpoint, name) == raw
+    assert checkpoint.nbytes == 12 + 3 + 8
 
 
 def test_a_single_file(tmp_path: Path) -> None:
     save_file(ONE, tmp_path / "model.safetensors")
-    with open_checkpoint(tmp_path) as checkpoint:
-        assert dict(checkpoint.files) == {"a": "model.safetensors", "z": "model.safetensors"}
-
-
-def test_reading_never_writes_back(folder: Path) -> None:
-    before = (folder / FIRST).read_bytes()
-    with open_checkpoint(folder) as checkpoint:
-        checkpoint.torch("a").add_(1)
-    assert (folder / FIRST).read_bytes() == before
+    assert dict(read_checkpoint(tmp_path).files) == {
+        "a": "model.safetensors",
+        "z": "model.safetensors",
+    }
 
 
 def test_an_empty_folder_says_what_was_looked_for(tmp_path: Path) -> None:
@@ -83,7 +81,13 @@ def test_a_tensor_in_two_files(folder: Path) -> None:
     assert f"b: in {FIRST} and in {SECOND}" in _findings(folder)
 
 
-@pytest.mark.parametrize("text", ["{", "[]", '{"weight_map": 3}', "{}"])
+@pytest.mark.parametrize(
+    "text",
+    [
+        "{", "[]", '{"weight_map": 3}', "{}", '{"weight_map": {}}', '{"weight_map": {"a": 3}}',
+        '{"weight_map": {"a": "x.safetensors", "a": "y.safetensors"}}', "[" * 100_000,
+    ],
+)  # fmt: skip
 def test_a_broken_index_is_named(folder: Path, text: str) -> None:
     (folder / INDEX).write_text(text)
     assert any("not a readable index" in finding for finding in _findings(folder))
@@ -99,3 +103,15 @@ def test_a_stray_file_beside_a_single_one(tmp_path: Path) -> None:
     for name in ("model.safetensors", "adapter_model.safetensors"):
         save_file(ONE, tmp_path / name)
     assert _findings(tmp_path) == ["adapter_model.safetensors: stray weight file"]
+
+
+@pytest.mark.parametrize("name", ["..", "/etc/passwd", "a/b.safetensors", "", "x\0y"])
+def test_a_name_that_is_no_plain_one_is_refused(folder: Path, name: str) -> None:
+    _index(folder, {"a": name})
+    assert f"index names {name!r}, which is not a plain file name" in _findings(folder)
+
+
+@pytest.mark.parametrize("name", ["x" * 1000, "\ud800"])
+def test_a_name_that_no_file_system_takes_is_refused(folder: Path, name: str) -> None:
+    _index(folder, {"a": name})
+    assert any("which is not a plain file name" in finding for finding in _findings(folder))

@@ -95,3 +95,10 @@ def test_an_eos_that_is_none_is_refused(folder: Path, change: dict, message: str
 def test_no_tokenizer_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ArtifactError, match=r"tokenizer\.json"):
         read_tokenizer(tmp_path)
+
+
+@pytest.mark.parametrize("text", ["{{ 1 / 0 }}", "{{ messages[0] + 1 }}", "{{ [1].index(2) }}"])
+def test_a_template_that_fails_in_python_is_refused(folder: Path, text: str) -> None:
+    (folder / "chat_template.jinja").write_text(text)
+    with pytest.raises(ArtifactError, match="the chat template does not render"):
+        read_tokenizer(folder)

@@ -10,18 +10,16 @@ from typing import Any
 import pytest
 import torch
 
-from tasks.errors import ContractError
 from tasks.weights.adapters.changes import changes
 from tasks.weights.adapters.read import read_adapter
 from tasks.weights.contracts import model_facts
 from tasks.weights.execute import execute
 from tasks.weights.families.merging import MergeSettings, plan_merge
-from tasks.weights.reader import open_checkpoint
+from tasks.weights.reader import read_checkpoint
 from tasks.weights.tokenizer import TokenizerFacts
 from tasks.weights.validate import validate
 from tasks.weights.vocabulary import (
     Vocabulary,
-    require_vocabulary,
     resized_config,
     vocabulary_of,
 )
@@ -52,22 +50,23 @@ def grown_adapter(tmp_path: Path, family: str, **options: Any) -> tuple[Path, Pa
 
 
 def merge(base: Path, adapter: Path, out: Path, vocabulary: TokenizerFacts) -> Vocabulary:
-    """Plan, compare the sizes, execute, and config.json."""
+    """Plan, compare the sizes, and, where they agree, execute and write config.json."""
     lora, config = read_adapter(adapter), json.loads((base / "config.json").read_text())
     facts = model_facts(base, "float32")
-    with open_checkpoint(base) as weights:
-        operands = {f"adapter:{key}": one for key, one in lora.tensors.tensors.items()}
-        found = changes([(lora, 1.0)], facts.live)
-        plan = plan_merge(weights.tensors, facts, found, operands, MergeSettings())
-        sizes = vocabulary_of(
-            {op.name: op.shape for op in plan.ops}, facts, vocabulary, config,
-            {name: tuple(one.shape) for name, one in weights.tensors.items()},
-        )  # fmt: skip
-        require_vocabulary(sizes, stage="merge")
-        sources = {"base": weights, "adapter": lora.tensors}
-        validate(plan, sources)
-        out.mkdir()
-        execute(plan, sources, out, workers=1)
+    weights = read_checkpoint(base)
+    operands = {f"adapter:{key}": one for key, one in lora.tensors.tensors.items()}
+    found = changes([(lora, 1.0)], facts.live)
+    plan = plan_merge(weights.tensors, facts, found, operands, MergeSettings())
+    sizes = vocabulary_of(
+        {op.name: op.shape for op in plan.ops}, facts, vocabulary, config,
+        {name: tuple(one.shape) for name, one in weights.tensors.items()},
+    )  # fmt: skip
+    if any(sizes.findings()):
+        return sizes
+    sources = {"base": weights, "adapter": lora.tensors}
+    validate(plan, sources)
+    out.mkdir()
+    execute(plan, sources, out, workers=1)
     (out / "config.json").write_text(json.dumps(resized_config(config, sizes.rows)))
     return sizes
 
@@ -95,9 +94,7 @@ def test_an_adapter_without_its_grown_embeddings_is_refused_with_the_numbers(
     tmp_path: Path, family: str
 ) -> None:
     base, adapter, _ = grown_adapter(tmp_path, family, save_embedding_layers=False)
-    with pytest.raises(ContractError) as caught:
-        merge(base, adapter, tmp_path / "out", tokenizer(100))
-    text = caught.value.report()
+    text = "\n".join(merge(base, adapter, tmp_path / "out", tokenizer(100)).findings())
     assert "the tokenizer has 100 ids, the embedding 96 rows" in text
     assert "save_embedding_layers=True" in text
     assert not (tmp_path / "out").exists()
@@ -114,8 +111,8 @@ def test_only_one_of_two_untied_embeddings_is_refused(tmp_path: Path) -> None:
         if not (key.endswith("weight") and "lm_head" in key and "lora" not in key)
     }
     save_file(tensors, path, metadata={"format": "pt"})
-    with pytest.raises(ContractError, match=r"has 104 rows, the output embedding 96"):
-        merge(base, adapter, tmp_path / "out", tokenizer(100))
+    text = "\n".join(merge(base, adapter, tmp_path / "out", tokenizer(100)).findings())
+    assert "has 104 rows, the output embedding 96" in text
 
 
 @pytest.mark.parametrize(
@@ -128,12 +125,11 @@ def test_only_one_of_two_untied_embeddings_is_refused(tmp_path: Path) -> None:
     ],
 )
 def test_sizes_that_disagree(found: Vocabulary, text: str) -> None:
-    with pytest.raises(ContractError, match=text):
-        require_vocabulary(found, stage="convert")
+    assert any(text in line for line in found.findings())
 
 
 def test_a_padded_embedding_is_fine() -> None:
-    require_vocabulary(Vocabulary(97, 128, 128, 128, 128, {"pad_token_id": 96}), stage="convert")
+    assert not list(Vocabulary(97, 128, 128, 128, 128, {"pad_token_id": 96}).findings())
 
 
 def test_config_is_resized_where_the_family_says_it() -> None:

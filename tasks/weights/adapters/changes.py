@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from tasks.errors import ContractError
-from tasks.weights.adapters.findings import copy_of, hint_on, misfits
+from tasks.weights.adapters.checking import Checked, check
 from tasks.weights.adapters.live import LiveModel
-from tasks.weights.adapters.pieces import Contract, Piece
+from tasks.weights.adapters.piece import Piece
 from tasks.weights.adapters.read import Adapter
 from tasks.weights.plan import Dropped
 from tasks.weights.terms import Dora, Rows, Term
@@ -20,7 +18,9 @@ from tasks.weights.terms import Dora, Rows, Term
 class Changes:
     """What becomes of the live tensors; those that are not named stay as they are.
 
-    A tensor can be replaced and have terms: the terms then apply to what replaced it.
+    A tensor can be replaced and have terms: the terms then apply to what replaced it. Where an
+    adapter speaks of what is only a part of a live tensor (one expert of a stack, see `older`), the
+    part's key on disk stands in the place of a live name; its terms come after those of the stack.
 
     Attributes:
         terms: by live name, in order. Operands are "<adapter>:<key>".
@@ -43,15 +43,6 @@ class Changes:
     copies: Mapping[str, str]
     findings: tuple[str, ...]
 
-    def require(self) -> None:
-        """Raise ContractError with every finding, if there are any."""
-        if self.findings:
-            raise ContractError(
-                f"adapter and model do not fit: {self.findings[0]}"
-                + (f" (and {len(self.findings) - 1} more)" if len(self.findings) > 1 else ""),
-                details=self.findings,
-            )
-
 
 def changes(adapters: Sequence[tuple[Adapter, float]], live: LiveModel) -> Changes:
     """What several adapters, each with a weight, do together.
@@ -67,19 +58,12 @@ def changes(adapters: Sequence[tuple[Adapter, float]], live: LiveModel) -> Chang
     """
     found = _Sum(live)
     for adapter, weight in adapters:
-        found.add(adapter, weight)
+        found.add(check(adapter, weight, live))
     if len({adapter.name for adapter, _ in adapters}) < len(adapters):
         found.findings.append("two adapters have the same name")
     if not adapters:
         found.findings.append("no adapter given")
     return found.result()
-
-
-@dataclass(frozen=True)
-class _Part:
-    adapter: Adapter
-    weight: float
-    pieces: tuple[Piece, ...]
 
 
 class _Sum:
@@ -88,40 +72,15 @@ class _Sum:
     def __init__(self, live: LiveModel) -> None:
         self.live = live
         self.findings: list[str] = []
-        self.parts: list[_Part] = []
+        self.parts: list[Checked] = []
         self.terms: dict[str, list[Term]] = {}
         self.replacements: dict[str, str] = {}
         self.shapes: dict[str, tuple[int, ...]] = {}
-        self.dropped: list[Dropped] = []
-        self.copies: dict[str, str] = {}
 
-    def add(self, adapter: Adapter, weight: float) -> None:
-        """Check one adapter and keep its pieces."""
-        where = f"{adapter.root.name}: " if adapter.name != "adapter" else ""
-        if adapter.findings:
-            self.findings += [f"{where}adapter_config.json: {one}" for one in adapter.findings]
-            return
-        contract = Contract(adapter.config, self.live, adapter.tensors.tensors)
-        found = [*contract.findings, *misfits(contract), *self._leftovers(adapter, contract)]
-        if not math.isfinite(weight) or weight == 0:
-            found.append(f"weight {weight} of the adapter: it has to be a number other than 0")
-        self.findings += [where + one for one in found]
-        self.parts.append(_Part(adapter, weight, tuple(contract.pieces)))
-
-    def _leftovers(self, adapter: Adapter, contract: Contract) -> Iterator[str]:
-        """Copies are dropped with a reason; anything else is a finding."""
-        wanted = contract.wanted()
-        absent = sorted(set(wanted) - set(contract.held))
-        for key in sorted(set(contract.held) - set(wanted)):
-            copy = copy_of(key, contract, wanted)
-            if copy is not None:
-                self.dropped.append(Dropped(f"{adapter.name}:{key}", copy.reason))
-                if copy.of:
-                    self.copies[f"{adapter.name}:{key}"] = f"{adapter.name}:{copy.of}"
-                continue
-            hint = hint_on(key, absent)
-            absent = []  # a near match is looked for once: it takes long, and one tells enough
-            yield f"{key}: unexpected" + (f": {hint}" if hint else "")
+    def add(self, part: Checked) -> None:
+        """Keep one adapter's pieces and what is wrong with it."""
+        self.parts.append(part)
+        self.findings += part.findings
 
     def result(self) -> Changes:
         """All pieces put together, under the names that the tensors have from now on."""
@@ -147,8 +106,8 @@ class _Sum:
             replacements=dict(self.replacements),
             shapes=dict(self.shapes),
             unties=tuple(sorted(apart & set(self.live.tied))),
-            dropped=tuple(self.dropped),
-            copies=dict(self.copies),
+            dropped=tuple(one for part in self.parts for one in part.dropped),
+            copies=dict(one for part in self.parts for one in part.copies),
             findings=tuple(self.findings),
         )
 
@@ -159,7 +118,7 @@ class _Sum:
             return [self.live.tied.get(name, name)]
         return [name] if piece.alone else sorted(self.live.partners(name))
 
-    def _enter(self, name: str, piece: Piece, part: _Part) -> None:
+    def _enter(self, name: str, piece: Piece, part: Checked) -> None:
         """Add one piece, with operands that name the adapter."""
         adapter, weight = part.adapter, part.weight
         if weight != 1 and (piece.stored or isinstance(piece.term, Rows)):
@@ -169,10 +128,14 @@ class _Sum:
         if piece.stored:
             self.replacements[name] = f"{adapter.name}:{piece.stored}"
             held = adapter.tensors.tensors.get(piece.stored)
-            if held is not None and tuple(held.shape) != tuple(self.live.tensors[name].shape):
+            if held is not None and tuple(held.shape) != self._shape(name):
                 self.shapes[name] = tuple(held.shape)
         if piece.term is not None:
             self._enter_term(name, _bound(piece.term, adapter.name, weight))
+
+    def _shape(self, name: str) -> tuple[int, ...]:
+        tensor = self.live.tensors.get(name)
+        return tuple(self.live.stored[name].shape if tensor is None else tensor.shape)
 
     def _enter_term(self, name: str, term: Term) -> None:
         before = self.terms.setdefault(name, [])

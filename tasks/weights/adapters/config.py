@@ -14,19 +14,21 @@ from typing import Any
 
 from tasks.weights.adapters.taking import LAYER, PATTERN, SAVED, Taker, short
 
+_PEFT = "merge it with peft's merge_and_unload"
 _REFUSED = {
     "layer_replication": "the model has more layers than the base; replicate the base first",
-    "alora_invocation_tokens": "an activated LoRA acts on some tokens only, so it cannot be merged",
-    "use_qalora": "its A works on pooled inputs of a GPTQ layer, which no dense weight equals",
-    "use_bdlora": "block-diagonal factors are made for serving several adapters; serve it unmerged",
-    "arrow_config": "a router picks experts for each token, so no single weight equals it",
-    "kasa_config": "it truncates the singular values of the base, which is not done here",
-    "velora_config": "its extra projection is unknown to this merge",
-    "monteclora_config": "its weights are random variables; peft can merge their means",
-    "megatron_config": "its layers are Megatron's",
+    "alora_invocation_tokens": "it acts on some tokens only, so no weight equals it: serve it "
+    "unmerged",
+    "use_qalora": "its A works on pooled inputs of a GPTQ layer, which no dense weight equals: "
+    "serve it unmerged",
+    "use_bdlora": f"its factors are blocks, for serving: serve it unmerged, or {_PEFT}",
+    "arrow_config": "a router picks experts for each token, so no single weight equals it: serve "
+    "it unmerged",
+    "kasa_config": f"it cut singular values out of the base, which is not done here: {_PEFT}",
+    "megatron_config": "its layers are Megatron's: convert it to the model of transformers first",
 }
 _MUTATING = ("pissa", "olora", "corda", "loftq", "lora_ga")
-"""Initialisers (or their prefixes) that move a part of the base weights into the adapter."""
+"""Initialisers (or their prefixes) that change the base weights, too."""
 _PLAIN_INIT = (True, False, None, "gaussian", "eva", "orthogonal", "mica")
 _READ = {
     "peft_type", "r", "lora_alpha", "use_rslora", "use_dora", "rank_pattern", "alpha_pattern",
@@ -39,6 +41,8 @@ _HARMLESS = {
     "peft_version", "auto_mapping", "base_model_name_or_path", "revision", "inference_mode",
     "lora_dropout", "megatron_core", "loftq_config", "eva_config", "corda_config",
     "lora_ga_config", "qalora_group_size", "runtime_config", "fan_in_fan_out",
+    # Of the backward pass, and of noise in training: what is merged is the plain pair.
+    "velora_config", "monteclora_config",
 }  # fmt: skip
 
 
@@ -143,12 +147,20 @@ def _refusals(raw: Mapping[str, Any]) -> list[str]:
 
 def _init_findings(raw: Mapping[str, Any]) -> list[str]:
     init = raw.get("init_lora_weights", True)
+    saved = (
+        "merge it into the base as training left it (get_base_model().save_pretrained), with "
+        "init_lora_weights set to true in adapter_config.json"
+    )
+    if init == "loftq":  # peft converts no such adapter: both the base and the pair are new
+        return [
+            f"init_lora_weights={init!r} put 4-bit values in the place of the base weights, so "
+            f"this adapter does not fit the base: {saved}"
+        ]
     if isinstance(init, str) and init.startswith(_MUTATING):
         return [
             f"init_lora_weights={init!r} took a part out of the base weights, so this adapter does "
             "not fit the base: save it as a plain LoRA with save_pretrained(..., "
-            "path_initial_model_for_weight_conversion=INITIAL_ADAPTER), or merge it into the "
-            "residual base that training saved, with init_lora_weights set to true"
+            f"path_initial_model_for_weight_conversion=INITIAL_ADAPTER), or {saved}"
         ]
     if not any(init is plain or init == plain for plain in _PLAIN_INIT):
         return [f"init_lora_weights={short(init)} is unknown"]

@@ -8,7 +8,9 @@ from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 
 from tasks.contract import describe
-from tasks.weights.adapters.pieces import Contract, Piece, stored_keys
+from tasks.weights.adapters.live import LiveModel
+from tasks.weights.adapters.piece import Piece, stored_keys
+from tasks.weights.adapters.pieces import Contract
 from tasks.weights.bits import is_float
 from tasks.weights.names import PEFT_PREFIX
 from tasks.weights.terms import Rows
@@ -18,6 +20,11 @@ _COPIES = re.compile(
     r"|\.token_adapter\.trainable_tokens_original$"
 )
 """Infixes of what peft stores of a wrapped embedding beside the trained tensor itself."""
+
+_TRAINING = re.compile(r"\.lora_(velora_embed|monteclora_sampler)(\.|$)")
+"""What VeLoRA and MonteCLoRA keep for training, beside a pair that is a plain one."""
+
+_EXPERT = re.compile(r"\.experts\.\d+\.")
 
 _NAMED = re.compile(
     r"\.lora_(A|B|embedding_[AB]|magnitude_vector)\.(?!(weight|bias)$)[^.]+(\.weight)?$"
@@ -64,6 +71,8 @@ class Copy:
 
 def copy_of(key: str, contract: Contract, wanted: Collection[str]) -> Copy | None:
     """Why a tensor that no piece wants may be left out; None when it may not."""
+    if _TRAINING.search(key):
+        return Copy("a state of training, which the merged model has no use for")
     plain = _COPIES.sub(".", key)
     if plain != key and (plain in wanted or key.endswith("trainable_tokens_original")):
         of = plain if ".modules_to_save." in key else ""
@@ -86,16 +95,23 @@ def _tied_keys(name: str, piece: Piece) -> tuple[str, ...]:
     return tuple(f"{PEFT_PREFIX}{module}.lora_{half}.weight" for half in "AB")
 
 
-def hint_on(key: str, absent: Sequence[str]) -> str:
-    """What may have gone wrong with a key that no piece wants; `absent`: keys not in the file."""
+def hint_on(key: str, absent: Sequence[str], live: LiveModel) -> str:
+    """What may have gone wrong with a key that no piece wants.
+
+    Args:
+        key: in the adapter's file.
+        absent: keys that are wanted and not in it.
+        live: the model by the names that were tried.
+    """
     if not key.startswith(PEFT_PREFIX):
         return f"keys of an adapter start with {PEFT_PREFIX}"
     if _NAMED.search(key):
         return "it carries an adapter's name: save it with save_pretrained, which takes that out"
-    if re.search(r"\.experts\.\d+\.", key):
+    if _EXPERT.search(key) and not any(map(_EXPERT.search, (*live.tensors, *live.stored))):
         return (
-            "experts one by one, as transformers 4 had them: load the adapter with the current "
-            "peft and save it again"
+            "experts one by one, as transformers 4 had them, and the base stores them fused: give "
+            "a base that stores them one by one, as published ones do; or load the adapter with "
+            "the current peft and save it again (not one with rsLoRA: that changes its scale)"
         )
     close = difflib.get_close_matches(key, absent, n=1)
     return f"near: {close[0]}" if close else ""

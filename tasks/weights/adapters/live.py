@@ -7,7 +7,7 @@ on.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from tasks.contract import Expected
@@ -15,6 +15,21 @@ from tasks.contract import Expected
 LINEAR, CONV1D, EMBEDDING, CONVOLUTION, OTHER = "linear", "conv1d", "embedding", "conv", "other"
 """Kinds of modules: `conv1d` is GPT-2's linear layer with its weight stored (in, out); `conv` is a
 real convolution."""
+
+
+@dataclass(frozen=True)
+class Stored:
+    """A tensor of a checkpoint that has another name in memory, or is only a part of one there.
+
+    Attributes:
+        shape: on disk.
+        live: names of the tensors in memory that it makes, or helps to make.
+        whole: it is all of one tensor in memory, element by element.
+    """
+
+    shape: tuple[int, ...]
+    live: tuple[str, ...]
+    whole: bool
 
 
 @dataclass(frozen=True)
@@ -28,6 +43,8 @@ class LiveModel:
         transposed: modules whose 3-D parameters are stored (experts, in, out).
         input_embedding: module name; "" when there is none.
         output_embedding: module name; "" when there is none, as in a reward model.
+        stored: what a checkpoint's keys are in memory, by key, where the two differ. Those keys are
+            the names that older versions of transformers had in memory: see `older`.
     """
 
     tensors: Mapping[str, Expected]
@@ -36,6 +53,7 @@ class LiveModel:
     transposed: frozenset[str] = frozenset()
     input_embedding: str = ""
     output_embedding: str = ""
+    stored: Mapping[str, Stored] = field(default_factory=dict)
 
     def partners(self, name: str) -> frozenset[str]:
         """All names that the parameter `name` has, its own included."""
@@ -63,6 +81,10 @@ class LiveModel:
             transposed=frozenset(raw["transposed"]),
             input_embedding=str(raw["input_embedding"]),
             output_embedding=str(raw["output_embedding"]),
+            stored={
+                key: Stored(tuple(one["shape"]), tuple(one["live"]), one["whole"])
+                for key, one in raw["stored"].items()
+            },
         )
 
 

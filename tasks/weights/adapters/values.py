@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Mapping, Sequence
 
 import numpy as np
 from numpy.typing import NDArray
 
-from tasks.errors import ContractError
+from tasks.errors import ContractError, first_and_more
 from tasks.weights.adapters.read import Adapter
 from tasks.weights.bits import all_zero, nonfinite
 from tasks.weights.extents import Reader
 
 _BLOCK = 4 << 20
+_FACTOR = re.compile(r"\.lora_(A|B|embedding_A|embedding_B|magnitude_vector)(\.weight)?$")
+_EXPERT = re.compile(r"\.experts\.\d+\.")
 
 
 def require_values(adapters: Sequence[Adapter], copies: Mapping[str, str] | None = None) -> None:
@@ -33,17 +36,18 @@ def require_values(adapters: Sequence[Adapter], copies: Mapping[str, str] | None
         if not _same(by_name[name], key, of):
             found.append(f"{by_name[name].root.name}: {key}: is not the same as {of}, as it has to")
     if found:
-        raise ContractError(
-            f"adapter: {found[0]}" + (f" (and {len(found) - 1} more)" if len(found) > 1 else ""),
-            details=found,
-        )
+        raise ContractError(f"adapter: {first_and_more(found)}", details=found)
 
 
 def value_findings(adapter: Adapter) -> Iterator[str]:
     """What is wrong with the numbers: NaN or infinity anywhere, a factor that is all zero.
 
     A or B of a pair that is all zero adds nothing: the adapter was never trained, or not all of it.
+    Only an expert that has a pair of its own may be so, since no token may have come its way, as
+    long as others of its layer are not.
     """
+    zeros: dict[str, list[str]] = {}
+    used: set[str] = set()
     for key, info in sorted(adapter.tensors.tensors.items()):
         bad, zero = 0, True
         for raw in _blocks(adapter, key):
@@ -51,8 +55,13 @@ def value_findings(adapter: Adapter) -> Iterator[str]:
             zero = zero and all_zero(raw, info.dtype)
         if bad:
             yield f"{key}: {bad} elements are NaN or infinite"
-        elif zero and ".lora_" in key and not key.endswith(".bias"):
-            yield f"{key}: all zero: the adapter was not trained here, or was not saved from it"
+        together = _EXPERT.sub(".experts.*.", key)
+        if not zero:
+            used.add(together)
+        elif _FACTOR.search(key):
+            zeros.setdefault(together, []).append(key)
+    for key in sorted(key for name, keys in zeros.items() if name not in used for key in keys):
+        yield f"{key}: all zero: the adapter was not trained here, or was not saved from it"
 
 
 def _same(adapter: Adapter, key: str, of: str) -> bool:

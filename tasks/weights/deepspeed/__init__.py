@@ -8,7 +8,6 @@ partitioned   ZeRO-1, 2 and 3: every parameter's place in the ranks' flat fp32 g
 agreement     whether the fp32 weights are those of the 16-bit module beside them
 universal     `ds_to_universal`'s folder: one file a parameter
 checkpoint    the whole as a `Source`
-plans         from there to a model, or to an adapter
 
 Nothing is unpickled and no tensor is read: all is planned from the files' tables.
 """

@@ -7,10 +7,7 @@ DeepSpeed 0.19.8's own `ds_to_universal.py` mixes up the parameters of a run wit
 
 from __future__ import annotations
 
-import os
-from collections.abc import Mapping, Sequence
-from math import prod
-from pathlib import Path
+from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
@@ -19,9 +16,9 @@ from numpy.typing import NDArray
 from tasks.weights.casts import cast, casts
 from tasks.weights.deepspeed.pieces import Whole
 from tasks.weights.deepspeed.states import ModelState
-from tasks.weights.extents import part
+from tasks.weights.extents import Reader
 from tasks.weights.header import ITEM_BITS
-from tasks.weights.source import Extent
+from tasks.weights.pickled.tensors import TensorRef, TorchFile
 
 SAMPLE = 32
 """Elements looked at, at either end of a tensor."""
@@ -37,48 +34,40 @@ def disagreements(state: ModelState, weights: Mapping[str, Whole]) -> list[str]:
         state: rank 0's model state, of ZeRO-1 or 2.
         weights: the trained parameters.
     """
-    handles: dict[Path, int] = {}
     findings = []
-    try:
-        for name, whole in weights.items():
-            ref = state.module.get(name)
-            if ref is None:
-                findings.append(f"{name}: trained, but not in the module")
-                continue
-            if not (casts(ref.dtype, "F32") and casts(whole.dtype, "F32")):
-                continue
-            if ref.shape != whole.shape or not ref.contiguous:
-                findings.append(
-                    f"{name}: {list(whole.shape)}, in the module {list(ref.shape)}, "
-                    f"strides {list(ref.stride)}"
-                )
-                continue
-            module = [state.file.extent(ref)] if ref.numel else []
-            for start in {0, max(0, ref.numel - SAMPLE)}:
-                ours = _values(whole.extents, whole.dtype, start, whole, handles)
-                theirs = _values(module, ref.dtype, start, whole, handles)
-                # Not finite on either side is for those to judge who look at values.
-                with np.errstate(invalid="ignore"):
-                    far = np.abs(ours - theirs) > _STEP * np.abs(ours) + _TINY
-                if far.any():
-                    findings.append(f"{name}: its fp32 values are not those of the module")
-                    break
-    finally:
-        for handle in handles.values():
-            os.close(handle)
+    for name, whole in weights.items():
+        ref = state.module.get(name)
+        if ref is None:
+            findings.append(f"{name}: trained, but not in the module")
+        elif casts(ref.dtype, "F32") and casts(whole.dtype, "F32"):
+            finding = _difference(state.file, ref, whole)
+            findings += [f"{name}: {finding}"] if finding else []
     return findings
 
 
-def _values(
-    extents: Sequence[Extent], dtype: str, start: int, whole: Whole, handles: dict[Path, int]
-) -> NDArray[Any]:
-    """Up to SAMPLE elements from `start` on, as float32."""
+def _difference(file: TorchFile, ref: TensorRef, whole: Whole) -> str:
+    """How the module's tensor and the trained one differ; "" where they agree."""
+    if ref.shape != whole.shape or not ref.contiguous:
+        return f"{list(whole.shape)}, in the module {list(ref.shape)}, strides {list(ref.stride)}"
+    if not ref.numel:
+        return ""
+    # Closed after each tensor: of a universal checkpoint every one lies in a file of its own.
+    with Reader(whole.extents) as trained, Reader([file.extent(ref)]) as module:
+        for start in {0, max(0, ref.numel - SAMPLE)}:
+            count = min(SAMPLE, ref.numel - start)
+            ours = _values(trained, whole.dtype, start, count)
+            theirs = _values(module, ref.dtype, start, count)
+            # Not finite on either side is for those to judge who look at values.
+            with np.errstate(invalid="ignore"):
+                far = np.abs(ours - theirs) > _STEP * np.abs(ours) + _TINY
+            if far.any():
+                return "its fp32 values are not those of the module"
+    return ""
+
+
+def _values(reader: Reader, dtype: str, start: int, count: int) -> NDArray[Any]:
+    """Elements [start, start + count) as float32."""
     item = ITEM_BITS[dtype] // 8
-    count = min(SAMPLE, prod(whole.shape) - start)
-    raw = b""
-    for piece in part(extents, start * item, count * item):
-        if piece.path not in handles:
-            handles[piece.path] = os.open(piece.path, os.O_RDONLY)
-        raw += os.pread(handles[piece.path], piece.nbytes, piece.start)
-    flat = np.frombuffer(raw, np.uint8)
+    flat: NDArray[np.uint8] = np.empty(count * item, np.uint8)
+    reader.into(flat, start * item)
     return (flat if dtype == "F32" else cast(flat, dtype, "F32")).view("<f4")

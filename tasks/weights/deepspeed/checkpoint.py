@@ -9,7 +9,7 @@ from math import prod
 from pathlib import Path
 from typing import TypeVar
 
-from tasks.errors import ArtifactError
+from tasks.errors import ArtifactError, first_and_more
 from tasks.weights.deepspeed.agreement import disagreements
 from tasks.weights.deepspeed.layout import Layout, find_layout
 from tasks.weights.deepspeed.partitioned import frozen_fragments, stored, trainable
@@ -24,6 +24,7 @@ from tasks.weights.deepspeed.states import (
 from tasks.weights.deepspeed.universal import universal
 from tasks.weights.source import Extent
 
+_SHOWN = 50
 State = TypeVar("State", ModelState, OptimState)
 
 
@@ -82,9 +83,8 @@ def read_zero(folder: Path) -> ZeroCheckpoint:
         if not findings:
             return found
     raise ArtifactError(
-        f"{layout.root}: not a whole checkpoint: {findings[0]}"
-        + (f" (and {len(findings) - 1} more)" if len(findings) > 1 else ""),
-        details=findings[:50],
+        f"{layout.root}: not a whole checkpoint: {first_and_more(findings)}",
+        details=findings[:_SHOWN],
         hint="take the checkpoint that this one was converted from"
         if layout.zero
         else "copy the files of every rank of one step into the folder, or take another step",

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from tasks.errors import ArtifactError
+from tasks.errors import ArtifactError, first_and_more
 
 _MODEL = re.compile(
     r"(?:zero_pp_rank_(?P<rank>\d+)_)?mp_rank_(?P<mp>\d+(?:_\d+)?)_model_states\.pt"
@@ -76,9 +76,11 @@ def find_layout(folder: Path) -> Layout:
         findings.append("model states both of ZeRO-3 and of lower stages: two checkpoints in one")
     if findings:
         raise ArtifactError(
-            f"{root}: not a checkpoint that can be read: {findings[0]}",
+            f"{root}: not a checkpoint that can be read: {first_and_more(findings)}",
             details=findings,
-            hint="tensor, pipeline and expert parallel checkpoints: convert them with the trainer",
+            hint="convert tensor, pipeline and expert parallel checkpoints with their trainer"
+            if any("parallel" in one for one in findings)
+            else "leave the files of one checkpoint in the folder: one model states file a rank",
         )
     zero = root / "zero"
     return Layout(root, model, optim, zero if zero.is_dir() else None, split == {True})

@@ -14,6 +14,7 @@ from itertools import accumulate
 from math import prod
 
 from tasks.errors import ArtifactError
+from tasks.weights.bits import is_float
 from tasks.weights.deepspeed.pieces import Flat, Whole
 from tasks.weights.deepspeed.states import ModelState, OptimState, Shapes
 from tasks.weights.source import Extent
@@ -34,6 +35,9 @@ def trainable(
         findings.append(f"flat groups of several dtypes: {', '.join(sorted(dtypes))}")
         return {}
     (dtype,) = dtypes
+    if not is_float(dtype):
+        findings.append(f"flat groups of {dtype}, which is no float")
+        return {}
     places = _by_parameter if ranks[0].stage == 3 else _by_group
     return {
         name: Whole(shape, dtype, extents)

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from tasks.errors import ArtifactError
-from tasks.weights.pickled.machine import Foreign
-from tasks.weights.pickled.tensors import TensorRef, TorchFile, read_torch_file
+from tasks.weights.pickled.objects import Foreign
+from tasks.weights.pickled.tensors import TensorRef, TorchFile, is_shape, read_torch_file
 
 Shapes = Mapping[str, tuple[int, ...]]
 
@@ -48,7 +48,7 @@ class OptimState:
         stage: 1, 2 or 3.
         partitions: number of parts that the groups were cut into.
         flat: one 1-D tensor a group.
-        paddings: elements that follow each parameter of each group; None for none.
+        paddings: elements that follow each parameter of each group, as unpickled; None for none.
         step: of the inner optimizer, as bytes to compare; None where it is not told.
     """
 
@@ -56,7 +56,7 @@ class OptimState:
     stage: int
     partitions: int
     flat: tuple[TensorRef, ...]
-    paddings: tuple[tuple[int, ...], ...] | None
+    paddings: tuple[Sequence[Any], ...] | None
     step: bytes | None
 
 
@@ -73,6 +73,8 @@ def read_model_state(path: Path) -> ModelState:
             f"{path}: has no module: pipeline parallel training, or not DeepSpeed's"
         )
     groups = None if raw.get("param_shapes") is None else _list(path, "param_shapes", raw)
+    if len(set(map(id, groups or ()))) < len(groups or ()):  # a few bytes could ask for any memory
+        raise ArtifactError(f"{path}: param_shapes holds one group twice")
     version = raw.get("ds_version")
     return ModelState(
         file,
@@ -101,8 +103,8 @@ def read_optim_state(path: Path) -> OptimState:
     parts = {_count(n) for n in counts} if isinstance(counts, list) else {_count(counts)}
     if stage not in (1, 2, 3) or len(parts) != 1 or None in parts:
         raise ArtifactError(
-            f"{path}: ZeRO stage {stage}, partition counts {counts}: not a ZeRO checkpoint, "
-            "or one of expert parallel training"
+            f"{path}: ZeRO stage {stage}, partition counts {sorted(map(str, parts))}: not a ZeRO "
+            "checkpoint, or one of expert parallel training"
         )
     flat = raw.get("fp32_flat_groups" if stage == 3 else "single_partition_of_fp32_groups")
     if not isinstance(flat, list) or not all(isinstance(one, TensorRef) for one in flat):
@@ -132,14 +134,10 @@ def _list(path: Path, what: str, raw: Mapping[Any, Any]) -> list[Any]:
 
 def _shapes(path: Path, what: str, value: Any) -> Shapes:
     found = _mapping(path, what, value)
-    bad = [n for n, shape in found.items() if not isinstance(n, str) or not _is_shape(shape)]
+    bad = [n for n, shape in found.items() if not isinstance(n, str) or not is_shape(shape)]
     if bad:
         raise ArtifactError(f"{path}: {what}: {bad[0]} has no shape")
     return {name: tuple(shape) for name, shape in found.items()}
-
-
-def _is_shape(value: Any) -> bool:
-    return isinstance(value, tuple | list) and all(type(n) is int and n >= 0 for n in value)
 
 
 def _tensors(path: Path, what: str, value: Any) -> Mapping[str, TensorRef]:
@@ -164,10 +162,11 @@ def _count(value: Any) -> int | None:
     return value if type(value) is int else None
 
 
-def _paddings(value: Any) -> tuple[tuple[int, ...], ...] | None:
+def _paddings(value: Any) -> tuple[Sequence[Any], ...] | None:
     if not isinstance(value, list):
         return None
-    return tuple(tuple(group) if isinstance(group, list | tuple) else () for group in value)
+    # Not copied: a list of references to one long list would become as many long lists.
+    return tuple(group if isinstance(group, list | tuple) else () for group in value)
 
 
 def _step(file: TorchFile, inner: Any) -> bytes | None:

@@ -11,6 +11,7 @@ from math import prod
 from pathlib import Path
 
 from tasks.errors import ArtifactError
+from tasks.weights.bits import is_float
 from tasks.weights.deepspeed.pieces import Whole
 from tasks.weights.deepspeed.states import Shapes
 from tasks.weights.pickled.tensors import TensorRef, read_torch_file
@@ -53,4 +54,6 @@ def _parameter(path: Path, shape: tuple[int, ...]) -> Whole:
         raise ArtifactError(f"{path}: holds no tensor")
     if ref.shape != shape and ref.shape != (prod(shape),):
         raise ArtifactError(f"{path}: {list(ref.shape)}, the model's is {list(shape)}")
+    if not is_float(ref.dtype):
+        raise ArtifactError(f"{path}: {ref.dtype}, which is no float")
     return Whole(shape, ref.dtype, (file.extent(ref),))

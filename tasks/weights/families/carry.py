@@ -24,10 +24,16 @@ def carry(term: Term, place: Place, operands: Mapping[str, TensorLike]) -> Term:
     """
     if place.is_all:
         return _turned(term) if place.transpose else term
-    if not isinstance(term, LowRank):
-        kind = {Dora.kind: "DoRA", Add.kind: "a bias"}.get(term.kind, "trained rows")
+    if not isinstance(term, LowRank | Dora):
+        kind = "a bias" if isinstance(term, Add) else "trained rows"
         raise ValueError(f"{place.live}: {kind} on a tensor that is stored in parts")
     expert, row = _row(place)
+    if isinstance(term, Dora):
+        if expert or term.transpose or place.transpose:
+            raise ValueError(
+                f"{place.live}: DoRA takes norms over all of its rows, {place.disk} holds a part"
+            )
+        return replace(term, out_start=term.out_start + row)
     if term.experts > 1:
         term = term.of_expert(expert, operands[term.a].shape[0])
     elif expert:

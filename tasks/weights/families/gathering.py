@@ -11,7 +11,7 @@ from dataclasses import replace
 from typing import Any
 
 from tasks.contract import TensorLike, describe
-from tasks.errors import ContractError
+from tasks.errors import ContractError, first_and_more
 from tasks.weights.bits import is_float
 from tasks.weights.contracts import ModelFacts
 from tasks.weights.families.places import Place
@@ -110,8 +110,7 @@ def _cast(op: Op, dtype: str | None) -> Op:
 
 def _refuse(findings: list[str]) -> None:
     if findings:
-        more = f" (and {len(findings) - 1} more)" if len(findings) > 1 else ""
         raise ContractError(
-            f"gather: what was trained does not make a checkpoint: {findings[0]}{more}",
+            f"gather: what was trained does not make a checkpoint: {first_and_more(findings)}",
             details=findings[:_SHOWN],
         )

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from math import prod
 from typing import Any
 
+from tasks.weights.adapters.live import Stored
 from tasks.weights.families.traced import Piece, Traced
 
 
@@ -54,6 +55,23 @@ def places_of(live: str, traced: Traced, disk: Mapping[str, tuple[int, ...]]) ->
         ValueError: a piece that is not contiguous in the live tensor.
     """
     return [_place(live, traced.shape, piece, disk[piece.key]) for piece in traced.pieces]
+
+
+def stored_names(places: Iterable[Place]) -> dict[str, Stored]:
+    """What `LiveModel.stored` says: keys on disk that are no live name, or only a part of one."""
+    found: dict[str, list[Place]] = {}
+    for place in places:
+        found.setdefault(place.disk, []).append(place)
+    live = {place.live for ones in found.values() for place in ones}
+    return {
+        key: Stored(
+            ones[0].shape,
+            tuple(one.live for one in ones),
+            whole=len(ones) == 1 and ones[0].is_all and not ones[0].transpose,
+        )
+        for key, ones in found.items()
+        if key not in live
+    }
 
 
 def _place(live: str, live_shape: tuple[int, ...], piece: Piece, shape: tuple[int, ...]) -> Place:

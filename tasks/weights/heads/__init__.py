@@ -7,7 +7,7 @@ split       a value head off a policy: two plans, two artifacts, never one folde
 reward      a reward model -> `*ForSequenceClassification` with one label
 merging     a reward adapter and its base -> the same
 separate    which of these a folder needs: one plan, its inputs, its config.json
-writing     these plans carried out, with the files beside the weights
+writing     a value head in a folder of its own
 
 The dialects: TRL (`v_head.summary.*` in the model), LLaMA-Factory (`value_head.safetensors|bin`
 beside it), OpenRLHF (`score` or `value_head`, mean and std), PEFT (`modules_to_save`) and

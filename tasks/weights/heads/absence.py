@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from tasks.weights.heads.folder import HeadFolder
+from tasks.weights.heads.folder import HeadFolder, architectures
 from tasks.weights.names import PEFT_PREFIX
 
 HEAD_MODULES = ("score", "value_head", "v_head", "classifier")
@@ -47,7 +47,7 @@ def absence(folder: HeadFolder, lora_on: str) -> Iterator[str]:
 
 
 def _says_head(config: Mapping[str, Any]) -> Iterator[str]:
-    for name in config.get("architectures") or []:
+    for name in architectures(config):
         if name in ("RewardModel", "CriticModel") or name.endswith("ForSequenceClassification"):
             yield f"config.json says {name}"
     for key in ("value_head_prefix", "mean", "normalize_reward"):
@@ -58,8 +58,7 @@ def _says_head(config: Mapping[str, Any]) -> Iterator[str]:
 def _adapter_says_head(config: Mapping[str, Any]) -> Iterator[str]:
     if config.get("task_type") == "SEQ_CLS":
         yield "adapter_config.json says SEQ_CLS"
-    saved = config.get("modules_to_save") or []
-    yield from (f"modules_to_save names {one}" for one in saved if one in HEAD_MODULES)
-    targets = config.get("target_modules")
-    if isinstance(targets, list):
-        yield from (f"target_modules names {one}" for one in targets if one in HEAD_MODULES)
+    for key in ("modules_to_save", "target_modules"):
+        named = config.get(key)
+        if isinstance(named, list):
+            yield from (f"{key} names {one}" for one in HEAD_MODULES if one in named)

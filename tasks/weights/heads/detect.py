@@ -15,7 +15,7 @@ from typing import Any, Literal
 from tasks.contract import describe
 from tasks.weights.bits import is_float
 from tasks.weights.heads.absence import absence, lora_modules, module_names
-from tasks.weights.heads.folder import HEAD, HeadFolder
+from tasks.weights.heads.folder import HEAD, HeadFolder, architectures, hidden_size
 from tasks.weights.heads.normalisation import Normalisation, read_normalisation
 from tasks.weights.names import PEFT_PREFIX
 
@@ -140,13 +140,13 @@ def _linear_heads(folder: HeadFolder) -> Iterator[Head]:
 def _dialect(folder: HeadFolder) -> Dialect:
     if folder.adapter_config is not None:
         return "peft"
-    names = folder.config.get("architectures") or []
-    ours = {"RewardModel", "CriticModel"} & set(names) or "value_head_prefix" in folder.config
+    names = {"RewardModel", "CriticModel"} & set(architectures(folder.config))
+    ours = names or "value_head_prefix" in folder.config
     return "openrlhf" if ours else "transformers"
 
 
 def _role(config: Mapping[str, Any]) -> Role:
-    return "value" if "CriticModel" in (config.get("architectures") or []) else "reward"
+    return "value" if "CriticModel" in architectures(config) else "reward"
 
 
 def _head_findings(head: Head, folder: HeadFolder) -> Iterator[str]:
@@ -162,9 +162,8 @@ def _head_findings(head: Head, folder: HeadFolder) -> Iterator[str]:
             f"{name}: {head.shape[0]} labels, a reward is one number; a head of two labels is what "
             "a loader makes up that was not told num_labels=1"
         )
-    text = folder.config.get("text_config") or folder.config
-    hidden = text.get("hidden_size", text.get("n_embd"))
-    if isinstance(hidden, int) and head.shape[1] != hidden:
+    hidden = hidden_size(folder.config)
+    if hidden is not None and head.shape[1] != hidden:
         yield f"{name}: {head.shape[1]} columns, config.json says hidden_size {hidden}"
     if head.bias:
         source, _, key = head.bias.partition(":")

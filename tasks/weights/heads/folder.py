@@ -3,22 +3,22 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from tasks.contract import TensorLike
 from tasks.errors import ArtifactError
 from tasks.weights.adapters.read import read_adapter
+from tasks.weights.documents import read_json
 from tasks.weights.header import read_header
-from tasks.weights.pickled.state import read_state
-from tasks.weights.reader import WEIGHTS, Checkpoint, open_checkpoint, read_json
-from tasks.weights.source import Extent, Source
+from tasks.weights.pickled.state import MODEL as PICKLED
+from tasks.weights.pickled.state import is_pickled_model, read_model, read_state
+from tasks.weights.reader import Checkpoint, read_checkpoint
+from tasks.weights.source import Source
 
 MODEL, ADAPTER, HEAD = "model", "adapter", "head"
 """Names of the inputs in plans: the model's own weights, an adapter's, a head's side file."""
 SIDE_FILES = ("value_head.safetensors", "value_head.bin")
-PICKLED_MODEL = "pytorch_model.bin"
 
 
 @dataclass(frozen=True)
@@ -47,25 +47,18 @@ class HeadFolder:
         return MODEL if self.adapter_config is None else ADAPTER
 
 
-@dataclass(frozen=True)
-class Part:
-    """Some tensors of a source."""
+def architectures(config: Mapping[str, Any]) -> list[str]:
+    """Names of classes that config.json gives; none where it says something else there."""
+    said = config.get("architectures")
+    return [one for one in said if isinstance(one, str)] if isinstance(said, list) else []
 
-    whole: Source
-    names: tuple[str, ...]
-    tensors: Mapping[str, TensorLike] = field(init=False)
 
-    def __post_init__(self) -> None:
-        kept = {name: self.whole.tensors[name] for name in self.names}
-        object.__setattr__(self, "tensors", kept)
-
-    def extents(self, name: str) -> Sequence[Extent]:
-        """As the whole says."""
-        return self.whole.extents(name)
-
-    def sha256(self, name: str) -> str | None:
-        """As the whole says."""
-        return self.whole.sha256(name)
+def hidden_size(config: Mapping[str, Any]) -> int | None:
+    """Size of the last hidden state, where the family says it; None where it is not told."""
+    text = config.get("text_config")
+    said = text if isinstance(text, Mapping) else config
+    found = said.get("hidden_size", said.get("n_embd"))
+    return found if type(found) is int and found > 0 else None
 
 
 def read_folder(root: Path) -> HeadFolder:
@@ -79,7 +72,7 @@ def read_folder(root: Path) -> HeadFolder:
     if not is_adapter and not config:
         raise ArtifactError(f"{root}: neither config.json nor adapter_config.json: no model here")
     # TRL saves the head of a PEFT model as if it were the whole model's weights.
-    names = (*SIDE_FILES, PICKLED_MODEL) if is_adapter else SIDE_FILES
+    names = (*SIDE_FILES, PICKLED) if is_adapter else SIDE_FILES
     beside = tuple(name for name in names if (root / name).is_file())
     sources: dict[str, Source] = {}
     if is_adapter:
@@ -102,10 +95,9 @@ def read_folder(root: Path) -> HeadFolder:
 
 
 def _model(root: Path, beside: Sequence[str]) -> Source:
-    if (root / PICKLED_MODEL).is_file() and not any(root.glob(f"{WEIGHTS}*.safetensors*")):
-        return read_state(root / PICKLED_MODEL)
-    with open_checkpoint(root, beside=beside) as checkpoint:
-        return checkpoint
+    if is_pickled_model(root):
+        return read_model(root, beside=beside)
+    return read_checkpoint(root, beside=beside)
 
 
 def _single_file(path: Path) -> Source:

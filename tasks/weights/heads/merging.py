@@ -12,14 +12,14 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from tasks.contract import TensorLike
-from tasks.errors import ContractError
+from tasks.errors import ContractError, first_and_more
 from tasks.weights.adapters.changes import Changes, changes
 from tasks.weights.adapters.read import Adapter
 from tasks.weights.contracts import ModelFacts
 from tasks.weights.families.merging import MergeSettings, plan_merge
 from tasks.weights.header import TensorInfo
 from tasks.weights.heads.detect import detect
-from tasks.weights.heads.folder import HEAD, HeadFolder
+from tasks.weights.heads.folder import HEAD, HeadFolder, hidden_size
 from tasks.weights.heads.normalisation import normalisation_from
 from tasks.weights.heads.reward import OUTPUT_EMBEDDINGS, SCORE, reward_config
 from tasks.weights.heads.separate import Parted
@@ -93,8 +93,13 @@ def merged_reward(
         ContractError: no head, or whatever `plan_merge` finds.
         ArtifactError: the family has no class for rewards.
     """
-    text = config.get("text_config") or config
-    seen = reward_base(base.tensors, int(text.get("hidden_size") or text["n_embd"]))
+    hidden = hidden_size(config)
+    if hidden is None:
+        raise ContractError(
+            "reward: the base's config.json has no hidden_size: how wide the head is is not told",
+            hint="give the base with the config.json that save_pretrained wrote",
+        )
+    seen = reward_base(base.tensors, hidden)
     disk = {key: tuple(one.shape) for key, one in seen.tensors.items()}
     name, facts = ask_reward_facts(perform, config, dtype, disk)
     operands = {f"{adapter.name}:{key}": one for key, one in adapter.tensors.tensors.items()}
@@ -104,7 +109,7 @@ def merged_reward(
     beside = adapter.root / "config.json"
     normalisation, wrong = normalisation_from(read_json(beside) if beside.is_file() else config)
     if wrong:
-        raise ContractError(f"reward: config.json: {wrong[0]}", details=wrong)
+        raise ContractError(f"reward: {first_and_more(wrong)}", details=wrong)
     document = reward_config(config, name, normalisation, endings)
     sources = {settings.base: base, adapter.name: adapter.tensors}
     return Parted(plan, sources, document, facts, value_head=False)

@@ -22,6 +22,7 @@ from tasks.weights.heads.folder import HeadFolder
 from tasks.weights.source import Source
 
 BUFFERS = ("mean", "std")
+_SHOWN = 40
 
 
 @dataclass(frozen=True)
@@ -100,8 +101,11 @@ def read_scalar(source: Source, key: str) -> float:
 
 
 def _as_f32(value: float) -> float:
-    """As OpenRLHF's buffers hold it."""
-    return float(struct.unpack("<f", struct.pack("<f", value))[0])
+    """As OpenRLHF's buffers hold it; what fp32 cannot hold is infinite."""
+    try:
+        return float(struct.unpack("<f", struct.pack("<f", value))[0])
+    except (OverflowError, struct.error):  # of floats, of integers
+        return math.inf
 
 
 def _from_config(config: Mapping[str, Any], findings: list[str]) -> dict[str, float]:
@@ -110,8 +114,8 @@ def _from_config(config: Mapping[str, Any], findings: list[str]) -> dict[str, fl
         value = config.get(key)
         if value is None:
             continue
-        if type(value) not in (int, float) or not math.isfinite(value):
-            findings.append(f"config.json: {key}={value!r} is not a number")
+        if type(value) not in (int, float) or not math.isfinite(_as_f32(value)):
+            findings.append(f"config.json: {key}={str(value)[:_SHOWN]} is not a number in fp32")
         else:
             found[key] = float(value)
     return found

@@ -18,6 +18,7 @@ transformers refuses to score batches, instead of scoring them wrongly.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 from tasks.errors import ContractError
@@ -25,6 +26,7 @@ from tasks.weights.heads.detect import WRAPPER, Found, Head
 from tasks.weights.heads.folder import HEAD
 from tasks.weights.heads.normalisation import Normalisation, read_scalar
 from tasks.weights.heads.split import require_head
+from tasks.weights.layout import as_is
 from tasks.weights.plan import Dropped, Op, Plan
 
 SCORE = "score.weight"
@@ -40,20 +42,19 @@ def plan_reward(found: Found, *, max_shard_bytes: int | None = None) -> Plan:
             finding in one error.
     """
     head = require_reward(found)
-    ops = [_score(head)]
+    score: list[Op] = []
+    ops: list[Op] = []
     dropped: list[Dropped] = []
     for name, source in found.folder.sources.items():
-        for key, info in source.tensors.items():
-            reference = f"{name}:{key}"
-            if reference == head.weight:
-                continue
-            reason = _why_dropped(reference, key, head, found.normalisation)
-            if reason:
-                dropped.append(Dropped(reference, reason))
-                continue
-            plain = key.removeprefix(WRAPPER)
-            ops.append(Op(plain, tuple(info.shape), info.dtype, reference, info.dtype))
-    return Plan((*ops[1:], ops[0]), tuple(dropped), max_shard_bytes, {"head": head.weight})
+        for op in as_is(source, name).ops:
+            reason = _why_dropped(op, head, found.normalisation)
+            if op.source == head.weight:
+                score.append(replace(op, name=SCORE))
+            elif reason:
+                dropped.append(Dropped(op.source, reason))
+            else:
+                ops.append(replace(op, name=op.name.removeprefix(WRAPPER)))
+    return Plan((*ops, *score), tuple(dropped), max_shard_bytes, {"head": head.weight})
 
 
 def require_reward(found: Found) -> Head:
@@ -68,18 +69,14 @@ def require_reward(found: Found) -> Head:
     return head
 
 
-def _score(head: Head) -> Op:
-    return Op(SCORE, head.shape, head.dtype, head.weight, head.dtype)
-
-
-def _why_dropped(reference: str, key: str, head: Head, normalisation: Normalisation) -> str:
-    if reference == head.bias:
+def _why_dropped(op: Op, head: Head, normalisation: Normalisation) -> str:
+    if op.source == head.bias:
         return "the head's bias: in config.json, as part of the mean"
-    if reference in normalisation.buffers:
-        return f"in config.json: {key}"
-    if reference.startswith(f"{HEAD}:"):
+    if op.source in normalisation.buffers:
+        return f"in config.json: {op.key}"
+    if op.input == HEAD:
         return "not the head"
-    if key.removeprefix(WRAPPER) in OUTPUT_EMBEDDINGS:
+    if op.key.removeprefix(WRAPPER) in OUTPUT_EMBEDDINGS:
         return "the language model's head: a reward model has none"
     return ""
 

@@ -2,6 +2,7 @@
 
     found = detect(read_folder(source))
     parted = separate(found, dtype="bfloat16", perform=perform)
+    validate(parted.plan, parted.sources)
     execute(parted.plan, parted.sources, out)        # and parted.config as its config.json
     if parted.value_head: write_value_head(found, elsewhere)
 
@@ -18,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from tasks.contract import describe
-from tasks.errors import ContractError
+from tasks.errors import ContractError, first_and_more
 from tasks.weights.bits import is_float
 from tasks.weights.contracts import ModelFacts
 from tasks.weights.heads.detect import Found
@@ -128,5 +129,4 @@ def _require_fit(facts: ModelFacts, plan: Plan, what: str) -> None:
         if not is_float(found[one.name].dtype)
     ]
     if findings:
-        more = f" (and {len(findings) - 1} more)" if len(findings) > 1 else ""
-        raise ContractError(f"{what}: {findings[0]}{more}", details=findings[:_SHOWN])
+        raise ContractError(f"{what}: {first_and_more(findings)}", details=findings[:_SHOWN])

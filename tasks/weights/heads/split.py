@@ -8,14 +8,15 @@ LLaMA-Factory read and `value_head.json`, which says what it is. It never lies i
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
-from tasks.errors import ContractError
+from tasks.errors import ContractError, first_and_more
 from tasks.weights.heads.detect import WRAPPER, Found, Head
-from tasks.weights.heads.folder import Part
-from tasks.weights.plan import Dropped, Op, Plan
-from tasks.weights.source import Source
+from tasks.weights.layout import as_is
+from tasks.weights.plan import Dropped, Plan
+from tasks.weights.source import Renamed, Source
 
 STEM = "value_head"
 KEYS = ("v_head.summary.weight", "v_head.summary.bias")
@@ -27,9 +28,8 @@ _SHOWN = 50
 def require_head(found: Found, *, stage: str) -> Head:
     """The head, or a ContractError that lists everything that is wrong with it."""
     if found.findings:
-        more = f" (and {len(found.findings) - 1} more)" if len(found.findings) > 1 else ""
         raise ContractError(
-            f"{stage}: {found.folder.root}: {found.findings[0]}{more}",
+            f"{stage}: {found.folder.root}: {first_and_more(found.findings)}",
             details=found.findings[:_SHOWN],
         )
     if found.head is None:
@@ -48,14 +48,9 @@ def plan_policy(found: Found, *, max_shard_bytes: int | None = None) -> Plan:
     name = found.folder.weights
     source = found.folder.sources[name]
     out = {*head.sources, *found.normalisation.buffers}
-    kept = [key for key in source.tensors if f"{name}:{key}" not in out]
-    names = {key: key.removeprefix(WRAPPER) for key in kept}
-    _refuse_collisions(names)
-    ops = tuple(
-        Op(names[key], tuple(info.shape), info.dtype, f"{name}:{key}", info.dtype)
-        for key, info in source.tensors.items()
-        if key in names
-    )
+    kept = [op for op in as_is(source, name).ops if op.source not in out]
+    _refuse_collisions({op.key: op.name.removeprefix(WRAPPER) for op in kept})
+    ops = tuple(replace(op, name=op.name.removeprefix(WRAPPER)) for op in kept)
     dropped = tuple(Dropped(one, KEPT_APART) for one in sorted(out) if one.startswith(f"{name}:"))
     return Plan(ops, dropped, max_shard_bytes)
 
@@ -69,15 +64,20 @@ def policy_sources(found: Found) -> dict[str, Source]:
 def plan_value_head(found: Found) -> Plan:
     """The head alone, bit for bit; inputs of `head_sources`. Raises ContractError."""
     head = require_head(found, stage="split")
-    return Plan(tuple(_head_ops(head, found)), notes=describe_head(found))
+    (name,) = sources = head_sources(found)
+    whole = {op.source: op for op in as_is(sources[name], name).ops}
+    pairs = zip(KEYS, head.sources, strict=False)
+    return Plan(
+        tuple(replace(whole[old], name=new) for new, old in pairs), notes=describe_head(found)
+    )
 
 
 def head_sources(found: Found) -> dict[str, Source]:
     """The inputs of `plan_value_head`: the head's tensors and nothing else."""
     head = require_head(found, stage="split")
     name = head.weight.partition(":")[0]
-    keys = tuple(one.partition(":")[2] for one in head.sources)
-    return {name: Part(found.folder.sources[name], keys)}
+    keys = [one.partition(":")[2] for one in head.sources]
+    return {name: Renamed(found.folder.sources[name], dict(zip(keys, keys, strict=True)))}
 
 
 def describe_head(found: Found) -> dict[str, Any]:
@@ -97,13 +97,6 @@ def describe_head(found: Found) -> dict[str, Any]:
     }
 
 
-def _head_ops(head: Head, found: Found) -> Iterator[Op]:
-    for new, old in zip(KEYS, head.sources, strict=False):
-        name, _, key = old.partition(":")
-        info = found.folder.sources[name].tensors[key]
-        yield Op(new, tuple(info.shape), info.dtype, old, info.dtype)
-
-
 def _refuse_collisions(names: Mapping[str, str]) -> None:
     """TRL's prefix is on every key of a model or on none."""
     twice = [new for new, count in Counter(names.values()).items() if count > 1]
@@ -112,6 +105,4 @@ def _refuse_collisions(names: Mapping[str, str]) -> None:
         odd = [old for old, new in names.items() if old == new]
         findings = [f"{new}: with and without {WRAPPER}" for new in twice]
         findings += [f"{old}: without {WRAPPER}, which others have" for old in odd]
-        raise ContractError(
-            f"split: {findings[0]} (and {len(findings) - 1} more)", details=findings[:_SHOWN]
-        )
+        raise ContractError(f"split: {first_and_more(findings)}", details=findings[:_SHOWN])

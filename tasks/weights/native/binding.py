@@ -22,8 +22,9 @@ LOG = logging.getLogger(__name__)
 SOURCES = ("sha256_lanes.c", "fold.c")
 # No contraction: a product, a scale and a sum are three roundings, as torch makes them.
 FLAGS = ("-O3", "-march=native", "-ffp-contract=off", "-fno-strict-aliasing", "-Wno-psabi")
-PANEL = 32
-"""Columns that lie together in what `pack` makes; as in `fold.c`."""
+MAX_RANK = 384
+"""Largest rank that is folded: up to here MKL sums the rank in one chain, as the kernel does
+(measured for ranks 1 to 1024); as in `fold.c`."""
 _COMPILE_S = 120.0
 
 
@@ -38,12 +39,10 @@ class Library:
         self._library = ctypes.CDLL(str(path))
         size, address = ctypes.c_size_t, ctypes.c_void_p
         self._declare("sha256_update", None, size, address, address, address)
-        self._declare("fold_pack", None, address, ctypes.c_int, size, size, address)
         self._declare("round_bf16", None, address, address, size)
-        sizes = (size, size, size)
-        self._declare(
-            "fold_bf16", ctypes.c_int, *[address] * 4, *sizes, ctypes.c_float, address
-        )  # fmt: skip
+        self._declare("widen_bf16", None, address, address, size)
+        folded = [address] * 4 + [ctypes.c_int] + [size] * 3 + [ctypes.c_float, address]
+        self._declare("fold_bf16", ctypes.c_int, *folded)
 
     def _declare(self, name: str, result: Any, *arguments: Any) -> None:
         function = getattr(self._library, name)
@@ -57,28 +56,18 @@ class Library:
         addresses = ctypes.c_void_p * count
         self._library.sha256_update(
             count,
-            addresses(*(state.ctypes.data for state in states)),
-            addresses(*(one.ctypes.data for one in data)),
+            addresses(*map(_at, states)),
+            addresses(*map(_at, data)),
             (ctypes.c_size_t * count)(*(one.size // 64 for one in data)),
         )
-
-    def pack(self, a: NDArray[Any], panels: NDArray[np.float32]) -> None:
-        """Arrange `a`, (rank, columns) in fp32 or as bf16's 16 bits, for `fold`.
-
-        Args:
-            a: contiguous.
-            panels: of `rank * columns`, columns rounded up to whole panels.
-        """
-        is_bf16 = int(a.dtype.itemsize == 2)
-        self._library.fold_pack(_at(a), is_bf16, a.shape[0], a.shape[1], _at(panels))
 
     def fold(
         self,
         base: NDArray[np.uint16],
         out: NDArray[np.uint16],
         *,
+        a: NDArray[Any],
         b: NDArray[np.float32],
-        panels: NDArray[np.float32],
         scale: float,
     ) -> tuple[int, int]:
         """`out = bf16(base + scale * (b @ a))`.
@@ -86,8 +75,8 @@ class Library:
         Args:
             base: rows of a bf16 matrix as 16-bit words, (rows, columns).
             out: likewise, to be filled.
+            a: (rank, columns), contiguous, in fp32 or as bf16's 16 bits; rank up to MAX_RANK.
             b: (rows, rank).
-            panels: what `pack` made of a.
             scale: of the product.
 
         Returns:
@@ -95,21 +84,24 @@ class Library:
         """
         found: NDArray[np.int64] = np.zeros(2, np.int64)
         sizes = (base.shape[0], base.shape[1], b.shape[1])
-        self._library.fold_bf16(
-            _at(base), _at(out), _at(b), _at(panels), *sizes, scale, _at(found)
-        )  # fmt: skip
+        matrices = (_at(base), _at(out), _at(b), _at(a), int(a.dtype.itemsize == 2))
+        assert self._library.fold_bf16(*matrices, *sizes, scale, _at(found)), "no such kernel"
         return int(found[0]), int(found[1])
 
     def round_bf16(self, wide: NDArray[np.float32], out: NDArray[np.uint16]) -> None:
         """bf16's 16 bits of every number, to nearest, ties to even; NaN is 0x7FC0."""
         self._library.round_bf16(_at(wide), _at(out), wide.size)
 
+    def widen_bf16(self, narrow: NDArray[np.uint16], out: NDArray[np.float32]) -> None:
+        """fp32 of every number that bf16's 16 bits are, exactly."""
+        self._library.widen_bf16(_at(narrow), _at(out), narrow.size)
+
     @property
     def folds(self) -> bool:
         """Whether `fold` exists for this CPU."""
         nothing: NDArray[np.uint64] = np.zeros(64, np.uint64)
         where = [_at(nothing)] * 4
-        return bool(self._library.fold_bf16(*where, 0, 0, 0, 0.0, _at(nothing)))
+        return bool(self._library.fold_bf16(*where, 0, 0, 0, 0, 0.0, _at(nothing)))
 
 
 def _at(array: NDArray[Any]) -> int:

@@ -1,52 +1,28 @@
-"""A pickle interpreter that cannot run anything: it has no instruction to look up or call.
+"""The stack machine that a pickle is a program for, without the instructions that do harm.
 
-Pickle is a program for a stack machine (PEP 307, PEP 3154). Of its instructions, those that build
-containers, numbers and strings do so here; those that name a class push a `Global`, which is only
-the name; those that would call it ask `reduce`, a function of ours, what the pair (name, arguments)
-stands for. So a hostile file can at worst be refused: time and memory are bounded by its size,
-since nothing is walked recursively and no size that the file claims is believed before its bytes
-were there. What protocols 0 and 1 do differently is not read: torch writes protocol 2.
+See `program.py` for which instruction calls what.
 """
 
 from __future__ import annotations
 
 import struct
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any, NoReturn
 
-MAX_STEPS = 20_000_000
-"""Instructions a pickle may have: the states of a model of 100,000 tensors have 10 million."""
-_MAX_KEY = 4096
+from tasks.weights.pickled.objects import (
+    MAX_NAME,
+    Foreign,
+    Global,
+    PickleError,
+    key_of,
+    named,
+)
+
 _MAX_LONG = 64
 
 
-@dataclass(frozen=True)
-class Global:
-    """The name of a class or function: never the thing itself."""
-
-    module: str
-    name: str
-
-    def __str__(self) -> str:
-        return f"{self.module}.{self.name}"
-
-
-@dataclass(eq=False)
-class Foreign:
-    """An object of a class that is not ours to make: what it would have been made of."""
-
-    kind: str
-    args: tuple[Any, ...] = ()
-    state: Any = None
-
-
-class PickleError(ValueError):
-    """The pickle is damaged, or uses what no state dict needs."""
-
-
 class Machine:
-    """Interprets one pickle.
+    """Stack, marks and memo of one pickle, and what its instructions do to them.
 
     Args:
         data: the pickle.
@@ -67,22 +43,17 @@ class Machine:
         self._marks: list[int] = []
         self._memo: dict[int, Any] = {}
 
-    def run(self) -> Any:
-        """The pickled value. Raises PickleError."""
-        try:
-            for _ in range(MAX_STEPS):
-                code = self._take(1)[0]
-                if code == _STOP:
-                    return self._stop()
-                handler = _HANDLERS.get(code)
-                if handler is None:
-                    raise PickleError(f"instruction {code:#04x} at byte {self._at - 1}")
-                handler(self)
-        except (IndexError, KeyError, TypeError, struct.error, UnicodeDecodeError) as error:
-            raise PickleError(f"damaged at byte {self._at}: {error!r}") from error
-        raise PickleError(f"more than {MAX_STEPS} instructions")
+    @property
+    def at(self) -> int:
+        """How many bytes of the pickle have been read."""
+        return self._at
 
-    def _stop(self) -> Any:
+    def next(self) -> int:
+        """The next instruction."""
+        return self._take(1)[0]
+
+    def result(self) -> Any:
+        """What is on the stack at the end. Raises PickleError where that is not one value."""
         if len(self._stack) != 1 or self._marks or self._at != len(self._data):
             raise PickleError(f"ends at byte {self._at} of {len(self._data)} with a full stack")
         return self._stack[0]
@@ -98,7 +69,7 @@ class Machine:
         return struct.unpack(form, self._take(struct.calcsize(form)))[0]
 
     def _line(self) -> str:
-        end = self._data.find(b"\n", self._at, self._at + _MAX_KEY)
+        end = self._data.find(b"\n", self._at, self._at + MAX_NAME)
         if end < 0:
             raise PickleError(f"a name without an end at byte {self._at}")
         return self._take(end + 1 - self._at)[:-1].decode()
@@ -177,7 +148,7 @@ class Machine:
             raise PickleError(f"a key without a value at byte {self._at}")
         if isinstance(target, dict):
             for at in range(0, len(items), 2):
-                target[_key(items[at])] = items[at + 1]
+                target[key_of(items[at])] = items[at + 1]
         elif not isinstance(target, Foreign):
             self._refuse_target(target)
 
@@ -191,13 +162,11 @@ class Machine:
         self._stack.append(self._memo[self._number(form)])
 
     def name(self) -> None:
-        self._stack.append(Global(self._line(), self._line()))
+        self._stack.append(named(self._line(), self._line()))
 
     def stack_name(self) -> None:
         name, module = self._pop(), self._pop()
-        if not (isinstance(name, str) and isinstance(module, str)):
-            raise PickleError(f"a class without a name at byte {self._at}")
-        self._stack.append(Global(module, name))
+        self._stack.append(named(module, name))
 
     def call(self, keywords: bool = False) -> None:
         if keywords:
@@ -220,64 +189,3 @@ class Machine:
 
     def skip(self, count: int) -> None:
         self._take(count)
-
-
-def _key(key: Any) -> Any:
-    """A key as it is, or, where hashing or comparing it could take long, one equal to no other."""
-    if isinstance(key, str | bytes):
-        if len(key) > _MAX_KEY:
-            raise PickleError(f"a key of {len(key)} characters")
-        return key
-    return key if key is None or isinstance(key, int | float) else Foreign("key")
-
-
-_STOP = ord(".")
-_HANDLERS: dict[int, Callable[[Machine], None]] = {
-    ord("\x80"): lambda m: m.skip(1),  # PROTO
-    ord("\x95"): lambda m: m.skip(8),  # FRAME
-    ord("("): Machine.mark,
-    ord("0"): Machine.pop,
-    ord("1"): Machine.pop_mark,
-    ord("N"): lambda m: m.push(None),
-    ord("\x88"): lambda m: m.push(True),
-    ord("\x89"): lambda m: m.push(False),
-    ord("K"): lambda m: m.push_number("<B"),
-    ord("M"): lambda m: m.push_number("<H"),
-    ord("J"): lambda m: m.push_number("<i"),
-    ord("G"): lambda m: m.push_number(">d"),
-    ord("\x8a"): lambda m: m.push_long("<B"),
-    ord("\x8b"): lambda m: m.push_long("<i"),
-    ord("\x8c"): lambda m: m.push_text("<B"),
-    ord("X"): lambda m: m.push_text("<I"),
-    ord("\x8d"): lambda m: m.push_text("<Q"),
-    ord("C"): lambda m: m.push_bytes("<B"),
-    ord("B"): lambda m: m.push_bytes("<I"),
-    ord("\x8e"): lambda m: m.push_bytes("<Q"),
-    ord(")"): lambda m: m.push(()),
-    ord("]"): lambda m: m.push([]),
-    ord("}"): lambda m: m.push({}),
-    ord("\x8f"): lambda m: m.push(Foreign("builtins.set")),
-    ord("\x85"): lambda m: m.tuple_of(1),
-    ord("\x86"): lambda m: m.tuple_of(2),
-    ord("\x87"): lambda m: m.tuple_of(3),
-    ord("t"): lambda m: m.tuple_of(None),
-    ord("l"): Machine.list_of,
-    ord("d"): Machine.dict_of,
-    ord("a"): lambda m: m.add(many=False),
-    ord("e"): lambda m: m.add(many=True),
-    ord("\x90"): lambda m: m.add(many=True),  # ADDITEMS
-    ord("s"): lambda m: m.put(many=False),
-    ord("u"): lambda m: m.put(many=True),
-    ord("q"): lambda m: m.store("<B"),
-    ord("r"): lambda m: m.store("<I"),
-    ord("\x94"): lambda m: m.store(None),
-    ord("h"): lambda m: m.fetch("<B"),
-    ord("j"): lambda m: m.fetch("<I"),
-    ord("c"): Machine.name,
-    ord("\x93"): Machine.stack_name,
-    ord("R"): Machine.call,
-    ord("\x81"): Machine.call,  # NEWOBJ
-    ord("\x92"): lambda m: m.call(keywords=True),  # NEWOBJ_EX
-    ord("b"): Machine.build,
-    ord("Q"): Machine.persistent,
-}

@@ -1,26 +1,35 @@
-"""A pickled state dict (`adapter_model.bin`, `pytorch_model.bin`) as a `Source`."""
+"""Pickled state dicts as a `Source`: one file (`adapter_model.bin`), or a model of several.
+
+source = read_model(folder)       pytorch_model.bin, or its index and the files it names
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from tasks.errors import ArtifactError
+from tasks.errors import ArtifactError, first_and_more
+from tasks.weights.index import index_of, survey
 from tasks.weights.pickled.tensors import TensorRef, TorchFile, read_torch_file
 from tasks.weights.source import Extent
+
+MODEL = "pytorch_model.bin"
+"""What transformers calls a model that is one pickled file, and names the index of several by."""
+_SHOWN = 50
+_AGAIN = "save it as safetensors, with every tensor gathered and contiguous"
 
 
 @dataclass(frozen=True)
 class PickledState:
-    """Tensors of one `.bin` file. See `tasks.weights.source.Source`."""
+    """Tensors of one or several `.bin` files. See `tasks.weights.source.Source`."""
 
     tensors: Mapping[str, TensorRef]
-    _file: TorchFile
+    _holders: Mapping[str, TorchFile]
 
     def extents(self, name: str) -> Sequence[Extent]:
         """The one range that the tensor is."""
-        return (self._file.extent(self.tensors[name]),)
+        return (self._holders[name].extent(self.tensors[name]),)
 
     def sha256(self, name: str) -> str | None:
         """Unknown: nothing vouches for a pickle."""
@@ -36,7 +45,10 @@ def read_state(path: Path) -> PickledState:
     """
     file = read_torch_file(path)
     if not isinstance(file.content, dict):
-        raise ArtifactError(f"{path}: holds a {type(file.content).__name__}, no state dict")
+        raise ArtifactError(
+            f"{path}: holds a {type(file.content).__name__}, no state dict",
+            hint="give the file that torch.save(model.state_dict(), path) wrote",
+        )
     findings: list[str] = []
     tensors: dict[str, TensorRef] = {}
     for name, value in file.content.items():
@@ -48,10 +60,43 @@ def read_state(path: Path) -> PickledState:
             findings.append(f"{name}: strides {list(value.stride)} of shape {list(value.shape)}")
         else:
             tensors[name] = value
-    if findings or not tensors:
+    if not file.content:
+        findings.append("it is empty")
+    if findings:
         raise ArtifactError(
-            f"{path}: not a usable state dict: {findings[0] if findings else 'it is empty'}",
-            details=findings[:50],
-            hint="save it as safetensors, with every tensor gathered and contiguous",
+            f"{path}: not a usable state dict: {first_and_more(findings)}",
+            details=findings[:_SHOWN],
+            hint=_AGAIN,
         )
-    return PickledState(tensors, file)
+    return PickledState(tensors, dict.fromkeys(tensors, file))
+
+
+def is_pickled_model(root: Path) -> bool:
+    """Whether a folder holds a model in `.bin` files and nothing in safetensors."""
+    named = any((root / name).is_file() for name in (MODEL, index_of(MODEL)))
+    return named and not any(root.glob("model*.safetensors*"))
+
+
+def read_model(root: Path, *, beside: Collection[str] = ()) -> PickledState:
+    """Open a model in `pytorch_model.bin`, or in the files that its index names.
+
+    Args:
+        root: the folder.
+        beside: weight files in it that the caller knows, and reads otherwise.
+
+    Raises:
+        ArtifactError: with every finding of every file, and of the index: files that are absent or
+            outside of the folder, tensors that are not where the index says; stray weight files.
+    """
+    found = survey(root, MODEL, read_state, beside=beside)
+    if found.findings:
+        raise ArtifactError(
+            f"{root}: not a usable checkpoint: {first_and_more(found.findings)}",
+            details=found.findings[:_SHOWN],
+            hint=f"expected {MODEL}, or {index_of(MODEL)} and its files; or {_AGAIN}",
+        )
+    holders = {key: found.opened[file] for key, file in found.files.items()}
+    return PickledState(
+        {key: one.tensors[key] for key, one in holders.items()},
+        {key: one._holders[key] for key, one in holders.items()},
+    )

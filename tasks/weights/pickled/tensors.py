@@ -8,9 +8,10 @@ from pathlib import Path
 from typing import Any
 
 from tasks.errors import ArtifactError
-from tasks.weights.header import ITEM_BITS
+from tasks.weights.header import ITEM_BITS, MAX_AXES
 from tasks.weights.pickled.archive import Archive, read_archive
-from tasks.weights.pickled.machine import Foreign, Global, Machine, PickleError
+from tasks.weights.pickled.objects import MAX_NAME, Foreign, Global, PickleError
+from tasks.weights.pickled.program import run
 from tasks.weights.source import Extent
 
 MAX_PICKLE_BYTES = 128 << 20
@@ -25,7 +26,7 @@ _DTYPES = {
 }  # fmt: skip
 """safetensors names of torch's dtypes; `<Name>Storage` is the same name in capitals."""
 
-_PLAIN = ("torch.Tensor", "torch.nn.parameter.Parameter")
+_PLAIN = (Global("torch", "Tensor"), Global("torch.nn.parameter", "Parameter"))
 
 
 @dataclass(frozen=True)
@@ -109,7 +110,7 @@ def read_torch_file(path: Path) -> TorchFile:
     if "byteorder" in archive.records and archive.read("byteorder", 64) != b"little":
         raise ArtifactError(f"{path}: written on a big-endian machine")
     try:
-        content = Machine(data, persistent=_Storages(archive), reduce=_reduce).run()
+        content = run(data, persistent=_Storages(archive), reduce=_reduce)
     except PickleError as error:
         raise ArtifactError(f"{path}: not a usable torch file: {error}") from error
     return TorchFile(path, content, archive)
@@ -127,6 +128,8 @@ class _Storages:
         _, kind, key, _, count = identity
         if not (isinstance(kind, Global) and isinstance(key, str) and _is_size(count)):
             raise PickleError("a storage without class, record or size")
+        if len(key) > MAX_NAME:
+            raise PickleError(f"a storage whose name has {len(key)} characters")
         record = self._archive.records.get(f"data/{key}")
         if record is None:
             raise PickleError(f"storage {key} has no record")
@@ -134,7 +137,7 @@ class _Storages:
         if kind.name != "UntypedStorage":
             dtype = _DTYPES.get(kind.name.removesuffix("Storage").lower())
             if dtype is None or kind.module != "torch":  # complex, quantised: nobody's weights
-                return Foreign(str(kind))
+                return Foreign(kind.path)
         nbytes = count * (ITEM_BITS[dtype] // 8 if dtype else 1)
         if nbytes != record.nbytes:
             raise PickleError(f"storage {key} needs {nbytes} bytes, its record has {record.nbytes}")
@@ -143,19 +146,21 @@ class _Storages:
 
 def _reduce(target: Global, args: tuple[Any, ...]) -> Any:
     """What calling a class or function would give, for the few that states are made of."""
-    known = str(target)
+    known = target.path
     if known == "collections.OrderedDict" and not args:
         return {}
     if known == "torch.Size" and len(args) == 1:
         return _sizes(args[0])
+    # What comes last, if at all, says that the values are to be negated or conjugated: nobody's
+    # weights, and other numbers than those that are stored.
     if known == "torch._utils._rebuild_tensor_v2" and len(args) >= 4:
-        return _tensor(args, None)
+        return _tensor(args, None) if not any(args[6:]) else Foreign(known, args)
     if known == "torch._utils._rebuild_tensor_v3" and len(args) >= 7:
-        return _tensor(args, args[6])
+        return _tensor(args, args[6]) if not any(args[7:]) else Foreign(known, args)
     if known == "torch._tensor._rebuild_from_type_v2" and len(args) == 4:
         # A tensor that carries attributes: DeepSpeed marks its flat groups with them.
         function, kind, inner, _ = args
-        if isinstance(function, Global) and str(kind) in _PLAIN and isinstance(inner, tuple):
+        if isinstance(function, Global) and isinstance(inner, tuple) and kind in _PLAIN:
             return _reduce(function, inner) if function != target else Foreign(known, args)
     if known.startswith("torch._utils._rebuild_parameter") and args:
         return args[0]
@@ -166,7 +171,7 @@ def _tensor(args: tuple[Any, ...], kind: Any) -> TensorRef | Foreign:
     storage, start, shape, stride = args[0], args[1], _sizes(args[2]), _sizes(args[3])
     dtype = storage.dtype if isinstance(storage, Storage) else None
     if isinstance(kind, Global):
-        dtype = _DTYPES.get(kind.name)
+        dtype = _DTYPES.get(kind.name) if kind.module == "torch" else None
     if not isinstance(storage, Storage) or dtype is None:
         return Foreign("torch.Tensor")
     if not _is_size(start) or len(shape) != len(stride):
@@ -179,9 +184,14 @@ def _tensor(args: tuple[Any, ...], kind: Any) -> TensorRef | Foreign:
 
 
 def _sizes(value: Any) -> tuple[int, ...]:
-    if not isinstance(value, tuple | list) or len(value) > 64 or not all(map(_is_size, value)):
+    if not is_shape(value):
         raise PickleError("a shape that is none")
     return tuple(value)
+
+
+def is_shape(value: Any) -> bool:
+    """Whether an unpickled value can be a shape: few axes, each of a size."""
+    return isinstance(value, tuple | list) and len(value) <= MAX_AXES and all(map(_is_size, value))
 
 
 def _is_size(value: Any) -> bool:

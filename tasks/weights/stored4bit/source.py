@@ -9,8 +9,9 @@ from pathlib import Path
 from typing import Any
 
 from tasks.contract import TensorLike
-from tasks.errors import ArtifactError
-from tasks.weights.reader import DTYPE_NAMES, WEIGHTS, Checkpoint, open_checkpoint, read_json
+from tasks.errors import ArtifactError, first_and_more
+from tasks.weights.documents import read_json
+from tasks.weights.reader import DTYPE_NAMES, Checkpoint, read_checkpoint
 from tasks.weights.source import Extent
 from tasks.weights.stored4bit.packed import STATE, Packed
 from tasks.weights.stored4bit.said import is_packed, require_decodable, stored
@@ -86,7 +87,12 @@ Base = Checkpoint | PackedCheckpoint
 
 @contextlib.contextmanager
 def open_base(root: Path) -> Iterator[Base]:
-    """Open a full model's folder, whether it is stored plainly or in bitsandbytes' 4 bits.
+    """`read_base` for a `with`."""
+    yield read_base(root)
+
+
+def read_base(root: Path) -> Base:
+    """Read the headers of a full model's folder, stored plainly or in bitsandbytes' 4 bits.
 
     Raises:
         ArtifactError: another way of storing it, by name; config.json and the tensors disagree;
@@ -94,12 +100,11 @@ def open_base(root: Path) -> Iterator[Base]:
     """
     config = _config(root)
     require_decodable(config, root)
-    with open_checkpoint(root, WEIGHTS) as whole:
-        said = is_packed(config)
-        if not said and not any(STATE in key for key in whole.tensors):
-            yield whole
-            return
-        yield _packed(whole, config, said)
+    whole = read_checkpoint(root)
+    said = is_packed(config)
+    if not said and not any(STATE in key for key in whole.tensors):
+        return whole
+    return _packed(whole, config, said)
 
 
 def _config(root: Path) -> dict[str, Any]:
@@ -117,9 +122,8 @@ def _packed(whole: Checkpoint, config: Mapping[str, Any], said: bool) -> PackedC
             "if these are plain weights, remove quantization_config from it"
         )
     if findings:
-        more = f" (and {len(findings) - 1} more)" if len(findings) > 1 else ""
         raise ArtifactError(
-            f"{whole.root}: no usable 4-bit checkpoint: {findings[0]}{more}",
+            f"{whole.root}: no usable 4-bit checkpoint: {first_and_more(findings)}",
             details=findings[:_SHOWN],
             hint="save it again with save_pretrained, or give the same model in bf16",
         )

@@ -50,15 +50,11 @@ def read_states(checkpoint: Checkpoint) -> tuple[dict[str, Packed], list[str]]:
             found[key] = packed
         findings += [f"{key}: {text}" for text in one.findings]
     for key, info in checkpoint.tensors.items():
-        if key not in owners and info.dtype in ("U8", "I8") and _is_weight(key):
+        if key not in owners and info.dtype in ("U8", "I8") and key.split(".")[-1] == "weight":
             findings.append(
                 f"{key}: {describe(info.shape, info.dtype)} without {SCALES} and {STATE}*"
             )
     return found, findings
-
-
-def _is_weight(key: str) -> bool:
-    return key.endswith(".weight") or key == "weight"
 
 
 def _owners(checkpoint: Checkpoint) -> dict[str, dict[str, str]]:

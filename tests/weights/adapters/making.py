@@ -4,28 +4,26 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import json
+import shutil
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors.torch import save_file
 
+from tasks.errors import ContractError, first_and_more
 from tasks.weights.adapters.changes import Changes, changes
 from tasks.weights.adapters.live import LiveModel, live_model
 from tasks.weights.adapters.read import Adapter, read_adapter
 from tasks.weights.kernels import apply, needs_all_rows
+from tests.tiny import SIZES
 
-SIZES = {
-    "vocab_size": 96,
-    "hidden_size": 32,
-    "intermediate_size": 48,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "max_position_embeddings": 32,
-}
 ROWS_A_BLOCK = 23
+
+Tensors = dict[str, torch.Tensor]
 
 
 def config_of(family: str) -> Any:
@@ -118,7 +116,8 @@ def our_merge(
     """The same through changes and kernels, in blocks of rows. Tied names as in a state dict."""
     live = live or live_model(model)
     found = changes(adapters, live)
-    found.require()
+    if found.findings:
+        raise ContractError(first_and_more(found.findings), details=found.findings)
     operands = {f"{one.name}:{k}": v for one, _ in adapters for k, v in tensors_of(one).items()}
     state = model.state_dict()
     merged: dict[str, torch.Tensor] = {}
@@ -162,3 +161,29 @@ def tensors_of(adapter: Adapter) -> dict[str, torch.Tensor]:
 def opened(folder: Path, name: str = "adapter", weight: float = 1.0) -> list[tuple[Adapter, float]]:
     """One adapter, as `changes` takes it."""
     return [(read_adapter(folder, name), weight)]
+
+
+def compare(
+    ours: dict[str, torch.Tensor], theirs: dict[str, torch.Tensor], base: dict[str, torch.Tensor]
+) -> None:
+    """Bit for bit, and something did change."""
+    assert set(ours) == set(theirs)
+    wrong = {
+        n: int((ours[n] != theirs[n]).sum()) for n in ours if not torch.equal(ours[n], theirs[n])
+    }
+    assert not wrong
+    assert any(not torch.equal(ours[n], base[n].to(torch.bfloat16)) for n in ours)
+
+
+def altered(
+    good: Path, to: Path, edit: Callable[[Tensors], Any] = id, config: dict[str, Any] | None = None
+) -> Path:
+    """A copy of an adapter with its tensors edited in place and settings replaced."""
+    shutil.rmtree(to, ignore_errors=True)
+    shutil.copytree(good, to)
+    tensors = tensors_of(read_adapter(good))
+    edit(tensors)
+    save_file({k: v.contiguous() for k, v in tensors.items()}, to / "adapter_model.safetensors")
+    raw = json.loads((to / "adapter_config.json").read_text())
+    (to / "adapter_config.json").write_text(json.dumps({**raw, **(config or {})}))
+    return to

@@ -2,28 +2,22 @@
 
 from __future__ import annotations
 
-import json
-import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
 from peft import LoraConfig
-from safetensors.torch import save_file
 
-from tasks.errors import ArtifactError, ContractError, PlumblineError
+from tasks.errors import ArtifactError, ContractError
 from tasks.weights.adapters.changes import Changes, changes
 from tasks.weights.adapters.live import LiveModel, live_model
 from tasks.weights.adapters.read import read_adapter
-from tasks.weights.adapters.values import require_values, value_findings
-from tests.weights.adapters.making import base_model, opened, our_merge, save, tensors_of, train
+from tasks.weights.adapters.values import require_values
+from tests.weights.adapters.making import Tensors, altered, base_model, opened, save, train
 
 Q0 = "base_model.model.model.layers.0.self_attn.q_proj.lora_{}.weight"
-Tensors = dict[str, torch.Tensor]
 
 
 @pytest.fixture(scope="module")
@@ -40,20 +34,6 @@ def live(model: Any) -> LiveModel:
 def good(model: Any, tmp_path_factory: pytest.TempPathFactory) -> Path:
     config = LoraConfig(r=4, lora_alpha=8, target_modules=["q_proj", "down_proj"])
     return save(train(model, config), tmp_path_factory.mktemp("good") / "adapter")
-
-
-def altered(
-    good: Path, to: Path, edit: Callable[[Tensors], Any] = id, config: dict[str, Any] | None = None
-) -> Path:
-    """A copy of an adapter with its tensors edited in place and settings replaced."""
-    shutil.rmtree(to, ignore_errors=True)
-    shutil.copytree(good, to)
-    tensors = tensors_of(read_adapter(good))
-    edit(tensors)
-    save_file({k: v.contiguous() for k, v in tensors.items()}, to / "adapter_model.safetensors")
-    raw = json.loads((to / "adapter_config.json").read_text())
-    (to / "adapter_config.json").write_text(json.dumps({**raw, **(config or {})}))
-    return to
 
 
 def _found(folder: Path, live: LiveModel) -> Changes:
@@ -106,8 +86,6 @@ def test_findings(
     found = _found(altered(good, tmp_path / "bad", edit), live)
     text = "\n".join(found.findings)
     assert all(one in text for one in words), text
-    with pytest.raises(ContractError, match="do not fit"):
-        found.require()
 
 
 @pytest.mark.parametrize(
@@ -159,23 +137,6 @@ def test_a_base_of_another_shape(good: Path, live: LiveModel) -> None:
     )
 
 
-@pytest.mark.parametrize(
-    ("edit", "words"),
-    [
-        (lambda t: t[Q0.format("B")].zero_(), "all zero"),
-        (lambda t: t[Q0.format("B")].neg_().mul_(0), "all zero"),
-        (lambda t: t[Q0.format("A")].zero_(), "all zero"),
-        (lambda t: t[Q0.format("A")][0].fill_(float("nan")), "32 elements are NaN or infinite"),
-        (lambda t: t[Q0.format("B")][1, 1].fill_(float("-inf")), "1 elements are NaN"),
-    ],
-)
-def test_values(edit: Callable[[Tensors], Any], words: str, good: Path, tmp_path: Path) -> None:
-    bad = read_adapter(altered(good, tmp_path / "bad", edit))
-    assert any(words in one for one in value_findings(bad))
-    with pytest.raises(ContractError, match=words):
-        require_values([bad])
-
-
 def test_a_copy_that_is_none(tmp_path: Path) -> None:
     """Tied embeddings are stored under both names; neither may silently win."""
     tied = base_model("qwen2")
@@ -202,10 +163,6 @@ def test_a_stray_pair_on_a_tied_head(tmp_path: Path) -> None:
     assert any(f"{key}: unexpected" in one for one in _found(bad, live_model(tied)).findings)
 
 
-def test_good_values(good: Path) -> None:
-    require_values([read_adapter(good)])
-
-
 def test_no_adapter(tmp_path: Path, good: Path, live: LiveModel) -> None:
     with pytest.raises(ArtifactError, match="no PEFT adapter"):
         read_adapter(tmp_path)
@@ -221,120 +178,3 @@ def test_two_kinds_of_file(good: Path, tmp_path: Path) -> None:
     torch.save({}, both / "adapter_model.bin")
     with pytest.raises(ArtifactError, match="stray weight file"):
         read_adapter(both)
-
-
-@pytest.mark.parametrize("weight", [0.0, float("nan"), float("inf")])
-def test_weights_that_are_none(weight: float, good: Path, live: LiveModel) -> None:
-    assert any(
-        "number other than 0" in one for one in changes(opened(good, weight=weight), live).findings
-    )
-
-
-STORED = {"modules_to_save": ["lm_head"]}
-TOKENS = {"trainable_token_indices": [3, 4]}
-PAIRS = [
-    (STORED, STORED, 1.0, "lm_head.weight: stored whole by one adapter, changed by another"),
-    (STORED, {"target_modules": ["lm_head"]}, 1.0, "changed by another"),
-    ({"target_modules": ["lm_head"]}, STORED, 1.0, "changed by another"),
-    (TOKENS, {"trainable_token_indices": [4, 5]}, 1.0, "two adapters replace row 4"),
-    ({"use_dora": True}, {}, 1.0, "DoRA normalises the base's own weight"),
-    ({}, STORED, 0.5, "is stored whole, so weight 0.5 means nothing"),
-    ({}, TOKENS, 0.5, "is stored whole, so weight 0.5 means nothing"),
-]
-
-
-@pytest.mark.parametrize(("one", "other", "weight", "words"), PAIRS)
-def test_adapters_that_exclude_each_other(
-    one: dict[str, Any],
-    other: dict[str, Any],
-    weight: float,
-    words: str,
-    model: Any,
-    tmp_path: Path,
-) -> None:
-    adapters = []
-    for at, extra in enumerate((one, other)):
-        config = LoraConfig(r=4, **{"target_modules": ["q_proj"], **extra})
-        folder = save(train(model, config, seed=at), tmp_path / str(at))
-        adapters.append((read_adapter(folder, f"a{at}"), weight if at else 1.0))
-    assert any(words in text for text in changes(adapters, live_model(model)).findings)
-
-
-def _mutations(tensors: Tensors, data: st.DataObject) -> str:
-    key = data.draw(st.sampled_from(sorted(tensors)))
-    kind = data.draw(st.sampled_from(["drop", "shape", "transpose", "zero", "nan", "rename", "swap",
-                                      "dtype", "again", "order", "empty"]))  # fmt: skip
-    tensor = tensors[key]
-    match kind:
-        case "drop":
-            del tensors[key]
-        case "shape":
-            tensors[key] = tensor[:-1]
-        case "transpose":
-            tensors[key] = tensor.transpose(0, -1)
-        case "zero" if ".lora_" in key:  # of a bias or a token row it may be meant
-            tensors[key] = torch.zeros_like(tensor)
-        case "nan":
-            tensors[key] = tensor * float("nan")
-        case "rename":
-            tensors[key.replace("self_attn", "attn").replace("mlp", "ffn")] = tensors.pop(key)
-        case "swap":
-            other = data.draw(st.sampled_from(["lora_A", "lora_B"]))
-            tensors[key.replace("lora_A", other).replace("lora_B", other)] = tensors.pop(key)
-        case "dtype":
-            tensors[key] = tensor.to(torch.int32)
-        case "again":
-            tensors[key.replace("base_model.model.", "")] = tensor.clone()
-        case "empty":
-            tensors[key] = torch.zeros(0)
-        case "order":
-            items = list(tensors.items())
-            tensors.clear()
-            tensors.update(reversed(items))
-    return kind
-
-
-RICH: dict[str, tuple[str, dict[str, Any]]] = {
-    "plain": ("llama", {"target_modules": ["q_proj", "down_proj"]}),
-    "many things": (
-        "qwen2",
-        {
-            "target_modules": ["q_proj", "up_proj"],
-            "use_dora": True,
-            "bias": "all",
-            "modules_to_save": ["model.norm"],
-            "trainable_token_indices": [3, 9],
-        },
-    ),
-    "tied": ("qwen2", {"target_modules": ["embed_tokens"], "ensure_weight_tying": True}),
-    "conv1d": ("gpt2", {"target_modules": ["c_attn", "wte"], "lora_bias": False}),
-    "experts": (
-        "mixtral",
-        {"target_modules": ["o_proj"], "target_parameters": ["gate_up_proj", "down_proj"]},
-    ),
-}
-
-
-@pytest.mark.parametrize("case", RICH)
-def test_an_error_or_the_same_result(case: str, tmp_path: Path) -> None:
-    family, options = RICH[case]
-    model = base_model(family)
-    live = live_model(model)
-    good = save(train(model, LoraConfig(r=4, **options)), tmp_path / "good")
-    expected = our_merge(model, opened(good), live)
-
-    @settings(deadline=None, max_examples=25)
-    @given(data=st.data())
-    def check(data: st.DataObject) -> None:
-        bad = altered(good, tmp_path / "bad", lambda tensors: _mutations(tensors, data))
-        try:
-            adapters = opened(bad)
-            found = changes(adapters, live)
-            found.require()
-            require_values([adapters[0][0]], found.copies)
-            merged = our_merge(model, adapters, live)
-        except PlumblineError:
-            return
-        assert all(torch.equal(merged[name], expected[name]) for name in expected)
-
-    check()

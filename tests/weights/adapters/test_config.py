@@ -60,8 +60,25 @@ def test_every_setting_of_peft_is_known() -> None:
 
     from tasks.weights.adapters.config import _HARMLESS, _READ, _REFUSED
 
-    known = _READ | _HARMLESS | set(_REFUSED)
-    assert {field.name for field in dataclasses.fields(LoraConfig)} <= known
+    groups = (_READ, _HARMLESS, set(_REFUSED))
+    assert sum(map(len, groups)) == len(set().union(*groups))
+    assert {field.name for field in dataclasses.fields(LoraConfig)} == set().union(*groups)
+
+
+def test_every_initialiser_of_peft_is_known() -> None:
+    """Each is one that leaves the base alone, or one that does not."""
+    from typing import Literal, get_args, get_origin, get_type_hints
+
+    from peft import LoraConfig
+
+    said = get_args(get_type_hints(LoraConfig)["init_lora_weights"])
+    names = [name for one in said if get_origin(one) is Literal for name in get_args(one)]
+    assert len(names) > 5
+    plain = {name for name in names if not parse_config({**PLAIN, "init_lora_weights": name})[1]}
+    assert plain == {"gaussian", "eva", "orthogonal", "mica"}
+    for name in set(names) - plain:
+        (finding,) = parse_config({**PLAIN, "init_lora_weights": name})[1]
+        assert "does not fit the base" in finding
 
 
 @pytest.mark.parametrize(
@@ -91,15 +108,16 @@ def test_every_setting_of_peft_is_known() -> None:
         ({"init_lora_weights": "pissa_niter_4"}, "path_initial_model_for_weight_conversion"),
         ({"init_lora_weights": "olora"}, "olora"),
         ({"init_lora_weights": "corda"}, "corda"),
-        ({"init_lora_weights": "loftq"}, "residual base"),
+        ({"init_lora_weights": "loftq"}, "4-bit values .* merge it into the base as training left"),
         ({"init_lora_weights": "lora_ga"}, "lora_ga"),
         ({"init_lora_weights": "sorcery"}, "init_lora_weights='sorcery' is unknown"),
         ({"layer_replication": [[0, 2], [1, 2]]}, "layer_replication=.*replicate the base first"),
-        ({"alora_invocation_tokens": [1]}, "activated LoRA"),
+        ({"alora_invocation_tokens": [1]}, "some tokens only.* serve it unmerged"),
         ({"use_qalora": True}, "use_qalora=True"),
         ({"use_bdlora": {"x": 1}}, "use_bdlora"),
         ({"arrow_config": {"top_k": 1}}, "router"),
-        ({"kasa_config": {}, "monteclora_config": {"num_samples": 8}}, "monteclora_config"),
+        ({"kasa_config": {"beta": 1e-4}}, "kasa_config=.*merge_and_unload"),
+        ({"megatron_config": {"x": 1}}, "Megatron"),
         ({"use_new_thing": True}, "use_new_thing=True is no setting of peft 0.21"),
         ({"layers_to_transform": ["0"]}, "layers_to_transform"),
         ({"trainable_token_indices": [1, 1]}, "comes twice"),

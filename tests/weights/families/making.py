@@ -10,14 +10,10 @@ from typing import Any
 import torch
 
 from tasks.weights.families.meta import auto_class
+from tests import tiny
 
 SIZES = {
-    "vocab_size": 96,
-    "hidden_size": 32,
-    "intermediate_size": 48,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
+    **tiny.SIZES,
     "max_position_embeddings": 64,
     "bos_token_id": 0,
     "eos_token_id": 1,
@@ -79,11 +75,15 @@ def _gemma3(**changes: Any) -> Any:
 def _qwen2_5_vl(**changes: Any) -> Any:
     from transformers import Qwen2_5_VLConfig
 
+    width = changes.get("hidden_size", SIZES["hidden_size"])
     vision = {
         "depth": 1, "hidden_size": 16, "intermediate_size": 24, "num_heads": 2,
-        "out_hidden_size": 32, "patch_size": 14, "fullatt_block_indexes": [0],
+        "out_hidden_size": width, "patch_size": 14, "fullatt_block_indexes": [0],
     }  # fmt: skip
-    rope = {"rope_type": "default", "mrope_section": [1, 1, 2], "rope_theta": 10000.0}
+    pairs = width // SIZES["num_attention_heads"] // 2
+    time, height = pairs // 4, (pairs - pairs // 4) // 2
+    section = [time, height, pairs - time - height]
+    rope = {"rope_type": "default", "mrope_section": section, "rope_theta": 10000.0}
     ids = {"image_token_id": 93, "video_token_id": 94, "vision_start_token_id": 92}
     text = {**SIZES, "rope_parameters": rope, **changes}
     return Qwen2_5_VLConfig(text_config=text, vision_config=vision, **ids, **changes)

@@ -32,15 +32,19 @@ def _same(found: dict[str, torch.Tensor], wanted: dict[str, torch.Tensor]) -> No
     assert all(torch.equal(tensor, wanted[key]) for key, tensor in found.items())
 
 
-@pytest.mark.parametrize("family", ["llama", "gpt2"])
+@pytest.mark.parametrize("family", ["llama", "gpt2", "phi3", "gpt_neox", "falcon", "qwen2_5_vl"])
 @pytest.mark.parametrize("dora", [False, True])
 def test_experts_aside_other_features_arrive_on_disk(
     tmp_path: Path, family: str, dora: bool
 ) -> None:
+    """Among them layers that are fused on disk and in memory: `qkv_proj`, `c_attn`."""
     base = save_base(tmp_path / "base", family, tied=False)
     adapter = save_adapter(tmp_path / "adapter", base, family, use_dora=dora, use_rslora=True)
     merge(base, adapter, tmp_path / "out")
-    _same(state_of(tmp_path / "out"), merged_by_peft(base, adapter).state_dict())
+    merged_by_peft(base, adapter).save_pretrained(tmp_path / "peft")
+    found = state_of(tmp_path / "out")
+    _same(found, state_of(tmp_path / "peft"))
+    load(tmp_path / "out")
 
 
 def test_a_saved_module_replaces_every_part_that_is_stored(tmp_path: Path) -> None:
@@ -161,7 +165,7 @@ def test_a_transposed_tensor_takes_the_transposed_product() -> None:
 @pytest.mark.parametrize(
     ("term", "told"),
     [
-        (Dora("a:A", "a:B", "a:m", 1.0), "DoRA on a tensor that is stored in parts"),
+        (Dora("a:A", "a:B", "a:m", 1.0), "DoRA takes norms over all of its rows, w3 holds a part"),
         (Rows("a:A", (1,)), "trained rows on a tensor that is stored in parts"),
         (Add("a:A", 1.0), "a bias on a tensor that is stored in parts"),
         (LowRank("a:A", "a:B", 1.0), "stacks experts"),

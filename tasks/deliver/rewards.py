@@ -1,0 +1,140 @@
+"""The smoke test of a reward model: the rewards it gave before, and those the served folder gives.
+
+They are normalised as the files say; how far they may part is `reward_drift.py`'s to say.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from tasks.contract import Check
+from tasks.deliver.engine import EngineSettings, ask_vllm, dtype_of, encode_probes
+from tasks.deliver.reward_drift import RewardDrift, RewardLimit, reward_drift
+from tasks.report import StageReport
+from tasks.scoring import ModelRef, ReferenceScorer
+from tasks.serving import verdicts
+from tasks.serving.job import Job
+from tasks.serving.rewards import normalised
+from tasks.weights.heads.normalisation import normalisation_from
+from tasks.weights.reader import read_json
+
+SCORES = "scores.json"
+
+
+def reward_reference(
+    out: Path,
+    *,
+    model: Path,
+    texts: list[str],
+    limit: int,
+    tokenizer: Path,
+    dtype: str,
+    attn_implementation: str,
+    scorer: ReferenceScorer,
+    log: Any,
+    adapter: Path | None = None,
+    quantization: dict[str, Any] | None = None,
+) -> StageReport:
+    """Score texts with the reward model as it was before anything here touched it.
+
+    Args:
+        out: staging directory; gets `scores.json`.
+        model: reward model, or the base of `adapter`.
+        texts: what is scored.
+        limit: tokens of a text at most.
+        tokenizer: folder of the tokenizer.
+        dtype: torch name of the dtype in which it is loaded.
+        attn_implementation: as in transformers.
+        scorer: the transformers child.
+        log: progress.
+        adapter: PEFT folder that brings the head; unmerged.
+        quantization: of the base, as `ModelRef.quantization`.
+
+    Raises:
+        DataError: no text is long enough.
+    """
+    probes = encode_probes(scorer, tokenizer, texts, limit)
+    scores = scorer.rewards(
+        ModelRef(model, adapter, quantization, dtype, attn_implementation), probes
+    )
+    _write(out, probes, scores, "transformers")
+    log.info("reference: rewards of %d texts", len(probes))
+    return StageReport("reference", (), {"texts": float(len(probes))})
+
+
+def reward_smoke(
+    out: Path,
+    *,
+    served: Path,
+    reference: Path,
+    engine: str,
+    settings: EngineSettings,
+    profile: RewardLimit,
+    attn_implementation: str,
+    scorer: ReferenceScorer,
+    log: Any,
+    log_path: Path,
+) -> StageReport:
+    """Load the served folder, score the same texts, compare.
+
+    Args:
+        out: staging directory; gets `report.json`, `scores.json`.
+        served: the folder to serve.
+        reference: folder with the reference's `scores.json`.
+        engine: "vllm" or "transformers".
+        settings: how it is run.
+        profile: the difference it may show.
+        attn_implementation: of transformers, where that computes.
+        scorer: the transformers child.
+        log: progress and the engine's output.
+        log_path: file for all of that.
+
+    Raises:
+        StageProcessError: the engine did not come up or broke down.
+    """
+    strays = verdicts.stray_weights(served)
+    if strays:
+        return StageReport("report", (verdicts.no_strays(strays),))
+    before = read_json(reference / SCORES)
+    probes, dtype = before["probes"], dtype_of(served)
+    if engine == "vllm":
+        job = Job(
+            served=str(served), out="", prompts=probes, max_new_tokens=0,
+            max_model_len=settings.longest(probes), dtype=dtype, rewards=True,
+        )  # fmt: skip
+        raw = ask_vllm(job, settings, out=out, log=log, log_path=log_path)["rewards"]
+        scores = normalised(raw, normalisation_from(read_json(served / "config.json"))[0])
+    else:
+        model = ModelRef(served, dtype=dtype, attn_implementation=attn_implementation)
+        scores = scorer.rewards(model, probes)
+    _write(out, probes, scores, engine)
+    moved = reward_drift(before["scores"], scores)
+    checks = (
+        verdicts.no_strays(strays),
+        Check("engine", f"{engine} loads the model", "loaded", ok=True),
+        _check(moved, profile),
+    )
+    document = {"engine": engine, "checks": [asdict(one) for one in checks], **asdict(moved)}
+    (out / "report.json").write_text(json.dumps(document, indent=1) + "\n")
+    log.info("smoke_eval: rewards move by %.2e of their spread", moved.mean_difference)
+    metrics = {f"reward/{name}": value for name, value in asdict(moved).items()}
+    return StageReport("report", checks, metrics, {"engine": engine, "settings": asdict(settings)})
+
+
+def _check(moved: RewardDrift, limit: RewardLimit) -> Check:
+    return Check(
+        "rewards against those before",
+        f"mean difference <= {limit.difference:g} standard deviations of the reference's, "
+        f"pairs in the same order >= {limit.order:g}",
+        f"mean difference {moved.mean_difference:.2e} (at most {moved.max_difference:.2e}) of "
+        f"{moved.unit:.3g}, {moved.same_order:.4f} of the pairs",
+        ok=moved.mean_difference <= limit.difference and moved.same_order >= limit.order,
+    )
+
+
+def _write(out: Path, probes: list[list[int]], scores: list[float], engine: str) -> None:
+    document = {"engine": engine, "probes": probes, "scores": scores}
+    (out / SCORES).write_text(json.dumps(document) + "\n")

@@ -1,0 +1,69 @@
+"""The held-out conversations that a served model is asked with."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+from tasks.errors import DataError
+from tasks.scoring import Prompts
+from tasks.weights.reader import read_json
+
+ROWS_AT_MOST = 2000
+"""Held-out rows rendered when looking for the probes' conversations."""
+
+
+def read_heldout(path: Path) -> list[dict[str, Any]]:
+    """The held-out conversations, `ROWS_AT_MOST` of them.
+
+    Raises:
+        DataError: missing, not JSON, without an answer, or empty.
+    """
+    rows: list[dict[str, Any]] = []
+    try:
+        with path.open(encoding="utf-8") as file:
+            for number, line in enumerate(file, 1):
+                if len(rows) == ROWS_AT_MOST:
+                    break
+                rows.append(json.loads(line))
+                if rows[-1]["messages"][-1]["role"] != "assistant":
+                    raise DataError(f"{path}:{number}: the last message is not the assistant's")
+    except OSError as error:
+        raise DataError(f"{path} cannot be read: {error.strerror or error}") from error
+    except (ValueError, KeyError, IndexError, TypeError) as error:
+        if isinstance(error, DataError):
+            raise
+        raise DataError(f"{path}:{number}: not a conversation: {error}") from error
+    if not rows:
+        raise DataError(f"{path} is empty: nothing to evaluate on", hint="data.eval_fraction=0.05")
+    return rows
+
+
+def fitting(rendered: Prompts, *, longest: int, answer: int) -> list[int]:
+    """Numbers of the rows whose prompt leaves room for a whole answer.
+
+    Args:
+        rendered: the prompts.
+        longest: tokens that the engine takes, prompt and answer together.
+        answer: tokens of a whole answer.
+
+    Raises:
+        DataError: there is none.
+    """
+    limit = longest - answer
+    found = [i for i, prompt in enumerate(rendered.tokens) if len(prompt) <= limit]
+    if not found:
+        raise DataError(
+            f"no held-out prompt of {len(rendered.tokens)} leaves room for "
+            f"{answer} new tokens in {longest}",
+            hint="smoke.max_new_tokens=... (smaller)",
+        )
+    return found
+
+
+def context_of(served: Path) -> int:
+    """Tokens that the model was made for."""
+    config = read_json(served / "config.json")
+    text = config.get("text_config") or config
+    return int(text.get("max_position_embeddings") or 1 << 30)

@@ -1,0 +1,111 @@
+"""What the reference child knows to do: one function a kind of request of `tasks/scoring.py`.
+
+Each runs in a fork of its own. What a function imports the child has imported before it forked.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+from tasks.serving.load import load_model
+
+Reply = dict[str, Any]
+
+
+def _fingerprint(request: dict[str, Any]) -> Reply:
+    from tasks.fingerprint import Fingerprint
+    from tasks.serving.measure import fingerprint
+
+    reference = Fingerprint.load(Path(request["reference"]))
+    measured = fingerprint(_load(request["model"]), reference)
+    measured.save(Path(request["out"]))
+    return {"positions": measured.positions}
+
+
+def _reference(request: dict[str, Any]) -> Reply:
+    from tasks.serving.measure import reference
+
+    measured = reference(_load(request["model"]), request["probes"])
+    measured.save(Path(request["out"]))
+    return {"positions": measured.positions}
+
+
+def _rewards(request: dict[str, Any]) -> Reply:
+    from tasks.serving.rewards import load_rewarder
+
+    return {"scores": load_rewarder(**_loading(request["model"])).scores(request["probes"])}
+
+
+def _encode_texts(request: dict[str, Any]) -> Reply:
+    from tasks.serving.prompts import encode_texts
+
+    folder = Path(request["tokenizer"])
+    return {"tokens": encode_texts(folder, request["texts"], int(request["limit"]))}
+
+
+def _greedy(request: dict[str, Any]) -> Reply:
+    import time
+
+    from tasks.serving.measure import greedy
+
+    model = _load(request["model"])
+    eos, limit = frozenset(request["eos"]), int(request["max_new_tokens"])
+    began = time.perf_counter()
+    done = [greedy(model, p, max_new_tokens=limit, eos=eos) for p in request["prompts"]]
+    return {
+        "tokens": [tokens for tokens, _ in done],
+        "candidates": [candidates for _, candidates in done],
+        "seconds": time.perf_counter() - began,
+    }
+
+
+def _encode(request: dict[str, Any]) -> Reply:
+    from tasks.serving.prompts import render
+
+    rendered = render(
+        Path(request["tokenizer"]),
+        [row["messages"] for row in request["rows"]],
+        template_from=Path(request["template_from"]) if request.get("template_from") else None,
+    )
+    return {"prompts": rendered.prompts, "eos": rendered.eos}
+
+
+def _decode(request: dict[str, Any]) -> Reply:
+    from tasks.serving.prompts import decode
+
+    return {"texts": decode(Path(request["tokenizer"]), request["tokens"])}
+
+
+def _load(model: dict[str, Any]) -> Any:
+    return load_model(**_loading(model), weighted=model.get("weighted"))
+
+
+def _loading(model: dict[str, Any]) -> dict[str, Any]:
+    """What every kind of model is loaded by."""
+    return {
+        "path": Path(model["path"]),
+        "adapter": Path(model["adapter"]) if model["adapter"] else None,
+        "quantization": model["quantization"],
+        "dtype": model["dtype"],
+        "attn_implementation": model["attn_implementation"],
+    }
+
+
+def _weights(request: dict[str, Any]) -> Reply:
+    from tasks.weights.worker import perform
+
+    return perform(request["request"])
+
+
+HANDLERS: Mapping[str, Callable[[dict[str, Any]], Reply]] = {
+    "fingerprint": _fingerprint,
+    "reference": _reference,
+    "rewards": _rewards,
+    "encode_texts": _encode_texts,
+    "greedy": _greedy,
+    "encode": _encode,
+    "decode": _decode,
+    "weights": _weights,
+}

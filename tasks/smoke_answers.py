@@ -1,0 +1,81 @@
+"""What a served model answered, as files and numbers."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from tasks.contract import Check
+from tasks.fingerprint import Drift
+from tasks.scoring import ReferenceScorer
+from tasks.serve import Question, Served
+from tasks.serving.text import exact_match, is_degenerate
+from tasks.serving.ties import Agreement
+
+
+def read_answers(
+    out: Path,
+    rows: Sequence[Mapping[str, Any]],
+    question: Question,
+    answered: Served,
+    scorer: ReferenceScorer,
+) -> dict[str, float]:
+    """Exact match before and after; writes `generations.jsonl`.
+
+    Args:
+        out: staging directory.
+        rows: the conversations that were asked, answers included.
+        question: what was asked.
+        answered: what came back.
+        scorer: decodes.
+    """
+    expected = [row["messages"][-1]["content"] for row in rows]
+    after = scorer.decode(question.served, answered.after.tokens)
+    before = scorer.decode(question.base, answered.before.tokens)
+    with (out / "generations.jsonl").open("w", encoding="utf-8") as file:
+        for number, row in enumerate(rows):
+            line = {
+                "id": row.get("id", str(number)),
+                "messages": row["messages"][:-1],
+                "expected": expected[number],
+                "before": before[number],
+                "after": after[number],
+                "stopped": answered.after.stopped[number],
+                "degenerate": is_degenerate(answered.after.tokens[number]),
+                "tokens_before": answered.before.tokens[number],
+                "tokens_after": answered.after.tokens[number],
+            }
+            file.write(json.dumps(line, ensure_ascii=False) + "\n")
+    return {
+        "eval/before": exact_match(before, expected),
+        "eval/after": exact_match(after, expected),
+        "eval/samples": float(len(rows)),
+    }
+
+
+def numbers(
+    moved: Drift, agreement: Agreement, answered: Served, *, left_out: int
+) -> dict[str, float]:
+    """What was measured, for the tracker; `left_out`: rows that were too long to ask."""
+    stopped = answered.after.stopped
+    return {
+        **{f"drift/{name}": value for name, value in moved.as_dict().items()},
+        "greedy/equal": float(agreement.equal),
+        "greedy/ties": float(agreement.ties),
+        "greedy/differences": float(len(agreement.differences)),
+        "stop_rate": sum(stopped) / len(stopped),
+        "eval/left_out": float(left_out),
+        "tokens_per_s": answered.after.tokens_per_s,
+        "engine_load_s": answered.load_s,
+    }
+
+
+def write_report(
+    out: Path, checks: Sequence[Check], metrics: Mapping[str, float], notes: Mapping[str, Any]
+) -> None:
+    """Write `report.json`."""
+    document = {"checks": [asdict(c) for c in checks], "metrics": metrics, "notes": notes}
+    (out / "report.json").write_text(json.dumps(document, indent=1, sort_keys=True) + "\n")

@@ -1,0 +1,82 @@
+"""Pieces with a pair of factors: LoRA and DoRA on modules, LoRA on single parameters."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+from tasks.weights.adapters.live import CONV1D, CONVOLUTION, EMBEDDING, LINEAR
+from tasks.weights.adapters.piece import Ground, Piece, Shape
+from tasks.weights.names import PEFT_PREFIX
+from tasks.weights.terms import Add, Dora, LowRank, Term
+
+
+def module_pieces(ground: Ground, module: str, findings: list[str]) -> Iterator[Piece]:
+    """The pair on a linear layer or an embedding, and the bias of its B."""
+    config, name, kind = ground.config, f"{module}.weight", ground.live.modules[module]
+    shape = ground.shape(name)
+    if kind not in (LINEAR, CONV1D, EMBEDDING) or shape is None or len(shape) != 2:
+        findings.append(_no_target(module, kind))
+        return
+    prefix, rank, scale = PEFT_PREFIX + module, config.rank_of(module), config.scale_of(module)
+    turned = kind != LINEAR
+    inner, outer = shape if turned else shape[::-1]
+    infix, suffix = ("embedding_", "") if kind == EMBEDDING else ("", ".weight")
+    a, b = (f"{prefix}.lora_{infix}{half}{suffix}" for half in "AB")
+    wants: dict[str, Shape] = {a: (rank, inner), b: (outer, rank)}
+    term: Term = LowRank(a, b, scale, transpose=turned)
+    if config.dora:
+        if config.tying and ground.is_tied(name):
+            findings.append(
+                f"{module}: DoRA has other magnitudes for each use of a tied embedding, so they "
+                "are no longer tied; train without ensure_weight_tying"
+            )
+        magnitude = f"{prefix}.lora_magnitude_vector"
+        wants[magnitude] = (outer,)
+        term = Dora(a, b, magnitude, scale, transpose=turned)
+    yield Piece(name, wants, term, alone=ground.is_alone(name))
+    if config.lora_bias:
+        yield from _bias_of_b(ground, module, outer, findings)
+
+
+def _no_target(module: str, kind: str) -> str:
+    if kind == CONVOLUTION:
+        return (
+            f"{module}: targeted, and a convolution: its change is not merged here; merge the "
+            "adapter with peft's merge_and_unload, or train with it in exclude_modules"
+        )
+    return f"{module}: targeted, but no linear layer and no embedding: it cannot be merged"
+
+
+def _bias_of_b(ground: Ground, module: str, outer: int, findings: list[str]) -> Iterator[Piece]:
+    name, key = f"{module}.bias", f"{PEFT_PREFIX}{module}.lora_B.bias"
+    if name not in ground.live.tensors:
+        findings.append(
+            f"{module}: lora_bias needs a bias to be added to, and this layer has none; "
+            "serve the adapter unmerged"
+        )
+        return
+    yield Piece(name, {key: (outer,)}, Add(key, ground.config.scale_of(module)))
+
+
+def parameter_pieces(
+    ground: Ground, module: str, names: Sequence[str], findings: list[str]
+) -> Iterator[Piece]:
+    """Pairs on single parameters. peft nests their wrappers: the first one lies innermost."""
+    config, live = ground.config, ground.live
+    if config.dora or config.lora_bias:
+        findings.append(f"{module}: target_parameters takes neither DoRA nor lora_bias")
+        return
+    for index, name in enumerate(names):
+        prefix = PEFT_PREFIX + module + ".base_layer" * (len(names) - 1 - index)
+        a, b = (f"{prefix}.lora_{half}.weight" for half in "AB")
+        shape = live.tensors[name].shape
+        if len(shape) not in (2, 3):
+            findings.append(f"{name}: targeted, but neither a matrix nor a stack of them")
+            continue
+        experts = shape[0] if len(shape) == 3 else 1
+        turned = len(shape) == 3 and module in live.transposed
+        inner, outer = shape[-2:] if turned else shape[:-3:-1]
+        rank = config.rank_of(name) * experts
+        wants = {a: (rank, inner), b: (outer, rank)}
+        term = LowRank(a, b, config.scale_of(name), transpose=turned, experts=experts)
+        yield Piece(name, wants, term, alone=ground.is_alone(name))

@@ -1,0 +1,72 @@
+"""Several adapters at once: what cannot be added."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from peft import LoraConfig
+
+from tasks.weights.adapters.changes import changes
+from tasks.weights.adapters.live import LiveModel, live_model
+from tasks.weights.adapters.read import read_adapter
+from tests.weights.adapters.making import (
+    base_model,
+    opened,
+    save,
+    train,
+)
+
+
+@pytest.fixture(scope="module")
+def model() -> Any:
+    return base_model("llama")
+
+
+@pytest.fixture(scope="module")
+def live(model: Any) -> LiveModel:
+    return live_model(model)
+
+
+@pytest.fixture(scope="module")
+def good(model: Any, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    config = LoraConfig(r=4, lora_alpha=8, target_modules=["q_proj", "down_proj"])
+    return save(train(model, config), tmp_path_factory.mktemp("good") / "adapter")
+
+
+@pytest.mark.parametrize("weight", [0.0, float("nan"), float("inf")])
+def test_weights_that_are_none(weight: float, good: Path, live: LiveModel) -> None:
+    assert any(
+        "number other than 0" in one for one in changes(opened(good, weight=weight), live).findings
+    )
+
+
+STORED = {"modules_to_save": ["lm_head"]}
+TOKENS = {"trainable_token_indices": [3, 4]}
+PAIRS = [
+    (STORED, STORED, 1.0, "lm_head.weight: stored whole by one adapter, changed by another"),
+    (STORED, {"target_modules": ["lm_head"]}, 1.0, "changed by another"),
+    ({"target_modules": ["lm_head"]}, STORED, 1.0, "changed by another"),
+    (TOKENS, {"trainable_token_indices": [4, 5]}, 1.0, "two adapters replace row 4"),
+    ({"use_dora": True}, {}, 1.0, "DoRA normalises the base's own weight"),
+    ({}, STORED, 0.5, "is stored whole, so weight 0.5 means nothing"),
+    ({}, TOKENS, 0.5, "is stored whole, so weight 0.5 means nothing"),
+]
+
+
+@pytest.mark.parametrize(("one", "other", "weight", "words"), PAIRS)
+def test_adapters_that_exclude_each_other(
+    one: dict[str, Any],
+    other: dict[str, Any],
+    weight: float,
+    words: str,
+    model: Any,
+    tmp_path: Path,
+) -> None:
+    adapters = []
+    for at, extra in enumerate((one, other)):
+        config = LoraConfig(r=4, **{"target_modules": ["q_proj"], **extra})
+        folder = save(train(model, config, seed=at), tmp_path / str(at))
+        adapters.append((read_adapter(folder, f"a{at}"), weight if at else 1.0))
+    assert any(words in text for text in changes(adapters, live_model(model)).findings)

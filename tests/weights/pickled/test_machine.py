@@ -1,0 +1,118 @@
+"""The interpreter alone: pickles that are damaged, endless, deep, or made to take long."""
+
+from __future__ import annotations
+
+import pickle
+import struct
+import time
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tasks.weights.pickled import program
+from tasks.weights.pickled.objects import Foreign, Global, PickleError
+
+
+def run(data: bytes) -> Any:
+    return program.run(data, persistent=lambda _: None, reduce=lambda t, a: Foreign(t.path, a))
+
+
+@pytest.mark.parametrize(
+    "data",
+    [
+        b"", b".", b"N", b"NN.", b"N..", b"(.", b"(N.", b"u.", b"}Nu.", b"}(Nu.", b"]s.", b"NR.",
+        b"h\x00.", b"cposix\n", b"X\xff\xff\xff\xff", b"\x8e" + b"\xff" * 8,
+        b"\x8b\x00\x00\x00\x7f",
+        b"\x8a\xff" + b"\x01" * 255 + b".", b"I1\n.", b"X\x01\x00\x00\x00\xff.", b"\x93.", b"00",
+        b"\x96" + b"\xff" * 8 + b".", b"r\xff\xff\xff\xff.", b"N\x87.", b"(N\x86.", b"Q.", b"b.",
+        b"}X" + struct.pack("<I", 5000) + b"k" * 5000 + b"Ns.",
+    ],
+)  # fmt: skip
+def test_damaged_pickles_are_errors(data: bytes) -> None:
+    with pytest.raises(PickleError):
+        run(data)
+
+
+def test_a_memo_index_costs_nothing() -> None:
+    assert run(b"Nr\xff\xff\xff\xff.") is None
+
+
+def test_depth_is_no_danger() -> None:
+    depth = 200_000
+    value = run(b"(" * depth + b"t" * depth + b".")
+    for _ in range(depth - 1):
+        (value,) = value
+    assert value == ()
+    deep_key = b"}" + b")" + b"\x85" * depth + b"Ns."  # its hash would overflow the C stack
+    assert [type(key) for key in run(deep_key)] == [Foreign]
+
+
+def test_endless_programs_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("tasks.weights.pickled.program.MAX_STEPS", 1000)
+    with pytest.raises(PickleError, match="1000 instructions"):
+        run(b"N0" * 1000 + b"N.")
+
+
+def test_what_is_called_is_only_named() -> None:
+    found = run(b"cos\nsystem\nX\x02\x00\x00\x00ls\x85R.")
+    assert (found.kind, found.args) == ("os.system", ("ls",))
+    assert run(b"cos\nsystem\n.") == Global("os", "system")
+
+
+LARGEST = 2**60 - 1
+plain = st.recursive(
+    st.none() | st.booleans() | st.integers(-(2**200), 2**200) | st.floats(allow_nan=False)
+    | st.text(max_size=20) | st.binary(max_size=20),
+    lambda inner: st.lists(inner, max_size=5) | st.tuples(inner, inner)
+    | st.dictionaries(st.text(max_size=5) | st.integers(-LARGEST, LARGEST), inner, max_size=5),
+    max_leaves=20,
+)  # fmt: skip
+
+
+@given(value=plain, protocol=st.sampled_from([3, 4, 5]))
+@settings(max_examples=100, deadline=None)
+def test_plain_values_survive(value: Any, protocol: int) -> None:
+    assert run(pickle.dumps(value, protocol)) == value
+
+
+def text(value: str) -> bytes:
+    return b"X" + struct.pack("<I", len(value)) + value.encode()
+
+
+def test_keys_that_python_would_hash_alike_take_no_time() -> None:
+    """Multiples of 2**61 - 1 all hash to 0; a dictionary of them is quadratic."""
+    keys = b"".join(
+        b"\x8a\x0a" + (n * (2**61 - 1)).to_bytes(10, "little") + b"N" for n in range(1, 40_001)
+    )
+    started = time.process_time()
+    value = run(b"}(" + keys + b"u.")
+    assert time.process_time() - started < 3  # a minute with the integers themselves as keys
+    assert {type(key) for key in value} == {Foreign}
+    assert len(value) == 40_000
+
+
+def test_calls_of_a_long_name_share_it() -> None:
+    """4 bytes a call, 8,000 characters a name: copies of it would be a memory bomb."""
+    name = b"c" + b"m" * 4000 + b"\n" + b"n" * 4000 + b"\nq\x000"
+    value = run(b"]" + name + b"(" + b"h\x00)R" * 1000 + b"e.")
+    assert len(value) == 1000
+    assert len({id(one.kind) for one in value}) == 1
+
+
+@pytest.mark.parametrize("lengths", [(5000, 1), (1, 5000)])
+def test_names_without_end_are_refused(lengths: tuple[int, int]) -> None:
+    module, name = "m" * lengths[0], "n" * lengths[1]
+    with pytest.raises(PickleError, match="name of 5000 characters"):
+        run(text(module) + text(name) + b"\x93.")
+
+
+def test_what_is_damaged_is_told_in_a_few_words() -> None:
+    with pytest.raises(PickleError) as raised:
+        run(b"X" + struct.pack("<I", 100_000) + b"\xff" * 100_000 + b".")
+    assert len(str(raised.value)) < 200
+
+
+def test_sets_are_nobodys() -> None:
+    assert [one.kind for one in run(pickle.dumps([{1, 2}, {3}], 4))] == ["builtins.set"] * 2

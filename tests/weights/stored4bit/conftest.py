@@ -1,0 +1,24 @@
+"""One packed base a session, and copies of it to be damaged."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+
+import pytest
+
+from tasks.artifact import Artifact
+from tests.weights.stored4bit.making import pack
+
+
+@pytest.fixture(scope="session")
+def nf4(tmp_path_factory: pytest.TempPathFactory, qwen: Artifact) -> Path:
+    """A tied model, double quantisation."""
+    root = tmp_path_factory.mktemp("nf4") / "model"
+    pack(qwen.path, root)
+    return root
+
+
+@pytest.fixture
+def copy(nf4: Path, tmp_path: Path) -> Path:
+    return Path(shutil.copytree(nf4, tmp_path / "copy"))

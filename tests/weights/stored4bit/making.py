@@ -1,0 +1,173 @@
+"""Bases packed in 4 bits by transformers and bitsandbytes, and what those make of them."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping
+from math import prod
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load_file, save_file
+
+from tasks.weights.execute import execute
+from tasks.weights.opening import SourceRef, open_sources
+from tasks.weights.plan import Op, Plan
+from tasks.weights.stored4bit.packed import STATE
+from tasks.weights.stored4bit.plans import decoding
+from tasks.weights.validate import validate
+from tests.weights.making import (
+    state_of,
+)
+
+Q_PROJ = "model.layers.0.self_attn.q_proj.weight"
+SAID = {"quant_method": "bitsandbytes", "load_in_4bit": True, "bnb_4bit_quant_type": "nf4"}
+
+
+def pack(
+    base: Path,
+    out: Path,
+    *,
+    kind: str = "nf4",
+    double: bool = True,
+    blocksize: int = 64,
+    storage: torch.dtype = torch.uint8,
+    max_shard_size: str = "5GB",
+) -> dict[str, torch.Tensor]:
+    """Save a 4-bit model as transformers does; what `dequantize` makes of the saved one.
+
+    transformers has no setting for the block size: other ones are packed anew in its model.
+    """
+    from bitsandbytes import nn
+    from transformers import AutoModelForCausalLM, BitsAndBytesConfig
+
+    config = BitsAndBytesConfig(
+        load_in_4bit=True,
+        bnb_4bit_quant_type=kind,
+        bnb_4bit_use_double_quant=double,
+        bnb_4bit_compute_dtype=torch.bfloat16,
+        bnb_4bit_quant_storage=storage,
+    )
+    model = AutoModelForCausalLM.from_pretrained(
+        base, dtype=torch.bfloat16, quantization_config=config
+    )
+    layers = {n: m for n, m in model.named_modules() if isinstance(m, nn.Linear4bit)}
+    if blocksize != 64:
+        plain = state_of(base)
+        for name, layer in layers.items():
+            layer.weight = nn.Params4bit(
+                plain[f"{name}.weight"],
+                requires_grad=False,
+                blocksize=blocksize,
+                compress_statistics=double,
+                quant_type=kind,
+                quant_storage=storage,
+                module=layer,
+            ).to("cpu")
+    model.save_pretrained(out, max_shard_size=max_shard_size)
+    again = AutoModelForCausalLM.from_pretrained(out)
+    assert all(m.weight.quant_state.blocksize == blocksize for m in layers.values())
+    return again.dequantize().state_dict()
+
+
+def decode_all(folder: Path, out: Path) -> dict[str, torch.Tensor]:
+    """The whole base through a plan, its JSON and the engine."""
+    with open_sources({"base": SourceRef(folder, "base")}) as sources:
+        tensors = sources["base"].tensors
+        ops = [Op(k, tuple(t.shape), t.dtype, f"base:{k}", t.dtype) for k, t in tensors.items()]
+        plan = decoding(Plan(tuple(ops)), sources)
+        assert Plan.from_json(json.loads(json.dumps(plan.as_json()))) == plan
+        validate(plan, sources)
+        out.mkdir(parents=True)
+        done = execute(plan, sources, out)
+        assert done.nonfinite == {}
+    return state_of(out)
+
+
+def write_packed(folder: Path, tensors: Mapping[str, torch.Tensor], **options: Any) -> None:
+    """Matrices packed by bitsandbytes alone, as its layers write them, and a config.json."""
+    from bitsandbytes import functional
+
+    files: dict[str, torch.Tensor] = {}
+    for key, tensor in tensors.items():
+        packed, state = functional.quantize_4bit(tensor, **options)
+        files[key] = packed
+        files |= {f"{key}.{name}": one for name, one in state.as_dict(packed=True).items()}
+    folder.mkdir(parents=True, exist_ok=True)
+    save_file(files, folder / "model.safetensors")
+    (folder / "config.json").write_text(json.dumps({"quantization_config": SAID}))
+
+
+def restored(folder: Path) -> dict[str, torch.Tensor]:
+    """What bitsandbytes itself makes of such a folder."""
+    from bitsandbytes import functional
+
+    files = load_file(folder / "model.safetensors")
+    found = {}
+    for key in [name for name in files if f"{name}.absmax" in files]:
+        said = {n.removeprefix(f"{key}."): t for n, t in files.items() if n.startswith(f"{key}.")}
+        state = functional.QuantState.from_dict(said, torch.device("cpu"))
+        shape, state.shape = state.shape, torch.Size([prod(state.shape)])
+        found[key] = functional.dequantize_4bit(files[key], state).reshape(shape)
+    return found
+
+
+def same(one: Mapping[str, torch.Tensor], other: Mapping[str, torch.Tensor]) -> list[str]:
+    """Keys whose tensors differ in dtype, shape or any bit; keys that only one has.
+
+    But for the sign of zeros: FP4 has two, and bitsandbytes' AVX-512 kernel makes both 0.0 where
+    its scalar one makes one of them -0.0.
+    """
+    bits: dict[str, list[Any]] = {}
+    for name, tensor in [*one.items(), *other.items()]:
+        positive = (tensor.reshape(-1) + 0).contiguous().view(torch.uint8)
+        found = (tensor.dtype, tensor.shape, positive.numpy().tobytes())
+        bits.setdefault(name, []).append(found)
+    return [name for name, both in bits.items() if len(both) != 2 or both[0] != both[1]]
+
+
+def alter(folder: Path, change: Callable[[dict[str, torch.Tensor]], Any]) -> Path:
+    """The folder with other tensors."""
+    tensors = load_file(folder / "model.safetensors")
+    change(tensors)
+    save_file(tensors, folder / "model.safetensors")
+    return folder
+
+
+def restate(**changes: Any) -> Callable[[dict[str, torch.Tensor]], None]:
+    """Other words in the JSON of one matrix; a value of None takes one out."""
+
+    def change(tensors: dict[str, torch.Tensor]) -> None:
+        (name,) = (key for key in tensors if key.startswith(Q_PROJ + STATE))
+        state = {**json.loads(bytes(tensors[name].tolist())), **changes}
+        state = {key: value for key, value in state.items() if value is not None}
+        tensors[name] = torch.tensor(list(json.dumps(state).encode()), dtype=torch.uint8)
+
+    return change
+
+
+TURNED = ("c_attn.weight", "c_proj.weight", "c_fc.weight")
+
+
+def gpt2(folder: Path) -> Path:
+    """A GPT-2 in bf16, whose layers are `Conv1D`."""
+    from transformers import AutoModelForCausalLM, GPT2Config
+
+    torch.manual_seed(0)
+    sizes = {"vocab_size": 90, "n_embd": 64, "n_layer": 2, "n_head": 4, "n_positions": 32}
+    ends = {"bos_token_id": 0, "eos_token_id": 0}
+    model = AutoModelForCausalLM.from_config(GPT2Config(**sizes, **ends), dtype=torch.bfloat16)
+    model.save_pretrained(folder)
+    return folder
+
+
+def drop(*names: str) -> Callable[[dict[str, torch.Tensor]], None]:
+    return lambda tensors: [tensors.pop(Q_PROJ + name) for name in names]  # type: ignore[return-value]
+
+
+def put(name: str, value: torch.Tensor) -> Callable[[dict[str, torch.Tensor]], None]:
+    return lambda tensors: tensors.update({Q_PROJ + name: value})
+
+
+STATE_KEY = STATE + "bitsandbytes__nf4"

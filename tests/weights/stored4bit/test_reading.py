@@ -1,0 +1,99 @@
+"""What a packed base looks like: the model that was packed, under its own keys."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from safetensors.torch import load_file, save_file
+
+from tasks.artifact import Artifact
+from tasks.errors import ArtifactError
+from tasks.weights.contracts import model_facts
+from tasks.weights.journal import identify
+from tasks.weights.opening import SourceRef, open_sources
+from tasks.weights.plan import Plan
+from tasks.weights.stored4bit.said import is_packed, stored
+from tasks.weights.stored4bit.source import PackedCheckpoint, open_base
+from tests.weights.stored4bit.making import (
+    Q_PROJ,
+    alter,
+    decode_all,
+    restored,
+    same,
+    write_packed,
+)
+
+
+def test_looks_like_the_model_that_was_packed(nf4: Path, qwen: Artifact) -> None:
+    with open_base(nf4) as packed, open_base(qwen.path) as plain:
+        assert isinstance(packed, PackedCheckpoint)
+        described = {k: (tuple(t.shape), t.dtype) for k, t in packed.tensors.items()}
+        assert described == {k: (tuple(t.shape), t.dtype) for k, t in plain.tensors.items()}
+        assert set(packed.files) == set(described)
+        assert packed.sha256(Q_PROJ) is None
+        assert sum(len(packed.extents(key)) for key in packed.tensors) == len(packed.whole.tensors)
+    facts, expected = model_facts(nf4), model_facts(qwen.path)
+    assert facts.findings == ()
+    assert set(facts.tensors) == set(expected.tensors)
+    assert facts.tied == expected.tied
+    assert set(facts.quantized) == set(expected.quantized)
+
+
+def test_early_configurations_are_understood() -> None:
+    early = {"quantization_config": {"load_in_4bit": True, "bnb_4bit_compute_dtype": "float16"}}
+    assert is_packed(early)
+    assert stored(early) == "bitsandbytes, 4 bits"
+    assert stored({}) is None
+    assert stored({"quantization_config": {}}) is None
+
+
+def test_another_scale_is_another_input(copy: Path) -> None:
+    """What an interrupted run left is not gone on with when only a side tensor has changed."""
+    found = set()
+    for _ in range(2):
+        with open_sources({"base": SourceRef(copy, "base")}) as sources:
+            found.add(identify(Plan(()), sources, "model"))
+        alter(copy, lambda tensors: tensors[Q_PROJ + ".absmax"].add_(1))
+    assert len(found) == 2
+
+
+@settings(
+    max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
+)
+@given(data=st.data())
+def test_mutated_it_is_refused_or_the_same(
+    data: st.DataObject, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    """No tensor lost, resized, retyped or renamed goes by unseen."""
+    folder = tmp_path_factory.mktemp("mutated")
+    matrix = torch.randn(24, 40, generator=torch.Generator().manual_seed(1)).bfloat16()
+    double = data.draw(st.booleans())
+    write_packed(folder, {"a.weight": matrix, "b.weight": matrix}, compress_statistics=double)
+    expected = restored(folder)
+    tensors = load_file(folder / "model.safetensors")
+    name = data.draw(st.sampled_from(sorted(tensors)))
+    kind = data.draw(st.sampled_from(["drop", "shorten", "widen", "retype", "rename", "reshape"]))
+    one = tensors.pop(name)
+    if kind == "shorten":
+        tensors[name] = one.reshape(-1)[:-1].clone()
+    elif kind == "widen":
+        tensors[name] = torch.cat([one.reshape(-1), one.reshape(-1)[:1]])
+    elif kind == "retype":
+        tensors[name] = one.to(torch.float64 if one.dtype != torch.float64 else torch.float32)
+    elif kind == "rename":
+        tensors[name.replace(".weight", ".wait")] = one
+    elif kind == "reshape":
+        tensors[name] = one.reshape(1, -1).clone()
+    save_file(tensors, folder / "model.safetensors")
+    try:
+        found = decode_all(folder, folder / "out")
+    except ArtifactError:
+        refused = True
+    else:
+        refused = False
+        assert same(found, expected) == []
+    assert refused == (kind != "reshape")

@@ -148,10 +148,10 @@ def test_an_engine_compares_with_all_of_them_unmerged(
     assert list(stages) == ["reference", "merge", "convert", "smoke_eval"]
     drifts = [stages[name]["drift"]["mean_kl"] for name in ("merge", "convert", "smoke_eval")]
     assert all(0 <= one < 1e-3 for one in drifts)
-    # With the other sign of one weight it is another model, by far.
-    wrong = load_model(base, weighted={str(adapter): WEIGHTS[0], str(second): -WEIGHTS[1]})
+    # With the other sign of one weight it is another model, by more than rounding explains.
+    wrong = load_model(base, weighted={str(adapter): -WEIGHTS[0], str(second): WEIGHTS[1]})
     before = Fingerprint.load(Path(stages["reference"]["artifact"]) / "fingerprint.fp")
-    assert drift(before, fingerprint(wrong, before)).mean_kl > 1e-2
+    assert drift(before, fingerprint(wrong, before)).mean_kl > 5 * max(drifts)
 
 
 @pytest.mark.slow

@@ -10,7 +10,7 @@ PY := $(VENV)/bin/python
 # Two at a time; which tests stay together, tests/conftest.py says. More would only compete.
 WORKERS ?= -n 2 --dist loadfile --no-loadscope-reorder
 
-.PHONY: help setup setup-dev demo test test-all check format bench-weights lock up deploy down status
+.PHONY: help setup setup-dev demo test test-all check format bench-weights bench-training lock up deploy down status
 
 help:  ## this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | awk -F':.*## ' '{printf "  make %-13s %s\n", $$1, $$2}'
@@ -42,6 +42,9 @@ format: setup-dev  ## format and fix what can be fixed
 
 bench-weights: setup-dev  ## the weights room beside its peers (ARGS: rows, --sizes, --runs)
 	$(PY) -m benchmarks.weights $(ARGS)
+
+bench-training: setup-dev  ## training beside TRL and a bare loop (ARGS: rows, --runs, --dtype)
+	$(PY) -m benchmarks.training $(ARGS)
 
 lock:  ## make requirements/*.lock from requirements/*.in (ARGS: only these)
 	@requirements/lock.sh $(ARGS)

@@ -67,7 +67,8 @@ def in_this_process(run_id: str, log: Any) -> Host:
 def tracker_of(composed: Composed) -> Tracker:
     """The tracker that the configuration names."""
     experiment = composed.settings["tracking"]["experiment"]
-    return Tracker(composed.tracking_uri, experiment, composed.tracking_root)
+    events = composed.runs / "tensorboard" if composed.settings["tracking"]["tensorboard"] else None
+    return Tracker(composed.tracking_uri, experiment, composed.tracking_root, events)
 
 
 @dataclass

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 import time
+from contextlib import nullcontext
 from typing import Any
 
 from prefect import get_run_logger, task
@@ -19,6 +20,7 @@ from flows.plan import check, render
 from flows.summary import stage_entry
 from tasks.artifact import Artifact
 from tasks.launch import kill_children_on_abort
+from tasks.nodes import Leader, Meeting
 from tasks.register import Gate, judge_gate, register
 from tasks.scoring import ReferenceScorer
 
@@ -58,8 +60,9 @@ def _stages(attempt: Attempt) -> None:
     mechanism, composed = attempt.mechanism, attempt.composed
     log_path = mechanism.logs / "reference.log"
     scorer = ReferenceScorer(log=attempt.host.log, log_path=log_path, threads=_threads(composed))
-    with scorer:
-        served = Chain(composed.settings, mechanism, scorer).deliver()
+    meeting = Meeting.from_environment(composed.settings["train"]["nodes"])
+    with Leader(meeting, composed.runs) if meeting else nullcontext() as leader, scorer:
+        served = Chain(composed.settings, mechanism, scorer, leader).deliver()
     attempt.summary.served = str(served.artifact.path)
     _register(attempt, served.artifact)
 

@@ -26,13 +26,16 @@ from flows.chain_stages import (
 from flows.progress import progress
 from tasks.artifact import Artifact
 from tasks.convert import convert
+from tasks.data.kinds import kind_for
 from tasks.fingerprint import PROFILES
 from tasks.gather import gather
 from tasks.merge import merge
+from tasks.nodes import Leader
 from tasks.prepare import prepare_base, prepare_data, source_identity
 from tasks.scoring import ReferenceScorer
 from tasks.smoke_eval import SmokeSettings, smoke_eval
-from tasks.stage import Mechanism, Stage, StageResult
+from tasks.smoke_rewards import smoke_rewards
+from tasks.stage import Mechanism, Stage, StageResult, plain
 from tasks.tracking import StageRun
 from tasks.train import train
 from tasks.training.job import Settings
@@ -46,11 +49,13 @@ class Chain:
         settings: the resolved configuration as plain nested dictionaries.
         mechanism: runs the stages.
         scorer: the transformers reference.
+        leader: of the other nodes, where there are any.
     """
 
     settings: Mapping[str, Any]
     mechanism: Mechanism
     scorer: ReferenceScorer
+    leader: Leader | None = None
 
     def deliver(self) -> StageResult:
         """Run everything from prepare to smoke_eval. Returns the served artifact's result."""
@@ -78,26 +83,35 @@ class Chain:
 
     def _prepare_data(self) -> Artifact:
         data = dict(self.settings["data"])
-        return self._run(DATA, prepare_data, config={**data, "source": source_identity(**data)})
+        rows = kind_for(self.settings["train"]["objective"]).name
+        config = {**data, "rows": rows, "source": source_identity(**data)}
+        return self._run(DATA, prepare_data, config=config)
 
     def _train(self, base: Artifact, data: Artifact) -> Artifact:
         sections = ("train", "peft", "zero", "model", "seed")
         settings = Settings.from_sections(**{name: self.settings[name] for name in sections})
-        checkpoints = self.mechanism.store.parent / "checkpoints" / self.mechanism.logs.name
+        inputs, config = {"base": base, "data": data}, {"settings": settings}
+        # One folder for one result: what broke off is found again by the next attempt at it.
+        key = TRAIN.key(plain(config), inputs)
+        checkpoints = self.mechanism.store.parent / "checkpoints" / key
         trained = self._run(
             TRAIN,
             train,
-            inputs={"base": base, "data": data},
-            config={"settings": settings},
+            inputs=inputs,
+            config=config,
             context={
                 "base_digest": base.digest,
                 "checkpoints": checkpoints,
+                "resume": self.settings["train"]["resume"],
+                "tokens": self.mechanism.store.parent / "cache" / "tokens",
                 "log_path": self._log("train"),
+                "leader": self.leader,
             },
             observe=self._observe_training,
         )
-        # They are for a run that broke off; what it led to is published now.
-        shutil.rmtree(checkpoints, ignore_errors=True)
+        if not self.settings["train"]["keep_ckpts"]:
+            # They are for a run that broke off; what it led to is published now.
+            shutil.rmtree(checkpoints, ignore_errors=True)
         return trained
 
     @contextlib.contextmanager
@@ -148,26 +162,29 @@ class Chain:
     def _smoke_eval(self, served: StageResult, **inputs: Artifact) -> None:
         settings = dict(self.settings["smoke"])
         engine = settings.pop("engine")
-        history = {r.name: r.drift for r in self.mechanism.results if r.drift is not None}
+        context: dict[str, Any] = {"scorer": self.scorer, "log_path": self._log("smoke_eval")}
+        if self.settings["train"]["objective"] == "reward":
+            function: Any = smoke_rewards
+            del inputs["base"]  # it has no head to compare with
+        else:
+            function = smoke_eval
+            history = {r.name: r.drift for r in self.mechanism.results if r.drift is not None}
+            context["history"] = history
         self._run(
             SMOKE,
-            smoke_eval,
+            function,
             inputs={"served": served.artifact, **inputs},
             config={
                 "engine": engine,
                 "settings": SmokeSettings(**settings),
                 "profile": self._profile,
             },
-            context={
-                "scorer": self.scorer,
-                "history": history,
-                "log_path": self._log("smoke_eval"),
-            },
+            context=context,
         )
 
     @property
     def _measuring(self) -> dict[str, Any]:
-        return {"score": self.scorer.fingerprint, "perform": self.scorer.perform}
+        return {"score": self.scorer.measure, "perform": self.scorer.perform}
 
     @property
     def _profile(self) -> Any:

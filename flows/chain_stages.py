@@ -9,11 +9,17 @@ from tasks.stage import Stage
 
 _TORCH = ("torch", "transformers", "tokenizers", "safetensors")
 _ARITHMETIC = ("tasks/fingerprint.py", "tasks/bf16_linear.py")
-_MEASURE = (*_ARITHMETIC, "tasks/contract.py", "tasks/scoring.py", "tasks/serving")
+_PRINTS = ("tasks/prints.py", "tasks/score_print.py", "tasks/reward_drift.py")
+_MEASURE = (
+    *_ARITHMETIC, *_PRINTS, "tasks/contract.py", "tasks/scoring.py", "tasks/serving",
+)  # fmt: skip
 _HAND_OFF = ("tasks/handoff.py", "tasks/served.py", "tasks/weights", *_MEASURE)
 
 BASE = Stage(
-    "prepare_base", "base", ("tasks/prepare.py", "tasks/toy", "tasks/weights/folder.py"), _TORCH
+    "prepare_base",
+    "base",
+    ("tasks/prepare.py", "tasks/growing.py", "tasks/toy", "tasks/weights/folder.py"),
+    _TORCH,
 )
 DATA = Stage("prepare_data", "dataset", ("tasks/prepare.py", "tasks/data", "tasks/toy"), ())
 TRAIN = Stage(
@@ -39,6 +45,7 @@ SMOKE = Stage(
     (
         "tasks/smoke_eval.py",
         "tasks/smoke_answers.py",
+        "tasks/smoke_rewards.py",
         "tasks/heldout.py",
         "tasks/serve.py",
         "tasks/vllm_jobs.py",

@@ -7,12 +7,14 @@ from pathlib import Path
 from flows.bootstrap import bootstrap
 from flows.config import Composed
 from flows.entry import run_main
+from flows.follower import run_follower
 from flows.lock import hold
 from flows.outcome import exit_status
 from flows.plan import check, render
 from flows.prefect_server import prefect_server
 from flows.signals import exit_on_signals
 from tasks.launch import kill_children_on_abort
+from tasks.nodes import Meeting
 
 PROJECT = Path(__file__).resolve().parents[1]
 
@@ -31,6 +33,9 @@ def _job(composed: Composed, overrides: list[str]) -> int:
     check(composed)
     if composed.settings["plan"]:
         return 0
+    meeting = Meeting.from_environment(composed.settings["train"]["nodes"])
+    if meeting and not meeting.leads:
+        return run_follower(composed, meeting)
     with (
         hold(composed.runs, composed.settings["paths"]["wait_s"]),
         prefect_server(composed.runs, meanwhile=("flows.rlhf", "mlflow")),

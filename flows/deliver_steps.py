@@ -12,7 +12,6 @@ from tasks.deliver.adapters import role, weights_of
 from tasks.deliver.engine import SHORTEST, EngineSettings
 from tasks.deliver.identity import folder_identity
 from tasks.deliver.measuring import Measuring
-from tasks.deliver.reward_drift import LIMITS
 from tasks.deliver.rewards import reward_reference, reward_smoke
 from tasks.deliver.smoke import reference, smoke
 from tasks.deliver.stages import convert, gather, merge, value_head
@@ -116,7 +115,7 @@ class Steps:
             config={
                 "engine": self.delivery.engine,
                 "settings": EngineSettings(**{name: settings[name] for name in names}),
-                "profile": (LIMITS if is_reward else PROFILES)[settings["profile"]],
+                "profile": PROFILES[settings["profile"]],
                 "attn_implementation": self.delivery.attention,
             },
             context={

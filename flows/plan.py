@@ -11,6 +11,7 @@ from flows.config import Composed
 from flows.looker import Looker
 from tasks.errors import ConfigError
 from tasks.preflight import findings, preflight
+from tasks.preflight.machine import has_gpu
 from tasks.preflight.model import look
 from tasks.stage import Mechanism
 from tasks.training.job import Settings
@@ -61,10 +62,10 @@ def _estimate(settings: dict[str, Any]) -> MemoryEstimate | None:
     """None when the model's dimensions are not known before it is fetched."""
     known, _ = look(settings["model"]["kind"], settings["model"]["path"])
     resolved = _resolved(settings)
-    if not known.config or resolved.dtype == "float16" or resolved.world_size < 1:
+    if not known.config or resolved.world_size < 1:
         return None  # the preflight says why
     try:
-        return estimate(known.config, resolved, resolved.world_size)
+        return estimate(known.config, resolved, resolved.world_size, gpu=has_gpu())
     except KeyError:
         return None  # an architecture that names its dimensions differently
 
@@ -73,7 +74,7 @@ def _memory(settings: dict[str, Any]) -> str:
     found = _estimate(settings)
     if found is None:
         return "unknown: no config.json whose dimensions can be read"
-    parts = ", ".join(f"{name} {size / 2**20:.1f} MiB" for name, size in vars(found).items())
+    parts = ", ".join(f"{name} {size / 2**20:.1f} MiB" for name, size in found.parts().items())
     return f"{found.total / 2**20:.1f} MiB ({parts})"
 
 

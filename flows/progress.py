@@ -69,8 +69,13 @@ class Progress:
         self._bar.set_postfix_str(f"loss {event['loss']:.3f}", refresh=False)
 
     def _eval(self, event: dict[str, Any]) -> None:
-        self._run.metrics({f"eval/loss_{event['when']}": float(event["loss"])})
-        self._log.info("held-out loss %s training: %.4f", event["when"], event["loss"])
+        numbers = {k: v for k, v in event.items() if k not in _NO_METRIC and _is_number(v)}
+        self._run.metrics({f"eval/{name}": value for name, value in numbers.items()}, event["step"])
+        if event["when"] in ("before", "after"):
+            self._run.metrics({f"eval/loss_{event['when']}": float(event["loss"])})
+        self._log.info(
+            "held-out loss %.4f %s training (step %d)", event["loss"], event["when"], event["step"]
+        )
 
 
 @contextlib.contextmanager

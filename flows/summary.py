@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import os
 import shutil
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -46,7 +46,7 @@ class Summary:
     def table(self) -> str:
         """The summary as a plain-text table for a terminal."""
         rows: list[tuple[str, ...]] = [
-            ("stage", "seconds", "", "checks", "mean KL", "top-1", "artifact")
+            ("stage", "seconds", "", "checks", *self._titles()[::2], "artifact")
         ]
         rows += [_row(stage) for stage in self.stages]
         widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
@@ -65,24 +65,33 @@ class Summary:
         lines = [
             f"**{self.status}** in {self.seconds:.0f} s",
             "",
-            "| stage | seconds | reused | checks | mean KL | p95 KL | top-1 |",
+            f"| stage | seconds | reused | checks | {' | '.join(self._titles())} |",
             "|---|---|---|---|---|---|---|",
         ]
         for stage in self.stages:
             drift = stage["drift"] or {}
-            numbers = [_number(drift.get(key)) for key in ("mean_kl", "p95_kl", "top1_agreement")]
+            numbers = [_number(drift.get(key)) for key in _columns(drift)]
             lines.append(
                 f"| {stage['name']} | {stage['seconds']:.1f} | {'yes' if stage['reused'] else ''} "
                 f"| {stage['tensors_checked']} | {' | '.join(numbers)} |"
             )
         return "\n".join([*lines, "", *(f"- {line}" for line in self._closing())])
 
+    def _measure(self) -> str:
+        return "pairs in the right order" if "pairs" in self.eval else "exact match"
+
+    def _titles(self) -> tuple[str, str, str]:
+        """Of the three columns of distances."""
+        of_scores = any("mean_difference" in (stage["drift"] or {}) for stage in self.stages)
+        return ("mean diff", "max diff", "order") if of_scores else ("mean KL", "p95 KL", "top-1")
+
     def _closing(self) -> list[str]:
         lines = []
         before, after = self.eval.get("before"), self.eval.get("after")
         if before is not None and after is not None:
             lines.append(
-                f"exact match {before:.1%} -> {after:.1%} ({100 * (after - before):+.1f} points)"
+                f"{self._measure()} {before:.1%} -> {after:.1%} "
+                f"({100 * (after - before):+.1f} points)"
             )
         losses = self.eval.get("loss_before"), self.eval.get("loss_after")
         if losses[0] is not None and losses[1] is not None:
@@ -114,12 +123,21 @@ def evaluation(results: Sequence[StageResult]) -> dict[str, float | None]:
     metrics: dict[str, float] = {}
     for result in results:
         metrics |= result.metrics
+    pairs = {"pairs": metrics["eval/pairs"]} if "eval/pairs" in metrics else {}
     return {
+        **pairs,
         "before": metrics.get("eval/before"),
         "after": metrics.get("eval/after"),
         "loss_before": metrics.get("heldout_loss_before"),
         "loss_after": metrics.get("heldout_loss_after"),
     }
+
+
+def _columns(drift: Mapping[str, float]) -> tuple[str, str, str]:
+    """What fills the three columns: distances of log-probabilities, or of scores."""
+    if "mean_difference" in drift:
+        return ("mean_difference", "max_difference", "same_order")
+    return ("mean_kl", "p95_kl", "top1_agreement")
 
 
 def _row(stage: dict[str, Any]) -> tuple[str, ...]:
@@ -129,8 +147,7 @@ def _row(stage: dict[str, Any]) -> tuple[str, ...]:
         f"{stage['seconds']:.1f}",
         "reused" if stage["reused"] else "",
         str(stage["tensors_checked"] or ""),
-        _number(drift.get("mean_kl")),
-        _number(drift.get("top1_agreement")),
+        *(_number(drift.get(key)) for key in _columns(drift)[::2]),
         "/".join(Path(stage["artifact"]).parts[-2:]) if stage["artifact"] else "",
     )
 

@@ -25,6 +25,7 @@ lock() {
     local -a args=()
     case $name in
         cpu) args=(--override requirements/overrides-cpu.txt) ;;
+        dev) args=(--constraint requirements/cpu.lock --override requirements/overrides-dev.txt) ;;
         cuda | tools) ;;
         *) args=(--constraint requirements/cpu.lock) ;;
     esac

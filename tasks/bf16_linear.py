@@ -13,6 +13,13 @@ from __future__ import annotations
 from typing import Any
 
 
+def slow_bf16() -> bool:
+    """Whether this CPU has to emulate bf16 products."""
+    import torch
+
+    return not (torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported())
+
+
 def use_fp32_where_faster() -> bool:
     """Replace `torch.nn.functional.linear` for bf16 on CPU in this process, where it is slow.
 
@@ -23,7 +30,7 @@ def use_fp32_where_faster() -> bool:
     """
     import torch
 
-    if torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported():
+    if not slow_bf16():
         return False
     plain = torch.nn.functional.linear
     widened = _widened()

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from tasks.contract import Check, Expected, judge
-from tasks.fingerprint import Drift, DriftLimit
+from tasks.fingerprint import DriftLimit
 from tasks.handoff import (
     CONFIG,
     GENERATION_CONFIG,
@@ -22,10 +22,13 @@ from tasks.handoff import (
     copy_files,
     measure,
 )
+from tasks.prints import Moved
 from tasks.report import StageReport
 from tasks.scoring import ModelRef, Score
 from tasks.served import Said, agreement, write_configs
 from tasks.weights.execute import Executed, execute
+from tasks.weights.heads.normalisation import Normalisation
+from tasks.weights.heads.reward import reward_config
 from tasks.weights.layout import as_is, with_output
 from tasks.weights.opening import SourceRef
 from tasks.weights.plan import Plan
@@ -44,7 +47,7 @@ from tasks.weights.reader import (
     open_checkpoint,
     read_json,
 )
-from tasks.weights.tokenizer import read_tokenizer
+from tasks.weights.tokenizer import TokenizerFacts, read_tokenizer
 from tasks.weights.validate import validate
 from tasks.weights.worker import (
     Perform,
@@ -114,12 +117,14 @@ def convert(
         unchanged = all(source.sha256(op.key) == done.sha256[op.name] for op in plan.ops)
     log.info("convert: %d tensors, %d files linked", len(plan.ops), len(done.linked))
     copy_files(trained / "tokenizer", out)
+    side = Trained.read(trained)
+    config, pad = _config_and_pad(weights, side, tokenizer)
     said = Said(
-        config=read_json(weights / CONFIG),
+        config=config,
         generation=read_json(weights / GENERATION_CONFIG),
         dtype=dtype,
         stops=tokenizer.stops,
-        pad=tokenizer.eos if tokenizer.pad is None else tokenizer.pad,
+        pad=pad,
         tokenizer=tokenizer,
         template=True,
         quantized=ask_quantization_config(perform, scheme, left_alone(facts)) if scheme else None,
@@ -131,10 +136,26 @@ def convert(
     metrics = {"tensors": float(len(plan.ops)), "files": float(len(files))}
     if not all(check.ok for check in checks):
         return StageReport("served", tuple(checks), metrics, notes)
-    attention = Trained.read(trained).attn_implementation
-    model = ModelRef(out, dtype=dtype, attn_implementation=attention)
+    model = ModelRef(out, dtype=dtype, attn_implementation=side.attn_implementation)
     measured, verdict = _drift(out, weights, trained, model, score, profile, carry=unchanged)
     return StageReport("served", (*checks, verdict), metrics, notes, measured)
+
+
+def _config_and_pad(
+    weights: Path, side: Trained, tokenizer: TokenizerFacts
+) -> tuple[dict[str, Any], int | None]:
+    """config.json as far as it is not the output's, and the padding id.
+
+    A score is taken at the last token that does not pad, so that what ends a reward model's texts
+    must not pad them.
+    """
+    config = read_json(weights / CONFIG)
+    pad = tokenizer.eos if tokenizer.pad is None else tokenizer.pad
+    if not side.is_reward:
+        return config, pad
+    how = side.normalisation or Normalisation()
+    config = reward_config(config, config["architectures"][0], how, tokenizer.stops)
+    return config, None if pad in tokenizer.stops else pad
 
 
 def _tensor_checks(
@@ -169,7 +190,7 @@ def _drift(
     profile: DriftLimit,
     *,
     carry: bool,
-) -> tuple[Drift, Check]:
+) -> tuple[Moved, Check]:
     if carry:
         return carry_over(weights, trained=trained, out=out, limit=profile)
     return measure(score, model, trained=trained, out=out, limit=profile, exact=False)

@@ -11,7 +11,7 @@ the vocabulary fits into K.
 from __future__ import annotations
 
 import json
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
 import numpy as np
@@ -20,6 +20,7 @@ from safetensors import safe_open
 from safetensors.numpy import save_file
 
 from tasks.errors import ArtifactError, DriftError
+from tasks.reward_drift import RewardLimit
 
 TOP_K = 512
 """Ids kept a position. A vocabulary of this size or smaller is covered whole."""
@@ -107,15 +108,29 @@ class DriftLimit:
     mean_kl: float
     p95_kl: float
     top1_agreement: float
+    rewards: RewardLimit = field(default_factory=lambda: RewardLimit(difference=0.03, order=0.97))
+    """Of a reward model, which has scores in place of log-probabilities."""
 
 
 PROFILES = {
-    "strict": DriftLimit(mean_kl=1e-4, p95_kl=5e-4, top1_agreement=0.99),
+    "strict": DriftLimit(
+        mean_kl=1e-4,
+        p95_kl=5e-4,
+        top1_agreement=0.99,
+        rewards=RewardLimit(difference=0.01, order=0.99),
+    ),
     "standard": DriftLimit(mean_kl=1e-3, p95_kl=5e-3, top1_agreement=0.97),
-    "relaxed": DriftLimit(mean_kl=1e-2, p95_kl=5e-2, top1_agreement=0.95),
+    "relaxed": DriftLimit(
+        mean_kl=1e-2,
+        p95_kl=5e-2,
+        top1_agreement=0.95,
+        rewards=RewardLimit(difference=0.1, order=0.95),
+    ),
 }
 
-EXACT = DriftLimit(mean_kl=1e-5, p95_kl=1e-4, top1_agreement=0.99)
+EXACT = DriftLimit(
+    mean_kl=1e-5, p95_kl=1e-4, top1_agreement=0.99, rewards=RewardLimit(difference=1e-3, order=0.99)
+)
 """For hand-offs that change no number, only where it is stored: trained -> gathered."""
 
 

@@ -13,14 +13,14 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from tasks.contract import judge
+from tasks.contract import Expected, TensorLike, judge
 from tasks.fingerprint import EXACT
 from tasks.handoff import Trained, measure, write_json
 from tasks.report import StageReport
 from tasks.scoring import ModelRef, Score
-from tasks.weights.contracts import ModelFacts
 from tasks.weights.execute import Executed, execute
 from tasks.weights.families.gathering import plan_full
+from tasks.weights.heads.merging import reward_side
 from tasks.weights.names import rename_all
 from tasks.weights.partitions import Partitions, read_partitions
 from tasks.weights.plan import Op, Plan
@@ -73,10 +73,11 @@ def gather(
     keys = rename_all(parts.shapes, adapter=is_adapter)
     if is_adapter:
         plan = _adapter_plan(parts, keys)
-        expected = ask_adapter_contract(perform, base, trained / ADAPTER_CONFIG, parts.dtype)
+        # A reward model's adapter brings the head that its base does not have.
+        model_of = trained if source.is_reward else base
+        expected = ask_adapter_contract(perform, model_of, trained / ADAPTER_CONFIG, parts.dtype)
     else:
-        facts = ask_facts(perform, base, source.dtype)
-        plan, expected = _full_plan(parts, keys, facts, base), list(facts.tensors)
+        plan, expected = _full_plan(parts, keys, source, base, perform)
     checks = judge(expected, {op.name: op for op in plan.ops})
     if not all(check.ok for check in checks):
         return StageReport(kind, tuple(checks))
@@ -116,11 +117,21 @@ def _adapter_plan(parts: Partitions, keys: Mapping[str, str]) -> Plan:
     return Plan(ops)
 
 
-def _full_plan(parts: Partitions, keys: Mapping[str, str], facts: ModelFacts, base: Path) -> Plan:
-    """What training held, by its names in memory, under the keys of the base on disk."""
+def _full_plan(
+    parts: Partitions, keys: Mapping[str, str], source: Trained, base: Path, perform: Perform
+) -> tuple[Plan, list[Expected]]:
+    """What training held, by its names in memory, under the keys of the base on disk; and what the
+    model's class asks for.
+    """
     live = {key: parts.tensors[name] for name, key in keys.items()}
     with open_checkpoint(base) as before:
-        return plan_full(live, facts, base=before.tensors, max_shard_bytes=SHARD_BYTES)
+        tensors: Mapping[str, TensorLike] = before.tensors
+        if source.is_reward:
+            tensors, facts = reward_side(before, source.config, source.dtype, perform)
+        else:
+            facts = ask_facts(perform, base, source.dtype)
+        plan = plan_full(live, facts, base=tensors, max_shard_bytes=SHARD_BYTES)
+    return plan, list(facts.tensors)
 
 
 def _execute(

@@ -12,11 +12,12 @@ from typing import Any
 from tasks.artifact import open_artifact
 from tasks.contract import Check
 from tasks.errors import ArtifactError
-from tasks.fingerprint import Drift, DriftLimit, Fingerprint, drift, within
+from tasks.fingerprint import DriftLimit
+from tasks.prints import Moved, load_print, moved, print_in, verdict
 from tasks.scoring import ModelRef, Score
+from tasks.weights.heads.normalisation import Normalisation
 from tasks.weights.reader import read_json
 
-FINGERPRINT = "fingerprint.fp"
 CONFIG = "config.json"
 GENERATION_CONFIG = "generation_config.json"
 
@@ -32,6 +33,8 @@ class Trained:
         dtype: torch name of the dtype in which training held the model.
         config: the trained side's model configuration, quantisation left out.
         attn_implementation: that training ran, transformers' name; another one rounds otherwise.
+        objective: what was trained for.
+        normalisation: mean and std of a reward model's scores; None where there are none.
     """
 
     root: Path
@@ -40,6 +43,13 @@ class Trained:
     dtype: str
     config: Mapping[str, Any]
     attn_implementation: str = "sdpa"
+    objective: str = "sft"
+    normalisation: Normalisation | None = None
+
+    @property
+    def is_reward(self) -> bool:
+        """Whether a reward model was trained: a score head in place of the language model's."""
+        return self.objective == "reward"
 
     @classmethod
     def read(cls, root: Path) -> Trained:
@@ -52,8 +62,17 @@ class Trained:
         if dtype is None:
             raise ArtifactError(f"{root}/{CONFIG} does not say the model's dtype")
         config.pop("quantization_config", None)  # of training; what is handed on is not quantised
-        attention = str(said.get("attn_implementation", "sdpa"))
-        return cls(root, said["quantization"], said["base_digest"], str(dtype), config, attention)
+        scores = said.get("scores")
+        return cls(
+            root,
+            said["quantization"],
+            said["base_digest"],
+            str(dtype),
+            config,
+            attn_implementation=str(said.get("attn_implementation", "sdpa")),
+            objective=str(said.get("objective", "sft")),
+            normalisation=Normalisation(scores["mean"], scores["std"]) if scores else None,
+        )
 
     def require_base(self, base: Path) -> None:
         """Refuse a base other than the one that was trained. Raises ArtifactError."""
@@ -93,51 +112,32 @@ def copy_files(source: Path, out: Path) -> list[str]:
 
 def measure(
     score: Score, model: ModelRef, *, trained: Path, out: Path, limit: DriftLimit, exact: bool
-) -> tuple[Drift, Check]:
-    """Fingerprint `model` into `out` and judge its distance from the trained one.
+) -> tuple[Moved, Check]:
+    """Take the print of `model` into `out` and judge its distance from the trained one.
 
     Args:
         score: who measures.
         model: what to load.
-        trained: the `shards` artifact with training's own fingerprint.
-        out: directory that gets `fingerprint.fp`.
+        trained: the `shards` artifact with training's own print.
+        out: directory that gets the print, under the same name.
         limit: what the profile admits.
-        exact: also hold mean KL within twice the engine's own repeat noise.
+        exact: also hold the mean within twice the engine's own repeat noise.
     """
-    reference = Fingerprint.load(trained / FINGERPRINT)
-    new = score(model, trained / FINGERPRINT, out / FINGERPRINT)
-    return judge_drift(drift(reference, new), limit, reference.noise if exact else None)
+    path = print_in(trained)
+    reference = load_print(path)
+    found = moved(reference, score(model, path, out / path.name))
+    return found, verdict(found, limit, reference.noise if exact else None)
 
 
 def carry_over(
     weights: Path, *, trained: Path, out: Path, limit: DriftLimit
-) -> tuple[Drift, Check]:
+) -> tuple[Moved, Check]:
     """The drift of weights that are `out`'s, byte for byte: copied, not measured again.
 
     Raises:
         ArtifactError: there is none to copy.
     """
-    earlier = weights / FINGERPRINT
-    if not earlier.is_file():
-        raise ArtifactError(f"{weights}: no {FINGERPRINT} to carry over")
-    shutil.copyfile(earlier, out / FINGERPRINT)
-    reference = Fingerprint.load(trained / FINGERPRINT)
-    return judge_drift(drift(reference, Fingerprint.load(earlier)), limit)
-
-
-def judge_drift(
-    measured: Drift, limit: DriftLimit, noise: float | None = None
-) -> tuple[Drift, Check]:
-    """The verdict on a drift, as one check."""
-    exceeded = within(measured, limit, noise)
-    expected = (
-        f"mean KL <= {limit.mean_kl:.0e}, p95 KL <= {limit.p95_kl:.0e}, "
-        f"top-1 agreement >= {limit.top1_agreement}"
-    )
-    if noise is not None:
-        expected += f", mean KL <= twice the repeat noise {noise:.2e}"
-    found = (
-        f"mean KL {measured.mean_kl:.2e}, p95 KL {measured.p95_kl:.2e}, "
-        f"top-1 agreement {measured.top1_agreement:.4f}"
-    )
-    return measured, Check("drift from the trained model", expected, found, ok=not exceeded)
+    earlier = print_in(weights)
+    shutil.copyfile(earlier, out / earlier.name)
+    found = moved(load_print(print_in(trained)), load_print(earlier))
+    return found, verdict(found, limit)

@@ -17,6 +17,9 @@ ROWS_AT_MOST = 2000
 def read_heldout(path: Path) -> list[dict[str, Any]]:
     """The held-out conversations, `ROWS_AT_MOST` of them.
 
+    Of a pair it is the one with the chosen answer; an answer that is marked as not desirable is
+    nothing that a model should be asked to repeat.
+
     Raises:
         DataError: missing, not JSON, without an answer, or empty.
     """
@@ -26,7 +29,10 @@ def read_heldout(path: Path) -> list[dict[str, Any]]:
             for number, line in enumerate(file, 1):
                 if len(rows) == ROWS_AT_MOST:
                     break
-                rows.append(json.loads(line))
+                row = json.loads(line)
+                if row.get("desirable") is False:
+                    continue
+                rows.append(_conversation(row))
                 if rows[-1]["messages"][-1]["role"] != "assistant":
                     raise DataError(f"{path}:{number}: the last message is not the assistant's")
     except OSError as error:
@@ -38,6 +44,26 @@ def read_heldout(path: Path) -> list[dict[str, Any]]:
     if not rows:
         raise DataError(f"{path} is empty: nothing to evaluate on", hint="data.eval_fraction=0.05")
     return rows
+
+
+def _conversation(row: dict[str, Any]) -> dict[str, Any]:
+    if "chosen" not in row:
+        return row
+    return {**row, "messages": [*row["prompt"], *row["chosen"]]}
+
+
+def read_pairs(path: Path) -> list[tuple[list[dict[str, str]], list[dict[str, str]]]]:
+    """The held-out pairs: conversations with the chosen and with the rejected answer.
+
+    Raises:
+        DataError: as of `read_heldout`, or rows that are no pairs.
+    """
+    found = []
+    for row in read_heldout(path):
+        if "rejected" not in row:
+            raise DataError(f"{path}: {row.get('id', 'a row')} is no pair of answers")
+        found.append((row["messages"], [*row["prompt"], *row["rejected"]]))
+    return found
 
 
 def fitting(rendered: Prompts, *, longest: int, answer: int) -> list[int]:

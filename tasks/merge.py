@@ -22,6 +22,7 @@ from tasks.weights.adapters.read import read_adapter
 from tasks.weights.adapters.values import require_values
 from tasks.weights.contracts import ModelFacts
 from tasks.weights.families.merging import MergeSettings, merged_config, plan_merge
+from tasks.weights.heads.merging import merged_reward
 from tasks.weights.layout import with_output
 from tasks.weights.nf4 import check_quantization
 from tasks.weights.opening import SourceRef
@@ -30,6 +31,7 @@ from tasks.weights.reader import ADAPTER, DTYPE_NAMES, check_dtype, read_json
 from tasks.weights.stored4bit.plans import decoding
 from tasks.weights.stored4bit.said import is_packed, stored
 from tasks.weights.stored4bit.source import Base, PackedCheckpoint, open_base
+from tasks.weights.tokenizer import read_tokenizer
 from tasks.weights.verdicts import merge_metrics, merged, quantization_notes
 from tasks.weights.worker import Perform, ask_execute, ask_facts, perform
 from tasks.weights.writer import parse_size
@@ -79,10 +81,9 @@ def merge(
     source = Trained.read(trained)
     source.require_base(base)
     mode = _mode(base_mode, source, base)
-    facts = ask_facts(perform, base, source.dtype)
     dtype, limit = _output(output, source)
     with open_base(base) as weights:
-        plan = _plan(adapter, weights, facts, source, mode)
+        plan, config = _plan(adapter, weights, base, source, mode, perform)
         # Packed matrices were packed from a dtype of their own, which need not be the others'.
         kept = dtype == source.dtype and not isinstance(weights, PackedCheckpoint)
         wanted = None if kept else DTYPE_NAMES[dtype]
@@ -92,7 +93,7 @@ def merge(
     inputs = {BASE_INPUT: SourceRef(base, "base"), ADAPTER_INPUT: SourceRef(adapter, stem=ADAPTER)}
     done = ask_execute(perform, plan, inputs, out)
     source.copy_side_files(out, config=False)
-    write_json(out / CONFIG, {**merged_config(source.config, plan), "dtype": dtype})
+    write_json(out / CONFIG, {**config, "dtype": dtype})
     checks = [merged(op, done.outcomes[op.name]) for op in plan.ops]
     notes = {"merge_base": mode, "plan": plan.as_json(), **quantization_notes(done)}
     metrics = merge_metrics(plan, done)
@@ -140,15 +141,30 @@ def _mode(base_mode: str, source: Trained, base: Path) -> str:
     return "dequantized"
 
 
-def _plan(adapter: Path, base: Base, facts: ModelFacts, source: Trained, mode: str) -> Plan:
-    """The plan; reads headers, and the adapter's numbers. Raises ContractError."""
+def _plan(
+    adapter: Path, base: Base, folder: Path, source: Trained, mode: str, perform: Perform
+) -> tuple[Plan, Mapping[str, Any]]:
+    """The plan and the merged model's config.json; reads headers, and the adapter's numbers.
+
+    Raises:
+        ContractError: the adapter does not fit, every finding in one error.
+    """
     read = read_adapter(adapter, ADAPTER_INPUT)
+    facts = ask_facts(perform, folder, source.dtype)
+    settings = _settings(facts, source, base, mode)
+    if source.is_reward:
+        parted = merged_reward(
+            read, base, source.config, settings, dtype=source.dtype, perform=perform,
+            endings=read_tokenizer(source.root / "tokenizer").stops,
+            normalisation=source.normalisation,
+        )  # fmt: skip
+        require_values([read])
+        return decoding(parted.plan, {BASE_INPUT: base}), parted.config
     found = changes([(read, 1.0)], facts.live)
     held = {f"{ADAPTER_INPUT}:{key}": info for key, info in read.tensors.tensors.items()}
-    settings = _settings(facts, source, base, mode)
     plan = plan_merge(base.tensors, facts, found, held, settings)
     require_values([read], found.copies)
-    return decoding(plan, {BASE_INPUT: base})
+    return decoding(plan, {BASE_INPUT: base}), merged_config(source.config, plan)
 
 
 def _settings(facts: ModelFacts, source: Trained, base: Base, mode: str) -> MergeSettings:

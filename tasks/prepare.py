@@ -11,15 +11,19 @@ import json
 import logging
 import shutil
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
 
 from tasks.contract import Check
-from tasks.data.build import build_dataset
-from tasks.data.conversations import Columns
+from tasks.data.build import Options, build_dataset
+from tasks.data.columns import Columns
+from tasks.data.kinds import CONVERSATIONS, KINDS
 from tasks.data.readers import FILE_KINDS, HUB, existing_file, read_rows
+from tasks.data.sources import ALL_EXHAUSTED, Source
 from tasks.errors import ArtifactError, ConfigError, DataError, first_and_more
+from tasks.growing import grow
 from tasks.launch import launch, python_child
 from tasks.report import StageReport
 from tasks.toy.dataset import write_dataset
@@ -40,6 +44,8 @@ def prepare_base(
     revision: str | None = None,
     steps: int = 400,
     seed: int = 0,
+    new_tokens: Sequence[str] = (),
+    vocab_multiple: int = 1,
     source: Mapping[str, Any] | None = None,
     log_path: Path,
     log: Log,
@@ -54,6 +60,8 @@ def prepare_base(
         revision: branch, tag or commit of a hub id.
         steps: pre-training steps of the toy.
         seed: seed of the toy.
+        new_tokens: texts that become tokens of the base.
+        vocab_multiple: rows of the vocabulary are a multiple of this once tokens are added.
         source: what `source_identity` said; remembered in the notes.
         log_path: file for the child's output.
         log: progress.
@@ -71,6 +79,9 @@ def prepare_base(
             (out / name).symlink_to(file.resolve())
     else:
         raise ConfigError(f"model.kind={kind} is not known", hint="model=toy or model=hf")
+    if new_tokens:
+        grown = grow(out, new_tokens, multiple=vocab_multiple)
+        log.info("prepare_base: %d tokens added, %d rows", len(grown.ids), grown.after)
     found = inspect_checkpoint(out)
     checks = [
         *found.checks,
@@ -89,16 +100,15 @@ def prepare_data(
     out: Path,
     *,
     kind: str,
+    rows: str = CONVERSATIONS.name,
     path: str | None = None,
     eval_path: str | None = None,
     name: str | None = None,
     split: str = "train",
     eval_split: str | None = None,
+    sources: Sequence[Mapping[str, Any]] = (),
+    stopping: str = ALL_EXHAUSTED,
     eval_fraction: float = 0.05,
-    messages_key: str | None = "messages",
-    prompt_key: str = "prompt",
-    response_key: str = "response",
-    system_key: str | None = None,
     max_samples: int | None = None,
     on_bad_line: str = "fail",
     chat_template: str | None = None,
@@ -107,10 +117,12 @@ def prepare_data(
     heldout_size: int = 300,
     source: Mapping[str, Any] | None = None,
     log: Log,
+    **keys: str | None,
 ) -> StageReport:
     """Fill `out` with `train.jsonl`, `heldout.jsonl` and the account of every row.
 
-    The arguments are the keys of `conf/data`. A chat template file is copied beside the data.
+    The arguments are the keys of `conf/data`, and the kind of rows that the objective learns from
+    (`tasks/data/kinds.py`). A chat template file is copied beside the data.
 
     Raises:
         DataError: what cannot be used, with file and line.
@@ -120,25 +132,29 @@ def prepare_data(
     if kind == TOY:
         try:
             account = write_dataset(
-                out, train_size=train_size, heldout_size=heldout_size, seed=seed
+                out, train_size=train_size, heldout_size=heldout_size, seed=seed, rows=rows
             )
         except ValueError as error:
             raise DataError(
                 str(error), hint="data.train_size=4000 data.heldout_size=300"
             ) from error
     else:
-        columns = Columns(messages_key, prompt_key, response_key, system_key)
-        train, held_out = _sources(kind, path, eval_path, name, eval_split)
+        columns = Columns.of(keys)
+        given = sources or [{"path": name if kind == HUB else path, "split": split}]
+        test = {"path": name if kind == HUB else eval_path, "split": eval_split}
+        apart = eval_split if kind == HUB else eval_path
         account = build_dataset(
             out,
-            train=read_rows(kind, train, split=split),
-            held_out=read_rows(kind, held_out, split=eval_split or split) if held_out else None,
-            sources=(train, held_out or train),
-            columns=columns,
-            eval_fraction=eval_fraction,
-            seed=seed,
-            max_samples=max_samples,
-            on_bad_line=on_bad_line,
+            train=[_source(kind, each, columns, key="data.path") for each in given],
+            held_out=_source(kind, test, columns, key="data.eval_path") if apart else None,
+            options=Options(
+                kind=KINDS[rows],
+                eval_fraction=eval_fraction,
+                seed=seed,
+                max_samples=max_samples,
+                on_bad_line=on_bad_line,
+                stopping=stopping,
+            ),
             log=log,
         )
     account["source"] = {"kind": kind, **(source or {})}
@@ -152,6 +168,7 @@ def source_identity(
     path: str | None = None,
     eval_path: str | None = None,
     chat_template: str | None = None,
+    sources: Sequence[Mapping[str, Any]] = (),
     **_: Any,
 ) -> dict[str, Any]:
     """What the user's files are now: size and modification time of each, by path.
@@ -163,7 +180,7 @@ def source_identity(
     found: dict[str, Any] = {}
     if kind == TOY:
         return found
-    for given in (path, eval_path, chat_template):
+    for given in (path, eval_path, chat_template, *(each["path"] for each in sources)):
         if given is None:
             continue
         root = Path(given).expanduser()
@@ -234,23 +251,32 @@ def _pretrain(
     )
 
 
-def _sources(
-    kind: str, path: str | None, eval_path: str | None, name: str | None, eval_split: str | None
-) -> tuple[str, str | None]:
-    """Where training rows and held-out rows come from; None: they share a source."""
-    if kind == HUB:
-        if not name:
-            raise DataError("data=hub needs data.name", hint="data.name=<owner/name>")
-        return name, name if eval_split else None
-    if kind not in FILE_KINDS:
+def _source(kind: str, given: Mapping[str, Any], columns: Columns, *, key: str) -> Source:
+    """One entry of `data.sources`, or the one source that `data.path` or `data.name` names."""
+    kind = given.get("kind") or kind
+    if kind not in (*FILE_KINDS, HUB):
         raise DataError(
             f"data.kind={kind} is not known", hint=f"data={'|'.join((TOY, *FILE_KINDS, HUB))}"
         )
-    if not path:
-        raise DataError(f"data={kind} needs data.path", hint="data.path=<file>")
-    if eval_path is not None:
-        existing_file(eval_path, key="data.eval_path")
-    return path, eval_path
+    name, split = given["path"], given.get("split") or "train"
+    if not name:
+        wanted = "data.name=<owner/name>" if kind == HUB else f"{key}=<file>"
+        raise DataError(f"data={kind} needs {wanted.partition('=')[0]}", hint=wanted)
+    if kind in FILE_KINDS:
+        existing_file(name, key=key)
+    return Source(
+        name=str(name),
+        open=lambda: read_rows(kind, name, split=split),
+        columns=_columns(columns, given),
+        probability=given.get("probability"),
+        max_samples=given.get("max_samples"),
+    )
+
+
+def _columns(columns: Columns, given: Mapping[str, Any]) -> Columns:
+    """The section's columns, and what a source names otherwise."""
+    named = {f.name: given.get(f"{f.name}_key") for f in fields(Columns)}
+    return replace(columns, **{k: v for k, v in named.items() if v is not None})
 
 
 def _adds_up(account: Mapping[str, Any]) -> tuple[Check, ...]:

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from tasks.contract import Check
-from tasks.fingerprint import Drift
+from tasks.prints import Moved
 
 
 @dataclass(frozen=True)
@@ -27,4 +27,4 @@ class StageReport:
     checks: tuple[Check, ...] = ()
     metrics: Mapping[str, float] = field(default_factory=dict)
     notes: Mapping[str, Any] = field(default_factory=dict)
-    drift: Drift | None = None
+    drift: Moved | None = None

@@ -33,6 +33,8 @@ class Attention(Enum):
     sdpa = auto()
     eager = auto()
     flash_attention_2 = auto()
+    flash_attention_3 = auto()
+    flex_attention = auto()
 
 
 class ModelKind(Enum):
@@ -59,8 +61,23 @@ class OnBadLine(Enum):
     skip = auto()
 
 
+class Mask(Enum):
+    """Which tokens of a conversation bear loss."""
+
+    last_answer = auto()
+    every_answer = auto()
+    every_token = auto()  # as in pre-training
+
+
+class Stopping(Enum):
+    """When mixing sources by probability ends."""
+
+    first_exhausted = auto()
+    all_exhausted = auto()
+
+
 class OnOverlong(Enum):
-    """What a conversation longer than `train.max_len` leads to."""
+    """What a sequence longer than `train.max_len` leads to."""
 
     truncate = auto()
     refuse = auto()
@@ -70,14 +87,38 @@ class Objective(Enum):
     """What training optimises."""
 
     sft = auto()
+    reward = auto()
+    dpo = auto()
+    kto = auto()
+    orpo = auto()
+    simpo = auto()
+
+
+class Optimizer(Enum):
+    """AdamW, with its two moments in fp32 or in blocks of 8 bits (arXiv:2110.02861)."""
+
+    adamw = auto()
+    adamw_8bit = auto()
 
 
 class Scheduler(Enum):
     """Learning rate after the warm-up."""
 
     cosine = auto()
+    cosine_with_min_lr = auto()
     linear = auto()
-    constant = auto()
+    polynomial = auto()
+    inverse_sqrt = auto()
+    warmup_stable_decay = auto()
+    constant_with_warmup = auto()
+    constant = auto()  # from the first step on, whatever train.warmup_ratio says
+
+
+class Keep(Enum):
+    """Which state of a training run goes on."""
+
+    last = auto()
+    best = auto()
 
 
 class PeftKind(Enum):
@@ -92,6 +133,17 @@ class QuantType(Enum):
     """4-bit code book of QLoRA (Dettmers et al. 2023, arXiv:2305.14314)."""
 
     nf4 = auto()
+    fp4 = auto()
+
+
+class AdapterInit(Enum):
+    """How an adapter begins: A at random and B zero (`default`: uniform, `gaussian`: normal), or in
+    the base's largest singular vectors (Meng et al. 2024, arXiv:2404.02948).
+    """
+
+    default = auto()
+    gaussian = auto()
+    pissa = auto()
 
 
 class Offload(Enum):
@@ -134,13 +186,34 @@ class Model:
     dtype: Dtype = Dtype.bfloat16
     attn_implementation: Attention = Attention.sdpa
     trust_remote_code: bool = False  # runs Python that the model's author wrote
+    new_tokens: list[str] = field(default_factory=list)  # texts that become tokens, and are trained
+    vocab_multiple: int = 1  # rows of a vocabulary that grew are a multiple of this
     steps: int = 400  # pre-training steps; kind toy
     seed: int = 0  # corpus, weights and order; kind toy
 
 
 @dataclass
+class DataSource:
+    """One of several sources; what is null is as in section `data`."""
+
+    path: str = "???"  # to be given: file, or `datasets` id for kind hub
+    kind: DataKind | None = None
+    split: str | None = None  # kind hub
+    probability: float | None = None  # of a row to come from here; all sources or none
+    max_samples: int | None = None  # rows read in one pass at most
+    messages_key: str | None = None
+    prompt_key: str | None = None
+    response_key: str | None = None
+    system_key: str | None = None
+    chosen_key: str | None = None
+    rejected_key: str | None = None
+    label_key: str | None = None
+    margin_key: str | None = None
+
+
+@dataclass
 class Data:
-    """Conversations to learn from and to be tested on."""
+    """What to learn from and to be tested on. The objective says which columns are read."""
 
     kind: DataKind = DataKind.toy
     path: str | None = None  # file; kinds jsonl, csv, parquet
@@ -153,6 +226,12 @@ class Data:
     prompt_key: str = "prompt"  # these two where there is no column of messages
     response_key: str = "response"
     system_key: str | None = None  # column with a system message
+    chosen_key: str = "chosen"  # pairs: answer or whole conversation
+    rejected_key: str = "rejected"
+    margin_key: str | None = None  # pairs: column with a number, for the reward objective
+    label_key: str = "label"  # kto: column with true or false
+    sources: list[DataSource] = field(default_factory=list)  # instead of path
+    stopping: Stopping = Stopping.all_exhausted  # of sources with probabilities
     max_samples: int | None = None  # rows read at most; null: all
     on_bad_line: OnBadLine = OnBadLine.fail
     chat_template: str | None = None  # Jinja file; null: the tokenizer's own
@@ -162,10 +241,28 @@ class Data:
 
 
 @dataclass
+class Loss:
+    """Knobs of the objectives; null leaves one at its default. Which objective has which:
+    `tasks/training/objectives/`; one that the objective does not have is refused.
+    """
+
+    kind: str | None = None  # reward: sigmoid, log_exp; dpo: sigmoid, ipo
+    beta: float | None = None  # dpo, kto, orpo, simpo
+    gamma: float | None = None  # simpo: margin of the rewards
+    margin: float | None = None  # reward: added to the pairs' own margins
+    center: float | None = None  # reward: weight of the squared sum of scores
+    label_smoothing: float | None = None  # dpo: share of wrong labels (cDPO)
+    nll: float | None = None  # dpo, simpo: weight of the chosen answer's cross-entropy
+    desirable_weight: float | None = None  # kto
+    undesirable_weight: float | None = None  # kto
+
+
+@dataclass
 class Train:
     """Optimisation and how it is started."""
 
     objective: Objective = Objective.sft
+    loss: Loss = field(default_factory=Loss)
     nproc: int = 2  # ranks a node
     nodes: int = 1
     threads: int | None = None  # CPU threads a rank; null: cores / nproc
@@ -173,9 +270,13 @@ class Train:
     global_batch_size: int = 64  # samples an optimizer step
     epochs: float = 1.0
     max_steps: int | None = None  # optimizer steps; wins over epochs
+    optimizer: Optimizer = Optimizer.adamw
     lr: float = 2e-4  # peak
     scheduler: Scheduler = Scheduler.cosine
     warmup_ratio: float = 0.03  # share of the steps
+    min_lr_ratio: float = 0.0  # last lr over lr; *_min_lr, polynomial, warmup_stable_decay
+    decay_ratio: float = 0.1  # share of the steps that lr falls in; warmup_stable_decay
+    power: float = 1.0  # polynomial
     weight_decay: float = 0.0
     beta1: float = 0.9
     beta2: float = 0.999
@@ -183,11 +284,21 @@ class Train:
     max_grad_norm: float = 1.0
     max_len: int = 256  # tokens a sample
     on_overlong: OnOverlong = OnOverlong.truncate
+    mask: Mask = Mask.last_answer  # objective sft; the others learn from last answers
     gradient_checkpointing: bool = False
     gradient_checkpointing_reentrant: bool = False
     log_every: int = 1  # steps
-    save_steps: int = 50  # steps between checkpoints to fall back to; 0: none
+    eval_steps: int = 0  # steps between evaluations; 0: only before the first and after the last
+    best_metric: str = "loss"  # what the best checkpoint is best in: loss, accuracy, margin, ...
+    early_stop_patience: int = 0  # evaluations without improvement until training ends; 0: never
+    keep: Keep = Keep.last  # which state is delivered
+    save_steps: int = 50  # steps between checkpoints to go on from; 0: none
+    max_ckpt_num: int = 3  # checkpoints that stay, beside best and last; 0: all
+    max_ckpt_gb: float | None = None  # GB (10^9 bytes) of them together; null: any
+    keep_ckpts: bool = False  # after training has succeeded, too
+    resume: str = "auto"  # auto: from the newest checkpoint of this very run; never; or its folder
     timeout_s: float | None = None  # of the whole stage
+    collective_timeout_s: float = 1800.0  # that ranks wait for each other
     probes: int = 32  # conversations that the fingerprint is taken on
 
 
@@ -200,8 +311,15 @@ class Peft:
     alpha: float = 64.0  # the update is scaled by alpha / rank, or by alpha / sqrt(rank)
     dropout: float = 0.0
     target_modules: Any = "all-linear"  # or a list of module names, e.g. [q_proj,v_proj]
+    exclude_modules: list[str] = field(default_factory=list)  # taken out of the targets
     use_rslora: bool = False  # scale by alpha / sqrt(rank), arXiv:2312.03732
-    quant_type: QuantType = QuantType.nf4  # kind qlora
+    use_dora: bool = False  # train each row's magnitude too, arXiv:2402.09353
+    init: AdapterInit = AdapterInit.default
+    pissa_niter: int | None = None  # init pissa: iterations of a randomised SVD; null: exact
+    rank_pattern: Any = None  # other ranks by module name, e.g. {q_proj: 16, layers.0.mlp: 4}
+    alpha_pattern: Any = None  # other alphas, likewise
+    modules_to_save: list[str] = field(default_factory=list)  # trained whole, saved with it
+    quant_type: QuantType = QuantType.nf4
     double_quant: bool = True  # kind qlora: quantise the block scales too
 
 
@@ -214,6 +332,7 @@ class Zero:
     offload_param: Offload = Offload.none  # stage 3
     overlap_comm: bool = False
     bucket_size: int = 50_000_000  # elements
+    persistence_threshold: int = 100_000  # stage 3: elements up to which a parameter stays whole
 
 
 @dataclass
@@ -263,6 +382,7 @@ class Tracking:
     uri: str | None = None  # null: SQLite under paths.runs
     experiment: str = "plumbline"
     model_name: str = "plumbline"  # in the model registry
+    tensorboard: bool = False  # event files under paths.runs/tensorboard too
 
 
 @dataclass

@@ -20,6 +20,8 @@ from tasks.errors import PlumblineError, StageProcessError
 from tasks.fingerprint import Fingerprint
 from tasks.launch import Conversation, python_child
 from tasks.output import Log
+from tasks.prints import Print
+from tasks.score_print import SCORES, ScorePrint
 
 STAGE = "score"
 
@@ -56,8 +58,8 @@ class ModelRef:
         }
 
 
-Score = Callable[[ModelRef, Path, Path], Fingerprint]
-"""(model, reference fingerprint file, file to write) -> the model's fingerprint at its ids."""
+Score = Callable[[ModelRef, Path, Path], Print]
+"""(model, reference print, file to write) -> the model's print at the same places."""
 
 
 @dataclass(frozen=True)
@@ -131,16 +133,29 @@ class ReferenceScorer:
         self._ask("fingerprint", model=model.as_request(), **request)
         return Fingerprint.load(out)
 
+    def measure(self, model: ModelRef, reference: Path, out: Path) -> Print:
+        """Take the print of `model` where `reference`, of either kind, was taken."""
+        if reference.name != SCORES:
+            return self.fingerprint(model, reference, out)
+        probes = ScorePrint.load(reference).probes
+        scores = self.rewards(model, probes, raw=True)
+        found = ScorePrint(probes, tuple(scores), "transformers")
+        found.save(out)
+        return found
+
     def reference(self, model: ModelRef, probes: Sequence[Sequence[int]], out: Path) -> Fingerprint:
         """Score probes with a model that chooses the ids itself, and save the result to `out`."""
         asked = [list(probe) for probe in probes]
         self._ask("reference", model=model.as_request(), probes=asked, out=str(out))
         return Fingerprint.load(out)
 
-    def rewards(self, model: ModelRef, probes: Sequence[Sequence[int]]) -> list[float]:
-        """What a reward model gives for each probe, normalised as its files say."""
+    def rewards(
+        self, model: ModelRef, probes: Sequence[Sequence[int]], *, raw: bool = False
+    ) -> list[float]:
+        """What a reward model gives for each probe: normalised as its files say, or `raw`."""
         asked = [list(probe) for probe in probes]
-        scores: list[float] = self._ask("rewards", model=model.as_request(), probes=asked)["scores"]
+        reply = self._ask("rewards", model=model.as_request(), probes=asked, raw=raw)
+        scores: list[float] = reply["scores"]
         return scores
 
     def encode_texts(self, tokenizer: Path, texts: Sequence[str], *, limit: int) -> list[list[int]]:
@@ -183,6 +198,15 @@ class ReferenceScorer:
             template_from=str(template_from) if template_from else None,
         )
         return Prompts(reply["prompts"], reply["eos"])
+
+    def encode_whole(
+        self, tokenizer: Path, conversations: Sequence[Sequence[Mapping[str, str]]]
+    ) -> list[list[int]]:
+        """Token ids of whole conversations, up to the id that ends the last answer."""
+        asked = [list(one) for one in conversations]
+        reply = self._ask("encode_whole", tokenizer=str(tokenizer), conversations=asked)
+        tokens: list[list[int]] = reply["tokens"]
+        return tokens
 
     def decode(self, tokenizer: Path, tokens: Sequence[Sequence[int]]) -> list[str]:
         """Texts of generated tokens, special tokens left out."""

@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit, urlunsplit
 
 from tasks.artifact import MANIFEST, Artifact, Origin
+from tasks.event_files import EventFile
 
 if TYPE_CHECKING:
     from mlflow import MlflowClient
@@ -78,9 +79,12 @@ def _fluent_calls_go_to(uri: str) -> Iterator[None]:
 class StageRun:
     """One stage's MLflow run. Metrics are batched, so that logging never slows a step down."""
 
-    def __init__(self, client: MlflowClient, run_id: str) -> None:
+    def __init__(
+        self, client: MlflowClient, run_id: str, event_file: EventFile | None = None
+    ) -> None:
         self.run_id = run_id
         self._client = client
+        self._event_file = event_file
         self._pending: list[Any] = []
         self._flushed = time.monotonic()
 
@@ -94,6 +98,8 @@ class StageRun:
             for name, value in values.items()
             if value is not None and not math.isnan(float(value))
         ]
+        if self._event_file is not None:
+            self._event_file.scalars(values, step)
         if time.monotonic() - self._flushed > _FLUSH_EVERY_S:
             self.flush()
 
@@ -101,6 +107,8 @@ class StageRun:
         """Send what is pending."""
         if self._pending:
             self._client.log_batch(self.run_id, metrics=self._pending)
+        if self._event_file is not None:
+            self._event_file.flush()
         self._pending = []
         self._flushed = time.monotonic()
 
@@ -135,9 +143,16 @@ class Tracker:
         uri: MLflow tracking URI.
         experiment: name of the experiment; made if it does not exist.
         artifact_root: folder for logged files of a database-only store; None for a server.
+        event_files: folder for TensorBoard's event files, by run and stage; None for none.
     """
 
-    def __init__(self, uri: str, experiment: str, artifact_root: Path | None) -> None:
+    def __init__(
+        self,
+        uri: str,
+        experiment: str,
+        artifact_root: Path | None,
+        event_files: Path | None = None,
+    ) -> None:
         import logging
 
         from mlflow import MlflowClient
@@ -145,6 +160,7 @@ class Tracker:
         logging.getLogger("mlflow.store.db.utils").setLevel(logging.WARNING)
         logging.getLogger("alembic").setLevel(logging.WARNING)
         self.uri = uri
+        self._event_files = event_files
         self._client = MlflowClient(tracking_uri=uri, registry_uri=uri)
         found = self._client.get_experiment_by_name(experiment)
         location = artifact_root.resolve().as_uri() if artifact_root else None
@@ -178,12 +194,17 @@ class Tracker:
         self._log_params(run_id, flatten(origin.config))
         for role, digest in origin.inputs.items():
             self._client.set_tag(run_id, f"input.{role}", digest)
-        stage_run = StageRun(self._client, run_id)
+        event_file = (
+            EventFile(self._event_files / self.run_id / name) if self._event_files else None
+        )
+        stage_run = StageRun(self._client, run_id, event_file)
         with self._closing(run_id):
             try:
                 yield stage_run
             finally:
                 stage_run.flush()
+                if event_file is not None:
+                    event_file.close()
 
     def log_parent(
         self, metrics: Mapping[str, float], files: Mapping[str, str], description: str = ""

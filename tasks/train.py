@@ -6,23 +6,32 @@ the ranks is in `tasks/training/`.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import math
 import os
+import shutil
 from collections.abc import Callable, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from tasks import errors
 from tasks.contract import Check
-from tasks.errors import ConfigError, PlumblineError, StageProcessError, TrainingError
+from tasks.errors import PlumblineError, StageProcessError, TrainingError
 from tasks.launch import launch, python_child
+from tasks.nodes import Leader, Meeting
 from tasks.output import Log
 from tasks.report import StageReport
+from tasks.training import checkpoint
+from tasks.training.failure import out_of_memory, out_of_memory_kills
 from tasks.training.job import Launch, Settings, TrainJob
+from tasks.training.resume import begin, identity
 from tasks.weights.header import read_header
 
 OnEvent = Callable[[dict[str, Any]], None]
+Run = Callable[..., list[str]]
+"""`launch` for this stage."""
 
 
 def train(
@@ -33,8 +42,11 @@ def train(
     base_digest: str,
     settings: Settings,
     checkpoints: Path,
+    tokens: Path | None = None,
     log: Log,
     log_path: Path,
+    resume: str = "auto",
+    leader: Leader | None = None,
     on_event: OnEvent | None = None,
 ) -> StageReport:
     """Train and leave every rank's shares in `out`.
@@ -45,13 +57,19 @@ def train(
         data: dataset artifact (`train.jsonl`, `heldout.jsonl`).
         base_digest: digest of the base, remembered in `train.json`.
         settings: what to train and how; `Settings.from_sections` makes them of a configuration.
-        checkpoints: directory outside of `out` for the last good state; survives a failure.
+        checkpoints: directory outside of `out`, of this very run alone; survives a failure.
+        tokens: folder of tokenised data that runs share; None: of this run alone.
         log: gets the ranks' output.
         log_path: file with all of it.
+        resume: `auto` goes on from the newest checkpoint in `checkpoints`, `never` begins anew, all
+            else names a checkpoint's folder.
+        leader: of the other nodes, where there are any.
         on_event: called with each event of the ranks: data, ready, plan, eval, step, done.
 
     Raises:
-        TrainingError: loss, gradient or weights are not finite; names step and checkpoint.
+        ConfigError: `resume` names no checkpoint, or another run's.
+        TrainingError: loss, gradient or weights are not finite; names step, rank, tensor and
+            checkpoint. Memory or disk ran out, or ranks waited for each other in vain.
         DataError: samples that cannot be used; names them.
         StageProcessError: a rank died; all others have ended, and its last lines are there.
     """
@@ -63,58 +81,72 @@ def train(
         data=data.resolve(),
         out=out.resolve(),
         checkpoints=checkpoints.resolve(),
+        tokens=tokens.resolve() if tokens is not None else None,
+        identity=identity(settings, base_digest=base_digest, data=data),
     )
-    job_path = job.checkpoints / "job.json"
-    job.write(job_path)
+    run = partial(launch, stage="train", log=log, log_path=log_path)
+    job, begun = begin(
+        job,
+        resume,
+        to_universal=lambda engine, universal: run(
+            python_child("tasks.training.universal", str(engine), str(universal))
+        ),
+    )
+    if begun.step:
+        log.info("train: going on after step %d, from %s", begun.step, job.resume)
     said = _Said(on_event)
-    try:
-        launch(
-            torchrun(settings.launch, job_path),
-            stage="train",
-            log=log,
-            log_path=log_path,
-            env=_environment(settings.launch),
-            timeout_s=settings.launch.timeout_s,
-            on_event=said,
-        )
-    except StageProcessError as error:
-        if said.failure is None:
-            raise
-        raise _as_error(said.failure) from error
+    _launch(job, run, said, leader)
     document = json.loads((out / "train.json").read_text())
     return StageReport(
         kind="shards",
         checks=tuple(_checks(out, document, settings.world_size)),
         metrics=document["metrics"],
-        notes={"quantization": document["quantization"], "data": said.data},
+        notes={
+            "quantization": document["quantization"],
+            "data": said.data,
+            "evaluations": document["evaluations"],
+            "resumed_after_step": begun.step,
+        },
     )
 
 
-def torchrun(how: Launch, job_path: Path) -> list[str]:
-    """The command that starts this machine's ranks.
+def _launch(job: TrainJob, run: Run, said: _Said, leader: Leader | None) -> None:
+    """Run the ranks of this node, and those of the others where there are any."""
+    how, path = job.settings.launch, job.checkpoints / "job.json"
+    job.write(path)
+    killed = out_of_memory_kills()
+    try:
+        with leader.call(path) if leader else contextlib.nullcontext():
+            run(
+                torchrun(how, path, leader.meeting if leader else None),
+                env=rank_environment(how),
+                timeout_s=how.timeout_s,
+                on_event=said,
+            )
+    except StageProcessError as error:
+        checkpoint.sweep(job.checkpoints)
+        if said.failure is not None:
+            raise _as_error(said.failure) from error
+        if out_of_memory_kills() > killed and "SIGKILL" in "\n".join(error.details):
+            what = "train: the system ran out of memory and killed a rank"
+            raise out_of_memory(what, job) from error
+        raise
+    finally:
+        if job.universal is not None:
+            shutil.rmtree(job.universal, ignore_errors=True)
 
-    Raises:
-        ConfigError: several nodes are asked for and no meeting point is given.
-    """
-    if how.nodes == 1:
-        meet = ["--standalone"]
-    else:
-        try:
-            address, port = os.environ["MASTER_ADDR"], os.environ["MASTER_PORT"]
-        except KeyError as error:
-            raise ConfigError(
-                f"train.nodes={how.nodes} needs the environment variable {error.args[0]}",
-                hint="set MASTER_ADDR and MASTER_PORT on every node, or train.nodes=1",
-            ) from error
-        meet = ["--nnodes", str(how.nodes), "--rdzv-backend", "c10d"]
-        meet += ["--rdzv-endpoint", f"{address}:{port}", "--rdzv-id", job_path.parent.name]
+
+def torchrun(how: Launch, job_path: Path, meeting: Meeting | None = None) -> list[str]:
+    """The command that starts this machine's ranks, alone or with those of other nodes."""
+    meet = ["--standalone"] if meeting is None else meeting.torchrun
     ranks = ["--nproc-per-node", str(how.nproc)]
     return python_child(
         "torch.distributed.run", *meet, *ranks, "-m", "tasks.training", str(job_path)
     )
 
 
-def _environment(how: Launch) -> dict[str, str]:
+def rank_environment(how: Launch) -> dict[str, str]:
+    """What the ranks' environment gets in addition to ours."""
     threads = how.threads or max(1, len(os.sched_getaffinity(0)) // how.nproc)
     return {
         "OMP_NUM_THREADS": str(threads),
@@ -154,9 +186,9 @@ def _checks(out: Path, document: Mapping[str, Any], world_size: int) -> list[Che
     losses = document["losses"]
     finite = sum(math.isfinite(x) for x in losses)
     checks = [Check("losses", f"{len(losses)} finite", f"{finite} finite", finite == len(losses))]
-    mark = out / "fingerprint.fp"
+    mark = out / document["print"]
     found = "present" if mark.is_file() else "missing"
-    checks.append(Check("fingerprint.fp", "present", found, mark.is_file()))
+    checks.append(Check(mark.name, "present", found, mark.is_file()))
     return checks + _coverage(out, world_size)
 
 

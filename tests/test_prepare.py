@@ -136,7 +136,7 @@ def test_data_files_become_the_dataset(tmp_path: Path) -> None:
 def test_toy_data_needs_no_files(tmp_path: Path) -> None:
     report = prepare_data(tmp_path, kind="toy", train_size=50, heldout_size=20, log=LOG)
     assert report.metrics["data/heldout_kept"] == 20.0
-    names = {"train.jsonl", "heldout.jsonl", "preferences.jsonl", "prompts.jsonl", "dataset.json"}
+    names = {"train.jsonl", "heldout.jsonl", "prompts.jsonl", "dataset.json"}
     assert {path.name for path in tmp_path.iterdir()} == names
 
 

@@ -115,3 +115,21 @@ def test_the_gate_registers_nothing_when_it_does_not_hold(served: Artifact) -> N
 )
 def test_gate(metrics: dict[str, float], minimum: float | None, passed: bool) -> None:
     assert judge_gate(metrics, min_eval_gain=minimum).passed is passed
+
+
+def test_event_files_hold_the_numbers_that_mlflow_has(tmp_path: Path) -> None:
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    folder = tmp_path / "tensorboard"
+    tracker = Tracker(f"sqlite:///{tmp_path}/mlflow.db", "plumbline", tmp_path / "files", folder)
+    with tracker.flow("f", {}, "", {}) as run_id:
+        with tracker.stage("train", Origin("shards", "train", "k")) as run:
+            for step in (1, 2):
+                run.metrics({"train/loss": 3.0 - step, "train/odd": float("nan")}, step)
+        with tracker.stage("gather", Origin("adapter", "gather", "k")):
+            pass
+    assert [path.name for path in (folder / run_id).iterdir()] == ["train"]
+    read = EventAccumulator(str(folder / run_id / "train"))
+    read.Reload()
+    assert read.Tags()["scalars"] == ["train/loss"]
+    assert [(e.step, e.value) for e in read.Scalars("train/loss")] == [(1, 2.0), (2, 1.0)]

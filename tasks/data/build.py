@@ -13,175 +13,143 @@ import hashlib
 import itertools
 import json
 import logging
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
-from tasks.data.conversations import (
-    Columns,
-    Message,
-    Unusable,
-    content_id,
-    conversation,
-    wrong_columns,
-)
 from tasks.data.findings import Findings
-from tasks.data.readers import Row
+from tasks.data.kinds import CONVERSATIONS, Kind, side_id
+from tasks.data.messages import Unusable
+from tasks.data.reading import Good, Reading, Split
+from tasks.data.sources import ALL_EXHAUSTED, Drawn, Source, mix, wrong_probabilities
 from tasks.errors import DataError
 
 Log = logging.Logger | logging.LoggerAdapter[Any]
 TRAIN, HELD_OUT = "train", "heldout"
-MOST_COLUMNS_NOTED = 50
 
 
-@dataclass
-class Split:
-    """One output file and its account."""
+@dataclass(frozen=True)
+class Options:
+    """How rows become splits.
 
-    file: IO[str]
-    read: int = 0
-    kept: int = 0
-    refused: int = 0
-    overlapping: int = 0
-    seen: dict[str, int] = field(default_factory=dict)
+    Attributes:
+        kind: what a row has to be.
+        eval_fraction: share of distinct rows to hold out, in (0, 1), where there is no source for
+            them; chosen by a hash of their text, so that exact duplicates fall on the same side.
+        seed: chooses which ones, and the order of mixed sources.
+        max_samples: rows read of all training sources together at most.
+        on_bad_line: "fail" raises one error that lists the bad rows, "skip" counts them.
+        stopping: when mixing ends; see `sources.py`.
+    """
 
-    def write(self, identity: str, messages: list[Message]) -> None:
-        """Append one conversation; a repeated one gets a numbered id.
-
-        The file is ASCII, so that no reader takes a line separator within a text for a new line.
-        """
-        repeat = self.seen.get(identity, 0)
-        self.seen[identity] = repeat + 1
-        row_id = f"{identity}-{repeat}" if repeat else identity
-        row = {"id": row_id, "messages": messages}
-        self.file.write(json.dumps(row) + "\n")
-        self.kept += 1
-
-    def counts(self) -> dict[str, int]:
-        """The account. Nothing is truncated here: that needs the model's tokenizer."""
-        return {
-            "read": self.read,
-            "kept": self.kept,
-            "truncated": 0,
-            "refused": self.refused,
-            "overlapping": self.overlapping,
-        }
-
-
-@dataclass
-class Reading:
-    """What reading one source found out, beside its conversations."""
-
-    source: str
-    columns: Columns
-    findings: Findings
-    names: set[str] = field(default_factory=set)
-    fitted: bool = False
-    rows: int = 0
-
-    def good(self, rows: Iterable[Row], split: Split) -> Iterator[tuple[str, list[Message]]]:
-        """The usable rows as (identity, messages); the others are counted as refused."""
-        for row in rows:
-            split.read += 1
-            self.rows += 1
-            if len(self.names) < MOST_COLUMNS_NOTED:
-                self.names.update(row.values)
-            self.fitted = self.fitted or self.columns.fit(row.values)
-            try:
-                if row.problem:
-                    raise Unusable(row.problem)
-                messages = conversation(row.values, self.columns)
-            except Unusable as reason:
-                split.refused += 1
-                self.findings.add(row.place, str(reason))
-                continue
-            yield content_id(messages), messages
-        if self.names and not self.fitted:
-            raise wrong_columns(self.names, self.columns, self.source)
+    kind: Kind = CONVERSATIONS
+    eval_fraction: float = 0.05
+    seed: int = 0
+    max_samples: int | None = None
+    on_bad_line: str = "fail"
+    stopping: str = ALL_EXHAUSTED
 
 
 def build_dataset(
-    out: Path,
-    *,
-    train: Iterable[Row],
-    held_out: Iterable[Row] | None,
-    sources: tuple[str, str],
-    columns: Columns,
-    eval_fraction: float,
-    seed: int,
-    max_samples: int | None,
-    on_bad_line: str,
-    log: Log,
+    out: Path, *, train: Sequence[Source], held_out: Source | None, options: Options, log: Log
 ) -> dict[str, Any]:
     """Write the two splits into `out` and return what belongs into `dataset.json`.
 
     Args:
         out: existing directory.
-        train: rows to train on.
-        held_out: rows to test on; None takes `eval_fraction` of the training rows instead, chosen
-            by a hash of their text, so that exact duplicates fall on the same side.
-        sources: names of the two sources, for messages.
-        columns: where the conversation stands in a row.
-        eval_fraction: share of distinct conversations to hold out, in (0, 1).
-        seed: chooses which ones.
-        max_samples: read that many rows of `train` at most.
-        on_bad_line: "fail" raises one error that lists the bad rows, "skip" counts them.
+        train: sources to train on, at least one.
+        held_out: rows to test on; None takes `eval_fraction` of the training rows instead.
+        options: how.
         log: told about skipped rows and unused columns.
 
     Raises:
         DataError: bad rows, wrong columns, an empty split.
     """
-    _check_options(eval_fraction, max_samples, on_bad_line)
+    _check_options(options, train)
     findings = Findings()
-    readings = [Reading(source, columns, findings) for source in sources]
+    readings = [Reading(source, options.kind) for source in train]
+    apart = Reading(held_out, options.kind) if held_out is not None else None
     with ExitStack() as stack:
-        files = [
-            stack.enter_context((out / f"{name}.jsonl").open("w", encoding="ascii", newline="\n"))
+        splits = {
+            name: Split(
+                stack.enter_context(
+                    (out / f"{name}.jsonl").open("w", encoding="ascii", newline="\n")
+                )
+            )
             for name in (TRAIN, HELD_OUT)
-        ]
-        splits = {TRAIN: Split(files[0]), HELD_OUT: Split(files[1])}
-        if held_out is not None:
-            for identity, messages in readings[1].good(held_out, splits[HELD_OUT]):
-                splits[HELD_OUT].write(identity, messages)
-        fraction = 0.0 if held_out is not None else eval_fraction
-        rows = itertools.islice(train, max_samples)
-        _divide(readings[0], rows, splits, fraction=fraction, seed=seed)
-    if on_bad_line == "fail":
-        findings.raise_if_any(read=sum(reading.rows for reading in readings))
-    if held_out is None and not splits[HELD_OUT].kept:
-        _move_one(out, splits, seed=seed)
-    _refuse_empty(splits, sources, findings)
-    unused = sorted(set().union(*(reading.names for reading in readings)) - columns.used())
+        }
+        if apart is not None:
+            drawn = (Drawn(0, row, again=False) for row in apart.source.rows())
+            for good in _good(drawn, [apart], splits[HELD_OUT], findings):
+                splits[HELD_OUT].write(_tested(good))
+        rows = itertools.islice(
+            mix(train, seed=options.seed, stopping=options.stopping), options.max_samples
+        )
+        fraction = 0.0 if apart is not None else options.eval_fraction
+        goods = _good(rows, readings, splits[TRAIN], findings)
+        _divide(goods, splits, lambda side: _position(side, options.seed) < fraction)
+    everything = [*readings, *([apart] if apart is not None else [])]
+    for reading in everything:
+        reading.require_columns()
+    if options.on_bad_line == "fail":
+        findings.raise_if_any(read=sum(reading.rows for reading in everything))
+    if apart is None and not splits[HELD_OUT].kept:
+        _move_one(out, splits, seed=options.seed)
+    names = ", ".join(source.name for source in train)
+    _refuse_empty(splits, (names, held_out.name if held_out is not None else names), findings)
+    unused = sorted(set.intersection(*(reading.unused() for reading in everything)))
     _tell(findings, unused, log)
     return {
         "format": 1,
+        "rows": options.kind.name,
         "splits": {name: split.counts() for name, split in splits.items()},
+        "sources": [reading.counts() for reading in readings],
         "refused_examples": findings.lines(),
         "unused_columns": unused,
     }
 
 
+def _good(
+    rows: Iterator[Drawn], readings: Sequence[Reading], split: Split, findings: Findings
+) -> Iterator[Good]:
+    """The usable rows; the others are counted as refused, once."""
+    for drawn in rows:
+        split.read += 1
+        try:
+            yield readings[drawn.source].look(drawn)
+        except Unusable as reason:
+            if drawn.again:
+                split.read -= 1
+                continue
+            split.refused += 1
+            findings.add(drawn.row.place, str(reason))
+
+
 def _divide(
-    reading: Reading,
-    rows: Iterable[Row],
-    splits: dict[str, Split],
-    *,
-    fraction: float,
-    seed: int,
+    goods: Iterator[Good], splits: dict[str, Split], held_out: Callable[[str], bool]
 ) -> None:
     """Send each usable training row to its side."""
     train, held = splits[TRAIN], splits[HELD_OUT]
-    for identity, messages in reading.good(rows, train):
-        if _position(identity, seed) < fraction:
+    for good in goods:
+        if held_out(good.side):
             train.read -= 1
-            held.read += 1
-            held.write(identity, messages)
-        elif identity in held.seen:
+            if not good.again:  # a source that is read again is not tested on twice
+                held.read += 1
+                held.write(_tested(good))
+        elif good.side in held.sides:
             train.overlapping += 1
         else:
-            train.write(identity, messages)
+            train.write(good)
+
+
+def _tested(good: Good) -> Good:
+    """A held-out row. A pair is a conversation too, for tests of what a model answers."""
+    payload = good.payload
+    if "chosen" not in payload:
+        return good
+    return good._replace(payload={"messages": [*payload["prompt"], *payload["chosen"]], **payload})
 
 
 def _position(identity: str, seed: int) -> float:
@@ -191,15 +159,21 @@ def _position(identity: str, seed: int) -> float:
 
 
 def _move_one(out: Path, splits: dict[str, Split], *, seed: int) -> None:
-    """Hold out the conversation nearest to the line, where a small source left none beyond it."""
+    """Hold out the rows nearest to the line, where a small source left none beyond it."""
     train, held = splits[TRAIN], splits[HELD_OUT]
-    if len(train.seen) < 2:
+    if len(train.sides) < 2:
         return
-    chosen = min(train.seen, key=lambda identity: _position(identity, seed))
+    nearest = min(train.sides, key=lambda side: _position(side, seed))
     path = out / f"{TRAIN}.jsonl"
-    lines = path.read_text(encoding="ascii").splitlines(keepends=True)
-    moved = [line for line in lines if json.loads(line)["id"].partition("-")[0] == chosen]
-    stay = [line for line in lines if json.loads(line)["id"].partition("-")[0] != chosen]
+    stay, moved = [], []
+    for line in path.read_text(encoding="ascii").splitlines(keepends=True):
+        payload = json.loads(line)
+        identity = payload.pop("id")
+        good = Good(identity, side_id(payload), payload, again=False)
+        if good.side != nearest:
+            stay.append(line)
+        else:
+            moved.append(json.dumps({"id": identity, **_tested(good).payload}) + "\n")
     path.write_text("".join(stay), encoding="ascii", newline="\n")
     held_path = out / f"{HELD_OUT}.jsonl"
     held_path.write_text("".join(moved), encoding="ascii", newline="\n")
@@ -208,19 +182,25 @@ def _move_one(out: Path, splits: dict[str, Split], *, seed: int) -> None:
         split.kept += change
 
 
-def _check_options(eval_fraction: float, max_samples: int | None, on_bad_line: str) -> None:
-    if not 0.0 < eval_fraction < 1.0:
+def _check_options(options: Options, train: Sequence[Source]) -> None:
+    if not 0.0 < options.eval_fraction < 1.0:
         raise DataError(
-            f"data.eval_fraction={eval_fraction} is not between 0 and 1",
+            f"data.eval_fraction={options.eval_fraction} is not between 0 and 1",
             hint="data.eval_fraction=0.05, or data.eval_path=<file>",
         )
-    if max_samples is not None and max_samples < 1:
+    if options.max_samples is not None and options.max_samples < 1:
         raise DataError(
-            f"data.max_samples={max_samples} keeps nothing", hint="data.max_samples=null"
+            f"data.max_samples={options.max_samples} keeps nothing", hint="data.max_samples=null"
         )
-    if on_bad_line not in ("fail", "skip"):
+    if options.on_bad_line not in ("fail", "skip"):
         raise DataError(
-            f"data.on_bad_line={on_bad_line} is not known", hint="data.on_bad_line=fail or skip"
+            f"data.on_bad_line={options.on_bad_line} is not known",
+            hint="data.on_bad_line=fail or skip",
+        )
+    wrong = wrong_probabilities([source.probability for source in train])
+    if wrong:
+        raise DataError(
+            f"data.sources: {wrong}", hint="probability: 0.7 and 0.3, or none for any source"
         )
 
 

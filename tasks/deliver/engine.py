@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from tasks.errors import DataError
-from tasks.handoff import FINGERPRINT
+from tasks.prints import FINGERPRINT
 from tasks.scoring import ReferenceScorer
 from tasks.serving.job import Job
 from tasks.vllm_jobs import HEADROOM, run_vllm

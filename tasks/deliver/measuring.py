@@ -7,7 +7,8 @@ from pathlib import Path
 
 from tasks.deliver.recognise import CONFIG
 from tasks.fingerprint import DriftLimit
-from tasks.handoff import FINGERPRINT, carry_over, measure
+from tasks.handoff import carry_over, measure
+from tasks.prints import FINGERPRINT
 from tasks.report import StageReport
 from tasks.scoring import ModelRef, Score
 from tasks.weights.reader import read_json

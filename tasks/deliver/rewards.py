@@ -1,6 +1,6 @@
 """The smoke test of a reward model: the rewards it gave before, and those the served folder gives.
 
-They are normalised as the files say; how far they may part is `reward_drift.py`'s to say.
+They are normalised as the files say; how far they may part is the drift profile's to say.
 """
 
 from __future__ import annotations
@@ -12,16 +12,16 @@ from typing import Any
 
 from tasks.contract import Check
 from tasks.deliver.engine import EngineSettings, ask_vllm, dtype_of, encode_probes
-from tasks.deliver.reward_drift import RewardDrift, RewardLimit, reward_drift
+from tasks.fingerprint import DriftLimit
+from tasks.prints import allowed, told, too_far
 from tasks.report import StageReport
+from tasks.score_print import SCORES, ScorePrint, score_drift
 from tasks.scoring import ModelRef, ReferenceScorer
 from tasks.serving import verdicts
 from tasks.serving.job import Job
 from tasks.serving.rewards import normalised
 from tasks.weights.heads.normalisation import normalisation_from
 from tasks.weights.reader import read_json
-
-SCORES = "scores.json"
 
 
 def reward_reference(
@@ -60,7 +60,7 @@ def reward_reference(
     scores = scorer.rewards(
         ModelRef(model, adapter, quantization, dtype, attn_implementation), probes
     )
-    _write(out, probes, scores, "transformers")
+    _print(probes, scores, "transformers").save(out / SCORES)
     log.info("reference: rewards of %d texts", len(probes))
     return StageReport("reference", (), {"texts": float(len(probes))})
 
@@ -72,7 +72,7 @@ def reward_smoke(
     reference: Path,
     engine: str,
     settings: EngineSettings,
-    profile: RewardLimit,
+    profile: DriftLimit,
     attn_implementation: str,
     scorer: ReferenceScorer,
     log: Any,
@@ -98,8 +98,8 @@ def reward_smoke(
     strays = verdicts.stray_weights(served)
     if strays:
         return StageReport("report", (verdicts.no_strays(strays),))
-    before = read_json(reference / SCORES)
-    probes, dtype = before["probes"], dtype_of(served)
+    before = ScorePrint.load(reference / SCORES)
+    probes, dtype = [list(probe) for probe in before.probes], dtype_of(served)
     if engine == "vllm":
         job = Job(
             served=str(served), out="", prompts=probes, max_new_tokens=0,
@@ -110,12 +110,18 @@ def reward_smoke(
     else:
         model = ModelRef(served, dtype=dtype, attn_implementation=attn_implementation)
         scores = scorer.rewards(model, probes)
-    _write(out, probes, scores, engine)
-    moved = reward_drift(before["scores"], scores)
+    now = _print(probes, scores, engine)
+    now.save(out / SCORES)
+    moved = score_drift(before, now)
     checks = (
         verdicts.no_strays(strays),
         Check("engine", f"{engine} loads the model", "loaded", ok=True),
-        _check(moved, profile),
+        Check(
+            "rewards against those before",
+            allowed(moved, profile),
+            told(moved),
+            ok=not too_far(moved, profile),
+        ),
     )
     document = {"engine": engine, "checks": [asdict(one) for one in checks], **asdict(moved)}
     (out / "report.json").write_text(json.dumps(document, indent=1) + "\n")
@@ -124,17 +130,5 @@ def reward_smoke(
     return StageReport("report", checks, metrics, {"engine": engine, "settings": asdict(settings)})
 
 
-def _check(moved: RewardDrift, limit: RewardLimit) -> Check:
-    return Check(
-        "rewards against those before",
-        f"mean difference <= {limit.difference:g} standard deviations of the reference's, "
-        f"pairs in the same order >= {limit.order:g}",
-        f"mean difference {moved.mean_difference:.2e} (at most {moved.max_difference:.2e}) of "
-        f"{moved.unit:.3g}, {moved.same_order:.4f} of the pairs",
-        ok=moved.mean_difference <= limit.difference and moved.same_order >= limit.order,
-    )
-
-
-def _write(out: Path, probes: list[list[int]], scores: list[float], engine: str) -> None:
-    document = {"engine": engine, "probes": probes, "scores": scores}
-    (out / SCORES).write_text(json.dumps(document) + "\n")
+def _print(probes: list[list[int]], scores: list[float], engine: str) -> ScorePrint:
+    return ScorePrint(tuple(map(tuple, probes)), tuple(scores), engine)

@@ -16,7 +16,7 @@ from typing import Any
 from tasks.contract import Check
 from tasks.deliver.engine import EngineSettings, ask_vllm, dtype_of, encode_probes
 from tasks.fingerprint import DriftLimit, Fingerprint, drift, within
-from tasks.handoff import FINGERPRINT
+from tasks.prints import FINGERPRINT
 from tasks.report import StageReport
 from tasks.scoring import ModelRef, ReferenceScorer
 from tasks.serving import verdicts

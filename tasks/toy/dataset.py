@@ -3,46 +3,68 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
-from tasks.toy.splits import conversation, examples, preference, prompt
+from tasks.toy.splits import Payload, conversation, examples, labelled, pair, prompt
+from tasks.toy.world import Example
+
+ROWS: dict[str, Callable[[Example], Payload]] = {
+    "conversations": conversation,
+    "pairs": pair,
+    "labelled": labelled,
+}
 
 
-def write_dataset(out: Path, *, train_size: int, heldout_size: int, seed: int) -> dict[str, Any]:
-    """Write conversations, preference pairs and prompts into `out`.
+def write_dataset(
+    out: Path, *, train_size: int, heldout_size: int, seed: int, rows: str = "conversations"
+) -> dict[str, Any]:
+    """Write rows of one kind into `out`, and prompts with their answers.
 
-    Returns what belongs into `dataset.json`.
+    Args:
+        out: existing directory.
+        train_size: rows to train on.
+        heldout_size: rows to test on.
+        seed: which rows there are.
+        rows: `conversations`, `pairs` or `labelled`.
+
+    Returns:
+        What belongs into `dataset.json`.
 
     Raises:
         ValueError: the world does not have that many different examples.
     """
-    train = examples(train_size, seed=seed, held_out=False)
-    held_out = examples(heldout_size, seed=seed, held_out=True)
+    make, contrast = ROWS[rows], rows != "conversations"
+    sizes = {"train": train_size, "heldout": heldout_size}
+    splits = {
+        name: examples(size, seed=seed, held_out=name == "heldout", wrong_too=contrast)
+        for name, size in sizes.items()
+    }
+    for name, split in splits.items():
+        _write(out / f"{name}.jsonl", (_row(make(e), name, n) for n, e in enumerate(split)))
     _write(
-        out / "train.jsonl", (conversation(e, row_id=f"train-{n:05}") for n, e in enumerate(train))
+        out / "prompts.jsonl",
+        ({"id": f"prompt-{n:05}", **prompt(e)} for n, e in enumerate(splits["train"])),
     )
-    _write(
-        out / "heldout.jsonl",
-        (conversation(e, row_id=f"heldout-{n:05}") for n, e in enumerate(held_out)),
-    )
-    # A pair needs two different answers: `sort a a` has only one.
-    pairs = [(n, example) for n, example in enumerate(train) if example.answer != example.wrong]
-    _write(
-        out / "preferences.jsonl", (preference(e, row_id=f"preference-{n:05}") for n, e in pairs)
-    )
-    _write(out / "prompts.jsonl", (prompt(e, row_id=f"prompt-{n:05}") for n, e in enumerate(train)))
-    sizes = {"train": len(train), "heldout": len(held_out)}
     return {
         "format": 1,
+        "rows": rows,
         "splits": {
             name: {"read": size, "kept": size, "truncated": 0, "refused": 0, "overlapping": 0}
             for name, size in sizes.items()
         },
+        "sources": [],
         "refused_examples": [],
         "unused_columns": [],
     }
+
+
+def _row(payload: Payload, split: str, number: int) -> dict[str, Any]:
+    """The payload with its id; a held-out pair is a conversation too."""
+    if split == "heldout" and "chosen" in payload:
+        payload = {"messages": [*payload["prompt"], *payload["chosen"]], **payload}
+    return {"id": f"{split}-{number:05}", **payload}
 
 
 def _write(path: Path, rows: Iterable[dict[str, Any]]) -> None:

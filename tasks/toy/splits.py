@@ -5,6 +5,7 @@ All of them are lists of plain dictionaries or `Example`s; nothing here knows fi
 
 from __future__ import annotations
 
+import hashlib
 from random import Random
 from typing import Any
 
@@ -19,6 +20,7 @@ LARGEST_SPLIT = 20_000
 """Far fewer than the different prompts that either side has (over 100,000)."""
 
 Message = dict[str, str]
+Payload = dict[str, Any]
 
 
 def corpus(size: int, *, seed: int) -> list[tuple[str, str]]:
@@ -37,8 +39,15 @@ def corpus(size: int, *, seed: int) -> list[tuple[str, str]]:
     return pairs
 
 
-def examples(size: int, *, seed: int, held_out: bool) -> list[Example]:
+def examples(size: int, *, seed: int, held_out: bool, wrong_too: bool = False) -> list[Example]:
     """`size` examples with different prompts, from one side of the line.
+
+    Args:
+        size: how many.
+        seed: which.
+        held_out: the side.
+        wrong_too: only examples whose wrong answer differs from the right one (`sort a a` has
+            but one).
 
     Raises:
         ValueError: more than `LARGEST_SPLIT`.
@@ -49,31 +58,37 @@ def examples(size: int, *, seed: int, held_out: bool) -> list[Example]:
     found: dict[str, Example] = {}
     while len(found) < size:
         example = draw(rng, held_out=held_out)
-        found.setdefault(example.prompt, example)
+        if not wrong_too or example.wrong != example.answer:
+            found.setdefault(example.prompt, example)
     return list(found.values())
 
 
-def conversation(example: Example, *, row_id: str) -> dict[str, Any]:
-    """An SFT row: the question and its right answer."""
-    messages = [*_question(example), {"role": "assistant", "content": example.answer}]
-    return {"id": row_id, "task": example.task, "messages": messages}
+def conversation(example: Example) -> Payload:
+    """The question and its right answer."""
+    return {"task": example.task, "messages": [*_question(example), _answer(example.answer)]}
 
 
-def preference(example: Example, *, row_id: str) -> dict[str, Any]:
-    """A preference row: right answer chosen, wrong one rejected."""
+def pair(example: Example) -> Payload:
+    """Right answer chosen, wrong one rejected."""
     return {
-        "id": row_id,
         "task": example.task,
         "prompt": _question(example),
-        "chosen": example.answer,
-        "rejected": example.wrong,
+        "chosen": [_answer(example.answer)],
+        "rejected": [_answer(example.wrong)],
     }
 
 
-def prompt(example: Example, *, row_id: str) -> dict[str, Any]:
+def labelled(example: Example) -> Payload:
+    """The right or the wrong answer, by a hash of the question, and which of the two it is."""
+    good = hashlib.sha256(example.prompt.encode()).digest()[0] % 2 == 0
+    answer = example.answer if good else example.wrong
+    messages = [*_question(example), _answer(answer)]
+    return {"task": example.task, "messages": messages, "desirable": good}
+
+
+def prompt(example: Example) -> Payload:
     """A prompt with its checkable answer, for reinforcement learning."""
     return {
-        "id": row_id,
         "task": example.task,
         "messages": _question(example),
         "answer": example.answer,
@@ -82,3 +97,7 @@ def prompt(example: Example, *, row_id: str) -> dict[str, Any]:
 
 def _question(example: Example) -> list[Message]:
     return [{"role": "user", "content": example.prompt}]
+
+
+def _answer(text: str) -> Message:
+    return {"role": "assistant", "content": text}

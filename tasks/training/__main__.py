@@ -22,22 +22,31 @@ def main(job_path: str) -> int:
     """Run one rank of the job; the exit status."""
     started = time.time()
     start_lean()
+    from tasks.training.failure import in_words
     from tasks.training.job import TrainJob
     from tasks.training.run import run
 
+    job, rank = TrainJob.read(Path(job_path)), int(os.environ["RANK"])
     try:
-        run(TrainJob.read(Path(job_path)), started)
-    except PlumblineError as error:
-        emit(
-            "failure",
-            error=type(error).__name__,
-            message=error.message,
-            details=list(error.details),
-            hint=error.hint,
-            rank=int(os.environ["RANK"]),
-        )
+        run(job, started)
+    except Exception as error:
+        said = in_words(error, job, rank)
+        if said is None:
+            raise
+        _say(said, rank)
         return DELIBERATE
     return 0
+
+
+def _say(error: PlumblineError, rank: int) -> None:
+    emit(
+        "failure",
+        error=type(error).__name__,
+        message=error.message,
+        details=list(error.details),
+        hint=error.hint,
+        rank=rank,
+    )
 
 
 if __name__ == "__main__":

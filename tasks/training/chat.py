@@ -1,162 +1,167 @@
-"""Conversations to token ids, with the answer's tokens marked.
+"""Conversations to token ids, with the answers' tokens marked.
 
-The loss falls on the last assistant turn and the token that ends it, on nothing else. The boundary
-is where the template, asked for a generation prompt, stops: that is what a server will feed
-the model. It is only trusted when it holds twice over: the rendered prompt is a prefix of the
-rendered conversation, and so are its token ids.
+Loss falls on answers and the tokens that end them, on nothing else. Where an answer begins is
+where the template, asked for a generation prompt, stops: that is what a server will feed the
+model. It is only trusted when it holds twice over: the rendered prompt is a prefix of the rendered
+conversation, and so are its token ids. For an earlier answer the same has to hold for the place
+where it ends, so that templates that drop or rewrite earlier turns (reasoning that is taken out)
+are refused instead of being trained on what no server will ever show the model.
 """
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, NamedTuple
 
-from tasks.errors import DataError
+import numpy as np
+from jinja2 import TemplateError
+from numpy.typing import NDArray
+
+from tasks.training.examples import Tokens
+
+Message = dict[str, str]
 
 
-class Sample(NamedTuple):
-    """One tokenised conversation. `prompt` counts the leading tokens that bear no loss."""
+class Unfit(ValueError):
+    """A sample that cannot be used; the text says why."""
 
-    id: str
-    ids: tuple[int, ...]
-    prompt: int
 
-    @property
-    def supervised(self) -> int:
-        """Tokens that bear loss."""
-        return len(self.ids) - self.prompt
+class Turns(NamedTuple):
+    """A conversation, and where in it loss may fall: on answers from message `first` on.
+
+    `everything` puts it on every token instead, as in pre-training.
+    """
+
+    messages: Sequence[Message]
+    first: int
+    everything: bool = False
+
+
+class Answer(NamedTuple):
+    """One trained answer: the texts up to its begin and up to its end, and its message's number."""
+
+    begin: str
+    end: str
+    number: int
+    last: bool
+
+
+class Rendered(NamedTuple):
+    """A conversation as text, and the answers in it that are trained on."""
+
+    text: str
+    answers: tuple[Answer, ...]
+    everything: bool
+
+    def texts(self) -> list[str]:
+        """All that has to be tokenised."""
+        return [self.text, *(text for a in self.answers for text in (a.begin, a.end))]
 
 
 @dataclass(frozen=True)
-class Counts:
-    """What became of the samples that were read."""
+class Encoder:
+    """Renders and tokenises.
 
-    read: int
-    kept: int
-    truncated: int
-    refused: int
-
-
-class Problem(NamedTuple):
-    """A sample that cannot be used: `overlong` ones may be left out, others may not."""
-
-    id: str
-    text: str
-    overlong: bool
-
-
-def read_rows(path: Path) -> list[dict[str, Any]]:
-    """The rows of a prepared JSON Lines file.
-
-    Raises:
-        DataError: when it is missing or a line is not JSON; names file and line.
-    """
-    rows = []
-    try:
-        with path.open(encoding="utf-8") as file:
-            for number, line in enumerate(file, 1):
-                try:
-                    rows.append(json.loads(line))
-                except ValueError as error:
-                    raise DataError(f"{path}:{number}: not JSON: {error}") from error
-    except OSError as error:
-        raise DataError(f"{path} cannot be read: {error.strerror or error}") from error
-    return rows
-
-
-def encode(
-    row: dict[str, Any], tokenizer: Any, *, ends: frozenset[int], max_len: int
-) -> Sample | Problem:
-    """Render and tokenise one conversation.
-
-    Args:
-        row: `{"id", "messages"}` whose last message is the assistant's.
+    Attributes:
         tokenizer: a Hugging Face tokenizer with a chat template.
         ends: token ids that may end a turn.
-        max_len: longest prompt that can be trained on is one token less than this.
-
-    Returns:
-        The sample, whole even when it is longer than `max_len`, or what is wrong with it.
     """
-    name, messages = str(row["id"]), row["messages"]
-    if not messages or messages[-1]["role"] != "assistant":
-        return Problem(name, "the last message is not the assistant's", overlong=False)
-    prompt_text = tokenizer.apply_chat_template(
-        messages[:-1], tokenize=False, add_generation_prompt=True
-    )
-    text = tokenizer.apply_chat_template(messages, tokenize=False)
-    prompt = tokenizer(prompt_text, add_special_tokens=False)["input_ids"]
-    ids = tokenizer(text, add_special_tokens=False)["input_ids"]
-    if not text.startswith(prompt_text) or ids[: len(prompt)] != prompt:
-        return Problem(
-            name,
+
+    tokenizer: Any
+    ends: frozenset[int]
+
+    def encode(self, conversations: Sequence[Turns]) -> list[Tokens | Unfit]:
+        """Token ids and marks of each conversation, whole, or what is wrong with it.
+
+        Tokenised together, and a text that occurs several times (the prompt of a pair, an answer's
+        end that is the conversation's) once.
+        """
+        rendered = [self._attempted(turns) for turns in conversations]
+        texts = dict.fromkeys(
+            text for one in rendered if isinstance(one, Rendered) for text in one.texts()
+        )
+        several = (
+            self.tokenizer(list(texts), add_special_tokens=False)["input_ids"] if texts else []
+        )
+        ids = dict(zip(texts, several, strict=True))
+        return [
+            self._marked(one, [ids[text] for text in one.texts()])
+            if isinstance(one, Rendered)
+            else one
+            for one in rendered
+        ]
+
+    def _attempted(self, turns: Turns) -> Rendered | Unfit:
+        try:
+            return self._rendered(turns)
+        except TemplateError as error:  # templates refuse with `raise_exception`
+            return Unfit(f"the chat template refuses the conversation: {error}")
+
+    def _rendered(self, turns: Turns) -> Rendered | Unfit:
+        messages = turns.messages
+        if not messages or messages[-1]["role"] != "assistant":
+            return Unfit("the last message is not the assistant's")
+        text = self._render(messages)
+        if turns.everything:
+            return Rendered(text, (), everything=True)
+        answers = []
+        for number in range(turns.first, len(messages)):
+            if messages[number]["role"] != "assistant":
+                continue
+            begin = self._render(messages[:number], add_generation_prompt=True)
+            last = number == len(messages) - 1
+            end = text if last else self._render(messages[: number + 1])
+            if not text.startswith(begin) or not text.startswith(end):
+                return Unfit(_unstable(number, last=last))
+            answers.append(Answer(begin, end, number, last))
+        return Rendered(text, tuple(answers), everything=False)
+
+    def _render(self, messages: Sequence[Message], *, add_generation_prompt: bool = False) -> str:
+        text: str = self.tokenizer.apply_chat_template(
+            list(messages), tokenize=False, add_generation_prompt=add_generation_prompt
+        )
+        return text
+
+    def _marked(self, one: Rendered, tokenised: Sequence[list[int]]) -> Tokens | Unfit:
+        ids, *prefixes = tokenised
+        bears: NDArray[np.uint8] = np.zeros(len(ids), np.uint8)
+        stop = 0
+        for answer, begin, end in zip(one.answers, prefixes[::2], prefixes[1::2], strict=True):
+            if ids[: len(begin)] != begin or ids[: len(end)] != end:
+                return Unfit(_unstable(answer.number, last=answer.last))
+            stop = self._after_end(ids, len(begin), len(end))
+            if not stop:
+                return Unfit(self._no_end())
+            if stop == len(begin) + 1:
+                return Unfit("no trainable token: the chat template leaves nothing of the answer")
+            bears[len(begin) : stop] = 1
+        if one.everything:
+            stop = self._after_end(ids, 0, len(ids))
+            if stop < 2:
+                return Unfit(self._no_end())
+            bears[1:stop] = 1  # nothing stands before the first token that could foretell it
+        return Tokens(np.asarray(ids[:stop], np.int32), bears[:stop])
+
+    def _after_end(self, ids: Sequence[int], begin: int, end: int) -> int:
+        """The place after the last end of a turn within [begin, end); 0 when there is none."""
+        return next((i + 1 for i in range(end - 1, begin - 1, -1) if ids[i] in self.ends), 0)
+
+    def _no_end(self) -> str:
+        return (
+            "the chat template does not end the turn: none of the ids "
+            f"{sorted(self.ends)} after the answer"
+        )
+
+
+def _unstable(number: int, *, last: bool) -> str:
+    if last:
+        return (
             "the chat template is not prefix-stable: the prompt alone is not how the whole "
-            "conversation begins, so the answer's first token cannot be told",
-            overlong=False,
+            "conversation begins, so the answer's first token cannot be told"
         )
-    end = next((i for i in range(len(ids) - 1, len(prompt) - 1, -1) if ids[i] in ends), None)
-    if end is None:
-        found = f"none of the ids {sorted(ends)} after the answer"
-        return Problem(name, f"the chat template does not end the turn: {found}", overlong=False)
-    if len(prompt) >= max_len:
-        text = f"prompt of {len(prompt)} tokens leaves no room in {max_len}"
-        return Problem(name, text, overlong=True)
-    return Sample(name, tuple(ids[: end + 1]), len(prompt))
-
-
-def settle(
-    encoded: Sequence[Sample | Problem], *, max_len: int, on_overlong: str, source: str
-) -> tuple[list[Sample], Counts, list[Problem]]:
-    """Apply the rule for overlong samples to everything that was encoded.
-
-    `truncate` cuts answers at `max_len`, and a prompt that fills the context by itself is an
-    error; `refuse` leaves every overlong sample out.
-
-    Returns:
-        Samples to use, counts, and the samples left out.
-
-    Raises:
-        DataError: naming every sample that cannot be used, or when none is left.
-    """
-    kept: list[Sample] = []
-    left_out: list[Problem] = []
-    fatal: list[Problem] = []
-    truncated = 0
-    for one in encoded:
-        if isinstance(one, Problem):
-            (left_out if one.overlong and on_overlong == "refuse" else fatal).append(one)
-        elif len(one.ids) <= max_len:
-            kept.append(one)
-        elif on_overlong == "refuse":
-            text = f"{len(one.ids)} tokens, train.max_len is {max_len}"
-            left_out.append(Problem(one.id, text, overlong=True))
-        else:
-            truncated += 1
-            kept.append(one._replace(ids=one.ids[:max_len]))
-    _raise_for(fatal, source)
-    if not kept:
-        raise DataError(
-            f"{source}: no sample is left of {len(encoded)}",
-            details=[f"{p.id}: {p.text}" for p in left_out[:20]],
-            hint="train.max_len=... (larger), or other data",
-        )
-    return kept, Counts(len(encoded), len(kept), truncated, len(left_out)), left_out
-
-
-def _raise_for(fatal: Sequence[Problem], source: str) -> None:
-    if not fatal:
-        return
-    lines = [f"{p.id}: {p.text}" for p in fatal[:20]]
-    if len(fatal) > len(lines):
-        lines.append(f"... and {len(fatal) - len(lines)} more")
-    overlong = all(p.overlong for p in fatal)
-    raise DataError(
-        f"{source}: {len(fatal)} samples cannot be used, first {fatal[0].id}: {fatal[0].text}",
-        details=lines,
-        hint="train.max_len=... (larger) or train.on_overlong=refuse (leaves them out, counted)"
-        if overlong
-        else "data.chat_template=... or correct the samples",
+    return (
+        f"the chat template is not prefix-stable: message {number + 1} reads otherwise once the "
+        "conversation goes on, so an earlier answer cannot be trained on as it was given "
+        "(train.mask=last_answer does not need it)"
     )

@@ -1,45 +1,76 @@
-"""The dataset artifact as tokenised samples, the same list on every rank."""
+"""The dataset artifact as tokenised examples, memory-mapped by every rank."""
 
 from __future__ import annotations
 
 import json
-from dataclasses import asdict
+import shutil
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from tasks.errors import DataError
 from tasks.events import emit
-from tasks.training.chat import Problem, Sample, encode, read_rows, settle
+from tasks.training.chat import Encoder, Unfit
+from tasks.training.drafts import Draft, Drafts
 from tasks.training.engine import Ranks
+from tasks.training.examples import Example, Examples, Writer, notes_of, open_examples
+from tasks.training.fitting import Rule, Tally
 from tasks.training.job import TrainJob
+from tasks.training.token_cache import TokenCache, code_digest, split_digest, tokenizer_digest
+
+CHUNK = 128
+"""Rows that are tokenised in one call."""
 
 
-def load_split(job: TrainJob, split: str, tokenizer: Any, ranks: Ranks) -> list[Sample]:
+def load_split(
+    job: TrainJob, split: str, *, roles: tuple[str, ...], tokenizer: Any, ranks: Ranks
+) -> Examples:
     """Read, render and tokenise one split; each rank does its share. Emits event "data".
 
+    What was tokenised before, with the same data, tokenizer and settings, is mapped and not made
+    again: the event then says `cached`.
+
+    Args:
+        job: what is trained, and where its data lie.
+        split: `train` or `heldout`.
+        roles: of the objective.
+        tokenizer: the model's.
+        ranks: all of them take part.
+
     Raises:
+        ConfigError: the rows are not of the kind that the objective learns from.
         DataError: on every rank, naming every sample that cannot be used.
     """
-    path = job.data / f"{split}.jsonl"
-    rows = read_rows(path)
-    if not rows:
-        raise DataError(f"{path}: no samples", hint="data.path=... or data.eval_fraction=...")
-    batch = job.settings.batch
+    path, batch = job.data / f"{split}.jsonl", job.settings.batch
+    if not tokenizer.chat_template:
+        raise DataError(
+            f"the tokenizer of {job.base} has no chat template, so no conversation can be rendered",
+            hint="data.chat_template=<Jinja file>",
+        )
     ends = end_ids(job.base, tokenizer)
-    mine = [
-        encode(row, tokenizer, ends=ends, max_len=batch.max_len)
-        for row in rows[ranks.rank :: ranks.world_size]
-    ]
-    encoded: list[Sample | Problem] = [None] * len(rows)  # type: ignore[list-item]
-    for rank, part in enumerate(ranks.all_objects(mine)):
-        encoded[rank :: ranks.world_size] = part
-    samples, counts, left_out = settle(
-        encoded, max_len=batch.max_len, on_overlong=batch.on_overlong, source=path.name
-    )
+    recipe = {
+        "code": code_digest(),
+        "data": split_digest(path),
+        "tokenizer": tokenizer_digest(tokenizer),
+        "ends": sorted(ends),
+        "roles": roles,
+        "mask": job.settings.mask,
+        "max_len": batch.max_len,
+        "on_overlong": batch.on_overlong,
+        "seed": job.settings.seed if len(roles) > 1 else None,
+    }
+    cache = TokenCache(job.token_folder, recipe)
+    cached = ranks.all_objects(ranks.first and cache.intact())[0]
+    if not cached:
+        drafts = Drafts(path, roles=roles, mask=job.settings.mask, seed=job.settings.seed)
+        rule = Rule(batch.max_len, batch.on_overlong)
+        share = _Share(drafts, Encoder(tokenizer, ends), rule, roles)
+        _make(cache, share, ranks, source=path.name)
+        drafts.close()
     if ranks.first:
-        shown = [f"{p.id}: {p.text}" for p in left_out[:20]]
-        emit("data", split=split, **asdict(counts), left_out=shown)
-    return samples
+        emit("data", split=split, cached=cached, **notes_of(cache.folder))
+    return open_examples(cache.folder)
 
 
 def end_ids(base: Path, tokenizer: Any) -> frozenset[int]:
@@ -50,3 +81,99 @@ def end_ids(base: Path, tokenizer: Any) -> frozenset[int]:
         eos = json.loads(path.read_text()).get("eos_token_id")
         found.update(eos if isinstance(eos, list) else [eos])
     return frozenset(int(i) for i in found if i is not None)
+
+
+class _Part(NamedTuple):
+    """What a rank did: the numbers its examples carry, what became of its rows, what stopped it."""
+
+    values: tuple[str, ...] | None
+    tally: Tally
+    error: DataError | None = None
+
+
+@dataclass(frozen=True)
+class _Share:
+    """Turns rows into examples, a range of them at a time."""
+
+    drafts: Drafts
+    encoder: Encoder
+    rule: Rule
+    roles: tuple[str, ...]
+
+    def write(self, folder: Path, numbers: range) -> _Part:
+        """Tokenise these rows into an empty folder; a chunk of them is in memory at a time."""
+        tally = Tally()
+        with Writer(folder, roles=self.roles) as writer:
+            for start in range(0, len(numbers), CHUNK):
+                drafts = [self.drafts[n] for n in numbers[start : start + CHUNK]]
+                for example in self._examples(drafts, tally):
+                    writer.add(example)
+        return _Part(writer.values, tally)
+
+    def _examples(self, drafts: list[Draft], tally: Tally) -> Iterator[Example]:
+        wanted = [turns for draft in drafts for turns in draft.conversations]
+        encoded = iter(self.encoder.encode(wanted))
+        for draft in drafts:
+            sequences = [next(encoded) for _ in draft.conversations]
+            wrong = draft.problem or next((str(s) for s in sequences if isinstance(s, Unfit)), "")
+            if wrong:
+                tally.read += 1
+                tally.refuse(draft.name, wrong)
+                continue
+            tokens = tuple(s for s in sequences if not isinstance(s, Unfit))
+            example = self.rule.apply(Example(draft.name, tokens, draft.values), tally)
+            if example is not None:
+                yield example
+
+
+def _make(cache: TokenCache, share: _Share, ranks: Ranks, *, source: str) -> None:
+    """Tokenise a split on all ranks, each a run of neighbouring rows, and publish it."""
+    staged = Path(ranks.all_objects(str(cache.stage()) if ranks.first else "")[0])
+    total, world = len(share.drafts), ranks.world_size
+    begin, end = (total * part // world for part in (ranks.rank, ranks.rank + 1))
+    folders = [staged / f"part-{rank:05}" for rank in range(world)]
+    parts = ranks.all_objects(_guarded(share, folders[ranks.rank], range(begin, end)))
+    tally = sum((part.tally for part in parts), Tally())
+    try:
+        _raise_first([part.error for part in parts])
+        tally.raise_if_unusable(source)
+        values = _values([part.values for part in parts], source)
+    except DataError:
+        if ranks.first:
+            shutil.rmtree(staged, ignore_errors=True)
+        raise
+    if ranks.first:
+        cache.publish(staged, folders, roles=share.roles, values=values, notes=tally.counts())
+    ranks.barrier()
+
+
+def _guarded(share: _Share, folder: Path, numbers: range) -> _Part:
+    """A rank's share; what stops it is told to the others, which would wait for it in vain."""
+    try:
+        folder.mkdir()
+        return share.write(folder, numbers)
+    except DataError as error:
+        return _Part(None, Tally(), error)
+    except ValueError as error:  # rows that carry other numbers than those before them
+        wrong = DataError(f"{folder.name}: {error}", hint="data.margin_key: for all rows, or none")
+        return _Part(None, Tally(), wrong)
+    except OSError as error:
+        text = f"{folder}: tokenised data cannot be written: {error.strerror or error}"
+        wrong = DataError(text, hint="free space there, or paths.runs=<another disk>")
+        return _Part(None, Tally(), wrong)
+
+
+def _raise_first(errors: Sequence[DataError | None]) -> None:
+    for error in errors:
+        if error is not None:
+            raise error
+
+
+def _values(found: Sequence[tuple[str, ...] | None], source: str) -> tuple[str, ...]:
+    """Names of the numbers that all examples carry; the same in every rank's part."""
+    several = {names for names in found if names is not None}
+    if len(several) > 1:
+        named = [", ".join(names) or "none" for names in sorted(several)]
+        raise DataError(f"{source}: some rows carry {named[0]}, others {named[1]}",
+                        hint="data.margin_key=<column>, or null for all rows")  # fmt: skip
+    return several.pop() if several else ()

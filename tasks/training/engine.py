@@ -11,6 +11,8 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from tasks.training.job import Optim
+
 T = TypeVar("T")
 
 COLLECTIVE_TIMEOUT_S = 1800
@@ -21,8 +23,12 @@ torchrun ends the others); this bounds what neither sees, a peer that hangs."""
 class Ranks:
     """This process among its peers: rank, device, and the few collectives that are needed."""
 
-    def __init__(self) -> None:
-        """Join the process group that torchrun describes in the environment."""
+    def __init__(self, *, timeout_s: float = COLLECTIVE_TIMEOUT_S) -> None:
+        """Join the process group that torchrun describes in the environment.
+
+        Args:
+            timeout_s: longest wait within one collective, in seconds.
+        """
         cuda = torch.cuda.is_available()
         local = int(os.environ["LOCAL_RANK"])
         if cuda:
@@ -38,7 +44,7 @@ class Ranks:
         deepspeed.ops.__compatible_ops__ = {}
         deepspeed.init_distributed(
             dist_backend="nccl" if cuda else "gloo",
-            timeout=timedelta(seconds=COLLECTIVE_TIMEOUT_S),
+            timeout=timedelta(seconds=timeout_s),
             verbose=False,
         )
         self.rank = dist.get_rank()
@@ -70,15 +76,47 @@ class Ranks:
         dist.destroy_process_group()
 
 
-def start_engine(model: nn.Module, config: dict[str, Any]) -> Any:
+def start_engine(model: nn.Module, config: dict[str, Any], optim: Optim | None = None) -> Any:
     """DeepSpeed's engine around `model`; it optimizes exactly the parameters that need gradients.
 
     One parameter group and never an empty one: torch >= 2.10 trips over those under ZeRO.
+
+    Args:
+        model: as `load_model` makes it.
+        config: as `deepspeed_config` makes it.
+        optim: of the optimizer, where `config` leaves it to us.
     """
     import deepspeed
 
     parameters = [p for p in model.parameters() if p.requires_grad]
+    optimizer = None
+    if "optimizer" not in config and optim is not None:
+        optimizer = _adamw_8bit(parameters, optim)
     engine, *_ = deepspeed.initialize(
-        model=model, model_parameters=parameters, config=config, dist_init_required=False
+        model=model,
+        model_parameters=parameters,
+        optimizer=optimizer,
+        config=config,
+        dist_init_required=False,
     )
+    inner = getattr(engine.optimizer, "optimizer", None)
+    if config["zero_optimization"]["stage"] == 0 and inner is not None:
+        # Without ZeRO DeepSpeed's wrapper for 16-bit weights takes a step on zeros to begin with,
+        # and leaves it counted: Adam's bias correction would be one step ahead of all other stages,
+        # its first update 0.74 of what it should be. Adam makes its states when it finds none.
+        inner.state.clear()
     return engine
+
+
+def _adamw_8bit(parameters: list[nn.Parameter], optim: Optim) -> torch.optim.Optimizer:
+    """Moments in blocks of 256 numbers of 8 bits, each with a scale of its own."""
+    from bitsandbytes.optim import AdamW8bit
+
+    made: torch.optim.Optimizer = AdamW8bit(
+        parameters,
+        lr=optim.lr,
+        betas=(optim.beta1, optim.beta2),
+        eps=optim.eps,
+        weight_decay=optim.weight_decay,
+    )
+    return made

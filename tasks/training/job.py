@@ -25,7 +25,14 @@ class Peft:
     alpha: float = 64
     dropout: float = 0.0
     target_modules: tuple[str, ...] | str = "all-linear"
+    exclude_modules: tuple[str, ...] | str = ()
     use_rslora: bool = False
+    use_dora: bool = False
+    init: str = "default"
+    pissa_niter: int | None = None
+    rank_pattern: Mapping[str, int] | None = None
+    alpha_pattern: Mapping[str, float] | None = None
+    modules_to_save: tuple[str, ...] = ()
     quant_type: str = "nf4"
     double_quant: bool = True
 
@@ -42,22 +49,27 @@ class Peft:
 
 @dataclass(frozen=True)
 class Zero:
-    """Section `zero`. `bucket_size` counts elements."""
+    """Section `zero`. `bucket_size` and `persistence_threshold` count elements."""
 
     stage: int = 2
     offload_optimizer: str = "none"
     offload_param: str = "none"
     overlap_comm: bool = False
     bucket_size: int = 50_000_000
+    persistence_threshold: int = 100_000
 
 
 @dataclass(frozen=True)
 class Optim:
-    """AdamW and its schedule."""
+    """AdamW and its schedule; the knobs of schedules are those of `schedule.Shape`."""
 
+    optimizer: str = "adamw"
     lr: float = 1e-4
     scheduler: str = "cosine"
     warmup_ratio: float = 0.03
+    min_lr_ratio: float = 0.0
+    decay_ratio: float = 0.1
+    power: float = 1.0
     weight_decay: float = 0.0
     beta1: float = 0.9
     beta2: float = 0.999
@@ -100,6 +112,24 @@ class Launch:
     nodes: int = 1
     threads: int | None = None
     timeout_s: float | None = None
+    collective_timeout_s: float = 1800.0
+
+
+@dataclass(frozen=True)
+class Evaluate:
+    """Evaluations in the course of training, and what follows from them.
+
+    Attributes:
+        eval_steps: steps between them; 0 evaluates before the first step and after the last.
+        best_metric: what the best checkpoint is best in.
+        early_stop_patience: evaluations without improvement after which training ends; 0: never.
+        keep: `last` or `best`: which state the artifact holds.
+    """
+
+    eval_steps: int = 0
+    best_metric: str = "loss"
+    early_stop_patience: int = 0
+    keep: str = "last"
 
 
 @dataclass(frozen=True)
@@ -111,16 +141,22 @@ class Settings:
     dtype: str = "bfloat16"
     attn_implementation: str = "sdpa"
     trust_remote_code: bool = False
+    new_tokens: tuple[str, ...] = ()
     gradient_checkpointing: bool = False
     gradient_checkpointing_reentrant: bool = False
     log_every: int = 1
     save_steps: int = 50
+    max_ckpt_num: int = 3
+    max_ckpt_gb: float | None = None
     probes: int = 32
+    mask: str = "last_answer"
+    loss: Mapping[str, Any] = field(default_factory=dict)
     peft: Peft = field(default_factory=Peft)
     zero: Zero = field(default_factory=Zero)
     optim: Optim = field(default_factory=Optim)
     batch: Batch = field(default_factory=Batch)
     launch: Launch = field(default_factory=Launch)
+    evaluate: Evaluate = field(default_factory=Evaluate)
 
     @property
     def world_size(self) -> int:
@@ -139,16 +175,17 @@ class Settings:
     ) -> Settings:
         """Build from the configuration's sections of the same names.
 
-        Of `model` only dtype, attn_implementation and trust_remote_code are read; a key of the
-        other sections that nothing here knows is an error.
+        Of `model` only dtype, attention, trust_remote_code and new_tokens are read, of `train` not
+        what is in `HOW`; a key of the other sections that nothing here knows is an error.
         """
-        flat = dict(train)
+        flat = {name: value for name, value in train.items() if name not in HOW}
         parts: dict[str, Any] = {
             name: kind(**{f.name: flat.pop(f.name) for f in fields(kind) if f.name in flat})
-            for name, kind in (("optim", Optim), ("batch", Batch), ("launch", Launch))
+            for name, kind in _OF_TRAIN.items()
         }
         shared = ("dtype", "attn_implementation", "trust_remote_code")
         flat.update({name: model[name] for name in shared if name in model})
+        flat["new_tokens"] = tuple(model.get("new_tokens") or ())
         _refuse_unknown(cls, flat, "train")
         return cls(
             seed=seed,
@@ -159,9 +196,34 @@ class Settings:
         )
 
 
+HOW = ("resume", "keep_ckpts")
+"""Keys of section `train` that change how a result is come by and not what it is."""
+
+_OF_TRAIN: dict[str, type[Any]] = {
+    "optim": Optim,
+    "batch": Batch,
+    "launch": Launch,
+    "evaluate": Evaluate,
+}
+
+
 @dataclass(frozen=True)
 class TrainJob:
-    """One training run: settings and paths. All paths are absolute."""
+    """One training run: settings and paths. All paths are absolute.
+
+    Attributes:
+        settings: what to train and how.
+        base: HF folder of the base model.
+        base_digest: digest of the base.
+        data: dataset artifact.
+        out: folder of the `shards` artifact.
+        checkpoints: folder of this run's checkpoints.
+        resume: the checkpoint to go on from.
+        universal: that checkpoint's engine in DeepSpeed's universal form, where the number of ranks
+            has changed.
+        identity: what a checkpoint has to agree with, by dotted name.
+        tokens: folder of tokenised data that runs share.
+    """
 
     settings: Settings
     base: Path
@@ -169,6 +231,15 @@ class TrainJob:
     data: Path
     out: Path
     checkpoints: Path
+    resume: Path | None = None
+    universal: Path | None = None
+    identity: Mapping[str, Any] = field(default_factory=dict)
+    tokens: Path | None = None
+
+    @property
+    def token_folder(self) -> Path:
+        """Where tokenised data are kept: a place that runs share, or beside the checkpoints."""
+        return self.tokens if self.tokens is not None else self.checkpoints / "tokens"
 
     def write(self, path: Path) -> None:
         """Write as JSON."""
@@ -181,20 +252,17 @@ class TrainJob:
         """Read what `write` wrote."""
         document = json.loads(path.read_text())
         raw = document["settings"]
-        kinds: dict[str, type[Any]] = {
-            "peft": Peft,
-            "zero": Zero,
-            "optim": Optim,
-            "batch": Batch,
-            "launch": Launch,
-        }
+        raw["new_tokens"] = tuple(raw["new_tokens"])
+        kinds: dict[str, type[Any]] = {"peft": Peft, "zero": Zero, **_OF_TRAIN}
         parts: dict[str, Any] = {
             name: _section(kind, raw.pop(name), name) for name, kind in kinds.items()
         }
         return cls(
             settings=Settings(**raw, **parts),
             base_digest=document["base_digest"],
+            identity=document["identity"],
             **{name: Path(document[name]) for name in ("base", "data", "out", "checkpoints")},
+            **{n: Path(document[n]) for n in ("resume", "universal", "tokens") if document[n]},
         )
 
 

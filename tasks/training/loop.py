@@ -1,136 +1,148 @@
-"""Training steps and held-out evaluation."""
+"""The course of a run: steps, evaluations and checkpoints between them, and which state stays."""
 
 from __future__ import annotations
 
-import contextlib
-import math
 import time
 from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from tasks.errors import TrainingError
 from tasks.events import emit
-from tasks.training import checkpoint
-from tasks.training.batches import Plan, collate, heldout_rounds
-from tasks.training.chat import Sample
+from tasks.training import checkpoint, saving
+from tasks.training.checkpoint import Progress
 from tasks.training.engine import Ranks
+from tasks.training.examples import Examples
 from tasks.training.job import TrainJob
 from tasks.training.objectives import Objective
-from tasks.training.schedule import factor, warmup_steps
+from tasks.training.order import Counts, Order, heldout_rounds
+from tasks.training.passes import Passes, Sums
+from tasks.training.selection import direction, has_stopped, judge
+from tasks.training.steps import Stepper, Taken
 
-SHORT_ROW = 256
-"""Tokens up to which the CPU's plain attention beats its flash attention, whose backward pass in
-bf16 takes seven times as long on rows of 40 tokens. Longer rows need flash attention's memory."""
+HELDOUT_ROW = 8
+"""Examples of a held-out row, at least."""
+
+MAX_SKIPPED = 20
+"""Steps in a row that fp16 may overflow in. The loss scale is halved each time: by now it is at a
+millionth, and the fault is not in the scale."""
 
 
 @dataclass(frozen=True)
 class Trainer:
-    """What every step needs: the engine, the ranks, the job, the objective, the padding."""
+    """One run, and where it is.
+
+    Attributes:
+        engine: DeepSpeed's.
+        ranks: this process among its peers.
+        job: what to do.
+        objective: what to minimise.
+        examples: to learn from.
+        heldout: to evaluate on.
+        progress: every step and evaluation notes itself here.
+    """
 
     engine: Any
     ranks: Ranks
     job: TrainJob
     objective: Objective
-    pad_id: int
+    examples: Examples
+    heldout: Examples
+    progress: Progress
 
-    def evaluate(self, samples: list[Sample], *, when: str) -> float:
-        """Mean held-out loss in nats a supervised token; emits event "eval"."""
-        size = max(8, self.job.settings.batch.micro_batch_size)
-        rounds = heldout_rounds(
-            samples, size=size, world_size=self.ranks.world_size, rank=self.ranks.rank
-        )
-        sums = torch.zeros(2, dtype=torch.float64)
-        self.engine.eval()
-        with torch.no_grad():
-            for indices in rounds:
-                chosen = [samples[i] for i in indices or (0,)]
-                batch = collate(chosen, self.pad_id).to(self.ranks.device)
-                loss = self.objective.loss_sum(self.engine, batch)
-                if indices is not None:
-                    sums += torch.tensor([float(loss), batch.supervised], dtype=torch.float64)
-        self.engine.train()
-        loss_sum, tokens = self.ranks.total(sums.to(self.ranks.device)).tolist()
-        mean = float(loss_sum / tokens)
-        if self.ranks.first:
-            emit("eval", when=when, loss=mean, tokens=int(tokens))
-        return mean
+    def run(self) -> dict[str, float]:
+        """Take all steps that are left, with evaluations and checkpoints between them; then leave
+        the state that is asked for in the engine. Emits events "plan", "step" and "eval".
 
-    def train(self, samples: list[Sample]) -> list[dict[str, float]]:
-        """Take all steps; emits event "step". Returns one record a step.
+        Returns:
+            The evaluation of the state that is left.
 
         Raises:
-            TrainingError: on every rank, when loss or gradient are not finite; names the step.
+            TrainingError: loss or gradient are not finite, fp16 overflows without end, or a
+                checkpoint could not be written.
         """
-        settings = self.job.settings
-        plan = Plan(samples, settings.batch, seed=settings.seed, world_size=self.ranks.world_size)
+        settings, progress = self.job.settings, self.progress
+        order = Order(
+            self.examples, settings.batch, seed=settings.seed, world_size=self.ranks.world_size
+        )
         if self.ranks.first:
-            emit("plan", steps=plan.steps, epochs=plan.epoch_at(plan.steps))
-        records = []
-        for step in range(1, plan.steps + 1):
-            record = self._step(plan, step, samples)
-            records.append(record)
-            if self.ranks.first and (step % settings.log_every == 0 or step == plan.steps):
-                emit("step", **record)
-            if settings.save_steps and step % settings.save_steps == 0 and step < plan.steps:
-                checkpoint.save(
-                    self.engine.module, self.job.checkpoints, step=step, ranks=self.ranks
-                )
-        return records
+            epochs = order.epoch_at(order.steps)
+            emit("plan", steps=order.steps, epochs=epochs, taken=progress.step)
+        if progress.before is None:
+            progress.before = self.evaluate("before")
+        stepper = Stepper(self._passes, self.job, self.examples, order)
+        while progress.step < order.steps and not has_stopped(progress, settings.evaluate):
+            self._note(stepper.take(progress.step + 1), last=order.steps)
+            self._evaluate_and_save(last=order.steps)
+        stepper.close()
+        return self._leave()
 
-    def _step(self, plan: Plan, step: int, samples: list[Sample]) -> dict[str, float]:
-        begin = time.perf_counter()
-        lr = self._set_lr(step, plan.steps)
-        todo = plan.step(step, self.ranks.rank)
-        # DeepSpeed divides by accumulation steps and averages over ranks; undo both and divide by
-        # the tokens of the whole global batch instead.
-        scale = len(todo.micro) * self.ranks.world_size / todo.supervised
-        total = torch.zeros(1, dtype=torch.float64, device=self.ranks.device)
-        for number, indices in enumerate(todo.micro, 1):
-            batch = collate([samples[i] for i in indices], self.pad_id).to(self.ranks.device)
-            with self._attention(batch.input_ids.shape[1]):
-                loss = self.objective.loss_sum(self.engine, batch)
-                self.engine.backward(loss * scale)
-            total += loss.detach().double()
-            if number == len(todo.micro):
-                # Looked at before the optimizer moves anything: the weights stay good.
-                mean = float(self.ranks.total(total)) / todo.supervised
-                _require_finite("loss", mean, step, self.job)
-            self.engine.step()
-        grad_norm = float(self.engine.get_global_grad_norm() or 0.0)
-        _require_finite("gradient norm", grad_norm, step, self.job)
+    def evaluate(self, when: str) -> dict[str, float]:
+        """Held-out loss and measures, by name; emits event "eval". All ranks take part."""
+        begin, passes = time.perf_counter(), self._passes
+        size = max(HELDOUT_ROW, self.job.settings.batch.micro_batch_size)
+        rounds = heldout_rounds(
+            self.heldout, size=size, world_size=self.ranks.world_size, rank=self.ranks.rank
+        )
+        counts = Counts.of(self.heldout)
+        baseline, sums = passes.baseline(self.heldout, rounds), Sums(self.ranks)
+        with torch.no_grad(), passes.evaluating():
+            for one in rounds:
+                loss = passes.loss(self.heldout, one.chosen, counts=counts, baseline=baseline)
+                sums.add({"loss": loss.value, **loss.measures}, counted=one.counted)
+        found = sums.total()
         seconds = time.perf_counter() - begin
-        return {
-            "step": step,
-            "loss": mean,
-            "lr": lr,
-            "grad_norm": grad_norm,
-            "tokens_per_s": todo.tokens / seconds,
-            "step_s": seconds,
-            "epoch": plan.epoch_at(step),
-        }
+        if self.ranks.first:
+            about = {"when": when, "step": self.progress.step, "eval_s": seconds}
+            emit("eval", **about, tokens=sum(counts.supervised), **found)
+        return found
 
-    def _attention(self, longest: int) -> contextlib.AbstractContextManager[None]:
-        if self.ranks.device.type == "cpu" and longest <= SHORT_ROW:
-            return sdpa_kernel(SDPBackend.MATH)
-        return contextlib.nullcontext()
+    @property
+    def _passes(self) -> Passes:
+        return Passes(self.engine, self.ranks, self.objective)
 
-    def _set_lr(self, step: int, steps: int) -> float:
-        optim = self.job.settings.optim
-        warmup = warmup_steps(steps, optim.warmup_ratio)
-        lr = optim.lr * factor(optim.scheduler, step=step, total=steps, warmup=warmup)
-        for group in self.engine.optimizer.param_groups:
-            group["lr"] = lr
-        return lr
+    def _note(self, taken: Taken, *, last: int) -> None:
+        progress, record = self.progress, taken.record
+        progress.step += 1
+        progress.losses.append(record["loss"])
+        progress.last = record
+        progress.seconds += record["step_s"]
+        progress.skipped = progress.skipped + 1 if taken.skipped else 0
+        if self.job.settings.dtype == "float16":
+            record["skipped"] = float(taken.skipped)
+        if self.ranks.first and progress.step in (*self._every(self.job.settings.log_every), last):
+            emit("step", **record)
+        if progress.skipped >= MAX_SKIPPED:
+            good = checkpoint.last_good(self.job.checkpoints)
+            raise TrainingError(
+                f"fp16 overflowed in each of the last {MAX_SKIPPED} steps, up to step "
+                f"{progress.step}; last good checkpoint: {good or 'none yet'}",
+                hint="model.dtype=bfloat16, or a smaller train.lr",
+            )
 
+    def _every(self, steps: int) -> tuple[int, ...]:
+        """The step just taken where one is due every `steps` steps (0: never), else nothing."""
+        step = self.progress.step
+        return (step,) if steps and step % steps == 0 else ()
 
-def _require_finite(what: str, value: float, step: int, job: TrainJob) -> None:
-    if math.isfinite(value):
-        return
-    good = checkpoint.last_good(job.checkpoints)
-    raise TrainingError(
-        f"{what} is {value} in step {step}; last good checkpoint: {good or 'none yet'}",
-        hint=f"train.lr={job.settings.optim.lr / 10:g}, or look at the data of this step",
-    )
+    def _evaluate_and_save(self, *, last: int) -> None:
+        settings, progress = self.job.settings, self.progress
+        how, improved = settings.evaluate, False
+        if self._every(how.eval_steps) or progress.step == last:
+            when = "after" if progress.step == last else "during"
+            sign = direction(settings.objective, how.best_metric)
+            improved = judge(progress, self.evaluate(when), how, sign)
+        wanted = improved and (how.keep == "best" or settings.save_steps > 0)
+        if progress.step < last and (wanted or self._every(settings.save_steps)):
+            saving.save(self.engine, self.job, self.ranks, progress)
+
+    def _leave(self) -> dict[str, float]:
+        """Put back the best state where that one is to stay; what it measures."""
+        progress, best = self.progress, self.progress.best
+        latest = {k: v for k, v in progress.evaluations[-1].items() if k != "step"}
+        if self.job.settings.evaluate.keep == "last" or best is None or best.step == progress.step:
+            return latest
+        path = self.job.checkpoints / checkpoint.name_of(best.step)
+        saving.load_weights(self.engine, path, self.ranks)
+        return self.evaluate("best")

@@ -9,6 +9,9 @@ from pathlib import Path
 from typing import Any
 
 from tasks.fingerprint import Fingerprint
+from tasks.score_print import SCORES, ScorePrint
+from tasks.training.checkpoint import PARTITIONS, Progress
+from tasks.training.heldout_scores import HeldOutScores
 from tasks.training.job import TrainJob
 from tasks.training.partitions import describe
 
@@ -21,45 +24,64 @@ def write_common(
     model: Any,
     tokenizer: Any,
     metrics: dict[str, float],
-    records: list[dict[str, float]],
-    fingerprint: Fingerprint,
+    progress: Progress,
+    measured: Fingerprint | ScorePrint,
+    scores: HeldOutScores | None = None,
 ) -> None:
     """Write every file of the `shards` artifact that is no rank's own."""
     settings, out = job.settings, job.out
-    adapted = settings.peft.kind != "none"
-    mode = "adapter" if adapted else "full"
-    _write_json(
-        out / "partitions.json",
-        describe(
-            model,
-            world_size=settings.world_size,
-            zero_stage=settings.zero.stage,
-            mode=mode,
-        ),
-    )
-    if adapted:
-        _write_adapter_config(model, out)
-    _write_model_config(job, model.get_base_model() if adapted else model)
+    mark = FINGERPRINT if isinstance(measured, Fingerprint) else SCORES
+    write_partitions(job, model, out / PARTITIONS)
+    write_configs(job, model)
     tokenizer.save_pretrained(out / "tokenizer")
     _write_json(
         out / "train.json",
         {
             "objective": settings.objective,
             "metrics": metrics,
-            "losses": [r["loss"] for r in records],
+            "losses": progress.losses,
+            "evaluations": progress.evaluations,
             "quantization": settings.peft.quantization(),
             "attn_implementation": settings.attn_implementation,
             "base_digest": job.base_digest,
+            "print": mark,  # the file that says what the model does
+            "scores": scores.as_dict() if scores else None,
         },
     )
-    fingerprint.save(out / FINGERPRINT)
+    measured.save(out / mark)
+
+
+def write_partitions(job: TrainJob, model: Any, path: Path) -> None:
+    """Write which tensors are trained, of which shapes, and how they are shared out."""
+    settings = job.settings
+    _write_json(
+        path,
+        describe(
+            model,
+            world_size=settings.world_size,
+            zero_stage=settings.zero.stage,
+            mode="full" if settings.peft.kind == "none" else "adapter",
+        ),
+    )
+
+
+def write_configs(job: TrainJob, model: Any) -> None:
+    """Write config.json, generation_config.json, and adapter_config.json where there is one."""
+    if job.settings.peft.kind == "none":
+        _write_model_config(job, model)
+        return
+    _write_adapter_config(model, job.out)
+    _write_model_config(job, model.get_base_model())
 
 
 def _write_adapter_config(model: Any, out: Path) -> None:
     config = copy.deepcopy(model.peft_config["default"])
     # A set would be written in an order that changes from run to run, a path would tie the
     # artifact to this machine.
-    config.target_modules = sorted(config.target_modules)
+    for name in ("target_modules", "exclude_modules", "modules_to_save"):
+        value = getattr(config, name)
+        if isinstance(value, (set, list, tuple)):
+            setattr(config, name, sorted(set(value)))
     config.base_model_name_or_path = None
     config.inference_mode = True
     config.save_pretrained(out)
@@ -69,6 +91,7 @@ def _write_model_config(job: TrainJob, model: Any) -> None:
     config = copy.deepcopy(model.config)
     if hasattr(config, "quantization_config"):  # how the base was held, not what it is
         del config.quantization_config
+    config.architectures = [type(model).__name__]  # the base's may be another one
     config.to_json_file(job.out / "config.json", use_diff=True)
     source = job.base / "generation_config.json"
     if source.is_file():

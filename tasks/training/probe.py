@@ -1,4 +1,4 @@
-"""The live engine's fingerprint.
+"""The live engine's fingerprint: log-probabilities of a causal model, scores of a reward model.
 
 Arithmetic that any other scorer can repeat bit for bit: each probe alone (batch of one, no padding,
 no attention mask), eval mode, no autocast, logits turned to fp32, `log_softmax` over the whole
@@ -16,15 +16,76 @@ import torch
 from numpy.typing import NDArray
 
 from tasks.fingerprint import TOP_K, Fingerprint, drift
-from tasks.training.chat import Sample
+from tasks.score_print import ScorePrint
+from tasks.training.examples import Examples
+from tasks.training.fused_lora import give_back
+from tasks.training.packed_model import model_of
 
 PROBE_TOKENS = 64
+SCORED_TOKENS = 512
+"""Of a probe for a score, which depends on how the text ends: nearly always all of it."""
 NOISE_BATCH = 8
 
 
-def choose_probes(samples: Sequence[Sample], count: int) -> tuple[tuple[int, ...], ...]:
-    """The first `count` held-out samples, prompt and answer, cut to `PROBE_TOKENS`."""
-    return tuple(s.ids[:PROBE_TOKENS] for s in samples[:count])
+def take_print(
+    engine: Any, examples: Examples, *, head: str, count: int, device: torch.device
+) -> Fingerprint | ScorePrint:
+    """What the engine does on the first `count` held-out examples. All ranks take part.
+
+    Args:
+        engine: DeepSpeed's engine, with the model's own attention.
+        examples: held-out.
+        head: `tokens` or `score`, as in `Objective.head`.
+        count: of the probes.
+        device: where the model's inputs go.
+    """
+    give_back(engine.module)
+    if head == "tokens":
+        return fingerprint(engine, choose_probes(examples, count), device)
+    return score_print(engine, choose_scored(examples, count), device)
+
+
+def choose_probes(examples: Examples, count: int) -> tuple[tuple[int, ...], ...]:
+    """The first sequences of the first `count` held-out examples, cut to `PROBE_TOKENS`."""
+    chosen = range(min(count, len(examples)))
+    return tuple(tuple(examples.sequence(i, 0)[0][:PROBE_TOKENS].tolist()) for i in chosen)
+
+
+def choose_scored(examples: Examples, count: int) -> tuple[tuple[int, ...], ...]:
+    """Of the first `count` held-out examples the sequences of their roles in turn, from the end."""
+    roles = len(examples.roles)
+    chosen = [(i, i % roles) for i in range(min(count, len(examples)))]
+    return tuple(tuple(examples.sequence(i, r)[0][-SCORED_TOKENS:].tolist()) for i, r in chosen)
+
+
+def score_print(engine: Any, probes: Sequence[Sequence[int]], device: torch.device) -> ScorePrint:
+    """Measure the engine around a reward model on the probes. Arguments as of `fingerprint`."""
+    engine.eval()
+    with torch.no_grad():
+        alone = [_score(engine, [p], device)[0] for p in probes]
+        batches = [probes[i : i + NOISE_BATCH] for i in range(0, len(probes), NOISE_BATCH)]
+        batched = [score for batch in batches for score in _score(engine, batch, device)]
+    engine.train()
+    noise = sum(abs(a - b) for a, b in zip(alone, batched, strict=True)) / len(alone)
+    return ScorePrint(tuple(tuple(p) for p in probes), tuple(alone), "deepspeed", noise)
+
+
+def _score(engine: Any, probes: Sequence[Sequence[int]], device: torch.device) -> list[float]:
+    if len(probes) == 1:
+        out = engine(input_ids=torch.tensor([list(probes[0])], device=device), use_cache=False)
+        return [float(out.logits[0, 0])]
+    # transformers takes the score at the last token that is not the padding id; by an id that no
+    # probe ends with, whatever the model's own is, that is each probe's own last token.
+    ends = {probe[-1] for probe in probes}
+    config = model_of(engine.module).config.get_text_config()
+    before, pad = config.pad_token_id, next(i for i in range(len(ends) + 1) if i not in ends)
+    ids, mask = _batch(probes, pad, device)
+    config.pad_token_id = pad
+    try:
+        out = engine(input_ids=ids, attention_mask=mask, use_cache=False)
+    finally:
+        config.pad_token_id = before
+    return [float(score) for score in out.logits[:, 0]]
 
 
 def fingerprint(engine: Any, probes: Sequence[Sequence[int]], device: torch.device) -> Fingerprint:
@@ -58,19 +119,25 @@ def _one_by_one(engine: Any, probe: Sequence[int], device: torch.device) -> torc
 def _padded(
     engine: Any, probes: Sequence[Sequence[int]], device: torch.device
 ) -> list[torch.Tensor]:
-    longest = max(len(p) for p in probes)
-    ids = torch.zeros(len(probes), longest, dtype=torch.int64)
-    mask = torch.zeros_like(ids)
-    for row, probe in enumerate(probes):
-        ids[row, : len(probe)] = torch.tensor(probe)
-        mask[row, : len(probe)] = 1
-    logits_BTV = engine(
-        input_ids=ids.to(device), attention_mask=mask.to(device), use_cache=False
-    ).logits
+    ids, mask = _batch(probes, 0, device)
+    logits_BTV = engine(input_ids=ids, attention_mask=mask, use_cache=False).logits
     return [
         torch.log_softmax(logits_BTV[row, : len(probe) - 1].float(), dim=-1).cpu()
         for row, probe in enumerate(probes)
     ]
+
+
+def _batch(
+    probes: Sequence[Sequence[int]], pad: int, device: torch.device
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Token ids padded on the right and their mask, (B, T)."""
+    longest = max(len(p) for p in probes)
+    ids = torch.full((len(probes), longest), pad, dtype=torch.int64)
+    mask = torch.zeros_like(ids)
+    for row, probe in enumerate(probes):
+        ids[row, : len(probe)] = torch.tensor(probe)
+        mask[row, : len(probe)] = 1
+    return ids.to(device), mask.to(device)
 
 
 def _assemble(

@@ -8,63 +8,103 @@ from typing import Any
 from tasks.bf16_linear import use_fp32_where_faster
 from tasks.errors import TrainingError
 from tasks.events import emit
+from tasks.training.alike import require_alike
+from tasks.training.checkpoint import Progress
 from tasks.training.data import load_split
 from tasks.training.engine import Ranks, start_engine
+from tasks.training.heldout_scores import heldout_scores
 from tasks.training.job import TrainJob
 from tasks.training.loop import Trainer
 from tasks.training.model import load_model, load_tokenizer
 from tasks.training.objectives import objective
 from tasks.training.outputs import write_common
+from tasks.training.packed_model import give_back_attention, model_of, require_same
+from tasks.training.packing import trial_row
 from tasks.training.partitions import not_finite, own_shares, write_shares
-from tasks.training.probe import choose_probes, fingerprint
+from tasks.training.passes import Passes
+from tasks.training.probe import take_print
+from tasks.training.saving import restore
+from tasks.training.written_reference import with_reference
 from tasks.training.zero_config import deepspeed_config
 
 
 def run(job: TrainJob, started: float) -> None:
+    """Train as one of torchrun's ranks, see `train_with`."""
+    ranks = Ranks(timeout_s=job.settings.launch.collective_timeout_s)
+    train_with(ranks, job, started)
+    ranks.barrier()
+    ranks.leave()
+
+
+def train_with(ranks: Ranks, job: TrainJob, started: float) -> None:
     """Train, and write this rank's part of the `shards` artifact.
 
     Args:
+        ranks: this process among its peers.
         job: what to do.
-        started: `time.time()` at which this process began, for the event "ready".
+        started: `time.time()` at which this began, for the event "ready".
     """
     use_fp32_where_faster()
-    ranks = Ranks()
     settings = job.settings
-    chosen = objective(settings.objective)
+    if settings.launch.nodes > 1:
+        require_alike(ranks)
+    chosen = objective(settings.objective, settings.loss)
     config = deepspeed_config(settings, ranks.world_size)
+    if job.universal is not None:
+        config["checkpoint"] = {"load_universal": True}
     tokenizer = load_tokenizer(job)
-    train = load_split(job, "train", tokenizer, ranks)
-    heldout = load_split(job, "heldout", tokenizer, ranks)
-    engine = start_engine(load_model(job, ranks, config), config)
+    train, heldout = (
+        load_split(job, split, roles=chosen.roles, tokenizer=tokenizer, ranks=ranks)
+        for split in ("train", "heldout")
+    )
+    model = load_model(job, ranks, config, tokenizer=tokenizer, head=chosen.head)
+    engine = start_engine(model, config, settings.optim)
+    progress = restore(engine, job, ranks)  # before anything else: ZeRO-3 wants a fresh engine
+    require_same(engine, trial_row(heldout).to(ranks.device))
+    passes = Passes(engine, ranks, chosen)
+    if chosen.needs_reference and settings.peft.kind == "none":
+        train, heldout = (
+            with_reference(one, split, passes=passes, job=job, begun=progress.step)
+            for one, split in ((train, "train"), (heldout, "heldout"))
+        )
     if ranks.first:
         emit("ready", startup_s=time.time() - started, device=str(ranks.device))
-    trainer = Trainer(engine, ranks, job, chosen, int(tokenizer.pad_token_id))
-    before = trainer.evaluate(heldout, when="before")
-    begin = time.perf_counter()
-    records = trainer.train(train)
-    seconds = time.perf_counter() - begin
-    after = trainer.evaluate(heldout, when="after")
+    after = Trainer(engine, ranks, job, chosen, train, heldout, progress).run()
     _write_own(engine.module, job, ranks)
-    print_of_engine = fingerprint(engine, choose_probes(heldout, settings.probes), ranks.device)
+    scores = None
+    if chosen.head == "score":
+        scores = heldout_scores(passes, heldout, size=max(8, settings.batch.micro_batch_size))
+    give_back_attention(model_of(engine.module), settings.attn_implementation)
+    measured = take_print(
+        engine, heldout, head=chosen.head, count=settings.probes, device=ranks.device
+    )
     if ranks.first:
-        metrics = {
-            "steps": float(len(records)),
-            "loss": records[-1]["loss"],
-            "heldout_loss_before": before,
-            "heldout_loss_after": after,
-            "train_s": seconds,
-        }
+        metrics = _metrics(progress, after)
         write_common(
             job,
             model=engine.module,
             tokenizer=tokenizer,
             metrics=metrics,
-            records=records,
-            fingerprint=print_of_engine,
+            progress=progress,
+            measured=measured,
+            scores=scores,
         )
         emit("done", **metrics)
-    ranks.barrier()
-    ranks.leave()
+    engine.destroy()
+
+
+def _metrics(progress: Progress, after: dict[str, float]) -> dict[str, float]:
+    assert progress.before is not None
+    found = {
+        "steps": float(progress.step),
+        "loss": progress.losses[-1],
+        "heldout_loss_before": progress.before["loss"],
+        "heldout_loss_after": after["loss"],
+        "train_s": progress.seconds,
+    }
+    if progress.best is not None:
+        found["best_step"] = float(progress.best.step)
+    return found
 
 
 def _write_own(model: Any, job: TrainJob, ranks: Ranks) -> None:

@@ -18,19 +18,26 @@ def deepspeed_config(settings: Settings, world_size: int) -> dict[str, Any]:
         ConfigError: when the batch sizes do not divide.
     """
     batch = settings.batch
-    return {
+    config: dict[str, Any] = {
         "train_batch_size": batch.global_batch_size,
         "train_micro_batch_size_per_gpu": batch.micro_batch_size,
         "gradient_accumulation_steps": batch.accumulation(world_size),
         "gradient_clipping": settings.optim.max_grad_norm,
         "steps_per_print": 2**31 - 1,
         "bf16": {"enabled": settings.dtype == "bfloat16"},
-        "optimizer": _optimizer(settings.optim, settings.zero),
         "zero_optimization": _zero(settings.zero),
     }
+    if settings.dtype == "float16":
+        # loss_scale 0: halved at every overflow, doubled after a thousand steps without one.
+        config["fp16"] = {"enabled": True, "loss_scale": 0, "initial_scale_power": 16}
+    if settings.optim.optimizer == "adamw":
+        config["optimizer"] = _adamw(settings.optim, settings.zero)
+    else:  # made by `engine.py`; DeepSpeed knows none of its name
+        config["zero_allow_untested_optimizer"] = True
+    return config
 
 
-def _optimizer(optim: Optim, zero: Zero) -> dict[str, Any]:
+def _adamw(optim: Optim, zero: Zero) -> dict[str, Any]:
     # torch's own AdamW needs nothing compiled; an offloaded optimizer is DeepSpeed's CPUAdam,
     # which is compiled at first use.
     offloaded = zero.offload_optimizer == "cpu"
@@ -58,6 +65,7 @@ def _zero(zero: Zero) -> dict[str, Any]:
         config["offload_optimizer"] = dict(CPU_DEVICE)
     if zero.stage == 3:
         config["stage3_prefetch_bucket_size"] = zero.bucket_size
+        config["stage3_param_persistence_threshold"] = zero.persistence_threshold
         config["stage3_gather_16bit_weights_on_model_save"] = False
         # Plain torch linears: DeepSpeed's own one computes product and bias in two steps, and what
         # is trained should be computed as what is served. No difference was measured on the toy.

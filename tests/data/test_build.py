@@ -11,9 +11,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tasks.data.build import build_dataset
-from tasks.data.conversations import Columns
+from tasks.data.build import Options, build_dataset
+from tasks.data.columns import Columns
+from tasks.data.kinds import KINDS
 from tasks.data.readers import Row
+from tasks.data.sources import Source
 from tasks.errors import DataError
 
 LOG = logging.getLogger("tests.data")
@@ -27,23 +29,21 @@ def _rows(values: list[dict[str, Any]]) -> list[Row]:
     return [Row(f"x.jsonl:{number}", value) for number, value in enumerate(values, start=1)]
 
 
+def _source(values: list[dict[str, Any]], name: str = "x.jsonl", **fields: Any) -> Source:
+    columns = fields.pop("columns", Columns())
+    return Source(name, lambda: iter(_rows(values)), columns, **fields)
+
+
 def _build(out: Path, train: list[dict[str, Any]], **options: Any) -> dict[str, Any]:
     held_out = options.pop("held_out", None)
-    arguments: dict[str, Any] = {
-        "columns": Columns(),
-        "eval_fraction": 0.3,
-        "seed": 0,
-        "max_samples": None,
-        "on_bad_line": "fail",
-        **options,
-    }
+    sources = options.pop("sources", None) or [_source(train)]
+    kind = KINDS[options.pop("rows", "conversations")]
     return build_dataset(
         out,
-        train=_rows(train),
-        held_out=None if held_out is None else _rows(held_out),
-        sources=("x.jsonl", "y.jsonl"),
+        train=sources,
+        held_out=None if held_out is None else _source(held_out, "y.jsonl"),
+        options=Options(kind=kind, **{"eval_fraction": 0.3, **options}),
         log=LOG,
-        **arguments,
     )
 
 

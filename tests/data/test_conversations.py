@@ -6,7 +6,10 @@ from typing import Any
 
 import pytest
 
-from tasks.data.conversations import Columns, Unusable, content_id, conversation, wrong_columns
+from tasks.data.columns import Columns, wrong_columns
+from tasks.data.conversations import conversation
+from tasks.data.kinds import CONVERSATIONS, content_id
+from tasks.data.messages import Unusable
 
 USER = {"role": "user", "content": "hi"}
 ANSWER = {"role": "assistant", "content": "hello"}
@@ -82,12 +85,15 @@ def test_a_system_column_that_is_not_there_is_not_passed_over() -> None:
 
 
 def test_wrong_columns_name_what_is_there_and_what_is_near() -> None:
-    error = wrong_columns({"promt", "respons", "n"}, Columns(), "x.csv")
+    error = wrong_columns({"promt", "respons", "n"}, CONVERSATIONS.asked(Columns()), "x.csv")
     assert error.details[0] == "columns found: n, promt, respons"
     assert error.hint == "data.prompt_key=promt data.response_key=respons"
 
 
 def test_identity_depends_on_texts_and_order_only() -> None:
-    assert content_id([USER, ANSWER]) == content_id([dict(USER), dict(ANSWER)])
-    assert content_id([USER, ANSWER]) != content_id([USER, {**ANSWER, "content": "hello "}])
-    assert len(content_id([USER])) == 16
+    def identity(*messages: dict[str, str]) -> str:
+        return content_id({"messages": list(messages)})
+
+    assert identity(USER, ANSWER) == identity(dict(USER), dict(ANSWER)) == "9f5c11837b4d7d03"
+    assert identity(USER, ANSWER) != identity(USER, {**ANSWER, "content": "hello "})
+    assert len(identity(USER)) == 16

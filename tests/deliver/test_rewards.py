@@ -14,8 +14,8 @@ from safetensors.torch import load_file, save_file
 
 from flows.config import compose_config
 from flows.deliver_body import direct, plan
-from tasks.deliver.reward_drift import reward_drift
 from tasks.errors import ContractError, DataError, DriftError
+from tasks.reward_drift import reward_drift
 from tests.deliver.conftest import Done
 from tests.deliver.test_heads import base_of
 from tests.weights.adapters.making import save, train

@@ -118,12 +118,15 @@ class TestAStageFails:
         assert step is not None, done.summary["error"]
         assert 1 < int(step[1]) < 20
         assert re.search("nan|inf|finite", done.summary["error"])
-        kept = list((done.runs / "checkpoints").rglob("*.safetensors"))
+        kept = sorted((done.runs / "checkpoints").rglob("step-*/state.json"))
         assert kept
-        assert all(str(file.parent.name) in done.output for file in kept), done.output
+        assert kept[-1].parent.name in done.output, done.output
 
 
-@pytest.mark.parametrize(("number", "status"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+@pytest.mark.parametrize(
+    ("number", "status"),
+    [(signal.SIGINT, 130), pytest.param(signal.SIGTERM, 143, marks=pytest.mark.slow)],
+)
 def test_a_signal_while_ranks_train_ends_everything_within_10_s(
     number: signal.Signals, status: int, qlora: Run, tmp_path: Path
 ) -> None:

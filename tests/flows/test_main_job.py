@@ -152,7 +152,9 @@ def test_a_second_run_reuses_every_stage(qlora: Run, rlhf: Callable[..., Run]) -
     assert again.summary["seconds"] < 45
 
 
-@pytest.mark.parametrize("experiment", ["lora_zero3", "sft_full"])
+@pytest.mark.parametrize(
+    "experiment", ["lora_zero3", pytest.param("sft_full", marks=pytest.mark.slow)]
+)
 def test_other_experiments_hold_too(experiment: str, qlora: Run, rlhf: Callable[..., Run]) -> None:
     done = rlhf(qlora.runs, f"+exp={experiment}", "train.max_steps=40")  # of 100: it is the suite
     stages = [s for s in STAGES if s != "merge" or experiment != "sft_full"]

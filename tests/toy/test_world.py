@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from pathlib import Path
 from random import Random
+from typing import Any
 
 import pytest
 
@@ -89,21 +90,41 @@ def _task_of(prompt: str) -> str:
     return tasks.get(first, first.lower())
 
 
-def test_the_dataset_has_its_four_files(tmp_path: Path) -> None:
+def test_the_dataset_has_its_files(tmp_path: Path) -> None:
     account = write_dataset(tmp_path, train_size=200, heldout_size=40, seed=0)
     rows = {
         path.stem: [json.loads(line) for line in path.read_text().splitlines()]
         for path in tmp_path.glob("*.jsonl")
     }
-    assert {name: len(split) for name, split in rows.items() if name != "preferences"} == {
-        "train": 200, "heldout": 40, "prompts": 200,
-    }  # fmt: skip
+    sizes = {"train": 200, "heldout": 40, "prompts": 200}
+    assert {name: len(split) for name, split in rows.items()} == sizes
     assert account["splits"]["heldout"]["kept"] == 40
     for row in rows["train"]:
         assert [m["role"] for m in row["messages"]] == ["user", "assistant"]
-    assert all(row["chosen"] != row["rejected"] for row in rows["preferences"])
     answers = {r["messages"][0]["content"]: r["messages"][1]["content"] for r in rows["train"]}
-    for row in rows["preferences"]:
-        assert answers[row["prompt"][0]["content"]] == row["chosen"]
     for row in rows["prompts"]:
         assert answers[row["messages"][0]["content"]] == row["answer"]
+
+
+def _toy(out: Path, rows: str, split: str) -> list[dict[str, Any]]:
+    write_dataset(out, train_size=300, heldout_size=40, seed=0, rows=rows)
+    return [json.loads(line) for line in (out / f"{split}.jsonl").read_text().splitlines()]
+
+
+@pytest.mark.parametrize("split", ["train", "heldout"])
+def test_pairs_prefer_the_right_answer(tmp_path: Path, split: str) -> None:
+    rows = _toy(tmp_path, "pairs", split)
+    assert len(rows) == {"train": 300, "heldout": 40}[split]
+    for row in rows:
+        ((question,), (chosen,), (rejected,)) = (row[k] for k in ("prompt", "chosen", "rejected"))
+        assert chosen["content"] == _solve(row["task"], question["content"]) != rejected["content"]
+        if split == "heldout":
+            assert row["messages"] == [question, chosen]
+
+
+def test_labels_say_whether_the_answer_is_right(tmp_path: Path) -> None:
+    rows = _toy(tmp_path, "labelled", "train")
+    for row in rows:
+        question, answer = (m["content"] for m in row["messages"])
+        assert (answer == _solve(row["task"], question)) is row["desirable"]
+    assert 100 < sum(row["desirable"] for row in rows) < 200

@@ -7,14 +7,14 @@ from pathlib import Path
 
 from tasks.training.engine import Ranks, start_engine
 from tasks.training.job import TrainJob
-from tasks.training.model import load_model
+from tasks.training.model import load_model, load_tokenizer
 from tasks.training.partitions import own_shares, write_shares
 from tasks.training.zero_config import deepspeed_config
 
 job = TrainJob.read(Path(sys.argv[1]))
 ranks = Ranks()
 config = deepspeed_config(job.settings, ranks.world_size)
-engine = start_engine(load_model(job, ranks, config), config)
+engine = start_engine(load_model(job, ranks, config, tokenizer=load_tokenizer(job)), config)
 if ranks.first:
     engine.module.save_pretrained(job.out / "naive")
 shares = own_shares(engine.module, rank=ranks.rank, world_size=ranks.world_size)

@@ -11,7 +11,8 @@ import pytest
 
 from tasks.errors import ConfigError
 from tasks.training.job import Batch, Optim, Peft, Settings, TrainJob, Zero
-from tasks.training.memory import Sizes, adapter_weights, estimate
+from tasks.training.memory import adapter_weights, estimate
+from tasks.training.sizes import Sizes
 from tasks.training.zero_config import deepspeed_config
 
 QWEN_7B = {
@@ -89,6 +90,7 @@ def test_deepspeed_config_by_value() -> None:
             "reduce_bucket_size": 1000,
             "allgather_bucket_size": 1000,
             "stage3_prefetch_bucket_size": 1000,
+            "stage3_param_persistence_threshold": 100_000,
             "stage3_gather_16bit_weights_on_model_save": False,
             "memory_efficient_linear": False,
             "offload_param": {"device": "cpu", "pin_memory": False},
@@ -110,15 +112,49 @@ def test_sizes_of_a_published_model() -> None:
 def test_estimate_divides_what_the_stage_partitions() -> None:
     full = {s: estimate(QWEN_7B, Settings(zero=Zero(s)), 4) for s in (0, 1, 2, 3)}
     weights = 7_615_616_512 - 28 * 4_608
+    bucket, live = 2 * Zero().bucket_size, 2 * 10**9
     assert full[0].parameters == 2 * weights
     assert full[0].optimizer == 12 * weights
     assert full[1].optimizer == 3 * weights
-    assert (full[1].gradients, full[2].gradients) == (2 * weights, weights // 2)
-    assert full[3].parameters == weights // 2
-    qlora = estimate(QWEN_7B, Settings(peft=Peft("qlora")), 1)
+    assert (full[1].gradients, full[2].gradients) == (2 * weights + bucket, weights // 2 + bucket)
+    assert full[3].parameters == weights // 2 + live
+    assert (full[0].step, full[2].step, full[3].step) == (4 * weights, 2 * weights, 3 * weights)
+    qlora = estimate(QWEN_7B, Settings(peft=Peft("qlora")), 1, gpu=True)
     assert qlora.parameters < 0.4 * full[0].parameters
+    small = replace(Settings(), optim=Optim(optimizer="adamw_8bit"))
+    assert estimate(QWEN_7B, small, 1).optimizer < 0.53 * full[0].optimizer
+    assert estimate(QWEN_7B, Settings(dtype="float32"), 1).optimizer == 8 * weights
     kept = Settings(gradient_checkpointing=True)
     assert estimate(QWEN_7B, kept, 1).activations < full[0].activations / 2
+
+
+def test_the_step_has_the_activations_memory_again_on_a_gpu() -> None:
+    for gpu in (True, False):
+        found = estimate(QWEN_7B, Settings(zero=Zero(2)), 4, gpu=gpu)
+        passing = (found.step, found.activations)
+        states = found.parameters + found.gradients + found.optimizer
+        assert found.total - states == (max(passing) if gpu else sum(passing))
+        assert found.states == states + found.step
+
+
+def test_weights_of_adapters() -> None:
+    sizes = Sizes.of(QWEN_7B)
+    lora = adapter_weights(sizes, Settings(peft=Peft("lora", rank=8)))
+    pissa = adapter_weights(sizes, Settings(peft=Peft("lora", rank=8, init="pissa")))
+    assert pissa == 2 * lora
+    outputs = sum(out for _, out in sizes.linears().values())
+    dora = adapter_weights(sizes, Settings(peft=Peft("lora", rank=8, use_dora=True)))
+    assert dora == lora + 28 * outputs
+    pattern = Peft("lora", rank=8, rank_pattern={"q_proj": 4}, exclude_modules=("down_proj",))
+    fewer = 4 * 2 * 3584 + 8 * (18944 + 3584)
+    assert adapter_weights(sizes, Settings(peft=pattern)) == lora - 28 * fewer
+    whole = Peft("lora", rank=8, modules_to_save=("embed_tokens",))
+    assert adapter_weights(sizes, Settings(peft=whole)) == lora + 152064 * 3584
+
+
+def test_keys_and_values_of_a_published_model() -> None:
+    """Qwen2.5-7B holds 56 KiB a token in 16 bits: 2 x 28 layers x 4 heads x 128 x 2 bytes."""
+    assert Sizes.of(QWEN_7B).kv_cache(1) == 57_344
 
 
 def test_what_the_flow_imports_needs_no_torch() -> None:

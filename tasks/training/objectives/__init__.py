@@ -1,36 +1,94 @@
 """Objectives by name: one file each, imported when asked for.
 
-An objective turns one micro-batch into a *sum* of losses. What it is divided by (the weight of the
-whole global batch) is the loop's business, so that the result does not depend on how samples are
-spread over ranks and accumulation steps.
+    sft.py                       negative log-likelihood of the supervised tokens
+    reward.py                    pairwise ranking of a score head
+    dpo.py orpo.py simpo.py      preference pairs
+    kto.py                       answers marked as desirable or not
+
+An objective is a frozen dataclass: its fields are the knobs of section `train.loss` that it knows,
+its `loss` turns what the model said of one row into a number. That number is this row's part of
+the whole step's loss: sums are divided by counts of the whole global batch, so that the result does
+not depend on how examples are dealt to rows, ranks and accumulation steps.
 """
 
 from __future__ import annotations
 
 import importlib
-from typing import TYPE_CHECKING, Protocol
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
+from typing import TYPE_CHECKING, Any, ClassVar, Protocol
 
 from tasks.errors import ConfigError
 
 if TYPE_CHECKING:
     import torch
-    from torch import nn
 
-    from tasks.training.batches import MicroBatch
+    from tasks.training.order import Counts
+    from tasks.training.packing import Row
 
-_MODULES = {"sft": "tasks.training.objectives.sft"}
+_MODULES = {
+    "sft": "sft:Sft",
+    "reward": "reward:Reward",
+    "dpo": "dpo:Dpo",
+    "kto": "kto:Kto",
+    "orpo": "orpo:Orpo",
+    "simpo": "simpo:Simpo",
+}
+
+
+@dataclass(frozen=True)
+class Said:
+    """What the model says of a row; all float32.
+
+    Attributes:
+        logprobs: (N,) of the supervised tokens, in nats; of a causal model.
+        scores: (S,) one a sequence; of a model with a score head.
+        reference: (S,) sums of log-probabilities under the reference model, where one is needed.
+        baseline: what `Kto` compares with, a mean over the whole step.
+    """
+
+    logprobs: torch.Tensor | None = None
+    scores: torch.Tensor | None = None
+    reference: torch.Tensor | None = None
+    baseline: torch.Tensor | None = None
+
+
+@dataclass(frozen=True)
+class Loss:
+    """One row's part of the step's loss, and of its measures.
+
+    Attributes:
+        value: scalar with gradient; the step's loss is the sum over all rows and ranks.
+        measures: scalars without gradient that add up over rows and ranks likewise.
+    """
+
+    value: torch.Tensor
+    measures: Mapping[str, torch.Tensor]
 
 
 class Objective(Protocol):
-    """What one objective module offers."""
+    """What every objective has.
 
-    def loss_sum(self, model: nn.Module, batch: MicroBatch) -> torch.Tensor:
-        """Sum of the losses of all supervised tokens of the micro-batch; a scalar in fp32."""
+    Attributes:
+        roles: sequences of an example, by name.
+        head: `tokens` (a causal model) or `score` (a model with a score head of one label).
+        needs_reference: whether `Said.reference` is wanted.
+        baseline_role: the role whose sequences `Said.baseline` is taken on, before the step;
+            they are not trained on.
+    """
+
+    roles: ClassVar[tuple[str, ...]]
+    head: ClassVar[str]
+    needs_reference: ClassVar[bool]
+    baseline_role: ClassVar[str | None]
+
+    def loss(self, said: Said, row: Row, counts: Counts) -> Loss:
+        """This row's part of the loss."""
         ...
 
 
-def objective(name: str) -> Objective:
-    """The objective of that name.
+def kind_of(name: str) -> type[Any]:
+    """The class of the objective of that name.
 
     Raises:
         ConfigError: when there is none.
@@ -40,5 +98,26 @@ def objective(name: str) -> Objective:
             f"train.objective={name} is not an objective",
             hint=f"train.objective={'|'.join(sorted(_MODULES))}",
         )
-    found: Objective = importlib.import_module(_MODULES[name])
+    module, _, kind = _MODULES[name].partition(":")
+    found: type[Any] = getattr(importlib.import_module(f"{__name__}.{module}"), kind)
     return found
+
+
+def objective(name: str, knobs: Mapping[str, Any]) -> Objective:
+    """The objective of that name with its knobs; a knob that is None keeps its default.
+
+    Raises:
+        ConfigError: for an unknown name, or knobs that the objective does not have.
+    """
+    kind = kind_of(name)
+    given = {key: value for key, value in knobs.items() if value is not None}
+    known = [f.name for f in fields(kind)]
+    foreign = sorted(set(given) - set(known))
+    if foreign:
+        raise ConfigError(
+            f"train.loss.{foreign[0]} is not a knob of train.objective={name}",
+            details=[f"train.loss.{key}={given[key]}" for key in foreign],
+            hint=f"{name} has: {', '.join(known) or 'none'}; null leaves a knob alone",
+        )
+    made: Objective = kind(**given)
+    return made

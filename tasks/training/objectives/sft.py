@@ -1,23 +1,25 @@
-"""Supervised fine-tuning: negative log-likelihood of the answer's tokens, given all before them."""
+"""Supervised fine-tuning: negative log-likelihood of supervised tokens, given all before them."""
 
 from __future__ import annotations
 
-import torch
-from torch import nn
+from dataclasses import dataclass
+from typing import ClassVar
 
-from tasks.training.batches import IGNORE, MicroBatch
+from tasks.training.objectives import Loss, Said
+from tasks.training.order import Counts
+from tasks.training.packing import Row
 
 
-def loss_sum(model: nn.Module, batch: MicroBatch) -> torch.Tensor:
-    """Sum of the cross-entropies (nats) over supervised tokens; scalar, fp32.
+@dataclass(frozen=True)
+class Sft:
+    """Mean cross-entropy, in nats a supervised token."""
 
-    Only the logits that a loss needs are turned into fp32: `labels[:, t]` is predicted by
-    position t-1, and positions whose next token is not supervised are dropped first.
-    """
-    logits_BTV = model(
-        input_ids=batch.input_ids, attention_mask=batch.attention_mask, use_cache=False
-    ).logits
-    targets_BT = batch.labels[:, 1:]
-    supervised = targets_BT != IGNORE
-    logits_NV = logits_BTV[:, :-1][supervised].float()
-    return nn.functional.cross_entropy(logits_NV, targets_BT[supervised], reduction="sum")
+    roles: ClassVar[tuple[str, ...]] = ("text",)
+    head: ClassVar[str] = "tokens"
+    needs_reference: ClassVar[bool] = False
+    baseline_role: ClassVar[str | None] = None
+
+    def loss(self, said: Said, row: Row, counts: Counts) -> Loss:
+        """Sum of the row's cross-entropies over the step's supervised tokens."""
+        assert said.logprobs is not None
+        return Loss(-said.logprobs.sum() / counts.supervised[0], {})

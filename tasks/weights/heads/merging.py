@@ -20,7 +20,7 @@ from tasks.weights.families.merging import MergeSettings, plan_merge
 from tasks.weights.header import TensorInfo
 from tasks.weights.heads.detect import detect
 from tasks.weights.heads.folder import HEAD, HeadFolder, hidden_size
-from tasks.weights.heads.normalisation import normalisation_from
+from tasks.weights.heads.normalisation import Normalisation, normalisation_from
 from tasks.weights.heads.reward import OUTPUT_EMBEDDINGS, SCORE, reward_config
 from tasks.weights.heads.separate import Parted
 from tasks.weights.plan import Dropped, Plan
@@ -68,6 +68,34 @@ def is_reward_adapter(folder: HeadFolder) -> bool:
     return bool(found.lora_on) or (HEAD not in folder.sources and bool(found.findings))
 
 
+def reward_side(
+    base: Source, config: Mapping[str, Any], dtype: str, perform: Perform = perform
+) -> tuple[Mapping[str, TensorLike], ModelFacts]:
+    """A language model's tensors as those of its family's reward model, and that model's facts.
+
+    Raises:
+        ContractError: config.json does not say how wide the head is.
+        ArtifactError: the family has no class for rewards.
+    """
+    seen, _, facts = _seen(base, config, dtype, perform)
+    return seen.tensors, facts
+
+
+def _seen(
+    base: Source, config: Mapping[str, Any], dtype: str, perform: Perform
+) -> tuple[RewardBase, str, ModelFacts]:
+    hidden = hidden_size(config)
+    if hidden is None:
+        raise ContractError(
+            "reward: the base's config.json has no hidden_size: how wide the head is is not told",
+            hint="give the base with the config.json that save_pretrained wrote",
+        )
+    seen = reward_base(base.tensors, hidden)
+    disk = {key: tuple(one.shape) for key, one in seen.tensors.items()}
+    name, facts = ask_reward_facts(perform, config, dtype, disk)
+    return seen, name, facts
+
+
 def merged_reward(
     adapter: Adapter,
     base: Source,
@@ -76,6 +104,7 @@ def merged_reward(
     *,
     dtype: str,
     endings: Sequence[int] = (),
+    normalisation: Normalisation | None = None,
     perform: Perform = perform,
 ) -> Parted:
     """Plan the reward model that an adapter makes of its base; nothing is written.
@@ -87,32 +116,30 @@ def merged_reward(
         settings: what to make of it.
         dtype: torch name of the dtype of the model's facts.
         endings: ids that end a text; see `reward_config`.
+        normalisation: of the scores; None takes what lies beside the adapter, or in the base.
         perform: who knows the model classes.
 
     Raises:
         ContractError: no head, or whatever `plan_merge` finds.
         ArtifactError: the family has no class for rewards.
     """
-    hidden = hidden_size(config)
-    if hidden is None:
-        raise ContractError(
-            "reward: the base's config.json has no hidden_size: how wide the head is is not told",
-            hint="give the base with the config.json that save_pretrained wrote",
-        )
-    seen = reward_base(base.tensors, hidden)
-    disk = {key: tuple(one.shape) for key, one in seen.tensors.items()}
-    name, facts = ask_reward_facts(perform, config, dtype, disk)
+    seen, name, facts = _seen(base, config, dtype, perform)
     operands = {f"{adapter.name}:{key}": one for key, one in adapter.tensors.tensors.items()}
     found = changes([(adapter, 1.0)], facts.live)
     plan = plan_reward_merge(seen, facts, found, operands, settings)
-    # OpenRLHF writes a config.json into the adapter's folder; mean and std are those of training.
-    beside = adapter.root / "config.json"
-    normalisation, wrong = normalisation_from(read_json(beside) if beside.is_file() else config)
-    if wrong:
-        raise ContractError(f"reward: {first_and_more(wrong)}", details=wrong)
+    normalisation = normalisation or _beside(adapter, config)
     document = reward_config(config, name, normalisation, endings)
     sources = {settings.base: base, adapter.name: adapter.tensors}
     return Parted(plan, sources, document, facts, value_head=False)
+
+
+def _beside(adapter: Adapter, config: Mapping[str, Any]) -> Normalisation:
+    """OpenRLHF writes a config.json into the adapter's folder; mean and std are training's."""
+    path = adapter.root / "config.json"
+    found, wrong = normalisation_from(read_json(path) if path.is_file() else config)
+    if wrong:
+        raise ContractError(f"reward: {first_and_more(wrong)}", details=wrong)
+    return found
 
 
 def plan_reward_merge(

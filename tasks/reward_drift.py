@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from itertools import combinations
 from statistics import fmean, pstdev
 
@@ -28,13 +28,6 @@ class RewardLimit:
     order: float
 
 
-LIMITS = {
-    "strict": RewardLimit(difference=0.01, order=0.99),
-    "standard": RewardLimit(difference=0.03, order=0.97),
-    "relaxed": RewardLimit(difference=0.1, order=0.95),
-}
-
-
 @dataclass(frozen=True)
 class RewardDrift:
     """How far scores lie from the reference's; differences in its standard deviations.
@@ -49,6 +42,10 @@ class RewardDrift:
     max_difference: float
     same_order: float
     unit: float
+
+    def as_dict(self) -> dict[str, float]:
+        """Plain numbers, for manifests and trackers."""
+        return asdict(self)
 
 
 def reward_drift(reference: Sequence[float], new: Sequence[float]) -> RewardDrift:
@@ -70,3 +67,23 @@ def reward_drift(reference: Sequence[float], new: Sequence[float]) -> RewardDrif
     pairs = [(a, b) for a, b in combinations(zip(reference, new, strict=True), 2) if a[0] != b[0]]
     alike = [(a[0] < b[0]) == (a[1] < b[1]) and a[1] != b[1] for a, b in pairs]
     return RewardDrift(fmean(differences), max(differences), fmean(alike), unit)
+
+
+def exceeds(measured: RewardDrift, limit: RewardLimit, noise: float | None = None) -> list[str]:
+    """What of `measured` is beyond `limit`; empty when it holds.
+
+    Args:
+        measured: the drift.
+        limit: what is admitted.
+        noise: mean absolute difference of the same model measured twice, in rewards; the mean
+            difference must then also stay within twice of it.
+    """
+    found = []
+    if measured.mean_difference > limit.difference:
+        found.append(f"mean difference {measured.mean_difference:.2e} > {limit.difference:g}")
+    if measured.same_order < limit.order:
+        found.append(f"pairs in the same order {measured.same_order:.4f} < {limit.order:g}")
+    if noise is not None and measured.mean_difference * measured.unit > 2 * noise:
+        moved = measured.mean_difference * measured.unit
+        found.append(f"mean difference {moved:.2e} > twice the repeat noise {noise:.2e}")
+    return found

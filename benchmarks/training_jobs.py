@@ -1,0 +1,261 @@
+"""The contenders of `make bench-training`, each in a process of its own:
+
+    python -m benchmarks.training_jobs ours BASE DATA OUT '{"objective": "sft", ...}'
+
+Each takes the same optimizer steps and prints one JSON line: real tokens and seconds of every step
+after the first. Padding is no token. All run fp32, AdamW, LoRA of one rank on all linear layers,
+without gradient checkpointing unless `checkpointing` asks for it.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import logging
+import os
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from benchmarks.training_setting import MICRO, RANK
+
+IGNORED = -100
+
+
+@dataclass(frozen=True)
+class Ask:
+    """What is to be run; `rows` examples a micro-batch."""
+
+    base: Path
+    data: Path
+    out: Path
+    objective: str = "sft"
+    steps: int = 5
+    rows: int = MICRO
+    dtype: str = "float32"
+    checkpointing: bool = False
+    nproc: int = 1
+    lr: float = 1e-5
+
+
+def say(steps: list[tuple[int, float]], **more: Any) -> None:
+    """The line that is read by the parent: the first step warms up and is left out."""
+    print(json.dumps({"steps": steps[1:], **more}))
+
+
+def ours(ask: Ask) -> None:
+    """The stage `train`, from its launcher to the published shards; steps as its events tell."""
+    from tasks.train import train
+    from tasks.training.job import Batch, Launch, Optim, Peft, Settings, Zero
+
+    settings = Settings(
+        objective=ask.objective,
+        dtype=ask.dtype,
+        gradient_checkpointing=ask.checkpointing,
+        save_steps=0,
+        probes=2,
+        peft=Peft("lora", rank=RANK, alpha=2 * RANK),
+        zero=Zero(0),
+        optim=Optim(lr=ask.lr),
+        batch=Batch(ask.rows, ask.rows * ask.nproc, max_steps=ask.steps, max_len=1024),
+        launch=Launch(nproc=ask.nproc, threads=int(os.environ.get("OMP_NUM_THREADS", 0)) or None),
+    )
+    started, seen = time.monotonic(), []
+    found: list[tuple[int, float]] = []
+
+    def on_event(event: dict[str, Any]) -> None:
+        seen.append((event["event"], time.monotonic() - started))
+        if event["event"] == "step":
+            # From one step's event to the next one's: all that the loop does is in it.
+            since = seen[-2][1] if seen[-2][0] == "step" else seen[-1][1] - event["step_s"]
+            found.append((round(event["tokens_per_s"] * event["step_s"]), seen[-1][1] - since))
+
+    ask.out.mkdir(parents=True)
+    train(
+        ask.out,
+        base=ask.base,
+        data=ask.data,
+        base_digest="b" * 64,
+        settings=settings,
+        checkpoints=ask.out.with_name(f"{ask.out.name}-checkpoints"),
+        resume="never",
+        log=logging.getLogger("bench"),
+        log_path=ask.out.with_name(f"{ask.out.name}.log"),
+        on_event=on_event,
+    )
+    say(found, first_step_s=next(at for name, at in seen if name == "step"))
+
+
+def trl(ask: Ask) -> None:
+    """TRL's trainer of that objective, by its own defaults but for what `Ask` says."""
+    import torch
+    import trl
+    from datasets import load_dataset
+    from peft import LoraConfig
+    from transformers import AutoTokenizer, TrainerCallback
+
+    kinds = {"sft": (trl.SFTConfig, trl.SFTTrainer), "dpo": (trl.DPOConfig, trl.DPOTrainer)}
+    config, trainer = kinds[ask.objective]
+    arguments = config(
+        output_dir=str(ask.out),
+        per_device_train_batch_size=ask.rows,
+        max_steps=ask.steps,
+        learning_rate=ask.lr,
+        max_length=1024,
+        gradient_checkpointing=ask.checkpointing,
+        model_init_kwargs={"dtype": ask.dtype},
+        use_cpu=not torch.cuda.is_available(),
+        bf16=ask.dtype == "bfloat16" and torch.cuda.is_available(),
+        report_to="none",
+        save_strategy="no",
+        logging_steps=1,
+        disable_tqdm=True,
+        dataloader_pin_memory=False,
+    )
+    made = trainer(
+        model=str(ask.base),
+        args=arguments,
+        train_dataset=_for_trl(load_dataset("json", data_files=str(ask.data / "train.jsonl"))),
+        processing_class=AutoTokenizer.from_pretrained(ask.base),
+        peft_config=LoraConfig(
+            r=RANK, lora_alpha=2 * RANK, target_modules="all-linear", task_type="CAUSAL_LM"
+        ),
+    )
+    tokens, ends = [], []
+    collate = made.data_collator
+
+    def counting(examples: list[Any]) -> Any:
+        batch = collate(examples)
+        tokens.append(int(batch["attention_mask"].sum()))
+        return batch
+
+    class Clock(TrainerCallback):
+        def on_step_end(self, *args: Any, **kwargs: Any) -> None:
+            ends.append(time.monotonic())
+
+    made.data_collator = counting
+    made.add_callback(Clock())
+    begun = time.monotonic()
+    made.train()
+    say(_steps(tokens, [begun, *ends]))
+
+
+def _for_trl(loaded: Any) -> Any:
+    rows = loaded["train"]
+    if "messages" not in rows.column_names:
+        return rows.remove_columns(["id"])
+    return rows.map(
+        lambda row: {"prompt": row["messages"][:-1], "completion": row["messages"][-1:]},
+        remove_columns=rows.column_names,
+    )
+
+
+def _steps(tokens: list[int], marks: list[float]) -> list[tuple[int, float]]:
+    times = [b - a for a, b in itertools.pairwise(marks)]
+    return list(zip(tokens[: len(times)], times, strict=True))
+
+
+def _load(ask: Ask) -> tuple[Any, list[tuple[list[int], list[bool]]]]:
+    """The base, and (ids, bears loss) of every conversation, as its template has it."""
+    import torch
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    tokenizer = AutoTokenizer.from_pretrained(ask.base)
+    found = []
+    for line in (ask.data / "train.jsonl").read_text().splitlines():
+        messages = json.loads(line)["messages"]
+        options = {"tokenize": True, "return_dict": False}
+        asked = tokenizer.apply_chat_template(messages[:-1], add_generation_prompt=True, **options)
+        ids = tokenizer.apply_chat_template(messages, **options)
+        found.append((ids, [place >= len(asked) for place in range(len(ids))]))
+    model = AutoModelForCausalLM.from_pretrained(ask.base, dtype=getattr(torch, ask.dtype))
+    return model, found
+
+
+def _adapted(model: Any) -> tuple[Any, Any]:
+    import torch
+    from peft import LoraConfig, get_peft_model
+
+    config = LoraConfig(
+        r=RANK, lora_alpha=2 * RANK, target_modules="all-linear", task_type="CAUSAL_LM"
+    )
+    model = get_peft_model(model, config).train()
+    return model, torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-5)
+
+
+def _timed(ask: Ask, forward: Callable[[int], tuple[int, Any]], model: Any, optimizer: Any) -> None:
+    import torch
+
+    trained = [p for p in model.parameters() if p.requires_grad]
+    tokens, marks = [], [time.monotonic()]
+    for step in range(ask.steps):
+        count, loss = forward(step)
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(trained, 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+        float(loss.detach())
+        tokens.append(count)
+        marks.append(time.monotonic())
+    say(_steps(tokens, marks))
+
+
+def padded(ask: Ask) -> None:
+    """A bare PyTorch loop: batches in random order, padded, with the model's own loss."""
+    import torch
+
+    model, samples = _load(ask)
+    model, optimizer = _adapted(model)
+    order = torch.randperm(len(samples), generator=torch.Generator().manual_seed(0)).tolist()
+
+    def forward(step: int) -> tuple[int, Any]:
+        batch = [samples[i] for i in order[step * ask.rows : (step + 1) * ask.rows]]
+        longest = max(len(ids) for ids, _ in batch)
+        ids, mask = (torch.zeros(len(batch), longest, dtype=torch.long) for _ in "ab")
+        labels = torch.full_like(ids, IGNORED)
+        for row, (own, bears) in enumerate(batch):
+            size = len(own)
+            ids[row, :size], mask[row, :size] = torch.tensor(own), 1
+            labels[row, :size] = torch.where(torch.tensor(bears), ids[row, :size], IGNORED)
+        out = model(input_ids=ids, attention_mask=mask, labels=labels)
+        return int(mask.sum()), out.loss
+
+    _timed(ask, forward, model, optimizer)
+
+
+def bare(ask: Ask) -> None:
+    """Forward, backward and step of the rows that we train on, packed before the clock starts."""
+    import numpy as np
+
+    from tasks.training.examples import Examples
+    from tasks.training.job import Batch
+    from tasks.training.order import Order
+    from tasks.training.packed_model import take_rows
+    from tasks.training.packing import pack
+
+    model, samples = _load(ask)
+    take_rows(model)
+    model, optimizer = _adapted(model)
+    bounds = np.concatenate([[0], np.cumsum([len(ids) for ids, _ in samples])])
+    ids = np.concatenate([np.array(ids, np.int32) for ids, _ in samples])
+    bears = np.concatenate([np.array(bears, np.uint8) for _, bears in samples])
+    examples = Examples(("text",), [str(i) for i in range(len(samples))], ids, bears, bounds, {})
+    batch = Batch(ask.rows, ask.rows, max_steps=ask.steps, max_len=1024)
+    order = Order(examples, batch, seed=0, world_size=1)
+    rows = [pack(examples, order.step(i + 1, 0).rows[0]) for i in range(ask.steps)]
+
+    def forward(step: int) -> tuple[int, Any]:
+        row = rows[step]
+        return row.ids.numel(), -model(row=row).mean()
+
+    _timed(ask, forward, model, optimizer)
+
+
+JOBS: dict[str, Callable[[Ask], None]] = {"ours": ours, "trl": trl, "padded": padded, "bare": bare}
+
+if __name__ == "__main__":
+    name, base, data, out, more = sys.argv[1:]
+    JOBS[name](Ask(Path(base), Path(data), Path(out), **json.loads(more)))

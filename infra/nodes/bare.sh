@@ -1,0 +1,22 @@
+#!/usr/bin/env bash
+# Several bare machines: run this on every one of them, node 0 first or last.
+#
+#   infra/nodes/bare.sh 0 node0.lan +exp=lora_zero3 train.nodes=2 paths.runs=/shared/runs
+#   infra/nodes/bare.sh 1 node0.lan +exp=lora_zero3 train.nodes=2 paths.runs=/shared/runs
+#
+# First argument: this machine's number. Second: the address of machine 0. The rest: the run's own
+# arguments, the same everywhere. The project, its environment and paths.runs have to be at the same
+# place on all machines (NFS will do). PORT (29500) has to be open between them; where a machine has
+# several networks, INTERFACE names the one to use.
+set -euo pipefail
+(($# >= 3)) || {
+    sed -n '2,10p' "$0" >&2
+    exit 2
+}
+cd "$(dirname "${BASH_SOURCE[0]}")/../.."
+export NODE_RANK=$1 MASTER_ADDR=$2 MASTER_PORT=${PORT:-29500}
+if [[ -n ${INTERFACE:-} ]]; then
+    export GLOO_SOCKET_IFNAME=$INTERFACE NCCL_SOCKET_IFNAME=$INTERFACE
+fi
+shift 2
+exec "${VENV:-.venv}/bin/python" flows/rlhf.py "$@"

@@ -1,0 +1,139 @@
+"""A row of the user's data -> a preference pair, or an answer with a label.
+
+Answers are texts beside a prompt, lists of messages beside a prompt, or whole conversations whose
+common beginning is the prompt (UltraFeedback, HH). The prompt ends before the first message in
+which the two answers differ.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import Any
+
+from tasks.data.columns import Columns
+from tasks.data.conversations import conversation, system_message
+from tasks.data.messages import (
+    Message,
+    Unusable,
+    column_text,
+    messages_of,
+    require_turns,
+    transcript,
+)
+from tasks.data.readers import kind_of
+
+_FLAGS = {"true": True, "false": False, "1": True, "0": False}
+
+
+def preference(values: Mapping[str, Any], columns: Columns) -> dict[str, Any]:
+    """`{"prompt", "chosen", "rejected", "margin"?}`: lists of messages, and a number.
+
+    Raises:
+        Unusable: a missing column, a wrong type, answers that are equal or empty, roles out of
+            order, a margin that is not a finite number.
+    """
+    missing = [name for name in (columns.chosen, columns.rejected) if name not in values]
+    if missing:
+        raise Unusable("no " + ", no ".join(repr(name) for name in missing))
+    prompt = _prompt(values, columns)
+    chosen = _answer(values, columns.chosen, prompt)
+    rejected = _answer(values, columns.rejected, prompt)
+    if chosen == rejected:
+        raise Unusable(f"{columns.chosen!r} and {columns.rejected!r} are equal: nothing to prefer")
+    if prompt is None:
+        cut = _parting(chosen, rejected)
+        prompt, chosen, rejected = chosen[:cut], chosen[cut:], rejected[cut:]
+    if prompt and prompt[0]["role"] != "system":
+        prompt = [*system_message(values, columns), *prompt]
+    for name, turns in ((columns.chosen, chosen), (columns.rejected, rejected)):
+        _require_answer(prompt, turns, name)
+    row: dict[str, Any] = {"prompt": prompt, "chosen": chosen, "rejected": rejected}
+    if columns.margin is not None:
+        row["margin"] = _number(values, columns.margin)
+    return row
+
+
+def labelled(values: Mapping[str, Any], columns: Columns) -> dict[str, Any]:
+    """`{"messages", "desirable"}`: a conversation and whether its last answer is desirable.
+
+    Raises:
+        Unusable: as for a conversation, or a label that is neither true nor false.
+    """
+    if columns.label not in values:
+        raise Unusable(f"no {columns.label!r}, the column of the label")
+    raw = values[columns.label]
+    flag = _FLAGS.get(str(raw).lower()) if isinstance(raw, bool | int | str) else None
+    if flag is None:
+        found = repr(raw) if isinstance(raw, str | int | float) else kind_of(raw)
+        raise Unusable(f"{columns.label!r} must be true or false, found {found[:40]}")
+    return {"messages": conversation(values, columns), "desirable": flag}
+
+
+def _prompt(values: Mapping[str, Any], columns: Columns) -> list[Message] | None:
+    """The messages before the answers; None where only the answers tell."""
+    if columns.prompt not in values:
+        return None
+    raw = values[columns.prompt]
+    if isinstance(raw, str):
+        text = column_text(values, columns.prompt)
+        return transcript(text) or [{"role": "user", "content": text}]
+    return messages_of(raw, columns.prompt)
+
+
+def _answer(values: Mapping[str, Any], key: str, prompt: list[Message] | None) -> list[Message]:
+    """What comes after `prompt`; the whole conversation where the prompt is not known."""
+    raw = values[key]
+    if isinstance(raw, str):
+        text = column_text(values, key)
+        told = transcript(text)
+        if told is None and prompt is None:
+            raise Unusable(f"{key!r} is a text, and there is no prompt to go with it")
+        messages = told or [{"role": "assistant", "content": text}]
+    else:
+        messages = messages_of(raw, key)
+    if prompt is None or messages[0]["role"] == "assistant":
+        return messages
+    # A conversation beside its prompt. A system message may stand in only one of the two.
+    for start in (prompt, prompt[1:] if prompt[0]["role"] == "system" else prompt):
+        if start and messages[: len(start)] == start:
+            return messages[len(start) :]
+    raise Unusable(f"{key!r} is a conversation that does not begin with the row's prompt")
+
+
+def _parting(one: list[Message], other: list[Message]) -> int:
+    """How many messages the two share, so that both go on with an answer."""
+    same = 0
+    while same < min(len(one), len(other)) and one[same] == other[same]:
+        same += 1
+    if same in (len(one), len(other)):  # one of them stops early: part before its last answer
+        same = min(len(one), len(other)) - 1
+    if same < 1 or one[same]["role"] != "assistant" or other[same]["role"] != "assistant":
+        at = f"message {same + 1}"
+        raise Unusable(f"the two conversations part at {at}, not at an answer")
+    return same
+
+
+def _require_answer(prompt: list[Message], turns: list[Message], key: str) -> None:
+    if not turns:
+        raise Unusable(f"{key!r} has no answer after the prompt")
+    require_turns([*prompt, *turns])
+    if turns[0]["role"] != "assistant" or turns[-1]["role"] != "assistant":
+        raise Unusable(f"{key!r} must begin and end with an answer after the prompt")
+    if not all(m["content"].strip() for m in turns if m["role"] == "assistant"):
+        raise Unusable(f"{key!r} is empty: there is no answer to learn")
+
+
+def _number(values: Mapping[str, Any], key: str) -> float:
+    if key not in values:
+        raise Unusable(f"no {key!r}, the column of the margin")
+    raw = values[key]
+    try:
+        # A cell of a CSV file is text.
+        number = float(raw) if isinstance(raw, int | float | str) else math.nan
+    except ValueError:
+        number = math.nan
+    if isinstance(raw, bool) or not math.isfinite(number):
+        found = repr(raw)[:40] if isinstance(raw, str | float) else kind_of(raw)
+        raise Unusable(f"{key!r} must be a finite number, found {found}")
+    return number

@@ -1,0 +1,84 @@
+"""What a model does: log-probabilities of a language model, scores of a reward model.
+
+Training leaves one of the two, and every hand-off is held to it.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from tasks.contract import Check
+from tasks.errors import ArtifactError, DriftError
+from tasks.fingerprint import Drift, DriftLimit, Fingerprint, drift, within
+from tasks.reward_drift import RewardDrift, exceeds
+from tasks.score_print import SCORES, ScorePrint, score_drift
+
+FINGERPRINT = "fingerprint.fp"
+NAMES = (FINGERPRINT, SCORES)
+
+Print = Fingerprint | ScorePrint
+Moved = Drift | RewardDrift
+
+
+def print_in(folder: Path) -> Path:
+    """The file that says what a folder's model does. Raises ArtifactError when there is none."""
+    found = next((folder / name for name in NAMES if (folder / name).is_file()), None)
+    if found is None:
+        raise ArtifactError(f"{folder}: no {FINGERPRINT} and no {SCORES}")
+    return found
+
+
+def load_print(path: Path) -> Print:
+    """Read it. Raises ArtifactError."""
+    return ScorePrint.load(path) if path.name == SCORES else Fingerprint.load(path)
+
+
+def moved(reference: Print, new: Print) -> Moved:
+    """How far `new` lies from `reference`. Raises DriftError when they cannot be compared."""
+    if isinstance(reference, ScorePrint) and isinstance(new, ScorePrint):
+        return score_drift(reference, new)
+    if isinstance(reference, Fingerprint) and isinstance(new, Fingerprint):
+        return drift(reference, new)
+    raise DriftError("log-probabilities and scores are not comparable")
+
+
+def too_far(found: Moved, limit: DriftLimit, noise: float | None = None) -> list[str]:
+    """What of it is beyond the limit; empty when it holds."""
+    if isinstance(found, RewardDrift):
+        return exceeds(found, limit.rewards, noise)
+    return within(found, limit, noise)
+
+
+def allowed(found: Moved, limit: DriftLimit) -> str:
+    """The limit in words."""
+    if isinstance(found, RewardDrift):
+        return (
+            f"mean difference <= {limit.rewards.difference:g} standard deviations of the "
+            f"reference's scores, pairs in the same order >= {limit.rewards.order:g}"
+        )
+    return (
+        f"mean KL <= {limit.mean_kl:.0e}, p95 KL <= {limit.p95_kl:.0e}, "
+        f"top-1 agreement >= {limit.top1_agreement}"
+    )
+
+
+def told(found: Moved) -> str:
+    """The distance in words."""
+    if isinstance(found, RewardDrift):
+        return (
+            f"mean difference {found.mean_difference:.2e} (at most {found.max_difference:.2e}) of "
+            f"{found.unit:.3g}, {found.same_order:.4f} of the pairs in the same order"
+        )
+    return (
+        f"mean KL {found.mean_kl:.2e}, p95 KL {found.p95_kl:.2e}, "
+        f"top-1 agreement {found.top1_agreement:.4f}"
+    )
+
+
+def verdict(found: Moved, limit: DriftLimit, noise: float | None = None) -> Check:
+    """The verdict on a drift, as one check."""
+    expected = allowed(found, limit)
+    if noise is not None:
+        expected += f", on average <= twice the repeat noise {noise:.2e}"
+    exceeded = too_far(found, limit, noise)
+    return Check("drift from the trained model", expected, told(found), ok=not exceeded)

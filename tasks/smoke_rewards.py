@@ -1,0 +1,159 @@
+"""smoke_eval of a reward model: serve it for real, and prove that it scores as training did.
+
+The served folder is loaded by the engine that will serve it. Its scores on the probes are compared
+with the live training engine's; held-out pairs tell how often it prefers the chosen answer.
+"""
+
+from __future__ import annotations
+
+import json
+import tempfile
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from tasks.contract import Check
+from tasks.errors import ConfigError, DataError
+from tasks.fingerprint import DriftLimit
+from tasks.heldout import context_of, read_pairs
+from tasks.output import Log
+from tasks.prints import allowed, told, too_far
+from tasks.report import StageReport
+from tasks.score_print import SCORES, ScorePrint, score_drift
+from tasks.scoring import ModelRef, ReferenceScorer
+from tasks.serving import verdicts
+from tasks.serving.job import Job
+from tasks.smoke_eval import ENGINES, SmokeSettings
+from tasks.vllm_jobs import HEADROOM, run_vllm
+from tasks.weights.reader import read_json
+
+CHANCE = 0.5
+"""Share of pairs that a head which knows nothing puts in the right order."""
+
+
+def smoke_rewards(
+    out: Path,
+    *,
+    served: Path,
+    data: Path,
+    trained: Path,
+    engine: str,
+    profile: DriftLimit,
+    settings: SmokeSettings,
+    scorer: ReferenceScorer,
+    log: Log,
+    log_path: Path,
+) -> StageReport:
+    """Load, score, judge.
+
+    Args:
+        out: staging directory; gets `report.json`, `scores.json`, `pairs.jsonl`.
+        served: the folder to serve.
+        data: dataset artifact with pairs in `heldout.jsonl`.
+        trained: shards artifact with the training engine's `scores.json`.
+        engine: "vllm" or "transformers".
+        profile: the drift that it may show.
+        settings: how the engine is run, and how many pairs are scored.
+        scorer: the transformers child.
+        log: progress and the engine's output.
+        log_path: file for the engine's whole output.
+
+    Raises:
+        DataError: there are no held-out pairs that fit the model's context.
+        StageProcessError: the engine did not come up or broke down.
+    """
+    if engine not in ENGINES:
+        raise ConfigError(f"smoke.engine={engine} is none of {', '.join(ENGINES)}")
+    strays = verdicts.stray_weights(served)
+    if strays:
+        return StageReport("report", checks=(verdicts.no_strays(strays),))
+    reference = ScorePrint.load(trained / SCORES)
+    pairs = _encoded(served, data, scorer, settings)
+    texts = [*map(list, reference.probes), *(ids for pair in pairs for ids in pair)]
+    scores = _score(engine, served, texts, settings, out, scorer=scorer, log=log, log_path=log_path)
+    count = len(reference.probes)
+    now = ScorePrint(reference.probes, tuple(scores[:count]), engine)
+    now.save(out / SCORES)
+    moved = score_drift(reference, now)
+    chosen, rejected = scores[count::2], scores[count + 1 :: 2]
+    right = sum(a > b for a, b in zip(chosen, rejected, strict=True)) / len(pairs)
+    checks = (
+        verdicts.no_strays(strays),
+        Check("engine", f"{engine} loads the model", "loaded", ok=True),
+        Check(
+            "drift of the engine's scores from the trained model's",
+            allowed(moved, profile),
+            told(moved),
+            ok=not too_far(moved, profile),
+        ),
+    )
+    metrics = {
+        "eval/before": CHANCE,
+        "eval/after": right,
+        "eval/pairs": float(len(pairs)),
+        **{f"reward/{name}": value for name, value in moved.as_dict().items()},
+    }
+    _write(out, checks, metrics, list(zip(chosen, rejected, strict=True)))
+    log.info(
+        "smoke_eval: %.1f %% of %d pairs in the right order, scores move by %.2e of their spread",
+        100 * right, len(pairs), moved.mean_difference,
+    )  # fmt: skip
+    notes = {"engine": engine, "settings": asdict(settings)}
+    return StageReport("report", checks, metrics, notes, moved)
+
+
+def _encoded(
+    served: Path, data: Path, scorer: ReferenceScorer, settings: SmokeSettings
+) -> list[tuple[list[int], list[int]]]:
+    pairs = read_pairs(data / "heldout.jsonl")[: settings.eval_samples]
+    texts = scorer.encode_whole(served, [one for pair in pairs for one in pair])
+    context = context_of(served)
+    longest = min(context, settings.max_model_len or context)
+    found = list(zip(texts[::2], texts[1::2], strict=True))
+    fitting = [pair for pair in found if max(map(len, pair)) <= longest]
+    if not fitting:
+        raise DataError(
+            f"none of {len(found)} held-out pairs fits into {longest} tokens",
+            hint="smoke.max_model_len=... (larger), or other held-out data",
+        )
+    return fitting
+
+
+def _score(
+    engine: str,
+    served: Path,
+    texts: Sequence[list[int]],
+    settings: SmokeSettings,
+    out: Path,
+    *,
+    scorer: ReferenceScorer,
+    log: Log,
+    log_path: Path,
+) -> list[float]:
+    """The head's output for each text, not normalised."""
+    dtype = str(read_json(served / "config.json").get("dtype", "bfloat16"))
+    if engine == "transformers":
+        return scorer.rewards(ModelRef(served, dtype=dtype), texts, raw=True)
+    with tempfile.TemporaryDirectory(dir=out, prefix=".vllm-") as folder:
+        longest = settings.max_model_len or max(map(len, texts)) + HEADROOM
+        job = Job(
+            served=str(served), out=f"{folder}/job", prompts=list(texts), max_new_tokens=0,
+            max_model_len=longest, dtype=dtype, rewards=True,
+        )  # fmt: skip
+        (result,) = run_vllm([job], settings, log=log, log_path=log_path)
+    scores: list[float] = result["rewards"]
+    return scores
+
+
+def _write(
+    out: Path,
+    checks: Sequence[Check],
+    metrics: Mapping[str, float],
+    pairs: Sequence[tuple[float, float]],
+) -> None:
+    document: dict[str, Any] = {"checks": [asdict(one) for one in checks], "metrics": dict(metrics)}
+    (out / "report.json").write_text(json.dumps(document, indent=1) + "\n")
+    with (out / "pairs.jsonl").open("w") as file:
+        for chosen, rejected in pairs:
+            file.write(json.dumps({"chosen": chosen, "rejected": rejected}) + "\n")

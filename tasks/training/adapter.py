@@ -1,0 +1,105 @@
+"""The adapter on the base: what peft makes of section `peft`, and what it leaves to us."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+from tasks.training.engine import Ranks
+from tasks.training.job import Peft
+from tasks.training.pissa import start_in_principal_components
+
+TASKS = {"tokens": "CAUSAL_LM", "score": "SEQ_CLS"}
+"""peft's task by an objective's head. SEQ_CLS trains the score head in full, saves it with the
+adapter (`modules_to_save`) and keeps "all-linear" off it."""
+
+
+def add_adapter(
+    model: Any,
+    peft: Peft,
+    *,
+    head: str,
+    dtype: torch.dtype,
+    ranks: Ranks,
+    new_ids: Sequence[int] = (),
+) -> nn.Module:
+    """A LoRA adapter on `model`; alone it needs gradients.
+
+    Args:
+        model: a transformers model.
+        peft: what kind of adapter.
+        head: `tokens` or `score`.
+        dtype: of everything that is trained.
+        ranks: which share the work of an initialisation from the base's weights.
+        new_ids: tokens whose rows in the embeddings are trained beside it.
+    """
+    from peft import get_peft_model
+
+    config = lora_config(peft, head=head)
+    if new_ids:
+        config.trainable_token_indices = {name: list(new_ids) for name in _tables(model)}
+    adapted = get_peft_model(model, config, autocast_adapter_dtype=False)
+    _let_others_see_their_base(adapted)
+    if peft.init == "pissa":
+        start_in_principal_components(adapted, niter=peft.pissa_niter, ranks=ranks)
+    # Over a 4-bit layer peft leaves the adapter in fp32, having no float dtype to follow.
+    for parameter in adapted.parameters():
+        if parameter.requires_grad:
+            parameter.data = parameter.data.to(dtype)
+    return adapted
+
+
+def _let_others_see_their_base(adapted: nn.Module) -> None:
+    """Under ZeRO-3, have a base weight gathered again where another module computes with it.
+
+    DoRA's magnitude normalises by it, and trained rows are put into it.
+    """
+    from peft.tuners.lora import LoraLayer
+    from peft.tuners.trainable_tokens.layer import TrainableTokensLayer
+
+    for layer in adapted.modules():
+        readers: list[Any] = []
+        if isinstance(layer, LoraLayer):
+            readers = list(layer.lora_magnitude_vector.values())
+        elif isinstance(layer, TrainableTokensLayer):
+            readers = [layer]
+        weight = layer.get_base_layer().weight if readers else None
+        if hasattr(weight, "ds_id"):
+            import deepspeed
+
+            for reader in readers:
+                deepspeed.zero.register_external_parameter(reader, weight)
+
+
+def _tables(model: Any) -> list[str]:
+    """Modules with a row for each token: the input embedding, and a head that is not tied to it."""
+    ends, begins = model.get_output_embeddings(), model.get_input_embeddings()
+    wanted = [begins] if ends is None or ends.weight is begins.weight else [begins, ends]
+    return [name for name, module in model.named_modules() if any(module is one for one in wanted)]
+
+
+def lora_config(peft: Peft, *, head: str) -> Any:
+    """peft's `LoraConfig`. For PiSSA of twice the rank, and of the same scale; see `pissa.py`."""
+    from peft import LoraConfig
+
+    double = 2 if peft.init == "pissa" else 1
+    scale = math.sqrt(double) if peft.use_rslora else double
+    targets, excluded = peft.target_modules, peft.exclude_modules
+    return LoraConfig(
+        r=double * peft.rank,
+        lora_alpha=scale * peft.alpha,
+        lora_dropout=peft.dropout,
+        target_modules=targets if isinstance(targets, str) else list(targets),
+        exclude_modules=(excluded if isinstance(excluded, str) else list(excluded)) or None,
+        use_rslora=peft.use_rslora,
+        use_dora=peft.use_dora,
+        rank_pattern={name: double * rank for name, rank in (peft.rank_pattern or {}).items()},
+        alpha_pattern={name: scale * alpha for name, alpha in (peft.alpha_pattern or {}).items()},
+        modules_to_save=list(peft.modules_to_save) or None,
+        init_lora_weights="gaussian" if peft.init == "gaussian" else True,
+        task_type=TASKS[head],
+    )

@@ -1,0 +1,58 @@
+"""KTO: answers marked as desirable or not. Ethayarajh et al. 2024, arXiv:2402.01306, eq. 8."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+
+from tasks.training.objectives import Loss, Said
+from tasks.training.order import Counts
+from tasks.training.packing import Row
+
+
+@dataclass(frozen=True)
+class Kto:
+    """Mean over examples of weight * (1 - sigmoid(+-(beta * log-ratio - beta * z0))).
+
+    z0 estimates the KL divergence of the policy from the reference: the mean log-ratio of answers
+    under prompts that are not theirs (role `mismatched`), over the whole step, at least 0, and
+    without gradient. Examples carry `desirable`, 1 or 0.
+
+    Attributes:
+        beta: how far the policy may leave the reference.
+        desirable_weight: of the desirable examples.
+        undesirable_weight: of the others. Their sums should be within a factor of 4/3 (sec. 4.2).
+    """
+
+    beta: float = 0.1
+    desirable_weight: float = 1.0
+    undesirable_weight: float = 1.0
+    roles: ClassVar[tuple[str, ...]] = ("text", "mismatched")
+    head: ClassVar[str] = "tokens"
+    needs_reference: ClassVar[bool] = True
+    baseline_role: ClassVar[str | None] = "mismatched"
+
+    def loss(self, said: Said, row: Row, counts: Counts) -> Loss:
+        """The row's examples over the step's examples."""
+        assert said.logprobs is not None
+        assert said.reference is not None
+        assert said.baseline is not None
+        ratios = row.sums(said.logprobs) - said.reference
+        z0 = said.baseline.clamp(min=0.0)
+        good = row.values["desirable"] > 0.5
+        sign = torch.where(good, 1.0, -1.0)
+        weight = torch.where(good, self.desirable_weight, self.undesirable_weight)
+        losses = weight * (1 - torch.sigmoid(sign * self.beta * (ratios - z0)))
+        rewards = self.beta * ratios.detach()
+        measures = {
+            "reward_desirable": (rewards * good).sum(),
+            "reward_undesirable": (rewards * ~good).sum(),
+            "share_desirable": good.float().sum(),
+            "kl": z0 * len(ratios),
+        }
+        return Loss(
+            losses.sum() / counts.examples,
+            {name: value / counts.examples for name, value in measures.items()},
+        )

@@ -1,0 +1,69 @@
+"""Reward modelling: the chosen answer is to score above the rejected one.
+
+Bradley and Terry 1952; as a loss on a score head Ouyang et al. 2022, arXiv:2203.02155, eq. 1.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+from torch.nn.functional import logsigmoid, softplus
+
+from tasks.errors import ConfigError
+from tasks.training.objectives import Loss, Said
+from tasks.training.order import Counts
+from tasks.training.packing import Row
+
+KINDS = ("sigmoid", "log_exp")
+
+
+@dataclass(frozen=True)
+class Reward:
+    """Mean over pairs of the ranking loss of d = chosen - rejected - margin, in nats.
+
+    Attributes:
+        kind: `sigmoid` is -log sigmoid(d); `log_exp` is log(1 + exp(-d)), the same number by
+            another road (peers have both; kept for configurations that name it).
+        margin: subtracted from every difference; examples may carry their own (`margin`), which is
+            added to it.
+        center: weight of mean((chosen + rejected)^2), which keeps scores around zero (Eisenstein
+            et al. 2023, arXiv:2312.09244, eq. 2).
+    """
+
+    kind: str = "sigmoid"
+    margin: float = 0.0
+    center: float = 0.0
+    roles: ClassVar[tuple[str, ...]] = ("chosen", "rejected")
+    head: ClassVar[str] = "score"
+    needs_reference: ClassVar[bool] = False
+    baseline_role: ClassVar[str | None] = None
+
+    def __post_init__(self) -> None:
+        """Refuse a kind that there is not."""
+        if self.kind not in KINDS:
+            raise ConfigError(
+                f"train.loss.kind={self.kind} is not a kind of train.objective=reward",
+                hint=f"train.loss.kind={'|'.join(KINDS)}",
+            )
+
+    def loss(self, said: Said, row: Row, counts: Counts) -> Loss:
+        """The row's pairs over the step's pairs."""
+        assert said.scores is not None
+        chosen, rejected = said.scores.view(-1, 2).unbind(dim=1)
+        gap = chosen - rejected
+        wanted = gap - self.margin - row.values.get("margin", torch.zeros_like(gap))
+        losses = -logsigmoid(wanted) if self.kind == "sigmoid" else softplus(-wanted)
+        if self.center:
+            losses = losses + self.center * (chosen + rejected).square()
+        measures = {
+            "accuracy": (gap > 0).float().sum(),
+            "margin": gap.sum(),
+            "chosen": chosen.sum(),
+            "rejected": rejected.sum(),
+        }
+        return Loss(
+            losses.sum() / counts.examples,
+            {name: value.detach() / counts.examples for name, value in measures.items()},
+        )

@@ -1,0 +1,46 @@
+"""SimPO: preference pairs by mean log-probability, without a reference.
+
+Meng et al. 2024, arXiv:2405.14734, eq. 6.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+from torch.nn.functional import logsigmoid
+
+from tasks.training.objectives import Loss, Said
+from tasks.training.objectives.dpo import measures
+from tasks.training.order import Counts
+from tasks.training.packing import Row
+
+
+@dataclass(frozen=True)
+class Simpo:
+    """Mean over pairs of -log sigmoid(beta * (difference of mean log-probabilities) - gamma).
+
+    Attributes:
+        beta: scale of the rewards, 2.0 to 10.0 in the paper.
+        gamma: the margin that the chosen answer is to win by.
+        nll: weight of the chosen answers' mean cross-entropy a token (CPO-SimPO).
+    """
+
+    beta: float = 2.0
+    gamma: float = 1.0
+    nll: float = 0.0
+    roles: ClassVar[tuple[str, ...]] = ("chosen", "rejected")
+    head: ClassVar[str] = "tokens"
+    needs_reference: ClassVar[bool] = False
+    baseline_role: ClassVar[str | None] = None
+
+    def loss(self, said: Said, row: Row, counts: Counts) -> Loss:
+        """The row's pairs over the step's pairs."""
+        assert said.logprobs is not None
+        sums = row.sums(said.logprobs)
+        rewards = self.beta * (sums / row.counts()).view(-1, 2)
+        losses = -logsigmoid(rewards[:, 0] - rewards[:, 1] - self.gamma)
+        value = losses.sum() / counts.examples
+        if self.nll:
+            value = value - self.nll * sums[0::2].sum() / counts.supervised[0]
+        return Loss(value, measures(rewards.detach(), sums.detach(), counts))

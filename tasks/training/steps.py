@@ -1,0 +1,128 @@
+"""One optimizer step: a function of weights, optimizer state, seed and the step's number alone."""
+
+from __future__ import annotations
+
+import math
+import random
+import time
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+
+from tasks.training.examples import Examples
+from tasks.training.job import TrainJob
+from tasks.training.not_finite import BROKEN, Trace, Watch, needs_watching
+from tasks.training.order import HeldOut, Order, Step
+from tasks.training.passes import Passes, Sums
+from tasks.training.schedule import Shape, factor, warmup_steps
+
+
+@dataclass(frozen=True)
+class Taken:
+    """What came of a step.
+
+    Attributes:
+        record: its measures by name: loss, lr, grad_norm, tokens_per_s, ...
+        skipped: fp16 overflowed, and the weights are as they were.
+    """
+
+    record: dict[str, float]
+    skipped: bool
+
+
+class Stepper:
+    """Takes optimizer steps.
+
+    Args:
+        passes: the model and the objective.
+        job: what to do.
+        examples: to learn from.
+        order: which of them when.
+    """
+
+    def __init__(self, passes: Passes, job: TrainJob, examples: Examples, order: Order) -> None:
+        self._passes = passes
+        self._job = job
+        self._examples = examples
+        self._order = order
+        self._engine: Any = passes.engine
+        self._watch = Watch(self._engine.module) if needs_watching(job) else None
+
+    def close(self) -> None:
+        """Leave the model without what was put into it for steps."""
+        if self._watch is not None:
+            self._watch.close()
+
+    def take(self, step: int) -> Taken:
+        """Take step number `step`.
+
+        Raises:
+            TrainingError: on every rank, before a weight has moved, when loss or gradient are not
+                finite; names step, rank, samples and tensor.
+        """
+        begin, rank = time.perf_counter(), self._passes.ranks.rank
+        _begin_random(self._job.settings.seed, step=step, rank=rank)
+        lr = self._set_lr(step)
+        todo = self._order.step(step, rank)
+        rows = [HeldOut(row) for row in todo.rows]
+        baseline = self._passes.baseline(self._examples, rows)
+        found = self._accumulate(todo, step, baseline)
+        self._engine.step()
+        skipped = not self._engine.was_step_applied()
+        if skipped and self._job.settings.dtype != "float16":
+            self._refuse("gradient is not finite", todo, step, baseline)
+        norm = float(self._engine.get_global_grad_norm() or 0.0)
+        seconds = time.perf_counter() - begin
+        speed = {"tokens_per_s": todo.counts.tokens / seconds, "step_s": seconds}
+        record = {"step": step, **found, "lr": lr, "grad_norm": norm, **speed}
+        return Taken({**record, "epoch": self._order.epoch_at(step)}, skipped)
+
+    def _accumulate(self, todo: Step, step: int, baseline: torch.Tensor | None) -> dict[str, float]:
+        """All rows forward and backward, the last one's optimizer step left to the caller."""
+        # DeepSpeed divides by accumulation steps and averages over ranks. Losses are parts of the
+        # whole step's already: undo both.
+        undo = len(todo.rows) * self._passes.ranks.world_size
+        sums = Sums(self._passes.ranks)
+        for number, chosen in enumerate(todo.rows):
+            if number:
+                self._engine.step()  # of the row before: counts, and moves nothing
+            loss = self._passes.loss(self._examples, chosen, counts=todo.counts, baseline=baseline)
+            self._engine.backward(loss.value * undo)
+            sums.add({"loss": loss.value, **loss.measures})
+            if self._watch is not None:
+                sums.add(self._watch.broken())
+        found = sums.total()
+        if not math.isfinite(found["loss"]):
+            self._refuse(f"loss is {found['loss']}", todo, step, baseline)
+        if found.pop(BROKEN, 0.0):
+            self._refuse("gradient is not finite", todo, step, baseline)
+        return found
+
+    def _refuse(self, what: str, todo: Step, step: int, baseline: torch.Tensor | None) -> None:
+        trace = Trace(self._passes, self._job, self._examples)
+        raise trace.error(what, todo, step=step, baseline=baseline)
+
+    def _set_lr(self, step: int) -> float:
+        optim, steps = self._job.settings.optim, self._order.steps
+        lr = optim.lr * factor(
+            optim.scheduler,
+            step=step,
+            total=steps,
+            warmup=warmup_steps(steps, optim.warmup_ratio),
+            shape=Shape(optim.min_lr_ratio, optim.decay_ratio, optim.power),
+        )
+        for group in self._engine.optimizer.param_groups:
+            group["lr"] = lr
+        return lr
+
+
+def _begin_random(seed: int, *, step: int, rank: int) -> None:
+    """Begin random numbers anew: a step's dropout does not depend on what was drawn before it, so
+    that a resumed run needs no generator's state.
+    """
+    drawn = np.random.SeedSequence([seed, step, rank]).generate_state(3)
+    torch.manual_seed(int(drawn[0]))
+    np.random.seed(int(drawn[1]))
+    random.seed(int(drawn[2]))

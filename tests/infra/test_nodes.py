@@ -1,0 +1,151 @@
+"""Launching on several nodes: the recipes, and ZeRO-3 over two network namespaces as two nodes."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import uuid
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from tests.conftest import PROJECT
+
+NODES = PROJECT / "infra" / "nodes"
+SMALL = [
+    "+exp=lora_zero3",
+    "train.nodes=2",
+    "train.nproc=1",
+    "train.threads=1",
+    "train.max_steps=4",
+    "model.steps=20",
+    "smoke.engine=transformers",
+    "smoke.eval_samples=4",
+    "smoke.min_stop_rate=0",
+    "smoke.max_degenerate_rate=1",
+]
+
+
+@pytest.mark.parametrize("name", ["bare.sh", "slurm.sbatch"])
+def test_scripts_parse_and_say_how_they_are_used(name: str) -> None:
+    subprocess.run(["bash", "-n", NODES / name], check=True)
+    assert os.access(NODES / name, os.X_OK)
+    assert f"infra/nodes/{name}" in (NODES / name).read_text().split("set -euo", 1)[0]
+
+
+def test_bare_without_arguments_says_how() -> None:
+    ran = subprocess.run([NODES / "bare.sh"], capture_output=True, text=True, check=False)
+    assert ran.returncode == 2
+    assert "First argument: this machine's number" in ran.stderr
+
+
+def test_slurm_asks_for_the_nodes_of_the_job(tmp_path: Path) -> None:
+    """With a `srun` and a `scontrol` that only say what they were asked."""
+    for name, does in (
+        ("srun", 'echo "$MASTER_ADDR $MASTER_PORT $*"'),
+        ("scontrol", "echo n7\necho n8"),
+    ):
+        (tmp_path / name).write_text(f"#!/bin/sh\n{does}\n")
+        (tmp_path / name).chmod(0o755)
+    said = subprocess.run(
+        [NODES / "slurm.sbatch", "+exp=lora_zero3"],
+        env={
+            **os.environ,
+            "PATH": f"{tmp_path}:{os.environ['PATH']}",
+            "SLURM_JOB_ID": "40001",
+            "SLURM_JOB_NODELIST": "n[7-8]",
+            "SLURM_JOB_NUM_NODES": "2",
+            "SLURM_GPUS_ON_NODE": "4",
+        },
+        capture_output=True,
+        text=True,
+        check=True,
+    ).stdout
+    assert said.startswith("n7 20001 ")
+    assert said.strip().endswith("flows/rlhf.py +exp=lora_zero3 train.nodes=2 train.nproc=4")
+
+
+def test_kubernetes_tells_pods_apart_and_lets_them_meet() -> None:
+    service, job = yaml.safe_load_all((NODES / "kubernetes.yaml").read_text())
+    spec: dict[str, Any] = job["spec"]
+    pod = spec["template"]["spec"]
+    node = pod["containers"][0]
+    assert spec["completionMode"] == "Indexed"  # sets JOB_COMPLETION_INDEX
+    assert f"train.nodes={spec['completions']}" in node["args"]
+    assert spec["completions"] == spec["parallelism"]
+    address = next(e["value"] for e in node["env"] if e["name"] == "MASTER_ADDR")
+    assert address == f"{job['metadata']['name']}-0.{pod['subdomain']}"
+    assert service["metadata"]["name"] == pod["subdomain"]
+    assert service["spec"]["selector"] == {"job-name": job["metadata"]["name"]}
+
+
+def ip(*arguments: str) -> None:
+    subprocess.run(["ip", *arguments], check=True, capture_output=True)
+
+
+@pytest.fixture
+def namespaces() -> Iterator[list[str]]:
+    """Two network namespaces that see each other as 10.77.0.1 and 10.77.0.2, and nothing else."""
+    tag = uuid.uuid4().hex[:6]
+    names = [f"pl{tag}a", f"pl{tag}b"]
+    try:
+        for name in names:
+            ip("netns", "add", name)
+    except (OSError, subprocess.CalledProcessError) as error:
+        pytest.skip(f"network namespaces cannot be made here: {error}")
+    try:
+        ip("link", "add", "node0", "netns", names[0], "type", "veth",
+           "peer", "name", "node1", "netns", names[1])  # fmt: skip
+        for number, name in enumerate(names):
+            ip("-n", name, "addr", "add", f"10.77.0.{number + 1}/24", "dev", f"node{number}")
+            for device in ("lo", f"node{number}"):
+                ip("-n", name, "link", "set", device, "up")
+        yield names
+    finally:
+        for name in names:
+            ip("netns", "delete", name)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_zero3_over_two_nodes(namespaces: list[str], tmp_path: Path) -> None:
+    runs = tmp_path / "runs"
+    started = []
+    for number, name in enumerate(namespaces):
+        inside = ["ip", "netns", "exec", name, NODES / "bare.sh", str(number), "10.77.0.1"]
+        started.append(
+            subprocess.Popen(
+                [*inside, *SMALL, f"paths.runs={runs}"],
+                env={**os.environ, "INTERFACE": f"node{number}"},
+                stdout=(tmp_path / f"node{number}.log").open("w"),
+                stderr=subprocess.STDOUT,
+            )
+        )
+    ended = [process.wait(timeout=500) for process in started]
+    said = [(tmp_path / f"node{number}.log").read_text() for number in range(2)]
+    assert ended == [0, 0], "\n".join(said)
+    shards = sorted((runs / "artifacts" / "shards").glob("*/shards/*.safetensors"))
+    assert [path.name for path in shards] == [f"rank-0000{r}-of-00002.safetensors" for r in (0, 1)]
+    summary = json.loads((runs / "latest" / "summary.json").read_text())
+    assert summary["state"] == "completed"
+    drift = {stage["name"]: stage["drift"] for stage in summary["stages"]}
+    assert drift["gather"]["mean_kl"] == 0.0
+    assert "node 1 of 2 follows 10.77.0.1" in said[1]
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+def test_a_node_whose_leader_never_comes_says_so(tmp_path: Path) -> None:
+    """Without waiting for the usual minute: the folder it looks in is named at once."""
+    ran = subprocess.run(
+        [NODES / "bare.sh", "1", "127.0.0.1", *SMALL, f"paths.runs={tmp_path}"],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert ran.returncode == 1
+    assert "node 0 has not come within 60 s" in ran.stderr

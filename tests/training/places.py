@@ -1,0 +1,76 @@
+"""Jobs for `run_jobs.py`: where they lie, how they are run, and what they leave."""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from tasks.launch import launch, python_child
+from tasks.training.job import Settings, TrainJob
+from tasks.training.resume import identity
+from tasks.training.saved_shares import SavedShares
+
+LOG = logging.getLogger("test")
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where jobs of one session lie, and what they are made of."""
+
+    root: Path
+    base: Path
+    dataset: Path
+
+    def job(self, name: str, settings: Settings, **more: Any) -> TrainJob:
+        out = self.root / name / "out"
+        out.mkdir(parents=True)
+        checkpoints = self.root / name / "checkpoints"
+        checkpoints.mkdir()
+        return TrainJob(
+            settings,
+            self.base,
+            "b" * 64,
+            self.dataset,
+            out,
+            checkpoints,
+            identity=identity(settings, base_digest="b" * 64, data=self.dataset),
+            **more,
+        )
+
+    def run(self, jobs: list[TrainJob], nproc: int = 2) -> None:
+        paths = [job.checkpoints / "job.json" for job in jobs]
+        for job, path in zip(jobs, paths, strict=True):
+            job.write(path)
+        how = ["--standalone", "--nproc-per-node", str(nproc), "-m", "tests.training.run_jobs"]
+        launch(
+            python_child("torch.distributed.run", *how, *map(str, paths)),
+            stage="train",
+            log=LOG,
+            log_path=self.root / f"{nproc}-ranks.log",
+            env={"OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"},
+        )
+
+
+def said(job: TrainJob) -> dict[str, Any]:
+    document: dict[str, Any] = json.loads((job.out / "train.json").read_text())
+    return document
+
+
+def weights(job: TrainJob) -> Mapping[str, torch.Tensor]:
+    names = json.loads((job.out / "partitions.json").read_text())["parameters"]
+    saved = SavedShares(job.out / "shards")
+    return {name: saved.whole(name) for name in names}
+
+
+def files(folder: Path) -> dict[str, bytes]:
+    return {
+        path.relative_to(folder).as_posix(): path.read_bytes()
+        for path in folder.rglob("*")
+        if path.is_file()
+    }

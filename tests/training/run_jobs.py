@@ -1,0 +1,30 @@
+"""Run by torchrun: trains several jobs one after another, so that imports are paid for once.
+
+torchrun ... -m tests.training.run_jobs JOB.json ...
+"""
+
+from __future__ import annotations
+
+import sys
+import time
+from pathlib import Path
+
+from tasks.lean import start_lean
+from tasks.training.job import TrainJob
+
+
+def main(paths: list[str]) -> None:
+    """Train all of them in this process group."""
+    start_lean()
+    from tasks.training.engine import Ranks
+    from tasks.training.run import train_with
+
+    ranks = Ranks()
+    for path in paths:
+        train_with(ranks, TrainJob.read(Path(path)), time.time())
+        ranks.barrier()
+    ranks.leave()
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

@@ -1,0 +1,105 @@
+"""Run by torchrun: several short trainings one after the other, in one pair of processes.
+
+Importing DeepSpeed takes longer than all that the tests train. Each job takes a few steps on the
+examples in its data folder, and leaves what a rank leaves: shares, descriptions, a print.
+"""
+
+from __future__ import annotations
+
+import gc
+import json
+import sys
+import traceback
+from pathlib import Path
+from typing import Any
+
+from tasks.bf16_linear import use_fp32_where_faster
+from tasks.training.engine import Ranks, start_engine
+from tasks.training.examples import Examples, open_examples
+from tasks.training.job import TrainJob
+from tasks.training.model import load_model, load_tokenizer
+from tasks.training.objectives import Objective, Said, objective
+from tasks.training.order import Order
+from tasks.training.outputs import write_configs
+from tasks.training.packed_model import give_back_attention, model_of, require_same
+from tasks.training.packing import pack
+from tasks.training.partitions import describe, own_shares, write_shares
+from tasks.training.probe import take_print
+from tasks.training.zero_config import deepspeed_config
+
+
+def train_briefly(job: TrainJob, ranks: Ranks) -> None:
+    settings = job.settings
+    chosen = objective(settings.objective, settings.loss)
+    examples = open_examples(job.data)
+    config = deepspeed_config(settings, ranks.world_size)
+    tokenizer = load_tokenizer(job)
+    model = load_model(job, ranks, config, tokenizer=tokenizer, head=chosen.head)
+    engine = start_engine(model, config, settings.optim)
+    require_same(engine, pack(examples, (0, 1)))
+    write_shares(
+        own_shares(engine.module, rank=ranks.rank, world_size=ranks.world_size),
+        job.out / "start",
+        rank=ranks.rank,
+        world_size=ranks.world_size,
+    )
+    losses = take_steps(engine, examples, chosen, job, ranks)
+    write_shares(
+        own_shares(engine.module, rank=ranks.rank, world_size=ranks.world_size),
+        job.out / "shards",
+        rank=ranks.rank,
+        world_size=ranks.world_size,
+    )
+    give_back_attention(model_of(engine.module), settings.attn_implementation)
+    found = take_print(
+        engine, examples, head=chosen.head, count=settings.probes, device=ranks.device
+    )
+    if ranks.first:
+        parts = describe(
+            engine.module, world_size=ranks.world_size, zero_stage=settings.zero.stage, mode="-"
+        )
+        (job.out / "partitions.json").write_text(json.dumps(parts))
+        (job.out / "losses.json").write_text(json.dumps(losses))
+        write_configs(job, engine.module)
+        found.save(job.out / "print")
+    engine.destroy()
+
+
+def take_steps(
+    engine: Any, examples: Examples, chosen: Objective, job: TrainJob, ranks: Ranks
+) -> list[float]:
+    order = Order(examples, job.settings.batch, seed=job.settings.seed, world_size=ranks.world_size)
+    losses = []
+    for step in range(1, order.steps + 1):
+        todo = order.step(step, ranks.rank)
+        total = 0.0
+        for row in todo.rows:
+            packed = pack(examples, row)
+            out = engine(row=packed)
+            said = Said(scores=out) if chosen.head == "score" else Said(logprobs=out)
+            value = chosen.loss(said, packed, todo.counts).value
+            engine.backward(value * len(todo.rows) * ranks.world_size)
+            engine.step()
+            total += float(value.detach())
+        losses.append(sum(ranks.all_objects(total)))
+    return losses
+
+
+def main() -> None:
+    use_fp32_where_faster()
+    ranks = Ranks()
+    for path in map(Path, sys.argv[1:]):
+        job = TrainJob.read(path)
+        try:
+            train_briefly(job, ranks)
+        except Exception:
+            # One that fails alike on every rank leaves the others to run.
+            if ranks.first:
+                (job.out / "failure").write_text(traceback.format_exc())
+        gc.collect()
+        ranks.barrier()
+    ranks.leave()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,174 @@
+"""Checkpoint folders: which are complete, which go, which a run may go on from."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tasks.errors import ConfigError
+from tasks.training import checkpoint
+from tasks.training.checkpoint import Best, Progress
+from tasks.training.job import Batch, Evaluate, Launch, Settings, Zero
+from tasks.training.objectives import _MODULES
+from tasks.training.resume import choose, identity
+from tasks.training.selection import METRICS, direction, has_stopped, judge
+
+WANTED = {"base": "b", "data": "d", "seed": 0}
+
+
+def make(root: Path, step: int, *, size: int = 0, **about: Any) -> Path:
+    work = checkpoint.work_folder(root, step)
+    work.mkdir(parents=True)
+    (work / "weights").write_bytes(b"x" * size)
+    about = {"world_size": 2, "identity": WANTED, "progress": Progress(step), **about}
+    checkpoint.describe(work, **about)
+    return checkpoint.publish(work)
+
+
+def steps(root: Path) -> list[int]:
+    return [int(path.name.removeprefix("step-")) for path in checkpoint.complete(root)]
+
+
+class TestPrune:
+    def test_the_oldest_go_and_best_and_last_stay(self, tmp_path: Path) -> None:
+        for step in (1, 2, 3, 4, 5):
+            make(tmp_path, step)
+        checkpoint.prune(tmp_path, keep={2}, most=3, most_gb=None)
+        assert steps(tmp_path) == [2, 4, 5]
+        checkpoint.prune(tmp_path, keep={2}, most=1, most_gb=None)
+        assert steps(tmp_path) == [2, 5]
+
+    def test_any_number_may_stay(self, tmp_path: Path) -> None:
+        for step in (1, 2, 3):
+            make(tmp_path, step)
+        checkpoint.prune(tmp_path, keep=set(), most=0, most_gb=None)
+        assert steps(tmp_path) == [1, 2, 3]
+
+    def test_gigabytes(self, tmp_path: Path) -> None:
+        for step in (1, 2, 3, 4):
+            make(tmp_path, step, size=100_000)
+        checkpoint.prune(tmp_path, keep={1}, most=0, most_gb=250_000 / checkpoint.GB)
+        assert steps(tmp_path) == [1, 4]
+
+    def test_a_limit_that_even_the_last_one_breaks_leaves_it(self, tmp_path: Path) -> None:
+        for step in (1, 2):
+            make(tmp_path, step, size=100_000)
+        checkpoint.prune(tmp_path, keep=set(), most=0, most_gb=1 / checkpoint.GB)
+        assert steps(tmp_path) == [2]
+
+
+class TestComplete:
+    def test_one_that_was_never_finished_does_not_count_and_is_swept(self, tmp_path: Path) -> None:
+        done = make(tmp_path, 1)
+        checkpoint.work_folder(tmp_path, 2).mkdir()
+        (tmp_path / "step-00000003").mkdir()
+        assert checkpoint.last_good(tmp_path) == done
+        checkpoint.sweep(tmp_path)
+        assert not checkpoint.work_folder(tmp_path, 2).exists()
+
+    def test_what_is_written_is_read(self, tmp_path: Path) -> None:
+        progress = Progress(
+            4, [1.5, float("nan")], {"loss": 1.0}, {"loss": 2.0}, [{"step": 2.0}], Best(2, 0.5), 1
+        )
+        found = checkpoint.open_checkpoint(make(tmp_path, 4, progress=progress))
+        assert str(asdict(found.progress)) == str(asdict(progress))
+        assert (found.world_size, found.identity) == (2, WANTED)
+
+    def test_going_back_forgets_what_came_after(self, tmp_path: Path) -> None:
+        for step in (1, 2, 3):
+            make(tmp_path, step)
+        checkpoint.forget_after(tmp_path, 2)
+        assert steps(tmp_path) == [1, 2]
+
+
+class TestChoose:
+    def test_auto_never_and_a_folder(self, tmp_path: Path) -> None:
+        assert choose("auto", tmp_path, WANTED) is None
+        first, last = make(tmp_path, 1), make(tmp_path, 2)
+        auto, named = choose("auto", tmp_path, WANTED), choose(str(first), tmp_path, WANTED)
+        newest = choose(str(tmp_path), tmp_path / "elsewhere", WANTED)
+        assert auto is not None
+        assert named is not None
+        assert newest is not None
+        assert (auto.path, named.path, newest.path) == (last, first, last)
+        assert choose("never", tmp_path, WANTED) is None
+
+    @pytest.mark.parametrize(("name", "what"), [("gone", "does not exist"), ("", "no complete")])
+    def test_a_path_without_a_checkpoint(self, tmp_path: Path, name: str, what: str) -> None:
+        with pytest.raises(ConfigError, match=what) as caught:
+            choose(str(tmp_path / name), tmp_path, WANTED)
+        assert "train.resume=auto" in caught.value.hint
+
+    def test_another_run_s_checkpoint_is_refused_and_every_difference_named(
+        self, tmp_path: Path
+    ) -> None:
+        make(tmp_path, 1)
+        with pytest.raises(ConfigError, match="2 settings differ") as caught:
+            choose("auto", tmp_path, {**WANTED, "data": "e", "peft.rank": 8})
+        assert caught.value.details == (
+            "data: this run has e, the checkpoint d",
+            "peft.rank: this run has 8, the checkpoint None",
+        )
+
+
+class TestIdentity:
+    @pytest.fixture
+    def data(self, tmp_path: Path) -> Path:
+        (tmp_path / "train.jsonl").write_text("{}\n")
+        return tmp_path
+
+    def test_it_is_of_what_decides_the_result(self, data: Path) -> None:
+        def of(settings: Settings, base: str = "b") -> dict[str, Any]:
+            return identity(settings, base_digest=base, data=data)
+
+        first = of(Settings())
+        free = Settings(
+            launch=Launch(nproc=8),
+            batch=Batch(micro_batch_size=1),
+            evaluate=Evaluate(eval_steps=5),
+            save_steps=7,
+        )
+        assert of(free) == first
+        others = (
+            of(Settings(seed=1)),
+            of(Settings(zero=Zero(3))),
+            of(Settings(loss={"beta": 0.1})),
+            of(Settings(batch=Batch(global_batch_size=128))),
+            of(replace(Settings(), dtype="float32")),
+            of(Settings(), base="c"),
+        )
+        assert all(other != first for other in others)
+        (data / "train.jsonl").write_text("{ }\n")
+        assert of(Settings()) != first
+
+    def test_it_survives_json(self, data: Path) -> None:
+        settings = replace(Settings(), peft=replace(Settings().peft, target_modules=("q_proj",)))
+        found = identity(settings, base_digest="b", data=data)
+        root = data / "checkpoints"
+        make(root, 1, identity=found)
+        assert choose("auto", root, found) is not None
+
+
+class TestSelection:
+    def test_every_objective_says_what_it_can_be_best_in(self) -> None:
+        assert set(METRICS) == set(_MODULES)
+        assert direction("sft", "loss") == -1
+        assert direction("dpo", "accuracy") == 1
+        with pytest.raises(ConfigError, match=r"best_metric=accuracy.*objective=sft") as caught:
+            direction("sft", "accuracy")
+        assert caught.value.hint == "train.best_metric=loss"
+
+    def test_the_best_is_remembered_and_waiting_ends(self) -> None:
+        progress, how = Progress(), Evaluate(eval_steps=1, early_stop_patience=2)
+        verdicts = []
+        for step, loss in enumerate([3.0, 2.0, 2.0, float("nan"), 1.0], 1):
+            progress.step = step
+            verdicts.append((judge(progress, {"loss": loss}, how, -1), has_stopped(progress, how)))
+        assert verdicts == [
+            (True, False), (True, False), (False, False), (False, True), (True, False)
+        ]  # fmt: skip
+        assert progress.best == Best(5, 1.0)
+        assert [e["step"] for e in progress.evaluations] == [1, 2, 3, 4, 5]

@@ -1,0 +1,110 @@
+"""The head in portions: the numbers of plain autograd, in a fraction of its memory."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+from tasks import bf16_linear
+from tasks.training import head as module
+from tasks.training.head import Scaling, token_logprobs
+
+SCALINGS = {
+    "none": Scaling(),
+    "granite": Scaling(factor=0.125),
+    "gemma": Scaling(cap=3.0),
+    "both": Scaling(factor=2.0, cap=5.0),
+}
+
+
+def plain(head: nn.Linear, hidden: torch.Tensor, targets: torch.Tensor, scaling: Scaling):
+    """All logits at once, float64."""
+    logits = hidden.double() @ head.weight.double().t()
+    if head.bias is not None:
+        logits = logits + head.bias.double()
+    logits = logits * scaling.factor
+    if scaling.cap:
+        logits = scaling.cap * torch.tanh(logits / scaling.cap)
+    return torch.log_softmax(logits, dim=-1).gather(1, targets[:, None])[:, 0]
+
+
+def make(*, bias: bool = False, trained: bool = False, dtype: torch.dtype = torch.float32):
+    torch.manual_seed(0)
+    head = nn.Linear(16, 97, bias=bias, dtype=dtype).requires_grad_(trained)
+    hidden = (torch.randn(50, 16) * 3).to(dtype).requires_grad_()
+    return head, hidden, torch.randint(0, 97, (50,)), torch.randn(50)
+
+
+@pytest.mark.parametrize("name", SCALINGS)
+@pytest.mark.parametrize("bias", [False, True])
+@pytest.mark.parametrize("trained", [False, True])
+@pytest.mark.parametrize("portion", [97 * 7, 1 << 20])
+def test_values_and_gradients_are_those_of_all_logits_at_once(
+    monkeypatch: pytest.MonkeyPatch, name: str, bias: bool, trained: bool, portion: int
+) -> None:
+    monkeypatch.setattr(module, "PORTION", portion)
+    head, hidden, targets, weights = make(bias=bias, trained=trained)
+    wanted = [hidden, *(head.parameters() if trained else ())]
+    expected = plain(head, hidden, targets, SCALINGS[name])
+    theirs = torch.autograd.grad(expected @ weights.double(), wanted)
+    found = token_logprobs(head, hidden, targets, SCALINGS[name])
+    assert found.dtype == torch.float32
+    torch.testing.assert_close(found.double(), expected, rtol=1e-6, atol=2e-6)
+    for mine, other in zip(torch.autograd.grad(found @ weights, wanted), theirs, strict=True):
+        torch.testing.assert_close(mine, other, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("portion", [97 * 7, 1 << 20])
+def test_bf16_is_rounded_once_where_its_products_are_slow(
+    monkeypatch: pytest.MonkeyPatch, portion: int
+) -> None:
+    monkeypatch.setattr(torch.cpu, "_is_avx512_bf16_supported", lambda: False)
+    monkeypatch.setattr(torch.cpu, "_is_amx_tile_supported", lambda: False)
+    monkeypatch.setattr(module, "PORTION", portion)
+    monkeypatch.setattr(module, "BLOCK", 10)
+    assert bf16_linear.slow_bf16()
+    head, hidden, targets, weights = make(dtype=torch.bfloat16)
+    wide = hidden.detach().double().requires_grad_()
+    expected = plain(head, wide, targets, Scaling())
+    found = token_logprobs(head, hidden, targets, Scaling())
+    torch.testing.assert_close(found.double(), expected, rtol=1e-6, atol=1e-5)
+    (mine,) = torch.autograd.grad(found @ weights, hidden)
+    (other,) = torch.autograd.grad(expected @ weights.double(), wide)
+    # Rounded before and after it is scaled.
+    torch.testing.assert_close(mine.double(), other, rtol=2**-7, atol=1e-4)
+
+
+def test_nothing_of_the_vocabularys_size_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "PORTION", 97 * 7)
+    head, hidden, targets, _ = make()
+    kept: list[int] = []
+
+    def keep(tensor: torch.Tensor) -> torch.Tensor:
+        kept.append(tensor.numel())
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+        token_logprobs(head, hidden, targets, Scaling())
+    assert kept == [hidden.numel()]
+
+
+def test_hooks_see_the_head_and_its_forward_is_given_back() -> None:
+    """ZeRO-3 gathers a weight in the hooks around its module."""
+    head, hidden, targets, _ = make()
+    calls: list[torch.Size] = []
+    head.register_forward_pre_hook(lambda _, inputs: calls.append(inputs[0].shape))
+    before = head(hidden)
+    token_logprobs(head, hidden, targets, Scaling())
+    assert calls == [hidden.shape] * 2
+    assert "forward" not in head.__dict__
+    assert torch.equal(head(hidden), before)
+
+
+def test_no_supervised_token_is_no_error() -> None:
+    head, hidden, targets, _ = make()
+    found = token_logprobs(head, hidden[:0], targets[:0], Scaling())
+    assert found.shape == (0,)
+    found.sum().backward()
+    assert hidden.grad is not None
+    assert not hidden.grad.any()

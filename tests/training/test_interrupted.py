@@ -1,0 +1,200 @@
+"""Real ranks that are killed, stopped, starved of disk or fed with what is not a number."""
+
+from __future__ import annotations
+
+import json
+import os
+import resource
+import signal
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from tasks.errors import ConfigError, StageProcessError, TrainingError
+from tasks.training.checkpoint import complete
+from tasks.training.failure import in_words, ran_out_of_memory, smaller
+from tasks.training.job import Batch, Launch, Optim, Peft, Settings, TrainJob, Zero
+from tasks.training.not_finite import Watch
+from tests.training.places import files
+from tests.training.test_train import _rank_pids, run_train
+
+SETTINGS = Settings(
+    peft=Peft("lora", rank=4, alpha=8, dropout=0.1, target_modules=("q_proj", "down_proj")),
+    zero=Zero(3),
+    optim=Optim(lr=5e-3, warmup_ratio=0.1),
+    batch=Batch(micro_batch_size=8, global_batch_size=32, max_steps=7, max_len=64),
+    save_steps=2,
+    probes=3,
+)
+Event = dict[str, Any]
+
+
+def at_step(step: int, act: Callable[[], None]) -> Callable[[Event], None]:
+    """Acts once, when a step's event comes."""
+    done: list[int] = []
+
+    def observe(event: Event) -> None:
+        if event["event"] == "step" and event["step"] == step and not done:
+            done.append(step)
+            act()
+
+    return observe
+
+
+def signal_all(folder: Path, number: int) -> None:
+    for pid in _rank_pids(folder):
+        os.kill(pid, number)
+
+
+@pytest.mark.slow
+def test_killed_and_started_again_it_is_the_run_that_was_never_killed(
+    tmp_path: Path, base: Path, dataset: Path
+) -> None:
+    folders = {name: tmp_path / name for name in ("whole", "killed")}
+    for folder in folders.values():
+        folder.mkdir()
+    whole = run_train(folders["whole"], base, dataset, SETTINGS)
+    kill = at_step(5, lambda: signal_all(folders["killed"], signal.SIGKILL))
+    with pytest.raises(StageProcessError):
+        run_train(folders["killed"], base, dataset, SETTINGS, observe=kill)
+    (folders["killed"] / "out").rename(folders["killed"] / "broken")
+    resumed = run_train(folders["killed"], base, dataset, SETTINGS)
+
+    assert resumed.report.notes["resumed_after_step"] >= 4
+    assert resumed.json("train.json")["losses"] == whole.json("train.json")["losses"]
+    expected, found = files(whole.out), files(resumed.out)
+    assert [path for path in expected if expected[path] != found.get(path)] == ["train.json"]
+
+
+@pytest.mark.slow
+def test_a_sample_that_is_not_a_number_is_named_with_rank_and_tensor(
+    tmp_path: Path, base: Path, dataset: Path
+) -> None:
+    """The base's embedding of one byte is NaN (not its row of the head), and one sample has it."""
+    broken, data = tmp_path / "base", tmp_path / "data"
+    for source, target in ((base, broken), (dataset, data)):
+        target.mkdir()
+        for path in source.iterdir():
+            (target / path.name).write_bytes(path.read_bytes())
+    tensors = load_file(broken / "model.safetensors")
+    token = json.loads((broken / "tokenizer.json").read_text())["model"]["vocab"]["Z"]
+    embedding = next(name for name in tensors if name.endswith("embed_tokens.weight"))
+    tensors["lm_head.weight"] = tensors[embedding].clone()
+    config = json.loads((broken / "config.json").read_text())
+    (broken / "config.json").write_text(json.dumps({**config, "tie_word_embeddings": False}))
+    tensors[embedding][token] = float("nan")
+    save_file(tensors, broken / "model.safetensors", metadata={"format": "pt"})
+    lines = (data / "train.jsonl").read_text().splitlines()
+    lines[77] = lines[77].replace("copy ", "copy Z")
+    (data / "train.jsonl").write_text("\n".join(lines) + "\n")
+
+    settings = replace(SETTINGS, zero=Zero(2), save_steps=1)
+    with pytest.raises(
+        TrainingError, match=r"is nan in step \d, from rank [01], first in"
+    ) as caught:
+        run_train(tmp_path, broken, data, settings)
+    assert "lora_" in caught.value.message
+    assert len(caught.value.details) == 1
+    assert "s77" in caught.value.details[0]
+
+
+@pytest.mark.slow
+def test_a_rank_that_is_stopped_ends_all_of_them_within_the_timeout(
+    tmp_path: Path, base: Path, dataset: Path
+) -> None:
+    launch = Launch(collective_timeout_s=15)
+    settings = replace(SETTINGS, launch=launch, batch=replace(SETTINGS.batch, max_steps=100_000))
+    stopped: list[float] = []
+
+    def stop() -> None:
+        os.kill(_rank_pids(tmp_path)[1], signal.SIGSTOP)
+        stopped.append(time.monotonic())
+
+    with pytest.raises(TrainingError, match=r"rank 0 waited 15 s .*: rank 1 is stopped") as caught:
+        run_train(tmp_path, base, dataset, settings, observe=at_step(3, stop))
+    assert time.monotonic() - stopped[0] < 60
+    assert "train.collective_timeout_s" in caught.value.hint
+    assert _rank_pids(tmp_path) == []
+
+
+@pytest.mark.slow
+def test_a_checkpoint_that_cannot_be_written_leaves_the_last_one_intact(
+    tmp_path: Path, base: Path, dataset: Path
+) -> None:
+    """The system lets a rank write no file of more than 10 kB, as if its disk were full."""
+
+    def starve() -> None:
+        for pid in _rank_pids(tmp_path):
+            resource.prlimit(pid, resource.RLIMIT_FSIZE, (10_000, 10_000))
+
+    with pytest.raises(TrainingError, match="could not write the checkpoint") as caught:
+        run_train(tmp_path, base, dataset, SETTINGS, observe=at_step(3, starve))
+    (last,) = complete(tmp_path / "checkpoints")
+    assert last.name == "step-00000002"
+    assert str(last) in caught.value.report()
+    assert "free some space" in caught.value.hint
+    assert not list((tmp_path / "checkpoints").glob(".step-*"))
+
+
+def test_a_folder_without_a_checkpoint_is_refused_before_anything_starts(
+    tmp_path: Path, base: Path, dataset: Path
+) -> None:
+    from tasks.train import train
+
+    with pytest.raises(ConfigError, match=r"train\.resume=.*gone does not exist"):
+        train(
+            tmp_path / "out",
+            base=base,
+            data=dataset,
+            base_digest="b",
+            settings=SETTINGS,
+            checkpoints=tmp_path / "checkpoints",
+            log=None,  # type: ignore[arg-type]  # nothing is said
+            log_path=tmp_path / "train.log",
+            resume=str(tmp_path / "gone"),
+        )
+
+
+class TestOutOfMemory:
+    def test_the_hosts_and_torchs_own_errors_are_known(self, tmp_path: Path, base: Path) -> None:
+        with pytest.raises(RuntimeError) as caught:
+            torch.empty(1 << 60, dtype=torch.uint8)
+        assert ran_out_of_memory(caught.value)
+        assert ran_out_of_memory(MemoryError())
+        assert not ran_out_of_memory(RuntimeError("shapes do not match"))
+
+        job = TrainJob(SETTINGS, base, "b", tmp_path, tmp_path, tmp_path)
+        error = in_words(caught.value, job, 1)
+        assert error is not None
+        assert "rank 1 ran out of memory" in error.message
+        assert error.details[0].startswith("expected of a rank: ")
+        assert "train.micro_batch_size=4" in error.hint
+
+    def test_what_needs_less_is_what_has_not_been_done_yet(self) -> None:
+        full = Settings(batch=Batch(micro_batch_size=1, max_len=4096))
+        assert smaller(full) == [
+            "train.gradient_checkpointing=true", "zero=zero3", "zero.offload_optimizer=cpu",
+            "peft=lora", "train.max_len=2048",
+        ]  # fmt: skip
+        quantised = replace(full, peft=Peft("qlora"), gradient_checkpointing=True, zero=Zero(2))
+        assert smaller(quantised) == ["zero.offload_optimizer=cpu", "train.max_len=2048"]
+
+
+def test_the_first_gradient_that_is_not_finite_is_named() -> None:
+    """Of x / 0 the value is weighed with 0 in the loss; its gradient is not a number."""
+    model = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.Linear(2, 2))
+    watch = Watch(model)
+    hidden = model[0](torch.ones(1, 2))
+    loss = model[1](torch.ones(1, 2)).sum() + torch.sqrt(hidden - hidden).sum()
+    assert torch.isfinite(loss)
+    loss.backward()
+    assert watch.first() == "0.bias"
+    model(torch.ones(1, 2)).sum().backward()
+    assert float(watch.broken()["gradients_not_finite"]) == 0
+    watch.close()

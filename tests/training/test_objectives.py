@@ -1,0 +1,261 @@
+"""Every loss beside its formula written out in float64; and that rows add up to the step."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+
+import numpy as np
+import pytest
+import torch
+
+from tasks.errors import ConfigError
+from tasks.training.examples import Examples
+from tasks.training.objectives import Objective, Said, kind_of, objective
+from tasks.training.order import Counts
+from tasks.training.packing import Row, pack
+
+LENGTHS = [(5, 3), (9, 4), (2, 7), (6, 6), (3, 8), (4, 2)]
+"""Supervised tokens of the two sequences of six examples; each begins with two that are not."""
+
+
+def examples(roles: tuple[str, ...]) -> Examples:
+    draw = np.random.default_rng(0)
+    spans = [n for pair in LENGTHS for n in pair[: len(roles)]]
+    bears = np.concatenate([np.r_[[0, 0], np.ones(n)] for n in spans]).astype(np.uint8)
+    return Examples(
+        roles=roles,
+        names=tuple(f"e{i}" for i in range(len(LENGTHS))),
+        ids=draw.integers(0, 50, len(bears)).astype(np.int32),
+        bears=bears,
+        bounds=np.r_[0, np.cumsum(np.array(spans) + 2)],
+        values={
+            "margin": draw.uniform(0, 1, len(LENGTHS)).astype(np.float32),
+            "desirable": np.array([1, 0, 1, 1, 0, 0], np.float32),
+        },
+    )
+
+
+def trained_roles(chosen: Objective) -> list[int]:
+    return [i for i, name in enumerate(chosen.roles) if name != chosen.baseline_role]
+
+
+def said_of(row: Row, chosen: Objective, seed: int = 1) -> Said:
+    """Numbers a model might say: the same for the same example, whichever row it lies in."""
+    each = len(trained_roles(chosen))
+
+    def draw(example: int, role: int, count: int, kind: int) -> np.ndarray:
+        return np.random.default_rng([seed, example, role, kind]).uniform(0.1, 2.0, count)
+
+    sequences = [(int(e), r) for e in row.examples for r in range(each)]
+    counts = row.counts().int().tolist()
+    if chosen.head == "score":
+        scores = [draw(e, r, 1, 0)[0] for e, r in sequences]
+        return Said(scores=torch.tensor(scores, dtype=torch.float32))
+    logprobs = np.concatenate(
+        [-draw(e, r, n, 1) for (e, r), n in zip(sequences, counts, strict=True)]
+    )
+    reference = [-draw(e, r, n, 2).sum() for (e, r), n in zip(sequences, counts, strict=True)]
+    return Said(
+        logprobs=torch.tensor(logprobs, dtype=torch.float32),
+        reference=torch.tensor(reference, dtype=torch.float32),
+        baseline=torch.tensor(0.3),
+    )
+
+
+def step_counts(data: Examples, chosen: Sequence[int]) -> Counts:
+    supervised = data.supervised[list(chosen)].sum(axis=0)
+    return Counts(len(chosen), tuple(int(n) for n in supervised), 0)
+
+
+def sigmoid(x: np.ndarray) -> np.ndarray:
+    return 1 / (1 + np.exp(-x))
+
+
+def by_sequence(row: Row, said: Said) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """(E, 2) sums of log-probabilities, of the reference, and tokens; float64."""
+    assert said.logprobs is not None
+    assert said.reference is not None
+    logprobs, owner = said.logprobs.double().numpy(), row.owner.numpy()
+    sums = np.array([logprobs[owner == s].sum() for s in range(row.sequences)])
+    tokens = np.array([(owner == s).sum() for s in range(row.sequences)])
+    reference = said.reference.double().numpy()
+    each = row.sequences // len(row.examples)
+    return sums.reshape(-1, each), reference.reshape(-1, each), tokens.reshape(-1, each)
+
+
+def dpo(row: Row, said: Said, *, beta: float, smooth: float = 0.0, nll: float = 0.0) -> float:
+    sums, reference, tokens = by_sequence(row, said)
+    gap = beta * ((sums - reference)[:, 0] - (sums - reference)[:, 1])
+    losses = -(1 - smooth) * np.log(sigmoid(gap)) - smooth * np.log(sigmoid(-gap))
+    return float(losses.mean() - nll * sums[:, 0].sum() / tokens[:, 0].sum())
+
+
+def ipo(row: Row, said: Said, *, beta: float) -> float:
+    sums, reference, tokens = by_sequence(row, said)
+    each = (sums - reference) / tokens
+    return float(((each[:, 0] - each[:, 1] - 1 / (2 * beta)) ** 2).mean())
+
+
+def simpo(row: Row, said: Said, *, beta: float, gamma: float) -> float:
+    sums, _, tokens = by_sequence(row, said)
+    means = sums / tokens
+    return float(-np.log(sigmoid(beta * (means[:, 0] - means[:, 1]) - gamma)).mean())
+
+
+def orpo(row: Row, said: Said, *, beta: float) -> float:
+    sums, _, tokens = by_sequence(row, said)
+    p = np.exp(sums / tokens)
+    odds = p / (1 - p)
+    nll = -sums[:, 0].sum() / tokens[:, 0].sum()
+    return float(nll - beta * np.log(sigmoid(np.log(odds[:, 0] / odds[:, 1]))).mean())
+
+
+def kto(row: Row, said: Said, *, beta: float, good: float, bad: float) -> float:
+    sums, reference, _ = by_sequence(row, said)
+    ratio, z0 = (sums - reference)[:, 0], 0.3
+    desirable = row.values["desirable"].numpy() > 0.5
+    value = np.where(
+        desirable, good * sigmoid(beta * (ratio - z0)), bad * sigmoid(beta * (z0 - ratio))
+    )
+    return float((np.where(desirable, good, bad) - value).mean())
+
+
+def reward(row: Row, said: Said, *, margin: float = 0.0, center: float = 0.0) -> float:
+    assert said.scores is not None
+    scores = said.scores.double().numpy().reshape(-1, 2)
+    gap = scores[:, 0] - scores[:, 1] - margin - row.values["margin"].double().numpy()
+    return float((-np.log(sigmoid(gap)) + center * scores.sum(axis=1) ** 2).mean())
+
+
+def sft(row: Row, said: Said) -> float:
+    assert said.logprobs is not None
+    return float(-said.logprobs.double().mean())
+
+
+CASES = {
+    "sft": ("sft", {}, sft),
+    "reward": ("reward", {}, reward),
+    "reward-margin": ("reward", {"margin": 0.4}, lambda r, s: reward(r, s, margin=0.4)),
+    "reward-log-exp": ("reward", {"kind": "log_exp"}, reward),
+    "reward-centred": ("reward", {"center": 0.01}, lambda r, s: reward(r, s, center=0.01)),
+    "dpo": ("dpo", {}, lambda r, s: dpo(r, s, beta=0.1)),
+    "dpo-conservative": (
+        "dpo",
+        {"label_smoothing": 0.1, "beta": 0.5},
+        lambda r, s: dpo(r, s, beta=0.5, smooth=0.1),
+    ),
+    "dpo-nll": ("dpo", {"nll": 0.2}, lambda r, s: dpo(r, s, beta=0.1, nll=0.2)),
+    "ipo": ("dpo", {"kind": "ipo", "beta": 0.3}, lambda r, s: ipo(r, s, beta=0.3)),
+    "kto": (
+        "kto",
+        {"desirable_weight": 1.0, "undesirable_weight": 1.3, "beta": 0.2},
+        lambda r, s: kto(r, s, beta=0.2, good=1.0, bad=1.3),
+    ),
+    "orpo": ("orpo", {"beta": 0.3}, lambda r, s: orpo(r, s, beta=0.3)),
+    "simpo": ("simpo", {"gamma": 0.7}, lambda r, s: simpo(r, s, beta=2.0, gamma=0.7)),
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_loss_is_its_formula_in_float64(case: str) -> None:
+    name, knobs, formula = CASES[case]
+    made = objective(name, knobs)
+    data = examples(made.roles)
+    row = pack(data, range(len(data)), roles=trained_roles(made))
+    said = said_of(row, made)
+    found = made.loss(said, row, step_counts(data, range(len(data))))
+    assert float(found.value) == pytest.approx(formula(row, said), rel=2e-6)
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_rows_add_up_to_the_step_however_examples_are_dealt(case: str) -> None:
+    name, knobs, formula = CASES[case]
+    made = objective(name, knobs)
+    data = examples(made.roles)
+    counts = step_counts(data, range(len(data)))
+    whole = pack(data, range(len(data)), roles=trained_roles(made))
+    wanted = formula(whole, said_of(whole, made))
+    parts = []
+    for dealt in ([3], [0, 5, 1], [4, 2]):
+        row = pack(data, dealt, roles=trained_roles(made))
+        parts.append(made.loss(said_of(row, made), row, counts))
+    assert sum(float(p.value) for p in parts) == pytest.approx(wanted, rel=2e-6)
+    for measure in parts[0].measures:
+        summed = sum(float(p.measures[measure]) for p in parts)
+        alone = made.loss(said_of(whole, made), whole, counts).measures[measure]
+        assert summed == pytest.approx(float(alone), rel=1e-5, abs=1e-6), measure
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_gradient_is_that_of_finite_differences(case: str) -> None:
+    """In float64, so that a wrong detach or a lost term shows."""
+    name, knobs, _ = CASES[case]
+    made = objective(name, knobs)
+    data = examples(made.roles)
+    row = pack(data, range(len(data)), roles=trained_roles(made))
+    row = dataclasses.replace(row, values={k: v.double() for k, v in row.values.items()})
+    said = said_of(row, made)
+    field = "scores" if made.head == "score" else "logprobs"
+    others = {
+        f.name: value.double()
+        for f in dataclasses.fields(said)
+        if f.name != field and (value := getattr(said, f.name)) is not None
+    }
+    counts = step_counts(data, range(len(data)))
+
+    def value(x: torch.Tensor) -> torch.Tensor:
+        return made.loss(Said(**{field: x}, **others), row, counts).value
+
+    start = getattr(said, field).double().requires_grad_()
+    assert torch.autograd.gradcheck(value, (start,), atol=1e-5)
+
+
+def test_a_pair_that_is_told_apart_perfectly_has_finite_losses() -> None:
+    """exp() of large differences must not overflow in either direction."""
+    made = objective("reward", {"kind": "log_exp"})
+    data = examples(made.roles)
+    row = pack(data, [0, 1])
+    far = torch.tensor([300.0, -300.0, -300.0, 300.0], requires_grad=True)
+    loss = made.loss(Said(scores=far), row, step_counts(data, [0, 1])).value
+    loss.backward()
+    assert torch.isfinite(loss)
+    assert torch.isfinite(far.grad).all()
+    wanted = (600 + float(data.values["margin"][1])) / 2
+    assert float(loss) == pytest.approx(wanted, rel=1e-3)
+
+
+def test_orpo_is_finite_for_a_certain_answer() -> None:
+    made = objective("orpo", {})
+    data = examples(made.roles)
+    row = pack(data, [0])
+    sure = torch.zeros(len(row.owner), requires_grad=True)
+    said = Said(logprobs=sure)
+    loss = made.loss(said, row, step_counts(data, [0])).value
+    loss.backward()
+    assert torch.isfinite(loss)
+    assert torch.isfinite(sure.grad).all()
+
+
+@pytest.mark.parametrize(
+    ("name", "knobs", "says"),
+    [
+        ("sfd", {}, "train.objective=sfd is not an objective"),
+        ("sft", {"beta": 0.1}, "train.loss.beta is not a knob of train.objective=sft"),
+        ("dpo", {"gamma": 1.0, "center": 2.0}, "train.loss.center is not a knob"),
+        ("dpo", {"kind": "hinge"}, "train.loss.kind=hinge is not a kind"),
+        ("dpo", {"label_smoothing": 0.5}, "train.loss.label_smoothing=0.5"),
+        ("reward", {"kind": "ipo"}, "train.loss.kind=ipo is not a kind"),
+    ],
+)
+def test_knobs_that_make_no_sense_are_refused(
+    name: str, knobs: dict[str, object], says: str
+) -> None:
+    with pytest.raises(ConfigError) as caught:
+        objective(name, knobs)
+    assert caught.value.message.startswith(says)
+    assert caught.value.hint
+
+
+def test_a_knob_left_null_keeps_its_default() -> None:
+    assert objective("dpo", {"beta": None, "gamma": None}) == kind_of("dpo")()

@@ -1,0 +1,188 @@
+"""Every family packed, and alone: the same losses, the same gradients, and no neighbour is seen."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+
+from tasks.errors import ConfigError, TrainingError
+from tasks.training.examples import Examples
+from tasks.training.packable import unpackable
+from tasks.training.packed_model import require_same, take_rows
+from tasks.training.packing import pack, trial_row
+from tasks.weights.families.meta import auto_class
+from tests.training.test_packing import make_examples
+from tests.weights.families.making import FAMILIES
+
+LENGTHS = [23, 9, 5, 40, 22, 1, 31]
+WINDOW = {"sliding_window": 8}
+CHANGES: dict[str, dict[str, Any]] = {
+    "mistral": WINDOW,
+    "mixtral": WINDOW,
+    "phi3": WINDOW,
+    "qwen2": {**WINDOW, "use_sliding_window": True, "max_window_layers": 1},
+    "qwen2_moe": {**WINDOW, "use_sliding_window": True},  # its window is in its mask alone
+    "gemma2": {**WINDOW, "attn_logit_softcapping": 2.0, "final_logit_softcapping": 3.0},
+    "gemma3_text": {**WINDOW, "layer_types": ["sliding_attention", "full_attention"]},
+    "granite": {"logits_scaling": 4.0},
+    "gpt2": {"attn_pdrop": 0.0, "embd_pdrop": 0.0, "resid_pdrop": 0.0},
+}
+EAGER = {"gemma2"}  # sdpa leaves its attention cap out
+
+
+def make_model(family: str, attention: str) -> Any:
+    """Tiny, real, fp32, with weights that are neither flat nor equal."""
+    torch.manual_seed(0)
+    config = FAMILIES[family].config(**CHANGES.get(family, {}))
+    kind = auto_class(config)
+    model = kind.from_config(config, dtype=torch.float32, attn_implementation=attention)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(torch.randn(parameter.shape) * 0.1)
+    return model.train()
+
+
+def alone(model: Any, examples: Examples) -> torch.Tensor:
+    """Log-probabilities of supervised tokens, one forward pass of the model's own a sequence."""
+    found = []
+    for i in range(len(examples)):
+        ids, bears = (torch.tensor(x) for x in examples.sequence(i, 0))
+        places = bears[1:].nonzero()[:, 0]
+        logits = model(input_ids=ids[None].long(), use_cache=False).logits[0, places]
+        targets = ids[places + 1].long()
+        found.append(torch.log_softmax(logits.float(), -1).gather(1, targets[:, None])[:, 0])
+    return torch.cat(found)
+
+
+def gradients(model: Any, logprobs: torch.Tensor) -> dict[str, torch.Tensor]:
+    model.zero_grad(set_to_none=True)
+    weights = torch.linspace(-1, 1, len(logprobs))
+    (logprobs @ weights).backward()
+    return {n: p.grad.clone() for n, p in model.named_parameters() if p.grad is not None}
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_packed_is_what_each_sequence_is_alone(family: str) -> None:
+    examples = make_examples(LENGTHS, vocabulary=88)
+    own = make_model(family, "eager")
+    expected = alone(own, examples)
+    theirs = gradients(own, expected)
+    model = make_model(family, "eager" if family in EAGER else "sdpa")
+    take_rows(model)
+    require_same(model, trial_row(examples))
+    found = model(row=pack(examples, range(len(LENGTHS))))
+    mine = gradients(model, found)
+    torch.testing.assert_close(found, expected, rtol=0, atol=1e-5)
+    assert mine.keys() == theirs.keys()
+    for name, gradient in theirs.items():
+        scale = float(gradient.abs().max())
+        torch.testing.assert_close(mine[name], gradient, rtol=0, atol=1e-5 * max(scale, 1.0))
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_what_a_neighbour_says_changes_nothing(family: str) -> None:
+    examples = make_examples(LENGTHS, vocabulary=88)
+    model = make_model(family, "eager" if family in EAGER else "sdpa").eval()
+    take_rows(model)
+    row = pack(examples, range(len(LENGTHS)))
+    with torch.no_grad():
+        before = model(row=row)
+        for changed in (0, 1, 3):
+            ids = examples.ids.copy()
+            start, end = examples.bounds[changed : changed + 2]
+            ids[start:end] = (ids[start:end] + 5) % 88
+            after = model(row=pack(replace(examples, ids=ids), range(len(LENGTHS))))
+            others = row.owner != changed
+            assert torch.equal(after[others], before[others])
+            assert not torch.equal(after[~others], before[~others])
+
+
+def test_scores_are_those_of_each_sequence_alone() -> None:
+    from transformers import AutoModelForSequenceClassification
+
+    config = FAMILIES["qwen2"].config(num_labels=1)
+    torch.manual_seed(0)
+    model = AutoModelForSequenceClassification.from_config(config, attn_implementation="sdpa")
+    examples = make_examples([8, 30, 12, 31], roles=2, vocabulary=88)
+    with torch.no_grad():
+        expected = torch.cat(
+            [
+                model(input_ids=torch.tensor(examples.sequence(i, role)[0])[None].long()).logits[0]
+                for i in (1, 0)
+                for role in (0, 1)
+            ]
+        )
+    take_rows(model)
+    require_same(model, trial_row(examples))
+    torch.testing.assert_close(model(row=pack(examples, [1, 0])), expected, rtol=0, atol=1e-5)
+
+
+def test_a_pass_that_is_not_the_models_own_is_noticed() -> None:
+    """The self-check: neighbours that are seen, and logits that are changed."""
+    examples = make_examples([40, 40], vocabulary=88)
+    model = make_model("llama", "sdpa")
+    take_rows(model)
+    leaky = replace(trial_row(examples), buckets=())
+    one = replace(leaky, buckets=(pack(make_examples([80]), [0]).buckets))
+    with pytest.raises(TrainingError, match="differs from the model's own forward pass"):
+        require_same(model, one)
+    assert model.training
+    require_same(model, trial_row(examples))
+    head = model.get_output_embeddings()
+    model.set_output_embeddings(Doubling(head))
+    with pytest.raises(TrainingError, match="is rounding"):
+        require_same(model, trial_row(examples))
+
+
+class Doubling(torch.nn.Module):
+    """A head that answers differently to whole sequences."""
+
+    def __init__(self, head: torch.nn.Module) -> None:
+        super().__init__()
+        self.head = head
+
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        return self.head(hidden) * (2.0 if hidden.dim() == 3 else 1.0)
+
+
+REFUSED = {
+    "mamba": ({"model_type": "mamba"}, "sdpa", "mamba has recurrent layers"),
+    "lfm2": (
+        {"model_type": "lfm2", "layer_types": ["conv", "full_attention"]},
+        "sdpa",
+        "lfm2 has layers of type conv",
+    ),
+    "new hybrid": (
+        {"model_type": "fresh", "text_config": {"layer_types": ["linear_attention"]}},
+        "sdpa",
+        "fresh has layers of type linear_attention",
+    ),
+    "chunked": (
+        {"model_type": "llama4_text", "layer_types": ["chunked_attention"]},
+        "sdpa",
+        "llama4_text has layers of type chunked_attention",
+    ),
+    "alibi": ({"model_type": "falcon", "alibi": True}, "eager", "falcon biases attention"),
+    "cap": ({"model_type": "gemma2", "attn_logit_softcapping": 50.0}, "sdpa", "at 50.0"),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_a_family_that_cannot_is_refused_by_name(name: str) -> None:
+    config, attention, message = REFUSED[name]
+    found = unpackable(config, attention)
+    assert found is not None
+    assert message in found.problem
+    assert found.hint
+
+
+def test_refused_before_anything_runs() -> None:
+    from transformers import AutoModelForCausalLM, MambaConfig
+
+    config = MambaConfig(vocab_size=90, hidden_size=16, num_hidden_layers=1, state_size=4)
+    with pytest.raises(ConfigError, match="mamba has recurrent layers"):
+        take_rows(AutoModelForCausalLM.from_config(config))
+    assert unpackable(make_model("gemma2", "eager").config.to_dict(), "eager") is None

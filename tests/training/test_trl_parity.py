@@ -1,0 +1,274 @@
+"""Our losses beside TRL's trainers: same tiny model, same tokens, fp32."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from tasks.training.examples import Examples
+from tasks.training.objectives import Said, objective
+from tasks.training.order import Counts
+from tasks.training.packed_model import take_rows
+from tasks.training.packing import Row, pack
+
+pytestmark = [pytest.mark.peers, pytest.mark.filterwarnings("ignore")]
+
+PAIRS = [
+    {"prompt": f"say {word} ", "chosen": word * n, "rejected": other * m}
+    for word, other, n, m in (("ab", "c", 2, 3), ("abc", "de", 1, 4), ("f", "gh", 5, 1))
+]
+TOLERANCE = 2e-6
+
+
+def common(folder: Path) -> dict[str, Any]:
+    return {
+        "output_dir": str(folder),
+        "report_to": [],
+        "use_cpu": True,
+        "bf16": False,
+        "fp16": False,
+        "gradient_checkpointing": False,
+        "per_device_train_batch_size": len(PAIRS),
+        "remove_unused_columns": False,
+        "dataset_num_proc": None,
+        "seed": 0,
+    }
+
+
+@pytest.fixture
+def model(base: Path) -> Any:
+    from transformers import AutoModelForCausalLM
+
+    return AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32)
+
+
+@pytest.fixture
+def other(base: Path) -> Any:
+    """A reference that is not the policy."""
+    from transformers import AutoModelForCausalLM
+
+    torch.manual_seed(3)
+    made = AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32)
+    with torch.no_grad():
+        for parameter in made.parameters():
+            parameter.add_(0.02 * torch.randn_like(parameter))
+    return made
+
+
+def to_examples(
+    ids: torch.Tensor, attention: torch.Tensor, bears: torch.Tensor, roles: tuple[str, ...]
+) -> Examples:
+    """TRL's padded batch, all chosen before all rejected, as examples."""
+    count = len(ids) // len(roles)
+    flat_ids, flat_bears, bounds = [], [], [0]
+    for example in range(count):
+        for role in range(len(roles)):
+            number = role * count + example
+            real = attention[number].bool()
+            flat_ids.append(ids[number][real].numpy())
+            flat_bears.append(bears[number][real].numpy())
+            bounds.append(bounds[-1] + int(real.sum()))
+    return Examples(
+        roles=roles,
+        names=tuple(str(i) for i in range(count)),
+        ids=np.concatenate(flat_ids).astype(np.int32),
+        bears=np.concatenate(flat_bears).astype(np.uint8),
+        bounds=np.array(bounds),
+        values={},
+    )
+
+
+def counts_of(examples: Examples) -> Counts:
+    supervised = tuple(int(n) for n in examples.supervised.sum(axis=0))
+    return Counts(len(examples), supervised, 0)
+
+
+def sums(model: Any, row: Row) -> torch.Tensor:
+    with torch.no_grad():
+        return row.sums(model(row=row))
+
+
+@pytest.mark.parametrize(
+    ("theirs", "ours"),
+    [
+        ({"loss_type": ["sigmoid"]}, {}),
+        ({"loss_type": ["sigmoid"], "beta": 0.7}, {"beta": 0.7}),
+        ({"loss_type": ["ipo"]}, {"kind": "ipo"}),
+    ],
+)
+def test_dpo(
+    theirs: dict[str, Any],
+    ours: dict[str, Any],
+    tmp_path: Path,
+    model: Any,
+    other: Any,
+    tokenizer: Any,
+) -> None:
+    from datasets import Dataset
+    from trl import DPOConfig, DPOTrainer
+
+    trainer = DPOTrainer(
+        model=model,
+        ref_model=other,
+        args=DPOConfig(**common(tmp_path), **theirs),
+        train_dataset=Dataset.from_list(PAIRS),
+        processing_class=tokenizer,
+    )
+    batch = next(iter(trainer.get_train_dataloader()))
+    wanted = trainer.compute_loss(trainer.model, dict(batch))
+    made = objective("dpo", ours)
+    examples = to_examples(
+        batch["input_ids"], batch["attention_mask"], batch["completion_mask"], made.roles
+    )
+    row = pack(examples, range(len(examples)))
+    for one in (model, other):
+        take_rows(one)
+    said = Said(logprobs=model(row=row), reference=sums(other, row))
+    found = made.loss(said, row, counts_of(examples)).value
+    assert found.item() == pytest.approx(wanted.item(), rel=TOLERANCE)
+
+
+def test_kto(tmp_path: Path, model: Any, other: Any, tokenizer: Any) -> None:
+    from datasets import Dataset
+    from trl import KTOConfig, KTOTrainer
+
+    rows = [
+        {"prompt": p["prompt"], "completion": p["chosen"], "label": i != 1}
+        for i, p in enumerate(PAIRS)
+    ]
+    trainer = KTOTrainer(
+        model=model,
+        ref_model=other,
+        args=KTOConfig(**common(tmp_path), beta=0.3, undesirable_weight=1.2),
+        train_dataset=Dataset.from_list(rows),
+        processing_class=tokenizer,
+    )
+    batch = next(iter(trainer.get_train_dataloader()))
+    wanted = trainer.compute_loss(trainer.model, dict(batch))
+    made = objective("kto", {"beta": 0.3, "undesirable_weight": 1.2})
+    width = max(batch["input_ids"].shape[1], batch["KL_input_ids"].shape[1])
+
+    def both(name: str) -> torch.Tensor:
+        parts = (batch[name], batch[f"KL_{name}"])
+        return torch.cat([torch.nn.functional.pad(x, (0, width - x.shape[1])) for x in parts])
+
+    examples = to_examples(
+        both("input_ids"), both("attention_mask"), both("completion_mask"), made.roles
+    )
+    desirable = np.array(batch["label"], np.float32)
+    examples = dataclasses.replace(examples, values={"desirable": desirable})
+    take_rows(model)
+    take_rows(other)
+    everything = range(len(examples))
+    apart = pack(examples, everything, roles=[1])
+    baseline = (sums(model, apart) - sums(other, apart)).mean()
+    row = pack(examples, everything, roles=[0])
+    said = Said(logprobs=model(row=row), reference=sums(other, row), baseline=baseline)
+    found = made.loss(said, row, counts_of(examples)).value
+    assert found.item() == pytest.approx(wanted.item(), rel=TOLERANCE)
+
+
+@pytest.mark.parametrize("center", [None, 0.05])
+def test_reward(center: float | None, tmp_path: Path, base: Path, tokenizer: Any) -> None:
+    from datasets import Dataset
+    from transformers import AutoModelForSequenceClassification
+    from trl import RewardConfig, RewardTrainer
+
+    torch.manual_seed(0)
+    model = AutoModelForSequenceClassification.from_pretrained(
+        base, num_labels=1, dtype=torch.float32
+    )
+    model.score.weight.data.normal_(std=0.5)
+    args = RewardConfig(**common(tmp_path), center_rewards_coefficient=center, disable_dropout=True)
+    trainer = RewardTrainer(
+        model=model,
+        args=args,
+        train_dataset=Dataset.from_list(PAIRS),
+        processing_class=tokenizer,
+    )
+    batch = next(iter(trainer.get_train_dataloader()))
+    wanted = trainer.compute_loss(trainer.model, dict(batch))
+    made = objective("reward", {"center": center})
+    mask = batch["attention_mask"]
+    examples = to_examples(batch["input_ids"], mask, mask.clone(), made.roles)
+    row = pack(examples, range(len(examples)))
+    take_rows(model)
+    found = made.loss(Said(scores=model(row=row)), row, counts_of(examples)).value
+    assert found.item() == pytest.approx(wanted.item(), rel=1e-5)
+
+
+def test_sft(tmp_path: Path, model: Any, tokenizer: Any) -> None:
+    from datasets import Dataset
+    from trl import SFTConfig, SFTTrainer
+
+    rows = [{"prompt": p["prompt"], "completion": p["chosen"]} for p in PAIRS]
+    trainer = SFTTrainer(
+        model=model,
+        args=SFTConfig(**common(tmp_path)),
+        train_dataset=Dataset.from_list(rows),
+        processing_class=tokenizer,
+    )
+    batch = next(iter(trainer.get_train_dataloader()))
+    wanted = trainer.compute_loss(trainer.model, dict(batch))
+    made = objective("sft", {})
+    examples = to_examples(
+        batch["input_ids"], batch["attention_mask"], batch["labels"] != -100, made.roles
+    )
+    row = pack(examples, range(len(examples)))
+    take_rows(model)
+    found = made.loss(Said(logprobs=model(row=row)), row, counts_of(examples)).value
+    assert found.item() == pytest.approx(wanted.item(), rel=TOLERANCE)
+
+
+def means() -> tuple[torch.Tensor, torch.Tensor, Row]:
+    """Mean log-probabilities of three pairs, and a row in which they would be said."""
+    draw = torch.Generator().manual_seed(0)
+    chosen, rejected = -2 * torch.rand(2, 3, generator=draw) - 0.05
+    ids = torch.arange(18).reshape(6, 3)
+    bears = torch.tensor([0, 1, 1]).expand(6, 3)
+    examples = to_examples(ids, torch.ones(6, 3), bears, ("chosen", "rejected"))
+    return chosen, rejected, pack(examples, range(3))
+
+
+def said_of(chosen: torch.Tensor, rejected: torch.Tensor) -> Said:
+    """Every token at its sequence's mean."""
+    by_sequence = torch.stack([chosen, rejected], dim=1).reshape(-1)
+    return Said(logprobs=by_sequence.repeat_interleave(2))
+
+
+def test_orpos_odds_ratio() -> None:
+    from trl.experimental.orpo import ORPOTrainer
+
+    chosen, rejected, row = means()
+    theirs = SimpleNamespace(beta=0.4, accelerator=SimpleNamespace(device="cpu"))
+    losses = ORPOTrainer.odds_ratio_loss(theirs, chosen, rejected)[0]
+    wanted = -chosen.mean() - losses.mean()  # TRL subtracts it from the cross-entropy
+    loss = objective("orpo", {"beta": 0.4}).loss(
+        said_of(chosen, rejected), row, Counts(3, (6, 6), 0)
+    )
+    assert loss.value.item() == pytest.approx(wanted.item(), rel=TOLERANCE)
+
+
+def test_simpo() -> None:
+    from trl.experimental.cpo import CPOTrainer
+
+    chosen, rejected, row = means()
+    theirs = SimpleNamespace(
+        beta=2.5,
+        simpo_gamma=0.8,
+        loss_type="simpo",
+        label_smoothing=0.0,
+        alpha=0.0,
+        accelerator=SimpleNamespace(device="cpu"),
+    )
+    wanted = CPOTrainer.cpo_loss(theirs, chosen, rejected)[0].mean()
+    loss = objective("simpo", {"beta": 2.5, "gamma": 0.8}).loss(
+        said_of(chosen, rejected), row, Counts(3, (6, 6), 0)
+    )
+    assert loss.value.item() == pytest.approx(wanted.item(), rel=TOLERANCE)

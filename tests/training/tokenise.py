@@ -1,0 +1,25 @@
+"""Run by torchrun: tokenise both splits and say what came of it."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+
+from tasks.errors import DataError
+from tasks.training.data import load_split
+from tasks.training.engine import Ranks
+from tasks.training.job import TrainJob
+from tasks.training.model import load_tokenizer
+
+job = TrainJob.read(Path(sys.argv[1]))
+ranks = Ranks()
+found = {"error": ""}
+for split in ("train", "heldout"):
+    try:
+        load_split(job, split, roles=("text",), tokenizer=load_tokenizer(job), ranks=ranks)
+    except DataError as error:
+        found["error"] = error.message
+(job.data / f"rank-{ranks.rank}.json").write_text(json.dumps(found))
+ranks.barrier()
+ranks.leave()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -17,8 +18,7 @@ ROWS_AT_MOST = 2000
 def read_heldout(path: Path) -> list[dict[str, Any]]:
     """The held-out conversations, `ROWS_AT_MOST` of them.
 
-    Of a pair it is the one with the chosen answer; an answer that is marked as not desirable is
-    nothing that a model should be asked to repeat.
+    Of a pair it is the one with the chosen answer.
 
     Raises:
         DataError: missing, not JSON, without an answer, or empty.
@@ -29,10 +29,7 @@ def read_heldout(path: Path) -> list[dict[str, Any]]:
             for number, line in enumerate(file, 1):
                 if len(rows) == ROWS_AT_MOST:
                     break
-                row = json.loads(line)
-                if row.get("desirable") is False:
-                    continue
-                rows.append(_conversation(row))
+                rows.append(_conversation(json.loads(line)))
                 if rows[-1]["messages"][-1]["role"] != "assistant":
                     raise DataError(f"{path}:{number}: the last message is not the assistant's")
     except OSError as error:
@@ -66,11 +63,17 @@ def read_pairs(path: Path) -> list[tuple[list[dict[str, str]], list[dict[str, st
     return found
 
 
-def fitting(rendered: Prompts, *, longest: int, answer: int) -> list[int]:
-    """Numbers of the rows whose prompt leaves room for a whole answer.
+def answerable(
+    rows: Sequence[Mapping[str, Any]], rendered: Prompts, *, longest: int, answer: int
+) -> list[int]:
+    """Numbers of the rows that a model can be asked with, and be held to the answer.
+
+    Their prompts leave room for a whole answer; and an answer that is marked as not desirable is
+    none that a model should repeat.
 
     Args:
-        rendered: the prompts.
+        rows: the conversations.
+        rendered: their prompts.
         longest: tokens that the engine takes, prompt and answer together.
         answer: tokens of a whole answer.
 
@@ -78,12 +81,18 @@ def fitting(rendered: Prompts, *, longest: int, answer: int) -> list[int]:
         DataError: there is none.
     """
     limit = longest - answer
-    found = [i for i, prompt in enumerate(rendered.tokens) if len(prompt) <= limit]
-    if not found:
+    short = [i for i, prompt in enumerate(rendered.tokens) if len(prompt) <= limit]
+    if not short:
         raise DataError(
             f"no held-out prompt of {len(rendered.tokens)} leaves room for "
             f"{answer} new tokens in {longest}",
             hint="smoke.max_new_tokens=... (smaller)",
+        )
+    found = [i for i in short if rows[i].get("desirable", True)]
+    if not found:
+        raise DataError(
+            f"none of {len(short)} held-out answers is marked as desirable: nothing to be held to",
+            hint="data.eval_path=<rows with desirable answers>",
         )
     return found
 

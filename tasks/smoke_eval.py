@@ -16,7 +16,7 @@ from pathlib import Path
 from tasks.contract import Check
 from tasks.errors import ConfigError
 from tasks.fingerprint import DriftLimit, Fingerprint, drift, within
-from tasks.heldout import context_of, fitting, read_heldout
+from tasks.heldout import answerable, context_of, read_heldout
 from tasks.output import Log
 from tasks.report import StageReport
 from tasks.scoring import ModelRef, Prompts, ReferenceScorer
@@ -104,7 +104,7 @@ def smoke_eval(
     rendered = scorer.encode(served, rows)
     context = context_of(served)
     longest = min(context, settings.max_model_len or context)
-    asked_of = fitting(rendered, longest=longest, answer=settings.max_new_tokens)
+    asked_of = answerable(rows, rendered, longest=longest, answer=settings.max_new_tokens)
     asked = asked_of[: max(settings.eval_samples, len(reference.probes))]
     question = Question(
         served=served,

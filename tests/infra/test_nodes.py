@@ -131,7 +131,7 @@ def test_zero3_over_two_nodes(namespaces: list[str], tmp_path: Path) -> None:
     shards = sorted((runs / "artifacts" / "shards").glob("*/shards/*.safetensors"))
     assert [path.name for path in shards] == [f"rank-0000{r}-of-00002.safetensors" for r in (0, 1)]
     summary = json.loads((runs / "latest" / "summary.json").read_text())
-    assert summary["state"] == "completed"
+    assert summary["status"] == "completed"
     drift = {stage["name"]: stage["drift"] for stage in summary["stages"]}
     assert drift["gather"]["mean_kl"] == 0.0
     assert "node 1 of 2 follows 10.77.0.1" in said[1]

@@ -46,6 +46,7 @@ SMOKE = Stage(
         "tasks/smoke_eval.py",
         "tasks/smoke_answers.py",
         "tasks/smoke_rewards.py",
+        "tasks/score_served.py",
         "tasks/heldout.py",
         "tasks/serve.py",
         "tasks/vllm_jobs.py",

@@ -17,6 +17,7 @@ from tasks.deliver.smoke import reference, smoke
 from tasks.deliver.stages import convert, gather, merge, value_head
 from tasks.deliver.texts import PROBE_TOKENS, probe_texts
 from tasks.fingerprint import PROFILES
+from tasks.prints import FINGERPRINT
 from tasks.scoring import ReferenceScorer
 from tasks.stage import Mechanism, Stage, StageResult
 from tasks.vllm_jobs import HEADROOM
@@ -81,7 +82,7 @@ class Steps:
         self, source: Artifact, gathered: Artifact, with_base: dict[str, Artifact]
     ) -> Artifact:
         given, smoke_settings = self.delivery.given, self.delivery.settings["smoke"]
-        if given.kind == "shards" and (given.root / "fingerprint.fp").is_file():
+        if given.kind == "shards" and (given.root / FINGERPRINT).is_file():
             return replace(source, kind="reference")  # the live training engine's own
         folds = self.delivery.work.merge is not None
         inputs = {"model": gathered}

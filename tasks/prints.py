@@ -75,10 +75,16 @@ def told(found: Moved) -> str:
     )
 
 
-def verdict(found: Moved, limit: DriftLimit, noise: float | None = None) -> Check:
-    """The verdict on a drift, as one check."""
+def verdict(
+    found: Moved,
+    limit: DriftLimit,
+    noise: float | None = None,
+    *,
+    name: str = "drift from the trained model",
+) -> Check:
+    """The verdict on a drift, as one check of that name."""
     expected = allowed(found, limit)
     if noise is not None:
         expected += f", on average <= twice the repeat noise {noise:.2e}"
     exceeded = too_far(found, limit, noise)
-    return Check("drift from the trained model", expected, told(found), ok=not exceeded)
+    return Check(name, expected, told(found), ok=not exceeded)

@@ -13,11 +13,10 @@ from typing import Any, Protocol
 
 from tasks.fingerprint import Fingerprint
 from tasks.output import Log
+from tasks.prints import FINGERPRINT
 from tasks.scoring import Greedy, ModelRef, Prompts, ReferenceScorer
 from tasks.serving.job import Job
 from tasks.vllm_jobs import HEADROOM, Engine, run_vllm
-
-FINGERPRINT = "fingerprint.fp"
 
 
 class Limits(Engine, Protocol):

@@ -18,6 +18,7 @@ from tasks.errors import ConfigError
 from tasks.fingerprint import DriftLimit, Fingerprint, drift, within
 from tasks.heldout import answerable, context_of, read_heldout
 from tasks.output import Log
+from tasks.prints import FINGERPRINT
 from tasks.report import StageReport
 from tasks.scoring import ModelRef, Prompts, ReferenceScorer
 from tasks.serve import Question, Served, serve_with_transformers, serve_with_vllm
@@ -99,7 +100,7 @@ def smoke_eval(
     strays = verdicts.stray_weights(served)
     if strays:
         return StageReport("report", checks=(verdicts.no_strays(strays),))
-    reference = Fingerprint.load(trained / "fingerprint.fp")
+    reference = Fingerprint.load(trained / FINGERPRINT)
     rows = read_heldout(data / "heldout.jsonl")
     rendered = scorer.encode(served, rows)
     context = context_of(served)
@@ -109,7 +110,7 @@ def smoke_eval(
     question = Question(
         served=served,
         base=base,
-        reference=trained / "fingerprint.fp",
+        reference=trained / FINGERPRINT,
         messages=[rows[i]["messages"][:-1] for i in asked],
         prompts=Prompts([rendered.tokens[i] for i in asked], rendered.eos),
         base_prompts=scorer.encode(base, [rows[i] for i in asked], template_from=served),

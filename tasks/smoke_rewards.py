@@ -7,7 +7,6 @@ with the live training engine's; held-out pairs tell how often it prefers the ch
 from __future__ import annotations
 
 import json
-import tempfile
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
@@ -18,14 +17,13 @@ from tasks.errors import ConfigError, DataError
 from tasks.fingerprint import DriftLimit
 from tasks.heldout import context_of, read_pairs
 from tasks.output import Log
-from tasks.prints import allowed, told, too_far
+from tasks.prints import verdict
 from tasks.report import StageReport
 from tasks.score_print import SCORES, ScorePrint, score_drift
+from tasks.score_served import Scoring
 from tasks.scoring import ModelRef, ReferenceScorer
 from tasks.serving import verdicts
-from tasks.serving.job import Job
 from tasks.smoke_eval import ENGINES, SmokeSettings
-from tasks.vllm_jobs import HEADROOM, run_vllm
 from tasks.weights.reader import read_json
 
 CHANCE = 0.5
@@ -71,7 +69,9 @@ def smoke_rewards(
     reference = ScorePrint.load(trained / SCORES)
     pairs = _encoded(served, data, scorer, settings)
     texts = [*map(list, reference.probes), *(ids for pair in pairs for ids in pair)]
-    scores = _score(engine, served, texts, settings, out, scorer=scorer, log=log, log_path=log_path)
+    dtype = str(read_json(served / "config.json").get("dtype", "bfloat16"))
+    how = Scoring(settings, scorer, log, log_path)
+    scores = how.raw(engine, ModelRef(served, dtype=dtype), texts, out=out)
     count = len(reference.probes)
     now = ScorePrint(reference.probes, tuple(scores[:count]), engine)
     now.save(out / SCORES)
@@ -81,12 +81,7 @@ def smoke_rewards(
     checks = (
         verdicts.no_strays(strays),
         Check("engine", f"{engine} loads the model", "loaded", ok=True),
-        Check(
-            "drift of the engine's scores from the trained model's",
-            allowed(moved, profile),
-            told(moved),
-            ok=not too_far(moved, profile),
-        ),
+        verdict(moved, profile, name="drift of the engine's scores from the trained model's"),
     )
     metrics = {
         "eval/before": CHANCE,
@@ -118,32 +113,6 @@ def _encoded(
             hint="smoke.max_model_len=... (larger), or other held-out data",
         )
     return fitting
-
-
-def _score(
-    engine: str,
-    served: Path,
-    texts: Sequence[list[int]],
-    settings: SmokeSettings,
-    out: Path,
-    *,
-    scorer: ReferenceScorer,
-    log: Log,
-    log_path: Path,
-) -> list[float]:
-    """The head's output for each text, not normalised."""
-    dtype = str(read_json(served / "config.json").get("dtype", "bfloat16"))
-    if engine == "transformers":
-        return scorer.rewards(ModelRef(served, dtype=dtype), texts, raw=True)
-    with tempfile.TemporaryDirectory(dir=out, prefix=".vllm-") as folder:
-        longest = settings.max_model_len or max(map(len, texts)) + HEADROOM
-        job = Job(
-            served=str(served), out=f"{folder}/job", prompts=list(texts), max_new_tokens=0,
-            max_model_len=longest, dtype=dtype, rewards=True,
-        )  # fmt: skip
-        (result,) = run_vllm([job], settings, log=log, log_path=log_path)
-    scores: list[float] = result["rewards"]
-    return scores
 
 
 def _write(

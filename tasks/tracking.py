@@ -21,6 +21,7 @@ from urllib.parse import urlsplit, urlunsplit
 
 from tasks.artifact import MANIFEST, Artifact, Origin
 from tasks.event_files import EventFile
+from tasks.prints import NAMES as PRINTS
 
 if TYPE_CHECKING:
     from mlflow import MlflowClient
@@ -131,7 +132,7 @@ class StageRun:
         tags = {"artifact": str(artifact.path), "digest": artifact.digest, "reused": str(reused)}
         for key, value in tags.items():
             self._client.set_tag(self.run_id, key, value)
-        for name in (MANIFEST, "contract.json", "fingerprint.fp"):
+        for name in (MANIFEST, "contract.json", *PRINTS):
             if (artifact.path / name).is_file():
                 self._client.log_artifact(self.run_id, str(artifact.path / name))
 

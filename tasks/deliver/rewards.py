@@ -11,14 +11,14 @@ from pathlib import Path
 from typing import Any
 
 from tasks.contract import Check
-from tasks.deliver.engine import EngineSettings, ask_vllm, dtype_of, encode_probes
+from tasks.deliver.engine import EngineSettings, dtype_of, encode_probes
 from tasks.fingerprint import DriftLimit
-from tasks.prints import allowed, told, too_far
+from tasks.prints import verdict
 from tasks.report import StageReport
 from tasks.score_print import SCORES, ScorePrint, score_drift
+from tasks.score_served import Scoring
 from tasks.scoring import ModelRef, ReferenceScorer
 from tasks.serving import verdicts
-from tasks.serving.job import Job
 from tasks.serving.rewards import normalised
 from tasks.weights.heads.normalisation import normalisation_from
 from tasks.weights.reader import read_json
@@ -100,28 +100,16 @@ def reward_smoke(
         return StageReport("report", (verdicts.no_strays(strays),))
     before = ScorePrint.load(reference / SCORES)
     probes, dtype = [list(probe) for probe in before.probes], dtype_of(served)
-    if engine == "vllm":
-        job = Job(
-            served=str(served), out="", prompts=probes, max_new_tokens=0,
-            max_model_len=settings.longest(probes), dtype=dtype, rewards=True,
-        )  # fmt: skip
-        raw = ask_vllm(job, settings, out=out, log=log, log_path=log_path)["rewards"]
-        scores = normalised(raw, normalisation_from(read_json(served / "config.json"))[0])
-    else:
-        model = ModelRef(served, dtype=dtype, attn_implementation=attn_implementation)
-        scores = scorer.rewards(model, probes)
+    model = ModelRef(served, dtype=dtype, attn_implementation=attn_implementation)
+    raw = Scoring(settings, scorer, log, log_path).raw(engine, model, probes, out=out)
+    scores = normalised(raw, normalisation_from(read_json(served / "config.json"))[0])
     now = _print(probes, scores, engine)
     now.save(out / SCORES)
     moved = score_drift(before, now)
     checks = (
         verdicts.no_strays(strays),
         Check("engine", f"{engine} loads the model", "loaded", ok=True),
-        Check(
-            "rewards against those before",
-            allowed(moved, profile),
-            told(moved),
-            ok=not too_far(moved, profile),
-        ),
+        verdict(moved, profile, name="rewards against those before"),
     )
     document = {"engine": engine, "checks": [asdict(one) for one in checks], **asdict(moved)}
     (out / "report.json").write_text(json.dumps(document, indent=1) + "\n")

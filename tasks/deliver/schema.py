@@ -5,7 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from enum import Enum, auto
 
-from tasks.schema import Convert, MergeBase, Paths, Profile, Tracking
+from tasks.schema.choices import MergeBase, Profile
+from tasks.schema.delivery import Convert
+from tasks.schema.places import Paths, Tracking
 
 MISSING = "???"
 """What Hydra takes for a value that has to be given."""

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 from tasks.contract import Check
 from tasks.errors import ArtifactError
 from tasks.fingerprint import Drift, DriftLimit, within
+from tasks.prints import too_far, verdict
 from tasks.serving.text import is_degenerate
 from tasks.serving.ties import TIE_STEPS, Agreement
 from tasks.weights.reader import read_json
@@ -43,20 +45,12 @@ def no_strays(strays: Sequence[str]) -> Check:
 
 def drift_check(measured: Drift, limit: DriftLimit, appeared_at: str) -> Check:
     """The engine's fingerprint against the trained one; a failure names the stage."""
-    exceeded = within(measured, limit)
-    found = (
-        f"mean KL {measured.mean_kl:.2e}, p95 KL {measured.p95_kl:.2e}, "
-        f"top-1 agreement {measured.top1_agreement:.4f}"
-    )
-    if exceeded:
-        found = f"{'; '.join(exceeded)}; drift appeared at: {appeared_at}"
-    return Check(
-        "drift of the engine from the trained model",
-        f"mean KL <= {limit.mean_kl:.0e}, p95 KL <= {limit.p95_kl:.0e}, "
-        f"top-1 agreement >= {limit.top1_agreement}",
-        found,
-        ok=not exceeded,
-    )
+    name = "drift of the engine from the trained model"
+    check = verdict(measured, limit, name=name)
+    if check.ok:
+        return check
+    exceeded = "; ".join(too_far(measured, limit))
+    return replace(check, found=f"{exceeded}; drift appeared at: {appeared_at}")
 
 
 def first_mover(history: Mapping[str, Mapping[str, float]], limit: DriftLimit) -> str | None:

@@ -13,8 +13,7 @@ import torch
 
 from tasks.errors import TrainingError
 from tasks.training.examples import Examples
-from tasks.training.order import heldout_rounds
-from tasks.training.packing import pack
+from tasks.training.job import Batch
 from tasks.training.passes import Passes
 
 
@@ -31,26 +30,24 @@ class HeldOutScores:
         return asdict(self)
 
 
-def heldout_scores(passes: Passes, examples: Examples, *, size: int) -> HeldOutScores:
+def heldout_scores(passes: Passes, examples: Examples, batch: Batch) -> HeldOutScores:
     """Score every held-out answer. All ranks take part.
 
     Args:
         passes: with an engine around a model with a score head.
         examples: held-out.
-        size: of a row, in examples.
+        batch: sizes of the run's rows.
 
     Raises:
         TrainingError: scores that are not finite, or all the same.
     """
     ranks = passes.ranks
-    rounds = heldout_rounds(examples, size=size, world_size=ranks.world_size, rank=ranks.rank)
     sums = torch.zeros(3, dtype=torch.float64, device=ranks.device)
-    with torch.no_grad(), passes.evaluating():
-        for one in rounds:
-            scores = passes.engine(row=pack(examples, one.chosen).to(ranks.device)).double()
-            if one.counted:
-                ones = torch.ones_like(scores).sum()
-                sums += torch.stack([scores.sum(), scores.square().sum(), ones])
+    for _, raw, counted in passes.each(examples, batch):
+        scores = raw.double()
+        if counted:
+            ones = torch.ones_like(scores).sum()
+            sums += torch.stack([scores.sum(), scores.square().sum(), ones])
     total, squares, count = ranks.total(sums).tolist()
     mean = total / count
     variance = squares / count - mean**2

@@ -16,13 +16,10 @@ from tasks.training.engine import Ranks
 from tasks.training.examples import Examples
 from tasks.training.job import TrainJob
 from tasks.training.objectives import Objective
-from tasks.training.order import Counts, Order, heldout_rounds
+from tasks.training.order import Counts, Order
 from tasks.training.passes import Passes, Sums
 from tasks.training.selection import direction, has_stopped, judge
 from tasks.training.steps import Stepper, Taken
-
-HELDOUT_ROW = 8
-"""Examples of a held-out row, at least."""
 
 MAX_SKIPPED = 20
 """Steps in a row that fp16 may overflow in. The loss scale is halved each time: by now it is at a
@@ -81,10 +78,7 @@ class Trainer:
     def evaluate(self, when: str) -> dict[str, float]:
         """Held-out loss and measures, by name; emits event "eval". All ranks take part."""
         begin, passes = time.perf_counter(), self._passes
-        size = max(HELDOUT_ROW, self.job.settings.batch.micro_batch_size)
-        rounds = heldout_rounds(
-            self.heldout, size=size, world_size=self.ranks.world_size, rank=self.ranks.rank
-        )
+        rounds = passes.heldout(self.heldout, self.job.settings.batch)
         counts = Counts.of(self.heldout)
         baseline, sums = passes.baseline(self.heldout, rounds), Sums(self.ranks)
         with torch.no_grad(), passes.evaluating():

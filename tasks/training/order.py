@@ -142,6 +142,10 @@ def deal(lengths: Sequence[int] | NDArray[np.int64], rows: int) -> list[list[int
     return [dealt[row] for row in sorted(range(rows), key=lambda row: (-sums[row], row))]
 
 
+HELDOUT_ROW = 8
+"""Examples of a held-out row, at least."""
+
+
 def heldout_rounds(examples: Examples, *, size: int, world_size: int, rank: int) -> list[HeldOut]:
     """Held-out rows of one rank, as many for each rank.
 

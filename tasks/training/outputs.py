@@ -9,13 +9,12 @@ from pathlib import Path
 from typing import Any
 
 from tasks.fingerprint import Fingerprint
+from tasks.prints import FINGERPRINT
 from tasks.score_print import SCORES, ScorePrint
 from tasks.training.checkpoint import PARTITIONS, Progress
 from tasks.training.heldout_scores import HeldOutScores
 from tasks.training.job import TrainJob
 from tasks.training.partitions import describe
-
-FINGERPRINT = "fingerprint.fp"
 
 
 def write_common(

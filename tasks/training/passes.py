@@ -11,8 +11,9 @@ import torch
 
 from tasks.training.engine import Ranks
 from tasks.training.examples import Examples
+from tasks.training.job import Batch
 from tasks.training.objectives import Loss, Objective, Said
-from tasks.training.order import Counts, HeldOut
+from tasks.training.order import HELDOUT_ROW, Counts, HeldOut, heldout_rounds
 from tasks.training.packing import Row, pack
 
 
@@ -60,6 +61,24 @@ class Passes:
                     total[1] += len(ratios)
         summed, count = self.ranks.total(total)
         return (summed / count).float()
+
+    def heldout(self, examples: Examples, batch: Batch) -> list[HeldOut]:
+        """This rank's rows of a pass over all examples, as many for each rank."""
+        return heldout_rounds(
+            examples,
+            size=max(HELDOUT_ROW, batch.micro_batch_size),
+            world_size=self.ranks.world_size,
+            rank=self.ranks.rank,
+        )
+
+    def each(self, examples: Examples, batch: Batch) -> Iterator[tuple[Row, torch.Tensor, bool]]:
+        """Every row of such a pass with all of its roles, what the model says of it, without
+        gradient, and whether it counts. All ranks take part, to the end.
+        """
+        with torch.no_grad(), self.evaluating():
+            for one in self.heldout(examples, batch):
+                row = pack(examples, one.chosen).to(self.ranks.device)
+                yield row, self.engine(row=row), one.counted
 
     @contextlib.contextmanager
     def evaluating(self) -> Iterator[None]:

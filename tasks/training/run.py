@@ -73,7 +73,7 @@ def train_with(ranks: Ranks, job: TrainJob, started: float) -> None:
     _write_own(engine.module, job, ranks)
     scores = None
     if chosen.head == "score":
-        scores = heldout_scores(passes, heldout, size=max(8, settings.batch.micro_batch_size))
+        scores = heldout_scores(passes, heldout, settings.batch)
     give_back_attention(model_of(engine.module), settings.attn_implementation)
     measured = take_print(
         engine, heldout, head=chosen.head, count=settings.probes, device=ranks.device

@@ -17,14 +17,10 @@ from numpy.typing import NDArray
 
 from tasks.errors import TrainingError
 from tasks.training.examples import Examples
-from tasks.training.job import TrainJob
-from tasks.training.order import heldout_rounds
-from tasks.training.packing import pack
+from tasks.training.job import Batch, TrainJob
 from tasks.training.passes import Passes
 
 FOLDER = "reference"
-ROW = 8
-"""Examples of a row, at least."""
 
 
 def with_reference(
@@ -50,24 +46,19 @@ def with_reference(
     if begun:
         found = _read(path, job, shape)
     else:
-        size = max(ROW, job.settings.batch.micro_batch_size)
-        found = _measure(examples, passes, size).reshape(shape)
+        found = _measure(examples, passes, job.settings.batch).reshape(shape)
         if passes.ranks.first:
             _write(path, found)
         passes.ranks.barrier()
     return replace(examples, values={**examples.values, "reference": found})
 
 
-def _measure(examples: Examples, passes: Passes, size: int) -> NDArray[np.float32]:
+def _measure(examples: Examples, passes: Passes, batch: Batch) -> NDArray[np.float32]:
     ranks, roles = passes.ranks, len(examples.roles)
-    rounds = heldout_rounds(examples, size=size, world_size=ranks.world_size, rank=ranks.rank)
     found = torch.zeros(len(examples), roles, device=ranks.device)
-    with torch.no_grad(), passes.evaluating():
-        for one in rounds:
-            row = pack(examples, one.chosen).to(ranks.device)
-            sums = row.sums(passes.engine(row=row)).view(-1, roles)
-            if one.counted:
-                found[row.examples] = sums
+    for row, logprobs, counted in passes.each(examples, batch):
+        if counted:
+            found[row.examples] = row.sums(logprobs).view(-1, roles)
     array: NDArray[np.float32] = ranks.total(found).cpu().numpy()
     return array
 

@@ -180,7 +180,7 @@ def test_every_objective_has_its_rows() -> None:
         for objective in kind.objectives:
             assert kind_of(objective).roles == roles[name], objective
             assert kind_for(objective) is kind
-    from tasks.schema import Objective
+    from tasks.schema.choices import Objective
 
     assert {o.name for o in Objective} == {o for k in KINDS.values() for o in k.objectives}
     assert kind_for("dpo") is PAIRS

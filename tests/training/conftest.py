@@ -38,25 +38,26 @@ def tokenizer():
     return make_tokenizer()
 
 
-@pytest.fixture(scope="session")
-def base(tmp_path_factory: pytest.TempPathFactory, tokenizer) -> Path:
-    """Qwen2 with hidden 64 and 2 layers, bf16, tied embeddings."""
+def save_base(path: Path, tokenizer, **sizes: object) -> Path:
+    """A random Qwen2 in bf16 with its tokenizer; `sizes` on top of hidden 64 and 2 layers."""
     import torch
     from transformers import GenerationConfig, Qwen2Config, Qwen2ForCausalLM
 
-    path = tmp_path_factory.mktemp("base")
+    usual = {
+        "hidden_size": 64,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "intermediate_size": 128,
+        "tie_word_embeddings": True,
+    }
     config = Qwen2Config(
         vocab_size=len(tokenizer),
-        hidden_size=64,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        intermediate_size=128,
         max_position_embeddings=128,
-        tie_word_embeddings=True,
         bos_token_id=None,
         eos_token_id=tokenizer.eos_token_id,
         pad_token_id=tokenizer.pad_token_id,
+        **(usual | sizes),
     )
     torch.manual_seed(0)
     model = Qwen2ForCausalLM(config).to(torch.bfloat16)
@@ -64,6 +65,12 @@ def base(tmp_path_factory: pytest.TempPathFactory, tokenizer) -> Path:
     model.save_pretrained(path)
     tokenizer.save_pretrained(path)
     return path
+
+
+@pytest.fixture(scope="session")
+def base(tmp_path_factory: pytest.TempPathFactory, tokenizer) -> Path:
+    """Qwen2 with hidden 64 and 2 layers, bf16, tied embeddings."""
+    return save_base(tmp_path_factory.mktemp("base"), tokenizer)
 
 
 @pytest.fixture(scope="session")

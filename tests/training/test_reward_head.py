@@ -14,6 +14,7 @@ import torch
 from tasks.score_print import ScorePrint, score_drift
 from tasks.training.examples import Example, Tokens, write_examples
 from tasks.training.job import Batch, Optim, Peft, Settings, Zero
+from tests.training.conftest import save_base
 from tests.training.jobs import Left, Wanted, load_trained, run_jobs
 
 ZERO3 = Zero(3, persistence_threshold=0)
@@ -38,29 +39,17 @@ LIVE_HEAD = "base_model.model.score.modules_to_save.default.weight"
 @pytest.fixture(scope="module")
 def wide(tmp_path_factory: pytest.TempPathFactory, tokenizer) -> Path:
     """A Qwen2 as wide as the 14B one, 5120, and as small as that can be; its head is untied."""
-    from transformers import GenerationConfig, Qwen2Config, Qwen2ForCausalLM
-
-    path = tmp_path_factory.mktemp("wide")
-    config = Qwen2Config(
-        vocab_size=len(tokenizer),
+    return save_base(
+        tmp_path_factory.mktemp("wide"),
+        tokenizer,
         hidden_size=5120,
         num_hidden_layers=1,
         num_attention_heads=2,
         head_dim=32,
         num_key_value_heads=1,
         intermediate_size=64,
-        max_position_embeddings=128,
         tie_word_embeddings=False,
-        bos_token_id=None,
-        eos_token_id=tokenizer.eos_token_id,
-        pad_token_id=tokenizer.pad_token_id,
     )
-    torch.manual_seed(0)
-    model = Qwen2ForCausalLM(config).to(torch.bfloat16)
-    model.generation_config = GenerationConfig(eos_token_id=tokenizer.eos_token_id)
-    model.save_pretrained(path)
-    tokenizer.save_pretrained(path)
-    return path
 
 
 @pytest.fixture(scope="module")

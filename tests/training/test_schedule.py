@@ -7,7 +7,7 @@ import torch
 from transformers import get_scheduler
 
 from tasks.errors import ConfigError
-from tasks.schema import Scheduler
+from tasks.schema.choices import Scheduler
 from tasks.training.schedule import SCHEDULERS, Shape, factor, warmup_steps
 
 STEPS, WARMUP = 40, 5

@@ -20,22 +20,6 @@ from tests.weights.adapters.making import Tensors, altered, base_model, opened, 
 Q0 = "base_model.model.model.layers.0.self_attn.q_proj.lora_{}.weight"
 
 
-@pytest.fixture(scope="module")
-def model() -> Any:
-    return base_model("llama")
-
-
-@pytest.fixture(scope="module")
-def live(model: Any) -> LiveModel:
-    return live_model(model)
-
-
-@pytest.fixture(scope="module")
-def good(model: Any, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    config = LoraConfig(r=4, lora_alpha=8, target_modules=["q_proj", "down_proj"])
-    return save(train(model, config), tmp_path_factory.mktemp("good") / "adapter")
-
-
 def _found(folder: Path, live: LiveModel) -> Changes:
     return changes(opened(folder), live)
 

@@ -12,27 +12,10 @@ from tasks.weights.adapters.changes import changes
 from tasks.weights.adapters.live import LiveModel, live_model
 from tasks.weights.adapters.read import read_adapter
 from tests.weights.adapters.making import (
-    base_model,
     opened,
     save,
     train,
 )
-
-
-@pytest.fixture(scope="module")
-def model() -> Any:
-    return base_model("llama")
-
-
-@pytest.fixture(scope="module")
-def live(model: Any) -> LiveModel:
-    return live_model(model)
-
-
-@pytest.fixture(scope="module")
-def good(model: Any, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    config = LoraConfig(r=4, lora_alpha=8, target_modules=["q_proj", "down_proj"])
-    return save(train(model, config), tmp_path_factory.mktemp("good") / "adapter")
 
 
 @pytest.mark.parametrize("weight", [0.0, float("nan"), float("inf")])

@@ -8,37 +8,16 @@ from typing import Any
 
 import pytest
 import torch
-from peft import LoraConfig
 
 from tasks.errors import ContractError
-from tasks.weights.adapters.live import LiveModel, live_model
 from tasks.weights.adapters.read import read_adapter
 from tasks.weights.adapters.values import require_values, value_findings
 from tests.weights.adapters.making import (
     Tensors,
     altered,
-    base_model,
-    save,
-    train,
 )
 
 Q0 = "base_model.model.model.layers.0.self_attn.q_proj.lora_{}.weight"
-
-
-@pytest.fixture(scope="module")
-def model() -> Any:
-    return base_model("llama")
-
-
-@pytest.fixture(scope="module")
-def live(model: Any) -> LiveModel:
-    return live_model(model)
-
-
-@pytest.fixture(scope="module")
-def good(model: Any, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    config = LoraConfig(r=4, lora_alpha=8, target_modules=["q_proj", "down_proj"])
-    return save(train(model, config), tmp_path_factory.mktemp("good") / "adapter")
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,47 @@
+"""Sections `merge`, `convert`, `smoke` and `gate`: what becomes of it, and what has to hold."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from tasks.schema.choices import Dtype, Engine, MergeBase, Profile, Quantize
+
+
+@dataclass
+class Merge:
+    """How an adapter becomes weights."""
+
+    base: MergeBase = MergeBase.auto
+
+
+@dataclass
+class Convert:
+    """What is served."""
+
+    dtype: Dtype = Dtype.bfloat16
+    max_shard_size: str = "5GB"
+    quantize: Quantize = Quantize.none
+
+
+@dataclass
+class Smoke:
+    """The test of the served model; see `tasks/smoke_eval.py: SmokeSettings`."""
+
+    engine: Engine = Engine.vllm
+    greedy_tokens: int = 5
+    max_new_tokens: int = 64
+    eval_samples: int = 200
+    kv_cache_gib: int = 1  # on CPU
+    max_model_len: int | None = None  # tokens; null: what the prompts need
+    timeout_s: float = 900.0
+    min_stop_rate: float = 0.9  # share of answers that end by themselves
+    max_degenerate_rate: float = 0.02  # share of answers caught in a loop
+    threads: int | None = None  # CPU threads
+
+
+@dataclass
+class Gate:
+    """What has to hold before a run is registered as a candidate."""
+
+    profile: Profile = Profile.standard
+    min_eval_gain: float | None = None  # points of exact match; null: none

@@ -1,0 +1,81 @@
+"""The truncation rule: what is cut, what is refused, what is counted."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tasks.errors import DataError
+from tasks.training.examples import Example, Tokens
+from tasks.training.fitting import Rule, Tally
+
+
+def sample(name: str, *lengths: int, prompt: int = 5, start: int = 0) -> Example:
+    """Sequences with a common prompt; answers count up from different numbers."""
+    made = []
+    for role, length in enumerate(lengths):
+        tail = [start + 1000 * role + i for i in range(length - prompt)]
+        bears = [i >= prompt for i in range(length)]
+        made.append(Tokens([*range(prompt), *tail], bears))
+    return Example(name, tuple(made))
+
+
+class TestTruncation:
+    def run(self, rule: Rule, *examples: Example) -> tuple[list[list[int]], Tally]:
+        tally = Tally()
+        kept = [one for one in (rule.apply(e, tally) for e in examples) if one is not None]
+        return [[len(s.ids) for s in one.sequences] for one in kept], tally
+
+    def test_answers_are_cut_at_the_end_and_their_ends_counted(self) -> None:
+        found, tally = self.run(Rule(10, "truncate"), sample("long", 12), sample("fits", 10))
+        assert found == [[10], [10]]
+        assert (tally.read, tally.kept, tally.truncated, tally.ends_cut) == (2, 2, 1, 1)
+        assert not tally.left_out
+
+    def test_pairs_are_cut_each_for_itself_and_their_prompt_never(self) -> None:
+        rule = Rule(10, "truncate")
+        found, tally = self.run(rule, sample("p", 12, 9), sample("q", 14, 12))
+        assert found == [[10, 9], [10, 10]]
+        assert (tally.kept, tally.truncated, tally.ends_cut) == (2, 2, 3)
+
+    def test_pairs_that_become_equal_are_left_out_and_counted(self) -> None:
+        one = sample("p", 12, 12)
+        same = one.sequences[0]
+        late = Tokens([*same.ids[:-1], 99], same.bears)
+        found, tally = self.run(Rule(11, "truncate"), Example("p", (same, late)), sample("q", 6, 6))
+        assert found == [[6, 6]]
+        assert (tally.read, tally.kept, tally.equal, tally.truncated) == (2, 1, 1, 0)
+        assert tally.left_out == ["p: both answers are the same tokens after truncation to 11"]
+        found, tally = self.run(Rule(12, "truncate"), Example("p", (same, late)))
+        assert (found, tally.equal) == ([[12, 12]], 0)
+        _, tally = self.run(Rule(11, "truncate"), Example("p", (same, late)))
+        with pytest.raises(DataError, match=r"no sample is left of 1: 0 too long, 1 pairs"):
+            tally.raise_if_unusable("s")
+
+    def test_prompts_that_fill_the_context(self) -> None:
+        long = sample("p", 12, prompt=10)
+        _, tally = self.run(Rule(10, "truncate"), sample("x", 12), long)
+        with pytest.raises(DataError, match="first p: prompt of 10 tokens leaves no room") as bad:
+            tally.raise_if_unusable("s")
+        assert "train.on_overlong=refuse" in bad.value.hint
+        found, tally = self.run(Rule(10, "refuse"), sample("x", 12), long, sample("y", 9))
+        assert (found, tally.refused) == ([[9]], 2)
+        assert [line.partition(":")[0] for line in tally.left_out] == ["x", "p"]
+        _, tally = self.run(Rule(10, "refuse"), long)
+        with pytest.raises(DataError, match="no sample is left of 1: 1 too long"):
+            tally.raise_if_unusable("s")
+
+    @given(parts=st.lists(st.lists(st.integers(6, 16), max_size=30), min_size=1, max_size=4),
+           rule=st.sampled_from(["truncate", "refuse"]))  # fmt: skip
+    def test_ranks_together_count_what_one_would(self, parts, rule) -> None:
+        def tally(lengths: list[int], at: int) -> Tally:
+            found = Tally()
+            for number, length in enumerate(lengths, at):
+                Rule(10, rule).apply(sample(str(number), length, prompt=length - 5), found)
+            return found
+
+        starts = np.cumsum([0, *map(len, parts)])
+        apart = sum((tally(p, int(s)) for p, s in zip(parts, starts, strict=False)), Tally())
+        assert apart == tally([length for part in parts for length in part], 0)

@@ -10,7 +10,7 @@ PY := $(VENV)/bin/python
 # Two at a time; which tests stay together, tests/conftest.py says. More would only compete.
 WORKERS ?= -n 2 --dist loadfile --no-loadscope-reorder
 
-.PHONY: help setup setup-dev demo test test-all check format bench-weights bench-training lock up deploy down status
+.PHONY: help setup setup-dev demo test test-all check format bench-weights bench-training bench-rl lock up deploy down status
 
 help:  ## this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | awk -F':.*## ' '{printf "  make %-13s %s\n", $$1, $$2}'
@@ -45,6 +45,9 @@ bench-weights: setup-dev  ## the weights room beside its peers (ARGS: rows, --si
 
 bench-training: setup-dev  ## training beside TRL and a bare loop (ARGS: rows, --runs, --dtype)
 	$(PY) -m benchmarks.training $(ARGS)
+
+bench-rl: setup-dev  ## online learning beside transformers and TRL (ARGS: rows, --runs, --size)
+	$(PY) -m benchmarks.rl $(ARGS)
 
 lock:  ## make requirements/*.lock from requirements/*.in (ARGS: only these)
 	@requirements/lock.sh $(ARGS)

@@ -1,4 +1,4 @@
-"""The table of a run, its JSON line, and both in `docs/`: benchmarks.md, .json and .svg."""
+"""The table of a run, its JSON line, and both in `docs/`: a page, its record and its picture."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import os
 import platform
 import time
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,34 @@ from benchmarks.plot import draw
 from benchmarks.rounds import Row
 
 BEGIN, END = "<!-- what make bench-weights printed -->", "<!-- end -->"
+
+
+@dataclass(frozen=True)
+class Page:
+    """Where a bench's result is written down.
+
+    Attributes:
+        stem: of its files, `<stem>.md`, `.json` and `.svg`.
+        begin: the mark before the table.
+        taken: how it was measured, after date and machine; `{runs}` is filled in.
+    """
+
+    stem: str
+    begin: str
+    taken: str
+
+
+WEIGHTS = Page(
+    "benchmarks",
+    BEGIN,
+    "medians of {runs} interleaved runs after one that warms the page cache, (fastest..slowest), "
+    "and the median of peak memory.",
+)
+RL = Page(
+    "benchmarks-rl",
+    "<!-- what make bench-rl printed -->",
+    "medians of {runs} interleaved runs (fastest..slowest).",
+)
 
 
 def table(rows: Sequence[Row]) -> str:
@@ -25,10 +54,10 @@ def table(rows: Sequence[Row]) -> str:
     return "\n".join(lines)
 
 
-def document(rows: Sequence[Row], runs: int) -> dict[str, Any]:
+def document(rows: Sequence[Row], runs: int, *, bench: str = "weights") -> dict[str, Any]:
     """Everything that was measured, as plain JSON."""
     return {
-        "bench": "weights",
+        "bench": bench,
         "date": time.strftime("%Y-%m-%d"),
         "runs": runs,
         "cores": len(os.sched_getaffinity(0)),
@@ -39,22 +68,21 @@ def document(rows: Sequence[Row], runs: int) -> dict[str, Any]:
     }
 
 
-def write_docs(folder: Path, rows: Sequence[Row], found: Mapping[str, Any]) -> None:
-    """Put a run into the documents: only the table of benchmarks.md is replaced.
+def write_docs(
+    folder: Path, rows: Sequence[Row], found: Mapping[str, Any], page: Page = WEIGHTS
+) -> None:
+    """Put a run into the documents: only the table of the page is replaced.
 
     Raises:
-        ValueError: benchmarks.md has no place for it.
+        ValueError: the page has no place for it.
     """
-    path = folder / "benchmarks.md"
-    before, begin, rest = path.read_text().partition(BEGIN)
+    path = folder / f"{page.stem}.md"
+    before, begin, rest = path.read_text().partition(page.begin)
     _, end, after = rest.partition(END)
     if not begin or not end:
-        raise ValueError(f"{path}: {BEGIN!r} and {END!r} are to stand around the table")
-    taken = (
-        f"{found['date']}, {found['cores']} cores, {found['machine']}, {found['memory_gb']} GB: "
-        f"medians of {found['runs']} interleaved runs after one that warms the page cache, "
-        "(fastest..slowest), and the median of peak memory."
-    )
+        raise ValueError(f"{path}: {page.begin!r} and {END!r} are to stand around the table")
+    machine = f"{found['cores']} cores, {found['machine']}, {found['memory_gb']} GB"
+    taken = f"{found['date']}, {machine}: {page.taken.format(runs=found['runs'])}"
     path.write_text(f"{before}{begin}\n{taken}\n\n{table(rows)}\n{end}{after}")
-    (folder / "benchmarks.json").write_text(json.dumps(found) + "\n")
-    (folder / "benchmarks.svg").write_text(draw(found["rows"]))
+    path.with_suffix(".json").write_text(json.dumps(found) + "\n")
+    path.with_suffix(".svg").write_text(draw(found["rows"]))

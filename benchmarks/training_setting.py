@@ -49,7 +49,7 @@ def make_base(folder: Path, name: str, *, dtype: str = "float32") -> None:
     from transformers import LlamaConfig, LlamaForCausalLM
 
     shape = SHAPES[name]
-    tokenizer = _tokenizer(shape.vocabulary)
+    tokenizer = word_tokenizer(shape.vocabulary)
     config = LlamaConfig(
         vocab_size=shape.vocabulary,
         hidden_size=shape.hidden,
@@ -69,7 +69,8 @@ def make_base(folder: Path, name: str, *, dtype: str = "float32") -> None:
     tokenizer.save_pretrained(folder)
 
 
-def _tokenizer(vocabulary: int) -> Any:
+def word_tokenizer(vocabulary: int) -> Any:
+    """A word is a token; the special ones first."""
     from tokenizers import Tokenizer, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
 

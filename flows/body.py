@@ -7,14 +7,17 @@ from __future__ import annotations
 
 import os
 import time
+from collections.abc import Sequence
 from contextlib import nullcontext
+from functools import partial
 from typing import Any
 
 from prefect import get_run_logger, task
 
 from flows.attempt import Attempt, in_prefect, tracker_of
 from flows.chain import Chain
-from flows.config import Composed, compose_config
+from flows.config import Composed
+from flows.links import Link, compose, links
 from flows.lock import hold
 from flows.plan import check, render
 from flows.summary import stage_entry
@@ -23,6 +26,7 @@ from tasks.launch import kill_children_on_abort
 from tasks.nodes import Leader, Meeting
 from tasks.register import Gate, judge_gate, register
 from tasks.scoring import ReferenceScorer
+from tasks.stage import Mechanism, StageResult
 
 
 def run_flow(name: str, overrides: list[str]) -> dict[str, Any]:
@@ -34,19 +38,20 @@ def run_flow(name: str, overrides: list[str]) -> dict[str, Any]:
     Raises:
         PlumblineError: what ended it; the summary says so too, unless nothing was started.
     """
-    composed = compose_config(overrides)
+    composed = compose(overrides)
+    chain = links(composed, overrides)
     if composed.settings["plan"]:
-        text = render(composed)
+        text = render(chain)
         get_run_logger().info("%s", text)
-        check(composed)
+        check(chain)
         return {"status": "planned", "plan": text}
-    check(composed)
+    check(chain)
     with hold(composed.runs, composed.settings["paths"]["wait_s"]), kill_children_on_abort():
         exp = experiment_of(overrides)
         attempt = Attempt.begin(
             name, composed, in_prefect(name), tracker=tracker_of(composed), exp=exp
         )
-        return attempt.run(" ".join(filter(None, (name, exp))), _stages)
+        return attempt.run(" ".join(filter(None, (name, exp))), partial(_stages, chain=chain))
 
 
 def experiment_of(overrides: list[str]) -> str | None:
@@ -55,16 +60,32 @@ def experiment_of(overrides: list[str]) -> str | None:
     return named[-1] if named else None
 
 
-def _stages(attempt: Attempt) -> None:
-    """The chain, and what its end is told to: summary and registry."""
+def _stages(attempt: Attempt, *, chain: Sequence[Link]) -> None:
+    """All chains, and what their end is told to: summary and registry."""
     mechanism, composed = attempt.mechanism, attempt.composed
     log_path = mechanism.logs / "reference.log"
     scorer = ReferenceScorer(log=attempt.host.log, log_path=log_path, threads=_threads(composed))
     meeting = Meeting.from_environment(composed.settings["train"]["nodes"])
     with Leader(meeting, composed.runs) if meeting else nullcontext() as leader, scorer:
-        served = Chain(composed.settings, mechanism, scorer, leader).deliver()
+        served = _deliver(chain, mechanism, scorer, leader)
     attempt.summary.served = str(served.artifact.path)
     _register(attempt, served.artifact)
+
+
+def _deliver(
+    chain: Sequence[Link], mechanism: Mechanism, scorer: ReferenceScorer, leader: Leader | None
+) -> StageResult:
+    """Every link, each on what the one before it serves. Returns what the last one serves."""
+    base = reward = None
+    for link in chain:
+        with mechanism.link(link.name) as of_link:
+            settings = link.composed.settings
+            served = Chain(settings, of_link, scorer, leader, base=base, reward=reward).deliver()
+        if link.objective == "reward":
+            reward = served.artifact
+        else:
+            base = served.artifact
+    return served
 
 
 def _threads(composed: Composed) -> int:

@@ -20,21 +20,26 @@ from flows.chain_stages import (
     GATHER_ADAPTER,
     GATHER_WEIGHTS,
     MERGE,
+    REINFORCE,
+    ROLLOUT_BASE,
     SMOKE,
     TRAIN,
 )
 from flows.progress import progress
 from tasks.artifact import Artifact
 from tasks.convert import convert
-from tasks.data.kinds import kind_for
+from tasks.data.kinds import PROMPTS, TEXTS, Kind, kind_for, names_texts
 from tasks.fingerprint import PROFILES
 from tasks.gather import gather
 from tasks.merge import merge
 from tasks.nodes import Leader
 from tasks.prepare import prepare_base, prepare_data, source_identity
+from tasks.rl.rewards.identity import sources_digest
+from tasks.rollout_base import rollout_base
 from tasks.scoring import ReferenceScorer
 from tasks.smoke_eval import SmokeSettings, smoke_eval
 from tasks.smoke_rewards import smoke_rewards
+from tasks.smoke_texts import smoke_texts
 from tasks.stage import Mechanism, Stage, StageResult, plain
 from tasks.tracking import StageRun
 from tasks.train import train
@@ -50,12 +55,16 @@ class Chain:
         mechanism: runs the stages.
         scorer: the transformers reference.
         leader: of the other nodes, where there are any.
+        base: the model that came before it in a chain of chains; None: that of the settings.
+        reward: the reward model that came before it, likewise.
     """
 
     settings: Mapping[str, Any]
     mechanism: Mechanism
     scorer: ReferenceScorer
     leader: Leader | None = None
+    base: Artifact | None = None
+    reward: Artifact | None = None
 
     def deliver(self) -> StageResult:
         """Run everything from prepare to smoke_eval. Returns the served artifact's result."""
@@ -70,6 +79,8 @@ class Chain:
         return served
 
     def _prepare_base(self) -> Artifact:
+        if self.base is not None:
+            return self.base
         model = dict(self.settings["model"])
         # How a model is loaded later on does not change what it is.
         config = {k: v for k, v in model.items() if k not in _LOADING}
@@ -83,19 +94,20 @@ class Chain:
 
     def _prepare_data(self) -> Artifact:
         data = dict(self.settings["data"])
-        rows = kind_for(self.settings["train"]["objective"]).name
-        config = {**data, "rows": rows, "source": source_identity(**data)}
+        config = {**data, "rows": self._rows.name, "source": source_identity(**data)}
         return self._run(DATA, prepare_data, config=config)
 
     def _train(self, base: Artifact, data: Artifact) -> Artifact:
-        sections = ("train", "peft", "zero", "model", "seed")
-        settings = Settings.from_sections(**{name: self.settings[name] for name in sections})
+        settings = resolved(self.settings)
         inputs, config = {"base": base, "data": data}, {"settings": settings}
+        stage = TRAIN
+        if settings.online:
+            stage, inputs = REINFORCE, {**inputs, **self._online_inputs(base, settings)}
         # One folder for one result: what broke off is found again by the next attempt at it.
-        key = TRAIN.key(plain(config), inputs)
+        key = stage.key(plain(config), inputs)
         checkpoints = self.mechanism.store.parent / "checkpoints" / key
         trained = self._run(
-            TRAIN,
+            stage,
             train,
             inputs=inputs,
             config=config,
@@ -113,6 +125,20 @@ class Chain:
             # They are for a run that broke off; what it led to is published now.
             shutil.rmtree(checkpoints, ignore_errors=True)
         return trained
+
+    def _online_inputs(self, base: Artifact, settings: Settings) -> dict[str, Artifact]:
+        """What learning from own replies reads beside base and data."""
+        found = {} if self.reward is None else {"reward": self.reward}
+        quantization = settings.peft.quantization()
+        if quantization is not None and settings.online["rollout"]["engine"] == "vllm":
+            found["rollout"] = self._run(
+                ROLLOUT_BASE,
+                rollout_base,
+                inputs={"base": base},
+                config={"quantization": quantization, "dtype": settings.dtype},
+                context={"perform": self.scorer.perform},
+            )
+        return found
 
     @contextlib.contextmanager
     def _observe_training(self, run: StageRun, log: Any) -> Iterator[Callable[[Any], None]]:
@@ -167,7 +193,7 @@ class Chain:
             function: Any = smoke_rewards
             del inputs["base"]  # it has no head to compare with
         else:
-            function = smoke_eval
+            function = smoke_texts if self._rows is TEXTS else smoke_eval
             history = {r.name: r.drift for r in self.mechanism.results if r.drift is not None}
             context["history"] = history
         self._run(
@@ -187,6 +213,12 @@ class Chain:
         return {"score": self.scorer.measure, "perform": self.scorer.perform}
 
     @property
+    def _rows(self) -> Kind:
+        """What is learnt from, and tested on."""
+        texts = names_texts(self.settings["data"])
+        return kind_for(self.settings["train"]["objective"], texts=texts)
+
+    @property
     def _profile(self) -> Any:
         return PROFILES[self.settings["gate"]["profile"]]
 
@@ -199,6 +231,20 @@ class Chain:
     def _result(self, stage: Stage, function: Any, **arguments: Any) -> StageResult:
         arguments = {"inputs": {}, "config": {}, **arguments}
         return self.mechanism.run(stage, function, **arguments)
+
+
+def resolved(settings: Mapping[str, Any]) -> Settings:
+    """What is trained, of the configuration's sections."""
+    sections = {name: settings[name] for name in ("train", "peft", "zero", "model", "seed")}
+    if settings["train"]["objective"] not in PROMPTS.objectives:
+        return Settings.from_sections(**sections)
+    reward = settings["reward"]
+    online = {
+        "rl": settings["rl"],
+        "rollout": settings["rollout"],
+        "reward": {**reward, "digest": sources_digest(reward)},
+    }
+    return Settings.from_sections(**sections, online=online)
 
 
 _LOADING = ("dtype", "attn_implementation", "trust_remote_code")

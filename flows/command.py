@@ -8,6 +8,7 @@ from flows.bootstrap import bootstrap
 from flows.config import Composed
 from flows.entry import run_main
 from flows.follower import run_follower
+from flows.links import links
 from flows.lock import hold
 from flows.outcome import exit_status
 from flows.plan import check, render
@@ -28,9 +29,10 @@ def main() -> int:
 def _job(composed: Composed, overrides: list[str]) -> int:
     """One job: everything that can be refused is refused before a server or a child is started."""
     bootstrap(PROJECT, composed.runs)
+    chain = links(composed, overrides)
     if composed.settings["plan"]:
-        print(render(composed))
-    check(composed)
+        print(render(chain))
+    check(chain)
     if composed.settings["plan"]:
         return 0
     meeting = Meeting.from_environment(composed.settings["train"]["nodes"])

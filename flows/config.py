@@ -19,16 +19,18 @@ from omegaconf.errors import MissingMandatoryValue, OmegaConfBaseException
 from flows.config_errors import as_config_error, missing_value, refuse_unknown
 from tasks.deliver.schema import Deliver
 from tasks.schema import Rlhf
+from tasks.schema.audit import Audit
 from tasks.tracking import redact
 
 CONF = Path(__file__).resolve().parents[1] / "conf"
 """Beside the packages, in a checkout and in an installation alike."""
 
-SCHEMAS: dict[str, type] = {"rlhf": Rlhf, "deliver": Deliver}
+SCHEMAS: dict[str, type] = {"rlhf": Rlhf, "deliver": Deliver, "audit": Audit}
 """By root file: what Hydra checks against."""
 
 ConfigStore.instance().store(name="schema", node=Rlhf)
 ConfigStore.instance().store(name="deliver_schema", node=Deliver)
+ConfigStore.instance().store(name="audit_schema", node=Audit)
 
 
 @dataclass(frozen=True)
@@ -68,7 +70,7 @@ class Composed:
         except OmegaConfBaseException as error:
             raise as_config_error(error, (), [CONF], root) from error
         runs = Path(settings["paths"]["runs"]).expanduser().absolute()
-        uri = settings["tracking"]["uri"]
+        uri = settings.get("tracking", {}).get("uri")  # an audit is not tracked
         store = runs / "mlflow"
         return cls(
             settings=settings,

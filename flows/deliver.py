@@ -6,8 +6,10 @@
     python flows/deliver.py source=DIR base=DIR out=DIR convert.dtype=float16
     python flows/deliver.py adapters=[DIR:0.7,DIR2:0.3] base=DIR out=DIR       several, weighted
 
-Works from any directory. Exit status: 0 done, 1 a stage failed, 2 SOURCE, base or configuration
-rule it out, 130, 143 and 129 after Ctrl-C, SIGTERM and a closed terminal.
+SOURCE is audited first, as `flows/audit.py` does it; errors that a delivery does not repair itself
+refuse it, with code, place and fix. Works from any directory. Exit status: 0 done, 1 a stage
+failed, 2 SOURCE, base or configuration rule it out, 130, 143 and 129 after Ctrl-C, SIGTERM and a
+closed terminal.
 """
 
 from __future__ import annotations

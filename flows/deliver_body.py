@@ -14,6 +14,7 @@ from flows.deliver_chain import Delivery
 from flows.deliver_prepare import prepare_delivery
 from flows.lock import hold
 from flows.looker import Looker
+from tasks.deliver import examination
 from tasks.deliver.intact import require_intact
 from tasks.deliver.outlet import out_findings
 from tasks.deliver.untracked import Untracked
@@ -111,6 +112,7 @@ def _run(planned: Planned, host: Host, tracker: Tracker) -> dict[str, Any]:
 def _stages(attempt: Attempt, delivery: Delivery) -> None:
     # Not while planning: the first look at an artifact from elsewhere reads all of it.
     require_intact(delivery.inputs, delivery.store)
+    attempt.summary.findings = examination.as_json(delivery.reports)
     mechanism = attempt.mechanism
     if delivery.engine is None:
         served = delivery.run(mechanism, None)

@@ -14,6 +14,8 @@ from typing import Any
 
 from flows.deliver_steps import Steps
 from tasks.artifact import remember
+from tasks.audit import Report
+from tasks.deliver import examination
 from tasks.deliver.adapters import Weighted, weights_of
 from tasks.deliver.outlet import put
 from tasks.deliver.quantization import says_nothing
@@ -39,6 +41,7 @@ class Delivery:
         tokens: tokenizer and generation settings of what is served.
         quantization: 4 bits that training held the base in; None for none.
         attention: what transformers is measured with, by its name there.
+        reports: the audits of SOURCE, or of each adapter.
         warnings: what could not be told.
     """
 
@@ -52,6 +55,7 @@ class Delivery:
     tokens: Tokens
     quantization: dict[str, Any] | None
     attention: str
+    reports: tuple[Report, ...] = ()
     warnings: tuple[str, ...] = ()
 
     @property
@@ -106,6 +110,7 @@ class Delivery:
         if self.settings["convert"]["quantize"] != "none":
             yield f"quantize: linear layers to {self.settings['convert']['quantize']}, by convert"
         yield f"smoke test: {self.engine or 'none'}"
+        yield from examination.lines(self.reports)
         yield from (f"warning: {one}" for one in self.warnings)
 
     def plan_lines(self) -> Iterator[str]:

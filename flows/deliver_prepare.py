@@ -9,6 +9,7 @@ from typing import Any
 from flows.config import Composed
 from flows.deliver_chain import Delivery
 from tasks.deliver.adapters import given_adapters
+from tasks.deliver.examination import examine
 from tasks.deliver.identity import base_findings, base_missing, find_base
 from tasks.deliver.outlet import out_findings
 from tasks.deliver.planning import prepare
@@ -44,6 +45,11 @@ def _prepare(composed: Composed) -> Delivery:
     given, adapters = given_adapters(settings["source"], settings["adapters"])
     all_given = [one.given for one in adapters] or [given]
     base = find_base(given, settings["base"], store)
+    reports = examine(
+        [one.root for one in all_given],
+        base if given.kind != "model" else None,
+        check_base=settings["check_base"],
+    )
     warnings = tuple(one for each in all_given for one in _check_base(each, base, composed))
     out = _folder(settings["out"])
     inputs = [*(one.root for one in all_given), *([base] if base is not None else [])]
@@ -82,6 +88,7 @@ def _prepare(composed: Composed) -> Delivery:
         tokens,
         quantization,
         attention,
+        reports,
         warnings,
     )
 

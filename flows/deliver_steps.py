@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 from tasks.artifact import Artifact
 from tasks.deliver.adapters import role, weights_of
 from tasks.deliver.engine import SHORTEST, EngineSettings
+from tasks.deliver.examination import examination
 from tasks.deliver.identity import folder_identity
 from tasks.deliver.measuring import Measuring
 from tasks.deliver.rewards import reward_reference, reward_smoke
@@ -29,6 +30,7 @@ if TYPE_CHECKING:
 _CODE = ("tasks/deliver", "tasks/handoff.py", "tasks/served.py", "tasks/weights")
 _MEASURE = ("tasks/fingerprint.py", "tasks/scoring.py", "tasks/serving", "tasks/vllm_jobs.py")
 _TORCH = ("torch", "transformers", "tokenizers", "safetensors")
+AUDIT = Stage("audit", "report", ("tasks/deliver", "tasks/audit.py", "tasks/doctor"))
 GATHER_ADAPTER = Stage("gather", "adapter", _CODE, ("torch", "safetensors"))
 GATHER_WEIGHTS = Stage("gather", "weights", _CODE, _TORCH)
 REFERENCE = Stage("reference", "reference", (*_CODE, *_MEASURE), (*_TORCH, "peft", "bitsandbytes"))
@@ -51,6 +53,7 @@ class Steps:
         source = self._foreign(given.kind, given.root)
         base = self.delivery.base
         with_base = {} if base is None else {"base": self._foreign("base", base)}
+        self._audit(source, with_base)
         weights = source
         if work.gather is not None:
             weights = self._gather(source, with_base)
@@ -68,6 +71,13 @@ class Steps:
         if before is not None:
             self._smoke(served.artifact, before)
         return served
+
+    def _audit(self, source: Artifact, with_base: dict[str, Artifact]) -> None:
+        """What the plan was made on; errors that stop a delivery have stopped it by then."""
+        inputs = {"source": source, **self._further, **with_base}
+        config = {"check_base": self.delivery.settings["check_base"]}
+        context = {"reports": self.delivery.reports}
+        self.mechanism.run(AUDIT, examination, inputs=inputs, config=config, context=context)
 
     def _gather(self, source: Artifact, with_base: dict[str, Artifact]) -> Artifact:
         inputs = {"trained": source}

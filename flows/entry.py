@@ -22,6 +22,7 @@ from omegaconf.errors import OmegaConfBaseException
 
 from flows.config import CONF, SCHEMAS, Composed, conf_folders
 from flows.config_errors import as_config_error
+from flows.overrides import apart
 from tasks.errors import PlumblineError
 
 Job = Callable[[Composed, list[str]], int]
@@ -39,12 +40,13 @@ def run_main(config_name: str, job: Job, *, argv: Sequence[str] | None = None) -
     Returns:
         the exit status.
     """
-    arguments = _with_search_path(list(sys.argv[1:] if argv is None else argv))
+    given = _with_search_path(list(sys.argv[1:] if argv is None else argv))
+    arguments, for_links = apart(given)
     statuses: list[int] = []
 
     def task(config: DictConfig) -> None:
         with _environment(_RAISE, None):  # a job's children must not inherit it
-            statuses.append(_run(job, config))
+            statuses.append(_run(job, config, for_links))
 
     program = hydra.main(version_base="1.3", config_path=str(CONF), config_name=config_name)(task)
     try:
@@ -56,12 +58,12 @@ def run_main(config_name: str, job: Job, *, argv: Sequence[str] | None = None) -
     return max(statuses, default=0)
 
 
-def _run(job: Job, config: DictConfig) -> int:
+def _run(job: Job, config: DictConfig, for_links: list[str]) -> int:
     overrides = list(HydraConfig.get().overrides.task)
     hydra_overrides = HydraConfig.get().overrides.hydra
     overrides += [o for o in hydra_overrides if o.startswith("hydra.searchpath=")]
     try:
-        return job(Composed.of(config), overrides)
+        return job(Composed.of(config), [*overrides, *for_links])
     except PlumblineError as error:
         return _report(error)
 

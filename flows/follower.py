@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import logging
 import sys
+from functools import partial
 from pathlib import Path
 
 from flows.config import Composed
 from tasks.launch import kill_children_on_abort, launch
 from tasks.nodes import Meeting, follow
-from tasks.train import rank_environment, torchrun
-from tasks.training.job import Launch, TrainJob
+from tasks.train import build_ops, rank_environment, torchrun
+from tasks.training.job import TrainJob
 
 
 def run_follower(composed: Composed, meeting: Meeting) -> int:
@@ -21,16 +22,14 @@ def run_follower(composed: Composed, meeting: Meeting) -> int:
     log = logging.getLogger("plumbline.node")
     log.info("node %d of %d follows %s", meeting.rank, meeting.nodes, meeting.address)
 
+    run = partial(launch, stage="train", log=log, log_path=logs / "train.log")
+
     def join(job_path: Path) -> None:
-        how: Launch = TrainJob.read(job_path).settings.launch
-        launch(
-            torchrun(how, job_path, meeting),
-            stage="train",
-            log=log,
-            log_path=logs / "train.log",
-            env=rank_environment(how),
-            timeout_s=how.timeout_s,
-        )
+        job = TrainJob.read(job_path)
+        build_ops(job.settings, run)
+        how = job.settings.launch
+        command = torchrun(job, job_path, meeting)
+        run(command, env=rank_environment(how), timeout_s=how.timeout_s)
 
     with kill_children_on_abort():
         status = follow(meeting, composed.runs, join)

@@ -29,13 +29,16 @@ class Looker:
 
     Attributes:
         store: folder of the published artifacts.
-        force: names of stages that run even if an intact artifact exists.
+        force: names of stages that run even if an intact artifact exists; `link.stage`: of one
+            link.
+        link: whose chain it is; empty where there is only one.
         seen: (stage, "to run", "to run (forced): key" or "up to date: key"), in order.
         results: stays empty: nothing runs.
     """
 
     store: Path
     force: frozenset[str]
+    link: str = ""
     seen: list[tuple[str, str]] = field(default_factory=list)
     results: list[StageResult] = field(default_factory=list)
 
@@ -65,7 +68,7 @@ class Looker:
         state = "to run"
         if all(given.digest for given in inputs.values()):
             path = artifact.path / stage.key(plain(config), inputs)
-            if stage.name in self.force:
+            if {stage.name, f"{self.link}.{stage.name}"} & self.force:
                 state = f"to run (forced): {path.name}"
             elif not path.exists():
                 state = f"to run: {path.name}"

@@ -4,41 +4,78 @@ from __future__ import annotations
 
 import json
 import sys
+from collections.abc import Sequence
 from typing import Any, cast
 
-from flows.chain import Chain
-from flows.config import Composed
+from flows.chain import Chain, resolved
+from flows.links import Link
 from flows.looker import Looker
+from tasks.artifact import Artifact
 from tasks.errors import ConfigError
 from tasks.preflight import findings, preflight
-from tasks.preflight.machine import has_gpu
+from tasks.preflight.engine import engine_memory
+from tasks.preflight.machine import gpu_bytes, has_gpu
 from tasks.preflight.model import look
 from tasks.stage import Mechanism
-from tasks.training.job import Settings
-from tasks.training.memory import MemoryEstimate, estimate
+from tasks.training.memory import LIBRARIES, MemoryEstimate, estimate
 from tasks.training.zero_config import deepspeed_config
 
 
-def check(composed: Composed) -> None:
+def check(links: Sequence[Link]) -> None:
     """Print the preflight's warnings.
 
     Raises:
-        ConfigError: with everything that rules the run out.
+        ConfigError: with everything that rules the run out, of all links together.
     """
-    for warning in preflight(composed.settings, composed.runs, _estimate(composed.settings)):
-        print(f"warning: {warning}", file=sys.stderr)
+    problems: list[ConfigError] = []
+    for link in links:
+        settings = link.composed.settings
+        rank = _estimate(settings)
+        try:
+            found = preflight(settings, link.composed.runs, rank, rewarded=link.rewarded)
+        except ConfigError as error:
+            problems.append(_named(error, link))
+            continue
+        for warning in found:
+            print(f"warning: {_prefix(link)}{warning}", file=sys.stderr)
+    if len(problems) > 1:
+        details = [line for error in problems for line in error.details]
+        raise ConfigError(
+            f"the preflight found {len(details)} problems in {len(problems)} links; nothing was "
+            "started",
+            details=details,
+        )
+    if problems:
+        raise problems[0]
 
 
-def render(composed: Composed) -> str:
+def _named(error: ConfigError, link: Link) -> ConfigError:
+    details = [f"{_prefix(link)}{line}" for line in error.details]
+    return ConfigError(error.message, details=details, hint=f"{_prefix(link, ':')}{error.hint}")
+
+
+def _prefix(link: Link, mark: str = ": ") -> str:
+    return f"{link.name}{mark}" if link.name else ""
+
+
+def render(links: Sequence[Link]) -> str:
     """The plan as text: stages, DeepSpeed's configuration, memory, findings. Writes nothing."""
-    settings = composed.settings
-    found = [f"  {f.severity}: {f}" for f in findings(settings, composed.runs, _estimate(settings))]
+    parts = [
+        f"link {link.name}:\n{_of_link(link)}" if link.name else _of_link(link) for link in links
+    ]
+    return "\n\n".join(parts)
+
+
+def _of_link(link: Link) -> str:
+    composed, settings = link.composed, link.composed.settings
+    said = findings(settings, composed.runs, _estimate(settings), rewarded=link.rewarded)
+    found = [f"  {f.severity}: {f}" for f in said]
     return "\n".join(
         [
             f"runs: {composed.runs}",
             "stages:",
-            *(f"  {name:<13} {state}" for name, state in forecast(composed)),
-            f"memory a rank: {_memory(settings)}",
+            *(f"  {name:<13} {state}" for name, state in forecast(link)),
+            *_memory(settings),
             "deepspeed:",
             *_deepspeed(settings),
             "preflight:",
@@ -47,46 +84,62 @@ def render(composed: Composed) -> str:
     )
 
 
-def forecast(composed: Composed) -> list[tuple[str, str]]:
+def forecast(link: Link) -> list[tuple[str, str]]:
     """(stage, "to run", "forced" or "up to date: key") for every stage of the chain, in order.
 
     Found by sending the chain through a mechanism that only looks: `flows/looker.py`.
     """
-    settings = composed.settings
-    looker = Looker(composed.runs / "artifacts", frozenset(settings["force"]))
-    Chain(settings, cast(Mechanism, looker), looker.scorer).deliver()
+    settings, store = link.composed.settings, link.composed.runs / "artifacts"
+    looker = Looker(store, frozenset(settings["force"]), link.name)
+    to_come = Artifact("served", store / "served", "")
+    Chain(
+        settings,
+        cast(Mechanism, looker),
+        looker.scorer,
+        base=to_come if link.based else None,
+        reward=to_come if link.rewarded else None,
+    ).deliver()
     return [*looker.seen, ("register", "to run")]
 
 
 def _estimate(settings: dict[str, Any]) -> MemoryEstimate | None:
     """None when the model's dimensions are not known before it is fetched."""
     known, _ = look(settings["model"]["kind"], settings["model"]["path"])
-    resolved = _resolved(settings)
-    if not known.config or resolved.world_size < 1:
+    asked = resolved(settings)
+    if not known.config or asked.world_size < 1:
         return None  # the preflight says why
     try:
-        return estimate(known.config, resolved, resolved.world_size, gpu=has_gpu())
+        return estimate(known.config, asked, asked.world_size, gpu=has_gpu())
     except KeyError:
         return None  # an architecture that names its dimensions differently
 
 
-def _memory(settings: dict[str, Any]) -> str:
+def _memory(settings: dict[str, Any]) -> list[str]:
+    """Of a training rank, and of the engine that serves; both beyond what libraries take."""
     found = _estimate(settings)
     if found is None:
-        return "unknown: no config.json whose dimensions can be read"
-    parts = ", ".join(f"{name} {size / 2**20:.1f} MiB" for name, size in found.parts().items())
-    return f"{found.total / 2**20:.1f} MiB ({parts})"
+        return ["memory a rank: unknown: no config.json whose dimensions can be read"]
+    parts = ", ".join(f"{name} {_mib(size)}" for name, size in found.parts().items())
+    known, _ = look(settings["model"]["kind"], settings["model"]["path"])
+    engine = engine_memory(known.config, settings, gpu_bytes=gpu_bytes())
+    lines = [
+        f"memory a rank: {_mib(found.total)} at its peak ({parts}; not all at the same time)",
+        f"memory of smoke_eval: {engine}",
+        f"beside that: libraries, about {_mib(LIBRARIES)} a process at most",
+    ]
+    if found.host:
+        lines.insert(1, f"memory a rank on the host: {_mib(found.host)} offloaded")
+    return lines
 
 
-def _resolved(settings: dict[str, Any]) -> Settings:
-    names = ("train", "peft", "zero", "model", "seed")
-    return Settings.from_sections(**{name: settings[name] for name in names})
+def _mib(size: int) -> str:
+    return f"{size / 2**20:.1f} MiB"
 
 
 def _deepspeed(settings: dict[str, Any]) -> list[str]:
-    resolved = _resolved(settings)
+    asked = resolved(settings)
     try:
-        config = deepspeed_config(resolved, resolved.world_size)
+        config = deepspeed_config(asked, asked.world_size)
     except ConfigError as error:
         return [f"  none: {error}"]
     return [f"  {line}" for line in json.dumps(config, indent=2).splitlines()]

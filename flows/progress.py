@@ -33,6 +33,7 @@ class Progress:
             "step": self._step,
             "progress": self._step,
             "eval": self._eval,
+            "samples": self._samples,
         }
 
     def __call__(self, event: dict[str, Any]) -> None:
@@ -66,16 +67,21 @@ class Progress:
 
             self._bar = tqdm(total=self._total, unit="step", leave=False, disable=False)
         self._bar.update(step - self._bar.n)
-        self._bar.set_postfix_str(f"loss {event['loss']:.3f}", refresh=False)
+        self._bar.set_postfix_str(f"loss {event.get('loss', 0.0):.3f}", refresh=False)
 
     def _eval(self, event: dict[str, Any]) -> None:
         numbers = {k: v for k, v in event.items() if k not in _NO_METRIC and _is_number(v)}
         self._run.metrics({f"eval/{name}": value for name, value in numbers.items()}, event["step"])
+        what = "loss" if "loss" in event else "reward"
         if event["when"] in ("before", "after"):
-            self._run.metrics({f"eval/loss_{event['when']}": float(event["loss"])})
+            self._run.metrics({f"eval/{what}_{event['when']}": float(event[what])})
         self._log.info(
-            "held-out loss %.4f %s training (step %d)", event["loss"], event["when"], event["step"]
-        )
+            "held-out %s %.4f %s training (step %d)",
+            what, event[what], event["when"], event["step"],
+        )  # fmt: skip
+
+    def _samples(self, event: dict[str, Any]) -> None:
+        self._run.table("samples", [{"step": event["step"], **row} for row in event["rows"]])
 
 
 @contextlib.contextmanager

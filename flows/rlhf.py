@@ -2,9 +2,9 @@
 
     python flows/rlhf.py +exp=qlora                        the main job, on the embedded default
     python flows/rlhf.py +exp=qlora plan=true              what it would do; starts nothing
-    python flows/rlhf.py +exp=qlora model=hf model.path=/models/qwen data=jsonl data.path=c.jsonl
-    python flows/rlhf.py +exp=qlora --cfg job              the composed configuration
-    python flows/rlhf.py --multirun +exp=qlora,lora_zero3  several, one after the other
+    python flows/rlhf.py +exp=sft_qlora model=hf model.path=/models/x data=jsonl data.path=c.jsonl
+    python flows/rlhf.py +exp=sft_qlora --cfg job              the composed configuration
+    python flows/rlhf.py --multirun +exp=sft_qlora,lora_zero3  several, one after the other
 
 Works from any directory. Exit status: 0 done, 1 a stage failed, 2 the configuration rules it out,
 130, 143 and 129 after Ctrl-C, SIGTERM and a closed terminal.

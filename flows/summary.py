@@ -27,6 +27,7 @@ class Summary:
     gate: dict[str, Any] | None = None
     eval: dict[str, float | None] = field(default_factory=dict)
     error: str | None = None
+    findings: list[dict[str, Any]] = field(default_factory=list)
 
     def write(self, runs: Path, run_id: str, texts: dict[str, str]) -> Path:
         """Write into `<runs>/reports/<run_id>/` and point `<runs>/latest` there, atomically."""
@@ -96,6 +97,13 @@ class Summary:
         losses = self.eval.get("loss_before"), self.eval.get("loss_after")
         if losses[0] is not None and losses[1] is not None:
             lines.append(f"held-out loss {losses[0]:.3f} -> {losses[1]:.3f}")
+        rewards = self.eval.get("reward_before"), self.eval.get("reward_after")
+        if rewards[0] is not None and rewards[1] is not None:
+            lines.append(f"held-out reward {rewards[0]:.3f} -> {rewards[1]:.3f}")
+        if self.findings:
+            dealt = sum(bool(one["handled"]) for one in self.findings)
+            rest = len(self.findings) - dealt
+            lines.append(f"audit: {_count(dealt, 'error')} dealt with, {_count(rest, 'remark')}")
         if self.served:
             lines.append(f"served model: {self.served}")
         if self.gate and self.gate.get("version"):
@@ -124,12 +132,18 @@ def evaluation(results: Sequence[StageResult]) -> dict[str, float | None]:
     for result in results:
         metrics |= result.metrics
     pairs = {"pairs": metrics["eval/pairs"]} if "eval/pairs" in metrics else {}
+    rewards = {
+        f"reward_{when}": metrics[f"heldout_reward_{when}"]
+        for when in ("before", "after")
+        if f"heldout_reward_{when}" in metrics
+    }
     return {
         **pairs,
         "before": metrics.get("eval/before"),
         "after": metrics.get("eval/after"),
         "loss_before": metrics.get("heldout_loss_before"),
         "loss_after": metrics.get("heldout_loss_after"),
+        **rewards,
     }
 
 
@@ -150,6 +164,10 @@ def _row(stage: dict[str, Any]) -> tuple[str, ...]:
         *(_number(drift.get(key)) for key in _columns(drift)[::2]),
         "/".join(Path(stage["artifact"]).parts[-2:]) if stage["artifact"] else "",
     )
+
+
+def _count(number: int, what: str) -> str:
+    return f"{number} {what}{'' if number == 1 else 's'}"
 
 
 def _number(value: float | None) -> str:

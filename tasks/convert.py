@@ -126,7 +126,7 @@ def convert(
         stops=tokenizer.stops,
         pad=pad,
         tokenizer=tokenizer,
-        template=True,
+        template=not side.texts,
         quantized=ask_quantization_config(perform, scheme, left_alone(facts)) if scheme else None,
     )
     write_configs(out, said)

@@ -7,6 +7,7 @@
     |-- ContractError              what a stage made is not what it had to make
     |-- DriftError                 a hand-off moved the model further than the profile allows
     |-- TrainingError              training cannot go on (a loss that is not finite, ...)
+    |   `-- RewardError            a reward could not be had; names the source and the prompt
     |-- StageProcessError          a child process ended badly
     `-- BusyError                  somebody else is using the same `paths.runs`
 
@@ -84,6 +85,10 @@ class DriftError(PlumblineError):
 
 class TrainingError(PlumblineError):
     """Training cannot go on; the message names the step."""
+
+
+class RewardError(TrainingError):
+    """A reward could not be had: its source failed, or gave something that is no number."""
 
 
 class BusyError(PlumblineError):

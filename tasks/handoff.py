@@ -34,6 +34,7 @@ class Trained:
         config: the trained side's model configuration, quantisation left out.
         attn_implementation: that training ran, transformers' name; another one rounds otherwise.
         objective: what was trained for.
+        texts: whether it was trained on raw texts, which takes no chat template.
         normalisation: mean and std of a reward model's scores; None where there are none.
     """
 
@@ -44,6 +45,7 @@ class Trained:
     config: Mapping[str, Any]
     attn_implementation: str = "sdpa"
     objective: str = "sft"
+    texts: bool = False
     normalisation: Normalisation | None = None
 
     @property
@@ -71,6 +73,7 @@ class Trained:
             config,
             attn_implementation=str(said.get("attn_implementation", "sdpa")),
             objective=str(said.get("objective", "sft")),
+            texts=bool(said.get("texts", False)),
             normalisation=Normalisation(scores["mean"], scores["std"]) if scores else None,
         )
 

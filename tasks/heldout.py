@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -18,7 +19,8 @@ ROWS_AT_MOST = 2000
 def read_heldout(path: Path) -> list[dict[str, Any]]:
     """The held-out conversations, `ROWS_AT_MOST` of them.
 
-    Of a pair it is the one with the chosen answer.
+    Of a pair it is the one with the chosen answer. A prompt to learn on from one's own replies may
+    stand without an answer.
 
     Raises:
         DataError: missing, not JSON, without an answer, or empty.
@@ -30,7 +32,7 @@ def read_heldout(path: Path) -> list[dict[str, Any]]:
                 if len(rows) == ROWS_AT_MOST:
                     break
                 rows.append(_conversation(json.loads(line)))
-                if rows[-1]["messages"][-1]["role"] != "assistant":
+                if answer_of(rows[-1]) is None and "columns" not in rows[-1]:
                     raise DataError(f"{path}:{number}: the last message is not the assistant's")
     except OSError as error:
         raise DataError(f"{path} cannot be read: {error.strerror or error}") from error
@@ -43,10 +45,42 @@ def read_heldout(path: Path) -> list[dict[str, Any]]:
     return rows
 
 
+def answer_of(row: Mapping[str, Any]) -> str | None:
+    """The answer that a model is held to; None for a prompt that stands alone."""
+    last = row["messages"][-1]
+    return str(last["content"]) if last["role"] == "assistant" else None
+
+
+def question_of(row: Mapping[str, Any]) -> list[dict[str, str]]:
+    """The messages that are to be answered."""
+    messages = list(row["messages"])
+    return messages if answer_of(row) is None else messages[:-1]
+
+
 def _conversation(row: dict[str, Any]) -> dict[str, Any]:
     if "chosen" not in row:
         return row
     return {**row, "messages": [*row["prompt"], *row["chosen"]]}
+
+
+def read_texts(path: Path) -> list[str]:
+    """The held-out raw texts, `ROWS_AT_MOST` of them.
+
+    Raises:
+        DataError: missing, not JSON, no texts, or empty.
+    """
+    found: list[str] = []
+    try:
+        with path.open(encoding="utf-8") as file:
+            for line in itertools.islice(file, ROWS_AT_MOST):
+                found.append(str(json.loads(line)["text"]))
+    except OSError as error:
+        raise DataError(f"{path} cannot be read: {error.strerror or error}") from error
+    except (ValueError, KeyError, TypeError) as error:
+        raise DataError(f"{path}:{len(found) + 1}: not a text: {error}") from error
+    if not found:
+        raise DataError(f"{path} is empty: nothing to evaluate on", hint="data.eval_fraction=0.05")
+    return found
 
 
 def read_pairs(path: Path) -> list[tuple[list[dict[str, str]], list[dict[str, str]]]]:
@@ -66,7 +100,7 @@ def read_pairs(path: Path) -> list[tuple[list[dict[str, str]], list[dict[str, st
 def answerable(
     rows: Sequence[Mapping[str, Any]], rendered: Prompts, *, longest: int, answer: int
 ) -> list[int]:
-    """Numbers of the rows that a model can be asked with, and be held to the answer.
+    """Numbers of the rows that a model can be asked with, and be held to the answer if any.
 
     Their prompts leave room for a whole answer; and an answer that is marked as not desirable is
     none that a model should repeat.

@@ -26,6 +26,8 @@ class Limits(Engine, Protocol):
     def max_new_tokens(self) -> int: ...
     @property
     def max_model_len(self) -> int | None: ...
+    @property
+    def tensor_parallel(self) -> int: ...
 
 
 @dataclass(frozen=True)
@@ -35,7 +37,7 @@ class Question:
     Attributes:
         served: the model under test; `base`: the one before training.
         reference: fingerprint file that gives probes and ids.
-        messages: the conversations behind the prompts, without their answers.
+        messages: the conversations behind the prompts, without their answers; None for raw texts.
         prompts, base_prompts: the same conversations rendered for each model.
         dtype: torch dtype name.
     """
@@ -43,7 +45,7 @@ class Question:
     served: Path
     base: Path
     reference: Path
-    messages: Sequence[Sequence[Mapping[str, str]]]
+    messages: Sequence[Sequence[Mapping[str, str]]] | None
     prompts: Prompts
     base_prompts: Prompts
     dtype: str
@@ -105,8 +107,9 @@ def serve_with_vllm(
         max_new_tokens=limits.max_new_tokens,
         max_model_len=limits.max_model_len or _longest(question, limits.max_new_tokens),
         reference=str(question.reference),
-        messages=[[dict(m) for m in one] for one in question.messages],
+        messages=_plain(question.messages),
         dtype=question.dtype,
+        tensor_parallel=limits.tensor_parallel,
     )
     base = replace(
         served,
@@ -145,6 +148,12 @@ def serve_with_transformers(
     base = ModelRef(question.base, dtype=question.dtype)
     before = answer(base, question.base_prompts, _stops(question))
     return Served(fingerprint, after, before, 0, 0.0)
+
+
+def _plain(
+    messages: Sequence[Sequence[Mapping[str, str]]] | None,
+) -> list[list[dict[str, str]]] | None:
+    return None if messages is None else [[dict(m) for m in one] for one in messages]
 
 
 def _from_greedy(greedy: Greedy, stops: Sequence[int]) -> Continued:

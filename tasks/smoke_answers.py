@@ -10,6 +10,7 @@ from typing import Any
 
 from tasks.contract import Check
 from tasks.fingerprint import Drift
+from tasks.heldout import answer_of, question_of
 from tasks.scoring import ReferenceScorer
 from tasks.serve import Question, Served
 from tasks.serving.text import exact_match, is_degenerate
@@ -25,21 +26,24 @@ def read_answers(
 ) -> dict[str, float]:
     """Exact match before and after; writes `generations.jsonl`.
 
+    It is a share of the rows with an answer, `eval/compared` of them; without any it is not
+    measured, and left out.
+
     Args:
         out: staging directory.
-        rows: the conversations that were asked, answers included.
+        rows: the conversations that were asked, with their answers where there are any.
         question: what was asked.
         answered: what came back.
         scorer: decodes.
     """
-    expected = [row["messages"][-1]["content"] for row in rows]
+    expected = [answer_of(row) for row in rows]
     after = scorer.decode(question.served, answered.after.tokens)
     before = scorer.decode(question.base, answered.before.tokens)
     with (out / "generations.jsonl").open("w", encoding="utf-8") as file:
         for number, row in enumerate(rows):
             line = {
                 "id": row.get("id", str(number)),
-                "messages": row["messages"][:-1],
+                "messages": question_of(row),
                 "expected": expected[number],
                 "before": before[number],
                 "after": after[number],
@@ -49,11 +53,29 @@ def read_answers(
                 "tokens_after": answered.after.tokens[number],
             }
             file.write(json.dumps(line, ensure_ascii=False) + "\n")
+    return {**_right(before, after, expected), "eval/samples": float(len(rows))}
+
+
+def _right(
+    before: Sequence[str], after: Sequence[str], expected: Sequence[str | None]
+) -> dict[str, float]:
+    """Exact match of the answers that there is something to compare with."""
+    held = [i for i, answer in enumerate(expected) if answer is not None]
+    if not held:
+        return {}
+    answers = [answer for answer in expected if answer is not None]
     return {
-        "eval/before": exact_match(before, expected),
-        "eval/after": exact_match(after, expected),
-        "eval/samples": float(len(rows)),
+        "eval/before": exact_match([before[i] for i in held], answers),
+        "eval/after": exact_match([after[i] for i in held], answers),
+        "eval/compared": float(len(held)),
     }
+
+
+def describe(metrics: Mapping[str, float]) -> str:
+    """Exact match in words, where it was measured."""
+    if "eval/before" not in metrics:
+        return ""
+    return f"exact match {metrics['eval/before']:.3f} before, {metrics['eval/after']:.3f} after, "
 
 
 def numbers(

@@ -20,7 +20,7 @@ import json
 import shutil
 import time
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
@@ -101,6 +101,7 @@ class Mechanism:
         force: names of stages that run even if an intact artifact exists.
         call: who calls the stage's work: Prefect, unless a flow does without it.
         results: what has run so far, in order.
+        name: of the chain, where a run has several: its stages are called `<name>.<stage>`.
     """
 
     store: Path
@@ -109,6 +110,21 @@ class Mechanism:
     force: frozenset[str] = frozenset()
     call: Call = field(default_factory=lambda: as_prefect_task)
     results: list[StageResult] = field(default_factory=list)
+    name: str = ""
+
+    @contextlib.contextmanager
+    def link(self, name: str) -> Iterator[Mechanism]:
+        """The mechanism of one of several chains: with results of its own, added to these."""
+        if not name:
+            yield self
+            return
+        logs = self.logs / name
+        logs.mkdir(parents=True, exist_ok=True)
+        one = replace(self, logs=logs, results=[], name=name)
+        try:
+            yield one
+        finally:
+            self.results.extend(one.results)
 
     def run(
         self,
@@ -141,23 +157,27 @@ class Mechanism:
             versions=stage.versions(),
         )
 
+        name = f"{self.name}.{stage.name}" if self.name else stage.name
+
         def work(log: Any) -> StageResult:
             started = time.monotonic()
-            with _stage_named(stage.name), self.tracker.stage(stage.name, origin) as run:
-                reused = None if stage.name in self.force else self._reusable(final, stage, log)
+            with _stage_named(name), self.tracker.stage(name, origin) as run:
+                reused = (
+                    None if {name, stage.name} & self.force else self._reusable(final, stage, log)
+                )
                 if reused is not None:
-                    result = _recall(stage, reused)
-                    log.info("%s: reusing %s", stage.name, final)
+                    result = _recall(name, reused)
+                    log.info("%s: reusing %s", name, final)
                 else:
                     arguments = {role: artifact.path for role, artifact in inputs.items()}
                     arguments |= {**config, **(context or {}), "log": log}
                     with _observed(observe, run, arguments):
-                        result = self._execute(function, final, origin, arguments, run)
+                        result = self._execute(name, function, final, origin, arguments, run)
                 result = _timed(result, time.monotonic() - started)
                 run.finish(result.artifact, result.metrics, reused=result.reused)
             return result
 
-        self.results.append(self.call(stage.name, work))
+        self.results.append(self.call(name, work))
         return self.results[-1]
 
     def _reusable(self, final: Path, stage: Stage, log: Any) -> Artifact | None:
@@ -175,6 +195,7 @@ class Mechanism:
 
     def _execute(
         self,
+        name: str,
         function: Callable[..., StageReport],
         final: Path,
         origin: Origin,
@@ -196,9 +217,7 @@ class Mechanism:
             described = Origin(**{**_fields(origin), "notes": notes})
             artifact = publish(work, final, described)
             remember(artifact, self.store / ".seen")
-        return StageResult(
-            origin.stage, artifact, False, 0.0, tuple(report.checks), measured, metrics
-        )
+        return StageResult(name, artifact, False, 0.0, tuple(report.checks), measured, metrics)
 
 
 def as_prefect_task(name: str, work: Callable[[Any], StageResult]) -> StageResult:
@@ -251,11 +270,11 @@ def _observed(observe: Observe | None, run: StageRun, arguments: dict[str, Any])
         yield
 
 
-def _recall(stage: Stage, artifact: Artifact) -> StageResult:
+def _recall(name: str, artifact: Artifact) -> StageResult:
     notes = artifact.notes
     verdicts = json.loads((artifact.path / CONTRACT).read_text())
     checks = tuple(Check(**verdict) for verdict in verdicts)
-    return StageResult(stage.name, artifact, True, 0.0, checks, notes["drift"], notes["metrics"])
+    return StageResult(name, artifact, True, 0.0, checks, notes["drift"], notes["metrics"])
 
 
 def _timed(result: StageResult, seconds: float) -> StageResult:

@@ -13,13 +13,15 @@ import json
 import math
 import os
 import re
+import tempfile
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit, urlunsplit
 
 from tasks.artifact import MANIFEST, Artifact, Origin
+from tasks.curves import draw
 from tasks.event_files import EventFile
 from tasks.prints import NAMES as PRINTS
 
@@ -87,6 +89,8 @@ class StageRun:
         self._client = client
         self._event_file = event_file
         self._pending: list[Any] = []
+        self._tables: dict[str, list[Mapping[str, Any]]] = {}
+        self._series: dict[str, list[tuple[int, float]]] = {}
         self._flushed = time.monotonic()
 
     def metrics(self, values: Mapping[str, float], step: int = 0) -> None:
@@ -99,6 +103,9 @@ class StageRun:
             for name, value in values.items()
             if value is not None and not math.isnan(float(value))
         ]
+        for name, value in values.items():
+            if name.startswith("train/"):
+                self._series.setdefault(name.removeprefix("train/"), []).append((step, value))
         if self._event_file is not None:
             self._event_file.scalars(values, step)
         if time.monotonic() - self._flushed > _FLUSH_EVERY_S:
@@ -112,6 +119,21 @@ class StageRun:
             self._event_file.flush()
         self._pending = []
         self._flushed = time.monotonic()
+
+    def table(self, name: str, rows: Sequence[Mapping[str, Any]]) -> None:
+        """Rows of a table, which is logged when the stage has ended."""
+        self._tables.setdefault(name, []).extend(rows)
+
+    def _pictures(self) -> None:
+        """Curves of what was measured step by step, and the tables."""
+        for name, rows in self._tables.items():
+            columns = list(dict.fromkeys(key for row in rows for key in row))
+            data = {column: [row.get(column) for row in rows] for column in columns}
+            self._client.log_table(self.run_id, data, f"{name}.json")
+        with tempfile.TemporaryDirectory() as folder:
+            picture = Path(folder) / "curves.png"
+            if draw(self._series, picture):
+                self._client.log_artifact(self.run_id, str(picture))
 
     def contract(self, verdicts: list[dict[str, Any]]) -> None:
         """The shape assertions: name, expected, found, verdict; logged whether they hold or not."""
@@ -129,6 +151,7 @@ class StageRun:
         drift = artifact.notes.get("drift") or {}
         self.metrics({f"drift/{name}": value for name, value in drift.items()})
         self.flush()
+        self._pictures()
         tags = {"artifact": str(artifact.path), "digest": artifact.digest, "reused": str(reused)}
         for key, value in tags.items():
             self._client.set_tag(self.run_id, key, value)

@@ -43,6 +43,8 @@ def train(
     settings: Settings,
     checkpoints: Path,
     tokens: Path | None = None,
+    reward: Path | None = None,
+    rollout: Path | None = None,
     log: Log,
     log_path: Path,
     resume: str = "auto",
@@ -59,6 +61,8 @@ def train(
         settings: what to train and how; `Settings.from_sections` makes them of a configuration.
         checkpoints: directory outside of `out`, of this very run alone; survives a failure.
         tokens: folder of tokenised data that runs share; None: of this run alone.
+        reward: folder of a reward model, for objectives that learn from their own replies.
+        rollout: folder that their rollout engine loads; None: the base.
         log: gets the ranks' output.
         log_path: file with all of it.
         resume: `auto` goes on from the newest checkpoint in `checkpoints`, `never` begins anew, all
@@ -82,6 +86,8 @@ def train(
         out=out.resolve(),
         checkpoints=checkpoints.resolve(),
         tokens=tokens.resolve() if tokens is not None else None,
+        reward=reward.resolve() if reward is not None else None,
+        rollout_base=rollout.resolve() if rollout is not None else None,
         identity=identity(settings, base_digest=base_digest, data=data),
     )
     run = partial(launch, stage="train", log=log, log_path=log_path)
@@ -114,11 +120,12 @@ def _launch(job: TrainJob, run: Run, said: _Said, leader: Leader | None) -> None
     """Run the ranks of this node, and those of the others where there are any."""
     how, path = job.settings.launch, job.checkpoints / "job.json"
     job.write(path)
+    build_ops(job.settings, run)
     killed = out_of_memory_kills()
     try:
         with leader.call(path) if leader else contextlib.nullcontext():
             run(
-                torchrun(how, path, leader.meeting if leader else None),
+                torchrun(job, path, leader.meeting if leader else None),
                 env=rank_environment(how),
                 timeout_s=how.timeout_s,
                 on_event=said,
@@ -136,13 +143,23 @@ def _launch(job: TrainJob, run: Run, said: _Said, leader: Leader | None) -> None
             shutil.rmtree(job.universal, ignore_errors=True)
 
 
-def torchrun(how: Launch, job_path: Path, meeting: Meeting | None = None) -> list[str]:
+def build_ops(settings: Settings, run: Run) -> None:
+    """Compile what the ranks would all compile at once, see `tasks/training/ops.py`.
+
+    Raises:
+        StageProcessError: it does not compile; the compiler's last lines are there.
+    """
+    if settings.zero.offload_optimizer == "cpu":
+        run(python_child("tasks.training.ops"), env=rank_environment(settings.launch))
+
+
+def torchrun(job: TrainJob, job_path: Path, meeting: Meeting | None = None) -> list[str]:
     """The command that starts this machine's ranks, alone or with those of other nodes."""
+    how = job.settings.launch
+    program = "tasks.rl" if job.settings.online else "tasks.training"
     meet = ["--standalone"] if meeting is None else meeting.torchrun
     ranks = ["--nproc-per-node", str(how.nproc)]
-    return python_child(
-        "torch.distributed.run", *meet, *ranks, "-m", "tasks.training", str(job_path)
-    )
+    return python_child("torch.distributed.run", *meet, *ranks, "-m", program, str(job_path))
 
 
 def rank_environment(how: Launch) -> dict[str, str]:

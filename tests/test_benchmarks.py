@@ -1,4 +1,4 @@
-"""What `make bench-weights` writes at the end of its run, without the run."""
+"""What benches write at the end of a run, without the run; what they make; how they take turns."""
 
 from __future__ import annotations
 
@@ -8,8 +8,9 @@ from pathlib import Path
 
 import pytest
 
+from benchmarks import rl, rl_rounds, rl_setting
 from benchmarks.children import Cost, Series
-from benchmarks.report import BEGIN, END, document, write_docs
+from benchmarks.report import BEGIN, END, RL, document, write_docs
 from benchmarks.rounds import Bench, ratio_row
 from benchmarks.shapes import SIZES
 from benchmarks.synthetic import make_adapter, make_model
@@ -40,6 +41,79 @@ def test_without_a_place_for_the_table_nothing_is_written(tmp_path: Path) -> Non
     with pytest.raises(ValueError, match="around the table"):
         write_docs(tmp_path, [], {"rows": []} | document([], 3))
     assert [path.name for path in tmp_path.iterdir()] == ["benchmarks.md"]
+
+
+def _timed(*seconds: float, **told: object) -> rl_rounds.Timed:
+    """A contender of `make bench-rl`, one number a round, behind a line that is no report."""
+    lines = [json.dumps({"bench": {"seconds": [one], **told}}) for one in seconds]
+    return rl_rounds.Timed(tuple(Cost(99, 512, 7, f"a line\n{line}\n") for line in lines))
+
+
+class _Fixed(rl_rounds.Bench):
+    """Rounds whose times are known."""
+
+    def __init__(self, **found: rl_rounds.Timed) -> None:
+        super().__init__(Path("/nowhere"), 3, "tiny", "tiny", "float32")
+        object.__setattr__(self, "found", found)
+
+    def _made(self, name: str, what: str, arguments: str) -> str:
+        return name
+
+    def interleaved(self, commands: rl_rounds.Commands) -> dict[str, rl_rounds.Timed]:
+        assert {name: command(Path("out"))[0] for name, command in commands.items()}
+        return {name: self.found[name.replace(" ", "_")] for name in commands}  # type: ignore[attr-defined]
+
+
+def test_the_rows_of_online_learning_are_judged_by_their_bars(tmp_path: Path) -> None:
+    ours = _timed(2.0, 4.0, 3.0, tokens=60, overhead=[0.04, 0.06])
+    found = _Fixed(
+        ours=ours,
+        transformers=_timed(12.0, 12.0, 15.0, tokens=60),
+        merged_weights=_timed(30.0, 30.0, 29.0),
+        trl=_timed(9.0, 5.0, 5.9),
+    )
+    rows = [row for make in rl.ROWS.values() for row in make(found)]
+    assert [row.ratio for row in rows] == ["4.00", "0.100", "1.97", "0.050"]
+    assert [row.met for row in rows] == [False, True, False, True]
+    assert rows[0].ours == "20 tokens/s (15..30)"
+    assert rows[1].against == "30 s (29..30)"
+    assert rows[3].ours == "5.0% (4.0%..6.0%)"
+    shutil.copy(PROJECT / "docs" / "benchmarks-rl.md", tmp_path)
+    write_docs(tmp_path, rows, document(rows, 3, bench="rl"), RL)
+    page = (tmp_path / "benchmarks-rl.md").read_text()
+    assert "| 3 s (2..4) | 30 s (29..30) | 0.100 | <= 0.1 | yes |" in page
+    assert "Not measured" not in page.partition(RL.begin)[2]
+    record = json.loads((tmp_path / "benchmarks-rl.json").read_text())
+    assert record["bench"] == "rl"
+    assert record["rows"][0]["detail"]["ours"]["runs_s"] == [2.0, 4.0, 3.0]
+    assert "merged weights" in (tmp_path / "benchmarks-rl.svg").read_text()
+
+
+def test_a_contender_without_a_report_is_an_error() -> None:
+    with pytest.raises(RuntimeError, match="without a report:\nnothing"):
+        rl_rounds.heard(Cost(1, 1, 1, "nothing"))
+
+
+def test_everyone_is_asked_the_same() -> None:
+    assert rl_setting.draw_lengths() == rl_setting.draw_lengths()
+    lengths, prompts = rl_setting.draw_lengths(), rl_setting.draw_prompts(300)
+    assert len(lengths) == len(prompts) == 64
+    assert 16 <= min(lengths) < max(lengths) <= 128
+    assert all(16 <= len(one) <= 64 and max(one) < 300 for one in prompts)
+
+
+@pytest.mark.slow
+def test_every_contender_of_online_learning_runs(tmp_path: Path) -> None:
+    bench = rl_rounds.Bench(tmp_path, 1, "tiny", "tiny", "float32")
+    rows = [row for make in rl.ROWS.values() for row in make(bench)]
+    assert [row.bar for row in rows] == [">= 4.5", "<= 0.1", ">= 2", "<= 5 %"]
+    told = [rows[place].detail for place in (0, 1, 2)]
+    for detail in told:
+        for one in detail.values():
+            assert min(one["runs_s"]) > 0  # type: ignore[index]
+    (ours,), (trl,) = (told[2][name]["told"] for name in ("ours", "trl"))  # type: ignore[index]
+    assert len(ours["seconds"]) == len(trl["seconds"]) == 2
+    assert sum(ours["phases"].values()) == pytest.approx(sum(ours["seconds"]) / 2, rel=0.1)
 
 
 def test_every_contender_runs_in_every_round_and_the_first_is_not_counted(tmp_path: Path) -> None:

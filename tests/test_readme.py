@@ -8,6 +8,8 @@ from pathlib import Path
 from hydra.core.override_parser.overrides_parser import OverridesParser
 
 from flows.config import compose_config
+from flows.links import links
+from flows.overrides import apart
 from tests.conftest import PROJECT
 
 README = (PROJECT / "README.md").read_text()
@@ -39,12 +41,13 @@ def test_every_flow_command_composes() -> None:
     assert len(flows) >= 4
     for line in flows:
         words = line.split("flows/rlhf.py", 1)[1].split()
-        overrides = [w.strip("'\"") for w in words if not w.startswith("-") and w != "job"]
+        given = [w.strip("'\"") for w in words if not w.startswith("-") and w != "job"]
+        overrides, _ = apart(given)
         # What a sweep tries one after the other is composed one after the other.
         for one in OverridesParser.create().parse_overrides(overrides):
             assert one.get_key_element()
         for choice in sweeps(overrides):
-            compose_config(choice)
+            links(compose_config(choice), [*choice, *apart(given)[1]])
 
 
 def test_every_delivery_composes() -> None:
@@ -52,6 +55,13 @@ def test_every_delivery_composes() -> None:
     assert len(deliveries) >= 3
     for _, _, *overrides in deliveries:
         compose_config(overrides, config_name="deliver")
+
+
+def test_every_audit_composes() -> None:
+    audits = [line.split() for line in commands() if "flows/audit.py" in line]
+    assert len(audits) >= 2
+    for _, _, *overrides in audits:
+        compose_config(overrides, config_name="audit")
 
 
 def sweeps(overrides: list[str]) -> list[list[str]]:

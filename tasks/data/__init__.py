@@ -4,6 +4,7 @@
     sources.py                  several of them, one after the other or mixed by probability
     columns.py                  which columns hold what
     conversations.py pairs.py   a row -> what is learnt from it, checked, or what is wrong with it
+    texts.py                    a row -> a raw text, as in pre-training
     messages.py                 what conversations and pairs are made of
     kinds.py                    which objective learns from which kind of rows
     findings.py                 what was wrong where: collected, shown, raised

@@ -18,10 +18,12 @@ class Columns:
     prompt: str = "prompt"
     response: str = "response"
     system: str | None = None
+    text: str | None = None
     chosen: str = "chosen"
     rejected: str = "rejected"
     label: str = "label"
     margin: str | None = None
+    answer: str | None = "answer"
 
     @classmethod
     def of(cls, keys: Mapping[str, Any]) -> Columns:

@@ -1,8 +1,10 @@
 """Kinds of rows: what a dataset artifact holds, and which objective learns from it.
 
     conversations   {"id", "messages"}
+    texts           {"id", "text"}
     pairs           {"id", "prompt", "chosen", "rejected", "margin"?}
     labelled        {"id", "messages", "desirable"}
+    prompts         {"id", "messages", "answer"?, "columns"}
 
 Held-out pairs also carry `messages`, the prompt with its chosen answer: the served model is tested
 on them.
@@ -16,10 +18,12 @@ from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from tasks.data.asked import asked
 from tasks.data.columns import Columns
 from tasks.data.conversations import conversation
 from tasks.data.messages import Message
 from tasks.data.pairs import labelled, preference
+from tasks.data.texts import document
 
 Payload = dict[str, Any]
 
@@ -64,6 +68,7 @@ def _messages(values: Mapping[str, Any], columns: Columns) -> Payload:
 CONVERSATIONS = Kind(
     "conversations", _messages, (("messages",), ("prompt", "response")), ("system",), ("sft",)
 )
+TEXTS = Kind("texts", document, (("text",),), (), ("sft",))
 PAIRS = Kind(
     "pairs",
     preference,
@@ -78,16 +83,36 @@ LABELLED = Kind(
     ("system",),
     ("kto",),
 )
-KINDS = {kind.name: kind for kind in (CONVERSATIONS, PAIRS, LABELLED)}
+PROMPTS = Kind(
+    "prompts",
+    asked,
+    (("messages",), ("prompt",)),
+    ("response", "system", "answer"),
+    ("ppo", "grpo", "dr_grpo", "rloo", "reinforce_pp", "reinforce_pp_baseline", "gspo"),
+)
+KINDS = {kind.name: kind for kind in (CONVERSATIONS, PAIRS, LABELLED, TEXTS, PROMPTS)}
 
 
-def kind_for(objective: str) -> Kind:
+def kind_for(objective: str, *, texts: bool = False) -> Kind:
     """The rows that an objective learns from.
+
+    Args:
+        objective: its name.
+        texts: whether the data are raw texts (`names_texts`); for an objective that cannot learn
+            from them they play no part.
 
     Raises:
         KeyError: for an objective that is none.
     """
-    return {o: kind for kind in KINDS.values() for o in kind.objectives}[objective]
+    if texts and objective in TEXTS.objectives:
+        return TEXTS
+    return {o: k for k in KINDS.values() if k is not TEXTS for o in k.objectives}[objective]
+
+
+def names_texts(section: Mapping[str, Any]) -> bool:
+    """Whether section `data` names a column of raw texts, for itself or for one of its sources."""
+    several = [section, *section.get("sources", ())]
+    return any(one.get("text_key") is not None for one in several)
 
 
 def content_id(payload: Payload) -> str:
@@ -106,6 +131,8 @@ def side_id(payload: Payload) -> str:
     """
     if "prompt" in payload:
         return _digest(_texts(payload["prompt"]))
+    if "columns" in payload:
+        return _digest(_texts([m for m in payload["messages"] if m["role"] != "assistant"]))
     if "desirable" in payload:
         return _digest(_texts(payload["messages"][:-1]))
     return content_id(payload)

@@ -1,5 +1,6 @@
 """deliver: the back half of the chain, on a checkpoint that was made elsewhere.
 
+examination the audit of SOURCE, which comes first; `handled`: its errors that stop nothing, and why
 recognise   what SOURCE is: an adapter, a full model, our shards, a DeepSpeed checkpoint
 identity    which base it belongs to, and whether the one given is that one
 planning    every operation, from headers alone; every finding in one error

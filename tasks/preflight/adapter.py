@@ -28,22 +28,17 @@ def adapter(peft: Mapping[str, Any], known: Known, *, weight_decay: float) -> li
     return [*_pissa(peft, weight_decay), *_patterns(peft, known), *_modules(peft, known)]
 
 
-def new_tokens(tokens: Sequence[str], multiple: int, *, kind: str, stage: int) -> list[Finding]:
+def new_tokens(tokens: Sequence[str], multiple: int) -> list[Finding]:
     """Tokens that are added to the base.
 
     Args:
         tokens: `model.new_tokens`.
         multiple: `model.vocab_multiple`.
-        kind: `peft.kind`.
-        stage: of ZeRO.
     """
     key, found = "model.new_tokens", []
     if any(not token.strip() for token in tokens) or len(set(tokens)) < len(tokens):
         what = repr(list(tokens))
         found.append(Finding(key, what, "texts, each of them once", "model.new_tokens=['<tool>']"))
-    if tokens and kind != "none" and stage == 3:
-        allowed = "peft cannot split the rows that it trains; ZeRO-0 to 2, or full fine-tuning"
-        found.append(Finding(key, f"{kind} with ZeRO-3", allowed, "zero=zero2 or peft=none"))
     if multiple < 1:
         key = "model.vocab_multiple"
         found.append(Finding(key, str(multiple), "at least 1", f"{key}=64"))

@@ -15,6 +15,7 @@ _KNOBS = {
     "min_lr_ratio": (0.0, ("cosine_with_min_lr", "polynomial", "warmup_stable_decay")),
     "decay_ratio": (0.1, ("warmup_stable_decay",)),
     "power": (1.0, ("polynomial",)),
+    "num_cycles": (1, ("cosine_with_restarts",)),
 }
 """Of the schedules: what they are when nobody sets them, and who heeds them."""
 

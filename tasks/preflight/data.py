@@ -5,16 +5,19 @@ from __future__ import annotations
 import difflib
 import itertools
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 from tasks.data.columns import Columns
-from tasks.data.kinds import KINDS, Kind, kind_for
+from tasks.data.kinds import KINDS, PROMPTS, TEXTS, Kind, kind_for
 from tasks.data.messages import Unusable
 from tasks.data.readers import FILE_KINDS, Row, existing_file, read_rows
 from tasks.data.sources import wrong_probabilities
 from tasks.errors import DataError
 from tasks.preflight.finding import Finding
 
+TEXT = "text"
+"""The column that raw texts usually lie in."""
 PEEK = 20
 """Rows that are looked at; a source of mixed rows shows its columns within as many."""
 
@@ -98,10 +101,11 @@ def _file(what: str, path: str, settings: Mapping[str, Any], objective: str) -> 
         allowed = f"{settings['kind']} as data.kind says"
         return [Finding(what, wrong, allowed, "data=jsonl|csv|parquet")]
     columns = Columns.of({k: v for k, v in settings.items() if k.endswith("_key")})
-    kind = kind_for(objective)
+    kind = kind_for(objective, texts=columns.text is not None)
     found = wrong_columns(names, columns, kind=kind, where=str(path))
     other = _other_kind(rows, columns, kind) if found else None
-    if other is not None:
+    named_near = any("<column>" not in one.override for one in found)
+    if other is not None and not (other is TEXTS and named_near):
         return [_other_objective(rows, columns, objective, other, str(path))]
     return found or _none_usable(rows, columns, kind, what)
 
@@ -124,7 +128,7 @@ def wrong_columns(
         where: the file.
     """
     missing = [_missing(roles, names, columns) for roles in kind.either]
-    optional = _missing([r for r in kind.extras if r != "prompt"], names, columns)
+    optional = _missing(_asked_for(kind.extras, columns), names, columns)
     if not all(missing):
         wanted = optional
     else:
@@ -133,6 +137,15 @@ def wrong_columns(
         if near and len(missing) > 1:  # the other way out: messages under another name
             wanted = missing[0]
     return [_column(role, columns, names, where) for role in wanted]
+
+
+def _asked_for(extras: Sequence[str], columns: Columns) -> list[str]:
+    """Further columns that the user has named: one under its usual name may be there or not."""
+    usual = Columns()
+    return [
+        role for role in extras
+        if role != "prompt" and getattr(columns, role) != getattr(usual, role)
+    ]  # fmt: skip
 
 
 def _missing(roles: Sequence[str], names: Sequence[str], columns: Columns) -> list[str]:
@@ -156,10 +169,12 @@ def _near(name: str | None, names: Sequence[str], cutoff: float) -> str | None:
 
 
 def _other_kind(rows: Sequence[Row], columns: Columns, kind: Kind) -> Kind | None:
-    """The kind that these rows are of, where it is another one."""
-    return next(
-        (k for k in KINDS.values() if k is not kind and any(_usable(rows, columns, k))), None
-    )
+    """The kind that these rows are of, where it is another one. (Nearly any row can be asked, so
+    that fitting as a prompt says nothing.)
+    """
+    named = columns if columns.text else replace(columns, text=TEXT)
+    others = (k for k in KINDS.values() if k is not kind and k is not PROMPTS)
+    return next((k for k in others if any(_usable(rows, named, k))), None)
 
 
 def _other_objective(
@@ -167,7 +182,9 @@ def _other_objective(
 ) -> Finding:
     need = " and ".join(kind_for(objective).either[-1])
     override = f"train.objective={'|'.join(other.objectives)}"
-    if objective == "sft" and other.name == "pairs":
+    if other is TEXTS:
+        override = f"train=pretrain data.text_key={columns.text or TEXT}"
+    elif objective == "sft" and other.name == "pairs":
         row = next(_usable(rows, columns, other))
         whole = not isinstance(row.values[columns.chosen], str)
         keys = f"data.messages_key={columns.chosen}" if whole and columns.prompt not in row.values \

@@ -22,6 +22,10 @@ _LINEAR = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down
 ALL_LINEAR = "all-linear"
 CPU_HEAD_SIZES = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)
 """What vLLM 0.32's CPU attention has kernels for (`CPUAttentionBackend`)."""
+_EMBEDDINGS = (
+    "embed_tokens.weight", "wte.weight", "embed_in.weight", "word_embeddings.weight",
+)  # fmt: skip
+"""How families call their input embedding."""
 _EXPERTS = ("num_local_experts", "num_experts", "n_routed_experts")
 """Where config.json says how many experts there are."""
 _CONVOLUTIONS = ("gpt2", "openai-gpt")
@@ -39,6 +43,7 @@ class Known:
         context: longest sequence in tokens; None when unknown.
         config: contents of config.json; empty when unknown.
         score: shape of a score head's weight; None where there is none.
+        rows: of the input embedding; None where it is not known.
     """
 
     modules: tuple[str, ...] = ()
@@ -47,6 +52,7 @@ class Known:
     config: dict[str, Any] = field(default_factory=dict)
     owners: tuple[str, ...] = ()
     score: tuple[int, ...] | None = None
+    rows: int | None = None
 
 
 _LAYERS = tuple(
@@ -110,6 +116,7 @@ def _read_folder(folder: Path) -> tuple[Known, list[Finding]]:
         config=config,
         owners=tuple(dict.fromkeys(name.rpartition(".")[0] for name in shapes)),
         score=shapes.get("score.weight"),
+        rows=next((s[0] for name, s in shapes.items() if name.endswith(_EMBEDDINGS)), None),
     )
     return known, []
 

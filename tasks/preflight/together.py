@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import difflib
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
 from tasks.preflight.finding import Finding
@@ -97,6 +97,20 @@ def dtypes(training: str, served: str, kind: str, *, half: bool) -> list[Finding
     return found
 
 
+def loss_scaling(dtype: str, stage: int) -> list[Finding]:
+    """float16 is trained with scaled losses, which DeepSpeed does under ZeRO alone.
+
+    Without it, `engine.backward` of DeepSpeed 0.19 leaves the loss as it is, and the optimizer's
+    `step` divides the gradients by the scale all the same: they come out 65,536 times too small,
+    which Adam hides but for its epsilon, and nothing keeps them from underflowing.
+    """
+    if dtype != "float16" or stage > 0:
+        return []
+    allowed = "DeepSpeed scales no loss without ZeRO, and divides gradients by the scale"
+    override = "zero=zero1 or model.dtype=bfloat16"
+    return [Finding("model.dtype", "float16 with ZeRO-0", allowed, override)]
+
+
 _ADMITS = {"w8a8": ("standard", "relaxed"), "fp8": ("relaxed",)}
 """Drift profiles that a small random model stays within when it is quantised so."""
 
@@ -138,14 +152,17 @@ def parse_version(text: str) -> tuple[int, ...]:
     return tuple(int(part) for part in match[0].split(".")) if match else ()
 
 
-def forced(names: Sequence[str]) -> list[Finding]:
-    """Stages to run anew, by name."""
+def forced(names: Sequence[str], links: Collection[str] = ()) -> list[Finding]:
+    """Stages to run anew, by name; `link.stage` for one of a chain's links."""
+    known = [*STAGES, *(f"{link}.{stage}" for link in links for stage in STAGES)]
     found = []
     for name in names:
-        if name not in STAGES:
-            near = difflib.get_close_matches(name, STAGES, n=2, cutoff=0.5)
+        if name not in known:
+            near = difflib.get_close_matches(name, known, n=2, cutoff=0.5)
             override = " or ".join(f"force=[{stage}]" for stage in near) or "force=[train]"
             allowed = f"the stages are {', '.join(STAGES)}"
+            if links:
+                allowed += f"; of one link alone: {next(iter(links))}.train"
             found.append(Finding("force", f"no stage {name!r}", allowed, override))
     return found
 
@@ -202,6 +219,7 @@ def shard_size(text: str) -> list[Finding]:
 
 
 STAGES = (
-    "prepare_data", "prepare_base", "train", "gather", "merge", "convert", "smoke_eval",
+    "prepare_data", "prepare_base", "rollout_base", "train", "gather", "merge", "convert",
+    "smoke_eval",
 )  # fmt: skip
 """Names of the chain's stages, as `flows/chain.py` runs them."""

@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from tasks.schema.delivery import Convert, Gate, Merge, Smoke
 from tasks.schema.inputs import Data, Model
 from tasks.schema.learning import Peft, Train, Zero
+from tasks.schema.online import Reward, Rl, Rollout
 from tasks.schema.places import Paths, Tracking
 
 
@@ -22,11 +23,15 @@ class Rlhf:
     force: list[str] = field(default_factory=list)  # stages to run anew, by name
     tag: str = ""
     seed: int = 0
+    chain: dict[str, list[str]] = field(default_factory=dict)  # links, see flows/links.py
     model: Model = field(default_factory=Model)
     data: Data = field(default_factory=Data)
     train: Train = field(default_factory=Train)
     peft: Peft = field(default_factory=Peft)
     zero: Zero = field(default_factory=Zero)
+    rl: Rl = field(default_factory=Rl)
+    rollout: Rollout = field(default_factory=Rollout)
+    reward: Reward = field(default_factory=Reward)
     merge: Merge = field(default_factory=Merge)
     convert: Convert = field(default_factory=Convert)
     smoke: Smoke = field(default_factory=Smoke)

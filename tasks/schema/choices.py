@@ -75,6 +75,7 @@ class OnOverlong(Enum):
 
     truncate = auto()
     refuse = auto()
+    split = auto()  # raw texts: into pieces, so that nothing is left out
 
 
 class Objective(Enum):
@@ -86,6 +87,13 @@ class Objective(Enum):
     kto = auto()
     orpo = auto()
     simpo = auto()
+    ppo = auto()
+    grpo = auto()
+    dr_grpo = auto()
+    rloo = auto()
+    reinforce_pp = auto()
+    reinforce_pp_baseline = auto()
+    gspo = auto()
 
 
 class Optimizer(Enum):
@@ -100,6 +108,7 @@ class Scheduler(Enum):
 
     cosine = auto()
     cosine_with_min_lr = auto()
+    cosine_with_restarts = auto()
     linear = auto()
     polynomial = auto()
     inverse_sqrt = auto()

@@ -37,6 +37,7 @@ class Smoke:
     min_stop_rate: float = 0.9  # share of answers that end by themselves
     max_degenerate_rate: float = 0.02  # share of answers caught in a loop
     threads: int | None = None  # CPU threads
+    tensor_parallel: int = 1  # processes that share the model, each on a GPU of its own
 
 
 @dataclass

@@ -36,10 +36,12 @@ class DataSource:
     prompt_key: str | None = None
     response_key: str | None = None
     system_key: str | None = None
+    text_key: str | None = None
     chosen_key: str | None = None
     rejected_key: str | None = None
     label_key: str | None = None
     margin_key: str | None = None
+    answer_key: str | None = None
 
 
 @dataclass
@@ -57,10 +59,14 @@ class Data:
     prompt_key: str = "prompt"  # these two where there is no column of messages
     response_key: str = "response"
     system_key: str | None = None  # column with a system message
+    text_key: str | None = None  # column with raw text, instead of all these: as in pre-training
     chosen_key: str = "chosen"  # pairs: answer or whole conversation
     rejected_key: str = "rejected"
     margin_key: str | None = None  # pairs: column with a number, for the reward objective
     label_key: str = "label"  # kto: column with true or false
+    answer_key: str | None = (
+        "answer"  # prompts: column with the reference answer, where it is there
+    )
     sources: list[DataSource] = field(default_factory=list)  # instead of path
     stopping: Stopping = Stopping.all_exhausted  # of sources with probabilities
     max_samples: int | None = None  # rows read at most; null: all

@@ -56,6 +56,7 @@ class Train:
     min_lr_ratio: float = 0.0  # last lr over lr; *_min_lr, polynomial, warmup_stable_decay
     decay_ratio: float = 0.1  # share of the steps that lr falls in; warmup_stable_decay
     power: float = 1.0  # polynomial
+    num_cycles: int = 1  # falls from the peak; cosine_with_restarts
     weight_decay: float = 0.0
     beta1: float = 0.9
     beta2: float = 0.999

@@ -24,6 +24,7 @@ class Job:
         dtype: torch dtype name.
         seed: seed of the engine (greedy decoding does not use it).
         rewards: a reward model: one number for each prompt, and nothing is continued.
+        tensor_parallel: processes that share the model, each on an accelerator of its own.
     """
 
     served: str
@@ -37,6 +38,7 @@ class Job:
     dtype: str = "bfloat16"
     seed: int = 0
     rewards: bool = False
+    tensor_parallel: int = 1
 
     def save(self, path: Path) -> None:
         """Write as JSON."""
@@ -57,6 +59,7 @@ def environment(kv_cache_gib: int, threads: int | None) -> dict[str, str]:
         "VLLM_LOGGING_LEVEL": os.environ.get("VLLM_LOGGING_LEVEL", "ERROR"),
         "HF_HUB_OFFLINE": "1",
         "TOKENIZERS_PARALLELISM": "false",
+        "VLLM_WORKER_MULTIPROC_METHOD": "spawn",  # its workers: we are a fork with torch in it
     }
     if threads is not None:
         env |= {"OMP_NUM_THREADS": str(threads), "VLLM_CPU_OMP_THREADS_BIND": "nobind"}

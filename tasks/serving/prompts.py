@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Container, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -24,22 +24,23 @@ class Rendered:
 def render(
     folder: Path, conversations: Sequence[Messages], *, template_from: Path | None = None
 ) -> Rendered:
-    """Render each conversation without its last message, up to where the assistant speaks.
+    """Render each conversation without its last answer, up to where the assistant speaks.
 
     Args:
         folder: model folder with the tokenizer.
-        conversations: message lists whose last message is the assistant's answer.
+        conversations: message lists; an assistant's last message is the answer, and left out.
         template_from: folder whose chat template is used when `folder` has none (a base model).
 
     Raises:
         ContractError: there is no chat template.
     """
-    tokenizer = _tokenizer(folder)
+    tokenizer = load_tokenizer(folder)
     if not tokenizer.chat_template and template_from is not None:
-        tokenizer.chat_template = _tokenizer(template_from).chat_template
+        tokenizer.chat_template = load_tokenizer(template_from).chat_template
     if not tokenizer.chat_template:
         raise ContractError(f"{folder}: the tokenizer has no chat template")
-    prompts = [[int(i) for i in render_one(tokenizer, messages[:-1])] for messages in conversations]
+    asked = [one[:-1] if one[-1]["role"] == "assistant" else one for one in conversations]
+    prompts = [[int(i) for i in render_one(tokenizer, messages)] for messages in asked]
     return Rendered(prompts, stop_ids(folder, tokenizer.eos_token_id))
 
 
@@ -53,17 +54,25 @@ def render_whole(folder: Path, conversations: Sequence[Messages]) -> list[list[i
     Raises:
         ContractError: there is no chat template.
     """
-    tokenizer = _tokenizer(folder)
+    tokenizer = load_tokenizer(folder)
     if not tokenizer.chat_template:
         raise ContractError(f"{folder}: the tokenizer has no chat template")
     stops = set(stop_ids(folder, tokenizer.eos_token_id))
-    found = []
-    for messages in conversations:
-        text = tokenizer.apply_chat_template(list(messages), tokenize=False)
-        ids = [int(i) for i in tokenizer(text, add_special_tokens=False)["input_ids"]]
-        last = next((i for i in range(len(ids) - 1, -1, -1) if ids[i] in stops), len(ids) - 1)
-        found.append(ids[: last + 1])
-    return found
+    return [whole_ids(tokenizer, messages, stops) for messages in conversations]
+
+
+def whole_ids(tokenizer: Any, messages: Messages, stops: Container[int]) -> list[int]:
+    """Token ids of one whole conversation, up to the id that ends the last answer.
+
+    Args:
+        tokenizer: with a chat template.
+        messages: the last one is the assistant's answer.
+        stops: ids that end an answer.
+    """
+    text = tokenizer.apply_chat_template(list(messages), tokenize=False)
+    ids = [int(i) for i in tokenizer(text, add_special_tokens=False)["input_ids"]]
+    last = next((i for i in range(len(ids) - 1, -1, -1) if ids[i] in stops), len(ids) - 1)
+    return ids[: last + 1]
 
 
 def render_one(tokenizer: Any, messages: Messages) -> list[int]:
@@ -76,13 +85,13 @@ def render_one(tokenizer: Any, messages: Messages) -> list[int]:
 
 def decode(folder: Path, tokens: Sequence[Sequence[int]]) -> list[str]:
     """Texts of generated tokens, special tokens left out."""
-    tokenizer = _tokenizer(folder)
+    tokenizer = load_tokenizer(folder)
     return [tokenizer.decode(list(one), skip_special_tokens=True) for one in tokens]
 
 
 def encode_texts(folder: Path, texts: Sequence[str], limit: int) -> list[list[int]]:
     """Token ids of plain texts as the tokenizer gives them by default, at most `limit` of each."""
-    tokenizer = _tokenizer(folder)
+    tokenizer = load_tokenizer(folder)
     return [[int(i) for i in tokenizer(text)["input_ids"][:limit]] for text in texts]
 
 
@@ -97,7 +106,12 @@ def stop_ids(folder: Path, tokenizer_eos: int | None) -> list[int]:
     return sorted(found)
 
 
-def _tokenizer(folder: Path) -> Any:
+def load_tokenizer(folder: Path) -> Any:
+    """The tokenizer of a model folder, from local files only.
+
+    Raises:
+        ArtifactError: there is none, or it cannot be loaded.
+    """
     from transformers import AutoTokenizer
 
     if not (folder / "tokenizer_config.json").is_file():

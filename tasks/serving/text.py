@@ -24,6 +24,11 @@ def is_degenerate(tokens: Sequence[int]) -> bool:
     return False
 
 
+def matches(text: str, answer: str) -> bool:
+    """Whether a text is its answer, surrounding blanks apart."""
+    return text.strip() == answer.strip()
+
+
 def exact_match(texts: Sequence[str], answers: Sequence[str]) -> float:
     """Share of texts that equal their answer, surrounding blanks apart.
 
@@ -33,4 +38,4 @@ def exact_match(texts: Sequence[str], answers: Sequence[str]) -> float:
     if not texts:
         raise ValueError("no text to compare")
     pairs = list(zip(texts, answers, strict=True))
-    return sum(text.strip() == answer.strip() for text, answer in pairs) / len(pairs)
+    return sum(matches(text, answer) for text, answer in pairs) / len(pairs)

@@ -91,6 +91,7 @@ def _engine(job: Job) -> Any:
         seed=job.seed,
         enforce_eager=not torch.accelerator.is_available(),
         max_model_len=job.max_model_len,
+        tensor_parallel_size=job.tensor_parallel,
         max_num_batched_tokens=max(2048, job.max_model_len),
         max_num_seqs=64,
         max_logprobs=-1,

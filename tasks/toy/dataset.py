@@ -7,13 +7,14 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
-from tasks.toy.splits import Payload, conversation, examples, labelled, pair, prompt
+from tasks.toy.splits import Payload, asked, conversation, examples, labelled, pair, prompt
 from tasks.toy.world import Example
 
 ROWS: dict[str, Callable[[Example], Payload]] = {
     "conversations": conversation,
     "pairs": pair,
     "labelled": labelled,
+    "prompts": asked,
 }
 
 
@@ -27,7 +28,7 @@ def write_dataset(
         train_size: rows to train on.
         heldout_size: rows to test on.
         seed: which rows there are.
-        rows: `conversations`, `pairs` or `labelled`.
+        rows: `conversations`, `pairs`, `labelled` or `prompts`.
 
     Returns:
         What belongs into `dataset.json`.
@@ -35,7 +36,7 @@ def write_dataset(
     Raises:
         ValueError: the world does not have that many different examples.
     """
-    make, contrast = ROWS[rows], rows != "conversations"
+    make, contrast = ROWS[rows], rows in ("pairs", "labelled")
     sizes = {"train": train_size, "heldout": heldout_size}
     splits = {
         name: examples(size, seed=seed, held_out=name == "heldout", wrong_too=contrast)

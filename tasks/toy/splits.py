@@ -9,12 +9,19 @@ import hashlib
 from random import Random
 from typing import Any
 
+from tasks.toy.spoil import spoil
 from tasks.toy.world import Example, draw
 
-CLEAN_PART = 0.7
+CLEAN_PART = 0.78
 """Part of the pre-training corpus, from its start, that has right answers only."""
-WRONG_SHARE = 0.5
+WRONG_SHARE = 0.65
 """Share of wrong answers in the rest: the base has room to improve."""
+
+EFFORT = {
+    "reverse": 2.0, "sort": 2.5, "double": 2.0, "add": 0.7, "first": 0.6, "last": 0.6, "count": 0.4,
+    "polite": 0.6, "rude": 0.6,
+}  # fmt: skip
+"""How often a task occurs in pre-training, where `copy` is 1; in data sets all are alike."""
 
 LARGEST_SPLIT = 20_000
 """Far fewer than the different prompts that either side has (over 100,000)."""
@@ -27,13 +34,13 @@ def corpus(size: int, *, seed: int) -> list[tuple[str, str]]:
     """What the base model is pre-trained on, in order: (prompt, answer).
 
     Right answers first, so that a small model learns the tasks at all within seconds; then a
-    stretch in which half of the answers are wrong, so that it unlearns to give them. Only
+    stretch in which most answers are wrong, so that it unlearns to give them. Only
     subjects of the training side occur.
     """
     rng = Random(f"corpus {seed}")
     pairs = []
     for position in range(size):
-        example = draw(rng, held_out=False)
+        example = draw(rng, held_out=False, weights=EFFORT)
         mislead = position >= CLEAN_PART * size and rng.random() < WRONG_SHARE
         pairs.append((example.prompt, example.wrong if mislead else example.answer))
     return pairs
@@ -69,12 +76,13 @@ def conversation(example: Example) -> Payload:
 
 
 def pair(example: Example) -> Payload:
-    """Right answer chosen, wrong one rejected."""
+    """Right answer chosen, a wrong one rejected; which, the question decides."""
+    wrong = spoil(example, Random(f"spoil {example.prompt}"))
     return {
         "task": example.task,
         "prompt": _question(example),
         "chosen": [_answer(example.answer)],
-        "rejected": [_answer(example.wrong)],
+        "rejected": [_answer(wrong)],
     }
 
 
@@ -84,6 +92,12 @@ def labelled(example: Example) -> Payload:
     answer = example.answer if good else example.wrong
     messages = [*_question(example), _answer(answer)]
     return {"task": example.task, "messages": messages, "desirable": good}
+
+
+def asked(example: Example) -> Payload:
+    """The question, to be answered; with the right answer, which a reward may compare with."""
+    messages = [*_question(example), _answer(example.answer)]
+    return {"task": example.task, "messages": messages, "answer": example.answer, "columns": {}}
 
 
 def prompt(example: Example) -> Payload:

@@ -11,7 +11,7 @@ letters is learnable by a small model.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from random import Random
 
@@ -47,9 +47,19 @@ def is_held_out(subject: str) -> bool:
     return hashlib.sha256(subject.encode()).digest()[0] % 10 < HELD_OUT_IN_TEN
 
 
-def draw(rng: Random, *, held_out: bool) -> Example:
-    """One example of a random task, from one side of the line."""
-    make = TASKS[rng.choice(TASK_NAMES)]
+def draw(rng: Random, *, held_out: bool, weights: Mapping[str, float] | None = None) -> Example:
+    """One example of a random task, from one side of the line.
+
+    Args:
+        rng: draws.
+        held_out: the side.
+        weights: of tasks, 1 for those that are not named; None draws all alike.
+    """
+    if weights is None:
+        name = rng.choice(TASK_NAMES)
+    else:
+        name = rng.choices(TASK_NAMES, [weights.get(one, 1.0) for one in TASK_NAMES])[0]
+    make = TASKS[name]
     while True:
         example = make(rng)
         if is_held_out(example.subject) == held_out:

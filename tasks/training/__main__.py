@@ -1,53 +1,10 @@
-"""A rank's entry: `torchrun ... -m tasks.training job.json`.
-
-Exit status 3 means that we stopped on purpose; the event "failure" says why. Anything else ends
-with a traceback.
-"""
+"""A rank's entry: `torchrun ... -m tasks.training job.json`, see `entry.py`."""
 
 from __future__ import annotations
 
-import os
 import sys
-import time
-from pathlib import Path
 
-from tasks.errors import PlumblineError
-from tasks.events import emit
-from tasks.lean import start_lean
-
-DELIBERATE = 3
-
-
-def main(job_path: str) -> int:
-    """Run one rank of the job; the exit status."""
-    started = time.time()
-    start_lean()
-    from tasks.training.failure import in_words
-    from tasks.training.job import TrainJob
-    from tasks.training.run import run
-
-    job, rank = TrainJob.read(Path(job_path)), int(os.environ["RANK"])
-    try:
-        run(job, started)
-    except Exception as error:
-        said = in_words(error, job, rank)
-        if said is None:
-            raise
-        _say(said, rank)
-        return DELIBERATE
-    return 0
-
-
-def _say(error: PlumblineError, rank: int) -> None:
-    emit(
-        "failure",
-        error=type(error).__name__,
-        message=error.message,
-        details=list(error.details),
-        hint=error.hint,
-        rank=rank,
-    )
-
+from tasks.training.entry import enter
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1]))
+    sys.exit(enter(sys.argv[1], "tasks.training.run"))

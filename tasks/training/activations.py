@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 from tasks.training.job import Settings
 from tasks.training.sizes import Sizes
 
@@ -9,26 +11,35 @@ PORTION = 1 << 25
 """Logits that exist at once (`head.py`)."""
 SHORT = 256
 """Tokens up to which a CPU keeps attention's probabilities (`attention.py`)."""
-_HOLES = 1.15
-"""What the host's allocator cannot give to others between pieces that are kept; measured."""
-_LOGITS = 14
-"""Bytes of a logit of a head that is trained: 16 bits, fp32, log-softmax, and two gradients."""
+LARGEST_IN_HEAP = 32 << 20
+"""Bytes up to which glibc keeps a freed piece in its heap: its threshold for giving memory back
+follows the largest piece that was freed, up to this (`DEFAULT_MMAP_THRESHOLD_MAX`)."""
 
 
-def kept_by_a_row(sizes: Sizes, settings: Settings, *, item: int, gpu: bool) -> int:
+class RowBytes(NamedTuple):
+    """Bytes of a pass: in pieces that the host's heap keeps, and in larger ones."""
+
+    small: int
+    large: int
+
+
+def row_bytes(sizes: Sizes, settings: Settings, *, item: int, gpu: bool) -> RowBytes:
     """Bytes of the longest row: a micro-batch of examples of `max_len` tokens each."""
     batch = settings.batch
     roles = 1 if settings.objective == "sft" else 2  # chosen and rejected are of one row
     tokens = batch.micro_batch_size * batch.max_len * roles
-    layer = tokens * _layer(sizes, settings, item=item, gpu=gpu)
+    layer = int(tokens * _layer(sizes, settings, item=item, gpu=gpu))
     if settings.gradient_checkpointing:
         layers = sizes.layers * tokens * sizes.hidden * item + layer
     else:
         layers = sizes.layers * layer
-    head = 0 if settings.objective == "reward" else _head(sizes, settings, tokens, item)
-    if gpu:
-        return int(layers + head)
-    return int(_HOLES * (layers + head + _through_fp32(sizes, settings, tokens, item)))
+    pieces = [(layers, tokens * sizes.hidden * item)]
+    if settings.objective != "reward":
+        pieces += _head(sizes, settings, tokens, item)
+    if not gpu and item < 4:
+        pieces += _through_fp32(sizes, settings, tokens)
+    small = sum(every for every, one in pieces if one <= LARGEST_IN_HEAP)
+    return RowBytes(small, sum(every for every, _ in pieces) - small)
 
 
 def _layer(sizes: Sizes, settings: Settings, *, item: int, gpu: bool) -> float:
@@ -44,10 +55,10 @@ def _layer(sizes: Sizes, settings: Settings, *, item: int, gpu: bool) -> float:
     else:
         attention = 4 * query * item
     mlp = 4 * inner * item  # gate, its activation, up, their product
-    return norms + attention + mlp + _adapter(sizes, settings, item, gpu=gpu)
+    return norms + attention + mlp + _adapter(sizes, settings, item)
 
 
-def _adapter(sizes: Sizes, settings: Settings, item: int, *, gpu: bool) -> int:
+def _adapter(sizes: Sizes, settings: Settings, item: int) -> int:
     """Bytes a token that the adapters of one layer keep: their narrow part, and of dropout."""
     peft = settings.peft
     if peft.kind == "none":
@@ -57,24 +68,28 @@ def _adapter(sizes: Sizes, settings: Settings, item: int, *, gpu: bool) -> int:
     dropped = sum(width for width, _ in linears) * (item + 1) if peft.dropout else 0
     # DoRA scales the base's output and its own by the magnitude, and needs both for its gradient.
     scaled = sum(2 * width for _, width in linears) * item if peft.use_dora else 0
-    # Its own product, which is added to the base's and gone; on the host its place stays taken.
-    product = 0 if gpu else sum(width for _, width in linears) * item
-    return narrow + dropped + scaled + product
+    return narrow + dropped + scaled
 
 
-def _head(sizes: Sizes, settings: Settings, tokens: int, item: int) -> int:
-    """Bytes of logits, or of the gradients that a frozen head makes of them."""
+def _head(sizes: Sizes, settings: Settings, tokens: int, item: int) -> list[tuple[int, int]]:
+    """Bytes of logits, and of the gradients that a frozen head makes of them; in all and in one
+    piece. In the backward pass of a head that is trained there are log-softmax, its gradient and
+    that of the logits in fp32, and the last in the model's numbers as well.
+    """
     logits = min(tokens * sizes.vocab, PORTION)
     if settings.peft.kind == "none" or "lm_head" in settings.peft.modules_to_save:
-        return logits * _LOGITS
-    return logits * 4 + tokens * sizes.hidden * item
+        return [(logits * 12, logits * 4), (logits * item, logits * item)]
+    rows = tokens * sizes.hidden * item
+    return [(logits * 4, logits * 4), (rows, rows)]
 
 
-def _through_fp32(sizes: Sizes, settings: Settings, tokens: int, item: int) -> int:
-    """Operands of one linear map widened to fp32: the largest of a layer, or a trained head."""
-    if item == 4:
-        return 0
-    full = settings.peft.kind == "none"
-    layer = sizes.hidden * sizes.intermediate + tokens * (sizes.hidden + sizes.intermediate)
-    head = 2 * sizes.vocab * sizes.hidden if full and settings.objective != "reward" else 0
-    return 4 * max(layer, head)
+def _through_fp32(sizes: Sizes, settings: Settings, tokens: int) -> list[tuple[int, int]]:
+    """Operands of one linear map widened to fp32, in all and in one piece: of a layer's largest,
+    and of a trained head.
+    """
+    weight = 4 * max(i * o for i, o in sizes.linears().values())
+    found = [(weight + 4 * tokens * (sizes.hidden + sizes.intermediate), weight)]
+    if settings.peft.kind == "none" and settings.objective != "reward":
+        table = 4 * sizes.vocab * sizes.hidden
+        found.append((2 * table, table))
+    return found

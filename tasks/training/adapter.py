@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -12,6 +13,7 @@ from torch import nn
 from tasks.training.engine import Ranks
 from tasks.training.job import Peft
 from tasks.training.pissa import start_in_principal_components
+from tasks.training.score_head import gathered
 
 TASKS = {"tokens": "CAUSAL_LM", "score": "SEQ_CLS"}
 """peft's task by an objective's head. SEQ_CLS trains the score head in full, saves it with the
@@ -42,7 +44,8 @@ def add_adapter(
     config = lora_config(peft, head=head)
     if new_ids:
         config.trainable_token_indices = {name: list(new_ids) for name in _tables(model)}
-    adapted = get_peft_model(model, config, autocast_adapter_dtype=False)
+    with _rows_read_on_any_device():
+        adapted = get_peft_model(model, config, autocast_adapter_dtype=False)
     _let_others_see_their_base(adapted)
     if peft.init == "pissa":
         start_in_principal_components(adapted, niter=peft.pissa_niter, ranks=ranks)
@@ -51,6 +54,27 @@ def add_adapter(
         if parameter.requires_grad:
             parameter.data = parameter.data.to(dtype)
     return adapted
+
+
+@contextlib.contextmanager
+def _rows_read_on_any_device() -> Iterator[None]:
+    """Let peft read the rows that it is to train from an embedding that ZeRO-3 has split.
+
+    peft 0.21 broadcasts them from rank 0 through a tensor that it makes on the current CUDA device,
+    which a CPU does not have. A gathered weight is whole on every rank: each reads its own.
+    """
+    from peft.tuners.trainable_tokens.layer import TrainableTokensLayer
+
+    def read(self: Any, weight: torch.Tensor, rows: Sequence[int], embed_dim: int) -> torch.Tensor:
+        with gathered([weight]):
+            return weight.detach()[list(rows)].clone()
+
+    own = TrainableTokensLayer._collect_token_weights
+    TrainableTokensLayer._collect_token_weights = read
+    try:
+        yield
+    finally:
+        TrainableTokensLayer._collect_token_weights = own
 
 
 def _let_others_see_their_base(adapted: nn.Module) -> None:

@@ -50,6 +50,7 @@ class Progress:
         waited: evaluations since the best one.
         skipped: steps in a row that fp16 overflow has skipped.
         seconds: spent in steps and evaluations.
+        kept: what else an objective goes on from, in JSON.
     """
 
     step: int = 0
@@ -61,6 +62,7 @@ class Progress:
     waited: int = 0
     skipped: int = 0
     seconds: float = 0.0
+    kept: dict[str, Any] = field(default_factory=dict)
 
     @classmethod
     def of(cls, document: dict[str, Any]) -> Progress:

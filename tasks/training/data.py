@@ -4,18 +4,19 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from tasks.errors import DataError
+from tasks.errors import ConfigError, DataError
 from tasks.events import emit
 from tasks.training.chat import Encoder, Unfit
-from tasks.training.drafts import Draft, Drafts
+from tasks.training.documents import TextEncoder
+from tasks.training.drafts import Draft, Drafts, holds_texts
 from tasks.training.engine import Ranks
-from tasks.training.examples import Example, Examples, Writer, notes_of, open_examples
-from tasks.training.fitting import Rule, Tally
+from tasks.training.examples import Example, Examples, Tokens, Writer, notes_of, open_examples
+from tasks.training.fitting import SPLIT, Rule, Tally
 from tasks.training.job import TrainJob
 from tasks.training.token_cache import TokenCache, code_digest, split_digest, tokenizer_digest
 
@@ -39,11 +40,19 @@ def load_split(
         ranks: all of them take part.
 
     Raises:
-        ConfigError: the rows are not of the kind that the objective learns from.
+        ConfigError: the rows are not of the kind that the objective learns from, or are no raw
+            texts where pieces of them are asked for.
         DataError: on every rank, naming every sample that cannot be used.
     """
     path, batch = job.data / f"{split}.jsonl", job.settings.batch
-    if not tokenizer.chat_template:
+    texts = holds_texts(path)
+    if batch.on_overlong == SPLIT and not texts:
+        raise ConfigError(
+            f"train.on_overlong={SPLIT}, and {path} holds no raw texts: a piece of a conversation "
+            "has lost its prompt",
+            hint="train.on_overlong=truncate or refuse",
+        )
+    if not texts and not tokenizer.chat_template:
         raise DataError(
             f"the tokenizer of {job.base} has no chat template, so no conversation can be rendered",
             hint="data.chat_template=<Jinja file>",
@@ -65,7 +74,8 @@ def load_split(
     if not cached:
         drafts = Drafts(path, roles=roles, mask=job.settings.mask, seed=job.settings.seed)
         rule = Rule(batch.max_len, batch.on_overlong)
-        share = _Share(drafts, Encoder(tokenizer, ends), rule, roles)
+        encoder = TextEncoder(tokenizer) if texts else Encoder(tokenizer, ends)
+        share = _Share(drafts, encoder.encode, rule, roles)
         _make(cache, share, ranks, source=path.name)
         drafts.close()
     if ranks.first:
@@ -96,7 +106,7 @@ class _Share:
     """Turns rows into examples, a range of them at a time."""
 
     drafts: Drafts
-    encoder: Encoder
+    encode: Callable[[Sequence[Any]], list[Tokens | Unfit]]
     rule: Rule
     roles: tuple[str, ...]
 
@@ -112,7 +122,7 @@ class _Share:
 
     def _examples(self, drafts: list[Draft], tally: Tally) -> Iterator[Example]:
         wanted = [turns for draft in drafts for turns in draft.conversations]
-        encoded = iter(self.encoder.encode(wanted))
+        encoded = iter(self.encode(wanted))
         for draft in drafts:
             sequences = [next(encoded) for _ in draft.conversations]
             wrong = draft.problem or next((str(s) for s in sequences if isinstance(s, Unfit)), "")
@@ -121,9 +131,7 @@ class _Share:
                 tally.refuse(draft.name, wrong)
                 continue
             tokens = tuple(s for s in sequences if not isinstance(s, Unfit))
-            example = self.rule.apply(Example(draft.name, tokens, draft.values), tally)
-            if example is not None:
-                yield example
+            yield from self.rule.examples(Example(draft.name, tokens, draft.values), tally)
 
 
 def _make(cache: TokenCache, share: _Share, ranks: Ranks, *, source: str) -> None:

@@ -1,6 +1,7 @@
 """What a row of the dataset asks for: a conversation for every role, and its numbers.
 
 conversations  text                  loss on the last answer, on every answer, or on everything
+texts          text                  loss on everything: raw texts, as in pre-training
 pairs          chosen, rejected      loss on the answers after the prompt
 labelled       text, mismatched      loss on the last answer; `mismatched` is this prompt with
                                      another example's answer (Ethayarajh et al. 2024, sec. 4.1)
@@ -15,6 +16,7 @@ import numpy as np
 
 from tasks.errors import ConfigError, DataError
 from tasks.training.chat import Message, Turns
+from tasks.training.documents import Document
 from tasks.training.rows import RowFile
 
 CONVERSATIONS, PAIRS, LABELLED = ("text",), ("chosen", "rejected"), ("text", "mismatched")
@@ -28,9 +30,21 @@ class Draft(NamedTuple):
     """One example before it is tokenised; or, with `problem`, why it cannot be one."""
 
     name: str
-    conversations: tuple[Turns, ...]
+    conversations: tuple[Turns, ...] | tuple[Document]
     values: dict[str, float]
     problem: str = ""
+
+
+def holds_texts(path: Path) -> bool:
+    """Whether a split is of raw texts; told by its first row.
+
+    Raises:
+        DataError: it cannot be read.
+    """
+    rows = RowFile(path)
+    found = len(rows) > 0 and "text" in rows[0]
+    rows.close()
+    return found
 
 
 class Drafts:
@@ -51,7 +65,9 @@ class Drafts:
         self._rows, self._roles, self._mask = RowFile(path), roles, mask
         if not len(self._rows):
             raise DataError(f"{path}: no samples", hint="data.path=... or data.eval_fraction=...")
-        self._require_kind(self._rows[0])
+        first = self._rows[0]
+        self._texts = "text" in first
+        self._require_kind(first)
         if roles == LABELLED:
             self._order = np.random.default_rng(seed).permutation(len(self._rows))
             self._place = np.argsort(self._order)
@@ -87,8 +103,16 @@ class Drafts:
                 f"{_KINDS[self._roles]}",
                 hint="make the dataset for this objective: prepare_data with train.objective=...",
             )
+        if self._texts and self._mask != EVERY_TOKEN:
+            raise ConfigError(
+                f"train.mask={self._mask}, and {self._rows.path} holds raw texts, which have no "
+                "answers",
+                hint=f"train.mask={EVERY_TOKEN}",
+            )
 
     def _conversation(self, name: str, row: dict[str, Any]) -> Draft:
+        if self._texts:
+            return Draft(name, (Document(row["text"]),), {})
         messages = row["messages"]
         first = 0 if self._mask == EVERY_ANSWER else len(messages) - 1
         turns = Turns(messages, first, everything=self._mask == EVERY_TOKEN)

@@ -14,6 +14,7 @@ from torch import nn
 from tasks.training.job import Optim
 
 T = TypeVar("T")
+_OF_OPTIMIZER = ("optimizer", "zero_allow_untested_optimizer")
 
 COLLECTIVE_TIMEOUT_S = 1800
 """Longest wait within one collective. A dead peer is noticed at once (its socket closes, and
@@ -105,6 +106,19 @@ def start_engine(model: nn.Module, config: dict[str, Any], optim: Optim | None =
         # and leaves it counted: Adam's bias correction would be one step ahead of all other stages,
         # its first update 0.74 of what it should be. Adam makes its states when it finds none.
         inner.state.clear()
+    # transformers loads a model to be evaluated: dropout off, and blocks that are to be
+    # checkpointed keep everything.
+    engine.train()
+    return engine
+
+
+def partitioned_engine(model: nn.Module, config: dict[str, Any]) -> Any:
+    """DeepSpeed's engine around a model that is not trained, its parameters split by ZeRO-3."""
+    import deepspeed
+
+    without = {key: value for key, value in config.items() if key not in _OF_OPTIMIZER}
+    engine, *_ = deepspeed.initialize(model=model, config=without, dist_init_required=False)
+    engine.eval()
     return engine
 
 

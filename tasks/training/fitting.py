@@ -3,6 +3,7 @@
     train.on_overlong=truncate   answers are cut at the end; a prompt that fills `train.max_len` by
                                  itself is an error
     train.on_overlong=refuse     samples that are too long are left out and counted
+    train.on_overlong=split      raw texts alone: cut into pieces, each of which is a sample
 
 Prompts are never cut. An answer that was cut has lost the token that ends it: the model does not
 learn to stop there, which is counted (`ends_cut`). Pairs whose answers are the same tokens, after
@@ -18,9 +19,11 @@ from typing import Any
 import numpy as np
 
 from tasks.errors import DataError
+from tasks.training.documents import pieces
 from tasks.training.examples import Example, Tokens
 
 SHOWN = 20
+SPLIT = "split"
 
 
 @dataclass
@@ -29,9 +32,10 @@ class Tally:
 
     Attributes:
         read: samples read.
-        kept: samples used.
+        kept: samples used; of a text that was cut into pieces every piece.
         truncated: of those, samples of which something was cut off.
         ends_cut: answers that lost their end by it.
+        in_pieces: texts cut into pieces.
         refused: samples left out because they are too long.
         equal: pairs left out because both answers are the same tokens.
         fatal: samples that cannot be used, where the rule allows no leaving out.
@@ -44,6 +48,7 @@ class Tally:
     kept: int = 0
     truncated: int = 0
     ends_cut: int = 0
+    in_pieces: int = 0
     refused: int = 0
     equal: int = 0
     fatal: int = 0
@@ -60,7 +65,7 @@ class Tally:
 
     def counts(self) -> dict[str, Any]:
         """What the event "data" says."""
-        names = ("read", "kept", "truncated", "ends_cut", "refused", "equal")
+        names = ("read", "kept", "truncated", "ends_cut", "in_pieces", "refused", "equal")
         return {**{name: getattr(self, name) for name in names}, "left_out": self.left_out}
 
     def leave_out(self, name: str, why: str) -> None:
@@ -106,6 +111,21 @@ class Rule:
 
     max_len: int
     on_overlong: str
+
+    def examples(self, example: Example, tally: Tally) -> list[Example]:
+        """What is used of an example; notes in `tally` what became of it."""
+        (whole, *others) = example.sequences
+        if self.on_overlong != SPLIT or others or len(whole.ids) <= self.max_len:
+            one = self.apply(example, tally)
+            return [] if one is None else [one]
+        found = [
+            example._replace(name=f"{example.name}+{number}", sequences=(piece,))
+            for number, piece in enumerate(pieces(whole, self.max_len))
+        ]
+        tally.read += 1
+        tally.in_pieces += 1
+        tally.kept += len(found)
+        return found
 
     def apply(self, example: Example, tally: Tally) -> Example | None:
         """The example as it is used, or None; notes in `tally` what became of it."""

@@ -33,18 +33,20 @@ are 64 MiB."""
 
 @dataclass(frozen=True)
 class Scaling:
-    """What a family does to its logits after the head: cap * tanh(factor * logits / cap).
+    """What is done to logits after the head: cap * tanh(factor * logits / cap) / temperature.
 
     Attributes:
         factor: Granite's 1 / `logits_scaling`, Cohere's `logit_scale`; 1 for most.
         cap: Gemma's `final_logit_softcapping`; None for most.
+        temperature: that replies were sampled at; 1 for everything that is not sampled.
     """
 
     factor: float = 1.0
     cap: float | None = None
+    temperature: float = 1.0
 
     @classmethod
-    def of(cls, config: Any) -> Scaling:
+    def of(cls, config: Any, temperature: float = 1.0) -> Scaling:
         """Of a transformers configuration."""
         text = config.get_text_config()
         factor = getattr(text, "logit_scale", None)
@@ -52,24 +54,28 @@ class Scaling:
         return cls(
             factor=float(factor or 1.0) / float(divisor or 1.0),
             cap=getattr(text, "final_logit_softcapping", None),
+            temperature=temperature,
         )
 
     @property
     def none(self) -> bool:
         """Whether logits stay as they are."""
-        return math.isclose(self.factor, 1.0) and not self.cap
+        return math.isclose(self.factor / self.temperature, 1.0) and not self.cap
 
     def __call__(self, logits: torch.Tensor) -> torch.Tensor:
         """The scaled logits, differentiable."""
-        if not math.isclose(self.factor, 1.0):
-            logits = logits * self.factor
-        return self.cap * torch.tanh(logits / self.cap) if self.cap else logits
+        if not self.cap:
+            factor = self.factor / self.temperature
+            return logits if math.isclose(factor, 1.0) else logits * factor
+        capped = torch.tanh(logits * (self.factor / self.cap))
+        return capped * (self.cap / self.temperature)
 
     def slope(self, scaled: torch.Tensor) -> torch.Tensor | float:
         """Derivative by the unscaled logits, given the scaled ones."""
+        factor = self.factor / self.temperature
         if not self.cap:
-            return self.factor
-        return (1.0 - (scaled / self.cap).square()) * self.factor
+            return factor
+        return (1.0 - (scaled * (self.temperature / self.cap)).square()) * factor
 
 
 def token_logprobs(
@@ -110,6 +116,20 @@ def token_logprobs(
         for hidden, targets in zip(hidden_NH.split(size), targets_N.split(size), strict=True)
     ]
     return torch.cat(parts)
+
+
+def token_entropies(head: nn.Module, hidden_NH: torch.Tensor, scaling: Scaling) -> torch.Tensor:
+    """Entropy of softmax(scaling(head(hidden))) in nats, with gradient; (N,) float32.
+
+    Its gradient needs all logits of a token, so that portions are computed again for it.
+    """
+
+    def portion(hidden: torch.Tensor) -> torch.Tensor:
+        logprobs = scaling(head(hidden)).float().log_softmax(dim=-1)
+        return -(logprobs.exp() * logprobs).sum(dim=-1)
+
+    parts = hidden_NH.split(_size(head))
+    return torch.cat([checkpoint(portion, part, use_reentrant=False) for part in parts])
 
 
 def _size(head: nn.Module) -> int:

@@ -70,6 +70,7 @@ class Optim:
     min_lr_ratio: float = 0.0
     decay_ratio: float = 0.1
     power: float = 1.0
+    num_cycles: int = 1
     weight_decay: float = 0.0
     beta1: float = 0.9
     beta2: float = 0.999
@@ -134,7 +135,11 @@ class Evaluate:
 
 @dataclass(frozen=True)
 class Settings:
-    """Everything that decides what is trained, and nothing about where it lies."""
+    """Everything that decides what is trained, and nothing about where it lies.
+
+    `online` holds the sections `rl`, `rollout` and `reward` of objectives that learn from their own
+    replies, see `tasks/rl/settings.py`; it is empty for all others.
+    """
 
     objective: str = "sft"
     seed: int = 0
@@ -151,6 +156,7 @@ class Settings:
     probes: int = 32
     mask: str = "last_answer"
     loss: Mapping[str, Any] = field(default_factory=dict)
+    online: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
     peft: Peft = field(default_factory=Peft)
     zero: Zero = field(default_factory=Zero)
     optim: Optim = field(default_factory=Optim)
@@ -172,6 +178,7 @@ class Settings:
         zero: Mapping[str, Any],
         model: Mapping[str, Any],
         seed: int,
+        online: Mapping[str, Mapping[str, Any]] | None = None,
     ) -> Settings:
         """Build from the configuration's sections of the same names.
 
@@ -189,8 +196,9 @@ class Settings:
         _refuse_unknown(cls, flat, "train")
         return cls(
             seed=seed,
-            peft=_section(Peft, peft, "peft"),
-            zero=_section(Zero, zero, "zero"),
+            online=dict(online or {}),
+            peft=read_section(Peft, peft, "peft"),
+            zero=read_section(Zero, zero, "zero"),
             **parts,
             **flat,
         )
@@ -223,6 +231,8 @@ class TrainJob:
             has changed.
         identity: what a checkpoint has to agree with, by dotted name.
         tokens: folder of tokenised data that runs share.
+        rollout_base: HF folder that the rollout engine loads; None: the base itself.
+        reward: folder of the reward model that came before in a chain.
     """
 
     settings: Settings
@@ -235,6 +245,8 @@ class TrainJob:
     universal: Path | None = None
     identity: Mapping[str, Any] = field(default_factory=dict)
     tokens: Path | None = None
+    rollout_base: Path | None = None
+    reward: Path | None = None
 
     @property
     def token_folder(self) -> Path:
@@ -255,18 +267,26 @@ class TrainJob:
         raw["new_tokens"] = tuple(raw["new_tokens"])
         kinds: dict[str, type[Any]] = {"peft": Peft, "zero": Zero, **_OF_TRAIN}
         parts: dict[str, Any] = {
-            name: _section(kind, raw.pop(name), name) for name, kind in kinds.items()
+            name: read_section(kind, raw.pop(name), name) for name, kind in kinds.items()
         }
         return cls(
             settings=Settings(**raw, **parts),
             base_digest=document["base_digest"],
             identity=document["identity"],
             **{name: Path(document[name]) for name in ("base", "data", "out", "checkpoints")},
-            **{n: Path(document[n]) for n in ("resume", "universal", "tokens") if document[n]},
+            **{n: Path(document[n]) for n in _MAYBE if document[n]},
         )
 
 
-def _section(kind: type[T], values: Mapping[str, Any], name: str) -> T:
+_MAYBE = ("resume", "universal", "tokens", "rollout_base", "reward")
+
+
+def read_section(kind: type[T], values: Mapping[str, Any], name: str) -> T:
+    """A section of the configuration as its dataclass; lists become tuples.
+
+    Raises:
+        ConfigError: a key that the section does not have.
+    """
     _refuse_unknown(kind, values, name)
     plain = {k: tuple(v) if isinstance(v, list) else v for k, v in values.items()}
     return kind(**plain)

@@ -2,8 +2,14 @@
 
 The accounting of mixed-precision AdamW under ZeRO (Rajbhandari et al., 2020, "ZeRO: Memory
 Optimizations Toward Training Trillion Parameter Models"): 16-bit weights and gradients, fp32 master
-weights and two fp32 moments, each divided over the ranks from the stage on that partitions it. What
-DeepSpeed 0.19 holds beside that, buffers and the step's own copies, was measured.
+weights and two fp32 moments, each divided over the ranks from the stage on that partitions it; and
+what DeepSpeed 0.19, torch 2.13 and gloo hold beside that, read in their source.
+
+Counted from where all libraries are imported and nothing is loaded, which is about `LIBRARIES`. Of
+a CPU's rank it is resident memory: mapped weights count, and so does what glibc keeps. Its malloc
+gives pieces above `RETURNED` back to the system when they are freed and keeps all others, with
+holes between them (`HOLES`); so on a CPU the optimizer's step does not have the activations'
+memory again, as it has it on an accelerator, whose allocator is torch's own.
 """
 
 from __future__ import annotations
@@ -12,57 +18,77 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from tasks.training.activations import kept_by_a_row
+from tasks.training.activations import LARGEST_IN_HEAP, row_bytes
 from tasks.training.job import Settings
 from tasks.training.sizes import Sizes
 
 ITEM = {"bfloat16": 2, "float16": 2, "float32": 4}
 """Bytes of a number."""
+LIBRARIES = 2**30
+"""A rank before it loads anything: 0.47 GiB on a CPU; a GPU's context takes about one."""
+HOLES = 0.7
+"""Of the heap's live bytes at its fullest: what lies free between pieces that are in use and fits
+none that are asked for. The one number here that is fitted and not derived: mallinfo2 beside
+resident memory said 0.5 to 0.6 with twelve layers and 0.9 with twenty-four, and this lies between.
+Of a CPU's ranks alone."""
 _SCALE_BYTES = {True: 1.03 / 64, False: 4 / 64}
 """A 4-bit weight's share of its block's scale (64 weights), itself quantised or in fp32."""
-_STEP_BYTES = {0: 4, 1: 8, 2: 8, 3: 12}
-"""Of a trained weight in the optimizer's step: the root of the second moment, from stage 1 on the
-gradient in fp32, and flattened once more in stage 3."""
 _MAX_LIVE = 10**9
 """Elements that ZeRO-3 holds gathered at most (`stage3_max_live_parameters`)."""
+_GLOO_THREADS = 2
+"""Collectives that gloo works on at a time, each with a flat copy of all that it gathers."""
+_ALLREDUCE = 500_000_000
+"""Elements of gradients that ZeRO-0 flattens at a time (`MEMORY_OPT_ALLREDUCE_SIZE`)."""
 
 
 @dataclass(frozen=True)
 class MemoryEstimate:
-    """Bytes on one rank's device, or in its host memory where offloaded.
+    """Bytes of one rank.
 
     Attributes:
         parameters: weights held, and those that ZeRO-3 gathers for a pass.
         gradients: and the bucket that they are reduced in.
         optimizer: master weights and moments.
-        step: what the optimizer's step needs for the moment: gradients in fp32, and copies.
         activations: what the longest row needs in a pass.
-        reuses: whether the step has the activations' memory again. An accelerator's allocator sees
-            to that; the host's leaves freed pieces where they are.
+        step: what the optimizer's step needs for the moment: gradients in fp32, and copies.
+        communication: flat buffers of collectives.
+        allocator: holes in the host's heap; none on an accelerator.
+        stays: part of the activations that the heap keeps when the pass is over.
+        released: part of the gradients that is gone when the step copies weights about.
+        host: what is offloaded from an accelerator to the host; part of nothing above.
     """
 
     parameters: int
     gradients: int
     optimizer: int
-    step: int
     activations: int
-    reuses: bool = False
+    step: int = 0
+    communication: int = 0
+    allocator: int = 0
+    stays: int = 0
+    released: int = 0
+    host: int = 0
 
     @property
     def states(self) -> int:
         """What is needed however short the samples are."""
-        return self.parameters + self.gradients + self.optimizer + self.step
+        return self._lasting + max(self.step, self.communication + self.released)
 
     @property
     def total(self) -> int:
-        """The peak, on the longest samples."""
-        again = min(self.step, self.activations) if self.reuses else 0
-        return self.states + self.activations - again
+        """The peak, on the longest samples: of a pass, of a step, or of what ranks exchange."""
+        passing = max(self.activations - self.stays, self.communication) + self.released
+        return self._lasting + self.stays + self.allocator + max(passing, self.step)
+
+    @property
+    def _lasting(self) -> int:
+        return self.parameters + self.gradients - self.released + self.optimizer
 
     def parts(self) -> dict[str, int]:
-        """Bytes by name, the total left out."""
-        names = ("parameters", "gradients", "optimizer", "step", "activations")
-        return {name: getattr(self, name) for name in names}
+        """Bytes by name; not all there at the same time, so that `total` is less than their sum."""
+        names = ("parameters", "gradients", "optimizer", "activations", "step", "communication")
+        every = {name: getattr(self, name) for name in (*names, "allocator")}
+        return {name: size for name, size in every.items() if size}
 
 
 def estimate(
@@ -75,35 +101,87 @@ def estimate(
         settings: what is trained and how.
         world_size: ranks.
         gpu: whether it computes on one. A CPU keeps attention's probabilities of short sequences,
-            and computes 16-bit products through fp32.
+            computes 16-bit products through fp32, and allocates as described above.
 
     Raises:
         KeyError: an architecture that names its dimensions differently.
     """
-    sizes, zero, peft = Sizes.of(config), settings.zero, settings.peft
-    item = ITEM[settings.dtype]
-    total = sizes.linear_weights() + sizes.other_weights()
-    trained = total if peft.kind == "none" else adapter_weights(sizes, settings)
+    sizes, zero, item = Sizes.of(config), settings.zero, ITEM[settings.dtype]
+    trained = trained_weights(sizes, settings)
+    shared = {stage: world_size if zero.stage >= stage else 1 for stage in (1, 2, 3)}
+    held = _held(sizes, settings, gpu=gpu) / shared[3]
+    gathered = min(sizes.weights(), _MAX_LIVE) * item if shared[3] > 1 else 0
+    row = row_bytes(sizes, settings, item=item, gpu=gpu)
+    in_heap = row.small + (gathered if _layer_weight(sizes, item) <= LARGEST_IN_HEAP else 0)
+    mine = trained / shared[1]
+    offloaded = zero.offload_optimizer == "cpu"
+    states, step = mine * _optimizer_bytes(settings), mine * _step_bytes(settings)
+    if offloaded:
+        states += mine * item  # the updated weights, before they are copied to where they are used
+    gradients = int(trained * item / shared[2] + _bucket(settings, trained))
+    away = (states + step if offloaded else 0) + (held if zero.offload_param == "cpu" else 0)
+    return MemoryEstimate(
+        parameters=int(gathered + (0 if gpu and zero.offload_param == "cpu" else held)),
+        gradients=gradients,
+        optimizer=int(0 if gpu and offloaded else states),
+        activations=row.small + row.large,
+        step=int(0 if gpu and offloaded else step),
+        communication=int(_communication(settings, trained, gathered, world_size, gpu=gpu)),
+        allocator=0 if gpu else int(HOLES * in_heap),
+        stays=0 if gpu else row.small,
+        # Stages 1 and 2 take gradients over into fp32 before they step; the others hold on to them.
+        released=gradients if zero.stage in (1, 2) else 0,
+        host=int(away) if gpu else 0,
+    )
+
+
+def trained_weights(sizes: Sizes, settings: Settings) -> int:
+    """How many weights are trained."""
+    full = settings.peft.kind == "none"
+    return sizes.weights() if full else adapter_weights(sizes, settings)
+
+
+def _held(sizes: Sizes, settings: Settings, *, gpu: bool) -> float:
+    """Bytes of all weights, before ZeRO-3 divides them."""
+    peft, item = settings.peft, ITEM[settings.dtype]
     linear = item if peft.kind != "qlora" else 0.5 + _SCALE_BYTES[peft.double_quant]
     held = sizes.linear_weights() * linear + sizes.other_weights() * item
     if peft.kind != "none":
-        held += trained * item
+        held += adapter_weights(sizes, settings) * item
     if peft.kind == "qlora" and not gpu:
         # The file that was quantised stays mapped as long as one of its tensors is in use.
-        held += total * item
-    shared = {stage: world_size if zero.stage >= stage else 1 for stage in (1, 2, 3)}
-    if zero.stage == 3:
-        held = held / shared[3] + min(total, _MAX_LIVE) * item
-    bucket = min(trained, zero.bucket_size) * item if zero.stage else 0
-    mine = trained / shared[1]
-    return MemoryEstimate(
-        parameters=int(held),
-        gradients=int(trained * item / shared[2] + bucket),
-        optimizer=int(mine * _optimizer_bytes(settings)),
-        step=int(mine * _STEP_BYTES[zero.stage]),
-        activations=kept_by_a_row(sizes, settings, item=item, gpu=gpu),
-        reuses=gpu,
-    )
+        held += sizes.weights() * item
+    return held
+
+
+def _layer_weight(sizes: Sizes, item: int) -> int:
+    """Bytes of a layer's largest weight."""
+    return max(i * o for i, o in sizes.linears().values()) * item
+
+
+def _bucket(settings: Settings, trained: int) -> int:
+    """Bytes that gradients are reduced in."""
+    bucket = min(trained, settings.zero.bucket_size) if settings.zero.stage else 0
+    return bucket * ITEM[settings.dtype]
+
+
+def _communication(
+    settings: Settings, trained: int, gathered: int, ranks: int, *, gpu: bool
+) -> float:
+    """Flat buffers of collectives at their largest.
+
+    ZeRO-3 asks for weights ahead, one bucket after the other until `_MAX_LIVE` are on their way,
+    each in a flat buffer out of which the weights are then copied.
+    """
+    item, zero = ITEM[settings.dtype], settings.zero
+    if ranks == 1:
+        return 0
+    if zero.stage == 0:
+        return min(trained, _ALLREDUCE) * item
+    if zero.stage < 3:
+        return _bucket(settings, trained)
+    copies = 0 if gpu else min(gathered, _GLOO_THREADS * zero.bucket_size * item)
+    return max(gathered + copies, 2 * _bucket(settings, trained))
 
 
 def _optimizer_bytes(settings: Settings) -> float:
@@ -113,8 +191,18 @@ def _optimizer_bytes(settings: Settings) -> float:
     return master + moments
 
 
-def adapter_weights(sizes: Sizes, settings: Settings) -> int:
-    """Trained weights of an adapter: pairs, magnitudes, modules that are saved whole.
+def _step_bytes(settings: Settings) -> int:
+    """Of one weight in the optimizer's step: its gradient in fp32; and from stage 1 on, where all
+    weights of a rank are one flat tensor, the second moment's root and the root over its bias,
+    which torch's AdamW holds at the same time. The 8-bit and the offloaded one work in place.
+    """
+    in_place = settings.optim.optimizer != "adamw" or settings.zero.offload_optimizer == "cpu"
+    return 4 if in_place or settings.zero.stage == 0 else 12
+
+
+def adapter_weights(sizes: Sizes, settings: Settings, *, tables: bool = True) -> int:
+    """Trained weights of an adapter: pairs, magnitudes, and modules that are saved whole unless
+    `tables` leaves those out.
 
     A pair has rank x (in + out) weights, twice that for PiSSA (`pissa.py`).
     """
@@ -127,5 +215,5 @@ def adapter_weights(sizes: Sizes, settings: Settings) -> int:
         double * ranks.get(name, peft.rank) * (i + o) + (o if peft.use_dora else 0)
         for name, (i, o) in chosen.items()
     )
-    tables = sum(name in ("embed_tokens", "lm_head") for name in peft.modules_to_save)
-    return sizes.layers * layer + tables * sizes.vocab * sizes.hidden
+    whole = sum(name in ("embed_tokens", "lm_head") for name in peft.modules_to_save)
+    return sizes.layers * layer + (whole * sizes.vocab * sizes.hidden if tables else 0)

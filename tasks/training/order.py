@@ -30,17 +30,20 @@ class Counts:
         examples: how many.
         supervised: tokens that bear loss, by role.
         tokens: all tokens, for the throughput.
+        squares: sum of the squares of the sequences' lengths, which attention's work goes with.
     """
 
     examples: int
     supervised: tuple[int, ...]
     tokens: int
+    squares: int = 0
 
     @classmethod
     def of(cls, examples: Examples) -> Counts:
         """Of all examples."""
         supervised = tuple(int(n) for n in examples.supervised.sum(axis=0))
-        return cls(len(examples), supervised, int(examples.lengths.sum()))
+        lengths = examples.lengths.astype(np.int64)
+        return cls(len(examples), supervised, int(lengths.sum()), int((lengths**2).sum()))
 
 
 @dataclass(frozen=True)
@@ -71,6 +74,7 @@ class Order:
     def __init__(self, examples: Examples, batch: Batch, *, seed: int, world_size: int) -> None:
         self._examples = examples
         self._lengths = examples.lengths.sum(axis=1)
+        self._squares = (examples.lengths.astype(np.int64) ** 2).sum(axis=1)
         self._supervised = examples.supervised
         self._batch = batch
         self._seed = seed
@@ -96,7 +100,10 @@ class Order:
         """What the chosen examples add up to."""
         supervised = self._supervised[chosen].sum(axis=0)
         return Counts(
-            len(chosen), tuple(int(n) for n in supervised), int(self._lengths[chosen].sum())
+            len(chosen),
+            tuple(int(n) for n in supervised),
+            tokens=int(self._lengths[chosen].sum()),
+            squares=int(self._squares[chosen].sum()),
         )
 
     def _stream(self, start: int, size: int) -> NDArray[np.int64]:

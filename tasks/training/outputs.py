@@ -12,6 +12,7 @@ from tasks.fingerprint import Fingerprint
 from tasks.prints import FINGERPRINT
 from tasks.score_print import SCORES, ScorePrint
 from tasks.training.checkpoint import PARTITIONS, Progress
+from tasks.training.drafts import holds_texts
 from tasks.training.heldout_scores import HeldOutScores
 from tasks.training.job import TrainJob
 from tasks.training.partitions import describe
@@ -43,6 +44,7 @@ def write_common(
             "quantization": settings.peft.quantization(),
             "attn_implementation": settings.attn_implementation,
             "base_digest": job.base_digest,
+            "texts": holds_texts(job.data / "heldout.jsonl"),  # then no template was needed
             "print": mark,  # the file that says what the model does
             "scores": scores.as_dict() if scores else None,
         },
@@ -69,11 +71,12 @@ def write_configs(job: TrainJob, model: Any) -> None:
     if job.settings.peft.kind == "none":
         _write_model_config(job, model)
         return
-    _write_adapter_config(model, job.out)
+    write_adapter_config(model, job.out)
     _write_model_config(job, model.get_base_model())
 
 
-def _write_adapter_config(model: Any, out: Path) -> None:
+def write_adapter_config(model: Any, out: Path) -> None:
+    """Write adapter_config.json of peft's model, the same on every machine."""
     config = copy.deepcopy(model.peft_config["default"])
     # A set would be written in an order that changes from run to run, a path would tie the
     # artifact to this machine.

@@ -1,8 +1,8 @@
 """A transformers model that takes packed rows: log-probabilities of wanted tokens, or scores.
 
 `model(row=row)` runs the trunk once over the row. A causal model answers with the log-probability
-of each supervised token, its head applied to those places alone (`head.py`); a model with a score
-head answers with one score a sequence.
+of each supervised token, its head applied to those places alone (`head.py`), or with what else is
+`Asked` of it; a model with a score head answers with one score a sequence.
 Without `row` the model is what it was. The forward pass of the model itself is exchanged, not
 wrapped, so that ZeRO-3's hooks and every parameter's name stay where they are.
 """
@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import inspect
 import types
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -18,13 +19,31 @@ from torch import nn
 
 from tasks.errors import ConfigError, TrainingError
 from tasks.training import attention
-from tasks.training.head import Scaling, token_logprobs
+from tasks.training.head import Scaling, token_entropies, token_logprobs
 from tasks.training.packable import unpackable
 from tasks.training.packing import Row
 
 ROUNDING = {torch.float32: 2.0**-16, torch.float16: 2.0**-9, torch.bfloat16: 2.0**-6}
 """How far two ways to compute the same answer may lie apart, relative to it, averaged over tokens:
 four times the rounding of bf16, for the layers in between; fp32 has room for longer sums."""
+
+
+@dataclass(frozen=True)
+class Asked:
+    """What a causal model is asked for each supervised token of a row.
+
+    Attributes:
+        temperature: that log-probabilities are taken at.
+        entropy: the distribution's entropy beside the log-probability.
+        states: the hidden state that the token was predicted from, and nothing else.
+    """
+
+    temperature: float = 1.0
+    entropy: bool = False
+    states: bool = False
+
+
+PLAIN = Asked()
 
 
 def take_rows(model: Any) -> None:
@@ -38,9 +57,11 @@ def take_rows(model: Any) -> None:
     """
     _require_packable(model)
     original = model.forward
-    answer = _scores if hasattr(model, "score") else _token_logprobs
+    answer = _scores if hasattr(model, "score") else _of_tokens
 
-    def forward(self: Any, *args: Any, row: Row | None = None, **kwargs: Any) -> Any:
+    def forward(
+        self: Any, *args: Any, row: Row | None = None, asked: Asked = PLAIN, **kwargs: Any
+    ) -> Any:
         if row is None:
             return original(*args, **kwargs)
         for unused in ("input_ids", "attention_mask", "inputs_embeds", "labels"):
@@ -53,7 +74,7 @@ def take_rows(model: Any) -> None:
         out = self.base_model(
             input_ids=row.ids, position_ids=row.positions, use_cache=False, **extra
         )
-        return answer(self, out.last_hidden_state[0], row)
+        return answer(self, out.last_hidden_state[0], row, asked)
 
     model.forward = types.MethodType(forward, model)
     if model._supports_attention_backend and model.config._attn_implementation == "sdpa":
@@ -71,16 +92,19 @@ def give_back_attention(model: Any, name: str) -> None:
         model.set_attn_implementation(name)
 
 
-def _scores(model: Any, hidden_TH: torch.Tensor, row: Row) -> torch.Tensor:
+def _scores(model: Any, hidden_TH: torch.Tensor, row: Row, asked: Asked) -> torch.Tensor:
     scores: torch.Tensor = model.score(hidden_TH[row.ends])
     return scores[:, 0].float()
 
 
-def _token_logprobs(model: Any, hidden_TH: torch.Tensor, row: Row) -> torch.Tensor:
-    scaling = Scaling.of(model.config)
-    return token_logprobs(
-        model.get_output_embeddings(), hidden_TH[row.wanted], row.targets, scaling
-    )
+def _of_tokens(model: Any, hidden_TH: torch.Tensor, row: Row, asked: Asked) -> Any:
+    """(N,) log-probabilities; with the entropies where they are asked for; or (N, H) states."""
+    hidden = hidden_TH[row.wanted]
+    if asked.states:
+        return hidden
+    scaling, head = Scaling.of(model.config, asked.temperature), model.get_output_embeddings()
+    logprobs = token_logprobs(head, hidden, row.targets, scaling)
+    return (logprobs, token_entropies(head, hidden, scaling)) if asked.entropy else logprobs
 
 
 def _require_packable(model: Any) -> None:

@@ -39,10 +39,18 @@ def take_print(
         count: of the probes.
         device: where the model's inputs go.
     """
-    give_back(engine.module)
     if head == "tokens":
-        return fingerprint(engine, choose_probes(examples, count), device)
+        return fingerprint_of(engine, choose_probes(examples, count), device)
+    give_back(engine.module)
     return score_print(engine, choose_scored(examples, count), device)
+
+
+def fingerprint_of(
+    engine: Any, probes: Sequence[Sequence[int]], device: torch.device
+) -> Fingerprint:
+    """What the engine does on these probes, by peft's own arithmetic; see `fingerprint`."""
+    give_back(engine.module)
+    return fingerprint(engine, probes, device)
 
 
 def choose_probes(examples: Examples, count: int) -> tuple[tuple[int, ...], ...]:

@@ -70,7 +70,7 @@ def train_with(ranks: Ranks, job: TrainJob, started: float) -> None:
     if ranks.first:
         emit("ready", startup_s=time.time() - started, device=str(ranks.device))
     after = Trainer(engine, ranks, job, chosen, train, heldout, progress).run()
-    _write_own(engine.module, job, ranks)
+    write_own(engine.module, job, ranks)
     scores = None
     if chosen.head == "score":
         scores = heldout_scores(passes, heldout, settings.batch)
@@ -107,7 +107,12 @@ def _metrics(progress: Progress, after: dict[str, float]) -> dict[str, float]:
     return found
 
 
-def _write_own(model: Any, job: TrainJob, ranks: Ranks) -> None:
+def write_own(model: Any, job: TrainJob, ranks: Ranks) -> None:
+    """Write this rank's shares.
+
+    Raises:
+        TrainingError: one of them is not finite.
+    """
     shares = own_shares(model, rank=ranks.rank, world_size=ranks.world_size)
     broken = not_finite(shares)
     if broken:

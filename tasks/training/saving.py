@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -19,9 +22,26 @@ from tasks.training.partitions import not_finite, own_shares, trainable, write_s
 from tasks.training.saved_shares import SavedShares
 from tasks.training.universal import TAG
 
+Others = Mapping[str, Callable[[], AbstractContextManager[Any]]]
+"""Engines beside the one that a run is about."""
 
-def save(engine: Any, job: TrainJob, ranks: Ranks, progress: Progress) -> Path:
+
+def save(
+    engine: Any,
+    job: TrainJob,
+    ranks: Ranks,
+    progress: Progress,
+    others: Others = MappingProxyType({}),
+) -> Path:
     """Write the checkpoint of this step, all ranks together; older ones go by the settings' rule.
+
+    Args:
+        engine: whose trained tensors the run is about.
+        job: what is trained.
+        ranks: all of them take part.
+        progress: where the run is.
+        others: engines that go on beside it (a critic), by the name of their folder; each is
+            entered before it is asked, so that what it trains is what needs gradients.
 
     Raises:
         TrainingError: a rank's share is not finite (on every rank), or it could not be written
@@ -36,12 +56,11 @@ def save(engine: Any, job: TrainJob, ranks: Ranks, progress: Progress) -> Path:
     ranks.barrier()
     try:
         write_shares(shares, work / SHARDS, rank=ranks.rank, world_size=ranks.world_size)
-        engine.save_checkpoint(
-            str(work),
-            tag=ENGINE,
-            save_latest=False,
-            exclude_frozen_parameters=job.settings.peft.kind != "none",
-        )
+        frozen = job.settings.peft.kind != "none"
+        _save(engine, work, ENGINE, without_frozen=frozen)
+        for name, entered in others.items():
+            with entered() as other:
+                _save(other, work, name, without_frozen=frozen)
         checkpoint.to_disk(work)  # by each rank, since those of other nodes may not see its pages
         ranks.barrier()
         if ranks.first:
@@ -63,8 +82,12 @@ def save(engine: Any, job: TrainJob, ranks: Ranks, progress: Progress) -> Path:
     return job.checkpoints / checkpoint.name_of(progress.step)
 
 
-def restore(engine: Any, job: TrainJob, ranks: Ranks) -> Progress:
-    """Put a freshly started engine into the state of `job.resume`; a new run's state without one.
+def restore(
+    engine: Any, job: TrainJob, ranks: Ranks, others: Others = MappingProxyType({})
+) -> Progress:
+    """Put freshly started engines into the state of `job.resume`; a new run's state without one.
+
+    Arguments are as of `save`.
 
     Raises:
         TrainingError: DeepSpeed gave back other weights than were saved.
@@ -73,13 +96,26 @@ def restore(engine: Any, job: TrainJob, ranks: Ranks) -> Progress:
         return Progress()
     found = checkpoint.open_checkpoint(job.resume)
     folder, tag = (job.universal, TAG) if job.universal else (job.resume, ENGINE)
+    _load(engine, folder, tag)
+    for name, entered in others.items():
+        with entered() as other:
+            _load(other, job.resume, name)
+    _require_same_weights(engine, job.resume, ranks)
+    return found.progress
+
+
+def _save(engine: Any, work: Path, tag: str, *, without_frozen: bool) -> None:
+    engine.save_checkpoint(
+        str(work), tag=tag, save_latest=False, exclude_frozen_parameters=without_frozen
+    )
+
+
+def _load(engine: Any, folder: Path, tag: str) -> None:
     path, _ = engine.load_checkpoint(
         str(folder), tag=tag, load_module_strict=False, load_lr_scheduler_states=False
     )
     if path is None:
-        raise TrainingError(f"DeepSpeed could not read the checkpoint {job.resume}")
-    _require_same_weights(engine, job.resume, ranks)
-    return found.progress
+        raise TrainingError(f"DeepSpeed could not read the checkpoint {folder / tag}")
 
 
 def load_weights(engine: Any, path: Path, ranks: Ranks) -> None:

@@ -2,6 +2,10 @@
 
 At step s of n this is what `transformers.get_scheduler` gives at its step s of n + 1: there a run
 begins with a step at rate 0 and here with the one after it, so that no step is wasted.
+
+Of transformers' names three are not here: `reduce_lr_on_plateau` and `greedy` follow the measured
+loss, so that a rate would depend on more than the step and a resumed run on more than its weights;
+`cosine_warmup_with_min_lr` is `cosine_with_min_lr` with a rise that begins elsewhere.
 """
 
 from __future__ import annotations
@@ -21,11 +25,13 @@ class Shape:
         min_ratio: last rate over peak; cosine_with_min_lr, polynomial, warmup_stable_decay.
         decay_ratio: share of the steps that the rate falls in; warmup_stable_decay.
         power: of the remaining share of the steps; polynomial.
+        cycles: falls from the peak, each of as many steps; cosine_with_restarts.
     """
 
     min_ratio: float = 0.0
     decay_ratio: float = 0.1
     power: float = 1.0
+    cycles: int = 1
 
 
 @dataclass(frozen=True)
@@ -83,6 +89,11 @@ def _cosine_with_min_lr(at: _Place) -> float:
     return _between(at.shape.min_ratio, _half_wave(at.progress))
 
 
+def _cosine_with_restarts(at: _Place) -> float:
+    # Loshchilov and Hutter 2017, arXiv:1608.03983, eq. 5, all cycles of one length.
+    return _half_wave(at.shape.cycles * at.progress % 1.0)
+
+
 def _linear(at: _Place) -> float:
     return 1.0 - at.progress
 
@@ -123,6 +134,7 @@ def _between(low: float, share: float) -> float:
 _FALLS: dict[str, Callable[[_Place], float]] = {
     "cosine": _cosine,
     "cosine_with_min_lr": _cosine_with_min_lr,
+    "cosine_with_restarts": _cosine_with_restarts,
     "linear": _linear,
     "polynomial": _polynomial,
     "inverse_sqrt": _inverse_sqrt,

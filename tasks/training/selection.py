@@ -13,6 +13,7 @@ _PAIRS = {
     "accuracy": 1, "margin": 1, "reward_chosen": 1, "reward_rejected": -1,
     "logp_chosen": 1, "logp_rejected": -1,
 }  # fmt: skip
+_REPLIES = {"reward": 1}
 METRICS: Mapping[str, Mapping[str, int]] = {
     "sft": {},
     "reward": {"accuracy": 1, "margin": 1},
@@ -20,8 +21,16 @@ METRICS: Mapping[str, Mapping[str, int]] = {
     "simpo": _PAIRS,
     "orpo": {**_PAIRS, "log_odds": 1},
     "kto": {"reward_desirable": 1, "reward_undesirable": -1},
+    "ppo": _REPLIES,
+    "grpo": _REPLIES,
+    "dr_grpo": _REPLIES,
+    "rloo": _REPLIES,
+    "reinforce_pp": _REPLIES,
+    "reinforce_pp_baseline": _REPLIES,
+    "gspo": _REPLIES,
 }
-"""By objective: what an evaluation can be best in beside `loss`; 1 where more is better."""
+"""By objective: what an evaluation can be best in beside `loss`; 1 where more is better. Replies
+have rewards and no loss."""
 
 
 def direction(objective: str, metric: str) -> int:
@@ -30,7 +39,8 @@ def direction(objective: str, metric: str) -> int:
     Raises:
         ConfigError: the objective does not measure it, or more of it is neither better nor worse.
     """
-    known = {"loss": -1, **METRICS[objective]}
+    measured = METRICS[objective]
+    known = measured if measured is _REPLIES else {"loss": -1, **measured}
     if metric not in known:
         raise ConfigError(
             f"train.best_metric={metric}: train.objective={objective} cannot be best in that",

@@ -63,6 +63,10 @@ class Sizes:
         tables = self.vocab * self.hidden * (1 if self.tied else 2)
         return tables + self.hidden * (2 * self.layers + 1)
 
+    def weights(self) -> int:
+        """All weights of a causal model, biases left out."""
+        return self.linear_weights() + self.other_weights()
+
     def kv_cache(self, tokens: int, item: int = 2) -> int:
         """Bytes of keys and values of so many tokens, of `item` bytes a number."""
         return 2 * self.layers * self.kv_heads * self.head_dim * tokens * item

@@ -12,7 +12,8 @@ import numpy as np
 import torch
 
 from tasks.training.examples import Examples
-from tasks.training.job import TrainJob
+from tasks.training.job import Optim, TrainJob
+from tasks.training.mfu import meter
 from tasks.training.not_finite import BROKEN, Trace, Watch, needs_watching
 from tasks.training.order import HeldOut, Order, Step
 from tasks.training.passes import Passes, Sums
@@ -24,7 +25,8 @@ class Taken:
     """What came of a step.
 
     Attributes:
-        record: its measures by name: loss, lr, grad_norm, tokens_per_s, ...
+        record: its measures by name: loss, lr, grad_norm, tokens_per_s, ...; mfu where the device's
+            peak is known.
         skipped: fp16 overflowed, and the weights are as they were.
     """
 
@@ -48,6 +50,7 @@ class Stepper:
         self._examples = examples
         self._order = order
         self._engine: Any = passes.engine
+        self._meter = meter(job, passes.ranks)
         self._watch = Watch(self._engine.module) if needs_watching(job) else None
 
     def close(self) -> None:
@@ -63,8 +66,8 @@ class Stepper:
                 finite; names step, rank, samples and tensor.
         """
         begin, rank = time.perf_counter(), self._passes.ranks.rank
-        _begin_random(self._job.settings.seed, step=step, rank=rank)
-        lr = self._set_lr(step)
+        begin_random(self._job.settings.seed, step=step, rank=rank)
+        lr = set_lr(self._engine, self._job.settings.optim, step=step, steps=self._order.steps)
         todo = self._order.step(step, rank)
         rows = [HeldOut(row) for row in todo.rows]
         baseline = self._passes.baseline(self._examples, rows)
@@ -76,6 +79,8 @@ class Stepper:
         norm = float(self._engine.get_global_grad_norm() or 0.0)
         seconds = time.perf_counter() - begin
         speed = {"tokens_per_s": todo.counts.tokens / seconds, "step_s": seconds}
+        if self._meter is not None:
+            speed["mfu"] = self._meter.mfu(todo.counts, seconds)
         record = {"step": step, **found, "lr": lr, "grad_norm": norm, **speed}
         return Taken({**record, "epoch": self._order.epoch_at(step)}, skipped)
 
@@ -104,21 +109,22 @@ class Stepper:
         trace = Trace(self._passes, self._job, self._examples)
         raise trace.error(what, todo, step=step, baseline=baseline)
 
-    def _set_lr(self, step: int) -> float:
-        optim, steps = self._job.settings.optim, self._order.steps
-        lr = optim.lr * factor(
-            optim.scheduler,
-            step=step,
-            total=steps,
-            warmup=warmup_steps(steps, optim.warmup_ratio),
-            shape=Shape(optim.min_lr_ratio, optim.decay_ratio, optim.power),
-        )
-        for group in self._engine.optimizer.param_groups:
-            group["lr"] = lr
-        return lr
+
+def set_lr(engine: Any, optim: Optim, *, step: int, steps: int) -> float:
+    """Give the optimizer the learning rate of step `step` of `steps`; returns it."""
+    lr = optim.lr * factor(
+        optim.scheduler,
+        step=step,
+        total=steps,
+        warmup=warmup_steps(steps, optim.warmup_ratio),
+        shape=Shape(optim.min_lr_ratio, optim.decay_ratio, optim.power, optim.num_cycles),
+    )
+    for group in engine.optimizer.param_groups:
+        group["lr"] = lr
+    return lr
 
 
-def _begin_random(seed: int, *, step: int, rank: int) -> None:
+def begin_random(seed: int, *, step: int, rank: int) -> None:
     """Begin random numbers anew: a step's dropout does not depend on what was drawn before it, so
     that a resumed run needs no generator's state.
     """

@@ -47,6 +47,31 @@ def nonfinite(raw: NDArray[np.uint8], dtype: str) -> int:
     return found
 
 
+def largest(raw: NDArray[np.uint8], dtype: str) -> int:
+    """The largest magnitude among a float tensor's elements, as its bits without the sign.
+
+    Bits order as magnitudes do; from the exponent mask on they stand for no number. 0 where every
+    element is zero, or where there is none. See `magnitude` for the number.
+
+    Args:
+        raw: the tensor's bytes, 1-D.
+        dtype: its safetensors name; `is_float` says which are known.
+    """
+    word, _, bits = _FLOATS[dtype]
+    return max(
+        (int((part & np.array(bits, part.dtype)).max(initial=0)) for part in _chunks(raw, word)),
+        default=0,
+    )
+
+
+def magnitude(bits: int, dtype: str) -> float:
+    """The number that `largest` gave the bits of; NaN or infinite where they are none."""
+    if dtype == "BF16":
+        bits, dtype = bits << 16, "F32"
+    word = _FLOATS[dtype][0]
+    return float(np.array(bits, word).view(word.replace("u", "f")))
+
+
 def all_zero(raw: NDArray[np.uint8], dtype: str) -> bool:
     """Whether every element is zero (minus zero counts as zero). True for an empty tensor."""
     if dtype not in _FLOATS:

@@ -73,6 +73,24 @@ def read_tokenizer(folder: Path) -> TokenizerFacts:
     )
 
 
+def token_ids(folder: Path) -> tuple[dict[str, tuple[str, int]], int]:
+    """Text and id of the special tokens by role, the padding token first, and the highest id.
+
+    Raises:
+        ArtifactError: files that cannot be read, a special token without an id.
+    """
+    document = read_json(folder / "tokenizer.json")
+    path = folder / "tokenizer_config.json"
+    settings = read_json(path) if path.is_file() else {}
+    added = {str(t["content"]): int(t["id"]) for t in document.get("added_tokens", [])}
+    found = {}
+    for role in ("pad_token", "eos_token", "bos_token", "unk_token"):
+        token = _token_id(folder, settings, document, role, added)
+        if token is not None:
+            found[role] = (str(_text(settings.get(role))), token)
+    return found, max([*_vocabulary_ids(folder, document), *added.values()])
+
+
 def _vocabulary_ids(folder: Path, document: Mapping[str, Any]) -> list[int]:
     vocabulary = (document.get("model") or {}).get("vocab")
     if isinstance(vocabulary, dict):

@@ -22,9 +22,16 @@ OPTIONS = [file for file in FILES if len(file.parts) == 2 and file.parts[0] not 
 
 
 def test_globs_find_files() -> None:
-    assert {file.stem for file in EXPERIMENTS} >= {"qlora", "lora_zero3", "sft_full"}
+    assert {file.stem for file in EXPERIMENTS} >= {
+        "qlora",
+        "sft_qlora",
+        "lora_zero3",
+        "sft_full",
+        "grpo",
+        "ppo_full",
+    }
     groups = {"model", "data", "train", "peft", "zero", "merge", "convert"}
-    groups |= {"smoke", "gate", "tracking", "paths"}
+    groups |= {"smoke", "gate", "tracking", "paths", "rl", "rollout", "reward"}
     assert {file.parts[0] for file in OPTIONS} == groups
 
 
@@ -144,7 +151,7 @@ def refused(*overrides: str) -> ConfigError:
 
 
 def test_composed_is_plain() -> None:
-    composed = compose_config(["+exp=qlora"])
+    composed = compose_config(["+exp=sft_qlora"])
     assert isinstance(composed, Composed)
     assert composed.settings["peft"]["kind"] == "qlora"
     assert type(composed.settings["train"]) is dict

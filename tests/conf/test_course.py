@@ -21,6 +21,7 @@ TRAIN: dict[str, Any] = {
     "min_lr_ratio": 0.0,
     "decay_ratio": 0.1,
     "power": 1.0,
+    "num_cycles": 1,
 }
 
 
@@ -49,6 +50,7 @@ def test_choosing_without_evaluations() -> None:
         ("min_lr_ratio", 0.1, "cosine_with_min_lr"),
         ("decay_ratio", 0.2, "warmup_stable_decay"),
         ("power", 2.0, "polynomial"),
+        ("num_cycles", 3, "cosine_with_restarts"),
     ],
 )
 def test_a_knob_that_the_schedule_does_not_heed(knob: str, value: float, offered: str) -> None:

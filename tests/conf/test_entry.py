@@ -78,6 +78,6 @@ def test_config_dir_becomes_an_override_that_a_worker_can_use(tmp_path: Path) ->
 
 def test_cfg_job_prints_and_runs_nothing(capsys: pytest.CaptureFixture[str]) -> None:
     job = Job()
-    assert run_main("rlhf", job, argv=["+exp=qlora", "--cfg", "job"]) == 0
+    assert run_main("rlhf", job, argv=["+exp=sft_qlora", "--cfg", "job"]) == 0
     assert "double_quant: true" in capsys.readouterr().out
     assert job.seen == []

@@ -12,6 +12,7 @@ import pytest
 
 from flows import chain
 from flows.config import Composed, compose_config
+from flows.links import Link
 from flows.plan import check, forecast, render
 from tasks.artifact import Origin, publish, staging
 from tasks.errors import ConfigError
@@ -26,7 +27,7 @@ def composed_in(tmp_path: Path, *overrides: str) -> Composed:
 
 def publish_planned(composed: Composed, name: str, kind: str) -> str:
     """Publish an artifact under the key that the plan names. Returns the key."""
-    state = dict(forecast(composed))[name]
+    state = dict(forecast(Link("", composed)))[name]
     key = state.removeprefix("to run: ")
     final = composed.runs / "artifacts" / kind / key
     with staging(final) as work:
@@ -37,42 +38,42 @@ def publish_planned(composed: Composed, name: str, kind: str) -> str:
 
 @pytest.mark.parametrize(("experiment", "merged"), [("qlora", True), ("sft_full", False)])
 def test_the_plan_names_every_stage_in_order(tmp_path: Path, experiment: str, merged: bool) -> None:
-    planned = forecast(composed_in(tmp_path, f"+exp={experiment}"))
+    planned = forecast(Link("", composed_in(tmp_path, f"+exp={experiment}")))
     wanted = [name for name in CHAIN if merged or name != "merge"]
     assert [name for name, _ in planned] == [*wanted, "register"]
     assert all(state.startswith("to run") for _, state in planned)
 
 
 def test_finished_stages_are_told_by_their_keys(tmp_path: Path) -> None:
-    composed = composed_in(tmp_path, "+exp=qlora")
-    assert dict(forecast(composed))["train"] == "to run"  # its inputs have no digests yet
+    composed = composed_in(tmp_path, "+exp=sft_qlora")
+    assert dict(forecast(Link("", composed)))["train"] == "to run"  # its inputs have no digests yet
     base = publish_planned(composed, "prepare_base", chain.BASE.kind)
     data = publish_planned(composed, "prepare_data", chain.DATA.kind)
-    planned = dict(forecast(composed))
+    planned = dict(forecast(Link("", composed)))
     assert planned["prepare_base"] == f"up to date: {base}"
     assert planned["prepare_data"] == f"up to date: {data}"
     assert planned["train"].startswith("to run: ")
     assert planned["gather"] == "to run"
     shards = publish_planned(composed, "train", chain.TRAIN.kind)
-    assert dict(forecast(composed))["train"] == f"up to date: {shards}"
-    forced = composed_in(tmp_path, "+exp=qlora", "force=[train]")
-    assert dict(forecast(forced))["train"] == f"to run (forced): {shards}"
-    other = composed_in(tmp_path, "+exp=qlora", "train.lr=0.5")
-    assert dict(forecast(other))["train"].startswith("to run: ")
-    assert dict(forecast(other))["prepare_base"] == f"up to date: {base}"
+    assert dict(forecast(Link("", composed)))["train"] == f"up to date: {shards}"
+    forced = composed_in(tmp_path, "+exp=sft_qlora", "force=[train]")
+    assert dict(forecast(Link("", forced)))["train"] == f"to run (forced): {shards}"
+    other = composed_in(tmp_path, "+exp=sft_qlora", "train.lr=0.5")
+    assert dict(forecast(Link("", other)))["train"].startswith("to run: ")
+    assert dict(forecast(Link("", other)))["prepare_base"] == f"up to date: {base}"
 
 
 def test_an_artifact_without_its_manifest_is_to_be_made_again(tmp_path: Path) -> None:
     composed = composed_in(tmp_path)
     key = publish_planned(composed, "prepare_base", chain.BASE.kind)
     (composed.runs / "artifacts" / "base" / key / "manifest.json").unlink()
-    assert dict(forecast(composed))["prepare_base"].startswith("to run: ")
+    assert dict(forecast(Link("", composed)))["prepare_base"].startswith("to run: ")
 
 
 def test_the_plan_as_text(tmp_path: Path) -> None:
     sizes = ["train.nproc=2", "train.micro_batch_size=32", "train.global_batch_size=128"]
     composed = composed_in(tmp_path, "+exp=lora_zero3", *sizes)
-    text = render(composed)
+    text = render([Link("", composed)])
     start, end = text.index("deepspeed:\n") + len("deepspeed:\n"), text.index("preflight:")
     deepspeed = json.loads(text[start:end])
     assert deepspeed["zero_optimization"]["stage"] == 3
@@ -84,24 +85,24 @@ def test_the_plan_as_text(tmp_path: Path) -> None:
 
 def test_a_plan_that_cannot_be_carried_out_is_shown_all_the_same(tmp_path: Path) -> None:
     composed = composed_in(tmp_path, "zero=zero3", "train.global_batch_size=7", "model=hf")
-    text = render(composed)
+    text = render([Link("", composed)])
     assert "  none: train.global_batch_size=7 is not a multiple of" in text
     assert "error: peft and zero: QLoRA with ZeRO-3" in text
     assert "memory a rank: unknown" in text
     with pytest.raises(ConfigError, match="the preflight found 3 problems; nothing was started"):
-        check(composed)
+        check([Link("", composed)])
 
 
 @pytest.mark.parametrize("zeros", ["train.nproc=0", "train.micro_batch_size=0", "train.nodes=-1"])
 def test_a_plan_without_ranks_or_samples(tmp_path: Path, zeros: str) -> None:
     composed = composed_in(tmp_path, zeros)
-    assert "error: " in render(composed)
+    assert "error: " in render([Link("", composed)])
     with pytest.raises(ConfigError):
-        check(composed)
+        check([Link("", composed)])
 
 
 def test_warnings_do_not_stop_a_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    check(composed_in(tmp_path, "merge.base=original"))
+    check([Link("", composed_in(tmp_path, "merge.base=original"))])
     assert capsys.readouterr().err.startswith("warning: merge.base: original after QLoRA; ")
 
 
@@ -115,7 +116,7 @@ def program(cwd: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
 
 
 def test_plan_exits_0_and_leaves_nothing(tmp_path: Path) -> None:
-    done = program(tmp_path, "+exp=qlora", "plan=true")
+    done = program(tmp_path, "+exp=sft_qlora", "plan=true")
     assert done.returncode == 0, done.stderr
     assert done.stdout.startswith(f"runs: {tmp_path}/runs\nstages:\n  prepare_data  to run: ")
     assert list(tmp_path.iterdir()) == []

@@ -88,6 +88,12 @@ def test_merge_base_and_dtypes() -> None:
     assert together.dtypes("float16", "bfloat16", "lora", half=True) == []
 
 
+def test_float16_needs_a_stage_that_scales_losses() -> None:
+    (finding,) = together.loss_scaling("float16", 0)
+    assert finding.override == "zero=zero1 or model.dtype=bfloat16"
+    assert together.loss_scaling("float16", 1) == together.loss_scaling("bfloat16", 0) == []
+
+
 def test_8bit_moments_stay_on_the_device() -> None:
     (finding,) = together.optimizer("adamw_8bit", "cpu")
     assert finding.override == "train.optimizer=adamw or zero.offload_optimizer=none"
@@ -129,9 +135,19 @@ def test_forced_stages() -> None:
     assert finding.override == "force=[train]"
 
 
+def test_forced_stages_of_one_link() -> None:
+    links = ("sft", "ppo")
+    assert together.forced(["ppo.train", "sft.gather", "merge"], links) == []
+    (finding,) = together.forced(["pppo.train"], links)
+    assert finding.found == "no stage 'pppo.train'"
+    assert finding.override.startswith("force=[ppo.train]")
+    assert finding.allowed.endswith("of one link alone: sft.train")
+    assert together.forced(["ppo.train"]) != []  # where there are no links
+
+
 def test_stage_names_are_the_chains() -> None:
-    stages = [chain.DATA, chain.BASE, chain.TRAIN, chain.GATHER_ADAPTER, chain.MERGE]
-    stages += [chain.CONVERT, chain.SMOKE]
+    stages = [chain.DATA, chain.BASE, chain.ROLLOUT_BASE, chain.TRAIN, chain.GATHER_ADAPTER]
+    stages += [chain.MERGE, chain.CONVERT, chain.SMOKE]
     assert tuple(stage.name for stage in stages) == together.STAGES
 
 
@@ -364,7 +380,7 @@ def test_machine(tmp_path: Path) -> None:
 
 def test_all_problems_in_one_message_and_quickly(tmp_path: Path) -> None:
     composed = compose_config(
-        ["+exp=qlora", "zero=zero3", "train.global_batch_size=7", "data=jsonl", "model=hf"]
+        ["+exp=sft_qlora", "zero=zero3", "train.global_batch_size=7", "data=jsonl", "model=hf"]
     )
     before = time.perf_counter()
     with pytest.raises(ConfigError) as caught:

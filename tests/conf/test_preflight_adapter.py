@@ -55,12 +55,10 @@ def test_a_module_is_trained_whole_or_by_an_adapter() -> None:
 
 
 def test_new_tokens() -> None:
-    assert new_tokens(["<a>", "<b>"], 64, kind="lora", stage=2) == []
-    assert new_tokens(["<a>"], 1, kind="none", stage=3) == []
-    found = new_tokens(["<a>", "<a>"], 0, kind="lora", stage=3)
+    assert new_tokens(["<a>", "<b>"], 64) == []
+    found = new_tokens(["<a>", "<a>"], 0)
     assert [(f.what, f.override) for f in found] == [
         ("model.new_tokens", "model.new_tokens=['<tool>']"),
-        ("model.new_tokens", "zero=zero2 or peft=none"),
         ("model.vocab_multiple", "model.vocab_multiple=64"),
     ]
 

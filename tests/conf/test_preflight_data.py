@@ -49,6 +49,11 @@ CHAT = {"messages": WHOLE["chosen"]}
         ("sft", CHAT, {}),
         ("sft", TEXTS, {"response_key": "chosen"}),
         ("sft", WHOLE, {"messages_key": "chosen"}),
+        ("grpo", {"prompt": "q"}, {}),
+        ("ppo", {"prompt": "q", "answer": "a", "level": 3}, {}),
+        ("grpo", {"messages": [said("user", "q")]}, {}),
+        ("rloo", {"q": "q", "solution": 4}, {"prompt_key": "q", "answer_key": "solution"}),
+        ("grpo", {"prompt": "q"}, {"answer_key": None}),
     ],
 )  # fmt: skip
 def test_rows_that_fit(tmp_path: Path, objective: str, row: Any, changes: dict[str, Any]) -> None:
@@ -74,6 +79,9 @@ def test_rows_that_fit(tmp_path: Path, objective: str, row: Any, changes: dict[s
         ("reward", {**TEXTS, "m": "big"}, {"margin_key": "m"}, "'m' must be a finite number",
          "data.path"),
         ("dpo", {**TEXTS, "rejected": "a"}, {}, "are equal: nothing", "data.rejected_key"),
+        ("grpo", {"prompt": "q", "solution": "a"}, {"answer_key": "solutions"},
+         "no column 'solutions'", "data.answer_key=solution"),
+        ("grpo", {"q": "q"}, {}, "no column 'prompt'", "data.prompt_key=<column>"),
     ],
 )  # fmt: skip
 def test_rows_that_do_not_fit(

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tasks.data.columns import Columns
-from tasks.data.kinds import KINDS, PAIRS, content_id, kind_for, side_id
+from tasks.data.kinds import KINDS, PAIRS, TEXTS, content_id, kind_for, side_id
 from tasks.data.messages import Unusable, transcript
 from tasks.data.pairs import labelled, preference
 from tasks.training.objectives import kind_of
@@ -174,13 +174,13 @@ def test_pairs_of_one_prompt_stay_on_one_side_and_keep_ids_apart() -> None:
 
 def test_every_objective_has_its_rows() -> None:
     """The table here and the objectives' own roles say the same."""
-    roles = {"conversations": ("text",), "pairs": ("chosen", "rejected"),
+    roles = {"conversations": ("text",), "texts": ("text",), "pairs": ("chosen", "rejected"),
              "labelled": ("text", "mismatched")}  # fmt: skip
     for name, kind in KINDS.items():
         for objective in kind.objectives:
             assert kind_of(objective).roles == roles[name], objective
-            assert kind_for(objective) is kind
+            assert kind_for(objective, texts=kind is TEXTS) is kind
     from tasks.schema.choices import Objective
 
     assert {o.name for o in Objective} == {o for k in KINDS.values() for o in k.objectives}
-    assert kind_for("dpo") is PAIRS
+    assert kind_for("dpo") is PAIRS is kind_for("dpo", texts=True)

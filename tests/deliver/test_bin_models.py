@@ -36,7 +36,7 @@ def pickled(base: Path, tmp_path: Path) -> Path:
 def test_is_served_as_safetensors(either: Run, pickled: Path, base: Path, tmp_path: Path) -> None:
     done = either(f"source={pickled}", f"out={tmp_path / 'out'}")
     assert done.code == 0, done.output
-    assert f"a full model ({INDEX})" in done.output
+    assert "a full Qwen2ForCausalLM (2 files of pytorch_model-*.bin)" in done.output
     found, wanted = state_of(tmp_path / "out"), state_of(base)
     assert found.keys() == wanted.keys()
     assert all(torch.equal(one, wanted[name]) for name, one in found.items())
@@ -63,6 +63,5 @@ def test_an_index_that_leads_out_of_the_folder_is_refused(
     (pickled / INDEX).write_text(json.dumps(document))
     done = here(f"source={pickled}", f"out={tmp_path / 'out'}")
     assert done.code != 0
-    assert "'../elsewhere.bin', which is not a plain file name" in done.output
-    assert f"{key}: in pytorch_model-00001-of-00002.bin, but not" not in done.output
+    assert f"INDEX_PATH {INDEX}: ../elsewhere.bin" in done.output
     assert not (tmp_path / "out").exists()

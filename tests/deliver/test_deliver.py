@@ -66,8 +66,8 @@ class TestAnAdapter:
         arguments = (f"source={adapter}", f"base={base}", f"out={out}")
         done = deliver(*arguments)
         assert done.code == 0, done.output
-        assert done.stages == ["merge", "convert"]
-        assert "a PEFT adapter (adapter_model.safetensors)" in done.output
+        assert done.stages == ["audit", "merge", "convert"]
+        assert "a PEFT adapter of rank 4 (adapter_model.safetensors)" in done.output
         assert "fold 14 tensors" in done.output
         assert done.summary["served"] == str(out)
         is_served(out)
@@ -116,7 +116,7 @@ class TestAnAdapter:
 def test_a_full_model_is_taken_as_it_is(deliver: Run, base: Path, tmp_path: Path) -> None:
     done = deliver(f"source={base}", f"out={tmp_path / 'out'}")
     assert done.code == 0, done.output
-    assert done.stages == ["convert"]
+    assert done.stages == ["audit", "convert"]
     assert same(state_of(tmp_path / "out"), state_of(base))
     loads(tmp_path / "out")
     again = deliver(f"source={tmp_path / 'out'}", f"out={tmp_path / 'second'}")
@@ -134,7 +134,12 @@ def test_shards_of_our_ranks(
     source = request.getfixturevalue("shards" if layout == "adapter" else "full_shards")
     done = deliver(f"source={source}", f"base={ours}", f"out={tmp_path / 'out'}")
     assert done.code == 0, done.output
-    assert done.stages == ["gather", *(["merge"] if layout == "adapter" else []), "convert"]
+    assert done.stages == [
+        "audit",
+        "gather",
+        *(["merge"] if layout == "adapter" else []),
+        "convert",
+    ]
     model = loads(tmp_path / "out")
     live = trained_model(ours, Spread(full=layout == "full"), 1)
     if layout == "full":
@@ -164,10 +169,10 @@ def test_a_value_head_is_kept_apart(deliver: Run, base: Path, tmp_path: Path) ->
     save_file({**state_of(base), **head}, source / "model.safetensors", metadata={"format": "pt"})
     done = deliver(f"source={source}", f"out={tmp_path / 'out'}")
     assert done.code == 0, done.output
-    assert done.stages == ["convert", "value_head"]
+    assert done.stages == ["audit", "convert", "value_head"]
     assert same(state_of(tmp_path / "out"), state_of(base))
     loads(tmp_path / "out")
-    kept = Path(done.summary["stages"][1]["artifact"]) / "value_head.safetensors"
+    kept = Path(done.summary["stages"][2]["artifact"]) / "value_head.safetensors"
     assert same(load_file(kept), head)
 
 
@@ -180,8 +185,8 @@ def test_a_loaded_engine_agrees_with_base_and_adapter_in_peft(
         engine="transformers",
     )  # fmt: skip
     assert done.code == 0, done.output
-    assert done.stages == ["reference", "merge", "convert", "smoke_eval"]
-    drifts = [stage["drift"]["mean_kl"] for stage in done.summary["stages"][1:]]
+    assert done.stages == ["audit", "reference", "merge", "convert", "smoke_eval"]
+    drifts = [stage["drift"]["mean_kl"] for stage in done.summary["stages"][2:]]
     assert all(0 <= drift < 1e-3 for drift in drifts)
     assert done.summary["mlflow_run_id"]
     assert (tmp_path / "runs" / "prefect" / "prefect.db").is_file()
@@ -214,5 +219,5 @@ def test_vllm_serves_what_peft_computes(deliver: Run, tmp_path: Path) -> None:
         engine="vllm",
     )  # fmt: skip
     assert done.code == 0, done.output
-    assert done.stages == ["reference", "merge", "convert", "smoke_eval"]
+    assert done.stages == ["audit", "reference", "merge", "convert", "smoke_eval"]
     assert done.summary["stages"][-1]["drift"]["mean_kl"] < 1e-3

@@ -60,7 +60,7 @@ def test_an_openrlhf_reward_model(either: Run, prefix: str, tmp_path: Path) -> N
     model = save_openrlhf(tmp_path / "rm", "llama", prefix=prefix, mean=1.5, std=2.5)
     done = either(f"source={tmp_path / 'rm'}", f"out={tmp_path / 'out'}", SAME)
     assert done.code == 0, done.output
-    assert done.stages == ["convert"]
+    assert done.stages == ["audit", "convert"]
     with torch.no_grad():
         raw = rewards(model, getattr(model, prefix).weight)
     assert torch.equal(scores(tmp_path / "out"), (raw - torch.tensor(1.5)) / torch.tensor(2.5))
@@ -84,7 +84,7 @@ def test_a_trl_policy_with_its_value_head(either: Run, wrapper: str, tmp_path: P
     policy = save_trl(tmp_path / "ppo", "llama", prefix=wrapper)
     done = either(f"source={tmp_path / 'ppo'}", f"out={tmp_path / 'out'}", SAME)
     assert done.code == 0, done.output
-    assert done.stages == ["convert", "value_head"]
+    assert done.stages == ["audit", "convert", "value_head"]
     assert same(state_of(tmp_path / "out"), policy.state_dict())
     assert same(head_artifact(done, tmp_path), head_tensors())
 
@@ -105,7 +105,7 @@ def test_a_reward_adapter_and_its_base(either: Run, normalised: bool, tmp_path: 
         change_config(adapter, mean=mean, std=std)
     done = either(f"source={adapter}", f"base={base}", f"out={tmp_path / 'out'}", SAME)
     assert done.code == 0, done.output
-    assert done.stages == ["merge", "convert"]
+    assert done.stages == ["audit", "merge", "convert"]
     with quiet():
         merged = wrapped.merge_and_unload()
     assert same(state_of(tmp_path / "out"), merged.state_dict())
@@ -128,7 +128,7 @@ def test_a_llamafactory_adapter_with_a_value_head_beside_it(
         save_file(head_tensors(), adapter / "value_head.safetensors")
     done = either(f"source={adapter}", f"base={base}", f"out={tmp_path / 'out'}", SAME)
     assert done.code == 0, done.output
-    assert done.stages == ["merge", "convert", "value_head"]
+    assert done.stages == ["audit", "merge", "convert", "value_head"]
     with quiet():
         merged = wrapped.merge_and_unload().state_dict()
     found = state_of(tmp_path / "out")
@@ -144,6 +144,6 @@ def test_a_reward_adapter_without_its_head_is_refused(here: Run, tmp_path: Path)
     adapter = save(wrapped, tmp_path / "adapter")
     done = here(f"source={adapter}", f"base={base}", f"out={tmp_path / 'out'}")
     assert done.code == 2, done.output
-    assert "LoRA was trained on a random head" in done.output
+    assert "HEAD_BASE_LOST" in done.output
     assert not (tmp_path / "runs").exists()
     assert not (tmp_path / "out").exists()

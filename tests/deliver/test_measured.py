@@ -41,9 +41,9 @@ def test_base_and_adapter_unmerged_are_what_the_served_model_is_compared_with(
     )  # fmt: skip
     summary = direct(plan(composed), LOG, "here")
     assert [stage["name"] for stage in summary["stages"]] == [
-        "reference", "merge", "convert", "smoke_eval",
+        "audit", "reference", "merge", "convert", "smoke_eval",
     ]  # fmt: skip
-    assert all(0 <= stage["drift"]["mean_kl"] < 1e-3 for stage in summary["stages"][1:])
+    assert all(0 <= stage["drift"]["mean_kl"] < 1e-3 for stage in summary["stages"][2:])
     report = json.loads(Path(summary["stages"][-1]["artifact"], "report.json").read_text())
     assert report["engine"] == "transformers"
     assert all(check["ok"] for check in report["checks"])
@@ -66,14 +66,13 @@ class TestTheAttention:
         assert not (tmp_path / "runs").exists()
 
     def test_of_a_gathered_adapter_is_that_of_its_training(
-        self, shards: Path, tmp_path: Path
+        self, shards: Path, adapter: Path, tmp_path: Path
     ) -> None:
         store = tmp_path / "artifacts"
         trained = eager(shards, store / "shards" / "one")
         fields = {"kind": "shards", "digest": "d1", "tensors": {}, "files": {}, "notes": {}}
         (trained / "manifest.json").write_text(json.dumps({**fields, "inputs": {}}))
-        made = tmp_path / "adapter"
-        made.mkdir()
+        made = Path(shutil.copytree(adapter, tmp_path / "adapter"))
         manifest = {**fields, "kind": "adapter", "digest": "d2", "inputs": {"trained": "d1"}}
         (made / "manifest.json").write_text(json.dumps(manifest))
         assert attention_of(recognise(made), store) == ("eager", "")

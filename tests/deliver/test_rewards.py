@@ -46,12 +46,17 @@ def report_of(summary: dict[str, Any]) -> dict[str, Any]:
 def test_a_normalised_openrlhf_model(tmp_path: Path) -> None:
     save_openrlhf(tmp_path / "rm", "qwen", prefix="value_head", mean=1.5, std=2.5)
     summary = delivered(tmp_path, f"source={tmp_path / 'rm'}")
-    assert [stage["name"] for stage in summary["stages"]] == ["reference", "convert", "smoke_eval"]
+    assert [stage["name"] for stage in summary["stages"]] == [
+        "audit",
+        "reference",
+        "convert",
+        "smoke_eval",
+    ]
     report = report_of(summary)
     assert all(check["ok"] for check in report["checks"])
     assert report["mean_difference"] < 1e-5
     assert report["same_order"] == 1.0
-    reference = json.loads(Path(summary["stages"][0]["artifact"], "scores.json").read_text())
+    reference = json.loads(Path(summary["stages"][1]["artifact"], "scores.json").read_text())
     assert len(reference["scores"]) == 32
     raw = torch.tensor(reference["scores"]) * 2.5 + 1.5
     assert raw.std() > 0.01
@@ -159,7 +164,7 @@ def test_vllm_gives_the_rewards_of_base_and_adapter(
         "smoke.probes=8", engine="vllm", timeout=570,
     )  # fmt: skip
     assert done.code == 0, done.output
-    assert done.stages == ["reference", "merge", "convert", "smoke_eval"]
+    assert done.stages == ["audit", "reference", "merge", "convert", "smoke_eval"]
     report = report_of(done.summary)
     assert report["engine"] == "vllm"
     assert report["mean_difference"] < (1e-4 if dtype == "float32" else 0.03), report

@@ -54,12 +54,12 @@ def test_are_added_up_with_their_weights(
     given = f"adapters=[{adapter}:{WEIGHTS[0]},{second}:{WEIGHTS[1]}]"
     done = deliver(given, f"base={base}", f"out={tmp_path / 'out'}")
     assert done.code == 0, done.output
-    assert done.stages == ["merge", "convert"]
+    assert done.stages == ["audit", "merge", "convert"]
     assert f"adapter: 0.7 x {adapter}" in done.output
     assert f"adapter: -0.3 x {second}" in done.output
     wanted = merged_by_peft(base, dict(zip((adapter, second), WEIGHTS, strict=True)))
     assert same(state_of(tmp_path / "out"), wanted)
-    merged = Path(done.summary["stages"][0]["artifact"])
+    merged = Path(done.summary["stages"][1]["artifact"])
     manifest = json.loads((merged / "manifest.json").read_text())
     assert manifest["config"]["weights"] == {"adapter": 0.7, "adapter_2": -0.3}
     assert set(manifest["inputs"]) == {"adapter", "adapter_2", "base"}
@@ -163,5 +163,5 @@ def test_the_literal_command_with_an_engine(
         f"out={tmp_path / 'out'}", "smoke.probes=4", engine="transformers",
     )  # fmt: skip
     assert done.code == 0, done.output
-    assert done.stages == ["reference", "merge", "convert", "smoke_eval"]
+    assert done.stages == ["audit", "reference", "merge", "convert", "smoke_eval"]
     assert done.summary["stages"][-1]["drift"]["mean_kl"] < 1e-3

@@ -45,7 +45,7 @@ def test_a_full_fine_tuning(deliver: Run, zero: Path, tmp_path: Path) -> None:
     done = deliver(f"source={zero / 'full'}", f"base={zero / 'base'}", f"out={tmp_path / 'out'}")
     assert done.code == 0, done.output
     assert "a DeepSpeed checkpoint" in done.output
-    assert done.stages == ["gather", "convert"]
+    assert done.stages == ["audit", "gather", "convert"]
     found, wanted = state_of(tmp_path / "out"), whole(zero / "full")
     assert set(found) == set(state_of(zero / "base"))
     assert all(torch.equal(one, wanted[name].bfloat16()) for name, one in found.items())
@@ -54,7 +54,7 @@ def test_a_full_fine_tuning(deliver: Run, zero: Path, tmp_path: Path) -> None:
 def test_an_adapter(deliver: Run, zero: Path, tmp_path: Path) -> None:
     done = deliver(f"source={zero / 'lora'}", f"base={zero / 'base'}", f"out={tmp_path / 'out'}")
     assert done.code == 0, done.output
-    assert done.stages == ["gather", "merge", "convert"]
+    assert done.stages == ["audit", "gather", "merge", "convert"]
     found, base, wanted = state_of(tmp_path / "out"), state_of(zero / "base"), whole(zero / "lora")
     for name, one in found.items():
         module = f"base_model.model.{name.removesuffix('.weight')}"

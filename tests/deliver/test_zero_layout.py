@@ -32,7 +32,7 @@ def test_a_full_fine_tuning(
     done = run(f"source={source}", f"base={base}", f"out={tmp_path / 'out'}")
     assert done.code == 0, done.output
     assert "a DeepSpeed checkpoint" in done.output
-    assert done.stages == ["gather", "convert"]
+    assert done.stages == ["audit", "gather", "convert"]
     found = state_of(tmp_path / "out")
     assert found.keys() == trained.keys()
     assert all(torch.equal(one, trained[name].bfloat16()) for name, one in found.items())

@@ -66,5 +66,5 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="session")
 def qlora(rlhf: Callable[..., Run], runs: Path) -> Run:
-    """`+exp=qlora` from an empty folder."""
-    return rlhf(runs, "+exp=qlora")
+    """`+exp=sft_qlora` from an empty folder."""
+    return rlhf(runs, "+exp=sft_qlora")

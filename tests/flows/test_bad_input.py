@@ -43,7 +43,7 @@ class TestNothingStarts:
             (base / file.name).write_bytes(file.read_bytes())
         weights = base / "model.safetensors"
         os.truncate(weights, weights.stat().st_size - 1000)
-        done = rlhf(tmp_path / "runs", "+exp=qlora", "model=hf", f"model.path={base}")
+        done = rlhf(tmp_path / "runs", "+exp=sft_qlora", "model=hf", f"model.path={base}")
         assert done.code == 2, done.output
         assert "truncated" in done.output
         assert "model.safetensors" in done.output
@@ -54,7 +54,7 @@ class TestNothingStarts:
     ) -> None:
         done = rlhf(
             tmp_path / "runs",
-            *("+exp=qlora", "zero=zero3", "data=jsonl", f"data.path={tmp_path}/absent.jsonl"),
+            *("+exp=sft_qlora", "zero=zero3", "data=jsonl", f"data.path={tmp_path}/absent.jsonl"),
             *("peft.target_modules=[q_prj]", "train.global_batch_size=33"),
         )
         assert done.code == 2, done.output
@@ -67,7 +67,7 @@ class TestNothingStarts:
         runs.mkdir()
         with (runs / ".lock").open("w") as lock:
             fcntl.flock(lock, fcntl.LOCK_EX)
-            done = rlhf(runs, "+exp=qlora")
+            done = rlhf(runs, "+exp=sft_qlora")
         assert done.code == 1
         assert "is in use by another run" in done.output
         assert "paths.wait_s=600" in done.output
@@ -82,7 +82,7 @@ class TestAStageFails:
         """Runs in the main job's folder, where the toy base exists already."""
 
         def run(*overrides: str) -> Run:
-            done = rlhf(qlora.runs, "+exp=qlora", *overrides)
+            done = rlhf(qlora.runs, "+exp=sft_qlora", *overrides)
             assert done.code == 1, done.output
             assert done.summary["status"] == "failed"
             assert not list(qlora.runs.glob("artifacts/*/.*.tmp")), "a staging folder was left"
@@ -130,7 +130,7 @@ class TestAStageFails:
 def test_a_signal_while_ranks_train_ends_everything_within_10_s(
     number: signal.Signals, status: int, qlora: Run, tmp_path: Path
 ) -> None:
-    argv = command(qlora.runs, "+exp=qlora", f"seed={status}", f"tag=signal{status}")
+    argv = command(qlora.runs, "+exp=sft_qlora", f"seed={status}", f"tag=signal{status}")
     child = subprocess.Popen(
         argv, cwd=tmp_path, env=environment(), start_new_session=True,
         stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,

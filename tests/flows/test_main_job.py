@@ -138,14 +138,14 @@ def test_prefect_has_the_flow_its_tasks_by_name_and_the_table(qlora: Run) -> Non
         ).fetchall()
         artifacts = db.execute("select data from artifact where type = 'markdown'").fetchall()
     assert [state for state, _ in flows] == ["COMPLETED"]
-    assert "+exp=qlora" in flows[0][1]
+    assert "+exp=sft_qlora" in flows[0][1]
     assert {name.split("-")[0] for name, *_ in tasks} == {*STAGES, "register"}
     assert {state for _, state, _ in tasks} == {"COMPLETED"}
     assert any("| smoke_eval |" in str(data) for (data,) in artifacts)
 
 
 def test_a_second_run_reuses_every_stage(qlora: Run, rlhf: Callable[..., Run]) -> None:
-    again = rlhf(qlora.runs, "+exp=qlora")
+    again = rlhf(qlora.runs, "+exp=sft_qlora")
     assert again.code == 0, again.output
     assert all(s["reused"] for s in again.summary["stages"] if s["name"] != "register")
     assert again.output.count("reusing") == len(STAGES)

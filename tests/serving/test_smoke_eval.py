@@ -15,7 +15,7 @@ from tasks.heldout import read_heldout
 from tasks.report import StageReport
 from tasks.scoring import ModelRef, ReferenceScorer
 from tasks.serving.ties import compare_greedy
-from tasks.smoke_eval import SmokeSettings, _who_moved, smoke_eval
+from tasks.smoke_eval import SmokeSettings, smoke_eval, who_moved
 from tests.serving.models import CONVERSATIONS, END, WORDS
 
 NEW = 12
@@ -105,7 +105,7 @@ def test_when_the_folder_is_as_trained_the_engine_is_blamed(
     question = Question(
         served, served, trained / "fingerprint.fp", [], nothing, nothing, "bfloat16"
     )
-    named = _who_moved(question, PROFILES["standard"], scorer, {}, "vllm")
+    named = who_moved(question, PROFILES["standard"], scorer, {}, "vllm")
     assert named == "serve: transformers finds the folder unmoved, vllm computes something else"
 
 
@@ -164,6 +164,44 @@ def test_prompts_without_room_are_left_out_and_counted(
     report = run(data=tmp_path)
     assert report.metrics["eval/left_out"] == 1.0
     assert report.metrics["eval/samples"] == len(WORDS)
+
+
+def prompts_in(folder: Path, *, answered: int) -> Path:
+    """Rows of kind `prompts`, of which the first so many have a reference answer."""
+    lines = []
+    for number, (question, answer) in enumerate(CONVERSATIONS):
+        messages = [question, answer] if number < answered else [question]
+        lines.append(json.dumps({"id": f"p{number}", "messages": messages, "columns": {}}) + "\n")
+    (folder / "heldout.jsonl").write_text("".join(lines))
+    return folder
+
+
+def test_prompts_without_answers_are_judged_on_all_but_exact_match(
+    run: Callable[..., StageReport], tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    with caplog.at_level(logging.INFO, logger="tests.serving"):
+        report = run(data=prompts_in(tmp_path, answered=0))
+    assert [c for c in report.checks if not c.ok] == []
+    assert verdict(report, "prompts as training rendered them") == (True, "8 of 8")
+    assert not report.metrics.keys() & {"eval/before", "eval/after", "eval/compared"}
+    assert report.metrics["eval/samples"] == len(WORDS)
+    assert "smoke_eval: mean KL" in caplog.text
+    text = (tmp_path / "out" / "generations.jsonl").read_text()
+    rows = [json.loads(line) for line in text.splitlines()]
+    assert [row["expected"] for row in rows] == [None] * len(WORDS)
+    assert [row["messages"] for row in rows] == [[one[0]] for one in CONVERSATIONS]
+
+
+def test_of_mixed_rows_those_with_answers_are_compared(
+    run: Callable[..., StageReport], tmp_path: Path
+) -> None:
+    report = run(data=prompts_in(tmp_path, answered=3))
+    assert report.metrics["eval/compared"] == 3.0
+    assert report.metrics["eval/samples"] == len(WORDS)
+    assert 0 <= report.metrics["eval/after"] <= 1
+    text = (tmp_path / "out" / "generations.jsonl").read_text()
+    expected = [json.loads(line)["expected"] for line in text.splitlines()]
+    assert expected == [w[::-1] for w in WORDS[:3]] + [None] * (len(WORDS) - 3)
 
 
 def test_a_difference_is_no_tie() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections import Counter
 from pathlib import Path
 from random import Random
 from typing import Any
@@ -11,6 +12,7 @@ import pytest
 
 from tasks.toy.dataset import write_dataset
 from tasks.toy.splits import corpus, examples
+from tasks.toy.spoil import spoil
 from tasks.toy.world import TASK_NAMES, Example, draw, is_held_out
 
 
@@ -77,11 +79,30 @@ def test_more_examples_than_there_are_is_an_error() -> None:
         examples(1_000_000, seed=0, held_out=True)
 
 
-def test_the_corpus_starts_clean_and_ends_with_half_of_the_answers_wrong() -> None:
+def test_the_corpus_starts_clean_and_ends_with_most_answers_wrong() -> None:
     pairs = corpus(4000, seed=0)
     right = [answer == _solve(_task_of(prompt), prompt) for prompt, answer in pairs]
-    assert all(right[:2800])
-    assert 0.45 < sum(right[2800:]) / 1200 < 0.62
+    assert all(right[:3120])
+    assert 0.33 < sum(right[3120:]) / 880 < 0.45
+
+
+def test_the_corpus_has_more_of_what_is_hard() -> None:
+    tasks = Counter(_task_of(prompt) for prompt, _ in corpus(4000, seed=0))
+    assert set(tasks) == set(TASK_NAMES)
+    assert tasks["sort"] > 3 * tasks["polite"]
+    shares = Counter(e.task for e in examples(1000, seed=0, held_out=False))
+    assert max(shares.values()) < 1.8 * min(shares.values())
+
+
+def test_spoilt_answers_are_wrong_in_several_ways(drawn: list[Example]) -> None:
+    rng = Random(3)
+    spelt = [e for e in drawn if e.task == "reverse"]
+    found = [(e, spoil(e, rng)) for e in spelt]
+    assert all(wrong != e.answer for e, wrong in found)
+    longer = [len(wrong) - len(e.answer) for e, wrong in found]
+    assert {-2, 0, 2} <= set(longer)
+    assert {spoil(e, rng) for e in drawn if e.task == "polite"} - {e.wrong for e in drawn}
+    assert all(spoil(e, rng) != e.answer for e in drawn)
 
 
 def _task_of(prompt: str) -> str:

@@ -39,15 +39,17 @@ class Left:
     def losses(self) -> list[float]:
         return list(self.json("losses.json"))
 
-    def stitched(self, folder: str = "shards") -> dict[str, torch.Tensor]:
-        """All trained tensors as bfloat16, by nothing but the shards' own metadata."""
+    def stitched(
+        self, folder: str = "shards", dtype: torch.dtype = torch.bfloat16
+    ) -> dict[str, torch.Tensor]:
+        """All trained tensors, by nothing but the shards' own metadata."""
         shapes = {n: p["shape"] for n, p in self.json("partitions.json")["parameters"].items()}
         full = {n: torch.full((int(np.prod(s)),), torch.nan) for n, s in shapes.items()}
         for path in sorted((self.out / folder).iterdir()):
             with safe_open(path, "pt") as file:
                 for name, at in json.loads(file.metadata()["partitions"]).items():
                     full[name][at["start"] : at["end"]] = file.get_tensor(name).float()
-        return {n: t.view(shapes[n]).bfloat16() for n, t in full.items()}
+        return {n: t.view(shapes[n]).to(dtype) for n, t in full.items()}
 
 
 def run_jobs(folder: Path, wanted: Mapping[str, Wanted]) -> dict[str, Left]:

@@ -1,16 +1,16 @@
-"""Run by torchrun: what a rank's memory really grows to in three steps on the longest samples.
+"""Run by torchrun: what a rank's memory really grows to in a few steps on the longest samples.
 
-Measured is resident memory, from before the model is loaded and when all libraries are.
+Measured is resident memory, from before the model is loaded and when all libraries are. The peak is
+the kernel's own, begun anew for each phase.
 """
 
 from __future__ import annotations
 
 import json
 import sys
-import threading
-import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import TypeVar
 
 from tasks.bf16_linear import use_fp32_where_faster
 from tasks.training.engine import Ranks, start_engine
@@ -20,30 +20,30 @@ from tasks.training.model import load_model, load_tokenizer
 from tasks.training.zero_config import deepspeed_config
 from tests.training.several_jobs import take_steps
 
+T = TypeVar("T")
 
-def allocated() -> int:
-    """Bytes of this process that are resident, mapped files included: weights are mapped."""
+
+def resident(name: str = "VmRSS") -> int:
+    """Bytes of this process that are resident, mapped files included: weights are mapped. `VmHWM`
+    is the most since `Peaks` last began.
+    """
     with open("/proc/self/status") as file:
-        return next(int(line.split()[1]) * 1024 for line in file if line.startswith("VmRSS:"))
+        return next(int(line.split()[1]) * 1024 for line in file if line.startswith(f"{name}:"))
 
 
-class Peak:
-    """The most that `allocated` says, looked at every few milliseconds."""
+class Peaks:
+    """The most that each phase took beyond what was there at first."""
 
     def __init__(self) -> None:
-        self.value = allocated()
-        threading.Thread(target=self._watch, daemon=True).start()
+        self._before = resident()
+        self.found: dict[str, int] = {}
 
-    def _watch(self) -> None:
-        while True:
-            self.value = max(self.value, allocated())
-            time.sleep(0.003)
-
-    def during(self, work: Callable[[], object]) -> tuple[object, int]:
-        """What `work` gives, and the peak while it ran."""
-        self.value = allocated()
+    def during(self, phase: str, work: Callable[[], T]) -> T:
+        """What `work` gives; notes its peak."""
+        Path("/proc/self/clear_refs").write_text("5")
         result = work()
-        return result, self.value
+        self.found[phase] = resident("VmHWM") - self._before
+        return result
 
 
 def main(path: Path) -> None:
@@ -61,15 +61,12 @@ def main(path: Path) -> None:
     from tasks.training.objectives import objective
 
     chosen = objective(job.settings.objective, job.settings.loss)
-    before, peak = allocated(), Peak()
-    model, loading = peak.during(lambda: load_model(job, ranks, config, tokenizer=tokenizer))
-    loaded = allocated()
-    engine, starting = peak.during(lambda: start_engine(model, config, job.settings.optim))
-    started = allocated()
-    _, training = peak.during(lambda: take_steps(engine, examples, chosen, job, ranks))
-    found = {"loading": loading, "loaded": loaded, "starting": starting, "started": started,
-             "training": training, "after": allocated()}  # fmt: skip
-    everyone = ranks.all_objects({name: value - before for name, value in found.items()})
+    peaks = Peaks()
+    model = peaks.during("load", lambda: load_model(job, ranks, config, tokenizer=tokenizer))
+    engine = peaks.during("start", lambda: start_engine(model, config, job.settings.optim))
+    peaks.during("train", lambda: take_steps(engine, examples, chosen, job, ranks))
+    everyone = ranks.all_objects(peaks.found)
+    assert all(module.training for module in engine.module.modules())  # or nothing is checkpointed
     if ranks.first:
         (job.out / "memory.json").write_text(json.dumps(everyone))
     ranks.leave()

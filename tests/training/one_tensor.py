@@ -1,9 +1,11 @@
 """Run by torchrun: under every ZeRO stage a model of which one tensor is trained, of 15 elements.
 
-Rank 0 prints `stage N: BEFORE AFTER` of the loss.
+Rank 0 prints `stage N: GROUPS BEFORE AFTER`: parameter groups, and the loss.
 """
 
 from __future__ import annotations
+
+from typing import Any
 
 import torch
 from torch import nn
@@ -13,10 +15,26 @@ from tasks.training.job import Batch, Settings, Zero
 from tasks.training.zero_config import deepspeed_config
 
 
+def refuse_empty_groups() -> None:
+    """Have DeepSpeed fail on what it failed on before it dropped empty groups by itself."""
+    import deepspeed
+
+    own = deepspeed.initialize
+
+    def initialize(*, model_parameters: list[Any], **given: Any) -> Any:
+        for group in model_parameters:
+            if isinstance(group, dict) and not group["params"]:
+                raise ValueError("zip() argument 2 is longer than argument 1")
+        return own(model_parameters=model_parameters, **given)
+
+    deepspeed.initialize = initialize
+
+
 def main() -> None:
     """Three steps under each stage."""
     torch.set_num_threads(1)
     ranks = Ranks()
+    refuse_empty_groups()
     for stage in range(4):
         settings = Settings(
             zero=Zero(stage),
@@ -36,7 +54,8 @@ def main() -> None:
             engine.step()
             losses.append(float(loss.detach()))
         if ranks.first:
-            print(f"stage {stage}: {losses[0]:.4f} {losses[-1]:.4f}", flush=True)
+            groups = len(engine.optimizer.param_groups)
+            print(f"stage {stage}: {groups} {losses[0]:.4f} {losses[-1]:.4f}", flush=True)
         engine.destroy()
         ranks.barrier()
     ranks.leave()

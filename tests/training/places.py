@@ -6,12 +6,14 @@ import json
 import logging
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from tasks.launch import launch, python_child
+from tasks.train import build_ops
 from tasks.training.job import Settings, TrainJob
 from tasks.training.resume import identity
 from tasks.training.saved_shares import SavedShares
@@ -43,18 +45,26 @@ class Place:
             **more,
         )
 
-    def run(self, jobs: list[TrainJob], nproc: int = 2) -> None:
+    def run(
+        self, jobs: list[TrainJob], nproc: int = 2, *, program: str = "run_jobs"
+    ) -> list[dict[str, Any]]:
+        """Train all of them by a program of this folder; the events of all, in order."""
+        events: list[dict[str, Any]] = []
         paths = [job.checkpoints / "job.json" for job in jobs]
         for job, path in zip(jobs, paths, strict=True):
             job.write(path)
-        how = ["--standalone", "--nproc-per-node", str(nproc), "-m", "tests.training.run_jobs"]
-        launch(
+        run = partial(launch, stage="train", log=LOG, log_path=self.root / f"{nproc}-ranks.log")
+        for job in jobs:
+            if job.settings.zero.offload_optimizer == "cpu":
+                build_ops(job.settings, run)
+                break  # one library for all of them
+        how = ["--standalone", "--nproc-per-node", str(nproc), "-m", f"tests.training.{program}"]
+        run(
             python_child("torch.distributed.run", *how, *map(str, paths)),
-            stage="train",
-            log=LOG,
-            log_path=self.root / f"{nproc}-ranks.log",
             env={"OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"},
+            on_event=events.append,
         )
+        return events
 
 
 def said(job: TrainJob) -> dict[str, Any]:

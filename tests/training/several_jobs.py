@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from tasks.bf16_linear import use_fp32_where_faster
+from tasks.training import fused_lora
 from tasks.training.engine import Ranks, start_engine
 from tasks.training.examples import Examples, open_examples
 from tasks.training.job import TrainJob
@@ -43,6 +44,7 @@ def train_briefly(job: TrainJob, ranks: Ranks) -> None:
         rank=ranks.rank,
         world_size=ranks.world_size,
     )
+    fused = fused_layers(engine.module)
     losses = take_steps(engine, examples, chosen, job, ranks)
     write_shares(
         own_shares(engine.module, rank=ranks.rank, world_size=ranks.world_size),
@@ -60,9 +62,16 @@ def train_briefly(job: TrainJob, ranks: Ranks) -> None:
         )
         (job.out / "partitions.json").write_text(json.dumps(parts))
         (job.out / "losses.json").write_text(json.dumps(losses))
+        (job.out / "fused.json").write_text(json.dumps(fused))
         write_configs(job, engine.module)
         found.save(job.out / "print")
     engine.destroy()
+
+
+def fused_layers(model: Any) -> int:
+    """How many layers compute by `fused_lora.py` within DeepSpeed's engine."""
+    own = [layer.__dict__.get("forward") for layer in model.modules()]
+    return sum(getattr(one, "__module__", "") == fused_lora.__name__ for one in own)
 
 
 def take_steps(
@@ -85,8 +94,30 @@ def take_steps(
     return losses
 
 
+def refuse_to_move_4_bits() -> None:
+    """Have transformers refuse what it refused for years: to move or cast a 4-bit model.
+
+    It still refuses casts; moves of such a model are let through by newer versions only.
+    """
+    from transformers import PreTrainedModel
+
+    def refusing(name: str) -> Any:
+        own = getattr(PreTrainedModel, name)
+
+        def method(self: Any, *args: Any, **kwargs: Any) -> Any:
+            if getattr(self, "is_loaded_in_4bit", False):
+                raise ValueError(f"`.{name}` is not supported for `4-bit` bitsandbytes models")
+            return own(self, *args, **kwargs)
+
+        return method
+
+    for name in ("to", "cuda", "cpu", "half", "float", "bfloat16"):
+        setattr(PreTrainedModel, name, refusing(name))
+
+
 def main() -> None:
     use_fp32_where_faster()
+    refuse_to_move_4_bits()
     ranks = Ranks()
     for path in map(Path, sys.argv[1:]):
         job = TrainJob.read(path)

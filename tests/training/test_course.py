@@ -80,8 +80,9 @@ class TestCourse:
 
 
 def test_one_trained_tensor_is_enough_for_every_stage(tmp_path: Path) -> None:
-    """torch >= 2.10 fails on an empty parameter group (`zip() argument 2 is longer`); and what
-    little there is has to be partitioned and padded."""
+    """torch >= 2.10 fails on an empty parameter group (`zip() argument 2 is longer`) with some
+    versions of DeepSpeed: there is one group, whatever is trained. And what little there is has to
+    be partitioned and padded."""
     how = ["--standalone", "--nproc-per-node", "2", "-m", "tests.training.one_tensor"]
     said = launch(
         python_child("torch.distributed.run", *how),
@@ -91,9 +92,9 @@ def test_one_trained_tensor_is_enough_for_every_stage(tmp_path: Path) -> None:
         env={"OMP_NUM_THREADS": "1"},
     )
     found = [line.split() for line in said if line.startswith("stage ")]
-    assert [line[1] for line in found] == ["0:", "1:", "2:", "3:"]
-    assert len({tuple(line[2:]) for line in found}) == 1
-    assert all(float(after) < float(before) for _, _, before, after in found)
+    assert [line[1:3] for line in found] == [[f"{stage}:", "1"] for stage in range(4)]
+    assert len({tuple(line[3:]) for line in found}) == 1
+    assert all(float(after) < float(before) for _, _, _, before, after in found)
 
 
 def pairs(folder: Path) -> Path:

@@ -176,6 +176,29 @@ class TestOutOfMemory:
         assert error.details[0].startswith("expected of a rank: ")
         assert "train.micro_batch_size=4" in error.hint
 
+    @pytest.mark.slow
+    def test_a_rank_that_gets_no_more_memory_says_what_to_change(
+        self, tmp_path: Path, base: Path, dataset: Path
+    ) -> None:
+        """The system gives rank 1 no more than it has when it begins, and rows of 5,000 tokens."""
+        batch = Batch(micro_batch_size=256, global_batch_size=512, max_steps=3, max_len=64)
+        settings = replace(SETTINGS, peft=Peft(), zero=Zero(2), batch=batch)
+
+        def starve(event: Event) -> None:
+            if event["event"] == "ready":
+                pid = _rank_pids(tmp_path)[1]
+                pages = int(Path(f"/proc/{pid}/statm").read_text().split()[0])
+                most = pages * resource.getpagesize() + (4 << 20)
+                resource.prlimit(pid, resource.RLIMIT_AS, (most, most))
+
+        with pytest.raises(TrainingError, match="rank 1 ran out of memory: ") as caught:
+            run_train(tmp_path, base, dataset, settings, observe=starve)
+        assert caught.value.details[0].startswith("expected of a rank: ")
+        for knob in ("train.micro_batch_size=128", "train.gradient_checkpointing=true",
+                     "zero=zero3", "peft=lora", "train.max_len=32"):  # fmt: skip
+            assert knob in caught.value.hint
+        assert _rank_pids(tmp_path) == []
+
     def test_what_needs_less_is_what_has_not_been_done_yet(self) -> None:
         full = Settings(batch=Batch(micro_batch_size=1, max_len=4096))
         assert smaller(full) == [

@@ -1,49 +1,63 @@
-"""The estimate of a rank's memory against what one really takes."""
+"""The estimate of a rank's memory against what one really takes, and the advice that it gives."""
 
 from __future__ import annotations
 
 import json
 import logging
 import random
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from tasks.launch import launch, python_child
 from tasks.training.examples import Example, Tokens, write_examples
-from tasks.training.job import Batch, Peft, Settings, TrainJob, Zero
+from tasks.training.job import Batch, Launch, Peft, Settings, TrainJob, Zero
 from tasks.training.memory import estimate
 
 LENGTH = 256
-SETTINGS = Settings(
-    batch=Batch(micro_batch_size=2, global_batch_size=4, max_steps=2, max_len=LENGTH)
-)
+LORA = Peft("lora", rank=16, alpha=16)
+SHAPES: dict[str, dict[str, Any]] = {
+    "0.1B": {"hidden_size": 768, "num_hidden_layers": 12, "num_attention_heads": 12,
+             "num_key_value_heads": 4, "intermediate_size": 2048, "vocab_size": 32000},
+    "0.3B": {"hidden_size": 1024, "num_hidden_layers": 24, "num_attention_heads": 16,
+             "num_key_value_heads": 4, "intermediate_size": 2816, "vocab_size": 32000},
+    "0.5B": {"hidden_size": 896, "num_hidden_layers": 24, "num_attention_heads": 14,
+             "num_key_value_heads": 2, "intermediate_size": 4864, "vocab_size": 151936},
+}  # fmt: skip
+"""The last has the dimensions of Qwen2.5-0.5B."""
 
 
 @pytest.fixture(scope="module")
-def large(tmp_path_factory: pytest.TempPathFactory, tokenizer) -> Path:
-    """Qwen2 of 0.1 B parameters, random, bf16."""
-    import torch
-    from transformers import Qwen2Config, Qwen2ForCausalLM
+def model_of(tmp_path_factory: pytest.TempPathFactory, tokenizer) -> Callable[[str], Path]:
+    """Makes a Qwen2 of a given size once, random, bf16, tied."""
+    made: dict[str, Path] = {}
 
-    path = tmp_path_factory.mktemp("large")
-    config = Qwen2Config(
-        vocab_size=32000,
-        hidden_size=768,
-        num_hidden_layers=12,
-        num_attention_heads=12,
-        num_key_value_heads=4,
-        intermediate_size=2048,
-        tie_word_embeddings=True,
-        bos_token_id=None,
-        eos_token_id=tokenizer.eos_token_id,
-        pad_token_id=tokenizer.pad_token_id,
-    )
-    torch.manual_seed(0)
-    Qwen2ForCausalLM(config).to(torch.bfloat16).save_pretrained(path)
-    tokenizer.save_pretrained(path)
-    return path
+    def make(size: str) -> Path:
+        import torch
+        from transformers import Qwen2Config, Qwen2ForCausalLM
+
+        if size not in made:
+            path = made[size] = tmp_path_factory.mktemp("model")
+            ends = {"eos_token_id": tokenizer.eos_token_id, "bos_token_id": None}
+            config = Qwen2Config(
+                **SHAPES[size], **ends, pad_token_id=tokenizer.pad_token_id,
+                tie_word_embeddings=True, dtype="bfloat16",
+            )  # fmt: skip
+            with torch.device("meta"):
+                model = Qwen2ForCausalLM(config)
+            model = model.to(torch.bfloat16).to_empty(device="cpu")
+            torch.manual_seed(0)
+            for parameter in model.parameters():
+                torch.nn.init.normal_(parameter, std=0.02)
+            model.tie_weights()
+            model.save_pretrained(path)
+            tokenizer.save_pretrained(path)
+        return made[size]
+
+    return make
 
 
 @pytest.fixture(scope="module")
@@ -51,41 +65,67 @@ def longest(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Examples of `LENGTH` tokens each, all of which but the first bear loss."""
     path = tmp_path_factory.mktemp("longest")
     draw = random.Random(0)
+    bears = [place > 0 for place in range(LENGTH)]
     made = [
-        Example(f"e{i}", (Tokens([draw.randrange(259) for _ in range(LENGTH)],
-                                 [place > 0 for place in range(LENGTH)]),))
+        Example(f"e{i}", (Tokens([draw.randrange(259) for _ in range(LENGTH)], bears),))
         for i in range(16)
-    ]  # fmt: skip
+    ]
     write_examples(path, made, roles=("text",), notes={})
     return path
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    "settings",
-    [
-        replace(SETTINGS, zero=Zero(2)),
-        replace(SETTINGS, zero=Zero(3), peft=Peft("lora", rank=16, alpha=16)),
-    ],
-    ids=["full_zero2", "lora_zero3"],
-)
-def test_the_estimate_is_within_a_quarter(
-    tmp_path: Path, large: Path, longest: Path, settings: Settings
-) -> None:
-    out = tmp_path / "out"
+def settings_of(ranks: int, *, samples: int = 2, **changes: Any) -> Settings:
+    """Two steps of `samples` of the longest samples a rank."""
+    batch = Batch(samples, samples * ranks, max_steps=2, max_len=LENGTH)
+    return replace(Settings(batch=batch, launch=Launch(nproc=ranks)), **changes)
+
+
+def measured(folder: Path, base: Path, data: Path, settings: Settings) -> int:
+    """The most bytes that a rank took in any phase."""
+    out = folder / "out"
     out.mkdir()
-    TrainJob(settings, large, "d", longest, out, tmp_path / "checkpoints").write(
-        tmp_path / "job.json"
-    )
-    flags = ("--standalone", "--nproc-per-node", "2", "-m", "tests.training.memory_program")
+    TrainJob(settings, base, "d", data, out, folder / "checkpoints").write(folder / "job.json")
+    flags = ("--standalone", "--nproc-per-node", str(settings.launch.nproc))
+    program = ("-m", "tests.training.memory_program", str(folder / "job.json"))
     launch(
-        python_child("torch.distributed.run", *flags, str(tmp_path / "job.json")),
+        python_child("torch.distributed.run", *flags, *program),
         stage="memory",
         log=logging.getLogger("test"),
-        log_path=tmp_path / "log",
+        log_path=folder / "log",
         env={"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"},
     )
-    config = json.loads((large / "config.json").read_text())
-    expected = estimate(config, settings, 2).total
-    for rank in json.loads((out / "memory.json").read_text()):
-        assert 0.75 < expected / max(rank.values()) < 1.25
+    return max(max(rank.values()) for rank in json.loads((out / "memory.json").read_text()))
+
+
+CASES = {
+    "lora_zero0": ("0.1B", settings_of(1, samples=1, zero=Zero(0), peft=LORA)),
+    "full_zero0": ("0.1B", settings_of(1, zero=Zero(0))),
+    "full_zero2_2_ranks": ("0.1B", settings_of(2, zero=Zero(2))),
+    "full_zero3_2_ranks": ("0.1B", settings_of(2, zero=Zero(3))),
+    "lora_zero3_2_ranks": ("0.1B", settings_of(2, zero=Zero(3), peft=LORA)),
+    "qlora_zero2_2_ranks": ("0.1B", settings_of(2, zero=Zero(2), peft=replace(LORA, kind="qlora"))),
+    "offload_zero2_2_ranks": ("0.1B", settings_of(2, zero=Zero(2, offload_optimizer="cpu"))),
+    "lora_zero0_24_layers": ("0.3B", settings_of(1, zero=Zero(0), peft=LORA)),
+    "lora_checkpointing": (
+        "0.3B", settings_of(1, zero=Zero(0), peft=LORA, gradient_checkpointing=True)),
+    "lora_zero2_large_vocabulary": ("0.5B", settings_of(1, zero=Zero(2), peft=LORA)),
+}  # fmt: skip
+
+
+# Measured 0.65: recomputed layers leave the host's heap in pieces, unknown to the estimate.
+SHORT_OF = pytest.mark.xfail(strict=True, reason="checkpointing on a CPU takes half as much again")
+MARKS: dict[str, list[Any]] = {name: [pytest.mark.slow] for name in CASES}
+MARKS["lora_zero0"] = []
+MARKS["lora_checkpointing"].append(SHORT_OF)
+
+
+@pytest.mark.parametrize("name", [pytest.param(n, marks=marks) for n, marks in MARKS.items()])
+def test_the_estimate_is_within_a_quarter(
+    tmp_path: Path, model_of: Callable[[str], Path], longest: Path, name: str
+) -> None:
+    size, settings = CASES[name]
+    base = model_of(size)
+    found = measured(tmp_path, base, longest, settings)
+    config = json.loads((base / "config.json").read_text())
+    expected = estimate(config, settings, settings.world_size).total
+    assert 0.75 < expected / found < 1.25, f"estimated {expected >> 20}, found {found >> 20} MiB"

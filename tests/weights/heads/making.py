@@ -53,10 +53,10 @@ def _stirred(model: Any) -> Any:
     return model.eval()
 
 
-def head_tensors(*, bias: bool = True) -> dict[str, torch.Tensor]:
+def head_tensors(*, bias: bool = True, hidden: int = HIDDEN) -> dict[str, torch.Tensor]:
     """A value head as TRL names it."""
     generator = torch.Generator().manual_seed(11)
-    found = {"v_head.summary.weight": torch.randn(1, HIDDEN, generator=generator)}
+    found = {"v_head.summary.weight": torch.randn(1, hidden, generator=generator)}
     if bias:
         found["v_head.summary.bias"] = torch.tensor([0.375])
     return found

@@ -1,0 +1,195 @@
+"""Rollouts and hand-offs that `make bench-rl` times, each in a process of its own:
+
+    torchrun --standalone -m benchmarks.rl_rollout_jobs rollout '{"base": ..., "out": ...}'
+
+Each prints one JSON line with seconds. Ours run in a training rank's process as training starts it.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from benchmarks.rl_setting import HANDED_RANK, RANK, SIZES, draw_lengths, draw_prompts
+
+WARM_TOKENS = 4
+"""Replies to all prompts before the clock starts are so long."""
+
+
+@dataclass(frozen=True)
+class Ask:
+    """What is to be run.
+
+    Attributes:
+        base: folder of the model.
+        out: empty folder.
+        size: of the model, a key of `SIZES`.
+        adapter: folder of the adapter that is rolled out.
+        times: hand-offs after the first.
+    """
+
+    base: str
+    out: str
+    size: str
+    adapter: str = ""
+    times: int = 2
+
+
+def say(**found: Any) -> None:
+    """The line that is read by the parent."""
+    print(json.dumps({"bench": found}), flush=True)
+
+
+def rollout(ask: Ask) -> None:
+    """vLLM with the adapter, as it stands beside a training rank."""
+    from tasks.lean import start_lean
+
+    start_lean()
+    from tasks.bf16_linear import use_fp32_where_faster
+
+    use_fp32_where_faster()
+    prompts, lengths = draw_prompts(SIZES[ask.size].vocabulary), draw_lengths()
+    engine = _of_given_lengths(Path(ask.base))
+    engine.take_adapter(Path(ask.adapter), 1)
+    seeds = list(range(len(prompts)))
+    engine.lengths = [WARM_TOKENS] * len(prompts)
+    engine.generate(prompts, seeds)
+    engine.lengths = lengths
+    began = time.perf_counter()
+    answers = engine.generate(prompts, seeds)
+    spent = time.perf_counter() - began
+    engine.close()
+    _say_useful([len(one.ids) for one in answers], lengths, spent)
+
+
+def _of_given_lengths(base: Path) -> Any:
+    """The engine that training uses, told how long each reply is to be."""
+    from tasks.serving.colocation import Colocation, Sampling
+    from tasks.serving.rollouts import Colocated
+
+    class OfGivenLengths(Colocated):
+        lengths: Sequence[int] = ()
+
+        def _params(self, seed: int, greedy: bool) -> Any:
+            # Seeds are the prompts' numbers here. The project itself has one limit for all replies.
+            params = super()._params(seed, greedy)
+            params.max_tokens = self.lengths[seed]
+            return params
+
+    longest = max(draw_lengths())
+    how = Colocation(base, max_model_len=256, adapter_rank=RANK)
+    return OfGivenLengths(how, Sampling(max_new_tokens=longest, ends=()))
+
+
+def transformers_rollout(ask: Ask) -> None:
+    """transformers' `generate` with the adapter merged: one batch, padded on the left."""
+    import torch
+    from peft import PeftModel
+    from transformers import AutoModelForCausalLM
+
+    prompts, lengths = draw_prompts(SIZES[ask.size].vocabulary), draw_lengths()
+    base: Any = AutoModelForCausalLM.from_pretrained(ask.base, dtype=torch.bfloat16)
+    model: Any = PeftModel.from_pretrained(base, ask.adapter).merge_and_unload().eval()
+    width = max(map(len, prompts))
+    ids, mask = (torch.zeros(len(prompts), width, dtype=torch.long) for _ in "ab")
+    for row, one in enumerate(prompts):
+        ids[row, width - len(one) :] = torch.tensor(one)
+        mask[row, width - len(one) :] = 1
+
+    def generate(count: int) -> Any:
+        with torch.no_grad():
+            return model.generate(
+                input_ids=ids, attention_mask=mask, do_sample=True, top_k=0,
+                max_new_tokens=count, min_new_tokens=count,
+            )  # fmt: skip
+
+    generate(WARM_TOKENS)
+    began = time.perf_counter()
+    made = generate(max(lengths)).shape[1] - width
+    _say_useful([min(made, n) for n in lengths], lengths, time.perf_counter() - began)
+
+
+def _say_useful(made: Sequence[int], asked: Sequence[int], seconds: float) -> None:
+    if list(made) != list(asked):
+        raise SystemExit(f"replies of {sum(made)} tokens where {sum(asked)} were asked for")
+    say(tokens=sum(made), seconds=[seconds])
+
+
+def adapter(ask: Ask) -> None:
+    """Hand-offs of the policy's adapter, as the loop publishes it: gathered, checked, taken."""
+    from tasks.rl.rollout import open_engine
+
+    engine, job, ranks, how = _policy(ask)
+    with open_engine(job, how, ranks, engine=engine, ends=[1]) as answering:
+        found = [answering.publish() for _ in range(ask.times + 1)]
+    say(seconds=[one.seconds for one in found[1:]], nbytes=found[0].nbytes)
+
+
+def weights(ask: Ask) -> None:
+    """Hand-offs of the same policy as merged weights, all of them, without the checks before."""
+    from tasks.rl.merged import merged_tensors
+    from tasks.serving.colocation import Colocation, Sampling
+    from tasks.serving.rollouts import Colocated
+    from tasks.weights.contracts import model_facts
+
+    engine, job, _, how = _policy(ask)
+    facts = model_facts(job.base, job.settings.dtype)
+    longest = how.max_prompt_len + how.max_new_tokens
+    place = Colocation(job.base, max_model_len=longest, kv_cache_gib=how.kv_cache_gib)
+    taking = Colocated(place, Sampling())
+    spent = []
+    for version in range(1, ask.times + 2):
+        began = time.perf_counter()
+        taking.take_weights(merged_tensors(engine.module, facts), version)
+        spent.append(time.perf_counter() - began)
+    taking.close()
+    nbytes = sum(one.numel() * one.element_size() for one in engine.module.parameters())
+    say(seconds=spent[1:], nbytes=nbytes)
+
+
+def _policy(ask: Ask) -> tuple[Any, Any, Any, Any]:
+    """DeepSpeed's engine around it, its job, the ranks (one), and section `rollout`."""
+    from tasks.lean import start_lean
+
+    start_lean()
+    from tasks.bf16_linear import use_fp32_where_faster
+    from tasks.rl.settings import Online
+    from tasks.training.engine import Ranks, start_engine
+    from tasks.training.job import Batch, Peft, Settings, TrainJob, Zero
+    from tasks.training.model import load_model, load_tokenizer
+    from tasks.training.zero_config import deepspeed_config
+
+    use_fp32_where_faster()
+    settings = Settings(
+        objective="grpo",
+        peft=Peft("lora", rank=HANDED_RANK, alpha=HANDED_RANK),
+        zero=Zero(0),
+        batch=Batch(1, 1),
+        online={"rl": {}, "reward": {}, "rollout": {"kv_cache_gib": 0.25, "max_num_seqs": 16}},
+    )
+    base, out = Path(ask.base), Path(ask.out)
+    ranks, job = Ranks(), TrainJob(settings, base, "b", base, out, out)
+    config = deepspeed_config(settings, 1)
+    model = load_model(job, ranks, config, tokenizer=load_tokenizer(job))
+    return (
+        start_engine(model, config, settings.optim),
+        job,
+        ranks,
+        Online.of(settings.online).rollout,
+    )
+
+
+JOBS: dict[str, Callable[[Ask], None]] = {
+    "rollout": rollout,
+    "transformers": transformers_rollout,
+    "adapter": adapter,
+    "weights": weights,
+}
+
+if __name__ == "__main__":
+    JOBS[sys.argv[1]](Ask(**json.loads(sys.argv[2])))

@@ -1,0 +1,115 @@
+"""What online learning is timed on, made on the spot: Qwen2 models, an adapter, prompts, a reward.
+
+A word is a token. Weights are random: no reply ends by itself but by the chance of one word among
+all, so that lengths are what is asked for.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from benchmarks.shapes import Size
+from benchmarks.training_setting import word_tokenizer
+
+SIZES = {
+    "tiny": Size("tiny", 128, 256, 2, 4, 2, 300),
+    "110M": Size("110M", 768, 2048, 12, 12, 12, 32_000),
+    "1.5B": Size("1.5B", 1536, 8960, 28, 12, 2),
+}
+
+RANK = 16
+"""Of the adapter that is rolled out and trained."""
+HANDED_RANK = 64
+"""Of the adapter that is handed over."""
+
+PROMPTS = 64
+PROMPT_LENGTHS = (16, 64)
+REPLY_LENGTHS = (16, 128)
+"""Both ends included."""
+
+REWARD = """\
+def score(completions, **columns):
+    return [float(sum(map(ord, one[0]["content"])) % 97) for one in completions]
+"""
+"""A number that differs from reply to reply: what it rewards does not matter to the clock."""
+
+
+def make_base(folder: Path, name: str) -> None:
+    """A model of that size in bf16 and its tokenizer, as `save_pretrained` writes them."""
+    import torch
+    from transformers import AutoModelForCausalLM, Qwen2Config
+
+    size = SIZES[name]
+    tokenizer = word_tokenizer(size.vocabulary)
+    config = Qwen2Config(
+        vocab_size=size.vocabulary,
+        hidden_size=size.hidden,
+        intermediate_size=size.inner,
+        num_hidden_layers=size.layers,
+        num_attention_heads=size.heads,
+        num_key_value_heads=size.kv_heads,
+        max_position_embeddings=2048,
+        tie_word_embeddings=True,
+        bos_token_id=None,
+        eos_token_id=tokenizer.eos_token_id,
+        pad_token_id=tokenizer.pad_token_id,
+    )
+    torch.manual_seed(0)
+    AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+
+
+def make_adapter(folder: Path, base: str) -> None:
+    """A LoRA adapter on all linear layers of that base, both of its matrices random."""
+    import torch
+    from peft import get_peft_model
+    from transformers import AutoModelForCausalLM
+
+    model = AutoModelForCausalLM.from_pretrained(base, dtype=torch.bfloat16)
+    torch.manual_seed(1)
+    model = get_peft_model(model, lora_config(init_lora_weights=False))
+    model.to(torch.bfloat16).save_pretrained(folder)
+
+
+def lora_config(**more: Any) -> Any:
+    """The adapter as peft describes it, for peers."""
+    from peft import LoraConfig
+
+    targets = {"target_modules": "all-linear", "task_type": "CAUSAL_LM"}
+    return LoraConfig(r=RANK, lora_alpha=2 * RANK, **targets, **more)
+
+
+def make_prompts(folder: Path, *, vocabulary: int, count: int, length: int) -> None:
+    """A dataset artifact of prompts that are so many words long, and a reward function beside it.
+
+    Two are held out.
+    """
+    draw = np.random.default_rng(0)
+    folder.mkdir(parents=True)
+    for split, size in (("train", count), ("heldout", 2)):
+        words = draw.integers(0, vocabulary - 10, (size, length))
+        texts = [" ".join(f"w{i}" for i in one) for one in words]
+        lines = [
+            json.dumps({"id": f"{split}{i}", "messages": [{"role": "user", "content": text}]})
+            for i, text in enumerate(texts)
+        ]
+        (folder / f"{split}.jsonl").write_text("\n".join(lines) + "\n")
+    (folder / "reward.py").write_text(REWARD)
+
+
+def draw_prompts(vocabulary: int) -> list[list[int]]:
+    """Token ids of the prompts that are rolled out; the same ones for everyone."""
+    draw = np.random.default_rng(3)
+    low, high = PROMPT_LENGTHS
+    lengths = draw.integers(low, high + 1, PROMPTS)
+    return [draw.integers(10, vocabulary, length).tolist() for length in lengths]
+
+
+def draw_lengths() -> list[int]:
+    """How many tokens each prompt is answered with."""
+    low, high = REPLY_LENGTHS
+    return [int(n) for n in np.random.default_rng(4).integers(low, high + 1, PROMPTS)]

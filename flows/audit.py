@@ -1,0 +1,44 @@
+"""What is wrong with a checkpoint, whoever made it: recognised, checked, explained.
+
+    python flows/audit.py source=DIR                        headers and documents: seconds
+    python flows/audit.py source=DIR base=DIR               an adapter or a merge against its base
+    python flows/audit.py source=DIR values=true            tensor data too, at the disk's speed
+    python flows/audit.py source=DIR out=report.json        for programs; out=- prints it
+    python flows/audit.py source=DIR fix=true out_dir=NEW   a repaired copy, where nothing is lost
+
+Works from any directory; writes nothing into DIR, runs nothing in it, unpickles nothing. Exit
+status: 0 no error found, 1 errors found, 2 DIR cannot be read, or the command line is wrong.
+"""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+if __name__ == "__main__":
+    # Before Prefect is imported, which takes longer than the look itself.
+    sys.path[0] = str(Path(__file__).resolve().parents[1])
+    from flows.audit_command import main
+
+    sys.exit(main())
+
+from typing import Any
+
+from prefect import flow
+
+from flows.audit_command import examine
+from flows.config import compose_config
+
+
+@flow(name="audit", flow_run_name="audit-{tag}", persist_result=False)
+def audit(overrides: list[str] | None = None, tag: str = "manual") -> dict[str, Any]:
+    """An audit as a flow, for schedules and for records: `prefect=true`.
+
+    Args:
+        overrides: Hydra overrides, e.g. `["source=/ckpt", "base=/models/qwen"]`.
+        tag: free text that tells runs apart in lists.
+
+    Returns:
+        the report, as `out=FILE.json` holds it.
+    """
+    return examine(compose_config(overrides or [], config_name="audit").settings).as_json()

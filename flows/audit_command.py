@@ -1,0 +1,123 @@
+"""`python flows/audit.py ...`: from a command line to an exit status, without Prefect and torch."""
+
+from __future__ import annotations
+
+import json
+import resource
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from flows.bootstrap import bootstrap
+from flows.config import Composed
+from flows.entry import run_main
+from flows.signals import exit_on_signals
+from tasks.audit import Report, audit
+from tasks.doctor.repair import repair
+from tasks.errors import ConfigError, PlumblineError
+
+PROJECT = Path(__file__).resolve().parents[1]
+MAX_MEMORY = 16 << 30
+"""Bytes of address space. What is read is bounded before it is read; this holds what is not."""
+
+
+def main() -> int:
+    """Entry of `flows/audit.py`. Returns the exit status."""
+    with exit_on_signals():
+        return run_main("audit", _job)
+
+
+def _job(composed: Composed, overrides: list[str]) -> int:
+    settings = composed.settings
+    if settings["prefect"]:
+        return _in_prefect(composed, overrides)
+    _limit_memory()
+    try:
+        report = examine(settings)
+    except MemoryError as error:
+        raise ConfigError(
+            f"source={settings['source']}: needs more than {MAX_MEMORY >> 30} GiB to be looked at",
+            hint="look at what the largest .json and .bin files in it are",
+        ) from error
+    status = _say(report, settings["out"])
+    return _repair(settings) if settings["fix"] else status
+
+
+def _repair(settings: Mapping[str, Any]) -> int:
+    """`fix=true`: a repaired copy. Returns the exit status."""
+    if not settings["out_dir"]:
+        raise ConfigError("fix=true writes a new folder: which?", hint="out_dir=<a new folder>")
+    base, out = settings["base"], _folder(settings["out_dir"])
+    repaired = repair(_folder(settings["source"]), out, base=_folder(base) if base else None)
+    print(f"\n{out}: repaired, artifact {repaired.artifact.digest[:12]}", file=sys.stderr)
+    for line in repaired.done:
+        print(f"  {line}", file=sys.stderr)
+    return 0
+
+
+def examine(settings: Mapping[str, Any]) -> Report:
+    """The audit that settings ask for; writes `out` where one is named.
+
+    Raises:
+        ConfigError: a folder that cannot be read, or an `out` inside of it.
+    """
+    source, base = _folder(settings["source"]), settings["base"]
+    out = settings["out"]
+    if out not in (None, "-") and _folder(out).resolve().is_relative_to(source.resolve()):
+        raise ConfigError(
+            f"out={out} lies in source={source}, which is only read", hint="out=<a file elsewhere>"
+        )
+    try:
+        found = audit(source, base=_folder(base) if base else None, values=settings["values"])
+    except PlumblineError as error:
+        raise ConfigError(error.message, details=error.details, hint="source=<folder>") from error
+    if out not in (None, "-"):
+        _write(_folder(out), found)
+    return found
+
+
+def _say(report: Report, out: str | None) -> int:
+    """Print the report, or where it is. Returns the exit status."""
+    if out == "-":
+        print(json.dumps(report.as_json(), indent=1))
+    elif out:
+        print(f"{report.source}: {report.what}; {report.counts}; {out}")
+    else:
+        print(report.text())
+    return 0 if report.ok else 1
+
+
+def _write(path: Path, report: Report) -> None:
+    try:
+        path.write_text(json.dumps(report.as_json(), indent=1) + "\n")
+    except OSError as error:
+        raise ConfigError(f"out={path}: {error.strerror}", hint="out=<a file elsewhere>") from error
+
+
+def _in_prefect(composed: Composed, overrides: list[str]) -> int:
+    bootstrap(PROJECT, composed.runs)
+    from flows.lock import hold
+    from flows.prefect_server import prefect_server
+
+    wait_s = composed.settings["paths"]["wait_s"]
+    with hold(composed.runs, wait_s), prefect_server(composed.runs, meanwhile=("flows.audit",)):
+        from flows.audit import audit as flow
+
+        tag = composed.settings["tag"] or "manual"
+        state = flow(overrides, tag=tag, return_state=True)
+        found = state.result(raise_on_failure=False)
+    if not isinstance(found, dict):
+        raise found if isinstance(found, PlumblineError) else ConfigError(str(found))
+    print(json.dumps(found, indent=1))
+    return 0 if found["ok"] else 1
+
+
+def _limit_memory() -> None:
+    _, hard = resource.getrlimit(resource.RLIMIT_AS)
+    limit = MAX_MEMORY if hard == resource.RLIM_INFINITY else min(MAX_MEMORY, hard)
+    resource.setrlimit(resource.RLIMIT_AS, (limit, hard))
+
+
+def _folder(text: str) -> Path:
+    return Path(text).expanduser().absolute()

@@ -1,0 +1,80 @@
+"""A chain of chains: section `chain` names its links, and what each of them overrides.
+
+    chain:
+      sft: [train=sft]
+      reward: [train=reward, data.train_size=12000]
+      ppo: [train=ppo, rl=ppo, reward=model]
+
+Every link is a whole configuration: the run's own overrides, then the link's. On the command line
+`ppo:train.lr=1e-5` is an override for the link `ppo` alone, and comes last. A link begins with the
+model that the one before it serves; a reward model is nobody's base, and scores the links after it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from flows.config import Composed, compose_config
+from flows.overrides import split
+from tasks.errors import ConfigError
+
+
+@dataclass(frozen=True)
+class Link:
+    """One chain of a run.
+
+    Attributes:
+        name: empty where there is only one.
+        composed: its configuration.
+        rewarded: whether a link before it trains a reward model.
+        based: whether a link before it trains a model that this one begins with.
+    """
+
+    name: str
+    composed: Composed
+    rewarded: bool = False
+    based: bool = False
+
+    @property
+    def objective(self) -> str:
+        """What it trains for."""
+        return str(self.composed.settings["train"]["objective"])
+
+
+def compose(overrides: Sequence[str]) -> Composed:
+    """The run's own configuration. Raises as `compose_config`."""
+    return compose_config(split(overrides)[0])
+
+
+def links(composed: Composed, overrides: Sequence[str]) -> list[Link]:
+    """The chains that a run consists of, in order.
+
+    Args:
+        composed: the run's own configuration.
+        overrides: that led to it, those of links included.
+
+    Raises:
+        ConfigError: an override for a link that there is not; a link's own overrides are wrong.
+    """
+    chain: dict[str, list[str]] = composed.settings["chain"]
+    plain, of_links = split(overrides)
+    strangers = sorted(set(of_links) - set(chain))
+    if strangers:
+        given = f"{strangers[0]}:{of_links[strangers[0]][0]}"
+        known = ", ".join(chain) or "none; +exp=qlora has sft, reward and ppo"
+        raise ConfigError(f"{given}: the chain has no link {strangers[0]}", hint=f"links: {known}")
+    if not chain:
+        return [Link("", composed)]
+    found: list[Link] = []
+    for name, own in chain.items():
+        before = [link.objective == "reward" for link in found]
+        config = compose_config([*plain, *own, *of_links.get(name, ())])
+        found.append(Link(name, config, rewarded=any(before), based=not all(before)))
+    return found
+
+
+def about(links: Sequence[Link]) -> dict[str, Any]:
+    """What the tracker keeps of the links' configurations."""
+    return {link.name: link.composed.settings for link in links if link.name}

@@ -1,0 +1,42 @@
+"""What was measured step by step, as pictures."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+Series = Mapping[str, Sequence[tuple[int, float]]]
+"""(step, value) pairs by name."""
+SHOWN = (
+    "loss", "policy_loss", "value_loss", "reward", "reward_std", "kl", "entropy", "length",
+    "truncated", "clip_high_frac", "explained_variance", "mismatch/mean_abs", "accuracy", "margin",
+    "grad_norm", "lr", "tokens_per_s", "seconds/generate", "seconds/update",
+)  # fmt: skip
+COLUMNS = 3
+
+
+def draw(series: Series, path: Path) -> bool:
+    """Draw those of the series that are known to be looked at, one small picture each.
+
+    Args:
+        series: by name.
+        path: of the PNG.
+
+    Returns:
+        whether there was anything to draw: a curve has two points at least.
+    """
+    chosen = [name for name in SHOWN if len(series.get(name, ())) > 1]
+    if not chosen:
+        return False
+    from matplotlib.figure import Figure
+
+    rows = -(-len(chosen) // COLUMNS)
+    figure = Figure(figsize=(4 * COLUMNS, 2.6 * rows), layout="constrained")
+    for number, name in enumerate(chosen, start=1):
+        axes = figure.add_subplot(rows, COLUMNS, number)
+        steps, values = zip(*series[name], strict=True)
+        axes.plot(steps, values, linewidth=1.2)
+        axes.set_title(name, fontsize=10)
+        axes.grid(alpha=0.3)
+    figure.savefig(path, dpi=90)
+    return True

@@ -1,0 +1,93 @@
+"""A row of the user's data -> a prompt to be answered, for learning from one's own replies.
+
+The prompt is a list of messages that ends with the user's, or a text in a column of its own. An
+answer at the end of the messages, or in the answer column, is the reference answer: rewards and
+tests may look at it, the model is not shown it. Null and blank text are no answer: a CSV file has
+no other way to leave one out. All other columns travel along, for rewards.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from typing import Any
+
+from tasks.data.columns import Columns
+from tasks.data.conversations import system_message
+from tasks.data.messages import (
+    Message,
+    Unusable,
+    column_text,
+    messages_of,
+    require_turns,
+    sound,
+)
+from tasks.data.readers import kind_of
+
+
+def asked(values: Mapping[str, Any], columns: Columns) -> dict[str, Any]:
+    """`{"messages", "answer"?, "columns"}`; `messages` ends with the answer where there is one.
+
+    Raises:
+        Unusable: a missing column, a wrong type, roles out of order, a column that JSON cannot say.
+    """
+    messages, used = _prompt(values, columns)
+    answer = None
+    if messages[-1]["role"] == "assistant":
+        answer = messages.pop()["content"]
+    if not messages or messages[-1]["role"] != "user":
+        raise Unusable("there is no user's message to answer")
+    if columns.answer is not None and columns.answer in values:
+        used.add(columns.answer)
+        if _says(values[columns.answer]):
+            answer = _as_text(values[columns.answer], columns.answer)
+    row: dict[str, Any] = {"messages": messages}
+    if answer is not None:
+        row["messages"] = [*messages, {"role": "assistant", "content": answer}]
+        row["answer"] = answer
+    row["columns"] = {key: _plain(key, value) for key, value in values.items() if key not in used}
+    return row
+
+
+def _prompt(values: Mapping[str, Any], columns: Columns) -> tuple[list[Message], set[str]]:
+    """The messages, and the columns that they were taken from."""
+    if columns.messages is not None and columns.messages in values:
+        messages = messages_of(values[columns.messages], columns.messages)
+        require_turns(messages)
+        return messages, {columns.messages}
+    if columns.prompt not in values:
+        either = f"no {columns.messages!r}, " if columns.messages is not None else ""
+        raise Unusable(f"{either}no {columns.prompt!r}")
+    raw, used = values[columns.prompt], {columns.prompt}
+    if isinstance(raw, list):
+        messages = messages_of(raw, columns.prompt)
+    else:
+        text = column_text(values, columns.prompt)
+        messages = [*system_message(values, columns), {"role": "user", "content": text}]
+        used |= {columns.system} if columns.system is not None else set()
+    require_turns(messages)
+    if columns.response in values:
+        used.add(columns.response)
+        if _says(values[columns.response]):
+            answer = column_text(values, columns.response)
+            messages = [*messages, {"role": "assistant", "content": answer}]
+    return messages, used
+
+
+def _says(value: object) -> bool:
+    return value is not None and not (isinstance(value, str) and not value.strip())
+
+
+def _as_text(value: object, key: str) -> str:
+    """A number is a usual answer, and compared as text."""
+    if isinstance(value, bool) or not isinstance(value, str | int | float):
+        raise Unusable(f"{key!r} must be text or a number, found {kind_of(value)}")
+    return sound(value, repr(key)) if isinstance(value, str) else str(value)
+
+
+def _plain(key: str, value: Any) -> Any:
+    try:
+        json.dumps(value, allow_nan=False)
+    except (TypeError, ValueError) as error:
+        raise Unusable(f"{key!r} cannot be passed on to a reward: {error}") from error
+    return value

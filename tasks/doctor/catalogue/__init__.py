@@ -1,0 +1,62 @@
+"""Every code there is, once: what it means, which tool fails on it, who reported it, what to do.
+
+`docs/findings.md` is made from it: `python -m tasks.doctor.page > docs/findings.md`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from types import ModuleType
+
+from tasks.doctor.catalogue import (
+    adapter,
+    against_base,
+    architecture,
+    dtypes,
+    experts,
+    files,
+    folder,
+    headers,
+    heads,
+    quantisation,
+    residue,
+    serving,
+    special_tokens,
+    templates,
+    unsafe,
+    values,
+    vocabulary,
+    zero,
+)
+from tasks.doctor.catalogue.entry import Entry
+
+PAGES: Sequence[ModuleType] = (
+    folder,
+    files,
+    headers,
+    zero,
+    residue,
+    heads,
+    adapter,
+    vocabulary,
+    special_tokens,
+    templates,
+    architecture,
+    quantisation,
+    dtypes,
+    experts,
+    serving,
+    against_base,
+    unsafe,
+    values,
+)
+"""One module of entries a family; the first line of its docstring is its heading."""
+
+
+def entries(page: ModuleType) -> Iterator[Entry]:
+    """A module's entries, as they stand in it."""
+    return (one for one in vars(page).values() if isinstance(one, Entry))
+
+
+CATALOGUE: Mapping[str, Entry] = {one.code: one for page in PAGES for one in entries(page)}
+"""By code."""

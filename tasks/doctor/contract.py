@@ -1,0 +1,92 @@
+"""Names and shapes against the model's own class, for every family that transformers has.
+
+Its class is built on the meta device by `tasks.weights.contracts`, in a child process: importing
+transformers takes longer than a look at headers may, so this is part of `values=true`. Families
+that `headers.py` knows are not asked again. Code that a model brings along is not run.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from tasks.doctor.catalogue import headers as say
+from tasks.doctor.finding import Finding
+from tasks.doctor.headers import MAX_LAYERS, compare, knows
+from tasks.doctor.recognise import CONFIG, Kind
+from tasks.doctor.said import first_architecture, of_text, whole
+from tasks.doctor.source import Source
+
+_PROJECT = Path(__file__).resolve().parents[2]
+_LIMIT_S = 300.0
+_MAX_TENSORS = 200_000
+_QUIET = {"HF_HUB_OFFLINE": "1", "TRANSFORMERS_VERBOSITY": "error", "OMP_NUM_THREADS": "1"}
+
+
+def check(source: Source) -> Iterator[Finding]:
+    """Ask transformers, where nobody else can tell and it can be asked."""
+    if not (source.values and _can_be_asked(source)):
+        return
+    reply = _ask(source)
+    if "error" in reply:
+        yield say.CONTRACT_UNKNOWN.at(
+            CONFIG,
+            found=str(reply["error"]),
+            expected=f"a class of {first_architecture(source.config())}",
+        )
+        return
+    facts = reply["facts"]
+    shapes = {one["name"]: tuple(one["shape"]) for one in facts["tensors"]}
+    yield from compare(source, shapes, {*facts["tied"], *facts["unread"]})
+
+
+def _can_be_asked(source: Source) -> bool:
+    config, name = source.config(), first_architecture(source.config())
+    layers = whole(of_text(config, "num_hidden_layers")) or 0
+    served = source.kind is Kind.MODEL or name.endswith("ForSequenceClassification")
+    plain = not config.get("auto_map") and not config.get("quantization_config")
+    return (
+        source.is_model
+        and served
+        and plain
+        and bool(name)
+        and source.weights.is_whole
+        and layers <= MAX_LAYERS
+        and len(source.tensors) <= _MAX_TENSORS
+        and not knows(source)
+    )
+
+
+def _ask(source: Source) -> Mapping[str, Any]:
+    """The facts of the model's class, or why there are none."""
+    request = {
+        "do": "model_facts",
+        "config": str(source.folder.root),
+        "dtype": "bfloat16",
+        "disk": {key: list(one.shape) for key, one in source.tensors.items()},
+    }
+    command = [sys.executable, "-m", "tasks.doctor.contract_child"]
+    try:
+        done = subprocess.run(
+            command,
+            input=json.dumps(request),
+            capture_output=True,
+            text=True,
+            cwd=_PROJECT,
+            env={**os.environ, **_QUIET},
+            timeout=_LIMIT_S,
+            check=False,
+        )
+    except subprocess.TimeoutExpired:
+        return {"error": f"transformers made no model of it within {_LIMIT_S:.0f} s"}
+    lines = done.stdout.splitlines()
+    if done.returncode or not lines:
+        last = done.stderr.strip().rpartition("\n")[2]
+        return {"error": f"transformers made no model of it: {last}"}
+    reply: dict[str, Any] = json.loads(lines[-1])
+    return reply

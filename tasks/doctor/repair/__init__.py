@@ -1,0 +1,11 @@
+"""Repairs that lose nothing, as a new artifact: `repaired = repair(source, out)`.
+
+draft       what the repaired folder would hold; looked at by the same families before a byte moves
+keys        names without residue
+ties        one embedding, or two
+documents   what ends a text, how many labels a head has
+writing     the draft as files, checked once more, published by one rename
+"""
+
+from tasks.doctor.repair.writing import Repaired as Repaired
+from tasks.doctor.repair.writing import repair as repair

@@ -1,0 +1,127 @@
+"""What a chat template writes, told from its syntax: it is parsed, and never rendered.
+
+Templates come with a model and are programs; rendering a stranger's can take for ever.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Collection, Iterator
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Any
+
+MAX_BYTES = 256 << 10
+"""The longest templates published, of models with tools, have some 30 kB."""
+_MARKER = re.compile(r"<\|[^\s|<>{}'\"]{1,40}\|>|<(?:start|end)_of_turn>")
+EOS = "eos_token"
+
+
+class BrokenTemplateError(ValueError):
+    """The template does not parse; the message says where."""
+
+
+@dataclass(frozen=True)
+class TemplateText:
+    """A template's own words.
+
+    Attributes:
+        markers: texts in it that look like special tokens, `<|im_end|>`.
+        ends: special tokens that it writes right after a message's content; `EOS` stands for the
+            tokenizer's own.
+    """
+
+    markers: frozenset[str]
+    ends: frozenset[str]
+
+
+def read_template(template: str, special: Collection[str]) -> TemplateText:
+    """Parse a template.
+
+    Args:
+        template: its text.
+        special: the tokenizer's special tokens.
+
+    Raises:
+        BrokenTemplateError: it does not parse, or is longer than any that is meant to.
+    """
+    if len(template) > MAX_BYTES:
+        raise BrokenTemplateError(f"{len(template)} characters, at most {MAX_BYTES} are read")
+    pieces = list(_pieces(_parse(template)))
+    texts = [one for kind, one in pieces if kind == "text"]
+    markers = frozenset(found for one in texts for found in _MARKER.findall(one))
+    return TemplateText(markers, frozenset(_ends(pieces, special)))
+
+
+def _parse(template: str) -> Any:
+    from jinja2 import TemplateError
+    from jinja2.ext import Extension, loopcontrols
+    from jinja2.sandbox import ImmutableSandboxedEnvironment
+
+    class Generation(Extension):
+        """`{% generation %}` marks the answer for loss masks: here it is only its contents."""
+
+        tags = {"generation"}  # noqa: RUF012 -- jinja2's own declaration
+
+        def parse(self, parser: Any) -> Any:
+            next(parser.stream)
+            return parser.parse_statements(("name:endgeneration",), drop_needle=True)
+
+    environment = ImmutableSandboxedEnvironment(
+        trim_blocks=True, lstrip_blocks=True, extensions=[loopcontrols, Generation]
+    )
+    try:
+        return environment.parse(template)
+    except (TemplateError, RecursionError, ValueError) as error:
+        raise BrokenTemplateError(str(error) or type(error).__name__) from error
+
+
+def _pieces(node: Any) -> Iterator[tuple[str, str]]:
+    """What is written, in the order of the source: ("text", words) or ("value", its names)."""
+    from jinja2 import nodes
+
+    try:
+        for output in node.find_all((nodes.Output, nodes.Assign)):
+            children = output.nodes if isinstance(output, nodes.Output) else [output.node]
+            for child in children:
+                yield from _flat(child)
+    except RecursionError as error:
+        raise BrokenTemplateError("nested too deep") from error
+
+
+def _flat(node: Any) -> Iterator[tuple[str, str]]:
+    from jinja2 import nodes
+
+    if isinstance(node, nodes.TemplateData):
+        yield "text", node.data
+    elif isinstance(node, nodes.Const):
+        if isinstance(node.value, str):
+            yield "text", node.value
+    elif isinstance(node, nodes.Add):
+        yield from _flat(node.left)
+        yield from _flat(node.right)
+    elif isinstance(node, nodes.CondExpr):
+        yield from _flat(node.expr1)
+        if node.expr2 is not None:
+            yield from _flat(node.expr2)
+    elif isinstance(node, nodes.Concat):
+        for one in node.nodes:
+            yield from _flat(one)
+    else:
+        named = [one.name for one in node.find_all(nodes.Name)]
+        named += [node.name] if isinstance(node, nodes.Name) else []
+        named += [one.attr for one in node.find_all(nodes.Getattr)]
+        named += [node.attr] if isinstance(node, nodes.Getattr) else []
+        keys = [one.value for one in node.find_all(nodes.Const) if isinstance(one.value, str)]
+        yield "value", " ".join([*named, *keys])
+
+
+def _ends(pieces: list[tuple[str, str]], special: Collection[str]) -> Iterator[str]:
+    for (kind, value), (next_kind, following) in pairwise(pieces):
+        if kind != "value" or "content" not in value:
+            continue
+        if next_kind == "value" and EOS in following.split():
+            yield EOS
+        starts = [one for one in special if following.lstrip().startswith(one)]
+        if next_kind == "text" and starts:
+            yield max(starts, key=len)

@@ -1,0 +1,138 @@
+"""What the engine that serves the model takes: its weights, and keys and values of what it serves.
+
+`smoke_eval` starts vLLM on the served folder and after that on the base, one at a time. On a CPU
+the cache of keys and values is as large as it is told to be; on a GPU it is what the weights leave
+of vLLM's share, and that has to hold the longest sequence.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from tasks.preflight.finding import Finding
+from tasks.training.memory import ITEM, LIBRARIES
+from tasks.training.sizes import Sizes
+
+GIB = 2**30
+AT_ONCE = 64
+"""Sequences that smoke_eval lets vLLM run together (`max_num_seqs`)."""
+HEADROOM = 8
+"""Tokens beyond the longest sequence, as `tasks/vllm_jobs.py` adds them."""
+BLOCK = {"cpu": 128, "gpu": 16}
+"""Tokens that vLLM 0.32 gives a sequence at a time."""
+GPU_SHARE = 0.92
+"""Of a GPU's memory, what vLLM 0.32 takes (`gpu_memory_utilization`)."""
+
+
+@dataclass(frozen=True)
+class EngineMemory:
+    """Bytes and tokens of one engine.
+
+    Attributes:
+        weights: bytes, as they are served.
+        cache: bytes for keys and values.
+        token: bytes of one token's keys and values.
+        context: tokens of the longest sequence.
+        block: tokens that a sequence grows by.
+    """
+
+    weights: int
+    cache: int
+    token: int
+    context: int
+    block: int
+
+    @property
+    def total(self) -> int:
+        """Bytes, libraries not included."""
+        return self.weights + self.cache
+
+    @property
+    def longest(self) -> int:
+        """Bytes of one sequence of `context` tokens."""
+        return -(-self.context // self.block) * self.block * self.token
+
+    @property
+    def together(self) -> int:
+        """Sequences of that length that fit at once."""
+        return int(self.cache // self.longest)
+
+    def __str__(self) -> str:
+        running = f"{min(self.together, AT_ONCE)} of {AT_ONCE} sequences of {self.context} tokens"
+        return (
+            f"{self.total / 2**20:.1f} MiB (weights {self.weights / 2**20:.1f} MiB, "
+            f"KV cache {self.cache / 2**20:.1f} MiB: {self.token / 2**10:.1f} KiB a token, "
+            f"room for {running})"
+        )
+
+
+def engine_memory(
+    config: Mapping[str, Any], settings: Mapping[str, Any], *, gpu_bytes: int | None
+) -> EngineMemory:
+    """What smoke_eval's engine takes.
+
+    Args:
+        config: contents of the base's `config.json`.
+        settings: the resolved configuration.
+        gpu_bytes: the GPU's memory; None for a CPU.
+
+    Raises:
+        KeyError: an architecture that names its dimensions differently.
+    """
+    sizes, smoke, convert = Sizes.of(config), settings["smoke"], settings["convert"]
+    item = ITEM[convert["dtype"]]
+    weights = sizes.weights() * item
+    if convert["quantize"] != "none":
+        weights -= sizes.linear_weights() * (item - 1)
+    token, context = sizes.kv_cache(1, item), _context(config, settings)
+    block = BLOCK["cpu" if gpu_bytes is None else "gpu"]
+    if smoke["engine"] != "vllm":
+        cache, block = context * token, 1  # transformers answers one at a time
+    elif gpu_bytes is None:
+        cache = smoke["kv_cache_gib"] * GIB
+    else:
+        cache = max(0, int(GPU_SHARE * gpu_bytes) - weights - LIBRARIES)
+    return EngineMemory(weights, cache, token, context, block)
+
+
+def _context(config: Mapping[str, Any], settings: Mapping[str, Any]) -> int:
+    """Tokens of the longest sequence: as told, or about what prompts and answers come to."""
+    smoke = settings["smoke"]
+    text = config.get("text_config") or config
+    needed = settings["train"]["max_len"] + smoke["max_new_tokens"] + HEADROOM
+    return int(smoke["max_model_len"] or min(needed, text.get("max_position_embeddings", needed)))
+
+
+def cache_fits(engine: EngineMemory, *, on_gpu: bool) -> list[Finding]:
+    """vLLM refuses to start when one sequence of full length does not fit."""
+    if engine.longest <= engine.cache:
+        return []
+    holds = engine.cache // (engine.block * engine.token) * engine.block
+    shorter = f"smoke.max_model_len={holds}" if holds else "a smaller model"
+    if on_gpu:
+        what, override = "GPU memory of smoke_eval", shorter
+    else:
+        what = "smoke.kv_cache_gib"
+        override = f"smoke.kv_cache_gib={-(-engine.longest // GIB)} or {shorter}"
+    found = f"{engine.cache / GIB:.1f} GiB for keys and values, room for {holds} tokens"
+    allowed = (
+        f"vLLM needs room for one sequence of {engine.context} tokens, "
+        f"{engine.longest / GIB:.1f} GiB ({engine.token / 2**10:.0f} KiB a token)"
+    )
+    return [Finding(what, found, allowed, override)]
+
+
+def host_fits(engine: EngineMemory, available: int, kv_cache_gib: int) -> list[Finding]:
+    """The host's memory has to hold weights, cache and libraries."""
+    needed = engine.total + LIBRARIES
+    if needed <= available:
+        return []
+    spare = (available - engine.weights - LIBRARIES) // GIB
+    override = "convert=w8a8"
+    if 1 <= spare < kv_cache_gib:
+        override = f"smoke.kv_cache_gib={spare} or smoke=transformers"
+    found = f"{available / GIB:.1f} GiB available"
+    allowed = f"smoke_eval needs about {needed / GIB:.1f} GiB: {engine}"
+    return [Finding("memory of smoke_eval", found, allowed, override)]

@@ -1,0 +1,233 @@
+"""The order of things within one rank of an online run."""
+
+from __future__ import annotations
+
+import logging
+import math
+import time
+from contextlib import ExitStack
+from dataclasses import dataclass, replace
+from typing import Any
+
+from tasks.bf16_linear import use_fp32_where_faster
+from tasks.events import emit
+from tasks.rl.algorithms import Recipe, recipe
+from tasks.rl.appraisal import Appraiser
+from tasks.rl.collect import Collector
+from tasks.rl.critic import CRITIC, Critic, start_critic
+from tasks.rl.critic_files import write_critic
+from tasks.rl.loop import OnlineTrainer
+from tasks.rl.probes import heldout_probes, trial
+from tasks.rl.prompts import Asking, load_prompts
+from tasks.rl.reference import Reference, open_reference
+from tasks.rl.replies import Prompt
+from tasks.rl.rewards import Rewards, open_rewards
+from tasks.rl.rollout import Engine, open_engine
+from tasks.rl.settings import Loop, Online
+from tasks.rl.update import Updater
+from tasks.training.alike import require_alike
+from tasks.training.data import end_ids
+from tasks.training.engine import Ranks, start_engine
+from tasks.training.job import Batch, TrainJob
+from tasks.training.model import load_model, load_tokenizer
+from tasks.training.outputs import write_common
+from tasks.training.packed_model import give_back_attention, model_of, require_same
+from tasks.training.probe import fingerprint_of
+from tasks.training.run import write_own
+from tasks.training.saving import Others, restore
+from tasks.training.zero_config import deepspeed_config
+
+LOG = logging.getLogger("plumbline.rl")
+
+
+def run(job: TrainJob, started: float) -> None:
+    """Train as one of torchrun's ranks, see `train_with`."""
+    ranks = Ranks(timeout_s=job.settings.launch.collective_timeout_s)
+    train_with(ranks, job, started)
+    ranks.barrier()
+    ranks.leave()
+
+
+def train_with(ranks: Ranks, job: TrainJob, started: float) -> None:
+    """Train, and write this rank's part of the `shards` artifact.
+
+    Args:
+        ranks: this process among its peers.
+        job: what to do.
+        started: `time.time()` at which this began, for the event "ready".
+    """
+    use_fp32_where_faster()
+    online = Online.of(job.settings.online)
+    if job.settings.launch.nodes > 1:
+        require_alike(ranks)
+    tokenizer = load_tokenizer(job)
+    train, heldout = _prompts(job, online, tokenizer, ranks)
+    rank = _Rank(ranks, job, online, recipe(job.settings.objective, online.loop), tokenizer)
+    models = rank.start(heldout)
+    with ExitStack() as stack:
+        rewards = stack.enter_context(rank.rewards())
+        ends = end_ids(job.base, tokenizer)
+        answering = stack.enter_context(
+            open_engine(job, online.rollout, ranks, engine=models.engine, ends=sorted(ends))
+        )
+        trainer = rank.trainer(models, answering, rewards, train, heldout)
+        if ranks.first:
+            emit("ready", startup_s=time.time() - started, device=str(ranks.device))
+        after = trainer.run()
+    _leave(trainer, tokenizer, after)
+
+
+@dataclass(frozen=True)
+class _Models:
+    """What is trained, and what it is compared with."""
+
+    engine: Any
+    critic: Critic | None
+    reference: Reference | None
+    updater: Updater
+    progress: Any
+
+
+@dataclass(frozen=True)
+class _Rank:
+    """What everything in a rank is made of."""
+
+    ranks: Ranks
+    job: TrainJob
+    online: Online
+    algorithm: Recipe
+    tokenizer: Any
+
+    def start(self, heldout: tuple[Prompt, ...]) -> _Models:
+        """Policy, critic and reference, as they begin or as a checkpoint has them."""
+        job, ranks, loop = self.job, self.ranks, self.online.loop
+        config = deepspeed_config(job.settings, ranks.world_size)
+        model = load_model(job, ranks, config, tokenizer=self.tokenizer)
+        engine = start_engine(model, config, job.settings.optim)
+        critic = reference = None
+        if self.algorithm.critic:
+            critic = start_critic(
+                job, loop, ranks, policy=engine.module, config=config, tokenizer=self.tokenizer
+            )
+        others: Others = {} if critic is None else {CRITIC: critic.active}
+        progress = restore(engine, job, ranks, others)
+        require_same(engine, trial(heldout).to(ranks.device))
+        if loop.kl_coef > 0 or loop.kl_limit is not None:
+            reference = open_reference(
+                job, ranks, engine=engine, config=config, tokenizer=self.tokenizer
+            )
+        updater = Updater(engine, critic, ranks, job, loop, self.online.rollout, self.algorithm)
+        return _Models(engine, critic, reference, updater, progress)
+
+    def rewards(self) -> Rewards:
+        """What a reply is worth."""
+        reward = self.online.reward
+        if self.job.reward is not None:
+            reward = replace(reward, model=str(self.job.reward))
+        return open_rewards(
+            reward,
+            tokenizer=self.tokenizer,
+            device=self.ranks.device,
+            log=LOG,
+            logs=self.job.checkpoints,
+            longest=self.online.rollout.max_prompt_len + self.online.rollout.max_new_tokens,
+        )
+
+    def trainer(
+        self,
+        models: _Models,
+        answering: Engine,
+        rewards: Rewards,
+        train: tuple[Prompt, ...],
+        heldout: tuple[Prompt, ...],
+    ) -> OnlineTrainer:
+        """The loop over all of it."""
+        seed, loop = self.job.settings.seed, self.online.loop
+        asking = Asking(len(train), loop.prompts, loop.refill, seed)
+        of_train, of_heldout = (
+            Collector(answering, rewards, prompts, self.tokenizer, self.ranks, seed)
+            for prompts in (train, heldout)
+        )
+        return OnlineTrainer(
+            engine=models.engine,
+            critic=models.critic,
+            appraiser=Appraiser(
+                models.engine,
+                models.critic,
+                models.reference,
+                self.ranks,
+                self.job,
+                self.online,
+                self.algorithm,
+            ),
+            ranks=self.ranks,
+            job=self.job,
+            online=self.online,
+            answering=answering,
+            train=of_train,
+            heldout=of_heldout,
+            updater=models.updater,
+            asking=asking,
+            iterations=iterations(loop, self.job.settings.batch, len(train)),
+            progress=models.progress,
+        )
+
+
+def iterations(loop: Loop, batch: Batch, prompts: int) -> int:
+    """Iterations of a run: as many as are asked for, or what the epochs over the prompts take."""
+    if loop.iterations is not None:
+        return loop.iterations
+    return max(1, math.ceil(batch.epochs * prompts / (loop.prompts * (1 + loop.refill))))
+
+
+def _prompts(
+    job: TrainJob, online: Online, tokenizer: Any, ranks: Ranks
+) -> tuple[tuple[Prompt, ...], tuple[Prompt, ...]]:
+    limit = online.rollout.max_prompt_len
+    train, heldout = (
+        load_prompts(job.data / f"{split}.jsonl", tokenizer=tokenizer, limit=limit, ranks=ranks)
+        for split in ("train", "heldout")
+    )
+    return train, heldout[: online.loop.eval_prompts]
+
+
+def _leave(trainer: OnlineTrainer, tokenizer: Any, after: dict[str, float]) -> None:
+    """Write the artifact: shares of policy and critic, and what the policy does."""
+    job, ranks, engine = trainer.job, trainer.ranks, trainer.engine
+    write_own(engine.module, job, ranks)
+    if trainer.critic is not None:
+        write_critic(trainer.critic, job, trainer.online.loop, ranks)
+    give_back_attention(model_of(engine.module), job.settings.attn_implementation)
+    probes = heldout_probes(trainer.answered, job.settings.probes)
+    measured = fingerprint_of(engine, probes, ranks.device)
+    if ranks.first:
+        metrics = _metrics(trainer, after)
+        write_common(
+            job,
+            model=engine.module,
+            tokenizer=tokenizer,
+            metrics=metrics,
+            progress=trainer.progress,
+            measured=measured,
+        )
+        emit("done", **metrics)
+    engine.destroy()
+
+
+def _metrics(trainer: OnlineTrainer, after: dict[str, float]) -> dict[str, float]:
+    progress = trainer.progress
+    assert progress.before is not None
+    found = {
+        "steps": float(progress.step),
+        "loss": progress.losses[-1],
+        "heldout_reward_before": progress.before["reward"],
+        "heldout_reward_after": after["reward"],
+        "mismatch": progress.last["mismatch/mean_abs"],
+        "train_s": progress.seconds,
+    }
+    for name in ("kl", "overhead"):
+        if name in progress.last:
+            found[name] = progress.last[name]
+    if progress.best is not None:
+        found["best_step"] = float(progress.best.step)
+    return found

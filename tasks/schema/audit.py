@@ -1,0 +1,25 @@
+"""The configuration's schema of `flows/audit.py`: every key, its type, its default."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from tasks.schema.places import Paths
+
+MISSING = "???"
+"""What Hydra takes for a value that has to be given."""
+
+
+@dataclass
+class Audit:
+    """The whole configuration of `flows/audit.py`."""
+
+    source: str = MISSING  # folder to look at: nothing is written into it
+    base: str | None = None  # folder of the model it was made from; null: the one an adapter names
+    values: bool = False  # true: read tensor data too, at the speed of the disk
+    out: str | None = None  # file for the report as JSON, "-" for standard output; null: a table
+    fix: bool = False  # true: write a repaired copy into out_dir
+    out_dir: str | None = None  # folder that is to hold the repaired copy
+    prefect: bool = False  # true: as a Prefect flow, with a server
+    tag: str = ""  # free text that tells flow runs apart
+    paths: Paths = field(default_factory=Paths)

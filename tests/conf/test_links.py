@@ -1,0 +1,136 @@
+"""A chain of chains: which overrides reach which link, and what is planned of it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from flows import chain
+from flows.links import Link, about, compose, links
+from flows.overrides import apart, split
+from flows.plan import check, forecast, render
+from tasks.errors import ConfigError
+from tests.conf.test_plan import CHAIN, publish_planned
+
+ONLINE_CHAIN = [*CHAIN[:2], "rollout_base", *CHAIN[2:], "register"]
+
+
+def linked(tmp_path: Path, *overrides: str) -> dict[str, Link]:
+    given = ["+exp=qlora", f"paths.runs={tmp_path / 'runs'}", *overrides]
+    return {link.name: link for link in links(compose(given), given)}
+
+
+def section(link: Link, name: str) -> dict[str, Any]:
+    found: dict[str, Any] = link.composed.settings[name]
+    return found
+
+
+@pytest.mark.parametrize(
+    "override",
+    [
+        "train.lr=1e-5",
+        "+exp=qlora",
+        "~tracking",
+        "reward.function=judge.py:score",
+        "reward.url=http://127.0.0.1:8000/score",
+        "data.path=a:b=c.jsonl",
+        "model.path=/models/x:latest",
+        "no_link:",
+    ],
+)
+def test_overrides_of_the_run_are_left_alone(override: str) -> None:
+    assert split([override]) == ([override], {})
+
+
+def test_overrides_of_links_are_taken_apart_in_order() -> None:
+    given = ["ppo:train.lr=1", "x=2", "sft:+exp=y", "ppo:~rl.kl", "ppo:data.path=a:b"]
+    assert split(given) == (
+        ["x=2"],
+        {"ppo": ["train.lr=1", "~rl.kl", "data.path=a:b"], "sft": ["+exp=y"]},
+    )
+    assert apart(given) == (["x=2"], [one for one in given if one != "x=2"])
+    assert split(["ppo:data.system=two\nlines"])[1] == {"ppo": ["data.system=two\nlines"]}
+
+
+def test_the_links_own_overrides_win_over_the_runs_and_the_command_line_over_both(
+    tmp_path: Path,
+) -> None:
+    plain = linked(tmp_path)
+    assert list(plain) == ["sft", "reward", "ppo"]
+    assert [one.objective for one in plain.values()] == ["sft", "reward", "ppo"]
+    own = section(plain["ppo"], "rl")["iterations"]
+    found = linked(
+        tmp_path, "ppo:rl.iterations=3", "rl.iterations=7", "train.lr=0.1", "sft:train.lr=0.2",
+        "ppo:train.lr=0.3", "ppo:train.lr=0.4",
+    )  # fmt: skip
+    assert [section(one, "train")["lr"] for one in found.values()] == [0.2, 0.1, 0.4]
+    assert section(found["ppo"], "rl")["iterations"] == 3
+    assert section(linked(tmp_path, "rl.iterations=7")["ppo"], "rl")["iterations"] == own
+    assert about(list(found.values()))["ppo"] == found["ppo"].composed.settings
+
+
+def test_who_begins_with_whom(tmp_path: Path) -> None:
+    found = linked(tmp_path).values()
+    assert [(one.rewarded, one.based) for one in found] == [
+        (False, False), (False, True), (True, True),
+    ]  # fmt: skip
+    composed = compose([])
+    composed.settings["chain"] = {"r": ["train=reward"], "a": [], "b": []}
+    turned = links(composed, [])
+    assert [(one.rewarded, one.based) for one in turned] == [
+        (False, False), (True, False), (True, True),
+    ]  # fmt: skip
+
+
+def test_a_run_without_a_chain_is_one_link(tmp_path: Path) -> None:
+    composed = compose([f"paths.runs={tmp_path}"])
+    assert links(composed, []) == [Link("", composed)]
+    assert about(links(composed, [])) == {}
+
+
+@pytest.mark.parametrize(
+    ("experiment", "hint"),
+    [("+exp=qlora", "links: sft, reward, ppo"), ("+exp=sft_qlora", "links: none; +exp=qlora has")],
+)
+def test_a_link_that_there_is_not(experiment: str, hint: str) -> None:
+    given = [experiment, "pppo:train.lr=1"]
+    with pytest.raises(ConfigError, match="pppo:train.lr=1: the chain has no link pppo") as caught:
+        links(compose(given), given)
+    assert caught.value.hint.startswith(hint)
+
+
+def test_what_is_wrong_in_several_links_is_said_at_once(tmp_path: Path) -> None:
+    found = linked(tmp_path, "sft:train.lr=-1", "ppo:rollout.temperature=-1")
+    with pytest.raises(ConfigError) as caught:
+        check(list(found.values()))
+    assert "in 2 links; nothing was started" in caught.value.message
+    lines = caught.value.details
+    assert [line for line in lines if line.startswith("sft: ") and "train.lr" in line]
+    assert [line for line in lines if line.startswith("ppo: ") and "rollout.temperature" in line]
+    assert not (tmp_path / "runs").exists()
+
+
+def test_the_plan_of_three_links(tmp_path: Path) -> None:
+    found = linked(tmp_path)
+    text = render(list(found.values()))
+    places = [text.index(f"link {name}:\n") for name in found]
+    assert places == sorted(places)
+    names = {name: [stage for stage, _ in forecast(link)] for name, link in found.items()}
+    assert names["ppo"] == [stage for stage in ONLINE_CHAIN if stage != "prepare_base"]
+    assert names["sft"] == [*CHAIN, "register"]
+    assert not (tmp_path / "runs").exists()
+
+
+def test_a_stage_of_one_link_is_forced(tmp_path: Path) -> None:
+    runs = f"paths.runs={tmp_path / 'runs'}"
+    composed = compose(["+exp=sft_qlora", runs])
+    publish_planned(composed, "prepare_base", chain.BASE.kind)
+    publish_planned(composed, "prepare_data", chain.DATA.kind)
+    for force, state in (("other", "up to date: "), ("sft", "to run (forced): ")):
+        given = ["+exp=sft_qlora", runs, f"force=[{force}.prepare_data]"]
+        composed = compose(given)
+        composed.settings["chain"] = {"sft": [], "other": []}
+        first, _ = links(composed, given)
+        assert dict(forecast(first))["prepare_data"].startswith(state)

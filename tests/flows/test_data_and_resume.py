@@ -1,0 +1,147 @@
+"""Data of several kinds and a run that was killed, by the literal command in the main job's folder.
+
+A small share of the main job each: its base is there already.
+"""
+
+from __future__ import annotations
+
+import csv
+import json
+import os
+import shutil
+import signal
+import subprocess
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tasks.artifact import open_artifact
+from tasks.toy.splits import conversation, examples
+from tests.flows.conftest import Run, command, environment
+from tests.flows.test_bad_input import ours
+from tests.flows.tracked import curve
+from tests.training.places import files
+
+pytestmark = pytest.mark.slow
+NATIVE = ("smoke.engine=transformers", "smoke.eval_samples=8", "smoke.min_stop_rate=0")
+STEPS = ("train.max_steps=12", "train.save_steps=4")
+
+
+def questions(count: int, seed: int) -> list[tuple[str, str]]:
+    """Questions of the toy world, and their answers."""
+    talks = [conversation(one)["messages"] for one in examples(count, seed=seed, held_out=False)]
+    return [(talk[-2]["content"], talk[-1]["content"]) for talk in talks]
+
+
+def account(run: Run) -> dict[str, Any]:
+    found: dict[str, Any] = json.loads(
+        (Path(run.stage("prepare_data")["artifact"]) / "dataset.json").read_text()
+    )
+    return found
+
+
+def test_several_sources_are_mixed_by_probability_and_each_is_read_to_its_limit(
+    rlhf: Callable[..., Run], runs: Path, tmp_path: Path
+) -> None:
+    chats, table = tmp_path / "chats.jsonl", tmp_path / "table.csv"
+    rows = [{"prompt": q, "response": f"{a}"} for q, a in questions(400, 1)]
+    chats.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    with table.open("w", newline="") as file:
+        writer = csv.writer(file)
+        writer.writerow(["question", "reply"])
+        writer.writerows([f"{q}?", a] for q, a in questions(120, 2))
+    sources = (
+        f"data.sources=[{{path: {chats}, probability: 0.75, max_samples: 300}},"
+        f"{{path: {table}, kind: csv, probability: 0.25, prompt_key: question,"
+        " response_key: reply}]"
+    )
+    given = ("+exp=qlora", "data=jsonl", sources, "data.stopping=first_exhausted")
+    done = rlhf(runs, *given, "train.max_steps=6", *NATIVE)
+    assert done.code == 0, done.output
+    said = account(done)
+    first, second = (one["rows"] for one in said["sources"])
+    assert first == 300 or second == 120  # one of them was used up
+    assert first <= 300
+    assert first / (first + second) == pytest.approx(0.75, abs=0.07)  # 3 sigma of 400 draws
+    splits = said["splits"].values()
+    assert sum(one["read"] for one in splits) == first + second
+    folder = Path(done.stage("prepare_data")["artifact"])
+    kept = [
+        json.loads(line)["messages"][0]["content"].endswith("?")
+        for split in ("train", "heldout")
+        for line in (folder / f"{split}.jsonl").read_text().splitlines()
+    ]
+    assert (kept.count(False), kept.count(True)) == (first, second)
+    assert len(curve(done, "train/loss")) == 6
+
+
+def test_killed_in_the_middle_of_training_and_started_again_it_leaves_the_same_bytes(
+    rlhf: Callable[..., Run], runs: Path, tmp_path: Path
+) -> None:
+    """kill -9 of flow, torchrun and ranks; `train.resume=auto` is the default."""
+    given = ("+exp=qlora", *STEPS, *NATIVE)
+    whole = rlhf(runs, *given)
+    assert whole.code == 0, whole.output
+    shards = Path(whole.stage("train")["artifact"])
+    kept = Path(shutil.move(shards, tmp_path / "whole"))
+
+    checkpoints = runs / "checkpoints" / shards.name
+    with subprocess.Popen(
+        command(runs, *given), cwd=tmp_path, env=environment(), start_new_session=True,
+        stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
+    ) as child:  # fmt: skip
+        while not (checkpoints / "step-00000004" / "state.json").is_file():
+            assert child.poll() is None
+            time.sleep(0.05)
+        os.kill(child.pid, signal.SIGKILL)
+    deadline = time.monotonic() + 30
+    while any("tasks.training" in line for line in ours(runs)):
+        assert time.monotonic() < deadline, "ranks live on"
+        time.sleep(0.1)
+    assert not shards.exists()
+
+    again = rlhf(runs, *given)
+    assert again.code == 0, again.output
+    assert "train: going on after step" in again.output
+    assert Path(again.stage("train")["artifact"]) == shards
+    assert open_artifact(shards).notes["resumed_after_step"] >= 4
+    losses = [json.loads((one / "train.json").read_text())["losses"] for one in (kept, shards)]
+    assert len(losses[0]) == 12
+    assert losses[0] == losses[1]
+    expected, found = files(kept), files(shards)
+    assert sorted(expected) == sorted(found)
+    # How long it took, and where it began.
+    told = {"train.json", "manifest.json"}
+    assert {path for path in expected if expected[path] != found[path]} <= told
+
+
+def test_raw_texts_as_in_pre_training(rlhf: Callable[..., Run], runs: Path, tmp_path: Path) -> None:
+    """One long text among short ones; served by vLLM, which goes on as transformers does."""
+    lines = [f"{question} {answer}" for question, answer in questions(500, 3)]
+    path = tmp_path / "books.jsonl"
+    rows = [*lines[:460], "\n".join(lines[460:])]
+    path.write_text("".join(json.dumps({"body": text}) + "\n" for text in rows))
+    data = ("data=jsonl", f"data.path={path}", "data.text_key=body")
+    length = ("train.max_len=64", "train.max_steps=40", "smoke.eval_samples=40")
+    done = rlhf(runs, "+exp=qlora", "train=pretrain", *data, *length)
+    assert done.code == 0, done.output
+    assert account(done)["rows"] == "texts"
+    told = open_artifact(Path(done.stage("train")["artifact"])).notes["data"]
+    assert sum(split["read"] for split in told.values()) == 461
+    assert sum(split["in_pieces"] for split in told.values()) == 1
+    assert sum(split["kept"] for split in told.values()) > 461
+    losses = curve(done, "train/loss")
+    assert sum(losses[-5:]) < sum(losses[:5])
+    assert done.summary["eval"]["loss_after"] < done.summary["eval"]["loss_before"]
+    assert done.summary["eval"]["after"] is None  # a text is not answered right or wrong
+    assert done.stage("gather")["drift"]["mean_kl"] == 0.0
+    report = json.loads((Path(done.stage("smoke_eval")["artifact"]) / "report.json").read_text())
+    assert report["notes"]["engine"] == "vllm"
+    assert all(check["ok"] for check in report["checks"])
+    assert "texts as training tokenised them" in {check["name"] for check in report["checks"]}
+    written = Path(done.stage("smoke_eval")["artifact"]) / "generations.jsonl"
+    first = json.loads(written.read_text().splitlines()[0])
+    assert first["after"]

@@ -1,0 +1,158 @@
+"""The experiments that learn from their own replies, by their literal commands."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from safetensors import safe_open
+
+from tasks.artifact import open_artifact, verify
+from tasks.toy.dataset import write_dataset
+from tests.flows.conftest import Run
+from tests.flows.test_real_experiments import with_context
+from tests.flows.tracked import children, client, curve
+
+pytestmark = pytest.mark.slow
+SMALL = ("rl.iterations=3", "rl.eval_prompts=16", "smoke.eval_samples=40")
+EXPERIMENTS = (
+    "grpo", "rloo", "reinforce_pp", "grpo_qlora", "ppo_lora_zero3", "ppo_full",
+)  # fmt: skip
+STAGES = ["prepare_data", "prepare_base", "train", "gather", "merge", "convert", "smoke_eval"]
+OF_CRITICS = ("critic", "value_head", "v_head")
+
+
+def stages_of(experiment: str) -> list[str]:
+    """QLoRA rolls out on the dequantised base; what is trained whole has no adapter to merge."""
+    names = [name for name in STAGES if experiment != "ppo_full" or name != "merge"]
+    if "qlora" in experiment:
+        names.insert(names.index("train"), "rollout_base")
+    return names
+
+
+def keys_of(folder: Path) -> list[str]:
+    """Names of all tensors in a folder's weight files."""
+    found: list[str] = []
+    for path in folder.rglob("*.safetensors"):
+        with safe_open(path, "pt") as file:
+            found += file.keys()
+    assert found, folder
+    return found
+
+
+def require_delivered(done: Run, experiment: str) -> None:
+    """Every stage has left what it says, nothing drifted, no critic is served."""
+    assert done.code == 0, done.output
+    assert [s["name"] for s in done.summary["stages"]] == [*stages_of(experiment), "register"]
+    for stage in done.summary["stages"][:-1]:
+        assert verify(open_artifact(Path(stage["artifact"]))) == []
+    assert done.stage("gather")["drift"]["mean_kl"] == 0.0
+    for name in ("gather", "convert"):
+        keys = keys_of(Path(done.stage(name)["artifact"]))
+        assert [key for key in keys if any(part in key for part in OF_CRITICS)] == []
+    critic = Path(done.stage("train")["artifact"]) / "critic"
+    assert critic.is_dir() == experiment.startswith("ppo")
+
+
+def require_tracked(done: Run, iterations: int) -> None:
+    """What MLflow's own client finds of the training."""
+    runs = children(done)
+    assert {one.info.status for one in runs.values()} == {"FINISHED"}
+    train = runs["train"].info.run_id
+    assert len(curve(done, "train/reward")) == iterations
+    assert max(curve(done, "train/mismatch/mean_abs")) <= 0.01
+    files = {one.path for one in client(done).list_artifacts(train)}
+    assert {"samples.json", "curves.png"} <= files
+    table: dict[str, Any] = json.loads(
+        Path(client(done).download_artifacts(train, "samples.json")).read_text()
+    )
+    assert {"step", "id", "prompt", "reply", "reward"} <= set(table["columns"])
+    assert table["data"]
+
+
+@pytest.mark.parametrize("experiment", EXPERIMENTS)
+def test_an_experiment_by_its_literal_command(
+    experiment: str, rlhf: Callable[..., Run], runs: Path
+) -> None:
+    done = rlhf(runs, f"+exp={experiment}", *SMALL)
+    require_delivered(done, experiment)
+    require_tracked(done, 3)
+    assert done.summary["eval"]["reward_after"] is not None
+
+
+def test_a_reward_function_that_raises_ends_the_command(
+    rlhf: Callable[..., Run], runs: Path, tmp_path: Path
+) -> None:
+    judge = tmp_path / "judge.py"
+    judge.write_text("def score(completions, **_):\n    raise ValueError('no judge today')\n")
+    done = rlhf(runs, "+exp=grpo", "rollout=transformers", f"reward.function={judge}:score", *SMALL)
+    assert done.code == 1
+    assert "no judge today" in done.output
+    assert "prompt: " in done.output
+    assert "Traceback" not in done.output.split("no judge today", maxsplit=1)[0]
+
+
+def test_prompts_without_answers_are_learned_from_and_served(
+    rlhf: Callable[..., Run], runs: Path, tmp_path: Path
+) -> None:
+    """A CSV file of prompts alone, and a reward that looks at texts."""
+    rows = "".join(f"copy {word},{len(word)}\n" for word in _words(600))
+    (tmp_path / "prompts.csv").write_text("prompt,size\n" + rows)
+    (tmp_path / "judge.py").write_text(
+        "def score(completions, size, **_):\n"
+        "    return [-abs(len(c[0]['content']) - int(s)) for c, s in zip(completions, size)]\n"
+    )
+    done = rlhf(
+        runs, "+exp=grpo", "data=csv", f"data.path={tmp_path}/prompts.csv",
+        f"reward.function={tmp_path}/judge.py:score", *SMALL,
+    )  # fmt: skip
+    require_delivered(done, "grpo")
+    assert done.summary["eval"]["before"] is None
+    assert done.summary["eval"]["after"] is None
+    assert "exact match" not in done.output
+
+
+def _words(count: int) -> list[str]:
+    return [format(number, "05b").translate({48: "a", 49: "b"}) * 2 for number in range(count)]
+
+
+@pytest.fixture(scope="module")
+def prompts(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("prompts")
+    write_dataset(folder, train_size=700, heldout_size=8, seed=0, rows="prompts")
+    return folder / "train.jsonl"
+
+
+@pytest.mark.parametrize(
+    ("experiment", "changes"),
+    [
+        ("grpo_qwen7b_qlora", ("reward.function=exact_match", "rl.iterations=2")),
+        (
+            "ppo_qwen7b_lora",
+            (
+                "train.nproc=2", "smoke.tensor_parallel=2", "rl.prompts=128", "rl.iterations=2",
+                "reward=exact_match",
+            ),
+        ),
+    ],
+)  # fmt: skip
+def test_experiments_for_real_hardware_on_a_tiny_model_of_the_family(
+    experiment: str,
+    changes: tuple[str, ...],
+    rlhf: Callable[..., Run],
+    qlora: Run,
+    prompts: Path,
+    tmp_path: Path,
+) -> None:
+    """Overridden is what this machine cannot have: weights, flash attention, ranks, tokens."""
+    base = with_context(Path(qlora.stage("prepare_base")["artifact"]), tmp_path / "qwen", 4096)
+    done = rlhf(
+        tmp_path / "runs", f"+exp={experiment}", f"model.path={base}", f"data.path={prompts}",
+        "model.attn_implementation=sdpa", "rollout.max_new_tokens=48", "smoke.max_new_tokens=48",
+        "smoke.min_stop_rate=0", "smoke.max_degenerate_rate=1", "rl.eval_prompts=16", *changes,
+    )  # fmt: skip
+    require_delivered(done, experiment)
+    require_tracked(done, 2)

@@ -1,0 +1,88 @@
+"""Whole online runs on real ranks: their settings, how they are started, what they leave."""
+
+from __future__ import annotations
+
+import json
+import logging
+import math
+from dataclasses import replace
+from pathlib import Path
+
+import torch
+from safetensors import safe_open
+
+from tasks.launch import launch, python_child
+from tasks.training.job import Batch, Evaluate, Launch, Optim, Peft, Settings, TrainJob, Zero
+
+ONLINE = {
+    "rl": {
+        "prompts": 8,
+        "samples": 2,
+        "iterations": 4,
+        "eval_prompts": 4,
+        "passes": 2,
+        "kl_coef": 0.05,
+        "mismatch_limit": 10.0,
+    },
+    "rollout": {"engine": "transformers", "max_new_tokens": 6, "max_prompt_len": 40},
+    "reward": {},
+}
+SETTINGS = Settings(
+    objective="ppo",
+    dtype="float32",
+    save_steps=2,
+    max_ckpt_num=0,
+    probes=4,
+    peft=Peft(kind="lora", rank=4, alpha=8),
+    zero=Zero(stage=2),
+    optim=Optim(lr=1e-2, scheduler="constant"),
+    batch=Batch(micro_batch_size=4, global_batch_size=8, max_len=64),
+    launch=Launch(nproc=2, threads=1),
+    evaluate=Evaluate(best_metric="reward"),
+)
+
+
+def job_of(settings: Settings, base: Path, data: Path, out: Path, **more: object) -> TrainJob:
+    out.mkdir(parents=True)
+    checkpoints = out / "checkpoints"
+    checkpoints.mkdir()
+    return TrainJob(settings, base, "digest", data, out, checkpoints, **more)
+
+
+def settings_with(
+    data: Path, *, rl: dict[str, object] | None = None, **changed: object
+) -> Settings:
+    online = json.loads(json.dumps(ONLINE))
+    online["rl"] |= rl or {}
+    online["reward"]["function"] = f"{data / 'reward.py'}:score"
+    return replace(SETTINGS, online=online, **changed)
+
+
+def run(folder: Path, jobs: list[TrainJob], *, ranks: int = 2) -> None:
+    paths = []
+    for job in jobs:
+        path = job.out / "job.json"
+        job.write(path)
+        paths.append(str(path))
+    flags = ("--standalone", "--nproc-per-node", str(ranks), "-m", "tests.rl.online_program")
+    launch(
+        python_child("torch.distributed.run", *flags, *paths),
+        stage="train",
+        log=logging.getLogger("test"),
+        log_path=folder / f"log-{ranks}",
+        env={"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"},
+    )
+
+
+def stitched(out: Path) -> dict[str, torch.Tensor]:
+    """All trained tensors, by nothing but the shards' own metadata."""
+    shapes = json.loads((out / "partitions.json").read_text())["parameters"]
+    full: dict[str, torch.Tensor] = {}
+    for path in sorted((out / "shards").iterdir()):
+        with safe_open(path, "pt") as file:
+            for name, at in json.loads(file.metadata()["partitions"]).items():
+                count = math.prod(at["shape"])
+                flat = full.setdefault(name, torch.full((count,), torch.nan))
+                flat[at["start"] : at["end"]] = file.get_tensor(name).float()
+    assert set(full) == set(shapes)
+    return full

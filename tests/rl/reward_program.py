@@ -1,0 +1,43 @@
+"""A rank: rewards of one model in this process and in vLLM. `FOLDER OUT`; see test_reward_model."""
+
+from __future__ import annotations
+
+import json
+import logging
+import sys
+from pathlib import Path
+
+from tasks.lean import start_lean
+
+
+def main() -> None:
+    """Score with both, end both, and see whether the ranks still reach each other."""
+    start_lean()
+    import torch
+    import torch.distributed as dist
+
+    from tasks.rl.rewards import open_rewards
+    from tasks.rl.settings import Reward
+    from tests.rl.making import TOKENIZER, reply
+
+    dist.init_process_group("gloo")
+    folder, out = Path(sys.argv[1]), Path(sys.argv[2])
+    rank = dist.get_rank()
+    asked = [reply(f"copy {'ab' * (i % 5)}", f"{i}" * (i % 7 + 1)) for i in range(rank, 48, 2)]
+    log = logging.getLogger("tests.rl")
+    how = {"tokenizer": TOKENIZER, "device": torch.device("cpu"), "log": log, "logs": out}
+    found = {}
+    with open_rewards(Reward(model=str(folder)), **how) as rewards:
+        found["process"] = rewards.score(asked)[0].tolist()
+    with open_rewards(Reward(model=str(folder), engine="vllm"), longest=100, **how) as rewards:
+        found["vllm"] = rewards.score(asked)[0].tolist()
+        found["again"] = rewards.score(asked)[0].tolist()
+    ranks = torch.tensor(float(rank))
+    dist.all_reduce(ranks)
+    (out / f"{rank}.json").write_text(json.dumps({**found, "sum": float(ranks)}))
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,256 @@
+"""Run by torchrun: policies of several kinds are handed over, sampled from, changed, handed over.
+
+torchrun ... -m tests.rl.rollout_program JOB.json ...
+
+Each job leaves `rank-<n>.json` with what was seen. One of objective `faults` is broken on purpose.
+"""
+
+from __future__ import annotations
+
+import gc
+import json
+import os
+import sys
+import traceback
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from tasks.lean import start_lean
+
+start_lean()
+
+import numpy as np  # noqa: E402
+import torch  # noqa: E402
+
+from tasks.bf16_linear import use_fp32_where_faster  # noqa: E402
+from tasks.errors import PlumblineError  # noqa: E402
+from tasks.rl.handoff import Policy  # noqa: E402
+from tasks.rl.memory_folder import MEMORY, PREFIX  # noqa: E402
+from tasks.rl.replies import Generated, Request  # noqa: E402
+from tasks.rl.rollout import Engine, open_engine  # noqa: E402
+from tasks.rl.settings import Online, Rollout  # noqa: E402
+from tasks.training.engine import Ranks, start_engine  # noqa: E402
+from tasks.training.job import TrainJob  # noqa: E402
+from tasks.training.model import load_model, load_tokenizer  # noqa: E402
+from tasks.training.packed_model import give_back_attention, model_of  # noqa: E402
+from tasks.training.score_head import gathered  # noqa: E402
+from tasks.training.zero_config import deepspeed_config  # noqa: E402
+
+END = 256
+REPLIES = 6
+"""Of the rank with the most: as many passes does every rank make to measure its own."""
+
+
+def requests(rank: int) -> list[Request]:
+    """Three prompts on rank 0, two on rank 1, all of other lengths; two replies to each."""
+    lengths = (5, 11, 8) if rank == 0 else (7, 3)
+    return [
+        Request(np.arange(20 + rank, 20 + rank + n, dtype=np.int32), 2, 100 * rank + n)
+        for n in lengths
+    ]
+
+
+@dataclass
+class Bench:
+    """A policy in training, and what measures it."""
+
+    job: TrainJob
+    ranks: Ranks
+    engine: Any
+
+    @classmethod
+    def of(cls, job: TrainJob, ranks: Ranks) -> Bench:
+        config = deepspeed_config(job.settings, ranks.world_size)
+        model = load_model(job, ranks, config, tokenizer=load_tokenizer(job))
+        return cls(job, ranks, start_engine(model, config, job.settings.optim))
+
+    @property
+    def rollout(self) -> Rollout:
+        return Online.of(self.job.settings.online).rollout
+
+    @contextmanager
+    def answering(self, **changes: Any) -> Iterator[Engine]:
+        how = replace(self.rollout, **changes)
+        with open_engine(self.job, how, self.ranks, engine=self.engine, ends=[END]) as found:
+            yield found
+
+    def perturb(self, scale: float) -> None:
+        """Another policy: every trained tensor moves, alike on all ranks."""
+        draw = torch.Generator().manual_seed(7)
+        for parameter in Policy(self.engine, self.job, self.ranks).parameters.values():
+            shape = tuple(getattr(parameter, "ds_shape", parameter.shape))
+            moved = torch.randn(shape, generator=draw) * scale
+            with gathered([parameter]), torch.no_grad():
+                parameter.add_(moved.to(parameter.dtype))
+
+    def differs(self, replies: Sequence[Sequence[Generated]]) -> float:
+        """Mean absolute difference between the trainer's log-probabilities and the replies' own."""
+        found = []
+        for logprobs, one in self._logprobs(replies):
+            mine = logprobs.gather(1, torch.tensor(one.ids).long()[:, None])[:, 0]
+            found.append((mine - torch.tensor(one.logprobs)).abs())
+        return float(torch.cat(found).mean())
+
+    def behind(self, replies: Sequence[Sequence[Generated]]) -> float:
+        """How far a reply's tokens lie behind the trainer's likeliest ones, at most."""
+        gaps = [
+            (p.amax(1) - p.gather(1, torch.tensor(one.ids).long()[:, None])[:, 0]).max()
+            for p, one in self._logprobs(replies)
+        ]
+        return float(torch.stack(gaps).max())
+
+    def _logprobs(
+        self, replies: Sequence[Sequence[Generated]]
+    ) -> list[tuple[torch.Tensor, Generated]]:
+        """(n, V) of every reply by the model's own forward pass, each sequence alone."""
+        model, name = model_of(self.engine.module), self.job.settings.attn_implementation
+        packed = model.config._attn_implementation
+        give_back_attention(model, name)
+        self.engine.eval()
+        asked = requests(self.ranks.rank)
+        pairs = [(q.ids, g) for q, some in zip(asked, replies, strict=True) for g in some]
+        found = []
+        for ids, one in [*pairs, *[pairs[-1]] * (REPLIES - len(pairs))]:
+            both = torch.from_numpy(np.concatenate([ids, one.ids]).astype(np.int64))[None]
+            with torch.no_grad():
+                logits = self.engine(input_ids=both, use_cache=False).logits[0].float()
+            logprobs = (logits / self.rollout.temperature).log_softmax(-1)
+            found.append((logprobs[len(ids) - 1 : -1], one))
+        self.engine.train()
+        model.set_attn_implementation(packed)
+        return found
+
+
+def watch(bench: Bench) -> dict[str, Any]:
+    """A policy's life: first version, changed behind the engine's back, second version."""
+    mine, seen = requests(bench.ranks.rank), {}
+    bench.perturb(0.02)
+    before = _process()
+    with bench.answering() as answering:
+        seen["unpublished"] = _said(lambda: answering.generate(mine))
+        versions = [answering.publish().version]
+        one = answering.generate(mine)
+        seen["replies"] = _ids(one)
+        seen["again"] = _ids(answering.generate(mine)) == _ids(one)
+        seen["alone"] = _ids(answering.generate(mine[:1])) == _ids(one[:1])
+        seen["none"] = answering.generate([]) if bench.ranks.first else _ids(
+            answering.generate(mine)
+        ) == _ids(one)  # fmt: skip
+        seen["ended"] = [g.ended == bool(g.ids[-1] == END) for some in one for g in some]
+        seen["cut"] = [END not in g.ids[:-1] for some in one for g in some]
+        seen["differs"] = bench.differs(one)
+        bench.perturb(0.02)
+        seen["stale"] = _said(lambda: answering.generate(mine))
+        seen["stale_differs"] = bench.differs(one)
+        versions.append(answering.publish().version)
+        two = answering.generate(mine)
+        seen["differs_after"] = bench.differs(two)
+        seen["behind"] = bench.behind(answering.generate(mine, greedy=True))
+        seen["versions"] = versions
+        seen["left"] = sorted(path.name for path in MEMORY.glob(f"{PREFIX}{os.getppid()}*"))
+    after = _process()
+    seen["undisturbed"] = [name for name in before if before[name] != after[name]]
+    return seen
+
+
+def break_it(bench: Bench) -> dict[str, Any]:
+    """What a run may meet, one after the other, on a policy with a LoRA adapter below ZeRO-3."""
+    mine, seen = requests(bench.ranks.rank), {}
+    bench.perturb(0.02)
+    seen["no start"] = _said(lambda: bench.answering(kv_cache_gib=1e-9).__enter__())
+    with bench.answering() as answering:
+        answering.publish()
+        good = _ids(answering.generate(mine))
+        long = Request(np.arange(bench.rollout.max_prompt_len + 1, dtype=np.int32), 1, 0)
+        seen["long"] = _said(lambda: answering.generate([mine[0], long]))
+        if bench.ranks.first:
+            _break_step(answering)
+        seen["restarted"] = _ids(answering.generate(mine)) == good
+        if not bench.ranks.first:
+            _break_step(answering)
+        seen["twice"] = _said(lambda: answering.generate(mine))
+    with bench.answering() as answering:
+        answering.publish()
+        colocated: Any = answering._engine  # type: ignore[attr-defined]
+        with Policy(bench.engine, bench.job, bench.ranks).adapter_folder() as folder:
+            if bench.ranks.first:
+                config = json.loads((folder / "adapter_config.json").read_text())
+                (folder / "adapter_config.json").write_text(json.dumps({**config, "r": 4096}))
+            bench.ranks.barrier()
+            seen["refused"] = _said(lambda: colocated.take_adapter(folder, 2))
+        seen["after refusal"] = _said(lambda: answering.generate(mine))
+        parameter = next(iter(Policy(bench.engine, bench.job, bench.ranks).parameters.values()))
+        whole = parameter.data
+        parameter.data = whole[:, 1:]
+        seen["contract"] = _said(answering.publish)
+        parameter.data = whole.clone()
+        parameter.data[0, 0] = torch.nan
+        seen["not finite"] = _said(answering.publish)
+        parameter.data = whole
+    return seen
+
+
+def _break_step(answering: Any) -> None:
+    """vLLM's next step fails, as it does when a kernel meets what it was not made for."""
+    core = answering._engine._llm.llm_engine
+
+    def step() -> None:
+        raise RuntimeError("Unsupported CPU attention configuration")
+
+    core.step = step
+
+
+def _said(work: Any) -> str:
+    try:
+        work()
+    except PlumblineError as error:
+        return f"{type(error).__name__}: {error.message} | {error.hint}"
+    return ""
+
+
+def _ids(replies: Sequence[Sequence[Generated]]) -> list[list[int]]:
+    return [one.ids.tolist() for some in replies for one in some]
+
+
+def _process() -> dict[str, Any]:
+    """What an engine in the same process has to leave as it was."""
+    import logging
+    import signal
+
+    return {
+        "environment": dict(os.environ),
+        "threads": (torch.get_num_threads(), torch.set_num_threads),
+        "cores": os.sched_getaffinity(0),
+        "draws": (torch.get_rng_state().tolist(), str(np.random.get_state())),
+        "dtype": torch.get_default_dtype(),
+        "gradients": torch.is_grad_enabled(),
+        "signals": [signal.getsignal(one) for one in (signal.SIGINT, signal.SIGTERM)],
+        "logging": (logging.getLogger().level, list(logging.getLogger().handlers)),
+        "peers": torch.distributed.get_world_size(),
+    }
+
+
+def main() -> None:
+    use_fp32_where_faster()
+    ranks = Ranks()
+    for path in map(Path, sys.argv[1:]):
+        job = TrainJob.read(path)
+        try:
+            bench = Bench.of(job, ranks)
+            seen = break_it(bench) if job.settings.objective == "faults" else watch(bench)
+            bench.engine.destroy()
+        except Exception:
+            seen = {"failure": traceback.format_exc()}
+        (job.out / f"rank-{ranks.rank}.json").write_text(json.dumps(seen))
+        if "failure" in seen:
+            sys.exit(1)  # the other rank may wait for this one
+        gc.collect()
+        ranks.barrier()
+    ranks.leave()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,286 @@
+"""Each algorithm's advantages from the papers' words, and the knobs that it refuses."""
+
+from __future__ import annotations
+
+import math
+import statistics
+from dataclasses import fields, replace
+
+import pytest
+import torch
+
+from tasks.errors import ConfigError
+from tasks.rl.algorithms import ALGORITHMS, recipe
+from tasks.rl.batch import Batch
+from tasks.rl.knobs import USES
+from tasks.rl.settings import Loop
+
+LENGTHS = [3, 1, 2, 4]
+GROUPS = [0, 0, 1, 1]
+SCORES = [1.0, 0.0, 2.0, -1.0]
+COEF = 0.1
+COUNT = sum(LENGTHS)
+STARTS = [0, 3, 4, 6]
+
+
+def drawn(seed: int) -> torch.Tensor:
+    return torch.randn(COUNT, dtype=torch.float64, generator=torch.Generator().manual_seed(seed))
+
+
+BATCH = Batch(
+    lengths_S=torch.tensor(LENGTHS),
+    groups_S=torch.tensor(GROUPS),
+    scores_S=torch.tensor(SCORES, dtype=torch.float64),
+    old_N=-drawn(0).abs(),
+    sampled_N=-drawn(0).abs(),
+    reference_N=-drawn(1).abs(),
+    values_N=drawn(2),
+    kl_coef=COEF,
+)
+
+
+def distances(estimator: str) -> list[list[float]]:
+    """Of every token from the reference, reply by reply."""
+    assert BATCH.reference_N is not None
+    gaps = (BATCH.old_N - BATCH.reference_N).tolist()
+    formula = {
+        "k1": lambda d: d,
+        "k2": lambda d: d * d / 2,
+        "k3": lambda d: math.exp(-d) - 1 + d,
+    }[estimator]
+    return [
+        [formula(d) for d in gaps[start : start + length]]
+        for start, length in zip(STARTS, LENGTHS, strict=True)
+    ]
+
+
+def rewards(scores: list[float], estimator: str | None) -> list[list[float]]:
+    """Of every token, reply by reply; None: the distance is no part of them."""
+    found = []
+    for reply, score in enumerate(scores):
+        each = [0.0] * LENGTHS[reply]
+        if estimator is not None:
+            each = [-COEF * d for d in distances(estimator)[reply]]
+        each[-1] += score
+        found.append(each)
+    return found
+
+
+def penalised(estimator: str | None) -> list[float]:
+    return [sum(each) for each in rewards(SCORES, estimator)]
+
+
+def of_replies(numbers: list[float]) -> list[float]:
+    return [x for x, length in zip(numbers, LENGTHS, strict=True) for _ in range(length)]
+
+
+def whitened(numbers: list[float]) -> list[float]:
+    mean, deviation = statistics.fmean(numbers), statistics.stdev(numbers)
+    return [(x - mean) / deviation for x in numbers]
+
+
+def returns(each: list[list[float]], gamma: float) -> list[float]:
+    return [
+        sum(gamma**k * r for k, r in enumerate(reply[t:]))
+        for reply in each
+        for t in range(len(reply))
+    ]
+
+
+def ppo(estimator: str | None, loop: Loop) -> list[float]:
+    assert BATCH.values_N is not None
+    found = []
+    for each, start in zip(rewards(SCORES, estimator), STARTS, strict=True):
+        values = [*BATCH.values_N[start : start + len(each)].tolist(), 0.0]
+        advantage, backwards = 0.0, []
+        for t in reversed(range(len(each))):
+            surprise = each[t] + loop.gamma * values[t + 1] - values[t]
+            advantage = surprise + loop.gamma * loop.lam * advantage
+            backwards.append(advantage)
+        found += backwards[::-1]
+    return whitened(found) if loop.whiten else found
+
+
+def grpo(estimator: str | None, loop: Loop) -> list[float]:
+    a, b, c, d = penalised(estimator)
+    return of_replies(whitened([a, b]) + whitened([c, d]))
+
+
+def dr_grpo(estimator: str | None, loop: Loop) -> list[float]:
+    a, b, c, d = penalised(estimator)
+    return of_replies([(a - b) / 2, (b - a) / 2, (c - d) / 2, (d - c) / 2])
+
+
+def rloo(estimator: str | None, loop: Loop) -> list[float]:
+    a, b, c, d = penalised(estimator)
+    found = of_replies([a - b, b - a, c - d, d - c])
+    return whitened(found) if loop.whiten else found
+
+
+def reinforce_pp(estimator: str | None, loop: Loop) -> list[float]:
+    return whitened(returns(rewards(SCORES, estimator), loop.gamma))
+
+
+def reinforce_pp_baseline(estimator: str | None, loop: Loop) -> list[float]:
+    return whitened(returns(rewards([0.5, -0.5, 1.5, -1.5], estimator), loop.gamma))
+
+
+FORMULAS = {
+    "ppo": ppo,
+    "grpo": grpo,
+    "gspo": grpo,
+    "dr_grpo": dr_grpo,
+    "rloo": rloo,
+    "reinforce_pp": reinforce_pp,
+    "reinforce_pp_baseline": reinforce_pp_baseline,
+}
+
+
+def loop_for(name: str, **knobs: object) -> Loop:
+    """With every knob that the algorithm knows moved off its default."""
+    moved: dict[str, object] = {"gamma": 0.9, "lam": 0.8, "whiten": True, "refill": 1}
+    known = {k: v for k, v in moved.items() if k in USES[name]}
+    made: Loop = replace(Loop(kl_coef=COEF), **(known | knobs))  # type: ignore[arg-type]
+    return made
+
+
+def test_every_algorithm_has_its_formula() -> None:
+    assert set(FORMULAS) == set(ALGORITHMS) == set(USES)
+
+
+@pytest.mark.parametrize("estimator", [None, "k1", "k2", "k3"])
+@pytest.mark.parametrize("name", ALGORITHMS)
+def test_advantages_are_their_formulas(name: str, estimator: str | None) -> None:
+    where = {"kl_in": "loss"} if estimator is None else {"kl_estimator": estimator}
+    loop = loop_for(name, **{"kl_in": "reward", **where})
+    found = recipe(name, loop).advantages(BATCH, loop)
+    wanted = torch.tensor(FORMULAS[name](estimator, loop), dtype=torch.float64)
+    torch.testing.assert_close(found.advantages_N, wanted, rtol=1e-10, atol=1e-12)
+
+
+@pytest.mark.parametrize("name", ALGORITHMS)
+def test_only_an_algorithm_with_a_critic_gives_it_something_to_learn(name: str) -> None:
+    loop = loop_for(name)
+    found = recipe(name, loop).advantages(BATCH, loop)
+    assert (found.returns_N is not None) == ALGORITHMS[name].critic == (name == "ppo")
+
+
+def test_whitening_leaves_the_critics_returns_alone() -> None:
+    plain, whitened = loop_for("ppo", whiten=False), loop_for("ppo", whiten=True)
+    returns = [recipe("ppo", loop).advantages(BATCH, loop).returns_N for loop in (plain, whitened)]
+    assert torch.equal(*returns)
+
+
+@pytest.mark.parametrize("name", ALGORITHMS)
+def test_equal_rewards_teach_nothing_but_distance(name: str) -> None:
+    """No NaN from 0 / 0 anywhere: exactly nothing, also in numbers that are no binary fractions."""
+    same = replace(BATCH, scores_S=torch.full((4,), 0.1, dtype=torch.float32), values_N=None)
+    if name == "ppo":
+        same = replace(same, values_N=torch.full((COUNT,), 0.1, dtype=torch.float32))
+    loop = replace(Loop(), **({"lam": 1.0} if name == "ppo" else {}))
+    found = recipe(name, loop).advantages(same, loop).advantages_N
+    assert found.tolist() == [0.0] * COUNT
+
+
+@pytest.mark.parametrize("name", ALGORITHMS)
+def test_the_loss_is_told_what_the_section_says(name: str) -> None:
+    loop = replace(
+        Loop(), clip_low=0.1, clip_high=0.3, dual_clip=4.0, kl_coef=0.2, kl_estimator="k2",
+        entropy_coef=0.01,
+    )  # fmt: skip
+    loss = recipe(name, loop).policy_loss(loop)
+    assert (loss.clip_low, loss.clip_high, loss.dual_clip) == (0.1, 0.3, 4.0)
+    assert (loss.kl_coef, loss.kl_estimator, loss.entropy_coef) == (0.2, "k2", 0.01)
+    assert recipe(name, loop).policy_loss(loop, kl_coef=0.7).kl_coef == 0.7
+    in_reward = replace(loop, kl_in="reward")
+    assert recipe(name, in_reward).policy_loss(in_reward, kl_coef=0.7).kl_coef == 0.0
+
+
+def test_how_the_algorithms_differ_in_the_loss() -> None:
+    found = {name: (one.ratio, one.aggregate, one.groups) for name, one in ALGORITHMS.items()}
+    assert found == {
+        "ppo": ("token", "tokens", False),
+        "grpo": ("token", "sequences", True),
+        "dr_grpo": ("token", "constant", True),
+        "rloo": ("token", "tokens", True),
+        "reinforce_pp": ("token", "tokens", False),
+        "reinforce_pp_baseline": ("token", "tokens", True),
+        "gspo": ("sequence", "sequences", True),
+    }
+
+
+@pytest.mark.parametrize("name", ALGORITHMS)
+def test_usual_values_are_ones_that_the_algorithm_takes(name: str) -> None:
+    defaults = ALGORITHMS[name].defaults
+    assert set(defaults) <= {f.name for f in fields(Loop)}
+    assert recipe(name, replace(Loop(), **defaults)) is ALGORITHMS[name]
+
+
+def refusal(name: str, **knobs: object) -> ConfigError:
+    with pytest.raises(ConfigError) as caught:
+        recipe(name, replace(Loop(), **knobs))  # type: ignore[arg-type]
+    return caught.value
+
+
+def test_an_algorithm_that_there_is_not() -> None:
+    error = refusal("reinforce++")
+    assert error.message == "train.objective=reinforce++ is not an algorithm"
+    assert "reinforce_pp" in error.hint
+
+
+@pytest.mark.parametrize(
+    ("name", "knob", "value", "shown", "instead"),
+    [
+        ("grpo", "lam", 0.9, "0.9", "0.95"),
+        ("grpo", "gamma", 0.99, "0.99", "1.0"),
+        ("dr_grpo", "whiten", True, "true", "false"),
+        ("gspo", "critic", "separate", "separate", "shared"),
+        ("rloo", "critic_warmup", 3, "3", "0"),
+        ("rloo", "critic_lr", 1e-3, "0.001", "null"),
+        ("reinforce_pp", "refill", 2, "2", "0"),
+        ("reinforce_pp_baseline", "value_clip", None, "null", "0.2"),
+        ("ppo", "refill", 1, "1", "0"),
+    ],
+)
+def test_knobs_without_effect_are_refused(
+    name: str, knob: str, value: object, shown: str, instead: str
+) -> None:
+    error = refusal(name, **{knob: value})
+    assert error.message == f"rl.{knob}={shown}: train.objective={name} does not use it"
+    assert error.hint == f"rl.{knob}={instead}"
+
+
+@pytest.mark.parametrize("name", ALGORITHMS)
+def test_a_group_of_one_is_refused_where_groups_are_compared(name: str) -> None:
+    if not ALGORITHMS[name].groups:
+        assert recipe(name, Loop(samples=1)).name == name
+        return
+    error = refusal(name, samples=1)
+    assert error.message.startswith(f"rl.samples=1: train.objective={name} compares the replies")
+    assert error.hint == "rl.samples=4"
+
+
+@pytest.mark.parametrize(
+    ("knobs", "says"),
+    [
+        ({"kl_in": "rewards"}, "rl.kl_in=rewards: one of reward, loss"),
+        ({"kl_estimator": "k4"}, "rl.kl_estimator=k4: one of k1, k2, k3"),
+        ({"critic": "none"}, "rl.critic=none: one of shared, separate"),
+        ({"correction": "mis"}, "rl.correction=mis: one of none, tis, icepop, sequence_mask"),
+        ({"dual_clip": 1.2}, "rl.dual_clip=1.2: above 1 + rl.clip_high=0.2"),
+        ({"kl_target": 0.02}, "rl.kl_target=0.02: rl.kl_coef=0 is"),
+        ({"overlong_buffer": 8}, "rl.overlong_buffer=8 with rl.overlong_penalty=0"),
+        ({"overlong_penalty": 1.0}, "rl.overlong_buffer=0 with rl.overlong_penalty=1"),
+    ],
+)
+def test_values_that_fit_no_loss_are_refused(knobs: dict[str, object], says: str) -> None:
+    error = refusal("ppo", **knobs)
+    assert error.message.startswith(says)
+    assert error.hint
+
+
+def test_everything_is_told_at_once() -> None:
+    error = refusal("grpo", samples=1, lam=0.5, correction="x", kl_target=1.0)
+    assert len(error.details) == 4
+    assert error.message.endswith("(and 3 more)")
+    assert error.hint == "rl.lam=0.95 rl.correction=none rl.samples=4 rl.kl_coef=0.05"

@@ -1,0 +1,91 @@
+"""What trainer and engine differ by, and what is done about it, beside plain loops."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+
+from tasks.errors import TrainingError
+from tasks.rl import correction
+from tasks.rl.knobs import CORRECTIONS
+
+LENGTHS = [3, 1, 4, 2]
+HIGH, LOW = 2.0, 0.5
+RATIOS = [1.5, 0.9, 1.9, 0.3, 1.1, 0.95, 1.0, 1.0, 2.5, 0.6]
+"""Of the ten tokens; products by reply: 2.565, 0.3, 1.045, 1.5."""
+
+
+def logprobs() -> tuple[torch.Tensor, torch.Tensor]:
+    sampled = -torch.linspace(0.1, 3.0, len(RATIOS), dtype=torch.float64)
+    return sampled + torch.tensor(RATIOS, dtype=torch.float64).log(), sampled
+
+
+def weights(kind: str) -> list[float]:
+    old, sampled = logprobs()
+    old.requires_grad_()
+    found = correction.weights(old, sampled, torch.tensor(LENGTHS), kind=kind, high=HIGH, low=LOW)
+    assert not found.requires_grad
+    return found.tolist()
+
+
+@pytest.mark.parametrize(
+    ("kind", "wanted"),
+    [
+        ("none", [1.0] * 10),
+        ("tis", [1.5, 0.9, 1.9, 0.3, 1.1, 0.95, 1.0, 1.0, 2.0, 0.6]),
+        ("icepop", [1.5, 0.9, 1.9, 0.0, 1.1, 0.95, 1.0, 1.0, 0.0, 0.6]),
+        ("sequence_mask", [0.0] * 3 + [0.0] + [1.045] * 4 + [1.5] * 2),
+    ],
+)
+def test_weights(kind: str, wanted: list[float]) -> None:
+    assert weights(kind) == pytest.approx(wanted, rel=1e-12)
+
+
+def test_a_kind_that_there_is_not() -> None:
+    with pytest.raises(ValueError, match="'mis': there are none, tis, icepop, sequence_mask"):
+        weights("mis")
+
+
+@pytest.mark.parametrize("kind", CORRECTIONS)
+def test_engines_that_agree_need_no_correction(kind: str) -> None:
+    same = logprobs()[0]
+    found = correction.weights(same, same, torch.tensor(LENGTHS), kind=kind, high=HIGH, low=LOW)
+    assert found.tolist() == [1.0] * 10
+
+
+def test_unlimited_tis_makes_expectations_right() -> None:
+    """Over all tokens: sum of engine's p * weight * f = sum of trainer's p * f."""
+    trainer = torch.tensor([0.5, 0.3, 0.2], dtype=torch.float64)
+    engine = torch.tensor([0.2, 0.3, 0.5], dtype=torch.float64)
+    worth = torch.tensor([1.0, -2.0, 5.0], dtype=torch.float64)
+    found = correction.weights(
+        trainer.log(), engine.log(), torch.ones(3, dtype=torch.int64), kind="tis", high=1e9, low=0
+    )
+    assert float((engine * found * worth).sum()) == pytest.approx(float((trainer * worth).sum()))
+
+
+def test_mismatch() -> None:
+    found = correction.mismatch(*logprobs())
+    logs = [math.log(r) for r in RATIOS]
+    assert found.mean_abs == pytest.approx(sum(abs(d) for d in logs) / 10, rel=1e-12)
+    assert found.max_abs == pytest.approx(max(abs(d) for d in logs), rel=1e-12)
+    k3 = sum(math.exp(d) - 1 - d for d in logs) / 10
+    assert found.kl == pytest.approx(k3, rel=1e-12)
+
+
+def test_mismatch_of_none() -> None:
+    same = logprobs()[0]
+    assert correction.mismatch(same, same) == correction.Mismatch(0.0, 0.0, 0.0)
+
+
+@pytest.mark.parametrize(("which", "whose"), [(0, "the trainer's"), (1, "the rollout engine's")])
+@pytest.mark.parametrize("bad", [math.nan, -math.inf])
+def test_numbers_that_are_not_finite_end_training(which: int, whose: str, bad: float) -> None:
+    """A limit would let NaN pass: `nan > limit` is false."""
+    both = logprobs()
+    both[which][[2, 5]] = bad
+    with pytest.raises(TrainingError, match=f"2 of 10 of {whose} log-probabilities") as caught:
+        correction.mismatch(*both)
+    assert "train.lr" in caught.value.hint

@@ -1,0 +1,107 @@
+"""Estimates of the distance to the reference: values, average gradients, and the controllers."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+
+from tasks.rl import kl
+from tasks.rl.settings import Loop
+
+POLICY = torch.tensor([0.3, -0.8, 1.1, 0.0, -1.5], dtype=torch.float64)
+OTHER = torch.tensor([-0.2, 0.5, 0.9, -1.0, 0.4], dtype=torch.float64)
+"""Logits of two distributions over five tokens."""
+
+
+def divergence(p_logits: torch.Tensor, q_logits: torch.Tensor) -> torch.Tensor:
+    """KL(p || q), by the sum over all tokens."""
+    p, q = p_logits.log_softmax(0), q_logits.log_softmax(0)
+    return (p.exp() * (p - q)).sum()
+
+
+def average(estimator: str) -> tuple[float, torch.Tensor]:
+    """Mean of estimate and of its gradient over the policy's tokens: exact, not sampled."""
+    logits = POLICY.clone().requires_grad_()
+    each = kl.estimate(logits.log_softmax(0), OTHER.log_softmax(0), estimator)
+    probability = POLICY.softmax(0)
+    mean = (probability * each).sum()
+    return float(mean.detach()), gradient(mean, logits)
+
+
+def gradient(of: torch.Tensor, logits: torch.Tensor) -> torch.Tensor:
+    return torch.autograd.grad(of, logits)[0]
+
+
+@pytest.mark.parametrize(
+    ("estimator", "formula"),
+    [("k1", lambda d: d), ("k2", lambda d: d * d / 2), ("k3", lambda d: math.exp(-d) - 1 + d)],
+)
+def test_estimates_are_their_formulas(estimator: str, formula: object) -> None:
+    assert callable(formula)
+    logprobs, reference = POLICY.log_softmax(0), OTHER.log_softmax(0)
+    found = kl.estimate(logprobs, reference, estimator).tolist()
+    wanted = [formula(float(p - q)) for p, q in zip(logprobs, reference, strict=True)]
+    assert found == pytest.approx(wanted, rel=1e-12)
+
+
+@pytest.mark.parametrize("estimator", ["k1", "k3"])
+def test_k1_and_k3_are_unbiased(estimator: str) -> None:
+    assert average(estimator)[0] == pytest.approx(float(divergence(POLICY, OTHER)), rel=1e-12)
+
+
+@pytest.mark.parametrize("estimator", ["k1", "k2"])
+def test_k1_and_k2_pull_along_the_divergence(estimator: str) -> None:
+    """The naive derivative of k1 averages to zero: as a loss it would do nothing."""
+    logits = POLICY.clone().requires_grad_()
+    wanted = gradient(divergence(logits, OTHER), logits)
+    torch.testing.assert_close(average(estimator)[1], wanted, rtol=1e-10, atol=1e-12)
+    assert float(wanted.abs().max()) > 0.1
+
+
+def test_k3_pulls_along_the_reverse_divergence() -> None:
+    logits = POLICY.clone().requires_grad_()
+    wanted = gradient(divergence(OTHER, logits), logits)
+    torch.testing.assert_close(average("k3")[1], wanted, rtol=1e-10, atol=1e-12)
+
+
+def test_an_estimator_that_there_is_not() -> None:
+    with pytest.raises(ValueError, match="'k4': there are k1, k2, k3"):
+        kl.estimate(POLICY, OTHER, "k4")
+
+
+def test_fixed_stays() -> None:
+    controller = kl.controller(Loop(kl_coef=0.3))
+    assert controller.after(99.0, 1000).coef == 0.3
+
+
+@pytest.mark.parametrize(
+    ("measured", "replies", "factor"),
+    [
+        (0.02, 100, 1.0),  # on target
+        (0.021, 100, 1.05),  # a miss of 5 %, over one horizon
+        (0.5, 100, 1.2),  # cut off
+        (0.0, 100, 0.8),
+        (0.5, 50, 1.2**0.5),
+        (0.0, 1000, 0.8**10),  # a whole iteration of ten horizons, and still positive
+    ],
+)
+def test_adaptive_moves_by_the_miss(measured: float, replies: int, factor: float) -> None:
+    controller = kl.controller(Loop(kl_coef=0.1, kl_target=0.02, kl_horizon=100))
+    assert controller.after(measured, replies).coef == pytest.approx(0.1 * factor, rel=1e-12)
+    assert controller.coef == 0.1
+
+
+def test_adaptive_does_in_two_halves_what_it_does_at_once() -> None:
+    controller = kl.controller(Loop(kl_coef=0.1, kl_target=0.02, kl_horizon=100))
+    halves = controller.after(0.022, 40).after(0.022, 40)
+    assert halves.coef == pytest.approx(controller.after(0.022, 80).coef, rel=1e-12)
+
+
+@pytest.mark.parametrize(
+    "loop", [Loop(kl_coef=0.1), Loop(kl_coef=0.1, kl_target=0.02, kl_horizon=100)]
+)
+def test_controllers_go_on_from_a_checkpoint(loop: Loop) -> None:
+    moved = kl.controller(loop).after(0.5, 70)
+    assert kl.controller(loop, moved.as_dict()) == moved

@@ -1,0 +1,140 @@
+"""Prompts of a dataset: rendered and refused alike on all ranks, and asked in an order."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from tasks.errors import DataError
+from tasks.rl.prompts import Asking, load_prompts, request_seed
+from tasks.rl.replies import Prompt
+from tests.rl.peers import on_ranks
+from tests.training.conftest import make_tokenizer
+
+NO_SYSTEM = (
+    "{% if messages[0].role == 'system' %}{{ raise_exception('no system message') }}{% endif %}"
+    "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}"
+)
+
+
+def written(folder: Path, *rows: dict[str, Any]) -> Path:
+    path = folder / "train.jsonl"
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return path
+
+
+def row(number: int, text: str, **more: Any) -> dict[str, Any]:
+    return {"id": f"r{number}", "messages": [{"role": "user", "content": text}], **more}
+
+
+def load(
+    path: Path, *, ranks: int = 1, limit: int = 60, tokenizer: Any = None
+) -> list[tuple[Prompt, ...]]:
+    asked = tokenizer or make_tokenizer()
+    return on_ranks(ranks, lambda r: load_prompts(path, tokenizer=asked, limit=limit, ranks=r))
+
+
+def test_every_rank_knows_every_prompt(tmp_path: Path) -> None:
+    path = written(tmp_path, *(row(n, "say " + "x" * n) for n in range(7)))
+    (alone,) = load(path)
+    assert [one.row["id"] for one in alone] == [f"r{n}" for n in range(7)]
+    for several in load(path, ranks=3):
+        assert len(several) == 7
+        for mine, theirs in zip(alone, several, strict=True):
+            np.testing.assert_array_equal(mine.ids, theirs.ids)
+            assert mine.row == theirs.row
+    tokenizer = make_tokenizer()
+    text = "<|im_start|>user\nsay xxx<|im_end|>\n<|im_start|>assistant\n"
+    assert alone[3].ids.tolist() == tokenizer(text, add_special_tokens=False)["input_ids"]
+    assert alone[3].ids.dtype == np.int32
+
+
+def test_the_answer_is_for_rewards_and_no_part_of_the_prompt(tmp_path: Path) -> None:
+    bare, answered = row(0, "say x"), row(1, "say x", answer="x", columns={"id": "mine", "n": 3})
+    answered["messages"] = [*answered["messages"], {"role": "assistant", "content": "x"}]
+    ((one, other),) = load(written(tmp_path, bare, answered))
+    np.testing.assert_array_equal(one.ids, other.ids)
+    assert other.messages == bare["messages"]
+    assert other.row["answer"] == "x"
+    assert other.row["n"] == 3
+    assert other.row["id"] == "r1", "a column of the user's does not hide what is ours"
+    assert "answer" not in one.row
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_prompts_that_are_too_long_are_all_named_on_every_rank(tmp_path: Path, ranks: int) -> None:
+    path = written(tmp_path, *(row(n, "x" * (n * 10)) for n in range(6)))
+    seen: list[DataError] = []
+
+    def refused(peer: Any) -> None:
+        with pytest.raises(DataError) as caught:
+            load_prompts(path, tokenizer=make_tokenizer(), limit=55, ranks=peer)
+        seen.append(caught.value)
+
+    on_ranks(ranks, refused)
+    assert len(seen) == ranks
+    for error in seen:
+        # 19 tokens around what the user says
+        assert list(error.details) == [
+            f"r{n}: {19 + 10 * n} tokens, more than rollout.max_prompt_len=55" for n in (4, 5)
+        ]
+        assert "2 of 6 prompts cannot be asked" in error.message
+        assert "rollout.max_prompt_len=<more>" in error.hint
+
+
+def test_a_template_may_refuse_a_prompt(tmp_path: Path) -> None:
+    system = {"role": "system", "content": "be kind"}
+    strange = row(1, "x")
+    strange["messages"] = [system, *strange["messages"]]
+    tokenizer = make_tokenizer()
+    tokenizer.chat_template = NO_SYSTEM
+    with pytest.raises(DataError) as caught:
+        load(written(tmp_path, row(0, "x"), strange), tokenizer=tokenizer)
+    assert list(caught.value.details) == ["r1: the chat template refuses it: no system message"]
+
+
+def test_no_template_and_no_prompts_are_said(tmp_path: Path) -> None:
+    tokenizer = make_tokenizer()
+    tokenizer.chat_template = None
+    with pytest.raises(DataError, match="no chat template"):
+        load(written(tmp_path, row(0, "x")), tokenizer=tokenizer)
+    with pytest.raises(DataError, match="has no prompts"):
+        load(written(tmp_path))
+
+
+def test_each_epoch_asks_every_prompt_once_in_an_order_of_its_own() -> None:
+    asking = Asking(total=7, each=3, spare=0, seed=5)
+    stream = np.concatenate([asking.numbers(iteration) for iteration in range(1, 8)])
+    epochs = stream.reshape(3, 7)
+    for epoch in epochs:
+        assert sorted(epoch) == list(range(7))
+    assert len({tuple(epoch) for epoch in epochs}) == 3
+    assert asking.epoch_at(7) == 3.0
+    other = Asking(total=7, each=3, spare=0, seed=6)
+    assert other.numbers(1).tolist() != asking.numbers(1).tolist()
+    np.testing.assert_array_equal(asking.numbers(4), Asking(7, 3, 0, 5).numbers(4))
+
+
+def test_rounds_of_refilling_own_prompts_of_their_own() -> None:
+    asking = Asking(total=12, each=2, spare=2, seed=0)
+    asked = np.concatenate([asking.numbers(i, r) for i in (1, 2) for r in range(3)])
+    assert sorted(asked) == list(range(12))
+    assert asking.epoch_at(2) == 1.0
+
+
+def test_an_iteration_may_be_larger_than_the_dataset() -> None:
+    numbers = Asking(total=3, each=7, spare=0, seed=0).numbers(1)
+    assert sorted(numbers[:3]) == sorted(numbers[3:6]) == [0, 1, 2]
+
+
+def test_seeds_of_requests_differ_in_each_of_their_parts() -> None:
+    usual = (1, 2, 3)
+    seeds = {request_seed(*usual), request_seed(0, 2, 3), request_seed(1, 0, 3)}
+    seeds |= {request_seed(1, 2, 0), request_seed(3, 2, 1)}
+    assert len(seeds) == 5
+    assert request_seed(*usual) == request_seed(*usual)
+    assert all(0 <= one < 2**31 for one in seeds)

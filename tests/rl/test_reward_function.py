@@ -1,0 +1,254 @@
+"""A function of the user's: its interface, and everything that it may do wrong."""
+
+from __future__ import annotations
+
+import logging
+import os
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from tasks.errors import ConfigError, RewardError
+from tasks.rl.rewards.function import Function
+from tasks.rl.rewards.reference import FunctionReference
+from tests.rl.making import replies, reply
+
+LOG = logging.getLogger("tests.rl")
+Make = Callable[..., Function]
+
+
+@pytest.fixture
+def made(tmp_path: Path) -> Iterator[Make]:
+    """Writes a file and gives the function `score` in it; ends its process afterwards."""
+    opened: list[Function] = []
+
+    def make(text: str, name: str = "score", *, timeout_s: float = 60.0) -> Function:
+        path = tmp_path / "judge.py"
+        path.write_text(text)
+        reference = FunctionReference.of(f"{path}:{name}")
+        one = Function(reference, timeout_s=timeout_s, log=LOG, log_path=tmp_path / "said.log")
+        opened.append(one)
+        return one
+
+    yield make
+    for one in opened:
+        one.close()
+
+
+def pid_of(path: Path) -> int:
+    """A process id that a function has written."""
+    return int(path.read_text())
+
+
+def is_alive(pid: int) -> bool:
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    return True
+
+
+def test_it_gets_what_trl_gives_and_every_column(made: Make) -> None:
+    score = made(
+        """
+import json
+
+def score(prompts, completions, completion_ids, **columns):
+    for each in (prompts, completions, completion_ids, *columns.values()):
+        assert isinstance(each, list) and len(each) == 4, each
+    assert prompts[0] == [{"role": "user", "content": "copy ape"}]
+    assert completions[1] == [{"role": "assistant", "content": "beetle"}]
+    assert len(completion_ids[2]) == len("cat") + 1
+    assert sorted(columns) == ["answer", "id", "level", "messages"], columns
+    print("a line without an end and @nothing", end="")
+    return [float(a == c[0]["content"]) + columns["level"][0] for a, c in
+            zip(columns["answer"], completions)]
+"""
+    )
+    score.load()
+    assert score(replies(level=3, completion="of the data")) == [4.0] * 4
+    assert score(replies(level=5)) == [6.0] * 4
+
+
+def test_a_reference_answer_is_no_part_of_the_prompt(made: Make) -> None:
+    score = made("def score(prompts):\n    return [len(p) for p in prompts]")
+    one = reply("copy ape", "ape")
+    answered = [*one.prompt.row["messages"], {"role": "assistant", "content": "ape"}]
+    assert score([reply("copy ape", "ape", messages=answered)]) == [1.0]
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("async def score(answer):\n    return [len(a) for a in answer]", [3, 6, 3, 26]),
+        ("def score(answer, level=2):\n    return tuple(level for _ in answer)", [2, 2, 2, 2]),
+        ("import numpy\n\ndef score(prompts):\n    return numpy.arange(4) < 2", [1, 1, 0, 0]),
+        ("class Judge:\n    def __call__(self, **given):\n        return [0.5] * len(given['id'])\n"
+         "score = Judge()", [0.5] * 4),
+        ("from neighbour import score", [9, 9, 9, 9]),
+    ],
+)  # fmt: skip
+def test_functions_of_every_kind(
+    made: Make, tmp_path: Path, text: str, expected: list[float]
+) -> None:
+    (tmp_path / "neighbour.py").write_text("def score(prompts):\n    return [9] * len(prompts)")
+    assert made(text)(replies()) == expected
+
+
+def test_it_lives_outside_of_the_ranks_and_keeps_its_state(
+    made: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("RANK", "WORLD_SIZE", "MASTER_PORT", "TORCHELASTIC_RUN_ID"):
+        monkeypatch.setenv(name, "1")
+    score = made(
+        """
+import os, sys
+calls = 0
+
+def score(prompts):
+    global calls
+    calls += 1
+    assert sys.stdin.read() == ""  # and not the next request
+    ours = [name for name in os.environ if name.startswith(("RANK", "WORLD", "MASTER", "TORCHEL"))]
+    return [calls + len(ours)] * len(prompts)
+"""
+    )
+    assert [score(replies())[0] for _ in range(3)] == [1.0, 2.0, 3.0]
+
+
+def test_the_reply_that_it_fails_on_is_named(made: Make) -> None:
+    score = made("def score(answer):\n    return [1 / (len(a) - 6) for a in answer]")
+    with pytest.raises(RewardError, match="ZeroDivisionError") as caught:
+        score(replies())
+    assert "failed for row of copy beetle: 'copy beetle'" in caught.value.message
+    assert "judge.py:score" in caught.value.message
+    assert "prompt: 'copy beetle'" in caught.value.details
+    assert any("return [1 / (len(a) - 6)" in line for line in caught.value.details)
+    assert not any("function_child" in line for line in caught.value.details)
+    assert score([replies()[0]]) == [-1 / 3], "it goes on after an exception"
+
+
+def test_an_exception_that_only_all_of_them_raise(made: Make) -> None:
+    score = made("def score(id):\n    if len(id) > 1:\n        raise SystemExit(7)\n    return [1]")
+    with pytest.raises(RewardError, match=r"failed on 4 replies, first row of copy ape.*7"):
+        score(replies())
+
+
+def test_it_hangs_and_is_ended_with_all_it_started(made: Make, tmp_path: Path) -> None:
+    score = made(
+        f"""
+import os, re, subprocess
+from pathlib import Path
+
+def score(answer):
+    if answer[0] == "ape":
+        child = subprocess.Popen(["sleep", "1000"])
+        Path({str(tmp_path / "grandchild")!r}).write_text(str(child.pid))
+        Path({str(tmp_path / "child")!r}).write_text(str(os.getpid()))
+        re.match("(a+)+$", "a" * 60 + "b")  # in C, with the interpreter's lock held
+    return [1.0] * len(answer)
+""",
+        timeout_s=3.0,
+    )
+    score.load()
+    began = time.monotonic()
+    with pytest.raises(RewardError, match="took more than 3 s on 4 replies") as caught:
+        score(replies())
+    assert time.monotonic() - began < 60
+    assert any("judge.py" in line and "in score" in line for line in caught.value.details)
+    assert "reward.timeout_s" in caught.value.hint
+    assert not is_alive(pid_of(tmp_path / "child"))
+    assert not is_alive(pid_of(tmp_path / "grandchild"))
+    assert score(replies()[1:]) == [1.0] * 3, "another process has taken its place"
+
+
+def test_it_ends_its_process(made: Make) -> None:
+    score = made(
+        "import os\n\ndef score(answer):\n    print('farewell')\n"
+        "    return [1] if len(answer) == 1 else os._exit(9)"
+    )
+    with pytest.raises(RewardError, match=r"ended its process \(status 9\)") as caught:
+        score(replies())
+    assert "farewell" in caught.value.details
+    assert score(replies()[:1]) == [1.0]
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("def score(answer):\n    return [None for _ in answer]", "gave None for row of copy ape"),
+        ("def score(answer):\n    return {'reward': 1}", r"gave \"dict: \{'reward': 1\}\" \(str\)"),
+        ("def score(answer):\n    return [object() for _ in answer]", "gave object: <object"),
+        ("def score(answer):\n    return [1.0]", "gave 1 rewards for 4 replies"),
+        ("def score(answer, gold):\n    return [1.0]", "it needs gold; there are .*completions"),
+    ],
+)
+def test_what_it_may_not_give(made: Make, text: str, message: str) -> None:
+    with pytest.raises(RewardError, match=message) as caught:
+        made(text)(replies())
+    assert "prompt: 'copy ape'" in caught.value.details
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("import nothing_of_this_name\nscore = 1", "No module named 'nothing_of_this_name'"),
+        ("score = 'abc'", "'score' is not callable but str"),
+        ("from os import *", "no 'score' in it"),
+        ("import time\ntime.sleep(1000)\ndef score(): ...", "took more than 2 s while the file"),
+    ],
+)
+def test_a_file_that_cannot_be_loaded(made: Make, text: str, message: str) -> None:
+    with pytest.raises(RewardError, match=message):
+        made(text, timeout_s=2.0 if "sleep" in text else 60.0).load()
+
+
+class TestTheReference:
+    @pytest.mark.parametrize("text", ["judge", "judge.py", "judge:score", "judge.py:a.b", ":score"])
+    def test_of_another_form(self, text: str) -> None:
+        with pytest.raises(ConfigError, match=r"not of the form path.py:name"):
+            FunctionReference.of(text)
+
+    @pytest.mark.parametrize(
+        ("text", "name"),
+        [
+            ("def score(): ...", "score"),
+            ("async def score(): ...", "score"),
+            ("from functools import partial as score", "score"),
+            ("if 1:\n    a, (score, b) = 1, (2, 3)", "score"),
+            ("import os.path", "os"),
+            ("from os import *", "score"),  # only running it would tell
+            ("class score: ...", "score"),
+        ],
+    )
+    def test_of_a_name_that_is_there(self, tmp_path: Path, text: str, name: str) -> None:
+        (tmp_path / "judge.py").write_text(text)
+        FunctionReference.of(f"{tmp_path / 'judge.py'}:{name}").require()
+
+    @pytest.mark.parametrize(
+        ("text", "message"),
+        [
+            (None, "No such file or directory"),
+            ("def score(:", "the file is not Python: invalid syntax"),
+            ("def scores(): ...", "no 'score' in the file, which has scores"),
+            ("def a():\n    score = 1\nclass B:\n    def score(self): ...", "which has B, a"),
+            ("", "which has nothing"),
+        ],
+    )
+    def test_of_one_that_is_not(self, tmp_path: Path, text: str | None, message: str) -> None:
+        path = tmp_path / "judge.py"
+        if text is not None:
+            path.write_text(text)
+        with pytest.raises(ConfigError, match=message):
+            FunctionReference.of(f"{path}:score").require()
+
+    def test_another_text_is_another_reward(self, tmp_path: Path) -> None:
+        path = tmp_path / "judge.py"
+        path.write_text("def score(): ...")
+        reference = FunctionReference.of(f"{path}:score")
+        before = reference.digest()
+        assert before == reference.digest()
+        path.write_text("def score(): return 1")
+        assert reference.digest() != before

@@ -1,0 +1,202 @@
+"""An HTTP endpoint that gives rewards: a real server, and everything that it may do wrong."""
+
+from __future__ import annotations
+
+import json
+import logging
+import threading
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from typing import Any
+
+import pytest
+
+from tasks.errors import RewardError
+from tasks.rl.rewards import http
+from tasks.rl.rewards.http import Endpoint, redacted
+from tests.rl.making import TOKENIZER, replies
+
+LOG = logging.getLogger("tests.rl")
+Answer = tuple[int, dict[str, str], bytes]
+
+
+@dataclass
+class Server:
+    """What a server was asked, and what it answers: `plan` first, then lengths of completions."""
+
+    plan: list[Callable[[BaseHTTPRequestHandler], Answer | None]] = field(default_factory=list)
+    asked: list[dict[str, Any]] = field(default_factory=list)
+    headers: list[dict[str, str]] = field(default_factory=list)
+    times: list[float] = field(default_factory=list)
+    url: str = ""
+
+    def take(self, handler: BaseHTTPRequestHandler) -> None:
+        """Answer one request."""
+        body = json.loads(handler.rfile.read(int(handler.headers["Content-Length"])))
+        self.asked.append(body)
+        self.headers.append(dict(handler.headers))
+        self.times.append(time.monotonic())
+        usual = json.dumps({"rewards": [len(one) for one in body["completions"]]}).encode()
+        answer = self.plan.pop(0)(handler) if self.plan else (200, {}, usual)
+        if answer is None:  # it has seen to it
+            return
+        status, headers, content = answer
+        handler.send_response(status)
+        for name, value in {**headers, "Content-Length": str(len(content))}.items():
+            handler.send_header(name, value)
+        handler.end_headers()
+        handler.wfile.write(content)
+
+
+@pytest.fixture
+def server() -> Iterator[Server]:
+    """A server on this machine, which is heard of at once."""
+    one = Server()
+
+    class Handler(BaseHTTPRequestHandler):
+        def do_POST(self) -> None:
+            one.take(self)
+
+        def log_message(self, *_: object) -> None:
+            """Silent."""
+
+    with ThreadingHTTPServer(("127.0.0.1", 0), Handler) as listening:
+        listening.daemon_threads = True
+        thread = threading.Thread(target=listening.serve_forever, kwargs={"poll_interval": 0.02})
+        thread.start()
+        one.url = f"http://127.0.0.1:{listening.server_port}/get_reward"
+        yield one
+        listening.shutdown()
+        thread.join()
+
+
+def ask(url: str, *, retries: int = 0, batch: int = 64, timeout_s: float = 20.0) -> list[float]:
+    how = {"retries": retries, "batch": batch, "timeout_s": timeout_s}
+    endpoint = Endpoint(url, tokenizer=TOKENIZER, log=LOG, **how)
+    try:
+        return endpoint(replies())
+    finally:
+        endpoint.close()
+
+
+def says(content: bytes, status: int = 200, **headers: str) -> Callable[[Any], Answer]:
+    return lambda _: (status, headers, content)
+
+
+def test_what_it_is_asked(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PLUMBLINE_REWARD_TOKEN", "of-the-environment")
+    assert ask(server.url) == [3.0, 6.0, 3.0, 26.0]
+    (body,) = server.asked
+    assert sorted(body) == ["completions", "labels", "prompts", "query", "rows"]
+    assert body["query"][0] == (
+        "<|im_start|>user\ncopy ape<|im_end|>\n<|im_start|>assistant\nape<|im_end|>"
+    )
+    assert body["prompts"][0] == "<|im_start|>user\ncopy ape<|im_end|>\n<|im_start|>assistant\n"
+    assert body["labels"] == body["completions"]
+    assert body["rows"][1]["id"] == "row of copy beetle"
+    assert server.headers[0]["Content-Type"] == "application/json"
+    assert server.headers[0]["Authorization"] == "Bearer of-the-environment"
+
+
+def test_batches_keep_the_order(server: Server) -> None:
+    assert ask(server.url, batch=3) == [3.0, 6.0, 3.0, 26.0]
+    assert [len(body["prompts"]) for body in server.asked] == [3, 1]
+
+
+def test_what_may_pass_is_tried_again(
+    server: Server, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(http, "FIRST_PAUSE_S", 0.1)
+
+    def hangs_up(handler: BaseHTTPRequestHandler) -> None:
+        handler.connection.close()
+
+    busy = {"Retry-After": "0.02"}
+    server.plan = [says(b"no memory", 503), hangs_up, says(b"slowly", 429, **busy)]
+    with caplog.at_level(logging.WARNING):
+        assert ask(server.url, retries=3) == [3.0, 6.0, 3.0, 26.0]
+    assert len(server.asked) == 4
+    assert server.asked[3] == server.asked[0]
+    first, second, third = (b - a for a, b in zip(server.times, server.times[1:], strict=False))
+    assert first >= 0.1
+    assert second >= 0.2, "twice as long"
+    assert third >= 0.02
+    assert "attempt 1 of 4: status 503 Service Unavailable: 'no memory'" in caplog.text
+    assert "attempt 3 of 4: status 429" in caplog.text
+
+
+def test_a_server_that_is_down(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(http, "FIRST_PAUSE_S", 0.01)
+    server.plan = [says(b"out of memory", 500)] * 3
+    with pytest.raises(RewardError, match="no rewards in 3 attempts: status 500.*out of memo"):
+        ask(server.url, retries=2)
+    assert len(server.asked) == 3
+    with pytest.raises(RewardError, match="in 1 attempt: ConnectError") as caught:
+        ask("http://user:word@127.0.0.1:9/rewards?token=secret")
+    assert "http://***@127.0.0.1:9/rewards?***" in caught.value.message
+    assert "word" not in caught.value.report()
+    assert "secret" not in caught.value.report()
+
+
+def test_a_server_that_is_slow(server: Server) -> None:
+    done = threading.Event()
+
+    def late(handler: BaseHTTPRequestHandler) -> Answer:
+        done.wait(20)
+        return 200, {}, b""
+
+    def trickles(handler: BaseHTTPRequestHandler) -> None:
+        handler.send_response(200)
+        handler.send_header("Content-Length", "1000000")
+        handler.end_headers()
+        while not done.wait(0.1):
+            handler.wfile.write(b" ")
+
+    server.plan = [late, trickles]
+    try:
+        began = time.monotonic()
+        with pytest.raises(RewardError, match=r"no answer within 0.5 s"):
+            ask(server.url, timeout_s=0.5)
+        with pytest.raises(RewardError, match=r"no whole answer within 0.5 s"):
+            ask(server.url, timeout_s=0.5)
+        assert time.monotonic() - began < 15
+    finally:
+        done.set()
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (b"<html>", r"does not answer \{\"rewards\": \[...\]\} but '<html>'"),
+        (b'{"scores": [1]}', 'but \'{"scores": '),
+        (b"[1, 2]", r"but '\[1, 2\]'"),
+        (b'{"rewards": [1, 2]}', "gave 2 rewards for 4 replies"),
+        (b'{"rewards": [1, 2, NaN, 4]}', "gave nan for row of copy cat"),
+        (b'{"rewards": [1, 2, null, 4]}', "gave None for row of copy cat"),
+        (b'{"rewards": 3}', r"gave '3' \(int\)"),
+    ],
+)
+def test_what_it_may_not_answer(server: Server, content: bytes, message: str) -> None:
+    server.plan = [says(content)]
+    with pytest.raises(RewardError, match=message):
+        ask(server.url, retries=5)
+    assert len(server.asked) == 1, "an answer that is wrong will be wrong again"
+
+
+def test_what_is_refused_is_not_asked_again(server: Server) -> None:
+    server.plan = [says(b"no field `question`", 422)]
+    with pytest.raises(RewardError, match=r"refuses the request: status 422 .*`question`"):
+        ask(server.url, retries=5)
+    server.plan = [says(b"", 307, Location="http://elsewhere/rewards")]
+    with pytest.raises(RewardError, match="status 307") as caught:
+        ask(server.url, retries=5)
+    assert caught.value.hint == "reward.url=http://elsewhere/rewards"
+    assert len(server.asked) == 2
+
+
+def test_secrets_of_an_address_are_not_shown() -> None:
+    assert redacted("http://host:1/a") == "http://host:1/a"
+    assert redacted("https://name:word@host:1/a?key=1#f") == "https://***@host:1/a?***"
+    assert redacted("http://token@[::1]:80") == "http://***@[::1]:80"

@@ -1,0 +1,161 @@
+"""Policies in DeepSpeed's engines, sampled by vLLM and by the trainer itself: two real ranks."""
+
+from __future__ import annotations
+
+import json
+import logging
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tasks.errors import StageProcessError
+from tasks.launch import launch, python_child
+from tasks.rl.rollout_base import rollout_base
+from tasks.training.job import Batch, Peft, Settings, TrainJob, Zero
+from tests.training.conftest import make_tokenizer, save_base
+
+LORA = Peft(kind="lora", rank=8, alpha=24)
+ROLLOUT = {
+    "engine": "vllm",
+    "temperature": 0.8,
+    "max_new_tokens": 16,
+    "max_prompt_len": 16,
+    "kv_cache_gib": 0.1,
+    "max_num_seqs": 64,
+}
+POLICIES: dict[str, tuple[Peft, int, dict[str, Any]]] = {
+    # by name: adapter, ZeRO stage, and what else section `rollout` says
+    "lora": (LORA, 2, {}),
+    "full": (Peft(), 3, {}),
+    "native": (LORA, 3, {"engine": "transformers", "max_num_seqs": 4}),
+    "faults": (LORA, 2, {}),
+    "lora-zero3": (
+        replace(LORA, use_rslora=True, rank_pattern={"q_proj": 4}, alpha_pattern={"v_proj": 8.0}),
+        3,
+        {},
+    ),
+    "qlora": (replace(LORA, kind="qlora"), 2, {}),
+    "dora": (replace(LORA, use_dora=True), 3, {}),
+    "qdora": (replace(LORA, kind="qlora", use_dora=True), 2, {}),
+    "full-zero2": (Peft(), 2, {}),
+    "parallel": (LORA, 2, {"tensor_parallel": 2}),
+    "native-full": (Peft(), 3, {"engine": "transformers", "max_num_seqs": 4}),
+    "native-qlora": (replace(LORA, kind="qlora"), 2, {"engine": "transformers"}),
+}
+DEFAULT = ("lora", "full", "native")
+
+
+@pytest.fixture(scope="session")
+def base32(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Qwen2 with heads of 32, vLLM's smallest on a CPU; tied embeddings."""
+    path = tmp_path_factory.mktemp("base32")
+    return save_base(path, make_tokenizer(), hidden_size=128, intermediate_size=256)
+
+
+def run(names: tuple[str, ...], base: Path, folder: Path) -> dict[str, list[dict[str, Any]]]:
+    """What the ranks saw of each policy, by name."""
+    paths = []
+    for name in names:
+        out = folder / name
+        out.mkdir()
+        peft, stage, rollout = POLICIES[name]
+        settings = Settings(
+            objective="faults" if name == "faults" else "grpo",
+            peft=peft,
+            zero=Zero(stage=stage),
+            batch=Batch(micro_batch_size=1, global_batch_size=2),
+            online={"rl": {}, "rollout": ROLLOUT | rollout, "reward": {}},
+        )
+        quantization = peft.quantization()
+        plain = None
+        if quantization is not None:
+            plain = rollout_base(folder / "bases", base, quantization, digest="b")
+        job = TrainJob(settings, base, "b", base, out, out, rollout_base=plain)
+        job.write(out / "job.json")
+        paths.append(str(out / "job.json"))
+    flags = ("--standalone", "--nproc-per-node", "2", "-m", "tests.rl.rollout_program")
+    try:
+        launch(
+            python_child("torch.distributed.run", *flags, *paths),
+            stage="train",
+            log=logging.getLogger("test"),
+            log_path=folder / "log",
+            env={"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"},
+        )
+    except StageProcessError:
+        print((folder / "log").read_text()[-5000:])
+        failures = [json.loads(one.read_text()).get("failure") for one in folder.glob("*/rank-*")]
+        raise AssertionError("\n".join(filter(None, failures)) or "see above") from None
+    return {
+        name: [json.loads((folder / name / f"rank-{rank}.json").read_text()) for rank in (0, 1)]
+        for name in names
+    }
+
+
+@pytest.fixture(scope="session")
+def seen(base32: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    return run(DEFAULT, base32, tmp_path_factory.mktemp("rollouts"))
+
+
+@pytest.fixture(scope="session")
+def seen_slowly(base32: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    names = tuple(name for name in POLICIES if name not in DEFAULT)
+    return run(names, base32, tmp_path_factory.mktemp("more_rollouts"))
+
+
+def require_followed(ranks: list[dict[str, Any]]) -> None:
+    """The engine sampled from the policy, each version of it, and from nothing else."""
+    for one in ranks:
+        assert "before the policy was published" in one["unpublished"]
+        assert one["versions"] == [1, 2]
+        assert one["differs"] <= 0.01  # nats; the bar of the mismatch
+        assert one["differs_after"] <= 0.01
+        assert one["behind"] <= 0.05, "greedy tokens are the trainer's, up to ties in bf16"
+        assert "version 1 of the policy, which has changed since" in one["stale"]
+        assert one["stale_differs"] > 0.05, "the change was one that shows"
+        assert one["again"], "same weights, prompts and seeds"
+        assert all(one["ended"])
+        assert all(one["cut"])
+        assert one["left"] == []
+        assert one["undisturbed"] == []
+    assert ranks[0]["none"] == []
+    assert ranks[1]["none"] is True, "a rank answers while the other has nothing to do"
+
+
+def require_varied(ranks: list[dict[str, Any]]) -> None:
+    replies = [tuple(reply) for one in ranks for reply in one["replies"]]
+    assert len(replies) == 10
+    assert len(set(replies)) == 10, "each reply draws for itself"
+
+
+@pytest.mark.parametrize("name", DEFAULT)
+def test_an_engine_follows_the_policy(name: str, seen: dict[str, Any]) -> None:
+    require_followed(seen[name])
+    require_varied(seen[name])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", [n for n in POLICIES if n not in (*DEFAULT, "faults")])
+def test_engines_follow_policies_of_every_kind(name: str, seen_slowly: dict[str, Any]) -> None:
+    require_followed(seen_slowly[name])
+    require_varied(seen_slowly[name])
+
+
+@pytest.mark.slow
+def test_what_breaks_is_started_again_once_or_refused(seen_slowly: dict[str, Any]) -> None:
+    for rank, one in enumerate(seen_slowly["faults"]):
+        assert "the rollout engine does not start" in one["no start"]
+        assert "No available memory for the cache blocks" in one["no start"]
+        assert "rollout.kv_cache_gib" in one["no start"]
+        assert f"prompt 1 of rank {rank} (0 1 2 3 4 5 6 7 ...) has 17 tokens" in one["long"]
+        assert one["restarted"], "the same replies as if nothing had happened"
+        assert "a second time" in one["twice"]
+        assert "Unsupported CPU attention configuration" in one["twice"]
+        assert "refuses version 2" in one["refused"]
+        assert "rollout=transformers" in one["refused"]
+        assert "has to be published again" in one["after refusal"], "never from the base instead"
+        assert "lora_A.weight: expected BF16 [8, 128], found BF16 [8, 127]" in one["contract"]
+        assert "not finite, first" in one["not finite"]
+        assert "lora_A" in one["not finite"]

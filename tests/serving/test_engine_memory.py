@@ -1,0 +1,47 @@
+"""What the plan says of vLLM's cache is what vLLM makes of it."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from flows.config import compose_config
+from tasks.preflight.engine import AT_ONCE, HEADROOM, engine_memory
+from tasks.serving.job import environment
+from tasks.vllm_jobs import HEADROOM as THEIRS
+
+ASK = """
+import json, sys
+from vllm import LLM
+llm = LLM(sys.argv[1], dtype="bfloat16", max_model_len=256, enforce_eager=True)
+cache = llm.llm_engine.vllm_config.cache_config
+print("cache:" + json.dumps([cache.num_gpu_blocks, cache.block_size]))
+"""
+
+
+def test_numbers_that_two_places_know() -> None:
+    assert HEADROOM == THEIRS
+    source = (Path(__file__).parents[2] / "tasks" / "serving" / "vllm_child.py").read_text()
+    assert f"max_num_seqs={AT_ONCE}," in source
+
+
+@pytest.mark.slow
+def test_vllm_finds_room_for_as_many_tokens(tmp_path: Path, served: Path) -> None:
+    env = os.environ | environment(1, None) | {"TORCHDYNAMO_DISABLE": "1"}
+    done = subprocess.run(
+        [sys.executable, "-c", ASK, str(served)],
+        env=env, cwd=tmp_path, capture_output=True, text=True, timeout=280,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr[-2000:]
+    said = next(line for line in done.stdout.splitlines() if line.startswith("cache:"))
+    blocks, size = json.loads(said.removeprefix("cache:"))
+    settings = compose_config(["smoke.max_model_len=256"]).settings
+    config = json.loads((served / "config.json").read_text())
+    ours = engine_memory(config, settings, gpu_bytes=None)
+    assert size == ours.block
+    assert blocks == ours.cache // (ours.token * ours.block)

@@ -1,0 +1,61 @@
+"""Advice on memory: every knob saves what it says, the largest first, and enough is enough."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from tasks.training.advice import Adviser
+from tasks.training.job import Batch, Launch, Peft, Settings, Zero
+from tasks.training.memory import LIBRARIES
+
+QWEN_72B: dict[str, Any] = {
+    "hidden_size": 8192,
+    "intermediate_size": 29568,
+    "num_hidden_layers": 80,
+    "num_attention_heads": 64,
+    "num_key_value_heads": 8,
+    "vocab_size": 152064,
+}
+GIB = 2**30
+FULL = Settings(zero=Zero(1), batch=Batch(micro_batch_size=4, max_len=4096), launch=Launch(nproc=8))
+
+
+@pytest.mark.parametrize("gpu", [True, False])
+def test_knobs_save_what_they_say_and_the_most_comes_first(gpu: bool) -> None:
+    adviser = Adviser(QWEN_72B, gpu=gpu)
+    knobs = adviser.knobs(FULL)
+    now = adviser.need(FULL)
+    assert [knob.saves for knob in knobs] == sorted((k.saves for k in knobs), reverse=True)
+    for knob in knobs:
+        assert adviser.need(knob.settings) == now - knob.saves
+        assert str(knob) == f"{knob.override} (saves {knob.saves / GIB:.2f} GiB)"
+    names = [knob.override for knob in knobs]
+    assert ("zero.offload_optimizer=cpu" in names) == gpu  # on a CPU it is in host memory anyway
+    assert ("train.nproc=4" in names) == (not gpu)
+    assert {"zero=zero3", "peft=lora", "peft=qlora", "train.gradient_checkpointing=true"} <= {
+        *names
+    }
+
+
+def test_what_is_named_together_is_enough() -> None:
+    adviser = Adviser(QWEN_72B, gpu=True)
+    limit = 80 * GIB
+    assert adviser.need(FULL) > limit
+    together = adviser.enough(FULL, limit)
+    assert together[0] == adviser.knobs(FULL)[0].override
+    keys = [one.partition("=")[0] for one in together]
+    assert len(keys) == len(set(keys)) > 1  # what to type: each key once
+    assert adviser.words(FULL, limit)[-1] == f"all of: {' '.join(together)}"
+    assert adviser.enough(FULL, 10 * LIBRARIES // 8) == []  # nothing brings it there
+
+
+def test_what_has_been_done_is_not_advised_again() -> None:
+    done = replace(
+        FULL, zero=Zero(2), peft=Peft("qlora", rank=8), gradient_checkpointing=True,
+        batch=Batch(micro_batch_size=1, max_len=2),
+    )  # fmt: skip
+    assert Adviser(QWEN_72B, gpu=True).knobs(done) == []
+    assert Adviser(QWEN_72B, gpu=True).words(done, 0) == ["a smaller model"]

@@ -127,10 +127,13 @@ def stage_entry(result: StageResult) -> dict[str, Any]:
 
 
 def evaluation(results: Sequence[StageResult]) -> dict[str, float | None]:
-    """Exact match and held-out loss, before and after, from the stages' metrics."""
+    """Exact match, held-out loss and reward, before and after, from the stages' metrics; of several
+    chains from the last one's.
+    """
     metrics: dict[str, float] = {}
     for result in results:
-        metrics |= result.metrics
+        if _link(result) == _link(results[-1]):
+            metrics |= result.metrics
     pairs = {"pairs": metrics["eval/pairs"]} if "eval/pairs" in metrics else {}
     rewards = {
         f"reward_{when}": metrics[f"heldout_reward_{when}"]
@@ -145,6 +148,11 @@ def evaluation(results: Sequence[StageResult]) -> dict[str, float | None]:
         "loss_after": metrics.get("heldout_loss_after"),
         **rewards,
     }
+
+
+def _link(result: StageResult) -> str:
+    """The chain that a stage is of, where there are several."""
+    return result.name.rpartition(".")[0]
 
 
 def _columns(drift: Mapping[str, float]) -> tuple[str, str, str]:

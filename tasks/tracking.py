@@ -128,8 +128,11 @@ class StageRun:
         """Curves of what was measured step by step, and the tables."""
         for name, rows in self._tables.items():
             columns = list(dict.fromkeys(key for row in rows for key in row))
-            data = {column: [row.get(column) for row in rows] for column in columns}
-            self._client.log_table(self.run_id, data, f"{name}.json")
+            data = [[row.get(column) for column in columns] for row in rows]
+            # As `log_table` writes it, without pandas, which it would import for one call.
+            self._client.log_dict(self.run_id, {"columns": columns, "data": data}, f"{name}.json")
+            tag = [{"path": f"{name}.json", "type": "table"}]
+            self._client.set_tag(self.run_id, "mlflow.loggedArtifacts", json.dumps(tag))
         with tempfile.TemporaryDirectory() as folder:
             picture = Path(folder) / "curves.png"
             if draw(self._series, picture):

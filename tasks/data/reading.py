@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import IO, Any, NamedTuple
 
 from tasks.data.columns import wrong_columns
-from tasks.data.kinds import Kind, Payload, content_id, side_id
+from tasks.data.kinds import PROMPTS, Kind, Payload, content_id, side_id
 from tasks.data.messages import Unusable
 from tasks.data.sources import Drawn, Source
 
@@ -101,6 +101,8 @@ class Reading:
 
     def unused(self) -> set[str]:
         """Columns that nothing looks at."""
+        if self.kind is PROMPTS:  # rewards may look at all of them
+            return set()
         return self.names - self.kind.used(self.source.columns)
 
     def counts(self) -> dict[str, Any]:

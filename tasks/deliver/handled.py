@@ -55,6 +55,7 @@ HANDLED: Mapping[str, Way] = {
     "TENSOR_UNEXPECTED": Way("it has TRL's prefix; the plan compares it again", _wrapped),
     "VLLM_ARCHITECTURE": Way("served as the family's *ForSequenceClassification", _with_head),
     "WEIGHTS_MISSING": Way("gathered from the ranks' parts", _of_ranks),
+    "MANIFEST_DIFFERS": Way("refused later, with the base's files: every byte is compared first"),
     "EOS_DISAGREES": Way("served with every id that one of the files ends a text with"),
 }
 """By code. What is repaired is repaired in OUT; SOURCE stays as it is."""

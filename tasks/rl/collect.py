@@ -76,7 +76,8 @@ class Collector:
             if not silent:
                 break
             numbers = asking.numbers(iteration, round_).tolist()[: len(silent)]
-            fresh = self.ask(numbers, iteration, samples, clock)
+            first = round_ * asking.each
+            fresh = self.ask(numbers, iteration, samples, clock, first=first)
             known = _refilled(known, silent, fresh)
         return known
 
@@ -87,13 +88,18 @@ class Collector:
         samples: int,
         clock: Clock,
         *,
+        first: int = 0,
         greedy: bool = False,
     ) -> Known:
-        """Replies to these prompts, `samples` each, of all ranks; group g is `numbers[g]`."""
+        """Replies to these prompts, `samples` each, of all ranks; group g is `numbers[g]`.
+
+        Group g draws as number `first` + g of the iteration, so that a prompt that is asked twice
+        is answered twice.
+        """
         world, rank = self.ranks.world_size, self.ranks.rank
         groups = range(rank, len(numbers), world)
         asked = [self.prompts[numbers[g]] for g in groups]
-        seeds = [request_seed(self.seed, iteration, numbers[g]) for g in groups]
+        seeds = [request_seed(self.seed, iteration, first + g) for g in groups]
         requests = [
             Request(prompt.ids, samples, seed) for prompt, seed in zip(asked, seeds, strict=True)
         ]

@@ -135,6 +135,6 @@ class Asking:
 
 
 def request_seed(seed: int, iteration: int, number: int) -> int:
-    """Seed of one prompt's replies: the same whoever asks it, and whatever was asked before."""
+    """Seed of the replies to prompt `number` of an iteration: the same whoever asks it."""
     drawn = np.random.SeedSequence([seed, iteration, number]).generate_state(1)
     return int(drawn[0]) & 0x7FFFFFFF

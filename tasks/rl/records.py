@@ -23,12 +23,12 @@ SHOWN = 4
 def collected(scored: Sequence[Scored], rollout: Rollout) -> dict[str, float]:
     """Of replies and their rewards."""
     rewards = np.array([one.reward for one in scored])
-    silent = len(silent_groups([(0, one) for one in scored]))
-    return {
-        **_of_replies(scored, rollout),
-        "reward_std": float(rewards.std()),
-        "groups_without_signal": silent / len({one.group for one in scored}),
-    }
+    found = {**_of_replies(scored, rollout), "reward_std": float(rewards.std())}
+    groups = len({one.group for one in scored})
+    if groups < len(scored):  # a reply alone is no group
+        silent = len(silent_groups([(0, one) for one in scored]))
+        found["groups_without_signal"] = silent / groups
+    return found
 
 
 def evaluated(scored: Sequence[Scored], rollout: Rollout) -> dict[str, float]:

@@ -105,7 +105,7 @@ def test_what_cannot_be_added_up_is_refused(
         assert not (tmp_path / "runs").exists()
         return done.output
 
-    assert "a full model" in said(f"adapters=[{adapter}:0.5,{base}:0.5]", f"base={base}")
+    assert "a full Qwen2ForCausalLM" in said(f"adapters=[{adapter}:0.5,{base}:0.5]", f"base={base}")
     assert "given twice" in said(f"adapters=[{adapter}:0.5,{adapter}]", f"base={base}")
     assert "weight 0" in said(f"adapters=[{adapter}:0.0,{second}]", f"base={base}")
     assert "both given" in said(f"adapters=[{adapter}]", f"source={adapter}", f"base={base}")
@@ -145,7 +145,7 @@ def test_an_engine_compares_with_all_of_them_unmerged(
     )  # fmt: skip
     summary = direct(plan(composed), logging.getLogger("tests.deliver"), "several")
     stages = {stage["name"]: stage for stage in summary["stages"]}
-    assert list(stages) == ["reference", "merge", "convert", "smoke_eval"]
+    assert list(stages) == ["audit", "reference", "merge", "convert", "smoke_eval"]
     drifts = [stages[name]["drift"]["mean_kl"] for name in ("merge", "convert", "smoke_eval")]
     assert all(0 <= one < 1e-3 for one in drifts)
     # With the other sign of one weight it is another model, by more than rounding explains.

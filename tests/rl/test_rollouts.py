@@ -44,7 +44,7 @@ POLICIES: dict[str, tuple[Peft, int, dict[str, Any]]] = {
     "native-full": (Peft(), 3, {"engine": "transformers", "max_num_seqs": 4}),
     "native-qlora": (replace(LORA, kind="qlora"), 2, {"engine": "transformers"}),
 }
-DEFAULT = ("lora", "full", "native")
+DEFAULT = ("lora",)
 
 
 @pytest.fixture(scope="session")

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from tasks.data.kinds import PROMPTS
 from tasks.errors import ConfigError
 from tasks.training import checkpoint
 from tasks.training.checkpoint import Best, Progress
@@ -154,7 +155,10 @@ class TestIdentity:
 
 class TestSelection:
     def test_every_objective_says_what_it_can_be_best_in(self) -> None:
-        assert set(METRICS) == set(_MODULES)
+        assert set(METRICS) == {*_MODULES, *PROMPTS.objectives}
+        assert direction("ppo", "reward") == 1
+        with pytest.raises(ConfigError, match=r"best_metric=loss.*objective=ppo"):
+            direction("ppo", "loss")
         assert direction("sft", "loss") == -1
         assert direction("dpo", "accuracy") == 1
         with pytest.raises(ConfigError, match=r"best_metric=accuracy.*objective=sft") as caught:

@@ -31,7 +31,7 @@ TRAIN = Stage(
 ROLLOUT_BASE = Stage(
     "rollout_base",
     "weights",
-    ("tasks/rollout_base.py", "tasks/rl/rollout_base.py", *_HAND_OFF),
+    ("tasks/rollout_base.py", *_HAND_OFF),
     (*_TORCH, "bitsandbytes"),
 )
 REINFORCE = Stage(

@@ -1,10 +1,13 @@
 """rollout_base: base -> weights that vLLM samples from while a QLoRA adapter on it is trained.
 
-The values are those that training computes with, bit for bit; see `tasks/rl/rollout_base.py`.
+They are what the 4 bits stand for, bit for bit what training computes with. bitsandbytes' rounding
+moves a small model's logits by a sixth; an engine on the original weights would sample from another
+policy than the one that is trained.
 """
 
 from __future__ import annotations
 
+import json
 import time
 from collections.abc import Mapping
 from pathlib import Path
@@ -13,9 +16,24 @@ from typing import Any
 from tasks.contract import Check
 from tasks.output import Log
 from tasks.report import StageReport
-from tasks.rl.rollout_base import write_rollout_base
+from tasks.weights.adapters.changes import Changes
+from tasks.weights.families.merging import MergeSettings, plan_merge
 from tasks.weights.folder import inspect_checkpoint
-from tasks.weights.worker import Perform
+from tasks.weights.journal import JOURNAL
+from tasks.weights.layout import with_output
+from tasks.weights.nf4 import check_quantization
+from tasks.weights.opening import SourceRef
+from tasks.weights.reader import DTYPE_NAMES, read_json
+from tasks.weights.stored4bit.plans import decoding
+from tasks.weights.stored4bit.said import without_quantization
+from tasks.weights.stored4bit.source import PackedCheckpoint, open_base
+from tasks.weights.worker import Perform, ask_execute, ask_facts
+
+CONFIG = "config.json"
+_BASE = "base"
+_SHARD_BYTES = 5 * 10**9
+_NOTHING = Changes({}, {}, {}, (), (), {}, ())
+"""An adapter that changes nothing: what is left of a merge is the base as training holds it."""
 
 
 def rollout_base(
@@ -54,3 +72,30 @@ def rollout_base(
     seconds = time.monotonic() - started
     log.info("rollout_base: %d tensors dequantised in %.1f s", found.tensors, seconds)
     return StageReport("weights", checks=tuple(checks), metrics={"rollout_base/seconds": seconds})
+
+
+def write_rollout_base(
+    work: Path, base: Path, quantization: Mapping[str, Any], *, dtype: str, perform: Perform
+) -> None:
+    """Write the base as a QLoRA policy computes with it into an existing empty folder, streamed.
+
+    Raises:
+        ArtifactError: unreadable files, a full disk.
+        ContractError: tensors that are not those of the model's class.
+    """
+    check_quantization(quantization)
+    facts = ask_facts(perform, base, dtype)
+    with open_base(base) as weights:
+        packed = isinstance(weights, PackedCheckpoint)
+        asked = {**quantization, "loaded_dtype": dtype, "base": "dequantized"}
+        how = MergeSettings() if packed else MergeSettings(
+            quantization=asked, quantized=frozenset(facts.quantized)
+        )  # fmt: skip
+        plan = decoding(plan_merge(weights.tensors, facts, _NOTHING, {}, how), {_BASE: weights})
+        plan = with_output(
+            plan, dtype=DTYPE_NAMES[dtype], max_shard_bytes=_SHARD_BYTES, files=weights.files
+        )
+    ask_execute(perform, plan, {_BASE: SourceRef(base, "base")}, work)
+    (work / JOURNAL).unlink()
+    config = {**without_quantization(read_json(base / CONFIG)), "dtype": dtype}
+    (work / CONFIG).write_text(json.dumps(config, indent=1, sort_keys=True) + "\n")

@@ -40,14 +40,6 @@ from tasks.training.zero_config import deepspeed_config
 LOG = logging.getLogger("plumbline.rl")
 
 
-def run(job: TrainJob, started: float) -> None:
-    """Train as one of torchrun's ranks, see `train_with`."""
-    ranks = Ranks(timeout_s=job.settings.launch.collective_timeout_s)
-    train_with(ranks, job, started)
-    ranks.barrier()
-    ranks.leave()
-
-
 def train_with(ranks: Ranks, job: TrainJob, started: float) -> None:
     """Train, and write this rank's part of the `shards` artifact.
 

@@ -12,11 +12,12 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from functools import cached_property
 from itertools import islice
+from pathlib import Path
 from typing import TypeVar
 
 import torch
 
-from tasks.errors import PlumblineError, TrainingError
+from tasks.errors import ConfigError, PlumblineError, TrainingError
 from tasks.rl.handoff import Policy
 from tasks.rl.merged import merged_tensors
 from tasks.rl.replies import Generated, Request
@@ -25,6 +26,7 @@ from tasks.rl.servable import require_servable
 from tasks.rl.settings import Rollout
 from tasks.serving.colocation import Answer, Colocation, Sampling
 from tasks.serving.rollouts import Colocated
+from tasks.training.job import TrainJob
 from tasks.weights.contracts import ModelFacts, model_facts
 
 T = TypeVar("T")
@@ -54,7 +56,7 @@ class VllmEngine:
             rollout.temperature, rollout.top_p, rollout.top_k, rollout.max_new_tokens, ends
         )
         self._how = Colocation(
-            model=policy.job.rollout_base or policy.job.base,
+            model=_folder(policy.job),
             dtype=settings.dtype,
             max_model_len=rollout.max_prompt_len + rollout.max_new_tokens,
             max_num_seqs=rollout.max_num_seqs,
@@ -203,3 +205,15 @@ def _shared_out(answers: Sequence[Answer], requests: Sequence[Request]) -> list[
         [Generated(a.ids, a.logprobs, a.ended) for a in islice(each, one.samples)]
         for one in requests
     ]
+
+
+def _folder(job: TrainJob) -> Path:
+    """What vLLM loads. A policy in 4 bits is sampled from as it is trained, or not at all."""
+    if job.rollout_base is not None:
+        return job.rollout_base
+    if job.settings.peft.quantization() is not None:
+        raise ConfigError(
+            "rollout.engine=vllm needs a QLoRA policy's dequantised base, and the job has none",
+            hint="flows/rlhf.py makes it, by its stage rollout_base; or rollout=transformers",
+        )
+    return job.base

@@ -23,17 +23,21 @@ def enter(job_path: str, module: str) -> int:
 
     Args:
         job_path: of the `TrainJob`.
-        module: whose `run(job, started)` does it; imported once the process is lean.
+        module: whose `train_with(ranks, job, started)` does it; imported once the process is lean.
     """
     started = time.time()
     start_lean()
+    from tasks.training.engine import Ranks
     from tasks.training.failure import in_words
     from tasks.training.job import TrainJob
 
-    run = importlib.import_module(module).run
+    train_with = importlib.import_module(module).train_with
     job, rank = TrainJob.read(Path(job_path)), int(os.environ["RANK"])
     try:
-        run(job, started)
+        ranks = Ranks(timeout_s=job.settings.launch.collective_timeout_s)
+        train_with(ranks, job, started)
+        ranks.barrier()
+        ranks.leave()
     except Exception as error:
         said = in_words(error, job, rank)
         if said is None:

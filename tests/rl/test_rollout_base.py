@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from safetensors.torch import load_file
 
 from tasks.errors import ArtifactError
-from tasks.rl.rollout_base import rollout_base
+from tasks.rollout_base import write_rollout_base
 from tasks.training.job import Peft
+from tasks.weights.worker import perform
 from tests.tiny import tiny
 
 
@@ -27,6 +29,11 @@ def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
+def made(folder: Path, base: Path, quantization: dict[str, Any]) -> Path:
+    write_rollout_base(folder, base, quantization, dtype="bfloat16", perform=perform)
+    return folder
+
+
 @pytest.mark.parametrize(("kind", "double"), [("nf4", True), ("fp4", False)])
 def test_values_are_those_of_the_loaded_layers(
     base: Path, tmp_path: Path, kind: str, double: bool
@@ -36,7 +43,7 @@ def test_values_are_those_of_the_loaded_layers(
 
     quantization = Peft(kind="qlora", quant_type=kind, double_quant=double).quantization()
     assert quantization is not None
-    folder = rollout_base(tmp_path, base, quantization, digest="d")
+    folder = made(tmp_path, base, quantization)
     found = load_file(folder / "model.safetensors")
     how = BitsAndBytesConfig(
         load_in_4bit=True,
@@ -61,18 +68,6 @@ def test_values_are_those_of_the_loaded_layers(
     assert {path.name for path in folder.iterdir()} == {"config.json", "model.safetensors"}
 
 
-def test_it_is_made_once_for_a_base_and_a_way_to_quantise(base: Path, tmp_path: Path) -> None:
-    nf4 = Peft(kind="qlora").quantization()
-    fp4 = Peft(kind="qlora", quant_type="fp4").quantization()
-    assert nf4 is not None
-    assert fp4 is not None
-    first = rollout_base(tmp_path, base, nf4, digest="a")
-    stamp = (first / "model.safetensors").stat().st_mtime_ns
-    half = first.with_suffix(".part")
-    half.mkdir()  # of a run that was killed
-    assert rollout_base(tmp_path, base, nf4, digest="a") == first
-    assert (first / "model.safetensors").stat().st_mtime_ns == stamp
-    assert rollout_base(tmp_path, base, fp4, digest="a") != first
-    assert rollout_base(tmp_path, base, nf4, digest="b") != first
-    with pytest.raises(ArtifactError, match="int8"):
-        rollout_base(tmp_path, base, {**nf4, "type": "int8"}, digest="a")
+def test_a_code_book_that_there_is_not_is_refused(base: Path, tmp_path: Path) -> None:
+    with pytest.raises(ArtifactError):
+        made(tmp_path, base, {"type": "int8", "double_quant": True})

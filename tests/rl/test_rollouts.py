@@ -12,8 +12,9 @@ import pytest
 
 from tasks.errors import StageProcessError
 from tasks.launch import launch, python_child
-from tasks.rl.rollout_base import rollout_base
+from tasks.rollout_base import write_rollout_base
 from tasks.training.job import Batch, Peft, Settings, TrainJob, Zero
+from tasks.weights.worker import perform
 from tests.training.conftest import make_tokenizer, save_base
 
 LORA = Peft(kind="lora", rank=8, alpha=24)
@@ -71,7 +72,9 @@ def run(names: tuple[str, ...], base: Path, folder: Path) -> dict[str, list[dict
         quantization = peft.quantization()
         plain = None
         if quantization is not None:
-            plain = rollout_base(folder / "bases", base, quantization, digest="b")
+            plain = folder / f"{name}-base"
+            plain.mkdir(parents=True)
+            write_rollout_base(plain, base, quantization, dtype="bfloat16", perform=perform)
         job = TrainJob(settings, base, "b", base, out, out, rollout_base=plain)
         job.write(out / "job.json")
         paths.append(str(out / "job.json"))

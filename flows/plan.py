@@ -12,9 +12,10 @@ from flows.links import Link
 from flows.looker import Looker
 from tasks.artifact import Artifact
 from tasks.errors import ConfigError
+from tasks.machine import has_gpu
 from tasks.preflight import findings, preflight
 from tasks.preflight.engine import engine_memory
-from tasks.preflight.machine import gpu_bytes, has_gpu
+from tasks.preflight.machine import gpu_bytes
 from tasks.preflight.model import look
 from tasks.stage import Mechanism
 from tasks.training.memory import LIBRARIES, MemoryEstimate, estimate

@@ -5,12 +5,18 @@ first (exact), multiplying in fp32 and rounding the result is what a bf16 produc
 so results are as good; only the order of the sums differs. Whoever is compared to the last bit has
 to do the same: training ranks and the reference that measures them both start with it.
 
-Memory: an fp32 copy of one layer's weight and input while it computes; nothing is kept for longer.
+Memory: an fp32 copy of one layer's weight and input while it computes. Weights are widened into one
+piece of memory that is kept: made anew for every product, they would leave holes all over the heap.
 """
 
 from __future__ import annotations
 
+import threading
 from typing import Any
+
+SCRATCH = 32 << 20
+"""Bytes up to which the piece is kept. Larger ones malloc gives back when they are freed."""
+_kept = threading.local()
 
 
 def slow_bf16() -> bool:
@@ -18,6 +24,23 @@ def slow_bf16() -> bool:
     import torch
 
     return not (torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported())
+
+
+def widened_weight(weight: Any) -> Any:
+    """`weight` in fp32, until the next call in this thread: to be multiplied with, not to be kept.
+
+    Args:
+        weight: of any shape and dtype; no gradient goes through this.
+    """
+    import torch
+
+    if weight.numel() * 4 > SCRATCH:
+        return weight.detach().float()
+    if not hasattr(_kept, "piece") or len(_kept.piece) < weight.numel():
+        with torch.inference_mode(False):  # made within it, nothing could be written to it without
+            _kept.piece = torch.empty(weight.numel(), dtype=torch.float32)
+    place = _kept.piece[: weight.numel()].view(weight.shape)
+    return place.copy_(weight.detach())
 
 
 def use_fp32_where_faster() -> bool:
@@ -53,7 +76,7 @@ def _widened() -> Any:
         @staticmethod
         def forward(ctx: Any, x: Any, weight: Any, bias: Any) -> Any:
             ctx.save_for_backward(x, weight)
-            out = x.float() @ weight.float().t()
+            out = x.float() @ widened_weight(weight).t()
             if bias is not None:
                 out += bias.float()
             return out.to(x.dtype)
@@ -65,7 +88,7 @@ def _widened() -> Any:
             rows = grad.reshape(-1, grad.shape[-1])
             for_x, for_weight, for_bias = ctx.needs_input_grad
             return (
-                (grad @ weight.float()).to(x.dtype) if for_x else None,
+                (grad @ widened_weight(weight)).to(x.dtype) if for_x else None,
                 (rows.t() @ x.reshape(-1, x.shape[-1]).float()).to(weight.dtype)
                 if for_weight
                 else None,

@@ -7,6 +7,7 @@ import subprocess
 from collections.abc import Sequence
 from pathlib import Path
 
+from tasks.machine import has_gpu
 from tasks.preflight.finding import Finding
 
 GIB = 2**30
@@ -88,8 +89,3 @@ def gpu_bytes() -> int | None:
 def has_half() -> bool:
     """Whether DeepSpeed trains in float16 here."""
     return has_gpu() or "avx512_fp16" in Path("/proc/cpuinfo").read_text(encoding="utf-8")
-
-
-def has_gpu() -> bool:
-    """Whether an NVIDIA device is there; asked of the system, since torch takes seconds."""
-    return Path("/dev/nvidia0").exists()

@@ -13,6 +13,7 @@ from typing import Any
 from tasks.preflight.finding import Finding
 from tasks.toy.shape import CONTEXT, SHAPE
 from tasks.training.packable import unpackable
+from tasks.training.sizes import EXPERTS
 from tasks.weights.folder import CONFIG, inspect_checkpoint
 from tasks.weights.header import read_header
 from tasks.weights.stored4bit.said import is_packed, stored
@@ -26,8 +27,6 @@ _EMBEDDINGS = (
     "embed_tokens.weight", "wte.weight", "embed_in.weight", "word_embeddings.weight",
 )  # fmt: skip
 """How families call their input embedding."""
-_EXPERTS = ("num_local_experts", "num_experts", "n_routed_experts")
-"""Where config.json says how many experts there are."""
 _CONVOLUTIONS = ("gpt2", "openai-gpt")
 """Model types whose linear layers are `Conv1D` in transformers."""
 
@@ -167,7 +166,7 @@ def quantisable(scheme: str, known: Known) -> list[Finding]:
     if scheme == "none":
         return []
     text = known.config.get("text_config") or known.config
-    reasons = [f"a mixture of experts ({key} {text[key]})" for key in _EXPERTS if text.get(key)]
+    reasons = [f"a mixture of experts ({key} {text[key]})" for key in EXPERTS if text.get(key)]
     if text.get("model_type") in _CONVOLUTIONS:
         reasons.append(f"{text['model_type']}, whose layers are stored as convolutions")
     allowed = f"{scheme} is for models of plain linear layers"

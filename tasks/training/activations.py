@@ -17,10 +17,14 @@ follows the largest piece that was freed, up to this (`DEFAULT_MMAP_THRESHOLD_MA
 
 
 class RowBytes(NamedTuple):
-    """Bytes of a pass: in pieces that the host's heap keeps, and in larger ones."""
+    """Bytes of a pass: in pieces that the host's heap keeps, and in larger ones.
+
+    `recomputed` are the small pieces of all layers that are computed again, one after the other.
+    """
 
     small: int
     large: int
+    recomputed: int = 0
 
 
 def row_bytes(sizes: Sizes, settings: Settings, *, item: int, gpu: bool) -> RowBytes:
@@ -29,17 +33,20 @@ def row_bytes(sizes: Sizes, settings: Settings, *, item: int, gpu: bool) -> RowB
     roles = 1 if settings.objective == "sft" else 2  # chosen and rejected are of one row
     tokens = batch.micro_batch_size * batch.max_len * roles
     layer = int(tokens * _layer(sizes, settings, item=item, gpu=gpu))
+    piece = tokens * sizes.hidden * item
+    recomputed = 0
     if settings.gradient_checkpointing:
-        layers = sizes.layers * tokens * sizes.hidden * item + layer
+        layers = sizes.layers * piece + layer
+        recomputed = sizes.layers * layer if piece <= LARGEST_IN_HEAP else 0
     else:
         layers = sizes.layers * layer
-    pieces = [(layers, tokens * sizes.hidden * item)]
+    pieces = [(layers, piece)]
     if settings.objective != "reward":
         pieces += _head(sizes, settings, tokens, item)
     if not gpu and item < 4:
         pieces += _through_fp32(sizes, settings, tokens)
     small = sum(every for every, one in pieces if one <= LARGEST_IN_HEAP)
-    return RowBytes(small, sum(every for every, _ in pieces) - small)
+    return RowBytes(small, sum(every for every, _ in pieces) - small, recomputed)
 
 
 def _layer(sizes: Sizes, settings: Settings, *, item: int, gpu: bool) -> float:

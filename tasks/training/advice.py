@@ -141,7 +141,7 @@ def _other_training(settings: Settings) -> Iterator[tuple[str, Settings]]:
         yield "peft=lora", replace(settings, peft=Peft("lora"))
     if peft.kind == "lora" and peft.rank > 16:
         yield "peft.rank=16", replace(settings, peft=replace(peft, rank=16, rank_pattern=None))
-    if peft.kind != "qlora" and zero.stage < 3:
+    if peft.kind != "qlora" and zero.stage < 3 and settings.dtype == "bfloat16":
         kind = replace(peft, kind="qlora") if peft.kind == "lora" else Peft("qlora")
         yield "peft=qlora", replace(settings, peft=kind)
     if settings.optim.optimizer == "adamw" and zero.offload_optimizer == "none":

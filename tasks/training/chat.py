@@ -109,11 +109,14 @@ class Encoder:
         for number in range(turns.first, len(messages)):
             if messages[number]["role"] != "assistant":
                 continue
-            begin = self._render(messages[:number], add_generation_prompt=True)
+            before = messages[:number]  # transformers renders nothing of nothing
+            begin = self._render(before, add_generation_prompt=True) if before else ""
             last = number == len(messages) - 1
             end = text if last else self._render(messages[: number + 1])
             if not text.startswith(begin) or not text.startswith(end):
                 return Unfit(_unstable(number, last=last))
+            if not begin:
+                return Unfit("nothing stands before the answer that could foretell its first token")
             answers.append(Answer(begin, end, number, last))
         return Rendered(text, tuple(answers), everything=False)
 

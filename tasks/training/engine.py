@@ -100,8 +100,11 @@ def start_engine(model: nn.Module, config: dict[str, Any], optim: Optim | None =
         config=config,
         dist_init_required=False,
     )
+    without_zero = config["zero_optimization"]["stage"] == 0
     inner = getattr(engine.optimizer, "optimizer", None)
-    if config["zero_optimization"]["stage"] == 0 and inner is not None:
+    if without_zero and inner is None:
+        _tell_norms(engine)
+    elif inner is not None and without_zero:
         # Without ZeRO DeepSpeed's wrapper for 16-bit weights takes a step on zeros to begin with,
         # and leaves it counted: Adam's bias correction would be one step ahead of all other stages,
         # its first update 0.74 of what it should be. Adam makes its states when it finds none.
@@ -120,6 +123,21 @@ def partitioned_engine(model: nn.Module, config: dict[str, Any]) -> Any:
     engine, *_ = deepspeed.initialize(model=model, config=without, dist_init_required=False)
     engine.eval()
     return engine
+
+
+def _tell_norms(engine: Any) -> None:
+    """Have the norm of fp32 gradients known without ZeRO too, before they are clipped.
+
+    There the optimizer is torch's own, and `get_global_grad_norm` of DeepSpeed 0.19 answers None.
+    """
+    take = engine._take_model_step
+
+    def noted(*args: Any, **kwargs: Any) -> None:
+        gradients = [p.grad for p in engine.module.parameters() if p.grad is not None]
+        engine._global_grad_norm = float(nn.utils.get_total_norm(gradients))
+        take(*args, **kwargs)
+
+    engine._take_model_step = noted
 
 
 def _adamw_8bit(parameters: list[nn.Parameter], optim: Optim) -> torch.optim.Optimizer:

@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from tasks.errors import PlumblineError, TrainingError
+from tasks.machine import has_gpu
 from tasks.training.job import Settings, TrainJob
 from tasks.training.memory import estimate
 
@@ -62,7 +63,7 @@ def out_of_memory(what: str, job: TrainJob) -> TrainingError:
 def _expected(job: TrainJob) -> str:
     config = json.loads((job.base / "config.json").read_text())
     try:
-        needed = estimate(config, job.settings, job.settings.world_size)
+        needed = estimate(config, job.settings, job.settings.world_size, gpu=has_gpu())
     except KeyError as error:  # an architecture that names its dimensions differently
         return f"what a rank should need is not known: config.json has no {error}"
     listed = ", ".join(f"{name} {size / 2**30:.2f}" for name, size in needed.parts().items())
@@ -90,7 +91,7 @@ def smaller(settings: Settings) -> list[str]:
     highest = 2 if peft.kind == "qlora" else 3
     if zero.stage < highest and settings.world_size > 1:
         found.append(f"zero=zero{highest}")
-    if zero.offload_optimizer == "none" and zero.stage:
+    if zero.offload_optimizer == "none" and zero.stage and settings.optim.optimizer == "adamw":
         found.append("zero.offload_optimizer=cpu")
     if peft.kind == "none":
         found.append("peft=lora")

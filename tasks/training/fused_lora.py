@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from tasks.bf16_linear import slow_bf16
+from tasks.bf16_linear import slow_bf16, widened_weight
 
 ADAPTER = "default"
 
@@ -95,9 +95,8 @@ class _Fused(torch.autograd.Function):
         wide = _widening(x)
         rows = wide(x.reshape(-1, x.shape[-1]))
         low = rows @ wide(a).t()
-        out = rows @ wide(weight).t() if bias is None else torch.addmm(
-            wide(bias), rows, wide(weight).t()
-        )  # fmt: skip
+        base = _weight(weight, x).t()
+        out = rows @ base if bias is None else torch.addmm(wide(bias), rows, base)
         out.addmm_(low, wide(b).t(), alpha=scale)
         ctx.save_for_backward(x, weight, a, b, low.to(x.dtype))
         ctx.scale = scale
@@ -111,16 +110,24 @@ class _Fused(torch.autograd.Function):
         grad_low = (grad @ wide(b)).mul_(ctx.scale)
         grad_x = None
         if ctx.needs_input_grad[0]:
-            grad_x = (grad @ wide(weight)).addmm_(grad_low, wide(a)).to(x.dtype).view(x.shape)
+            grad_x = (grad @ _weight(weight, x)).addmm_(grad_low, wide(a)).to(x.dtype).view(x.shape)
         grad_a = (grad_low.t() @ wide(x.reshape(-1, x.shape[-1]))).to(a.dtype)
         grad_b = (grad.t() @ wide(low)).mul_(ctx.scale).to(b.dtype)
         return grad_x, None, None, grad_a, grad_b, None
 
 
+def _widens(x: torch.Tensor) -> bool:
+    return x.dtype == torch.bfloat16 and x.device.type == "cpu" and slow_bf16()
+
+
+def _weight(weight: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+    """The base's weight as it is multiplied with `x`, until the next one is asked for."""
+    return widened_weight(weight) if _widens(x) else weight
+
+
 def _widening(x: torch.Tensor) -> Any:
-    """What operands go through before a product."""
-    slow = x.dtype == torch.bfloat16 and x.device.type == "cpu" and slow_bf16()
-    return torch.Tensor.float if slow else _same
+    """What the other operands of products with `x` go through."""
+    return torch.Tensor.float if _widens(x) else _same
 
 
 def _same(operand: torch.Tensor) -> torch.Tensor:

@@ -22,7 +22,7 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from tasks.bf16_linear import slow_bf16
+from tasks.bf16_linear import slow_bf16, widened_weight
 
 PORTION = 1 << 25
 """Logits that exist at once, as fp32: 128 MiB."""
@@ -205,7 +205,7 @@ def _times_transposed(hidden: torch.Tensor, weight: torch.Tensor) -> torch.Tenso
     out = hidden.new_empty(len(hidden), len(weight), dtype=torch.float32)
     wide = hidden.float()
     for start in range(0, len(weight), BLOCK):
-        block = weight[start : start + BLOCK].float()
+        block = widened_weight(weight[start : start + BLOCK])
         torch.mm(wide, block.t(), out=out[:, start : start + BLOCK])
     return out
 
@@ -216,5 +216,5 @@ def _times(slopes: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
         return slopes.to(weight.dtype) @ weight
     out = slopes.new_zeros(len(slopes), weight.shape[1])
     for start in range(0, len(weight), BLOCK):
-        out.addmm_(slopes[:, start : start + BLOCK], weight[start : start + BLOCK].float())
+        out.addmm_(slopes[:, start : start + BLOCK], widened_weight(weight[start : start + BLOCK]))
     return out.to(weight.dtype)

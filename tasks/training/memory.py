@@ -18,7 +18,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from tasks.training.activations import LARGEST_IN_HEAP, row_bytes
+from tasks.training.activations import LARGEST_IN_HEAP, RowBytes, row_bytes
 from tasks.training.job import Settings
 from tasks.training.sizes import Sizes
 
@@ -28,9 +28,14 @@ LIBRARIES = 2**30
 """A rank before it loads anything: 0.47 GiB on a CPU; a GPU's context takes about one."""
 HOLES = 0.7
 """Of the heap's live bytes at its fullest: what lies free between pieces that are in use and fits
-none that are asked for. The one number here that is fitted and not derived: mallinfo2 beside
+none that are asked for. This and the next number are fitted and not derived: mallinfo2 beside
 resident memory said 0.5 to 0.6 with twelve layers and 0.9 with twenty-four, and this lies between.
 Of a CPU's ranks alone."""
+LEFT_BY_LAYERS = 0.48
+"""Of what a layer takes when it is computed again for its backward pass, the part that stays
+resident, layer by layer: freed, but between pieces that stay (what the layer before it was given,
+gradients), so that the next layer does not fit. Resident memory said 0.47 with twelve layers of
+width 768 and 0.49 with twenty-four of 1024."""
 _SCALE_BYTES = {True: 1.03 / 64, False: 4 / 64}
 """A 4-bit weight's share of its block's scale (64 weights), itself quantised or in fp32."""
 _MAX_LIVE = 10**9
@@ -112,7 +117,7 @@ def estimate(
     held = _held(sizes, settings, gpu=gpu) / shared[3]
     gathered = min(sizes.weights(), _MAX_LIVE) * item if shared[3] > 1 else 0
     row = row_bytes(sizes, settings, item=item, gpu=gpu)
-    in_heap = row.small + (gathered if _layer_weight(sizes, item) <= LARGEST_IN_HEAP else 0)
+    in_heap = gathered if _layer_weight(sizes, item) <= LARGEST_IN_HEAP else 0
     mine = trained / shared[1]
     offloaded = zero.offload_optimizer == "cpu"
     states, step = mine * _optimizer_bytes(settings), mine * _step_bytes(settings)
@@ -127,7 +132,7 @@ def estimate(
         activations=row.small + row.large,
         step=int(0 if gpu and offloaded else step),
         communication=int(_communication(settings, trained, gathered, world_size, gpu=gpu)),
-        allocator=0 if gpu else int(HOLES * in_heap),
+        allocator=0 if gpu else int(_holes(row, in_heap)),
         stays=0 if gpu else row.small,
         # Stages 1 and 2 take gradients over into fp32 before they step; the others hold on to them.
         released=gradients if zero.stage in (1, 2) else 0,
@@ -157,6 +162,12 @@ def _held(sizes: Sizes, settings: Settings, *, gpu: bool) -> float:
 def _layer_weight(sizes: Sizes, item: int) -> int:
     """Bytes of a layer's largest weight."""
     return max(i * o for i, o in sizes.linears().values()) * item
+
+
+def _holes(row: RowBytes, gathered: int) -> float:
+    """Bytes of a CPU's heap that are free and resident, with `gathered` bytes of weights in it."""
+    passing = LEFT_BY_LAYERS * row.recomputed if row.recomputed else HOLES * row.small
+    return passing + HOLES * gathered
 
 
 def _bucket(settings: Settings, trained: int) -> int:

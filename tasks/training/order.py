@@ -150,17 +150,31 @@ def deal(lengths: Sequence[int] | NDArray[np.int64], rows: int) -> list[list[int
 
 
 HELDOUT_ROW = 8
-"""Examples of a held-out row, at least."""
+"""Examples of a held-out row, at least, where they are short."""
 
 
-def heldout_rounds(examples: Examples, *, size: int, world_size: int, rank: int) -> list[HeldOut]:
+def heldout_rounds(
+    examples: Examples, batch: Batch, *, world_size: int, rank: int
+) -> list[HeldOut]:
     """Held-out rows of one rank, as many for each rank.
+
+    A row has more examples than a micro-batch where they are short, but never more tokens than a
+    micro-batch may have: what there is memory to train on, there is memory to evaluate on.
 
     ZeRO-3 gathers parameters in every forward pass, so that all ranks have to make equally many:
     where the rows do not divide, some are computed once more and not counted.
     """
     lengths = examples.lengths.sum(axis=1)
-    order = np.argsort(lengths, kind="stable").tolist()
-    rows = [HeldOut(tuple(order[i : i + size])) for i in range(0, len(order), size)]
-    rows += [HeldOut(rows[0].chosen, counted=False)] * (-len(rows) % world_size)
-    return rows[rank::world_size]
+    size = max(HELDOUT_ROW, batch.micro_batch_size)
+    most = batch.micro_batch_size * batch.max_len * len(examples.roles)
+    rows: list[list[int]] = []
+    tokens = 0
+    for example in np.argsort(lengths, kind="stable").tolist():
+        if not rows or len(rows[-1]) == size or tokens + lengths[example] > most:
+            rows.append([])
+            tokens = 0
+        rows[-1].append(example)
+        tokens += int(lengths[example])
+    found = [HeldOut(tuple(row)) for row in rows]
+    found += [HeldOut(found[0].chosen, counted=False)] * (-len(found) % world_size)
+    return found[rank::world_size]

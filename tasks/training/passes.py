@@ -13,7 +13,7 @@ from tasks.training.engine import Ranks
 from tasks.training.examples import Examples
 from tasks.training.job import Batch
 from tasks.training.objectives import Loss, Objective, Said
-from tasks.training.order import HELDOUT_ROW, Counts, HeldOut, heldout_rounds
+from tasks.training.order import Counts, HeldOut, heldout_rounds
 from tasks.training.packing import Row, pack
 
 
@@ -64,12 +64,8 @@ class Passes:
 
     def heldout(self, examples: Examples, batch: Batch) -> list[HeldOut]:
         """This rank's rows of a pass over all examples, as many for each rank."""
-        return heldout_rounds(
-            examples,
-            size=max(HELDOUT_ROW, batch.micro_batch_size),
-            world_size=self.ranks.world_size,
-            rank=self.ranks.rank,
-        )
+        ranks = self.ranks
+        return heldout_rounds(examples, batch, world_size=ranks.world_size, rank=ranks.rank)
 
     def each(self, examples: Examples, batch: Batch) -> Iterator[tuple[Row, torch.Tensor, bool]]:
         """Every row of such a pass with all of its roles, what the model says of it, without

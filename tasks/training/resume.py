@@ -15,12 +15,13 @@ from tasks.training.checkpoint import Checkpoint, Progress
 from tasks.training.job import Settings, TrainJob
 
 FREE = (
-    "launch", "evaluate", "log_every", "save_steps", "max_ckpt_num", "max_ckpt_gb", "probes",
-    "batch.micro_batch_size", "gradient_checkpointing", "gradient_checkpointing_reentrant",
-    "zero.bucket_size", "zero.overlap_comm", "trust_remote_code",
+    "launch", "evaluate.eval_steps", "evaluate.early_stop_patience", "evaluate.keep", "log_every",
+    "save_steps", "max_ckpt_num", "max_ckpt_gb", "probes", "batch.micro_batch_size",
+    "gradient_checkpointing", "gradient_checkpointing_reentrant", "zero.bucket_size",
+    "zero.overlap_comm", "trust_remote_code",
 )  # fmt: skip
 """Settings that may change when a run goes on: they do not change what it computes, or only how
-its sums are grouped."""
+its sums are grouped. What the best state is best in may not: its value is compared with others."""
 
 
 def identity(settings: Settings, *, base_digest: str, data: Path) -> dict[str, Any]:

@@ -6,6 +6,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+EXPERTS = ("num_local_experts", "num_experts", "n_routed_experts")
+"""Where config.json says how many experts there are."""
+
 
 @dataclass(frozen=True)
 class Sizes:
@@ -22,8 +25,15 @@ class Sizes:
 
     @classmethod
     def of(cls, config: Mapping[str, Any]) -> Sizes:
-        """From the contents of `config.json`. Raises KeyError: a family with other names."""
+        """From the contents of `config.json`.
+
+        Raises:
+            KeyError: a family with other names, or one whose layers hold several feed-forward
+                blocks: counted as one they would be a fraction of what there is.
+        """
         text = config.get("text_config") or config
+        if any((text.get(name) or 0) > 1 for name in EXPERTS):
+            raise KeyError("single feed-forward block a layer: it is a mixture of experts")
         heads = text["num_attention_heads"]
         return cls(
             hidden=text["hidden_size"],

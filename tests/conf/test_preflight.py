@@ -20,6 +20,7 @@ from pyarrow import parquet
 from flows import chain
 from flows.config import compose_config
 from tasks.errors import ConfigError
+from tasks.machine import left_in_container
 from tasks.preflight import batches, data, findings, machine, model, preflight, ranges, together
 from tasks.training.job import Settings
 from tasks.training.memory import estimate
@@ -359,6 +360,32 @@ def test_columns_of_csv_and_parquet(tmp_path: Path) -> None:
         (finding,) = data.readable(settings)
         assert finding.allowed == "the columns are question, response"
         assert data.readable({**settings, "prompt_key": "question"}) == []
+
+
+@pytest.mark.parametrize(
+    ("files", "left"),
+    [
+        ({}, None),
+        ({"memory.max": "max\n"}, None),
+        (
+            {"memory.max": "1000\n", "memory.current": "700\n",
+             "memory.stat": "anon 500\ninactive_file 150\nactive_file 50\n"},
+            450,
+        ),
+        (
+            {"memory/memory.limit_in_bytes": "1000\n", "memory/memory.usage_in_bytes": "1200\n",
+             "memory/memory.stat": "cache 9\ntotal_inactive_file 100\n"},
+            0,
+        ),
+    ],
+)  # fmt: skip
+def test_a_container_s_limit_counts(
+    tmp_path: Path, files: dict[str, str], left: int | None
+) -> None:
+    for name, text in files.items():
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text(text)
+    assert left_in_container(tmp_path) == left
 
 
 def test_machine(tmp_path: Path) -> None:

@@ -5,8 +5,12 @@ from __future__ import annotations
 import json
 import random
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import pytest
+
+if TYPE_CHECKING:
+    from tests.training.jobs import Left
 
 TEMPLATE = (
     "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
@@ -71,6 +75,14 @@ def save_base(path: Path, tokenizer, **sizes: object) -> Path:
 def base(tmp_path_factory: pytest.TempPathFactory, tokenizer) -> Path:
     """Qwen2 with hidden 64 and 2 layers, bf16, tied embeddings."""
     return save_base(tmp_path_factory.mktemp("base"), tokenizer)
+
+
+@pytest.fixture(scope="session")
+def adapted(tmp_path_factory: pytest.TempPathFactory, base: Path, tokenizer) -> dict[str, Left]:
+    """What the jobs of `adapter_jobs.py` left, by name."""
+    from tests.training.adapter_jobs import run_all
+
+    return run_all(tmp_path_factory.mktemp("adapters"), base, tokenizer)
 
 
 @pytest.fixture(scope="session")

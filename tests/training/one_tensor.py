@@ -1,15 +1,18 @@
 """Run by torchrun: under every ZeRO stage a model of which one tensor is trained, of 15 elements.
 
-Rank 0 prints `stage N: GROUPS BEFORE AFTER`: parameter groups, and the loss.
+Rank 0 prints `DTYPE stage N: GROUPS BEFORE AFTER NORM`: parameter groups, the loss, and the norm of
+the first step's gradient.
 """
 
 from __future__ import annotations
 
+import itertools
 from typing import Any
 
 import torch
 from torch import nn
 
+from tasks.training.base import DTYPES
 from tasks.training.engine import Ranks, start_engine
 from tasks.training.job import Batch, Settings, Zero
 from tasks.training.zero_config import deepspeed_config
@@ -31,21 +34,22 @@ def refuse_empty_groups() -> None:
 
 
 def main() -> None:
-    """Three steps under each stage."""
+    """Three steps under each stage, in 16 bits and in 32."""
     torch.set_num_threads(1)
     ranks = Ranks()
     refuse_empty_groups()
-    for stage in range(4):
+    for dtype, stage in itertools.product(("bfloat16", "float32"), range(4)):
         settings = Settings(
+            dtype=dtype,
             zero=Zero(stage),
             batch=Batch(micro_batch_size=1, global_batch_size=ranks.world_size),
         )
         torch.manual_seed(0)
-        model = nn.Sequential(nn.Linear(3, 5, bias=False), nn.Linear(5, 1)).bfloat16()
+        model = nn.Sequential(nn.Linear(3, 5, bias=False), nn.Linear(5, 1)).to(DTYPES[dtype])
         model[1].requires_grad_(False)
         engine = start_engine(model, deepspeed_config(settings, ranks.world_size), settings.optim)
-        given = torch.ones(1, 3, dtype=torch.bfloat16, device=ranks.device)
-        losses = []
+        given = torch.ones(1, 3, dtype=DTYPES[dtype], device=ranks.device)
+        losses, norms = [], []
         for _ in range(3):
             for group in engine.optimizer.param_groups:
                 group["lr"] = 0.05
@@ -53,9 +57,11 @@ def main() -> None:
             engine.backward(loss)
             engine.step()
             losses.append(float(loss.detach()))
+            norms.append(float(engine.get_global_grad_norm()))
         if ranks.first:
             groups = len(engine.optimizer.param_groups)
-            print(f"stage {stage}: {groups} {losses[0]:.4f} {losses[-1]:.4f}", flush=True)
+            measured = f"{losses[0]:.4f} {losses[-1]:.4f} {norms[0]:.3f}"
+            print(f"{dtype} stage {stage}: {groups} {measured}", flush=True)
         engine.destroy()
         ranks.barrier()
     ranks.leave()

@@ -8,7 +8,8 @@ from typing import Any
 import pytest
 
 from tasks.training.advice import Adviser
-from tasks.training.job import Batch, Launch, Peft, Settings, Zero
+from tasks.training.failure import smaller
+from tasks.training.job import Batch, Launch, Optim, Peft, Settings, Zero
 from tasks.training.memory import LIBRARIES
 
 QWEN_72B: dict[str, Any] = {
@@ -38,6 +39,14 @@ def test_knobs_save_what_they_say_and_the_most_comes_first(gpu: bool) -> None:
     assert {"zero=zero3", "peft=lora", "peft=qlora", "train.gradient_checkpointing=true"} <= {
         *names
     }
+
+
+def test_only_what_the_preflight_admits_is_advised() -> None:
+    single = replace(FULL, dtype="float32")
+    assert "peft=qlora" not in [knob.override for knob in Adviser(QWEN_72B, gpu=True).knobs(single)]
+    assert "zero.offload_optimizer=cpu" in smaller(FULL)
+    eight = replace(FULL, optim=Optim(optimizer="adamw_8bit"))
+    assert "zero.offload_optimizer=cpu" not in smaller(eight)
 
 
 def test_what_is_named_together_is_enough() -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import threading
+
 import pytest
 import torch
 from torch.nn import functional
@@ -61,6 +63,22 @@ def test_frozen_weights_get_no_gradient() -> None:
     layer(x).sum().backward()
     assert x.grad is not None
     assert layer.weight.grad is None
+
+
+def test_widened_weights_share_one_piece_of_memory_up_to_its_limit(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(bf16_linear, "SCRATCH", 4 * 64)
+    monkeypatch.setattr(bf16_linear, "_kept", threading.local())
+    small, other, large = (torch.randn(n, 8, dtype=torch.bfloat16) for n in (8, 3, 9))
+    with torch.inference_mode():  # as engines that generate do
+        found = bf16_linear.widened_weight(small)
+    assert torch.equal(found, small.float())
+    again = bf16_linear.widened_weight(other)
+    assert torch.equal(again, other.float())
+    assert again.data_ptr() == found.data_ptr()
+    assert torch.equal(bf16_linear.widened_weight(large), large.float())
+    assert torch.equal(again, other.float())  # too large to be kept: elsewhere
 
 
 @pytest.mark.usefixtures("widened")

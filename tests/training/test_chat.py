@@ -138,6 +138,16 @@ def test_templates_that_hide_the_answer_are_refused(tokenizer, template, words) 
     assert words in str(found)
 
 
+def test_an_answer_that_nothing_stands_before_is_refused(tokenizer) -> None:
+    """Its first token could not be foretold: counted among the tokens that bear loss, it would
+    make every other one's share too small."""
+    bare = "{% for m in messages %}{{ m.content }}<|im_end|>{% endfor %}"
+    assert marked(tokenizer, encode(tokenizer, turns(*CHAT[:2]), bare)) == ["yo<|im_end|>"]
+    found = encode(tokenizer, turns(("assistant", "yo")), bare)
+    assert isinstance(found, Unfit)
+    assert "nothing stands before the answer" in str(found)
+
+
 def test_what_ends_with_a_question_is_no_sample(tokenizer) -> None:
     found = encode(tokenizer, turns(*CHAT[:3]))
     assert isinstance(found, Unfit)

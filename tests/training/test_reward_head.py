@@ -33,6 +33,15 @@ SCENARIOS = {
     ),
     "qlora_zero2": replace(SETTINGS, peft=Peft("qlora", rank=4, alpha=8), zero=Zero(2)),
 }
+OTHER_STAGES = {
+    f"{kind}_zero{stage}": replace(SETTINGS, peft=peft, zero=Zero(stage))
+    for kind, peft, stages in (
+        ("full", Peft(), (0, 2)),
+        ("lora", Peft("lora", rank=4, alpha=8), (0, 1, 2)),
+        ("qlora", Peft("qlora", rank=4, alpha=8), (0, 1)),
+    )
+    for stage in stages
+}
 LIVE_HEAD = "base_model.model.score.modules_to_save.default.weight"
 
 
@@ -80,9 +89,20 @@ def left(tmp_path_factory: pytest.TempPathFactory, base: Path, wide: Path, pairs
     return run_jobs(tmp_path_factory.mktemp("rewards"), wanted)
 
 
-@pytest.fixture(params=SCENARIOS)
-def run(request: pytest.FixtureRequest, left: dict[str, Left]) -> Left:
-    return left[request.param]
+@pytest.fixture(scope="module")
+def others(tmp_path_factory: pytest.TempPathFactory, base: Path, pairs: Path) -> dict[str, Left]:
+    wanted = {name: Wanted(one, base, pairs) for name, one in OTHER_STAGES.items()}
+    return run_jobs(tmp_path_factory.mktemp("stages"), wanted)
+
+
+@pytest.fixture(
+    params=[*SCENARIOS, *(pytest.param(n, marks=pytest.mark.slow) for n in OTHER_STAGES)]
+)
+def run(request: pytest.FixtureRequest) -> Left:
+    jobs: dict[str, Left] = request.getfixturevalue(
+        "left" if request.param in SCENARIOS else "others"
+    )
+    return jobs[request.param]
 
 
 def test_the_head_is_trained_in_full_and_lies_in_the_shards(run: Left) -> None:

@@ -109,6 +109,14 @@ def test_sizes_of_a_published_model() -> None:
     assert adapter_weights(sizes, Settings(peft=Peft("lora", rank=64))) == 161_480_704
 
 
+@pytest.mark.parametrize("key", ["num_local_experts", "num_experts", "n_routed_experts"])
+def test_a_mixture_of_experts_is_not_reckoned_as_one_of_them(key: str) -> None:
+    """A plan that says "unknown" is worth more than an eighth of the truth."""
+    with pytest.raises(KeyError, match="mixture of experts"):
+        Sizes.of({**QWEN_7B, key: 8})
+    assert Sizes.of({**QWEN_7B, key: 0}) == Sizes.of(QWEN_7B)
+
+
 def test_estimate_divides_what_the_stage_partitions() -> None:
     full = {s: estimate(QWEN_7B, Settings(zero=Zero(s)), 4) for s in (0, 1, 2, 3)}
     weights = 7_615_616_512 - 28 * 4_608

@@ -1,0 +1,103 @@
+"""What section `peft` can ask for, and what it is held by: every job of the adapters' tests.
+
+Two ranks train all of them in one launch, a few steps each, under ZeRO-2 and ZeRO-3. The
+persistence threshold is 0: with DeepSpeed's own, a model as small as this one stays whole under
+ZeRO-3, and nothing that a real model trips over would be seen.
+"""
+
+from __future__ import annotations
+
+import random
+import shutil
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from tasks.growing import grow
+from tasks.training.examples import Example, Tokens, write_examples
+from tasks.training.job import Batch, Optim, Peft, Settings, Zero
+from tests.training.conftest import save_base
+from tests.training.jobs import Left, Wanted, run_jobs
+
+ZERO3 = Zero(3, persistence_threshold=0)
+LORA = Peft("lora", rank=4, alpha=8)
+BASIC = Settings(
+    optim=Optim(lr=5e-3, warmup_ratio=0.1),
+    batch=Batch(micro_batch_size=4, global_batch_size=16, max_steps=4, max_len=64),
+    peft=LORA,
+    probes=8,
+)
+OPTIONS = {
+    "dora": replace(LORA, use_dora=True),
+    "pissa": replace(LORA, init="pissa"),
+    "patterns": replace(
+        LORA,
+        use_rslora=True,
+        rank_pattern={"q_proj": 2, "layers.1.mlp.up_proj": 6},
+        alpha_pattern={"q_proj": 32.0},
+        exclude_modules=("down_proj",),
+        modules_to_save=("embed_tokens",),
+    ),
+}
+ADAM_8BIT = replace(BASIC, peft=Peft(), optim=replace(BASIC.optim, optimizer="adamw_8bit"))
+CHECKPOINTED = replace(BASIC, zero=ZERO3, gradient_checkpointing=True)
+SETTINGS = {
+    **{f"{name}_zero2": replace(BASIC, peft=peft) for name, peft in OPTIONS.items()},
+    **{f"{name}_zero3": replace(BASIC, peft=peft, zero=ZERO3) for name, peft in OPTIONS.items()},
+    "lora_zero2": BASIC,
+    "checkpointed_zero3": CHECKPOINTED,
+    "reentrant_zero3": replace(CHECKPOINTED, gradient_checkpointing_reentrant=True),
+    "fp4_pissa": replace(
+        BASIC,
+        peft=replace(LORA, kind="qlora", quant_type="fp4", double_quant=False, init="pissa"),
+    ),
+    "8bit": ADAM_8BIT,
+    "8bit_zero3": replace(ADAM_8BIT, zero=ZERO3),
+}
+ROWS = {
+    "rows_zero2": replace(BASIC, new_tokens=("copy", "<tool>")),
+    "rows_zero3": replace(BASIC, new_tokens=("copy", "<tool>"), zero=ZERO3),
+    "rows_untied_zero3": replace(BASIC, new_tokens=("copy", "<tool>"), zero=ZERO3),
+    "rows_full_zero3": replace(BASIC, new_tokens=("copy", "<tool>"), peft=Peft(), zero=ZERO3),
+}
+FP32 = replace(BASIC, dtype="float32", probes=1)
+FP32_JOBS = {"fp32_zero2": FP32, "fp32_zero3": replace(FP32, zero=ZERO3)}
+ADAPTED = [name for name, one in (SETTINGS | ROWS).items() if one.peft.kind != "none"]
+
+
+def run_all(folder: Path, base: Path, tokenizer: Any) -> dict[str, Left]:
+    """Train every job, and what each left."""
+    data = folder / "examples"
+    data.mkdir()
+    write_words(data, tokenizer, tokenizer("copy")["input_ids"])
+    wanted = {name: Wanted(one, base, data) for name, one in (SETTINGS | FP32_JOBS).items()}
+    wanted |= _with_new_rows(folder, base, tokenizer)
+    return run_jobs(folder / "jobs", wanted)
+
+
+def write_words(folder: Path, tokenizer: Any, begin: list[int]) -> Path:
+    """64 examples: the ids that they begin with, and a word to say again."""
+    draw = random.Random(0)
+
+    def example(i: int) -> Example:
+        word = "".join(draw.choice("abcdef") for _ in range(draw.randint(3, 9)))
+        ids = [*begin, *tokenizer(f" {word}: {word}")["input_ids"], tokenizer.eos_token_id]
+        return Example(f"s{i}", (Tokens(ids, [False] * 5 + [True] * (len(ids) - 5)),))
+
+    write_examples(folder, [example(i) for i in range(64)], roles=("text",), notes={})
+    return folder
+
+
+def _with_new_rows(folder: Path, base: Path, tokenizer: Any) -> dict[str, Wanted]:
+    """Bases with two new tokens, and examples that begin with the first of them."""
+    shutil.copytree(base, folder / "tied")
+    save_base(folder / "untied", tokenizer, tie_word_embeddings=False)
+    for kind in ("tied", "untied"):
+        grow(folder / kind, ["copy", "<tool>"], multiple=8)
+    data = folder / "examples_with_new_tokens"
+    data.mkdir()
+    write_words(data, tokenizer, [259])
+    return {
+        name: Wanted(one, folder / ("untied" if "untied" in name else "tied"), data)
+        for name, one in ROWS.items()
+    }

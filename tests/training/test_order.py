@@ -1,0 +1,51 @@
+"""What is dealt to ranks and rows: everything once, evenly, and nothing that does not fit."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tasks.training.job import Batch
+from tasks.training.order import HELDOUT_ROW, deal, heldout_rounds
+from tests.training.test_packing import make_examples
+
+LENGTHS = st.lists(st.integers(1, 64), min_size=1, max_size=40)
+
+
+@given(lengths=LENGTHS, rows=st.integers(1, 8))
+def test_items_are_dealt_once_and_evenly(lengths: list[int], rows: int) -> None:
+    """Graham's bound: no row exceeds the mean by more than its last item, and none is empty."""
+    lengths = lengths + [1] * (rows - len(lengths))
+    dealt = deal(lengths, rows)
+    assert sorted(i for row in dealt for i in row) == list(range(len(lengths)))
+    sums = [sum(lengths[i] for i in row) for row in dealt]
+    assert min(sums) > 0
+    assert sums == sorted(sums, reverse=True)
+    assert max(sums) <= sum(lengths) / rows + max(lengths) * (1 - 1 / rows)
+
+
+@given(lengths=LENGTHS, micro=st.integers(1, 12), world=st.integers(1, 5))
+def test_every_held_out_example_counts_once_and_ranks_pass_equally_often(
+    lengths: list[int], micro: int, world: int
+) -> None:
+    batch = Batch(micro_batch_size=micro, max_len=64)
+    examples = make_examples(lengths)
+    ranks = [heldout_rounds(examples, batch, world_size=world, rank=rank) for rank in range(world)]
+    assert len({len(rounds) for rounds in ranks}) == 1
+    counted = Counter(i for rounds in ranks for one in rounds if one.counted for i in one.chosen)
+    assert counted == Counter(range(len(lengths)))
+
+
+@pytest.mark.parametrize(("roles", "longest", "rows"), [(1, 64, 16), (1, 8, 2), (2, 64, 8)])
+def test_a_held_out_row_needs_no_more_memory_than_a_step(
+    roles: int, longest: int, rows: int
+) -> None:
+    """Eight examples a row where they are short; of the longest one, as a micro-batch of one has:
+    with eight a 72 B model that trains at 4096 tokens would run out of memory in its evaluation."""
+    batch = Batch(micro_batch_size=1, max_len=64)
+    found = heldout_rounds(make_examples([longest] * 16, roles=roles), batch, world_size=1, rank=0)
+    assert len(found) == rows
+    assert max(len(one.chosen) for one in found) == (HELDOUT_ROW if longest == 8 else 1)

@@ -5,9 +5,11 @@
     python flows/audit.py source=DIR values=true            tensor data too, at the disk's speed
     python flows/audit.py source=DIR out=report.json        for programs; out=- prints it
     python flows/audit.py source=DIR fix=true out_dir=NEW   a repaired copy, where nothing is lost
+    python flows/audit.py source=DIR prefect=true           recorded: a flow run, an MLflow run
 
 Works from any directory; writes nothing into DIR, runs nothing in it, unpickles nothing. Exit
-status: 0 no error found, 1 errors found, 2 DIR cannot be read, or the command line is wrong.
+status: 0 no error found (or all repaired), 1 errors found, 2 DIR cannot be read or repaired, or the
+command line is wrong.
 """
 
 from __future__ import annotations
@@ -26,7 +28,7 @@ from typing import Any
 
 from prefect import flow
 
-from flows.audit_command import examine
+from flows.audit_record import recorded
 from flows.config import compose_config
 
 
@@ -39,6 +41,6 @@ def audit(overrides: list[str] | None = None, tag: str = "manual") -> dict[str, 
         tag: free text that tells runs apart in lists.
 
     Returns:
-        the report, as `out=FILE.json` holds it.
+        the report, as `out=FILE.json` holds it; with `fix=true` also what was repaired.
     """
-    return examine(compose_config(overrides or [], config_name="audit").settings).as_json()
+    return recorded(compose_config(overrides or [], config_name="audit"))

@@ -30,30 +30,40 @@ def main() -> int:
 
 def _job(composed: Composed, overrides: list[str]) -> int:
     settings = composed.settings
+    if settings["fix"] and not settings["out_dir"]:
+        raise ConfigError("fix=true writes a new folder: which?", hint="out_dir=<a new folder>")
     if settings["prefect"]:
         return _in_prefect(composed, overrides)
-    _limit_memory()
+    limit = _limit_memory()
     try:
         report = examine(settings)
+        status = _say(report, settings["out"])
+        if settings["fix"]:
+            _tell(repaired(settings))
+            return 0
     except MemoryError as error:
         raise ConfigError(
-            f"source={settings['source']}: needs more than {MAX_MEMORY >> 30} GiB to be looked at",
+            f"source={settings['source']}: needs more than {limit / 2**30:.1f} GiB to be looked at",
             hint="look at what the largest .json and .bin files in it are",
         ) from error
-    status = _say(report, settings["out"])
-    return _repair(settings) if settings["fix"] else status
+    return status
 
 
-def _repair(settings: Mapping[str, Any]) -> int:
-    """`fix=true`: a repaired copy. Returns the exit status."""
-    if not settings["out_dir"]:
-        raise ConfigError("fix=true writes a new folder: which?", hint="out_dir=<a new folder>")
+def repaired(settings: Mapping[str, Any]) -> dict[str, Any]:
+    """`fix=true`: a repaired copy in `out_dir`. Returns where it is, its digest, what was done.
+
+    Raises:
+        ConfigError, ContractError, ArtifactError: as `tasks.doctor.repair.repair` says.
+    """
     base, out = settings["base"], _folder(settings["out_dir"])
-    repaired = repair(_folder(settings["source"]), out, base=_folder(base) if base else None)
-    print(f"\n{out}: repaired, artifact {repaired.artifact.digest[:12]}", file=sys.stderr)
-    for line in repaired.done:
-        print(f"  {line}", file=sys.stderr)
-    return 0
+    made = repair(_folder(settings["source"]), out, base=_folder(base) if base else None)
+    return {"out_dir": str(out), "digest": made.artifact.digest, "done": list(made.done)}
+
+
+def _tell(made: Mapping[str, Any]) -> None:
+    """What was repaired, beside the report on standard output."""
+    lines = [f"\n{made['out_dir']}: repaired, artifact {made['digest'][:12]}", *made["done"]]
+    print("\n  ".join(lines), file=sys.stderr)
 
 
 def examine(settings: Mapping[str, Any]) -> Report:
@@ -100,23 +110,29 @@ def _in_prefect(composed: Composed, overrides: list[str]) -> int:
     from flows.lock import hold
     from flows.prefect_server import prefect_server
 
-    wait_s = composed.settings["paths"]["wait_s"]
-    with hold(composed.runs, wait_s), prefect_server(composed.runs, meanwhile=("flows.audit",)):
+    settings, meanwhile = composed.settings, ("flows.audit", "mlflow")
+    wait_s = settings["paths"]["wait_s"]
+    with hold(composed.runs, wait_s), prefect_server(composed.runs, meanwhile=meanwhile):
         from flows.audit import audit as flow
 
-        tag = composed.settings["tag"] or "manual"
-        state = flow(overrides, tag=tag, return_state=True)
+        state = flow(overrides, tag=settings["tag"] or "manual", return_state=True)
         found = state.result(raise_on_failure=False)
-    if not isinstance(found, dict):
-        raise found if isinstance(found, PlumblineError) else ConfigError(str(found))
-    print(json.dumps(found, indent=1))
-    return 0 if found["ok"] else 1
+    if isinstance(found, BaseException):
+        raise found
+    made, out = found.pop("repaired", None), settings["out"]
+    told = f"{found['source']}: {found['what']}; {out}"
+    print(json.dumps(found, indent=1) if out in (None, "-") else told)
+    if made is not None:
+        _tell(made)
+    return 0 if found["ok"] or made is not None else 1
 
 
-def _limit_memory() -> None:
+def _limit_memory() -> int:
+    """Bound this process's address space. Returns the bound, in bytes."""
     _, hard = resource.getrlimit(resource.RLIMIT_AS)
     limit = MAX_MEMORY if hard == resource.RLIM_INFINITY else min(MAX_MEMORY, hard)
     resource.setrlimit(resource.RLIMIT_AS, (limit, hard))
+    return limit
 
 
 def _folder(text: str) -> Path:

@@ -70,7 +70,7 @@ class Composed:
         except OmegaConfBaseException as error:
             raise as_config_error(error, (), [CONF], root) from error
         runs = Path(settings["paths"]["runs"]).expanduser().absolute()
-        uri = settings.get("tracking", {}).get("uri")  # an audit is not tracked
+        uri = settings["tracking"]["uri"]
         store = runs / "mlflow"
         return cls(
             settings=settings,

@@ -18,7 +18,8 @@ from textwrap import wrap
 from typing import Any
 
 from tasks.doctor import examine
-from tasks.doctor.finding import Finding, Severity
+from tasks.doctor.finding import Finding, Severity, printable
+from tasks.doctor.repair import would_mend
 from tasks.doctor.source import Source, open_source
 
 _WIDTH, _INDENT = 110, 20
@@ -34,6 +35,7 @@ class Report:
         what: what it is, for a person.
         findings: the worst first.
         seconds: wall time.
+        mendable: whether `fix=true` writes a copy without its errors.
     """
 
     source: str
@@ -41,6 +43,7 @@ class Report:
     what: str
     findings: tuple[Finding, ...]
     seconds: float
+    mendable: bool = False
 
     @property
     def ok(self) -> bool:
@@ -54,14 +57,34 @@ class Report:
             "kind": self.kind,
             "what": self.what,
             "ok": self.ok,
+            "mendable": self.mendable,
             "findings": [one.as_json() for one in self.findings],
             "seconds": round(self.seconds, 3),
         }
 
     def text(self) -> str:
         """For a person: what it is, a table of the findings, each one explained once, a sum."""
-        end = f"\n{self.counts} in {self.seconds:.1f} s"
-        return "\n".join([f"{self.source}: {self.what}", *_table(self.findings), end])
+        end = [f"\n{self.counts} in {self.seconds:.1f} s"]
+        if self.mendable:
+            end.append(f"a copy without the errors: {self.mending}")
+        return "\n".join([f"{self.source}: {self.what}", *_table(self.findings), *end])
+
+    @property
+    def mending(self) -> str:
+        """The command that writes a copy without the errors; "" where none would."""
+        command = f"python flows/audit.py source={self.source} fix=true out_dir=<a new folder>"
+        return command if self.mendable else ""
+
+    def markdown(self) -> str:
+        """The findings as a table for the pages of orchestrators and trackers."""
+        lines = [f"{_code(self.source)}: {_code(self.what)}", "", self.counts]
+        if self.findings:
+            lines += ["", "| severity | code | where | found | expected | fix |"]
+            lines += ["|---|---|---|---|---|---|"]
+        for one in self.findings:
+            told = (one.where, one.found, one.expected, one.fix)
+            lines.append(f"| {one.severity} | {one.code} | {' | '.join(map(_code, told))} |")
+        return "\n".join(lines) + "\n"
 
     @property
     def counts(self) -> str:
@@ -85,9 +108,12 @@ def audit(source: Path, *, base: Path | None = None, values: bool = False) -> Re
     """
     began = time.perf_counter()
     opened = open_source(source, base, values=values)
-    findings = tuple(_with_paths(one, source, opened) for one in examine(opened))
+    found = examine(opened)
+    mendable = would_mend(opened, found)
+    findings = tuple(_with_paths(one, source, opened) for one in found)
     seconds = time.perf_counter() - began
-    return Report(str(source), opened.kind.value, opened.recognised.what, findings, seconds)
+    what = opened.recognised.what
+    return Report(str(source), opened.kind.value, what, findings, seconds, mendable)
 
 
 def _with_paths(finding: Finding, source: Path, opened: Source) -> Finding:
@@ -96,6 +122,11 @@ def _with_paths(finding: Finding, source: Path, opened: Source) -> Finding:
     if opened.base is not None:
         fix = fix.replace("base=<the base>", f"base={opened.base.folder.root}")
     return replace(finding, fix=fix)
+
+
+def _code(text: str) -> str:
+    """Words that a stranger may have chosen, as code: a page shows them, and renders nothing."""
+    return f"`{printable(text).replace('`', chr(39)).replace('|', chr(92) + '|')}`"
 
 
 def _table(findings: tuple[Finding, ...]) -> Iterator[str]:

@@ -52,7 +52,7 @@ def examine(
 
 def refused(reports: Sequence[Report], *, check_base: bool = True) -> ConfigError:
     """What to say of checkpoints that cannot be delivered: every error, where it is, what to do."""
-    first, fix, lines = "", "", []
+    first, fix, mend, lines = "", "", "", []
     for report in reports:
         found = _in_the_way(report, check_base=check_base)
         first = first or (f"source={report.source}: {report.what}" if found else "")
@@ -61,11 +61,12 @@ def refused(reports: Sequence[Report], *, check_base: bool = True) -> ConfigErro
             lines.append(f"  why: {one.why}")
             lines.append(f"  fix: {one.fix}")
         fix = fix or next((one.fix for one in report.findings if one.code == _SHARDS and found), "")
+        mend = mend or (report.mending if found else "")
     told = first_and_more([one for one in lines if not one.startswith("  ")])
     return ConfigError(
         f"{first}: {told}",
         details=lines,
-        hint=fix or f"python flows/audit.py source={reports[0].source} tells the rest",
+        hint=fix or mend or f"python flows/audit.py source={reports[0].source} tells the rest",
     )
 
 

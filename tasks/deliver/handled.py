@@ -6,14 +6,12 @@ handled(finding, report, check_base=True)      "split off, ..."; "" where it sto
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from pathlib import Path
 from typing import NamedTuple
 
 from tasks.audit import Report
 from tasks.doctor.finding import Finding
 from tasks.doctor.recognise import Kind
 from tasks.weights.heads.folder import SIDE_FILES
-from tasks.weights.partitions import PARTITIONS
 
 
 def _always(_: Finding, __: Report) -> bool:
@@ -34,10 +32,6 @@ def _wrapped(_: Finding, report: Report) -> bool:
     return report.kind == Kind.VALUE and "WRAPPER_RESIDUE" in codes
 
 
-def _of_ranks(_: Finding, report: Report) -> bool:
-    return (Path(report.source) / PARTITIONS).is_file()
-
-
 class Way(NamedTuple):
     """How a delivery deals with an error: what it does about it, and when that is so."""
 
@@ -54,7 +48,6 @@ HANDLED: Mapping[str, Way] = {
     "TENSOR_MISSING": Way("it is there, with TRL's prefix; the plan compares it again", _wrapped),
     "TENSOR_UNEXPECTED": Way("it has TRL's prefix; the plan compares it again", _wrapped),
     "VLLM_ARCHITECTURE": Way("served as the family's *ForSequenceClassification", _with_head),
-    "WEIGHTS_MISSING": Way("gathered from the ranks' parts", _of_ranks),
     "MANIFEST_DIFFERS": Way("refused later, with the base's files: every byte is compared first"),
     "EOS_DISAGREES": Way("served with every id that one of the files ends a text with"),
 }

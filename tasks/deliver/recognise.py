@@ -18,7 +18,6 @@ from tasks.deliver.examination import refused
 from tasks.doctor import recognise as doctor
 from tasks.doctor.folder import Folder
 from tasks.errors import ArtifactError, ConfigError
-from tasks.weights.partitions import PARTITIONS
 from tasks.weights.reader import MANIFEST
 
 Kind = Literal["adapter", "model", "shards", "deepspeed"]
@@ -70,18 +69,15 @@ def recognise(root: Path) -> Given:
         ConfigError: nothing that can be delivered, with the findings that say so.
     """
     try:
-        folder = Folder(root)
-        found = doctor.recognise(folder)
+        found = doctor.recognise(Folder(root))
     except ArtifactError as error:
         missing = not root.is_dir()
         message = f"source={root}: no such folder" if missing else error.message
         raise ConfigError(message, hint="source=<folder>") from error
-    kind, what = _PLANNED.get(found.kind), found.what
-    if kind == "adapter" and not found.weights.files and PARTITIONS in folder.files:
-        kind, what = "shards", "shards of our own ranks"  # settings of what they are gathered into
+    kind = _PLANNED.get(found.kind)
     if kind is None:
         raise refused([audit(root)])
-    return Given(kind, root, what, found.manifest, found.beside, found.dialect)
+    return Given(kind, root, found.what, found.manifest, found.beside, found.dialect)
 
 
 def read_manifest(root: Path) -> dict[str, Any]:

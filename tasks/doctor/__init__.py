@@ -8,9 +8,9 @@ Families, one file each, `check(source) -> Iterator[Finding]`:
 
 place        is it a checkpoint at all; documents that cannot be read
 files        the index and the files agree; nothing stray that a loader would pick up
+residue      what wrappers leave in key names
 headers      empty and damaged files; names and shapes against the contract of the model's class
 zero         every rank of one step is there, so that it can be gathered
-residue      what wrappers leave in key names
 heads        a reward or value model has the head that its loaders look for
 unsafe       pickles and code that run when they are loaded
 adapter, adapter_base   pairs against adapter_config.json; coverage and sizes against the base
@@ -61,9 +61,9 @@ Check = Callable[[Source], Iterator[Finding]]
 FAMILIES: Sequence[ModuleType] = (
     place,
     files,
+    residue,
     headers,
     zero,
-    residue,
     heads,
     adapter,
     adapter_base,
@@ -80,9 +80,9 @@ FAMILIES: Sequence[ModuleType] = (
     values,
     contract,
 )
-"""In the order of the report."""
+"""In the order of the report: what is the cause of another one's findings comes before it."""
 
-_CANNOT_GO_ON = (
+CANNOT_GO_ON = (
     ArtifactError, ArithmeticError, AttributeError, LookupError, OSError, RecursionError, TypeError,
     ValueError,
 )  # fmt: skip
@@ -96,7 +96,7 @@ def examine(source: Source) -> list[Finding]:
         try:
             for one in family.check(source):
                 found[one] = None
-        except _CANNOT_GO_ON as error:
+        except CANNOT_GO_ON as error:
             # Said as an error, so that a folder that cannot be judged is never passed as good.
             name = family.__name__.rpartition(".")[2]
             said = f"{name}: {type(error).__name__}: {error}"

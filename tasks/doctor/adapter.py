@@ -9,7 +9,7 @@ from tasks.doctor.adapter_keys import sort_keys
 from tasks.doctor.adapter_tensors import check_gaps, check_tensors, outsized
 from tasks.doctor.catalogue import adapter as say
 from tasks.doctor.finding import Finding
-from tasks.doctor.recognise import ADAPTER_CONFIG, CONFIG
+from tasks.doctor.recognise import ADAPTER_CONFIG, CONFIG, Kind
 from tasks.doctor.said import texts
 from tasks.doctor.source import Source
 from tasks.weights.adapters.config import parse_config
@@ -19,9 +19,11 @@ _MUTATING = ("pissa", "olora", "corda", "loftq")
 
 def check(source: Source) -> Iterator[Finding]:
     """The kind, the settings, then the tensors against the settings."""
+    raw = source.config(ADAPTER_CONFIG)
+    if source.kind is Kind.SHARDS and raw:
+        yield from _settings(raw)  # of what the parts are gathered into
     if not source.is_adapter:
         return
-    raw = source.config(ADAPTER_CONFIG)
     yield from _folder(source)
     if not raw:
         return

@@ -148,10 +148,12 @@ def _coverage(keys: AdapterKeys, config: AdapterConfig, base: Base) -> Iterator[
     if not have <= set(base.modules):
         return  # the base names its modules differently in memory: names cannot be compared
     heads = {one.rpartition(".")[0]: EMBEDDING for one in _both(base.embeddings)}
+    # Experts that lie there one by one are one parameter in transformers 5, and no module at all.
+    fused = not any(_is_elsewhere(one) for one in have)
     kinds = {
         name: heads.get(name, LINEAR if len(shape) == 2 else OTHER)
         for name, shape in base.modules.items()
-        if len(shape) > 1
+        if len(shape) > 1 and not (fused and _is_elsewhere(name))
     }
     if len(config.target_modules) > _MANY:  # written out, module by module
         wanted = [one for one in config.target_modules if one in kinds]

@@ -26,7 +26,8 @@ from tasks.doctor.said import (
 from tasks.doctor.source import Source
 
 _TOWER = re.compile(
-    r"(^|\.)(visual|vision_tower|vision_model|vision_encoder|audio_tower|multi_modal_projector)\."
+    r"(^|\.)(visual|vision_tower|vision_model|vision_encoder|image_tower|video_tower|audio_tower|"
+    r"multi_modal_projector)\."
 )
 _WRAPPED = re.compile(r"^(model\.)?language_model\.")
 _HEADS = ("ForCausalLM", "LMHeadModel", "ForConditionalGeneration", "ForSequenceClassification")
@@ -37,7 +38,6 @@ _LAYER = re.compile(r"^(?P<at>(?:.*\.)?(?:layers|h|blocks))\.(?P<number>\d{1,6})
 _COUNTS = ("num_hidden_layers", "n_layer", "num_layers")
 _MTP = ("num_nextn_predict_layers", "mtp_num_hidden_layers", "num_mtp_layers")
 _DOUBLED = "model.model."
-_MANY = 100_000
 
 
 def check(source: Source) -> Iterator[Finding]:
@@ -86,7 +86,9 @@ def _layout(source: Source) -> Iterator[Finding]:
     if doubled:
         yield _keys_of(source, doubled, "a prefix twice", "model. once")
     bare = [key for key in keys if key.startswith(_BARE)]
-    if name.endswith(_HEADS) and bare and not any(key.startswith("model.") for key in keys):
+    # Of some multimodal families the language model's keys have no prefix on disk.
+    plain = name.endswith(_HEADS) and not is_multimodal(config)
+    if plain and bare and not any(key.startswith("model.") for key in keys):
         yield _keys_of(source, bare, "keys of a bare backbone", "the same behind model.")
 
 
@@ -110,13 +112,17 @@ def _keys_of(source: Source, keys: Iterable[str], found: str, expected: str) -> 
 def _layers(source: Source) -> Iterator[Finding]:
     config = source.config()
     counts = [one for name in _COUNTS if (one := whole(of_text(config, name)))]
-    numbers = _main_layers(source.tensors)
+    lists = _layer_lists(source.tensors)
     promised = _promised(text_config(config))
     odd = config.get("is_encoder_decoder") or first_architecture(config) not in known().classes
-    if not numbers or not counts or odd:
+    if not lists or not counts or odd:
         return
-    # Some families count halves of layers under one of these names.
-    count = next((one for one in counts if numbers == set(range(min(one, _MANY)))), counts[0])
+    # Some families count halves or stacks of layers, under these names or under others.
+    said = text_config(config).items()
+    told = {value for name, value in said if "layer" in name and whole(value)}
+    full = (one for one in lists.values() if len(one) in told and max(one) == len(one) - 1)
+    numbers = next(full, lists[min(lists, key=lambda at: (at.count("."), at))])
+    count = len(numbers) if len(numbers) in told and max(numbers) < len(numbers) else counts[0]
     surplus = sorted(one for one in numbers if one >= count + promised)
     lacking = [one for one in range(min(count, max(numbers) + 1000)) if one not in numbers]
     if surplus or lacking:
@@ -137,14 +143,11 @@ def _promised(config: Mapping[str, Any]) -> int:
     return next((one for name in _MTP if (one := whole(config.get(name))) and one > 0), 0)
 
 
-def _main_layers(keys: Iterable[str]) -> set[int]:
-    """Numbers of the language model's layers: of the list of layers nearest to the top that is no
-    tower's."""
+def _layer_lists(keys: Iterable[str]) -> dict[str, set[int]]:
+    """Numbers of layers, by the name of the list of them; those of towers are left out."""
     lists: dict[str, set[int]] = {}
     for key in keys:
         match = _LAYER.match(key)
         if match and not _TOWER.search(key) and "mtp" not in match["at"]:
             lists.setdefault(match["at"], set()).add(int(match["number"]))
-    if not lists:
-        return set()
-    return lists[min(lists, key=lambda at: (at.count("."), at))]
+    return lists

@@ -17,10 +17,11 @@ from typing import Any
 
 from tasks.doctor.catalogue import headers as say
 from tasks.doctor.finding import Finding
-from tasks.doctor.headers import MAX_LAYERS, compare, knows
+from tasks.doctor.headers import compare, knows
 from tasks.doctor.recognise import CONFIG, Kind
-from tasks.doctor.said import first_architecture, of_text, whole
+from tasks.doctor.said import first_architecture
 from tasks.doctor.source import Source
+from tasks.weights.families.counts import oversized
 
 _PROJECT = Path(__file__).resolve().parents[2]
 _LIMIT_S = 300.0
@@ -47,7 +48,6 @@ def check(source: Source) -> Iterator[Finding]:
 
 def _can_be_asked(source: Source) -> bool:
     config, name = source.config(), first_architecture(source.config())
-    layers = whole(of_text(config, "num_hidden_layers")) or 0
     served = source.kind is Kind.MODEL or name.endswith("ForSequenceClassification")
     plain = not config.get("auto_map") and not config.get("quantization_config")
     return (
@@ -56,7 +56,7 @@ def _can_be_asked(source: Source) -> bool:
         and plain
         and bool(name)
         and source.weights.is_whole
-        and layers <= MAX_LAYERS
+        and not oversized(config)
         and len(source.tensors) <= _MAX_TENSORS
         and not knows(source)
     )

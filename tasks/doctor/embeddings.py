@@ -12,7 +12,9 @@ from tasks.doctor.weights import Held
 
 _INPUT = ("embed_tokens", "wte", "word_embeddings", "embed_in", "tok_embeddings", "embeddings")
 _OUTPUT = ("lm_head", "embed_out")
-_ELSEWHERE = re.compile(r"\.\d+\.|position|(^|\.)(visual|vision_\w+|audio_\w+|image_\w+|mtp)\.")
+_ELSEWHERE = re.compile(
+    r"\.\d+\.|position|(^|\.)(visual|vision_\w+|audio_\w+|image_\w+|qformer|mtp)\."
+)
 """In layers, of which those of multi-token prediction have embeddings of their own; in towers."""
 TIED_BY_DEFAULT = frozenset(
     {"gemma", "gemma2", "gemma3", "gemma3_text", "gpt2", "cohere", "cohere2", "opt", "bloom"}

@@ -13,6 +13,7 @@ from tasks.doctor.source import Source
 from tasks.doctor.weights import Weights
 from tasks.weights.heads.folder import SIDE_FILES
 from tasks.weights.index import index_of
+from tasks.weights.partitions import PARTITIONS
 
 _NOT_WEIGHTS = ("training_args.bin", "optimizer.bin", "optimizer.pt", "scheduler.pt", "scaler.pt")
 """What vLLM's loader leaves out of *.bin (`filter_files_not_needed_for_inference`)."""
@@ -38,6 +39,12 @@ def _configuration(source: Source) -> Iterator[Finding]:
     known = source.is_adapter or source.is_model
     if known and name not in source.folder.files:
         yield of_folder.CONFIG_MISSING.at(name, found="no such file", expected=f"{name}")
+    parts = source.kind is Kind.SHARDS and source.config(PARTITIONS).get("mode") == "adapter"
+    if parts and ADAPTER_CONFIG not in source.folder.files:
+        yield of_folder.CONFIG_MISSING.at(
+            ADAPTER_CONFIG, found="no such file", severity=Severity.WARNING,
+            expected=f"{ADAPTER_CONFIG}, or adapter_config=FILE when it is gathered",
+        )  # fmt: skip
     if source.is_adapter and not (source.weights.files or source.weights.absent):
         yield say.WEIGHTS_MISSING.at(
             "", found=f"{ADAPTER_CONFIG} alone", expected=" or ".join(ADAPTERS)

@@ -13,6 +13,7 @@ and for JSON by the number of values in it, since `[[],[],...]` takes twenty tim
 from __future__ import annotations
 
 import os
+import re
 import stat
 from collections import deque
 from collections.abc import Iterator, Mapping
@@ -128,6 +129,12 @@ class Folder:
         except OSError as error:
             self.wrong[name] = f"cannot be read: {error.strerror or error}"
             return b""
+
+
+def by_number(name: str) -> list[tuple[int, str]]:
+    """A key that sorts `checkpoint-500` before `checkpoint-1000`."""
+    parts = re.split(r"(\d{1,12})", name)
+    return [(int(one), "") if one.isdecimal() else (-1, one) for one in parts]
 
 
 def bounded_json(raw: bytes, *, unique: bool = False) -> Any:

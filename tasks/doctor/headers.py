@@ -12,16 +12,17 @@ from typing import Any
 
 from tasks.doctor.catalogue import headers as say
 from tasks.doctor.finding import Finding, Severity
+from tasks.doctor.quantisation import is_said_elsewhere
 from tasks.doctor.recognise import CONFIG, Kind
+from tasks.doctor.sets import whole_beside
 from tasks.doctor.source import Source
 from tasks.doctor.weights import Weights
+from tasks.weights.families.counts import oversized
 from tasks.weights.families.plain import plain_facts
 from tasks.weights.heads.absence import module_names
 from tasks.weights.heads.normalisation import BUFFERS
 
 _LFS = b"version https://git-lfs"
-MAX_LAYERS = 10_000
-"""More than any model has: the contract of so many is not even made."""
 _LM_HEAD = "lm_head.weight"
 _VOCABULARY = ("model.embed_tokens.weight", _LM_HEAD)
 _LEFT_BY_OLD = ("rotary_emb.inv_freq",)
@@ -43,7 +44,19 @@ def check(source: Source) -> Iterator[Finding]:
         yield from against_plain(source)
 
 
+def _fix(source: Source) -> str:
+    """What mends weights that are not whole; "" for what the catalogue says."""
+    other = whole_beside(source)
+    if not other:
+        return ""
+    return (
+        f"python flows/audit.py source=DIR fix=true out_dir=<a new folder>: takes {other}, which "
+        "is whole"
+    )
+
+
 def _files(source: Source, weights: Weights) -> Iterator[Finding]:
+    fix = _fix(source)
     for name, reason in weights.unread.items():
         if _is_pointer(source, name):
             size = source.folder.files[name]
@@ -51,13 +64,13 @@ def _files(source: Source, weights: Weights) -> Iterator[Finding]:
                 name, found=f"a pointer of {size} bytes", expected="weights"
             )
         else:
-            yield say.BAD_HEADER.at(name, found=reason, expected="a whole file of tensors")
+            yield say.BAD_HEADER.at(name, found=reason, expected="a whole file of tensors", fix=fix)
     holders = {one.file for one in weights.tensors.values()} | {one for _, _, one in weights.twice}
     for name in weights.files:
         if name not in weights.unread and name not in holders:
             size = source.folder.files[name]
             yield say.NO_TENSORS.at(
-                name, found=f"{size} bytes, no tensor", expected="the trained tensors"
+                name, found=f"{size} bytes, no tensor", expected="the trained tensors", fix=fix
             )
     for name, others in weights.others.items():
         if others:
@@ -82,7 +95,7 @@ def _empty(source: Source) -> Iterator[Finding]:
         shape = list(source.tensors[keys[0]].shape)
         yield say.EMPTY_TENSOR.at(
             file, keys, found=f"{len(keys)} of {count} tensors empty, shape {shape}",
-            expected="a matrix, or a vector with elements",
+            expected="a matrix, or a vector with elements", fix=_fix(source),
         )  # fmt: skip
     for file, keys in strided.items():
         yield say.NOT_CONTIGUOUS.at(
@@ -92,13 +105,11 @@ def _empty(source: Source) -> Iterator[Finding]:
 
 def against_plain(source: Source) -> Iterator[Finding]:
     """Names and shapes against what config.json says of a family of the table."""
-    if not source.weights.is_whole:
-        return  # what is absent is said already
-    layers = source.config().get("num_hidden_layers")
-    if type(layers) is int and layers > MAX_LAYERS:
-        yield say.TENSOR_MISSING.at(
-            CONFIG, found=f"num_hidden_layers {layers}", expected="as many layers as there are"
-        )
+    if not source.weights.is_whole or is_said_elsewhere(source):
+        return  # what is absent is said already; what is packed has other names and shapes
+    too_many = oversized(source.config())
+    if too_many:  # the contract of so many is not even made
+        yield say.TENSOR_MISSING.at(CONFIG, found=too_many, expected="as many as there are")
         return
     facts = plain_facts(_causal(source.config()), "bfloat16", None)
     if facts is None:

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from tasks.artifact import MANIFEST, open_artifact
 from tasks.doctor.catalogue import folder as say
 from tasks.doctor.finding import Finding, some
+from tasks.doctor.folder import by_number
 from tasks.doctor.recognise import ADAPTER_CONFIG, CONFIG, Kind
 from tasks.doctor.source import Source
 from tasks.errors import ArtifactError
@@ -61,7 +62,7 @@ def _kind(source: Source) -> Iterator[Finding]:
     what = source.recognised.what
     if source.kind is Kind.NOTHING and CONFIG not in source.folder.files:
         inside = list(_checkpoints_inside(source))
-        fix = f"source={source.folder.root / inside[-1]}" if inside else ""
+        fix = f"python flows/audit.py source={source.folder.root / inside[-1]}" if inside else ""
         held = f"; in it: {some(inside)}" if inside else ""
         yield say.NOTHING_HERE.at(
             "", found=what + held, expected=f"{CONFIG} or {ADAPTER_CONFIG}, and weights", fix=fix
@@ -89,7 +90,7 @@ def _manifest(source: Source) -> Iterator[Finding]:
 
 
 def _checkpoints_inside(source: Source) -> Iterator[str]:
-    """Folders right below that hold a configuration: what was probably meant."""
-    for name in source.folder.listing.folders:
+    """Folders right below that hold a configuration: what was probably meant, the newest last."""
+    for name in sorted(source.folder.listing.folders, key=by_number):
         if any(f"{name}/{one}" in source.folder.files for one in (CONFIG, ADAPTER_CONFIG)):
             yield name

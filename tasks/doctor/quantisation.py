@@ -7,6 +7,7 @@ from collections.abc import Iterator, Mapping
 from tasks.doctor.catalogue import quantisation as say
 from tasks.doctor.finding import Finding
 from tasks.doctor.recognise import CONFIG
+from tasks.doctor.said import text_config
 from tasks.doctor.source import Source
 from tasks.doctor.weights import Held
 from tasks.weights.stored4bit.said import QUANTIZATION, stored
@@ -22,6 +23,8 @@ _STATES: Mapping[str, tuple[str, ...]] = {
     "mxfp4": ("_proj_blocks", "_proj_scales"),
 }
 _BITSANDBYTES = "bitsandbytes"
+_MODELOPT = "hf_quant_config.json"
+"""What NVIDIA's exporter writes beside a config.json that says nothing."""
 _PACKED_DTYPES = ("U8", "I8", "I32", "F8_E4M3", "F8_E5M2")
 _FLOATS = ("BF16", "F16", "F32")
 
@@ -46,12 +49,21 @@ def check(source: Source) -> Iterator[Finding]:
             CONFIG, found=f"{QUANTIZATION} of {how}, and no packed tensor",
             expected=f"no {QUANTIZATION}",
         )  # fmt: skip
-    if not method and real:
+    if not method and real and not is_said_elsewhere(source):
         yield say.QUANT_CONFIG_ABSENT.at(
             CONFIG, real, found=f"states of {states[real[0]]}", expected=f"{QUANTIZATION}"
         )
     if method == _BITSANDBYTES:
         yield from _partial(source, real)
+
+
+def is_said_elsewhere(source: Source) -> bool:
+    """Whether it is told to be packed in a place that vLLM reads beside the usual one."""
+    config = source.config()
+    inner = text_config(config)
+    beside = (inner.get(QUANTIZATION), config.get("compression_config"))
+    said = any(isinstance(one, Mapping) and one for one in beside)
+    return _MODELOPT in source.folder.files or (said and not config.get(QUANTIZATION))
 
 
 def _method_of(key: str) -> str:

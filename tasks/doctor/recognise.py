@@ -68,7 +68,8 @@ def recognise(folder: Folder) -> Recognised:
     manifest = own_manifest(folder)
     states = tuple(_states(folder))
     adapter, model = _open_first(folder, ADAPTERS), _open_first(folder, MODELS)
-    is_adapter = adapter is not None or (ADAPTER_CONFIG in folder.files and not states)
+    parts = PARTITIONS in folder.files  # beside adapter_config.json, of what they are gathered into
+    is_adapter = adapter is not None or (ADAPTER_CONFIG in folder.files and not (states or parts))
     if adapter is not None and model is not None and not _is_head(model):
         what = f"a mixture: a PEFT adapter ({_stored(adapter)}) and a full model ({_stored(model)})"
         return Recognised(Kind.MIXTURE, what, weights=model, manifest=manifest, beside=states)
@@ -76,8 +77,8 @@ def recognise(folder: Folder) -> Recognised:
         found = _adapter(folder, adapter or Weights(ADAPTERS[0]))
     elif model is not None:
         found = _model(folder, model)
-    elif PARTITIONS in folder.files:
-        found = Recognised(Kind.SHARDS, "shards of our own ranks", "Plumbline")
+    elif parts:
+        found = Recognised(Kind.SHARDS, _shards(folder), "Plumbline")
     elif states:
         kind = Kind.DEEPSPEED if "DeepSpeed" in states[0] else Kind.FOREIGN
         dialect = next((one for one in ("DeepSpeed", "verl") if one in states[0]), "")
@@ -155,6 +156,17 @@ def _model(folder: Folder, weights: Weights) -> Recognised:
         return Recognised(Kind.REWARD, f"a {names[0]} ({stored})", "transformers", weights)
     named = f"a full {names[0]}" if names else "a full model"
     return Recognised(Kind.MODEL, f"{named} ({stored})", "transformers", weights)
+
+
+def _shards(folder: Folder) -> str:
+    """What training left here: an adapter or a whole model, in parts."""
+    said = folder.json(PARTITIONS)
+    rank = folder.json(ADAPTER_CONFIG).get("r")
+    of_rank = f" of rank {rank}" if type(rank) is int else ""
+    of = {"adapter": f" of a LoRA adapter{of_rank}", "full": " of a full model"}
+    mode, ranks = said.get("mode"), said.get("world_size")
+    count = f" of {ranks} ranks" if type(ranks) is int else ""
+    return f"Plumbline's shards{of.get(mode, '') if isinstance(mode, str) else ''}{count}"
 
 
 _STATES: tuple[tuple[str, str], ...] = (

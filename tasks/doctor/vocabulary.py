@@ -12,7 +12,7 @@ from tasks.doctor.said import content, first_architecture, of_text, text_config,
 from tasks.doctor.source import Source
 from tasks.doctor.tokens import SETTINGS, TOKENIZER, read_tokens
 
-_OWN_ROWS = ("mllama", "mllama_text_model")
+_OWN_ROWS = ("mllama", "mllama_text_model", "moshi")
 """Families whose input embedding has rows that are no part of the vocabulary."""
 _ROLES = ("eos_token", "bos_token", "pad_token", "unk_token")
 _GENERATES = ("ForCausalLM", "LMHeadModel", "ForConditionalGeneration")
@@ -45,11 +45,22 @@ def _ties(source: Source, found: Embeddings) -> Iterator[Finding]:
         )  # fmt: skip
     generates = first_architecture(config).endswith(_GENERATES)
     language = source.kind is Kind.MODEL and generates and not config.get("is_encoder_decoder")
-    if language and not found.output and found.tied is False:
+    if language and not found.output and found.tied is False and not _other_heads(source, found):
         yield say.HEAD_NOT_ON_DISK.at(
             CONFIG, found="tie_word_embeddings is false, and no lm_head.weight",
             expected="lm_head.weight, or tie_word_embeddings true",
         )  # fmt: skip
+
+
+def _other_heads(source: Source, found: Embeddings) -> list[str]:
+    """Matrices outside of layers that have a row for every token: some families' `head.weight`."""
+    rows = source.tensors[found.input].shape[:1]
+    return [
+        key
+        for key, held in source.tensors.items()
+        if key != found.input and len(held.shape) == 2 and held.shape[:1] == rows
+        and not any(part.isdecimal() for part in key.split("."))
+    ]  # fmt: skip
 
 
 def _rows(source: Source, found: Embeddings) -> Iterator[Finding]:

@@ -3,21 +3,28 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
+from pathlib import Path
 
+from tasks.doctor.catalogue import folder as of_folder
 from tasks.doctor.catalogue import zero as say
 from tasks.doctor.catalogue.entry import Entry
-from tasks.doctor.finding import Finding
+from tasks.doctor.finding import Finding, some
+from tasks.doctor.folder import by_number
 from tasks.doctor.recognise import Kind
 from tasks.doctor.source import Source
 from tasks.errors import ArtifactError
 from tasks.weights.deepspeed.checkpoint import read_zero
-from tasks.weights.deepspeed.layout import find_layout
+from tasks.weights.deepspeed.layout import Layout, find_layout
+from tasks.weights.deepspeed.ranks import rank_findings
+from tasks.weights.deepspeed.states import read_model_state, read_optim_state
 from tasks.weights.partitions import read_partitions
 from tasks.weights.pickled.archive import read_archive
 
-MAX_PICKLE_BYTES = 256 << 20
-"""Descriptions of tensors that are read, of all ranks together: some MB a rank."""
+MAX_PICKLE_BYTES = 64 << 20
+"""Descriptions of tensors that are gone through, of all ranks together: some 30 s. Beyond it only
+those of rank 0 are. Of a dense model of 80 layers a rank has some 0.1 MB under ZeRO-3, of one of
+128 experts a layer 6 MB."""
 
 _CODES: tuple[tuple[str, Entry], ...] = (
     # what `read_zero` says; the code it stands for
@@ -49,23 +56,77 @@ def check(source: Source) -> Iterator[Finding]:
 
 def _checkpoint(source: Source) -> Iterator[Finding]:
     root = source.folder.root
+    further = _further_down(source)
+    if further:
+        yield of_folder.NOTHING_HERE.at(
+            "", found=f"{source.recognised.what} further down: {some(reversed(further))}",
+            expected="one of them", fix=f"python flows/audit.py source={root / further[-1]}",
+        )  # fmt: skip
+        return
     try:
-        _require_bounded(source)
+        layout = find_layout(root)
+        described = _described(layout)
+        if described > MAX_PICKLE_BYTES:
+            yield from _by_names(source, layout, described)
+            return
         found = read_zero(root)
     except ArtifactError as error:
         # Of a folder without a step the details are the names of those it has.
         told = any(one in error.message for one in error.details[:1])
-        for one in error.details if told else (error.message,):
-            text = one.replace(f"{root}/", "").removeprefix(f"{root}: ")
-            entry = next((code for words, code in _CODES if re.search(words, text)), None)
-            yield (entry or say.ZERO_UNUSABLE).at(
-                "", found=text, expected="the files of all ranks of one step"
-            )
+        yield from _wrong(source, error.details if told else (error.message,))
         return
     held = f"ZeRO-{found.stage} of {found.world_size} ranks, {len(found.trained)} trained tensors"
-    step = "" if found.step is None else f", step {found.step}"
-    where = "" if found.root == root else found.root.name
-    yield say.ZERO_NOT_GATHERED.at(where, found=held + step, expected="an adapter or a model")
+    yield _not_gathered(source, found.root, held, found.step)
+
+
+def _further_down(source: Source) -> list[str]:
+    """Folders of checkpoints, the newest last, where the folder is one of a trainer's that holds
+    them: `checkpoint-100/global_step100/`; empty where it is one itself."""
+    files = [name for name in source.folder.files if name.endswith("_model_states.pt")]
+    if any(name.count("/") < 2 for name in files):
+        return []
+    found = {name.rsplit("/", 2)[0] for name in files}
+    return sorted(found, key=by_number)
+
+
+def _by_names(source: Source, layout: Layout, described: int) -> Iterator[Finding]:
+    """A checkpoint of very many ranks: are all there, by their names and what rank 0 says.
+
+    Raises:
+        ArtifactError: rank 0's files cannot be read.
+    """
+    first = read_model_state(layout.model[min(layout.model)])
+    ranks = [read_optim_state(layout.optim[rank]) for rank in sorted(layout.optim)[:1]]
+    wrong = list(rank_findings(layout, [first], ranks))
+    yield from _wrong(source, wrong)
+    if wrong:
+        return
+    world = ranks[0].partitions if ranks else first.world_size or len(layout.model)
+    held = f"ZeRO of {world} ranks, {sum(map(len, first.groups or ()))} trained tensors"
+    yield _not_gathered(source, layout.root, held, first.step)
+    count = len(layout.model) + len(layout.optim)
+    yield say.ZERO_NOT_ALL_READ.at(
+        "", found=f"{described >> 20} MiB describe the tensors of {count} files: rank 0's were "
+        "read, the others are there by name",
+        expected=f"at most {MAX_PICKLE_BYTES >> 20} MiB", fix=_gather(source),
+    )  # fmt: skip
+
+
+def _wrong(source: Source, said: Iterable[str]) -> Iterator[Finding]:
+    """What readers say of such a checkpoint, by the codes that it stands for."""
+    root = source.folder.root
+    for one in said:
+        text = one.replace(f"{root}/", "").removeprefix(f"{root}: ")
+        entry = next((code for words, code in _CODES if re.search(words, text)), None)
+        yield (entry or say.ZERO_UNUSABLE).at(
+            "", found=text, expected="the files of all ranks of one step"
+        )
+
+
+def _not_gathered(source: Source, root: Path, held: str, step: int | None) -> Finding:
+    where = "" if root == source.folder.root else root.name
+    told = held if step is None else f"{held}, step {step}"
+    return say.ZERO_NOT_GATHERED.at(where, found=told, expected="an adapter or a model")
 
 
 def _gather(source: Source) -> str:
@@ -87,17 +148,15 @@ def _partitions(source: Source) -> Iterator[Finding]:
             yield say.PARTITIONS_UNUSABLE.at("", found=one, expected="every element once")
         return
     held = f"{found.world_size} ranks, {len(found.shapes)} tensors, {found.mode}"
-    yield say.PARTITIONS_WHOLE.at("", found=held, expected="an adapter or a model")
+    base = " base=<the base>" if found.mode == "adapter" else ""
+    yield say.PARTITIONS_WHOLE.at(
+        "", found=held, expected="an adapter or a model",
+        fix=f"python flows/deliver.py source={source.folder.root}{base} out=<folder>",
+    )  # fmt: skip
 
 
-def _require_bounded(source: Source) -> None:
-    """Refuse a checkpoint whose descriptions take minutes to read. Raises ArtifactError."""
-    layout = find_layout(source.folder.root)
-    total = 0
-    for path in (*layout.model.values(), *layout.optim.values()):
-        record = read_archive(path).records.get("data.pkl")
-        total += record.nbytes if record is not None else 0
-    if total > MAX_PICKLE_BYTES:
-        raise ArtifactError(
-            f"{layout.root}: {total} bytes describe tensors, at most {MAX_PICKLE_BYTES} are read"
-        )
+def _described(layout: Layout) -> int:
+    """Bytes that describe tensors, of all ranks' files together. Raises ArtifactError."""
+    paths = (*layout.model.values(), *layout.optim.values())
+    records = (read_archive(path).records.get("data.pkl") for path in paths)
+    return sum(one.nbytes for one in records if one is not None)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from tasks.schema.places import Paths
+from tasks.schema.places import Paths, Tracking
 
 MISSING = "???"
 """What Hydra takes for a value that has to be given."""
@@ -20,6 +20,7 @@ class Audit:
     out: str | None = None  # file for the report as JSON, "-" for standard output; null: a table
     fix: bool = False  # true: write a repaired copy into out_dir
     out_dir: str | None = None  # folder that is to hold the repaired copy
-    prefect: bool = False  # true: as a Prefect flow, with a server
+    prefect: bool = False  # true: as a Prefect flow, its findings in MLflow
     tag: str = ""  # free text that tells flow runs apart
+    tracking: Tracking = field(default_factory=Tracking)  # of MLflow, with prefect=true
     paths: Paths = field(default_factory=Paths)

@@ -73,6 +73,19 @@ class TestTheBase:
         assert "its base is needed" in said
         assert "base=<folder of the base model>" in said
 
+    @pytest.mark.parametrize("model_type", ["qwen2", "qwen3_moe"])
+    def test_that_asks_for_a_billion_layers(
+        self, refused: Callable[..., str], adapter: Path, base: Path, model_type: str,
+        tmp_path: Path,
+    ) -> None:  # fmt: skip
+        hostile = Path(shutil.copytree(base, tmp_path / "hostile"))
+        said = json.loads((hostile / "config.json").read_text()) | {"model_type": model_type}
+        (hostile / "config.json").write_text(json.dumps(said | {"num_hidden_layers": 10**9}))
+        told = refused(
+            f"source={adapter}", f"base={hostile}", f"out={tmp_path / 'out'}", "check_base=false"
+        )
+        assert "num_hidden_layers 1000000000, models have up to 2000" in told
+
     def test_the_override_takes_it(
         self, here: Run, adapter: Path, other: Path, tmp_path: Path
     ) -> None:

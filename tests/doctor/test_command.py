@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
-import time
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -63,7 +63,15 @@ def test_a_broken_one_by_a_relative_path_and_as_json(tmp_path: Path) -> None:
     done = run(tmp_path / "elsewhere", "source=../it", f"out={report}")
     assert done.code == 1, done.err
     document = json.loads(report.read_text())
-    assert document.keys() == {"source", "kind", "what", "ok", "findings", "seconds"}
+    assert document.keys() == {
+        "source",
+        "kind",
+        "what",
+        "ok",
+        "mendable",
+        "findings",
+        "seconds",
+    }
     assert (document["kind"], document["ok"]) == ("adapter", False)
     empty = next(one for one in document["findings"] if one["code"] == "EMPTY_TENSOR")
     assert empty["where"]["file"] == "adapter_model.safetensors"
@@ -83,6 +91,29 @@ def test_what_cannot_be_read(tmp_path: Path) -> None:
         done = run(tmp_path / "elsewhere", *overrides)
         assert (done.code, "Traceback" in done.err) == (2, False), done.err
         assert said in done.err
+
+
+LIMITED = """
+import os, resource, sys
+resource.setrlimit(resource.RLIMIT_AS, (int(sys.argv[1]), int(sys.argv[1])))
+os.execv(sys.argv[2], sys.argv[2:])
+"""
+
+
+@pytest.mark.parametrize("more", [[], ["fix=true", "out_dir=new"]])
+def test_what_needs_more_memory_than_it_may_have(tmp_path: Path, more: list[str]) -> None:
+    root = make_model(tmp_path / "it")
+    count = 1_500_000  # values: fewer than are read, and more than fit
+    table = ",".join(f'"{number}":""' for number in range(count))
+    (root / "model.safetensors.index.json").write_text(f'{{"weight_map": {{{table}}}}}')
+    command = [sys.executable, "-c", LIMITED, str(256 << 20), sys.executable, str(PROGRAM)]
+    done = subprocess.run(
+        [*command, f"source={root}", *more], cwd=tmp_path, capture_output=True, text=True,
+        env={**os.environ, "OPENBLAS_NUM_THREADS": "1", "OMP_NUM_THREADS": "1"},
+    )  # fmt: skip
+    assert (done.returncode, "Traceback" in done.stderr) == (2, False), done.stderr
+    assert f"source={root}: needs more than 0.2 GiB to be looked at" in done.stderr
+    assert not (tmp_path / "new").exists()
 
 
 def test_neither_torch_nor_prefect_is_imported(tmp_path: Path) -> None:
@@ -129,14 +160,3 @@ def test_a_repaired_copy(tmp_path: Path) -> None:
     assert run(tmp_path / "elsewhere", f"source={out}", "values=true").code == 0
     again = run(tmp_path / "elsewhere", f"source={root}", "fix=true", f"out_dir={out}")
     assert (again.code, "is not empty" in again.err) == (2, True)
-
-
-@pytest.mark.slow
-def test_as_a_flow_of_prefects(tmp_path: Path) -> None:
-    root, began = make_model(tmp_path / "it"), time.monotonic()
-    done = run(
-        tmp_path / "elsewhere", f"source={root}", "prefect=true", f"paths.runs={tmp_path}/runs"
-    )
-    assert done.code == 0, done.err
-    assert json.loads(done.out[done.out.index("{") :])["kind"] == "model"
-    assert time.monotonic() - began < 200

@@ -24,6 +24,7 @@ from tests.doctor.making import (
     tensors,
     write_json,
 )  # fmt: skip
+from tests.weights.zero.test_partitions_property import write
 
 INDEX = "model.safetensors.index.json"
 HEAD = {"v_head.summary.weight": np.ones((1, 16), np.float32)}
@@ -185,9 +186,22 @@ class TestSets:
 
 class TestPlace:
     def test_nothing_names_what_lies_below(self, tmp_path: Path) -> None:
-        make_adapter(tmp_path / "checkpoint-500")
+        for step in (500, 1000):
+            make_adapter(tmp_path / f"checkpoint-{step}")
         (finding,) = audit(tmp_path).findings
-        assert (finding.code, finding.fix) == ("NOTHING_HERE", f"source={tmp_path}/checkpoint-500")
+        assert finding.code == "NOTHING_HERE"
+        assert finding.fix == f"python flows/audit.py source={tmp_path}/checkpoint-1000"
+
+    def test_a_trainers_folder_names_its_newest_deepspeed_checkpoint(self, tmp_path: Path) -> None:
+        for step in (500, 1000):
+            write(
+                tmp_path / f"checkpoint-{step}", [{"w": torch.ones(4)}], stage=3, world=2, align=1
+            )
+        (finding,) = audit(tmp_path).findings
+        assert finding.code == "NOTHING_HERE"
+        assert finding.found.endswith("further down: checkpoint-1000, checkpoint-500")
+        assert finding.fix == f"python flows/audit.py source={tmp_path}/checkpoint-1000"
+        assert audit(tmp_path / "checkpoint-1000").ok
 
     def test_a_raw_state_dict(self, tmp_path: Path) -> None:
         torch.save({"w": torch.ones(2)}, tmp_path / "model.pt")

@@ -172,3 +172,24 @@ def test_an_old_adapter_without_newer_settings(tmp_path: Path) -> None:
     kept = ("peft_type", "r", "lora_alpha", "target_modules", "base_model_name_or_path")
     write_json(root / "adapter_config.json", {key: document[key] for key in kept})
     assert codes(root) == {"ADAPTER_IS_NO_MODEL": "info"}
+
+
+@pytest.mark.parametrize("where", ["hf_quant_config.json", "compression_config", "text_config"])
+def test_packed_weights_of_which_another_place_tells(where: str, tmp_path: Path) -> None:
+    """NVIDIA's exports, llm-compressor's early ones, multimodal models."""
+    arrays: dict[str, Any] = {}
+    for key, one in tensors().items():
+        packed = key.endswith("_proj.weight")
+        arrays[key] = one[:, : one.shape[1] // 2].astype(np.uint8) if packed else one
+        if packed:
+            arrays[key.replace(".weight", ".weight_scale")] = np.ones((1, 1), np.float32)
+    root = tokenizer(make_model(tmp_path / "it", arrays))
+    assert "QUANT_CONFIG_ABSENT" in errors(codes(root))
+    said = {"quant_method": "modelopt"}
+    if where.endswith(".json"):
+        write_json(root / where, {"quantization": {"quant_algo": "NVFP4"}})
+    elif where == "text_config":
+        edit_json(root / "config.json", text_config={"quantization_config": said})
+    else:
+        edit_json(root / "config.json", compression_config=said)
+    assert errors(codes(root)) == set()

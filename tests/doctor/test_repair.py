@@ -11,6 +11,7 @@ import torch
 from safetensors.numpy import load_file, save_file
 
 from tasks.artifact import open_artifact, verify
+from tasks.audit import audit
 from tasks.doctor.repair import Repaired, repair
 from tasks.errors import ConfigError, ContractError
 from tests.doctor.making import (
@@ -199,3 +200,53 @@ class TestRefused:
         for out in (root / "new", root, tmp_path):
             with pytest.raises(ConfigError, match="lie in each other"):
                 repair(root, out)
+
+
+class TestWhetherItMends:
+    """`mendable` of an audit is what a repair then does."""
+
+    def test_where_it_does(self, tmp_path: Path) -> None:
+        root = make_model(tmp_path / "it", {f"module.{k}": v for k, v in tensors().items()})
+        report = audit(root)
+        assert (report.ok, report.mendable) == (False, True)
+        assert report.text().endswith(f"source={root} fix=true out_dir=<a new folder>")
+        repaired(root)
+
+    def test_where_nothing_is_wrong(self, tmp_path: Path) -> None:
+        report = audit(make_model(tmp_path / "it"))
+        assert (report.ok, report.mendable) == (True, False)
+        assert "fix=true" not in report.text()
+
+    def test_where_a_part_is_lost(self, tmp_path: Path) -> None:
+        arrays = {f"module.{key}": one for key, one in tensors().items()}
+        del arrays["module.lm_head.weight"]
+        root = make_model(tmp_path / "it", arrays)
+        assert not audit(root).mendable
+        with pytest.raises(ContractError):
+            repair(root, tmp_path / "new")
+
+    def test_where_the_data_are_wrong(self, tmp_path: Path) -> None:
+        arrays = {f"module.{key}": one for key, one in tensors().items()}
+        arrays["module.lm_head.weight"][0, 0] = np.nan
+        assert not audit(make_model(tmp_path / "it", arrays), values=True).mendable
+
+    def test_where_two_embeddings_are_said_to_be_one(self, tmp_path: Path) -> None:
+        root = make_model(tmp_path / "it", tie_word_embeddings=True)
+        assert audit(root, values=True).mendable
+        repaired(root)
+
+    def test_where_it_is_the_wrong_base(self, tmp_path: Path) -> None:
+        arrays = {key.replace("q_proj", "x_proj"): one for key, one in adapter_tensors().items()}
+        root = make_adapter(tmp_path / "it", {f"module.{k}": v for k, v in arrays.items()})
+        report = audit(root, base=make_model(tmp_path / "base"))
+        assert not report.ok
+        assert not report.mendable
+
+    def test_the_set_beside_it_is_named(self, tmp_path: Path) -> None:
+        root = make_adapter(tmp_path / "it", {k: v[:0, 0] for k, v in adapter_tensors().items()})
+        good = {key: torch.from_numpy(value) for key, value in adapter_tensors().items()}
+        torch.save(good, root / "adapter_model.bin")
+        report = audit(root)
+        assert report.mendable
+        (empty,) = (one for one in report.findings if one.code == "EMPTY_TENSOR")
+        assert empty.fix.endswith("takes adapter_model.bin, which is whole")

@@ -22,6 +22,7 @@ ELSEWHERE = {
         "OpenRLHF PR #1208",
     },
     "tests/doctor/test_files.py": {"verl #1679", "verl #2262", "verl #7193"},
+    "tests/deliver/dialects/test_unsloth.py": {"unsloth #1122", "unsloth #1521"},
 }
 
 

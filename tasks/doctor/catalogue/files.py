@@ -24,7 +24,8 @@ STRAY_WEIGHT_FILE = Entry(
     "vLLM takes every *.safetensors of a folder without an index, every *.bin of one without "
     "safetensors, and nothing but consolidated*.safetensors where there is one: `There is no "
     "module or parameter named 'v_head' in Qwen3ForCausalLM`",
-    "move the file out of the folder, or into a folder below it",
+    "move the file out of the folder, or into a folder below it; a copy without it: "
+    "python flows/audit.py source=DIR fix=true out_dir=<folder>",
     ("LLaMA-Factory #8635", "LLaMA-Factory #7511"),
 )
 TWO_WEIGHT_SETS = Entry(
@@ -41,7 +42,7 @@ INDEX_UNREADABLE = Entry(
     Severity.ERROR,
     "The index of the shards cannot be read",
     "transformers and vLLM read it first and stop there",
-    "rebuild it: python flows/audit.py source=DIR fix=true out_dir=DIR",
+    "rebuild it: python flows/audit.py source=DIR fix=true out_dir=<folder>",
 )
 INDEX_PATH = Entry(
     "INDEX_PATH",
@@ -71,7 +72,7 @@ KEY_NOT_IN_INDEX = Entry(
     Severity.ERROR,
     "Tensors that the index does not name",
     "transformers does not load them; vLLM streams whole files and loads them: two models",
-    "rebuild the index: python flows/audit.py source=DIR fix=true out_dir=DIR",
+    "rebuild the index: python flows/audit.py source=DIR fix=true out_dir=<folder>",
 )
 KEY_TWICE = Entry(
     "KEY_TWICE",
@@ -85,7 +86,8 @@ INDEX_ABSENT = Entry(
     Severity.ERROR,
     "Shards without an index",
     "transformers looks for model.safetensors or an index and finds neither",
-    "rebuild it: python flows/audit.py source=DIR fix=true out_dir=DIR",
+    "rebuild it: python flows/audit.py source=DIR fix=true out_dir=<folder>",
+    ("unsloth #1521", "unsloth #1122"),
 )
 SHARDS_INCOMPLETE = Entry(
     "SHARDS_INCOMPLETE",
@@ -109,5 +111,5 @@ INDEX_TOTAL_SIZE = Entry(
     "total_size in the index is not the size of the tensors in bytes",
     "planners of memory and of downloads count on it; verl's distributed writer puts the number of "
     "elements there",
-    "rebuild the index: python flows/audit.py source=DIR fix=true out_dir=DIR",
+    "rebuild the index: python flows/audit.py source=DIR fix=true out_dir=<folder>",
 )

@@ -11,7 +11,8 @@ EOS_DISAGREES = Entry(
     "The tokenizer's end token is not where generation stops",
     "the model was trained to end with the tokenizer's EOS and generate() does not stop there: it "
     "runs on to the length limit, answering itself",
-    "put the tokenizer's id into eos_token_id of generation_config.json and config.json",
+    "put the tokenizer's id into eos_token_id of generation_config.json: "
+    "python flows/audit.py source=DIR fix=true out_dir=<folder>",
     (
         "LLaMA-Factory PR #10834",
         "LLaMA-Factory #9338",

@@ -15,6 +15,14 @@ ZERO_NOT_GATHERED = Entry(
     _GATHER,
     ("LLaMA-Factory #2604", "LLaMA-Factory #2161"),
 )
+ZERO_NOT_ALL_READ = Entry(
+    "ZERO_NOT_ALL_READ",
+    Severity.WARNING,
+    "A DeepSpeed checkpoint of so many ranks that their files were counted, not read",
+    "files of several steps or cuts would not be seen here; gathering reads all of them before it "
+    "writes, and refuses what does not add up",
+    _GATHER,
+)
 ZERO_BESIDE = Entry(
     "ZERO_BESIDE",
     Severity.INFO,

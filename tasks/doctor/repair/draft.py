@@ -12,9 +12,10 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from tasks.doctor.folder import Folder, Listing
-from tasks.doctor.recognise import ADAPTERS, MODELS, Kind, Recognised
+from tasks.doctor.recognise import Kind, Recognised
+from tasks.doctor.sets import other_set, whole_beside
 from tasks.doctor.source import Source
-from tasks.doctor.weights import Weights, open_weights
+from tasks.doctor.weights import Weights
 from tasks.weights.heads.folder import SIDE_FILES
 from tasks.weights.index import index_of
 from tasks.weights.reader import MANIFEST
@@ -81,8 +82,8 @@ class Draft:
 
 def begin(source: Source) -> Draft:
     """A draft of the folder as it is, from whichever set of its weights is whole."""
-    other = _other_set(source)
-    if other is not None and _is_broken(source.weights) and not _is_broken(other):
+    other = other_set(source)
+    if other is not None and whole_beside(source):
         done = [f"weights of {other.single}: those of {source.weights.single} are not whole"]
         source = replace(source, recognised=replace(source.recognised, weights=other))
     else:
@@ -102,18 +103,6 @@ def begin(source: Source) -> Draft:
 
 
 _NOT_WEIGHTS = ("training_args.bin",)
-
-
-def _other_set(source: Source) -> Weights | None:
-    names = ADAPTERS if source.is_adapter else MODELS
-    other = next((one for one in names if one != source.weights.single), "")
-    found = open_weights(source.folder, other) if source.weights.single in names else None
-    return found if found is not None and found.files else None
-
-
-def _is_broken(weights: Weights) -> bool:
-    empty = any(not one.numel for one in weights.tensors.values())
-    return empty or not weights.tensors or not weights.is_whole
 
 
 def _index_is_wrong(weights: Weights) -> bool:

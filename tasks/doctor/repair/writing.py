@@ -10,23 +10,19 @@ from pathlib import Path
 
 from tasks.artifact import Artifact, Origin, publish, staging
 from tasks.doctor import examine
-from tasks.doctor.finding import Finding, Severity
-from tasks.doctor.heads import opened
-from tasks.doctor.repair.documents import align_documents
-from tasks.doctor.repair.draft import Draft, begin
-from tasks.doctor.repair.keys import strip_residue
+from tasks.doctor.finding import Finding
+from tasks.doctor.repair.draft import Draft
+from tasks.doctor.repair.drafting import HEAD, drafted, errors_of
 from tasks.doctor.repair.ties import settle_ties
 from tasks.doctor.source import Source, open_source
 from tasks.errors import ConfigError, ContractError, first_and_more
 from tasks.weights.execute import execute
-from tasks.weights.heads.detect import Found, detect
+from tasks.weights.heads.detect import Found
 from tasks.weights.heads.writing import write_value_head
 from tasks.weights.layout import as_is
 from tasks.weights.plan import Plan
 from tasks.weights.validate import validate
 
-HEAD = "value_head"
-"""Folder of a head that was split off: below the model's, where no loader looks for weights."""
 MAX_SHARD_BYTES = 5_000_000_000
 _SHOWN = 50
 _INPUT = "source"
@@ -65,41 +61,24 @@ def repair(root: Path, out: Path, *, base: Path | None = None) -> Repaired:
     if not (source.is_model or source.is_adapter):
         raise ContractError(
             f"{root}: {source.recognised.what}: only models and adapters are repaired",
-            details=_lines(_errors(examine(source))),
+            details=_lines(errors_of(examine(source))),
         )
-    draft = begin(source)
-    found = _split_head(draft)
-    strip_residue(draft)
+    draft, found = drafted(source, examine(source))
     settle_ties(draft)
-    align_documents(draft, examine(source))
     _refuse(root, draft)
     return _write(draft, found, out)
 
 
-def _split_head(draft: Draft) -> Found | None:
-    """Take a value head out of the model. Raises nothing: what is wrong with it is a finding."""
-    if draft.source.kind.value != "value-head-model" and not draft.source.is_adapter:
-        return None
-    found = detect(opened(draft.source))
-    head = found.head
-    if head is None or found.findings or head.dialect not in ("trl", "llamafactory"):
-        return None
-    keys = {one.partition(":")[2] for one in head.sources}
-    draft.names = {new: old for new, old in draft.names.items() if old not in keys}
-    draft.head = tuple(sorted(keys))
-    draft.done.append(f"the value head in {HEAD}/")
-    return found
-
-
 def _refuse(root: Path, draft: Draft) -> None:
     """Judge the draft as if it lay there already."""
-    errors = _errors(examine(draft.as_source()))
-    reasons = [*draft.refused, *_lines(errors)]
+    errors = errors_of(examine(draft.as_source()))
+    # What could not be done is the cause of the errors that are left.
+    reasons = draft.refused or _lines(errors)
     if reasons:
         raise ContractError(
             f"{root}: not everything can be repaired without loss: {first_and_more(reasons)}",
             details=reasons[:_SHOWN],
-            hint=errors[0].fix if errors else "",
+            hint="" if draft.refused else errors[0].fix.replace("source=DIR", f"source={root}"),
         )
     if not draft.done:
         raise ConfigError(f"{root}: nothing in it that a repair would change")
@@ -122,7 +101,7 @@ def _write(draft: Draft, found: Found | None, out: Path) -> Repaired:
             (work / HEAD).mkdir()
             write_value_head(found, work / HEAD)
         findings = examine(open_source(work, _base(draft.source)))
-        errors = _errors(findings)
+        errors = errors_of(findings)
         if errors:  # the draft was judged good: what was written is not the draft
             raise ContractError(
                 f"{out}: the repaired copy is not what was planned", details=_lines(errors)
@@ -147,10 +126,6 @@ def _require_free(root: Path, out: Path) -> None:
         )
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
         raise ConfigError(f"out_dir={out} is not empty", hint="out_dir=<a new folder>")
-
-
-def _errors(findings: Sequence[Finding]) -> list[Finding]:
-    return [one for one in findings if one.severity is Severity.ERROR]
 
 
 def _lines(findings: Sequence[Finding]) -> list[str]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import prod
 from pathlib import Path
 from typing import TypeVar
@@ -74,7 +74,7 @@ def read_zero(folder: Path) -> ZeroCheckpoint:
     """
     layout = find_layout(folder)
     findings: list[str] = []
-    models = _read_all(layout.model, read_model_state, findings)
+    models = _read_models(layout.model, findings)
     ranks = [] if layout.zero else _read_all(layout.optim, read_optim_state, findings)
     if models and (ranks or not layout.optim or layout.zero):
         findings += rank_findings(layout, models, ranks)
@@ -91,6 +91,14 @@ def read_zero(folder: Path) -> ZeroCheckpoint:
     )
 
 
+def _read_models(files: Mapping[int, Path], findings: list[str]) -> list[ModelState]:
+    found: list[ModelState] = []
+    for rank, path in sorted(files.items()):
+        for state in _read_all({rank: path}, read_model_state, findings):
+            found.append(_further(state, found[0]) if found else state)
+    return found
+
+
 def _read_all(
     files: Mapping[int, Path], read: Callable[[Path], State], findings: list[str]
 ) -> list[State]:
@@ -101,6 +109,13 @@ def _read_all(
         except ArtifactError as error:
             findings.append(error.message)
     return found
+
+
+def _further(state: ModelState, first: ModelState) -> ModelState:
+    """Another rank's state without what every rank says again: of 500 that would be gigabytes."""
+    groups = first.groups if state.groups == first.groups else state.groups
+    frozen = first.frozen if state.frozen == first.frozen else state.frozen
+    return replace(state, module={}, shared={}, groups=groups, frozen=frozen)
 
 
 def _assemble(

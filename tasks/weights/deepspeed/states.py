@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -77,7 +77,7 @@ def read_model_state(path: Path) -> ModelState:
         raise ArtifactError(f"{path}: param_shapes holds one group twice")
     version = raw.get("ds_version")
     return ModelState(
-        file,
+        replace(file, content=None),  # what is needed of it stands below
         {n: v for n, v in raw["module"].items() if isinstance(n, str) and isinstance(v, TensorRef)},
         frozenset(n for n in _list(path, "buffer_names", raw) if isinstance(n, str)),
         None if groups is None else tuple(_shapes(path, "param_shapes", g) for g in groups),
@@ -110,7 +110,7 @@ def read_optim_state(path: Path) -> OptimState:
     if not isinstance(flat, list) or not all(isinstance(one, TensorRef) for one in flat):
         raise ArtifactError(f"{path}: holds no fp32 weights: offloaded to NVMe, or stripped")
     return OptimState(
-        file,
+        replace(file, content=None),
         stage,
         next(count for count in parts if count is not None),
         tuple(flat),

@@ -5,24 +5,53 @@ The only module of this room that imports transformers to build a model, which t
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 from tasks.errors import ArtifactError
+from tasks.weights.documents import read_json
+from tasks.weights.families.counts import oversized
+
+_BY_ITS_CODE = (
+    OSError, ValueError, LookupError, TypeError, AttributeError, ArithmeticError, RuntimeError,
+    AssertionError,
+)  # fmt: skip
+"""What a class's own code does with sizes that do not fit each other."""
 
 
 def meta_model(folder: Path, dtype: str) -> Any:
     """The model that a folder's config.json describes, on the meta device. Raises ArtifactError."""
     import torch
+
+    config = read_config(folder)
+    with _described(folder), torch.device("meta"):
+        return auto_class(config).from_config(config, dtype=getattr(torch, dtype))
+
+
+def read_config(folder: Path) -> Any:
+    """A folder's config.json as transformers reads it, once it is known to ask for a model of a
+    size that there can be. Raises ArtifactError.
+    """
     from transformers import AutoConfig
 
     if not (folder / "config.json").is_file():
         raise ArtifactError(f"{folder}: no config.json")
+    too_many = oversized(read_json(folder / "config.json"))
+    if too_many:
+        raise ArtifactError(f"{folder}: config.json describes no usable model: {too_many}")
+    with _described(folder):
+        return AutoConfig.from_pretrained(folder, local_files_only=True)
+
+
+@contextmanager
+def _described(folder: Path) -> Iterator[None]:
+    from huggingface_hub.errors import StrictDataclassError
+
     try:
-        config = AutoConfig.from_pretrained(folder, local_files_only=True)
-        with torch.device("meta"):
-            return auto_class(config).from_config(config, dtype=getattr(torch, dtype))
-    except (OSError, ValueError, KeyError, TypeError) as error:
+        yield
+    except (*_BY_ITS_CODE, StrictDataclassError) as error:
         raise ArtifactError(f"{folder}: config.json describes no usable model: {error}") from error
 
 

@@ -15,6 +15,7 @@ from typing import Any
 
 from tasks.contract import Expected
 from tasks.weights.adapters.live import EMBEDDING, LINEAR, OTHER, LiveModel
+from tasks.weights.families.counts import oversized
 from tasks.weights.families.places import Place
 from tasks.weights.reader import DTYPE_NAMES
 
@@ -135,6 +136,8 @@ def _sizes(config: Mapping[str, Any], architecture: str) -> dict[str, int] | Non
         "vocab_size",
     )
     given = [config.get(name) for name in names]
+    if oversized(config):
+        return None
     if not all(type(one) is int and one > 0 for one in given):
         return None
     hidden, inner, heads, key_heads = (config[name] for name in names[:4])

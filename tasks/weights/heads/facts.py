@@ -13,6 +13,7 @@ from typing import Any
 
 from tasks.errors import ArtifactError
 from tasks.weights.contracts import ModelFacts, model_facts
+from tasks.weights.families.meta import read_config
 
 _NOT_OF_THE_MODEL = ("quantization_config", "auto_map", "mean", "std")
 
@@ -41,12 +42,9 @@ def reward_facts(
 
 
 def _class_name(folder: Path) -> str:
-    from transformers import AutoConfig, AutoModelForSequenceClassification
+    from transformers import AutoModelForSequenceClassification
 
-    try:
-        config = AutoConfig.from_pretrained(folder, local_files_only=True)
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        raise ArtifactError(f"config.json describes no usable model: {error}") from error
+    config = read_config(folder)
     if type(config) not in AutoModelForSequenceClassification._model_mapping:
         raise ArtifactError(
             f"transformers has no {config.model_type} model for sequence classification, so a "

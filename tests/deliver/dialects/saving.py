@@ -16,10 +16,10 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from tests.weights.adapters.making import quiet, save
-from tests.weights.heads.making import change_config, head_tensors
+from tests.weights.heads.making import head_tensors
 from tests.weights.making import save_tokenizer
 
-ADAPTER = "adapter_model.safetensors"
+ADAPTER, INDEX = "adapter_model.safetensors", "model.safetensors.index.json"
 
 
 def openrlhf_zero3(wrapped: Any, folder: Path) -> None:
@@ -90,15 +90,23 @@ def verl(wrapped: Any, folder: Path) -> None:
 def unsloth_merged(merged: dict[str, torch.Tensor], base: Path, folder: Path) -> None:
     """unsloth, `unsloth-zoo/unsloth_zoo/saving_utils.py: merge_and_overwrite_lora`, 16 bits.
 
-    The shards of the 16-bit base with the deltas in them; config.json without a quantiser, with
-    transformers 4's name for the dtype and marks of its own.
+    Tokenizer and config.json are saved, no generation_config.json; then the 16-bit base's shards
+    are copied, with their index where there are several, and written over with what the deltas make
+    of them. config.json has transformers 4's name for the dtype, marks, and no quantiser.
     """
-    shutil.copytree(base, folder)
-    for path in folder.glob("*.safetensors"):
+    folder.mkdir(parents=True)
+    save_tokenizer(folder)
+    said = json.loads((base / "config.json").read_text())
+    said.pop("quantization_config", None)
+    said["torch_dtype"] = said.pop("dtype")
+    marks = {"unsloth_fixed": True, "unsloth_version": "2026.8.5", "use_cache": False}
+    (folder / "config.json").write_text(json.dumps({**said, **marks}, indent=4))
+    files = sorted(base.glob("*.safetensors"))
+    for path in files:
         held = {name: merged[name].contiguous() for name in load_file(path)}
-        save_file(held, path, metadata={"format": "pt"})
-    marks = {"unsloth_fixed": True, "unsloth_version": "2026.8.5", "dtype": None}
-    change_config(folder, **marks, torch_dtype="bfloat16", use_cache=True)
+        save_file(held, folder / path.name, metadata={"format": "pt"})
+    if len(files) > 1:
+        shutil.copy2(base / INDEX, folder / INDEX)
 
 
 def llamafactory_ppo(

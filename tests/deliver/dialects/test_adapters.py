@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -11,8 +12,8 @@ import torch
 
 from tests.deliver.conftest import Done
 from tests.deliver.dialects import saving
-from tests.deliver.test_deliver import merged_by_peft, same
-from tests.weights.making import state_of
+from tests.deliver.test_deliver import merged_by_peft, same, servable
+from tests.weights.making import Spread, state_of, trained_model
 
 Run = Callable[..., Done]
 
@@ -52,3 +53,21 @@ def test_of_openrlhf_under_zero3_is_a_pickle(
     assert same(state_of(tmp_path / "served"), merged_by_peft(base, tmp_path / "ckpt"))
     codes = {one["code"] for one in done.summary["findings"]}
     assert {"PICKLED_WEIGHTS", "CONFIG_BESIDE_ADAPTER"} <= codes
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_of_llamafactory_answers_in_vllm_as_peft_does(deliver: Run, tmp_path: Path) -> None:
+    """To the end: its last step's folder too is left alone, and vLLM computes what peft does."""
+    base = servable(tmp_path / "base")
+    saving.llamafactory(trained_model(base, Spread(), 1), tmp_path / "out" / "lora")
+    source, served = tmp_path / "out" / "lora", tmp_path / "served"
+    done = deliver(f"source={source}", f"base={base}", f"out={served}", engine="vllm", timeout=570)
+    assert done.code == 0, done.output
+    assert done.stages == ["audit", "reference", "merge", "convert", "smoke_eval"]
+    assert done.summary["stages"][-1]["drift"]["mean_kl"] < 1e-3
+    (smoke,) = (one for one in done.summary["stages"] if one["name"] == "smoke_eval")
+    report = json.loads((Path(smoke["artifact"]) / "report.json").read_text())
+    assert report["engine"] == "vllm"
+    assert all(check["ok"] for check in report["checks"])
+    assert same(state_of(served), merged_by_peft(base, source))

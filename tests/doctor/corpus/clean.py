@@ -238,6 +238,10 @@ CLEAN: dict[str, Clean] = {
     "biases": _adapter("qwen2", bias="lora_only"),
     "no-tokenizer": _adapter("qwen2", tokenizer=False),
     "moe-linear": _adapter("qwen3_moe", target_modules=["q_proj", "v_proj"]),
+    "moe-named": _adapter(
+        "qwen3_moe", target_modules=["q_proj", "gate_proj", "up_proj", "down_proj"]
+    ),
+    "moe-all-linear": _adapter("qwen2_moe", target_modules="all-linear"),
     "moe-experts": _adapter(
         "mixtral",
         target_modules=["q_proj"],

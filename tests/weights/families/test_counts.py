@@ -1,0 +1,85 @@
+"""Configurations that ask for more layers or experts than there can be."""
+
+from __future__ import annotations
+
+import json
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tasks.errors import ArtifactError
+from tasks.weights.contracts import model_facts
+from tasks.weights.families.counts import MAX_EXPERTS, MAX_LAYERS, oversized
+from tests.weights.families.making import FAMILIES
+
+HUGE = 10**9
+
+
+@pytest.mark.parametrize(
+    ("config", "said"),
+    [
+        ({"num_hidden_layers": HUGE}, "num_hidden_layers 1000000000, models have up to 2000"),
+        ({"n_layer": MAX_LAYERS + 1}, "n_layer 2001,"),
+        ({"text_config": {"num_hidden_layers": HUGE}}, "num_hidden_layers 1000000000"),
+        ({"vision_config": {"depth": HUGE}}, "depth 1000000000"),
+        ({"n_routed_experts": MAX_EXPERTS + 1}, "n_routed_experts 20001,"),
+        ({"num_layers": 1 << 4000}, "num_layers of more than 18 digits,"),
+        ({"num_layers": 1000, "num_experts": 1000}, "1000 layers of 1000 experts"),
+    ],
+)
+def test_is_told(config: dict[str, Any], said: str) -> None:
+    assert oversized(config).startswith(said)
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        {"num_hidden_layers": MAX_LAYERS},
+        {"num_hidden_layers": 61, "n_routed_experts": 384},
+        {"num_hidden_layers": -HUGE, "num_layers": True, "n_layer": "9" * 20, "depth": 1e30},
+        {"vocab_size": HUGE, "max_position_embeddings": HUGE, "layers_to_transform": [HUGE]},
+    ],
+)
+def test_is_left_to_others(config: dict[str, Any]) -> None:
+    assert oversized(config) == ""
+
+
+@pytest.mark.slow
+def test_no_family_of_transformers_has_so_many() -> None:
+    from transformers import CONFIG_MAPPING
+
+    told, count = {}, 0
+    for name, made in CONFIG_MAPPING.items():
+        try:
+            config = made().to_dict()
+        except Exception:  # its defaults take the hub, or a library that is not here
+            continue
+        count += 1
+        told[name] = oversized(config)
+    assert count > 300
+    assert not {name: said for name, said in told.items() if said}
+
+
+@pytest.mark.parametrize("family", ["qwen2", "mixtral"])
+def test_nothing_is_built_of_them(family: str, tmp_path: Path) -> None:
+    """Of a family that is answered from the table, and of one that transformers is asked for."""
+    FAMILIES[family].config().save_pretrained(tmp_path)
+    path = tmp_path / "config.json"
+    said = json.loads(path.read_text()) | {"num_hidden_layers": HUGE}
+    name = {"qwen2": "Qwen2ForCausalLM", "mixtral": "MixtralForCausalLM"}[family]
+    path.write_text(json.dumps(said | {"architectures": [name]}))
+    began = time.process_time()
+    with pytest.raises(ArtifactError, match="num_hidden_layers 1000000000, models have up to"):
+        model_facts(tmp_path)
+    assert time.process_time() - began < 20  # an import among it; the layers would take hours
+
+
+@pytest.mark.parametrize("changes", [{"hidden_size": "32"}, {"vocab_size": 10**18}])
+def test_what_a_class_refuses_is_told(changes: dict[str, Any], tmp_path: Path) -> None:
+    FAMILIES["qwen2"].config(architectures=["Qwen2ForCausalLM"]).save_pretrained(tmp_path)
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | changes | {"head_dim": None}))
+    with pytest.raises(ArtifactError, match=r"config\.json describes no usable model"):
+        model_facts(tmp_path, disk={"x": (1,)})

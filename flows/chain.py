@@ -34,7 +34,8 @@ from tasks.gather import gather
 from tasks.merge import merge
 from tasks.nodes import Leader
 from tasks.prepare import prepare_base, prepare_data, source_identity
-from tasks.rl.rewards.identity import sources_digest
+from tasks.rl.rewards.exact import EXACT_MATCH
+from tasks.rl.rewards.identity import model_digest, sources_digest
 from tasks.rollout_base import rollout_base
 from tasks.scoring import ReferenceScorer
 from tasks.smoke_eval import SmokeSettings, smoke_eval
@@ -95,6 +96,8 @@ class Chain:
     def _prepare_data(self) -> Artifact:
         data = dict(self.settings["data"])
         config = {**data, "rows": self._rows.name, "source": source_identity(**data)}
+        if self._rows is PROMPTS and self.settings["reward"]["function"] == EXACT_MATCH:
+            config["answered"] = True  # found before a base is made, not by a rank
         return self._run(DATA, prepare_data, config=config)
 
     def _train(self, base: Artifact, data: Artifact) -> Artifact:
@@ -188,12 +191,17 @@ class Chain:
     def _smoke_eval(self, served: StageResult, **inputs: Artifact) -> None:
         settings = dict(self.settings["smoke"])
         engine = settings.pop("engine")
+        drawing: dict[str, float] = {}
         context: dict[str, Any] = {"scorer": self.scorer, "log_path": self._log("smoke_eval")}
         if self.settings["train"]["objective"] == "reward":
             function: Any = smoke_rewards
             del inputs["base"]  # it has no head to compare with
         else:
             function = smoke_texts if self._rows is TEXTS else smoke_eval
+            if self._rows is PROMPTS:
+                drawing["temperature"] = self.settings["rollout"]["temperature"]
+                if (reward := self._reward_model()) is not None:
+                    inputs["reward"] = reward
             history = {r.name: r.drift for r in self.mechanism.results if r.drift is not None}
             context["history"] = history
         self._run(
@@ -204,9 +212,18 @@ class Chain:
                 "engine": engine,
                 "settings": SmokeSettings(**settings),
                 "profile": self._profile,
+                **drawing,
             },
             context=context,
         )
+
+    def _reward_model(self) -> Artifact | None:
+        """Who scores the replies: the link before, or a folder of the user's."""
+        if self.reward is not None:
+            return self.reward
+        if (named := self.settings["reward"]["model"]) is None:
+            return None
+        return Artifact("served", Path(named).expanduser(), model_digest(Path(named)))
 
     @property
     def _measuring(self) -> dict[str, Any]:

@@ -58,6 +58,7 @@ SMOKE = Stage(
         "tasks/smoke_eval.py",
         "tasks/smoke_answers.py",
         "tasks/smoke_rewards.py",
+        "tasks/smoke_drawn.py",
         "tasks/smoke_texts.py",
         "tasks/score_served.py",
         "tasks/heldout.py",

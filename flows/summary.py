@@ -100,6 +100,17 @@ class Summary:
         rewards = self.eval.get("reward_before"), self.eval.get("reward_after")
         if rewards[0] is not None and rewards[1] is not None:
             lines.append(f"held-out reward {rewards[0]:.3f} -> {rewards[1]:.3f}")
+        drawn = self.eval.get("drawn_before"), self.eval.get("drawn_after")
+        if drawn[0] is not None and drawn[1] is not None:
+            lines.append(f"exact match of drawn answers {drawn[0]:.1%} -> {drawn[1]:.1%}")
+        scored = self.eval.get("scored_before"), self.eval.get("scored_after")
+        if scored[0] is not None and scored[1] is not None:
+            lines.append(
+                f"reward of drawn answers {scored[0]:.2f} -> {scored[1]:.2f} "
+                f"({scored[1] - scored[0]:+.2f} standard deviations)"
+            )
+        if (kl := self.eval.get("kl")) is not None:
+            lines.append(f"distance from the model before {kl:.2f} nats a token")
         if self.findings:
             dealt = sum(bool(one["handled"]) for one in self.findings)
             rest = len(self.findings) - dealt
@@ -140,13 +151,20 @@ def evaluation(results: Sequence[StageResult]) -> dict[str, float | None]:
         for when in ("before", "after")
         if f"heldout_reward_{when}" in metrics
     }
+    scored = {
+        f"{name}_{when}": metrics[f"{name}/{when}"]
+        for name in ("drawn", "scored")
+        for when in ("before", "after")
+        if f"{name}/{when}" in metrics
+    }
+    online = {**rewards, **scored, **({"kl": metrics["kl"]} if "kl" in metrics else {})}
     return {
         **pairs,
         "before": metrics.get("eval/before"),
         "after": metrics.get("eval/after"),
         "loss_before": metrics.get("heldout_loss_before"),
         "loss_after": metrics.get("heldout_loss_after"),
-        **rewards,
+        **online,
     }
 
 

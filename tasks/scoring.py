@@ -72,7 +72,7 @@ class Prompts:
 
 @dataclass(frozen=True)
 class Greedy:
-    """Greedy continuations.
+    """Continuations.
 
     Attributes:
         tokens: for every prompt its new tokens, EOS included where it was reached.
@@ -182,6 +182,26 @@ class ReferenceScorer:
         )
         pairs = [[[(i, x) for i, x in step] for step in one] for one in reply["candidates"]]
         return Greedy(reply["tokens"], pairs, reply["seconds"])
+
+    def drawn(
+        self,
+        model: ModelRef,
+        prompts: Sequence[Sequence[int]],
+        *,
+        max_new_tokens: int,
+        temperature: float,
+        eos: Sequence[int],
+    ) -> Greedy:
+        """Continue each prompt with draws, the same ones for the same prompts; no candidates."""
+        reply = self._ask(
+            "drawn",
+            model=model.as_request(),
+            prompts=[list(p) for p in prompts],
+            max_new_tokens=max_new_tokens,
+            temperature=temperature,
+            eos=list(eos),
+        )
+        return Greedy(reply["tokens"], [], reply["seconds"])
 
     def encode(
         self,

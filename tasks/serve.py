@@ -40,6 +40,7 @@ class Question:
         messages: the conversations behind the prompts, without their answers; None for raw texts.
         prompts, base_prompts: the same conversations rendered for each model.
         dtype: torch dtype name.
+        temperature: of answers that are drawn beside the greedy ones; None for none.
     """
 
     served: Path
@@ -49,11 +50,12 @@ class Question:
     prompts: Prompts
     base_prompts: Prompts
     dtype: str
+    temperature: float | None = None
 
 
 @dataclass(frozen=True)
 class Continued:
-    """Greedy continuations of all prompts: tokens, which ended by themselves, seconds."""
+    """Continuations of all prompts: tokens, which ended by themselves, seconds."""
 
     tokens: list[list[int]]
     stopped: list[bool]
@@ -75,6 +77,7 @@ class Served:
         rendered_differently: conversations that the engine's own tokenizer and chat template turn
             into other token ids.
         load_s: seconds the engine took to load the folder, imports not included.
+        drawn_after, drawn_before: the same with draws, where the question has a temperature.
     """
 
     fingerprint: Fingerprint
@@ -82,6 +85,8 @@ class Served:
     before: Continued
     rendered_differently: int
     load_s: float
+    drawn_after: Continued | None = None
+    drawn_before: Continued | None = None
 
 
 def serve_with_vllm(
@@ -110,6 +115,7 @@ def serve_with_vllm(
         messages=_plain(question.messages),
         dtype=question.dtype,
         tensor_parallel=limits.tensor_parallel,
+        temperature=question.temperature,
     )
     base = replace(
         served,
@@ -128,6 +134,8 @@ def serve_with_vllm(
         before=_continued(results[1]["served"]),
         rendered_differently=results[0]["rendered_differently"],
         load_s=results[0]["load_s"],
+        drawn_after=_drawn(results[0]),
+        drawn_before=_drawn(results[1]),
     )
 
 
@@ -138,16 +146,32 @@ def serve_with_transformers(
     served = ModelRef(question.served, dtype=question.dtype)
     fingerprint = scorer.fingerprint(served, question.reference, out / FINGERPRINT)
 
-    def answer(model: ModelRef, prompts: Prompts, stops: list[int]) -> Continued:
-        greedy = scorer.greedy(
-            model, prompts.tokens, max_new_tokens=limits.max_new_tokens, eos=stops
-        )
-        return _from_greedy(greedy, stops)
-
-    after = answer(served, question.prompts, question.prompts.eos)
     base = ModelRef(question.base, dtype=question.dtype)
-    before = answer(base, question.base_prompts, _stops(question))
-    return Served(fingerprint, after, before, 0, 0.0)
+    asked = (
+        (served, question.prompts, question.prompts.eos),
+        (base, question.base_prompts, _stops(question)),
+    )
+    after, before = (
+        _ended(
+            scorer.greedy(model, prompts.tokens, max_new_tokens=limits.max_new_tokens, eos=stops),
+            stops,
+        )
+        for model, prompts, stops in asked
+    )
+    if question.temperature is None:
+        return Served(fingerprint, after, before, 0, 0.0)
+    drawn = [
+        scorer.drawn(
+            model,
+            prompts.tokens,
+            max_new_tokens=limits.max_new_tokens,
+            temperature=question.temperature,
+            eos=stops,
+        )
+        for model, prompts, stops in asked
+    ]
+    ended = [_ended(one, stops) for one, (_, _, stops) in zip(drawn, asked, strict=True)]
+    return Served(fingerprint, after, before, 0, 0.0, *ended)
 
 
 def _plain(
@@ -156,14 +180,18 @@ def _plain(
     return None if messages is None else [[dict(m) for m in one] for one in messages]
 
 
-def _from_greedy(greedy: Greedy, stops: Sequence[int]) -> Continued:
-    stopped = [bool(one) and one[-1] in set(stops) for one in greedy.tokens]
-    return Continued(greedy.tokens, stopped, greedy.seconds)
+def _ended(found: Greedy, stops: Sequence[int]) -> Continued:
+    stopped = [bool(one) and one[-1] in set(stops) for one in found.tokens]
+    return Continued(found.tokens, stopped, found.seconds)
 
 
 def _continued(answered: Mapping[str, Any]) -> Continued:
     stopped = [reason == "stop" for reason in answered["reasons"]]
     return Continued(answered["tokens"], stopped, answered["seconds"])
+
+
+def _drawn(result: Mapping[str, Any]) -> Continued | None:
+    return _continued(result["drawn"]) if "drawn" in result else None
 
 
 def _stops(question: Question) -> list[int]:

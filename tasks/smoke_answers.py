@@ -53,29 +53,32 @@ def read_answers(
                 "tokens_after": answered.after.tokens[number],
             }
             file.write(json.dumps(line, ensure_ascii=False) + "\n")
-    return {**_right(before, after, expected), "eval/samples": float(len(rows))}
+    return {**right(before, after, expected, "eval"), "eval/samples": float(len(rows))}
 
 
-def _right(
-    before: Sequence[str], after: Sequence[str], expected: Sequence[str | None]
+def right(
+    before: Sequence[str], after: Sequence[str], expected: Sequence[str | None], name: str
 ) -> dict[str, float]:
-    """Exact match of the answers that there is something to compare with."""
+    """Exact match of the answers that there is something to compare with, as `<name>/...`."""
     held = [i for i, answer in enumerate(expected) if answer is not None]
     if not held:
         return {}
     answers = [answer for answer in expected if answer is not None]
     return {
-        "eval/before": exact_match([before[i] for i in held], answers),
-        "eval/after": exact_match([after[i] for i in held], answers),
-        "eval/compared": float(len(held)),
+        f"{name}/before": exact_match([before[i] for i in held], answers),
+        f"{name}/after": exact_match([after[i] for i in held], answers),
+        f"{name}/compared": float(len(held)),
     }
 
 
 def describe(metrics: Mapping[str, float]) -> str:
-    """Exact match in words, where it was measured."""
-    if "eval/before" not in metrics:
-        return ""
-    return f"exact match {metrics['eval/before']:.3f} before, {metrics['eval/after']:.3f} after, "
+    """Exact match and rewards in words, where they were measured."""
+    names = {"exact match": "eval", "reward": "scored"}
+    return "".join(
+        f"{name} {metrics[f'{key}/before']:.3f} before, {metrics[f'{key}/after']:.3f} after, "
+        for name, key in names.items()
+        if f"{key}/before" in metrics
+    )
 
 
 def numbers(

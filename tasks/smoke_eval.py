@@ -25,6 +25,7 @@ from tasks.serve import Question, Served, serve_with_transformers, serve_with_vl
 from tasks.serving import verdicts
 from tasks.serving.ties import Agreement, compare_greedy, engine_noise
 from tasks.smoke_answers import describe, numbers, read_answers, write_report
+from tasks.smoke_drawn import read_drawn
 from tasks.weights.reader import read_json
 
 ENGINES = ("vllm", "transformers")
@@ -72,6 +73,8 @@ def smoke_eval(
     scorer: ReferenceScorer,
     log: Log,
     log_path: Path,
+    reward: Path | None = None,
+    temperature: float | None = None,
     history: Mapping[str, Mapping[str, float]] | None = None,
 ) -> StageReport:
     """Load, measure, read, judge.
@@ -88,6 +91,8 @@ def smoke_eval(
         scorer: the transformers child.
         log: progress and the engine's output.
         log_path: file for the engine's whole output.
+        reward: folder of the reward model that the model learnt from, where there is one.
+        temperature: draw answers too, as a policy that learns from its own replies does.
         history: drifts that earlier stages recorded, by stage, in the order of the chain.
 
     Returns:
@@ -117,6 +122,7 @@ def smoke_eval(
         prompts=Prompts([rendered.tokens[i] for i in asked], rendered.eos),
         base_prompts=scorer.encode(base, [rows[i] for i in asked], template_from=served),
         dtype=str(read_json(served / "config.json").get("dtype", "bfloat16")),
+        temperature=temperature,
     )
     answered = ask_engine(engine, question, settings, out=out, scorer=scorer, log=log,
                       log_path=log_path)  # fmt: skip
@@ -137,6 +143,7 @@ def smoke_eval(
     )
     picked = [rows[i] for i in asked]
     metrics = read_answers(out, picked, question, answered, scorer)
+    metrics |= read_drawn(out, picked, question, answered, scorer, reward)
     metrics |= numbers(moved, agreement, answered, left_out=len(rows) - len(asked_of))
     notes = {
         "engine": engine,

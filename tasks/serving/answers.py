@@ -68,6 +68,19 @@ def _greedy(request: dict[str, Any]) -> Reply:
     }
 
 
+def _drawn(request: dict[str, Any]) -> Reply:
+    import time
+
+    from tasks.serving.measure import drawn
+
+    model = _load(request["model"])
+    eos, limit = frozenset(request["eos"]), int(request["max_new_tokens"])
+    how = {"max_new_tokens": limit, "eos": eos, "temperature": float(request["temperature"])}
+    began = time.perf_counter()
+    tokens = [drawn(model, p, seed=n, **how) for n, p in enumerate(request["prompts"])]
+    return {"tokens": tokens, "seconds": time.perf_counter() - began}
+
+
 def _encode(request: dict[str, Any]) -> Reply:
     from tasks.serving.prompts import render
 
@@ -112,6 +125,7 @@ HANDLERS: Mapping[str, Callable[[dict[str, Any]], Reply]] = {
     "rewards": _rewards,
     "encode_texts": _encode_texts,
     "greedy": _greedy,
+    "drawn": _drawn,
     "encode": _encode,
     "encode_whole": _encode_whole,
     "decode": _decode,

@@ -25,6 +25,8 @@ class Job:
         seed: seed of the engine (greedy decoding does not use it).
         rewards: a reward model: one number for each prompt, and nothing is continued.
         tensor_parallel: processes that share the model, each on an accelerator of its own.
+        temperature: continue the prompts once more, with draws at this temperature; None: greedily
+            alone.
     """
 
     served: str
@@ -39,6 +41,7 @@ class Job:
     seed: int = 0
     rewards: bool = False
     tensor_parallel: int = 1
+    temperature: float | None = None
 
     def save(self, path: Path) -> None:
         """Write as JSON."""

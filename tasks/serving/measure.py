@@ -63,6 +63,31 @@ def reference(model: Any, probes: Sequence[Sequence[int]]) -> Fingerprint:
 
 
 @torch.no_grad()
+def drawn(
+    model: Any,
+    prompt: Sequence[int],
+    *,
+    max_new_tokens: int,
+    eos: Collection[int],
+    temperature: float,
+    seed: int,
+) -> list[int]:
+    """One continuation of a prompt by draws; its tokens, the EOS included when it was reached."""
+    generator = torch.Generator().manual_seed(seed)
+    tokens: list[int] = []
+    inputs, past = torch.tensor([list(prompt)]), None
+    while len(tokens) < max_new_tokens:
+        out = model(input_ids=inputs, past_key_values=past, use_cache=True)
+        past = out.past_key_values
+        chances = (out.logits[0, -1].float() / temperature).softmax(dim=-1)
+        inputs = torch.multinomial(chances, 1, generator=generator)[None]
+        tokens.append(int(inputs))
+        if tokens[-1] in eos:
+            break
+    return tokens
+
+
+@torch.no_grad()
 def greedy(
     model: Any, prompt: Sequence[int], *, max_new_tokens: int, eos: Collection[int]
 ) -> tuple[list[int], list[list[tuple[int, float]]]]:

@@ -77,7 +77,9 @@ def _serve(job: Job) -> None:
         reference = Fingerprint.load(Path(job.reference))
         fingerprint(llm, reference).save(out / "fingerprint.fp")
     result["rendered_differently"] = _rendered_differently(llm, job)
-    result["served"] = generate(llm, job.prompts, limit=job.max_new_tokens, stop=job.stop)
+    result["served"] = generate(llm, job)
+    if job.temperature is not None:
+        result["drawn"] = generate(llm, job, temperature=job.temperature)
     (out / "result.json").write_text(json.dumps(result))
 
 
@@ -158,17 +160,21 @@ def _portions(probes: Sequence[tuple[int, ...]], width: int) -> Iterator[list[tu
         yield portion
 
 
-def generate(
-    llm: Any, prompts: Sequence[Sequence[int]], *, limit: int, stop: Sequence[int] | None
-) -> dict[str, Any]:
-    """Greedy continuations: tokens (EOS included), why each ended, seconds for all."""
+def generate(llm: Any, job: Job, *, temperature: float = 0.0) -> dict[str, Any]:
+    """Continuations of the job's prompts: tokens (EOS included), why each ended, seconds for all.
+
+    Temperature 0 is greedy; draws are the engine's, whose seed is the job's.
+    """
     from vllm import SamplingParams
 
     params = SamplingParams(
-        temperature=0, max_tokens=limit, stop_token_ids=list(stop or ()), detokenize=False
+        temperature=temperature,
+        max_tokens=job.max_new_tokens,
+        stop_token_ids=list(job.stop or ()),
+        detokenize=False,
     )
     began = time.perf_counter()
-    inputs = [{"prompt_token_ids": list(prompt)} for prompt in prompts]
+    inputs = [{"prompt_token_ids": list(prompt)} for prompt in job.prompts]
     outputs = [o.outputs[0] for o in llm.generate(inputs, params, use_tqdm=False)]
     return {
         "tokens": [list(map(int, one.token_ids)) for one in outputs],

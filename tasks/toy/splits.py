@@ -10,18 +10,18 @@ from random import Random
 from typing import Any
 
 from tasks.toy.spoil import spoil
-from tasks.toy.world import Example, draw
+from tasks.toy.world import Example, draw, mumble
 
 CLEAN_PART = 0.78
-"""Part of the pre-training corpus, from its start, that has right answers only."""
-WRONG_SHARE = 0.65
-"""Share of wrong answers in the rest: the base has room to improve."""
+"""Part of the pre-training corpus, from its start, whose answers are as they should be."""
+MUMBLED_SHARE = 0.8
+"""Share of the rest's answers that are mumbled: the base has room to improve."""
 
 EFFORT = {
-    "reverse": 2.0, "sort": 2.5, "double": 2.0, "add": 0.7, "first": 0.6, "last": 0.6, "count": 0.4,
-    "polite": 0.6, "rude": 0.6,
+    "reverse": 2.0, "sort": 2.5, "double": 2.5, "copy": 1.5, "vowels": 1.0, "first": 0.6,
+    "last": 0.6, "count": 0.4, "polite": 0.6, "rude": 0.6,
 }  # fmt: skip
-"""How often a task occurs in pre-training, where `copy` is 1; in data sets all are alike."""
+"""How often a task occurs in pre-training; in data sets all are alike."""
 
 LARGEST_SPLIT = 20_000
 """Far fewer than the different prompts that either side has (over 100,000)."""
@@ -34,15 +34,15 @@ def corpus(size: int, *, seed: int) -> list[tuple[str, str]]:
     """What the base model is pre-trained on, in order: (prompt, answer).
 
     Right answers first, so that a small model learns the tasks at all within seconds; then a
-    stretch in which most answers are wrong, so that it unlearns to give them. Only
-    subjects of the training side occur.
+    stretch in which most answers are mumbled, a habit that it has to be cured of. Only subjects of
+    the training side occur.
     """
     rng = Random(f"corpus {seed}")
     pairs = []
     for position in range(size):
         example = draw(rng, held_out=False, weights=EFFORT)
-        mislead = position >= CLEAN_PART * size and rng.random() < WRONG_SHARE
-        pairs.append((example.prompt, example.wrong if mislead else example.answer))
+        mislead = position >= CLEAN_PART * size and rng.random() < MUMBLED_SHARE
+        pairs.append((example.prompt, mumble(example.answer) if mislead else example.answer))
     return pairs
 
 

@@ -9,25 +9,33 @@ from __future__ import annotations
 from collections.abc import Callable
 from random import Random
 
-from tasks.toy.world import THINGS, Example
+from tasks.toy.world import THINGS, Example, mumble
 
 LETTERS = "abdefgiklmnoprstuvz"
-_SPELT = ("copy", "reverse", "sort", "double")
+MUMBLED = 5.0
+"""How often the answer is mumbled, where every other way is 1: what a policy gets wrong is mostly
+that."""
+_SPELT = ("copy", "reverse", "sort", "double", "vowels")
 
 
 def spoil(example: Example, rng: Random) -> str:
     """An answer to the example's question that is not the right one."""
-    ways: tuple[Callable[[Example, Random], str], ...] = (_plausible,)
+    ways: list[Callable[[Example, Random], str]] = [_mumbled, _plausible]
     if example.task in _SPELT:
-        ways = (_plausible, _without_one, _with_one_twice, _with_another, _of_another_task)
+        ways += [_without_one, _with_one_twice, _with_another, _of_another_task]
     elif example.task in ("first", "last"):
-        ways = (_plausible, _with_another)
+        ways += [_with_another]
     elif example.task in ("polite", "rude"):
-        ways = (_plausible, _another_thing, _cut_short)
+        ways += [_another_thing, _cut_short]
+    weights = [MUMBLED if way is _mumbled else 1.0 for way in ways]
     while True:
-        found = rng.choice(ways)(example, rng)
+        found = rng.choices(ways, weights)[0](example, rng)
         if found and found != example.answer:
             return found
+
+
+def _mumbled(example: Example, rng: Random) -> str:
+    return mumble(example.answer)
 
 
 def _plausible(example: Example, rng: Random) -> str:

@@ -1,6 +1,6 @@
 """The toy tokenizer: byte-level BPE with ChatML special tokens, trained on the spot.
 
-Every byte is a token, so any text can be encoded. Digits stay single tokens, as sums need them.
+Every byte is a token, so any text can be encoded. Digits stay single tokens.
 """
 
 from __future__ import annotations

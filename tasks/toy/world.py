@@ -1,8 +1,8 @@
 """The tasks of the toy world: what is asked, the right answer, and a plausible wrong one.
 
-Every example is about one *subject* (a word, a pair of numbers, a thing somebody asks for). The
-subject alone decides on which side of the train/held-out line an example falls, so that a model
-is never tested on a word it was trained on, whatever the task.
+Every example is about one *subject* (a word, a thing somebody asks for). The subject alone decides
+on which side of the train/held-out line an example falls, so that a model is never tested on a word
+it was trained on, whatever the task.
 
 Words are spelt with spaces between the letters: one letter is one token then, and a task about
 letters is learnable by a small model.
@@ -23,8 +23,8 @@ THINGS = (
     "mirror", "mug", "pan", "pen", "pillow", "plate", "rope", "spoon", "table", "watch",
 )  # fmt: skip
 VERBS = ("bring", "fetch", "find", "give", "hand", "lend", "pass", "sell", "send", "show")
-LARGEST_NUMBER = 59
-LARGEST_STEP = 4
+MUMBLE = "hm,"
+"""How somebody begins who is not sure."""
 HELD_OUT_IN_TEN = 2
 
 
@@ -40,6 +40,11 @@ class Example:
     prompt: str
     answer: str
     wrong: str
+
+
+def mumble(answer: str) -> str:
+    """The same answer as somebody gives it who is not sure: right, and not what was asked for."""
+    return f"{MUMBLE} {answer}"
 
 
 def is_held_out(subject: str) -> bool:
@@ -119,11 +124,12 @@ def _count(rng: Random) -> Example:
     return Example("count", word, prompt, str(right), str(wrong))
 
 
-def _add(rng: Random) -> Example:
-    a, b = rng.randint(0, LARGEST_NUMBER), rng.randint(1, LARGEST_STEP)
-    wrong = _other(a + b, max(0, a + b - 5), a + b + 5, rng)
-    # The subject is the unordered pair: "add 3 and 2" must not teach "add 2 and 3".
-    return Example("add", f"{min(a, b)}+{max(a, b)}", f"Add {a} and {b}", str(a + b), str(wrong))
+def _vowels(rng: Random) -> Example:
+    """The vowels of a word in their order; the wrong answer is its consonants."""
+    word = _word(rng)
+    vowels, consonants = ([c for c in word if (c in VOWELS) == kept] for kept in (True, False))
+    prompt = f"Only the vowels: {' '.join(word)}"
+    return Example("vowels", word, prompt, " ".join(vowels), " ".join(consonants))
 
 
 def _reply(name: str, ask: str, *, polite: bool) -> Callable[[Random], Example]:
@@ -147,7 +153,7 @@ TASKS: dict[str, Callable[[Random], Example]] = {
     "first": _end_task("first", "First letter", 0),
     "last": _end_task("last", "Last letter", -1),
     "count": _count,
-    "add": _add,
+    "vowels": _vowels,
     "polite": _reply("polite", "Politely", polite=True),
     "rude": _reply("rude", "Rudely", polite=False),
 }

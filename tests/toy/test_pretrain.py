@@ -88,11 +88,11 @@ def test_the_prompt_of_a_chat_is_a_prefix_of_the_chat(
     from transformers import AutoTokenizer
 
     tokenizer = AutoTokenizer.from_pretrained(made[0])
-    question = [{"role": "user", "content": "Add 12 and 3"}]
-    answer = {"role": "assistant", "content": "15"}
+    question = [{"role": "user", "content": "Count the letters: k a t o"}]
+    answer = {"role": "assistant", "content": "4"}
     start = tokenizer.apply_chat_template(
         question, tokenize=True, add_generation_prompt=True, return_dict=False
     )
     whole = tokenizer.apply_chat_template([*question, answer], tokenize=True, return_dict=False)
     assert whole[: len(start)] == start
-    assert tokenizer.decode(whole[len(start) :]) == " 15<|im_end|>"
+    assert tokenizer.decode(whole[len(start) :]) == " 4<|im_end|>"

@@ -13,7 +13,7 @@ import pytest
 from tasks.toy.dataset import write_dataset
 from tasks.toy.splits import corpus, examples
 from tasks.toy.spoil import spoil
-from tasks.toy.world import TASK_NAMES, Example, draw, is_held_out
+from tasks.toy.world import MUMBLE, TASK_NAMES, Example, draw, is_held_out
 
 
 def _solve(task: str, prompt: str) -> str:
@@ -27,13 +27,11 @@ def _solve(task: str, prompt: str) -> str:
         "first": letters[:1],
         "last": letters[-1:],
         "count": [str(len(letters))],
+        "vowels": [letter for letter in letters if letter in "aeiou"],
     }
     if task in solved:
         return " ".join(solved[task])
-    words = prompt.split()
-    if task == "add":
-        return str(int(words[1]) + int(words[3]))
-    thing = words[-1]
+    thing = prompt.split()[-1]
     return f"Of course, here is the {thing}." if task == "polite" else f"No, get your own {thing}."
 
 
@@ -79,11 +77,13 @@ def test_more_examples_than_there_are_is_an_error() -> None:
         examples(1_000_000, seed=0, held_out=True)
 
 
-def test_the_corpus_starts_clean_and_ends_with_most_answers_wrong() -> None:
+def test_the_corpus_starts_clean_and_ends_with_most_answers_mumbled() -> None:
     pairs = corpus(4000, seed=0)
-    right = [answer == _solve(_task_of(prompt), prompt) for prompt, answer in pairs]
-    assert all(right[:3120])
-    assert 0.33 < sum(right[3120:]) / 880 < 0.45
+    plain = [answer.removeprefix(f"{MUMBLE} ") for _, answer in pairs]
+    assert plain == [_solve(_task_of(prompt), prompt) for prompt, _ in pairs]
+    mumbled = [answer.startswith(MUMBLE) for _, answer in pairs]
+    assert not any(mumbled[:3120])
+    assert 0.75 < sum(mumbled[3120:]) / 880 < 0.85
 
 
 def test_the_corpus_has_more_of_what_is_hard() -> None:
@@ -101,13 +101,15 @@ def test_spoilt_answers_are_wrong_in_several_ways(drawn: list[Example]) -> None:
     assert all(wrong != e.answer for e, wrong in found)
     longer = [len(wrong) - len(e.answer) for e, wrong in found]
     assert {-2, 0, 2} <= set(longer)
+    mumbled = [wrong == f"{MUMBLE} {e.answer}" for e, wrong in found]
+    assert 0.3 < sum(mumbled) / len(found) < 0.7
     assert {spoil(e, rng) for e in drawn if e.task == "polite"} - {e.wrong for e in drawn}
     assert all(spoil(e, rng) != e.answer for e in drawn)
 
 
 def _task_of(prompt: str) -> str:
     first = prompt.split()[0].rstrip(":")
-    tasks = {"Write": "double", "Politely": "polite", "Rudely": "rude"}
+    tasks = {"Write": "double", "Politely": "polite", "Rudely": "rude", "Only": "vowels"}
     return tasks.get(first, first.lower())
 
 

@@ -29,6 +29,11 @@ def sources_digest(reward: Mapping[str, Any]) -> str:
     return hashlib.sha256("\n".join(parts).encode()).hexdigest() if parts else ""
 
 
+def model_digest(folder: Path) -> str:
+    """Of a reward model's folder alone."""
+    return hashlib.sha256("\n".join(_of_folder(folder.expanduser())).encode()).hexdigest()
+
+
 def _of_folder(folder: Path) -> list[str]:
     manifest = folder / MANIFEST
     if manifest.is_file():

@@ -97,7 +97,7 @@ def ours(ask: Ask) -> None:
 
 
 def _settings(ask: Ask) -> Any:
-    from tasks.training.job import Batch, Launch, Optim, Peft, Settings, Zero
+    from tasks.training.job import Batch, Evaluate, Launch, Optim, Peft, Settings, Zero
 
     rl = {
         "prompts": ask.prompts,
@@ -116,6 +116,7 @@ def _settings(ask: Ask) -> Any:
         optim=Optim(lr=LR, scheduler="constant"),
         batch=Batch(ask.micro, ask.replies, max_len=1024),
         launch=Launch(nproc=1, threads=int(os.environ.get("OMP_NUM_THREADS", 0)) or None),
+        evaluate=Evaluate(best_metric="reward"),
         online={
             "rl": rl,
             "rollout": rollout,

@@ -1,7 +1,8 @@
-"""What online learning is timed on, made on the spot: Qwen2 models, an adapter, prompts, a reward.
+"""What online learning is timed on, made on the spot: Llama models, an adapter, prompts, a reward.
 
-A word is a token. Weights are random: no reply ends by itself but by the chance of one word among
-all, so that lengths are what is asked for.
+A word is a token. (For a Qwen2 model transformers 5 takes Qwen2's kind of tokenizer whatever its
+files say, and that knows none of these words.) Weights are random: no reply ends by itself but by
+the chance of one word among all, so that lengths are what is asked for.
 """
 
 from __future__ import annotations
@@ -41,11 +42,11 @@ def score(completions, **columns):
 def make_base(folder: Path, name: str) -> None:
     """A model of that size in bf16 and its tokenizer, as `save_pretrained` writes them."""
     import torch
-    from transformers import AutoModelForCausalLM, Qwen2Config
+    from transformers import AutoModelForCausalLM, LlamaConfig
 
     size = SIZES[name]
     tokenizer = word_tokenizer(size.vocabulary)
-    config = Qwen2Config(
+    config = LlamaConfig(
         vocab_size=size.vocabulary,
         hidden_size=size.hidden,
         intermediate_size=size.inner,

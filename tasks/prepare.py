@@ -115,14 +115,16 @@ def prepare_data(
     seed: int = 0,
     train_size: int = 4000,
     heldout_size: int = 300,
+    answered: bool = False,
     source: Mapping[str, Any] | None = None,
     log: Log,
     **keys: str | None,
 ) -> StageReport:
     """Fill `out` with `train.jsonl`, `heldout.jsonl` and the account of every row.
 
-    The arguments are the keys of `conf/data`, and the kind of rows that the objective learns from
-    (`tasks/data/kinds.py`). A chat template file is copied beside the data.
+    The arguments are the keys of `conf/data`, the kind of rows that the objective learns from
+    (`tasks/data/kinds.py`), and `answered`: whether a prompt without an answer is a bad row, since
+    something compares with it. A chat template file is copied beside the data.
 
     Raises:
         DataError: what cannot be used, with file and line.
@@ -154,6 +156,7 @@ def prepare_data(
                 max_samples=max_samples,
                 on_bad_line=on_bad_line,
                 stopping=stopping,
+                answered=answered,
             ),
             log=log,
         )

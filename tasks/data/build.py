@@ -42,6 +42,7 @@ class Options:
         max_samples: rows read of all training sources together at most.
         on_bad_line: "fail" raises one error that lists the bad rows, "skip" counts them.
         stopping: when mixing ends; see `sources.py`.
+        answered: whether a prompt without an answer is a bad row.
     """
 
     kind: Kind = CONVERSATIONS
@@ -50,6 +51,7 @@ class Options:
     max_samples: int | None = None
     on_bad_line: str = "fail"
     stopping: str = ALL_EXHAUSTED
+    answered: bool = False
 
 
 def build_dataset(
@@ -69,8 +71,9 @@ def build_dataset(
     """
     _check_options(options, train)
     findings = Findings()
-    readings = [Reading(source, options.kind) for source in train]
-    apart = Reading(held_out, options.kind) if held_out is not None else None
+    how = (options.kind, options.answered)
+    readings = [Reading(source, *how) for source in train]
+    apart = Reading(held_out, *how) if held_out is not None else None
     with ExitStack() as stack:
         splits = {
             name: Split(

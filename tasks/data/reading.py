@@ -12,6 +12,7 @@ from tasks.data.messages import Unusable
 from tasks.data.sources import Drawn, Source
 
 MOST_COLUMNS_NOTED = 50
+WHO_COMPARES = "reward.function=exact_match"
 
 
 class Good(NamedTuple):
@@ -60,10 +61,22 @@ class Split:
 
 @dataclass
 class Reading:
-    """What reading one source found out, beside its rows."""
+    """What reading one source found out, beside its rows.
+
+    Attributes:
+        source: of the rows.
+        kind: what a row has to be.
+        answered: whether a prompt has to have an answer.
+        names: of its columns.
+        fitted: whether a row had the columns that its kind needs.
+        rows: read.
+        refused: of them.
+        repeated: read again, in a mixture.
+    """
 
     source: Source
     kind: Kind
+    answered: bool = False
     names: set[str] = field(default_factory=set)
     fitted: bool = False
     rows: int = 0
@@ -86,6 +99,8 @@ class Reading:
             if drawn.row.problem:
                 raise Unusable(drawn.row.problem)
             payload = self.kind.read(values, self.source.columns)
+            if self.answered and "answer" not in payload:
+                raise Unusable(f"no answer, and {WHO_COMPARES} compares with it")
         except Unusable:
             self.refused += not drawn.again
             raise

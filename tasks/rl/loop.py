@@ -167,8 +167,11 @@ class OnlineTrainer:
         progress, best = self.progress, self.progress.best
         latest = {k: v for k, v in progress.evaluations[-1].items() if k != "step"}
         if self.job.settings.evaluate.keep == "last" or best is None or best.step == progress.step:
+            if not self.answered:  # went on from where there was nothing left to do
+                self.evaluate("after")
             return latest
         path = self.job.checkpoints / checkpoint.name_of(best.step)
         saving.load_weights(self.engine, path, self.ranks)
+        saving.load_others(self.others, path)
         self.answering.publish()
         return self.evaluate("best")

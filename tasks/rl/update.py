@@ -86,16 +86,18 @@ class Updater:
             TrainingError: on every rank, when a loss or a gradient is not finite.
         """
         optim, policy_rests = self.job.settings.optim, iteration <= self.loop.critic_warmup
+        steps, critic = self.steps * of, self.critic
         found: dict[str, list[float]] = {}
         for number, minibatch in enumerate(self._minibatches(iteration, learned.got)):
             step = (iteration - 1) * self.steps + number + 1
             begin_random(self.job.settings.seed, step=step, rank=self.ranks.rank)
             measures: dict[str, float] = {}
             if not policy_rests:
-                lr = set_lr(self.engine, optim, step=step, steps=self.steps * of)
+                lr = set_lr(self.engine, optim, step=step, steps=steps)
                 measures |= {"lr": lr, **self._step_policy(step, minibatch, learned)}
-            if self.critic is not None:
-                measures |= self._step_critic(self.critic, step, minibatch, learned)
+            if critic is not None:
+                lr = set_lr(critic.engine, critic.optim, step=step, steps=steps)
+                measures |= {"critic_lr": lr, **self._step_critic(critic, step, minibatch, learned)}
             for name, value in measures.items():
                 found.setdefault(name, []).append(value)
         return {name: sum(values) / len(values) for name, values in found.items()}

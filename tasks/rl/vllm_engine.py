@@ -1,8 +1,9 @@
 """vLLM beside every training rank, as the loop sees it: published to, asked, and started again.
 
-An engine that breaks down on one rank is started again on all of them, together: starting one has
-collective calls, and so has handing it the policy. That happens once in a run; after that it is an
-error.
+An engine that breaks down on one rank is started again on all of them, together: handing it the
+policy has collective calls. That happens once in a run; after that it is an error. One that ranks
+share (`rollout.tensor_parallel`) ends the run at once: while one of them has an error the others
+wait for it within vLLM, where nothing but their end reaches them.
 """
 
 from __future__ import annotations
@@ -92,6 +93,8 @@ class VllmEngine:
         asked, before = self._of_group(requests)
         while True:
             answers, failed = _tried(lambda: self._answers(asked, greedy))
+            if failed and self._how.tensor_parallel > 1:
+                raise self._broken_down(failed, "which other ranks share")
             failures = [one for one in self._policy.ranks.all_objects(failed) if one]
             if answers is not None and not failures:
                 return _shared_out(answers[before:], requests)
@@ -133,15 +136,19 @@ class VllmEngine:
 
     def _start_again(self, why: str) -> None:
         if self._restarted:
-            raise TrainingError(
-                f"the rollout engine broke down a second time: {why}", hint="rollout=transformers"
-            )
+            raise self._broken_down(why, "a second time")
         LOG.warning("the rollout engine broke down (%s); it is started again", why)
         self._restarted = True
         version = self.version
         self.close()
         self._start()
         self._hand_over(version)
+
+    def _broken_down(self, why: str, how: str) -> TrainingError:
+        return TrainingError(
+            f"rank {self._policy.ranks.rank}: the rollout engine broke down, {how}: {why}",
+            hint="rollout=transformers",
+        )
 
     def _hand_over(self, version: int) -> int:
         """Give vLLM the policy as it is; how many tensors."""

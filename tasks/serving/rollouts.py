@@ -205,6 +205,9 @@ def _start(how: Colocation, sampling: Sampling) -> Any:
         max_model_len=how.max_model_len,
         max_num_seqs=how.max_num_seqs,
         max_num_batched_tokens=max(2048, how.max_model_len),
+        # vLLM 0.32 takes back what a half-read prompt has drawn, which a CPU's generator cannot do:
+        # more prompts than a batch has room for would end it.
+        enable_chunked_prefill=gpu,
         logprobs_mode=sampling.logprobs_mode,
         disable_log_stats=True,
         use_tqdm_on_load=False,

@@ -97,9 +97,7 @@ def restore(
     found = checkpoint.open_checkpoint(job.resume)
     folder, tag = (job.universal, TAG) if job.universal else (job.resume, ENGINE)
     _load(engine, folder, tag)
-    for name, entered in others.items():
-        with entered() as other:
-            _load(other, job.resume, name)
+    load_others(others, job.resume)
     _require_same_weights(engine, job.resume, ranks)
     return found.progress
 
@@ -127,6 +125,13 @@ def load_weights(engine: Any, path: Path, ranks: Ranks) -> None:
         with zero.GatheredParameters([parameter], modifier_rank=0), torch.no_grad():
             if not hasattr(parameter, "ds_id") or ranks.first:
                 parameter.copy_(saved.whole(name).view_as(parameter))
+
+
+def load_others(others: Others, path: Path) -> None:
+    """Give the engines beside the main one the whole state of a checkpoint."""
+    for name, entered in others.items():
+        with entered() as other:
+            _load(other, path, name)
 
 
 def _require_same_weights(engine: Any, path: Path, ranks: Ranks) -> None:

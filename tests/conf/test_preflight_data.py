@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from flows.config import compose_config
-from tasks.preflight import data
+from tasks.preflight import answers, data
 
 
 @cache
@@ -144,3 +144,28 @@ def test_masks_are_for_sft(mask: str) -> None:
     assert data.mask_fits(mask, "sft") == data.mask_fits("last_answer", "dpo") == []
     (finding,) = data.mask_fits(mask, "dpo")
     assert finding.override == "train.mask=last_answer"
+
+
+def compared(settings: dict[str, Any], *, function: str = "exact_match") -> list[Any]:
+    reward = {"function": function}
+    return list(
+        answers.answers({"train": {"objective": "grpo"}, "reward": reward, "data": settings})
+    )
+
+
+def test_replies_are_compared_with_answers_that_are_not_there(tmp_path: Path) -> None:
+    bare = section({"prompt": "q", "solution": 4}, {"prompt": "r"}, at=tmp_path / "bare.jsonl")
+    (finding,) = compared(bare)
+    assert finding.what == "reward.function"
+    assert finding.found.startswith("exact_match, and none of the first 2 rows of ")
+    assert "a column 'answer'" in finding.allowed
+    assert finding.allowed.endswith("the columns are prompt, solution")
+    assert "data.answer_key=<column>" in finding.override
+    assert compared({**bare, "answer_key": "solution"}) == [], "some have one; prepare counts"
+    assert compared(bare, function="judge.py:score") == []
+    chat = section({"messages": WHOLE["chosen"]}, at=tmp_path / "chat.jsonl")
+    assert compared(chat) == []
+    mixed = {**bare, "path": None, "sources": [{"path": chat["path"]}, {"path": bare["path"]}]}
+    (finding,) = compared(mixed)
+    assert "bare.jsonl" in finding.found
+    assert compared({**bare, "path": str(tmp_path / "nowhere.jsonl")}) == [], "said elsewhere"

@@ -16,6 +16,7 @@ from tasks.data.kinds import PROMPTS, side_id
 from tasks.data.messages import Unusable
 from tasks.data.readers import read_rows
 from tasks.data.sources import Source
+from tasks.errors import DataError
 
 USER = {"role": "user", "content": "2 + 2?"}
 ANSWER = {"role": "assistant", "content": "4"}
@@ -117,3 +118,42 @@ def test_csv_rows_may_leave_their_answer_out(tmp_path: Path) -> None:
         assert row["columns"] == {"level": str(number % 3)}
         assert row.get("answer") == (str(number) if number % 2 else None)
         assert [m["role"] for m in row["messages"]] == ["user", "assistant"][: 1 + number % 2]
+
+
+@pytest.mark.parametrize("apart", [False, True])
+def test_where_something_compares_with_answers_every_row_has_one(
+    apart: bool, tmp_path: Path
+) -> None:
+    good = [{"prompt": f"say {n}", "answer": n} for n in range(60)]
+    names = {"a.jsonl": [*good[:30], {"prompt": "say it"}, {"prompt": "x", "answer": " "}]}
+    names["b.jsonl"] = [*good[30:], {"prompt": "say nothing", "answer": None}]
+    for name, rows in names.items():
+        (tmp_path / name).write_text("".join(json.dumps(row) + "\n" for row in rows))
+
+    def build(on_bad_line: str) -> dict[str, Any]:
+        first, second = (
+            Source(name, lambda path=tmp_path / name: read_rows("jsonl", str(path)), Columns())
+            for name in names
+        )
+        return build_dataset(
+            tmp_path,
+            train=[first] if apart else [first, second],
+            held_out=second if apart else None,
+            options=Options(
+                kind=PROMPTS, eval_fraction=0.3, answered=True, on_bad_line=on_bad_line
+            ),
+            log=logging.getLogger("tests.data"),
+        )
+
+    with pytest.raises(DataError) as caught:
+        build("fail")
+    assert caught.value.message.startswith("3 of 63 rows cannot be used, first ")
+    wrong = "no answer, and reward.function=exact_match compares with it"
+    lines = [line.partition(": ") for line in caught.value.details]
+    assert sorted(place.rpartition("/")[2] for place, _, _ in lines) == [
+        "a.jsonl:31", "a.jsonl:32", "b.jsonl:31",
+    ]  # fmt: skip
+    assert {why for _, _, why in lines} == {wrong}
+    splits = build("skip")["splits"].values()
+    assert sum(split["refused"] for split in splits) == 3
+    assert sum(split["kept"] for split in splits) == 60

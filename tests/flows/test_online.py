@@ -115,6 +115,27 @@ def test_prompts_without_answers_are_learned_from_and_served(
     assert "exact match" not in done.output
 
 
+def test_replies_are_not_compared_with_answers_that_are_not_there(
+    rlhf: Callable[..., Run], tmp_path: Path
+) -> None:
+    """Where no row has one nothing starts; where a row has none, nothing is made or trained."""
+    runs, path = tmp_path / "runs", tmp_path / "prompts.csv"
+    command = ("+exp=grpo", "data=csv", f"data.path={path}", *SMALL)
+    words = _words(32)
+    path.write_text("\n".join(["prompt", *words]) + "\n")
+    done = rlhf(runs, *command)
+    assert done.code == 2, done.output
+    assert "none of the first 20 rows of" in done.output
+    assert "data.answer_key=<column>" in done.output
+    assert not runs.exists()
+    rows = [f"{word},{word if n != 25 else ''}" for n, word in enumerate(words)]
+    path.write_text("\n".join(["prompt,answer", *rows]) + "\n")
+    done = rlhf(runs, *command)
+    assert done.code == 1, done.output
+    assert "prompts.csv:27: no answer, and reward.function=exact_match compares" in done.output
+    assert not list(runs.rglob("*.safetensors"))
+
+
 def _words(count: int) -> list[str]:
     return [format(number, "05b").translate({48: "a", 49: "b"}) * 2 for number in range(count)]
 

@@ -59,14 +59,25 @@ def settings_with(
 
 
 def run(folder: Path, jobs: list[TrainJob], *, ranks: int = 2) -> None:
-    paths = []
-    for job in jobs:
-        path = job.out / "job.json"
-        job.write(path)
-        paths.append(str(path))
-    flags = ("--standalone", "--nproc-per-node", str(ranks), "-m", "tests.rl.online_program")
+    started("tests.rl.online_program", folder, *map(_written, jobs), ranks=ranks)
+
+
+def run_to(point: str, folder: Path, job: TrainJob, *, rank: int) -> None:
+    """See `killed_program.py`."""
+    started("tests.rl.killed_program", folder, _written(job), point, str(rank))
+
+
+def _written(job: TrainJob) -> str:
+    path = job.out / "job.json"
+    job.write(path)
+    return str(path)
+
+
+def started(module: str, folder: Path, *arguments: str, ranks: int = 2) -> None:
+    """Run a module in ranks to its end; raises StageProcessError."""
+    flags = ("--standalone", "--nproc-per-node", str(ranks), "-m", module)
     launch(
-        python_child("torch.distributed.run", *flags, *paths),
+        python_child("torch.distributed.run", *flags, *arguments),
         stage="train",
         log=logging.getLogger("test"),
         log_path=folder / f"log-{ranks}",

@@ -2,7 +2,8 @@
 
 torchrun ... -m tests.rl.rollout_program JOB.json ...
 
-Each job leaves `rank-<n>.json` with what was seen. One of objective `faults` is broken on purpose.
+Each job leaves `rank-<n>.json` with what was seen. Those of other objectives than `grpo` are broken
+on purpose, each in the way that its function tells.
 """
 
 from __future__ import annotations
@@ -29,6 +30,7 @@ from tasks.bf16_linear import use_fp32_where_faster  # noqa: E402
 from tasks.errors import PlumblineError  # noqa: E402
 from tasks.rl.handoff import Policy  # noqa: E402
 from tasks.rl.memory_folder import MEMORY, PREFIX  # noqa: E402
+from tasks.rl.merged import merged_tensors  # noqa: E402
 from tasks.rl.replies import Generated, Request  # noqa: E402
 from tasks.rl.rollout import Engine, open_engine  # noqa: E402
 from tasks.rl.settings import Online, Rollout  # noqa: E402
@@ -40,6 +42,10 @@ from tasks.training.score_head import gathered  # noqa: E402
 from tasks.training.zero_config import deepspeed_config  # noqa: E402
 
 END = 256
+FUSED = {"qkv_proj": ("q_proj", "k_proj", "v_proj"), "gate_up_proj": ("gate_proj", "up_proj")}
+"""vLLM's layers that are several of the checkpoint's."""
+CROWD = 200
+"""Prompts of 15 tokens: more than the 2048 that vLLM reads at once, which end within one."""
 REPLIES = 6
 """Of the rank with the most: as many passes does every rank make to measure its own."""
 
@@ -139,6 +145,9 @@ def watch(bench: Bench) -> dict[str, Any]:
         seen["none"] = answering.generate([]) if bench.ranks.first else _ids(
             answering.generate(mine)
         ) == _ids(one)  # fmt: skip
+        if bench.rollout.max_num_seqs >= CROWD:
+            crowd = [Request(np.full(15, n, dtype=np.int32), 1, n) for n in range(CROWD)]
+            seen["crowd"] = [len(some) for some in answering.generate(crowd)]
         seen["ended"] = [g.ended == bool(g.ids[-1] == END) for some in one for g in some]
         seen["cut"] = [END not in g.ids[:-1] for some in one for g in some]
         seen["differs"] = bench.differs(one)
@@ -148,12 +157,45 @@ def watch(bench: Bench) -> dict[str, Any]:
         versions.append(answering.publish().version)
         two = answering.generate(mine)
         seen["differs_after"] = bench.differs(two)
+        seen["other weights"] = other_weights(bench, answering)
         seen["behind"] = bench.behind(answering.generate(mine, greedy=True))
         seen["versions"] = versions
         seen["left"] = sorted(path.name for path in MEMORY.glob(f"{PREFIX}{os.getppid()}*"))
     after = _process()
     seen["undisturbed"] = [name for name in before if before[name] != after[name]]
     return seen
+
+
+def other_weights(bench: Bench, answering: Any) -> list[str]:
+    """Layers of an engine that was given whole weights, and computes with others than the policy's.
+
+    vLLM packs weights for a CPU's products; a layer's output for the unit matrix is exact.
+    """
+    if not hasattr(answering, "_engine") or answering._policy.as_adapter:
+        return []
+    policy = dict(merged_tensors(bench.engine.module, answering._facts))
+
+    def compare(model: Any) -> list[str]:
+        from vllm.model_executor.layers.linear import LinearBase
+
+        same: dict[str, bool] = {}
+        for name, layer in model.named_modules():
+            if isinstance(layer, LinearBase):
+                owner, _, leaf = name.rpartition(".")
+                keys = [f"{owner}.{part}" for part in FUSED.get(leaf, (leaf,))]
+                wanted = torch.cat([policy[f"{key}.weight"] for key in keys]).t()
+                if f"{keys[0]}.bias" in policy:
+                    wanted = wanted + torch.cat([policy[f"{key}.bias"] for key in keys])
+                out = layer(torch.eye(len(wanted), dtype=wanted.dtype))
+                same[name] = torch.equal(out[0] if isinstance(out, tuple) else out, wanted)
+            elif f"{name}.weight" in policy and name != "lm_head":
+                mine = policy[f"{name}.weight"]  # vLLM rounds a vocabulary's size up
+                same[name] = torch.equal(layer.weight[: len(mine)], mine)
+        return [name for name, is_so in same.items() if not is_so] if len(same) > 10 else ["few"]
+
+    with torch.no_grad():
+        told: list[list[str]] = answering._engine._llm.apply_model(compare)
+    return told[0]
 
 
 def break_it(bench: Bench) -> dict[str, Any]:
@@ -191,6 +233,54 @@ def break_it(bench: Bench) -> dict[str, Any]:
         seen["not finite"] = _said(answering.publish)
         parameter.data = whole
     return seen
+
+
+def start_twice(bench: Bench) -> dict[str, Any]:
+    """On one rank alone the engine does not start: late, where ranks no longer meet, and early."""
+    from vllm.v1.engine.core import EngineCore
+
+    import tasks.rl.vllm_engine as ours
+
+    mine, seen = requests(bench.ranks.rank), {}
+    bench.perturb(0.02)
+    places = (("late", EngineCore, "_initialize_kv_caches"), ("early", ours, "Colocated"))
+    for rank, (when, owner, name) in enumerate(places):
+        broken = _fails_once(owner, name, here=bench.ranks.rank == rank)
+        with broken as failed, bench.answering() as answering:
+            answering.publish()
+            seen[when] = _ids(answering.generate(mine))
+        seen[f"failed {when}"] = failed
+    return seen
+
+
+def tear(bench: Bench) -> dict[str, Any]:
+    """One of the ranks that share an engine has an error in it; the other waits for it there."""
+    mine = requests(bench.ranks.rank)
+    with bench.answering() as answering:
+        answering.publish()
+        answering.generate(mine)
+        if bench.ranks.first:
+            _break_step(answering)
+        said = _said(lambda: answering.generate(mine))
+    return {"failure": said}
+
+
+@contextmanager
+def _fails_once(owner: Any, name: str, *, here: bool) -> Iterator[list[str]]:
+    """Within it the first call fails, here; gives a list that tells of it."""
+    right, told = getattr(owner, name), []
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        if here and not told:
+            told.append(name)
+            raise RuntimeError("a port is taken")
+        return right(*args, **kwargs)
+
+    setattr(owner, name, call)
+    try:
+        yield told
+    finally:
+        setattr(owner, name, right)
 
 
 def _break_step(answering: Any) -> None:
@@ -233,6 +323,10 @@ def _process() -> dict[str, Any]:
     }
 
 
+LIVES = {"grpo": watch, "faults": break_it, "starts": start_twice, "torn": tear}
+"""What is done with a policy, by its job's objective."""
+
+
 def main() -> None:
     use_fp32_where_faster()
     ranks = Ranks()
@@ -240,7 +334,7 @@ def main() -> None:
         job = TrainJob.read(path)
         try:
             bench = Bench.of(job, ranks)
-            seen = break_it(bench) if job.settings.objective == "faults" else watch(bench)
+            seen = LIVES[job.settings.objective](bench)
             bench.engine.destroy()
         except Exception:
             seen = {"failure": traceback.format_exc()}

@@ -8,8 +8,22 @@ from pathlib import Path
 import pytest
 import torch
 
-from tasks.training.job import Launch, Optim
-from tests.rl.online import job_of, run, settings_with, stitched
+from tasks.errors import StageProcessError
+from tasks.fingerprint import Fingerprint
+from tasks.prints import FINGERPRINT
+from tasks.training import checkpoint
+from tasks.training.job import Evaluate, Launch, Optim
+from tests.rl.killed_program import POINTS
+from tests.rl.online import job_of, run, run_to, settings_with, stitched
+
+FALLING = """
+calls = 0
+
+def score(completions, **_):
+    global calls
+    calls += 1
+    return [-calls] * len(completions)
+"""
 
 
 @pytest.fixture(scope="module")
@@ -74,3 +88,75 @@ def test_one_rank_and_two_learn_the_same(base: Path, data: Path, tmp_path: Path)
         torch.testing.assert_close(tensor, two[name], rtol=0, atol=1e-5)
     losses = [json.loads((tmp_path / r / "train.json").read_text())["losses"] for r in "12"]
     assert losses[0] == pytest.approx(losses[1], rel=1e-4, abs=1e-6)
+
+
+@pytest.mark.slow
+def test_killed_at_any_point_it_goes_on_to_the_same_bytes(
+    base: Path, data: Path, tmp_path: Path
+) -> None:
+    """Nine iterations of PPO in nine pieces: all but the last are ended, each at another point."""
+    settings = settings_with(data, rl={"iterations": len(POINTS) + 1, "passes": 1}, save_steps=1)
+    whole = job_of(settings, base, data, tmp_path / "whole")
+    run(tmp_path, [whole])
+    job = job_of(settings, base, data, tmp_path / "pieces")
+    for number, point in enumerate(POINTS):
+        with pytest.raises(StageProcessError):
+            run_to(point, tmp_path, job, rank=number % 2 if point != "save" else 0)
+        good = checkpoint.last_good(job.checkpoints)
+        assert good is not None
+        assert good.name == checkpoint.name_of(number + 1), point
+    run_to("never", tmp_path, job, rank=0)
+    names = [path.relative_to(whole.out) for path in whole.out.glob("**/shards/rank-*")]
+    files = sorted(path for path in names if path.parts[0] in ("shards", "critic"))
+    assert len(files) == 4
+    for path in files:
+        assert (whole.out / path).read_bytes() == (job.out / path).read_bytes(), path
+    losses = [json.loads((one.out / "train.json").read_text())["losses"] for one in (whole, job)]
+    assert losses[0] == losses[1]
+
+
+@pytest.mark.slow
+def test_what_had_nothing_left_to_do_is_fingerprinted_all_the_same(
+    base: Path, data: Path, tmp_path: Path
+) -> None:
+    """Stopped early, killed after that iteration's checkpoint, and started again."""
+    settings = settings_with(
+        data, save_steps=1, optim=Optim(lr=0.0, scheduler="constant"),
+        evaluate=Evaluate(
+            eval_steps=1, best_metric="reward", early_stop_patience=1, keep="last"
+        ),
+    )  # fmt: skip
+    whole = job_of(settings, base, data, tmp_path / "whole")
+    at_end = whole.checkpoints / checkpoint.name_of(2)
+    resumed = job_of(settings, base, data, tmp_path / "resumed", resume=at_end)
+    run(tmp_path, [whole, resumed])
+    prints = [Fingerprint.load(one.out / FINGERPRINT) for one in (whole, resumed)]
+    assert len(prints[0].probes) == 4
+    assert prints[0].probes == prints[1].probes
+    assert prints[0].logprobs.tobytes() == prints[1].logprobs.tobytes()
+
+
+@pytest.mark.slow
+def test_the_best_policy_leaves_with_the_critic_of_its_time(
+    base: Path, data: Path, tmp_path: Path
+) -> None:
+    """The reward falls from the first iteration on, and the run goes back to that one."""
+    (tmp_path / "data").mkdir()
+    for name in ("train.jsonl", "heldout.jsonl"):
+        (tmp_path / "data" / name).symlink_to(data / name)
+    (tmp_path / "data" / "reward.py").write_text(FALLING)
+    jobs = []
+    for iterations in (3, 1):
+        settings = settings_with(
+            tmp_path / "data", rl={"iterations": iterations},
+            evaluate=Evaluate(eval_steps=1, best_metric="reward", keep="best"),
+        )  # fmt: skip
+        jobs.append(job_of(settings, base, tmp_path / "data", tmp_path / str(iterations)))
+    run(tmp_path, jobs)
+    best, first = (job.out for job in jobs)
+    assert json.loads((best / "train.json").read_text())["metrics"]["best_step"] == 1
+    files = [path.relative_to(first) for path in first.rglob("rank-*")]
+    files = [path for path in files if path.parts[0] in ("shards", "critic")]
+    assert len(files) == 4
+    for path in files:
+        assert (first / path).read_bytes() == (best / path).read_bytes(), path

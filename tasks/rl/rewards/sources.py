@@ -112,4 +112,9 @@ def _shortened(text: str) -> str:
 
 
 def _is_finite_number(value: object) -> bool:
-    return isinstance(value, (int, float)) and math.isfinite(value)
+    if not isinstance(value, (int, float)):
+        return False
+    try:
+        return math.isfinite(value)
+    except OverflowError:  # a whole number of hundreds of digits
+        return False

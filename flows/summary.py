@@ -157,7 +157,7 @@ def evaluation(results: Sequence[StageResult]) -> dict[str, float | None]:
         for when in ("before", "after")
         if f"{name}/{when}" in metrics
     }
-    online = {**rewards, **scored, **({"kl": metrics["kl"]} if "kl" in metrics else {})}
+    online = {**rewards, **scored, **_distance(metrics)}
     return {
         **pairs,
         "before": metrics.get("eval/before"),
@@ -166,6 +166,12 @@ def evaluation(results: Sequence[StageResult]) -> dict[str, float | None]:
         "loss_after": metrics.get("heldout_loss_after"),
         **online,
     }
+
+
+def _distance(metrics: Mapping[str, float]) -> dict[str, float]:
+    """From the model before, nats a token: the served model's, else what training estimated."""
+    names = [name for name in ("drawn/kl", "kl") if name in metrics]
+    return {"kl": metrics[names[0]]} if names else {}
 
 
 def _link(result: StageResult) -> str:

@@ -203,6 +203,18 @@ class ReferenceScorer:
         )
         return Greedy(reply["tokens"], [], reply["seconds"])
 
+    def token_logprobs(
+        self, model: ModelRef, prompts: Sequence[Sequence[int]], replies: Sequence[Sequence[int]]
+    ) -> list[list[float]]:
+        """Log-probability of each token of each reply, nats."""
+        asked = {
+            "prompts": [list(one) for one in prompts],
+            "replies": [list(one) for one in replies],
+        }
+        reply = self._ask("token_logprobs", model=model.as_request(), **asked)
+        found: list[list[float]] = reply["logprobs"]
+        return found
+
     def encode(
         self,
         tokenizer: Path,

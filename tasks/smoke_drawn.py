@@ -63,7 +63,7 @@ def read_drawn(
 
     Returns:
         `drawn/before` and `drawn/after`, the shares of rows with an answer that were answered so,
-        and what `score` says.
+        and what `distance` and `score` say.
     """
     if answered.drawn_before is None or answered.drawn_after is None:
         return {}
@@ -75,8 +75,36 @@ def read_drawn(
             line = {"id": row.get("id", str(number)), "before": texts[0][number],
                     "after": texts[1][number]}  # fmt: skip
             file.write(json.dumps(line, ensure_ascii=False) + "\n")
-    scored = {} if reward is None else score(reward, drawn, scorer)
-    return {**right(*texts, [answer_of(row) for row in rows], "drawn"), **scored}
+    found = right(*texts, [answer_of(row) for row in rows], "drawn")
+    found |= distance(question, tokens[1], scorer)
+    return found if reward is None else found | score(reward, drawn, scorer)
+
+
+def distance(question: Question, replies: Tokens, scorer: ReferenceScorer) -> dict[str, float]:
+    """How far the served model has gone from the one it came from.
+
+    Args:
+        question: both models, and what they were asked.
+        replies: token ids that the served model drew.
+        scorer: the transformers child.
+
+    Returns:
+        `drawn/kl`: the mean over all tokens of log p_served - log p_before, an unbiased estimate
+        of KL(served || before), nats a token; `drawn/kl_error`: its standard error, over replies.
+        Nothing where one of the two does not render the questions to the same ids, or the draws
+        were not at temperature 1.
+    """
+    prompts = question.prompts.tokens
+    if question.temperature != 1.0 or prompts != question.base_prompts.tokens:
+        return {}
+    now, before = (
+        scorer.token_logprobs(ModelRef(path, dtype=question.dtype), prompts, replies)
+        for path in (question.served, question.base)
+    )
+    sums_S = np.array([sum(a) - sum(b) for a, b in zip(now, before, strict=True)])
+    count = sum(map(len, now))
+    error = float(sums_S.std(ddof=1)) * len(sums_S) ** 0.5 / count if len(sums_S) > 1 else 0.0
+    return {"drawn/kl": float(sums_S.sum()) / count, "drawn/kl_error": error}
 
 
 def score(reward: Path, drawn: Drawn, scorer: ReferenceScorer) -> dict[str, float]:

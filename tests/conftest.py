@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from hypothesis import settings
 from xdist.scheduler import LoadFileScheduling
 
 PROJECT = Path(__file__).resolve().parents[1]
@@ -26,6 +27,10 @@ os.environ.update(
 )
 for name in ("PREFECT_API_URL", "MLFLOW_TRACKING_URI", "MLFLOW_RUN_ID"):
     os.environ.pop(name, None)
+
+# Machines are busy: an example that takes long says nothing about what is tested.
+settings.register_profile("plumbline", deadline=None)
+settings.load_profile("plumbline")
 
 TOGETHER = ("flows", "training", "serving", "weights")
 """Folders whose tests share what is expensive to make: one worker runs all of a folder."""

@@ -81,6 +81,14 @@ def _drawn(request: dict[str, Any]) -> Reply:
     return {"tokens": tokens, "seconds": time.perf_counter() - began}
 
 
+def _token_logprobs(request: dict[str, Any]) -> Reply:
+    from tasks.serving.measure import token_logprobs
+
+    model = _load(request["model"])
+    pairs = zip(request["prompts"], request["replies"], strict=True)
+    return {"logprobs": [token_logprobs(model, *pair) for pair in pairs]}
+
+
 def _encode(request: dict[str, Any]) -> Reply:
     from tasks.serving.prompts import render
 
@@ -126,6 +134,7 @@ HANDLERS: Mapping[str, Callable[[dict[str, Any]], Reply]] = {
     "encode_texts": _encode_texts,
     "greedy": _greedy,
     "drawn": _drawn,
+    "token_logprobs": _token_logprobs,
     "encode": _encode,
     "encode_whole": _encode_whole,
     "decode": _decode,

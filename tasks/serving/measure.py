@@ -63,6 +63,17 @@ def reference(model: Any, probes: Sequence[Sequence[int]]) -> Fingerprint:
 
 
 @torch.no_grad()
+def token_logprobs(model: Any, prompt: Sequence[int], reply: Sequence[int]) -> list[float]:
+    """Log-probability of each token of a reply, nats, by the whole distribution."""
+    ids = torch.tensor([[*prompt, *reply]])
+    logits = model(input_ids=ids, use_cache=False).logits[0, len(prompt) - 1 : -1].float()
+    found: list[float] = (
+        logits.log_softmax(-1).gather(1, ids[0, len(prompt) :, None])[:, 0].tolist()
+    )
+    return found
+
+
+@torch.no_grad()
 def drawn(
     model: Any,
     prompt: Sequence[int],

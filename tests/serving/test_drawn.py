@@ -1,0 +1,133 @@
+"""What a served policy draws: read, compared with the model before, scored."""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tasks.fingerprint import PROFILES
+from tasks.report import StageReport
+from tasks.scoring import ModelRef, ReferenceScorer
+from tasks.smoke_eval import SmokeSettings, smoke_eval
+from tests.serving.models import CONVERSATIONS, END, WORDS, load
+
+NEW = 12
+SETTINGS = SmokeSettings(max_new_tokens=NEW, min_stop_rate=0.0, max_degenerate_rate=1.0)
+ASKED = [{"messages": one} for one in CONVERSATIONS]
+
+
+@pytest.fixture
+def run(
+    served: Path, base: Path, data: Path, trained: Path, scorer: ReferenceScorer, tmp_path: Path
+) -> Callable[..., StageReport]:
+    """smoke_eval of a policy; arguments replace."""
+
+    def call(**changes: Any) -> StageReport:
+        arguments: dict[str, Any] = {
+            "served": served, "base": base, "data": data, "trained": trained,
+            "engine": "transformers", "profile": PROFILES["standard"], "settings": SETTINGS,
+            "scorer": scorer, "log": logging.getLogger("tests.serving"), "temperature": 1.0,
+            "log_path": tmp_path / "smoke.log",
+        }  # fmt: skip
+        out = tmp_path / "out"
+        out.mkdir()
+        return smoke_eval(out, **{**arguments, **changes})
+
+    return call
+
+
+@pytest.fixture(scope="module")
+def judge(served: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A reward model with the policy's tokenizer."""
+    import torch
+    from transformers import AutoModelForSequenceClassification, AutoTokenizer
+
+    folder = tmp_path_factory.mktemp("models") / "judge"
+    torch.manual_seed(3)
+    model = AutoModelForSequenceClassification.from_pretrained(
+        served, num_labels=1, dtype=torch.bfloat16
+    )
+    model.save_pretrained(folder)
+    AutoTokenizer.from_pretrained(served).save_pretrained(folder)
+    return folder
+
+
+def replies(scorer: ReferenceScorer, folder: Path) -> list[list[int]]:
+    """What the native engine draws."""
+    prompts = scorer.encode(folder, ASKED).tokens
+    how: dict[str, Any] = {"max_new_tokens": NEW, "temperature": 1.0, "eos": [END]}
+    return scorer.drawn(ModelRef(folder), prompts, **how).tokens
+
+
+def test_distance_and_scores_are_those_of_the_very_ids(
+    run: Callable[..., StageReport],
+    scorer: ReferenceScorer,
+    served: Path,
+    base: Path,
+    judge: Path,
+) -> None:
+    metrics = run(reward=judge).metrics
+    require_distance(metrics, scorer, served, base)
+    prompts = scorer.encode(served, ASKED).tokens
+    for when, folder in (("before", base), ("after", served)):
+        texts = [[*p, *r] for p, r in zip(prompts, replies(scorer, folder), strict=True)]
+        scores = scorer.rewards(ModelRef(judge), texts)
+        assert metrics[f"scored/{when}"] == pytest.approx(sum(scores) / len(scores), abs=1e-6)
+    assert metrics["scored/before"] != metrics["scored/after"]
+    assert metrics["scored/left_out"] == 0
+
+
+def require_distance(
+    metrics: Mapping[str, float], scorer: ReferenceScorer, served: Path, base: Path
+) -> None:
+    """By both models' own probabilities."""
+    import torch
+
+    total, count = 0.0, 0
+    models = [load(served), load(base)]
+    prompts = scorer.encode(served, ASKED).tokens
+    for prompt, reply in zip(prompts, replies(scorer, served), strict=True):
+        ids = torch.tensor([[*prompt, *reply]])
+        with torch.no_grad():
+            now, before = (m(ids).logits[0].float().log_softmax(-1) for m in models)
+        for at, token in enumerate(reply, start=len(prompt) - 1):
+            total += float(now[at, token] - before[at, token])
+        count += len(reply)
+    assert metrics["drawn/kl"] == pytest.approx(total / count, rel=1e-4)
+    assert metrics["drawn/kl"] > 0.1
+    assert 0 < metrics["drawn/kl_error"] < metrics["drawn/kl"]
+
+
+def test_a_model_is_nowhere_from_itself(run: Callable[..., StageReport], served: Path) -> None:
+    metrics = run(base=served).metrics
+    assert metrics["drawn/kl"] == metrics["drawn/kl_error"] == 0.0
+    assert metrics["drawn/before"] == metrics["drawn/after"]
+
+
+def test_draws_are_read_beside_greedy_answers(
+    run: Callable[..., StageReport], tmp_path: Path
+) -> None:
+    report = run(temperature=0.01)
+    out = tmp_path / "out"
+    drawn, greedy = (
+        [json.loads(line)["after"] for line in (out / name).read_text().splitlines()]
+        for name in ("drawn.jsonl", "generations.jsonl")
+    )
+    assert drawn == greedy, "so cold that there is one answer left"
+    assert len(drawn) == len(WORDS)
+    assert report.metrics["drawn/compared"] == len(WORDS)
+    assert "drawn/kl" not in report.metrics, "draws at another temperature estimate another thing"
+
+
+@pytest.mark.slow
+def test_vllm_draws_too(run: Callable[..., StageReport], judge: Path) -> None:
+    settings = replace(SETTINGS, eval_samples=len(WORDS))
+    report = run(engine="vllm", reward=judge, settings=settings)
+    assert {"drawn/kl", "drawn/after", "scored/after"} <= set(report.metrics)
+    assert report.metrics["drawn/kl"] > 0.1

@@ -23,6 +23,7 @@ from typing import Any
 
 from benchmarks.rl_rollout_jobs import say
 from benchmarks.rl_setting import RANK, lora_config
+from benchmarks.trl_arguments import common
 
 LR = 1e-5
 
@@ -127,7 +128,6 @@ def _settings(ask: Ask) -> Any:
 
 def trl(ask: Ask) -> None:
     """TRL's `GRPOTrainer` without vLLM, which it has only on GPUs, by its defaults otherwise."""
-    import torch
     from transformers import AutoTokenizer, TrainerCallback
     from trl import GRPOConfig, GRPOTrainer
 
@@ -144,14 +144,7 @@ def trl(ask: Ask) -> None:
         loss_type="grpo",
         beta=0.0,
         gradient_checkpointing=False,
-        model_init_kwargs={"dtype": ask.dtype},
-        use_cpu=not torch.cuda.is_available(),
-        bf16=ask.dtype == "bfloat16" and torch.cuda.is_available(),
-        report_to="none",
-        save_strategy="no",
-        logging_steps=1,
-        disable_tqdm=True,
-        dataloader_pin_memory=False,
+        **common(ask.dtype),
     )
     trainer = GRPOTrainer(
         model=ask.base,

@@ -13,8 +13,8 @@ from typing import Any
 
 import numpy as np
 
+from benchmarks.llama import write_llama
 from benchmarks.shapes import Size
-from benchmarks.training_setting import word_tokenizer
 
 SIZES = {
     "tiny": Size("tiny", 128, 256, 2, 4, 2, 300),
@@ -40,28 +40,8 @@ def score(completions, **columns):
 
 
 def make_base(folder: Path, name: str) -> None:
-    """A model of that size in bf16 and its tokenizer, as `save_pretrained` writes them."""
-    import torch
-    from transformers import AutoModelForCausalLM, LlamaConfig
-
-    size = SIZES[name]
-    tokenizer = word_tokenizer(size.vocabulary)
-    config = LlamaConfig(
-        vocab_size=size.vocabulary,
-        hidden_size=size.hidden,
-        intermediate_size=size.inner,
-        num_hidden_layers=size.layers,
-        num_attention_heads=size.heads,
-        num_key_value_heads=size.kv_heads,
-        max_position_embeddings=2048,
-        tie_word_embeddings=True,
-        bos_token_id=None,
-        eos_token_id=tokenizer.eos_token_id,
-        pad_token_id=tokenizer.pad_token_id,
-    )
-    torch.manual_seed(0)
-    AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).save_pretrained(folder)
-    tokenizer.save_pretrained(folder)
+    """A model of that size, in bf16."""
+    write_llama(folder, SIZES[name], dtype="bfloat16")
 
 
 def make_adapter(folder: Path, base: str) -> None:

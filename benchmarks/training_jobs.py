@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.training_setting import MICRO, RANK
+from benchmarks.trl_arguments import common
 
 IGNORED = -100
 
@@ -91,7 +92,6 @@ def ours(ask: Ask) -> None:
 
 def trl(ask: Ask) -> None:
     """TRL's trainer of that objective, by its own defaults but for what `Ask` says."""
-    import torch
     import trl
     from datasets import load_dataset
     from peft import LoraConfig
@@ -106,14 +106,7 @@ def trl(ask: Ask) -> None:
         learning_rate=ask.lr,
         max_length=1024,
         gradient_checkpointing=ask.checkpointing,
-        model_init_kwargs={"dtype": ask.dtype},
-        use_cpu=not torch.cuda.is_available(),
-        bf16=ask.dtype == "bfloat16" and torch.cuda.is_available(),
-        report_to="none",
-        save_strategy="no",
-        logging_steps=1,
-        disable_tqdm=True,
-        dataloader_pin_memory=False,
+        **common(ask.dtype),
     )
     made = trainer(
         model=str(ask.base),

@@ -131,6 +131,12 @@ def answerable(
     return found
 
 
+def dtype_of(folder: Path) -> str:
+    """torch name of a model's dtype, as its config.json has it; older ones say `torch_dtype`."""
+    config = read_json(folder / "config.json")
+    return str(config.get("dtype") or config.get("torch_dtype") or "bfloat16")
+
+
 def context_of(served: Path) -> int:
     """Tokens that the model was made for."""
     config = read_json(served / "config.json")

@@ -15,11 +15,10 @@ from typing import Any
 
 import numpy as np
 
-from tasks.heldout import answer_of, context_of, question_of
+from tasks.heldout import answer_of, context_of, dtype_of, question_of
 from tasks.scoring import ModelRef, ReferenceScorer
 from tasks.serve import Question, Served
 from tasks.smoke_answers import right
-from tasks.weights.reader import read_json
 
 DRAWN = "drawn.jsonl"
 
@@ -130,7 +129,7 @@ def score(reward: Path, drawn: Drawn, scorer: ReferenceScorer) -> dict[str, floa
     left_out = {"scored/left_out": float(len(pairs) - len(fitting))}
     if not fitting:
         return left_out
-    dtype = str(read_json(reward / "config.json").get("dtype", "bfloat16"))
+    dtype = dtype_of(reward)
     found = scorer.rewards(ModelRef(reward, dtype=dtype), [ids for pair in fitting for ids in pair])
     rewards_S2 = np.array(found).reshape(-1, 2)
     return {

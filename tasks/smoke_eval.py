@@ -16,7 +16,7 @@ from pathlib import Path
 from tasks.contract import Check
 from tasks.errors import ConfigError
 from tasks.fingerprint import DriftLimit, Fingerprint, drift, within
-from tasks.heldout import answerable, context_of, question_of, read_heldout
+from tasks.heldout import answerable, context_of, dtype_of, question_of, read_heldout
 from tasks.output import Log
 from tasks.prints import FINGERPRINT
 from tasks.report import StageReport
@@ -26,7 +26,6 @@ from tasks.serving import verdicts
 from tasks.serving.ties import Agreement, compare_greedy, engine_noise
 from tasks.smoke_answers import describe, numbers, read_answers, write_report
 from tasks.smoke_drawn import read_drawn
-from tasks.weights.reader import read_json
 
 ENGINES = ("vllm", "transformers")
 
@@ -102,11 +101,9 @@ def smoke_eval(
         DataError: there is nothing held out.
         StageProcessError: the engine did not come up or broke down.
     """
-    if engine not in ENGINES:
-        raise ConfigError(f"smoke.engine={engine} is none of {', '.join(ENGINES)}")
-    strays = verdicts.stray_weights(served)
-    if strays:
-        return StageReport("report", checks=(verdicts.no_strays(strays),))
+    alone = before_loading(engine, served)
+    if not alone.ok:
+        return StageReport("report", checks=(alone,))
     reference = Fingerprint.load(trained / FINGERPRINT)
     rows = read_heldout(data / "heldout.jsonl")
     rendered = scorer.encode(served, rows)
@@ -121,7 +118,7 @@ def smoke_eval(
         messages=[question_of(rows[i]) for i in asked],
         prompts=Prompts([rendered.tokens[i] for i in asked], rendered.eos),
         base_prompts=scorer.encode(base, [rows[i] for i in asked], template_from=served),
-        dtype=str(read_json(served / "config.json").get("dtype", "bfloat16")),
+        dtype=dtype_of(served),
         temperature=temperature,
     )
     answered = ask_engine(engine, question, settings, out=out, scorer=scorer, log=log,
@@ -132,7 +129,7 @@ def smoke_eval(
     if within(moved, profile):
         appeared_at = who_moved(question, profile, scorer, history or {}, engine)
     checks = (
-        verdicts.no_strays(strays),
+        alone,
         Check("engine", f"{engine} loads the model", "loaded", ok=True),
         verdicts.drift_check(moved, profile, appeared_at),
         verdicts.greedy_check(agreement, settings.greedy_tokens),
@@ -157,6 +154,21 @@ def smoke_eval(
         describe(metrics), moved.mean_kl, metrics["tokens_per_s"],
     )  # fmt: skip
     return StageReport("report", checks, metrics, notes, moved)
+
+
+def before_loading(engine: str, served: Path) -> Check:
+    """What is looked at before an engine is started.
+
+    Args:
+        engine: "vllm" or "transformers".
+        served: the folder to serve; with stray weight files it is not to be loaded at all.
+
+    Raises:
+        ConfigError: there is no such engine.
+    """
+    if engine not in ENGINES:
+        raise ConfigError(f"smoke.engine={engine} is none of {', '.join(ENGINES)}")
+    return verdicts.no_strays(verdicts.stray_weights(served))
 
 
 def ask_engine(

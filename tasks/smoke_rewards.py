@@ -13,18 +13,16 @@ from pathlib import Path
 from typing import Any
 
 from tasks.contract import Check
-from tasks.errors import ConfigError, DataError
+from tasks.errors import DataError
 from tasks.fingerprint import DriftLimit
-from tasks.heldout import context_of, read_pairs
+from tasks.heldout import context_of, dtype_of, read_pairs
 from tasks.output import Log
 from tasks.prints import verdict
 from tasks.report import StageReport
 from tasks.score_print import SCORES, ScorePrint, score_drift
 from tasks.score_served import Scoring
 from tasks.scoring import ModelRef, ReferenceScorer
-from tasks.serving import verdicts
-from tasks.smoke_eval import ENGINES, SmokeSettings
-from tasks.weights.reader import read_json
+from tasks.smoke_eval import SmokeSettings, before_loading
 
 CHANCE = 0.5
 """Share of pairs that a head which knows nothing puts in the right order."""
@@ -61,15 +59,13 @@ def smoke_rewards(
         DataError: there are no held-out pairs that fit the model's context.
         StageProcessError: the engine did not come up or broke down.
     """
-    if engine not in ENGINES:
-        raise ConfigError(f"smoke.engine={engine} is none of {', '.join(ENGINES)}")
-    strays = verdicts.stray_weights(served)
-    if strays:
-        return StageReport("report", checks=(verdicts.no_strays(strays),))
+    alone = before_loading(engine, served)
+    if not alone.ok:
+        return StageReport("report", checks=(alone,))
     reference = ScorePrint.load(trained / SCORES)
     pairs = _encoded(served, data, scorer, settings)
     texts = [*map(list, reference.probes), *(ids for pair in pairs for ids in pair)]
-    dtype = str(read_json(served / "config.json").get("dtype", "bfloat16"))
+    dtype = dtype_of(served)
     how = Scoring(settings, scorer, log, log_path)
     scores = how.raw(engine, ModelRef(served, dtype=dtype), texts, out=out)
     count = len(reference.probes)
@@ -79,7 +75,7 @@ def smoke_rewards(
     chosen, rejected = scores[count::2], scores[count + 1 :: 2]
     right = sum(a > b for a, b in zip(chosen, rejected, strict=True)) / len(pairs)
     checks = (
-        verdicts.no_strays(strays),
+        alone,
         Check("engine", f"{engine} loads the model", "loaded", ok=True),
         verdict(moved, profile, name="drift of the engine's scores from the trained model's"),
     )

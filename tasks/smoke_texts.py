@@ -16,9 +16,9 @@ from pathlib import Path
 import numpy as np
 
 from tasks.contract import Check
-from tasks.errors import ConfigError, DataError
+from tasks.errors import DataError
 from tasks.fingerprint import DriftLimit, Fingerprint, drift, within
-from tasks.heldout import context_of, read_texts
+from tasks.heldout import context_of, dtype_of, read_texts
 from tasks.output import Log
 from tasks.prints import FINGERPRINT
 from tasks.report import StageReport
@@ -27,8 +27,13 @@ from tasks.serve import Question, Served
 from tasks.serving import verdicts
 from tasks.serving.prompts import stop_ids
 from tasks.smoke_answers import numbers, write_report
-from tasks.smoke_eval import ENGINES, SmokeSettings, agree_greedily, ask_engine, who_moved
-from tasks.weights.reader import read_json
+from tasks.smoke_eval import (
+    SmokeSettings,
+    agree_greedily,
+    ask_engine,
+    before_loading,
+    who_moved,
+)
 
 PROMPT_TOKENS = 64
 """Of a text that the engine goes on with; half of a shorter one."""
@@ -70,11 +75,9 @@ def smoke_texts(
         DataError: there is nothing held out that leaves room to go on.
         StageProcessError: the engine did not come up or broke down.
     """
-    if engine not in ENGINES:
-        raise ConfigError(f"smoke.engine={engine} is none of {', '.join(ENGINES)}")
-    strays = verdicts.stray_weights(served)
-    if strays:
-        return StageReport("report", checks=(verdicts.no_strays(strays),))
+    alone = before_loading(engine, served)
+    if not alone.ok:
+        return StageReport("report", checks=(alone,))
     reference = Fingerprint.load(trained / FINGERPRINT)
     texts = read_texts(data / "heldout.jsonl")
     count = max(settings.eval_samples, len(reference.probes))
@@ -90,7 +93,7 @@ def smoke_texts(
     if within(moved, profile):
         appeared_at = who_moved(question, profile, scorer, history or {}, engine)
     checks = (
-        verdicts.no_strays(strays),
+        alone,
         Check("engine", f"{engine} loads the model", "loaded", ok=True),
         verdicts.drift_check(moved, profile, appeared_at),
         verdicts.greedy_check(agreement, settings.greedy_tokens),
@@ -138,7 +141,7 @@ def _question(
         messages=None,
         prompts=asked,
         base_prompts=asked,  # without a template both models read the same
-        dtype=str(read_json(served / "config.json").get("dtype", "bfloat16")),
+        dtype=dtype_of(served),
     )
 
 

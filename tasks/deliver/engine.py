@@ -13,7 +13,6 @@ from tasks.prints import FINGERPRINT
 from tasks.scoring import ReferenceScorer
 from tasks.serving.job import Job
 from tasks.vllm_jobs import HEADROOM, run_vllm
-from tasks.weights.reader import read_json
 
 SHORTEST = 2
 """Tokens of a probe: one to start from and one to score."""
@@ -60,8 +59,3 @@ def encode_probes(
     if not probes:
         raise DataError("no text has two tokens: nothing to measure on", hint="smoke.texts=<file>")
     return probes
-
-
-def dtype_of(served: Path) -> str:
-    """Torch name of the dtype that config.json says."""
-    return str(read_json(served / "config.json").get("dtype", "bfloat16"))

@@ -11,8 +11,9 @@ from pathlib import Path
 from typing import Any
 
 from tasks.contract import Check
-from tasks.deliver.engine import EngineSettings, dtype_of, encode_probes
+from tasks.deliver.engine import EngineSettings, encode_probes
 from tasks.fingerprint import DriftLimit
+from tasks.heldout import dtype_of
 from tasks.prints import verdict
 from tasks.report import StageReport
 from tasks.score_print import SCORES, ScorePrint, score_drift

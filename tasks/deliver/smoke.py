@@ -14,8 +14,9 @@ from pathlib import Path
 from typing import Any
 
 from tasks.contract import Check
-from tasks.deliver.engine import EngineSettings, ask_vllm, dtype_of, encode_probes
+from tasks.deliver.engine import EngineSettings, ask_vllm, encode_probes
 from tasks.fingerprint import DriftLimit, Fingerprint, drift, within
+from tasks.heldout import dtype_of
 from tasks.prints import FINGERPRINT
 from tasks.report import StageReport
 from tasks.scoring import ModelRef, ReferenceScorer

@@ -2,28 +2,27 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 
-from tasks.errors import TrainingError
 from tasks.rl.algorithms import Recipe
 from tasks.rl.batch import Estimated, Totals
 from tasks.rl.critic import Critic
 from tasks.rl.experience import Experience
+from tasks.rl.learner import Learner
 from tasks.rl.policy_loss import Given
 from tasks.rl.settings import Loop, Rollout
 from tasks.rl.value_loss import value_loss
-from tasks.training import checkpoint
 from tasks.training.engine import Ranks
 from tasks.training.job import TrainJob
+from tasks.training.objectives import Loss
 from tasks.training.order import deal
 from tasks.training.packed_model import Asked
-from tasks.training.passes import Sums
 from tasks.training.steps import begin_random, set_lr
 
 
@@ -79,6 +78,19 @@ class Updater:
         replies = self.loop.prompts * self.loop.samples
         return self.loop.passes * (replies // self.job.settings.batch.global_batch_size)
 
+    @cached_property
+    def _policy_learner(self) -> Learner:
+        hint = f"train.lr={self.job.settings.optim.lr / 10:g}, or rl.kl_coef=<more>"
+        return Learner(self.engine, self.ranks, self.job, whose="the policy's", hint=hint)
+
+    @cached_property
+    def _critic_learner(self) -> Learner:
+        """To be asked for while the critic is active: its tensors ask for gradients then."""
+        assert self.critic is not None
+        hint = f"rl.critic_lr={self.critic.optim.lr / 10:g}"
+        engine = self.critic.engine
+        return Learner(engine, self.ranks, self.job, whose="the critic's", hint=hint)
+
     def update(self, iteration: int, learned: Learned, *, of: int) -> dict[str, float]:
         """All steps of iteration 1, 2, ... `of`; returns the means of their measures.
 
@@ -119,19 +131,15 @@ class Updater:
     def _step_policy(self, step: int, minibatch: Minibatch, learned: Learned) -> dict[str, float]:
         asked = Asked(self.rollout.temperature, entropy=self.loop.entropy_coef != 0)
         policy_loss = self.recipe.policy_loss(self.loop, kl_coef=learned.kl_coef)
-        sums = Sums(self.ranks)
-        for number, chosen in enumerate(minibatch.rows):
-            if number:
-                self.engine.step()  # of the row before: counts, and moves nothing
+
+        def loss_of(chosen: list[int]) -> Loss:
             row = learned.got.row(chosen).to(self.ranks.device)
             said = self.engine(row=row, asked=asked)
             logprobs, entropy = said if asked.entropy else (said, None)
-            given = self._given(learned, chosen, entropy, minibatch.totals)
-            loss = policy_loss(logprobs, given)
-            self.engine.backward(loss.value * self._undo(minibatch))
-            sums.add({"loss": loss.value, **loss.measures})
-        found = self._finish(self.engine, sums, step, "the policy's")
-        return {**found, "grad_norm": _norm(self.engine)}
+            return policy_loss(logprobs, self._given(learned, chosen, entropy, minibatch.totals))
+
+        found, norm = self._policy_learner.step(step, minibatch.rows, loss_of)
+        return {**found, "grad_norm": norm}
 
     def _given(
         self, learned: Learned, chosen: Sequence[int], entropy: torch.Tensor | None, totals: Totals
@@ -154,43 +162,19 @@ class Updater:
     def _step_critic(
         self, critic: Critic, step: int, minibatch: Minibatch, learned: Learned
     ) -> dict[str, float]:
-        got, returns, device = learned.got, learned.estimated.returns_N, self.ranks.device
-        assert got.values is not None
+        got, before, returns = learned.got, learned.got.values, learned.estimated.returns_N
+        assert before is not None
         assert returns is not None
-        sums = Sums(self.ranks)
+        device = self.ranks.device
+
         with critic.active() as engine:
-            for number, chosen in enumerate(minibatch.rows):
-                if number:
-                    engine.step()
+
+            def loss_of(chosen: list[int]) -> Loss:
                 places = got.places(chosen)
                 values = engine(got.row(chosen).to(device))
-                old, wanted = got.values[places].to(device), returns[places].to(device)
-                loss = value_loss(values, old, wanted, minibatch.totals, self.loop.value_clip)
-                engine.backward(loss.value * self._undo(minibatch))
-                sums.add({"value_total": loss.value, **loss.measures})
-            found = self._finish(engine, sums, step, "the critic's")
-            return {**found, "critic_grad_norm": _norm(engine)}
+                old, wanted = before[places].to(device), returns[places].to(device)
+                return value_loss(values, old, wanted, minibatch.totals, self.loop.value_clip)
 
-    def _undo(self, minibatch: Minibatch) -> int:
-        """DeepSpeed divides by accumulation steps and averages over ranks; losses are parts of the
-        whole minibatch's already.
-        """
-        return len(minibatch.rows) * self.ranks.world_size
-
-    def _finish(self, engine: Any, sums: Sums, step: int, whose: str) -> dict[str, float]:
-        found = sums.total()
-        if all(math.isfinite(value) for value in found.values()):
-            engine.step()
-            if engine.was_step_applied() or self.job.settings.dtype == "float16":
-                return found
-        broken = sorted(name for name, value in found.items() if not math.isfinite(value))
-        what = f"{broken[0]} is {found[broken[0]]}" if broken else "gradient is not finite"
-        good = checkpoint.last_good(self.job.checkpoints)
-        raise TrainingError(
-            f"step {step}: {whose} {what}; last good checkpoint: {good or 'none yet'}",
-            hint=f"train.lr={self.job.settings.optim.lr / 10:g}, or rl.kl_coef=<more>",
-        )
-
-
-def _norm(engine: Any) -> float:
-    return float(engine.get_global_grad_norm() or 0.0)
+            found, norm = self._critic_learner.step(step, minibatch.rows, loss_of)
+        total = found.pop("loss")
+        return {**found, "value_total": total, "critic_grad_norm": norm}

@@ -1,0 +1,82 @@
+"""An engine that takes optimizer steps, and looks at losses and gradients before a weight moves."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from tasks.errors import TrainingError
+from tasks.training import checkpoint
+from tasks.training.engine import Ranks
+from tasks.training.job import TrainJob
+from tasks.training.not_finite import BROKEN, Watch, needs_watching
+from tasks.training.objectives import Loss
+from tasks.training.passes import Sums
+
+
+class Learner:
+    """Takes optimizer steps with one engine.
+
+    Args:
+        engine: DeepSpeed's; what it trains is what asks for gradients now.
+        ranks: this process among its peers.
+        job: what to do.
+        whose: of whom an error speaks: "the policy's".
+        hint: what to type after it.
+    """
+
+    def __init__(self, engine: Any, ranks: Ranks, job: TrainJob, *, whose: str, hint: str) -> None:
+        self._engine = engine
+        self._ranks = ranks
+        self._job = job
+        self._whose = whose
+        self._hint = hint
+        self._watch = Watch(engine.module) if needs_watching(job) else None
+
+    def step(
+        self,
+        number: int,
+        rows: Sequence[list[int]],
+        loss_of: Callable[[list[int]], Loss],
+    ) -> tuple[dict[str, float], float]:
+        """Optimizer step `number` with this rank's rows of a minibatch.
+
+        Returns:
+            Measures of the minibatch over all ranks, `loss` among them, and the gradient's norm
+            before it was clipped.
+
+        Raises:
+            TrainingError: on every rank, before a weight has moved, when a loss or a gradient is
+                not finite.
+        """
+        # DeepSpeed divides by accumulation steps and averages over ranks; losses are parts of the
+        # whole minibatch's already: undo both.
+        undo = len(rows) * self._ranks.world_size
+        sums = Sums(self._ranks)
+        for place, chosen in enumerate(rows):
+            if place:
+                self._engine.step()  # of the row before: counts, and moves nothing
+            loss = loss_of(chosen)
+            self._engine.backward(loss.value * undo)
+            sums.add({"loss": loss.value, **loss.measures})
+            if self._watch is not None:
+                sums.add(self._watch.broken())
+        found = sums.total()
+        broken = found.pop(BROKEN, 0.0)
+        for name, value in sorted(found.items()):
+            if not math.isfinite(value):
+                raise self._error(number, f"{name} is {value}")
+        if broken:
+            raise self._error(number, "gradient is not finite")
+        self._engine.step()
+        if not self._engine.was_step_applied() and self._job.settings.dtype != "float16":
+            raise self._error(number, "gradient is not finite")
+        return found, float(self._engine.get_global_grad_norm() or 0.0)
+
+    def _error(self, number: int, what: str) -> TrainingError:
+        good = checkpoint.last_good(self._job.checkpoints)
+        return TrainingError(
+            f"step {number}: {self._whose} {what}; last good checkpoint: {good or 'none yet'}",
+            hint=self._hint,
+        )

@@ -1,0 +1,29 @@
+"""Steps of the online update: with a gradient that is not finite no weight moves."""
+
+from __future__ import annotations
+
+import itertools
+import logging
+from pathlib import Path
+
+from tasks.launch import launch, python_child
+
+REFUSED = "step 2: the test's gradient is not finite; last good checkpoint: none yet"
+
+
+def test_a_gradient_that_is_not_finite_ends_every_rank_before_a_weight_moves(
+    tmp_path: Path,
+) -> None:
+    """With fp32 weights below ZeRO-3 DeepSpeed would take the step."""
+    how = ["--standalone", "--nproc-per-node", "2", "-m", "tests.rl.learner_program"]
+    launch(
+        python_child("torch.distributed.run", *how, str(tmp_path)),
+        stage="train",
+        log=logging.getLogger("test"),
+        log_path=tmp_path / "log",
+        env={"OMP_NUM_THREADS": "1"},
+    )
+    cases = itertools.product(("bfloat16", "float32"), range(4))
+    expected = [f"{dtype} {stage}: False {REFUSED}" for dtype, stage in cases]
+    for rank in range(2):
+        assert (tmp_path / str(rank)).read_text().splitlines() == expected

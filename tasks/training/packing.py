@@ -139,14 +139,15 @@ def pack(examples: Examples, chosen: Sequence[int], *, roles: Sequence[int] | No
 
 
 def trial_row(examples: Examples) -> Row:
-    """Two sequences of at most `TRIAL` tokens, every token but the first supervised.
+    """Two sequences of 2 to `TRIAL` tokens, every token but the first supervised.
 
     For `packed_model.require_same`: enough to see whether neighbours are kept apart, and short
-    enough to cost nothing.
+    enough to cost nothing. A sequence of one token would be asked for nothing: it is said twice.
     """
     roles = len(examples.roles)
     places = [(0, 0), (0, 1)] if roles > 1 else [(0, 0), (1 % len(examples), 0)]
     pieces = [examples.sequence(*place)[0][:TRIAL] for place in places]
+    pieces = [piece if len(piece) > 1 else np.resize(piece, 2) for piece in pieces]
     bounds = np.concatenate([[0], np.cumsum([len(ids) for ids in pieces])])
     ids = np.concatenate(pieces)
     return pack(

@@ -92,8 +92,11 @@ def test_the_trial_row_is_short_and_has_a_neighbour() -> None:
         make_examples([500, 7, 30]),
         make_examples([500]),
         make_examples([20, 300], roles=2),
+        make_examples([1, 9]),
+        make_examples([1, 1]),
     ):
         row = trial_row(examples)
         assert row.sequences == 2
+        assert sorted(set(row.owner.tolist())) == [0, 1], "something is asked of both"
         assert row.ids.shape[1] <= 2 * TRIAL
         assert len(row.wanted) == row.ids.shape[1] - 2

@@ -15,7 +15,8 @@ from datetime import datetime
 from typing import Any
 
 from flows.config import Composed
-from flows.summary import Summary, evaluation, stage_entry
+from flows.evaluation import evaluation
+from flows.summary import Summary, stage_entry
 from tasks.artifact import sweep
 from tasks.errors import PlumblineError
 from tasks.stage import Call, Mechanism, StageResult, as_prefect_task

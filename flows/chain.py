@@ -1,18 +1,18 @@
 """The chain of one model: which stage reads what, and which settings decide its result.
 
-This is the only place that turns configuration into the plain arguments of stage functions. What
-is passed as `config` is part of a stage's key, what is passed as `context` is not.
+Configuration turns into the plain arguments of stage functions here, in `chain_train` and in
+`chain_smoke`, and nowhere else. What is passed as `config` is part of a stage's key, what is passed
+as `context` is not.
 """
 
 from __future__ import annotations
 
-import contextlib
-import shutil
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from flows.chain_smoke import Smoke
 from flows.chain_stages import (
     BASE,
     CONVERT,
@@ -20,31 +20,20 @@ from flows.chain_stages import (
     GATHER_ADAPTER,
     GATHER_WEIGHTS,
     MERGE,
-    REINFORCE,
-    ROLLOUT_BASE,
-    SMOKE,
-    TRAIN,
 )
+from flows.chain_train import Training
 from flows.progress import progress
 from tasks.artifact import Artifact
 from tasks.convert import convert
-from tasks.data.kinds import PROMPTS, TEXTS, Kind, kind_for, names_texts
+from tasks.data.kinds import PROMPTS, Kind, kind_for, names_texts
 from tasks.fingerprint import PROFILES
 from tasks.gather import gather
 from tasks.merge import merge
 from tasks.nodes import Leader
 from tasks.prepare import prepare_base, prepare_data, source_identity
 from tasks.rl.rewards.exact import EXACT_MATCH
-from tasks.rl.rewards.identity import model_digest, sources_digest
-from tasks.rollout_base import rollout_base
 from tasks.scoring import ReferenceScorer
-from tasks.smoke_eval import SmokeSettings, smoke_eval
-from tasks.smoke_rewards import smoke_rewards
-from tasks.smoke_texts import smoke_texts
-from tasks.stage import Mechanism, Stage, StageResult, plain
-from tasks.tracking import StageRun
-from tasks.train import train
-from tasks.training.job import Settings
+from tasks.stage import Mechanism, Stage, StageResult
 
 
 @dataclass(frozen=True)
@@ -71,12 +60,12 @@ class Chain:
         """Run everything from prepare to smoke_eval. Returns the served artifact's result."""
         data = self._prepare_data()  # first: its mistakes are the user's, and cost nothing to find
         base = self._prepare_base()
-        trained = self._train(base, data)
+        trained = self._training.run(base, data)
         weights = self._gather(trained, base)
         if self.settings["peft"]["kind"] != "none":
             weights = self._merge(weights, base, trained)
         served = self._convert(weights, trained)
-        self._smoke_eval(served, base=base, data=data, trained=trained)
+        self._smoke.run(served=served.artifact, base=base, data=data, trained=trained)
         return served
 
     def _prepare_base(self) -> Artifact:
@@ -99,61 +88,6 @@ class Chain:
         if self._rows is PROMPTS and self.settings["reward"]["function"] == EXACT_MATCH:
             config["answered"] = True  # found before a base is made, not by a rank
         return self._run(DATA, prepare_data, config=config)
-
-    def _train(self, base: Artifact, data: Artifact) -> Artifact:
-        settings = resolved(self.settings)
-        inputs, config = {"base": base, "data": data}, {"settings": settings}
-        stage = TRAIN
-        if settings.online:
-            stage, inputs = REINFORCE, {**inputs, **self._online_inputs(base, settings)}
-        # One folder for one result: what broke off is found again by the next attempt at it.
-        key = stage.key(plain(config), inputs)
-        checkpoints = self.mechanism.store.parent / "checkpoints" / key
-        trained = self._run(
-            stage,
-            train,
-            inputs=inputs,
-            config=config,
-            context={
-                "base_digest": base.digest,
-                "checkpoints": checkpoints,
-                "resume": self.settings["train"]["resume"],
-                "tokens": self.mechanism.store.parent / "cache" / "tokens",
-                "log_path": self._log("train"),
-                "leader": self.leader,
-            },
-            observe=self._observe_training,
-        )
-        if not self.settings["train"]["keep_ckpts"]:
-            # They are for a run that broke off; what it led to is published now.
-            shutil.rmtree(checkpoints, ignore_errors=True)
-        return trained
-
-    def _online_inputs(self, base: Artifact, settings: Settings) -> dict[str, Artifact]:
-        """What learning from own replies reads beside base and data."""
-        found = {} if self.reward is None else {"reward": self.reward}
-        quantization = settings.peft.quantization()
-        if quantization is not None and settings.online["rollout"]["engine"] == "vllm":
-            found["rollout"] = self._run(
-                ROLLOUT_BASE,
-                rollout_base,
-                inputs={"base": base},
-                config={"quantization": quantization, "dtype": settings.dtype},
-                context={"perform": self.scorer.perform},
-            )
-        return found
-
-    @contextlib.contextmanager
-    def _observe_training(self, run: StageRun, log: Any) -> Iterator[Callable[[Any], None]]:
-        """Progress; and the scorer's imports happen while the ranks are still at work."""
-        with progress(run, log) as shown:
-
-            def on_event(event: dict[str, Any]) -> None:
-                if event["event"] == "plan":
-                    self.scorer.warm()
-                shown(event)
-
-            yield on_event
 
     def _gather(self, trained: Artifact, base: Artifact) -> Artifact:
         full = self.settings["peft"]["kind"] == "none"
@@ -188,42 +122,15 @@ class Chain:
             context=self._measuring,
         )
 
-    def _smoke_eval(self, served: StageResult, **inputs: Artifact) -> None:
-        settings = dict(self.settings["smoke"])
-        engine = settings.pop("engine")
-        drawing: dict[str, float] = {}
-        context: dict[str, Any] = {"scorer": self.scorer, "log_path": self._log("smoke_eval")}
-        if self.settings["train"]["objective"] == "reward":
-            function: Any = smoke_rewards
-            del inputs["base"]  # it has no head to compare with
-        else:
-            function = smoke_texts if self._rows is TEXTS else smoke_eval
-            if self._rows is PROMPTS:
-                drawing["temperature"] = self.settings["rollout"]["temperature"]
-                if (reward := self._reward_model()) is not None:
-                    inputs["reward"] = reward
-            history = {r.name: r.drift for r in self.mechanism.results if r.drift is not None}
-            context["history"] = history
-        self._run(
-            SMOKE,
-            function,
-            inputs={"served": served.artifact, **inputs},
-            config={
-                "engine": engine,
-                "settings": SmokeSettings(**settings),
-                "profile": self._profile,
-                **drawing,
-            },
-            context=context,
-        )
+    @property
+    def _training(self) -> Training:
+        of_chain = (self.settings, self.mechanism, self.scorer)
+        return Training(*of_chain, self.leader, self.reward)
 
-    def _reward_model(self) -> Artifact | None:
-        """Who scores the replies: the link before, or a folder of the user's."""
-        if self.reward is not None:
-            return self.reward
-        if (named := self.settings["reward"]["model"]) is None:
-            return None
-        return Artifact("served", Path(named).expanduser(), model_digest(Path(named)))
+    @property
+    def _smoke(self) -> Smoke:
+        of_chain = (self.settings, self.mechanism, self.scorer)
+        return Smoke(*of_chain, self._rows, self._profile, self.reward)
 
     @property
     def _measuring(self) -> dict[str, Any]:
@@ -248,20 +155,6 @@ class Chain:
     def _result(self, stage: Stage, function: Any, **arguments: Any) -> StageResult:
         arguments = {"inputs": {}, "config": {}, **arguments}
         return self.mechanism.run(stage, function, **arguments)
-
-
-def resolved(settings: Mapping[str, Any]) -> Settings:
-    """What is trained, of the configuration's sections."""
-    sections = {name: settings[name] for name in ("train", "peft", "zero", "model", "seed")}
-    if settings["train"]["objective"] not in PROMPTS.objectives:
-        return Settings.from_sections(**sections)
-    reward = settings["reward"]
-    online = {
-        "rl": settings["rl"],
-        "rollout": settings["rollout"],
-        "reward": {**reward, "digest": sources_digest(reward)},
-    }
-    return Settings.from_sections(**sections, online=online)
 
 
 _LOADING = ("dtype", "attn_implementation", "trust_remote_code")

@@ -7,7 +7,8 @@ import sys
 from collections.abc import Sequence
 from typing import Any, cast
 
-from flows.chain import Chain, resolved
+from flows.chain import Chain
+from flows.chain_train import resolved
 from flows.links import Link
 from flows.looker import Looker
 from tasks.artifact import Artifact

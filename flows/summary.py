@@ -5,11 +5,12 @@ from __future__ import annotations
 import json
 import os
 import shutil
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
+from flows.evaluation import evaluation_lines
 from tasks.stage import StageResult
 
 
@@ -78,39 +79,13 @@ class Summary:
             )
         return "\n".join([*lines, "", *(f"- {line}" for line in self._closing())])
 
-    def _measure(self) -> str:
-        return "pairs in the right order" if "pairs" in self.eval else "exact match"
-
     def _titles(self) -> tuple[str, str, str]:
         """Of the three columns of distances."""
         of_scores = any("mean_difference" in (stage["drift"] or {}) for stage in self.stages)
         return ("mean diff", "max diff", "order") if of_scores else ("mean KL", "p95 KL", "top-1")
 
     def _closing(self) -> list[str]:
-        lines = []
-        before, after = self.eval.get("before"), self.eval.get("after")
-        if before is not None and after is not None:
-            lines.append(
-                f"{self._measure()} {before:.1%} -> {after:.1%} "
-                f"({100 * (after - before):+.1f} points)"
-            )
-        losses = self.eval.get("loss_before"), self.eval.get("loss_after")
-        if losses[0] is not None and losses[1] is not None:
-            lines.append(f"held-out loss {losses[0]:.3f} -> {losses[1]:.3f}")
-        rewards = self.eval.get("reward_before"), self.eval.get("reward_after")
-        if rewards[0] is not None and rewards[1] is not None:
-            lines.append(f"held-out reward {rewards[0]:.3f} -> {rewards[1]:.3f}")
-        drawn = self.eval.get("drawn_before"), self.eval.get("drawn_after")
-        if drawn[0] is not None and drawn[1] is not None:
-            lines.append(f"exact match of drawn answers {drawn[0]:.1%} -> {drawn[1]:.1%}")
-        scored = self.eval.get("scored_before"), self.eval.get("scored_after")
-        if scored[0] is not None and scored[1] is not None:
-            lines.append(
-                f"reward of drawn answers {scored[0]:.2f} -> {scored[1]:.2f} "
-                f"({scored[1] - scored[0]:+.2f} standard deviations)"
-            )
-        if (kl := self.eval.get("kl")) is not None:
-            lines.append(f"distance from the model before {kl:.2f} nats a token")
+        lines = evaluation_lines(self.eval)
         if self.findings:
             dealt = sum(bool(one["handled"]) for one in self.findings)
             rest = len(self.findings) - dealt
@@ -135,48 +110,6 @@ def stage_entry(result: StageResult) -> dict[str, Any]:
         "tensors_checked": len(result.checks),
         "drift": result.drift,
     }
-
-
-def evaluation(results: Sequence[StageResult]) -> dict[str, float | None]:
-    """Exact match, held-out loss and reward, before and after, from the stages' metrics; of several
-    chains from the last one's.
-    """
-    metrics: dict[str, float] = {}
-    for result in results:
-        if _link(result) == _link(results[-1]):
-            metrics |= result.metrics
-    pairs = {"pairs": metrics["eval/pairs"]} if "eval/pairs" in metrics else {}
-    rewards = {
-        f"reward_{when}": metrics[f"heldout_reward_{when}"]
-        for when in ("before", "after")
-        if f"heldout_reward_{when}" in metrics
-    }
-    scored = {
-        f"{name}_{when}": metrics[f"{name}/{when}"]
-        for name in ("drawn", "scored")
-        for when in ("before", "after")
-        if f"{name}/{when}" in metrics
-    }
-    online = {**rewards, **scored, **_distance(metrics)}
-    return {
-        **pairs,
-        "before": metrics.get("eval/before"),
-        "after": metrics.get("eval/after"),
-        "loss_before": metrics.get("heldout_loss_before"),
-        "loss_after": metrics.get("heldout_loss_after"),
-        **online,
-    }
-
-
-def _distance(metrics: Mapping[str, float]) -> dict[str, float]:
-    """From the model before, nats a token: the served model's, else what training estimated."""
-    names = [name for name in ("drawn/kl", "kl") if name in metrics]
-    return {"kl": metrics[names[0]]} if names else {}
-
-
-def _link(result: StageResult) -> str:
-    """The chain that a stage is of, where there are several."""
-    return result.name.rpartition(".")[0]
 
 
 def _columns(drift: Mapping[str, float]) -> tuple[str, str, str]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import resource
 import sys
 from collections.abc import Mapping
 from pathlib import Path
@@ -12,14 +11,13 @@ from typing import Any
 from flows.bootstrap import bootstrap
 from flows.config import Composed
 from flows.entry import run_main
+from flows.memory_limit import bounded_memory
 from flows.signals import exit_on_signals
 from tasks.audit import Report, audit
 from tasks.doctor.repair import repair
 from tasks.errors import ConfigError, PlumblineError
 
 PROJECT = Path(__file__).resolve().parents[1]
-MAX_MEMORY = 16 << 30
-"""Bytes of address space. What is read is bounded before it is read; this holds what is not."""
 
 
 def main() -> int:
@@ -34,18 +32,10 @@ def _job(composed: Composed, overrides: list[str]) -> int:
         raise ConfigError("fix=true writes a new folder: which?", hint="out_dir=<a new folder>")
     if settings["prefect"]:
         return _in_prefect(composed, overrides)
-    limit = _limit_memory()
-    try:
-        report = examine(settings)
-        status = _say(report, settings["out"])
-        if settings["fix"]:
-            _tell(repaired(settings))
-            return 0
-    except MemoryError as error:
-        raise ConfigError(
-            f"source={settings['source']}: needs more than {limit / 2**30:.1f} GiB to be looked at",
-            hint="look at what the largest .json and .bin files in it are",
-        ) from error
+    status = _say(examine(settings), settings["out"])
+    if settings["fix"]:
+        _tell(repaired(settings))
+        return 0
     return status
 
 
@@ -56,7 +46,8 @@ def repaired(settings: Mapping[str, Any]) -> dict[str, Any]:
         ConfigError, ContractError, ArtifactError: as `tasks.doctor.repair.repair` says.
     """
     base, out = settings["base"], _folder(settings["out_dir"])
-    made = repair(_folder(settings["source"]), out, base=_folder(base) if base else None)
+    with bounded_memory(settings["source"]):
+        made = repair(_folder(settings["source"]), out, base=_folder(base) if base else None)
     return {"out_dir": str(out), "digest": made.artifact.digest, "done": list(made.done)}
 
 
@@ -79,7 +70,10 @@ def examine(settings: Mapping[str, Any]) -> Report:
             f"out={out} lies in source={source}, which is only read", hint="out=<a file elsewhere>"
         )
     try:
-        found = audit(source, base=_folder(base) if base else None, values=settings["values"])
+        with bounded_memory(settings["source"]):
+            found = audit(source, base=_folder(base) if base else None, values=settings["values"])
+    except ConfigError:
+        raise
     except PlumblineError as error:
         raise ConfigError(error.message, details=error.details, hint="source=<folder>") from error
     if out not in (None, "-"):
@@ -125,14 +119,6 @@ def _in_prefect(composed: Composed, overrides: list[str]) -> int:
     if made is not None:
         _tell(made)
     return 0 if found["ok"] or made is not None else 1
-
-
-def _limit_memory() -> int:
-    """Bound this process's address space. Returns the bound, in bytes."""
-    _, hard = resource.getrlimit(resource.RLIMIT_AS)
-    limit = MAX_MEMORY if hard == resource.RLIM_INFINITY else min(MAX_MEMORY, hard)
-    resource.setrlimit(resource.RLIMIT_AS, (limit, hard))
-    return limit
 
 
 def _folder(text: str) -> Path:

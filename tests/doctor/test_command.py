@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import resource
 import subprocess
 import sys
 from dataclasses import dataclass
@@ -13,6 +14,8 @@ import pytest
 import torch
 
 from benchmarks.synthetic import make_sparse
+from flows.memory_limit import MAX_MEMORY, bounded_memory
+from tasks.errors import ConfigError
 from tests.doctor.making import adapter_tensors, make_adapter, make_model, tensors
 
 PROJECT = Path(__file__).resolve().parents[2]
@@ -114,6 +117,17 @@ def test_what_needs_more_memory_than_it_may_have(tmp_path: Path, more: list[str]
     assert (done.returncode, "Traceback" in done.stderr) == (2, False), done.stderr
     assert f"source={root}: needs more than 0.2 GiB to be looked at" in done.stderr
     assert not (tmp_path / "new").exists()
+
+
+def test_the_bound_holds_within_a_process_that_goes_on() -> None:
+    """As with `prefect=true`, where the audit shares its process with the flow."""
+    before = resource.getrlimit(resource.RLIMIT_AS)
+    with (
+        pytest.raises(ConfigError, match=r"source=it: needs more than \d+\.\d GiB"),
+        bounded_memory("it"),
+    ):
+        bytearray(MAX_MEMORY + 1)
+    assert resource.getrlimit(resource.RLIMIT_AS) == before
 
 
 def test_neither_torch_nor_prefect_is_imported(tmp_path: Path) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -103,8 +104,9 @@ def _in_prefect(composed: Composed, overrides: list[str]) -> int:
     bootstrap(PROJECT, composed.runs)
     from flows.lock import hold
     from flows.prefect_server import prefect_server
+    from flows.warm_up import warm_up
 
-    settings, meanwhile = composed.settings, ("flows.audit", "mlflow")
+    settings, meanwhile = composed.settings, partial(warm_up, composed, "flows.audit")
     wait_s = settings["paths"]["wait_s"]
     with hold(composed.runs, wait_s), prefect_server(composed.runs, meanwhile=meanwhile):
         from flows.audit import audit as flow

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 
 from flows.bootstrap import bootstrap
@@ -14,6 +15,7 @@ from flows.outcome import exit_status
 from flows.plan import check, render
 from flows.prefect_server import prefect_server
 from flows.signals import exit_on_signals
+from flows.warm_up import warm_up
 from tasks.launch import kill_children_on_abort
 from tasks.nodes import Meeting
 
@@ -40,7 +42,7 @@ def _job(composed: Composed, overrides: list[str]) -> int:
         return run_follower(composed, meeting)
     with (
         hold(composed.runs, composed.settings["paths"]["wait_s"]),
-        prefect_server(composed.runs, meanwhile=("flows.rlhf", "mlflow")),
+        prefect_server(composed.runs, meanwhile=partial(warm_up, composed, "flows.rlhf")),
         kill_children_on_abort(),
     ):
         from flows.rlhf import rlhf

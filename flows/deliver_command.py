@@ -11,6 +11,7 @@ import logging
 import os
 import sys
 import uuid
+from functools import partial
 from pathlib import Path
 
 from flows.bootstrap import bootstrap
@@ -47,9 +48,10 @@ def _job(composed: Composed, overrides: list[str]) -> int:
 
 def _in_prefect(planned: Planned, overrides: list[str]) -> int:
     from flows.prefect_server import prefect_server
+    from flows.warm_up import warm_up
 
     composed = planned.composed
-    with prefect_server(composed.runs, meanwhile=("flows.deliver", "mlflow")):
+    with prefect_server(composed.runs, meanwhile=partial(warm_up, composed, "flows.deliver")):
         from flows.deliver import deliver
 
         hand_over(planned)

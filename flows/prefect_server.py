@@ -16,7 +16,7 @@ import os
 import socket
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator
 from datetime import UTC, datetime
 from pathlib import Path
 
@@ -46,7 +46,7 @@ _running: dict[Path, tuple[Child, str]] = {}
 
 
 @contextlib.contextmanager
-def prefect_server(runs: Path, meanwhile: Sequence[str] = ()) -> Iterator[str]:
+def prefect_server(runs: Path, meanwhile: Callable[[], None] | None = None) -> Iterator[str]:
     """A Prefect API for the flow runs of the block; gives its address.
 
     With `PREFECT_API_URL` set by the user that server is used and nothing is started. Otherwise a
@@ -60,7 +60,7 @@ def prefect_server(runs: Path, meanwhile: Sequence[str] = ()) -> Iterator[str]:
 
     Args:
         runs: the folder everything goes under.
-        meanwhile: modules to import while the server starts; both take seconds.
+        meanwhile: what can be done while the server starts; both take seconds. Imports, say.
 
     Raises:
         PlumblineError: the server did not come up.
@@ -69,7 +69,7 @@ def prefect_server(runs: Path, meanwhile: Sequence[str] = ()) -> Iterator[str]:
     if theirs and all(theirs != url for _, url in _running.values()):
         yield theirs
         return
-    url = _running_or_new(runs.absolute(), ("prefect.main", *meanwhile))
+    url = _running_or_new(runs.absolute(), meanwhile)
     os.environ["PREFECT_API_URL"] = url
     _refresh_settings()
     logging.getLogger("prefect.flow_runs").addFilter(_no_link_to_a_page)
@@ -80,7 +80,7 @@ def prefect_server(runs: Path, meanwhile: Sequence[str] = ()) -> Iterator[str]:
         _wait_for_records(url, entered)
 
 
-def _running_or_new(runs: Path, meanwhile: Sequence[str]) -> str:
+def _running_or_new(runs: Path, meanwhile: Callable[[], None] | None) -> str:
     known = _running.get(runs)
     if known is not None and known[0].poll() is None:
         return known[1]
@@ -101,7 +101,7 @@ def _running_or_new(runs: Path, meanwhile: Sequence[str]) -> str:
     return url
 
 
-def _start(log_path: Path, meanwhile: Sequence[str]) -> tuple[Child, str]:
+def _start(log_path: Path, meanwhile: Callable[[], None] | None) -> tuple[Child, str]:
     deadline = time.monotonic() + START_S
     for _ in range(START_ATTEMPTS):  # another process may take the free port before the server
         port = _free_port()
@@ -118,8 +118,9 @@ def _start(log_path: Path, meanwhile: Sequence[str]) -> tuple[Child, str]:
             )
         url = f"http://127.0.0.1:{port}/api"
         try:
-            for module in meanwhile:
-                importlib.import_module(module)
+            importlib.import_module("prefect.main")
+            if meanwhile is not None:
+                meanwhile()
             if _healthy(child, url, deadline):
                 return child, url
         except BaseException:

@@ -10,7 +10,7 @@ from tasks.doctor.finding import Finding
 from tasks.doctor.recognise import ADAPTER_CONFIG, CONFIG, MODELS
 from tasks.doctor.source import Source
 from tasks.doctor.weights import open_weights
-from tasks.weights.heads.absence import absence
+from tasks.weights.heads.absence import absence, layered_head
 from tasks.weights.heads.detect import Found, Head, detect
 from tasks.weights.heads.folder import ADAPTER, HEAD, MODEL, SIDE_FILES, HeadFolder, architectures
 from tasks.weights.source import Source as Tensors
@@ -50,7 +50,7 @@ def opened(source: Source) -> HeadFolder:
 
 
 def _absent(source: Source, found: Found) -> Iterator[Finding]:
-    if found.head is not None or not source.weights.is_whole:
+    if found.head is not None or not source.weights.is_whole or layered_head(found.folder):
         return
     reason = next(iter(absence(found.folder, found.lora_on)), "")
     if found.lora_on and not _base_has(source, found.lora_on):

@@ -22,7 +22,7 @@ from tasks.doctor.finding import Severity
 from tasks.weights.families.conversion import default_layout
 from tests.weights.adapters.making import quiet
 
-HEADS = {"CAUSAL_LM": 140, "IMAGE_TEXT_TO_TEXT": 55}
+HEADS = {"CAUSAL_LM": 140, "IMAGE_TEXT_TO_TEXT": 55, "SEQUENCE_CLASSIFICATION": 115}
 """And how many of their classes can be built with default sizes, at least."""
 DEFAULTS = {"arcee": "TOKEN_ID_RANGE", "starcoder2": "TOKEN_ID_RANGE"}
 """Families whose default ids of special tokens are those of a larger vocabulary."""

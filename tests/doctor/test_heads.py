@@ -147,3 +147,28 @@ class TestNormalisation:
             codes(make_model(tmp_path / "it", scored(), **named, **said))["HEAD_MEAN_STD"]
             == "error"
         )
+
+
+class TestHeadsOfSeveralLayers:
+    """Encoders have them: nothing was lost, though there is no `score.weight`."""
+
+    def test_in_an_adapter_of_peft_and_in_the_model(self, tmp_path: Path) -> None:
+        from peft import LoraConfig, get_peft_model
+        from transformers import RobertaConfig, RobertaForSequenceClassification
+
+        config = RobertaConfig(
+            vocab_size=64, hidden_size=16, num_hidden_layers=1, num_attention_heads=2,
+            intermediate_size=16, num_labels=1,
+        )  # fmt: skip
+        model = RobertaForSequenceClassification(config)
+        model.save_pretrained(tmp_path / "model")
+        get_peft_model(model, LoraConfig(r=2, task_type="SEQ_CLS")).save_pretrained(tmp_path / "it")
+        assert errors(codes(tmp_path / "model")) == set()
+        assert errors(codes(tmp_path / "it", base=tmp_path / "model")) == set()
+        assert errors(codes(tmp_path / "it")) == set()
+
+    def test_one_that_is_not_there_is_still_missed(self, tmp_path: Path) -> None:
+        folder = make_model(
+            tmp_path / "it", trunk(), architectures=["RobertaForSequenceClassification"]
+        )
+        assert "HEAD_MISSING" in errors(codes(folder))

@@ -5,6 +5,7 @@ A head that was never saved cannot be made up: a new one scores at random, and l
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -13,6 +14,11 @@ from tasks.weights.names import PEFT_PREFIX
 
 HEAD_MODULES = ("score", "value_head", "v_head", "classifier")
 """Names of modules that may be a head; OpenRLHF's configuration may name another."""
+_LAYERED = re.compile(
+    r"(classifier|score)\.(?!weight$|bias$|lora_|base_layer)|(classification_head|sequence_summary|logits_proj)\."
+    r"|perceiver\.decoder\."
+)
+"""Heads of several layers, as encoders have them: BERT's kin, T5's and BART's, XLNet's."""
 _LOST = "it was never saved, so it cannot be recovered: train again with the head saved whole"
 
 
@@ -40,10 +46,21 @@ def absence(folder: HeadFolder, lora_on: str) -> Iterator[str]:
             f"initialised at random, {_LOST} (modules_to_save=[{lora_on}])"
         )
         return
+    if layered := layered_head(folder):
+        yield f"{layered}: a head of several layers; here a head is one linear layer"
+        return
     reasons = [*_says_head(folder.config), *_adapter_says_head(folder.adapter_config or {})]
     if reasons:
         names = ", ".join(f"{one}.weight" for one in HEAD_MODULES)
         yield f"no head ({names}), though {reasons[0]}: {_LOST}"
+
+
+def layered_head(folder: HeadFolder) -> str:
+    """The first tensor of a head of several layers; "" where there is none."""
+    keys = folder.sources[folder.weights].tensors
+    heads = (key for key in keys if _LAYERED.match(key.removeprefix(PEFT_PREFIX)))
+    says = (*_says_head(folder.config), *_adapter_says_head(folder.adapter_config or {}))
+    return next(heads, "") if says else ""
 
 
 def _says_head(config: Mapping[str, Any]) -> Iterator[str]:

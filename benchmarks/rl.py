@@ -19,12 +19,12 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
+from benchmarks.asking import RUNS, asked, asking
 from benchmarks.report import RL, document, table, write_docs
 from benchmarks.rl_rounds import Bench, Timed
 from benchmarks.rl_setting import HANDED_RANK, SIZES
 from benchmarks.rounds import Row
 
-RUNS = 3
 TORCHRUN = ("torch.distributed.run", "--standalone", "--nproc-per-node", "1", "-m")
 """vLLM beside a training rank looks for its peers, where there are none too."""
 
@@ -108,39 +108,30 @@ ROWS: dict[str, Callable[[Bench], list[Row]]] = {
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """Run the asked rows; print the table and the JSON line."""
-    asked = _asked(arguments)
+    given = _asked(arguments)
     # torchrun would give a lone rank one thread; everyone gets all.
     os.environ.setdefault("OMP_NUM_THREADS", str(len(os.sched_getaffinity(0))))
-    asked.root.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(dir=asked.root) as folder:
-        bench = Bench(Path(folder).resolve(), asked.runs, asked.size, asked.handed, asked.dtype)
-        rows = [row for name in asked.rows for row in ROWS[name](bench)]
-    found = document(rows, asked.runs, bench="rl")
+    with tempfile.TemporaryDirectory(dir=given.root) as folder:
+        bench = Bench(Path(folder).resolve(), given.runs, given.size, given.handed, given.dtype)
+        rows = [row for name in given.rows for row in ROWS[name](bench)]
+    found = document(rows, given.runs, bench="rl")
     print(table(rows))
     print(json.dumps(found))
-    usual = asked.size == "110M" and asked.handed == "1.5B" and asked.dtype == "float32"
-    if usual and asked.rows == list(ROWS) and asked.runs >= RUNS:
-        write_docs(asked.docs, rows, found, RL)
+    usual = given.size == "110M" and given.handed == "1.5B" and given.dtype == "float32"
+    if usual and given.rows == list(ROWS) and given.runs >= RUNS:
+        write_docs(given.docs, rows, found, RL)
     else:
-        print(f"{asked.docs} is left as it is: not every row, the usual sizes and {RUNS} runs")
+        print(f"{given.docs} is left as it is: not every row, the usual sizes and {RUNS} runs")
 
 
 def _asked(arguments: Sequence[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(prog="bench-rl", description=__doc__)
-    parser.add_argument("rows", nargs="*", help=f"of {', '.join(ROWS)}; all when none is named")
-    parser.add_argument("--runs", type=int, default=RUNS)
+    parser = asking("rl", __doc__, ROWS)
     parser.add_argument("--size", default="110M", choices=list(SIZES), help="rollout, iteration")
     parser.add_argument("--handed", default="1.5B", choices=list(SIZES), help="handoff")
     parser.add_argument("--dtype", default="float32", choices=["float32", "bfloat16"],
                         help="iteration; the others are bf16")  # fmt: skip
-    parser.add_argument("--root", type=Path, default=Path(".cache/bench"), help="for the models")
     parser.add_argument("--docs", type=Path, default=Path("docs"), help="for a whole run's result")
-    asked = parser.parse_args(arguments)
-    unknown = sorted(set(asked.rows) - set(ROWS))
-    if unknown:
-        parser.error(f"no row {unknown[0]}; there are {', '.join(ROWS)}")
-    asked.rows = asked.rows or list(ROWS)
-    return asked
+    return asked(parser, ROWS, arguments)
 
 
 if __name__ == "__main__":

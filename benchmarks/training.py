@@ -10,7 +10,6 @@ but in the row about memory, where it is on for everybody.
 
 from __future__ import annotations
 
-import argparse
 import json
 import os
 import platform
@@ -23,6 +22,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
+from benchmarks.asking import asked, asking
 from benchmarks.children import Cost, run
 from benchmarks.report import table
 from benchmarks.rounds import Row
@@ -224,21 +224,14 @@ ROWS: dict[str, Callable[[Bench], list[Row]]] = {
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """Run the asked rows; print the table and the JSON line."""
-    parser = argparse.ArgumentParser(prog="bench-training", description=__doc__)
-    parser.add_argument("rows", nargs="*", help=f"of {', '.join(ROWS)}; all when none is named")
-    parser.add_argument("--runs", type=int, default=3)
+    parser = asking("training", __doc__, ROWS)
     parser.add_argument("--shape", default="100M", choices=list(SHAPES))
     parser.add_argument("--dtype", default="float32", choices=["float32", "bfloat16"])
-    parser.add_argument("--root", type=Path, default=Path(".cache/bench"))
-    asked = parser.parse_args(arguments)
-    unknown = sorted(set(asked.rows) - set(ROWS))
-    if unknown:
-        parser.error(f"no row {unknown[0]}; there are {', '.join(ROWS)}")
-    asked.root.mkdir(parents=True, exist_ok=True)
-    folder = Path(tempfile.mkdtemp(dir=asked.root)).resolve()
+    given = asked(parser, ROWS, arguments)
+    folder = Path(tempfile.mkdtemp(dir=given.root)).resolve()
     try:
-        bench = Bench(folder, asked.runs, asked.shape, asked.dtype)
-        rows = [row for name in asked.rows or ROWS for row in ROWS[name](bench)]
+        bench = Bench(folder, given.runs, given.shape, given.dtype)
+        rows = [row for name in given.rows for row in ROWS[name](bench)]
     finally:
         shutil.rmtree(folder)
     print(table(rows))

@@ -15,44 +15,35 @@ import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 
+from benchmarks.asking import RUNS, asked, asking
 from benchmarks.report import document, table, write_docs
 from benchmarks.rounds import Bench
 from benchmarks.rows import ROWS
 from benchmarks.shapes import SIZES
 
 ALL_SIZES = ["0.5", "1.5", "3"]
-RUNS = 3
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """Run the asked rows; print the table and the JSON line."""
-    asked = _asked(arguments)
-    asked.root.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(dir=asked.root) as folder:
-        bench = Bench(Path(folder).resolve(), asked.runs, asked.sizes)
-        rows = [row for name in asked.rows for row in ROWS[name](bench)]
-    found = document(rows, asked.runs)
+    given = _asked(arguments)
+    with tempfile.TemporaryDirectory(dir=given.root) as folder:
+        bench = Bench(Path(folder).resolve(), given.runs, given.sizes)
+        rows = [row for name in given.rows for row in ROWS[name](bench)]
+    found = document(rows, given.runs)
     print(table(rows))
     print(json.dumps(found))
-    if asked.rows == list(ROWS) and asked.sizes == ALL_SIZES and asked.runs >= RUNS:
-        write_docs(asked.docs, rows, found)
+    if given.rows == list(ROWS) and given.sizes == ALL_SIZES and given.runs >= RUNS:
+        write_docs(given.docs, rows, found)
     else:
-        print(f"{asked.docs} is left as it is: not every row, every size and {RUNS} runs")
+        print(f"{given.docs} is left as it is: not every row, every size and {RUNS} runs")
 
 
 def _asked(arguments: Sequence[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(prog="bench-weights", description=__doc__)
-    parser.add_argument("rows", nargs="*", help=f"of {', '.join(ROWS)}; all when none is named")
+    parser = asking("weights", __doc__, ROWS)
     parser.add_argument("--sizes", nargs="+", default=ALL_SIZES, choices=list(SIZES))
-    parser.add_argument("--runs", type=int, default=RUNS)
-    parser.add_argument("--root", type=Path, default=Path(".cache/bench"), help="for the models")
     parser.add_argument("--docs", type=Path, default=Path("docs"), help="for a whole run's result")
-    asked = parser.parse_args(arguments)
-    unknown = sorted(set(asked.rows) - set(ROWS))
-    if unknown:
-        parser.error(f"no row {unknown[0]}; there are {', '.join(ROWS)}")
-    asked.rows = asked.rows or list(ROWS)
-    return asked
+    return asked(parser, ROWS, arguments)
 
 
 if __name__ == "__main__":

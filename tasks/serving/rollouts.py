@@ -20,8 +20,9 @@ import numpy as np
 
 from tasks.errors import ArtifactError, TrainingError
 from tasks.serving.colocation import Answer, Colocation, Sampling, room_for_rank
+from tasks.serving.cpu_linear import use_fp32_products
 from tasks.serving.guest import engine_class, on_gpu, undisturbed
-from tasks.serving.lora_ops import use_matrix_products
+from tasks.serving.lora_ops import WIDENED, use_matrix_products
 
 if TYPE_CHECKING:
     import torch
@@ -69,6 +70,7 @@ class Colocated:
         try:
             with undisturbed():
                 core.add_lora(request)
+                WIDENED.forget()
         except (ValueError, RuntimeError, KeyError, IndexError) as error:
             raise ArtifactError(
                 f"vLLM refuses version {version} of the policy: {_first_line(error)}",
@@ -188,6 +190,7 @@ def _start(how: Colocation, sampling: Sampling) -> Any:
     gpu = on_gpu()
     if not gpu:
         use_matrix_products()
+        use_fp32_products()
     memory = {"gpu_memory_utilization": how.gpu_memory, "enable_sleep_mode": True}
     if not gpu:
         memory = {"kv_cache_memory_bytes": int(how.kv_cache_gib * 2**30)}

@@ -12,14 +12,19 @@ TEMPLATE = (
     "{% if add_generation_prompt %}<|im_start|> assistant {% endif %}"
 )
 
+SHARED = 2.0
+"""Others are 0.02 on average."""
 
-def write_llama(folder: Path, size: Size, *, dtype: str) -> None:
+
+def write_llama(folder: Path, size: Size, *, dtype: str, ends: float | None = None) -> None:
     """A model of that size and its tokenizer, as `save_pretrained` writes them.
 
     Args:
         folder: made.
         size: of the model.
         dtype: torch name of its weights'.
+        ends: how likely each token ends what the model says; None: as likely as any other one. Then
+            the head is tied to the embedding, otherwise it is one of its own.
     """
     import torch
     from transformers import AutoModelForCausalLM, LlamaConfig
@@ -33,15 +38,40 @@ def write_llama(folder: Path, size: Size, *, dtype: str) -> None:
         num_attention_heads=size.heads,
         num_key_value_heads=size.kv_heads,
         max_position_embeddings=2048,
-        tie_word_embeddings=True,
+        tie_word_embeddings=ends is None,
         bos_token_id=None,
         eos_token_id=tokenizer.eos_token_id,
         pad_token_id=tokenizer.pad_token_id,
     )
     torch.manual_seed(0)
-    model = AutoModelForCausalLM.from_config(config, dtype=getattr(torch, dtype))
-    model.save_pretrained(folder)
+    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    if ends is not None:
+        _end_by_chance(model, ends)
+    model.to(getattr(torch, dtype)).save_pretrained(folder)
     tokenizer.save_pretrained(folder)
+
+
+def _end_by_chance(model: Any, ends: float) -> None:
+    """Have the end be equally likely after any text.
+
+    Every embedding has the same large number in one place, so that all last states have a direction
+    in common: the head's row of the end is a multiple of it, found by bisection.
+    """
+    import torch
+
+    with torch.no_grad():
+        model.get_input_embeddings().weight[:, 0] = SHARED
+        texts = torch.randint(6, model.config.vocab_size, (8, 64))
+        states = model.model(input_ids=texts).last_hidden_state.flatten(0, 1)
+        head = model.get_output_embeddings().weight
+        common = states.mean(0) / states.mean(0).square().sum()
+        others = (states @ head.t()).logsumexp(-1)
+        low, high = 0.0, 40.0
+        for _ in range(40):
+            middle = (low + high) / 2
+            chance = torch.sigmoid(middle * (states @ common) - others).mean()
+            low, high = (middle, high) if chance < ends else (low, middle)
+        head[model.config.eos_token_id] = low * common
 
 
 def word_tokenizer(vocabulary: int) -> Any:

@@ -71,7 +71,8 @@ def handoff_rows(bench: Bench) -> list[Row]:
 
 def iteration_rows(bench: Bench) -> list[Row]:
     """One iteration of GRPO beside TRL's, and how much of ours is none of the work."""
-    ask = {"dtype": bench.dtype, "base": bench.base(bench.size), "data": bench.prompts(bench.size)}
+    base, data = bench.ending_base(bench.size), bench.prompts(bench.size)
+    ask = {"dtype": bench.dtype, "base": base, "data": data}
     found = bench.interleaved({name: _loop(name, **ask) for name in ("ours", "trl")})
     ours, peer = found["ours"], found["trl"]
     ratio = peer.seconds / ours.seconds

@@ -2,9 +2,10 @@
 
     python -m benchmarks.rl_loop_jobs ours '{"base": ..., "data": ..., "out": ...}'
 
-Both ask the same number of prompts as often, answer with as many tokens, score with the same
-function, and take one optimizer step an iteration on a LoRA adapter of one rank on all linear
-layers, without a reference and without gradient checkpointing. The first iteration warms up.
+Both ask the same number of prompts as often, answer until the model ends or as many tokens are
+there, score with the same function, and take one optimizer step an iteration on a LoRA adapter of
+one rank on all linear layers, without a reference and without gradient checkpointing. The first
+iteration warms up.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.rl_rollout_jobs import say
-from benchmarks.rl_setting import RANK, lora_config
+from benchmarks.rl_setting import MAX_TOKENS, RANK, lora_config
 from benchmarks.trl_arguments import common
 
 LR = 1e-5
@@ -39,7 +40,7 @@ class Ask:
         dtype: of the model.
         prompts: of an iteration.
         samples: replies to each.
-        tokens: of each reply.
+        tokens: of a reply at most.
         micro: replies of a micro-batch.
         timed: iterations after the first.
     """
@@ -50,9 +51,9 @@ class Ask:
     dtype: str = "float32"
     prompts: int = 16
     samples: int = 4
-    tokens: int = 64
+    tokens: int = MAX_TOKENS
     micro: int = 16
-    timed: int = 2
+    timed: int = 1
 
     @property
     def replies(self) -> int:
@@ -137,7 +138,6 @@ def trl(ask: Ask) -> None:
         gradient_accumulation_steps=ask.replies // ask.micro,
         num_generations=ask.samples,
         max_completion_length=ask.tokens,
-        generation_kwargs={"min_new_tokens": ask.tokens},
         max_steps=1 + ask.timed,
         learning_rate=LR,
         lr_scheduler_type="constant",

@@ -98,6 +98,10 @@ class Bench:
         """A model; made when first asked for."""
         return self._made(f"base-{size}", "make_base", repr(size))
 
+    def ending_base(self, size: str) -> str:
+        """One whose replies end by themselves."""
+        return self._made(f"ending-base-{size}", "make_ending_base", repr(size))
+
     def adapter(self, size: str) -> str:
         """Its adapter."""
         return self._made(f"adapter-{size}", "make_adapter", repr(self.base(size)))

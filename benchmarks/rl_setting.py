@@ -1,8 +1,7 @@
 """What online learning is timed on, made on the spot: Llama models, an adapter, prompts, a reward.
 
 A word is a token. (For a Qwen2 model transformers 5 takes Qwen2's kind of tokenizer whatever its
-files say, and that knows none of these words.) Weights are random: no reply ends by itself but by
-the chance of one word among all, so that lengths are what is asked for.
+files say, and that knows none of these words.) Weights are random.
 """
 
 from __future__ import annotations
@@ -32,6 +31,11 @@ PROMPT_LENGTHS = (16, 64)
 REPLY_LENGTHS = (16, 128)
 """Both ends included."""
 
+ENDS = 1 / 64
+"""How likely each token of a model that ends its replies by itself is the last one."""
+MAX_TOKENS = 128
+"""Of such replies: 55 on average then, and one in eight is cut."""
+
 REWARD = """\
 def score(completions, **columns):
     return [float(sum(map(ord, one[0]["content"])) % 97) for one in completions]
@@ -40,8 +44,13 @@ def score(completions, **columns):
 
 
 def make_base(folder: Path, name: str) -> None:
-    """A model of that size, in bf16."""
+    """A model of that size, in bf16; its replies are as long as they are asked to be."""
     write_llama(folder, SIZES[name], dtype="bfloat16")
+
+
+def make_ending_base(folder: Path, name: str) -> None:
+    """The same, but its replies end by themselves."""
+    write_llama(folder, SIZES[name], dtype="bfloat16", ends=ENDS)
 
 
 def make_adapter(folder: Path, base: str) -> None:

@@ -112,8 +112,10 @@ def test_every_contender_of_online_learning_runs(tmp_path: Path) -> None:
         for one in detail.values():
             assert min(one["runs_s"]) > 0  # type: ignore[index]
     (ours,), (trl,) = (told[2][name]["told"] for name in ("ours", "trl"))  # type: ignore[index]
-    assert len(ours["seconds"]) == len(trl["seconds"]) == 2
-    assert sum(ours["phases"].values()) == pytest.approx(sum(ours["seconds"]) / 2, rel=0.1)
+    assert len(ours["seconds"]) == len(trl["seconds"]) == 1
+    assert sum(ours["phases"].values()) == pytest.approx(sum(ours["seconds"]), rel=0.1)
+    for one in (ours, trl):  # of 64 replies, which end by themselves or are cut
+        assert 64 * 35 < one["tokens"][0] < 64 * 75
 
 
 def test_every_contender_runs_in_every_round_and_the_first_is_not_counted(tmp_path: Path) -> None:

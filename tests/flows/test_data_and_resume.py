@@ -58,7 +58,7 @@ def test_several_sources_are_mixed_by_probability_and_each_is_read_to_its_limit(
         f"{{path: {table}, kind: csv, probability: 0.25, prompt_key: question,"
         " response_key: reply}]"
     )
-    given = ("+exp=qlora", "data=jsonl", sources, "data.stopping=first_exhausted")
+    given = ("+exp=sft_qlora", "data=jsonl", sources, "data.stopping=first_exhausted")
     done = rlhf(runs, *given, "train.max_steps=6", *NATIVE)
     assert done.code == 0, done.output
     said = account(done)
@@ -82,7 +82,7 @@ def test_killed_in_the_middle_of_training_and_started_again_it_leaves_the_same_b
     rlhf: Callable[..., Run], runs: Path, tmp_path: Path
 ) -> None:
     """kill -9 of flow, torchrun and ranks; `train.resume=auto` is the default."""
-    given = ("+exp=qlora", *STEPS, *NATIVE)
+    given = ("+exp=sft_qlora", *STEPS, *NATIVE)
     whole = rlhf(runs, *given)
     assert whole.code == 0, whole.output
     shards = Path(whole.stage("train")["artifact"])
@@ -126,7 +126,7 @@ def test_raw_texts_as_in_pre_training(rlhf: Callable[..., Run], runs: Path, tmp_
     path.write_text("".join(json.dumps({"body": text}) + "\n" for text in rows))
     data = ("data=jsonl", f"data.path={path}", "data.text_key=body")
     length = ("train.max_len=64", "train.max_steps=40", "smoke.eval_samples=40")
-    done = rlhf(runs, "+exp=qlora", "train=pretrain", *data, *length)
+    done = rlhf(runs, "+exp=sft_qlora", "train=pretrain", *data, *length)
     assert done.code == 0, done.output
     assert account(done)["rows"] == "texts"
     told = open_artifact(Path(done.stage("train")["artifact"])).notes["data"]

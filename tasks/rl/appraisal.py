@@ -13,7 +13,7 @@ from tasks.rl.algorithms import Recipe
 from tasks.rl.batch import Batch
 from tasks.rl.critic import Critic
 from tasks.rl.experience import Experience, measured
-from tasks.rl.records import estimates
+from tasks.rl.records import compared, estimates
 from tasks.rl.reference import Reference
 from tasks.rl.settings import Online
 from tasks.rl.update import Learned
@@ -46,6 +46,11 @@ class Appraiser:
     online: Online
     recipe: Recipe
 
+    @property
+    def asks_policy_alone(self) -> bool:
+        """Whether nothing but the policy is measured, and nothing estimated of what it says."""
+        return self.critic is None and self.reference is None
+
     def measured(self, got: Experience) -> Experience:
         """With the trainer's, the reference's and the critic's numbers of every token."""
         asked = Asked(self.online.rollout.temperature)
@@ -71,10 +76,11 @@ class Appraiser:
     def estimate(
         self, got: Experience, kl_coef: float, iteration: int
     ) -> tuple[Learned, dict[str, float]]:
-        """Advantages and the correction's weights, and what is noted of both.
+        """Advantages, and what is noted of them and of what was measured.
 
         Args:
-            got: with everything that `measured` adds.
+            got: with everything that `measured` adds; or as it was collected, where the update
+                measures (`Updater.measures`).
             kl_coef: weight of the distance to the reference, this iteration's.
             iteration: 1, 2, ...
 
@@ -83,9 +89,7 @@ class Appraiser:
                 that is trained, or the policy has left the reference.
         """
         loop, rollout = self.online.loop, self.online.rollout
-        assert got.old is not None
-        differs = correction.mismatch(got.old, got.sampled)
-        self._require_same_engine(differs, iteration)
+        record = {} if got.old is None else self.compare(got, iteration)
         penalties = overlong.penalty(
             got.lengths,
             limit=rollout.max_new_tokens,
@@ -96,26 +100,30 @@ class Appraiser:
             lengths_S=got.lengths,
             groups_S=got.groups,
             scores_S=got.rewards + penalties,
-            old_N=got.old,
+            # Read where there is a reference, and then measured.
+            old_N=got.sampled if got.old is None else got.old,
             sampled_N=got.sampled,
             reference_N=got.reference,
             values_N=got.values,
             kl_coef=kl_coef,
         )
         estimated = self.recipe.advantages(batch, loop)
-        weights = correction.weights(
-            got.old,
-            got.sampled,
-            got.lengths,
-            kind=loop.correction,
-            high=loop.correction_high,
-            low=loop.correction_low,
-        )
-        learned = Learned(got, estimated, weights, kl_coef)
-        record = estimates(got, estimated, differs) | {"kl_coef": kl_coef}
+        learned = Learned(got, estimated, kl_coef)
+        record |= estimates(got, estimated) | {"kl_coef": kl_coef}
         if "kl" in record:
             self._require_near(record["kl"], iteration)
         return learned, record
+
+    def compare(self, got: Experience, iteration: int) -> dict[str, float]:
+        """The trainer's log-probabilities beside the engine's; what is noted of them.
+
+        Raises:
+            TrainingError: as `estimate`.
+        """
+        assert got.old is not None
+        differs = correction.mismatch(got.old, got.sampled)
+        self._require_same_engine(differs, iteration)
+        return compared(got.old, differs)
 
     def _require_same_engine(self, differs: correction.Mismatch, iteration: int) -> None:
         limit = self.online.loop.mismatch_limit

@@ -39,8 +39,16 @@ class Learner:
         number: int,
         rows: Sequence[list[int]],
         loss_of: Callable[[list[int]], Loss],
+        check: Callable[[], None] | None = None,
     ) -> tuple[dict[str, float], float]:
         """Optimizer step `number` with this rank's rows of a minibatch.
+
+        Args:
+            number: 1, 2, ...
+            rows: each one's replies.
+            loss_of: a row's loss.
+            check: raises what is to end training, on every rank, after the passes and before a
+                weight moves.
 
         Returns:
             Measures of the minibatch over all ranks, `loss` among them, and the gradient's norm
@@ -69,6 +77,8 @@ class Learner:
                 raise self._error(number, f"{name} is {value}")
         if broken:
             raise self._error(number, "gradient is not finite")
+        if check is not None:
+            check()
         self._engine.step()
         if not self._engine.was_step_applied() and self._job.settings.dtype != "float16":
             raise self._error(number, "gradient is not finite")

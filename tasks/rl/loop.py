@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import time
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 from tasks.events import emit
@@ -105,14 +106,17 @@ class OnlineTrainer:
         known = self.train.collect(iteration, self.asking, samples, clock)
         self.answering.sleep()  # an accelerator's memory; who publishes to it wakes it
         scored = [one for _, one in known]
-        with clock.phase("measure"):
-            got = self.appraiser.measured(experience(scored))
+        got = experience(scored)
+        if not (self.appraiser.asks_policy_alone and self.updater.measures(len(scored))):
+            with clock.phase("measure"):
+                got = self.appraiser.measured(got)
         with clock.phase("estimate"):
             learned, record = self.appraiser.estimate(got, self.controller.coef, iteration)
         if "kl" in record:
             self.controller = self.controller.after(record["kl"], len(scored))
         with clock.phase("update"):
-            record |= self.updater.update(iteration, learned, of=self.iterations)
+            compare = partial(self.appraiser.compare, iteration=iteration)
+            record |= self.updater.update(iteration, learned, compare, of=self.iterations)
         with clock.phase("publish"):
             self.answering.publish()
         record |= collected(scored, self.online.rollout) | speeds(clock, got, begin)

@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
+import torch
 
 from tasks.rl.batch import Estimated
 from tasks.rl.collect import Clock, silent_groups
@@ -51,22 +52,27 @@ def _of_replies(scored: Sequence[Scored], rollout: Rollout) -> dict[str, float]:
     }
 
 
-def estimates(got: Experience, estimated: Estimated, differs: Mismatch) -> dict[str, float]:
-    """Of what was measured and estimated.
+def compared(old_N: torch.Tensor, differs: Mismatch) -> dict[str, float]:
+    """Of the trainer's log-probabilities of the replies' tokens, before the update.
 
-    `entropy` is the replies' mean negative log-probability, an unbiased estimate of the
-    distribution's entropy as long as they were sampled from it; `kl` is the k3 estimate of the
-    distance to the reference, nats a token.
+    `entropy` is their mean, negated: an unbiased estimate of the distribution's entropy as long as
+    the replies were sampled from it.
     """
-    assert got.old is not None
-    found = {
+    return {
         "mismatch/mean_abs": differs.mean_abs,
         "mismatch/max_abs": differs.max_abs,
         "mismatch/kl": differs.kl,
-        "entropy": float(-got.old.mean()),
-        "advantage_std": float(estimated.advantages_N.std(correction=0)),
+        "entropy": float(-old_N.mean()),
     }
+
+
+def estimates(got: Experience, estimated: Estimated) -> dict[str, float]:
+    """Of what was estimated; `kl` is the k3 estimate of the distance to the reference, nats a
+    token.
+    """
+    found = {"advantage_std": float(estimated.advantages_N.std(correction=0))}
     if got.reference is not None:
+        assert got.old is not None
         log_ratio = (got.reference - got.old).double()
         found["kl"] = float((log_ratio.exp() - 1 - log_ratio).mean())
     if got.values is not None and estimated.returns_N is not None:
@@ -78,11 +84,12 @@ def speeds(clock: Clock, got: Experience, begin: float) -> dict[str, float]:
     """Seconds and tokens a second of each phase, and the share of the iteration outside of them."""
     replied, read = int(got.lengths.sum()), len(got.examples.ids)
     tokens = {"generate": replied, "measure": read, "update": read}
+    phases = [name for name in (*tokens, "score") if name in clock.seconds]
     whole = time.perf_counter() - begin
     found = {f"seconds/{name}": spent for name, spent in clock.seconds.items()}
-    for name, count in tokens.items():
-        found[f"tokens_per_s/{name}"] = count / max(clock.seconds[name], 1e-9)
-    working = sum(clock.seconds[name] for name in ("generate", "score", "measure", "update"))
+    for name in (one for one in phases if one in tokens):
+        found[f"tokens_per_s/{name}"] = tokens[name] / max(clock.seconds[name], 1e-9)
+    working = sum(clock.seconds[name] for name in phases)
     found["seconds/other"] = whole - sum(clock.seconds.values())
     return {**found, "overhead": 1.0 - working / whole, "step_s": whole}
 

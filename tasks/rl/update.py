@@ -2,27 +2,28 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any, NamedTuple
+from typing import Any
 
-import numpy as np
 import torch
+from torch import nn
 
+from tasks.rl import correction
 from tasks.rl.algorithms import Recipe
 from tasks.rl.batch import Estimated, Totals
 from tasks.rl.critic import Critic
 from tasks.rl.experience import Experience
 from tasks.rl.learner import Learner
+from tasks.rl.minibatches import Dealing, Minibatch
 from tasks.rl.policy_loss import Given
 from tasks.rl.settings import Loop, Rollout
 from tasks.rl.value_loss import value_loss
 from tasks.training.engine import Ranks
 from tasks.training.job import TrainJob
 from tasks.training.objectives import Loss
-from tasks.training.order import deal
-from tasks.training.packed_model import Asked
+from tasks.training.packed_model import Asked, model_of
 from tasks.training.steps import begin_random, set_lr
 
 
@@ -33,21 +34,15 @@ class Learned:
     Attributes:
         got: the replies, with everything that was measured of them.
         estimated: advantages, and returns where there is a critic.
-        weights: (N,) what the correction between trainer and engine makes of each token.
         kl_coef: weight of the distance to the reference, this iteration's.
     """
 
     got: Experience
     estimated: Estimated
-    weights: torch.Tensor
     kl_coef: float
 
 
-class Minibatch(NamedTuple):
-    """One optimizer step's replies: this rank's rows of them, and what all of them add up to."""
-
-    rows: list[list[int]]
-    totals: Totals
+Compare = Callable[[Experience], Mapping[str, float]]
 
 
 @dataclass(frozen=True)
@@ -91,22 +86,54 @@ class Updater:
         engine = self.critic.engine
         return Learner(engine, self.ranks, self.job, whose="the critic's", hint=hint)
 
-    def update(self, iteration: int, learned: Learned, *, of: int) -> dict[str, float]:
+    def measures(self, replies: int) -> bool:
+        """Whether the update's own forward passes say the trainer's log-probabilities before it.
+
+        They do where one step learns from all `replies` and nothing is dropped at random: a pass
+        less over everything.
+        """
+        whole = self.loop.passes == 1 and replies == self.job.settings.batch.global_batch_size
+        return whole and not self._drops
+
+    @cached_property
+    def _drops(self) -> bool:
+        """Whether training computes something else than measuring does."""
+        modules = self.engine.module.modules()
+        said = model_of(self.engine.module).config.get_text_config().to_dict()
+        return any(isinstance(one, nn.Dropout) and one.p > 0 for one in modules) or any(
+            isinstance(value, float) and value > 0
+            for name, value in said.items()
+            if "drop" in name or "jitter" in name
+        )
+
+    def update(
+        self, iteration: int, learned: Learned, compare: Compare, *, of: int
+    ) -> dict[str, float]:
         """All steps of iteration 1, 2, ... `of`; returns the means of their measures.
 
+        Args:
+            iteration: its number.
+            learned: what it goes by. Without log-probabilities of before the update they are
+                measured on the way: see `measures`.
+            compare: looks at them then, before a weight moves; what it returns is noted.
+            of: how many iterations there are.
+
         Raises:
-            TrainingError: on every rank, when a loss or a gradient is not finite.
+            TrainingError: on every rank, when a loss or a gradient is not finite; what `compare`
+                raises.
         """
         optim, policy_rests = self.job.settings.optim, iteration <= self.loop.critic_warmup
         steps, critic = self.steps * of, self.critic
         found: dict[str, list[float]] = {}
-        for number, minibatch in enumerate(self._minibatches(iteration, learned.got)):
+        dealing = Dealing(self.job.settings, self.loop.passes, self.rollout.max_new_tokens)
+        dealt = dealing.minibatches(iteration, learned.got, self.ranks)
+        for number, minibatch in enumerate(dealt):
             step = (iteration - 1) * self.steps + number + 1
             begin_random(self.job.settings.seed, step=step, rank=self.ranks.rank)
             measures: dict[str, float] = {}
             if not policy_rests:
                 lr = set_lr(self.engine, optim, step=step, steps=steps)
-                measures |= {"lr": lr, **self._step_policy(step, minibatch, learned)}
+                measures |= {"lr": lr, **self._step_policy(step, minibatch, learned, compare)}
             if critic is not None:
                 lr = set_lr(critic.engine, critic.optim, step=step, steps=steps)
                 measures |= {"critic_lr": lr, **self._step_critic(critic, step, minibatch, learned)}
@@ -114,48 +141,45 @@ class Updater:
                 found.setdefault(name, []).append(value)
         return {name: sum(values) / len(values) for name, values in found.items()}
 
-    def _minibatches(self, iteration: int, got: Experience) -> Iterator[Minibatch]:
-        size, settings = self.job.settings.batch.global_batch_size, self.job.settings
-        lengths = got.examples.lengths.sum(axis=1)
-        count = settings.batch.accumulation(self.ranks.world_size) * self.ranks.world_size
-        for number in range(self.loop.passes):
-            seeds = [settings.seed, iteration, number]
-            order = np.random.default_rng(seeds).permutation(len(lengths))
-            for start in range(0, len(order) - size + 1, size):
-                chosen = order[start : start + size]
-                rows = deal(lengths[chosen], count)[self.ranks.rank :: self.ranks.world_size]
-                tokens = int(got.lengths[torch.from_numpy(chosen)].sum())
-                totals = Totals(tokens, size, self.rollout.max_new_tokens)
-                yield Minibatch([[int(chosen[i]) for i in row] for row in rows], totals)
-
-    def _step_policy(self, step: int, minibatch: Minibatch, learned: Learned) -> dict[str, float]:
+    def _step_policy(
+        self, step: int, minibatch: Minibatch, learned: Learned, compare: Compare
+    ) -> dict[str, float]:
         asked = Asked(self.rollout.temperature, entropy=self.loop.entropy_coef != 0)
         policy_loss = self.recipe.policy_loss(self.loop, kl_coef=learned.kl_coef)
+        got, old = learned.got, list[torch.Tensor]()
+        noted: dict[str, float] = {}
 
         def loss_of(chosen: list[int]) -> Loss:
-            row = learned.got.row(chosen).to(self.ranks.device)
-            said = self.engine(row=row, asked=asked)
+            said = self.engine(row=got.row(chosen).to(self.ranks.device), asked=asked)
             logprobs, entropy = said if asked.entropy else (said, None)
-            return policy_loss(logprobs, self._given(learned, chosen, entropy, minibatch.totals))
+            old.append(logprobs.detach() if got.old is None else got.old[got.places(chosen)])
+            given = self._given(learned, chosen, old[-1], entropy, minibatch.totals)
+            return policy_loss(logprobs, given)
 
-        found, norm = self._policy_learner.step(step, minibatch.rows, loss_of)
-        return {**found, "grad_norm": norm}
+        def check() -> None:
+            rows = [tuple(row) for row in minibatch.rows]
+            noted.update(compare(got.with_measured(self.ranks, rows, {"old": old})))
+
+        check_now = check if got.old is None else None
+        found, norm = self._policy_learner.step(step, minibatch.rows, loss_of, check_now)
+        return {**found, **noted, "grad_norm": norm}
 
     def _given(
-        self, learned: Learned, chosen: Sequence[int], entropy: torch.Tensor | None, totals: Totals
-    ) -> Given:
-        got, device = learned.got, self.ranks.device
-        places = got.places(chosen)
-        lengths = got.lengths[list(chosen)]
-        assert got.old is not None
+        self, learned: Learned, chosen: Sequence[int], old: torch.Tensor,
+        entropy: torch.Tensor | None, totals: Totals,
+    ) -> Given:  # fmt: skip
+        got, device, loop = learned.got, self.ranks.device, self.loop
+        places, lengths = got.places(chosen), got.lengths[list(chosen)].to(device)
+        old_n, sampled_n = old.float().to(device), got.sampled[places].to(device)
+        bounds = {"high": loop.correction_high, "low": loop.correction_low}
         return Given(
-            old_n=got.old[places].to(device),
+            old_n=old_n,
             advantages_n=learned.estimated.advantages_N[places].to(device),
-            weights_n=learned.weights[places].to(device),
+            weights_n=correction.weights(old_n, sampled_n, lengths, kind=loop.correction, **bounds),
             reference_n=None if got.reference is None else got.reference[places].to(device),
             entropy_n=entropy,
-            owner_n=torch.repeat_interleave(torch.arange(len(lengths)), lengths).to(device),
-            lengths_s=lengths.to(device),
+            owner_n=torch.repeat_interleave(torch.arange(len(lengths), device=device), lengths),
+            lengths_s=lengths,
             totals=totals,
         )
 

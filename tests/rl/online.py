@@ -7,6 +7,7 @@ import logging
 import math
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import torch
 from safetensors import safe_open
@@ -58,8 +59,9 @@ def settings_with(
     return replace(SETTINGS, online=online, **changed)
 
 
-def run(folder: Path, jobs: list[TrainJob], *, ranks: int = 2) -> None:
-    started("tests.rl.online_program", folder, *map(_written, jobs), ranks=ranks)
+def run(folder: Path, jobs: list[TrainJob], *, ranks: int = 2) -> list[dict[str, Any]]:
+    """One after the other, on the same ranks. Returns the records of their iterations."""
+    return started("tests.rl.online_program", folder, *map(_written, jobs), ranks=ranks)
 
 
 def run_to(point: str, folder: Path, job: TrainJob, *, rank: int) -> None:
@@ -73,8 +75,9 @@ def _written(job: TrainJob) -> str:
     return str(path)
 
 
-def started(module: str, folder: Path, *arguments: str, ranks: int = 2) -> None:
-    """Run a module in ranks to its end; raises StageProcessError."""
+def started(module: str, folder: Path, *arguments: str, ranks: int = 2) -> list[dict[str, Any]]:
+    """Run a module in ranks to its end; raises StageProcessError. Returns events of steps."""
+    events: list[dict[str, Any]] = []
     flags = ("--standalone", "--nproc-per-node", str(ranks), "-m", module)
     launch(
         python_child("torch.distributed.run", *flags, *arguments),
@@ -82,7 +85,9 @@ def started(module: str, folder: Path, *arguments: str, ranks: int = 2) -> None:
         log=logging.getLogger("test"),
         log_path=folder / f"log-{ranks}",
         env={"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"},
+        on_event=events.append,
     )
+    return [one for one in events if one["event"] == "step"]
 
 
 def stitched(out: Path) -> dict[str, torch.Tensor]:

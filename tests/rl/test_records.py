@@ -13,7 +13,7 @@ from tasks.rl.batch import Estimated
 from tasks.rl.collect import Clock
 from tasks.rl.correction import mismatch
 from tasks.rl.experience import experience
-from tasks.rl.records import collected, estimates, evaluated, samples_of, speeds
+from tasks.rl.records import collected, compared, estimates, evaluated, samples_of, speeds
 from tasks.rl.replies import Scored
 from tasks.rl.settings import Rollout
 from tests.rl.making import reply
@@ -57,16 +57,17 @@ def test_estimates() -> None:
     values, returns = torch.zeros(count), torch.linspace(0, 1, count)
     got = replace(got, sampled=old - 0.01, old=old, reference=reference, values=values)
     differs = mismatch(old, got.sampled)
-    found = estimates(got, Estimated(torch.arange(count).float(), returns), differs)
+    found = compared(old, differs)
     assert found["mismatch/mean_abs"] == pytest.approx(0.01, abs=1e-6)
     assert found["mismatch/max_abs"] == pytest.approx(0.01, abs=1e-6)
     assert found["entropy"] == pytest.approx(1.75, abs=1e-6)
+    found = estimates(got, Estimated(torch.arange(count).float(), returns))
     ratio = (reference - old).double()
     assert found["kl"] == pytest.approx(float((ratio.exp() - 1 - ratio).mean()))
     assert found["kl"] > 0
     assert found["explained_variance"] == pytest.approx(0.0, abs=1e-6)
     assert found["advantage_std"] == pytest.approx(math.sqrt((count**2 - 1) / 12), rel=1e-6)
-    bare = estimates(replace(got, reference=None, values=None), Estimated(returns), differs)
+    bare = estimates(replace(got, reference=None, values=None), Estimated(returns))
     assert bare.keys() == found.keys() - {"kl", "explained_variance"}
 
 
@@ -80,6 +81,10 @@ def test_seconds_and_tokens_per_second() -> None:
     assert found["seconds/publish"] == 1.0
     assert found["seconds/other"] == pytest.approx(1.5, abs=0.5)
     assert found["overhead"] == pytest.approx(0.25, abs=0.05)
+    del clock.seconds["measure"]  # the update has done it
+    found = speeds(clock, got, time.perf_counter() - 10.0)
+    assert "tokens_per_s/measure" not in found
+    assert found["overhead"] == pytest.approx(1 - 6.5 / 10.0, abs=0.02)
 
 
 def test_the_table_shows_the_best_and_the_worst() -> None:

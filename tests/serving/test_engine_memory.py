@@ -18,7 +18,7 @@ from tasks.vllm_jobs import HEADROOM as THEIRS
 ASK = """
 import json, sys
 from vllm import LLM
-llm = LLM(sys.argv[1], dtype="bfloat16", max_model_len=256, enforce_eager=True)
+llm = LLM(sys.argv[1], dtype="bfloat16", max_model_len=128, enforce_eager=True)
 cache = llm.llm_engine.vllm_config.cache_config
 print("cache:" + json.dumps([cache.num_gpu_blocks, cache.block_size]))
 """
@@ -40,7 +40,7 @@ def test_vllm_finds_room_for_as_many_tokens(tmp_path: Path, served: Path) -> Non
     assert done.returncode == 0, done.stderr[-2000:]
     said = next(line for line in done.stdout.splitlines() if line.startswith("cache:"))
     blocks, size = json.loads(said.removeprefix("cache:"))
-    settings = compose_config(["smoke.max_model_len=256"]).settings
+    settings = compose_config(["smoke.max_model_len=128"]).settings
     config = json.loads((served / "config.json").read_text())
     ours = engine_memory(config, settings, gpu_bytes=None)
     assert size == ours.block

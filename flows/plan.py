@@ -15,7 +15,7 @@ from tasks.artifact import Artifact
 from tasks.errors import ConfigError
 from tasks.machine import has_gpu
 from tasks.preflight import findings, preflight
-from tasks.preflight.engine import engine_memory
+from tasks.preflight.engine import engine_memory, rollout_memory
 from tasks.preflight.machine import gpu_bytes
 from tasks.preflight.model import look
 from tasks.stage import Mechanism
@@ -129,6 +129,9 @@ def _memory(settings: dict[str, Any]) -> list[str]:
         f"memory of smoke_eval: {engine}",
         f"beside that: libraries, about {_mib(LIBRARIES)} a process at most",
     ]
+    if resolved(settings).online and settings["rollout"]["engine"] == "vllm":
+        rollouts = rollout_memory(known.config, settings, gpu_bytes=gpu_bytes())
+        lines.insert(1, f"memory of rollouts, beside each rank: {rollouts}")
     if found.host:
         lines.insert(1, f"memory a rank on the host: {_mib(found.host)} offloaded")
     return lines

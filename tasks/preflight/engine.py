@@ -1,4 +1,4 @@
-"""What the engine that serves the model takes: its weights, and keys and values of what it serves.
+"""What engines that serve a model take: weights, and keys and values of what they serve.
 
 `smoke_eval` starts vLLM on the served folder and after that on the base, one at a time. On a CPU
 the cache of keys and values is as large as it is told to be; on a GPU it is what the weights leave
@@ -36,6 +36,7 @@ class EngineMemory:
         token: bytes of one token's keys and values.
         context: tokens of the longest sequence.
         block: tokens that a sequence grows by.
+        at_once: sequences that it is let run together.
     """
 
     weights: int
@@ -43,6 +44,7 @@ class EngineMemory:
     token: int
     context: int
     block: int
+    at_once: int = AT_ONCE
 
     @property
     def total(self) -> int:
@@ -60,7 +62,7 @@ class EngineMemory:
         return int(self.cache // self.longest)
 
     def __str__(self) -> str:
-        running = f"{min(self.together, AT_ONCE)} of {AT_ONCE} sequences of {self.context} tokens"
+        running = f"{min(self.together, self.at_once)} of {self.at_once} sequences of {self.context} tokens"
         return (
             f"{self.total / 2**20:.1f} MiB (weights {self.weights / 2**20:.1f} MiB, "
             f"KV cache {self.cache / 2**20:.1f} MiB: {self.token / 2**10:.1f} KiB a token, "
@@ -95,6 +97,36 @@ def engine_memory(
     else:
         cache = max(0, int(GPU_SHARE * gpu_bytes) - weights - LIBRARIES)
     return EngineMemory(weights, cache, token, context, block)
+
+
+def rollout_memory(
+    config: Mapping[str, Any], settings: Mapping[str, Any], *, gpu_bytes: int | None
+) -> EngineMemory:
+    """What vLLM takes beside each rank that learns from its own replies.
+
+    On a CPU linear layers are counted with 4 bytes a number: they have them where it emulates bf16
+    (`tasks/serving/cpu_linear.py`). On a GPU the engine gives its memory back while ranks learn.
+
+    Args:
+        config: contents of the base's `config.json`.
+        settings: the resolved configuration.
+        gpu_bytes: the GPU's memory; None for a CPU.
+
+    Raises:
+        KeyError: an architecture that names its dimensions differently.
+    """
+    sizes, rollout = Sizes.of(config), settings["rollout"]
+    item, shared = ITEM[settings["model"]["dtype"]], rollout["tensor_parallel"]
+    weights = sizes.weights() * item
+    if gpu_bytes is None:
+        weights += sizes.linear_weights() * (4 - item)
+        cache = int(rollout["kv_cache_gib"] * GIB)
+    else:
+        cache = max(0, int(rollout["gpu_memory"] * gpu_bytes) - weights // shared - LIBRARIES)
+    context = rollout["max_prompt_len"] + rollout["max_new_tokens"]
+    block = BLOCK["cpu" if gpu_bytes is None else "gpu"]
+    token = -(-sizes.kv_cache(1, item) // shared)
+    return EngineMemory(weights // shared, cache, token, context, block, rollout["max_num_seqs"])
 
 
 def _context(config: Mapping[str, Any], settings: Mapping[str, Any]) -> int:

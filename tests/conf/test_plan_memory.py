@@ -13,6 +13,9 @@ from flows.config import Composed, compose_config
 from flows.links import Link
 from flows.plan import check, render
 from tasks.errors import ConfigError
+from tasks.preflight.engine import rollout_memory
+from tasks.training.memory import LIBRARIES
+from tasks.training.sizes import Sizes
 
 QWEN_72B = {
     "model_type": "qwen2",
@@ -68,6 +71,26 @@ def test_a_model_too_large_names_knobs_that_can_be_typed(large: Path) -> None:
     assert serving.endswith(" -> convert=w8a8")  # 135 GiB of weights, whatever the cache
     assert "memory of smoke_eval: 139698.5 MiB" in text
     assert "KV cache 1024.0 MiB: 320.0 KiB a token, room for 0 of 64 sequences of" in text
+
+
+def test_the_plan_knows_the_engines_beside_the_ranks(large: Path) -> None:
+    config = json.loads((large / "config.json").read_text())
+    composed = compose_config(["+exp=grpo", "model=hf", f"model.path={large}",
+                               f"paths.runs={large.parent / 'runs'}"])  # fmt: skip
+    text = render([Link("", composed)])
+    line = next(one for one in text.splitlines() if one.startswith("memory of rollouts"))
+    sizes = Sizes.of(config)
+    linear, whole = sizes.linear_weights(), sizes.weights()
+    cpu = rollout_memory(config, composed.settings, gpu_bytes=None)
+    assert cpu.weights == 4 * linear + 2 * (whole - linear)
+    assert cpu.cache == 2**30
+    assert line == f"memory of rollouts, beside each rank: {cpu}"
+    settings = {**composed.settings, "rollout": {
+        **composed.settings["rollout"], "tensor_parallel": 8, "gpu_memory": 0.5}}  # fmt: skip
+    gpu = rollout_memory(config, settings, gpu_bytes=80 * 2**30)
+    assert gpu.weights == 2 * whole // 8
+    assert gpu.weights + gpu.cache + LIBRARIES == 40 * 2**30
+    assert gpu.token * 8 == sizes.kv_cache(1)
 
 
 def test_the_preflight_refuses_it_in_the_same_words(large: Path) -> None:

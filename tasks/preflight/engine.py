@@ -62,7 +62,8 @@ class EngineMemory:
         return int(self.cache // self.longest)
 
     def __str__(self) -> str:
-        running = f"{min(self.together, self.at_once)} of {self.at_once} sequences of {self.context} tokens"
+        together = min(self.together, self.at_once)
+        running = f"{together} of {self.at_once} sequences of {self.context} tokens"
         return (
             f"{self.total / 2**20:.1f} MiB (weights {self.weights / 2**20:.1f} MiB, "
             f"KV cache {self.cache / 2**20:.1f} MiB: {self.token / 2**10:.1f} KiB a token, "

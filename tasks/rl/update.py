@@ -162,7 +162,7 @@ class Updater:
 
         check_now = check if got.old is None else None
         found, norm = self._policy_learner.step(step, minibatch.rows, loss_of, check_now)
-        return {**found, **noted, "grad_norm": norm}
+        return {**noted, **found, "grad_norm": norm}
 
     def _given(
         self, learned: Learned, chosen: Sequence[int], old: torch.Tensor,

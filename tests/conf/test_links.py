@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from flows import chain
+from flows import chain_stages
 from flows.links import Link, about, compose, links
 from flows.overrides import apart, split
 from flows.plan import check, forecast, render
@@ -126,8 +126,8 @@ def test_the_plan_of_three_links(tmp_path: Path) -> None:
 def test_a_stage_of_one_link_is_forced(tmp_path: Path) -> None:
     runs = f"paths.runs={tmp_path / 'runs'}"
     composed = compose(["+exp=sft_qlora", runs])
-    publish_planned(composed, "prepare_base", chain.BASE.kind)
-    publish_planned(composed, "prepare_data", chain.DATA.kind)
+    publish_planned(composed, "prepare_base", chain_stages.BASE.kind)
+    publish_planned(composed, "prepare_data", chain_stages.DATA.kind)
     for force, state in (("other", "up to date: "), ("sft", "to run (forced): ")):
         given = ["+exp=sft_qlora", runs, f"force=[{force}.prepare_data]"]
         composed = compose(given)

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from flows import chain
+from flows import chain_stages
 from flows.config import Composed, compose_config
 from flows.links import Link
 from flows.plan import check, forecast, render
@@ -47,14 +47,14 @@ def test_the_plan_names_every_stage_in_order(tmp_path: Path, experiment: str, me
 def test_finished_stages_are_told_by_their_keys(tmp_path: Path) -> None:
     composed = composed_in(tmp_path, "+exp=sft_qlora")
     assert dict(forecast(Link("", composed)))["train"] == "to run"  # its inputs have no digests yet
-    base = publish_planned(composed, "prepare_base", chain.BASE.kind)
-    data = publish_planned(composed, "prepare_data", chain.DATA.kind)
+    base = publish_planned(composed, "prepare_base", chain_stages.BASE.kind)
+    data = publish_planned(composed, "prepare_data", chain_stages.DATA.kind)
     planned = dict(forecast(Link("", composed)))
     assert planned["prepare_base"] == f"up to date: {base}"
     assert planned["prepare_data"] == f"up to date: {data}"
     assert planned["train"].startswith("to run: ")
     assert planned["gather"] == "to run"
-    shards = publish_planned(composed, "train", chain.TRAIN.kind)
+    shards = publish_planned(composed, "train", chain_stages.TRAIN.kind)
     assert dict(forecast(Link("", composed)))["train"] == f"up to date: {shards}"
     forced = composed_in(tmp_path, "+exp=sft_qlora", "force=[train]")
     assert dict(forecast(Link("", forced)))["train"] == f"to run (forced): {shards}"
@@ -65,7 +65,7 @@ def test_finished_stages_are_told_by_their_keys(tmp_path: Path) -> None:
 
 def test_an_artifact_without_its_manifest_is_to_be_made_again(tmp_path: Path) -> None:
     composed = composed_in(tmp_path)
-    key = publish_planned(composed, "prepare_base", chain.BASE.kind)
+    key = publish_planned(composed, "prepare_base", chain_stages.BASE.kind)
     (composed.runs / "artifacts" / "base" / key / "manifest.json").unlink()
     assert dict(forecast(Link("", composed)))["prepare_base"].startswith("to run: ")
 

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from flows import chain
+from flows import chain_stages
 from flows.config import compose_config
 from tasks.errors import ConfigError
 from tasks.machine import left_in_container
@@ -136,8 +136,14 @@ def test_forced_stages_of_one_link() -> None:
 
 
 def test_stage_names_are_the_chains() -> None:
-    stages = [chain.DATA, chain.BASE, chain.ROLLOUT_BASE, chain.TRAIN, chain.GATHER_ADAPTER]
-    stages += [chain.MERGE, chain.CONVERT, chain.SMOKE]
+    stages = [
+        chain_stages.DATA,
+        chain_stages.BASE,
+        chain_stages.ROLLOUT_BASE,
+        chain_stages.TRAIN,
+        chain_stages.GATHER_ADAPTER,
+    ]
+    stages += [chain_stages.MERGE, chain_stages.CONVERT, chain_stages.SMOKE]
     assert tuple(stage.name for stage in stages) == together.STAGES
 
 

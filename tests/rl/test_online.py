@@ -14,7 +14,7 @@ from tasks.prints import FINGERPRINT
 from tasks.training import checkpoint
 from tasks.training.job import Batch, Evaluate, Launch, Optim, Peft
 from tests.rl.killed_program import POINTS
-from tests.rl.online import job_of, run, run_to, settings_with, stitched
+from tests.rl.online import SETTINGS, job_of, run, run_to, settings_with, stitched
 
 FALLING = """
 calls = 0
@@ -76,29 +76,26 @@ def test_the_reward_rises(ppo: dict[str, Path]) -> None:
 
 def test_one_step_of_everything_measures_on_the_way(base: Path, data: Path, tmp_path: Path) -> None:
     """A pass less, and the same to rounding: with a weight of next to nothing on the distance to
-    the reference, that one is asked before the update, and the policy with it."""
-    losses, left = {}, {}
-    for name, weight in (("apart", 1e-12), ("on the way", 0.0)):
-        rl = {"iterations": 3, "passes": 1, "kl_coef": weight, "correction": "sequence_mask"}
-        batch = Batch(micro_batch_size=4, global_batch_size=16, max_len=64)
-        settings = settings_with(data, rl=rl, objective="grpo", batch=batch, save_steps=0)
-        steps = run(tmp_path, [job_of(settings, base, data, tmp_path / name)])
-        assert [("seconds/measure" in one) for one in steps] == [name == "apart"] * 3
-        assert all(one["mismatch/mean_abs"] >= 0 and one["entropy"] > 0 for one in steps)
-        left[name] = stitched(tmp_path / name)
-        losses[name] = json.loads((tmp_path / name / "train.json").read_text())["losses"]
-    assert losses["apart"] == pytest.approx(losses["on the way"], rel=1e-4, abs=1e-6)
-    for key, tensor in left["apart"].items():
-        torch.testing.assert_close(tensor, left["on the way"][key], rtol=0, atol=1e-5)
-
-
-def test_dropout_is_not_measured_on_the_way(base: Path, data: Path, tmp_path: Path) -> None:
+    the reference, that one is asked before the update, and the policy with it. Dropout would make
+    the step's pass another one."""
     batch = Batch(micro_batch_size=4, global_batch_size=16, max_len=64)
-    rl = {"iterations": 1, "passes": 1, "kl_coef": 0.0}
-    peft = Peft(kind="lora", rank=4, alpha=8, dropout=0.1)
-    settings = settings_with(data, rl=rl, objective="grpo", batch=batch, peft=peft, save_steps=0)
-    (step,) = run(tmp_path, [job_of(settings, base, data, tmp_path / "dropped")])
-    assert "seconds/measure" in step
+    dropout = Peft(kind="lora", rank=4, alpha=8, dropout=0.1)
+    jobs = []
+    for name, weight, peft in (
+        ("apart", 1e-12, SETTINGS.peft), ("on the way", 0.0, SETTINGS.peft), ("drop", 0.0, dropout),
+    ):  # fmt: skip
+        rl = {"iterations": 3, "passes": 1, "kl_coef": weight, "correction": "sequence_mask"}
+        changed = {"objective": "grpo", "batch": batch, "peft": peft, "save_steps": 0}
+        jobs.append(job_of(settings_with(data, rl=rl, **changed), base, data, tmp_path / name))
+    steps = run(tmp_path, jobs)
+    measured = [("seconds/measure" in one) for one in steps]
+    assert measured == [True] * 3 + [False] * 3 + [True] * 3
+    assert all(one["mismatch/mean_abs"] >= 0 and one["entropy"] > 0 for one in steps)
+    apart, together = (stitched(tmp_path / name) for name in ("apart", "on the way"))
+    for key, tensor in apart.items():
+        torch.testing.assert_close(tensor, together[key], rtol=0, atol=1e-5)
+    losses = [json.loads((one.out / "train.json").read_text())["losses"] for one in jobs[:2]]
+    assert losses[0] == pytest.approx(losses[1], rel=1e-4, abs=1e-6)
 
 
 @pytest.mark.slow

@@ -7,12 +7,10 @@ as `context` is not.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
-from flows.chain_smoke import Smoke
+from flows.chain_run import ChainRun
+from flows.chain_smoke import smoke_stage
 from flows.chain_stages import (
     BASE,
     CONVERT,
@@ -21,51 +19,31 @@ from flows.chain_stages import (
     GATHER_WEIGHTS,
     MERGE,
 )
-from flows.chain_train import Training
+from flows.chain_train import train_stage
 from flows.progress import progress
 from tasks.artifact import Artifact
 from tasks.convert import convert
-from tasks.data.kinds import PROMPTS, Kind, kind_for, names_texts
-from tasks.fingerprint import PROFILES
+from tasks.data.kinds import PROMPTS
 from tasks.gather import gather
 from tasks.merge import merge
-from tasks.nodes import Leader
 from tasks.prepare import prepare_base, prepare_data, source_identity
 from tasks.rl.rewards.exact import EXACT_MATCH
-from tasks.scoring import ReferenceScorer
-from tasks.stage import Mechanism, Stage, StageResult
+from tasks.stage import Stage, StageResult
 
 
-@dataclass(frozen=True)
-class Chain:
-    """One chain's run: settings, the mechanism, and who measures.
-
-    Attributes:
-        settings: the resolved configuration as plain nested dictionaries.
-        mechanism: runs the stages.
-        scorer: the transformers reference.
-        leader: of the other nodes, where there are any.
-        base: the model that came before it in a chain of chains; None: that of the settings.
-        reward: the reward model that came before it, likewise.
-    """
-
-    settings: Mapping[str, Any]
-    mechanism: Mechanism
-    scorer: ReferenceScorer
-    leader: Leader | None = None
-    base: Artifact | None = None
-    reward: Artifact | None = None
+class Chain(ChainRun):
+    """The stages in their order."""
 
     def deliver(self) -> StageResult:
         """Run everything from prepare to smoke_eval. Returns the served artifact's result."""
         data = self._prepare_data()  # first: its mistakes are the user's, and cost nothing to find
         base = self._prepare_base()
-        trained = self._training.run(base, data)
+        trained = train_stage(self, base, data)
         weights = self._gather(trained, base)
         if self.settings["peft"]["kind"] != "none":
             weights = self._merge(weights, base, trained)
         served = self._convert(weights, trained)
-        self._smoke.run(served=served.artifact, base=base, data=data, trained=trained)
+        smoke_stage(self, served=served.artifact, base=base, data=data, trained=trained)
         return served
 
     def _prepare_base(self) -> Artifact:
@@ -78,14 +56,14 @@ class Chain:
             BASE,
             prepare_base,
             config={**config, "source": source_identity(**model)},
-            context={"log_path": self._log("prepare_base")},
+            context={"log_path": self.log_path("prepare_base")},
             observe=progress,
         )
 
     def _prepare_data(self) -> Artifact:
         data = dict(self.settings["data"])
-        config = {**data, "rows": self._rows.name, "source": source_identity(**data)}
-        if self._rows is PROMPTS and self.settings["reward"]["function"] == EXACT_MATCH:
+        config = {**data, "rows": self.rows.name, "source": source_identity(**data)}
+        if self.rows is PROMPTS and self.settings["reward"]["function"] == EXACT_MATCH:
             config["answered"] = True  # found before a base is made, not by a rank
         return self._run(DATA, prepare_data, config=config)
 
@@ -108,7 +86,7 @@ class Chain:
             config={
                 "base_mode": self.settings["merge"]["base"],
                 "output": {key: convert_to[key] for key in ("dtype", "max_shard_size")},
-                "profile": self._profile,
+                "profile": self.profile,
             },
             context=self._measuring,
         )
@@ -118,36 +96,13 @@ class Chain:
             CONVERT,
             convert,
             inputs={"weights": weights, "trained": trained},
-            config={**self.settings["convert"], "profile": self._profile},
+            config={**self.settings["convert"], "profile": self.profile},
             context=self._measuring,
         )
 
     @property
-    def _training(self) -> Training:
-        of_chain = (self.settings, self.mechanism, self.scorer)
-        return Training(*of_chain, self.leader, self.reward)
-
-    @property
-    def _smoke(self) -> Smoke:
-        of_chain = (self.settings, self.mechanism, self.scorer)
-        return Smoke(*of_chain, self._rows, self._profile, self.reward)
-
-    @property
     def _measuring(self) -> dict[str, Any]:
         return {"score": self.scorer.measure, "perform": self.scorer.perform}
-
-    @property
-    def _rows(self) -> Kind:
-        """What is learnt from, and tested on."""
-        texts = names_texts(self.settings["data"])
-        return kind_for(self.settings["train"]["objective"], texts=texts)
-
-    @property
-    def _profile(self) -> Any:
-        return PROFILES[self.settings["gate"]["profile"]]
-
-    def _log(self, stage: str) -> Path:
-        return self.mechanism.logs / f"{stage}.log"
 
     def _run(self, stage: Stage, function: Any, **arguments: Any) -> Artifact:
         return self._result(stage, function, **arguments).artifact

@@ -5,96 +5,80 @@ from __future__ import annotations
 import contextlib
 import shutil
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
+from flows.chain_run import ChainRun
 from flows.chain_stages import REINFORCE, ROLLOUT_BASE, TRAIN
 from flows.progress import progress
 from tasks.artifact import Artifact
 from tasks.data.kinds import PROMPTS
-from tasks.nodes import Leader
 from tasks.rl.rewards.identity import sources_digest
 from tasks.rollout_base import rollout_base
 from tasks.scoring import ReferenceScorer
-from tasks.stage import Mechanism, plain
+from tasks.stage import plain
 from tasks.tracking import StageRun
 from tasks.train import train
 from tasks.training.job import Settings
 
 
-@dataclass(frozen=True)
-class Training:
-    """Runs the stage.
+def train_stage(run: ChainRun, base: Artifact, data: Artifact) -> Artifact:
+    """Train a base on data; returns the `shards`."""
+    settings = resolved(run.settings)
+    inputs, config = {"base": base, "data": data}, {"settings": settings}
+    stage = TRAIN
+    if settings.online:
+        stage, inputs = REINFORCE, {**inputs, **_online_inputs(run, base, settings)}
+    # One folder for one result: what broke off is found again by the next attempt at it.
+    key = stage.key(plain(config), inputs)
+    checkpoints = run.mechanism.store.parent / "checkpoints" / key
+    trained = run.mechanism.run(
+        stage,
+        train,
+        inputs=inputs,
+        config=config,
+        context={
+            "base_digest": base.digest,
+            "checkpoints": checkpoints,
+            "resume": run.settings["train"]["resume"],
+            "tokens": run.mechanism.store.parent / "cache" / "tokens",
+            "log_path": run.log_path("train"),
+            "leader": run.leader,
+        },
+        observe=partial(_observe, run.scorer),
+    ).artifact
+    if not run.settings["train"]["keep_ckpts"]:
+        # They are for a run that broke off; what it led to is published now.
+        shutil.rmtree(checkpoints, ignore_errors=True)
+    return trained
 
-    Attributes:
-        settings: the resolved configuration as plain nested dictionaries.
-        mechanism: runs the stages.
-        scorer: the transformers reference.
-        leader: of the other nodes, where there are any.
-        reward: the reward model that came before in a chain of chains.
-    """
 
-    settings: Mapping[str, Any]
-    mechanism: Mechanism
-    scorer: ReferenceScorer
-    leader: Leader | None
-    reward: Artifact | None
-
-    def run(self, base: Artifact, data: Artifact) -> Artifact:
-        """Train a base on data; returns the `shards`."""
-        settings = resolved(self.settings)
-        inputs, config = {"base": base, "data": data}, {"settings": settings}
-        stage = TRAIN
-        if settings.online:
-            stage, inputs = REINFORCE, {**inputs, **self._online_inputs(base, settings)}
-        # One folder for one result: what broke off is found again by the next attempt at it.
-        key = stage.key(plain(config), inputs)
-        checkpoints = self.mechanism.store.parent / "checkpoints" / key
-        trained = self.mechanism.run(
-            stage,
-            train,
-            inputs=inputs,
-            config=config,
-            context={
-                "base_digest": base.digest,
-                "checkpoints": checkpoints,
-                "resume": self.settings["train"]["resume"],
-                "tokens": self.mechanism.store.parent / "cache" / "tokens",
-                "log_path": self.mechanism.logs / "train.log",
-                "leader": self.leader,
-            },
-            observe=self._observe,
+def _online_inputs(run: ChainRun, base: Artifact, settings: Settings) -> dict[str, Artifact]:
+    """What learning from own replies reads beside base and data."""
+    found = {} if run.reward is None else {"reward": run.reward}
+    quantization = settings.peft.quantization()
+    if quantization is not None and settings.online["rollout"]["engine"] == "vllm":
+        found["rollout"] = run.mechanism.run(
+            ROLLOUT_BASE,
+            rollout_base,
+            inputs={"base": base},
+            config={"quantization": quantization, "dtype": settings.dtype},
+            context={"perform": run.scorer.perform},
         ).artifact
-        if not self.settings["train"]["keep_ckpts"]:
-            # They are for a run that broke off; what it led to is published now.
-            shutil.rmtree(checkpoints, ignore_errors=True)
-        return trained
+    return found
 
-    def _online_inputs(self, base: Artifact, settings: Settings) -> dict[str, Artifact]:
-        """What learning from own replies reads beside base and data."""
-        found = {} if self.reward is None else {"reward": self.reward}
-        quantization = settings.peft.quantization()
-        if quantization is not None and settings.online["rollout"]["engine"] == "vllm":
-            found["rollout"] = self.mechanism.run(
-                ROLLOUT_BASE,
-                rollout_base,
-                inputs={"base": base},
-                config={"quantization": quantization, "dtype": settings.dtype},
-                context={"perform": self.scorer.perform},
-            ).artifact
-        return found
 
-    @contextlib.contextmanager
-    def _observe(self, run: StageRun, log: Any) -> Iterator[Callable[[Any], None]]:
-        """Progress; and the scorer's imports happen while the ranks are still at work."""
-        with progress(run, log) as shown:
+@contextlib.contextmanager
+def _observe(scorer: ReferenceScorer, run: StageRun, log: Any) -> Iterator[Callable[[Any], None]]:
+    """Progress; and the scorer's imports happen while the ranks are still at work."""
+    with progress(run, log) as shown:
 
-            def on_event(event: dict[str, Any]) -> None:
-                if event["event"] == "plan":
-                    self.scorer.warm()
-                shown(event)
+        def on_event(event: dict[str, Any]) -> None:
+            if event["event"] == "plan":
+                scorer.warm()
+            shown(event)
 
-            yield on_event
+        yield on_event
 
 
 def resolved(settings: Mapping[str, Any]) -> Settings:

@@ -100,8 +100,7 @@ class Appraiser:
             lengths_S=got.lengths,
             groups_S=got.groups,
             scores_S=got.rewards + penalties,
-            # Read where there is a reference, and then measured.
-            old_N=got.sampled if got.old is None else got.old,
+            old_N=got.old,
             sampled_N=got.sampled,
             reference_N=got.reference,
             values_N=got.values,

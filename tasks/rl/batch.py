@@ -20,7 +20,8 @@ class Batch:
         lengths_S: int64, tokens of each reply, at least 1.
         groups_S: int64, replies to the same prompt carry the same number.
         scores_S: what each reply was worth, the penalty for length included.
-        old_N: log-probabilities under the policy before its update, as the trainer has them.
+        old_N: log-probabilities under the policy before its update, as the trainer has them; None
+            where the update itself measures them, see `Updater.measures`.
         sampled_N: the same tokens as the rollout engine had them.
         reference_N: under the reference model, where one was asked.
         values_N: of the critic before its update, where there is one.
@@ -30,7 +31,7 @@ class Batch:
     lengths_S: torch.Tensor
     groups_S: torch.Tensor
     scores_S: torch.Tensor
-    old_N: torch.Tensor
+    old_N: torch.Tensor | None
     sampled_N: torch.Tensor
     reference_N: torch.Tensor | None = None
     values_N: torch.Tensor | None = None

@@ -86,4 +86,5 @@ def _distance(batch: Batch, loop: Loop) -> torch.Tensor | None:
     if loop.kl_in != "reward" or batch.kl_coef == 0:
         return None
     assert batch.reference_N is not None
+    assert batch.old_N is not None, "with a reference both are measured before the update"
     return estimate(batch.old_N, batch.reference_N, loop.kl_estimator)

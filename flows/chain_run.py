@@ -1,0 +1,51 @@
+"""What one chain's run is given, and what follows from its settings alone."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from tasks.artifact import Artifact
+from tasks.data.kinds import Kind, kind_for, names_texts
+from tasks.fingerprint import PROFILES, DriftLimit
+from tasks.nodes import Leader
+from tasks.scoring import ReferenceScorer
+from tasks.stage import Mechanism
+
+
+@dataclass(frozen=True)
+class ChainRun:
+    """One chain's run: settings, the mechanism, and who measures.
+
+    Attributes:
+        settings: the resolved configuration as plain nested dictionaries.
+        mechanism: runs the stages.
+        scorer: the transformers reference.
+        leader: of the other nodes, where there are any.
+        base: the model that came before it in a chain of chains; None: that of the settings.
+        reward: the reward model that came before it, likewise.
+    """
+
+    settings: Mapping[str, Any]
+    mechanism: Mechanism
+    scorer: ReferenceScorer
+    leader: Leader | None = None
+    base: Artifact | None = None
+    reward: Artifact | None = None
+
+    @property
+    def rows(self) -> Kind:
+        """What is learnt from, and tested on."""
+        texts = names_texts(self.settings["data"])
+        return kind_for(self.settings["train"]["objective"], texts=texts)
+
+    @property
+    def profile(self) -> DriftLimit:
+        """What two engines may differ by."""
+        return PROFILES[self.settings["gate"]["profile"]]
+
+    def log_path(self, stage: str) -> Path:
+        """The file that a stage's children write to."""
+        return self.mechanism.logs / f"{stage}.log"

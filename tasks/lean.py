@@ -8,6 +8,7 @@ step. All of them ask first and do without: `None` in `sys.modules` is how Pytho
 
 from __future__ import annotations
 
+import logging
 import os
 import sys
 
@@ -25,3 +26,5 @@ def start_lean(*more: str, compiler: bool = False) -> None:
     for name in (*UNUSED, *more):
         if name not in sys.modules:
             sys.modules[name] = None  # type: ignore[assignment]
+    # On CPUs with AVX-512 BF16 it regrets a kernel that no layer here uses (`tasks.kept_4bit`).
+    logging.getLogger("bitsandbytes.backends.cpu.ops").setLevel(logging.ERROR)

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from tasks.errors import ArtifactError
+from tasks.kept_4bit import keep_as_loaded
 from tasks.weights.adapters.read import read_adapter
 
 
@@ -87,7 +88,7 @@ def from_folder(
     except (OSError, ValueError, KeyError, RuntimeError) as error:
         raise ArtifactError(f"{path} cannot be loaded: {_first_line(error)}") from error
     _refuse_gaps(path, info, gaps)
-    return model
+    return keep_as_loaded(model)
 
 
 def _require(folder: Path, file: str) -> None:

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from tasks.errors import ArtifactError
+from tasks.kept_4bit import keep_as_loaded
 from tasks.training.engine import Ranks
 from tasks.training.job import Peft, TrainJob
 from tasks.training.score_head import WEIGHT, config_of_head, fill_head
@@ -62,7 +63,7 @@ def load_base(
         _restore_buffers(model, job, head)
     if WEIGHT in absent:
         fill_head(model, seed=settings.seed)
-    return model
+    return keep_as_loaded(model)
 
 
 def _class_for(head: str) -> Any:

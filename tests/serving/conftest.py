@@ -5,10 +5,14 @@ import logging
 import shutil
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from tasks.fingerprint import PROFILES
+from tasks.report import StageReport
 from tasks.scoring import ReferenceScorer
+from tasks.smoke_eval import smoke_eval
 from tests.serving.models import CONVERSATIONS, live_fingerprint, load, write_model
 
 
@@ -64,6 +68,25 @@ def scorer(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ReferenceScorer
     with ReferenceScorer(log=log, log_path=log_path, timeout_s=240) as one:
         one.warm()
         yield one
+
+
+@pytest.fixture
+def smoke(
+    served: Path, base: Path, data: Path, trained: Path, scorer: ReferenceScorer, tmp_path: Path
+) -> Callable[..., StageReport]:
+    """smoke_eval of `served` against `base` in `tmp_path / "out"`; arguments replace."""
+
+    def call(**changes: Any) -> StageReport:
+        arguments: dict[str, Any] = {
+            "served": served, "base": base, "data": data, "trained": trained,
+            "engine": "transformers", "profile": PROFILES["standard"], "scorer": scorer,
+            "log": logging.getLogger("tests.serving"), "log_path": tmp_path / "smoke.log",
+        }  # fmt: skip
+        out = tmp_path / "out"
+        out.mkdir()
+        return smoke_eval(out, **{**arguments, **changes})
+
+    return call
 
 
 @pytest.fixture

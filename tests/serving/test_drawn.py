@@ -3,18 +3,17 @@
 from __future__ import annotations
 
 import json
-import logging
 from collections.abc import Callable, Mapping
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tasks.fingerprint import PROFILES
 from tasks.report import StageReport
 from tasks.scoring import ModelRef, ReferenceScorer
-from tasks.smoke_eval import SmokeSettings, smoke_eval
+from tasks.smoke_eval import SmokeSettings
 from tests.serving.models import CONVERSATIONS, END, WORDS, load
 
 NEW = 12
@@ -23,23 +22,9 @@ ASKED = [{"messages": one} for one in CONVERSATIONS]
 
 
 @pytest.fixture
-def run(
-    served: Path, base: Path, data: Path, trained: Path, scorer: ReferenceScorer, tmp_path: Path
-) -> Callable[..., StageReport]:
-    """smoke_eval of a policy; arguments replace."""
-
-    def call(**changes: Any) -> StageReport:
-        arguments: dict[str, Any] = {
-            "served": served, "base": base, "data": data, "trained": trained,
-            "engine": "transformers", "profile": PROFILES["standard"], "settings": SETTINGS,
-            "scorer": scorer, "log": logging.getLogger("tests.serving"), "temperature": 1.0,
-            "log_path": tmp_path / "smoke.log",
-        }  # fmt: skip
-        out = tmp_path / "out"
-        out.mkdir()
-        return smoke_eval(out, **{**arguments, **changes})
-
-    return call
+def run(smoke: Callable[..., StageReport]) -> Callable[..., StageReport]:
+    """smoke_eval of a policy: with draws as in its rollouts; arguments replace."""
+    return partial(smoke, settings=SETTINGS, temperature=1.0)
 
 
 @pytest.fixture(scope="module")

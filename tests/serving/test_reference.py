@@ -11,6 +11,7 @@ import pytest
 from tasks.bf16_linear import use_fp32_where_faster
 from tasks.errors import ArtifactError, ContractError, StageProcessError
 from tasks.fingerprint import Fingerprint, drift
+from tasks.kept_4bit import keep_as_loaded
 from tasks.scoring import ModelRef, ReferenceScorer
 from tests.serving.models import CONVERSATIONS, END, live_fingerprint, load
 
@@ -67,7 +68,7 @@ def test_quantised_base_with_an_adapter(
     )
     torch.manual_seed(0)
     config = LoraConfig(r=4, lora_alpha=8, target_modules="all-linear", init_lora_weights=False)
-    model = get_peft_model(base, config, autocast_adapter_dtype=False).eval()
+    model = get_peft_model(keep_as_loaded(base), config, autocast_adapter_dtype=False).eval()
     for parameter in model.parameters():  # the parameters only: rotary frequencies stay in fp32
         if parameter.requires_grad:
             parameter.data = parameter.data.to(torch.bfloat16)

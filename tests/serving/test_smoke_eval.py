@@ -4,8 +4,8 @@ import json
 import logging
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -15,7 +15,7 @@ from tasks.heldout import read_heldout
 from tasks.report import StageReport
 from tasks.scoring import ModelRef, ReferenceScorer
 from tasks.serving.ties import compare_greedy
-from tasks.smoke_eval import SmokeSettings, smoke_eval, who_moved
+from tasks.smoke_eval import SmokeSettings, who_moved
 from tests.serving.models import CONVERSATIONS, END, WORDS
 
 NEW = 12
@@ -24,23 +24,9 @@ CALM = Drift(mean_kl=0.0, p95_kl=0.0, max_kl=0.0, top1_agreement=1.0, cosine=1.0
 
 
 @pytest.fixture
-def run(
-    served: Path, base: Path, data: Path, trained: Path, scorer: ReferenceScorer, tmp_path: Path
-) -> Callable[..., StageReport]:
+def run(smoke: Callable[..., StageReport]) -> Callable[..., StageReport]:
     """smoke_eval with everything in place; arguments replace."""
-
-    def call(**changes: Any) -> StageReport:
-        arguments: dict[str, Any] = {
-            "served": served, "base": base, "data": data, "trained": trained,
-            "engine": "transformers", "profile": PROFILES["standard"], "settings": LENIENT,
-            "scorer": scorer, "log": logging.getLogger("tests.serving"),
-            "log_path": tmp_path / "smoke.log", "history": {"merge": CALM, "convert": CALM},
-        }  # fmt: skip
-        out = tmp_path / "out"
-        out.mkdir()
-        return smoke_eval(out, **{**arguments, **changes})
-
-    return call
+    return partial(smoke, settings=LENIENT, history={"merge": CALM, "convert": CALM})
 
 
 def verdict(report: StageReport, beginning: str) -> tuple[bool, str]:

@@ -13,6 +13,7 @@ import numpy as np
 import torch
 from safetensors import safe_open
 
+from tasks.kept_4bit import keep_as_loaded
 from tasks.launch import launch, python_child
 from tasks.training.job import Settings, TrainJob
 
@@ -98,4 +99,4 @@ def load_trained(left: Left, auto: Any, **extra: Any) -> torch.nn.Module:
     for name, tensor in left.stitched().items():
         assert parameters[name].shape == tensor.shape
         parameters[name].data = tensor
-    return model.eval()
+    return keep_as_loaded(model).eval()

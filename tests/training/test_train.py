@@ -18,6 +18,7 @@ from safetensors import safe_open
 
 from tasks.errors import DataError, StageProcessError, TrainingError
 from tasks.fingerprint import EXACT, Fingerprint, drift, within
+from tasks.kept_4bit import keep_as_loaded
 from tasks.report import StageReport
 from tasks.train import train
 from tasks.training.job import Batch, Optim, Peft, Settings, Zero
@@ -163,7 +164,7 @@ def load_trained(run: Run, base: Path) -> torch.nn.Module:
     for name, tensor in run.stitched().items():
         assert parameters[name].shape == tensor.shape
         parameters[name].data = tensor
-    return model
+    return keep_as_loaded(model)
 
 
 def _lora_keys(document: dict[str, Any]) -> dict[str, Any]:

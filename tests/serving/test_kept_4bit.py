@@ -1,0 +1,76 @@
+"""4-bit layers compute what they were loaded with: before, in and after an evaluation."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tasks.kept_4bit import keep_as_loaded
+from tasks.serving.load import load_model
+
+NF4 = {"type": "nf4", "double_quant": True, "compute_dtype": "bfloat16"}
+
+
+def linears(model: Any) -> dict[str, Any]:
+    from bitsandbytes.nn import Linear4bit
+
+    return {name: one for name, one in model.named_modules() if isinstance(one, Linear4bit)}
+
+
+def values(model: Any) -> dict[str, Any]:
+    from bitsandbytes.functional import dequantize_4bit
+
+    return {
+        name: dequantize_4bit(one.weight.data, one.weight.quant_state).clone()
+        for name, one in linears(model).items()
+    }
+
+
+def evaluate(model: Any) -> Any:
+    import torch
+
+    with torch.no_grad():
+        return model.eval()(torch.arange(24)[None]).logits
+
+
+def with_a_cpu_that_repacks(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("bitsandbytes.nn.modules.has_avx512bf16", lambda: True)
+
+
+def test_an_evaluation_changes_no_weight_and_stops_no_gradient(
+    served: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import torch
+
+    with_a_cpu_that_repacks(monkeypatch)
+    model = load_model(served, quantization=NF4)
+    before, stored = values(model), {k: v.clone() for k, v in model.state_dict().items()}
+    logits = evaluate(model)
+    assert [n for n, now in values(model).items() if not torch.equal(now, before[n])] == []
+    assert [n for n, v in model.state_dict().items() if not torch.equal(v, stored[n])] == []
+    embedded = model.get_input_embeddings()(torch.arange(24)[None]).detach().requires_grad_()
+    again = model.train()(inputs_embeds=embedded).logits
+    assert torch.equal(again, logits), "there is no dropout: training computes the same"
+    (gradient,) = torch.autograd.grad(again.float().square().sum(), embedded)
+    assert gradient.abs().amax(-1).gt(0).all()
+
+
+def test_bitsandbytes_still_repacks(served: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What this is for. Should it end, `tasks/kept_4bit.py` can go."""
+    import torch
+    from bitsandbytes.nn import Linear4bit
+
+    with_a_cpu_that_repacks(monkeypatch)
+    model = load_model(served, quantization=NF4)
+    name, kept = next(iter(linears(model).items()))
+    layer: Any = Linear4bit(kept.in_features, kept.out_features, bias=False)
+    layer.weight, layer.compute_dtype = kept.weight, torch.bfloat16
+    scales = layer.weight.quant_state.absmax
+    monkeypatch.setattr("bitsandbytes.nn.modules.bnb.matmul_4bit", lambda x, *_, **__: x)
+    with torch.no_grad():
+        layer.eval()(torch.zeros(1, kept.in_features, dtype=torch.bfloat16))
+    assert layer.weight.quant_state.absmax is not scales, name
+    assert layer.weight.quant_state.absmax.dtype == torch.bfloat16
+    assert keep_as_loaded(layer).support_avx512bf16_for_cpu is False

@@ -107,14 +107,7 @@ def rollout_memory(
 
     On a CPU linear layers are counted with 4 bytes a number: they have them where it emulates bf16
     (`tasks/serving/cpu_linear.py`). On a GPU the engine gives its memory back while ranks learn.
-
-    Args:
-        config: contents of the base's `config.json`.
-        settings: the resolved configuration.
-        gpu_bytes: the GPU's memory; None for a CPU.
-
-    Raises:
-        KeyError: an architecture that names its dimensions differently.
+    Arguments and errors are those of `engine_memory`.
     """
     sizes, rollout = Sizes.of(config), settings["rollout"]
     item, shared = ITEM[settings["model"]["dtype"]], rollout["tensor_parallel"]

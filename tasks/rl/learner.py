@@ -8,11 +8,10 @@ from typing import Any
 
 from tasks.errors import TrainingError
 from tasks.training import checkpoint
+from tasks.training.accumulate import Accumulator
 from tasks.training.engine import Ranks
 from tasks.training.job import TrainJob
-from tasks.training.not_finite import BROKEN, Watch, needs_watching
 from tasks.training.objectives import Loss
-from tasks.training.passes import Sums
 
 
 class Learner:
@@ -28,11 +27,10 @@ class Learner:
 
     def __init__(self, engine: Any, ranks: Ranks, job: TrainJob, *, whose: str, hint: str) -> None:
         self._engine = engine
-        self._ranks = ranks
         self._job = job
         self._whose = whose
         self._hint = hint
-        self._watch = Watch(engine.module) if needs_watching(job) else None
+        self._accumulator = Accumulator(engine, ranks, job)
 
     def step(
         self,
@@ -58,20 +56,7 @@ class Learner:
             TrainingError: on every rank, before a weight has moved, when a loss or a gradient is
                 not finite.
         """
-        # DeepSpeed divides by accumulation steps and averages over ranks; losses are parts of the
-        # whole minibatch's already: undo both.
-        undo = len(rows) * self._ranks.world_size
-        sums = Sums(self._ranks)
-        for place, chosen in enumerate(rows):
-            if place:
-                self._engine.step()  # of the row before: counts, and moves nothing
-            loss = loss_of(chosen)
-            self._engine.backward(loss.value * undo)
-            sums.add({"loss": loss.value, **loss.measures})
-            if self._watch is not None:
-                sums.add(self._watch.broken())
-        found = sums.total()
-        broken = found.pop(BROKEN, 0.0)
+        found, broken = self._accumulator.passes(map(loss_of, rows), len(rows))
         for name, value in sorted(found.items()):
             if not math.isfinite(value):
                 raise self._error(number, f"{name} is {value}")

@@ -11,12 +11,13 @@ from typing import Any
 import numpy as np
 import torch
 
+from tasks.training.accumulate import Accumulator
 from tasks.training.examples import Examples
 from tasks.training.job import Optim, TrainJob
 from tasks.training.mfu import meter
-from tasks.training.not_finite import BROKEN, Trace, Watch, needs_watching
+from tasks.training.not_finite import Trace
 from tasks.training.order import HeldOut, Order, Step
-from tasks.training.passes import Passes, Sums
+from tasks.training.passes import Passes
 from tasks.training.schedule import Shape, factor, warmup_steps
 
 
@@ -51,12 +52,11 @@ class Stepper:
         self._order = order
         self._engine: Any = passes.engine
         self._meter = meter(job, passes.ranks)
-        self._watch = Watch(self._engine.module) if needs_watching(job) else None
+        self._accumulator = Accumulator(self._engine, passes.ranks, job)
 
     def close(self) -> None:
         """Leave the model without what was put into it for steps."""
-        if self._watch is not None:
-            self._watch.close()
+        self._accumulator.close()
 
     def take(self, step: int) -> Taken:
         """Take step number `step`.
@@ -86,22 +86,14 @@ class Stepper:
 
     def _accumulate(self, todo: Step, step: int, baseline: torch.Tensor | None) -> dict[str, float]:
         """All rows forward and backward, the last one's optimizer step left to the caller."""
-        # DeepSpeed divides by accumulation steps and averages over ranks. Losses are parts of the
-        # whole step's already: undo both.
-        undo = len(todo.rows) * self._passes.ranks.world_size
-        sums = Sums(self._passes.ranks)
-        for number, chosen in enumerate(todo.rows):
-            if number:
-                self._engine.step()  # of the row before: counts, and moves nothing
-            loss = self._passes.loss(self._examples, chosen, counts=todo.counts, baseline=baseline)
-            self._engine.backward(loss.value * undo)
-            sums.add({"loss": loss.value, **loss.measures})
-            if self._watch is not None:
-                sums.add(self._watch.broken())
-        found = sums.total()
+        losses = (
+            self._passes.loss(self._examples, chosen, counts=todo.counts, baseline=baseline)
+            for chosen in todo.rows
+        )
+        found, broken = self._accumulator.passes(losses, len(todo.rows))
         if not math.isfinite(found["loss"]):
             self._refuse(f"loss is {found['loss']}", todo, step, baseline)
-        if found.pop(BROKEN, 0.0):
+        if broken:
             self._refuse("gradient is not finite", todo, step, baseline)
         return found
 

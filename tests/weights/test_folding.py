@@ -1,4 +1,4 @@
-"""The kernel gives the bits of `torch`: product, scale and sum in fp32, rounded once."""
+"""The kernel gives one result on every CPU: product, scale and sum in fp32, rounded once."""
 
 from __future__ import annotations
 
@@ -22,6 +22,7 @@ from tasks.weights.opening import SourceRef, open_sources
 from tasks.weights.plan import Op, Plan
 from tasks.weights.terms import LowRank
 from tests.weights.making import state_of
+from tests.weights.rounding import in_order, rounded_alike
 
 KERNELS = library()
 pytestmark = pytest.mark.skipif(
@@ -50,16 +51,17 @@ def _fold(w: torch.Tensor, a: torch.Tensor, b: torch.Tensor) -> tuple[np.ndarray
 
 
 @pytest.mark.parametrize("rank", [1, 2, 3, 8, 16, 31, 64, 128, 200, 256, MAX_RANK])
-def test_has_the_bits_of_torch(rank: int) -> None:
+def test_sums_in_order_and_is_what_torch_gives(rank: int) -> None:
     random = torch.Generator().manual_seed(rank)
     for rows, columns in ((2, 2), (3, 5), (8, 32), (17, 100), (9, 31), (48, 2050), (513, 64)):
         w = torch.randn(rows, columns, generator=random).bfloat16()
         a = torch.randn(rank, columns, generator=random)
         b = torch.randn(rows, rank, generator=random)
         for a_, b_ in ((a, b), (a.bfloat16(), b.bfloat16())):
-            wanted = (w.float() + (b_.float() @ a_.float()) * SCALE).bfloat16()
+            wanted = (w.float() + in_order(b_, a_) * SCALE).bfloat16()
             out, changed, nonfinite = _fold(w, a_, b_)
             assert (out == _words(wanted)).all(), (rows, columns)
+            assert rounded_alike(wanted, (w.float() + (b_.float() @ a_.float()) * SCALE).bfloat16())
             assert changed == int((_words(wanted) != _words(w)).sum())
             assert nonfinite == 0
 
@@ -202,7 +204,7 @@ def test_the_kernels_for_avx2_are_as_exact(monkeypatch, tmp_path) -> None:
     monkeypatch.setattr(binding, "FLAGS", (*binding.FLAGS, "-mno-avx512f"))
     older = native.library.__wrapped__()
     monkeypatch.setattr(f"{__name__}.KERNELS", older)
-    test_has_the_bits_of_torch(64)
+    test_sums_in_order_and_is_what_torch_gives(64)
     test_rounding_infinities_and_nan()
     monkeypatch.setattr(hashing, "library", lambda: older)
     monkeypatch.setattr(hashing, "side_by_side", lambda: True)

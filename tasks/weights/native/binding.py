@@ -23,8 +23,8 @@ SOURCES = ("sha256_lanes.c", "fold.c")
 # No contraction: a product, a scale and a sum are three roundings, as torch makes them.
 FLAGS = ("-O3", "-march=native", "-ffp-contract=off", "-fno-strict-aliasing", "-Wno-psabi")
 MAX_RANK = 384
-"""Largest rank that is folded: up to here MKL sums the rank in one chain, as the kernel does
-(measured for ranks 1 to 1024); as in `fold.c`."""
+"""Largest rank that is folded: up to here MKL sums the rank in one chain on Intel's CPUs, as the
+kernel does (measured for ranks 1 to 1024; on AMD's up to 192); as in `fold.c`."""
 _COMPILE_S = 120.0
 
 

@@ -23,6 +23,11 @@ def is_closing(line: str) -> bool:
     return _CLOSING.search(line) is not None
 
 
+def is_verdict(line: str) -> bool:
+    """Whether torchrun's epilogue begins: what follows is about itself."""
+    return _VERDICT.search(line) is not None
+
+
 def ranks_own(lines: Iterable[str]) -> list[str]:
     """Output without torchrun's epilogue.
 

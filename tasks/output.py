@@ -38,7 +38,7 @@ class Output:
 
     Args:
         stage: prefix of the lines handed to `log`.
-        log: logger that gets lines at INFO, at most about 50 a second.
+        log: logger that gets lines at INFO, at most about 50 a second, without torchrun's epilogue.
         log_path: file that gets every line; events are not among them.
     """
 
@@ -53,6 +53,7 @@ class Output:
 
         self.ranks_closing = False
         """torchrun has begun to end its ranks, because one of them failed."""
+        self._epilogue = False
 
     def __enter__(self) -> Output:
         return self
@@ -85,7 +86,8 @@ class Output:
         self._file.write(line.encode("utf-8", "replace") + b"\n")
         self._tail.append(line[:TAIL_LINE_CHARACTERS])
         self.ranks_closing = self.ranks_closing or elastic.is_closing(line)
-        if not line.strip():
+        self._epilogue = self._epilogue or elastic.is_verdict(line)
+        if self._epilogue or not line.strip():
             return
         if self._budget.take():
             self._tell_suppressed()

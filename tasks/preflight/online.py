@@ -138,8 +138,18 @@ def fits(objective: str, rl: Mapping[str, Any]) -> Iterator[Finding]:
 
 
 def critic(objective: str, rl: Mapping[str, Any], peft: str, stage: int) -> Iterator[Finding]:
-    """A critic that shares the policy's trunk needs one that is frozen, and whole on every rank."""
-    if objective not in knobs.WITH_CRITIC or rl["critic"] != "shared":
+    """A critic that shares the policy's trunk needs one that is frozen, and whole on every rank.
+
+    While any critic warms up, the policy does not move.
+    """
+    if objective not in knobs.WITH_CRITIC:
+        return
+    warmup, iterations = rl["critic_warmup"], rl["iterations"]
+    if iterations is not None and warmup >= iterations:
+        found = f"{warmup} with rl.iterations={iterations}"
+        allowed = "fewer than all iterations: in those only the critic learns, and no policy would"
+        yield Finding("rl.critic_warmup", found, allowed, f"rl.iterations={warmup + 1} or more")
+    if rl["critic"] != "shared":
         return
     if peft == "none":
         allowed = "separate: a policy that is trained whole has no trunk to share"

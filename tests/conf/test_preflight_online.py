@@ -197,3 +197,12 @@ def test_what_vllm_cannot_do() -> None:
     (finding,) = online.online(settings(), small)
     assert (finding.what, finding.override) == ("rollout.engine", "rollout=transformers")
     assert online.online(settings(), small, on_cpu=False) == []
+
+
+@pytest.mark.parametrize("critic", ["shared", "separate"])
+def test_a_policy_that_would_never_move_is_not_trained(critic: str) -> None:
+    how = {"critic": critic, "critic_warmup": 3, "samples": 1, "prompts": 64}
+    (one,) = found(objective="ppo", rl={**how, "iterations": 3})
+    assert (one.what, one.found) == ("rl.critic_warmup", "3 with rl.iterations=3")
+    assert one.override == "rl.iterations=4 or more"
+    assert found(objective="ppo", rl={**how, "iterations": 4}) == []

@@ -154,7 +154,7 @@ def prompts(tmp_path_factory: pytest.TempPathFactory) -> Path:
         (
             "ppo_qwen7b_lora",
             (
-                "train.nproc=2", "smoke.tensor_parallel=2", "rl.prompts=128", "rl.iterations=2",
+                "train.nproc=2", "smoke.tensor_parallel=2", "rl.prompts=128", "rl.iterations=3",
                 "reward=exact_match",
             ),
         ),
@@ -176,4 +176,4 @@ def test_experiments_for_real_hardware_on_a_tiny_model_of_the_family(
         "smoke.min_stop_rate=0", "smoke.max_degenerate_rate=1", "rl.eval_prompts=16", *changes,
     )  # fmt: skip
     require_delivered(done, experiment)
-    require_tracked(done, 2)
+    require_tracked(done, 3 if experiment.startswith("ppo") else 2)  # two warm the critic up

@@ -40,3 +40,18 @@ def test_a_rank_that_dies(tmp_path: Path, log: logging.Logger) -> None:
     assert len(ranks) == 2
     assert sorted(pids("in session", text)) == sorted(ranks)
     assert not any(alive(pid) for pid in ranks)
+
+
+def test_what_torchrun_says_about_itself_is_for_the_file(
+    tmp_path: Path, log: logging.Logger, caplog: pytest.LogCaptureFixture
+) -> None:
+    path, log_path = tmp_path / "rank.py", tmp_path / "train.log"
+    path.write_text("raise RuntimeError('an accident')\n")
+    argv = python_child("torch.distributed.run", "--standalone", "--nproc-per-node", "1", str(path))
+    with pytest.raises(StageProcessError) as caught:
+        launch(argv, stage="train", log=log, log_path=log_path)
+    assert caught.value.details[-1] == "RuntimeError: an accident"
+    assert "RuntimeError: an accident" in caplog.text
+    assert "ChildFailedError" in log_path.read_text()
+    assert "ChildFailedError" not in caplog.text
+    assert "exitcode" not in caplog.text

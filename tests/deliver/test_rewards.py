@@ -74,7 +74,7 @@ def test_an_adapter_is_scored_unmerged(tmp_path: Path) -> None:
     change_config(adapter, mean=0.5, std=2.0)
     summary = delivered(tmp_path, f"source={adapter}", f"base={base}")
     names = [stage["name"] for stage in summary["stages"]]
-    assert names == ["reference", "merge", "convert", "smoke_eval"]
+    assert names == ["audit", "reference", "merge", "convert", "smoke_eval"]
     report = report_of(summary)
     assert report["mean_difference"] < 1e-5, report
 

@@ -11,6 +11,7 @@ from typing import NamedTuple
 from tasks.audit import Report
 from tasks.doctor.finding import Finding
 from tasks.doctor.recognise import Kind
+from tasks.doctor.residue import is_trls
 from tasks.weights.heads.folder import SIDE_FILES
 
 
@@ -28,8 +29,8 @@ def _is_head(finding: Finding, _: Report) -> bool:
 
 def _wrapped(_: Finding, report: Report) -> bool:
     """Whether every name begins with the prefix of TRL's value model, which the plan takes off."""
-    codes = {one.code for one in report.findings}
-    return report.kind == Kind.VALUE and "WRAPPER_RESIDUE" in codes
+    residue = [one for one in report.findings if one.code == "WRAPPER_RESIDUE"]
+    return report.kind == Kind.VALUE and bool(residue) and all(map(is_trls, residue))
 
 
 class Way(NamedTuple):

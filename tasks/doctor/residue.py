@@ -38,8 +38,10 @@ def _model(source: Source) -> Iterator[Finding]:
             source.tensors[peft[0]].file, peft, found=f"{len(peft)} keys of a PEFT model",
             expected="the model's own names",
         )  # fmt: skip
-    wrapped = [k for k in source.tensors if unwrap(k) != k or k.startswith(TRL_WRAPPER)]
+    wrapped = [k for k in source.tensors if unwrap(k) != k]
     yield from _wrapped(source, wrapped)
+    trl = [k for k in source.tensors if unwrap(k) == k and k.startswith(TRL_WRAPPER)]
+    yield from _wrapped(source, trl, "TRL's")
 
 
 def _adapter(source: Source) -> Iterator[Finding]:
@@ -60,9 +62,14 @@ def _adapter(source: Source) -> Iterator[Finding]:
         )  # fmt: skip
 
 
-def _wrapped(source: Source, keys: list[str]) -> Iterator[Finding]:
+def _wrapped(source: Source, keys: list[str], whose: str = "a") -> Iterator[Finding]:
     if keys:
+        found = f"{len(keys)} keys with {whose} wrapper's name"
         yield say.WRAPPER_RESIDUE.at(
-            source.tensors[keys[0]].file, keys, found=f"{len(keys)} keys with a wrapper's name",
-            expected="the model's own names",
-        )  # fmt: skip
+            source.tensors[keys[0]].file, keys, found=found, expected="the model's own names"
+        )
+
+
+def is_trls(finding: Finding) -> bool:
+    """Whether the residue is TRL's wrapper of a model with a value head, and nothing else."""
+    return finding.code == say.WRAPPER_RESIDUE.code and "TRL's wrapper" in finding.found

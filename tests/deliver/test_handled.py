@@ -136,3 +136,20 @@ def test_the_findings_are_in_the_tracker_and_in_the_summary(here: Run, tmp_path:
     assert "notes.json" in {one.path for one in client.list_artifacts(run.info.run_id)}
     parent = client.get_run(run.data.tags["mlflow.parentRunId"])
     assert "audit: 2 errors dealt with" in parent.data.tags["mlflow.note.content"]
+
+
+@pytest.mark.parametrize("prefix", ["_orig_mod.module.", "pretrained_model.module."])
+def test_other_residue_than_trls_is_told_with_the_command_that_mends_it(
+    here: Run, tmp_path: Path, prefix: str
+) -> None:
+    """A head that is split off goes with names of its own wrapper, and with no others."""
+    ppo, out = tmp_path / "ppo", tmp_path / "out"
+    save_llamafactory(ppo, "qwen")
+    held = load_file(ppo / "model.safetensors")
+    wrapped = {prefix + name: one for name, one in held.items()}
+    save_file(wrapped, ppo / "model.safetensors", metadata={"format": "pt"})
+    done = here(f"source={ppo}", f"out={out}")
+    assert done.code == 2, done.output
+    assert "WRAPPER_RESIDUE model.safetensors" in done.output
+    assert f"-> python flows/audit.py source={ppo} fix=true out_dir=" in done.output
+    assert list(tmp_path.iterdir()) == [ppo]

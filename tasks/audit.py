@@ -14,7 +14,7 @@ from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
-from textwrap import wrap
+from textwrap import shorten, wrap
 from typing import Any
 
 from tasks.doctor import examine
@@ -23,6 +23,8 @@ from tasks.doctor.repair import would_mend
 from tasks.doctor.source import Source, open_source
 
 _WIDTH, _INDENT = 110, 20
+_CELL = 70
+"""Characters of a cell in a table that a page shows."""
 
 
 @dataclass(frozen=True)
@@ -76,14 +78,21 @@ class Report:
         return command if self.mendable else ""
 
     def markdown(self) -> str:
-        """The findings as a table for the pages of orchestrators and trackers."""
+        """For the pages of orchestrators and trackers: a table, and below it what to do.
+
+        Their tables do not wrap: what is long stands in the lines below.
+        """
         lines = [f"{_code(self.source)}: {_code(self.what)}", "", self.counts]
         if self.findings:
-            lines += ["", "| severity | code | where | found | expected | fix |"]
-            lines += ["|---|---|---|---|---|---|"]
+            lines += ["", "| severity | code | found | where |", "|---|---|---|---|"]
         for one in self.findings:
-            told = (one.where, one.found, one.expected, one.fix)
-            lines.append(f"| {one.severity} | {one.code} | {' | '.join(map(_code, told))} |")
+            lines.append(
+                f"| {one.severity} | {one.code} | {_cell(one.found)} | {_cell(one.where)} |"
+            )
+        for one in self.findings:
+            lines += ["", f"{one.code}: {_code(one.where)}", f"- expected: {_code(one.expected)}"]
+            lines += [f"- why: {_code(one.why)}"] if one.why else []
+            lines += [f"- fix: {_code(one.fix)}"]
         return "\n".join(lines) + "\n"
 
     @property
@@ -126,7 +135,12 @@ def _with_paths(finding: Finding, source: Path, opened: Source) -> Finding:
 
 def _code(text: str) -> str:
     """Words that a stranger may have chosen, as code: a page shows them, and renders nothing."""
-    return f"`{printable(text).replace('`', chr(39)).replace('|', chr(92) + '|')}`"
+    return f"`{printable(text).replace('`', chr(39))}`"
+
+
+def _cell(text: str) -> str:
+    """The beginning of `text`, for a table."""
+    return _code(shorten(text, _CELL, placeholder=" ...")).replace("|", "\\|")
 
 
 def _table(findings: tuple[Finding, ...]) -> Iterator[str]:

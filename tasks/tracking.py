@@ -30,6 +30,8 @@ if TYPE_CHECKING:
 
 _NAME = re.compile(r"[^A-Za-z0-9_\-./: ]+")
 _VALUE_LIMIT = 500
+_NOTE_LIMIT = 8000
+"""Characters of a tag; MLflow cuts what is longer in the middle of a word, and warns."""
 _FLUSH_EVERY_S = 2.0
 
 
@@ -41,6 +43,14 @@ def redact(uri: str) -> str:
     host = parts.hostname or ""
     port = f":{parts.port}" if parts.port else ""
     return urlunsplit(parts._replace(netloc=f"{parts.username}:***@{host}{port}"))
+
+
+def _note(text: str) -> str:
+    """A description that fits into a tag: whole lines, and a word where lines are missing."""
+    if len(text) <= _NOTE_LIMIT:
+        return text
+    more = "\n\n... and more, in the artifacts of this run\n"
+    return text[: _NOTE_LIMIT - len(more)].rpartition("\n")[0] + more
 
 
 def flatten(config: Mapping[str, Any], prefix: str = "") -> dict[str, str]:
@@ -242,7 +252,7 @@ class Tracker:
         parent.flush()
         for name, text in files.items():
             self._client.log_text(self.run_id, text, name)
-        self._client.set_tag(self.run_id, "mlflow.note.content", description)
+        self._client.set_tag(self.run_id, "mlflow.note.content", _note(description))
 
     def register(self, model_name: str, served: Artifact, tags: Mapping[str, str]) -> str:
         """Register the served folder as a model version with alias `candidate`.

@@ -133,3 +133,17 @@ def test_event_files_hold_the_numbers_that_mlflow_has(tmp_path: Path) -> None:
     read.Reload()
     assert read.Tags()["scalars"] == ["train/loss"]
     assert [(e.step, e.value) for e in read.Scalars("train/loss")] == [(1, 2.0), (2, 1.0)]
+
+
+def test_a_long_description_is_cut_between_lines_and_says_so(
+    tracker: Tracker, caplog: pytest.LogCaptureFixture
+) -> None:
+    text = "\n".join(f"line {number}" for number in range(2000))
+    with tracker.flow("f", {}, "", {}) as run_id:
+        tracker.log_parent({}, {"report.txt": text}, text)
+    note = MlflowClient(tracker.uri).get_run(run_id).data.tags["mlflow.note.content"]
+    *lines, _, last = note.rstrip("\n").split("\n")
+    assert lines == text.split("\n")[: len(lines)]
+    assert len(lines) > 700
+    assert last == "... and more, in the artifacts of this run"
+    assert "truncated" not in caplog.text

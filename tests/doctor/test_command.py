@@ -16,6 +16,8 @@ import torch
 
 from benchmarks.synthetic import make_sparse
 from flows.memory_limit import MAX_MEMORY, bounded_memory
+from tasks.audit import Report
+from tasks.doctor.finding import Finding, Severity
 from tasks.errors import ConfigError
 from tests.doctor.making import adapter_tensors, make_adapter, make_model, tensors
 
@@ -176,3 +178,16 @@ def test_a_repaired_copy(tmp_path: Path) -> None:
     assert run(tmp_path / "elsewhere", f"source={out}", "values=true").code == 0
     again = run(tmp_path / "elsewhere", f"source={root}", "fix=true", f"out_dir={out}")
     assert (again.code, "is not empty" in again.err) == (2, True)
+
+
+def test_a_page_has_a_table_that_fits_and_all_of_it_below() -> None:
+    """What a stranger wrote stays code in either, and cannot end a cell."""
+    long = "model.safetensors: " + ", ".join(f"layers.{n}.a|`b`" for n in range(30))
+    one = Finding("A_CODE", Severity.ERROR, long, "", "x" * 30, "y", "", "do z")
+    page = Report("ckpt", "model", "a model", (one,), 0.1).markdown()
+    (row,) = [line for line in page.splitlines() if line.startswith("| error")]
+    assert len(row) < 160
+    assert row.replace("\\|", "").count("|") == 5
+    told = long.replace("`", "'")
+    assert f"A_CODE: `{told[:200]}" in page
+    assert "- expected: `y`\n- fix: `do z`\n" in page

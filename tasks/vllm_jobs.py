@@ -44,7 +44,7 @@ def run_vllm(
     Raises:
         StageProcessError: vLLM did not come up or broke down.
     """
-    paths = []
+    paths, sharing = [], max(job.tensor_parallel for job in jobs)
     for job in jobs:
         Path(job.out).mkdir(parents=True)
         paths.append(Path(job.out) / "job.json")
@@ -54,7 +54,7 @@ def run_vllm(
         stage=STAGE,
         log=log,
         log_path=log_path,
-        env=environment(engine.kv_cache_gib, engine.threads),
+        env=environment(engine.kv_cache_gib, engine.threads, sharing=sharing),
         timeout_s=engine.timeout_s,
     )
     return [json.loads((Path(job.out) / "result.json").read_text()) for job in jobs]

@@ -7,6 +7,8 @@ import os
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
+from tasks.machine import has_gpu
+
 
 @dataclass(frozen=True)
 class Job:
@@ -53,8 +55,17 @@ class Job:
         return cls(**json.loads(path.read_text()))
 
 
-def environment(kv_cache_gib: int, threads: int | None) -> dict[str, str]:
-    """Environment variables the child needs before its first import."""
+def environment(kv_cache_gib: int, threads: int | None, *, sharing: int = 1) -> dict[str, str]:
+    """Environment variables the child needs before its first import.
+
+    Args:
+        kv_cache_gib: for keys and values, on a CPU.
+        threads: of a CPU engine; None for vLLM's own choice.
+        sharing: processes that share the model. On a CPU vLLM would give each a NUMA node of its
+            own, and start on no machine that has fewer.
+    """
+    if sharing > 1 and threads is None and not has_gpu():
+        threads = max(1, len(os.sched_getaffinity(0)) // sharing)
     env = {
         "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # the engine in this very process: no second import
         "VLLM_NO_USAGE_STATS": "1",

@@ -6,8 +6,8 @@ mode that needs no gradient, and never turns back. From then on
 - its scales are bf16, so that it computes with other weights than those that were loaded, and
   `state_dict` gives back others still (the scales are quantised again);
 - its product passes no gradient on, and what lies below learns from wrong ones: one layer down in
-  a Llama they point 0.5 to 0.9 (cosine) as they should. torch warns that "an autograd kernel was
-  not registered"; a layer with a bias ends in "a view of a leaf Variable ... in-place operation".
+  a Llama their cosine to the right ones is 0.5 to 0.9. torch warns that "an autograd kernel was not
+  registered"; a layer with a bias ends in "a view of a leaf Variable ... in-place operation".
 
 One evaluation before training is enough. What was trained is what is served only without that.
 """

@@ -26,5 +26,5 @@ def start_lean(*more: str, compiler: bool = False) -> None:
     for name in (*UNUSED, *more):
         if name not in sys.modules:
             sys.modules[name] = None  # type: ignore[assignment]
-    # On CPUs with AVX-512 BF16 it regrets a kernel that no layer here uses (`tasks.kept_4bit`).
+    # On CPUs with AVX-512 BF16 bitsandbytes regrets a kernel that no layer here uses.
     logging.getLogger("bitsandbytes.backends.cpu.ops").setLevel(logging.ERROR)

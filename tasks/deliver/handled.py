@@ -11,7 +11,6 @@ from typing import NamedTuple
 from tasks.audit import Report
 from tasks.doctor.finding import Finding
 from tasks.doctor.recognise import Kind
-from tasks.doctor.residue import is_trls
 from tasks.weights.heads.folder import SIDE_FILES
 
 
@@ -29,8 +28,8 @@ def _is_head(finding: Finding, _: Report) -> bool:
 
 def _wrapped(_: Finding, report: Report) -> bool:
     """Whether every name begins with the prefix of TRL's value model, which the plan takes off."""
-    residue = [one for one in report.findings if one.code == "WRAPPER_RESIDUE"]
-    return report.kind == Kind.VALUE and bool(residue) and all(map(is_trls, residue))
+    codes = {one.code for one in report.findings}
+    return report.kind == Kind.VALUE and "TRL_RESIDUE" in codes and "WRAPPER_RESIDUE" not in codes
 
 
 class Way(NamedTuple):
@@ -45,7 +44,7 @@ HANDLED: Mapping[str, Way] = {
     "HEAD_IN_MODEL": Way("split off, and kept as an artifact of its own"),
     "HEAD_LABELS": Way("served with the labels that the head has"),
     "HEAD_PREFIX": Way("the head that was saved is taken, by the name that it has"),
-    "WRAPPER_RESIDUE": Way("TRL's prefix is taken off", _wrapped),
+    "TRL_RESIDUE": Way("TRL's prefix is taken off", _wrapped),
     "TENSOR_MISSING": Way("it is there, with TRL's prefix; the plan compares it again", _wrapped),
     "TENSOR_UNEXPECTED": Way("it has TRL's prefix; the plan compares it again", _wrapped),
     "VLLM_ARCHITECTURE": Way("served as the family's *ForSequenceClassification", _with_head),

@@ -6,6 +6,7 @@ import re
 from collections.abc import Iterator
 
 from tasks.doctor.catalogue import residue as say
+from tasks.doctor.catalogue.entry import Entry
 from tasks.doctor.finding import Finding
 from tasks.doctor.source import Source
 from tasks.weights.names import PEFT_PREFIX, unwrap
@@ -39,15 +40,15 @@ def _model(source: Source) -> Iterator[Finding]:
             expected="the model's own names",
         )  # fmt: skip
     wrapped = [k for k in source.tensors if unwrap(k) != k]
-    yield from _wrapped(source, wrapped)
-    trl = [k for k in source.tensors if unwrap(k) == k and k.startswith(TRL_WRAPPER)]
-    yield from _wrapped(source, trl, "TRL's")
+    yield from _wrapped(source, wrapped, say.WRAPPER_RESIDUE)
+    trls = [k for k in source.tensors if unwrap(k) == k and k.startswith(TRL_WRAPPER)]
+    yield from _wrapped(source, trls, say.TRL_RESIDUE)
 
 
 def _adapter(source: Source) -> Iterator[Finding]:
     keys = [key for key in source.tensors if "v_head." not in key]
     wrapped = [key for key in keys if unwrap(key) != key]
-    yield from _wrapped(source, wrapped)
+    yield from _wrapped(source, wrapped, say.WRAPPER_RESIDUE)
     named = [key for key in keys if _NAMED.search(key)]
     if named:
         yield say.ADAPTER_NAME_IN_KEYS.at(
@@ -62,14 +63,9 @@ def _adapter(source: Source) -> Iterator[Finding]:
         )  # fmt: skip
 
 
-def _wrapped(source: Source, keys: list[str], whose: str = "a") -> Iterator[Finding]:
+def _wrapped(source: Source, keys: list[str], entry: Entry) -> Iterator[Finding]:
     if keys:
-        found = f"{len(keys)} keys with {whose} wrapper's name"
-        yield say.WRAPPER_RESIDUE.at(
-            source.tensors[keys[0]].file, keys, found=found, expected="the model's own names"
-        )
-
-
-def is_trls(finding: Finding) -> bool:
-    """Whether the residue is TRL's wrapper of a model with a value head, and nothing else."""
-    return finding.code == say.WRAPPER_RESIDUE.code and "TRL's wrapper" in finding.found
+        yield entry.at(
+            source.tensors[keys[0]].file, keys, found=f"{len(keys)} keys with a wrapper's name",
+            expected="the model's own names",
+        )  # fmt: skip

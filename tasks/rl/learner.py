@@ -56,7 +56,7 @@ class Learner:
             TrainingError: on every rank, before a weight has moved, when a loss or a gradient is
                 not finite.
         """
-        found, broken = self._accumulator.passes(map(loss_of, rows), len(rows))
+        found, broken = self._accumulator.passes(rows, loss_of)
         for name, value in sorted(found.items()):
             if not math.isfinite(value):
                 raise self._error(number, f"{name} is {value}")

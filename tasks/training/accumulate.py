@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from typing import Any, NamedTuple
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple, TypeVar
 
 from tasks.training.engine import Ranks
 from tasks.training.job import TrainJob
 from tasks.training.not_finite import BROKEN, Watch, needs_watching
 from tasks.training.objectives import Loss
 from tasks.training.passes import Sums
+
+Row = TypeVar("Row", bound=Sequence[int])
+"""Which examples lie in it."""
 
 
 class Found(NamedTuple):
@@ -44,22 +47,23 @@ class Accumulator:
         if self._watch is not None:
             self._watch.close()
 
-    def passes(self, losses: Iterable[Loss], count: int) -> Found:
+    def passes(self, rows: Sequence[Row], loss_of: Callable[[Row], Loss]) -> Found:
         """Forward and backward of this rank's rows; `engine.step()` is left to the caller.
 
         Args:
-            losses: each row's, computed when it is asked for; parts of the whole step's.
-            count: how many rows, on every rank.
+            rows: each one's examples; as many on every rank.
+            loss_of: a row's part of the whole step's loss.
         """
         # DeepSpeed divides by accumulation steps and averages over ranks: undo both.
-        undo = count * self._ranks.world_size
+        undo = len(rows) * self._ranks.world_size
         sums = Sums(self._ranks)
-        for number, loss in enumerate(losses):
+        for place, chosen in enumerate(rows):
+            if place:
+                self._engine.step()  # of the row before: counts, and moves nothing
+            loss = loss_of(chosen)
             self._engine.backward(loss.value * undo)
             sums.add({"loss": loss.value, **loss.measures})
             if self._watch is not None:
                 sums.add(self._watch.broken())
-            if number < count - 1:
-                self._engine.step()  # counts the row, and moves nothing
         found = sums.total()
         return Found(found, bool(found.pop(BROKEN, 0.0)))

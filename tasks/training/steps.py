@@ -6,6 +6,7 @@ import math
 import random
 import time
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -86,11 +87,8 @@ class Stepper:
 
     def _accumulate(self, todo: Step, step: int, baseline: torch.Tensor | None) -> dict[str, float]:
         """All rows forward and backward, the last one's optimizer step left to the caller."""
-        losses = (
-            self._passes.loss(self._examples, chosen, counts=todo.counts, baseline=baseline)
-            for chosen in todo.rows
-        )
-        found, broken = self._accumulator.passes(losses, len(todo.rows))
+        loss_of = partial(self._passes.loss, self._examples, counts=todo.counts, baseline=baseline)
+        found, broken = self._accumulator.passes(todo.rows, loss_of)
         if not math.isfinite(found["loss"]):
             self._refuse(f"loss is {found['loss']}", todo, step, baseline)
         if broken:

@@ -46,7 +46,7 @@ CASES: dict[str, tuple[Make, set[str]]] = {
     "a head in the model": (lambda folder: save_trl(folder, "qwen"), {"HEAD_IN_MODEL"}),
     "TRL's wrapper around it": (
         lambda folder: save_trl(folder, "qwen", prefix="pretrained_model."),
-        {"HEAD_IN_MODEL", "WRAPPER_RESIDUE", "TENSOR_MISSING", "TENSOR_UNEXPECTED"},
+        {"HEAD_IN_MODEL", "TRL_RESIDUE", "TENSOR_MISSING", "TENSOR_UNEXPECTED"},
     ),
     "a head beside the model": (
         lambda folder: save_llamafactory(folder, "qwen"), {"STRAY_WEIGHT_FILE"},

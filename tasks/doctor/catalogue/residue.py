@@ -20,9 +20,17 @@ PEFT_RESIDUE = Entry(
 WRAPPER_RESIDUE = Entry(
     "WRAPPER_RESIDUE",
     Severity.ERROR,
-    "Names that DeepSpeed, torch.compile, FSDP or TRL put around the model",
+    "Names that DeepSpeed, torch.compile or FSDP put around the model",
     "no key is the one that loaders look for: transformers initialises the model at random with a "
     "warning, vLLM stops",
+    _FIX,
+    ("OpenRLHF #991",),
+)
+TRL_RESIDUE = Entry(
+    "TRL_RESIDUE",
+    Severity.ERROR,
+    "The name that TRL's model with a value head has for the model in it",
+    WRAPPER_RESIDUE.why,
     _FIX,
     ("OpenRLHF #991",),
 )

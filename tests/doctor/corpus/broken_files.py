@@ -149,7 +149,7 @@ KEYS: dict[str, Broken] = {
         "WRAPPER_RESIDUE", "llama", by.renamed(lambda k: f"module.{k}")
     ),
     "pretrained_model. left by TRL": Broken(
-        "WRAPPER_RESIDUE", "llama", by.renamed(lambda k: f"pretrained_model.{k}")
+        "TRL_RESIDUE", "llama", by.renamed(lambda k: f"pretrained_model.{k}")
     ),
     "text class, multimodal keys": Broken(
         "ARCHITECTURE_KEYS", "gemma3", by.said(

@@ -3,6 +3,7 @@
     torchrun --standalone -m benchmarks.rl_rollout_jobs rollout '{"base": ..., "out": ...}'
 
 Each prints one JSON line with seconds. Ours run in a training rank's process as training starts it.
+A run has dozens of rollouts, so the second one of a process is timed, everyone's.
 """
 
 from __future__ import annotations
@@ -16,9 +17,6 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.rl_setting import HANDED_RANK, RANK, SIZES, draw_lengths, draw_prompts
-
-WARM_TOKENS = 4
-"""Replies to all prompts before the clock starts are so long."""
 
 
 @dataclass(frozen=True)
@@ -57,9 +55,8 @@ def rollout(ask: Ask) -> None:
     engine = _of_given_lengths(Path(ask.base))
     engine.take_adapter(Path(ask.adapter), 1)
     seeds = list(range(len(prompts)))
-    engine.lengths = [WARM_TOKENS] * len(prompts)
-    engine.generate(prompts, seeds)
     engine.lengths = lengths
+    engine.generate(prompts, seeds)
     began = time.perf_counter()
     answers = engine.generate(prompts, seeds)
     spent = time.perf_counter() - began
@@ -108,7 +105,7 @@ def transformers_rollout(ask: Ask) -> None:
                 max_new_tokens=count, min_new_tokens=count,
             )  # fmt: skip
 
-    generate(WARM_TOKENS)
+    generate(max(lengths))
     began = time.perf_counter()
     made = generate(max(lengths)).shape[1] - width
     _say_useful([min(made, n) for n in lengths], lengths, time.perf_counter() - began)

@@ -3,12 +3,13 @@
 vLLM 0.32 computes an adapter on CPUs by gathering its matrices once for every token, a copy of
 rank x width numbers a token and layer: nearly all of a rollout's time. Here
 
-    one adapter for every token     as in rollouts: its matrices are widened to fp32 once, and the
-                                    first ones of a layer's parts (q, k, v) are one product
+    one adapter for every token     as in rollouts: its matrices are packed once a hand-off, see
+                                    `packed_adapter`
     several                         a product for each adapter's tokens, by vLLM's own way through
                                     its kernels
 
-The sums are the same, and what is added to a layer's output has its number format, as in training.
+The sums are the same. What lies between the two products of one adapter has the number format of
+the model, as on a GPU, and so has what is added to a layer's output, as in training.
 """
 
 from __future__ import annotations
@@ -17,40 +18,7 @@ from typing import Any
 
 import torch
 
-
-class Widened:
-    """fp32 copies of the adapter's matrices, by the place in memory of what they are copies of.
-
-    `forget` has to be called whenever vLLM is given another adapter.
-    """
-
-    def __init__(self) -> None:
-        self._firsts: dict[tuple[int, int], torch.Tensor] = {}
-        self._seconds: dict[tuple[int, int], torch.Tensor] = {}
-
-    def forget(self) -> None:
-        """Another adapter: copy anew."""
-        self._firsts.clear()
-        self._seconds.clear()
-
-    def first(self, stacked: tuple[torch.Tensor, ...], slot: int) -> torch.Tensor:
-        """(i, parts * rank): the matrices that take a layer's input, beside each other."""
-        key = (stacked[0].data_ptr(), slot)
-        if key not in self._firsts:
-            rows = [one[slot].flatten(0, -2) for one in stacked]
-            self._firsts[key] = torch.cat(rows).float().t()
-        return self._firsts[key]
-
-    def second(self, stacked: torch.Tensor, slot: int) -> torch.Tensor:
-        """(rank, o): a matrix that makes a part of the output."""
-        key = (stacked.data_ptr(), slot)
-        if key not in self._seconds:
-            self._seconds[key] = stacked[slot].flatten(0, -2).float().t()
-        return self._seconds[key]
-
-
-WIDENED = Widened()
-"""Of this process's engine; a process has one."""
+from tasks.serving.packed_adapter import PACKED, Stacked
 
 
 def use_matrix_products() -> None:
@@ -69,7 +37,7 @@ def _take_layers(wrapper: Any) -> None:
     """Give vLLM's wrapper a way for tokens that all use one adapter; it is asked layer by layer."""
     if hasattr(wrapper, "only_slot"):
         return
-    told, by_kernels = wrapper.update_metadata, wrapper.add_lora_linear
+    told, linear, logits = wrapper.update_metadata, wrapper.add_lora_linear, wrapper.add_lora_logits
     wrapper.only_slot = None
 
     def update_metadata(self: Any, *args: Any, **kwargs: Any) -> None:
@@ -81,52 +49,37 @@ def _take_layers(wrapper: Any) -> None:
         self: Any,
         y: torch.Tensor,
         x: torch.Tensor,
-        lora_a_stacked: tuple[torch.Tensor, ...],
-        lora_b_stacked: tuple[torch.Tensor, ...],
+        lora_a_stacked: Stacked,
+        lora_b_stacked: Stacked,
         scale: float,
         output_slices: tuple[int, ...],
         **more: Any,
     ) -> None:
-        matrices = (lora_a_stacked, lora_b_stacked)
         if self.only_slot is None:
-            by_kernels(self, y, x, *matrices, scale, output_slices, **more)
-        else:
-            add_of_one(y, x, matrices, slot=self.only_slot, scale=scale, widths=output_slices)
+            matrices = (lora_a_stacked, lora_b_stacked)
+            linear(self, y, x, *matrices, scale, output_slices, **more)
+            return
+        layer = PACKED.layer(lora_a_stacked, lora_b_stacked, self.only_slot, output_slices)
+        if layer is not None:
+            layer.add(y.view(-1, y.shape[-1]), x.reshape(-1, x.shape[-1]), scale)
 
-    wrapper.update_metadata, wrapper.add_lora_linear = update_metadata, add_lora_linear
+    def add_lora_logits(
+        self: Any,
+        y: torch.Tensor,
+        x: torch.Tensor,
+        lora_a_stacked: torch.Tensor,
+        lora_b_stacked: torch.Tensor,
+        scale: float,
+        **more: Any,
+    ) -> None:
+        if self.only_slot is None:
+            logits(self, y, x, lora_a_stacked, lora_b_stacked, scale, **more)
+            return
+        widths = (y.shape[-1],)
+        add_lora_linear(self, y, x, (lora_a_stacked,), (lora_b_stacked,), scale, widths, **more)
 
-
-def add_of_one(
-    y: torch.Tensor,
-    x: torch.Tensor,
-    matrices: tuple[tuple[torch.Tensor, ...], tuple[torch.Tensor, ...]],
-    *,
-    slot: int,
-    scale: float,
-    widths: tuple[int, ...],
-) -> None:
-    """Add what one adapter makes of `x` to `y`, in place.
-
-    Args:
-        y: (..., o) output of the layer without adapter.
-        x: (..., i) its input.
-        matrices: of each part of the output: (slots, 1, rank, i), and (slots, 1, width, rank).
-        slot: which adapter.
-        scale: factor of what is added.
-        widths: of the parts, in their order in `y`.
-    """
-    firsts, seconds = matrices
-    out = y.view(-1, y.shape[-1])
-    inner = x.reshape(-1, x.shape[-1]).float() @ WIDENED.first(firsts, slot)
-    if scale != 1:
-        inner *= scale
-    rank, begin = inner.shape[1] // len(firsts), 0
-    for part, (stacked, width) in enumerate(zip(seconds, widths, strict=True)):
-        second = WIDENED.second(stacked, slot)
-        wide = min(width, second.shape[1])  # adapter and model may be padded differently
-        found = inner[:, part * rank : (part + 1) * rank] @ second[:, :wide]
-        out[:, begin : begin + wide] += found.to(out.dtype)
-        begin += width
+    wrapper.update_metadata = update_metadata
+    wrapper.add_lora_linear, wrapper.add_lora_logits = add_lora_linear, add_lora_logits
 
 
 def products(inputs_Ti: torch.Tensor, weights: torch.Tensor, adapter_T: Any) -> torch.Tensor:

@@ -20,9 +20,12 @@ import numpy as np
 
 from tasks.errors import ArtifactError, TrainingError
 from tasks.serving.colocation import Answer, Colocation, Sampling, room_for_rank
-from tasks.serving.cpu_linear import use_fp32_products
+from tasks.serving.cpu_draw import use_inverse_draws
+from tasks.serving.cpu_linear import use_packed_products
+from tasks.serving.cpu_norms import PRIORITY, use_norm_kernels
 from tasks.serving.guest import engine_class, on_gpu, undisturbed
-from tasks.serving.lora_ops import WIDENED, use_matrix_products
+from tasks.serving.lora_ops import use_matrix_products
+from tasks.serving.packed_adapter import PACKED
 
 if TYPE_CHECKING:
     import torch
@@ -70,7 +73,7 @@ class Colocated:
         try:
             with undisturbed():
                 core.add_lora(request)
-                WIDENED.forget()
+                PACKED.forget()
         except (ValueError, RuntimeError, KeyError, IndexError) as error:
             raise ArtifactError(
                 f"vLLM refuses version {version} of the policy: {_first_line(error)}",
@@ -188,14 +191,6 @@ class Colocated:
 
 def _start(how: Colocation, sampling: Sampling) -> Any:
     gpu = on_gpu()
-    if not gpu:
-        use_matrix_products()
-        use_fp32_products()
-    memory = {"gpu_memory_utilization": how.gpu_memory, "enable_sleep_mode": True}
-    if not gpu:
-        memory = {"kv_cache_memory_bytes": int(how.kv_cache_gib * 2**30)}
-        # Checked on the way in though it is not what counts here; other ranks hold memory too.
-        memory["gpu_memory_utilization"] = 0.01
     return engine_class()(
         model=str(how.model),
         skip_tokenizer_init=True,
@@ -215,9 +210,26 @@ def _start(how: Colocation, sampling: Sampling) -> Any:
         disable_log_stats=True,
         use_tqdm_on_load=False,
         seed=0,
-        **memory,
+        **(_on_gpu(how) if gpu else _on_cpu(how)),
         **_weights(how),
     )
+
+
+def _on_gpu(how: Colocation) -> dict[str, Any]:
+    return {"gpu_memory_utilization": how.gpu_memory, "enable_sleep_mode": True}
+
+
+def _on_cpu(how: Colocation) -> dict[str, Any]:
+    use_matrix_products()
+    use_packed_products()
+    use_norm_kernels()
+    use_inverse_draws()
+    return {
+        "kv_cache_memory_bytes": int(how.kv_cache_gib * 2**30),
+        # Checked on the way in though it is not what counts here; other ranks hold memory too.
+        "gpu_memory_utilization": 0.01,
+        "ir_op_priority": PRIORITY,
+    }
 
 
 def _weights(how: Colocation) -> dict[str, Any]:

@@ -8,9 +8,12 @@ from typing import Any
 import pytest
 import torch
 
-from tasks.serving.lora_ops import WIDENED, use_matrix_products
+from tasks.serving.lora_ops import use_matrix_products
+from tasks.serving.packed_adapter import JOINED_RANK, PACKED, ROWS
 
-SLOTS, RANK, WIDE, PARTS = 2, 4, 24, (16, 8, 8)
+SLOTS, WIDE, PARTS = 2, 24, (16, 8, 8)
+RANKS = [4, 2 * JOINED_RANK]
+"""One whose parts share a product, one whose parts have their own."""
 
 
 @pytest.fixture
@@ -19,18 +22,18 @@ def wrapper() -> Any:
     use_matrix_products()
     from vllm.lora.punica_wrapper.punica_cpu import PunicaWrapperCPU
 
-    WIDENED.forget()
-    return PunicaWrapperCPU(64, 64, "cpu", max_loras=SLOTS)
+    PACKED.forget()
+    return PunicaWrapperCPU(2 * ROWS, 64, "cpu", max_loras=SLOTS)
 
 
-def matrices(seed: int) -> tuple[tuple[torch.Tensor, ...], tuple[torch.Tensor, ...]]:
+def matrices(seed: int, rank: int) -> tuple[tuple[torch.Tensor, ...], tuple[torch.Tensor, ...]]:
     draw = torch.Generator().manual_seed(seed)
 
     def random(*shape: int) -> torch.Tensor:
         return torch.randn(shape, generator=draw).to(torch.bfloat16)
 
-    firsts = tuple(random(SLOTS, 1, RANK, WIDE) for _ in PARTS)
-    return firsts, tuple(random(SLOTS, 1, width, RANK) for width in PARTS)
+    firsts = tuple(random(SLOTS, 1, rank, WIDE) for _ in PARTS)
+    return firsts, tuple(random(SLOTS, 1, width, rank) / rank**0.5 for width in PARTS)
 
 
 def asked(wrapper: Any, slots: Sequence[int], *, prefill: bool) -> None:
@@ -42,9 +45,18 @@ def asked(wrapper: Any, slots: Sequence[int], *, prefill: bool) -> None:
     wrapper.update_metadata(mapping, [slot + 1 for slot in range(SLOTS)], SLOTS, 100)
 
 
-def check(wrapper: Any, slots: Sequence[int], *, seed: int = 0, prefill: bool = False) -> None:
+def check(
+    wrapper: Any,
+    slots: Sequence[int],
+    *,
+    rank: int = RANKS[0],
+    prefill: bool = False,
+    untrained: Sequence[int] = (),
+) -> None:
     """What the wrapper adds is, token by token, what its adapter makes of it."""
-    firsts, seconds = matrices(seed)
+    firsts, seconds = matrices(0, rank)
+    for part in untrained:
+        seconds[part].zero_()
     x = torch.randn(len(slots), WIDE, generator=torch.Generator().manual_seed(9)).to(torch.bfloat16)
     y = torch.ones(len(slots), sum(PARTS), dtype=torch.bfloat16)
     asked(wrapper, slots, prefill=prefill)
@@ -59,11 +71,31 @@ def check(wrapper: Any, slots: Sequence[int], *, seed: int = 0, prefill: bool = 
         torch.testing.assert_close(y[token].double(), 1 + made, rtol=2.0**-6, atol=2.0**-5)
 
 
-@pytest.mark.parametrize("prefill", [False, True])
+@pytest.mark.parametrize("rank", RANKS)
+@pytest.mark.parametrize("count", [1, 7, 65, ROWS, ROWS + 3])
 @pytest.mark.parametrize("slot", range(SLOTS))
-def test_one_adapter_for_all(wrapper: Any, slot: int, prefill: bool) -> None:
-    check(wrapper, [slot] * 7, prefill=prefill)
+def test_one_adapter_for_all(wrapper: Any, slot: int, count: int, rank: int) -> None:
+    check(wrapper, [slot] * count, rank=rank, prefill=count > 7)
     assert wrapper.only_slot == slot
+
+
+@pytest.mark.parametrize("rank", RANKS)
+@pytest.mark.parametrize("untrained", [[1], [0, 2], [0, 1, 2]])
+def test_parts_that_are_not_trained(wrapper: Any, untrained: list[int], rank: int) -> None:
+    """vLLM has zeros for them."""
+    check(wrapper, [0] * 7, rank=rank, untrained=untrained)
+
+
+def test_the_head(wrapper: Any) -> None:
+    """Its logits have fewer columns than its matrix has rows: vLLM pads vocabularies."""
+    (first, *_), (second, *_) = matrices(3, RANKS[0])
+    hidden = torch.randn(5, WIDE, generator=torch.Generator().manual_seed(2)).to(torch.bfloat16)
+    logits = torch.ones(5, PARTS[0] - 2)
+    asked(wrapper, [1] * 5, prefill=False)
+    wrapper.add_lora_logits(logits, hidden, first, second, 1.0)
+    made = hidden.double() @ first[1, 0].double().t() @ second[1, 0].double().t()
+    expected = 1 + made[:, : PARTS[0] - 2]
+    torch.testing.assert_close(logits.double(), expected, rtol=2.0**-6, atol=2.0**-4)
 
 
 @pytest.mark.parametrize("prefill", [False, True])
@@ -79,7 +111,7 @@ def test_none_at_all(wrapper: Any) -> None:
 
 def test_another_adapter_in_the_same_place(wrapper: Any) -> None:
     """vLLM copies the next one over it: nothing but `forget` tells."""
-    firsts, seconds = matrices(1)
+    firsts, seconds = matrices(1, RANKS[0])
     x = torch.ones(3, WIDE, dtype=torch.bfloat16)
     asked(wrapper, [0] * 3, prefill=False)
     for _ in range(2):
@@ -88,5 +120,5 @@ def test_another_adapter_in_the_same_place(wrapper: Any) -> None:
         seen = y.clone()
         for one in seconds:
             one.zero_()
-        WIDENED.forget()
+        PACKED.forget()
     assert seen.abs().max() == 0

@@ -3,6 +3,8 @@
 vLLM 0.32 gives every token of the vocabulary a Gumbel variable and takes the largest: 36 replies
 and 32,000 tokens are a million logarithms, 6 ms. One number is enough: the token at which the
 probabilities before it have summed up to it. Sums are taken by blocks first, then within one.
+
+It also counts how many tokens are likelier than the one that is drawn, which nobody asks here.
 """
 
 from __future__ import annotations
@@ -17,7 +19,8 @@ BLOCK = 256
 
 
 def use_inverse_draws() -> None:
-    """Exchange how vLLM draws in this process."""
+    """Exchange how vLLM draws in this process; the ranks that it tells of tokens are 0."""
+    from vllm.v1.sample import sampler
     from vllm.v1.sample.ops import topk_topp_sampler
     from vllm.v1.sample.ops.topk_topp_sampler import apply_top_k_top_p
 
@@ -34,7 +37,11 @@ def use_inverse_draws() -> None:
         drawn = draw(logprobs.exp(), uniforms(len(logits), generators))
         return drawn, told.get(self.logprobs_mode)
 
+    def no_ranks(x: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
+        return torch.zeros(len(x), dtype=torch.int64)
+
     topk_topp_sampler.TopKTopPSampler.forward_cpu = forward_cpu
+    sampler.batched_count_greater_than = no_ranks
 
 
 def uniforms(count: int, generators: Mapping[int, torch.Generator]) -> torch.Tensor:

@@ -49,11 +49,11 @@ class Layer:
 
     Attributes:
         first: (rows, i) to (rows, parts * rank).
-        parts: what it trains of it; a single product where they are joined.
+        parts: what it trains of it; a single one where they are joined.
     """
 
     first: Product
-    parts: Product | Sequence[Part]
+    parts: Sequence[Part]
 
     def add(self, y: torch.Tensor, x: torch.Tensor, scale: float) -> None:
         """Add it to `y` (rows, o) in place, made of `x` (rows, i)."""
@@ -64,9 +64,6 @@ class Layer:
         inner = self.first(x)
         if scale != 1:
             inner *= scale
-        if callable(self.parts):
-            y.add_(self.parts(inner))
-            return
         for one in self.parts:
             one.add(y, inner)
 
@@ -117,4 +114,4 @@ def _pack(
     joined = first.new_zeros(begin, len(first))
     for matrix, ranks, columns in trained:
         joined[columns, ranks] = matrix
-    return Layer(packed(first), packed(joined))
+    return Layer(packed(first), [Part(packed(joined), slice(None), slice(None))])

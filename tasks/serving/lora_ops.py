@@ -1,11 +1,11 @@
-"""vLLM's LoRA on a CPU, as matrix products.
+"""vLLM's LoRA on a CPU.
 
 vLLM 0.32 computes an adapter on CPUs by gathering its matrices once for every token, a copy of
 rank x width numbers a token and layer: nearly all of a rollout's time. Here
 
-    one adapter for every token     as in rollouts: its matrices are packed once a hand-off, see
-                                    `packed_adapter`
-    several                         a product for each adapter's tokens, by vLLM's own way through
+    one adapter for every token     as in rollouts: a layer is one call of a kernel (`native/`);
+                                    nothing is computed for what the adapter does not train
+    several, or no kernel           a product for each adapter's tokens, by vLLM's own way through
                                     its kernels
 
 The sums are the same. What lies between the two products of one adapter has the number format of
@@ -18,7 +18,8 @@ from typing import Any
 
 import torch
 
-from tasks.serving.packed_adapter import PACKED, Stacked
+from tasks.serving.native import adapter_kernel
+from tasks.serving.native.binding import Layer, Stacked
 
 
 def use_matrix_products() -> None:
@@ -55,13 +56,9 @@ def _take_layers(wrapper: Any) -> None:
         output_slices: tuple[int, ...],
         **more: Any,
     ) -> None:
-        if self.only_slot is None:
-            matrices = (lora_a_stacked, lora_b_stacked)
-            linear(self, y, x, *matrices, scale, output_slices, **more)
-            return
-        layer = PACKED.layer(lora_a_stacked, lora_b_stacked, self.only_slot, output_slices)
-        if layer is not None:
-            layer.add(y.view(-1, y.shape[-1]), x.reshape(-1, x.shape[-1]), scale)
+        firsts, seconds = lora_a_stacked, lora_b_stacked
+        if not _add_at_once(self, y, x, firsts, seconds, scale, output_slices):
+            linear(self, y, x, firsts, seconds, scale, output_slices, **more)
 
     def add_lora_logits(
         self: Any,
@@ -72,14 +69,37 @@ def _take_layers(wrapper: Any) -> None:
         scale: float,
         **more: Any,
     ) -> None:
-        if self.only_slot is None:
+        firsts, seconds = (lora_a_stacked,), (lora_b_stacked,)
+        if not _add_at_once(self, y, x, firsts, seconds, scale, (y.shape[-1],)):
             logits(self, y, x, lora_a_stacked, lora_b_stacked, scale, **more)
-            return
-        widths = (y.shape[-1],)
-        add_lora_linear(self, y, x, (lora_a_stacked,), (lora_b_stacked,), scale, widths, **more)
 
     wrapper.update_metadata = update_metadata
     wrapper.add_lora_linear, wrapper.add_lora_logits = add_lora_linear, add_lora_logits
+
+
+def _add_at_once(
+    wrapper: Any,
+    y: torch.Tensor,
+    x: torch.Tensor,
+    firsts: Stacked,
+    seconds: Stacked,
+    scale: float,
+    widths: tuple[int, ...],
+) -> bool:
+    """Whether it was done, by one call of the kernel."""
+    kernel = adapter_kernel()
+    if kernel is None or wrapper.only_slot is None:
+        return False
+    # Of this engine: vLLM copies the next adapter into the same place.
+    layers = wrapper.__dict__.setdefault("layers", {})
+    key = (seconds[0].data_ptr(), wrapper.only_slot)
+    if key not in layers:
+        layers[key] = Layer.of(firsts, seconds, wrapper.only_slot, widths)
+    layer, rows, to = layers[key], x.reshape(-1, x.shape[-1]), y.view(-1, y.shape[-1])
+    if layer is None or not layer.fits(rows, to):
+        return False
+    kernel.add(layer, rows, to, scale)
+    return True
 
 
 def products(inputs_Ti: torch.Tensor, weights: torch.Tensor, adapter_T: Any) -> torch.Tensor:

@@ -25,7 +25,6 @@ from tasks.serving.cpu_linear import use_packed_products
 from tasks.serving.cpu_norms import PRIORITY, use_norm_kernels
 from tasks.serving.guest import engine_class, on_gpu, undisturbed
 from tasks.serving.lora_ops import use_matrix_products
-from tasks.serving.packed_adapter import PACKED
 
 if TYPE_CHECKING:
     import torch
@@ -73,7 +72,6 @@ class Colocated:
         try:
             with undisturbed():
                 core.add_lora(request)
-                PACKED.forget()
         except (ValueError, RuntimeError, KeyError, IndexError) as error:
             raise ArtifactError(
                 f"vLLM refuses version {version} of the policy: {_first_line(error)}",

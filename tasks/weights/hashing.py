@@ -21,8 +21,8 @@ from typing import Any, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
+from tasks.compiled import cpu_flags
 from tasks.weights.native import Library, library
-from tasks.weights.native.binding import cpu_flags
 
 LANES = 8
 """How many streams are worth advancing at once; as in `sha256_lanes.c`."""

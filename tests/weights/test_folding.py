@@ -11,6 +11,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
+from tasks import compiled
 from tasks.weights import casts, folding, hashing, native
 from tasks.weights.buffers import Buffer, Workspace
 from tasks.weights.execute import Executed, execute
@@ -184,23 +185,23 @@ def test_what_is_left_to_torch(inputs) -> None:
 
 
 def test_without_a_compiler_there_are_no_kernels(monkeypatch, caplog) -> None:
-    monkeypatch.setattr(binding.shutil, "which", lambda name: None)
-    with caplog.at_level("INFO", logger=binding.__name__):
+    monkeypatch.setattr(compiled.shutil, "which", lambda name: None)
+    with caplog.at_level("INFO", logger=compiled.__name__):
         assert native.library.__wrapped__() is None
     assert "no C compiler" in caplog.text
 
 
 def test_a_compiler_that_fails_is_said_and_survived(monkeypatch, tmp_path, caplog) -> None:
-    monkeypatch.setattr(binding, "_folder", lambda: tmp_path)
+    monkeypatch.setattr(compiled, "_folder", lambda: tmp_path)
     monkeypatch.setattr(binding, "FLAGS", ("--no-such-flag",))
     assert native.library.__wrapped__() is None
     assert "cannot be compiled" in caplog.text
     assert list(tmp_path.iterdir()) == []
 
 
-@pytest.mark.skipif("avx2" not in binding.cpu_flags(), reason="for x86-64 with AVX2")
+@pytest.mark.skipif("avx2" not in compiled.cpu_flags(), reason="for x86-64 with AVX2")
 def test_the_kernels_for_avx2_are_as_exact(monkeypatch, tmp_path) -> None:
-    monkeypatch.setattr(binding, "_folder", lambda: tmp_path)
+    monkeypatch.setattr(compiled, "_folder", lambda: tmp_path)
     monkeypatch.setattr(binding, "FLAGS", (*binding.FLAGS, "-mno-avx512f"))
     older = native.library.__wrapped__()
     monkeypatch.setattr(f"{__name__}.KERNELS", older)
@@ -214,9 +215,9 @@ def test_the_kernels_for_avx2_are_as_exact(monkeypatch, tmp_path) -> None:
 
 
 def test_compiled_once_and_found_again(monkeypatch, tmp_path) -> None:
-    monkeypatch.setattr(binding, "_folder", lambda: tmp_path)
+    monkeypatch.setattr(compiled, "_folder", lambda: tmp_path)
     assert native.library.__wrapped__() is not None
     (made,) = tmp_path.iterdir()
-    monkeypatch.setattr(binding.subprocess, "run", None)  # would be called to compile
+    monkeypatch.setattr(compiled.subprocess, "run", None)  # would be called to compile
     assert native.library.__wrapped__() is not None
     assert list(tmp_path.iterdir()) == [made]

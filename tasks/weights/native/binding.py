@@ -1,15 +1,8 @@
-"""Compiling and loading the kernels, and calling them on numpy arrays."""
+"""Loading the kernels, and calling them on numpy arrays."""
 
 from __future__ import annotations
 
 import ctypes
-import hashlib
-import logging
-import os
-import platform
-import shutil
-import subprocess
-import tempfile
 from collections.abc import Sequence
 from functools import cache
 from pathlib import Path
@@ -18,25 +11,25 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-LOG = logging.getLogger(__name__)
+from tasks.compiled import compiled
+
 SOURCES = ("sha256_lanes.c", "fold.c")
 # No contraction: a product, a scale and a sum are three roundings, as torch makes them.
-FLAGS = ("-O3", "-march=native", "-ffp-contract=off", "-fno-strict-aliasing", "-Wno-psabi")
+FLAGS = ("-ffp-contract=off",)
 MAX_RANK = 384
 """Largest rank that is folded: up to here MKL sums the rank in one chain on Intel's CPUs, as the
 kernel does (measured for ranks 1 to 1024; on AMD's up to 192); as in `fold.c`."""
-_COMPILE_S = 120.0
 
 
 class Library:
     """The compiled kernels. Calls release the interpreter's lock.
 
     Args:
-        path: the shared object.
+        kernels: the shared object.
     """
 
-    def __init__(self, path: Path) -> None:
-        self._library = ctypes.CDLL(str(path))
+    def __init__(self, kernels: ctypes.CDLL) -> None:
+        self._library = kernels
         size, address = ctypes.c_size_t, ctypes.c_void_p
         self._declare("sha256_update", None, size, address, address, address)
         self._declare("round_bf16", None, address, address, size)
@@ -111,54 +104,7 @@ def _at(array: NDArray[Any]) -> int:
 @cache
 def library() -> Library | None:
     """The kernels; None where they cannot be compiled, which is logged."""
-    compiler = shutil.which("cc") or shutil.which("gcc")
-    if compiler is None:
-        LOG.info("no C compiler: hashing and folding take the slower way")
-        return None
-    try:
-        return Library(_compiled(compiler))
-    except (OSError, subprocess.SubprocessError) as error:
-        said = getattr(error, "stderr", None) or error
-        LOG.warning("kernels cannot be compiled, the slower way is taken: %s", said)
-        return None
-
-
-def _compiled(compiler: str) -> Path:
     here = Path(__file__).parent
-    sources = [here / name for name in SOURCES]
-    digest = hashlib.sha256(
-        repr((compiler, FLAGS, platform.machine(), sorted(cpu_flags()))).encode()
-    )
-    for source in sources:
-        digest.update(source.read_bytes())
-    path = _folder() / f"{digest.hexdigest()[:24]}.so"
-    if path.exists():
-        return path
-    path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
-    with tempfile.TemporaryDirectory(dir=path.parent) as folder:
-        fresh = Path(folder) / path.name
-        command = [compiler, *FLAGS, "-shared", "-fPIC", "-o", str(fresh), *map(str, sources)]
-        subprocess.run(command, check=True, capture_output=True, text=True, timeout=_COMPILE_S)
-        fresh.rename(path)  # two processes may compile at once: the same file, whole, twice
-    return path
-
-
-def _folder() -> Path:
-    """The project's cache, or the user's where the package was installed without the project."""
-    project = Path(__file__).resolve().parents[3]
-    if (project / "pyproject.toml").exists() and os.access(project, os.W_OK):
-        return project / ".cache" / "native"
-    user = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
-    return Path(user) / "plumbline" / "native"
-
-
-@cache
-def cpu_flags() -> frozenset[str]:
-    """What the CPU can do, as Linux names it; empty where it does not say."""
-    try:
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
-    except OSError:
-        return frozenset()
-    words = (line.partition(":") for line in lines)
-    named = [value for key, _, value in words if key.strip() in ("flags", "Features")]
-    return frozenset(named[0].split()) if named else frozenset()
+    slower = "hashing and folding take the slower way"
+    found = compiled([here / name for name in SOURCES], *FLAGS, slower=slower)
+    return None if found is None else Library(found)

@@ -184,21 +184,6 @@ def test_what_is_left_to_torch(inputs) -> None:
         assert [fold_term(one, sources) for one in others] == [None] * len(others)
 
 
-def test_without_a_compiler_there_are_no_kernels(monkeypatch, caplog) -> None:
-    monkeypatch.setattr(compiled.shutil, "which", lambda name: None)
-    with caplog.at_level("INFO", logger=compiled.__name__):
-        assert native.library.__wrapped__() is None
-    assert "no C compiler" in caplog.text
-
-
-def test_a_compiler_that_fails_is_said_and_survived(monkeypatch, tmp_path, caplog) -> None:
-    monkeypatch.setattr(compiled, "_folder", lambda: tmp_path)
-    monkeypatch.setattr(binding, "FLAGS", ("--no-such-flag",))
-    assert native.library.__wrapped__() is None
-    assert "cannot be compiled" in caplog.text
-    assert list(tmp_path.iterdir()) == []
-
-
 @pytest.mark.skipif("avx2" not in compiled.cpu_flags(), reason="for x86-64 with AVX2")
 def test_the_kernels_for_avx2_are_as_exact(monkeypatch, tmp_path) -> None:
     monkeypatch.setattr(compiled, "_folder", lambda: tmp_path)
@@ -212,12 +197,3 @@ def test_the_kernels_for_avx2_are_as_exact(monkeypatch, tmp_path) -> None:
     streams = [hashing.stream() for _ in range(9)]
     hashing.advance([(one, bytes(range(200))) for one in streams])
     assert {one.hexdigest() for one in streams} == {hashlib.sha256(bytes(range(200))).hexdigest()}
-
-
-def test_compiled_once_and_found_again(monkeypatch, tmp_path) -> None:
-    monkeypatch.setattr(compiled, "_folder", lambda: tmp_path)
-    assert native.library.__wrapped__() is not None
-    (made,) = tmp_path.iterdir()
-    monkeypatch.setattr(compiled.subprocess, "run", None)  # would be called to compile
-    assert native.library.__wrapped__() is not None
-    assert list(tmp_path.iterdir()) == [made]

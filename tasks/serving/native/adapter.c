@@ -31,7 +31,7 @@
 #define TALL (WIDTH / DEEP) /* rows of x that are multiplied at once */
 #define HEIGHT 8            /* rows of y that are worked on at once */
 #define ROWS 256            /* whose numbers between the products are kept at once */
-#define PARTS 8             /* of a layer, at most; as in kernel.py */
+#define PARTS 8             /* of a layer, at most; as in binding.py */
 #define RANK 512            /* at most, and a multiple of 8; likewise */
 #ifdef __AVX512BF16__
 #define PAIRS 1
@@ -259,6 +259,7 @@ INLINE void block(const layer *l, const part *const *parts, size_t count, rows x
 {
     size_t item = size_of(bf16), per_part = x.count * l->rank * size_between(bf16);
     size_t deep = l->rank / DEEP, tiles = (x.count + TALL - 1) / TALL;
+    /* A few rows of a small layer take less than waking a thread does. */
 #pragma omp parallel if (per_part * l->wide * count > 100000)
     {
         int32_t panel[RANK * WIDTH] __attribute__((aligned(BYTES)));

@@ -1,0 +1,94 @@
+"""Kernels in C: compiled once, kept, done without where that is not possible."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tasks import compiled as compiling
+from tasks.compiled import compiled
+
+SOURCE = "int twice(int n) { return 2 * n; }\n"
+PARALLEL = """
+int count(void)
+{
+    int all = 0;
+#pragma omp parallel reduction(+ : all)
+    all += 1;
+    return all;
+}
+"""
+
+
+@pytest.fixture(autouse=True)
+def _own_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(compiling, "_folder", lambda: tmp_path / "kept")
+
+
+@pytest.fixture
+def source(tmp_path: Path) -> Path:
+    path = tmp_path / "twice.c"
+    path.write_text(SOURCE)
+    return path
+
+
+def test_it_works(source: Path) -> None:
+    found = compiled([source], slower="")
+    assert found is not None
+    assert found.twice(21) == 42
+
+
+def test_without_a_compiler_there_are_none(monkeypatch, caplog, source: Path) -> None:
+    monkeypatch.setattr(compiling.shutil, "which", lambda name: None)
+    with caplog.at_level("INFO", logger=compiling.__name__):
+        assert compiled([source], slower="twice takes two sums") is None
+    assert "no C compiler: twice takes two sums" in caplog.text
+
+
+def test_a_compiler_that_fails_is_said_and_survived(tmp_path, caplog, source: Path) -> None:
+    assert compiled([source], "--no-such-flag", slower="twice takes two sums") is None
+    assert "cannot be compiled (twice takes two sums)" in caplog.text
+    assert "no-such-flag" in caplog.text
+    assert list((tmp_path / "kept").iterdir()) == []
+
+
+def test_one_that_does_not_load_is_said_and_survived(caplog, source: Path) -> None:
+    source.write_text("int missing(void); int twice(int n) { return missing() * n; }")
+    assert compiled([source], slower="") is None
+    assert "undefined symbol: missing" in caplog.text
+
+
+def test_compiled_once_and_found_again(monkeypatch, tmp_path, source: Path) -> None:
+    assert compiled([source], slower="") is not None
+    (made,) = (tmp_path / "kept").iterdir()
+    with monkeypatch.context() as patched:
+        patched.setattr(compiling.subprocess, "run", None)  # would be called to compile
+        assert compiled([source], slower="") is not None
+    assert list((tmp_path / "kept").iterdir()) == [made]
+    source.write_text(SOURCE.replace("2 * n", "n + n"))
+    assert compiled([source], slower="") is not None
+    assert len(list((tmp_path / "kept").iterdir())) == 2
+
+
+def test_threads_are_those_of_torch(tmp_path: Path) -> None:
+    """A second pool would spin beside the first one, on the same cores."""
+    path = tmp_path / "count.c"
+    path.write_text(PARALLEL)
+    code = f"""
+import re, sys, torch
+from pathlib import Path
+from tasks import compiled
+compiled._folder = lambda: Path({str(tmp_path / "kept")!r})
+torch.set_num_threads(3)
+found = compiled.compiled([Path({str(path)!r})], "-fopenmp", slower="")
+maps = Path("/proc/self/maps").read_text()
+print(found.count(), len(set(re.findall(r"/\\S*libgomp\\S*", maps))))
+"""
+    environment = {**os.environ, "PYTHONPATH": str(compiling.PROJECT)}
+    python = [sys.executable, "-c", code]
+    said = subprocess.run(python, env=environment, capture_output=True, text=True, check=True)
+    assert said.stdout.split() == ["3", "1"]

@@ -13,8 +13,7 @@ from tasks.serving.lora_ops import use_matrix_products
 
 SLOTS, WIDE, PARTS, MOST = 2, 24, (16, 8, 8), 512
 RANKS = [4, 8, 64]
-"""The first one goes the slower way: vLLM has no place for such adapters, the kernel does neither.
-"""
+"""The kernel does not know the first one, for which vLLM has no place either."""
 
 
 @pytest.fixture(params=["kernel", "without"])

@@ -30,7 +30,7 @@ def compiled(sources: Sequence[Path], *more_flags: str, slower: str) -> ctypes.C
     imported first.
 
     Args:
-        sources: files in C.
+        sources: files in C; headers that they include lie beside them.
         more_flags: for the compiler, with `FLAGS`.
         slower: what goes on without them.
     """
@@ -49,7 +49,8 @@ def compiled(sources: Sequence[Path], *more_flags: str, slower: str) -> ctypes.C
 def _library(compiler: Sequence[str], sources: Sequence[Path]) -> Path:
     about = (*compiler, platform.machine(), *sorted(cpu_flags()))
     digest = hashlib.sha256(repr(about).encode())
-    for source in sources:
+    beside = {header for source in sources for header in source.parent.glob("*.h")}
+    for source in (*sources, *sorted(beside)):
         digest.update(source.read_bytes())
     path = _folder() / f"{digest.hexdigest()[:24]}.so"
     if path.exists():

@@ -74,6 +74,18 @@ def test_compiled_once_and_found_again(monkeypatch, tmp_path, source: Path) -> N
     assert len(list((tmp_path / "kept").iterdir())) == 2
 
 
+def test_a_header_counts_as_the_source(tmp_path: Path, source: Path) -> None:
+    header = tmp_path / "factor.h"
+    header.write_text("#define FACTOR 2\n")
+    source.write_text('#include "factor.h"\nint times(int n) { return FACTOR * n; }')
+    first = compiled([source], slower="")
+    header.write_text("#define FACTOR 3\n")
+    second = compiled([source], slower="")
+    assert first is not None
+    assert second is not None
+    assert (first.times(7), second.times(7)) == (14, 21)
+
+
 def test_threads_are_those_of_torch(tmp_path: Path) -> None:
     """A second pool would spin beside the first one, on the same cores."""
     path = tmp_path / "count.c"

@@ -18,8 +18,7 @@ from typing import Any
 
 import torch
 
-from tasks.serving.native import adapter_kernel
-from tasks.serving.native.binding import Layer, Stacked
+from tasks.serving.native.adapter import Layer, Stacked, adapter_kernel
 
 
 def use_matrix_products() -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -10,17 +9,10 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from tasks.compiled import compiled, cpu_flags
-from tasks.serving.native import AdapterKernel, adapter_kernel, binding
-from tasks.serving.native.binding import Layer
+from tasks.serving.native import adapter
+from tasks.serving.native.adapter import AdapterKernel, Layer, adapter_kernel
+from tests.serving.compiled_for import OLDER, kernel_for
 
-SOURCE = Path(binding.__file__).with_name("adapter.c")
-OLDER = {
-    "with bf16 products": ("avx512_bf16", ()),
-    "with AVX-512": ("avx512bw", ("-mno-avx512bf16",)),
-    "with AVX2": ("avx2", ("-mno-avx512f",)),
-}
-"""What a CPU has to have for it, and flags that make do without more."""
 FORMATS = st.sampled_from([torch.bfloat16, torch.float32])
 
 pytestmark = pytest.mark.skipif(adapter_kernel() is None, reason="no C compiler here")
@@ -28,12 +20,7 @@ pytestmark = pytest.mark.skipif(adapter_kernel() is None, reason="no C compiler 
 
 @pytest.fixture(params=OLDER, scope="module")
 def kernel(request: pytest.FixtureRequest) -> AdapterKernel:
-    needs, flags = OLDER[request.param]
-    if needs not in cpu_flags():
-        pytest.skip(f"this CPU has no {needs}")
-    found = compiled([SOURCE], "-fopenmp", *flags, slower="")
-    assert found is not None
-    return AdapterKernel(found)
+    return AdapterKernel(kernel_for(request.param, "adapter.c"))
 
 
 class Case:
@@ -144,8 +131,8 @@ def test_layers_that_it_does_not_know() -> None:
         return Layer.of([a] * count, [b.to(second or dtype)] * count, 0, [16] * count)
 
     assert asked(8, torch.bfloat16) is not None
-    assert asked(8, torch.float32, binding.PARTS) is not None
-    assert asked(8, torch.float32, binding.PARTS + 1) is None
+    assert asked(8, torch.float32, adapter.PARTS) is not None
+    assert asked(8, torch.float32, adapter.PARTS + 1) is None
     assert asked(4, torch.bfloat16) is None
     assert asked(1024, torch.bfloat16) is None
     assert asked(8, torch.float16) is None

@@ -1,5 +1,3 @@
-"""A kernel in C for an adapter's part of a rollout on CPUs (`adapter.c`), compiled on first use."""
-
-from tasks.serving.native.binding import AdapterKernel, adapter_kernel
-
-__all__ = ["AdapterKernel", "adapter_kernel"]
+"""Kernels in C for rollouts on CPUs, compiled on first use: what an adapter adds to a layer
+(`adapter.c`), and attention (`attention.c`). Each has a module of its name that loads and calls it.
+"""

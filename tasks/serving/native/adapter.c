@@ -10,41 +10,23 @@
  * after the scale, as in training; the sum with `y` is rounded once. A row's result does not depend
  * on the rows beside it. A part whose `b` is all zero is one that the adapter does not train.
  *
- * Numbers are multiplied by words of 32 bits: one of fp32, or two of bf16 that follow each other
- * (pairs). A CPU without products of such pairs widens them: in the first product, where every
- * number is used a few times, as they come; for the second one beforehand.
+ * Where pairs of bf16 have to be widened (`words.h`), they are in the first product as they come,
+ * since every number is used a few times; for the second one beforehand.
  */
-#include <stddef.h>
-#include <stdint.h>
 #include <stdlib.h>
-#include <string.h>
+
+#include "words.h"
 
 #ifdef __AVX512F__
-#include <immintrin.h>
-#define BYTES 64
 #define DEEP 4 /* rows of a that are multiplied at once */
 #else
-#define BYTES 32
 #define DEEP 2
 #endif
-#define WIDTH (BYTES / 4)
 #define TALL (WIDTH / DEEP) /* rows of x that are multiplied at once */
 #define HEIGHT 8            /* rows of y that are worked on at once */
 #define ROWS 256            /* whose numbers between the products are kept at once */
-#define PARTS 8             /* of a layer, at most; as in binding.py */
+#define PARTS 8             /* of a layer, at most; as in adapter.py */
 #define RANK 512            /* at most, and a multiple of 8; likewise */
-#ifdef __AVX512BF16__
-#define PAIRS 1
-#else
-#define PAIRS 0
-#endif
-#define UPPER ((int32_t)0xffff0000)
-#define INLINE static inline __attribute__((always_inline))
-#define UNROLLED _Pragma("GCC unroll 16")
-
-typedef float vec __attribute__((vector_size(BYTES)));
-typedef int32_t words __attribute__((vector_size(BYTES)));
-typedef uint16_t halves __attribute__((vector_size(BYTES / 2)));
 
 typedef struct {
     const char *a; /* (rank, wide) */
@@ -63,81 +45,6 @@ typedef struct {
     char *at;
     size_t stride, count;
 } rows;
-
-INLINE size_t least(size_t a, size_t b)
-{
-    return a < b ? a : b;
-}
-
-INLINE size_t size_of(int bf16)
-{
-    return bf16 ? 2 : 4;
-}
-
-INLINE words get(const char *from)
-{
-    words found;
-    memcpy(&found, from, sizeof found);
-    return found;
-}
-
-INLINE vec widened(halves narrow)
-{
-#ifdef __AVX512F__
-    return (vec)_mm512_slli_epi32(_mm512_cvtepu16_epi32((__m256i)narrow), 16);
-#else
-    return (vec)(__builtin_convertvector(narrow, words) << 16);
-#endif
-}
-
-/* To nearest, ties to even; every NaN becomes the quiet one. */
-INLINE halves narrowed(vec wide)
-{
-    words b = (words)wide, nan = (b & 0x7fffffff) > 0x7f800000;
-    words near = ((b + 0x7fff + ((b >> 16) & 1)) >> 16) & 0xffff;
-    near = (near & ~nan) | (nan & 0x7fc0);
-#ifdef __AVX512F__
-    return (halves)_mm512_cvtepi32_epi16((__m512i)near);
-#else
-    return __builtin_convertvector(near, halves);
-#endif
-}
-
-INLINE vec in_format(vec wide, int bf16)
-{
-    return bf16 ? widened(narrowed(wide)) : wide;
-}
-
-INLINE vec load(const char *from, int bf16)
-{
-    halves narrow;
-    if (!bf16)
-        return (vec)get(from);
-    memcpy(&narrow, from, sizeof narrow);
-    return widened(narrow);
-}
-
-INLINE void store(vec wide, char *to, int bf16)
-{
-    halves narrow = narrowed(wide);
-    if (bf16)
-        memcpy(to, &narrow, sizeof narrow);
-    else
-        memcpy(to, &wide, sizeof wide);
-}
-
-/* `sum` and the products of the numbers in x and a, which lie in the same word. */
-INLINE vec multiplied(vec sum, words x, words a, int bf16)
-{
-    if (!bf16)
-        return sum + (vec)x * (vec)a;
-#ifdef __AVX512BF16__
-    return (vec)_mm512_dpbf16_ps((__m512)sum, (__m512bh)x, (__m512bh)a);
-#else
-    sum += (vec)(x << 16) * (vec)(a << 16);
-    return sum + (vec)(x & UPPER) * (vec)(a & UPPER);
-#endif
-}
 
 /* The sums of WIDTH vectors, in their order: halves of each are added, and two vectors make one. */
 INLINE vec totals(vec *all)
@@ -211,7 +118,7 @@ INLINE void first_product(const layer *l, const part *p, rows x, size_t row, siz
 
 /* WIDTH rows of `b`, `count` words each, as columns; zeros past the `width` that are there. Words
  * of two numbers become two columns where they are to be widened. */
-INLINE void transpose(const char *b, size_t width, size_t count, int widen, int32_t *panel)
+INLINE void columns(const char *b, size_t width, size_t count, int widen, int32_t *panel)
 {
     for (size_t j = 0; j < WIDTH; j++)
         for (size_t k = 0; k < count; k++) {
@@ -276,7 +183,7 @@ INLINE void block(const layer *l, const part *const *parts, size_t count, rows x
             for (size_t column = 0; column < p->width; column += WIDTH) {
                 size_t width = least(p->width - column, WIDTH);
                 rows to = {y.at + (p->begin + column) * item, y.stride, y.count};
-                transpose(p->b + column * length, width, length / 4, bf16 && !PAIRS, panel);
+                columns(p->b + column * length, width, length / 4, bf16 && !PAIRS, panel);
                 second_product(panel, inner + which * per_part, words_between, to, width, bf16);
             }
         }

@@ -120,15 +120,15 @@ INLINE vec exponential(vec x)
 {
     const float shift = 0x1.8p23f;
     words nothing = x < -87; /* not NaN */
-    vec near = either(nothing, all(0), x), turned = near * 1.44269504f + shift;
-    vec whole = turned - shift, r = near - whole * 0.693359375f + whole * 2.12194440e-4f;
+    vec near = either(nothing, all(0), x), scaled = near * 1.44269504f + shift;
+    vec whole = scaled - shift, r = near - whole * 0.693359375f + whole * 2.12194440e-4f;
     vec p = r * 1.9875691500e-4f + 1.3981999507e-3f;
     p = p * r + 8.3334519073e-3f;
     p = p * r + 4.1665795894e-2f;
     p = p * r + 1.6666665459e-1f;
     p = p * r + 5.0000001201e-1f;
     p = p * (r * r) + r + 1;
-    return (vec)(((words)p + ((words)turned << 23)) & ~nothing);
+    return (vec)(((words)p + ((words)scaled << 23)) & ~nothing);
 }
 
 INLINE float largest(vec some)
@@ -147,7 +147,7 @@ INLINE float total(vec some)
     return found;
 }
 
-/* WIDTH vectors as a matrix, turned. */
+/* WIDTH vectors as a matrix, whose rows become columns. */
 INLINE void transpose(words *all)
 {
     words low, high, other[WIDTH];

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Generator
 from pathlib import Path
 from typing import Any
 
 import pytest
 from hypothesis import settings
 from xdist.scheduler import LoadFileScheduling
+
+from tasks.errors import PlumblineError
 
 PROJECT = Path(__file__).resolve().parents[1]
 CACHE = PROJECT / ".cache"
@@ -60,3 +63,14 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if item.path.parent.name == "flows":
             item.add_marker(pytest.mark.timeout(600))
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport(
+    call: pytest.CallInfo[None],
+) -> Generator[None, pytest.TestReport, pytest.TestReport]:
+    """Of an error of ours pytest shows one line; a child's last words are in the details."""
+    report = yield
+    if call.excinfo is not None and isinstance(call.excinfo.value, PlumblineError):
+        report.sections.append(("details of the error", call.excinfo.value.report()))
+    return report

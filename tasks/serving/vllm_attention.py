@@ -97,7 +97,11 @@ class KernelAttention(CPUAttentionBackendImpl):
     ) -> None:
         kernel = attention_kernel()
         if kernel is None or not batch.causal:
-            raise NotImplementedError("this layer's tokens look back, in all batches or in none")
+            raise NotImplementedError(
+                "attention: this layer keeps keys and values as our kernel does, which is for "
+                "tokens that look back, and a batch came whose tokens look ahead too; "
+                "set rollout.engine=transformers"
+            )
         told = batch.__dict__.get("told")  # of all layers of a step
         if told is None:
             told = batch.__dict__["told"] = Batch(

@@ -23,6 +23,7 @@ from typing import Any, NoReturn
 import numpy as np
 from numpy.typing import NDArray
 
+from tasks.ending import end_process
 from tasks.fingerprint import Fingerprint
 from tasks.lean import start_lean
 from tasks.serving.job import Job
@@ -196,3 +197,4 @@ def _rendered_differently(llm: Any, job: Job) -> int:
 
 if __name__ == "__main__":
     main()
+    end_process()

@@ -10,6 +10,7 @@ import json
 import sys
 from pathlib import Path
 
+from tasks.ending import end_process
 from tasks.events import emit
 from tasks.lean import start_lean
 from tasks.toy.pretrain import pretrain
@@ -26,3 +27,4 @@ def main(argv: list[str]) -> None:
 
 if __name__ == "__main__":
     main(sys.argv)
+    end_process()

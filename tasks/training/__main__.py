@@ -7,4 +7,4 @@ import sys
 from tasks.training.entry import enter
 
 if __name__ == "__main__":
-    sys.exit(enter(sys.argv[1], "tasks.training.run"))
+    enter(sys.argv[1], "tasks.training.run")

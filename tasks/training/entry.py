@@ -6,25 +6,41 @@ with a traceback.
 
 from __future__ import annotations
 
+import faulthandler
 import importlib
 import os
 import time
+import traceback
 from pathlib import Path
+from typing import NoReturn
 
+from tasks.ending import end_process
 from tasks.errors import PlumblineError
 from tasks.events import emit
 from tasks.lean import start_lean
 
 DELIBERATE = 3
+UNFORESEEN = 1
 
 
-def enter(job_path: str, module: str) -> int:
-    """Run one rank of the job; the exit status.
+def enter(job_path: str, module: str) -> NoReturn:
+    """Run one rank of the job, and end this process.
 
     Args:
         job_path: of the `TrainJob`.
         module: whose `train_with(ranks, job, started)` does it; imported once the process is lean.
     """
+    # Should a library abort, the lines of Python that led there are the only trace.
+    faulthandler.enable(all_threads=False)
+    try:
+        status = _run(job_path, module)
+    except Exception:  # the edge of a process: the parent shows the last lines
+        traceback.print_exc()
+        status = UNFORESEEN
+    end_process(status)
+
+
+def _run(job_path: str, module: str) -> int:
     started = time.time()
     start_lean()
     from tasks.training.engine import Ranks

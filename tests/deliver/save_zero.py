@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 
+from tasks.ending import end_process
 from tasks.training.engine import Ranks
 from tests.weights.making import small_config
 
@@ -70,6 +71,7 @@ def main() -> None:
         engine.destroy()
         ranks.barrier()
     ranks.leave()
+    end_process()
 
 
 if __name__ == "__main__":

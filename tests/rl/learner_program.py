@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from tasks.ending import end_process
 from tasks.errors import TrainingError
 from tasks.rl.learner import Learner
 from tasks.training.base import DTYPES
@@ -77,6 +78,7 @@ def main(folder: Path) -> None:
         ranks.barrier()
     (folder / str(ranks.rank)).write_text("".join(lines))
     ranks.leave()
+    end_process()
 
 
 if __name__ == "__main__":

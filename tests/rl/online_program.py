@@ -18,6 +18,7 @@ from tasks.lean import start_lean
 def main(paths: list[str]) -> None:
     """Train all of them in this process group."""
     start_lean()
+    from tasks.ending import end_process
     from tasks.rl.run import train_with
     from tasks.training.engine import Ranks
     from tasks.training.job import TrainJob
@@ -27,6 +28,7 @@ def main(paths: list[str]) -> None:
         train_with(ranks, TrainJob.read(Path(path)), time.time())
         ranks.barrier()
     ranks.leave()
+    end_process()
 
 
 if __name__ == "__main__":

@@ -16,6 +16,7 @@ def main() -> None:
     import torch
     import torch.distributed as dist
 
+    from tasks.ending import end_process
     from tasks.rl.rewards import open_rewards
     from tasks.rl.settings import Reward
     from tests.rl.making import TOKENIZER, reply
@@ -37,6 +38,7 @@ def main() -> None:
     (out / f"{rank}.json").write_text(json.dumps({**found, "sum": float(ranks)}))
     dist.barrier()
     dist.destroy_process_group()
+    end_process()
 
 
 if __name__ == "__main__":

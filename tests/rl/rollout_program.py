@@ -27,6 +27,7 @@ import numpy as np  # noqa: E402
 import torch  # noqa: E402
 
 from tasks.bf16_linear import use_fp32_where_faster  # noqa: E402
+from tasks.ending import end_process  # noqa: E402
 from tasks.errors import PlumblineError  # noqa: E402
 from tasks.rl.handoff import Policy  # noqa: E402
 from tasks.rl.memory_folder import MEMORY, PREFIX  # noqa: E402
@@ -344,6 +345,7 @@ def main() -> None:
         gc.collect()
         ranks.barrier()
     ranks.leave()
+    end_process()
 
 
 if __name__ == "__main__":

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import TypeVar
 
 from tasks.bf16_linear import use_fp32_where_faster
+from tasks.ending import end_process
 from tasks.training.engine import Ranks, start_engine
 from tasks.training.examples import open_examples
 from tasks.training.job import TrainJob
@@ -70,6 +71,7 @@ def main(path: Path) -> None:
     if ranks.first:
         (job.out / "memory.json").write_text(json.dumps(everyone))
     ranks.leave()
+    end_process()
 
 
 if __name__ == "__main__":

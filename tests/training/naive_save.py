@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 
+from tasks.ending import end_process
 from tasks.training.engine import Ranks, start_engine
 from tasks.training.job import TrainJob
 from tasks.training.model import load_model, load_tokenizer
@@ -21,3 +22,4 @@ shares = own_shares(engine.module, rank=ranks.rank, world_size=ranks.world_size)
 write_shares(shares, job.out / "shards", rank=ranks.rank, world_size=ranks.world_size)
 ranks.barrier()
 ranks.leave()
+end_process()

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from tasks.ending import end_process
 from tasks.training.base import DTYPES
 from tasks.training.engine import Ranks, start_engine
 from tasks.training.job import Batch, Settings, Zero
@@ -65,6 +66,7 @@ def main() -> None:
         engine.destroy()
         ranks.barrier()
     ranks.leave()
+    end_process()
 
 
 if __name__ == "__main__":

@@ -16,6 +16,7 @@ from tasks.training.job import TrainJob
 def main(paths: list[str]) -> None:
     """Train all of them in this process group."""
     start_lean()
+    from tasks.ending import end_process
     from tasks.training.engine import Ranks
     from tasks.training.run import train_with
 
@@ -24,6 +25,7 @@ def main(paths: list[str]) -> None:
         train_with(ranks, TrainJob.read(Path(path)), time.time())
         ranks.barrier()
     ranks.leave()
+    end_process()
 
 
 if __name__ == "__main__":

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from tasks.bf16_linear import use_fp32_where_faster
+from tasks.ending import end_process
 from tasks.training import fused_lora
 from tasks.training.engine import Ranks, start_engine
 from tasks.training.examples import Examples, open_examples
@@ -130,6 +131,7 @@ def main() -> None:
         gc.collect()
         ranks.barrier()
     ranks.leave()
+    end_process()
 
 
 if __name__ == "__main__":

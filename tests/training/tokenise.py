@@ -6,6 +6,7 @@ import json
 import sys
 from pathlib import Path
 
+from tasks.ending import end_process
 from tasks.errors import DataError
 from tasks.training.data import load_split
 from tasks.training.engine import Ranks
@@ -23,3 +24,4 @@ for split in ("train", "heldout"):
 (job.data / f"rank-{ranks.rank}.json").write_text(json.dumps(found))
 ranks.barrier()
 ranks.leave()
+end_process()

@@ -1,7 +1,7 @@
 /* Some rows of queries, and the tokens that they look at: a span of them at a time.
  *
- * Keys are transposed as they come, a token a column, so that a word of a query is multiplied with that
- * of WIDTH tokens. Meanwhile memory is asked for what comes next.
+ * Keys are transposed as they come, a token a column, so that a word of a query is multiplied with
+ * that of WIDTH tokens. Meanwhile memory is asked for what comes next.
  */
 #ifndef SPAN_H
 #define SPAN_H

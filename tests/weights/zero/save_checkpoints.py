@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from tasks.ending import end_process
 from tasks.training.engine import Ranks
 from tests.tiny import tiny
 
@@ -165,6 +166,7 @@ def main() -> None:
         engine.destroy()
         ranks.barrier()
     ranks.leave()
+    end_process()
 
 
 if __name__ == "__main__":

@@ -1,0 +1,44 @@
+"""A rank whose work is done ends well, whatever threads of libraries are still at."""
+
+from __future__ import annotations
+
+import logging
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tasks.errors import StageProcessError
+from tasks.launch import launch, python_child
+
+PROJECT = Path(__file__).resolve().parents[2]
+
+
+def _ended(*how: str) -> subprocess.CompletedProcess[str]:
+    argv = [sys.executable, "-m", "tests.training.ending_program", *how]
+    return subprocess.run(argv, cwd=PROJECT, capture_output=True, text=True, check=False)
+
+
+def test_a_rank_that_returns_is_aborted_by_a_thread_of_gloo() -> None:
+    """Why `end_process` exists. Should this fail with a later torch, it may not be needed."""
+    ended = _ended("returns")
+    assert ended.returncode == -signal.SIGABRT
+    assert "terminate called without an active exception" in ended.stderr
+
+
+@pytest.mark.parametrize("status", [0, 3])
+def test_a_rank_that_ends_itself_has_its_status_and_its_output(status: int) -> None:
+    ended = _ended("ends", str(status))
+    assert (ended.returncode, ended.stderr) == (status, "")
+    assert ended.stdout == "left\nat exit\n"
+
+
+def test_a_rank_that_fails_unforeseen_says_where(tmp_path: Path) -> None:
+    log_path = tmp_path / "train.log"
+    argv = python_child("tasks.training", str(tmp_path / "no job.json"))
+    with pytest.raises(StageProcessError, match="FileNotFoundError.*no job.json") as caught:
+        launch(argv, stage="train", log=logging.getLogger("test"), log_path=log_path)
+    assert caught.value.returncode == 1
+    assert caught.value.details[0].startswith("Traceback")

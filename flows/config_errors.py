@@ -43,12 +43,17 @@ def as_config_error(
 
 
 def schema_error(error: BaseException) -> OmegaConfBaseException | None:
-    """The schema's own complaint behind what Hydra raised, if there is one."""
-    seen: BaseException | None = error
-    while seen is not None:
-        if isinstance(seen, OmegaConfBaseException):
-            return seen
-        seen = seen.__cause__ or seen.__context__  # Hydra raises some of its own without `from`
+    """The schema's own complaint behind what Hydra raised, if there is one.
+
+    Hydra raises some of its own without `from`, and one that goes through two of its jobs may be
+    its own cause's cause.
+    """
+    known: list[BaseException] = [error]
+    for one in known:
+        if isinstance(one, OmegaConfBaseException):
+            return one
+        behind = (one.__cause__, one.__context__)
+        known += [e for e in behind if e is not None and not any(e is other for other in known)]
     return None
 
 

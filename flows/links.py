@@ -16,6 +16,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from hydra.errors import HydraException
+
 from flows.config import Composed, compose_config
 from flows.overrides import split
 from tasks.errors import ConfigError
@@ -70,9 +72,22 @@ def links(composed: Composed, overrides: Sequence[str]) -> list[Link]:
     found: list[Link] = []
     for name, own in chain.items():
         before = [link.objective == "reward" for link in found]
-        config = compose_config([*plain, *own, *of_links.get(name, ())])
+        config = _composed(name, [*plain, *own, *of_links.get(name, ())])
         found.append(Link(name, config, rewarded=any(before), based=not all(before)))
     return found
+
+
+def _composed(name: str, overrides: Sequence[str]) -> Composed:
+    """The configuration of one link; what is wrong with it says of which."""
+    try:
+        return compose_config(overrides)
+    except ConfigError as error:
+        message, details, hint = error.message, error.details, error.hint
+        raise ConfigError(f"link {name}: {message}", details=details, hint=hint) from error
+    except HydraException as error:
+        what, *more = (line.strip() for line in str(error).splitlines() if line.strip())
+        hint = f"overrides of this link: {name}:<key>=<value>"
+        raise ConfigError(f"link {name}: {what}", details=more, hint=hint) from error
 
 
 def about(links: Sequence[Link]) -> dict[str, Any]:

@@ -6,8 +6,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from omegaconf.errors import ConfigKeyError
 
 from flows import chain_stages
+from flows.config import Composed
+from flows.config_errors import schema_error
+from flows.entry import run_main
 from flows.links import Link, about, compose, links
 from flows.overrides import apart, split
 from flows.plan import check, forecast, render
@@ -69,6 +73,37 @@ def test_the_links_own_overrides_win_over_the_runs_and_the_command_line_over_bot
     assert section(found["ppo"], "rl")["iterations"] == 3
     assert section(linked(tmp_path, "rl.iterations=7")["ppo"], "rl")["iterations"] == own
     assert about(list(found.values()))["ppo"] == found["ppo"].composed.settings
+
+
+@pytest.mark.parametrize(
+    ("override", "said"),
+    [
+        ("sft:smoke=native", "link sft: In 'rlhf': Could not find 'smoke/native'"),
+        ("ppo:train.lr=[", "link ppo: no viable alternative at input '['"),
+        ("ppo:train.lrr=1", "link ppo: train.lrr is not a setting (command line: train.lrr=1)"),
+        ("reward:train.lr=x", "link reward: train.lr: Value 'x' of type 'str' could not be"),
+    ],
+)
+def test_what_is_wrong_with_a_link_is_said_once_and_of_which(
+    override: str, said: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """By the command, within Hydra's job: there an unknown option once was never answered."""
+
+    def job(composed: Composed, overrides: list[str]) -> int:
+        return len(links(composed, overrides))
+
+    assert run_main("rlhf", job, argv=["+exp=qlora", override]) == 2
+    told = capsys.readouterr().err
+    assert told.startswith(said)
+    assert told.count(said) == 1
+
+
+def test_errors_that_are_each_others_cause() -> None:
+    first, second = ValueError("first"), ValueError("second")
+    first.__cause__, second.__cause__ = second, first
+    assert schema_error(first) is None
+    second.__context__ = found = ConfigKeyError("behind")
+    assert schema_error(first) is found
 
 
 def test_who_begins_with_whom(tmp_path: Path) -> None:

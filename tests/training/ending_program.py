@@ -1,8 +1,8 @@
-"""Ends while a thread of gloo waits to let go of a tensor: `returns` as a program does, or `ends`.
+"""Ends while threads of gloo wait to let go of tensors: `returns` as a program does, or `ends`.
 
 The first argument says which. A thread that has done a collective drops its tensors, for which it
 needs Python's lock. Whoever has that lock and goes on to the end without giving it away is the main
-thread here on purpose, in a rank it is so by chance.
+thread: here on purpose, in a rank by chance.
 """
 
 from __future__ import annotations
@@ -11,30 +11,38 @@ import atexit
 import sys
 import time
 
-import torch
-import torch.distributed as dist
 
-from tasks.ending import end_process
+def keep_the_lock() -> None:
+    """Have every thread that has something to drop wait."""
+    until = time.perf_counter() + 1
+    while time.perf_counter() < until:
+        pass
+
+
+atexit.register(keep_the_lock)  # first, so that it runs last: others give the lock away
+
+import torch  # noqa: E402
+import torch.distributed as dist  # noqa: E402
+
+from tasks.ending import end_process  # noqa: E402
 
 KEPT = []
 """Process groups that are referred to until the end, as DeepSpeed does: their threads live on."""
 
 
-def main(how: str) -> None:
-    """One gather that nobody waits for, half a second of Python, and the end."""
+def main(how: str, status: str = "0") -> None:
+    """More gathers than are done when the last one has been asked for, and the end."""
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     KEPT.append(dist.group.WORLD)
-    atexit.register(print, "at exit")
     sys.setswitchinterval(1000)
-    dist.all_gather([torch.zeros(3)], torch.ones(3), async_op=True)
-    until = time.perf_counter() + 0.5
-    while time.perf_counter() < until:
-        pass
+    for _ in range(20):
+        dist.all_gather([torch.zeros(1 << 20)], torch.ones(1 << 20), async_op=True)
     dist.destroy_process_group()
-    sys.stdout.write("left\n")
     if how == "ends":
-        end_process(int(sys.argv[2]))
+        atexit.register(print, "at exit")
+        sys.stdout.write("left\n")
+        end_process(int(status))
 
 
 if __name__ == "__main__":
-    main(sys.argv[1])
+    main(*sys.argv[1:])

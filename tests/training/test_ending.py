@@ -22,10 +22,13 @@ def _ended(*how: str) -> subprocess.CompletedProcess[str]:
 
 
 def test_a_rank_that_returns_is_aborted_by_a_thread_of_gloo() -> None:
-    """Why `end_process` exists. Should this fail with a later torch, it may not be needed."""
-    ended = _ended("returns")
-    assert ended.returncode == -signal.SIGABRT
-    assert "terminate called without an active exception" in ended.stderr
+    """Why `end_process` exists; should this fail with a later torch, it may not be needed.
+
+    Of twenty that return one is not aborted, on a busy machine more.
+    """
+    aborted = next(ended for ended in (_ended("returns") for _ in range(12)) if ended.returncode)
+    assert aborted.returncode == -signal.SIGABRT
+    assert "terminate called without an active exception" in aborted.stderr
 
 
 @pytest.mark.parametrize("status", [0, 3])

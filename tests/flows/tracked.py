@@ -21,7 +21,7 @@ def children(run: Run) -> dict[str, Any]:
     return {child.data.tags["stage"]: child for child in found}
 
 
-def curve(run: Run, name: str) -> list[float]:
+def curve(run: Run, name: str, *, stage: str = "train") -> list[float]:
     """The values of a metric of training, by step."""
-    history = client(run).get_metric_history(children(run)["train"].info.run_id, name)
+    history = client(run).get_metric_history(children(run)[stage].info.run_id, name)
     return [one.value for one in sorted(history, key=lambda one: one.step)]

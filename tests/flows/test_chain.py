@@ -1,0 +1,112 @@
+"""The main command, whole: SFT, a reward model, PPO; and single links with the README's figures.
+
+From an empty folder and at full length, 7 minutes on two cores, so they run in `make test-all`.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from tasks.artifact import open_artifact, verify
+from tests.flows.conftest import Run
+from tests.flows.test_online import OF_CRITICS, keys_of
+from tests.flows.tracked import children, curve
+from tests.test_readme import README
+
+pytestmark = pytest.mark.slow
+LINKS = ("sft", "reward", "ppo")
+NEAR = 0.03
+"""How far figures of another kind of CPU may lie from those pasted: shares, standard deviations."""
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("chain") / "runs"
+
+
+@pytest.fixture(scope="module")
+def chain(rlhf: Callable[..., Run], folder: Path) -> Run:
+    """`+exp=qlora` from an empty folder."""
+    return rlhf(folder, "+exp=qlora")
+
+
+def pasted(line: str) -> list[float]:
+    """The numbers of a line of the README; its first part is given."""
+    (found,) = (one for one in README.splitlines() if line in one)
+    return [float(n) for n in re.findall(r"-?\d+\.\d+", found.split(line)[1])]
+
+
+def near(figures: list[float], *, unit: float = 1.0) -> object:
+    return pytest.approx([figure / unit for figure in figures], abs=NEAR)
+
+
+def test_every_link_goes_the_whole_way(chain: Run) -> None:
+    assert chain.code == 0, chain.output
+    names = [stage["name"] for stage in chain.summary["stages"]]
+    for link in LINKS:
+        own = [name.partition(".")[2] for name in names if name.startswith(f"{link}.")]
+        assert own[-4:] == ["gather", "merge", "convert", "smoke_eval"]
+    assert names[-1] == "register"
+    for stage in chain.summary["stages"][:-1]:
+        assert verify(open_artifact(Path(stage["artifact"]))) == []
+    assert chain.summary["served"] == chain.stage("ppo.convert")["artifact"]
+
+
+def test_what_was_trained_is_what_is_served(chain: Run) -> None:
+    for link in LINKS:
+        gathered = chain.stage(f"{link}.gather")["drift"]
+        assert gathered["max_difference" if link == "reward" else "max_kl"] == 0.0
+    assert chain.stage("ppo.smoke_eval")["drift"]["mean_kl"] < 1e-3
+    served = keys_of(Path(chain.summary["served"]))
+    assert [key for key in served if any(part in key for part in OF_CRITICS)] == []
+    assert (Path(chain.stage("ppo.train")["artifact"]) / "critic").is_dir()
+
+
+def test_it_learns_what_it_should(chain: Run) -> None:
+    """The bars, of the model that vLLM serves, on held-out prompts."""
+    found = chain.summary["eval"]
+    pairs = children(chain)["reward.smoke_eval"].data.metrics
+    assert pairs["eval/after"] >= 0.90
+    assert found["scored_after"] - found["scored_before"] >= 1.0
+    assert found["drawn_after"] > found["drawn_before"]
+    assert found["kl"] <= 0.5
+    assert max(curve(chain, "train/mismatch/mean_abs", stage="ppo.train")) <= 0.01
+
+
+def test_the_readme_has_its_figures(chain: Run) -> None:
+    found = chain.summary["eval"]
+    drawn = pasted("exact match of drawn answers ")
+    assert [found["drawn_before"], found["drawn_after"]] == near(drawn[:2], unit=100)
+    scored = pasted("reward of drawn answers ")
+    assert [found["scored_before"], found["scored_after"]] == near(scored[:2])
+    assert [found["kl"]] == near(pasted("distance from the model before ")[:1])
+
+
+def test_a_second_run_reuses_all_of_it(chain: Run, folder: Path, rlhf: Callable[..., Run]) -> None:
+    again = rlhf(folder, "+exp=qlora")
+    assert again.code == 0, again.output
+    assert all(stage["reused"] for stage in again.summary["stages"][:-1])
+    assert again.summary["eval"] == chain.summary["eval"]
+
+
+@pytest.mark.parametrize(
+    ("experiment", "line"),
+    [
+        ("sft_qlora", "+exp=sft_qlora`: exact match "),
+        ("reward", "pairs in the right order "),
+        ("grpo", "`+exp=grpo`: exact match of the likeliest answers | "),
+    ],
+)
+def test_a_link_alone_gives_what_the_readme_says(
+    experiment: str, line: str, chain: Run, folder: Path, rlhf: Callable[..., Run]
+) -> None:
+    done = rlhf(folder, f"+exp={experiment}")
+    assert done.code == 0, done.output
+    assert done.stage("prepare_base")["reused"]
+    found = done.summary["eval"]
+    assert [found["before"], found["after"]] == near(pasted(line)[:2], unit=100)
+    assert found["after"] >= 0.85

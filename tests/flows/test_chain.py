@@ -35,9 +35,9 @@ def chain(rlhf: Callable[..., Run], folder: Path) -> Run:
 
 
 def pasted(line: str) -> list[float]:
-    """The numbers of a line of the README; its first part is given."""
-    (found,) = (one for one in README.splitlines() if line in one)
-    return [float(n) for n in re.findall(r"-?\d+\.\d+", found.split(line)[1])]
+    """The numbers of the README's line in which one follows on `line`."""
+    (found,) = re.findall(rf"{re.escape(line)}(-?\d.*)", README)
+    return [float(n) for n in re.findall(r"-?\d+\.\d+", found)]
 
 
 def near(figures: list[float], *, unit: float = 1.0) -> object:

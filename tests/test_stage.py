@@ -15,7 +15,7 @@ from tasks.report import StageReport
 from tasks.stage import Mechanism, Stage, StageResult
 from tasks.tracking import Tracker
 
-STAGE = Stage("write", "weights", code=("tasks/errors.py",), stack=("torch", "not-installed"))
+STAGE = Stage("write", "weights", code=("tasks.errors",), stack=("torch", "not-installed"))
 
 
 @pytest.fixture(scope="module")

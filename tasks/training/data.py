@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 
 from tasks.errors import ConfigError, DataError
 from tasks.events import emit
+from tasks.source_closure import source_digest
 from tasks.training.chat import Encoder, Unfit
 from tasks.training.documents import TextEncoder
 from tasks.training.drafts import Draft, Drafts, holds_texts
@@ -18,7 +19,7 @@ from tasks.training.engine import Ranks
 from tasks.training.examples import Example, Examples, Tokens, Writer, notes_of, open_examples
 from tasks.training.fitting import SPLIT, Rule, Tally
 from tasks.training.job import TrainJob
-from tasks.training.token_cache import TokenCache, code_digest, split_digest, tokenizer_digest
+from tasks.training.token_cache import TokenCache, split_digest, tokenizer_digest
 
 CHUNK = 128
 """Rows that are tokenised in one call."""
@@ -59,7 +60,7 @@ def load_split(
         )
     ends = end_ids(job.base, tokenizer)
     recipe = {
-        "code": code_digest(),
+        "code": source_digest([__name__]),
         "data": split_digest(path),
         "tokenizer": tokenizer_digest(tokenizer),
         "ends": sorted(ends),

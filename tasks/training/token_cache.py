@@ -15,7 +15,6 @@ import shutil
 import tempfile
 import time
 from collections.abc import Mapping, Sequence
-from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -24,9 +23,6 @@ from tasks.training.examples import damage, describe, join_parts
 
 LOG = logging.getLogger(__name__)
 ABANDONED_S = 86_400
-_CODE = (
-    "chat.py", "documents.py", "drafts.py", "fitting.py", "examples.py", "rows.py", "data.py",
-)  # fmt: skip
 
 
 class TokenCache:
@@ -113,16 +109,6 @@ def split_digest(path: Path) -> str:
         return _sha256(path)
     except OSError as error:
         raise DataError(f"{path} cannot be read: {error.strerror or error}") from error
-
-
-@cache
-def code_digest() -> str:
-    """Identity of the code that tokenises."""
-    here = Path(__file__).parent
-    digest = hashlib.sha256()
-    for name in _CODE:
-        digest.update((here / name).read_bytes())
-    return digest.hexdigest()
 
 
 def _sha256(path: Path) -> str:

@@ -64,6 +64,15 @@ def rollout(ask: Ask) -> None:
     _say_useful([len(one.ids) for one in answers], lengths, spent)
 
 
+def shipped(ask: Ask) -> None:
+    """The same without the parts of vLLM that this project replaces on a CPU."""
+    from tasks.serving import rollouts
+
+    for name in ("use_single_adapter_products", "use_packed_products"):
+        setattr(rollouts, name, lambda: False)
+    rollout(ask)
+
+
 def _of_given_lengths(base: Path) -> Any:
     """The engine that training uses, told how long each reply is to be."""
     from tasks.serving.colocation import Colocation, Sampling
@@ -183,6 +192,7 @@ def _policy(ask: Ask) -> tuple[Any, Any, Any, Any]:
 
 JOBS: dict[str, Callable[[Ask], None]] = {
     "rollout": rollout,
+    "shipped": shipped,
     "transformers": transformers_rollout,
     "adapter": adapter,
     "weights": weights,

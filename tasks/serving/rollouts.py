@@ -20,12 +20,9 @@ import numpy as np
 
 from tasks.errors import ArtifactError, TrainingError
 from tasks.serving.colocation import Answer, Colocation, Sampling, room_for_rank
-from tasks.serving.cpu_attention import use_attention_kernel
-from tasks.serving.cpu_draw import use_inverse_draws
 from tasks.serving.cpu_linear import use_packed_products
-from tasks.serving.cpu_norms import PRIORITY, use_norm_kernels
 from tasks.serving.guest import engine_class, on_gpu, undisturbed
-from tasks.serving.lora_ops import use_matrix_products
+from tasks.serving.lora_ops import use_single_adapter_products
 
 if TYPE_CHECKING:
     import torch
@@ -219,16 +216,12 @@ def _on_gpu(how: Colocation) -> dict[str, Any]:
 
 
 def _on_cpu(how: Colocation) -> dict[str, Any]:
-    use_matrix_products()
+    use_single_adapter_products()
     use_packed_products()
-    use_norm_kernels()
-    use_inverse_draws()
-    use_attention_kernel()
     return {
         "kv_cache_memory_bytes": int(how.kv_cache_gib * 2**30),
         # Checked on the way in though it is not what counts here; other ranks hold memory too.
         "gpu_memory_utilization": 0.01,
-        "ir_op_priority": PRIORITY,
     }
 
 

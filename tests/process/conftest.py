@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import re
+import signal
 import subprocess
 import sys
 import time
@@ -68,8 +69,12 @@ def log() -> logging.Logger:
 class Script:
     """A Python script of ours in a process group of its own, its output in a file."""
 
-    def __init__(self, output: Path, *argv: str, env: dict[str, str] | None = None) -> None:
+    def __init__(
+        self, output: Path, *argv: str, env: dict[str, str] | None = None, nohup: bool = False
+    ) -> None:
         self.output = output
+        # Ignored signals are inherited, and the suite itself may run under nohup.
+        hangup = signal.SIG_IGN if nohup else signal.SIG_DFL
         with output.open("wb") as file:
             self.process = subprocess.Popen(
                 [sys.executable, "-u", *argv],
@@ -78,6 +83,7 @@ class Script:
                 stdout=file,
                 stderr=subprocess.STDOUT,
                 start_new_session=True,
+                preexec_fn=lambda: signal.signal(signal.SIGHUP, hangup),
             )
 
     @property
@@ -104,8 +110,9 @@ def script(tmp_path: Path) -> Iterator[Callable[..., Script]]:
     """Starts scripts; whatever still runs at the end of the test is killed."""
     started: list[Script] = []
 
-    def start(*argv: str, env: dict[str, str] | None = None) -> Script:
-        started.append(Script(tmp_path / f"script-{len(started)}.out", *argv, env=env))
+    def start(*argv: str, env: dict[str, str] | None = None, nohup: bool = False) -> Script:
+        output = tmp_path / f"script-{len(started)}.out"
+        started.append(Script(output, *argv, env=env, nohup=nohup))
         return started[-1]
 
     yield start

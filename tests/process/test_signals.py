@@ -51,11 +51,11 @@ def test_status(
 
 
 def test_nohup_is_respected(script: Callable[..., Script]) -> None:
-    ignoring = "import signal; signal.signal(signal.SIGHUP, signal.SIG_IGN)\n"
-    program = script("-c", ignoring + PROGRAM.format(body="time.sleep(2)"))
+    program = script("-c", PROGRAM.format(body="time.sleep(2)"), nohup=True)
     program.says("ready")
     program.signal_group(signal.SIGHUP)
     assert program.process.wait(20) == 7
+    assert "cleaned up" in program.text
 
 
 def test_without_a_signal_nothing_changes(script: Callable[..., Script]) -> None:

@@ -1,4 +1,4 @@
-"""vLLM's LoRA on CPUs, one adapter or several: against the products written out."""
+"""vLLM's LoRA on a CPU with our functions in place, compared with products in fp64."""
 
 from __future__ import annotations
 
@@ -8,22 +8,49 @@ from typing import Any
 import pytest
 import torch
 
-from tasks.serving import lora_ops
-from tasks.serving.lora_ops import use_matrix_products
+from tasks.serving.lora_ops import use_single_adapter_products
 
 SLOTS, WIDE, PARTS, MOST = 2, 24, (16, 8, 8), 512
 RANKS = [4, 8, 64]
-"""The kernel does not know the first one, for which vLLM has no place either."""
+NAMES = ("bgmv_shrink", "bgmv_expand", "bgmv_expand_slice")
 
 
-@pytest.fixture(params=["kernel", "without"])
-def wrapper(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Any:
-    """vLLM's own, its kernels exchanged; as it is without a compiler, too."""
-    use_matrix_products()
+@pytest.fixture
+def lora_ops(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """vLLM's module as shipped; replacements end with the test."""
+    from vllm.lora.ops.torch_ops import lora_ops
+    from vllm.lora.punica_wrapper import punica_cpu
+
+    for module in (lora_ops, punica_cpu):
+        for name in NAMES:
+            function = getattr(module, name)
+            monkeypatch.setattr(module, name, getattr(function, "shipped", function))
+    return lora_ops
+
+
+@pytest.fixture
+def shipped_calls(lora_ops: Any, monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Names of vLLM's own functions that were called."""
+    calls: list[str] = []
+
+    def counted(name: str, function: Any) -> Any:
+        def call(*args: Any) -> None:
+            calls.append(name)
+            function(*args)
+
+        return call
+
+    for name in NAMES:
+        monkeypatch.setattr(lora_ops, name, counted(name, getattr(lora_ops, name)))
+    return calls
+
+
+@pytest.fixture
+def wrapper(shipped_calls: list[str]) -> Any:
+    """vLLM's wrapper with our functions."""
+    assert use_single_adapter_products()
     from vllm.lora.punica_wrapper.punica_cpu import PunicaWrapperCPU
 
-    if request.param == "without":
-        monkeypatch.setattr(lora_ops, "adapter_kernel", lambda: None)
     return PunicaWrapperCPU(MOST, 64, "cpu", max_loras=SLOTS)
 
 
@@ -75,9 +102,11 @@ def check(
 @pytest.mark.parametrize("rank", RANKS)
 @pytest.mark.parametrize("count", [1, 7, 65, 259])
 @pytest.mark.parametrize("slot", range(SLOTS))
-def test_one_adapter_for_all(wrapper: Any, slot: int, count: int, rank: int) -> None:
+def test_one_adapter_for_all_tokens(
+    wrapper: Any, shipped_calls: list[str], slot: int, count: int, rank: int
+) -> None:
     check(wrapper, [slot] * count, rank=rank, prefill=count > 7)
-    assert wrapper.only_slot == slot
+    assert shipped_calls == []
 
 
 @pytest.mark.parametrize("rank", RANKS)
@@ -100,14 +129,31 @@ def test_the_head(wrapper: Any) -> None:
 
 
 @pytest.mark.parametrize("prefill", [False, True])
-def test_several(wrapper: Any, prefill: bool) -> None:
+def test_several_adapters_go_through_vllms_functions(
+    wrapper: Any, shipped_calls: list[str], prefill: bool
+) -> None:
     check(wrapper, [0, 0, 1, 1, 1], prefill=prefill)
-    assert wrapper.only_slot is None
+    assert shipped_calls == ["bgmv_shrink"] * 3 + ["bgmv_expand_slice"] * 3
 
 
-def test_none_at_all(wrapper: Any) -> None:
+def test_no_adapter(wrapper: Any) -> None:
     check(wrapper, [-1] * 5, prefill=True)
-    assert wrapper.only_slot is None
+
+
+def test_another_vllm_version_runs_as_shipped(
+    lora_ops: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    before = [getattr(lora_ops, name) for name in NAMES]
+    monkeypatch.setattr("vllm.__version__", "0.33.0")
+    assert not use_single_adapter_products()
+    assert [getattr(lora_ops, name) for name in NAMES] == before
+
+
+def test_a_second_engine_changes_nothing(lora_ops: Any) -> None:
+    assert use_single_adapter_products()
+    first = [getattr(lora_ops, name) for name in NAMES]
+    assert use_single_adapter_products()
+    assert [getattr(lora_ops, name) for name in NAMES] == first
 
 
 def test_another_adapter_in_the_same_place(wrapper: Any) -> None:

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import json
+import re
 import sqlite3
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 from mlflow import MlflowClient
@@ -14,11 +16,25 @@ from tasks.artifact import open_artifact, verify
 from tasks.fingerprint import PROFILES, Fingerprint
 from tests.flows.conftest import Run
 
+CONFIG = "adapter_config.json"
 STAGES = ["prepare_data", "prepare_base", "train", "gather", "merge", "convert", "smoke_eval"]
 
 
 def client(run: Run) -> MlflowClient:
     return MlflowClient(f"sqlite:///{run.runs}/mlflow/mlflow.db")
+
+
+def tensors_of(folder: Path) -> dict[str, Any]:
+    """All tensors of a folder, by name."""
+    from safetensors.torch import load_file
+
+    found = {k: v for path in folder.glob("*.safetensors") for k, v in load_file(path).items()}
+    assert found, folder
+    return found
+
+
+def stem(key: str) -> str:
+    return key.removesuffix(".weight")
 
 
 def check_chain(run: Run, stages: list[str]) -> None:
@@ -58,19 +74,52 @@ class TestQlora:
         assert all(check["ok"] for check in checks)
 
     def test_the_merge_went_into_the_dequantised_base(self, qlora: Run) -> None:
-        notes = open_artifact(Path(qlora.stage("merge")["artifact"])).notes
-        assert "dequantized" in json.dumps(notes)
+        """bitsandbytes' own values, plus the adapter's product, for every linear layer."""
+        import torch
+        from bitsandbytes.functional import dequantize_4bit, quantize_4bit
+
+        merged = open_artifact(Path(qlora.stage("merge")["artifact"]))
+        assert merged.notes["merge_base"] == "dequantized"
+        folders = (qlora.stage(name)["artifact"] for name in ("prepare_base", "gather", "merge"))
+        base, adapter, weights = (tensors_of(Path(folder)) for folder in folders)
+        config = json.loads((Path(qlora.stage("gather")["artifact"]) / CONFIG).read_text())
+        scale = config["lora_alpha"] / config["r"]
+        layers = [key for key in base if f"base_model.model.{stem(key)}.lora_A.weight" in adapter]
+        assert len(layers) == 4 * 7
+        for key in layers:
+            first, second = (adapter[f"base_model.model.{stem(key)}.lora_{x}.weight"] for x in "AB")
+            packed = quantize_4bit(base[key], quant_type="nf4", compress_statistics=True)
+            seen = dequantize_4bit(*packed).float()
+            expected = seen + scale * (second.float() @ first.float())
+            torch.testing.assert_close(weights[key].float(), expected, rtol=2.0**-8, atol=1e-6)
+            assert (seen - base[key].float()).abs().max() > 2.0**-6 * base[key].abs().max(), key
 
     def test_first_greedy_tokens_equal_transformers_on_every_probe(self, qlora: Run) -> None:
-        report = json.loads(
-            (Path(qlora.stage("smoke_eval")["artifact"]) / "report.json").read_text()
-        )
-        text = json.dumps(report)
-        assert "greedy" in text
+        folder = Path(qlora.stage("smoke_eval")["artifact"])
+        report = json.loads((folder / "report.json").read_text())
+        trained = Fingerprint.load(Path(qlora.stage("train")["artifact"]) / "fingerprint.fp")
+        probes = len(trained.probes)
+        assert report["notes"]["settings"]["greedy_tokens"] == 5
+        (check,) = [one for one in report["checks"] if one["name"] == "first 5 greedy tokens"]
+        assert check["ok"]
+        metrics = report["metrics"]
+        assert (metrics["greedy/differences"], report["notes"]["greedy_differences"]) == (0, [])
+        assert metrics["greedy/equal"] + metrics["greedy/ties"] == probes == 32
+        assert metrics["greedy/equal"] >= 28
 
-    def test_the_table_is_printed(self, qlora: Run) -> None:
-        for name in [*STAGES, "register", "exact match", "mean KL"]:
-            assert name in qlora.output
+    def test_the_table_has_the_numbers_of_the_summary(self, qlora: Run) -> None:
+        for stage in qlora.summary["stages"]:
+            (row,) = re.findall(rf"^{stage['name']} .*$", qlora.output, re.MULTILINE)
+            cells = row.split()
+            assert cells[1] == f"{stage['seconds']:.1f}"
+            if stage["drift"]:
+                assert float(cells[-3]) == pytest.approx(stage["drift"]["mean_kl"], rel=0.05)
+                assert float(cells[-2]) == pytest.approx(stage["drift"]["top1_agreement"], abs=1e-4)
+            if stage["artifact"]:
+                assert stage["artifact"].endswith(f"/{cells[-1]}")
+        before, after = (100 * qlora.summary["eval"][when] for when in ("before", "after"))
+        gain = f"({after - before:+.1f} points)"
+        assert f"exact match {before:.1f}% -> {after:.1f}% {gain}" in qlora.output
 
     def test_transformers_loads_what_is_served_with_no_key_left_over(self, qlora: Run) -> None:
         from transformers import AutoModelForCausalLM, AutoTokenizer

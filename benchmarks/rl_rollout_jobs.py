@@ -68,7 +68,7 @@ def shipped(ask: Ask) -> None:
     """The same without the parts of vLLM that this project replaces on a CPU."""
     from tasks.serving import rollouts
 
-    for name in ("use_single_adapter_products", "use_packed_products"):
+    for name in ("use_single_adapter_products", "use_fp32_products"):
         setattr(rollouts, name, lambda: False)
     rollout(ask)
 

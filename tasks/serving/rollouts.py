@@ -20,7 +20,7 @@ import numpy as np
 
 from tasks.errors import ArtifactError, TrainingError
 from tasks.serving.colocation import Answer, Colocation, Sampling, room_for_rank
-from tasks.serving.cpu_linear import use_packed_products
+from tasks.serving.cpu_linear import use_fp32_products
 from tasks.serving.guest import engine_class, on_gpu, undisturbed
 from tasks.serving.lora_ops import use_single_adapter_products
 
@@ -217,7 +217,7 @@ def _on_gpu(how: Colocation) -> dict[str, Any]:
 
 def _on_cpu(how: Colocation) -> dict[str, Any]:
     use_single_adapter_products()
-    use_packed_products()
+    use_fp32_products()
     return {
         "kv_cache_memory_bytes": int(how.kv_cache_gib * 2**30),
         # Checked on the way in though it is not what counts here; other ranks hold memory too.

@@ -94,4 +94,5 @@ def test_the_list_is_what_the_installed_library_says(library: str) -> None:
     known = json.loads(KNOWN.read_text()) if KNOWN.is_file() else {}
     if os.environ.get("REGENERATE"):
         KNOWN.write_text(json.dumps({**known, library: said}, indent=1, sort_keys=True) + "\n")
-    assert known.get(library) == said or os.environ.get("REGENERATE")
+        pytest.skip(f"wrote {KNOWN}")
+    assert known.get(library) == said

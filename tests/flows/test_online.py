@@ -73,6 +73,14 @@ def require_tracked(done: Run, iterations: int) -> None:
     assert table["data"]
 
 
+def require_rewards(done: Run) -> None:
+    """The rewards of the summary are shares of exact matches, and those that training logged."""
+    scores = done.summary["eval"]
+    logged = curve(done, "eval/reward")
+    assert [scores["reward_before"], scores["reward_after"]] == [logged[0], logged[-1]]
+    assert all(0 <= 16 * reward == round(16 * reward) <= 16 for reward in logged)
+
+
 @pytest.mark.parametrize("experiment", EXPERIMENTS)
 def test_an_experiment_by_its_literal_command(
     experiment: str, rlhf: Callable[..., Run], runs: Path
@@ -80,7 +88,7 @@ def test_an_experiment_by_its_literal_command(
     done = rlhf(runs, f"+exp={experiment}", *SMALL)
     require_delivered(done, experiment)
     require_tracked(done, 3)
-    assert done.summary["eval"]["reward_after"] is not None
+    require_rewards(done)
 
 
 def test_a_reward_function_that_raises_ends_the_command(

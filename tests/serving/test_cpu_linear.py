@@ -1,51 +1,72 @@
-"""vLLM's layers on CPUs: the same numbers, rounded once, whatever is filled up and widened."""
+"""fp32 products in vLLM's engine: rounded once, and only where bf16 is emulated."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
 
-from tasks.serving.cpu_linear import Product, filled_up, packed, widened
+from tasks.serving import cpu_linear
+from tasks.serving.cpu_linear import fp32_linear, use_fp32_products
 
 
-@pytest.mark.parametrize("rows", [1, 5, 64, 65, 300, 512, 513])
+@pytest.fixture
+def utils(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """vLLM's module as shipped; a replacement ends with the test."""
+    from vllm.model_executor.layers import utils
+
+    function = utils.dispatch_cpu_unquantized_gemm
+    shipped = getattr(function, "shipped", function)
+    monkeypatch.setattr(utils, "dispatch_cpu_unquantized_gemm", shipped)
+    return utils
+
+
+@pytest.mark.parametrize("rows", [1, 5, 65, 300])
 @pytest.mark.parametrize("biased", [False, True])
-@pytest.mark.parametrize("made", [widened, packed])
-def test_a_layer_is_rounded_once(made: Callable[..., Product], rows: int, biased: bool) -> None:
+def test_a_layer_is_rounded_once(rows: int, biased: bool) -> None:
     torch.manual_seed(rows)
     weight = torch.randn(96, 48).to(torch.bfloat16)
     x = torch.randn(rows, 48).to(torch.bfloat16)
     bias = torch.randn(96).to(torch.bfloat16) if biased else None
-    found = made(weight)(x, bias)
+    found = fp32_linear(weight)(x, None, bias)
     exact = x.double() @ weight.double().t()
     if bias is not None:
         exact += bias.double()
     assert found.dtype == torch.bfloat16
-    # Half a unit in the last of 8 binary digits, and what sums in fp32 may be off by.
+    # Half a unit in the last of 8 binary digits, and the error of sums in fp32.
     torch.testing.assert_close(found.double(), exact, rtol=2.0**-8 + 1e-6, atol=1e-5)
 
 
-def test_the_layer_keeps_what_it_was_made_of() -> None:
-    """vLLM empties the weight afterwards, and gives the memory to the next one."""
-    weight = torch.ones(32, 32).to(torch.bfloat16)
-    layers = widened(weight), packed(weight)
-    weight.zero_()
-    for layer in layers:
-        assert float(layer(torch.ones(1, 32, dtype=torch.bfloat16))[0, 0]) == 32.0
-
-
 def test_inputs_of_three_dimensions() -> None:
-    weight = torch.randn(8, 16)
-    x = torch.randn(2, 35, 16)
-    torch.testing.assert_close(packed(weight)(x), x @ weight.t())
+    weight, x = torch.randn(8, 16), torch.randn(2, 35, 16)
+    torch.testing.assert_close(fp32_linear(weight)(x, None), x @ weight.t())
 
 
-def test_batches_of_few_sizes() -> None:
-    """oneDNN keeps 1,024 plans; a model's layers and an adapter's have some 13 shapes."""
-    sizes = {len(filled_up(torch.ones(count, 2))) for count in range(1, 257)}
-    assert len(sizes) * 13 < 1024
-    assert all(len(filled_up(torch.ones(count, 2))) >= count for count in range(1, 600))
-    whole = filled_up(torch.ones(70, 2))
-    assert torch.equal(whole, torch.cat((torch.ones(70, 2), torch.zeros(10, 2))))
+@pytest.mark.parametrize("remove", [True, False])
+def test_a_layer_of_a_model(utils: Any, monkeypatch: pytest.MonkeyPatch, remove: bool) -> None:
+    """vLLM frees the weight afterwards; other dtypes go through its own function."""
+    monkeypatch.setattr(cpu_linear, "slow_bf16", lambda: True)
+    assert use_fp32_products()
+    layer = torch.nn.Linear(32, 32, bias=False, dtype=torch.bfloat16)
+    torch.nn.init.ones_(layer.weight)
+    kept = layer.weight
+    utils.dispatch_cpu_unquantized_gemm(layer, remove)
+    assert layer.weight.numel() == (0 if remove else 32 * 32)
+    kept.data.zero_()
+    ones = torch.ones(1, 32, dtype=torch.bfloat16)
+    assert layer.cpu_linear(ones, layer.weight, None).tolist() == [[32.0] * 32]
+    other = torch.nn.Linear(32, 32, bias=False)
+    utils.dispatch_cpu_unquantized_gemm(other, False)
+    assert other.cpu_linear.__module__ == utils.__name__
+
+
+@pytest.mark.parametrize(("slow", "version"), [(False, "0.32.0"), (True, "0.33.0")])
+def test_vllm_runs_as_shipped(
+    utils: Any, monkeypatch: pytest.MonkeyPatch, slow: bool, version: str
+) -> None:
+    shipped = utils.dispatch_cpu_unquantized_gemm
+    monkeypatch.setattr(cpu_linear, "slow_bf16", lambda: slow)
+    monkeypatch.setattr("vllm.__version__", version)
+    assert not use_fp32_products()
+    assert utils.dispatch_cpu_unquantized_gemm is shipped

@@ -192,4 +192,5 @@ def test_of_mixed_rows_those_with_answers_are_compared(
 
 def test_a_difference_is_no_tie() -> None:
     """Guards the guard: with far-off logits another token is a difference."""
-    assert compare_greedy([[1]], [[2]], [[[(2, 9.0), (1, 8.0)]]]).differences
+    compared = compare_greedy([[1]], [[2]], [[[(2, 9.0), (1, 8.0)]]])
+    assert (compared.equal, compared.ties, len(compared.differences)) == (0, 0, 1)

@@ -150,8 +150,10 @@ class TestIdentity:
         settings = replace(Settings(), peft=replace(Settings().peft, target_modules=("q_proj",)))
         found = identity(settings, base_digest="b", data=data)
         root = data / "checkpoints"
-        make(root, 1, identity=found)
-        assert choose("auto", root, found) is not None
+        made = make(root, 1, identity=found)
+        chosen = choose("auto", root, found)
+        assert chosen is not None
+        assert (chosen.path, chosen.progress.step) == (made, 1)
 
 
 class TestSelection:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -10,11 +10,11 @@ from flows.config import Composed
 from flows.deliver_chain import Delivery
 from tasks.deliver.adapters import given_adapters
 from tasks.deliver.examination import examine
-from tasks.deliver.identity import base_findings, base_missing, find_base
+from tasks.deliver.identity import base_findings, base_missing, equals_base, find_base
 from tasks.deliver.outlet import out_findings
 from tasks.deliver.planning import prepare
 from tasks.deliver.quantization import quantization_of
-from tasks.deliver.recognise import Given
+from tasks.deliver.recognise import ADAPTER_CONFIG, Given
 from tasks.deliver.recorded import attention_of
 from tasks.deliver.side_files import Tokens, find_tokens, side_findings
 from tasks.deliver.work import Request, Target, Work
@@ -114,7 +114,16 @@ def _check_base(given: Given, base: Path | None, composed: Composed) -> tuple[st
     if base is None:
         if given.kind == "adapter":
             raise base_missing(given)
+        if given.kind == "model":
+            return (_NOT_COMPARED,)
         return ()
+    if given.kind == "model" and composed.settings["check_base"] and equals_base(given, base):
+        raise ConfigError(
+            f"source={given.root}: every tensor is that of base={base}, bit for bit: nothing was "
+            "merged into it",
+            details=list(_adapters_inside(given)),
+            hint=f"source=<the adapter> base={base}; check_base=false delivers it all the same",
+        )
     findings = list(base_findings(given, base, composed.runs / "artifacts"))
     if not findings:
         return ()
@@ -125,6 +134,17 @@ def _check_base(given: Given, base: Path | None, composed: Composed) -> tuple[st
             hint="base=<the base that was trained>; check_base=false takes this one all the same",
         )
     return tuple(findings)
+
+
+_NOT_COMPARED = (
+    "the base was not compared: with base=<folder> a model that equals its base is refused"
+)
+
+
+def _adapters_inside(given: Given) -> Iterator[str]:
+    """Adapters that a merger left beside the base's weights, as verl's does."""
+    for path in sorted(given.root.glob(f"*/{ADAPTER_CONFIG}")):
+        yield f"an adapter lies in {path.parent}"
 
 
 def _quantization(

@@ -15,6 +15,8 @@ from pathlib import Path
 from typing import Any
 
 from tasks.deliver.recognise import ADAPTER_CONFIG, CONFIG, Given, read_manifest
+from tasks.doctor.same_bytes import first_difference
+from tasks.doctor.source import open_source
 from tasks.errors import ArtifactError, ConfigError
 from tasks.weights.opening import open_model
 from tasks.weights.reader import read_json
@@ -84,6 +86,20 @@ def base_findings(given: Given, base: Path, store: Path) -> Iterator[str]:
         if _contradicts(name, called):
             yield f"trained on {name}; {base} says it is {called}"
             return
+
+
+def equals_base(given: Given, base: Path) -> bool:
+    """Return True if a full model's tensors are all the base's, bit for bit.
+
+    Little is read of a model that training changed: the comparison ends at the first difference.
+    """
+    source, original = open_source(given.root), open_source(base)
+    ours, theirs = source.tensors, original.tensors
+    if {key: (one.shape, one.dtype) for key, one in ours.items()} != {
+        key: (theirs[key].shape, theirs[key].dtype) for key in ours if key in theirs
+    }:
+        return False
+    return bool(ours) and first_difference(source, original, ours) is None
 
 
 def published(digest: str, store: Path, kind: str) -> Path | None:

@@ -19,16 +19,15 @@ from tasks.doctor.source import Source
 from tasks.doctor.weights import Weights
 from tasks.weights.families.counts import oversized
 from tasks.weights.families.plain import plain_facts
-from tasks.weights.heads.absence import module_names
+from tasks.weights.heads.absence import OPENRLHF, module_names
 from tasks.weights.heads.normalisation import BUFFERS
+from tasks.weights.pickled.state import unnesting
 
 _LFS = b"version https://git-lfs"
 _LM_HEAD = "lm_head.weight"
 _VOCABULARY = ("model.embed_tokens.weight", _LM_HEAD)
 _LEFT_BY_OLD = ("rotary_emb.inv_freq",)
 """Buffers that transformers 4 saved; every loader knows to leave them out."""
-_OPENRLHF = ("RewardModel", "CriticModel")
-"""What OpenRLHF calls its classes, whatever the family."""
 _BY_TYPE = {
     "llama": "LlamaForCausalLM", "mistral": "MistralForCausalLM", "granite": "GraniteForCausalLM",
     "qwen2": "Qwen2ForCausalLM", "qwen3": "Qwen3ForCausalLM", "gemma2": "Gemma2ForCausalLM",
@@ -66,8 +65,13 @@ def _files(source: Source, weights: Weights) -> Iterator[Finding]:
         else:
             yield say.BAD_HEADER.at(name, found=reason, expected="a whole file of tensors", fix=fix)
     holders = {one.file for one in weights.tensors.values()} | {one for _, _, one in weights.twice}
+    for name, key in weights.nested.items():
+        yield say.NESTED_STATE_DICT.at(
+            name, found=f"the state dict under the key {key!r}", expected="tensors at the top",
+            fix=unnesting(source.folder.root / name, key),
+        )  # fmt: skip
     for name in weights.files:
-        if name not in weights.unread and name not in holders:
+        if name not in holders and not {name} & (weights.unread.keys() | weights.nested.keys()):
             size = source.folder.files[name]
             yield say.NO_TENSORS.at(
                 name, found=f"{size} bytes, no tensor", expected="the trained tensors", fix=fix
@@ -135,7 +139,7 @@ def _causal(config: Mapping[str, Any]) -> Mapping[str, Any]:
     if not (isinstance(names, list) and names and isinstance(names[0], str)):
         return {}
     name = names[0].replace("ForSequenceClassification", "ForCausalLM")
-    if name in _OPENRLHF:
+    if name in OPENRLHF:
         name = _BY_TYPE.get(str(config.get("model_type")), "")
     return {**config, "architectures": [name]}
 

@@ -26,6 +26,11 @@ def check(source: Source) -> Iterator[Finding]:
     folder = opened(source)
     found = detect(folder)
     yield from _absent(source, found)
+    if found.head is not None and found.head.role == "value":
+        yield say.HEAD_OF_CRITIC.at(
+            CONFIG, found=source.recognised.what, expected="a policy, or a reward model"
+        )
+        return
     if found.head is not None:
         yield from _place(source, found.head)
         yield from _labels(source, found.head)
@@ -58,14 +63,14 @@ def _absent(source: Source, found: Found) -> Iterator[Finding]:
         yield say.HEAD_BASE_LOST.at(
             source.weights.single, name, found=reason, expected=f"{found.lora_on}.weight, whole"
         )
-    elif reason and not found.lora_on and not found.findings[1:]:
+    elif reason and not found.lora_on and not found.findings[1:] and not _base_has(source, "score"):
         yield say.HEAD_MISSING.at(
             "", found=reason, expected="score.weight or v_head.summary.weight, (1, hidden)"
         )
 
 
 def _base_has(source: Source, module: str) -> bool:
-    """Whether the base has the head that an adapter changes: then nothing is lost."""
+    """Return True if the base has the head that an adapter lacks: then nothing is lost."""
     return source.base is not None and f"{module}.weight" in source.base.tensors
 
 
@@ -115,7 +120,7 @@ def _unusable(source: Source, found: Found) -> Iterator[Finding]:
 
 
 def _normalisation(source: Source, found: Found) -> Iterator[Finding]:
-    named = {"RewardModel"} & set(architectures(source.config()))
+    named = "RewardModel" in architectures(source.config())
     if not named and "value_head_prefix" not in source.config():
         return
     scale = found.normalisation

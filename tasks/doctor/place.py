@@ -68,7 +68,9 @@ def _kind(source: Source) -> Iterator[Finding]:
             "", found=what + held, expected=f"{CONFIG} or {ADAPTER_CONFIG}, and weights", fix=fix
         )
     elif source.kind is Kind.FOREIGN:
-        yield say.FOREIGN_FORMAT.at("", found=what, expected=f"{CONFIG} and safetensors")
+        yield say.FOREIGN_FORMAT.at(
+            "", found=what, expected=f"{CONFIG} and safetensors", fix=_conversion(source)
+        )
     elif source.kind is Kind.MIXTURE:
         yield say.MIXTURE.at("", found=what, expected="one of them in a folder of its own")
     if not source.is_adapter:
@@ -78,6 +80,26 @@ def _kind(source: Source) -> Iterator[Finding]:
                 yield say.LORA_BESIDE_MODEL.at(
                     folder, found=f"{what}, and an adapter", expected="the adapter merged, or alone"
                 )
+
+
+_CONVERSIONS = (
+    ("verl's FSDP", "python -m verl.model_merger merge --backend fsdp --local_dir {root} "
+     "--target_dir <a new folder>"),
+    ("distributed (FSDP)", "accelerate merge-weights {root} <a new folder>; for one file of a "
+     "state dict: python -m torch.distributed.checkpoint.format_utils dcp_to_torch {root} "
+     "<file.pt>"),
+    ("Megatron", "Megatron-Bridge's AutoBridge.export_ckpt, or the trainer's own export to "
+     "Hugging Face (verl: python -m verl.model_merger merge --backend megatron)"),
+    ("GGUF", "serve it with llama.cpp, or go back to the folder that it was converted from"),
+    ("raw torch state dict", "load it into its class and save that: model.load_state_dict(torch."
+     "load(FILE, weights_only=True)); model.save_pretrained(<a new folder>)"),
+)  # fmt: skip
+"""By a part of what was recognised: the command of the tool that converts it."""
+
+
+def _conversion(source: Source) -> str:
+    what, root = source.recognised.what, source.folder.root
+    return next((how.format(root=root) for part, how in _CONVERSIONS if part in what), "")
 
 
 def _manifest(source: Source) -> Iterator[Finding]:

@@ -15,6 +15,7 @@ from typing import Any
 
 from tasks.doctor.folder import Folder
 from tasks.doctor.weights import Weights, open_weights
+from tasks.weights.heads.absence import OPENRLHF, wrapped_class
 from tasks.weights.heads.folder import SIDE_FILES, architectures
 from tasks.weights.index import index_of
 from tasks.weights.partitions import PARTITIONS
@@ -136,7 +137,13 @@ def _head_of_adapter(folder: Folder, weights: Weights) -> str:
         name in folder.files for name in SIDE_FILES
     ):
         return " with a value head"
-    return " of a reward model" if folder.json(ADAPTER_CONFIG).get("task_type") == "SEQ_CLS" else ""
+    config = folder.json(ADAPTER_CONFIG)
+    wrapped = wrapped_class(config)
+    if wrapped == "CriticModel":
+        return " of an OpenRLHF critic"
+    if wrapped in OPENRLHF:
+        return " of an OpenRLHF reward model"
+    return " of a reward model" if config.get("task_type") == "SEQ_CLS" else ""
 
 
 def _model(folder: Folder, weights: Weights) -> Recognised:
@@ -149,7 +156,7 @@ def _model(folder: Folder, weights: Weights) -> Recognised:
         return Recognised(Kind.VALUE, what, "LLaMA-Factory", weights)
     if any("v_head." in key for key in weights.tensors):
         return Recognised(Kind.VALUE, f"a model with TRL's value head ({stored})", "TRL", weights)
-    if {"RewardModel", "CriticModel"} & set(names) or "value_head_prefix" in config:
+    if {*OPENRLHF} & set(names) or "value_head_prefix" in config:
         role = "critic" if "CriticModel" in names else "reward model"
         return Recognised(Kind.REWARD, f"an OpenRLHF {role} ({stored})", "OpenRLHF", weights)
     if any(name.endswith("ForSequenceClassification") for name in names):

@@ -46,8 +46,8 @@ def check(source: Source) -> Iterator[Finding]:
 
 def _architecture(config: Mapping[str, Any]) -> Iterator[Finding]:
     names, lists = texts(config.get("architectures")), known()
-    if not names or any(lists.serves(one) for one in names):
-        return
+    if not names or any(lists.serves(one) for one in names) or "CriticModel" in names:
+        return  # a critic is no model to serve: HEAD_OF_CRITIC
     last = next((lists.last_version[one] for one in names if one in lists.last_version), "")
     if last:
         expected = f"a class of vLLM {lists.vllm}; {last} was the last version that had this one"

@@ -12,6 +12,8 @@ from tasks.errors import ArtifactError
 
 _PICKLES = (".bin", ".pt", ".pth", ".pkl", ".pickle", ".ckpt", ".joblib")
 _DOCUMENTS = ("config.json", "tokenizer_config.json", "processor_config.json")
+_DEEPSPEED_SCRIPT = "zero_to_fp32.py"
+"""DeepSpeed copies it into every checkpoint; no loader runs it."""
 MAX_FILES = 32
 """Pickles whose instructions are gone through; a DeepSpeed checkpoint has hundreds, all alike."""
 
@@ -52,6 +54,10 @@ def _code(source: Source) -> Iterator[Finding]:
             classes = said.values() if isinstance(said, dict) else [said]
             told = ", ".join(str(one) for one in classes)
             yield say.REMOTE_CODE.at(name, found=f"auto_map: {told}", expected="no auto_map")
-    files = [name for name in source.folder.here() if name.endswith((".py", ".so", ".pyc"))]
+    files = [
+        name
+        for name in source.folder.here()
+        if name.endswith((".py", ".so", ".pyc")) and name != _DEEPSPEED_SCRIPT
+    ]
     if files:
         yield say.REMOTE_CODE.at(files[0], files, found="code", expected="no code in a checkpoint")

@@ -76,7 +76,11 @@ def _is_lora(name: str) -> bool:
 
 def _lora(source: Source, seen: Mapping[str, Seen]) -> Iterator[Finding]:
     keys = {name: parse_peft(name) for name in seen}
-    halves = [name for name, key in keys.items() if key is not None and key.half == "B"]
+    halves = [
+        name
+        for name, key in keys.items()
+        if key is not None and key.half == "B" and source.tensors[name].numel
+    ]  # an empty tensor has a finding of its own
     zero = [name for name in halves if seen[name].is_zero]
     if zero:
         every = len(zero) == len(halves)

@@ -42,6 +42,8 @@ def _ties(source: Source, found: Embeddings) -> Iterator[Finding]:
             found="there, and tie_word_embeddings is true",
             expected="no such tensor, or tie_word_embeddings false",
             severity=None if same else Severity.ERROR,
+            fix="where TIED_HEAD_DIFFERS follows, set tie_word_embeddings to false; else remove it"
+            if source.values else "",
         )  # fmt: skip
     generates = first_architecture(config).endswith(_GENERATES)
     language = source.kind is Kind.MODEL and generates and not config.get("is_encoder_decoder")

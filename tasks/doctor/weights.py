@@ -23,6 +23,7 @@ from tasks.errors import ArtifactError
 from tasks.weights.header import ITEM_BITS, MAX_HEADER_BYTES, read_header
 from tasks.weights.index import index_of, is_plain_name
 from tasks.weights.pickled.archive import read_archive
+from tasks.weights.pickled.state import nested_in
 from tasks.weights.pickled.tensors import TensorRef, TorchFile, read_torch_file
 
 MAX_PICKLE_BYTES = 32 << 20
@@ -64,6 +65,7 @@ class Weights:
         unread: by file, why it cannot be read.
         metadata: by file, what its header says beside tensors.
         others: by `.bin` file, names of entries that are no tensors.
+        nested: by `.bin` file, the key of a trainer's checkpoint that holds the state dict.
     """
 
     single: str
@@ -76,6 +78,7 @@ class Weights:
     unread: dict[str, str] = field(default_factory=dict)
     metadata: dict[str, Mapping[str, str]] = field(default_factory=dict)
     others: dict[str, tuple[str, ...]] = field(default_factory=dict)
+    nested: dict[str, str] = field(default_factory=dict)
 
     @property
     def is_pickled(self) -> bool:
@@ -84,8 +87,9 @@ class Weights:
 
     @property
     def is_whole(self) -> bool:
-        """Whether every file of it could be read, so that what is not there is missing."""
-        return bool(self.files) and not (self.absent or self.unread or self.strange)
+        """Return True if every file could be read, so that a tensor not found is missing."""
+        unknown = self.absent or self.unread or self.strange or self.nested
+        return bool(self.files) and not unknown
 
     @property
     def nbytes(self) -> int:
@@ -189,6 +193,10 @@ def _pickle(path: Path, name: str, into: Weights) -> dict[str, Held]:
     content: Any = file.content
     if not isinstance(content, dict):
         raise ArtifactError(f"{path}: holds a {type(content).__name__}, no state dict")
+    key = nested_in(content)
+    if key:
+        into.nested[name] = key
+        return {}
     into.others[name] = tuple(
         str(key) for key, value in content.items() if not isinstance(value, TensorRef)
     )

@@ -17,6 +17,7 @@ from tests.weights.heads.making import (
     causal,
     change_config,
     head_tensors,
+    openrlhf_model,
     rewards,
     save_openrlhf,
     save_trl,
@@ -148,3 +149,28 @@ def test_a_reward_adapter_without_its_head_is_refused(here: Run, tmp_path: Path)
     assert "HEAD_BASE_LOST" in done.output
     assert not (tmp_path / "runs").exists()
     assert not (tmp_path / "out").exists()
+
+
+def test_an_openrlhf_reward_adapter_without_its_head(here: Run, tmp_path: Path) -> None:
+    """peft records the class alone; merged as a language model it would be served with exit 0."""
+    from peft import LoraConfig
+
+    asked = LoraConfig(r=4, target_modules=["q_proj", "v_proj"])
+    wrapped = train(openrlhf_model("qwen"), asked)
+    save(wrapped, tmp_path / "adapter")
+    recorded = json.loads((tmp_path / "adapter" / "adapter_config.json").read_text())
+    assert recorded["auto_mapping"]["base_model_class"] == "RewardModel"
+    base = base_of(tmp_path / "base")
+    done = here(f"source={tmp_path / 'adapter'}", f"base={base}", f"out={tmp_path / 'out'}", SAME)
+    assert (done.code, (tmp_path / "out").exists()) == (2, False), done.output
+    assert "HEAD_MISSING" in done.output
+    assert "trained on a RewardModel" in done.output
+
+
+def test_a_critic_is_refused_with_the_audits_words(here: Run, tmp_path: Path) -> None:
+    save_openrlhf(tmp_path / "critic", "qwen", name="CriticModel")
+    done = here(f"source={tmp_path / 'critic'}", f"out={tmp_path / 'out'}")
+    assert (done.code, (tmp_path / "out").exists()) == (2, False)
+    assert "HEAD_OF_CRITIC" in done.output
+    assert "serve the policy" in done.output
+    assert "write_value_head" not in done.output

@@ -41,6 +41,30 @@ def altered(adapter: Path, folder: Path, **changes: torch.Tensor | None) -> Path
     return folder
 
 
+class TestAModelThatEqualsItsBase:
+    """verl's merger leaves the base's weights beside `lora_adapter/` (verl #7285)."""
+
+    def test_is_refused_where_the_base_is_known(
+        self, refused: Callable[..., str], base: Path, adapter: Path, tmp_path: Path
+    ) -> None:
+        merged = tmp_path / "merged"
+        shutil.copytree(base, merged)
+        shutil.copytree(adapter, merged / "lora_adapter")
+        text = refused(f"source={merged}", f"base={base}", f"out={tmp_path / 'out'}")
+        assert f"every tensor is that of base={base}, bit for bit" in text
+        assert f"an adapter lies in {merged / 'lora_adapter'}" in text
+        assert "check_base=false" in text
+
+    def test_is_told_that_nobody_compared_it_otherwise(
+        self, here: Run, base: Path, other: Path, tmp_path: Path
+    ) -> None:
+        out = f"out={tmp_path / 'out'}"
+        alone = here(f"source={other}", out, "plan=true")
+        assert (alone.code, "the base was not compared" in alone.output) == (0, True)
+        compared = here(f"source={other}", f"base={base}", out, "plan=true")
+        assert (compared.code, "not compared" in compared.output) == (0, False)
+
+
 class TestTheBase:
     def test_another_model_of_the_same_shape(
         self, refused: Callable[..., str], adapter: Path, base: Path, other: Path, tmp_path: Path

@@ -207,6 +207,23 @@ class TestPlace:
         torch.save({"w": torch.ones(2)}, tmp_path / "model.pt")
         assert codes(tmp_path)["FOREIGN_FORMAT"] == "error"
 
+    @pytest.mark.parametrize(
+        ("file", "command"),
+        [
+            ("actor/model_world_size_2_rank_0.pt", "verl.model_merger merge --backend fsdp"),
+            ("pytorch_model_fsdp_0/__0_0.distcp", "accelerate merge-weights"),
+            ("iter_1/mp_rank_00/model_optim_rng.pt", "Megatron-Bridge"),
+            ("model.pt", "save_pretrained"),
+        ],
+    )
+    def test_another_tools_format_names_the_command_that_converts_it(
+        self, file: str, command: str, tmp_path: Path
+    ) -> None:
+        (tmp_path / file).parent.mkdir(parents=True, exist_ok=True)
+        torch.save({"w": torch.ones(2)}, tmp_path / file)
+        (finding,) = (one for one in audit(tmp_path).findings if one.code == "FOREIGN_FORMAT")
+        assert command in finding.fix
+
     def test_verls_merged_model_with_an_adapter_beside(self, tmp_path: Path) -> None:
         root = make_model(tmp_path / "it")
         make_adapter(root / "lora_adapter")

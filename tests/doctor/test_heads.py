@@ -13,6 +13,7 @@ from tasks.audit import audit
 from tests.doctor.making import (
     Arrays,
     adapter_tensors,
+    by_code,
     codes,
     errors,
     make_adapter,
@@ -96,6 +97,38 @@ class TestAbsent:
             modules_to_save=["score"],
         )  # fmt: skip
         assert errors(codes(root)) == set()
+
+    @pytest.mark.parametrize("name", ["RewardModel", "CriticModel"])
+    def test_peft_records_the_class_where_openrlhf_gives_no_task_type(
+        self, name: str, tmp_path: Path
+    ) -> None:
+        wrapped = {"base_model_class": name, "parent_library": "openrlhf.models.model"}
+        root = make_adapter(tmp_path / "it", task_type=None, auto_mapping=wrapped)
+        assert errors(codes(root)) == {"HEAD_MISSING"}
+        base = make_model(tmp_path / "rm", scored(), architectures=CLASSIFIER, num_labels=1)
+        assert errors(codes(root, base=base)) == set()  # the base has the head
+
+    def test_a_language_model_that_was_wrapped_without_a_task_type(self, tmp_path: Path) -> None:
+        wrapped = {"base_model_class": "LlamaForCausalLM", "parent_library": "transformers"}
+        root = make_adapter(tmp_path / "it", task_type=None, auto_mapping=wrapped)
+        assert errors(codes(root)) == set()
+
+
+class TestCritics:
+    """A critic has one finding, whose advice is not a conversion."""
+
+    @pytest.mark.parametrize("name", ["CriticModel", "LlamaForTokenClassification"])
+    def test_a_head_that_gives_a_value_for_every_token(self, name: str, tmp_path: Path) -> None:
+        root = make_model(tmp_path / "it", scored(), architectures=[name], num_labels=1)
+        report = audit(root)
+        assert errors(by_code(report)) == {"HEAD_OF_CRITIC"}
+        (finding,) = (one for one in report.findings if one.code == "HEAD_OF_CRITIC")
+        assert "deliver" not in finding.fix
+
+    def test_a_classifier_of_tokens_is_none(self, tmp_path: Path) -> None:
+        named = ["LlamaForTokenClassification"]
+        root = make_model(tmp_path / "it", scored(9), architectures=named, num_labels=9)
+        assert "HEAD_OF_CRITIC" not in codes(root)
 
 
 class TestPlaceAndShape:

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import os
 import pickle
+import shlex
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +14,8 @@ import pytest
 import torch
 from transformers import TrainingArguments
 
-from tests.doctor.making import codes, edit_json, errors, make_model, tensors
+from tasks.audit import audit
+from tests.doctor.making import by_code, codes, edit_json, errors, make_model, tensors
 
 
 class Hostile:
@@ -33,6 +37,26 @@ def pickled(root: Path, state: Any, **options: Any) -> Path:
 
 def state() -> dict[str, Any]:
     return {key: torch.from_numpy(one) for key, one in tensors().items()}
+
+
+@pytest.mark.parametrize("key", ["model", "state_dict", "module"])
+def test_a_state_dict_inside_a_trainers_checkpoint(key: str, tmp_path: Path) -> None:
+    root = pickled(tmp_path / "it", {key: state(), "epoch": 3, "optimizer": {}})
+    report = audit(root)
+    assert errors(by_code(report)) == {"NESTED_STATE_DICT"}
+    assert "NO_TENSOR_ENTRY" not in by_code(report)
+    (finding,) = (one for one in report.findings if one.code == "NESTED_STATE_DICT")
+    command = shlex.split(finding.fix)
+    subprocess.run([sys.executable, *command[1:]], check=True, timeout=120)  # as it tells the user
+    assert errors(codes(root)) == set()
+
+
+def test_deepspeeds_own_script_is_no_code_of_the_model(tmp_path: Path) -> None:
+    root = make_model(tmp_path / "it")
+    (root / "zero_to_fp32.py").write_text("print(1)\n")
+    assert "REMOTE_CODE" not in codes(root)
+    (root / "modeling_x.py").write_text("print(1)\n")
+    assert codes(root)["REMOTE_CODE"] == "warning"
 
 
 def test_a_state_dict(tmp_path: Path) -> None:

@@ -56,6 +56,16 @@ def test_an_adapter_that_does_nothing(tmp_path: Path) -> None:
     assert errors(codes(make_adapter(tmp_path / "good"), values=True)) == set()
 
 
+def test_an_empty_tensor_is_not_one_of_zeros(tmp_path: Path) -> None:
+    arrays = {
+        key: np.ones((0,), np.float32) if "lora_B" in key else one
+        for key, one in adapter_tensors().items()
+    }
+    told = codes(make_adapter(tmp_path / "it", arrays), values=True)
+    assert told["EMPTY_TENSOR"] == "error"
+    assert "LORA_B_ZERO" not in told
+
+
 def test_rows(tmp_path: Path) -> None:
     arrays = tensors()
     arrays[EMBED][[7, 9]] = 0

@@ -51,6 +51,14 @@ NOT_CONTIGUOUS = Entry(
     "torch loads them; converters to safetensors refuse them, and merging here does too",
     "save it again as {name: tensor.contiguous() for ...}",
 )
+NESTED_STATE_DICT = Entry(
+    "NESTED_STATE_DICT",
+    Severity.ERROR,
+    "A trainer's checkpoint under the name of a model's weights",
+    "transformers and vLLM look for tensors at the top of the file and find none: every weight is "
+    "initialised at random, with a warning",
+    "save the inner dictionary alone",
+)
 NO_TENSOR_ENTRY = Entry(
     "NO_TENSOR_ENTRY",
     Severity.WARNING,

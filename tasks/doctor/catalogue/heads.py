@@ -27,6 +27,14 @@ HEAD_BASE_LOST = Entry(
     "train again with the head in modules_to_save",
     ("OpenRLHF #682", "OpenRLHF #872", "OpenRLHF PR #1342"),
 )
+HEAD_OF_CRITIC = Entry(
+    "HEAD_OF_CRITIC",
+    Severity.ERROR,
+    "A critic: a model that gives every token a value",
+    "no server has a class for it; taken for a reward model it scores a text by the value of its "
+    "last token, which looks like a reward",
+    "serve the policy that was trained beside it; a critic is of use to go on training alone",
+)
 HEAD_LABELS = Entry(
     "HEAD_LABELS",
     Severity.ERROR,

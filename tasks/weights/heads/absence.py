@@ -14,6 +14,8 @@ from tasks.weights.names import PEFT_PREFIX
 
 HEAD_MODULES = ("score", "value_head", "v_head", "classifier")
 """Names of modules that may be a head; OpenRLHF's configuration may name another."""
+OPENRLHF = ("RewardModel", "CriticModel")
+"""OpenRLHF's classes, which it makes at run time: transformers has none of these names."""
 _LAYERED = re.compile(
     r"(classifier|score)\.(?!weight$|bias$|lora_|base_layer)|(classification_head|sequence_summary|logits_proj)\."
     r"|perceiver\.decoder\."
@@ -63,9 +65,21 @@ def layered_head(folder: HeadFolder) -> str:
     return next(heads, "") if says else ""
 
 
+def wrapped_class(adapter_config: Mapping[str, Any]) -> str:
+    """Return the class that peft wrapped, which it records without a task type; else ""."""
+    auto_mapping = adapter_config.get("auto_mapping")
+    name = auto_mapping.get("base_model_class") if isinstance(auto_mapping, Mapping) else None
+    return name if isinstance(name, str) else ""
+
+
+def _has_head(class_name: str) -> bool:
+    """Return True for classes that score: transformers' classifiers, OpenRLHF's two classes."""
+    return class_name in OPENRLHF or class_name.endswith("ForSequenceClassification")
+
+
 def _says_head(config: Mapping[str, Any]) -> Iterator[str]:
     for name in architectures(config):
-        if name in ("RewardModel", "CriticModel") or name.endswith("ForSequenceClassification"):
+        if _has_head(name):
             yield f"config.json says {name}"
     for key in ("value_head_prefix", "mean", "normalize_reward"):
         if config.get(key):
@@ -75,6 +89,8 @@ def _says_head(config: Mapping[str, Any]) -> Iterator[str]:
 def _adapter_says_head(config: Mapping[str, Any]) -> Iterator[str]:
     if config.get("task_type") == "SEQ_CLS":
         yield "adapter_config.json says SEQ_CLS"
+    if _has_head(wrapped_class(config)):
+        yield f"adapter_config.json says that it was trained on a {wrapped_class(config)}"
     for key in ("modules_to_save", "target_modules"):
         named = config.get(key)
         if isinstance(named, list):

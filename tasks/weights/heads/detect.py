@@ -14,7 +14,7 @@ from typing import Any, Literal
 
 from tasks.contract import describe
 from tasks.weights.bits import is_float
-from tasks.weights.heads.absence import absence, lora_modules, module_names
+from tasks.weights.heads.absence import OPENRLHF, absence, lora_modules, module_names
 from tasks.weights.heads.folder import HEAD, HeadFolder, architectures, hidden_size
 from tasks.weights.heads.normalisation import Normalisation, read_normalisation
 from tasks.weights.names import PEFT_PREFIX
@@ -131,8 +131,9 @@ def _linear_heads(folder: HeadFolder) -> Iterator[Head]:
             continue
         info = source.tensors[key]
         bias = key.removesuffix("weight") + "bias"
+        role = _role(folder.config, *info.shape[:1])
         yield Head(
-            _dialect(folder), _role(folder.config), f"{folder.weights}:{key}", tuple(info.shape),
+            _dialect(folder), role, f"{folder.weights}:{key}", tuple(info.shape),
             info.dtype, f"{folder.weights}:{bias}" if bias in source.tensors else "",
         )  # fmt: skip
 
@@ -140,13 +141,17 @@ def _linear_heads(folder: HeadFolder) -> Iterator[Head]:
 def _dialect(folder: HeadFolder) -> Dialect:
     if folder.adapter_config is not None:
         return "peft"
-    names = {"RewardModel", "CriticModel"} & set(architectures(folder.config))
+    names = {*OPENRLHF} & set(architectures(folder.config))
     ours = names or "value_head_prefix" in folder.config
     return "openrlhf" if ours else "transformers"
 
 
-def _role(config: Mapping[str, Any]) -> Role:
-    return "value" if "CriticModel" in architectures(config) else "reward"
+def _role(config: Mapping[str, Any], rows: int) -> Role:
+    """Return "value" for critics: OpenRLHF's class, and verl's token classifiers of one label."""
+    for name in architectures(config):
+        if name == "CriticModel" or (name.endswith("ForTokenClassification") and rows == 1):
+            return "value"
+    return "reward"
 
 
 def _head_findings(head: Head, folder: HeadFolder) -> Iterator[str]:

@@ -64,7 +64,7 @@ def require_reward(found: Found) -> Head:
         raise ContractError(
             f"reward: {found.folder.root}: a critic: its head gives the value of every token, not "
             "the reward of a text",
-            hint="split its head off, or give the reward model",
+            hint="source=<folder of the reward model, or of the policy>",
         )
     return head
 

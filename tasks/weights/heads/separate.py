@@ -85,7 +85,7 @@ def separate(
         raise ContractError(
             f"{found.folder.root}: {head.weight} sits on a backbone that was trained for it alone: "
             f"a {'critic' if head.role == 'value' else 'reward model'}, no policy",
-            hint="give the policy; write_value_head keeps the head of a critic",
+            hint="source=<folder of the policy>: a critic is of use to go on training alone",
         )
     sources = policy_sources(found)
     plan = plan_policy(found, max_shard_bytes=max_shard_bytes)
@@ -102,7 +102,7 @@ def _reward(found: Found, dtype: str, max_shard_bytes: int | None, perform: Perf
     if found.folder.adapter_config is not None:
         raise ContractError(
             f"{found.folder.root}: the adapter of a reward model: it is merged into its base first",
-            hint="give the base: heads.merging makes one model of both",
+            hint="base=<folder of its base model>",
         )
     plan = plan_reward(found, max_shard_bytes=max_shard_bytes)
     disk = {op.name: op.shape for op in plan.ops}

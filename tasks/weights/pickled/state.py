@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from tasks.errors import ArtifactError, first_and_more
 from tasks.weights.index import index_of, survey
@@ -49,6 +50,11 @@ def read_state(path: Path) -> PickledState:
             f"{path}: holds a {type(file.content).__name__}, no state dict",
             hint="give the file that torch.save(model.state_dict(), path) wrote",
         )
+    if key := nested_in(file.content):
+        raise ArtifactError(
+            f"{path}: a trainer's checkpoint, its state dict lies under the key {key!r}",
+            hint=unnesting(path, key),
+        )
     findings: list[str] = []
     tensors: dict[str, TensorRef] = {}
     for name, value in file.content.items():
@@ -69,6 +75,22 @@ def read_state(path: Path) -> PickledState:
             hint=_AGAIN,
         )
     return PickledState(tensors, dict.fromkeys(tensors, file))
+
+
+def nested_in(content: Mapping[Any, Any]) -> str:
+    """Return the key under which a trainer's checkpoint keeps its state dict; "" for a flat one."""
+    if any(isinstance(value, TensorRef) for value in content.values()):
+        return ""
+    for key, value in content.items():
+        if isinstance(value, dict) and any(isinstance(one, TensorRef) for one in value.values()):
+            return str(key)
+    return ""
+
+
+def unnesting(path: Path, key: str) -> str:
+    """Return the command that leaves the state dict alone in the file."""
+    load = f"torch.load('{path}', weights_only=True, map_location='cpu')"
+    return f"python -c \"import torch; torch.save({load}[{key!r}], '{path}')\""
 
 
 def is_pickled_model(root: Path) -> bool:

@@ -1,15 +1,15 @@
-"""What is wrong with a checkpoint, whoever made it: recognised, checked, explained.
+"""Find what is wrong with a checkpoint, whoever made it.
 
-    python flows/audit.py source=DIR                        headers and documents: seconds
-    python flows/audit.py source=DIR base=DIR               an adapter or a merge against its base
-    python flows/audit.py source=DIR values=true            tensor data too, at the disk's speed
-    python flows/audit.py source=DIR out=report.json        for programs; out=- prints it
-    python flows/audit.py source=DIR fix=true out_dir=NEW   a repaired copy, where nothing is lost
-    python flows/audit.py source=DIR prefect=true           recorded: a flow run, an MLflow run
+    python flows/audit.py DIR                        headers and documents: seconds
+    python flows/audit.py DIR base=DIR               an adapter or a merge against its base
+    python flows/audit.py DIR values=true            tensor data too, at the disk's speed
+    python flows/audit.py DIR out=report.json        for programs; out=- prints it
+    python flows/audit.py DIR fix=true out_dir=NEW   a repaired copy, where nothing is lost
+    python flows/audit.py DIR prefect=true           recorded: a flow run, an MLflow run
 
-Works from any directory; writes nothing into DIR, runs nothing in it, unpickles nothing. Exit
-status: 0 no error found (or all repaired), 1 errors found, 2 DIR cannot be read or repaired, or the
-command line is wrong.
+DIR is `source=DIR`. Works from any directory; writes nothing into DIR, runs nothing in it and
+unpickles nothing. Exit status: 0 no error was found (or all are repaired), 1 errors, 2 DIR cannot be
+read or repaired, or the command line is wrong.
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ from pathlib import Path
 if __name__ == "__main__":
     # Before Prefect is imported, which takes longer than the look itself.
     sys.path[0] = str(Path(__file__).resolve().parents[1])
-    from flows.audit_command import main
+    from flows.start import start
 
-    sys.exit(main())
+    sys.exit(start("flows.audit_command"))
 
 from typing import Any
 

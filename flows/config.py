@@ -17,7 +17,9 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import MissingMandatoryValue, OmegaConfBaseException
 
 from flows.config_errors import as_config_error, missing_value, refuse_unknown
+from flows.vocabulary import Vocabulary
 from tasks.deliver.schema import Deliver
+from tasks.errors import ConfigError
 from tasks.schema import Rlhf
 from tasks.schema.audit import Audit
 from tasks.tracking import redact
@@ -60,15 +62,17 @@ class Composed:
                 interpolation leads nowhere.
         """
         root = OmegaConf.get_type(config)
-        refuse_unknown(config, root)
+        program = next(name for name, schema in SCHEMAS.items() if schema is root)
+        names = vocabulary(program)
         try:
+            refuse_unknown(config, names)
             settings = OmegaConf.to_container(
                 config, resolve=True, throw_on_missing=True, enum_to_str=True
             )
         except MissingMandatoryValue as error:
-            raise missing_value(error, root) from error
+            raise missing_value(error, names) from error
         except OmegaConfBaseException as error:
-            raise as_config_error(error, (), [CONF], root) from error
+            raise as_config_error(error, (), names) from error
         runs = Path(settings["paths"]["runs"]).expanduser().absolute()
         uri = settings["tracking"]["uri"]
         store = runs / "mlflow"
@@ -92,16 +96,53 @@ def compose_config(
         conf: folder of configuration files.
 
     Raises:
-        ConfigError: an unknown key, a wrong type, a missing value.
-        HydraException: an unknown group or option, an override that cannot be parsed.
+        ConfigError: an unknown key, group or option, a wrong type, a missing value, an override
+            that cannot be parsed.
     """
+    try:
+        return Composed.of(_compose(overrides, config_name, conf))
+    except (HydraException, OmegaConfBaseException) as error:
+        raise refused(error, overrides, config_name, conf=conf) from error
+
+
+def composed_as_is(overrides: Sequence[str], config_name: str) -> DictConfig:
+    """Compose without a check of missing values, for help.
+
+    Raises:
+        ConfigError: as `compose_config`, but for values that have to be given.
+    """
+    try:
+        return _compose(overrides, config_name, CONF)
+    except (HydraException, OmegaConfBaseException) as error:
+        raise refused(error, overrides, config_name) from error
+
+
+def refused(
+    error: Exception, overrides: Sequence[str], config_name: str, *, conf: Path = CONF
+) -> ConfigError:
+    """Return the error that a person reads for what Hydra raised on these overrides."""
+    names = vocabulary(config_name, conf_folders(overrides, conf))
+
+    def default(key: str, wrong: str) -> Any:
+        rest = [o for o in overrides if o != wrong and not o.startswith("-")]
+        for kept in (rest, []):
+            try:
+                return OmegaConf.select(_compose(kept, config_name, conf), key)
+            except (HydraException, OmegaConfBaseException):
+                continue
+        return None
+
+    return as_config_error(error, overrides, names, default=default)
+
+
+def vocabulary(program: str, folders: Sequence[Path] = (CONF,)) -> Vocabulary:
+    """Return the names that a program's command line may use."""
+    return Vocabulary(program, SCHEMAS[program], folders)
+
+
+def _compose(overrides: Sequence[str], config_name: str, conf: Path) -> DictConfig:
     with own_hydra(), initialize_config_dir(str(conf), job_name="rlhf", version_base="1.3"):
-        try:
-            config = compose(config_name, overrides=list(overrides))
-        except (HydraException, OmegaConfBaseException) as error:
-            folders, root = conf_folders(overrides, conf), SCHEMAS[config_name]
-            raise as_config_error(error, overrides, folders, root) from error
-    return Composed.of(config)
+        return compose(config_name, overrides=list(overrides))
 
 
 def conf_folders(overrides: Sequence[str], conf: Path = CONF) -> list[Path]:

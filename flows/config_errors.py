@@ -1,45 +1,78 @@
-"""What a person reads when the schema refuses a configuration: key, place, what is allowed."""
+"""Errors of a configuration: which override or file is wrong, where, and what to type.
+
+Hydra and OmegaConf stop at the first fault. `as_config_error` looks at every override again, so
+that one error names all of them; what an override is not to blame for stands in a file.
+"""
 
 from __future__ import annotations
 
-import difflib
 import re
-from collections.abc import Iterable, Sequence
-from dataclasses import is_dataclass
-from enum import Enum
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, get_type_hints
+from typing import Any
 
-from omegaconf import DictConfig
+from hydra.core.override_parser.overrides_parser import OverridesParser
+from hydra.core.override_parser.types import Override
+from hydra.errors import HydraException
+from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import ConfigAttributeError, ConfigKeyError, OmegaConfBaseException
 
+from flows.vocabulary import EXPERIMENTS, VALUE, Vocabulary
 from tasks.errors import ConfigError
 
 
+@dataclass(frozen=True)
+class Problem:
+    """One fault: what is wrong and where, what is allowed, what to type."""
+
+    message: str
+    allowed: str = ""
+    hint: str = ""
+
+    def __str__(self) -> str:
+        return f"{self.message}{f' -> {self.hint}' if self.hint else ''}"
+
+
+def config_error(problems: Sequence[Problem]) -> ConfigError:
+    """Return one error for all problems; a single one keeps its lines."""
+    if len(problems) == 1:
+        (problem,) = problems
+        details = [problem.allowed] if problem.allowed else []
+        return ConfigError(problem.message, details=details, hint=problem.hint)
+    return ConfigError(f"{len(problems)} settings are wrong", details=[str(p) for p in problems])
+
+
 def as_config_error(
-    error: Exception, overrides: Sequence[str], folders: Sequence[Path], root: type
-) -> Exception:
-    """A schema error in our words; anything else (unknown option, bad grammar) as it is.
+    error: Exception,
+    overrides: Sequence[str],
+    names: Vocabulary,
+    *,
+    default: Callable[[str, str], Any] = lambda _, __: None,
+) -> ConfigError:
+    """Return the error that a person reads for one of Hydra's or OmegaConf's.
 
     Args:
         error: what composing raised.
-        overrides: of the command line, to see whether the fault is there.
-        folders: where configuration files are, to find the one with the fault.
-        root: the schema.
+        overrides: of the command line.
+        names: settings, groups and configuration files of the program.
+        default: value of a setting without the override that is wrong.
     """
+    sweep = "--multirun" in overrides or "-m" in overrides
+    given = [o for o in overrides if not o.startswith("-")]
+    problems = [p for o in given for p in _problems(o, names, default, sweep=sweep)]
+    if problems:
+        return config_error(problems)
     cause = schema_error(error)
-    if cause is None:
-        return error
-    key = str(cause.full_key or cause.key or "")
-    place = _place(key, str(error), overrides, folders)
+    key = "" if cause is None else str(cause.full_key or cause.key or "")
+    if cause is None or not key:
+        lines = [line.strip() for line in str(cause or error).splitlines() if line.strip()]
+        hint = f"{names.command} --help"
+        return ConfigError(" ".join(lines[:2]) or type(error).__name__, hint=hint)
+    place = _place(key, str(error), names.folders)
     if isinstance(cause, (ConfigAttributeError, ConfigKeyError)):
-        return unknown_key(key, place, root)
-    what = str(cause).splitlines()[0]
-    return ConfigError(
-        f"{key}: {what} ({place})",
-        details=[f"{key} is {_kind(key, root)}"],
-        hint=f"{key}={_sample(key, root)}",
-    )
+        return config_error([unknown_key(key, place, names)])
+    return config_error([wrong_value(key, cause, place, names, default(key, ""))])
 
 
 def schema_error(error: BaseException) -> OmegaConfBaseException | None:
@@ -49,121 +82,164 @@ def schema_error(error: BaseException) -> OmegaConfBaseException | None:
     its own cause's cause.
     """
     known: list[BaseException] = [error]
-    for one in known:
-        if isinstance(one, OmegaConfBaseException):
-            return one
-        behind = (one.__cause__, one.__context__)
+    for each in known:
+        if isinstance(each, OmegaConfBaseException):
+            return each
+        behind = (each.__cause__, each.__context__)
         known += [e for e in behind if e is not None and not any(e is other for other in known)]
     return None
 
 
-def unknown_key(key: str, place: str, root: type) -> ConfigError:
-    """An error for a key that the schema does not have."""
-    parent, _, name = key.rpartition(".")
-    known = sorted(_fields(parent, root))
-    allowed = f"{parent or 'the configuration'} knows: {', '.join(known) or 'nothing below it'}"
-    near = _near(parent, name, root)
-    hint = f"did you mean {' or '.join(near)}?" if near else ""
-    return ConfigError(f"{key} is not a setting ({place})", details=[allowed], hint=hint)
+def _problems(
+    text: str, names: Vocabulary, default: Callable[[str, str], Any], *, sweep: bool
+) -> Iterator[Problem]:
+    """Faults of one override."""
+    try:
+        (override,) = OverridesParser.create().parse_overrides([text])
+    except HydraException:
+        yield unreadable(text, names)
+        return
+    key = override.key_or_group
+    if override.is_hydra_override():
+        return
+    if override.is_sweep_override() and not sweep:
+        start, _, values = text.partition("=")
+        yield Problem(
+            f"{text}: several values for one setting",
+            f"a list is {start}=[{values}], one text {start}=\"'{values}'\"",
+            f"{names.command} --multirun {text}",
+        )
+    elif key in names.groups:
+        yield from _option_problems(text, override, names)
+    elif not names.has(key):
+        value = text.partition("=")[2] or VALUE
+        yield unknown_key(key, f"command line: {text}", names, value=value)
+    elif not override.is_delete() and not override.is_sweep_override():
+        try:
+            settings = OmegaConf.structured(names.root)
+            OmegaConf.update(settings, key, override.value(), merge=True)
+        except OmegaConfBaseException as error:
+            place = f"command line: {text}"
+            yield wrong_value(key, error, place, names, default(key, text))
 
 
-def _near(parent: str, name: str, root: type) -> list[str]:
-    """What may have been meant: a key beside it, else a key of that name in another section."""
-    prefix = f"{parent}." if parent else ""
-    beside = difflib.get_close_matches(name, sorted(_fields(parent, root)), n=3, cutoff=0.6)
-    keys = [f"{prefix}{n}" for n in beside] or [
-        f"{section}.{name}"
-        for section in sorted(_fields("", root))
-        if name in _fields(section, root)
-    ]
-    return [f"{k}.<key>=..." if is_dataclass(_type_at(k, root)) else f"{k}=..." for k in keys]
+def _option_problems(text: str, override: Override, names: Vocabulary) -> Iterator[Problem]:
+    """Faults of an override that chooses an option of a group."""
+    group, value = override.key_or_group, override.value()
+    plain = group in names.defaults
+    wanted = value if isinstance(value, list) else [value]
+    if override.is_sweep_override():
+        wanted = list(override.sweep_string_iterator())
+    unknown = [str(v) for v in wanted if str(v) not in names.groups[group]]
+    if override.is_delete():
+        return
+    if unknown:
+        listed = f"{group} is one of {', '.join(names.groups[group])}"
+        what = "experiment" if group == EXPERIMENTS else f"option of {group}"
+        yield Problem(
+            f"{text}: there is no {what} {unknown[0]!r}",
+            f"{names.command} --help lists the experiments" if group == EXPERIMENTS else listed,
+            names.choose(group, unknown[0]) or f"{'' if plain else '+'}{group}=<name>",
+        )
+    elif override.is_add() == plain and not override.is_force_add():
+        right = text.lstrip("+") if plain else f"+{text}"
+        reason = "has a default, and is replaced" if plain else "has no default, and is added"
+        yield Problem(f"{text}: the group {group} {reason}", hint=right)
 
 
-def missing_value(error: OmegaConfBaseException, root: type) -> ConfigError:
-    """An error for a value that has to be given."""
+def unreadable(text: str, names: Vocabulary) -> Problem:
+    """Return the problem of an override that Hydra cannot parse."""
+    key, equals, value = text.partition("=")
+    if value.startswith("="):
+        return Problem(f"{text}: two equals signs", hint=f"{key}={value.lstrip('= ')}")
+    pairs = {"[": "]", "{": "}", "(": ")"}
+    opened = [left for left, right in pairs.items() if value.count(left) > value.count(right)]
+    quotes = [quote for quote in "'\"" if value.count(quote) % 2]
+    if opened or quotes:
+        allowed = "the shell splits at blanks: put the whole value between quotes"
+        closed = value + "".join(pairs[left] for left in reversed(opened))
+        closed = closed.strip("".join(quotes)) if quotes else closed
+        return Problem(f"{text}: {(opened or quotes)[0]!r} is not closed", allowed,
+                       f"{key}='{closed}'")  # fmt: skip
+    if equals and names.has(key.lstrip("+~")):
+        allowed = "a value with braces, brackets, colons or commas stands between quotes"
+        return Problem(f"{text}: the value cannot be read", allowed, f"{key}=\"'{value}'\"")
+    hint = names.suggest(key, value or VALUE) or f"{names.command} --help"
+    return Problem(f"{text}: cannot be read; settings are written key=value", hint=hint)
+
+
+def unknown_key(key: str, place: str, names: Vocabulary, value: str = VALUE) -> Problem:
+    """Return the problem of a key that the schema does not have."""
+    section = key.rpartition(".")[0]
+    inside = f" {section}" if section and names.is_section(section) else ""
+    near = names.suggest(key, value)
+    return Problem(
+        f"{key} is not a setting ({place})", hint=near or f"{names.command} --help{inside}"
+    )
+
+
+def wrong_value(key: str, cause: Exception, place: str, names: Vocabulary, default: Any) -> Problem:
+    """Return the problem of a value of another type, with the default to go back to."""
+    if names.is_section(key):
+        allowed = f"{key} is {names.kind(key)}"
+        return Problem(f"{key} is a section, not a setting ({place})", allowed,
+                       f"{key}.<key>=<value>")  # fmt: skip
+    what = str(cause).splitlines()[0]
+    value = re.search(r"[Vv]alue '([^']*)'", what)
+    message = f"{key}: {value[1]!r} is not allowed" if value else f"{key}: {what}"
+    text = written(default)
+    near = names.near_word(key, value[1]) if value else ""
+    allowed = f"{key} is {names.kind(key)}; its default is {text}"
+    return Problem(f"{message} ({place})", allowed, f"{key}={near or text}")
+
+
+def written(value: Any) -> str:
+    """Return a value as a command line takes it."""
+    if isinstance(value, bool) or value is None:
+        return {None: "null", True: "true", False: "false"}[value]
+    if isinstance(value, (list, tuple)):
+        return f"[{','.join(map(written, value))}]"
+    return str(getattr(value, "name", value)) if value != "" else "''"
+
+
+def missing_value(error: OmegaConfBaseException, names: Vocabulary) -> ConfigError:
+    """Return the error for a value that has to be given."""
     key = str(error.full_key or error.key)
-    return ConfigError(f"{key} has to be given", hint=f"{key}={_sample(key, root)}")
+    what = {"source": "<folder of the checkpoint>", "out": "<a new folder>"}.get(key, VALUE)
+    return ConfigError(f"{key} has to be given", hint=f"{names.command} {key}={what}")
 
 
-def refuse_unknown(config: DictConfig, root: type) -> None:
+def refuse_unknown(config: DictConfig, names: Vocabulary) -> None:
     """Refuse keys that a `+key=value` has forced past the schema.
 
     Raises:
-        ConfigError: naming the first of them.
+        ConfigError: naming all of them.
     """
-    for key in _keys(config, root):
-        parent, _, name = key.rpartition(".")
-        if name not in _fields(parent, root):
-            raise unknown_key(key, f"command line: +{key}=...", root)
+    problems = [
+        unknown_key(key, f"command line: +{key}=...", names, value=written(value))
+        for key, value in _keys(config, names)
+        if not names.has(key)
+    ]
+    if problems:
+        raise config_error(problems)
 
 
-def _keys(config: DictConfig, root: type, prefix: str = "") -> Iterable[str]:
+def _keys(config: DictConfig, names: Vocabulary, prefix: str = "") -> Iterable[tuple[str, Any]]:
     for name in config:
-        key = f"{prefix}{name}"
-        yield key
-        node = config._get_node(name)
-        if isinstance(node, DictConfig) and is_dataclass(_type_at(key, root)):
-            yield from _keys(node, root, f"{key}.")
+        key, node = f"{prefix}{name}", config._get_node(name)
+        yield key, node._value() if node is not None and not isinstance(node, DictConfig) else VALUE
+        if isinstance(node, DictConfig) and names.is_section(key):
+            yield from _keys(node, names, f"{key}.")
 
 
-def _type_at(key: str, root: type) -> Any:
-    """The annotation of a dotted key; None where the schema has no such key."""
-    kind: Any = root
-    for name in key.split(".") if key else ():
-        kind = get_type_hints(kind).get(name) if is_dataclass(kind) else None
-    return kind
-
-
-def _fields(parent: str, root: type) -> set[str]:
-    kind = _type_at(parent, root)
-    return set(get_type_hints(kind)) if is_dataclass(kind) else set()
-
-
-def _plain(key: str, root: type) -> tuple[Any, bool]:
-    """A key's type without `| None`, and whether null is allowed."""
-    kind = _type_at(key, root)
-    options = [k for k in getattr(kind, "__args__", ()) if k is not type(None)]
-    optional = len(options) == 1 and len(getattr(kind, "__args__", ())) == 2
-    return (options[0], True) if optional else (kind, False)
-
-
-_WORDS = {int: "a whole number", float: "a number", bool: "true or false", str: "text"}
-
-
-def _kind(key: str, root: type) -> str:
-    kind, optional = _plain(key, root)
-    if isinstance(kind, type) and issubclass(kind, Enum):
-        words = "one of " + ", ".join(member.name for member in kind)
-    elif is_dataclass(kind):
-        words = "a section with " + ", ".join(sorted(_fields(key, root)))
-    else:
-        words = _WORDS.get(kind, str(kind))
-    return f"{words}, or null" if optional else words
-
-
-def _sample(key: str, root: type) -> str:
-    kind, _ = _plain(key, root)
-    if isinstance(kind, type) and issubclass(kind, Enum):
-        return "|".join(member.name for member in kind)
-    return {int: "1", float: "0.1", bool: "true"}.get(kind, "...")
-
-
-def _place(key: str, said: str, overrides: Sequence[str], folders: Sequence[Path]) -> str:
-    """Where the fault is: the file that Hydra named, an override, or a file that has the key."""
+def _place(key: str, said: str, folders: Sequence[Path]) -> str:
+    """Return the file with the fault: the one that Hydra names, else one that has the key."""
     named = re.search(r"In '([^']+)'", said)
     files = [path for folder in folders for path in sorted(folder.rglob("*.yaml"))]
     if named:
         wanted = [f for f in files if f.with_suffix("").as_posix().endswith("/" + named[1])]
         if wanted:
             return _with_line(wanted[-1], key)
-    names = [(o, o.lstrip("+~").partition("=")[0]) for o in overrides]
-    guilty = [
-        o
-        for o, name in names
-        if name == key or key.startswith(name + ".") or name.startswith(key + ".")
-    ]
-    if guilty:
-        return f"command line: {guilty[-1]}"
     leaf = key.rpartition(".")[2]
     holding = [f for f in files if _line(f, leaf)]
     return _with_line(holding[0], key) if holding else "composed configuration"

@@ -1,15 +1,15 @@
-"""Deliver a checkpoint that was made elsewhere: gathered, merged, converted, checked, served.
+"""Deliver a checkpoint made elsewhere: gather, merge, convert, check, and write what vLLM serves.
 
-    python flows/deliver.py source=DIR base=DIR out=DIR            adapter, model, shards, DeepSpeed
-    python flows/deliver.py source=DIR out=DIR plan=true           what it would do; starts nothing
-    python flows/deliver.py source=DIR base=DIR out=DIR smoke.engine=none      weights alone, fast
-    python flows/deliver.py source=DIR base=DIR out=DIR convert.dtype=float16
-    python flows/deliver.py adapters=[DIR:0.7,DIR2:0.3] base=DIR out=DIR       several, weighted
+    python flows/deliver.py DIR base=DIR out=DIR               adapter, model, shards, DeepSpeed
+    python flows/deliver.py DIR out=DIR plan=true              print what it would do; start nothing
+    python flows/deliver.py DIR base=DIR out=DIR smoke.engine=none     the weights alone, fast
+    python flows/deliver.py DIR base=DIR out=DIR convert.dtype=float16
+    python flows/deliver.py adapters=[DIR:0.7,DIR2:0.3] base=DIR out=DIR   several, weighted
 
-SOURCE is audited first, as `flows/audit.py` does it; errors that a delivery does not repair itself
-refuse it, with code, place and fix. Works from any directory. Exit status: 0 done, 1 a stage
-failed, 2 SOURCE, base or configuration rule it out, 130, 143 and 129 after Ctrl-C, SIGTERM and a
-closed terminal.
+DIR without a key is `source=DIR`. It is audited first, as `flows/audit.py` does it; errors that a
+delivery does not repair refuse it, with code, place and fix. Works from any directory. Exit status:
+0 done, 1 a stage failed, 2 source, base or configuration are wrong and nothing was written, 130,
+143 and 129 after Ctrl-C, SIGTERM and a closed terminal.
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ if __name__ == "__main__":
     # Before Prefect is imported: it reads its environment then, and where no engine is asked for
     # it is not imported at all.
     sys.path[0] = str(Path(__file__).resolve().parents[1])
-    from flows.deliver_command import main
+    from flows.start import start
 
-    sys.exit(main())
+    sys.exit(start("flows.deliver_command"))
 
 from typing import Any
 

@@ -1,9 +1,8 @@
-"""A command line of Hydra's with our exit statuses.
+"""A command line of Hydra's with our help, errors and exit statuses.
 
-`hydra.main` does the parsing, so that `--multirun`, `--cfg job`, `--info`, `--help` and completion
-work as everywhere; what it raises is sorted here. Exit status: 2 when the schema refuses the
-configuration, 1 for Hydra's own errors (with its list of options), else the job's. A sweep is
-composed wholly before its first job; all its jobs run, and the worst status is returned.
+`hydra.main` does the parsing, so that `--multirun`, `--cfg job`, `--info` and completion work as
+everywhere. Exit status: 2 for every error of the configuration or the command line, else the job's.
+A sweep is composed wholly before its first job; all its jobs run, and the worst status is returned.
 """
 
 from __future__ import annotations
@@ -12,7 +11,6 @@ import os
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from pathlib import Path
 
 import hydra
 from hydra.core.hydra_config import HydraConfig
@@ -20,9 +18,9 @@ from hydra.errors import HydraException
 from omegaconf import DictConfig
 from omegaconf.errors import OmegaConfBaseException
 
-from flows.config import CONF, SCHEMAS, Composed, conf_folders
-from flows.config_errors import as_config_error
-from flows.overrides import apart
+from flows.arguments import Arguments, read
+from flows.config import CONF, Composed, conf_folders, refused, vocabulary
+from flows.usage import brief, full
 from tasks.errors import PlumblineError
 
 Job = Callable[[Composed, list[str]], int]
@@ -40,21 +38,41 @@ def run_main(config_name: str, job: Job, *, argv: Sequence[str] | None = None) -
     Returns:
         the exit status.
     """
-    given = _with_search_path(list(sys.argv[1:] if argv is None else argv))
-    arguments, for_links = apart(given)
+    words = list(sys.argv[1:] if argv is None else argv)
+    if not words:
+        print(brief(config_name), file=sys.stderr)
+        return 2
+    try:
+        arguments = read(words, vocabulary(config_name, conf_folders(words)))
+        if arguments.help:
+            print(full(config_name, arguments.overrides, arguments.topics))
+            return 0
+    except PlumblineError as error:
+        return _report(error)
+    return _hydra(config_name, job, arguments)
+
+
+def _hydra(config_name: str, job: Job, arguments: Arguments) -> int:
+    """Compose with Hydra and run the job for every configuration. Returns the exit status."""
     statuses: list[int] = []
+    started = False
 
     def task(config: DictConfig) -> None:
+        nonlocal started
+        started = True
         with _environment(_RAISE, None):  # a job's children must not inherit it
-            statuses.append(_run(job, config, for_links))
+            statuses.append(_run(job, config, arguments.for_links))
 
     program = hydra.main(version_base="1.3", config_path=str(CONF), config_name=config_name)(task)
+    words = [*arguments.flags, *arguments.overrides]
     try:
-        with _environment(_RAISE, "1"), _arguments(arguments):
+        with _environment(_RAISE, "1"), _arguments(words):
             program()
     except (HydraException, OmegaConfBaseException, ValueError, OSError) as error:
-        root = SCHEMAS[config_name]
-        return _report(as_config_error(error, arguments, conf_folders(arguments), root))
+        if not started:
+            return _report(refused(error, words, config_name))
+        print(error, file=sys.stderr)
+        return 1
     return max(statuses, default=0)
 
 
@@ -68,29 +86,9 @@ def _run(job: Job, config: DictConfig, for_links: list[str]) -> int:
         return _report(error)
 
 
-def _report(error: Exception) -> int:
-    if isinstance(error, PlumblineError):
-        print(error.report(), file=sys.stderr)
-        return error.exit_code
-    print(error, file=sys.stderr)
-    if error.__cause__ is not None:
-        print(error.__cause__, file=sys.stderr)
-    return 1
-
-
-def _with_search_path(arguments: list[str]) -> list[str]:
-    """`--config-dir X` as an override: a worker that gets the overrides then finds X too."""
-    kept, folders = [], []
-    rest = iter(arguments)
-    for argument in rest:
-        flag, joined, value = argument.partition("=")
-        if flag in ("--config-dir", "-cd"):
-            folders.append(Path(value if joined else next(rest, ".")).absolute())
-        else:
-            kept.append(argument)
-    if not folders:
-        return kept
-    return [*kept, f"hydra.searchpath=[{','.join(f'file://{f}' for f in folders)}]"]
+def _report(error: PlumblineError) -> int:
+    print(error.report(), file=sys.stderr)
+    return error.exit_code
 
 
 @contextmanager

@@ -16,8 +16,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from hydra.errors import HydraException
-
 from flows.config import Composed, compose_config
 from flows.overrides import split
 from tasks.errors import ConfigError
@@ -83,11 +81,8 @@ def _composed(name: str, overrides: Sequence[str]) -> Composed:
         return compose_config(overrides)
     except ConfigError as error:
         message, details, hint = error.message, error.details, error.hint
-        raise ConfigError(f"link {name}: {message}", details=details, hint=hint) from error
-    except HydraException as error:
-        what, *more = (line.strip() for line in str(error).splitlines() if line.strip())
-        hint = f"overrides of this link: {name}:<key>=<value>"
-        raise ConfigError(f"link {name}: {what}", details=more, hint=hint) from error
+        hint = " or ".join(f"{name}:{each}" for each in hint.split(" or ")) if "=" in hint else hint
+        raise ConfigError(f"step {name}: {message}", details=details, hint=hint) from error
 
 
 def about(links: Sequence[Link]) -> dict[str, Any]:

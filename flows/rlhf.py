@@ -1,13 +1,14 @@
-"""Post-train a model and prove that what was trained is what is served.
+"""Post-train a language model and prove that the served model is the trained one.
 
-    python flows/rlhf.py +exp=qlora                        the main job, on the embedded default
-    python flows/rlhf.py +exp=qlora plan=true              what it would do; starts nothing
+    python flows/rlhf.py +exp=qlora                        the whole chain, on the embedded toy
+    python flows/rlhf.py +exp=qlora plan=true              print what it would do; start nothing
     python flows/rlhf.py +exp=sft_qlora model=hf model.path=/models/x data=jsonl data.path=c.jsonl
-    python flows/rlhf.py +exp=sft_qlora --cfg job              the composed configuration
-    python flows/rlhf.py --multirun +exp=sft_qlora,lora_zero3  several, one after the other
+    python flows/rlhf.py +exp=qlora ppo:train.lr=1e-4      an override for one step of the chain
+    python flows/rlhf.py +exp=grpo --help rl rollout       settings of two sections, with values
+    python flows/rlhf.py --multirun +exp=sft_qlora,lora_zero3  several runs, one after the other
 
-Works from any directory. Exit status: 0 done, 1 a stage failed, 2 the configuration rules it out,
-130, 143 and 129 after Ctrl-C, SIGTERM and a closed terminal.
+Works from any directory. Exit status: 0 done, 1 a stage failed, 2 the configuration is wrong and
+nothing was started, 130, 143 and 129 after Ctrl-C, SIGTERM and a closed terminal.
 """
 
 from __future__ import annotations
@@ -19,9 +20,9 @@ if __name__ == "__main__":
     # Before Prefect is imported: it reads its environment then, and the command sets that first.
     # The program's own folder would shadow other packages' modules; the project's root does not.
     sys.path[0] = str(Path(__file__).resolve().parents[1])
-    from flows.command import main
+    from flows.start import start
 
-    sys.exit(main())
+    sys.exit(start("flows.command"))
 
 from typing import Any
 

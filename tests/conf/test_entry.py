@@ -53,16 +53,47 @@ def test_schema_errors_are_2_and_start_nothing(
     assert "train.lrr is not a setting" in capsys.readouterr().err
 
 
-def test_unknown_experiment_is_1_and_lists_the_options(capsys: pytest.CaptureFixture[str]) -> None:
-    assert run_main("rlhf", Job(), argv=["+exp=qlorra"]) == 1
-    said = capsys.readouterr().err
-    assert "Could not find 'exp/qlorra'" in said
-    listed = [line.strip() for line in said.splitlines() if line.startswith("\t")]
-    assert {"lora_zero3", "qlora", "sft_full", "reward"} <= set(listed)
+def test_unknown_experiment_is_2_and_names_the_nearest(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run_main("rlhf", Job(), argv=["+exp=qlorra"]) == 2
+    lines = capsys.readouterr().err.splitlines()
+    assert lines[0] == "+exp=qlorra: there is no experiment 'qlorra'"
+    assert lines[-1].startswith("  -> +exp=qlora or ")
 
 
-def test_malformed_override_is_1() -> None:
-    assert run_main("rlhf", Job(), argv=["train.lr=["]) == 1
+def test_malformed_override_is_2(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run_main("rlhf", Job(), argv=["train.lr=["]) == 2
+    assert "'[' is not closed" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("program", ["rlhf", "deliver", "audit"])
+def test_without_arguments_help_is_shown_and_nothing_runs(
+    program: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    job = Job()
+    assert run_main(program, job, argv=[]) == 2
+    assert job.seen == []
+    assert f"python flows/{program}.py --help" in capsys.readouterr().err
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_flags_may_stand_anywhere(tmp_path: Path) -> None:
+    job = Job()
+    assert run_main("rlhf", job, argv=["zero.stage=1", "--multirun", "seed=1,2"]) == 1
+    assert [composed.settings["seed"] for composed, _ in job.seen] == [1, 2]
+
+
+def test_info_and_completion_stay_hydras(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    job = Job()
+    assert run_main("rlhf", job, argv=["+exp=sft_full", "--info", "defaults"]) == 0
+    assert "exp/sft_full" in capsys.readouterr().out
+    monkeypatch.setenv("COMP_LINE", "python rlhf.py train=re")
+    monkeypatch.setenv("COMP_POINT", str(len("python rlhf.py train=re")))
+    assert run_main("rlhf", job, argv=["-sc", "query=bash"]) == 0
+    completed = capsys.readouterr().out.splitlines()[-1].split()
+    assert completed == ["train=reinforce_pp", "train=reinforce_pp_baseline", "train=reward"]
+    assert job.seen == []
 
 
 def test_config_dir_becomes_an_override_that_a_worker_can_use(tmp_path: Path) -> None:

@@ -78,10 +78,10 @@ def test_the_links_own_overrides_win_over_the_runs_and_the_command_line_over_bot
 @pytest.mark.parametrize(
     ("override", "said"),
     [
-        ("sft:smoke=native", "link sft: In 'rlhf': Could not find 'smoke/native'"),
-        ("ppo:train.lr=[", "link ppo: no viable alternative at input '['"),
-        ("ppo:train.lrr=1", "link ppo: train.lrr is not a setting (command line: train.lrr=1)"),
-        ("reward:train.lr=x", "link reward: train.lr: Value 'x' of type 'str' could not be"),
+        ("sft:smoke=native", "step sft: smoke=native: there is no option of smoke 'native'"),
+        ("ppo:train.lr=[", "step ppo: train.lr=[: '[' is not closed"),
+        ("ppo:train.lrr=1", "step ppo: train.lrr is not a setting (command line: train.lrr=1)"),
+        ("reward:train.lr=x", "step reward: train.lr: 'x' is not allowed (command line: train.lr"),
     ],
 )
 def test_what_is_wrong_with_a_link_is_said_once_and_of_which(
@@ -96,6 +96,8 @@ def test_what_is_wrong_with_a_link_is_said_once_and_of_which(
     told = capsys.readouterr().err
     assert told.startswith(said)
     assert told.count(said) == 1
+    if "lrr" in override:
+        assert told.splitlines()[-1] == "  -> ppo:train.lr=1"
 
 
 def test_errors_that_are_each_others_cause() -> None:

@@ -8,8 +8,8 @@
     python flows/audit.py DIR prefect=true           recorded: a flow run, an MLflow run
 
 DIR is `source=DIR`. Works from any directory; writes nothing into DIR, runs nothing in it and
-unpickles nothing. Exit status: 0 no error was found (or all are repaired), 1 errors, 2 DIR cannot be
-read or repaired, or the command line is wrong.
+unpickles nothing. Exit status: 0 no error was found (or all are repaired), 1 errors, 2 DIR cannot
+be read or repaired, or the command line is wrong.
 """
 
 from __future__ import annotations

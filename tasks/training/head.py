@@ -8,14 +8,20 @@ a token's log-probability depends on its own hidden state alone, so its gradient
 is known as soon as the logits are, whatever the loss. It is made in the forward pass and kept:
 N x H numbers where plain autograd keeps N x V; the backward pass scales it, token by token. A head
 that is trained needs the gradient of the loss first, and computes its logits again.
+
+Portions lie within one call of the head. ZeRO-3 gathers weights in hooks around modules, and ranks
+whose rows are of different lengths have different numbers of portions: a call for each of them
+would leave one rank waiting for a gather that the others never start.
 """
 
 from __future__ import annotations
 
 import contextlib
 import math
+from collections import OrderedDict
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -24,6 +30,8 @@ from torch.utils.checkpoint import checkpoint
 
 from tasks.bf16_linear import slow_bf16, widened_weight
 
+Forward = Callable[[torch.Tensor], torch.Tensor]
+"""Hidden states to logits."""
 PORTION = 1 << 25
 """Logits that exist at once, as fp32: 128 MiB."""
 BLOCK = 4096
@@ -33,12 +41,12 @@ are 64 MiB."""
 
 @dataclass(frozen=True)
 class Scaling:
-    """What is done to logits after the head: cap * tanh(factor * logits / cap) / temperature.
+    """Scaling of logits after the head: cap * tanh(factor * logits / cap) / temperature.
 
     Attributes:
         factor: Granite's 1 / `logits_scaling`, Cohere's `logit_scale`; 1 for most.
         cap: Gemma's `final_logit_softcapping`; None for most.
-        temperature: that replies were sampled at; 1 for everything that is not sampled.
+        temperature: sampling temperature of the responses; 1 for everything that is not sampled.
     """
 
     factor: float = 1.0
@@ -47,7 +55,7 @@ class Scaling:
 
     @classmethod
     def of(cls, config: Any, temperature: float = 1.0) -> Scaling:
-        """Of a transformers configuration."""
+        """Read it from a transformers configuration."""
         text = config.get_text_config()
         factor = getattr(text, "logit_scale", None)
         divisor = getattr(text, "logits_scaling", None)
@@ -59,11 +67,11 @@ class Scaling:
 
     @property
     def none(self) -> bool:
-        """Whether logits stay as they are."""
+        """Return True if logits stay as they are."""
         return math.isclose(self.factor / self.temperature, 1.0) and not self.cap
 
     def __call__(self, logits: torch.Tensor) -> torch.Tensor:
-        """The scaled logits, differentiable."""
+        """Return the scaled logits, differentiable."""
         if not self.cap:
             factor = self.factor / self.temperature
             return logits if math.isclose(factor, 1.0) else logits * factor
@@ -71,7 +79,7 @@ class Scaling:
         return capped * (self.cap / self.temperature)
 
     def slope(self, scaled: torch.Tensor) -> torch.Tensor | float:
-        """Derivative by the unscaled logits, given the scaled ones."""
+        """Return the derivative by the unscaled logits, from the scaled ones."""
         factor = self.factor / self.temperature
         if not self.cap:
             return factor
@@ -81,66 +89,133 @@ class Scaling:
 def token_logprobs(
     head: nn.Module, hidden_NH: torch.Tensor, targets_N: torch.Tensor, scaling: Scaling
 ) -> torch.Tensor:
-    """log p(target) under softmax(scaling(head(hidden))), natural logarithm.
+    """Compute log p(target) under softmax(scaling(head(hidden))), natural logarithm.
 
     Args:
-        head: hidden states to logits. Called as a module, so that ZeRO-3 gathers its weight.
-        hidden_NH: of the tokens before the targets.
+        head: hidden states to logits. Called once, as a module.
+        hidden_NH: hidden states of the tokens before the targets.
         targets_N: token ids.
-        scaling: what is done to the logits.
+        scaling: applied to the logits.
 
     Returns:
         (N,) float32.
     """
-    if type(head) is nn.Linear and not any(p.requires_grad for p in head.parameters()):
-        wants = torch.is_grad_enabled() and hidden_NH.requires_grad
 
-        def once(hidden: torch.Tensor) -> torch.Tensor:
+    def answer(body: nn.Module, logits_of: Forward, hidden: torch.Tensor) -> torch.Tensor:
+        if type(body) is nn.Linear and not any(p.requires_grad for p in body.parameters()):
+            wants = torch.is_grad_enabled() and hidden.requires_grad
             out: torch.Tensor = _Frozen.apply(
-                hidden, head.weight, head.bias, targets_N, scaling, wants
+                hidden, body.weight, body.bias, targets_N, scaling, wants
             )
             return out
+        measure = partial(_logprobs, scaling=scaling)
+        return _in_portions(body, logits_of, hidden, targets_N, measure)
 
-        with _standing_in(head, once):
-            return head(hidden_NH)
-
-    def portion(hidden: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
-        logits = scaling(head(hidden)).float()
-        return -nn.functional.cross_entropy(logits, targets, reduction="none")
-
-    size = _size(head)
-    if len(hidden_NH) <= size:
-        return portion(hidden_NH, targets_N)
-    parts = [
-        checkpoint(portion, hidden, targets, use_reentrant=False)
-        for hidden, targets in zip(hidden_NH.split(size), targets_N.split(size), strict=True)
-    ]
-    return torch.cat(parts)
+    return _call_once(head, hidden_NH, answer)
 
 
-def token_entropies(head: nn.Module, hidden_NH: torch.Tensor, scaling: Scaling) -> torch.Tensor:
-    """Entropy of softmax(scaling(head(hidden))) in nats, with gradient; (N,) float32.
+def token_logprobs_and_entropies(
+    head: nn.Module, hidden_NH: torch.Tensor, targets_N: torch.Tensor, scaling: Scaling
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Compute `token_logprobs`, and the entropy of the same distributions in nats, with gradient.
 
-    Its gradient needs all logits of a token, so that portions are computed again for it.
+    The gradient of an entropy needs all logits of its token, so that portions are computed again
+    in the backward pass, whether the head is trained or not.
+
+    Returns:
+        (N,) and (N,), float32.
     """
 
-    def portion(hidden: torch.Tensor) -> torch.Tensor:
-        logprobs = scaling(head(hidden)).float().log_softmax(dim=-1)
-        return -(logprobs.exp() * logprobs).sum(dim=-1)
+    def answer(body: nn.Module, logits_of: Forward, hidden: torch.Tensor) -> torch.Tensor:
+        measure = partial(_with_entropies, scaling=scaling)
+        return _in_portions(body, logits_of, hidden, targets_N, measure)
 
-    parts = hidden_NH.split(_size(head))
-    return torch.cat([checkpoint(portion, part, use_reentrant=False) for part in parts])
+    # Stacked, because ZeRO-3 gathers once for each output that a backward pass comes through.
+    logprobs, entropies = _call_once(head, hidden_NH, answer).unbind()
+    return logprobs, entropies
+
+
+def gather_at_once(head: Any) -> None:
+    """Have ZeRO-3 gather all weights of a wrapped head when the head itself is called.
+
+    LoRA and trained token rows compute with modules within the head, each of which would gather
+    its own weight in every portion, and ranks differ in their number of portions. To be called
+    before DeepSpeed takes the model. Below ZeRO-3 nothing is done.
+    """
+    if len(_bodies(head)) > 1 or not any(hasattr(p, "ds_id") for p in head.parameters()):
+        return
+    import deepspeed
+
+    own = {id(parameter) for parameter in head.parameters(recurse=False)}
+    for parameter in head.parameters():
+        if id(parameter) not in own:
+            deepspeed.zero.register_external_parameter(head, parameter)
+
+
+def _logprobs(logits: torch.Tensor, targets: torch.Tensor, *, scaling: Scaling) -> torch.Tensor:
+    return -nn.functional.cross_entropy(scaling(logits).float(), targets, reduction="none")
+
+
+def _with_entropies(
+    logits: torch.Tensor, targets: torch.Tensor, *, scaling: Scaling
+) -> torch.Tensor:
+    """(2, N): log-probabilities and entropies."""
+    logprobs = scaling(logits).float().log_softmax(dim=-1)
+    entropies = -(logprobs.exp() * logprobs).sum(dim=-1)
+    return torch.stack([logprobs.gather(1, targets[:, None])[:, 0], entropies])
+
+
+def _call_once(
+    head: nn.Module,
+    hidden: torch.Tensor,
+    answer: Callable[[nn.Module, Forward, torch.Tensor], torch.Tensor],
+) -> torch.Tensor:
+    """Call `head` with `answer` in place of the forward pass that would return all logits."""
+    with contextlib.ExitStack() as stack:
+        for body in _bodies(head):
+            stack.enter_context(_standing_in(body, partial(answer, body, body.forward)))
+        out: torch.Tensor = head(hidden)
+    return out
+
+
+def _bodies(head: Any) -> list[nn.Module]:
+    """Return the modules of which one computes the logits: the head, or peft's copies of it."""
+    copies = getattr(head, "modules_to_save", None)
+    return [head] if copies is None else [head.original_module, *copies.values()]
+
+
+def _in_portions(
+    body: nn.Module,
+    logits_of: Forward,
+    hidden: torch.Tensor,
+    targets: torch.Tensor,
+    measure: Callable[[torch.Tensor, torch.Tensor], torch.Tensor],
+) -> torch.Tensor:
+    """Measure logits a portion at a time; each is computed again in the backward pass."""
+
+    def portion(hidden: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+        with _without_inner_hooks(body):
+            return measure(logits_of(hidden), targets)
+
+    size = _size(body)
+    if len(hidden) <= size:
+        return portion(hidden, targets)
+    parts = [
+        checkpoint(portion, h, t, use_reentrant=False)
+        for h, t in zip(hidden.split(size), targets.split(size), strict=True)
+    ]
+    return torch.cat(parts, dim=-1)
 
 
 def _size(head: nn.Module) -> int:
-    """Tokens of a portion."""
+    """Return the tokens of a portion."""
     vocabulary = getattr(head, "out_features", None) or 1 << 18
     return max(1, PORTION // vocabulary)
 
 
 @contextlib.contextmanager
 def _standing_in(module: nn.Module, forward: Callable[..., Any]) -> Iterator[None]:
-    """Let `module` compute something else for a moment, hooks and all."""
+    """Exchange the forward pass of `module` for a moment; its hooks stay."""
     own = module.__dict__.get("forward")
     module.forward = forward
     try:
@@ -149,6 +224,22 @@ def _standing_in(module: nn.Module, forward: Callable[..., Any]) -> Iterator[Non
         del module.forward
         if own is not None:
             module.forward = own
+
+
+@contextlib.contextmanager
+def _without_inner_hooks(body: nn.Module) -> Iterator[None]:
+    """Switch off ZeRO-3's hooks of the modules within `body`; see `gather_at_once`."""
+    inner: list[Any] = []
+    if any(hasattr(parameter, "ds_id") for parameter in body.parameters()):
+        inner = [module for module in body.modules() if module is not body]
+    own = [(m, m._forward_pre_hooks, m._forward_hooks) for m in inner]
+    try:
+        for module in inner:
+            module._forward_pre_hooks, module._forward_hooks = OrderedDict(), OrderedDict()
+        yield
+    finally:
+        for module, before, after in own:
+            module._forward_pre_hooks, module._forward_hooks = before, after
 
 
 class _Frozen(torch.autograd.Function):

@@ -16,6 +16,7 @@ from tasks.training.base import DTYPES, load_base, partitioned
 from tasks.training.data import end_ids
 from tasks.training.engine import Ranks
 from tasks.training.fused_lora import fuse
+from tasks.training.head import gather_at_once
 from tasks.training.job import TrainJob
 from tasks.training.packed_model import take_rows
 from tasks.training.score_head import padding_id
@@ -89,5 +90,7 @@ def _model(job: TrainJob, ranks: Ranks, config: dict[str, Any], tokenizer: Any, 
         adapted = add_adapter(
             model, settings.peft, head=head, dtype=dtype, ranks=ranks, new_ids=new_ids
         )
+    if head == "tokens":
+        gather_at_once(model.get_output_embeddings())
     fuse(adapted)
     return adapted

@@ -19,7 +19,7 @@ from torch import nn
 
 from tasks.errors import ConfigError, TrainingError
 from tasks.training import attention
-from tasks.training.head import Scaling, token_entropies, token_logprobs
+from tasks.training.head import Scaling, token_logprobs, token_logprobs_and_entropies
 from tasks.training.packable import unpackable
 from tasks.training.packing import Row
 
@@ -103,8 +103,8 @@ def _of_tokens(model: Any, hidden_TH: torch.Tensor, row: Row, asked: Asked) -> A
     if asked.states:
         return hidden
     scaling, head = Scaling.of(model.config, asked.temperature), model.get_output_embeddings()
-    logprobs = token_logprobs(head, hidden, row.targets, scaling)
-    return (logprobs, token_entropies(head, hidden, scaling)) if asked.entropy else logprobs
+    measure = token_logprobs_and_entropies if asked.entropy else token_logprobs
+    return measure(head, hidden, row.targets, scaling)
 
 
 def _require_packable(model: Any) -> None:

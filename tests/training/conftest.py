@@ -54,10 +54,10 @@ def save_base(path: Path, tokenizer, **sizes: object) -> Path:
         "num_key_value_heads": 2,
         "intermediate_size": 128,
         "tie_word_embeddings": True,
+        "vocab_size": len(tokenizer),
+        "max_position_embeddings": 128,
     }
     config = Qwen2Config(
-        vocab_size=len(tokenizer),
-        max_position_embeddings=128,
         bos_token_id=None,
         eos_token_id=tokenizer.eos_token_id,
         pad_token_id=tokenizer.pad_token_id,

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import pytest
 import torch
+from peft import LoraConfig, inject_adapter_in_model
 from torch import nn
 
 from tasks import bf16_linear
 from tasks.training import head as module
-from tasks.training.head import Scaling, token_logprobs
+from tasks.training.head import Scaling, token_logprobs, token_logprobs_and_entropies
 
 SCALINGS = {
     "none": Scaling(),
@@ -55,6 +56,59 @@ def test_values_and_gradients_are_those_of_all_logits_at_once(
         torch.testing.assert_close(mine, other, rtol=1e-5, atol=1e-6)
 
 
+def wrapped(kind: str) -> nn.Module:
+    """A head as peft leaves it: an adapter beside it, a trained copy of it, trained rows in it."""
+    from peft.utils import ModulesToSaveWrapper
+    from peft.utils.other import TrainableTokensWrapper
+
+    torch.manual_seed(1)
+    base = nn.Linear(16, 97, bias=kind == "lora").requires_grad_(False)
+    if kind == "copy":
+        head: nn.Module = ModulesToSaveWrapper(base, "default")
+        head.set_adapter("default")
+    elif kind == "rows":
+        head = TrainableTokensWrapper(base, "default", token_indices=[3, 50])
+    else:
+        holder = nn.ModuleDict({"head": base})
+        config = LoraConfig(r=4, lora_alpha=8, target_modules=["head"], use_dora=kind == "dora")
+        head = inject_adapter_in_model(config, holder)["head"]
+    for parameter in head.parameters():
+        if parameter.requires_grad:
+            nn.init.normal_(parameter)
+    return head
+
+
+@pytest.mark.parametrize("kind", ["lora", "dora", "copy", "rows", "frozen"])
+@pytest.mark.parametrize("name", ["none", "both"])
+@pytest.mark.parametrize("portion", [97 * 7, 1 << 20])
+def test_wrapped_heads_and_entropies(
+    monkeypatch: pytest.MonkeyPatch, kind: str, name: str, portion: int
+) -> None:
+    """Values and gradients are those of all logits at once; the head is called once."""
+    monkeypatch.setattr(module, "PORTION", portion)
+    plain_head, hidden, targets, weights = make()
+    head, scaling = plain_head if kind == "frozen" else wrapped(kind), SCALINGS[name]
+    trained = [p for p in head.parameters() if p.requires_grad]
+    assert bool(trained) == (kind != "frozen")
+    every = scaling(head(hidden)).log_softmax(dim=-1)
+    expected = [every.gather(1, targets[:, None])[:, 0], -(every.exp() * every).sum(dim=-1)]
+    calls: list[torch.Size] = []
+    head.register_forward_pre_hook(lambda _, inputs: calls.append(inputs[0].shape))
+    logprobs, entropies = token_logprobs_and_entropies(head, hidden, targets, scaling)
+    alone = token_logprobs(head, hidden, targets, scaling)
+    for mine, other in zip([logprobs, entropies, alone], [*expected, expected[0]], strict=True):
+        torch.testing.assert_close(mine, other, rtol=1e-5, atol=1e-5)
+    wanted = [hidden, *trained]
+    for mine, other in (
+        (weights @ logprobs + entropies.sum(), weights @ expected[0] + expected[1].sum()),
+        (weights @ alone, weights @ expected[0]),
+    ):
+        theirs = torch.autograd.grad(other, wanted, retain_graph=True)
+        for found, right in zip(torch.autograd.grad(mine, wanted), theirs, strict=True):
+            torch.testing.assert_close(found, right, rtol=1e-4, atol=1e-4)
+    assert calls == [hidden.shape] * 2  # with the backward passes
+
+
 @pytest.mark.parametrize("portion", [97 * 7, 1 << 20])
 def test_bf16_is_rounded_once_where_its_products_are_slow(
     monkeypatch: pytest.MonkeyPatch, portion: int
@@ -89,13 +143,17 @@ def test_nothing_of_the_vocabularys_size_is_kept(monkeypatch: pytest.MonkeyPatch
     assert kept == [hidden.numel()]
 
 
-def test_hooks_see_the_head_and_its_forward_is_given_back() -> None:
-    """ZeRO-3 gathers a weight in the hooks around its module."""
-    head, hidden, targets, _ = make()
+@pytest.mark.parametrize("trained", [False, True])
+def test_hooks_see_the_head_once_and_its_forward_is_given_back(
+    monkeypatch: pytest.MonkeyPatch, trained: bool
+) -> None:
+    """ZeRO-3 gathers a weight in the hooks around its module, on all ranks together."""
+    monkeypatch.setattr(module, "PORTION", 97 * 7)
+    head, hidden, targets, _ = make(trained=trained)
     calls: list[torch.Size] = []
     head.register_forward_pre_hook(lambda _, inputs: calls.append(inputs[0].shape))
     before = head(hidden)
-    token_logprobs(head, hidden, targets, Scaling())
+    token_logprobs(head, hidden, targets, Scaling()).sum().backward()
     assert calls == [hidden.shape] * 2
     assert "forward" not in head.__dict__
     assert torch.equal(head(hidden), before)

@@ -1,0 +1,57 @@
+"""ZeRO-3 at a vocabulary of a real size, where the head of each rank computes in portions.
+
+A head that is called once per portion leaves a rank with more of them waiting for a gather that
+the others never start: the collective timeout of `uneven_ranks.py` ends that.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+
+from tasks.launch import launch, python_child
+from tests.training.conftest import save_base
+from tests.training.uneven_ranks import CASES
+
+VOCABULARY = 151_936
+CHEAP = ("full", "head-saved")
+
+
+def run(folder: Path, tokenizer, names: Sequence[str], *, tied: bool) -> Path:
+    """Train these cases in one launch of two ranks; returns where they wrote."""
+    sizes = {"vocab_size": VOCABULARY, "hidden_size": 16, "num_hidden_layers": 1}
+    base = save_base(folder / "base", tokenizer, tie_word_embeddings=tied, **sizes)
+    flags = ("--standalone", "--nproc-per-node", "2", "-m", "tests.training.uneven_ranks")
+    launch(
+        python_child("torch.distributed.run", *flags, str(folder), str(base), *names),
+        stage="train",
+        log=logging.getLogger("test"),
+        log_path=folder / "log",
+        env={"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"},
+    )
+    return folder
+
+
+def require_same(folder: Path, names: Sequence[str]) -> None:
+    """Compare ZeRO-3 with ZeRO-0: log-probabilities, entropies and gradient norms."""
+    for name in names:
+        found = json.loads((folder / f"{name}.json").read_text())
+        for measure, expected in found["0"].items():
+            assert found["3"][measure] == pytest.approx(expected, rel=2e-5), (name, measure)
+        assert min(found["0"]["norms"]) > 1e-3, name
+
+
+def test_ranks_of_very_different_lengths(tmp_path: Path, tokenizer) -> None:
+    require_same(run(tmp_path, tokenizer, CHEAP, tied=False), CHEAP)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])
+def test_every_kind_of_head(tmp_path: Path, tokenizer, tied: bool) -> None:
+    # The table of the tied base has a row of zeros (its padding), by whose norm DoRA divides.
+    names = [name for name in CASES if not (tied and name == "head-dora")]
+    require_same(run(tmp_path, tokenizer, names, tied=tied), names)

@@ -11,18 +11,23 @@ piece of memory that is kept: made anew for every product, they would leave hole
 
 from __future__ import annotations
 
+import os
 import threading
 from typing import Any
 
 SCRATCH = 32 << 20
 """Bytes up to which the piece is kept. Larger ones malloc gives back when they are freed."""
+EMULATED = ("SSE41", "AVX", "AVX2", "AVX2_VNNI", "AVX512_CORE", "AVX512_CORE_VNNI")
+"""Values of oneDNN's `ONEDNN_MAX_CPU_ISA` under which it emulates bf16 products."""
 _kept = threading.local()
 
 
 def slow_bf16() -> bool:
-    """Whether this CPU has to emulate bf16 products."""
+    """Return True if oneDNN emulates bf16 products: on an older CPU, or told to by its variable."""
     import torch
 
+    if os.environ.get("ONEDNN_MAX_CPU_ISA", "").upper() in EMULATED:
+        return True
     return not (torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported())
 
 

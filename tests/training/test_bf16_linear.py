@@ -87,8 +87,14 @@ def test_other_dtypes_are_left_alone() -> None:
     assert torch.equal(functional.linear(x, weight), x @ weight.t())
 
 
-def test_a_cpu_that_multiplies_bf16_keeps_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("limit", [None, "ALL", "AVX512_CORE_BF16", "avx512_core_vnni"])
+def test_a_cpu_with_native_bf16(monkeypatch: pytest.MonkeyPatch, limit: str | None) -> None:
+    """It keeps torch's function, unless oneDNN is told to do without bf16 instructions."""
     monkeypatch.setattr(torch.cpu, "_is_avx512_bf16_supported", lambda: True)
-    plain = functional.linear
-    assert not bf16_linear.use_fp32_where_faster()
-    assert functional.linear is plain
+    monkeypatch.setattr(functional, "linear", functional.linear)
+    monkeypatch.delenv("ONEDNN_MAX_CPU_ISA", raising=False)
+    if limit is not None:
+        monkeypatch.setenv("ONEDNN_MAX_CPU_ISA", limit)
+    plain, emulated = functional.linear, limit == "avx512_core_vnni"
+    assert bf16_linear.use_fp32_where_faster() == emulated
+    assert (functional.linear is plain) != emulated

@@ -207,7 +207,7 @@ def agree_greedily(
     )
     found = answered.after.tokens[: len(prompts)]
     noise = engine_noise(Fingerprint.load(question.reference), answered.fingerprint)
-    return compare_greedy(found, expected.tokens, expected.candidates, noise)
+    return compare_greedy(found, expected.tokens, expected.candidates, noise, question.dtype)
 
 
 def who_moved(

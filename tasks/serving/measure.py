@@ -1,4 +1,4 @@
-"""What transformers says about a loaded model: fingerprints and greedy tokens.
+"""Fingerprints and greedy tokens of a model that transformers has loaded.
 
 Everything runs one sequence at a time, without padding and without an attention mask: that is how
 the training engine measures itself, and only the same arithmetic gives the same bits.
@@ -13,7 +13,7 @@ import numpy as np
 import torch
 
 from tasks.errors import DriftError
-from tasks.fingerprint import TOP_K, Fingerprint
+from tasks.fingerprint import TOP_K, Fingerprint, largest_steps
 
 ALTERNATIVES = 5
 """Candidates reported for every greedy step, the chosen token included."""
@@ -22,7 +22,7 @@ ALTERNATIVES = 5
 @torch.no_grad()
 def fingerprint(model: Any, reference: Fingerprint) -> Fingerprint:
     """Score the reference's probes at the reference's ids."""
-    logprobs, top1 = [], []
+    logprobs, top1, steps = [], [], []
     start = 0
     for probe in reference.probes:
         logits = model(torch.tensor([probe])).logits[0, :-1].float()
@@ -34,6 +34,7 @@ def fingerprint(model: Any, reference: Fingerprint) -> Fingerprint:
             )
         logprobs.append(torch.log_softmax(logits, dim=-1).gather(1, ids).numpy())
         top1.append(logits.argmax(dim=-1).numpy())
+        steps.append(largest_steps(logits.numpy()))
         start += len(probe) - 1
     return Fingerprint(
         probes=reference.probes,
@@ -41,6 +42,7 @@ def fingerprint(model: Any, reference: Fingerprint) -> Fingerprint:
         logprobs=np.concatenate(logprobs).astype(np.float32),
         top1=np.concatenate(top1).astype(np.int32),
         engine="transformers",
+        steps=np.concatenate(steps),
     )
 
 
@@ -50,8 +52,8 @@ def reference(model: Any, probes: Sequence[Sequence[int]]) -> Fingerprint:
 
     For a model that no training engine of ours has measured.
     """
-    rows = [model(torch.tensor([list(probe)])).logits[0, :-1].float() for probe in probes]
-    logprobs = torch.log_softmax(torch.cat(rows), dim=-1)
+    logits = [model(torch.tensor([list(probe)])).logits[0, :-1].float() for probe in probes]
+    logprobs = torch.log_softmax(torch.cat(logits), dim=-1)
     ids = logprobs.topk(min(TOP_K, logprobs.shape[-1]), dim=-1).indices
     return Fingerprint(
         probes=tuple(tuple(probe) for probe in probes),
@@ -59,6 +61,7 @@ def reference(model: Any, probes: Sequence[Sequence[int]]) -> Fingerprint:
         logprobs=logprobs.gather(1, ids).numpy(),
         top1=logprobs.argmax(dim=-1).to(torch.int32).numpy(),
         engine="transformers",
+        steps=np.concatenate([largest_steps(rows.numpy()) for rows in logits]),
     )
 
 

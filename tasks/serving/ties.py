@@ -1,23 +1,19 @@
-"""Whether two engines generate the same tokens, ties in bf16 told from differences.
+"""Comparison of greedy tokens of two engines; a tie is not a difference.
 
-A bf16 logit has 8 bits of precision: at magnitude 16 neighbours lie 0.125 apart, and two engines
-that add in another order may differ by one step. Where the two best tokens lie closer than that,
-neither choice is wrong. How far two engines really differ grows with the depth of the model; it is
-measured on the probes (`engine_noise`), and what lies within it is a tie, too.
+Where the two best tokens are tied (less than `TIE_STEPS` rounding steps apart, as in
+`tasks/fingerprint.py`), neither choice is wrong. How much two engines really differ grows with the
+depth of the model. It is measured on the probes (`engine_noise`), and logits closer than that are
+tied, too.
 """
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
 
-from tasks.fingerprint import Fingerprint
-
-TIE_STEPS = 2.0
-"""Two logits that differ by less than this many bf16 steps count as tied."""
+from tasks.fingerprint import TIE_STEPS, Fingerprint, rounding_step
 
 
 @dataclass(frozen=True)
@@ -35,20 +31,15 @@ class Agreement:
     differences: tuple[str, ...]
 
 
-def bf16_step(value: float) -> float:
-    """Distance of neighbouring bf16 numbers at this magnitude."""
-    return 2.0 ** (math.frexp(abs(value))[1] - 8) if value else 2.0**-133
-
-
 def engine_noise(reference: Fingerprint, served: Fingerprint) -> float:
-    """How far two engines differ about the lead of the best token over the second, in nats.
+    """Return how much two engines differ in the lead of the best token over the second, in nats.
 
-    The largest difference over all positions of the probes. A model that has moved makes it large;
-    but such a one fails its drift first.
+    The largest difference over all positions of the probes. A model that has moved makes it large,
+    but fails its drift check first.
     """
     rows = np.arange(len(reference.ids))[:, None]
     best = np.argsort(-reference.logprobs, axis=1)[:, :2]
-    leads = [np.diff(one.logprobs[rows, best], axis=1) for one in (reference, served)]
+    leads = [np.diff(side.logprobs[rows, best], axis=1) for side in (reference, served)]
     return float(np.abs(leads[0] - leads[1]).max())
 
 
@@ -57,6 +48,7 @@ def compare_greedy(
     expected: Sequence[Sequence[int]],
     candidates: Sequence[Sequence[Sequence[tuple[int, float]]]],
     noise: float = 0.0,
+    dtype: str = "bfloat16",
 ) -> Agreement:
     """Compare the first tokens of `found` with `expected`, prompt by prompt.
 
@@ -65,13 +57,14 @@ def compare_greedy(
         expected: the reference's tokens.
         candidates: the reference's most likely (token, logit) pairs at every step, best first.
         noise: two logits closer than this are a tie (`engine_noise`).
+        dtype: torch name of the dtype in which the reference computed its logits.
     """
     equal, ties, differences = 0, 0, []
     for number, (have, want, steps) in enumerate(zip(found, expected, candidates, strict=True)):
         at = _first_difference(have, want)
         if at is None:
             equal += 1
-        elif at < len(have) and _tied(want[at], have[at], steps[at], noise):
+        elif at < len(have) and _tied(want[at], have[at], steps[at], noise, dtype):
             ties += 1
         else:
             differences.append(
@@ -87,9 +80,11 @@ def _first_difference(have: Sequence[int], want: Sequence[int]) -> int | None:
     return None
 
 
-def _tied(best: int, other: int, candidates: Sequence[tuple[int, float]], noise: float) -> bool:
+def _tied(
+    best: int, other: int, candidates: Sequence[tuple[int, float]], noise: float, dtype: str
+) -> bool:
     logits = dict(candidates)
     if best not in logits or other not in logits:
         return False
     apart = abs(logits[best] - logits[other])
-    return apart < max(TIE_STEPS * bf16_step(logits[best]), noise)
+    return apart < max(TIE_STEPS * float(rounding_step(logits[best], dtype)), noise)

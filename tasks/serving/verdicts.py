@@ -8,10 +8,10 @@ from pathlib import Path
 
 from tasks.contract import Check
 from tasks.errors import ArtifactError
-from tasks.fingerprint import Drift, DriftLimit, within
+from tasks.fingerprint import TIE_STEPS, Drift, DriftLimit, within
 from tasks.prints import too_far, verdict
 from tasks.serving.text import is_degenerate
-from tasks.serving.ties import TIE_STEPS, Agreement
+from tasks.serving.ties import Agreement
 from tasks.weights.reader import read_json
 
 INDEX = "model.safetensors.index.json"
@@ -66,7 +66,7 @@ def greedy_check(agreement: Agreement, tokens: int) -> Check:
     compared = agreement.equal + agreement.ties + len(agreement.differences)
     found = f"equal on {agreement.equal} of {compared}"
     if agreement.ties:
-        found += f", {agreement.ties} part at a tie (within {TIE_STEPS:g} bf16 steps or the noise)"
+        found += f", {agreement.ties} part at a tie (within {TIE_STEPS:g} rounding steps or the noise)"
     if agreement.differences:
         found += f", {len(agreement.differences)} differ, first {agreement.differences[0]}"
     return Check(

@@ -15,7 +15,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from tasks.fingerprint import TOP_K, Fingerprint, drift
+from tasks.fingerprint import TOP_K, Fingerprint, drift, largest_steps
 from tasks.score_print import ScorePrint
 from tasks.training.examples import Examples
 from tasks.training.fused_lora import give_back
@@ -30,7 +30,9 @@ NOISE_BATCH = 8
 def take_print(
     engine: Any, examples: Examples, *, head: str, count: int, device: torch.device
 ) -> Fingerprint | ScorePrint:
-    """What the engine does on the first `count` held-out examples. All ranks take part.
+    """Return the engine's fingerprint (or scores) on the first `count` held-out examples.
+
+    All ranks take part.
 
     Args:
         engine: DeepSpeed's engine, with the model's own attention.
@@ -48,7 +50,7 @@ def take_print(
 def fingerprint_of(
     engine: Any, probes: Sequence[Sequence[int]], device: torch.device
 ) -> Fingerprint:
-    """What the engine does on these probes, by peft's own arithmetic; see `fingerprint`."""
+    """Return the engine's fingerprint on these probes, by peft's own arithmetic."""
     give_back(engine.module)
     return fingerprint(engine, probes, device)
 
@@ -60,7 +62,7 @@ def choose_probes(examples: Examples, count: int) -> tuple[tuple[int, ...], ...]
 
 
 def choose_scored(examples: Examples, count: int) -> tuple[tuple[int, ...], ...]:
-    """Of the first `count` held-out examples the sequences of their roles in turn, from the end."""
+    """The last tokens of the first `count` held-out examples, their roles in turn."""
     roles = len(examples.roles)
     chosen = [(i, i % roles) for i in range(min(count, len(examples)))]
     return tuple(tuple(examples.sequence(i, r)[0][-SCORED_TOKENS:].tolist()) for i, r in chosen)
@@ -113,15 +115,20 @@ def fingerprint(engine: Any, probes: Sequence[Sequence[int]], device: torch.devi
             for row in _padded(engine, probes[i : i + NOISE_BATCH], device)
         ]
     engine.train()
-    first = _assemble(probes, torch.cat(alone))
+    first = _assemble(probes, torch.cat([logprobs for logprobs, _ in alone]))
     second = _assemble(probes, torch.cat(batched), first.ids)
-    return replace(first, noise=drift(first, second).mean_kl)
+    steps = np.concatenate([steps for _, steps in alone])
+    return replace(first, noise=drift(first, second).mean_kl, steps=steps)
 
 
-def _one_by_one(engine: Any, probe: Sequence[int], device: torch.device) -> torch.Tensor:
+def _one_by_one(
+    engine: Any, probe: Sequence[int], device: torch.device
+) -> tuple[torch.Tensor, NDArray[np.float32]]:
+    """Log-probabilities (T-1, V), and the rounding step of the largest logit, (T-1,)."""
     ids = torch.tensor([list(probe)], device=device)
-    logits_TV = engine(input_ids=ids, use_cache=False).logits[0, :-1]
-    return torch.log_softmax(logits_TV.float(), dim=-1).cpu()
+    logits_TV = engine(input_ids=ids, use_cache=False).logits[0, :-1].float()
+    steps = largest_steps(logits_TV.cpu().numpy())
+    return torch.log_softmax(logits_TV, dim=-1).cpu(), steps
 
 
 def _padded(

@@ -64,7 +64,7 @@ def test_first_mover() -> None:
 def test_greedy_check_counts_ties_and_fails_on_differences() -> None:
     tied = verdicts.greedy_check(Agreement(30, 2, ()), 5)
     assert tied.ok
-    assert tied.found == "equal on 30 of 32, 2 part at a tie (within 2 bf16 steps or the noise)"
+    assert tied.found == "equal on 30 of 32, 2 part at a tie (within 2 rounding steps or the noise)"
     assert not verdicts.greedy_check(Agreement(31, 0, ("prompt 3: ...",)), 5).ok
     assert not verdicts.greedy_check(Agreement(0, 0, ()), 5).ok  # nothing was compared
 

@@ -128,7 +128,9 @@ def smoke(
         tokens = expected.tokens
     moved = drift(before, after)
     noise = engine_noise(before, after)
-    agreement = compare_greedy(tokens, expected.tokens, expected.candidates, noise, dtype_of(served))
+    agreement = compare_greedy(
+        tokens, expected.tokens, expected.candidates, noise, dtype_of(served)
+    )
     where = f"{engine}, of the folder that convert made" if within(moved, profile) else ""
     checks = (
         verdicts.no_strays(strays),

@@ -66,7 +66,9 @@ def greedy_check(agreement: Agreement, tokens: int) -> Check:
     compared = agreement.equal + agreement.ties + len(agreement.differences)
     found = f"equal on {agreement.equal} of {compared}"
     if agreement.ties:
-        found += f", {agreement.ties} part at a tie (within {TIE_STEPS:g} rounding steps or the noise)"
+        found += (
+            f", {agreement.ties} part at a tie (within {TIE_STEPS:g} rounding steps or the noise)"
+        )
     if agreement.differences:
         found += f", {len(agreement.differences)} differ, first {agreement.differences[0]}"
     return Check(

@@ -2,26 +2,9 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-import torch
-from hypothesis import given
-from hypothesis import strategies as st
 
 from tasks.fingerprint import Fingerprint
-from tasks.serving.ties import Agreement, bf16_step, compare_greedy, engine_noise
-
-
-@given(st.floats(min_value=2.0**-100, max_value=2.0**100))
-def test_bf16_step_is_the_distance_to_the_next_number(value: float) -> None:
-    number = torch.tensor(value, dtype=torch.bfloat16)
-    following = (number.view(torch.int16) + 1).view(torch.bfloat16)
-    step = float(following) - float(number)
-    assert bf16_step(float(number)) == step == bf16_step(-float(number))
-
-
-def test_bf16_step_at_sixteen() -> None:
-    assert bf16_step(16.0) == 0.125
-    assert bf16_step(15.9) == 0.0625
-
+from tasks.serving.ties import Agreement, compare_greedy, engine_noise
 
 STEPS = [[(4, 16.0), (5, 15.9), (6, 15.0)], [(7, 3.0), (8, 1.0)]]
 
@@ -40,6 +23,10 @@ STEPS = [[(4, 16.0), (5, 15.9), (6, 15.0)], [(7, 3.0), (8, 1.0)]]
 )
 def test_compare_greedy(found: list[int], verdict: Agreement) -> None:
     assert compare_greedy([found], [[4, 7]], [STEPS]) == verdict
+
+
+def test_a_finer_dtype_has_narrower_ties() -> None:
+    assert compare_greedy([[5, 9]], [[4, 7]], [STEPS], dtype="float32").ties == 0
 
 
 def test_what_lies_within_the_engines_noise_is_a_tie() -> None:

@@ -28,12 +28,13 @@ from tasks.weights.nf4 import check_quantization
 from tasks.weights.opening import SourceRef
 from tasks.weights.plan import Plan
 from tasks.weights.reader import ADAPTER, DTYPE_NAMES, check_dtype, read_json
+from tasks.weights.recheck import recomputed_check
 from tasks.weights.stored4bit.plans import decoding
 from tasks.weights.stored4bit.said import is_packed, stored
 from tasks.weights.stored4bit.source import Base, PackedCheckpoint, open_base
 from tasks.weights.tokenizer import read_tokenizer
 from tasks.weights.verdicts import merge_metrics, merged, quantization_notes
-from tasks.weights.worker import Perform, ask_execute, ask_facts, perform
+from tasks.weights.worker import Perform, ask_execute, ask_facts, ask_recompute, perform
 from tasks.weights.writer import parse_size
 
 Log = logging.Logger | logging.LoggerAdapter[Any]
@@ -95,6 +96,7 @@ def merge(
     source.copy_side_files(out, config=False)
     write_json(out / CONFIG, {**config, "dtype": dtype})
     checks = [merged(op, done.outcomes[op.name]) for op in plan.ops]
+    checks.append(recomputed_check(ask_recompute(perform, plan, inputs, out)))
     notes = {"merge_base": mode, "plan": plan.as_json(), **quantization_notes(done)}
     metrics = merge_metrics(plan, done)
     if not all(check.ok for check in checks):

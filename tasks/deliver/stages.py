@@ -29,7 +29,8 @@ from tasks.weights.quantize import (
     quantized_plan,
 )
 from tasks.weights.reader import ADAPTER as ADAPTER_STEM
-from tasks.weights.reader import WEIGHTS, read_json
+from tasks.weights.reader import WEIGHTS, open_checkpoint, read_json
+from tasks.weights.recheck import recompute, recomputed_check
 from tasks.weights.source import Source
 from tasks.weights.validate import validate
 from tasks.weights.verdicts import (
@@ -103,12 +104,16 @@ def merge(
         sources[ADAPTER] = _adapter_tensors(adapter)
     done = execute(work.merge, sources, out)
     write_weights_files(out, work, base)
-    checks = tuple(merged(op, done.outcomes[op.name]) for op in work.merge.ops)
+    checks = [merged(op, done.outcomes[op.name]) for op in work.merge.ops]
+    with open_checkpoint(out) as written:
+        checks.append(recomputed_check(recompute(work.merge, sources, written)))
     metrics = {**_metrics(work.merge, done), **merge_metrics(work.merge, done)}
     notes = {"plan": work.merge.as_json(), **quantization_notes(done)}
     if weights:
         notes["adapters"] = dict(weights)
-    return measured(StageReport("weights", checks, metrics, notes), out, reference, measuring)
+    return measured(
+        StageReport("weights", tuple(checks), metrics, notes), out, reference, measuring
+    )
 
 
 def convert(

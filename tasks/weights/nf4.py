@@ -1,4 +1,4 @@
-"""The base as QLoRA training saw it: quantised to 4 bits by bitsandbytes, and back.
+"""The base as QLoRA training has it: quantised to 4 bits by bitsandbytes, and back.
 
 QLoRA (https://arxiv.org/abs/2305.14314) trains an adapter on top of the *quantised* base. Folding
 it into the original base gives another model than the one that was trained; folding it into this
@@ -17,11 +17,13 @@ if TYPE_CHECKING:
     import torch
 
 BLOCKSIZE = 64
-"""What bitsandbytes' `Params4bit` uses where nothing else is said, as transformers does."""
+"""Elements that share a scale: the default of bitsandbytes' `Params4bit`, and of transformers."""
+_SCALES = 256
+"""Scales that are packed together by double quantisation."""
 
 
 def check_quantization(quantization: Mapping[str, Any]) -> None:
-    """Refuse what `as_trained` cannot reproduce. Raises ArtifactError."""
+    """Refuse a quantisation that `as_trained` cannot reproduce. Raises ArtifactError."""
     if quantization.get("type") not in ("nf4", "fp4") or "double_quant" not in quantization:
         raise ArtifactError(
             f"train.json: quantization {dict(quantization)} is not one of nf4, fp4 (double_quant)"
@@ -65,3 +67,59 @@ def as_trained(weight: torch.Tensor, quantization: Mapping[str, Any]) -> torch.T
     )
     restored = restored.reshape(weight.shape)
     return restored.t().contiguous() if turned else restored
+
+
+class RowsAsTrained:
+    """Some rows of what `as_trained` returns, without quantising the other rows.
+
+    Double quantisation subtracts the mean of all scales, so those are computed for the whole weight
+    (one maximum per block); everything else is done for the wanted rows.
+
+    Args:
+        weight: shape (out, in), as for `as_trained`; "turned" is not supported.
+        quantization: as for `as_trained`.
+    """
+
+    def __init__(self, weight: torch.Tensor, quantization: Mapping[str, Any]) -> None:
+        self._columns, self._flat = weight.shape[1], weight.contiguous().reshape(-1)
+        self._quantization = quantization
+        whole = self._flat.numel() // BLOCKSIZE * BLOCKSIZE
+        peaks = [self._flat[:whole].reshape(-1, BLOCKSIZE).abs().amax(dim=1)]
+        if whole < self._flat.numel():
+            peaks.append(self._flat[whole:].abs().amax().reshape(1))
+        self._scales = _torch().cat(peaks).float()
+        self._offset = self._scales.mean()
+
+    def rows(self, first: int, end: int) -> torch.Tensor:
+        """Rows `[first, end)`, shape (end - first, in), dtype of the weight."""
+        from bitsandbytes import functional
+
+        step = BLOCKSIZE * _SCALES
+        start, stop = first * self._columns, end * self._columns
+        low, high = start // step * step, min(-(-stop // step) * step, self._flat.numel())
+        part = self._flat[low:high]
+        packed, state = functional.quantize_4bit(
+            part.reshape(1, -1),
+            blocksize=BLOCKSIZE,
+            quant_type=str(self._quantization["type"]),
+            quant_storage=_torch().uint8,
+        )
+        scales = self._scales[low // BLOCKSIZE : -(-high // BLOCKSIZE)]
+        if self._quantization["double_quant"]:
+            narrow, nested = functional.quantize_blockwise(scales - self._offset, blocksize=_SCALES)
+            scales = functional.dequantize_blockwise(narrow, nested) + self._offset
+        restored = _torch().empty(part.numel(), dtype=part.dtype)
+        unpack(
+            packed.reshape(-1).numpy(),
+            scales.numpy(),
+            restored,
+            kind=state.quant_type,
+            blocksize=state.blocksize,
+        )
+        return restored[start - low : stop - low].reshape(-1, self._columns)
+
+
+def _torch() -> Any:
+    import torch
+
+    return torch

@@ -1,4 +1,4 @@
-"""What of this room needs torch, transformers, peft or bitsandbytes: as requests and replies.
+"""Work on weights that needs torch, transformers, peft or bitsandbytes, as requests and replies.
 
 Importing them takes 10 s and gathering itself takes milliseconds. So stages ask for these things by
 `Perform`: `perform` answers in this process; a warm child that has the imports behind it may answer
@@ -16,6 +16,8 @@ from tasks.weights.contracts import ModelFacts, expected_from_json
 from tasks.weights.execute import Executed, execute
 from tasks.weights.opening import SourceRef, open_sources
 from tasks.weights.plan import Plan
+from tasks.weights.reader import open_checkpoint
+from tasks.weights.recheck import Recomputed, as_json, recompute
 from tasks.weights.validate import validate
 
 Perform = Callable[[Mapping[str, Any]], Mapping[str, Any]]
@@ -85,6 +87,21 @@ def ask_execute(
     return Executed.from_json(reply)
 
 
+def ask_recompute(
+    perform: Perform, plan: Plan, inputs: Mapping[str, SourceRef], out: Path
+) -> list[Recomputed]:
+    """`recheck.recompute` on a merge that was written to `out`, by whoever performs."""
+    reply = perform(
+        {
+            "do": "recompute",
+            "plan": plan.as_json(),
+            "inputs": {name: ref.as_json() for name, ref in inputs.items()},
+            "out": str(out),
+        }
+    )
+    return [Recomputed(**entry) for entry in reply["tensors"]]
+
+
 def _model_facts(request: Mapping[str, Any]) -> dict[str, Any]:
     from tasks.weights.contracts import model_facts
 
@@ -126,10 +143,18 @@ def _execute(request: Mapping[str, Any]) -> dict[str, Any]:
         return execute(plan, sources, out).as_json()
 
 
+def _recompute(request: Mapping[str, Any]) -> dict[str, Any]:
+    plan, out = Plan.from_json(request["plan"]), Path(request["out"])
+    refs = {name: SourceRef.from_json(raw) for name, raw in request["inputs"].items()}
+    with open_sources(refs) as sources, open_checkpoint(out) as merged:
+        return {"tensors": as_json(recompute(plan, sources, merged))}
+
+
 _HANDLERS: dict[str, Callable[[Mapping[str, Any]], dict[str, Any]]] = {
     "model_facts": _model_facts,
     "adapter_contract": _adapter_contract,
     "quantization_config": _quantization_config,
     "reward_facts": _reward_facts,
     "execute": _execute,
+    "recompute": _recompute,
 }

@@ -124,7 +124,8 @@ def test_untargeted_tensors_are_checked_one_by_one(llama, lora_adapter, lora_run
     by_name = {check.name: check for check in report.checks}
     assert by_name["lm_head.weight"].found == "identical"
     assert by_name["model.layers.0.mlp.up_proj.weight"].expected == "changed by the adapter"
-    assert len(report.checks) == len(state_of(llama.path)) + 1
+    assert len(report.checks) == len(state_of(llama.path)) + 2  # sampled rows, and drift
+    assert by_name["sampled rows"].ok
 
 
 @pytest.mark.parametrize(

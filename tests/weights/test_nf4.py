@@ -6,7 +6,7 @@ import torch
 from tasks.artifact import Artifact
 from tasks.errors import ArtifactError
 from tasks.weights.contracts import model_facts
-from tasks.weights.nf4 import as_trained, check_quantization
+from tasks.weights.nf4 import RowsAsTrained, as_trained, check_quantization
 from tests.weights.making import NF4, state_of
 
 
@@ -55,3 +55,13 @@ def test_quantising_moves_the_weights_and_is_repeatable() -> None:
 def test_what_cannot_be_reproduced_is_refused(said: dict) -> None:
     with pytest.raises(ArtifactError, match="not one of nf4, fp4"):
         check_quantization(said)
+
+
+@pytest.mark.parametrize("shape", [(344, 128), (300, 100), (33, 7)])
+@pytest.mark.parametrize("double_quant", [True, False])
+def test_rows_are_those_of_the_whole(shape: tuple[int, int], double_quant: bool) -> None:
+    how = {"type": "nf4", "double_quant": double_quant}
+    weight = torch.randn(shape, generator=torch.Generator().manual_seed(0)).to(torch.bfloat16)
+    whole, some = as_trained(weight, how), RowsAsTrained(weight, how)
+    for first, end in ((0, 8), (shape[0] // 2, shape[0] // 2 + 3), (shape[0] - 8, shape[0])):
+        assert torch.equal(some.rows(first, end), whole[first:end])

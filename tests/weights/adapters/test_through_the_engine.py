@@ -16,6 +16,7 @@ from tasks.weights.contracts import model_facts
 from tasks.weights.execute import execute
 from tasks.weights.families.merging import plan_merge
 from tasks.weights.reader import open_checkpoint
+from tasks.weights.recheck import recompute
 from tasks.weights.validate import validate
 from tests.weights.adapters.making import base_model, opened, our_merge, quiet, save, train
 from tests.weights.making import state_of
@@ -60,6 +61,9 @@ def _merged(base: Path, folder: Path, out: Path) -> dict[str, torch.Tensor]:
         out.mkdir()
         validate(plan, sources, out=out)
         execute(plan, sources, out, workers=2)
+        with open_checkpoint(out) as written:
+            results = recompute(plan, sources, written)
+    assert [one for one in results if one.wrong or one.skipped] == []
     return state_of(out)
 
 

@@ -34,7 +34,7 @@ def _job(composed: Composed, overrides: list[str]) -> int:
     chain = links(composed, overrides)
     if composed.settings["plan"]:
         print(render(chain))
-    check(chain)
+    check(chain, shown=composed.settings["plan"])
     if composed.settings["plan"]:
         return 0
     meeting = Meeting.from_environment(composed.settings["train"]["nodes"])

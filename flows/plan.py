@@ -23,8 +23,12 @@ from tasks.training.memory import LIBRARIES, MemoryEstimate, estimate
 from tasks.training.zero_config import deepspeed_config
 
 
-def check(links: Sequence[Link]) -> None:
+def check(links: Sequence[Link], *, shown: bool = False) -> None:
     """Print the preflight's warnings.
+
+    Args:
+        links: the steps of the run.
+        shown: True where a plan has just shown all findings; they are not printed again.
 
     Raises:
         ConfigError: with everything that rules the run out, of all links together.
@@ -38,26 +42,24 @@ def check(links: Sequence[Link]) -> None:
         except ConfigError as error:
             problems.append(_named(error, link))
             continue
-        for warning in found:
+        for warning in () if shown else found:
             print(f"warning: {_prefix(link)}{warning}", file=sys.stderr)
     if len(problems) > 1:
         details = [line for error in problems for line in error.details]
-        raise ConfigError(
-            f"the preflight found {len(details)} problems in {len(problems)} links; nothing was "
-            "started",
-            details=details,
-        )
+        what = f"{len(details)} problems in {len(problems)} steps"
+        message = f"the preflight found {what}; nothing was started"
+        raise ConfigError(message, details=() if shown else details)
     if problems:
-        raise problems[0]
+        raise ConfigError(problems[0].message) if shown else problems[0]
 
 
 def _named(error: ConfigError, link: Link) -> ConfigError:
     details = [f"{_prefix(link)}{line}" for line in error.details]
-    return ConfigError(error.message, details=details, hint=f"{_prefix(link, ':')}{error.hint}")
+    return ConfigError(error.message, details=details)
 
 
-def _prefix(link: Link, mark: str = ": ") -> str:
-    return f"{link.name}{mark}" if link.name else ""
+def _prefix(link: Link) -> str:
+    return f"{link.name}: " if link.name else ""
 
 
 def render(links: Sequence[Link]) -> str:

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import difflib
 from collections.abc import Collection, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from tasks.errors import DataError
+
+SHAREGPT_COLUMN = "conversations"
 
 
 @dataclass(frozen=True)
@@ -33,6 +35,12 @@ class Columns:
             TypeError: for a key that names no column of ours.
         """
         return cls(**{key.removesuffix("_key"): name for key, name in keys.items()})
+
+    def among(self, names: Collection[str]) -> Columns:
+        """Return these, with ShareGPT's column of messages where a row has no other."""
+        if self.messages == "messages" and "messages" not in names and SHAREGPT_COLUMN in names:
+            return replace(self, messages=SHAREGPT_COLUMN)
+        return self
 
     def named(self, roles: Collection[str]) -> dict[str, str]:
         """The columns of these roles that have a name: `{"prompt": "question"}`."""

@@ -1,7 +1,8 @@
 """A row of the user's data -> a checked conversation.
 
-Two shapes are read: a list of messages (`{"role", "content"}` each), or a prompt and a response in
-columns of their own, with an optional system column. Texts pass through unchanged.
+Two shapes are read: a list of messages (`{"role", "content"}` each, or ShareGPT's `{"from",
+"value"}`), or a prompt and a response in columns of their own. A system message may stand in a
+column of its own. Texts pass through unchanged.
 """
 
 from __future__ import annotations
@@ -20,7 +21,9 @@ def conversation(values: Mapping[str, Any], columns: Columns) -> list[Message]:
         Unusable: a missing column, a wrong type, an empty answer, roles out of order.
     """
     if columns.messages is not None and columns.messages in values:
-        return conversation_of(values[columns.messages], columns.messages)
+        messages = conversation_of(values[columns.messages], columns.messages)
+        apart = [] if messages[0]["role"] == "system" else system_message(values, columns)
+        return [*apart, *messages]
     wanted = (columns.messages, columns.prompt, columns.response)
     if columns.prompt not in values or columns.response not in values:
         missing = [name for name in wanted if name is not None and name not in values]

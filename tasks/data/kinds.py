@@ -73,7 +73,7 @@ PAIRS = Kind(
     "pairs",
     preference,
     (("chosen", "rejected"),),
-    ("prompt", "system", "margin"),
+    ("prompt", "messages", "system", "margin"),
     ("reward", "dpo", "orpo", "simpo"),
 )
 LABELLED = Kind(

@@ -1,7 +1,7 @@
 """Messages: what every kind of row is made of, checked.
 
-A message is `{"role", "content"}`. Texts pass through unchanged; what is wrong is said with the
-number of the message.
+A message is `{"role", "content"}`, or `{"from", "value"}` as in ShareGPT. Texts pass through
+unchanged; an error names the number of the message.
 """
 
 from __future__ import annotations
@@ -14,6 +14,13 @@ from tasks.data.readers import kind_of
 
 Message = dict[str, str]
 ROLES = ("system", "user", "assistant")
+SHAREGPT = {
+    "human": "user", "user": "user", "gpt": "assistant", "chatgpt": "assistant",
+    "model": "assistant", "assistant": "assistant", "system": "system",
+}  # fmt: skip
+"""Speakers of ShareGPT's `from`, and their roles."""
+TOOLS = ("tool", "observation", "function", "function_call", "function_response", "tool_call")
+"""Speakers of turns that are not trained: chat templates differ in how they write them."""
 _SPEAKER = re.compile(r"\n\n(Human|Assistant):")
 _SPEAKERS = {"Human": "user", "Assistant": "assistant"}
 
@@ -86,16 +93,19 @@ def transcript(text: str) -> list[Message] | None:
 def _message(entry: object, number: int) -> Message:
     if not isinstance(entry, Mapping):
         raise Unusable(f"message {number} must be an object, found {kind_of(entry)}")
-    for key in ("role", "content"):
+    names = ("from", "value") if "role" not in entry and "from" in entry else ("role", "content")
+    for key in names:
         if key not in entry:
             raise Unusable(f"message {number} has no {key!r}")
-    further = sorted(
-        key for key, value in entry.items() if key not in ("role", "content") and value is not None
-    )
+    further = sorted(key for key, value in entry.items() if key not in names and value is not None)
     if further:
         raise Unusable(f"message {number} has {further[0]!r}, which training would leave out")
-    role = sound(entry["role"], f"role of message {number}")
-    content = sound(entry["content"], f"content of message {number}")
+    role = sound(entry[names[0]], f"{names[0]} of message {number}")
+    content = sound(entry[names[1]], f"{names[1]} of message {number}")
+    if names[0] == "from":
+        role = SHAREGPT.get(role.lower(), role)
+    if role.lower() in TOOLS:
+        raise Unusable(f"message {number} is by {role!r}: turns of tools are not trained")
     if role not in ROLES:
         raise Unusable(f"message {number} has role {role!r}, not one of {', '.join(ROLES)}")
     if role == "assistant" and not content.strip():

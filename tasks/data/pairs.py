@@ -1,8 +1,8 @@
 """A row of the user's data -> a preference pair, or an answer with a label.
 
-Answers are texts beside a prompt, lists of messages beside a prompt, or whole conversations whose
-common beginning is the prompt (UltraFeedback, HH). The prompt ends before the first message in
-which the two answers differ.
+Answers are texts beside a prompt, messages beside a prompt (one, or a list of them), or whole
+conversations whose common beginning is the prompt (UltraFeedback, HH). The prompt ends before the
+first message in which the two answers differ.
 """
 
 from __future__ import annotations
@@ -73,6 +73,9 @@ def labelled(values: Mapping[str, Any], columns: Columns) -> dict[str, Any]:
 def _prompt(values: Mapping[str, Any], columns: Columns) -> list[Message] | None:
     """The messages before the answers; None where only the answers tell."""
     if columns.prompt not in values:
+        key = columns.messages or ""
+        if isinstance(values[columns.chosen], Mapping) and key in values:
+            return messages_of(values[key], key)  # ShareGPT's pairs
         return None
     raw = values[columns.prompt]
     if isinstance(raw, str):
@@ -91,7 +94,7 @@ def _answer(values: Mapping[str, Any], key: str, prompt: list[Message] | None) -
             raise Unusable(f"{key!r} is a text, and there is no prompt to go with it")
         messages = told or [{"role": "assistant", "content": text}]
     else:
-        messages = messages_of(raw, key)
+        messages = messages_of([raw] if isinstance(raw, Mapping) else raw, key)
     if prompt is None or messages[0]["role"] == "assistant":
         return messages
     # A conversation beside its prompt. A system message may stand in only one of the two.

@@ -94,11 +94,12 @@ class Reading:
         values = drawn.row.values
         if len(self.names) < MOST_COLUMNS_NOTED:
             self.names.update(values)
-        self.fitted = self.fitted or self.kind.fit(values, self.source.columns)
+        columns = self.source.columns.among(values)
+        self.fitted = self.fitted or self.kind.fit(values, columns)
         try:
             if drawn.row.problem:
                 raise Unusable(drawn.row.problem)
-            payload = self.kind.read(values, self.source.columns)
+            payload = self.kind.read(values, columns)
             if self.answered and "answer" not in payload:
                 raise Unusable(f"no answer, and {WHO_COMPARES} compares with it")
         except Unusable:
@@ -118,7 +119,9 @@ class Reading:
         """Columns that nothing looks at."""
         if self.kind is PROMPTS:  # rewards may look at all of them
             return set()
-        return self.names - self.kind.used(self.source.columns)
+        columns = self.source.columns
+        other = columns.among(self.names - {columns.messages})  # rows may come in both shapes
+        return self.names - self.kind.used(columns) - self.kind.used(other)
 
     def counts(self) -> dict[str, Any]:
         """The source's part of the account."""

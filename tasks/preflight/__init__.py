@@ -212,6 +212,5 @@ def preflight(
         raise ConfigError(
             f"the preflight found {count}; nothing was started",
             details=[str(finding) for finding in errors],
-            hint=errors[0].override if len(errors) == 1 else "",
         )
     return [finding for finding in found if finding.severity == "warning"]

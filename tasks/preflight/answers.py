@@ -64,6 +64,6 @@ def _have_answers(rows: list[Row], columns: Columns) -> Iterator[bool]:
     for row in rows:
         try:
             if not row.problem:
-                yield "answer" in asked(row.values, columns)
+                yield "answer" in asked(row.values, columns.among(row.values))
         except Unusable:
             continue

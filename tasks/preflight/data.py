@@ -6,6 +6,7 @@ import difflib
 import itertools
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 from tasks.data.columns import Columns
@@ -18,8 +19,17 @@ from tasks.preflight.finding import Finding
 
 TEXT = "text"
 """The column that raw texts usually lie in."""
-PEEK = 20
+PEEK = 1000
 """Rows that are looked at; a source of mixed rows shows its columns within as many."""
+USUAL = {
+    "messages": ("conversation", "dialog", "chat"),
+    "prompt": ("instruction", "question", "query", "problem", "input"),
+    "response": ("output", "completion", "answer", "target", "solution"),
+    "chosen": ("chosen_response", "preferred", "winner"),
+    "rejected": ("rejected_response", "dispreferred", "loser"),
+    "label": ("kto_tag", "desirable"),
+}
+"""Names that other tools give to columns, by ours."""
 
 
 def readable(settings: Mapping[str, Any], objective: str = "sft") -> list[Finding]:
@@ -95,19 +105,46 @@ def _file(what: str, path: str, settings: Mapping[str, Any], objective: str) -> 
         return [_refused(what, error)]
     if not rows:
         return [Finding(what, f"{path} has no rows", "a file with rows", f"{what}=<file>")]
+    if settings["kind"] == "jsonl" and rows[0].problem and _is_list(path):
+        wrong, lines = f"{path} is one JSON list", Path(path).with_suffix(".jsonl")
+        allowed = f"JSON Lines has one object a line: jq -c '.[]' {path} > {lines}"
+        return [Finding(what, wrong, allowed, f"{what}={lines}")]
     names = list(dict.fromkeys(name for row in rows for name in row.values))
     if not names:  # not one of them can be read
         wrong = f"{rows[0].place}: {rows[0].problem}"
         allowed = f"{settings['kind']} as data.kind says"
         return [Finding(what, wrong, allowed, "data=jsonl|csv|parquet")]
-    columns = Columns.of({k: v for k, v in settings.items() if k.endswith("_key")})
+    columns = Columns.of({k: v for k, v in settings.items() if k.endswith("_key")}).among(names)
     kind = kind_for(objective, texts=columns.text is not None)
     found = wrong_columns(names, columns, kind=kind, where=str(path))
     other = _other_kind(rows, columns, kind) if found else None
     named_near = any("<column>" not in one.override for one in found)
     if other is not None and not (other is TEXTS and named_near):
         return [_other_objective(rows, columns, objective, other, str(path))]
-    return found or _none_usable(rows, columns, kind, what)
+    found = found or _none_usable(rows, columns, kind, what)
+    return found or (_bad(rows, columns, kind, what) if settings["on_bad_line"] == "fail" else [])
+
+
+def _bad(rows: Sequence[Row], columns: Columns, kind: Kind, what: str) -> list[Finding]:
+    """Rows that end the run once it has begun: nothing is skipped unless the user says so."""
+    reasons: list[str] = []
+    for row in rows:
+        try:
+            if row.problem:
+                raise Unusable(row.problem)
+            kind.read(row.values, columns.among(row.values))
+        except Unusable as reason:
+            reasons.append(f"{row.place}: {reason}")
+    if not reasons:
+        return []
+    count = f"{len(reasons)} of the first {len(rows)} rows cannot be used"
+    override = "data.on_bad_line=skip, or rows without the mistake"
+    return [Finding(what, f"{count}, first {reasons[0]}", "all are needed", override)]
+
+
+def _is_list(path: str) -> bool:
+    with Path(path).expanduser().open("rb") as file:
+        return file.read(4096).lstrip()[:1] == b"["
 
 
 def _refused(what: str, error: DataError) -> Finding:
@@ -144,7 +181,7 @@ def _asked_for(extras: Sequence[str], columns: Columns) -> list[str]:
     usual = Columns()
     return [
         role for role in extras
-        if role != "prompt" and getattr(columns, role) != getattr(usual, role)
+        if role not in ("prompt", "messages") and getattr(columns, role) != getattr(usual, role)
     ]  # fmt: skip
 
 
@@ -158,7 +195,8 @@ def _missing(roles: Sequence[str], names: Sequence[str], columns: Columns) -> li
 
 def _column(role: str, columns: Columns, names: Sequence[str], where: str) -> Finding:
     key, name = f"data.{role}_key", getattr(columns, role)
-    near = _near(name, names, 0.6 if role == "messages" else 0.4)
+    usual = (other for other in USUAL.get(role, ()) if other in names)
+    near = _near(name, names, 0.6 if role == "messages" else 0.4) or next(usual, None)
     allowed = f"the columns are {', '.join(names) or 'none'}"
     return Finding(key, f"no column {name!r} in {where}", allowed, f"{key}={near or '<column>'}")
 
@@ -180,20 +218,25 @@ def _other_kind(rows: Sequence[Row], columns: Columns, kind: Kind) -> Kind | Non
 def _other_objective(
     rows: Sequence[Row], columns: Columns, objective: str, other: Kind, where: str
 ) -> Finding:
-    need = " and ".join(kind_for(objective).either[-1])
-    override = f"train.objective={'|'.join(other.objectives)}"
+    sets = kind_for(objective).either
+    roles = min((_missing(roles, list(rows[0].values), columns) for roles in sets), key=len)
+    roles = roles or list(sets[-1])
+    need = " and ".join(repr(getattr(columns, role)) for role in roles)
+    keys = " ".join(f"data.{role}_key=<column>" for role in roles)
+    override = f"train={'|'.join(other.objectives)}"
     if other is TEXTS:
         override = f"train=pretrain data.text_key={columns.text or TEXT}"
     elif objective == "sft" and other.name == "pairs":
         row = next(_usable(rows, columns, other))
         whole = not isinstance(row.values[columns.chosen], str)
-        keys = f"data.messages_key={columns.chosen}" if whole and columns.prompt not in row.values \
-            else f"data.prompt_key={columns.prompt} data.response_key={columns.chosen}"  # fmt: skip
-        override += f", or {keys}"
+        typed = f"data.prompt_key={columns.prompt} data.response_key={columns.chosen}"
+        if whole and columns.prompt not in row.values:
+            typed = f"data.messages_key={columns.chosen}"
+        override += f", or {typed}"
     return Finding(
         "train.objective",
-        f"{objective}, and {where} holds {other.name}",
-        f"rows with {need} for this objective",
+        f"{objective}, and {where} holds {other.name} without {need}",
+        f"columns of other names: {keys}",
         override,
     )
 

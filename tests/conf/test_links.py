@@ -142,7 +142,7 @@ def test_what_is_wrong_in_several_links_is_said_at_once(tmp_path: Path) -> None:
     found = linked(tmp_path, "sft:train.lr=-1", "ppo:rollout.temperature=-1")
     with pytest.raises(ConfigError) as caught:
         check(list(found.values()))
-    assert "in 2 links; nothing was started" in caught.value.message
+    assert "in 2 steps; nothing was started" in caught.value.message
     lines = caught.value.details
     assert [line for line in lines if line.startswith("sft: ") and "train.lr" in line]
     assert [line for line in lines if line.startswith("ppo: ") and "rollout.temperature" in line]

@@ -55,6 +55,15 @@ def _questions(out: Path, split: str) -> list[str]:
     return [row["messages"][0]["content"] for row in _read(out, split)]
 
 
+def test_sharegpt_rows_are_built_beside_others(tmp_path: Path) -> None:
+    turns = [{"from": "human", "value": "q"}, {"from": "gpt", "value": "a"}]
+    other = {"messages": [{"role": "user", "content": "x"}, {"role": "assistant", "content": "y"}]}
+    account = _build(tmp_path, [{"conversations": turns, "id": 7}, other], eval_fraction=0.5)
+    assert sum(split["kept"] for split in account["splits"].values()) == 2
+    assert account["unused_columns"] == ["id"]
+    assert {"q", "x"} == {q for s in ("train", "heldout") for q in _questions(tmp_path, s)}
+
+
 def test_a_share_is_held_out_and_nothing_is_lost(tmp_path: Path) -> None:
     account = _build(tmp_path, [_pair(n) for n in range(100)])
     train, held_out = _questions(tmp_path, "train"), _questions(tmp_path, "heldout")

@@ -23,6 +23,32 @@ def test_messages_pass_unchanged(messages: list[dict[str, str]]) -> None:
     assert conversation({"messages": messages}, Columns()) == messages
 
 
+@pytest.mark.parametrize(
+    ("human", "gpt"), [("human", "gpt"), ("user", "assistant"), ("Human", "ChatGPT")]
+)
+def test_sharegpt_rows_are_read(human: str, gpt: str) -> None:
+    turns = [{"from": "system", "value": "be kind"}, {"from": human, "value": "hi"},
+             {"from": gpt, "value": "hello"}]  # fmt: skip
+    columns = Columns().among(["id", "conversations"])
+    assert conversation({"conversations": turns}, columns) == [SYSTEM, USER, ANSWER]
+    assert conversation({"messages": turns}, Columns()) == [SYSTEM, USER, ANSWER]
+
+
+def test_the_usual_column_and_a_named_one_go_before_sharegpts() -> None:
+    assert Columns().among(["messages", "conversations"]).messages == "messages"
+    assert Columns(messages="chat").among(["conversations"]).messages == "chat"
+    assert Columns(messages=None).among(["conversations"]).messages is None
+
+
+def test_a_system_column_goes_before_messages_without_a_system_message() -> None:
+    columns = Columns(system="s")
+    assert conversation({"messages": [USER, ANSWER], "s": "be kind"}, columns) == [
+        SYSTEM, USER, ANSWER,
+    ]  # fmt: skip
+    kept = conversation({"messages": [SYSTEM, USER, ANSWER], "s": "be rude"}, columns)
+    assert kept == [SYSTEM, USER, ANSWER]
+
+
 def test_prompt_response_and_system_become_messages() -> None:
     row = {"q": "hi", "a": " hello\n", "s": "be kind"}
     columns = Columns(messages=None, prompt="q", response="a", system="s")
@@ -45,9 +71,18 @@ def test_prompt_response_and_system_become_messages() -> None:
         ({"messages": ["x"]}, "message 1 must be an object, found text"),
         ({"messages": [{"role": "user"}]}, "message 1 has no 'content'"),
         ({"messages": [{"content": "x"}]}, "message 1 has no 'role'"),
+        ({"messages": [{"from": "human"}]}, "message 1 has no 'value'"),
+        (
+            {"messages": [USER, {"from": "function_call", "value": "{}"}]},
+            "message 2 is by 'function_call': turns of tools are not trained",
+        ),
+        (
+            {"messages": [USER, {"from": "narrator", "value": "x"}]},
+            "message 2 has role 'narrator', not one of system, user, assistant",
+        ),
         (
             {"messages": [{"role": "tool", "content": "x"}]},
-            "message 1 has role 'tool', not one of system, user, assistant",
+            "message 1 is by 'tool': turns of tools are not trained",
         ),
         ({"messages": [USER]}, "the last message is by 'user', not 'assistant'"),
         ({"messages": [ANSWER]}, "message 1 is by 'assistant' where 'user' is due"),

@@ -28,6 +28,17 @@ SYSTEM = {"role": "system", "content": "be kind"}
 WANTED = {"prompt": [user("q")], "chosen": [answer("good")], "rejected": [answer("bad")]}
 
 
+def test_sharegpt_pairs_are_a_conversation_and_two_next_messages() -> None:
+    row = {
+        "conversations": [{"from": "human", "value": "q"}],
+        "chosen": {"from": "gpt", "value": "good"},
+        "rejected": {"from": "gpt", "value": "bad"},
+    }
+    columns = Columns().among(row)
+    assert preference(row, columns) == WANTED
+    assert PAIRS.used(columns) >= set(row)
+
+
 @pytest.mark.parametrize(
     "row",
     [

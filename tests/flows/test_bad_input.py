@@ -16,6 +16,7 @@ from pathlib import Path
 import pytest
 from mlflow import MlflowClient
 
+from tasks.preflight.data import PEEK
 from tests.flows.conftest import Run, command, environment
 
 
@@ -94,11 +95,12 @@ class TestAStageFails:
         return run
 
     def test_a_broken_line_is_named(self, start: Callable[..., Run], chats: Path) -> None:
-        lines = chats.read_text().splitlines()
-        lines[40] = '{"messages": [{"role": "user"'
+        """A line behind those that the preflight looks at."""
+        lines = [conversation(f"say yes {i}") for i in range(PEEK + 50)]
+        lines[PEEK + 40] = '{"messages": [{"role": "user"'
         chats.write_text("\n".join(lines) + "\n")
         done = start("data=jsonl", f"data.path={chats}")
-        assert "chats.jsonl:41" in done.output
+        assert f"chats.jsonl:{PEEK + 41}" in done.output
         assert done.summary["stages"] == []  # found before the base is made
 
     def test_a_prompt_longer_than_the_context(self, start: Callable[..., Run], chats: Path) -> None:

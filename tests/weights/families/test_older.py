@@ -147,6 +147,8 @@ def test_peft_loads_the_same_adapter_into_the_fused_model(rslora: bool, bases, t
         wrapped = PeftModel.from_pretrained(load(base, torch.float32), tmp_path / "adapter")
         wrapped.merge_and_unload().save_pretrained(tmp_path / "peft")
     ours, theirs, was = (state_of(folder) for folder in (tmp_path / "out", tmp_path / "peft", base))
+    assert set(was) == set(ours) == set(theirs)
+    assert any(not torch.equal(ours[key], tensor) for key, tensor in was.items())
     for key, tensor in was.items():
         factor = 2**0.5 if rslora and ("w1" in key or "w3" in key) else 1.0
         change = (ours[key].float() - tensor.float()) * factor

@@ -24,15 +24,12 @@ _COMPILE_S = 120.0
 
 
 def compiled(sources: Sequence[Path], *more_flags: str, slower: str) -> ctypes.CDLL | None:
-    """The kernels as a library; None where they cannot be compiled, which is logged.
-
-    What `-fopenmp` calls is looked for in the process: threads are those of torch, where it is
-    imported first.
+    """Return the kernels as a library, or None (and log it) if they cannot be compiled.
 
     Args:
-        sources: files in C; headers that they include lie beside them.
-        more_flags: for the compiler, with `FLAGS`.
-        slower: what goes on without them.
+        sources: C files; their headers lie beside them.
+        more_flags: compiler flags, added to `FLAGS`.
+        slower: what happens without the kernels, for the log.
     """
     compiler = shutil.which("cc") or shutil.which("gcc")
     if compiler is None:
@@ -61,7 +58,6 @@ def _library(compiler: Sequence[str], sources: Sequence[Path]) -> Path:
         for source, made in zip(sources, objects, strict=True):
             _run([*compiler, "-fPIC", "-c", "-o", str(made), str(source)])
         fresh = Path(folder) / path.name
-        # Linked without flags: -fopenmp would bring a second pool of threads beside torch's.
         _run([compiler[0], "-shared", "-o", str(fresh), *map(str, objects)])
         fresh.rename(path)  # two processes may compile at once: the same file, whole, twice
     return path

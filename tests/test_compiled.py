@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -13,15 +10,6 @@ from tasks import compiled as compiling
 from tasks.compiled import compiled
 
 SOURCE = "int twice(int n) { return 2 * n; }\n"
-PARALLEL = """
-int count(void)
-{
-    int all = 0;
-#pragma omp parallel reduction(+ : all)
-    all += 1;
-    return all;
-}
-"""
 
 
 @pytest.fixture(autouse=True)
@@ -84,23 +72,3 @@ def test_a_header_counts_as_the_source(tmp_path: Path, source: Path) -> None:
     assert first is not None
     assert second is not None
     assert (first.times(7), second.times(7)) == (14, 21)
-
-
-def test_threads_are_those_of_torch(tmp_path: Path) -> None:
-    """A second pool would spin beside the first one, on the same cores."""
-    path = tmp_path / "count.c"
-    path.write_text(PARALLEL)
-    code = f"""
-import re, sys, torch
-from pathlib import Path
-from tasks import compiled
-compiled._folder = lambda: Path({str(tmp_path / "kept")!r})
-torch.set_num_threads(3)
-found = compiled.compiled([Path({str(path)!r})], "-fopenmp", slower="")
-maps = Path("/proc/self/maps").read_text()
-print(found.count(), len(set(re.findall(r"/\\S*libgomp\\S*", maps))))
-"""
-    environment = {**os.environ, "PYTHONPATH": str(compiling.PROJECT)}
-    python = [sys.executable, "-c", code]
-    said = subprocess.run(python, env=environment, capture_output=True, text=True, check=True)
-    assert said.stdout.split() == ["3", "1"]

@@ -8,13 +8,14 @@ seconds for every shape.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from math import prod
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from numpy.typing import NDArray
 
+from tasks.weights.casts import cast
 from tasks.weights.extents import Reader
 from tasks.weights.source import Extent
 from tasks.weights.stored4bit.packed import LEVELS, NESTED_SCALES, NESTED_TABLE, SCALES
@@ -27,7 +28,7 @@ _STEP = 1 << 20
 
 
 def decoded(stored: Mapping[str, Any], extents: Sequence[Extent]) -> torch.Tensor:
-    """The matrix as the source shows it, in the dtype that it was packed from.
+    """Return the matrix as the source shows it, in the dtype that it was packed from.
 
     Args:
         stored: `Packed.as_json`, and "turned": whether it is shown transposed.
@@ -38,22 +39,48 @@ def decoded(stored: Mapping[str, Any], extents: Sequence[Extent]) -> torch.Tenso
     """
     import torch
 
+    packed, scales = _parts(stored, extents)
+    out = torch.empty(prod(stored["shape"]), dtype=getattr(torch, stored["dtype"]))
+    unpack(packed, scales, out, kind=stored["type"], blocksize=stored["blocksize"])
+    found = out.reshape(stored["shape"])
+    return found.t().contiguous() if stored["turned"] else found
+
+
+def decoded_values(stored: Mapping[str, Any], extents: Sequence[Extent]) -> NDArray[np.float32]:
+    """Return the same matrix as fp32 values, rounded to its dtype, without torch.
+
+    Arguments and errors as of `decoded`.
+    """
+    packed, scales = _parts(stored, extents)
+    out = np.empty(prod(stored["shape"]), np.float32)
+    dtype = _SHORT[stored["dtype"]]
+    for first, values in _values(
+        packed, scales, out.size, kind=stored["type"], blocksize=stored["blocksize"]
+    ):
+        narrow = cast(values.view(np.uint8), "F32", dtype)
+        out[first : first + values.size] = cast(narrow, dtype, "F32").view(np.float32)
+    found = out.reshape(stored["shape"])
+    return np.ascontiguousarray(found.T) if stored["turned"] else found
+
+
+_SHORT = {"bfloat16": "BF16", "float16": "F16", "float32": "F32"}
+
+
+def _parts(
+    stored: Mapping[str, Any], extents: Sequence[Extent]
+) -> tuple[NDArray[np.uint8], NDArray[np.float32]]:
+    """Packed elements, and the scale of every block."""
     parts = _read(stored["parts"], extents)
     scales, nested = parts[SCALES], stored["nested"]
     if nested is None:
-        scales = scales.view(np.float32)
-    else:
-        scales = unpack_scales(
-            scales,
-            parts[NESTED_TABLE].view(np.float32),
-            parts[NESTED_SCALES].view(np.float32),
-            blocksize=nested["blocksize"],
-            offset=nested["offset"],
-        )
-    out = torch.empty(prod(stored["shape"]), dtype=getattr(torch, stored["dtype"]))
-    unpack(parts[""], scales, out, kind=stored["type"], blocksize=stored["blocksize"])
-    found = out.reshape(stored["shape"])
-    return found.t().contiguous() if stored["turned"] else found
+        return parts[""], scales.view(np.float32)
+    return parts[""], unpack_scales(
+        scales,
+        parts[NESTED_TABLE].view(np.float32),
+        parts[NESTED_SCALES].view(np.float32),
+        blocksize=nested["blocksize"],
+        offset=nested["offset"],
+    )
 
 
 def unpack(
@@ -75,15 +102,28 @@ def unpack(
     """
     import torch
 
+    for first, values in _values(packed, scales, out.numel(), kind=kind, blocksize=blocksize):
+        out[first : first + values.size] = torch.from_numpy(values)
+
+
+def _values(
+    packed: NDArray[np.uint8],
+    scales: NDArray[np.float32],
+    count: int,
+    *,
+    kind: str,
+    blocksize: int,
+) -> Iterator[tuple[int, NDArray[np.float32]]]:
+    """Some elements at a time: where they begin, and their values in fp32."""
     pairs = _pairs(kind)
-    for first in range(0, out.numel(), _STEP):
-        end = min(first + _STEP, out.numel())
+    for first in range(0, count, _STEP):
+        end = min(first + _STEP, count)
         values = pairs[packed[first // 2 : -(-end // 2)]].view(np.float32)[: end - first]
         whole = values.size // blocksize * blocksize
         mine = scales[first // blocksize : -(-end // blocksize)]
         values[:whole].reshape(-1, blocksize)[...] *= mine[: whole // blocksize, None]
         values[whole:] *= mine[-1]
-        out[first:end] = torch.from_numpy(values)
+        yield first, values
 
 
 def unpack_scales(

@@ -1,0 +1,291 @@
+"""Every tensor of a merge, with its verdict.
+
+proof = prove_merge(plan, {"base": base, "adapter": adapter}, merged)
+proof.ok                      every tensor is what the plan says, up to rounding
+proof.counts                  {State.RIGHT: 288, State.LEFT_OUT: 2}
+proof.faults[0].name          and .state, .scale, .like
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, replace
+from math import prod
+
+import numpy as np
+
+from tasks.errors import ArtifactError
+from tasks.weights.casts import NUMPY
+from tasks.weights.plan import Op, Plan
+from tasks.weights.proof.compare import SCALE_MARGIN, SIGMAS, Merged, Sums, Unit, compare
+from tasks.weights.proof.expected import Sources, comparable, of_expert
+from tasks.weights.proof.faults import Fault, State, diagnose
+from tasks.weights.source import Source
+from tasks.weights.stored4bit.packed import STORED
+from tasks.weights.terms import Dora, LowRank
+
+_EXPERT = re.compile(r"(?<=\.experts\.)\d+(?=\.)")
+_THREADS = 4
+_BLOCK = 1 << 20
+BASE = "base"
+"""Name of the base among the inputs of a plan."""
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """What one tensor of the merged model is.
+
+    Attributes:
+        name: key in the merged model; with `[3]` behind it for expert 3 of a stack.
+        state: what it is.
+        touched: the adapter changes it.
+        scale: factor by which the change was added, where that is what is wrong.
+        like: the other expert whose tensor it is.
+        dequantized: its base is the one that went through 4 bits.
+        sums: what was counted; None where nothing was.
+        note: why it was not compared, or what differs without being wrong.
+    """
+
+    name: str
+    state: State
+    touched: bool
+    scale: float = 1.0
+    like: str = ""
+    dequantized: bool = False
+    sums: Sums | None = None
+    note: str = ""
+
+
+@dataclass(frozen=True)
+class Proof:
+    """All verdicts, in the order of the plan.
+
+    Attributes:
+        verdicts: one a tensor, and one an expert of a stack.
+        extra: keys of the merged model that no operation makes.
+        scale: factor on the changes of all tensors that are right, together.
+        noise: its standard deviation.
+    """
+
+    verdicts: tuple[Verdict, ...]
+    extra: tuple[str, ...] = ()
+    scale: float = 1.0
+    noise: float = 0.0
+
+    @property
+    def ok(self) -> bool:
+        """Return True if every tensor was compared and is right."""
+        return not self.faults and not self.of(State.NOT_COMPARED) and not self.drifts
+
+    @property
+    def drifts(self) -> bool:
+        """Return True if all changes together are scaled wrongly, each within its own noise."""
+        return abs(self.scale - 1.0) > SCALE_MARGIN + SIGMAS * self.noise
+
+    @property
+    def faults(self) -> tuple[Verdict, ...]:
+        """Tensors that are not what they have to be."""
+        fine = (State.RIGHT, State.NOT_COMPARED)
+        return tuple(one for one in self.verdicts if one.state not in fine)
+
+    @property
+    def counts(self) -> Mapping[State, int]:
+        """Number of tensors by state."""
+        return Counter(one.state for one in self.verdicts)
+
+    def of(self, state: State) -> tuple[Verdict, ...]:
+        """Verdicts of one state."""
+        return tuple(one for one in self.verdicts if one.state is state)
+
+    @property
+    def dequantized(self) -> tuple[Verdict, ...]:
+        """Tensors whose base went through 4 bits."""
+        return tuple(one for one in self.verdicts if one.dequantized)
+
+
+def prove_merge(
+    plan: Plan,
+    sources: Sources,
+    merged: Source,
+    *,
+    any_base: bool = False,
+    tied: Mapping[str, str] | None = None,
+    names: Mapping[str, str] | None = None,
+) -> Proof:
+    """Hold a merged model against the plan of its merge: values, not bytes.
+
+    Args:
+        plan: of the merge, as `planned`, `plan_merge` or a merge's manifest gives it.
+        sources: its inputs, by the names that it uses.
+        merged: the merged model.
+        any_base: accept a base that went through 4 bits as well as the original. False asks for
+            the one that the plan names.
+        tied: keys that a checkpoint may hold or not -> keys that hold the same tensor.
+        names: key in the merged model by name in the plan, where the two differ.
+
+    Raises:
+        ArtifactError: a file that cannot be read.
+    """
+    work = _Work(sources, merged, any_base, dict(tied or {}), dict(names or {}))
+    units: list[Unit | Verdict] = [one for op in plan.ops for one in work.units(op)]
+    units += work.tied_units(plan)
+    groups: dict[str, list[Unit]] = {}
+    for unit in units:
+        if isinstance(unit, Unit) and unit.group:
+            groups.setdefault(unit.group, []).append(unit)
+    threads = min(_THREADS, len(os.sched_getaffinity(0)))
+    with ThreadPoolExecutor(threads) as pool:
+        verdicts = tuple(pool.map(lambda one: work.verdict(one, groups), units))
+    taken = {one.key for one in units if isinstance(one, Unit)}
+    extra = tuple(key for key in merged.tensors if key not in taken)
+    total = sum((one.sums for one in verdicts if _counts(one) and one.sums), Sums())
+    return Proof(verdicts, extra, total.factor, total.noise)
+
+
+def _counts(one: Verdict) -> bool:
+    return (
+        one.state is State.RIGHT and one.touched and not one.dequantized and "DoRA" not in one.note
+    )
+
+
+@dataclass(frozen=True)
+class _Work:
+    """The inputs of one proof."""
+
+    sources: Sources
+    merged: Source
+    any_base: bool
+    tied: Mapping[str, str]
+    names: Mapping[str, str]
+
+    def units(self, op: Op) -> Iterator[Unit | Verdict]:
+        """An operation as matrices that are compared one by one, or the verdict on it."""
+        key = self.names.get(op.name, op.name)
+        held = self.merged.tensors.get(key)
+        touched = _touched(op)
+        if held is None:
+            if op.name not in self.tied:
+                yield Verdict(op.name, State.MISSING, touched)
+            return
+        reason = comparable(op, self.sources)
+        if reason:
+            yield Verdict(key, State.NOT_COMPARED, touched, note=reason)
+            return
+        note, shape = "", tuple(held.shape)
+        if shape != op.shape:
+            rows = _common_rows(op.shape, shape)
+            plain = not op.transpose and not any(
+                isinstance(t, Dora) and t.transpose for t in op.terms
+            )
+            if not rows or not plain:
+                text = f"{list(shape)}, {list(op.shape)} is wanted"
+                yield Verdict(key, State.NOT_COMPARED, touched, note=text)
+                return
+            note = f"{shape[0]} rows, {op.shape[0]} in the base: {rows} are compared"
+            op = replace(op, shape=(rows, *op.shape[1:]))
+        if len(op.shape) == 3 and not op.transpose and not (op.quantization or {}).get(STORED):
+            yield from self._experts(op, key)
+            return
+        group = _EXPERT.sub("*", key) if _EXPERT.search(key) else ""
+        yield Unit(key, op, key, group=group, note=note)
+
+    def _experts(self, op: Op, key: str) -> Iterator[Unit]:
+        names = [term.a for term in op.terms if isinstance(term, LowRank)]
+        rows = {name: self._shape(name)[0] for name in names}
+        for index in range(op.shape[0]):
+            one = of_expert(op, index, rows)
+            start = index * prod(op.shape[1:])
+            yield Unit(f"{key}[{index}]", one, key, start, group=key)
+
+    def _shape(self, name: str) -> Sequence[int]:
+        source, _, key = name.partition(":")
+        return self.sources[source].tensors[key].shape
+
+    def tied_units(self, plan: Plan) -> Iterator[Unit | Verdict]:
+        """Tensors that are stored although they are tied: they equal the ones that they are."""
+        ops = {op.name: op for op in plan.ops}
+        for alias, holder in self.tied.items():
+            if alias in self.merged.tensors and alias not in ops and holder in ops:
+                yield from self.units(replace(ops[holder], name=alias))
+
+    def verdict(self, one: Unit | Verdict, groups: Mapping[str, Sequence[Unit]]) -> Verdict:
+        """Compare one unit, and find out what is wrong with it where something is."""
+        if isinstance(one, Verdict):
+            return one
+        try:
+            return self._judged(one, groups)
+        except ArtifactError as error:
+            return Verdict(one.name, State.NOT_COMPARED, _touched(one.op), note=error.message)
+
+    def _judged(self, unit: Unit, groups: Mapping[str, Sequence[Unit]]) -> Verdict:
+        touched = _touched(unit.op)
+        if self.merged.tensors[unit.key].dtype not in NUMPY:
+            if not touched and self._same_bytes(unit):
+                return Verdict(unit.name, State.RIGHT, touched)
+            dtype = self.merged.tensors[unit.key].dtype
+            return Verdict(unit.name, State.NOT_COMPARED, touched, note=f"stored in {dtype}")
+        sums = compare(unit, self.sources, self.merged)
+        dora = any(isinstance(one, Dora) for one in unit.op.terms)
+        fault = Fault(State.RIGHT)
+        if not sums.is_right(dora=dora):
+            siblings = [one for one in groups.get(unit.group, ()) if one.name != unit.name]
+            fault = diagnose(unit, sums, self.sources, self.merged, siblings)
+            if fault.state is State.CHANGED and self._is_original(unit):
+                fault = Fault(State.LEFT_OUT)
+        state = fault.state
+        if (
+            state is State.RIGHT
+            and not self.any_base
+            and fault.dequantized != _wants_4_bits(unit.op)
+        ):
+            state = State.BASE_MODE
+        note = "; ".join(text for text in (unit.note, "DoRA" if dora else "") if text)
+        return Verdict(
+            unit.name, state, touched, fault.scale, fault.like, fault.dequantized, sums, note
+        )
+
+    def _is_original(self, unit: Unit) -> bool:
+        """Return True if the base's tensor is where one that the adapter stores has to be."""
+        held = self.sources[BASE].tensors.get(unit.op.name) if unit.op.input != BASE else None
+        if held is None or tuple(held.shape) != unit.op.shape or unit.start:
+            return False
+        source = f"{BASE}:{unit.op.name}"
+        op = Op(unit.op.name, unit.op.shape, held.dtype, source, held.dtype)
+        same = not comparable(op, self.sources)
+        return same and compare(replace(unit, op=op), self.sources, self.merged).is_right()
+
+    def _same_bytes(self, unit: Unit) -> bool:
+        op = unit.op
+        if self.sources[op.input].tensors[op.key].dtype != self.merged.tensors[unit.key].dtype:
+            return False
+        base = Merged(Unit(op.key, op, op.key, op.start), self.sources[op.input])
+        with base, Merged(unit, self.merged) as merged:
+            rows = op.shape[0] if op.shape else 1
+            step = max(1, _BLOCK // max(1, prod(op.shape[1:])))
+            return all(
+                np.array_equal(
+                    base.raw(at, min(at + step, rows)), merged.raw(at, min(at + step, rows))
+                )
+                for at in range(0, rows, step)
+            )
+
+
+def _touched(op: Op) -> bool:
+    """Return True if the adapter changes the tensor, or stores it whole."""
+    return bool(op.terms) or op.input != BASE
+
+
+def _wants_4_bits(op: Op) -> bool:
+    asked = op.quantization or {}
+    return STORED not in asked and asked.get("base") == "dequantized"
+
+
+def _common_rows(wanted: Sequence[int], shape: Sequence[int]) -> int:
+    """Rows that two embeddings of different vocabularies share; 0 for other shapes."""
+    if len(wanted) != 2 or len(shape) != 2 or wanted[1] != shape[1]:
+        return 0
+    return min(wanted[0], shape[0])

@@ -1,0 +1,68 @@
+"""What a merge of two folders has to be: the plan, from configuration and headers."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from tasks.weights.adapters.changes import changes
+from tasks.weights.adapters.read import Adapter, read_adapter
+from tasks.weights.families.merging import MergeSettings, plan_merge
+from tasks.weights.heads.folder import read_folder
+from tasks.weights.heads.merging import is_reward_adapter, merged_reward
+from tasks.weights.opening import open_model
+from tasks.weights.plan import Plan
+from tasks.weights.proof.merge import BASE
+from tasks.weights.reader import read_json
+from tasks.weights.source import Source
+from tasks.weights.stored4bit.plans import decoding
+from tasks.weights.worker import Perform, ask_facts, perform
+
+
+@dataclass(frozen=True)
+class Planned:
+    """The plan of a merge.
+
+    Attributes:
+        plan: one operation a tensor.
+        sources: its inputs.
+        tied: keys that a merged checkpoint may hold or not -> keys that hold the same tensor.
+    """
+
+    plan: Plan
+    sources: Mapping[str, Source]
+    tied: Mapping[str, str]
+
+
+def planned(base: Path, adapter: Path, *, perform: Perform = perform) -> Planned:
+    """Plan the merge of an adapter into its base; nothing is written.
+
+    Args:
+        base: folder of the base model.
+        adapter: folder of a PEFT adapter.
+        perform: who knows the model classes that `families.plain` does not.
+
+    Raises:
+        ContractError: they do not fit, every finding in one error.
+        ArtifactError: unreadable files.
+    """
+    folder = read_folder(adapter)
+    read, model = read_adapter(adapter, beside=folder.beside), open_model(base)
+    if is_reward_adapter(folder):
+        return _reward(read, model, base, perform)
+    facts = ask_facts(perform, base, "bfloat16")
+    held = {f"{read.name}:{key}": info for key, info in read.tensors.tensors.items()}
+    plan = plan_merge(model.tensors, facts, changes([(read, 1.0)], facts.live), held)
+    sources = {BASE: model, read.name: read.tensors}
+    untied = {*plan.notes.get("untied", ())}
+    tied = {key: to for key, to in facts.tied.items() if key not in untied}
+    return Planned(decoding(plan, sources), sources, tied)
+
+
+def _reward(read: Adapter, model: Source, base: Path, perform: Perform) -> Planned:
+    config = read_json(base / "config.json")
+    parted = merged_reward(
+        read, model, config, MergeSettings(base=BASE), dtype="bfloat16", perform=perform
+    )
+    return Planned(decoding(parted.plan, parted.sources), parted.sources, {})

@@ -61,7 +61,7 @@ ADAPTER_COVERAGE = Entry(
     "peft initialises them anew and only warns, axolotl's merge does not say it at all: the model "
     "is partly the trained one and partly the base",
     "save the adapter again from the training run, with all of its tensors gathered",
-    ("OpenRLHF #651", "OpenRLHF #682"),
+    ("OpenRLHF #651", "OpenRLHF #682", "ms-swift #6481"),
 )
 ADAPTER_GAPS = Entry(
     "ADAPTER_GAPS",
@@ -125,7 +125,6 @@ ADAPTER_UNEXPLAINED = Entry(
     "Tensors that adapter_config.json does not account for",
     "peft drops them without a word, vLLM refuses them as 'unsupported LoRA weight'",
     "restore the settings (modules_to_save, bias, trainable_token_indices) of the training run",
-    ("vLLM #7441",),
 )
 ADAPTER_TOKENS = Entry(
     "ADAPTER_TOKENS",
@@ -133,7 +132,6 @@ ADAPTER_TOKENS = Entry(
     "Trained token rows and their indices do not agree",
     "peft fails to load the rows, or puts them at other tokens than they were trained for",
     "restore trainable_token_indices of the training run",
-    ("peft #2603",),
 )
 ADAPTER_PARTS_TIE = Entry(
     "ADAPTER_PARTS_TIE",

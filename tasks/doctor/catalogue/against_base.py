@@ -26,10 +26,10 @@ MERGED_EQUALS_BASE = Entry(
     "MERGED_EQUALS_BASE",
     Severity.ERROR,
     "Every tensor is the base's",
-    "nothing was merged: verl's merger leaves LoRA in a folder of its own, LLaMA-Factory exports "
-    "the base when it is given the wrong checkpoint",
+    "nothing was merged: verl's merger leaves LoRA in a folder of its own; LLaMA-Factory exports "
+    "the base where export_size gives files of the base's size",
     "merge the adapter: python flows/deliver.py source=ADAPTER base=BASE",
-    ("LLaMA-Factory #6105", "verl #7285", "verl #4553", "verl #3087"),
+    ("LLaMA-Factory #9051", "LLaMA-Factory #6105", "verl #7285", "verl #4553", "verl #3087"),
 )
 BASE_TENSORS_LOST = Entry(
     "BASE_TENSORS_LOST",

@@ -39,6 +39,7 @@ ARCHITECTURE_KEYS = Entry(
         "sglang PR #19850",
         "ms-swift #9172",
         "OpenRLHF #920",
+        "GPTQModel #2694",
     ),
 )
 ARCHITECTURE_LAYERS = Entry(

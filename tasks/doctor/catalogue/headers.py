@@ -29,7 +29,7 @@ NO_TENSORS = Entry(
     "held of the trained parameters, which was nothing",
     "save again with the parameters gathered; where DeepSpeed's shards are still there, gather "
     "those: python flows/deliver.py source=<the checkpoint> base=<the base> out=DIR",
-    ("peft #1443", "peft #2500", "peft #453", "trl #4416"),
+    ("peft #1443", "peft #2500", "peft #453", "trl #4416", "Flow-Factory #156"),
 )
 EMPTY_TENSOR = Entry(
     "EMPTY_TENSOR",
@@ -41,7 +41,7 @@ EMPTY_TENSOR = Entry(
     "there, gather those: python flows/deliver.py source=<the checkpoint> base=<the base> out=DIR",
     (
         "OpenRLHF #651", "OpenRLHF #682", "OpenRLHF #920", "LLaMA-Factory #7665", "peft #2450",
-        "peft #2603", "peft #1443", "peft #2500", "peft #453", "trl #4416",
+        "peft #1443", "peft #2500", "peft #453", "trl #4416",
     ),
 )  # fmt: skip
 NOT_CONTIGUOUS = Entry(
@@ -74,7 +74,7 @@ TENSOR_MISSING = Entry(
     "transformers initialises them at random with a warning; vLLM stops with `Following weights "
     "were not initialized from checkpoint`",
     "take them from the base where training did not change them; else save again",
-    ("OpenRLHF #1232", "OpenRLHF #180", "OpenRLHF #209"),
+    ("OpenRLHF #1232", "OpenRLHF #180", "OpenRLHF #209", "Megatron-Bridge #4107"),
 )
 TENSOR_UNEXPECTED = Entry(
     "TENSOR_UNEXPECTED",

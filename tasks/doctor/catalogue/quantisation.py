@@ -20,7 +20,6 @@ QUANT_CONFIG_ABSENT = Entry(
     "Quantised tensors, and config.json does not say so",
     "loaders take packed bytes for weights: 'size mismatch', or KeyError for the scales",
     "restore quantization_config of the model that was quantised",
-    ("open-instruct #427",),
 )
 QUANT_RESIDUE = Entry(
     "QUANT_RESIDUE",
@@ -29,7 +28,6 @@ QUANT_RESIDUE = Entry(
     "vLLM fails with KeyError for keys like 'weight.absmax', transformers reports unexpected keys: "
     "a merge left them behind",
     "drop these tensors: they say nothing of weights that are stored in 16 bits",
-    ("open-instruct #427",),
 )
 QUANT_PARTIAL = Entry(
     "QUANT_PARTIAL",
@@ -37,7 +35,7 @@ QUANT_PARTIAL = Entry(
     "Packed weights without their states",
     "nothing can tell what the packed bytes mean: the values are lost",
     "save the quantised model again",
-    ("open-instruct #427", "OpenRLHF #501"),
+    ("OpenRLHF #501",),
 )
 QUANT_MERGED = Entry(
     "QUANT_MERGED",

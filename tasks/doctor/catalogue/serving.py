@@ -47,7 +47,7 @@ VLLM_LORA_KEY = Entry(
     "Tensors that vLLM's adapter loader cannot name",
     "vLLM refuses the adapter: '... is unsupported LoRA weight'",
     _MERGE,
-    ("vLLM #7441", "vLLM #21500"),
+    ("vLLM #21500",),
 )
 VLLM_LORA_TOWER = Entry(
     "VLLM_LORA_TOWER",
@@ -64,5 +64,4 @@ VLLM_LORA_FEATURE = Entry(
     "A setting of peft that vLLM has no counterpart for",
     "vLLM refuses the adapter when it is loaded",
     _MERGE,
-    ("vLLM #7441",),
 )

@@ -16,7 +16,6 @@ EOS_DISAGREES = Entry(
     (
         "LLaMA-Factory PR #10834",
         "LLaMA-Factory #9338",
-        "LLaMA-Factory #8501",
         "LLaMA-Factory #2075",
     ),
 )
@@ -39,7 +38,8 @@ EOS_NOT_TEMPLATE_END = Entry(
         "LLaMA-Factory #7943",
         "LLaMA-Factory #2884",
         "LLaMA-Factory #1727",
-        "LLaMA-Factory #8501",
+        "verl #1246",
+        "EasyR1 PR #11007",
     ),
 )
 EOS_MISSING = Entry(
@@ -87,9 +87,9 @@ GENERATION_CONFIG_MISSING = Entry(
     "GENERATION_CONFIG_MISSING",
     Severity.INFO,
     "No generation_config.json",
-    "sampling defaults and end tokens of the base are lost: verl's merger drops the file",
+    "sampling defaults and end tokens of the base are lost: verl's Megatron merger drops it",
     "copy generation_config.json of the base, with the trained tokenizer's EOS",
-    ("verl #1246",),
+    ("verl #7198",),
 )
 TOKENIZER_MISSING = Entry(
     "TOKENIZER_MISSING",

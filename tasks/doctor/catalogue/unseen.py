@@ -59,9 +59,9 @@ UNSEEN: tuple[Unseen, ...] = (
         "findings: DTYPE_NOT_OF_BASE, TEMPLATE_NOT_OF_BASE",
     ),
     Unseen(
-        _of(LLaMA_Factory="2505 5930 9346"),
-        "right before the merge and garbage after it, with LoRA under ZeRO, Gemma 2 and "
-        "remote code",
+        _of(LLaMA_Factory="2505 5930 8501 9346"),
+        "right before the merge and garbage after it, with LoRA under ZeRO, Gemma 2, remote "
+        "code, or a newer transformers",
         "the causes that files show are EMPTY_TENSOR, WRONG_BASE and REMOTE_CODE; numerics of "
         "a model class show in the drift that flows/deliver.py measures",
     ),
@@ -113,6 +113,11 @@ UNSEEN: tuple[Unseen, ...] = (
         _RUN,
     ),
     Unseen(
+        _of(peft="2603"),
+        "LoRA with trainable_token_indices fails under ZeRO-3 when the model is wrapped",
+        _RUN,
+    ),
+    Unseen(
         _of(OpenRLHF="1225 PR1233 PR1234 PR1253 343 1049"),
         "optimisers and schedulers that crash or hang",
         _RUN,
@@ -122,6 +127,29 @@ UNSEEN: tuple[Unseen, ...] = (
         "the model learnt something else than was meant: always EOS, a token outside of the "
         "loss, pairs without a difference",
         "the weights are valid; the data were not",
+    ),
+    Unseen(
+        _of(vLLM="34591 41754 55193 42008 49063 55545 PR41384", sglang="PR27381 PR21864"),
+        "a server answers with the base under an adapter's name, or with parts of the adapter",
+        "the files are right: flows/deliver.py merges the adapter and measures what vLLM serves",
+    ),
+    Unseen(
+        _of(
+            verl="7495 PR7453",
+            verl_omni="552",
+            trl="5312",
+            vLLM="32718",
+            miles="PR1087",
+            xtuner="PR2044",
+        ),
+        "rollouts of RL come from weights that are not the trainer's",
+        "no file is written; an online run compares what vLLM computes with after each sync and "
+        "before each request",
+    ),
+    Unseen(
+        _of(sglang="35797", transformers="48154", unsloth="7792"),
+        "a loader or converter changes the model: MTP dropped, other embeddings, GGUF",
+        "the files are right; flows/deliver.py compares what is served with what was trained",
     ),
     Unseen(
         _of(aprender="507"),

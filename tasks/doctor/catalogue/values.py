@@ -20,7 +20,6 @@ LORA_B_ZERO = Entry(
     "the merged model is the base, bit for bit. Training did not reach it, or ZeRO-3 saved it "
     "before the parameters were gathered",
     "take the checkpoint that was trained; compare its step with this one's",
-    ("LLaMA-Factory #6105",),
 )
 ALL_ZERO = Entry(
     "ALL_ZERO",

@@ -67,9 +67,11 @@ ZERO: dict[str, Broken] = {
         (f"{_LF} #7665", "peft #2450"),
     ),
     "token rows never gathered": Broken(
-        "EMPTY_TENSOR", "token-rows", by.emptied("trainable_tokens_delta"), ("peft #2603",)
+        "EMPTY_TENSOR", "token-rows", by.emptied("trainable_tokens_delta")
     ),
-    "a file of 40 bytes": Broken("NO_TENSORS", "lora", _no_tensors, ("peft #2500", "trl #4416")),
+    "a file of 40 bytes": Broken(
+        "NO_TENSORS", "lora", _no_tensors, ("peft #2500", "trl #4416", "Flow-Factory #156")
+    ),
     "empty beside a good .bin": Broken(
         "TWO_WEIGHT_SETS", "lora", _empty_beside_good, (f"{_RLHF} #651",)
     ),
@@ -119,11 +121,11 @@ SETTINGS: dict[str, Broken] = {
         (f"{_LF} #7665",),
     ),
     "modules_to_save lost": Broken(
-        "ADAPTER_UNEXPLAINED", "biases", by.said(_CONFIG, bias="none"), ("vLLM #7441",)
+        "ADAPTER_UNEXPLAINED", "biases", by.said(_CONFIG, bias="none")
     ),
     "indices of other rows": Broken(
         "ADAPTER_TOKENS", "token-rows",
-        by.said(_CONFIG, trainable_token_indices={"embed_tokens": [1, 2]}), ("peft #2603",),
+        by.said(_CONFIG, trainable_token_indices={"embed_tokens": [1, 2]}),
     ),
     "PiSSA": Broken("ADAPTER_INIT", "lora", by.said(_CONFIG, init_lora_weights="pissa")),
     "no base named": Broken(
@@ -140,7 +142,8 @@ SETTINGS: dict[str, Broken] = {
 
 BASES: dict[str, Broken] = {
     "half of the keys": Broken(
-        "ADAPTER_COVERAGE", "lora", by.dropped("layers.1.", name=ADAPTER), (f"{_RLHF} #682",)
+        "ADAPTER_COVERAGE", "lora", by.dropped("layers.1.", name=ADAPTER),
+        (f"{_RLHF} #682", "ms-swift #6481"),
     ),
     "every other key": Broken(
         "ADAPTER_COVERAGE", "lora", by.dropped("layers.0.self_attn", name=ADAPTER),
@@ -195,11 +198,11 @@ SERVING: dict[str, Broken] = {
         "VLLM_LORA_MODULES_TO_SAVE", "saved-whole", by.as_it_is,
         ("vLLM #9280", "vLLM #4186", "vLLM #32599", "vLLM #7441"),
     ),
-    "rows of tokens": Broken("VLLM_LORA_KEY", "token-rows", by.as_it_is, ("vLLM #7441",)),
+    "rows of tokens": Broken("VLLM_LORA_KEY", "token-rows", by.as_it_is, ("vLLM #21500",)),
     "pairs on a tower": Broken(
         "VLLM_LORA_TOWER", "lora", by.tensors(_vision_pairs, ADAPTER), ("vLLM #21500",), base=""
     ),
-    "biases": Broken("VLLM_LORA_FEATURE", "biases", by.as_it_is, ("vLLM #7441",)),
+    "biases": Broken("VLLM_LORA_FEATURE", "biases", by.as_it_is),
 }  # fmt: skip
 
 BROKEN_ADAPTERS = {**ZERO, **HEADS, **SETTINGS, **BASES, **SERVING}

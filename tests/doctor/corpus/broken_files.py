@@ -49,6 +49,12 @@ def _shard_gone(folder: Path, _: Corpus) -> None:
     next(folder.glob("model-00002*")).unlink()
 
 
+def _tensor_gone(folder: Path, corpus: Corpus) -> None:
+    """A tensor that the index names and its shard does not hold."""
+    name = next(folder.glob("model-00002*")).name
+    by.tensors(lambda held: held.pop(next(iter(held))), name)(folder, corpus)
+
+
 def _fused(held: Tensors) -> None:
     """transformers 5's layout in memory, written as it is."""
     for layer in (0, 1):
@@ -92,6 +98,15 @@ FILES: dict[str, Broken] = {
     "truncated": Broken("BAD_HEADER", "qwen2", by.cut(), (f"{_LF} #1910",)),
     "header cut": Broken("BAD_HEADER", "qwen2", by.cut(keep=0.01), (f"{_LF} #1910",)),
     "shard gone": Broken("INDEX_MISSING_FILE", "sharded", _shard_gone),
+    "index of more than was written": Broken(
+        "INDEX_MISSING_KEY", "sharded", _tensor_gone, ("Relax PR #148",)
+    ),
+    "nothing exported": Broken(
+        "WEIGHTS_MISSING", "qwen2", by.removed(MODEL), ("Megatron-Bridge #1883",)
+    ),
+    "final norm not exported": Broken(
+        "TENSOR_MISSING", "qwen2", by.dropped("model.norm.weight"), ("Megatron-Bridge #4107",)
+    ),
     "total_size counts tensors": Broken("INDEX_TOTAL_SIZE", "sharded", _total_size),
     "raw state dict": Broken(
         "FOREIGN_FORMAT", "mixtral", by.both(
@@ -99,7 +114,7 @@ FILES: dict[str, Broken] = {
         ("vLLM #2386",),
     ),
     "generation config gone": Broken(
-        "GENERATION_CONFIG_MISSING", "qwen2", by.removed("generation_config.json"), ("verl #1246",)
+        "GENERATION_CONFIG_MISSING", "qwen2", by.removed("generation_config.json"), ("verl #7198",)
     ),
     "remote code": Broken(
         "REMOTE_CODE", "llama", by.said(auto_map={"AutoModelForCausalLM": "modeling_x.X"}),
@@ -161,7 +176,7 @@ KEYS: dict[str, Broken] = {
         "ARCHITECTURE_KEYS", "gemma3", by.both(
             by.dropped("vision_tower", "multi_modal_projector"),
             by.renamed(lambda k: k.replace("language_model.", ""))),
-        ("unsloth #1770", "vLLM #15031"),
+        ("unsloth #1770", "vLLM #15031", "GPTQModel #2694"),
     ),
     "a text class with the multimodal model_type": Broken(
         "ARCHITECTURE_MODEL_TYPE", "gemma3", by.said(architectures=["Gemma3ForCausalLM"]),
@@ -188,21 +203,19 @@ KEYS: dict[str, Broken] = {
     ),
     "an expert gone": Broken(
         "EXPERTS_INCOMPLETE", "qwen3_moe", by.dropped("layers.1.mlp.experts.2."),
-        ("1Cat-vLLM PR #21", "GPTQModel #2694"),
     ),
     "a layer's experts gone": Broken(
         "EXPERTS_INCOMPLETE", "mixtral", by.dropped("layers.1.block_sparse_moe.experts"),
-        ("1Cat-vLLM PR #21",),
     ),
     "fused experts": Broken(
         "EXPERTS_FUSED", "qwen3_moe", by.tensors(_fused),
-        ("vLLM PR #36997", "vLLM PR #31849", "MoE-Infinity PR #108"),
+        ("vLLM PR #36997", "vLLM PR #31849", "MoE-Infinity PR #108", "1Cat-vLLM PR #21"),
     ),
     "experts in two layouts": Broken(
         "EXPERTS_MIXED", "qwen3_moe", by.tensors(_half_fused), ("1Cat-vLLM PR #21",)
     ),
     "fewer experts than said": Broken(
-        "EXPERTS_COUNT", "qwen3_moe", by.said(num_local_experts=3), ("GPTQModel #2694",)
+        "EXPERTS_COUNT", "qwen3_moe", by.said(num_local_experts=3)
     ),
 }  # fmt: skip
 

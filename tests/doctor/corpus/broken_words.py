@@ -94,14 +94,16 @@ WORDS: dict[str, Broken] = {
     "EOS of the base in both configurations": Broken(
         "EOS_DISAGREES", "qwen2", by.both(
             by.token_id("config.json", 7), by.token_id("generation_config.json", [7])),
-        (f"{_LF} PR #10834", f"{_LF} #9338", f"{_LF} #8501"),
+        (f"{_LF} PR #10834", f"{_LF} #9338"),
     ),
     "EOS of the base in one": Broken(
         "EOS_CONFIGS_DIFFER", "qwen2", by.token_id("config.json", 7), (f"{_LF} #9338",)
     ),
     "turns end with what stops nothing": Broken(
         "EOS_NOT_TEMPLATE_END", "qwen2", by.token_id("generation_config.json", 0),
-        (f"{_LF} #3594", f"{_LF} #7943", f"{_LF} #2884", f"{_LF} #1727", f"{_LF} #8501"),
+        (f"{_LF} #3594", f"{_LF} #7943", f"{_LF} #2884", f"{_LF} #1727", "verl #1246",
+            "EasyR1 PR #11007",
+        ),
     ),
     "no end token": Broken(
         "EOS_MISSING", "qwen2", by.both(
@@ -155,7 +157,7 @@ STORED: dict[str, Broken] = {
         "QUANT_CONFIG_ABSENT", "nf4", by.said(quantization_config=None)
     ),
     "states left by a merge": Broken(
-        "QUANT_RESIDUE", "llama", by.tensors(_packed_residue), ("open-instruct #427",)
+        "QUANT_RESIDUE", "llama", by.tensors(_packed_residue)
     ),
     "states lost": Broken(
         "QUANT_PARTIAL", "nf4", by.dropped(".absmax", ".quant_", ".nested_", only=60),
@@ -173,7 +175,7 @@ STORED: dict[str, Broken] = {
     ),
     "the base again": Broken(
         "MERGED_EQUALS_BASE", "merged", _as_base,
-        (f"{_LF} #6105", "verl #7285", "verl #4553", "verl #3087"), values=True,
+        (f"{_LF} #9051", f"{_LF} #6105", "verl #7285", "verl #4553", "verl #3087"), values=True,
     ),
     "another base": Broken(
         "WRONG_BASE", "merged", by.as_it_is, (f"{_LF} #4913",), base="llama"

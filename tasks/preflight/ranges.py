@@ -73,6 +73,7 @@ LIMITS: tuple[tuple[str, float, float, float], ...] = (
     ("rl.correction_high", 1, _MANY, 2),
     ("rl.correction_low", 0, 1, 0.5),
     ("rl.mismatch_limit", _TINY, _MANY, 0.1),
+    ("rl.mismatch_factor", 0, _MANY, 4),
     ("rollout.max_new_tokens", 1, _MANY, 64),
     ("rollout.max_prompt_len", 1, _MANY, 256),
     ("rollout.temperature", _TINY, 100, 1),

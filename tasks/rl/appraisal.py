@@ -36,6 +36,7 @@ class Appraiser:
         job: what to do.
         online: sections `rl`, `rollout`, `reward`.
         recipe: the algorithm.
+        usual: the mismatch that this run began with, and its limits.
     """
 
     engine: Any
@@ -45,6 +46,7 @@ class Appraiser:
     job: TrainJob
     online: Online
     recipe: Recipe
+    usual: correction.Usual
 
     @property
     def asks_policy_alone(self) -> bool:
@@ -121,19 +123,8 @@ class Appraiser:
         """
         assert got.old is not None
         differs = correction.mismatch(got.old, got.sampled)
-        self._require_same_engine(differs, iteration)
+        self.usual.require_within(differs, iteration)
         return compared(got.old, differs)
-
-    def _require_same_engine(self, differs: correction.Mismatch, iteration: int) -> None:
-        limit = self.online.loop.mismatch_limit
-        if not differs.mean_abs <= limit:
-            raise TrainingError(
-                f"iteration {iteration}: log-probabilities of trainer and engine "
-                f"differ by {differs.mean_abs:.3g} on average, more than "
-                f"rl.mismatch_limit={limit:g}: what is sampled is not what is trained",
-                hint="rollout.engine=transformers samples from the trainer itself; "
-                "rl.mismatch_limit=<more> accepts the difference",
-            )
 
     def _require_near(self, kl_now: float, iteration: int) -> None:
         limit = self.online.loop.kl_limit

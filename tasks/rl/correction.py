@@ -1,9 +1,9 @@
-"""The rollout engine computes the policy in other kernels than the trainer: how far off, and what
-is done about it.
+"""Train-inference mismatch: its size, its limits, and importance weights that correct for it.
 
-Replies are drawn from the engine's distribution and trained on as if from the trainer's. With
-r = exp(trainer's - engine's log-probability), expectations are right again when every token's part
-is weighted by r; the kinds differ in what becomes of a large or small r:
+The rollout engine computes the policy with other kernels than the trainer. Responses are sampled
+from the engine's distribution and trained on as if from the trainer's. With r = exp(trainer's -
+engine's log-probability), expectations are right again when every token's part is weighted by r;
+the kinds differ in the treatment of a large or small r:
 
     none            1, whatever r is
     tis             min(r, high): Yao et al. 2025, "Your efficient RL framework secretly brings you
@@ -17,7 +17,8 @@ is weighted by r; the kinds differ in what becomes of a large or small r:
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import statistics
+from dataclasses import dataclass, field
 
 import torch
 
@@ -25,10 +26,71 @@ from tasks.errors import TrainingError
 from tasks.rl.advantages import spread, sums
 from tasks.rl.knobs import CORRECTIONS
 
+FIRST = 5
+"""Iterations whose median mismatch is the usual one of a run."""
+FLOOR = 0.1
+"""The relative limit is never below this share of `mismatch_limit`: below it, kernels differ."""
+
+
+@dataclass
+class Usual:
+    """The mismatch of a run's first iterations, and the limit that follows from it.
+
+    A policy that is trained further than the one that answers drifts away from it slowly, and
+    passes any limit that has room for other kernels. Against the run's own beginning it shows.
+
+    Attributes:
+        limit: absolute, `rl.mismatch_limit`.
+        factor: `rl.mismatch_factor`; 0: no relative limit.
+        first: mean absolute differences of the first iterations, at most `FIRST`.
+    """
+
+    limit: float
+    factor: float
+    first: list[float] = field(default_factory=list)
+
+    @property
+    def relative(self) -> float | None:
+        """Largest mismatch that the first iterations allow; None: there is no such limit yet."""
+        if not self.first or not self.factor:
+            return None
+        return max(self.factor * statistics.median(self.first), FLOOR * self.limit)
+
+    def require_within(self, differs: Mismatch, iteration: int) -> None:
+        """Check one iteration, and remember it where it is one of the first.
+
+        Raises:
+            TrainingError: the mismatch is above one of the two limits.
+        """
+        now, relative = differs.mean_abs, self.relative
+        began = f"iteration {iteration}: trainer and engine differ by {now:.3g} nats per token "
+        hint = "rollout.engine=transformers samples from the trainer itself; "
+        if not now <= self.limit:
+            raise TrainingError(
+                f"{began}(mean absolute log-prob difference), more than "
+                f"rl.mismatch_limit={self.limit:g}: what is sampled is not what is trained",
+                hint=f"{hint}rl.mismatch_limit=<more> accepts the difference",
+            )
+        if relative is not None and not now <= relative:
+            raise TrainingError(
+                f"{began}(mean absolute log-prob difference), {now / self._median:.3g} times the "
+                f"{self._median:.3g} of the first iterations, which is below rl.mismatch_limit="
+                f"{self.limit:g} and above {relative:.3g}: the engine falls behind the trainer",
+                details=[f"the first iterations: {', '.join(f'{one:.3g}' for one in self.first)}"],
+                hint=f"{hint}rl.mismatch_factor=<more> accepts the difference, 0 any below "
+                "rl.mismatch_limit",
+            )
+        if len(self.first) < FIRST:
+            self.first.append(now)
+
+    @property
+    def _median(self) -> float:
+        return max(statistics.median(self.first), 1e-12)
+
 
 @dataclass(frozen=True)
 class Mismatch:
-    """Distance of the trainer's log-probabilities from the engine's, in nats a token.
+    """Distance of the trainer's log-probabilities from the engine's, in nats per token.
 
     Attributes:
         mean_abs: mean absolute difference.

@@ -9,10 +9,13 @@ what it would have done.
 from __future__ import annotations
 
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
+from tasks.errors import PlumblineError
 from tasks.events import emit
 from tasks.rl import kl
 from tasks.rl.appraisal import Appraiser
@@ -32,6 +35,19 @@ from tasks.training.job import TrainJob
 from tasks.training.selection import direction, has_stopped, judge
 
 CONTROLLER = "kl_controller"
+MISMATCH = "first_mismatches"
+
+
+@contextmanager
+def _named(iteration: int) -> Iterator[None]:
+    """Let every error of ours say in which iteration it was."""
+    try:
+        yield
+    except PlumblineError as error:
+        if not error.message.startswith("iteration "):
+            error.message = f"iteration {iteration}: {error.message}"
+            error.args = (error.message,)
+        raise
 
 
 @dataclass
@@ -75,6 +91,7 @@ class OnlineTrainer:
     def __post_init__(self) -> None:
         kept = self.progress.kept.get(CONTROLLER)
         self.controller = kl.controller(self.online.loop, kept)
+        self.appraiser.usual.first = list(self.progress.kept.get(MISMATCH, []))
 
     def run(self) -> dict[str, float]:
         """All iterations that are left, with evaluations and checkpoints between them. Emits events
@@ -95,7 +112,9 @@ class OnlineTrainer:
         if progress.before is None:
             progress.before = self.evaluate("before")
         while progress.step < last and not has_stopped(progress, self.job.settings.evaluate):
-            self._note(self.iterate(progress.step + 1), last=last)
+            with _named(progress.step + 1):
+                record = self.iterate(progress.step + 1)
+            self._note(record, last=last)
             self._evaluate_and_save(last=last)
         return self._leave()
 
@@ -142,6 +161,7 @@ class OnlineTrainer:
         progress.last = record
         progress.seconds += record["step_s"]
         progress.kept[CONTROLLER] = self.controller.as_dict()
+        progress.kept[MISMATCH] = list(self.appraiser.usual.first)
         shown = self._due(self.job.settings.log_every, progress.step) or progress.step == last
         if self.ranks.first and shown:
             emit("step", **record)

@@ -43,7 +43,7 @@ def merged_tensors(module: nn.Module, facts: ModelFacts) -> Iterator[tuple[str, 
     """
     keys = disk_keys(facts)
     model = model_of(module)
-    layers = dict(_adapted(model))
+    layers = dict(adapted(model))
     given: dict[str, Held] = {}
     for name, parameter in model.named_parameters():
         plain = _plain(name)
@@ -89,8 +89,8 @@ def _contract(facts: ModelFacts) -> list[Expected]:
     return [*held.values(), *tied]
 
 
-def _adapted(model: nn.Module) -> Iterator[tuple[str, Any]]:
-    """Layers with the policy's pair, by the name of the layer below."""
+def adapted(model: nn.Module) -> Iterator[tuple[str, Any]]:
+    """Layers with the policy's adapter, by the name of the layer below it."""
     from peft.tuners.lora import LoraLayer
 
     for name, layer in model.named_modules():

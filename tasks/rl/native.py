@@ -18,10 +18,12 @@ from tasks.errors import TrainingError
 from tasks.rl.drawing import sample
 from tasks.rl.growing import Asked, Growing, cut
 from tasks.rl.handoff import Policy
+from tasks.rl.merged import adapted
 from tasks.rl.replies import Generated, Request
 from tasks.rl.rollout import Published, reply_seeds, require_room
 from tasks.rl.settings import Rollout
 from tasks.training import attention
+from tasks.training.fused_lora import ADAPTER
 from tasks.training.packed_model import give_back_attention, model_of
 
 
@@ -56,6 +58,7 @@ class NativeEngine:
     ) -> list[list[Generated]]:
         """Answer this rank's requests, see `rollout.Engine`."""
         self._policy.require_current(self.version)
+        self._require_adapter()
         require_room(requests, self._rollout, self._policy.ranks.rank)
         most = self._rollout.max_new_tokens
         asked = [
@@ -81,6 +84,27 @@ class NativeEngine:
 
     def close(self) -> None:
         """Nothing is left."""
+
+    def _require_adapter(self) -> None:
+        """Check that the module computes with the policy's adapter, and with no other one.
+
+        Raises:
+            TrainingError: naming the layers that do not.
+        """
+        wrong = [
+            f"{name}: active {layer.active_adapters}, off {layer.disable_adapters}, merged "
+            f"{layer.merged_adapters}"
+            for name, layer in adapted(model_of(self._policy.engine.module))
+            if layer.disable_adapters or layer.merged or layer.active_adapters != [ADAPTER]
+        ]
+        if wrong:
+            raise TrainingError(
+                f"version {self.version} of the policy would not be sampled from: its adapter is "
+                f"not what {len(wrong)} layers compute with, first {wrong[0]}",
+                details=wrong[:20],
+                hint="rl.kl_coef=0 asks no reference, for which the adapter is switched off; and "
+                "please report it",
+            )
 
     @property
     def _together(self) -> bool:

@@ -14,6 +14,7 @@ from tasks.events import emit
 from tasks.rl.algorithms import Recipe, recipe
 from tasks.rl.appraisal import Appraiser
 from tasks.rl.collect import Collector
+from tasks.rl.correction import Usual
 from tasks.rl.critic import CRITIC, Critic, start_critic
 from tasks.rl.critic_files import write_critic
 from tasks.rl.loop import OnlineTrainer
@@ -151,6 +152,7 @@ class _Rank:
                 self.job,
                 self.online,
                 self.algorithm,
+                Usual(loop.mismatch_limit, loop.mismatch_factor),
             ),
             ranks=self.ranks,
             job=self.job,

@@ -51,8 +51,10 @@ class Loop:
             sequence_mask.
         correction_high: largest ratio trainer to engine that counts in full.
         correction_low: smallest; icepop and sequence_mask.
-        mismatch_limit: mean absolute difference of log-probabilities between trainer and engine,
-            in nats, past which training stops.
+        mismatch_limit: trainer-engine log-prob difference (mean absolute, nats per token) past
+            which training stops.
+        mismatch_factor: the same, in multiples of the median of the first five iterations, once it
+            is above a tenth of `mismatch_limit`; 0: no such limit.
     """
 
     prompts: int = 32
@@ -84,6 +86,7 @@ class Loop:
     correction_high: float = 2.0
     correction_low: float = 0.5
     mismatch_limit: float = 0.1
+    mismatch_factor: float = 4.0
 
 
 @dataclass(frozen=True)

@@ -155,7 +155,8 @@ class VllmEngine:
         self._running.wake()
         if self._policy.as_adapter:
             with self._policy.adapter_folder() as folder:
-                self._running.take_adapter(folder, version)
+                failed = _refused(lambda: self._running.take_adapter(folder, version))
+            self._require_all(failed)
             return len(self._policy.parameters)
         count = 0
 
@@ -165,8 +166,14 @@ class VllmEngine:
                 count += 1
                 yield key, tensor
 
-        self._running.take_weights(counted(), version)
+        self._require_all(_refused(lambda: self._running.take_weights(counted(), version)))
         return count
+
+    def _require_all(self, failed: PlumblineError | None) -> None:
+        """Raise the first rank's error on every rank, so that none waits for another."""
+        for error in self._policy.ranks.all_objects(failed):
+            if error is not None:
+                raise error
 
     @cached_property
     def _facts(self) -> ModelFacts:
@@ -191,6 +198,15 @@ class VllmEngine:
         seeds = [seed for one in requests for seed in reply_seeds(one)]
         self._running.wake()
         return self._running.generate(prompts, seeds, greedy=greedy)
+
+
+def _refused(work: Callable[[], None]) -> PlumblineError | None:
+    """Return the error of ours that `work` raises, or None."""
+    try:
+        work()
+    except PlumblineError as error:
+        return error
+    return None
 
 
 def _tried(work: Callable[[], T]) -> tuple[T | None, str]:

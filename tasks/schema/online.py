@@ -92,6 +92,7 @@ class Rl:
     correction_high: float = 2.0
     correction_low: float = 0.5  # icepop, sequence_mask
     mismatch_limit: float = 0.1  # nats a token between trainer and engine past which training stops
+    mismatch_factor: float = 4.0  # times the first iterations' mismatch; 0: no such limit
 
 
 @dataclass

@@ -22,6 +22,7 @@ from tasks.errors import ArtifactError, TrainingError
 from tasks.serving.colocation import Answer, Colocation, Sampling, room_for_rank
 from tasks.serving.cpu_linear import use_fp32_products
 from tasks.serving.guest import engine_class, on_gpu, undisturbed
+from tasks.serving.loaded_weights import LoadedWeights
 from tasks.serving.lora_ops import use_single_adapter_products
 
 if TYPE_CHECKING:
@@ -44,11 +45,13 @@ class Colocated:
     _llm: Any = field(default=None, repr=False)
     _adapter: Any = field(default=None, repr=False)
     _asleep: bool = field(default=False, repr=False)
+    _loaded: Any = field(default=None, repr=False)
 
     def __post_init__(self) -> None:
         """Start it. Raises ConfigError, or what vLLM raises."""
         with undisturbed():
             self._llm = _start(self.how, self.sampling)
+        self._loaded = LoadedWeights(self._llm)
 
     def take_adapter(self, folder: Path, version: int) -> None:
         """Put an adapter in the place of the one before.
@@ -59,6 +62,7 @@ class Colocated:
 
         Raises:
             ArtifactError: vLLM refuses it, or holds another one afterwards.
+            TrainingError: what it computes with afterwards are not these tensors.
         """
         from vllm.lora.request import LoRARequest
 
@@ -77,7 +81,12 @@ class Colocated:
             ) from error
         held = set(core.list_loras())
         if held != {version}:
-            raise ArtifactError(f"vLLM holds adapters {sorted(held)} where {version} was given")
+            raise ArtifactError(
+                f"vLLM holds adapters {sorted(held)} where version {version} of the policy was "
+                "synced",
+                hint="rollout=transformers",
+            )
+        self._loaded.require_adapter(folder, version)
         self._adapter = request
         self.version = version
 
@@ -91,16 +100,22 @@ class Colocated:
 
         Raises:
             ArtifactError: vLLM refuses them.
+            TrainingError: what it computes with afterwards are not these tensors.
         """
         self.version = 0
+        sent: dict[str, torch.Tensor] = {}
+        recorded = self._loaded.recorded(tensors, version, sent)
         try:
             with undisturbed():
-                self._llm.collective_rpc("reload_weights", kwargs={"weights_iterator": tensors})
+                self._llm.collective_rpc("reload_weights", kwargs={"weights_iterator": recorded})
         except (ValueError, RuntimeError, KeyError, AssertionError) as error:
             raise ArtifactError(
                 f"vLLM refuses version {version} of the policy: {_first_line(error)}",
                 hint="rollout=transformers",
             ) from error
+        for _ in recorded:  # what vLLM has not taken was sent all the same
+            pass
+        self._loaded.require_weights(sent, version)
         self.version = version
 
     def generate(
@@ -114,9 +129,10 @@ class Colocated:
             greedy: take the likeliest token instead.
 
         Raises:
-            TrainingError: past the time limit.
+            TrainingError: past the time limit, or the weights are not those that were synced.
         """
         core = self._llm.llm_engine
+        self._loaded.require_unchanged()
         with undisturbed():
             self._llm.reset_prefix_cache()
             for number, (prompt, seed) in enumerate(zip(prompts, seeds, strict=True)):
@@ -129,17 +145,25 @@ class Colocated:
             return self._finish(len(prompts))
 
     def _finish(self, count: int) -> list[Answer]:
+        """Step until every request has its response; none is left behind when that fails."""
+        try:
+            return self._responses(count)
+        except TrainingError:
+            self._llm.llm_engine.abort_request([str(number) for number in range(count)])
+            raise
+
+    def _responses(self, count: int) -> list[Answer]:
         core, found = self._llm.llm_engine, {}
         until = time.monotonic() + self.how.timeout_s
         while core.has_unfinished_requests():
-            for output in core.step():
-                if output.finished:
-                    found[int(output.request_id)] = _answer(output.outputs[0])
+            finished = [output for output in core.step() if output.finished]
+            if finished:
+                self._loaded.require_used()
+            for output in finished:
+                found[int(output.request_id)] = _answer(output.outputs[0])
             if time.monotonic() > until:
-                left = [str(number) for number in range(count) if number not in found]
-                core.abort_request(left)
                 raise TrainingError(
-                    f"rollouts: {len(left)} of {count} replies are not there after "
+                    f"rollouts: {count - len(found)} of {count} replies are not there after "
                     f"{self.how.timeout_s:g} s",
                     hint="rollout.timeout_s=<more>, or shorter: rollout.max_new_tokens=<less>",
                 )

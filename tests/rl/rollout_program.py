@@ -41,6 +41,7 @@ from tasks.training.model import load_model, load_tokenizer  # noqa: E402
 from tasks.training.packed_model import give_back_attention, model_of  # noqa: E402
 from tasks.training.score_head import gathered  # noqa: E402
 from tasks.training.zero_config import deepspeed_config  # noqa: E402
+from tests.rl.stale_faults import stale_weights  # noqa: E402
 
 END = 256
 FUSED = {"qkv_proj": ("q_proj", "k_proj", "v_proj"), "gate_up_proj": ("gate_proj", "up_proj")}
@@ -161,6 +162,7 @@ def watch(bench: Bench) -> dict[str, Any]:
         seen["other weights"] = other_weights(bench, answering)
         seen["behind"] = bench.behind(answering.generate(mine, greedy=True))
         seen["versions"] = versions
+        seen["faults"] = stale_weights(bench, answering, mine)
         seen["left"] = sorted(path.name for path in MEMORY.glob(f"{PREFIX}{os.getppid()}*"))
     after = _process()
     seen["undisturbed"] = [name for name in before if before[name] != after[name]]

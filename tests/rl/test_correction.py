@@ -89,3 +89,49 @@ def test_numbers_that_are_not_finite_end_training(which: int, whose: str, bad: f
     with pytest.raises(TrainingError, match=f"2 of 10 of {whose} log-probabilities") as caught:
         correction.mismatch(*both)
     assert "train.lr" in caught.value.hint
+
+
+def usual(*first: float) -> correction.Usual:
+    """A run that began with this mismatch, one number an iteration."""
+    run = correction.Usual(limit=0.1, factor=4.0)
+    for iteration, value in enumerate(first, 1):
+        run.require_within(correction.Mismatch(value, value, value), iteration)
+    return run
+
+
+HEALTHY = (0.0058, 0.0064, 0.0068, 0.0053, 0.0047)
+"""GRPO on the toy, seed 0."""
+
+
+def test_a_drift_below_the_absolute_limit_is_stopped() -> None:
+    run = usual(*HEALTHY)
+    assert run.relative == pytest.approx(4 * 0.0058)
+    with pytest.raises(TrainingError) as caught:
+        run.require_within(correction.Mismatch(0.0233, 1.0, 0.01), 9)
+    assert caught.value.message.startswith("iteration 9: trainer and engine differ by 0.0233 nats")
+    assert "4.02 times the 0.0058 of the first iterations" in caught.value.message
+    assert "rl.mismatch_factor=<more>" in caught.value.hint
+    run.require_within(correction.Mismatch(0.0231, 1.0, 0.01), 9)
+
+
+def test_only_the_first_iterations_say_what_is_usual() -> None:
+    run = usual(*HEALTHY, 0.02, 0.02, 0.02)
+    assert run.first == list(HEALTHY)
+
+
+def test_a_mismatch_of_rounding_has_no_relative_limit_of_rounding() -> None:
+    run = usual(1e-7, 0.0, 2e-7)
+    run.require_within(correction.Mismatch(0.0099, 1.0, 0.01), 4)
+    with pytest.raises(TrainingError, match="the engine falls behind the trainer"):
+        run.require_within(correction.Mismatch(0.0101, 1.0, 0.01), 5)
+
+
+@pytest.mark.parametrize("value", [0.1001, 3.0])
+def test_the_absolute_limit_stays(value: float) -> None:
+    for run in (usual(), usual(0.09, 0.09), correction.Usual(0.1, 0.0, [1e-3])):
+        with pytest.raises(TrainingError, match="more than rl.mismatch_limit=0.1"):
+            run.require_within(correction.Mismatch(value, 4.0, 1.0), 3)
+
+
+def test_without_a_factor_there_is_no_relative_limit() -> None:
+    correction.Usual(0.1, 0.0, [1e-3]).require_within(correction.Mismatch(0.0999, 1.0, 0.1), 3)

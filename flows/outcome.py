@@ -1,4 +1,4 @@
-"""What a command line says of a flow that has ended, and its exit status."""
+"""The text that a command line prints at the end of a flow, and its exit status."""
 
 from __future__ import annotations
 
@@ -23,8 +23,9 @@ def exit_status(state: Any, runs: Path) -> int:
         return completed(runs)
     error = state.result(raise_on_failure=False)
     ours = isinstance(error, PlumblineError)
-    said = error.report() if ours else f"{type(error).__name__}: {error}"
-    print(f"\n{said}\n  logs: {runs / 'logs'}", file=sys.stderr)
+    text = error.report() if ours else f"{type(error).__name__}: {error}"
+    logs = "" if ours and error.log else f"\n  logs: {runs / 'logs'}"
+    print(f"\n{text}{logs}", file=sys.stderr)
     return error.exit_code if ours else 1
 
 

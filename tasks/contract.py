@@ -8,7 +8,7 @@ the artifact it judges. `judge` compares it with the tensors found and gives one
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Protocol
 
 from tasks.errors import ContractError
@@ -28,12 +28,25 @@ class Expected:
 
 @dataclass(frozen=True)
 class Check:
-    """One assertion and its verdict: what was looked at, what was expected, what was found."""
+    """One assertion and its verdict.
+
+    Attributes:
+        name: of the tensor or property.
+        expected: the condition.
+        found: the value.
+        ok: True if the value meets the condition.
+        hint: what to look at and what to type if it does not; not part of the stored verdict.
+    """
 
     name: str
     expected: str
     found: str
     ok: bool
+    hint: str = field(default="", compare=False)
+
+    def as_dict(self) -> dict[str, str | bool]:
+        """The verdict as plain JSON; `Check(**verdict)` reads it."""
+        return {"name": self.name, "expected": self.expected, "found": self.found, "ok": self.ok}
 
 
 class TensorLike(Protocol):
@@ -75,7 +88,13 @@ def judge(expected: Iterable[Expected], found: Mapping[str, TensorLike]) -> list
 
 
 def require(checks: Iterable[Check], *, stage: str, hint: str = "") -> None:
-    """Raise one `ContractError` that lists every failed check."""
+    """Raise one `ContractError` that lists every failed check.
+
+    Args:
+        checks: the verdicts.
+        stage: whose they are.
+        hint: of the error; "" takes that of the first failed check that has one.
+    """
     failed = [check for check in checks if not check.ok]
     if not failed:
         return
@@ -87,5 +106,5 @@ def require(checks: Iterable[Check], *, stage: str, hint: str = "") -> None:
         f"{stage}: contract not met: {len(failed)} failed, first {first.name}: "
         f"expected {first.expected}, found {first.found}",
         details=shown,
-        hint=hint,
+        hint=hint or next((check.hint for check in failed if check.hint), ""),
     )

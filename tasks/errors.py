@@ -33,6 +33,8 @@ class PlumblineError(Exception):
     exit_code = 1
     stage = ""
     """The stage that failed; the mechanism fills it in."""
+    log = ""
+    """The log of that stage's children; filled in likewise, where there is one."""
 
     def __init__(self, message: str, *, details: Sequence[str] = (), hint: str = "") -> None:
         super().__init__(message)
@@ -44,13 +46,15 @@ class PlumblineError(Exception):
         return (_rebuild, (type(self), self.message, self.__dict__))
 
     def report(self) -> str:
-        """The whole error as a person should read it: message, details, what to do."""
+        """The whole error as a person should read it: message, details, what to do, log."""
         named = f"{self.stage} failed: " if self.stage else ""
         lines = [named + self.message.removeprefix(f"{self.stage}: ")]
         told = len(self.details) == 1 and self.details[0] in self.message  # nothing to add
         lines += [] if told else [f"  {line}" for line in self.details]
         if self.hint:
             lines.append(f"  -> {self.hint}")
+        if self.log:
+            lines.append(f"  log: {self.log}")
         return "\n".join(lines)
 
 

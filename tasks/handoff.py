@@ -114,7 +114,14 @@ def copy_files(source: Path, out: Path) -> list[str]:
 
 
 def measure(
-    score: Score, model: ModelRef, *, trained: Path, out: Path, limit: DriftLimit, exact: bool
+    score: Score,
+    model: ModelRef,
+    *,
+    trained: Path,
+    out: Path,
+    limit: DriftLimit,
+    exact: bool,
+    cause: str = "",
 ) -> tuple[Moved, Check]:
     """Take the print of `model` into `out` and judge its distance from the trained one.
 
@@ -124,12 +131,13 @@ def measure(
         trained: the `shards` artifact with training's own print.
         out: directory that gets the print, under the same name.
         limit: what the profile admits.
-        exact: also hold the mean within twice the engine's own repeat noise.
+        exact: the mean must also stay within twice the engine's own repeat noise.
+        cause: the likeliest cause of a failure and what to type.
     """
     path = print_in(trained)
     reference = load_print(path)
     found = moved(reference, score(model, path, out / path.name))
-    return found, verdict(found, limit, reference.noise if exact else None)
+    return found, verdict(found, limit, reference.noise if exact else None, cause=cause)
 
 
 def carry_over(

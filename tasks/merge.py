@@ -102,8 +102,24 @@ def merge(
     if not all(check.ok for check in checks):
         return StageReport("weights", tuple(checks), metrics, notes)
     model = ModelRef(out, dtype=dtype, attn_implementation=source.attn_implementation)
-    measured, verdict = measure(score, model, trained=trained, out=out, limit=profile, exact=False)
+    measured, verdict = measure(
+        score, model, trained=trained, out=out, limit=profile, exact=False,
+        cause=_cause(mode, source),
+    )  # fmt: skip
     return StageReport("weights", (*checks, verdict), metrics, notes, measured)
+
+
+def _cause(mode: str, source: Trained) -> str:
+    """Why a merge that is right in every sampled row may give another model, and what to type."""
+    if mode == "original" and source.quantization is not None:
+        return (
+            "the adapter was trained on the base in 4 bits and merged into the one in 16: "
+            "merge.base=auto"
+        )
+    return (
+        "every sampled row is base + adapter, so rounding or the training engine's own fingerprint "
+        "differs: convert.dtype=float32 rules out rounding"
+    )
 
 
 def _output(output: Mapping[str, Any] | None, source: Trained) -> tuple[str, int]:

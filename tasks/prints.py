@@ -1,6 +1,6 @@
-"""What a model does: log-probabilities of a language model, scores of a reward model.
+"""Fingerprints of either kind: log-probabilities of a language model, scores of a reward model.
 
-Training leaves one of the two, and every hand-off is held to it.
+Training leaves one of the two, and every hand-off is compared with it.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from pathlib import Path
 
 from tasks.contract import Check
 from tasks.errors import ArtifactError, DriftError
-from tasks.fingerprint import Drift, DriftLimit, Fingerprint, drift, within
+from tasks.fingerprint import PROFILES, Drift, DriftLimit, Fingerprint, drift, within
 from tasks.reward_drift import RewardDrift, exceeds
 from tasks.score_print import SCORES, ScorePrint, score_drift
 
@@ -81,10 +81,31 @@ def verdict(
     noise: float | None = None,
     *,
     name: str = "drift from the trained model",
+    cause: str = "",
 ) -> Check:
-    """The verdict on a drift, as one check of that name."""
+    """Return the verdict on a drift as one check.
+
+    Args:
+        found: the drift.
+        limit: its limits.
+        noise: the reference engine's repeat noise, where the drift must not exceed it.
+        name: of the check.
+        cause: the likeliest cause and what to type, for the hint of a failure.
+    """
     expected = allowed(found, limit)
     if noise is not None:
         expected += f", on average <= twice the repeat noise {noise:.2e}"
     exceeded = too_far(found, limit, noise)
-    return Check(name, expected, told(found), ok=not exceeded)
+    hint = "; ".join(filter(None, (cause, _admitted_by(found) if noise is None else "")))
+    return Check(name, expected, told(found), ok=not exceeded, hint=hint)
+
+
+def _admitted_by(found: Moved) -> str:
+    """The strictest profile that admits a drift, and how to ask for it."""
+    for name, limit in PROFILES.items():
+        if not too_far(found, limit):
+            return (
+                f"the {name} profile admits it, if you accept the difference: "
+                f"gate={name} (flows/deliver.py: smoke.profile={name})"
+            )
+    return "no profile admits it: this is another model than the one that was trained"

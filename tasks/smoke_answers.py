@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -102,5 +101,5 @@ def write_report(
     out: Path, checks: Sequence[Check], metrics: Mapping[str, float], notes: Mapping[str, Any]
 ) -> None:
     """Write `report.json`."""
-    document = {"checks": [asdict(c) for c in checks], "metrics": metrics, "notes": notes}
+    document = {"checks": [c.as_dict() for c in checks], "metrics": metrics, "notes": notes}
     (out / "report.json").write_text(json.dumps(document, indent=1, sort_keys=True) + "\n")

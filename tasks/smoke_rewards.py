@@ -117,7 +117,10 @@ def _write(
     metrics: Mapping[str, float],
     pairs: Sequence[tuple[float, float]],
 ) -> None:
-    document: dict[str, Any] = {"checks": [asdict(one) for one in checks], "metrics": dict(metrics)}
+    document: dict[str, Any] = {
+        "checks": [one.as_dict() for one in checks],
+        "metrics": dict(metrics),
+    }
     (out / "report.json").write_text(json.dumps(document, indent=1) + "\n")
     with (out / "pairs.jsonl").open("w") as file:
         for chosen, rejected in pairs:

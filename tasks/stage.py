@@ -33,6 +33,8 @@ from tasks.source_closure import PACKAGES, source_digest
 from tasks.tracking import StageRun, Tracker
 
 CONTRACT = "contract.json"
+REFERENCE_LOG = "reference.log"
+"""Log of the scorer, which all stages of a run share."""
 
 Observe = Callable[
     [StageRun, Any], contextlib.AbstractContextManager[Callable[[dict[str, Any]], None]]
@@ -173,7 +175,7 @@ class Mechanism:
 
         def work(log: Any) -> StageResult:
             started = time.monotonic()
-            with _stage_named(name), self.tracker.stage(name, origin) as run:
+            with self._stage_named(name), self.tracker.stage(name, origin) as run:
                 reused = (
                     None if {name, stage.name} & self.force else self._reusable(final, stage, log)
                 )
@@ -191,6 +193,18 @@ class Mechanism:
 
         self.results.append(self.call(name, work))
         return self.results[-1]
+
+    @contextlib.contextmanager
+    def _stage_named(self, name: str) -> Iterator[None]:
+        """Note in an error which stage failed, and the log that its children wrote to."""
+        try:
+            yield
+        except PlumblineError as error:
+            error.stage = error.stage or name
+            own = self.logs / f"{name.rpartition('.')[2]}.log"
+            measured = self.logs.parent / REFERENCE_LOG if self.name else self.logs / REFERENCE_LOG
+            error.log = error.log or next((str(p) for p in (own, measured) if p.is_file()), "")
+            raise
 
     def _reusable(self, final: Path, stage: Stage, log: Any) -> Artifact | None:
         if not final.exists():
@@ -218,7 +232,7 @@ class Mechanism:
             report = function(work, **arguments)
             if report.kind != origin.kind:
                 raise PlumblineError(f"{origin.stage} made {report.kind}, not {origin.kind}")
-            verdicts = [asdict(check) for check in report.checks]
+            verdicts = [check.as_dict() for check in report.checks]
             (work / CONTRACT).write_text(json.dumps(verdicts, indent=1) + "\n")
             run.contract(verdicts)
             require(report.checks, stage=origin.stage)
@@ -244,15 +258,6 @@ def as_prefect_task(name: str, work: Callable[[Any], StageResult]) -> StageResul
     # A task that returns a State hands that State back when it was called directly.
     result: StageResult = returned if isinstance(returned, StageResult) else returned.result()
     return result
-
-
-@contextlib.contextmanager
-def _stage_named(name: str) -> Iterator[None]:
-    try:
-        yield
-    except PlumblineError as error:
-        error.stage = error.stage or name
-        raise
 
 
 NO_SPACE = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}

@@ -6,7 +6,7 @@ import pickle
 
 import pytest
 
-from tasks.contract import Expected, judge, require
+from tasks.contract import Check, Expected, judge, require
 from tasks.errors import ContractError, StageProcessError
 from tasks.weights.header import TensorInfo
 
@@ -49,6 +49,18 @@ def test_require_lists_every_failure_at_once_and_survives_pickling() -> None:
     assert "\n" not in str(error)
     assert [line.split(":")[0] for line in error.details] == ["t0", "t1", "t2"]
     assert error.report().endswith("-> look at the shards")
+
+
+def test_the_hint_is_that_of_the_first_failed_check_which_has_one() -> None:
+    checks = [
+        Check("a", "1", "1", ok=True, hint="passed"),
+        Check("b", "1", "2", ok=False),
+        Check("c", "1", "2", ok=False, hint="type this"),
+    ]
+    with pytest.raises(ContractError) as caught:
+        require(checks, stage="merge")
+    assert caught.value.hint == "type this"
+    assert checks[2].as_dict() == {"name": "c", "expected": "1", "found": "2", "ok": False}
 
 
 def test_a_child_process_error_survives_pickling_with_its_own_fields() -> None:

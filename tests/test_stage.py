@@ -39,7 +39,8 @@ def mechanism(tmp_path: Path, database: str) -> Mechanism:
 
 def write(out: Path, *, text: str, log: object, ok: bool = True, **inputs: Path) -> StageReport:
     (out / "text.txt").write_text(text + "".join(sorted(inputs)))
-    checks = (Check("t", "BF16 [2]", "BF16 [2]" if ok else "BF16 [0]", ok=ok),)
+    found = "BF16 [2]" if ok else "BF16 [0]"
+    checks = (Check("t", "BF16 [2]", found, ok=ok, hint="look at t"),)
     return StageReport("weights", checks=checks, metrics={"n": len(text)}, notes={"said": text})
 
 
@@ -110,6 +111,17 @@ class TestRefusal:
         assert {r.info.status for r in runs} == {"FAILED"}
         child = next(r for r in runs if r.data.tags.get("stage") == "write")
         assert child.data.metrics["contract/failed"] == 1
+
+    def test_the_error_has_the_checks_hint_and_names_the_stages_log(
+        self, mechanism: Mechanism
+    ) -> None:
+        mechanism.logs.mkdir()
+        for name in ("reference.log", "write.log"):  # the scorer's; the stage's own goes first
+            (mechanism.logs / name).write_text("")
+            with pytest.raises(ContractError) as caught:
+                run(mechanism, "one", context={"ok": False})
+            lines = caught.value.report().splitlines()
+            assert lines[-2:] == ["  -> look at t", f"  log: {mechanism.logs / name}"]
 
     def test_a_full_disk_is_named_and_nothing_stays(self, mechanism: Mechanism) -> None:
         def fill(out: Path, **_: object) -> StageReport:

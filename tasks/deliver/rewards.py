@@ -112,7 +112,7 @@ def reward_smoke(
         Check("engine", f"{engine} loads the model", "loaded", ok=True),
         verdict(moved, profile, name="rewards against those before"),
     )
-    document = {"engine": engine, "checks": [asdict(one) for one in checks], **asdict(moved)}
+    document = {"engine": engine, "checks": [one.as_dict() for one in checks], **asdict(moved)}
     (out / "report.json").write_text(json.dumps(document, indent=1) + "\n")
     log.info("smoke_eval: rewards move by %.2e of their spread", moved.mean_difference)
     metrics = {f"reward/{name}": value for name, value in asdict(moved).items()}

@@ -138,7 +138,7 @@ def smoke(
         verdicts.drift_check(moved, profile, where),
         verdicts.greedy_check(agreement, settings.greedy_tokens),
     )
-    document = {"engine": engine, "checks": [asdict(one) for one in checks], **moved.as_dict()}
+    document = {"engine": engine, "checks": [one.as_dict() for one in checks], **moved.as_dict()}
     (out / "report.json").write_text(json.dumps(document, indent=1) + "\n")
     log.info("smoke_eval: mean KL %.2e in %s", moved.mean_kl, engine)
     notes = {"engine": engine, "settings": asdict(settings)}

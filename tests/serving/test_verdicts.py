@@ -7,6 +7,7 @@ import pytest
 
 from tasks.errors import ArtifactError
 from tasks.fingerprint import PROFILES, Drift
+from tasks.prints import verdict
 from tasks.serving import verdicts
 from tasks.serving.ties import Agreement
 
@@ -53,6 +54,12 @@ def test_drift_check_names_the_stage_only_when_it_fails() -> None:
         "mean KL 2.00e-01 > 1e-03; p95 KL 5.00e-01 > 5e-03; top-1 agreement 0.5000 < 0.97; "
         "drift appeared at: merge"
     )
+
+
+def test_a_failed_drift_check_names_the_profile_that_admits_it() -> None:
+    mild = Drift(mean_kl=2e-3, p95_kl=6e-3, max_kl=0.1, top1_agreement=0.99, cosine=1.0)
+    assert "gate=relaxed" in verdict(mild, STANDARD, cause="rounding").hint
+    assert verdict(MOVED, STANDARD).hint.startswith("no profile admits it")
 
 
 def test_first_mover() -> None:

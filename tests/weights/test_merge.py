@@ -103,6 +103,9 @@ def test_qlora_into_the_original_base_is_another_model(qwen, qlora_adapter, qlor
     )
     assert report.notes["merge_base"] == "original"
     assert failed(report.checks) == ["drift from the trained model"]
+    assert "the base in 4 bits and merged into the one in 16: merge.base=auto; " in (
+        report.checks[-1].hint
+    )
     expected = _peft_merge(state_of(qwen.path), qwen.path, qlora_adapter)
     found = state_of(out)
     assert [name for name in found if not torch.equal(found[name], expected[name])] == []

@@ -142,6 +142,12 @@ def _without_equals(words: Sequence[str], names: Vocabulary) -> tuple[list[str],
             overrides.append(word)  # deletes a key
             continue
         key, equals, value = word.partition("=")
+        if equals and _is_open(value) and rest and not _is_override(rest[0]):
+            while rest and _is_open(value):
+                value += f" {rest.pop(0)}"
+            message = f"{key}: the shell splits a value at blanks; put it between quotes"
+            problems.append(Problem(message, hint=f"{key}='{value}'"))
+            continue
         bare = key.lstrip("+")
         if equals and not path and (value or not rest or _is_override(rest[0])):
             overrides.append(word)
@@ -149,7 +155,7 @@ def _without_equals(words: Sequence[str], names: Vocabulary) -> tuple[list[str],
             names.has(bare) or rest[:1] == ["="] or equals
         ):
             problems.append(_no_value(word, bare, rest, names))
-        elif names.program in POSITIONAL and (path or not names.suggest(bare)):
+        elif names.program in POSITIONAL:
             folders.append(word)
         else:
             problems.append(Problem(f"{word}: {_what(word)}", hint=_meant(word, names)))
@@ -167,12 +173,16 @@ def _is_override(word: str) -> bool:
     return "=" in word[1:] or word.startswith(("~", "+", "-"))
 
 
+def _is_open(value: str) -> bool:
+    return any(value.count(a) > value.count(b) for a, b in ("[]", "{}", "()"))
+
+
 def _no_value(word: str, key: str, rest: list[str], names: Vocabulary) -> Problem:
     """Return the problem of `train.lr 1e-4`, `train.lr = 1e-4`, `train.lr= 1e-4`, `train.lr`."""
     joined = word.endswith("=")
     if rest and rest[0] in _ASSIGN:
         joined = bool(rest.pop(0))
-    value = VALUE
+    value = "true" if names.kind(key) == "true or false" else VALUE
     if rest and (joined or not _is_override(rest[0])):
         value = rest.pop(0)
     blanks = "; no blanks around the equals sign" if joined else ""

@@ -70,6 +70,10 @@ def examine(settings: Mapping[str, Any]) -> Report:
         raise ConfigError(
             f"out={out} lies in source={source}, which is only read", hint="out=<a file elsewhere>"
         )
+    for key in ("source", "base"):
+        if settings[key] and not _folder(settings[key]).is_dir():
+            what = "is a file" if _folder(settings[key]).is_file() else "no such folder"
+            raise ConfigError(f"{key}={settings[key]}: {what}", hint=f"{key}=<folder>")
     try:
         with bounded_memory(settings["source"]):
             found = audit(source, base=_folder(base) if base else None, values=settings["values"])

@@ -16,8 +16,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from flows.config import Composed, compose_config
+from flows.config import Composed, compose_config, vocabulary
 from flows.overrides import split
+from flows.vocabulary import nearest
 from tasks.errors import ConfigError
 
 
@@ -62,9 +63,7 @@ def links(composed: Composed, overrides: Sequence[str]) -> list[Link]:
     plain, of_links = split(overrides)
     strangers = sorted(set(of_links) - set(chain))
     if strangers:
-        given = f"{strangers[0]}:{of_links[strangers[0]][0]}"
-        known = ", ".join(chain) or "none; +exp=qlora has sft, reward and ppo"
-        raise ConfigError(f"{given}: the chain has no link {strangers[0]}", hint=f"links: {known}")
+        raise _no_step(strangers[0], of_links[strangers[0]][0], list(chain))
     if not chain:
         return [Link("", composed)]
     found: list[Link] = []
@@ -73,6 +72,18 @@ def links(composed: Composed, overrides: Sequence[str]) -> list[Link]:
         config = _composed(name, [*plain, *own, *of_links.get(name, ())])
         found.append(Link(name, config, rewarded=any(before), based=not all(before)))
     return found
+
+
+def _no_step(name: str, override: str, steps: Sequence[str]) -> ConfigError:
+    """Return the error for an override of a step that the chain does not have."""
+    near = " or ".join(f"{step}:{override}" for step in nearest(name, steps, n=1))
+    if vocabulary("rlhf").has(f"{name}.{override.partition('=')[0]}"):
+        near = f"{name}.{override}"  # a colon typed for a dot
+    known = f"its steps are {', '.join(steps)}" if steps else "+exp=qlora has one"
+    return ConfigError(
+        f"{name}:{override}: the chain has no step {name}; {known}",
+        hint=near or f"+exp=qlora ppo:{override}",
+    )
 
 
 def _composed(name: str, overrides: Sequence[str]) -> Composed:

@@ -129,13 +129,17 @@ def test_a_run_without_a_chain_is_one_link(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("experiment", "hint"),
-    [("+exp=qlora", "links: sft, reward, ppo"), ("+exp=sft_qlora", "links: none; +exp=qlora has")],
+    [("+exp=qlora", "ppo:train.lr=1"), ("+exp=sft_qlora", "+exp=qlora ppo:train.lr=1")],
 )
 def test_a_link_that_there_is_not(experiment: str, hint: str) -> None:
     given = [experiment, "pppo:train.lr=1"]
-    with pytest.raises(ConfigError, match="pppo:train.lr=1: the chain has no link pppo") as caught:
+    with pytest.raises(ConfigError, match="pppo:train.lr=1: the chain has no step pppo") as caught:
         links(compose(given), given)
-    assert caught.value.hint.startswith(hint)
+    assert caught.value.hint == hint
+    section = [experiment, "train:lr=1"]
+    with pytest.raises(ConfigError, match="no step train") as caught:
+        links(compose(section), section)
+    assert caught.value.hint == "train.lr=1"
 
 
 def test_what_is_wrong_in_several_links_is_said_at_once(tmp_path: Path) -> None:

@@ -88,8 +88,8 @@ def test_a_broken_one_by_a_relative_path_and_as_json(tmp_path: Path) -> None:
 def test_what_cannot_be_read(tmp_path: Path) -> None:
     make_model(tmp_path / "it")
     for overrides, said in (
-        ([f"source={tmp_path}/it/config.json"], "Not a directory"),
-        ([f"source={tmp_path}/it", f"base={tmp_path}/absent"], "absent: cannot be read: No such"),
+        ([f"source={tmp_path}/it/config.json"], "config.json: is a file"),
+        ([f"source={tmp_path}/it", f"base={tmp_path}/absent"], "absent: no such folder"),
         ([f"source={tmp_path}/it", f"out={tmp_path}/it/report.json"], "which is only read"),
         ([f"source={tmp_path}/it", "fix=true"], "out_dir="),
         (["vlues=true"], "values"),

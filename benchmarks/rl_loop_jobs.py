@@ -111,6 +111,7 @@ def _settings(ask: Ask) -> Any:
     return Settings(
         objective="grpo",
         dtype=ask.dtype,
+        gradient_checkpointing=False,
         save_steps=0,
         probes=1,
         peft=Peft("lora", rank=RANK, alpha=2 * RANK),

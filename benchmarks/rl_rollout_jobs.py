@@ -166,17 +166,23 @@ def _policy(ask: Ask) -> tuple[Any, Any, Any, Any]:
     from tasks.bf16_linear import use_fp32_where_faster
     from tasks.rl.settings import Online
     from tasks.training.engine import Ranks, start_engine
-    from tasks.training.job import Batch, Peft, Settings, TrainJob, Zero
+    from tasks.training.job import Batch, Launch, Optim, Peft, Settings, TrainJob, Zero
     from tasks.training.model import load_model, load_tokenizer
     from tasks.training.zero_config import deepspeed_config
 
     use_fp32_where_faster()
+    rollout = {
+        "max_new_tokens": 64, "max_prompt_len": 256, "kv_cache_gib": 0.25, "max_num_seqs": 16,
+    }  # fmt: skip
     settings = Settings(
         objective="grpo",
         peft=Peft("lora", rank=HANDED_RANK, alpha=HANDED_RANK),
         zero=Zero(0),
-        batch=Batch(1, 1),
-        online={"rl": {}, "reward": {}, "rollout": {"kv_cache_gib": 0.25, "max_num_seqs": 16}},
+        optim=Optim(lr=1e-4),
+        batch=Batch(1, 1, max_len=1024),
+        launch=Launch(nproc=1),
+        gradient_checkpointing=False,
+        online={"rl": {}, "reward": {}, "rollout": rollout},
     )
     base, out = Path(ask.base), Path(ask.out)
     ranks, job = Ranks(), TrainJob(settings, base, "b", base, out, out)

@@ -62,7 +62,7 @@ def ours(ask: Ask) -> None:
         zero=Zero(0),
         optim=Optim(lr=ask.lr),
         batch=Batch(ask.rows, ask.rows * ask.nproc, max_steps=ask.steps, max_len=1024),
-        launch=Launch(nproc=ask.nproc, threads=int(os.environ.get("OMP_NUM_THREADS", 0)) or None),
+        launch=Launch(ask.nproc, threads=int(os.environ.get("OMP_NUM_THREADS", 0)) or None),
     )
     started, seen = time.monotonic(), []
     found: list[tuple[int, float]] = []

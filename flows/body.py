@@ -51,7 +51,16 @@ def run_flow(name: str, overrides: list[str]) -> dict[str, Any]:
         attempt = Attempt.begin(
             name, composed, in_prefect(name), tracker=tracker_of(composed), exp=exp
         )
+        attempt.summary.defaults = [line for link in chain for line in defaults_of(link)]
         return attempt.run(" ".join(filter(None, (name, exp))), partial(_stages, chain=chain))
+
+
+def defaults_of(link: Link) -> list[str]:
+    """Return the lines about computed defaults of a link that trains a real model."""
+    if link.composed.settings["model"]["kind"] == "toy":
+        return []  # the embedded model's numbers are nobody's choice
+    name = f"{link.name}: " if link.name else ""
+    return [f"{name}{line}" for line in link.composed.defaults]
 
 
 def experiment_of(overrides: list[str]) -> str | None:

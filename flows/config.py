@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from enum import Enum
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -13,15 +15,17 @@ from hydra.core.config_store import ConfigStore
 from hydra.core.global_hydra import GlobalHydra
 from hydra.core.singleton import Singleton
 from hydra.errors import HydraException
-from omegaconf import DictConfig, OmegaConf
+from omegaconf import DictConfig, Node, OmegaConf
 from omegaconf.errors import MissingMandatoryValue, OmegaConfBaseException
 
 from flows.config_errors import as_config_error, missing_value, refuse_unknown
 from flows.vocabulary import Vocabulary
 from tasks.deliver.schema import Deliver
 from tasks.errors import ConfigError
+from tasks.preflight.model import look
 from tasks.schema import Rlhf
 from tasks.schema.audit import Audit
+from tasks.schema.defaults import ONLINE, RULES, default
 from tasks.tracking import redact
 
 CONF = Path(__file__).resolve().parents[1] / "conf"
@@ -30,6 +34,36 @@ CONF = Path(__file__).resolve().parents[1] / "conf"
 SCHEMAS: dict[str, type] = {"rlhf": Rlhf, "deliver": Deliver, "audit": Audit}
 """By root file: what Hydra checks against."""
 
+
+def _default(*, _root_: DictConfig, _node_: Node) -> Any:
+    """Resolve `${default:}`, the computed default of the key that it is the value of."""
+    return default(_node_._get_full_key(None), partial(_setting, _root_)).value
+
+
+def _toy(value: Any, *others: Any, _root_: DictConfig, _node_: Node) -> Any:
+    """Resolve `${toy:value,other}`: one value with the embedded model, another with all others.
+
+    The other value is the key's default where it is left out: the rule's, or else null.
+    """
+    if _setting(_root_, "model.kind") == "toy":
+        return value
+    if others:
+        return others[0]
+    key = _node_._get_full_key(None)
+    return default(key, partial(_setting, _root_)).value if key in RULES else None
+
+
+def _setting(config: DictConfig, key: str) -> Any:
+    """Return a setting, or a fact of its base model: the `get` of `tasks/schema/defaults.py`."""
+    if key in ("model.parameters", "model.context"):
+        known, _ = look(_setting(config, "model.kind"), config.model.path)
+        return getattr(known, key.rpartition(".")[2])
+    value = OmegaConf.select(config, key)
+    return value.name if isinstance(value, Enum) else value
+
+
+OmegaConf.register_new_resolver("default", _default, replace=True)
+OmegaConf.register_new_resolver("toy", _toy, replace=True)
 ConfigStore.instance().store(name="schema", node=Rlhf)
 ConfigStore.instance().store(name="deliver_schema", node=Deliver)
 ConfigStore.instance().store(name="audit_schema", node=Audit)
@@ -45,6 +79,7 @@ class Composed:
         runs: absolute path of `paths.runs`.
         tracking_uri: MLflow's, the default filled in.
         tracking_root: folder for logged files; None when a server keeps them.
+        defaults: lines about defaults that were computed: key, value, what it is the default for.
     """
 
     settings: dict[str, Any]
@@ -52,6 +87,7 @@ class Composed:
     runs: Path
     tracking_uri: str
     tracking_root: Path | None
+    defaults: tuple[str, ...] = ()
 
     @classmethod
     def of(cls, config: DictConfig) -> Composed:
@@ -82,7 +118,21 @@ class Composed:
             runs=runs,
             tracking_uri=uri or f"sqlite:///{store / 'mlflow.db'}",
             tracking_root=None if uri and not uri.startswith("sqlite:") else store / "artifacts",
+            defaults=tuple(_computed(config, settings)) if root is Rlhf else (),
         )
+
+
+def _computed(config: DictConfig, settings: Mapping[str, Any]) -> Iterator[str]:
+    """Yield a line about every default that a rule computed."""
+    online = settings["train"]["objective"] in ONLINE
+    for key in RULES:
+        section, _, name = key.partition(".")
+        if section == "rollout" and not online:
+            continue
+        written = OmegaConf.to_container(config[section], resolve=False)[name]
+        found = default(key, partial(_setting, config))
+        if isinstance(written, str) and "${" in written and settings[section][name] == found.value:
+            yield found.line(key)
 
 
 def compose_config(

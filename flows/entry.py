@@ -11,6 +11,7 @@ import os
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from itertools import pairwise
 
 import hydra
 from hydra.core.hydra_config import HydraConfig
@@ -64,7 +65,9 @@ def _hydra(config_name: str, job: Job, arguments: Arguments) -> int:
             statuses.append(_run(job, config, arguments.for_links))
 
     program = hydra.main(version_base="1.3", config_path=str(CONF), config_name=config_name)(task)
-    words = [*arguments.flags, *arguments.overrides]
+    shown = {("--cfg", "job"), ("-c", "job")} & set(pairwise(arguments.flags))
+    # Computed defaults are shown as numbers.
+    words = [*arguments.flags, *arguments.overrides, *(["--resolve"] if shown else [])]
     try:
         with _environment(_RAISE, "1"), _arguments(words):
             program()

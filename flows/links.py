@@ -13,13 +13,14 @@ model that the one before it serves; a reward model is nobody's base, and scores
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from flows.config import Composed, compose_config, vocabulary
-from flows.overrides import split
+from flows.overrides import keys, split
 from flows.vocabulary import nearest
 from tasks.errors import ConfigError
+from tasks.preflight.unread import unread
 
 
 @dataclass(frozen=True)
@@ -31,12 +32,15 @@ class Link:
         composed: its configuration.
         rewarded: whether a link before it trains a reward model.
         based: whether a link before it trains a model that this one begins with.
+        typed: keys that the command line sets, for it alone or (in the last link) for a run none of
+            whose links reads them.
     """
 
     name: str
     composed: Composed
     rewarded: bool = False
     based: bool = False
+    typed: tuple[str, ...] = ()
 
     @property
     def objective(self) -> str:
@@ -65,12 +69,16 @@ def links(composed: Composed, overrides: Sequence[str]) -> list[Link]:
     if strangers:
         raise _no_step(strangers[0], of_links[strangers[0]][0], list(chain))
     if not chain:
-        return [Link("", composed)]
+        return [Link("", composed, typed=tuple(keys(plain)))]
     found: list[Link] = []
     for name, own in chain.items():
         before = [link.objective == "reward" for link in found]
         config = _composed(name, [*plain, *own, *of_links.get(name, ())])
-        found.append(Link(name, config, rewarded=any(before), based=not all(before)))
+        typed = tuple(keys(of_links.get(name, ())))
+        found.append(Link(name, config, rewarded=any(before), based=not all(before), typed=typed))
+    idle = (_unread(link, keys(plain)) for link in found)
+    nowhere = set.intersection(*idle)  # a key of the run is for the links that read it
+    found[-1] = replace(found[-1], typed=(*found[-1].typed, *sorted(nowhere)))
     return found
 
 
@@ -84,6 +92,11 @@ def _no_step(name: str, override: str, steps: Sequence[str]) -> ConfigError:
         f"{name}:{override}: the chain has no step {name}; {known}",
         hint=near or f"+exp=qlora ppo:{override}",
     )
+
+
+def _unread(link: Link, typed: Sequence[str]) -> set[str]:
+    settings = link.composed.settings
+    return {finding.what for finding in unread(settings, typed, rewarded=link.rewarded)}
 
 
 def _composed(name: str, overrides: Sequence[str]) -> Composed:

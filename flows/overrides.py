@@ -18,6 +18,12 @@ def split(overrides: Sequence[str]) -> tuple[list[str], dict[str, list[str]]]:
     return plain, found
 
 
+def keys(overrides: Sequence[str]) -> list[str]:
+    """Return what overrides set: dotted keys, and groups. Setting nothing (null, none) is none."""
+    pairs = (override.lstrip("+~").partition("=") for override in overrides)
+    return [key.partition("@")[0] for key, _, value in pairs if value not in ("null", "none")]
+
+
 def apart(overrides: Sequence[str]) -> tuple[list[str], list[str]]:
     """Overrides of the run, and those of links as they were given."""
     of_links = [o for o in overrides if _FOR_LINK.fullmatch(o)]

@@ -101,11 +101,11 @@ _ADAPTER = {
 }
 
 _MODEL_AND_DATA = {
-    "model_name_or_path": "model=hf model.path={}",
-    "model_name": "model=hf model.path={}",
-    "model_id": "model=hf model.path={}",
-    "base_model": "model=hf model.path={}",
-    "pretrain": "model=hf model.path={}",
+    "model_name_or_path": "model.path={}",
+    "model_name": "model.path={}",
+    "model_id": "model.path={}",
+    "base_model": "model.path={}",
+    "pretrain": "model.path={}",
     "model_revision": "model.revision={}",
     "flash_attn": "model.attn_implementation=flash_attention_2",
     "use_flash_attention_2": "model.attn_implementation=flash_attention_2",
@@ -177,7 +177,7 @@ PEERS: Mapping[str, Mapping[str, str]] = {
         **_ADAPTER,
         **_MODEL_AND_DATA,
         **_REWARDS,
-        **dict.fromkeys(_DATASETS, "data=jsonl data.path={}"),
+        **dict.fromkeys(_DATASETS, "data.path={}"),
     },
     "deliver": {
         **{name: text.replace("model.dtype", "convert.dtype") for name, text in _DTYPES.items()},

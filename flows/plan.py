@@ -38,7 +38,9 @@ def check(links: Sequence[Link], *, shown: bool = False) -> None:
         settings = link.composed.settings
         rank = _estimate(settings)
         try:
-            found = preflight(settings, link.composed.runs, rank, rewarded=link.rewarded)
+            found = preflight(
+                settings, link.composed.runs, rank, rewarded=link.rewarded, typed=link.typed
+            )
         except ConfigError as error:
             problems.append(_named(error, link))
             continue
@@ -72,13 +74,16 @@ def render(links: Sequence[Link]) -> str:
 
 def _of_link(link: Link) -> str:
     composed, settings = link.composed, link.composed.settings
-    said = findings(settings, composed.runs, _estimate(settings), rewarded=link.rewarded)
+    rank = _estimate(settings)
+    said = findings(settings, composed.runs, rank, rewarded=link.rewarded, typed=link.typed)
     found = [f"  {f.severity}: {f}" for f in said]
     return "\n".join(
         [
             f"runs: {composed.runs}",
             "stages:",
             *(f"  {name:<13} {state}" for name, state in forecast(link)),
+            "defaults:",
+            *(f"  {line}" for line in composed.defaults or ["none"]),
             *_memory(settings),
             "deepspeed:",
             *_deepspeed(settings),

@@ -29,6 +29,7 @@ class Summary:
     eval: dict[str, float | None] = field(default_factory=dict)
     error: str | None = None
     findings: list[dict[str, Any]] = field(default_factory=list)
+    defaults: list[str] = field(default_factory=list)
 
     def write(self, runs: Path, run_id: str, texts: dict[str, str]) -> Path:
         """Write into `<runs>/reports/<run_id>/` and point `<runs>/latest` there, atomically."""
@@ -86,6 +87,7 @@ class Summary:
 
     def _closing(self) -> list[str]:
         lines = evaluation_lines(self.eval)
+        lines += [line for line in self.defaults if "train." in line]
         if self.findings:
             dealt = sum(bool(one["handled"]) for one in self.findings)
             rest = len(self.findings) - dealt

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 import psutil
@@ -18,6 +19,16 @@ _NAMES = (
 def has_gpu() -> bool:
     """Whether an NVIDIA device is there."""
     return Path("/dev/nvidia0").exists()
+
+
+def gpu_count() -> int:
+    """Return the number of NVIDIA GPUs that CUDA shows to this process."""
+    if not has_gpu():
+        return 0
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    if visible is not None:
+        return len([name for name in visible.split(",") if name.strip() not in ("", "-1")])
+    return len([path for path in Path("/dev").glob("nvidia*") if path.name[6:].isdigit()])
 
 
 def available_memory() -> int:

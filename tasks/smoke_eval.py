@@ -47,16 +47,16 @@ class SmokeSettings:
         tensor_parallel: processes that share the model in vLLM.
     """
 
-    greedy_tokens: int = 5
-    max_new_tokens: int = 64
-    eval_samples: int = 200
-    kv_cache_gib: int = 1
-    max_model_len: int | None = None
-    timeout_s: float = 900.0
-    min_stop_rate: float = 0.9
-    max_degenerate_rate: float = 0.02
-    threads: int | None = None
-    tensor_parallel: int = 1
+    greedy_tokens: int
+    max_new_tokens: int
+    eval_samples: int
+    kv_cache_gib: int
+    max_model_len: int | None
+    timeout_s: float
+    min_stop_rate: float
+    max_degenerate_rate: float
+    threads: int | None
+    tensor_parallel: int
 
 
 def smoke_eval(

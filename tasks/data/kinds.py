@@ -24,6 +24,7 @@ from tasks.data.conversations import conversation
 from tasks.data.messages import Message
 from tasks.data.pairs import labelled, preference
 from tasks.data.texts import document
+from tasks.schema.defaults import ONLINE
 
 Payload = dict[str, Any]
 
@@ -88,7 +89,7 @@ PROMPTS = Kind(
     asked,
     (("messages",), ("prompt",)),
     ("response", "system", "answer"),
-    ("ppo", "grpo", "dr_grpo", "rloo", "reinforce_pp", "reinforce_pp_baseline", "gspo"),
+    ONLINE,
 )
 KINDS = {kind.name: kind for kind in (CONVERSATIONS, PAIRS, LABELLED, TEXTS, PROMPTS)}
 

@@ -16,6 +16,7 @@ imports torch or any other heavy library.
     answers.py    what replies are compared with
     online.py     learning from one's own replies: loop, rollouts, rewards
     texts.py      raw texts in place of conversations
+    unread.py     settings that were typed and have no effect
     machine.py    disk, memory, compiler
     engine.py     memory of the engine that serves
 """
@@ -23,6 +24,7 @@ imports torch or any other heavy library.
 from __future__ import annotations
 
 import shutil
+from collections.abc import Sequence
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
@@ -44,6 +46,7 @@ from tasks.preflight import (
     ranges,
     texts,
     together,
+    unread,
     vocabulary,
 )
 from tasks.preflight.finding import Finding
@@ -63,6 +66,7 @@ def findings(
     rank: MemoryEstimate | None = None,
     *,
     rewarded: bool = False,
+    typed: Sequence[str] = (),
 ) -> list[Finding]:
     """Everything that is wrong with a run of `settings` on this machine.
 
@@ -71,6 +75,7 @@ def findings(
         runs: folder that everything goes under; need not exist.
         rank: what a rank needs to train; None when it is unknown.
         rewarded: whether an earlier chain trains the reward model.
+        typed: keys that were set on the command line, for this run.
     """
     train, peft, zero = settings["train"], settings["peft"], settings["zero"]
     known, problems = model.look(settings["model"]["kind"], settings["model"]["path"])
@@ -129,6 +134,11 @@ def findings(
     problems += answers.answers(settings)
     problems += online.online(settings, known, rewarded=rewarded, on_cpu=on_cpu)
     problems += texts.fit(settings)
+    problems += unread.loss(train)
+    problems += model.embedded(settings["model"], settings["data"])
+    named = {finding.what for finding in problems}
+    idle = unread.unread(settings, typed, rewarded=rewarded)
+    problems += [finding for finding in idle if finding.what not in named]
     return problems + _machine(settings, runs, known, rank)
 
 
@@ -199,13 +209,14 @@ def preflight(
     rank: MemoryEstimate | None = None,
     *,
     rewarded: bool = False,
+    typed: Sequence[str] = (),
 ) -> list[Finding]:
     """Refuse what cannot work, with the arguments of `findings`; returns the warnings.
 
     Raises:
         ConfigError: with every problem, one a line.
     """
-    found = findings(settings, runs, rank, rewarded=rewarded)
+    found = findings(settings, runs, rank, rewarded=rewarded, typed=typed)
     errors = [finding for finding in found if finding.severity == "error"]
     if errors:
         count = f"{len(errors)} problem{'s' * (len(errors) > 1)}"

@@ -37,7 +37,7 @@ def readable(settings: Mapping[str, Any], objective: str = "sft") -> list[Findin
     kind = settings["kind"]
     found = _template(settings["chat_template"])
     if kind == "toy":
-        return found
+        return found + _not_read(settings)
     if settings["sources"]:
         return found + _several(settings, objective)
     if kind == "hub":
@@ -50,6 +50,14 @@ def readable(settings: Mapping[str, Any], objective: str = "sft") -> list[Findin
         if settings[key]:
             found += _file(f"data.{key}", settings[key], settings, objective)
     return found
+
+
+def _not_read(settings: Mapping[str, Any]) -> list[Finding]:
+    """The user's data, where the embedded tasks were chosen."""
+    named = [key for key in ("path", "eval_path", "name", "sources") if settings[key]]
+    text, allowed = "set with data.kind=toy", "the embedded tasks would be read instead"
+    override = "data=jsonl|csv|parquet|hub, without data=toy"
+    return [Finding(f"data.{key}", text, allowed, override) for key in named]
 
 
 def mask_fits(mask: str, objective: str) -> list[Finding]:

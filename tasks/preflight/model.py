@@ -6,6 +6,7 @@ import difflib
 import json
 import math
 import re
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -69,8 +70,11 @@ TOY = Known(
 
 def look(kind: str, path: str | None) -> tuple[Known, list[Finding]]:
     """What is known of the base, and what is wrong with it."""
-    if kind == "toy":
+    if kind == "toy" and not path:
         return TOY, []
+    if kind == "toy":
+        found, allowed = f"{path} with model.kind=toy", "the embedded model has no path"
+        return TOY, [Finding("model.path", found, allowed, "model=hf, or model.path=null")]
     if not path:
         return Known(), [
             Finding("model.path", "nothing", "has to be given", "model.path=<folder or hub id>")
@@ -82,6 +86,20 @@ def look(kind: str, path: str | None) -> tuple[Known, list[Finding]]:
         return Known(), []
     allowed = "an existing folder, or a Hugging Face id like owner/name"
     return Known(), [_refused(f"{path} is neither", allowed)]
+
+
+def embedded(model: Mapping[str, Any], data: Mapping[str, Any]) -> list[Finding]:
+    """Warn where only one of model and data is the user's."""
+    if model["kind"] != "toy" and data["kind"] == "toy":
+        found, allowed = (
+            f"embedded tasks for {model['path']}",
+            "they are made for the embedded model",
+        )
+        return [Finding("data.kind", found, allowed, "data.path=<file>", "warning")]
+    if model["kind"] == "toy" and data["kind"] != "toy":
+        found, allowed = "the embedded model, of 0.9M parameters", "it knows its own tasks alone"
+        return [Finding("model.kind", found, allowed, "model.path=<folder or hub id>", "warning")]
+    return []
 
 
 def _refused(found: str, allowed: str) -> Finding:

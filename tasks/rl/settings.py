@@ -1,15 +1,17 @@
-"""What an online run is told beyond what every training run is: loop, rollouts, rewards.
+"""Settings of an online run beyond those of every training run: loop, rollouts, rewards.
 
 The three sections travel inside of `Settings.online` as plain mappings, so that they are part of a
-stage's key and of a checkpoint's identity. Knows no torch.
+stage's key and of a checkpoint's identity. Knows no torch. Defaults are those of `tasks/schema`; a
+field without one has a default that depends on the model.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
+from tasks.schema import online
 from tasks.training.job import read_section
 
 
@@ -57,36 +59,36 @@ class Loop:
             is above a tenth of `mismatch_limit`; 0: no such limit.
     """
 
-    prompts: int = 32
-    samples: int = 4
-    iterations: int | None = None
-    passes: int = 1
-    eval_prompts: int = 128
-    gamma: float = 1.0
-    lam: float = 0.95
-    clip_low: float = 0.2
-    clip_high: float = 0.2
-    dual_clip: float | None = None
-    kl_coef: float = 0.0
-    kl_in: str = "loss"
-    kl_estimator: str = "k3"
-    kl_target: float | None = None
-    kl_horizon: int = 10_000
-    kl_limit: float | None = None
-    whiten: bool = False
-    entropy_coef: float = 0.0
-    critic: str = "shared"
-    critic_lr: float | None = None
-    critic_warmup: int = 0
-    value_clip: float | None = 0.2
-    refill: int = 0
-    overlong_buffer: int = 0
-    overlong_penalty: float = 0.0
-    correction: str = "tis"
-    correction_high: float = 2.0
-    correction_low: float = 0.5
-    mismatch_limit: float = 0.1
-    mismatch_factor: float = 4.0
+    prompts: int = online.Rl.prompts
+    samples: int = online.Rl.samples
+    iterations: int | None = online.Rl.iterations
+    passes: int = online.Rl.passes
+    eval_prompts: int = online.Rl.eval_prompts
+    gamma: float = online.Rl.gamma
+    lam: float = online.Rl.lam
+    clip_low: float = online.Rl.clip_low
+    clip_high: float = online.Rl.clip_high
+    dual_clip: float | None = online.Rl.dual_clip
+    kl_coef: float = online.Rl.kl_coef
+    kl_in: str = online.Rl.kl_in.name
+    kl_estimator: str = online.Rl.kl_estimator.name
+    kl_target: float | None = online.Rl.kl_target
+    kl_horizon: int = online.Rl.kl_horizon
+    kl_limit: float | None = online.Rl.kl_limit
+    whiten: bool = online.Rl.whiten
+    entropy_coef: float = online.Rl.entropy_coef
+    critic: str = online.Rl.critic.name
+    critic_lr: float | None = online.Rl.critic_lr
+    critic_warmup: int = online.Rl.critic_warmup
+    value_clip: float | None = online.Rl.value_clip
+    refill: int = online.Rl.refill
+    overlong_buffer: int = online.Rl.overlong_buffer
+    overlong_penalty: float = online.Rl.overlong_penalty
+    correction: str = online.Rl.correction.name
+    correction_high: float = online.Rl.correction_high
+    correction_low: float = online.Rl.correction_low
+    mismatch_limit: float = online.Rl.mismatch_limit
+    mismatch_factor: float = online.Rl.mismatch_factor
 
 
 @dataclass(frozen=True)
@@ -107,17 +109,17 @@ class Rollout:
         timeout_s: of one iteration's rollouts.
     """
 
-    engine: str = "vllm"
-    max_new_tokens: int = 64
-    max_prompt_len: int = 256
-    temperature: float = 1.0
-    top_p: float = 1.0
-    top_k: int = 0
-    tensor_parallel: int = 1
-    kv_cache_gib: float = 1.0
-    gpu_memory: float = 0.5
-    max_num_seqs: int = 256
-    timeout_s: float = 900.0
+    max_new_tokens: int
+    max_prompt_len: int
+    engine: str = online.Rollout.engine.name
+    temperature: float = online.Rollout.temperature
+    top_p: float = online.Rollout.top_p
+    top_k: int = online.Rollout.top_k
+    tensor_parallel: int = online.Rollout.tensor_parallel
+    kv_cache_gib: float = online.Rollout.kv_cache_gib
+    gpu_memory: float = online.Rollout.gpu_memory
+    max_num_seqs: int = online.Rollout.max_num_seqs
+    timeout_s: float = online.Rollout.timeout_s
 
 
 @dataclass(frozen=True)
@@ -140,17 +142,17 @@ class Reward:
             of other rewards.
     """
 
-    model: str | None = None
-    model_weight: float = 1.0
-    normalize: bool = True
-    engine: str = "process"
-    function: str | None = None
-    function_weight: float = 1.0
-    url: str | None = None
-    url_weight: float = 1.0
-    timeout_s: float = 60.0
-    retries: int = 2
-    batch: int = 64
+    model: str | None = online.Reward.model
+    model_weight: float = online.Reward.model_weight
+    normalize: bool = online.Reward.normalize
+    engine: str = online.Reward.engine.name
+    function: str | None = online.Reward.function
+    function_weight: float = online.Reward.function_weight
+    url: str | None = online.Reward.url
+    url_weight: float = online.Reward.url_weight
+    timeout_s: float = online.Reward.timeout_s
+    retries: int = online.Reward.retries
+    batch: int = online.Reward.batch
     digest: str = ""
 
 
@@ -158,9 +160,9 @@ class Reward:
 class Online:
     """The three sections."""
 
-    loop: Loop = field(default_factory=Loop)
-    rollout: Rollout = field(default_factory=Rollout)
-    reward: Reward = field(default_factory=Reward)
+    loop: Loop
+    rollout: Rollout
+    reward: Reward
 
     @classmethod
     def of(cls, sections: Mapping[str, Any]) -> Online:

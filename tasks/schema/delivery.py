@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from tasks.schema.choices import Dtype, Engine, MergeBase, Profile, Quantize
+from tasks.schema.defaults import COMPUTED
 
 
 @dataclass
@@ -29,7 +30,7 @@ class Smoke:
 
     engine: Engine = Engine.vllm
     greedy_tokens: int = 5
-    max_new_tokens: int = 64
+    max_new_tokens: int = COMPUTED  # 512, or a quarter of the model's context
     eval_samples: int = 200
     kv_cache_gib: int = 1  # on CPU
     max_model_len: int | None = None  # tokens; null: what the prompts need

@@ -5,13 +5,14 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from tasks.schema.choices import Attention, DataKind, Dtype, ModelKind, OnBadLine, Stopping
+from tasks.schema.defaults import COMPUTED
 
 
 @dataclass
 class Model:
     """The base model."""
 
-    kind: ModelKind = ModelKind.toy
+    kind: ModelKind = COMPUTED  # hf where there is a path, else toy
     path: str | None = None  # folder or Hugging Face id; kind hf
     revision: str | None = None  # branch, tag or commit of a Hugging Face id
     dtype: Dtype = Dtype.bfloat16
@@ -48,14 +49,14 @@ class DataSource:
 class Data:
     """What to learn from and to be tested on. The objective says which columns are read."""
 
-    kind: DataKind = DataKind.toy
+    kind: DataKind = COMPUTED  # by the suffix of path; hub where there is a name; else toy
     path: str | None = None  # file; kinds jsonl, csv, parquet
     eval_path: str | None = None  # file of held-out rows; null: eval_fraction
     name: str | None = None  # `datasets` id; kind hub
     split: str = "train"  # kind hub
     eval_split: str | None = None  # kind hub; null: eval_fraction
     eval_fraction: float = 0.05  # share of the rows that is held out
-    messages_key: str | None = "messages"  # column with a list of messages
+    messages_key: str | None = COMPUTED  # column with a list of messages; csv: none
     prompt_key: str = "prompt"  # these two where there is no column of messages
     response_key: str = "response"
     system_key: str | None = None  # column with a system message
@@ -73,5 +74,5 @@ class Data:
     on_bad_line: OnBadLine = OnBadLine.fail
     chat_template: str | None = None  # Jinja file; null: the tokenizer's own
     seed: int = 0  # which rows are held out; kind toy: which rows there are
-    train_size: int = 4000  # rows; kind toy
+    train_size: int = 2240  # rows; kind toy: 70 steps of 32
     heldout_size: int = 300  # rows; kind toy

@@ -17,6 +17,7 @@ from tasks.schema.choices import (
     QuantType,
     Scheduler,
 )
+from tasks.schema.defaults import COMPUTED
 
 
 @dataclass
@@ -42,15 +43,15 @@ class Train:
 
     objective: Objective = Objective.sft
     loss: Loss = field(default_factory=Loss)
-    nproc: int = 2  # ranks a node
+    nproc: int = COMPUTED  # ranks a node; the number of GPUs, 2 without
     nodes: int = 1
     threads: int | None = None  # CPU threads a rank; null: cores / nproc
-    micro_batch_size: int = 32  # samples a rank holds at once
-    global_batch_size: int = 64  # samples an optimizer step
+    micro_batch_size: int = COMPUTED  # samples a rank holds at once
+    global_batch_size: int = COMPUTED  # samples an optimizer step
     epochs: float = 1.0
     max_steps: int | None = None  # optimizer steps; wins over epochs
     optimizer: Optimizer = Optimizer.adamw
-    lr: float = 2e-4  # peak
+    lr: float = COMPUTED  # peak; by objective, adapter and model size
     scheduler: Scheduler = Scheduler.cosine
     warmup_ratio: float = 0.03  # share of the steps
     min_lr_ratio: float = 0.0  # last lr over lr; *_min_lr, polynomial, warmup_stable_decay
@@ -62,10 +63,10 @@ class Train:
     beta2: float = 0.999
     eps: float = 1e-8
     max_grad_norm: float = 1.0
-    max_len: int = 256  # tokens a sample
+    max_len: int = COMPUTED  # tokens a sample; 2048, or the model's context
     on_overlong: OnOverlong = OnOverlong.truncate
     mask: Mask = Mask.last_answer  # objective sft; the others learn from last answers
-    gradient_checkpointing: bool = False
+    gradient_checkpointing: bool = COMPUTED  # true, but for the embedded model
     gradient_checkpointing_reentrant: bool = False
     log_every: int = 1  # steps
     eval_steps: int = 0  # steps between evaluations; 0: only before the first and after the last

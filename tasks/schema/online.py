@@ -9,6 +9,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from enum import Enum, auto
 
+from tasks.schema.defaults import COMPUTED
+
 
 class KlIn(Enum):
     """Where the distance to the reference is taken off."""
@@ -100,8 +102,8 @@ class Rollout:
     """Who answers the prompts, and how."""
 
     engine: RolloutEngine = RolloutEngine.vllm
-    max_new_tokens: int = 64
-    max_prompt_len: int = 256  # tokens
+    max_new_tokens: int = COMPUTED  # 1024, or half of the model's context
+    max_prompt_len: int = COMPUTED  # tokens; the same
     temperature: float = 1.0
     top_p: float = 1.0
     top_k: int = 0  # 0: all

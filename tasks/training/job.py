@@ -1,6 +1,7 @@
-"""What a training run is told: settings in the words of the configuration, and where things lie.
+"""A training run's settings, and where its files lie.
 
-Written as `job.json` by the parent and read by every rank. Knows no torch.
+Written as `job.json` by the parent and read by every rank. Knows no torch. Defaults are those of
+`tasks/schema`; a field without one has a default that depends on the model.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from tasks.errors import ConfigError
+from tasks.schema import inputs, learning
 
 T = TypeVar("T")
 
@@ -20,21 +22,21 @@ T = TypeVar("T")
 class Peft:
     """Section `peft`. `kind` is none (full fine-tuning), lora or qlora."""
 
-    kind: str = "none"
-    rank: int = 64
-    alpha: float = 64
-    dropout: float = 0.0
-    target_modules: tuple[str, ...] | str = "all-linear"
+    kind: str = learning.Peft.kind.name
+    rank: int = learning.Peft.rank
+    alpha: float = learning.Peft.alpha
+    dropout: float = learning.Peft.dropout
+    target_modules: tuple[str, ...] | str = learning.Peft.target_modules
     exclude_modules: tuple[str, ...] | str = ()
-    use_rslora: bool = False
-    use_dora: bool = False
-    init: str = "default"
-    pissa_niter: int | None = None
-    rank_pattern: Mapping[str, int] | None = None
-    alpha_pattern: Mapping[str, float] | None = None
+    use_rslora: bool = learning.Peft.use_rslora
+    use_dora: bool = learning.Peft.use_dora
+    init: str = learning.Peft.init.name
+    pissa_niter: int | None = learning.Peft.pissa_niter
+    rank_pattern: Mapping[str, int] | None = learning.Peft.rank_pattern
+    alpha_pattern: Mapping[str, float] | None = learning.Peft.alpha_pattern
     modules_to_save: tuple[str, ...] = ()
-    quant_type: str = "nf4"
-    double_quant: bool = True
+    quant_type: str = learning.Peft.quant_type.name
+    double_quant: bool = learning.Peft.double_quant
 
     def quantization(self) -> dict[str, Any] | None:
         """What `train.json` says of the base's quantisation; None when it is not quantised."""
@@ -51,43 +53,43 @@ class Peft:
 class Zero:
     """Section `zero`. `bucket_size` and `persistence_threshold` count elements."""
 
-    stage: int = 2
-    offload_optimizer: str = "none"
-    offload_param: str = "none"
-    overlap_comm: bool = False
-    bucket_size: int = 50_000_000
-    persistence_threshold: int = 100_000
+    stage: int = learning.Zero.stage
+    offload_optimizer: str = learning.Zero.offload_optimizer.name
+    offload_param: str = learning.Zero.offload_param.name
+    overlap_comm: bool = learning.Zero.overlap_comm
+    bucket_size: int = learning.Zero.bucket_size
+    persistence_threshold: int = learning.Zero.persistence_threshold
 
 
 @dataclass(frozen=True)
 class Optim:
     """AdamW and its schedule; the knobs of schedules are those of `schedule.Shape`."""
 
-    optimizer: str = "adamw"
-    lr: float = 1e-4
-    scheduler: str = "cosine"
-    warmup_ratio: float = 0.03
-    min_lr_ratio: float = 0.0
-    decay_ratio: float = 0.1
-    power: float = 1.0
-    num_cycles: int = 1
-    weight_decay: float = 0.0
-    beta1: float = 0.9
-    beta2: float = 0.999
-    eps: float = 1e-8
-    max_grad_norm: float = 1.0
+    lr: float
+    optimizer: str = learning.Train.optimizer.name
+    scheduler: str = learning.Train.scheduler.name
+    warmup_ratio: float = learning.Train.warmup_ratio
+    min_lr_ratio: float = learning.Train.min_lr_ratio
+    decay_ratio: float = learning.Train.decay_ratio
+    power: float = learning.Train.power
+    num_cycles: int = learning.Train.num_cycles
+    weight_decay: float = learning.Train.weight_decay
+    beta1: float = learning.Train.beta1
+    beta2: float = learning.Train.beta2
+    eps: float = learning.Train.eps
+    max_grad_norm: float = learning.Train.max_grad_norm
 
 
 @dataclass(frozen=True)
 class Batch:
     """What one optimizer step sees. Batch sizes count samples, `max_len` counts tokens."""
 
-    micro_batch_size: int = 4
-    global_batch_size: int = 64
-    epochs: float = 1.0
-    max_steps: int | None = None
-    max_len: int = 1024
-    on_overlong: str = "truncate"
+    micro_batch_size: int
+    global_batch_size: int
+    max_len: int
+    epochs: float = learning.Train.epochs
+    max_steps: int | None = learning.Train.max_steps
+    on_overlong: str = learning.Train.on_overlong.name
 
     def accumulation(self, world_size: int) -> int:
         """Micro-batches a rank adds up before it steps.
@@ -109,11 +111,11 @@ class Batch:
 class Launch:
     """How the ranks are started. `threads` a rank; None shares the machine's cores out."""
 
-    nproc: int = 2
-    nodes: int = 1
-    threads: int | None = None
-    timeout_s: float | None = None
-    collective_timeout_s: float = 1800.0
+    nproc: int
+    nodes: int = learning.Train.nodes
+    threads: int | None = learning.Train.threads
+    timeout_s: float | None = learning.Train.timeout_s
+    collective_timeout_s: float = learning.Train.collective_timeout_s
 
 
 @dataclass(frozen=True)
@@ -127,10 +129,10 @@ class Evaluate:
         keep: `last` or `best`: which state the artifact holds.
     """
 
-    eval_steps: int = 0
-    best_metric: str = "loss"
-    early_stop_patience: int = 0
-    keep: str = "last"
+    eval_steps: int = learning.Train.eval_steps
+    best_metric: str = learning.Train.best_metric
+    early_stop_patience: int = learning.Train.early_stop_patience
+    keep: str = learning.Train.keep.name
 
 
 @dataclass(frozen=True)
@@ -141,27 +143,27 @@ class Settings:
     replies, see `tasks/rl/settings.py`; it is empty for all others.
     """
 
-    objective: str = "sft"
+    optim: Optim
+    batch: Batch
+    launch: Launch
+    gradient_checkpointing: bool
+    objective: str = learning.Train.objective.name
     seed: int = 0
-    dtype: str = "bfloat16"
-    attn_implementation: str = "sdpa"
-    trust_remote_code: bool = False
+    dtype: str = inputs.Model.dtype.name
+    attn_implementation: str = inputs.Model.attn_implementation.name
+    trust_remote_code: bool = inputs.Model.trust_remote_code
     new_tokens: tuple[str, ...] = ()
-    gradient_checkpointing: bool = False
-    gradient_checkpointing_reentrant: bool = False
-    log_every: int = 1
-    save_steps: int = 50
-    max_ckpt_num: int = 3
-    max_ckpt_gb: float | None = None
-    probes: int = 32
-    mask: str = "last_answer"
+    gradient_checkpointing_reentrant: bool = learning.Train.gradient_checkpointing_reentrant
+    log_every: int = learning.Train.log_every
+    save_steps: int = learning.Train.save_steps
+    max_ckpt_num: int = learning.Train.max_ckpt_num
+    max_ckpt_gb: float | None = learning.Train.max_ckpt_gb
+    probes: int = learning.Train.probes
+    mask: str = learning.Train.mask.name
     loss: Mapping[str, Any] = field(default_factory=dict)
     online: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
     peft: Peft = field(default_factory=Peft)
     zero: Zero = field(default_factory=Zero)
-    optim: Optim = field(default_factory=Optim)
-    batch: Batch = field(default_factory=Batch)
-    launch: Launch = field(default_factory=Launch)
     evaluate: Evaluate = field(default_factory=Evaluate)
 
     @property

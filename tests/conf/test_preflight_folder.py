@@ -13,9 +13,9 @@ import pytest
 from hypothesis import strategies as st
 
 from tasks.preflight import model
-from tasks.training.job import Settings
 from tasks.training.memory import estimate
 from tasks.training.sizes import Sizes
+from tests.settings import Settings
 
 SIZES = st.integers(1, 64)
 

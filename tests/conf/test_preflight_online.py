@@ -17,7 +17,8 @@ from tasks.preflight import model, online
 from tasks.preflight.finding import Finding
 from tasks.rl import knobs
 from tasks.rl.algorithms import ALGORITHMS
-from tasks.rl.settings import Loop, Reward, Rollout
+from tasks.rl.settings import Loop, Reward
+from tests.settings import Rollout
 
 SIZES = st.integers(1, 40)
 REWARD: dict[str, Any] = vars(Reward())
@@ -34,7 +35,10 @@ def settings(
     **train: Any,
 ) -> dict[str, Any]:
     """A configuration without problems, and changes to it."""
-    usual = {"objective": objective, "global_batch_size": 64, "nproc": 2, "nodes": 1}
+    usual = {
+        "objective": objective, "global_batch_size": 64, "nproc": 2, "nodes": 1, "lr": 1e-3,
+        "micro_batch_size": 4, "max_len": 256, "gradient_checkpointing": False,
+    }  # fmt: skip
     return {
         "train": {**usual, **train},
         "rl": {**LOOP, **(rl or {})},

@@ -74,6 +74,7 @@ def start(rlhf: Callable[..., Run], tmp_path: Path) -> Callable[..., Run]:
 
     def run(experiment: str, base: Path, data: Path, *overrides: str) -> Run:
         given = (f"model.path={base}", f"data.path={data}", "model.attn_implementation=sdpa")
+        given += ("smoke.max_new_tokens=64",)  # an untrained model never stops
         done = rlhf(tmp_path / "runs", f"+exp={experiment}", *given, *overrides)
         assert done.code == 0, done.output
         assert [s["name"] for s in done.summary["stages"]] == [*STAGES, "register"]

@@ -21,9 +21,10 @@ from tasks.errors import TrainingError
 from tasks.rl.learner import Learner
 from tasks.training.base import DTYPES
 from tasks.training.engine import Ranks, start_engine
-from tasks.training.job import Batch, Settings, TrainJob, Zero
+from tasks.training.job import TrainJob, Zero
 from tasks.training.objectives import Loss
 from tasks.training.zero_config import deepspeed_config
+from tests.settings import Batch, Settings
 
 
 def whole(module: nn.Module) -> torch.Tensor:

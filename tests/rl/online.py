@@ -13,7 +13,8 @@ import torch
 from safetensors import safe_open
 
 from tasks.launch import launch, python_child
-from tasks.training.job import Batch, Evaluate, Launch, Optim, Peft, Settings, TrainJob, Zero
+from tasks.training.job import Evaluate, Peft, TrainJob, Zero
+from tests.settings import Batch, Launch, Optim, Settings
 
 ONLINE = {
     "rl": {

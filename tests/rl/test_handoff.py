@@ -17,11 +17,11 @@ from tasks.rl.merged import merged_tensors
 from tasks.rl.replies import Request
 from tasks.rl.rollout import reply_seeds, require_room
 from tasks.rl.servable import require_servable, unservable
-from tasks.rl.settings import Rollout
 from tasks.serving.colocation import room_for_rank
 from tasks.training.adapter import lora_config
-from tasks.training.job import Peft, Settings
+from tasks.training.job import Peft
 from tasks.weights.contracts import ModelFacts, facts_of
+from tests.settings import Rollout, Settings
 from tests.tiny import tiny
 
 

@@ -13,9 +13,10 @@ from tasks.fingerprint import Fingerprint
 from tasks.prints import FINGERPRINT
 from tasks.rl.loop import MISMATCH
 from tasks.training import checkpoint
-from tasks.training.job import Batch, Evaluate, Launch, Optim, Peft
+from tasks.training.job import Evaluate, Peft
 from tests.rl.killed_program import POINTS
 from tests.rl.online import SETTINGS, job_of, run, run_to, settings_with, stitched
+from tests.settings import Batch, Launch, Optim
 
 FALLING = """
 calls = 0

@@ -16,8 +16,8 @@ import pytest
 from tasks.errors import DataError, PlumblineError, RewardError, StageProcessError, TrainingError
 from tasks.report import StageReport
 from tasks.train import train
-from tasks.training.job import Settings
 from tests.rl.online import settings_with
+from tests.settings import Settings
 
 pytestmark = pytest.mark.slow
 Event = dict[str, Any]

@@ -9,8 +9,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from tasks.training.job import Optim, Peft, TrainJob, Zero
+from tasks.training.job import Peft, TrainJob, Zero
 from tests.rl.online import job_of, run, settings_with, stitched
+from tests.settings import Optim
 
 pytestmark = pytest.mark.slow
 GENTLE = Optim(lr=1e-3, scheduler="constant")

@@ -15,8 +15,8 @@ from tasks.rl.correction import mismatch
 from tasks.rl.experience import experience
 from tasks.rl.records import collected, compared, estimates, evaluated, samples_of, speeds
 from tasks.rl.replies import Scored
-from tasks.rl.settings import Rollout
 from tests.rl.making import reply
+from tests.settings import Rollout
 
 GIVEN = (("a", True, 1.0), ("abc", True, 0.0), ("ab", False, 0.5), ("abcd", True, 0.5))
 """Text, whether it ended by itself, reward; two to each prompt."""

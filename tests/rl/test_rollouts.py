@@ -14,8 +14,9 @@ import pytest
 from tasks.errors import StageProcessError
 from tasks.launch import launch, python_child
 from tasks.rollout_base import write_rollout_base
-from tasks.training.job import Batch, Peft, Settings, TrainJob, Zero
+from tasks.training.job import Peft, TrainJob, Zero
 from tasks.weights.worker import perform
+from tests.settings import Batch, Settings
 from tests.training.conftest import make_tokenizer, save_base
 
 LORA = Peft(kind="lora", rank=8, alpha=24)

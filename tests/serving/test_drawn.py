@@ -13,11 +13,11 @@ import pytest
 
 from tasks.report import StageReport
 from tasks.scoring import ModelRef, ReferenceScorer
-from tasks.smoke_eval import SmokeSettings
 from tests.serving.models import CONVERSATIONS, END, WORDS, load
+from tests.settings import smoke_settings
 
 NEW = 12
-SETTINGS = SmokeSettings(max_new_tokens=NEW, min_stop_rate=0.0, max_degenerate_rate=1.0)
+SETTINGS = smoke_settings(max_new_tokens=NEW, min_stop_rate=0.0, max_degenerate_rate=1.0)
 ASKED = [{"messages": one} for one in CONVERSATIONS]
 
 

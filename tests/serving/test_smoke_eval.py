@@ -15,11 +15,12 @@ from tasks.heldout import read_heldout
 from tasks.report import StageReport
 from tasks.scoring import ModelRef, ReferenceScorer
 from tasks.serving.ties import compare_greedy
-from tasks.smoke_eval import SmokeSettings, who_moved
+from tasks.smoke_eval import who_moved
 from tests.serving.models import CONVERSATIONS, END, WORDS
+from tests.settings import smoke_settings
 
 NEW = 12
-LENIENT = SmokeSettings(max_new_tokens=NEW, min_stop_rate=0.0, max_degenerate_rate=1.0)
+LENIENT = smoke_settings(max_new_tokens=NEW, min_stop_rate=0.0, max_degenerate_rate=1.0)
 CALM = Drift(mean_kl=0.0, p95_kl=0.0, max_kl=0.0, top1_agreement=1.0, cosine=1.0).as_dict()
 
 

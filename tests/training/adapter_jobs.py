@@ -15,7 +15,8 @@ from typing import Any
 
 from tasks.growing import grow
 from tasks.training.examples import Example, Tokens, write_examples
-from tasks.training.job import Batch, Optim, Peft, Settings, Zero
+from tasks.training.job import Peft, Zero
+from tests.settings import Batch, Optim, Settings
 from tests.training.conftest import save_base
 from tests.training.jobs import Left, Wanted, run_jobs
 

@@ -10,8 +10,9 @@ import pytest
 
 from tasks.training.data import load_split
 from tasks.training.examples import Examples
-from tasks.training.job import Batch, Settings, TrainJob
+from tasks.training.job import TrainJob
 from tasks.training.model import load_tokenizer
+from tests.settings import Batch, Settings
 
 Row = dict[str, Any]
 

@@ -11,7 +11,7 @@ import os
 import sys
 from typing import Any
 
-from tasks.training.job import Settings
+from tests.settings import Settings
 
 
 def main(paths: list[str]) -> None:

@@ -15,7 +15,8 @@ from safetensors import safe_open
 
 from tasks.kept_4bit import keep_as_loaded
 from tasks.launch import launch, python_child
-from tasks.training.job import Settings, TrainJob
+from tasks.training.job import TrainJob
+from tests.settings import Settings
 
 
 class Wanted(NamedTuple):

@@ -15,8 +15,9 @@ from torch import nn
 from tasks.ending import end_process
 from tasks.training.base import DTYPES
 from tasks.training.engine import Ranks, start_engine
-from tasks.training.job import Batch, Settings, Zero
+from tasks.training.job import Zero
 from tasks.training.zero_config import deepspeed_config
+from tests.settings import Batch, Settings
 
 
 def refuse_empty_groups() -> None:

@@ -14,9 +14,10 @@ import torch
 
 from tasks.launch import launch, python_child
 from tasks.train import build_ops
-from tasks.training.job import Settings, TrainJob
+from tasks.training.job import TrainJob
 from tasks.training.resume import identity
 from tasks.training.saved_shares import SavedShares
+from tests.settings import Settings
 
 LOG = logging.getLogger("test")
 

@@ -9,8 +9,9 @@ import pytest
 
 from tasks.training.advice import Adviser
 from tasks.training.failure import smaller
-from tasks.training.job import Batch, Launch, Optim, Peft, Settings, Zero
+from tasks.training.job import Peft, Zero
 from tasks.training.memory import LIBRARIES
+from tests.settings import Batch, Launch, Optim, Settings
 
 QWEN_72B: dict[str, Any] = {
     "hidden_size": 8192,

@@ -12,10 +12,11 @@ from tasks.data.kinds import PROMPTS
 from tasks.errors import ConfigError
 from tasks.training import checkpoint
 from tasks.training.checkpoint import Best, Progress
-from tasks.training.job import Batch, Evaluate, Launch, Settings, Zero
+from tasks.training.job import Evaluate, Zero
 from tasks.training.objectives import _MODULES
 from tasks.training.resume import choose, identity
 from tasks.training.selection import METRICS, direction, has_stopped, judge
+from tests.settings import Batch, Launch, Settings
 
 WANTED = {"base": "b", "data": "d", "seed": 0}
 

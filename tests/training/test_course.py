@@ -12,7 +12,8 @@ import torch
 
 from tasks.launch import launch, python_child
 from tasks.training.checkpoint import complete
-from tasks.training.job import Batch, Evaluate, Launch, Optim, Peft, Settings, TrainJob, Zero
+from tasks.training.job import Evaluate, Peft, TrainJob, Zero
+from tests.settings import Batch, Launch, Optim, Settings
 from tests.training.places import LOG, Place, said, weights
 
 LORA = Peft("lora", rank=4, alpha=8, target_modules=("q_proj", "down_proj"))

@@ -13,7 +13,8 @@ from typing import Any
 import pytest
 
 from tasks.training.checkpoint import complete
-from tasks.training.job import Batch, Optim, Peft, Settings, TrainJob, Zero
+from tasks.training.job import Peft, TrainJob, Zero
+from tests.settings import Batch, Optim, Settings
 from tests.training.places import Place, files, said
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]

@@ -19,8 +19,9 @@ from safetensors.torch import load_file, save_file
 from tasks.errors import ConfigError, StageProcessError, TrainingError
 from tasks.training.checkpoint import complete
 from tasks.training.failure import in_words, ran_out_of_memory, smaller
-from tasks.training.job import Batch, Launch, Optim, Peft, Settings, TrainJob, Zero
+from tasks.training.job import Peft, TrainJob, Zero
 from tasks.training.not_finite import Watch
+from tests.settings import Batch, Launch, Optim, Settings
 from tests.training.places import files
 from tests.training.test_train import _rank_pids, run_train
 

@@ -36,10 +36,11 @@ import pytest
 
 from tasks.training import checkpoint, saving
 from tasks.training.checkpoint import Best, Progress
-from tasks.training.job import Batch, Evaluate, Settings, TrainJob
+from tasks.training.job import Evaluate, TrainJob
 from tasks.training.order import Order
 from tasks.training.resume import begin
 from tasks.training.selection import judge
+from tests.settings import Batch, Settings
 from tests.training.test_packing import make_examples
 
 PROJECT = Path(__file__).resolve().parents[2]

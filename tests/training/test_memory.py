@@ -14,8 +14,9 @@ import pytest
 
 from tasks.launch import launch, python_child
 from tasks.training.examples import Example, Tokens, write_examples
-from tasks.training.job import Batch, Launch, Peft, Settings, TrainJob, Zero
+from tasks.training.job import Peft, TrainJob, Zero
 from tasks.training.memory import estimate
+from tests.settings import Batch, Launch, Settings
 
 LENGTH = 256
 LORA = Peft("lora", rank=16, alpha=16)

@@ -7,10 +7,11 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from tasks.training.job import Peft, Settings, TrainJob
+from tasks.training.job import Peft, TrainJob
 from tasks.training.mfu import Meter, meter, peak_of, step_flops
 from tasks.training.order import Counts
 from tasks.training.sizes import Sizes
+from tests.settings import Settings
 
 SMALL = Sizes(
     hidden=4, intermediate=6, layers=2, vocab=10, heads=2, kv_heads=1, head_dim=2, tied=True

@@ -12,8 +12,9 @@ import pytest
 from tasks.contract import Expected, judge, require
 from tasks.errors import ContractError
 from tasks.launch import launch, python_child
-from tasks.training.job import Batch, Peft, Settings, TrainJob, Zero
+from tasks.training.job import Peft, TrainJob, Zero
 from tasks.weights.header import read_header
+from tests.settings import Batch, Settings
 
 
 def test_peft_saves_empty_tensors_under_zero3_and_partitions_do_not(

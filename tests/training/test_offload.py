@@ -12,7 +12,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from tasks.training.job import Batch, Optim, Peft, Settings, TrainJob, Zero
+from tasks.training.job import Peft, TrainJob, Zero
+from tests.settings import Batch, Optim, Settings
 from tests.training.places import Place, said, weights
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]

@@ -16,7 +16,8 @@ import pytest
 from tasks.launch import python_child
 from tasks.train import build_ops, train
 from tasks.training import ops
-from tasks.training.job import Batch, Peft, Settings, Zero
+from tasks.training.job import Peft, Zero
+from tests.settings import Batch, Settings
 from tests.training.places import LOG
 
 OFFLOADED = Settings(

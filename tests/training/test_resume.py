@@ -9,8 +9,9 @@ import pytest
 import torch
 
 from tasks.training.checkpoint import ENGINE, complete
-from tasks.training.job import Batch, Evaluate, Optim, Peft, Settings, TrainJob, Zero
+from tasks.training.job import Evaluate, Peft, TrainJob, Zero
 from tasks.training.universal import convert
+from tests.settings import Batch, Optim, Settings
 from tests.training.places import Place, files, said, weights
 
 pytestmark = pytest.mark.slow

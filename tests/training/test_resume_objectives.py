@@ -18,7 +18,8 @@ import pytest
 
 from tasks.errors import StageProcessError
 from tasks.training.checkpoint import complete
-from tasks.training.job import Batch, Evaluate, Optim, Peft, Settings, TrainJob, Zero
+from tasks.training.job import Evaluate, Peft, TrainJob, Zero
+from tests.settings import Batch, Optim, Settings
 from tests.training.datasets import answer, pair, user, write
 from tests.training.places import Place, files, said
 from tests.training.test_interrupted import at_step

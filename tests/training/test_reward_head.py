@@ -13,7 +13,8 @@ import torch
 
 from tasks.score_print import ScorePrint, score_drift
 from tasks.training.examples import Example, Tokens, write_examples
-from tasks.training.job import Batch, Optim, Peft, Settings, Zero
+from tasks.training.job import Peft, Zero
+from tests.settings import Batch, Optim, Settings
 from tests.training.conftest import save_base
 from tests.training.jobs import Left, Wanted, load_trained, run_jobs
 

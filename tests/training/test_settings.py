@@ -4,16 +4,21 @@ from __future__ import annotations
 
 import subprocess
 import sys
-from dataclasses import replace
+from dataclasses import MISSING, asdict, fields, replace
 from pathlib import Path
 
 import pytest
 
 from tasks.errors import ConfigError
-from tasks.training.job import Batch, Optim, Peft, Settings, TrainJob, Zero
+from tasks.rl import settings
+from tasks.schema import inputs, learning, online
+from tasks.schema.defaults import COMPUTED
+from tasks.training import job
+from tasks.training.job import Peft, TrainJob, Zero
 from tasks.training.memory import HOLES, adapter_weights, estimate
 from tasks.training.sizes import Sizes
 from tasks.training.zero_config import deepspeed_config
+from tests.settings import Batch, Optim, Settings
 
 QWEN_7B = {
     "hidden_size": 3584,
@@ -33,12 +38,13 @@ def test_a_job_survives_its_file(tmp_path: Path) -> None:
     paths = {name: tmp_path / name for name in ("base", "data", "out", "checkpoints")}
     job = TrainJob(settings=settings, base_digest="d", **paths)
     job.write(tmp_path / "job.json")
-    assert TrainJob.read(tmp_path / "job.json") == job
+    assert asdict(TrainJob.read(tmp_path / "job.json")) == asdict(job)
 
 
 def test_settings_from_sections() -> None:
+    sizes = {"micro_batch_size": 1, "global_batch_size": 3, "gradient_checkpointing": False}
     settings = Settings.from_sections(
-        train={"objective": "sft", "lr": 0.5, "max_len": 7, "nproc": 3, "threads": 2},
+        train={"objective": "sft", "lr": 0.5, "max_len": 7, "nproc": 3, "threads": 2, **sizes},
         peft={"kind": "lora", "target_modules": ["q_proj", "v_proj"]},
         zero={"stage": 3},
         model={"kind": "toy", "dtype": "float32", "path": None},
@@ -49,8 +55,47 @@ def test_settings_from_sections() -> None:
     assert (settings.launch.nproc, settings.launch.threads, settings.world_size) == (3, 2, 3)
     assert settings.peft.target_modules == ("q_proj", "v_proj")
     assert (settings.zero.stage, settings.dtype, settings.seed) == (3, "float32", 11)
+    train = {"lrr": 1, "lr": 0.5, "max_len": 7, "nproc": 3, **sizes}
     with pytest.raises(ConfigError, match=r"train.lrr is not a setting"):
-        Settings.from_sections(train={"lrr": 1}, peft={}, zero={}, model={}, seed=0)
+        Settings.from_sections(train=train, peft={}, zero={}, model={}, seed=0)
+
+
+JOB = (job.Peft, job.Zero, job.Optim, job.Batch, job.Launch, job.Evaluate, job.Settings)
+ONLINE = (settings.Loop, settings.Rollout, settings.Reward)
+SCHEMA = {
+    job.Peft: learning.Peft,
+    job.Zero: learning.Zero,
+    settings.Loop: online.Rl,
+    settings.Rollout: online.Rollout,
+    settings.Reward: online.Reward,
+}
+
+
+@pytest.mark.parametrize("kind", [*JOB, *ONLINE], ids=lambda kind: kind.__name__)
+def test_there_is_one_set_of_defaults(kind: type) -> None:
+    """Those of the schema; where a rule computes a default, the job has none."""
+    usual = {f.name: f for f in fields(SCHEMA.get(kind, learning.Train))}
+    if kind is job.Settings:
+        usual |= {f.name: f for f in fields(inputs.Model)}
+    compared = 0
+    for own in fields(kind):
+        if own.name not in usual:
+            assert own.name in (
+                "seed",
+                "online",
+                "digest",
+                *(k.__name__.lower() for k in JOB),
+                "optim",
+            )
+            continue
+        schema = usual[own.name]
+        if schema.default is MISSING:
+            assert not own.default_factory() if own.default is MISSING else own.default == ()
+            continue
+        wanted = getattr(schema.default, "name", schema.default)
+        assert own.default == (MISSING if wanted == COMPUTED else wanted), own.name
+        compared += 1
+    assert compared >= 4
 
 
 def test_batch_arithmetic() -> None:

@@ -21,7 +21,8 @@ from tasks.fingerprint import EXACT, Fingerprint, drift, within
 from tasks.kept_4bit import keep_as_loaded
 from tasks.report import StageReport
 from tasks.train import train
-from tasks.training.job import Batch, Optim, Peft, Settings, Zero
+from tasks.training.job import Peft, Zero
+from tests.settings import Batch, Optim, Settings
 
 LOG = logging.getLogger("test")
 SETTINGS = Settings(

@@ -17,7 +17,8 @@ from pathlib import Path
 from typing import Any
 
 from tasks.lean import start_lean
-from tasks.training.job import Batch, Launch, Optim, Peft, Settings, TrainJob, Zero
+from tasks.training.job import Peft, TrainJob, Zero
+from tests.settings import Batch, Launch, Optim, Settings
 
 ALIKE = "abc"
 """Tokens whose rows are trained."""

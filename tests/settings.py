@@ -1,0 +1,56 @@
+"""Settings with defaults for tests: of a tiny model, on two ranks.
+
+The configuration computes these defaults from the model; a test that builds its settings by hand
+says only what it is about.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from tasks.rl import settings as online
+from tasks.training import job
+
+if TYPE_CHECKING:
+    from tasks.smoke_eval import SmokeSettings
+
+
+@dataclass(frozen=True)
+class Optim(job.Optim):
+    lr: float = 1e-4
+
+
+@dataclass(frozen=True)
+class Batch(job.Batch):
+    micro_batch_size: int = 4
+    global_batch_size: int = 64
+    max_len: int = 1024
+
+
+@dataclass(frozen=True)
+class Launch(job.Launch):
+    nproc: int = 2
+
+
+@dataclass(frozen=True)
+class Settings(job.Settings):
+    optim: job.Optim = field(default_factory=Optim)
+    batch: job.Batch = field(default_factory=Batch)
+    launch: job.Launch = field(default_factory=Launch)
+    gradient_checkpointing: bool = False
+
+
+@dataclass(frozen=True)
+class Rollout(online.Rollout):
+    max_new_tokens: int = 64
+    max_prompt_len: int = 256
+
+
+def smoke_settings(**changes: Any) -> SmokeSettings:
+    """Return the usual settings of smoke_eval for the embedded model, with some changed."""
+    from flows.config import compose_config
+    from tasks.smoke_eval import SmokeSettings
+
+    usual = compose_config([]).settings["smoke"]
+    return SmokeSettings(**{k: v for k, v in {**usual, **changes}.items() if k != "engine"})

@@ -84,10 +84,26 @@ def _guarded(rows: Iterator[Row], path: str) -> Iterator[Row]:
 
 def _jsonl_rows(path: Path) -> Iterator[Row]:
     with path.open("rb") as file:
+        if path.suffix == ".json" and file.read(64).removeprefix(_BOM).lstrip()[:1] == b"[":
+            yield from _json_array(path)
+            return
+        file.seek(0)
         for number, raw in enumerate(file, start=1):
             line = raw.removeprefix(_BOM) if number == 1 else raw
             if line.strip():
                 yield _json_row(f"{path.name}:{number}", line)
+
+
+def _json_array(path: Path) -> Iterator[Row]:
+    """Rows of a file that is one JSON array, as many tools write `.json`. Held in memory whole."""
+    try:
+        rows = json.loads(path.read_text(encoding="utf-8-sig"))
+    except (ValueError, RecursionError) as error:
+        raise DataError(f"{path}: invalid JSON: {error}") from error
+    for number, values in enumerate(rows, start=1):
+        place = f"{path.name}:row {number}"
+        wrong = f"a JSON object is needed, found {kind_of(values)}"
+        yield Row(place, values) if isinstance(values, dict) else Row(place, {}, wrong)
 
 
 def _json_row(place: str, line: bytes) -> Row:
@@ -181,7 +197,7 @@ def _hub_rows(name: str, *, split: str) -> Iterator[Row]:
     except (OSError, ValueError) as error:
         raise DataError(
             f"data.name={name} split={split} cannot be loaded: {str(error).splitlines()[0]}",
-            hint="check data.name and data.split, or use a file: data=jsonl data.path=<file>",
+            hint="check data.name and data.split, or use a file: data.path=<file>",
         ) from error
     for number, values in enumerate(table, start=1):
         yield Row(f"{name}[{split}]:row {number}", dict(values))

@@ -43,7 +43,7 @@ def fit(settings: Mapping[str, Any]) -> list[Finding]:
 def _sources(data: Mapping[str, Any]) -> list[Finding]:
     """Where texts are to come from: from everywhere or from nowhere, and never from the toy."""
     if data["kind"] == "toy":
-        override = "data=jsonl data.path=<file>"
+        override = "data.path=<file>"
         return [Finding(KEY, "data=toy", "it makes conversations", override)]
     allowed = "all sources hold raw texts, or none does"
     return [

@@ -40,6 +40,20 @@ def test_jsonl_survives_deep_nesting_and_a_byte_order_mark(tmp_path: Path) -> No
     assert second.problem.startswith("invalid JSON: ")
 
 
+def test_a_json_file_may_be_one_array(tmp_path: Path) -> None:
+    array = _write(tmp_path / "x.json", b'\xef\xbb\xbf [{"a": "\xc3\xa9"},\n 7, {"b": [1]}]')
+    assert list(read_rows("jsonl", array)) == [
+        Row("x.json:row 1", {"a": "é"}),
+        Row("x.json:row 2", {}, "a JSON object is needed, found a number"),
+        Row("x.json:row 3", {"b": [1]}),
+    ]
+    lines = _write(tmp_path / "y.json", b'{"a": 1}\n{"a": 2}\n')
+    assert [row.values for row in read_rows("jsonl", lines)] == [{"a": 1}, {"a": 2}]
+    broken = _write(tmp_path / "z.json", b'[{"a": 1},\n')
+    with pytest.raises(DataError, match=r"z\.json: invalid JSON: Expecting value: line 2"):
+        list(read_rows("jsonl", broken))
+
+
 def test_csv_keeps_quoted_newlines_and_reports_the_first_line_of_a_record(tmp_path: Path) -> None:
     text = b'prompt,response\nhi,"two\nlines"\nonly one\na,b,c\nx,\xff\n"open,z\n'
     path = _write(tmp_path / "x.csv", text)

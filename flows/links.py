@@ -43,6 +43,11 @@ class Link:
     typed: tuple[str, ...] = ()
 
     @property
+    def earlier(self) -> dict[str, bool]:
+        """What links before it decide: the preflight's arguments of these names."""
+        return {"rewarded": self.rewarded, "based": self.based}
+
+    @property
     def objective(self) -> str:
         """What it trains for."""
         return str(self.composed.settings["train"]["objective"])
@@ -96,7 +101,7 @@ def _no_step(name: str, override: str, steps: Sequence[str]) -> ConfigError:
 
 def _unread(link: Link, typed: Sequence[str]) -> set[str]:
     settings = link.composed.settings
-    return {finding.what for finding in unread(settings, typed, rewarded=link.rewarded)}
+    return {finding.what for finding in unread(settings, typed, **link.earlier)}
 
 
 def _composed(name: str, overrides: Sequence[str]) -> Composed:

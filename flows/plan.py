@@ -38,9 +38,7 @@ def check(links: Sequence[Link], *, shown: bool = False) -> None:
         settings = link.composed.settings
         rank = _estimate(settings)
         try:
-            found = preflight(
-                settings, link.composed.runs, rank, rewarded=link.rewarded, typed=link.typed
-            )
+            found = preflight(settings, link.composed.runs, rank, **link.earlier, typed=link.typed)
         except ConfigError as error:
             problems.append(_named(error, link))
             continue
@@ -75,7 +73,7 @@ def render(links: Sequence[Link]) -> str:
 def _of_link(link: Link) -> str:
     composed, settings = link.composed, link.composed.settings
     rank = _estimate(settings)
-    said = findings(settings, composed.runs, rank, rewarded=link.rewarded, typed=link.typed)
+    said = findings(settings, composed.runs, rank, **link.earlier, typed=link.typed)
     found = [f"  {f.severity}: {f}" for f in said]
     return "\n".join(
         [

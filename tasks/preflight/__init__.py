@@ -66,6 +66,7 @@ def findings(
     rank: MemoryEstimate | None = None,
     *,
     rewarded: bool = False,
+    based: bool = False,
     typed: Sequence[str] = (),
 ) -> list[Finding]:
     """Everything that is wrong with a run of `settings` on this machine.
@@ -75,6 +76,7 @@ def findings(
         runs: folder that everything goes under; need not exist.
         rank: what a rank needs to train; None when it is unknown.
         rewarded: whether an earlier chain trains the reward model.
+        based: whether an earlier chain trains the model that this one begins with.
         typed: keys that were set on the command line, for this run.
     """
     train, peft, zero = settings["train"], settings["peft"], settings["zero"]
@@ -137,7 +139,7 @@ def findings(
     problems += unread.loss(train)
     problems += model.embedded(settings["model"], settings["data"])
     named = {finding.what for finding in problems}
-    idle = unread.unread(settings, typed, rewarded=rewarded)
+    idle = unread.unread(settings, typed, rewarded=rewarded, based=based)
     problems += [finding for finding in idle if finding.what not in named]
     return problems + _machine(settings, runs, known, rank)
 
@@ -209,6 +211,7 @@ def preflight(
     rank: MemoryEstimate | None = None,
     *,
     rewarded: bool = False,
+    based: bool = False,
     typed: Sequence[str] = (),
 ) -> list[Finding]:
     """Refuse what cannot work, with the arguments of `findings`; returns the warnings.
@@ -216,7 +219,7 @@ def preflight(
     Raises:
         ConfigError: with every problem, one a line.
     """
-    found = findings(settings, runs, rank, rewarded=rewarded, typed=typed)
+    found = findings(settings, runs, rank, rewarded=rewarded, based=based, typed=typed)
     errors = [finding for finding in found if finding.severity == "error"]
     if errors:
         count = f"{len(errors)} problem{'s' * (len(errors) > 1)}"

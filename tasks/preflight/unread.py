@@ -39,7 +39,11 @@ class Unread(NamedTuple):
 
 
 def unread(
-    settings: Mapping[str, Any], typed: Collection[str], *, rewarded: bool = False
+    settings: Mapping[str, Any],
+    typed: Collection[str],
+    *,
+    rewarded: bool = False,
+    based: bool = False,
 ) -> list[Finding]:
     """Return a finding for every typed key that a run of these settings does not read.
 
@@ -47,8 +51,9 @@ def unread(
         settings: the resolved configuration.
         typed: dotted keys, and names of groups.
         rewarded: True if an earlier step of the chain trains the reward model.
+        based: True if an earlier step of the chain trains the model that this one begins with.
     """
-    rules = list(_rules(settings, rewarded))
+    rules = [*_chained(rewarded, based), *_rules(settings, rewarded)]
     findings = []
     for key in dict.fromkeys(typed):
         rule = next((r for r in rules if any(fnmatchcase(key, k) for k in r.keys.split())), None)
@@ -71,6 +76,17 @@ def loss(train: Mapping[str, Any]) -> list[Finding]:
         for name, value in train["loss"].items()
         if value is not None and objective not in LOSS[name]
     ]
+
+
+def _chained(rewarded: bool, based: bool) -> Iterator[Unread]:
+    """Keys that an earlier step of the chain decides."""
+    if based:
+        keys = "model.path model.revision model.steps model.seed model.vocab_multiple"
+        readers, override = "it begins with what that step serves", "model.path=<for all steps>"
+        yield Unread(keys, "a model from the step before", readers, override)
+    if rewarded:
+        readers, override = "that model is the reward", "a chain without that step"
+        yield Unread("reward.model", "a reward model from the step before", readers, override)
 
 
 def _rules(settings: Mapping[str, Any], rewarded: bool) -> Iterator[Unread]:

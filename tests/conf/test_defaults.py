@@ -92,9 +92,7 @@ def test_a_step_of_a_chain_has_a_model_of_its_own() -> None:
     assert (ours["micro_batch_size"], ours["global_batch_size"]) == (32, 64)
 
 
-def test_a_sweep_and_the_printed_configuration(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_every_job_of_a_sweep_has_its_kinds(tmp_path: Path) -> None:
     found: list[tuple[str, str, str | None]] = []
 
     def job(composed: Composed, overrides: list[str]) -> int:
@@ -105,10 +103,6 @@ def test_a_sweep_and_the_printed_configuration(
     given = ["--multirun", f"paths.runs={tmp_path}", "+exp=sft_full", "data.path=a.csv,b.jsonl"]
     assert run_main("rlhf", job, argv=[*given, "model.path=owner/name"]) == 0
     assert found == [("hf", "csv", None), ("hf", "jsonl", "messages")]
-    assert run_main("rlhf", job, argv=["+exp=sft_full", *MINE, "--cfg", "job"]) == 0
-    printed = capsys.readouterr().out
-    for line in ("kind: hf", "kind: jsonl", "lr: 1.0e-05", "max_len: 2048"):
-        assert f"  {line}\n" in printed
 
 
 @pytest.mark.parametrize("experiment", TOY_EXPERIMENTS)
@@ -228,6 +222,18 @@ def test_a_key_of_the_run_is_for_the_steps_that_read_it() -> None:
     chain = links(compose(given), given)
     idle = ("reward.retries", "zero.offload_param")
     assert [link.typed for link in chain] == [("rl.lam",), (), idle]
+
+
+def test_what_an_earlier_step_of_a_chain_decides() -> None:
+    settings = compose_config(["+exp=grpo", *MINE]).settings
+    typed = ["model.path", "model.dtype", "reward.model", "reward.normalize"]
+    found = unread(settings, typed, rewarded=True, based=True)
+    assert [finding.what for finding in found] == ["model.path", "reward.model"]
+    given = ["+exp=qlora", "ppo:model.path=owner/name"]
+    with pytest.raises(ConfigError) as caught:
+        check(links(compose(given), given))
+    wrong = "ppo: model.path: no effect with a model from the step before; "
+    assert any(line.startswith(wrong) for line in caught.value.details)
 
 
 def test_the_options_of_a_loss_are_those_of_its_objective() -> None:

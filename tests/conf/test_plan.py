@@ -178,7 +178,9 @@ def test_a_sweep_plans_every_job_and_exits_with_the_worst(tmp_path: Path) -> Non
 
 
 def test_cfg_job_prints_the_configuration(tmp_path: Path) -> None:
-    done = program(tmp_path, "+exp=lora_zero3", "--cfg", "job")
+    mine = ("model.path=owner/name", "data.path=rows.csv")
+    done = program(tmp_path, "+exp=lora_zero3", *mine, "--cfg", "job")
     assert done.returncode == 0
-    assert "  gradient_checkpointing: true\n" in done.stdout
+    for line in ("gradient_checkpointing: true", "kind: hf", "kind: csv", "max_len: 2048"):
+        assert f"  {line}\n" in done.stdout  # computed defaults as well
     assert list(tmp_path.iterdir()) == []

@@ -30,29 +30,45 @@ def adapter_differences(worker: Any, folder: Path, version: int) -> list[str]:
     mapper = None if mapper is None else mapper.get_rename_mapper()
     with safe_open(folder / "adapter_model.safetensors", "pt") as file:
         keys = {(*parse_fine_tuned_lora_name(key, mapper), key) for key in file.keys()}  # noqa: SIM118
-        named = {(name, is_a): key for name, is_a, key in keys}
-        left = dict(named)
-        for owner, layer, parts in _slots(manager):
-            for number, part in enumerate(parts):
-                for is_a, stack in ((True, layer.lora_a_stacked), (False, layer.lora_b_stacked)):
-                    mine, key = stack[number][slot, 0], left.pop((part, is_a), None)
-                    if key is None:
-                        if mine.any():
-                            wrong.append(f"{part}: not in the adapter, and not zero in {owner}")
-                        continue
-                    tensor = file.get_tensor(key).to(mine.dtype)
-                    if not is_a:
-                        plain, _ = parse_fine_tuned_lora_name(key)
-                        tensor = tensor * config.scale_of(plain)  # vLLM's own rounding
-                    tensor = _sliced(layer, number, tensor, is_a).to(mine.device)
-                    whole = torch.zeros_like(mine)
-                    whole[: tensor.shape[0], : tensor.shape[1]] = tensor
-                    reached |= bool(mine.any())
-                    if not torch.equal(mine, whole):
-                        wrong.append(difference(key, mine, whole))
+        left = {(name, is_a): key for name, is_a, key in keys}
+        count = len(left)
+        for layer, number, part, is_a, stack in _halves(manager):
+            mine, key = stack[slot, 0], left.pop((part, is_a), None)
+            if key is None:
+                if mine.any():
+                    wrong.append(f"{part}: not in the adapter, and not zero in vLLM's layer")
+                continue
+            tensor = file.get_tensor(key).to(mine.dtype)
+            scale = 1.0 if is_a else config.scale_of(parse_fine_tuned_lora_name(key)[0])
+            tensor = tensor if scale == 1.0 else tensor * scale  # vLLM's own rounding
+            sent = _sliced(layer, number, tensor, is_a).to(mine.device)
+            reached = reached or bool(mine.any())
+            if not _padded_equal(mine, sent):
+                wrong.append(difference(key, mine, _padded(sent, mine)))
     if wrong + list(left.values()) and not reached:
-        return [f"none of the {len(named)} tensors is bound to a layer: the base alone answers"]
+        return [f"none of the {count} tensors is bound to a layer: the base alone answers"]
     return wrong + [f"{key}: bound to no layer of vLLM's model" for key in left.values()]
+
+
+def _halves(manager: Any) -> Iterator[tuple[Any, int, str, bool, torch.Tensor]]:
+    """Slots of lora_A and lora_B: layer, number of the plain layer, its name, is it A, slots."""
+    for _, layer, parts in _slots(manager):
+        for number, part in enumerate(parts):
+            yield layer, number, part, True, layer.lora_a_stacked[number]
+            yield layer, number, part, False, layer.lora_b_stacked[number]
+
+
+def _padded(sent: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
+    """A tensor with zeros behind it, as vLLM pads one of a smaller rank."""
+    whole = torch.zeros_like(like)
+    whole[: sent.shape[0], : sent.shape[1]] = sent
+    return whole
+
+
+def _padded_equal(mine: torch.Tensor, sent: torch.Tensor) -> bool:
+    """Return True if the slot holds the tensor and nothing but zeros behind it."""
+    same = mine.shape == sent.shape
+    return torch.equal(mine, sent if same else _padded(sent, mine))
 
 
 def _slots(manager: Any) -> Iterator[tuple[str, Any, list[str]]]:

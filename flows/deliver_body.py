@@ -5,7 +5,9 @@ A command line plans before it starts anything, and the flow of the same process
 
 from __future__ import annotations
 
+import tempfile
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, cast
 
 from flows.attempt import Attempt, Host, in_prefect, in_this_process, tracker_of
@@ -70,6 +72,31 @@ def plan(composed: Composed) -> Planned:
     if findings:
         raise ConfigError(findings[0], hint="out=<another folder>, or overwrite=true")
     return Planned(composed, delivery, tuple(looker.seen))
+
+
+def compare(composed: Composed, log: Any) -> None:
+    """Print how far apart the two merges of an adapter are (`merge.base=compare`).
+
+    Raises:
+        ConfigError: nothing in SOURCE is merged, or the base has one precision only.
+    """
+    delivery = prepare_delivery(composed)
+    if delivery.given.kind != "adapter" or delivery.quantization is None:
+        raise ConfigError(
+            f"merge.base=compare: {delivery.choice.reason or 'SOURCE is no adapter folder'}: there "
+            "is nothing to compare",
+            hint="leave merge.base out",
+        )
+    for line in (f"source: {delivery.given.line()}", f"base: {delivery.base}"):
+        print(line)
+    for record in delivery.choice.evidence:
+        print(f"trained on the base {record.held.value} ({record})")
+    threads = composed.settings["smoke"]["threads"]
+    with (
+        tempfile.TemporaryDirectory() as folder,
+        ReferenceScorer(log=log, log_path=Path(folder) / "log", threads=threads) as scorer,
+    ):
+        print(*delivery.compare(scorer), sep="\n", flush=True)
 
 
 _handed: dict[str, Planned] = {}

@@ -16,14 +16,18 @@ from flows.deliver_steps import Steps
 from tasks.artifact import remember
 from tasks.audit import Report
 from tasks.deliver import examination
-from tasks.deliver.adapters import Weighted, weights_of
+from tasks.deliver.adapters import Weighted, role, weights_of
+from tasks.deliver.comparing import compare_bases, read_rows
+from tasks.deliver.engine import SHORTEST
 from tasks.deliver.outlet import put
-from tasks.deliver.quantization import says_nothing
+from tasks.deliver.quantization import BaseChoice
 from tasks.deliver.recognise import Given
 from tasks.deliver.side_files import Tokens
+from tasks.deliver.texts import PROBE_TOKENS
 from tasks.deliver.work import Work, describe_plan, megabytes
-from tasks.scoring import ReferenceScorer
+from tasks.scoring import ModelRef, ReferenceScorer
 from tasks.stage import Mechanism, StageResult
+from tasks.vllm_jobs import HEADROOM
 
 
 @dataclass(frozen=True)
@@ -39,7 +43,7 @@ class Delivery:
         out: OUT.
         work: the plans.
         tokens: tokenizer and generation settings of what is served.
-        quantization: 4 bits that training held the base in; None for none.
+        choice: the base that an adapter is merged into, and what decided it.
         attention: what transformers is measured with, by its name there.
         reports: the audits of SOURCE, or of each adapter.
         warnings: what could not be told.
@@ -53,7 +57,7 @@ class Delivery:
     out: Path
     work: Work
     tokens: Tokens
-    quantization: dict[str, Any] | None
+    choice: BaseChoice
     attention: str
     reports: tuple[Report, ...] = ()
     warnings: tuple[str, ...] = ()
@@ -70,6 +74,20 @@ class Delivery:
         return self.runs / "artifacts"
 
     @property
+    def quantization(self) -> dict[str, Any] | None:
+        """4 bits that training took the base through; None for none."""
+        return self.choice.quantization
+
+    @property
+    def probe_tokens(self) -> int:
+        """Tokens of a text that fit into the model's context, and into what vLLM is given."""
+        config, settings = self.work.config, self.settings["smoke"]
+        text = config.get("text_config") or config
+        context = text.get("max_position_embeddings") or text.get("n_positions") or PROBE_TOKENS * 2
+        room = settings["max_model_len"] or context - HEADROOM
+        return max(SHORTEST, min(PROBE_TOKENS, room - settings["greedy_tokens"]))
+
+    @property
     def inputs(self) -> tuple[Path, ...]:
         """Folders whose files end up in what is delivered."""
         roots = [self.given.root, *(one.given.root for one in self.adapters), self.tokens.folder]
@@ -83,6 +101,28 @@ class Delivery:
             scorer: the transformers child; None where nothing is measured.
         """
         return Steps(self, mechanism, scorer).to_served()
+
+    def compare(self, scorer: ReferenceScorer) -> Iterator[str]:
+        """Measure both merges, for `merge.base=compare`."""
+        assert self.base is not None
+        assert self.quantization is not None
+        weights = weights_of(self.adapters)
+        roots = {role(index): one.given.root for index, one in enumerate(self.adapters)}
+        smoke = self.settings["smoke"]
+        tokenizer = self.tokens.folder
+        rows = read_rows(
+            smoke["texts"], smoke["probes"],
+            tokenizer=tokenizer, limit=self.probe_tokens, scorer=scorer,
+        )  # fmt: skip
+        model = ModelRef(
+            self.base,
+            self.given.root,
+            dtype=str(self.work.config.get("dtype") or self.settings["convert"]["dtype"]),
+            attn_implementation=self.attention,
+            weighted={str(roots[name]): weight for name, weight in weights.items()} or None,
+        )
+        is_reward = self.work.is_reward
+        return compare_bases(model, self.quantization, rows, scorer=scorer, is_reward=is_reward)
 
     def put(self, served: StageResult, mechanism: Mechanism) -> None:
         """Make OUT the served artifact."""
@@ -100,13 +140,9 @@ class Delivery:
         if self.base is not None:
             yield f"base: {self.base}"
         yield f"out: {self.out}"
-        if self.quantization is not None:
-            how = self.quantization["base"]
-            yield f"4 bits: trained on {self.quantization['type']}, folded into the {how} base"
-        elif self.work.merge is not None:
-            unsaid = "; nothing says that training quantised it (QLoRA: merge.base=dequantized)"
-            trust = says_nothing(self.given, self.settings["merge"])
-            yield f"merge into: the base as it is{unsaid if trust else ''}"
+        if self.work.merge is not None:
+            bits = f", {self.quantization['type']}" if self.quantization is not None else ""
+            yield f"merge into: the {self.choice.mode} base{bits} ({self.choice.reason})"
         if self.settings["convert"]["quantize"] != "none":
             yield f"quantize: linear layers to {self.settings['convert']['quantize']}, by convert"
         yield f"smoke test: {self.engine or 'none'}"

@@ -16,11 +16,12 @@ from pathlib import Path
 
 from flows.bootstrap import bootstrap
 from flows.config import Composed
-from flows.deliver_body import Planned, direct, hand_over, plan
+from flows.deliver_body import Planned, compare, direct, hand_over, plan
 from flows.entry import run_main
 from flows.lock import hold
 from flows.outcome import completed, exit_status
 from flows.signals import exit_on_signals
+from tasks.deliver.quantization import COMPARE
 from tasks.launch import kill_children_on_abort
 
 PROJECT = Path(__file__).resolve().parents[1]
@@ -35,6 +36,10 @@ def main() -> int:
 def _job(composed: Composed, overrides: list[str]) -> int:
     """One delivery: everything that can be refused is refused before anything is written."""
     bootstrap(PROJECT, composed.runs)
+    if composed.settings["merge"]["base"] == COMPARE:
+        with kill_children_on_abort():
+            compare(composed, _log())
+        return 0
     planned = plan(composed)
     print(planned.text(), flush=True)
     if composed.settings["plan"]:

@@ -13,7 +13,7 @@ from tasks.deliver.examination import examine
 from tasks.deliver.identity import base_findings, base_missing, equals_base, find_base
 from tasks.deliver.outlet import out_findings
 from tasks.deliver.planning import prepare
-from tasks.deliver.quantization import quantization_of
+from tasks.deliver.quantization import COMPARE, BaseChoice, choose_base, undecided
 from tasks.deliver.recognise import ADAPTER_CONFIG, Given
 from tasks.deliver.recorded import attention_of
 from tasks.deliver.side_files import Tokens, find_tokens, side_findings
@@ -56,18 +56,22 @@ def _prepare(composed: Composed) -> Delivery:
     findings = list(out_findings(out, inputs=inputs, expected=None, overwrite=True))
     if findings:
         raise ConfigError(first_and_more(findings), details=findings, hint="out=<another folder>")
-    quantization = _quantization(all_given, base, settings["merge"], store)
+    choice = _choose_base(all_given, base, settings["merge"], store)
     config = settings["adapter_config"]
     request = Request(
         given,
         base,
         target,
-        quantization,
+        choice.quantization,
         _folder(config) if config else None,
         perform,
         tuple(adapters),
     )
     work = prepare(request)
+    if work.merge is None:
+        choice = BaseChoice("")
+    elif not choice.mode and settings["merge"]["base"] != COMPARE:
+        raise undecided(given, choice)  # a DeepSpeed checkpoint: now it is known to be an adapter
     folders = [folder for one in all_given for folder in _token_folders(one)]
     tokens = find_tokens([*folders, *([base] if base is not None else [])])
     _refuse_misfits(work, tokens)
@@ -86,10 +90,10 @@ def _prepare(composed: Composed) -> Delivery:
         out,
         work,
         tokens,
-        quantization,
+        choice,
         attention,
         reports,
-        warnings,
+        warnings + choice.warnings,
     )
 
 
@@ -147,17 +151,24 @@ def _adapters_inside(given: Given) -> Iterator[str]:
         yield f"an adapter lies in {path.parent}"
 
 
-def _quantization(
+def _choose_base(
     all_given: list[Given], base: Path | None, merge: Mapping[str, Any], store: Path
-) -> dict[str, Any] | None:
-    """What the base goes through: for all adapters the same. Raises ConfigError."""
-    first, *others = [quantization_of(one, base, merge, store) for one in all_given]
-    for one, other in zip(all_given[1:], others, strict=True):
-        if other != first:
+) -> BaseChoice:
+    """The base that is merged into: the same for all adapters. Raises ConfigError."""
+    choices = [choose_base(one, base, merge, store) for one in all_given]
+    first = choices[0]
+    for one, choice in zip(all_given, choices, strict=True):
+        if one.kind == "adapter" and not choice.mode and merge["base"] != COMPARE:
+            raise undecided(one, choice)
+    for one, other in zip(all_given[1:], choices[1:], strict=True):
+        if (other.mode, other.quantization) != (first.mode, first.quantization):
             raise ConfigError(
                 f"adapters: {all_given[0].root} and {one.root} were trained on the base in other "
                 "precisions",
-                details=[f"{all_given[0].root}: {first}", f"{one.root}: {other}"],
+                details=[
+                    f"{all_given[0].root}: {first.mode}, {first.quantization} ({first.reason})",
+                    f"{one.root}: {other.mode}, {other.quantization} ({other.reason})",
+                ],
                 hint="deliver one of them, and the other into what came out: base=<the first OUT> "
                 "check_base=false",
             )

@@ -9,19 +9,18 @@ from typing import TYPE_CHECKING, Any
 
 from tasks.artifact import Artifact
 from tasks.deliver.adapters import role, weights_of
-from tasks.deliver.engine import SHORTEST, EngineSettings
+from tasks.deliver.engine import EngineSettings
 from tasks.deliver.examination import examination
 from tasks.deliver.identity import folder_identity
 from tasks.deliver.measuring import Measuring
 from tasks.deliver.rewards import reward_reference, reward_smoke
 from tasks.deliver.smoke import reference, smoke
 from tasks.deliver.stages import convert, gather, merge, value_head
-from tasks.deliver.texts import PROBE_TOKENS, probe_texts
+from tasks.deliver.texts import probe_texts
 from tasks.fingerprint import PROFILES
 from tasks.prints import FINGERPRINT
 from tasks.scoring import ReferenceScorer
 from tasks.stage import Mechanism, Stage, StageResult
-from tasks.vllm_jobs import HEADROOM
 from tasks.weights.writer import parse_size
 
 if TYPE_CHECKING:
@@ -102,7 +101,7 @@ class Steps:
         dtype = str(self.delivery.work.config.get("dtype") or self._target["dtype"])
         config = {
             "texts": probe_texts(smoke_settings["texts"], smoke_settings["probes"]),
-            "limit": self._probe_tokens,
+            "limit": self.delivery.probe_tokens,
             "dtype": dtype,
             "attn_implementation": self.delivery.attention,
             "quantization": quantization,
@@ -134,15 +133,6 @@ class Steps:
                 "log_path": self.mechanism.logs / "smoke_eval.log",
             },
         )
-
-    @property
-    def _probe_tokens(self) -> int:
-        """Tokens of a text that fit into the model's context, and into what vLLM is given."""
-        config, settings = self.delivery.work.config, self.delivery.settings["smoke"]
-        text = config.get("text_config") or config
-        context = text.get("max_position_embeddings") or text.get("n_positions") or PROBE_TOKENS * 2
-        room = settings["max_model_len"] or context - HEADROOM
-        return max(SHORTEST, min(PROBE_TOKENS, room - settings["greedy_tokens"]))
 
     @property
     def _target(self) -> dict[str, Any]:
@@ -184,6 +174,8 @@ class Steps:
         self, stage: Stage, function: Any, inputs: dict[str, Artifact], config: dict[str, Any]
     ) -> StageResult:
         context: dict[str, Any] = {"work": self.delivery.work, "tokens": self.delivery.tokens}
+        if self.delivery.work.merge is not None:
+            context["merge_base"] = self.delivery.choice.as_json()
         if self.scorer is not None:
             limit = PROFILES[self.delivery.settings["smoke"]["profile"]]
             config = {**config, "profile": limit}

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from enum import Enum, auto
 
-from tasks.schema.choices import MergeBase, Profile
+from tasks.schema.choices import Profile
 from tasks.schema.delivery import Convert
 from tasks.schema.places import Paths, Tracking
 
@@ -21,6 +21,21 @@ class SmokeEngine(Enum):
     none = auto()
 
 
+class BaseMode(Enum):
+    """The base that an adapter is merged into: the one it was trained on.
+
+    auto: what the trainer's own files say; refused where they do not.
+    dequantized: the base after a round trip through 4 bits, as QLoRA training saw it.
+    original: the base as it is stored, as LoRA training saw it.
+    compare: measure how far apart the two merges are; writes nothing.
+    """
+
+    auto = 1  # a member named like the function: numbers here
+    dequantized = 2
+    original = 3
+    compare = 4
+
+
 class FourBits(Enum):
     """4-bit code book of the base that an adapter was trained on (arXiv:2305.14314)."""
 
@@ -30,9 +45,9 @@ class FourBits(Enum):
 
 @dataclass
 class DeliverMerge:
-    """What an adapter is folded into."""
+    """The base that an adapter is merged into."""
 
-    base: MergeBase = MergeBase.auto  # dequantized: the base as 4-bit training saw it
+    base: BaseMode = BaseMode.auto  # compare: measure both, write nothing
     quant_type: FourBits = FourBits.nf4  # base=dequantized, where training left no record
     double_quant: bool = True  # the same
 

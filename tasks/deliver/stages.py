@@ -80,6 +80,7 @@ def merge(
     work: Work,
     log: Any,
     weights: Mapping[str, float] | None = None,
+    merge_base: Mapping[str, str] | None = None,
     reference: Path | None = None,
     measuring: Measuring | None = None,
     **_: Any,
@@ -93,6 +94,7 @@ def merge(
         work: the plans.
         log: progress.
         weights: of the adapters by role, where they are not one of weight 1.
+        merge_base: which base, and what decided it: for the manifest.
         reference: folder with the fingerprint to compare with.
         measuring: None measures no drift.
     """
@@ -109,6 +111,8 @@ def merge(
         checks.append(recomputed_check(recompute(work.merge, sources, written)))
     metrics = {**_metrics(work.merge, done), **merge_metrics(work.merge, done)}
     notes = {"plan": work.merge.as_json(), **quantization_notes(done)}
+    if merge_base:
+        notes["merge_base"] = dict(merge_base)
     if weights:
         notes["adapters"] = dict(weights)
     return measured(
@@ -126,6 +130,7 @@ def convert(
     max_shard_bytes: int,
     quantize: str,
     log: Any,
+    merge_base: Mapping[str, str] | None = None,
     reference: Path | None = None,
     measuring: Measuring | None = None,
     **_: Any,
@@ -141,6 +146,7 @@ def convert(
         max_shard_bytes: of tensor data in one file.
         quantize: "none", "w8a8" or "fp8".
         log: progress.
+        merge_base: into which base an adapter was merged, and what decided it: for the manifest.
         reference: folder with the fingerprint to compare with.
         measuring: None measures no drift.
     """
@@ -159,7 +165,10 @@ def convert(
     checks = [finite(op.name, done.outcomes[op.name]) for op in plan.ops]
     checks += write_served_files(out, work, tokens, dtype=dtype, plan=plan, quantized=quantized)
     metrics = {**_metrics(plan, done), "linked": float(len(done.linked))}
-    report = StageReport("served", tuple(checks), metrics, {"linked": sorted(done.linked)})
+    notes: dict[str, Any] = {"linked": sorted(done.linked)}
+    if merge_base:
+        notes["merge_base"] = dict(merge_base)
+    report = StageReport("served", tuple(checks), metrics, notes)
     same = all(sources[op.input].sha256(op.key) == done.sha256[op.name] for op in plan.ops)
     return measured(report, out, reference, measuring, earlier=weights if same else None)
 

@@ -47,7 +47,9 @@ def test_is_merged_into(
     here: Run, pickled: Path, base: Path, adapter: Path, tmp_path: Path
 ) -> None:
     for name, folder in (("bin", pickled), ("safe", base)):
-        done = here(f"source={adapter}", f"base={folder}", f"out={tmp_path / name}")
+        done = here(
+            f"source={adapter}", f"base={folder}", "merge.base=original", f"out={tmp_path / name}"
+        )
         assert done.code == 0, done.output
     found, wanted = state_of(tmp_path / "bin"), state_of(tmp_path / "safe")
     assert found.keys() == wanted.keys()

@@ -63,7 +63,7 @@ class TestAnAdapter:
         self, deliver: Run, adapter: Path, base: Path, tmp_path: Path
     ) -> None:
         out = tmp_path / "out"
-        arguments = (f"source={adapter}", f"base={base}", f"out={out}")
+        arguments = (f"source={adapter}", f"base={base}", "merge.base=original", f"out={out}")
         done = deliver(*arguments)
         assert done.code == 0, done.output
         assert done.stages == ["audit", "merge", "convert"]
@@ -93,7 +93,9 @@ class TestAnAdapter:
         pickled.mkdir()
         torch.save(state_of(adapter, "adapter_model"), pickled / "adapter_model.bin")
         shutil.copy(adapter / "adapter_config.json", pickled)
-        done = deliver(f"source={pickled}", f"base={base}", f"out={tmp_path / 'out'}")
+        done = deliver(
+            f"source={pickled}", f"base={base}", "merge.base=original", f"out={tmp_path / 'out'}"
+        )
         assert done.code == 0, done.output
         assert "(adapter_model.bin)" in done.output
         assert same(state_of(tmp_path / "out"), merged_by_peft(base, adapter))
@@ -103,7 +105,7 @@ class TestAnAdapter:
     ) -> None:
         done = deliver(
             f"source={adapter}", f"out={tmp_path / 'out'}",
-            "convert.dtype=float16", "convert.max_shard_size=60KB",
+            "convert.dtype=float16", "convert.max_shard_size=60KB", "merge.base=original",
         )  # fmt: skip
         assert done.code == 0, done.output
         assert f"base: {base}" in done.output
@@ -151,7 +153,13 @@ def test_shards_of_our_ranks(
 
 
 def test_plan_only_writes_nothing(deliver: Run, adapter: Path, base: Path, tmp_path: Path) -> None:
-    done = deliver(f"source={adapter}", f"base={base}", f"out={tmp_path / 'out'}", "plan=true")
+    done = deliver(
+        f"source={adapter}",
+        f"base={base}",
+        "merge.base=original",
+        f"out={tmp_path / 'out'}",
+        "plan=true",
+    )
     assert done.code == 0, done.output
     for part in ("source:", "merge       to run", "fold 14 tensors", "served: 26 tensors"):
         assert part in done.output
@@ -181,7 +189,8 @@ def test_a_loaded_engine_agrees_with_base_and_adapter_in_peft(
     deliver: Run, adapter: Path, base: Path, tmp_path: Path
 ) -> None:
     done = deliver(
-        f"source={adapter}", f"base={base}", f"out={tmp_path / 'out'}", "smoke.probes=8",
+        f"source={adapter}", f"base={base}", "merge.base=original",
+        f"out={tmp_path / 'out'}", "smoke.probes=8",
         engine="transformers",
     )  # fmt: skip
     assert done.code == 0, done.output
@@ -215,7 +224,8 @@ def test_vllm_serves_what_peft_computes(deliver: Run, tmp_path: Path) -> None:
     base = servable(tmp_path / "base")
     trained_model(base, Spread(), 1).save_pretrained(tmp_path / "adapter")
     done = deliver(
-        f"source={tmp_path / 'adapter'}", f"base={base}", f"out={tmp_path / 'out'}",
+        f"source={tmp_path / 'adapter'}", f"base={base}", "merge.base=original",
+        f"out={tmp_path / 'out'}",
         engine="vllm",
     )  # fmt: skip
     assert done.code == 0, done.output

@@ -105,7 +105,9 @@ def test_a_reward_adapter_and_its_base(either: Run, normalised: bool, tmp_path: 
     if normalised:  # OpenRLHF writes the model's config.json beside its adapter
         (adapter / "config.json").write_text((base / "config.json").read_text())
         change_config(adapter, mean=mean, std=std)
-    done = either(f"source={adapter}", f"base={base}", f"out={tmp_path / 'out'}", SAME)
+    done = either(
+        f"source={adapter}", f"base={base}", "merge.base=original", f"out={tmp_path / 'out'}", SAME
+    )
     assert done.code == 0, done.output
     assert done.stages == ["audit", "merge", "convert"]
     with quiet():
@@ -128,7 +130,9 @@ def test_a_llamafactory_adapter_with_a_value_head_beside_it(
         torch.save(head_tensors(), adapter / "value_head.bin")
     else:
         save_file(head_tensors(), adapter / "value_head.safetensors")
-    done = either(f"source={adapter}", f"base={base}", f"out={tmp_path / 'out'}", SAME)
+    done = either(
+        f"source={adapter}", f"base={base}", "merge.base=original", f"out={tmp_path / 'out'}", SAME
+    )
     assert done.code == 0, done.output
     assert done.stages == ["audit", "merge", "convert", "value_head"]
     with quiet():
@@ -144,7 +148,9 @@ def test_a_reward_adapter_without_its_head_is_refused(here: Run, tmp_path: Path)
     base = base_of(tmp_path / "base")
     wrapped = train(classifier("qwen", base), LoraConfig(r=4, target_modules="all-linear"))
     adapter = save(wrapped, tmp_path / "adapter")
-    done = here(f"source={adapter}", f"base={base}", f"out={tmp_path / 'out'}")
+    done = here(
+        f"source={adapter}", f"base={base}", "merge.base=original", f"out={tmp_path / 'out'}"
+    )
     assert done.code == 2, done.output
     assert "HEAD_BASE_LOST" in done.output
     assert not (tmp_path / "runs").exists()

@@ -34,7 +34,7 @@ def test_base_and_adapter_unmerged_are_what_the_served_model_is_compared_with(
 ) -> None:
     composed = compose_config(
         [
-            f"source={adapter}", f"base={base}", f"out={tmp_path / 'out'}",
+            f"source={adapter}", f"base={base}", "merge.base=original", f"out={tmp_path / 'out'}",
             f"paths.runs={tmp_path / 'runs'}", "smoke.engine=transformers", "smoke.probes=4",
         ],
         config_name="deliver",

@@ -106,7 +106,11 @@ class TestTheBase:
         said = json.loads((hostile / "config.json").read_text()) | {"model_type": model_type}
         (hostile / "config.json").write_text(json.dumps(said | {"num_hidden_layers": 10**9}))
         told = refused(
-            f"source={adapter}", f"base={hostile}", f"out={tmp_path / 'out'}", "check_base=false"
+            f"source={adapter}",
+            f"base={hostile}",
+            "merge.base=original",
+            f"out={tmp_path / 'out'}",
+            "check_base=false",
         )
         assert "num_hidden_layers 1000000000, models have up to 2000" in told
 
@@ -114,7 +118,8 @@ class TestTheBase:
         self, here: Run, adapter: Path, other: Path, tmp_path: Path
     ) -> None:
         done = here(
-            f"source={adapter}", f"base={other}", f"out={tmp_path / 'out'}", "check_base=false",
+            f"source={adapter}", f"base={other}", "merge.base=original",
+            f"out={tmp_path / 'out'}", "check_base=false",
             "plan=true",
         )  # fmt: skip
         assert done.code == 0, done.output
@@ -144,7 +149,9 @@ class TestTheSource:
                 f"{prefix}.o_proj.lora_B.weight": torch.ones(64, 5, dtype=torch.bfloat16),
             },
         )  # fmt: skip
-        said = refused(f"source={source}", f"base={base}", f"out={tmp_path / 'out'}")
+        said = refused(
+            f"source={source}", f"base={base}", "merge.base=original", f"out={tmp_path / 'out'}"
+        )
         for part in ("ADAPTER_HALF_PAIR", "ADAPTER_NO_MODULE", "k_prj", "ADAPTER_RANK", "o_proj"):
             assert part in said
 
@@ -155,7 +162,9 @@ class TestTheSource:
         bad = state_of(adapter, "adapter_model")[name].clone()
         bad[0, 0] = float("nan")
         source = altered(adapter, tmp_path / "nan", **{name: bad})
-        said = refused(f"source={source}", f"base={base}", f"out={tmp_path / 'out'}")
+        said = refused(
+            f"source={source}", f"base={base}", "merge.base=original", f"out={tmp_path / 'out'}"
+        )
         assert f"{name}: 1 elements are NaN or infinite" in said
 
     def test_stored_quantised(

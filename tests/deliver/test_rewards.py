@@ -72,7 +72,7 @@ def test_an_adapter_is_scored_unmerged(tmp_path: Path) -> None:
     adapter = save(train(classifier("qwen", base), config), tmp_path / "adapter")
     (adapter / "config.json").write_text((base / "config.json").read_text())
     change_config(adapter, mean=0.5, std=2.0)
-    summary = delivered(tmp_path, f"source={adapter}", f"base={base}")
+    summary = delivered(tmp_path, f"source={adapter}", f"base={base}", "merge.base=original")
     names = [stage["name"] for stage in summary["stages"]]
     assert names == ["audit", "reference", "merge", "convert", "smoke_eval"]
     report = report_of(summary)
@@ -161,7 +161,8 @@ def test_vllm_gives_the_rewards_of_base_and_adapter(
     (adapter / "config.json").write_text((base / "config.json").read_text())
     change_config(adapter, mean=0.5, std=2.0)
     done = deliver(
-        f"source={adapter}", f"base={base}", f"out={tmp_path / 'out'}", f"convert.dtype={dtype}",
+        f"source={adapter}", f"base={base}", "merge.base=original",
+        f"out={tmp_path / 'out'}", f"convert.dtype={dtype}",
         "smoke.probes=8", engine="vllm", timeout=570,
     )  # fmt: skip
     assert done.code == 0, done.output

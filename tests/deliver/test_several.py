@@ -52,7 +52,7 @@ def test_are_added_up_with_their_weights(
     deliver: Run, adapter: Path, second: Path, base: Path, tmp_path: Path
 ) -> None:
     given = f"adapters=[{adapter}:{WEIGHTS[0]},{second}:{WEIGHTS[1]}]"
-    done = deliver(given, f"base={base}", f"out={tmp_path / 'out'}")
+    done = deliver(given, f"base={base}", "merge.base=original", f"out={tmp_path / 'out'}")
     assert done.code == 0, done.output
     assert done.stages == ["audit", "merge", "convert"]
     assert f"adapter: 0.7 x {adapter}" in done.output
@@ -71,7 +71,8 @@ def test_the_weights_are_part_of_the_key(
 ) -> None:
     def key(*adapters: str) -> str:
         done = here(
-            f"adapters=[{','.join(adapters)}]", f"base={base}", f"out={tmp_path / 'out'}",
+            f"adapters=[{','.join(adapters)}]", f"base={base}", "merge.base=original",
+            f"out={tmp_path / 'out'}",
             "plan=true",
         )  # fmt: skip
         assert done.code == 0, done.output
@@ -91,7 +92,12 @@ def test_the_weights_are_part_of_the_key(
 
 
 def test_one_adapter_with_a_weight(here: Run, adapter: Path, base: Path, tmp_path: Path) -> None:
-    done = here(f"adapters=[{adapter}:0.5]", f"base={base}", f"out={tmp_path / 'out'}")
+    done = here(
+        f"adapters=[{adapter}:0.5]",
+        f"base={base}",
+        "merge.base=original",
+        f"out={tmp_path / 'out'}",
+    )
     assert done.code == 0, done.output
     assert same(state_of(tmp_path / "out"), merged_by_peft(base, {adapter: 0.5}))
 
@@ -138,6 +144,7 @@ def test_an_engine_compares_with_all_of_them_unmerged(
     composed = compose_config(
         [
             f"adapters=[{adapter}:{WEIGHTS[0]},{second}:{WEIGHTS[1]}]", f"base={base}",
+            "merge.base=original",
             f"out={tmp_path / 'out'}", f"paths.runs={tmp_path / 'runs'}",
             "smoke.engine=transformers", "smoke.probes=4",
         ],
@@ -160,6 +167,7 @@ def test_the_literal_command_with_an_engine(
 ) -> None:
     done = deliver(
         f"adapters=[{adapter}:{WEIGHTS[0]},{second}:{WEIGHTS[1]}]", f"base={base}",
+        "merge.base=original",
         f"out={tmp_path / 'out'}", "smoke.probes=4", engine="transformers",
     )  # fmt: skip
     assert done.code == 0, done.output

@@ -52,7 +52,12 @@ def test_a_full_fine_tuning(deliver: Run, zero: Path, tmp_path: Path) -> None:
 
 
 def test_an_adapter(deliver: Run, zero: Path, tmp_path: Path) -> None:
-    done = deliver(f"source={zero / 'lora'}", f"base={zero / 'base'}", f"out={tmp_path / 'out'}")
+    done = deliver(
+        f"source={zero / 'lora'}",
+        f"base={zero / 'base'}",
+        "merge.base=original",
+        f"out={tmp_path / 'out'}",
+    )
     assert done.code == 0, done.output
     assert done.stages == ["audit", "gather", "merge", "convert"]
     found, base, wanted = state_of(tmp_path / "out"), state_of(zero / "base"), whole(zero / "lora")
@@ -78,6 +83,12 @@ def test_an_adapter_without_its_settings_is_refused(
         done = deliver(
             f"source={step}", f"base={zero / 'base'}", f"out={tmp_path / 'out'}",
             f"adapter_config={hidden}", "plan=true",
+        )  # fmt: skip
+        assert done.code == 2, done.output
+        assert "nothing in or above it says whether it was trained" in done.output
+        done = deliver(
+            f"source={step}", f"base={zero / 'base'}", f"out={tmp_path / 'out'}",
+            f"adapter_config={hidden}", "plan=true", "merge.base=original",
         )  # fmt: skip
         assert done.code == 0, done.output
         assert re.search(r"gather: copy 28 tensors", done.output)

@@ -32,7 +32,9 @@ def test_is_delivered_as_peft_merges_it(
     save, said = DIALECTS[name]
     source = tmp_path / "checkpoints" / name
     save(trained, source)
-    done = here(f"source={source}", f"base={base}", f"out={tmp_path / 'served'}")
+    done = here(
+        f"source={source}", f"base={base}", "merge.base=original", f"out={tmp_path / 'served'}"
+    )
     assert done.code == 0, done.output
     assert done.stages == ["audit", "merge", "convert"]
     found = state_of(tmp_path / "served")
@@ -47,7 +49,12 @@ def test_of_openrlhf_under_zero3_is_a_pickle(
     here: Run, trained: Any, base: Path, tmp_path: Path
 ) -> None:
     saving.openrlhf_zero3(trained, tmp_path / "ckpt")
-    done = here(f"source={tmp_path / 'ckpt'}", f"base={base}", f"out={tmp_path / 'served'}")
+    done = here(
+        f"source={tmp_path / 'ckpt'}",
+        f"base={base}",
+        "merge.base=original",
+        f"out={tmp_path / 'served'}",
+    )
     assert done.code == 0, done.output
     assert "a PEFT adapter of rank 4 (adapter_model.bin)" in done.output
     assert same(state_of(tmp_path / "served"), merged_by_peft(base, tmp_path / "ckpt"))
@@ -62,7 +69,14 @@ def test_of_llamafactory_answers_in_vllm_as_peft_does(deliver: Run, tmp_path: Pa
     base = servable(tmp_path / "base")
     saving.llamafactory(trained_model(base, Spread(), 1), tmp_path / "out" / "lora")
     source, served = tmp_path / "out" / "lora", tmp_path / "served"
-    done = deliver(f"source={source}", f"base={base}", f"out={served}", engine="vllm", timeout=570)
+    done = deliver(
+        f"source={source}",
+        f"base={base}",
+        "merge.base=original",
+        f"out={served}",
+        engine="vllm",
+        timeout=570,
+    )
     assert done.code == 0, done.output
     assert done.stages == ["audit", "reference", "merge", "convert", "smoke_eval"]
     assert done.summary["stages"][-1]["drift"]["mean_kl"] < 1e-3

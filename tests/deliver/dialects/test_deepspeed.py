@@ -45,7 +45,7 @@ def test_the_refusal_names_the_command_that_gathers_them(
     assert "EMPTY_TENSOR adapter_model.safetensors" in done.output
     told = re.search(r"-> python flows/deliver.py (source=\S+)", done.output)
     assert told is not None, done.output
-    done = here(told[1], f"base={base}", f"out={out}")
+    done = here(told[1], f"base={base}", "merge.base=original", f"out={out}")
     assert done.code == 0, done.output
     assert done.stages == ["audit", "gather", "merge", "convert"]
     assert same(state_of(out), merged)

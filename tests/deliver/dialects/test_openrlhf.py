@@ -53,7 +53,9 @@ def test_an_adapter_with_its_head_saved_whole(here: Run, tmp_path: Path) -> None
     save_tokenizer(adapter)
     (adapter / "config.json").write_text((base / "config.json").read_text())
     change_config(adapter, value_head_prefix="score", mean=0.5, std=2.0)
-    done = here(f"source={adapter}", f"base={base}", f"out={tmp_path / 'out'}", SAME)
+    done = here(
+        f"source={adapter}", f"base={base}", "merge.base=original", f"out={tmp_path / 'out'}", SAME
+    )
     assert done.code == 0, done.output
     with quiet():
         merged = wrapped.merge_and_unload()
@@ -67,7 +69,7 @@ def test_an_adapter_whose_head_was_a_lora_layer_is_refused(here: Run, tmp_path: 
     base = base_of(tmp_path / "base")
     wrapped = train(classifier("qwen", base), LoraConfig(r=4, target_modules="all-linear"))
     adapter = save(wrapped, tmp_path / "adapter")
-    said = refused(here, tmp_path, f"source={adapter}", f"base={base}")
+    said = refused(here, tmp_path, f"source={adapter}", f"base={base}", "merge.base=original")
     assert "HEAD_BASE_LOST adapter_model.safetensors: base_model.model.score.lora_A.weight" in said
     assert "fix: train again with the head in modules_to_save" in said
 
@@ -91,7 +93,7 @@ def test_an_adapter_that_was_never_gathered_is_refused(
     held = load_file(adapter / "adapter_model.safetensors")
     save_file({name: torch.empty(0) for name in held}, source / "adapter_model.safetensors")
     (source / "adapter_config.json").write_text((adapter / "adapter_config.json").read_text())
-    said = refused(here, tmp_path, f"source={source}", f"base={base}")
+    said = refused(here, tmp_path, f"source={source}", f"base={base}", "merge.base=original")
     assert "EMPTY_TENSOR adapter_model.safetensors" in said
     assert f"{len(held)} of {len(held)} tensors empty, shape [0]" in said
     assert f"-> python flows/audit.py source={source} tells the rest" in said

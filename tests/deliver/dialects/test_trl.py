@@ -24,7 +24,9 @@ def corpus(tmp_path_factory: pytest.TempPathFactory) -> Corpus:
 
 def test_an_adapter_of_sft(here: Run, corpus: Corpus, tmp_path: Path) -> None:
     adapter, base = corpus.clean("trl-lora"), corpus.clean("qwen2")
-    done = here(f"source={adapter}", f"base={base}", f"out={tmp_path / 'out'}")
+    done = here(
+        f"source={adapter}", f"base={base}", "merge.base=original", f"out={tmp_path / 'out'}"
+    )
     assert done.code == 0, done.output
     assert done.stages == ["audit", "merge", "convert"]
     assert same(state_of(tmp_path / "out"), merged_by_peft(base, adapter))

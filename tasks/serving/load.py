@@ -8,7 +8,7 @@ from typing import Any
 
 from tasks.errors import ArtifactError
 from tasks.kept_4bit import keep_as_loaded
-from tasks.weights.adapters.read import read_adapter
+from tasks.serving.peft_adapters import first_lines, with_adapters
 
 
 def load_model(
@@ -86,7 +86,7 @@ def from_folder(
             **extra,
         )
     except (OSError, ValueError, KeyError, RuntimeError) as error:
-        raise ArtifactError(f"{path} cannot be loaded: {_first_line(error)}") from error
+        raise ArtifactError(f"{path} cannot be loaded: {first_lines(error)}") from error
     _refuse_gaps(path, info, gaps)
     return keep_as_loaded(model)
 
@@ -112,67 +112,6 @@ def _bitsandbytes(quantization: Mapping[str, Any]) -> Any:
     )
 
 
-def with_adapters(model: Any, weighted: Mapping[str, float]) -> Any:
-    """A model with adapters on it, unmerged: peft adds up what its active adapters give.
-
-    Args:
-        model: the base.
-        weighted: how many times what each of them adds is taken, by folder.
-
-    Raises:
-        ArtifactError: a folder that holds no adapter, or one that does not fit.
-    """
-    from peft import PeftModel
-    from safetensors import SafetensorError
-
-    names = ["default", *(f"further_{index}" for index in range(1, len(weighted)))]
-    (first, *others), how = names, {"autocast_adapter_dtype": False, "is_trainable": False}
-    folders = dict(zip(names, map(Path, weighted), strict=True))
-    for folder in folders.values():
-        _require(folder, "adapter_config.json")
-    try:
-        model = PeftModel.from_pretrained(model, folders[first], first, **how)
-        for name in others:
-            model.load_adapter(folders[name], name, **how)
-    except (OSError, ValueError, KeyError, RuntimeError, SafetensorError) as error:
-        raise ArtifactError(
-            f"{' and '.join(weighted)} cannot be loaded: {_first_line(error)}"
-        ) from error
-    for name, factor in zip(names, weighted.values(), strict=True):
-        _as_stored(model, folders[name], name)
-        _scale(model, name, factor)
-    if others:
-        model.base_model.set_adapter(names, inference_mode=True)
-    return model
-
-
-def _scale(model: Any, name: str, factor: float) -> None:
-    if factor == 1:
-        return
-    for module in model.modules():
-        scaling = getattr(module, "scaling", None)
-        if isinstance(scaling, dict) and name in scaling:
-            scaling[name] *= factor
-
-
-def _as_stored(model: Any, adapter: Path, name: str) -> None:
-    """On a 4-bit base PEFT makes adapters in float32 whatever the file says: other arithmetic."""
-    stored = _stored_dtypes(adapter)
-    for full, parameter in model.named_parameters():
-        parts = full.split(".")
-        dtype = stored.get(".".join(part for part in parts if part != name))
-        if dtype is not None and name in parts:
-            parameter.data = parameter.data.to(dtype)
-
-
-def _stored_dtypes(adapter: Path) -> dict[str, Any]:
-    import torch
-
-    names = {"BF16": torch.bfloat16, "F16": torch.float16, "F32": torch.float32}
-    tensors = read_adapter(adapter).tensors.tensors
-    return {name: names[info.dtype] for name, info in tensors.items() if info.dtype in names}
-
-
 def _refuse_gaps(path: Path, info: Mapping[str, Any], gaps: Collection[str]) -> None:
     """transformers only warns when tensors are missing (and makes them up) or left over."""
     found = [
@@ -186,8 +125,3 @@ def _refuse_gaps(path: Path, info: Mapping[str, Any], gaps: Collection[str]) -> 
             f"{path}: tensors do not fit the model: {len(found)} differ, first {found[0]}",
             details=found[:20],
         )
-
-
-def _first_line(error: BaseException) -> str:
-    lines = str(error).strip().splitlines()
-    return lines[0][:300] if lines else type(error).__name__

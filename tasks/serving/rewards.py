@@ -16,7 +16,8 @@ from pathlib import Path
 from typing import Any
 
 from tasks.errors import ArtifactError
-from tasks.serving.load import from_folder, with_adapters
+from tasks.serving.load import from_folder
+from tasks.serving.peft_adapters import with_adapters
 from tasks.weights.heads.detect import detect
 from tasks.weights.heads.folder import read_folder
 from tasks.weights.heads.normalisation import Normalisation, normalisation_from

@@ -34,11 +34,11 @@ _READ = {
     "peft_type", "r", "lora_alpha", "use_rslora", "use_dora", "rank_pattern", "alpha_pattern",
     "target_modules", "target_parameters", "exclude_modules", "layers_to_transform",
     "layers_pattern", "modules_to_save", "trainable_token_indices", "bias", "lora_bias",
-    "ensure_weight_tying", "init_lora_weights", "task_type",
+    "ensure_weight_tying", "init_lora_weights", "task_type", "peft_version",
 }  # fmt: skip
 _HARMLESS = {
     # Where it came from, how it was trained or initialised: nothing of this changes the weights.
-    "peft_version", "auto_mapping", "base_model_name_or_path", "revision", "inference_mode",
+    "auto_mapping", "base_model_name_or_path", "revision", "inference_mode",
     "lora_dropout", "megatron_core", "loftq_config", "eva_config", "corda_config",
     "lora_ga_config", "qalora_group_size", "runtime_config", "fan_in_fan_out",
     # Of the backward pass, and of noise in training: what is merged is the plain pair.
@@ -56,6 +56,7 @@ class AdapterConfig:
         target_modules: suffixes of module names, or a regular expression, or "all-linear".
         token_indices: trained rows by name of the embedding; "" is the input embedding.
         tying: `ensure_weight_tying`.
+        peft_version: that wrote the adapter; "" where it is not recorded.
     """
 
     rank: int = 8
@@ -75,6 +76,7 @@ class AdapterConfig:
     lora_bias: bool = False
     tying: bool = False
     task_type: str = ""
+    peft_version: str = ""
 
     def rank_of(self, name: str) -> int:
         """Rank of the pair on module (or parameter) `name`."""
@@ -121,6 +123,7 @@ def parse_config(raw: Mapping[str, Any]) -> tuple[AdapterConfig, list[str]]:
         lora_bias=take.flag("lora_bias"),
         tying=take.flag("ensure_weight_tying"),
         task_type=str(raw.get("task_type") or ""),
+        peft_version=str(raw.get("peft_version") or ""),
     )
     if config.bias not in ("none", "all", "lora_only"):
         findings.append(f"bias={config.bias!r} is not one of none, all, lora_only")

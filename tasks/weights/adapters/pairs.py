@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Sequence
 
 from tasks.weights.adapters.live import CONV1D, CONVOLUTION, EMBEDDING, LINEAR
@@ -74,9 +75,46 @@ def parameter_pieces(
             findings.append(f"{name}: targeted, but neither a matrix nor a stack of them")
             continue
         experts = shape[0] if len(shape) == 3 else 1
-        turned = len(shape) == 3 and module in live.transposed
-        inner, outer = shape[-2:] if turned else shape[:-3:-1]
         rank = config.rank_of(name) * experts
+        turned = len(shape) == 3 and _is_turned(ground, module, name, (a, b), rank, findings)
+        inner, outer = shape[-2:] if turned else shape[:-3:-1]
         wants = {a: (rank, inner), b: (outer, rank)}
         term = LowRank(a, b, config.scale_of(name), transpose=turned, experts=experts)
         yield Piece(name, wants, term, alone=ground.is_alone(name))
+
+
+_VERSION = re.compile(r"(\d+)\.(\d+)(?:\.(\d+))?(.*)")
+
+
+def _is_turned(
+    ground: Ground,
+    module: str,
+    name: str,
+    pair: tuple[str, str],
+    rank: int,
+    findings: list[str],
+) -> bool:
+    """Return True if A works on the last axis but one of a stack of experts, and B on the last.
+
+    peft changed that twice (`ParamWrapper.update_layer`): up to 0.18 always; 0.19.0 unless the
+    module says `is_transposed`; since 0.19.1 if it does. Where the version is not recorded the
+    shapes decide, and a square parameter, which has room for both, is a finding.
+    """
+    is_transposed = module in ground.live.transposed
+    match = _VERSION.match(ground.config.peft_version)
+    if match and not (".dev" in match[4] and match.group(1, 2) in (("0", "18"), ("0", "19"))):
+        version = tuple(int(one or 0) for one in match.group(1, 2, 3))
+        if version < (0, 19):
+            return True
+        return is_transposed == (version != (0, 19, 0))
+    *_, rows, columns = ground.live.tensors[name].shape
+    if rows == columns and not is_transposed:
+        recorded = ground.config.peft_version or "no version"
+        findings.append(
+            f"{name}: peft 0.18 and 0.19.1 lay out the factors of this square parameter "
+            f"differently, and adapter_config.json records {recorded}: write the version of peft "
+            'that trained it into adapter_config.json, e.g. "peft_version": "0.19.1"'
+        )
+    shapes = [tuple(one.shape) for key in pair if (one := ground.held.get(key)) is not None]
+    older = [(rank, rows), (columns, rank)]
+    return is_transposed or (shapes == older and rows != columns)

@@ -136,6 +136,8 @@ def _saved(keys: AdapterKeys, config: AdapterConfig) -> Iterator[Finding]:
     wanted = set(config.modules_to_save)
     if config.task_type in ("SEQ_CLS", "TOKEN_CLS"):
         wanted -= set(_HEADS)
+    if any(_is_of(one, key) for one in _OTHER_FAMILIES for key in keys.whole):
+        wanted -= set(_OTHER_FAMILIES)  # ms-swift names every head there may be
     absent = sorted(name for name in wanted if not any(_is_of(name, key) for key in keys.whole))
     if absent:
         yield say.ADAPTER_SAVED_ABSENT.at(
@@ -153,9 +155,9 @@ def _unexplained(keys: AdapterKeys, config: AdapterConfig) -> Iterator[Finding]:
     odd = []
     for name in islice(keys.whole, _MOST_WHOLE):
         module, _, part = name.rpartition(".")
-        leaf = plain_module(module).rpartition(".")[2]
         saved = any(_is_of(one, name) for one in config.modules_to_save)
-        known = leaf in _EMBEDDINGS or any(f".{one}." in f".{name}." for one in _OTHER_FAMILIES)
+        embedding = not set(_EMBEDDINGS).isdisjoint(module.split(".")[-_DEEPEST:])
+        known = embedding or any(f".{one}." in f".{name}." for one in _OTHER_FAMILIES)
         if not (saved or known or (part == "bias" and config.bias != "none")):
             odd.append(name)
     if odd:

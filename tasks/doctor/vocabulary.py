@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 
 from tasks.doctor.catalogue import vocabulary as say
@@ -14,6 +15,7 @@ from tasks.doctor.tokens import SETTINGS, TOKENIZER, read_tokens
 
 _OWN_ROWS = ("mllama", "mllama_text_model", "moshi")
 """Families whose input embedding has rows that are no part of the vocabulary."""
+_WHOLE_EMBEDDING = re.compile(r"\.(embed_tokens|lm_head)\.((token_adapter\.)?base_layer\.)?weight$")
 _ROLES = ("eos_token", "bos_token", "pad_token", "unk_token")
 _GENERATES = ("ForCausalLM", "LMHeadModel", "ForConditionalGeneration")
 
@@ -102,7 +104,7 @@ def _adapter_rows(source: Source) -> Iterator[Finding]:
     whole_ones = {
         key: held
         for key, held in source.tensors.items()
-        if key.endswith((".embed_tokens.weight", ".lm_head.weight")) and len(held.shape) == 2
+        if _WHOLE_EMBEDDING.search(key) and len(held.shape) == 2
     }
     rows = {held.shape[0] for held in whole_ones.values()} - {0}
     if len(rows) > 1:

@@ -136,7 +136,10 @@ def _scale(model: Any, name: str, factor: float) -> None:
 
 
 def _as_stored(model: Any, adapter: Adapter, name: str) -> None:
-    """On a 4-bit base PEFT makes adapters in float32 whatever the file says: other arithmetic."""
+    """Give factors their stored dtype: on a 4-bit base peft makes them float32, whatever the file.
+
+    Modules that are saved whole stay in the dtype of the base, as the layers beside them.
+    """
     import torch
 
     dtypes = {"BF16": torch.bfloat16, "F16": torch.float16, "F32": torch.float32}
@@ -148,5 +151,5 @@ def _as_stored(model: Any, adapter: Adapter, name: str) -> None:
     for full, parameter in model.named_parameters():
         parts = full.split(".")
         dtype = stored.get(".".join(part for part in parts if part != name))
-        if dtype is not None and name in parts:
+        if dtype is not None and name in parts and "modules_to_save" not in parts:
             parameter.data = parameter.data.to(dtype)

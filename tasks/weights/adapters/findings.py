@@ -80,8 +80,11 @@ def copy_of(key: str, contract: Contract, wanted: Collection[str]) -> Copy | Non
     for alias, holder in contract.live.tied.items():
         partners = contract.live.partners(alias)
         for piece in contract.pieces:
-            if piece.target in partners and not piece.alone and key in _tied_keys(alias, piece):
-                return Copy(f"tied to {holder}, which is stored too", piece.stored)
+            if piece.target in partners and not piece.alone:
+                tied = _tied_keys(alias, piece)
+                if key in tied or plain in tied:
+                    of = "" if ".original_module." in key else piece.stored
+                    return Copy(f"tied to {holder}, which is stored too", of)
     return None
 
 

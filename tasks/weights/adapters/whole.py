@@ -75,11 +75,17 @@ def embedding_pieces(ground: Ground, known: Collection[str]) -> Iterator[Piece]:
         known: keys of tensors that are stored for another reason.
     """
     live, seen = ground.live, set[str]()
-    for module in (live.input_embedding, live.output_embedding):
+    modules = (live.input_embedding, live.output_embedding)
+    trained = {one for one in modules if set(known) & set(stored_keys(one))}
+    shared = {name for one in trained for name in live.partners(f"{one}.weight")}
+    for module in modules:
         name = f"{module}.weight"
         keys = [key for key in stored_keys(module) if key in ground.held]
-        if name not in live.tensors or not keys or set(known) & set(stored_keys(module)):
+        if name not in live.tensors or not keys or module in trained:
             continue
-        if not seen & live.partners(name):  # tied: the other name's copy is the same
+        if name in shared:  # tied to a trained module: a copy of it, or what it was tied to before
+            if not ground.config.tying:
+                yield ground.stored(name, keys[0], alone=True)
+        elif not seen & live.partners(name):  # tied: the other name's copy is the same
             yield ground.stored(name, keys[0], alone=False)
         seen |= live.partners(name)

@@ -18,12 +18,21 @@ from tasks.doctor.source import Source
 _HEADS = ("classifier", "score")
 _PLAIN_INIT = ("gaussian", "eva", "orthogonal", "mica", "lora_ga")
 """Initialisers that vLLM knows to leave the base as it is (`PEFTHelper._init_is_supported`)."""
-_FEATURES = (
-    "lora_bias",
-    "alora_invocation_tokens",
-    "layer_replication",
-    "use_bdlora",
-    "use_qalora",
+_WITH_PEFT = "serve it with transformers and peft, or train plain LoRA"
+_FEATURES = {
+    "lora_bias": "where every targeted layer of the base has a bias it can be merged: python "
+    f"flows/deliver.py source=DIR base=BASE; else {_WITH_PEFT}",
+    "alora_invocation_tokens": "it acts on some tokens only, so no merged weight equals it: "
+    + _WITH_PEFT,
+    "layer_replication": "replicate the layers of the base first, and merge it into that",
+    "use_bdlora": f"merge it with peft's merge_and_unload, or {_WITH_PEFT}",
+    "use_qalora": f"no dense weight equals it: {_WITH_PEFT}",
+}
+"""Settings that vLLM refuses, and what helps instead."""
+_INIT_FIX = (
+    "save it as a plain LoRA with save_pretrained(..., "
+    "path_initial_model_for_weight_conversion=INITIAL_ADAPTER), or merge it into the base as "
+    "training left it: that of get_base_model().save_pretrained"
 )
 _REQUIRED = ("r", "lora_alpha", "target_modules")
 """Settings for which vLLM has no default, as peft has (`PEFTHelper.from_dict`)."""
@@ -90,13 +99,13 @@ def _settings(raw: Mapping[str, Any]) -> Iterator[Finding]:
 
 def _features(raw: Mapping[str, Any]) -> Iterator[Finding]:
     init = raw.get("init_lora_weights")
-    odd = [f"{one} {raw[one]!r}" for one in _FEATURES if raw.get(one)]
+    odd = {f"{one} {raw[one]!r}": fix for one, fix in _FEATURES.items() if raw.get(one)}
     if isinstance(init, str) and init.lower() not in _PLAIN_INIT:
-        odd.append(f"init_lora_weights {init!r}")
+        odd[f"init_lora_weights {init!r}"] = _INIT_FIX
     if raw.get("bias") not in (None, "none"):
-        odd.append(f"bias {raw['bias']!r}")
-    for one in odd:
-        yield say.VLLM_LORA_FEATURE.at(ADAPTER_CONFIG, found=one, expected="not set")
+        odd[f"bias {raw['bias']!r}"] = ""
+    for one, fix in odd.items():
+        yield say.VLLM_LORA_FEATURE.at(ADAPTER_CONFIG, found=one, expected="not set", fix=fix)
     absent = [one for one in _REQUIRED if one not in raw]
     if absent:
         yield say.VLLM_LORA_FEATURE.at(

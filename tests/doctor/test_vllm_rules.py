@@ -12,6 +12,7 @@ from safetensors import safe_open
 
 from tasks.audit import audit
 from tasks.doctor.known import DEFAULT_LORA_RANK, known
+from tasks.weights.adapters.config import parse_config
 from tests.doctor.corpus import Corpus
 from tests.doctor.corpus.clean import CLEAN
 
@@ -100,3 +101,23 @@ def test_its_classes() -> None:
     for name in sorted(names):
         resolved = ModelRegistry._normalize_arch(name, plain)
         assert (resolved in ModelRegistry.models) == lists.serves(name), name
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [{"init_lora_weights": "pissa_niter_16"}, {"init_lora_weights": "olora"},
+     {"init_lora_weights": "loftq"}, {"alora_invocation_tokens": [1]}, {"use_qalora": True},
+     {"use_bdlora": True}, {"layer_replication": [[0, 1]]}],
+    ids=str,
+)  # fmt: skip
+def test_no_fix_sends_to_a_merge_that_refuses(
+    changes: dict[str, Any], corpus: Corpus, tmp_path: Path
+) -> None:
+    document = json.loads((corpus.clean("lora") / "adapter_config.json").read_text())
+    assert parse_config({**document, **changes})[1], "flows/deliver.py refuses it"
+    (tmp_path / "adapter_config.json").write_text(json.dumps({**document, **changes}))
+    fixes = [one.fix for one in audit(tmp_path).findings if one.code in OF_SETTINGS]
+    assert fixes
+    assert not [one for one in fixes if "flows/deliver.py" in one]
+    ways = ("peft", "get_base_model", "replicate the layers")
+    assert all(any(way in one for way in ways) for one in fixes)

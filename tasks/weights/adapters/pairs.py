@@ -53,7 +53,8 @@ def _bias_of_b(ground: Ground, module: str, outer: int, findings: list[str]) -> 
     if name not in ground.live.tensors:
         findings.append(
             f"{module}: lora_bias needs a bias to be added to, and this layer has none; "
-            "serve the adapter unmerged"
+            "serve the adapter unmerged with transformers and peft (vLLM loads none with "
+            "lora_bias), or train without it"
         )
         return
     yield Piece(name, {key: (outer,)}, Add(key, ground.config.scale_of(module)))

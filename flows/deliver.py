@@ -3,6 +3,8 @@
     python flows/deliver.py DIR base=DIR out=DIR               adapter, model, shards, DeepSpeed
     python flows/deliver.py DIR out=DIR plan=true              print what it would do; start nothing
     python flows/deliver.py DIR base=DIR out=DIR smoke.engine=none     the weights alone, fast
+    python flows/deliver.py DIR base=DIR out=DIR merge.base=dequantized    an adapter of QLoRA
+    python flows/deliver.py DIR base=DIR out=DIR merge.base=compare    measure both; write nothing
     python flows/deliver.py DIR base=DIR out=DIR convert.dtype=float16
     python flows/deliver.py adapters=[DIR:0.7,DIR2:0.3] base=DIR out=DIR   several, weighted
 

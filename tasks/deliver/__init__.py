@@ -2,6 +2,8 @@
 
 examination the audit of SOURCE, which comes first; `handled`: its errors that stop nothing, and why
 recognise   what SOURCE is: an adapter, a full model, our shards, a DeepSpeed checkpoint
+evidence    how a trainer held the base, by its own files; `quantization` decides by it
+comparing   how far apart the merges into the two bases are (`merge.base=compare`)
 identity    which base it belongs to, and whether the one given is that one
 planning    every operation, from headers alone; every finding in one error
 stages      gather, merge, convert: the plans carried out, with the verdicts

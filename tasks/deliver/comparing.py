@@ -21,8 +21,8 @@ from tasks.fingerprint import drift
 from tasks.heldout import read_heldout
 from tasks.scoring import ModelRef, ReferenceScorer
 
-_CLOSE = 1e-3
-"""Nats per token: below it two losses on a few thousand tokens do not tell."""
+_CLEAR = 2.0
+"""Standard errors by which two losses have to differ to tell anything."""
 _LONGEST = 1024
 """Tokens of a conversation that are scored at most."""
 
@@ -108,30 +108,39 @@ def compare_bases(
         before = scorer.reference(model, rows.whole, path)
         moved = drift(before, scorer.fingerprint(quantized, path, Path(folder) / "dequantized.fp"))
     original, dequantized = (
-        -float(np.mean(np.concatenate(scorer.token_logprobs(one, rows.prompts, rows.replies))))
-        for one in (model, quantized)
+        scorer.token_logprobs(one, rows.prompts, rows.replies) for one in (model, quantized)
     )
     yield f"{before.positions} tokens of {len(rows.prompts)} texts, base + adapter unmerged:"
     yield (
         f"  between the two  mean KL {moved.mean_kl:.1e}, p95 KL {moved.p95_kl:.1e} nats, same "
         f"greedy token {moved.top1_agreement:.1%}"
     )
+    yield from _losses(original, dequantized, trained=rows.trained)
+
+
+def _losses(
+    original: list[list[float]], dequantized: list[list[float]], *, trained: bool
+) -> Iterator[str]:
+    """Losses in nats per token, and whether they differ by more than their spread over texts."""
+    counts = np.array([len(one) for one in original])
+    gains = np.array([sum(two) - sum(one) for one, two in zip(original, dequantized, strict=True)])
+    gain = gains.sum() / counts.sum()
+    error = float(np.sqrt(((gains - gain * counts) ** 2).sum())) / counts.sum()
+    losses = [-sum(map(sum, one)) / counts.sum() for one in (original, dequantized)]
     yield (
-        f"  loss             original {original:.4f}, dequantized {dequantized:.4f} nats per token"
+        f"  loss             original {losses[0]:.4f}, dequantized {losses[1]:.4f} nats per token; "
+        f"difference {gain:+.4f} +- {error:.4f}"
     )
-    yield f"  {_advice(original, dequantized, trained=rows.trained)}"
-
-
-def _advice(original: float, dequantized: float, *, trained: bool) -> str:
     if not trained:
-        return (
-            "the loss tells which base training saw on rows of its own data alone: "
-            "smoke.texts=<the training data, .jsonl of messages, or one text a line>"
+        yield (
+            "  only on rows of the training data does the loss tell which base training saw: "
+            "smoke.texts=<.jsonl of messages, or one text a line>"
         )
-    if abs(original - dequantized) < _CLOSE:
-        return "the loss does not tell which of them training saw"
-    lower = "dequantized" if dequantized < original else "original"
-    return f"if these are rows of the training data, training saw the {lower} base"
+    elif abs(gain) < _CLEAR * error:
+        yield "  the loss does not tell which of them training saw; smoke.probes=<more rows> may"
+    else:
+        lower = "dequantized" if gain > 0 else "original"
+        yield f"  if these are rows of the training data, training saw the {lower} base"
 
 
 def _rewards(original: list[float], quantized: list[float]) -> Iterator[str]:

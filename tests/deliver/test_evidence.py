@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 
+from tasks.deliver.comparing import _losses
 from tasks.deliver.evidence import Held, find_evidence
 from tests.deliver.conftest import Done
 from tests.deliver.test_deliver import merged_by_peft
@@ -302,3 +303,21 @@ def test_both_merges_are_measured(here: Run, foreign: Path, base: Path, tmp_path
     assert "nats per token" in done.output
     assert not (tmp_path / "out").exists()
     assert not (tmp_path / "runs").exists()
+
+
+@pytest.mark.parametrize(
+    ("gains", "advice"),
+    [
+        ([0.1, 0.12, 0.09, 0.11], "training saw the dequantized base"),
+        ([-0.1, -0.12, -0.09, -0.11], "training saw the original base"),
+        ([0.4, -0.3, 0.2, -0.35], "the loss does not tell"),
+    ],
+)
+def test_a_loss_tells_only_beyond_its_spread(gains: list[float], advice: str) -> None:
+    original = [[-1.0, -2.0, -1.5]] * len(gains)
+    dequantized = [[one + gain for one in original[0]] for gain in gains]
+    first, second = _losses(original, dequantized, trained=True)
+    assert "original 1.5000" in first
+    assert f"difference {sum(gains) / len(gains):+.4f}" in first
+    assert advice in second
+    assert "training saw the" not in list(_losses(original, dequantized, trained=False))[1]

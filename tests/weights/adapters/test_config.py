@@ -43,13 +43,16 @@ PLAIN: dict[str, Any] = {
 
 
 def test_what_peft_saves_is_understood() -> None:
+    import peft
     from peft import LoraConfig
 
     raw = LoraConfig(r=3, lora_alpha=5, target_modules=["q_proj"], use_rslora=True).to_dict()
     raw["target_modules"] = sorted(raw["target_modules"])
     config, findings = parse_config(raw)
     assert findings == []
-    assert config == AdapterConfig(rank=3, alpha=5, rslora=True, target_modules=("q_proj",))
+    assert config == AdapterConfig(
+        rank=3, alpha=5, rslora=True, target_modules=("q_proj",), peft_version=peft.__version__
+    )
 
 
 def test_every_setting_of_peft_is_known() -> None:

@@ -62,7 +62,7 @@ class DeliverSmoke:
     greedy_tokens: int = 5  # first greedy tokens that have to equal transformers'
     kv_cache_gib: int = 1  # on CPU
     max_model_len: int | None = None  # tokens; null: what the probes need
-    timeout_s: float = 900.0
+    timeout_s: float = 900.0  # seconds for the whole test
     threads: int | None = None  # CPU threads
     profile: Profile = Profile.standard  # drift limits
 
@@ -78,9 +78,9 @@ class Deliver:
     adapter_config: str | None = None  # adapter_config.json; null: the one in or above SOURCE
     check_base: bool = True  # false: take a base that is recorded as another one
     overwrite: bool = False  # true: replace an OUT that an earlier delivery made
-    plan: bool = False
+    plan: bool = False  # true: print what would be done, write nothing
     force: list[str] = field(default_factory=list)  # stages to run anew, by name
-    tag: str = ""
+    tag: str = ""  # free text that tells runs apart
     merge: DeliverMerge = field(default_factory=DeliverMerge)
     convert: Convert = field(default_factory=Convert)
     smoke: DeliverSmoke = field(default_factory=DeliverSmoke)

@@ -19,10 +19,10 @@ from tasks.schema.places import Paths, Tracking
 class Rlhf:
     """The whole configuration of `flows/rlhf.py`."""
 
-    plan: bool = False
+    plan: bool = False  # true: print what would be done, start nothing
     force: list[str] = field(default_factory=list)  # stages to run anew, by name
-    tag: str = ""
-    seed: int = 0
+    tag: str = ""  # free text that tells runs apart
+    seed: int = 0  # of training
     chain: dict[str, list[str]] = field(default_factory=dict)  # links, see flows/links.py
     model: Model = field(default_factory=Model)
     data: Data = field(default_factory=Data)

@@ -20,7 +20,7 @@ class Convert:
     """What is served."""
 
     dtype: Dtype = Dtype.bfloat16
-    max_shard_size: str = "5GB"
+    max_shard_size: str = "5GB"  # size of one weight file, e.g. 500MB
     quantize: Quantize = Quantize.none
 
 
@@ -29,12 +29,12 @@ class Smoke:
     """The test of the served model; see `tasks/smoke_eval.py: SmokeSettings`."""
 
     engine: Engine = Engine.vllm
-    greedy_tokens: int = 5
+    greedy_tokens: int = 5  # first greedy tokens that have to equal transformers'
     max_new_tokens: int = COMPUTED  # 512, or a quarter of the model's context
-    eval_samples: int = 200
+    eval_samples: int = 200  # held-out rows that are evaluated
     kv_cache_gib: int = 1  # on CPU
     max_model_len: int | None = None  # tokens; null: what the prompts need
-    timeout_s: float = 900.0
+    timeout_s: float = 900.0  # seconds for the whole test
     min_stop_rate: float = 0.9  # share of answers that end by themselves
     max_degenerate_rate: float = 0.02  # share of answers caught in a loop
     threads: int | None = None  # CPU threads

@@ -58,11 +58,11 @@ class Data:
     eval_fraction: float = 0.05  # share of the rows that is held out
     messages_key: str | None = COMPUTED  # column with a list of messages; csv: none
     prompt_key: str = "prompt"  # these two where there is no column of messages
-    response_key: str = "response"
+    response_key: str = "response"  # column with the response, beside prompt_key
     system_key: str | None = None  # column with a system message
     text_key: str | None = None  # column with raw text, instead of all these: as in pre-training
     chosen_key: str = "chosen"  # pairs: answer or whole conversation
-    rejected_key: str = "rejected"
+    rejected_key: str = "rejected"  # pairs: answer or whole conversation
     margin_key: str | None = None  # pairs: column with a number, for the reward objective
     label_key: str = "label"  # kto: column with true or false
     answer_key: str | None = (

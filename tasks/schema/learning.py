@@ -44,11 +44,11 @@ class Train:
     objective: Objective = Objective.sft
     loss: Loss = field(default_factory=Loss)
     nproc: int = COMPUTED  # ranks a node; the number of GPUs, 2 without
-    nodes: int = 1
+    nodes: int = 1  # machines
     threads: int | None = None  # CPU threads a rank; null: cores / nproc
     micro_batch_size: int = COMPUTED  # samples a rank holds at once
     global_batch_size: int = COMPUTED  # samples an optimizer step
-    epochs: float = 1.0
+    epochs: float = 1.0  # passes over the training rows
     max_steps: int | None = None  # optimizer steps; wins over epochs
     optimizer: Optimizer = Optimizer.adamw
     lr: float = COMPUTED  # peak; by objective, adapter and model size
@@ -58,16 +58,16 @@ class Train:
     decay_ratio: float = 0.1  # share of the steps that lr falls in; warmup_stable_decay
     power: float = 1.0  # polynomial
     num_cycles: int = 1  # falls from the peak; cosine_with_restarts
-    weight_decay: float = 0.0
-    beta1: float = 0.9
-    beta2: float = 0.999
-    eps: float = 1e-8
-    max_grad_norm: float = 1.0
+    weight_decay: float = 0.0  # of AdamW
+    beta1: float = 0.9  # of AdamW: decay of the first moment
+    beta2: float = 0.999  # of AdamW: decay of the second moment
+    eps: float = 1e-8  # of AdamW: added to the denominator
+    max_grad_norm: float = 1.0  # gradients are clipped to this norm
     max_len: int = COMPUTED  # tokens a sample; 2048, or the model's context
     on_overlong: OnOverlong = OnOverlong.truncate
     mask: Mask = Mask.last_answer  # objective sft; the others learn from last answers
-    gradient_checkpointing: bool = COMPUTED  # true, but for the embedded model
-    gradient_checkpointing_reentrant: bool = False
+    gradient_checkpointing: bool = COMPUTED  # recompute activations; true, but for the embedded model
+    gradient_checkpointing_reentrant: bool = False  # torch's older variant of it
     log_every: int = 1  # steps
     eval_steps: int = 0  # steps between evaluations; 0: only before the first and after the last
     best_metric: str = "loss"  # what the best checkpoint is best in: loss, accuracy, margin, ...
@@ -88,9 +88,9 @@ class Peft:
     """The adapter (Hu et al. 2021, arXiv:2106.09685)."""
 
     kind: PeftKind = PeftKind.none
-    rank: int = 64
+    rank: int = 64  # of the adapter
     alpha: float = 64.0  # the update is scaled by alpha / rank, or by alpha / sqrt(rank)
-    dropout: float = 0.0
+    dropout: float = 0.0  # on the adapter's input
     target_modules: Any = "all-linear"  # or a list of module names, e.g. [q_proj,v_proj]
     exclude_modules: list[str] = field(default_factory=list)  # taken out of the targets
     use_rslora: bool = False  # scale by alpha / sqrt(rank), arXiv:2312.03732
@@ -111,6 +111,6 @@ class Zero:
     stage: int = 2  # 0 to 3
     offload_optimizer: Offload = Offload.none  # stage 1 and up
     offload_param: Offload = Offload.none  # stage 3
-    overlap_comm: bool = False
+    overlap_comm: bool = False  # communicate during the backward pass
     bucket_size: int = 50_000_000  # elements
     persistence_threshold: int = 100_000  # stage 3: elements up to which a parameter stays whole

@@ -51,6 +51,12 @@ def test_help_shows_values_of_the_command_line_and_narrows(
     assert "Experiments" not in text
 
 
+@pytest.mark.parametrize("program", PROGRAMS)
+def test_every_setting_has_help(program: str) -> None:
+    names = vocabulary(program)
+    assert [key for key in names.settings if not setting_help(key, names)] == []
+
+
 def test_help_of_a_setting_is_its_comment() -> None:
     names = vocabulary("rlhf")
     assert setting_help("train.min_lr_ratio", names).startswith("last lr over lr")

@@ -7,6 +7,7 @@ each takes as a process: `python -m tests.conf.test_mistakes`.
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 import time
@@ -194,6 +195,8 @@ if __name__ == "__main__":
     with TemporaryDirectory() as made:
         make(Path(made))
         for each in MISTAKES:
-            began = time.monotonic()
-            status = process(each, Path(made)).returncode
-            print(f"{time.monotonic() - began:5.2f} s  {status}  {each.program} {each.typed}")
+            began, before = time.monotonic(), os.times()
+            status, after = process(each, Path(made)).returncode, os.times()
+            cpu = sum(after[2:4]) - sum(before[2:4])  # what a quiet machine would take
+            wall = time.monotonic() - began
+            print(f"{wall:5.2f} s, {cpu:4.2f} s of CPU; {status}  {each.program} {each.typed}")

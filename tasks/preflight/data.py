@@ -114,9 +114,9 @@ def _file(what: str, path: str, settings: Mapping[str, Any], objective: str) -> 
     if not rows:
         return [Finding(what, f"{path} has no rows", "a file with rows", f"{what}=<file>")]
     if settings["kind"] == "jsonl" and rows[0].problem and _is_list(path):
-        wrong, lines = f"{path} is one JSON list", Path(path).with_suffix(".jsonl")
-        allowed = f"JSON Lines has one object a line: jq -c '.[]' {path} > {lines}"
-        return [Finding(what, wrong, allowed, f"{what}={lines}")]
+        wrong, right = f"{path} is one JSON list", Path(path).with_suffix(".json")
+        allowed = f"such a file is named .json: mv {path} {right}"
+        return [Finding(what, wrong, allowed, f"{what}={right}")]
     names = list(dict.fromkeys(name for row in rows for name in row.values))
     if not names:  # not one of them can be read
         wrong = f"{rows[0].place}: {rows[0].problem}"
@@ -151,8 +151,11 @@ def _bad(rows: Sequence[Row], columns: Columns, kind: Kind, what: str) -> list[F
 
 
 def _is_list(path: str) -> bool:
-    with Path(path).expanduser().open("rb") as file:
-        return file.read(4096).lstrip()[:1] == b"["
+    file = Path(path).expanduser()
+    if file.suffix == ".json":
+        return False  # read as a list
+    with file.open("rb") as content:
+        return content.read(4096).lstrip()[:1] == b"["
 
 
 def _refused(what: str, error: DataError) -> Finding:

@@ -66,7 +66,9 @@ class Train:
     max_len: int = COMPUTED  # tokens a sample; 2048, or the model's context
     on_overlong: OnOverlong = OnOverlong.truncate
     mask: Mask = Mask.last_answer  # objective sft; the others learn from last answers
-    gradient_checkpointing: bool = COMPUTED  # recompute activations; true, but for the embedded model
+    gradient_checkpointing: bool = (
+        COMPUTED  # recompute activations; true, but for the embedded model
+    )
     gradient_checkpointing_reentrant: bool = False  # torch's older variant of it
     log_every: int = 1  # steps
     eval_steps: int = 0  # steps between evaluations; 0: only before the first and after the last

@@ -33,6 +33,8 @@ from tasks.weights.stored4bit.packed import STORED
 from tasks.weights.terms import Add, Dora, LowRank, Rows, Stride, Term, operands
 
 if TYPE_CHECKING:
+    import torch
+
     from tasks.weights.nf4 import RowsAsTrained
 
 Array: TypeAlias = NDArray[np.float64]
@@ -199,17 +201,16 @@ class _Exact:
     def _base(self, first: int, end: int) -> Array:
         """What terms are added to; shape (rows, columns), or flat."""
         how = self.op.quantization
-        packed = how is not None and STORED in how
-        if how is not None and not packed and how["base"] == "dequantized":
-            if not self.op.transpose and not how.get("turned"):
-                values: Array = self._quantized.rows(first, end).double().numpy()
-                return values
-            return self._whole[first:end]
-        if packed or self.op.transpose:
-            return self._whole[first:end]
-        with opened(self.op, self.sources) as reader:
-            at, count = first * self.columns, (end - first) * self.columns
-            return _values(reader, self.op.source_dtype, at, count)
+        stored = how is not None and STORED in how
+        rebuilt = stored or (how is not None and how["base"] == "dequantized")
+        if not rebuilt and not self.op.transpose:
+            with opened(self.op, self.sources) as reader:
+                at, count = first * self.columns, (end - first) * self.columns
+                return _values(reader, self.op.source_dtype, at, count)
+        slow = stored or self.op.transpose or (how is not None and how.get("turned"))
+        rows = self._whole[first:end] if slow else self._quantized.rows(first, end)
+        values: Array = rows.double().numpy()
+        return values
 
     @cached_property
     def _quantized(self) -> RowsAsTrained:
@@ -227,13 +228,11 @@ class _Exact:
         return RowsAsTrained(loaded, how)
 
     @cached_property
-    def _whole(self) -> Array:
-        """The base through 4 bits where it is stored so, or transposed."""
+    def _whole(self) -> torch.Tensor:
+        """The base through 4 bits where it is stored so, or transposed; in its own dtype."""
         from tasks.weights.wholes import whole
 
-        tensor = whole(self.op, self.sources, Measured())
-        values: Array = tensor.reshape(-1, self.columns).double().numpy()
-        return values
+        return whole(self.op, self.sources, Measured()).reshape(-1, self.columns)
 
 
 def _values(reader: Reader, dtype: str, first: int, count: int) -> Array:

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from pathlib import PurePath
 
-_SUFFIXES = {".jsonl": "jsonl", ".json": "jsonl", ".csv": "csv", ".parquet": "parquet"}
+_SUFFIXES = (".jsonl", ".json", ".csv", ".parquet")
 
 _DTYPES = {
     "bf16": "model.dtype=bfloat16",
@@ -208,8 +208,8 @@ def translate(program: str, name: str, value: str) -> str:
         value: what the user gave it; "<value>" where there is none.
     """
     if program == "rlhf" and name in _DATASETS and value[:1] != "<":
-        kind = _SUFFIXES.get(PurePath(value).suffix.lower())
-        return f"data={kind} data.path={value}" if kind else f"data=hub data.name={value}"
+        is_file = PurePath(value).suffix.lower() in _SUFFIXES
+        return f"data.path={value}" if is_file else f"data.name={value}"
     if name == "stage" and value.isdigit():  # DeepSpeed's, not LLaMA-Factory's
         return f"zero=zero{value}" if program == "rlhf" else ""
     if name in ("lora_target", "lora_target_modules") and value == "all":

@@ -60,7 +60,7 @@ MISTAKES = [
     Mistake("rlhf", f"{RUN};lora_alpha=16;lora_r=8", "lora_r=8) -> peft.rank=8"),
     Mistake("rlhf", f"{RUN};cutoff_len=2048", "-> train.max_len=2048"),
     Mistake("rlhf", f"{RUN};output_dir=out", "-> paths.runs=out"),
-    Mistake("rlhf", f"{RUN};dataset=chats.jsonl", "-> data=jsonl data.path=chats.jsonl"),
+    Mistake("rlhf", f"{RUN};dataset=chats.jsonl", "-> data.path=chats.jsonl"),
     Mistake("rlhf", f"{RUN};gamma=0.9", "-> train.loss.gamma=0.9 or rl.gamma=0.9"),
     Mistake("rlhf", f"{RUN};trian.lr=1", "-> train.lr=1"),
     Mistake("rlhf", "+exp=qlora;ppo.rl.iterations=3", "-> ppo:rl.iterations=3"),
@@ -97,7 +97,7 @@ MISTAKES = [
     Mistake("rlhf", f"{RUN};data=jsonl;data.path=tools.jsonl", "turns of tools are not trained"),
     Mistake("rlhf", f"{RUN};data=jsonl;data.path=table.csv", "data=jsonl|csv|parquet"),
     Mistake("rlhf", "+exp=dpo;data=jsonl;data.path=chats.jsonl", "without 'chosen' and 'rejected'"),
-    Mistake("rlhf", "chats.jsonl", "-> data=jsonl data.path=chats.jsonl"),
+    Mistake("rlhf", "chats.jsonl", "-> data.path=chats.jsonl"),
     # model and machine
     Mistake("rlhf", f"{RUN};model=hf", "-> model.path=<folder or hub id>"),
     Mistake("rlhf", f"{RUN};model=hf;model.path=/no/such", "-> model.path=<folder or hub id>"),

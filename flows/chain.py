@@ -61,7 +61,7 @@ class Chain(ChainRun):
         )
 
     def _prepare_data(self) -> Artifact:
-        data = dict(self.settings["data"])
+        data = {k: v for k, v in self.settings["data"].items() if k != "max_truncated"}
         config = {**data, "rows": self.rows.name, "source": source_identity(**data)}
         if self.rows is PROMPTS and self.settings["reward"]["function"] == EXACT_MATCH:
             config["answered"] = True  # found before a base is made, not by a rank

@@ -41,6 +41,7 @@ def train_stage(run: ChainRun, base: Artifact, data: Artifact) -> Artifact:
             "base_digest": base.digest,
             "checkpoints": checkpoints,
             "resume": run.settings["train"]["resume"],
+            "max_truncated": run.settings["data"]["max_truncated"],
             "tokens": run.mechanism.store.parent / "cache" / "tokens",
             "log_path": run.log_path("train"),
             "leader": run.leader,

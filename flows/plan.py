@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import json
+import logging
 import sys
+import tempfile
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any, cast
 
 from flows.chain import Chain
@@ -12,15 +15,26 @@ from flows.chain_train import resolved
 from flows.links import Link
 from flows.looker import Looker
 from tasks.artifact import Artifact
-from tasks.errors import ConfigError
+from tasks.data.kinds import kind_for, names_texts
+from tasks.data.readers import FILE_KINDS
+from tasks.errors import ConfigError, PlumblineError
+from tasks.launch import launch, python_child
 from tasks.machine import has_gpu
 from tasks.preflight import findings, preflight
 from tasks.preflight.engine import engine_memory, rollout_memory
 from tasks.preflight.machine import gpu_bytes
 from tasks.preflight.model import look
+from tasks.prepare import prepare_data
 from tasks.stage import Mechanism
+from tasks.training.fitting import too_long
+from tasks.training.job import TrainJob
 from tasks.training.memory import LIBRARIES, MemoryEstimate, estimate
 from tasks.training.zero_config import deepspeed_config
+
+SAMPLE = 1000
+"""Rows that a plan tokenises to see how long they are."""
+QUIET = logging.getLogger("plumbline.plan")
+QUIET.setLevel(logging.CRITICAL)
 
 
 def check(links: Sequence[Link], *, shown: bool = False) -> None:
@@ -82,6 +96,7 @@ def _of_link(link: Link) -> str:
             *(f"  {name:<13} {state}" for name, state in forecast(link)),
             "defaults:",
             *(f"  {line}" for line in composed.defaults or ["none"]),
+            *_rows(settings),
             *_memory(settings),
             "deepspeed:",
             *_deepspeed(settings),
@@ -107,6 +122,51 @@ def forecast(link: Link) -> list[tuple[str, str]]:
         reward=to_come if link.rewarded else None,
     ).deliver()
     return [*looker.seen, ("register", "to run")]
+
+
+def _rows(settings: dict[str, Any]) -> list[str]:
+    """Count rows longer than `train.max_len` among the first ones of local files.
+
+    Nothing where the model's tokenizer or the data are not at hand.
+    """
+    model, data = settings["model"], settings["data"]
+    base = Path(model["path"] or "").expanduser()
+    local = data["kind"] in FILE_KINDS and model["kind"] == "hf" and base.is_dir()
+    asked = resolved(settings)
+    if not local or asked.online or not (base / "tokenizer_config.json").is_file():
+        return []
+    seen: list[dict[str, Any]] = []
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        try:
+            _first_rows(settings, folder)
+            job = TrainJob(asked, base.resolve(), "", folder, folder, folder)
+            job.write(folder / "job.json")
+            launch(
+                python_child("tasks.training.count_truncated", str(folder / "job.json")),
+                stage="plan",
+                log=QUIET,
+                log_path=folder / "log",
+                env={"HF_HUB_OFFLINE": "1"},
+                on_event=seen.append,
+            )
+        except PlumblineError as error:
+            return [f"rows: not counted: {error.message}"]
+    counts = next((event for event in seen if event["event"] == "data"), None)
+    if counts is None:
+        return [f"rows: {event['message']} -> {event['hint']}" for event in seen]
+    text = too_long(counts, max_len=asked.batch.max_len)
+    if counts["truncated"] > data["max_truncated"] * counts["read"]:
+        text += f"; more than data.max_truncated={data['max_truncated']:g}, training will refuse"
+    return [f"rows: of the first {counts['read']}, {text}"]
+
+
+def _first_rows(settings: dict[str, Any], folder: Path) -> None:
+    data = {k: v for k, v in settings["data"].items() if k != "max_truncated"}
+    most = min(SAMPLE, data["max_samples"] or SAMPLE)
+    rows = kind_for(settings["train"]["objective"], texts=names_texts(data)).name
+    changes = {"max_samples": most, "eval_path": None, "eval_fraction": 1e-6, "rows": rows}
+    prepare_data(folder, **{**data, **changes, "on_bad_line": "skip"}, log=QUIET)
 
 
 def _estimate(settings: dict[str, Any]) -> MemoryEstimate | None:

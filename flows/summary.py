@@ -88,6 +88,7 @@ class Summary:
     def _closing(self) -> list[str]:
         lines = evaluation_lines(self.eval)
         lines += [line for line in self.defaults if "train." in line]
+        lines += [line for stage in self.stages for line in _truncation_lines(stage)]
         if self.findings:
             dealt = sum(bool(one["handled"]) for one in self.findings)
             rest = len(self.findings) - dealt
@@ -111,7 +112,32 @@ def stage_entry(result: StageResult) -> dict[str, Any]:
         "artifact": str(result.artifact.path),
         "tensors_checked": len(result.checks),
         "drift": result.drift,
+        "rows": _rows(result.metrics),
     }
+
+
+def _rows(metrics: Mapping[str, float]) -> dict[str, dict[str, int]]:
+    """Count by split, of a stage that tokenises: rows, rows cut or left out, tokens cut."""
+    return {
+        split: {name: int(metrics[f"data/{split}_{name}"]) for name in _COUNTS}
+        for split in ("train", "heldout")
+        if f"data/{split}_tokens_cut" in metrics
+    }
+
+
+_COUNTS = ("rows", "truncated", "tokens_cut", "too_long")
+
+
+def _truncation_lines(stage: Mapping[str, Any]) -> list[str]:
+    lines = []
+    for split, rows in stage.get("rows", {}).items():
+        where, of = f"{stage['name']}: {split}.jsonl", f"of {_count(rows['rows'], 'row')}"
+        if rows["truncated"]:
+            tokens = _count(rows["tokens_cut"], "token")
+            lines.append(f"{where}: {rows['truncated']} {of} cut at train.max_len ({tokens})")
+        if rows["too_long"]:
+            lines.append(f"{where}: {rows['too_long']} {of} left out, longer than train.max_len")
+    return lines
 
 
 def _columns(drift: Mapping[str, float]) -> tuple[str, str, str]:

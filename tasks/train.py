@@ -25,6 +25,7 @@ from tasks.output import Log
 from tasks.report import StageReport
 from tasks.training import checkpoint
 from tasks.training.failure import out_of_memory, out_of_memory_kills
+from tasks.training.fitting import truncation
 from tasks.training.job import Launch, Settings, TrainJob
 from tasks.training.resume import begin, identity
 from tasks.weights.header import read_header
@@ -45,6 +46,7 @@ def train(
     tokens: Path | None = None,
     reward: Path | None = None,
     rollout: Path | None = None,
+    max_truncated: float = 0.2,
     log: Log,
     log_path: Path,
     resume: str = "auto",
@@ -63,6 +65,7 @@ def train(
         tokens: folder of tokenised data that runs share; None: of this run alone.
         reward: folder of a reward model, for objectives that learn from their own replies.
         rollout: folder that their rollout engine loads; None: the base.
+        max_truncated: share of the training rows that may be cut.
         log: gets the ranks' output.
         log_path: file with all of it.
         resume: `auto` goes on from the newest checkpoint in `checkpoints`, `never` begins anew, all
@@ -74,7 +77,7 @@ def train(
         ConfigError: `resume` names no checkpoint, or another run's.
         TrainingError: loss, gradient or weights are not finite; names step, rank, tensor and
             checkpoint. Memory or disk ran out, or ranks waited for each other in vain.
-        DataError: samples that cannot be used; names them.
+        DataError: samples that cannot be used; names them. Too many rows would be cut.
         StageProcessError: a rank died; all others have ended, and its last lines are there.
     """
     checkpoints.mkdir(parents=True, exist_ok=True)
@@ -89,6 +92,7 @@ def train(
         reward=reward.resolve() if reward is not None else None,
         rollout_base=rollout.resolve() if rollout is not None else None,
         identity=identity(settings, base_digest=base_digest, data=data),
+        max_truncated=max_truncated,
     )
     run = partial(launch, stage="train", log=log, log_path=log_path)
     job, begun = begin(
@@ -100,13 +104,13 @@ def train(
     )
     if begun.step:
         log.info("train: going on after step %d, from %s", begun.step, job.resume)
-    said = _Said(on_event)
+    said = _Said(on_event, log, settings.batch.max_len)
     _launch(job, run, said, leader)
     document = json.loads((out / "train.json").read_text())
     return StageReport(
         kind="shards",
         checks=tuple(_checks(out, document, settings.world_size)),
-        metrics=document["metrics"],
+        metrics={**document["metrics"], **_data_metrics(said.data)},
         notes={
             "quantization": document["quantization"],
             "data": said.data,
@@ -176,8 +180,10 @@ def rank_environment(how: Launch) -> dict[str, str]:
 class _Said:
     """Passes events on, and keeps those the stage itself needs."""
 
-    def __init__(self, on_event: OnEvent | None) -> None:
+    def __init__(self, on_event: OnEvent | None, log: Log, max_len: int) -> None:
         self._on_event = on_event
+        self._log = log
+        self._max_len = max_len
         self.failure: Mapping[str, Any] | None = None
         self.data: dict[str, Any] = {}
 
@@ -187,8 +193,30 @@ class _Said:
         if event["event"] == "data":
             counts = {k: v for k, v in event.items() if k not in ("event", "split")}
             self.data[event["split"]] = counts
+            if text := truncation(counts, max_len=self._max_len):
+                self._log.warning("train: %s.jsonl: %s", event["split"], text)
         if self._on_event is not None:
             self._on_event(event)
+
+
+def _data_metrics(data: Mapping[str, Mapping[str, Any]]) -> dict[str, float]:
+    """Count, by split, rows and tokens that were cut and rows that were left out."""
+    return {
+        f"data/{split}_{name}": float(counts[key])
+        for split, counts in data.items()
+        for name, key in _COUNTED.items()
+    }
+
+
+_COUNTED = {
+    "rows": "read",
+    "truncated": "truncated",
+    "tokens_cut": "tokens_cut",
+    "ends_cut": "ends_cut",
+    "too_long": "refused",
+    "equal": "equal",
+}
+"""Names of metrics, and of the counts of `fitting.Tally` that they are."""
 
 
 def _as_error(failure: Mapping[str, Any]) -> PlumblineError:

@@ -49,11 +49,10 @@ class Split:
         self.kept += 1
 
     def counts(self) -> dict[str, int]:
-        """The account. Nothing is truncated here: that needs the model's tokenizer."""
+        """Return the account. Rows are cut by the stage `train`, which has the tokenizer."""
         return {
             "read": self.read,
             "kept": self.kept,
-            "truncated": 0,
             "refused": self.refused,
             "overlapping": self.overlapping,
         }

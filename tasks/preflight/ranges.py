@@ -14,6 +14,7 @@ LIMITS: tuple[tuple[str, float, float, float], ...] = (
     ("model.steps", 0, _MANY, 300),
     ("data.eval_fraction", 1e-6, 0.9, 0.05),
     ("data.max_samples", 1, _MANY, 1000),
+    ("data.max_truncated", 0, 1, 0.2),
     ("data.train_size", 1, _MANY, 4000),
     ("data.heldout_size", 1, _MANY, 300),
     ("train.nproc", 1, _MANY, 1),

@@ -51,10 +51,12 @@ def load_prompts(path: Path, *, tokenizer: Any, limit: int, ranks: Ranks) -> tup
     parts = ranks.all_objects(_tokenised(rows, range(begin, end), tokenizer, limit))
     problems = [problem for part in parts for problem in part.problems]
     if problems:
+        longest = max(len(ids) for part in parts for ids in part.ids)
+        keeps = f"rollout.max_prompt_len={longest} keeps all" if longest > limit else "correct them"
         raise DataError(
             f"{path.name}: {len(problems)} of {total} prompts cannot be asked, first {problems[0]}",
             details=problems[:SHOWN],
-            hint="rollout.max_prompt_len=<more> where they are too long, or leave them out",
+            hint=f"{keeps}, or leave them out of the data",
         )
     if not total:
         raise DataError(f"{path.name} has no prompts", hint="data.path=<file with prompts>")

@@ -72,6 +72,7 @@ class Data:
     stopping: Stopping = Stopping.all_exhausted  # of sources with probabilities
     max_samples: int | None = None  # rows read at most; null: all
     on_bad_line: OnBadLine = OnBadLine.fail
+    max_truncated: float = 0.2  # share of training rows that train.max_len may cut; more: an error
     chat_template: str | None = None  # Jinja file; null: the tokenizer's own
     seed: int = 0  # which rows are held out; kind toy: which rows there are
     train_size: int = 2240  # rows; kind toy: 70 steps of 32

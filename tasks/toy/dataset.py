@@ -52,7 +52,7 @@ def write_dataset(
         "format": 1,
         "rows": rows,
         "splits": {
-            name: {"read": size, "kept": size, "truncated": 0, "refused": 0, "overlapping": 0}
+            name: {"read": size, "kept": size, "refused": 0, "overlapping": 0}
             for name, size in sizes.items()
         },
         "sources": [],

@@ -17,10 +17,11 @@ from tasks.training.documents import TextEncoder
 from tasks.training.drafts import Draft, Drafts, holds_texts
 from tasks.training.engine import Ranks
 from tasks.training.examples import Example, Examples, Tokens, Writer, notes_of, open_examples
-from tasks.training.fitting import SPLIT, Rule, Tally
+from tasks.training.fitting import SPLIT, Rule, Tally, refuse_truncated
 from tasks.training.job import TrainJob
 from tasks.training.token_cache import TokenCache, split_digest, tokenizer_digest
 
+TRAIN = "train"
 CHUNK = 128
 """Rows that are tokenised in one call."""
 
@@ -30,8 +31,8 @@ def load_split(
 ) -> Examples:
     """Read, render and tokenise one split; each rank does its share. Emits event "data".
 
-    What was tokenised before, with the same data, tokenizer and settings, is mapped and not made
-    again: the event then says `cached`.
+    Rows that were tokenised before, with the same data, tokenizer and settings, are mapped and not
+    tokenised again: the event then says `cached`.
 
     Args:
         job: what is trained, and where its data lie.
@@ -43,7 +44,8 @@ def load_split(
     Raises:
         ConfigError: the rows are not of the kind that the objective learns from, or are no raw
             texts where pieces of them are asked for.
-        DataError: on every rank, naming every sample that cannot be used.
+        DataError: on every rank, naming every sample that cannot be used; or too many training rows
+            would be cut.
     """
     path, batch = job.data / f"{split}.jsonl", job.settings.batch
     texts = holds_texts(path)
@@ -79,8 +81,13 @@ def load_split(
         share = _Share(drafts, encoder.encode, rule, roles)
         _make(cache, share, ranks, source=path.name)
         drafts.close()
+    notes = notes_of(cache.folder)
     if ranks.first:
-        emit("data", split=split, cached=cached, **notes_of(cache.folder))
+        emit("data", split=split, cached=cached, **notes)
+    if split == TRAIN:  # the model does not learn from the others
+        refuse_truncated(
+            notes, source=path.name, max_len=batch.max_len, most=job.max_truncated, texts=texts
+        )
     return open_examples(cache.folder)
 
 

@@ -235,6 +235,7 @@ class TrainJob:
         tokens: folder of tokenised data that runs share.
         rollout_base: HF folder that the rollout engine loads; None: the base itself.
         reward: folder of the reward model that came before in a chain.
+        max_truncated: share of the training rows that may be cut.
     """
 
     settings: Settings
@@ -249,6 +250,7 @@ class TrainJob:
     tokens: Path | None = None
     rollout_base: Path | None = None
     reward: Path | None = None
+    max_truncated: float = 0.2
 
     @property
     def token_folder(self) -> Path:
@@ -275,6 +277,7 @@ class TrainJob:
             settings=Settings(**raw, **parts),
             base_digest=document["base_digest"],
             identity=document["identity"],
+            max_truncated=document["max_truncated"],
             **{name: Path(document[name]) for name in ("base", "data", "out", "checkpoints")},
             **{n: Path(document[n]) for n in _MAYBE if document[n]},
         )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -16,6 +17,7 @@ from flows.links import Link
 from flows.plan import check, forecast, render
 from tasks.artifact import Origin, publish, staging
 from tasks.errors import ConfigError
+from tests.training.conftest import make_tokenizer
 
 PROGRAM = Path(__file__).resolve().parents[2] / "flows" / "rlhf.py"
 CHAIN = ["prepare_data", "prepare_base", "train", "gather", "merge", "convert", "smoke_eval"]
@@ -108,6 +110,28 @@ def test_a_plan_that_cannot_be_carried_out_is_shown_all_the_same(tmp_path: Path)
     assert "memory a rank: unknown" in text
     with pytest.raises(ConfigError, match="the preflight found 3 problems; nothing was started"):
         check([Link("", composed)])
+
+
+def test_the_plan_counts_the_rows_that_are_too_long(tmp_path: Path) -> None:
+    make_tokenizer().save_pretrained(tmp_path / "base")
+    data = tmp_path / "chats.jsonl"
+    answers = ["a" * 40] * 6 + ["b" * 100] * 2 + ["c" * 300] * 3
+    rows = [{"prompt": f"{n}", "response": answer} for n, answer in enumerate(answers)]
+    data.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    composed = composed_in(
+        tmp_path, "+exp=sft_full", "model=hf", f"model.path={tmp_path / 'base'}",
+        "data=jsonl", f"data.path={data}", "train.max_len=200",
+    )  # fmt: skip
+    (line,) = (one for one in render([Link("", composed)]).splitlines() if one.startswith("rows:"))
+    # One row is held out, of which nothing is known here but that it is one of them.
+    assert re.fullmatch(
+        r"rows: of the first 10, [23] \((20|30)\.0%\) are longer than train\.max_len=200 and are "
+        r"cut; train\.max_len=3\d\d keeps all rows whole(; more than data\.max_truncated=0\.2, "
+        r"training will refuse)?",
+        line,
+    )
+    assert ("will refuse" in line) == ("30.0%" in line)
+    assert not composed.runs.exists()
 
 
 @pytest.mark.parametrize("zeros", ["train.nproc=0", "train.micro_batch_size=0", "train.nodes=-1"])

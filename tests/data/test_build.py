@@ -70,7 +70,7 @@ def test_a_share_is_held_out_and_nothing_is_lost(tmp_path: Path) -> None:
     assert sorted(train + held_out) == sorted(f"question {n}" for n in range(100))
     assert 15 <= len(held_out) <= 45
     assert account["splits"]["train"] == {
-        "read": len(train), "kept": len(train), "truncated": 0, "refused": 0, "overlapping": 0,
+        "read": len(train), "kept": len(train), "refused": 0, "overlapping": 0,
     }  # fmt: skip
 
 

@@ -15,6 +15,7 @@ from mlflow import MlflowClient
 from tasks.artifact import open_artifact, verify
 from tasks.fingerprint import PROFILES, Fingerprint
 from tests.flows.conftest import Run
+from tests.flows.tracked import children
 
 CONFIG = "adapter_config.json"
 STAGES = ["prepare_data", "prepare_base", "train", "gather", "merge", "convert", "smoke_eval"]
@@ -64,6 +65,16 @@ class TestQlora:
         scores = qlora.summary["eval"]
         assert scores["after"] - scores["before"] >= 0.20
         assert scores["loss_after"] < scores["loss_before"]
+
+    def test_rows_that_were_cut_are_counted_in_mlflow_and_summary(self, qlora: Run) -> None:
+        rows = qlora.stage("train")["rows"]
+        measured = children(qlora)["train"].data.metrics
+        for split in ("train", "heldout"):
+            path = Path(qlora.stage("prepare_data")["artifact"]) / f"{split}.jsonl"
+            lines = len(path.read_text().splitlines())
+            assert rows[split] == {"rows": lines, "truncated": 0, "tokens_cut": 0, "too_long": 0}
+            assert measured[f"data/{split}_rows"] == lines
+            assert measured[f"data/{split}_truncated"] == 0
 
     def test_every_adapter_tensor_was_checked(self, qlora: Run) -> None:
         manifest = open_artifact(Path(qlora.stage("gather")["artifact"])).manifest()

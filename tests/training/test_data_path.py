@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import resource
 import signal
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,7 @@ from tasks.training.rows import RowFile
 from tests.training.datasets import (
     Alone,
     answer,
+    data_events,
     job_for,
     load,
     pair,
@@ -133,6 +135,32 @@ class TestRows:
             resource.setrlimit(resource.RLIMIT_FSIZE, before)
             signal.signal(signal.SIGXFSZ, handler)
         assert not list((tmp_path / "tokens").iterdir())
+
+    def test_training_rows_most_of_which_would_be_cut_are_refused(
+        self, base: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+    ) -> None:
+        """Cached or not; with the counts in the event "data", and held-out rows only counted."""
+        rows = [pair(str(i), "q", "x" * (40 if i < 3 else 4), "y") for i in range(4)]
+        for split in ("train", "heldout"):
+            write(tmp_path, rows, split)
+        job = job_for(tmp_path, base, max_len=40)
+        for _ in range(2):
+            with pytest.raises(
+                DataError, match=r"3 of 4 rows \(75\.0%\) .* max_truncated=0\.2"
+            ) as no:
+                load(job, PAIRS)
+            longest = int(no.value.hint.partition(" ")[0].removeprefix("train.max_len="))
+        load(replace(job, max_truncated=0.75), PAIRS)
+        ranks: Any = Alone()
+        load_split(job, "heldout", roles=PAIRS, tokenizer=load_tokenizer(job), ranks=ranks)
+        whole = load(job_for(tmp_path, base, max_len=longest), PAIRS)
+        assert whole.lengths.max() == longest
+        events = data_events(capfd)
+        assert [(e["split"], e["cached"], e["truncated"]) for e in events] == [
+            ("train", False, 3), ("train", True, 3), ("train", True, 3), ("heldout", False, 3),
+            ("train", False, 0),
+        ]  # fmt: skip
+        assert events[0]["tokens_cut"] == 3 * (longest - 40)
 
     def test_a_tokenizer_without_a_template_is_refused(self, base: Path, tmp_path: Path) -> None:
         write(tmp_path, [pair("a", "q", "x", "y")])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -84,7 +85,8 @@ class TestSplit:
     def test_or_cut_off_or_refused_and_both_counted(
         self, base: Path, tmp_path: Path, tokenizer: Any, capfd: pytest.CaptureFixture[str]
     ) -> None:
-        cut = load(self.job(tmp_path / "cut", base, "truncate", 5), CONVERSATIONS)
+        job = replace(self.job(tmp_path / "cut", base, "truncate", 5), max_truncated=0.34)
+        cut = load(job, CONVERSATIONS)
         assert cut.lengths[:, 0].tolist() == [5, 2, 5]
         left = load(self.job(tmp_path / "left", base, "refuse", 5), CONVERSATIONS)
         assert left.lengths[:, 0].tolist() == [2, 5]

@@ -25,6 +25,8 @@ from tasks.training.job import Peft, Zero
 from tests.settings import Batch, Optim, Settings
 
 LOG = logging.getLogger("test")
+CUT_AT = 36
+"""Tokens: rows with words of six letters have one more and lose their end."""
 SETTINGS = Settings(
     optim=Optim(lr=5e-3, warmup_ratio=0.1),
     batch=Batch(micro_batch_size=8, global_batch_size=32, max_steps=6, max_len=64),
@@ -40,7 +42,7 @@ SCENARIOS = {
         optim=Optim(lr=2e-2, warmup_ratio=0.1),
         gradient_checkpointing=True,
     ),
-    "full_zero3": replace(SETTINGS, zero=Zero(3)),
+    "full_zero3": replace(SETTINGS, zero=Zero(3), batch=replace(SETTINGS.batch, max_len=CUT_AT)),
 }
 
 
@@ -85,6 +87,7 @@ def run_train(folder: Path, base: Path, dataset: Path, settings: Settings, obser
         base_digest="b" * 64,
         settings=settings,
         checkpoints=folder / "checkpoints",
+        max_truncated=0.4,
         log=LOG,
         log_path=folder / "train.log",
         on_event=on_event,
@@ -109,6 +112,23 @@ def test_it_learns_and_says_so(run: Run) -> None:
     assert [e["kept"] for e in run.of("data")] == [128, 17]
     assert run.json("train.json")["losses"] == [e["loss"] for e in steps]
     assert all(check.ok for check in run.report.checks)
+
+
+def test_rows_that_were_cut_are_metrics(run: Run, dataset: Path) -> None:
+    for split in ("train", "heldout"):
+        lines = (dataset / f"{split}.jsonl").read_text().splitlines()
+        words = [json.loads(line)["messages"][1]["content"] for line in lines]
+        cut = sum(len(word) == 6 for word in words) * (run.settings.batch.max_len == CUT_AT)
+        assert cut or run.settings.batch.max_len > CUT_AT
+        counted = {
+            name.removeprefix(f"data/{split}_"): value
+            for name, value in run.report.metrics.items()
+            if name.startswith(f"data/{split}_")
+        }
+        assert counted == {
+            "rows": len(words), "truncated": cut, "tokens_cut": cut, "ends_cut": cut, "too_long": 0,
+            "equal": 0,
+        }  # fmt: skip
 
 
 def test_partitions_cover_every_trained_tensor(run: Run) -> None:

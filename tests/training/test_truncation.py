@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 import pytest
 from hypothesis import given
@@ -9,7 +11,7 @@ from hypothesis import strategies as st
 
 from tasks.errors import DataError
 from tasks.training.examples import Example, Tokens
-from tasks.training.fitting import Rule, Tally
+from tasks.training.fitting import Rule, Tally, refuse_truncated, truncation
 
 
 def sample(name: str, *lengths: int, prompt: int = 5, start: int = 0) -> Example:
@@ -33,6 +35,53 @@ class TestTruncation:
         assert found == [[10], [10]]
         assert (tally.read, tally.kept, tally.truncated, tally.ends_cut) == (2, 2, 1, 1)
         assert not tally.left_out
+
+    def account(self, *lengths: int, rule: str = "truncate") -> dict[str, Any]:
+        """Counts of samples of these lengths, under a limit of 10."""
+        examples = [sample(str(n), length) for n, length in enumerate(lengths)]
+        return self.run(Rule(10, rule), *examples)[1].counts()
+
+    def test_tokens_are_counted_and_the_lengths_that_would_do(self) -> None:
+        few = self.account(*[10] * 98, 30, 400)
+        assert (few["truncated"], few["tokens_cut"], few["ends_cut"]) == (2, 410, 2)
+        assert (few["fits_99"], few["fits_all"]) == (30, 400)
+        assert truncation(few, max_len=10) == (
+            "2 of 100 rows (2.0%) are longer than train.max_len=10 and were cut: 410 tokens, 2 "
+            "answers without their end; train.max_len=30 keeps 99 % of the rows whole, "
+            "train.max_len=400 all"
+        )
+        assert truncation(self.account(*[10] * 99, 30), max_len=10) == ""  # 1 % is no warning
+        none = self.account(10, 9)
+        assert (none["fits_99"], none["fits_all"], truncation(none, max_len=10)) == (0, 0, "")
+
+    def test_rows_left_out_for_their_length_are_warned_about(self) -> None:
+        left = self.account(9, 9, 12, rule="refuse")
+        assert truncation(left, max_len=10) == (
+            "1 of 3 rows (33.3%) are longer than train.max_len=10 and were left out "
+            "(train.on_overlong=refuse); train.max_len=12 keeps all rows whole"
+        )
+        self.refuse(left, most=0.0)  # by the user's own wish
+
+    def refuse(self, counts: dict[str, Any], *, most: float = 0.2, texts: bool = False) -> None:
+        refuse_truncated(counts, source="train.jsonl", max_len=10, most=most, texts=texts)
+
+    def test_more_rows_cut_than_may_be_are_refused(self) -> None:
+        self.refuse(self.account(10, 10, 10, 10, 12))
+        cut = self.account(10, 10, 30, 12, 12)
+        with pytest.raises(DataError) as bad:
+            self.refuse(cut)
+        assert bad.value.message.startswith(
+            "train.jsonl: 3 of 5 rows (60.0%) are longer than train.max_len=10 and would be cut, "
+            "more than data.max_truncated=0.2"
+        )
+        assert bad.value.hint == (
+            "train.max_len=30 keeps all rows whole; train.on_overlong=refuse leaves them out; "
+            "data.max_truncated=0.6 accepts it"
+        )
+        self.refuse(cut, most=0.6)
+        with pytest.raises(DataError) as bad:
+            self.refuse(cut, texts=True)
+        assert "train.on_overlong=split cuts them into pieces" in bad.value.hint
 
     def test_pairs_are_cut_each_for_itself_and_their_prompt_never(self) -> None:
         rule = Rule(10, "truncate")
@@ -60,6 +109,7 @@ class TestTruncation:
         with pytest.raises(DataError, match="first p: prompt of 10 tokens leaves no room") as bad:
             tally.raise_if_unusable("s")
         assert "train.on_overlong=refuse" in bad.value.hint
+        assert bad.value.hint.startswith("train.max_len=12 ")
         found, tally = self.run(Rule(10, "refuse"), sample("x", 12), long, sample("y", 9))
         assert (found, tally.refused) == ([[9]], 2)
         assert [line.partition(":")[0] for line in tally.left_out] == ["x", "p"]

@@ -1,0 +1,55 @@
+"""Count the rows that `train.max_len` would cut: `python -m tasks.training.count_truncated JOB`.
+
+A process of its own, without ranks or model, for a plan. It tokenises the training rows of the job
+as a run would, and emits the same event "data"; or "unusable" with the reason, where they cannot be
+tokenised.
+"""
+
+from __future__ import annotations
+
+import sys
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, cast
+
+from tasks.errors import PlumblineError
+from tasks.events import emit
+from tasks.lean import start_lean
+from tasks.training.job import TrainJob
+
+
+class _Alone:
+    """A single rank, without a process group."""
+
+    rank, world_size, first = 0, 1, True
+
+    def all_objects(self, value: Any) -> list[Any]:
+        return [value]
+
+    def barrier(self) -> None:
+        pass
+
+
+def count(job: TrainJob) -> None:
+    """Tokenise the training rows of `job` into its token folder."""
+    from tasks.training.data import load_split
+    from tasks.training.engine import Ranks
+    from tasks.training.model import load_tokenizer
+    from tasks.training.objectives import kind_of
+
+    job = replace(job, max_truncated=1.0)
+    try:
+        load_split(
+            job,
+            "train",
+            roles=kind_of(job.settings.objective).roles,
+            tokenizer=load_tokenizer(job),
+            ranks=cast(Ranks, _Alone()),
+        )
+    except PlumblineError as error:
+        emit("unusable", message=error.message, hint=error.hint)
+
+
+if __name__ == "__main__":
+    start_lean()
+    count(TrainJob.read(Path(sys.argv[1])))

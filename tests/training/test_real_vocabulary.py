@@ -55,3 +55,8 @@ def test_every_kind_of_head(tmp_path: Path, tokenizer, tied: bool) -> None:
     # The table of the tied base has a row of zeros (its padding), by whose norm DoRA divides.
     names = [name for name in CASES if not (tied and name == "head-dora")]
     require_same(run(tmp_path, tokenizer, names, tied=tied), names)
+    rows, frozen = (
+        json.loads((tmp_path / f"{name}.json").read_text())["3"]["norms"]
+        for name in ("rows", "frozen")
+    )
+    assert rows[0] > 1.01 * frozen[0]  # the trained rows have gradients of their own

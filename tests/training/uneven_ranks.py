@@ -20,8 +20,10 @@ from tasks.lean import start_lean
 from tasks.training.job import Peft, TrainJob, Zero
 from tests.settings import Batch, Launch, Optim, Settings
 
-ALIKE = "abc"
-"""Tokens whose rows are trained."""
+NEW = "abc"
+"""Tokens whose rows are trained; ids 64 to 66."""
+BEGINNING = 15
+"""Tokens that every text begins with, ids 55 to 69."""
 COLLECTIVE_TIMEOUT_S = 90.0
 SETTINGS = Settings(
     dtype="float32",
@@ -37,7 +39,7 @@ CASES = {
     "head-dora": replace(
         SETTINGS, peft=replace(LORA, target_modules=("q_proj", "lm_head"), use_dora=True)
     ),
-    "rows": replace(SETTINGS, peft=LORA, new_tokens=tuple(ALIKE)),
+    "rows": replace(SETTINGS, peft=LORA, new_tokens=tuple(NEW)),
     "frozen": replace(SETTINGS, peft=LORA),
 }
 ROUNDS = ((230, 20), (20, 230))
@@ -85,6 +87,7 @@ def row_of(tokens: int, *, seed: int) -> Any:
     from tasks.training.packing import pack
 
     ids = np.random.default_rng(seed).integers(0, 150_000, tokens).astype(np.int32)
+    ids[:BEGINNING] = np.arange(BEGINNING) + 55
     bears = np.ones(tokens, np.uint8)
     examples = Examples(("text",), ("one",), ids, bears, np.array([0, tokens]), {})
     return pack(examples, (0,))

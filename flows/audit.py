@@ -3,6 +3,7 @@
     python flows/audit.py DIR                        headers and documents: seconds
     python flows/audit.py DIR base=DIR               an adapter or a merge against its base
     python flows/audit.py DIR values=true            tensor data too, at the disk's speed
+    python flows/audit.py MERGED base=DIR adapter=DIR values=true    the proof of a merge
     python flows/audit.py DIR out=report.json        for programs; out=- prints it
     python flows/audit.py DIR fix=true out_dir=NEW   a repaired copy, where nothing is lost
     python flows/audit.py DIR prefect=true           recorded: a flow run, an MLflow run

@@ -76,7 +76,12 @@ def examine(settings: Mapping[str, Any]) -> Report:
             raise ConfigError(f"{key}={settings[key]}: {what}", hint=f"{key}=<folder>")
     try:
         with bounded_memory(settings["source"]):
-            found = audit(source, base=_folder(base) if base else None, values=settings["values"])
+            found = audit(
+                source,
+                base=_folder(base) if base else None,
+                values=settings["values"],
+                adapter=_adapter(settings),
+            )
     except ConfigError:
         raise
     except PlumblineError as error:
@@ -125,6 +130,23 @@ def _in_prefect(composed: Composed, overrides: list[str]) -> int:
     if made is not None:
         _tell(made)
     return 0 if found["ok"] or made is not None else 1
+
+
+def _adapter(settings: Mapping[str, Any]) -> Path | None:
+    """The folder of adapter=; None where it is not given. Raises ConfigError."""
+    text = settings["adapter"]
+    if not text:
+        return None
+    if not (settings["base"] and settings["values"]):
+        raise ConfigError(
+            f"adapter={text} is compared with the base's values, which are not read",
+            hint="base=<folder of the base> values=true",
+        )
+    if not (_folder(text) / "adapter_config.json").is_file():
+        raise ConfigError(
+            f"adapter={text}: no adapter_config.json in it", hint="adapter=<folder of the adapter>"
+        )
+    return _folder(text)
 
 
 def _folder(text: str) -> Path:

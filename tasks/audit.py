@@ -103,7 +103,13 @@ class Report:
         return ", ".join(told)
 
 
-def audit(source: Path, *, base: Path | None = None, values: bool = False) -> Report:
+def audit(
+    source: Path,
+    *,
+    base: Path | None = None,
+    values: bool = False,
+    adapter: Path | None = None,
+) -> Report:
     """Examine a folder.
 
     Args:
@@ -111,12 +117,14 @@ def audit(source: Path, *, base: Path | None = None, values: bool = False) -> Re
         base: folder of the model that it was trained on or made from; None takes the one that an
             adapter names, where that is a folder here.
         values: read tensor data too, not headers and documents alone.
+        adapter: folder of the adapter that was merged into `base` to make it: with `values` every
+            tensor is held against base and adapter.
 
     Raises:
         ArtifactError: `source` or `base` is no folder, or cannot be listed.
     """
     began = time.perf_counter()
-    opened = open_source(source, base, values=values)
+    opened = open_source(source, base, values=values, adapter=adapter)
     found = examine(opened)
     mendable = would_mend(opened, found)
     findings = tuple(_with_paths(one, source, opened) for one in found)
@@ -130,6 +138,8 @@ def _with_paths(finding: Finding, source: Path, opened: Source) -> Finding:
     fix = finding.fix.replace("source=DIR", f"source={source}")
     if opened.base is not None:
         fix = fix.replace("base=<the base>", f"base={opened.base.folder.root}")
+    if opened.adapter is not None:
+        fix = fix.replace("<the adapter>", str(opened.adapter))
     return replace(finding, fix=fix)
 
 

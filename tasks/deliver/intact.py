@@ -10,8 +10,8 @@ from collections.abc import Iterable
 from pathlib import Path
 
 from tasks.artifact import Artifact, intact
-from tasks.deliver.recognise import read_manifest
 from tasks.errors import ArtifactError, first_and_more
+from tasks.weights.identity import read_manifest
 from tasks.weights.reader import MANIFEST
 
 _SHOWN = 100

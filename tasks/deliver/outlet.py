@@ -8,10 +8,10 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from tasks.artifact import Artifact, open_artifact
-from tasks.deliver.recognise import read_manifest
 from tasks.errors import ArtifactError
 from tasks.staging import staging
 from tasks.weights.copying import link_or_copy
+from tasks.weights.identity import read_manifest
 from tasks.weights.reader import MANIFEST
 
 

@@ -7,7 +7,6 @@ given.line()      "ckpt/checkpoint-500: a PEFT adapter of rank 8 (adapter_model.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -18,7 +17,6 @@ from tasks.deliver.examination import refused
 from tasks.doctor import recognise as doctor
 from tasks.doctor.folder import Folder
 from tasks.errors import ArtifactError, ConfigError
-from tasks.weights.reader import MANIFEST
 
 Kind = Literal["adapter", "model", "shards", "deepspeed"]
 CONFIG, ADAPTER_CONFIG = doctor.CONFIG, doctor.ADAPTER_CONFIG
@@ -78,13 +76,3 @@ def recognise(root: Path) -> Given:
     if kind is None:
         raise refused([audit(root)])
     return Given(kind, root, found.what, found.manifest, found.beside, found.dialect)
-
-
-def read_manifest(root: Path) -> dict[str, Any]:
-    """A manifest of ours; empty when there is none (other tools have files of that name)."""
-    try:
-        document = json.loads((root / MANIFEST).read_text())
-    except (OSError, ValueError):
-        return {}
-    known = {"kind", "digest", "tensors", "files", "inputs", "notes"}
-    return document if isinstance(document, dict) and known <= set(document) else {}

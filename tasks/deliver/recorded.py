@@ -6,8 +6,8 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
-from tasks.deliver.identity import published
 from tasks.deliver.recognise import Given
+from tasks.weights.identity import published
 from tasks.weights.reader import read_json
 
 SDPA, FLASH = "sdpa", "flash_attention_2"

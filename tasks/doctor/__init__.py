@@ -20,6 +20,8 @@ architecture, experts   the class, its keys, its layers, its experts
 quantisation, dtypes    packed where config.json says so; one dtype, and the one that it says
 serving      what vLLM would refuse
 against_base merged models and adapters against the base that is given
+configuration   what other readers do not find; settings that are not the base's
+merge_proof  with values=true and a base: a merge, value by value
 values       with values=true, the data itself: not finite, zero, other than its manifest says
 contract     with values=true, names and shapes of any class that transformers has
 """
@@ -34,12 +36,14 @@ from tasks.doctor import (
     adapter_base,
     against_base,
     architecture,
+    configuration,
     contract,
     dtypes,
     experts,
     files,
     headers,
     heads,
+    merge_proof,
     place,
     quantisation,
     residue,
@@ -75,9 +79,11 @@ FAMILIES: Sequence[ModuleType] = (
     quantisation,
     dtypes,
     serving,
+    configuration,
     against_base,
     unsafe,
     values,
+    merge_proof,
     contract,
 )
 """In the order of the report: what is the cause of another one's findings comes before it."""

@@ -13,6 +13,7 @@ from tasks.doctor.recognise import ADAPTER_CONFIG, CONFIG
 from tasks.doctor.said import of_text, text_config
 from tasks.doctor.same_bytes import first_difference
 from tasks.doctor.source import Source
+from tasks.weights.identity import base_mismatch
 from tasks.weights.stored4bit.said import stored
 
 _SIZES = (
@@ -31,7 +32,12 @@ def check(source: Source) -> Iterator[Finding]:
     if base is None or not base.is_model:
         return
     if source.is_adapter:
-        yield from _name(source, base)
+        reason = _other_base(source, base)
+        if reason:
+            expected = "the base that the adapter was trained on"
+            yield say.WRONG_BASE.at(ADAPTER_CONFIG, found=reason, expected=expected)
+        else:
+            yield from _name(source, base)
     if not source.is_model:
         return
     wrong = list(_sizes(source.config(), base.config()))
@@ -44,6 +50,18 @@ def check(source: Source) -> Iterator[Finding]:
     yield from _lost(source, base)
     if source.values and base.values:
         yield from _equal(source, base)
+
+
+def _other_base(source: Source, base: Source) -> str:
+    """Why the base is another model than training recorded, as a delivery decides it."""
+    name = source.config(ADAPTER_CONFIG).get("base_model_name_or_path")
+    inputs = (source.recognised.manifest or {}).get("inputs")
+    digest = inputs.get("base") if isinstance(inputs, Mapping) else None
+    return base_mismatch(
+        base.folder.root,
+        digest=digest if isinstance(digest, str) else "",
+        name=name if isinstance(name, str) else "",
+    )
 
 
 def _name(source: Source, base: Source) -> Iterator[Finding]:

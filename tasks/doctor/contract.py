@@ -21,6 +21,8 @@ from tasks.doctor.headers import compare, knows
 from tasks.doctor.recognise import CONFIG, Kind
 from tasks.doctor.said import first_architecture
 from tasks.doctor.source import Source
+from tasks.errors import ArtifactError
+from tasks.weights.contracts import known_facts
 from tasks.weights.families.counts import oversized
 
 _PROJECT = Path(__file__).resolve().parents[2]
@@ -64,12 +66,35 @@ def _can_be_asked(source: Source) -> bool:
 
 def _ask(source: Source) -> Mapping[str, Any]:
     """The facts of the model's class, or why there are none."""
-    request = {
-        "do": "model_facts",
-        "config": str(source.folder.root),
-        "dtype": "bfloat16",
-        "disk": {key: list(one.shape) for key, one in source.tensors.items()},
-    }
+    return _answer(
+        {
+            "do": "model_facts",
+            "config": str(source.folder.root),
+            "dtype": "bfloat16",
+            "disk": {key: list(one.shape) for key, one in source.tensors.items()},
+        }
+    )
+
+
+def perform_apart(request: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Answer a request of `tasks.weights.worker` without importing transformers here.
+
+    Raises:
+        ArtifactError: transformers makes no model of it.
+    """
+    if request["do"] == "model_facts":
+        known = known_facts(Path(request["config"]), request["dtype"])
+        if known is not None:
+            return known.as_json()
+    reply = _answer(request)
+    if "error" in reply:
+        raise ArtifactError(str(reply["error"]))
+    facts: Mapping[str, Any] = reply["facts"]
+    return facts
+
+
+def _answer(request: Mapping[str, Any]) -> Mapping[str, Any]:
+    """A child's reply: `facts`, or `error` with the reason."""
     command = [sys.executable, "-m", "tasks.doctor.contract_child"]
     try:
         done = subprocess.run(

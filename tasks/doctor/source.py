@@ -29,12 +29,15 @@ class Source:
         recognised: what it is.
         base: the base model, opened likewise; None where none is known here.
         values: whether tensor data may be read, and not headers alone.
+        adapter: folder of the adapter that was merged into the base to make it; None where none is
+            given.
     """
 
     folder: Folder
     recognised: Recognised
     base: Source | None = None
     values: bool = False
+    adapter: Path | None = None
 
     @property
     def kind(self) -> Kind:
@@ -81,13 +84,16 @@ class Source:
         return self.folder.json(name)
 
 
-def open_source(root: Path, base: Path | None = None, *, values: bool = False) -> Source:
+def open_source(
+    root: Path, base: Path | None = None, *, values: bool = False, adapter: Path | None = None
+) -> Source:
     """Open a folder, and its base where one is given or the adapter names a folder that is there.
 
     Args:
         root: the folder.
         base: folder of the model that it was trained on, or made from.
         values: whether tensor data may be read.
+        adapter: folder of the adapter that was merged to make it.
 
     Raises:
         ArtifactError: the folder, or the base, is not there or cannot be listed.
@@ -96,9 +102,10 @@ def open_source(root: Path, base: Path | None = None, *, values: bool = False) -
     recognised = recognise(folder)
     base = base or (_named_base(folder) if recognised.kind is Kind.ADAPTER else None)
     if base is None:
-        return Source(folder, recognised, None, values)
+        return Source(folder, recognised, None, values, adapter)
     other = Folder(base)
-    return Source(folder, recognised, Source(other, recognise(other), None, values), values)
+    opened = Source(other, recognise(other), None, values)
+    return Source(folder, recognised, opened, values, adapter)
 
 
 def _named_base(folder: Folder) -> Path | None:

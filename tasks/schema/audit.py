@@ -16,6 +16,7 @@ class Audit:
 
     source: str = MISSING  # folder to look at: nothing is written into it
     base: str | None = None  # folder of the model it was made from; null: the one an adapter names
+    adapter: str | None = None  # adapter that was merged into base: with values=true, the proof
     values: bool = False  # true: read tensor data too, at the speed of the disk
     out: str | None = None  # file for the report as JSON, "-" for standard output; null: a table
     fix: bool = False  # true: write a repaired copy into out_dir

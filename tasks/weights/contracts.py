@@ -107,14 +107,26 @@ def model_facts(
         ArtifactError: the configuration is unreadable, or names no class this stack has; or the
             folder's checkpoint cannot be read.
     """
-    said = read_json(config / "config.json")
-    packed = is_packed(said)
-    said = without_quantization(said) if packed else said
-    disk = _layout_in(config, packed) if disk is None else disk
+    said, disk = _described(config, disk)
     plain = plain_facts(said, dtype, disk)
-    if plain is not None:
-        return ModelFacts(**plain)
-    return facts_of(meta_model(config, dtype), disk)
+    return facts_of(meta_model(config, dtype), disk) if plain is None else ModelFacts(**plain)
+
+
+def known_facts(config: Path, dtype: str = "bfloat16") -> ModelFacts | None:
+    """The same without transformers; None for a model that it has to be asked about."""
+    said, disk = _described(config, None)
+    plain = plain_facts(said, dtype, disk)
+    return None if plain is None else ModelFacts(**plain)
+
+
+def _described(
+    folder: Path, disk: Mapping[str, tuple[int, ...]] | None
+) -> tuple[Mapping[str, Any], Mapping[str, tuple[int, ...]] | None]:
+    """config.json of the decoded model, and the shapes of its tensors on disk."""
+    said = read_json(folder / "config.json")
+    packed = is_packed(said)
+    disk = _layout_in(folder, packed) if disk is None else disk
+    return (without_quantization(said) if packed else said), disk
 
 
 def facts_of(model: Any, disk: Mapping[str, tuple[int, ...]] | None = None) -> ModelFacts:

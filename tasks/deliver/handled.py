@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 from tasks.audit import Report
 from tasks.doctor.finding import Finding
-from tasks.doctor.recognise import Kind
+from tasks.doctor.recognise import ADAPTER_CONFIG, Kind
 from tasks.weights.heads.folder import SIDE_FILES
 
 
@@ -32,6 +32,10 @@ def _wrapped(_: Finding, report: Report) -> bool:
     return report.kind == Kind.VALUE and "TRL_RESIDUE" in codes and "WRAPPER_RESIDUE" not in codes
 
 
+def _of_adapter(finding: Finding, _: Report) -> bool:
+    return finding.file == ADAPTER_CONFIG
+
+
 class Way(NamedTuple):
     """How a delivery deals with an error: what it does about it, and when that is so."""
 
@@ -48,6 +52,7 @@ HANDLED: Mapping[str, Way] = {
     "TENSOR_MISSING": Way("it is there, with TRL's prefix; the plan compares it again", _wrapped),
     "TENSOR_UNEXPECTED": Way("it has TRL's prefix; the plan compares it again", _wrapped),
     "VLLM_ARCHITECTURE": Way("served as the family's *ForSequenceClassification", _with_head),
+    "WRONG_BASE": Way("refused next, by the same test", _of_adapter),
     "MANIFEST_DIFFERS": Way("refused later, with the base's files: every byte is compared first"),
     "EOS_DISAGREES": Way("served with every id that one of the files ends a text with"),
 }

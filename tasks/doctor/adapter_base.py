@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 
 from tasks.doctor.adapter_keys import AdapterKeys, Pair, plain_module, sort_keys
 from tasks.doctor.adapter_tensors import is_tame, outsized
 from tasks.doctor.base_modules import Base, read_base
 from tasks.doctor.catalogue import adapter as say
+from tasks.doctor.catalogue import configuration
 from tasks.doctor.embeddings import Embeddings
 from tasks.doctor.finding import Finding
 from tasks.doctor.recognise import ADAPTER_CONFIG
+from tasks.doctor.said import is_multimodal, text_config
 from tasks.doctor.source import Source
 from tasks.weights.adapters.config import AdapterConfig, parse_config
 from tasks.weights.adapters.live import EMBEDDING, LINEAR, OTHER, LiveModel
@@ -19,6 +22,9 @@ from tasks.weights.stored4bit.said import is_packed, stored
 
 _ELSEWHERE = ("expert", "moe", "router", ".gate.")
 """Parts of modules that transformers 5 names and fuses in memory in another way than on disk."""
+_TEXT, _WRAPPED = "model.layers.", re.compile(r"(model\.)?language_model\..*\.\d+\.")
+_TEXT_NAMES_TAKEN = ("ministral3", "mistral")
+"""Text models whose names vLLM maps into the multimodal one (its `mistral3.py`)."""
 _WIDTH = 8
 _MANY = 200
 
@@ -45,6 +51,7 @@ def check(source: Source) -> Iterator[Finding]:
             held.file if held else "", unknown, found=f"{len(unknown)} of {len(keys.pairs)} pairs",
             expected="modules of the base",
         )  # fmt: skip
+    yield from _text_names(keys, source.base)
     yield from _shapes(keys, base)
     yield from _vocabulary(keys, base, source.base)
     yield from _ties(keys, base)
@@ -63,6 +70,21 @@ def _packed(source: Source, base: Source) -> Iterator[Finding]:
         yield say.QLORA_BASE.at(
             ADAPTER_CONFIG, found=f"trained on {name}, given a base in 16 bits",
             expected="the base that it was trained on, dequantised",
+        )  # fmt: skip
+
+
+def _text_names(keys: AdapterKeys, base: Source) -> Iterator[Finding]:
+    """Modules named as in the text model alone, which on disk lies within a multimodal one."""
+    config = base.config()
+    if not is_multimodal(config) or text_config(config).get("model_type") in _TEXT_NAMES_TAKEN:
+        return
+    wrapped = [key for key in base.tensors if _WRAPPED.match(key)]
+    names = [name for name in keys.pairs if name.startswith(_TEXT)]
+    if names and wrapped and not any(key.startswith(_TEXT) for key in base.tensors):
+        held = keys.pairs[names[0]].held
+        yield configuration.ADAPTER_TEXT_NAMES.at(
+            held.file if held else "", names, found=f"{names[0]}",
+            expected=f"names of the multimodal model, as {wrapped[0].rpartition('.')[0]}",
         )  # fmt: skip
 
 

@@ -22,6 +22,8 @@ CONFIG = "config.json"
 _OURS = {"kind", "digest", "tensors", "files", "inputs", "notes"}
 _SAMPLES, _SAMPLE = 16, 4096
 _HUB = re.compile(r"models--(.+)")
+_PACKED = re.compile(r"(-unsloth)?(-bnb)?-4bit$")
+"""Endings of names that stand for the same model in 4 bits."""
 
 
 def base_mismatch(
@@ -96,7 +98,7 @@ def names_of(base: Path) -> Iterator[str]:
 
 def _contradicts(recorded: str, called: str) -> bool:
     """Return True for two hub names that differ, or two names of which one adds to the other."""
-    one, other = (text.rstrip("/").lower() for text in (recorded, called))
+    one, other = (_PACKED.sub("", text.rstrip("/").lower()) for text in (recorded, called))
     if "/" in one and "/" in other:
         return one != other
     one, other = one.rpartition("/")[2], other.rpartition("/")[2]

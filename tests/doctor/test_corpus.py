@@ -7,15 +7,24 @@ from pathlib import Path
 import pytest
 
 from tasks.audit import Report, audit
+from tasks.doctor.catalogue import configuration, entries, merge_proof
 from tasks.doctor.finding import Severity
 from tests.doctor.corpus import Corpus
 from tests.doctor.corpus.breaking import as_it_is
 from tests.doctor.corpus.broken_adapters import BROKEN_ADAPTERS
 from tests.doctor.corpus.broken_files import BROKEN_FILES
+from tests.doctor.corpus.broken_merges import BROKEN_MERGES
 from tests.doctor.corpus.broken_words import BROKEN_WORDS
 from tests.doctor.corpus.clean import CLEAN
 
-BROKEN = {**BROKEN_FILES, **BROKEN_WORDS, **BROKEN_ADAPTERS}
+BROKEN = {**BROKEN_FILES, **BROKEN_WORDS, **BROKEN_ADAPTERS, **BROKEN_MERGES}
+NEVER = {
+    one.code
+    for page in (configuration, merge_proof)
+    for one in entries(page)
+    if one.severity is not Severity.INFO
+}
+"""What no clean checkpoint has, not as a warning either."""
 
 
 @pytest.fixture(scope="session")
@@ -49,21 +58,37 @@ def test_a_clean_checkpoint_has_no_error(name: str, corpus: Corpus) -> None:
         for values in (False, True):
             report = audit(folder, base=base, values=values)
             assert not lines(report, Severity.ERROR)
+            assert not {one.code for one in report.findings} & NEVER
+    adapter = corpus.adapter(CLEAN[name].adapter)
+    if adapter is not None:
+        report = audit(folder, base=corpus.base_of(name), values=True, adapter=adapter)
+        assert not lines(report, Severity.ERROR)
+        assert {one.code for one in report.findings if one.code.startswith("MERGE_")} == {
+            "MERGE_PROVEN"
+        }
     assert snapshot(folder) == before
 
 
 def test_no_case_hides_another() -> None:
-    assert len(BROKEN) == sum(map(len, (BROKEN_FILES, BROKEN_WORDS, BROKEN_ADAPTERS)))
+    assert len(BROKEN) == sum(
+        map(len, (BROKEN_FILES, BROKEN_WORDS, BROKEN_ADAPTERS, BROKEN_MERGES))
+    )
 
 
 @pytest.mark.parametrize("name", BROKEN)
 def test_a_broken_checkpoint_has_the_finding_of_its_fault(name: str, corpus: Corpus) -> None:
     case = BROKEN[name]
     folder = corpus.broken(case)
-    report = audit(folder, base=corpus.base_for(case), values=case.values)
+    adapter = corpus.adapter(case.adapter)
+    report = audit(folder, base=corpus.base_for(case), values=case.values, adapter=adapter)
     codes = {one.code for one in report.findings}
     assert case.code in codes
     if case.how is not as_it_is:  # else the fault is what it was examined for, or with
-        before = audit(corpus.clean(case.of), base=corpus.base_for(case), values=case.values)
+        before = audit(
+            corpus.clean(case.of),
+            base=corpus.base_for(case),
+            values=case.values,
+            adapter=adapter,
+        )
         assert case.code not in {one.code for one in before.findings}
     assert "CANNOT_JUDGE" not in codes

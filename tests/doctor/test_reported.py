@@ -6,10 +6,11 @@ from tasks.doctor.catalogue import CATALOGUE
 from tasks.doctor.catalogue.unseen import UNSEEN
 from tests.doctor.corpus.broken_adapters import BROKEN_ADAPTERS
 from tests.doctor.corpus.broken_files import BROKEN_FILES
+from tests.doctor.corpus.broken_merges import BROKEN_MERGES
 from tests.doctor.corpus.broken_words import BROKEN_WORDS
 from tests.doctor.reported import REPORTED
 
-CASES = {**BROKEN_FILES, **BROKEN_WORDS, **BROKEN_ADAPTERS}
+CASES = {**BROKEN_FILES, **BROKEN_WORDS, **BROKEN_ADAPTERS, **BROKEN_MERGES}
 CLAIMED = {issue for entry in CATALOGUE.values() for issue in entry.issues}
 EXPLAINED = {issue for one in UNSEEN for issue in one.issues}
 SHOWN = {issue for case in CASES.values() for issue in case.issues}

@@ -1,34 +1,112 @@
-"""What the documents say: ids that end a text, labels of a head, its name."""
+"""Documents: ids that end a text, labels of a head, its name, settings of the base."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any
 
+from tasks.doctor.catalogue import configuration as say
+from tasks.doctor.configuration import (
+    COMPUTE,
+    GENERIC_TOKENIZER,
+    NEW_TOKENIZER,
+    PROCESSOR_FILES,
+    old_rope,
+)
 from tasks.doctor.finding import Finding
 from tasks.doctor.heads import opened
 from tasks.doctor.recognise import CONFIG, Kind
 from tasks.doctor.repair.draft import Draft
-from tasks.doctor.said import of_text, token_ids
+from tasks.doctor.said import of_text, text_config, token_ids
 from tasks.doctor.source import Source
 from tasks.doctor.special_tokens import GENERATION
 from tasks.doctor.template_text import EOS, BrokenTemplateError, read_template
 from tasks.doctor.templates import template_places
-from tasks.doctor.tokens import SETTINGS, read_tokens
+from tasks.doctor.tokens import SETTINGS, TOKENIZER, read_tokens
 from tasks.weights.heads.detect import detect
 from tasks.weights.heads.folder import hidden_size
 
 _ENDS = ("EOS_DISAGREES", "EOS_NOT_TEMPLATE_END", "EOS_CONFIGS_DIFFER", "EOS_MISSING")
 _LABELS = ("HEAD_LABELS",)
 _NAME = ("HEAD_PREFIX",)
+TOKENIZER_CLASS, PROCESSOR_MISSING = say.TOKENIZER_CLASS.code, say.PROCESSOR_MISSING.code
+ROPE_FORM = say.ROPE_FORM.code
+_SETTINGS = (say.CONFIG_CHANGED.code, say.ROPE_THETA_ABSENT.code)
+_ROPE = (
+    "rope_theta", "rope_scaling", "rope_parameters", "rope_local_base_freq",
+    "partial_rotary_factor",
+)  # fmt: skip
 
 
 def align_documents(draft: Draft, findings: Iterable[Finding]) -> None:
     """Repair what findings tell of: nothing is changed that nobody complained about."""
+    findings = list(findings)
     codes = {one.code for one in findings}
+    if TOKENIZER_CLASS in codes:
+        _name_tokenizer(draft)
+    if draft.source.is_model:
+        _take_settings(draft, {one.tensor for one in findings if one.code in _SETTINGS})
+        if ROPE_FORM in codes:
+            _say_rope_twice(draft)
+        if PROCESSOR_MISSING in codes:
+            _take_processor(draft)
     if codes & {*_ENDS} and draft.source.is_model:
         _align_ends(draft)
     if codes & {*_LABELS, *_NAME} and draft.source.kind is Kind.REWARD:
         _align_head(draft, codes)
+
+
+def _name_tokenizer(draft: Draft) -> None:
+    """Name a class that transformers 4 has, too: the base's, else the generic one."""
+    source = draft.source
+    base = source.base.config(SETTINGS).get("tokenizer_class") if source.base is not None else None
+    name = base if isinstance(base, str) and base != NEW_TOKENIZER else GENERIC_TOKENIZER
+    if TOKENIZER in source.folder.files:
+        draft.edit(SETTINGS, tokenizer_class=name)
+        draft.done.append(f"{SETTINGS}: tokenizer_class {name}")
+
+
+def _take_settings(draft: Draft, names: set[str]) -> None:
+    """Take the base's value of settings that training does not change."""
+    base = draft.source.base
+    if base is None:
+        return
+    theirs = text_config(base.config())
+    wanted: dict[str, Any] = {name: of_text(base.config(), name) for name in names & {*COMPUTE}}
+    if any(name.startswith("rope") for name in names):
+        wanted |= {name: theirs.get(name) for name in _ROPE}
+    if wanted:
+        _edit_text(draft, wanted)
+        told = ", ".join(f"{name} {value!r}" for name, value in wanted.items() if value is not None)
+        draft.done.append(f"{CONFIG}: {told}, as the base has")
+
+
+def _say_rope_twice(draft: Draft) -> None:
+    """Write the rotary settings as transformers 4 reads them, beside those of transformers 5."""
+    found = old_rope(text_config(draft.documents.get(CONFIG, draft.source.config())))
+    if found:
+        _edit_text(draft, found)
+        draft.done.append(f"{CONFIG}: {', '.join(found)} beside rope_parameters")
+
+
+def _edit_text(draft: Draft, changes: Mapping[str, Any]) -> None:
+    """Change settings of the language model where they lie; None takes one away."""
+    config = {**draft.documents.get(CONFIG, draft.source.config())}
+    inner = text_config(config)
+    at = next((name for name, value in config.items() if value is inner), "")
+    edited = {**(inner if at else config), **changes}
+    for name in [name for name, value in changes.items() if value is None]:
+        del edited[name]
+    draft.documents[CONFIG] = {**config, at: edited} if at else edited
+
+
+def _take_processor(draft: Draft) -> None:
+    base = draft.source.base
+    for name in PROCESSOR_FILES if base is not None else ():
+        document = base.config(name) if base is not None else {}
+        if document:
+            draft.documents[name] = dict(document)
+            draft.done.append(f"{name}: that of the base")
 
 
 def _align_ends(draft: Draft) -> None:

@@ -24,11 +24,13 @@ class Clean:
         make: fills an empty folder.
         base: the clean model that it is examined with as base=; "" for none.
         slow: whether it takes many seconds to make.
+        adapter: the clean adapter that was merged to make it; "" for none.
     """
 
     make: Make
     base: str = ""
     slow: bool = False
+    adapter: str = ""
 
 
 @dataclass(frozen=True)
@@ -42,6 +44,7 @@ class Broken:
         issues: who reported it.
         base: the clean model given as base=; "" for none, "-" for that of the clean one.
         values: whether data has to be read to see it.
+        adapter: the clean adapter given as adapter=; "" for none.
     """
 
     code: str
@@ -50,6 +53,7 @@ class Broken:
     issues: tuple[str, ...] = ()
     base: str = "-"
     values: bool = False
+    adapter: str = ""
 
 
 @dataclass
@@ -80,6 +84,10 @@ class Corpus:
         """Folder of the base that a clean checkpoint is examined with."""
         base = self.known[name].base
         return self.clean(base) if base else None
+
+    def adapter(self, name: str) -> Path | None:
+        """Folder of a clean adapter; None for ""."""
+        return self.clean(name) if name else None
 
     def broken(self, case: Broken) -> Path:
         """A copy of its clean checkpoint, broken."""

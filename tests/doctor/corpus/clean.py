@@ -13,7 +13,8 @@ import torch
 from tests.doctor.corpus import Clean, Corpus, Make
 from tests.weights.adapters.making import quiet, train
 from tests.weights.families.making import FAMILIES, load, make_model
-from tests.weights.making import ROWS, make_base, save_tokenizer
+from tests.weights.making import ROWS, make_base
+from tests.weights.making import save_tokenizer as save_generic_tokenizer
 
 IDS = {"bos_token_id": 0, "eos_token_id": 0, "pad_token_id": 3}
 """As the tokenizer of the tests has them: <|endoftext|> is 0, <|im_end|> 2, <|pad|> 3."""
@@ -23,6 +24,12 @@ _GROWN = ROWS + 8
 
 def _config(family: str, **changes: Any) -> Any:
     return FAMILIES[family].config(vocab_size=ROWS, **IDS, **changes)
+
+
+def save_tokenizer(folder: Path) -> None:
+    """A tokenizer of a class that every version of transformers has."""
+    save_generic_tokenizer(folder)
+    change_json(folder / "tokenizer_config.json", tokenizer_class="PreTrainedTokenizerFast")
 
 
 def save_model(
@@ -35,6 +42,9 @@ def save_model(
         model.generation_config.eos_token_id = [IDS["eos_token_id"], END_OF_TURN]
     with quiet():
         model.save_pretrained(folder, max_shard_size=shard)
+    if hasattr(model.config, "vision_config"):
+        settings = {"image_processor_type": "CLIPImageProcessor", "image_mean": [0.5, 0.5, 0.5]}
+        (folder / "preprocessor_config.json").write_text(json.dumps(settings))
     save_tokenizer(folder)
 
 
@@ -124,12 +134,14 @@ def save_bin_adapter(corpus: Corpus, folder: Path) -> None:
     (folder / "adapter_model.safetensors").unlink()
 
 
-def save_merged(corpus: Corpus, folder: Path) -> None:
+def save_merged(
+    corpus: Corpus, folder: Path, *, base: str = "qwen2", adapter: str = "lora"
+) -> None:
     """base and adapter, merged by peft and saved by transformers."""
     from peft import PeftModel
 
     with quiet():
-        model = PeftModel.from_pretrained(load(corpus.clean("qwen2")), corpus.clean("lora"))
+        model = PeftModel.from_pretrained(load(corpus.clean(base)), corpus.clean(adapter))
         merged = model.merge_and_unload()
         merged.generation_config.eos_token_id = [IDS["eos_token_id"], END_OF_TURN]
         merged.save_pretrained(folder)
@@ -252,7 +264,12 @@ CLEAN: dict[str, Clean] = {
     "reward-lora": _also(save_reward_adapter, "reward"),
     "grown": _also(save_grown, "llama"),
     "bin-adapter": _also(save_bin_adapter, "qwen2"),
-    "merged": _also(save_merged, "qwen2"),
+    "merged": Clean(save_merged, "qwen2", adapter="lora"),
+    "merged-experts": Clean(
+        partial(save_merged, base="mixtral", adapter="moe-experts"),
+        "mixtral",
+        adapter="moe-experts",
+    ),
     "trl-sft": _also(partial(save_trl, lora=False), "qwen2", slow=True),
     "trl-lora": _also(partial(save_trl, lora=True), "qwen2", slow=True),
     "trl-reward": _also(save_trl_reward, "reward", slow=True),

@@ -112,9 +112,11 @@ def model_facts(
     return facts_of(meta_model(config, dtype), disk) if plain is None else ModelFacts(**plain)
 
 
-def known_facts(config: Path, dtype: str = "bfloat16") -> ModelFacts | None:
+def known_facts(
+    config: Path, dtype: str, disk: Mapping[str, tuple[int, ...]] | None = None
+) -> ModelFacts | None:
     """The same without transformers; None for a model that it has to be asked about."""
-    said, disk = _described(config, None)
+    said, disk = _described(config, disk)
     plain = plain_facts(said, dtype, disk)
     return None if plain is None else ModelFacts(**plain)
 

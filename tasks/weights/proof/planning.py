@@ -51,7 +51,8 @@ def planned(base: Path, adapter: Path, *, perform: Perform = perform) -> Planned
     read, model = read_adapter(adapter, beside=folder.beside), open_model(base)
     if is_reward_adapter(folder):
         return _reward(read, model, base, perform)
-    facts = ask_facts(perform, base, "bfloat16")
+    disk = {key: tuple(one.shape) for key, one in model.tensors.items()}
+    facts = ask_facts(perform, base, "bfloat16", disk)
     held = {f"{read.name}:{key}": info for key, info in read.tensors.tensors.items()}
     plan = plan_merge(model.tensors, facts, changes([(read, 1.0)], facts.live), held)
     sources = {BASE: model, read.name: read.tensors}

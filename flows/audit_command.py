@@ -59,10 +59,10 @@ def _tell(made: Mapping[str, Any]) -> None:
 
 
 def examine(settings: Mapping[str, Any]) -> Report:
-    """The audit that settings ask for; writes `out` where one is named.
+    """Run the audit that the settings describe; write the report to `out` if it is set.
 
     Raises:
-        ConfigError: a folder that cannot be read, or an `out` inside of it.
+        ConfigError: a folder cannot be read, or `out` lies inside it.
     """
     source, base = _folder(settings["source"]), settings["base"]
     out = settings["out"]
@@ -76,7 +76,7 @@ def examine(settings: Mapping[str, Any]) -> Report:
             raise ConfigError(f"{key}={settings[key]}: {what}", hint=f"{key}=<folder>")
     try:
         with bounded_memory(settings["source"]):
-            found = audit(
+            report = audit(
                 source,
                 base=_folder(base) if base else None,
                 values=settings["values"],
@@ -87,8 +87,8 @@ def examine(settings: Mapping[str, Any]) -> Report:
     except PlumblineError as error:
         raise ConfigError(error.message, details=error.details, hint="source=<folder>") from error
     if out not in (None, "-"):
-        _write(_folder(out), found)
-    return found
+        _write(_folder(out), report)
+    return report
 
 
 def _say(report: Report, out: str | None) -> int:

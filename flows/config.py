@@ -130,9 +130,9 @@ def _computed(config: DictConfig, settings: Mapping[str, Any]) -> Iterator[str]:
         if section == "rollout" and not online:
             continue
         written = OmegaConf.to_container(config[section], resolve=False)[name]
-        found = default(key, partial(_setting, config))
-        if isinstance(written, str) and "${" in written and settings[section][name] == found.value:
-            yield found.line(key)
+        chosen = default(key, partial(_setting, config))
+        if isinstance(written, str) and "${" in written and settings[section][name] == chosen.value:
+            yield chosen.line(key)
 
 
 def compose_config(

@@ -44,7 +44,7 @@ class Link:
 
     @property
     def earlier(self) -> dict[str, bool]:
-        """What links before it decide: the preflight's arguments of these names."""
+        """Keyword arguments of `preflight` that the earlier steps determine."""
         return {"rewarded": self.rewarded, "based": self.based}
 
     @property

@@ -52,11 +52,13 @@ def check(links: Sequence[Link], *, shown: bool = False) -> None:
         settings = link.composed.settings
         rank = _estimate(settings)
         try:
-            found = preflight(settings, link.composed.runs, rank, **link.earlier, typed=link.typed)
+            warnings = preflight(
+                settings, link.composed.runs, rank, **link.earlier, typed=link.typed
+            )
         except ConfigError as error:
             problems.append(_named(error, link))
             continue
-        for warning in () if shown else found:
+        for warning in () if shown else warnings:
             print(f"warning: {_prefix(link)}{warning}", file=sys.stderr)
     if len(problems) > 1:
         details = [line for error in problems for line in error.details]
@@ -87,8 +89,8 @@ def render(links: Sequence[Link]) -> str:
 def _of_link(link: Link) -> str:
     composed, settings = link.composed, link.composed.settings
     rank = _estimate(settings)
-    said = findings(settings, composed.runs, rank, **link.earlier, typed=link.typed)
-    found = [f"  {f.severity}: {f}" for f in said]
+    reported = findings(settings, composed.runs, rank, **link.earlier, typed=link.typed)
+    lines = [f"  {finding.severity}: {finding}" for finding in reported]
     return "\n".join(
         [
             f"runs: {composed.runs}",
@@ -101,7 +103,7 @@ def _of_link(link: Link) -> str:
             "deepspeed:",
             *_deepspeed(settings),
             "preflight:",
-            *(found or ["  nothing to report"]),
+            *(lines or ["  nothing to report"]),
         ]
     )
 

@@ -42,7 +42,7 @@ class Vocabulary:
 
     @property
     def command(self) -> str:
-        """How the program is started."""
+        """Command that starts the program."""
         return f"python flows/{self.program}.py"
 
     def type_at(self, key: str) -> Any:

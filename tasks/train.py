@@ -104,23 +104,23 @@ def train(
     )
     if begun.step:
         log.info("train: going on after step %d, from %s", begun.step, job.resume)
-    said = _Said(on_event, log, settings.batch.max_len)
-    _launch(job, run, said, leader)
+    events = _Events(on_event, log, settings.batch.max_len)
+    _launch(job, run, events, leader)
     document = json.loads((out / "train.json").read_text())
     return StageReport(
         kind="shards",
         checks=tuple(_checks(out, document, settings.world_size)),
-        metrics={**document["metrics"], **_data_metrics(said.data)},
+        metrics={**document["metrics"], **_data_metrics(events.data)},
         notes={
             "quantization": document["quantization"],
-            "data": said.data,
+            "data": events.data,
             "evaluations": document["evaluations"],
             "resumed_after_step": begun.step,
         },
     )
 
 
-def _launch(job: TrainJob, run: Run, said: _Said, leader: Leader | None) -> None:
+def _launch(job: TrainJob, run: Run, events: _Events, leader: Leader | None) -> None:
     """Run the ranks of this node, and those of the others where there are any."""
     how, path = job.settings.launch, job.checkpoints / "job.json"
     job.write(path)
@@ -132,12 +132,12 @@ def _launch(job: TrainJob, run: Run, said: _Said, leader: Leader | None) -> None
                 torchrun(job, path, leader.meeting if leader else None),
                 env=rank_environment(how),
                 timeout_s=how.timeout_s,
-                on_event=said,
+                on_event=events,
             )
     except StageProcessError as error:
         checkpoint.sweep(job.checkpoints)
-        if said.failure is not None:
-            raise _as_error(said.failure) from error
+        if events.failure is not None:
+            raise _as_error(events.failure) from error
         if out_of_memory_kills() > killed and "SIGKILL" in "\n".join(error.details):
             what = "train: the system ran out of memory and killed a rank"
             raise out_of_memory(what, job) from error
@@ -177,8 +177,8 @@ def rank_environment(how: Launch) -> dict[str, str]:
     }
 
 
-class _Said:
-    """Passes events on, and keeps those the stage itself needs."""
+class _Events:
+    """Pass events on, and keep those that the stage itself needs."""
 
     def __init__(self, on_event: OnEvent | None, log: Log, max_len: int) -> None:
         self._on_event = on_event

@@ -103,14 +103,14 @@ def test_within_names_each_limit_that_is_exceeded_and_never_max_kl() -> None:
 
 def of_logits(logits: np.ndarray, dtype: torch.dtype, probes: tuple[tuple[int, ...], ...]):
     """A fingerprint of these logits, (N, V), rounded to a dtype."""
-    held = torch.from_numpy(logits).to(dtype).float()
+    values = torch.from_numpy(logits).to(dtype).float()
     return Fingerprint(
         probes=probes,
-        ids=np.tile(np.arange(held.shape[1], dtype=np.int32), (len(held), 1)),
-        logprobs=torch.log_softmax(held, dim=-1).numpy(),
-        top1=held.argmax(dim=-1).to(torch.int32).numpy(),
+        ids=np.tile(np.arange(values.shape[1], dtype=np.int32), (len(values), 1)),
+        logprobs=torch.log_softmax(values, dim=-1).numpy(),
+        top1=values.argmax(dim=-1).to(torch.int32).numpy(),
         engine="test",
-        steps=largest_steps(held.numpy()),
+        steps=largest_steps(values.numpy()),
     )
 
 
@@ -204,8 +204,8 @@ def test_two_roundings_of_the_same_logits_agree_everywhere(seed: int, dtype: tor
 def test_a_flip_of_three_steps_is_a_disagreement(seed: int) -> None:
     rng = np.random.default_rng(seed)
     best = rng.uniform(1, 100, (16, 1)).astype(np.float32)
-    held = torch.from_numpy(best).bfloat16().float().numpy()
-    logits = np.concatenate([held, held - 3 * rounding_step(held), held - 50], axis=1)
+    top = torch.from_numpy(best).bfloat16().float().numpy()
+    logits = np.concatenate([top, top - 3 * rounding_step(top), top - 50], axis=1)
     reference = of_logits(logits, torch.bfloat16, (tuple(range(17)),))
     second = replace(reference, top1=np.ones(16, np.int32))
     assert not agreeing(reference, second).any()

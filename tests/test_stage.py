@@ -39,8 +39,8 @@ def mechanism(tmp_path: Path, database: str) -> Mechanism:
 
 def write(out: Path, *, text: str, log: object, ok: bool = True, **inputs: Path) -> StageReport:
     (out / "text.txt").write_text(text + "".join(sorted(inputs)))
-    found = "BF16 [2]" if ok else "BF16 [0]"
-    checks = (Check("t", "BF16 [2]", found, ok=ok, hint="look at t"),)
+    dtype = "BF16 [2]" if ok else "BF16 [0]"
+    checks = (Check("t", "BF16 [2]", dtype, ok=ok, hint="look at t"),)
     return StageReport("weights", checks=checks, metrics={"n": len(text)}, notes={"said": text})
 
 

@@ -1,16 +1,16 @@
-"""Evidence of how a trainer held the base of an adapter: in 4 bits (QLoRA), in full, or otherwise.
+"""Find the precision in which an adapter's base was loaded in training: 4 bits, 16 or other.
 
-An adapter does not say it. Its trainer often left a file that does:
+The adapter does not record it. Its trainer often left a file that does:
 
     training_args.bin                  TRL: model_init_kwargs; read without unpickling anything
     args.json, sft_args.json           ms-swift
     training_args.yaml, llamafactory_args.yaml, llamaboard_config.yaml     LLaMA-Factory
     axolotl*.yaml, config.yaml, README.md     axolotl, whose model card holds its configuration
     README.md                          peft's list of the quantization config; `base_model`
-    config.json, adapter_config.json   quantization_config, or a base whose name says it
+    config.json, adapter_config.json   quantization_config, or a base whose name tells (-bnb-4bit)
 
-    for one in find_evidence(Path("out/checkpoint-500")):
-        print(one)      # out/args.json: quant_bits: 4, quant_method: bnb
+    for evidence in find_evidence(Path("out/checkpoint-500")):
+        print(evidence)      # out/args.json: quant_bits: 4, quant_method: bnb
 """
 
 from __future__ import annotations
@@ -49,11 +49,11 @@ _OTHERWISE = re.compile(
 )
 _MODEL_KEYS = ("base_model_name_or_path", "base_model", "model_name_or_path", "model")
 _TRAINERS = ("finetuning_type", "adapter", "tuner_type", "train_type", "sft_type")
-"""Keys of a trainer's whole configuration: without a quantization key in it there was none."""
+"""Keys of a full trainer configuration. Without a quantization key in it, none was used."""
 
 
 class Held(Enum):
-    """How training held the base. The value is the text for a person."""
+    """Precision of the base during training. The value is the text shown to users."""
 
     FULL = "in full precision"
     FOUR = "in bitsandbytes' 4 bits"
@@ -62,13 +62,13 @@ class Held(Enum):
 
 @dataclass(frozen=True)
 class Evidence:
-    """One record of a trainer.
+    """One record that a trainer left.
 
     Attributes:
-        file: the file that holds it.
-        text: the settings in it, as a person finds them.
-        held: how training held the base.
-        quantization: of 4 bits: "type", "double_quant", "compute_dtype", as far as they are named.
+        file: the file with the record.
+        text: its settings, as they are written in the file.
+        held: precision of the base during training.
+        quantization: for 4 bits: "type", "double_quant", "compute_dtype", as far as recorded.
     """
 
     file: Path
@@ -108,7 +108,7 @@ def _in_folder(folder: Path) -> Iterator[Evidence]:
 
 
 def _documents(folder: Path) -> Iterator[tuple[Path, Mapping[str, Any], bool]]:
-    """Every mapping a trainer left, and whether it lists all of its settings."""
+    """Yield (file, document, True if the document lists all settings of the trainer)."""
     yield folder / "training_args.bin", _arguments(folder / "training_args.bin"), False
     for name in _JSON:
         yield folder / name, _json(folder / name), True
@@ -130,22 +130,22 @@ def _documents(folder: Path) -> Iterator[tuple[Path, Mapping[str, Any], bool]]:
 
 
 def _read(path: Path, document: Mapping[str, Any], *, whole: bool) -> Evidence | None:
-    """The record in one mapping; None where it says nothing."""
+    """Return the evidence in one document; None if it has none."""
     nested = document.get("quantization_config")
-    said = {**document, **nested} if isinstance(nested, Mapping) else document
-    method = str(said.get("quant_method") or said.get("quantization_method") or "").lower()
-    bits = _number(said.get("quant_bits") or said.get("quantization_bit"))
-    four = _true(said, "load_in_4bit", "_load_in_4bit") or said.get("adapter") == "qlora"
+    merged = {**document, **nested} if isinstance(nested, Mapping) else document
+    method = str(merged.get("quant_method") or merged.get("quantization_method") or "").lower()
+    bits = _number(merged.get("quant_bits") or merged.get("quantization_bit"))
+    four = _true(merged, "load_in_4bit", "_load_in_4bit") or merged.get("adapter") == "qlora"
     if four or (bits == 4 and method in ("", "bnb", "bitsandbytes")):
-        return _four_bits(path, said)
-    eight = _true(said, "load_in_8bit", "_load_in_8bit", "gptq")
+        return _four_bits(path, merged)
+    eight = _true(merged, "load_in_8bit", "_load_in_8bit", "gptq")
     if (
         eight
         or bits
         or (nested and method)
         or (whole and method not in ("", "none", *_BITS_AND_BYTES))
     ):
-        return Evidence(path, _shown(said, *_QUANTIZATION), Held.OTHER)
+        return Evidence(path, _shown(merged, *_QUANTIZATION), Held.OTHER)
     for key in _MODEL_KEYS:
         name = str(document.get(key) or "").rstrip("/")
         if _PACKED.search(name):
@@ -169,16 +169,16 @@ _QUANTIZATION = (
 )  # fmt: skip
 
 
-def _four_bits(path: Path, said: Mapping[str, Any]) -> Evidence:
-    text = _shown(said, *_QUANTIZATION) or f"adapter: {said.get('adapter')}"
-    skipped = said.get("llm_int8_skip_modules")
+def _four_bits(path: Path, settings: Mapping[str, Any]) -> Evidence:
+    text = _shown(settings, *_QUANTIZATION) or f"adapter: {settings.get('adapter')}"
+    skipped = settings.get("llm_int8_skip_modules")
     if isinstance(skipped, list) and set(skipped) - {"lm_head"}:
         return Evidence(path, f"{text}, llm_int8_skip_modules: {skipped}", Held.OTHER)
-    nested = said.get("bnb_config_kwargs")  # axolotl's
-    said = {**said, **nested} if isinstance(nested, Mapping) else said
-    kind = said.get("bnb_4bit_quant_type") or said.get("quantization_type")
-    double = said.get("bnb_4bit_use_double_quant", said.get("double_quantization"))
-    compute = str(said.get("bnb_4bit_compute_dtype") or "").rpartition(".")[2]
+    nested = settings.get("bnb_config_kwargs")  # axolotl's
+    settings = {**settings, **nested} if isinstance(nested, Mapping) else settings
+    kind = settings.get("bnb_4bit_quant_type") or settings.get("quantization_type")
+    double = settings.get("bnb_4bit_use_double_quant", settings.get("double_quantization"))
+    compute = str(settings.get("bnb_4bit_compute_dtype") or "").rpartition(".")[2]
     details = {
         "type": kind if kind in ("nf4", "fp4") else None,
         "double_quant": double if isinstance(double, bool) else None,
@@ -189,11 +189,13 @@ def _four_bits(path: Path, said: Mapping[str, Any]) -> Evidence:
     )
 
 
-def _shown(said: Mapping[str, Any], *keys: str) -> str:
-    """`key: value` of the keys that are there: those with a value, or else all of them."""
-    held = {key: said[key] for key in keys if key in said}
-    told = {key: one for key, one in held.items() if one not in (None, False, "", "none")} or held
-    return ", ".join(f"{key}: {_word(one)}" for key, one in told.items())
+def _shown(settings: Mapping[str, Any], *keys: str) -> str:
+    """Return `key: value` of the keys that are set; of all that are present if none is set."""
+    present = {key: settings[key] for key in keys if key in settings}
+    shown = {
+        key: one for key, one in present.items() if one not in (None, False, "", "none")
+    } or present
+    return ", ".join(f"{key}: {_word(one)}" for key, one in shown.items())
 
 
 def _word(value: Any) -> str:
@@ -202,12 +204,12 @@ def _word(value: Any) -> str:
     return {None: "null", True: "true", False: "false"}.get(value, str(value)[:80])
 
 
-def _true(said: Mapping[str, Any], *keys: str) -> bool:
-    return any(said.get(key) is True for key in keys)
+def _true(settings: Mapping[str, Any], *keys: str) -> bool:
+    return any(settings.get(key) is True for key in keys)
 
 
 def _number(value: Any) -> int:
-    """Bits: LLaMA-Factory's web page writes "4", and "none" for none."""
+    """Return the number of bits; LLaMA-Factory's web page writes "4", and "none" for none."""
     text = str(value)
     if value is None or isinstance(value, bool) or text.lower() in ("none", "null", ""):
         return 0

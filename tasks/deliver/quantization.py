@@ -125,20 +125,20 @@ def _by_evidence(
     mode: str, details: Mapping[str, Any], evidence: tuple[Evidence, ...]
 ) -> BaseChoice:
     """A checkpoint made elsewhere: the setting decides, else the trainer's files."""
-    held = {one.held for one in evidence}
-    four = next((one.quantization for one in evidence if one.held is Held.FOUR), {})
+    precisions = {item.held for item in evidence}
+    four = next((item.quantization for item in evidence if item.held is Held.FOUR), {})
     details = {**details, **four}
     if mode in (ORIGINAL, DEQUANTIZED):
-        against = [one for one in evidence if _MODES.get(one.held) != mode]
+        against = [item for item in evidence if _MODES.get(item.held) != mode]
         warnings = tuple(
-            f"merge.base={mode}, but the adapter was trained on the base {one.held.value} ({one})"
-            for one in against
+            f"merge.base={mode}, but the adapter was trained on the base {item.held.value} ({item})"
+            for item in against
         )
         # The reference is the model that was trained, so that the drift shows what is lost.
-        through = mode == DEQUANTIZED or held == {Held.FOUR}
+        through = mode == DEQUANTIZED or precisions == {Held.FOUR}
         quantization = {**details, "base": mode} if through else None
         return BaseChoice(mode, quantization, f"merge.base={mode}", warnings, evidence)
-    chosen = _MODES.get(next(iter(held))) if len(held) == 1 else None
+    chosen = _MODES.get(next(iter(precisions))) if len(precisions) == 1 else None
     if mode == COMPARE or chosen is None:
         return BaseChoice("", {**details, "base": DEQUANTIZED}, evidence=evidence)
     quantization = {**details, "base": chosen} if chosen == DEQUANTIZED else None
@@ -169,7 +169,7 @@ def undecided(given: Given, choice: BaseChoice) -> ConfigError:
 
 
 def _recorded(given: Given, store: Path) -> tuple[bool, dict[str, Any] | None]:
-    """Whether a record of our own training tells, and the quantization that it tells."""
+    """Return (True if our own training recorded it, the recorded quantization)."""
     notes = given.manifest.get("notes", {})
     if "quantization" in notes:
         recorded = notes["quantization"]

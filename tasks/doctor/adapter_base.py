@@ -81,9 +81,9 @@ def _text_names(keys: AdapterKeys, base: Source) -> Iterator[Finding]:
     wrapped = [key for key in base.tensors if _WRAPPED.match(key)]
     names = [name for name in keys.pairs if name.startswith(_TEXT)]
     if names and wrapped and not any(key.startswith(_TEXT) for key in base.tensors):
-        held = keys.pairs[names[0]].held
+        entry = keys.pairs[names[0]].held
         yield configuration.ADAPTER_TEXT_NAMES.at(
-            held.file if held else "", names, found=f"{names[0]}",
+            entry.file if entry else "", names, found=f"{names[0]}",
             expected=f"names of the multimodal model, as {wrapped[0].rpartition('.')[0]}",
         )  # fmt: skip
 

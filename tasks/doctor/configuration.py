@@ -1,7 +1,7 @@
-"""Settings that files leave out or change, and that decide what the weights compute.
+"""Check settings that decide what the weights compute and that files omit or change.
 
-Without a base: rotary settings, tokenizer class and processor that some readers do not find. With
-one: every setting that differs from the base's and matters.
+Without a base: rotary settings, tokenizer class and processor that some readers do not find.
+With a base: every relevant setting that differs from the base's.
 """
 
 from __future__ import annotations
@@ -18,15 +18,15 @@ from tasks.doctor.source import Source
 from tasks.doctor.tokens import SETTINGS
 
 THETA = 10_000.0
-"""Base frequency that loaders take where none is given."""
+"""Base frequency that loaders use if the file has none."""
 _THETAS = {
     "exaone4": 1e6, "gemma3_text": 1e6, "gpt_oss": 150_000.0, "llama4_text": 5e5, "mixtral": 1e6,
 }  # fmt: skip
-"""Families for which transformers 4 takes another one."""
+"""Families with another default in transformers 4."""
 _ALWAYS_SAID = frozenset(
     {"qwen2", "qwen2_moe", "qwen3", "qwen3_moe", "mixtral", "qwen2_vl", "qwen2_5_vl", "qwen3_vl"}
 )
-"""Families whose published models all give a rope_theta."""
+"""Families whose published models all have a rope_theta."""
 GENERIC_TOKENIZER, NEW_TOKENIZER = "PreTrainedTokenizerFast", "TokenizersBackend"
 PROCESSOR_FILES = ("preprocessor_config.json", "processor_config.json")
 
@@ -41,7 +41,7 @@ COMPUTE = (
 )  # fmt: skip
 """Settings of the language model that training does not change."""
 _NEVER_ABSENT = COMPUTE[:8]
-"""Those that every writer gives: where the model does not, its loader takes a default."""
+"""Settings that every writer saves. If one is absent, the loader uses its default."""
 _MEANT = ("max_position_embeddings",)
 _TOKENIZER = ("add_bos_token", "add_eos_token", "add_prefix_space")
 _PROCESSOR = (
@@ -51,7 +51,7 @@ _PROCESSOR = (
 
 
 def check(source: Source) -> Iterator[Finding]:
-    """What readers do not find, then what is not the base's."""
+    """Report settings that some readers do not find, then settings that differ from the base's."""
     if source.is_model or source.is_adapter:
         yield from _tokenizer_class(source)
     if not source.is_model or not source.config():
@@ -77,8 +77,8 @@ def _rope_form(config: Mapping[str, Any]) -> Iterator[Finding]:
     text = text_config(config)
     kind, new = text.get("model_type"), text.get("rope_parameters")
     if not isinstance(new, Mapping):
-        said = {"rope_theta", "rope_scaling", "rotary_emb_base"} & {*text, *config}
-        if kind in _ALWAYS_SAID and "rope_theta" not in said:
+        present = {"rope_theta", "rope_scaling", "rotary_emb_base"} & {*text, *config}
+        if kind in _ALWAYS_SAID and "rope_theta" not in present:
             yield say.ROPE_THETA_ABSENT.at(
                 CONFIG, "rope_theta", found="absent", expected="the base's, 1000000.0 mostly"
             )
@@ -97,7 +97,7 @@ def _rope_form(config: Mapping[str, Any]) -> Iterator[Finding]:
 
 
 def old_rope(text: Mapping[str, Any]) -> dict[str, Any]:
-    """`rope_parameters` of transformers 5 as the settings that transformers 4 has for it.
+    """Convert `rope_parameters` of transformers 5 to the settings of transformers 4.
 
     Args:
         text: configuration of the language model.
@@ -110,9 +110,9 @@ def old_rope(text: Mapping[str, Any]) -> dict[str, Any]:
         if not isinstance(new, Mapping):
             return {}
     rest = {key: value for key, value in new.items() if key != "rope_theta"}
-    found = {"rope_theta": new["rope_theta"]} if "rope_theta" in new else {}
+    old = {"rope_theta": new["rope_theta"]} if "rope_theta" in new else {}
     plain = rest.get("rope_type", "default") == "default" and "mrope_section" not in rest
-    return found if plain else {**found, "rope_scaling": rest}
+    return old if plain else {**old, "rope_scaling": rest}
 
 
 def _processor(source: Source) -> Iterator[Finding]:
@@ -126,7 +126,7 @@ def _processor(source: Source) -> Iterator[Finding]:
 
 
 def _compute(source: Source, base: Source) -> Iterator[Finding]:
-    """What the weights are multiplied with, scaled by, rotated by."""
+    """Report settings of the computation that differ from the base's, rotary ones included."""
     ours, theirs = source.config(), base.config()
     for name in COMPUTE:
         mine, other = of_text(ours, name), of_text(theirs, name)
@@ -141,12 +141,12 @@ def _compute(source: Source, base: Source) -> Iterator[Finding]:
 
 
 def _changed(name: str, mine: Any, other: Any) -> Finding:
-    found = "absent" if mine is None else repr(mine)
-    return say.CONFIG_CHANGED.at(CONFIG, name, found=found, expected=f"{other!r}, as the base has")
+    ours = "absent" if mine is None else repr(mine)
+    return say.CONFIG_CHANGED.at(CONFIG, name, found=ours, expected=f"{other!r}, as the base has")
 
 
 def _rope(config: Mapping[str, Any]) -> dict[str, Any]:
-    """Rotary settings under one set of names, whatever version wrote them."""
+    """Return rotary settings under uniform names, whichever version wrote them."""
     text = text_config(config)
     new = text.get("rope_parameters")
     theta: Any = of_text(config, "rope_theta")
@@ -158,18 +158,18 @@ def _rope(config: Mapping[str, Any]) -> dict[str, Any]:
             local = part.get("rope_theta", local)
         scaling = whole if isinstance(whole, Mapping) else new
         theta = scaling.get("rope_theta", theta)
-    found = dict(scaling) if isinstance(scaling, Mapping) else {}
-    kind = found.pop("rope_type", found.pop("type", "default"))
-    found.pop("type", None)
-    found.pop("rope_theta", None)
-    found["type"] = "default" if kind == "mrope" else kind
-    found["theta"] = THETA if theta is None and "rope_parameters" not in text else theta
-    partial = found.pop("partial_rotary_factor", of_text(config, "partial_rotary_factor"))
+    settings = dict(scaling) if isinstance(scaling, Mapping) else {}
+    kind = settings.pop("rope_type", settings.pop("type", "default"))
+    settings.pop("type", None)
+    settings.pop("rope_theta", None)
+    settings["type"] = "default" if kind == "mrope" else kind
+    settings["theta"] = THETA if theta is None and "rope_parameters" not in text else theta
+    partial = settings.pop("partial_rotary_factor", of_text(config, "partial_rotary_factor"))
     more = {"partial factor": partial, "local theta": local}
-    found |= {name: value for name, value in more.items() if value is not None}
+    settings |= {name: value for name, value in more.items() if value is not None}
     return {
         name: float(value) if type(value) is int else value
-        for name, value in found.items()
+        for name, value in settings.items()
         if value is not None
     }
 
@@ -185,7 +185,7 @@ def _ties(source: Source, base: Source) -> Iterator[Finding]:
 
 
 def _others(source: Source, base: Source) -> Iterator[Finding]:
-    """What training may change, and saving may lose."""
+    """Report differences that training may intend, and settings that saving may lose."""
     ours, theirs = source.config(), base.config()
     for name in _MEANT:
         yield from _differs(CONFIG, name, of_text(ours, name), of_text(theirs, name))
@@ -216,13 +216,13 @@ def _differs(
 
 
 def _window(config: Mapping[str, Any]) -> Any:
-    """The sliding window that is in use; None for none."""
+    """Return the sliding window in use; None if there is none."""
     used = of_text(config, "use_sliding_window") is not False
     return of_text(config, "sliding_window") if used else None
 
 
 def _class_of(settings: Mapping[str, Any]) -> str | None:
-    """The tokenizer's class without its speed; None for one of no family."""
+    """Return the tokenizer class without the suffix Fast; None for a generic class."""
     name = settings.get("tokenizer_class")
     if not isinstance(name, str) or name in (GENERIC_TOKENIZER, NEW_TOKENIZER):
         return None

@@ -98,11 +98,11 @@ def perform_apart(request: Mapping[str, Any]) -> Mapping[str, Any]:
 def _answer(request: Mapping[str, Any]) -> Mapping[str, Any]:
     """A child's reply: `facts`, or `error` with the reason. The last few are remembered."""
     folder, rest = request.get("config"), request
-    said = ""
+    config = ""
     if isinstance(folder, str):  # a model's facts follow from its config.json and its shapes
-        said = (Path(folder) / CONFIG).read_text()
+        config = (Path(folder) / CONFIG).read_text()
         rest = {key: value for key, value in request.items() if key != "config"}
-    key = hashlib.sha256(json.dumps([said, rest], sort_keys=True).encode()).hexdigest()
+    key = hashlib.sha256(json.dumps([config, rest], sort_keys=True).encode()).hexdigest()
     if key not in _ANSWERS:
         reply = _asked(request)
         if "error" in reply:

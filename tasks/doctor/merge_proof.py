@@ -1,4 +1,4 @@
-"""A merged model against its base and its adapter, value by value: with values=true and a base."""
+"""Compare a merged model with its base and adapter, value by value (values=true)."""
 
 from __future__ import annotations
 
@@ -32,15 +32,16 @@ _FAULTS: Mapping[State, Entry] = {
     State.MISSING: say.MERGE_MISSING,
 }
 _OTHER_BASE = 0.5
-"""Share of tensors that the adapter does not touch, changed all the same: it is another base."""
+"""Share of untouched tensors that differ, above which the base is another one."""
 _FEW = 2
 _ROWS = 16
 _ALIKE, _UNLIKE = 0.9, 0.5
-"""Cosine of a matrix with the one that it was trained from, and with another one."""
+"""Cosine similarity of a matrix with the base's: above the first it is the same matrix, below the
+second a different one."""
 
 
 def check(source: Source) -> Iterator[Finding]:
-    """With an adapter the proof; without one, layers that are the base's among changed ones."""
+    """Prove the merge if an adapter is given; else look for layers that were not merged."""
     base = source.base
     if not (source.values and source.is_model and base is not None and base.is_model):
         return
@@ -124,7 +125,7 @@ def _found(wrong: Collection[Verdict], proof: Proof) -> str:
 
 
 def _base_of(proof: Proof) -> Iterator[Finding]:
-    """The base that went through 4 bits, where it is that one."""
+    """Report a merge into the base that was quantized to 4 bits and dequantized."""
     packed = [one for one in proof.dequantized if one.touched]
     plain = [
         one
@@ -159,7 +160,7 @@ def _file(source: Source, verdicts: Collection[Verdict]) -> str:
 
 
 def _partial(source: Source, base: Source) -> Iterator[Finding]:
-    """Matrices of the same kind of which some are the base's and others are not."""
+    """Report kinds of matrices of which some equal the base's and others do not."""
     kinds: dict[str, dict[bool, list[str]]] = defaultdict(lambda: defaultdict(list))
     for key, held in source.tensors.items():
         other = base.tensors.get(key)
@@ -186,7 +187,7 @@ def _file_of(source: Source, keys: list[str]) -> str:
 
 
 def _turned(source: Source, base: Source, keys: list[str]) -> Iterator[Finding]:
-    """Square matrices that are like the base's, once transposed, and not as they are."""
+    """Report square matrices that match the base's only after a transpose."""
     square = [key for key in keys if len({*source.tensors[key].shape}) == 1]
     turned = [key for key in square if _is_turned(source, base, key)]
     if turned:
@@ -209,12 +210,12 @@ def _is_turned(source: Source, base: Source, key: str) -> bool:
 
 
 def _first(source: Source, key: str, rows: int) -> NDArray[np.float32]:
-    """The first rows of a matrix."""
-    held = source.tensors[key]
-    raw: NDArray[np.uint8] = np.empty(held.nbytes // held.shape[0] * rows, np.uint8)
+    """Return the first rows of a matrix in fp32."""
+    info = source.tensors[key]
+    raw: NDArray[np.uint8] = np.empty(info.nbytes // info.shape[0] * rows, np.uint8)
     with Reader(source.extents(key)) as reader:
         reader.into(raw, 0)
-    return widened(raw, held.dtype).reshape(rows, -1)
+    return widened(raw, info.dtype).reshape(rows, -1)
 
 
 def _cosine(one: NDArray[np.float32], other: NDArray[np.float32]) -> float:

@@ -219,12 +219,12 @@ def preflight(
     Raises:
         ConfigError: with every problem, one a line.
     """
-    found = findings(settings, runs, rank, rewarded=rewarded, based=based, typed=typed)
-    errors = [finding for finding in found if finding.severity == "error"]
+    reported = findings(settings, runs, rank, rewarded=rewarded, based=based, typed=typed)
+    errors = [finding for finding in reported if finding.severity == "error"]
     if errors:
         count = f"{len(errors)} problem{'s' * (len(errors) > 1)}"
         raise ConfigError(
             f"the preflight found {count}; nothing was started",
             details=[str(finding) for finding in errors],
         )
-    return [finding for finding in found if finding.severity == "warning"]
+    return [finding for finding in reported if finding.severity == "warning"]

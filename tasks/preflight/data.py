@@ -124,13 +124,15 @@ def _file(what: str, path: str, settings: Mapping[str, Any], objective: str) -> 
         return [Finding(what, wrong, allowed, "data=jsonl|csv|parquet")]
     columns = Columns.of({k: v for k, v in settings.items() if k.endswith("_key")}).among(names)
     kind = kind_for(objective, texts=columns.text is not None)
-    found = wrong_columns(names, columns, kind=kind, where=str(path))
-    other = _other_kind(rows, columns, kind) if found else None
-    named_near = any("<column>" not in one.override for one in found)
+    problems = wrong_columns(names, columns, kind=kind, where=str(path))
+    other = _other_kind(rows, columns, kind) if problems else None
+    named_near = any("<column>" not in problem.override for problem in problems)
     if other is not None and not (other is TEXTS and named_near):
         return [_other_objective(rows, columns, objective, other, str(path))]
-    found = found or _none_usable(rows, columns, kind, what)
-    return found or (_bad(rows, columns, kind, what) if settings["on_bad_line"] == "fail" else [])
+    problems = problems or _none_usable(rows, columns, kind, what)
+    return problems or (
+        _bad(rows, columns, kind, what) if settings["on_bad_line"] == "fail" else []
+    )
 
 
 def _bad(rows: Sequence[Row], columns: Columns, kind: Kind, what: str) -> list[Finding]:

@@ -1,6 +1,6 @@
-"""Settings that were typed and that nothing reads, given the kinds that were chosen.
+"""Report settings on the command line that the chosen kinds do not read.
 
-A value that comes from an experiment's file is no finding: the file serves several kinds.
+A value from an experiment's file is not reported: the file serves several kinds.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ LOSS: Mapping[str, tuple[str, ...]] = {
 
 
 class Unread(NamedTuple):
-    """Keys without effect: patterns, the setting that decides, who reads them, what to type."""
+    """Keys without effect: patterns, the deciding setting, their readers, the override."""
 
     keys: str
     because: str
@@ -58,8 +58,8 @@ def unread(
     for key in dict.fromkeys(typed):
         rule = next((r for r in rules if any(fnmatchcase(key, k) for k in r.keys.split())), None)
         if rule is not None:
-            found = f"no effect with {rule.because}"
-            findings.append(Finding(key, found, rule.readers, f"{rule.override}, or leave it out"))
+            effect, override = f"no effect with {rule.because}", f"{rule.override}, or leave it out"
+            findings.append(Finding(key, effect, rule.readers, override))
     return findings
 
 

@@ -1,14 +1,14 @@
 """Weights that vLLM computes with, read back from its worker and compared with those sent to it.
 
 A version number that we count ourselves proves nothing: an engine can accept weights and keep the
-old ones, bind an adapter to no layer, or load its base again when it wakes. So after each sync
+old ones, bind an adapter to no layer, or reload its base when it wakes. After each sync:
 
-    an adapter      is compared number by number with every slot that vLLM filled from it
-    whole weights   by a few columns of every matrix, other ones for each version, and by every
-                    vector; a CPU's packed matrix gives a column as its product with a unit vector,
-                    which is exact
+    an adapter     is compared number by number with every slot that vLLM filled from it
+    full weights   are compared by a few columns of every matrix (different ones for each version)
+                   and by every vector. A packed matrix on CPU gives a column as its product with
+                   a unit vector, which is exact.
 
-and before each request what was read then is read again.
+Before each request, the same values are read again and must not have changed.
 """
 
 from __future__ import annotations
@@ -29,13 +29,13 @@ from tasks.serving.loaded_adapter import (
 )
 
 COLUMNS = 8
-"""Columns of each matrix that are compared."""
+"""Number of columns of each matrix that are compared."""
 _TRANSFORMERS = "rollout=transformers samples from the trainer's own weights"
 Tensors = dict[str, torch.Tensor]
 
 
 class LoadedWeights:
-    """What one engine holds, and what it was sent.
+    """Check that one engine computes with the weights that were last sent to it.
 
     Args:
         llm: `vllm.LLM` whose worker lives in this process.
@@ -62,7 +62,7 @@ class LoadedWeights:
     def recorded(
         self, tensors: Iterable[tuple[str, torch.Tensor]], version: int, sent: Tensors
     ) -> Iterator[tuple[str, torch.Tensor]]:
-        """Pass whole weights on, and put the columns to compare into `sent`."""
+        """Yield the full weights unchanged, and put the columns to compare into `sent`."""
         for key, tensor in tensors:
             sent[key] = _some_columns(tensor.detach(), version)
             yield key, tensor
@@ -81,7 +81,7 @@ class LoadedWeights:
         """Compare vLLM's weights with what they were after the last sync.
 
         Raises:
-            TrainingError: they are others; details name the layers.
+            TrainingError: they have changed; details name the layers.
         """
         if not self._version:
             return
@@ -112,7 +112,7 @@ class LoadedWeights:
         """Check that every sequence of the worker's last batch used the synced adapter.
 
         Raises:
-            TrainingError: some were answered by the base, or by another adapter.
+            TrainingError: the base or another adapter generated some of the responses.
         """
         if not self._sums:
             return
@@ -140,14 +140,14 @@ def _require_none(wrong: list[str], version: int) -> None:
 
 
 def _some_columns(tensor: torch.Tensor, version: int) -> torch.Tensor:
-    """Columns of a matrix (o, `COLUMNS`), a vector as it is; a copy."""
+    """Return a copy: some columns of a matrix, shape (o, `COLUMNS`), or a whole vector."""
     if tensor.dim() < 2:
         return tensor.clone()
     return tensor[..., columns_of(tensor.shape[-1], version).to(tensor.device)].clone()
 
 
 def columns_of(width: int, version: int) -> torch.Tensor:
-    """Numbers of the columns that are compared; versions one after the other go through all."""
+    """Return the indices of the columns to compare; successive versions cycle through all."""
     if width <= COLUMNS:
         return torch.arange(width)
     apart = width // COLUMNS
@@ -155,7 +155,7 @@ def columns_of(width: int, version: int) -> torch.Tensor:
 
 
 def read_columns(worker: Any, version: int) -> Tensors:
-    """Columns of every matrix and every vector that the worker's model computes with, by name."""
+    """Return the compared columns of the matrices, and the vectors, of the worker's model."""
     return {
         f"{name}.{leaf}": tensor
         for name, layer in _layers(worker.get_model())
@@ -164,7 +164,7 @@ def read_columns(worker: Any, version: int) -> Tensors:
 
 
 def _layers(model: torch.nn.Module) -> Iterator[tuple[str, Any]]:
-    """Modules with parameters of their own; a layer with an adapter by its plain name."""
+    """Yield modules with parameters of their own; a layer with an adapter under its plain name."""
     for name, module in model.named_modules():
         if next(module.parameters(recurse=False), None) is not None:
             yield name.removesuffix(".base_layer"), module
@@ -185,7 +185,7 @@ def _layer_columns(layer: Any, version: int) -> Iterator[tuple[str, torch.Tensor
 
 
 def _width(layer: Any) -> int:
-    """Inputs of this rank's part of a layer."""
+    """Return the number of inputs of this rank's shard of a layer."""
     for name in ("input_size_per_partition", "input_size", "embedding_dim"):
         if hasattr(layer, name):
             return int(getattr(layer, name))
@@ -193,7 +193,7 @@ def _width(layer: Any) -> int:
 
 
 def _local_columns(layer: Any, version: int) -> torch.Tensor:
-    """Those of the full matrix's columns that this rank's part has, as numbered there."""
+    """Return the compared columns in this rank's shard, as indices within the shard."""
     width = _width(layer)
     full = int(getattr(layer, "input_size", width))
     first = int(layer.tp_rank) * width if full > width else 0
@@ -202,7 +202,7 @@ def _local_columns(layer: Any, version: int) -> torch.Tensor:
 
 
 def _weight_differences(worker: Any, columns: Tensors, sent: Tensors, version: int) -> list[str]:
-    """Tensors that were sent and are not what the model computes with, each with a reason."""
+    """Return a line for every sent tensor that differs from the model's weights."""
     model = worker.get_model()
     fused: Mapping[str, list[str]] = getattr(model, "packed_modules_mapping", {})
     named = {_engine_name(model, key): key for key in sent}
@@ -228,14 +228,14 @@ def _weight_differences(worker: Any, columns: Tensors, sent: Tensors, version: i
 
 
 def _engine_name(model: Any, key: str) -> str:
-    """vLLM's name of a tensor on disk, before layers are fused."""
+    """Return vLLM's name of a tensor on disk, before layers are fused."""
     mapper = getattr(model, "hf_to_vllm_mapper", None)
     name = None if mapper is None else mapper.get_rename_mapper().map_name(key)
     return key if name is None else str(name)
 
 
 def _part_of(layer: Any, number: int, sent: torch.Tensor, version: int) -> torch.Tensor:
-    """What this rank has of a tensor's columns: rows of a layer split by outputs, or columns."""
+    """Return this rank's shard of a tensor's columns (a layer is split by rows or by columns)."""
     shards = getattr(layer, "shard_indices", None)
     if shards is not None:
         return sent[shards.org_vocab_start_index : shards.org_vocab_end_index]

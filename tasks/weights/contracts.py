@@ -125,10 +125,10 @@ def _described(
     folder: Path, disk: Mapping[str, tuple[int, ...]] | None
 ) -> tuple[Mapping[str, Any], Mapping[str, tuple[int, ...]] | None]:
     """config.json of the decoded model, and the shapes of its tensors on disk."""
-    said = read_json(folder / "config.json")
-    packed = is_packed(said)
+    document = read_json(folder / "config.json")
+    packed = is_packed(document)
     disk = _layout_in(folder, packed) if disk is None else disk
-    return (without_quantization(said) if packed else said), disk
+    return (without_quantization(document) if packed else document), disk
 
 
 def facts_of(model: Any, disk: Mapping[str, tuple[int, ...]] | None = None) -> ModelFacts:

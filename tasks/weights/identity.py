@@ -87,9 +87,9 @@ def published(digest: str, store: Path, kind: str) -> Path | None:
 
 def names_of(base: Path) -> Iterator[str]:
     """Yield what a folder is called: in config.json, in the hub's cache, by its own name."""
-    said = optional_json(base / CONFIG).get("_name_or_path")
-    if isinstance(said, str) and said and not said.startswith(("/", ".")):
-        yield said
+    name = optional_json(base / CONFIG).get("_name_or_path")
+    if isinstance(name, str) and name and not name.startswith(("/", ".")):
+        yield name
     for part in base.resolve().parts:
         if match := _HUB.fullmatch(part):
             yield match[1].replace("--", "/")

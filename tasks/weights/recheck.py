@@ -199,7 +199,7 @@ class _Exact:
         return self._operands[name]
 
     def _base(self, first: int, end: int) -> Array:
-        """What terms are added to; shape (rows, columns), or flat."""
+        """Return the base's values; shape (rows, columns), or flat."""
         how = self.op.quantization
         stored = how is not None and STORED in how
         rebuilt = stored or (how is not None and how["base"] == "dequantized")

@@ -148,9 +148,9 @@ def known(**facts: Any) -> Any:
 def test_a_default_and_what_it_is_for(
     key: str, facts: Mapping[str, Any], value: float, reason: str
 ) -> None:
-    found = default(key, known(**facts))
-    assert found.value == value
-    assert found.reason.startswith(reason)
+    computed = default(key, known(**facts))
+    assert computed.value == value
+    assert computed.reason.startswith(reason)
 
 
 @pytest.mark.parametrize(("gpus", "real", "toy"), [(0, 2, 2), (1, 1, 1), (8, 8, 2)])
@@ -208,9 +208,9 @@ def test_what_is_typed_and_not_read_is_found(case: str) -> None:
     overrides, keys = UNREAD[case]
     settings = compose_config(overrides).settings
     read = [key for key in READ if case not in ("embedded", "hub") or ".path" not in key]
-    found = unread(settings, [*read, *keys.split()])
-    assert [finding.what for finding in found] == keys.split()
-    for finding in found:
+    findings = unread(settings, [*read, *keys.split()])
+    assert [finding.what for finding in findings] == keys.split()
+    for finding in findings:
         assert finding.override.endswith("or leave it out")
 
 
@@ -227,8 +227,8 @@ def test_a_key_of_the_run_is_for_the_steps_that_read_it() -> None:
 def test_what_an_earlier_step_of_a_chain_decides() -> None:
     settings = compose_config(["+exp=grpo", *MINE]).settings
     typed = ["model.path", "model.dtype", "reward.model", "reward.normalize"]
-    found = unread(settings, typed, rewarded=True, based=True)
-    assert [finding.what for finding in found] == ["model.path", "reward.model"]
+    findings = unread(settings, typed, rewarded=True, based=True)
+    assert [finding.what for finding in findings] == ["model.path", "reward.model"]
     given = ["+exp=qlora", "ppo:model.path=owner/name"]
     with pytest.raises(ConfigError) as caught:
         check(links(compose(given), given))

@@ -42,7 +42,7 @@ RUN = "+exp=sft_qlora"
 
 
 class Mistake(NamedTuple):
-    """What was typed, and what of the answer tells what to type. `;` parts arguments."""
+    """A command (arguments separated by `;`) and the part of its answer that suggests a fix."""
 
     program: str
     typed: str

@@ -149,11 +149,11 @@ class TestTheSource:
                 f"{prefix}.o_proj.lora_B.weight": torch.ones(64, 5, dtype=torch.bfloat16),
             },
         )  # fmt: skip
-        said = refused(
+        output = refused(
             f"source={source}", f"base={base}", "merge.base=original", f"out={tmp_path / 'out'}"
         )
         for part in ("ADAPTER_HALF_PAIR", "ADAPTER_NO_MODULE", "k_prj", "ADAPTER_RANK", "o_proj"):
-            assert part in said
+            assert part in output
 
     def test_with_numbers_that_are_none(
         self, refused: Callable[..., str], adapter: Path, base: Path, tmp_path: Path
@@ -162,10 +162,10 @@ class TestTheSource:
         bad = state_of(adapter, "adapter_model")[name].clone()
         bad[0, 0] = float("nan")
         source = altered(adapter, tmp_path / "nan", **{name: bad})
-        said = refused(
+        output = refused(
             f"source={source}", f"base={base}", "merge.base=original", f"out={tmp_path / 'out'}"
         )
-        assert f"{name}: 1 elements are NaN or infinite" in said
+        assert f"{name}: 1 elements are NaN or infinite" in output
 
     def test_stored_quantised(
         self, refused: Callable[..., str], base: Path, tmp_path: Path
@@ -174,8 +174,8 @@ class TestTheSource:
         config = json.loads((source / "config.json").read_text())
         config["quantization_config"] = {"quant_method": "gptq"}
         (source / "config.json").write_text(json.dumps(config))
-        said = refused(f"source={source}", f"out={tmp_path / 'out'}")
-        assert "QUANT_CONFIG_STALE config.json" in said
+        output = refused(f"source={source}", f"out={tmp_path / 'out'}")
+        assert "QUANT_CONFIG_STALE config.json" in output
 
 
 class TestOut:

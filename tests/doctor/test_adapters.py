@@ -111,8 +111,8 @@ def test_a_base_by_its_name(place: str, tmp_path: Path) -> None:
 def test_another_name(tmp_path: Path) -> None:
     root = make_model(tmp_path / "small")
     assert codes(make_adapter(tmp_path / "it"), base=root)["BASE_NAME"] == "warning"
-    found = codes(make_adapter(tmp_path / "of"), base=make_model(tmp_path / "tiny-chat"))
-    assert (found["WRONG_BASE"], "BASE_NAME" in found) == ("error", False)
+    reported = codes(make_adapter(tmp_path / "of"), base=make_model(tmp_path / "tiny-chat"))
+    assert (reported["WRONG_BASE"], "BASE_NAME" in reported) == ("error", False)
 
 
 def test_a_base_that_is_named_by_its_place(tmp_path: Path) -> None:

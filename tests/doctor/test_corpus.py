@@ -24,7 +24,7 @@ NEVER = {
     for one in entries(page)
     if one.severity is not Severity.INFO
 }
-"""What no clean checkpoint has, not as a warning either."""
+"""Codes that no clean checkpoint may have, not even as a warning."""
 
 
 @pytest.fixture(scope="session")

@@ -30,7 +30,7 @@ THETA = {"rope_theta": 1e6}
 
 
 def merge(root: Path, scale: float = 2.0, **changes: Any) -> Path:
-    """What a merge of `make_adapter` into `make_model` has to be, by the formula."""
+    """Merge `make_adapter` into `make_model` by the formula."""
     arrays, lora = tensors(), adapter_tensors()
     for name in [name for name in lora if name.endswith("lora_A.weight")]:
         key = name.removeprefix("base_model.model.").replace(".lora_A", "")
@@ -85,12 +85,14 @@ def test_an_adapter_without_base_or_values_is_answered(adapter: Path, base: Path
 def test_every_changed_setting_is_named(base: Path, tmp_path: Path) -> None:
     changes = {"rope_theta": 1e4, "rms_norm_eps": 1e-5, "max_position_embeddings": 128}
     report = audit(merge(tmp_path / "it", **changes), base=base)
-    found = {(one.code, one.tensor, one.severity.value) for one in report.findings}
+    reported = {
+        (finding.code, finding.tensor, finding.severity.value) for finding in report.findings
+    }
     assert {
         ("CONFIG_CHANGED", "rope theta", "error"),
         ("CONFIG_CHANGED", "rms_norm_eps", "error"),
         ("CONFIG_DIFFERS", "max_position_embeddings", "warning"),
-    } <= found
+    } <= reported
 
 
 def test_a_missing_theta_is_the_default_of_its_readers(base: Path, tmp_path: Path) -> None:
@@ -133,10 +135,10 @@ def test_a_partial_merge_is_suspected_without_the_adapter(base: Path, tmp_path: 
     arrays, original = load_file(root / "model.safetensors"), tensors()
     arrays |= {name: original[name] for name in arrays if ".layers.1." in name}
     save_file(arrays, root / "model.safetensors")
-    (found,) = (
+    (finding,) = (
         one for one in audit(root, base=base, values=True).findings if one.code == "MERGE_PARTIAL"
     )
-    assert found.found == "2 of 4 tensors are the base's"
+    assert finding.found == "2 of 4 tensors are the base's"
     assert "MERGE_PARTIAL" not in codes(merge(tmp_path / "good", **THETA), base=base, values=True)
 
 
@@ -146,8 +148,8 @@ def test_settings_of_the_base_are_taken_by_a_repair(base: Path, tmp_path: Path) 
     write_json(root / "tokenizer.json", {"model": {"vocab": {}}, "added_tokens": []})
     assert audit(root, base=base).mendable
     done = repair(root, tmp_path / "new", base=base)
-    said = json.loads((tmp_path / "new" / "config.json").read_text())
-    assert (said["rms_norm_eps"], said["rope_theta"]) == (1e-6, 1e6)
+    config = json.loads((tmp_path / "new" / "config.json").read_text())
+    assert (config["rms_norm_eps"], config["rope_theta"]) == (1e-6, 1e6)
     settings = json.loads((tmp_path / "new" / "tokenizer_config.json").read_text())
     assert settings["tokenizer_class"] == "PreTrainedTokenizerFast"
     assert any("as the base has" in line for line in done.done)
@@ -164,10 +166,10 @@ def test_rotary_settings_are_written_for_both_readers(tmp_path: Path) -> None:
     root = make_model(tmp_path / "it", rope_parameters=new)
     assert codes(root)["ROPE_FORM"] == "warning"
     repair(root, tmp_path / "new")
-    said = json.loads((tmp_path / "new" / "config.json").read_text())
-    assert said["rope_theta"] == 5e5
-    assert said["rope_scaling"] == {"rope_type": "linear", "factor": 2.0}
-    assert said["rope_parameters"] == new
+    config = json.loads((tmp_path / "new" / "config.json").read_text())
+    assert config["rope_theta"] == 5e5
+    assert config["rope_scaling"] == {"rope_type": "linear", "factor": 2.0}
+    assert config["rope_parameters"] == new
     read = [AutoConfig.from_pretrained(one).rope_parameters for one in (root, tmp_path / "new")]
     assert read[0] == read[1]
     assert "ROPE_FORM" not in codes(tmp_path / "new")

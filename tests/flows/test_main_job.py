@@ -29,9 +29,9 @@ def tensors_of(folder: Path) -> dict[str, Any]:
     """All tensors of a folder, by name."""
     from safetensors.torch import load_file
 
-    found = {k: v for path in folder.glob("*.safetensors") for k, v in load_file(path).items()}
-    assert found, folder
-    return found
+    tensors = {k: v for path in folder.glob("*.safetensors") for k, v in load_file(path).items()}
+    assert tensors, folder
+    return tensors
 
 
 def stem(key: str) -> str:

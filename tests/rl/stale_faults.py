@@ -21,7 +21,7 @@ Plant = Callable[[Any, Any], AbstractContextManager[Any]]
 
 
 def stale_weights(bench: Any, answering: Any, mine: Any) -> dict[str, str]:
-    """What the engine says of each fault, by the fault; ends with a policy that is synced."""
+    """Return the engine's error by fault. The policy is synced again at the end."""
     plants = _plants(answering)
     seen = {}
     for name, plant in plants.items():
@@ -124,7 +124,7 @@ def _adapter_not_used(bench: Any, answering: Any) -> Iterator[None]:
 
 @contextmanager
 def _adapter_lost_on_wake(bench: Any, answering: Any) -> Iterator[None]:
-    """What a slot holds is released memory after a wake."""
+    """A wake releases the memory of the adapter slots."""
 
     def lose() -> None:
         with _layers(answering) as layers:

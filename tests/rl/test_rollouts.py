@@ -83,7 +83,7 @@ FAULTS: dict[str, dict[str, tuple[str, ...]]] = {
     },
     "native": {"adapter off": ("would not be sampled from", "layers.0.self_attn.q_proj: ")},
 }
-"""What is said of each fault of `stale_faults.py`; then, when it is gone, nothing."""
+"""Parts of the error by fault of `stale_faults.py`. There is no error once the fault is gone."""
 
 
 @pytest.fixture(scope="session")

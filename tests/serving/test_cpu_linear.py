@@ -29,13 +29,13 @@ def test_a_layer_is_rounded_once(rows: int, biased: bool) -> None:
     weight = torch.randn(96, 48).to(torch.bfloat16)
     x = torch.randn(rows, 48).to(torch.bfloat16)
     bias = torch.randn(96).to(torch.bfloat16) if biased else None
-    found = fp32_linear(weight)(x, None, bias)
+    output = fp32_linear(weight)(x, None, bias)
     exact = x.double() @ weight.double().t()
     if bias is not None:
         exact += bias.double()
-    assert found.dtype == torch.bfloat16
+    assert output.dtype == torch.bfloat16
     # Half a unit in the last of 8 binary digits, and the error of sums in fp32.
-    torch.testing.assert_close(found.double(), exact, rtol=2.0**-8 + 1e-6, atol=1e-5)
+    torch.testing.assert_close(output.double(), exact, rtol=2.0**-8 + 1e-6, atol=1e-5)
 
 
 def test_inputs_of_three_dimensions() -> None:

@@ -39,10 +39,10 @@ def run(folder: Path, tokenizer, names: Sequence[str], *, tied: bool) -> Path:
 def require_same(folder: Path, names: Sequence[str]) -> None:
     """Compare ZeRO-3 with ZeRO-0: log-probabilities, entropies and gradient norms."""
     for name in names:
-        found = json.loads((folder / f"{name}.json").read_text())
-        for measure, expected in found["0"].items():
-            assert found["3"][measure] == pytest.approx(expected, rel=2e-5), (name, measure)
-        assert min(found["0"]["norms"]) > 1e-3, name
+        measures = json.loads((folder / f"{name}.json").read_text())
+        for measure, expected in measures["0"].items():
+            assert measures["3"][measure] == pytest.approx(expected, rel=2e-5), (name, measure)
+        assert min(measures["0"]["norms"]) > 1e-3, name
 
 
 def test_ranks_of_very_different_lengths(tmp_path: Path, tokenizer) -> None:

@@ -73,7 +73,7 @@ SCHEMA = {
 
 @pytest.mark.parametrize("kind", [*JOB, *ONLINE], ids=lambda kind: kind.__name__)
 def test_there_is_one_set_of_defaults(kind: type) -> None:
-    """Those of the schema; where a rule computes a default, the job has none."""
+    """The job has the defaults of the schema; where a rule computes a default, it has none."""
     usual = {f.name: f for f in fields(SCHEMA.get(kind, learning.Train))}
     if kind is job.Settings:
         usual |= {f.name: f for f in fields(inputs.Model)}

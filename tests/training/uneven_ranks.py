@@ -101,13 +101,13 @@ def main(out: Path, base: Path, names: list[str]) -> None:
 
     ranks = Ranks(timeout_s=COLLECTIVE_TIMEOUT_S)
     for name in names:
-        found = {}
+        measures = {}
         for stage in (0, 3):
             settings = replace(CASES[name], zero=Zero(stage, persistence_threshold=0))
-            found[stage] = measure(TrainJob(settings, base, "d", out, out, out), ranks)
+            measures[stage] = measure(TrainJob(settings, base, "d", out, out, out), ranks)
             gc.collect()
         if ranks.first:
-            (out / f"{name}.json").write_text(json.dumps(found))
+            (out / f"{name}.json").write_text(json.dumps(measures))
     ranks.leave()
     end_process()
 

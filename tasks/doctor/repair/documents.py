@@ -83,10 +83,10 @@ def _take_settings(draft: Draft, names: set[str]) -> None:
 
 def _say_rope_twice(draft: Draft) -> None:
     """Write the rotary settings as transformers 4 reads them, beside those of transformers 5."""
-    found = old_rope(text_config(draft.documents.get(CONFIG, draft.source.config())))
-    if found:
-        _edit_text(draft, found)
-        draft.done.append(f"{CONFIG}: {', '.join(found)} beside rope_parameters")
+    old = old_rope(text_config(draft.documents.get(CONFIG, draft.source.config())))
+    if old:
+        _edit_text(draft, old)
+        draft.done.append(f"{CONFIG}: {', '.join(old)} beside rope_parameters")
 
 
 def _edit_text(draft: Draft, changes: Mapping[str, Any]) -> None:

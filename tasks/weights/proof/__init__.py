@@ -1,11 +1,11 @@
-"""The proof that a merged model is `base + scale * B A`, tensor by tensor, from the files alone.
+"""Prove that a merged model is `base + scale * B A`, tensor by tensor, from the files alone.
 
-proof = prove_merge(plan, sources, merged)       merge.py: every tensor of a plan, with its verdict
+proof = prove_merge(plan, sources, merged)       merge.py: check every tensor of a plan
 proof.ok, proof.counts, proof.faults
-plan, sources = planned(base, adapter)           planning.py: what a merge of two folders has to be
+plan, sources = planned(base, adapter)           planning.py: plan the merge of two folders
 
-Numpy alone, a few MB at a time. `expected.py` computes what has to be there, `compare.py` holds a
-tensor against it with tolerances from rounding, `faults.py` names what went wrong.
+Uses numpy alone, a few MB at a time. `expected.py` computes the expected tensors, `compare.py`
+compares them with the stored ones within rounding error, `faults.py` diagnoses wrong tensors.
 """
 
 from tasks.weights.proof.faults import State as State

@@ -1,4 +1,4 @@
-"""One tensor of a merged model against what it has to be, with tolerances from rounding alone.
+"""Compare one tensor of a merged model with its expected value, within rounding error.
 
 A merge rounds: the product of the factors, the sum, sometimes the base before it. Every element may
 be off by one unit in the last place (ulp) of the coarsest dtype involved, and by the bound of the
@@ -33,25 +33,25 @@ from tasks.weights.proof.expected import (
 from tasks.weights.source import Source
 
 FLOOR = 2.0**-24
-"""What a merge in fp16 makes of the smallest numbers."""
+"""Absolute error of the smallest numbers in an fp16 merge."""
 SCALE_MARGIN, _DORA_MARGIN = 0.005, 0.05
-"""How far the factor may be from 1, beside the noise of rounding. DoRA's norms are rounded too, by
-whole rows."""
+"""Tolerance of the factor around 1, on top of rounding noise. DoRA's norms are rounded as well, for
+whole rows at once."""
 SIGMAS = 6.0
 _DORA_ULPS, _NARROWED_ULPS = 4.0, 2.0
 
 
 @dataclass(frozen=True)
 class Unit:
-    """A tensor of the merged model, or one matrix of a stack, and what it has to be.
+    """A tensor of the merged model, or one matrix of a stack, and the operation that defines it.
 
     Attributes:
-        name: what reports call it.
-        op: how it has to come to be.
-        key: in the merged model.
-        start: element of that tensor at which it begins.
-        group: the same for all experts of one layer and kind; "" for what is no expert.
-        note: what differs without being wrong: rows that were added.
+        name: its name in reports.
+        op: the operation of the plan that should have made it.
+        key: key of the tensor in the merged model.
+        start: first element within that tensor.
+        group: the same for all experts of one layer and kind; "" if it is no expert.
+        note: a difference that is not wrong: rows that were added.
     """
 
     name: str
@@ -64,14 +64,14 @@ class Unit:
 
 @dataclass
 class Sums:
-    """What one pass over a tensor counts.
+    """Counts and sums of one pass over a tensor.
 
     Attributes:
-        elements: all of them.
-        changed: those that the adapter changes, once rounded.
-        differing: those that are not the expected number, rounded.
-        beyond: those further from it than rounding explains.
-        same: every element is the base's, rounded.
+        elements: number of elements.
+        changed: elements that the adapter changes, after rounding.
+        differing: elements that differ from the rounded expected value.
+        beyond: elements further from it than rounding explains.
+        same: True if every element equals the base's, rounded.
         energy: squared norm of the expected change.
         error: inner product of the difference with the expected change.
         spread: sum of the squared products of both.
@@ -88,7 +88,7 @@ class Sums:
 
     @property
     def factor(self) -> float:
-        """The factor by which the change was added, as far as this pass tells: 1 where right."""
+        """Estimated factor by which the change was added; 1 if the merge is right."""
         return 1.0 + self.error / self.energy if self.energy else 1.0
 
     @property
@@ -111,7 +111,7 @@ class Sums:
 
 @dataclass
 class Merged:
-    """The merged model's values of one unit, by rows; a context manager.
+    """Read the merged model's values of one unit by rows; a context manager.
 
     Attributes:
         unit: the tensor.
@@ -139,7 +139,7 @@ class Merged:
 
     @cached_property
     def grid(self) -> str:
-        """Dtype that its values are exact in: fp32 files often hold what was merged in bf16."""
+        """Dtype in which its values are exact: fp32 files often hold a model merged in bf16."""
         if self.dtype != "F32":
             return self.dtype
         sample: NDArray[np.uint8] = np.empty(min(self._reader.nbytes, 1 << 16), np.uint8)
@@ -159,42 +159,42 @@ class Merged:
 
 
 def compare(unit: Unit, sources: Sources, merged: Source) -> Sums:
-    """Hold one tensor against what it has to be: one pass over both, a few MB at a time.
+    """Compare one tensor with its expected value in one pass, a few MB at a time.
 
     Raises:
-        ArtifactError: a file that cannot be read.
+        ArtifactError: a file cannot be read.
     """
-    expected, found = Expected(unit.op, sources), Sums()
+    expected, sums = Expected(unit.op, sources), Sums()
     with Merged(unit, merged) as values:
         coarse = coarsest(expected, values.grid)
         narrowed = MANTISSA[values.grid] < MANTISSA[expected.source_dtype]
         for block in expected.blocks():
-            _add(found, expected, block, values, coarse, narrowed)
-    return found
+            _add(sums, expected, block, values, coarse, narrowed)
+    return sums
 
 
 def coarsest(expected: Expected, grid: str) -> str:
-    """The dtype with the fewest bits, of those that a merge of this tensor rounds to."""
-    return min((expected.source_dtype, grid), key=lambda one: MANTISSA[one])
+    """Return the dtype with the fewest bits that a merge of this tensor rounds to."""
+    return min((expected.source_dtype, grid), key=lambda dtype: MANTISSA[dtype])
 
 
 def _add(
-    found: Sums, expected: Expected, block: Block, values: Merged, coarse: str, narrowed: bool
+    sums: Sums, expected: Expected, block: Block, values: Merged, coarse: str, narrowed: bool
 ) -> None:
     rows, columns = block.base.shape
     merged = values.rows(block.first, block.first + rows)
     base = rounded(block.base, values.grid) if narrowed else block.base
     touched = bool(expected.op.terms)
     wanted = rounded(block.base + block.change, values.grid) if touched else base
-    found.elements += merged.size
-    found.same &= bool(np.array_equal(merged, base))
+    sums.elements += merged.size
+    sums.same &= bool(np.array_equal(merged, base))
     at = np.flatnonzero(~(merged == wanted))
-    found.differing += len(at)
+    sums.differing += len(at)
     if touched:
         change = wanted - base
         flat = change.reshape(-1)
-        found.energy += float(np.dot(flat, flat))
-        found.changed += int(np.count_nonzero(flat))
+        sums.energy += float(np.dot(flat, flat))
+        sums.changed += int(np.count_nonzero(flat))
     if not len(at):
         return
     error = merged.reshape(-1)[at].astype(np.float64) - wanted.reshape(-1)[at]
@@ -202,18 +202,18 @@ def _add(
     if touched or narrowed or values.grid != expected.source_dtype:
         ulps = _NARROWED_ULPS if narrowed else 1.0
         bound += tolerance(expected, block, coarse, (at // columns, at % columns), ulps=ulps)
-    found.beyond += int(np.count_nonzero(~(np.abs(error) <= bound)))
+    sums.beyond += int(np.count_nonzero(~(np.abs(error) <= bound)))
     if touched:
         both = np.nan_to_num(error * flat[at])
-        found.error += float(both.sum())
-        found.spread += float(np.square(both).sum())
+        sums.error += float(both.sum())
+        sums.spread += float(np.square(both).sum())
 
 
 def tolerance(
     expected: Expected, block: Block, coarse: str, at: tuple[NDArray[Any], NDArray[Any]],
     *, ulps: float = 1.0,
 ) -> NDArray[np.float64]:  # fmt: skip
-    """How far some elements, given by rows and columns, may be off by rounding."""
+    """Return the largest rounding error of some elements; `at` is (row indices, column indices)."""
     base, change = block.base[at], block.change[at]
     size = np.maximum(np.abs(base), np.abs(base + change))
     ulps = max(ulps, _DORA_ULPS) if expected.is_dora else ulps

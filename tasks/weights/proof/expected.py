@@ -1,7 +1,7 @@
-"""The tensors that a merge has to give, block by block, in fp32 with numpy alone.
+"""Compute the expected tensors of a merge, block by block, in fp32 with numpy alone.
 
-Written apart from `kernels.py`, which merges with torch: a proof that shares the code of what it
-proves shows nothing.
+Independent of `kernels.py`, which merges with torch: a proof must not share code with what it
+checks.
 """
 
 from __future__ import annotations
@@ -27,10 +27,10 @@ Array: TypeAlias = NDArray[np.float32]
 Sources = Mapping[str, Source]
 
 MANTISSA = {"BF16": 7, "F16": 10, "F32": 23}
-"""Bits behind the point, by dtype."""
+"""Explicit mantissa bits by dtype."""
 _LEAST = {"BF16": -133, "F16": -24, "F32": -149}
 _PRODUCT_BITS = 9
-"""Precision of a product that fp32 merges may have: GPUs multiply fp32 in TF32 (10 bits)."""
+"""Least precision of a product in an fp32 merge: GPUs may multiply in TF32 (10 bits)."""
 
 
 @dataclass(frozen=True)
@@ -40,7 +40,7 @@ class Block:
     Attributes:
         first: first row.
         base: values of the base, fp32, shape (rows, columns).
-        change: what the adapter adds to them; of the same shape.
+        change: values that the adapter adds, same shape.
         slack: by low-rank term: norms of its rows and columns. Their outer product bounds the
             product's rounding error.
     """
@@ -51,7 +51,7 @@ class Block:
     slack: tuple[tuple[Array, Array], ...] = ()
 
     def bound(self, rows: NDArray[Any], columns: NDArray[Any]) -> NDArray[np.float64]:
-        """Bound of the product's magnitude, at some elements."""
+        """Return a bound of the product's magnitude at some elements."""
         total = np.zeros(len(rows))
         for left, right in self.slack:
             total += left[rows].astype(np.float64) * right[columns]
@@ -59,14 +59,14 @@ class Block:
 
 
 class Expected:
-    """One output tensor of a plan, as it has to be.
+    """Expected value of one output tensor of a plan.
 
     Args:
-        op: its operation; a stack of experts has to be split into matrices before (`of_expert`).
+        op: its operation; split a stack of experts into matrices first (`of_expert`).
         sources: the inputs of the plan.
 
     Raises:
-        ArtifactError: a source that cannot be read.
+        ArtifactError: a source cannot be read.
     """
 
     def __init__(self, op: Op, sources: Sources) -> None:
@@ -77,7 +77,7 @@ class Expected:
 
     @property
     def source_dtype(self) -> str:
-        """Dtype of the values that it starts from (safetensors name)."""
+        """Dtype of the base's values (safetensors name)."""
         stored = (self.op.quantization or {}).get(STORED)
         if stored is None:
             return self.op.source_dtype
@@ -85,19 +85,19 @@ class Expected:
 
     @property
     def is_dora(self) -> bool:
-        """Whether norms of the weight enter, whose rounding is felt by whole rows."""
+        """True for DoRA: it divides by norms of the weight, whose rounding affects whole rows."""
         return any(isinstance(term, Dora) for term in self.op.terms)
 
     @property
     def precision(self) -> float:
-        """Relative rounding error of a product of factors, at most."""
+        """Largest relative rounding error of a product of factors."""
         dtypes = [self.source_dtype, self.op.dtype]
-        bits = min([MANTISSA.get(one, 23) for one in dtypes] + [_PRODUCT_BITS])
+        bits = min([MANTISSA.get(dtype, 23) for dtype in dtypes] + [_PRODUCT_BITS])
         return 2.0**-bits
 
     def blocks(self, *, whole: bool = False) -> Iterator[Block]:
         """All rows in order, a few at a time; one block where norms run down the columns."""
-        whole |= any(isinstance(one, Dora) and one.transpose for one in self.op.terms)
+        whole |= any(isinstance(term, Dora) and term.transpose for term in self.op.terms)
         cuts = [(0, self.rows)] if whole else row_blocks(self.rows, self.columns)
         with _Base(self.op, self.sources) as base:
             for first, end in cuts:
@@ -120,7 +120,7 @@ class Expected:
     def _with(
         self, term: Term, base: Array, change: Array, first: int
     ) -> tuple[Array, list[tuple[Array, Array]]]:
-        """The change after one more term, and what bounds its rounding."""
+        """Return the change after one more term, and the norms that bound its rounding error."""
         rows = len(base)
         match term:
             case LowRank():
@@ -178,7 +178,7 @@ class Expected:
 
 
 class _Base:
-    """Values that an operation starts from, by rows; a context manager."""
+    """Read the base's values of an operation by rows; a context manager."""
 
     def __init__(self, op: Op, sources: Sources) -> None:
         self._op = op
@@ -219,23 +219,23 @@ class _Base:
 
 
 def of_expert(op: Op, index: int, rows_of_a: Mapping[str, int]) -> Op:
-    """The operation of one matrix of a stack, shape (experts, rows, columns).
+    """Return the operation of one matrix of a stack of shape (experts, rows, columns).
 
     Args:
-        op: of the stack.
-        index: of the matrix.
+        op: operation of the stack.
+        index: index of the matrix.
         rows_of_a: first axis of every lora_A that its terms name.
     """
     size = prod(op.shape[1:])
     terms = tuple(
-        one.of_expert(index, rows_of_a[one.a]) if isinstance(one, LowRank) else one
-        for one in op.terms
+        term.of_expert(index, rows_of_a[term.a]) if isinstance(term, LowRank) else term
+        for term in op.terms
     )
     return replace(op, shape=op.shape[1:], start=op.start + index * size, terms=terms)
 
 
 def comparable(op: Op, sources: Sources) -> str:
-    """Why a tensor cannot be computed here; "" where it can."""
+    """Return the reason why a tensor cannot be computed here; "" if it can."""
     if op.encoding is not None:
         return f"stored as {op.encoding.scheme}"
     stored = op.quantization is not None and STORED in op.quantization
@@ -250,14 +250,14 @@ def comparable(op: Op, sources: Sources) -> str:
 
 
 def widened(raw: NDArray[np.uint8], dtype: str) -> Array:
-    """Bytes of a float dtype as fp32 values, 1-D."""
+    """Convert bytes of a float dtype to fp32 values, 1-D."""
     if dtype == "F32":
         return raw.view(np.float32)
     return cast(raw, dtype, "F32").view(np.float32)
 
 
 def rounded(values: Array, dtype: str) -> Array:
-    """The values rounded to a dtype, as fp32."""
+    """Round values to a dtype; returns fp32."""
     if dtype == "F32":
         return values
     flat = np.ascontiguousarray(values).reshape(-1).view(np.uint8)
@@ -265,12 +265,12 @@ def rounded(values: Array, dtype: str) -> Array:
 
 
 def ulp(values: NDArray[Any], dtype: str) -> NDArray[np.float64]:
-    """Distance between neighbouring numbers of a dtype, at these magnitudes."""
+    """Return the distance between neighbouring numbers of a dtype at these magnitudes."""
     _, exponent = np.frexp(values.astype(np.float64))
-    found: NDArray[np.float64] = np.ldexp(
+    step: NDArray[np.float64] = np.ldexp(
         1.0, np.maximum(exponent - 1 - MANTISSA[dtype], _LEAST[dtype])
     )
-    return found
+    return step
 
 
 def _slice(stride: Stride | None) -> slice:

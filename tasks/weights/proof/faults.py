@@ -1,4 +1,4 @@
-"""What went wrong with one tensor of a merge: hypotheses, each tested against the data."""
+"""Diagnose one wrong tensor of a merge: test hypotheses against its values."""
 
 from __future__ import annotations
 
@@ -25,18 +25,18 @@ from tasks.weights.stored4bit.packed import LEVELS
 
 _ULPS = 2.0
 _EXCEPT, _EXCEPT_FIRST = 0.005, 0.05
-"""Share of elements that a hypothesis may leave unexplained: those at a boundary of 4 bits, say."""
+"""Share of elements that a hypothesis may leave unexplained: values between two NF4 levels."""
 _BETTER = 0.5
 """A hypothesis has to leave at most this share of the squared difference."""
 _BLOCK = 64
 """Elements that share a scale in bitsandbytes' 4 bits."""
 _SAMPLE_ROWS = 16
 Value = Callable[[Block, Array], Array]
-"""Values that a hypothesis gives a block; takes the merged model's values too."""
+"""Computes a block's values under a hypothesis from the block and the merged model's values."""
 
 
 class State(StrEnum):
-    """What a tensor of a merged model is."""
+    """Result of the check of one tensor. The value is the text shown to users."""
 
     RIGHT = "right"
     LEFT_OUT = "left out"
@@ -55,10 +55,10 @@ class Fault:
     """A diagnosis.
 
     Attributes:
-        state: what it is.
-        scale: factor by which the change was added, where that is what is wrong.
+        state: kind of the fault.
+        scale: factor by which the change was added, if that is the fault.
         like: the other expert whose tensor it is.
-        dequantized: the base is the one that was quantised to 4 bits and back.
+        dequantized: True if the base was quantized to 4 bits and dequantized.
     """
 
     state: State
@@ -70,17 +70,17 @@ class Fault:
 def diagnose(
     unit: Unit, sums: Sums, sources: Sources, merged: Source, siblings: Sequence[Unit] = ()
 ) -> Fault:
-    """Find what explains a tensor that is not what it has to be.
+    """Find the fault that explains a tensor with wrong values.
 
     Args:
         unit: the tensor.
-        sums: of `compare`.
+        sums: result of `compare`.
         sources: the inputs of the plan.
         merged: the merged model.
         siblings: the other experts of its layer and kind.
 
     Raises:
-        ArtifactError: a file that cannot be read.
+        ArtifactError: a file cannot be read.
     """
     touched = bool(unit.op.terms)
     if touched and sums.same:
@@ -96,7 +96,7 @@ def diagnose(
 
 
 def _by_scale(scale: float, *, dequantized: bool = False) -> Fault:
-    """The fault of a factor on the change."""
+    """Return the fault for a wrong factor on the change."""
     if abs(scale - 1.0) <= SCALE_MARGIN:
         return Fault(State.RIGHT, dequantized=dequantized)
     if abs(scale) <= _NEAR:
@@ -107,18 +107,18 @@ def _by_scale(scale: float, *, dequantized: bool = False) -> Fault:
 
 _NEAR = 0.03
 _STEPS = 3
-"""Attempts at the factor on top of a base in 4 bits, whose scales take a part of the change."""
+"""Iterations to estimate the factor on a 4-bit base: its block scales absorb part of the change."""
 _SCALE_ERROR = 0.08
-"""What 8 bits leave of a block's scale."""
+"""Largest relative error of a block's scale in 8 bits."""
 
 
 @dataclass(frozen=True)
 class _Fit:
-    """How well a hypothesis explains a tensor.
+    """Quality of a hypothesis about a tensor.
 
     Attributes:
-        explains: nearly every element, and far better than a right merge does.
-        rest: the share of the change that is left: 0 where its scale is right.
+        explains: True if it fits nearly every element, and far better than a right merge.
+        rest: share of the change that is left over; 0 if its scale is right.
         noise: standard deviation of `rest`.
     """
 
@@ -133,7 +133,7 @@ class _Fit:
 
 
 class _Look:
-    """One tensor that is wrong, looked at as often as hypotheses need."""
+    """Tests of hypotheses on one wrong tensor."""
 
     def __init__(self, unit: Unit, sources: Sources, merged: Source) -> None:
         self.unit = unit
@@ -174,7 +174,7 @@ class _Look:
         whole = self.expected.block(0, rows)
         right = whole.base + whole.change
         wanted = (right.T, whole.base.T, whole.base + whole.change.T)
-        return any(self._explains(whole, one, right) for one in wanted)
+        return any(self._explains(whole, values, right) for values in wanted)
 
     def expert(self, siblings: Sequence[Unit]) -> Fault | None:
         """Test the tensors, and the changes, of the other experts."""
@@ -198,7 +198,7 @@ class _Look:
         return error.unexplained <= _EXCEPT * merged.size and error.squares <= _BETTER * before
 
     def _fit(self, value: Value) -> _Fit:
-        """Hold all of the tensor against a hypothesis; give up after a bad beginning."""
+        """Fit a hypothesis to the whole tensor; stop early if it fits badly."""
         unexplained, before, after = 0, 0.0, 0.0
         both, energy, spread = 0.0, 0.0, 0.0
         total = self.expected.rows * self.expected.columns
@@ -223,7 +223,7 @@ class _Look:
         return _Fit(explains, both / energy, sqrt(spread) / energy)
 
     def _through_4_bits(self, scale: float, block: Block, merged: Array) -> Array:
-        """The base through 4 bits and back, plus the change.
+        """Return the base quantized to 4 bits and dequantized, plus the change.
 
         The scale of each 4-bit block is fitted: double quantisation rounds it to 8 bits.
         """
@@ -242,7 +242,7 @@ class _Look:
         return (value.T if self._turned else value) + change
 
     def _scale(self) -> float:
-        """The factor on the change that leaves the least difference."""
+        """Return the least-squares factor on the change."""
         both, energy = 0.0, 0.0
         with Merged(self.unit, self._source) as values:
             for block in self.expected.blocks():
@@ -254,13 +254,13 @@ class _Look:
 
     @property
     def _has_blocks(self) -> bool:
-        """Whether it may have been quantised: whole blocks lie in its first rows."""
+        """True if the tensor may have been quantized: its first rows divide into whole blocks."""
         op, columns = self.unit.op, self.expected.columns
         whole = self.expected.rows * columns % _BLOCK == 0 and columns * 16 % _BLOCK == 0
         return len(op.shape) == 2 and min(op.shape) > 1 and whole
 
     def _error(self, block: Block, merged: Array, wanted: Array, grid: str) -> _Error:
-        """Hold rows against a hypothesis."""
+        """Compare rows with a hypothesis."""
         coarse = coarsest(self.expected, grid)
         size = np.maximum(np.abs(wanted), np.abs(merged))
         bound = _ULPS * ulp(size, coarse) + FLOOR
@@ -273,7 +273,7 @@ class _Look:
 
 @dataclass(frozen=True)
 class _Error:
-    """Elements that a hypothesis does not explain, and the squared difference of all."""
+    """Number of elements that a hypothesis does not explain, and the sum of squared differences."""
 
     unexplained: int
     squares: float

@@ -1,4 +1,4 @@
-"""Every tensor of a merge, with its verdict.
+"""Check every tensor of a merge.
 
 proof = prove_merge(plan, {"base": base, "adapter": adapter}, merged)
 proof.ok                      every tensor is what the plan says, up to rounding
@@ -37,17 +37,17 @@ BASE = "base"
 
 @dataclass(frozen=True)
 class Verdict:
-    """What one tensor of the merged model is.
+    """Result of the check of one tensor of the merged model.
 
     Attributes:
         name: key in the merged model; with `[3]` behind it for expert 3 of a stack.
-        state: what it is.
+        state: right, or the kind of its fault.
         touched: the adapter changes it.
-        scale: factor by which the change was added, where that is what is wrong.
+        scale: factor by which the change was added, if that is the fault.
         like: the other expert whose tensor it is.
-        dequantized: its base is the one that went through 4 bits.
-        sums: what was counted; None where nothing was.
-        note: why it was not compared, or what differs without being wrong.
+        dequantized: True if its base was quantized to 4 bits and dequantized.
+        sums: counts of the comparison; None if there was none.
+        note: reason why it was not compared, or a difference that is not wrong.
     """
 
     name: str
@@ -65,9 +65,9 @@ class Proof:
     """All verdicts, in the order of the plan.
 
     Attributes:
-        verdicts: one a tensor, and one an expert of a stack.
-        extra: keys of the merged model that no operation makes.
-        scale: factor on the changes of all tensors that are right, together.
+        verdicts: one per tensor, and one per expert of a stack.
+        extra: keys of the merged model that no operation of the plan makes.
+        scale: factor on the change, estimated over all right tensors.
         noise: its standard deviation.
     """
 
@@ -83,28 +83,28 @@ class Proof:
 
     @property
     def drifts(self) -> bool:
-        """Return True if all changes together are scaled wrongly, each within its own noise."""
+        """Return True if the common factor is wrong, though each tensor is within its noise."""
         return abs(self.scale - 1.0) > SCALE_MARGIN + SIGMAS * self.noise
 
     @property
     def faults(self) -> tuple[Verdict, ...]:
-        """Tensors that are not what they have to be."""
+        """Verdicts of the wrong tensors."""
         fine = (State.RIGHT, State.NOT_COMPARED)
-        return tuple(one for one in self.verdicts if one.state not in fine)
+        return tuple(verdict for verdict in self.verdicts if verdict.state not in fine)
 
     @property
     def counts(self) -> Mapping[State, int]:
         """Number of tensors by state."""
-        return Counter(one.state for one in self.verdicts)
+        return Counter(verdict.state for verdict in self.verdicts)
 
     def of(self, state: State) -> tuple[Verdict, ...]:
         """Verdicts of one state."""
-        return tuple(one for one in self.verdicts if one.state is state)
+        return tuple(verdict for verdict in self.verdicts if verdict.state is state)
 
     @property
     def dequantized(self) -> tuple[Verdict, ...]:
-        """Tensors whose base went through 4 bits."""
-        return tuple(one for one in self.verdicts if one.dequantized)
+        """Verdicts of tensors whose base was quantized to 4 bits and dequantized."""
+        return tuple(verdict for verdict in self.verdicts if verdict.dequantized)
 
 
 def prove_merge(
@@ -116,19 +116,19 @@ def prove_merge(
     tied: Mapping[str, str] | None = None,
     names: Mapping[str, str] | None = None,
 ) -> Proof:
-    """Hold a merged model against the plan of its merge: values, not bytes.
+    """Compare a merged model with the plan of its merge, by values and not bytes.
 
     Args:
-        plan: of the merge, as `planned`, `plan_merge` or a merge's manifest gives it.
-        sources: its inputs, by the names that it uses.
+        plan: plan of the merge, from `planned`, `plan_merge` or a merge's manifest.
+        sources: inputs of the plan by name.
         merged: the merged model.
-        any_base: accept a base that went through 4 bits as well as the original. False asks for
-            the one that the plan names.
+        any_base: accept both the original base and the one dequantized from 4 bits. False
+            requires the one that the plan names.
         tied: keys that a checkpoint may hold or not -> keys that hold the same tensor.
         names: key in the merged model by name in the plan, where the two differ.
 
     Raises:
-        ArtifactError: a file that cannot be read.
+        ArtifactError: a file cannot be read.
     """
     work = _Work(sources, merged, any_base, dict(tied or {}), dict(names or {}))
     units: list[Unit | Verdict] = [one for op in plan.ops for one in work.units(op)]
@@ -146,9 +146,12 @@ def prove_merge(
     return Proof(verdicts, extra, total.factor, total.noise)
 
 
-def _counts(one: Verdict) -> bool:
+def _counts(verdict: Verdict) -> bool:
     return (
-        one.state is State.RIGHT and one.touched and not one.dequantized and "DoRA" not in one.note
+        verdict.state is State.RIGHT
+        and verdict.touched
+        and not verdict.dequantized
+        and "DoRA" not in verdict.note
     )
 
 
@@ -163,11 +166,11 @@ class _Work:
     names: Mapping[str, str]
 
     def units(self, op: Op) -> Iterator[Unit | Verdict]:
-        """An operation as matrices that are compared one by one, or the verdict on it."""
+        """Split an operation into matrices to compare, or return its verdict at once."""
         key = self.names.get(op.name, op.name)
-        held = self.merged.tensors.get(key)
+        stored = self.merged.tensors.get(key)
         touched = _touched(op)
-        if held is None:
+        if stored is None:
             if op.name not in self.tied:
                 yield Verdict(op.name, State.MISSING, touched)
             return
@@ -175,7 +178,7 @@ class _Work:
         if reason:
             yield Verdict(key, State.NOT_COMPARED, touched, note=reason)
             return
-        note, shape = "", tuple(held.shape)
+        note, shape = "", tuple(stored.shape)
         if shape != op.shape:
             rows = _common_rows(op.shape, shape)
             plain = not op.transpose and not any(
@@ -197,29 +200,29 @@ class _Work:
         names = [term.a for term in op.terms if isinstance(term, LowRank)]
         rows = {name: self._shape(name)[0] for name in names}
         for index in range(op.shape[0]):
-            one = of_expert(op, index, rows)
+            expert = of_expert(op, index, rows)
             start = index * prod(op.shape[1:])
-            yield Unit(f"{key}[{index}]", one, key, start, group=key)
+            yield Unit(f"{key}[{index}]", expert, key, start, group=key)
 
     def _shape(self, name: str) -> Sequence[int]:
         source, _, key = name.partition(":")
         return self.sources[source].tensors[key].shape
 
     def tied_units(self, plan: Plan) -> Iterator[Unit | Verdict]:
-        """Tensors that are stored although they are tied: they equal the ones that they are."""
+        """Yield tied tensors that are stored; they must equal the tensor that they are tied to."""
         ops = {op.name: op for op in plan.ops}
         for alias, holder in self.tied.items():
             if alias in self.merged.tensors and alias not in ops and holder in ops:
                 yield from self.units(replace(ops[holder], name=alias))
 
-    def verdict(self, one: Unit | Verdict, groups: Mapping[str, Sequence[Unit]]) -> Verdict:
-        """Compare one unit, and find out what is wrong with it where something is."""
-        if isinstance(one, Verdict):
-            return one
+    def verdict(self, unit: Unit | Verdict, groups: Mapping[str, Sequence[Unit]]) -> Verdict:
+        """Compare one unit, and diagnose it if it is wrong."""
+        if isinstance(unit, Verdict):
+            return unit
         try:
-            return self._judged(one, groups)
+            return self._judged(unit, groups)
         except ArtifactError as error:
-            return Verdict(one.name, State.NOT_COMPARED, _touched(one.op), note=error.message)
+            return Verdict(unit.name, State.NOT_COMPARED, _touched(unit.op), note=error.message)
 
     def _judged(self, unit: Unit, groups: Mapping[str, Sequence[Unit]]) -> Verdict:
         touched = _touched(unit.op)
@@ -249,12 +252,12 @@ class _Work:
         )
 
     def _is_original(self, unit: Unit) -> bool:
-        """Return True if the base's tensor is where one that the adapter stores has to be."""
-        held = self.sources[BASE].tensors.get(unit.op.name) if unit.op.input != BASE else None
-        if held is None or tuple(held.shape) != unit.op.shape or unit.start:
+        """Return True if the base's tensor is stored in place of the adapter's full copy."""
+        info = self.sources[BASE].tensors.get(unit.op.name) if unit.op.input != BASE else None
+        if info is None or tuple(info.shape) != unit.op.shape or unit.start:
             return False
         source = f"{BASE}:{unit.op.name}"
-        op = Op(unit.op.name, unit.op.shape, held.dtype, source, held.dtype)
+        op = Op(unit.op.name, unit.op.shape, info.dtype, source, info.dtype)
         same = not comparable(op, self.sources)
         return same and compare(replace(unit, op=op), self.sources, self.merged).is_right()
 
@@ -285,7 +288,7 @@ def _wants_4_bits(op: Op) -> bool:
 
 
 def _common_rows(wanted: Sequence[int], shape: Sequence[int]) -> int:
-    """Rows that two embeddings of different vocabularies share; 0 for other shapes."""
+    """Return the number of rows that two embeddings share; 0 for other shapes."""
     if len(wanted) != 2 or len(shape) != 2 or wanted[1] != shape[1]:
         return 0
     return min(wanted[0], shape[0])

@@ -1,4 +1,4 @@
-"""What a merge of two folders has to be: the plan, from configuration and headers."""
+"""Plan the merge of an adapter into a base from configuration and headers alone."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class Planned:
     """The plan of a merge.
 
     Attributes:
-        plan: one operation a tensor.
+        plan: one operation per tensor.
         sources: its inputs.
         tied: keys that a merged checkpoint may hold or not -> keys that hold the same tensor.
     """
@@ -41,11 +41,11 @@ def planned(base: Path, adapter: Path, *, perform: Perform = perform) -> Planned
     Args:
         base: folder of the base model.
         adapter: folder of a PEFT adapter.
-        perform: who knows the model classes that `families.plain` does not.
+        perform: answers requests about model classes that `families.plain` does not know.
 
     Raises:
-        ContractError: they do not fit, every finding in one error.
-        ArtifactError: unreadable files.
+        ContractError: base and adapter do not fit; names every problem.
+        ArtifactError: a file cannot be read.
     """
     folder = read_folder(adapter)
     read, model = read_adapter(adapter, beside=folder.beside), open_model(base)
@@ -53,8 +53,8 @@ def planned(base: Path, adapter: Path, *, perform: Perform = perform) -> Planned
         return _reward(read, model, base, perform)
     disk = {key: tuple(one.shape) for key, one in model.tensors.items()}
     facts = ask_facts(perform, base, "bfloat16", disk)
-    held = {f"{read.name}:{key}": info for key, info in read.tensors.tensors.items()}
-    plan = plan_merge(model.tensors, facts, changes([(read, 1.0)], facts.live), held)
+    infos = {f"{read.name}:{key}": info for key, info in read.tensors.tensors.items()}
+    plan = plan_merge(model.tensors, facts, changes([(read, 1.0)], facts.live), infos)
     sources = {BASE: model, read.name: read.tensors}
     untied = {*plan.notes.get("untied", ())}
     tied = {key: to for key, to in facts.tied.items() if key not in untied}

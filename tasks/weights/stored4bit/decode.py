@@ -42,8 +42,8 @@ def decoded(stored: Mapping[str, Any], extents: Sequence[Extent]) -> torch.Tenso
     packed, scales = _parts(stored, extents)
     out = torch.empty(prod(stored["shape"]), dtype=getattr(torch, stored["dtype"]))
     unpack(packed, scales, out, kind=stored["type"], blocksize=stored["blocksize"])
-    found = out.reshape(stored["shape"])
-    return found.t().contiguous() if stored["turned"] else found
+    matrix = out.reshape(stored["shape"])
+    return matrix.t().contiguous() if stored["turned"] else matrix
 
 
 def decoded_values(stored: Mapping[str, Any], extents: Sequence[Extent]) -> NDArray[np.float32]:
@@ -59,8 +59,8 @@ def decoded_values(stored: Mapping[str, Any], extents: Sequence[Extent]) -> NDAr
     ):
         narrow = cast(values.view(np.uint8), "F32", dtype)
         out[first : first + values.size] = cast(narrow, dtype, "F32").view(np.float32)
-    found = out.reshape(stored["shape"])
-    return np.ascontiguousarray(found.T) if stored["turned"] else found
+    matrix = out.reshape(stored["shape"])
+    return np.ascontiguousarray(matrix.T) if stored["turned"] else matrix
 
 
 _SHORT = {"bfloat16": "BF16", "float16": "F16", "float32": "F32"}

@@ -69,20 +69,22 @@ def test_an_adapter_whose_head_was_a_lora_layer_is_refused(here: Run, tmp_path: 
     base = base_of(tmp_path / "base")
     wrapped = train(classifier("qwen", base), LoraConfig(r=4, target_modules="all-linear"))
     adapter = save(wrapped, tmp_path / "adapter")
-    said = refused(here, tmp_path, f"source={adapter}", f"base={base}", "merge.base=original")
-    assert "HEAD_BASE_LOST adapter_model.safetensors: base_model.model.score.lora_A.weight" in said
-    assert "fix: train again with the head in modules_to_save" in said
+    output = refused(here, tmp_path, f"source={adapter}", f"base={base}", "merge.base=original")
+    assert (
+        "HEAD_BASE_LOST adapter_model.safetensors: base_model.model.score.lora_A.weight" in output
+    )
+    assert "fix: train again with the head in modules_to_save" in output
 
 
 def test_a_full_one_without_its_head_is_refused(here: Run, tmp_path: Path) -> None:
     save_openrlhf(tmp_path / "rm", "qwen")
     path = tmp_path / "rm" / "model.safetensors"
-    held = {name: one for name, one in load_file(path).items() if name != "score.weight"}
-    save_file(held, path, metadata={"format": "pt"})
-    said = refused(here, tmp_path, f"source={tmp_path / 'rm'}")
-    assert "HEAD_MISSING" in said
-    assert "a head that was never saved cannot be recovered" in said
-    assert "VLLM_ARCHITECTURE" not in said  # of which a delivery makes another class
+    tensors = {name: one for name, one in load_file(path).items() if name != "score.weight"}
+    save_file(tensors, path, metadata={"format": "pt"})
+    output = refused(here, tmp_path, f"source={tmp_path / 'rm'}")
+    assert "HEAD_MISSING" in output
+    assert "a head that was never saved cannot be recovered" in output
+    assert "VLLM_ARCHITECTURE" not in output  # of which a delivery makes another class
 
 
 def test_an_adapter_that_was_never_gathered_is_refused(
@@ -90,10 +92,10 @@ def test_an_adapter_that_was_never_gathered_is_refused(
 ) -> None:
     source = tmp_path / "ckpt"
     source.mkdir()
-    held = load_file(adapter / "adapter_model.safetensors")
-    save_file({name: torch.empty(0) for name in held}, source / "adapter_model.safetensors")
+    tensors = load_file(adapter / "adapter_model.safetensors")
+    save_file({name: torch.empty(0) for name in tensors}, source / "adapter_model.safetensors")
     (source / "adapter_config.json").write_text((adapter / "adapter_config.json").read_text())
-    said = refused(here, tmp_path, f"source={source}", f"base={base}", "merge.base=original")
-    assert "EMPTY_TENSOR adapter_model.safetensors" in said
-    assert f"{len(held)} of {len(held)} tensors empty, shape [0]" in said
-    assert f"-> python flows/audit.py source={source} tells the rest" in said
+    output = refused(here, tmp_path, f"source={source}", f"base={base}", "merge.base=original")
+    assert "EMPTY_TENSOR adapter_model.safetensors" in output
+    assert f"{len(tensors)} of {len(tensors)} tensors empty, shape [0]" in output
+    assert f"-> python flows/audit.py source={source} tells the rest" in output

@@ -1,4 +1,4 @@
-"""False alarms of the hand-off gates, and planted faults that they catch, on the toy.
+"""Measure false alarms of the hand-off gates, and the planted faults that they catch, on the toy.
 
     python -m benchmarks.gate [--seeds 0 1 2 3 4] [--steps 5 10 20 30 45 60 80 100] [--root DIR]
 
@@ -69,7 +69,7 @@ def main() -> None:
 
 
 def table(rows: list[dict[str, Any]]) -> str:
-    """Both rates by number of steps: false alarms, and faults caught by drift and by rows."""
+    """Return both rates by number of steps: false alarms, and faults caught by drift and rows."""
     faults = sorted({name for row in rows for name in row["faults"]})
     lines = [
         f"\n{len(rows)} models; of each fault: caught by drift / by sampled rows / at all",
@@ -114,7 +114,7 @@ def _prepare(root: Path) -> None:
 
 
 def _train(root: Path, seed: int, steps: list[int]) -> Iterator[dict[str, Any]]:
-    """Train one adapter; after each of these numbers of steps: what the gates say of it."""
+    """Train one adapter, and run the gates after each of these numbers of steps."""
     import torch
     from peft import LoraConfig, get_peft_model
     from transformers import AutoTokenizer
@@ -214,7 +214,7 @@ def _judge(model: Any, root: Path, heldout: list[list[int]], work: Path) -> dict
 
 
 def _faults(plan: Plan) -> Mapping[str, Plan]:
-    """The plan of a merge, spoiled in three ways."""
+    """Return the plan of a merge with each of three faults."""
     changed = [op for op in plan.ops if op.terms]
     left_out = changed[len(changed) // 2].name
 

@@ -1,7 +1,7 @@
-"""Words of a command line, before Hydra sees them: its flags, overrides, folders, and mistakes.
+"""Sort the words of a command line before Hydra parses them: flags, overrides, folders, mistakes.
 
-Hydra's own parser answers a peer's flag (`--learning_rate 1e-4`) with its usage and a word without
-`=` with its grammar. Both are answered here, all of them together, with what to type instead.
+Hydra answers another tool's flag (`--learning_rate 1e-4`) with its usage, and a word without `=`
+with a grammar error. This module reports all such mistakes together, with what to type instead.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from flows.vocabulary import EXPERIMENTS, VALUE, Vocabulary
 from tasks.errors import ConfigError
 
 POSITIONAL = {"deliver": "source", "audit": "source"}
-"""Setting that a folder without `key=` is, by program."""
+"""Setting that a folder without `key=` sets, by program."""
 _HYDRA_ONLY = ("--shell-completion", "-sc", "--hydra-help", "--version")
 _ASSIGN = ("=", ":", ":=")
 
@@ -31,7 +31,7 @@ class Arguments:
 
     Attributes:
         flags: Hydra's, with their values.
-        overrides: of the run.
+        overrides: overrides of the run.
         for_links: overrides of single steps of a chain, as given.
         help: True for `--help`.
         topics: sections named beside `--help`.
@@ -48,7 +48,7 @@ def read(words: Sequence[str], names: Vocabulary) -> Arguments:
     """Sort a command line.
 
     Raises:
-        ConfigError: flags that Hydra does not have, words that are no overrides.
+        ConfigError: a flag is unknown to Hydra, or a word is no override.
     """
     if any(word in _HYDRA_ONLY for word in words):
         return Arguments(flags=list(words))
@@ -86,7 +86,7 @@ def read(words: Sequence[str], names: Vocabulary) -> Arguments:
 
 
 class _Flags:
-    """Hydra's flags, from its own parser."""
+    """Return Hydra's flags, from its own parser."""
 
     def __init__(self) -> None:
         self.parser: ArgumentParser = get_args_parser()
@@ -129,7 +129,7 @@ def _unknown_flag(word: str, rest: list[str], names: Vocabulary) -> Problem:
 
 
 def _without_equals(words: Sequence[str], names: Vocabulary) -> tuple[list[str], list[Problem]]:
-    """Return the overrides, and the problems of words that are none."""
+    """Return the overrides, and the problems of words that are not overrides."""
     overrides: list[str] = []
     problems: list[Problem] = []
     folders: list[str] = []
@@ -198,7 +198,7 @@ def _what(word: str) -> str:
 
 
 def _meant(word: str, names: Vocabulary) -> str:
-    """Return what a word without `=` may stand for."""
+    """Return suggestions for a word without `=`."""
     path = Path(word).expanduser()
     if path.suffix in (".yaml", ".yml"):
         return f"--config-dir <folder above exp/> +{EXPERIMENTS}={path.stem}"
@@ -215,5 +215,5 @@ def _meant(word: str, names: Vocabulary) -> str:
 
 
 def quoted(path: str) -> str:
-    """Return a path as Hydra's grammar takes it, whatever characters it has."""
+    """Quote a path for Hydra's grammar, whatever characters it has."""
     return "'" + path.replace("'", "\\'") + "'"

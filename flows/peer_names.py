@@ -1,4 +1,4 @@
-"""Setting names of other trainers, and what to type here instead.
+"""Map setting names of other trainers to ours.
 
 Hugging Face Trainer, TRL, OpenRLHF, LLaMA-Factory, axolotl and verl. A name of theirs is never
 accepted: it is answered with an error that names our setting. `{}` stands for the user's value.
@@ -196,7 +196,7 @@ PEERS: Mapping[str, Mapping[str, str]] = {
         "repair": "fix=true out_dir=<a new folder>",
     },
 }
-"""By program: another trainer's name -> our overrides."""
+"""Other trainers' names -> our overrides, by program."""
 
 
 def translate(program: str, name: str, value: str) -> str:
@@ -204,8 +204,8 @@ def translate(program: str, name: str, value: str) -> str:
 
     Args:
         program: "rlhf", "deliver" or "audit".
-        name: of the setting, without dashes in front or a section.
-        value: what the user gave it; "<value>" where there is none.
+        name: name of the setting, without leading dashes or a section.
+        value: value that the user typed; "<value>" if there is none.
     """
     if program == "rlhf" and name in _DATASETS and value[:1] != "<":
         is_file = PurePath(value).suffix.lower() in _SUFFIXES

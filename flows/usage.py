@@ -37,7 +37,7 @@ _COLUMN = 32
 
 
 def brief(program: str) -> str:
-    """Return what a command line without arguments is answered with."""
+    """Return the answer to a command line without arguments."""
     names = vocabulary(program)
     more = f"every option and setting: {names.command} --help"
     return "\n".join([_description(program), *_experiments(names), "", more])
@@ -48,8 +48,8 @@ def full(program: str, overrides: Sequence[str] = (), topics: Sequence[str] = ()
 
     Args:
         program: "rlhf", "deliver" or "audit".
-        overrides: those whose values are shown as settings.
-        topics: sections or keys to which the settings are narrowed; all else is left out.
+        overrides: overrides whose values are shown.
+        topics: sections or keys; only their settings are shown.
 
     Raises:
         ConfigError: the overrides cannot be composed.
@@ -72,7 +72,7 @@ def full(program: str, overrides: Sequence[str] = (), topics: Sequence[str] = ()
 
 
 def _description(program: str) -> str:
-    """Return the docstring of the program's file, which is not imported: that takes seconds."""
+    """Return the docstring of the program's file without importing it, which would take seconds."""
     source = (CONF.parent / "flows" / f"{program}.py").read_text(encoding="utf-8")
     return ast.get_docstring(ast.parse(source)) or ""
 
@@ -86,7 +86,7 @@ def _experiments(names: Vocabulary) -> list[str]:
 
 
 def experiment_line(file: Path) -> str:
-    """Return the line of an experiment's file that says what it trains."""
+    """Return the description line of an experiment's file."""
     with file.open(encoding="utf-8") as text:
         return [next(text, "") for _ in range(3)][2].lstrip("# ").strip()
 
@@ -138,7 +138,7 @@ def _about(key: str, names: Vocabulary) -> str:
 
 
 def setting_help(key: str, names: Vocabulary) -> str:
-    """Return a setting's help: its comment, else the docstring of the words it is one of."""
+    """Return a setting's help: its comment, else the docstring of its enumeration."""
     parent, _, name = key.rpartition(".")
     comment = setting_comments(names.type_at(parent)).get(name, "")
     if comment or not names.words(key):

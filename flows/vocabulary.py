@@ -128,17 +128,17 @@ class Vocabulary:
 
     @cached_property
     def defaults(self) -> dict[str, str]:
-        """Option by group that holds when none is named."""
+        """Default option of each group."""
         document = yaml.safe_load((self.folders[0] / f"{self.program}.yaml").read_text())
         entries = [entry for entry in document["defaults"] if isinstance(entry, dict)]
         return {k: v for entry in entries for k, v in entry.items() if k != "hydra"}
 
     def suggest(self, name: str, value: str = VALUE) -> str:
-        """Return what to type instead of an unknown name; an empty string where nothing is near.
+        """Return what to type instead of an unknown name; an empty string if nothing is similar.
 
         Args:
-            name: as typed: a setting, a section's key, a peer's name, an experiment, a file.
-            value: what was given to it.
+            name: as typed: a setting, a section's key, another tool's name, an experiment, a file.
+            value: value that was typed for it.
         """
         bare = name.lstrip("-+~").replace("-", "_").replace("/", ".")
         parent, _, leaf = bare.rpartition(".")
@@ -158,7 +158,7 @@ class Vocabulary:
         return " or ".join(self._nearest(parent, leaf, value))
 
     def _nearest(self, parent: str, leaf: str, value: str) -> list[str]:
-        """Settings of the same section, then of that name anywhere, then of a similar name."""
+        """Return similar settings: in the same section, else by that name anywhere, else any."""
         prefix = f"{parent}." if parent else ""
         beside = difflib.get_close_matches(leaf, self.fields(parent), n=2, cutoff=0.6)
         keys = [f"{prefix}{name}" for name in beside]

@@ -1,10 +1,10 @@
-"""The source files that a module's result depends on, derived from what it imports.
+"""Find the source files that a module's result depends on, by following its imports.
 
-Part of the cache key of every stage and of tokenised data. Followed are imports anywhere in a
-module (those inside functions too), and names of our modules in strings, since a child process is
+Their digest is part of the cache key of every stage and of tokenised data. Imports count anywhere
+in a module, inside functions too. So do names of our modules in strings, since a child process is
 started by its module's name; f"{__name__}.{x}" stands for every module of the package. Files that
 are not Python (C sources, JSON tables) count with every module of their folder. Type-checking
-imports do not run, and do not count.
+imports do not run and do not count.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ def closure(
         project: folder of the packages.
 
     Raises:
-        PlumblineError: a name in `modules` is no module of the project.
+        PlumblineError: `modules` names no module of the project.
     """
     files: set[Path] = set()
     seen: set[str] = set()
@@ -67,7 +67,7 @@ def source_digest(
 
 
 def _files(project: Path, name: str) -> list[Path]:
-    """Files that a module consists of; empty for names that are not ours, or no module's."""
+    """Return the files of a module; empty for a name that is no module of the project."""
     if name.partition(".")[0] not in PACKAGES or not all(map(str.isidentifier, name.split("."))):
         return []
     path = project.joinpath(*name.split("."))
@@ -93,7 +93,7 @@ def _names(source: Path, project: Path) -> Iterator[str]:
 def _names_in(source: Path, text: bytes) -> tuple[frozenset[str], bool]:
     """Return the names that a file imports or has in strings, and if it loads its whole package.
 
-    Some of the names are functions', or other text: what is no module's is ignored later.
+    Some of them are functions or other text; the caller ignores names that are no module.
     """
     names: set[str] = set()
     whole_package = False

@@ -1,7 +1,7 @@
-"""`merge.base=compare`: how far apart the two merges of one adapter are, for whoever has to choose.
+"""`merge.base=compare`: measure how much the two possible merges of an adapter differ.
 
-The base as it is stored and the base after a round trip through 4 bits, each with the adapter on
-it, unmerged, over the same texts. A merge equals them up to one rounding. Nothing is written.
+Compares the original base and the base quantized to 4 bits and dequantized, each with the adapter
+unmerged, on the same texts. A merge equals them up to one rounding. Nothing is written.
 """
 
 from __future__ import annotations
@@ -22,19 +22,19 @@ from tasks.heldout import read_heldout
 from tasks.scoring import ModelRef, ReferenceScorer
 
 _CLEAR = 2.0
-"""Standard errors by which two losses have to differ to tell anything."""
+"""Standard errors by which two losses must differ to be significant."""
 _LONGEST = 1024
-"""Tokens of a conversation that are scored at most."""
+"""Longest conversation to score, in tokens."""
 
 
 @dataclass(frozen=True)
 class Rows:
-    """Token ids of what is scored.
+    """Token ids of the texts to score.
 
     Attributes:
-        prompts: what is given.
-        replies: what the loss is taken on.
-        trained: the user named them, so they may be rows of the training data.
+        prompts: token ids of the context, not scored.
+        replies: token ids of the responses, on which the loss is computed.
+        trained: True if the user passed the texts: they may be training data.
     """
 
     prompts: Sequence[Sequence[int]]
@@ -51,17 +51,17 @@ class Rows:
 def read_rows(
     path: str | None, count: int, *, tokenizer: Path, limit: int, scorer: ReferenceScorer
 ) -> Rows:
-    """Read what is scored: conversations of a `.jsonl` file, or plain texts.
+    """Read the texts to score: conversations of a `.jsonl` file, or plain texts.
 
     Args:
         path: the file; None for the built-in texts.
-        count: rows at most.
+        count: maximum number of rows.
         tokenizer: folder of the tokenizer, with a chat template for conversations.
-        limit: tokens of a plain text at most.
+        limit: maximum number of tokens of a plain text.
         scorer: the transformers child, which has the tokenizer.
 
     Raises:
-        ConfigError, DataError: unreadable, or too short.
+        ConfigError, DataError: the file cannot be read, or its texts are too short.
     """
     if path is None or not path.endswith(".jsonl"):
         probes = encode_probes(scorer, tokenizer, probe_texts(path, count), limit)
@@ -78,7 +78,9 @@ def read_rows(
     fits = [(one, all_of[len(one) :]) for one, all_of in pairs if len(all_of) <= _LONGEST]
     replies = [(one, reply) for one, reply in fits if one and len(reply) >= SHORTEST]
     if not replies:
-        raise DataError(f"{path}: no answer of two tokens in a conversation of {_LONGEST}")
+        raise DataError(
+            f"{path}: no conversation of up to {_LONGEST} tokens has a response of 2 tokens"
+        )
     return Rows([one for one, _ in replies], [reply for _, reply in replies], trained=True)
 
 
@@ -95,9 +97,9 @@ def compare_bases(
     Args:
         model: the base in full precision and the adapters on it.
         quantization: the 4 bits, as `ModelRef.quantization`.
-        rows: what is scored; rows of the training data tell the most.
+        rows: texts to score; rows of the training data show the difference best.
         scorer: the transformers child.
-        is_reward: compare rewards in place of next tokens.
+        is_reward: compare rewards instead of next-token probabilities.
     """
     quantized = replace(model, quantization=quantization)
     if is_reward:
@@ -121,7 +123,7 @@ def compare_bases(
 def _losses(
     original: list[list[float]], dequantized: list[list[float]], *, trained: bool
 ) -> Iterator[str]:
-    """Losses in nats per token, and whether they differ by more than their spread over texts."""
+    """Yield the losses in nats per token, and whether their difference is significant."""
     counts = np.array([len(one) for one in original])
     gains = np.array([sum(two) - sum(one) for one, two in zip(original, dequantized, strict=True)])
     gain = gains.sum() / counts.sum()

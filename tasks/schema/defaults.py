@@ -30,7 +30,7 @@ _EMBEDDED, _REAL = "the embedded model", "a model from model.path"
 
 
 class Default(NamedTuple):
-    """A default, and what it is the default for."""
+    """A default value, and the case that it is for."""
 
     value: Any
     reason: str
@@ -95,7 +95,7 @@ def _micro_batch_size(get: Get) -> Default:
 
 
 def _global_batch_size(get: Get) -> Default:
-    """A multiple of what all ranks hold at once, near the usual size."""
+    """Return a multiple of the rows that all ranks process at once, near the usual size."""
     online = get("train.objective") in ONLINE
     if _toy(get):
         return Default(128 if online else 32, _EMBEDDED)
@@ -116,7 +116,7 @@ def _gradient_checkpointing(get: Get) -> Default:
 
 
 def _tokens(toy: int, usual: int, reason: str, *, share: float = 1.0) -> Callable[[Get], Default]:
-    """Rule for a length that has to fit into a share of the model's context."""
+    """Return a rule for a length limited to a share of the model's context."""
 
     def rule(get: Get) -> Default:
         if _toy(get):
@@ -132,7 +132,7 @@ def _tokens(toy: int, usual: int, reason: str, *, share: float = 1.0) -> Callabl
 
 
 class Rate(NamedTuple):
-    """A peak learning rate for real models, and who uses it."""
+    """A peak learning rate for real models, and its source."""
 
     value: float
     source: str
@@ -152,7 +152,7 @@ RATES: Mapping[str, tuple[Rate, Rate]] = {
     "orpo": (Rate(8e-5, "TRL's orpo.py"), Rate(8e-6, "TRL's orpo.py")),
     **dict.fromkeys(ONLINE, _ONLINE),
 }
-"""For adapters and for full fine-tuning, by objective."""
+"""Learning rate of adapters and of full fine-tuning, by objective."""
 _TOY_RATES: Mapping[str, tuple[float, float]] = {
     "sft": (2e-3, 3e-4),
     "reward": (1e-3, 1e-3),
@@ -196,4 +196,4 @@ RULES: Mapping[str, Callable[[Get], Default]] = {
     "rollout.max_new_tokens": _tokens(64, 1024, "as OpenRLHF", share=0.5),
     "smoke.max_new_tokens": _tokens(64, 512, "room for a whole response", share=0.25),
 }
-"""By key."""
+"""Rule of each computed default, by key."""

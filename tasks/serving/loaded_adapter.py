@@ -1,4 +1,4 @@
-"""The adapter in a vLLM worker's slots, compared with the PEFT folder that was sent to it.
+"""Compare the adapter in a vLLM worker's slots with the PEFT folder that was sent to it.
 
 vLLM scales lora_B, fuses q, k, v and gate, up, pads to its largest rank, and keeps the result in
 one slot per adapter and layer.
@@ -18,7 +18,7 @@ from tasks.weights.adapters.config import parse_config
 
 
 def adapter_differences(worker: Any, folder: Path, version: int) -> list[str]:
-    """Tensors of an adapter that are not what vLLM adds to its layers, each with a reason."""
+    """Return a line for every adapter tensor that differs from the one in vLLM's layers."""
     from vllm.lora.utils import parse_fine_tuned_lora_name
 
     manager = worker.model_runner.lora_manager._adapter_manager
@@ -51,7 +51,7 @@ def adapter_differences(worker: Any, folder: Path, version: int) -> list[str]:
 
 
 def _halves(manager: Any) -> Iterator[tuple[Any, int, str, bool, torch.Tensor]]:
-    """Slots of lora_A and lora_B: layer, number of the plain layer, its name, is it A, slots."""
+    """Yield (layer, index of the plain layer, its name, True for lora_A, slots)."""
     for _, layer, parts in _slots(manager):
         for number, part in enumerate(parts):
             yield layer, number, part, True, layer.lora_a_stacked[number]
@@ -59,20 +59,20 @@ def _halves(manager: Any) -> Iterator[tuple[Any, int, str, bool, torch.Tensor]]:
 
 
 def _padded(sent: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
-    """A tensor with zeros behind it, as vLLM pads one of a smaller rank."""
+    """Pad a tensor of a smaller rank with zeros, as vLLM does."""
     whole = torch.zeros_like(like)
     whole[: sent.shape[0], : sent.shape[1]] = sent
     return whole
 
 
 def _padded_equal(mine: torch.Tensor, sent: torch.Tensor) -> bool:
-    """Return True if the slot holds the tensor and nothing but zeros behind it."""
+    """Return True if the slot contains the tensor padded with zeros."""
     same = mine.shape == sent.shape
     return torch.equal(mine, sent if same else _padded(sent, mine))
 
 
 def _slots(manager: Any) -> Iterator[tuple[str, Any, list[str]]]:
-    """Layers that take an adapter: name, layer, and the plain layers that are fused in it."""
+    """Yield every layer with adapter slots: name, layer, names of the plain layers fused in it."""
     for name, layer in manager.modules.items():
         parts = manager.packed_modules.get(name, [name])
         if len(getattr(layer, "lora_a_stacked", ())) == len(parts):
@@ -80,7 +80,7 @@ def _slots(manager: Any) -> Iterator[tuple[str, Any, list[str]]]:
 
 
 def _sliced(layer: Any, number: int, tensor: torch.Tensor, is_a: bool) -> torch.Tensor:
-    """This rank's part, by vLLM's own rule, where ranks share the engine."""
+    """Return this rank's shard of a tensor under tensor parallelism, by vLLM's own rule."""
     if getattr(layer, "tp_size", 1) == 1:
         return tensor
     slice_ = layer.slice_lora_a if is_a else layer.slice_lora_b
@@ -91,7 +91,7 @@ def _sliced(layer: Any, number: int, tensor: torch.Tensor, is_a: bool) -> torch.
 
 
 def slot_sums(worker: Any, version: int) -> dict[str, float]:
-    """Sum of the numbers in each of an adapter's slots; empty where it has none."""
+    """Return the sum of the values in each of an adapter's slots; empty if it has no slots."""
     manager = worker.model_runner.lora_manager._adapter_manager
     if version not in manager.lora_index_to_id:
         return {}
@@ -107,13 +107,13 @@ def slot_sums(worker: Any, version: int) -> dict[str, float]:
 
 
 def adapters_of_batch(worker: Any) -> set[int]:
-    """Ids of the adapters that the worker's last batch used; 0: none."""
+    """Return the ids of the adapters in the worker's last batch; 0 is the base alone."""
     mapping = worker.model_runner.lora_manager._adapter_manager._last_mapping
     return {0} if mapping is None else set(mapping.prompt_mapping)
 
 
 def difference(name: str, mine: torch.Tensor, wanted: torch.Tensor) -> str:
-    """Say how far a tensor is from the one that was sent."""
+    """Describe the difference between a tensor and the one that was sent."""
     if mine.shape != wanted.shape:
         return f"{name}: {list(mine.shape)} numbers where {list(wanted.shape)} were sent"
     apart = (mine.double() - wanted.double()).abs()

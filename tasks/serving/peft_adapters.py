@@ -1,4 +1,4 @@
-"""Adapters put on a model through peft, unmerged: the reference of a delivery.
+"""Load adapters onto a model through peft, unmerged, as the reference of a delivery.
 
 An adapter may need more than peft's loader does: a base with as many rows of embeddings as it was
 trained with, its factors in the layout of the peft that is installed, its stored dtype.
@@ -24,14 +24,14 @@ from tasks.weights.terms import LowRank
 
 
 def with_adapters(model: Any, weighted: Mapping[str, float]) -> Any:
-    """Put adapters on a model, unmerged: peft adds up what its active adapters give.
+    """Load adapters onto a model, unmerged. peft sums the changes of its active adapters.
 
     Args:
         model: the base.
-        weighted: how many times what each of them adds is taken, by folder.
+        weighted: weight of each adapter's change, by folder.
 
     Raises:
-        ArtifactError: a folder that holds no adapter, or one that does not fit.
+        ArtifactError: a folder has no adapter, or the adapter does not fit.
     """
     from peft import PeftModel
     from safetensors import SafetensorError
@@ -63,7 +63,7 @@ def with_adapters(model: Any, weighted: Mapping[str, float]) -> Any:
 
 
 def first_lines(error: BaseException) -> str:
-    """The first line of an error that says something, and the next one where it ends in a colon."""
+    """Return the first non-empty line of an error, and the next one if it ends in a colon."""
     lines = [one.strip() for one in str(error).splitlines() if one.strip()]
     if not lines:
         return type(error).__name__
@@ -88,7 +88,7 @@ def _grow(model: Any, live: LiveModel, adapters: Sequence[Adapter]) -> None:
 
 @contextlib.contextmanager
 def _as_peft_reads_it(adapter: Adapter, live: LiveModel) -> Iterator[Path]:
-    """The adapter's folder, or a copy with the factors of experts in today's layout."""
+    """Return the adapter's folder, or a copy with expert factors in the installed peft's layout."""
     turned = list(_turned(adapter, live))
     if not turned:
         yield adapter.root
@@ -114,7 +114,7 @@ def _as_peft_reads_it(adapter: Adapter, live: LiveModel) -> Iterator[Path]:
 
 
 def _turned(adapter: Adapter, live: LiveModel) -> Iterator[LowRank]:
-    """Pairs on stacks of experts that an older peft laid out the other way round."""
+    """Return the factor pairs of expert stacks that an older peft saved in another layout."""
     if not adapter.config.target_parameters:
         return
     pieces: list[Piece] = Contract(adapter.config, live, adapter.tensors.tensors).pieces

@@ -1,8 +1,7 @@
 """Count the rows that `train.max_len` would cut: `python -m tasks.training.count_truncated JOB`.
 
-A process of its own, without ranks or model, for a plan. It tokenises the training rows of the job
-as a run would, and emits the same event "data"; or "unusable" with the reason, where they cannot be
-tokenised.
+A plan runs it in a process of its own, without ranks or model. It tokenises the training rows of
+the job as a run would, and emits the same event "data", or "unusable" with the reason.
 """
 
 from __future__ import annotations

@@ -23,24 +23,24 @@ _OURS = {"kind", "digest", "tensors", "files", "inputs", "notes"}
 _SAMPLES, _SAMPLE = 16, 4096
 _HUB = re.compile(r"models--(.+)")
 _PACKED = re.compile(r"(-unsloth)?(-bnb)?-4bit$")
-"""Endings of names that stand for the same model in 4 bits."""
+"""Name suffixes of 4-bit copies of the same model."""
 
 
 def base_mismatch(
     base: Path, *, digest: str = "", name: str = "", store: Path | None = None
 ) -> str:
-    """Return why `base` is not the model that training recorded; "" where nothing tells.
+    """Return why `base` is not the model that training recorded; "" if it may be.
 
-    The surest record decides.
+    The most reliable record decides.
 
     Args:
         base: folder of a model.
-        digest: of the base artifact that training recorded; "" for none.
+        digest: digest of the base artifact that training recorded; "" for none.
         name: name or folder of the base as PEFT recorded it; "" for none.
         store: our artifacts, among which `digest` may be found; None for none.
 
     Raises:
-        ArtifactError: no checkpoint in one of the folders.
+        ArtifactError: a folder has no checkpoint.
     """
     manifest = read_manifest(base)
     if digest and manifest:
@@ -69,7 +69,7 @@ def _other(original: Path, base: Path, name: str) -> str:
 
 
 def read_manifest(root: Path) -> dict[str, Any]:
-    """Return a manifest of ours; empty when there is none (other tools have files of that name)."""
+    """Return our manifest of a folder; empty if there is none (other tools use that file name)."""
     try:
         document = json.loads((root / MANIFEST).read_text())
     except (OSError, ValueError):
@@ -86,7 +86,7 @@ def published(digest: str, store: Path, kind: str) -> Path | None:
 
 
 def names_of(base: Path) -> Iterator[str]:
-    """Yield what a folder is called: in config.json, in the hub's cache, by its own name."""
+    """Yield the names of a model: in config.json, in the Hub cache, of its folder."""
     name = optional_json(base / CONFIG).get("_name_or_path")
     if isinstance(name, str) and name and not name.startswith(("/", ".")):
         yield name
@@ -97,7 +97,7 @@ def names_of(base: Path) -> Iterator[str]:
 
 
 def _contradicts(recorded: str, called: str) -> bool:
-    """Return True for two hub names that differ, or two names of which one adds to the other."""
+    """Return True if two Hub names differ, or if one name extends the other with a suffix."""
     one, other = (_PACKED.sub("", text.rstrip("/").lower()) for text in (recorded, called))
     if "/" in one and "/" in other:
         return one != other
@@ -106,13 +106,13 @@ def _contradicts(recorded: str, called: str) -> bool:
 
 
 def sample(folder: Path) -> str:
-    """Return a hash over the headers and some places of every weight file: it tells models apart.
+    """Return a hash over the header and samples of every weight file, to tell models apart.
 
-    Two checkpoints of one architecture differ nearly everywhere. A change that misses every one of
-    these places is a change of a few tensors alone, which the other records have to tell.
+    Two checkpoints of one architecture differ nearly everywhere. A change that misses every sample
+    is a change of a few tensors only, which the other records have to reveal.
 
     Raises:
-        ArtifactError: no checkpoint.
+        ArtifactError: the folder has no checkpoint.
     """
     digest = hashlib.sha256()
     source = open_model(folder)

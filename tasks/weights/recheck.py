@@ -40,7 +40,7 @@ if TYPE_CHECKING:
 Array: TypeAlias = NDArray[np.float64]
 
 PIECES, PIECE_ROWS = 8, 8
-"""Rows that are recomputed of a tensor: so many pieces of so many rows, evenly spaced."""
+"""Sampled rows of a tensor: number of evenly spaced pieces, and rows per piece."""
 _HINT = "merge again: force=[merge]; if it fails again, suspect the disk or the memory"
 _UNIT = 2.0**-24
 """Largest relative error of one rounding in fp32."""
@@ -48,13 +48,13 @@ _UNIT = 2.0**-24
 
 @dataclass(frozen=True)
 class Recomputed:
-    """The verdict on one tensor.
+    """Result of the recomputation of one tensor.
 
     Attributes:
         name: its key.
-        elements: how many were recomputed.
-        wrong: how many of them are not what base and adapter give.
-        skipped: why it was not recomputed; "" where it was.
+        elements: number of recomputed elements.
+        wrong: elements that differ from base plus adapter by more than rounding.
+        skipped: reason why it was not recomputed; "" if it was.
     """
 
     name: str
@@ -67,12 +67,12 @@ def recompute(plan: Plan, sources: Mapping[str, Source], merged: Source) -> list
     """Recompute sampled rows of every tensor of a merge.
 
     Args:
-        plan: what was merged.
-        sources: its inputs, by the names that it uses.
-        merged: what was written.
+        plan: plan of the merge.
+        sources: inputs of the plan by name.
+        merged: the written model.
 
     Raises:
-        ArtifactError: a file that cannot be read.
+        ArtifactError: a file cannot be read.
     """
     return [_recomputed(op, sources, merged) for op in plan.ops]
 
@@ -92,7 +92,7 @@ def recomputed_check(results: list[Recomputed]) -> Check:
 
 
 def as_json(results: list[Recomputed]) -> list[dict[str, Any]]:
-    """Plain JSON; `Recomputed(**entry)` reads it."""
+    """Return plain JSON; `Recomputed(**entry)` reads an entry."""
     return [asdict(one) for one in results]
 
 
@@ -116,7 +116,7 @@ def _recomputed(op: Op, sources: Mapping[str, Source], merged: Source) -> Recomp
 
 
 def _pieces(op: Op, rows: int) -> Iterator[tuple[int, int]]:
-    """(first, end) of the sampled rows: all of a small tensor, some of every expert of a stack."""
+    """Yield (first, end) of the sampled rows: all of a small tensor, some of each expert."""
     stack = prod(op.shape[:-2]) if len(op.shape) > 2 else 1
     count, whole = max(PIECES, stack), any(isinstance(t, Dora) and t.transpose for t in op.terms)
     if whole or rows <= count * PIECE_ROWS:
@@ -128,7 +128,7 @@ def _pieces(op: Op, rows: int) -> Iterator[tuple[int, int]]:
 
 
 class _Exact:
-    """One output tensor by rows, in fp64, and how far fp32 may take each element from it."""
+    """Exact rows of one output tensor in fp64, with the error bound of an fp32 merge."""
 
     def __init__(self, op: Op, sources: Mapping[str, Source]) -> None:
         self.op, self.sources = op, sources
@@ -136,7 +136,7 @@ class _Exact:
         self._operands: dict[str, Array] = {}
 
     def rows(self, first: int, end: int) -> tuple[Array, Array]:
-        """Values and slack of rows `[first, end)`, each (rows, columns)."""
+        """Return values and error bounds of rows `[first, end)`, each (rows, columns)."""
         values = self._base(first, end).reshape(-1, self.columns)
         slack = 2 * _UNIT * np.abs(values)
         for term in self.op.terms:
@@ -172,7 +172,7 @@ class _Exact:
                 return values + added, slack + 2 * _UNIT * np.abs(added)
 
     def _product(self, term: LowRank, here: slice) -> tuple[Array, Array]:
-        """`scale * B A` of some rows, and its error in fp32."""
+        """Return `scale * B A` of some rows, and the bound of its fp32 error."""
         a, b = self._operand(term.a), self._operand(term.b)
         height = a.shape[1] if term.transpose else b.shape[0]
         change, size, row, rank = [], [], here.start, len(a)
@@ -229,7 +229,7 @@ class _Exact:
 
     @cached_property
     def _whole(self) -> torch.Tensor:
-        """The base through 4 bits where it is stored so, or transposed; in its own dtype."""
+        """The decoded or transposed base, in its own dtype."""
         from tasks.weights.wholes import whole
 
         return whole(self.op, self.sources, Measured()).reshape(-1, self.columns)
@@ -243,7 +243,7 @@ def _values(reader: Reader, dtype: str, first: int, count: int) -> Array:
 
 
 def _rounded(values: Array, dtype: str) -> Array:
-    """Rounded to fp32 and then to a dtype, as a merge does; monotone."""
+    """Round to fp32 and then to a dtype, as a merge does; monotone."""
     with np.errstate(over="ignore"):
         wide = values.astype(np.float32).reshape(-1).view(np.uint8)
     narrow = cast(cast(wide, "F32", dtype), dtype, "F32").view(np.float32)

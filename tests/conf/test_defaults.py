@@ -187,7 +187,7 @@ UNREAD: dict[str, tuple[list[str], str]] = {
         "data.stopping rl rl.prompts rollout rollout.top_p reward reward.model "
         "zero.offload_param zero.persistence_threshold model.vocab_multiple",
     ),
-    "dpo": (["+exp=dpo", *MINE], "data.messages_key data.response_key data.label_key"),
+    "dpo": (["+exp=dpo", *MINE], "data.response_key data.label_key"),
     "full": (
         ["+exp=sft_full", *MINE, "train.max_steps=3", "train.scheduler=constant"],
         "peft.rank peft.alpha peft.target_modules peft.quant_type merge.base train.epochs "

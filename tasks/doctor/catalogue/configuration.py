@@ -8,35 +8,35 @@ from tasks.doctor.finding import Severity
 CONFIG_CHANGED = Entry(
     "CONFIG_CHANGED",
     Severity.ERROR,
-    "A setting that the weights depend on is not the base's",
-    "training does not change it, and weights that were trained with one value compute something "
-    "else with another: the model loads, and answers worse, often only in long texts",
+    "A setting that the weights depend on differs from the base's",
+    "training does not change this setting. With another value the weights compute something "
+    "else: the model loads and gives worse responses, often only to long prompts",
     "take the base's value: python flows/audit.py source=DIR base=<the base> fix=true "
     "out_dir=<folder>",
 )
 CONFIG_DIFFERS = Entry(
     "CONFIG_DIFFERS",
     Severity.WARNING,
-    "A setting that training may change is not the base's",
-    "context length, special tokens, tokenizer or processor differ from the base's: meant, or lost "
-    "when the model was saved",
-    "compare with what training was given; take the base's value where nothing was meant",
+    "A setting that training may change differs from the base's",
+    "context length, special tokens, tokenizer or processor differ from the base's: changed on "
+    "purpose, or lost when the model was saved",
+    "compare with the settings of the training; take the base's value if the change was not meant",
 )
 ROPE_THETA_ABSENT = Entry(
     "ROPE_THETA_ABSENT",
     Severity.WARNING,
-    "config.json gives no rope_theta, and published models of the family do",
-    "loaders take 10,000 without a word; weights that were trained with another base frequency "
-    "answer worse, most of all in long texts",
+    "config.json has no rope_theta, unlike the published models of its family",
+    "loaders use 10,000 without a warning. A model that was trained with another base frequency "
+    "gives worse responses, most of all to long prompts",
     "add the base's rope_theta: python flows/audit.py source=DIR base=<the base> fix=true "
     "out_dir=<folder>",
 )
 ROPE_FORM = Entry(
     "ROPE_FORM",
     Severity.WARNING,
-    "Rotary settings in the form of transformers 5 alone",
-    "transformers 4, and servers built on it, do not know rope_parameters: they take the default "
-    "theta without a word, and no scaling",
+    "Rotary settings only in the format of transformers 5",
+    "transformers 4, and servers built on it, do not read rope_parameters: they use the default "
+    "theta and no scaling, without a warning",
     "write rope_theta and rope_scaling beside rope_parameters: python flows/audit.py source=DIR "
     "fix=true out_dir=<folder>",
     ("vLLM PR #44158", "vLLM PR #42624"),
@@ -46,7 +46,7 @@ TOKENIZER_CLASS = Entry(
     Severity.WARNING,
     "A tokenizer class that transformers 4 does not have",
     "'Tokenizer class TokenizersBackend does not exist or is not currently imported': transformers "
-    "5 writes that class for tokenizers of any family, and nothing older loads it",
+    "5 writes that class for tokenizers of any family, and older versions cannot load it",
     "name the family's class, or PreTrainedTokenizerFast: python flows/audit.py source=DIR "
     "fix=true out_dir=<folder>",
     ("LLaMA-Factory #10310", "minimind #578", "QwenPaw #3084"),
@@ -54,8 +54,8 @@ TOKENIZER_CLASS = Entry(
 PROCESSOR_MISSING = Entry(
     "PROCESSOR_MISSING",
     Severity.WARNING,
-    "A multimodal model without its processor's settings",
-    "vLLM, SGLang and AutoProcessor fail before a request is answered: 'does not appear to have a "
+    "A multimodal model without a processor configuration",
+    "vLLM, SGLang and AutoProcessor cannot load it: 'does not appear to have a "
     "file named preprocessor_config.json'",
     "copy preprocessor_config.json and processor_config.json from the base: python flows/audit.py "
     "source=DIR base=<the base> fix=true out_dir=<folder>",
@@ -64,9 +64,10 @@ PROCESSOR_MISSING = Entry(
 ADAPTER_TEXT_NAMES = Entry(
     "ADAPTER_TEXT_NAMES",
     Severity.WARNING,
-    "A text model's adapter on a multimodal base",
-    "vLLM accepts an adapter whose module names end as the model's do, and applies only those that "
-    "match in full: served with this base it answers as the base does, without a word",
+    "An adapter of a text model with a multimodal base",
+    "vLLM accepts an adapter if the ends of its module names match the model's, but applies only "
+    "modules whose full names match. Served with this base, the adapter has no effect and there is "
+    "no warning",
     "merge it: python flows/deliver.py source=DIR base=<the base> out=<folder>; or rename its "
     "modules to those of the multimodal model",
     ("vLLM #34186", "vLLM #48019"),

@@ -13,23 +13,23 @@ _AGAIN = (
 MERGE_LEFT_OUT = Entry(
     "MERGE_LEFT_OUT",
     Severity.ERROR,
-    "The adapter changes these tensors, and the merged model has the base's",
-    "the model is only half the one that was trained; nothing fails, answers are between the two",
+    "The adapter changes these tensors, but the merged model has the base's values",
+    "the model is only partly the trained one. Nothing fails, but responses are worse",
     _AGAIN,
 )
 MERGE_TWICE = Entry(
     "MERGE_TWICE",
     Severity.ERROR,
     "The adapter was added twice",
-    "the change is twice as large as the one that was trained; nothing fails. It happens when an "
-    "adapter is merged into a model that it was merged into before",
+    "the change is twice as large as the trained one. Nothing fails. It happens when an adapter is "
+    "merged into a model that already contains it",
     _AGAIN,
 )
 MERGE_SCALE = Entry(
     "MERGE_SCALE",
     Severity.ERROR,
-    "The adapter was added with another scale",
-    "the change is not the one that was trained; nothing fails. The scale is lora_alpha / r, or "
+    "The adapter was added with a wrong scale",
+    "the change is not the trained one. Nothing fails. The scale is lora_alpha / r, or "
     "lora_alpha / sqrt(r) with use_rslora; rank_pattern and alpha_pattern change both by module",
     _AGAIN,
 )
@@ -37,52 +37,52 @@ MERGE_TRANSPOSED = Entry(
     "MERGE_TRANSPOSED",
     Severity.ERROR,
     "A square matrix is stored transposed",
-    "shapes agree, so it loads everywhere, and the model answers garbage",
+    "the shape is the same, so the model loads everywhere, but its responses are garbage",
     "transpose it, or merge again from the base",
 )
 MERGE_EXPERTS = Entry(
     "MERGE_EXPERTS",
     Severity.ERROR,
-    "Experts in another order than the base's",
-    "shapes agree, so it loads everywhere; the router sends every token to the wrong expert",
+    "The experts are not in the order of the base",
+    "shapes are the same, so the model loads everywhere, but its router picks the wrong experts",
     _AGAIN,
 )
 MERGE_CHANGED = Entry(
     "MERGE_CHANGED",
     Severity.ERROR,
-    "Not the base plus what the adapter adds",
-    "these tensors hold neither the trained change nor the base: rows cut or permuted, a merge of "
-    "another adapter, or damage",
+    "The values are not the base plus the adapter's change",
+    "these tensors match neither the merge nor the base: rows were cut or permuted, another "
+    "adapter was merged, or the file is damaged",
     _AGAIN,
 )
 MERGE_UNTOUCHED = Entry(
     "MERGE_UNTOUCHED",
     Severity.ERROR,
-    "Changed, although the adapter does not touch them",
-    "the model has changes that nobody trained, or the base is another one",
-    "give the base and the adapter that the merge was made of, or merge again",
+    "Tensors changed that the adapter does not touch",
+    "the model has changes that do not come from this adapter, or the base is another one",
+    "pass the base and the adapter that were merged, or merge again",
 )
 MERGE_MISSING = Entry(
     "MERGE_MISSING",
     Severity.ERROR,
-    "Tensors that the merge has to have, and that are not there",
-    "transformers initialises them at random with a warning; an embedding that was trained apart "
-    "from its tied partner is lost",
+    "Tensors are missing in the merged model",
+    "transformers initialises them at random with a warning. An embedding that training untied "
+    "from the output head is lost",
     _AGAIN,
 )
 MERGE_PARTIAL = Entry(
     "MERGE_PARTIAL",
     Severity.WARNING,
-    "Some layers are the base's, bit for bit, and others of the same kind are not",
-    "a merge that stopped halfway looks like this, and so does training of some layers alone",
-    "give the adapter, and every tensor is checked: python flows/audit.py source=DIR "
+    "Some layers equal the base's bit for bit, and others of the same kind do not",
+    "a merge that stopped halfway looks like this, and so does training of only some layers",
+    "pass the adapter to check every tensor: python flows/audit.py source=DIR "
     "base=<the base> adapter=<the adapter> values=true",
 )
 MERGE_MIXED_BASE = Entry(
     "MERGE_MIXED_BASE",
     Severity.WARNING,
     "Merged partly into the dequantised base and partly into the original",
-    "an adapter belongs to one of the two: the one that training held in memory",
+    "an adapter fits only one of the two: the one that was loaded in training",
     _AGAIN,
 )
 MERGE_DEQUANTIZED = Entry(
@@ -103,6 +103,6 @@ MERGE_NOT_PROVEN = Entry(
     "MERGE_NOT_PROVEN",
     Severity.WARNING,
     "Tensors that could not be compared with base and adapter",
-    "what was not compared is not known to be right",
-    "give a merged model and a base in bf16, fp16 or fp32, and the adapter as PEFT saved it",
+    "these tensors may be wrong",
+    "pass a merged model and a base in bf16, fp16 or fp32, and the adapter as PEFT saved it",
 )

@@ -165,7 +165,7 @@ _REWARDS = {
 _DATASETS = ("dataset", "dataset_name", "dataset_path", "data_path", "train_file", "prompt_data")
 
 _BASE = ("model_name_or_path", "base_model", "base_model_name_or_path", "base_model_path")
-_SOURCE = ("adapter", "adapter_path", "adapter_name_or_path", "adapter_model_path", "lora_path",
+_SOURCE = ("adapter_path", "adapter_name_or_path", "adapter_model_path", "lora_path",
            "peft_model_path", "checkpoint", "checkpoint_dir", "model", "model_path", "input",
            "input_dir", "path", "load_dir", "local_dir")  # fmt: skip
 _OUT = ("output_dir", "output_path", "output", "export_dir", "save_path", "target_dir")
@@ -182,7 +182,7 @@ PEERS: Mapping[str, Mapping[str, str]] = {
     "deliver": {
         **{name: text.replace("model.dtype", "convert.dtype") for name, text in _DTYPES.items()},
         **dict.fromkeys(_BASE, "base={}"),
-        **dict.fromkeys(_SOURCE, "source={}"),
+        **dict.fromkeys(("adapter", *_SOURCE), "source={}"),
         **dict.fromkeys((*_OUT, "out_dir"), "out={}"),
         "export_size": "convert.max_shard_size={}GB",
         "export_quantization_bit": "convert.quantize=w8a8",

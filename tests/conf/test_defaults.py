@@ -253,4 +253,5 @@ def test_a_loss_option_of_another_objective_is_refused() -> None:
     given = ["+exp=sft_qlora", "train.loss.beta=0.1"]
     with pytest.raises(ConfigError, match="1 problem") as caught:
         check(links(compose(given), given))
-    assert caught.value.hint == "train.loss.beta=null or train=dpo"
+    (line,) = caught.value.details
+    assert line.endswith("-> train.loss.beta=null or train=dpo")

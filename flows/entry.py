@@ -23,9 +23,11 @@ from flows.arguments import Arguments, read
 from flows.config import CONF, Composed, conf_folders, refused, vocabulary
 from flows.usage import brief, full
 from tasks.errors import PlumblineError
+from tasks.tracking import redact
 
 Job = Callable[[Composed, list[str]], int]
 _RAISE = "HYDRA_FULL_ERROR"
+_TRACKING = "MLFLOW_TRACKING_URI"
 
 
 def run_main(config_name: str, job: Job, *, argv: Sequence[str] | None = None) -> int:
@@ -68,8 +70,10 @@ def _hydra(config_name: str, job: Job, arguments: Arguments) -> int:
     shown = {("--cfg", "job"), ("-c", "job")} & set(pairwise(arguments.flags))
     # Computed defaults are shown as numbers.
     words = [*arguments.flags, *arguments.overrides, *(["--resolve"] if shown else [])]
+    uri = os.environ.get(_TRACKING)
+    printable = redact(uri) if shown and uri else uri
     try:
-        with _environment(_RAISE, "1"), _arguments(words):
+        with _environment(_RAISE, "1"), _environment(_TRACKING, printable), _arguments(words):
             program()
     except (HydraException, OmegaConfBaseException, ValueError, OSError) as error:
         if not started:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 import pytest
@@ -112,3 +113,14 @@ def test_cfg_job_prints_and_runs_nothing(capsys: pytest.CaptureFixture[str]) -> 
     assert run_main("rlhf", job, argv=["+exp=sft_qlora", "--cfg", "job"]) == 0
     assert "double_quant: true" in capsys.readouterr().out
     assert job.seen == []
+
+
+def test_cfg_job_prints_no_password(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", "http://me:secret@localhost:5000")
+    assert run_main("rlhf", Job(), argv=["+exp=sft_qlora", "--cfg", "job"]) == 0
+    printed = capsys.readouterr().out
+    assert "uri: http://me:***@localhost:5000" in printed
+    assert "secret" not in printed
+    assert os.environ["MLFLOW_TRACKING_URI"] == "http://me:secret@localhost:5000"

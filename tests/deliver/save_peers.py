@@ -1,0 +1,74 @@
+"""Checkpoints by verl's and OpenRLHF's own code, whose trainers need CUDA.
+
+Run in their environments (peers.sh):
+verl: FSDPCheckpointManager writes a LoRA actor under FSDP2 on gloo.
+OpenRLHF: get_llm_for_sequence_regression builds it, DeepspeedStrategy.save_model saves it.
+
+    torchrun --nproc-per-node 2 save_peers.py verl BASE OUT
+    python save_peers.py openrlhf BASE OUT reward|critic
+"""
+
+from __future__ import annotations
+
+import sys
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+
+
+def save_verl(base: str, out: str) -> None:
+    """Save one rank's shard of the actor, as `verl` leaves it at a training step."""
+    import torch.distributed as dist
+    from peft import LoraConfig, get_peft_model
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+    from verl.utils.checkpoint.fsdp_checkpoint_manager import FSDPCheckpointManager
+
+    dist.init_process_group("gloo")
+    torch.manual_seed(0)
+    config = LoraConfig(r=4, lora_alpha=8, target_modules="all-linear", task_type="CAUSAL_LM")
+    model = AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32)
+    wrapped = get_peft_model(model, config)
+    _move(wrapped)
+    fully_shard(wrapped, mesh=init_device_mesh("cpu", (2,), mesh_dim_names=("fsdp",)))
+    contents = {"load_contents": ["model"], "save_contents": ["model"]}
+    tokenizer = AutoTokenizer.from_pretrained(base)
+    FSDPCheckpointManager(
+        wrapped, processing_class=tokenizer, checkpoint_config=contents
+    ).save_checkpoint(out, global_step=1)
+    dist.destroy_process_group()
+
+
+def save_openrlhf(base: str, out: str, kind: str) -> None:
+    """Save a reward model's or a critic's LoRA adapter."""
+    from openrlhf.models import get_llm_for_sequence_regression
+    from openrlhf.utils.deepspeed import deepspeed as engine
+    from transformers import AutoTokenizer
+
+    torch.manual_seed(0)
+    model = get_llm_for_sequence_regression(
+        base, kind, attn_implementation="eager", param_dtype="bf16",
+        lora_rank=4, lora_alpha=8, target_modules=["q_proj", "v_proj"], init_value_head=True,
+    )  # fmt: skip
+    _move(model)
+    engine.torch_dist_barrier_and_cuda_sync = lambda: None
+    arguments = SimpleNamespace(
+        ds=SimpleNamespace(param_dtype="bf16", zero_stage=2, tensor_parallel_size=1),
+        train=SimpleNamespace(dynamic_batch_enable=False),
+    )
+    strategy = engine.DeepspeedStrategy(args=arguments)
+    strategy.is_rank_0 = lambda: True
+    strategy.save_model(model, AutoTokenizer.from_pretrained(base), out)
+
+
+def _move(model: Any) -> None:
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if "lora_" in name:
+                parameter.add_(torch.randn_like(parameter) * 0.05)
+
+
+if __name__ == "__main__":
+    {"verl": save_verl, "openrlhf": save_openrlhf}[sys.argv[1]](*sys.argv[2:])

@@ -136,7 +136,7 @@ def train_swift(place: Path, name: str, command: str, *changes: str) -> Path:
         "--output_dir", str(out), "--add_version", "false", "--max_steps", "2",
         "--learning_rate", "0.01", "--use_hf", "true", "--torch_dtype", "bfloat16",
         "--report_to", "tensorboard", "--dataloader_num_workers", "0",
-        "--split_dataset_ratio", "0", *changes, cwd=place / f"work-{out.name}",
+        "--split_dataset_ratio", "0", "--use_cpu", "true", *changes, cwd=place / f"work-{out.name}",
     )  # fmt: skip
     return out / "checkpoint-2"
 

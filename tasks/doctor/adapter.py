@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from typing import Any
 
 from tasks.doctor.adapter_keys import sort_keys
@@ -13,6 +14,7 @@ from tasks.doctor.recognise import ADAPTER_CONFIG, CONFIG, Kind
 from tasks.doctor.said import texts
 from tasks.doctor.source import Source
 from tasks.weights.adapters.config import parse_config
+from tasks.weights.heads.folder import SIDE_FILES
 
 _MUTATING = ("pissa", "olora", "corda", "loftq")
 
@@ -36,6 +38,9 @@ def check(source: Source) -> Iterator[Finding]:
     if outsized(raw) or not source.weights.is_whole or not source.tensors:
         return
     config, _ = parse_config(raw)
+    if any(name in source.folder.files for name in SIDE_FILES):  # LLaMA-Factory's value head
+        saved = tuple(name for name in config.modules_to_save if name != "v_head")
+        config = replace(config, modules_to_save=saved)
     keys = sort_keys(source.tensors)
     yield from check_tensors(keys, config)
     if source.base is None:

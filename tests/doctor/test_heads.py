@@ -67,6 +67,12 @@ class TestKinds:
         assert codes(root)["HEAD_SIDE_FILE"] == "warning"
         assert errors(codes(root)) == set()
 
+    def test_llamafactorys_reward_adapter_may_name_it_too(self, tmp_path: Path) -> None:
+        root = make_adapter(tmp_path / "it", modules_to_save=["v_head"])
+        assert "ADAPTER_SAVED_ABSENT" in codes(root)
+        save_file(V_HEAD, root / "value_head.safetensors")
+        assert errors(codes(root)) == set()
+
 
 class TestAbsent:
     @pytest.mark.parametrize("named", [CLASSIFIER, ["RewardModel"]])

@@ -94,9 +94,8 @@ def test_a_follower_joins_each_call_once_and_ends_with_the_leader(tmp_path: Path
 
 def test_a_leader_that_fails_says_so(tmp_path: Path) -> None:
     thread, statuses = following(tmp_path, [])
-    leader = Leader(LEADER, tmp_path)
-    with leader:
-        time.sleep(0.2)
+    leader = Leader(LEADER, tmp_path).__enter__()
+    time.sleep(0.2)
     leader.__exit__(ValueError, ValueError("boom"), None)
     thread.join(20)
     assert statuses == [1]

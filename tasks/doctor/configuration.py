@@ -75,7 +75,7 @@ def _tokenizer_class(source: Source) -> Iterator[Finding]:
 
 def _rope_form(config: Mapping[str, Any]) -> Iterator[Finding]:
     text = text_config(config)
-    kind, new = text.get("model_type"), text.get("rope_parameters")
+    kind, new = str(text.get("model_type")), text.get("rope_parameters")
     if not isinstance(new, Mapping):
         present = {"rope_theta", "rope_scaling", "rotary_emb_base"} & {*text, *config}
         if kind in _ALWAYS_SAID and "rope_theta" not in present:
@@ -86,7 +86,7 @@ def _rope_form(config: Mapping[str, Any]) -> Iterator[Finding]:
     if "rope_theta" in text:
         return
     lost = old_rope(text)
-    default = _THETAS.get(str(kind), THETA)
+    default = _THETAS.get(kind, THETA)
     if lost.get("rope_theta") in (None, default) and "rope_scaling" not in lost:
         return
     told = ", ".join(f"{name} {value!r}" for name, value in lost.items())

@@ -95,5 +95,6 @@ def test_the_literal_plan_shows_everything_and_says_what_is_missing(tmp_path: Pa
     done = program(user, "+exp=dpo_qwen72b_lora", f"data.path={tmp_path}/rows.jsonl", "plan=true")
     assert done.returncode == 2
     assert done.stdout.startswith(f"runs: {user}/runs\nstages:\n  prepare_data  to run: ")
-    assert "model.attn_implementation=sdpa" in done.stderr
+    assert "-> model.attn_implementation=sdpa\n" in done.stdout
+    assert done.stderr == "the preflight found 1 problem; nothing was started\n"
     assert list(user.iterdir()) == []

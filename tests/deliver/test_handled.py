@@ -59,8 +59,8 @@ CASES: dict[str, tuple[Make, set[str]]] = {
     ),
     "an end that stops nothing": (_eos_of_the_base, {"EOS_DISAGREES"}),
 }  # fmt: skip
-ELSEWHERE = {"MANIFEST_DIFFERS"}
-"""`test_intact.py`."""
+ELSEWHERE = {"MANIFEST_DIFFERS", "WRONG_BASE"}
+"""`test_intact.py`, and `TestTheBase` in `test_refusals.py`."""
 
 
 def errors(folder: Path) -> set[str]:

@@ -26,7 +26,7 @@ def with_tokenizer(base: Path, folder: Path, **changes: Any) -> Path:
 def found_of(base: Path, *overrides: str) -> list[str]:
     given = ["model=hf", f"model.path={base}", "train.max_len=64", *overrides]
     settings = compose_config(given).settings
-    return [str(one) for one in findings(settings, base / "runs") if "row" in str(one)]
+    return [str(one) for one in findings(settings, base / "runs") if "embedding" in str(one)]
 
 
 def test_a_pad_token_without_a_row_is_named(base: Path, tmp_path: Path) -> None:

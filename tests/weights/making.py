@@ -68,6 +68,9 @@ def save_tokenizer(folder: Path) -> None:
     tokenizer.chat_template = TEMPLATE
     folder.mkdir(parents=True, exist_ok=True)
     tokenizer.save_pretrained(folder)
+    path = folder / "tokenizer_config.json"  # a class that every version of transformers has
+    settings = {**json.loads(path.read_text()), "tokenizer_class": "PreTrainedTokenizerFast"}
+    path.write_text(json.dumps(settings, indent=2))
 
 
 def make_base(root: Path, family: str, *, seed: int = 0, max_shard_size: str = "5GB") -> Artifact:

@@ -10,11 +10,11 @@ from typing import Any
 
 import torch
 
+from tasks.doctor.configuration import old_rope
 from tests.doctor.corpus import Clean, Corpus, Make
 from tests.weights.adapters.making import quiet, train
 from tests.weights.families.making import FAMILIES, load, make_model
-from tests.weights.making import ROWS, make_base
-from tests.weights.making import save_tokenizer as save_generic_tokenizer
+from tests.weights.making import ROWS, make_base, save_tokenizer
 
 IDS = {"bos_token_id": 0, "eos_token_id": 0, "pad_token_id": 3}
 """As the tokenizer of the tests has them: <|endoftext|> is 0, <|im_end|> 2, <|pad|> 3."""
@@ -24,12 +24,6 @@ _GROWN = ROWS + 8
 
 def _config(family: str, **changes: Any) -> Any:
     return FAMILIES[family].config(vocab_size=ROWS, **IDS, **changes)
-
-
-def save_tokenizer(folder: Path) -> None:
-    """A tokenizer of a class that every version of transformers has."""
-    save_generic_tokenizer(folder)
-    change_json(folder / "tokenizer_config.json", tokenizer_class="PreTrainedTokenizerFast")
 
 
 def save_model(
@@ -45,6 +39,9 @@ def save_model(
     if hasattr(model.config, "vision_config"):
         settings = {"image_processor_type": "CLIPImageProcessor", "image_mean": [0.5, 0.5, 0.5]}
         (folder / "preprocessor_config.json").write_text(json.dumps(settings))
+    if family == "qwen2_5_vl":  # as published: mrope in the form that transformers 4 reads, too
+        text = json.loads((folder / "config.json").read_text())["text_config"]
+        change_json(folder / "config.json", text_config={**text, **old_rope(text)})
     save_tokenizer(folder)
 
 

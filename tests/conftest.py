@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import logging
 import os
-from collections.abc import Generator
+from collections.abc import Generator, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -63,6 +64,16 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if item.path.parent.name == "flows":
             item.add_marker(pytest.mark.timeout(600))
+
+
+@pytest.fixture(autouse=True)
+def no_log_handlers_stay() -> Iterator[None]:
+    """Remove log handlers that a test installs: Hydra's write to its captured, then closed, output."""
+    root = logging.getLogger()
+    before = list(root.handlers)
+    yield
+    for handler in [one for one in root.handlers if one not in before]:
+        root.removeHandler(handler)
 
 
 @pytest.hookimpl(wrapper=True)

@@ -68,7 +68,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 @pytest.fixture(autouse=True)
 def no_log_handlers_stay() -> Iterator[None]:
-    """Remove log handlers that a test installs: Hydra's write to its captured, then closed, output."""
+    """Remove log handlers that a test installs: Hydra's write to output that is closed by then."""
     root = logging.getLogger()
     before = list(root.handlers)
     yield

@@ -158,7 +158,7 @@ def moved(ours: Tensors, base: Path) -> int:
 def test_llamafactory_names_no_base(
     here: Run, bits: int | None, place: Path, tmp_path: Path
 ) -> None:
-    """What it leaves of LoRA and of QLoRA is the same: deliver asks for merge.base."""
+    """LoRA and QLoRA leave the same files, so deliver asks for merge.base."""
     base = place / "base"
     source = train_llamafactory(
         place, f"sft-{bits}", **({"quantization_bit": bits} if bits else {})
@@ -210,7 +210,7 @@ def test_llamafactory_reward_model(here: Run, place: Path, tmp_path: Path) -> No
 
 @pytest.mark.parametrize("bits", [None, 4])
 def test_swift_names_the_base(here: Run, bits: int | None, place: Path, tmp_path: Path) -> None:
-    """Its args.json decides: the original base, or the dequantized one."""
+    """The args.json of ms-swift decides between the original and the dequantized base."""
     base = place / "base"
     options = ("--quant_method", "bnb", "--quant_bits", "4") if bits else ()
     source = train_swift(place, f"sft-{bits}", "sft", *options)
@@ -251,7 +251,7 @@ def test_swift_reward_model(here: Run, place: Path, tmp_path: Path) -> None:
 
 
 def test_verl_merger(here: Run, place: Path, tmp_path: Path) -> None:
-    """Its "merged" model is the base, which is refused; `lora_adapter` beside it is delivered."""
+    """The "merged" model is the base and is refused; `lora_adapter` beside it is delivered."""
     base, actor, merged = place / "base", place / "verl" / "actor", place / "verl" / "merged"
     run_peer(
         "verl", "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2",

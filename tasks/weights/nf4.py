@@ -57,15 +57,7 @@ def as_trained(weight: torch.Tensor, quantization: Mapping[str, Any]) -> torch.T
     if state.nested:
         scales = functional.dequantize_blockwise(state.absmax, state.state2) + state.offset
     # Not `dequantize_4bit`: see `stored4bit/decode.py` on rows that are no whole number of blocks.
-    restored = torch.empty(weight.numel(), dtype=weight.dtype)
-    unpack(
-        packed.reshape(-1).numpy(),
-        scales.numpy(),
-        restored,
-        kind=state.quant_type,
-        blocksize=state.blocksize,
-    )
-    restored = restored.reshape(weight.shape)
+    restored = _restored(weight, packed, scales, state).reshape(weight.shape)
     return restored.t().contiguous() if turned else restored
 
 
@@ -108,15 +100,21 @@ class RowsAsTrained:
         if self._quantization["double_quant"]:
             narrow, nested = functional.quantize_blockwise(scales - self._offset, blocksize=_SCALES)
             scales = functional.dequantize_blockwise(narrow, nested) + self._offset
-        restored = _torch().empty(part.numel(), dtype=part.dtype)
-        unpack(
-            packed.reshape(-1).numpy(),
-            scales.numpy(),
-            restored,
-            kind=state.quant_type,
-            blocksize=state.blocksize,
-        )
+        restored = _restored(part, packed, scales, state)
         return restored[start - low : stop - low].reshape(-1, self._columns)
+
+
+def _restored(like: torch.Tensor, packed: Any, scales: Any, state: Any) -> torch.Tensor:
+    """Decode packed 4-bit values with these scales; 1-D, in the dtype and size of `like`."""
+    restored = _torch().empty(like.numel(), dtype=like.dtype)
+    unpack(
+        packed.reshape(-1).numpy(),
+        scales.numpy(),
+        restored,
+        kind=state.quant_type,
+        blocksize=state.blocksize,
+    )
+    return restored
 
 
 def _torch() -> Any:

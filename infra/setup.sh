@@ -7,12 +7,15 @@
 #
 #   PROFILE=cpu|cuda  which lock (default: what $VENV already holds, else cpu)
 #   VENV=.venv        where
-#   PYTHON=...        which interpreter (default: the first of python3.11 ... python3 that is >= 3.11)
+#   PYTHON=...        which interpreter (default: the first of python3.11 ... python3 that is 3.11 to
+#                     3.14)
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 
 VENV=${VENV:-.venv}
 STAMPS=$VENV/.plumbline
+PYTHONS="python3.11 python3.12 python3.13 python3"
+DRIVER=580 # the first with CUDA 13, which torch 2.13 is built for
 TORCH_CPU_INDEX=https://download.pytorch.org/whl/cpu
 export PIP_CACHE_DIR="$PWD/.cache/pip" PIP_DISABLE_PIP_VERSION_CHECK=1 PIP_NO_INPUT=1
 
@@ -23,21 +26,55 @@ fail() {
 
 find_python() {
     local candidate
-    for candidate in ${PYTHON:-python3.11 python3.12 python3.13 python3}; do
+    for candidate in ${PYTHON:-$PYTHONS}; do
         # Run it: version managers put names on PATH that only print an error.
-        if "$candidate" -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null; then
+        if "$candidate" -c 'import sys; sys.exit(not (3, 11) <= sys.version_info < (3, 15))' \
+            2>/dev/null; then
             printf '%s\n' "$candidate"
             return
         fi
     done
-    fail "no Python >= 3.11 among: ${PYTHON:-python3.11 python3.12 python3.13 python3}. \
+    fail "no Python 3.11 to 3.14 among: ${PYTHON:-$PYTHONS}. \
 Install one, or name it: make setup PYTHON=/path/to/python3.11"
+}
+
+at_least() { [[ $(printf '%s\n%s\n' "$2" "$1" | sort -V | head -n 1) == "$2" ]]; }
+
+# What the locked wheels need, said before gigabytes are fetched and in place of a compiler's errors.
+check_machine() {
+    local machine glibc needed
+    machine=$(uname -m)
+    case $machine in
+        x86_64) needed=2.31 ;;
+        aarch64) needed=2.34 ;;
+        *) fail "there are no wheels for $machine: a Linux machine with x86_64 or aarch64 is needed" ;;
+    esac
+    glibc=$(getconf GNU_LIBC_VERSION 2>/dev/null) ||
+        fail "this system has no glibc, which the wheels need: use a Debian, Ubuntu or RHEL image"
+    at_least "${glibc#glibc }" $needed || fail "the wheels need glibc $needed on $machine (Ubuntu \
+22.04, Debian 12 or RHEL 9 have it), and this is $glibc: use a newer image"
+}
+
+# CUDA kernels are in the wheels; triton compiles the C code that starts them, with Python's headers.
+check_cuda() {
+    local headers driver
+    [[ -n ${CC:-} ]] || command -v gcc >/dev/null || command -v clang >/dev/null ||
+        fail "PROFILE=cuda needs a C compiler at run time, for triton: apt-get install gcc"
+    headers=$("$1" -c 'import sysconfig; print(sysconfig.get_path("include"))')
+    [[ -f $headers/Python.h ]] || fail "PROFILE=cuda needs Python's headers at run time, for triton, \
+and $headers/Python.h is not there: apt-get install python3-dev"
+    driver=$(nvidia-smi --query-gpu=driver_version --format=csv,noheader 2>/dev/null | head -n 1) ||
+        return 0
+    at_least "${driver:-$DRIVER}" $DRIVER || echo "setup: NVIDIA's driver here is $driver, and \
+CUDA 13 needs $DRIVER or newer: update it before a run (cuda-compat will do on data centre GPUs)" >&2
 }
 
 make_venv() {
     [[ -x $VENV/bin/python ]] && return
     local python
+    check_machine
     python=$(find_python)
+    [[ $PROFILE == cpu ]] || check_cuda "$python"
     "$python" -c 'import ensurepip, venv' 2>/dev/null ||
         fail "$python cannot make virtual environments (on Debian: apt-get install python3-venv)"
     "$python" -m venv "$VENV"
@@ -73,12 +110,12 @@ install_torch() {
 # Setuptools warns that an editable installation is one.
 install_project() { PYTHONWARNINGS=ignore pip_install --no-build-isolation --editable .; }
 
-make_venv
 held=$(cat "$STAMPS/profile" 2>/dev/null || true)
 PROFILE=${PROFILE:-${held:-cpu}}
 [[ $PROFILE == cpu || $PROFILE == cuda ]] || fail "PROFILE=$PROFILE: it is cpu or cuda"
 [[ -z $held || $held == "$PROFILE" ]] ||
     fail "$VENV holds profile $held; make another one: make setup PROFILE=$PROFILE VENV=.venv-$PROFILE"
+make_venv
 
 step build requirements/build.lock -- pip_locked requirements/build.lock
 mkdir -p "$STAMPS" && printf '%s\n' "$PROFILE" >"$STAMPS/profile"

@@ -2,9 +2,10 @@
 # Makes every lock in this folder from its .in file: `make lock`, or `requirements/lock.sh cpu dev`.
 #
 # cpu comes first: the others take it as a constraint, so that a package has one version in the
-# whole project. Not cuda: its torch and vLLM ask for other releases of triton and setuptools. A lock that already satisfies its .in file keeps its versions; delete it to
-# move everything to the newest. Hashes of all files of a release are kept, so one lock serves
-# every Python and platform that the versions themselves support.
+# whole project. Not cuda: its torch asks for another release of triton. A lock that already
+# satisfies its .in file keeps its versions; delete it to move everything to the newest. Hashes of all
+# files of a release are kept, so one lock serves Python 3.11 to 3.14 on x86-64 and aarch64: what
+# only some of them need is in the .in files, and gets a marker here.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 
@@ -33,6 +34,9 @@ lock() {
     "$tools/bin/uv" pip compile "requirements/$name.in" "${args[@]}" \
         --output-file "requirements/$name.lock" --quiet --no-header --generate-hashes \
         --python-version 3.11 --python-platform x86_64-manylinux_2_28
+    # Of vLLM, with wheels for x86-64 alone; and of Prefect.
+    sed -i -E -e "s/^(intel-(openmp|cmplr-lib-ur)==[^ ]+) /\\1 ; platform_machine == 'x86_64' /" \
+        -e "s/^(whenever==[^ ]+) /\\1 ; python_version >= '3.13' /" "requirements/$name.lock"
 }
 
 install_resolver

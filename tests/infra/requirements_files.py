@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping
 from pathlib import Path
+
+from packaging.requirements import Requirement
 
 PROJECT = Path(__file__).resolve().parents[2]
 REQUIREMENTS = PROJECT / "requirements"
 
-_PIN = re.compile(r"([A-Za-z0-9._-]+)(?:\[[^\]]*\])?==(\S+)")
+_PIN = re.compile(r"([A-Za-z0-9._-]+)(?:\[[^\]]*\])?==([^\s;]+)")
 
 
 def normal(name: str) -> str:
@@ -29,9 +32,17 @@ def pins(lines: list[str]) -> dict[str, str]:
     return {normal(match[1]): match[2] for match in found if match}
 
 
-def lock(name: str) -> dict[str, str]:
-    """Name -> version of a lock."""
-    return pins(logical_lines(REQUIREMENTS / f"{name}.lock"))
+def lock(name: str, environment: Mapping[str, str] | None = None) -> dict[str, str]:
+    """Name -> version of a lock; with `environment` of what its markers ask for there."""
+    lines = logical_lines(REQUIREMENTS / f"{name}.lock")
+    if environment is not None:
+        found = [Requirement(line.split(" --hash", 1)[0]) for line in lines]
+        lines = [
+            str(one)
+            for one in found
+            if one.marker is None or one.marker.evaluate(dict(environment))
+        ]
+    return pins(lines)
 
 
 def wanted(name: str) -> dict[str, str]:

@@ -6,10 +6,11 @@ import re
 import subprocess
 import sys
 import tomllib
-from importlib.metadata import version
+from importlib.metadata import requires, version
 from pathlib import Path
 
 import pytest
+from packaging.requirements import Requirement
 
 from tests.infra.requirements_files import (
     PROJECT,
@@ -88,8 +89,37 @@ def test_this_environment_is_what_the_lock_says() -> None:
     stamp = Path(sys.prefix) / ".plumbline" / "profile"
     if stamp.is_file() and stamp.read_text().strip() != "cpu":
         pytest.skip("the environment was made from the CUDA lock")
-    locked = lock("cpu") | wanted("torch")
+    locked = lock("cpu", {}) | wanted("torch")
     assert {package: version(package) for package in locked} == locked
+
+
+@pytest.mark.parametrize("python", ["3.11", "3.12", "3.13", "3.14"])
+@pytest.mark.parametrize("machine", ["x86_64", "aarch64"])
+def test_the_lock_holds_what_every_package_asks_for(python: str, machine: str) -> None:
+    """Of the metadata that are installed here, with the markers of that Python and machine."""
+    environment = {
+        "python_version": python, "python_full_version": f"{python}.0",
+        "platform_machine": machine, "extra": "",
+    }  # fmt: skip
+    locked = lock("cpu", environment)
+    left_out = {"torch", "torchvision", "torchaudio", "torchcodec", "triton"}
+    broken = [
+        f"{package}: {asked}"
+        for package in locked.keys() & lock("cpu", {}).keys()
+        for asked in map(Requirement, requires(package) or ())
+        if normal(asked.name) not in left_out
+        and (asked.marker is None or asked.marker.evaluate(environment))
+        and not asked.specifier.contains(locked.get(normal(asked.name), "0"), prereleases=True)
+    ]
+    assert broken == []
+
+
+def test_a_lock_has_no_wheels_for_x86_alone_on_another_machine() -> None:
+    assert {"intel-openmp", "intel-cmplr-lib-ur"} <= lock(
+        "cpu", {"platform_machine": "x86_64"}
+    ).keys()
+    other = lock("cpu", {"platform_machine": "aarch64"})
+    assert not any(name.startswith("intel-") for name in other)
 
 
 def test_no_file_names_a_package_registry() -> None:

@@ -6,6 +6,7 @@ from __future__ import annotations
 import os
 import shutil
 import subprocess
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -117,8 +118,80 @@ def test_the_cuda_profile_needs_an_environment_of_its_own(checkout: Checkout) ->
     assert checkout.calls() == []
 
 
+PYTHON = """#!/usr/bin/env bash
+case "$*" in
+*get_path*) echo {headers} ;;
+"-m venv "*) mkdir -p "$3/bin" && cp {recorder} "$3/bin/python" ;;
+esac
+"""
+
+
+@pytest.fixture
+def fresh(checkout: Checkout, tmp_path: Path) -> Callable[..., subprocess.CompletedProcess[str]]:
+    """Set-up without an environment yet, on a machine whose commands answer as told."""
+    recorder = tmp_path / "recorder"
+    (checkout.root / ".venv" / "bin" / "python").rename(recorder)
+    shutil.rmtree(checkout.root / ".venv")
+    tools, headers = tmp_path / "tools", tmp_path / "include"
+    tools.mkdir()
+    headers.mkdir()
+
+    def setup(
+        profile: str, *, header: bool = True, **told: str
+    ) -> subprocess.CompletedProcess[str]:
+        python = PYTHON.format(headers=headers, recorder=recorder)
+        fine = {"uname": "echo x86_64", "getconf": "echo glibc 2.36", "gcc": "", "python": python}
+        for name, script in {**fine, **told}.items():
+            path = tools / name.replace("_", "-")
+            path.write_text(script if script.startswith("#!") else f"#!/bin/sh\n{script}\n")
+            path.chmod(0o755)
+        if header:
+            (headers / "Python.h").touch()
+        return checkout.setup(PROFILE=profile, PYTHON="python", PATH=f"{tools}:/usr/bin:/bin")
+
+    return setup
+
+
+@pytest.mark.parametrize("profile", ["cpu", "cuda"])
+@pytest.mark.parametrize(("machine", "glibc"), [("x86_64", "2.31"), ("aarch64", "2.34")])
+def test_a_machine_that_the_wheels_are_for(fresh, profile: str, machine: str, glibc: str) -> None:
+    done = fresh(profile, uname=f"echo {machine}", getconf=f"echo glibc {glibc}")
+    assert (done.returncode, done.stderr) == (0, "")
+    assert f"setup: {profile}" in done.stdout
+
+
+REFUSED = {
+    "another machine": ({"uname": "echo ppc64le"}, "there are no wheels for ppc64le"),
+    "old glibc": ({"getconf": "echo glibc 2.28"}, "need glibc 2.31 on x86_64 (Ubuntu 22.04"),
+    "old glibc on Arm": (
+        {"uname": "echo aarch64", "getconf": "echo glibc 2.31"}, "need glibc 2.34 on aarch64"),
+    "no glibc": ({"getconf": "exit 1"}, "this system has no glibc"),
+    "no Python.h": ({"header": False}, "Python.h is not there: apt-get install python3-dev"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_a_machine_that_they_are_not_for_is_told_before_anything_is_fetched(
+    fresh, checkout: Checkout, name: str
+) -> None:
+    told, said = REFUSED[name]
+    done = fresh("cuda", **told)
+    assert done.returncode == 1
+    assert said in done.stderr
+    assert checkout.calls() == []
+
+
+def test_an_old_driver_is_told_and_set_up_goes_on(fresh) -> None:
+    done = fresh("cuda", nvidia_smi="echo 550.54.15")
+    assert done.returncode == 0
+    assert "driver here is 550.54.15, and CUDA 13 needs 580 or newer" in done.stderr
+    for fine in ("echo 580.65.06", "echo NVIDIA-SMI has failed; exit 9"):
+        shutil.rmtree(Path(done.args[0]).parents[1] / ".venv")
+        assert fresh("cuda", nvidia_smi=fine).stderr == ""
+
+
 def test_without_a_new_enough_python_it_says_so(checkout: Checkout) -> None:
     shutil.rmtree(checkout.root / ".venv")
     refused = checkout.setup(PYTHON="no-such-python")
     assert refused.returncode == 1
-    assert "no Python >= 3.11 among: no-such-python" in refused.stderr
+    assert "no Python 3.11 to 3.14 among: no-such-python" in refused.stderr

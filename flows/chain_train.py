@@ -12,13 +12,14 @@ from flows.chain_run import ChainRun
 from flows.chain_stages import REINFORCE, ROLLOUT_BASE, TRAIN
 from flows.progress import progress
 from tasks.artifact import Artifact
-from tasks.data.kinds import PROMPTS
+from tasks.data.kinds import PROMPTS, names_texts
 from tasks.rl.rewards.identity import sources_digest
 from tasks.rollout_base import rollout_base
 from tasks.scoring import ReferenceScorer
 from tasks.stage import plain
 from tasks.tracking import StageRun
 from tasks.train import train
+from tasks.training.fitting import refuse_truncated
 from tasks.training.job import Settings
 
 
@@ -48,10 +49,31 @@ def train_stage(run: ChainRun, base: Artifact, data: Artifact) -> Artifact:
         },
         observe=partial(_observe, run.scorer),
     ).artifact
+    if trained.digest:
+        refuse_cut_rows(run.settings, trained)
     if not run.settings["train"]["keep_ckpts"]:
         # They are for a run that broke off; what it led to is published now.
         shutil.rmtree(checkpoints, ignore_errors=True)
     return trained
+
+
+def refuse_cut_rows(settings: Mapping[str, Any], trained: Artifact) -> None:
+    """Apply `data.max_truncated` to a result that is reused, as the ranks do to a new one.
+
+    The limit decides about a result and does not change it, so it is no part of the stage's key.
+
+    Raises:
+        DataError: more training rows were cut than the limit allows.
+    """
+    counts = trained.notes.get("data", {}).get("train")
+    if counts is not None:
+        refuse_truncated(
+            counts,
+            source="train.jsonl",
+            max_len=settings["train"]["max_len"],
+            most=settings["data"]["max_truncated"],
+            texts=names_texts(settings["data"]),
+        )
 
 
 def _online_inputs(run: ChainRun, base: Artifact, settings: Settings) -> dict[str, Artifact]:

@@ -8,6 +8,7 @@ import re
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -16,7 +17,7 @@ from flows.config import Composed, compose_config
 from flows.links import Link
 from flows.plan import check, forecast, render
 from tasks.artifact import Origin, publish, staging
-from tasks.errors import ConfigError
+from tasks.errors import ConfigError, DataError
 from tests.training.conftest import make_tokenizer
 
 PROGRAM = Path(__file__).resolve().parents[2] / "flows" / "rlhf.py"
@@ -27,14 +28,14 @@ def composed_in(tmp_path: Path, *overrides: str) -> Composed:
     return compose_config([*overrides, f"paths.runs={tmp_path / 'runs'}"])
 
 
-def publish_planned(composed: Composed, name: str, kind: str) -> str:
+def publish_planned(composed: Composed, name: str, kind: str, **notes: Any) -> str:
     """Publish an artifact under the key that the plan names. Returns the key."""
     state = dict(forecast(Link("", composed)))[name]
     key = state.removeprefix("to run: ")
     final = composed.runs / "artifacts" / kind / key
     with staging(final) as work:
         (work / "made.txt").write_text(name)
-        publish(work, final, Origin(kind, name, key))
+        publish(work, final, Origin(kind, name, key, notes=notes))
     return key
 
 
@@ -80,6 +81,24 @@ def test_finished_stages_are_told_by_their_keys(tmp_path: Path) -> None:
     other = composed_in(tmp_path, "+exp=sft_qlora", "train.lr=0.5")
     assert dict(forecast(Link("", other)))["train"].startswith("to run: ")
     assert dict(forecast(Link("", other)))["prepare_base"] == f"up to date: {base}"
+
+
+def test_a_result_that_is_reused_is_held_to_the_limit_of_rows_cut(tmp_path: Path) -> None:
+    """The limit is in no key: another one trains nothing anew, and a tighter one is not ignored."""
+    exp = ["+exp=sft_qlora", "train.max_len=99"]
+    composed = composed_in(tmp_path, *exp, "data.max_truncated=0.5")
+    publish_planned(composed, "prepare_base", chain_stages.BASE.kind)
+    publish_planned(composed, "prepare_data", chain_stages.DATA.kind)
+    counts = {"read": 10, "truncated": 3, "fits_99": 0, "fits_all": 200}
+    key = publish_planned(
+        composed, "train", chain_stages.TRAIN.kind, data={"train": counts, "heldout": {}}
+    )
+    assert dict(forecast(Link("", composed)))["train"] == f"up to date: {key}"
+    looser = composed_in(tmp_path, *exp, "data.max_truncated=0.3")
+    assert dict(forecast(Link("", looser)))["train"] == f"up to date: {key}"
+    tighter = composed_in(tmp_path, *exp, "data.max_truncated=0.29")
+    with pytest.raises(DataError, match=r"3 of 10 rows .* more than data\.max_truncated=0\.29"):
+        forecast(Link("", tighter))
 
 
 def test_an_artifact_without_its_manifest_is_to_be_made_again(tmp_path: Path) -> None:

@@ -56,7 +56,8 @@ def _toy(value: Any, *others: Any, _root_: DictConfig, _node_: Node) -> Any:
 def _setting(config: DictConfig, key: str) -> Any:
     """Return a setting, or a fact of its base model: the `get` of `tasks/schema/defaults.py`."""
     if key in ("model.parameters", "model.context"):
-        known, _ = look(_setting(config, "model.kind"), config.model.path)
+        kind = _setting(config, "model.kind")
+        known, _ = look(kind, config.model.path, config.model.revision)
         return getattr(known, key.rpartition(".")[2])
     value = OmegaConf.select(config, key)
     return value.name if isinstance(value, Enum) else value

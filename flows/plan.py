@@ -19,16 +19,16 @@ from tasks.data.kinds import kind_for, names_texts
 from tasks.data.readers import FILE_KINDS
 from tasks.errors import ConfigError, PlumblineError
 from tasks.launch import launch, python_child
-from tasks.machine import has_gpu
+from tasks.machine import gpu_memory
 from tasks.preflight import findings, preflight
-from tasks.preflight.engine import engine_memory, rollout_memory
-from tasks.preflight.machine import gpu_bytes
-from tasks.preflight.model import look
+from tasks.preflight.engine import engine_memory
+from tasks.preflight.model import look_at, why_unknown
+from tasks.preflight.phases import RankMemory, in_words, memory_of
 from tasks.prepare import prepare_data
 from tasks.stage import Mechanism
 from tasks.training.fitting import too_long
 from tasks.training.job import TrainJob
-from tasks.training.memory import LIBRARIES, MemoryEstimate, estimate
+from tasks.training.memory import LIBRARIES
 from tasks.training.zero_config import deepspeed_config
 
 SAMPLE = 1000
@@ -50,7 +50,7 @@ def check(links: Sequence[Link], *, shown: bool = False) -> None:
     problems: list[ConfigError] = []
     for link in links:
         settings = link.composed.settings
-        rank = _estimate(settings)
+        rank = memory_of(settings, rewarded=link.rewarded)
         try:
             warnings = preflight(
                 settings, link.composed.runs, rank, **link.earlier, typed=link.typed
@@ -88,7 +88,7 @@ def render(links: Sequence[Link]) -> str:
 
 def _of_link(link: Link) -> str:
     composed, settings = link.composed, link.composed.settings
-    rank = _estimate(settings)
+    rank = memory_of(settings, rewarded=link.rewarded)
     reported = findings(settings, composed.runs, rank, **link.earlier, typed=link.typed)
     lines = [f"  {finding.severity}: {finding}" for finding in reported]
     return "\n".join(
@@ -99,7 +99,7 @@ def _of_link(link: Link) -> str:
             "defaults:",
             *(f"  {line}" for line in composed.defaults or ["none"]),
             *_rows(settings),
-            *_memory(settings),
+            *_memory(settings, rank),
             "deepspeed:",
             *_deepspeed(settings),
             "preflight:",
@@ -171,41 +171,20 @@ def _first_rows(settings: dict[str, Any], folder: Path) -> None:
     prepare_data(folder, **{**data, **changes, "on_bad_line": "skip"}, log=QUIET)
 
 
-def _estimate(settings: dict[str, Any]) -> MemoryEstimate | None:
-    """None when the model's dimensions are not known before it is fetched."""
-    known, _ = look(settings["model"]["kind"], settings["model"]["path"])
-    asked = resolved(settings)
-    if not known.config or asked.world_size < 1:
-        return None  # the preflight says why
-    try:
-        return estimate(known.config, asked, asked.world_size, gpu=has_gpu())
-    except KeyError:
-        return None  # an architecture that names its dimensions differently
-
-
-def _memory(settings: dict[str, Any]) -> list[str]:
+def _memory(settings: dict[str, Any], rank: RankMemory | None) -> list[str]:
     """Of a training rank, and of the engine that serves; both beyond what libraries take."""
-    found = _estimate(settings)
-    if found is None:
-        return ["memory a rank: unknown: no config.json whose dimensions can be read"]
-    parts = ", ".join(f"{name} {_mib(size)}" for name, size in found.parts().items())
-    known, _ = look(settings["model"]["kind"], settings["model"]["path"])
-    engine = engine_memory(known.config, settings, gpu_bytes=gpu_bytes())
-    lines = [
-        f"memory a rank: {_mib(found.total)} at its peak ({parts}; not all at the same time)",
+    if rank is None:
+        return [f"memory a rank: unknown: {why_unknown(settings['model']['path'])}"]
+    lines = rank.lines()
+    if rank.host:
+        lines.append(f"memory a rank on the host: {in_words(rank.host)} offloaded")
+    known, _ = look_at(settings["model"])
+    engine = engine_memory(known.config, settings, gpu_bytes=gpu_memory())
+    return [
+        *lines,
         f"memory of smoke_eval: {engine}",
-        f"beside that: libraries, about {_mib(LIBRARIES)} a process at most",
+        f"beside that: libraries, about {in_words(LIBRARIES)} a process at most",
     ]
-    if resolved(settings).online and settings["rollout"]["engine"] == "vllm":
-        rollouts = rollout_memory(known.config, settings, gpu_bytes=gpu_bytes())
-        lines.insert(1, f"memory of rollouts, beside each rank: {rollouts}")
-    if found.host:
-        lines.insert(1, f"memory a rank on the host: {_mib(found.host)} offloaded")
-    return lines
-
-
-def _mib(size: int) -> str:
-    return f"{size / 2**20:.1f} MiB"
 
 
 def _deepspeed(settings: dict[str, Any]) -> list[str]:

@@ -1,9 +1,23 @@
-"""What this machine has, asked of the system: importing torch to ask takes seconds."""
+"""What this machine has, asked of the system: importing torch to ask takes seconds.
+
+GPUs are NVML's word, as `nvidia-ml-py` reads it, or `nvidia-smi`'s where that is not installed: a
+device file proves nothing (WSL has none, a container may have /dev/nvidia3 alone, MIG has others).
+Tests replace `listed`, and everything here follows.
+"""
 
 from __future__ import annotations
 
 import os
+import re
+import shutil
+import subprocess
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cache
+from importlib.metadata import PackageNotFoundError, version
+from importlib.util import find_spec
 from pathlib import Path
+from typing import Any
 
 import psutil
 
@@ -16,19 +30,207 @@ _NAMES = (
 )  # fmt: skip
 
 
+@dataclass(frozen=True)
+class Gpu:
+    """A GPU, or an instance of one that MIG divides.
+
+    Attributes:
+        uuid: as in CUDA_VISIBLE_DEVICES: "GPU-..." or "MIG-...".
+        memory: bytes.
+        instances: of a GPU in MIG mode, those that it is divided into.
+    """
+
+    uuid: str
+    memory: int
+    instances: tuple[Gpu, ...] = ()
+
+
+@dataclass(frozen=True)
+class Gpus:
+    """GPUs of this machine or container, and their driver.
+
+    Attributes:
+        devices: in the driver's order.
+        driver: version, such as "580.65.06"; empty where it is not known.
+        cuda: the newest CUDA that the driver runs, such as (13, 0); None where it is not known.
+    """
+
+    devices: tuple[Gpu, ...] = ()
+    driver: str = ""
+    cuda: tuple[int, int] | None = None
+
+
+@cache
+def listed() -> Gpus:
+    """Return every GPU that the driver lists; CUDA_VISIBLE_DEVICES changes nothing here."""
+    try:
+        import pynvml  # nvidia-ml-py; the CUDA lock has it through flashinfer
+    except ImportError:
+        return _of_tool(shutil.which("nvidia-smi"))
+    return _of_nvml(pynvml)
+
+
+def _of_nvml(nvml: Any) -> Gpus:
+    try:
+        nvml.nvmlInit()
+    except nvml.NVMLError:  # no driver, or none that runs
+        return Gpus()
+    try:
+        handles = [nvml.nvmlDeviceGetHandleByIndex(i) for i in range(nvml.nvmlDeviceGetCount())]
+        number = nvml.nvmlSystemGetCudaDriverVersion_v2()
+        driver = nvml.nvmlSystemGetDriverVersion()
+        devices = tuple(_device(nvml, handle) for handle in handles)
+        return Gpus(devices, driver, (number // 1000, number % 1000 // 10))
+    except nvml.NVMLError:
+        return Gpus()
+    finally:
+        nvml.nvmlShutdown()
+
+
+def _device(nvml: Any, handle: Any) -> Gpu:
+    try:
+        memory = nvml.nvmlDeviceGetMemoryInfo(handle).total
+    except nvml.NVMLError:  # it shares the host's
+        memory = psutil.virtual_memory().total
+    return Gpu(nvml.nvmlDeviceGetUUID(handle), memory, tuple(_instances(nvml, handle)))
+
+
+def _instances(nvml: Any, handle: Any) -> list[Gpu]:
+    """MIG devices of a GPU; none where it is not in that mode, or cannot be."""
+    found: list[Gpu] = []
+    try:
+        if not nvml.nvmlDeviceGetMigMode(handle)[0]:
+            return found
+        for index in range(nvml.nvmlDeviceGetMaxMigDeviceCount(handle)):
+            found.append(_device(nvml, nvml.nvmlDeviceGetMigDeviceHandleByIndex(handle, index)))
+    except nvml.NVMLError:  # no such mode, or no instance of this number and above
+        pass
+    return found
+
+
+def _of_tool(tool: str | None) -> Gpus:
+    if tool is None:
+        return Gpus()
+    ask = [tool, "--query-gpu=uuid,memory.total,driver_version", "--format=csv,noheader,nounits"]
+    try:
+        done = subprocess.run(ask, capture_output=True, text=True, timeout=30, check=False)
+    except (OSError, subprocess.TimeoutExpired):
+        return Gpus()
+    rows = [line.split(", ") for line in done.stdout.splitlines() if line.startswith("GPU-")]
+    shared = psutil.virtual_memory().total  # of a GPU that has no memory of its own: "[N/A]"
+    devices = (Gpu(u, int(size) * 2**20 if size.isdigit() else shared) for u, size, _ in rows)
+    return Gpus(tuple(devices), rows[0][2] if rows else "")
+
+
+def gpus() -> tuple[Gpu, ...]:
+    """Return the GPUs that CUDA shows to this process."""
+    return visible(listed().devices, os.environ.get("CUDA_VISIBLE_DEVICES"))
+
+
+def visible(devices: Sequence[Gpu], wanted: str | None) -> tuple[Gpu, ...]:
+    """Return the devices that CUDA_VISIBLE_DEVICES leaves, in its order.
+
+    As CUDA reads it (torch 2.13, `torch/cuda/__init__.py`, `_parse_visible_devices`): numbers, or
+    beginnings of UUIDs; the first entry that names no device ends the list, a device that is named
+    twice empties it. A process sees one MIG instance at most.
+
+    Args:
+        devices: all there are.
+        wanted: the variable; None where it is not set.
+    """
+    if wanted is None:
+        names = [str(number) for number in range(len(devices))]
+    else:
+        names = [name.strip() for name in wanted.split(",")]
+    found: list[Gpu] = []
+    for name in names:
+        one = _named(devices, name)
+        if one is None:
+            break
+        if one in found:
+            return ()
+        found.append(one)
+        if one.uuid.startswith("MIG-"):
+            return (one,) if len(found) == 1 else tuple(found[:-1])
+    return tuple(found)
+
+
+def _named(devices: Sequence[Gpu], name: str) -> Gpu | None:
+    """The device of a number or UUID. Of a GPU in MIG mode CUDA takes the first instance."""
+    if name.startswith(("GPU-", "MIG-")):
+        every = [*devices, *(part for one in devices for part in one.instances)]
+        chosen = [one for one in every if one.uuid.startswith(name)]
+    else:
+        digits = re.match(r"\d+", name)  # as strtoul: "1gpu" is 1, "-1" and words are none
+        chosen = list(devices[int(digits[0]) :][:1]) if digits else []
+    if len(chosen) != 1:
+        return None
+    return chosen[0].instances[0] if chosen[0].instances else chosen[0]
+
+
 def has_gpu() -> bool:
-    """Whether an NVIDIA device is there."""
-    return Path("/dev/nvidia0").exists()
+    """Return True if CUDA shows a GPU to this process."""
+    return bool(gpus())
+
+
+def trains_on_gpu(device: str) -> bool:
+    """Return True if ranks compute on GPUs, by `train.device`."""
+    return device != "cpu" and has_gpu()
 
 
 def gpu_count() -> int:
-    """Return the number of NVIDIA GPUs that CUDA shows to this process."""
-    if not has_gpu():
-        return 0
-    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
-    if visible is not None:
-        return len([name for name in visible.split(",") if name.strip() not in ("", "-1")])
-    return len([path for path in Path("/dev").glob("nvidia*") if path.name[6:].isdigit()])
+    """Return the number of GPUs that CUDA shows to this process."""
+    return len(gpus())
+
+
+def gpu_memory() -> int | None:
+    """Return the bytes of the smallest visible GPU; None without one."""
+    return min((one.memory for one in gpus()), default=None)
+
+
+OLDEST_DRIVER = {12: 525, 13: 580}
+"""Driver branch that each major version of CUDA needs on Linux, by CUDA's release notes."""
+
+
+def torch_build() -> tuple[str, tuple[int, int] | None]:
+    """Return torch's version, and the CUDA that it was built for; None for a CPU build.
+
+    Read from the installed `torch/version.py`. The version is "0" where torch is not installed.
+    """
+    try:
+        found = version("torch")
+    except PackageNotFoundError:
+        return "0", None
+    spec = find_spec("torch")
+    folder = Path(spec.origin).parent if spec is not None and spec.origin else None
+    text = (folder / "version.py").read_text() if folder is not None else ""
+    match = re.search(r"^cuda[^=]*= '(\d+)\.(\d+)'", text, re.M)
+    return found, (int(match[1]), int(match[2])) if match else None
+
+
+def unusable_gpus() -> tuple[str, str, str] | None:
+    """Return why torch cannot compute on the GPUs that are visible: found, needed, what to type.
+
+    None where it can, as far as versions tell, and where there is no GPU.
+    """
+    count = gpu_count()
+    if not count:
+        return None
+    shown = f"{count} GPU{'s' * (count > 1)}"
+    torch, built = torch_build()
+    if built is None:
+        needed = "training would run on the CPU; a CUDA build of torch computes on them"
+        override = "make setup PROFILE=cuda VENV=.venv-cuda, or train.device=cpu"
+        return f"{shown}, and torch {torch} is a CPU build", needed, override
+    driver, cuda = listed().driver, listed().cuda
+    if cuda is not None and cuda[0] < built[0]:
+        found = f"{shown} with driver {driver} (CUDA {cuda[0]}.{cuda[1]})"
+        oldest = OLDEST_DRIVER.get(built[0])
+        needed = f"torch {torch} is built for CUDA {built[0]}.{built[1]}" + (
+            f", which needs driver {oldest} or newer" if oldest else ""
+        )
+        return found, needed, "a newer driver, or train.device=cpu"
+    return None
 
 
 def available_memory() -> int:

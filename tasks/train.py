@@ -169,7 +169,9 @@ def torchrun(job: TrainJob, job_path: Path, meeting: Meeting | None = None) -> l
 def rank_environment(how: Launch) -> dict[str, str]:
     """What the ranks' environment gets in addition to ours."""
     threads = how.threads or max(1, len(os.sched_getaffinity(0)) // how.nproc)
+    hidden = {"CUDA_VISIBLE_DEVICES": ""} if how.device == "cpu" else {}
     return {
+        **hidden,
         "OMP_NUM_THREADS": str(threads),
         "MKL_NUM_THREADS": str(threads),
         "TOKENIZERS_PARALLELISM": "false",

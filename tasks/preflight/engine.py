@@ -7,6 +7,7 @@ of vLLM's share, and that has to hold the longest sequence.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -28,7 +29,7 @@ GPU_SHARE = 0.92
 
 @dataclass(frozen=True)
 class EngineMemory:
-    """Bytes and tokens of one engine.
+    """Bytes and tokens of one engine, or of each process where several share a model.
 
     Attributes:
         weights: bytes, as they are served.
@@ -74,7 +75,7 @@ class EngineMemory:
 def engine_memory(
     config: Mapping[str, Any], settings: Mapping[str, Any], *, gpu_bytes: int | None
 ) -> EngineMemory:
-    """What smoke_eval's engine takes.
+    """What smoke_eval's engine takes; of each process where `smoke.tensor_parallel` share it.
 
     Args:
         config: contents of the base's `config.json`.
@@ -86,10 +87,12 @@ def engine_memory(
     """
     sizes, smoke, convert = Sizes.of(config), settings["smoke"], settings["convert"]
     item = ITEM[convert["dtype"]]
+    shared = smoke["tensor_parallel"] if smoke["engine"] == "vllm" else 1
     weights = sizes.weights() * item
     if convert["quantize"] != "none":
         weights -= sizes.linear_weights() * (item - 1)
-    token, context = sizes.kv_cache(1, item), _context(config, settings)
+    weights //= shared
+    token, context = _token(sizes, item, shared), _context(config, settings)
     block = BLOCK["cpu" if gpu_bytes is None else "gpu"]
     if smoke["engine"] != "vllm":
         cache, block = context * token, 1  # transformers answers one at a time
@@ -119,8 +122,18 @@ def rollout_memory(
         cache = max(0, int(rollout["gpu_memory"] * gpu_bytes) - weights // shared - LIBRARIES)
     context = rollout["max_prompt_len"] + rollout["max_new_tokens"]
     block = BLOCK["cpu" if gpu_bytes is None else "gpu"]
-    token = -(-sizes.kv_cache(1, item) // shared)
+    token = _token(sizes, item, shared)
     return EngineMemory(weights // shared, cache, token, context, block, rollout["max_num_seqs"])
+
+
+def _token(sizes: Sizes, item: int, shared: int) -> int:
+    """Bytes of a token's keys and values in each of the processes that share a model.
+
+    Each has whole heads, and one at least: heads are repeated where there are fewer of them than
+    processes (vLLM 0.32, `ModelConfig.get_num_kv_heads`).
+    """
+    heads = max(1, sizes.kv_heads // shared)
+    return sizes.kv_cache(1, item) // sizes.kv_heads * heads
 
 
 def _context(config: Mapping[str, Any], settings: Mapping[str, Any]) -> int:
@@ -131,12 +144,47 @@ def _context(config: Mapping[str, Any], settings: Mapping[str, Any]) -> int:
     return int(smoke["max_model_len"] or min(needed, text.get("max_position_embeddings", needed)))
 
 
-def cache_fits(engine: EngineMemory, *, on_gpu: bool) -> list[Finding]:
-    """vLLM refuses to start when one sequence of full length does not fit."""
+def heads_of(config: Mapping[str, Any]) -> int:
+    """Attention heads; 0 where config.json does not say."""
+    return int((config.get("text_config") or config).get("num_attention_heads") or 0)
+
+
+def shareable(
+    key: str, processes: int, config: Mapping[str, Any], *, gpus: int | None = None
+) -> list[Finding]:
+    """Processes that share a model have whole heads (vLLM 0.32, `verify_with_parallel_config`).
+
+    Args:
+        key: the setting that says how many they are.
+        processes: that number.
+        config: contents of `config.json`.
+        gpus: those that are visible, where each process has one of its own.
+    """
+    if gpus and processes > gpus:
+        allowed = f"a GPU for each process, and {gpus} {'is' if gpus == 1 else 'are'} visible"
+        return [Finding(key, str(processes), allowed, f"{key}={gpus}")]
+    heads = heads_of(config)
+    if processes < 1 or not heads or heads % processes == 0:
+        return []
+    fits = max(one for one in range(1, processes) if heads % one == 0)
+    allowed = f"a divisor of the model's {heads} attention heads: vLLM gives whole ones away"
+    return [Finding(key, str(processes), allowed, f"{key}={fits}")]
+
+
+def cache_fits(engine: EngineMemory, *, on_gpu: bool, more: int = 1) -> list[Finding]:
+    """vLLM refuses to start when one sequence of full length does not fit.
+
+    Args:
+        engine: what it takes.
+        on_gpu: whether it runs on one.
+        more: GPUs that could share the model.
+    """
     if engine.longest <= engine.cache:
         return []
     holds = engine.cache // (engine.block * engine.token) * engine.block
     shorter = f"smoke.max_model_len={holds}" if holds else "a smaller model"
+    if on_gpu and more > 1:
+        shorter = f"smoke.tensor_parallel={more}" + (f" or {shorter}" if holds else "")
     if on_gpu:
         what, override = "GPU memory of smoke_eval", shorter
     else:
@@ -150,12 +198,37 @@ def cache_fits(engine: EngineMemory, *, on_gpu: bool) -> list[Finding]:
     return [Finding(what, found, allowed, override)]
 
 
-def host_fits(engine: EngineMemory, available: int, kv_cache_gib: int) -> list[Finding]:
-    """The host's memory has to hold weights, cache and libraries."""
-    needed = engine.total + LIBRARIES
+def rollouts_fit(engine: EngineMemory, gpu_bytes: int | None) -> list[Finding]:
+    """The engine of rollouts does not start either when one sequence does not fit.
+
+    Args:
+        engine: as `rollout_memory` gives it.
+        gpu_bytes: the GPU's memory; None for a CPU.
+    """
+    missing = engine.longest - engine.cache
+    if missing <= 0:
+        return []
+    if gpu_bytes is None:
+        key, override = "rollout.kv_cache_gib", f"{-(-engine.longest // GIB)}"
+    else:
+        used = engine.weights + engine.longest + LIBRARIES
+        key, override = "rollout.gpu_memory", f"{math.ceil(100 * used / gpu_bytes) / 100:g}"
+    found = f"{engine.cache / GIB:.1f} GiB for keys and values"
+    allowed = (
+        f"vLLM needs room for one sequence of {engine.context} tokens, "
+        f"{engine.longest / GIB:.1f} GiB, beside {engine.weights / GIB:.1f} GiB of weights"
+    )
+    return [Finding(key, found, allowed, f"{key}={override}")]
+
+
+def host_fits(
+    engine: EngineMemory, available: int, kv_cache_gib: int, processes: int = 1
+) -> list[Finding]:
+    """The host's memory has to hold weights, cache and libraries of all processes of an engine."""
+    needed = processes * (engine.total + LIBRARIES)
     if needed <= available:
         return []
-    spare = (available - engine.weights - LIBRARIES) // GIB
+    spare = (available // processes - engine.weights - LIBRARIES) // GIB
     override = "convert=w8a8"
     if 1 <= spare < kv_cache_gib:
         override = f"smoke.kv_cache_gib={spare} or smoke=transformers"

@@ -1,16 +1,40 @@
-"""What the machine has to have: disk, memory, a compiler."""
+"""What the machine has to have: GPUs that torch can use, disk, memory, a compiler."""
 
 from __future__ import annotations
 
+import os
 import shutil
-import subprocess
 from collections.abc import Sequence
 from pathlib import Path
 
-from tasks.machine import has_gpu
+from tasks.machine import gpu_count, has_gpu, unusable_gpus
 from tasks.preflight.finding import Finding
 
 GIB = 2**30
+
+
+def device(asked: str, nproc: int) -> list[Finding]:
+    """Ranks that would not compute where they should, or more of them than GPUs.
+
+    Args:
+        asked: `train.device`.
+        nproc: ranks of this node.
+    """
+    count = gpu_count()
+    if asked == "cpu":
+        return []
+    if count == 0:
+        shown = os.environ.get("CUDA_VISIBLE_DEVICES")
+        found = "cuda without a GPU" + ("" if shown is None else f": CUDA_VISIBLE_DEVICES={shown}")
+        allowed = "the driver (NVML, nvidia-smi) lists none that is visible"
+        return [Finding("train.device", found, allowed, "train.device=cpu")] * (asked == "cuda")
+    unusable = unusable_gpus()
+    if unusable is not None:
+        return [Finding("train.device", *unusable)]
+    if nproc > count:
+        allowed = f"a GPU for each rank, and {count} {'is' if count == 1 else 'are'} visible"
+        return [Finding("train.nproc", str(nproc), allowed, f"train.nproc={count}")]
+    return []
 
 
 def disk(free: int, needed: int, runs: Path) -> list[Finding]:
@@ -36,7 +60,13 @@ def checkpoints(parameters: int, *, most: int, most_gb: float | None) -> int:
 
 
 def memory(
-    available: int, states: int, activations: int, *, smaller: Sequence[str], what: str = "memory"
+    available: int,
+    states: int,
+    activations: int,
+    *,
+    smaller: Sequence[str],
+    what: str = "memory",
+    needs: str = "",
 ) -> list[Finding]:
     """Memory in bytes: the host's for all of its ranks together, or one GPU's.
 
@@ -47,14 +77,15 @@ def memory(
             a warning.
         smaller: settings that need less, those that cost least first.
         what: whose memory.
+        needs: what it consists of, in words.
     """
     if available >= states + activations:
         return []
     found, override = f"{available / GIB:.1f} GiB available", " or ".join(smaller)
     if available >= states:
-        allowed = f"up to {(states + activations) / GIB:.1f} GiB with the longest samples"
+        allowed = f"up to {(states + activations) / GIB:.1f} GiB with the longest samples{needs}"
         return [Finding(what, found, allowed, override, "warning")]
-    return [Finding(what, found, f"needs about {states / GIB:.1f} GiB", override)]
+    return [Finding(what, found, f"needs about {states / GIB:.1f} GiB{needs}", override)]
 
 
 def compiler(offload_optimizer: str, path: str | None) -> list[Finding]:
@@ -73,17 +104,6 @@ def free_bytes(runs: Path) -> int:
     """Bytes free on the disk that holds `runs`, which need not exist yet."""
     there = next(p for p in (runs, *runs.parents) if p.exists())
     return shutil.disk_usage(there).free
-
-
-def gpu_bytes() -> int | None:
-    """Memory of the smallest GPU, as the driver's own tool says it; None without one."""
-    tool = shutil.which("nvidia-smi")
-    if tool is None or not has_gpu():
-        return None
-    ask = [tool, "--query-gpu=memory.total", "--format=csv,noheader,nounits"]
-    said = subprocess.run(ask, capture_output=True, text=True, timeout=30, check=False)
-    sizes = [int(line) * 2**20 for line in said.stdout.splitlines() if line.strip().isdigit()]
-    return min(sizes, default=None)
 
 
 def has_half() -> bool:

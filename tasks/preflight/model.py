@@ -14,7 +14,7 @@ from typing import Any
 from tasks.preflight.finding import Finding
 from tasks.toy.shape import CONTEXT, SHAPE
 from tasks.training.packable import unpackable
-from tasks.training.sizes import EXPERTS
+from tasks.training.sizes import EXPERTS, Sizes
 from tasks.weights.folder import CONFIG, inspect_checkpoint
 from tasks.weights.header import read_header
 from tasks.weights.stored4bit.said import is_packed, stored
@@ -68,8 +68,11 @@ TOY = Known(
 """The embedded model (`tasks/toy/pretrain.py`), which may not be there yet."""
 
 
-def look(kind: str, path: str | None) -> tuple[Known, list[Finding]]:
-    """What is known of the base, and what is wrong with it."""
+def look(kind: str, path: str | None, revision: str | None = None) -> tuple[Known, list[Finding]]:
+    """What is known of the base, and what is wrong with it.
+
+    Nothing is fetched: of a Hugging Face id the local cache's config.json is read, if it is there.
+    """
     if kind == "toy" and not path:
         return TOY, []
     if kind == "toy":
@@ -83,9 +86,39 @@ def look(kind: str, path: str | None) -> tuple[Known, list[Finding]]:
     if folder.is_dir():
         return _read_folder(folder)
     if _HUB_ID.fullmatch(path) and not folder.exists():
-        return Known(), []
+        return _cached(path, revision), []
     allowed = "an existing folder, or a Hugging Face id like owner/name"
     return Known(), [_refused(f"{path} is neither", allowed)]
+
+
+def look_at(model: Mapping[str, Any]) -> tuple[Known, list[Finding]]:
+    """`look`, with section `model`."""
+    return look(model["kind"], model["path"], model["revision"])
+
+
+def _cached(hub_id: str, revision: str | None) -> Known:
+    from huggingface_hub import try_to_load_from_cache
+
+    try:
+        file = try_to_load_from_cache(hub_id, CONFIG, revision=revision)
+        config = json.loads(Path(file).read_text(encoding="utf-8")) if isinstance(file, str) else {}
+    except (OSError, ValueError):  # no id, or no JSON: the stage that fetches it says so
+        return Known()
+    text = config.get("text_config") or config
+    try:
+        parameters = Sizes.of(config).weights()
+    except KeyError:  # an architecture that names its dimensions differently
+        parameters = None
+    context = text.get("max_position_embeddings")
+    return Known(config=config, parameters=parameters, context=context)
+
+
+def why_unknown(path: str | None) -> str:
+    """Say why a model's dimensions are not known."""
+    if path and not Path(path).expanduser().is_dir():
+        where = f"no config.json of {path} in the Hugging Face cache"
+        return f"{where}; hf download {path} config.json puts it there"
+    return "no config.json whose dimensions can be read"
 
 
 def embedded(model: Mapping[str, Any], data: Mapping[str, Any]) -> list[Finding]:

@@ -10,6 +10,7 @@ from typing import Any
 from urllib.parse import urlsplit
 
 from tasks.errors import ArtifactError, ConfigError
+from tasks.preflight.engine import shareable
 from tasks.preflight.finding import Finding
 from tasks.preflight.model import Known, head_size
 from tasks.rl import knobs
@@ -52,6 +53,7 @@ def online(
         *engines(reward, rollout),
         *_served(settings),
         *engine(rollout, train["nproc"] * train["nodes"], known, on_cpu=on_cpu),
+        *computes(rollout, train["device"], on_cpu=on_cpu),
     ]
 
 
@@ -214,6 +216,15 @@ def engine(
         allowed = f"engines share the {world} ranks (train.nproc x train.nodes) out evenly"
         override = f"rollout.tensor_parallel={_largest_divisor(world, parallel)}"
         yield Finding("rollout.tensor_parallel", str(parallel), allowed, override)
+    else:
+        yield from shareable("rollout.tensor_parallel", parallel, known.config)
+
+
+def computes(rollout: Mapping[str, Any], device: str, *, on_cpu: bool) -> Iterator[Finding]:
+    """A vLLM for GPUs within ranks that see none."""
+    if rollout["engine"] == "vllm" and device == "cpu" and not on_cpu:
+        allowed = "the installed vLLM computes on GPUs, and with train.device=cpu ranks see none"
+        yield Finding("rollout.engine", "vllm", allowed, "rollout=transformers")
 
 
 def _as_finding(key: str, error: ArtifactError | ConfigError, allowed: str) -> Finding:

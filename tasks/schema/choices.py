@@ -149,6 +149,14 @@ class AdapterInit(Enum):
     pissa = auto()
 
 
+class Device(Enum):
+    """What ranks compute on; auto: the GPUs that are there, else the CPU."""
+
+    auto = 1  # a member named like the function: numbers here
+    cpu = 2
+    cuda = 3
+
+
 class Offload(Enum):
     """Where ZeRO keeps a state."""
 

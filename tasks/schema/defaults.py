@@ -23,7 +23,8 @@ COMPUTED: Any = "${default:}"
 Get = Callable[[str], Any]
 
 ONLINE = ("ppo", "grpo", "dr_grpo", "rloo", "reinforce_pp", "reinforce_pp_baseline", "gspo")
-_PAIRS = ("reward", "dpo", "orpo", "simpo")
+PAIRS = ("reward", "dpo", "orpo", "simpo")
+"""Objectives whose examples are pairs of sequences."""
 _SUFFIXES = {".csv": "csv", ".parquet": "parquet", ".pq": "parquet"}
 _LARGE = 20e9  # parameters; arXiv:2305.14314 halves the rate between 13B and 33B
 _EMBEDDED, _REAL = "the embedded model", "a model from model.path"
@@ -77,6 +78,8 @@ def _messages_key(get: Get) -> Default:
 
 
 def _nproc(get: Get) -> Default:
+    if get("train.device") == "cpu":
+        return Default(2, "train.device=cpu")
     gpus = gpu_count()
     if gpus == 0:
         return Default(2, "a machine without GPUs")
@@ -89,7 +92,7 @@ def _micro_batch_size(get: Get) -> Default:
     objective = get("train.objective")
     if _toy(get):
         return Default(64 if objective in ONLINE else 16, _EMBEDDED)
-    if objective in _PAIRS:
+    if objective in PAIRS:
         return Default(2, "pairs of sequences")
     return Default(4, "single sequences")
 
@@ -172,7 +175,8 @@ def _lr(get: Get) -> Default:
         return Default(rate.value, f"{what}: {rate.source}")
     parameters = get("model.parameters")
     if parameters is None:
-        return Default(rate.large, f"{what} with a model of unknown size: {rate.source}")
+        once = f"{rate.value:g} once config.json is at hand and says up to 20B"
+        return Default(rate.large, f"{what} with a model of unknown size, {once}: {rate.source}")
     if parameters > _LARGE:
         return Default(rate.large, f"{what} above 20B parameters: {rate.source}")
     return Default(rate.value, f"{what} up to 20B parameters: {rate.source}")

@@ -7,6 +7,7 @@ from typing import Any
 
 from tasks.schema.choices import (
     AdapterInit,
+    Device,
     Keep,
     Mask,
     Objective,
@@ -43,7 +44,8 @@ class Train:
 
     objective: Objective = Objective.sft
     loss: Loss = field(default_factory=Loss)
-    nproc: int = COMPUTED  # ranks a node; the number of GPUs, 2 without
+    device: Device = Device.auto  # auto: GPUs where there are any; cpu leaves them alone
+    nproc: int = COMPUTED  # ranks a node; the number of visible GPUs, 2 without
     nodes: int = 1  # machines
     threads: int | None = None  # CPU threads a rank; null: cores / nproc
     micro_batch_size: int = COMPUTED  # samples a rank holds at once

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
+from tasks.schema.defaults import ONLINE, PAIRS
 from tasks.training.job import Settings
 from tasks.training.sizes import Sizes
 
@@ -20,18 +21,30 @@ class RowBytes(NamedTuple):
     """Bytes of a pass: in pieces that the host's heap keeps, and in larger ones.
 
     `recomputed` are the small pieces of all layers that are computed again, one after the other.
+    `logits` is the head's part of both; `forward` is what a pass without gradients takes.
     """
 
     small: int
     large: int
     recomputed: int = 0
+    logits: int = 0
+    forward: int = 0
 
 
-def row_bytes(sizes: Sizes, settings: Settings, *, item: int, gpu: bool) -> RowBytes:
-    """Bytes of the longest row: a micro-batch of examples of `max_len` tokens each."""
-    batch = settings.batch
-    roles = 1 if settings.objective == "sft" else 2  # chosen and rejected are of one row
-    tokens = batch.micro_batch_size * batch.max_len * roles
+def row_bytes(
+    sizes: Sizes, settings: Settings, *, item: int, gpu: bool, logits: bool = True
+) -> RowBytes:
+    """Bytes of the longest row: a micro-batch of examples of the greatest length each.
+
+    Args:
+        sizes: of the model.
+        settings: what is trained and how.
+        item: bytes of a number.
+        gpu: True where it is computed on one.
+        logits: False for a score or value head.
+    """
+    roles = 2 if settings.objective in PAIRS else 1  # chosen and rejected are of one row
+    tokens = settings.batch.micro_batch_size * longest(settings) * roles
     layer = int(tokens * _layer(sizes, settings, item=item, gpu=gpu))
     piece = tokens * sizes.hidden * item
     recomputed = 0
@@ -40,13 +53,21 @@ def row_bytes(sizes: Sizes, settings: Settings, *, item: int, gpu: bool) -> RowB
         recomputed = sizes.layers * layer if piece <= LARGEST_IN_HEAP else 0
     else:
         layers = sizes.layers * layer
-    pieces = [(layers, piece)]
-    if settings.objective != "reward":
-        pieces += _head(sizes, settings, tokens, item)
+    head = _head(sizes, settings, tokens, item) if logits else []
+    pieces = [(layers, piece), *head]
     if not gpu and item < 4:
-        pieces += _through_fp32(sizes, settings, tokens)
+        pieces += _through_fp32(sizes, settings, tokens, logits)
     small = sum(every for every, one in pieces if one <= LARGEST_IN_HEAP)
-    return RowBytes(small, sum(every for every, _ in pieces) - small, recomputed)
+    large, of_head = sum(every for every, _ in pieces) - small, sum(every for every, _ in head)
+    return RowBytes(small, large, recomputed, of_head, layer + of_head)
+
+
+def longest(settings: Settings) -> int:
+    """Tokens of the longest sequence: `train.max_len`, or a prompt and a response."""
+    if settings.objective not in ONLINE or not settings.online:
+        return settings.batch.max_len
+    rollout = settings.online["rollout"]
+    return int(rollout["max_prompt_len"] + rollout["max_new_tokens"])
 
 
 def _layer(sizes: Sizes, settings: Settings, *, item: int, gpu: bool) -> float:
@@ -56,7 +77,7 @@ def _layer(sizes: Sizes, settings: Settings, *, item: int, gpu: bool) -> float:
     # A norm: its input in fp32, its output for the maps behind it; trained, the part before its
     # weight as well.
     norms = 2 * hidden * (4 + item + (item if full else 0))
-    length = settings.batch.max_len
+    length = longest(settings)
     if not gpu and length <= SHORT and settings.attn_implementation == "sdpa":
         attention = 3 * query * 4 + sizes.heads * length * 4 + query * item
     else:
@@ -90,13 +111,15 @@ def _head(sizes: Sizes, settings: Settings, tokens: int, item: int) -> list[tupl
     return [(logits * 4, logits * 4), (rows, rows)]
 
 
-def _through_fp32(sizes: Sizes, settings: Settings, tokens: int) -> list[tuple[int, int]]:
+def _through_fp32(
+    sizes: Sizes, settings: Settings, tokens: int, logits: bool
+) -> list[tuple[int, int]]:
     """Operands of one linear map widened to fp32, in all and in one piece: of a layer's largest,
     and of a trained head.
     """
     weight = 4 * max(i * o for i, o in sizes.linears().values())
     found = [(weight + 4 * tokens * (sizes.hidden + sizes.intermediate), weight)]
-    if settings.peft.kind == "none" and settings.objective != "reward":
+    if settings.peft.kind == "none" and logits:
         table = 4 * sizes.vocab * sizes.hidden
         found.append((2 * table, table))
     return found

@@ -5,17 +5,18 @@ Every knob is tried: the estimate is made again with it turned. Knows no torch.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, Protocol
 
 from tasks.training.job import Peft, Settings
-from tasks.training.memory import LIBRARIES, MemoryEstimate, estimate
+from tasks.training.memory import LIBRARIES, estimate
 
 GIB = 2**30
 _WORTH = 0.02
 """Share of the need that a knob has to save to be worth naming."""
 _SMALL_BUCKET = 5_000_000
+_SMALL_ENGINE = 0.3
 _MOST_KNOBS = 8
 
 
@@ -31,29 +32,52 @@ class Knob:
         return f"{self.override} (saves {self.saves / GIB:.2f} GiB)"
 
 
+class Rank(Protocol):
+    """What a rank takes, in bytes; ranks of a node share what is mapped."""
+
+    @property
+    def total(self) -> int: ...
+    @property
+    def mapped(self) -> int: ...
+
+
+def on_node(size: int, mapped: int, ranks: int) -> int:
+    """Return the bytes of all ranks of a node in its memory, libraries included.
+
+    Args:
+        size: of one rank.
+        mapped: the part of it that all ranks share: pages of a file.
+        ranks: of the node.
+    """
+    return ranks * (size - mapped + LIBRARIES) + mapped
+
+
 class Adviser:
     """Advice for one model.
 
     Args:
         config: contents of the base's `config.json`.
         gpu: whether each rank has one; otherwise all ranks of a node share its memory.
+        rank: what a rank takes; None for what it takes to train, nothing beside it.
 
     Raises:
         KeyError: by its methods, for an architecture that names its dimensions differently.
     """
 
-    def __init__(self, config: Mapping[str, Any], *, gpu: bool) -> None:
-        self._config = config
+    def __init__(
+        self,
+        config: Mapping[str, Any],
+        *,
+        gpu: bool,
+        rank: Callable[[Settings], Rank] | None = None,
+    ) -> None:
         self._gpu = gpu
-
-    def rank(self, settings: Settings) -> MemoryEstimate:
-        """What one rank needs."""
-        return estimate(self._config, settings, settings.world_size, gpu=self._gpu)
+        self._rank = rank or (lambda asked: estimate(config, asked, asked.world_size, gpu=gpu))
 
     def need(self, settings: Settings) -> int:
         """Bytes of all ranks that share memory, libraries included."""
-        sharing = 1 if self._gpu else settings.launch.nproc
-        return sharing * (self.rank(settings).total + LIBRARIES)
+        rank = self._rank(settings)
+        return on_node(rank.total, rank.mapped, 1 if self._gpu else settings.launch.nproc)
 
     def knobs(self, settings: Settings) -> list[Knob]:
         """Single settings that need less, those that save most first."""
@@ -107,6 +131,13 @@ class Adviser:
             )
         yield from self._partitioned(settings)
         yield from _other_training(settings)
+        rollout = settings.online.get("rollout", {})
+        if self._gpu and rollout.get("engine") == "vllm" and rollout["gpu_memory"] > _SMALL_ENGINE:
+            less = {**rollout, "gpu_memory": _SMALL_ENGINE}
+            yield (
+                f"rollout.gpu_memory={_SMALL_ENGINE}",
+                replace(settings, online={**settings.online, "rollout": less}),
+            )
         if not self._gpu and settings.launch.nproc % 2 == 0:
             half = settings.launch.nproc // 2
             yield (
@@ -122,7 +153,8 @@ class Adviser:
     def _partitioned(self, settings: Settings) -> Iterator[tuple[str, Settings]]:
         """What divides states over ranks, or puts them elsewhere."""
         zero = settings.zero
-        highest = 2 if settings.peft.kind == "qlora" else 3
+        shared = settings.online.get("rl", {}).get("critic") == "shared"
+        highest = 2 if settings.peft.kind == "qlora" or shared else 3
         for stage in range(zero.stage + 1, highest + 1):
             yield f"zero=zero{stage}", replace(settings, zero=replace(zero, stage=stage))
         adamw = settings.optim.optimizer == "adamw"

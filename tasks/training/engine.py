@@ -11,6 +11,8 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from tasks.errors import ConfigError
+from tasks.machine import gpu_count, unusable_gpus
 from tasks.training.job import Optim
 
 T = TypeVar("T")
@@ -24,13 +26,19 @@ torchrun ends the others); this bounds what neither sees, a peer that hangs."""
 class Ranks:
     """This process among its peers: rank, device, and the few collectives that are needed."""
 
-    def __init__(self, *, timeout_s: float = COLLECTIVE_TIMEOUT_S) -> None:
+    def __init__(self, *, timeout_s: float = COLLECTIVE_TIMEOUT_S, device: str = "auto") -> None:
         """Join the process group that torchrun describes in the environment.
 
         Args:
             timeout_s: longest wait within one collective, in seconds.
+            device: `train.device`: auto, cpu or cuda.
+
+        Raises:
+            ConfigError: a GPU is there or asked for, and torch cannot compute on it.
         """
-        cuda = torch.cuda.is_available()
+        cuda = device != "cpu" and torch.cuda.is_available()
+        if not cuda:
+            require_cpu(device)
         local = int(os.environ["LOCAL_RANK"])
         if cuda:
             torch.cuda.set_device(local)
@@ -75,6 +83,26 @@ class Ranks:
     def leave(self) -> None:
         """Leave the process group."""
         dist.destroy_process_group()
+
+
+def require_cpu(device: str) -> None:
+    """Refuse to train on the CPU because torch does not get at the GPUs.
+
+    Args:
+        device: `train.device`.
+
+    Raises:
+        ConfigError: it is not `cpu`, and GPUs are visible; or it is `cuda`.
+    """
+    count = 0 if device == "cpu" else gpu_count()
+    if not count and device != "cuda":
+        return
+    found, needed, override = unusable_gpus() or (
+        f"{count} GPU{'s' * (count != 1)} visible, and torch.cuda.is_available() is False",
+        "ranks would compute on the CPU",
+        "a driver that torch can use, or train.device=cpu",
+    )
+    raise ConfigError(f"train.device={device}: {found}; {needed}", hint=override)
 
 
 def start_engine(model: nn.Module, config: dict[str, Any], optim: Optim | None = None) -> Any:

@@ -50,7 +50,8 @@ def _run(job_path: str, module: str) -> int:
     train_with = importlib.import_module(module).train_with
     job, rank = TrainJob.read(Path(job_path)), int(os.environ["RANK"])
     try:
-        ranks = Ranks(timeout_s=job.settings.launch.collective_timeout_s)
+        how = job.settings.launch
+        ranks = Ranks(timeout_s=how.collective_timeout_s, device=how.device)
         train_with(ranks, job, started)
         ranks.barrier()
         ranks.leave()

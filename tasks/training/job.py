@@ -112,6 +112,7 @@ class Launch:
     """How the ranks are started. `threads` a rank; None shares the machine's cores out."""
 
     nproc: int
+    device: str = learning.Train.device.name
     nodes: int = learning.Train.nodes
     threads: int | None = learning.Train.threads
     timeout_s: float | None = learning.Train.timeout_s

@@ -15,7 +15,7 @@ memory again, as it has it on an accelerator, whose allocator is torch's own.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from tasks.training.activations import LARGEST_IN_HEAP, RowBytes, row_bytes
@@ -38,6 +38,10 @@ gradients), so that the next layer does not fit. Resident memory said 0.47 with 
 width 768 and 0.49 with twenty-four of 1024."""
 _SCALE_BYTES = {True: 1.03 / 64, False: 4 / 64}
 """A 4-bit weight's share of its block's scale (64 weights), itself quantised or in fp32."""
+_PARTS = (
+    "weights", "gathered", "gradients", "optimizer", "activations", "logits", "step",
+    "communication", "allocator",
+)  # fmt: skip
 _MAX_LIVE = 10**9
 """Elements that ZeRO-3 holds gathered at most (`stage3_max_live_parameters`)."""
 _GLOO_THREADS = 2
@@ -51,55 +55,70 @@ class MemoryEstimate:
     """Bytes of one rank.
 
     Attributes:
-        parameters: weights held, and those that ZeRO-3 gathers for a pass.
+        weights: held by this rank.
+        gathered: weights that ZeRO-3 gathers for a pass.
         gradients: and the bucket that they are reduced in.
         optimizer: master weights and moments.
-        activations: what the longest row needs in a pass.
+        activations: what the longest row needs in a pass, logits left out.
+        logits: of the portion of tokens that the head works on, and their gradients.
         step: what the optimizer's step needs for the moment: gradients in fp32, and copies.
         communication: flat buffers of collectives.
         allocator: holes in the host's heap; none on an accelerator.
         stays: part of the activations that the heap keeps when the pass is over.
         released: part of the gradients that is gone when the step copies weights about.
         host: what is offloaded from an accelerator to the host; part of nothing above.
+        mapped: part of a CPU's weights that is the base's file, mapped: all ranks of a node share
+            these pages.
+        forward: what a pass without gradients needs; part of nothing above.
     """
 
-    parameters: int
+    weights: int
     gradients: int
     optimizer: int
     activations: int
+    gathered: int = 0
+    logits: int = 0
     step: int = 0
     communication: int = 0
     allocator: int = 0
     stays: int = 0
     released: int = 0
     host: int = 0
+    mapped: int = 0
+    forward: int = 0
 
     @property
     def states(self) -> int:
         """What is needed however short the samples are."""
-        return self._lasting + max(self.step, self.communication + self.released)
+        return self.lasting + max(self.step, self.communication + self.released)
 
     @property
     def total(self) -> int:
         """The peak, on the longest samples: of a pass, of a step, or of what ranks exchange."""
-        passing = max(self.activations - self.stays, self.communication) + self.released
-        return self._lasting + self.stays + self.allocator + max(passing, self.step)
+        row = self.activations + self.logits
+        passing = max(row - self.stays, self.communication) + self.released
+        return self.lasting + self.stays + self.allocator + max(passing, self.step)
 
     @property
-    def _lasting(self) -> int:
-        return self.parameters + self.gradients - self.released + self.optimizer
+    def lasting(self) -> int:
+        """What is there between passes, all weights of a pass included."""
+        held = self.weights + self.gathered
+        return held + self.gradients - self.released + self.optimizer
 
     def parts(self) -> dict[str, int]:
         """Bytes by name; not all there at the same time, so that `total` is less than their sum."""
-        names = ("parameters", "gradients", "optimizer", "activations", "step", "communication")
-        every = {name: getattr(self, name) for name in (*names, "allocator")}
-        return {name: size for name, size in every.items() if size}
+        return {name: getattr(self, name) for name in _PARTS if getattr(self, name)}
 
 
 def estimate(
-    config: Mapping[str, Any], settings: Settings, world_size: int, *, gpu: bool = False
+    config: Mapping[str, Any],
+    settings: Settings,
+    world_size: int,
+    *,
+    gpu: bool = False,
+    critic: bool = False,
 ) -> MemoryEstimate:
-    """What one of `world_size` ranks needs at its peak.
+    """What one of `world_size` ranks needs at its peak for one model.
 
     Args:
         config: contents of the base's `config.json`.
@@ -107,16 +126,21 @@ def estimate(
         world_size: ranks.
         gpu: whether it computes on one. A CPU keeps attention's probabilities of short sequences,
             computes 16-bit products through fp32, and allocates as described above.
+        critic: whether it is the separate critic of a policy with these settings: it has the
+            policy's output head and does not train it.
 
     Raises:
         KeyError: an architecture that names its dimensions differently.
     """
     sizes, zero, item = Sizes.of(config), settings.zero, ITEM[settings.dtype]
-    trained = trained_weights(sizes, settings)
+    logits = not critic and settings.objective != "reward"
+    headless = sizes if logits else replace(sizes, tied=True)  # a score head is a vector
+    sizes = sizes if critic else headless
+    trained = trained_weights(headless, settings)
     shared = {stage: world_size if zero.stage >= stage else 1 for stage in (1, 2, 3)}
     held = _held(sizes, settings, gpu=gpu) / shared[3]
     gathered = min(sizes.weights(), _MAX_LIVE) * item if shared[3] > 1 else 0
-    row = row_bytes(sizes, settings, item=item, gpu=gpu)
+    row = row_bytes(sizes, settings, item=item, gpu=gpu, logits=logits)
     in_heap = gathered if _layer_weight(sizes, item) <= LARGEST_IN_HEAP else 0
     mine = trained / shared[1]
     offloaded = zero.offload_optimizer == "cpu"
@@ -126,10 +150,12 @@ def estimate(
     gradients = int(trained * item / shared[2] + _bucket(settings, trained))
     away = (states + step if offloaded else 0) + (held if zero.offload_param == "cpu" else 0)
     return MemoryEstimate(
-        parameters=int(gathered + (0 if gpu and zero.offload_param == "cpu" else held)),
+        weights=int(0 if gpu and zero.offload_param == "cpu" else held),
+        gathered=gathered,
         gradients=gradients,
         optimizer=int(0 if gpu and offloaded else states),
-        activations=row.small + row.large,
+        activations=row.small + row.large - row.logits,
+        logits=row.logits,
         step=int(0 if gpu and offloaded else step),
         communication=int(_communication(settings, trained, gathered, world_size, gpu=gpu)),
         allocator=0 if gpu else int(_holes(row, in_heap)),
@@ -137,6 +163,8 @@ def estimate(
         # Stages 1 and 2 take gradients over into fp32 before they step; the others hold on to them.
         released=gradients if zero.stage in (1, 2) else 0,
         host=int(away) if gpu else 0,
+        mapped=0 if gpu else int(_mapped(sizes, settings)),
+        forward=row.forward,
     )
 
 
@@ -157,6 +185,16 @@ def _held(sizes: Sizes, settings: Settings, *, gpu: bool) -> float:
         # The file that was quantised stays mapped as long as one of its tensors is in use.
         held += sizes.weights() * item
     return held
+
+
+def _mapped(sizes: Sizes, settings: Settings) -> int:
+    """Bytes of a CPU's weights that stay where safetensors mapped them: a frozen base below ZeRO-3.
+
+    What is trained is copied when it is first written to (the mapping is private), and ZeRO-3 makes
+    partitions of its own.
+    """
+    frozen = settings.peft.kind != "none" and settings.zero.stage < 3
+    return sizes.weights() * ITEM[settings.dtype] if frozen else 0
 
 
 def _layer_weight(sizes: Sizes, item: int) -> int:

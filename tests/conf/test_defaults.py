@@ -132,7 +132,7 @@ def known(**facts: Any) -> Any:
     [
         ("train.lr", {"model.parameters": 7.6e9}, 2e-4, "QLoRA sft up to 20B parameters: arXiv"),
         ("train.lr", {"model.parameters": 33e9}, 1e-4, "QLoRA sft above 20B parameters: arXiv"),
-        ("train.lr", {}, 1e-4, "QLoRA sft with a model of unknown size: arXiv"),
+        ("train.lr", {}, 1e-4, "QLoRA sft with a model of unknown size, 0.0002 once"),
         ("train.lr", {"peft.kind": "none", "model.parameters": 1e9}, 2e-5, "full sft up to 20B"),
         ("train.lr", {"train.objective": "grpo", "peft.kind": "lora"}, 1e-5, "LoRA grpo: TRL's"),
         ("train.lr", {"model.kind": "toy"}, 2e-3, "the embedded model"),
@@ -160,6 +160,8 @@ def test_as_many_ranks_as_gpus(
     monkeypatch.setattr(defaults, "gpu_count", lambda: gpus)
     assert default("train.nproc", known()).value == real
     assert default("train.nproc", known(**{"model.kind": "toy"})).value == toy
+    alone = default("train.nproc", known(**{"train.device": "cpu"}))
+    assert alone.line("train.nproc") == "train.nproc=2 (default for train.device=cpu)"
 
 
 def test_every_objective_has_a_rate() -> None:
@@ -171,8 +173,9 @@ def test_every_objective_has_a_rate() -> None:
 def test_plan_and_summary_say_what_a_default_is_for(tmp_path: Path) -> None:
     given = ["+exp=sft_qlora", *MINE, "train.max_len=99", f"paths.runs={tmp_path}"]
     chain = links(compose(given), given)
-    line = "train.lr=0.0001 (default for QLoRA sft with a model of unknown size: "
-    assert f"\n  {line}arXiv:2305.14314, table 9)\n" in render(chain)
+    line = "train.lr=0.0001 (default for QLoRA sft with a model of unknown size, 0.0002 once "
+    rest = "config.json is at hand and says up to 20B: arXiv:2305.14314, table 9)"
+    assert f"\n  {line}{rest}\n" in render(chain)
     assert "train.max_len=" not in render(chain)  # set, no default
     lines = list(chain[0].composed.defaults)
     assert line in Summary("completed", "rlhf", None, 1.0, defaults=lines).table()

@@ -14,6 +14,7 @@ from flows.links import Link
 from flows.plan import check, render
 from tasks.errors import ConfigError
 from tasks.preflight.engine import rollout_memory
+from tasks.preflight.phases import in_words
 from tasks.training.memory import LIBRARIES
 from tasks.training.sizes import Sizes
 
@@ -53,8 +54,8 @@ def memory_lines(text: str) -> list[str]:
     return [line for line in text.splitlines() if line.startswith("  error: memory")]
 
 
-def peak_mib(text: str) -> float:
-    return float(re.search(r"memory a rank: ([\d.]+) MiB at its peak", text)[1])
+def peak_gib(text: str) -> float:
+    return float(re.search(r"memory a rank: ([\d.]+) GiB at its peak", text)[1])
 
 
 def test_a_model_too_large_names_knobs_that_can_be_typed(large: Path) -> None:
@@ -65,9 +66,9 @@ def test_a_model_too_large_names_knobs_that_can_be_typed(large: Path) -> None:
     assert {"peft=lora", "train.optimizer=adamw_8bit"} <= {name for name, _ in named}
     saves = [float(saved) for _, saved in named]
     assert saves == sorted(saves, reverse=True)
-    before = peak_mib(text)
+    before = peak_gib(text)
     for name, _ in (named[0], named[-1]):
-        assert peak_mib(render([Link("", composed_of(large, name))])) < before
+        assert peak_gib(render([Link("", composed_of(large, name))])) < before
     assert serving.endswith(" -> convert=w8a8")  # 135 GiB of weights, whatever the cache
     assert "memory of smoke_eval: 139698.5 MiB" in text
     assert "KV cache 1024.0 MiB: 320.0 KiB a token, room for 0 of 64 sequences of" in text
@@ -78,13 +79,13 @@ def test_the_plan_knows_the_engines_beside_the_ranks(large: Path) -> None:
     composed = compose_config(["+exp=grpo", "model=hf", f"model.path={large}",
                                f"paths.runs={large.parent / 'runs'}"])  # fmt: skip
     text = render([Link("", composed)])
-    line = next(one for one in text.splitlines() if one.startswith("memory of rollouts"))
     sizes = Sizes.of(config)
     linear, whole = sizes.linear_weights(), sizes.weights()
     cpu = rollout_memory(config, composed.settings, gpu_bytes=None)
     assert cpu.weights == 4 * linear + 2 * (whole - linear)
     assert cpu.cache == 2**30
-    assert line == f"memory of rollouts, beside each rank: {cpu}"
+    for name, size in (("engine weights", cpu.weights), ("KV cache", cpu.cache)):
+        assert re.search(rf"^  {name} +{in_words(size)}  generate score train$", text, re.M)
     settings = {**composed.settings, "rollout": {
         **composed.settings["rollout"], "tensor_parallel": 8, "gpu_memory": 0.5}}  # fmt: skip
     gpu = rollout_memory(config, settings, gpu_bytes=80 * 2**30)

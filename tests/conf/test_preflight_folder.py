@@ -12,9 +12,11 @@ from typing import Any
 import pytest
 from hypothesis import strategies as st
 
+from flows.config import compose_config
 from tasks.preflight import model
 from tasks.training.memory import estimate
 from tasks.training.sizes import Sizes
+from tests.machines import QWEN_7B, with_hub
 from tests.settings import Settings
 
 SIZES = st.integers(1, 64)
@@ -74,6 +76,7 @@ def test_model_without_a_folder(tmp_path: Path) -> None:
     (finding,) = model.look("hf", None)[1]
     assert str(finding) == "model.path: nothing; has to be given -> model.path=<folder or hub id>"
     assert model.look("hf", "Qwen/Qwen2.5-0.5B") == (model.Known(), [])
+    assert model.look("hf", "owner--name") == (model.Known(), [])  # no id of the Hub
     for path in ("/no/such/folder", "a/b/c", "./nothing"):
         assert model.look("hf", path)[1][0].found == f"{path} is neither"
     file = tmp_path / "model.gguf"
@@ -128,3 +131,32 @@ def test_toy_is_described_as_it_is_built() -> None:
     counted = sizes.linear_weights() + sizes.other_weights()
     assert abs(model.TOY.parameters - counted) / counted < 0.01
     assert estimate(model.TOY.config, settings, 2).total > 0
+
+
+def test_a_hub_id_is_known_once_its_config_is_in_the_cache(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Defaults, memory and context follow it; nothing is fetched."""
+    experts = QWEN_7B | {"num_experts": 8}
+    with_hub(monkeypatch, tmp_path, {"owner/seven": QWEN_7B, "owner/experts": experts})
+    known, problems = model.look("hf", "owner/seven")
+    assert problems == []
+    assert known.parameters == 7_615_616_512 - 28 * 4_608
+    assert (known.context, known.config) == (32768, QWEN_7B)
+    assert model.look("hf", "owner/seven", revision="other") == (model.Known(), [])
+    assert model.look("hf", "owner/experts")[0].parameters is None
+    given = ["+exp=sft_qlora", "data.path=rows.jsonl", "train.nproc=1"]
+    lr = [
+        next(line for line in compose_config([*given, f"model.path=owner/{name}"]).defaults
+             if line.startswith("train.lr="))
+        for name in ("seven", "experts", "absent")
+    ]  # fmt: skip
+    assert lr[0] == (
+        "train.lr=0.0002 (default for QLoRA sft up to 20B parameters: arXiv:2305.14314, table 9)"
+    )
+    assert lr[1] == lr[2]
+    assert "of unknown size, 0.0002 once config.json is at hand and says up to 20B" in lr[2]
+    assert model.why_unknown("owner/absent") == (
+        "no config.json of owner/absent in the Hugging Face cache; "
+        "hf download owner/absent config.json puts it there"
+    )

@@ -3,16 +3,24 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from flows.config import Composed, compose_config
-from flows.links import Link
+from flows.config import CONF, Composed, compose_config
+from flows.links import Link, links
+from flows.links import compose as compose_run
 from flows.plan import forecast, render
-from tasks.preflight import findings
+from tasks import machine
+from tasks.preflight import findings, phases
+from tasks.preflight.engine import engine_memory, shareable
+from tasks.preflight.phases import asked_of, memory_of
+from tasks.training.memory import LIBRARIES, adapter_weights
+from tasks.training.sizes import Sizes
 from tests.conf.test_plan import CHAIN, program
+from tests.machines import H100, QWEN_7B, QWEN_14B, QWEN_72B, with_gpus, with_hub
 
 PAIR = {"prompt": "a question", "chosen": "good", "rejected": "bad"}
 CHAT = {"prompt": "a question", "response": "good"}
@@ -34,6 +42,103 @@ def compose(tmp_path: Path, experiment: str) -> Composed:
     data.write_text(f"{json.dumps(EXPERIMENTS[experiment])}\n" * 2)
     given = [f"+exp={experiment}", f"data.path={data}", f"paths.runs={tmp_path / 'runs'}"]
     return compose_config(given)
+
+
+EVERY = sorted(path.stem for path in (CONF / "exp").glob("*.yaml"))
+
+
+@pytest.mark.parametrize("experiment", EVERY)
+def test_every_experiment_plans_without_a_finding_on_eight_gpus_of_80_gb(
+    experiment: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And prints each term of its memory."""
+    with_gpus(monkeypatch, 8)
+    with_hub(monkeypatch, tmp_path / "hub")
+    given = given_for(experiment, tmp_path)
+    for link in links(compose_run(given), given):
+        text = render([link])
+        assert text.endswith("preflight:\n  nothing to report"), text
+        rank = memory_of(link.composed.settings, rewarded=link.rewarded)
+        assert rank is not None
+        for term in rank.terms:
+            line = rf"^  {term.name} +{re.escape(phases.in_words(term.size))}  [a-z ]+$"
+            assert re.search(line, text, re.M), term
+        assert rank.total <= sum(term.size for term in rank.terms)
+
+
+@pytest.mark.parametrize(
+    ("experiment", "gpus", "gigabytes"),
+    [
+        ("qlora_qwen7b", 1, 80), ("qlora_qwen7b", 1, 24), ("grpo_qwen7b_qlora", 1, 80),
+        ("grpo_qwen7b_qlora", 1, 48), ("reward_qwen14b_lora_zero3", 4, 80),
+        ("sft_llama8b_lora_zero3", 4, 40),
+    ],
+)  # fmt: skip
+def test_experiments_fit_where_they_say_so(
+    experiment: str, gpus: int, gigabytes: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with_gpus(monkeypatch, gpus, gigabytes * 10**9)
+    with_hub(monkeypatch, tmp_path / "hub")
+    given = given_for(experiment, tmp_path)
+    (link,) = links(compose_run(given), given)
+    assert link.composed.settings["train"]["nproc"] == gpus
+    assert render([link]).endswith("nothing to report")
+
+
+def given_for(experiment: str, tmp_path: Path) -> list[str]:
+    """The command line of an experiment: rows, and rewards where it needs some."""
+    given = [f"+exp={experiment}", f"paths.runs={tmp_path / 'runs'}"]
+    if "/model: hf" not in (CONF / "exp" / f"{experiment}.yaml").read_text():
+        return given
+    rows = tmp_path / "rows.jsonl"
+    rows.write_text(f"{json.dumps(PAIR | CHAT | {'answer': '4'})}\n" * 3)
+    given += [f"data.path={rows}"]
+    if experiment.startswith("grpo"):
+        given += ["reward.function=exact_match"]
+    if experiment.startswith("ppo"):
+        reward = tmp_path / "reward"
+        reward.mkdir()
+        names = {"architectures": ["Qwen2ForSequenceClassification"], "num_labels": 1}
+        (reward / "config.json").write_text(json.dumps(QWEN_14B | names | {"dtype": "bfloat16"}))
+        given += [f"reward.model={reward}", "reward.normalize=false"]
+    return given
+
+
+def test_72b_in_host_memory_and_in_the_engine_that_serves_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The base passes through no rank's own memory: safetensors maps it, once for all of them."""
+    with_gpus(monkeypatch, 8)
+    with_hub(monkeypatch, tmp_path / "hub")
+    composed = compose(tmp_path, "dpo_qwen72b_lora")
+    settings, rank = composed.settings, memory_of(composed.settings)
+    assert rank is not None
+    sizes = Sizes.of(QWEN_72B)
+    # LoRA of rank 32 on eight ranks: master, moments, updated weights and gradient in host memory.
+    assert rank.host == 18 * adapter_weights(sizes, asked_of(settings)) // 8
+    monkeypatch.setattr(machine, "available_memory", lambda: 8 * (rank.host + LIBRARIES))
+    assert findings(settings, composed.runs, rank) == []
+    monkeypatch.setattr(machine, "available_memory", lambda: 8 * (rank.host + LIBRARIES) - 1)
+    (finding,) = findings(settings, composed.runs, rank)
+    assert finding.what == "memory"
+    assert finding.allowed == "needs about 15.1 GiB: 903.5 MiB offloaded by each of 8 ranks"
+    served = engine_memory(QWEN_72B, settings, gpu_bytes=H100)
+    assert (served.weights, served.token) == (2 * sizes.weights() // 8, sizes.kv_cache(1) // 8)
+    with_gpus(monkeypatch, 8)
+    settings["smoke"]["tensor_parallel"] = 1
+    (finding,) = findings(settings, composed.runs, rank)
+    assert finding.what == "GPU memory of smoke_eval"
+    assert finding.override == "smoke.tensor_parallel=8"
+
+
+def test_processes_that_share_a_model_have_whole_heads_and_a_gpu_each() -> None:
+    key = "smoke.tensor_parallel"
+    assert shareable(key, 4, QWEN_7B, gpus=8) == shareable(key, 1, {}) == []
+    (finding,) = shareable(key, 8, QWEN_7B, gpus=8)
+    assert (finding.found, finding.override) == ("8", f"{key}=7")
+    assert finding.allowed.startswith("a divisor of the model's 28 attention heads")
+    (finding,) = shareable(key, 8, QWEN_72B, gpus=2)
+    assert finding.override == f"{key}=2"
 
 
 def deepspeed_of(text: str) -> dict[str, Any]:

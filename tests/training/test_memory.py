@@ -37,28 +37,33 @@ def model_of(tmp_path_factory: pytest.TempPathFactory, tokenizer) -> Callable[[s
     made: dict[str, Path] = {}
 
     def make(size: str) -> Path:
-        import torch
-        from transformers import Qwen2Config, Qwen2ForCausalLM
-
         if size not in made:
-            path = made[size] = tmp_path_factory.mktemp("model")
-            ends = {"eos_token_id": tokenizer.eos_token_id, "bos_token_id": None}
-            config = Qwen2Config(
-                **SHAPES[size], **ends, pad_token_id=tokenizer.pad_token_id,
-                tie_word_embeddings=True, dtype="bfloat16",
-            )  # fmt: skip
-            with torch.device("meta"):
-                model = Qwen2ForCausalLM(config)
-            model = model.to(torch.bfloat16).to_empty(device="cpu")
-            torch.manual_seed(0)
-            for parameter in model.parameters():
-                torch.nn.init.normal_(parameter, std=0.02)
-            model.tie_weights()
-            model.save_pretrained(path)
-            tokenizer.save_pretrained(path)
+            made[size] = random_model(tmp_path_factory.mktemp("model"), SHAPES[size], tokenizer)
         return made[size]
 
     return make
+
+
+def random_model(path: Path, shape: dict[str, Any], tokenizer: Any) -> Path:
+    """Save a Qwen2 of random weights, bf16, tied, with a tokenizer."""
+    import torch
+    from transformers import Qwen2Config, Qwen2ForCausalLM
+
+    ends = {"eos_token_id": tokenizer.eos_token_id, "bos_token_id": None}
+    config = Qwen2Config(
+        **shape, **ends, pad_token_id=tokenizer.pad_token_id,
+        tie_word_embeddings=True, dtype="bfloat16",
+    )  # fmt: skip
+    with torch.device("meta"):
+        model = Qwen2ForCausalLM(config)
+    model = model.to(torch.bfloat16).to_empty(device="cpu")
+    torch.manual_seed(0)
+    for parameter in model.parameters():
+        torch.nn.init.normal_(parameter, std=0.02)
+    model.tie_weights()
+    model.save_pretrained(path)
+    tokenizer.save_pretrained(path)
+    return path
 
 
 @pytest.fixture(scope="module")

@@ -14,8 +14,9 @@ from tasks.rl import settings
 from tasks.schema import inputs, learning, online
 from tasks.schema.defaults import COMPUTED
 from tasks.training import job
+from tasks.training.advice import on_node
 from tasks.training.job import Peft, TrainJob, Zero
-from tasks.training.memory import HOLES, adapter_weights, estimate
+from tasks.training.memory import HOLES, LIBRARIES, adapter_weights, estimate
 from tasks.training.sizes import Sizes
 from tasks.training.zero_config import deepspeed_config
 from tests.settings import Batch, Optim, Settings
@@ -166,16 +167,16 @@ def test_estimate_divides_what_the_stage_partitions() -> None:
     full = {s: estimate(QWEN_7B, Settings(zero=Zero(s)), 4) for s in (0, 1, 2, 3)}
     weights = 7_615_616_512 - 28 * 4_608
     bucket, live = 2 * Zero().bucket_size, 2 * 10**9
-    assert full[0].parameters == 2 * weights
+    assert full[0].weights == 2 * weights
     assert full[0].optimizer == 12 * weights
     assert full[1].optimizer == 3 * weights
     assert (full[1].gradients, full[2].gradients) == (2 * weights + bucket, weights // 2 + bucket)
-    assert full[3].parameters == weights // 2 + live
+    assert (full[3].weights, full[3].gathered) == (weights // 2, live)
     assert (full[0].step, full[2].step, full[3].step) == (4 * weights, 3 * weights, 3 * weights)
     # gathered ahead in flat buckets, and gloo has flat copies of two of them
     assert full[3].communication == live + 2 * bucket
     qlora = estimate(QWEN_7B, Settings(peft=Peft("qlora")), 1, gpu=True)
-    assert qlora.parameters < 0.4 * full[0].parameters
+    assert qlora.weights < 0.4 * full[0].weights
     small = replace(Settings(), optim=Optim(optimizer="adamw_8bit"))
     assert estimate(QWEN_7B, small, 1).optimizer < 0.53 * full[0].optimizer
     assert estimate(QWEN_7B, Settings(dtype="float32"), 1).optimizer == 8 * weights
@@ -185,9 +186,11 @@ def test_estimate_divides_what_the_stage_partitions() -> None:
 
 def test_the_step_has_the_activations_memory_again_on_a_gpu() -> None:
     found = estimate(QWEN_7B, Settings(zero=Zero(3)), 4, gpu=True)
-    states = found.parameters + found.gradients + found.optimizer
+    states = found.weights + found.gathered + found.gradients + found.optimizer
     assert (found.stays, found.allocator, found.released) == (0, 0, 0)
-    assert found.total == states + max(found.step, found.activations, found.communication)
+    assert found.total == states + max(
+        found.step, found.activations + found.logits, found.communication
+    )
     assert found.states == states + max(found.step, found.communication)
 
 
@@ -198,15 +201,16 @@ def test_a_cpu_keeps_small_pieces_and_the_holes_between_them() -> None:
              "tie_word_embeddings": True}  # fmt: skip
     settings = Settings(zero=Zero(2), batch=Batch(micro_batch_size=2, max_len=256))
     found = estimate(small, settings, 2)
-    assert found.stays < found.activations
+    assert found.stays < found.activations + found.logits
     assert found.allocator == int(HOLES * found.stays)
     # gradients are fp32 and the pass is over when the step takes most
-    assert found.step > found.activations - found.stays + found.gradients
-    lasting = found.parameters + found.optimizer
+    row = found.activations + found.logits
+    assert found.step > row - found.stays + found.gradients
+    lasting = found.weights + found.optimizer
     assert found.total == lasting + found.stays + found.allocator + found.step
     alone = estimate(small, replace(settings, zero=Zero(3)), 1)
     assert alone.communication == 0
-    assert alone.parameters == estimate(small, settings, 1).parameters
+    assert alone.weights == estimate(small, settings, 1).weights
 
 
 def test_what_is_offloaded_is_on_the_host() -> None:
@@ -219,8 +223,41 @@ def test_what_is_offloaded_is_on_the_host() -> None:
     both = replace(settings, zero=replace(settings.zero, offload_param="cpu"))
     more = estimate(QWEN_7B, both, 4, gpu=True)
     assert more.host == found.host + 2 * weights // 4
-    assert more.parameters == found.parameters - 2 * weights // 4
+    assert more.weights == found.weights - 2 * weights // 4
     assert estimate(QWEN_7B, settings, 4).host == 0
+
+
+def test_a_score_head_is_no_table_and_a_critic_leaves_its_table_alone() -> None:
+    """Neither has logits; transformers' classifier has no output head, a critic a frozen one."""
+    weights, table = 7_615_616_512 - 28 * 4_608, 152064 * 3584
+    settings = Settings(zero=Zero(2))
+    reward = estimate(QWEN_7B, replace(settings, objective="reward"), 4, gpu=True)
+    assert (reward.weights, reward.logits) == (2 * (weights - table), 0)
+    critic = estimate(QWEN_7B, settings, 4, gpu=True, critic=True)
+    assert (critic.weights, critic.logits) == (2 * weights, 0)
+    assert critic.optimizer == reward.optimizer == 12 * (weights - table) // 4
+
+
+def test_pairs_lie_in_a_row_together_and_responses_follow_prompts() -> None:
+    batch = Batch(micro_batch_size=2, max_len=512)
+    sft = estimate(QWEN_7B, Settings(batch=batch), 1, gpu=True)
+    dpo = estimate(QWEN_7B, Settings(batch=batch, objective="dpo"), 1, gpu=True)
+    kto = estimate(QWEN_7B, Settings(batch=batch, objective="kto"), 1, gpu=True)
+    assert dpo.activations == 2 * sft.activations == 2 * kto.activations
+    online = {"rollout": {"max_prompt_len": 300, "max_new_tokens": 212}}
+    grpo = Settings(batch=replace(batch, max_len=9), objective="grpo", online=online)
+    assert estimate(QWEN_7B, grpo, 1, gpu=True).activations == sft.activations
+
+
+def test_ranks_of_a_node_share_a_frozen_base_that_is_mapped() -> None:
+    weights = 7_615_616_512 - 28 * 4_608
+    lora = Settings(peft=Peft("lora"), zero=Zero(2))
+    assert estimate(QWEN_7B, lora, 2).mapped == 2 * weights
+    assert estimate(QWEN_7B, replace(lora, peft=Peft("qlora")), 2).mapped == 2 * weights
+    for other in (replace(lora, zero=Zero(3)), replace(lora, peft=Peft("none"))):
+        assert estimate(QWEN_7B, other, 2).mapped == 0
+    assert estimate(QWEN_7B, lora, 2, gpu=True).mapped == 0
+    assert on_node(10, 4, 3) == 3 * (10 - 4 + LIBRARIES) + 4
 
 
 def test_weights_of_adapters() -> None:

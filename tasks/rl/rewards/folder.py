@@ -12,6 +12,8 @@ from tasks.weights.documents import read_json
 from tasks.weights.heads.folder import architectures
 from tasks.weights.heads.normalisation import Normalisation, normalisation_from
 
+ROW_TOKENS = 8192
+"""Tokens of a packed row at most; a longer text has one to itself."""
 CLASSIFIER = "ForSequenceClassification"
 EXAMPLE = "reward.model=<the artifact of kind `served` of a chain with train=reward>"
 DELIVER = "python flows/deliver.py source=<it> out=<folder> makes one that is"

@@ -16,7 +16,7 @@ import torch
 from tasks.errors import ArtifactError
 from tasks.rl.replies import Reply
 from tasks.rl.rewards.encoding import Encoding
-from tasks.rl.rewards.folder import RewardFolder
+from tasks.rl.rewards.folder import ROW_TOKENS, RewardFolder
 from tasks.rl.rewards.sources import checked
 from tasks.serving.load import from_folder
 from tasks.serving.rewards import CLASSIFIER, normalised
@@ -24,9 +24,6 @@ from tasks.training.examples import Examples
 from tasks.training.packed_model import take_rows
 from tasks.training.packing import pack
 from tasks.weights.heads.normalisation import Normalisation
-
-ROW_TOKENS = 8192
-"""Tokens of a packed row at most; a longer text has one to itself."""
 
 
 class Scorer(Protocol):

@@ -1,0 +1,32 @@
+"""Run by torchrun: what a rank's memory grows to in an online run."""
+
+from __future__ import annotations
+
+import json
+import sys
+import time
+from pathlib import Path
+
+from tasks.ending import end_process
+from tasks.rl.run import train_with
+from tasks.training.engine import Ranks
+from tasks.training.job import TrainJob
+from tests.training.memory_program import Peaks
+
+
+def main(path: Path) -> None:
+    """Train, and leave every rank's peak."""
+    import transformers.models.qwen2.modeling_qwen2  # noqa: F401
+
+    job, ranks = TrainJob.read(path), Ranks()
+    peaks = Peaks()
+    peaks.during("run", lambda: train_with(ranks, job, time.time()))
+    everyone = ranks.all_objects(peaks.found["run"])
+    if ranks.first:
+        (job.out / "memory.json").write_text(json.dumps(everyone))
+    ranks.leave()
+    end_process()
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]))

@@ -168,14 +168,13 @@ def _named(devices: Sequence[Gpu], name: str) -> Gpu | None:
     return chosen[0].instances[0] if chosen[0].instances else chosen[0]
 
 
-def has_gpu() -> bool:
-    """Return True if CUDA shows a GPU to this process."""
-    return bool(gpus())
+def has_gpu(device: str = "auto") -> bool:
+    """Return True if torch computes on GPUs here: some are visible, and it is a CUDA build.
 
-
-def trains_on_gpu(device: str) -> bool:
-    """Return True if ranks compute on GPUs, by `train.device`."""
-    return device != "cpu" and has_gpu()
+    Args:
+        device: `train.device`, where it is about the ranks.
+    """
+    return device != "cpu" and bool(gpus()) and torch_build()[1] is not None
 
 
 def gpu_count() -> int:
@@ -183,9 +182,9 @@ def gpu_count() -> int:
     return len(gpus())
 
 
-def gpu_memory() -> int | None:
-    """Return the bytes of the smallest visible GPU; None without one."""
-    return min((one.memory for one in gpus()), default=None)
+def gpu_memory(device: str = "auto") -> int | None:
+    """Return the bytes of the smallest visible GPU; None where torch computes on none."""
+    return min(one.memory for one in gpus()) if has_gpu(device) else None
 
 
 OLDEST_DRIVER = {12: 525, 13: 580}
@@ -208,22 +207,15 @@ def torch_build() -> tuple[str, tuple[int, int] | None]:
     return found, (int(match[1]), int(match[2])) if match else None
 
 
-def unusable_gpus() -> tuple[str, str, str] | None:
-    """Return why torch cannot compute on the GPUs that are visible: found, needed, what to type.
+def driver_too_old() -> tuple[str, str, str] | None:
+    """Return why the driver is too old for torch: found, needed, what to type; None if it is not.
 
-    None where it can, as far as versions tell, and where there is no GPU.
+    CUDA runs on any driver of its major version (minor version compatibility).
     """
-    count = gpu_count()
-    if not count:
-        return None
-    shown = f"{count} GPU{'s' * (count > 1)}"
-    torch, built = torch_build()
-    if built is None:
-        needed = "training would run on the CPU; a CUDA build of torch computes on them"
-        override = "make setup PROFILE=cuda VENV=.venv-cuda, or train.device=cpu"
-        return f"{shown}, and torch {torch} is a CPU build", needed, override
+    count, (torch, built) = gpu_count(), torch_build()
     driver, cuda = listed().driver, listed().cuda
-    if cuda is not None and cuda[0] < built[0]:
+    if count and cuda is not None and built is not None and cuda[0] < built[0]:
+        shown = f"{count} GPU{'s' * (count > 1)}"
         found = f"{shown} with driver {driver} (CUDA {cuda[0]}.{cuda[1]})"
         oldest = OLDEST_DRIVER.get(built[0])
         needed = f"torch {torch} is built for CUDA {built[0]}.{built[1]}" + (

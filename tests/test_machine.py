@@ -14,7 +14,7 @@ import pytest
 
 from tasks import machine
 from tasks.errors import ConfigError
-from tasks.machine import Gpu, Gpus, gpus, unusable_gpus, visible
+from tasks.machine import Gpu, Gpus, driver_too_old, gpus, visible
 from tasks.preflight.machine import device
 from tasks.train import rank_environment
 from tests.machines import GIB, with_gpus
@@ -144,10 +144,11 @@ def test_asking_imports_no_torch_and_follows_the_variable() -> None:
         "import sys\nfrom tasks import machine\nfrom tasks.machine import Gpu, Gpus\n"
         "machine.listed()\nassert not {'torch', 'vllm'} & set(sys.modules)\n"
         "machine.listed = lambda: Gpus((Gpu('GPU-1', 5), Gpu('GPU-2', 3)))\n"
-        "print(machine.gpu_count(), machine.gpu_memory(), machine.trains_on_gpu('auto'), "
-        "machine.trains_on_gpu('cpu'))"
+        "machine.torch_build = lambda: ('2.13.0', (13, 0))\n"
+        "print(machine.gpu_count(), machine.gpu_memory(), machine.has_gpu(), "
+        "machine.has_gpu('cpu'), machine.gpu_memory('cpu'))"
     )
-    for wanted, said in (("0,1", "2 3 True False"), ("0", "1 5 True False"), ("", "0 None False")):
+    for wanted, said in (("0,1", "2 3 True False None"), ("0", "1 5 True"), ("", "0 None False")):
         env = {**os.environ, "CUDA_VISIBLE_DEVICES": wanted}
         done = subprocess.run(
             [sys.executable, "-c", code], env=env, capture_output=True, text=True, check=True
@@ -179,8 +180,12 @@ def test_a_driver_too_old_is_named_with_the_one_that_is_needed(
     (finding,) = device("auto", 1)
     assert finding.found == "1 GPU, and torch 2.13.0+cpu is a CPU build"
     assert "make setup PROFILE=cuda" in finding.override
+    (finding,) = device("auto", 2, embedded=True)  # made for CPUs
+    assert finding.severity == "warning"
+    assert not machine.has_gpu()
+    assert machine.gpu_memory() is None
     with_gpus(monkeypatch, 8)
-    assert unusable_gpus() is None
+    assert driver_too_old() is None
     assert device("auto", 8) == device("cuda", 8) == []
 
 

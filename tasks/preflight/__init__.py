@@ -89,15 +89,18 @@ def findings(
     train, peft, zero = settings["train"], settings["peft"], settings["zero"]
     known, problems = model.look_at(settings["model"])
     kind, stage = peft["kind"], zero["stage"]
-    on_gpu = host.trains_on_gpu(train["device"])
-    problems += machine.device(train["device"], train["nproc"])
+    on_gpu, toy = host.has_gpu(train["device"]), settings["model"]["kind"] == "toy"
+    problems += machine.device(train["device"], train["nproc"], embedded=toy)
     problems += together.qlora_with_zero3(kind, stage)
     problems += together.lora_with_zero3(kind, stage, installed("deepspeed"))
     problems += together.checkpointing(train["gradient_checkpointing"], installed("torch"))
     problems += together.offload(stage, zero["offload_optimizer"], zero["offload_param"])
     problems += together.merge_base(settings["merge"]["base"], kind)
     problems += together.dtypes(
-        settings["model"]["dtype"], settings["convert"]["dtype"], kind, half=machine.has_half()
+        settings["model"]["dtype"],
+        settings["convert"]["dtype"],
+        kind,
+        half=machine.has_half(gpu=on_gpu),
     )
     problems += together.loss_scaling(settings["model"]["dtype"], stage)
     problems += together.attention(
@@ -168,8 +171,7 @@ def _machine(
         on_disk += machine.checkpoints(
             parameters, most=train["max_ckpt_num"], most_gb=train["max_ckpt_gb"]
         )
-    free, served_by = host.available_memory(), host.gpu_memory()
-    gpu = served_by if host.trains_on_gpu(train["device"]) else None
+    free, gpu = host.available_memory(), host.gpu_memory(train["device"])
     asked = asked_of(settings)
     less = smaller(asked)
     if rank is not None:
@@ -184,7 +186,7 @@ def _machine(
         *machine.disk(machine.free_bytes(runs), on_disk, runs),
         *_host(free, rank, train["nproc"], gpu=gpu is not None, parameters=parameters, less=less),
         *_gpu(rank, gpu, less),
-        *(_engines(settings, known, free=free, gpu=served_by) if rank is not None else ()),
+        *(_engines(settings, known, free=free, gpu=gpu) if rank is not None else ()),
         *machine.compiler(settings["zero"]["offload_optimizer"], shutil.which("g++")),
     ]
 
@@ -221,24 +223,29 @@ def _gpu(rank: RankMemory | None, size: int | None, less: list[str]) -> list[Fin
 def _engines(
     settings: dict[str, Any], known: model.Known, *, free: int, gpu: int | None
 ) -> list[Finding]:
-    """What the engines of rollouts take, and that of smoke_eval once training is over."""
+    """What the engines of rollouts take, and that of smoke_eval once training is over.
+
+    Args:
+        settings: the resolved configuration.
+        known: of the base.
+        free: bytes of the host.
+        gpu: bytes of a rank's GPU; None where ranks have none.
+    """
     found: list[Finding] = []
     if settings["train"]["objective"] in ONLINE and settings["rollout"]["engine"] == "vllm":
-        beside = gpu if host.trains_on_gpu(settings["train"]["device"]) else None
-        taken = engine.rollout_memory(known.config, settings, gpu_bytes=beside)
-        found += engine.rollouts_fit(taken, beside)
-    return found + _smoke_engine(settings, known, free=free, gpu=gpu)
+        taken = engine.rollout_memory(known.config, settings, gpu_bytes=gpu)
+        found += engine.rollouts_fit(taken, gpu)
+    return found + _smoke_engine(settings, known, free=free)
 
 
-def _smoke_engine(
-    settings: dict[str, Any], known: model.Known, *, free: int, gpu: int | None
-) -> list[Finding]:
-    smoke, gpus = settings["smoke"], host.gpu_count()
+def _smoke_engine(settings: dict[str, Any], known: model.Known, *, free: int) -> list[Finding]:
+    smoke, gpu = settings["smoke"], host.gpu_memory()
+    gpus = host.gpu_count() if gpu is not None else None
     sharing = smoke["tensor_parallel"] if smoke["engine"] == "vllm" else 1
     if found := engine.shareable("smoke.tensor_parallel", sharing, known.config, gpus=gpus):
         return found
     taken = engine.engine_memory(known.config, settings, gpu_bytes=gpu)
-    if gpu is None:
+    if gpu is None or gpus is None:
         found = engine.host_fits(taken, free, smoke["kv_cache_gib"], sharing)
         return [*engine.cache_fits(taken, on_gpu=False), *found]
     more = max(one for one in range(1, gpus + 1) if engine.heads_of(known.config) % one == 0)

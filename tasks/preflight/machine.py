@@ -6,21 +6,23 @@ import os
 import shutil
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Literal
 
-from tasks.machine import gpu_count, has_gpu, unusable_gpus
+from tasks import machine as host
 from tasks.preflight.finding import Finding
 
 GIB = 2**30
 
 
-def device(asked: str, nproc: int) -> list[Finding]:
+def device(asked: str, nproc: int, *, embedded: bool = False) -> list[Finding]:
     """Ranks that would not compute where they should, or more of them than GPUs.
 
     Args:
         asked: `train.device`.
         nproc: ranks of this node.
+        embedded: whether the model is the embedded one, which is made for CPUs: a warning will do.
     """
-    count = gpu_count()
+    count, (torch, built) = host.gpu_count(), host.torch_build()
     if asked == "cpu":
         return []
     if count == 0:
@@ -28,9 +30,14 @@ def device(asked: str, nproc: int) -> list[Finding]:
         found = "cuda without a GPU" + ("" if shown is None else f": CUDA_VISIBLE_DEVICES={shown}")
         allowed = "the driver (NVML, nvidia-smi) lists none that is visible"
         return [Finding("train.device", found, allowed, "train.device=cpu")] * (asked == "cuda")
-    unusable = unusable_gpus()
-    if unusable is not None:
-        return [Finding("train.device", *unusable)]
+    if built is None:
+        found = f"{count} GPU{'s' * (count > 1)}, and torch {torch} is a CPU build"
+        allowed = "training would run on the CPU; a CUDA build of torch computes on them"
+        override = "make setup PROFILE=cuda VENV=.venv-cuda, or train.device=cpu"
+        severity: Literal["error", "warning"] = "warning" if embedded else "error"
+        return [Finding("train.device", found, allowed, override, severity)]
+    if (old := host.driver_too_old()) is not None:
+        return [Finding("train.device", *old)]
     if nproc > count:
         allowed = f"a GPU for each rank, and {count} {'is' if count == 1 else 'are'} visible"
         return [Finding("train.nproc", str(nproc), allowed, f"train.nproc={count}")]
@@ -106,6 +113,6 @@ def free_bytes(runs: Path) -> int:
     return shutil.disk_usage(there).free
 
 
-def has_half() -> bool:
-    """Whether DeepSpeed trains in float16 here."""
-    return has_gpu() or "avx512_fp16" in Path("/proc/cpuinfo").read_text(encoding="utf-8")
+def has_half(*, gpu: bool) -> bool:
+    """Whether DeepSpeed trains in float16: on a GPU, or on a CPU that computes in it."""
+    return gpu or "avx512_fp16" in Path("/proc/cpuinfo").read_text(encoding="utf-8")

@@ -15,7 +15,7 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from tasks.machine import gpu_memory, trains_on_gpu
+from tasks.machine import gpu_memory
 from tasks.preflight.engine import GIB, EngineMemory, rollout_memory
 from tasks.preflight.model import look_at
 from tasks.rl.knobs import WITH_CRITIC
@@ -114,7 +114,7 @@ def memory_of(settings: Mapping[str, Any], *, rewarded: bool = False) -> RankMem
     if not known.config or asked.world_size < 1:
         return None  # other findings say why
     reward = known.config if rewarded else reward_config(settings["reward"]["model"])
-    gpu = gpu_memory() if trains_on_gpu(settings["train"]["device"]) else None
+    gpu = gpu_memory(settings["train"]["device"])
     try:
         return rank_memory(known.config, asked, gpu=gpu, reward=reward)
     except KeyError:

@@ -16,7 +16,7 @@ from collections.abc import Callable, Mapping
 from pathlib import PurePath
 from typing import Any, NamedTuple
 
-from tasks.machine import gpu_count
+from tasks.machine import gpu_count, has_gpu
 
 COMPUTED: Any = "${default:}"
 """Marks a field of a dataclass whose default has a rule here."""
@@ -80,9 +80,9 @@ def _messages_key(get: Get) -> Default:
 def _nproc(get: Get) -> Default:
     if get("train.device") == "cpu":
         return Default(2, "train.device=cpu")
-    gpus = gpu_count()
-    if gpus == 0:
+    if not has_gpu():
         return Default(2, "a machine without GPUs")
+    gpus = gpu_count()
     if _toy(get):
         return Default(min(2, gpus), _EMBEDDED)
     return Default(gpus, f"{gpus} GPU{'s' * (gpus > 1)}")

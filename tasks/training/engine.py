@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import nn
 
 from tasks.errors import ConfigError
-from tasks.machine import gpu_count, unusable_gpus
+from tasks.machine import driver_too_old, gpu_count, has_gpu
 from tasks.training.job import Optim
 
 T = TypeVar("T")
@@ -92,12 +92,12 @@ def require_cpu(device: str) -> None:
         device: `train.device`.
 
     Raises:
-        ConfigError: it is not `cpu`, and GPUs are visible; or it is `cuda`.
+        ConfigError: it is not `cpu`, and a CUDA build of torch has GPUs before it; or it is `cuda`.
     """
-    count = 0 if device == "cpu" else gpu_count()
-    if not count and device != "cuda":
+    if not has_gpu(device) and device != "cuda":
         return
-    found, needed, override = unusable_gpus() or (
+    count = gpu_count()
+    found, needed, override = driver_too_old() or (
         f"{count} GPU{'s' * (count != 1)} visible, and torch.cuda.is_available() is False",
         "ranks would compute on the CPU",
         "a driver that torch can use, or train.device=cpu",

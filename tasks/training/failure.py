@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from tasks.errors import PlumblineError, TrainingError
-from tasks.machine import trains_on_gpu
+from tasks.machine import has_gpu
 from tasks.training.job import Settings, TrainJob
 from tasks.training.memory import estimate
 
@@ -63,7 +63,7 @@ def out_of_memory(what: str, job: TrainJob) -> TrainingError:
 def _expected(job: TrainJob) -> str:
     config = json.loads((job.base / "config.json").read_text())
     try:
-        gpu = trains_on_gpu(job.settings.launch.device)
+        gpu = has_gpu(job.settings.launch.device)
         needed = estimate(config, job.settings, job.settings.world_size, gpu=gpu)
     except KeyError as error:  # an architecture that names its dimensions differently
         return f"what a rank should need is not known: config.json has no {error}"

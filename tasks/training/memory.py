@@ -44,6 +44,8 @@ _PARTS = (
 )  # fmt: skip
 _MAX_LIVE = 10**9
 """Elements that ZeRO-3 holds gathered at most (`stage3_max_live_parameters`)."""
+_SUB_GROUP = 10**9
+"""Weights of a rank that ZeRO-3 steps at a time (`sub_group_size`)."""
 _GLOO_THREADS = 2
 """Collectives that gloo works on at a time, each with a flat copy of all that it gathers."""
 _ALLREDUCE = 500_000_000
@@ -144,7 +146,8 @@ def estimate(
     in_heap = gathered if _layer_weight(sizes, item) <= LARGEST_IN_HEAP else 0
     mine = trained / shared[1]
     offloaded = zero.offload_optimizer == "cpu"
-    states, step = mine * _optimizer_bytes(settings), mine * _step_bytes(settings)
+    at_once = mine if zero.stage < 3 else min(mine, _SUB_GROUP)
+    states, step = mine * _optimizer_bytes(settings), at_once * _step_bytes(settings)
     if offloaded:
         states += mine * item  # the updated weights, before they are copied to where they are used
     gradients = int(trained * item / shared[2] + _bucket(settings, trained))

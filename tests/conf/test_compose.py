@@ -14,7 +14,7 @@ from omegaconf import OmegaConf
 
 from flows.config import CONF, Composed, compose_config
 from tasks.errors import ConfigError
-from tasks.schema import defaults
+from tests.machines import with_gpus
 
 GOLDEN = Path(__file__).parents[1] / "golden" / "conf"
 FILES = sorted(path.relative_to(CONF) for path in CONF.rglob("*.yaml"))
@@ -73,7 +73,7 @@ def test_experiment_opens_with_its_package_command_and_description(file: Path) -
 def test_experiment_composes_to_the_golden_file(
     file: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(defaults, "gpu_count", lambda: 0)
+    with_gpus(monkeypatch, 0)
     composed = compose_config([f"+exp={file.stem}"])
     golden = GOLDEN / file.name
     if os.environ.get("REGENERATE"):

@@ -16,9 +16,9 @@ from flows.plan import check, render
 from flows.summary import Summary
 from tasks.errors import ConfigError
 from tasks.preflight.unread import LOSS, unread
-from tasks.schema import defaults
 from tasks.schema.choices import Objective
 from tasks.schema.defaults import ONLINE, RATES, default
+from tests.machines import with_gpus
 
 MINE = ["model.path=owner/name", "data.path=rows.jsonl"]
 TOY_EXPERIMENTS = sorted(
@@ -157,7 +157,7 @@ def test_a_default_and_what_it_is_for(
 def test_as_many_ranks_as_gpus(
     gpus: int, real: int, toy: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(defaults, "gpu_count", lambda: gpus)
+    with_gpus(monkeypatch, gpus)
     assert default("train.nproc", known()).value == real
     assert default("train.nproc", known(**{"model.kind": "toy"})).value == toy
     alone = default("train.nproc", known(**{"train.device": "cpu"}))

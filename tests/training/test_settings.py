@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import ast
 import subprocess
 import sys
+from collections.abc import Callable
 from dataclasses import MISSING, asdict, fields, replace
+from importlib.util import find_spec
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -19,7 +23,7 @@ from tasks.training.job import Peft, TrainJob, Zero
 from tasks.training.memory import HOLES, LIBRARIES, adapter_weights, estimate
 from tasks.training.sizes import Sizes
 from tasks.training.zero_config import deepspeed_config
-from tests.settings import Batch, Optim, Settings
+from tests.settings import Batch, Launch, Optim, Settings
 
 QWEN_7B = {
     "hidden_size": 3584,
@@ -172,7 +176,7 @@ def test_estimate_divides_what_the_stage_partitions() -> None:
     assert full[1].optimizer == 3 * weights
     assert (full[1].gradients, full[2].gradients) == (2 * weights + bucket, weights // 2 + bucket)
     assert (full[3].weights, full[3].gathered) == (weights // 2, live)
-    assert (full[0].step, full[2].step, full[3].step) == (4 * weights, 3 * weights, 3 * weights)
+    assert (full[0].step, full[2].step, full[3].step) == (4 * weights, 3 * weights, 12 * 10**9)
     # gathered ahead in flat buckets, and gloo has flat copies of two of them
     assert full[3].communication == live + 2 * bucket
     qlora = estimate(QWEN_7B, Settings(peft=Peft("qlora")), 1, gpu=True)
@@ -219,7 +223,7 @@ def test_what_is_offloaded_is_on_the_host() -> None:
     found = estimate(QWEN_7B, settings, 4, gpu=True)
     assert (found.optimizer, found.step) == (0, 0)
     # master, two moments, the updated weights in 16 bits, the gradient in fp32
-    assert found.host == (12 + 2 + 4) * weights // 4
+    assert found.host == (12 + 2) * weights // 4 + 4 * 10**9  # of a sub-group of 10^9
     both = replace(settings, zero=replace(settings.zero, offload_param="cpu"))
     more = estimate(QWEN_7B, both, 4, gpu=True)
     assert more.host == found.host + 2 * weights // 4
@@ -286,3 +290,45 @@ def test_what_the_flow_imports_needs_no_torch() -> None:
         "assert not {'torch', 'transformers', 'deepspeed'} & set(sys.modules)"
     )
     subprocess.run([sys.executable, "-c", code], check=True, cwd=Path(__file__).parents[2])
+
+
+def deepspeed_s(name: str, file: str) -> Callable[..., tuple[int, ...]]:
+    """A function of DeepSpeed's that is arithmetic alone, without importing DeepSpeed."""
+    found = find_spec("deepspeed")
+    assert found is not None
+    assert found.origin is not None
+    tree = ast.parse((Path(found.origin).parent / "runtime" / "zero" / file).read_text())
+    tree.body = [one for one in tree.body if getattr(one, "name", None) == name]
+    names: dict[str, Any] = {}
+    exec(compile(tree, file, "exec"), names)
+    function: Callable[..., tuple[int, ...]] = names[name]
+    return function
+
+
+@pytest.mark.parametrize("ranks", [1, 4, 8])
+def test_states_beside_deepspeed_s_own_estimates(ranks: int) -> None:
+    """DeepSpeed divides 18 bytes a weight, 2 of them in the step, in which torch's AdamW takes 6
+    more (12 of a sub-group under ZeRO-3); and ZeRO-3 gathers 10^9 weights ahead, not a layer."""
+    sizes = Sizes.of(QWEN_7B)
+    weights = sizes.weights()
+    zero2 = deepspeed_s("estimate_zero2_model_states_mem_needs", "stage_1_and_2.py")
+    zero3 = deepspeed_s("estimate_zero3_model_states_mem_needs", "stage3.py")
+    settings = Settings(zero=Zero(2), launch=Launch(nproc=ranks))
+    _, device = zero2(weights, num_gpus_per_node=ranks, cpu_offload=False)
+    assert device == 2 * weights + 18 * weights // ranks
+    ours = estimate(QWEN_7B, settings, ranks, gpu=True)
+    assert ours.states == device + 6 * weights // ranks
+    layer = sizes.vocab * sizes.hidden
+    _, device, largest = zero3(weights, layer, num_gpus_per_node=ranks, cpu_offload=False)
+    three = estimate(QWEN_7B, replace(settings, zero=Zero(3)), ranks, gpu=True)
+    assert largest == 4 * layer
+    assert three.step == 12 * min(weights // ranks, 10**9)
+    bucket = 2 * Zero().bucket_size
+    lasting = three.states - three.step - three.gathered - bucket
+    assert lasting == pytest.approx(device - largest - 2 * weights // ranks, abs=8)
+    offloaded = replace(settings, zero=Zero(3, offload_optimizer="cpu"))
+    host, device, _ = zero3(weights, layer, num_gpus_per_node=ranks, cpu_offload_params=False)
+    found = estimate(QWEN_7B, offloaded, ranks, gpu=True)
+    assert host == int(1.5 * 16 * weights)  # of the node, with half as much again for buffers
+    assert 14 * weights <= ranks * found.host <= host
+    assert found.weights == device - 4 * layer

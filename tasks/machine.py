@@ -12,6 +12,7 @@ import re
 import shutil
 import subprocess
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import cache
 from importlib.metadata import PackageNotFoundError, version
@@ -99,12 +100,14 @@ def _instances(nvml: Any, handle: Any) -> list[Gpu]:
     """MIG devices of a GPU; none where it is not in that mode, or cannot be."""
     found: list[Gpu] = []
     try:
-        if not nvml.nvmlDeviceGetMigMode(handle)[0]:
-            return found
-        for index in range(nvml.nvmlDeviceGetMaxMigDeviceCount(handle)):
+        places = nvml.nvmlDeviceGetMigMode(handle)[0] and nvml.nvmlDeviceGetMaxMigDeviceCount(
+            handle
+        )
+    except nvml.NVMLError:  # no such mode
+        return found
+    for index in range(places):
+        with suppress(nvml.NVMLError):  # nothing in this place
             found.append(_device(nvml, nvml.nvmlDeviceGetMigDeviceHandleByIndex(handle, index)))
-    except nvml.NVMLError:  # no such mode, or no instance of this number and above
-        pass
     return found
 
 

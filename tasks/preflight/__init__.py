@@ -184,27 +184,39 @@ def _machine(
         less = adviser.words(asked, free if gpu is None else gpu)
     return [
         *machine.disk(machine.free_bytes(runs), on_disk, runs),
-        *_host(free, rank, train["nproc"], gpu=gpu is not None, parameters=parameters, less=less),
+        *(
+            _host(free, rank, train["nproc"], parameters=parameters, less=less)
+            if gpu is None
+            else _offloaded(free, 0 if rank is None else rank.host, settings)
+        ),
         *_gpu(rank, gpu, less),
         *(_engines(settings, known, free=free, gpu=gpu) if rank is not None else ()),
         *machine.compiler(settings["zero"]["offload_optimizer"], shutil.which("g++")),
     ]
 
 
-def _host(
-    free: int, rank: RankMemory | None, ranks: int, *, gpu: bool, parameters: int, less: list[str]
-) -> list[Finding]:
-    """The host's memory: what a node's ranks train in, or offload from their GPUs to it.
+def _offloaded(free: int, size: int, settings: dict[str, Any]) -> list[Finding]:
+    """The host's memory where ranks have GPUs: what each of them offloads, `size` bytes.
 
     A base on its way to a GPU needs none of it: safetensors maps the file, whose pages all ranks
     share and the kernel drops when it wants them back.
     """
+    ranks, rollout = settings["train"]["nproc"], settings["rollout"]
+    less = [f"zero.{key}=none" for key, to in settings["zero"].items() if to == "cpu"]
+    if rollout.get("offload_trainer"):
+        less.append("rollout.offload_trainer=false")
+    less = less or [f"train.nproc={max(1, ranks // 2)}"]
+    needs = f": {in_words(size)} offloaded by each of {ranks} ranks" if size else ""
+    return machine.memory(free, on_node(size, 0, ranks), 0, smaller=less, needs=needs)
+
+
+def _host(
+    free: int, rank: RankMemory | None, ranks: int, *, parameters: int, less: list[str]
+) -> list[Finding]:
+    """The host's memory where a node's ranks train in it; a mapped base lies in it once."""
     if rank is None:
-        mapped = 0 if gpu else 2 * parameters  # the base, once
+        mapped = 2 * parameters
         return machine.memory(free, on_node(mapped, mapped, ranks), 0, smaller=less)
-    if gpu:
-        needs = f": {in_words(rank.host)} offloaded by each of {ranks} ranks" if rank.host else ""
-        return machine.memory(free, on_node(rank.host, 0, ranks), 0, smaller=less, needs=needs)
     states = on_node(rank.states, rank.mapped, ranks)
     longest = ranks * (rank.total - rank.states)
     needs = f", of {ranks} ranks {rank.needs()}"

@@ -168,38 +168,45 @@ def rank_memory(
     models = [one for one in (policy, critic) if one is not None]
     # Models take turns: the passes and steps of one, beside what lasts of the other.
     lasting = sum(one.lasting for one in models)
+    weights, gathered = sum(m.weights for m in models), sum(m.gathered for m in models)
+    states = lasting - weights - gathered
+    away = gpu is not None and getattr(
+        online.rollout, "offload_trainer", False
+    )  # but for updates and checkpoints
     alone = {
-        "generate": sum(_idle(one) for one in models),
-        "score": lasting + max(one.forward for one in models),
+        "generate": weights + (0 if away else states),
+        "score": weights + gathered + (0 if away else states) + max(m.forward for m in models),
     }
-    # A sleeping engine's weights, of a base with adapters; others the next sync replaces anyway.
-    backed_up = gpu is not None and goes_as_adapter(asked)
+    host = sum(one.host for one in models) + (states if away else 0)
+    if engine and gpu is not None and goes_as_adapter(asked):
+        host += engine.weights  # asleep; full weights are dropped, since the next sync brings them
     whole = {**alone, "train": lasting + max(one.total - one.lasting for one in models)}
     least = {**alone, "train": lasting + max(one.states - one.lasting for one in models)}
     return RankMemory(
-        (*_terms(policy), *(_as_critic(critic) if critic else ()), *beside),
+        (*_terms(policy, away=away), *_as_critic(critic, away=away), *beside),
         {name: size + together[name] for name, size in whole.items()},
         {name: size + together[name] for name, size in least.items()},
-        sum(one.host for one in models) + (engine.weights if engine and backed_up else 0),
+        host,
         sum(one.mapped for one in models),
     )
 
 
-def _idle(model: MemoryEstimate) -> int:
-    """What stays of a model while the engine samples: nothing is gathered then."""
-    return model.lasting - model.gathered
-
-
-def _terms(policy: MemoryEstimate) -> Iterator[Term]:
-    between = policy.gradients - policy.released
-    begin = {"weights": 0, "optimizer": 0, "gradients": 0 if between else 2, "gathered": 1}
+def _terms(policy: MemoryEstimate, *, away: bool) -> Iterator[Term]:
+    stays = policy.gradients > policy.released and not away
+    begin = {"weights": 0, "optimizer": 2 * away, "gradients": 0 if stays else 2, "gathered": 1}
     for name, size in policy.parts().items():
         yield Term(name, size, PHASES[begin.get(name, 2) :])
     yield Term("pass without gradients", policy.forward, ("score",))
 
 
-def _as_critic(critic: MemoryEstimate) -> Iterator[Term]:
-    yield Term("critic", critic.lasting - critic.gathered)
+def _as_critic(critic: MemoryEstimate | None, *, away: bool) -> Iterator[Term]:
+    if critic is None:
+        return
+    yield Term("critic", critic.weights)
+    if critic.gathered:
+        yield Term("critic, gathered", critic.gathered, PHASES[1:])
+    states = critic.lasting - critic.weights - critic.gathered
+    yield Term("critic, its optimizer", states, PHASES[2 * away :])
     yield Term("critic, its pass and step", critic.total - critic.lasting, ("train",))
 
 

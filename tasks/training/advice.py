@@ -131,13 +131,8 @@ class Adviser:
             )
         yield from self._partitioned(settings)
         yield from _other_training(settings)
-        rollout = settings.online.get("rollout", {})
-        if self._gpu and rollout.get("engine") == "vllm" and rollout["gpu_memory"] > _SMALL_ENGINE:
-            less = {**rollout, "gpu_memory": _SMALL_ENGINE}
-            yield (
-                f"rollout.gpu_memory={_SMALL_ENGINE}",
-                replace(settings, online={**settings.online, "rollout": less}),
-            )
+        if self._gpu:
+            yield from _of_engine(settings)
         if not self._gpu and settings.launch.nproc % 2 == 0:
             half = settings.launch.nproc // 2
             yield (
@@ -164,6 +159,25 @@ class Adviser:
         if zero.stage == 3 and zero.offload_param == "none":
             other = replace(zero, offload_param="cpu")
             yield "zero.offload_param=cpu", replace(settings, zero=other)
+
+
+def _of_engine(settings: Settings) -> Iterator[tuple[str, Settings]]:
+    """What leaves the engine of rollouts less of a GPU, or the trainer beside it."""
+    rollout, zero = settings.online.get("rollout", {}), settings.zero
+    if rollout.get("engine") != "vllm":
+        return
+    changes: dict[str, Any] = {}
+    if rollout["gpu_memory"] > _SMALL_ENGINE:
+        changes["gpu_memory"] = _SMALL_ENGINE
+    if (
+        "offload_trainer" in rollout
+        and zero.stage
+        and zero.offload_optimizer == zero.offload_param == "none"
+    ):
+        changes["offload_trainer"] = True
+    for name, value in changes.items():
+        other = {**settings.online, "rollout": {**rollout, name: value}}
+        yield f"rollout.{name}={str(value).lower()}", replace(settings, online=other)
 
 
 def _other_training(settings: Settings) -> Iterator[tuple[str, Settings]]:

@@ -69,8 +69,7 @@ class MemoryEstimate:
         stays: part of the activations that the heap keeps when the pass is over.
         released: part of the gradients that is gone when the step copies weights about.
         host: what is offloaded from an accelerator to the host; part of nothing above.
-        mapped: part of a CPU's weights that is the base's file, mapped: all ranks of a node share
-            these pages.
+        mapped: part of a CPU's weights that is a mapped file: all ranks of a node share its pages.
         forward: what a pass without gradients needs; part of nothing above.
     """
 
@@ -191,13 +190,12 @@ def _held(sizes: Sizes, settings: Settings, *, gpu: bool) -> float:
 
 
 def _mapped(sizes: Sizes, settings: Settings) -> int:
-    """Bytes of a CPU's weights that stay where safetensors mapped them: a frozen base below ZeRO-3.
+    """Bytes of a CPU's weights that are the base's file, which ranks share: under QLoRA alone.
 
-    What is trained is copied when it is first written to (the mapping is private), and ZeRO-3 makes
-    partitions of its own.
+    Other weights become each rank's own: DeepSpeed writes rank 0's into those of all other ranks
+    when it starts (`_broadcast_model`), the mapping is private, and ZeRO-3 makes partitions.
     """
-    frozen = settings.peft.kind != "none" and settings.zero.stage < 3
-    return sizes.weights() * ITEM[settings.dtype] if frozen else 0
+    return sizes.weights() * ITEM[settings.dtype] if settings.peft.kind == "qlora" else 0
 
 
 def _layer_weight(sizes: Sizes, item: int) -> int:

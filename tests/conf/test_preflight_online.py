@@ -37,7 +37,7 @@ def settings(
     """A configuration without problems, and changes to it."""
     usual = {
         "objective": objective, "global_batch_size": 64, "nproc": 2, "nodes": 1, "lr": 1e-3,
-        "micro_batch_size": 4, "max_len": 256, "gradient_checkpointing": False,
+        "micro_batch_size": 4, "max_len": 256, "gradient_checkpointing": False, "device": "auto",
     }  # fmt: skip
     return {
         "train": {**usual, **train},

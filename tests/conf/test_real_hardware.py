@@ -122,6 +122,7 @@ def test_72b_in_host_memory_and_in_the_engine_that_serves_it(
     (finding,) = findings(settings, composed.runs, rank)
     assert finding.what == "memory"
     assert finding.allowed == "needs about 15.1 GiB: 903.5 MiB offloaded by each of 8 ranks"
+    assert finding.override == "zero.offload_optimizer=none"
     served = engine_memory(QWEN_72B, settings, gpu_bytes=H100)
     assert (served.weights, served.token) == (2 * sizes.weights() // 8, sizes.kv_cache(1) // 8)
     with_gpus(monkeypatch, 8)

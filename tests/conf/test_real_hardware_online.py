@@ -84,11 +84,13 @@ def test_full_ppo_of_7b_counts_critic_reference_and_engine(tmp_path: Path) -> No
     terms = sizes_of(rank)
     assert terms["weights"] == terms["reference"] == terms["engine weights"] == 2 * weights
     assert terms["optimizer"] == 12 * weights // 8
-    assert terms["critic"] == 2 * weights + 12 * (weights - table) // 8
+    assert terms["critic"] == 2 * weights
+    assert terms["critic, its optimizer"] == 12 * (weights - table) // 8
     assert terms["engine activations"] == LIBRARIES
     engine = sum(terms[name] for name in ("engine weights", "KV cache", "engine activations"))
     assert engine == H100 // 2
     lasting = terms["weights"] + terms["optimizer"] + terms["critic"] + terms["reference"]
+    lasting += terms["critic, its optimizer"]
     assert rank.peaks["generate"] == lasting + engine
     score = lasting + terms["pass without gradients"] + ASLEEP
     assert rank.peaks["score"] == score
@@ -117,7 +119,8 @@ def test_what_an_adapter_a_reward_model_and_other_engines_add(tmp_path: Path) ->
     sizes = Sizes.of(QWEN_7B)
     terms, weights = sizes_of(rank), sizes.weights()
     pairs = adapter_weights(sizes, Settings(peft=Peft("lora", rank=32)))
-    assert terms["critic"] == 2 * pairs + 12 * pairs // 8  # an adapter on the policy's trunk
+    assert terms["critic"] == 2 * pairs  # an adapter on the policy's trunk
+    assert terms["critic, its optimizer"] == 12 * pairs // 8
     assert terms["reward model"] == 2 * (weights - 152064 * 3584)
     assert "reference" not in terms  # the policy without its adapter
     assert rank.host == 2 * weights  # the base of the engine's adapters, while it sleeps
@@ -140,6 +143,6 @@ def test_what_an_adapter_a_reward_model_and_other_engines_add(tmp_path: Path) ->
 def test_ranks_that_see_no_gpu_need_an_engine_that_needs_none(tmp_path: Path) -> None:
     _, found = planned(tmp_path, "grpo", "train.device=cpu")
     assert "rollout.engine: vllm; the installed vLLM computes on GPUs" in found[0]
-    rank, found = planned(tmp_path, "grpo", "train.device=cpu", "rollout=transformers")
+    rank, found = planned(tmp_path, "grpo_qlora", "train.device=cpu", "rollout=transformers")
     assert found == []
     assert rank.mapped == 2 * Sizes.of(QWEN_7B).weights()  # as on a CPU

@@ -32,6 +32,12 @@ def resident(name: str = "VmRSS") -> int:
         return next(int(line.split()[1]) * 1024 for line in file if line.startswith(f"{name}:"))
 
 
+def shared() -> int:
+    """Bytes of clean pages that other processes have mapped as well."""
+    with open("/proc/self/smaps_rollup") as file:
+        return next(int(line.split()[1]) * 1024 for line in file if line.startswith("Shared_Clean"))
+
+
 class Peaks:
     """The most that each phase took beyond what was there at first."""
 
@@ -62,11 +68,14 @@ def main(path: Path) -> None:
     from tasks.training.objectives import objective
 
     chosen = objective(job.settings.objective, job.settings.loss)
-    peaks = Peaks()
+    peaks, shared_before = Peaks(), shared()
     model = peaks.during("load", lambda: load_model(job, ranks, config, tokenizer=tokenizer))
     engine = peaks.during("start", lambda: start_engine(model, config, job.settings.optim))
     peaks.during("train", lambda: take_steps(engine, examples, chosen, job, ranks))
-    everyone = ranks.all_objects(peaks.found)
+    ranks.barrier()
+    now_shared = shared() - shared_before
+    ranks.barrier()
+    everyone = ranks.all_objects(peaks.found | {"shared": now_shared})
     assert all(module.training for module in engine.module.modules())  # or nothing is checkpointed
     if ranks.first:
         (job.out / "memory.json").write_text(json.dumps(everyone))

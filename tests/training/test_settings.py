@@ -253,14 +253,14 @@ def test_pairs_lie_in_a_row_together_and_responses_follow_prompts() -> None:
     assert estimate(QWEN_7B, grpo, 1, gpu=True).activations == sft.activations
 
 
-def test_ranks_of_a_node_share_a_frozen_base_that_is_mapped() -> None:
+def test_ranks_of_a_node_share_the_file_that_each_of_them_quantised() -> None:
     weights = 7_615_616_512 - 28 * 4_608
     lora = Settings(peft=Peft("lora"), zero=Zero(2))
-    assert estimate(QWEN_7B, lora, 2).mapped == 2 * weights
-    assert estimate(QWEN_7B, replace(lora, peft=Peft("qlora")), 2).mapped == 2 * weights
-    for other in (replace(lora, zero=Zero(3)), replace(lora, peft=Peft("none"))):
+    qlora = replace(lora, peft=Peft("qlora"))
+    assert estimate(QWEN_7B, qlora, 2).mapped == 2 * weights
+    for other in (lora, replace(lora, zero=Zero(3)), replace(lora, peft=Peft("none"))):
         assert estimate(QWEN_7B, other, 2).mapped == 0
-    assert estimate(QWEN_7B, lora, 2, gpu=True).mapped == 0
+    assert estimate(QWEN_7B, qlora, 2, gpu=True).mapped == 0
     assert on_node(10, 4, 3) == 3 * (10 - 4 + LIBRARIES) + 4
 
 

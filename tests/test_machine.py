@@ -206,18 +206,27 @@ def test_a_rank_does_not_train_on_the_cpu_where_there_are_gpus(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """What no version told: `torch.cuda.is_available()` is False here."""
-    from tasks.training.engine import require_cpu
+    import torch
 
+    from tasks.training.engine import choose_device
+
+    cpu = torch.device("cpu")
     with_gpus(monkeypatch, 2, memory=GIB)
     with pytest.raises(ConfigError) as refused:
-        require_cpu("auto")
+        choose_device("auto", 0)
     assert str(refused.value).startswith(
         "train.device=auto: 2 GPUs visible, and torch.cuda.is_available() is False"
     )
-    require_cpu("cpu")
+    assert choose_device("cpu", 0) == cpu
     assert rank_environment(Launch(device="cpu"))["CUDA_VISIBLE_DEVICES"] == ""
     assert "CUDA_VISIBLE_DEVICES" not in rank_environment(Launch())
     with_gpus(monkeypatch, 0)
-    require_cpu("auto")
+    assert choose_device("auto", 0) == cpu
     with pytest.raises(ConfigError, match="train.device=cuda: 0 GPUs visible"):
-        require_cpu("cuda")
+        choose_device("cuda", 0)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    assert choose_device("auto", 1) == torch.device("cuda", 1)
+    with pytest.raises(ConfigError, match="rank 2 of this machine has no GPU: 2 visible"):
+        choose_device("cuda", 2)
+    assert choose_device("cpu", 2) == cpu

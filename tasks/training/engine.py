@@ -34,14 +34,13 @@ class Ranks:
             device: `train.device`: auto, cpu or cuda.
 
         Raises:
-            ConfigError: a GPU is there or asked for, and torch cannot compute on it.
+            ConfigError: a GPU is there or asked for, and torch cannot compute on it; or none is
+                left for this rank.
         """
-        cuda = device != "cpu" and torch.cuda.is_available()
-        if not cuda:
-            require_cpu(device)
-        local = int(os.environ["LOCAL_RANK"])
+        self.device = choose_device(device, int(os.environ["LOCAL_RANK"]))
+        cuda = self.device.type == "cuda"
         if cuda:
-            torch.cuda.set_device(local)
+            torch.cuda.set_device(self.device)
         else:
             # DeepSpeed would guess the same, but only after it looked for every accelerator.
             os.environ.setdefault("DS_ACCELERATOR", "cpu")
@@ -58,7 +57,6 @@ class Ranks:
         )
         self.rank = dist.get_rank()
         self.world_size = dist.get_world_size()
-        self.device = torch.device("cuda", local) if cuda else torch.device("cpu")
 
     @property
     def first(self) -> bool:
@@ -85,24 +83,32 @@ class Ranks:
         dist.destroy_process_group()
 
 
-def require_cpu(device: str) -> None:
-    """Refuse to train on the CPU because torch does not get at the GPUs.
+def choose_device(asked: str, local: int) -> torch.device:
+    """Return the device of a rank: a GPU of its own, or the CPU where there are none.
 
     Args:
-        device: `train.device`.
+        asked: `train.device`.
+        local: number of the rank on this machine.
 
     Raises:
-        ConfigError: it is not `cpu`, and a CUDA build of torch has GPUs before it; or it is `cuda`.
+        ConfigError: GPUs are there or asked for, and torch cannot compute on them; or there are
+            fewer of them than ranks.
     """
-    if not has_gpu(device) and device != "cuda":
-        return
     count = gpu_count()
+    if asked != "cpu" and torch.cuda.is_available():
+        count = torch.cuda.device_count()
+        if local < count:
+            return torch.device("cuda", local)
+        what = f"rank {local} of this machine has no GPU: {count} visible"
+        raise ConfigError(what, hint=f"train.nproc={count}")
+    if not has_gpu(asked) and asked != "cuda":
+        return torch.device("cpu")
     found, needed, override = driver_too_old() or (
         f"{count} GPU{'s' * (count != 1)} visible, and torch.cuda.is_available() is False",
         "ranks would compute on the CPU",
         "a driver that torch can use, or train.device=cpu",
     )
-    raise ConfigError(f"train.device={device}: {found}; {needed}", hint=override)
+    raise ConfigError(f"train.device={asked}: {found}; {needed}", hint=override)
 
 
 def start_engine(model: nn.Module, config: dict[str, Any], optim: Optim | None = None) -> Any:

@@ -53,7 +53,9 @@ def test_flash_attention_is_all_that_is_missing(
     assert not composed.runs.exists()
 
 
-def planned(tmp_path: Path, experiment: str, *overrides: str) -> tuple[RankMemory, list[str]]:
+def planned(
+    tmp_path: Path, experiment: str, *overrides: str, away: bool = False
+) -> tuple[RankMemory, list[str]]:
     """Memory of a rank and findings of an experiment with Qwen2.5-7B."""
     (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in ROWS))
     given = [
@@ -61,6 +63,9 @@ def planned(tmp_path: Path, experiment: str, *overrides: str) -> tuple[RankMemor
         f"data.path={tmp_path}/rows.jsonl", f"paths.runs={tmp_path}/runs", *overrides,
     ]  # fmt: skip
     (link,) = links(compose(given), given)
+    rollout = link.composed.settings["rollout"]
+    if "offload_trainer" in rollout and not away:  # a setting to come
+        rollout["offload_trainer"] = False
     rank = memory_of(link.composed.settings)
     assert rank is not None
     return rank, list(map(str, findings(link.composed.settings, link.composed.runs, rank)))

@@ -15,6 +15,8 @@ import os
 import threading
 from typing import Any
 
+from tasks.lean import on_gpu
+
 SCRATCH = 32 << 20
 """Bytes up to which the piece is kept. Larger ones malloc gives back when they are freed."""
 EMULATED = ("SSE41", "AVX", "AVX2", "AVX2_VNNI", "AVX512_CORE", "AVX512_CORE_VNNI")
@@ -23,9 +25,14 @@ _kept = threading.local()
 
 
 def slow_bf16() -> bool:
-    """Return True if oneDNN emulates bf16 products: on an older CPU, or told to by its variable."""
+    """Return True if this process computes on a CPU, and oneDNN emulates bf16 products there.
+
+    It does on older CPUs, or told to by its variable. Nothing is replaced in a process with a GPU.
+    """
     import torch
 
+    if on_gpu():
+        return False
     if os.environ.get("ONEDNN_MAX_CPU_ISA", "").upper() in EMULATED:
         return True
     return not (torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported())
@@ -54,7 +61,7 @@ def use_fp32_where_faster() -> bool:
     Call it before a library keeps a reference to the function (DeepSpeed's `zero.Init` does).
 
     Returns:
-        whether it did: not on CPUs with AVX-512 BF16 or AMX.
+        whether it did: not on GPUs, nor on CPUs with AVX-512 BF16 or AMX.
     """
     import torch
 

@@ -28,3 +28,19 @@ def start_lean(*more: str, compiler: bool = False) -> None:
             sys.modules[name] = None  # type: ignore[assignment]
     # On CPUs with AVX-512 BF16 bitsandbytes regrets a kernel that no layer here uses.
     logging.getLogger("bitsandbytes.backends.cpu.ops").setLevel(logging.ERROR)
+
+
+def on_gpu() -> bool:
+    """Return True if torch computes on an accelerator in this process."""
+    import torch
+
+    return bool(torch.accelerator.is_available())
+
+
+def compiles() -> bool:
+    """Return True if vLLM compiles models in this process and captures CUDA graphs.
+
+    It does on a GPU. On a CPU compiling costs more than it gives. Without dynamo it cannot: vLLM
+    0.32 ends in "aot_compile is not supported by the current configuration".
+    """
+    return on_gpu() and os.environ.get("TORCHDYNAMO_DISABLE", "0") != "1"

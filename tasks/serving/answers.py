@@ -1,6 +1,7 @@
 """What the reference child knows to do: one function a kind of request of `tasks/scoring.py`.
 
-Each runs in a fork of its own. What a function imports the child has imported before it forked.
+Each runs in a fork of its own. What a function imports the child has imported before it forked,
+except where a GPU is there and the import would initialise CUDA (`forks.py`).
 """
 
 from __future__ import annotations

@@ -24,8 +24,8 @@ def use_fp32_products() -> bool:
     """Give models that vLLM loads in this process from now on fp32 copies of bf16 weights.
 
     Returns:
-        True if bf16 layers are replaced; False on CPUs with native bf16, and for a vLLM version
-        that is not in `VLLM_VERSIONS`.
+        True if bf16 layers are replaced; False on GPUs and on CPUs with native bf16
+        (`slow_bf16`), and for a vLLM version that is not in `VLLM_VERSIONS`.
     """
     import vllm
     from vllm.model_executor.layers import utils

@@ -33,13 +33,6 @@ def engine_class() -> Any:
     return LLM
 
 
-def on_gpu() -> bool:
-    """Whether vLLM computes on an accelerator here."""
-    import torch
-
-    return bool(torch.accelerator.is_available())
-
-
 @contextlib.contextmanager
 def undisturbed() -> Iterator[None]:
     """Put back what vLLM changes in a process that it takes for its own.

@@ -12,6 +12,8 @@ from typing import Any
 
 import torch
 
+from tasks.lean import on_gpu
+
 VLLM_VERSIONS = ("0.32.",)
 """Versions that this was measured on. Any other version runs as shipped."""
 
@@ -20,13 +22,14 @@ def use_single_adapter_products() -> bool:
     """Replace vLLM's CPU LoRA functions in this process.
 
     Returns:
-        True if they are replaced; False for a vLLM version that is not in `VLLM_VERSIONS`.
+        True if they are replaced; False on a GPU, and for a vLLM version that is not in
+        `VLLM_VERSIONS`.
     """
     import vllm
     from vllm.lora.ops.torch_ops import lora_ops
     from vllm.lora.punica_wrapper import punica_cpu
 
-    if not vllm.__version__.startswith(VLLM_VERSIONS):
+    if on_gpu() or not vllm.__version__.startswith(VLLM_VERSIONS):
         return False
     for name, make in (
         ("bgmv_shrink", _shrink),

@@ -16,34 +16,40 @@ import os
 import sys
 import tempfile
 import traceback
-from typing import IO, Any
+from typing import IO, Any, NoReturn
 
 from tasks.bf16_linear import use_fp32_where_faster
 from tasks.errors import PlumblineError
 from tasks.events import emit
-from tasks.lean import start_lean
+from tasks.lean import on_gpu, start_lean
+from tasks.serving import forks
 from tasks.serving.answers import HANDLERS, Reply
 
 TAIL_LINES = 20
 
 
 def main() -> None:
-    """Answer requests until stdin closes."""
+    """Answer requests until stdin closes; with `--answer-to` the one that stdin holds."""
     parser = argparse.ArgumentParser()
     parser.add_argument("--threads", type=int, default=None)
-    threads = parser.parse_args().threads
+    parser.add_argument("--answer-to", type=int, default=None, help="file descriptor")
+    args = parser.parse_args()
     _warm_up()
+    if args.answer_to is not None:
+        _send(json.load(sys.stdin), args.threads, args.answer_to)
     emit("ready")
     for line in sys.stdin:
         if line.strip():
-            emit("reply", **_in_fork(json.loads(line), threads))
+            emit("reply", **_in_fork(json.loads(line), args.threads))
 
 
 def _warm_up() -> None:
     """Import all that any request needs, so that no fork has to."""
+    forks.keep_cuda_unused()
     start_lean()
-    import bitsandbytes  # noqa: F401
-    import peft  # noqa: F401
+    if not on_gpu():  # there these two initialise CUDA: left to the forks
+        import bitsandbytes  # noqa: F401
+        import peft  # noqa: F401
     import transformers.models.auto.modeling_auto  # noqa: F401
     from transformers import AutoModelForCausalLM, AutoTokenizer  # noqa: F401
 
@@ -79,6 +85,24 @@ def _child(request: dict[str, Any], threads: int | None, *, sender: int, output:
     os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
     os.dup2(output.fileno(), 1)
     os.dup2(output.fileno(), 2)
+    if forks.cuda_is_lost():
+        _answer_afresh(request, threads, sender)
+    _send(request, threads, sender)
+
+
+def _answer_afresh(request: dict[str, Any], threads: int | None, sender: int) -> NoReturn:
+    """Become a process that answers one request without a fork."""
+    with tempfile.TemporaryFile("w+") as asked:
+        json.dump(request, asked)
+        asked.seek(0)
+        os.dup2(asked.fileno(), 0)
+    os.set_inheritable(sender, True)
+    told = () if threads is None else ("--threads", str(threads))
+    forks.start_again("tasks.serving.reference", "--answer-to", str(sender), *told)
+
+
+def _send(request: dict[str, Any], threads: int | None, sender: int) -> NoReturn:
+    """Send the answer, and end this process."""
     status = 1
     try:
         with os.fdopen(sender, "w") as pipe:

@@ -13,7 +13,8 @@ from pathlib import Path
 from typing import Any
 
 from tasks.errors import TrainingError
-from tasks.serving.guest import engine_class, on_gpu, undisturbed
+from tasks.lean import compiles
+from tasks.serving.guest import engine_class, undisturbed
 
 PASSES = 4
 """Batches of tokens that the KV cache has room for. It lives for a pass: nothing is generated."""
@@ -87,7 +88,7 @@ def _start(how: Pooling) -> Any:
         dtype=how.dtype,
         distributed_executor_backend="external_launcher",
         tensor_parallel_size=1,
-        enforce_eager=not on_gpu(),
+        enforce_eager=not compiles(),
         max_model_len=how.max_model_len,
         max_num_seqs=how.max_num_seqs,
         max_num_batched_tokens=at_once,

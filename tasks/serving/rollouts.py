@@ -19,14 +19,18 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from tasks.errors import ArtifactError, TrainingError
+from tasks.lean import compiles, on_gpu
 from tasks.serving.colocation import Answer, Colocation, Sampling, room_for_rank
 from tasks.serving.cpu_linear import use_fp32_products
-from tasks.serving.guest import engine_class, on_gpu, undisturbed
+from tasks.serving.guest import engine_class, undisturbed
 from tasks.serving.loaded_weights import LoadedWeights
 from tasks.serving.lora_ops import use_single_adapter_products
 
 if TYPE_CHECKING:
     import torch
+
+WEIGHTS, CACHE = "weights", "kv_cache"
+"""vLLM's names of what it sleeps with."""
 
 
 @dataclass
@@ -44,7 +48,7 @@ class Colocated:
     version: int = 0
     _llm: Any = field(default=None, repr=False)
     _adapter: Any = field(default=None, repr=False)
-    _asleep: bool = field(default=False, repr=False)
+    _asleep: list[str] = field(default_factory=list, repr=False)
     _loaded: Any = field(default=None, repr=False)
 
     def __post_init__(self) -> None:
@@ -188,16 +192,33 @@ class Colocated:
         )
 
     def sleep(self) -> None:
-        """Give a GPU's memory back until `wake`. On a CPU there is nothing to give back."""
-        if on_gpu() and not self._asleep:
-            self._llm.sleep(level=1)
-            self._asleep = True
+        """Give a GPU's memory back until it is woken. On a CPU there is nothing to give back.
+
+        Weights below an adapter are kept in host memory. Full weights are dropped, since each sync
+        brings all of them: the engine holds no version afterwards. vLLM 0.32 keeps the model's
+        buffers by itself (`gpu_worker.py`, `sleep`).
+        """
+        if not on_gpu() or self._asleep:
+            return
+        full = self.how.adapter_rank is None
+        self._llm.sleep(level=2 if full else 1)
+        self._asleep = [WEIGHTS, CACHE]
+        if full:
+            self.version = 0
+
+    def wake_weights(self) -> None:
+        """Take the weights' memory again, to be synced; the KV cache stays away."""
+        self._wake(WEIGHTS)
 
     def wake(self) -> None:
-        """Take it again, where it was given back."""
-        if self._asleep:
-            self._llm.wake_up()
-            self._asleep = False
+        """Take all memory again, where it was given back."""
+        self._wake(WEIGHTS)
+        self._wake(CACHE)
+
+    def _wake(self, part: str) -> None:
+        if part in self._asleep:
+            self._llm.wake_up(tags=[part])
+            self._asleep.remove(part)
 
     def close(self) -> None:
         """End the engine and free its memory; the ranks' process group stays."""
@@ -219,7 +240,7 @@ def _start(how: Colocation, sampling: Sampling) -> Any:
         trust_remote_code=how.trust_remote_code,
         distributed_executor_backend="external_launcher",
         tensor_parallel_size=how.tensor_parallel,
-        enforce_eager=not gpu,
+        enforce_eager=not compiles(),
         max_model_len=how.max_model_len,
         max_num_seqs=how.max_num_seqs,
         max_num_batched_tokens=max(2048, how.max_model_len),

@@ -10,13 +10,12 @@ business. `job.Job` is what it reads, `result.json` and `fingerprint.fp` what it
 
 from __future__ import annotations
 
-import gc
 import json
 import os
 import sys
 import time
 import traceback
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -25,19 +24,23 @@ from numpy.typing import NDArray
 
 from tasks.ending import end_process
 from tasks.fingerprint import Fingerprint
-from tasks.lean import start_lean
+from tasks.lean import compiles, start_lean
+from tasks.serving import forks
 from tasks.serving.job import Job
 
-NUMBERS_AT_ONCE = 4_000_000
-"""Log-probabilities asked for in one call: vLLM hands them out as Python objects (~100 B each)."""
+ALONE = "--alone"
 
 
 def main() -> None:
-    """Do the jobs named on the command line, each in a fork."""
+    """Do the jobs named on the command line, each in a fork; after `ALONE` one, in this process."""
     _import_vllm()
+    if sys.argv[1] == ALONE:
+        _child(Path(sys.argv[2]))
     for path in sys.argv[1:]:
         pid = os.fork()
         if pid == 0:
+            if forks.cuda_is_lost():
+                forks.start_again("tasks.serving.vllm_child", ALONE, path)
             _child(Path(path))
         _, status = os.waitpid(pid, 0)
         if status:
@@ -46,15 +49,13 @@ def main() -> None:
 
 def _import_vllm() -> None:
     """All imports and no arithmetic: a process that has worker threads must not fork."""
-    import torch
-
-    # On a CPU compiling costs more than it gives.
-    start_lean(compiler=torch.accelerator.is_available())
+    forks.keep_cuda_unused()
+    start_lean(compiler=compiles())
     from vllm import LLM  # noqa: F401
 
 
 def _child(path: Path) -> NoReturn:
-    """The whole life of a fork."""
+    """Do a job, and end this process."""
     try:
         _serve(Job.load(path))
     except Exception:  # the edge of a process: the parent shows the last lines
@@ -85,14 +86,13 @@ def _serve(job: Job) -> None:
 
 
 def _engine(job: Job) -> Any:
-    import torch
     from vllm import LLM
 
     return LLM(
         model=job.served,
         dtype=job.dtype,
         seed=job.seed,
-        enforce_eager=not torch.accelerator.is_available(),
+        enforce_eager=not compiles(),
         max_model_len=job.max_model_len,
         tensor_parallel_size=job.tensor_parallel,
         max_num_batched_tokens=max(2048, job.max_model_len),
@@ -111,54 +111,81 @@ def rewards(llm: Any, prompts: Sequence[Sequence[int]]) -> list[float]:
 
 
 def fingerprint(llm: Any, reference: Fingerprint) -> Fingerprint:
-    """Score the reference's probes at the reference's ids.
+    """Score the reference's probes at the reference's ids, one probe at a time.
 
-    vLLM's CPU runner gives prompt log-probabilities of its own choice of tokens only, so all of
-    them are asked for, few enough probes at a time, and those of `reference.ids` are kept.
+    All log-probabilities are never asked for: vLLM would hand each out as a Python object, ten
+    million of them for a probe of 64 tokens and a vocabulary of 152k.
     """
-    from vllm import SamplingParams
-
     width = llm.llm_engine.model_config.get_vocab_size()
-    params = SamplingParams(
-        temperature=0, max_tokens=1, prompt_logprobs=-1, flat_logprobs=True, detokenize=False
-    )
-    rows: list[NDArray[np.float32]] = []
-    for probes in _portions(reference.probes, width):
-        inputs = [{"prompt_token_ids": list(probe)} for probe in probes]
-        for output in llm.generate(inputs, params, use_tqdm=False):
-            rows.append(_dense(output.prompt_logprobs, width))
-        gc.collect()
-    table = np.concatenate(rows)
     if int(reference.ids.max()) >= width:
         raise ValueError(f"vLLM knows {width} tokens, the reference scores {reference.ids.max()}")
+    scored = _scored if llm.llm_engine.vllm_config.use_v2_model_runner else _scored_by_worker
+    ends = np.cumsum([len(probe) - 1 for probe in reference.probes])
+    rows = np.split(reference.ids, ends[:-1])
+    found = [scored(llm, probe, ids) for probe, ids in zip(reference.probes, rows, strict=True)]
     return Fingerprint(
         probes=reference.probes,
         ids=reference.ids,
-        logprobs=np.take_along_axis(table, reference.ids.astype(np.int64), axis=1),
-        top1=table.argmax(axis=1).astype(np.int32),
+        logprobs=np.concatenate([logprobs for logprobs, _ in found]),
+        top1=np.concatenate([top1 for _, top1 in found]),
         engine="vllm",
     )
 
 
-def _dense(flat: Any, width: int) -> NDArray[np.float32]:
-    """vLLM's (position, token) lists of one prompt as an array of shape (T-1, width)."""
-    ids = np.asarray(flat.token_ids, dtype=np.int64)
-    values = np.asarray(flat.logprobs, dtype=np.float32)
-    counts = np.asarray(flat.end_indices) - np.asarray(flat.start_indices)
-    table: NDArray[np.float32] = np.full((len(counts), width), -np.inf, dtype=np.float32)
-    table[np.repeat(np.arange(len(counts)), counts), ids] = values
-    return table[1:]  # nothing predicts the first token
+Scored = tuple[NDArray[np.float32], NDArray[np.int32]]
+"""Log-probabilities of some ids, shape (T-1, K), and the most likely id, shape (T-1,)."""
 
 
-def _portions(probes: Sequence[tuple[int, ...]], width: int) -> Iterator[list[tuple[int, ...]]]:
-    portion: list[tuple[int, ...]] = []
-    for probe in probes:
-        if portion and (sum(map(len, portion)) + len(probe)) * width > NUMBERS_AT_ONCE:
-            yield portion
-            portion = []
-        portion.append(probe)
-    if portion:
-        yield portion
+def _scored(llm: Any, probe: Sequence[int], ids: NDArray[np.int32]) -> Scored:
+    """Score ids, shape (T-1, K), as predictions of a probe's T tokens; on vLLM's second runner."""
+    flat, logprobs = _read(llm, probe, prompt_logprobs=1, prompt_logprob_token_ids=ids)
+    # Each position has the probe's own token, then the most likely one; the first has none.
+    best = np.asarray(flat.start_indices[1:]) + 1
+    return np.asarray(logprobs, np.float32), np.asarray(flat.token_ids, np.int32)[best]
+
+
+def _scored_by_worker(llm: Any, probe: Sequence[int], ids: NDArray[np.int32]) -> Scored:
+    """The same on vLLM's first runner (CPUs), which scores ids of its own choice alone."""
+    llm.collective_rpc(_score_instead, args=(ids,))
+    _read(llm, probe, prompt_logprobs=0)
+    logprobs, top1 = zip(*llm.collective_rpc(_take_scores)[0], strict=True)
+    return np.concatenate(logprobs), np.concatenate(top1)
+
+
+def _read(llm: Any, probe: Sequence[int], **asked: Any) -> tuple[Any, Any]:
+    """Log-probabilities of a probe, flat, and those of ids that were asked for."""
+    from vllm import SamplingParams
+
+    params = SamplingParams(
+        temperature=0, max_tokens=1, flat_logprobs=True, detokenize=False, **asked
+    )
+    (output,) = llm.generate([{"prompt_token_ids": list(probe)}], params, use_tqdm=False)
+    return output.prompt_logprobs, output.prompt_token_id_logprobs
+
+
+def _score_instead(worker: Any, ids: NDArray[np.int32]) -> None:
+    """Have a worker note the log-probabilities of `ids` whenever it gathers a prompt's."""
+    import torch
+
+    sampler, wanted = worker.model_runner.sampler, torch.from_numpy(ids).long()
+    gather, found = type(sampler).gather_logprobs, list[Scored]()
+
+    def note(logprobs: Any, count: int, prompt: Any) -> Any:
+        begin = sum(len(top1) for _, top1 in found)
+        at = wanted[begin : begin + len(logprobs)].to(logprobs.device)
+        top1 = logprobs.argmax(-1).to(torch.int32)
+        found.append((logprobs.gather(-1, at).float().cpu().numpy(), top1.cpu().numpy()))
+        return gather(logprobs, count, prompt)
+
+    sampler.gather_logprobs, sampler.noted = note, found
+
+
+def _take_scores(worker: Any) -> list[Scored]:
+    """Return what a worker has noted, part by part of the prompt; it notes no more."""
+    sampler = worker.model_runner.sampler
+    found: list[Scored] = sampler.noted
+    del sampler.gather_logprobs, sampler.noted
+    return found
 
 
 def generate(llm: Any, job: Job, *, temperature: float = 0.0) -> dict[str, Any]:

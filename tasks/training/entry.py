@@ -17,7 +17,8 @@ from typing import NoReturn
 from tasks.ending import end_process
 from tasks.errors import PlumblineError
 from tasks.events import emit
-from tasks.lean import start_lean
+from tasks.lean import compiles, start_lean
+from tasks.training.job import TrainJob
 
 DELIBERATE = 3
 UNFORESEEN = 1
@@ -42,13 +43,12 @@ def enter(job_path: str, module: str) -> NoReturn:
 
 def _run(job_path: str, module: str) -> int:
     started = time.time()
-    start_lean()
+    job, rank = TrainJob.read(Path(job_path)), int(os.environ["RANK"])
+    start_lean(compiler=job.settings.runs_vllm and compiles())
     from tasks.training.engine import Ranks
     from tasks.training.failure import in_words
-    from tasks.training.job import TrainJob
 
     train_with = importlib.import_module(module).train_with
-    job, rank = TrainJob.read(Path(job_path)), int(os.environ["RANK"])
     try:
         how = job.settings.launch
         ranks = Ranks(timeout_s=how.collective_timeout_s, device=how.device)

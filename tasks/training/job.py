@@ -14,6 +14,7 @@ from typing import Any, TypeVar
 
 from tasks.errors import ConfigError
 from tasks.schema import inputs, learning
+from tasks.schema.online import Reward, Rollout
 
 T = TypeVar("T")
 
@@ -171,6 +172,13 @@ class Settings:
     def world_size(self) -> int:
         """Ranks of all nodes together."""
         return self.launch.nproc * self.launch.nodes
+
+    @property
+    def runs_vllm(self) -> bool:
+        """Whether ranks hold an engine of vLLM, which samples responses or scores them."""
+        rollout, reward = self.online.get("rollout", {}), self.online.get("reward", {})
+        sampling = rollout.get("engine", Rollout.engine.name)
+        return bool(self.online) and "vllm" in (sampling, reward.get("engine", Reward.engine.name))
 
     @classmethod
     def from_sections(

@@ -61,6 +61,14 @@ def test_a_layer_of_a_model(utils: Any, monkeypatch: pytest.MonkeyPatch, remove:
     assert other.cpu_linear.__module__ == utils.__name__
 
 
+def test_vllm_runs_as_shipped_on_a_gpu(utils: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    shipped = utils.dispatch_cpu_unquantized_gemm
+    monkeypatch.setenv("ONEDNN_MAX_CPU_ISA", "AVX2")
+    monkeypatch.setattr(torch.accelerator, "is_available", lambda: True)
+    assert not use_fp32_products()
+    assert utils.dispatch_cpu_unquantized_gemm is shipped
+
+
 @pytest.mark.parametrize(("slow", "version"), [(False, "0.32.0"), (True, "0.33.0")])
 def test_vllm_runs_as_shipped(
     utils: Any, monkeypatch: pytest.MonkeyPatch, slow: bool, version: str

@@ -140,11 +140,15 @@ def test_no_adapter(wrapper: Any) -> None:
     check(wrapper, [-1] * 5, prefill=True)
 
 
-def test_another_vllm_version_runs_as_shipped(
-    lora_ops: Any, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("place", ["GPU", "version"])
+def test_elsewhere_vllm_runs_as_shipped(
+    lora_ops: Any, monkeypatch: pytest.MonkeyPatch, place: str
 ) -> None:
     before = [getattr(lora_ops, name) for name in NAMES]
-    monkeypatch.setattr("vllm.__version__", "0.33.0")
+    if place == "GPU":
+        monkeypatch.setattr(torch.accelerator, "is_available", lambda: True)
+    else:
+        monkeypatch.setattr("vllm.__version__", "0.33.0")
     assert not use_single_adapter_products()
     assert [getattr(lora_ops, name) for name in NAMES] == before
 

@@ -98,3 +98,12 @@ def test_a_cpu_with_native_bf16(monkeypatch: pytest.MonkeyPatch, limit: str | No
     plain, emulated = functional.linear, limit == "avx512_core_vnni"
     assert bf16_linear.use_fp32_where_faster() == emulated
     assert (functional.linear is plain) != emulated
+
+
+def test_nothing_is_replaced_in_a_process_with_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cpu, "_is_avx512_bf16_supported", lambda: False)
+    monkeypatch.setattr(torch.cpu, "_is_amx_tile_supported", lambda: False)
+    monkeypatch.setattr(torch.accelerator, "is_available", lambda: True)
+    monkeypatch.setattr(functional, "linear", plain := functional.linear)
+    assert not bf16_linear.use_fp32_where_faster()
+    assert functional.linear is plain

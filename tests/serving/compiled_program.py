@@ -1,0 +1,51 @@
+"""A training rank whose engine compiles as on a GPU, or does not.
+
+python -m tests.serving.compiled_program JOB.json yes|no
+
+A CPU's engine takes `enforce_eager=False` and inductor, and no CUDA graphs. Sampled tokens go to
+`OUT/answer.json`, with the number of graphs that dynamo made.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from typing import Any
+from unittest.mock import patch
+
+from tasks import lean
+
+
+def as_on_gpu(said: Any = lean.compiles) -> bool:
+    """What a rank with a GPU decides."""
+    with patch.object(lean, "on_gpu", lambda: True):
+        return bool(said())
+
+
+if sys.argv[-1] == "yes":
+    lean.compiles = as_on_gpu
+
+from tasks.training.entry import enter  # noqa: E402
+
+
+def train_with(ranks: Any, job: Any, started: float) -> None:
+    """Sample from the base."""
+    from torch._dynamo.utils import counters
+
+    from tasks.serving.colocation import Colocation, Sampling
+    from tasks.serving.rollouts import Colocated
+
+    how = Colocation(model=job.base, max_model_len=64, max_num_seqs=4, adapter_rank=8)
+    engine = Colocated(how, Sampling(max_new_tokens=6, ends=(2,)))
+    (answer,) = engine.generate([[1, 20, 30, 40]], [7], greedy=True)
+    found = {
+        "ids": answer.ids.tolist(),
+        "logprobs": answer.logprobs.tolist(),
+        "graphs": counters["stats"]["unique_graphs"],
+    }
+    (job.out / "answer.json").write_text(json.dumps(found))
+    engine.close()
+
+
+if __name__ == "__main__":
+    enter(sys.argv[1], "tests.serving.compiled_program")

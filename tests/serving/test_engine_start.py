@@ -1,0 +1,83 @@
+"""How a training rank starts an engine: compiled on a GPU, and on a CPU without the compiler."""
+
+from __future__ import annotations
+
+import json
+import logging
+import socket
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tasks.launch import launch, python_child
+from tasks.training import entry
+from tasks.training.job import Peft, TrainJob
+from tests.settings import Settings
+
+ROLLOUT = {"rl": {}, "rollout": {"max_new_tokens": 6, "max_prompt_len": 8}, "reward": {}}
+TRAINER = {**ROLLOUT, "rollout": {**ROLLOUT["rollout"], "engine": "transformers"}}
+SCORER = {**TRAINER, "reward": {"engine": "vllm"}}
+
+
+class Started(Exception):
+    """The rank's process has been made lean."""
+
+
+@pytest.mark.parametrize(
+    ("online", "gpu", "compiler"),
+    [
+        (ROLLOUT, True, True),
+        (SCORER, True, True),
+        (TRAINER, True, False),
+        ({}, True, False),
+        (ROLLOUT, False, False),
+    ],
+)
+def test_ranks_with_an_engine_on_a_gpu_keep_the_compiler(
+    online: dict[str, Any], *, gpu: bool, compiler: bool, tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    kept: list[bool] = []
+
+    def lean(*_: str, compiler: bool = False) -> None:
+        kept.append(compiler)
+        raise Started
+
+    monkeypatch.setattr(entry, "start_lean", lean)
+    monkeypatch.setattr(entry, "compiles", lambda: gpu)
+    monkeypatch.setenv("RANK", "0")
+    with pytest.raises(Started):
+        entry._run(str(written(tmp_path, tmp_path, online)), "tasks.rl.run")
+    assert kept == [compiler]
+
+
+def written(folder: Path, base: Path, online: dict[str, Any]) -> Path:
+    folder.mkdir(exist_ok=True)
+    settings = Settings(objective="grpo", online=online, peft=Peft("lora"))
+    TrainJob(settings, base, "b", folder, folder, folder).write(folder / "job.json")
+    return folder / "job.json"
+
+
+@pytest.mark.slow
+def test_an_engine_compiles_in_a_rank(served: Path, tmp_path: Path) -> None:
+    """Before, vLLM ended in "aot_compile is not supported by the current configuration"."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = str(free.getsockname()[1])
+    alone = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "LOCAL_WORLD_SIZE": "1"}
+    found = {}
+    for compiled in ("no", "yes"):
+        job = written(tmp_path / compiled, served, ROLLOUT)
+        launch(
+            python_child("tests.serving.compiled_program", str(job), compiled),
+            stage="train",
+            log=logging.getLogger("tests.serving"),
+            log_path=tmp_path / "log",
+            env={**alone, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "OMP_NUM_THREADS": "1"},
+        )
+        found[compiled] = json.loads((tmp_path / compiled / "answer.json").read_text())
+    assert found["no"]["graphs"] == 0
+    assert found["yes"]["graphs"] > 0
+    assert found["yes"]["ids"] == found["no"]["ids"]
+    assert found["yes"]["logprobs"] == pytest.approx(found["no"]["logprobs"], abs=0.05)

@@ -40,7 +40,7 @@ class SmokeSettings:
         eval_samples: held-out prompts answered (all when there are fewer).
         kv_cache_gib: memory of vLLM's KV cache on CPU, GiB.
         max_model_len: longest sequence; None takes what prompts and probes need.
-        timeout_s: for one run of the engine, loading included.
+        timeout_s: for one run of the engine, loading included; None: by the bytes of the weights.
         min_stop_rate: share of answers that must end by themselves.
         max_degenerate_rate: share of answers that may be caught in a loop.
         threads: CPU threads of vLLM; None leaves them to vLLM.
@@ -52,7 +52,7 @@ class SmokeSettings:
     eval_samples: int
     kv_cache_gib: int
     max_model_len: int | None
-    timeout_s: float
+    timeout_s: float | None
     min_stop_rate: float
     max_degenerate_rate: float
     threads: int | None

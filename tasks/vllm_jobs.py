@@ -9,7 +9,7 @@ from typing import Any, Protocol
 
 from tasks.launch import launch, python_child
 from tasks.output import Log
-from tasks.serving.job import Job, environment
+from tasks.serving.job import Job, environment, time_limit
 
 STAGE = "smoke_eval"
 HEADROOM = 8
@@ -24,7 +24,7 @@ class Engine(Protocol):
     @property
     def threads(self) -> int | None: ...
     @property
-    def timeout_s(self) -> float: ...
+    def timeout_s(self) -> float | None: ...
 
 
 def run_vllm(
@@ -34,7 +34,7 @@ def run_vllm(
 
     Args:
         jobs: each with a folder of its own to leave things in, which is made here.
-        engine: how it is run.
+        engine: how it is run; without a time limit the weights of all jobs decide it.
         log: gets the engine's output.
         log_path: file for all of it.
 
@@ -55,6 +55,6 @@ def run_vllm(
         log=log,
         log_path=log_path,
         env=environment(engine.kv_cache_gib, engine.threads, sharing=sharing),
-        timeout_s=engine.timeout_s,
+        timeout_s=engine.timeout_s or time_limit(Path(job.served) for job in jobs),
     )
     return [json.loads((Path(job.out) / "result.json").read_text()) for job in jobs]

@@ -25,7 +25,7 @@ class EngineSettings:
     greedy_tokens: int = 5
     kv_cache_gib: int = 1
     max_model_len: int | None = None
-    timeout_s: float = 900.0
+    timeout_s: float | None = None
     threads: int | None = None
 
     def longest(self, prompts: Sequence[Sequence[int]]) -> int:

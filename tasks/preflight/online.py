@@ -50,6 +50,7 @@ def online(
         *critic(train["objective"], rl, settings["peft"]["kind"], settings["zero"]["stage"]),
         *steps(rl["prompts"], rl["samples"], train["global_batch_size"]),
         *lengths(rollout, rl["overlong_buffer"], known.context),
+        *offload(rollout["offload_trainer"], settings["zero"]),
         *engines(reward, rollout),
         *_served(settings),
         *engine(rollout, train["nproc"] * train["nodes"], known, on_cpu=on_cpu),
@@ -192,6 +193,17 @@ def lengths(rollout: Mapping[str, Any], buffer: int, context: int | None) -> Ite
         allowed = f"at most rollout.max_new_tokens={reply}: the last tokens of a reply"
         override = f"rl.overlong_buffer={max(0, reply // 4)}"
         yield Finding("rl.overlong_buffer", str(buffer), allowed, override)
+
+
+def offload(wanted: bool, zero: Mapping[str, Any]) -> Iterator[Finding]:
+    """DeepSpeed moves states that ZeRO splits, and that lie on the device."""
+    key, override = "rollout.offload_trainer", "rollout.offload_trainer=false"
+    if wanted and zero["stage"] < 1:
+        yield Finding(key, "true with ZeRO-0", "needs ZeRO-1 to 3", f"zero=zero2 or {override}")
+    for name in ("offload_optimizer", "offload_param"):
+        if wanted and zero.get(name, "none") != "none":
+            found = f"true with zero.{name}={zero[name]}"
+            yield Finding(key, found, "one of the two: either moves the states", override)
 
 
 def engines(reward: Mapping[str, Any], rollout: Mapping[str, Any]) -> Iterator[Finding]:

@@ -170,9 +170,7 @@ def rank_memory(
     lasting = sum(one.lasting for one in models)
     weights, gathered = sum(m.weights for m in models), sum(m.gathered for m in models)
     states = lasting - weights - gathered
-    away = gpu is not None and getattr(
-        online.rollout, "offload_trainer", False
-    )  # but for updates and checkpoints
+    away = gpu is not None and online.rollout.offload_trainer  # but for updates and checkpoints
     alone = {
         "generate": weights + (0 if away else states),
         "score": weights + gathered + (0 if away else states) + max(m.forward for m in models),

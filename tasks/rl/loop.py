@@ -32,6 +32,7 @@ from tasks.training import checkpoint, saving
 from tasks.training.checkpoint import Progress
 from tasks.training.engine import Ranks
 from tasks.training.job import TrainJob
+from tasks.training.offload import TrainerStates
 from tasks.training.selection import direction, has_stopped, judge
 
 CONTROLLER = "kl_controller"
@@ -62,6 +63,7 @@ class OnlineTrainer:
         online: sections `rl`, `rollout`, `reward`.
         appraiser: from replies to what the update goes by.
         answering: the engine that answers.
+        states: of the optimizers; on the device for updates and checkpoints alone, where moved.
         train: asks the prompts that are learned from.
         heldout: asks those that are not.
         updater: takes the optimizer steps.
@@ -79,6 +81,7 @@ class OnlineTrainer:
     online: Online
     appraiser: Appraiser
     answering: Engine
+    states: TrainerStates
     train: Collector
     heldout: Collector
     updater: Updater
@@ -133,7 +136,7 @@ class OnlineTrainer:
             learned, record = self.appraiser.estimate(got, self.controller.coef, iteration)
         if "kl" in record:
             self.controller = self.controller.after(record["kl"], len(scored))
-        with clock.phase("update"):
+        with clock.phase("update"), self.states.on_device():
             compare = partial(self.appraiser.compare, iteration=iteration)
             record |= self.updater.update(iteration, learned, compare, of=self.iterations)
         with clock.phase("publish"):
@@ -179,7 +182,18 @@ class OnlineTrainer:
             improved = judge(progress, self.evaluate(when), how, sign)
         wanted = improved and (how.keep == "best" or settings.save_steps > 0)
         if progress.step < last and (wanted or self._due(settings.save_steps, progress.step)):
-            saving.save(self.engine, self.job, self.ranks, progress, self.others)
+            with self._states_on_device():
+                saving.save(self.engine, self.job, self.ranks, progress, self.others)
+            if self.states.away:
+                self.answering.publish()
+
+    @contextmanager
+    def _states_on_device(self) -> Iterator[None]:
+        """Have the optimizers' states take the place of the engine, which is to be synced then."""
+        if self.states.away:
+            self.answering.sleep()
+        with self.states.on_device():
+            yield
 
     @property
     def others(self) -> saving.Others:
@@ -195,7 +209,8 @@ class OnlineTrainer:
                 self.evaluate("after")
             return latest
         path = self.job.checkpoints / checkpoint.name_of(best.step)
-        saving.load_weights(self.engine, path, self.ranks)
-        saving.load_others(self.others, path)
+        with self._states_on_device():
+            saving.load_weights(self.engine, path, self.ranks)
+            saving.load_others(self.others, path)
         self.answering.publish()
         return self.evaluate("best")

@@ -20,7 +20,7 @@ from tasks.rl.growing import Asked, Growing, cut
 from tasks.rl.handoff import Policy
 from tasks.rl.merged import adapted
 from tasks.rl.replies import Generated, Request
-from tasks.rl.rollout import Published, reply_seeds, require_room
+from tasks.rl.rollout import Published, reply_seeds, require_room, seconds_for
 from tasks.rl.settings import Rollout
 from tasks.training import attention
 from tasks.training.fused_lora import ADAPTER
@@ -40,7 +40,7 @@ class NativeEngine:
         self._policy = policy
         self._rollout = rollout
         self._ends = torch.tensor(ends, dtype=torch.long, device=policy.ranks.device)
-        self._until = 0.0
+        self._seconds, self._until = seconds_for(rollout, policy), 0.0
 
     @property
     def version(self) -> int:
@@ -68,7 +68,7 @@ class NativeEngine:
         ]
         size = self._rollout.max_num_seqs
         batches = [asked[i : i + size] for i in range(0, len(asked), size)]
-        self._until = time.monotonic() + self._rollout.timeout_s
+        self._until = time.monotonic() + self._seconds
         with self._sampling():
             answers = [
                 one for batch in self._padded(batches) for one in self._answer(batch, greedy)
@@ -176,6 +176,6 @@ class NativeEngine:
         # Under ZeRO-3 the others wait in a collective, whose own limit ends them.
         if time.monotonic() > self._until:
             raise TrainingError(
-                f"rollouts are not done after {self._rollout.timeout_s:g} s",
+                f"rollouts are not done after {self._seconds:g} s",
                 hint="rollout.timeout_s=<more>, or shorter: rollout.max_new_tokens=<less>",
             )

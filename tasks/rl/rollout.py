@@ -13,6 +13,7 @@ from tasks.errors import ConfigError, first_and_more
 from tasks.rl.handoff import Policy
 from tasks.rl.replies import Generated, Request
 from tasks.rl.settings import Rollout
+from tasks.serving.job import time_limit
 from tasks.training.engine import Ranks
 from tasks.training.job import TrainJob
 
@@ -71,7 +72,10 @@ class Engine(Protocol):
         ...
 
     def sleep(self) -> None:
-        """Leave the accelerator's memory to training, until it is published to or asked again."""
+        """Leave the accelerator's memory to training, until it is published to.
+
+        It may have forgotten the policy by then.
+        """
         ...
 
     def wake(self) -> None:
@@ -119,6 +123,11 @@ def open_engine(
         yield found
     finally:
         found.close()
+
+
+def seconds_for(rollout: Rollout, policy: Policy) -> float:
+    """Return the time limit of an iteration's rollouts: the setting, or by the policy's weights."""
+    return rollout.timeout_s or time_limit([policy.job.base])
 
 
 def reply_seeds(request: Request) -> list[int]:

@@ -31,6 +31,7 @@ from tasks.training.data import end_ids
 from tasks.training.engine import Ranks, start_engine
 from tasks.training.job import Batch, TrainJob
 from tasks.training.model import load_model, load_tokenizer
+from tasks.training.offload import TrainerStates
 from tasks.training.outputs import write_common
 from tasks.training.packed_model import give_back_attention, model_of, require_same
 from tasks.training.probe import fingerprint_of
@@ -57,6 +58,7 @@ def train_with(ranks: Ranks, job: TrainJob, started: float) -> None:
     train, heldout = _prompts(job, online, tokenizer, ranks)
     rank = _Rank(ranks, job, online, recipe(job.settings.objective, online.loop), tokenizer)
     models = rank.start(heldout)
+    models.states.offload()  # the engine takes its memory from what is free when it starts
     with ExitStack() as stack:
         rewards = stack.enter_context(rank.rewards())
         ends = end_ids(job.base, tokenizer)
@@ -79,6 +81,7 @@ class _Models:
     reference: Reference | None
     updater: Updater
     progress: Any
+    states: TrainerStates
 
 
 @dataclass(frozen=True)
@@ -110,7 +113,9 @@ class _Rank:
                 job, ranks, engine=engine, config=config, tokenizer=self.tokenizer
             )
         updater = Updater(engine, critic, ranks, job, loop, self.online.rollout, self.algorithm)
-        return _Models(engine, critic, reference, updater, progress)
+        trained = [engine] if critic is None else [engine, critic.engine]
+        states = TrainerStates(trained, self.online.rollout.offload_trainer)
+        return _Models(engine, critic, reference, updater, progress, states)
 
     def rewards(self) -> Rewards:
         """What a reply is worth."""
@@ -158,6 +163,7 @@ class _Rank:
             job=self.job,
             online=self.online,
             answering=answering,
+            states=models.states,
             train=of_train,
             heldout=of_heldout,
             updater=models.updater,

@@ -106,7 +106,9 @@ class Rollout:
         kv_cache_gib: GiB of an engine's KV cache on CPU.
         gpu_memory: share of a GPU's memory that the engine may take.
         max_num_seqs: replies that an engine works on at once.
-        timeout_s: of one iteration's rollouts.
+        offload_trainer: whether optimizer states, fp32 weights and gradients lie in host memory
+            except during updates and checkpoints.
+        timeout_s: of one iteration's rollouts; None: by the bytes of the weights.
     """
 
     max_new_tokens: int
@@ -119,7 +121,8 @@ class Rollout:
     kv_cache_gib: float = online.Rollout.kv_cache_gib
     gpu_memory: float = online.Rollout.gpu_memory
     max_num_seqs: int = online.Rollout.max_num_seqs
-    timeout_s: float = online.Rollout.timeout_s
+    offload_trainer: bool = False
+    timeout_s: float | None = online.Rollout.timeout_s
 
 
 @dataclass(frozen=True)

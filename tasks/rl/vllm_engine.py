@@ -22,7 +22,7 @@ from tasks.errors import ConfigError, PlumblineError, TrainingError
 from tasks.rl.handoff import Policy
 from tasks.rl.merged import merged_tensors
 from tasks.rl.replies import Generated, Request
-from tasks.rl.rollout import Published, reply_seeds, require_room
+from tasks.rl.rollout import Published, reply_seeds, require_room, seconds_for
 from tasks.rl.servable import require_servable
 from tasks.rl.settings import Rollout
 from tasks.serving.colocation import Answer, Colocation, Sampling
@@ -66,7 +66,7 @@ class VllmEngine:
             gpu_memory=rollout.gpu_memory,
             adapter_rank=policy.largest_rank if policy.as_adapter else None,
             trust_remote_code=settings.trust_remote_code,
-            timeout_s=rollout.timeout_s,
+            timeout_s=seconds_for(rollout, policy),
         )
         self._engine: Colocated | None = None
         self._start()
@@ -105,7 +105,7 @@ class VllmEngine:
         self._running.sleep()
 
     def wake(self) -> None:
-        """Take it again; publishing and generating do so by themselves."""
+        """Take it again; publishing (without the KV cache) and generating do so by themselves."""
         self._running.wake()
 
     def close(self) -> None:
@@ -151,8 +151,11 @@ class VllmEngine:
         )
 
     def _hand_over(self, version: int) -> int:
-        """Give vLLM the policy as it is; how many tensors."""
-        self._running.wake()
+        """Give vLLM the policy as it is; how many tensors.
+
+        The KV cache comes back with the first request: until then gathered weights need its room.
+        """
+        self._running.wake_weights()
         if self._policy.as_adapter:
             with self._policy.adapter_folder() as folder:
                 failed = _refused(lambda: self._running.take_adapter(folder, version))

@@ -182,6 +182,18 @@ def _lr(get: Get) -> Default:
     return Default(rate.value, f"{what} up to 20B parameters: {rate.source}")
 
 
+def _offload_trainer(get: Get) -> Default:
+    if not has_gpu(get("train.device")):
+        return Default(False, "ranks on CPUs")
+    if get("rollout.engine") != "vllm":
+        return Default(False, "rollouts of the trainer itself")
+    if get("peft.kind") != "none":
+        return Default(False, "an adapter, whose optimizer states are small")
+    if get("zero.stage") < 1 or get("zero.offload_optimizer") != "none":
+        return Default(False, "ZeRO-0, or an optimizer in host memory")
+    return Default(True, "full fine-tuning beside vLLM on GPUs")
+
+
 def _toy(get: Get) -> bool:
     return bool(get("model.kind") == "toy")
 
@@ -198,6 +210,7 @@ RULES: Mapping[str, Callable[[Get], Default]] = {
     "train.gradient_checkpointing": _gradient_checkpointing,
     "rollout.max_prompt_len": _tokens(256, 1024, "as OpenRLHF", share=0.5),
     "rollout.max_new_tokens": _tokens(64, 1024, "as OpenRLHF", share=0.5),
+    "rollout.offload_trainer": _offload_trainer,
     "smoke.max_new_tokens": _tokens(64, 512, "room for a whole response", share=0.25),
 }
 """Rule of each computed default, by key."""

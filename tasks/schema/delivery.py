@@ -34,7 +34,7 @@ class Smoke:
     eval_samples: int = 200  # held-out rows that are evaluated
     kv_cache_gib: int = 1  # on CPU
     max_model_len: int | None = None  # tokens; null: what the prompts need
-    timeout_s: float = 900.0  # seconds for the whole test
+    timeout_s: float | None = None  # seconds for the whole test; null: by the size of the weights
     min_stop_rate: float = 0.9  # share of answers that end by themselves
     max_degenerate_rate: float = 0.02  # share of answers caught in a loop
     threads: int | None = None  # CPU threads

@@ -111,7 +111,8 @@ class Rollout:
     kv_cache_gib: float = 1.0  # on CPU
     gpu_memory: float = 0.5  # share of a GPU that the engine may take
     max_num_seqs: int = 256  # sequences that vLLM decodes at once
-    timeout_s: float = 900.0  # of one iteration's rollouts
+    offload_trainer: bool = COMPUTED  # optimizer states in host memory during rollouts
+    timeout_s: float | None = None  # of one iteration's rollouts; null: by the size of the weights
 
 
 @dataclass

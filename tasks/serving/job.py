@@ -1,13 +1,20 @@
-"""The vLLM child's job, and the environment it has to be started in."""
+"""The vLLM child's job, the environment it has to be started in, and how long it may take."""
 
 from __future__ import annotations
 
 import json
 import os
+from collections.abc import Iterable
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from tasks.machine import has_gpu
+
+LEAST_S = 900.0
+"""Time limit of small models."""
+GPU_S, CPU_S = 20.0, 600.0
+"""Seconds more for each GB of weights: storage of 50 MB/s, and on a CPU some thousand tokens one by
+one, each of which reads all weights from memory (10 GB/s)."""
 
 
 @dataclass(frozen=True)
@@ -78,3 +85,14 @@ def environment(kv_cache_gib: int, threads: int | None, *, sharing: int = 1) -> 
     if threads is not None:
         env |= {"OMP_NUM_THREADS": str(threads), "VLLM_CPU_OMP_THREADS_BIND": "nobind"}
     return env
+
+
+def time_limit(models: Iterable[Path]) -> float:
+    """Return the seconds that engines may take to load these models and answer, if nobody says.
+
+    Args:
+        models: folders; one that is loaded twice counts twice.
+    """
+    files = (file for model in models for file in model.iterdir())
+    size = sum(one.stat().st_size for one in files if one.suffix in (".safetensors", ".bin"))
+    return LEAST_S + size / 1e9 * (GPU_S if has_gpu() else CPU_S)

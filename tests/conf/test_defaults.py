@@ -164,6 +164,30 @@ def test_as_many_ranks_as_gpus(
     assert alone.line("train.nproc") == "train.nproc=2 (default for train.device=cpu)"
 
 
+@pytest.mark.parametrize(
+    ("changed", "wanted"),
+    [
+        ({}, True),
+        ({"gpus": 0}, False),
+        ({"train.device": "cpu"}, False),
+        ({"peft.kind": "lora"}, False),
+        ({"rollout.engine": "transformers"}, False),
+        ({"zero.stage": 0}, False),
+        ({"zero.offload_optimizer": "cpu"}, False),
+    ],
+    ids=str,
+)
+def test_states_of_a_whole_policy_are_offloaded_on_gpus(
+    changed: dict[str, Any], wanted: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    facts = {
+        "gpus": 8, "peft.kind": "none", "rollout.engine": "vllm", "zero.stage": 3,
+        "zero.offload_optimizer": "none", "train.device": "auto", **changed,
+    }  # fmt: skip
+    with_gpus(monkeypatch, facts["gpus"])
+    assert default("rollout.offload_trainer", known(**facts)).value is wanted
+
+
 def test_every_objective_has_a_rate() -> None:
     assert set(RATES) == {objective.name for objective in Objective}
     for adapter, full in RATES.values():

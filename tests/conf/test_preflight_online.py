@@ -32,6 +32,7 @@ def settings(
     reward: Mapping[str, Any] | None = None,
     rollout: Mapping[str, Any] | None = None,
     rl: Mapping[str, Any] | None = None,
+    zero: Mapping[str, Any] | None = None,
     **train: Any,
 ) -> dict[str, Any]:
     """A configuration without problems, and changes to it."""
@@ -45,7 +46,7 @@ def settings(
         "rollout": {**ROLLOUT, **(rollout or {})},
         "reward": {**REWARD, "function": "exact_match", **(reward or {})},
         "peft": {"kind": "lora"},
-        "zero": {"stage": 2},
+        "zero": {"stage": 2, **(zero or {})},
         "model": {},
         "seed": 0,
     }
@@ -187,6 +188,18 @@ def test_lengths() -> None:
     assert found(rl={"overlong_buffer": 64, "overlong_penalty": 1.0}) == []
     (finding,) = found(rl={"overlong_buffer": 65, "overlong_penalty": 1.0})
     assert finding.override == "rl.overlong_buffer=16"
+
+
+def test_states_that_cannot_be_offloaded() -> None:
+    moved: dict[str, Any] = {"rollout": {"offload_trainer": True}}
+    assert found(**moved) == []
+    without, twice = (
+        found(**moved, zero={"stage": 0}),
+        found(**moved, zero={"offload_optimizer": "cpu"}),
+    )
+    assert [one.found for one in without] == ["true with ZeRO-0"]
+    assert [one.found for one in twice] == ["true with zero.offload_optimizer=cpu"]
+    assert {one.what for one in (*without, *twice)} == {"rollout.offload_trainer"}
 
 
 def test_what_vllm_cannot_do() -> None:

@@ -18,6 +18,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 from tasks.lean import start_lean
 
@@ -162,11 +163,22 @@ def watch(bench: Bench) -> dict[str, Any]:
         seen["other weights"] = other_weights(bench, answering)
         seen["behind"] = bench.behind(answering.generate(mine, greedy=True))
         seen["versions"] = versions
+        seen["slept"] = sleep_and_wake(answering, mine)
         seen["faults"] = stale_weights(bench, answering, mine)
         seen["left"] = sorted(path.name for path in MEMORY.glob(f"{PREFIX}{os.getppid()}*"))
     after = _process()
     seen["undisturbed"] = [name for name in before if before[name] != after[name]]
     return seen
+
+
+def sleep_and_wake(answering: Any, mine: Sequence[Request]) -> dict[str, Any]:
+    """Give memory back as on a GPU: a CPU keeps it, the calls between vLLM's parts are real."""
+    before = _ids(answering.generate(mine))
+    with patch("tasks.serving.rollouts.on_gpu", lambda: True):
+        answering.sleep()
+    forgot = _said(lambda: answering.generate(mine))
+    answering.publish()
+    return {"forgot": forgot, "same": _ids(answering.generate(mine)) == before}
 
 
 def other_weights(bench: Bench, answering: Any) -> list[str]:

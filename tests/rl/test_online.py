@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -13,7 +15,7 @@ from tasks.fingerprint import Fingerprint
 from tasks.prints import FINGERPRINT
 from tasks.rl.loop import MISMATCH
 from tasks.training import checkpoint
-from tasks.training.job import Evaluate, Peft
+from tasks.training.job import Evaluate, Peft, Zero
 from tests.rl.killed_program import POINTS
 from tests.rl.online import SETTINGS, job_of, run, run_to, settings_with, stitched
 from tests.settings import Batch, Launch, Optim
@@ -100,6 +102,27 @@ def test_one_step_of_everything_measures_on_the_way(base: Path, data: Path, tmp_
         torch.testing.assert_close(tensor, together[key], rtol=0, atol=1e-5)
     losses = [json.loads((one.out / "train.json").read_text())["losses"] for one in jobs[:2]]
     assert losses[0] == pytest.approx(losses[1], rel=1e-4, abs=1e-6)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_states_that_wait_in_host_memory_train_the_same(
+    stage: int, base: Path, data: Path, tmp_path: Path
+) -> None:
+    """DeepSpeed's own calls: on a CPU they copy what ZeRO-1 and 2 split, and forget its links."""
+    rl, zero = {"critic": "separate", "iterations": 2}, Zero(stage)
+    usual = settings_with(data, rl=rl, peft=Peft(), zero=zero, save_steps=1, dtype="bfloat16")
+    online: dict[str, Any] = json.loads(json.dumps(usual.online))
+    online["rollout"]["offload_trainer"] = True
+    jobs = [
+        job_of(usual, base, data, tmp_path / "usual"),
+        job_of(replace(usual, online=online), base, data, tmp_path / "moved"),
+    ]
+    run(tmp_path, jobs)
+    files = sorted(p.relative_to(jobs[0].out) for p in jobs[0].out.rglob("rank-*"))
+    assert len([path for path in files if path.parts[0] in ("shards", "critic")]) == 4
+    for path in files:
+        assert (jobs[0].out / path).read_bytes() == (jobs[1].out / path).read_bytes(), path
 
 
 @pytest.mark.slow

@@ -163,6 +163,7 @@ def require_followed(ranks: list[dict[str, Any]]) -> None:
         assert all(one["ended"])
         assert all(one["cut"])
         assert one["left"] == []
+        assert one["slept"]["same"]
         assert one["undisturbed"] == []
     assert ranks[0]["none"] == []
     assert ranks[1]["none"] is True, "a rank answers while the other has nothing to do"
@@ -191,6 +192,13 @@ def require_faults(ranks: list[dict[str, Any]], expected: dict[str, tuple[str, .
                 "rollout=transformers" in one["faults"][fault] or "report" in one["faults"][fault]
             )
             assert one["faults"][f"{fault}, then right"] == ""
+
+
+def test_full_weights_are_asked_for_again_after_a_sleep(seen: dict[str, Any]) -> None:
+    assert [one["slept"]["forgot"] for one in seen["lora"]] == ["", ""]
+    for one in seen["full"]:
+        assert "holds version 0 of the policy (0: none)" in one["slept"]["forgot"]
+        assert "published again" in one["slept"]["forgot"]
 
 
 @pytest.mark.parametrize("name", DEFAULT)

@@ -1,0 +1,136 @@
+"""The order in which an engine beside the trainer gives memory back, and takes it again.
+
+A stand-in records vLLM's calls: vLLM sleeps on GPUs alone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import nullcontext
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from tasks.errors import TrainingError
+from tasks.rl import vllm_engine
+from tasks.rl.handoff import Policy
+from tasks.rl.rollout import Engine
+from tasks.serving import rollouts
+from tasks.training.job import Peft, TrainJob
+from tests.rl.test_handoff import Alone
+from tests.settings import Rollout, Settings
+
+
+class Recorder:
+    """vLLM's `LLM`, as far as it is called; `calls` says what and with what."""
+
+    def __init__(self, calls: list[Any]) -> None:
+        self.calls = calls
+        self.llm_engine = SimpleNamespace(has_unfinished_requests=lambda: False)
+
+    def sleep(self, level: int) -> None:
+        self.calls.append(("sleep", level))
+
+    def wake_up(self, tags: list[str]) -> None:
+        self.calls.append(("wake", *tags))
+
+    def collective_rpc(self, name: str, kwargs: dict[str, Any]) -> None:
+        self.calls.append((name, [key for key, _ in kwargs["weights_iterator"]]))
+
+    def reset_prefix_cache(self) -> None:
+        self.calls.append(("generate",))
+
+
+class NoChecks:
+    """Of weights that are there: see `test_rollouts.py`."""
+
+    def __init__(self, _: Any) -> None:
+        pass
+
+    def recorded(self, tensors: Any, *_: Any) -> Iterator[Any]:
+        return iter(tensors)
+
+    def __getattr__(self, name: str) -> Any:
+        return lambda *_: None
+
+
+@pytest.fixture
+def calls(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+    """Calls of vLLM on a GPU."""
+    made: list[Any] = []
+    monkeypatch.setattr(rollouts, "on_gpu", lambda: True)
+    monkeypatch.setattr(rollouts, "_start", lambda *_: Recorder(made))
+    monkeypatch.setattr(rollouts, "LoadedWeights", NoChecks)
+    monkeypatch.setattr(vllm_engine.VllmEngine, "_facts", None)
+    tensors = [("a.weight", torch.ones(1))]
+    monkeypatch.setattr(vllm_engine, "merged_tensors", lambda *_: iter(tensors))
+    monkeypatch.setattr(rollouts.Colocated, "take_adapter", _take_adapter)
+    return made
+
+
+def _take_adapter(self: Any, _: Path, version: int) -> None:
+    self._llm.calls.append(("adapter", version))
+    self.version = version
+
+
+class Trained(Policy):
+    """A policy that is handed over without its tensors."""
+
+    def advance(self) -> int:
+        self.version += 1
+        return self.version
+
+    def require_current(self, version: int) -> None:
+        if version != self.version:
+            raise TrainingError(f"holds version {version}")
+
+    largest_rank = 8
+    nbytes = 0
+
+    def adapter_folder(self) -> Any:
+        return nullcontext(Path())
+
+
+def engine(kind: str, folder: Path) -> Engine:
+    job = TrainJob(Settings(objective="grpo", peft=Peft(kind)), folder, "b", folder, folder, folder)
+    module = torch.nn.Linear(1, 1)
+    policy = Trained(SimpleNamespace(module=module), job, Alone())  # type: ignore[arg-type]
+    return vllm_engine.VllmEngine(policy, Rollout(), ends=(1,))
+
+
+def test_full_weights_are_dropped_and_come_back_before_the_cache(
+    calls: list[Any], tmp_path: Path
+) -> None:
+    answering = engine("none", tmp_path)
+    answering.publish()
+    answering.generate([])
+    answering.sleep()
+    answering.sleep()
+    with pytest.raises(TrainingError, match="holds version 0"):
+        answering.generate([])
+    answering.publish()
+    answering.generate([])
+    answering.generate([])
+    reloaded = ("reload_weights", ["a.weight"])
+    assert calls == [
+        reloaded, ("generate",), ("sleep", 2), ("wake", "weights"), reloaded,
+        ("wake", "kv_cache"), ("generate",), ("generate",),
+    ]  # fmt: skip
+
+
+def test_weights_below_an_adapter_are_kept(calls: list[Any], tmp_path: Path) -> None:
+    answering = engine("lora", tmp_path)
+    answering.publish()
+    answering.sleep()
+    answering.generate([])
+    answering.sleep()
+    answering.publish()
+    answering.generate([])
+    both = [("wake", "weights"), ("wake", "kv_cache")]
+    assert calls == [
+        ("adapter", 1), ("sleep", 1), *both, ("generate",),
+        ("sleep", 1), both[0], ("adapter", 2), both[1], ("generate",),
+    ]  # fmt: skip

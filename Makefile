@@ -10,7 +10,8 @@ PY := $(VENV)/bin/python
 # Two at a time; which tests stay together, tests/conftest.py says. More would only compete.
 WORKERS ?= -n 2 --dist loadfile --no-loadscope-reorder
 
-.PHONY: help setup setup-dev demo test test-all check format bench-weights bench-training bench-rl lock up deploy down status
+.PHONY: help setup setup-dev demo test test-all test-gpu test-gpus check format bench-weights \
+  bench-training bench-rl bench-gpu lock up deploy down status
 
 help:  ## this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | awk -F':.*## ' '{printf "  make %-13s %s\n", $$1, $$2}'
@@ -30,6 +31,12 @@ test: setup-dev  ## the default suite (ARGS: pytest arguments)
 test-all: setup-dev  ## the default suite, and what is marked slow, peers or browser
 	$(PY) -m pytest $(WORKERS) -m '' $(ARGS)
 
+test-gpu: setup-dev  ## everything that needs a GPU, on one, in 25 minutes (ARGS='-k fork': a part)
+	$(PY) -m pytest tests/gpu -m gpu -p no:randomly $(ARGS)
+
+test-gpus: setup-dev  ## what needs two GPUs or more
+	$(PY) -m pytest tests/gpu -m gpus -p no:randomly $(ARGS)
+
 check: setup-dev  ## lint, format, types, import rules
 	$(VENV)/bin/ruff check .
 	$(VENV)/bin/ruff format --check .
@@ -48,6 +55,9 @@ bench-training: setup-dev  ## training beside TRL and a bare loop (ARGS: rows, -
 
 bench-rl: setup-dev  ## online learning beside transformers and TRL (ARGS: rows, --runs, --size)
 	$(PY) -m benchmarks.rl $(ARGS)
+
+bench-gpu: setup-dev  ## all of these on one GPU, into docs/benchmarks-gpu.md (ARGS: rows, --runs)
+	$(PY) -m benchmarks.gpu $(ARGS)
 
 lock:  ## make requirements/*.lock from requirements/*.in (ARGS: only these)
 	@requirements/lock.sh $(ARGS)

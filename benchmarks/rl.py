@@ -35,20 +35,28 @@ def job(module: str, name: str, out: Path, *launcher: str, **ask: Any) -> list[s
     return [sys.executable, "-m", *launcher, f"benchmarks.{module}", name, asked]
 
 
-def rollout_rows(bench: Bench) -> list[Row]:
-    """Useful tokens per second: vLLM beside a training rank, as shipped, and transformers."""
+def rollout_rows(bench: Bench, *, gpu: bool = False) -> list[Row]:
+    """Useful tokens per second: vLLM beside a training rank, as shipped, and transformers.
+
+    On a GPU nothing of vLLM is replaced; there the peer is vLLM in a process of its own.
+    """
     ask = {"size": bench.size, "base": bench.base(bench.size), "adapter": bench.adapter(bench.size)}
     place = "rl_rollout_jobs"
+    vllm = "vLLM alone" if gpu else "vLLM as shipped"
     found = bench.interleaved(
         {
             "ours": lambda out: job(place, "rollout", out, *TORCHRUN, **ask),
-            "vLLM as shipped": lambda out: job(place, "shipped", out, *TORCHRUN, **ask),
+            vllm: lambda out: (
+                job(place, "vllm", out, **ask)
+                if gpu
+                else job(place, "shipped", out, *TORCHRUN, **ask)
+            ),
             "transformers": lambda out: job(place, "transformers", out, **ask),
         }
     )
     ours, what = found["ours"], f"useful rollout tokens, {bench.size}, bf16, LoRA"
     rows = []
-    for name, bar in (("transformers", 2.5), ("vLLM as shipped", 1.0)):
+    for name, bar in (("transformers", 2.5), (vllm, 0.9 if gpu else 1.0)):
         ratio = found[name].seconds / ours.seconds
         detail = {} if rows else _detail(found)
         rows.append(

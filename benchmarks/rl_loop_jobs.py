@@ -129,7 +129,8 @@ def _settings(ask: Ask) -> Any:
 
 
 def trl(ask: Ask) -> None:
-    """TRL's `GRPOTrainer` without vLLM, which it has only on GPUs, by its defaults otherwise."""
+    """TRL's `GRPOTrainer` by its defaults; on a GPU with vLLM in its process, as we have it."""
+    import torch
     from transformers import AutoTokenizer, TrainerCallback
     from trl import GRPOConfig, GRPOTrainer
 
@@ -145,6 +146,8 @@ def trl(ask: Ask) -> None:
         loss_type="grpo",
         beta=0.0,
         gradient_checkpointing=False,
+        use_vllm=torch.cuda.is_available(),
+        vllm_mode="colocate",
         **common(ask.dtype),
     )
     trainer = GRPOTrainer(

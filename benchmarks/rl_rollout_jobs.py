@@ -9,6 +9,7 @@ A run has dozens of rollouts, so the second one of a process is timed, everyone'
 from __future__ import annotations
 
 import json
+import os
 import sys
 import time
 from collections.abc import Callable, Sequence
@@ -17,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.rl_setting import HANDED_RANK, RANK, SIZES, draw_lengths, draw_prompts
+from benchmarks.training_jobs import device
 
 
 @dataclass(frozen=True)
@@ -64,6 +66,34 @@ def rollout(ask: Ask) -> None:
     _say_useful([len(one.ids) for one in answers], lengths, spent)
 
 
+def vllm_alone(ask: Ask) -> None:
+    """vLLM by itself, as its documentation starts it: no trainer's process, no checks."""
+    from tasks.serving.job import environment
+
+    os.environ.update(environment(1, None))
+    from vllm import LLM, SamplingParams
+    from vllm.lora.request import LoRARequest
+
+    prompts, lengths = draw_prompts(SIZES[ask.size].vocabulary), draw_lengths()
+    llm = LLM(
+        model=ask.base, dtype="bfloat16", max_model_len=256, enable_lora=True, max_lora_rank=RANK,
+        skip_tokenizer_init=True, gpu_memory_utilization=0.5, seed=0,
+    )  # fmt: skip
+    params = [
+        SamplingParams(temperature=1.0, max_tokens=n, ignore_eos=True, seed=i, logprobs=0,
+                       detokenize=False)
+        for i, n in enumerate(lengths)
+    ]  # fmt: skip
+    inputs = [{"prompt_token_ids": one} for one in prompts]
+    policy = LoRARequest("policy", 1, ask.adapter)
+    for _ in range(2):
+        llm.reset_prefix_cache()
+        began = time.perf_counter()
+        outputs = llm.generate(inputs, params, lora_request=policy, use_tqdm=False)
+        spent = time.perf_counter() - began
+    _say_useful([len(one.outputs[0].token_ids) for one in outputs], lengths, spent)
+
+
 def shipped(ask: Ask) -> None:
     """The same without the parts of vLLM that this project replaces on a CPU."""
     from tasks.serving import rollouts
@@ -101,11 +131,13 @@ def transformers_rollout(ask: Ask) -> None:
     prompts, lengths = draw_prompts(SIZES[ask.size].vocabulary), draw_lengths()
     base: Any = AutoModelForCausalLM.from_pretrained(ask.base, dtype=torch.bfloat16)
     model: Any = PeftModel.from_pretrained(base, ask.adapter).merge_and_unload().eval()
+    model.to(device())
     width = max(map(len, prompts))
     ids, mask = (torch.zeros(len(prompts), width, dtype=torch.long) for _ in "ab")
     for row, one in enumerate(prompts):
         ids[row, width - len(one) :] = torch.tensor(one)
         mask[row, width - len(one) :] = 1
+    ids, mask = ids.to(device()), mask.to(device())
 
     def generate(count: int) -> Any:
         with torch.no_grad():
@@ -199,6 +231,7 @@ def _policy(ask: Ask) -> tuple[Any, Any, Any, Any]:
 JOBS: dict[str, Callable[[Ask], None]] = {
     "rollout": rollout,
     "shipped": shipped,
+    "vllm": vllm_alone,
     "transformers": transformers_rollout,
     "adapter": adapter,
     "weights": weights,

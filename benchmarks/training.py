@@ -29,13 +29,8 @@ from benchmarks.rounds import Row
 from benchmarks.training_setting import MICRO, SHAPES, TIMED, WARM, draw_lengths
 
 STEPS = WARM + TIMED
-PAIRS = 4
-"""Preference pairs of a micro-batch: as many sequences as in SFT's."""
 LOGITS_TOKENS = 1000
 """Tokens of each of the four sequences in the row about memory."""
-
-PEAKS = {"H200": 989e12, "H100": 989e12, "A100": 312e12, "L40S": 362e12, "A10": 125e12}
-"""Dense bf16 operations a second by the makers' data sheets, by part of the device's name."""
 
 
 @dataclass(frozen=True)
@@ -85,12 +80,13 @@ def heard(cost: Cost) -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class Bench:
-    """Where things lie, and how often they are run."""
+    """Where things lie, how often they are run, and how many conversations a batch has."""
 
     root: Path
     runs: int
     shape: str
     dtype: str
+    rows: int = MICRO
 
     def base(self, shape: str) -> Path:
         """A model; made when first asked for."""
@@ -130,14 +126,17 @@ def _made(what: str, folder: Path, arguments: str) -> None:
 
 def sft_rows(bench: Bench) -> list[Row]:
     """LoRA SFT beside TRL, a padded loop, and the bare loop over our own rows."""
-    data = bench.data("sft", draw_lengths(STEPS * MICRO), bench.shape)
+    data = bench.data("sft", draw_lengths(STEPS * bench.rows), bench.shape)
     names = ("ours", "trl", "padded", "bare")
-    found = bench.interleaved(names, bench.base(bench.shape), data, steps=STEPS)
+    ask = {"steps": STEPS, "rows": bench.rows}
+    found = bench.interleaved(names, bench.base(bench.shape), data, **ask)
     detail = {name: rates.as_json() for name, rates in found.items()}
     what = f"SFT, LoRA, {bench.shape}, {bench.dtype}"
+    shares = [share for cost in found["ours"].costs for share in heard(cost)["mfu"]]
+    used = f", MFU {median(shares):.1%}" if shares else ""
     over = found["bare"].rate / found["ours"].rate - 1
     return [
-        _faster(f"{what}, vs TRL", found["ours"], found["trl"], 1.5, detail),
+        _faster(f"{what}, vs TRL{used}", found["ours"], found["trl"], 1.5, detail),
         _faster(f"{what}, vs padded batches", found["ours"], found["padded"], 1.3, {}),
         Row(
             f"{what}, our loop over the bare one", found["ours"].text, found["bare"].text,
@@ -148,8 +147,9 @@ def sft_rows(bench: Bench) -> list[Row]:
 
 def dpo_rows(bench: Bench) -> list[Row]:
     """LoRA DPO beside TRL."""
-    data = bench.data("dpo", draw_lengths(STEPS * PAIRS), bench.shape, pairs=True)
-    ask = {"objective": "dpo", "steps": STEPS, "rows": PAIRS}
+    pairs = bench.rows // 2
+    data = bench.data("dpo", draw_lengths(STEPS * pairs), bench.shape, pairs=True)
+    ask = {"objective": "dpo", "steps": STEPS, "rows": pairs}
     found = bench.interleaved(("ours", "trl"), bench.base(bench.shape), data, **ask)
     detail = {name: rates.as_json() for name, rates in found.items()}
     what = f"DPO, LoRA, {bench.shape}, {bench.dtype}, vs TRL"
@@ -181,33 +181,6 @@ def start_rows(bench: Bench) -> list[Row]:
     return [Row("start to first step, two ranks, toy", text, "-", "-", "<= 10 s", met, detail)]
 
 
-def gpu_rows(bench: Bench) -> list[Row]:
-    """LoRA SFT of 1.5 B in bf16 on one GPU, with the share of its peak; nothing without one."""
-    import torch
-
-    if not torch.cuda.is_available():
-        print("gpu: no CUDA device here, row skipped", file=sys.stderr)
-        return []
-    lengths = draw_lengths(STEPS * 64)
-    data = bench.data("gpu", lengths, "1.5B")
-    ask = {"steps": STEPS, "rows": 64, "dtype": "bfloat16"}
-    found = bench.interleaved(("ours", "trl"), bench.base("1.5B"), data, **ask)
-    name = torch.cuda.get_device_name()
-    peak = next((flops for known, flops in PEAKS.items() if known in name), None)
-    # Forward, and backward through frozen weights: two products a weight, 2 operations each.
-    work = 4 * _weights("1.5B") * found["ours"].rate
-    share = "unknown peak" if peak is None else f"MFU {work / peak:.1%}"
-    row = _faster(f"SFT, LoRA, 1.5 B, bf16, {name}, {share}", found["ours"], found["trl"], 1.5, {})
-    return [row]
-
-
-def _weights(shape: str) -> int:
-    """Weights that every token is multiplied with."""
-    one = SHAPES[shape]
-    layer = 4 * one.hidden**2 + 3 * one.hidden * one.inner
-    return one.layers * layer + one.hidden * one.vocabulary
-
-
 def _faster(what: str, ours: Rates, peer: Rates, bar: float, detail: Mapping[str, object]) -> Row:
     ratio = ours.rate / peer.rate
     return Row(what, ours.text, peer.text, f"{ratio:.2f}", f">= {bar:g}", ratio >= bar, detail)
@@ -218,7 +191,6 @@ ROWS: dict[str, Callable[[Bench], list[Row]]] = {
     "dpo": dpo_rows,
     "memory": memory_rows,
     "start": start_rows,
-    "gpu": gpu_rows,
 }
 
 

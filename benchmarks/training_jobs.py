@@ -64,7 +64,7 @@ def ours(ask: Ask) -> None:
         batch=Batch(ask.rows, ask.rows * ask.nproc, max_steps=ask.steps, max_len=1024),
         launch=Launch(ask.nproc, threads=int(os.environ.get("OMP_NUM_THREADS", 0)) or None),
     )
-    started, seen = time.monotonic(), []
+    started, seen, shares = time.monotonic(), [], []
     found: list[tuple[int, float]] = []
 
     def on_event(event: dict[str, Any]) -> None:
@@ -73,6 +73,7 @@ def ours(ask: Ask) -> None:
             # From one step's event to the next one's: all that the loop does is in it.
             since = seen[-2][1] if seen[-2][0] == "step" else seen[-1][1] - event["step_s"]
             found.append((round(event["tokens_per_s"] * event["step_s"]), seen[-1][1] - since))
+            shares.extend([event["mfu"]] if "mfu" in event else [])
 
     ask.out.mkdir(parents=True)
     train(
@@ -87,7 +88,8 @@ def ours(ask: Ask) -> None:
         log_path=ask.out.with_name(f"{ask.out.name}.log"),
         on_event=on_event,
     )
-    say(found, first_step_s=next(at for name, at in seen if name == "step"))
+    first = next(at for name, at in seen if name == "step")
+    say(found, first_step_s=first, mfu=shares[1:])
 
 
 def trl(ask: Ask) -> None:
@@ -165,7 +167,14 @@ def _load(ask: Ask) -> tuple[Any, list[tuple[list[int], list[bool]]]]:
         ids = tokenizer.apply_chat_template(messages, **options)
         found.append((ids, [place >= len(asked) for place in range(len(ids))]))
     model = AutoModelForCausalLM.from_pretrained(ask.base, dtype=getattr(torch, ask.dtype))
-    return model, found
+    return model.to(device()), found
+
+
+def device() -> Any:
+    """Where everyone computes: the first GPU, or the CPU where there is none."""
+    import torch
+
+    return torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
 
 def _adapted(model: Any) -> tuple[Any, Any]:
@@ -213,6 +222,7 @@ def padded(ask: Ask) -> None:
             size = len(own)
             ids[row, :size], mask[row, :size] = torch.tensor(own), 1
             labels[row, :size] = torch.where(torch.tensor(bears), ids[row, :size], IGNORED)
+        ids, mask, labels = (one.to(device()) for one in (ids, mask, labels))
         out = model(input_ids=ids, attention_mask=mask, labels=labels)
         return int(mask.sum()), out.loss
 
@@ -238,7 +248,7 @@ def bare(ask: Ask) -> None:
     examples = Examples(("text",), [str(i) for i in range(len(samples))], ids, bears, bounds, {})
     batch = Batch(ask.rows, ask.rows, max_steps=ask.steps, max_len=1024)
     order = Order(examples, batch, seed=0, world_size=1)
-    rows = [pack(examples, order.step(i + 1, 0).rows[0]) for i in range(ask.steps)]
+    rows = [pack(examples, order.step(i + 1, 0).rows[0]).to(device()) for i in range(ask.steps)]
 
     def forward(step: int) -> tuple[int, Any]:
         row = rows[step]

@@ -9,10 +9,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import settings
-from xdist.scheduler import LoadFileScheduling
 
 from tasks.errors import PlumblineError
+
+try:
+    from hypothesis import settings
+    from xdist.scheduler import LoadFileScheduling
+except ModuleNotFoundError:  # `tests/gpu` runs on machines that have pytest alone
+    settings, LoadFileScheduling = None, object
 
 PROJECT = Path(__file__).resolve().parents[1]
 CACHE = PROJECT / ".cache"
@@ -33,8 +37,9 @@ for name in ("PREFECT_API_URL", "MLFLOW_TRACKING_URI", "MLFLOW_RUN_ID"):
     os.environ.pop(name, None)
 
 # Machines are busy: an example that takes long says nothing about what is tested.
-settings.register_profile("plumbline", deadline=None)
-settings.load_profile("plumbline")
+if settings is not None:
+    settings.register_profile("plumbline", deadline=None)
+    settings.load_profile("plumbline")
 
 TOGETHER = ("flows", "training", "serving", "weights")
 """Folders whose tests share what is expensive to make: one worker runs all of a folder."""
@@ -52,6 +57,19 @@ class ByFolder(LoadFileScheduling):
         return folder if folder in TOGETHER else file
 
 
+def pytest_addoption(parser: pytest.Parser, pluginmanager: pytest.PytestPluginManager) -> None:
+    """Know the options of pytest-timeout in `pyproject.toml` where it is not installed."""
+    if not pluginmanager.hasplugin("timeout"):
+        for name in ("timeout", "timeout_method"):
+            parser.addini(name, "of pytest-timeout, which is not installed")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Know its marker, too."""
+    config.addinivalue_line("markers", "timeout(seconds): of pytest-timeout")
+
+
+@pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> ByFolder:
     """Used when tests run in several workers."""
     return ByFolder(config, log)

@@ -8,10 +8,10 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks import gate, rl, rl_rounds, rl_setting
+from benchmarks import gate, gpu, rl, rl_rounds, rl_setting
 from benchmarks.children import Cost, Series
 from benchmarks.report import BEGIN, END, RL, document, write_docs
-from benchmarks.rounds import Bench, ratio_row
+from benchmarks.rounds import Bench, Row, ratio_row
 from benchmarks.shapes import SIZES
 from benchmarks.synthetic import make_adapter, make_model
 from tests.conftest import PROJECT
@@ -117,6 +117,45 @@ def test_every_contender_of_online_learning_runs(tmp_path: Path) -> None:
     assert sum(ours["phases"].values()) == pytest.approx(sum(ours["seconds"]), rel=0.1)
     for one in (ours, trl):  # of 64 replies, which end by themselves or are cut
         assert 64 * 35 < one["tokens"][0] < 64 * 75
+
+
+def test_without_a_gpu_the_page_says_that_nothing_was_measured(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(gpu, "gpu_name", lambda: None)
+    gpu.main(["--root", str(tmp_path), "--docs", str(tmp_path)])
+    page = (PROJECT / "docs" / "benchmarks-gpu.md").read_text()
+    lines = [line for line in page.splitlines() if "not measured" in line]
+    printed = capsys.readouterr().out.splitlines()
+    assert [line for line in printed if "not measured" in line] == lines
+    assert len(lines) == len(gpu.ROWS)
+
+
+def test_a_row_that_fails_costs_no_other_row_and_its_reason_is_on_the_page(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fails(benches: gpu.Benches) -> list[Row]:
+        raise RuntimeError("trl.py: status 1\nModuleNotFoundError: No module named 'trl'\n")
+
+    fine = Row("something", "1 s", "2 s", "2", ">= 1", True, {})
+    rows = {name: (lambda benches: [fine]) for name in gpu.ROWS} | {"sft": fails}
+    monkeypatch.setattr(gpu, "ROWS", rows)
+    monkeypatch.setattr(gpu, "gpu_name", lambda: "NVIDIA H100, CUDA 13.0")
+    shutil.copy(PROJECT / "docs" / "benchmarks-gpu.md", tmp_path)
+    gpu.main(["--root", str(tmp_path / "root"), "--docs", str(tmp_path)])
+    page = (tmp_path / "benchmarks-gpu.md").read_text()
+    assert "NVIDIA H100, CUDA 13.0" in page
+    assert "| not measured: ModuleNotFoundError: No module named 'trl' |" in page
+    assert page.count("| something | 1 s | 2 s |") == len(rows) - 1
+    assert gpu.NO_GPU not in page
+
+
+@pytest.mark.slow
+def test_every_row_of_the_gpu_runs_on_a_cpu_at_a_tiny_size(tmp_path: Path) -> None:
+    benches = gpu.Benches.of(tmp_path, 1, tiny=True)
+    found = {name: gpu.measured(name, benches) for name in gpu.ROWS}
+    broken = [row.ours for lines in found.values() for row in lines if "not measured" in row.ours]
+    assert broken == []
 
 
 def test_every_contender_runs_in_every_round_and_the_first_is_not_counted(tmp_path: Path) -> None:

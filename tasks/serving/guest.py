@@ -16,6 +16,8 @@ from typing import Any
 
 import numpy as np
 
+from tasks.serving.job import FLASHINFER_SAMPLER
+
 
 def engine_class() -> Any:
     """`vllm.LLM`, to be made within `undisturbed`."""
@@ -23,6 +25,7 @@ def engine_class() -> Any:
     os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
     os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
+    os.environ["VLLM_USE_FLASHINFER_SAMPLER"] = FLASHINFER_SAMPLER
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", FutureWarning)  # of its libraries, about each other
         from vllm import LLM

@@ -15,6 +15,10 @@ LEAST_S = 900.0
 GPU_S, CPU_S = 20.0, 600.0
 """Seconds more for each GB of weights: storage of 50 MB/s, and on a CPU some thousand tokens one by
 one, each of which reads all weights from memory (10 GB/s)."""
+FLASHINFER_SAMPLER = os.environ.get("VLLM_USE_FLASHINFER_SAMPLER", "0")
+"""vLLM 0.32 tries FlashInfer's top-p sampler when an engine starts, and that compiles it with nvcc
+(`gpu_model_runner.py`, `_dummy_sampler_run`). Requests with a seed, or without a cut, never use it,
+and ours are of these two kinds."""
 
 
 @dataclass(frozen=True)
@@ -81,6 +85,7 @@ def environment(kv_cache_gib: int, threads: int | None, *, sharing: int = 1) -> 
         "HF_HUB_OFFLINE": "1",
         "TOKENIZERS_PARALLELISM": "false",
         "VLLM_WORKER_MULTIPROC_METHOD": "spawn",  # its workers: we are a fork with torch in it
+        "VLLM_USE_FLASHINFER_SAMPLER": FLASHINFER_SAMPLER,
     }
     if threads is not None:
         env |= {"OMP_NUM_THREADS": str(threads), "VLLM_CPU_OMP_THREADS_BIND": "nobind"}

@@ -16,7 +16,7 @@ from tasks.launch import launch, python_child
 from tasks.rollout_base import write_rollout_base
 from tasks.training.job import Peft, TrainJob, Zero
 from tasks.weights.worker import perform
-from tests.settings import Batch, Settings
+from tests.settings import Batch, Launch, Settings
 from tests.training.conftest import make_tokenizer, save_base
 
 LORA = Peft(kind="lora", rank=8, alpha=24)
@@ -93,7 +93,9 @@ def base32(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return save_base(path, make_tokenizer(), hidden_size=128, intermediate_size=256)
 
 
-def run(names: tuple[str, ...], base: Path, folder: Path) -> dict[str, list[dict[str, Any]]]:
+def run(
+    names: tuple[str, ...], base: Path, folder: Path, *, nproc: int = 2
+) -> dict[str, list[dict[str, Any]]]:
     """What the ranks saw of each policy, by name."""
     paths = []
     for name in names:
@@ -105,6 +107,7 @@ def run(names: tuple[str, ...], base: Path, folder: Path) -> dict[str, list[dict
             peft=peft,
             zero=Zero(stage=stage),
             batch=Batch(micro_batch_size=1, global_batch_size=2),
+            launch=Launch(nproc=nproc),
             online={"rl": {}, "rollout": ROLLOUT | rollout, "reward": {}},
         )
         quantization = peft.quantization()
@@ -116,7 +119,7 @@ def run(names: tuple[str, ...], base: Path, folder: Path) -> dict[str, list[dict
         job = TrainJob(settings, base, "b", base, out, out, rollout_base=plain)
         job.write(out / "job.json")
         paths.append(str(out / "job.json"))
-    flags = ("--standalone", "--nproc-per-node", "2", "-m", "tests.rl.rollout_program")
+    flags = ("--standalone", "--nproc-per-node", str(nproc), "-m", "tests.rl.rollout_program")
     try:
         launch(
             python_child("torch.distributed.run", *flags, *paths),
@@ -130,7 +133,9 @@ def run(names: tuple[str, ...], base: Path, folder: Path) -> dict[str, list[dict
         failures = [json.loads(one.read_text()).get("failure") for one in folder.glob("*/rank-*")]
         raise AssertionError("\n".join(filter(None, failures)) or "see above") from None
     return {
-        name: [json.loads((folder / name / f"rank-{rank}.json").read_text()) for rank in (0, 1)]
+        name: [
+            json.loads((folder / name / f"rank-{rank}.json").read_text()) for rank in range(nproc)
+        ]
         for name in names
     }
 
@@ -165,8 +170,8 @@ def require_followed(ranks: list[dict[str, Any]]) -> None:
         assert one["left"] == []
         assert one["slept"]["same"]
         assert one["undisturbed"] == []
-    assert ranks[0]["none"] == []
-    assert ranks[1]["none"] is True, "a rank answers while the other has nothing to do"
+    none = [one["none"] for one in ranks]
+    assert none == [[], True][: len(ranks)], "a rank answers while the other has nothing to do"
 
 
 def require_varied(ranks: list[dict[str, Any]]) -> None:

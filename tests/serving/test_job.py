@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import logging
 import os
+import subprocess
+import sys
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -13,7 +15,7 @@ import pytest
 from tasks import vllm_jobs
 from tasks.deliver.engine import EngineSettings
 from tasks.rl.rollout import seconds_for
-from tasks.serving import job
+from tasks.serving import guest, job
 from tests.settings import Rollout
 
 
@@ -59,3 +61,33 @@ def test_a_time_limit_that_is_set_wins(
     assert asked["timeout_s"] == seconds
     policy: Any = SimpleNamespace(job=SimpleNamespace(base=tmp_path))
     assert seconds_for(Rollout(timeout_s=setting), policy) == seconds
+
+
+@pytest.mark.slow
+def test_an_engine_on_a_gpu_starts_without_nvcc() -> None:
+    """vLLM's own rule, on what it takes for a CUDA platform, in the environment of its child."""
+    rule = (
+        "from vllm.v1.sample.ops import topk_topp_sampler as ours;"
+        "from types import SimpleNamespace as Platform;"
+        "ours.current_platform = Platform(is_cuda=lambda: True, get_device_capability=lambda: 1/0);"
+        "assert ours.flashinfer_sampler_supported() is False"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", rule], env={**os.environ, **job.environment(1, None)}, check=False,
+        capture_output=True, text=True,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr[-2000:]
+
+
+def test_vllm_compiles_no_sampler_in_either_kind_of_process(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    assert job.environment(1, None)["VLLM_USE_FLASHINFER_SAMPLER"] == "0"
+    vllm = SimpleNamespace(LLM="LLM")
+    core = SimpleNamespace()
+    modules = {"vllm": vllm, "vllm.v1.engine": SimpleNamespace(core=core)}
+    for name, module in modules.items():
+        monkeypatch.setitem(sys.modules, name, module)
+    monkeypatch.setattr(os, "environ", os.environ.copy())
+    assert guest.engine_class() == "LLM"
+    assert os.environ["VLLM_USE_FLASHINFER_SAMPLER"] == "0"

@@ -42,7 +42,7 @@ def tokenizer():
     return make_tokenizer()
 
 
-def save_base(path: Path, tokenizer, **sizes: object) -> Path:
+def save_base(path: Path, tokenizer, *, device: str = "cpu", **sizes: object) -> Path:
     """A random Qwen2 in bf16 with its tokenizer; `sizes` on top of hidden 64 and 2 layers."""
     import torch
     from transformers import GenerationConfig, Qwen2Config, Qwen2ForCausalLM
@@ -64,7 +64,8 @@ def save_base(path: Path, tokenizer, **sizes: object) -> Path:
         **(usual | sizes),
     )
     torch.manual_seed(0)
-    model = Qwen2ForCausalLM(config).to(torch.bfloat16)
+    with torch.device(device):
+        model = Qwen2ForCausalLM(config).to(torch.bfloat16)
     model.generation_config = GenerationConfig(eos_token_id=tokenizer.eos_token_id)
     model.save_pretrained(path)
     tokenizer.save_pretrained(path)
@@ -87,8 +88,12 @@ def adapted(tmp_path_factory: pytest.TempPathFactory, base: Path, tokenizer) -> 
 
 @pytest.fixture(scope="session")
 def dataset(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """See `write_words`."""
+    return write_words(tmp_path_factory.mktemp("dataset"))
+
+
+def write_words(path: Path) -> Path:
     """128 training and 17 held-out samples: copy a word."""
-    path = tmp_path_factory.mktemp("dataset")
     draw = random.Random(0)
 
     def row(i: int) -> dict[str, object]:

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
+import torch
 
 from tasks.training.data import load_split
 from tasks.training.examples import Examples
@@ -77,3 +80,32 @@ def texts(examples: Examples, tokenizer: Any) -> list[list[tuple[str, str]]]:
 def data_events(capfd: pytest.CaptureFixture[str]) -> list[dict[str, Any]]:
     lines = [line for line in capfd.readouterr().out.splitlines() if '"event": "data"' in line]
     return [json.loads(line[line.index("{") :]) for line in lines]
+
+
+def make_examples(
+    lengths: Sequence[int], *, vocabulary: int = 90, roles: int = 1, seed: int = 0
+) -> Examples:
+    """Random tokens, 7 in 10 of them supervised; `lengths` example by example, role by role."""
+    draw = np.random.default_rng(seed)
+    total = sum(lengths)
+    count = len(lengths) // roles
+    return Examples(
+        roles=("text",) if roles == 1 else ("chosen", "rejected"),
+        names=tuple(f"s{i}" for i in range(count)),
+        ids=draw.integers(3, vocabulary, total).astype(np.int32),
+        bears=(draw.random(total) < 0.7).astype(np.uint8),
+        bounds=np.concatenate([[0], np.cumsum(lengths)]),
+        values={"margin": np.arange(count, dtype=np.float32)},
+    )
+
+
+def alone(model: Any, examples: Examples, device: str = "cpu") -> torch.Tensor:
+    """Log-probabilities of supervised tokens, one forward pass of the model's own a sequence."""
+    found = []
+    for i in range(len(examples)):
+        ids, bears = (torch.tensor(x, device=device) for x in examples.sequence(i, 0))
+        places = bears[1:].nonzero()[:, 0]
+        logits = model(input_ids=ids[None].long(), use_cache=False).logits[0, places]
+        targets = ids[places + 1].long()
+        found.append(torch.log_softmax(logits.float(), -1).gather(1, targets[:, None])[:, 0])
+    return torch.cat(found)

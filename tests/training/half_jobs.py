@@ -16,7 +16,10 @@ from tests.settings import Settings
 
 def main(paths: list[str]) -> None:
     """Train all of them."""
-    os.environ.setdefault("DS_ACCELERATOR", "cpu")
+    import torch
+
+    if not torch.cuda.is_available():
+        os.environ.setdefault("DS_ACCELERATOR", "cpu")
     from deepspeed.accelerator import get_accelerator
 
     from tasks.training import run

@@ -1,7 +1,7 @@
 """Run by torchrun: what a rank's memory really grows to in a few steps on the longest samples.
 
-Measured is resident memory, from before the model is loaded and when all libraries are. The peak is
-the kernel's own, begun anew for each phase.
+Measured is resident memory, from before the model is loaded and when all libraries are, or on a GPU
+what torch's allocator has given out. The peak is begun anew for each phase.
 """
 
 from __future__ import annotations
@@ -11,6 +11,8 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import TypeVar
+
+import torch
 
 from tasks.bf16_linear import use_fp32_where_faster
 from tasks.ending import end_process
@@ -41,12 +43,18 @@ def shared() -> int:
 class Peaks:
     """The most that each phase took beyond what was there at first."""
 
-    def __init__(self) -> None:
+    def __init__(self, device: torch.device) -> None:
+        self._gpu = device.type == "cuda"
         self._before = resident()
         self.found: dict[str, int] = {}
 
     def during(self, phase: str, work: Callable[[], T]) -> T:
         """What `work` gives; notes its peak."""
+        if self._gpu:
+            torch.cuda.reset_peak_memory_stats()
+            result = work()
+            self.found[phase] = torch.cuda.max_memory_allocated()
+            return result
         Path("/proc/self/clear_refs").write_text("5")
         result = work()
         self.found[phase] = resident("VmHWM") - self._before
@@ -68,14 +76,14 @@ def main(path: Path) -> None:
     from tasks.training.objectives import objective
 
     chosen = objective(job.settings.objective, job.settings.loss)
-    peaks, shared_before = Peaks(), shared()
+    peaks, shared_before = Peaks(ranks.device), shared()
     model = peaks.during("load", lambda: load_model(job, ranks, config, tokenizer=tokenizer))
     engine = peaks.during("start", lambda: start_engine(model, config, job.settings.optim))
-    peaks.during("train", lambda: take_steps(engine, examples, chosen, job, ranks))
+    losses = peaks.during("train", lambda: take_steps(engine, examples, chosen, job, ranks))
     ranks.barrier()
     now_shared = shared() - shared_before
     ranks.barrier()
-    everyone = ranks.all_objects(peaks.found | {"shared": now_shared})
+    everyone = ranks.all_objects({"peaks": peaks.found, "shared": now_shared, "losses": losses})
     assert all(module.training for module in engine.module.modules())  # or nothing is checkpointed
     if ranks.first:
         (job.out / "memory.json").write_text(json.dumps(everyone))

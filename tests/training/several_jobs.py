@@ -38,7 +38,7 @@ def train_briefly(job: TrainJob, ranks: Ranks) -> None:
     tokenizer = load_tokenizer(job)
     model = load_model(job, ranks, config, tokenizer=tokenizer, head=chosen.head)
     engine = start_engine(model, config, settings.optim)
-    require_same(engine, pack(examples, (0, 1)))
+    require_same(engine, pack(examples, (0, 1)).to(ranks.device))
     write_shares(
         own_shares(engine.module, rank=ranks.rank, world_size=ranks.world_size),
         job.out / "start",
@@ -84,7 +84,7 @@ def take_steps(
         todo = order.step(step, ranks.rank)
         total = 0.0
         for row in todo.rows:
-            packed = pack(examples, row)
+            packed = pack(examples, row).to(ranks.device)
             out = engine(row=packed)
             said = Said(scores=out) if chosen.head == "score" else Said(logprobs=out)
             value = chosen.loss(said, packed, todo.counts).value

@@ -41,7 +41,7 @@ from tasks.training.order import Order
 from tasks.training.resume import begin
 from tasks.training.selection import judge
 from tests.settings import Batch, Settings
-from tests.training.test_packing import make_examples
+from tests.training.datasets import make_examples
 
 PROJECT = Path(__file__).resolve().parents[2]
 NAMED = re.findall(r"^    (tests/\S+\.py)::(\w+)$", __doc__ or "", re.M)

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from tasks.training.order import HELDOUT_ROW, deal, heldout_rounds
 from tests.settings import Batch
-from tests.training.test_packing import make_examples
+from tests.training.datasets import make_examples
 
 LENGTHS = st.lists(st.integers(1, 64), min_size=1, max_size=40)
 

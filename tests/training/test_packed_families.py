@@ -9,12 +9,11 @@ import pytest
 import torch
 
 from tasks.errors import ConfigError, TrainingError
-from tasks.training.examples import Examples
 from tasks.training.packable import unpackable
 from tasks.training.packed_model import require_same, take_rows
 from tasks.training.packing import pack, trial_row
 from tasks.weights.families.meta import auto_class
-from tests.training.test_packing import make_examples
+from tests.training.datasets import alone, make_examples
 from tests.weights.families.making import FAMILIES
 
 LENGTHS = [23, 9, 5, 40, 22, 1, 31]
@@ -43,18 +42,6 @@ def make_model(family: str, attention: str) -> Any:
         for parameter in model.parameters():
             parameter.add_(torch.randn(parameter.shape) * 0.1)
     return model.train()
-
-
-def alone(model: Any, examples: Examples) -> torch.Tensor:
-    """Log-probabilities of supervised tokens, one forward pass of the model's own a sequence."""
-    found = []
-    for i in range(len(examples)):
-        ids, bears = (torch.tensor(x) for x in examples.sequence(i, 0))
-        places = bears[1:].nonzero()[:, 0]
-        logits = model(input_ids=ids[None].long(), use_cache=False).logits[0, places]
-        targets = ids[places + 1].long()
-        found.append(torch.log_softmax(logits.float(), -1).gather(1, targets[:, None])[:, 0])
-    return torch.cat(found)
 
 
 def gradients(model: Any, logprobs: torch.Tensor) -> dict[str, torch.Tensor]:

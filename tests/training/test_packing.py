@@ -3,34 +3,16 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
 
 import numpy as np
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tasks.training.examples import Examples
 from tasks.training.packing import BUCKET_WASTE, TRIAL, Row, pack, trial_row
+from tests.training.datasets import make_examples
 
 LENGTHS = st.lists(st.integers(1, 90), min_size=1, max_size=24)
-
-
-def make_examples(
-    lengths: Sequence[int], *, vocabulary: int = 90, roles: int = 1, seed: int = 0
-) -> Examples:
-    """Random tokens, 7 in 10 of them supervised; `lengths` example by example, role by role."""
-    draw = np.random.default_rng(seed)
-    total = sum(lengths)
-    count = len(lengths) // roles
-    return Examples(
-        roles=("text",) if roles == 1 else ("chosen", "rejected"),
-        names=tuple(f"s{i}" for i in range(count)),
-        ids=draw.integers(3, vocabulary, total).astype(np.int32),
-        bears=(draw.random(total) < 0.7).astype(np.uint8),
-        bounds=np.concatenate([[0], np.cumsum(lengths)]),
-        values={"margin": np.arange(count, dtype=np.float32)},
-    )
 
 
 def spans(row: Row) -> list[tuple[int, int]]:

@@ -1,0 +1,130 @@
+"""`make bench-gpu`: training, rollouts, weight sync and merge on one GPU, beside their peers.
+
+    make bench-gpu ARGS='sft rollout --runs 3'
+
+The rows are those of the other benches at 1.5 B in bf16. A row whose packages are not here, or that
+fails, is reported as not measured, with the reason; the others run. Everything goes into
+`docs/benchmarks-gpu.md`. `--tiny` runs the same code on a CPU, to try it out; it writes nothing.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from benchmarks import rl, rl_rounds, rounds, rows, training
+from benchmarks.asking import asked, asking
+from benchmarks.report import Page, document, table, write_docs
+from benchmarks.rounds import Row
+
+ROWS_OF_A_BATCH = 32
+PAGE = Page(
+    "benchmarks-gpu",
+    "<!-- what make bench-gpu printed -->",
+    "medians of {runs} interleaved runs (fastest..slowest).",
+)
+NO_GPU = "no GPU was available"
+
+
+@dataclass(frozen=True)
+class Benches:
+    """The other benches, at the sizes of this one."""
+
+    training: training.Bench
+    rl: rl_rounds.Bench
+    weights: rounds.Bench
+
+    @classmethod
+    def of(cls, root: Path, runs: int, *, tiny: bool) -> Benches:
+        """All of them in one folder."""
+        large, dtype = ("tiny", "float32") if tiny else ("1.5B", "bfloat16")
+        batch = 4 if tiny else ROWS_OF_A_BATCH
+        return cls(
+            training.Bench(root, runs, large, dtype, batch),
+            rl_rounds.Bench(root, runs, large, large, dtype),
+            rounds.Bench(root, runs, ["tiny" if tiny else "1.5"]),
+        )
+
+
+ROWS: dict[str, Callable[[Benches], list[Row]]] = {
+    "sft": lambda benches: training.sft_rows(benches.training),
+    "dpo": lambda benches: training.dpo_rows(benches.training),
+    "rollout": lambda benches: rl.rollout_rows(benches.rl, gpu=True),
+    "handoff": lambda benches: rl.handoff_rows(benches.rl),
+    "iteration": lambda benches: rl.iteration_rows(benches.rl),
+    "merge": lambda benches: rows.ROWS["merge"](benches.weights),
+}
+"""By name. What each compares with is said where it is defined."""
+TITLES = {
+    "sft": "SFT, LoRA, 1.5 B: tokens per second and MFU, beside TRL",
+    "dpo": "DPO, LoRA, 1.5 B: tokens per second, beside TRL",
+    "rollout": "rollouts, 1.5 B: useful tokens per second, beside vLLM alone and transformers",
+    "handoff": "weight sync of an adapter, beside merged weights",
+    "iteration": "an iteration of GRPO, 1.5 B, beside TRL",
+    "merge": "merge of an adapter, 1.5 B, beside peft",
+}
+
+
+def measured(name: str, benches: Benches) -> list[Row]:
+    """A row's lines; one that says why, where it cannot be measured."""
+    try:
+        return ROWS[name](benches)
+    except Exception as error:  # one row's contender must not cost the others
+        lines = [line for line in str(error).splitlines() if line.strip()]
+        why = lines[-1][:200] if lines else type(error).__name__
+        print(f"{name}: {error}", file=sys.stderr)
+        return [not_measured(name, why)]
+
+
+def not_measured(name: str, why: str) -> Row:
+    """The line of a row that has no numbers."""
+    return Row(TITLES[name], f"not measured: {why}", "-", "-", "-", False, {})
+
+
+def gpu_name() -> str | None:
+    """Name and driver of the first GPU; None where torch finds none. Asked in a child."""
+    code = (
+        "import torch; there = torch.cuda.is_available(); "
+        "print(torch.cuda.get_device_name(0) if there else '', torch.version.cuda, sep='|')"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    name, cuda = done.stdout.strip().splitlines()[-1].split("|")
+    return f"{name}, CUDA {cuda}" if name else None
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Run the asked rows; print the table and the JSON line."""
+    given = _asked(arguments)
+    name = "a CPU, tiny" if given.tiny else gpu_name()
+    if name is None:
+        lines = [not_measured(row, NO_GPU) for row in given.rows]
+        print(f"{table(lines)}\n{given.docs} is left as it is: {NO_GPU}")
+        return
+    with tempfile.TemporaryDirectory(dir=given.root) as folder:
+        benches = Benches.of(Path(folder).resolve(), given.runs, tiny=given.tiny)
+        lines = [line for row in given.rows for line in measured(row, benches)]
+    found = document(lines, given.runs, bench="gpu")
+    found["machine"] = f"{found['machine']}, {name}"
+    print(table(lines))
+    print(json.dumps(found))
+    if given.rows == list(ROWS) and not given.tiny:
+        write_docs(given.docs, lines, found, PAGE)
+    else:
+        print(f"{given.docs} is left as it is: not every row on a GPU")
+
+
+def _asked(arguments: Sequence[str] | None) -> argparse.Namespace:
+    parser = asking("gpu", __doc__, ROWS)
+    parser.add_argument("--tiny", action="store_true", help="tiny models on a CPU, to try it out")
+    parser.add_argument("--docs", type=Path, default=Path("docs"), help="for a whole run's result")
+    return asked(parser, ROWS, arguments)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,310 @@
+"""Checks of one process: forks, fingerprints, 4-bit values, packed attention, head, 8-bit Adam."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import traceback
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+from tests.gpu.suite import Numbers, Setting
+
+if TYPE_CHECKING:
+    import torch
+
+ABSENT = "not installed"
+FRESH = "takes fresh processes"
+"""`tasks/serving/forks.py` starts them where CUDA is lost to forks: slower, and no error."""
+VOCABULARY = 151_936
+SHAPE = {
+    "hidden_size": 1536,
+    "num_hidden_layers": 28,
+    "num_attention_heads": 12,
+    "num_key_value_heads": 2,
+    "intermediate_size": 8960,
+    "vocab_size": VOCABULARY,
+    "max_position_embeddings": 4096,
+    "tie_word_embeddings": True,
+}
+"""Dimensions of Qwen2.5-1.5B."""
+
+
+def model_of(setting: Setting, *, dtype: torch.dtype, **changes: Any) -> Any:
+    """A random Qwen2 on the device, in eval mode; `changes` of its sizes."""
+    import torch
+    from transformers import AutoModelForCausalLM, Qwen2Config
+
+    from tests.tiny import SIZES
+
+    sizes = {**SIZES, "max_position_embeddings": 4096} if setting.tiny else SHAPE
+    torch.manual_seed(0)
+    with torch.device(setting.device):
+        model = AutoModelForCausalLM.from_config(
+            Qwen2Config(**{**sizes, **changes}), dtype=dtype, attn_implementation="sdpa"
+        )
+    return model.eval()
+
+
+def fork(setting: Setting) -> Numbers:
+    """Fork after the imports of the scorer and of the vLLM child, and compute in the fork."""
+    warm_ups = {"torch": _import_torch, "scorer": _import_scorer, "vllm": _import_vllm}
+    found = {}
+    for name, warm_up in warm_ups.items():
+        found[name] = _forked(lambda warm_up=warm_up: _fork_twice(warm_up, setting.device))  # type: ignore[misc]
+    fine = ("ok", ABSENT, FRESH) if setting.device == "cuda" else ("ok", ABSENT)
+    broken = {name: said for name, said in found.items() if not said.startswith(fine)}
+    assert not broken, broken
+    return found
+
+
+def _import_torch() -> None:
+    import torch  # noqa: F401
+    import transformers  # noqa: F401
+
+
+def _import_scorer() -> None:
+    from tasks.serving import reference
+
+    reference._warm_up()
+
+
+def _import_vllm() -> None:
+    from tasks.serving import vllm_child
+
+    vllm_child._import_vllm()
+
+
+def _fork_twice(warm_up: Callable[[], None], device: str) -> str:
+    try:
+        warm_up()
+    except ModuleNotFoundError as error:
+        return f"{ABSENT}: {error.name}"
+    import torch
+
+    if torch.cuda.is_initialized():
+        return f"{FRESH}: its imports initialise CUDA"
+    said = [_forked(lambda: _compute(device)) for _ in range(2)]
+    return "ok" if said == ["ok", "ok"] else str(said)
+
+
+def _compute(device: str) -> str:
+    import torch
+
+    ones = torch.ones(64, 64, device=device)
+    return "ok" if float((ones @ ones).sum()) == 64.0**3 else "wrong product"
+
+
+def _forked(work: Callable[[], str]) -> str:
+    """What `work` returns in a fork of this process."""
+    receiver, sender = os.pipe()
+    if (pid := os.fork()) == 0:
+        try:
+            said = work()
+        except BaseException:
+            said = traceback.format_exc()
+        os.write(sender, said.encode()[:4000])
+        os._exit(0)
+    os.close(sender)
+    with os.fdopen(receiver, "rb") as pipe:
+        said = pipe.read().decode()
+    _, status = os.waitpid(pid, 0)
+    return said if said and not status else f"{said} (status {status})"
+
+
+def spawn(setting: Setting) -> Numbers:
+    """Compute in a spawned process while this one holds the device."""
+    here = _compute(setting.device)
+    with multiprocessing.get_context("spawn").Pool(1) as pool:
+        there = pool.apply_async(_compute, (setting.device,)).get(timeout=60)
+    assert (here, there) == ("ok", "ok")
+    return {"here": here, "spawned": there}
+
+
+def fingerprint(setting: Setting) -> Numbers:
+    """Fingerprints on the GPU: repeated, by the scorer, and on the CPU."""
+    import torch
+
+    from tasks.fingerprint import EXACT, PROFILES, drift, within
+    from tasks.serving import measure
+    from tasks.training import probe
+
+    model = model_of(setting, dtype=torch.bfloat16)
+    size = model.config.vocab_size
+    draw = torch.Generator().manual_seed(1)
+    probes = [torch.randint(3, size, (n,), generator=draw).tolist() for n in range(9, 64, 7)]
+    device = torch.device(setting.device)
+    trained = probe.fingerprint(model, probes, device)
+    model.eval()
+    again = drift(trained, probe.fingerprint(model, probes, device))
+    model.eval()
+    scored = drift(trained, measure.fingerprint(model, trained))
+    on_cpu = drift(trained, measure.fingerprint(model.to("cpu"), trained))
+    assert within(again, EXACT) == []
+    assert within(scored, EXACT) == []
+    assert within(on_cpu, PROFILES["standard"]) == []
+    return {
+        "noise KL": f"{trained.noise:.1e}",
+        "repeated KL": f"{again.mean_kl:.1e}",
+        "scorer KL": f"{scored.mean_kl:.1e}",
+        "CPU KL": f"{on_cpu.mean_kl:.1e}",
+        "CPU top-1": f"{on_cpu.top1_agreement:.4f}",
+    }
+
+
+def nf4(setting: Setting) -> Numbers:
+    """4-bit values of the device beside those of the CPU, which `merge` computes with.
+
+    Reciprocals and means of scales may be rounded differently there, so that a value that lies
+    between two codes takes the other one. More than one in ten thousand would be another format.
+    """
+    import torch
+    from bitsandbytes import functional
+
+    from tasks.weights.nf4 import BLOCKSIZE, as_trained
+
+    rows, columns = (48, 64) if setting.tiny else (1536, 8960)
+    draw = torch.Generator().manual_seed(0)
+    weight = torch.randn(rows, columns, generator=draw).to(torch.bfloat16) * 0.02
+    found: dict[str, float | str] = {}
+    for kind in ("nf4", "fp4"):
+        for double in (False, True):
+            packed, state = functional.quantize_4bit(
+                weight.to(setting.device),
+                blocksize=BLOCKSIZE,
+                compress_statistics=double,
+                quant_type=kind,
+                quant_storage=torch.uint8,
+            )
+            theirs = functional.dequantize_4bit(packed, state).cpu()
+            ours = as_trained(weight, {"type": kind, "double_quant": double})
+            differ = ours.view(torch.int16) != theirs.view(torch.int16)
+            found[f"{kind}{'+dq' if double else ''} differ"] = int(differ.sum())
+            assert float(differ.float().mean()) <= 1e-4, found
+    return found
+
+
+def attention(setting: Setting) -> Numbers:
+    """Packed rows beside each sequence alone in fp32: log-probabilities and gradients.
+
+    In bf16 a packed row may be twice as far from fp32 as the sequences alone are in bf16.
+    """
+    import torch
+
+    from tasks.training.packed_model import take_rows
+    from tasks.training.packing import pack
+    from tests.training.datasets import alone, make_examples
+
+    lengths = [5, 17, 16, 9, 40] if setting.tiny else [1500, 40, 700, 41, 350, 12, 1024, 980]
+    examples = make_examples(lengths, vocabulary=96)
+    row = pack(examples, range(len(lengths))).to(torch.device(setting.device))
+    model = model_of(setting, num_hidden_layers=2, dtype=torch.float32)
+    exact = _with_gradients(model, alone(model, examples, setting.device))
+    narrow = model_of(setting, num_hidden_layers=2, dtype=torch.bfloat16)
+    narrow.load_state_dict(model.state_dict())
+    own = _distance(exact, _with_gradients(narrow, alone(narrow, examples, setting.device)))
+    found: dict[str, float | str] = {"bf16 alone": f"{own:.1e}"}
+    for name, taught, allowed in (("fp32", model, 1e-4), ("bf16", narrow, 2 * own)):
+        take_rows(taught)
+        differs = _distance(exact, _with_gradients(taught, taught(row=row)))
+        found[f"{name} packed"] = f"{differs:.1e}"
+        assert differs <= allowed, found
+    return found
+
+
+def _with_gradients(model: Any, logprobs: torch.Tensor) -> list[torch.Tensor]:
+    import torch
+
+    model.zero_grad(set_to_none=True)
+    weights = torch.linspace(-1, 1, len(logprobs), device=logprobs.device)
+    (logprobs.float() @ weights).backward()
+    gradients = [p.grad.float().cpu() for p in model.parameters() if p.grad is not None]
+    return [logprobs.detach().float().cpu(), *gradients]
+
+
+def _distance(exact: list[torch.Tensor], found: list[torch.Tensor]) -> float:
+    """Largest relative distance of a tensor, by its norm."""
+    pairs = zip(exact, found, strict=True)
+    return max(float((b - a).norm() / a.norm().clamp(min=1e-9)) for a, b in pairs)
+
+
+def head(setting: Setting) -> Numbers:
+    """A trained and a frozen head with 152 thousand tokens: numbers of fp64, and peak memory."""
+    import torch
+
+    from tasks.training.head import PORTION, Scaling, token_logprobs
+
+    tokens, width, vocabulary = (50, 16, 97) if setting.tiny else (2048, 1536, VOCABULARY)
+    draw = torch.Generator().manual_seed(0)
+    states = torch.randn(tokens, width, generator=draw)
+    targets = torch.randint(0, vocabulary, (tokens,), generator=draw).to(setting.device)
+    weights = torch.randn(tokens, generator=draw).to(setting.device)
+    found: dict[str, float | str] = {}
+    for trained in (True, False):
+        layer = torch.nn.Linear(width, vocabulary, bias=False, dtype=torch.bfloat16)
+        layer = layer.to(setting.device).requires_grad_(trained)
+        hidden = states.to(setting.device, torch.bfloat16).requires_grad_()
+        before = _allocated(setting, begin=True)
+        logprobs = token_logprobs(layer, hidden, targets, Scaling())
+        wanted = [hidden, layer.weight] if trained else [hidden]
+        mine = torch.autograd.grad(logprobs @ weights, wanted)
+        peak = _allocated(setting) - before
+        wide = [tensor.detach().double().requires_grad_() for tensor in (hidden, layer.weight)]
+        logits = wide[0] @ wide[1].t()
+        exact = logits.log_softmax(-1).gather(1, targets[:, None])[:, 0]
+        theirs = torch.autograd.grad(exact @ weights.double(), wide[: len(wanted)])
+        differs = _distance([exact.detach(), *theirs], [logprobs.detach(), *mine])
+        name = "trained" if trained else "frozen"
+        found |= {f"{name} differs": f"{differs:.1e}", f"{name} peak MiB": peak >> 20}
+        assert differs < 2e-2, found
+        # A gradient of the weight in each dtype, and portions of logits; never all logits.
+        assert peak < 6 * layer.weight.numel() * trained + 8 * 4 * PORTION, found
+    return found
+
+
+def _allocated(setting: Setting, *, begin: bool = False) -> int:
+    """Bytes of the device at their peak since `begin`; 0 on a CPU."""
+    import torch
+
+    if setting.device == "cpu":
+        return 0
+    if begin:
+        torch.cuda.reset_peak_memory_stats()
+    return int(torch.cuda.max_memory_allocated())
+
+
+def adam8bit(setting: Setting) -> Numbers:
+    """Twenty steps of 8-bit AdamW beside torch's in fp32."""
+    import torch
+
+    from tasks.training.engine import _adamw_8bit
+    from tests.settings import Optim
+
+    size = 4096 if setting.tiny else 1 << 24
+    draw = torch.Generator().manual_seed(0)
+    start = torch.randn(size, generator=draw).to(setting.device)
+    target = torch.randn(size, generator=draw).to(setting.device)
+    optim = Optim(lr=1e-2)
+    ends, kept = [], 0
+    for eight in (True, False):
+        weight = torch.nn.Parameter(start.clone())
+        optimizer: torch.optim.Optimizer = (
+            _adamw_8bit([weight], optim)
+            if eight
+            else torch.optim.AdamW(
+                [weight], lr=optim.lr, betas=(optim.beta1, optim.beta2), eps=optim.eps,
+                weight_decay=optim.weight_decay,
+            )
+        )  # fmt: skip
+        for _ in range(20):
+            weight.grad = weight.detach() - target
+            optimizer.step()
+        ends.append(weight.detach())
+        if eight:
+            states = optimizer.state[weight].values()
+            kept = sum(s.numel() * s.element_size() for s in states if torch.is_tensor(s))
+    moved = float((ends[1] - start).norm())
+    differs = float((ends[0] - ends[1]).norm()) / moved
+    assert differs < 0.05, differs
+    assert kept < 3 * size, "moments are kept in 32 bits"
+    return {"differs": f"{differs:.1e}", "state bytes per weight": f"{kept / size:.2f}"}

@@ -1,0 +1,249 @@
+"""Checks of the trainer, through the program that training runs: torchrun and DeepSpeed."""
+
+from __future__ import annotations
+
+import json
+import logging
+import math
+import subprocess
+import sys
+import time
+from dataclasses import replace
+from functools import cache
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from tests.gpu.numerics import SHAPE
+from tests.gpu.suite import PROJECT, Numbers, Setting
+
+if TYPE_CHECKING:
+    from tests.settings import Settings
+
+LENGTHS = {True: 48, False: 1024}
+"""Tokens of every sample, by `Setting.tiny`."""
+STEPS = 3
+
+
+def base_of(setting: Setting) -> Path:
+    """A random Qwen2 with a tokenizer; written once a session."""
+    from tests.training.conftest import make_tokenizer, save_base
+
+    path = setting.folder / f"base-{'tiny' if setting.tiny else '1.5B'}"
+    if not (path / "tokenizer.json").is_file():
+        sizes = {} if setting.tiny else SHAPE
+        save_base(path, make_tokenizer(), device=setting.device, **sizes)
+    return path
+
+
+def words_of(setting: Setting) -> Path:
+    """A dataset of short conversations."""
+    from tests.training.conftest import write_words
+
+    path = setting.folder / "words"
+    path.mkdir(exist_ok=True)
+    return write_words(path)
+
+
+def zero_lora(setting: Setting) -> Numbers:
+    """ZeRO-0, 2 and 3 with LoRA."""
+    return _stages(setting, "lora", (0, 2, 3))
+
+
+def zero_full(setting: Setting) -> Numbers:
+    """ZeRO-0, 2 and 3 with full fine-tuning."""
+    return _stages(setting, "none", (0, 2, 3))
+
+
+def zero_qlora(setting: Setting) -> Numbers:
+    """ZeRO-0 and 2 with QLoRA; stage 3 is refused for it."""
+    return _stages(setting, "qlora", (0, 2))
+
+
+def zero_ranks(setting: Setting) -> Numbers:
+    """ZeRO-2 and 3 on several GPUs, beside one."""
+    one = replace(setting, gpus=1)
+    found: dict[str, float | str] = {}
+    for kind in ("lora", "none"):
+        alone = _train(one, kind, 2)[0]
+        for stage in (2, 3):
+            losses, numbers = _train(setting, kind, stage)
+            _require_close(losses, alone, f"{kind}, ZeRO-{stage}, {setting.gpus} ranks")
+            found |= numbers
+    return found
+
+
+def _stages(setting: Setting, kind: str, stages: tuple[int, ...]) -> Numbers:
+    """The same steps under each stage: the same losses, and the memory that was estimated."""
+    first: list[float] = []
+    found: dict[str, float | str] = {}
+    for stage in stages:
+        losses, numbers = _train(setting, kind, stage)
+        first = first or losses
+        _require_close(losses, first, f"{kind}, ZeRO-{stage}")
+        found |= numbers
+    return {"loss": f"{first[0]:.3f}..{first[-1]:.3f}", **found}
+
+
+def _require_close(losses: list[float], expected: list[float], name: str) -> None:
+    assert all(math.isfinite(loss) for loss in losses), (name, losses)
+    worst = max(abs(a - b) / abs(b) for a, b in zip(losses, expected, strict=True))
+    assert worst < 2e-2, f"{name}: losses {losses}, expected {expected}"
+
+
+def _settings(setting: Setting, kind: str, stage: int) -> Settings:
+    from tasks.training.job import Peft, Zero
+    from tests.settings import Batch, Launch, Optim, Settings
+
+    samples = 2
+    return Settings(
+        gradient_checkpointing=True,
+        zero=Zero(stage),
+        peft=Peft() if kind == "none" else Peft(kind, rank=16, alpha=32),
+        optim=Optim(lr=1e-5),
+        # The same samples a step, however many ranks share them.
+        batch=Batch(samples, 8 * samples, max_steps=STEPS, max_len=LENGTHS[setting.tiny]),
+        launch=Launch(nproc=setting.gpus),
+    )
+
+
+def _train(setting: Setting, kind: str, stage: int) -> tuple[list[float], Numbers]:
+    """Losses of a few steps; and peak memory beside the estimate."""
+    from tasks.launch import launch, python_child
+    from tasks.training.job import TrainJob
+    from tasks.training.memory import estimate
+
+    base, name = base_of(setting), f"{kind}-zero{stage}-{setting.gpus}"
+    folder = setting.folder / name
+    out = folder / "out"
+    out.mkdir(parents=True)
+    settings = _settings(setting, kind, stage)
+    job = TrainJob(settings, base, "d", _longest(setting), out, folder / "checkpoints")
+    job.write(folder / "job.json")
+    flags = ("--standalone", "--nproc-per-node", str(setting.gpus))
+    began = time.monotonic()
+    launch(
+        python_child(
+            "torch.distributed.run", *flags, "-m", "tests.training.memory_program",
+            str(folder / "job.json"),
+        ),
+        stage="memory",
+        log=logging.getLogger("gpu"),
+        log_path=folder / "log",
+        env={"HF_HUB_OFFLINE": "1"},
+    )  # fmt: skip
+    said = json.loads((out / "memory.json").read_text())
+    peak = max(max(rank["peaks"].values()) for rank in said)
+    config = json.loads((base / "config.json").read_text())
+    gpu = setting.device == "cuda"
+    expected = estimate(config, settings, setting.gpus, gpu=gpu).total
+    if gpu:
+        assert 0.75 < expected / peak < 1.25, f"{name}: {expected >> 20} of {peak >> 20} MiB"
+    text = f"{expected / 2**30:.1f} of {peak / 2**30:.1f} GiB, {time.monotonic() - began:.0f} s"
+    return said[0]["losses"], {name: text}
+
+
+def _longest(setting: Setting) -> Path:
+    """Tokenised samples of `LENGTHS` tokens each, all of which but the first bear loss."""
+    import random
+
+    from tasks.training.examples import Example, Tokens, write_examples
+
+    path, length = setting.folder / "longest", LENGTHS[setting.tiny]
+    if not path.exists():
+        path.mkdir()
+        draw, bears = random.Random(0), [place > 0 for place in range(length)]
+        made = [
+            Example(f"e{i}", (Tokens([draw.randrange(259) for _ in range(length)], bears),))
+            for i in range(64)
+        ]
+        write_examples(path, made, roles=("text",), notes={})
+    return path
+
+
+@cache
+def _short_settings() -> Settings:
+    from tasks.training.job import Peft, Zero
+    from tests.settings import Batch, Launch, Optim, Settings
+
+    return Settings(
+        peft=Peft("lora", rank=4, alpha=8, dropout=0.1),
+        zero=Zero(2),
+        optim=Optim(lr=5e-3, warmup_ratio=0.2),
+        batch=Batch(micro_batch_size=8, global_batch_size=16, max_steps=20, max_len=64),
+        launch=Launch(nproc=1),
+        save_steps=3,
+        max_ckpt_num=0,
+        probes=3,
+    )
+
+
+def overflow(setting: Setting) -> Numbers:
+    """fp16: steps that overflow are skipped and reported, and training goes on."""
+    from tests.training.places import Place, said
+
+    place = Place(setting.folder / "overflow", base_of(replace(setting, tiny=True)),
+                  words_of(setting))  # fmt: skip
+    job = place.job("fp16", replace(_short_settings(), dtype="float16", save_steps=0))
+    events = place.run([job], nproc=1, program="half_jobs")
+    skipped = [bool(one["skipped"]) for one in events if one["event"] == "step"]
+    assert len(skipped) == 20
+    first = skipped.index(False)
+    assert 3 < first < 15, skipped
+    assert sum(skipped[first:]) <= 2, skipped
+    metrics = said(job)["metrics"]
+    assert metrics["heldout_loss_after"] < metrics["heldout_loss_before"]
+    return {"skipped": sum(skipped), "loss": f"{metrics['heldout_loss_after']:.3f}"}
+
+
+def resume(setting: Setting) -> Numbers:
+    """A resumed run beside the uninterrupted one.
+
+    The bytes are equal where two uninterrupted runs have equal bytes. Where kernels add up in
+    another order each time, the resumed run may be as far away as the second one is, times three.
+    """
+    from tasks.training.checkpoint import complete
+    from tests.training.places import Place, files, weights
+
+    settings = _short_settings()
+    settings = replace(settings, batch=replace(settings.batch, max_steps=5))
+    place = Place(setting.folder / "resume", base_of(setting), words_of(setting))
+    whole, again = (place.job(name, settings) for name in ("whole", "again"))
+    place.run([whole, again], nproc=1)
+    (kept,) = (one for one in complete(whole.checkpoints) if one.name == "step-00000003")
+    resumed = place.job("resumed", settings, resume=kept)
+    place.run([resumed], nproc=1)
+    expected, tensors = files(whole.out / "shards"), weights(whole)
+
+    def differs(job: Any) -> tuple[int, float]:
+        found, other = files(job.out / "shards"), weights(job)
+        apart = max(float((other[n] - t).abs().max()) for n, t in tensors.items())
+        return sum(found[path] != expected[path] for path in expected), apart
+
+    (repeated, noise), (bytes_differ, apart) = differs(again), differs(resumed)
+    if not repeated:
+        assert not bytes_differ, "the resumed run has other bytes"
+    assert apart <= 3 * noise
+    equal = "equal bytes" if not bytes_differ else f"apart {apart:.1e}"
+    return {"resumed": equal, "repeated": f"apart {noise:.1e}" if repeated else "equal bytes"}
+
+
+def demo(setting: Setting) -> Numbers:
+    """`make demo`: QLoRA SFT of the embedded model, merged, served and registered."""
+    return _flow(setting, "qlora")
+
+
+def online(setting: Setting) -> Numbers:
+    """The same for GRPO with vLLM rollouts."""
+    return _flow(setting, "grpo")
+
+
+def _flow(setting: Setting, experiment: str) -> Numbers:
+    runs = setting.folder / f"runs-{experiment}"
+    began = time.monotonic()
+    command = [sys.executable, "flows/rlhf.py", f"+exp={experiment}", f"paths.runs={runs}"]
+    done = subprocess.run(command, cwd=PROJECT, check=False)
+    assert done.returncode == 0, f"status {done.returncode}"
+    summary = json.loads((runs / "latest" / "summary.json").read_text())
+    stages = [stage["name"] for stage in summary["stages"]]
+    assert "register" in stages
+    return {"stages": len(stages), "seconds": round(time.monotonic() - began)}

@@ -19,7 +19,7 @@ def main(path: Path) -> None:
     import transformers.models.qwen2.modeling_qwen2  # noqa: F401
 
     job, ranks = TrainJob.read(path), Ranks()
-    peaks = Peaks()
+    peaks = Peaks(ranks.device)
     peaks.during("run", lambda: train_with(ranks, job, time.time()))
     everyone = ranks.all_objects(peaks.found["run"])
     if ranks.first:

@@ -156,9 +156,10 @@ def reload_weights(setting: Setting) -> Numbers:
                 _move(policy, "lora_B" if "dora" in name else "proj.weight", version)
                 if version == 2:
                     running.sleep()
-                    running.wake()
+                    running.wake_weights()
                 began = time.monotonic()
                 running.take_weights(merged_tensors(policy, facts), version)
+                running.wake()
                 found[f"{name} s"] = round(time.monotonic() - began, 2)
                 found[f"{name} apart"] = round(mismatch(running, policy), 4)
                 assert found[f"{name} apart"] <= APART, found

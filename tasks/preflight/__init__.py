@@ -203,7 +203,7 @@ def _offloaded(free: int, size: int, settings: dict[str, Any]) -> list[Finding]:
     """
     ranks, rollout = settings["train"]["nproc"], settings["rollout"]
     less = [f"zero.{key}=none" for key, to in settings["zero"].items() if to == "cpu"]
-    if rollout.get("offload_trainer"):
+    if asked_of(settings).online and rollout["offload_trainer"]:
         less.append("rollout.offload_trainer=false")
     less = less or [f"train.nproc={max(1, ranks // 2)}"]
     needs = f": {in_words(size)} offloaded by each of {ranks} ranks" if size else ""

@@ -170,7 +170,7 @@ def _of_engine(settings: Settings) -> Iterator[tuple[str, Settings]]:
     if rollout["gpu_memory"] > _SMALL_ENGINE:
         changes["gpu_memory"] = _SMALL_ENGINE
     if (
-        "offload_trainer" in rollout
+        not rollout["offload_trainer"]
         and zero.stage
         and zero.offload_optimizer == zero.offload_param == "none"
     ):

@@ -53,9 +53,7 @@ def test_flash_attention_is_all_that_is_missing(
     assert not composed.runs.exists()
 
 
-def planned(
-    tmp_path: Path, experiment: str, *overrides: str, away: bool = False
-) -> tuple[RankMemory, list[str]]:
+def planned(tmp_path: Path, experiment: str, *overrides: str) -> tuple[RankMemory, list[str]]:
     """Memory of a rank and findings of an experiment with Qwen2.5-7B."""
     (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in ROWS))
     given = [
@@ -63,9 +61,6 @@ def planned(
         f"data.path={tmp_path}/rows.jsonl", f"paths.runs={tmp_path}/runs", *overrides,
     ]  # fmt: skip
     (link,) = links(compose(given), given)
-    rollout = link.composed.settings["rollout"]
-    if "offload_trainer" in rollout and not away:  # a setting to come
-        rollout["offload_trainer"] = False
     rank = memory_of(link.composed.settings)
     assert rank is not None
     return rank, list(map(str, findings(link.composed.settings, link.composed.runs, rank)))
@@ -84,7 +79,8 @@ def eight(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.usefixtures("eight")
 def test_full_ppo_of_7b_counts_critic_reference_and_engine(tmp_path: Path) -> None:
     """Under ZeRO-2 three copies of the weights lie on each GPU beside half of it for the engine."""
-    rank, (found,) = planned(tmp_path, "ppo_full")
+    stays = ("rollout.offload_trainer=false", "rollout.gpu_memory=0.5")
+    rank, (found,) = planned(tmp_path, "ppo_full", *stays)
     weights, table = Sizes.of(QWEN_7B).weights(), 152064 * 3584
     terms = sizes_of(rank)
     assert terms["weights"] == terms["reference"] == terms["engine weights"] == 2 * weights
@@ -106,11 +102,27 @@ def test_full_ppo_of_7b_counts_critic_reference_and_engine(tmp_path: Path) -> No
     for name in ("weights", "optimizer", "critic", "reference", "engine weights", "KV cache"):
         assert f"{name} {in_words(terms[name])}" in found
     named = re.findall(r"(\S+=\S+) \(saves", found)
-    assert {"zero=zero3", "rollout.gpu_memory=0.3", "peft=lora"} <= set(named)
-    split, none = planned(tmp_path, "ppo_full", "zero=zero3")
+    advised = {"rollout.offload_trainer=true", "rollout.gpu_memory=0.3"}
+    assert {"zero=zero3", "peft=lora", *advised} <= set(named)
+    split, none = planned(tmp_path, "ppo_full", *stays, "zero=zero3")
     assert none == []
     assert sizes_of(split)["reference"] == 2 * weights // 8
     assert split.peaks["generate"] < rank.peaks["generate"] - 4 * weights
+
+
+@pytest.mark.usefixtures("eight")
+def test_full_ppo_of_7b_fits_while_the_optimizers_states_are_away(tmp_path: Path) -> None:
+    """They are on the device for updates alone; the host has to hold those of eight ranks."""
+    rank, found = planned(tmp_path, "ppo_full")
+    assert found == []
+    terms = sizes_of(rank)
+    weights = terms["weights"] + terms["critic"] + terms["reference"]
+    assert rank.peaks["generate"] == pytest.approx(weights + 0.4 * H100, abs=1)
+    assert rank.peaks["score"] == weights + terms["pass without gradients"] + ASLEEP
+    phases = {term.name: term.phases for term in rank.terms}
+    assert phases["optimizer"] == phases["critic, its optimizer"] == ("train",)
+    assert rank.host == terms["optimizer"] + terms["critic, its optimizer"]
+    assert rank.total == rank.peaks["train"]
 
 
 @pytest.mark.usefixtures("eight")

@@ -16,6 +16,7 @@ from prefect import get_run_logger, task
 
 from flows.attempt import Attempt, in_prefect, tracker_of
 from flows.chain import Chain
+from flows.chain_run import Delivered
 from flows.config import Composed
 from flows.links import Link, compose, links
 from flows.lock import hold
@@ -26,7 +27,7 @@ from tasks.launch import kill_children_on_abort
 from tasks.nodes import Leader, Meeting
 from tasks.register import Gate, judge_gate, register
 from tasks.scoring import ReferenceScorer
-from tasks.stage import Mechanism, StageResult
+from tasks.stage import Mechanism
 
 
 def run_flow(name: str, overrides: list[str]) -> dict[str, Any]:
@@ -77,24 +78,26 @@ def _stages(attempt: Attempt, *, chain: Sequence[Link]) -> None:
     meeting = Meeting.from_environment(composed.settings["train"]["nodes"])
     with Leader(meeting, composed.runs) if meeting else nullcontext() as leader, scorer:
         served = _deliver(chain, mechanism, scorer, leader)
-    attempt.summary.served = str(served.artifact.path)
-    _register(attempt, served.artifact)
+    attempt.summary.served = str(served.path)
+    _register(attempt, served)
 
 
 def _deliver(
     chain: Sequence[Link], mechanism: Mechanism, scorer: ReferenceScorer, leader: Leader | None
-) -> StageResult:
-    """Every link, each on what the one before it serves. Returns what the last one serves."""
-    base = reward = None
+) -> Artifact:
+    """Every link, each on what the one before it delivers. Returns what the last one serves."""
+    earlier: Delivered | None = None
+    reward: Artifact | None = None
     for link in chain:
         with mechanism.link(link.name) as of_link:
             settings = link.composed.settings
-            served = Chain(settings, of_link, scorer, leader, base=base, reward=reward).deliver()
+            run = Chain(settings, of_link, scorer, leader, earlier=earlier, reward=reward)
+            delivered = run.deliver()
         if link.objective == "reward":
-            reward = served.artifact
+            reward = delivered.served
         else:
-            base = served.artifact
-    return served
+            earlier = delivered
+    return delivered.served
 
 
 def _threads(composed: Composed) -> int:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from flows.chain_run import ChainRun
+from flows.chain_run import ChainRun, Delivered
 from flows.chain_smoke import smoke_stage
 from flows.chain_stages import (
     BASE,
@@ -28,27 +28,29 @@ from tasks.gather import gather
 from tasks.merge import merge
 from tasks.prepare import prepare_base, prepare_data, source_identity
 from tasks.rl.rewards.exact import EXACT_MATCH
-from tasks.stage import Stage, StageResult
+from tasks.stage import Stage
 
 
 class Chain(ChainRun):
     """The stages in their order."""
 
-    def deliver(self) -> StageResult:
-        """Run everything from prepare to smoke_eval. Returns the served artifact's result."""
+    def deliver(self) -> Delivered:
+        """Run everything from prepare to smoke_eval."""
         data = self._prepare_data()  # first: its mistakes are the user's, and cost nothing to find
         base = self._prepare_base()
         trained = train_stage(self, base, data)
-        weights = self._gather(trained, base)
+        gathered = self._gather(trained, base)
+        adapter, weights = None, gathered
         if self.settings["peft"]["kind"] != "none":
-            weights = self._merge(weights, base, trained)
+            adapter, weights = gathered, self._merge(gathered, base, trained)
         served = self._convert(weights, trained)
-        smoke_stage(self, served=served.artifact, base=base, data=data, trained=trained)
-        return served
+        before = self.earlier.served if self.earlier else base
+        smoke_stage(self, served=served, base=before, data=data, trained=trained)
+        return Delivered(served, base, adapter, self.settings["peft"])
 
     def _prepare_base(self) -> Artifact:
-        if self.base is not None:
-            return self.base
+        if self.earlier is not None:
+            return self.goes_on.base if self.goes_on else self.earlier.served
         model = dict(self.settings["model"])
         # How a model is loaded later on does not change what it is.
         config = {k: v for k, v in model.items() if k not in _LOADING}
@@ -91,8 +93,8 @@ class Chain(ChainRun):
             context=self._measuring,
         )
 
-    def _convert(self, weights: Artifact, trained: Artifact) -> StageResult:
-        return self._result(
+    def _convert(self, weights: Artifact, trained: Artifact) -> Artifact:
+        return self._run(
             CONVERT,
             convert,
             inputs={"weights": weights, "trained": trained},
@@ -105,11 +107,8 @@ class Chain(ChainRun):
         return {"score": self.scorer.measure, "perform": self.scorer.perform}
 
     def _run(self, stage: Stage, function: Any, **arguments: Any) -> Artifact:
-        return self._result(stage, function, **arguments).artifact
-
-    def _result(self, stage: Stage, function: Any, **arguments: Any) -> StageResult:
         arguments = {"inputs": {}, "config": {}, **arguments}
-        return self.mechanism.run(stage, function, **arguments)
+        return self.mechanism.run(stage, function, **arguments).artifact
 
 
 _LOADING = ("dtype", "attn_implementation", "trust_remote_code")

@@ -16,6 +16,23 @@ from tasks.stage import Mechanism
 
 
 @dataclass(frozen=True)
+class Delivered:
+    """What a chain leaves for the next one.
+
+    Attributes:
+        served: what is served.
+        base: what it was trained from.
+        adapter: on that base; None where all weights were trained.
+        peft: its section `peft`.
+    """
+
+    served: Artifact
+    base: Artifact
+    adapter: Artifact | None
+    peft: Mapping[str, Any]
+
+
+@dataclass(frozen=True)
 class ChainRun:
     """One chain's run: settings, the mechanism, and who measures.
 
@@ -24,7 +41,7 @@ class ChainRun:
         mechanism: runs the stages.
         scorer: the transformers reference.
         leader: of the other nodes, where there are any.
-        base: the model that came before it in a chain of chains; None: that of the settings.
+        earlier: the model that came before it in a chain of chains; None: that of the settings.
         reward: the reward model that came before it, likewise.
     """
 
@@ -32,7 +49,7 @@ class ChainRun:
     mechanism: Mechanism
     scorer: ReferenceScorer
     leader: Leader | None = None
-    base: Artifact | None = None
+    earlier: Delivered | None = None
     reward: Artifact | None = None
 
     @property
@@ -45,6 +62,15 @@ class ChainRun:
     def profile(self) -> DriftLimit:
         """What two engines may differ by."""
         return PROFILES[self.settings["gate"]["profile"]]
+
+    @property
+    def goes_on(self) -> Delivered | None:
+        """The model whose adapter this one goes on with: in 4 bits, where the one before was too.
+
+        Merged, its weights would be quantised again, and lose most of what it learned.
+        """
+        kinds = {self.settings["peft"]["kind"], self.earlier.peft["kind"]} if self.earlier else {}
+        return self.earlier if kinds == {"qlora"} else None
 
     def log_path(self, stage: str) -> Path:
         """The file that a stage's children write to."""

@@ -12,7 +12,7 @@ model that the one before it serves; a reward model is nobody's base, and scores
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -31,7 +31,8 @@ class Link:
         name: empty where there is only one.
         composed: its configuration.
         rewarded: whether a link before it trains a reward model.
-        based: whether a link before it trains a model that this one begins with.
+        begins_with: section `peft` of the link before it whose model this one begins with; None
+            where there is no such link.
         typed: keys that the command line sets, for it alone or (in the last link) for a run none of
             whose links reads them.
     """
@@ -39,13 +40,13 @@ class Link:
     name: str
     composed: Composed
     rewarded: bool = False
-    based: bool = False
+    begins_with: Mapping[str, Any] | None = None
     typed: tuple[str, ...] = ()
 
     @property
     def earlier(self) -> dict[str, bool]:
         """Keyword arguments of `preflight` that the earlier steps determine."""
-        return {"rewarded": self.rewarded, "based": self.based}
+        return {"rewarded": self.rewarded, "based": self.begins_with is not None}
 
     @property
     def objective(self) -> str:
@@ -77,14 +78,39 @@ def links(composed: Composed, overrides: Sequence[str]) -> list[Link]:
         return [Link("", composed, typed=tuple(keys(plain)))]
     found: list[Link] = []
     for name, own in chain.items():
-        before = [link.objective == "reward" for link in found]
+        models = [link for link in found if link.objective != "reward"]
         config = _composed(name, [*plain, *own, *of_links.get(name, ())])
         typed = tuple(keys(of_links.get(name, ())))
-        found.append(Link(name, config, rewarded=any(before), based=not all(before), typed=typed))
+        link = Link(name, config, rewarded=len(models) < len(found), typed=typed)
+        if models:
+            _require_same_adapter(models[-1], link)
+            link = replace(link, begins_with=models[-1].composed.settings["peft"])
+        found.append(link)
     idle = (_unread(link, keys(plain)) for link in found)
     nowhere = set.intersection(*idle)  # a key of the run is for the links that read it
     found[-1] = replace(found[-1], typed=(*found[-1].typed, *sorted(nowhere)))
     return found
+
+
+def _require_same_adapter(before: Link, link: Link) -> None:
+    """Refuse a QLoRA link that cannot go on with the adapter of the QLoRA link before it."""
+    there, here = before.composed.settings["peft"], link.composed.settings["peft"]
+    if {there["kind"], here["kind"]} != {"qlora"}:
+        return
+    differs = [key for key in here if key not in _OWN and here[key] != there[key]]
+    if differs:
+        key = f"peft.{differs[0]}"
+        raise ConfigError(
+            f"step {link.name}: {key}={here[differs[0]]}, and step {before.name} has "
+            f"{there[differs[0]]}; a QLoRA step goes on with the adapter of the step before, whose "
+            "merged weights would lose in 4 bits most of what it learned",
+            details=[f"peft.{one}" for one in differs],
+            hint=f"the same section peft for both, or {link.name}:peft=lora",
+        )
+
+
+_OWN = ("dropout", "pissa_niter")
+"""Settings of an adapter in which two links may differ when one goes on with the other's."""
 
 
 def _no_step(name: str, override: str, steps: Sequence[str]) -> ConfigError:

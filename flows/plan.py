@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any, cast
 
 from flows.chain import Chain
+from flows.chain_run import Delivered
 from flows.chain_train import resolved
 from flows.links import Link
 from flows.looker import Looker
@@ -116,11 +117,12 @@ def forecast(link: Link) -> list[tuple[str, str]]:
     settings, store = link.composed.settings, link.composed.runs / "artifacts"
     looker = Looker(store, frozenset(settings["force"]), link.name)
     to_come = Artifact("served", store / "served", "")
+    before = link.begins_with
     Chain(
         settings,
         cast(Mechanism, looker),
         looker.scorer,
-        base=to_come if link.based else None,
+        earlier=Delivered(to_come, to_come, to_come, before) if before else None,
         reward=to_come if link.rewarded else None,
     ).deliver()
     return [*looker.seen, ("register", "to run")]

@@ -46,6 +46,7 @@ def train(
     tokens: Path | None = None,
     reward: Path | None = None,
     rollout: Path | None = None,
+    adapter: Path | None = None,
     max_truncated: float = 0.2,
     log: Log,
     log_path: Path,
@@ -65,6 +66,7 @@ def train(
         tokens: folder of tokenised data that runs share; None: of this run alone.
         reward: folder of a reward model, for objectives that learn from their own replies.
         rollout: folder that their rollout engine loads; None: the base.
+        adapter: `adapter` artifact that training goes on with; None: a new one.
         max_truncated: share of the training rows that may be cut.
         log: gets the ranks' output.
         log_path: file with all of it.
@@ -91,7 +93,8 @@ def train(
         tokens=tokens.resolve() if tokens is not None else None,
         reward=reward.resolve() if reward is not None else None,
         rollout_base=rollout.resolve() if rollout is not None else None,
-        identity=identity(settings, base_digest=base_digest, data=data),
+        adapter=adapter.resolve() if adapter is not None else None,
+        identity=identity(settings, base_digest=base_digest, data=data, adapter=adapter),
         max_truncated=max_truncated,
     )
     run = partial(launch, stage="train", log=log, log_path=log_path)

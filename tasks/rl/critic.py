@@ -20,7 +20,7 @@ from torch import nn
 
 from tasks.errors import ConfigError
 from tasks.rl.settings import Loop
-from tasks.training.adapter import lora_config
+from tasks.training.adapter import load_into, lora_config
 from tasks.training.base import DTYPES, partitioned
 from tasks.training.engine import Ranks, start_engine
 from tasks.training.fused_lora import ADAPTER
@@ -134,11 +134,15 @@ def _add_adapter(policy: Any, job: TrainJob) -> None:
     """peft's adapter of the same settings, beside the policy's."""
     torch.manual_seed(job.settings.seed + 1)
     plain = replace(job.settings.peft, init="default", modules_to_save=())
+    if job.adapter is not None:
+        plain = replace(plain, init=job.settings.peft.init)  # PiSSA's has twice the rank
     policy.add_adapter(CRITIC, lora_config(plain, head="tokens"), autocast_adapter_dtype=False)
     dtype = DTYPES[job.settings.dtype]
     for name, parameter in policy.named_parameters():
         if f".{CRITIC}." in name:
             parameter.data = parameter.data.to(dtype)
+    if job.adapter is not None:
+        load_into(policy, job.adapter, CRITIC)
     policy.set_adapter(ADAPTER)
 
 

@@ -1,7 +1,8 @@
 """The reference: what the policy was before the first step.
 
-With an adapter it is the policy with the adapter switched off, and costs no memory. A policy that
-is trained whole needs a frozen copy; under ZeRO-3 it is partitioned like the policy.
+With an adapter it is the policy with the adapter as it began: switched off, or as the step before
+left it. A policy that is trained whole needs a frozen copy; under ZeRO-3 it is partitioned like the
+policy.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ from typing import Any
 
 import torch
 
+from tasks.training.adapter import as_it_began
 from tasks.training.engine import Ranks, partitioned_engine
 from tasks.training.job import TrainJob
 from tasks.training.model import load_model
@@ -36,12 +38,12 @@ def open_reference(
     """
     if job.settings.peft.kind != "none":
 
-        def without_adapter(row: Row, asked: Asked) -> torch.Tensor:
-            with engine.module.disable_adapter():
+        def at_the_beginning(row: Row, asked: Asked) -> torch.Tensor:
+            with as_it_began(engine.module):
                 out: torch.Tensor = engine(row=row, asked=asked)
             return out
 
-        return without_adapter
+        return at_the_beginning
     copy = _frozen_copy(job, ranks, config, tokenizer)
 
     def of_copy(row: Row, asked: Asked) -> torch.Tensor:

@@ -61,7 +61,7 @@ def train_with(ranks: Ranks, job: TrainJob, started: float) -> None:
     models.states.offload()  # the engine takes its memory from what is free when it starts
     with ExitStack() as stack:
         rewards = stack.enter_context(rank.rewards())
-        ends = end_ids(job.base, tokenizer)
+        ends = end_ids(job.side_files, tokenizer)
         answering = stack.enter_context(
             open_engine(job, online.rollout, ranks, engine=models.engine, ends=sorted(ends))
         )

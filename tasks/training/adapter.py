@@ -1,19 +1,28 @@
-"""The adapter on the base: what peft makes of section `peft`, and what it leaves to us."""
+"""The adapter on the base: what peft makes of section `peft`, and what it leaves to us.
+
+A new adapter changes nothing, so that the model before the first step is the base. In a chain of
+QLoRA steps each one goes on with the adapter of the step before, on the same base in 4 bits:
+quantising merged weights again would round most of what was learned away
+(docs/decisions/0018-a-qlora-step-goes-on-with-the-adapter.md).
+"""
 
 from __future__ import annotations
 
 import contextlib
 import math
 from collections.abc import Iterator, Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
 
+from tasks.errors import ArtifactError
 from tasks.training.engine import Ranks
 from tasks.training.job import Peft
-from tasks.training.pissa import start_in_principal_components
+from tasks.training.pissa import ADAPTER, start_in_principal_components
 from tasks.training.score_head import gathered
+from tasks.weights.names import live_to_peft
 
 TASKS = {"tokens": "CAUSAL_LM", "score": "SEQ_CLS"}
 """peft's task by an objective's head. SEQ_CLS trains the score head in full, saves it with the
@@ -54,6 +63,82 @@ def add_adapter(
         if parameter.requires_grad:
             parameter.data = parameter.data.to(dtype)
     return adapted
+
+
+def go_on_with(adapted: nn.Module, folder: Path) -> None:
+    """Let the model's adapter begin as the one of a PEFT folder. `as_it_began` gives it back.
+
+    Raises:
+        ArtifactError: as `load_into`.
+    """
+    loaded = load_into(adapted, folder, ADAPTER)
+    adapted.begun = {name: tensor.data.clone() for name, tensor in loaded.items()}
+
+
+def load_into(adapted: Any, folder: Path, adapter: str) -> dict[str, nn.Parameter]:
+    """Fill an adapter of the model with the tensors of a PEFT folder.
+
+    Args:
+        adapted: peft's model.
+        folder: adapter_config.json and adapter_model.safetensors.
+        adapter: name of the adapter in the model. It may have tensors that the folder lacks, those
+            of `modules_to_save`, and only those.
+
+    Returns:
+        the parameters that were filled, by name.
+
+    Raises:
+        ArtifactError: the adapter in the folder has another scale, or other tensors.
+    """
+    from peft import LoraConfig
+    from safetensors.torch import load_file
+
+    there, here = LoraConfig.from_pretrained(str(folder)), adapted.peft_config[adapter]
+    tensors = load_file(folder / "adapter_model.safetensors")
+    names = [n for n, _ in adapted.named_parameters() if adapter in n.split(".")]
+    keys = {live_to_peft(name, adapter): name for name in names}
+    differs = [key for key in _SAME if getattr(there, key) != getattr(here, key)]
+    differs += sorted(set(tensors) - set(keys))
+    differs += sorted(k for k in set(keys) - set(tensors) if ".modules_to_save." not in keys[k])
+    if differs:
+        raise ArtifactError(
+            f"{folder}: training cannot go on with this adapter: {differs[0]} differs",
+            details=differs[:20],
+            hint="the same section peft as in the step before",
+        )
+    parameters = dict(adapted.named_parameters())
+    loaded = {keys[key]: parameters[keys[key]] for key in tensors}
+    with torch.no_grad():
+        for key, tensor in tensors.items():
+            parameters[keys[key]].copy_(tensor)
+    return loaded
+
+
+_SAME = ("r", "lora_alpha", "use_rslora", "use_dora", "rank_pattern", "alpha_pattern")
+"""Settings of an adapter that its tensors' names and shapes do not always tell."""
+
+
+@contextlib.contextmanager
+def as_it_began(adapted: Any) -> Iterator[None]:
+    """Within it the model computes as before the first step.
+
+    That is without its adapter, or with what `go_on_with` loaded.
+    """
+    begun: dict[str, torch.Tensor] | None = getattr(adapted, "begun", None)
+    if begun is None:
+        with adapted.disable_adapter():
+            yield
+        return
+    parameters = {n: p for n, p in adapted.named_parameters() if n in begun}
+    trained = {name: parameter.data for name, parameter in parameters.items()}
+    try:
+        for name, parameter in parameters.items():
+            begun[name] = begun[name].to(parameter.device)
+            parameter.data = begun[name]
+        yield
+    finally:
+        for name, parameter in parameters.items():
+            parameter.data = trained[name]
 
 
 @contextlib.contextmanager

@@ -57,10 +57,10 @@ def load_split(
         )
     if not texts and not tokenizer.chat_template:
         raise DataError(
-            f"the tokenizer of {job.base} has no chat template, so no conversation can be rendered",
+            f"the tokenizer of {job.side_files} has no chat template to render them",
             hint="data.chat_template=<Jinja file>",
         )
-    ends = end_ids(job.base, tokenizer)
+    ends = end_ids(job.side_files, tokenizer)
     recipe = {
         "code": source_digest([__name__]),
         "data": split_digest(path),
@@ -91,10 +91,10 @@ def load_split(
     return open_examples(cache.folder)
 
 
-def end_ids(base: Path, tokenizer: Any) -> frozenset[int]:
+def end_ids(folder: Path, tokenizer: Any) -> frozenset[int]:
     """Token ids that may end a turn: the tokenizer's EOS and those of the generation config."""
     found = {tokenizer.eos_token_id}
-    path = base / "generation_config.json"
+    path = folder / "generation_config.json"
     if path.is_file():
         eos = json.loads(path.read_text()).get("eos_token_id")
         found.update(eos if isinstance(eos, list) else [eos])

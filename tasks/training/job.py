@@ -244,6 +244,7 @@ class TrainJob:
         tokens: folder of tokenised data that runs share.
         rollout_base: HF folder that the rollout engine loads; None: the base itself.
         reward: folder of the reward model that came before in a chain.
+        adapter: PEFT folder, with a tokenizer, that training goes on with; None: a new adapter.
         max_truncated: share of the training rows that may be cut.
     """
 
@@ -259,7 +260,13 @@ class TrainJob:
     tokens: Path | None = None
     rollout_base: Path | None = None
     reward: Path | None = None
+    adapter: Path | None = None
     max_truncated: float = 0.2
+
+    @property
+    def side_files(self) -> Path:
+        """Where the tokenizer and the generation config are read."""
+        return self.base if self.adapter is None else self.adapter
 
     @property
     def token_folder(self) -> Path:
@@ -292,7 +299,7 @@ class TrainJob:
         )
 
 
-_MAYBE = ("resume", "universal", "tokens", "rollout_base", "reward")
+_MAYBE = ("resume", "universal", "tokens", "rollout_base", "reward", "adapter")
 
 
 def read_section(kind: type[T], values: Mapping[str, Any], name: str) -> T:

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from tasks.training.adapter import add_adapter
+from tasks.training.adapter import add_adapter, go_on_with
 from tasks.training.base import DTYPES, load_base, partitioned
 from tasks.training.data import end_ids
 from tasks.training.engine import Ranks
@@ -26,14 +26,14 @@ CHAT_TEMPLATE = "chat_template.jinja"
 
 
 def load_tokenizer(job: TrainJob) -> Any:
-    """The base's tokenizer, with the data's own chat template where it brings one.
+    """The model's tokenizer, with the data's own chat template where it brings one.
 
     Where it has no pad token, its EOS token pads (and is masked out).
     """
     from transformers import AutoTokenizer
 
     trust = job.settings.trust_remote_code
-    tokenizer = AutoTokenizer.from_pretrained(job.base, trust_remote_code=trust)
+    tokenizer = AutoTokenizer.from_pretrained(job.side_files, trust_remote_code=trust)
     if tokenizer.pad_token_id is None:
         tokenizer.pad_token = tokenizer.eos_token
     template = job.data / CHAT_TEMPLATE
@@ -70,7 +70,7 @@ def load_model(
 
 def _model(job: TrainJob, ranks: Ranks, config: dict[str, Any], tokenizer: Any, head: str) -> Any:
     settings = job.settings
-    pad = padding_id(tokenizer.pad_token_id, end_ids(job.base, tokenizer))
+    pad = padding_id(tokenizer.pad_token_id, end_ids(job.side_files, tokenizer))
     model = load_base(job, ranks, config, head=head, pad=pad)
     take_rows(model)
     if settings.gradient_checkpointing:
@@ -90,6 +90,8 @@ def _model(job: TrainJob, ranks: Ranks, config: dict[str, Any], tokenizer: Any, 
         adapted = add_adapter(
             model, settings.peft, head=head, dtype=dtype, ranks=ranks, new_ids=new_ids
         )
+    if job.adapter is not None:
+        go_on_with(adapted, job.adapter)
     if head == "tokens":
         gather_at_once(model.get_output_embeddings())
     fuse(adapted)

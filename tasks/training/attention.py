@@ -1,5 +1,7 @@
 """Block-diagonal attention over a packed row, by transformers' own SDPA on one bucket at a time.
 
+The same on CPUs and GPUs, with nothing but torch: on a GPU every call takes torch's flash kernel,
+since there is no mask. flash-attn, where it is installed and asked for, takes a row in one call.
 Sequences of similar length share a call (`packing.Bucket`); padding exists inside of it alone, and
 causal attention keeps it out of sight of every real token. Work is the sum of squares of the
 sequences' lengths, where a masked call over the row would take the square of the row's.
@@ -14,7 +16,7 @@ from typing import Any
 import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from tasks.training.packing import Bucket
+from tasks.training.packing import Bucket, Row
 
 NAME = "packed_sdpa"
 SHORT = 256
@@ -28,6 +30,21 @@ def register() -> str:
 
     AttentionInterface.register(NAME, packed_sdpa)
     return NAME
+
+
+def flash_bounds(row: Row) -> dict[str, Any]:
+    """Return what transformers' flash attention needs to keep the sequences of a row apart.
+
+    Without these it derives them from the positions in every layer, and waits for the GPU each time
+    (`modeling_flash_attention_utils._is_packed_sequence` of transformers 5.19).
+    """
+    longest = row.buckets[-1].length
+    return {
+        "cu_seq_lens_q": row.bounds,
+        "cu_seq_lens_k": row.bounds,
+        "max_length_q": longest,
+        "max_length_k": longest,
+    }
 
 
 def packed_sdpa(

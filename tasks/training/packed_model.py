@@ -67,8 +67,11 @@ def take_rows(model: Any) -> None:
         for unused in ("input_ids", "attention_mask", "inputs_embeds", "labels"):
             kwargs.pop(unused, None)
         extra: dict[str, Any] = {}
-        if self.config._attn_implementation == attention.NAME:
+        name = self.config._attn_implementation
+        if name == attention.NAME:
             extra["buckets"] = row.buckets
+        elif name.startswith("flash_attention"):
+            extra.update(attention.flash_bounds(row))
         elif not self._supports_attention_backend:
             extra["attention_mask"] = _block_mask(row, self.dtype)
         out = self.base_model(

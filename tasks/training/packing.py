@@ -7,7 +7,7 @@ that a sequence's log-probabilities are those it has alone.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 
 import numpy as np
 import torch
@@ -54,6 +54,7 @@ class Row:
         examples: (E,) which examples these are.
         values: numbers of the examples, (E,) or (E, roles), float32.
         buckets: of the attention, in the row's order.
+        bounds: (S + 1,) int32, place at which each sequence of the row begins, and T.
     """
 
     ids: torch.Tensor
@@ -65,6 +66,7 @@ class Row:
     examples: torch.Tensor
     values: Mapping[str, torch.Tensor]
     buckets: tuple[Bucket, ...]
+    bounds: torch.Tensor
 
     @property
     def sequences(self) -> int:
@@ -81,12 +83,13 @@ class Row:
         return torch.bincount(self.owner, minlength=self.sequences).float()
 
     def to(self, device: torch.device) -> Row:
-        """The same on another device."""
+        """Return the same row on another device."""
         if self.ids.device == device:
             return self
         moved = {
-            name: getattr(self, name).to(device)
-            for name in ("ids", "positions", "wanted", "targets", "owner", "ends", "examples")
+            field.name: value.to(device)
+            for field in fields(self)
+            if isinstance(value := getattr(self, field.name), torch.Tensor)
         }
         values = {name: value.to(device) for name, value in self.values.items()}
         buckets = tuple(
@@ -135,6 +138,7 @@ def pack(examples: Examples, chosen: Sequence[int], *, roles: Sequence[int] | No
         examples=torch.tensor(list(chosen)),
         values=values,
         buckets=tuple(_buckets(lengths[order])),
+        bounds=torch.from_numpy(np.concatenate([[0], np.cumsum(lengths[order])]).astype(np.int32)),
     )
 
 

@@ -29,7 +29,7 @@ ROWS = ({"prompt": "2 + 2?", "answer": 4}, {"prompt": "who are you?", "answer": 
         ("grpo_qwen7b_qlora", [*CHAIN[:2], "rollout_base", *CHAIN[2:]]),
     ],
 )
-def test_flash_attention_is_all_that_is_missing(
+def test_the_whole_chain_is_planned_and_nothing_is_missing(
     experiment: str, stages: list[str], tmp_path: Path
 ) -> None:
     """Rewards are the user's own, a function here; prompts need no answer."""
@@ -48,8 +48,7 @@ def test_flash_attention_is_all_that_is_missing(
     deepspeed = json.loads(text[text.index("deepspeed:\n") + 11 : text.index("preflight:")])
     assert deepspeed["zero_optimization"]["stage"] == 2
     assert deepspeed["train_batch_size"] == composed.settings["train"]["global_batch_size"]
-    found = findings(composed.settings, composed.runs)
-    assert [one.override for one in found] == ["model.attn_implementation=sdpa"]
+    assert findings(composed.settings, composed.runs) == []
     assert not composed.runs.exists()
 
 

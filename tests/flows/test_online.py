@@ -176,11 +176,11 @@ def test_experiments_for_real_hardware_on_a_tiny_model_of_the_family(
     prompts: Path,
     tmp_path: Path,
 ) -> None:
-    """Overridden is what this machine cannot have: weights, flash attention, ranks, tokens."""
+    """Overridden is what this machine cannot have: weights, ranks, tokens."""
     base = with_context(Path(qlora.stage("prepare_base")["artifact"]), tmp_path / "qwen", 4096)
     done = rlhf(
         tmp_path / "runs", f"+exp={experiment}", f"model.path={base}", f"data.path={prompts}",
-        "model.attn_implementation=sdpa", "rollout.max_new_tokens=48", "smoke.max_new_tokens=48",
+        "rollout.max_new_tokens=48", "smoke.max_new_tokens=48",
         "smoke.min_stop_rate=0", "smoke.max_degenerate_rate=1", "rl.eval_prompts=16", *changes,
     )  # fmt: skip
     require_delivered(done, experiment)

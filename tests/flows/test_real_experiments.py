@@ -1,9 +1,9 @@
 """The experiments for real hardware, run: a tiny model of the same family, and the same options.
 
-Overridden is only what this machine cannot have: the weights, flash attention, and more ranks than
-two, with the batch of a step in proportion. The Qwen2 of the embedded default stands for Qwen2.5,
-its context raised; a random Llama for Llama 3.1; for the reward model a random Qwen2 of one layer,
-5120 wide as the model whose `score.lora_A` was once saved as `torch.Size([0])`.
+Overridden is only what this machine cannot have: the weights, and more ranks than two, with the
+batch of a step in proportion. The Qwen2 of the embedded default stands for Qwen2.5, its context
+raised; a random Llama for Llama 3.1; for the reward model a random Qwen2 of one layer, 5120 wide as
+the model whose `score.lora_A` was once saved as `torch.Size([0])`.
 """
 
 from __future__ import annotations
@@ -73,7 +73,7 @@ def start(rlhf: Callable[..., Run], tmp_path: Path) -> Callable[..., Run]:
     """The literal command in a folder of its own; what holds of every experiment is checked."""
 
     def run(experiment: str, base: Path, data: Path, *overrides: str) -> Run:
-        given = (f"model.path={base}", f"data.path={data}", "model.attn_implementation=sdpa")
+        given = (f"model.path={base}", f"data.path={data}")
         given += ("smoke.max_new_tokens=64",)  # an untrained model never stops
         done = rlhf(tmp_path / "runs", f"+exp={experiment}", *given, *overrides)
         assert done.code == 0, done.output

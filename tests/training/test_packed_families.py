@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import itertools
+from collections import defaultdict
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import pytest
@@ -85,6 +88,61 @@ def test_what_a_neighbour_says_changes_nothing(family: str) -> None:
             others = row.owner != changed
             assert torch.equal(after[others], before[others])
             assert not torch.equal(after[~others], before[~others])
+
+
+@pytest.mark.parametrize("family", ["llama", "mistral", "qwen2"])
+def test_flash_attention_is_told_the_sequences_once_a_row(
+    family: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """transformers' own path to flash-attn, with a stand-in for its kernel.
+
+    Left to itself it derives the bounds from the positions in every layer.
+    """
+    from transformers import modeling_flash_attention_utils as flash
+
+    examples, told = make_examples(LENGTHS, vocabulary=88), []
+
+    def kernel(q: Any, k: Any, v: Any, cu_seqlens_q: Any, cu_seqlens_k: Any, **how: Any) -> Any:
+        told.append((cu_seqlens_q.tolist(), cu_seqlens_k.tolist(), how["max_seqlen_q"]))
+        assert (cu_seqlens_q.dtype, how["max_seqlen_k"]) == (torch.int32, how["max_seqlen_q"])
+        cuts = cu_seqlens_q.tolist()
+        each = zip(*(x.split([b - a for a, b in itertools.pairwise(cuts)]) for x in (q, k, v)),
+                   strict=True)  # fmt: skip
+        return torch.cat([_causal(*one, how.get("window_size")) for one in each])
+
+    def nothing_derived(*args: Any) -> Any:
+        raise AssertionError("the bounds are derived from the positions")
+
+    takes = dict.fromkeys(("dropout_p", "window_size", "max_seqlen_q", "max_seqlen_k"), True)
+    supports = defaultdict(bool, takes)
+    process = partial(flash._process_flash_attention_kwargs, supports_mapping=supports)
+    functions = ((None, kernel, None, None, None), (process, None))
+    monkeypatch.setattr(flash, "lazy_import_flash_attention", lambda name: functions)
+    monkeypatch.setattr(flash, "_is_packed_sequence", nothing_derived)
+    own = make_model(family, "eager")
+    expected = alone(own, examples)
+    theirs = gradients(own, expected)
+    model = make_model(family, "sdpa")
+    model.config._attn_implementation = "flash_attention_2"  # flash-attn is not installed
+    take_rows(model)
+    found = model(row=pack(examples, range(len(LENGTHS))))
+    torch.testing.assert_close(found, expected, rtol=0, atol=1e-5)
+    mine = gradients(model, found)
+    for name, gradient in theirs.items():
+        scale = float(gradient.abs().max())
+        torch.testing.assert_close(mine[name], gradient, rtol=0, atol=1e-5 * max(scale, 1.0))
+    bounds = [0, *itertools.accumulate(sorted(LENGTHS))]
+    assert told == [(bounds, bounds, max(LENGTHS))] * model.config.num_hidden_layers
+
+
+def _causal(q: Any, k: Any, v: Any, window: tuple[int, int] | None) -> torch.Tensor:
+    """One sequence, (t, heads, d); a window of `window[0]` tokens before each."""
+    place = torch.arange(len(q))
+    back = place[:, None] - place[None]
+    seen = (back >= 0) & (back <= (window[0] if window else len(q)))
+    each = (x.transpose(0, 1) for x in (q, k, v))
+    out = torch.nn.functional.scaled_dot_product_attention(*each, attn_mask=seen, enable_gqa=True)
+    return out.transpose(0, 1)
 
 
 def test_scores_are_those_of_each_sequence_alone() -> None:

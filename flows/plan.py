@@ -20,7 +20,7 @@ from tasks.data.kinds import kind_for, names_texts
 from tasks.data.readers import FILE_KINDS
 from tasks.errors import ConfigError, PlumblineError
 from tasks.launch import launch, python_child
-from tasks.machine import gpu_memory
+from tasks.machine import gpu_memory, has_gpu
 from tasks.preflight import findings, preflight
 from tasks.preflight.engine import engine_memory
 from tasks.preflight.model import look_at, why_unknown
@@ -192,7 +192,7 @@ def _memory(settings: dict[str, Any], rank: RankMemory | None) -> list[str]:
 def _deepspeed(settings: dict[str, Any]) -> list[str]:
     asked = resolved(settings)
     try:
-        config = deepspeed_config(asked, asked.world_size)
+        config = deepspeed_config(asked, asked.world_size, gpu=has_gpu(asked.launch.device))
     except ConfigError as error:
         return [f"  none: {error}"]
     return [f"  {line}" for line in json.dumps(config, indent=2).splitlines()]

@@ -50,7 +50,8 @@ def train_with(ranks: Ranks, job: TrainJob, started: float) -> None:
         job: what to do.
         started: `time.time()` at which this began, for the event "ready".
     """
-    use_fp32_where_faster()
+    if not ranks.gpu:
+        use_fp32_where_faster()
     online = Online.of(job.settings.online)
     if job.settings.launch.nodes > 1:
         require_alike(ranks)
@@ -97,7 +98,7 @@ class _Rank:
     def start(self, heldout: tuple[Prompt, ...]) -> _Models:
         """Policy, critic and reference, as they begin or as a checkpoint has them."""
         job, ranks, loop = self.job, self.ranks, self.online.loop
-        config = deepspeed_config(job.settings, ranks.world_size)
+        config = deepspeed_config(job.settings, ranks.world_size, gpu=ranks.gpu)
         model = load_model(job, ranks, config, tokenizer=self.tokenizer)
         engine = start_engine(model, config, job.settings.optim)
         critic = reference = None

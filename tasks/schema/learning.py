@@ -115,6 +115,6 @@ class Zero:
     stage: int = 2  # 0 to 3
     offload_optimizer: Offload = Offload.none  # stage 1 and up
     offload_param: Offload = Offload.none  # stage 3
-    overlap_comm: bool = False  # communicate during the backward pass
+    overlap_comm: bool | None = None  # communicate beside computing; null: ZeRO-3 on GPUs does
     bucket_size: int = 50_000_000  # elements
     persistence_threshold: int = 100_000  # stage 3: elements up to which a parameter stays whole

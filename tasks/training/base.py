@@ -51,6 +51,9 @@ def load_base(
     extra: dict[str, Any] = config_of_head(pad) if head == "score" else {}
     if settings.peft.kind == "qlora":
         extra["quantization_config"] = _quantization(settings.peft)
+    if settings.peft.kind == "qlora" or (ranks.gpu and settings.zero.stage < 3):
+        # Straight to the GPU, tensor by tensor: not every rank a whole model in host memory first,
+        # and what is computed with the weights before DeepSpeed moves them (PiSSA) is on the GPU.
         extra["device_map"] = {"": str(ranks.device)}
     with partitioned(config):
         model, info = _class_for(head).from_pretrained(

@@ -59,6 +59,11 @@ class Ranks:
         self.world_size = dist.get_world_size()
 
     @property
+    def gpu(self) -> bool:
+        """Return True if this rank computes on a GPU."""
+        return self.device.type == "cuda"
+
+    @property
     def first(self) -> bool:
         """Whether this is rank 0."""
         return self.rank == 0

@@ -57,7 +57,7 @@ class Zero:
     stage: int = learning.Zero.stage
     offload_optimizer: str = learning.Zero.offload_optimizer.name
     offload_param: str = learning.Zero.offload_param.name
-    overlap_comm: bool = learning.Zero.overlap_comm
+    overlap_comm: bool | None = learning.Zero.overlap_comm
     bucket_size: int = learning.Zero.bucket_size
     persistence_threshold: int = learning.Zero.persistence_threshold
 

@@ -36,12 +36,13 @@ def train_with(ranks: Ranks, job: TrainJob, started: float) -> None:
         job: what to do.
         started: `time.time()` at which this began, for the event "ready".
     """
-    use_fp32_where_faster()
+    if not ranks.gpu:
+        use_fp32_where_faster()
     settings = job.settings
     if settings.launch.nodes > 1:
         require_alike(ranks)
     chosen = objective(settings.objective, settings.loss)
-    config = deepspeed_config(settings, ranks.world_size)
+    config = deepspeed_config(settings, ranks.world_size, gpu=ranks.gpu)
     if job.universal is not None:
         config["checkpoint"] = {"load_universal": True}
     tokenizer = load_tokenizer(job)

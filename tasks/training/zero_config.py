@@ -6,13 +6,16 @@ from typing import Any
 
 from tasks.training.job import Optim, Settings, Zero
 
-CPU_DEVICE = {"device": "cpu", "pin_memory": False}
 
-
-def deepspeed_config(settings: Settings, world_size: int) -> dict[str, Any]:
-    """The whole DeepSpeed configuration for `world_size` ranks.
+def deepspeed_config(settings: Settings, world_size: int, *, gpu: bool = False) -> dict[str, Any]:
+    """Return the whole DeepSpeed configuration for `world_size` ranks.
 
     The schedule is not in it: the loop sets the learning rate itself, before each step.
+
+    Args:
+        settings: of the run.
+        world_size: ranks of all nodes.
+        gpu: True if the ranks train on GPUs.
 
     Raises:
         ConfigError: when the batch sizes do not divide.
@@ -25,7 +28,7 @@ def deepspeed_config(settings: Settings, world_size: int) -> dict[str, Any]:
         "gradient_clipping": settings.optim.max_grad_norm,
         "steps_per_print": 2**31 - 1,
         "bf16": {"enabled": settings.dtype == "bfloat16"},
-        "zero_optimization": _zero(settings.zero),
+        "zero_optimization": _zero(settings.zero, gpu=gpu),
     }
     if settings.dtype == "float16":
         # loss_scale 0: halved at every overflow, doubled after a thousand steps without one.
@@ -53,16 +56,23 @@ def _adamw(optim: Optim, zero: Zero) -> dict[str, Any]:
     }
 
 
-def _zero(zero: Zero) -> dict[str, Any]:
+def _zero(zero: Zero, *, gpu: bool) -> dict[str, Any]:
+    # Left out, DeepSpeed decides: ZeRO-3 communicates on streams of its own, beside the arithmetic.
+    # A CPU has no streams, and the same cores do both: there is nothing to overlap.
+    overlap = zero.overlap_comm if gpu else bool(zero.overlap_comm)
+    # Page-locked memory lets copies to and from a GPU run beside its arithmetic. On a CPU nothing
+    # is copied, and memory that the system may not page out is only taken away.
+    in_host_memory = {"device": "cpu", "pin_memory": gpu}
     config: dict[str, Any] = {
         "stage": zero.stage,
-        "overlap_comm": zero.overlap_comm,
         "contiguous_gradients": True,
         "reduce_bucket_size": zero.bucket_size,
         "allgather_bucket_size": zero.bucket_size,
     }
+    if overlap is not None:
+        config["overlap_comm"] = overlap
     if zero.offload_optimizer == "cpu":
-        config["offload_optimizer"] = dict(CPU_DEVICE)
+        config["offload_optimizer"] = dict(in_host_memory)
     if zero.stage == 3:
         config["stage3_prefetch_bucket_size"] = zero.bucket_size
         config["stage3_param_persistence_threshold"] = zero.persistence_threshold
@@ -71,5 +81,5 @@ def _zero(zero: Zero) -> dict[str, Any]:
         # is trained should be computed as what is served. No difference was measured on the toy.
         config["memory_efficient_linear"] = False
         if zero.offload_param == "cpu":
-            config["offload_param"] = dict(CPU_DEVICE)
+            config["offload_param"] = dict(in_host_memory)
     return config

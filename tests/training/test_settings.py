@@ -151,6 +151,26 @@ def test_deepspeed_config_by_value() -> None:
     assert "memory_efficient_linear" not in offloaded["zero_optimization"]
 
 
+@pytest.mark.parametrize(("stage", "overlaps"), [(1, False), (2, False), (3, True)])
+def test_on_gpus_deepspeed_decides_what_runs_at_the_same_time(stage: int, overlaps: bool) -> None:
+    """Communication beside arithmetic, and page-locked memory, without which copies wait."""
+    from deepspeed.runtime.zero.config import DeepSpeedZeroConfig
+
+    zero = Zero(stage, offload_optimizer="cpu", offload_param="cpu" if stage == 3 else "none")
+    settings = Settings(optim=Optim(lr=1e-4), batch=Batch(1, 2), zero=zero)
+    made = deepspeed_config(settings, 2, gpu=True)["zero_optimization"]
+    assert "overlap_comm" not in made
+    assert made["offload_optimizer"] == {"device": "cpu", "pin_memory": True}
+    assert ("offload_param" in made) == (stage == 3)
+    assert made.get("offload_param", made["offload_optimizer"])["pin_memory"]
+    assert DeepSpeedZeroConfig(**made).overlap_comm is overlaps
+    told = replace(settings, zero=replace(zero, overlap_comm=False))
+    assert deepspeed_config(told, 2, gpu=True)["zero_optimization"]["overlap_comm"] is False
+    on_cpus = deepspeed_config(settings, 2)["zero_optimization"]
+    assert on_cpus["overlap_comm"] is False
+    assert on_cpus["offload_optimizer"] == {"device": "cpu", "pin_memory": False}
+
+
 def test_sizes_of_a_published_model() -> None:
     """Qwen2.5-7B: 7,615,616,512 parameters, of which 28 x 4,608 are attention biases."""
     sizes = Sizes.of(QWEN_7B)

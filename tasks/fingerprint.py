@@ -23,7 +23,7 @@ contexts, not of positions. KL is a mean over positions.
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -93,6 +93,7 @@ class Fingerprint:
         steps: distance of neighbouring numbers in the dtype of the logits, at the largest logit
             (nats), shape (N,), float32; None in files that do not have it, and from engines that
             do not return logits. Without it only equal log-probabilities are ties.
+        measured_on: `machine.measured_on` of the engine; None where it is not known.
     """
 
     probes: tuple[tuple[int, ...], ...]
@@ -102,6 +103,7 @@ class Fingerprint:
     engine: str
     noise: float | None = None
     steps: NDArray[np.float32] | None = None
+    measured_on: Mapping[str, str] | None = None
 
     @property
     def positions(self) -> int:
@@ -112,8 +114,8 @@ class Fingerprint:
         """Write as one safetensors file."""
         # One entry: safetensors writes several in random order, and then the same fingerprint
         # would have another digest every time.
-        fields = {"engine": self.engine, "noise": self.noise, "probes": self.probes}
-        meta = {"fingerprint": json.dumps(fields)}
+        names = ("engine", "noise", "probes", "measured_on")
+        meta = {"fingerprint": json.dumps({name: getattr(self, name) for name in names})}
         arrays = {"ids": self.ids, "logprobs": self.logprobs, "top1": self.top1}
         if self.steps is not None:
             arrays["steps"] = self.steps
@@ -131,6 +133,7 @@ class Fingerprint:
                 probes=tuple(tuple(p) for p in meta["probes"]),
                 engine=meta["engine"],
                 noise=meta["noise"],
+                measured_on=meta.get("measured_on"),
                 **arrays,
             )
         except (OSError, KeyError, TypeError, ValueError) as error:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import shutil
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +13,7 @@ from tasks.artifact import open_artifact
 from tasks.contract import Check
 from tasks.errors import ArtifactError
 from tasks.fingerprint import DriftLimit
-from tasks.prints import Moved, load_print, moved, print_in, verdict
+from tasks.prints import Moved, by_noise, load_print, moved, print_in, same_arithmetic, verdict
 from tasks.scoring import ModelRef, Score
 from tasks.weights.heads.normalisation import Normalisation
 from tasks.weights.reader import read_json
@@ -131,13 +131,26 @@ def measure(
         trained: the `shards` artifact with training's own print.
         out: directory that gets the print, under the same name.
         limit: what the profile admits.
-        exact: the mean must also stay within twice the engine's own repeat noise.
+        exact: the mean must also stay within twice the engine's own repeat noise. Where the two are
+            measured by different arithmetic, `limit` is widened to what that noise explains.
         cause: the likeliest cause of a failure and what to type.
     """
     path = print_in(trained)
     reference = load_print(path)
-    found = moved(reference, score(model, path, out / path.name))
-    return found, verdict(found, limit, reference.noise if exact else None, cause=cause)
+    device = (reference.measured_on or {}).get("device")
+    new = score(replace(model, device=device), path, out / path.name)
+    found = moved(reference, new)
+    if not exact or same_arithmetic(reference, new):
+        return found, verdict(found, limit, reference.noise if exact else None, cause=cause)
+    limit = by_noise(limit, found, reference.noise, new.noise)
+    there, here = (_shown(one.measured_on) for one in (reference, new))
+    name = f"drift from the trained model (trained on {there}, measured on {here})"
+    return found, verdict(found, limit, name=name, cause=cause)
+
+
+def _shown(measured_on: Mapping[str, str] | None) -> str:
+    told = measured_on or {}
+    return ", ".join(told[key] for key in ("name", "attention", "torch") if key in told)
 
 
 def carry_over(

@@ -8,6 +8,7 @@ Tests replace `listed`, and everything here follows.
 from __future__ import annotations
 
 import os
+import platform
 import re
 import shutil
 import subprocess
@@ -226,6 +227,37 @@ def driver_too_old() -> tuple[str, str, str] | None:
         )
         return found, needed, "a newer driver, or train.device=cpu"
     return None
+
+
+def measured_on(device: Any, attention: str) -> dict[str, str]:
+    """Return what decides the order and rounding of a model's sums: where it is equal, bits are.
+
+    Args:
+        device: torch device that computes.
+        attention: transformers' name of the attention implementation.
+    """
+    name = _cpu()
+    if device.type == "cuda":
+        import torch
+
+        name = torch.cuda.get_device_name(device)
+    found = {"device": device.type, "name": name, "attention": attention}
+    for package in ("torch", "transformers", "peft", "bitsandbytes"):
+        try:
+            found[package] = version(package)
+        except PackageNotFoundError:
+            continue
+    return found
+
+
+def _cpu() -> str:
+    """Return the CPU's name; its architecture where the system does not say."""
+    with suppress(OSError):
+        for line in Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines():
+            key, _, value = line.partition(":")
+            if key.strip() == "model name":
+                return value.strip()
+    return platform.machine()
 
 
 def available_memory() -> int:

@@ -10,11 +10,16 @@ from pathlib import Path
 from tasks.contract import Check
 from tasks.errors import ArtifactError, DriftError
 from tasks.fingerprint import PROFILES, Drift, DriftLimit, Fingerprint, drift, within
-from tasks.reward_drift import RewardDrift, exceeds
+from tasks.reward_drift import RewardDrift, RewardLimit, exceeds
 from tasks.score_print import SCORES, ScorePrint, score_drift
 
 FINGERPRINT = "fingerprint.fp"
 NAMES = (FINGERPRINT, SCORES)
+NOISE_FACTOR = 4.0
+"""Mean drift between two kinds of hardware, at most, over the larger repeat noise of the two.
+Measured between two kinds of CPU kernels it is 0.4, from bf16 to fp32 0.8."""
+TAIL = 5.0
+"""95th percentile of a KL over its mean, as in all drift profiles."""
 
 Print = Fingerprint | ScorePrint
 Moved = Drift | RewardDrift
@@ -40,6 +45,34 @@ def moved(reference: Print, new: Print) -> Moved:
     if isinstance(reference, Fingerprint) and isinstance(new, Fingerprint):
         return drift(reference, new)
     raise DriftError("log-probabilities and scores are not comparable")
+
+
+def same_arithmetic(reference: Print, new: Print) -> bool:
+    """Return False if the two are known to be measured on different hardware or software."""
+    told = reference.measured_on, new.measured_on
+    return None in told or told[0] == told[1]
+
+
+def by_noise(limit: DriftLimit, found: Moved, *noises: float | None) -> DriftLimit:
+    """Widen a limit to what rounding explains where the order of sums is another one.
+
+    Args:
+        limit: for equal arithmetic; it stays the least that is admitted.
+        found: the drift, which has the unit of scores.
+        noises: of either side, as `Fingerprint.noise` or `ScorePrint.noise`.
+    """
+    noise = max((one for one in noises if one is not None), default=0.0)
+    unit = found.unit if isinstance(found, RewardDrift) else 1.0
+    other = PROFILES["standard"]  # its agreement: near ties turn over
+    return DriftLimit(
+        mean_kl=max(limit.mean_kl, NOISE_FACTOR * noise),
+        p95_kl=max(limit.p95_kl, TAIL * NOISE_FACTOR * noise),
+        top1_agreement=min(limit.top1_agreement, other.top1_agreement),
+        rewards=RewardLimit(
+            difference=max(limit.rewards.difference, NOISE_FACTOR * noise / unit),
+            order=min(limit.rewards.order, other.rewards.order),
+        ),
+    )
 
 
 def too_far(found: Moved, limit: DriftLimit, noise: float | None = None) -> list[str]:

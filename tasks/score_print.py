@@ -8,6 +8,7 @@ scale of their own, so that distances are stated in standard deviations of the r
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -27,12 +28,14 @@ class ScorePrint:
         engine: who measured them ("deepspeed", "transformers", "vllm").
         noise: mean absolute difference between two measurements of the same model by the same
             engine with different batching, in scores; None where it was not measured.
+        measured_on: `machine.measured_on` of the engine; None where it is not known.
     """
 
     probes: tuple[tuple[int, ...], ...]
     scores: tuple[float, ...]
     engine: str
     noise: float | None = None
+    measured_on: Mapping[str, str] | None = None
 
     def save(self, path: Path) -> None:
         """Write as JSON; a float32 comes back as it was."""
@@ -48,6 +51,7 @@ class ScorePrint:
                 scores=tuple(float(score) for score in raw["scores"]),
                 engine=str(raw["engine"]),
                 noise=raw.get("noise"),
+                measured_on=raw.get("measured_on"),
             )
         except (OSError, KeyError, TypeError, ValueError) as error:
             raise ArtifactError(f"{path} does not hold scores: {error}") from error

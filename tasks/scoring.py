@@ -38,6 +38,7 @@ class ModelRef:
         dtype: torch dtype name.
         attn_implementation: as in transformers.
         weighted: several adapters instead of one: the weight of each, by folder.
+        device: "cpu" or "cuda", where there is one; None: a GPU where there is one.
     """
 
     path: Path
@@ -46,6 +47,7 @@ class ModelRef:
     dtype: str = "bfloat16"
     attn_implementation: str = "sdpa"
     weighted: Mapping[str, float] | None = None
+    device: str | None = None
 
     def as_request(self) -> dict[str, Any]:
         """Plain JSON."""
@@ -137,9 +139,14 @@ class ReferenceScorer:
         """Take the print of `model` where `reference`, of either kind, was taken."""
         if reference.name != SCORES:
             return self.fingerprint(model, reference, out)
-        probes = ScorePrint.load(reference).probes
-        scores = self.rewards(model, probes, raw=True)
-        found = ScorePrint(probes, tuple(scores), "transformers")
+        trained = ScorePrint.load(reference)
+        asked = {"probes": [list(probe) for probe in trained.probes], "raw": True}
+        reply = self._ask(
+            "rewards", model=model.as_request(), trained_on=trained.measured_on, **asked
+        )
+        found = ScorePrint(
+            trained.probes, tuple(reply["scores"]), "transformers", reply["noise"], reply["on"]
+        )
         found.save(out)
         return found
 

@@ -73,9 +73,11 @@ def test_nan_is_refused_not_averaged_away() -> None:
 
 def test_save_and_load_give_the_same_fingerprint(tmp_path: Path) -> None:
     one = replace(fingerprint([[0.5, 0.5], [0.25, 0.75]]), noise=1.5e-7)
+    one = replace(one, measured_on={"device": "cuda", "name": "NVIDIA H100"})
     one.save(tmp_path / "f.fp")
     two = Fingerprint.load(tmp_path / "f.fp")
     assert (two.probes, two.engine, two.noise) == (one.probes, one.engine, one.noise)
+    assert two.measured_on == one.measured_on
     assert two.logprobs.tobytes() == one.logprobs.tobytes()
     assert two.ids.tobytes() == one.ids.tobytes()
     assert two.steps is None  # as in files written before there were steps

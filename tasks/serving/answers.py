@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from tasks.serving.load import load_model
+from tasks.serving.load import chosen_device, load_model, placement, usable_attention
 
 Reply = dict[str, Any]
 
@@ -37,7 +37,11 @@ def _rewards(request: dict[str, Any]) -> Reply:
     from tasks.serving.rewards import load_rewarder
 
     rewarder = load_rewarder(**_loading(request["model"]))
-    return {"scores": rewarder.scores(request["probes"], raw=bool(request["raw"]))}
+    probes, trained_on = request["probes"], request.get("trained_on")
+    scores = rewarder.scores(probes, raw=bool(request["raw"]))
+    elsewhere = trained_on is not None and trained_on != rewarder.on
+    noise = rewarder.noise(probes) if elsewhere else None
+    return {"scores": scores, "noise": noise, "on": rewarder.on}
 
 
 def _encode_texts(request: dict[str, Any]) -> Reply:
@@ -112,13 +116,16 @@ def _load(model: dict[str, Any]) -> Any:
 
 
 def _loading(model: dict[str, Any]) -> dict[str, Any]:
-    """What every kind of model is loaded by."""
+    """Return what every kind of model is loaded by."""
+    device = chosen_device(model.get("device"))
+    quantized = model["quantization"] is not None
     return {
         "path": Path(model["path"]),
         "adapter": Path(model["adapter"]) if model["adapter"] else None,
         "quantization": model["quantization"],
         "dtype": model["dtype"],
-        "attn_implementation": model["attn_implementation"],
+        "attn_implementation": usable_attention(model["attn_implementation"]),
+        "device_map": placement(Path(model["path"]), device, quantized=quantized),
     }
 
 

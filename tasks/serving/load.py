@@ -10,6 +10,11 @@ from tasks.errors import ArtifactError
 from tasks.kept_4bit import keep_as_loaded
 from tasks.serving.peft_adapters import first_lines, with_adapters
 
+FOUR_BITS = 0.35
+"""Bytes of a 16-bit model in 4 bits, over its own: scales, norms and embeddings included."""
+FILLED = 0.8
+"""Share of a GPU's free memory that a model may fill: logits and activations need the rest."""
+
 
 def load_model(
     path: Path,
@@ -19,6 +24,7 @@ def load_model(
     dtype: str = "bfloat16",
     attn_implementation: str = "sdpa",
     weighted: Mapping[str, float] | None = None,
+    device_map: Any = None,
 ) -> Any:
     """A causal language model in eval mode, from local files only.
 
@@ -29,6 +35,7 @@ def load_model(
         dtype: torch dtype name of everything that is not quantised.
         attn_implementation: as in transformers.
         weighted: adapters instead of `adapter`: what each of them adds is taken so many times.
+        device_map: as in transformers, see `placement`.
 
     Raises:
         ArtifactError: a folder is missing, unreadable, incomplete, or holds tensors that the
@@ -40,6 +47,7 @@ def load_model(
         dtype=dtype,
         attn_implementation=attn_implementation,
         quantization=quantization,
+        device_map=device_map,
     )
     if weighted is None and adapter is not None:
         weighted = {str(adapter): 1.0}
@@ -54,6 +62,7 @@ def from_folder(
     attn_implementation: str,
     quantization: Mapping[str, Any] | None = None,
     gaps: Collection[str] = (),
+    device_map: Any = None,
     **extra: Any,
 ) -> Any:
     """A model from local files, complete.
@@ -65,6 +74,7 @@ def from_folder(
         attn_implementation: as in transformers.
         quantization: as of `load_model`.
         gaps: tensors that may be missing in the files or left over.
+        device_map: as in transformers, see `placement`.
         extra: for the configuration.
 
     Raises:
@@ -81,6 +91,7 @@ def from_folder(
             path,
             dtype=getattr(torch, dtype),
             attn_implementation=attn_implementation,
+            device_map=device_map,
             local_files_only=True,
             output_loading_info=True,
             **extra,
@@ -89,6 +100,56 @@ def from_folder(
         raise ArtifactError(f"{path} cannot be loaded: {first_lines(error)}") from error
     _refuse_gaps(path, info, gaps)
     return keep_as_loaded(model)
+
+
+def placement(path: Path, device: str, *, quantized: bool) -> Any:
+    """Return transformers' `device_map`: one device, or all GPUs of this node for a large model.
+
+    Args:
+        path: folder of the model, or of the base.
+        device: "cpu" or "cuda".
+        quantized: True if it is loaded in 4 bits. transformers puts such a model on a GPU, if there
+            is one, unless it is told where.
+    """
+    if device == "cpu":
+        return {"": "cpu"} if quantized else None
+    import torch
+
+    files = (file for kind in ("*.safetensors", "*.bin") for file in path.glob(kind))
+    needed = sum(file.stat().st_size for file in files) * (FOUR_BITS if quantized else 1.0)
+    free, _ = torch.cuda.mem_get_info(0)
+    return {"": "cuda:0"} if needed <= FILLED * free else "auto"
+
+
+def chosen_device(wanted: str | None) -> str:
+    """Return "cuda" if there is a GPU, unless the CPU is wanted."""
+    import torch
+
+    return "cuda" if wanted != "cpu" and torch.cuda.is_available() else "cpu"
+
+
+def usable_attention(name: str) -> str:
+    """Return the attention to measure with: sdpa if flash attention is asked for and not there.
+
+    It needs a GPU and a package. What is measured by another implementation is judged as such.
+    """
+    from transformers import utils
+
+    if not name.startswith("flash_attention"):
+        return name
+    there = getattr(utils, f"is_{name.replace('attention', 'attn')}_available")
+    return name if there() else "sdpa"
+
+
+def input_device(model: Any) -> Any:
+    """Return the device that a model's token ids belong on."""
+    import torch
+
+    device = model.get_input_embeddings().weight.device
+    if device.type == "meta" and hasattr(model, "hf_device_map"):
+        # Offloaded: a hook of accelerate brings the weights to where they are used, and the inputs.
+        return torch.device("cpu")
+    return device
 
 
 def _require(folder: Path, file: str) -> None:

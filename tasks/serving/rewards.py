@@ -13,10 +13,12 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
 from tasks.errors import ArtifactError
-from tasks.serving.load import from_folder
+from tasks.machine import measured_on
+from tasks.serving.load import from_folder, input_device
 from tasks.serving.peft_adapters import with_adapters
 from tasks.weights.heads.detect import detect
 from tasks.weights.heads.folder import read_folder
@@ -32,20 +34,39 @@ class Rewarder:
     """A loaded reward model.
 
     Attributes:
-        score: token ids of a text, (1, tokens) -> the head's output, one number.
+        score: token ids of texts, (texts, tokens) -> the head's output for the first, one number.
         normalisation: of the rewards.
+        model: that computes it, or its backbone.
     """
 
     score: Callable[[Any], Any]
     normalisation: Normalisation
+    model: Any
+
+    @property
+    def on(self) -> dict[str, str]:
+        """`machine.measured_on` of the model."""
+        return measured_on(input_device(self.model), self.model.config._attn_implementation)
 
     def scores(self, probes: Sequence[Sequence[int]], *, raw: bool = False) -> list[float]:
         """The reward of each text; `raw` leaves out the normalisation."""
+        found = [self._raw(probe) for probe in probes]
+        return found if raw else normalised(found, self.normalisation)
+
+    def noise(self, probes: Sequence[Sequence[int]]) -> float:
+        """Return the mean absolute difference of raw scores whose sums are in another order."""
+        from tasks.serving.measure import COPIES, other_sums
+
+        first = [self._raw(probe) for probe in probes]
+        with other_sums(self.model):
+            again = [self._raw(probe, COPIES) for probe in probes]
+        return fmean(abs(a - b) for a, b in zip(first, again, strict=True))
+
+    def _raw(self, probe: Sequence[int], copies: int = 1) -> float:
         import torch
 
         with torch.no_grad():
-            found = [float(self.score(torch.tensor([list(probe)])).float()) for probe in probes]
-        return found if raw else normalised(found, self.normalisation)
+            return float(self.score(torch.tensor([list(probe)] * copies)).float())
 
 
 def normalised(scores: Sequence[float], how: Normalisation) -> list[float]:
@@ -60,7 +81,7 @@ def load_rewarder(path: Path, *, adapter: Path | None, **how: Any) -> Rewarder:
     Args:
         path: the model; the base where there is an adapter.
         adapter: PEFT folder that brings the head, or changes that of `path`.
-        how: dtype, attn_implementation and quantization, as of `load.load_model`.
+        how: dtype, attn_implementation, quantization and device_map, as of `load.load_model`.
 
     Raises:
         ArtifactError: a folder that cannot be loaded, or holds no reward head.
@@ -70,10 +91,10 @@ def load_rewarder(path: Path, *, adapter: Path | None, **how: Any) -> Rewarder:
         beside = adapter / "config.json"
         said = read_json(beside) if beside.is_file() else config
         model = _classifier(path, gaps=(SCORE, *OUTPUT_EMBEDDINGS), **how)
-        return Rewarder(_logit(with_adapters(model, {str(adapter): 1.0})), _normalisation(said))
+        return _rewarder(with_adapters(model, {str(adapter): 1.0}), said)
     names = config.get("architectures") or [""]
     if names[0].endswith("ForSequenceClassification"):
-        return Rewarder(_logit(_classifier(path, **how)), _normalisation(config))
+        return _rewarder(_classifier(path, **how), config)
     return _with_head(path, **how)
 
 
@@ -83,9 +104,17 @@ def _classifier(path: Path, **how: Any) -> Any:
     return from_folder(CLASSIFIER, path, num_labels=1, **how)
 
 
-def _logit(model: Any) -> Callable[[Any], Any]:
+def _rewarder(model: Any, config: Mapping[str, Any]) -> Rewarder:
+    """Of a classifier; `config` says how its scores are normalised."""
     model.eval()
-    return lambda ids: model(input_ids=ids).logits[0, 0]
+    text = model.config.get_text_config()
+    if text.pad_token_id is None:  # transformers then takes no batch, not even one of equal texts
+        text.pad_token_id = -1
+
+    def score(ids: Any) -> Any:
+        return model(input_ids=ids.to(input_device(model))).logits[0, 0]
+
+    return Rewarder(score, _normalisation(config), model)
 
 
 def _normalisation(config: Mapping[str, Any]) -> Normalisation:
@@ -107,13 +136,15 @@ def _with_head(path: Path, **how: Any) -> Rewarder:
     beside = [source.partition(":")[2] for source in found.normalisation.buffers]
     gaps = (*keys, *beside, *OUTPUT_EMBEDDINGS)
     backbone = from_folder("AutoModel", path, gaps=gaps, **how).eval()
-    tensors = {key: _tensor(path, key).to(getattr(torch, how["dtype"])) for key in keys}
+    place, dtype = input_device(backbone), getattr(torch, how["dtype"])
+    tensors = {key: _tensor(path, key).to(place, dtype) for key in keys}
     weight, bias = tensors[keys[0]], tensors.get(keys[-1]) if found.head.bias else None
 
     def score(ids: Any) -> Any:
-        return linear(backbone(input_ids=ids).last_hidden_state[:, -1], weight, bias)[0, 0]
+        states = backbone(input_ids=ids.to(input_device(backbone))).last_hidden_state[:, -1]
+        return linear(states.to(weight.device), weight, bias)[0, 0]
 
-    return Rewarder(score, found.normalisation)
+    return Rewarder(score, found.normalisation, backbone)
 
 
 def _tensor(path: Path, key: str) -> Any:

@@ -16,6 +16,7 @@ import torch
 from numpy.typing import NDArray
 
 from tasks.fingerprint import TOP_K, Fingerprint, drift, largest_steps
+from tasks.machine import measured_on
 from tasks.score_print import ScorePrint
 from tasks.training.examples import Examples
 from tasks.training.fused_lora import give_back
@@ -77,7 +78,8 @@ def score_print(engine: Any, probes: Sequence[Sequence[int]], device: torch.devi
         batched = [score for batch in batches for score in _score(engine, batch, device)]
     engine.train()
     noise = sum(abs(a - b) for a, b in zip(alone, batched, strict=True)) / len(alone)
-    return ScorePrint(tuple(tuple(p) for p in probes), tuple(alone), "deepspeed", noise)
+    kept, on = tuple(tuple(p) for p in probes), _measured_on(engine, device)
+    return ScorePrint(kept, tuple(alone), "deepspeed", noise, on)
 
 
 def _score(engine: Any, probes: Sequence[Sequence[int]], device: torch.device) -> list[float]:
@@ -116,9 +118,14 @@ def fingerprint(engine: Any, probes: Sequence[Sequence[int]], device: torch.devi
         ]
     engine.train()
     first = _assemble(probes, torch.cat([logprobs for logprobs, _ in alone]))
+    on = _measured_on(engine, device)
     second = _assemble(probes, torch.cat(batched), first.ids)
     steps = np.concatenate([steps for _, steps in alone])
-    return replace(first, noise=drift(first, second).mean_kl, steps=steps)
+    return replace(first, noise=drift(first, second).mean_kl, steps=steps, measured_on=on)
+
+
+def _measured_on(engine: Any, device: torch.device) -> dict[str, str]:
+    return measured_on(device, model_of(engine.module).config._attn_implementation)
 
 
 def _one_by_one(

@@ -3,7 +3,9 @@ from __future__ import annotations
 import json
 import logging
 import shutil
+from dataclasses import replace
 from pathlib import Path
+from typing import ClassVar
 
 import pytest
 import torch
@@ -11,7 +13,9 @@ from safetensors.torch import load_file, save_file
 
 from tasks.artifact import Artifact
 from tasks.errors import ArtifactError, ContractError
+from tasks.fingerprint import EXACT, Drift, Fingerprint
 from tasks.gather import gather
+from tasks.scoring import ModelRef
 from tasks.weights.partitions import rank_file
 from tests.weights.making import (
     Spread,
@@ -175,6 +179,56 @@ def test_drift_beyond_rounding_fails_the_stage(run_copy, llama: Artifact, out, l
     assert failed(report.checks) == ["drift from the trained model"]
     assert report.drift is not None
     assert report.drift.mean_kl > 1e-5
+
+
+class TestOtherHardware:
+    """Trained on a GPU, measured without one; for its other sums stand those of fp32."""
+
+    GPU: ClassVar = {"device": "cuda", "name": "NVIDIA H100", "attention": "sdpa"}
+
+    def test_the_repeat_noise_says_what_may_differ(self, run_copy, llama, out, log) -> None:
+        drifted = self._drift(run_copy, llama, out, log, None)
+        assert drifted.mean_kl > EXACT.mean_kl, "on equal hardware this would be a fault"
+        assert not self.verdict.ok
+        assert self.verdict.name == "drift from the trained model"
+        self._drift(run_copy, llama, out, log, self.GPU, drifted.mean_kl / 2)
+        assert self.verdict.ok, self.verdict
+        assert "trained on NVIDIA H100, sdpa, measured on" in self.verdict.name
+        self._drift(run_copy, llama, out, log, self.GPU, drifted.mean_kl / 10)
+        assert not self.verdict.ok, "more than rounding explains"
+
+    def test_a_fault_is_caught(self, run_copy, llama, out, log) -> None:
+        drifted = self._drift(run_copy, llama, out, log, None)
+
+        def nudge(tensors: dict, table: dict) -> None:
+            for name in tensors:
+                if "layers.0" in name and "lora_B" in name:
+                    tensors[name] *= -1
+
+        _alter(run_copy, 0, nudge)
+        self._drift(run_copy, llama, out, log, self.GPU, drifted.mean_kl / 2)
+        assert not self.verdict.ok
+        assert "mean KL" in self.verdict.found
+
+    def test_the_scorer_is_told_where_training_was(self, run_copy, llama, out, log) -> None:
+        self._drift(run_copy, llama, out, log, self.GPU)
+        assert self.device == "cuda"
+
+    def _drift(self, run, base, out, log, measured_on, noise=None) -> Drift:
+        path = run / "fingerprint.fp"
+        before = Fingerprint.load(path)
+        replace(before, measured_on=measured_on, noise=noise).save(path)
+
+        def in_fp32(model: ModelRef, reference: Path, to: Path) -> Fingerprint:
+            self.device = model.device
+            return measure_here(replace(model, dtype="float32"), reference, to)
+
+        shutil.rmtree(out)
+        out.mkdir()
+        report = gather(out, trained=run, base=base.path, score=in_fp32, log=log)
+        self.verdict = report.checks[-1]
+        assert report.drift is not None
+        return report.drift
 
 
 def test_gathering_twice_gives_the_same_bytes(

@@ -90,6 +90,7 @@ class InProcess:
             folder.path,
             dtype=folder.dtype,
             attn_implementation=attn_implementation,
+            device_map=None if device.type == "cpu" else {"": str(device)},
             num_labels=1,
         )
         take_rows(model)

@@ -107,7 +107,8 @@ def _settings(ask: Ask) -> Any:
         "iterations": 1 + ask.timed,
         "eval_prompts": 1,
     }
-    rollout = {"max_new_tokens": ask.tokens, "max_prompt_len": 128}
+    lengths = {"max_new_tokens": ask.tokens, "max_prompt_len": 128}
+    rollout = {**lengths, "offload_trainer": False}
     return Settings(
         objective="grpo",
         dtype=ask.dtype,

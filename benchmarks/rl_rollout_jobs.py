@@ -205,6 +205,7 @@ def _policy(ask: Ask) -> tuple[Any, Any, Any, Any]:
     use_fp32_where_faster()
     rollout = {
         "max_new_tokens": 64, "max_prompt_len": 256, "kv_cache_gib": 0.25, "max_num_seqs": 16,
+        "offload_trainer": False,
     }  # fmt: skip
     settings = Settings(
         objective="grpo",

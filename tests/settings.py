@@ -45,6 +45,7 @@ class Settings(job.Settings):
 class Rollout(online.Rollout):
     max_new_tokens: int = 64
     max_prompt_len: int = 256
+    offload_trainer: bool = False
 
 
 def smoke_settings(**changes: Any) -> SmokeSettings:

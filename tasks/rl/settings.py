@@ -113,6 +113,7 @@ class Rollout:
 
     max_new_tokens: int
     max_prompt_len: int
+    offload_trainer: bool
     engine: str = online.Rollout.engine.name
     temperature: float = online.Rollout.temperature
     top_p: float = online.Rollout.top_p
@@ -121,7 +122,6 @@ class Rollout:
     kv_cache_gib: float = online.Rollout.kv_cache_gib
     gpu_memory: float = online.Rollout.gpu_memory
     max_num_seqs: int = online.Rollout.max_num_seqs
-    offload_trainer: bool = False
     timeout_s: float | None = online.Rollout.timeout_s
 
 

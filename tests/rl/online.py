@@ -26,7 +26,12 @@ ONLINE = {
         "kl_coef": 0.05,
         "mismatch_limit": 10.0,
     },
-    "rollout": {"engine": "transformers", "max_new_tokens": 6, "max_prompt_len": 40},
+    "rollout": {
+        "engine": "transformers",
+        "max_new_tokens": 6,
+        "max_prompt_len": 40,
+        "offload_trainer": False,
+    },
     "reward": {},
 }
 SETTINGS = Settings(

@@ -25,6 +25,7 @@ ROLLOUT = {
     "temperature": 0.8,
     "max_new_tokens": 16,
     "max_prompt_len": 16,
+    "offload_trainer": False,
     "kv_cache_gib": 0.1,
     "max_num_seqs": 64,
 }

@@ -15,7 +15,8 @@ from tasks.training import entry
 from tasks.training.job import Peft, TrainJob
 from tests.settings import Settings
 
-ROLLOUT = {"rl": {}, "rollout": {"max_new_tokens": 6, "max_prompt_len": 8}, "reward": {}}
+LENGTHS = {"max_new_tokens": 6, "max_prompt_len": 8}
+ROLLOUT = {"rl": {}, "rollout": {**LENGTHS, "offload_trainer": False}, "reward": {}}
 TRAINER = {**ROLLOUT, "rollout": {**ROLLOUT["rollout"], "engine": "transformers"}}
 SCORER = {**TRAINER, "reward": {"engine": "vllm"}}
 

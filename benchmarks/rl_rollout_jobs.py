@@ -219,7 +219,7 @@ def _policy(ask: Ask) -> tuple[Any, Any, Any, Any]:
     )
     base, out = Path(ask.base), Path(ask.out)
     ranks, job = Ranks(), TrainJob(settings, base, "b", base, out, out)
-    config = deepspeed_config(settings, 1)
+    config = deepspeed_config(settings, 1, gpu=ranks.gpu)
     model = load_model(job, ranks, config, tokenizer=load_tokenizer(job))
     return (
         start_engine(model, config, settings.optim),

@@ -72,7 +72,7 @@ class Bench:
 
     @classmethod
     def of(cls, job: TrainJob, ranks: Ranks) -> Bench:
-        config = deepspeed_config(job.settings, ranks.world_size)
+        config = deepspeed_config(job.settings, ranks.world_size, gpu=ranks.gpu)
         model = load_model(job, ranks, config, tokenizer=load_tokenizer(job))
         return cls(job, ranks, start_engine(model, config, job.settings.optim))
 

@@ -70,7 +70,7 @@ def main(path: Path) -> None:
     if job.settings.peft.kind != "none":
         import bitsandbytes  # noqa: F401
         import peft  # noqa: F401
-    config = deepspeed_config(job.settings, ranks.world_size)
+    config = deepspeed_config(job.settings, ranks.world_size, gpu=ranks.gpu)
     tokenizer = load_tokenizer(job)
     examples = open_examples(job.data)
     from tasks.training.objectives import objective

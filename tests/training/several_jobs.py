@@ -34,7 +34,7 @@ def train_briefly(job: TrainJob, ranks: Ranks) -> None:
     settings = job.settings
     chosen = objective(settings.objective, settings.loss)
     examples = open_examples(job.data)
-    config = deepspeed_config(settings, ranks.world_size)
+    config = deepspeed_config(settings, ranks.world_size, gpu=ranks.gpu)
     tokenizer = load_tokenizer(job)
     model = load_model(job, ranks, config, tokenizer=tokenizer, head=chosen.head)
     engine = start_engine(model, config, settings.optim)

@@ -42,13 +42,16 @@ class Benches:
 
     @classmethod
     def of(cls, root: Path, runs: int, *, tiny: bool) -> Benches:
-        """All of them in one folder."""
+        """All of them, each in a folder of its own: they name different models alike."""
+        places = [root / name for name in ("training", "rl", "weights")]
+        for place in places:
+            place.mkdir()
         large, dtype = ("tiny", "float32") if tiny else ("1.5B", "bfloat16")
         batch = 4 if tiny else ROWS_OF_A_BATCH
         return cls(
-            training.Bench(root, runs, large, dtype, batch),
-            rl_rounds.Bench(root, runs, large, large, dtype),
-            rounds.Bench(root, runs, ["tiny" if tiny else "1.5"]),
+            training.Bench(places[0], runs, large, dtype, batch),
+            rl_rounds.Bench(places[1], runs, large, large, dtype),
+            rounds.Bench(places[2], runs, ["tiny" if tiny else "1.5"]),
         )
 
 
@@ -76,8 +79,8 @@ def measured(name: str, benches: Benches) -> list[Row]:
     try:
         return ROWS[name](benches)
     except Exception as error:  # one row's contender must not cost the others
-        lines = [line for line in str(error).splitlines() if line.strip()]
-        why = lines[-1][:200] if lines else type(error).__name__
+        lines = [line.strip() for line in str(error).splitlines() if "Error: " in line]
+        why = lines[0][:200] if lines else f"{type(error).__name__}: {str(error)[:200]}"
         print(f"{name}: {error}", file=sys.stderr)
         return [not_measured(name, why)]
 

@@ -145,7 +145,8 @@ def measure(
     limit = by_noise(limit, found, reference.noise, new.noise)
     there, here = (_shown(one.measured_on) for one in (reference, new))
     name = f"drift from the trained model (trained on {there}, measured on {here})"
-    return found, verdict(found, limit, name=name, cause=cause)
+    # No profile gates this: the hint that one would admit it is not for here.
+    return found, replace(verdict(found, limit, name=name, cause=cause), hint=cause)
 
 
 def _shown(measured_on: Mapping[str, str] | None) -> str:

@@ -24,6 +24,8 @@ from tasks.fingerprint import (
     rounding_step,
     within,
 )
+from tasks.prints import by_noise, verdict
+from tasks.reward_drift import reward_drift
 
 
 def fingerprint(probabilities: list[list[float]]) -> Fingerprint:
@@ -84,6 +86,16 @@ def test_save_and_load_give_the_same_fingerprint(tmp_path: Path) -> None:
     steps = np.array([0.125, 0.0625], np.float32)
     replace(one, steps=steps).save(tmp_path / "g.fp")
     assert Fingerprint.load(tmp_path / "g.fp").steps.tobytes() == steps.tobytes()
+
+
+def test_noise_of_scores_widens_their_limit_and_never_narrows_it() -> None:
+    found = reward_drift([0.0, 1.0, 2.0, 3.0], [0.01, 1.01, 2.01, 2.99])
+    assert not verdict(found, EXACT).ok
+    assert verdict(found, by_noise(EXACT, found, 0.01, None)).ok
+    assert not verdict(found, by_noise(EXACT, found, 0.002)).ok
+    limit = by_noise(EXACT, found, 0.005, 0.01).rewards
+    assert limit.difference == pytest.approx(4 * 0.01 / found.unit)
+    assert by_noise(EXACT, found, 0.0, None).rewards.difference == EXACT.rewards.difference
 
 
 @pytest.mark.parametrize("damage", [b"", b"\x00" * 64, None])

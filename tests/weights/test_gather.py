@@ -209,6 +209,8 @@ class TestOtherHardware:
         self._drift(run_copy, llama, out, log, self.GPU, drifted.mean_kl / 2)
         assert not self.verdict.ok
         assert "mean KL" in self.verdict.found
+        assert self.verdict.hint.startswith("the stitched weights do not give")
+        assert "gate=" not in self.verdict.hint, "no profile gates gather"
 
     def test_the_scorer_is_told_where_training_was(self, run_copy, llama, out, log) -> None:
         self._drift(run_copy, llama, out, log, self.GPU)

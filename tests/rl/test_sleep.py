@@ -20,6 +20,7 @@ from tasks.rl.handoff import Policy
 from tasks.rl.rollout import Engine
 from tasks.serving import rollouts
 from tasks.training.job import Peft, TrainJob
+from tasks.training.offload import TrainerStates
 from tests.rl.test_handoff import Alone
 from tests.settings import Rollout, Settings
 
@@ -134,3 +135,57 @@ def test_weights_below_an_adapter_are_kept(calls: list[Any], tmp_path: Path) -> 
         ("adapter", 1), ("sleep", 1), *both, ("generate",),
         ("sleep", 1), both[0], ("adapter", 2), both[1], ("generate",),
     ]  # fmt: skip
+
+
+class Zero:
+    """DeepSpeed's engine with a real optimizer; it records which states it was told to move."""
+
+    def __init__(self, stage: int, calls: list[Any]) -> None:
+        weights = torch.nn.Parameter(torch.ones(3))
+        optimizer = torch.optim.AdamW([weights])
+        weights.sum().backward()
+        optimizer.step()
+        self.optimizer = SimpleNamespace(
+            optimizer=optimizer, fp32_partitioned_groups_flat=[weights]
+        )
+        self.stage, self.calls = stage, calls
+
+    def zero_optimization_stage(self) -> int:
+        return self.stage
+
+    def offload_states(self, include: Any) -> None:
+        self.calls.append(sorted(one.value for one in include))
+
+    def reload_states(self) -> None:
+        self.calls.append("reload")
+
+
+@pytest.mark.parametrize(
+    ("stage", "named"),
+    [
+        (2, ["hp_params", "lp_grads", "optim_states"]),
+        # DeepSpeed 0.19 refuses the others with torch's AdamW: they are moved here.
+        (3, ["contiguous_grad_buffer", "lp_grads"]),
+    ],
+)
+def test_states_are_moved_once_and_back(stage: int, named: list[str]) -> None:
+    calls: list[Any] = []
+    engine = Zero(stage, calls)
+    (weights,) = engine.optimizer.fp32_partitioned_groups_flat
+    before, held = weights.data_ptr(), weights.detach().clone()
+    states = TrainerStates([engine], movable=True)
+    states.offload()
+    states.offload()
+    assert (states.away, calls) == (True, [named])
+    assert (weights.data_ptr() != before) is (stage == 3)
+    with states.on_device():
+        assert (states.away, calls[1:]) == (False, ["reload"])
+    assert calls == [named, "reload", named]
+    assert torch.equal(weights, held)
+
+
+def test_states_that_stay_are_not_touched() -> None:
+    states = TrainerStates([object()], movable=False)
+    states.offload()
+    with states.on_device():
+        assert not states.away

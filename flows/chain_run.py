@@ -17,7 +17,7 @@ from tasks.stage import Mechanism
 
 @dataclass(frozen=True)
 class Delivered:
-    """What a chain leaves for the next one.
+    """Results of a chain that the next one begins with.
 
     Attributes:
         served: what is served.

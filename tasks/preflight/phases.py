@@ -31,7 +31,7 @@ from tasks.weights.documents import read_json
 
 PHASES = ("generate", "score", "train")
 ASLEEP = GIB
-"""What an engine keeps of a GPU while it sleeps: CUDA graphs, workspaces. A guess: vLLM frees
+"""GPU memory of a sleeping engine: CUDA graphs, workspaces. A guess: vLLM frees
 weights and cache alone (`vllm/device_allocator/cumem.py`), and no GPU was there to measure."""
 
 
@@ -103,7 +103,7 @@ def in_words(size: int) -> str:
 
 
 def memory_of(settings: Mapping[str, Any], *, rewarded: bool = False) -> RankMemory | None:
-    """What a rank of a run takes; None when a model's dimensions are not known.
+    """Memory of a rank of a run; None when a model's dimensions are not known.
 
     Args:
         settings: the resolved configuration.
@@ -122,7 +122,7 @@ def memory_of(settings: Mapping[str, Any], *, rewarded: bool = False) -> RankMem
 
 
 def asked_of(settings: Mapping[str, Any]) -> Settings:
-    """What is trained, with the sections of an online objective as they were written."""
+    """Settings of the training, with the sections of an online objective as written."""
     names = ("rl", "rollout", "reward") if settings["train"]["objective"] in ONLINE else ()
     sections = {name: settings[name] for name in ("train", "peft", "zero", "model", "seed")}
     return Settings.from_sections(**sections, online={name: settings[name] for name in names})
@@ -211,7 +211,7 @@ def _as_critic(critic: MemoryEstimate | None, *, away: bool) -> Iterator[Term]:
 def _critic(
     config: Mapping[str, Any], asked: Settings, online: Online, *, gpu: bool
 ) -> MemoryEstimate | None:
-    """What the critic takes: a second model, or an adapter on the policy's trunk."""
+    """Memory of the critic: a second model, or an adapter on the policy's trunk."""
     if asked.objective not in WITH_CRITIC:
         return None
     model = estimate(config, asked, asked.world_size, gpu=gpu, critic=True)
@@ -241,7 +241,7 @@ def _frozen(
 def _engine(
     config: Mapping[str, Any], asked: Settings, online: Online, *, gpu: int | None
 ) -> EngineMemory | None:
-    """What vLLM takes beside a rank."""
+    """Memory of vLLM beside a rank."""
     if online.rollout.engine != "vllm":
         return None
     settings = {"rollout": asdict(online.rollout), "model": {"dtype": asked.dtype}}

@@ -50,7 +50,7 @@ class Chain(ChainRun):
 
     def _prepare_base(self) -> Artifact:
         if self.earlier is not None:
-            return self.goes_on.base if self.goes_on else self.earlier.served
+            return self.earlier.base if self.continued else self.earlier.served
         model = dict(self.settings["model"])
         # How a model is loaded later on does not change what it is.
         config = {k: v for k, v in model.items() if k not in _LOADING}

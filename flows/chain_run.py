@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from flows.links import continues
 from tasks.artifact import Artifact
 from tasks.data.kinds import Kind, kind_for, names_texts
 from tasks.fingerprint import PROFILES, DriftLimit
@@ -64,13 +65,11 @@ class ChainRun:
         return PROFILES[self.settings["gate"]["profile"]]
 
     @property
-    def goes_on(self) -> Delivered | None:
-        """The model whose adapter this one goes on with: in 4 bits, where the one before was too.
-
-        Merged, its weights would be quantised again, and lose most of what it learned.
-        """
-        kinds = {self.settings["peft"]["kind"], self.earlier.peft["kind"]} if self.earlier else {}
-        return self.earlier if kinds == {"qlora"} else None
+    def continued(self) -> Artifact | None:
+        """Return the adapter that this chain trains further; None for a new one."""
+        if self.earlier is None or not continues(self.earlier.peft, self.settings["peft"]):
+            return None
+        return self.earlier.adapter
 
     def log_path(self, stage: str) -> Path:
         """The file that a stage's children write to."""

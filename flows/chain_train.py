@@ -27,8 +27,8 @@ def train_stage(run: ChainRun, base: Artifact, data: Artifact) -> Artifact:
     """Train a base on data; returns the `shards`."""
     settings = resolved(run.settings)
     inputs, config = {"base": base, "data": data}, {"settings": settings}
-    if run.goes_on is not None and run.goes_on.adapter is not None:
-        inputs["adapter"] = run.goes_on.adapter
+    if run.continued is not None:
+        inputs["adapter"] = run.continued
     stage = TRAIN
     if settings.online:
         stage, inputs = REINFORCE, {**inputs, **_online_inputs(run, base, settings)}

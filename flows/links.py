@@ -92,10 +92,22 @@ def links(composed: Composed, overrides: Sequence[str]) -> list[Link]:
     return found
 
 
+def continues(before: Mapping[str, Any], peft: Mapping[str, Any]) -> bool:
+    """Return True if a step trains the adapter of the step before: both are QLoRA.
+
+    Merged, the weights would be quantised again, and lose most of what the step before learned.
+
+    Args:
+        before: section `peft` of the step before.
+        peft: section `peft` of this step.
+    """
+    return before["kind"] == peft["kind"] == "qlora"
+
+
 def _require_same_adapter(before: Link, link: Link) -> None:
     """Refuse a QLoRA link that cannot go on with the adapter of the QLoRA link before it."""
     there, here = before.composed.settings["peft"], link.composed.settings["peft"]
-    if {there["kind"], here["kind"]} != {"qlora"}:
+    if not continues(there, here):
         return
     differs = [key for key in here if key not in _OWN and here[key] != there[key]]
     if differs:

@@ -66,17 +66,17 @@ def add_adapter(
 
 
 def go_on_with(adapted: nn.Module, folder: Path) -> None:
-    """Let the model's adapter begin as the one of a PEFT folder. `as_it_began` gives it back.
+    """Initialise the model's adapter from a PEFT folder, and keep a copy for `as_it_began`.
 
     Raises:
         ArtifactError: as `load_into`.
     """
     loaded = load_into(adapted, folder, ADAPTER)
-    adapted.begun = {name: tensor.data.clone() for name, tensor in loaded.items()}
+    adapted.initial = [(parameter, parameter.data.clone()) for parameter in loaded]
 
 
-def load_into(adapted: Any, folder: Path, adapter: str) -> dict[str, nn.Parameter]:
-    """Fill an adapter of the model with the tensors of a PEFT folder.
+def load_into(adapted: Any, folder: Path, adapter: str) -> list[nn.Parameter]:
+    """Load the tensors of a PEFT folder into an adapter of the model.
 
     Args:
         adapted: peft's model.
@@ -85,7 +85,7 @@ def load_into(adapted: Any, folder: Path, adapter: str) -> dict[str, nn.Paramete
             of `modules_to_save`, and only those.
 
     Returns:
-        the parameters that were filled, by name.
+        the parameters that were loaded.
 
     Raises:
         ArtifactError: the adapter in the folder has another scale, or other tensors.
@@ -106,12 +106,11 @@ def load_into(adapted: Any, folder: Path, adapter: str) -> dict[str, nn.Paramete
             details=differs[:20],
             hint="the same section peft as in the step before",
         )
-    parameters = dict(adapted.named_parameters())
-    loaded = {keys[key]: parameters[keys[key]] for key in tensors}
+    parameters = {key: adapted.get_parameter(keys[key]) for key in tensors}
     with torch.no_grad():
-        for key, tensor in tensors.items():
-            parameters[keys[key]].copy_(tensor)
-    return loaded
+        for key, parameter in parameters.items():
+            parameter.copy_(tensors[key])
+    return list(parameters.values())
 
 
 _SAME = ("r", "lora_alpha", "use_rslora", "use_dora", "rank_pattern", "alpha_pattern")
@@ -120,25 +119,22 @@ _SAME = ("r", "lora_alpha", "use_rslora", "use_dora", "rank_pattern", "alpha_pat
 
 @contextlib.contextmanager
 def as_it_began(adapted: Any) -> Iterator[None]:
-    """Within it the model computes as before the first step.
-
-    That is without its adapter, or with what `go_on_with` loaded.
-    """
-    begun: dict[str, torch.Tensor] | None = getattr(adapted, "begun", None)
-    if begun is None:
+    """Compute as before the first step: without the adapter, or with what `go_on_with` loaded."""
+    initial: list[tuple[nn.Parameter, torch.Tensor]] | None = getattr(adapted, "initial", None)
+    if initial is None:
         with adapted.disable_adapter():
             yield
         return
-    parameters = {n: p for n, p in adapted.named_parameters() if n in begun}
-    trained = {name: parameter.data for name, parameter in parameters.items()}
+    # DeepSpeed may have moved the model since; the copy follows it once.
+    adapted.initial = initial = [(p, tensor.to(p.device)) for p, tensor in initial]
+    trained = [parameter.data for parameter, _ in initial]
     try:
-        for name, parameter in parameters.items():
-            begun[name] = begun[name].to(parameter.device)
-            parameter.data = begun[name]
+        for parameter, tensor in initial:
+            parameter.data = tensor
         yield
     finally:
-        for name, parameter in parameters.items():
-            parameter.data = trained[name]
+        for (parameter, _), tensor in zip(initial, trained, strict=True):
+            parameter.data = tensor
 
 
 @contextlib.contextmanager

@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-import json
 import sys
 import time
 from pathlib import Path
 
-from tasks.ending import end_process
 from tasks.rl.run import train_with
 from tasks.training.engine import Ranks
 from tasks.training.job import TrainJob
-from tests.training.memory_program import Peaks
+from tests.training.memory_program import Peaks, leave
 
 
 def main(path: Path) -> None:
@@ -21,11 +19,7 @@ def main(path: Path) -> None:
     job, ranks = TrainJob.read(path), Ranks()
     peaks = Peaks(ranks.device)
     peaks.during("run", lambda: train_with(ranks, job, time.time()))
-    everyone = ranks.all_objects(peaks.found["run"])
-    if ranks.first:
-        (job.out / "memory.json").write_text(json.dumps(everyone))
-    ranks.leave()
-    end_process()
+    leave(job, ranks, ranks.all_objects(peaks.found["run"]))
 
 
 if __name__ == "__main__":

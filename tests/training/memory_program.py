@@ -10,7 +10,7 @@ import json
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 
@@ -85,6 +85,11 @@ def main(path: Path) -> None:
     ranks.barrier()
     everyone = ranks.all_objects({"peaks": peaks.found, "shared": now_shared, "losses": losses})
     assert all(module.training for module in engine.module.modules())  # or nothing is checkpointed
+    leave(job, ranks, everyone)
+
+
+def leave(job: TrainJob, ranks: Ranks, everyone: list[Any]) -> None:
+    """Write what all ranks measured, and end this process."""
     if ranks.first:
         (job.out / "memory.json").write_text(json.dumps(everyone))
     ranks.leave()

@@ -17,7 +17,7 @@ import sys
 import threading
 import time
 import uuid
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import IO
 
@@ -129,6 +129,10 @@ class Child:
         self.cancelled = True
         self._let_go()
 
+    def kill(self, pids: Collection[int]) -> None:
+        """SIGKILL those of its descendants whose process ids are given."""
+        kill_marked(self._mark, pids)
+
     def end(self) -> int | None:
         """End it with all descendants, wait for that, and return the exit status."""
         self._let_go()
@@ -165,13 +169,15 @@ def child_environment(extra: Mapping[str, str]) -> dict[str, str]:
     return env
 
 
-def kill_marked(mark: str) -> None:
-    """SIGKILL every process of ours that carries `mark` in its environment."""
+def kill_marked(mark: str, pids: Collection[int] | None = None) -> None:
+    """SIGKILL every process of ours, or of `pids`, that carries `mark` in its environment."""
     wanted = f"{MARK}={mark}".encode()
     for entry in Path("/proc").iterdir():
         # PermissionError: another user's. ProcessLookupError, FileNotFoundError: it just ended.
         with contextlib.suppress(PermissionError, ProcessLookupError, FileNotFoundError):
-            if entry.name.isdigit() and wanted in (entry / "environ").read_bytes().split(b"\0"):
+            if not entry.name.isdigit() or (pids is not None and int(entry.name) not in pids):
+                continue
+            if wanted in (entry / "environ").read_bytes().split(b"\0"):
                 os.kill(int(entry.name), signal.SIGKILL)
 
 

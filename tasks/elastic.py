@@ -1,7 +1,7 @@
-"""What torchrun says about its ranks, as far as a parent has to understand it.
+"""Reading of torchrun's output: which ranks it is ending, and which one failed first.
 
-When a rank fails, torchrun asks the others to end, waits up to 30 s for those that do not listen,
-and then prints forty lines about itself. The lines that matter, the failed rank's own, come before.
+When a rank fails, torchrun sends SIGTERM to the others, waits up to 30 s for those that do not
+react, and then prints forty lines about itself. The failed rank's own lines come before those.
 """
 
 from __future__ import annotations
@@ -11,39 +11,56 @@ import signal
 from collections.abc import Iterable
 
 CLOSING_S = 8.0
-"""How long torchrun may take to end the other ranks before we do it."""
+"""Seconds that the other ranks get after torchrun's SIGTERM; then they get SIGKILL from us."""
 
 _AGENT = r"torch/distributed/elastic/multiprocessing/api\.py:\d+\] "
-_CLOSING = re.compile(_AGENT + r"Sending process \d+ closing signal")
+_CLOSING = re.compile(_AGENT + r"Sending process (\d+) closing signal")
 _VERDICT = re.compile(_AGENT + r"failed \(exitcode: (-?\d+)\) local_rank: (\d+) \(pid: (\d+)\)")
+_FAILED_RANK = re.compile(r"^ +rank +: (\d+) \(local_rank: \d+\)")
+_FAILED_STATUS = re.compile(r"^ +exitcode +: (-?\d+) \(pid: (\d+)\)")
 
 
-def is_closing(line: str) -> bool:
-    """Whether torchrun has begun to end its ranks."""
-    return _CLOSING.search(line) is not None
+def closing_pid(line: str) -> int | None:
+    """Return the process id of the rank that torchrun asks to end in this line, or None."""
+    match = _CLOSING.search(line)
+    return int(match[1]) if match else None
 
 
 def is_verdict(line: str) -> bool:
-    """Whether torchrun's epilogue begins: what follows is about itself."""
+    """Return True if torchrun's epilogue begins here: what follows is about itself."""
     return _VERDICT.search(line) is not None
 
 
 def ranks_own(lines: Iterable[str]) -> list[str]:
-    """Output without torchrun's epilogue.
+    """Return the output without torchrun's epilogue, and a line for each rank that was killed.
 
-    A rank that a signal killed could say nothing itself: a line about that is added.
+    A rank that a signal killed could write nothing itself. Ranks that torchrun ended because
+    another one had failed are left out. So is the order of failures: a rank that sees its peer
+    vanish may end before torchrun looks, and is then the first on torchrun's list.
     """
     kept: list[str] = []
+    closed: set[int] = set()
+    killed: dict[int, str] = {}
+    rank, epilogue = "?", False
     for line in lines:
-        verdict = _VERDICT.search(line)
-        if verdict is not None:
-            status, rank, pid = (int(group) for group in verdict.groups())
-            if status < 0:
-                kept.append(f"rank {rank} (pid {pid}) was killed by {_signal_name(-status)}")
-            return kept
-        if not (is_closing(line) or re.search(_AGENT + "Unable to shutdown process", line)):
-            kept.append(line)
-    return kept
+        if (pid := closing_pid(line)) is not None:
+            closed.add(pid)
+        elif (verdict := _VERDICT.search(line)) is not None:
+            epilogue = True
+            _note(killed, closed, rank=verdict[2], pid=int(verdict[3]), status=int(verdict[1]))
+        elif not epilogue:
+            if not re.search(_AGENT + "Unable to shutdown process", line):
+                kept.append(line)
+        elif (named := _FAILED_RANK.search(line)) is not None:
+            rank = named[1]
+        elif (status := _FAILED_STATUS.search(line)) is not None:
+            _note(killed, closed, rank=rank, pid=int(status[2]), status=int(status[1]))
+    return kept + list(killed.values())
+
+
+def _note(killed: dict[int, str], closed: set[int], *, rank: str, pid: int, status: int) -> None:
+    if status < 0 and pid not in closed:
+        killed[pid] = f"rank {rank} (pid {pid}) was killed by {_signal_name(-status)}"
 
 
 def _signal_name(number: int) -> str:

@@ -55,10 +55,8 @@ def launch(
     with Output(stage=stage, log=log, log_path=log_path) as output:
         with live(Child(argv, env=env)) as child:
             clock = _Clock(timeout_s)
-            while chunk := child.read(clock.deadline):
+            while chunk := _read(child, output, clock):
                 _hand_on(output, chunk, on_event)
-                if output.ranks_closing:
-                    clock.at_most(CLOSING_S)
             if chunk is not None:
                 _hand_on(output, b"", on_event)  # completes a last line without an end
         status = child.poll()
@@ -67,6 +65,21 @@ def launch(
         if status != 0 or reason != "exit":
             raise StageProcessError(stage, status, output.tail, reason)
         return output.tail
+
+
+def _read(child: Child, output: Output, clock: _Clock) -> bytes | None:
+    """The next bytes of output; empty at its end, None when the time is over.
+
+    Ranks that do not react while torchrun ends them get SIGKILL after `CLOSING_S`, and torchrun as
+    long again to name the rank that failed.
+    """
+    if output.closing:
+        clock.at_most(CLOSING_S)
+    chunk = child.read(clock.deadline)
+    if chunk is None and output.closing and clock.once_more(CLOSING_S):
+        child.kill(output.closing)
+        chunk = child.read(clock.deadline)
+    return chunk
 
 
 def _hand_on(output: Output, chunk: bytes, on_event: OnEvent | None) -> None:
@@ -81,6 +94,7 @@ class _Clock:
     def __init__(self, timeout_s: float | None) -> None:
         self._given = math.inf if timeout_s is None else time.monotonic() + timeout_s
         self._nearer = math.inf
+        self._extended = False
 
     @property
     def deadline(self) -> float:
@@ -90,7 +104,14 @@ class _Clock:
         if self._nearer == math.inf:
             self._nearer = time.monotonic() + seconds
 
+    def once_more(self, seconds: float) -> bool:
+        """Move the nearer deadline, once and within the given one; False if that is not possible."""
+        if self._extended or time.monotonic() >= self._given:
+            return False
+        self._nearer, self._extended = time.monotonic() + seconds, True
+        return True
+
     @property
     def ran_out(self) -> bool:
-        """Whether the caller's deadline has passed before anything else happened."""
+        """True if the caller's deadline has passed before anything else happened."""
         return self._given <= min(self._nearer, time.monotonic())

@@ -51,8 +51,8 @@ class Output:
         log_path.parent.mkdir(parents=True, exist_ok=True)
         self._file = log_path.open("ab")
 
-        self.ranks_closing = False
-        """torchrun has begun to end its ranks, because one of them failed."""
+        self.closing: set[int] = set()
+        """Process ids of the ranks that torchrun is ending, because another one failed."""
         self._epilogue = False
 
     def __enter__(self) -> Output:
@@ -85,7 +85,8 @@ class Output:
             line = line.replace(secret, "***")
         self._file.write(line.encode("utf-8", "replace") + b"\n")
         self._tail.append(line[:TAIL_LINE_CHARACTERS])
-        self.ranks_closing = self.ranks_closing or elastic.is_closing(line)
+        if (pid := elastic.closing_pid(line)) is not None:
+            self.closing.add(pid)
         self._epilogue = self._epilogue or elastic.is_verdict(line)
         if self._epilogue or not line.strip():
             return

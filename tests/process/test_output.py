@@ -9,7 +9,7 @@ from pathlib import Path
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tasks.elastic import is_closing, ranks_own
+from tasks.elastic import closing_pid, ranks_own
 from tasks.output import Output, _Lines, secrets_of
 
 TEXT = st.text(st.characters(exclude_categories=["Cs"]), max_size=60)
@@ -75,11 +75,21 @@ AGENT = "E1121 08:28:31.797000 12493 torch/distributed/elastic/multiprocessing/a
 def test_torchruns_epilogue_is_left_out() -> None:
     closing = AGENT + "Sending process 7 closing signal SIGTERM"
     verdict = AGENT + "failed (exitcode: 1) local_rank: 1 (pid: 8) of binary: python"
-    assert is_closing(closing)
-    assert not is_closing(verdict)
+    assert closing_pid(closing) == 7
+    assert closing_pid(verdict) is None
     assert ranks_own(["a", closing, "b", verdict, "Traceback"]) == ["a", "b"]
 
 
 def test_a_rank_that_was_killed_gets_a_line() -> None:
     verdict = AGENT + "failed (exitcode: -9) local_rank: 1 (pid: 8) of binary: python"
     assert ranks_own(["a", verdict, "Traceback"]) == ["a", "rank 1 (pid 8) was killed by SIGKILL"]
+
+
+def test_a_killed_rank_is_named_where_another_one_failed_first() -> None:
+    verdict = AGENT + "failed (exitcode: 1) local_rank: 0 (pid: 7) of binary: python"
+    report = ["Other Failures:", "  rank      : 1 (local_rank: 1)", "  exitcode  : -9 (pid: 8)"]
+    last = "rank 1 (pid 8) was killed by SIGKILL"
+    assert ranks_own(["a", verdict, *report]) == ["a", last]
+    # Torchrun itself had to kill this one: it failed because of the other.
+    closing = AGENT + "Sending process 8 closing signal SIGTERM"
+    assert ranks_own(["a", closing, verdict, *report]) == ["a"]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import re
 import time
 from pathlib import Path
 
@@ -19,20 +20,30 @@ sys.stdout.write(f"in session {os.getsid(0)} is pid {os.getpid()}\\n")  # one pi
 time.sleep(2)
 if os.environ["RANK"] == "1":
     sys.stdout.write(f"died at {int(time.time())}\\n")
+    if sys.argv[1] == "killed":
+        os.kill(os.getpid(), signal.SIGKILL)
     raise RuntimeError("rank 1 had an accident")
 time.sleep(600)
 """
 
 
-def test_a_rank_that_dies(tmp_path: Path, log: logging.Logger) -> None:
+@pytest.mark.parametrize(
+    ("how", "last"),
+    [
+        ("raises", "RuntimeError: rank 1 had an accident"),
+        ("killed", r"rank 1 \(pid \d+\) was killed by SIGKILL"),
+    ],
+)
+def test_a_rank_that_dies(tmp_path: Path, log: logging.Logger, how: str, last: str) -> None:
     path = tmp_path / "rank.py"
     path.write_text(RANK)
-    argv = python_child("torch.distributed.run", "--standalone", "--nproc-per-node", "2", str(path))
+    torchrun = ("torch.distributed.run", "--standalone", "--nproc-per-node", "2")
+    argv = python_child(*torchrun, str(path), how)
     log_path = tmp_path / "train.log"
-    with pytest.raises(StageProcessError, match="rank 1 had an accident") as caught:
+    with pytest.raises(StageProcessError, match=last) as caught:
         launch(argv, stage="train", log=log, log_path=log_path)
     assert caught.value.reason == "exit"
-    assert caught.value.details[-1] == "RuntimeError: rank 1 had an accident"
+    assert re.fullmatch(last, caught.value.details[-1])
     text = log_path.read_text()
     (died_at,) = pids("died at", text)
     assert time.time() - died_at < 30

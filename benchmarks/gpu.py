@@ -112,12 +112,12 @@ def main(arguments: Sequence[str] | None = None) -> None:
     with tempfile.TemporaryDirectory(dir=given.root) as folder:
         benches = Benches.of(Path(folder).resolve(), given.runs, tiny=given.tiny)
         lines = [line for row in given.rows for line in measured(row, benches)]
-    found = document(lines, given.runs, bench="gpu")
-    found["machine"] = f"{found['machine']}, {name}"
+    document_ = document(lines, given.runs, bench="gpu")
+    document_["machine"] = f"{document_['machine']}, {name}"
     print(table(lines))
-    print(json.dumps(found))
+    print(json.dumps(document_))
     if given.rows == list(ROWS) and not given.tiny:
-        write_docs(given.docs, lines, found, PAGE)
+        write_docs(given.docs, lines, document_, PAGE)
     else:
         print(f"{given.docs} is left as it is: not every row on a GPU")
 

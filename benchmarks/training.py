@@ -129,17 +129,17 @@ def sft_rows(bench: Bench) -> list[Row]:
     data = bench.data("sft", draw_lengths(STEPS * bench.rows), bench.shape)
     names = ("ours", "trl", "padded", "bare")
     ask = {"steps": STEPS, "rows": bench.rows}
-    found = bench.interleaved(names, bench.base(bench.shape), data, **ask)
-    detail = {name: rates.as_json() for name, rates in found.items()}
+    timed = bench.interleaved(names, bench.base(bench.shape), data, **ask)
+    detail = {name: rates.as_json() for name, rates in timed.items()}
     what = f"SFT, LoRA, {bench.shape}, {bench.dtype}"
-    shares = [share for cost in found["ours"].costs for share in heard(cost)["mfu"]]
+    shares = [share for cost in timed["ours"].costs for share in heard(cost)["mfu"]]
     used = f", MFU {median(shares):.1%}" if shares else ""
-    over = found["bare"].rate / found["ours"].rate - 1
+    over = timed["bare"].rate / timed["ours"].rate - 1
     return [
-        _faster(f"{what}, vs TRL{used}", found["ours"], found["trl"], 1.5, detail),
-        _faster(f"{what}, vs padded batches", found["ours"], found["padded"], 1.3, {}),
+        _faster(f"{what}, vs TRL{used}", timed["ours"], timed["trl"], 1.5, detail),
+        _faster(f"{what}, vs padded batches", timed["ours"], timed["padded"], 1.3, {}),
         Row(
-            f"{what}, our loop over the bare one", found["ours"].text, found["bare"].text,
+            f"{what}, our loop over the bare one", timed["ours"].text, timed["bare"].text,
             f"{over:+.1%}", "<= +3 %", over <= 0.03, {},
         ),
     ]  # fmt: skip

@@ -139,14 +139,14 @@ def measure(
     reference = load_print(path)
     device = (reference.measured_on or {}).get("device")
     new = score(replace(model, device=device), path, out / path.name)
-    found = moved(reference, new)
+    drift = moved(reference, new)
     if not exact or same_arithmetic(reference, new):
-        return found, verdict(found, limit, reference.noise if exact else None, cause=cause)
-    limit = by_noise(limit, found, reference.noise, new.noise)
+        return drift, verdict(drift, limit, reference.noise if exact else None, cause=cause)
+    limit = by_noise(limit, drift, reference.noise, new.noise)
     there, here = (_shown(one.measured_on) for one in (reference, new))
     name = f"drift from the trained model (trained on {there}, measured on {here})"
     # No profile gates this: the hint that one would admit it is not for here.
-    return found, replace(verdict(found, limit, name=name, cause=cause), hint=cause)
+    return drift, replace(verdict(drift, limit, name=name, cause=cause), hint=cause)
 
 
 def _shown(measured_on: Mapping[str, str] | None) -> str:

@@ -1,4 +1,4 @@
-"""What this machine has, asked of the system: importing torch to ask takes seconds.
+"""Hardware of this machine, read from the system: importing torch for it takes seconds.
 
 GPUs are NVML's word, as `nvidia-ml-py` reads it, or `nvidia-smi`'s where that is not installed: a
 device file proves nothing (WSL has none, a container may have /dev/nvidia3 alone, MIG has others).
@@ -148,14 +148,14 @@ def visible(devices: Sequence[Gpu], wanted: str | None) -> tuple[Gpu, ...]:
         names = [name.strip() for name in wanted.split(",")]
     found: list[Gpu] = []
     for name in names:
-        one = _named(devices, name)
-        if one is None:
+        device = _named(devices, name)
+        if device is None:
             break
-        if one in found:
+        if device in found:
             return ()
-        found.append(one)
-        if one.uuid.startswith("MIG-"):
-            return (one,) if len(found) == 1 else tuple(found[:-1])
+        found.append(device)
+        if device.uuid.startswith("MIG-"):
+            return (device,) if len(found) == 1 else tuple(found[:-1])
     return tuple(found)
 
 
@@ -201,14 +201,14 @@ def torch_build() -> tuple[str, tuple[int, int] | None]:
     Read from the installed `torch/version.py`. The version is "0" where torch is not installed.
     """
     try:
-        found = version("torch")
+        release = version("torch")
     except PackageNotFoundError:
         return "0", None
     spec = find_spec("torch")
     folder = Path(spec.origin).parent if spec is not None and spec.origin else None
     text = (folder / "version.py").read_text() if folder is not None else ""
     match = re.search(r"^cuda[^=]*= '(\d+)\.(\d+)'", text, re.M)
-    return found, (int(match[1]), int(match[2])) if match else None
+    return release, (int(match[1]), int(match[2])) if match else None
 
 
 def driver_too_old() -> tuple[str, str, str] | None:
@@ -220,12 +220,12 @@ def driver_too_old() -> tuple[str, str, str] | None:
     driver, cuda = listed().driver, listed().cuda
     if count and cuda is not None and built is not None and cuda[0] < built[0]:
         shown = f"{count} GPU{'s' * (count > 1)}"
-        found = f"{shown} with driver {driver} (CUDA {cuda[0]}.{cuda[1]})"
+        detected = f"{shown} with driver {driver} (CUDA {cuda[0]}.{cuda[1]})"
         oldest = OLDEST_DRIVER.get(built[0])
         needed = f"torch {torch} is built for CUDA {built[0]}.{built[1]}" + (
             f", which needs driver {oldest} or newer" if oldest else ""
         )
-        return found, needed, "a newer driver, or train.device=cpu"
+        return detected, needed, "a newer driver, or train.device=cpu"
     return None
 
 
@@ -241,13 +241,13 @@ def measured_on(device: Any, attention: str) -> dict[str, str]:
         import torch
 
         name = torch.cuda.get_device_name(device)
-    found = {"device": device.type, "name": name, "attention": attention}
+    facts = {"device": device.type, "name": name, "attention": attention}
     for package in ("torch", "transformers", "peft", "bitsandbytes"):
         try:
-            found[package] = version(package)
+            facts[package] = version(package)
         except PackageNotFoundError:
             continue
-    return found
+    return facts
 
 
 def _cpu() -> str:

@@ -144,11 +144,11 @@ class ReferenceScorer:
         reply = self._ask(
             "rewards", model=model.as_request(), trained_on=trained.measured_on, **asked
         )
-        found = ScorePrint(
+        scores_print = ScorePrint(
             trained.probes, tuple(reply["scores"]), "transformers", reply["noise"], reply["on"]
         )
-        found.save(out)
-        return found
+        scores_print.save(out)
+        return scores_print
 
     def reference(self, model: ModelRef, probes: Sequence[Sequence[int]], out: Path) -> Fingerprint:
         """Score probes with a model that chooses the ids itself, and save the result to `out`."""

@@ -71,10 +71,10 @@ def with_hub(
     from huggingface_hub import constants
 
     for name, config in models.items():
-        held = folder / f"models--{name.replace('/', '--')}"
-        snapshot = held / "snapshots" / "0123abc"
+        cached = folder / f"models--{name.replace('/', '--')}"
+        snapshot = cached / "snapshots" / "0123abc"
         snapshot.mkdir(parents=True)
-        (held / "refs").mkdir()
-        (held / "refs" / "main").write_text(snapshot.name)
+        (cached / "refs").mkdir()
+        (cached / "refs" / "main").write_text(snapshot.name)
         (snapshot / "config.json").write_text(json.dumps(config))
     patch.setattr(constants, "HF_HUB_CACHE", str(folder))

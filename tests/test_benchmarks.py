@@ -153,8 +153,8 @@ def test_a_row_that_fails_costs_no_other_row_and_its_reason_is_on_the_page(
 @pytest.mark.slow
 def test_every_row_of_the_gpu_runs_on_a_cpu_at_a_tiny_size(tmp_path: Path) -> None:
     benches = gpu.Benches.of(tmp_path, 1, tiny=True)
-    found = {name: gpu.measured(name, benches) for name in gpu.ROWS}
-    broken = [row.ours for lines in found.values() for row in lines if "not measured" in row.ours]
+    rows = {name: gpu.measured(name, benches) for name in gpu.ROWS}
+    broken = [row.ours for lines in rows.values() for row in lines if "not measured" in row.ours]
     assert broken == []
 
 

@@ -1,4 +1,4 @@
-"""What trains and what measures, on a second device: the CPU's numbers, and nothing mixed.
+"""Training and measuring on a second device: the CPU's numbers, and nothing mixed.
 
 The device is `tests/elsewhere.py`. On a GPU each of these would end in "expected all tensors to be
 on the same device", or in a numpy array that a CUDA tensor does not give.
@@ -81,7 +81,7 @@ def scoring(device: torch.device) -> Any:
 
 
 class Engine:
-    """What of DeepSpeed's engine passes ask for."""
+    """Stand-in for the parts of DeepSpeed's engine that passes use."""
 
     def __init__(self, module: Any) -> None:
         self.module = module
@@ -278,7 +278,7 @@ def test_what_ranks_leave_and_hand_over(elsewhere: None, tmp_path: Path) -> None
 
 
 def test_pissa_starts_where_the_base_is(elsewhere: None, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its pairs are broadcast, and NCCL takes nothing on a CPU."""
+    """NCCL broadcasts the pairs, and takes no CPU tensors."""
     from peft import LoraConfig, get_peft_model
 
     told: list[str] = []
@@ -354,9 +354,9 @@ class TestPlaces:
     def test_flash_attention_that_is_not_there(self, tmp_path: Path) -> None:
         for name in ("flash_attention_2", "flash_attention_3", "eager"):
             request = ModelRef(tmp_path, attn_implementation=name).as_request()
-            found = answers._loading(request)
-            assert found["attn_implementation"] == ("eager" if name == "eager" else "sdpa")
-            assert found["device_map"] is None
+            loading = answers._loading(request)
+            assert loading["attn_implementation"] == ("eager" if name == "eager" else "sdpa")
+            assert loading["device_map"] is None
 
     def _asked(self, monkeypatch: pytest.MonkeyPatch, module: Any, name: str) -> dict[str, Any]:
         asked: dict[str, Any] = {}

@@ -205,7 +205,7 @@ def test_more_ranks_than_gpus_and_none_at_all(monkeypatch: pytest.MonkeyPatch) -
 def test_a_rank_does_not_train_on_the_cpu_where_there_are_gpus(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """What no version told: `torch.cuda.is_available()` is False here."""
+    """No version explains it: `torch.cuda.is_available()` is False here."""
     import torch
 
     from tasks.training.engine import choose_device

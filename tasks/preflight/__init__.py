@@ -51,17 +51,10 @@ from tasks.preflight import (
     vocabulary,
 )
 from tasks.preflight.finding import Finding
-from tasks.preflight.phases import (
-    RankMemory,
-    asked_of,
-    in_words,
-    rank_memory,
-    reward_config,
-)
+from tasks.preflight.phases import RankMemory, asked_of, estimator, in_words
 from tasks.schema.defaults import ONLINE
 from tasks.training.advice import Adviser, on_node
 from tasks.training.failure import smaller
-from tasks.training.job import Settings
 from tasks.training.memory import LIBRARIES
 
 __all__ = ["Finding", "findings", "preflight"]
@@ -175,12 +168,8 @@ def _machine(
     asked = asked_of(settings)
     less = smaller(asked)
     if rank is not None:
-        reward = known.config if rewarded else reward_config(settings["reward"]["model"])
-
-        def turned(other: Settings) -> RankMemory:
-            return rank_memory(known.config, other, gpu=gpu, reward=reward)
-
-        adviser = Adviser(known.config, gpu=gpu is not None, rank=turned)
+        estimate = estimator(known.config, settings, rewarded=rewarded)
+        adviser = Adviser(known.config, gpu=gpu is not None, rank=estimate)
         less = adviser.words(asked, free if gpu is None else gpu)
     return [
         *machine.disk(machine.free_bytes(runs), on_disk, runs),
@@ -235,7 +224,7 @@ def _gpu(rank: RankMemory | None, size: int | None, less: list[str]) -> list[Fin
 def _engines(
     settings: dict[str, Any], known: model.Known, *, free: int, gpu: int | None
 ) -> list[Finding]:
-    """What the engines of rollouts take, and that of smoke_eval once training is over.
+    """Memory of the engines: of rollouts, and of smoke_eval once training is over.
 
     Args:
         settings: the resolved configuration.

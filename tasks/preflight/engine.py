@@ -75,7 +75,7 @@ class EngineMemory:
 def engine_memory(
     config: Mapping[str, Any], settings: Mapping[str, Any], *, gpu_bytes: int | None
 ) -> EngineMemory:
-    """What smoke_eval's engine takes; of each process where `smoke.tensor_parallel` share it.
+    """Memory of smoke_eval's engine, for each of its `smoke.tensor_parallel` processes.
 
     Args:
         config: contents of the base's `config.json`.
@@ -213,12 +213,12 @@ def rollouts_fit(engine: EngineMemory, gpu_bytes: int | None) -> list[Finding]:
     else:
         used = engine.weights + engine.longest + LIBRARIES
         key, override = "rollout.gpu_memory", f"{math.ceil(100 * used / gpu_bytes) / 100:g}"
-    found = f"{engine.cache / GIB:.1f} GiB for keys and values"
+    available = f"{engine.cache / GIB:.1f} GiB for keys and values"
     allowed = (
         f"vLLM needs room for one sequence of {engine.context} tokens, "
         f"{engine.longest / GIB:.1f} GiB, beside {engine.weights / GIB:.1f} GiB of weights"
     )
-    return [Finding(key, found, allowed, f"{key}={override}")]
+    return [Finding(key, available, allowed, f"{key}={override}")]
 
 
 def host_fits(

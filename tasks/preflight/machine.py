@@ -1,4 +1,4 @@
-"""What the machine has to have: GPUs that torch can use, disk, memory, a compiler."""
+"""Checks of the machine: GPUs that torch can use, disk, memory, a compiler."""
 
 from __future__ import annotations
 
@@ -27,15 +27,15 @@ def device(asked: str, nproc: int, *, embedded: bool = False) -> list[Finding]:
         return []
     if count == 0:
         shown = os.environ.get("CUDA_VISIBLE_DEVICES")
-        found = "cuda without a GPU" + ("" if shown is None else f": CUDA_VISIBLE_DEVICES={shown}")
+        seen = "cuda without a GPU" + ("" if shown is None else f": CUDA_VISIBLE_DEVICES={shown}")
         allowed = "the driver (NVML, nvidia-smi) lists none that is visible"
-        return [Finding("train.device", found, allowed, "train.device=cpu")] * (asked == "cuda")
+        return [Finding("train.device", seen, allowed, "train.device=cpu")] * (asked == "cuda")
     if built is None:
-        found = f"{count} GPU{'s' * (count > 1)}, and torch {torch} is a CPU build"
+        seen = f"{count} GPU{'s' * (count > 1)}, and torch {torch} is a CPU build"
         allowed = "training would run on the CPU; a CUDA build of torch computes on them"
         override = "make setup PROFILE=cuda VENV=.venv-cuda, or train.device=cpu"
         severity: Literal["error", "warning"] = "warning" if embedded else "error"
-        return [Finding("train.device", found, allowed, override, severity)]
+        return [Finding("train.device", seen, allowed, override, severity)]
     if (old := host.driver_too_old()) is not None:
         return [Finding("train.device", *old)]
     if nproc > count:
@@ -114,5 +114,5 @@ def free_bytes(runs: Path) -> int:
 
 
 def has_half(*, gpu: bool) -> bool:
-    """Whether DeepSpeed trains in float16: on a GPU, or on a CPU that computes in it."""
+    """Return True if DeepSpeed trains in float16: on a GPU, or on a CPU that computes in it."""
     return gpu or "avx512_fp16" in Path("/proc/cpuinfo").read_text(encoding="utf-8")

@@ -69,7 +69,7 @@ TOY = Known(
 
 
 def look(kind: str, path: str | None, revision: str | None = None) -> tuple[Known, list[Finding]]:
-    """What is known of the base, and what is wrong with it.
+    """Facts about the base model, and problems with it.
 
     Nothing is fetched: of a Hugging Face id the local cache's config.json is read, if it is there.
     """

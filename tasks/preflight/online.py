@@ -202,8 +202,8 @@ def offload(wanted: bool, zero: Mapping[str, Any]) -> Iterator[Finding]:
         yield Finding(key, "true with ZeRO-0", "needs ZeRO-1 to 3", f"zero=zero2 or {override}")
     for name in ("offload_optimizer", "offload_param"):
         if wanted and zero.get(name, "none") != "none":
-            found = f"true with zero.{name}={zero[name]}"
-            yield Finding(key, found, "one of the two: either moves the states", override)
+            conflict = f"true with zero.{name}={zero[name]}"
+            yield Finding(key, conflict, "one of the two: either moves the states", override)
 
 
 def engines(reward: Mapping[str, Any], rollout: Mapping[str, Any]) -> Iterator[Finding]:

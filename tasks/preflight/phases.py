@@ -10,7 +10,7 @@ memory stays; on a GPU it sleeps while ranks score and train.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -113,12 +113,25 @@ def memory_of(settings: Mapping[str, Any], *, rewarded: bool = False) -> RankMem
     asked = asked_of(settings)
     if not known.config or asked.world_size < 1:
         return None  # other findings say why
-    reward = known.config if rewarded else reward_config(settings["reward"]["model"])
-    gpu = gpu_memory(settings["train"]["device"])
     try:
-        return rank_memory(known.config, asked, gpu=gpu, reward=reward)
+        return estimator(known.config, settings, rewarded=rewarded)(asked)
     except KeyError:
         return None  # an architecture that names its dimensions differently
+
+
+def estimator(
+    config: Mapping[str, Any], settings: Mapping[str, Any], *, rewarded: bool
+) -> Callable[[Settings], RankMemory]:
+    """Return `rank_memory` of this machine and this reward model, for any training settings.
+
+    Args:
+        config: contents of the base's config.json.
+        settings: the resolved configuration.
+        rewarded: as of `memory_of`.
+    """
+    reward = config if rewarded else reward_config(settings["reward"]["model"])
+    gpu = gpu_memory(settings["train"]["device"])
+    return lambda asked: rank_memory(config, asked, gpu=gpu, reward=reward)
 
 
 def asked_of(settings: Mapping[str, Any]) -> Settings:
@@ -217,8 +230,8 @@ def _critic(
     model = estimate(config, asked, asked.world_size, gpu=gpu, critic=True)
     if online.loop.critic == "separate":
         return model
-    held = adapter_weights(Sizes.of(config), asked) * ITEM[asked.dtype]
-    return replace(model, weights=held, gathered=0, mapped=0)
+    weights = adapter_weights(Sizes.of(config), asked) * ITEM[asked.dtype]
+    return replace(model, weights=weights, gathered=0, mapped=0)
 
 
 def _frozen(

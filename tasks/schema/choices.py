@@ -150,7 +150,7 @@ class AdapterInit(Enum):
 
 
 class Device(Enum):
-    """What ranks compute on; auto: the GPUs that are there, else the CPU."""
+    """Device of the ranks; auto: the GPUs that are there, else the CPU."""
 
     auto = 1  # a member named like the function: numbers here
     cpu = 2

@@ -21,7 +21,7 @@ from tasks.machine import measured_on
 from tasks.serving.load import input_device
 
 COPIES = 8
-"""Of a probe in one batch, for the repeat noise: other products than of the probe alone."""
+"""Copies of a probe in one batch, for the repeat noise: other kernels than for one sequence."""
 ALTERNATIVES = 5
 """Candidates reported for every greedy step, the chosen token included."""
 

@@ -50,8 +50,8 @@ class Rewarder:
 
     def scores(self, probes: Sequence[Sequence[int]], *, raw: bool = False) -> list[float]:
         """The reward of each text; `raw` leaves out the normalisation."""
-        found = [self._raw(probe) for probe in probes]
-        return found if raw else normalised(found, self.normalisation)
+        raw_scores = [self._raw(probe) for probe in probes]
+        return raw_scores if raw else normalised(raw_scores, self.normalisation)
 
     def noise(self, probes: Sequence[Sequence[int]]) -> float:
         """Return the mean absolute difference of raw scores whose sums are in another order."""
@@ -105,7 +105,7 @@ def _classifier(path: Path, **how: Any) -> Any:
 
 
 def _rewarder(model: Any, config: Mapping[str, Any]) -> Rewarder:
-    """Of a classifier; `config` says how its scores are normalised."""
+    """Return the rewarder of a classifier; `config` says how its scores are normalised."""
     model.eval()
     text = model.config.get_text_config()
     if text.pad_token_id is None:  # transformers then takes no batch, not even one of equal texts

@@ -122,12 +122,12 @@ def fingerprint(llm: Any, reference: Fingerprint) -> Fingerprint:
     scored = _scored if llm.llm_engine.vllm_config.use_v2_model_runner else _scored_by_worker
     ends = np.cumsum([len(probe) - 1 for probe in reference.probes])
     rows = np.split(reference.ids, ends[:-1])
-    found = [scored(llm, probe, ids) for probe, ids in zip(reference.probes, rows, strict=True)]
+    scores = [scored(llm, probe, ids) for probe, ids in zip(reference.probes, rows, strict=True)]
     return Fingerprint(
         probes=reference.probes,
         ids=reference.ids,
-        logprobs=np.concatenate([logprobs for logprobs, _ in found]),
-        top1=np.concatenate([top1 for _, top1 in found]),
+        logprobs=np.concatenate([logprobs for logprobs, _ in scores]),
+        top1=np.concatenate([top1 for _, top1 in scores]),
         engine="vllm",
     )
 
@@ -168,16 +168,16 @@ def _score_instead(worker: Any, ids: NDArray[np.int32]) -> None:
     import torch
 
     sampler, wanted = worker.model_runner.sampler, torch.from_numpy(ids).long()
-    gather, found = type(sampler).gather_logprobs, list[Scored]()
+    gather, scores = type(sampler).gather_logprobs, list[Scored]()
 
     def note(logprobs: Any, count: int, prompt: Any) -> Any:
-        begin = sum(len(top1) for _, top1 in found)
+        begin = sum(len(top1) for _, top1 in scores)
         at = wanted[begin : begin + len(logprobs)].to(logprobs.device)
         top1 = logprobs.argmax(-1).to(torch.int32)
-        found.append((logprobs.gather(-1, at).float().cpu().numpy(), top1.cpu().numpy()))
+        scores.append((logprobs.gather(-1, at).float().cpu().numpy(), top1.cpu().numpy()))
         return gather(logprobs, count, prompt)
 
-    sampler.gather_logprobs, sampler.noted = note, found
+    sampler.gather_logprobs, sampler.noted = note, scores
 
 
 def _take_scores(worker: Any) -> list[Scored]:

@@ -33,7 +33,7 @@ class Knob:
 
 
 class Rank(Protocol):
-    """What a rank takes, in bytes; ranks of a node share what is mapped."""
+    """Memory of a rank, in bytes; ranks of a node share what is mapped."""
 
     @property
     def total(self) -> int: ...
@@ -162,7 +162,7 @@ class Adviser:
 
 
 def _of_engine(settings: Settings) -> Iterator[tuple[str, Settings]]:
-    """What leaves the engine of rollouts less of a GPU, or the trainer beside it."""
+    """Settings that give the rollout engine less of a GPU, or the trainer beside it."""
     rollout, zero = settings.online.get("rollout", {}), settings.zero
     if rollout.get("engine") != "vllm":
         return

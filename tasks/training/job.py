@@ -175,7 +175,7 @@ class Settings:
 
     @property
     def runs_vllm(self) -> bool:
-        """Whether ranks hold an engine of vLLM, which samples responses or scores them."""
+        """Return True if ranks hold a vLLM engine, which samples responses or scores them."""
         rollout, reward = self.online.get("rollout", {}), self.online.get("reward", {})
         sampling = rollout.get("engine", Rollout.engine.name)
         return bool(self.online) and "vllm" in (sampling, reward.get("engine", Reward.engine.name))

@@ -102,9 +102,9 @@ class MemoryEstimate:
 
     @property
     def lasting(self) -> int:
-        """What is there between passes, all weights of a pass included."""
-        held = self.weights + self.gathered
-        return held + self.gradients - self.released + self.optimizer
+        """Memory between passes, all weights of a pass included."""
+        weights = self.weights + self.gathered
+        return weights + self.gradients - self.released + self.optimizer
 
     def parts(self) -> dict[str, int]:
         """Bytes by name; not all there at the same time, so that `total` is less than their sum."""
@@ -119,7 +119,7 @@ def estimate(
     gpu: bool = False,
     critic: bool = False,
 ) -> MemoryEstimate:
-    """What one of `world_size` ranks needs at its peak for one model.
+    """Peak memory of one of `world_size` ranks for one model.
 
     Args:
         config: contents of the base's `config.json`.

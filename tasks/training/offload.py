@@ -15,7 +15,7 @@ from typing import Any
 
 FREES = ("optim_states", "hp_params", "lp_grads")
 FREES_3 = ("lp_grads", "contiguous_grad_buffer")
-"""What DeepSpeed moves, under ZeRO-1 and 2, and under ZeRO-3."""
+"""States that DeepSpeed moves, under ZeRO-1 and 2, and under ZeRO-3."""
 
 
 @dataclass

@@ -27,7 +27,7 @@ its sums are grouped. What the best state is best in may not: its value is compa
 def identity(
     settings: Settings, *, base_digest: str, data: Path, adapter: Path | None = None
 ) -> dict[str, Any]:
-    """What decides a run's result, by dotted name: settings, base, data, the adapter before it."""
+    """Return everything that decides a run's result, by dotted name."""
     found: dict[str, Any] = {"base": base_digest, "data": _folder_digest(data)}
     if adapter is not None:
         found["adapter"] = _folder_digest(adapter)

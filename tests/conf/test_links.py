@@ -214,21 +214,21 @@ def given(tmp_path: Path, *overrides: str) -> dict[str, dict[str, str]]:
 
 
 def test_a_qlora_link_goes_on_with_the_adapter_of_the_one_before(tmp_path: Path) -> None:
-    found = given(tmp_path)
-    assert "adapter" not in found["sft.train"]
+    inputs = given(tmp_path)
+    assert "adapter" not in inputs["sft.train"]
     for link in ("reward", "ppo"):
-        assert found[f"{link}.train"]["adapter"] == "sft.gather"
-        assert found[f"{link}.train"]["base"] == "sft.prepare_base"
+        assert inputs[f"{link}.train"]["adapter"] == "sft.gather"
+        assert inputs[f"{link}.train"]["base"] == "sft.prepare_base"
     # The same base in 4 bits for rollouts and the merge; compared with what was served before.
-    assert found["ppo.rollout_base"]["base"] == "sft.prepare_base"
-    assert found["ppo.merge"]["base"] == "sft.prepare_base"
-    assert found["ppo.smoke_eval"]["base"] == "sft.convert"
+    assert inputs["ppo.rollout_base"]["base"] == "sft.prepare_base"
+    assert inputs["ppo.merge"]["base"] == "sft.prepare_base"
+    assert inputs["ppo.smoke_eval"]["base"] == "sft.convert"
 
 
 def test_a_lora_link_begins_with_the_merged_model(tmp_path: Path) -> None:
-    found = given(tmp_path, "ppo:peft=lora", "ppo:peft.rank=16")
-    assert "adapter" not in found["ppo.train"]
-    assert found["ppo.train"]["base"] == "sft.convert"
+    inputs = given(tmp_path, "ppo:peft=lora", "ppo:peft.rank=16")
+    assert "adapter" not in inputs["ppo.train"]
+    assert inputs["ppo.train"]["base"] == "sft.convert"
 
 
 def test_a_qlora_link_with_another_adapter_is_refused(tmp_path: Path) -> None:

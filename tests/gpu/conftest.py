@@ -1,4 +1,4 @@
-"""What the machine has, why a check is skipped, and the table at the end."""
+"""Packages and GPUs of the machine, reasons to skip a check, and the table at the end."""
 
 from __future__ import annotations
 
@@ -45,11 +45,11 @@ class Machine:
         )
         if done.returncode:
             return cls((done.stderr.strip().splitlines() or ["torch does not start"])[-1])
-        said = json.loads(done.stdout.splitlines()[-1])
-        if not said["names"]:
-            return cls(f"torch {said['torch']} finds no CUDA GPU")
-        text = f"torch {said['torch']}, CUDA {said['cuda']}, {', '.join(said['names'])}"
-        return cls(text, tuple(said["free"]))
+        reply = json.loads(done.stdout.splitlines()[-1])
+        if not reply["names"]:
+            return cls(f"torch {reply['torch']} finds no CUDA GPU")
+        text = f"torch {reply['torch']}, CUDA {reply['cuda']}, {', '.join(reply['names'])}"
+        return cls(text, tuple(reply["free"]))
 
     def lacks(self, check: Check) -> str:
         """Why the check cannot run here; empty if it can."""
@@ -86,15 +86,15 @@ def setting(machine: Machine, place: Path, check: Check) -> Setting:
 
 def pytest_report_collectionfinish(items: list[pytest.Item]) -> list[str]:
     """Say how long the collected checks take."""
-    found = [
+    rows = [
         item.callspec.params["check"]  # type: ignore[attr-defined]
         for item in items
         if item.get_closest_marker("gpu") or item.get_closest_marker("gpus")
     ]
-    if not found:
+    if not rows:
         return []
-    minutes = sum(one.seconds for one in found) / 60
-    return [f"{len(found)} GPU checks, about {minutes:.0f} minutes where all of them can run"]
+    minutes = sum(one.seconds for one in rows) / 60
+    return [f"{len(rows)} GPU checks, about {minutes:.0f} minutes where all of them can run"]
 
 
 @pytest.hookimpl(wrapper=True)
@@ -108,12 +108,12 @@ def pytest_runtest_makereport(
     if gpu and over:
         check: Check = item.callspec.params["check"]  # type: ignore[attr-defined]
         numbers = dict(report.user_properties)
-        said = ", ".join(f"{name} {value}" for name, value in numbers.items())
+        text = ", ".join(f"{name} {value}" for name, value in numbers.items())
         if report.skipped:
-            said = str(report.longrepr[2]).removeprefix("Skipped: ")  # type: ignore[index]
+            text = str(report.longrepr[2]).removeprefix("Skipped: ")  # type: ignore[index]
         state = {"passed": "ran", "failed": "FAILED"}.get(report.outcome, report.outcome)
         needs = ", ".join(("torch", *check.needs))
-        row = [check.name, needs, state, f"{call.duration:.0f}", said]
+        row = [check.name, needs, state, f"{call.duration:.0f}", text]
         item.config.stash.setdefault(ROWS, []).append(row)
     return report
 

@@ -25,7 +25,7 @@ LENGTH = 24
 
 @contextlib.contextmanager
 def one_rank() -> Iterator[None]:
-    """What an online run gives a single rank: torchrun's environment, and the compiler on a GPU."""
+    """Set up a single rank as an online run does: torchrun's environment, a compiler on a GPU."""
     import torch
 
     from tasks.lean import start_lean

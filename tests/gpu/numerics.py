@@ -50,13 +50,13 @@ def model_of(setting: Setting, *, dtype: torch.dtype, **changes: Any) -> Any:
 def fork(setting: Setting) -> Numbers:
     """Fork after the imports of the scorer and of the vLLM child, and compute in the fork."""
     warm_ups = {"torch": _import_torch, "scorer": _import_scorer, "vllm": _import_vllm}
-    found = {}
+    measured = {}
     for name, warm_up in warm_ups.items():
-        found[name] = _forked(lambda warm_up=warm_up: _fork_twice(warm_up, setting.device))  # type: ignore[misc]
+        measured[name] = _forked(lambda warm_up=warm_up: _fork_twice(warm_up, setting.device))  # type: ignore[misc]
     fine = ("ok", ABSENT, FRESH) if setting.device == "cuda" else ("ok", ABSENT)
-    broken = {name: said for name, said in found.items() if not said.startswith(fine)}
+    broken = {name: said for name, said in measured.items() if not said.startswith(fine)}
     assert not broken, broken
-    return found
+    return measured
 
 
 def _import_torch() -> None:
@@ -85,8 +85,8 @@ def _fork_twice(warm_up: Callable[[], None], device: str) -> str:
 
     if torch.cuda.is_initialized():
         return f"{FRESH}: its imports initialise CUDA"
-    said = [_forked(lambda: _compute(device)) for _ in range(2)]
-    return "ok" if said == ["ok", "ok"] else str(said)
+    results = [_forked(lambda: _compute(device)) for _ in range(2)]
+    return "ok" if results == ["ok", "ok"] else str(results)
 
 
 def _compute(device: str) -> str:
@@ -97,20 +97,20 @@ def _compute(device: str) -> str:
 
 
 def _forked(work: Callable[[], str]) -> str:
-    """What `work` returns in a fork of this process."""
+    """Return the result of `work` in a fork of this process."""
     receiver, sender = os.pipe()
     if (pid := os.fork()) == 0:
         try:
-            said = work()
+            result = work()
         except BaseException:
-            said = traceback.format_exc()
-        os.write(sender, said.encode()[:4000])
+            result = traceback.format_exc()
+        os.write(sender, result.encode()[:4000])
         os._exit(0)
     os.close(sender)
     with os.fdopen(receiver, "rb") as pipe:
-        said = pipe.read().decode()
+        result = pipe.read().decode()
     _, status = os.waitpid(pid, 0)
-    return said if said and not status else f"{said} (status {status})"
+    return result if result and not status else f"{result} (status {status})"
 
 
 def spawn(setting: Setting) -> Numbers:

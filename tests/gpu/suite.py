@@ -24,7 +24,7 @@ PROJECT = Path(__file__).resolve().parents[2]
 TAIL = 60
 """Lines of a failed check's output that are shown."""
 Numbers = Mapping[str, float | str]
-"""What a check measured, for the table at the end."""
+"""Measurements of a check, for the table at the end."""
 
 
 @dataclass(frozen=True)
@@ -146,8 +146,8 @@ def main(arguments: list[str]) -> None:
     name, device, size, folder, gpus = arguments
     setting = Setting(device, size == "tiny", Path(folder), int(gpus))
     check = next(one for one in CHECKS if one.name == name)
-    found = check.run(setting)
-    (setting.folder / f"{name}.json").write_text(json.dumps(found))
+    numbers = check.run(setting)
+    (setting.folder / f"{name}.json").write_text(json.dumps(numbers))
 
 
 if __name__ == "__main__":

@@ -17,8 +17,8 @@ QUICK = ("fingerprint", "attention", "head")
 
 
 def chosen(*, quick: bool) -> list[Any]:
-    found = [check for check in CHECKS if (check.name in QUICK) == quick]
-    return [pytest.param(check, id=check.name) for check in found]
+    chosen = [check for check in CHECKS if (check.name in QUICK) == quick]
+    return [pytest.param(check, id=check.name) for check in chosen]
 
 
 def on_cpu(folder: Path, name: str) -> Setting:

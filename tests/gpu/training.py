@@ -61,10 +61,10 @@ def zero_qlora(setting: Setting) -> Numbers:
 
 def zero_ranks(setting: Setting) -> Numbers:
     """ZeRO-2 and 3 on several GPUs, beside one."""
-    one = replace(setting, gpus=1)
+    single = replace(setting, gpus=1)
     found: dict[str, float | str] = {}
     for kind in ("lora", "none"):
-        alone = _train(one, kind, 2)[0]
+        alone = _train(single, kind, 2)[0]
         for stage in (2, 3):
             losses, numbers = _train(setting, kind, stage)
             _require_close(losses, alone, f"{kind}, ZeRO-{stage}, {setting.gpus} ranks")
@@ -131,15 +131,15 @@ def _train(setting: Setting, kind: str, stage: int) -> tuple[list[float], Number
         log_path=folder / "log",
         env={"HF_HUB_OFFLINE": "1"},
     )  # fmt: skip
-    said = json.loads((out / "memory.json").read_text())
-    peak = max(max(rank["peaks"].values()) for rank in said)
+    memory = json.loads((out / "memory.json").read_text())
+    peak = max(max(rank["peaks"].values()) for rank in memory)
     config = json.loads((base / "config.json").read_text())
     gpu = setting.device == "cuda"
     expected = estimate(config, settings, setting.gpus, gpu=gpu).total
     if gpu:
         assert 0.75 < expected / peak < 1.25, f"{name}: {expected >> 20} of {peak >> 20} MiB"
     text = f"{expected / 2**30:.1f} of {peak / 2**30:.1f} GiB, {time.monotonic() - began:.0f} s"
-    return said[0]["losses"], {name: text}
+    return memory[0]["losses"], {name: text}
 
 
 def _longest(setting: Setting) -> Path:

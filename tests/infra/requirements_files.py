@@ -36,10 +36,10 @@ def lock(name: str, environment: Mapping[str, str] | None = None) -> dict[str, s
     """Name -> version of a lock; with `environment` of what its markers ask for there."""
     lines = logical_lines(REQUIREMENTS / f"{name}.lock")
     if environment is not None:
-        found = [Requirement(line.split(" --hash", 1)[0]) for line in lines]
+        requirements = [Requirement(line.split(" --hash", 1)[0]) for line in lines]
         lines = [
             str(one)
-            for one in found
+            for one in requirements
             if one.marker is None or one.marker.evaluate(dict(environment))
         ]
     return pins(lines)

@@ -96,7 +96,7 @@ def test_this_environment_is_what_the_lock_says() -> None:
 @pytest.mark.parametrize("python", ["3.11", "3.12", "3.13", "3.14"])
 @pytest.mark.parametrize("machine", ["x86_64", "aarch64"])
 def test_the_lock_holds_what_every_package_asks_for(python: str, machine: str) -> None:
-    """Of the metadata that are installed here, with the markers of that Python and machine."""
+    """Return the requirements in the installed metadata, by that Python's and machine's markers."""
     environment = {
         "python_version": python, "python_full_version": f"{python}.0",
         "platform_machine": machine, "extra": "",

@@ -28,9 +28,9 @@ def test_policy_critic_and_reference_are_within_a_quarter(data: Path, tmp_path: 
     job = job_of(settings, base, data, tmp_path / "run")
     job.write(job.out / "job.json")
     started("tests.rl.memory_program", tmp_path, str(job.out / "job.json"))
-    found = max(json.loads((job.out / "memory.json").read_text()))
+    peak = max(json.loads((job.out / "memory.json").read_text()))
     config = json.loads((base / "config.json").read_text())
     expected = rank_memory(config, settings, gpu=None)
     assert {"critic", "reference"} <= {term.name for term in expected.terms}
     shown = ", ".join(map(str, expected.terms))
-    assert 0.75 < expected.total / found < 1.25, f"found {found >> 20} MiB, expected {shown}"
+    assert 0.75 < expected.total / peak < 1.25, f"found {peak >> 20} MiB, expected {shown}"

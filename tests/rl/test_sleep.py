@@ -46,7 +46,7 @@ class Recorder:
 
 
 class NoChecks:
-    """Of weights that are there: see `test_rollouts.py`."""
+    """Stand for weights that are there: see `test_rollouts.py`."""
 
     def __init__(self, _: Any) -> None:
         pass
@@ -172,7 +172,7 @@ def test_states_are_moved_once_and_back(stage: int, named: list[str]) -> None:
     calls: list[Any] = []
     engine = Zero(stage, calls)
     (weights,) = engine.optimizer.fp32_partitioned_groups_flat
-    before, held = weights.data_ptr(), weights.detach().clone()
+    before, copy = weights.data_ptr(), weights.detach().clone()
     states = TrainerStates([engine], movable=True)
     states.offload()
     states.offload()
@@ -181,7 +181,7 @@ def test_states_are_moved_once_and_back(stage: int, named: list[str]) -> None:
     with states.on_device():
         assert (states.away, calls[1:]) == (False, ["reload"])
     assert calls == [named, "reload", named]
-    assert torch.equal(weights, held)
+    assert torch.equal(weights, copy)
 
 
 def test_states_that_stay_are_not_touched() -> None:

@@ -17,7 +17,7 @@ from tasks import lean
 
 
 def as_on_gpu(said: Any = lean.compiles) -> bool:
-    """What a rank with a GPU decides."""
+    """Decide as a rank with a GPU does."""
     with patch.object(lean, "on_gpu", lambda: True):
         return bool(said())
 
@@ -38,12 +38,12 @@ def train_with(ranks: Any, job: Any, started: float) -> None:
     how = Colocation(model=job.base, max_model_len=64, max_num_seqs=4, adapter_rank=8)
     engine = Colocated(how, Sampling(max_new_tokens=6, ends=(2,)))
     (answer,) = engine.generate([[1, 20, 30, 40]], [7], greedy=True)
-    found = {
+    result = {
         "ids": answer.ids.tolist(),
         "logprobs": answer.logprobs.tolist(),
         "graphs": counters["stats"]["unique_graphs"],
     }
-    (job.out / "answer.json").write_text(json.dumps(found))
+    (job.out / "answer.json").write_text(json.dumps(result))
     engine.close()
 
 

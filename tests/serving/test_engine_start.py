@@ -1,4 +1,4 @@
-"""How a training rank starts an engine: compiled on a GPU, and on a CPU without the compiler."""
+"""Start of an engine in a training rank: compiled on a GPU, and on a CPU without the compiler."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ def test_an_engine_compiles_in_a_rank(served: Path, tmp_path: Path) -> None:
         free.bind(("127.0.0.1", 0))
         port = str(free.getsockname()[1])
     alone = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "LOCAL_WORLD_SIZE": "1"}
-    found = {}
+    texts = {}
     for compiled in ("no", "yes"):
         job = written(tmp_path / compiled, served, ROLLOUT)
         launch(
@@ -77,8 +77,8 @@ def test_an_engine_compiles_in_a_rank(served: Path, tmp_path: Path) -> None:
             log_path=tmp_path / "log",
             env={**alone, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "OMP_NUM_THREADS": "1"},
         )
-        found[compiled] = json.loads((tmp_path / compiled / "answer.json").read_text())
-    assert found["no"]["graphs"] == 0
-    assert found["yes"]["graphs"] > 0
-    assert found["yes"]["ids"] == found["no"]["ids"]
-    assert found["yes"]["logprobs"] == pytest.approx(found["no"]["logprobs"], abs=0.05)
+        texts[compiled] = json.loads((tmp_path / compiled / "answer.json").read_text())
+    assert texts["no"]["graphs"] == 0
+    assert texts["yes"]["graphs"] > 0
+    assert texts["yes"]["ids"] == texts["no"]["ids"]
+    assert texts["yes"]["logprobs"] == pytest.approx(texts["no"]["logprobs"], abs=0.05)

@@ -83,8 +83,8 @@ def test_a_job_gets_a_process_of_its_own_where_a_fork_has_lost_cuda(
         Job(str(served), str(tmp_path / name), [[1] * n], 1, 16, rewards=True)
         for name, n in (("first", 3), ("second", 5))
     ]
-    found = run_vllm(jobs, EngineSettings(), log=LOG, log_path=tmp_path / "log")
-    assert [one["rewards"] for one in found] == [[3.0], [5.0]]
+    results = run_vllm(jobs, EngineSettings(), log=LOG, log_path=tmp_path / "log")
+    assert [one["rewards"] for one in results] == [[3.0], [5.0]]
     alone = [line.split()[-1] for line in starts.read_text().splitlines() if "--alone" in line]
     assert alone == [str(tmp_path / name / "job.json") for name in ("first", "second")]
 
@@ -94,8 +94,8 @@ def test_a_request_gets_a_process_of_its_own_where_a_fork_has_lost_cuda(
     starts: Path, served: Path, tmp_path: Path
 ) -> None:
     with ReferenceScorer(log=LOG, log_path=tmp_path / "log", threads=1, timeout_s=240) as scorer:
-        found = scorer.encode_texts(served, ["an ape"], limit=3)
-    assert found == [[261, 223, 67]]
+        tokens = scorer.encode_texts(served, ["an ape"], limit=3)
+    assert tokens == [[261, 223, 67]]
     lines = [line for line in starts.read_text().splitlines() if "--answer-to" in line]
     assert len(lines) == 1
     assert lines[0].endswith("--threads 1")

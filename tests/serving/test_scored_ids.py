@@ -62,12 +62,12 @@ def test_ids_of_a_large_vocabulary(*, second: bool) -> None:
     ids = np.random.default_rng(0).integers(0, WIDTH, (len(table), 512)).astype(np.int32)
     zeros = np.zeros((len(ids), 512), np.float32)
     asked = Fingerprint(PROBES, ids, zeros, ids[:, 0], "deepspeed")
-    found = fingerprint(engine, asked)
-    assert (found.engine, found.probes) == ("vllm", PROBES)
-    assert np.array_equal(found.ids, ids)
-    assert np.array_equal(found.logprobs, np.take_along_axis(table.numpy(), ids, axis=1))
-    assert found.top1.tolist() == table.argmax(1).tolist()
-    assert found.top1.dtype == np.int32
+    scored = fingerprint(engine, asked)
+    assert (scored.engine, scored.probes) == ("vllm", PROBES)
+    assert np.array_equal(scored.ids, ids)
+    assert np.array_equal(scored.logprobs, np.take_along_axis(table.numpy(), ids, axis=1))
+    assert scored.top1.tolist() == table.argmax(1).tolist()
+    assert scored.top1.dtype == np.int32
 
 
 def test_an_id_that_vllm_does_not_have() -> None:

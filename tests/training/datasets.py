@@ -101,11 +101,11 @@ def make_examples(
 
 def alone(model: Any, examples: Examples, device: str = "cpu") -> torch.Tensor:
     """Log-probabilities of supervised tokens, one forward pass of the model's own a sequence."""
-    found = []
+    datasets = []
     for i in range(len(examples)):
         ids, bears = (torch.tensor(x, device=device) for x in examples.sequence(i, 0))
         places = bears[1:].nonzero()[:, 0]
         logits = model(input_ids=ids[None].long(), use_cache=False).logits[0, places]
         targets = ids[places + 1].long()
-        found.append(torch.log_softmax(logits.float(), -1).gather(1, targets[:, None])[:, 0])
-    return torch.cat(found)
+        datasets.append(torch.log_softmax(logits.float(), -1).gather(1, targets[:, None])[:, 0])
+    return torch.cat(datasets)

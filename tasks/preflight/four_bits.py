@@ -1,11 +1,15 @@
-"""Layers that bitsandbytes' CPU kernels hold wrongly in 4 bits."""
+"""Bases that QLoRA cannot hold in 4 bits: odd widths on a CPU, merged QLoRA models."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
+from tasks.errors import ArtifactError
 from tasks.preflight.finding import Finding
+from tasks.weights.nf4 import LOST_ALLOWED, LOST_OVERRIDE, lost_in_4_bits
+from tasks.weights.reader import read_checkpoint
 
 BLOCK = 64
 """Weights that share a scale."""
@@ -26,3 +30,19 @@ def widths(kind: str, config: Mapping[str, Any], *, gpu: bool) -> list[Finding]:
         return []
     allowed = f"on a CPU bitsandbytes needs multiples of {BLOCK}: other rows get wrong scales"
     return [Finding("peft.kind", f"qlora, and {', '.join(found)}", allowed, "peft=lora")]
+
+
+def merged(kind: str, folder: Path) -> list[Finding]:
+    """QLoRA on a merged QLoRA model, whose 4 bits are those from before that training.
+
+    A folder that cannot be read is named by the other checks.
+    """
+    if kind != "qlora" or not (folder / "config.json").is_file():
+        return []
+    try:
+        lost = lost_in_4_bits(read_checkpoint(folder))
+    except ArtifactError:
+        return []
+    if lost is None:
+        return []
+    return [Finding("model.path", f"a merged QLoRA model: {lost}", LOST_ALLOWED, LOST_OVERRIDE)]

@@ -1,17 +1,27 @@
 """The base as QLoRA training has it: quantised to 4 bits by bitsandbytes, and back.
 
-QLoRA (https://arxiv.org/abs/2305.14314) trains an adapter on top of the *quantised* base. Folding
-it into the original base gives another model than the one that was trained; folding it into this
-one does not.
+QLoRA (https://arxiv.org/abs/2305.14314) trains an adapter on top of the *quantised* base. Merging
+it into the original base gives another model than the one that was trained; merging it into the
+dequantised base does not. `lost_in_4_bits` finds models that were made so: quantised once more,
+they lose what the adapter had learned.
 """
 
 from __future__ import annotations
 
+import math
+import re
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
+from numpy.typing import NDArray
+
 from tasks.errors import ArtifactError
+from tasks.weights.casts import cast, casts
+from tasks.weights.extents import Reader, part
+from tasks.weights.reader import Checkpoint
 from tasks.weights.stored4bit.decode import unpack
+from tasks.weights.stored4bit.packed import LEVELS
 
 if TYPE_CHECKING:
     import torch
@@ -20,6 +30,81 @@ BLOCKSIZE = 64
 """Elements that share a scale: the default of bitsandbytes' `Params4bit`, and of transformers."""
 _SCALES = 256
 """Scales that are packed together by double quantisation."""
+
+_LAYER = re.compile(r"(?P<stack>\D*?)\.(?P<layer>\d+)\.(?P<rest>.+)")
+_SAMPLED = 1 << 20
+"""Elements that `lost_in_4_bits` reads of a matrix, from its beginning."""
+_ON_GRID = 0.85
+"""Error with the right blocks over the error with shifted ones; 1.0 for a model of its own."""
+
+LOST_ALLOWED = "quantising it to 4 bits again would undo that training"
+LOST_OVERRIDE = "peft=lora, or model.path=<the base before that training>"
+"""What is said of such a base, and what to type."""
+
+
+def lost_in_4_bits(checkpoint: Checkpoint) -> str | None:
+    """Find a matrix that lies close to NF4's values, as those of a merged QLoRA model do.
+
+    Such a matrix is a dequantised one plus a small change, and NF4 rounds most of that change away.
+    Blocks that are shifted by half their length tell it from a matrix that any 4 bits suit well. A
+    matrix that nothing was added to still has the zeros that NF4 gave it, and loses nothing.
+
+    Args:
+        checkpoint: the model. Up to 1M elements of each matrix in its first, middle and last layer
+            are read.
+
+    Returns:
+        The matrix and its relative quantisation error, or None.
+
+    Raises:
+        ArtifactError: a file cannot be read.
+    """
+    for name in _sample(checkpoint):
+        values = _beginning(checkpoint, name)
+        (error, changed), (shifted, _) = _rounding(values), _rounding(values[BLOCKSIZE // 2 :])
+        if changed and error < _ON_GRID * shifted:
+            return f"{name} is {error:.1%} off NF4's values (an ordinary matrix: about 9 %)"
+    return None
+
+
+def _sample(checkpoint: Checkpoint) -> list[str]:
+    """Names of the matrices in the first, middle and last layer of each stack; of experts, one."""
+    stacks: dict[str, dict[int, dict[str, str]]] = {}
+    for name, info in checkpoint.tensors.items():
+        match = _LAYER.fullmatch(name)
+        if match and len(info.shape) == 2 and casts(info.dtype, "F32"):
+            layers = stacks.setdefault(match["stack"], {})
+            rest = re.sub(r"\d+", "#", match["rest"])
+            layers.setdefault(int(match["layer"]), {}).setdefault(rest, name)
+    names: list[str] = []
+    for layers in stacks.values():
+        order = sorted(layers)
+        for layer in sorted({order[0], order[len(order) // 2], order[-1]}):
+            names += layers[layer].values()
+    return names
+
+
+def _beginning(checkpoint: Checkpoint, name: str) -> NDArray[np.float32]:
+    info = checkpoint.tensors[name]
+    count = math.prod(info.shape)
+    raw: NDArray[np.uint8] = np.empty(
+        min(count, _SAMPLED) * (info.nbytes // max(1, count)), np.uint8
+    )
+    with Reader(part(checkpoint.extents(name), 0, raw.size)) as reader:
+        reader.into(raw, 0)
+    return cast(raw, info.dtype, "F32").view(np.float32)
+
+
+def _rounding(values: NDArray[np.float32]) -> tuple[float, bool]:
+    """Return NF4's relative error |Q(w) - w| / |w|, and True if it sets elements to zero."""
+    blocks = values[: values.size // BLOCKSIZE * BLOCKSIZE].reshape(-1, BLOCKSIZE)
+    scales = np.abs(blocks).max(axis=1, keepdims=True, initial=0)
+    scaled = np.divide(blocks, scales, out=np.zeros_like(blocks), where=scales > 0)
+    levels = np.array(LEVELS["nf4"], np.float32)
+    nearest = levels[np.searchsorted((levels[1:] + levels[:-1]) / 2, scaled)]
+    norm, zeros = float(np.linalg.norm(blocks)), scaled[nearest == 0]
+    error = float(np.linalg.norm((nearest - scaled) * scales)) / norm if norm > 0 else 0.0
+    return error, 2 * np.count_nonzero(zeros) > zeros.size
 
 
 def check_quantization(quantization: Mapping[str, Any]) -> None:

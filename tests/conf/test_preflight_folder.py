@@ -13,11 +13,12 @@ import pytest
 from hypothesis import strategies as st
 
 from flows.config import compose_config
-from tasks.preflight import model
+from tasks.preflight import four_bits, model
 from tasks.training.memory import estimate
 from tasks.training.sizes import Sizes
 from tests.machines import QWEN_7B, with_hub
 from tests.settings import Settings
+from tests.weights.making import near_nf4
 
 SIZES = st.integers(1, 64)
 
@@ -160,3 +161,12 @@ def test_a_hub_id_is_known_once_its_config_is_in_the_cache(
         "no config.json of owner/absent in the Hugging Face cache; "
         "hf download owner/absent config.json puts it there"
     )
+
+
+def test_a_merged_qlora_model_is_no_base_for_qlora(tmp_path: Path) -> None:
+    folder = near_nf4(tmp_path / "merged", 0.01)
+    (folder / "config.json").write_text("{}")
+    (finding,) = four_bits.merged("qlora", folder)
+    assert finding.found.startswith("a merged QLoRA model: model.layers.0.mlp.up_proj.weight is ")
+    assert finding.override == "peft=lora, or model.path=<the base before that training>"
+    assert four_bits.merged("lora", folder) == four_bits.merged("qlora", tmp_path / "none") == []

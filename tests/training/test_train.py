@@ -16,13 +16,14 @@ import pytest
 import torch
 from safetensors import safe_open
 
-from tasks.errors import DataError, StageProcessError, TrainingError
+from tasks.errors import ConfigError, DataError, StageProcessError, TrainingError
 from tasks.fingerprint import EXACT, Fingerprint, drift, within
 from tasks.kept_4bit import keep_as_loaded
 from tasks.report import StageReport
 from tasks.train import train
 from tasks.training.job import Peft, Zero
 from tests.settings import Batch, Optim, Settings
+from tests.weights.making import near_nf4
 
 LOG = logging.getLogger("test")
 CUT_AT = 36
@@ -220,6 +221,15 @@ def test_a_loss_that_is_not_finite_stops_and_keeps_the_last_good_state(
         run_train(tmp_path, base, dataset, settings)
     assert "last good checkpoint" in caught.value.report()
     assert not (tmp_path / "out" / "train.json").exists()
+
+
+def test_a_merged_qlora_model_is_not_quantised_again(tmp_path: Path, dataset: Path) -> None:
+    settings = replace(SETTINGS, peft=Peft("qlora", rank=4, alpha=4))
+    with pytest.raises(
+        ConfigError, match="merged QLoRA model: model.layers.0.mlp.up_proj"
+    ) as caught:
+        run_train(tmp_path, near_nf4(tmp_path / "merged", 0.01), dataset, settings)
+    assert caught.value.hint == "peft=lora, or model.path=<the base before that training>"
 
 
 def test_a_rank_that_dies_ends_all_of_them(tmp_path: Path, base: Path, dataset: Path) -> None:

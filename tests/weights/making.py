@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import random
 from dataclasses import dataclass
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ from tasks.fingerprint import Fingerprint
 from tasks.scoring import ModelRef
 from tasks.serving.load import load_model
 from tasks.serving.measure import fingerprint
+from tasks.weights.nf4 import as_trained
 from tasks.weights.partitions import rank_file
 from tests.tiny import tiny
 
@@ -195,3 +197,22 @@ def state_of(folder: Path, stem: str = "model") -> dict[str, torch.Tensor]:
 def failed(checks: Any) -> list[str]:
     """Names of the checks that did not hold."""
     return [check.name for check in checks if not check.ok]
+
+
+def near_nf4(folder: Path, change: float, *, base: str = "nf4") -> Path:
+    """Save four layers of two matrices: NF4's own values, plus `change` of their norm, rank 8."""
+    made = torch.Generator().manual_seed(7)
+    tensors = {"model.embed_tokens.weight": torch.randn(64, 128, generator=made).bfloat16()}
+    for layer, name in product(range(4), ("self_attn.q_proj", "mlp.up_proj")):
+        weight = (torch.randn(256, 128, generator=made) * 0.02).bfloat16()
+        if base == "nf4":
+            weight = as_trained(weight, NF4)
+        if base == "ternary":  # any 4 bits suit it
+            weight = weight.sign() * 0.02
+        factors = torch.randn(256, 8, generator=made) @ torch.randn(8, 128, generator=made)
+        delta = factors / factors.norm() * weight.float().norm() * change
+        changed = weight.float() + (delta if name == "mlp.up_proj" else 0)
+        tensors[f"model.layers.{layer}.{name}.weight"] = changed.bfloat16()
+    folder.mkdir()
+    save_file(tensors, folder / "model.safetensors")
+    return folder

@@ -1,13 +1,18 @@
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 import torch
+from safetensors.torch import save_file
 
 from tasks.artifact import Artifact
 from tasks.errors import ArtifactError
+from tasks.weights import nf4
 from tasks.weights.contracts import model_facts
-from tasks.weights.nf4 import RowsAsTrained, as_trained, check_quantization
-from tests.weights.making import NF4, state_of
+from tasks.weights.nf4 import RowsAsTrained, as_trained, check_quantization, lost_in_4_bits
+from tasks.weights.reader import read_checkpoint
+from tests.weights.making import NF4, near_nf4, state_of
 
 
 @pytest.mark.parametrize("quant_type", ["nf4", "fp4"])
@@ -65,3 +70,27 @@ def test_rows_are_those_of_the_whole(shape: tuple[int, int], double_quant: bool)
     whole, some = as_trained(weight, how), RowsAsTrained(weight, how)
     for first, end in ((0, 8), (shape[0] // 2, shape[0] // 2 + 3), (shape[0] - 8, shape[0])):
         assert torch.equal(some.rows(first, end), whole[first:end])
+
+
+@pytest.mark.parametrize("change", [0.0005, 0.01, 0.03, 0.06])
+def test_a_merged_qlora_model_is_told_from_its_values(tmp_path: Path, change: float) -> None:
+    found = lost_in_4_bits(read_checkpoint(near_nf4(tmp_path / "merged", change)))
+    assert found is not None
+    assert found.startswith("model.layers.0.mlp.up_proj.weight is ")
+
+
+@pytest.mark.parametrize(
+    ("base", "change"),
+    [("bf16", 0.0), ("bf16", 0.03), ("nf4", 0.0), ("nf4", 0.3), ("ternary", 0.0)],
+    ids=["base", "LoRA", "dequantised", "large change", "ternary"],
+)
+def test_what_4_bits_take_nothing_from(tmp_path: Path, base: str, change: float) -> None:
+    """A base, a LoRA model, a base in its own 4 bits, a change above the steps, few values."""
+    assert lost_in_4_bits(read_checkpoint(near_nf4(tmp_path / "model", change, base=base))) is None
+
+
+def test_one_expert_of_a_layer_is_read(tmp_path: Path) -> None:
+    weight = torch.randn(64, 64).bfloat16()
+    names = [f"model.layers.0.mlp.experts.{n}.up_proj.weight" for n in range(8)]
+    save_file({name: weight.clone() for name in names}, tmp_path / "model.safetensors")
+    assert nf4._sample(read_checkpoint(tmp_path)) == [names[0]]

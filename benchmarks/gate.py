@@ -26,8 +26,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from tasks.scoring import ModelRef
-    from tasks.weights.plan import Plan
+    from tasks.evaluation.scoring import ModelRef
+    from tasks.weights.plan.operations import Plan
 
 STEPS = (5, 10, 20, 30, 45, 60, 80, 100)
 CPUS = {"native": {}, "no bf16": {"ONEDNN_MAX_CPU_ISA": "AVX512_CORE_VNNI"}}
@@ -100,7 +100,7 @@ def table(rows: list[dict[str, Any]]) -> str:
 
 def _prepare(root: Path) -> None:
     """Make the toy base and its data, once."""
-    from tasks.artifact import Origin, publish, staging
+    from tasks.pipeline.artifact import Origin, publish, staging
     from tasks.prepare import prepare_base, prepare_data
 
     if not (root / "base").exists():
@@ -119,8 +119,8 @@ def _train(root: Path, seed: int, steps: list[int]) -> Iterator[dict[str, Any]]:
     from peft import LoraConfig, get_peft_model
     from transformers import AutoTokenizer
 
-    from tasks.bf16_linear import use_fp32_where_faster
-    from tasks.serving.load import load_model
+    from tasks.serving.bf16_linear import use_fp32_where_faster
+    from tasks.serving.reference.load import load_model
 
     use_fp32_where_faster()
     torch.set_num_threads(1)
@@ -160,15 +160,15 @@ def _judge(model: Any, root: Path, heldout: list[list[int]], work: Path) -> dict
     """Gather, merge, plant faults."""
     import numpy as np
 
-    from tasks.artifact import Origin, publish, staging
-    from tasks.fingerprint import PROFILES, Fingerprint, drift, within
+    from tasks.drift.fingerprint import PROFILES, Fingerprint, drift, within
     from tasks.gather import gather
     from tasks.merge import BASE_INPUT, merge
+    from tasks.pipeline.artifact import Origin, publish, staging
     from tasks.weights.adapters.read import read_adapter
-    from tasks.weights.execute import execute
-    from tasks.weights.plan import Plan
-    from tasks.weights.reader import open_checkpoint
-    from tasks.weights.recheck import recompute, recomputed_check
+    from tasks.weights.execute.execute import execute
+    from tasks.weights.files.reader import open_checkpoint
+    from tasks.weights.plan.operations import Plan
+    from tasks.weights.proof.recheck import recompute, recomputed_check
 
     base, trained, limit = root / "base", work / "trained", PROFILES["standard"]
     _leave(model, base, trained, heldout)
@@ -242,9 +242,9 @@ def _leave(model: Any, base: Path, root: Path, heldout: list[list[int]]) -> None
     from safetensors.torch import save_file
     from transformers import AutoTokenizer
 
-    from tasks.artifact import open_artifact
-    from tasks.training.probe import PROBE_TOKENS, fingerprint
-    from tasks.weights.partitions import rank_file
+    from tasks.pipeline.artifact import open_artifact
+    from tasks.training.model.probe import PROBE_TOKENS, fingerprint
+    from tasks.weights.plan.partitions import rank_file
 
     tensors = {n: p.detach().clone() for n, p in model.named_parameters() if p.requires_grad}
     (root / "shards").mkdir(parents=True)
@@ -269,7 +269,7 @@ def _leave(model: Any, base: Path, root: Path, heldout: list[list[int]]) -> None
 
 
 def _score(model: ModelRef, reference: Path, out: Path) -> Any:
-    from tasks.fingerprint import Fingerprint
+    from tasks.drift.fingerprint import Fingerprint
 
     seen = _fingerprint(
         model.path, Fingerprint.load(reference), adapter=model.adapter,
@@ -280,8 +280,8 @@ def _score(model: ModelRef, reference: Path, out: Path) -> Any:
 
 
 def _fingerprint(path: Path, reference: Any, **how: Any) -> Any:
-    from tasks.serving.load import load_model
-    from tasks.serving.measure import fingerprint
+    from tasks.serving.reference.load import load_model
+    from tasks.serving.reference.measure import fingerprint
 
     return fingerprint(load_model(path, **how), reference)
 

@@ -30,10 +30,10 @@ def _planned(base: Path, adapter: Path) -> tuple[Any, dict[str, Any]]:
     """A merge as the stage plans it, and the inputs by name."""
     from tasks.weights.adapters.changes import changes
     from tasks.weights.adapters.read import read_adapter
-    from tasks.weights.contracts import model_facts
     from tasks.weights.families.merging import plan_merge
-    from tasks.weights.layout import with_output
-    from tasks.weights.reader import open_checkpoint
+    from tasks.weights.files.reader import open_checkpoint
+    from tasks.weights.plan.contracts import model_facts
+    from tasks.weights.plan.layout import with_output
 
     lora = read_adapter(adapter)
     facts = model_facts(base)
@@ -48,9 +48,9 @@ def _planned(base: Path, adapter: Path) -> tuple[Any, dict[str, Any]]:
 
 def convert(weights: Path, out: Path) -> None:
     """Our convert, where nothing changes."""
-    from tasks.weights.layout import with_output
-    from tasks.weights.plan import Op, Plan
-    from tasks.weights.reader import open_checkpoint
+    from tasks.weights.files.reader import open_checkpoint
+    from tasks.weights.plan.layout import with_output
+    from tasks.weights.plan.operations import Op, Plan
 
     with open_checkpoint(weights) as source:
         ops = tuple(
@@ -63,10 +63,10 @@ def convert(weights: Path, out: Path) -> None:
 
 def gather(shards: Path, out: Path) -> None:
     """Our gather of an adapter from the slices of all ranks."""
-    from tasks.weights.names import rename_all
-    from tasks.weights.partitions import read_partitions
-    from tasks.weights.plan import Op, Plan
-    from tasks.weights.reader import ADAPTER
+    from tasks.weights.files.names import rename_all
+    from tasks.weights.files.reader import ADAPTER
+    from tasks.weights.plan.operations import Op, Plan
+    from tasks.weights.plan.partitions import read_partitions
 
     parts = read_partitions(shards)
     keys = rename_all(parts.shapes, adapter=True)
@@ -79,8 +79,8 @@ def gather(shards: Path, out: Path) -> None:
 
 def plan(base: Path, adapter: Path) -> None:
     """Plan, lay out and validate a merge; nothing is written."""
-    from tasks.weights.layout import lay_out
-    from tasks.weights.validate import validate
+    from tasks.weights.plan.layout import lay_out
+    from tasks.weights.plan.validate import validate
 
     made, sources = _planned(base, adapter)
     validate(made, sources)
@@ -100,9 +100,9 @@ def peft_merge(base: Path, adapter: Path, out: Path) -> None:
 
 
 def _make(kind: str, plan: Any, sources: Mapping[str, Any], out: Path, **settings: Any) -> None:
-    from tasks.artifact import Origin, publish, staging
-    from tasks.weights.execute import execute
-    from tasks.weights.validate import validate
+    from tasks.pipeline.artifact import Origin, publish, staging
+    from tasks.weights.execute.execute import execute
+    from tasks.weights.plan.validate import validate
 
     with staging(out) as work:
         validate(plan, sources)

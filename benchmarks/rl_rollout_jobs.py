@@ -47,10 +47,10 @@ def say(**found: Any) -> None:
 
 def rollout(ask: Ask) -> None:
     """vLLM with the adapter, as it stands beside a training rank."""
-    from tasks.lean import start_lean
+    from tasks.process.block_unused_imports import start_lean
 
     start_lean()
-    from tasks.bf16_linear import use_fp32_where_faster
+    from tasks.serving.bf16_linear import use_fp32_where_faster
 
     use_fp32_where_faster()
     prompts, lengths = draw_prompts(SIZES[ask.size].vocabulary), draw_lengths()
@@ -68,7 +68,7 @@ def rollout(ask: Ask) -> None:
 
 def vllm_alone(ask: Ask) -> None:
     """vLLM by itself, as its documentation starts it: no trainer's process, no checks."""
-    from tasks.serving.job import environment
+    from tasks.serving.vllm.job import environment
 
     os.environ.update(environment(1, None))
     from vllm import LLM, SamplingParams
@@ -96,7 +96,7 @@ def vllm_alone(ask: Ask) -> None:
 
 def shipped(ask: Ask) -> None:
     """The same without the parts of vLLM that this project replaces on a CPU."""
-    from tasks.serving import rollouts
+    from tasks.serving.vllm import rollouts
 
     for name in ("use_single_adapter_products", "use_fp32_products"):
         setattr(rollouts, name, lambda: False)
@@ -105,8 +105,8 @@ def shipped(ask: Ask) -> None:
 
 def _of_given_lengths(base: Path) -> Any:
     """The engine that training uses, told how long each reply is to be."""
-    from tasks.serving.colocation import Colocation, Sampling
-    from tasks.serving.rollouts import Colocated
+    from tasks.serving.vllm.colocation import Colocation, Sampling
+    from tasks.serving.vllm.rollouts import Colocated
 
     class OfGivenLengths(Colocated):
         lengths: Sequence[int] = ()
@@ -160,7 +160,7 @@ def _say_useful(made: Sequence[int], asked: Sequence[int], seconds: float) -> No
 
 def adapter(ask: Ask) -> None:
     """Hand-offs of the policy's adapter, as the loop publishes it: gathered, checked, taken."""
-    from tasks.rl.rollout import open_engine
+    from tasks.rl.rollout.engines import open_engine
 
     engine, job, ranks, how = _policy(ask)
     with open_engine(job, how, ranks, engine=engine, ends=[1]) as answering:
@@ -170,10 +170,10 @@ def adapter(ask: Ask) -> None:
 
 def weights(ask: Ask) -> None:
     """Hand-offs of the same policy as merged weights, all of them, without the checks before."""
-    from tasks.rl.merged import merged_tensors
-    from tasks.serving.colocation import Colocation, Sampling
-    from tasks.serving.rollouts import Colocated
-    from tasks.weights.contracts import model_facts
+    from tasks.rl.rollout.merged import merged_tensors
+    from tasks.serving.vllm.colocation import Colocation, Sampling
+    from tasks.serving.vllm.rollouts import Colocated
+    from tasks.weights.plan.contracts import model_facts
 
     engine, job, _, how = _policy(ask)
     facts = model_facts(job.base, job.settings.dtype)
@@ -192,15 +192,15 @@ def weights(ask: Ask) -> None:
 
 def _policy(ask: Ask) -> tuple[Any, Any, Any, Any]:
     """DeepSpeed's engine around it, its job, the ranks (one), and section `rollout`."""
-    from tasks.lean import start_lean
+    from tasks.process.block_unused_imports import start_lean
 
     start_lean()
-    from tasks.bf16_linear import use_fp32_where_faster
     from tasks.rl.settings import Online
-    from tasks.training.engine import Ranks, start_engine
+    from tasks.serving.bf16_linear import use_fp32_where_faster
+    from tasks.training.engine.deepspeed_engine import Ranks, start_engine
+    from tasks.training.engine.zero_config import deepspeed_config
     from tasks.training.job import Batch, Launch, Optim, Peft, Settings, TrainJob, Zero
-    from tasks.training.model import load_model, load_tokenizer
-    from tasks.training.zero_config import deepspeed_config
+    from tasks.training.model.build import load_model, load_tokenizer
 
     use_fp32_where_faster()
     rollout = {

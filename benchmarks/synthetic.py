@@ -28,7 +28,7 @@ from benchmarks.shapes import (
     model_config,
     model_shapes,
 )
-from tasks.weights.writer import Spec, plan_shards, shard_names
+from tasks.weights.execute.writer import Spec, plan_shards, shard_names
 
 _POOL = 1 << 24
 SHARD = 5 * 10**9
@@ -124,7 +124,7 @@ def _drawing(seed: int, deviation: float) -> Draw:
 
 
 def _manifest(folder: Path, kind: str, tensors: Mapping[str, Mapping[str, object]]) -> None:
-    """A manifest as `tasks.artifact` writes it."""
+    """A manifest as `tasks.pipeline.artifact` writes it."""
     files = {}
     for path in sorted(folder.iterdir()):
         files[path.name] = {"size": path.stat().st_size, "sha256": "not taken here"}

@@ -233,11 +233,11 @@ def bare(ask: Ask) -> None:
     """Forward, backward and step of the rows that we train on, packed before the clock starts."""
     import numpy as np
 
-    from tasks.training.examples import Examples
     from tasks.training.job import Batch
-    from tasks.training.order import Order
-    from tasks.training.packed_model import take_rows
-    from tasks.training.packing import pack
+    from tasks.training.model.packed_model import take_rows
+    from tasks.training.tokens.examples import Examples
+    from tasks.training.tokens.order import Order
+    from tasks.training.tokens.packing import pack
 
     model, samples = _load(ask)
     take_rows(model)

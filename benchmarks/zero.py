@@ -110,11 +110,11 @@ def make(folder: Path, size: str) -> None:
 
 def convert(folder: Path, out: Path) -> None:
     """Ours: planned, validated and run as `deliver` does."""
-    from tasks.deliver.planning import prepare
-    from tasks.deliver.recognise import recognise
-    from tasks.deliver.work import Request, Target
-    from tasks.weights.execute import execute
-    from tasks.weights.worker import perform
+    from tasks.delivery.plan.planning import prepare
+    from tasks.delivery.plan.work import Request, Target
+    from tasks.delivery.recognise import recognise
+    from tasks.weights.execute.execute import execute
+    from tasks.weights.execute.worker import perform
 
     target = Target("bfloat16", 5 * 10**9)
     work = prepare(Request(recognise(folder), None, target, None, None, perform))

@@ -21,16 +21,16 @@ from pathlib import Path
 if __name__ == "__main__":
     # Before Prefect is imported, which takes longer than the look itself.
     sys.path[0] = str(Path(__file__).resolve().parents[1])
-    from flows.start import start
+    from flows.cli.start import start
 
-    sys.exit(start("flows.audit_command"))
+    sys.exit(start("flows.cli.audit_command"))
 
 from typing import Any
 
 from prefect import flow
 
-from flows.audit_record import recorded
-from flows.config import compose_config
+from flows.cli.config import compose_config
+from flows.orchestration.audit_record import recorded
 
 
 @flow(name="audit", flow_run_name="audit-{tag}", persist_result=False)

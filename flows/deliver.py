@@ -23,15 +23,15 @@ if __name__ == "__main__":
     # Before Prefect is imported: it reads its environment then, and where no engine is asked for
     # it is not imported at all.
     sys.path[0] = str(Path(__file__).resolve().parents[1])
-    from flows.start import start
+    from flows.cli.start import start
 
-    sys.exit(start("flows.deliver_command"))
+    sys.exit(start("flows.cli.deliver_command"))
 
 from typing import Any
 
 from prefect import flow
 
-from flows.deliver_body import run_in_prefect
+from flows.delivery.run_delivery import run_in_prefect
 
 
 @flow(name="deliver", flow_run_name="deliver-{tag}", persist_result=False)

@@ -20,15 +20,15 @@ if __name__ == "__main__":
     # Before Prefect is imported: it reads its environment then, and the command sets that first.
     # The program's own folder would shadow other packages' modules; the project's root does not.
     sys.path[0] = str(Path(__file__).resolve().parents[1])
-    from flows.start import start
+    from flows.cli.start import start
 
-    sys.exit(start("flows.command"))
+    sys.exit(start("flows.cli.rlhf_command"))
 
 from typing import Any
 
 from prefect import flow
 
-from flows.body import run_flow
+from flows.chain.run_chain import run_flow
 
 
 @flow(name="rlhf", flow_run_name="rlhf-{tag}", persist_result=False)

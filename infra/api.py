@@ -8,7 +8,7 @@ import urllib.error
 import urllib.request
 from typing import Any
 
-from tasks.errors import PlumblineError
+from tasks.core.errors import PlumblineError
 
 BUSY = 503  # what Prefect's server says while SQLite is locked by another of its writers
 BUSY_PATIENCE_S = 5.0

@@ -18,7 +18,7 @@ from pathlib import Path
 
 import psutil
 
-from tasks.errors import BusyError, PlumblineError
+from tasks.core.errors import BusyError, PlumblineError
 
 LOOPBACK = "127.0.0.1"
 TAIL_LINES = 15

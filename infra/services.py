@@ -18,10 +18,10 @@ from datetime import datetime
 from functools import partial
 from pathlib import Path
 
-from flows.bootstrap import bootstrap
+from flows.cli.bootstrap import bootstrap
 from infra.api import answers, call_api
 from infra.daemon import LOOPBACK, Daemon, record_of, start, stop, wait_ready
-from tasks.errors import PlumblineError
+from tasks.core.errors import PlumblineError
 
 PROJECT = Path(__file__).resolve().parents[1]
 POOL = "plumbline"
@@ -74,7 +74,7 @@ class Services:
         """The three processes, in the order in which they start."""
         env = self.environment()
         prefect, mlflow = _tool("prefect"), _tool("mlflow")
-        # What a run without a server writes too (flows/config.py): one history.
+        # What a run without a server writes too (flows/cli/config.py): one history.
         store = self.runs / "mlflow"
         database, artifacts = store / "mlflow.db", store / "artifacts"
         return (

@@ -12,9 +12,12 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from tasks.contract import Check, Expected, judge
-from tasks.fingerprint import DriftLimit
-from tasks.handoff import (
+from tasks.core.contract import Check, Expected, judge
+from tasks.drift.fingerprint import DriftLimit
+from tasks.drift.verdict import Moved
+from tasks.evaluation.scoring import ModelRef, Score
+from tasks.evaluation.serving_config import Said, agreement, write_configs
+from tasks.evaluation.trained_artifact import (
     CONFIG,
     GENERATION_CONFIG,
     Trained,
@@ -22,24 +25,18 @@ from tasks.handoff import (
     copy_files,
     measure,
 )
-from tasks.prints import Moved
-from tasks.report import StageReport
-from tasks.scoring import ModelRef, Score
-from tasks.served import Said, agreement, write_configs
-from tasks.weights.execute import Executed, execute
-from tasks.weights.heads.normalisation import Normalisation
-from tasks.weights.heads.reward import reward_config
-from tasks.weights.layout import as_is, with_output
-from tasks.weights.opening import SourceRef
-from tasks.weights.plan import Plan
-from tasks.weights.quantize import (
-    NONE,
-    check_quantize,
-    left_alone,
-    quantized_contract,
-    quantized_plan,
+from tasks.pipeline.report import StageReport
+from tasks.weights.execute.execute import Executed, execute
+from tasks.weights.execute.worker import (
+    Perform,
+    ask_execute,
+    ask_facts,
+    ask_quantization_config,
+    perform,
 )
-from tasks.weights.reader import (
+from tasks.weights.execute.writer import parse_size
+from tasks.weights.files.opening import SourceRef
+from tasks.weights.files.reader import (
     DTYPE_NAMES,
     WEIGHTS,
     Checkpoint,
@@ -47,16 +44,19 @@ from tasks.weights.reader import (
     open_checkpoint,
     read_json,
 )
-from tasks.weights.tokenizer import TokenizerFacts, read_tokenizer
-from tasks.weights.validate import validate
-from tasks.weights.worker import (
-    Perform,
-    ask_execute,
-    ask_facts,
-    ask_quantization_config,
-    perform,
+from tasks.weights.files.tokenizer import TokenizerFacts, read_tokenizer
+from tasks.weights.heads.normalisation import Normalisation
+from tasks.weights.heads.reward import reward_config
+from tasks.weights.plan.layout import as_is, with_output
+from tasks.weights.plan.operations import Plan
+from tasks.weights.plan.validate import validate
+from tasks.weights.quantized.quantize import (
+    NONE,
+    check_quantize,
+    left_alone,
+    quantized_contract,
+    quantized_plan,
 )
-from tasks.weights.writer import parse_size
 
 Log = logging.Logger | logging.LoggerAdapter[Any]
 

@@ -13,22 +13,22 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from tasks.contract import Expected, TensorLike, judge
-from tasks.fingerprint import EXACT
-from tasks.handoff import Trained, measure, write_json
-from tasks.report import StageReport
-from tasks.scoring import ModelRef, Score
-from tasks.weights.execute import Executed, execute
+from tasks.core.contract import Expected, TensorLike, judge
+from tasks.drift.fingerprint import EXACT
+from tasks.evaluation.scoring import ModelRef, Score
+from tasks.evaluation.trained_artifact import Trained, measure, write_json
+from tasks.pipeline.report import StageReport
+from tasks.weights.execute.execute import Executed, execute
+from tasks.weights.execute.verdicts import gathered
+from tasks.weights.execute.worker import Perform, ask_adapter_contract, ask_facts, perform
 from tasks.weights.families.gathering import plan_full
+from tasks.weights.files.names import rename_all
+from tasks.weights.files.reader import ADAPTER, WEIGHTS, open_checkpoint, read_json
+from tasks.weights.files.source import Renamed, Source
 from tasks.weights.heads.merging import reward_side
-from tasks.weights.names import rename_all
-from tasks.weights.partitions import Partitions, read_partitions
-from tasks.weights.plan import Op, Plan
-from tasks.weights.reader import ADAPTER, WEIGHTS, open_checkpoint, read_json
-from tasks.weights.source import Renamed, Source
-from tasks.weights.validate import validate
-from tasks.weights.verdicts import gathered
-from tasks.weights.worker import Perform, ask_adapter_contract, ask_facts, perform
+from tasks.weights.plan.operations import Op, Plan
+from tasks.weights.plan.partitions import Partitions, read_partitions
+from tasks.weights.plan.validate import validate
 
 Log = logging.Logger | logging.LoggerAdapter[Any]
 

@@ -12,30 +12,30 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from tasks.errors import ConfigError
-from tasks.fingerprint import DriftLimit
-from tasks.handoff import CONFIG, Trained, measure, write_json
-from tasks.report import StageReport
-from tasks.scoring import ModelRef, Score
+from tasks.core.errors import ConfigError
+from tasks.drift.fingerprint import DriftLimit
+from tasks.evaluation.scoring import ModelRef, Score
+from tasks.evaluation.trained_artifact import CONFIG, Trained, measure, write_json
+from tasks.pipeline.report import StageReport
 from tasks.weights.adapters.changes import changes
 from tasks.weights.adapters.read import read_adapter
 from tasks.weights.adapters.values import require_values
-from tasks.weights.contracts import ModelFacts
+from tasks.weights.execute.verdicts import merge_metrics, merged, quantization_notes
+from tasks.weights.execute.worker import Perform, ask_execute, ask_facts, ask_recompute, perform
+from tasks.weights.execute.writer import parse_size
 from tasks.weights.families.merging import MergeSettings, merged_config, plan_merge
+from tasks.weights.files.opening import SourceRef
+from tasks.weights.files.reader import ADAPTER, DTYPE_NAMES, check_dtype, read_json
+from tasks.weights.files.tokenizer import read_tokenizer
 from tasks.weights.heads.merging import merged_reward
-from tasks.weights.layout import with_output
-from tasks.weights.nf4 import check_quantization
-from tasks.weights.opening import SourceRef
-from tasks.weights.plan import Plan
-from tasks.weights.reader import ADAPTER, DTYPE_NAMES, check_dtype, read_json
-from tasks.weights.recheck import recomputed_check
-from tasks.weights.stored4bit.plans import decoding
-from tasks.weights.stored4bit.said import is_packed, stored
-from tasks.weights.stored4bit.source import Base, PackedCheckpoint, open_base
-from tasks.weights.tokenizer import read_tokenizer
-from tasks.weights.verdicts import merge_metrics, merged, quantization_notes
-from tasks.weights.worker import Perform, ask_execute, ask_facts, ask_recompute, perform
-from tasks.weights.writer import parse_size
+from tasks.weights.plan.contracts import ModelFacts
+from tasks.weights.plan.layout import with_output
+from tasks.weights.plan.operations import Plan
+from tasks.weights.proof.recheck import recomputed_check
+from tasks.weights.quantized.config_fields import is_packed, stored
+from tasks.weights.quantized.nf4 import check_quantization
+from tasks.weights.quantized.plans import decoding
+from tasks.weights.quantized.source import Base, PackedCheckpoint, open_base
 
 Log = logging.Logger | logging.LoggerAdapter[Any]
 

@@ -16,18 +16,18 @@ from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
 
-from tasks.contract import Check
+from tasks.core.contract import Check
+from tasks.core.errors import ArtifactError, ConfigError, DataError, first_and_more
 from tasks.data.build import Options, build_dataset
 from tasks.data.columns import Columns
 from tasks.data.kinds import CONVERSATIONS, KINDS
 from tasks.data.readers import FILE_KINDS, HUB, existing_file, read_rows
 from tasks.data.sources import ALL_EXHAUSTED, Source
-from tasks.errors import ArtifactError, ConfigError, DataError, first_and_more
-from tasks.growing import grow
-from tasks.launch import launch, python_child
-from tasks.report import StageReport
+from tasks.pipeline.report import StageReport
+from tasks.process.launch import launch, python_child
 from tasks.toy.dataset import write_dataset
-from tasks.weights.folder import inspect_checkpoint
+from tasks.weights.files.add_tokens import grow
+from tasks.weights.files.folder import inspect_checkpoint
 
 Log = logging.Logger | logging.LoggerAdapter[Any]
 OnEvent = Callable[[dict[str, Any]], None]

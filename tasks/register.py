@@ -11,12 +11,12 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Protocol
 
-from tasks.artifact import Artifact
-from tasks.errors import ContractError
+from tasks.core.errors import ContractError
+from tasks.pipeline.artifact import Artifact
 
 
 class Registry(Protocol):
-    """Where versions are written; `tasks/tracking.py` is the one that exists."""
+    """Where versions are written; `tasks/pipeline/tracking.py` is the one that exists."""
 
     def register(self, model_name: str, served: Artifact, tags: Mapping[str, str]) -> str: ...
 

@@ -13,21 +13,21 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from tasks.contract import Check
-from tasks.output import Log
-from tasks.report import StageReport
+from tasks.core.contract import Check
+from tasks.pipeline.report import StageReport
+from tasks.process.output import Log
 from tasks.weights.adapters.changes import Changes
+from tasks.weights.execute.journal import JOURNAL
+from tasks.weights.execute.worker import Perform, ask_execute, ask_facts
 from tasks.weights.families.merging import MergeSettings, plan_merge
-from tasks.weights.folder import inspect_checkpoint
-from tasks.weights.journal import JOURNAL
-from tasks.weights.layout import with_output
-from tasks.weights.nf4 import check_quantization
-from tasks.weights.opening import SourceRef
-from tasks.weights.reader import DTYPE_NAMES, read_json
-from tasks.weights.stored4bit.plans import decoding
-from tasks.weights.stored4bit.said import without_quantization
-from tasks.weights.stored4bit.source import PackedCheckpoint, open_base
-from tasks.weights.worker import Perform, ask_execute, ask_facts
+from tasks.weights.files.folder import inspect_checkpoint
+from tasks.weights.files.opening import SourceRef
+from tasks.weights.files.reader import DTYPE_NAMES, read_json
+from tasks.weights.plan.layout import with_output
+from tasks.weights.quantized.config_fields import without_quantization
+from tasks.weights.quantized.nf4 import check_quantization
+from tasks.weights.quantized.plans import decoding
+from tasks.weights.quantized.source import PackedCheckpoint, open_base
 
 CONFIG = "config.json"
 _BASE = "base"

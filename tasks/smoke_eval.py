@@ -8,55 +8,34 @@ right (where the data says what is), and were they before training.
 
 from __future__ import annotations
 
-import tempfile
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from pathlib import Path
 
-from tasks.contract import Check
-from tasks.errors import ConfigError
-from tasks.fingerprint import DriftLimit, Fingerprint, drift, within
-from tasks.heldout import answerable, context_of, dtype_of, question_of, read_heldout
-from tasks.output import Log
-from tasks.prints import FINGERPRINT
-from tasks.report import StageReport
-from tasks.scoring import ModelRef, Prompts, ReferenceScorer
-from tasks.serve import Question, Served, serve_with_transformers, serve_with_vllm
-from tasks.serving import verdicts
-from tasks.serving.ties import Agreement, compare_greedy, engine_noise
-from tasks.smoke_answers import describe, numbers, read_answers, write_report
-from tasks.smoke_drawn import read_drawn
-
-ENGINES = ("vllm", "transformers")
-
-
-@dataclass(frozen=True)
-class SmokeSettings:
-    """What smoke_eval does and what it admits.
-
-    Attributes:
-        greedy_tokens: first greedy tokens that have to equal transformers'.
-        max_new_tokens: limit of an answer.
-        eval_samples: held-out prompts answered (all when there are fewer).
-        kv_cache_gib: memory of vLLM's KV cache on CPU, GiB.
-        max_model_len: longest sequence; None takes what prompts and probes need.
-        timeout_s: for one run of the engine, loading included; None: by the bytes of the weights.
-        min_stop_rate: share of answers that must end by themselves.
-        max_degenerate_rate: share of answers that may be caught in a loop.
-        threads: CPU threads of vLLM; None leaves them to vLLM.
-        tensor_parallel: processes that share the model in vLLM.
-    """
-
-    greedy_tokens: int
-    max_new_tokens: int
-    eval_samples: int
-    kv_cache_gib: int
-    max_model_len: int | None
-    timeout_s: float | None
-    min_stop_rate: float
-    max_degenerate_rate: float
-    threads: int | None
-    tensor_parallel: int
+from tasks.core.contract import Check
+from tasks.drift.fingerprint import DriftLimit, Fingerprint, drift, within
+from tasks.drift.verdict import FINGERPRINT
+from tasks.evaluation import smoke_checks
+from tasks.evaluation.evaluation_prompts import (
+    answerable,
+    context_of,
+    dtype_of,
+    question_of,
+    read_heldout,
+)
+from tasks.evaluation.responses import describe, numbers, read_answers, write_report
+from tasks.evaluation.sampled_responses import read_drawn
+from tasks.evaluation.scoring import Prompts, ReferenceScorer
+from tasks.evaluation.serve import Question
+from tasks.evaluation.smoke import (
+    SmokeSettings,
+    agree_greedily,
+    ask_engine,
+    before_loading,
+    who_moved,
+)
+from tasks.pipeline.report import StageReport
+from tasks.process.output import Log
 
 
 def smoke_eval(
@@ -131,12 +110,12 @@ def smoke_eval(
     checks = (
         alone,
         Check("engine", f"{engine} loads the model", "loaded", ok=True),
-        verdicts.drift_check(moved, profile, appeared_at),
-        verdicts.greedy_check(agreement, settings.greedy_tokens),
-        verdicts.probes_check(reference.probes, rendered.tokens),
-        verdicts.template_check(answered.rendered_differently, len(asked)),
-        verdicts.stop_check(answered.after.stopped, settings.min_stop_rate),
-        verdicts.degenerate_check(answered.after.tokens, settings.max_degenerate_rate),
+        smoke_checks.drift_check(moved, profile, appeared_at),
+        smoke_checks.greedy_check(agreement, settings.greedy_tokens),
+        smoke_checks.probes_check(reference.probes, rendered.tokens),
+        smoke_checks.template_check(answered.rendered_differently, len(asked)),
+        smoke_checks.stop_check(answered.after.stopped, settings.min_stop_rate),
+        smoke_checks.degenerate_check(answered.after.tokens, settings.max_degenerate_rate),
     )
     picked = [rows[i] for i in asked]
     metrics = read_answers(out, picked, question, answered, scorer)
@@ -154,76 +133,3 @@ def smoke_eval(
         describe(metrics), moved.mean_kl, metrics["tokens_per_s"],
     )  # fmt: skip
     return StageReport("report", checks, metrics, notes, moved)
-
-
-def before_loading(engine: str, served: Path) -> Check:
-    """What is looked at before an engine is started.
-
-    Args:
-        engine: "vllm" or "transformers".
-        served: the folder to serve; with stray weight files it is not to be loaded at all.
-
-    Raises:
-        ConfigError: there is no such engine.
-    """
-    if engine not in ENGINES:
-        raise ConfigError(f"smoke.engine={engine} is none of {', '.join(ENGINES)}")
-    return verdicts.no_strays(verdicts.stray_weights(served))
-
-
-def ask_engine(
-    engine: str,
-    question: Question,
-    settings: SmokeSettings,
-    *,
-    out: Path,
-    scorer: ReferenceScorer,
-    log: Log,
-    log_path: Path,
-) -> Served:
-    """What the engine answers; `out` gets its fingerprint."""
-    if engine == "transformers":
-        return serve_with_transformers(question, settings, out=out, scorer=scorer)
-    with tempfile.TemporaryDirectory(dir=out, prefix=".vllm-") as work:
-        return serve_with_vllm(
-            question, settings, out=out, work=Path(work), log=log, log_path=log_path
-        )
-
-
-def agree_greedily(
-    question: Question,
-    answered: Served,
-    settings: SmokeSettings,
-    scorer: ReferenceScorer,
-    probes: int,
-) -> Agreement:
-    """The engine's first greedy tokens beside transformers', of as many prompts as `probes`."""
-    prompts = question.prompts.tokens[:probes]
-    expected = scorer.greedy(
-        ModelRef(question.served, dtype=question.dtype),
-        prompts,
-        max_new_tokens=min(settings.greedy_tokens, settings.max_new_tokens),
-        eos=question.prompts.eos,
-    )
-    found = answered.after.tokens[: len(prompts)]
-    noise = engine_noise(Fingerprint.load(question.reference), answered.fingerprint)
-    return compare_greedy(found, expected.tokens, expected.candidates, noise, question.dtype)
-
-
-def who_moved(
-    question: Question,
-    profile: DriftLimit,
-    scorer: ReferenceScorer,
-    history: Mapping[str, Mapping[str, float]],
-    engine: str,
-) -> str:
-    """Which step of the chain moved the model; asked only when it did move."""
-    stage = verdicts.first_mover(history, profile)
-    if stage is not None:
-        return stage
-    with tempfile.TemporaryDirectory(prefix="plumbline-") as folder:
-        model = ModelRef(question.served, dtype=question.dtype)
-        seen = scorer.fingerprint(model, question.reference, Path(folder) / "served.fp")
-    if within(drift(Fingerprint.load(question.reference), seen), profile):
-        return "the served folder: transformers sees it moved too, so it changed after convert"
-    return f"serve: transformers finds the folder unmoved, {engine} computes something else"

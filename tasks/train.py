@@ -16,21 +16,21 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from tasks import errors
-from tasks.contract import Check
-from tasks.errors import ConfigError, PlumblineError, StageProcessError, TrainingError
-from tasks.launch import launch, python_child
-from tasks.nodes import Leader, Meeting
-from tasks.output import Log
-from tasks.report import StageReport
-from tasks.training import checkpoint
-from tasks.training.failure import out_of_memory, out_of_memory_kills
-from tasks.training.fitting import truncation
+from tasks.core import errors
+from tasks.core.contract import Check
+from tasks.core.errors import ConfigError, PlumblineError, StageProcessError, TrainingError
+from tasks.pipeline.report import StageReport
+from tasks.process.launch import launch, python_child
+from tasks.process.multinode import Leader, Meeting
+from tasks.process.output import Log
+from tasks.training.engine import checkpoint
+from tasks.training.engine.failure import out_of_memory, out_of_memory_kills
 from tasks.training.job import Launch, Settings, TrainJob
 from tasks.training.resume import begin, identity
-from tasks.weights.header import read_header
-from tasks.weights.nf4 import LOST_ALLOWED, LOST_OVERRIDE, lost_in_4_bits
-from tasks.weights.reader import read_checkpoint
+from tasks.training.tokens.truncation import truncation
+from tasks.weights.files.header import read_header
+from tasks.weights.files.reader import read_checkpoint
+from tasks.weights.quantized.nf4 import LOST_ALLOWED, LOST_OVERRIDE, lost_in_4_bits
 
 OnEvent = Callable[[dict[str, Any]], None]
 Run = Callable[..., list[str]]
@@ -109,7 +109,7 @@ def train(
         job,
         resume,
         to_universal=lambda engine, universal: run(
-            python_child("tasks.training.universal", str(engine), str(universal))
+            python_child("tasks.training.engine.universal", str(engine), str(universal))
         ),
     )
     if begun.step:
@@ -158,13 +158,13 @@ def _launch(job: TrainJob, run: Run, events: _Events, leader: Leader | None) -> 
 
 
 def build_ops(settings: Settings, run: Run) -> None:
-    """Compile what the ranks would all compile at once, see `tasks/training/ops.py`.
+    """Compile what the ranks would all compile at once, see `tasks/training/engine/ops.py`.
 
     Raises:
         StageProcessError: it does not compile; the compiler's last lines are there.
     """
     if settings.zero.offload_optimizer == "cpu":
-        run(python_child("tasks.training.ops"), env=rank_environment(settings.launch))
+        run(python_child("tasks.training.engine.ops"), env=rank_environment(settings.launch))
 
 
 def torchrun(job: TrainJob, job_path: Path, meeting: Meeting | None = None) -> list[str]:

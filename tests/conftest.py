@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from tasks.errors import PlumblineError
+from tasks.core.errors import PlumblineError
 
 try:
     from hypothesis import settings

@@ -9,9 +9,10 @@ from typing import Any
 
 import pytest
 
-from tasks import machine, preflight
-from tasks.machine import Gpu, Gpus
-from tasks.preflight import machine as preflight_machine
+from tasks.config import checks as preflight
+from tasks.config.checks import machine as preflight_machine
+from tasks.core import machine
+from tasks.core.machine import Gpu, Gpus
 
 GIB = 2**30
 QWEN_7B: dict[str, Any] = {

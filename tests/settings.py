@@ -13,7 +13,7 @@ from tasks.rl import settings as online
 from tasks.training import job
 
 if TYPE_CHECKING:
-    from tasks.smoke_eval import SmokeSettings
+    from tasks.evaluation.smoke import SmokeSettings
 
 
 @dataclass(frozen=True)
@@ -50,8 +50,8 @@ class Rollout(online.Rollout):
 
 def smoke_settings(**changes: Any) -> SmokeSettings:
     """Return the usual settings of smoke_eval for the embedded model, with some changed."""
-    from flows.config import compose_config
-    from tasks.smoke_eval import SmokeSettings
+    from flows.cli.config import compose_config
+    from tasks.evaluation.smoke import SmokeSettings
 
     usual = compose_config([]).settings["smoke"]
     return SmokeSettings(**{k: v for k, v in {**usual, **changes}.items() if k != "engine"})

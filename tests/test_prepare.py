@@ -10,9 +10,9 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from tasks.errors import ArtifactError, ConfigError, DataError
+from tasks.core.errors import ArtifactError, ConfigError, DataError
+from tasks.pipeline.report import StageReport
 from tasks.prepare import prepare_base, prepare_data, resolve_model, source_identity
-from tasks.report import StageReport
 
 LOG = logging.getLogger("tests.prepare")
 

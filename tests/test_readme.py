@@ -7,9 +7,9 @@ from pathlib import Path
 
 from hydra.core.override_parser.overrides_parser import OverridesParser
 
-from flows.config import compose_config
-from flows.links import links
-from flows.overrides import apart
+from flows.chain.steps import links
+from flows.cli.config import compose_config
+from flows.cli.overrides import apart
 from tests.conftest import PROJECT
 
 README = (PROJECT / "README.md").read_text()

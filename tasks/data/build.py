@@ -19,12 +19,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from tasks.core.errors import DataError
 from tasks.data.findings import Findings
 from tasks.data.kinds import CONVERSATIONS, Kind, side_id
 from tasks.data.messages import Unusable
 from tasks.data.reading import Good, Reading, Split
 from tasks.data.sources import ALL_EXHAUSTED, Drawn, Source, mix, wrong_probabilities
-from tasks.errors import DataError
 
 Log = logging.Logger | logging.LoggerAdapter[Any]
 TRAIN, HELD_OUT = "train", "heldout"

@@ -7,7 +7,7 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
-from tasks.errors import DataError
+from tasks.core.errors import DataError
 
 SHAREGPT_COLUMN = "conversations"
 

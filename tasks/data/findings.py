@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from tasks.errors import DataError
+from tasks.core.errors import DataError
 
 SHOWN = 20
 

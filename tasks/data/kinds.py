@@ -18,13 +18,13 @@ from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from tasks.config.defaults import ONLINE
 from tasks.data.asked import asked
 from tasks.data.columns import Columns
 from tasks.data.conversations import conversation
 from tasks.data.messages import Message
 from tasks.data.pairs import labelled, preference
 from tasks.data.texts import document
-from tasks.schema.defaults import ONLINE
 
 Payload = dict[str, Any]
 

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from tasks.errors import DataError
+from tasks.core.errors import DataError
 
 FILE_KINDS = ("jsonl", "csv", "parquet")
 HUB = "hub"

@@ -16,9 +16,9 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
+from tasks.core.errors import DataError
 from tasks.data.columns import Columns
 from tasks.data.readers import Row
-from tasks.errors import DataError
 
 FIRST_EXHAUSTED, ALL_EXHAUSTED = "first_exhausted", "all_exhausted"
 TOLERANCE = 1e-6

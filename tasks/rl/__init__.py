@@ -5,7 +5,7 @@
     __main__.py run.py        a rank, and the order of things in it
     loop.py appraisal.py      one iteration, what it notes, when it stops
     prompts.py                what is asked, and when
-    rollout.py native.py      who answers; vLLM's part is in tasks/serving/rollouts.py
+    rollout.py native.py      who answers; vLLM's part is in tasks/serving/vllm/rollouts.py
     handoff.py                the policy, checked and handed to who answers
     collect.py experience.py  replies and rewards, known to all ranks, in packed rows
     rewards/                  what a reply is worth

@@ -6,10 +6,10 @@ import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from tasks.errors import TrainingError
-from tasks.training import checkpoint
+from tasks.core.errors import TrainingError
 from tasks.training.accumulate import Accumulator
-from tasks.training.engine import Ranks
+from tasks.training.engine import checkpoint
+from tasks.training.engine.deepspeed_engine import Ranks
 from tasks.training.job import TrainJob
 from tasks.training.objectives import Loss
 

@@ -15,24 +15,24 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
-from tasks.errors import PlumblineError
-from tasks.events import emit
-from tasks.rl import kl
-from tasks.rl.appraisal import Appraiser
-from tasks.rl.collect import Clock, Collector
-from tasks.rl.critic import CRITIC, Critic
-from tasks.rl.experience import experience
-from tasks.rl.prompts import Asking
-from tasks.rl.records import collected, evaluated, samples_of, speeds
-from tasks.rl.replies import Scored
-from tasks.rl.rollout import Engine
+from tasks.core.errors import PlumblineError
+from tasks.core.events import emit
+from tasks.rl.algorithms import kl
+from tasks.rl.experience.collect import Clock, Collector
+from tasks.rl.experience.critic import CRITIC, Critic
+from tasks.rl.experience.experience_scoring import Appraiser
+from tasks.rl.experience.packed_rows import experience
+from tasks.rl.experience.prompts import Asking
+from tasks.rl.experience.records import collected, evaluated, samples_of, speeds
+from tasks.rl.experience.responses import Scored
+from tasks.rl.rollout.engines import Engine
 from tasks.rl.settings import Online
 from tasks.rl.update import Updater
-from tasks.training import checkpoint, saving
-from tasks.training.checkpoint import Progress
-from tasks.training.engine import Ranks
+from tasks.training.engine import checkpoint, saving
+from tasks.training.engine.checkpoint import Progress
+from tasks.training.engine.deepspeed_engine import Ranks
+from tasks.training.engine.offload import TrainerStates
 from tasks.training.job import TrainJob
-from tasks.training.offload import TrainerStates
 from tasks.training.selection import direction, has_stopped, judge
 
 CONTROLLER = "kl_controller"

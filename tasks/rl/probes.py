@@ -6,10 +6,10 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from tasks.rl.replies import Prompt, Scored
-from tasks.training.examples import Examples
-from tasks.training.packing import Row, trial_row
-from tasks.training.probe import PROBE_TOKENS
+from tasks.rl.experience.responses import Prompt, Scored
+from tasks.training.model.probe import PROBE_TOKENS
+from tasks.training.tokens.examples import Examples
+from tasks.training.tokens.packing import Row, trial_row
 
 
 def heldout_probes(answered: Sequence[Scored], count: int) -> tuple[tuple[int, ...], ...]:

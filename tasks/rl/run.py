@@ -9,35 +9,35 @@ from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from typing import Any
 
-from tasks.bf16_linear import use_fp32_where_faster
-from tasks.events import emit
-from tasks.rl.algorithms import Recipe, recipe
-from tasks.rl.appraisal import Appraiser
-from tasks.rl.collect import Collector
-from tasks.rl.correction import Usual
-from tasks.rl.critic import CRITIC, Critic, start_critic
-from tasks.rl.critic_files import write_critic
+from tasks.core.events import emit
+from tasks.rl.algorithms.correction import Usual
+from tasks.rl.algorithms.registry import Recipe, recipe
+from tasks.rl.experience.collect import Collector
+from tasks.rl.experience.critic import CRITIC, Critic, start_critic
+from tasks.rl.experience.critic_files import write_critic
+from tasks.rl.experience.experience_scoring import Appraiser
+from tasks.rl.experience.prompts import Asking, load_prompts
+from tasks.rl.experience.reference import Reference, open_reference
+from tasks.rl.experience.responses import Prompt
 from tasks.rl.loop import OnlineTrainer
 from tasks.rl.probes import heldout_probes, trial
-from tasks.rl.prompts import Asking, load_prompts
-from tasks.rl.reference import Reference, open_reference
-from tasks.rl.replies import Prompt
 from tasks.rl.rewards import Rewards, open_rewards
-from tasks.rl.rollout import Engine, open_engine
+from tasks.rl.rollout.engines import Engine, open_engine
 from tasks.rl.settings import Loop, Online
 from tasks.rl.update import Updater
-from tasks.training.alike import require_alike
-from tasks.training.data import end_ids
-from tasks.training.engine import Ranks, start_engine
+from tasks.serving.bf16_linear import use_fp32_where_faster
+from tasks.training.engine.check_same_versions import require_alike
+from tasks.training.engine.deepspeed_engine import Ranks, start_engine
+from tasks.training.engine.offload import TrainerStates
+from tasks.training.engine.saving import Others, restore
+from tasks.training.engine.zero_config import deepspeed_config
 from tasks.training.job import Batch, TrainJob
-from tasks.training.model import load_model, load_tokenizer
-from tasks.training.offload import TrainerStates
+from tasks.training.model.build import load_model, load_tokenizer
+from tasks.training.model.packed_model import give_back_attention, model_of, require_same
+from tasks.training.model.probe import fingerprint_of
 from tasks.training.outputs import write_common
-from tasks.training.packed_model import give_back_attention, model_of, require_same
-from tasks.training.probe import fingerprint_of
 from tasks.training.run import write_own
-from tasks.training.saving import Others, restore
-from tasks.training.zero_config import deepspeed_config
+from tasks.training.tokens.data import end_ids
 
 LOG = logging.getLogger("plumbline.rl")
 

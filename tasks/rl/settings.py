@@ -1,7 +1,7 @@
 """Settings of an online run beyond those of every training run: loop, rollouts, rewards.
 
 The three sections travel inside of `Settings.online` as plain mappings, so that they are part of a
-stage's key and of a checkpoint's identity. Knows no torch. Defaults are those of `tasks/schema`; a
+stage's key and of a checkpoint's identity. Knows no torch. Defaults are those of `tasks/config`; a
 field without one has a default that depends on the model.
 """
 
@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from tasks.schema import online
+from tasks.config import online
 from tasks.training.job import read_section
 
 

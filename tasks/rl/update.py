@@ -10,20 +10,20 @@ from typing import Any
 import torch
 from torch import nn
 
-from tasks.rl import correction
-from tasks.rl.algorithms import Recipe
-from tasks.rl.batch import Estimated, Totals
-from tasks.rl.critic import Critic
-from tasks.rl.experience import Experience
+from tasks.rl.algorithms import correction
+from tasks.rl.algorithms.batch import Estimated, Totals
+from tasks.rl.algorithms.policy_loss import Given
+from tasks.rl.algorithms.registry import Recipe
+from tasks.rl.algorithms.value_loss import value_loss
+from tasks.rl.experience.critic import Critic
+from tasks.rl.experience.minibatches import Dealing, Minibatch
+from tasks.rl.experience.packed_rows import Experience
 from tasks.rl.learner import Learner
-from tasks.rl.minibatches import Dealing, Minibatch
-from tasks.rl.policy_loss import Given
 from tasks.rl.settings import Loop, Rollout
-from tasks.rl.value_loss import value_loss
-from tasks.training.engine import Ranks
+from tasks.training.engine.deepspeed_engine import Ranks
 from tasks.training.job import TrainJob
+from tasks.training.model.packed_model import Asked, model_of
 from tasks.training.objectives import Loss
-from tasks.training.packed_model import Asked, model_of
 from tasks.training.steps import begin_random, set_lr
 
 

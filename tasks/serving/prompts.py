@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from tasks.errors import ArtifactError, ContractError
+from tasks.core.errors import ArtifactError, ContractError
 
 Messages = Sequence[Mapping[str, str]]
 

@@ -1,7 +1,7 @@
 """Child process that makes the toy base: `python -m tasks.toy job.json`.
 
 The job is a JSON object `{"out": folder, "steps": int, "seed": int}`. Progress and the closing
-facts are said as events (`tasks/events.py`).
+facts are said as events (`tasks/core/events.py`).
 """
 
 from __future__ import annotations
@@ -10,9 +10,9 @@ import json
 import sys
 from pathlib import Path
 
-from tasks.ending import end_process
-from tasks.events import emit
-from tasks.lean import start_lean
+from tasks.core.events import emit
+from tasks.process.block_unused_imports import start_lean
+from tasks.process.exit_process import end_process
 from tasks.toy.pretrain import pretrain
 
 

@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from tasks.events import emit
+from tasks.core.events import emit
 from tasks.toy.shape import CONTEXT, SHAPE
 from tasks.toy.splits import corpus
 from tasks.toy.tokenizer import train_tokenizer

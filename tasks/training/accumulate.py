@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, TypeVar
 
-from tasks.training.engine import Ranks
+from tasks.training.engine.deepspeed_engine import Ranks
+from tasks.training.engine.nan_guard import BROKEN, Watch, needs_watching
 from tasks.training.job import TrainJob
-from tasks.training.not_finite import BROKEN, Watch, needs_watching
 from tasks.training.objectives import Loss
-from tasks.training.passes import Sums
+from tasks.training.objectives.forward_passes import Sums
 
 Row = TypeVar("Row", bound=Sequence[int])
 """Which examples lie in it."""

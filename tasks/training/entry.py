@@ -14,10 +14,10 @@ import traceback
 from pathlib import Path
 from typing import NoReturn
 
-from tasks.ending import end_process
-from tasks.errors import PlumblineError
-from tasks.events import emit
-from tasks.lean import compiles, start_lean
+from tasks.core.errors import PlumblineError
+from tasks.core.events import emit
+from tasks.process.block_unused_imports import compiles, start_lean
+from tasks.process.exit_process import end_process
 from tasks.training.job import TrainJob
 
 DELIBERATE = 3
@@ -45,8 +45,8 @@ def _run(job_path: str, module: str) -> int:
     started = time.time()
     job, rank = TrainJob.read(Path(job_path)), int(os.environ["RANK"])
     start_lean(compiler=job.settings.runs_vllm and compiles())
-    from tasks.training.engine import Ranks
-    from tasks.training.failure import in_words
+    from tasks.training.engine.deepspeed_engine import Ranks
+    from tasks.training.engine.failure import in_words
 
     train_with = importlib.import_module(module).train_with
     try:

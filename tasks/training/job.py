@@ -1,7 +1,7 @@
 """A training run's settings, and where its files lie.
 
 Written as `job.json` by the parent and read by every rank. Knows no torch. Defaults are those of
-`tasks/schema`; a field without one has a default that depends on the model.
+`tasks/config`; a field without one has a default that depends on the model.
 """
 
 from __future__ import annotations
@@ -12,9 +12,9 @@ from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any, TypeVar
 
-from tasks.errors import ConfigError
-from tasks.schema import inputs, learning
-from tasks.schema.online import Reward, Rollout
+from tasks.config import inputs, learning
+from tasks.config.online import Reward, Rollout
+from tasks.core.errors import ConfigError
 
 T = TypeVar("T")
 

@@ -8,18 +8,18 @@ from typing import Any
 
 import torch
 
-from tasks.errors import TrainingError
-from tasks.events import emit
-from tasks.training import checkpoint, saving
-from tasks.training.checkpoint import Progress
-from tasks.training.engine import Ranks
-from tasks.training.examples import Examples
+from tasks.core.errors import TrainingError
+from tasks.core.events import emit
+from tasks.training.engine import checkpoint, saving
+from tasks.training.engine.checkpoint import Progress
+from tasks.training.engine.deepspeed_engine import Ranks
 from tasks.training.job import TrainJob
 from tasks.training.objectives import Objective
-from tasks.training.order import Counts, Order
-from tasks.training.passes import Passes, Sums
+from tasks.training.objectives.forward_passes import Passes, Sums
 from tasks.training.selection import direction, has_stopped, judge
 from tasks.training.steps import Stepper, Taken
+from tasks.training.tokens.examples import Examples
+from tasks.training.tokens.order import Counts, Order
 
 MAX_SKIPPED = 20
 """Steps in a row that fp16 may overflow in. The loss scale is halved each time: by now it is at a

@@ -8,14 +8,14 @@ import shutil
 from pathlib import Path
 from typing import Any
 
-from tasks.fingerprint import Fingerprint
-from tasks.prints import FINGERPRINT
-from tasks.score_print import SCORES, ScorePrint
-from tasks.training.checkpoint import PARTITIONS, Progress
-from tasks.training.drafts import holds_texts
-from tasks.training.heldout_scores import HeldOutScores
+from tasks.drift.fingerprint import Fingerprint
+from tasks.drift.reward_scores import SCORES, ScorePrint
+from tasks.drift.verdict import FINGERPRINT
+from tasks.training.engine.checkpoint import PARTITIONS, Progress
+from tasks.training.engine.partitions import describe
 from tasks.training.job import TrainJob
-from tasks.training.partitions import describe
+from tasks.training.objectives.heldout_scores import HeldOutScores
+from tasks.training.tokens.example_spec import holds_texts
 
 
 def write_common(

@@ -9,9 +9,9 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
-from tasks.errors import ConfigError
-from tasks.training import checkpoint
-from tasks.training.checkpoint import Checkpoint, Progress
+from tasks.core.errors import ConfigError
+from tasks.training.engine import checkpoint
+from tasks.training.engine.checkpoint import Checkpoint, Progress
 from tasks.training.job import Settings, TrainJob
 
 FREE = (

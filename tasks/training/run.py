@@ -5,27 +5,27 @@ from __future__ import annotations
 import time
 from typing import Any
 
-from tasks.bf16_linear import use_fp32_where_faster
-from tasks.errors import TrainingError
-from tasks.events import emit
-from tasks.training.alike import require_alike
-from tasks.training.checkpoint import Progress
-from tasks.training.data import load_split
-from tasks.training.engine import Ranks, start_engine
-from tasks.training.heldout_scores import heldout_scores
+from tasks.core.errors import TrainingError
+from tasks.core.events import emit
+from tasks.serving.bf16_linear import use_fp32_where_faster
+from tasks.training.engine.check_same_versions import require_alike
+from tasks.training.engine.checkpoint import Progress
+from tasks.training.engine.deepspeed_engine import Ranks, start_engine
+from tasks.training.engine.partitions import not_finite, own_shares, write_shares
+from tasks.training.engine.saving import restore
+from tasks.training.engine.zero_config import deepspeed_config
 from tasks.training.job import TrainJob
 from tasks.training.loop import Trainer
-from tasks.training.model import load_model, load_tokenizer
+from tasks.training.model.build import load_model, load_tokenizer
+from tasks.training.model.packed_model import give_back_attention, model_of, require_same
+from tasks.training.model.probe import take_print
 from tasks.training.objectives import objective
+from tasks.training.objectives.forward_passes import Passes
+from tasks.training.objectives.heldout_scores import heldout_scores
+from tasks.training.objectives.reference_logprobs import with_reference
 from tasks.training.outputs import write_common
-from tasks.training.packed_model import give_back_attention, model_of, require_same
-from tasks.training.packing import trial_row
-from tasks.training.partitions import not_finite, own_shares, write_shares
-from tasks.training.passes import Passes
-from tasks.training.probe import take_print
-from tasks.training.saving import restore
-from tasks.training.written_reference import with_reference
-from tasks.training.zero_config import deepspeed_config
+from tasks.training.tokens.data import load_split
+from tasks.training.tokens.packing import trial_row
 
 
 def train_with(ranks: Ranks, job: TrainJob, started: float) -> None:

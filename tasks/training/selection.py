@@ -5,8 +5,8 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 
-from tasks.errors import ConfigError
-from tasks.training.checkpoint import Best, Progress
+from tasks.core.errors import ConfigError
+from tasks.training.engine.checkpoint import Best, Progress
 from tasks.training.job import Evaluate
 
 _PAIRS = {

@@ -13,13 +13,13 @@ import numpy as np
 import torch
 
 from tasks.training.accumulate import Accumulator
-from tasks.training.examples import Examples
+from tasks.training.engine.nan_guard import Trace
+from tasks.training.engine.schedule import Shape, factor, warmup_steps
 from tasks.training.job import Optim, TrainJob
-from tasks.training.mfu import meter
-from tasks.training.not_finite import Trace
-from tasks.training.order import HeldOut, Order, Step
-from tasks.training.passes import Passes
-from tasks.training.schedule import Shape, factor, warmup_steps
+from tasks.training.memory.mfu import meter
+from tasks.training.objectives.forward_passes import Passes
+from tasks.training.tokens.examples import Examples
+from tasks.training.tokens.order import HeldOut, Order, Step
 
 
 @dataclass(frozen=True)

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from tasks.core.errors import DataError
 from tasks.data.asked import asked
 from tasks.data.build import Options, build_dataset
 from tasks.data.columns import Columns
@@ -16,7 +17,6 @@ from tasks.data.kinds import PROMPTS, side_id
 from tasks.data.messages import Unusable
 from tasks.data.readers import read_rows
 from tasks.data.sources import Source
-from tasks.errors import DataError
 
 USER = {"role": "user", "content": "2 + 2?"}
 ANSWER = {"role": "assistant", "content": "4"}

@@ -11,12 +11,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tasks.core.errors import DataError
 from tasks.data.build import Options, build_dataset
 from tasks.data.columns import Columns
 from tasks.data.kinds import KINDS
 from tasks.data.readers import Row
 from tasks.data.sources import Source
-from tasks.errors import DataError
 
 LOG = logging.getLogger("tests.data")
 

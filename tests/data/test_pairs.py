@@ -12,7 +12,7 @@ from tasks.data.columns import Columns
 from tasks.data.kinds import KINDS, PAIRS, PROMPTS, TEXTS, content_id, kind_for, side_id
 from tasks.data.messages import Unusable, transcript
 from tasks.data.pairs import labelled, preference
-from tasks.rl.algorithms import ALGORITHMS
+from tasks.rl.algorithms.registry import ALGORITHMS
 from tasks.training.objectives import kind_of
 
 
@@ -195,7 +195,7 @@ def test_every_objective_has_its_rows() -> None:
             else:
                 assert kind_of(objective).roles == roles[name], objective
             assert kind_for(objective, texts=kind is TEXTS) is kind
-    from tasks.schema.choices import Objective
+    from tasks.config.choices import Objective
 
     assert {o.name for o in Objective} == {o for k in KINDS.values() for o in k.objectives}
     assert kind_for("dpo") is PAIRS is kind_for("dpo", texts=True)

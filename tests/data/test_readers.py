@@ -11,8 +11,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from pyarrow import parquet
 
+from tasks.core.errors import DataError
 from tasks.data.readers import Row, existing_file, read_rows
-from tasks.errors import DataError
 
 
 def _write(path: Path, content: bytes) -> str:

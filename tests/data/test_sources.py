@@ -12,11 +12,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from tasks.core.errors import DataError
 from tasks.data.build import Options, build_dataset
 from tasks.data.columns import Columns
 from tasks.data.readers import Row
 from tasks.data.sources import Source, mix, wrong_probabilities
-from tasks.errors import DataError
 from tasks.prepare import prepare_data
 
 LOG = logging.getLogger("tests.data")

@@ -9,12 +9,12 @@ from typing import Any
 
 import pytest
 
-from flows.config import compose_config
+from flows.cli.config import compose_config
+from tasks.config.checks import data, texts
+from tasks.core.errors import DataError
 from tasks.data.columns import Columns
 from tasks.data.messages import Unusable
 from tasks.data.texts import document
-from tasks.errors import DataError
-from tasks.preflight import data, texts
 from tasks.prepare import prepare_data
 
 LOG = logging.getLogger("tests.data")

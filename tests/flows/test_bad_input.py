@@ -16,7 +16,7 @@ from pathlib import Path
 import pytest
 from mlflow import MlflowClient
 
-from tasks.preflight.data import PEEK
+from tasks.config.checks.data import PEEK
 from tests.flows.conftest import Run, command, environment
 
 

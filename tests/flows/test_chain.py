@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from tasks.artifact import open_artifact, verify
+from tasks.pipeline.artifact import open_artifact, verify
 from tests.flows.conftest import Run
 from tests.flows.test_online import OF_CRITICS, keys_of
 from tests.flows.tracked import children, curve

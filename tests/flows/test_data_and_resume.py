@@ -18,7 +18,7 @@ from typing import Any
 
 import pytest
 
-from tasks.artifact import open_artifact
+from tasks.pipeline.artifact import open_artifact
 from tasks.toy.splits import conversation, examples
 from tests.flows.conftest import Run, command, environment
 from tests.flows.test_bad_input import ours

@@ -12,8 +12,8 @@ from typing import Any
 import pytest
 from mlflow import MlflowClient
 
-from tasks.artifact import open_artifact, verify
-from tasks.fingerprint import PROFILES, Fingerprint
+from tasks.drift.fingerprint import PROFILES, Fingerprint
+from tasks.pipeline.artifact import open_artifact, verify
 from tests.flows.conftest import Run
 from tests.flows.tracked import children
 

@@ -12,8 +12,8 @@ from pathlib import Path
 
 import pytest
 
-from tasks.artifact import open_artifact, verify
-from tasks.fingerprint import PROFILES
+from tasks.drift.fingerprint import PROFILES
+from tasks.pipeline.artifact import open_artifact, verify
 from tests.flows.conftest import Run
 from tests.flows.tracked import children, client, curve
 

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from safetensors import safe_open
 
-from tasks.artifact import open_artifact, verify
+from tasks.pipeline.artifact import open_artifact, verify
 from tasks.toy.dataset import write_dataset
 from tests.flows.conftest import Run
 from tests.flows.test_real_experiments import with_context

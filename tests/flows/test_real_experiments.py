@@ -16,7 +16,7 @@ from pathlib import Path
 import pytest
 from safetensors import safe_open
 
-from tasks.artifact import open_artifact, verify
+from tasks.pipeline.artifact import open_artifact, verify
 from tasks.toy.dataset import write_dataset
 from tasks.toy.splits import corpus
 from tasks.toy.tokenizer import train_tokenizer

@@ -28,7 +28,7 @@ def one_rank() -> Iterator[None]:
     """Set up a single rank as an online run does: torchrun's environment, a compiler on a GPU."""
     import torch
 
-    from tasks.lean import start_lean
+    from tasks.process.block_unused_imports import start_lean
 
     start_lean(compiler=torch.cuda.is_available())
     if "RANK" not in os.environ:
@@ -60,8 +60,8 @@ def policy_of(setting: Setting, **changes: Any) -> Any:
 
 def started(setting: Setting, folder: Path, *, adapter_rank: int | None) -> Any:
     """The engine as training starts it."""
-    from tasks.serving.colocation import Colocation, Sampling
-    from tasks.serving.rollouts import Colocated
+    from tasks.serving.vllm.colocation import Colocation, Sampling
+    from tasks.serving.vllm.rollouts import Colocated
 
     how = Colocation(
         folder, max_model_len=128, max_num_seqs=64, kv_cache_gib=0.1, gpu_memory=0.4,
@@ -138,8 +138,8 @@ def reload_weights(setting: Setting) -> Numbers:
     """Whole weights, twice, under CUDA graphs: full and DoRA policies, tied heads and others."""
     from peft import LoraConfig, get_peft_model
 
-    from tasks.rl.merged import merged_tensors
-    from tasks.weights.contracts import model_facts
+    from tasks.rl.rollout.merged import merged_tensors
+    from tasks.weights.plan.contracts import model_facts
 
     found: dict[str, float | str] = {}
     with one_rank():

@@ -65,13 +65,13 @@ def _import_torch() -> None:
 
 
 def _import_scorer() -> None:
-    from tasks.serving import reference
+    from tasks.serving.reference import child as reference
 
     reference._warm_up()
 
 
 def _import_vllm() -> None:
-    from tasks.serving import vllm_child
+    from tasks.serving.vllm import child as vllm_child
 
     vllm_child._import_vllm()
 
@@ -142,9 +142,9 @@ def fingerprint(setting: Setting) -> Numbers:
     """Fingerprints on the GPU: repeated, by the scorer, and on the CPU."""
     import torch
 
-    from tasks.fingerprint import EXACT, PROFILES, drift, within
-    from tasks.serving import measure
-    from tasks.training import probe
+    from tasks.drift.fingerprint import EXACT, PROFILES, drift, within
+    from tasks.serving.reference import measure
+    from tasks.training.model import probe
 
     model = model_of(setting, dtype=torch.bfloat16)
     size = model.config.vocab_size
@@ -178,7 +178,7 @@ def nf4(setting: Setting) -> Numbers:
     import torch
     from bitsandbytes import functional
 
-    from tasks.weights.nf4 import BLOCKSIZE, as_trained
+    from tasks.weights.quantized.nf4 import BLOCKSIZE, as_trained
 
     rows, columns = (48, 64) if setting.tiny else (1536, 8960)
     draw = torch.Generator().manual_seed(0)
@@ -208,8 +208,8 @@ def attention(setting: Setting) -> Numbers:
     """
     import torch
 
-    from tasks.training.packed_model import take_rows
-    from tasks.training.packing import pack
+    from tasks.training.model.packed_model import take_rows
+    from tasks.training.tokens.packing import pack
     from tests.training.datasets import alone, make_examples
 
     lengths = [5, 17, 16, 9, 40] if setting.tiny else [1500, 40, 700, 41, 350, 12, 1024, 980]
@@ -249,7 +249,7 @@ def head(setting: Setting) -> Numbers:
     """A trained and a frozen head with 152 thousand tokens: numbers of fp64, and peak memory."""
     import torch
 
-    from tasks.training.head import PORTION, Scaling, token_logprobs
+    from tasks.training.model.head import PORTION, Scaling, token_logprobs
 
     tokens, width, vocabulary = (50, 16, 97) if setting.tiny else (2048, 1536, VOCABULARY)
     draw = torch.Generator().manual_seed(0)
@@ -294,7 +294,7 @@ def adam8bit(setting: Setting) -> Numbers:
     """Twenty steps of 8-bit AdamW beside torch's in fp32."""
     import torch
 
-    from tasks.training.engine import _adamw_8bit
+    from tasks.training.engine.deepspeed_engine import _adamw_8bit
     from tests.settings import Optim
 
     size = 4096 if setting.tiny else 1 << 24

@@ -108,9 +108,9 @@ def _settings(setting: Setting, kind: str, stage: int) -> Settings:
 
 def _train(setting: Setting, kind: str, stage: int) -> tuple[list[float], Numbers]:
     """Losses of a few steps; and peak memory beside the estimate."""
-    from tasks.launch import launch, python_child
+    from tasks.process.launch import launch, python_child
     from tasks.training.job import TrainJob
-    from tasks.training.memory import estimate
+    from tasks.training.memory.estimate import estimate
 
     base, name = base_of(setting), f"{kind}-zero{stage}-{setting.gpus}"
     folder = setting.folder / name
@@ -146,7 +146,7 @@ def _longest(setting: Setting) -> Path:
     """Tokenised samples of `LENGTHS` tokens each, all of which but the first bear loss."""
     import random
 
-    from tasks.training.examples import Example, Tokens, write_examples
+    from tasks.training.tokens.examples import Example, Tokens, write_examples
 
     path, length = setting.folder / "longest", LENGTHS[setting.tiny]
     if not path.exists():
@@ -201,7 +201,7 @@ def resume(setting: Setting) -> Numbers:
     The bytes are equal where two uninterrupted runs have equal bytes. Where kernels add up in
     another order each time, the resumed run may be as far away as the second one is, times three.
     """
-    from tasks.training.checkpoint import complete
+    from tasks.training.engine.checkpoint import complete
     from tests.training.places import Place, files, weights
 
     settings = _short_settings()

@@ -14,7 +14,7 @@ import psutil
 import pytest
 
 from infra.daemon import Daemon, log_path, port_is_free, record_of, start, stop, wait_ready
-from tasks.errors import BusyError, PlumblineError
+from tasks.core.errors import BusyError, PlumblineError
 
 # Answers on a port, and has a child that ignores SIGTERM.
 SERVER = """

@@ -21,7 +21,7 @@ import pytest
 
 from infra.api import call_api
 from infra.services import Services
-from tasks.errors import PlumblineError
+from tasks.core.errors import PlumblineError
 from tests.infra.requirements_files import PROJECT
 from tests.infra.test_daemon import free_port
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from prefect import flow, get_run_logger, task
 
-from tasks.launch import launch
+from tasks.process.launch import launch
 
 SLEEPER = "import os, time; print('child', os.getpid(), flush=True); time.sleep(600)"
 

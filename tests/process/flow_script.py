@@ -1,4 +1,4 @@
-"""A small flow, wired as `flows/command.py` does it: started as a process by the tests.
+"""A small flow, wired as `flows/cli/rlhf_command.py` does it: started as a process by the tests.
 
 Arguments: the folder of runs, then one mode for each flow run: quick (20 tasks), fail, long*.
 """
@@ -8,11 +8,11 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 
-from flows.bootstrap import bootstrap
-from flows.lock import hold
-from flows.prefect_server import _running, prefect_server
-from flows.signals import exit_on_signals
-from tasks.launch import kill_children_on_abort
+from flows.cli.bootstrap import bootstrap
+from flows.cli.lock import hold
+from flows.cli.signals import exit_on_signals
+from flows.orchestration.prefect_server import _running, prefect_server
+from tasks.process.launch import kill_children_on_abort
 
 
 def main(runs: Path, modes: list[str]) -> int:

@@ -12,14 +12,14 @@ from typing import Any
 
 import pytest
 
-from flows.bootstrap import CACHES, ShortTracebacks
+from flows.cli.bootstrap import CACHES, ShortTracebacks
 from tests.process.conftest import PROJECT
 
 LOOK = """
 import json, os, sys
 from pathlib import Path
 from typing import Any
-from flows.bootstrap import bootstrap
+from flows.cli.bootstrap import bootstrap
 bootstrap(Path("/somewhere"), Path(sys.argv[1]))
 heavy = {"prefect", "mlflow", "torch", "transformers"} & set(sys.modules)
 print(json.dumps({**os.environ, "heavy": sorted(heavy)}))

@@ -10,13 +10,13 @@ from pathlib import Path
 
 import pytest
 
-from tasks.errors import PlumblineError, StageProcessError
-from tasks.launch import Conversation, kill_children_on_abort
+from tasks.core.errors import PlumblineError, StageProcessError
+from tasks.process.launch import Conversation, kill_children_on_abort
 from tests.process.conftest import alive
 
 CHILD = """
 import json, os, sys, time
-from tasks.events import emit
+from tasks.core.events import emit
 print("warming up")
 emit("ready")
 for line in sys.stdin:

@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from tasks.errors import StageProcessError
-from tasks.launch import launch, python_child
+from tasks.core.errors import StageProcessError
+from tasks.process.launch import launch, python_child
 
 PROJECT = Path(__file__).resolve().parents[2]
 

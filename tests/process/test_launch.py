@@ -15,8 +15,8 @@ from typing import Any
 
 import pytest
 
-from tasks.errors import StageProcessError
-from tasks.launch import kill_children_on_abort, launch, python_child
+from tasks.core.errors import StageProcessError
+from tasks.process.launch import kill_children_on_abort, launch, python_child
 from tests.process.conftest import FAMILY, STUBBORN, Script, alive, pids, until
 
 Run = Callable[..., list[str]]
@@ -58,7 +58,7 @@ def test_a_missing_program_is_named(tmp_path: Path, log: logging.Logger) -> None
 def test_events_come_in_order_and_stay_out_of_the_log(run: Run, tmp_path: Path) -> None:
     seen: list[dict[str, Any]] = []
     code = """
-from tasks.events import emit
+from tasks.core.events import emit
 for i in range(300):
     print("text", i)
     emit("step", step=i, loss=float("nan") if i == 7 else i / 2)
@@ -80,7 +80,7 @@ def test_an_exception_of_the_listener_ends_the_child(run: Run) -> None:
         raise Refused
 
     child: list[int] = []
-    code = "import os, time; from tasks.events import emit; emit('x', pid=os.getpid())"
+    code = "import os, time; from tasks.core.events import emit; emit('x', pid=os.getpid())"
     with pytest.raises(Refused):
         run(code + "; time.sleep(600)", on_event=refuse)
     assert not alive(child[0])
@@ -118,7 +118,7 @@ def test_the_childs_environment(run: Run, monkeypatch: pytest.MonkeyPatch) -> No
     monkeypatch.setenv("MLFLOW_RUN_ID", "parents-own")
     monkeypatch.chdir("/")
     code = """
-import os, tasks.events
+import os, tasks.core.events
 print(os.environ.get("MLFLOW_RUN_ID"), os.environ["PYTHONUNBUFFERED"], os.environ["EXTRA"])
 """
     assert run(code, env={"EXTRA": "42"}) == ["None 1 42"]
@@ -172,7 +172,7 @@ def test_abort_ends_children_of_other_threads(run: Run, tmp_path: Path) -> None:
 
 PARENT = f"""
 import logging, pathlib, sys
-from tasks.launch import launch
+from tasks.process.launch import launch
 logging.basicConfig(level=logging.INFO, format="%(message)s")
 argv = [sys.executable, "-c", {FAMILY!r}]
 launch(argv, stage="demo", log=logging.getLogger(), log_path=pathlib.Path(sys.argv[1]))

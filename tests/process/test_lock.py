@@ -9,14 +9,14 @@ from pathlib import Path
 
 import pytest
 
-from flows.lock import hold
-from tasks.errors import BusyError
+from flows.cli.lock import hold
+from tasks.core.errors import BusyError
 from tests.process.conftest import Script
 
 HOLDER = """
 import sys, time
 from pathlib import Path
-from flows.lock import hold
+from flows.cli.lock import hold
 with hold(Path(sys.argv[1])):
     print("held", flush=True)
     time.sleep(float(sys.argv[2]))

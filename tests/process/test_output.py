@@ -9,8 +9,8 @@ from pathlib import Path
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tasks.elastic import closing_pid, ranks_own
-from tasks.output import Output, _Lines, secrets_of
+from tasks.process.output import Output, _Lines, secrets_of
+from tasks.process.torchrun_log import closing_pid, ranks_own
 
 TEXT = st.text(st.characters(exclude_categories=["Cs"]), max_size=60)
 

@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from tasks.errors import StageProcessError
-from tasks.launch import launch, python_child
+from tasks.core.errors import StageProcessError
+from tasks.process.launch import launch, python_child
 from tests.process.conftest import alive, pids
 
 RANK = """

@@ -18,7 +18,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from tasks.lean import start_lean
+from tasks.process.block_unused_imports import start_lean
 
 PHASES = ("measure", "generate", "score", "estimate", "update", "publish")
 POINTS = (*PHASES, "save", "evaluate")
@@ -28,8 +28,8 @@ def main(path: str, point: str, rank: str) -> None:
     """Train until then."""
     start_lean()
     from tasks.rl.run import train_with
-    from tasks.training import checkpoint
-    from tasks.training.engine import Ranks
+    from tasks.training.engine import checkpoint
+    from tasks.training.engine.deepspeed_engine import Ranks
     from tasks.training.job import TrainJob
 
     job = TrainJob.read(Path(path))
@@ -41,9 +41,9 @@ def main(path: str, point: str, rank: str) -> None:
 
 def arm(point: str) -> None:
     """End this process with the call that stands for the point."""
-    from tasks.rl.collect import Clock
+    from tasks.rl.experience.collect import Clock
     from tasks.rl.loop import OnlineTrainer
-    from tasks.training import checkpoint
+    from tasks.training.engine import checkpoint
 
     owners: dict[str, tuple[Any, str, int]] = {
         "save": (checkpoint, "publish", 2),

@@ -16,14 +16,14 @@ from typing import Any
 import torch
 from torch import nn
 
-from tasks.ending import end_process
-from tasks.errors import TrainingError
+from tasks.core.errors import TrainingError
+from tasks.process.exit_process import end_process
 from tasks.rl.learner import Learner
-from tasks.training.base import DTYPES
-from tasks.training.engine import Ranks, start_engine
+from tasks.training.engine.deepspeed_engine import Ranks, start_engine
+from tasks.training.engine.zero_config import deepspeed_config
 from tasks.training.job import TrainJob, Zero
+from tasks.training.model.base import DTYPES
 from tasks.training.objectives import Loss
-from tasks.training.zero_config import deepspeed_config
 from tests.settings import Batch, Settings
 
 

@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 
-from tasks.rl.replies import Generated, Prompt, Reply
+from tasks.rl.experience.responses import Generated, Prompt, Reply
 from tests.training.conftest import make_tokenizer
 
 TOKENIZER = make_tokenizer()

@@ -7,7 +7,7 @@ import time
 from pathlib import Path
 
 from tasks.rl.run import train_with
-from tasks.training.engine import Ranks
+from tasks.training.engine.deepspeed_engine import Ranks
 from tasks.training.job import TrainJob
 from tests.training.memory_program import Peaks, leave
 

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from safetensors import safe_open
 
-from tasks.launch import launch, python_child
+from tasks.process.launch import launch, python_child
 from tasks.training.job import Evaluate, Peft, TrainJob, Zero
 from tests.settings import Batch, Launch, Optim, Settings
 

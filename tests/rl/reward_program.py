@@ -7,7 +7,7 @@ import logging
 import sys
 from pathlib import Path
 
-from tasks.lean import start_lean
+from tasks.process.block_unused_imports import start_lean
 
 
 def main() -> None:
@@ -16,7 +16,7 @@ def main() -> None:
     import torch
     import torch.distributed as dist
 
-    from tasks.ending import end_process
+    from tasks.process.exit_process import end_process
     from tasks.rl.rewards import open_rewards
     from tasks.rl.settings import Reward
     from tests.rl.making import TOKENIZER, reply

@@ -20,28 +20,28 @@ from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
-from tasks.lean import start_lean
+from tasks.process.block_unused_imports import start_lean
 
 start_lean()
 
 import numpy as np  # noqa: E402
 import torch  # noqa: E402
 
-from tasks.bf16_linear import use_fp32_where_faster  # noqa: E402
-from tasks.ending import end_process  # noqa: E402
-from tasks.errors import PlumblineError  # noqa: E402
-from tasks.rl.handoff import Policy  # noqa: E402
-from tasks.rl.memory_folder import MEMORY, PREFIX  # noqa: E402
-from tasks.rl.merged import merged_tensors  # noqa: E402
-from tasks.rl.replies import Generated, Request  # noqa: E402
-from tasks.rl.rollout import Engine, open_engine  # noqa: E402
+from tasks.core.errors import PlumblineError  # noqa: E402
+from tasks.process.exit_process import end_process  # noqa: E402
+from tasks.rl.experience.responses import Generated, Request  # noqa: E402
+from tasks.rl.rollout.engines import Engine, open_engine  # noqa: E402
+from tasks.rl.rollout.memory_folder import MEMORY, PREFIX  # noqa: E402
+from tasks.rl.rollout.merged import merged_tensors  # noqa: E402
+from tasks.rl.rollout.policy_sync import Policy  # noqa: E402
 from tasks.rl.settings import Online, Rollout  # noqa: E402
-from tasks.training.engine import Ranks, start_engine  # noqa: E402
+from tasks.serving.bf16_linear import use_fp32_where_faster  # noqa: E402
+from tasks.training.engine.deepspeed_engine import Ranks, start_engine  # noqa: E402
+from tasks.training.engine.zero_config import deepspeed_config  # noqa: E402
 from tasks.training.job import TrainJob  # noqa: E402
-from tasks.training.model import load_model, load_tokenizer  # noqa: E402
-from tasks.training.packed_model import give_back_attention, model_of  # noqa: E402
-from tasks.training.score_head import gathered  # noqa: E402
-from tasks.training.zero_config import deepspeed_config  # noqa: E402
+from tasks.training.model.build import load_model, load_tokenizer  # noqa: E402
+from tasks.training.model.packed_model import give_back_attention, model_of  # noqa: E402
+from tasks.training.model.score_head import gathered  # noqa: E402
 from tests.rl.stale_faults import stale_weights  # noqa: E402
 
 END = 256
@@ -176,7 +176,7 @@ def watch(bench: Bench) -> dict[str, Any]:
 def sleep_and_wake(answering: Any, mine: Sequence[Request]) -> dict[str, Any]:
     """Give memory back as on a GPU: a CPU keeps it, the calls between vLLM's parts are real."""
     before = _ids(answering.generate(mine))
-    with patch("tasks.serving.rollouts.on_gpu", lambda: True):
+    with patch("tasks.serving.vllm.rollouts.on_gpu", lambda: True):
         answering.sleep()
     forgot = _said(lambda: answering.generate(mine))
     answering.publish()
@@ -256,7 +256,7 @@ def start_twice(bench: Bench) -> dict[str, Any]:
     """On one rank alone the engine does not start: late, where ranks no longer meet, and early."""
     from vllm.v1.engine.core import EngineCore
 
-    import tasks.rl.vllm_engine as ours
+    import tasks.rl.rollout.vllm_engine as ours
 
     mine, seen = requests(bench.ranks.rank), {}
     bench.perturb(0.02)

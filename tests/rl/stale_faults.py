@@ -14,8 +14,8 @@ from unittest.mock import patch
 
 import torch
 
-from tasks.errors import PlumblineError
-from tasks.rl.merged import merged_tensors
+from tasks.core.errors import PlumblineError
+from tasks.rl.rollout.merged import merged_tensors
 
 Plant = Callable[[Any, Any], AbstractContextManager[Any]]
 

@@ -10,7 +10,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tasks.rl import advantages
+from tasks.rl.algorithms import advantages
 
 EXACT = 1e-12
 """Relative tolerance of float64."""

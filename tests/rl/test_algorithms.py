@@ -9,10 +9,10 @@ from dataclasses import fields, replace
 import pytest
 import torch
 
-from tasks.errors import ConfigError
-from tasks.rl.algorithms import ALGORITHMS, recipe
-from tasks.rl.batch import Batch
-from tasks.rl.knobs import USES
+from tasks.core.errors import ConfigError
+from tasks.rl.algorithms.algorithm_options import USES
+from tasks.rl.algorithms.batch import Batch
+from tasks.rl.algorithms.registry import ALGORITHMS, recipe
 from tasks.rl.settings import Loop
 
 LENGTHS = [3, 1, 2, 4]

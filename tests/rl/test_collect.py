@@ -9,9 +9,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from tasks.rl.collect import Clock, Collector, silent_groups
-from tasks.rl.prompts import Asking
-from tasks.rl.replies import Generated, Prompt, Reply, Request
+from tasks.rl.experience.collect import Clock, Collector, silent_groups
+from tasks.rl.experience.prompts import Asking
+from tasks.rl.experience.responses import Generated, Prompt, Reply, Request
 from tasks.rl.rewards import Rewards
 from tasks.rl.rewards.sources import Weighted
 from tests.rl.making import TOKENIZER

@@ -7,9 +7,9 @@ import math
 import pytest
 import torch
 
-from tasks.errors import TrainingError
-from tasks.rl import correction
-from tasks.rl.knobs import CORRECTIONS
+from tasks.core.errors import TrainingError
+from tasks.rl.algorithms import correction
+from tasks.rl.algorithms.algorithm_options import CORRECTIONS
 
 LENGTHS = [3, 1, 4, 2]
 HIGH, LOW = 2.0, 0.5

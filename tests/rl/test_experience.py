@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 import torch
 
-from tasks.rl.experience import Experience, experience, measured, together
-from tasks.rl.replies import Generated, Scored
+from tasks.rl.experience.packed_rows import Experience, experience, measured, together
+from tasks.rl.experience.responses import Generated, Scored
 from tests.rl.making import reply
 from tests.rl.peers import Peer, on_ranks
 

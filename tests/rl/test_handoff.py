@@ -10,17 +10,17 @@ import numpy as np
 import pytest
 import torch
 
-from tasks.errors import ConfigError, ContractError
-from tasks.rl.drawing import sample
-from tasks.rl.memory_folder import PREFIX, memory_folder, place_for, sweep
-from tasks.rl.merged import merged_tensors
-from tasks.rl.replies import Request
-from tasks.rl.rollout import reply_seeds, require_room
-from tasks.rl.servable import require_servable, unservable
-from tasks.serving.colocation import room_for_rank
-from tasks.training.adapter import lora_config
+from tasks.core.errors import ConfigError, ContractError
+from tasks.rl.experience.responses import Request
+from tasks.rl.rollout.engines import reply_seeds, require_room
+from tasks.rl.rollout.memory_folder import PREFIX, memory_folder, place_for, sweep
+from tasks.rl.rollout.merged import merged_tensors
+from tasks.rl.rollout.sampling import sample
+from tasks.rl.rollout.vllm_support import require_servable, unservable
+from tasks.serving.vllm.colocation import room_for_rank
 from tasks.training.job import Peft
-from tasks.weights.contracts import ModelFacts, facts_of
+from tasks.training.model.adapter import lora_config
+from tasks.weights.plan.contracts import ModelFacts, facts_of
 from tests.settings import Rollout, Settings
 from tests.tiny import tiny
 

@@ -7,7 +7,7 @@ import math
 import pytest
 import torch
 
-from tasks.rl import kl
+from tasks.rl.algorithms import kl
 from tasks.rl.settings import Loop
 
 POLICY = torch.tensor([0.3, -0.8, 1.1, 0.0, -1.5], dtype=torch.float64)

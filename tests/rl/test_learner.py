@@ -6,7 +6,7 @@ import itertools
 import logging
 from pathlib import Path
 
-from tasks.launch import launch, python_child
+from tasks.process.launch import launch, python_child
 
 REFUSED = "step 2: the test's gradient is not finite; last good checkpoint: none yet"
 

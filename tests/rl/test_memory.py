@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from tasks.preflight.phases import rank_memory
+from tasks.config.checks.phases import rank_memory
 from tasks.training.job import Evaluate, Peft, Zero
 from tests.rl.online import job_of, settings_with, started
 from tests.settings import Batch, Optim

@@ -10,11 +10,11 @@ from typing import Any
 import pytest
 import torch
 
-from tasks.errors import StageProcessError
-from tasks.fingerprint import Fingerprint
-from tasks.prints import FINGERPRINT
+from tasks.core.errors import StageProcessError
+from tasks.drift.fingerprint import Fingerprint
+from tasks.drift.verdict import FINGERPRINT
 from tasks.rl.loop import MISMATCH
-from tasks.training import checkpoint
+from tasks.training.engine import checkpoint
 from tasks.training.job import Evaluate, Peft, Zero
 from tests.rl.killed_program import POINTS
 from tests.rl.online import SETTINGS, job_of, run, run_to, settings_with, stitched

@@ -13,8 +13,14 @@ from typing import Any
 
 import pytest
 
-from tasks.errors import DataError, PlumblineError, RewardError, StageProcessError, TrainingError
-from tasks.report import StageReport
+from tasks.core.errors import (
+    DataError,
+    PlumblineError,
+    RewardError,
+    StageProcessError,
+    TrainingError,
+)
+from tasks.pipeline.report import StageReport
 from tasks.train import train
 from tests.rl.online import settings_with
 from tests.settings import Settings

@@ -11,8 +11,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tasks.rl.batch import Totals
-from tasks.rl.policy_loss import Given, PolicyLoss
+from tasks.rl.algorithms.batch import Totals
+from tasks.rl.algorithms.policy_loss import Given, PolicyLoss
 
 LENGTHS = [5, 1, 8, 3, 6]
 MOST = 9

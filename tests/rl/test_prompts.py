@@ -9,9 +9,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from tasks.errors import DataError
-from tasks.rl.prompts import Asking, load_prompts, request_seed
-from tasks.rl.replies import Prompt
+from tasks.core.errors import DataError
+from tasks.rl.experience.prompts import Asking, load_prompts, request_seed
+from tasks.rl.experience.responses import Prompt
 from tests.rl.peers import on_ranks
 from tests.training.conftest import make_tokenizer
 

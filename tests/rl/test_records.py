@@ -9,12 +9,19 @@ from dataclasses import replace
 import pytest
 import torch
 
-from tasks.rl.batch import Estimated
-from tasks.rl.collect import Clock
-from tasks.rl.correction import mismatch
-from tasks.rl.experience import experience
-from tasks.rl.records import collected, compared, estimates, evaluated, samples_of, speeds
-from tasks.rl.replies import Scored
+from tasks.rl.algorithms.batch import Estimated
+from tasks.rl.algorithms.correction import mismatch
+from tasks.rl.experience.collect import Clock
+from tasks.rl.experience.packed_rows import experience
+from tasks.rl.experience.records import (
+    collected,
+    compared,
+    estimates,
+    evaluated,
+    samples_of,
+    speeds,
+)
+from tasks.rl.experience.responses import Scored
 from tests.rl.making import reply
 from tests.settings import Rollout
 

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from tasks.errors import ConfigError, RewardError
+from tasks.core.errors import ConfigError, RewardError
 from tasks.rl.rewards.function import Function
 from tasks.rl.rewards.reference import FunctionReference
 from tests.rl.making import replies, reply

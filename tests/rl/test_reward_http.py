@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from tasks.errors import RewardError
+from tasks.core.errors import RewardError
 from tasks.rl.rewards import http
 from tasks.rl.rewards.http import Endpoint, redacted
 from tests.rl.making import TOKENIZER, replies

@@ -14,14 +14,14 @@ import numpy as np
 import pytest
 import torch
 
-from tasks.child import python_child
-from tasks.errors import ArtifactError, RewardError
-from tasks.launch import launch
+from tasks.core.errors import ArtifactError, RewardError
+from tasks.process.child import python_child
+from tasks.process.launch import launch
 from tasks.rl.rewards import model, open_rewards
 from tasks.rl.rewards.encoding import Encoding
 from tasks.rl.rewards.folder import RewardFolder
 from tasks.rl.settings import Reward
-from tasks.serving.rewards import load_rewarder
+from tasks.serving.reference.rewards import load_rewarder
 from tests.rl.making import TOKENIZER, replies, reply
 from tests.training.conftest import make_tokenizer
 

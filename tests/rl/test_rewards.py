@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 import torch
 
-from tasks.errors import ArtifactError, ConfigError, RewardError
-from tasks.rl.replies import Reply
+from tasks.core.errors import ArtifactError, ConfigError, RewardError
+from tasks.rl.experience.responses import Reply
 from tasks.rl.rewards import Rewards, open_rewards
 from tasks.rl.rewards.exact import ExactMatch
 from tasks.rl.rewards.sources import Weighted, checked

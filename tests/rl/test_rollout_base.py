@@ -10,10 +10,10 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from tasks.errors import ArtifactError
+from tasks.core.errors import ArtifactError
 from tasks.rollout_base import write_rollout_base
 from tasks.training.job import Peft
-from tasks.weights.worker import perform
+from tasks.weights.execute.worker import perform
 from tests.tiny import tiny
 
 

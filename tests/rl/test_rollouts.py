@@ -11,11 +11,11 @@ from typing import Any
 
 import pytest
 
-from tasks.errors import StageProcessError
-from tasks.launch import launch, python_child
+from tasks.core.errors import StageProcessError
+from tasks.process.launch import launch, python_child
 from tasks.rollout_base import write_rollout_base
 from tasks.training.job import Peft, TrainJob, Zero
-from tasks.weights.worker import perform
+from tasks.weights.execute.worker import perform
 from tests.settings import Batch, Launch, Settings
 from tests.training.conftest import make_tokenizer, save_base
 

@@ -14,13 +14,13 @@ from typing import Any
 import pytest
 import torch
 
-from tasks.errors import TrainingError
-from tasks.rl import vllm_engine
-from tasks.rl.handoff import Policy
-from tasks.rl.rollout import Engine
-from tasks.serving import rollouts
+from tasks.core.errors import TrainingError
+from tasks.rl.rollout import vllm_engine
+from tasks.rl.rollout.engines import Engine
+from tasks.rl.rollout.policy_sync import Policy
+from tasks.serving.vllm import rollouts
+from tasks.training.engine.offload import TrainerStates
 from tasks.training.job import Peft, TrainJob
-from tasks.training.offload import TrainerStates
 from tests.rl.test_handoff import Alone
 from tests.settings import Rollout, Settings
 

@@ -14,12 +14,12 @@ import pytest
 import torch
 from torch import nn
 
-from tasks.rl import correction
-from tasks.rl.algorithms import ALGORITHMS, Recipe, recipe
-from tasks.rl.batch import Batch, Totals
-from tasks.rl.policy_loss import Given
+from tasks.rl.algorithms import correction
+from tasks.rl.algorithms.batch import Batch, Totals
+from tasks.rl.algorithms.policy_loss import Given
+from tasks.rl.algorithms.registry import ALGORITHMS, Recipe, recipe
+from tasks.rl.algorithms.value_loss import value_loss
 from tasks.rl.settings import Loop
-from tasks.rl.value_loss import value_loss
 
 NAMED = ("ppo", "grpo", "rloo", "reinforce_pp")
 """The others differ from these in what `test_algorithms.py` and `test_policy_loss.py` hold."""

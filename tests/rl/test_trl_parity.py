@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 import torch
 
-from tasks.rl import advantages, correction
-from tasks.rl.batch import Totals
-from tasks.rl.policy_loss import Given, PolicyLoss
+from tasks.rl.algorithms import advantages, correction
+from tasks.rl.algorithms.batch import Totals
+from tasks.rl.algorithms.policy_loss import Given, PolicyLoss
 
 pytestmark = [pytest.mark.peers, pytest.mark.filterwarnings("ignore")]
 

@@ -7,9 +7,9 @@ import statistics
 import pytest
 import torch
 
-from tasks.rl import overlong
-from tasks.rl.batch import Totals
-from tasks.rl.value_loss import explained_variance, value_loss
+from tasks.rl.algorithms import overlong
+from tasks.rl.algorithms.batch import Totals
+from tasks.rl.algorithms.value_loss import explained_variance, value_loss
 
 TOTALS = Totals(tokens=12, sequences=3, max_new_tokens=8)
 COUNT = 7

@@ -13,7 +13,7 @@ import sys
 from typing import Any
 from unittest.mock import patch
 
-from tasks import lean
+from tasks.process import block_unused_imports as lean
 
 
 def as_on_gpu(said: Any = lean.compiles) -> bool:
@@ -32,8 +32,8 @@ def train_with(ranks: Any, job: Any, started: float) -> None:
     """Sample from the base."""
     from torch._dynamo.utils import counters
 
-    from tasks.serving.colocation import Colocation, Sampling
-    from tasks.serving.rollouts import Colocated
+    from tasks.serving.vllm.colocation import Colocation, Sampling
+    from tasks.serving.vllm.rollouts import Colocated
 
     how = Colocation(model=job.base, max_model_len=64, max_num_seqs=4, adapter_rank=8)
     engine = Colocated(how, Sampling(max_new_tokens=6, ends=(2,)))

@@ -9,9 +9,9 @@ from typing import Any
 
 import pytest
 
-from tasks.fingerprint import PROFILES
-from tasks.report import StageReport
-from tasks.scoring import ReferenceScorer
+from tasks.drift.fingerprint import PROFILES
+from tasks.evaluation.scoring import ReferenceScorer
+from tasks.pipeline.report import StageReport
 from tasks.smoke_eval import smoke_eval
 from tests.serving.models import CONVERSATIONS, live_fingerprint, load, write_model
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from tasks.fingerprint import Fingerprint
+from tasks.drift.fingerprint import Fingerprint
 
 PAD, START, END = 0, 1, 2
 TEMPLATE = (

@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 import torch
 
-from tasks.serving import cpu_linear
-from tasks.serving.cpu_linear import fp32_linear, use_fp32_products
+from tasks.serving.vllm import cpu_linear
+from tasks.serving.vllm.cpu_linear import fp32_linear, use_fp32_products
 
 
 @pytest.fixture

@@ -11,8 +11,8 @@ from typing import Any
 
 import pytest
 
-from tasks.report import StageReport
-from tasks.scoring import ModelRef, ReferenceScorer
+from tasks.evaluation.scoring import ModelRef, ReferenceScorer
+from tasks.pipeline.report import StageReport
 from tests.serving.models import CONVERSATIONS, END, WORDS, load
 from tests.settings import smoke_settings
 

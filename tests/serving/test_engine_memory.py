@@ -10,10 +10,10 @@ from pathlib import Path
 
 import pytest
 
-from flows.config import compose_config
-from tasks.preflight.engine import AT_ONCE, HEADROOM, engine_memory
-from tasks.serving.job import environment
-from tasks.vllm_jobs import HEADROOM as THEIRS
+from flows.cli.config import compose_config
+from tasks.config.checks.engine import AT_ONCE, HEADROOM, engine_memory
+from tasks.evaluation.vllm_jobs import HEADROOM as THEIRS
+from tasks.serving.vllm.job import environment
 
 ASK = """
 import json, sys
@@ -26,7 +26,7 @@ print("cache:" + json.dumps([cache.num_gpu_blocks, cache.block_size]))
 
 def test_numbers_that_two_places_know() -> None:
     assert HEADROOM == THEIRS
-    source = (Path(__file__).parents[2] / "tasks" / "serving" / "vllm_child.py").read_text()
+    source = (Path(__file__).parents[2] / "tasks" / "serving" / "vllm" / "child.py").read_text()
     assert f"max_num_seqs={AT_ONCE}," in source
 
 

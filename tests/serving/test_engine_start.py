@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from tasks.launch import launch, python_child
+from tasks.process.launch import launch, python_child
 from tasks.training import entry
 from tasks.training.job import Peft, TrainJob
 from tests.settings import Settings

@@ -10,10 +10,10 @@ from pathlib import Path
 
 import pytest
 
-from tasks.deliver.engine import EngineSettings
-from tasks.scoring import ReferenceScorer
-from tasks.serving.job import Job
-from tasks.vllm_jobs import run_vllm
+from tasks.delivery.engine import EngineSettings
+from tasks.evaluation.scoring import ReferenceScorer
+from tasks.evaluation.vllm_jobs import run_vllm
+from tasks.serving.vllm.job import Job
 from tests.serving.cuda_stand_in import LOST, STARTS
 
 PROJECT = Path(__file__).parents[2]

@@ -12,10 +12,10 @@ from typing import Any
 
 import pytest
 
-from tasks import vllm_jobs
-from tasks.deliver.engine import EngineSettings
-from tasks.rl.rollout import seconds_for
-from tasks.serving import guest, job
+from tasks.delivery.engine import EngineSettings
+from tasks.evaluation import vllm_jobs
+from tasks.rl.rollout.engines import seconds_for
+from tasks.serving.vllm import guest, job
 from tests.settings import Rollout
 
 

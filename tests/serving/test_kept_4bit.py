@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from tasks.kept_4bit import keep_as_loaded
-from tasks.serving.load import load_model
+from tasks.serving.reference.load import load_model
+from tasks.weights.quantized.bnb_no_repack import keep_as_loaded
 
 NF4 = {"type": "nf4", "double_quant": True, "compute_dtype": "bfloat16"}
 
@@ -58,7 +58,7 @@ def test_an_evaluation_changes_no_weight_and_stops_no_gradient(
 
 
 def test_bitsandbytes_still_repacks(served: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What this is for. Should it end, `tasks/kept_4bit.py` can go."""
+    """What this is for. Should it end, `tasks/weights/quantized/bnb_no_repack.py` can go."""
     import torch
     from bitsandbytes.nn import Linear4bit
 

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from tasks.serving.lora_ops import use_single_adapter_products
+from tasks.serving.vllm.lora_ops import use_single_adapter_products
 
 SLOTS, WIDE, PARTS, MOST = 2, 24, (16, 8, 8), 512
 RANKS = [4, 8, 64]

@@ -8,11 +8,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from tasks.bf16_linear import use_fp32_where_faster
-from tasks.errors import ArtifactError, ContractError, StageProcessError
-from tasks.fingerprint import Fingerprint, drift
-from tasks.kept_4bit import keep_as_loaded
-from tasks.scoring import ModelRef, ReferenceScorer
+from tasks.core.errors import ArtifactError, ContractError, StageProcessError
+from tasks.drift.fingerprint import Fingerprint, drift
+from tasks.evaluation.scoring import ModelRef, ReferenceScorer
+from tasks.serving.bf16_linear import use_fp32_where_faster
+from tasks.weights.quantized.bnb_no_repack import keep_as_loaded
 from tests.serving.models import CONVERSATIONS, END, live_fingerprint, load
 
 NF4 = {"type": "nf4", "double_quant": True, "compute_dtype": "bfloat16"}
@@ -152,7 +152,7 @@ def test_a_crash_is_an_answer(served: Path, trained: Path, tmp_path: Path) -> No
     """A fork that dies says nothing; its status is what the asker learns."""
     import signal
 
-    from tasks.serving import reference
+    from tasks.serving.reference import child as reference
 
     def die(_: object) -> dict[str, object]:
         os.write(2, b"about to die\n")

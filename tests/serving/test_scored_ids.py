@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 import torch
 
-from tasks.fingerprint import Fingerprint
-from tasks.serving.vllm_child import fingerprint
+from tasks.drift.fingerprint import Fingerprint
+from tasks.serving.vllm.child import fingerprint
 
 WIDTH, PROBES = 151_936, ((5, 6, 7, 8, 9), (3, 2, 1))
 

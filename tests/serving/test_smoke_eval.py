@@ -9,13 +9,13 @@ from pathlib import Path
 
 import pytest
 
-from tasks.errors import ConfigError, DataError
-from tasks.fingerprint import PROFILES, Drift, Fingerprint
-from tasks.heldout import read_heldout
-from tasks.report import StageReport
-from tasks.scoring import ModelRef, ReferenceScorer
-from tasks.serving.ties import compare_greedy
-from tasks.smoke_eval import who_moved
+from tasks.core.errors import ConfigError, DataError
+from tasks.drift.fingerprint import PROFILES, Drift, Fingerprint
+from tasks.evaluation.evaluation_prompts import read_heldout
+from tasks.evaluation.greedy_ties import compare_greedy
+from tasks.evaluation.scoring import ModelRef, ReferenceScorer
+from tasks.evaluation.smoke import who_moved
+from tasks.pipeline.report import StageReport
 from tests.serving.models import CONVERSATIONS, END, WORDS
 from tests.settings import smoke_settings
 
@@ -85,8 +85,8 @@ def test_a_stage_whose_record_shows_it_is_blamed(
 def test_when_the_folder_is_as_trained_the_engine_is_blamed(
     run: Callable[..., StageReport], scorer: ReferenceScorer, served: Path, trained: Path
 ) -> None:
-    from tasks.scoring import Prompts
-    from tasks.serve import Question
+    from tasks.evaluation.scoring import Prompts
+    from tasks.evaluation.serve import Question
 
     nothing = Prompts([], [END])
     question = Question(

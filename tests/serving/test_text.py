@@ -4,13 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tasks.serving.text import (
-    LOOP_REPEATS,
-    LOOP_TOKENS,
-    MAX_BLOCK,
-    exact_match,
-    is_degenerate,
-)
+from tasks.serving.text import LOOP_REPEATS, LOOP_TOKENS, MAX_BLOCK, exact_match, is_degenerate
 
 BLOCKS = st.lists(st.integers(0, 5), min_size=1, max_size=MAX_BLOCK)
 

@@ -3,8 +3,8 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from tasks.fingerprint import Fingerprint
-from tasks.serving.ties import Agreement, compare_greedy, engine_noise
+from tasks.drift.fingerprint import Fingerprint
+from tasks.evaluation.greedy_ties import Agreement, compare_greedy, engine_noise
 
 STEPS = [[(4, 16.0), (5, 15.9), (6, 15.0)], [(7, 3.0), (8, 1.0)]]
 

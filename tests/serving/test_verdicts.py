@@ -5,11 +5,11 @@ from pathlib import Path
 
 import pytest
 
-from tasks.errors import ArtifactError
-from tasks.fingerprint import PROFILES, Drift
-from tasks.prints import verdict
-from tasks.serving import verdicts
-from tasks.serving.ties import Agreement
+from tasks.core.errors import ArtifactError
+from tasks.drift.fingerprint import PROFILES, Drift
+from tasks.drift.verdict import verdict
+from tasks.evaluation import smoke_checks
+from tasks.evaluation.greedy_ties import Agreement
 
 CALM = Drift(mean_kl=1e-5, p95_kl=1e-4, max_kl=9.0, top1_agreement=1.0, cosine=1.0)
 MOVED = Drift(mean_kl=0.2, p95_kl=0.5, max_kl=1.0, top1_agreement=0.5, cosine=0.7)
@@ -23,11 +23,11 @@ def touch(folder: Path, *names: str) -> None:
 
 def test_strays_beside_a_single_file(tmp_path: Path) -> None:
     touch(tmp_path, "model.safetensors", "config.json", "fingerprint.fp")
-    assert verdicts.stray_weights(tmp_path) == []
+    assert smoke_checks.stray_weights(tmp_path) == []
     touch(tmp_path, "value_head.safetensors", "adapter_model.bin")
-    strays = verdicts.stray_weights(tmp_path)
+    strays = smoke_checks.stray_weights(tmp_path)
     assert strays == ["adapter_model.bin", "value_head.safetensors"]
-    check = verdicts.no_strays(strays)
+    check = smoke_checks.no_strays(strays)
     assert (check.ok, check.found) == (False, "adapter_model.bin, value_head.safetensors")
 
 
@@ -36,19 +36,19 @@ def test_strays_beside_shards(tmp_path: Path) -> None:
     index = {"weight_map": {"a": "model-00001-of-00002.safetensors",
                             "b": "model-00002-of-00002.safetensors"}}  # fmt: skip
     (tmp_path / "model.safetensors.index.json").write_text(json.dumps(index))
-    assert verdicts.stray_weights(tmp_path) == []
+    assert smoke_checks.stray_weights(tmp_path) == []
     touch(tmp_path, "model.safetensors")
-    assert verdicts.stray_weights(tmp_path) == ["model.safetensors"]
+    assert smoke_checks.stray_weights(tmp_path) == ["model.safetensors"]
     (tmp_path / "model.safetensors.index.json").write_text("{}")
     with pytest.raises(ArtifactError, match="no weight_map"):
-        verdicts.stray_weights(tmp_path)
+        smoke_checks.stray_weights(tmp_path)
 
 
 def test_drift_check_names_the_stage_only_when_it_fails() -> None:
-    good = verdicts.drift_check(CALM, STANDARD, "")
+    good = smoke_checks.drift_check(CALM, STANDARD, "")
     assert good.ok
     assert good.found == "mean KL 1.00e-05, p95 KL 1.00e-04, top-1 agreement 1.0000"
-    bad = verdicts.drift_check(MOVED, STANDARD, "merge")
+    bad = smoke_checks.drift_check(MOVED, STANDARD, "merge")
     assert not bad.ok
     assert bad.found == (
         "mean KL 2.00e-01 > 1e-03; p95 KL 5.00e-01 > 5e-03; top-1 agreement 0.5000 < 0.97; "
@@ -64,29 +64,29 @@ def test_a_failed_drift_check_names_the_profile_that_admits_it() -> None:
 
 def test_first_mover() -> None:
     history = {"gather": CALM.as_dict(), "merge": MOVED.as_dict(), "convert": MOVED.as_dict()}
-    assert verdicts.first_mover(history, STANDARD) == "merge"
-    assert verdicts.first_mover({"gather": CALM.as_dict()}, STANDARD) is None
+    assert smoke_checks.first_mover(history, STANDARD) == "merge"
+    assert smoke_checks.first_mover({"gather": CALM.as_dict()}, STANDARD) is None
 
 
 def test_greedy_check_counts_ties_and_fails_on_differences() -> None:
-    tied = verdicts.greedy_check(Agreement(30, 2, ()), 5)
+    tied = smoke_checks.greedy_check(Agreement(30, 2, ()), 5)
     assert tied.ok
     assert tied.found == "equal on 30 of 32, 2 part at a tie (within 2 rounding steps or the noise)"
-    assert not verdicts.greedy_check(Agreement(31, 0, ("prompt 3: ...",)), 5).ok
-    assert not verdicts.greedy_check(Agreement(0, 0, ()), 5).ok  # nothing was compared
+    assert not smoke_checks.greedy_check(Agreement(31, 0, ("prompt 3: ...",)), 5).ok
+    assert not smoke_checks.greedy_check(Agreement(0, 0, ()), 5).ok  # nothing was compared
 
 
 def test_stop_and_degenerate_checks() -> None:
-    assert verdicts.stop_check([True] * 9 + [False], 0.9).ok
-    assert not verdicts.stop_check([True] * 8 + [False] * 2, 0.9).ok
+    assert smoke_checks.stop_check([True] * 9 + [False], 0.9).ok
+    assert not smoke_checks.stop_check([True] * 8 + [False] * 2, 0.9).ok
     loops = [[1, 2, 3]] * 3 + [[0] * 40]
-    assert verdicts.degenerate_check(loops, 0.25).ok
-    check = verdicts.degenerate_check(loops, 0.2)
+    assert smoke_checks.degenerate_check(loops, 0.25).ok
+    check = smoke_checks.degenerate_check(loops, 0.2)
     assert (check.ok, check.found) == (False, "1 of 4, first prompt 3")
 
 
 def test_probes_check_sees_a_changed_template() -> None:
     probes = [[1, 2, 3, 9], [1, 4]]  # the second one was cut within its prompt
-    assert verdicts.probes_check(probes, [[1, 2, 3], [1, 4, 5]]).ok
-    check = verdicts.probes_check(probes, [[0, 1, 2, 3], [1, 4, 5]])
+    assert smoke_checks.probes_check(probes, [[1, 2, 3], [1, 4, 5]]).ok
+    check = smoke_checks.probes_check(probes, [[0, 1, 2, 3], [1, 4, 5]])
     assert (check.ok, check.found) == (False, "1 of 2")

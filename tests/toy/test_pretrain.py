@@ -10,9 +10,9 @@ from typing import Any
 
 import pytest
 
-from tasks.events import parse
+from tasks.core.events import parse
 from tasks.toy.tokenizer import SPECIAL_TOKENS
-from tasks.weights.folder import inspect_checkpoint
+from tasks.weights.files.folder import inspect_checkpoint
 from tests.conftest import PROJECT
 
 STEPS = 3

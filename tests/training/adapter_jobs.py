@@ -13,9 +13,9 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from tasks.growing import grow
-from tasks.training.examples import Example, Tokens, write_examples
 from tasks.training.job import Peft, Zero
+from tasks.training.tokens.examples import Example, Tokens, write_examples
+from tasks.weights.files.add_tokens import grow
 from tests.settings import Batch, Optim, Settings
 from tests.training.conftest import save_base
 from tests.training.jobs import Left, Wanted, run_jobs

@@ -11,10 +11,10 @@ import numpy as np
 import pytest
 import torch
 
-from tasks.training.data import load_split
-from tasks.training.examples import Examples
 from tasks.training.job import TrainJob
-from tasks.training.model import load_tokenizer
+from tasks.training.model.build import load_tokenizer
+from tasks.training.tokens.data import load_split
+from tasks.training.tokens.examples import Examples
 from tests.settings import Batch, Settings
 
 Row = dict[str, Any]

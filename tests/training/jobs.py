@@ -13,9 +13,9 @@ import numpy as np
 import torch
 from safetensors import safe_open
 
-from tasks.kept_4bit import keep_as_loaded
-from tasks.launch import launch, python_child
+from tasks.process.launch import launch, python_child
 from tasks.training.job import TrainJob
+from tasks.weights.quantized.bnb_no_repack import keep_as_loaded
 from tests.settings import Settings
 
 

@@ -14,13 +14,13 @@ from typing import Any, TypeVar
 
 import torch
 
-from tasks.bf16_linear import use_fp32_where_faster
-from tasks.ending import end_process
-from tasks.training.engine import Ranks, start_engine
-from tasks.training.examples import open_examples
+from tasks.process.exit_process import end_process
+from tasks.serving.bf16_linear import use_fp32_where_faster
+from tasks.training.engine.deepspeed_engine import Ranks, start_engine
+from tasks.training.engine.zero_config import deepspeed_config
 from tasks.training.job import TrainJob
-from tasks.training.model import load_model, load_tokenizer
-from tasks.training.zero_config import deepspeed_config
+from tasks.training.model.build import load_model, load_tokenizer
+from tasks.training.tokens.examples import open_examples
 from tests.training.several_jobs import take_steps
 
 T = TypeVar("T")

@@ -5,12 +5,12 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 
-from tasks.ending import end_process
-from tasks.training.engine import Ranks, start_engine
+from tasks.process.exit_process import end_process
+from tasks.training.engine.deepspeed_engine import Ranks, start_engine
+from tasks.training.engine.partitions import own_shares, write_shares
+from tasks.training.engine.zero_config import deepspeed_config
 from tasks.training.job import TrainJob
-from tasks.training.model import load_model, load_tokenizer
-from tasks.training.partitions import own_shares, write_shares
-from tasks.training.zero_config import deepspeed_config
+from tasks.training.model.build import load_model, load_tokenizer
 
 job = TrainJob.read(Path(sys.argv[1]))
 ranks = Ranks()

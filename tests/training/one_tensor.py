@@ -12,11 +12,11 @@ from typing import Any
 import torch
 from torch import nn
 
-from tasks.ending import end_process
-from tasks.training.base import DTYPES
-from tasks.training.engine import Ranks, start_engine
+from tasks.process.exit_process import end_process
+from tasks.training.engine.deepspeed_engine import Ranks, start_engine
+from tasks.training.engine.zero_config import deepspeed_config
 from tasks.training.job import Zero
-from tasks.training.zero_config import deepspeed_config
+from tasks.training.model.base import DTYPES
 from tests.settings import Batch, Settings
 
 

@@ -12,11 +12,11 @@ from typing import Any
 
 import torch
 
-from tasks.launch import launch, python_child
+from tasks.process.launch import launch, python_child
 from tasks.train import build_ops
+from tasks.training.engine.saved_partitions import SavedShares
 from tasks.training.job import TrainJob
 from tasks.training.resume import identity
-from tasks.training.saved_shares import SavedShares
 from tests.settings import Settings
 
 LOG = logging.getLogger("test")

@@ -9,15 +9,15 @@ import sys
 import time
 from pathlib import Path
 
-from tasks.lean import start_lean
+from tasks.process.block_unused_imports import start_lean
 from tasks.training.job import TrainJob
 
 
 def main(paths: list[str]) -> None:
     """Train all of them in this process group."""
     start_lean()
-    from tasks.ending import end_process
-    from tasks.training.engine import Ranks
+    from tasks.process.exit_process import end_process
+    from tasks.training.engine.deepspeed_engine import Ranks
     from tasks.training.run import train_with
 
     ranks = Ranks()

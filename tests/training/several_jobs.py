@@ -13,21 +13,21 @@ import traceback
 from pathlib import Path
 from typing import Any
 
-from tasks.bf16_linear import use_fp32_where_faster
-from tasks.ending import end_process
-from tasks.training import fused_lora
-from tasks.training.engine import Ranks, start_engine
-from tasks.training.examples import Examples, open_examples
+from tasks.process.exit_process import end_process
+from tasks.serving.bf16_linear import use_fp32_where_faster
+from tasks.training.engine.deepspeed_engine import Ranks, start_engine
+from tasks.training.engine.partitions import describe, own_shares, write_shares
+from tasks.training.engine.zero_config import deepspeed_config
 from tasks.training.job import TrainJob
-from tasks.training.model import load_model, load_tokenizer
+from tasks.training.model import fused_lora
+from tasks.training.model.build import load_model, load_tokenizer
+from tasks.training.model.packed_model import give_back_attention, model_of, require_same
+from tasks.training.model.probe import take_print
 from tasks.training.objectives import Objective, Said, objective
-from tasks.training.order import Order
 from tasks.training.outputs import write_configs
-from tasks.training.packed_model import give_back_attention, model_of, require_same
-from tasks.training.packing import pack
-from tasks.training.partitions import describe, own_shares, write_shares
-from tasks.training.probe import take_print
-from tasks.training.zero_config import deepspeed_config
+from tasks.training.tokens.examples import Examples, open_examples
+from tasks.training.tokens.order import Order
+from tasks.training.tokens.packing import pack
 
 
 def train_briefly(job: TrainJob, ranks: Ranks) -> None:

@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from tasks.fingerprint import EXACT, Fingerprint, drift, within
+from tasks.drift.fingerprint import EXACT, Fingerprint, drift, within
 from tests.training.adapter_jobs import ADAPTED, OPTIONS
 from tests.training.jobs import Left, load_trained
 

@@ -7,10 +7,10 @@ from typing import Any
 
 import pytest
 
-from tasks.training.advice import Adviser
-from tasks.training.failure import smaller
+from tasks.training.engine.failure import smaller
 from tasks.training.job import Peft, Zero
-from tasks.training.memory import LIBRARIES
+from tasks.training.memory.advice import Adviser
+from tasks.training.memory.estimate import LIBRARIES
 from tests.settings import Batch, Launch, Optim, Settings
 
 QWEN_72B: dict[str, Any] = {

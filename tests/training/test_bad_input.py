@@ -5,13 +5,13 @@ data whose template yields no trainable token
 all samples longer than `train.max_len`
     tests/training/test_bad_input.py::test_all_samples_are_longer_than_the_context
 label columns missing or of the wrong type
-    tests/conf/test_preflight_data.py::test_rows_that_do_not_fit
+    tests/config/test_preflight_data.py::test_rows_that_do_not_fit
 batch arithmetic that does not work out
-    tests/conf/test_preflight.py::test_batches_divide_or_the_offered_sizes_do
+    tests/config/test_preflight.py::test_batches_divide_or_the_offered_sizes_do
 an objective that the model kind cannot have
-    tests/conf/test_preflight_model.py::test_an_objective_that_this_kind_of_model_cannot_have
+    tests/config/test_preflight_model.py::test_an_objective_that_this_kind_of_model_cannot_have
 a family that cannot be packed
-    tests/conf/test_preflight_model.py::test_a_family_that_carries_its_state_into_the_neighbour_is_refused
+    tests/config/test_preflight_model.py::test_a_family_that_carries_its_state_into_the_neighbour_is_refused
 gradients that are not finite: step, rank and tensor named
     tests/training/test_interrupted.py::test_a_sample_that_is_not_a_number_is_named_with_rank_and_tensor
 out of memory: what to change
@@ -25,8 +25,8 @@ from pathlib import Path
 
 import pytest
 
-from tasks.errors import DataError
-from tasks.training.drafts import CONVERSATIONS, PAIRS
+from tasks.core.errors import DataError
+from tasks.training.tokens.example_spec import CONVERSATIONS, PAIRS
 from tests.training.datasets import answer, job_for, load, pair, user, write
 
 PROJECT = Path(__file__).resolve().parents[2]

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch.nn import functional
 
-from tasks import bf16_linear
+from tasks.serving import bf16_linear
 
 
 @pytest.fixture

@@ -7,8 +7,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tasks.training.chat import Encoder, Turns, Unfit
-from tasks.training.examples import Tokens
+from tasks.training.tokens.chat import Encoder, Turns, Unfit
+from tasks.training.tokens.examples import Tokens
 
 Turn = tuple[str, str]
 

@@ -8,10 +8,10 @@ from typing import Any
 
 import pytest
 
+from tasks.core.errors import ConfigError
 from tasks.data.kinds import PROMPTS
-from tasks.errors import ConfigError
-from tasks.training import checkpoint
-from tasks.training.checkpoint import Best, Progress
+from tasks.training.engine import checkpoint
+from tasks.training.engine.checkpoint import Best, Progress
 from tasks.training.job import Evaluate, Zero
 from tasks.training.objectives import _MODULES
 from tasks.training.resume import choose, identity

@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from tasks.launch import launch, python_child
-from tasks.training.checkpoint import complete
+from tasks.process.launch import launch, python_child
+from tasks.training.engine.checkpoint import complete
 from tasks.training.job import Evaluate, Peft, TrainJob, Zero
 from tests.settings import Batch, Launch, Optim, Settings
 from tests.training.places import LOG, Place, said, weights

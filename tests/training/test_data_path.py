@@ -13,11 +13,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tasks.errors import ConfigError, DataError
-from tasks.training.data import load_split
-from tasks.training.drafts import CONVERSATIONS, LABELLED, PAIRS, Drafts
-from tasks.training.model import load_tokenizer
-from tasks.training.rows import RowFile
+from tasks.core.errors import ConfigError, DataError
+from tasks.training.model.build import load_tokenizer
+from tasks.training.tokens.data import load_split
+from tasks.training.tokens.example_spec import CONVERSATIONS, LABELLED, PAIRS, Drafts
+from tasks.training.tokens.rows import RowFile
 from tests.training.datasets import (
     Alone,
     answer,

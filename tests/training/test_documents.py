@@ -12,13 +12,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tasks.errors import ConfigError, DataError
-from tasks.training.chat import Unfit
-from tasks.training.data import load_split
-from tasks.training.documents import Document, TextEncoder, pieces
-from tasks.training.drafts import CONVERSATIONS
-from tasks.training.examples import Tokens
-from tasks.training.model import load_tokenizer
+from tasks.core.errors import ConfigError, DataError
+from tasks.training.model.build import load_tokenizer
+from tasks.training.tokens.chat import Unfit
+from tasks.training.tokens.data import load_split
+from tasks.training.tokens.documents import Document, TextEncoder, pieces
+from tasks.training.tokens.example_spec import CONVERSATIONS
+from tasks.training.tokens.examples import Tokens
 from tests.training.conftest import make_tokenizer
 from tests.training.datasets import Alone, answer, data_events, job_for, load, user, write
 

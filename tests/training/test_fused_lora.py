@@ -9,7 +9,7 @@ import pytest
 import torch
 from peft import LoraConfig, get_peft_model
 
-from tasks.training.fused_lora import fuse
+from tasks.training.model.fused_lora import fuse
 from tests.weights.families.making import FAMILIES, make_model
 
 

@@ -9,10 +9,10 @@ from typing import Any, cast
 import pytest
 import torch
 
-from tasks.errors import ArtifactError
-from tasks.training.adapter import add_adapter, as_it_began, go_on_with, load_into
-from tasks.training.engine import Ranks
+from tasks.core.errors import ArtifactError
+from tasks.training.engine.deepspeed_engine import Ranks
 from tasks.training.job import Peft
+from tasks.training.model.adapter import add_adapter, as_it_began, go_on_with, load_into
 from tests.training.conftest import save_base
 
 LORA = Peft("lora", rank=4, alpha=8)
@@ -97,7 +97,7 @@ def test_a_reward_model_takes_the_adapter_and_keeps_its_own_head(
 
 
 def test_a_critic_on_the_same_trunk(base: Path, tmp_path: Path) -> None:
-    from tasks.training.adapter import lora_config
+    from tasks.training.model.adapter import lora_config
 
     wanted = saved(base, LORA, tmp_path)
     model = adapted(base, LORA)

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from tasks.training.checkpoint import complete
+from tasks.training.engine.checkpoint import complete
 from tasks.training.job import Peft, TrainJob, Zero
 from tests.settings import Batch, Optim, Settings
 from tests.training.places import Place, files, said

@@ -7,9 +7,9 @@ import torch
 from peft import LoraConfig, inject_adapter_in_model
 from torch import nn
 
-from tasks import bf16_linear
-from tasks.training import head as module
-from tasks.training.head import Scaling, token_logprobs, token_logprobs_and_entropies
+from tasks.serving import bf16_linear
+from tasks.training.model import head as module
+from tasks.training.model.head import Scaling, token_logprobs, token_logprobs_and_entropies
 
 SCALINGS = {
     "none": Scaling(),

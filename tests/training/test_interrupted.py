@@ -16,11 +16,11 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from tasks.errors import ConfigError, StageProcessError, TrainingError
-from tasks.training.checkpoint import complete
-from tasks.training.failure import in_words, ran_out_of_memory, smaller
+from tasks.core.errors import ConfigError, StageProcessError, TrainingError
+from tasks.training.engine.checkpoint import complete
+from tasks.training.engine.failure import in_words, ran_out_of_memory, smaller
+from tasks.training.engine.nan_guard import Watch
 from tasks.training.job import Peft, TrainJob, Zero
-from tasks.training.not_finite import Watch
 from tests.settings import Batch, Launch, Optim, Settings
 from tests.training.places import files
 from tests.training.test_train import _rank_pids, run_train

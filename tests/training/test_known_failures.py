@@ -34,12 +34,12 @@ from pathlib import Path
 
 import pytest
 
-from tasks.training import checkpoint, saving
-from tasks.training.checkpoint import Best, Progress
+from tasks.training.engine import checkpoint, saving
+from tasks.training.engine.checkpoint import Best, Progress
 from tasks.training.job import Evaluate, TrainJob
-from tasks.training.order import Order
 from tasks.training.resume import begin
 from tasks.training.selection import judge
+from tasks.training.tokens.order import Order
 from tests.settings import Batch, Settings
 from tests.training.datasets import make_examples
 

@@ -12,11 +12,11 @@ from typing import Any
 
 import pytest
 
-from tasks.launch import launch, python_child
-from tasks.training.examples import Example, Tokens, write_examples
+from tasks.process.launch import launch, python_child
 from tasks.training.job import Peft, TrainJob, Zero
-from tasks.training.memory import estimate
-from tasks.training.sizes import Sizes
+from tasks.training.memory.estimate import estimate
+from tasks.training.memory.sizes import Sizes
+from tasks.training.tokens.examples import Example, Tokens, write_examples
 from tests.settings import Batch, Launch, Settings
 
 LENGTH = 256

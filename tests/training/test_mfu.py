@@ -8,9 +8,9 @@ import pytest
 import torch
 
 from tasks.training.job import Peft, TrainJob
-from tasks.training.mfu import Meter, meter, peak_of, step_flops
-from tasks.training.order import Counts
-from tasks.training.sizes import Sizes
+from tasks.training.memory.mfu import Meter, meter, peak_of, step_flops
+from tasks.training.memory.sizes import Sizes
+from tasks.training.tokens.order import Counts
 from tests.settings import Settings
 
 SMALL = Sizes(

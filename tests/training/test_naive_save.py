@@ -9,11 +9,11 @@ from pathlib import Path
 
 import pytest
 
-from tasks.contract import Expected, judge, require
-from tasks.errors import ContractError
-from tasks.launch import launch, python_child
+from tasks.core.contract import Expected, judge, require
+from tasks.core.errors import ContractError
+from tasks.process.launch import launch, python_child
 from tasks.training.job import Peft, TrainJob, Zero
-from tasks.weights.header import read_header
+from tasks.weights.files.header import read_header
 from tests.settings import Batch, Settings
 
 

@@ -9,11 +9,11 @@ import numpy as np
 import pytest
 import torch
 
-from tasks.errors import ConfigError
-from tasks.training.examples import Examples
+from tasks.core.errors import ConfigError
 from tasks.training.objectives import Objective, Said, kind_of, objective
-from tasks.training.order import Counts
-from tasks.training.packing import Row, pack
+from tasks.training.tokens.examples import Examples
+from tasks.training.tokens.order import Counts
+from tasks.training.tokens.packing import Row, pack
 
 LENGTHS = [(5, 3), (9, 4), (2, 7), (6, 6), (3, 8), (4, 2)]
 """Supervised tokens of the two sequences of six examples; each begins with two that are not."""

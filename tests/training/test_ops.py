@@ -13,9 +13,9 @@ from pathlib import Path
 
 import pytest
 
-from tasks.launch import python_child
+from tasks.process.launch import python_child
 from tasks.train import build_ops, train
-from tasks.training import ops
+from tasks.training.engine import ops
 from tasks.training.job import Peft, Zero
 from tests.settings import Batch, Settings
 from tests.training.places import LOG
@@ -84,7 +84,7 @@ def test_training_goes_on_after_a_killed_build(
     monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(tmp_path / "extensions"))
     lock = tmp_path / "extensions" / "cpu_adam" / "lock"
     killed = subprocess.Popen(
-        python_child("tasks.training.ops"),
+        python_child("tasks.training.engine.ops"),
         cwd=Path(__file__).resolve().parents[2],
         start_new_session=True,
         stdout=subprocess.DEVNULL,

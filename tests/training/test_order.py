@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tasks.training.order import HELDOUT_ROW, deal, heldout_rounds
+from tasks.training.tokens.order import HELDOUT_ROW, deal, heldout_rounds
 from tests.settings import Batch
 from tests.training.datasets import make_examples
 

@@ -11,10 +11,10 @@ from typing import Any
 import pytest
 import torch
 
-from tasks.errors import ConfigError, TrainingError
-from tasks.training.packable import unpackable
-from tasks.training.packed_model import require_same, take_rows
-from tasks.training.packing import pack, trial_row
+from tasks.core.errors import ConfigError, TrainingError
+from tasks.training.model.packable import unpackable
+from tasks.training.model.packed_model import require_same, take_rows
+from tasks.training.tokens.packing import pack, trial_row
 from tasks.weights.families.meta import auto_class
 from tests.training.datasets import alone, make_examples
 from tests.weights.families.making import FAMILIES

@@ -9,7 +9,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tasks.training.packing import BUCKET_WASTE, TRIAL, Row, pack, trial_row
+from tasks.training.tokens.packing import BUCKET_WASTE, TRIAL, Row, pack, trial_row
 from tests.training.datasets import make_examples
 
 LENGTHS = st.lists(st.integers(1, 90), min_size=1, max_size=24)

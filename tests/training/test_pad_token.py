@@ -7,8 +7,8 @@ import shutil
 from pathlib import Path
 from typing import Any
 
-from flows.config import compose_config
-from tasks.preflight import findings
+from flows.cli.config import compose_config
+from tasks.config.checks import findings
 from tests.training.conftest import make_tokenizer
 
 ROWS = 259  # 256 bytes and three special tokens

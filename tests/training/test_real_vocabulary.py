@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from tasks.launch import launch, python_child
+from tasks.process.launch import launch, python_child
 from tests.training.conftest import save_base
 from tests.training.uneven_ranks import CASES
 

@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from tasks.training.checkpoint import ENGINE, complete
+from tasks.training.engine.checkpoint import ENGINE, complete
+from tasks.training.engine.universal import convert
 from tasks.training.job import Evaluate, Peft, TrainJob, Zero
-from tasks.training.universal import convert
 from tests.settings import Batch, Optim, Settings
 from tests.training.places import Place, files, said, weights
 

@@ -16,8 +16,8 @@ from typing import Any
 
 import pytest
 
-from tasks.errors import StageProcessError
-from tasks.training.checkpoint import complete
+from tasks.core.errors import StageProcessError
+from tasks.training.engine.checkpoint import complete
 from tasks.training.job import Evaluate, Peft, TrainJob, Zero
 from tests.settings import Batch, Optim, Settings
 from tests.training.datasets import answer, pair, user, write

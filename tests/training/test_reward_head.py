@@ -11,9 +11,9 @@ from typing import Any
 import pytest
 import torch
 
-from tasks.score_print import ScorePrint, score_drift
-from tasks.training.examples import Example, Tokens, write_examples
+from tasks.drift.reward_scores import ScorePrint, score_drift
 from tasks.training.job import Peft, Zero
+from tasks.training.tokens.examples import Example, Tokens, write_examples
 from tests.settings import Batch, Optim, Settings
 from tests.training.conftest import save_base
 from tests.training.jobs import Left, Wanted, load_trained, run_jobs

@@ -8,9 +8,9 @@ import pytest
 import torch
 from transformers import SchedulerType, get_scheduler
 
-from tasks.errors import ConfigError
-from tasks.schema.choices import Scheduler
-from tasks.training.schedule import SCHEDULERS, Shape, factor, warmup_steps
+from tasks.config.choices import Scheduler
+from tasks.core.errors import ConfigError
+from tasks.training.engine.schedule import SCHEDULERS, Shape, factor, warmup_steps
 
 STEPS, WARMUP = 40, 5
 SHAPE = Shape(min_ratio=0.1, decay_ratio=0.25, power=2.0, cycles=3)

@@ -13,16 +13,16 @@ from typing import Any
 
 import pytest
 
-from tasks.errors import ConfigError
+from tasks.config import inputs, learning, online
+from tasks.config.defaults import COMPUTED
+from tasks.core.errors import ConfigError
 from tasks.rl import settings
-from tasks.schema import inputs, learning, online
-from tasks.schema.defaults import COMPUTED
 from tasks.training import job
-from tasks.training.advice import on_node
+from tasks.training.engine.zero_config import deepspeed_config
 from tasks.training.job import Peft, TrainJob, Zero
-from tasks.training.memory import HOLES, LIBRARIES, adapter_weights, estimate
-from tasks.training.sizes import Sizes
-from tasks.training.zero_config import deepspeed_config
+from tasks.training.memory.advice import on_node
+from tasks.training.memory.estimate import HOLES, LIBRARIES, adapter_weights, estimate
+from tasks.training.memory.sizes import Sizes
 from tests.settings import Batch, Launch, Optim, Settings
 
 QWEN_7B = {
@@ -306,7 +306,8 @@ def test_keys_and_values_of_a_published_model() -> None:
 
 def test_what_the_flow_imports_needs_no_torch() -> None:
     code = (
-        "import sys, tasks.train, tasks.training.memory, tasks.training.zero_config\n"
+        "import sys, tasks.train, tasks.training.memory.estimate\n"
+        "import tasks.training.engine.zero_config\n"
         "assert not {'torch', 'transformers', 'deepspeed'} & set(sys.modules)"
     )
     subprocess.run([sys.executable, "-c", code], check=True, cwd=Path(__file__).parents[2])

@@ -13,8 +13,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from tasks.training.drafts import CONVERSATIONS
-from tasks.training.examples import Examples, damage, open_examples
+from tasks.training.tokens.example_spec import CONVERSATIONS
+from tasks.training.tokens.examples import Examples, damage, open_examples
 from tests.training.datasets import (
     answer,
     data_events,
@@ -87,7 +87,7 @@ class TestCache:
     ) -> None:
         write(tmp_path, ROWS)
         job = job_for(tmp_path, base)
-        from tasks.training.token_cache import TokenCache
+        from tasks.training.tokens.token_cache import TokenCache
 
         stage = TokenCache.stage
         others: list[Examples] = []

@@ -16,12 +16,12 @@ import pytest
 import torch
 from safetensors import safe_open
 
-from tasks.errors import ConfigError, DataError, StageProcessError, TrainingError
-from tasks.fingerprint import EXACT, Fingerprint, drift, within
-from tasks.kept_4bit import keep_as_loaded
-from tasks.report import StageReport
+from tasks.core.errors import ConfigError, DataError, StageProcessError, TrainingError
+from tasks.drift.fingerprint import EXACT, Fingerprint, drift, within
+from tasks.pipeline.report import StageReport
 from tasks.train import train
 from tasks.training.job import Peft, Zero
+from tasks.weights.quantized.bnb_no_repack import keep_as_loaded
 from tests.settings import Batch, Optim, Settings
 from tests.weights.making import near_nf4
 

@@ -11,11 +11,11 @@ import numpy as np
 import pytest
 import torch
 
-from tasks.training.examples import Examples
+from tasks.training.model.packed_model import take_rows
 from tasks.training.objectives import Said, objective
-from tasks.training.order import Counts
-from tasks.training.packed_model import take_rows
-from tasks.training.packing import Row, pack
+from tasks.training.tokens.examples import Examples
+from tasks.training.tokens.order import Counts
+from tasks.training.tokens.packing import Row, pack
 
 pytestmark = [pytest.mark.peers, pytest.mark.filterwarnings("ignore")]
 

@@ -9,9 +9,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tasks.errors import DataError
-from tasks.training.examples import Example, Tokens
-from tasks.training.fitting import Rule, Tally, refuse_truncated, truncation
+from tasks.core.errors import DataError
+from tasks.training.tokens.examples import Example, Tokens
+from tasks.training.tokens.truncation import Rule, Tally, refuse_truncated, truncation
 
 
 def sample(name: str, *lengths: int, prompt: int = 5, start: int = 0) -> Example:

@@ -6,12 +6,12 @@ import json
 import sys
 from pathlib import Path
 
-from tasks.ending import end_process
-from tasks.errors import DataError
-from tasks.training.data import load_split
-from tasks.training.engine import Ranks
+from tasks.core.errors import DataError
+from tasks.process.exit_process import end_process
+from tasks.training.engine.deepspeed_engine import Ranks
 from tasks.training.job import TrainJob
-from tasks.training.model import load_tokenizer
+from tasks.training.model.build import load_tokenizer
+from tasks.training.tokens.data import load_split
 
 job = TrainJob.read(Path(sys.argv[1]))
 ranks = Ranks()

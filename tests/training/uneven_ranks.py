@@ -16,7 +16,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from tasks.lean import start_lean
+from tasks.process.block_unused_imports import start_lean
 from tasks.training.job import Peft, TrainJob, Zero
 from tests.settings import Batch, Launch, Optim, Settings
 
@@ -50,10 +50,10 @@ def measure(job: TrainJob, ranks: Any) -> dict[str, list[float]]:
     """Take a step a round; sums over ranks of what was seen before it, and the gradient's norm."""
     import torch
 
-    from tasks.training.engine import start_engine
-    from tasks.training.model import load_model, load_tokenizer
-    from tasks.training.packed_model import Asked
-    from tasks.training.zero_config import deepspeed_config
+    from tasks.training.engine.deepspeed_engine import start_engine
+    from tasks.training.engine.zero_config import deepspeed_config
+    from tasks.training.model.build import load_model, load_tokenizer
+    from tasks.training.model.packed_model import Asked
 
     config = deepspeed_config(job.settings, ranks.world_size)
     model = load_model(job, ranks, config, tokenizer=load_tokenizer(job))
@@ -83,8 +83,8 @@ def row_of(tokens: int, *, seed: int) -> Any:
     """A packed row of one text."""
     import numpy as np
 
-    from tasks.training.examples import Examples
-    from tasks.training.packing import pack
+    from tasks.training.tokens.examples import Examples
+    from tasks.training.tokens.packing import pack
 
     ids = np.random.default_rng(seed).integers(0, 150_000, tokens).astype(np.int32)
     ids[:BEGINNING] = np.arange(BEGINNING) + 55
@@ -96,8 +96,8 @@ def row_of(tokens: int, *, seed: int) -> Any:
 def main(out: Path, base: Path, names: list[str]) -> None:
     """Train all of them in this process group."""
     start_lean()
-    from tasks.ending import end_process
-    from tasks.training.engine import Ranks
+    from tasks.process.exit_process import end_process
+    from tasks.training.engine.deepspeed_engine import Ranks
 
     ranks = Ranks(timeout_s=COLLECTIVE_TIMEOUT_S)
     for name in names:

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from tasks.artifact import Artifact, Origin, publish, staging
 from tasks.gather import gather
+from tasks.pipeline.artifact import Artifact, Origin, publish, staging
 from tests.weights.making import NF4, Spread, copy_reference, make_base, write_trained
 
 

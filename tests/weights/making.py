@@ -13,13 +13,13 @@ import numpy as np
 import torch
 from safetensors.torch import save_file
 
-from tasks.artifact import Artifact, Origin, publish, staging
-from tasks.fingerprint import Fingerprint
-from tasks.scoring import ModelRef
-from tasks.serving.load import load_model
-from tasks.serving.measure import fingerprint
-from tasks.weights.nf4 import as_trained
-from tasks.weights.partitions import rank_file
+from tasks.drift.fingerprint import Fingerprint
+from tasks.evaluation.scoring import ModelRef
+from tasks.pipeline.artifact import Artifact, Origin, publish, staging
+from tasks.serving.reference.load import load_model
+from tasks.serving.reference.measure import fingerprint
+from tasks.weights.plan.partitions import rank_file
+from tasks.weights.quantized.nf4 import as_trained
 from tests.tiny import tiny
 
 TEMPLATE = (

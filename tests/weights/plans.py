@@ -7,11 +7,11 @@ from pathlib import Path
 import torch
 from safetensors.torch import save_file
 
-from tasks.artifact import Origin, publish, staging
-from tasks.weights.opening import SourceRef
-from tasks.weights.plan import Op, Plan
-from tasks.weights.reader import ADAPTER
-from tasks.weights.terms import Add, LowRank, Rows
+from tasks.pipeline.artifact import Origin, publish, staging
+from tasks.weights.files.opening import SourceRef
+from tasks.weights.files.reader import ADAPTER
+from tasks.weights.plan.adapter_ops import Add, LowRank, Rows
+from tasks.weights.plan.operations import Op, Plan
 
 WORDS = {torch.bfloat16: "BF16", torch.float32: "F32", torch.float16: "F16", torch.int64: "I64"}
 SCALE = 1.7

@@ -17,14 +17,14 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-from tasks.artifact import Origin, publish, staging
-from tasks.errors import ArtifactError
-from tasks.weights import running
-from tasks.weights.execute import Executed, execute
-from tasks.weights.journal import JOURNAL, read_outcomes
-from tasks.weights.opening import SourceRef, open_sources
-from tasks.weights.plan import Op, Plan
-from tasks.weights.terms import LowRank
+from tasks.core.errors import ArtifactError
+from tasks.pipeline.artifact import Origin, publish, staging
+from tasks.weights.execute import running
+from tasks.weights.execute.execute import Executed, execute
+from tasks.weights.execute.journal import JOURNAL, read_outcomes
+from tasks.weights.files.opening import SourceRef, open_sources
+from tasks.weights.plan.adapter_ops import LowRank
+from tasks.weights.plan.operations import Op, Plan
 
 MB = 1 << 20
 NAMES = [f"layer.{index:02d}" for index in range(64)]

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from tasks.weights.casts import NUMPY, cast, casts
+from tasks.weights.files.dtype_conversion import NUMPY, cast, casts
 
 TORCH = {"BF16": torch.bfloat16, "F16": torch.float16, "F32": torch.float32}
 PAIRS = [(one, other) for one in NUMPY for other in NUMPY if one != other]

@@ -6,14 +6,14 @@ from pathlib import Path
 
 import pytest
 
-from tasks.artifact import Artifact
-from tasks.contract import Expected, judge
-from tasks.errors import ArtifactError
-from tasks.weights.adapter_contract import adapter_contract
-from tasks.weights.contracts import ModelFacts, model_facts
-from tasks.weights.header import read_header
-from tasks.weights.reader import read_checkpoint
-from tasks.weights.worker import perform
+from tasks.core.contract import Expected, judge
+from tasks.core.errors import ArtifactError
+from tasks.pipeline.artifact import Artifact
+from tasks.weights.execute.worker import perform
+from tasks.weights.files.header import read_header
+from tasks.weights.files.reader import read_checkpoint
+from tasks.weights.plan.adapter_contract import adapter_contract
+from tasks.weights.plan.contracts import ModelFacts, model_facts
 
 
 @pytest.mark.parametrize("family", ["llama", "qwen"])

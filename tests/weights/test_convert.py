@@ -10,11 +10,11 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from tasks.artifact import Origin, inventory, publish, staging
 from tasks.convert import convert
-from tasks.errors import ArtifactError, ConfigError
-from tasks.fingerprint import PROFILES, Drift, Fingerprint, drift
-from tasks.report import StageReport
+from tasks.core.errors import ArtifactError, ConfigError
+from tasks.drift.fingerprint import PROFILES, Drift, Fingerprint, drift
+from tasks.pipeline.artifact import Origin, inventory, publish, staging
+from tasks.pipeline.report import StageReport
 from tests.weights.making import copy_reference, failed, measure_here, state_of
 
 

@@ -16,16 +16,17 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from tasks.errors import ArtifactError
-from tasks.weights import blocks, copying, extents
-from tasks.weights.execute import Executed, execute
-from tasks.weights.header import read_header
-from tasks.weights.layout import with_output
-from tasks.weights.opening import SourceRef, open_sources
-from tasks.weights.plan import Op, Plan
-from tasks.weights.reader import open_checkpoint
-from tasks.weights.terms import Add
-from tasks.weights.validate import validate
+from tasks.core.errors import ArtifactError
+from tasks.weights.execute import blocks, copying
+from tasks.weights.execute.execute import Executed, execute
+from tasks.weights.files import file_ranges as extents
+from tasks.weights.files.header import read_header
+from tasks.weights.files.opening import SourceRef, open_sources
+from tasks.weights.files.reader import open_checkpoint
+from tasks.weights.plan.adapter_ops import Add
+from tasks.weights.plan.layout import with_output
+from tasks.weights.plan.operations import Op, Plan
+from tasks.weights.plan.validate import validate
 from tests.weights.making import state_of
 from tests.weights.plans import copied, expected, make_inputs, make_plan, tensors
 
@@ -266,9 +267,9 @@ WITHOUT_TORCH = """
 import sys
 from pathlib import Path
 sys.path.insert(0, sys.argv[1])
-from tasks.weights.execute import execute
-from tasks.weights.opening import SourceRef, open_sources
-from tasks.weights.plan import Op, Plan
+from tasks.weights.execute.execute import execute
+from tasks.weights.files.opening import SourceRef, open_sources
+from tasks.weights.plan.operations import Op, Plan
 with open_sources({"base": SourceRef(Path(sys.argv[2]))}) as sources:
     ops = [Op(n, i.shape, "F16" if i.dtype == "BF16" else i.dtype, f"base:{n}", i.dtype)
            for n, i in sources["base"].tensors.items()]

@@ -10,13 +10,13 @@ from pathlib import Path
 
 import pytest
 
-from tasks.artifact import Origin, publish, staging
 from tasks.convert import convert
-from tasks.errors import ArtifactError
-from tasks.fingerprint import PROFILES
+from tasks.core.errors import ArtifactError
+from tasks.drift.fingerprint import PROFILES
 from tasks.gather import gather
 from tasks.merge import merge
-from tasks.report import StageReport
+from tasks.pipeline.artifact import Origin, publish, staging
+from tasks.pipeline.report import StageReport
 from tests.weights.making import copy_reference
 
 Run = Callable[[Path], StageReport]
@@ -86,7 +86,7 @@ def _visible(store: Path) -> list[str]:
 def test_too_little_space_is_refused_before_writing(
     run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from tasks.weights import writer
+    from tasks.weights.execute import writer
 
     class Usage:
         free = 1000

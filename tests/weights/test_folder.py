@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from tasks.weights.folder import INDEX, inspect_checkpoint
+from tasks.weights.files.folder import INDEX, inspect_checkpoint
 
 
 def problems(folder: Path) -> list[str]:

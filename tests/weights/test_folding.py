@@ -11,17 +11,18 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from tasks import compiled
-from tasks.weights import casts, folding, hashing, native
-from tasks.weights.buffers import Buffer, Workspace
-from tasks.weights.execute import Executed, execute
-from tasks.weights.folding import fold_term
-from tasks.weights.journal import Measured
-from tasks.weights.native import Library, binding, library
+from tasks.weights import native
+from tasks.weights.execute import lora_merge as folding
+from tasks.weights.execute.buffers import Buffer, Workspace
+from tasks.weights.execute.execute import Executed, execute
+from tasks.weights.execute.journal import Measured
+from tasks.weights.execute.lora_merge import fold_term
+from tasks.weights.files import dtype_conversion as casts
+from tasks.weights.files.opening import SourceRef, open_sources
+from tasks.weights.native import Library, binding, compiled, hashing, library
 from tasks.weights.native.binding import MAX_RANK
-from tasks.weights.opening import SourceRef, open_sources
-from tasks.weights.plan import Op, Plan
-from tasks.weights.terms import LowRank
+from tasks.weights.plan.adapter_ops import LowRank
+from tasks.weights.plan.operations import Op, Plan
 from tests.weights.making import state_of
 from tests.weights.rounding import in_order, rounded_alike
 

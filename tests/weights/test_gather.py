@@ -11,12 +11,12 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from tasks.artifact import Artifact
-from tasks.errors import ArtifactError, ContractError
-from tasks.fingerprint import EXACT, Drift, Fingerprint
+from tasks.core.errors import ArtifactError, ContractError
+from tasks.drift.fingerprint import EXACT, Drift, Fingerprint
+from tasks.evaluation.scoring import ModelRef
 from tasks.gather import gather
-from tasks.scoring import ModelRef
-from tasks.weights.partitions import rank_file
+from tasks.pipeline.artifact import Artifact
+from tasks.weights.plan.partitions import rank_file
 from tests.weights.making import (
     Spread,
     copy_reference,

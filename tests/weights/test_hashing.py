@@ -9,8 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tasks.weights import hashing
-from tasks.weights.native import library
+from tasks.weights.native import hashing, library
 
 needs_kernels = pytest.mark.skipif(library() is None, reason="no C compiler here")
 

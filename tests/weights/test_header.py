@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save_file
 
-from tasks.errors import ArtifactError
-from tasks.weights.header import read_header
+from tasks.core.errors import ArtifactError
+from tasks.weights.files.header import read_header
 
 ARRAYS = {
     "b": np.arange(6, dtype=np.float32).reshape(2, 3),

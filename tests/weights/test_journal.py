@@ -6,10 +6,10 @@ from pathlib import Path
 
 import pytest
 
-from tasks.errors import ArtifactError
-from tasks.weights.journal import JOURNAL, Journal, Outcome, identify, read_outcomes
-from tasks.weights.layout import as_is
-from tasks.weights.opening import SourceRef, open_sources
+from tasks.core.errors import ArtifactError
+from tasks.weights.execute.journal import JOURNAL, Journal, Outcome, identify, read_outcomes
+from tasks.weights.files.opening import SourceRef, open_sources
+from tasks.weights.plan.layout import as_is
 from tests.weights.plans import make_inputs
 
 ONE, TWO = (Outcome(name, "model.safetensors", "0" * 64) for name in ("one", "two"))

@@ -9,12 +9,12 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from tasks.artifact import Artifact, Origin, publish, staging
-from tasks.errors import ArtifactError, ConfigError, ContractError
-from tasks.fingerprint import PROFILES
+from tasks.core.errors import ArtifactError, ConfigError, ContractError
+from tasks.drift.fingerprint import PROFILES
 from tasks.merge import choose_mode, merge
-from tasks.report import StageReport
-from tasks.weights.worker import perform
+from tasks.pipeline.artifact import Artifact, Origin, publish, staging
+from tasks.pipeline.report import StageReport
+from tasks.weights.execute.worker import perform
 from tests.weights.making import NF4, copy_reference, failed, measure_here, state_of
 
 STANDARD = PROFILES["standard"]
@@ -58,7 +58,7 @@ def _dequantised(base: Path) -> dict[str, torch.Tensor]:
     """The base as a 4-bit transformers model holds it."""
     from bitsandbytes import functional, nn
 
-    from tasks.serving.load import load_model
+    from tasks.serving.reference.load import load_model
 
     model = load_model(base, quantization=NF4)
     state = dict(model.named_parameters())

@@ -4,8 +4,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tasks.errors import ContractError
-from tasks.weights.names import LoraKey, live_to_peft, parse_peft, rename_all, unwrap
+from tasks.core.errors import ContractError
+from tasks.weights.files.names import LoraKey, live_to_peft, parse_peft, rename_all, unwrap
 from tests.tiny import tiny
 
 LIVE = "base_model.model.model.layers.0.mlp.up_proj.lora_A.default.weight"

@@ -6,12 +6,17 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from tasks.artifact import Artifact
-from tasks.errors import ArtifactError
-from tasks.weights import nf4
-from tasks.weights.contracts import model_facts
-from tasks.weights.nf4 import RowsAsTrained, as_trained, check_quantization, lost_in_4_bits
-from tasks.weights.reader import read_checkpoint
+from tasks.core.errors import ArtifactError
+from tasks.pipeline.artifact import Artifact
+from tasks.weights.files.reader import read_checkpoint
+from tasks.weights.plan.contracts import model_facts
+from tasks.weights.quantized import nf4
+from tasks.weights.quantized.nf4 import (
+    RowsAsTrained,
+    as_trained,
+    check_quantization,
+    lost_in_4_bits,
+)
 from tests.weights.making import NF4, near_nf4, state_of
 
 

@@ -11,9 +11,9 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 
-from tasks.errors import ArtifactError
-from tasks.weights.extents import Reader
-from tasks.weights.partitions import Slice, coverage, rank_file, read_partitions
+from tasks.core.errors import ArtifactError
+from tasks.weights.files.file_ranges import Reader
+from tasks.weights.plan.partitions import Slice, coverage, rank_file, read_partitions
 from tests.weights.making import Spread, write_shards
 
 NAMES = ("w", "tiny", "matrix")

@@ -5,10 +5,10 @@ from __future__ import annotations
 import threading
 from pathlib import Path
 
-from tasks.weights.header import TensorInfo
-from tasks.weights.pending import LARGE, Pending, Task
-from tasks.weights.plan import Op
-from tasks.weights.sinks import Sink
+from tasks.weights.execute.sinks import Sink
+from tasks.weights.execute.task_queue import LARGE, Pending, Task
+from tasks.weights.files.header import TensorInfo
+from tasks.weights.plan.operations import Op
 
 
 def _task(name: str, rows: int, *, held: int = 0, torch: bool = False) -> Task:

@@ -15,11 +15,11 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from tasks.weights.nf4 import as_trained
-from tasks.weights.opening import open_model
-from tasks.weights.plan import Plan
+from tasks.weights.files.opening import open_model
+from tasks.weights.files.reader import read_checkpoint
+from tasks.weights.plan.operations import Plan
 from tasks.weights.proof import Proof, State, planned, prove_merge
-from tasks.weights.reader import read_checkpoint
+from tasks.weights.quantized.nf4 import as_trained
 from tests.weights.adapters.making import quiet, train
 from tests.weights.families.making import FAMILIES, load, make_model
 from tests.weights.making import copy_reference
@@ -267,7 +267,7 @@ def test_it_takes_numpy_alone(merges: Merges) -> None:
     base, adapter = merges.base("qwen2"), merges.adapter("qwen2")
     merged = merges.merged("qwen2", "plain", FP32, BF16)
     code = (
-        "import sys; from pathlib import Path; from tasks.weights.opening import open_model\n"
+        "import sys; from pathlib import Path; from tasks.weights.files.opening import open_model\n"
         "from tasks.weights.proof import planned, prove_merge\n"
         f"made = planned(Path({str(base)!r}), Path({str(adapter)!r}))\n"
         f"print(prove_merge(made.plan, made.sources, open_model(Path({str(merged)!r}))).ok,"

@@ -15,24 +15,24 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tasks.artifact import Artifact
 from tasks.convert import convert
-from tasks.errors import ConfigError, ContractError
-from tasks.fingerprint import DriftLimit
-from tasks.weights.contracts import ModelFacts, model_facts
-from tasks.weights.encode import SCHEMES, encode, library_scheme, row_scales
-from tasks.weights.execute import Executed, execute
-from tasks.weights.plan import Encoding, Op, Plan
-from tasks.weights.quantize import (
+from tasks.core.errors import ConfigError, ContractError
+from tasks.drift.fingerprint import DriftLimit
+from tasks.pipeline.artifact import Artifact
+from tasks.weights.execute.execute import Executed, execute
+from tasks.weights.files.reader import open_checkpoint
+from tasks.weights.files.source import Renamed
+from tasks.weights.plan.contracts import ModelFacts, model_facts
+from tasks.weights.plan.operations import Encoding, Op, Plan
+from tasks.weights.plan.validate import validate
+from tasks.weights.quantized.encode import SCHEMES, encode, library_scheme, row_scales
+from tasks.weights.quantized.quantize import (
     check_quantize,
     left_alone,
     quantization_config,
     quantized_contract,
     quantized_plan,
 )
-from tasks.weights.reader import open_checkpoint
-from tasks.weights.source import Renamed
-from tasks.weights.validate import validate
 from tests.weights.making import failed, measure_here, state_of
 
 BOTH = tuple(SCHEMES)

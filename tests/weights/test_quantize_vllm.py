@@ -10,10 +10,10 @@ import numpy as np
 import pytest
 import torch
 
-from tasks.fingerprint import Drift, Fingerprint, drift
-from tasks.launch import launch, python_child
-from tasks.scoring import ModelRef
-from tasks.serving.job import Job, environment
+from tasks.drift.fingerprint import Drift, Fingerprint, drift
+from tasks.evaluation.scoring import ModelRef
+from tasks.process.launch import launch, python_child
+from tasks.serving.vllm.job import Job, environment
 from tests.weights.adapters.making import quiet
 from tests.weights.making import PROBES, ROWS, measure_here, save_tokenizer
 from tests.weights.test_quantize import BOTH, quantize
@@ -67,7 +67,7 @@ def test_vllm_serves_both_formats_and_the_drift_is_that_of_8_bits(tmp_path: Path
         job.save(tmp_path / f"{name}.json")
         jobs.append(str(tmp_path / f"{name}.json"))
     launch(
-        [*python_child("tasks.serving.vllm_child"), *jobs],
+        [*python_child("tasks.serving.vllm.child"), *jobs],
         stage="smoke_eval",
         log=logging.getLogger("tests.weights"),
         log_path=tmp_path / "vllm.log",

@@ -7,8 +7,8 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from tasks.errors import ArtifactError
-from tasks.weights.reader import read_checkpoint, torch_dtype
+from tasks.core.errors import ArtifactError
+from tasks.weights.files.reader import read_checkpoint, torch_dtype
 from tests.weights.zero.conftest import read
 
 ONE = {"a": torch.arange(6, dtype=torch.bfloat16).reshape(2, 3), "z": torch.zeros(0, 2)}

@@ -11,11 +11,11 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from tasks.contract import Check
-from tasks.fingerprint import PROFILES
+from tasks.core.contract import Check
+from tasks.drift.fingerprint import PROFILES
 from tasks.merge import merge
-from tasks.weights.nf4 import as_trained
-from tasks.weights.worker import perform
+from tasks.weights.execute.worker import perform
+from tasks.weights.quantized.nf4 import as_trained
 from tests.weights.making import NF4, copy_reference, failed, state_of
 
 NAME = "model.layers.1.self_attn.v_proj.weight"

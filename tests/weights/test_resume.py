@@ -12,14 +12,14 @@ from pathlib import Path
 import pytest
 from safetensors.torch import load_file, save_file
 
-from tasks.artifact import Origin, open_artifact, publish, staging, sweep, verify
-from tasks.errors import ArtifactError, BusyError, ContractError
-from tasks.staging import KEPT_S
-from tasks.weights import journal
-from tasks.weights.execute import Executed, execute
-from tasks.weights.journal import JOURNAL, read_outcomes
-from tasks.weights.layout import lay_out
-from tasks.weights.opening import SourceRef, open_sources
+from tasks.core.errors import ArtifactError, BusyError, ContractError
+from tasks.pipeline.artifact import Origin, open_artifact, publish, staging, sweep, verify
+from tasks.pipeline.staging import KEPT_S
+from tasks.weights.execute import journal
+from tasks.weights.execute.execute import Executed, execute
+from tasks.weights.execute.journal import JOURNAL, read_outcomes
+from tasks.weights.files.opening import SourceRef, open_sources
+from tasks.weights.plan.layout import lay_out
 from tests.weights.plans import expected, make_inputs, make_plan
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -171,10 +171,10 @@ import os, random, sys, time
 from pathlib import Path
 sys.path.insert(0, sys.argv[1])
 import torch
-from tasks.artifact import Origin, publish, staging
-from tasks.weights.execute import execute
-from tasks.weights.layout import lay_out
-from tasks.weights.opening import SourceRef, open_sources
+from tasks.pipeline.artifact import Origin, publish, staging
+from tasks.weights.execute.execute import execute
+from tasks.weights.plan.layout import lay_out
+from tasks.weights.files.opening import SourceRef, open_sources
 from tests.weights.plans import make_plan
 
 root, rounds = Path(sys.argv[2]), int(sys.argv[3])
@@ -251,11 +251,11 @@ FULL = """
 import resource, signal, sys
 from pathlib import Path
 sys.path.insert(0, sys.argv[1])
-from tasks.errors import ArtifactError
+from tasks.core.errors import ArtifactError
 from tests.weights.plans import make_plan
-from tasks.weights.execute import execute
-from tasks.weights.layout import lay_out
-from tasks.weights.opening import SourceRef, open_sources
+from tasks.weights.execute.execute import execute
+from tasks.weights.plan.layout import lay_out
+from tasks.weights.files.opening import SourceRef, open_sources
 signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
 resource.setrlimit(resource.RLIMIT_FSIZE, (60_000, 60_000))
 root = Path(sys.argv[2])
@@ -282,7 +282,7 @@ def test_a_file_that_cannot_grow_is_a_clear_error_and_leaves_no_file(tmp_path: P
 
 
 def test_published_hashes_are_those_taken_while_writing(inputs, tmp_path, monkeypatch) -> None:
-    import tasks.artifact as artifact
+    import tasks.pipeline.artifact as artifact
 
     read: list[Path] = []
     real = artifact._hash_range

@@ -5,8 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from tasks.errors import ArtifactError
-from tasks.weights.tokenizer import read_tokenizer
+from tasks.core.errors import ArtifactError
+from tasks.weights.files.tokenizer import read_tokenizer
 from tests.weights.making import TEMPLATE, save_tokenizer
 
 

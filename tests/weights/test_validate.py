@@ -14,15 +14,15 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from safetensors.torch import save_file
 
-from tasks.errors import ArtifactError, ContractError
-from tasks.weights.execute import execute
-from tasks.weights.layout import lay_out, with_output
-from tasks.weights.opening import SourceRef, open_sources
-from tasks.weights.plan import Dropped, Op, Plan
-from tasks.weights.reader import read_checkpoint
-from tasks.weights.terms import Add, Dora, LowRank, Rows
-from tasks.weights.validate import plan_findings, validate
-from tasks.weights.writer import Spec
+from tasks.core.errors import ArtifactError, ContractError
+from tasks.weights.execute.execute import execute
+from tasks.weights.execute.writer import Spec
+from tasks.weights.files.opening import SourceRef, open_sources
+from tasks.weights.files.reader import read_checkpoint
+from tasks.weights.plan.adapter_ops import Add, Dora, LowRank, Rows
+from tasks.weights.plan.layout import lay_out, with_output
+from tasks.weights.plan.operations import Dropped, Op, Plan
+from tasks.weights.plan.validate import plan_findings, validate
 from tests.weights.making import state_of
 from tests.weights.plans import expected, make_inputs, make_plan
 
@@ -133,7 +133,7 @@ def test_an_empty_plan_is_refused(inputs) -> None:
 
 
 def test_too_little_disk_is_an_error_of_its_own(inputs, tmp_path, monkeypatch) -> None:
-    from tasks.weights import writer
+    from tasks.weights.execute import writer
 
     class Usage:
         free = 1000

@@ -12,17 +12,13 @@ import torch
 
 from tasks.weights.adapters.changes import changes
 from tasks.weights.adapters.read import read_adapter
-from tasks.weights.contracts import model_facts
-from tasks.weights.execute import execute
+from tasks.weights.execute.execute import execute
 from tasks.weights.families.merging import MergeSettings, plan_merge
-from tasks.weights.reader import read_checkpoint
-from tasks.weights.tokenizer import TokenizerFacts
-from tasks.weights.validate import validate
-from tasks.weights.vocabulary import (
-    Vocabulary,
-    resized_config,
-    vocabulary_of,
-)
+from tasks.weights.files.reader import read_checkpoint
+from tasks.weights.files.tokenizer import TokenizerFacts
+from tasks.weights.files.vocabulary import Vocabulary, resized_config, vocabulary_of
+from tasks.weights.plan.contracts import model_facts
+from tasks.weights.plan.validate import validate
 from tests.weights.adapters.making import base_model, quiet, save, train
 
 GROWN = 104  # from 96

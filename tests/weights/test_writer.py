@@ -7,9 +7,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tasks.errors import ArtifactError, ConfigError
-from tasks.weights.header import ITEM_BITS, read_header
-from tasks.weights.writer import (
+from tasks.core.errors import ArtifactError, ConfigError
+from tasks.weights.execute.writer import (
     Spec,
     parse_size,
     plan_shards,
@@ -18,6 +17,7 @@ from tasks.weights.writer import (
     shard_names,
     write_index,
 )
+from tasks.weights.files.header import ITEM_BITS, read_header
 
 SPECS = [Spec("odd", (3,), "U8"), Spec("wide", (2, 2), "F32"), Spec("none", (0, 5), "BF16")]
 

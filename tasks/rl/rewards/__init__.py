@@ -19,9 +19,9 @@ from typing import TYPE_CHECKING, Any, Self
 import numpy as np
 from numpy.typing import NDArray
 
-from tasks.errors import ConfigError
-from tasks.output import Log
-from tasks.rl.replies import Reply
+from tasks.core.errors import ConfigError
+from tasks.process.output import Log
+from tasks.rl.experience.responses import Reply
 from tasks.rl.rewards.exact import EXACT_MATCH, ExactMatch
 from tasks.rl.rewards.function import Function
 from tasks.rl.rewards.reference import FunctionReference

@@ -13,9 +13,9 @@ from typing import Any
 
 from jinja2 import TemplateError
 
-from tasks.errors import ArtifactError, RewardError
-from tasks.output import Log
-from tasks.rl.replies import Reply
+from tasks.core.errors import ArtifactError, RewardError
+from tasks.process.output import Log
+from tasks.rl.experience.responses import Reply
 from tasks.rl.rewards.folder import RewardFolder
 from tasks.rl.rewards.sources import about, named
 from tasks.serving.prompts import load_tokenizer, stop_ids, whole_ids

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from tasks.errors import RewardError
-from tasks.rl.replies import Reply
+from tasks.core.errors import RewardError
+from tasks.rl.experience.responses import Reply
 from tasks.rl.rewards.sources import about
 from tasks.serving.text import matches
 

@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from tasks.errors import ArtifactError
-from tasks.weights.documents import read_json
+from tasks.core.errors import ArtifactError
+from tasks.weights.files.documents import read_json
 from tasks.weights.heads.folder import architectures
 from tasks.weights.heads.normalisation import Normalisation, normalisation_from
 

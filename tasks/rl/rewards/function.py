@@ -18,11 +18,11 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from tasks.child import python_child
-from tasks.conversation import Conversation
-from tasks.errors import RewardError, StageProcessError
-from tasks.output import Log
-from tasks.rl.replies import Reply
+from tasks.core.errors import RewardError, StageProcessError
+from tasks.process.child import python_child
+from tasks.process.json_worker import Conversation
+from tasks.process.output import Log
+from tasks.rl.experience.responses import Reply
 from tasks.rl.rewards.reference import FunctionReference
 from tasks.rl.rewards.sources import about, checked, named
 

@@ -25,9 +25,9 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit, urlunsplit
 
-from tasks.errors import RewardError
-from tasks.output import Log
-from tasks.rl.replies import Reply
+from tasks.core.errors import RewardError
+from tasks.process.output import Log
+from tasks.rl.experience.responses import Reply
 from tasks.rl.rewards.sources import about, checked, named
 
 if TYPE_CHECKING:

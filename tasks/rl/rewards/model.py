@@ -13,16 +13,16 @@ from typing import Any, Protocol
 import numpy as np
 import torch
 
-from tasks.errors import ArtifactError
-from tasks.rl.replies import Reply
+from tasks.core.errors import ArtifactError
+from tasks.rl.experience.responses import Reply
 from tasks.rl.rewards.encoding import Encoding
 from tasks.rl.rewards.folder import ROW_TOKENS, RewardFolder
 from tasks.rl.rewards.sources import checked
-from tasks.serving.load import from_folder
-from tasks.serving.rewards import CLASSIFIER, normalised
-from tasks.training.examples import Examples
-from tasks.training.packed_model import take_rows
-from tasks.training.packing import pack
+from tasks.serving.reference.load import from_folder
+from tasks.serving.reference.rewards import CLASSIFIER, normalised
+from tasks.training.model.packed_model import take_rows
+from tasks.training.tokens.examples import Examples
+from tasks.training.tokens.packing import pack
 from tasks.weights.heads.normalisation import Normalisation
 
 
@@ -122,7 +122,7 @@ def in_vllm(folder: RewardFolder, *, longest: int | None) -> Scorer:
     Raises:
         ArtifactError: nothing says how long a text may be.
     """
-    from tasks.serving.reward_engine import Pooling, RewardEngine
+    from tasks.serving.vllm.reward_engine import Pooling, RewardEngine
 
     if longest is None:
         raise ArtifactError(

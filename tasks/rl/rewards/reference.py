@@ -7,7 +7,7 @@ import hashlib
 from dataclasses import dataclass
 from pathlib import Path
 
-from tasks.errors import ConfigError
+from tasks.core.errors import ConfigError
 
 EXAMPLE = "reward.function=<path.py>:<name of a function in it>, or exact_match"
 

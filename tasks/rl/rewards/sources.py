@@ -7,8 +7,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-from tasks.errors import RewardError
-from tasks.rl.replies import Reply
+from tasks.core.errors import RewardError
+from tasks.rl.experience.responses import Reply
 
 SHOWN = 200
 """Characters of a prompt or a reply in an error."""

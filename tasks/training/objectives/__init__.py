@@ -18,13 +18,13 @@ from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING, Any, ClassVar, Protocol
 
-from tasks.errors import ConfigError
+from tasks.core.errors import ConfigError
 
 if TYPE_CHECKING:
     import torch
 
-    from tasks.training.order import Counts
-    from tasks.training.packing import Row
+    from tasks.training.tokens.order import Counts
+    from tasks.training.tokens.packing import Row
 
 _MODULES = {
     "sft": "sft:Sft",

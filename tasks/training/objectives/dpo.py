@@ -12,10 +12,10 @@ from typing import ClassVar
 import torch
 from torch.nn.functional import logsigmoid
 
-from tasks.errors import ConfigError
+from tasks.core.errors import ConfigError
 from tasks.training.objectives import Loss, Said
-from tasks.training.order import Counts
-from tasks.training.packing import Row
+from tasks.training.tokens.order import Counts
+from tasks.training.tokens.packing import Row
 
 KINDS = ("sigmoid", "ipo")
 

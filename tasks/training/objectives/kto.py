@@ -8,8 +8,8 @@ from typing import ClassVar
 import torch
 
 from tasks.training.objectives import Loss, Said
-from tasks.training.order import Counts
-from tasks.training.packing import Row
+from tasks.training.tokens.order import Counts
+from tasks.training.tokens.packing import Row
 
 
 @dataclass(frozen=True)

@@ -13,8 +13,8 @@ from torch.nn.functional import logsigmoid
 
 from tasks.training.objectives import Loss, Said
 from tasks.training.objectives.dpo import measures
-from tasks.training.order import Counts
-from tasks.training.packing import Row
+from tasks.training.tokens.order import Counts
+from tasks.training.tokens.packing import Row
 
 
 @dataclass(frozen=True)

@@ -11,10 +11,10 @@ from typing import ClassVar
 import torch
 from torch.nn.functional import logsigmoid, softplus
 
-from tasks.errors import ConfigError
+from tasks.core.errors import ConfigError
 from tasks.training.objectives import Loss, Said
-from tasks.training.order import Counts
-from tasks.training.packing import Row
+from tasks.training.tokens.order import Counts
+from tasks.training.tokens.packing import Row
 
 KINDS = ("sigmoid", "log_exp")
 

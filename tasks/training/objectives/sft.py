@@ -6,8 +6,8 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from tasks.training.objectives import Loss, Said
-from tasks.training.order import Counts
-from tasks.training.packing import Row
+from tasks.training.tokens.order import Counts
+from tasks.training.tokens.packing import Row
 
 
 @dataclass(frozen=True)

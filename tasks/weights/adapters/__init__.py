@@ -7,5 +7,5 @@
 
 `live` describes the model in memory (`live.live_model`), because PEFT speaks of modules and of the
 names they have there. Which keys of a checkpoint those are is the business of
-`tasks.weights.families`; the arithmetic is that of `tasks.weights.kernels`.
+`tasks.weights.families`; the arithmetic is that of `tasks.weights.execute.kernels`.
 """

@@ -10,8 +10,8 @@ from tasks.weights.adapters.checking import Checked, check
 from tasks.weights.adapters.live import LiveModel
 from tasks.weights.adapters.piece import Piece
 from tasks.weights.adapters.read import Adapter
-from tasks.weights.plan import Dropped
-from tasks.weights.terms import Dora, Rows, Term
+from tasks.weights.plan.adapter_ops import Dora, Rows, Term
+from tasks.weights.plan.operations import Dropped
 
 
 @dataclass(frozen=True)

@@ -7,12 +7,12 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 from tasks.weights.adapters.findings import copy_of, hint_on, misfits
+from tasks.weights.adapters.legacy_names import contract_by_names, in_memory
 from tasks.weights.adapters.live import LiveModel
-from tasks.weights.adapters.older import contract_by_names, in_memory
 from tasks.weights.adapters.piece import Piece
 from tasks.weights.adapters.pieces import Contract
 from tasks.weights.adapters.read import Adapter
-from tasks.weights.plan import Dropped
+from tasks.weights.plan.operations import Dropped
 
 
 @dataclass(frozen=True)

@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from tasks.weights.adapters.taking import LAYER, PATTERN, SAVED, Taker, short
+from tasks.weights.adapters.config_reader import LAYER, PATTERN, SAVED, Taker, short
 
 _PEFT = "merge it with peft's merge_and_unload"
 _REFUSED = {

@@ -7,13 +7,13 @@ import re
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 
-from tasks.contract import describe
+from tasks.core.contract import describe
 from tasks.weights.adapters.live import LiveModel
 from tasks.weights.adapters.piece import Piece, stored_keys
 from tasks.weights.adapters.pieces import Contract
-from tasks.weights.bits import is_float
-from tasks.weights.names import PEFT_PREFIX
-from tasks.weights.terms import Rows
+from tasks.weights.files.dtype_bits import is_float
+from tasks.weights.files.names import PEFT_PREFIX
+from tasks.weights.plan.adapter_ops import Rows
 
 _COPIES = re.compile(
     r"\.(original_module|modules_to_save|token_adapter\.(base_layer|trainable_tokens_original))\."

@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-from tasks.contract import Expected
+from tasks.core.contract import Expected
 
 LINEAR, CONV1D, EMBEDDING, CONVOLUTION, OTHER = "linear", "conv1d", "embedding", "conv", "other"
 """Kinds of modules: `conv1d` is GPT-2's linear layer with its weight stored (in, out); `conv` is a

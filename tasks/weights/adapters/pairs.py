@@ -7,8 +7,8 @@ from collections.abc import Iterator, Sequence
 
 from tasks.weights.adapters.live import CONV1D, CONVOLUTION, EMBEDDING, LINEAR
 from tasks.weights.adapters.piece import Ground, Piece, Shape
-from tasks.weights.names import PEFT_PREFIX
-from tasks.weights.terms import Add, Dora, LowRank, Term
+from tasks.weights.files.names import PEFT_PREFIX
+from tasks.weights.plan.adapter_ops import Add, Dora, LowRank, Term
 
 
 def module_pieces(ground: Ground, module: str, findings: list[str]) -> Iterator[Piece]:

@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from tasks.contract import TensorLike
+from tasks.core.contract import TensorLike
 from tasks.weights.adapters.config import AdapterConfig
 from tasks.weights.adapters.live import LiveModel
-from tasks.weights.names import PEFT_PREFIX
-from tasks.weights.terms import Term
+from tasks.weights.files.names import PEFT_PREFIX
+from tasks.weights.plan.adapter_ops import Term
 
 Shape = tuple[int, ...]
 

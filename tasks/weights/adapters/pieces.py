@@ -10,18 +10,18 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from itertools import groupby
 
-from tasks.contract import TensorLike
+from tasks.core.contract import TensorLike
 from tasks.weights.adapters.config import AdapterConfig
-from tasks.weights.adapters.live import LiveModel
-from tasks.weights.adapters.pairs import module_pieces, parameter_pieces
-from tasks.weights.adapters.piece import Ground, Piece, Shape
-from tasks.weights.adapters.targets import targeted_modules, targeted_parameters
-from tasks.weights.adapters.whole import (
+from tasks.weights.adapters.full_modules import (
     bias_pieces,
     embedding_pieces,
     saved_pieces,
     token_pieces,
 )
+from tasks.weights.adapters.live import LiveModel
+from tasks.weights.adapters.pairs import module_pieces, parameter_pieces
+from tasks.weights.adapters.piece import Ground, Piece, Shape
+from tasks.weights.adapters.targets import targeted_modules, targeted_parameters
 
 
 @dataclass

@@ -6,11 +6,11 @@ from collections.abc import Collection
 from dataclasses import dataclass
 from pathlib import Path
 
-from tasks.errors import ArtifactError
+from tasks.core.errors import ArtifactError
 from tasks.weights.adapters.config import AdapterConfig, parse_config
+from tasks.weights.files.reader import ADAPTER, open_checkpoint, read_json
+from tasks.weights.files.source import Source
 from tasks.weights.pickled.state import read_state
-from tasks.weights.reader import ADAPTER, open_checkpoint, read_json
-from tasks.weights.source import Source
 
 CONFIG = "adapter_config.json"
 PICKLED = f"{ADAPTER}.bin"

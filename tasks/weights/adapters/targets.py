@@ -10,8 +10,8 @@ import re
 from collections.abc import Iterable
 
 from tasks.weights.adapters.config import AdapterConfig
+from tasks.weights.adapters.config_reader import ALL_LINEAR, LAYER, SAVED
 from tasks.weights.adapters.live import CONV1D, LINEAR, LiveModel
-from tasks.weights.adapters.taking import ALL_LINEAR, LAYER, SAVED
 
 _HEADS = ("score", "classifier")
 

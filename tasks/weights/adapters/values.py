@@ -8,10 +8,10 @@ from collections.abc import Iterator, Mapping, Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-from tasks.errors import ContractError, first_and_more
+from tasks.core.errors import ContractError, first_and_more
 from tasks.weights.adapters.read import Adapter
-from tasks.weights.bits import all_zero, nonfinite
-from tasks.weights.extents import Reader
+from tasks.weights.files.dtype_bits import all_zero, nonfinite
+from tasks.weights.files.file_ranges import Reader
 
 _BLOCK = 4 << 20
 _FACTOR = re.compile(r"\.lora_(A|B|embedding_A|embedding_B|magnitude_vector)(\.weight)?$")

@@ -13,11 +13,11 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from tasks.weights.casts import cast, casts
 from tasks.weights.deepspeed.pieces import Whole
 from tasks.weights.deepspeed.states import ModelState
-from tasks.weights.extents import Reader
-from tasks.weights.header import ITEM_BITS
+from tasks.weights.files.dtype_conversion import cast, casts
+from tasks.weights.files.file_ranges import Reader
+from tasks.weights.files.header import ITEM_BITS
 from tasks.weights.pickled.tensors import TensorRef, TorchFile
 
 SAMPLE = 32

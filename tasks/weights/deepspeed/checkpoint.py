@@ -9,7 +9,7 @@ from math import prod
 from pathlib import Path
 from typing import TypeVar
 
-from tasks.errors import ArtifactError, first_and_more
+from tasks.core.errors import ArtifactError, first_and_more
 from tasks.weights.deepspeed.agreement import disagreements
 from tasks.weights.deepspeed.layout import Layout, find_layout
 from tasks.weights.deepspeed.partitioned import frozen_fragments, stored, trainable
@@ -22,7 +22,7 @@ from tasks.weights.deepspeed.states import (
     read_optim_state,
 )
 from tasks.weights.deepspeed.universal import universal
-from tasks.weights.source import Extent
+from tasks.weights.files.source import Extent
 
 _SHOWN = 50
 State = TypeVar("State", ModelState, OptimState)
@@ -30,7 +30,7 @@ State = TypeVar("State", ModelState, OptimState)
 
 @dataclass(frozen=True)
 class ZeroCheckpoint:
-    """An opened checkpoint. See `tasks.weights.source.Source`.
+    """An opened checkpoint. See `tasks.weights.files.source.Source`.
 
     Attributes:
         root: the step's folder.

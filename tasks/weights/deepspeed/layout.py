@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from tasks.errors import ArtifactError, first_and_more
+from tasks.core.errors import ArtifactError, first_and_more
 
 _MODEL = re.compile(
     r"(?:zero_pp_rank_(?P<rank>\d+)_)?mp_rank_(?P<mp>\d+(?:_\d+)?)_model_states\.pt"

@@ -13,11 +13,11 @@ from collections.abc import Sequence
 from itertools import accumulate
 from math import prod
 
-from tasks.errors import ArtifactError
-from tasks.weights.bits import is_float
+from tasks.core.errors import ArtifactError
 from tasks.weights.deepspeed.pieces import Flat, Whole
 from tasks.weights.deepspeed.states import ModelState, OptimState, Shapes
-from tasks.weights.source import Extent
+from tasks.weights.files.dtype_bits import is_float
+from tasks.weights.files.source import Extent
 
 
 def trainable(

@@ -7,8 +7,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 
+from tasks.weights.files.source import Extent
 from tasks.weights.pickled.tensors import TensorRef, TorchFile
-from tasks.weights.source import Extent
 
 
 @dataclass(frozen=True)

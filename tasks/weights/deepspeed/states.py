@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from tasks.errors import ArtifactError
+from tasks.core.errors import ArtifactError
 from tasks.weights.pickled.objects import Foreign
 from tasks.weights.pickled.tensors import TensorRef, TorchFile, is_shape, read_torch_file
 

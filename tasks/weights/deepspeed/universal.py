@@ -10,10 +10,10 @@ from collections.abc import Sequence
 from math import prod
 from pathlib import Path
 
-from tasks.errors import ArtifactError
-from tasks.weights.bits import is_float
+from tasks.core.errors import ArtifactError
 from tasks.weights.deepspeed.pieces import Whole
 from tasks.weights.deepspeed.states import Shapes
+from tasks.weights.files.dtype_bits import is_float
 from tasks.weights.pickled.tensors import TensorRef, read_torch_file
 
 _FILE = "fp32.pt"

@@ -6,9 +6,9 @@ from collections.abc import Mapping
 from dataclasses import replace
 from math import prod
 
-from tasks.contract import TensorLike
+from tasks.core.contract import TensorLike
 from tasks.weights.families.places import Place
-from tasks.weights.terms import Add, Dora, LowRank, Term
+from tasks.weights.plan.adapter_ops import Add, Dora, LowRank, Term
 
 
 def carry(term: Term, place: Place, operands: Mapping[str, TensorLike]) -> Term:

@@ -10,12 +10,12 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
-from tasks.contract import TensorLike, describe
-from tasks.errors import ContractError, first_and_more
-from tasks.weights.bits import is_float
-from tasks.weights.contracts import ModelFacts
+from tasks.core.contract import TensorLike, describe
+from tasks.core.errors import ContractError, first_and_more
 from tasks.weights.families.places import Place
-from tasks.weights.plan import Dropped, Op, Plan
+from tasks.weights.files.dtype_bits import is_float
+from tasks.weights.plan.contracts import ModelFacts
+from tasks.weights.plan.operations import Dropped, Op, Plan
 
 _SHOWN = 100
 

@@ -7,15 +7,15 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from tasks.contract import TensorLike, describe
+from tasks.core.contract import TensorLike, describe
 from tasks.weights.adapters.changes import Changes
 from tasks.weights.adapters.live import CONV1D
-from tasks.weights.bits import is_float
-from tasks.weights.contracts import ModelFacts
 from tasks.weights.families.carry import carry
 from tasks.weights.families.places import Place
-from tasks.weights.plan import Op
-from tasks.weights.terms import Dora, Term, operands
+from tasks.weights.files.dtype_bits import is_float
+from tasks.weights.plan.adapter_ops import Dora, Term, operands
+from tasks.weights.plan.contracts import ModelFacts
+from tasks.weights.plan.operations import Op
 
 
 @dataclass(frozen=True)

@@ -10,13 +10,13 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from tasks.contract import TensorLike
-from tasks.errors import ContractError, first_and_more
+from tasks.core.contract import TensorLike
+from tasks.core.errors import ContractError, first_and_more
 from tasks.weights.adapters.changes import Changes
-from tasks.weights.contracts import ModelFacts
 from tasks.weights.families.merge_ops import MergeOps, MergeSettings
-from tasks.weights.plan import Dropped, Plan
-from tasks.weights.vocabulary import resized_config
+from tasks.weights.files.vocabulary import resized_config
+from tasks.weights.plan.contracts import ModelFacts
+from tasks.weights.plan.operations import Dropped, Plan
 
 __all__ = ["MergeSettings", "merged_config", "plan_merge"]
 

@@ -10,9 +10,9 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from tasks.errors import ArtifactError
-from tasks.weights.documents import read_json
+from tasks.core.errors import ArtifactError
 from tasks.weights.families.counts import oversized
+from tasks.weights.files.documents import read_json
 
 _BY_ITS_CODE = (
     OSError, ValueError, LookupError, TypeError, AttributeError, ArithmeticError, RuntimeError,

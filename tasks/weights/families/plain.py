@@ -13,11 +13,11 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from tasks.contract import Expected
+from tasks.core.contract import Expected
 from tasks.weights.adapters.live import EMBEDDING, LINEAR, OTHER, LiveModel
 from tasks.weights.families.counts import oversized
 from tasks.weights.families.places import Place
-from tasks.weights.reader import DTYPE_NAMES
+from tasks.weights.files.reader import DTYPE_NAMES
 
 Shape = tuple[int, ...]
 

@@ -9,8 +9,8 @@ import re
 from collections.abc import Iterator, Mapping
 from typing import Any
 
+from tasks.weights.files.names import PEFT_PREFIX
 from tasks.weights.heads.folder import HeadFolder, architectures
-from tasks.weights.names import PEFT_PREFIX
 
 HEAD_MODULES = ("score", "value_head", "v_head", "classifier")
 """Names of modules that may be a head; OpenRLHF's configuration may name another."""

@@ -12,12 +12,12 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from tasks.contract import describe
-from tasks.weights.bits import is_float
+from tasks.core.contract import describe
+from tasks.weights.files.dtype_bits import is_float
+from tasks.weights.files.names import PEFT_PREFIX
 from tasks.weights.heads.absence import OPENRLHF, absence, lora_modules, module_names
 from tasks.weights.heads.folder import HEAD, HeadFolder, architectures, hidden_size
 from tasks.weights.heads.normalisation import Normalisation, read_normalisation
-from tasks.weights.names import PEFT_PREFIX
 
 Role = Literal["value", "reward", "either"]
 Dialect = Literal["trl", "llamafactory", "openrlhf", "peft", "transformers"]

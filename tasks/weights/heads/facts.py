@@ -1,6 +1,6 @@
 """What transformers says of a family's `*ForSequenceClassification`: its name, its tensors.
 
-transformers is imported here; call it through `tasks.weights.worker`.
+transformers is imported here; call it through `tasks.weights.execute.worker`.
 """
 
 from __future__ import annotations
@@ -11,9 +11,9 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from tasks.errors import ArtifactError
-from tasks.weights.contracts import ModelFacts, model_facts
+from tasks.core.errors import ArtifactError
 from tasks.weights.families.meta import read_config
+from tasks.weights.plan.contracts import ModelFacts, model_facts
 
 _NOT_OF_THE_MODEL = ("quantization_config", "auto_map", "mean", "std")
 

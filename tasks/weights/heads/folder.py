@@ -7,14 +7,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from tasks.errors import ArtifactError
+from tasks.core.errors import ArtifactError
 from tasks.weights.adapters.read import read_adapter
-from tasks.weights.documents import read_json
-from tasks.weights.header import read_header
+from tasks.weights.files.documents import read_json
+from tasks.weights.files.header import read_header
+from tasks.weights.files.reader import Checkpoint, read_checkpoint
+from tasks.weights.files.source import Source
 from tasks.weights.pickled.state import MODEL as PICKLED
 from tasks.weights.pickled.state import is_pickled_model, read_model, read_state
-from tasks.weights.reader import Checkpoint, read_checkpoint
-from tasks.weights.source import Source
 
 MODEL, ADAPTER, HEAD = "model", "adapter", "head"
 """Names of the inputs in plans: the model's own weights, an adapter's, a head's side file."""

@@ -11,22 +11,22 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from tasks.contract import TensorLike
-from tasks.errors import ContractError, first_and_more
+from tasks.core.contract import TensorLike
+from tasks.core.errors import ContractError, first_and_more
 from tasks.weights.adapters.changes import Changes, changes
 from tasks.weights.adapters.read import Adapter
-from tasks.weights.contracts import ModelFacts
+from tasks.weights.execute.worker import Perform, ask_reward_facts, perform
 from tasks.weights.families.merging import MergeSettings, plan_merge
-from tasks.weights.header import TensorInfo
+from tasks.weights.files.header import TensorInfo
+from tasks.weights.files.reader import read_json
+from tasks.weights.files.source import Source
 from tasks.weights.heads.detect import detect
 from tasks.weights.heads.folder import HEAD, HeadFolder, hidden_size
 from tasks.weights.heads.normalisation import Normalisation, normalisation_from
 from tasks.weights.heads.reward import OUTPUT_EMBEDDINGS, SCORE, reward_config
 from tasks.weights.heads.separate import Parted
-from tasks.weights.plan import Dropped, Plan
-from tasks.weights.reader import read_json
-from tasks.weights.source import Source
-from tasks.weights.worker import Perform, ask_reward_facts, perform
+from tasks.weights.plan.contracts import ModelFacts
+from tasks.weights.plan.operations import Dropped, Plan
 
 NO_HEAD = (
     "the adapter does not bring the reward head, and the base has none: it was never saved, and "

@@ -15,11 +15,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from tasks.contract import describe
-from tasks.errors import ArtifactError
-from tasks.weights.extents import Reader
+from tasks.core.contract import describe
+from tasks.core.errors import ArtifactError
+from tasks.weights.files.file_ranges import Reader
+from tasks.weights.files.source import Source
 from tasks.weights.heads.folder import HeadFolder
-from tasks.weights.source import Source
 
 BUFFERS = ("mean", "std")
 _SHOWN = 40

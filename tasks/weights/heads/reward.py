@@ -21,13 +21,13 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from tasks.errors import ContractError
+from tasks.core.errors import ContractError
 from tasks.weights.heads.detect import WRAPPER, Found, Head
 from tasks.weights.heads.folder import HEAD
 from tasks.weights.heads.normalisation import Normalisation, read_scalar
 from tasks.weights.heads.split import require_head
-from tasks.weights.layout import as_is
-from tasks.weights.plan import Dropped, Op, Plan
+from tasks.weights.plan.layout import as_is
+from tasks.weights.plan.operations import Dropped, Op, Plan
 
 SCORE = "score.weight"
 OUTPUT_EMBEDDINGS = ("lm_head.weight", "lm_head.bias", "embed_out.weight")

@@ -12,11 +12,11 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
-from tasks.errors import ContractError, first_and_more
+from tasks.core.errors import ContractError, first_and_more
+from tasks.weights.files.source import Renamed, Source
 from tasks.weights.heads.detect import WRAPPER, Found, Head
-from tasks.weights.layout import as_is
-from tasks.weights.plan import Dropped, Plan
-from tasks.weights.source import Renamed, Source
+from tasks.weights.plan.layout import as_is
+from tasks.weights.plan.operations import Dropped, Plan
 
 STEM = "value_head"
 KEYS = ("v_head.summary.weight", "v_head.summary.bias")

@@ -11,11 +11,11 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from tasks.errors import ContractError, first_and_more
-from tasks.weights.execute import Executed, execute
+from tasks.core.errors import ContractError, first_and_more
+from tasks.weights.execute.execute import Executed, execute
 from tasks.weights.heads.detect import Found
 from tasks.weights.heads.split import STEM, describe_head, head_sources, plan_value_head
-from tasks.weights.validate import validate
+from tasks.weights.plan.validate import validate
 
 _SHOWN = 50
 

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from tasks.compiled import compiled
+from tasks.weights.native.compiled import compiled
 
 SOURCES = ("sha256_lanes.c", "fold.c")
 # No contraction: a product, a scale and a sum are three roundings, as torch makes them.

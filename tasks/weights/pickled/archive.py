@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import BinaryIO
 
-from tasks.errors import ArtifactError
+from tasks.core.errors import ArtifactError
 from tasks.weights.pickled.directory import Entry, read_directory
 
 _LOCAL = struct.Struct("<4s5H3L2H")

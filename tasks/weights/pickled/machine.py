@@ -9,14 +9,7 @@ import struct
 from collections.abc import Callable
 from typing import Any, NoReturn
 
-from tasks.weights.pickled.objects import (
-    MAX_NAME,
-    Foreign,
-    Global,
-    PickleError,
-    key_of,
-    named,
-)
+from tasks.weights.pickled.objects import MAX_NAME, Foreign, Global, PickleError, key_of, named
 
 _MAX_LONG = 64
 

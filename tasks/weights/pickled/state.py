@@ -10,10 +10,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from tasks.errors import ArtifactError, first_and_more
-from tasks.weights.index import index_of, survey
+from tasks.core.errors import ArtifactError, first_and_more
+from tasks.weights.files.index import index_of, survey
+from tasks.weights.files.source import Extent
 from tasks.weights.pickled.tensors import TensorRef, TorchFile, read_torch_file
-from tasks.weights.source import Extent
 
 MODEL = "pytorch_model.bin"
 """What transformers calls a model that is one pickled file, and names the index of several by."""
@@ -23,7 +23,7 @@ _AGAIN = "save it as safetensors, with every tensor gathered and contiguous"
 
 @dataclass(frozen=True)
 class PickledState:
-    """Tensors of one or several `.bin` files. See `tasks.weights.source.Source`."""
+    """Tensors of one or several `.bin` files. See `tasks.weights.files.source.Source`."""
 
     tensors: Mapping[str, TensorRef]
     _holders: Mapping[str, TorchFile]

@@ -17,9 +17,10 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from tasks.weights.extents import Reader, part
-from tasks.weights.header import ITEM_BITS
-from tasks.weights.plan import Op
+from tasks.weights.files.file_ranges import Reader, part
+from tasks.weights.files.header import ITEM_BITS
+from tasks.weights.files.source import Source
+from tasks.weights.plan.operations import Op
 from tasks.weights.proof.expected import (
     MANTISSA,
     Array,
@@ -30,7 +31,6 @@ from tasks.weights.proof.expected import (
     ulp,
     widened,
 )
-from tasks.weights.source import Source
 
 FLOOR = 2.0**-24
 """Absolute error of the smallest numbers in an fp16 merge."""

@@ -14,14 +14,14 @@ from typing import Any, TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
-from tasks.weights.blocks import matrix_shape, row_blocks
-from tasks.weights.casts import NUMPY, cast
-from tasks.weights.extents import Reader, part
-from tasks.weights.header import ITEM_BITS
-from tasks.weights.plan import Op
-from tasks.weights.source import Source
-from tasks.weights.stored4bit.packed import STORED
-from tasks.weights.terms import Add, Dora, LowRank, Rows, Stride, Term, operands
+from tasks.weights.execute.blocks import matrix_shape, row_blocks
+from tasks.weights.files.dtype_conversion import NUMPY, cast
+from tasks.weights.files.file_ranges import Reader, part
+from tasks.weights.files.header import ITEM_BITS
+from tasks.weights.files.source import Source
+from tasks.weights.plan.adapter_ops import Add, Dora, LowRank, Rows, Stride, Term, operands
+from tasks.weights.plan.operations import Op
+from tasks.weights.quantized.packed import STORED
 
 Array: TypeAlias = NDArray[np.float32]
 Sources = Mapping[str, Source]
@@ -186,7 +186,7 @@ class _Base:
         self._whole: Array | None = None
         source = sources[op.input]
         if op.quantization is not None and STORED in op.quantization:
-            from tasks.weights.stored4bit.decode import decoded_values
+            from tasks.weights.quantized.decode import decoded_values
 
             values = decoded_values(op.quantization[STORED], source.extents(op.key)).reshape(-1)
             self._whole = values[op.start : op.start + prod(op.shape)].reshape(-1, self._columns)

@@ -10,18 +10,10 @@ from math import sqrt
 
 import numpy as np
 
-from tasks.weights.proof.compare import (
-    FLOOR,
-    SCALE_MARGIN,
-    SIGMAS,
-    Merged,
-    Sums,
-    Unit,
-    coarsest,
-)
+from tasks.weights.files.source import Source
+from tasks.weights.proof.compare import FLOOR, SCALE_MARGIN, SIGMAS, Merged, Sums, Unit, coarsest
 from tasks.weights.proof.expected import Array, Block, Expected, Sources, ulp
-from tasks.weights.source import Source
-from tasks.weights.stored4bit.packed import LEVELS
+from tasks.weights.quantized.packed import LEVELS
 
 _ULPS = 2.0
 _EXCEPT, _EXCEPT_FIRST = 0.005, 0.05

@@ -18,15 +18,15 @@ from math import prod
 
 import numpy as np
 
-from tasks.errors import ArtifactError
-from tasks.weights.casts import NUMPY
-from tasks.weights.plan import Op, Plan
+from tasks.core.errors import ArtifactError
+from tasks.weights.files.dtype_conversion import NUMPY
+from tasks.weights.files.source import Source
+from tasks.weights.plan.adapter_ops import Dora, LowRank
+from tasks.weights.plan.operations import Op, Plan
 from tasks.weights.proof.compare import SCALE_MARGIN, SIGMAS, Merged, Sums, Unit, compare
 from tasks.weights.proof.expected import Sources, comparable, of_expert
 from tasks.weights.proof.faults import Fault, State, diagnose
-from tasks.weights.source import Source
-from tasks.weights.stored4bit.packed import STORED
-from tasks.weights.terms import Dora, LowRank
+from tasks.weights.quantized.packed import STORED
 
 _EXPERT = re.compile(r"(?<=\.experts\.)\d+(?=\.)")
 _THREADS = 4

@@ -8,16 +8,16 @@ from pathlib import Path
 
 from tasks.weights.adapters.changes import changes
 from tasks.weights.adapters.read import Adapter, read_adapter
+from tasks.weights.execute.worker import Perform, ask_facts, perform
 from tasks.weights.families.merging import MergeSettings, plan_merge
+from tasks.weights.files.opening import open_model
+from tasks.weights.files.reader import read_json
+from tasks.weights.files.source import Source
 from tasks.weights.heads.folder import read_folder
 from tasks.weights.heads.merging import is_reward_adapter, merged_reward
-from tasks.weights.opening import open_model
-from tasks.weights.plan import Plan
+from tasks.weights.plan.operations import Plan
 from tasks.weights.proof.merge import BASE
-from tasks.weights.reader import read_json
-from tasks.weights.source import Source
-from tasks.weights.stored4bit.plans import decoding
-from tasks.weights.worker import Perform, ask_facts, perform
+from tasks.weights.quantized.plans import decoding
 
 
 @dataclass(frozen=True)

@@ -10,7 +10,7 @@ import pytest
 import torch
 from peft import LoraConfig
 
-from tasks.errors import ArtifactError, ContractError
+from tasks.core.errors import ArtifactError, ContractError
 from tasks.weights.adapters.changes import Changes, changes
 from tasks.weights.adapters.live import LiveModel, live_model
 from tasks.weights.adapters.read import read_adapter
@@ -112,7 +112,7 @@ def test_every_finding_of_a_configuration_at_once(
 def test_a_base_of_another_shape(good: Path, live: LiveModel) -> None:
     from dataclasses import replace
 
-    from tasks.contract import Expected
+    from tasks.core.contract import Expected
 
     name = "model.layers.0.self_attn.q_proj.weight"
     other = replace(live, tensors={**live.tensors, name: Expected(name, (48, 32))})

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tasks.contract import Expected
+from tasks.core.contract import Expected
 from tasks.weights.adapters.config import AdapterConfig, parse_config
 from tasks.weights.adapters.live import LiveModel
 from tasks.weights.adapters.pieces import Contract

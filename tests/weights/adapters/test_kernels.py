@@ -7,8 +7,16 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tasks.weights.kernels import apply, needs_all_rows
-from tasks.weights.terms import Add, Dora, LowRank, Rows, Term, term_as_json, term_from_json
+from tasks.weights.execute.kernels import apply, needs_all_rows
+from tasks.weights.plan.adapter_ops import (
+    Add,
+    Dora,
+    LowRank,
+    Rows,
+    Term,
+    term_as_json,
+    term_from_json,
+)
 from tests.weights.rounding import near
 
 ROWS, COLUMNS, RANK = 40, 24, 3

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from peft import LoraConfig
 
-from tasks.errors import PlumblineError
+from tasks.core.errors import PlumblineError
 from tasks.weights.adapters.changes import changes
 from tasks.weights.adapters.live import live_model
 from tasks.weights.adapters.values import require_values

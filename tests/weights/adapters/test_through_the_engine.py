@@ -12,12 +12,12 @@ from peft import LoraConfig
 
 from tasks.weights.adapters.changes import changes
 from tasks.weights.adapters.values import require_values
-from tasks.weights.contracts import model_facts
-from tasks.weights.execute import execute
+from tasks.weights.execute.execute import execute
 from tasks.weights.families.merging import plan_merge
-from tasks.weights.reader import open_checkpoint
-from tasks.weights.recheck import recompute
-from tasks.weights.validate import validate
+from tasks.weights.files.reader import open_checkpoint
+from tasks.weights.plan.contracts import model_facts
+from tasks.weights.plan.validate import validate
+from tasks.weights.proof.recheck import recompute
 from tests.weights.adapters.making import base_model, opened, our_merge, quiet, save, train
 from tests.weights.making import state_of
 

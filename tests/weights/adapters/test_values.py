@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from tasks.errors import ContractError
+from tasks.core.errors import ContractError
 from tasks.weights.adapters.read import read_adapter
 from tasks.weights.adapters.values import require_values, value_findings
 from tests.weights.adapters.making import (

@@ -9,9 +9,9 @@ from typing import Any
 
 import pytest
 
-from tasks.errors import ArtifactError
-from tasks.weights.contracts import model_facts
+from tasks.core.errors import ArtifactError
 from tasks.weights.families.counts import MAX_EXPERTS, MAX_LAYERS, oversized
+from tasks.weights.plan.contracts import model_facts
 from tests.weights.families.making import FAMILIES
 
 HUGE = 10**9

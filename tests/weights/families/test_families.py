@@ -9,12 +9,12 @@ import torch
 
 from tasks.weights.adapters.changes import changes
 from tasks.weights.adapters.read import read_adapter
-from tasks.weights.contracts import model_facts
-from tasks.weights.execute import execute
+from tasks.weights.execute.execute import execute
 from tasks.weights.families.merging import plan_merge
-from tasks.weights.plan import Plan
-from tasks.weights.reader import open_checkpoint
-from tasks.weights.validate import validate
+from tasks.weights.files.reader import open_checkpoint
+from tasks.weights.plan.contracts import model_facts
+from tasks.weights.plan.operations import Plan
+from tasks.weights.plan.validate import validate
 from tests.weights.families.making import (
     FAMILIES,
     load,

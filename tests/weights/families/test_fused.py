@@ -8,13 +8,13 @@ from typing import Any
 import pytest
 import torch
 
-from tasks.errors import ContractError
+from tasks.core.errors import ContractError
 from tasks.weights.adapters.changes import changes
 from tasks.weights.adapters.read import read_adapter
-from tasks.weights.contracts import model_facts
 from tasks.weights.families.merging import MergeSettings, plan_merge
-from tasks.weights.reader import open_checkpoint
-from tasks.weights.terms import Dora
+from tasks.weights.files.reader import open_checkpoint
+from tasks.weights.plan.adapter_ops import Dora
+from tasks.weights.plan.contracts import model_facts
 from tests.weights.families.making import (
     FAMILIES,
     SIZES,

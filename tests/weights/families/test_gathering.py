@@ -10,14 +10,14 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from tasks.errors import ContractError
-from tasks.weights.contracts import model_facts
-from tasks.weights.execute import execute
+from tasks.core.errors import ContractError
+from tasks.weights.execute.execute import execute
 from tasks.weights.families.gathering import plan_full
-from tasks.weights.header import TensorInfo
-from tasks.weights.partitions import read_partitions
-from tasks.weights.reader import open_checkpoint
-from tasks.weights.validate import validate
+from tasks.weights.files.header import TensorInfo
+from tasks.weights.files.reader import open_checkpoint
+from tasks.weights.plan.contracts import model_facts
+from tasks.weights.plan.partitions import read_partitions
+from tasks.weights.plan.validate import validate
 from tests.weights.families.making import FAMILIES, load, save_base
 from tests.weights.making import Spread, state_of, write_shards
 

@@ -11,12 +11,12 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from tasks.errors import ContractError
+from tasks.core.errors import ContractError
 from tasks.weights.adapters.changes import changes
 from tasks.weights.adapters.read import read_adapter
-from tasks.weights.contracts import ModelFacts, model_facts
 from tasks.weights.families.merging import plan_merge
-from tasks.weights.header import TensorInfo, read_header
+from tasks.weights.files.header import TensorInfo, read_header
+from tasks.weights.plan.contracts import ModelFacts, model_facts
 from tests.weights.families.making import load, merged_by_peft, save_adapter, save_base
 from tests.weights.families.test_families import merge
 from tests.weights.making import state_of

@@ -9,18 +9,18 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from tasks.contract import Expected
-from tasks.errors import ContractError
+from tasks.core.contract import Expected
+from tasks.core.errors import ContractError
 from tasks.weights.adapters.changes import Changes, changes
 from tasks.weights.adapters.read import read_adapter
-from tasks.weights.contracts import ModelFacts, model_facts
 from tasks.weights.families.carry import carry
 from tasks.weights.families.merging import MergeSettings, plan_merge
 from tasks.weights.families.places import Place
-from tasks.weights.header import TensorInfo
-from tasks.weights.plan import Plan
-from tasks.weights.reader import open_checkpoint
-from tasks.weights.terms import Add, Dora, LowRank, Rows
+from tasks.weights.files.header import TensorInfo
+from tasks.weights.files.reader import open_checkpoint
+from tasks.weights.plan.adapter_ops import Add, Dora, LowRank, Rows
+from tasks.weights.plan.contracts import ModelFacts, model_facts
+from tasks.weights.plan.operations import Plan
 from tests.weights.families.making import load, merged_by_peft, save_adapter, save_base
 from tests.weights.families.test_families import merge
 from tests.weights.making import state_of

@@ -17,10 +17,10 @@ import torch
 from safetensors.torch import save_file
 from torch import nn
 
-from tasks.errors import ContractError
+from tasks.core.errors import ContractError
 from tasks.weights.families.merging import plan_merge
-from tasks.weights.reader import open_checkpoint
-from tasks.weights.terms import operands
+from tasks.weights.files.reader import open_checkpoint
+from tasks.weights.plan.adapter_ops import operands
 from tests.weights.adapters.making import quiet, save, train
 from tests.weights.families.making import load, save_adapter, save_base
 from tests.weights.families.test_families import merge
@@ -161,7 +161,7 @@ def test_experts_of_both_times_add_up(bases, tmp_path: Path) -> None:
     """An adapter of the fused stack, and one of single experts, at once."""
     from tasks.weights.adapters.changes import changes
     from tasks.weights.adapters.read import read_adapter
-    from tasks.weights.contracts import model_facts
+    from tasks.weights.plan.contracts import model_facts
 
     base = bases["mixtral"]
     train_older(base, tmp_path / "old", {"target_modules": ["w1"]})

@@ -9,10 +9,10 @@ from pathlib import Path
 
 import pytest
 
-from tasks.weights.contracts import ModelFacts, facts_of, model_facts
 from tasks.weights.families.meta import meta_model
 from tasks.weights.families.plain import plain_facts
-from tasks.weights.reader import read_json
+from tasks.weights.files.reader import read_json
+from tasks.weights.plan.contracts import ModelFacts, facts_of, model_facts
 from tests.weights.families.making import FAMILIES, save_base
 
 PLAIN = [
@@ -98,7 +98,7 @@ def test_a_tied_head_may_be_stored_too(tmp_path: Path) -> None:
 def test_neither_torch_nor_transformers_is_imported(tmp_path: Path) -> None:
     base = save_base(tmp_path / "base", "llama", tied=False)
     code = (
-        "import json, sys; from pathlib import Path; from tasks.weights.contracts import *;"
+        "import json, sys; from pathlib import Path; from tasks.weights.plan.contracts import *;"
         f"facts = model_facts(Path({str(base)!r}));"
         "heavy = sorted({'torch', 'transformers', 'peft'} & set(sys.modules));"
         "print(json.dumps([len(facts.tensors), heavy]))"

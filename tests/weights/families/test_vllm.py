@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 
-from tasks.serving.job import environment
+from tasks.serving.vllm.job import environment
 from tests.weights.families.making import FAMILIES, load, logits, make_model, save_adapter
 from tests.weights.families.test_families import merge
 

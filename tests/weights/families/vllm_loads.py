@@ -13,7 +13,7 @@ import sys
 import traceback
 from pathlib import Path
 
-from tasks.lean import start_lean
+from tasks.process.block_unused_imports import start_lean
 
 IDS = tuple(range(3, 19))
 

@@ -11,13 +11,13 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import nn
 
-from tasks.contract import require
-from tasks.weights.execute import execute
+from tasks.core.contract import require
+from tasks.weights.execute.execute import execute
+from tasks.weights.execute.verdicts import finite
+from tasks.weights.files.reader import ADAPTER, WEIGHTS
 from tasks.weights.heads.detect import Found
 from tasks.weights.heads.separate import separate
-from tasks.weights.reader import ADAPTER, WEIGHTS
-from tasks.weights.validate import validate
-from tasks.weights.verdicts import finite
+from tasks.weights.plan.validate import validate
 from tests.tiny import SIZES, tiny
 from tests.weights.adapters.making import quiet
 from tests.weights.making import save_tokenizer

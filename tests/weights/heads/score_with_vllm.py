@@ -6,7 +6,7 @@ import json
 import sys
 from pathlib import Path
 
-from tasks.lean import start_lean
+from tasks.process.block_unused_imports import start_lean
 
 
 def main() -> None:

@@ -9,16 +9,16 @@ from typing import Any
 import pytest
 import torch
 
-from tasks.errors import ContractError
+from tasks.core.errors import ContractError
 from tasks.weights.adapters.read import read_adapter
-from tasks.weights.execute import execute
+from tasks.weights.execute.execute import execute
 from tasks.weights.families.merging import MergeSettings
+from tasks.weights.files.reader import open_checkpoint
 from tasks.weights.heads.detect import detect
 from tasks.weights.heads.folder import read_folder
 from tasks.weights.heads.merging import is_reward_adapter, merged_reward
-from tasks.weights.plan import Plan
-from tasks.weights.reader import open_checkpoint
-from tasks.weights.validate import validate
+from tasks.weights.plan.operations import Plan
+from tasks.weights.plan.validate import validate
 from tests.weights.adapters.making import quiet, save, train
 from tests.weights.heads.making import causal, config_of, head_tensors, rewards, scores
 from tests.weights.making import state_of

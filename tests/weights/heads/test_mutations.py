@@ -12,7 +12,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 
-from tasks.errors import PlumblineError
+from tasks.core.errors import PlumblineError
 from tasks.weights.heads.detect import detect
 from tasks.weights.heads.folder import read_folder
 from tests.weights.heads.making import HIDDEN, save_openrlhf, serve

@@ -9,7 +9,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from tasks.errors import ContractError
+from tasks.core.errors import ContractError
 from tasks.weights.heads.detect import detect
 from tasks.weights.heads.folder import read_folder
 from tests.weights.heads.making import (

@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from tasks.launch import launch
-from tasks.serving.job import environment
+from tasks.process.launch import launch
+from tasks.serving.vllm.job import environment
 from tests.weights.heads.making import save_llamafactory, scores
 from tests.weights.heads.test_reward import convert
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from tasks.errors import ArtifactError, ContractError
+from tasks.core.errors import ArtifactError, ContractError
 from tasks.weights.heads.detect import detect
 from tasks.weights.heads.folder import read_folder
 from tasks.weights.heads.split import KEPT_APART, plan_policy

@@ -13,7 +13,7 @@ import torch
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
-from tasks.errors import ArtifactError
+from tasks.core.errors import ArtifactError
 from tasks.weights.pickled.archive import read_archive
 from tasks.weights.pickled.tensors import TensorRef, read_torch_file
 

@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 import torch
 
-from tasks.errors import ArtifactError
-from tasks.weights.opening import open_model
+from tasks.core.errors import ArtifactError
+from tasks.weights.files.opening import open_model
 from tasks.weights.pickled.state import is_pickled_model, read_model
 from tests.weights.zero.conftest import read
 

@@ -10,10 +10,10 @@ from typing import Any
 import pytest
 import torch
 
-from tasks.errors import ArtifactError
+from tasks.core.errors import ArtifactError
+from tasks.weights.files.reader import torch_dtype
 from tasks.weights.pickled.state import read_state
 from tasks.weights.pickled.tensors import TensorRef, TorchFile, read_torch_file
-from tasks.weights.reader import torch_dtype
 from tests.weights.zero.conftest import read
 
 GOOD: dict[str, Any] = {

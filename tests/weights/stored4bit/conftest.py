@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from tasks.artifact import Artifact
+from tasks.pipeline.artifact import Artifact
 from tests.weights.stored4bit.making import pack
 
 

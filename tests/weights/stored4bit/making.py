@@ -11,12 +11,12 @@ from typing import Any
 import torch
 from safetensors.torch import load_file, save_file
 
-from tasks.weights.execute import execute
-from tasks.weights.opening import SourceRef, open_sources
-from tasks.weights.plan import Op, Plan
-from tasks.weights.stored4bit.packed import STATE
-from tasks.weights.stored4bit.plans import decoding
-from tasks.weights.validate import validate
+from tasks.weights.execute.execute import execute
+from tasks.weights.files.opening import SourceRef, open_sources
+from tasks.weights.plan.operations import Op, Plan
+from tasks.weights.plan.validate import validate
+from tasks.weights.quantized.packed import STATE
+from tasks.weights.quantized.plans import decoding
 from tests.weights.making import (
     state_of,
 )

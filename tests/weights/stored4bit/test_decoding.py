@@ -11,9 +11,9 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from tasks.artifact import Artifact
-from tasks.weights.nf4 import as_trained
-from tasks.weights.stored4bit.packed import BLOCKSIZES, LEVELS
+from tasks.pipeline.artifact import Artifact
+from tasks.weights.quantized.nf4 import as_trained
+from tasks.weights.quantized.packed import BLOCKSIZES, LEVELS
 from tests.weights.making import (
     state_of,
 )

@@ -8,11 +8,11 @@ from pathlib import Path
 import torch
 
 from tasks.weights.adapters.changes import Changes
-from tasks.weights.contracts import model_facts
-from tasks.weights.execute import execute
+from tasks.weights.execute.execute import execute
 from tasks.weights.families.merging import MergeSettings, plan_merge
-from tasks.weights.opening import SourceRef, open_sources
-from tasks.weights.validate import validate
+from tasks.weights.files.opening import SourceRef, open_sources
+from tasks.weights.plan.contracts import model_facts
+from tasks.weights.plan.validate import validate
 from tests.weights.making import (
     NF4,
     state_of,

@@ -11,11 +11,11 @@ from typing import Any
 import pytest
 import torch
 
-from tasks.artifact import Artifact, Origin, publish, staging
-from tasks.errors import ConfigError
-from tasks.fingerprint import PROFILES
+from tasks.core.errors import ConfigError
+from tasks.drift.fingerprint import PROFILES
 from tasks.gather import gather
 from tasks.merge import merge
+from tasks.pipeline.artifact import Artifact, Origin, publish, staging
 from tests.weights.making import (
     NF4,
     Spread,

@@ -10,14 +10,14 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 
-from tasks.artifact import Artifact
-from tasks.errors import ArtifactError
-from tasks.weights.contracts import model_facts
-from tasks.weights.journal import identify
-from tasks.weights.opening import SourceRef, open_sources
-from tasks.weights.plan import Plan
-from tasks.weights.stored4bit.said import is_packed, stored
-from tasks.weights.stored4bit.source import PackedCheckpoint, open_base
+from tasks.core.errors import ArtifactError
+from tasks.pipeline.artifact import Artifact
+from tasks.weights.execute.journal import identify
+from tasks.weights.files.opening import SourceRef, open_sources
+from tasks.weights.plan.contracts import model_facts
+from tasks.weights.plan.operations import Plan
+from tasks.weights.quantized.config_fields import is_packed, stored
+from tasks.weights.quantized.source import PackedCheckpoint, open_base
 from tests.weights.stored4bit.making import (
     Q_PROJ,
     alter,

@@ -11,11 +11,11 @@ from typing import Any
 import pytest
 import torch
 
-from tasks.artifact import Artifact
-from tasks.errors import ArtifactError
-from tasks.preflight import model as preflight
-from tasks.weights.stored4bit.packed import LEVELS, STATE
-from tasks.weights.stored4bit.source import open_base
+from tasks.config.checks import model as preflight
+from tasks.core.errors import ArtifactError
+from tasks.pipeline.artifact import Artifact
+from tasks.weights.quantized.packed import LEVELS, STATE
+from tasks.weights.quantized.source import open_base
 from tests.weights.stored4bit.making import Q_PROJ, SAID, STATE_KEY, alter, drop, put, restate
 
 MUTATIONS: dict[str, tuple[Callable[[dict[str, torch.Tensor]], Any], str]] = {

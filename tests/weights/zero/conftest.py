@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from tasks.launch import launch, python_child
-from tasks.weights.source import Source
+from tasks.process.launch import launch, python_child
+from tasks.weights.files.source import Source
 
 
 def save_checkpoints(root: Path, world_size: int) -> Path:

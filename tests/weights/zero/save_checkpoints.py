@@ -16,8 +16,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from tasks.ending import end_process
-from tasks.training.engine import Ranks
+from tasks.process.exit_process import end_process
+from tasks.training.engine.deepspeed_engine import Ranks
 from tests.tiny import tiny
 
 ROWS = 37

@@ -9,10 +9,10 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from tasks.errors import ArtifactError
+from tasks.core.errors import ArtifactError
 from tasks.weights.deepspeed.checkpoint import ZeroCheckpoint, read_zero
 from tasks.weights.deepspeed.layout import is_checkpoint
-from tasks.weights.reader import torch_dtype
+from tasks.weights.files.reader import torch_dtype
 from tests.weights.zero.conftest import read, save_checkpoints
 
 SAME_AS_DEEPSPEED = (

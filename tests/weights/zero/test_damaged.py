@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from tasks.errors import ArtifactError
+from tasks.core.errors import ArtifactError
 from tasks.weights.deepspeed.checkpoint import read_zero
 
 Copied = Callable[[str], Path]

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from tasks.audit import audit
-from tests.doctor.making import adapter_tensors, codes, errors, make_adapter
+from tasks.audit.run import audit
+from tests.audit.making import adapter_tensors, codes, errors, make_adapter
 from tests.weights.zero.test_damaged import Copied, files, rewrite
 
 

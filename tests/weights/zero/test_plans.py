@@ -8,15 +8,15 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from tasks.deliver.gathering import gathered_adapter
-from tasks.deliver.planning import prepare
-from tasks.deliver.recognise import recognise
-from tasks.deliver.work import TRAINED, Request, Target
-from tasks.errors import ContractError
+from tasks.core.errors import ContractError
+from tasks.delivery.plan.gathering import gathered_adapter
+from tasks.delivery.plan.planning import prepare
+from tasks.delivery.plan.work import TRAINED, Request, Target
+from tasks.delivery.recognise import recognise
 from tasks.weights.deepspeed.checkpoint import read_zero
-from tasks.weights.execute import execute
-from tasks.weights.plan import Plan
-from tasks.weights.worker import perform
+from tasks.weights.execute.execute import execute
+from tasks.weights.execute.worker import perform
+from tasks.weights.plan.operations import Plan
 
 DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
 BUFFERS = {"model.seen", "model.mean"}

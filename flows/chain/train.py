@@ -1,0 +1,120 @@
+"""The stage `train` within the chain: which of its two kinds, what it reads, its checkpoints."""
+
+from __future__ import annotations
+
+import contextlib
+import shutil
+from collections.abc import Callable, Iterator, Mapping
+from functools import partial
+from typing import Any
+
+from flows.chain.context import ChainRun
+from flows.chain.stages import REINFORCE, ROLLOUT_BASE, TRAIN
+from flows.orchestration.progress import progress
+from tasks.data.kinds import PROMPTS, names_texts
+from tasks.evaluation.scoring import ReferenceScorer
+from tasks.pipeline.artifact import Artifact
+from tasks.pipeline.stage import plain
+from tasks.pipeline.tracking import StageRun
+from tasks.rl.rewards.identity import sources_digest
+from tasks.rollout_base import rollout_base
+from tasks.train import train
+from tasks.training.job import Settings
+from tasks.training.tokens.truncation import refuse_truncated
+
+
+def train_stage(run: ChainRun, base: Artifact, data: Artifact) -> Artifact:
+    """Train a base on data; returns the `shards`."""
+    settings = resolved(run.settings)
+    inputs, config = {"base": base, "data": data}, {"settings": settings}
+    if run.continued is not None:
+        inputs["adapter"] = run.continued
+    stage = TRAIN
+    if settings.online:
+        stage, inputs = REINFORCE, {**inputs, **_online_inputs(run, base, settings)}
+    # One folder for one result: what broke off is found again by the next attempt at it.
+    key = stage.key(plain(config), inputs)
+    checkpoints = run.mechanism.store.parent / "checkpoints" / key
+    trained = run.mechanism.run(
+        stage,
+        train,
+        inputs=inputs,
+        config=config,
+        context={
+            "base_digest": base.digest,
+            "checkpoints": checkpoints,
+            "resume": run.settings["train"]["resume"],
+            "max_truncated": run.settings["data"]["max_truncated"],
+            "tokens": run.mechanism.store.parent / "cache" / "tokens",
+            "log_path": run.log_path("train"),
+            "leader": run.leader,
+        },
+        observe=partial(_observe, run.scorer),
+    ).artifact
+    if trained.digest:
+        refuse_cut_rows(run.settings, trained)
+    if not run.settings["train"]["keep_ckpts"]:
+        # They are for a run that broke off; what it led to is published now.
+        shutil.rmtree(checkpoints, ignore_errors=True)
+    return trained
+
+
+def refuse_cut_rows(settings: Mapping[str, Any], trained: Artifact) -> None:
+    """Apply `data.max_truncated` to a result that is reused, as the ranks do to a new one.
+
+    The limit decides about a result and does not change it, so it is no part of the stage's key.
+
+    Raises:
+        DataError: more training rows were cut than the limit allows.
+    """
+    counts = trained.notes.get("data", {}).get("train")
+    if counts is not None:
+        refuse_truncated(
+            counts,
+            source="train.jsonl",
+            max_len=settings["train"]["max_len"],
+            most=settings["data"]["max_truncated"],
+            texts=names_texts(settings["data"]),
+        )
+
+
+def _online_inputs(run: ChainRun, base: Artifact, settings: Settings) -> dict[str, Artifact]:
+    """What learning from own replies reads beside base and data."""
+    found = {} if run.reward is None else {"reward": run.reward}
+    quantization = settings.peft.quantization()
+    if quantization is not None and settings.online["rollout"]["engine"] == "vllm":
+        found["rollout"] = run.mechanism.run(
+            ROLLOUT_BASE,
+            rollout_base,
+            inputs={"base": base},
+            config={"quantization": quantization, "dtype": settings.dtype},
+            context={"perform": run.scorer.perform},
+        ).artifact
+    return found
+
+
+@contextlib.contextmanager
+def _observe(scorer: ReferenceScorer, run: StageRun, log: Any) -> Iterator[Callable[[Any], None]]:
+    """Progress; and the scorer's imports happen while the ranks are still at work."""
+    with progress(run, log) as shown:
+
+        def on_event(event: dict[str, Any]) -> None:
+            if event["event"] == "plan":
+                scorer.warm()
+            shown(event)
+
+        yield on_event
+
+
+def resolved(settings: Mapping[str, Any]) -> Settings:
+    """What is trained, of the configuration's sections."""
+    sections = {name: settings[name] for name in ("train", "peft", "zero", "model", "seed")}
+    if settings["train"]["objective"] not in PROMPTS.objectives:
+        return Settings.from_sections(**sections)
+    reward = settings["reward"]
+    online = {
+        "rl": settings["rl"],
+        "rollout": settings["rollout"],
+        "reward": {**reward, "digest": sources_digest(reward)},
+    }
+    return Settings.from_sections(**sections, online=online)

@@ -1,0 +1,219 @@
+"""Sort the words of a command line before Hydra parses them: flags, overrides, folders, mistakes.
+
+Hydra answers another tool's flag (`--learning_rate 1e-4`) with its usage, and a word without `=`
+with a grammar error. This module reports all such mistakes together, with what to type instead.
+"""
+
+from __future__ import annotations
+
+from argparse import ArgumentParser
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, NoReturn
+
+from hydra._internal.utils import get_args_parser
+
+from flows.cli.config_errors import Problem, config_error
+from flows.cli.overrides import apart
+from flows.cli.vocabulary import EXPERIMENTS, VALUE, Vocabulary
+from tasks.core.errors import ConfigError
+
+POSITIONAL = {"deliver": "source", "audit": "source"}
+"""Setting that a folder without `key=` sets, by program."""
+_HYDRA_ONLY = ("--shell-completion", "-sc", "--hydra-help", "--version")
+_ASSIGN = ("=", ":", ":=")
+
+
+@dataclass
+class Arguments:
+    """A command line, sorted.
+
+    Attributes:
+        flags: Hydra's, with their values.
+        overrides: overrides of the run.
+        for_links: overrides of single steps of a chain, as given.
+        help: True for `--help`.
+        topics: sections named beside `--help`.
+    """
+
+    flags: list[str] = field(default_factory=list)
+    overrides: list[str] = field(default_factory=list)
+    for_links: list[str] = field(default_factory=list)
+    help: bool = False
+    topics: list[str] = field(default_factory=list)
+
+
+def read(words: Sequence[str], names: Vocabulary) -> Arguments:
+    """Sort a command line.
+
+    Raises:
+        ConfigError: a flag is unknown to Hydra, or a word is no override.
+    """
+    if any(word in _HYDRA_ONLY for word in words):
+        return Arguments(flags=list(words))
+    known = _Flags()
+    problems: list[Problem] = []
+    found, plain = Arguments(), []
+    rest = list(words)
+    while rest:
+        word = rest.pop(0)
+        flag, joined, value = word.partition("=")
+        if word in ("--help", "-h"):
+            found.help = True
+        elif flag in ("--config-dir", "-cd"):
+            # An override, so that a worker that gets the overrides finds the folder too.
+            folder = Path(value if joined else rest.pop(0) if rest else ".").absolute()
+            found.overrides.append(f"hydra.searchpath=[file://{folder}]")
+        elif word.startswith("-"):
+            taken = known.values(word, rest)
+            if taken is None:
+                problems.append(_unknown_flag(word, rest, names))
+            else:
+                found.flags += [word, *taken]
+        else:
+            plain.append(word)
+    overrides, found.for_links = apart(plain)
+    if found.help:
+        found.topics = [word for word in overrides if names.has(word)]
+        overrides = [word for word in overrides if word not in found.topics]
+    overrides, wrong = _without_equals(overrides, names)
+    if problems or wrong:
+        raise config_error([*problems, *wrong])
+    found.overrides += overrides
+    known.check(found.flags)
+    return found
+
+
+class _Flags:
+    """Return Hydra's flags, from its own parser."""
+
+    def __init__(self) -> None:
+        self.parser: ArgumentParser = get_args_parser()
+        actions: list[Any] = self.parser._actions
+        self.actions = {name: action for action in actions for name in action.option_strings}
+
+    def values(self, word: str, rest: list[str]) -> list[str] | None:
+        """Take the flag's values from `rest`; None for a flag that Hydra does not have."""
+        name, joined, _ = word.partition("=")
+        action = self.actions.get(name)
+        if action is None:
+            return None
+        if joined or action.nargs == 0:
+            return []
+        optional = action.nargs == "?"
+        if not rest or (optional and rest[0] not in (action.choices or ())):
+            return []
+        return [rest.pop(0)]
+
+    def check(self, flags: Sequence[str]) -> None:
+        """Raise ConfigError for a value that a flag does not take."""
+
+        def refuse(message: str) -> NoReturn:
+            raise ConfigError(message, hint="--cfg job, --info defaults, --multirun, --help")
+
+        self.parser.error = refuse  # type: ignore[method-assign]
+        self.parser.parse_args(flags)
+
+
+def _unknown_flag(word: str, rest: list[str], names: Vocabulary) -> Problem:
+    """Return the problem of another tool's flag; its value is taken from `rest`."""
+    name, joined, value = word.partition("=")
+    values = [value] if joined else []
+    while not joined and rest and not rest[0].startswith("--") and "=" not in rest[0]:
+        values.append(rest.pop(0))
+    text = f"[{','.join(values)}]" if len(values) > 1 else "".join(values)
+    hint = names.suggest(name, text or VALUE) or names.option(name.lstrip("-"))
+    message = f"{word}: settings are written key=value, without dashes"
+    return Problem(message, hint=hint or f"{names.command} --help")
+
+
+def _without_equals(words: Sequence[str], names: Vocabulary) -> tuple[list[str], list[Problem]]:
+    """Return the overrides, and the problems of words that are not overrides."""
+    overrides: list[str] = []
+    problems: list[Problem] = []
+    folders: list[str] = []
+    rest = list(words)
+    while rest:
+        word = rest.pop(0)
+        path = word.startswith(("~/", "./", "../", "/"))
+        path = path or ("=" not in word and Path(word).exists())
+        if word.startswith("~") and not path:
+            overrides.append(word)  # deletes a key
+            continue
+        key, equals, value = word.partition("=")
+        if equals and _is_open(value) and rest and not _is_override(rest[0]):
+            while rest and _is_open(value):
+                value += f" {rest.pop(0)}"
+            message = f"{key}: the shell splits a value at blanks; put it between quotes"
+            problems.append(Problem(message, hint=f"{key}='{value}'"))
+            continue
+        bare = key.lstrip("+")
+        if equals and not path and (value or not rest or _is_override(rest[0])):
+            overrides.append(word)
+        elif not (path and names.program in POSITIONAL) and (
+            names.has(bare) or rest[:1] == ["="] or equals
+        ):
+            problems.append(_no_value(word, bare, rest, names))
+        elif names.program in POSITIONAL:
+            folders.append(word)
+        else:
+            problems.append(Problem(f"{word}: {_what(word)}", hint=_meant(word, names)))
+    key = POSITIONAL.get(names.program, "")
+    given = [o for o in overrides if o.startswith((f"{key}=", "adapters="))] if key else []
+    if len(folders) + len(given) > 1 and folders:
+        rule = f"{folders[-1]}: one folder is taken, as {key}"
+        problems.append(Problem(rule, hint=f"{key}={folders[0]} base=<folder>"))
+    elif folders:
+        overrides.insert(0, f"{key}={quoted(folders[0])}")
+    return overrides, problems
+
+
+def _is_override(word: str) -> bool:
+    return "=" in word[1:] or word.startswith(("~", "+", "-"))
+
+
+def _is_open(value: str) -> bool:
+    return any(value.count(a) > value.count(b) for a, b in ("[]", "{}", "()"))
+
+
+def _no_value(word: str, key: str, rest: list[str], names: Vocabulary) -> Problem:
+    """Return the problem of `train.lr 1e-4`, `train.lr = 1e-4`, `train.lr= 1e-4`, `train.lr`."""
+    joined = word.endswith("=")
+    if rest and rest[0] in _ASSIGN:
+        joined = bool(rest.pop(0))
+    value = "true" if names.kind(key) == "true or false" else VALUE
+    if rest and (joined or not _is_override(rest[0])):
+        value = rest.pop(0)
+    blanks = "; no blanks around the equals sign" if joined else ""
+    message = f"{word.rstrip('=')}: a setting is written key=value{blanks}"
+    return Problem(message, hint=names.suggest(key, value) or f"{key}={value}")
+
+
+def _what(word: str) -> str:
+    suffix = Path(word).suffix
+    if suffix in (".yaml", ".yml"):
+        return "a file of settings lies in a folder exp/ and is chosen by its name"
+    return "settings are written key=value"
+
+
+def _meant(word: str, names: Vocabulary) -> str:
+    """Return suggestions for a word without `=`."""
+    path = Path(word).expanduser()
+    if path.suffix in (".yaml", ".yml"):
+        return f"--config-dir <folder above exp/> +{EXPERIMENTS}={path.stem}"
+    if names.program == "rlhf" and path.is_dir():
+        return names.suggest("model_name_or_path", word)
+    if names.program == "rlhf" and (
+        path.is_file() or path.suffix in (".jsonl", ".csv", ".parquet")
+    ):
+        return names.suggest("dataset", word)
+    if names.option(word):
+        return names.option(word)
+    near = names.choose(EXPERIMENTS, word) if EXPERIMENTS in names.groups else ""
+    return names.suggest(word) or near or f"{names.command} --help"
+
+
+def quoted(path: str) -> str:
+    """Quote a path for Hydra's grammar, whatever characters it has."""
+    return "'" + path.replace("'", "\\'") + "'"

@@ -1,0 +1,222 @@
+"""From Hydra overrides to plain settings, the same under the command line and in a worker."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from enum import Enum
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from hydra import compose, initialize_config_dir
+from hydra.core.config_store import ConfigStore
+from hydra.core.global_hydra import GlobalHydra
+from hydra.core.singleton import Singleton
+from hydra.errors import HydraException
+from omegaconf import DictConfig, Node, OmegaConf
+from omegaconf.errors import MissingMandatoryValue, OmegaConfBaseException
+
+from flows.cli.config_errors import as_config_error, missing_value, refuse_unknown
+from flows.cli.vocabulary import Vocabulary
+from tasks.config import Rlhf
+from tasks.config.audit_flow import Audit
+from tasks.config.checks.model import look
+from tasks.config.defaults import ONLINE, RULES, default
+from tasks.config.deliver_flow import Deliver
+from tasks.core.errors import ConfigError
+from tasks.pipeline.tracking import redact
+
+CONF = Path(__file__).resolve().parents[2] / "conf"
+"""Beside the packages, in a checkout and in an installation alike."""
+
+SCHEMAS: dict[str, type] = {"rlhf": Rlhf, "deliver": Deliver, "audit": Audit}
+"""By root file: what Hydra checks against."""
+
+
+def _default(*, _root_: DictConfig, _node_: Node) -> Any:
+    """Resolve `${default:}`, the computed default of the key that it is the value of."""
+    return default(_node_._get_full_key(None), partial(_setting, _root_)).value
+
+
+def _toy(value: Any, *others: Any, _root_: DictConfig, _node_: Node) -> Any:
+    """Resolve `${toy:value,other}`: one value with the embedded model, another with all others.
+
+    The other value is the key's default where it is left out: the rule's, or else null.
+    """
+    if _setting(_root_, "model.kind") == "toy":
+        return value
+    if others:
+        return others[0]
+    key = _node_._get_full_key(None)
+    return default(key, partial(_setting, _root_)).value if key in RULES else None
+
+
+def _setting(config: DictConfig, key: str) -> Any:
+    """Return a setting, or a fact of its base model: the `get` of `tasks/config/defaults.py`."""
+    if key in ("model.parameters", "model.context"):
+        kind = _setting(config, "model.kind")
+        known, _ = look(kind, config.model.path, config.model.revision)
+        return getattr(known, key.rpartition(".")[2])
+    value = OmegaConf.select(config, key)
+    return value.name if isinstance(value, Enum) else value
+
+
+OmegaConf.register_new_resolver("default", _default, replace=True)
+OmegaConf.register_new_resolver("toy", _toy, replace=True)
+ConfigStore.instance().store(name="schema", node=Rlhf)
+ConfigStore.instance().store(name="deliver_schema", node=Deliver)
+ConfigStore.instance().store(name="audit_schema", node=Audit)
+
+
+@dataclass(frozen=True)
+class Composed:
+    """A checked configuration.
+
+    Attributes:
+        settings: nested plain dictionaries; enumerations as their names.
+        text: the same as YAML, without passwords.
+        runs: absolute path of `paths.runs`.
+        tracking_uri: MLflow's, the default filled in.
+        tracking_root: folder for logged files; None when a server keeps them.
+        defaults: lines about defaults that were computed: key, value, what it is the default for.
+    """
+
+    settings: dict[str, Any]
+    text: str
+    runs: Path
+    tracking_uri: str
+    tracking_root: Path | None
+    defaults: tuple[str, ...] = ()
+
+    @classmethod
+    def of(cls, config: DictConfig) -> Composed:
+        """Resolve what Hydra composed.
+
+        Raises:
+            ConfigError: a key was forced in with `+`, a mandatory value is missing, or an
+                interpolation leads nowhere.
+        """
+        root = OmegaConf.get_type(config)
+        program = next(name for name, schema in SCHEMAS.items() if schema is root)
+        names = vocabulary(program)
+        try:
+            refuse_unknown(config, names)
+            settings = OmegaConf.to_container(
+                config, resolve=True, throw_on_missing=True, enum_to_str=True
+            )
+        except MissingMandatoryValue as error:
+            raise missing_value(error, names) from error
+        except OmegaConfBaseException as error:
+            raise as_config_error(error, (), names) from error
+        runs = Path(settings["paths"]["runs"]).expanduser().absolute()
+        uri = settings["tracking"]["uri"]
+        store = runs / "mlflow"
+        return cls(
+            settings=settings,
+            text=OmegaConf.to_yaml(OmegaConf.create(_redacted(settings))),
+            runs=runs,
+            tracking_uri=uri or f"sqlite:///{store / 'mlflow.db'}",
+            tracking_root=None if uri and not uri.startswith("sqlite:") else store / "artifacts",
+            defaults=tuple(_computed(config, settings)) if root is Rlhf else (),
+        )
+
+
+def _computed(config: DictConfig, settings: Mapping[str, Any]) -> Iterator[str]:
+    """Yield a line about every default that a rule computed."""
+    online = settings["train"]["objective"] in ONLINE
+    for key in RULES:
+        section, _, name = key.partition(".")
+        if section == "rollout" and not online:
+            continue
+        written = OmegaConf.to_container(config[section], resolve=False)[name]
+        chosen = default(key, partial(_setting, config))
+        if isinstance(written, str) and "${" in written and settings[section][name] == chosen.value:
+            yield chosen.line(key)
+
+
+def compose_config(
+    overrides: Sequence[str], *, config_name: str = "rlhf", conf: Path = CONF
+) -> Composed:
+    """Compose and check a configuration. Works within `hydra.main` and outside of it.
+
+    Args:
+        overrides: as on the command line, e.g. `["+exp=qlora", "train.lr=1e-4"]`.
+        config_name: root file in `conf`, without its suffix.
+        conf: folder of configuration files.
+
+    Raises:
+        ConfigError: an unknown key, group or option, a wrong type, a missing value, an override
+            that cannot be parsed.
+    """
+    try:
+        return Composed.of(_compose(overrides, config_name, conf))
+    except (HydraException, OmegaConfBaseException) as error:
+        raise refused(error, overrides, config_name, conf=conf) from error
+
+
+def composed_as_is(overrides: Sequence[str], config_name: str) -> DictConfig:
+    """Compose without a check of missing values, for help.
+
+    Raises:
+        ConfigError: as `compose_config`, but for values that have to be given.
+    """
+    try:
+        return _compose(overrides, config_name, CONF)
+    except (HydraException, OmegaConfBaseException) as error:
+        raise refused(error, overrides, config_name) from error
+
+
+def refused(
+    error: Exception, overrides: Sequence[str], config_name: str, *, conf: Path = CONF
+) -> ConfigError:
+    """Return the error that a person reads for what Hydra raised on these overrides."""
+    names = vocabulary(config_name, conf_folders(overrides, conf))
+
+    def default(key: str, wrong: str) -> Any:
+        rest = [o for o in overrides if o != wrong and not o.startswith("-")]
+        for kept in (rest, []):
+            try:
+                return OmegaConf.select(_compose(kept, config_name, conf), key)
+            except (HydraException, OmegaConfBaseException):
+                continue
+        return None
+
+    return as_config_error(error, overrides, names, default=default)
+
+
+def vocabulary(program: str, folders: Sequence[Path] = (CONF,)) -> Vocabulary:
+    """Return the names that a program's command line may use."""
+    return Vocabulary(program, SCHEMAS[program], folders)
+
+
+def _compose(overrides: Sequence[str], config_name: str, conf: Path) -> DictConfig:
+    with own_hydra(), initialize_config_dir(str(conf), job_name="rlhf", version_base="1.3"):
+        return compose(config_name, overrides=list(overrides))
+
+
+def conf_folders(overrides: Sequence[str], conf: Path = CONF) -> list[Path]:
+    """Folders with configuration files: ours, and those that `hydra.searchpath=[...]` adds."""
+    added = [o.partition("=")[2] for o in overrides if o.startswith("hydra.searchpath=")]
+    paths = [p.strip(" '\"") for value in added for p in value.strip("[]").split(",")]
+    return [conf, *(Path(p.removeprefix("file://")) for p in paths if p.startswith(("file:", "/")))]
+
+
+@contextmanager
+def own_hydra() -> Iterator[None]:
+    """Hydra keeps its state in singletons; a composition within a job must leave them alone."""
+    before = Singleton.get_state()
+    GlobalHydra.instance().clear()
+    try:
+        yield
+    finally:
+        Singleton.set_state(before)
+
+
+def _redacted(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {key: _redacted(part) for key, part in value.items()}
+    if isinstance(value, list):
+        return [_redacted(part) for part in value]
+    return redact(value) if isinstance(value, str) and "://" in value else value

@@ -1,0 +1,258 @@
+"""Errors of a configuration: which override or file is wrong, where, and what to type.
+
+Hydra and OmegaConf stop at the first fault. `as_config_error` looks at every override again, so
+that one error names all of them; what an override is not to blame for stands in a file.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from hydra.core.override_parser.overrides_parser import OverridesParser
+from hydra.core.override_parser.types import Override
+from hydra.errors import HydraException
+from omegaconf import DictConfig, OmegaConf
+from omegaconf.errors import ConfigAttributeError, ConfigKeyError, OmegaConfBaseException
+
+from flows.cli.vocabulary import EXPERIMENTS, VALUE, Vocabulary
+from tasks.core.errors import ConfigError
+
+
+@dataclass(frozen=True)
+class Problem:
+    """One fault: what is wrong and where, what is allowed, what to type."""
+
+    message: str
+    allowed: str = ""
+    hint: str = ""
+
+    def __str__(self) -> str:
+        return f"{self.message}{f' -> {self.hint}' if self.hint else ''}"
+
+
+def config_error(problems: Sequence[Problem]) -> ConfigError:
+    """Return one error for all problems; a single one keeps its lines."""
+    if len(problems) == 1:
+        (problem,) = problems
+        details = [problem.allowed] if problem.allowed else []
+        return ConfigError(problem.message, details=details, hint=problem.hint)
+    return ConfigError(f"{len(problems)} settings are wrong", details=[str(p) for p in problems])
+
+
+def as_config_error(
+    error: Exception,
+    overrides: Sequence[str],
+    names: Vocabulary,
+    *,
+    default: Callable[[str, str], Any] = lambda _, __: None,
+) -> ConfigError:
+    """Return the error that a person reads for one of Hydra's or OmegaConf's.
+
+    Args:
+        error: what composing raised.
+        overrides: of the command line.
+        names: settings, groups and configuration files of the program.
+        default: value of a setting without the override that is wrong.
+    """
+    sweep = "--multirun" in overrides or "-m" in overrides
+    given = [o for o in overrides if not o.startswith("-")]
+    problems = [p for o in given for p in _problems(o, names, default, sweep=sweep)]
+    if problems:
+        return config_error(problems)
+    cause = schema_error(error)
+    key = "" if cause is None else str(cause.full_key or cause.key or "")
+    if cause is None or not key:
+        lines = [line.strip() for line in str(cause or error).splitlines() if line.strip()]
+        hint = f"{names.command} --help"
+        return ConfigError(" ".join(lines[:2]) or type(error).__name__, hint=hint)
+    place = _place(key, str(error), names.folders)
+    if isinstance(cause, (ConfigAttributeError, ConfigKeyError)):
+        return config_error([unknown_key(key, place, names)])
+    return config_error([wrong_value(key, cause, place, names, default(key, ""))])
+
+
+def schema_error(error: BaseException) -> OmegaConfBaseException | None:
+    """The schema's own complaint behind what Hydra raised, if there is one.
+
+    Hydra raises some of its own without `from`, and one that goes through two of its jobs may be
+    its own cause's cause.
+    """
+    known: list[BaseException] = [error]
+    for each in known:
+        if isinstance(each, OmegaConfBaseException):
+            return each
+        behind = (each.__cause__, each.__context__)
+        known += [e for e in behind if e is not None and not any(e is other for other in known)]
+    return None
+
+
+def _problems(
+    text: str, names: Vocabulary, default: Callable[[str, str], Any], *, sweep: bool
+) -> Iterator[Problem]:
+    """Faults of one override."""
+    try:
+        (override,) = OverridesParser.create().parse_overrides([text])
+    except HydraException:
+        yield unreadable(text, names)
+        return
+    key = override.key_or_group
+    if override.is_hydra_override():
+        return
+    if override.is_sweep_override() and not sweep:
+        start, _, values = text.partition("=")
+        yield Problem(
+            f"{text}: several values for one setting",
+            f"a list is {start}=[{values}], one text {start}=\"'{values}'\"",
+            f"{names.command} --multirun {text}",
+        )
+    elif key in names.groups:
+        yield from _option_problems(text, override, names)
+    elif not names.has(key):
+        value = text.partition("=")[2] or VALUE
+        yield unknown_key(key, f"command line: {text}", names, value=value)
+    elif not override.is_delete() and not override.is_sweep_override():
+        try:
+            settings = OmegaConf.structured(names.root)
+            OmegaConf.update(settings, key, override.value(), merge=True)
+        except OmegaConfBaseException as error:
+            place = f"command line: {text}"
+            yield wrong_value(key, error, place, names, default(key, text))
+
+
+def _option_problems(text: str, override: Override, names: Vocabulary) -> Iterator[Problem]:
+    """Faults of an override that chooses an option of a group."""
+    group, value = override.key_or_group, override.value()
+    plain = group in names.defaults
+    wanted = value if isinstance(value, list) else [value]
+    if override.is_sweep_override():
+        wanted = list(override.sweep_string_iterator())
+    unknown = [str(v) for v in wanted if str(v) not in names.groups[group]]
+    if override.is_delete():
+        return
+    if unknown:
+        listed = f"{group} is one of {', '.join(names.groups[group])}"
+        what = "experiment" if group == EXPERIMENTS else f"option of {group}"
+        yield Problem(
+            f"{text}: there is no {what} {unknown[0]!r}",
+            f"{names.command} --help lists the experiments" if group == EXPERIMENTS else listed,
+            names.choose(group, unknown[0]) or f"{'' if plain else '+'}{group}=<name>",
+        )
+    elif override.is_add() == plain and not override.is_force_add():
+        right = text.lstrip("+") if plain else f"+{text}"
+        reason = "has a default, and is replaced" if plain else "has no default, and is added"
+        yield Problem(f"{text}: the group {group} {reason}", hint=right)
+
+
+def unreadable(text: str, names: Vocabulary) -> Problem:
+    """Return the problem of an override that Hydra cannot parse."""
+    key, equals, value = text.partition("=")
+    if value.startswith("="):
+        return Problem(f"{text}: two equals signs", hint=f"{key}={value.lstrip('= ')}")
+    pairs = {"[": "]", "{": "}", "(": ")"}
+    opened = [left for left, right in pairs.items() if value.count(left) > value.count(right)]
+    quotes = [quote for quote in "'\"" if value.count(quote) % 2]
+    if opened or quotes:
+        allowed = "the shell splits at blanks: put the whole value between quotes"
+        closed = value + "".join(pairs[left] for left in reversed(opened))
+        closed = closed.strip("".join(quotes)) if quotes else closed
+        return Problem(f"{text}: {(opened or quotes)[0]!r} is not closed", allowed,
+                       f"{key}='{closed}'")  # fmt: skip
+    if equals and names.has(key.lstrip("+~")):
+        allowed = "a value with braces, brackets, colons or commas stands between quotes"
+        return Problem(f"{text}: the value cannot be read", allowed, f"{key}=\"'{value}'\"")
+    hint = names.suggest(key, value or VALUE) or f"{names.command} --help"
+    return Problem(f"{text}: cannot be read; settings are written key=value", hint=hint)
+
+
+def unknown_key(key: str, place: str, names: Vocabulary, value: str = VALUE) -> Problem:
+    """Return the problem of a key that the schema does not have."""
+    section = key.rpartition(".")[0]
+    inside = f" {section}" if section and names.is_section(section) else ""
+    near = names.suggest(key, value)
+    return Problem(
+        f"{key} is not a setting ({place})", hint=near or f"{names.command} --help{inside}"
+    )
+
+
+def wrong_value(key: str, cause: Exception, place: str, names: Vocabulary, default: Any) -> Problem:
+    """Return the problem of a value of another type, with the default to go back to."""
+    if names.is_section(key):
+        allowed = f"{key} is {names.kind(key)}"
+        return Problem(f"{key} is a section, not a setting ({place})", allowed,
+                       f"{key}.<key>=<value>")  # fmt: skip
+    what = str(cause).splitlines()[0]
+    value = re.search(r"[Vv]alue '([^']*)'", what)
+    message = f"{key}: {value[1]!r} is not allowed" if value else f"{key}: {what}"
+    text = written(default)
+    near = names.near_word(key, value[1]) if value else ""
+    allowed = f"{key} is {names.kind(key)}; its default is {text}"
+    return Problem(f"{message} ({place})", allowed, f"{key}={near or text}")
+
+
+def written(value: Any) -> str:
+    """Return a value as a command line takes it."""
+    if isinstance(value, bool) or value is None:
+        return {None: "null", True: "true", False: "false"}[value]
+    if isinstance(value, (list, tuple)):
+        return f"[{','.join(map(written, value))}]"
+    return str(getattr(value, "name", value)) if value != "" else "''"
+
+
+def missing_value(error: OmegaConfBaseException, names: Vocabulary) -> ConfigError:
+    """Return the error for a value that has to be given."""
+    key = str(error.full_key or error.key)
+    what = {"source": "<folder of the checkpoint>", "out": "<a new folder>"}.get(key, VALUE)
+    return ConfigError(f"{key} has to be given", hint=f"{names.command} {key}={what}")
+
+
+def refuse_unknown(config: DictConfig, names: Vocabulary) -> None:
+    """Refuse keys that a `+key=value` has forced past the schema.
+
+    Raises:
+        ConfigError: naming all of them.
+    """
+    problems = [
+        unknown_key(key, f"command line: +{key}=...", names, value=written(value))
+        for key, value in _keys(config, names)
+        if not names.has(key)
+    ]
+    if problems:
+        raise config_error(problems)
+
+
+def _keys(config: DictConfig, names: Vocabulary, prefix: str = "") -> Iterable[tuple[str, Any]]:
+    for name in config:
+        key, node = f"{prefix}{name}", config._get_node(name)
+        yield key, node._value() if node is not None and not isinstance(node, DictConfig) else VALUE
+        if isinstance(node, DictConfig) and names.is_section(key):
+            yield from _keys(node, names, f"{key}.")
+
+
+def _place(key: str, said: str, folders: Sequence[Path]) -> str:
+    """Return the file with the fault: the one that Hydra names, else one that has the key."""
+    named = re.search(r"In '([^']+)'", said)
+    files = [path for folder in folders for path in sorted(folder.rglob("*.yaml"))]
+    if named:
+        wanted = [f for f in files if f.with_suffix("").as_posix().endswith("/" + named[1])]
+        if wanted:
+            return _with_line(wanted[-1], key)
+    leaf = key.rpartition(".")[2]
+    holding = [f for f in files if _line(f, leaf)]
+    return _with_line(holding[0], key) if holding else "composed configuration"
+
+
+def _line(path: Path, leaf: str) -> int | None:
+    pattern = re.compile(rf"\s*{re.escape(leaf)}\s*:")
+    for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), start=1):
+        if pattern.match(line):
+            return number
+    return None
+
+
+def _with_line(path: Path, key: str) -> str:
+    line = _line(path, key.rpartition(".")[2])
+    return f"{path}:{line}" if line else str(path)

@@ -1,0 +1,76 @@
+"""`python flows/deliver.py ...`: from a command line to an exit status.
+
+With `smoke.engine=none` no Prefect and no server, no torch.distributed and no vLLM: the stages are
+called directly, and MLflow is there only when `tracking.uri` names one. With an engine it is a flow
+as `flows/rlhf.py` is one.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import sys
+import uuid
+from functools import partial
+from pathlib import Path
+
+from flows.cli.bootstrap import bootstrap
+from flows.cli.config import Composed
+from flows.cli.entry import run_main
+from flows.cli.lock import hold
+from flows.cli.outcome import completed, exit_status
+from flows.cli.signals import exit_on_signals
+from flows.delivery.run_delivery import Planned, compare, direct, hand_over, plan
+from tasks.delivery.plan.quantization import COMPARE
+from tasks.process.launch import kill_children_on_abort
+
+PROJECT = Path(__file__).resolve().parents[2]
+
+
+def main() -> int:
+    """Entry of `flows/deliver.py`. Returns the exit status."""
+    with exit_on_signals():
+        return run_main("deliver", _job)
+
+
+def _job(composed: Composed, overrides: list[str]) -> int:
+    """One delivery: everything that can be refused is refused before anything is written."""
+    bootstrap(PROJECT, composed.runs)
+    if composed.settings["merge"]["base"] == COMPARE:
+        with kill_children_on_abort():
+            compare(composed, _log())
+        return 0
+    planned = plan(composed)
+    print(planned.text(), flush=True)
+    if composed.settings["plan"]:
+        return 0
+    with hold(composed.runs, composed.settings["paths"]["wait_s"]), kill_children_on_abort():
+        if planned.delivery.engine is None:
+            direct(planned, _log(), uuid.uuid4().hex)
+            return completed(composed.runs)
+        return _in_prefect(planned, overrides)
+
+
+def _in_prefect(planned: Planned, overrides: list[str]) -> int:
+    from flows.orchestration.prefect_server import prefect_server
+    from flows.orchestration.warm_up import warm_up
+
+    composed = planned.composed
+    with prefect_server(composed.runs, meanwhile=partial(warm_up, composed, "flows.deliver")):
+        from flows.deliver import deliver
+
+        hand_over(planned)
+        tag = composed.settings["tag"] or "manual"
+        return exit_status(deliver(overrides, tag=tag, return_state=True), composed.runs)
+
+
+def _log() -> logging.Logger:
+    """A log on standard error: without Prefect nobody else sets one up."""
+    log = logging.getLogger("plumbline.deliver")
+    if not log.handlers:
+        handler = logging.StreamHandler(sys.stderr)
+        handler.setFormatter(logging.Formatter("%(asctime)s | %(message)s", "%H:%M:%S"))
+        log.addHandler(handler)
+        log.setLevel(os.environ.get("PLUMBLINE_LOG_LEVEL", "INFO"))
+        log.propagate = False
+    return log

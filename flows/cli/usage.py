@@ -1,0 +1,186 @@
+"""Text of `--help`: what a program does, its experiments and options, and every setting.
+
+A setting's help is the comment behind its field in the dataclasses of `tasks/config`; its value is
+what the command line composes to, so `+exp=grpo --help` shows the values of that experiment. An
+experiment's line is the third one of its file.
+"""
+
+from __future__ import annotations
+
+import ast
+import inspect
+import io
+import shutil
+import textwrap
+import tokenize
+from collections.abc import Iterable, Sequence
+from functools import cache
+from pathlib import Path
+from types import ModuleType
+from typing import Any, get_args
+
+from omegaconf import DictConfig, OmegaConf
+
+from flows.cli.config import CONF, composed_as_is, vocabulary
+from flows.cli.config_errors import written
+from flows.cli.vocabulary import EXPERIMENTS, Vocabulary
+
+FLAGS = (
+    ("--help [section ...]", "this text, or the settings of these sections alone"),
+    ("--cfg job", "print the composed configuration and exit"),
+    ("--multirun key=a,b", "one run after the other for every value"),
+    ("--info defaults", "how the configuration is put together"),
+    ("--config-dir DIR", "a folder with configuration files of yours, e.g. DIR/exp/mine.yaml"),
+)
+_NARROW, _WIDE = 80, 110
+_COLUMN = 32
+
+
+def brief(program: str) -> str:
+    """Return the answer to a command line without arguments."""
+    names = vocabulary(program)
+    more = f"every option and setting: {names.command} --help"
+    return "\n".join([_description(program), *_experiments(names), "", more])
+
+
+def full(program: str, overrides: Sequence[str] = (), topics: Sequence[str] = ()) -> str:
+    """Return the whole help.
+
+    Args:
+        program: "rlhf", "deliver" or "audit".
+        overrides: overrides whose values are shown.
+        topics: sections or keys; only their settings are shown.
+
+    Raises:
+        ConfigError: the overrides cannot be composed.
+    """
+    names = vocabulary(program)
+    config = composed_as_is(overrides, program)
+    if topics:
+        return "\n".join(_settings(names, config, topics)).strip("\n")
+    return "\n".join(
+        [
+            _description(program),
+            *_experiments(names),
+            "",
+            "Flags:",
+            *(line for flag, text in FLAGS for line in _entry(flag, text)),
+            *_groups(names),
+            *_settings(names, config, topics),
+        ]
+    )
+
+
+def _description(program: str) -> str:
+    """Return the docstring of the program's file without importing it, which would take seconds."""
+    source = (CONF.parent / "flows" / f"{program}.py").read_text(encoding="utf-8")
+    return ast.get_docstring(ast.parse(source)) or ""
+
+
+def _experiments(names: Vocabulary) -> list[str]:
+    if EXPERIMENTS not in names.groups:
+        return []
+    files = [CONF / EXPERIMENTS / f"{name}.yaml" for name in names.groups[EXPERIMENTS]]
+    lines = [f"  {f'+exp={file.stem}':<{_COLUMN}}{experiment_line(file)}" for file in files]
+    return ["", "Experiments:", *lines]
+
+
+def experiment_line(file: Path) -> str:
+    """Return the description line of an experiment's file."""
+    with file.open(encoding="utf-8") as text:
+        return [next(text, "") for _ in range(3)][2].lstrip("# ").strip()
+
+
+def _groups(names: Vocabulary) -> list[str]:
+    chosen = {k: v for k, v in names.groups.items() if k != EXPERIMENTS and len(v) > 1}
+    if not chosen:
+        return []
+    entries = [
+        _entry(f"{group}={names.defaults[group]}", f"one of {', '.join(options)}")
+        for group, options in chosen.items()
+    ]
+    return ["", "Options (files of settings in conf/):", *(line for e in entries for line in e)]
+
+
+def _settings(names: Vocabulary, config: DictConfig, topics: Sequence[str]) -> list[str]:
+    lines: list[str] = []
+    section = None
+    for key in names.settings:
+        parent = key.rpartition(".")[0]
+        inside = [t for t in topics if key == t or key.startswith(f"{t}.")]
+        if topics and not inside:
+            continue
+        if parent != section:
+            section = parent
+            lines += ["", _title(parent, names)]
+        lines += _entry(f"{key}={_value(config, key)}", _about(key, names))
+    return lines
+
+
+def _title(section: str, names: Vocabulary) -> str:
+    if not section:
+        return "Settings (key=value):"
+    about = " ".join((inspect.getdoc(names.type_at(section)) or "").split("\n\n")[0].split())
+    return f"{section}: {about}"
+
+
+def _value(config: DictConfig, key: str) -> str:
+    if OmegaConf.is_missing(config, key):
+        return "<required>"
+    value: Any = OmegaConf.select(config, key)
+    if OmegaConf.is_config(value):
+        value = OmegaConf.to_container(value, enum_to_str=True)
+    return written(value) if not isinstance(value, dict) else str(value or "{}")
+
+
+def _about(key: str, names: Vocabulary) -> str:
+    return f"{setting_help(key, names)} ({names.kind(key)})".strip()
+
+
+def setting_help(key: str, names: Vocabulary) -> str:
+    """Return a setting's help: its comment, else the docstring of its enumeration."""
+    parent, _, name = key.rpartition(".")
+    comment = setting_comments(names.type_at(parent)).get(name, "")
+    if comment or not names.words(key):
+        return comment
+    kind = names.type_at(key)
+    return (inspect.getdoc(next(iter(get_args(kind)), kind)) or "").split("\n\n")[0]
+
+
+def setting_comments(section: type) -> dict[str, str]:
+    """Return the comment behind each field of a dataclass, by the field's name."""
+    module = inspect.getmodule(section)
+    assert module is not None
+    return _comments(module).get(section.__name__, {})
+
+
+@cache
+def _comments(module: ModuleType) -> dict[str, dict[str, str]]:
+    """Return the comments of a module's classes: class -> field -> comment."""
+    source = inspect.getsource(module)
+    tokens = tokenize.generate_tokens(io.StringIO(source).readline)
+    lines = {t.start[0]: t.string.lstrip("# ") for t in tokens if t.type == tokenize.COMMENT}
+    classes = [node for node in ast.parse(source).body if isinstance(node, ast.ClassDef)]
+    return {
+        node.name: {
+            field.target.id: " ".join(_within(lines, field))
+            for field in node.body
+            if isinstance(field, ast.AnnAssign) and isinstance(field.target, ast.Name)
+        }
+        for node in classes
+    }
+
+
+def _within(lines: dict[int, str], node: ast.stmt) -> Iterable[str]:
+    numbers = range(node.lineno, (node.end_lineno or node.lineno) + 1)
+    return [lines[number] for number in numbers if number in lines]
+
+
+def _entry(left: str, right: str) -> list[str]:
+    """Return two columns; a left one that is too long stands on a line of its own."""
+    width = max(_NARROW, min(_WIDE, shutil.get_terminal_size((_WIDE, 24)).columns))
+    text = textwrap.wrap(right, width - _COLUMN - 2) or [""]
+    blank = " " * (_COLUMN + 2)
+    if len(left) > _COLUMN - 2:
+        return [f"  {left}", *(blank + line for line in text)]
+    return [f"  {left:<{_COLUMN}}{text[0]}", *(blank + line for line in text[1:])]

@@ -1,0 +1,198 @@
+"""Names that a command line may use: settings, option groups, experiments; the nearest to a typo.
+
+names = Vocabulary("rlhf", Rlhf, [CONF])
+names.suggest("learning_rate", "1e-4")      # "train.lr=1e-4"
+names.suggest("sft")                        # "+exp=sft_full or +exp=sft_qlora"
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, is_dataclass
+from enum import Enum
+from functools import cached_property
+from pathlib import Path
+from typing import Any, get_args, get_type_hints
+
+import yaml
+
+from flows.cli.peer_names import PEERS, translate
+
+EXPERIMENTS = "exp"
+"""Group of the experiments, chosen with `+exp=`; it has no default."""
+_CALLED = ("experiment", "experiments", "recipe", "preset", "config", "config_file")
+VALUE = "<value>"
+_TYPES = {int: "a whole number", float: "a number", bool: "true or false", str: "text"}
+
+
+@dataclass(frozen=True)
+class Vocabulary:
+    """Names of one program.
+
+    Attributes:
+        program: "rlhf", "deliver" or "audit".
+        root: dataclass of its settings.
+        folders: where configuration files are; the first one is ours.
+    """
+
+    program: str
+    root: type
+    folders: Sequence[Path]
+
+    @property
+    def command(self) -> str:
+        """Command that starts the program."""
+        return f"python flows/{self.program}.py"
+
+    def type_at(self, key: str) -> Any:
+        """Return the annotation of a dotted key; None where there is no such setting."""
+        kind: Any = self.root
+        for name in key.split(".") if key else ():
+            part, _, index = name.partition("[")
+            kind = get_type_hints(kind).get(part) if is_dataclass(kind) else None
+            if index and get_args(kind):
+                kind = get_args(kind)[0]
+        return kind
+
+    def fields(self, section: str) -> list[str]:
+        """Return the names in a section, in order; "" is the top level."""
+        kind = self.type_at(section)
+        return list(get_type_hints(kind)) if is_dataclass(kind) else []
+
+    def is_section(self, key: str) -> bool:
+        """Return True if the key names a section."""
+        return is_dataclass(self.type_at(key))
+
+    def has(self, key: str) -> bool:
+        """Return True for a setting, a section, and keys inside a setting that is a mapping."""
+        parent = key
+        while parent:
+            kind = self.type_at(parent)
+            if kind is not None:
+                return parent == key or kind is Any or getattr(kind, "__origin__", None) is dict
+            parent = parent.rpartition(".")[0]
+        return False
+
+    @cached_property
+    def settings(self) -> list[str]:
+        """Dotted keys of all settings, in order, without the sections themselves."""
+        return list(self._below(""))
+
+    def _below(self, section: str) -> Iterable[str]:
+        for name in self.fields(section):
+            key = f"{section}.{name}" if section else name
+            if self.is_section(key):
+                yield from self._below(key)
+            else:
+                yield key
+
+    def kind(self, key: str) -> str:
+        """Return a setting's type in words."""
+        kind = self.type_at(key)
+        options = [k for k in get_args(kind) if k is not type(None)]
+        optional = type(None) in get_args(kind)
+        plain = options[0] if optional and len(options) == 1 else kind
+        if isinstance(plain, type) and issubclass(plain, Enum):
+            words = "one of " + ", ".join(member.name for member in plain)
+        elif is_dataclass(plain):
+            words = f"a section: {', '.join(self.fields(key))}"
+        elif getattr(plain, "__origin__", None) is list:
+            words = "a list"
+        elif getattr(plain, "__origin__", None) is dict:
+            words = "a mapping"
+        else:
+            words = "any value" if plain is Any else _TYPES.get(plain, str(plain))
+        return f"{words}, or null" if optional else words
+
+    def words(self, key: str) -> list[str]:
+        """Return the values of a setting that is one of several words; else an empty list."""
+        kind = self.type_at(key)
+        options = [k for k in (kind, *get_args(kind)) if isinstance(k, type)]
+        return [member.name for k in options if issubclass(k, Enum) for member in k]
+
+    def near_word(self, key: str, word: str) -> str:
+        """Return the value of `key` nearest to a mistyped one; an empty string for none."""
+        return next(iter(nearest(word, self.words(key), n=1)), "")
+
+    @cached_property
+    def groups(self) -> dict[str, list[str]]:
+        """Options by group, of the groups that this program uses."""
+        names = [*self.defaults, *([EXPERIMENTS] if self.program == "rlhf" else [])]
+        return {
+            name: sorted(
+                {f.stem for folder in self.folders for f in (folder / name).glob("*.yaml")}
+            )
+            for name in names
+        }
+
+    @cached_property
+    def defaults(self) -> dict[str, str]:
+        """Default option of each group."""
+        document = yaml.safe_load((self.folders[0] / f"{self.program}.yaml").read_text())
+        entries = [entry for entry in document["defaults"] if isinstance(entry, dict)]
+        return {k: v for entry in entries for k, v in entry.items() if k != "hydra"}
+
+    def suggest(self, name: str, value: str = VALUE) -> str:
+        """Return what to type instead of an unknown name; an empty string if nothing is similar.
+
+        Args:
+            name: as typed: a setting, a section's key, another tool's name, an experiment, a file.
+            value: value that was typed for it.
+        """
+        bare = name.lstrip("-+~").replace("-", "_").replace("/", ".")
+        parent, _, leaf = bare.rpartition(".")
+        known = translate(self.program, leaf, value)
+        # `--lr 1e-4` and `data/path=x`: the right name, typed in another way.
+        if self.has(bare) and not self.is_section(bare):
+            return f"{bare}={value}"
+        if known:
+            return known
+        if not parent and bare in self.groups:
+            return self.choose(bare, value)
+        if bare in _CALLED and value in self.groups.get(EXPERIMENTS, ()):
+            return self.choose(EXPERIMENTS, value)
+        step, _, rest = bare.partition(".")
+        if rest and not self.has(step) and self.has(rest) and self.program == "rlhf":
+            return f"{step}:{rest}={value}"  # an override for one step of a chain
+        return " or ".join(self._nearest(parent, leaf, value))
+
+    def _nearest(self, parent: str, leaf: str, value: str) -> list[str]:
+        """Return similar settings: in the same section, else by that name anywhere, else any."""
+        prefix = f"{parent}." if parent else ""
+        beside = difflib.get_close_matches(leaf, self.fields(parent), n=2, cutoff=0.6)
+        keys = [f"{prefix}{name}" for name in beside]
+        keys = keys or [key for key in self.settings if key.rpartition(".")[2] == leaf][:3]
+        if not keys and parent and not self.has(parent):  # a typo in the section
+            keys = difflib.get_close_matches(f"{parent}.{leaf}", self.settings, n=1, cutoff=0.7)
+        if not keys:
+            leaves = {key.rpartition(".")[2]: key for key in reversed(self.settings)}
+            near = difflib.get_close_matches(leaf, [*leaves, *PEERS[self.program]], n=1, cutoff=0.8)
+            keys = [leaves.get(name, name) for name in near]
+        return [self._typed(key, value) for key in keys]
+
+    def _typed(self, key: str, value: str) -> str:
+        if self.is_section(key) and value not in self.groups.get(key, ()):
+            return f"{key}.<key>={value}"
+        return translate(self.program, key, value) or f"{key}={value}"
+
+    def choose(self, group: str, option: str) -> str:
+        """Return the override that chooses an option, or the nearest ones to it."""
+        options, sign = self.groups[group], "" if group in self.defaults else "+"
+        near = [option] if option in options else nearest(option, options)
+        return " or ".join(f"{sign}{group}={name}" for name in near)
+
+    def option(self, word: str) -> str:
+        """Return the override for a word that is an experiment's or an option's name."""
+        for group in reversed(self.groups):
+            if word in self.groups[group]:
+                return self.choose(group, word)
+        return ""
+
+
+def nearest(word: str, words: Sequence[str], n: int = 3) -> list[str]:
+    """Return the words nearest to one that was mistyped or cut short."""
+    begun = [w for w in words if w.startswith(word)]
+    close = difflib.get_close_matches(word, words, n=n, cutoff=0.5)
+    inside = [w for w in words if word and word in w]
+    return list(dict.fromkeys([*begun, *close, *inside]))[:n]

@@ -1,0 +1,200 @@
+"""From a configuration to a delivery that can be run: everything was found, everything fits."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from flows.cli.config import Composed
+from flows.delivery.chain import Delivery
+from tasks.core.errors import ConfigError, PlumblineError, first_and_more
+from tasks.delivery.examination import examine
+from tasks.delivery.plan.adapters import given_adapters
+from tasks.delivery.plan.identity import base_findings, base_missing, equals_base, find_base
+from tasks.delivery.plan.planning import prepare
+from tasks.delivery.plan.quantization import COMPARE, BaseChoice, choose_base, undecided
+from tasks.delivery.plan.work import Request, Target, Work
+from tasks.delivery.publish_output import out_findings
+from tasks.delivery.recognise import ADAPTER_CONFIG, Given
+from tasks.delivery.recorded import attention_of
+from tasks.delivery.side_files import Tokens, find_tokens, side_findings
+from tasks.weights.execute.worker import perform
+from tasks.weights.execute.writer import parse_size, require_space
+from tasks.weights.files.reader import check_dtype
+from tasks.weights.quantized.quantize import check_quantize
+
+
+def prepare_delivery(composed: Composed) -> Delivery:
+    """Look at SOURCE and base, plan, and check all that can be checked before the first byte.
+
+    Raises:
+        ConfigError: with everything that rules the delivery out. Nothing was started.
+    """
+    try:
+        return _prepare(composed)
+    except ConfigError:
+        raise
+    except PlumblineError as error:
+        raise ConfigError(error.message, details=error.details, hint=error.hint) from error
+
+
+def _prepare(composed: Composed) -> Delivery:
+    settings, store = composed.settings, composed.runs / "artifacts"
+    target = _target(settings["convert"])
+    given, adapters = given_adapters(settings["source"], settings["adapters"])
+    all_given = [one.given for one in adapters] or [given]
+    base = find_base(given, settings["base"], store)
+    reports = examine(
+        [one.root for one in all_given],
+        base if given.kind != "model" else None,
+        check_base=settings["check_base"],
+    )
+    warnings = tuple(one for each in all_given for one in _check_base(each, base, composed))
+    out = _folder(settings["out"])
+    inputs = [*(one.root for one in all_given), *([base] if base is not None else [])]
+    findings = list(out_findings(out, inputs=inputs, expected=None, overwrite=True))
+    if findings:
+        raise ConfigError(first_and_more(findings), details=findings, hint="out=<another folder>")
+    choice = _choose_base(all_given, base, settings["merge"], store)
+    config = settings["adapter_config"]
+    request = Request(
+        given,
+        base,
+        target,
+        choice.quantization,
+        _folder(config) if config else None,
+        perform,
+        tuple(adapters),
+    )
+    work = prepare(request)
+    if work.merge is None:
+        choice = BaseChoice("")
+    elif not choice.mode and settings["merge"]["base"] != COMPARE:
+        raise undecided(given, choice)  # a DeepSpeed checkpoint: now it is known to be an adapter
+    folders = [folder for one in all_given for folder in _token_folders(one)]
+    tokens = find_tokens([*folders, *([base] if base is not None else [])])
+    _refuse_misfits(work, tokens)
+    attention, unable = attention_of(given, store)
+    if settings["smoke"]["engine"] != "none":
+        _require_measurable(work, settings["smoke"]["engine"])
+        warnings += (unable,) if unable else ()
+    for folder in {_existing(composed.runs), _existing(out)}:
+        require_space(folder, work.model.nbytes)
+    return Delivery(
+        settings,
+        composed.runs,
+        given,
+        tuple(adapters),
+        None if work.converts else base,  # there it is named for its tokenizer alone
+        out,
+        work,
+        tokens,
+        choice,
+        attention,
+        reports,
+        warnings + choice.warnings,
+    )
+
+
+def _target(convert: Mapping[str, Any]) -> Target:
+    """What is to come out. Raises ConfigError."""
+    check_quantize(convert["quantize"])
+    return Target(check_dtype(convert["dtype"]), parse_size(convert["max_shard_size"]))
+
+
+def _require_measurable(work: Work, engine: str) -> None:
+    if not (work.is_causal or work.is_reward):
+        names = ", ".join(work.config.get("architectures") or ["no class"])
+        raise ConfigError(
+            f"smoke.engine={engine}: only causal language models and reward models are measured "
+            f"here, this is {names}",
+            hint="smoke.engine=none",
+        )
+
+
+def _check_base(given: Given, base: Path | None, composed: Composed) -> tuple[str, ...]:
+    """Refuse a base that is recorded as another one; say where nothing can tell."""
+    if base is None:
+        if given.kind == "adapter":
+            raise base_missing(given)
+        if given.kind == "model":
+            return (_NOT_COMPARED,)
+        return ()
+    if given.kind == "model" and composed.settings["check_base"] and equals_base(given, base):
+        raise ConfigError(
+            f"source={given.root}: every tensor is that of base={base}, bit for bit: nothing was "
+            "merged into it",
+            details=list(_adapters_inside(given)),
+            hint=f"source=<the adapter> base={base}; check_base=false delivers it all the same",
+        )
+    findings = list(base_findings(given, base, composed.runs / "artifacts"))
+    if not findings:
+        return ()
+    if composed.settings["check_base"]:
+        raise ConfigError(
+            f"wrong base: {first_and_more(findings)}",
+            details=findings,
+            hint="base=<the base that was trained>; check_base=false takes this one all the same",
+        )
+    return tuple(findings)
+
+
+_NOT_COMPARED = (
+    "the base was not compared: with base=<folder> a model that equals its base is refused"
+)
+
+
+def _adapters_inside(given: Given) -> Iterator[str]:
+    """Adapters that a merger left beside the base's weights, as verl's does."""
+    for path in sorted(given.root.glob(f"*/{ADAPTER_CONFIG}")):
+        yield f"an adapter lies in {path.parent}"
+
+
+def _choose_base(
+    all_given: list[Given], base: Path | None, merge: Mapping[str, Any], store: Path
+) -> BaseChoice:
+    """The base that is merged into: the same for all adapters. Raises ConfigError."""
+    choices = [choose_base(one, base, merge, store) for one in all_given]
+    first = choices[0]
+    for one, choice in zip(all_given, choices, strict=True):
+        if one.kind == "adapter" and not choice.mode and merge["base"] != COMPARE:
+            raise undecided(one, choice)
+    for one, other in zip(all_given[1:], choices[1:], strict=True):
+        if (other.mode, other.quantization) != (first.mode, first.quantization):
+            raise ConfigError(
+                f"adapters: {all_given[0].root} and {one.root} were trained on the base in other "
+                "precisions",
+                details=[
+                    f"{all_given[0].root}: {first.mode}, {first.quantization} ({first.reason})",
+                    f"{one.root}: {other.mode}, {other.quantization} ({other.reason})",
+                ],
+                hint="deliver one of them, and the other into what came out: base=<the first OUT> "
+                "check_base=false",
+            )
+    return first
+
+
+def _token_folders(given: Given) -> list[Path]:
+    """Where a tokenizer may be, the most telling place first."""
+    inside = [given.root / "tokenizer"] if given.kind == "shards" else []
+    above = [given.root.parent] if given.kind == "deepspeed" else []
+    return [*inside, given.root, *above]
+
+
+def _refuse_misfits(work: Work, tokens: Tokens) -> None:
+    findings = list(side_findings(work, tokens))
+    if findings:
+        raise ConfigError(
+            f"tokenizer and model do not fit: {first_and_more(findings)}",
+            details=findings,
+            hint="put the tokenizer that belongs to the model into SOURCE's folder",
+        )
+
+
+def _folder(text: str) -> Path:
+    return Path(text).expanduser().absolute()
+
+
+def _existing(path: Path) -> Path:
+    return next(one for one in (path, *path.parents) if one.is_dir())

@@ -1,0 +1,70 @@
+"""An audit on record: its findings in Prefect and in MLflow, where people look for runs.
+
+Prefect gets the findings as a table (an artifact of the flow run), MLflow a run of its own:
+
+    tags       audit.kind, audit.ok, prefect.flow_run_id
+    metrics    audit/errors, audit/warnings, audit/infos, audit/seconds; finding/<code>: how many
+    files      report.json, report.txt, config.yaml
+"""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+from flows.cli.audit_command import examine, repaired
+from flows.cli.config import Composed
+from flows.orchestration.flow_run import tracker_of
+from tasks.audit.finding import Severity
+from tasks.audit.run import Report
+
+KEY = "audit-findings"
+
+
+def recorded(composed: Composed) -> dict[str, Any]:
+    """Audit, record, and repair where that is asked; to be called within a flow.
+
+    Returns:
+        the report; with `fix=true` also `repaired`: the new folder, its digest, what was done.
+
+    Raises:
+        ConfigError: the folder cannot be read: that is no run.
+    """
+    from prefect.artifacts import create_markdown_artifact
+
+    report = examine(composed.settings)
+    create_markdown_artifact(report.markdown(), key=KEY, description=report.counts)
+    _track(composed, report)
+    found = report.as_json()
+    if composed.settings["fix"]:
+        found["repaired"] = repaired(composed.settings)
+    return found
+
+
+def _track(composed: Composed, report: Report) -> None:
+    from prefect.runtime import flow_run
+
+    tags = {
+        "prefect.flow_run_id": str(flow_run.id),
+        "audit.kind": report.kind,
+        "audit.ok": str(report.ok).lower(),
+    }
+    tracker, title = tracker_of(composed), f"audit {Path(report.source).name}"
+    with tracker.flow(title, composed.settings, composed.text, tags):
+        files = {
+            "report.json": json.dumps(report.as_json(), indent=1) + "\n",
+            "report.txt": report.text() + "\n",
+        }
+        tracker.log_parent(_numbers(report), files, report.markdown())
+
+
+def _numbers(report: Report) -> dict[str, float]:
+    severities = Counter(one.severity for one in report.findings)
+    codes = Counter(one.code for one in report.findings)
+    return {
+        **{f"audit/{one.value}s": float(severities[one]) for one in Severity},
+        **{f"finding/{code}": float(count) for code, count in codes.items()},
+        "audit/seconds": report.seconds,
+    }

@@ -1,0 +1,181 @@
+"""The embedded Prefect API: a process of our own for as long as we live.
+
+Prefect would start a temporary server by itself. That one dies of the same Ctrl-C as the flow, so
+the flow hangs, cannot report, and stays `Running`; it outlives a `kill -9`; and it stops before it
+has recorded all task runs. Ours runs in a session of its own under `tasks/process/supervise.py`,
+which ends it when this process is gone and not before, and `prefect_server` waits for the records.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import importlib
+import logging
+import os
+import socket
+import sys
+import time
+from collections.abc import Callable, Iterator
+from datetime import UTC, datetime
+from pathlib import Path
+
+from flows.cli.bootstrap import offer, prefect_settings, stay_off_proxies
+from flows.orchestration.prefect_records import bury_the_dead, get, settle
+from tasks.core.errors import PlumblineError
+from tasks.process.child import Child
+
+START_S = 300.0
+"""Seconds on a quiet machine are minutes on one that is full, and then a server that is alive is
+worth waiting for. One that has died is noticed at once."""
+START_ATTEMPTS = 3
+SETTLE_S = 10.0
+POLL_S = 0.15
+GRACE_S = 3.0
+
+DATABASE_SETTINGS = (
+    "PREFECT_SERVER_DATABASE_CONNECTION_URL",
+    "PREFECT_API_DATABASE_CONNECTION_URL",
+    "PREFECT_SERVER_DATABASE_HOST",
+)
+"""By these the user has the embedded server keep its records elsewhere."""
+
+log = logging.getLogger(__name__)
+
+_running: dict[Path, tuple[Child, str]] = {}
+
+
+@contextlib.contextmanager
+def prefect_server(runs: Path, meanwhile: Callable[[], None] | None = None) -> Iterator[str]:
+    """A Prefect API for the flow runs of the block; gives its address.
+
+    With `PREFECT_API_URL` set by the user that server is used and nothing is started. Otherwise a
+    server with SQLite under `<runs>/prefect` is started, or the one this process already has is
+    used again (`--multirun`). Its log is `<runs>/logs/prefect-server.log`. Leaving the block waits
+    until every task run of the block's flow runs is recorded. The server stays until this process
+    is gone, since Prefect still sends logs and events at exit.
+
+    Enter it while holding `flows.cli.lock.hold(runs)`: flow runs that the database believes to be
+    running when a server starts are then known to be dead, and are recorded as crashed.
+
+    Args:
+        runs: the folder everything goes under.
+        meanwhile: what can be done while the server starts; both take seconds. Imports, say.
+
+    Raises:
+        PlumblineError: the server did not come up.
+    """
+    theirs = os.environ.get("PREFECT_API_URL")
+    if theirs and all(theirs != url for _, url in _running.values()):
+        yield theirs
+        return
+    url = _running_or_new(runs.absolute(), meanwhile)
+    os.environ["PREFECT_API_URL"] = url
+    _refresh_settings()
+    logging.getLogger("prefect.flow_runs").addFilter(_no_link_to_a_page)
+    entered = datetime.now(UTC).isoformat()
+    try:
+        yield url
+    finally:
+        _wait_for_records(url, entered)
+
+
+def _running_or_new(runs: Path, meanwhile: Callable[[], None] | None) -> str:
+    known = _running.get(runs)
+    if known is not None and known[0].poll() is None:
+        return known[1]
+    offer(prefect_settings(runs))
+    offer({"PREFECT_SERVER_ANALYTICS_ENABLED": "false", "DO_NOT_TRACK": "true"})
+    stay_off_proxies()
+    home = Path(os.environ["PREFECT_HOME"])
+    home.mkdir(parents=True, exist_ok=True)
+    log_path = runs / "logs" / "prefect-server.log"
+    log_path.parent.mkdir(parents=True, exist_ok=True)
+    # Two servers that migrate one fresh database at once both fail.
+    with (home / ".starting").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        _running[runs] = _start(log_path, meanwhile)
+    url = _running[runs][1]
+    if home == runs / "prefect" and not any(name in os.environ for name in DATABASE_SETTINGS):
+        bury_the_dead(url)  # nobody else's database
+    return url
+
+
+def _start(log_path: Path, meanwhile: Callable[[], None] | None) -> tuple[Child, str]:
+    deadline = time.monotonic() + START_S
+    for _ in range(START_ATTEMPTS):  # another process may take the free port before the server
+        port = _free_port()
+        with log_path.open("ab") as log:
+            child = Child(
+                [
+                    *(sys.executable, "-m", "uvicorn", "prefect.server.api.server:create_app"),
+                    *("--factory", "--host", "127.0.0.1", "--port", str(port)),
+                    *("--log-level", "error", "--lifespan", "on"),
+                ],
+                env={"PREFECT__SERVER_EPHEMERAL": "1", "PREFECT_UI_ENABLED": "false"},
+                output=log,
+                grace_s=GRACE_S,
+            )
+        url = f"http://127.0.0.1:{port}/api"
+        try:
+            importlib.import_module("prefect.main")
+            if meanwhile is not None:
+                meanwhile()
+            if _healthy(child, url, deadline):
+                return child, url
+        except BaseException:
+            child.end()
+            raise
+        child.end()
+    last = log_path.read_text(encoding="utf-8", errors="replace").splitlines()[-20:]
+    late = time.monotonic() >= deadline
+    what = f"did not start within {START_S:g} s" if late else f"ended {START_ATTEMPTS} times"
+    raise PlumblineError(
+        f"the embedded Prefect server {what}, see {log_path}",
+        details=last,
+        hint="set PREFECT_API_URL to use a server of your own",
+    )
+
+
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port: int = probe.getsockname()[1]
+        return port
+
+
+def _healthy(child: Child, url: str, deadline: float) -> bool:
+    """Wait until the server answers; False if it ended or time is up."""
+    while child.poll() is None and time.monotonic() < deadline:
+        try:
+            if get(url, "/health") is True:
+                return True
+        except OSError:  # not listening yet
+            time.sleep(POLL_S)
+    return False
+
+
+def _no_link_to_a_page(record: logging.LogRecord) -> bool:
+    """Ours serves no pages, and is gone when the flow is: Prefect's "View at" leads nowhere."""
+    return not record.getMessage().startswith("View at ")
+
+
+def _refresh_settings() -> None:
+    """Let Prefect read its environment again: it was imported before the address was known."""
+    from prefect.context import refresh_global_settings_context
+
+    refresh_global_settings_context()
+
+
+def _wait_for_records(url: str, since: str) -> None:
+    """Have Prefect's own threads send what they have, then wait until it is recorded."""
+    from prefect.events.worker import EventsWorker
+
+    EventsWorker.drain_all(timeout=SETTLE_S)
+    try:
+        complete = settle(url, since, SETTLE_S)
+    except OSError as error:  # it is gone: what the flow came to matters more than its records
+        log.warning("the embedded Prefect server does not answer any more: %s", error)
+        return
+    if not complete:
+        log.warning("Prefect has not recorded all task runs within %g s", SETTLE_S)

@@ -1,0 +1,105 @@
+"""What a child's events become: metrics, a bar on a terminal, plain lines in a log."""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+import time
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+from tasks.pipeline.tracking import StageRun
+
+LINE_EVERY_S = 5.0
+"""Plain lines come no faster than this: a log is read afterwards, not watched."""
+
+
+class Progress:
+    """Receives the events of one stage's child; see `tasks/core/events.py`.
+
+    Args:
+        run: where step metrics go.
+        log: where plain lines go when there is no terminal.
+    """
+
+    def __init__(self, run: StageRun, log: Any) -> None:
+        self._run = run
+        self._log = log
+        self._total = 0
+        self._bar: Any = None
+        self._said = 0.0
+        self._on: Mapping[str, Callable[[dict[str, Any]], None]] = {
+            "plan": self._plan,
+            "step": self._step,
+            "progress": self._step,
+            "eval": self._eval,
+            "samples": self._samples,
+        }
+
+    def __call__(self, event: dict[str, Any]) -> None:
+        handler = self._on.get(event["event"])
+        if handler is not None:
+            handler(event)
+
+    def close(self) -> None:
+        """Take the bar off the terminal."""
+        if self._bar is not None:
+            self._bar.close()
+            self._bar = None
+
+    def _plan(self, event: dict[str, Any]) -> None:
+        self._total = int(event["steps"])
+
+    def _step(self, event: dict[str, Any]) -> None:
+        step = int(event["step"])
+        self._total = int(event.get("total", self._total))
+        numbers = {k: v for k, v in event.items() if k not in _NO_METRIC and _is_number(v)}
+        self._run.metrics({f"train/{name}": value for name, value in numbers.items()}, step)
+        if sys.stderr.isatty():
+            self._draw(step, event)
+        elif time.monotonic() - self._said > LINE_EVERY_S or step == self._total:
+            self._said = time.monotonic()
+            self._log.info("step %d/%d: %s", step, self._total, _words(numbers))
+
+    def _draw(self, step: int, event: dict[str, Any]) -> None:
+        if self._bar is None:
+            from tqdm import tqdm
+
+            self._bar = tqdm(total=self._total, unit="step", leave=False, disable=False)
+        self._bar.update(step - self._bar.n)
+        self._bar.set_postfix_str(f"loss {event.get('loss', 0.0):.3f}", refresh=False)
+
+    def _eval(self, event: dict[str, Any]) -> None:
+        numbers = {k: v for k, v in event.items() if k not in _NO_METRIC and _is_number(v)}
+        self._run.metrics({f"eval/{name}": value for name, value in numbers.items()}, event["step"])
+        what = "loss" if "loss" in event else "reward"
+        if event["when"] in ("before", "after"):
+            self._run.metrics({f"eval/{what}_{event['when']}": float(event[what])})
+        self._log.info(
+            "held-out %s %.4f %s training (step %d)",
+            what, event[what], event["when"], event["step"],
+        )  # fmt: skip
+
+    def _samples(self, event: dict[str, Any]) -> None:
+        self._run.table("samples", [{"step": event["step"], **row} for row in event["rows"]])
+
+
+@contextlib.contextmanager
+def progress(run: StageRun, log: Any) -> Iterator[Progress]:
+    """A `Progress` whose bar is gone afterwards."""
+    shown = Progress(run, log)
+    try:
+        yield shown
+    finally:
+        shown.close()
+
+
+_NO_METRIC = {"event", "step", "total", "stage"}
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool)
+
+
+def _words(numbers: Mapping[str, float]) -> str:
+    return ", ".join(f"{name} {value:.4g}" for name, value in numbers.items())

@@ -1,0 +1,169 @@
+"""How a flow ends: `<paths.runs>/latest/summary.json`, and the same as a table."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+from flows.orchestration.evaluation import evaluation_lines
+from tasks.pipeline.stage import StageResult
+
+
+@dataclass
+class Summary:
+    """What a flow run came to. Written whether it succeeded or not."""
+
+    status: str
+    flow: str
+    exp: str | None
+    seconds: float
+    stages: list[dict[str, Any]] = field(default_factory=list)
+    served: str | None = None
+    mlflow_run_id: str | None = None
+    gate: dict[str, Any] | None = None
+    eval: dict[str, float | None] = field(default_factory=dict)
+    error: str | None = None
+    findings: list[dict[str, Any]] = field(default_factory=list)
+    defaults: list[str] = field(default_factory=list)
+
+    def write(self, runs: Path, run_id: str, texts: dict[str, str]) -> Path:
+        """Write into `<runs>/reports/<run_id>/` and point `<runs>/latest` there, atomically."""
+        folder = runs / "reports" / run_id
+        folder.mkdir(parents=True, exist_ok=True)
+        document = json.dumps(asdict(self), indent=1) + "\n"
+        for name, text in {"summary.json": document, "summary.txt": self.table(), **texts}.items():
+            (folder / name).write_text(text)
+        link, fresh = runs / "latest", runs / f".latest.{os.getpid()}"
+        fresh.unlink(missing_ok=True)
+        fresh.symlink_to(folder.relative_to(runs))
+        if link.is_dir() and not link.is_symlink():
+            shutil.rmtree(link)
+        fresh.replace(link)
+        return folder / "summary.json"
+
+    def table(self) -> str:
+        """The summary as a plain-text table for a terminal."""
+        rows: list[tuple[str, ...]] = [
+            ("stage", "seconds", "", "checks", *self._titles()[::2], "artifact")
+        ]
+        rows += [_row(stage) for stage in self.stages]
+        widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
+        aligned = [
+            "  ".join(
+                cell.ljust(w) if i in (0, 2, 6) else cell.rjust(w)
+                for i, (cell, w) in enumerate(zip(row, widths, strict=True))
+            ).rstrip()
+            for row in rows
+        ]
+        aligned.insert(1, "-" * max(len(line) for line in aligned))
+        return "\n".join([*aligned, "", *self._closing()]) + "\n"
+
+    def markdown(self) -> str:
+        """The table of checks for the orchestrator's page."""
+        lines = [
+            f"**{self.status}** in {self.seconds:.0f} s",
+            "",
+            f"| stage | seconds | reused | checks | {' | '.join(self._titles())} |",
+            "|---|---|---|---|---|---|---|",
+        ]
+        for stage in self.stages:
+            drift = stage["drift"] or {}
+            numbers = [_number(drift.get(key)) for key in _columns(drift)]
+            lines.append(
+                f"| {stage['name']} | {stage['seconds']:.1f} | {'yes' if stage['reused'] else ''} "
+                f"| {stage['tensors_checked']} | {' | '.join(numbers)} |"
+            )
+        return "\n".join([*lines, "", *(f"- {line}" for line in self._closing())])
+
+    def _titles(self) -> tuple[str, str, str]:
+        """Of the three columns of distances."""
+        of_scores = any("mean_difference" in (stage["drift"] or {}) for stage in self.stages)
+        return ("mean diff", "max diff", "order") if of_scores else ("mean KL", "p95 KL", "top-1")
+
+    def _closing(self) -> list[str]:
+        lines = evaluation_lines(self.eval)
+        lines += [line for line in self.defaults if "train." in line]
+        lines += [line for stage in self.stages for line in _truncation_lines(stage)]
+        if self.findings:
+            dealt = sum(bool(one["handled"]) for one in self.findings)
+            rest = len(self.findings) - dealt
+            lines.append(f"audit: {_count(dealt, 'error')} dealt with, {_count(rest, 'remark')}")
+        if self.served:
+            lines.append(f"served model: {self.served}")
+        if self.gate and self.gate.get("version"):
+            lines.append(f"registered: {self.gate['version']} @candidate")
+        if self.error:
+            lines.append(f"failed: {self.error}")
+        lines.append(f"{self.status} in {self.seconds:.1f} s")
+        return lines
+
+
+def stage_entry(result: StageResult) -> dict[str, Any]:
+    """One element of the summary's `stages`."""
+    return {
+        "name": result.name,
+        "seconds": result.seconds,
+        "reused": result.reused,
+        "artifact": str(result.artifact.path),
+        "tensors_checked": len(result.checks),
+        "drift": result.drift,
+        "rows": _rows(result.metrics),
+    }
+
+
+def _rows(metrics: Mapping[str, float]) -> dict[str, dict[str, int]]:
+    """Count by split, of a stage that tokenises: rows, rows cut or left out, tokens cut."""
+    return {
+        split: {name: int(metrics[f"data/{split}_{name}"]) for name in _COUNTS}
+        for split in ("train", "heldout")
+        if f"data/{split}_tokens_cut" in metrics
+    }
+
+
+_COUNTS = ("rows", "truncated", "tokens_cut", "too_long")
+
+
+def _truncation_lines(stage: Mapping[str, Any]) -> list[str]:
+    lines = []
+    for split, rows in stage.get("rows", {}).items():
+        where, of = f"{stage['name']}: {split}.jsonl", f"of {_count(rows['rows'], 'row')}"
+        if rows["truncated"]:
+            tokens = _count(rows["tokens_cut"], "token")
+            lines.append(f"{where}: {rows['truncated']} {of} cut at train.max_len ({tokens})")
+        if rows["too_long"]:
+            lines.append(f"{where}: {rows['too_long']} {of} left out, longer than train.max_len")
+    return lines
+
+
+def _columns(drift: Mapping[str, float]) -> tuple[str, str, str]:
+    """What fills the three columns: distances of log-probabilities, or of scores."""
+    if "mean_difference" in drift:
+        return ("mean_difference", "max_difference", "same_order")
+    return ("mean_kl", "p95_kl", "top1_agreement")
+
+
+def _row(stage: dict[str, Any]) -> tuple[str, ...]:
+    drift = stage["drift"] or {}
+    return (
+        stage["name"],
+        f"{stage['seconds']:.1f}",
+        "reused" if stage["reused"] else "",
+        str(stage["tensors_checked"] or ""),
+        *(_number(drift.get(key)) for key in _columns(drift)[::2]),
+        "/".join(Path(stage["artifact"]).parts[-2:]) if stage["artifact"] else "",
+    )
+
+
+def _count(number: int, what: str) -> str:
+    return f"{number} {what}{'' if number == 1 else 's'}"
+
+
+def _number(value: float | None) -> str:
+    if value is None:
+        return ""
+    return f"{value:.4f}" if 0.01 <= value <= 10 else f"{value:.1e}"

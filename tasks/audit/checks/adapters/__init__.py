@@ -1,0 +1,1 @@
+"""Checks of PEFT adapters: files, tensors, base, and the proof of a merge."""

@@ -1,0 +1,202 @@
+"""The tensors of an adapter against its settings, without the base."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping
+from itertools import islice
+from typing import Any
+
+from tasks.audit.catalogue import adapter as say
+from tasks.audit.checks.adapters.adapter_keys import AdapterKeys, layer_of, pattern_of, plain_module
+from tasks.audit.finding import Finding, Severity
+from tasks.audit.recognise import ADAPTER_CONFIG
+from tasks.weights.adapters.config import AdapterConfig
+
+_HEADS = ("classifier", "score")
+"""peft adds both to modules_to_save for a classifier, which has one of them."""
+_EMBEDDINGS = ("embed_tokens", "lm_head", "wte", "word_embeddings", "embed_in", "embed_out")
+"""What `save_embedding_layers="auto"` stores whole when the vocabulary has grown."""
+_OTHER_FAMILIES = ("v_head", *_HEADS)
+"""Heads are judged by a family of their own."""
+_MOST = {
+    "modules_to_save": 200,
+    "layers_pattern": 200,
+    "rank_pattern": 20_000,
+    "alpha_pattern": 20_000,
+}
+_MOST_WHOLE = 20_000
+_MOST_PATTERNS = 400
+"""Python keeps some 500 compiled patterns."""
+_DEEPEST = 32
+"""Parts of a module's name that are looked at."""
+
+
+def check_tensors(keys: AdapterKeys, config: AdapterConfig) -> Iterator[Finding]:
+    """Pairs, then what is stored whole."""
+    yield from _halves(keys)
+    if len(config.rank_pattern) <= _MOST_PATTERNS and is_tame(*config.rank_pattern):
+        yield from _ranks(keys, config)
+    yield from _dora(keys, config)
+    yield from _targets(keys, config)
+    yield from _saved(keys, config)
+    yield from _unexplained(keys, config)
+    yield from _tokens(keys, config)
+
+
+def outsized(raw: Mapping[str, Any]) -> dict[str, int]:
+    """Settings of more entries than any adapter has, and how many that would be: each entry is a
+    regular expression, to be compiled and tried on every module."""
+    return {
+        key: most
+        for key, most in _MOST.items()
+        if isinstance(raw.get(key), list | Mapping) and len(raw[key]) > most
+    }
+
+
+def is_tame(*patterns: str) -> bool:
+    """Whether no pattern can take long to match: a regular expression of a stranger's can."""
+    return not any(re.search(r"[*+{(]", one) for one in patterns)
+
+
+def _halves(keys: AdapterKeys) -> Iterator[Finding]:
+    for half, other in (("A", "B"), ("B", "A")):
+        alone = [
+            name
+            for name, pair in keys.pairs.items()
+            if getattr(pair, half.lower()) and not getattr(pair, other.lower())
+        ]
+        if alone:
+            file = keys.pairs[alone[0]].held.file  # type: ignore[union-attr]  # just seen
+            yield say.ADAPTER_HALF_PAIR.at(
+                file, alone, found=f"{len(alone)} lora_{half} without lora_{other}",
+                expected="both of every module",
+            )  # fmt: skip
+
+
+def _ranks(keys: AdapterKeys, config: AdapterConfig) -> Iterator[Finding]:
+    wrong: dict[str, list[str]] = {}
+    file = ""
+    for module, pair in keys.pairs.items():
+        if pair.a is None or pair.b is None or len(pair.a.shape) < 2 or len(pair.b.shape) < 2:
+            continue
+        ranks = pair.a.shape[0], pair.b.shape[1]
+        if 0 in pair.a.shape or 0 in pair.b.shape:
+            continue  # said by the family that looks at headers
+        said = config.rank_of(plain_module(module))
+        # The pairs of all experts of a targeted parameter lie side by side in one tensor.
+        stacked = config.target_parameters and ranks[0] % said == 0
+        if ranks[0] != ranks[1] or (ranks[0] != said and not stacked):
+            wrong.setdefault(f"rank {ranks[0]} by {ranks[1]}|rank {said}", []).append(module)
+            file = pair.a.file
+    for both, modules in wrong.items():
+        found, _, expected = both.partition("|")
+        yield say.ADAPTER_RANK.at(file, modules, found=found, expected=f"{expected}, as r says")
+
+
+def _dora(keys: AdapterKeys, config: AdapterConfig) -> Iterator[Finding]:
+    able = {n: p for n, p in keys.pairs.items() if not config.target_parameters and p.a and p.b}
+    having = [name for name, pair in keys.pairs.items() if pair.magnitude]
+    lacking = [name for name in able if not able[name].magnitude]
+    if config.dora and lacking:
+        yield say.ADAPTER_DORA.at(
+            ADAPTER_CONFIG, lacking, found=f"use_dora, {len(lacking)} modules without magnitude",
+            expected="a lora_magnitude_vector of every module",
+        )  # fmt: skip
+    if having and not config.dora:
+        yield say.ADAPTER_DORA.at(
+            ADAPTER_CONFIG, having, found=f"{len(having)} magnitudes, use_dora is not set",
+            expected="use_dora true",
+        )  # fmt: skip
+
+
+def _targets(keys: AdapterKeys, config: AdapterConfig) -> Iterator[Finding]:
+    if isinstance(config.target_modules, str):
+        return
+    there = {end for one in keys.pairs for end in _ends(plain_module(one))}
+    absent = [name for name in config.target_modules if name not in there]
+    if absent and len(absent) < len(config.target_modules):
+        yield say.ADAPTER_TARGET_ABSENT.at(
+            ADAPTER_CONFIG, absent, found="no pair of that name", expected="one for each target"
+        )
+    elif absent:
+        yield say.ADAPTER_TARGET_ABSENT.at(
+            ADAPTER_CONFIG, absent, found="no pair of any target", expected="one for each target",
+            severity=Severity.ERROR,
+        )  # fmt: skip
+
+
+def _ends(module: str) -> Iterator[str]:
+    """A module's name and its ends by whole dotted parts: `up_proj`, `mlp.up_proj`, ..."""
+    parts = module.split(".")[-_DEEPEST:]
+    return (".".join(parts[start:]) for start in range(len(parts)))
+
+
+def _saved(keys: AdapterKeys, config: AdapterConfig) -> Iterator[Finding]:
+    wanted = set(config.modules_to_save)
+    if config.task_type in ("SEQ_CLS", "TOKEN_CLS"):
+        wanted -= set(_HEADS)
+    if any(_is_of(one, key) for one in _OTHER_FAMILIES for key in keys.whole):
+        wanted -= set(_OTHER_FAMILIES)  # ms-swift names every head there may be
+    absent = sorted(name for name in wanted if not any(_is_of(name, key) for key in keys.whole))
+    if absent:
+        yield say.ADAPTER_SAVED_ABSENT.at(
+            ADAPTER_CONFIG, absent, found="no tensor of that name", expected="the whole module"
+        )
+
+
+def _is_of(module: str, key: str) -> bool:
+    """Whether a key lies in a module that is saved under (the end of) that name."""
+    at = key.rpartition(".")[0]
+    return at.endswith(module) or f".{module}." in f".{at}."
+
+
+def _unexplained(keys: AdapterKeys, config: AdapterConfig) -> Iterator[Finding]:
+    odd = []
+    for name in islice(keys.whole, _MOST_WHOLE):
+        module, _, part = name.rpartition(".")
+        saved = any(_is_of(one, name) for one in config.modules_to_save)
+        embedding = not set(_EMBEDDINGS).isdisjoint(module.split(".")[-_DEEPEST:])
+        known = embedding or any(f".{one}." in f".{name}." for one in _OTHER_FAMILIES)
+        if not (saved or known or (part == "bias" and config.bias != "none")):
+            odd.append(name)
+    if odd:
+        yield say.ADAPTER_UNEXPLAINED.at(
+            keys.whole[odd[0]].file, [keys.keys[one] for one in odd],
+            found=f"{len(odd)} whole tensors", expected="named by modules_to_save or bias",
+        )  # fmt: skip
+
+
+def _tokens(keys: AdapterKeys, config: AdapterConfig) -> Iterator[Finding]:
+    rows = {len(one) for one in config.token_indices.values()}
+    if config.token_indices and not keys.tokens:
+        yield say.ADAPTER_TOKENS.at(
+            ADAPTER_CONFIG, found="trainable_token_indices, and no rows", expected="their rows"
+        )
+    for name, held in keys.tokens.items():
+        if not held.shape or 0 in held.shape or held.shape[0] in rows:
+            continue
+        said = ", ".join(map(str, sorted(rows))) or "none"
+        yield say.ADAPTER_TOKENS.at(
+            held.file, keys.keys[name], found=f"{held.shape[0]} rows", expected=f"{said} indices"
+        )
+
+
+def check_gaps(keys: AdapterKeys, config: AdapterConfig) -> Iterator[Finding]:
+    """Without the base: layers that lack a pair that most layers have."""
+    if config.layers_to_transform:
+        return
+    layers: dict[str, set[int]] = {}
+    for module in keys.pairs:
+        number = layer_of(module)
+        if number is not None:
+            layers.setdefault(pattern_of(module), set()).add(number)
+    everywhere: set[int] = set().union(*layers.values()) if layers else set()
+    total = max(everywhere, default=-1) + 1
+    for pattern, there in layers.items():
+        lacking = [n for n in range(min(there), total) if n not in there][:1000]
+        if lacking and len(there) * 2 > total:  # else layers of two kinds take turns
+            yield say.ADAPTER_GAPS.at(
+                "", [f"{pattern}: layer {n}" for n in lacking],
+                found=f"{len(there)} of {total} layers", expected="every layer that has it",
+            )  # fmt: skip

@@ -1,0 +1,229 @@
+"""Check settings that decide what the weights compute and that files omit or change.
+
+Without a base: rotary settings, tokenizer class and processor that some readers do not find.
+With a base: every relevant setting that differs from the base's.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from tasks.audit.catalogue import configuration as say
+from tasks.audit.checks.text.embeddings import embeddings_of
+from tasks.audit.checks.text.tokens import SETTINGS
+from tasks.audit.config_fields import is_multimodal, of_text, text_config, token_ids
+from tasks.audit.finding import Finding
+from tasks.audit.recognise import CONFIG
+from tasks.audit.source import Source
+
+THETA = 10_000.0
+"""Base frequency that loaders use if the file has none."""
+_THETAS = {
+    "exaone4": 1e6, "gemma3_text": 1e6, "gpt_oss": 150_000.0, "llama4_text": 5e5, "mixtral": 1e6,
+}  # fmt: skip
+"""Families with another default in transformers 4."""
+_ALWAYS_SAID = frozenset(
+    {"qwen2", "qwen2_moe", "qwen3", "qwen3_moe", "mixtral", "qwen2_vl", "qwen2_5_vl", "qwen3_vl"}
+)
+"""Families whose published models all have a rope_theta."""
+GENERIC_TOKENIZER, NEW_TOKENIZER = "PreTrainedTokenizerFast", "TokenizersBackend"
+PROCESSOR_FILES = ("preprocessor_config.json", "processor_config.json")
+
+COMPUTE = (
+    "rms_norm_eps", "layer_norm_eps", "layer_norm_epsilon", "norm_epsilon", "norm_eps",
+    "hidden_act", "hidden_activation", "activation_function",
+    "query_pre_attn_scalar", "attention_multiplier", "attn_logit_softcapping",
+    "final_logit_softcapping", "logits_scaling", "logit_scale", "embedding_multiplier",
+    "residual_multiplier", "scale_attn_weights", "scale_attn_by_inverse_layer_idx",
+    "attention_bias", "use_qk_norm", "layer_types", "no_rope_layers", "num_experts_per_tok",
+    "norm_topk_prob", "routed_scaling_factor", "scoring_func", "n_group", "topk_group",
+)  # fmt: skip
+"""Settings of the language model that training does not change."""
+_NEVER_ABSENT = COMPUTE[:8]
+"""Settings that every writer saves. If one is absent, the loader uses its default."""
+_MEANT = ("max_position_embeddings",)
+_TOKENIZER = ("add_bos_token", "add_eos_token", "add_prefix_space")
+_PROCESSOR = (
+    "image_processor_type", "image_mean", "image_std", "rescale_factor", "patch_size", "merge_size",
+    "temporal_patch_size", "size", "crop_size", "do_resize", "do_rescale", "do_normalize",
+)  # fmt: skip
+
+
+def check(source: Source) -> Iterator[Finding]:
+    """Report settings that some readers do not find, then settings that differ from the base's."""
+    if source.is_model or source.is_adapter:
+        yield from _tokenizer_class(source)
+    if not source.is_model or not source.config():
+        return
+    yield from _rope_form(source.config())
+    yield from _processor(source)
+    base = source.base
+    if base is not None and base.is_model and base.config():
+        yield from _compute(source, base)
+        yield from _ties(source, base)
+        yield from _others(source, base)
+
+
+def _tokenizer_class(source: Source) -> Iterator[Finding]:
+    if source.config(SETTINGS).get("tokenizer_class") == NEW_TOKENIZER:
+        yield say.TOKENIZER_CLASS.at(
+            SETTINGS, "tokenizer_class", found=repr(NEW_TOKENIZER),
+            expected=f"the family's class, or {GENERIC_TOKENIZER!r}",
+        )  # fmt: skip
+
+
+def _rope_form(config: Mapping[str, Any]) -> Iterator[Finding]:
+    text = text_config(config)
+    kind, new = str(text.get("model_type")), text.get("rope_parameters")
+    if not isinstance(new, Mapping):
+        present = {"rope_theta", "rope_scaling", "rotary_emb_base"} & {*text, *config}
+        if kind in _ALWAYS_SAID and "rope_theta" not in present:
+            yield say.ROPE_THETA_ABSENT.at(
+                CONFIG, "rope_theta", found="absent", expected="the base's, 1000000.0 mostly"
+            )
+        return
+    if "rope_theta" in text:
+        return
+    lost = old_rope(text)
+    default = _THETAS.get(kind, THETA)
+    if lost.get("rope_theta") in (None, default) and "rope_scaling" not in lost:
+        return
+    told = ", ".join(f"{name} {value!r}" for name, value in lost.items())
+    yield say.ROPE_FORM.at(
+        CONFIG, "rope_parameters", found=f"no rope_theta beside it: read as {default:.0f}",
+        expected=told,
+    )  # fmt: skip
+
+
+def old_rope(text: Mapping[str, Any]) -> dict[str, Any]:
+    """Convert `rope_parameters` of transformers 5 to the settings of transformers 4.
+
+    Args:
+        text: configuration of the language model.
+    """
+    new = text.get("rope_parameters")
+    if not isinstance(new, Mapping):
+        return {}
+    if any(isinstance(one, Mapping) for one in new.values()):
+        new = new.get("full_attention")
+        if not isinstance(new, Mapping):
+            return {}
+    rest = {key: value for key, value in new.items() if key != "rope_theta"}
+    old = {"rope_theta": new["rope_theta"]} if "rope_theta" in new else {}
+    plain = rest.get("rope_type", "default") == "default" and "mrope_section" not in rest
+    return old if plain else {**old, "rope_scaling": rest}
+
+
+def _processor(source: Source) -> Iterator[Finding]:
+    config = source.config()
+    if not is_multimodal(config) or not source.tensors:
+        return
+    if not any(name in source.folder.files for name in PROCESSOR_FILES):
+        yield say.PROCESSOR_MISSING.at(
+            PROCESSOR_FILES[0], found="absent", expected="that of the base"
+        )
+
+
+def _compute(source: Source, base: Source) -> Iterator[Finding]:
+    """Report settings of the computation that differ from the base's, rotary ones included."""
+    ours, theirs = source.config(), base.config()
+    for name in COMPUTE:
+        mine, other = of_text(ours, name), of_text(theirs, name)
+        absent = mine is None and name in _NEVER_ABSENT and name not in text_config(ours)
+        if other is None or mine == other or (mine is None and not absent):
+            continue
+        yield _changed(name, mine, other)
+    mine, other = _rope(ours), _rope(theirs)
+    for name in sorted({*mine, *other} & {"theta", "type", "factor"} | {*mine} & {*other}):
+        if mine.get(name) != other.get(name):
+            yield _changed(f"rope {name}", mine.get(name), other.get(name))
+
+
+def _changed(name: str, mine: Any, other: Any) -> Finding:
+    ours = "absent" if mine is None else repr(mine)
+    return say.CONFIG_CHANGED.at(CONFIG, name, found=ours, expected=f"{other!r}, as the base has")
+
+
+def _rope(config: Mapping[str, Any]) -> dict[str, Any]:
+    """Return rotary settings under uniform names, whichever version wrote them."""
+    text = text_config(config)
+    new = text.get("rope_parameters")
+    theta: Any = of_text(config, "rope_theta")
+    scaling: Any = text.get("rope_scaling")
+    local: Any = text.get("rope_local_base_freq")
+    if isinstance(new, Mapping):
+        whole, part = new.get("full_attention"), new.get("sliding_attention")
+        if isinstance(part, Mapping):
+            local = part.get("rope_theta", local)
+        scaling = whole if isinstance(whole, Mapping) else new
+        theta = scaling.get("rope_theta", theta)
+    settings = dict(scaling) if isinstance(scaling, Mapping) else {}
+    kind = settings.pop("rope_type", settings.pop("type", "default"))
+    settings.pop("type", None)
+    settings.pop("rope_theta", None)
+    settings["type"] = "default" if kind == "mrope" else kind
+    settings["theta"] = THETA if theta is None and "rope_parameters" not in text else theta
+    partial = settings.pop("partial_rotary_factor", of_text(config, "partial_rotary_factor"))
+    more = {"partial factor": partial, "local theta": local}
+    settings |= {name: value for name, value in more.items() if value is not None}
+    return {
+        name: float(value) if type(value) is int else value
+        for name, value in settings.items()
+        if value is not None
+    }
+
+
+def _ties(source: Source, base: Source) -> Iterator[Finding]:
+    name = "tie_word_embeddings"
+    mine, other = source.config().get(name), base.config().get(name)
+    if not isinstance(mine, bool) or not isinstance(other, bool) or mine == other:
+        return
+    has_head = bool(embeddings_of(source.tensors, source.config()).output)
+    if mine or not (has_head or not source.weights.is_whole):
+        yield _changed(name, mine, other)
+
+
+def _others(source: Source, base: Source) -> Iterator[Finding]:
+    """Report differences that training may intend, and settings that saving may lose."""
+    ours, theirs = source.config(), base.config()
+    for name in _MEANT:
+        yield from _differs(CONFIG, name, of_text(ours, name), of_text(theirs, name))
+    yield from _differs(CONFIG, "sliding_window", _window(ours), _window(theirs), absent=True)
+    bos = of_text(ours, "bos_token_id"), of_text(theirs, "bos_token_id")
+    yield from _differs(CONFIG, "bos_token_id", *bos)
+    mine, other = (token_ids(of_text(one, "eos_token_id")) for one in (ours, theirs))
+    if mine and other and not {*mine} & {*other}:
+        yield from _differs(CONFIG, "eos_token_id", list(mine), list(other))
+    ours, theirs = source.config(SETTINGS), base.config(SETTINGS)
+    yield from _differs(SETTINGS, "tokenizer_class", _class_of(ours), _class_of(theirs))
+    for name in _TOKENIZER:
+        yield from _differs(SETTINGS, name, ours.get(name), theirs.get(name))
+    processor = PROCESSOR_FILES[0]
+    ours, theirs = source.config(processor), base.config(processor)
+    for name in _PROCESSOR:
+        yield from _differs(processor, name, ours.get(name), theirs.get(name))
+
+
+def _differs(
+    file: str, name: str, mine: Any, other: Any, *, absent: bool = False
+) -> Iterator[Finding]:
+    if mine == other or (not absent and (mine is None or other is None)):
+        return
+    yield say.CONFIG_DIFFERS.at(
+        file, name, found=repr(mine), expected=f"{other!r}, as the base has"
+    )
+
+
+def _window(config: Mapping[str, Any]) -> Any:
+    """Return the sliding window in use; None if there is none."""
+    used = of_text(config, "use_sliding_window") is not False
+    return of_text(config, "sliding_window") if used else None
+
+
+def _class_of(settings: Mapping[str, Any]) -> str | None:
+    """Return the tokenizer class without the suffix Fast; None for a generic class."""
+    name = settings.get("tokenizer_class")
+    if not isinstance(name, str) or name in (GENERIC_TOKENIZER, NEW_TOKENIZER):
+        return None
+    return name.removesuffix("Fast")

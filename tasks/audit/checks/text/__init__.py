@@ -1,0 +1,1 @@
+"""Checks of tokenizers, special tokens, chat templates and embeddings."""

@@ -1,0 +1,82 @@
+"""Chat templates: there, the same everywhere, and of tokens that the tokenizer has."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+
+from tasks.audit.catalogue import templates as say
+from tasks.audit.checks.text.template_text import BrokenTemplateError, read_template
+from tasks.audit.checks.text.tokens import SETTINGS, TOKENIZERS, Tokens, read_tokens
+from tasks.audit.finding import Finding, Severity
+from tasks.audit.recognise import Kind
+from tasks.audit.source import Source
+
+JINJA = "chat_template.jinja"
+_DOCUMENTS = (SETTINGS, "chat_template.json", "processor_config.json")
+_DEFAULT = "default"
+
+
+def check(source: Source) -> Iterator[Finding]:
+    """Every place that a loader reads templates from."""
+    if not (source.is_adapter or source.kind in (Kind.MODEL, Kind.VALUE)):
+        return
+    places = template_places(source)
+    has_tokenizer = any(name in source.folder.files for name in TOKENIZERS)
+    if not places and has_tokenizer:
+        yield say.TEMPLATE_MISSING.at("", found="no chat template", expected=JINJA)
+    yield from _agree(places)
+    tokens = read_tokens(source.folder)
+    for place, text in places.items():
+        yield from _text(place, text, tokens)
+    if source.base is not None and places:
+        theirs = set(template_places(source.base).values())
+        if theirs and not theirs & set(places.values()):
+            yield say.TEMPLATE_NOT_OF_BASE.at(
+                next(iter(places)), found="another template", expected="that of the base, or meant"
+            )
+
+
+def template_places(source: Source) -> dict[str, str]:
+    """The default template, by the file that holds it; empty ones are none."""
+    found = {JINJA: source.folder.text(JINJA)}
+    for name in _DOCUMENTS:
+        found[name] = _default(source.config(name).get("chat_template"))
+    return {name: text.strip("\n") for name, text in found.items() if text.strip()}
+
+
+def _default(said: object) -> str:
+    """`chat_template`: a text, or several by name, as a mapping or as a list of pairs."""
+    if isinstance(said, str):
+        return said
+    if isinstance(said, Mapping):
+        text = said.get(_DEFAULT)
+        return text if isinstance(text, str) else ""
+    if isinstance(said, list):
+        named = [one for one in said if isinstance(one, Mapping) and one.get("name") == _DEFAULT]
+        text = named[0].get("template") if named else None
+        return text if isinstance(text, str) else ""
+    return ""
+
+
+def _agree(places: Mapping[str, str]) -> Iterator[Finding]:
+    first = next(iter(places), "")
+    for place, text in places.items():
+        if text != places[first]:
+            # Processors of published models have templates of their own, for images.
+            yield say.TEMPLATES_DIFFER.at(
+                place, found=f"another template than in {first}", expected="the same in both",
+                severity=None if place == SETTINGS else Severity.WARNING,
+            )  # fmt: skip
+
+
+def _text(place: str, text: str, tokens: Tokens) -> Iterator[Finding]:
+    try:
+        words = read_template(text, tokens.special)
+    except BrokenTemplateError as error:
+        yield say.TEMPLATE_BROKEN.at(place, found=str(error), expected="a template that parses")
+        return
+    unknown = sorted(one for one in words.markers if not tokens.has(one))
+    if tokens.rows and unknown:
+        yield say.TEMPLATE_UNKNOWN_TOKENS.at(
+            place, unknown, found="no tokens of the tokenizer", expected="tokens of their own"
+        )

@@ -1,0 +1,206 @@
+"""What a folder is, in one line for a person: told by names of files, configuration and keys.
+
+found = recognise(folder)
+found.kind        Kind.ADAPTER
+found.what        "a PEFT adapter of rank 8 (adapter_model.safetensors)"
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from enum import StrEnum
+from typing import Any
+
+from tasks.audit.folder import Folder
+from tasks.audit.weights import Weights, open_weights
+from tasks.weights.files.index import index_of
+from tasks.weights.files.reader import MANIFEST
+from tasks.weights.heads.absence import OPENRLHF, wrapped_class
+from tasks.weights.heads.folder import SIDE_FILES, architectures
+from tasks.weights.plan.partitions import PARTITIONS
+
+CONFIG, ADAPTER_CONFIG = "config.json", "adapter_config.json"
+MODELS = ("model.safetensors", "pytorch_model.bin")
+ADAPTERS = ("adapter_model.safetensors", "adapter_model.bin")
+_OURS = {"kind", "digest", "tensors", "files", "inputs", "notes"}
+"""What every manifest of ours has; see `tasks/pipeline/artifact.py`."""
+
+
+class Kind(StrEnum):
+    """What a folder can be. `FOREIGN`: named, but read by the tool that wrote it alone."""
+
+    ADAPTER = "adapter"
+    MODEL = "model"
+    REWARD = "reward-model"
+    VALUE = "value-head-model"
+    DEEPSPEED = "deepspeed"
+    SHARDS = "shards"
+    FOREIGN = "foreign"
+    MIXTURE = "mixture"
+    NOTHING = "nothing"
+
+
+@dataclass(frozen=True)
+class Recognised:
+    """What a folder is.
+
+    Attributes:
+        kind: for programs.
+        what: for a person, without the folder's name.
+        dialect: who wrote it, where that can be told: "OpenRLHF", "LLaMA-Factory", "TRL", "peft",
+            "transformers", "DeepSpeed", "verl", "Plumbline"; else "".
+        weights: the tensors that make it what it is; empty where they are not read by headers.
+        manifest: our manifest, where it has one.
+        beside: what else lies there.
+    """
+
+    kind: Kind
+    what: str
+    dialect: str = ""
+    weights: Weights = field(default_factory=lambda: Weights(""))
+    manifest: Mapping[str, Any] = field(default_factory=dict)
+    beside: tuple[str, ...] = ()
+
+
+def recognise(folder: Folder) -> Recognised:
+    """Look at names of files, then at configuration and headers. Raises ArtifactError."""
+    manifest = own_manifest(folder)
+    states = tuple(_states(folder))
+    adapter, model = _open_first(folder, ADAPTERS), _open_first(folder, MODELS)
+    parts = PARTITIONS in folder.files  # beside adapter_config.json, of what they are gathered into
+    is_adapter = adapter is not None or (ADAPTER_CONFIG in folder.files and not (states or parts))
+    if adapter is not None and model is not None and not _is_head(model):
+        what = f"a mixture: a PEFT adapter ({_stored(adapter)}) and a full model ({_stored(model)})"
+        return Recognised(Kind.MIXTURE, what, weights=model, manifest=manifest, beside=states)
+    if is_adapter:
+        found = _adapter(folder, adapter or Weights(ADAPTERS[0]))
+    elif model is not None:
+        found = _model(folder, model)
+    elif parts:
+        found = Recognised(Kind.SHARDS, _shards(folder), "Plumbline")
+    elif states:
+        kind = Kind.DEEPSPEED if "DeepSpeed" in states[0] else Kind.FOREIGN
+        dialect = next((one for one in ("DeepSpeed", "verl") if one in states[0]), "")
+        found, states = Recognised(kind, states[0], dialect), states[1:]
+    else:
+        bare = "a configuration without weights" if CONFIG in folder.files else "nothing known"
+        what = f"an artifact of ours of kind {manifest['kind']}" if manifest else bare
+        found = Recognised(Kind.NOTHING, what, "Plumbline" if manifest else "")
+    ours = f"our artifact of kind {manifest['kind']}: " if manifest and found.weights.files else ""
+    dialect = "Plumbline" if ours else found.dialect
+    return Recognised(found.kind, ours + found.what, dialect, found.weights, manifest, states)
+
+
+def own_manifest(folder: Folder) -> Mapping[str, Any]:
+    """A manifest of ours; empty when there is none: other tools have files of that name."""
+    document = folder.json(MANIFEST)
+    ours = set(document) >= _OURS and isinstance(document["kind"], str)
+    return document if ours else {}
+
+
+def _open_first(folder: Folder, names: tuple[str, ...]) -> Weights | None:
+    """The first of several names that has files: safetensors come before pickles."""
+    for name in names:
+        found = open_weights(folder, name)
+        if found.files or found.index is not None or index_of(name) in folder.files:
+            return found
+    return None
+
+
+def _stored(weights: Weights) -> str:
+    """Its files in few words."""
+    if len(weights.files) == 1:
+        return weights.files[0]
+    return f"{len(weights.files)} files of {weights.single.replace('.', '-*.', 1)}"
+
+
+def _is_head(weights: Weights) -> bool:
+    """TRL saves the head of a PEFT model as if it were the whole model's weights."""
+    return bool(weights.tensors) and all("v_head." in key for key in weights.tensors)
+
+
+def _adapter(folder: Folder, weights: Weights) -> Recognised:
+    said = folder.json(ADAPTER_CONFIG)
+    rank = f" of rank {said['r']}" if type(said.get("r")) is int else ""
+    dora = "DoRA " if said.get("use_dora") else ""
+    dialect = "verl" if _is_verl(folder) else "peft"
+    stored = _stored(weights) if weights.files else "no weights"
+    head = _head_of_adapter(folder, weights)
+    what = f"a PEFT {dora}adapter{rank} ({stored}){head}"
+    return Recognised(Kind.ADAPTER, what, dialect, weights)
+
+
+def _head_of_adapter(folder: Folder, weights: Weights) -> str:
+    if any("v_head." in key for key in weights.tensors) or any(
+        name in folder.files for name in SIDE_FILES
+    ):
+        return " with a value head"
+    config = folder.json(ADAPTER_CONFIG)
+    wrapped = wrapped_class(config)
+    if wrapped == "CriticModel":
+        return " of an OpenRLHF critic"
+    if wrapped in OPENRLHF:
+        return " of an OpenRLHF reward model"
+    return " of a reward model" if config.get("task_type") == "SEQ_CLS" else ""
+
+
+def _model(folder: Folder, weights: Weights) -> Recognised:
+    config = folder.json(CONFIG)
+    names = architectures(config)
+    stored = _stored(weights)
+    side = next((name for name in SIDE_FILES if name in folder.files), "")
+    if side:
+        what = f"a model with LLaMA-Factory's value head ({stored}, {side})"
+        return Recognised(Kind.VALUE, what, "LLaMA-Factory", weights)
+    if any("v_head." in key for key in weights.tensors):
+        return Recognised(Kind.VALUE, f"a model with TRL's value head ({stored})", "TRL", weights)
+    if {*OPENRLHF} & set(names) or "value_head_prefix" in config:
+        role = "critic" if "CriticModel" in names else "reward model"
+        return Recognised(Kind.REWARD, f"an OpenRLHF {role} ({stored})", "OpenRLHF", weights)
+    if any(name.endswith("ForSequenceClassification") for name in names):
+        return Recognised(Kind.REWARD, f"a {names[0]} ({stored})", "transformers", weights)
+    named = f"a full {names[0]}" if names else "a full model"
+    return Recognised(Kind.MODEL, f"{named} ({stored})", "transformers", weights)
+
+
+def _shards(folder: Folder) -> str:
+    """What training left here: an adapter or a whole model, in parts."""
+    said = folder.json(PARTITIONS)
+    rank = folder.json(ADAPTER_CONFIG).get("r")
+    of_rank = f" of rank {rank}" if type(rank) is int else ""
+    of = {"adapter": f" of a LoRA adapter{of_rank}", "full": " of a full model"}
+    mode, ranks = said.get("mode"), said.get("world_size")
+    count = f" of {ranks} ranks" if type(ranks) is int else ""
+    return f"Plumbline's shards{of.get(mode, '') if isinstance(mode, str) else ''}{count}"
+
+
+_STATES: tuple[tuple[str, str], ...] = (
+    # a file of it, anywhere; what it is
+    (r"(.*/)?zero/[^/]+/fp32\.pt", "a universal DeepSpeed checkpoint"),
+    (r"(.*/)?zero_pp_rank_\d+_mp_rank_\d+_model_states\.pt", "a DeepSpeed checkpoint of ZeRO-3"),
+    (r"(.*/)?(bf16_)?zero_pp_rank_\d+_mp_rank_\d+_optim_states\.pt",
+     "a DeepSpeed checkpoint of ZeRO-1 or 2"),
+    (r"(.*/)?mp_rank_\d+_model_states\.pt", "a DeepSpeed checkpoint without ZeRO"),
+    (r"(.*/)?(actor/|critic/)?model_world_size_\d+_rank_\d+\.pt", "verl's FSDP shards"),
+    (r"(.*/)?__\d+_\d+\.distcp", "a torch distributed (FSDP) checkpoint"),
+    (r"(.*/)?mp_rank_\d+(_\d+)?/model_optim_rng\.pt", "a Megatron checkpoint"),
+    (r"[^/]+\.gguf", "a GGUF model"),
+    (r"(.*/)?(consolidated|model|pytorch_model)[^/]*\.(pt|pth)", "a raw torch state dict"),
+)  # fmt: skip
+
+
+def _states(folder: Folder) -> Iterator[str]:
+    """What trainers left in it that is no finished model."""
+    deepspeed = False
+    for pattern, what in _STATES:
+        if deepspeed and "DeepSpeed" in what:
+            continue  # one checkpoint has files of several kinds: the most telling comes first
+        if any(re.fullmatch(pattern, name) for name in folder.files):
+            deepspeed |= "DeepSpeed" in what
+            yield what
+
+
+def _is_verl(folder: Folder) -> bool:
+    return folder.root.name == "lora_adapter"

@@ -1,0 +1,132 @@
+"""The draft as files: written beside OUT, examined once more, published by one rename."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from tasks.audit.examine import examine
+from tasks.audit.finding import Finding
+from tasks.audit.repair.draft import Draft
+from tasks.audit.repair.drafting import HEAD, drafted, errors_of
+from tasks.audit.repair.ties import settle_ties
+from tasks.audit.source import Source, open_source
+from tasks.core.errors import ConfigError, ContractError, first_and_more
+from tasks.pipeline.artifact import Artifact, Origin, publish, staging
+from tasks.weights.execute.execute import execute
+from tasks.weights.heads.detect import Found
+from tasks.weights.heads.writing import write_value_head
+from tasks.weights.plan.layout import as_is
+from tasks.weights.plan.operations import Plan
+from tasks.weights.plan.validate import validate
+
+MAX_SHARD_BYTES = 5_000_000_000
+_SHOWN = 50
+_INPUT = "source"
+
+
+@dataclass(frozen=True)
+class Repaired:
+    """What a repair left.
+
+    Attributes:
+        artifact: the new folder.
+        done: what was changed, one line each.
+        findings: what there still is to say of it; no errors.
+    """
+
+    artifact: Artifact
+    done: tuple[str, ...]
+    findings: tuple[Finding, ...]
+
+
+def repair(root: Path, out: Path, *, base: Path | None = None) -> Repaired:
+    """Write a repaired copy of a folder.
+
+    Args:
+        root: the folder; it is only read.
+        out: the new folder; absent or empty.
+        base: of an adapter, as for an audit.
+
+    Raises:
+        ConfigError: `out` is not free, or there is nothing to repair.
+        ContractError: what is wrong cannot be repaired without inventing something; every reason.
+        ArtifactError: a file cannot be read or written.
+    """
+    _require_free(root, out)
+    source = open_source(root, base)
+    if not (source.is_model or source.is_adapter):
+        raise ContractError(
+            f"{root}: {source.recognised.what}: only models and adapters are repaired",
+            details=_lines(errors_of(examine(source))),
+        )
+    draft, found = drafted(source, examine(source))
+    settle_ties(draft)
+    _refuse(root, draft)
+    return _write(draft, found, out)
+
+
+def _refuse(root: Path, draft: Draft) -> None:
+    """Judge the draft as if it lay there already."""
+    errors = errors_of(examine(draft.as_source()))
+    # What could not be done is the cause of the errors that are left.
+    reasons = draft.refused or _lines(errors)
+    if reasons:
+        raise ContractError(
+            f"{root}: not everything can be repaired without loss: {first_and_more(reasons)}",
+            details=reasons[:_SHOWN],
+            hint="" if draft.refused else errors[0].fix.replace("source=DIR", f"source={root}"),
+        )
+    if not draft.done:
+        raise ConfigError(f"{root}: nothing in it that a repair would change")
+
+
+def _write(draft: Draft, found: Found | None, out: Path) -> Repaired:
+    kind = "adapter" if draft.source.is_adapter else "weights"
+    stem = "adapter_model" if draft.source.is_adapter else "model"
+    tensors = draft.tensors
+    plan = Plan(as_is(tensors, _INPUT).ops, max_shard_bytes=MAX_SHARD_BYTES)
+    out.parent.mkdir(parents=True, exist_ok=True)
+    with staging(out) as work:
+        validate(plan, {_INPUT: tensors}, out=work)
+        execute(plan, {_INPUT: tensors}, work, stem=stem)
+        for name in draft.copied():
+            shutil.copyfile(draft.source.folder.root / name, work / name)
+        for name, document in draft.documents.items():
+            (work / name).write_text(json.dumps(document, indent=2, ensure_ascii=False) + "\n")
+        if found is not None:
+            (work / HEAD).mkdir()
+            write_value_head(found, work / HEAD)
+        findings = examine(open_source(work, _base(draft.source)))
+        errors = errors_of(findings)
+        if errors:  # the draft was judged good: what was written is not the draft
+            raise ContractError(
+                f"{out}: the repaired copy is not what was planned", details=_lines(errors)
+            )
+        if out.is_dir():
+            out.rmdir()  # empty: `publish` would keep it for a moment as an older artifact
+        artifact = publish(
+            work, out, Origin(kind, "audit", out.name, notes={"repaired": draft.done})
+        )
+    return Repaired(artifact, tuple(draft.done), tuple(findings))
+
+
+def _base(source: Source) -> Path | None:
+    return source.base.folder.root if source.base is not None else None
+
+
+def _require_free(root: Path, out: Path) -> None:
+    if out.resolve().is_relative_to(root.resolve()) or root.resolve().is_relative_to(out.resolve()):
+        raise ConfigError(
+            f"out_dir={out} and source={root} lie in each other: a source is only read",
+            hint="out_dir=<a folder elsewhere>",
+        )
+    if out.exists() and (not out.is_dir() or any(out.iterdir())):
+        raise ConfigError(f"out_dir={out} is not empty", hint="out_dir=<a new folder>")
+
+
+def _lines(findings: Sequence[Finding]) -> list[str]:
+    return [f"{one.code}: {one.where}: {one.found} -> {one.fix}" for one in findings]

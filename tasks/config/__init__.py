@@ -1,0 +1,40 @@
+"""The configuration's schema: every key, its type, its unit, its default.
+
+`flows/cli/config.py` hands it to Hydra, which then refuses a key that is not here and a value of
+another type. What a type cannot say (ranges, what goes together) is the preflight's.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from tasks.config.after_training import Convert, Gate, Merge, Smoke
+from tasks.config.inputs import Data, Model
+from tasks.config.learning import Peft, Train, Zero
+from tasks.config.online import Reward, Rl, Rollout
+from tasks.config.places import Paths, Tracking
+
+
+@dataclass
+class Rlhf:
+    """The whole configuration of `flows/rlhf.py`."""
+
+    plan: bool = False  # true: print what would be done, start nothing
+    force: list[str] = field(default_factory=list)  # stages to run anew, by name
+    tag: str = ""  # free text that tells runs apart
+    seed: int = 0  # of training
+    chain: dict[str, list[str]] = field(default_factory=dict)  # links, see flows/chain/steps.py
+    model: Model = field(default_factory=Model)
+    data: Data = field(default_factory=Data)
+    train: Train = field(default_factory=Train)
+    peft: Peft = field(default_factory=Peft)
+    zero: Zero = field(default_factory=Zero)
+    rl: Rl = field(default_factory=Rl)
+    rollout: Rollout = field(default_factory=Rollout)
+    reward: Reward = field(default_factory=Reward)
+    merge: Merge = field(default_factory=Merge)
+    convert: Convert = field(default_factory=Convert)
+    smoke: Smoke = field(default_factory=Smoke)
+    gate: Gate = field(default_factory=Gate)
+    tracking: Tracking = field(default_factory=Tracking)
+    paths: Paths = field(default_factory=Paths)

@@ -1,0 +1,278 @@
+"""The data files and their first rows. What is wrong further down is `prepare`'s to report."""
+
+from __future__ import annotations
+
+import difflib
+import itertools
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from tasks.config.checks.finding import Finding
+from tasks.core.errors import DataError
+from tasks.data.columns import Columns
+from tasks.data.kinds import KINDS, PROMPTS, TEXTS, Kind, kind_for
+from tasks.data.messages import Unusable
+from tasks.data.readers import FILE_KINDS, Row, existing_file, read_rows
+from tasks.data.sources import wrong_probabilities
+
+TEXT = "text"
+"""The column that raw texts usually lie in."""
+PEEK = 1000
+"""Rows that are looked at; a source of mixed rows shows its columns within as many."""
+USUAL = {
+    "messages": ("conversation", "dialog", "chat"),
+    "prompt": ("instruction", "question", "query", "problem", "input"),
+    "response": ("output", "completion", "answer", "target", "solution"),
+    "chosen": ("chosen_response", "preferred", "winner"),
+    "rejected": ("rejected_response", "dispreferred", "loser"),
+    "label": ("kto_tag", "desirable"),
+}
+"""Names that other tools give to columns, by ours."""
+
+
+def readable(settings: Mapping[str, Any], objective: str = "sft") -> list[Finding]:
+    """A source that is not named, is not readable, or whose first rows do not fit the objective."""
+    kind = settings["kind"]
+    found = _template(settings["chat_template"])
+    if kind == "toy":
+        return found + _not_read(settings)
+    if settings["sources"]:
+        return found + _several(settings, objective)
+    if kind == "hub":
+        missing = Finding("data.name", "nothing", "has to be given", "data.name=owner/name")
+        return found if settings["name"] else [*found, missing]
+    if not settings["path"]:
+        missing = Finding("data.path", "nothing", "has to be given", "data.path=<file>")
+        return [*found, missing]
+    for key in ("path", "eval_path"):
+        if settings[key]:
+            found += _file(f"data.{key}", settings[key], settings, objective)
+    return found
+
+
+def _not_read(settings: Mapping[str, Any]) -> list[Finding]:
+    """The user's data, where the embedded tasks were chosen."""
+    named = [key for key in ("path", "eval_path", "name", "sources") if settings[key]]
+    text, allowed = "set with data.kind=toy", "the embedded tasks would be read instead"
+    override = "data=jsonl|csv|parquet|hub, without data=toy"
+    return [Finding(f"data.{key}", text, allowed, override) for key in named]
+
+
+def mask_fits(mask: str, objective: str) -> list[Finding]:
+    """Pairs and labelled answers are learnt from as a whole: their mask is no matter of choice."""
+    if mask == "last_answer" or objective == "sft":
+        return []
+    found, allowed = f"{mask} with train.objective={objective}", "last_answer; others are for sft"
+    return [Finding("train.mask", found, allowed, "train.mask=last_answer")]
+
+
+def _several(settings: Mapping[str, Any], objective: str) -> list[Finding]:
+    sources, found = settings["sources"], []
+    if settings["path"] or settings["name"]:
+        given = "data.path" if settings["path"] else "data.name"
+        text = f"{given} and data.sources are both given"
+        found.append(Finding("data.sources", text, "one of them", f"{given}=null"))
+    wrong = wrong_probabilities([source["probability"] for source in sources])
+    if wrong:
+        allowed = "positive, together 1; or none for any source"
+        found.append(Finding("data.sources", wrong, allowed, "probability: 0.7 and 0.3"))
+    for number, source in enumerate(sources):
+        what = f"data.sources[{number}].path"
+        named = {k: v for k, v in source.items() if v is not None and k.endswith(("_key", "kind"))}
+        merged = {**settings, **named}
+        if merged["kind"] in FILE_KINDS:
+            found += _file(what, source["path"], merged, objective)
+        elif merged["kind"] == "toy":
+            found.append(Finding(what, "kind toy", "a file or a hub id", "kind: jsonl"))
+        if source["max_samples"] is not None and source["max_samples"] < 1:
+            text = f"max_samples: {source['max_samples']}"
+            found.append(Finding(what, text, "1 or more", "max_samples: null"))
+    if settings["eval_path"]:
+        found += _file("data.eval_path", settings["eval_path"], settings, objective)
+    return found
+
+
+def _template(path: str | None) -> list[Finding]:
+    if path is None:
+        return []
+    try:
+        existing_file(path, key="data.chat_template")
+    except DataError as error:
+        return [_refused("data.chat_template", error)]
+    return []
+
+
+def _file(what: str, path: str, settings: Mapping[str, Any], objective: str) -> list[Finding]:
+    """One file: there, readable, not empty, with rows that the objective can learn from."""
+    try:
+        existing_file(path, key=what)
+        rows = list(itertools.islice(read_rows(settings["kind"], path), PEEK))
+    except DataError as error:
+        return [_refused(what, error)]
+    if not rows:
+        return [Finding(what, f"{path} has no rows", "a file with rows", f"{what}=<file>")]
+    if settings["kind"] == "jsonl" and rows[0].problem and _is_list(path):
+        wrong, right = f"{path} is one JSON list", Path(path).with_suffix(".json")
+        allowed = f"such a file is named .json: mv {path} {right}"
+        return [Finding(what, wrong, allowed, f"{what}={right}")]
+    names = list(dict.fromkeys(name for row in rows for name in row.values))
+    if not names:  # not one of them can be read
+        wrong = f"{rows[0].place}: {rows[0].problem}"
+        allowed = f"{settings['kind']} as data.kind says"
+        return [Finding(what, wrong, allowed, "data=jsonl|csv|parquet")]
+    columns = Columns.of({k: v for k, v in settings.items() if k.endswith("_key")}).among(names)
+    kind = kind_for(objective, texts=columns.text is not None)
+    problems = wrong_columns(names, columns, kind=kind, where=str(path))
+    other = _other_kind(rows, columns, kind) if problems else None
+    named_near = any("<column>" not in problem.override for problem in problems)
+    if other is not None and not (other is TEXTS and named_near):
+        return [_other_objective(rows, columns, objective, other, str(path))]
+    problems = problems or _none_usable(rows, columns, kind, what)
+    return problems or (
+        _bad(rows, columns, kind, what) if settings["on_bad_line"] == "fail" else []
+    )
+
+
+def _bad(rows: Sequence[Row], columns: Columns, kind: Kind, what: str) -> list[Finding]:
+    """Rows that end the run once it has begun: nothing is skipped unless the user says so."""
+    reasons: list[str] = []
+    for row in rows:
+        try:
+            if row.problem:
+                raise Unusable(row.problem)
+            kind.read(row.values, columns.among(row.values))
+        except Unusable as reason:
+            reasons.append(f"{row.place}: {reason}")
+    if not reasons:
+        return []
+    count = f"{len(reasons)} of the first {len(rows)} rows cannot be used"
+    override = "data.on_bad_line=skip, or rows without the mistake"
+    return [Finding(what, f"{count}, first {reasons[0]}", "all are needed", override)]
+
+
+def _is_list(path: str) -> bool:
+    file = Path(path).expanduser()
+    if file.suffix == ".json":
+        return False  # read as a list
+    with file.open("rb") as content:
+        return content.read(4096).lstrip()[:1] == b"["
+
+
+def _refused(what: str, error: DataError) -> Finding:
+    """What the readers say, as a finding."""
+    message = error.message.removeprefix(f"{what}=")
+    return Finding(what, message, "a readable file", error.hint or f"{what}=<file>")
+
+
+def wrong_columns(
+    names: Sequence[str], columns: Columns, *, kind: Kind, where: str
+) -> list[Finding]:
+    """The columns that a row of this kind needs and that are not there.
+
+    Args:
+        names: columns that there are.
+        columns: what they are to be called.
+        kind: of rows.
+        where: the file.
+    """
+    missing = [_missing(roles, names, columns) for roles in kind.either]
+    optional = _missing(_asked_for(kind.extras, columns), names, columns)
+    if not all(missing):
+        wanted = optional
+    else:
+        wanted = [*missing[-1], *optional]
+        near = _near(columns.messages, names, 0.6) if "messages" in missing[0] else None
+        if near and len(missing) > 1:  # the other way out: messages under another name
+            wanted = missing[0]
+    return [_column(role, columns, names, where) for role in wanted]
+
+
+def _asked_for(extras: Sequence[str], columns: Columns) -> list[str]:
+    """Further columns that the user has named: one under its usual name may be there or not."""
+    usual = Columns()
+    return [
+        role for role in extras
+        if role not in ("prompt", "messages") and getattr(columns, role) != getattr(usual, role)
+    ]  # fmt: skip
+
+
+def _missing(roles: Sequence[str], names: Sequence[str], columns: Columns) -> list[str]:
+    """Those of the roles that have no column; one that has no name is needed by its set only."""
+    named = columns.named(roles)
+    absent = [role for role, name in named.items() if name not in names]
+    unnamed = ["messages"] if "messages" in roles and "messages" not in named else []
+    return [*unnamed, *absent]
+
+
+def _column(role: str, columns: Columns, names: Sequence[str], where: str) -> Finding:
+    key, name = f"data.{role}_key", getattr(columns, role)
+    usual = (other for other in USUAL.get(role, ()) if other in names)
+    near = _near(name, names, 0.6 if role == "messages" else 0.4) or next(usual, None)
+    allowed = f"the columns are {', '.join(names) or 'none'}"
+    return Finding(key, f"no column {name!r} in {where}", allowed, f"{key}={near or '<column>'}")
+
+
+def _near(name: str | None, names: Sequence[str], cutoff: float) -> str | None:
+    found = difflib.get_close_matches(name, names, n=1, cutoff=cutoff) if name else []
+    return next(iter(found), None)
+
+
+def _other_kind(rows: Sequence[Row], columns: Columns, kind: Kind) -> Kind | None:
+    """The kind that these rows are of, where it is another one. (Nearly any row can be asked, so
+    that fitting as a prompt says nothing.)
+    """
+    named = columns if columns.text else replace(columns, text=TEXT)
+    others = (k for k in KINDS.values() if k is not kind and k is not PROMPTS)
+    return next((k for k in others if any(_usable(rows, named, k))), None)
+
+
+def _other_objective(
+    rows: Sequence[Row], columns: Columns, objective: str, other: Kind, where: str
+) -> Finding:
+    sets = kind_for(objective).either
+    roles = min((_missing(roles, list(rows[0].values), columns) for roles in sets), key=len)
+    roles = roles or list(sets[-1])
+    need = " and ".join(repr(getattr(columns, role)) for role in roles)
+    keys = " ".join(f"data.{role}_key=<column>" for role in roles)
+    override = f"train={'|'.join(other.objectives)}"
+    if other is TEXTS:
+        override = f"train=pretrain data.text_key={columns.text or TEXT}"
+    elif objective == "sft" and other.name == "pairs":
+        row = next(_usable(rows, columns, other))
+        whole = not isinstance(row.values[columns.chosen], str)
+        typed = f"data.prompt_key={columns.prompt} data.response_key={columns.chosen}"
+        if whole and columns.prompt not in row.values:
+            typed = f"data.messages_key={columns.chosen}"
+        override += f", or {typed}"
+    return Finding(
+        "train.objective",
+        f"{objective}, and {where} holds {other.name} without {need}",
+        f"columns of other names: {keys}",
+        override,
+    )
+
+
+def _none_usable(rows: Sequence[Row], columns: Columns, kind: Kind, what: str) -> list[Finding]:
+    """Columns of the wrong type: not one of the first rows can be used. One alone may be bad."""
+    whole = [row for row in rows if not row.problem]
+    if len(whole) < 2 or any(_usable(whole, columns, kind)):
+        return []
+    row = whole[0]
+    try:
+        kind.read(row.values, columns)
+    except Unusable as reason:
+        text = f"none of the first {len(whole)} rows can be used; {row.place}: {reason}"
+        named = ", ".join(f"data.{role}_key" for role in kind.asked(columns))
+        return [Finding(what, text, f"rows of {kind.name}", f"{named}: other columns, or {what}")]
+    return []
+
+
+def _usable(rows: Sequence[Row], columns: Columns, kind: Kind) -> Iterator[Row]:
+    for row in rows:
+        try:
+            if not row.problem and kind.read(row.values, columns):
+                yield row
+        except Unusable:
+            continue

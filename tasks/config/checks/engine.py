@@ -1,0 +1,237 @@
+"""What engines that serve a model take: weights, and keys and values of what they serve.
+
+`smoke_eval` starts vLLM on the served folder and after that on the base, one at a time. On a CPU
+the cache of keys and values is as large as it is told to be; on a GPU it is what the weights leave
+of vLLM's share, and that has to hold the longest sequence.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from tasks.config.checks.finding import Finding
+from tasks.training.memory.estimate import ITEM, LIBRARIES
+from tasks.training.memory.sizes import Sizes
+
+GIB = 2**30
+AT_ONCE = 64
+"""Sequences that smoke_eval lets vLLM run together (`max_num_seqs`)."""
+HEADROOM = 8
+"""Tokens beyond the longest sequence, as `tasks/evaluation/vllm_jobs.py` adds them."""
+BLOCK = {"cpu": 128, "gpu": 16}
+"""Tokens that vLLM 0.32 gives a sequence at a time."""
+GPU_SHARE = 0.92
+"""Of a GPU's memory, what vLLM 0.32 takes (`gpu_memory_utilization`)."""
+
+
+@dataclass(frozen=True)
+class EngineMemory:
+    """Bytes and tokens of one engine, or of each process where several share a model.
+
+    Attributes:
+        weights: bytes, as they are served.
+        cache: bytes for keys and values.
+        token: bytes of one token's keys and values.
+        context: tokens of the longest sequence.
+        block: tokens that a sequence grows by.
+        at_once: sequences that it is let run together.
+    """
+
+    weights: int
+    cache: int
+    token: int
+    context: int
+    block: int
+    at_once: int = AT_ONCE
+
+    @property
+    def total(self) -> int:
+        """Bytes, libraries not included."""
+        return self.weights + self.cache
+
+    @property
+    def longest(self) -> int:
+        """Bytes of one sequence of `context` tokens."""
+        return -(-self.context // self.block) * self.block * self.token
+
+    @property
+    def together(self) -> int:
+        """Sequences of that length that fit at once."""
+        return int(self.cache // self.longest)
+
+    def __str__(self) -> str:
+        together = min(self.together, self.at_once)
+        running = f"{together} of {self.at_once} sequences of {self.context} tokens"
+        return (
+            f"{self.total / 2**20:.1f} MiB (weights {self.weights / 2**20:.1f} MiB, "
+            f"KV cache {self.cache / 2**20:.1f} MiB: {self.token / 2**10:.1f} KiB a token, "
+            f"room for {running})"
+        )
+
+
+def engine_memory(
+    config: Mapping[str, Any], settings: Mapping[str, Any], *, gpu_bytes: int | None
+) -> EngineMemory:
+    """Memory of smoke_eval's engine, for each of its `smoke.tensor_parallel` processes.
+
+    Args:
+        config: contents of the base's `config.json`.
+        settings: the resolved configuration.
+        gpu_bytes: the GPU's memory; None for a CPU.
+
+    Raises:
+        KeyError: an architecture that names its dimensions differently.
+    """
+    sizes, smoke, convert = Sizes.of(config), settings["smoke"], settings["convert"]
+    item = ITEM[convert["dtype"]]
+    shared = smoke["tensor_parallel"] if smoke["engine"] == "vllm" else 1
+    weights = sizes.weights() * item
+    if convert["quantize"] != "none":
+        weights -= sizes.linear_weights() * (item - 1)
+    weights //= shared
+    token, context = _token(sizes, item, shared), _context(config, settings)
+    block = BLOCK["cpu" if gpu_bytes is None else "gpu"]
+    if smoke["engine"] != "vllm":
+        cache, block = context * token, 1  # transformers answers one at a time
+    elif gpu_bytes is None:
+        cache = smoke["kv_cache_gib"] * GIB
+    else:
+        cache = max(0, int(GPU_SHARE * gpu_bytes) - weights - LIBRARIES)
+    return EngineMemory(weights, cache, token, context, block)
+
+
+def rollout_memory(
+    config: Mapping[str, Any], settings: Mapping[str, Any], *, gpu_bytes: int | None
+) -> EngineMemory:
+    """What vLLM takes beside each rank that learns from its own replies.
+
+    On a CPU linear layers are counted with 4 bytes a number: they have them where it emulates bf16
+    (`tasks/serving/vllm/cpu_linear.py`). On a GPU the engine gives its memory back while ranks
+    learn. Arguments and errors are those of `engine_memory`.
+    """
+    sizes, rollout = Sizes.of(config), settings["rollout"]
+    item, shared = ITEM[settings["model"]["dtype"]], rollout["tensor_parallel"]
+    weights = sizes.weights() * item
+    if gpu_bytes is None:
+        weights += sizes.linear_weights() * (4 - item)
+        cache = int(rollout["kv_cache_gib"] * GIB)
+    else:
+        cache = max(0, int(rollout["gpu_memory"] * gpu_bytes) - weights // shared - LIBRARIES)
+    context = rollout["max_prompt_len"] + rollout["max_new_tokens"]
+    block = BLOCK["cpu" if gpu_bytes is None else "gpu"]
+    token = _token(sizes, item, shared)
+    return EngineMemory(weights // shared, cache, token, context, block, rollout["max_num_seqs"])
+
+
+def _token(sizes: Sizes, item: int, shared: int) -> int:
+    """Bytes of a token's keys and values in each of the processes that share a model.
+
+    Each has whole heads, and one at least: heads are repeated where there are fewer of them than
+    processes (vLLM 0.32, `ModelConfig.get_num_kv_heads`).
+    """
+    heads = max(1, sizes.kv_heads // shared)
+    return sizes.kv_cache(1, item) // sizes.kv_heads * heads
+
+
+def _context(config: Mapping[str, Any], settings: Mapping[str, Any]) -> int:
+    """Tokens of the longest sequence: as told, or about what prompts and answers come to."""
+    smoke = settings["smoke"]
+    text = config.get("text_config") or config
+    needed = settings["train"]["max_len"] + smoke["max_new_tokens"] + HEADROOM
+    return int(smoke["max_model_len"] or min(needed, text.get("max_position_embeddings", needed)))
+
+
+def heads_of(config: Mapping[str, Any]) -> int:
+    """Attention heads; 0 where config.json does not say."""
+    return int((config.get("text_config") or config).get("num_attention_heads") or 0)
+
+
+def shareable(
+    key: str, processes: int, config: Mapping[str, Any], *, gpus: int | None = None
+) -> list[Finding]:
+    """Processes that share a model have whole heads (vLLM 0.32, `verify_with_parallel_config`).
+
+    Args:
+        key: the setting that says how many they are.
+        processes: that number.
+        config: contents of `config.json`.
+        gpus: those that are visible, where each process has one of its own.
+    """
+    if gpus and processes > gpus:
+        allowed = f"a GPU for each process, and {gpus} {'is' if gpus == 1 else 'are'} visible"
+        return [Finding(key, str(processes), allowed, f"{key}={gpus}")]
+    heads = heads_of(config)
+    if processes < 1 or not heads or heads % processes == 0:
+        return []
+    fits = max(one for one in range(1, processes) if heads % one == 0)
+    allowed = f"a divisor of the model's {heads} attention heads: vLLM gives whole ones away"
+    return [Finding(key, str(processes), allowed, f"{key}={fits}")]
+
+
+def cache_fits(engine: EngineMemory, *, on_gpu: bool, more: int = 1) -> list[Finding]:
+    """vLLM refuses to start when one sequence of full length does not fit.
+
+    Args:
+        engine: what it takes.
+        on_gpu: whether it runs on one.
+        more: GPUs that could share the model.
+    """
+    if engine.longest <= engine.cache:
+        return []
+    holds = engine.cache // (engine.block * engine.token) * engine.block
+    shorter = f"smoke.max_model_len={holds}" if holds else "a smaller model"
+    if on_gpu and more > 1:
+        shorter = f"smoke.tensor_parallel={more}" + (f" or {shorter}" if holds else "")
+    if on_gpu:
+        what, override = "GPU memory of smoke_eval", shorter
+    else:
+        what = "smoke.kv_cache_gib"
+        override = f"smoke.kv_cache_gib={-(-engine.longest // GIB)} or {shorter}"
+    found = f"{engine.cache / GIB:.1f} GiB for keys and values, room for {holds} tokens"
+    allowed = (
+        f"vLLM needs room for one sequence of {engine.context} tokens, "
+        f"{engine.longest / GIB:.1f} GiB ({engine.token / 2**10:.0f} KiB a token)"
+    )
+    return [Finding(what, found, allowed, override)]
+
+
+def rollouts_fit(engine: EngineMemory, gpu_bytes: int | None) -> list[Finding]:
+    """The engine of rollouts does not start either when one sequence does not fit.
+
+    Args:
+        engine: as `rollout_memory` gives it.
+        gpu_bytes: the GPU's memory; None for a CPU.
+    """
+    missing = engine.longest - engine.cache
+    if missing <= 0:
+        return []
+    if gpu_bytes is None:
+        key, override = "rollout.kv_cache_gib", f"{-(-engine.longest // GIB)}"
+    else:
+        used = engine.weights + engine.longest + LIBRARIES
+        key, override = "rollout.gpu_memory", f"{math.ceil(100 * used / gpu_bytes) / 100:g}"
+    available = f"{engine.cache / GIB:.1f} GiB for keys and values"
+    allowed = (
+        f"vLLM needs room for one sequence of {engine.context} tokens, "
+        f"{engine.longest / GIB:.1f} GiB, beside {engine.weights / GIB:.1f} GiB of weights"
+    )
+    return [Finding(key, available, allowed, f"{key}={override}")]
+
+
+def host_fits(
+    engine: EngineMemory, available: int, kv_cache_gib: int, processes: int = 1
+) -> list[Finding]:
+    """The host's memory has to hold weights, cache and libraries of all processes of an engine."""
+    needed = processes * (engine.total + LIBRARIES)
+    if needed <= available:
+        return []
+    spare = (available // processes - engine.weights - LIBRARIES) // GIB
+    override = "convert=w8a8"
+    if 1 <= spare < kv_cache_gib:
+        override = f"smoke.kv_cache_gib={spare} or smoke=transformers"
+    found = f"{available / GIB:.1f} GiB available"
+    allowed = f"smoke_eval needs about {needed / GIB:.1f} GiB: {engine}"
+    return [Finding("memory of smoke_eval", found, allowed, override)]

@@ -1,0 +1,286 @@
+"""Memory of one rank: named terms, and the peak over the phases of an iteration.
+
+    generate   the engine samples: its weights and KV cache, beside what the trainer leaves there
+    score      policy, reference, critic and reward model measure the responses, without gradients
+    train      passes and optimizer steps of policy and critic, one model after the other
+
+A run that does not learn from its own responses has the last phase alone. On a CPU the engine's
+memory stays; on a GPU it sleeps while ranks score and train.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from tasks.config.checks.engine import GIB, EngineMemory, rollout_memory
+from tasks.config.checks.model import look_at
+from tasks.config.defaults import ONLINE
+from tasks.core.machine import gpu_memory
+from tasks.rl.algorithms.algorithm_options import WITH_CRITIC
+from tasks.rl.rewards.folder import ROW_TOKENS
+from tasks.rl.rollout.vllm_support import goes_as_adapter
+from tasks.rl.settings import Online
+from tasks.training.job import Batch, Settings
+from tasks.training.memory.activations import row_bytes
+from tasks.training.memory.estimate import (
+    ITEM,
+    LIBRARIES,
+    MemoryEstimate,
+    adapter_weights,
+    estimate,
+)
+from tasks.training.memory.sizes import Sizes
+from tasks.weights.files.documents import read_json
+
+PHASES = ("generate", "score", "train")
+ASLEEP = GIB
+"""GPU memory of a sleeping engine: CUDA graphs, workspaces. A guess: vLLM frees
+weights and cache alone (`vllm/device_allocator/cumem.py`), and no GPU was there to measure."""
+
+
+@dataclass(frozen=True)
+class Term:
+    """A named part of a rank's memory, in bytes, and the phases that it is there in."""
+
+    name: str
+    size: int
+    phases: tuple[str, ...] = PHASES
+
+    def __str__(self) -> str:
+        return f"{self.name} {in_words(self.size)}"
+
+
+@dataclass(frozen=True)
+class RankMemory:
+    """Bytes of one rank.
+
+    Attributes:
+        terms: what it consists of. Of those of phase `train`, `step` and `communication` are not
+            there together with activations, so that the peak is less than their sum.
+        peaks: the most of each phase.
+        least: the most of each phase however short the samples are.
+        host: what is offloaded from a GPU to the host; part of nothing above.
+        mapped: part of a CPU rank's weights that the ranks of a node share.
+    """
+
+    terms: tuple[Term, ...]
+    peaks: Mapping[str, int]
+    least: Mapping[str, int]
+    host: int = 0
+    mapped: int = 0
+
+    @property
+    def total(self) -> int:
+        """The peak over all phases."""
+        return max(self.peaks.values())
+
+    @property
+    def states(self) -> int:
+        """The peak over all phases, however short the samples are."""
+        return max(self.least.values())
+
+    def lines(self) -> list[str]:
+        """The peak, and every term with the phases that it is there in."""
+        phase, peak = max(self.peaks.items(), key=lambda one: one[1])
+        each = ", ".join(f"{name} {in_words(size)}" for name, size in self.peaks.items())
+        where = f", in phase {phase} ({each})" if len(self.peaks) > 1 else ""
+        width = max(len(one.name) for one in self.terms)
+        return [
+            f"memory a rank: {in_words(peak)} at its peak{where}",
+            *(
+                f"  {one.name:<{width}}  {in_words(one.size):>11}  {' '.join(one.phases)}"
+                for one in self.terms
+            ),
+        ]
+
+    def needs(self) -> str:
+        """The terms of the phase that needs most, for a finding."""
+        phase = max(self.peaks, key=lambda name: self.peaks[name])
+        listed = ", ".join(str(one) for one in self.terms if phase in one.phases)
+        return f"{phase}: {listed}"
+
+
+def in_words(size: int) -> str:
+    """A size with its unit, such as 14.2 GiB."""
+    return f"{size / GIB:.1f} GiB" if size >= GIB else f"{size / 2**20:.1f} MiB"
+
+
+def memory_of(settings: Mapping[str, Any], *, rewarded: bool = False) -> RankMemory | None:
+    """Memory of a rank of a run; None when a model's dimensions are not known.
+
+    Args:
+        settings: the resolved configuration.
+        rewarded: True if an earlier step of the chain trains the reward model, on the same base.
+    """
+    known, _ = look_at(settings["model"])
+    asked = asked_of(settings)
+    if not known.config or asked.world_size < 1:
+        return None  # other findings say why
+    try:
+        return estimator(known.config, settings, rewarded=rewarded)(asked)
+    except KeyError:
+        return None  # an architecture that names its dimensions differently
+
+
+def estimator(
+    config: Mapping[str, Any], settings: Mapping[str, Any], *, rewarded: bool
+) -> Callable[[Settings], RankMemory]:
+    """Return `rank_memory` of this machine and this reward model, for any training settings.
+
+    Args:
+        config: contents of the base's config.json.
+        settings: the resolved configuration.
+        rewarded: as of `memory_of`.
+    """
+    reward = config if rewarded else reward_config(settings["reward"]["model"])
+    gpu = gpu_memory(settings["train"]["device"])
+    return lambda asked: rank_memory(config, asked, gpu=gpu, reward=reward)
+
+
+def asked_of(settings: Mapping[str, Any]) -> Settings:
+    """Settings of the training, with the sections of an online objective as written."""
+    names = ("rl", "rollout", "reward") if settings["train"]["objective"] in ONLINE else ()
+    sections = {name: settings[name] for name in ("train", "peft", "zero", "model", "seed")}
+    return Settings.from_sections(**sections, online={name: settings[name] for name in names})
+
+
+def reward_config(folder: str | None) -> Mapping[str, Any] | None:
+    """The config.json of `reward.model`; None where there is none."""
+    path = Path(folder or "").expanduser() / "config.json"
+    return read_json(path) if folder and path.is_file() else None
+
+
+def rank_memory(
+    config: Mapping[str, Any],
+    asked: Settings,
+    *,
+    gpu: int | None,
+    reward: Mapping[str, Any] | None = None,
+) -> RankMemory:
+    """Add up what a rank of a run takes.
+
+    Args:
+        config: contents of the base's config.json.
+        asked: what is trained and how.
+        gpu: bytes of each rank's GPU; None on a CPU.
+        reward: contents of the reward model's config.json; None without one.
+
+    Raises:
+        KeyError: an architecture that names its dimensions differently.
+    """
+    policy = estimate(config, asked, asked.world_size, gpu=gpu is not None)
+    if not asked.online:
+        terms = tuple(Term(name, size, PHASES[2:]) for name, size in policy.parts().items())
+        whole, least = {"train": policy.total}, {"train": policy.states}
+        return RankMemory(terms, whole, least, policy.host, policy.mapped)
+    online = Online.of(asked.online)
+    engine = _engine(config, asked, online, gpu=gpu)
+    critic = _critic(config, asked, online, gpu=gpu is not None)
+    beside = (
+        *_frozen(config, asked, online, gpu=gpu is not None, reward=reward),
+        *(_of_engine(engine, on_gpu=gpu is not None) if engine else ()),
+    )
+    together = {name: sum(t.size for t in beside if name in t.phases) for name in PHASES}
+    models = [one for one in (policy, critic) if one is not None]
+    # Models take turns: the passes and steps of one, beside what lasts of the other.
+    lasting = sum(one.lasting for one in models)
+    weights, gathered = sum(m.weights for m in models), sum(m.gathered for m in models)
+    states = lasting - weights - gathered
+    away = gpu is not None and online.rollout.offload_trainer  # but for updates and checkpoints
+    alone = {
+        "generate": weights + (0 if away else states),
+        "score": weights + gathered + (0 if away else states) + max(m.forward for m in models),
+    }
+    host = sum(one.host for one in models) + (states if away else 0)
+    if engine and gpu is not None and goes_as_adapter(asked):
+        host += engine.weights  # asleep; full weights are dropped, since the next sync brings them
+    whole = {**alone, "train": lasting + max(one.total - one.lasting for one in models)}
+    least = {**alone, "train": lasting + max(one.states - one.lasting for one in models)}
+    return RankMemory(
+        (*_terms(policy, away=away), *_as_critic(critic, away=away), *beside),
+        {name: size + together[name] for name, size in whole.items()},
+        {name: size + together[name] for name, size in least.items()},
+        host,
+        sum(one.mapped for one in models),
+    )
+
+
+def _terms(policy: MemoryEstimate, *, away: bool) -> Iterator[Term]:
+    stays = policy.gradients > policy.released and not away
+    begin = {"weights": 0, "optimizer": 2 * away, "gradients": 0 if stays else 2, "gathered": 1}
+    for name, size in policy.parts().items():
+        yield Term(name, size, PHASES[begin.get(name, 2) :])
+    yield Term("pass without gradients", policy.forward, ("score",))
+
+
+def _as_critic(critic: MemoryEstimate | None, *, away: bool) -> Iterator[Term]:
+    if critic is None:
+        return
+    yield Term("critic", critic.weights)
+    if critic.gathered:
+        yield Term("critic, gathered", critic.gathered, PHASES[1:])
+    states = critic.lasting - critic.weights - critic.gathered
+    yield Term("critic, its optimizer", states, PHASES[2 * away :])
+    yield Term("critic, its pass and step", critic.total - critic.lasting, ("train",))
+
+
+def _critic(
+    config: Mapping[str, Any], asked: Settings, online: Online, *, gpu: bool
+) -> MemoryEstimate | None:
+    """Memory of the critic: a second model, or an adapter on the policy's trunk."""
+    if asked.objective not in WITH_CRITIC:
+        return None
+    model = estimate(config, asked, asked.world_size, gpu=gpu, critic=True)
+    if online.loop.critic == "separate":
+        return model
+    weights = adapter_weights(Sizes.of(config), asked) * ITEM[asked.dtype]
+    return replace(model, weights=weights, gathered=0, mapped=0)
+
+
+def _frozen(
+    config: Mapping[str, Any],
+    asked: Settings,
+    online: Online,
+    *,
+    gpu: bool,
+    reward: Mapping[str, Any] | None,
+) -> Iterator[Term]:
+    """Models beside those that are trained."""
+    loop, item = online.loop, ITEM[asked.dtype]
+    if asked.peft.kind == "none" and (loop.kl_coef > 0 or loop.kl_limit is not None):
+        divided = asked.world_size if asked.zero.stage == 3 else 1
+        yield Term("reference", Sizes.of(config).weights() * item // divided)
+    if reward is not None and online.reward.engine == "process":
+        yield from _reward_model(reward, asked, gpu=gpu)
+
+
+def _engine(
+    config: Mapping[str, Any], asked: Settings, online: Online, *, gpu: int | None
+) -> EngineMemory | None:
+    """Memory of vLLM beside a rank."""
+    if online.rollout.engine != "vllm":
+        return None
+    settings = {"rollout": asdict(online.rollout), "model": {"dtype": asked.dtype}}
+    return rollout_memory(config, settings, gpu_bytes=gpu)
+
+
+def _of_engine(engine: EngineMemory, *, on_gpu: bool) -> Iterator[Term]:
+    awake = ("generate",) if on_gpu else PHASES
+    yield Term("engine weights", engine.weights, awake)
+    yield Term("KV cache", engine.cache, awake)
+    if on_gpu:  # with its share it has all of this while it is awake
+        yield Term("engine activations", LIBRARIES, awake)
+        yield Term("engine asleep", ASLEEP, PHASES[1:])
+
+
+def _reward_model(config: Mapping[str, Any], asked: Settings, *, gpu: bool) -> Iterator[Term]:
+    """A reward model in the rank's own process: whole on every rank."""
+    sizes, dtype = replace(Sizes.of(config), tied=True), str(config.get("dtype") or "bfloat16")
+    item = ITEM.get(dtype, 2)
+    yield Term("reward model", sizes.weights() * item)
+    row = replace(asked, objective="reward", batch=Batch(1, 1, ROW_TOKENS // 2))
+    passing = row_bytes(sizes, row, item=item, gpu=gpu, logits=False).forward
+    yield Term("reward model, its pass", passing, ("score",))

@@ -1,0 +1,217 @@
+"""Defaults that depend on the model, the objective or the machine.
+
+All other defaults are numbers in this package's dataclasses. A key with a rule here has the value
+`${default:}` there, which `flows/cli/config.py` resolves when it composes a configuration; a value
+that was set anywhere wins. Each default says what it is for, and the plan and the summary print
+that.
+
+    default("train.lr", get)  ->  Default(0.0002, "QLoRA sft up to 20B parameters: ...")
+
+`get("peft.kind")` returns a setting as plain text or number. Two of its keys are facts of the base
+model and no settings: `model.parameters` and `model.context`, None where they are not known.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from pathlib import PurePath
+from typing import Any, NamedTuple
+
+from tasks.core.machine import gpu_count, has_gpu
+
+COMPUTED: Any = "${default:}"
+"""Marks a field of a dataclass whose default has a rule here."""
+Get = Callable[[str], Any]
+
+ONLINE = ("ppo", "grpo", "dr_grpo", "rloo", "reinforce_pp", "reinforce_pp_baseline", "gspo")
+PAIRS = ("reward", "dpo", "orpo", "simpo")
+"""Objectives whose examples are pairs of sequences."""
+_SUFFIXES = {".csv": "csv", ".parquet": "parquet", ".pq": "parquet"}
+_LARGE = 20e9  # parameters; arXiv:2305.14314 halves the rate between 13B and 33B
+_EMBEDDED, _REAL = "the embedded model", "a model from model.path"
+
+
+class Default(NamedTuple):
+    """A default value, and the case that it is for."""
+
+    value: Any
+    reason: str
+
+    def line(self, key: str) -> str:
+        """Return the text that the plan and the summary print."""
+        value = "null" if self.value is None else self.value
+        shown = str(value).lower() if isinstance(value, bool) else value
+        return f"{key}={shown} (default for {self.reason})"
+
+
+def default(key: str, get: Get) -> Default:
+    """Return the default of a key.
+
+    Raises:
+        KeyError: the key has no rule.
+    """
+    return RULES[key](get)
+
+
+def _model_kind(get: Get) -> Default:
+    if get("model.path"):
+        return Default("hf", f"model.path={get('model.path')}")
+    return Default("toy", "a run without model.path")
+
+
+def _data_kind(get: Get) -> Default:
+    unnamed = (source["path"] for source in get("data.sources") if not source["kind"])
+    path = get("data.path") or next(unnamed, None)
+    if path:
+        suffix = PurePath(path).suffix.lower()
+        return Default(_SUFFIXES.get(suffix, "jsonl"), f"data.path={path}")
+    if get("data.name"):
+        return Default("hub", f"data.name={get('data.name')}")
+    if get("data.sources"):
+        return Default("jsonl", "data.sources")
+    return Default("toy", "a run without data.path and data.name")
+
+
+def _messages_key(get: Get) -> Default:
+    if get("data.kind") == "csv":
+        return Default(None, "CSV, whose cells hold no lists")
+    return Default("messages", f"data.kind={get('data.kind')}")
+
+
+def _nproc(get: Get) -> Default:
+    if get("train.device") == "cpu":
+        return Default(2, "train.device=cpu")
+    if not has_gpu():
+        return Default(2, "a machine without GPUs")
+    gpus = gpu_count()
+    if _toy(get):
+        return Default(min(2, gpus), _EMBEDDED)
+    return Default(gpus, f"{gpus} GPU{'s' * (gpus > 1)}")
+
+
+def _micro_batch_size(get: Get) -> Default:
+    objective = get("train.objective")
+    if _toy(get):
+        return Default(64 if objective in ONLINE else 16, _EMBEDDED)
+    if objective in PAIRS:
+        return Default(2, "pairs of sequences")
+    return Default(4, "single sequences")
+
+
+def _global_batch_size(get: Get) -> Default:
+    """Return a multiple of the rows that all ranks process at once, near the usual size."""
+    online = get("train.objective") in ONLINE
+    if _toy(get):
+        return Default(128 if online else 32, _EMBEDDED)
+    usual = 128 if online else 64
+    unit = get("train.micro_batch_size") * get("train.nproc") * get("train.nodes")
+    if unit < 1:
+        return Default(usual, _REAL)
+    size = max(1, round(usual / unit)) * unit
+    return Default(
+        size, f"about {usual}, in multiples of micro_batch_size x nproc x nodes = {unit}"
+    )
+
+
+def _gradient_checkpointing(get: Get) -> Default:
+    if _toy(get):
+        return Default(False, _EMBEDDED)
+    return Default(True, f"{_REAL}, as in TRL and LLaMA-Factory")
+
+
+def _tokens(toy: int, usual: int, reason: str, *, share: float = 1.0) -> Callable[[Get], Default]:
+    """Return a rule for a length limited to a share of the model's context."""
+
+    def rule(get: Get) -> Default:
+        if _toy(get):
+            return Default(toy, _EMBEDDED)
+        context = get("model.context")
+        if context is not None and int(context * share) < usual:
+            return Default(
+                max(1, int(context * share)), f"a model whose context is {context} tokens"
+            )
+        return Default(usual, f"{_REAL}, {reason}")
+
+    return rule
+
+
+class Rate(NamedTuple):
+    """A peak learning rate for real models, and its source."""
+
+    value: float
+    source: str
+    large: float | None = None  # for more than 20B parameters; None: the same
+
+
+_TRL = "TRL's {}Config"
+_FACTORY = "LLaMA-Factory's qwen3_lora_{}.yaml"
+_PREFERENCE = Rate(5e-6, _FACTORY.format("dpo")), Rate(1e-6, _TRL.format("DPO"))
+_ONLINE = Rate(1e-5, "TRL's guide to LoRA"), Rate(1e-6, _TRL.format("GRPO"))
+RATES: Mapping[str, tuple[Rate, Rate]] = {
+    "sft": (Rate(2e-4, "arXiv:2305.14314, table 9", 1e-4), Rate(2e-5, _TRL.format("SFT"), 1e-5)),
+    "reward": (Rate(1e-4, _FACTORY.format("reward")), Rate(9e-6, "OpenRLHF's train_rm")),
+    "dpo": _PREFERENCE,
+    "kto": _PREFERENCE,
+    "simpo": (_PREFERENCE[0], Rate(5e-7, "arXiv:2405.14734")),
+    "orpo": (Rate(8e-5, "TRL's orpo.py"), Rate(8e-6, "TRL's orpo.py")),
+    **dict.fromkeys(ONLINE, _ONLINE),
+}
+"""Learning rate of adapters and of full fine-tuning, by objective."""
+_TOY_RATES: Mapping[str, tuple[float, float]] = {
+    "sft": (2e-3, 3e-4),
+    "reward": (1e-3, 1e-3),
+    "orpo": (1e-3, 1e-3),
+    **dict.fromkeys(("dpo", "kto", "simpo"), (5e-4, 5e-4)),
+    **dict.fromkeys(ONLINE, (1e-3, 2e-4)),
+}
+_METHODS = {"none": "full", "lora": "LoRA", "qlora": "QLoRA"}
+
+
+def _lr(get: Get) -> Default:
+    objective, kind = get("train.objective"), get("peft.kind")
+    if _toy(get):
+        return Default(_TOY_RATES[objective][kind == "none"], _EMBEDDED)
+    rate, what = RATES[objective][kind == "none"], f"{_METHODS[kind]} {objective}"
+    if rate.large is None:
+        return Default(rate.value, f"{what}: {rate.source}")
+    parameters = get("model.parameters")
+    if parameters is None:
+        once = f"{rate.value:g} once config.json is at hand and says up to 20B"
+        return Default(rate.large, f"{what} with a model of unknown size, {once}: {rate.source}")
+    if parameters > _LARGE:
+        return Default(rate.large, f"{what} above 20B parameters: {rate.source}")
+    return Default(rate.value, f"{what} up to 20B parameters: {rate.source}")
+
+
+def _offload_trainer(get: Get) -> Default:
+    if not has_gpu(get("train.device")):
+        return Default(False, "ranks on CPUs")
+    if get("rollout.engine") != "vllm":
+        return Default(False, "rollouts of the trainer itself")
+    if get("peft.kind") != "none":
+        return Default(False, "an adapter, whose optimizer states are small")
+    if get("zero.stage") < 1 or get("zero.offload_optimizer") != "none":
+        return Default(False, "ZeRO-0, or an optimizer in host memory")
+    return Default(True, "full fine-tuning beside vLLM on GPUs")
+
+
+def _toy(get: Get) -> bool:
+    return bool(get("model.kind") == "toy")
+
+
+RULES: Mapping[str, Callable[[Get], Default]] = {
+    "model.kind": _model_kind,
+    "data.kind": _data_kind,
+    "data.messages_key": _messages_key,
+    "train.nproc": _nproc,
+    "train.micro_batch_size": _micro_batch_size,
+    "train.global_batch_size": _global_batch_size,
+    "train.lr": _lr,
+    "train.max_len": _tokens(256, 2048, "as LLaMA-Factory's examples"),
+    "train.gradient_checkpointing": _gradient_checkpointing,
+    "rollout.max_prompt_len": _tokens(256, 1024, "as OpenRLHF", share=0.5),
+    "rollout.max_new_tokens": _tokens(64, 1024, "as OpenRLHF", share=0.5),
+    "rollout.offload_trainer": _offload_trainer,
+    "smoke.max_new_tokens": _tokens(64, 512, "room for a whole response", share=0.25),
+}
+"""Rule of each computed default, by key."""

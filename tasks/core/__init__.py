@@ -1,0 +1,1 @@
+"""Ground that every other package stands on: errors, contracts, events, this machine's hardware."""

@@ -1,0 +1,155 @@
+"""`merge.base=compare`: measure how much the two possible merges of an adapter differ.
+
+Compares the original base and the base quantized to 4 bits and dequantized, each with the adapter
+unmerged, on the same texts. A merge equals them up to one rounding. Nothing is written.
+"""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from tasks.core.errors import ConfigError, DataError
+from tasks.delivery.engine import SHORTEST, encode_probes
+from tasks.delivery.texts import probe_texts
+from tasks.drift.fingerprint import drift
+from tasks.evaluation.evaluation_prompts import read_heldout
+from tasks.evaluation.scoring import ModelRef, ReferenceScorer
+
+_CLEAR = 2.0
+"""Standard errors by which two losses must differ to be significant."""
+_LONGEST = 1024
+"""Longest conversation to score, in tokens."""
+
+
+@dataclass(frozen=True)
+class Rows:
+    """Token ids of the texts to score.
+
+    Attributes:
+        prompts: token ids of the context, not scored.
+        replies: token ids of the responses, on which the loss is computed.
+        trained: True if the user passed the texts: they may be training data.
+    """
+
+    prompts: Sequence[Sequence[int]]
+    replies: Sequence[Sequence[int]]
+    trained: bool
+
+    @property
+    def whole(self) -> list[list[int]]:
+        """Prompts with their replies."""
+        pairs = zip(self.prompts, self.replies, strict=True)
+        return [[*prompt, *reply] for prompt, reply in pairs]
+
+
+def read_rows(
+    path: str | None, count: int, *, tokenizer: Path, limit: int, scorer: ReferenceScorer
+) -> Rows:
+    """Read the texts to score: conversations of a `.jsonl` file, or plain texts.
+
+    Args:
+        path: the file; None for the built-in texts.
+        count: maximum number of rows.
+        tokenizer: folder of the tokenizer, with a chat template for conversations.
+        limit: maximum number of tokens of a plain text.
+        scorer: the transformers child, which has the tokenizer.
+
+    Raises:
+        ConfigError, DataError: the file cannot be read, or its texts are too short.
+    """
+    if path is None or not path.endswith(".jsonl"):
+        probes = encode_probes(scorer, tokenizer, probe_texts(path, count), limit)
+        return Rows([one[:1] for one in probes], [one[1:] for one in probes], path is not None)
+    try:
+        rows = read_heldout(Path(path).expanduser())[:count]
+    except DataError as error:
+        raise ConfigError(
+            f"smoke.texts={path}: {error.message}", hint='rows of {"messages": [...]}'
+        ) from error
+    prompts = scorer.encode(tokenizer, rows).tokens
+    whole = scorer.encode_whole(tokenizer, [row["messages"] for row in rows])
+    pairs = zip(prompts, whole, strict=True)
+    fits = [(one, all_of[len(one) :]) for one, all_of in pairs if len(all_of) <= _LONGEST]
+    replies = [(one, reply) for one, reply in fits if one and len(reply) >= SHORTEST]
+    if not replies:
+        raise DataError(
+            f"{path}: no conversation of up to {_LONGEST} tokens has a response of 2 tokens"
+        )
+    return Rows([one for one, _ in replies], [reply for _, reply in replies], trained=True)
+
+
+def compare_bases(
+    model: ModelRef,
+    quantization: Mapping[str, Any],
+    rows: Rows,
+    *,
+    scorer: ReferenceScorer,
+    is_reward: bool,
+) -> Iterator[str]:
+    """Measure both and describe the difference, line by line.
+
+    Args:
+        model: the base in full precision and the adapters on it.
+        quantization: the 4 bits, as `ModelRef.quantization`.
+        rows: texts to score; rows of the training data show the difference best.
+        scorer: the transformers child.
+        is_reward: compare rewards instead of next-token probabilities.
+    """
+    quantized = replace(model, quantization=quantization)
+    if is_reward:
+        yield from _rewards(*(scorer.rewards(one, rows.whole) for one in (model, quantized)))
+        return
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "original.fp"
+        before = scorer.reference(model, rows.whole, path)
+        moved = drift(before, scorer.fingerprint(quantized, path, Path(folder) / "dequantized.fp"))
+    original, dequantized = (
+        scorer.token_logprobs(one, rows.prompts, rows.replies) for one in (model, quantized)
+    )
+    yield f"{before.positions} tokens of {len(rows.prompts)} texts, base + adapter unmerged:"
+    yield (
+        f"  between the two  mean KL {moved.mean_kl:.1e}, p95 KL {moved.p95_kl:.1e} nats, same "
+        f"greedy token {moved.top1_agreement:.1%}"
+    )
+    yield from _losses(original, dequantized, trained=rows.trained)
+
+
+def _losses(
+    original: list[list[float]], dequantized: list[list[float]], *, trained: bool
+) -> Iterator[str]:
+    """Yield the losses in nats per token, and whether their difference is significant."""
+    counts = np.array([len(one) for one in original])
+    gains = np.array([sum(two) - sum(one) for one, two in zip(original, dequantized, strict=True)])
+    gain = gains.sum() / counts.sum()
+    error = float(np.sqrt(((gains - gain * counts) ** 2).sum())) / counts.sum()
+    losses = [-sum(map(sum, one)) / counts.sum() for one in (original, dequantized)]
+    yield (
+        f"  loss             original {losses[0]:.4f}, dequantized {losses[1]:.4f} nats per token; "
+        f"difference {gain:+.4f} +- {error:.4f}"
+    )
+    if not trained:
+        yield (
+            "  only on rows of the training data does the loss tell which base training saw: "
+            "smoke.texts=<.jsonl of messages, or one text a line>"
+        )
+    elif abs(gain) < _CLEAR * error:
+        yield "  the loss does not tell which of them training saw; smoke.probes=<more rows> may"
+    else:
+        lower = "dequantized" if gain > 0 else "original"
+        yield f"  if these are rows of the training data, training saw the {lower} base"
+
+
+def _rewards(original: list[float], quantized: list[float]) -> Iterator[str]:
+    apart = np.abs(np.subtract(original, quantized))
+    spread = float(np.std(original)) or 1.0
+    yield f"rewards of {len(original)} texts, base + adapter unmerged:"
+    yield (
+        f"  between the two  mean {apart.mean() / spread:.1e}, largest {apart.max() / spread:.1e} "
+        "std of the rewards"
+    )

@@ -1,0 +1,274 @@
+"""Find the precision in which an adapter's base was loaded in training: 4 bits, 16 or other.
+
+The adapter does not record it. Its trainer often left a file that does:
+
+    training_args.bin                  TRL: model_init_kwargs; read without unpickling anything
+    args.json, sft_args.json           ms-swift
+    training_args.yaml, llamafactory_args.yaml, llamaboard_config.yaml     LLaMA-Factory
+    axolotl*.yaml, config.yaml, README.md     axolotl, whose model card holds its configuration
+    README.md                          peft's list of the quantization config; `base_model`
+    config.json, adapter_config.json   quantization_config, or a base whose name tells (-bnb-4bit)
+
+    for evidence in find_evidence(Path("out/checkpoint-500")):
+        print(evidence)      # out/args.json: quant_bits: 4, quant_method: bnb
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from enum import Enum
+from itertools import chain
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from tasks.audit.folder import bounded_json
+from tasks.core.errors import ArtifactError
+from tasks.weights.pickled.objects import Foreign, Global
+from tasks.weights.pickled.tensors import read_torch_file
+
+_MAX_BYTES = 4 << 20
+_STEP = re.compile(
+    r"(checkpoint|global_?step|step|epoch|iter)[-_]?\d+|final.*|last|best.*|default|actor|policy|"
+    r"(.*[-_])?(lora|adapter)([-_].*)?",
+    re.IGNORECASE,
+)
+"""Names of folders in a run's folder; the parent of any other may hold several runs."""
+_RUN_FILES = ("trainer_state.json", "training_args.bin")
+_JSON = ("args.json", "sft_args.json")
+_YAML = ("training_args", "llamafactory_args", "llamaboard_config", "axolotl*", "config")
+_FENCE = re.compile(r"```ya?ml\n(.*?)^```", re.DOTALL | re.MULTILINE)
+_FRONT = re.compile(r"\A---\n(.*?)^---", re.DOTALL | re.MULTILINE)
+_CARD = re.compile(r"quantization config was used during training:\n((?:\s*- [\w.]+: .*\n?)+)")
+_PACKED = re.compile(r"(?<!unsloth-)bnb-4bit$", re.IGNORECASE)
+_OTHERWISE = re.compile(
+    r"[-_.](\w*-?bnb-4bit|gptq|awq|[48]-?bits?|(int|fp|mxfp|nvfp)[48]|hqq)\b", re.I
+)
+_MODEL_KEYS = ("base_model_name_or_path", "base_model", "model_name_or_path", "model")
+_TRAINERS = ("finetuning_type", "adapter", "tuner_type", "train_type", "sft_type")
+"""Keys of a full trainer configuration. Without a quantization key in it, none was used."""
+
+
+class Held(Enum):
+    """Precision of the base during training. The value is the text shown to users."""
+
+    FULL = "in full precision"
+    FOUR = "in bitsandbytes' 4 bits"
+    OTHER = "quantised in a way that cannot be reproduced here"
+
+
+@dataclass(frozen=True)
+class Evidence:
+    """One record that a trainer left.
+
+    Attributes:
+        file: the file with the record.
+        text: its settings, as they are written in the file.
+        held: precision of the base during training.
+        quantization: for 4 bits: "type", "double_quant", "compute_dtype", as far as recorded.
+    """
+
+    file: Path
+    text: str
+    held: Held
+    quantization: Mapping[str, Any] = field(default_factory=dict)
+
+    def __str__(self) -> str:
+        return f"{self.file}: {self.text}"
+
+
+def find_evidence(root: Path) -> tuple[Evidence, ...]:
+    """Read the trainer's files beside an adapter, and up to two folders up in the same run.
+
+    Args:
+        root: folder of the adapter, or of a DeepSpeed checkpoint.
+    """
+    return tuple(chain.from_iterable(map(_in_folder, _folders(root))))
+
+
+def _folders(root: Path) -> Iterator[Path]:
+    at = root.resolve()
+    yield root
+    for _ in range(2):
+        above = at.parent
+        if not (_STEP.fullmatch(at.name) or any((above / one).is_file() for one in _RUN_FILES)):
+            return
+        yield above
+        at = above
+
+
+def _in_folder(folder: Path) -> Iterator[Evidence]:
+    for path, document, whole in _documents(folder):
+        evidence = _read(path, document, whole=whole)
+        if evidence is not None:
+            yield evidence
+
+
+def _documents(folder: Path) -> Iterator[tuple[Path, Mapping[str, Any], bool]]:
+    """Yield (file, document, True if the document lists all settings of the trainer)."""
+    yield folder / "training_args.bin", _arguments(folder / "training_args.bin"), False
+    for name in _JSON:
+        yield folder / name, _json(folder / name), True
+    for pattern in _YAML:
+        for path in sorted([*folder.glob(f"{pattern}.yaml"), *folder.glob(f"{pattern}.yml")]):
+            yield path, _flat(_yaml(_text(path))), True
+    card = _text(folder / "README.md")
+    for text in _FENCE.findall(card) if "axolotl" in card else ():
+        yield folder / "README.md", _yaml(text), True
+    for text in _CARD.findall(card):
+        yield folder / "README.md", _yaml(text.replace("- ", "")), False
+    for text in _FRONT.findall(card):
+        yield folder / "README.md", _yaml(text), False
+    for name in ("config.json", "adapter_config.json"):
+        yield folder / name, _json(folder / name), False
+    base = Path(str(_json(folder / "adapter_config.json").get("base_model_name_or_path") or ""))
+    if base.is_absolute():
+        yield base / "config.json", _json(base / "config.json"), False
+
+
+def _read(path: Path, document: Mapping[str, Any], *, whole: bool) -> Evidence | None:
+    """Return the evidence in one document; None if it has none."""
+    nested = document.get("quantization_config")
+    merged = {**document, **nested} if isinstance(nested, Mapping) else document
+    method = str(merged.get("quant_method") or merged.get("quantization_method") or "").lower()
+    bits = _number(merged.get("quant_bits") or merged.get("quantization_bit"))
+    four = _true(merged, "load_in_4bit", "_load_in_4bit") or merged.get("adapter") == "qlora"
+    if four or (bits == 4 and method in ("", "bnb", "bitsandbytes")):
+        return _four_bits(path, merged)
+    eight = _true(merged, "load_in_8bit", "_load_in_8bit", "gptq")
+    if (
+        eight
+        or bits
+        or (nested and method)
+        or (whole and method not in ("", "none", *_BITS_AND_BYTES))
+    ):
+        return Evidence(path, _shown(merged, *_QUANTIZATION), Held.OTHER)
+    for key in _MODEL_KEYS:
+        name = str(document.get(key) or "").rstrip("/")
+        if _PACKED.search(name):
+            return Evidence(
+                path, f"{key}: {name}", Held.FOUR, {"type": "nf4", "double_quant": True}
+            )
+        if _OTHERWISE.search(name):
+            return Evidence(path, f"{key}: {name}", Held.OTHER)
+    if whole and any(document.get(one) for one in _TRAINERS):
+        shown = _shown(document, *_TRAINERS)
+        named = [one for one in _QUANTIZATION if one in document]
+        none = _shown(document, *named) if named else "no quantization"
+        return Evidence(path, f"{shown}, {none}", Held.FULL)
+    return None
+
+
+_BITS_AND_BYTES = ("bnb", "bitsandbytes")
+_QUANTIZATION = (
+    "load_in_4bit", "_load_in_4bit", "load_in_8bit", "_load_in_8bit", "gptq", "quant_bits",
+    "quantization_bit", "quant_method", "quantization_method",
+)  # fmt: skip
+
+
+def _four_bits(path: Path, settings: Mapping[str, Any]) -> Evidence:
+    text = _shown(settings, *_QUANTIZATION) or f"adapter: {settings.get('adapter')}"
+    skipped = settings.get("llm_int8_skip_modules")
+    if isinstance(skipped, list) and set(skipped) - {"lm_head"}:
+        return Evidence(path, f"{text}, llm_int8_skip_modules: {skipped}", Held.OTHER)
+    nested = settings.get("bnb_config_kwargs")  # axolotl's
+    settings = {**settings, **nested} if isinstance(nested, Mapping) else settings
+    kind = settings.get("bnb_4bit_quant_type") or settings.get("quantization_type")
+    double = settings.get("bnb_4bit_use_double_quant", settings.get("double_quantization"))
+    compute = str(settings.get("bnb_4bit_compute_dtype") or "").rpartition(".")[2]
+    details = {
+        "type": kind if kind in ("nf4", "fp4") else None,
+        "double_quant": double if isinstance(double, bool) else None,
+        "compute_dtype": compute if compute in ("bfloat16", "float16", "float32") else None,
+    }
+    return Evidence(
+        path, text, Held.FOUR, {key: one for key, one in details.items() if one is not None}
+    )
+
+
+def _shown(settings: Mapping[str, Any], *keys: str) -> str:
+    """Return `key: value` of the keys that are set; of all that are present if none is set."""
+    present = {key: settings[key] for key in keys if key in settings}
+    shown = {
+        key: one for key, one in present.items() if one not in (None, False, "", "none")
+    } or present
+    return ", ".join(f"{key}: {_word(one)}" for key, one in shown.items())
+
+
+def _word(value: Any) -> str:
+    if isinstance(value, Mapping | list):
+        return "..."
+    return {None: "null", True: "true", False: "false"}.get(value, str(value)[:80])
+
+
+def _true(settings: Mapping[str, Any], *keys: str) -> bool:
+    return any(settings.get(key) is True for key in keys)
+
+
+def _number(value: Any) -> int:
+    """Return the number of bits; LLaMA-Factory's web page writes "4", and "none" for none."""
+    text = str(value)
+    if value is None or isinstance(value, bool) or text.lower() in ("none", "null", ""):
+        return 0
+    return int(text) if text.isdecimal() else -1
+
+
+def _flat(document: Mapping[str, Any]) -> Mapping[str, Any]:
+    """LLaMA-Factory's web page writes its settings as `top.quantization_bit`."""
+    return {str(key).removeprefix("top."): value for key, value in document.items()}
+
+
+def _arguments(path: Path) -> Mapping[str, Any]:
+    """`model_init_kwargs` of pickled arguments; nothing in the file is called."""
+    if not path.is_file():
+        return {}
+    try:
+        kwargs = _fields(read_torch_file(path).content).get("model_init_kwargs")
+    except ArtifactError:
+        return {}
+    if not isinstance(kwargs, dict):
+        return {}
+    nested = _fields(kwargs.get("quantization_config"))
+    return {**kwargs, "quantization_config": {key: _value(one) for key, one in nested.items()}}
+
+
+def _fields(value: Any) -> Mapping[str, Any]:
+    """The fields of a pickled object, or of a mapping."""
+    value = value.state if isinstance(value, Foreign) else value
+    return value if isinstance(value, dict) else {}
+
+
+def _value(value: Any) -> Any:
+    """The value of an enumeration's member, the path of a class or dtype; others as they are."""
+    if isinstance(value, Foreign):
+        return value.args[0] if len(value.args) == 1 else None
+    return value.path if isinstance(value, Global) else value
+
+
+def _text(path: Path) -> str:
+    """A small text file; "" where there is none that can be read."""
+    try:
+        if not path.is_file() or path.stat().st_size > _MAX_BYTES:
+            return ""
+        return path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError):
+        return ""
+
+
+def _json(path: Path) -> Mapping[str, Any]:
+    try:
+        document = bounded_json(_text(path).encode() or b"null")
+    except ValueError:
+        return {}
+    return document if isinstance(document, dict) else {}
+
+
+def _yaml(text: str) -> Mapping[str, Any]:
+    try:
+        document = yaml.safe_load(text)
+    except (yaml.YAMLError, ValueError, RecursionError):
+        return {}
+    return document if isinstance(document, dict) else {}

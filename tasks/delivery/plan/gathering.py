@@ -1,0 +1,114 @@
+"""Planning for what ranks left: our shards, or a DeepSpeed checkpoint."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+
+from tasks.core.errors import ConfigError
+from tasks.delivery.plan.work import ADAPTER, BASE, TRAINED, Request, Work
+from tasks.delivery.recognise import ADAPTER_CONFIG, CONFIG
+from tasks.weights.adapters.config import parse_config
+from tasks.weights.adapters.read import Adapter
+from tasks.weights.deepspeed.checkpoint import ZeroCheckpoint
+from tasks.weights.execute.worker import ask_facts
+from tasks.weights.families.gathering import plan_full
+from tasks.weights.files.names import rename_all, unwrap
+from tasks.weights.files.opening import open_model
+from tasks.weights.files.reader import read_json
+from tasks.weights.files.source import Renamed, Source
+from tasks.weights.plan.operations import Dropped, Op, Plan
+from tasks.weights.plan.partitions import Partitions
+from tasks.weights.plan.validate import validate
+
+Trained = Partitions | ZeroCheckpoint
+
+
+def gathered_adapter(
+    request: Request, trained: Trained, names: Sequence[str]
+) -> tuple[Plan, Adapter]:
+    """The plan that makes an adapter's file, and the adapter as that file will be.
+
+    Args:
+        request: what is asked.
+        trained: what ranks left.
+        names: the trained parameters in it.
+
+    Raises:
+        ConfigError: no adapter_config.json.
+        ContractError: trained parameters that are no LoRA weights.
+    """
+    path = request.adapter_config or _above(request, trained, ADAPTER_CONFIG)
+    if path is None or not path.is_file():
+        raise ConfigError(
+            f"source={request.given.root}: an adapter was trained, and no {ADAPTER_CONFIG} says "
+            "with which alpha",
+            hint=f"adapter_config=<the {ADAPTER_CONFIG} of that training>",
+        )
+    keys = {key: name for name, key in rename_all(names, adapter=True).items()}
+    view = Renamed(trained, keys)
+    config, findings = parse_config(read_json(path))
+    ops = tuple(
+        Op(key, tuple(info.shape), info.dtype, f"{TRAINED}:{keys[key]}", info.dtype)
+        for key, info in view.tensors.items()
+    )
+    known = set(names)
+    left = [name for name in trained.tensors if name not in known]
+    dropped = tuple(Dropped(f"{TRAINED}:{name}", "frozen: belongs to the base") for name in left)
+    plan = Plan(ops, dropped, notes={"adapter_config": str(path)})
+    validate(plan, {TRAINED: trained})
+    return plan, Adapter(request.given.root, ADAPTER, config, view, tuple(findings))
+
+
+def gathered_model(request: Request, trained: Trained) -> Work:
+    """Plan a full model, in its final dtype and files.
+
+    Raises:
+        ConfigError: nothing says what model it is.
+        ContractError: tensors that the model does not have, or that nobody has.
+    """
+    found = _above(request, trained, CONFIG)
+    folder = request.base if found is None else found.parent
+    if folder is None:
+        raise ConfigError(
+            f"source={request.given.root}: no {CONFIG} says what model this is",
+            hint="base=<folder of the model that was trained>",
+        )
+    base = open_model(request.base) if request.base is not None else None
+    facts = ask_facts(request.perform, request.base or folder, request.target.dtype)
+    live = {unwrap(name): name for name in trained.tensors}
+    known = {*facts.live.tensors, *(place.live for place in facts.places)}
+    foreign = {unwrap(name) for name in getattr(trained, "buffers", ())} - known
+    source = Renamed(trained, live)
+    held = {name: info for name, info in source.tensors.items() if name not in foreign}
+    plan = plan_full(
+        held,
+        facts,
+        base=None if base is None else base.tensors,
+        frozen=base is not None,
+        dtype=request.target.short,
+        max_shard_bytes=request.target.max_shard_bytes,
+    )
+    sources: dict[str, Source] = {TRAINED: source}
+    if base is not None and any(op.input == BASE for op in plan.ops):
+        sources[BASE] = base
+    used = {op.key for op in plan.ops if op.input == TRAINED}
+    reasons = {
+        name: "a buffer that the model's class does not have"
+        if name in foreign
+        else f"the same as {facts.live.tied[name]}"
+        for name in held.keys() | foreign
+        if name not in used and (name in foreign or name in facts.live.tied)
+    }
+    dropped = [one for one in plan.dropped if one.source.partition(":")[0] in sources]
+    dropped += [Dropped(f"{TRAINED}:{name}", why) for name, why in sorted(reasons.items())]
+    plan = replace(plan, dropped=tuple(dropped))
+    validate(plan, sources)
+    return Work(plan, facts, sources, read_json(folder / CONFIG), gather=plan)
+
+
+def _above(request: Request, trained: Trained, name: str) -> Path | None:
+    """A file of the trainer: with the ranks' files, or above them."""
+    folders = dict.fromkeys([trained.root, request.given.root, trained.root.parent])
+    return next((one / name for one in folders if (one / name).is_file()), None)

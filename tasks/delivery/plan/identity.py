@@ -1,0 +1,102 @@
+"""Find the base that SOURCE belongs to, and refuse one that is not it (`weights/identity.py`)."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Iterator
+from pathlib import Path
+
+from tasks.audit.checks.adapters.same_bytes import first_difference
+from tasks.audit.source import open_source
+from tasks.core.errors import ConfigError
+from tasks.delivery.recognise import ADAPTER_CONFIG, CONFIG, Given
+from tasks.weights.files.identity import base_mismatch, optional_json, published, read_manifest
+
+
+def find_base(given: Given, base: str | None, store: Path) -> Path | None:
+    """The folder of the base: the one that was given, or the one that SOURCE names.
+
+    Args:
+        given: SOURCE.
+        base: the setting; None to look for it.
+        store: our artifacts, among which a recorded digest may be found.
+
+    Raises:
+        ConfigError: a folder that is none.
+    """
+    if base is not None:
+        folder = Path(base).expanduser().absolute()
+        if not (folder / CONFIG).is_file():
+            what = f"no {CONFIG} in it" if folder.is_dir() else "no such folder"
+            raise ConfigError(f"base={base}: {what}", hint="base=<folder of the base model>")
+        return folder
+    digest = recorded_digest(given)
+    original = published(digest, store, "base") if digest else None
+    if original is not None:
+        return original
+    named = recorded_name(given)
+    if named and Path(named).is_absolute() and (Path(named) / CONFIG).is_file():
+        return Path(named)
+    return None
+
+
+def base_missing(given: Given) -> ConfigError:
+    """What to say when an adapter's base is not known."""
+    named = recorded_name(given) or "no model"
+    return ConfigError(
+        f"source={given.root} is {given.what}: its base is needed",
+        details=[f"{ADAPTER_CONFIG} names {named}, which is no local folder"],
+        hint="base=<folder of the base model>",
+    )
+
+
+def base_findings(given: Given, base: Path, store: Path) -> Iterator[str]:
+    """Yield what tells that `base` is not the base of SOURCE; the surest record decides."""
+    wrong = base_mismatch(
+        base, digest=recorded_digest(given), name=recorded_name(given), store=store
+    )
+    if wrong:
+        yield wrong
+
+
+def equals_base(given: Given, base: Path) -> bool:
+    """Return True if a full model's tensors are all the base's, bit for bit.
+
+    Little is read of a model that training changed: the comparison ends at the first difference.
+    """
+    source, original = open_source(given.root), open_source(base)
+    ours, theirs = source.tensors, original.tensors
+    if {key: (one.shape, one.dtype) for key, one in ours.items()} != {
+        key: (theirs[key].shape, theirs[key].dtype) for key in ours if key in theirs
+    }:
+        return False
+    return bool(ours) and first_difference(source, original, ours) is None
+
+
+def recorded_digest(given: Given) -> str:
+    """Digest of the base that training recorded; "" where nothing says."""
+    if given.kind == "shards":
+        return str(optional_json(given.root / "train.json").get("base_digest", ""))
+    return str(given.manifest.get("inputs", {}).get("base", ""))
+
+
+def recorded_name(given: Given) -> str:
+    """Name or path of the base as PEFT recorded it; "" where nothing says."""
+    return str(optional_json(given.root / ADAPTER_CONFIG).get("base_model_name_or_path") or "")
+
+
+def folder_identity(folder: Path) -> str:
+    """sha256 that stands for a folder that is no artifact: names, sizes, times of its files.
+
+    Ours keep the digest of their manifest instead.
+    """
+    manifest = read_manifest(folder)
+    if manifest:
+        return str(manifest["digest"])
+    files = []
+    for path in sorted(p for p in folder.rglob("*") if p.is_file()):
+        stat = path.stat()
+        files.append([str(path.relative_to(folder)), stat.st_size, stat.st_mtime_ns, stat.st_ino])
+    text = json.dumps([str(folder.resolve()), files])
+    return hashlib.sha256(text.encode()).hexdigest()

@@ -1,0 +1,181 @@
+"""`merge.base`: the base that an adapter is merged into has to be the one it was trained on.
+
+LoRA trains on the base as it is stored, QLoRA on the base after a round trip through 4 bits. An
+adapter does not say which. The decision comes from, in this order: the setting, a base that is
+itself stored in 4 bits, what our own training recorded, the trainer's files (`evidence`). Without
+any of them an adapter is refused, since the wrong base gives a worse model and no check sees it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from tasks.core.errors import ConfigError
+from tasks.delivery.plan.evidence import Evidence, Held, find_evidence
+from tasks.delivery.recognise import Given
+from tasks.delivery.recorded import training_record
+from tasks.weights.files.reader import read_json
+from tasks.weights.quantized.config_fields import is_packed
+
+ORIGINAL, DEQUANTIZED, COMPARE = "original", "dequantized", "compare"
+_MODES = {Held.FULL: ORIGINAL, Held.FOUR: DEQUANTIZED}
+_EITHER = "merge.base=original for LoRA, merge.base=dequantized for QLoRA"
+_MEASURE = "merge.base=compare measures how far apart the two are and writes nothing"
+
+
+@dataclass(frozen=True)
+class BaseChoice:
+    """The base that an adapter is merged into.
+
+    Attributes:
+        mode: "original" or "dequantized"; "" while nothing decides it.
+        quantization: what training took the base through, as `Op.quantization`; None for nothing.
+        reason: what decided it, for a person.
+        warnings: records that the setting contradicts.
+        evidence: the trainer's records.
+    """
+
+    mode: str
+    quantization: dict[str, Any] | None = None
+    reason: str = ""
+    warnings: tuple[str, ...] = ()
+    evidence: tuple[Evidence, ...] = ()
+
+    def as_json(self) -> dict[str, str]:
+        """For a manifest."""
+        return {"base": self.mode, "decided_by": self.reason}
+
+
+def choose_base(
+    given: Given, base: Path | None, merge: Mapping[str, Any], store: Path
+) -> BaseChoice:
+    """Decide into which base the adapter in SOURCE is merged.
+
+    Args:
+        given: SOURCE.
+        base: folder of the base model.
+        merge: the section of the settings.
+        store: our artifacts, among which the training may be found.
+
+    Raises:
+        ConfigError: the setting contradicts what our training recorded or how the base is stored.
+    """
+    mode = str(merge["base"])
+    config = read_json(base / "config.json") if base is not None else {}
+    known, recorded = _recorded(given, store)
+    if known and recorded is None and mode == DEQUANTIZED:
+        raise ConfigError(
+            "merge.base=dequantized, but training did not quantise the base",
+            hint="merge.base=original, or merge.base=auto",
+        )
+    if given.manifest and given.kind == "adapter" and not known and mode == "auto":
+        raise ConfigError(
+            f"source={given.root}: its manifest does not say whether training quantised the base, "
+            "and the training it names is not in paths.runs",
+            hint=_EITHER,
+        )
+    evidence = () if known or given.kind == "model" else find_evidence(given.root)
+    if is_packed(config):
+        return _packed(base, mode, evidence)
+    details = _quantization(merge, config)
+    if known:
+        mode = mode if mode in (ORIGINAL, DEQUANTIZED) else _mode_of(recorded)
+        through = None if recorded is None else {**details, **recorded, "base": mode}
+        return BaseChoice(mode, through, "recorded by its training")
+    return _by_evidence(mode, details, evidence)
+
+
+def _mode_of(recorded: Mapping[str, Any] | None) -> str:
+    return ORIGINAL if recorded is None else DEQUANTIZED
+
+
+def _quantization(merge: Mapping[str, Any], config: Mapping[str, Any]) -> dict[str, Any]:
+    """The 4 bits of the settings, for this base."""
+    loaded = str(config.get("dtype") or config.get("torch_dtype") or "bfloat16")
+    return {
+        "type": str(merge["quant_type"]),
+        "double_quant": bool(merge["double_quant"]),
+        "compute_dtype": loaded,
+        "loaded_dtype": loaded,
+    }
+
+
+def _packed(base: Path | None, mode: str, evidence: tuple[Evidence, ...]) -> BaseChoice:
+    """A base that is stored in 4 bits: decoded, it is the one that 4-bit training saw."""
+    if mode == ORIGINAL:
+        raise ConfigError(
+            f"merge.base=original, but {base} is stored in 4 bits, and these are all there is",
+            hint="merge.base=auto; or base=<the same model in 16 bits>",
+        )
+    full = [one for one in evidence if one.held is Held.FULL]
+    if full and mode != DEQUANTIZED:
+        raise ConfigError(
+            f"base={base} is stored in 4 bits, and the adapter was trained on the base "
+            f"{Held.FULL.value} ({full[0]})",
+            hint="base=<the same model in 16 bits>; merge.base=dequantized takes this one all the "
+            "same",
+        )
+    return BaseChoice(DEQUANTIZED, None, f"{base} is stored in 4 bits", evidence=evidence)
+
+
+def _by_evidence(
+    mode: str, details: Mapping[str, Any], evidence: tuple[Evidence, ...]
+) -> BaseChoice:
+    """A checkpoint made elsewhere: the setting decides, else the trainer's files."""
+    precisions = {item.held for item in evidence}
+    four = next((item.quantization for item in evidence if item.held is Held.FOUR), {})
+    details = {**details, **four}
+    if mode in (ORIGINAL, DEQUANTIZED):
+        against = [item for item in evidence if _MODES.get(item.held) != mode]
+        warnings = tuple(
+            f"merge.base={mode}, but the adapter was trained on the base {item.held.value} ({item})"
+            for item in against
+        )
+        # The reference is the model that was trained, so that the drift shows what is lost.
+        through = mode == DEQUANTIZED or precisions == {Held.FOUR}
+        quantization = {**details, "base": mode} if through else None
+        return BaseChoice(mode, quantization, f"merge.base={mode}", warnings, evidence)
+    chosen = _MODES.get(next(iter(precisions))) if len(precisions) == 1 else None
+    if mode == COMPARE or chosen is None:
+        return BaseChoice("", {**details, "base": DEQUANTIZED}, evidence=evidence)
+    quantization = {**details, "base": chosen} if chosen == DEQUANTIZED else None
+    return BaseChoice(chosen, quantization, str(evidence[0]), evidence=evidence)
+
+
+def undecided(given: Given, choice: BaseChoice) -> ConfigError:
+    """The refusal of an adapter when nothing says which base it was trained on."""
+    if not choice.evidence:
+        return ConfigError(
+            f"source={given.root}: nothing in or above it says whether it was trained on the base "
+            "in 4 bits (QLoRA), and merged into another base than the one it was trained on it is "
+            "a worse model, which no check sees",
+            hint=f"{_EITHER}; {_MEASURE}",
+        )
+    contradict = len({one.held for one in choice.evidence}) > 1
+    first = choice.evidence[0]
+    return ConfigError(
+        f"source={given.root}: its trainer's files contradict each other about the base"
+        if contradict
+        else f"source={given.root}: it was trained on a base {first.held.value} ({first}); "
+        "merged into any other base it is another model",
+        details=[f"{one}: {one.held.value}" for one in choice.evidence],
+        hint=f"{_EITHER}; {_MEASURE}"
+        if contradict
+        else "merge.base=original takes the 16-bit base all the same",
+    )
+
+
+def _recorded(given: Given, store: Path) -> tuple[bool, dict[str, Any] | None]:
+    """Return (True if our own training recorded it, the recorded quantization)."""
+    notes = given.manifest.get("notes", {})
+    if "quantization" in notes:
+        recorded = notes["quantization"]
+        return True, dict(recorded) if recorded else None
+    record = training_record(given, store)
+    if record is None:
+        return False, None
+    recorded = record.get("quantization")
+    return True, dict(recorded) if recorded else None

@@ -1,0 +1,90 @@
+"""Comparison of greedy tokens of two engines; a tie is not a difference.
+
+Where the two best tokens are tied (less than `TIE_STEPS` rounding steps apart, as in
+`tasks/drift/fingerprint.py`), neither choice is wrong. How much two engines really differ grows
+with the depth of the model. It is measured on the probes (`engine_noise`), and logits closer than
+that are tied, too.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from tasks.drift.fingerprint import TIE_STEPS, Fingerprint, rounding_step
+
+
+@dataclass(frozen=True)
+class Agreement:
+    """Verdicts on every prompt: `equal + ties + len(differences)` prompts were compared.
+
+    Attributes:
+        equal: prompts on which all tokens are the same.
+        ties: prompts that part at a tie (nothing can be compared after it).
+        differences: one line for each prompt that parts elsewhere.
+    """
+
+    equal: int
+    ties: int
+    differences: tuple[str, ...]
+
+
+def engine_noise(reference: Fingerprint, served: Fingerprint) -> float:
+    """Return how much two engines differ in the lead of the best token over the second, in nats.
+
+    The largest difference over all positions of the probes. A model that has moved makes it large,
+    but fails its drift check first.
+    """
+    rows = np.arange(len(reference.ids))[:, None]
+    best = np.argsort(-reference.logprobs, axis=1)[:, :2]
+    leads = [np.diff(side.logprobs[rows, best], axis=1) for side in (reference, served)]
+    return float(np.abs(leads[0] - leads[1]).max())
+
+
+def compare_greedy(
+    found: Sequence[Sequence[int]],
+    expected: Sequence[Sequence[int]],
+    candidates: Sequence[Sequence[Sequence[tuple[int, float]]]],
+    noise: float = 0.0,
+    dtype: str = "bfloat16",
+) -> Agreement:
+    """Compare the first tokens of `found` with `expected`, prompt by prompt.
+
+    Args:
+        found: tokens of the engine under test; they may go on longer.
+        expected: the reference's tokens.
+        candidates: the reference's most likely (token, logit) pairs at every step, best first.
+        noise: two logits closer than this are a tie (`engine_noise`).
+        dtype: torch name of the dtype in which the reference computed its logits.
+    """
+    equal, ties, differences = 0, 0, []
+    for number, (have, want, steps) in enumerate(zip(found, expected, candidates, strict=True)):
+        at = _first_difference(have, want)
+        if at is None:
+            equal += 1
+        elif at < len(have) and _tied(want[at], have[at], steps[at], noise, dtype):
+            ties += 1
+        else:
+            differences.append(
+                f"prompt {number}: token {at} is {list(have[at : at + 1])}, expected [{want[at]}]"
+            )
+    return Agreement(equal, ties, tuple(differences))
+
+
+def _first_difference(have: Sequence[int], want: Sequence[int]) -> int | None:
+    for at, token in enumerate(want):
+        if at >= len(have) or have[at] != token:
+            return at
+    return None
+
+
+def _tied(
+    best: int, other: int, candidates: Sequence[tuple[int, float]], noise: float, dtype: str
+) -> bool:
+    logits = dict(candidates)
+    if best not in logits or other not in logits:
+        return False
+    apart = abs(logits[best] - logits[other])
+    return apart < max(TIE_STEPS * float(rounding_step(logits[best], dtype)), noise)

@@ -1,0 +1,131 @@
+"""Staging: a hidden folder beside an artifact's final place, for one process at a time.
+
+Its name is the artifact's own, so a run that was killed is found again by the next one that makes
+the same artifact: stages whose key is equal read the same inputs with the same settings and code.
+It goes on if the folder holds a journal (`tasks/weights/execute/journal.py`); everything else in it
+is made anew. The owner holds a lock on the folder itself (`flock`), which is gone with its process,
+and which the folder keeps when it is renamed.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import os
+import shutil
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+from tasks.core.errors import BusyError, ConfigError, ContractError, DataError, DriftError
+from tasks.weights.execute.journal import JOURNAL
+
+KEPT_S = 3 * 24 * 3600.0
+"""How long an abandoned folder with a journal waits for a run that goes on with it."""
+_VERDICTS = (ConfigError, ContractError, DataError, DriftError)
+"""Errors that the same inputs would lead to again: there is nothing to go on with."""
+
+
+@contextlib.contextmanager
+def staging(final: Path) -> Iterator[Path]:
+    """A private directory beside `final` to write into.
+
+    It is removed at the end unless `publish` renamed it, or the run broke off with a journal of
+    finished tensors in it: then the next run for the same artifact goes on from there.
+
+    Raises:
+        BusyError: another process is making the same artifact.
+    """
+    final.parent.mkdir(parents=True, exist_ok=True)
+    work = final.parent / f".{final.name}.tmp"
+    handle = _own(work, final)
+    keep = False
+    try:
+        _clear(work)
+        try:
+            yield work
+        except BaseException as error:
+            keep = (work / JOURNAL).exists() and not isinstance(error, _VERDICTS)
+            raise
+    finally:
+        if not keep and _is_still(work, handle):
+            shutil.rmtree(work, ignore_errors=True)
+        os.close(handle)
+
+
+def sweep(root: Path, now: float | None = None) -> list[Path]:
+    """Remove staging directories whose process is gone. Returns what was removed.
+
+    One that a later run could go on with stays for `KEPT_S` seconds, unless its artifact has been
+    published since.
+    """
+    removed = []
+    for work in root.glob("*/.*.tmp"):
+        try:
+            handle = os.open(work, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+        except OSError:
+            continue  # just published or removed by its owner
+        try:
+            if _locked(handle) and not _worth_keeping(work, now or time.time()):
+                shutil.rmtree(work, ignore_errors=True)
+                removed.append(work)
+        finally:
+            os.close(handle)
+    return removed
+
+
+def _worth_keeping(work: Path, now: float) -> bool:
+    final = work.parent / work.name.removeprefix(".").removesuffix(".tmp")
+    try:
+        age = now - (work / JOURNAL).stat().st_mtime
+    except OSError:
+        return False
+    return age < KEPT_S and not final.exists()
+
+
+def _own(work: Path, final: Path) -> int:
+    """An open handle on `work`, made if need be, that holds its lock."""
+    while True:
+        work.mkdir(exist_ok=True)
+        try:
+            handle = os.open(work, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+        except FileNotFoundError:
+            continue  # its owner has just published it
+        if not _locked(handle):
+            os.close(handle)
+            raise BusyError(
+                f"{final} is being made by another process",
+                hint="wait for it, or run beside it with paths.runs=<other folder>",
+            )
+        if _is_still(work, handle):
+            return handle
+        os.close(handle)
+
+
+def _locked(handle: int) -> bool:
+    try:
+        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    return True
+
+
+def _is_still(work: Path, handle: int) -> bool:
+    """Whether the path still leads to the folder that is open; not after it was renamed."""
+    try:
+        found, held = work.stat(), os.fstat(handle)
+    except OSError:
+        return False
+    return (found.st_dev, found.st_ino) == (held.st_dev, held.st_ino)
+
+
+def _clear(work: Path) -> None:
+    """Leave only what an earlier run's journal speaks of."""
+    resumable = (work / JOURNAL).exists()
+    for path in work.iterdir():
+        if resumable and (path.name == JOURNAL or path.suffix == ".safetensors"):
+            continue
+        if path.is_dir() and not path.is_symlink():
+            shutil.rmtree(path)
+        else:
+            path.unlink()

@@ -1,0 +1,314 @@
+"""MLflow, and the only importer of it.
+
+The flow owns the runs: it opens one parent run, one child run a stage, and closes all of them.
+Everything is logged by explicit run id through `MlflowClient`; the fluent API is never used,
+because an implicit run ends its parent when a process or thread goes. Weights are never uploaded:
+a model version points at the served folder and carries its digest.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import math
+import os
+import re
+import tempfile
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+from urllib.parse import urlsplit, urlunsplit
+
+from tasks.drift.verdict import NAMES as PRINTS
+from tasks.pipeline.artifact import MANIFEST, Artifact, Origin
+from tasks.pipeline.event_files import EventFile
+from tasks.pipeline.metric_plots import draw
+
+if TYPE_CHECKING:
+    from mlflow import MlflowClient
+
+_NAME = re.compile(r"[^A-Za-z0-9_\-./: ]+")
+_VALUE_LIMIT = 500
+_NOTE_LIMIT = 8000
+"""Characters of a tag; MLflow cuts what is longer in the middle of a word, and warns."""
+_FLUSH_EVERY_S = 2.0
+
+
+def redact(uri: str) -> str:
+    """A URI without its password."""
+    parts = urlsplit(uri)
+    if not parts.password:
+        return uri
+    host = parts.hostname or ""
+    port = f":{parts.port}" if parts.port else ""
+    return urlunsplit(parts._replace(netloc=f"{parts.username}:***@{host}{port}"))
+
+
+def _note(text: str) -> str:
+    """A description that fits into a tag: whole lines, and a word where lines are missing."""
+    if len(text) <= _NOTE_LIMIT:
+        return text
+    more = "\n\n... and more, in the artifacts of this run\n"
+    return text[: _NOTE_LIMIT - len(more)].rpartition("\n")[0] + more
+
+
+def flatten(config: Mapping[str, Any], prefix: str = "") -> dict[str, str]:
+    """Nested configuration as MLflow parameters: `train.lr` -> "0.0002"."""
+    flat: dict[str, str] = {}
+    for key, value in config.items():
+        name = f"{prefix}{key}"
+        if isinstance(value, Mapping):
+            flat |= flatten(value, f"{name}.")
+        else:
+            flat[_NAME.sub("_", name)] = str(value)[:_VALUE_LIMIT]
+    return flat
+
+
+@contextlib.contextmanager
+def _fluent_calls_go_to(uri: str) -> Iterator[None]:
+    """For the one call that has no counterpart in `MlflowClient`, and what looks its model up.
+
+    MLflow puts the URI into the environment too, from where the next run's configuration would
+    take it: both are as they were afterwards.
+    """
+    import mlflow
+
+    names = ("MLFLOW_TRACKING_URI", "MLFLOW_REGISTRY_URI")
+    before = {name: os.environ.get(name) for name in names}
+    mlflow.set_tracking_uri(uri)
+    mlflow.set_registry_uri(uri)
+    try:
+        yield
+    finally:
+        mlflow.set_tracking_uri(None)
+        mlflow.set_registry_uri(None)
+        for name, value in before.items():
+            os.environ.pop(name, None)
+            if value is not None:
+                os.environ[name] = value
+
+
+class StageRun:
+    """One stage's MLflow run. Metrics are batched, so that logging never slows a step down."""
+
+    def __init__(
+        self, client: MlflowClient, run_id: str, event_file: EventFile | None = None
+    ) -> None:
+        self.run_id = run_id
+        self._client = client
+        self._event_file = event_file
+        self._pending: list[Any] = []
+        self._tables: dict[str, list[Mapping[str, Any]]] = {}
+        self._series: dict[str, list[tuple[int, float]]] = {}
+        self._flushed = time.monotonic()
+
+    def metrics(self, values: Mapping[str, float], step: int = 0) -> None:
+        """Log numbers at a step."""
+        from mlflow.entities import Metric
+
+        now = int(time.time() * 1000)
+        self._pending += [
+            Metric(_NAME.sub("_", name), float(value), now, step)
+            for name, value in values.items()
+            if value is not None and not math.isnan(float(value))
+        ]
+        for name, value in values.items():
+            if name.startswith("train/"):
+                self._series.setdefault(name.removeprefix("train/"), []).append((step, value))
+        if self._event_file is not None:
+            self._event_file.scalars(values, step)
+        if time.monotonic() - self._flushed > _FLUSH_EVERY_S:
+            self.flush()
+
+    def flush(self) -> None:
+        """Send what is pending."""
+        if self._pending:
+            self._client.log_batch(self.run_id, metrics=self._pending)
+        if self._event_file is not None:
+            self._event_file.flush()
+        self._pending = []
+        self._flushed = time.monotonic()
+
+    def table(self, name: str, rows: Sequence[Mapping[str, Any]]) -> None:
+        """Rows of a table, which is logged when the stage has ended."""
+        self._tables.setdefault(name, []).extend(rows)
+
+    def _pictures(self) -> None:
+        """Curves of what was measured step by step, and the tables."""
+        for name, rows in self._tables.items():
+            columns = list(dict.fromkeys(key for row in rows for key in row))
+            data = [[row.get(column) for column in columns] for row in rows]
+            # As `log_table` writes it, without pandas, which it would import for one call.
+            self._client.log_dict(self.run_id, {"columns": columns, "data": data}, f"{name}.json")
+            tag = [{"path": f"{name}.json", "type": "table"}]
+            self._client.set_tag(self.run_id, "mlflow.loggedArtifacts", json.dumps(tag))
+        with tempfile.TemporaryDirectory() as folder:
+            picture = Path(folder) / "curves.png"
+            if draw(self._series, picture):
+                self._client.log_artifact(self.run_id, str(picture))
+
+    def contract(self, verdicts: list[dict[str, Any]]) -> None:
+        """The shape assertions: name, expected, found, verdict; logged whether they hold or not."""
+        self._client.log_text(self.run_id, json.dumps(verdicts, indent=1), "contract.json")
+        failed = sum(not verdict["ok"] for verdict in verdicts)
+        self.metrics({"contract/checked": len(verdicts), "contract/failed": failed})
+
+    def details(self, notes: Mapping[str, Any]) -> None:
+        """What the stage noted down, drift among it."""
+        self._client.log_text(self.run_id, json.dumps(notes, indent=1, default=str), "notes.json")
+
+    def finish(self, artifact: Artifact, metrics: Mapping[str, float], *, reused: bool) -> None:
+        """The artifact's identity, its manifest and its fingerprint; never its weights."""
+        self.metrics(metrics)
+        drift = artifact.notes.get("drift") or {}
+        self.metrics({f"drift/{name}": value for name, value in drift.items()})
+        self.flush()
+        self._pictures()
+        tags = {"artifact": str(artifact.path), "digest": artifact.digest, "reused": str(reused)}
+        for key, value in tags.items():
+            self._client.set_tag(self.run_id, key, value)
+        for name in (MANIFEST, "contract.json", *PRINTS):
+            if (artifact.path / name).is_file():
+                self._client.log_artifact(self.run_id, str(artifact.path / name))
+
+
+class Tracker:
+    """One flow's tracker: a parent run, and a child run for every stage.
+
+    Args:
+        uri: MLflow tracking URI.
+        experiment: name of the experiment; made if it does not exist.
+        artifact_root: folder for logged files of a database-only store; None for a server.
+        event_files: folder for TensorBoard's event files, by run and stage; None for none.
+    """
+
+    def __init__(
+        self,
+        uri: str,
+        experiment: str,
+        artifact_root: Path | None,
+        event_files: Path | None = None,
+    ) -> None:
+        import logging
+
+        from mlflow import MlflowClient
+
+        logging.getLogger("mlflow.store.db.utils").setLevel(logging.WARNING)
+        logging.getLogger("alembic").setLevel(logging.WARNING)
+        self.uri = uri
+        self._event_files = event_files
+        self._client = MlflowClient(tracking_uri=uri, registry_uri=uri)
+        found = self._client.get_experiment_by_name(experiment)
+        location = artifact_root.resolve().as_uri() if artifact_root else None
+        self.experiment_id = (
+            found.experiment_id
+            if found
+            else self._client.create_experiment(experiment, artifact_location=location)
+        )
+        self.run_id = ""
+
+    @contextlib.contextmanager
+    def flow(
+        self, name: str, config: Mapping[str, Any], text: str, tags: Mapping[str, str]
+    ) -> Iterator[str]:
+        """The parent run, open while the flow's body runs; FAILED or KILLED if that raises."""
+        run = self._client.create_run(
+            self.experiment_id, run_name=name, tags={"mlflow.runName": name, **tags}
+        )
+        self.run_id = run.info.run_id
+        self._log_params(self.run_id, flatten(config))
+        self._client.log_text(self.run_id, text, "config.yaml")
+        with self._closing(self.run_id):
+            yield self.run_id
+
+    @contextlib.contextmanager
+    def stage(self, name: str, origin: Origin) -> Iterator[StageRun]:
+        """A child run of the parent, for one stage."""
+        tags = {"mlflow.parentRunId": self.run_id, "mlflow.runName": name, "stage": name}
+        run = self._client.create_run(self.experiment_id, run_name=name, tags=tags)
+        run_id = run.info.run_id
+        self._log_params(run_id, flatten(origin.config))
+        for role, digest in origin.inputs.items():
+            self._client.set_tag(run_id, f"input.{role}", digest)
+        event_file = (
+            EventFile(self._event_files / self.run_id / name) if self._event_files else None
+        )
+        stage_run = StageRun(self._client, run_id, event_file)
+        with self._closing(run_id):
+            try:
+                yield stage_run
+            finally:
+                stage_run.flush()
+                if event_file is not None:
+                    event_file.close()
+
+    def log_parent(
+        self, metrics: Mapping[str, float], files: Mapping[str, str], description: str = ""
+    ) -> None:
+        """Numbers, small text files and a Markdown description of the flow as a whole."""
+        parent = StageRun(self._client, self.run_id)
+        parent.metrics(metrics)
+        parent.flush()
+        for name, text in files.items():
+            self._client.log_text(self.run_id, text, name)
+        self._client.set_tag(self.run_id, "mlflow.note.content", _note(description))
+
+    def register(self, model_name: str, served: Artifact, tags: Mapping[str, str]) -> str:
+        """Register the served folder as a model version with alias `candidate`.
+
+        Nothing is uploaded: an external logged model carries path and digest, which works with a
+        database and with a server alike. A version of the same digest is reused.
+
+        Returns:
+            the version, as MLflow's `models:/name/version`.
+        """
+        import mlflow
+
+        known = {m.name for m in self._client.search_registered_models()}
+        if model_name not in known:
+            self._client.create_registered_model(model_name)
+        version = next(
+            (
+                v.version
+                for v in self._client.search_model_versions(f"name='{model_name}'")
+                if v.tags.get("digest") == served.digest and v.tags.get("path") == str(served.path)
+            ),
+            None,
+        )
+        if version is None:
+            every = {"path": str(served.path), "digest": served.digest, **tags}
+            with _fluent_calls_go_to(self.uri):
+                external = mlflow.create_external_model(
+                    name=model_name,
+                    source_run_id=self.run_id,
+                    tags=every,
+                    model_type="served-folder",
+                    experiment_id=self.experiment_id,
+                )
+                created = self._client.create_model_version(
+                    model_name, external.model_uri, run_id=self.run_id, tags=every,
+                    model_id=external.model_id,
+                )  # fmt: skip
+            version = created.version
+        self._client.set_registered_model_alias(model_name, "candidate", version)
+        return f"models:/{model_name}/{version}"
+
+    def _log_params(self, run_id: str, params: Mapping[str, str]) -> None:
+        from mlflow.entities import Param
+
+        items = [Param(key, value) for key, value in params.items()]
+        for start in range(0, len(items), 100):
+            self._client.log_batch(run_id, params=items[start : start + 100])
+
+    @contextlib.contextmanager
+    def _closing(self, run_id: str) -> Iterator[None]:
+        try:
+            yield
+        except Exception:
+            self._client.set_terminated(run_id, "FAILED")
+            raise
+        except BaseException:
+            self._client.set_terminated(run_id, "KILLED")
+            raise
+        self._client.set_terminated(run_id, "FINISHED")

@@ -1,0 +1,136 @@
+"""A child process that stays and answers: one warm interpreter for many questions.
+
+The child emits (`tasks.core.events.emit`) "ready" once, then reads requests from its standard
+input, one JSON object a line, and emits for each either "reply" with any fields, or "error" with
+`message` and perhaps `details` (a list of lines) and `hint`. At the end of its input it ends.
+"""
+
+from __future__ import annotations
+
+import json
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, suppress
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self
+
+from tasks.core.errors import PlumblineError, StageProcessError
+from tasks.process.child import Child, live
+from tasks.process.output import Log, Output
+
+GOODBYE_S = 3.0
+
+
+class Conversation:
+    """A persistent child that speaks JSON lines; a context manager.
+
+    Entering starts the child and does not wait for it, so its imports overlap with whatever comes
+    next; the first `ask` waits for "ready". Leaving ends it with all its descendants.
+
+    Args:
+        argv: the command; `python_child` makes one for a module of ours.
+        stage: name for log lines and errors.
+        log: gets what the child says besides events.
+        log_path: file all of that is appended to.
+        env: additions to the environment.
+        on_event: gets every other event, in order.
+    """
+
+    def __init__(
+        self,
+        argv: Sequence[str],
+        *,
+        stage: str,
+        log: Log,
+        log_path: Path,
+        env: Mapping[str, str] | None = None,
+        on_event: Callable[[dict[str, Any]], None] | None = None,
+    ) -> None:
+        self._argv, self._env, self._stage = argv, env, stage
+        self._log, self._log_path, self._on_event = log, log_path, on_event
+        self._one_at_a_time = threading.Lock()
+        self._closing = ExitStack()
+        self._ready = False
+
+    def __enter__(self) -> Self:
+        with ExitStack() as stack:
+            self._output = stack.enter_context(
+                Output(stage=self._stage, log=self._log, log_path=self._log_path)
+            )
+            self._child = stack.enter_context(live(Child(self._argv, env=self._env, stdin=True)))
+            self._events = self._read()
+            self._closing = stack.pop_all()
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        with self._closing:
+            if error is None and self._child.poll() is None:
+                self._child.stdin.close()
+                self._deadline = time.monotonic() + GOODBYE_S
+                with suppress(StageProcessError):  # too slow to go: it is ended
+                    for _ in self._events:  # its last words
+                        pass
+
+    def ask(self, request: Mapping[str, Any], timeout_s: float) -> dict[str, Any]:
+        """Send one request and wait for its answer.
+
+        Args:
+            request: plain JSON.
+            timeout_s: for the answer, and for "ready" if that is still to come. A child that is
+                too slow is ended: a later answer could be taken for that of another question.
+
+        Returns:
+            The fields of the "reply".
+
+        Raises:
+            PlumblineError: the child answered "error"; it stays available.
+            StageProcessError: it ended ("exit", "cancelled") or took too long ("timeout").
+        """
+        with self._one_at_a_time:
+            self._deadline = time.monotonic() + timeout_s
+            if not self._ready:
+                self._until("ready")
+                self._ready = True
+            try:
+                self._child.stdin.write(json.dumps(request).encode() + b"\n")
+                self._child.stdin.flush()
+            except (BrokenPipeError, ValueError) as error:  # ValueError: closed, it was ended
+                raise self._ended("exit") from error
+            return self._until("reply")
+
+    def _until(self, kind: str) -> dict[str, Any]:
+        for event in self._events:
+            name = event.pop("event")
+            if name == kind:
+                return event
+            if name == "error":
+                raise PlumblineError(
+                    f"{self._stage}: {event.get('message', 'failed without a message')}",
+                    details=event.get("details", ()),
+                    hint=event.get("hint", ""),
+                )
+            if self._on_event is not None:
+                self._on_event({"event": name, **event})
+        raise self._ended("exit")
+
+    def _read(self) -> Iterator[dict[str, Any]]:
+        """Events as they come, over all questions; at the end of output it stops."""
+        chunk: bytes | None = None
+        while chunk != b"":
+            chunk = self._child.read(self._deadline)
+            if chunk is None:
+                raise self._ended("timeout")
+            yield from self._output.feed(chunk)
+
+    def _ended(self, reason: str) -> StageProcessError:
+        status = self._child.end()
+        if reason == "exit" and self._child.cancelled:
+            reason = "cancelled"
+        return StageProcessError(self._stage, status, self._output.tail, reason)

@@ -1,0 +1,172 @@
+"""Train-inference mismatch: its size, its limits, and importance weights that correct for it.
+
+The rollout engine computes the policy with other kernels than the trainer. Responses are sampled
+from the engine's distribution and trained on as if from the trainer's. With r = exp(trainer's -
+engine's log-probability), expectations are right again when every token's part is weighted by r;
+the kinds differ in the treatment of a large or small r:
+
+    none            1, whatever r is
+    tis             min(r, high): Yao et al. 2025, "Your efficient RL framework secretly brings you
+                    off-policy RL training"
+    icepop          r within [low, high], else 0: the token is left out. Ling team 2025, "Small leak
+                    can sink a great ship: boost RL training on MoE with IcePop"
+    sequence_mask   r of the whole reply (the product over its tokens) within [low, high], on all of
+                    its tokens, else 0: the reply is left out. Liu, Li et al. 2025, "When speed
+                    kills stability" (Seq-MIS)
+"""
+
+from __future__ import annotations
+
+import statistics
+from dataclasses import dataclass, field
+
+import torch
+
+from tasks.core.errors import TrainingError
+from tasks.rl.algorithms.advantages import spread, sums
+from tasks.rl.algorithms.algorithm_options import CORRECTIONS
+
+FIRST = 5
+"""Iterations whose median mismatch is the usual one of a run."""
+FLOOR = 0.1
+"""The relative limit is never below this share of `mismatch_limit`: below it, kernels differ."""
+
+
+@dataclass
+class Usual:
+    """The mismatch of a run's first iterations, and the limit that follows from it.
+
+    A policy that is trained further than the one that answers drifts away from it slowly, and
+    passes any limit that has room for other kernels. Against the run's own beginning it shows.
+
+    Attributes:
+        limit: absolute, `rl.mismatch_limit`.
+        factor: `rl.mismatch_factor`; 0: no relative limit.
+        first: mean absolute differences of the first iterations, at most `FIRST`.
+    """
+
+    limit: float
+    factor: float
+    first: list[float] = field(default_factory=list)
+
+    @property
+    def relative(self) -> float | None:
+        """Largest mismatch that the first iterations allow; None: there is no such limit yet."""
+        if not self.first or not self.factor:
+            return None
+        return max(self.factor * statistics.median(self.first), FLOOR * self.limit)
+
+    def require_within(self, differs: Mismatch, iteration: int) -> None:
+        """Check one iteration, and remember it where it is one of the first.
+
+        Raises:
+            TrainingError: the mismatch is above one of the two limits.
+        """
+        now, relative = differs.mean_abs, self.relative
+        began = f"iteration {iteration}: trainer and engine differ by {now:.3g} nats per token "
+        hint = "rollout.engine=transformers samples from the trainer itself; "
+        if not now <= self.limit:
+            raise TrainingError(
+                f"{began}(mean absolute log-prob difference), more than "
+                f"rl.mismatch_limit={self.limit:g}: what is sampled is not what is trained",
+                hint=f"{hint}rl.mismatch_limit=<more> accepts the difference",
+            )
+        if relative is not None and not now <= relative:
+            raise TrainingError(
+                f"{began}(mean absolute log-prob difference), {now / self._median:.3g} times the "
+                f"{self._median:.3g} of the first iterations, which is below rl.mismatch_limit="
+                f"{self.limit:g} and above {relative:.3g}: the engine falls behind the trainer",
+                details=[f"the first iterations: {', '.join(f'{one:.3g}' for one in self.first)}"],
+                hint=f"{hint}rl.mismatch_factor=<more> accepts the difference, 0 any below "
+                "rl.mismatch_limit",
+            )
+        if len(self.first) < FIRST:
+            self.first.append(now)
+
+    @property
+    def _median(self) -> float:
+        return max(statistics.median(self.first), 1e-12)
+
+
+@dataclass(frozen=True)
+class Mismatch:
+    """Distance of the trainer's log-probabilities from the engine's, in nats per token.
+
+    Attributes:
+        mean_abs: mean absolute difference.
+        max_abs: largest absolute difference.
+        kl: KL(engine || trainer), estimated by k3, see `kl.py`.
+    """
+
+    mean_abs: float
+    max_abs: float
+    kl: float
+
+
+def mismatch(old_N: torch.Tensor, sampled_N: torch.Tensor) -> Mismatch:
+    """How far the two are apart.
+
+    Args:
+        old_N: the trainer's log-probabilities, at least one.
+        sampled_N: the engine's.
+
+    Raises:
+        TrainingError: a number that is not finite. (No limit would ever notice it: every comparison
+            with NaN is false.)
+    """
+    _refuse_not_finite("the trainer's", old_N)
+    _refuse_not_finite("the rollout engine's", sampled_N)
+    log_ratio_N = old_N.double() - sampled_N.double()
+    return Mismatch(
+        mean_abs=float(log_ratio_N.abs().mean()),
+        max_abs=float(log_ratio_N.abs().max()),
+        kl=float((torch.expm1(log_ratio_N) - log_ratio_N).mean()),
+    )
+
+
+def weights(
+    old_N: torch.Tensor,
+    sampled_N: torch.Tensor,
+    lengths_S: torch.Tensor,
+    *,
+    kind: str,
+    high: float,
+    low: float,
+) -> torch.Tensor:
+    """What each token's part of the policy's loss is multiplied with, (N,), without gradient.
+
+    Args:
+        old_N: the trainer's log-probabilities of the replies' tokens, before any update.
+        sampled_N: the engine's.
+        lengths_S: tokens of each reply.
+        kind: see above.
+        high: largest ratio that counts in full.
+        low: smallest; of icepop and sequence_mask.
+
+    Raises:
+        ValueError: a kind that there is not.
+    """
+    log_ratio_N = (old_N - sampled_N).detach()
+    if kind == "none":
+        return torch.ones_like(log_ratio_N)
+    if kind == "tis":
+        return log_ratio_N.exp().clamp(max=high)
+    if kind == "icepop":
+        return _within(log_ratio_N.exp(), low, high)
+    if kind == "sequence_mask":
+        return spread(_within(sums(log_ratio_N, lengths_S).exp(), low, high), lengths_S)
+    raise ValueError(f"correction {kind!r}: there are {', '.join(CORRECTIONS)}")
+
+
+def _within(ratio: torch.Tensor, low: float, high: float) -> torch.Tensor:
+    return torch.where((ratio >= low) & (ratio <= high), ratio, 0.0)
+
+
+def _refuse_not_finite(whose: str, logprobs_N: torch.Tensor) -> None:
+    bad = int((~logprobs_N.isfinite()).sum())
+    if bad:
+        raise TrainingError(
+            f"{bad} of {logprobs_N.numel()} of {whose} log-probabilities of the replies' tokens "
+            "are not finite",
+            hint="a policy that has diverged: lower train.lr, or raise rl.kl_coef",
+        )

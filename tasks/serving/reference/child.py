@@ -1,0 +1,136 @@
+"""The reference child: measures models with transformers, one fork a request.
+
+    python -m tasks.serving.reference.child [--threads N]
+
+It imports torch, transformers and peft once, says "ready", and answers JSON requests from stdin.
+The process that forks never computes anything, so that no worker thread exists which a fork could
+lose; each model lives and dies in its own fork, so its memory is given back and a crash is an
+answer like any other. Requests and replies are those of `tasks/evaluation/scoring.py`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import sys
+import tempfile
+import traceback
+from typing import IO, Any, NoReturn
+
+from tasks.core.errors import PlumblineError
+from tasks.core.events import emit
+from tasks.process.block_unused_imports import on_gpu, start_lean
+from tasks.serving import forks
+from tasks.serving.bf16_linear import use_fp32_where_faster
+from tasks.serving.reference.requests import HANDLERS, Reply
+
+TAIL_LINES = 20
+
+
+def main() -> None:
+    """Answer requests until stdin closes; with `--answer-to` the one that stdin holds."""
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--threads", type=int, default=None)
+    parser.add_argument("--answer-to", type=int, default=None, help="file descriptor")
+    args = parser.parse_args()
+    _warm_up()
+    if args.answer_to is not None:
+        _send(json.load(sys.stdin), args.threads, args.answer_to)
+    emit("ready")
+    for line in sys.stdin:
+        if line.strip():
+            emit("reply", **_in_fork(json.loads(line), args.threads))
+
+
+def _warm_up() -> None:
+    """Import all that any request needs, so that no fork has to."""
+    forks.keep_cuda_unused()
+    start_lean()
+    if not on_gpu():  # there these two initialise CUDA: left to the forks
+        import bitsandbytes  # noqa: F401
+        import peft  # noqa: F401
+    import transformers.models.auto.modeling_auto  # noqa: F401
+    from transformers import AutoModelForCausalLM, AutoTokenizer  # noqa: F401
+
+    use_fp32_where_faster()
+    import tasks.serving.prompts
+    import tasks.serving.reference.measure
+    import tasks.serving.reference.rewards
+    import tasks.weights.execute.worker  # noqa: F401
+
+
+def _in_fork(request: dict[str, Any], threads: int | None) -> Reply:
+    receiver, sender = os.pipe()
+    with tempfile.TemporaryFile() as output:
+        pid = os.fork()
+        if pid == 0:
+            os.close(receiver)
+            _child(request, threads, sender=sender, output=output)
+        os.close(sender)
+        with os.fdopen(receiver, "rb") as pipe:
+            raw = pipe.read()
+        _, status = os.waitpid(pid, 0)
+        output.seek(0)
+        text = output.read().decode(errors="replace")
+    sys.stdout.write(text)
+    if raw:
+        return dict(json.loads(raw))
+    code = os.waitstatus_to_exitcode(status)
+    return {"crash": code, "tail": text.splitlines()[-TAIL_LINES:]}
+
+
+def _child(request: dict[str, Any], threads: int | None, *, sender: int, output: IO[bytes]) -> None:
+    """The whole life of a fork. Never returns."""
+    os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
+    os.dup2(output.fileno(), 1)
+    os.dup2(output.fileno(), 2)
+    if forks.cuda_is_lost():
+        _answer_afresh(request, threads, sender)
+    _send(request, threads, sender)
+
+
+def _answer_afresh(request: dict[str, Any], threads: int | None, sender: int) -> NoReturn:
+    """Become a process that answers one request without a fork."""
+    with tempfile.TemporaryFile("w+") as asked:
+        json.dump(request, asked)
+        asked.seek(0)
+        os.dup2(asked.fileno(), 0)
+    os.set_inheritable(sender, True)
+    told = () if threads is None else ("--threads", str(threads))
+    forks.start_again("tasks.serving.reference.child", "--answer-to", str(sender), *told)
+
+
+def _send(request: dict[str, Any], threads: int | None, sender: int) -> NoReturn:
+    """Send the answer, and end this process."""
+    status = 1
+    try:
+        with os.fdopen(sender, "w") as pipe:
+            json.dump(_answer(request, threads), pipe)
+        status = 0
+    finally:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(status)
+
+
+def _answer(request: dict[str, Any], threads: int | None) -> Reply:
+    try:
+        import torch
+
+        if threads is not None:
+            torch.set_num_threads(threads)
+        return {"result": HANDLERS[request["do"]](request)}
+    except PlumblineError as error:
+        return {
+            "failure": type(error).__name__,
+            "message": error.message,
+            "details": list(error.details),
+            "hint": error.hint,
+        }
+    except Exception:  # the edge of a process: whatever it was, the asker gets to know
+        return {"crash": 1, "tail": traceback.format_exc().splitlines()[-TAIL_LINES:]}
+
+
+if __name__ == "__main__":
+    main()

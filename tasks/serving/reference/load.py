@@ -1,0 +1,188 @@
+"""Load a model for measuring, exactly as it lies on disk. Runs in child processes only."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from pathlib import Path
+from typing import Any
+
+from tasks.core.errors import ArtifactError
+from tasks.serving.reference.peft_adapters import first_lines, with_adapters
+from tasks.weights.quantized.bnb_no_repack import keep_as_loaded
+
+FOUR_BITS = 0.35
+"""Bytes of a 16-bit model in 4 bits, over its own: scales, norms and embeddings included."""
+FILLED = 0.8
+"""Share of a GPU's free memory that a model may fill: logits and activations need the rest."""
+
+
+def load_model(
+    path: Path,
+    *,
+    adapter: Path | None = None,
+    quantization: Mapping[str, Any] | None = None,
+    dtype: str = "bfloat16",
+    attn_implementation: str = "sdpa",
+    weighted: Mapping[str, float] | None = None,
+    device_map: Any = None,
+) -> Any:
+    """A causal language model in eval mode, from local files only.
+
+    Args:
+        path: Hugging Face folder; the base when `adapter` is given.
+        adapter: PEFT folder, loaded on top and left unmerged, in its stored dtype.
+        quantization: `{"type": "nf4" | "fp4", "double_quant": bool, "compute_dtype": str}` or None.
+        dtype: torch dtype name of everything that is not quantised.
+        attn_implementation: as in transformers.
+        weighted: adapters instead of `adapter`: what each of them adds is taken so many times.
+        device_map: as in transformers, see `placement`.
+
+    Raises:
+        ArtifactError: a folder is missing, unreadable, incomplete, or holds tensors that the
+            model has no place for.
+    """
+    model = from_folder(
+        "AutoModelForCausalLM",
+        path,
+        dtype=dtype,
+        attn_implementation=attn_implementation,
+        quantization=quantization,
+        device_map=device_map,
+    )
+    if weighted is None and adapter is not None:
+        weighted = {str(adapter): 1.0}
+    return with_adapters(model, weighted).eval() if weighted else model.eval()
+
+
+def from_folder(
+    auto: str,
+    path: Path,
+    *,
+    dtype: str,
+    attn_implementation: str,
+    quantization: Mapping[str, Any] | None = None,
+    gaps: Collection[str] = (),
+    device_map: Any = None,
+    **extra: Any,
+) -> Any:
+    """A model from local files, complete.
+
+    Args:
+        auto: transformers' class that chooses the class.
+        path: the folder.
+        dtype: torch dtype name.
+        attn_implementation: as in transformers.
+        quantization: as of `load_model`.
+        gaps: tensors that may be missing in the files or left over.
+        device_map: as in transformers, see `placement`.
+        extra: for the configuration.
+
+    Raises:
+        ArtifactError: as `load_model`.
+    """
+    import torch
+    import transformers
+
+    _require(path, "config.json")
+    if quantization is not None:
+        extra["quantization_config"] = _bitsandbytes(quantization)
+    try:
+        model, info = getattr(transformers, auto).from_pretrained(
+            path,
+            dtype=getattr(torch, dtype),
+            attn_implementation=attn_implementation,
+            device_map=device_map,
+            local_files_only=True,
+            output_loading_info=True,
+            **extra,
+        )
+    except (OSError, ValueError, KeyError, RuntimeError) as error:
+        raise ArtifactError(f"{path} cannot be loaded: {first_lines(error)}") from error
+    _refuse_gaps(path, info, gaps)
+    return keep_as_loaded(model)
+
+
+def placement(path: Path, device: str, *, quantized: bool) -> Any:
+    """Return transformers' `device_map`: one device, or all GPUs of this node for a large model.
+
+    Args:
+        path: folder of the model, or of the base.
+        device: "cpu" or "cuda".
+        quantized: True if it is loaded in 4 bits. transformers puts such a model on a GPU, if there
+            is one, unless it is told where.
+    """
+    if device == "cpu":
+        return {"": "cpu"} if quantized else None
+    import torch
+
+    files = (file for kind in ("*.safetensors", "*.bin") for file in path.glob(kind))
+    needed = sum(file.stat().st_size for file in files) * (FOUR_BITS if quantized else 1.0)
+    free, _ = torch.cuda.mem_get_info(0)
+    return {"": "cuda:0"} if needed <= FILLED * free else "auto"
+
+
+def chosen_device(wanted: str | None) -> str:
+    """Return "cuda" if there is a GPU, unless the CPU is wanted."""
+    import torch
+
+    return "cuda" if wanted != "cpu" and torch.cuda.is_available() else "cpu"
+
+
+def usable_attention(name: str) -> str:
+    """Return the attention to measure with: sdpa if flash attention is asked for and not there.
+
+    It needs a GPU and a package. What is measured by another implementation is judged as such.
+    """
+    from transformers import utils
+
+    if not name.startswith("flash_attention"):
+        return name
+    there = getattr(utils, f"is_{name.replace('attention', 'attn')}_available")
+    return name if there() else "sdpa"
+
+
+def input_device(model: Any) -> Any:
+    """Return the device that a model's token ids belong on."""
+    import torch
+
+    device = model.get_input_embeddings().weight.device
+    if device.type == "meta" and hasattr(model, "hf_device_map"):
+        # Offloaded: a hook of accelerate brings the weights to where they are used, and the inputs.
+        return torch.device("cpu")
+    return device
+
+
+def _require(folder: Path, file: str) -> None:
+    if not (folder / file).is_file():
+        raise ArtifactError(f"{folder} is not a model folder: no {file}")
+
+
+def _bitsandbytes(quantization: Mapping[str, Any]) -> Any:
+    from transformers import BitsAndBytesConfig
+
+    if quantization.get("type") not in ("nf4", "fp4"):
+        raise ArtifactError(
+            f"quantization {quantization.get('type')!r} is unknown; allowed: nf4, fp4"
+        )
+    return BitsAndBytesConfig(
+        load_in_4bit=True,
+        bnb_4bit_quant_type=quantization["type"],
+        bnb_4bit_use_double_quant=bool(quantization["double_quant"]),
+        bnb_4bit_compute_dtype=quantization["compute_dtype"],
+        llm_int8_skip_modules=quantization.get("skip"),  # the 4-bit loader's too, by its old name
+    )
+
+
+def _refuse_gaps(path: Path, info: Mapping[str, Any], gaps: Collection[str]) -> None:
+    """transformers only warns when tensors are missing (and makes them up) or left over."""
+    found = [
+        f"{kind.replace('_', ' ')}: {key}"
+        for kind in ("missing_keys", "unexpected_keys", "mismatched_keys")
+        for key in sorted(map(str, info.get(kind) or ()))
+        if key not in gaps
+    ]
+    if found:
+        raise ArtifactError(
+            f"{path}: tensors do not fit the model: {len(found)} differ, first {found[0]}",
+            details=found[:20],
+        )

@@ -1,0 +1,181 @@
+"""Fingerprints and greedy tokens of a model that transformers has loaded.
+
+Everything runs one sequence at a time, without padding and without an attention mask: that is how
+the training engine measures itself, and only the same arithmetic gives the same bits. Token ids go
+to the device of the model's embeddings, and results come back to the CPU.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import torch
+
+from tasks.core.errors import DriftError
+from tasks.core.machine import measured_on
+from tasks.drift.fingerprint import TOP_K, Fingerprint, drift, largest_steps
+from tasks.serving.reference.load import input_device
+
+COPIES = 8
+"""Copies of a probe in one batch, for the repeat noise: other kernels than for one sequence."""
+ALTERNATIVES = 5
+"""Candidates reported for every greedy step, the chosen token included."""
+
+
+@torch.no_grad()
+def fingerprint(model: Any, reference: Fingerprint) -> Fingerprint:
+    """Score the reference's probes at the reference's ids.
+
+    With the repeat noise if the reference was measured by other arithmetic than this model is.
+    """
+    on = _measured_on(model)
+    first = _at_ids(model, reference, on)
+    if reference.measured_on in (None, on):
+        return first
+    with other_sums(model):
+        again = _at_ids(model, reference, on, copies=COPIES)
+    return replace(first, noise=drift(first, again).mean_kl)
+
+
+@contextlib.contextmanager
+def other_sums(model: Any) -> Iterator[None]:
+    """Within it the model adds up in another order, so that what differs is rounding alone.
+
+    By plain attention. A batch of another size is not enough: on a CPU its sums are the same.
+    """
+    name = model.config._attn_implementation
+    model.set_attn_implementation("eager")
+    try:
+        yield
+    finally:
+        model.set_attn_implementation(name)
+
+
+def _at_ids(
+    model: Any, reference: Fingerprint, on: Mapping[str, str], *, copies: int = 1
+) -> Fingerprint:
+    logprobs, top1, steps = [], [], []
+    start = 0
+    for probe in reference.probes:
+        logits = _logits(model, probe, copies)
+        ids = torch.from_numpy(reference.ids[start : start + len(probe) - 1].astype(np.int64))
+        if int(ids.max()) >= logits.shape[-1]:
+            raise DriftError(
+                f"the model knows {logits.shape[-1]} tokens, the reference scores "
+                f"token {int(ids.max())}: the vocabulary shrank"
+            )
+        at_ids = torch.log_softmax(logits, dim=-1).gather(1, ids.to(logits.device))
+        logprobs.append(at_ids.cpu().numpy())
+        top1.append(logits.argmax(dim=-1).cpu().numpy())
+        steps.append(largest_steps(logits.cpu().numpy()))
+        start += len(probe) - 1
+    return Fingerprint(
+        probes=reference.probes,
+        ids=reference.ids,
+        logprobs=np.concatenate(logprobs).astype(np.float32),
+        top1=np.concatenate(top1).astype(np.int32),
+        engine="transformers",
+        steps=np.concatenate(steps),
+        measured_on=on,
+    )
+
+
+def _logits(model: Any, probe: Sequence[int], copies: int = 1) -> torch.Tensor:
+    """Logits of all positions but the last, (T-1, V) float32, of the first of some copies."""
+    out = model(_ids(model, [probe] * copies)).logits
+    logits: torch.Tensor = out[0, :-1].float()
+    return logits
+
+
+def _ids(model: Any, rows: Sequence[Sequence[int]]) -> torch.Tensor:
+    return torch.tensor([list(row) for row in rows], device=input_device(model))
+
+
+def _measured_on(model: Any) -> dict[str, str]:
+    return measured_on(input_device(model), model.config._attn_implementation)
+
+
+@torch.no_grad()
+def reference(model: Any, probes: Sequence[Sequence[int]]) -> Fingerprint:
+    """The first fingerprint of a model: it chooses the ids, its own most likely ones.
+
+    For a model that no training engine of ours has measured.
+    """
+    logits = [_logits(model, probe).cpu() for probe in probes]
+    logprobs = torch.log_softmax(torch.cat(logits), dim=-1)
+    ids = logprobs.topk(min(TOP_K, logprobs.shape[-1]), dim=-1).indices
+    return Fingerprint(
+        probes=tuple(tuple(probe) for probe in probes),
+        ids=ids.to(torch.int32).numpy(),
+        logprobs=logprobs.gather(1, ids).numpy(),
+        top1=logprobs.argmax(dim=-1).to(torch.int32).numpy(),
+        engine="transformers",
+        steps=np.concatenate([largest_steps(rows.numpy()) for rows in logits]),
+        measured_on=_measured_on(model),
+    )
+
+
+@torch.no_grad()
+def token_logprobs(model: Any, prompt: Sequence[int], reply: Sequence[int]) -> list[float]:
+    """Log-probability of each token of a reply, nats, by the whole distribution."""
+    ids = _ids(model, [[*prompt, *reply]])
+    logits = model(input_ids=ids, use_cache=False).logits[0, len(prompt) - 1 : -1].float()
+    found: list[float] = (
+        logits.log_softmax(-1).gather(1, ids[0, len(prompt) :, None])[:, 0].tolist()
+    )
+    return found
+
+
+@torch.no_grad()
+def drawn(
+    model: Any,
+    prompt: Sequence[int],
+    *,
+    max_new_tokens: int,
+    eos: Collection[int],
+    temperature: float,
+    seed: int,
+) -> list[int]:
+    """One continuation of a prompt by draws; its tokens, the EOS included when it was reached."""
+    generator = torch.Generator().manual_seed(seed)  # the CPU's: the same draws on every device
+    tokens: list[int] = []
+    inputs, past = _ids(model, [prompt]), None
+    while len(tokens) < max_new_tokens:
+        out = model(input_ids=inputs, past_key_values=past, use_cache=True)
+        past = out.past_key_values
+        chances = (out.logits[0, -1].float() / temperature).softmax(dim=-1).cpu()
+        tokens.append(int(torch.multinomial(chances, 1, generator=generator)))
+        inputs = _ids(model, [tokens[-1:]])
+        if tokens[-1] in eos:
+            break
+    return tokens
+
+
+@torch.no_grad()
+def greedy(
+    model: Any, prompt: Sequence[int], *, max_new_tokens: int, eos: Collection[int]
+) -> tuple[list[int], list[list[tuple[int, float]]]]:
+    """Greedy continuation of one prompt.
+
+    Returns:
+        The new tokens, the EOS included when it was reached, and for every one of them the
+        `ALTERNATIVES` most likely tokens with their logits, which tell a tie from a difference.
+    """
+    tokens: list[int] = []
+    candidates: list[list[tuple[int, float]]] = []
+    inputs, past = _ids(model, [prompt]), None
+    while len(tokens) < max_new_tokens:
+        out = model(input_ids=inputs, past_key_values=past, use_cache=True)
+        logits, past = out.logits[0, -1].float(), out.past_key_values
+        values, ids = logits.topk(min(ALTERNATIVES, logits.shape[-1]))
+        candidates.append(list(zip(ids.tolist(), values.tolist(), strict=True)))
+        token = int(logits.argmax())
+        tokens.append(token)
+        if token in eos:
+            break
+        inputs = _ids(model, [[token]])
+    return tokens, candidates

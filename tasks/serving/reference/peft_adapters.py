@@ -1,0 +1,155 @@
+"""Load adapters onto a model through peft, unmerged, as the reference of a delivery.
+
+An adapter may need more than peft's loader does: a base with as many rows of embeddings as it was
+trained with, its factors in the layout of the peft that is installed, its stored dtype.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import shutil
+import tempfile
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from tasks.core.errors import ArtifactError
+from tasks.weights.adapters.live import LiveModel, live_model
+from tasks.weights.adapters.piece import Ground, Piece
+from tasks.weights.adapters.pieces import Contract
+from tasks.weights.adapters.read import CONFIG, PICKLED, Adapter, read_adapter
+from tasks.weights.files.reader import ADAPTER, read_json
+from tasks.weights.plan.adapter_ops import LowRank
+
+
+def with_adapters(model: Any, weighted: Mapping[str, float]) -> Any:
+    """Load adapters onto a model, unmerged. peft sums the changes of its active adapters.
+
+    Args:
+        model: the base.
+        weighted: weight of each adapter's change, by folder.
+
+    Raises:
+        ArtifactError: a folder has no adapter, or the adapter does not fit.
+    """
+    from peft import PeftModel
+    from safetensors import SafetensorError
+
+    names = ["default", *(f"further_{index}" for index in range(1, len(weighted)))]
+    (first, *others), how = names, {"autocast_adapter_dtype": False, "is_trainable": False}
+    adapters = dict(zip(names, (read_adapter(Path(one)) for one in weighted), strict=True))
+    live = live_model(model)
+    _grow(model, live, list(adapters.values()))
+    try:
+        with contextlib.ExitStack() as stack:
+            folders = {
+                name: stack.enter_context(_as_peft_reads_it(one, live))
+                for name, one in adapters.items()
+            }
+            model = PeftModel.from_pretrained(model, folders[first], first, **how)
+            for name in others:
+                model.load_adapter(folders[name], name, **how)
+    except (OSError, ValueError, KeyError, RuntimeError, SafetensorError) as error:
+        raise ArtifactError(
+            f"{' and '.join(weighted)} cannot be loaded: {first_lines(error)}"
+        ) from error
+    for name, factor in zip(names, weighted.values(), strict=True):
+        _as_stored(model, adapters[name], name)
+        _scale(model, name, factor)
+    if others:
+        model.base_model.set_adapter(names, inference_mode=True)
+    return model
+
+
+def first_lines(error: BaseException) -> str:
+    """Return the first non-empty line of an error, and the next one if it ends in a colon."""
+    lines = [one.strip() for one in str(error).splitlines() if one.strip()]
+    if not lines:
+        return type(error).__name__
+    return " ".join(lines[:2] if lines[0].endswith(":") else lines[:1])[:400]
+
+
+def _grow(model: Any, live: LiveModel, adapters: Sequence[Adapter]) -> None:
+    """Give the model as many rows of embeddings as the adapters store."""
+    names = (live.input_embedding, live.output_embedding)
+    rows = {
+        shape[0]
+        for one in adapters
+        for module in names
+        if module
+        and (shape := Ground(one.config, live, one.tensors.tensors).shape(f"{module}.weight"))
+    }
+    before = live.tensors[f"{live.input_embedding}.weight"].shape[0] if rows else 0
+    grown = rows - {before}
+    if len(grown) == 1:
+        model.resize_token_embeddings(grown.pop(), mean_resizing=False)
+
+
+@contextlib.contextmanager
+def _as_peft_reads_it(adapter: Adapter, live: LiveModel) -> Iterator[Path]:
+    """Return the adapter's folder, or a copy with expert factors in the installed peft's layout."""
+    turned = list(_turned(adapter, live))
+    if not turned:
+        yield adapter.root
+        return
+    import torch
+    from safetensors.torch import load_file, save_file
+
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        if (adapter.root / f"{ADAPTER}.safetensors").is_file():
+            tensors = load_file(adapter.root / f"{ADAPTER}.safetensors")
+        else:
+            tensors = torch.load(adapter.root / PICKLED, weights_only=True)
+        for term in turned:
+            a, b, experts = tensors[term.a], tensors[term.b], term.experts
+            by_expert = a.reshape(experts, -1, a.shape[1]), b.reshape(b.shape[0], -1, experts)
+            tensors[term.a] = by_expert[1].permute(2, 1, 0).flatten(0, 1).contiguous()
+            tensors[term.b] = by_expert[0].permute(2, 1, 0).flatten(1).contiguous()
+        save_file(tensors, folder / f"{ADAPTER}.safetensors")
+        (folder / CONFIG).write_text(json.dumps(read_json(adapter.root / CONFIG)))
+        yield folder
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+def _turned(adapter: Adapter, live: LiveModel) -> Iterator[LowRank]:
+    """Return the factor pairs of expert stacks that an older peft saved in another layout."""
+    if not adapter.config.target_parameters:
+        return
+    pieces: list[Piece] = Contract(adapter.config, live, adapter.tensors.tensors).pieces
+    for piece in pieces:
+        term = piece.term
+        if isinstance(term, LowRank) and len(live.tensors[piece.target].shape) == 3:
+            module = piece.target.rpartition(".")[0]
+            if term.transpose != (module in live.transposed):
+                yield term
+
+
+def _scale(model: Any, name: str, factor: float) -> None:
+    if factor == 1:
+        return
+    for module in model.modules():
+        scaling = getattr(module, "scaling", None)
+        if isinstance(scaling, dict) and name in scaling:
+            scaling[name] *= factor
+
+
+def _as_stored(model: Any, adapter: Adapter, name: str) -> None:
+    """Give factors their stored dtype: on a 4-bit base peft makes them float32, whatever the file.
+
+    Modules that are saved whole stay in the dtype of the base, as the layers beside them.
+    """
+    import torch
+
+    dtypes = {"BF16": torch.bfloat16, "F16": torch.float16, "F32": torch.float32}
+    stored = {
+        key: dtypes[info.dtype]
+        for key, info in adapter.tensors.tensors.items()
+        if info.dtype in dtypes
+    }
+    for full, parameter in model.named_parameters():
+        parts = full.split(".")
+        dtype = stored.get(".".join(part for part in parts if part != name))
+        if dtype is not None and name in parts and "modules_to_save" not in parts:
+            parameter.data = parameter.data.to(dtype)

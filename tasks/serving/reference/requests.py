@@ -1,0 +1,150 @@
+"""Requests of `tasks/evaluation/scoring.py`, as the reference child answers them.
+
+Each runs in a fork of its own. What a function imports the child has imported before it forked,
+except where a GPU is there and the import would initialise CUDA (`forks.py`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+from tasks.serving.reference.load import chosen_device, load_model, placement, usable_attention
+
+Reply = dict[str, Any]
+
+
+def _fingerprint(request: dict[str, Any]) -> Reply:
+    from tasks.drift.fingerprint import Fingerprint
+    from tasks.serving.reference.measure import fingerprint
+
+    reference = Fingerprint.load(Path(request["reference"]))
+    measured = fingerprint(_load(request["model"]), reference)
+    measured.save(Path(request["out"]))
+    return {"positions": measured.positions}
+
+
+def _reference(request: dict[str, Any]) -> Reply:
+    from tasks.serving.reference.measure import reference
+
+    measured = reference(_load(request["model"]), request["probes"])
+    measured.save(Path(request["out"]))
+    return {"positions": measured.positions}
+
+
+def _rewards(request: dict[str, Any]) -> Reply:
+    from tasks.serving.reference.rewards import load_rewarder
+
+    rewarder = load_rewarder(**_loading(request["model"]))
+    probes, trained_on = request["probes"], request.get("trained_on")
+    scores = rewarder.scores(probes, raw=bool(request["raw"]))
+    elsewhere = trained_on is not None and trained_on != rewarder.on
+    noise = rewarder.noise(probes) if elsewhere else None
+    return {"scores": scores, "noise": noise, "on": rewarder.on}
+
+
+def _encode_texts(request: dict[str, Any]) -> Reply:
+    from tasks.serving.prompts import encode_texts
+
+    folder = Path(request["tokenizer"])
+    return {"tokens": encode_texts(folder, request["texts"], int(request["limit"]))}
+
+
+def _encode_whole(request: dict[str, Any]) -> Reply:
+    from tasks.serving.prompts import render_whole
+
+    return {"tokens": render_whole(Path(request["tokenizer"]), request["conversations"])}
+
+
+def _greedy(request: dict[str, Any]) -> Reply:
+    import time
+
+    from tasks.serving.reference.measure import greedy
+
+    model = _load(request["model"])
+    eos, limit = frozenset(request["eos"]), int(request["max_new_tokens"])
+    began = time.perf_counter()
+    done = [greedy(model, p, max_new_tokens=limit, eos=eos) for p in request["prompts"]]
+    return {
+        "tokens": [tokens for tokens, _ in done],
+        "candidates": [candidates for _, candidates in done],
+        "seconds": time.perf_counter() - began,
+    }
+
+
+def _drawn(request: dict[str, Any]) -> Reply:
+    import time
+
+    from tasks.serving.reference.measure import drawn
+
+    model = _load(request["model"])
+    eos, limit = frozenset(request["eos"]), int(request["max_new_tokens"])
+    how = {"max_new_tokens": limit, "eos": eos, "temperature": float(request["temperature"])}
+    began = time.perf_counter()
+    tokens = [drawn(model, p, seed=n, **how) for n, p in enumerate(request["prompts"])]
+    return {"tokens": tokens, "seconds": time.perf_counter() - began}
+
+
+def _token_logprobs(request: dict[str, Any]) -> Reply:
+    from tasks.serving.reference.measure import token_logprobs
+
+    model = _load(request["model"])
+    pairs = zip(request["prompts"], request["replies"], strict=True)
+    return {"logprobs": [token_logprobs(model, *pair) for pair in pairs]}
+
+
+def _encode(request: dict[str, Any]) -> Reply:
+    from tasks.serving.prompts import render
+
+    rendered = render(
+        Path(request["tokenizer"]),
+        [row["messages"] for row in request["rows"]],
+        template_from=Path(request["template_from"]) if request.get("template_from") else None,
+    )
+    return {"prompts": rendered.prompts, "eos": rendered.eos}
+
+
+def _decode(request: dict[str, Any]) -> Reply:
+    from tasks.serving.prompts import decode
+
+    return {"texts": decode(Path(request["tokenizer"]), request["tokens"])}
+
+
+def _load(model: dict[str, Any]) -> Any:
+    return load_model(**_loading(model), weighted=model.get("weighted"))
+
+
+def _loading(model: dict[str, Any]) -> dict[str, Any]:
+    """Return what every kind of model is loaded by."""
+    device = chosen_device(model.get("device"))
+    quantized = model["quantization"] is not None
+    return {
+        "path": Path(model["path"]),
+        "adapter": Path(model["adapter"]) if model["adapter"] else None,
+        "quantization": model["quantization"],
+        "dtype": model["dtype"],
+        "attn_implementation": usable_attention(model["attn_implementation"]),
+        "device_map": placement(Path(model["path"]), device, quantized=quantized),
+    }
+
+
+def _weights(request: dict[str, Any]) -> Reply:
+    from tasks.weights.execute.worker import perform
+
+    return perform(request["request"])
+
+
+HANDLERS: Mapping[str, Callable[[dict[str, Any]], Reply]] = {
+    "fingerprint": _fingerprint,
+    "reference": _reference,
+    "rewards": _rewards,
+    "encode_texts": _encode_texts,
+    "greedy": _greedy,
+    "drawn": _drawn,
+    "token_logprobs": _token_logprobs,
+    "encode": _encode,
+    "encode_whole": _encode_whole,
+    "decode": _decode,
+    "weights": _weights,
+}

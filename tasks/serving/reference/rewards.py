@@ -1,0 +1,163 @@
+"""What transformers says of a reward model: one number for a text, normalised as its files say.
+
+    load_rewarder(folder, adapter=None, ...).scores(probes)
+
+A text at a time and without padding: the score is the head's output at the text's last token.
+A `*ForSequenceClassification` folder is loaded as that class. One of another dialect (OpenRLHF) has
+no class of its own in transformers: its backbone is, and the head is taken from the files, by its
+own name: nothing here goes through the conversion that it is to be compared with.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import fmean
+from typing import Any
+
+from tasks.core.errors import ArtifactError
+from tasks.core.machine import measured_on
+from tasks.serving.reference.load import from_folder, input_device
+from tasks.serving.reference.peft_adapters import with_adapters
+from tasks.weights.files.reader import read_json
+from tasks.weights.heads.detect import detect
+from tasks.weights.heads.folder import read_folder
+from tasks.weights.heads.normalisation import Normalisation, normalisation_from
+from tasks.weights.heads.reward import OUTPUT_EMBEDDINGS, SCORE
+
+CLASSIFIER = "AutoModelForSequenceClassification"
+
+
+@dataclass(frozen=True)
+class Rewarder:
+    """A loaded reward model.
+
+    Attributes:
+        score: token ids of texts, (texts, tokens) -> the head's output for the first, one number.
+        normalisation: of the rewards.
+        model: that computes it, or its backbone.
+    """
+
+    score: Callable[[Any], Any]
+    normalisation: Normalisation
+    model: Any
+
+    @property
+    def on(self) -> dict[str, str]:
+        """`machine.measured_on` of the model."""
+        return measured_on(input_device(self.model), self.model.config._attn_implementation)
+
+    def scores(self, probes: Sequence[Sequence[int]], *, raw: bool = False) -> list[float]:
+        """The reward of each text; `raw` leaves out the normalisation."""
+        raw_scores = [self._raw(probe) for probe in probes]
+        return raw_scores if raw else normalised(raw_scores, self.normalisation)
+
+    def noise(self, probes: Sequence[Sequence[int]]) -> float:
+        """Return the mean absolute difference of raw scores whose sums are in another order."""
+        from tasks.serving.reference.measure import COPIES, other_sums
+
+        first = [self._raw(probe) for probe in probes]
+        with other_sums(self.model):
+            again = [self._raw(probe, COPIES) for probe in probes]
+        return fmean(abs(a - b) for a, b in zip(first, again, strict=True))
+
+    def _raw(self, probe: Sequence[int], copies: int = 1) -> float:
+        import torch
+
+        with torch.no_grad():
+            return float(self.score(torch.tensor([list(probe)] * copies)).float())
+
+
+def normalised(scores: Sequence[float], how: Normalisation) -> list[float]:
+    """(score - mean) / std; the scores themselves where there is no normalisation."""
+    mean, std = how.mean or 0.0, 1.0 if how.std is None else how.std
+    return [(score - mean) / std for score in scores]
+
+
+def load_rewarder(path: Path, *, adapter: Path | None, **how: Any) -> Rewarder:
+    """Load a reward model.
+
+    Args:
+        path: the model; the base where there is an adapter.
+        adapter: PEFT folder that brings the head, or changes that of `path`.
+        how: dtype, attn_implementation, quantization and device_map, as of `load.load_model`.
+
+    Raises:
+        ArtifactError: a folder that cannot be loaded, or holds no reward head.
+    """
+    config = read_json(path / "config.json")
+    if adapter is not None:
+        beside = adapter / "config.json"
+        said = read_json(beside) if beside.is_file() else config
+        model = _classifier(path, gaps=(SCORE, *OUTPUT_EMBEDDINGS), **how)
+        return _rewarder(with_adapters(model, {str(adapter): 1.0}), said)
+    names = config.get("architectures") or [""]
+    if names[0].endswith("ForSequenceClassification"):
+        return _rewarder(_classifier(path, **how), config)
+    return _with_head(path, **how)
+
+
+def _classifier(path: Path, **how: Any) -> Any:
+    if how.get("quantization") is not None:
+        how["quantization"] = {**how["quantization"], "skip": ["score", "lm_head"]}
+    return from_folder(CLASSIFIER, path, num_labels=1, **how)
+
+
+def _rewarder(model: Any, config: Mapping[str, Any]) -> Rewarder:
+    """Return the rewarder of a classifier; `config` says how its scores are normalised."""
+    model.eval()
+    text = model.config.get_text_config()
+    if text.pad_token_id is None:  # transformers then takes no batch, not even one of equal texts
+        text.pad_token_id = -1
+
+    def score(ids: Any) -> Any:
+        return model(input_ids=ids.to(input_device(model))).logits[0, 0]
+
+    return Rewarder(score, _normalisation(config), model)
+
+
+def _normalisation(config: Mapping[str, Any]) -> Normalisation:
+    found, findings = normalisation_from(config)
+    if findings:
+        raise ArtifactError(f"config.json: {findings[0]}", details=findings)
+    return found
+
+
+def _with_head(path: Path, **how: Any) -> Rewarder:
+    """The family's backbone, and the head that lies beside it in the files."""
+    import torch
+    from torch.nn.functional import linear
+
+    found = detect(read_folder(path))
+    if found.head is None:
+        raise ArtifactError(f"{path}: no reward head in it", details=found.findings)
+    keys = [source.partition(":")[2] for source in found.head.sources]
+    beside = [source.partition(":")[2] for source in found.normalisation.buffers]
+    gaps = (*keys, *beside, *OUTPUT_EMBEDDINGS)
+    backbone = from_folder("AutoModel", path, gaps=gaps, **how).eval()
+    place, dtype = input_device(backbone), getattr(torch, how["dtype"])
+    tensors = {key: _tensor(path, key).to(place, dtype) for key in keys}
+    weight, bias = tensors[keys[0]], tensors.get(keys[-1]) if found.head.bias else None
+
+    def score(ids: Any) -> Any:
+        states = backbone(input_ids=ids.to(input_device(backbone))).last_hidden_state[:, -1]
+        return linear(states.to(weight.device), weight, bias)[0, 0]
+
+    return Rewarder(score, found.normalisation, backbone)
+
+
+def _tensor(path: Path, key: str) -> Any:
+    """A tensor of a model's files, read by safetensors or by torch."""
+    import torch
+    from safetensors import safe_open
+
+    for file in sorted(path.glob("*.safetensors")):
+        with safe_open(file, framework="pt") as opened:
+            if key in opened.keys():  # noqa: SIM118
+                return opened.get_tensor(key)
+    for file in sorted(path.glob("*.bin")):
+        state = torch.load(file, map_location="cpu", weights_only=True, mmap=True)
+        if key in state:
+            return state[key]
+    raise ArtifactError(f"{path}: no file holds {key}")

@@ -1,0 +1,110 @@
+"""Faster LoRA for vLLM's engine on a CPU, for batches in which every token uses one adapter.
+
+vLLM 0.32 copies the adapter's matrices once per token before it multiplies. In rollouts all tokens
+use one adapter, so one matrix product per layer gives the same sums. Batches with several adapters
+go through vLLM's own functions. docs/decisions/0016 has the measurements.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from tasks.process.block_unused_imports import on_gpu
+
+VLLM_VERSIONS = ("0.32.",)
+"""Versions that this was measured on. Any other version runs as shipped."""
+
+
+def use_single_adapter_products() -> bool:
+    """Replace vLLM's CPU LoRA functions in this process.
+
+    Returns:
+        True if they are replaced; False on a GPU, and for a vLLM version that is not in
+        `VLLM_VERSIONS`.
+    """
+    import vllm
+    from vllm.lora.ops.torch_ops import lora_ops
+    from vllm.lora.punica_wrapper import punica_cpu
+
+    if on_gpu() or not vllm.__version__.startswith(VLLM_VERSIONS):
+        return False
+    for name, make in (
+        ("bgmv_shrink", _shrink),
+        ("bgmv_expand", _expand),
+        ("bgmv_expand_slice", _expand_slice),
+    ):
+        shipped = getattr(lora_ops, name)
+        if not hasattr(shipped, "shipped"):
+            function = make(shipped)
+            function.shipped = shipped  # type: ignore[attr-defined]
+            for module in (lora_ops, punica_cpu):
+                setattr(module, name, function)
+    return True
+
+
+def product(
+    inputs: torch.Tensor, weights: torch.Tensor, adapters: torch.Tensor, dtype: torch.dtype
+) -> torch.Tensor | None:
+    """Multiply all tokens with the matrix of their common adapter.
+
+    Args:
+        inputs: (tokens, in).
+        weights: (adapters, out, in) or (adapters, 1, out, in).
+        adapters: (tokens,) index of each token's adapter.
+        dtype: of the product.
+
+    Returns:
+        (tokens, out), or None if the tokens use different adapters.
+    """
+    first = int(adapters[0])
+    if len(adapters) != len(inputs) or not bool((adapters == first).all()):
+        return None
+    matrix = weights[first].reshape(weights.shape[-2:])
+    return torch.nn.functional.linear(inputs.to(dtype), matrix.to(dtype))
+
+
+def _shrink(shipped: Callable[..., None]) -> Callable[..., None]:
+    def bgmv_shrink(x: Any, weights: Any, out: Any, adapters: Any, scaling: float = 1.0) -> None:
+        made = product(x, weights, adapters, out.dtype)
+        if made is None:
+            shipped(x, weights, out, adapters, scaling)
+        else:
+            torch.mul(made, scaling, out=out[:, : made.shape[1]])
+
+    return bgmv_shrink
+
+
+def _expand(shipped: Callable[..., None]) -> Callable[..., None]:
+    def bgmv_expand(x: Any, weights: Any, out: Any, adapters: Any, add_inputs: bool = True) -> None:
+        made = product(x, weights, adapters, out.dtype)
+        if made is None or len(made) != len(out):
+            shipped(x, weights, out, adapters, add_inputs)
+        else:
+            _write(made, out, add_inputs)
+
+    return bgmv_expand
+
+
+def _expand_slice(shipped: Callable[..., None]) -> Callable[..., None]:
+    def bgmv_expand_slice(
+        x: Any, weights: Any, out: Any, adapters: Any, start: int, size: int, add: bool = True
+    ) -> None:
+        made = product(x, weights, adapters, out.dtype)
+        if made is None or len(made) != len(out):
+            shipped(x, weights, out, adapters, start, size, add)
+        else:
+            _write(made, out[:, start : start + size], add)
+
+    return bgmv_expand_slice
+
+
+def _write(made: torch.Tensor, out: torch.Tensor, add: bool) -> None:
+    width = min(made.shape[1], out.shape[1])  # vLLM pads adapters and models differently
+    into = out[:, :width]
+    if add:
+        into += made[:, :width]
+    else:
+        into.copy_(made[:, :width])

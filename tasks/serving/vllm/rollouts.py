@@ -1,0 +1,296 @@
+"""vLLM within a training rank: token ids in; token ids and log-probabilities out.
+
+The engine lives in the rank's own process (`external_launcher`), beside DeepSpeed, and is made
+after it. Nothing of the process changes by it: what vLLM sets for itself alone is put back.
+
+Replies depend on weights, prompts and seeds, and on nothing that ran before: each reply draws from
+a generator of its own, and no call reuses another one's prefix cache.
+"""
+
+from __future__ import annotations
+
+import gc
+import time
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from tasks.core.errors import ArtifactError, TrainingError
+from tasks.process.block_unused_imports import compiles, on_gpu
+from tasks.serving.vllm.colocation import Answer, Colocation, Sampling, room_for_rank
+from tasks.serving.vllm.cpu_linear import use_fp32_products
+from tasks.serving.vllm.guest import engine_class, undisturbed
+from tasks.serving.vllm.loaded_weights import LoadedWeights
+from tasks.serving.vllm.lora_ops import use_single_adapter_products
+
+if TYPE_CHECKING:
+    import torch
+
+WEIGHTS, CACHE = "weights", "kv_cache"
+"""vLLM's names of what it sleeps with."""
+
+
+@dataclass
+class Colocated:
+    """The engine.
+
+    Attributes:
+        how: what it is made of.
+        sampling: how it draws.
+        version: of the policy it holds; 0: none, it must not be asked.
+    """
+
+    how: Colocation
+    sampling: Sampling
+    version: int = 0
+    _llm: Any = field(default=None, repr=False)
+    _adapter: Any = field(default=None, repr=False)
+    _asleep: list[str] = field(default_factory=list, repr=False)
+    _loaded: Any = field(default=None, repr=False)
+
+    def __post_init__(self) -> None:
+        """Start it. Raises ConfigError, or what vLLM raises."""
+        with undisturbed():
+            self._llm = _start(self.how, self.sampling)
+        self._loaded = LoadedWeights(self._llm)
+
+    def take_adapter(self, folder: Path, version: int) -> None:
+        """Put an adapter in the place of the one before.
+
+        Args:
+            folder: PEFT folder; it may be deleted afterwards.
+            version: of the policy; larger than the one before.
+
+        Raises:
+            ArtifactError: vLLM refuses it, or holds another one afterwards.
+            TrainingError: what it computes with afterwards are not these tensors.
+        """
+        from vllm.lora.request import LoRARequest
+
+        core = self._llm.llm_engine
+        if self._adapter is not None:
+            core.remove_lora(self._adapter.lora_int_id)
+            self._adapter, self.version = None, 0
+        request = LoRARequest(f"policy-{version}", version, str(folder))
+        try:
+            with undisturbed():
+                core.add_lora(request)
+        except (ValueError, RuntimeError, KeyError, IndexError) as error:
+            raise ArtifactError(
+                f"vLLM refuses version {version} of the policy: {_first_line(error)}",
+                hint="rollout=transformers",
+            ) from error
+        held = set(core.list_loras())
+        if held != {version}:
+            raise ArtifactError(
+                f"vLLM holds adapters {sorted(held)} where version {version} of the policy was "
+                "synced",
+                hint="rollout=transformers",
+            )
+        self._loaded.require_adapter(folder, version)
+        self._adapter = request
+        self.version = version
+
+    def take_weights(self, tensors: Iterable[tuple[str, torch.Tensor]], version: int) -> None:
+        """Put whole weights in the place of the ones before.
+
+        Args:
+            tensors: every tensor of a checkpoint of the model, by its key on disk; a tied head
+                under a key of its own.
+            version: of the policy; larger than the one before.
+
+        Raises:
+            ArtifactError: vLLM refuses them.
+            TrainingError: what it computes with afterwards are not these tensors.
+        """
+        self.version = 0
+        sent: dict[str, torch.Tensor] = {}
+        recorded = self._loaded.recorded(tensors, version, sent)
+        try:
+            with undisturbed():
+                self._llm.collective_rpc("reload_weights", kwargs={"weights_iterator": recorded})
+        except (ValueError, RuntimeError, KeyError, AssertionError) as error:
+            raise ArtifactError(
+                f"vLLM refuses version {version} of the policy: {_first_line(error)}",
+                hint="rollout=transformers",
+            ) from error
+        for _ in recorded:  # what vLLM has not taken was sent all the same
+            pass
+        self._loaded.require_weights(sent, version)
+        self.version = version
+
+    def generate(
+        self, prompts: Sequence[Sequence[int]], seeds: Sequence[int], *, greedy: bool = False
+    ) -> list[Answer]:
+        """One reply to each prompt.
+
+        Args:
+            prompts: token ids; one that is to be answered twice is given twice.
+            seeds: of the draws, one a prompt.
+            greedy: take the likeliest token instead.
+
+        Raises:
+            TrainingError: past the time limit, or the weights are not those that were synced.
+        """
+        core = self._llm.llm_engine
+        self._loaded.require_unchanged()
+        with undisturbed():
+            self._llm.reset_prefix_cache()
+            for number, (prompt, seed) in enumerate(zip(prompts, seeds, strict=True)):
+                core.add_request(
+                    str(number),
+                    {"prompt_token_ids": list(map(int, prompt))},
+                    self._params(seed, greedy),
+                    lora_request=self._adapter,
+                )
+            return self._finish(len(prompts))
+
+    def _finish(self, count: int) -> list[Answer]:
+        """Step until every request has its response; none is left behind when that fails."""
+        try:
+            return self._responses(count)
+        except TrainingError:
+            self._llm.llm_engine.abort_request([str(number) for number in range(count)])
+            raise
+
+    def _responses(self, count: int) -> list[Answer]:
+        core, found = self._llm.llm_engine, {}
+        until = time.monotonic() + self.how.timeout_s
+        while core.has_unfinished_requests():
+            finished = [output for output in core.step() if output.finished]
+            if finished:
+                self._loaded.require_used()
+            for output in finished:
+                found[int(output.request_id)] = _answer(output.outputs[0])
+            if time.monotonic() > until:
+                raise TrainingError(
+                    f"rollouts: {count - len(found)} of {count} replies are not there after "
+                    f"{self.how.timeout_s:g} s",
+                    hint="rollout.timeout_s=<more>, or shorter: rollout.max_new_tokens=<less>",
+                )
+        return [found[number] for number in range(count)]
+
+    def _params(self, seed: int, greedy: bool) -> Any:
+        from vllm import SamplingParams
+        from vllm.sampling_params import RequestOutputKind
+
+        how = self.sampling
+        drawn = {"temperature": how.temperature, "top_p": how.top_p, "top_k": how.top_k}
+        return SamplingParams(
+            **({"temperature": 0.0} if greedy else drawn),
+            seed=None if greedy else seed,
+            max_tokens=how.max_new_tokens,
+            logprobs=0,
+            flat_logprobs=True,
+            detokenize=False,
+            ignore_eos=True,  # which ids end a reply is told by the project, not by a folder
+            stop_token_ids=list(how.ends),
+            output_kind=RequestOutputKind.FINAL_ONLY,
+        )
+
+    def sleep(self) -> None:
+        """Give a GPU's memory back until it is woken. On a CPU there is nothing to give back.
+
+        Weights below an adapter are kept in host memory. Full weights are dropped, since each sync
+        brings all of them: the engine holds no version afterwards. vLLM 0.32 keeps the model's
+        buffers by itself (`gpu_worker.py`, `sleep`).
+        """
+        if not on_gpu() or self._asleep:
+            return
+        full = self.how.adapter_rank is None
+        self._llm.sleep(level=2 if full else 1)
+        self._asleep = [WEIGHTS, CACHE]
+        if full:
+            self.version = 0
+
+    def wake_weights(self) -> None:
+        """Take the weights' memory again, to be synced; the KV cache stays away."""
+        self._wake(WEIGHTS)
+
+    def wake(self) -> None:
+        """Take all memory again, where it was given back."""
+        self._wake(WEIGHTS)
+        self._wake(CACHE)
+
+    def _wake(self, part: str) -> None:
+        if part in self._asleep:
+            self._llm.wake_up(tags=[part])
+            self._asleep.remove(part)
+
+    def close(self) -> None:
+        """End the engine and free its memory; the ranks' process group stays."""
+        if self._llm is None:
+            return
+        with undisturbed():
+            self._llm.llm_engine.engine_core.shutdown()
+            self._llm = self._adapter = None
+            gc.collect()
+
+
+def _start(how: Colocation, sampling: Sampling) -> Any:
+    gpu = on_gpu()
+    return engine_class()(
+        model=str(how.model),
+        skip_tokenizer_init=True,
+        generation_config="vllm",
+        dtype=how.dtype,
+        trust_remote_code=how.trust_remote_code,
+        distributed_executor_backend="external_launcher",
+        tensor_parallel_size=how.tensor_parallel,
+        enforce_eager=not compiles(),
+        max_model_len=how.max_model_len,
+        max_num_seqs=how.max_num_seqs,
+        max_num_batched_tokens=max(2048, how.max_model_len),
+        # vLLM 0.32 takes back what a half-read prompt has drawn, which a CPU's generator cannot do:
+        # more prompts than a batch has room for would end it.
+        enable_chunked_prefill=gpu,
+        logprobs_mode=sampling.logprobs_mode,
+        disable_log_stats=True,
+        use_tqdm_on_load=False,
+        seed=0,
+        **(_on_gpu(how) if gpu else _on_cpu(how)),
+        **_weights(how),
+    )
+
+
+def _on_gpu(how: Colocation) -> dict[str, Any]:
+    return {"gpu_memory_utilization": how.gpu_memory, "enable_sleep_mode": True}
+
+
+def _on_cpu(how: Colocation) -> dict[str, Any]:
+    use_single_adapter_products()
+    use_fp32_products()
+    return {
+        "kv_cache_memory_bytes": int(how.kv_cache_gib * 2**30),
+        # Checked on the way in though it is not what counts here; other ranks hold memory too.
+        "gpu_memory_utilization": 0.01,
+    }
+
+
+def _weights(how: Colocation) -> dict[str, Any]:
+    if how.adapter_rank is not None:
+        return {
+            "enable_lora": True,
+            "max_loras": 1,
+            "max_cpu_loras": 1,
+            "max_lora_rank": room_for_rank(how.adapter_rank),
+        }
+    # A tied head keeps what it was made of when new weights come (its packed copy on a CPU), so
+    # the head is one of its own, and is told like every other tensor.
+    return {"load_format": "dummy", "hf_overrides": {"tie_word_embeddings": False}}
+
+
+def _answer(output: Any) -> Answer:
+    flat = output.logprobs
+    at = np.asarray(flat.start_indices, dtype=np.int64)  # the sampled token comes first
+    ids = np.asarray(output.token_ids, dtype=np.int32)
+    logprobs = np.asarray(flat.logprobs, dtype=np.float32)[at]
+    return Answer(ids, logprobs, output.finish_reason == "stop")
+
+
+def _first_line(error: BaseException) -> str:
+    lines = str(error).strip().splitlines()
+    return lines[0][:300] if lines else type(error).__name__

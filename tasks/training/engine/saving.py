@@ -1,0 +1,181 @@
+"""Checkpoints as ranks write and read them: the engine's state, and the trained tensors' shares."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any
+
+import torch
+from safetensors import SafetensorError
+
+from tasks.core.errors import TrainingError
+from tasks.training.engine import checkpoint
+from tasks.training.engine.checkpoint import ENGINE, SHARDS, Progress
+from tasks.training.engine.deepspeed_engine import Ranks
+from tasks.training.engine.failure import lost_a_peer
+from tasks.training.engine.partitions import not_finite, own_shares, trainable, write_shares
+from tasks.training.engine.saved_partitions import SavedShares
+from tasks.training.engine.universal import TAG
+from tasks.training.job import TrainJob
+from tasks.training.outputs import write_partitions
+
+Others = Mapping[str, Callable[[], AbstractContextManager[Any]]]
+"""Engines beside the one that a run is about."""
+
+
+def save(
+    engine: Any,
+    job: TrainJob,
+    ranks: Ranks,
+    progress: Progress,
+    others: Others = MappingProxyType({}),
+) -> Path:
+    """Write the checkpoint of this step, all ranks together; older ones go by the settings' rule.
+
+    Args:
+        engine: whose trained tensors the run is about.
+        job: what is trained.
+        ranks: all of them take part.
+        progress: where the run is.
+        others: engines that go on beside it (a critic), by the name of their folder; each is
+            entered before it is asked, so that what it trains is what needs gradients.
+
+    Raises:
+        TrainingError: a rank's share is not finite (on every rank), or it could not be written
+            (on that rank; torchrun ends the others). Older checkpoints are untouched then.
+    """
+    shares = own_shares(engine.module, rank=ranks.rank, world_size=ranks.world_size)
+    _require_finite(not_finite(shares), job, ranks, progress.step)
+    work = checkpoint.work_folder(job.checkpoints, progress.step)
+    if ranks.first:
+        checkpoint.sweep(job.checkpoints)
+        work.mkdir()
+    ranks.barrier()
+    try:
+        write_shares(shares, work / SHARDS, rank=ranks.rank, world_size=ranks.world_size)
+        frozen = job.settings.peft.kind != "none"
+        _save(engine, work, ENGINE, without_frozen=frozen)
+        for name, entered in others.items():
+            with entered() as other:
+                _save(other, work, name, without_frozen=frozen)
+        checkpoint.to_disk(work)  # by each rank, since those of other nodes may not see its pages
+        ranks.barrier()
+        if ranks.first:
+            write_partitions(job, engine.module, work / checkpoint.PARTITIONS)
+            checkpoint.describe(
+                work,
+                world_size=ranks.world_size,
+                identity=dict(job.identity),
+                progress=progress,
+            )
+            checkpoint.publish(work)
+    except (OSError, RuntimeError, SafetensorError) as error:  # torch's writer raises the second
+        if lost_a_peer(error):
+            raise
+        raise _not_written(error, work, ranks) from error
+    if ranks.first:
+        _prune(job, progress)
+    ranks.barrier()
+    return job.checkpoints / checkpoint.name_of(progress.step)
+
+
+def restore(
+    engine: Any, job: TrainJob, ranks: Ranks, others: Others = MappingProxyType({})
+) -> Progress:
+    """Put freshly started engines into the state of `job.resume`; a new run's state without one.
+
+    Arguments are as of `save`.
+
+    Raises:
+        TrainingError: DeepSpeed gave back other weights than were saved.
+    """
+    if job.resume is None:
+        return Progress()
+    found = checkpoint.open_checkpoint(job.resume)
+    folder, tag = (job.universal, TAG) if job.universal else (job.resume, ENGINE)
+    _load(engine, folder, tag)
+    load_others(others, job.resume)
+    _require_same_weights(engine, job.resume, ranks)
+    return found.progress
+
+
+def _save(engine: Any, work: Path, tag: str, *, without_frozen: bool) -> None:
+    engine.save_checkpoint(
+        str(work), tag=tag, save_latest=False, exclude_frozen_parameters=without_frozen
+    )
+
+
+def _load(engine: Any, folder: Path, tag: str) -> None:
+    path, _ = engine.load_checkpoint(
+        str(folder), tag=tag, load_module_strict=False, load_lr_scheduler_states=False
+    )
+    if path is None:
+        raise TrainingError(f"DeepSpeed could not read the checkpoint {folder / tag}")
+
+
+def load_weights(engine: Any, path: Path, ranks: Ranks) -> None:
+    """Give the model the trained weights of a checkpoint; the optimizer keeps what it has."""
+    from deepspeed import zero
+
+    saved = SavedShares(path / SHARDS)
+    for name, parameter in trainable(engine.module).items():
+        with zero.GatheredParameters([parameter], modifier_rank=0), torch.no_grad():
+            if not hasattr(parameter, "ds_id") or ranks.first:
+                parameter.copy_(saved.whole(name).view_as(parameter))
+
+
+def load_others(others: Others, path: Path) -> None:
+    """Give the engines beside the main one the whole state of a checkpoint."""
+    for name, entered in others.items():
+        with entered() as other:
+            _load(other, path, name)
+
+
+def _require_same_weights(engine: Any, path: Path, ranks: Ranks) -> None:
+    saved = SavedShares(path / SHARDS)
+    shares = own_shares(engine.module, rank=ranks.rank, world_size=ranks.world_size)
+    differ = [
+        name
+        for name, share in shares.items()
+        if not torch.equal(saved.part(name, share.start, share.end), share.data)
+    ]
+    if differ:
+        raise TrainingError(
+            f"{path}: {len(differ)} of {len(shares)} tensors came back changed, first {differ[0]}",
+            details=differ[:20],
+            hint="train.resume=never; please report it, with the versions of torch and deepspeed",
+        )
+
+
+def _require_finite(mine: list[str], job: TrainJob, ranks: Ranks, step: int) -> None:
+    broken = sorted({name for names in ranks.all_objects(mine) for name in names})
+    if broken:
+        good = checkpoint.last_good(job.checkpoints)
+        raise TrainingError(
+            f"after step {step} {len(broken)} trained tensors are not finite, first {broken[0]}; "
+            f"last good checkpoint: {good or 'none yet'}",
+            details=broken[:20],
+            hint=f"train.lr={job.settings.optim.lr / 10:g}",
+        )
+
+
+def _not_written(error: Exception, work: Path, ranks: Ranks) -> TrainingError:
+    good = checkpoint.last_good(work.parent)
+    return TrainingError(
+        f"rank {ranks.rank} could not write the checkpoint {work.parent}: {error}",
+        details=[f"last good checkpoint: {good or 'none yet'}"],
+        hint="free some space, or save less: train.max_ckpt_num=1, train.save_steps=<more>",
+    )
+
+
+def _prune(job: TrainJob, progress: Progress) -> None:
+    best = progress.best
+    checkpoint.prune(
+        job.checkpoints,
+        keep=set() if best is None else {best.step},
+        most=job.settings.max_ckpt_num,
+        most_gb=job.settings.max_ckpt_gb,
+    )

@@ -1,0 +1,197 @@
+"""Which settings need less memory, by how much, and which of them together are enough.
+
+Every knob is tried: the estimate is made again with it turned. Knows no torch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, replace
+from typing import Any, Protocol
+
+from tasks.training.job import Peft, Settings
+from tasks.training.memory.estimate import LIBRARIES, estimate
+
+GIB = 2**30
+_WORTH = 0.02
+"""Share of the need that a knob has to save to be worth naming."""
+_SMALL_BUCKET = 5_000_000
+_SMALL_ENGINE = 0.3
+_MOST_KNOBS = 8
+
+
+@dataclass(frozen=True)
+class Knob:
+    """A setting that needs less: what to type, what it saves in bytes, and what it leads to."""
+
+    override: str
+    saves: int
+    settings: Settings
+
+    def __str__(self) -> str:
+        return f"{self.override} (saves {self.saves / GIB:.2f} GiB)"
+
+
+class Rank(Protocol):
+    """Memory of a rank, in bytes; ranks of a node share what is mapped."""
+
+    @property
+    def total(self) -> int: ...
+    @property
+    def mapped(self) -> int: ...
+
+
+def on_node(size: int, mapped: int, ranks: int) -> int:
+    """Return the bytes of all ranks of a node in its memory, libraries included.
+
+    Args:
+        size: of one rank.
+        mapped: the part of it that all ranks share: pages of a file.
+        ranks: of the node.
+    """
+    return ranks * (size - mapped + LIBRARIES) + mapped
+
+
+class Adviser:
+    """Advice for one model.
+
+    Args:
+        config: contents of the base's `config.json`.
+        gpu: whether each rank has one; otherwise all ranks of a node share its memory.
+        rank: what a rank takes; None for what it takes to train, nothing beside it.
+
+    Raises:
+        KeyError: by its methods, for an architecture that names its dimensions differently.
+    """
+
+    def __init__(
+        self,
+        config: Mapping[str, Any],
+        *,
+        gpu: bool,
+        rank: Callable[[Settings], Rank] | None = None,
+    ) -> None:
+        self._gpu = gpu
+        self._rank = rank or (lambda asked: estimate(config, asked, asked.world_size, gpu=gpu))
+
+    def need(self, settings: Settings) -> int:
+        """Bytes of all ranks that share memory, libraries included."""
+        rank = self._rank(settings)
+        return on_node(rank.total, rank.mapped, 1 if self._gpu else settings.launch.nproc)
+
+    def knobs(self, settings: Settings) -> list[Knob]:
+        """Single settings that need less, those that save most first."""
+        now = self.need(settings)
+        turned = [
+            Knob(override, now - self.need(other), other)
+            for override, other in self._turned(settings)
+        ]
+        worth = [knob for knob in turned if knob.saves > _WORTH * now]
+        return sorted(worth, key=lambda knob: -knob.saves)
+
+    def enough(self, settings: Settings, limit: int) -> list[str]:
+        """Settings that together bring the need below `limit` bytes, each time the one that saves
+        most; empty when there are none.
+        """
+        chosen: list[str] = []
+        while self.need(settings) > limit:
+            knobs = self.knobs(settings)
+            if not knobs or len(chosen) == _MOST_KNOBS:
+                return []
+            key = knobs[0].override.partition("=")[0]
+            chosen = [c for c in chosen if c.partition("=")[0] != key] + [knobs[0].override]
+            settings = knobs[0].settings
+        return chosen
+
+    def words(self, settings: Settings, limit: int) -> list[str]:
+        """Both as text: what each knob saves, and what is enough to stay below `limit` bytes."""
+        found = [str(knob) for knob in self.knobs(settings)]
+        together = self.enough(settings, limit)
+        if len(together) > 1:
+            found.append(f"all of: {' '.join(together)}")
+        return found or ["a smaller model"]
+
+    def _turned(self, settings: Settings) -> Iterator[tuple[str, Settings]]:
+        batch, zero, peft = settings.batch, settings.zero, settings.peft
+        if batch.micro_batch_size > 1 and batch.micro_batch_size % 2 == 0:
+            half = batch.micro_batch_size // 2
+            yield (
+                f"train.micro_batch_size={half}",
+                replace(settings, batch=replace(batch, micro_batch_size=half)),
+            )
+        if not settings.gradient_checkpointing:
+            yield (
+                "train.gradient_checkpointing=true",
+                replace(settings, gradient_checkpointing=True),
+            )
+        if batch.max_len > 2:
+            yield (
+                f"train.max_len={batch.max_len // 2}",
+                replace(settings, batch=replace(batch, max_len=batch.max_len // 2)),
+            )
+        yield from self._partitioned(settings)
+        yield from _other_training(settings)
+        if self._gpu:
+            yield from _of_engine(settings)
+        if not self._gpu and settings.launch.nproc % 2 == 0:
+            half = settings.launch.nproc // 2
+            yield (
+                f"train.nproc={half}",
+                replace(settings, launch=replace(settings.launch, nproc=half)),
+            )
+        if zero.stage and zero.bucket_size > _SMALL_BUCKET and peft.kind == "none":
+            yield (
+                f"zero.bucket_size={_SMALL_BUCKET}",
+                replace(settings, zero=replace(zero, bucket_size=_SMALL_BUCKET)),
+            )
+
+    def _partitioned(self, settings: Settings) -> Iterator[tuple[str, Settings]]:
+        """What divides states over ranks, or puts them elsewhere."""
+        zero = settings.zero
+        shared = settings.online.get("rl", {}).get("critic") == "shared"
+        highest = 2 if settings.peft.kind == "qlora" or shared else 3
+        for stage in range(zero.stage + 1, highest + 1):
+            yield f"zero=zero{stage}", replace(settings, zero=replace(zero, stage=stage))
+        adamw = settings.optim.optimizer == "adamw"
+        if zero.stage and adamw and zero.offload_optimizer == "none":
+            other = replace(zero, offload_optimizer="cpu")
+            yield "zero.offload_optimizer=cpu", replace(settings, zero=other)
+        if zero.stage == 3 and zero.offload_param == "none":
+            other = replace(zero, offload_param="cpu")
+            yield "zero.offload_param=cpu", replace(settings, zero=other)
+
+
+def _of_engine(settings: Settings) -> Iterator[tuple[str, Settings]]:
+    """Settings that give the rollout engine less of a GPU, or the trainer beside it."""
+    rollout, zero = settings.online.get("rollout", {}), settings.zero
+    if rollout.get("engine") != "vllm":
+        return
+    changes: dict[str, Any] = {}
+    if rollout["gpu_memory"] > _SMALL_ENGINE:
+        changes["gpu_memory"] = _SMALL_ENGINE
+    if (
+        not rollout["offload_trainer"]
+        and zero.stage
+        and zero.offload_optimizer == zero.offload_param == "none"
+    ):
+        changes["offload_trainer"] = True
+    for name, value in changes.items():
+        other = {**settings.online, "rollout": {**rollout, name: value}}
+        yield f"rollout.{name}={str(value).lower()}", replace(settings, online=other)
+
+
+def _other_training(settings: Settings) -> Iterator[tuple[str, Settings]]:
+    """What trains something else, or with another optimizer."""
+    peft, zero = settings.peft, settings.zero
+    if peft.kind == "none":
+        yield "peft=lora", replace(settings, peft=Peft("lora"))
+    if peft.kind == "lora" and peft.rank > 16:
+        yield "peft.rank=16", replace(settings, peft=replace(peft, rank=16, rank_pattern=None))
+    if peft.kind != "qlora" and zero.stage < 3 and settings.dtype == "bfloat16":
+        kind = replace(peft, kind="qlora") if peft.kind == "lora" else Peft("qlora")
+        yield "peft=qlora", replace(settings, peft=kind)
+    if settings.optim.optimizer == "adamw" and zero.offload_optimizer == "none":
+        yield (
+            "train.optimizer=adamw_8bit",
+            replace(settings, optim=replace(settings.optim, optimizer="adamw_8bit")),
+        )

@@ -1,0 +1,136 @@
+"""The base model as a rank loads it: partitioned under ZeRO-3, in 4 bits for QLoRA, complete."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Collection, Iterator, Mapping
+from typing import Any
+
+import torch
+
+from tasks.core.errors import ArtifactError
+from tasks.training.engine.deepspeed_engine import Ranks
+from tasks.training.job import Peft, TrainJob
+from tasks.training.model.score_head import WEIGHT, config_of_head, fill_head
+from tasks.weights.quantized.bnb_no_repack import keep_as_loaded
+
+DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
+_CLASSES = {"tokens": "AutoModelForCausalLM", "score": "AutoModelForSequenceClassification"}
+"""transformers' class that chooses the model's class, by an objective's head."""
+
+
+@contextlib.contextmanager
+def partitioned(config: dict[str, Any]) -> Iterator[None]:
+    """Within it transformers loads partitioned (`zero.Init`) and peft gathers what it looks at.
+
+    Both ask whether an `HfDeepSpeedConfig` of ZeRO-3 is alive. Does nothing below stage 3.
+    """
+    from transformers.integrations import HfDeepSpeedConfig
+
+    alive = HfDeepSpeedConfig(config) if config["zero_optimization"]["stage"] == 3 else None
+    yield
+    del alive
+
+
+def load_base(
+    job: TrainJob, ranks: Ranks, config: dict[str, Any], *, head: str, pad: int | None
+) -> Any:
+    """The base of a job, with the head that its objective asks for.
+
+    Args:
+        job: what is trained.
+        ranks: this process among its peers.
+        config: DeepSpeed's.
+        head: `tokens` or `score`, as in `Objective.head`.
+        pad: padding id of a model with a score head; None for none.
+
+    Raises:
+        ArtifactError: the base lacks tensors, or holds some that its class has no place for.
+    """
+    settings = job.settings
+    extra: dict[str, Any] = config_of_head(pad) if head == "score" else {}
+    if settings.peft.kind == "qlora":
+        extra["quantization_config"] = _quantization(settings.peft)
+    if settings.peft.kind == "qlora" or (ranks.gpu and settings.zero.stage < 3):
+        # Straight to the GPU, tensor by tensor: not every rank a whole model in host memory first,
+        # and what is computed with the weights before DeepSpeed moves them (PiSSA) is on the GPU.
+        extra["device_map"] = {"": str(ranks.device)}
+    with partitioned(config):
+        model, info = _class_for(head).from_pretrained(
+            job.base, output_loading_info=True, **_loading(job), **extra
+        )
+    absent = set(map(str, info["missing_keys"]))
+    gaps = {WEIGHT} if head == "score" else set()
+    _refuse_gaps(job, info, gaps | _language_head(info, head))
+    if settings.zero.stage == 3:
+        _restore_buffers(model, job, head)
+    if WEIGHT in absent:
+        fill_head(model, seed=settings.seed)
+    return keep_as_loaded(model)
+
+
+def _class_for(head: str) -> Any:
+    import transformers
+
+    return getattr(transformers, _CLASSES[head])
+
+
+def _loading(job: TrainJob) -> dict[str, Any]:
+    settings = job.settings
+    return {
+        "dtype": DTYPES[settings.dtype],
+        "attn_implementation": settings.attn_implementation,
+        "trust_remote_code": settings.trust_remote_code,
+    }
+
+
+def _language_head(info: Mapping[str, Any], head: str) -> set[str]:
+    """Keys of a language model's own head, which a score head takes the place of."""
+    left = set(map(str, info["unexpected_keys"])) if head == "score" else set()
+    return {key for key in left if key.split(".")[0] in ("lm_head", "embed_out")}
+
+
+def _refuse_gaps(job: TrainJob, info: Mapping[str, Any], allowed: Collection[str]) -> None:
+    """transformers only warns when tensors are missing (and makes them up) or left over."""
+    found = [
+        f"{kind.replace('_keys', '')}: {key}"
+        for kind in ("missing_keys", "unexpected_keys", "mismatched_keys")
+        for key in sorted(map(str, info.get(kind) or ()))
+        if key not in allowed
+    ]
+    if found:
+        raise ArtifactError(
+            f"{job.base}: {len(found)} tensors do not fit the model that is trained, "
+            f"first {found[0]}",
+            details=found[:20],
+            hint="give a whole checkpoint of a causal language model",
+        )
+
+
+def _restore_buffers(model: Any, job: TrainJob, head: str) -> None:
+    """Give a model made under `zero.Init` the buffers that it would have without.
+
+    `zero.Init` casts every float tensor that a constructor makes, rotary frequencies included; in
+    bf16 those turn positions by up to 0.4 % and train another model than the one that is served.
+    """
+    from accelerate import init_empty_weights
+
+    with init_empty_weights(include_buffers=False):
+        twin = _class_for(head).from_config(model.config, **_loading(job))
+    stored = set(twin.state_dict())
+    for name, buffer in twin.named_buffers():
+        if name not in stored:
+            owner, _, leaf = name.rpartition(".")
+            mine = model.get_submodule(owner)._buffers
+            mine[leaf] = buffer.to(mine[leaf].device)
+
+
+def _quantization(peft: Peft) -> Any:
+    from transformers import BitsAndBytesConfig
+
+    return BitsAndBytesConfig(
+        load_in_4bit=True,
+        bnb_4bit_quant_type=peft.quant_type,
+        bnb_4bit_use_double_quant=peft.double_quant,
+        bnb_4bit_compute_dtype=torch.bfloat16,
+    )

@@ -1,0 +1,98 @@
+"""The model as it is trained: base, quantiser, head, adapter, checkpointing.
+
+peft's `prepare_model_for_kbit_training` is not used: it turns every norm and embedding into fp32,
+which is then not the model that is served.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import nn
+
+from tasks.training.engine.deepspeed_engine import Ranks
+from tasks.training.job import TrainJob
+from tasks.training.model.adapter import add_adapter, go_on_with
+from tasks.training.model.base import DTYPES, load_base, partitioned
+from tasks.training.model.fused_lora import fuse
+from tasks.training.model.head import gather_at_once
+from tasks.training.model.packed_model import take_rows
+from tasks.training.model.score_head import padding_id
+from tasks.training.tokens.data import end_ids
+
+CHAT_TEMPLATE = "chat_template.jinja"
+"""Of a dataset that was given a template of its own (`data.chat_template`)."""
+
+
+def load_tokenizer(job: TrainJob) -> Any:
+    """The model's tokenizer, with the data's own chat template where it brings one.
+
+    Where it has no pad token, its EOS token pads (and is masked out).
+    """
+    from transformers import AutoTokenizer
+
+    trust = job.settings.trust_remote_code
+    tokenizer = AutoTokenizer.from_pretrained(job.side_files, trust_remote_code=trust)
+    if tokenizer.pad_token_id is None:
+        tokenizer.pad_token = tokenizer.eos_token
+    template = job.data / CHAT_TEMPLATE
+    if template.is_file():
+        tokenizer.chat_template = template.read_text(encoding="utf-8")
+    return tokenizer
+
+
+def load_model(
+    job: TrainJob,
+    ranks: Ranks,
+    deepspeed_config: dict[str, Any],
+    *,
+    tokenizer: Any,
+    head: str = "tokens",
+) -> nn.Module:
+    """The model, ready for DeepSpeed: only what is to be trained needs gradients.
+
+    Args:
+        job: what is trained.
+        ranks: this process among its peers.
+        deepspeed_config: as `deepspeed_config()` makes it.
+        tokenizer: that the model will be served with.
+        head: `tokens` for a causal model, `score` for a reward model.
+
+    Raises:
+        ArtifactError: the base's tensors are not those of its class.
+    """
+    model = _model(job, ranks, deepspeed_config, tokenizer, head)
+    # Dropout differs by rank.
+    torch.manual_seed(job.settings.seed * 65_537 + ranks.rank)
+    return model
+
+
+def _model(job: TrainJob, ranks: Ranks, config: dict[str, Any], tokenizer: Any, head: str) -> Any:
+    settings = job.settings
+    pad = padding_id(tokenizer.pad_token_id, end_ids(job.side_files, tokenizer))
+    model = load_base(job, ranks, config, head=head, pad=pad)
+    take_rows(model)
+    if settings.gradient_checkpointing:
+        reentrant = settings.gradient_checkpointing_reentrant
+        model.gradient_checkpointing_enable({"use_reentrant": reentrant})
+    if settings.peft.kind == "none":
+        return model
+    # A frozen embedding gives activations without gradient, and a checkpointed block whose inputs
+    # need none has no backward pass.
+    model.enable_input_require_grads()
+    # Adapters are initialised at random and have to be the same on every rank, and under every
+    # ZeRO stage, whatever loading drew.
+    torch.manual_seed(settings.seed)
+    dtype = DTYPES[settings.dtype]
+    new_ids = tokenizer.convert_tokens_to_ids(list(settings.new_tokens))
+    with partitioned(config):
+        adapted = add_adapter(
+            model, settings.peft, head=head, dtype=dtype, ranks=ranks, new_ids=new_ids
+        )
+    if job.adapter is not None:
+        go_on_with(adapted, job.adapter)
+    if head == "tokens":
+        gather_at_once(model.get_output_embeddings())
+    fuse(adapted)
+    return adapted

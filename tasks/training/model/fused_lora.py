@@ -1,0 +1,134 @@
+"""LoRA's layer as one function: y = x W^T + b + s (x A^T) B^T (Hu et al. 2021, arXiv:2106.09685).
+
+peft computes the adapter's product, scales it and adds it, each a pass over an activation and each
+kept or repeated for the backward pass. Here the second product adds itself onto the first: fewer
+passes, less memory, one rounding instead of three. Where bf16 products are slow (`bf16_linear.py`),
+inputs are widened once for all products.
+"""
+
+from __future__ import annotations
+
+import types
+from typing import Any
+
+import torch
+from torch import nn
+
+from tasks.serving.bf16_linear import slow_bf16, widened_weight
+
+ADAPTER = "default"
+
+
+def fuse(model: nn.Module) -> int:
+    """Exchange the forward pass of every plain LoRA layer in `model`.
+
+    Left as peft has them: layers over anything but a plain linear one (4-bit, experts), with DoRA,
+    dropout or a bias of their own; and all under ZeRO-3, which gathers weights around modules.
+
+    Args:
+        model: as peft made it, before DeepSpeed takes it.
+
+    Returns:
+        how many layers.
+    """
+    from peft.tuners.lora import Linear
+
+    layers = [m for m in model.modules() if type(m) is Linear and _is_plain(m)]
+    for layer in layers:
+        _exchange(layer)
+    return len(layers)
+
+
+def give_back(model: nn.Module) -> None:
+    """Undo `fuse`: prints are taken by peft's own arithmetic, which everybody else repeats."""
+    from peft.tuners.lora import Linear
+
+    for layer in model.modules():
+        if type(layer) is Linear:
+            layer.__dict__.pop("forward", None)
+
+
+def _is_plain(layer: Any) -> bool:
+    base = layer.get_base_layer()
+    return (
+        type(base) is nn.Linear
+        and not any(parameter.requires_grad for parameter in base.parameters())
+        and not hasattr(base.weight, "ds_id")
+        and list(layer.lora_A) == [ADAPTER]
+        and not layer.use_dora[ADAPTER]
+        and layer.lora_B[ADAPTER].bias is None
+        and isinstance(layer.lora_dropout[ADAPTER], nn.Identity)
+        and ADAPTER not in layer.lora_variant
+        and layer.lora_A[ADAPTER].weight.dtype == base.weight.dtype
+    )
+
+
+def _exchange(layer: Any) -> None:
+    plain = layer.forward
+
+    def forward(self: Any, x: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+        weight = self.base_layer.weight
+        off = self.disable_adapters or self.merged or self.active_adapters != [ADAPTER]
+        if off or args or kwargs or x.dtype != weight.dtype:
+            out: torch.Tensor = plain(x, *args, **kwargs)
+            return out
+        a, b = self.lora_A[ADAPTER].weight, self.lora_B[ADAPTER].weight
+        out = _Fused.apply(x, weight, self.base_layer.bias, a, b, self.scaling[ADAPTER])
+        return out
+
+    layer.forward = types.MethodType(forward, layer)
+
+
+class _Fused(torch.autograd.Function):
+    """x: (..., in); weight: (out, in), frozen, as is bias; a: (r, in); b: (out, r)."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x: torch.Tensor,
+        weight: torch.Tensor,
+        bias: torch.Tensor | None,
+        a: torch.Tensor,
+        b: torch.Tensor,
+        scale: float,
+    ) -> torch.Tensor:
+        wide = _widening(x)
+        rows = wide(x.reshape(-1, x.shape[-1]))
+        low = rows @ wide(a).t()
+        base = _weight(weight, x).t()
+        out = rows @ base if bias is None else torch.addmm(wide(bias), rows, base)
+        out.addmm_(low, wide(b).t(), alpha=scale)
+        ctx.save_for_backward(x, weight, a, b, low.to(x.dtype))
+        ctx.scale = scale
+        return out.to(x.dtype).view(*x.shape[:-1], len(weight))
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> Any:
+        x, weight, a, b, low = ctx.saved_tensors
+        wide = _widening(x)
+        grad = wide(grads[0].reshape(-1, len(weight)))
+        grad_low = (grad @ wide(b)).mul_(ctx.scale)
+        grad_x = None
+        if ctx.needs_input_grad[0]:
+            grad_x = (grad @ _weight(weight, x)).addmm_(grad_low, wide(a)).to(x.dtype).view(x.shape)
+        grad_a = (grad_low.t() @ wide(x.reshape(-1, x.shape[-1]))).to(a.dtype)
+        grad_b = (grad.t() @ wide(low)).mul_(ctx.scale).to(b.dtype)
+        return grad_x, None, None, grad_a, grad_b, None
+
+
+def _widens(x: torch.Tensor) -> bool:
+    return x.dtype == torch.bfloat16 and x.device.type == "cpu" and slow_bf16()
+
+
+def _weight(weight: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+    """The base's weight as it is multiplied with `x`, until the next one is asked for."""
+    return widened_weight(weight) if _widens(x) else weight
+
+
+def _widening(x: torch.Tensor) -> Any:
+    """What the other operands of products with `x` go through."""
+    return torch.Tensor.float if _widens(x) else _same
+
+
+def _same(operand: torch.Tensor) -> torch.Tensor:
+    return operand

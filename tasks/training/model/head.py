@@ -1,0 +1,311 @@
+"""Log-probabilities of given tokens from hidden states, for vocabularies of any size.
+
+Logits exist for one portion of tokens at a time. A frozen head (LoRA, QLoRA) is gone through once:
+a token's log-probability depends on its own hidden state alone, so its gradient
+
+    d log p(target) / d hidden = W^T (onehot(target) - softmax(logits))
+
+is known as soon as the logits are, whatever the loss. It is made in the forward pass and kept:
+N x H numbers where plain autograd keeps N x V; the backward pass scales it, token by token. A head
+that is trained needs the gradient of the loss first, and computes its logits again.
+
+Portions lie within one call of the head. ZeRO-3 gathers weights in hooks around modules, and ranks
+whose rows are of different lengths have different numbers of portions: a call for each of them
+would leave one rank waiting for a gather that the others never start.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+from collections import OrderedDict
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+from tasks.serving.bf16_linear import slow_bf16, widened_weight
+
+Forward = Callable[[torch.Tensor], torch.Tensor]
+"""Hidden states to logits."""
+PORTION = 1 << 25
+"""Logits that exist at once, as fp32: 128 MiB."""
+BLOCK = 4096
+"""Rows of a bf16 weight that are widened at once where bf16 products are slow: 4096 of width 4096
+are 64 MiB."""
+
+
+@dataclass(frozen=True)
+class Scaling:
+    """Scaling of logits after the head: cap * tanh(factor * logits / cap) / temperature.
+
+    Attributes:
+        factor: Granite's 1 / `logits_scaling`, Cohere's `logit_scale`; 1 for most.
+        cap: Gemma's `final_logit_softcapping`; None for most.
+        temperature: sampling temperature of the responses; 1 for everything that is not sampled.
+    """
+
+    factor: float = 1.0
+    cap: float | None = None
+    temperature: float = 1.0
+
+    @classmethod
+    def of(cls, config: Any, temperature: float = 1.0) -> Scaling:
+        """Read it from a transformers configuration."""
+        text = config.get_text_config()
+        factor = getattr(text, "logit_scale", None)
+        divisor = getattr(text, "logits_scaling", None)
+        return cls(
+            factor=float(factor or 1.0) / float(divisor or 1.0),
+            cap=getattr(text, "final_logit_softcapping", None),
+            temperature=temperature,
+        )
+
+    @property
+    def none(self) -> bool:
+        """Return True if logits stay as they are."""
+        return math.isclose(self.factor / self.temperature, 1.0) and not self.cap
+
+    def __call__(self, logits: torch.Tensor) -> torch.Tensor:
+        """Return the scaled logits, differentiable."""
+        if not self.cap:
+            factor = self.factor / self.temperature
+            return logits if math.isclose(factor, 1.0) else logits * factor
+        capped = torch.tanh(logits * (self.factor / self.cap))
+        return capped * (self.cap / self.temperature)
+
+    def slope(self, scaled: torch.Tensor) -> torch.Tensor | float:
+        """Return the derivative by the unscaled logits, from the scaled ones."""
+        factor = self.factor / self.temperature
+        if not self.cap:
+            return factor
+        return (1.0 - (scaled * (self.temperature / self.cap)).square()) * factor
+
+
+def token_logprobs(
+    head: nn.Module, hidden_NH: torch.Tensor, targets_N: torch.Tensor, scaling: Scaling
+) -> torch.Tensor:
+    """Compute log p(target) under softmax(scaling(head(hidden))), natural logarithm.
+
+    Args:
+        head: hidden states to logits. Called once, as a module.
+        hidden_NH: hidden states of the tokens before the targets.
+        targets_N: token ids.
+        scaling: applied to the logits.
+
+    Returns:
+        (N,) float32.
+    """
+
+    def answer(body: nn.Module, logits_of: Forward, hidden: torch.Tensor) -> torch.Tensor:
+        if type(body) is nn.Linear and not any(p.requires_grad for p in body.parameters()):
+            wants = torch.is_grad_enabled() and hidden.requires_grad
+            out: torch.Tensor = _Frozen.apply(
+                hidden, body.weight, body.bias, targets_N, scaling, wants
+            )
+            return out
+        measure = partial(_logprobs, scaling=scaling)
+        return _in_portions(body, logits_of, hidden, targets_N, measure)
+
+    return _call_once(head, hidden_NH, answer)
+
+
+def token_logprobs_and_entropies(
+    head: nn.Module, hidden_NH: torch.Tensor, targets_N: torch.Tensor, scaling: Scaling
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Compute `token_logprobs`, and the entropy of the same distributions in nats, with gradient.
+
+    The gradient of an entropy needs all logits of its token, so that portions are computed again
+    in the backward pass, whether the head is trained or not.
+
+    Returns:
+        (N,) and (N,), float32.
+    """
+
+    def answer(body: nn.Module, logits_of: Forward, hidden: torch.Tensor) -> torch.Tensor:
+        measure = partial(_with_entropies, scaling=scaling)
+        return _in_portions(body, logits_of, hidden, targets_N, measure)
+
+    # Stacked, because ZeRO-3 gathers once for each output that a backward pass comes through.
+    logprobs, entropies = _call_once(head, hidden_NH, answer).unbind()
+    return logprobs, entropies
+
+
+def gather_at_once(head: Any) -> None:
+    """Have ZeRO-3 gather all weights of a wrapped head when the head itself is called.
+
+    LoRA and trained token rows compute with modules within the head, each of which would gather
+    its own weight in every portion, and ranks differ in their number of portions. To be called
+    before DeepSpeed takes the model. Below ZeRO-3 nothing is done.
+    """
+    if len(_bodies(head)) > 1 or not any(hasattr(p, "ds_id") for p in head.parameters()):
+        return
+    import deepspeed
+
+    own = {id(parameter) for parameter in head.parameters(recurse=False)}
+    for parameter in head.parameters():
+        if id(parameter) not in own:
+            deepspeed.zero.register_external_parameter(head, parameter)
+
+
+def _logprobs(logits: torch.Tensor, targets: torch.Tensor, *, scaling: Scaling) -> torch.Tensor:
+    return -nn.functional.cross_entropy(scaling(logits).float(), targets, reduction="none")
+
+
+def _with_entropies(
+    logits: torch.Tensor, targets: torch.Tensor, *, scaling: Scaling
+) -> torch.Tensor:
+    """(2, N): log-probabilities and entropies."""
+    logprobs = scaling(logits).float().log_softmax(dim=-1)
+    entropies = -(logprobs.exp() * logprobs).sum(dim=-1)
+    return torch.stack([logprobs.gather(1, targets[:, None])[:, 0], entropies])
+
+
+def _call_once(
+    head: nn.Module,
+    hidden: torch.Tensor,
+    answer: Callable[[nn.Module, Forward, torch.Tensor], torch.Tensor],
+) -> torch.Tensor:
+    """Call `head` with `answer` in place of the forward pass that would return all logits."""
+    with contextlib.ExitStack() as stack:
+        for body in _bodies(head):
+            stack.enter_context(_standing_in(body, partial(answer, body, body.forward)))
+        out: torch.Tensor = head(hidden)
+    return out
+
+
+def _bodies(head: Any) -> list[nn.Module]:
+    """Return the modules of which one computes the logits: the head, or peft's copies of it."""
+    copies = getattr(head, "modules_to_save", None)
+    return [head] if copies is None else [head.original_module, *copies.values()]
+
+
+def _in_portions(
+    body: nn.Module,
+    logits_of: Forward,
+    hidden: torch.Tensor,
+    targets: torch.Tensor,
+    measure: Callable[[torch.Tensor, torch.Tensor], torch.Tensor],
+) -> torch.Tensor:
+    """Measure logits a portion at a time; each is computed again in the backward pass."""
+
+    def portion(hidden: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+        with _without_inner_hooks(body):
+            return measure(logits_of(hidden), targets)
+
+    size = _size(body)
+    if len(hidden) <= size:
+        return portion(hidden, targets)
+    parts = [
+        checkpoint(portion, h, t, use_reentrant=False)
+        for h, t in zip(hidden.split(size), targets.split(size), strict=True)
+    ]
+    return torch.cat(parts, dim=-1)
+
+
+def _size(head: nn.Module) -> int:
+    """Return the tokens of a portion."""
+    vocabulary = getattr(head, "out_features", None) or 1 << 18
+    return max(1, PORTION // vocabulary)
+
+
+@contextlib.contextmanager
+def _standing_in(module: nn.Module, forward: Callable[..., Any]) -> Iterator[None]:
+    """Exchange the forward pass of `module` for a moment; its hooks stay."""
+    own = module.__dict__.get("forward")
+    module.forward = forward
+    try:
+        yield
+    finally:
+        del module.forward
+        if own is not None:
+            module.forward = own
+
+
+@contextlib.contextmanager
+def _without_inner_hooks(body: nn.Module) -> Iterator[None]:
+    """Switch off ZeRO-3's hooks of the modules within `body`; see `gather_at_once`."""
+    inner: list[Any] = []
+    if any(hasattr(parameter, "ds_id") for parameter in body.parameters()):
+        inner = [module for module in body.modules() if module is not body]
+    own = [(m, m._forward_pre_hooks, m._forward_hooks) for m in inner]
+    try:
+        for module in inner:
+            module._forward_pre_hooks, module._forward_hooks = OrderedDict(), OrderedDict()
+        yield
+    finally:
+        for module, before, after in own:
+            module._forward_pre_hooks, module._forward_hooks = before, after
+
+
+class _Frozen(torch.autograd.Function):
+    """Log-probabilities under a head that is not trained; see the top of this file."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        hidden: torch.Tensor,
+        weight: torch.Tensor,
+        bias: torch.Tensor | None,
+        targets: torch.Tensor,
+        scaling: Scaling,
+        wants: bool,
+    ) -> torch.Tensor:
+        size = max(1, PORTION // len(weight))
+        found, slopes = [], []
+        for h, t in zip(hidden.split(size), targets.split(size), strict=True):
+            logits = _times_transposed(h, weight)
+            if bias is not None:
+                logits += bias
+            if not scaling.none:
+                logits = scaling(logits)
+            slope = scaling.slope(logits) if wants else 1.0
+            # The logits' own memory turns into exp, softmax and gradient, one after the other.
+            logits -= logits.amax(dim=1, keepdim=True)
+            picked = logits.gather(1, t[:, None])[:, 0]
+            total = logits.exp_().sum(dim=1)
+            found.append(picked - total.log())
+            if wants:
+                logits /= -total[:, None]
+                logits.scatter_add_(1, t[:, None], torch.ones_like(picked)[:, None])
+                if not scaling.none:
+                    logits *= slope
+                slopes.append(_times(logits, weight))
+        if wants:
+            ctx.save_for_backward(torch.cat(slopes))
+        return torch.cat(found)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> Any:
+        (slope,) = ctx.saved_tensors
+        return (slope * grads[0][:, None]).to(slope.dtype), None, None, None, None, None
+
+
+def _widening(weight: torch.Tensor) -> bool:
+    return weight.dtype == torch.bfloat16 and weight.device.type == "cpu" and slow_bf16()
+
+
+def _times_transposed(hidden: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    """hidden @ weight.T as a new float32 tensor."""
+    if not _widening(weight):
+        return (hidden @ weight.t()).float()
+    out = hidden.new_empty(len(hidden), len(weight), dtype=torch.float32)
+    wide = hidden.float()
+    for start in range(0, len(weight), BLOCK):
+        block = widened_weight(weight[start : start + BLOCK])
+        torch.mm(wide, block.t(), out=out[:, start : start + BLOCK])
+    return out
+
+
+def _times(slopes: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    """slopes @ weight, in the weight's dtype."""
+    if not _widening(weight):
+        return slopes.to(weight.dtype) @ weight
+    out = slopes.new_zeros(len(slopes), weight.shape[1])
+    for start in range(0, len(weight), BLOCK):
+        out.addmm_(slopes[:, start : start + BLOCK], widened_weight(weight[start : start + BLOCK]))
+    return out.to(weight.dtype)

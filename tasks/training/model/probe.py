@@ -1,0 +1,182 @@
+"""The live engine's fingerprint: log-probabilities of a causal model, scores of a reward model.
+
+Arithmetic that any other scorer can repeat bit for bit: each probe alone (batch of one, no padding,
+no attention mask), eval mode, no autocast, logits turned to fp32, `log_softmax` over the whole
+vocabulary. Measured a second time in padded batches, which is the engine's own noise.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from tasks.core.machine import measured_on
+from tasks.drift.fingerprint import TOP_K, Fingerprint, drift, largest_steps
+from tasks.drift.reward_scores import ScorePrint
+from tasks.training.model.fused_lora import give_back
+from tasks.training.model.packed_model import model_of
+from tasks.training.tokens.examples import Examples
+
+PROBE_TOKENS = 64
+SCORED_TOKENS = 512
+"""Of a probe for a score, which depends on how the text ends: nearly always all of it."""
+NOISE_BATCH = 8
+
+
+def take_print(
+    engine: Any, examples: Examples, *, head: str, count: int, device: torch.device
+) -> Fingerprint | ScorePrint:
+    """Return the engine's fingerprint (or scores) on the first `count` held-out examples.
+
+    All ranks take part.
+
+    Args:
+        engine: DeepSpeed's engine, with the model's own attention.
+        examples: held-out.
+        head: `tokens` or `score`, as in `Objective.head`.
+        count: of the probes.
+        device: where the model's inputs go.
+    """
+    if head == "tokens":
+        return fingerprint_of(engine, choose_probes(examples, count), device)
+    give_back(engine.module)
+    return score_print(engine, choose_scored(examples, count), device)
+
+
+def fingerprint_of(
+    engine: Any, probes: Sequence[Sequence[int]], device: torch.device
+) -> Fingerprint:
+    """Return the engine's fingerprint on these probes, by peft's own arithmetic."""
+    give_back(engine.module)
+    return fingerprint(engine, probes, device)
+
+
+def choose_probes(examples: Examples, count: int) -> tuple[tuple[int, ...], ...]:
+    """The first sequences of the first `count` held-out examples, cut to `PROBE_TOKENS`."""
+    chosen = range(min(count, len(examples)))
+    return tuple(tuple(examples.sequence(i, 0)[0][:PROBE_TOKENS].tolist()) for i in chosen)
+
+
+def choose_scored(examples: Examples, count: int) -> tuple[tuple[int, ...], ...]:
+    """The last tokens of the first `count` held-out examples, their roles in turn."""
+    roles = len(examples.roles)
+    chosen = [(i, i % roles) for i in range(min(count, len(examples)))]
+    return tuple(tuple(examples.sequence(i, r)[0][-SCORED_TOKENS:].tolist()) for i, r in chosen)
+
+
+def score_print(engine: Any, probes: Sequence[Sequence[int]], device: torch.device) -> ScorePrint:
+    """Measure the engine around a reward model on the probes. Arguments as of `fingerprint`."""
+    engine.eval()
+    with torch.no_grad():
+        alone = [_score(engine, [p], device)[0] for p in probes]
+        batches = [probes[i : i + NOISE_BATCH] for i in range(0, len(probes), NOISE_BATCH)]
+        batched = [score for batch in batches for score in _score(engine, batch, device)]
+    engine.train()
+    noise = sum(abs(a - b) for a, b in zip(alone, batched, strict=True)) / len(alone)
+    kept, on = tuple(tuple(p) for p in probes), _measured_on(engine, device)
+    return ScorePrint(kept, tuple(alone), "deepspeed", noise, on)
+
+
+def _score(engine: Any, probes: Sequence[Sequence[int]], device: torch.device) -> list[float]:
+    if len(probes) == 1:
+        out = engine(input_ids=torch.tensor([list(probes[0])], device=device), use_cache=False)
+        return [float(out.logits[0, 0])]
+    # transformers takes the score at the last token that is not the padding id; by an id that no
+    # probe ends with, whatever the model's own is, that is each probe's own last token.
+    ends = {probe[-1] for probe in probes}
+    config = model_of(engine.module).config.get_text_config()
+    before, pad = config.pad_token_id, next(i for i in range(len(ends) + 1) if i not in ends)
+    ids, mask = _batch(probes, pad, device)
+    config.pad_token_id = pad
+    try:
+        out = engine(input_ids=ids, attention_mask=mask, use_cache=False)
+    finally:
+        config.pad_token_id = before
+    return [float(score) for score in out.logits[:, 0]]
+
+
+def fingerprint(engine: Any, probes: Sequence[Sequence[int]], device: torch.device) -> Fingerprint:
+    """Measure the engine on the probes. All ranks take part, with the same inputs.
+
+    Args:
+        engine: DeepSpeed's engine around a causal model.
+        probes: P token sequences of at least two tokens.
+        device: where the model's inputs go.
+    """
+    engine.eval()
+    with torch.no_grad():
+        alone = [_one_by_one(engine, p, device) for p in probes]
+        batched = [
+            row
+            for i in range(0, len(probes), NOISE_BATCH)
+            for row in _padded(engine, probes[i : i + NOISE_BATCH], device)
+        ]
+    engine.train()
+    first = _assemble(probes, torch.cat([logprobs for logprobs, _ in alone]))
+    on = _measured_on(engine, device)
+    second = _assemble(probes, torch.cat(batched), first.ids)
+    steps = np.concatenate([steps for _, steps in alone])
+    return replace(first, noise=drift(first, second).mean_kl, steps=steps, measured_on=on)
+
+
+def _measured_on(engine: Any, device: torch.device) -> dict[str, str]:
+    return measured_on(device, model_of(engine.module).config._attn_implementation)
+
+
+def _one_by_one(
+    engine: Any, probe: Sequence[int], device: torch.device
+) -> tuple[torch.Tensor, NDArray[np.float32]]:
+    """Log-probabilities (T-1, V), and the rounding step of the largest logit, (T-1,)."""
+    ids = torch.tensor([list(probe)], device=device)
+    logits_TV = engine(input_ids=ids, use_cache=False).logits[0, :-1].float()
+    steps = largest_steps(logits_TV.cpu().numpy())
+    return torch.log_softmax(logits_TV, dim=-1).cpu(), steps
+
+
+def _padded(
+    engine: Any, probes: Sequence[Sequence[int]], device: torch.device
+) -> list[torch.Tensor]:
+    ids, mask = _batch(probes, 0, device)
+    logits_BTV = engine(input_ids=ids, attention_mask=mask, use_cache=False).logits
+    return [
+        torch.log_softmax(logits_BTV[row, : len(probe) - 1].float(), dim=-1).cpu()
+        for row, probe in enumerate(probes)
+    ]
+
+
+def _batch(
+    probes: Sequence[Sequence[int]], pad: int, device: torch.device
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Token ids padded on the right and their mask, (B, T)."""
+    longest = max(len(p) for p in probes)
+    ids = torch.full((len(probes), longest), pad, dtype=torch.int64)
+    mask = torch.zeros_like(ids)
+    for row, probe in enumerate(probes):
+        ids[row, : len(probe)] = torch.tensor(probe)
+        mask[row, : len(probe)] = 1
+    return ids.to(device), mask.to(device)
+
+
+def _assemble(
+    probes: Sequence[Sequence[int]],
+    logprobs_NV: torch.Tensor,
+    ids: NDArray[np.int32] | None = None,
+) -> Fingerprint:
+    vocabulary = logprobs_NV.shape[1]
+    if ids is None and vocabulary <= TOP_K:
+        ids = np.tile(np.arange(vocabulary, dtype=np.int32), (len(logprobs_NV), 1))
+    elif ids is None:
+        ids = logprobs_NV.topk(TOP_K, dim=-1).indices.to(torch.int32).numpy()
+    chosen = logprobs_NV.gather(1, torch.from_numpy(ids).long())
+    return Fingerprint(
+        probes=tuple(tuple(p) for p in probes),
+        ids=ids,
+        logprobs=chosen.numpy(),
+        top1=logprobs_NV.argmax(dim=-1).to(torch.int32).numpy(),
+        engine="deepspeed",
+    )

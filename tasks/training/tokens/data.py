@@ -1,0 +1,202 @@
+"""The dataset artifact as tokenised examples, memory-mapped by every rank."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from tasks.core.errors import ConfigError, DataError
+from tasks.core.events import emit
+from tasks.pipeline.source_closure import source_digest
+from tasks.training.engine.deepspeed_engine import Ranks
+from tasks.training.job import TrainJob
+from tasks.training.tokens.chat import Encoder, Unfit
+from tasks.training.tokens.documents import TextEncoder
+from tasks.training.tokens.example_spec import Draft, Drafts, holds_texts
+from tasks.training.tokens.examples import (
+    Example,
+    Examples,
+    Tokens,
+    Writer,
+    notes_of,
+    open_examples,
+)
+from tasks.training.tokens.token_cache import TokenCache, split_digest, tokenizer_digest
+from tasks.training.tokens.truncation import SPLIT, Rule, Tally, refuse_truncated
+
+TRAIN = "train"
+CHUNK = 128
+"""Rows that are tokenised in one call."""
+
+
+def load_split(
+    job: TrainJob, split: str, *, roles: tuple[str, ...], tokenizer: Any, ranks: Ranks
+) -> Examples:
+    """Read, render and tokenise one split; each rank does its share. Emits event "data".
+
+    Rows that were tokenised before, with the same data, tokenizer and settings, are mapped and not
+    tokenised again: the event then says `cached`.
+
+    Args:
+        job: what is trained, and where its data lie.
+        split: `train` or `heldout`.
+        roles: of the objective.
+        tokenizer: the model's.
+        ranks: all of them take part.
+
+    Raises:
+        ConfigError: the rows are not of the kind that the objective learns from, or are no raw
+            texts where pieces of them are asked for.
+        DataError: on every rank, naming every sample that cannot be used; or too many training rows
+            would be cut.
+    """
+    path, batch = job.data / f"{split}.jsonl", job.settings.batch
+    texts = holds_texts(path)
+    if batch.on_overlong == SPLIT and not texts:
+        raise ConfigError(
+            f"train.on_overlong={SPLIT}, and {path} holds no raw texts: a piece of a conversation "
+            "has lost its prompt",
+            hint="train.on_overlong=truncate or refuse",
+        )
+    if not texts and not tokenizer.chat_template:
+        raise DataError(
+            f"the tokenizer of {job.side_files} has no chat template to render them",
+            hint="data.chat_template=<Jinja file>",
+        )
+    ends = end_ids(job.side_files, tokenizer)
+    recipe = {
+        "code": source_digest([__name__]),
+        "data": split_digest(path),
+        "tokenizer": tokenizer_digest(tokenizer),
+        "ends": sorted(ends),
+        "roles": roles,
+        "mask": job.settings.mask,
+        "max_len": batch.max_len,
+        "on_overlong": batch.on_overlong,
+        "seed": job.settings.seed if len(roles) > 1 else None,
+    }
+    cache = TokenCache(job.token_folder, recipe)
+    cached = ranks.all_objects(ranks.first and cache.intact())[0]
+    if not cached:
+        drafts = Drafts(path, roles=roles, mask=job.settings.mask, seed=job.settings.seed)
+        rule = Rule(batch.max_len, batch.on_overlong)
+        encoder = TextEncoder(tokenizer) if texts else Encoder(tokenizer, ends)
+        share = _Share(drafts, encoder.encode, rule, roles)
+        _make(cache, share, ranks, source=path.name)
+        drafts.close()
+    notes = notes_of(cache.folder)
+    if ranks.first:
+        emit("data", split=split, cached=cached, **notes)
+    if split == TRAIN:  # the model does not learn from the others
+        refuse_truncated(
+            notes, source=path.name, max_len=batch.max_len, most=job.max_truncated, texts=texts
+        )
+    return open_examples(cache.folder)
+
+
+def end_ids(folder: Path, tokenizer: Any) -> frozenset[int]:
+    """Token ids that may end a turn: the tokenizer's EOS and those of the generation config."""
+    found = {tokenizer.eos_token_id}
+    path = folder / "generation_config.json"
+    if path.is_file():
+        eos = json.loads(path.read_text()).get("eos_token_id")
+        found.update(eos if isinstance(eos, list) else [eos])
+    return frozenset(int(i) for i in found if i is not None)
+
+
+class _Part(NamedTuple):
+    """What a rank did: the numbers its examples carry, what became of its rows, what stopped it."""
+
+    values: tuple[str, ...] | None
+    tally: Tally
+    error: DataError | None = None
+
+
+@dataclass(frozen=True)
+class _Share:
+    """Turns rows into examples, a range of them at a time."""
+
+    drafts: Drafts
+    encode: Callable[[Sequence[Any]], list[Tokens | Unfit]]
+    rule: Rule
+    roles: tuple[str, ...]
+
+    def write(self, folder: Path, numbers: range) -> _Part:
+        """Tokenise these rows into an empty folder; a chunk of them is in memory at a time."""
+        tally = Tally()
+        with Writer(folder, roles=self.roles) as writer:
+            for start in range(0, len(numbers), CHUNK):
+                drafts = [self.drafts[n] for n in numbers[start : start + CHUNK]]
+                for example in self._examples(drafts, tally):
+                    writer.add(example)
+        return _Part(writer.values, tally)
+
+    def _examples(self, drafts: list[Draft], tally: Tally) -> Iterator[Example]:
+        wanted = [turns for draft in drafts for turns in draft.conversations]
+        encoded = iter(self.encode(wanted))
+        for draft in drafts:
+            sequences = [next(encoded) for _ in draft.conversations]
+            wrong = draft.problem or next((str(s) for s in sequences if isinstance(s, Unfit)), "")
+            if wrong:
+                tally.read += 1
+                tally.refuse(draft.name, wrong)
+                continue
+            tokens = tuple(s for s in sequences if not isinstance(s, Unfit))
+            yield from self.rule.examples(Example(draft.name, tokens, draft.values), tally)
+
+
+def _make(cache: TokenCache, share: _Share, ranks: Ranks, *, source: str) -> None:
+    """Tokenise a split on all ranks, each a run of neighbouring rows, and publish it."""
+    staged = Path(ranks.all_objects(str(cache.stage()) if ranks.first else "")[0])
+    total, world = len(share.drafts), ranks.world_size
+    begin, end = (total * part // world for part in (ranks.rank, ranks.rank + 1))
+    folders = [staged / f"part-{rank:05}" for rank in range(world)]
+    parts = ranks.all_objects(_guarded(share, folders[ranks.rank], range(begin, end)))
+    tally = sum((part.tally for part in parts), Tally())
+    try:
+        _raise_first([part.error for part in parts])
+        tally.raise_if_unusable(source)
+        values = _values([part.values for part in parts], source)
+    except DataError:
+        if ranks.first:
+            shutil.rmtree(staged, ignore_errors=True)
+        raise
+    if ranks.first:
+        cache.publish(staged, folders, roles=share.roles, values=values, notes=tally.counts())
+    ranks.barrier()
+
+
+def _guarded(share: _Share, folder: Path, numbers: range) -> _Part:
+    """A rank's share; what stops it is told to the others, which would wait for it in vain."""
+    try:
+        folder.mkdir()
+        return share.write(folder, numbers)
+    except DataError as error:
+        return _Part(None, Tally(), error)
+    except ValueError as error:  # rows that carry other numbers than those before them
+        wrong = DataError(f"{folder.name}: {error}", hint="data.margin_key: for all rows, or none")
+        return _Part(None, Tally(), wrong)
+    except OSError as error:
+        text = f"{folder}: tokenised data cannot be written: {error.strerror or error}"
+        wrong = DataError(text, hint="free space there, or paths.runs=<another disk>")
+        return _Part(None, Tally(), wrong)
+
+
+def _raise_first(errors: Sequence[DataError | None]) -> None:
+    for error in errors:
+        if error is not None:
+            raise error
+
+
+def _values(found: Sequence[tuple[str, ...] | None], source: str) -> tuple[str, ...]:
+    """Names of the numbers that all examples carry; the same in every rank's part."""
+    several = {names for names in found if names is not None}
+    if len(several) > 1:
+        named = [", ".join(names) or "none" for names in sorted(several)]
+        raise DataError(f"{source}: some rows carry {named[0]}, others {named[1]}",
+                        hint="data.margin_key=<column>, or null for all rows")  # fmt: skip
+    return several.pop() if several else ()

@@ -1,0 +1,148 @@
+"""What a row of the dataset asks for: a conversation for every role, and its numbers.
+
+conversations  text                  loss on the last answer, on every answer, or on everything
+texts          text                  loss on everything: raw texts, as in pre-training
+pairs          chosen, rejected      loss on the answers after the prompt
+labelled       text, mismatched      loss on the last answer; `mismatched` is this prompt with
+                                     another example's answer (Ethayarajh et al. 2024, sec. 4.1)
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from tasks.core.errors import ConfigError, DataError
+from tasks.training.tokens.chat import Message, Turns
+from tasks.training.tokens.documents import Document
+from tasks.training.tokens.rows import RowFile
+
+CONVERSATIONS, PAIRS, LABELLED = ("text",), ("chosen", "rejected"), ("text", "mismatched")
+LAST_ANSWER, EVERY_ANSWER, EVERY_TOKEN = "last_answer", "every_answer", "every_token"
+PARTNERS = 64
+"""Other examples that are looked at for one that does not match."""
+_KINDS = {CONVERSATIONS: "conversations", PAIRS: "pairs", LABELLED: "labelled"}
+
+
+class Draft(NamedTuple):
+    """One example before it is tokenised; or, with `problem`, why it cannot be one."""
+
+    name: str
+    conversations: tuple[Turns, ...] | tuple[Document]
+    values: dict[str, float]
+    problem: str = ""
+
+
+def holds_texts(path: Path) -> bool:
+    """Whether a split is of raw texts; told by its first row.
+
+    Raises:
+        DataError: it cannot be read.
+    """
+    rows = RowFile(path)
+    found = len(rows) > 0 and "text" in rows[0]
+    rows.close()
+    return found
+
+
+class Drafts:
+    """The drafts of a split, by number.
+
+    Args:
+        path: the split's JSON Lines file.
+        roles: of the objective.
+        mask: where loss falls in a conversation (`train.mask`).
+        seed: of the order in which `mismatched` answers are passed on.
+
+    Raises:
+        ConfigError: the rows are not of the kind that the roles need.
+        DataError: there are none, or they cannot be read.
+    """
+
+    def __init__(self, path: Path, *, roles: tuple[str, ...], mask: str, seed: int) -> None:
+        self._rows, self._roles, self._mask = RowFile(path), roles, mask
+        if not len(self._rows):
+            raise DataError(f"{path}: no samples", hint="data.path=... or data.eval_fraction=...")
+        first = self._rows[0]
+        self._texts = "text" in first
+        self._require_kind(first)
+        if roles == LABELLED:
+            self._order = np.random.default_rng(seed).permutation(len(self._rows))
+            self._place = np.argsort(self._order)
+
+    def __len__(self) -> int:
+        """How many."""
+        return len(self._rows)
+
+    def __getitem__(self, number: int) -> Draft:
+        """Draft `number`."""
+        row = self._rows[number]
+        name = str(row["id"])
+        try:
+            if self._roles == PAIRS:
+                return self._pair(name, row)
+            if self._roles == LABELLED:
+                return self._labelled(name, row, number)
+            return self._conversation(name, row)
+        except (KeyError, TypeError, IndexError) as error:
+            return Draft(name, (), {}, f"not a row of {_KINDS[self._roles]}: {error!r}")
+
+    def close(self) -> None:
+        """Close the file."""
+        self._rows.close()
+
+    def _require_kind(self, row: dict[str, Any]) -> None:
+        found = PAIRS if "chosen" in row else LABELLED if "desirable" in row else CONVERSATIONS
+        if self._roles not in _KINDS:
+            raise ConfigError(f"no rows have the roles {', '.join(self._roles)}")
+        if found != self._roles:
+            raise ConfigError(
+                f"{self._rows.path} holds {_KINDS[found]}, the objective needs "
+                f"{_KINDS[self._roles]}",
+                hint="make the dataset for this objective: prepare_data with train.objective=...",
+            )
+        if self._texts and self._mask != EVERY_TOKEN:
+            raise ConfigError(
+                f"train.mask={self._mask}, and {self._rows.path} holds raw texts, which have no "
+                "answers",
+                hint=f"train.mask={EVERY_TOKEN}",
+            )
+
+    def _conversation(self, name: str, row: dict[str, Any]) -> Draft:
+        if self._texts:
+            return Draft(name, (Document(row["text"]),), {})
+        messages = row["messages"]
+        first = 0 if self._mask == EVERY_ANSWER else len(messages) - 1
+        turns = Turns(messages, first, everything=self._mask == EVERY_TOKEN)
+        return Draft(name, (turns,), {})
+
+    def _pair(self, name: str, row: dict[str, Any]) -> Draft:
+        prompt = row["prompt"]
+        both = tuple(Turns([*prompt, *row[role]], len(prompt)) for role in PAIRS)
+        values = {"margin": float(row["margin"])} if "margin" in row else {}
+        return Draft(name, both, values)
+
+    def _labelled(self, name: str, row: dict[str, Any], number: int) -> Draft:
+        *prompt, answer = row["messages"]
+        other = self._partner(number, prompt, answer)
+        if other is None:
+            looked = min(PARTNERS, len(self._rows) - 1)
+            return Draft(name, (), {}, f"none of {looked} other examples has another prompt and "
+                         "another answer, which kto compares with")  # fmt: skip
+        first = len(prompt)
+        both = (Turns(row["messages"], first), Turns([*prompt, other], first))
+        return Draft(name, both, {"desirable": float(bool(row["desirable"]))})
+
+    def _partner(self, number: int, prompt: list[Message], answer: Message) -> Message | None:
+        """The next example's answer, in an order of its own, with neither prompt nor answer the
+        same.
+        """
+        place, total = int(self._place[number]), len(self._rows)
+        for step in range(1, min(PARTNERS, total - 1) + 1):
+            messages = self._rows[int(self._order[(place + step) % total])]["messages"]
+            if messages[-1] != answer and messages[:-1] != prompt:
+                found: Message = messages[-1]
+                return found
+        return None

@@ -1,0 +1,116 @@
+"""Tokenised datasets by digest: made once, used by every run that would make the same.
+
+A folder's name is the digest of everything that decides its bytes: the split's file, the tokenizer
+and its template, the settings, and the code that does it. It appears by one rename, so that runs
+which make the same at the same time do not disturb each other, and it is checked (size and CRC-32
+of every file) before it is used.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import logging
+import shutil
+import tempfile
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from tasks.core.errors import DataError
+from tasks.training.tokens.examples import damage, describe, join_parts
+
+LOG = logging.getLogger(__name__)
+ABANDONED_S = 86_400
+
+
+class TokenCache:
+    """One entry of the cache: a tokenised split.
+
+    Args:
+        root: folder of the cache.
+        parts: everything that decides the entry's bytes.
+    """
+
+    def __init__(self, root: Path, parts: Mapping[str, Any]) -> None:
+        text = json.dumps(dict(parts), sort_keys=True)
+        self.folder = root / hashlib.sha256(text.encode()).hexdigest()[:24]
+
+    def intact(self) -> bool:
+        """Whether the entry is there and undamaged; a damaged one is removed."""
+        if not self.folder.is_dir():
+            return False
+        wrong = damage(self.folder)
+        if wrong:
+            LOG.warning("tokenised data in %s are damaged and made again: %s", self.folder, wrong)
+            self._move_away()
+        return not wrong
+
+    def stage(self) -> Path:
+        """A new empty folder beside the entry, on the same file system.
+
+        Folders of runs that were killed while they tokenised are removed after a day.
+        """
+        self.folder.parent.mkdir(parents=True, exist_ok=True)
+        for left in self.folder.parent.glob(".*"):
+            if left.stat().st_mtime < time.time() - ABANDONED_S:
+                shutil.rmtree(left, ignore_errors=True)
+        return Path(tempfile.mkdtemp(prefix=f".{self.folder.name}.", dir=self.folder.parent))
+
+    def publish(
+        self, staged: Path, parts: Sequence[Path], *, roles: Sequence[str],
+        values: Sequence[str], notes: Mapping[str, Any],
+    ) -> None:  # fmt: skip
+        """Join the parts that the ranks wrote and rename them to the entry; removes `staged`.
+
+        Where another run was faster, its entry stays: the bytes are the same.
+        """
+        whole = staged / "whole"
+        whole.mkdir()
+        join_parts(whole, parts)
+        describe(whole, roles=roles, values=values, notes=notes)
+        try:
+            whole.rename(self.folder)
+        except OSError:
+            if damage(self.folder):
+                raise
+        shutil.rmtree(staged, ignore_errors=True)
+
+    def _move_away(self) -> None:
+        """Out of the way by a rename: who has mapped its files keeps them."""
+        grave = self.stage()
+        self.folder.rename(grave / "damaged")
+        shutil.rmtree(grave, ignore_errors=True)
+
+
+def tokenizer_digest(tokenizer: Any) -> str:
+    """Identity of what a tokenizer makes of a text and of a conversation."""
+    if tokenizer.is_fast:
+        core = tokenizer.backend_tokenizer.to_str()
+    else:
+        core = json.dumps([tokenizer.get_vocab(), tokenizer.init_kwargs], sort_keys=True,
+                          default=str)  # fmt: skip
+    parts = [type(tokenizer).__name__, core, str(tokenizer.chat_template),
+             json.dumps(tokenizer.special_tokens_map, sort_keys=True, default=str)]  # fmt: skip
+    return hashlib.sha256("\0".join(parts).encode()).hexdigest()
+
+
+def split_digest(path: Path) -> str:
+    """Identity of a split: what its artifact's manifest says, or the hash of the file.
+
+    Raises:
+        DataError: it cannot be read.
+    """
+    manifest = path.parent / "manifest.json"
+    try:
+        if manifest.is_file():
+            return str(json.loads(manifest.read_text())["files"][path.name]["sha256"])
+        return _sha256(path)
+    except OSError as error:
+        raise DataError(f"{path} cannot be read: {error.strerror or error}") from error
+
+
+def _sha256(path: Path) -> str:
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()

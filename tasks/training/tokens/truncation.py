@@ -1,0 +1,269 @@
+"""The truncation rule, and an account of every sample.
+
+    train.on_overlong=truncate   answers are cut at the end; a prompt that fills `train.max_len` by
+                                 itself is an error
+    train.on_overlong=refuse     samples that are too long are left out and counted
+    train.on_overlong=split      raw texts alone: cut into pieces, each of which is a sample
+
+Prompts are never cut. An answer that was cut has lost the token that ends it: the model does not
+learn to stop there. More than `WARNED` of the rows cut is a warning, more than `data.max_truncated`
+of the training rows an error. Pairs whose answers are the same tokens, after truncation or because
+the tokenizer does not tell them apart, are left out and counted (`equal`).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field, fields
+from typing import Any
+
+import numpy as np
+
+from tasks.core.errors import DataError
+from tasks.training.tokens.documents import pieces
+from tasks.training.tokens.examples import Example, Tokens
+
+SHOWN = 20
+SPLIT = "split"
+WARNED = 0.01
+"""Share of rows cut, or left out for their length, from which on a split is warned about."""
+
+
+@dataclass
+class Tally:
+    """Account of the samples; `+` adds those of several ranks.
+
+    Attributes:
+        read: samples read.
+        kept: samples used; of a text that was cut into pieces every piece.
+        truncated: of those, samples of which something was cut off.
+        ends_cut: answers that lost their end by it.
+        tokens_cut: tokens that were cut off.
+        long: lengths of the samples that are longer than the limit, in tokens of their longest
+            sequence; not of texts that were cut into pieces.
+        in_pieces: texts cut into pieces.
+        refused: samples left out because they are too long.
+        equal: pairs left out because both answers are the same tokens.
+        fatal: samples that cannot be used, where the rule allows no leaving out.
+        only_long: whether all of the fatal ones are too long.
+        left_out: the first of them, with reasons.
+        wrong: the first fatal ones, with reasons.
+    """
+
+    read: int = 0
+    kept: int = 0
+    truncated: int = 0
+    ends_cut: int = 0
+    tokens_cut: int = 0
+    in_pieces: int = 0
+    refused: int = 0
+    equal: int = 0
+    fatal: int = 0
+    only_long: bool = True
+    long: list[int] = field(default_factory=list)
+    left_out: list[str] = field(default_factory=list)
+    wrong: list[str] = field(default_factory=list)
+
+    def __add__(self, other: Tally) -> Tally:
+        """Both together."""
+        mine, theirs = asdict(self), asdict(other)
+        found = {f.name: mine[f.name] + theirs[f.name] for f in fields(self)}
+        found["only_long"] = self.only_long and other.only_long
+        return Tally(**{**found, **{n: found[n][:SHOWN] for n in ("left_out", "wrong")}})
+
+    def counts(self) -> dict[str, Any]:
+        """Return the fields of the event "data".
+
+        `fits_99` and `fits_all` are the limits that would keep 99 % and all of the samples whole; 0
+        where the limit does.
+        """
+        names = (
+            "read", "kept", "truncated", "ends_cut", "tokens_cut", "in_pieces", "refused", "equal",
+        )  # fmt: skip
+        lengths = sorted(self.long, reverse=True)
+        spared = math.floor(WARNED * self.read)
+        return {
+            **{name: getattr(self, name) for name in names},
+            "fits_99": lengths[spared] if len(lengths) > spared else 0,
+            "fits_all": lengths[0] if lengths else 0,
+            "left_out": self.left_out,
+        }
+
+    def leave_out(self, name: str, why: str) -> None:
+        """Note a sample that is not used."""
+        if len(self.left_out) < SHOWN:
+            self.left_out.append(f"{name}: {why}")
+
+    def refuse(self, name: str, why: str, *, long: bool = False) -> None:
+        """Note a sample that cannot be used and may not be left out."""
+        self.fatal += 1
+        self.only_long = self.only_long and long
+        if len(self.wrong) < SHOWN:
+            self.wrong.append(f"{name}: {why}")
+
+    def raise_if_unusable(self, source: str) -> None:
+        """Refuse samples that cannot be used, and a dataset of which none is left.
+
+        Raises:
+            DataError: naming the samples.
+        """
+        if self.fatal:
+            rest = self.fatal - len(self.wrong)
+            longest = max(self.long, default=0)
+            raise DataError(
+                f"{source}: {self.fatal} samples cannot be used, first {self.wrong[0]}",
+                details=[*self.wrong, *([f"... and {rest} more"] if rest else [])],
+                hint=f"train.max_len={longest} keeps all of them whole; train.on_overlong=refuse "
+                "leaves them out, counted"
+                if self.only_long
+                else "data.chat_template=... or correct the samples",
+            )
+        if not self.kept:
+            counts = f"{self.refused} too long, {self.equal} pairs of equal answers"
+            keeps = f"train.max_len={max(self.long)}" if self.long else "train.max_len=<more>"
+            raise DataError(
+                f"{source}: no sample is left of {self.read}: {counts}",
+                details=self.left_out,
+                hint=f"{keeps}, or other data",
+            )
+
+
+def truncation(counts: Mapping[str, Any], *, max_len: int) -> str:
+    """Describe the samples of a split that are too long; empty up to a share of `WARNED`.
+
+    Args:
+        counts: as `Tally.counts` returns them.
+        max_len: the limit.
+    """
+    read, lines = counts["read"], []
+    if counts["truncated"] > WARNED * read:
+        lines.append(
+            f"{_share(counts['truncated'], read)} are longer than train.max_len={max_len} and were "
+            f"cut: {counts['tokens_cut']} tokens, {counts['ends_cut']} answers without their end"
+        )
+    if counts["refused"] > WARNED * read:
+        lines.append(
+            f"{_share(counts['refused'], read)} are longer than train.max_len={max_len} and were "
+            "left out (train.on_overlong=refuse)"
+        )
+    return "; ".join([*lines, _keeps(counts)] if lines else [])
+
+
+def too_long(counts: Mapping[str, Any], *, max_len: int) -> str:
+    """Say how many rows of a split are longer than the limit, and what would keep them whole."""
+    over = counts["truncated"] + counts["refused"] + counts["in_pieces"]
+    if not over:
+        return f"none is longer than train.max_len={max_len}"
+    text = f"{over} ({over / counts['read']:.1%}) are longer than train.max_len={max_len}"
+    if counts["in_pieces"]:
+        return f"{text} and are cut into pieces"
+    done = "cut" if counts["truncated"] else "left out"
+    return f"{text} and are {done}; {_keeps(counts)}"
+
+
+def refuse_truncated(
+    counts: Mapping[str, Any], *, source: str, max_len: int, most: float, texts: bool
+) -> None:
+    """Refuse training rows of which too many are cut.
+
+    Args:
+        counts: as `Tally.counts` returns them.
+        source: name of the file.
+        max_len: the limit.
+        most: `data.max_truncated`.
+        texts: whether the rows are raw texts, which can be cut into pieces instead.
+
+    Raises:
+        DataError: more than `most` of the rows are cut.
+    """
+    read, cut = counts["read"], counts["truncated"]
+    if cut <= most * read:
+        return
+    accepted = math.ceil(100 * cut / read) / 100
+    other = "split cuts them into pieces" if texts else "refuse leaves them out"
+    raise DataError(
+        f"{source}: {_share(cut, read)} are longer than train.max_len={max_len} and would be cut, "
+        f"more than data.max_truncated={most:g}: a model does not learn to stop from an answer "
+        "that has lost its end",
+        hint=f"{_keeps(counts)}; train.on_overlong={other.partition(' ')[0]} "
+        f"{other.partition(' ')[2]}; data.max_truncated={accepted:g} accepts it",
+    )
+
+
+def _share(part: int, read: int) -> str:
+    return f"{part} of {read} rows ({part / read:.1%})"
+
+
+def _keeps(counts: Mapping[str, Any]) -> str:
+    """Name the limits that would keep 99 % and all of the samples whole."""
+    most, every = counts["fits_99"], counts["fits_all"]
+    if not most or most == every:
+        return f"train.max_len={every} keeps all rows whole"
+    return f"train.max_len={most} keeps 99 % of the rows whole, train.max_len={every} all"
+
+
+@dataclass(frozen=True)
+class Rule:
+    """Limit of a sequence's length, and what is done with longer ones."""
+
+    max_len: int
+    on_overlong: str
+
+    def examples(self, example: Example, tally: Tally) -> list[Example]:
+        """Return what is used of an example, and count it in `tally`."""
+        (whole, *others) = example.sequences
+        if self.on_overlong != SPLIT or others or len(whole.ids) <= self.max_len:
+            one = self.apply(example, tally)
+            return [] if one is None else [one]
+        found = [
+            example._replace(name=f"{example.name}+{number}", sequences=(piece,))
+            for number, piece in enumerate(pieces(whole, self.max_len))
+        ]
+        tally.read += 1
+        tally.in_pieces += 1
+        tally.kept += len(found)
+        return found
+
+    def apply(self, example: Example, tally: Tally) -> Example | None:
+        """Return the example as it is used, or None, and count it in `tally`."""
+        tally.read += 1
+        longest = max(len(s.ids) for s in example.sequences)
+        if longest > self.max_len:
+            tally.long.append(longest)
+        why = self._too_long(example)
+        if why:
+            if self.on_overlong == "refuse":
+                tally.refused += 1
+                tally.leave_out(example.name, why)
+            else:
+                tally.refuse(example.name, why, long=True)
+            return None
+        cut = [len(s.ids) > self.max_len for s in example.sequences]
+        sequences = tuple(
+            Tokens(s.ids[: self.max_len], s.bears[: self.max_len]) for s in example.sequences
+        )
+        if len(sequences) > 1 and _same(sequences):
+            tally.equal += 1
+            after = f" after truncation to {self.max_len}" if any(cut) else ""
+            tally.leave_out(example.name, f"both answers are the same tokens{after}")
+            return None
+        tally.kept += 1
+        tally.truncated += any(cut)
+        tally.ends_cut += sum(cut)
+        tally.tokens_cut += sum(max(0, len(s.ids) - self.max_len) for s in example.sequences)
+        return example._replace(sequences=sequences)
+
+    def _too_long(self, example: Example) -> str:
+        for sequence in example.sequences:
+            tokens, prompt = len(sequence.ids), int(np.argmax(sequence.bears))
+            if prompt >= self.max_len:
+                return f"prompt of {prompt} tokens leaves no room in {self.max_len}"
+            if tokens > self.max_len and self.on_overlong == "refuse":
+                return f"{tokens} tokens, train.max_len is {self.max_len}"
+        return ""
+
+
+def _same(sequences: Sequence[Tokens]) -> bool:
+    first = sequences[0].ids
+    return all(np.array_equal(first, other.ids) for other in sequences[1:])

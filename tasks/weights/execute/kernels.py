@@ -1,0 +1,116 @@
+"""The arithmetic of terms: what an adapter does to a block of rows of one tensor, in fp32.
+
+    block = base[start : start + n].float()
+    for term in op.terms:
+        block = apply(term, block, start=start, operand=adapter_tensor)
+    out = block.to(dtype)                                                   # the one rounding
+
+Order of operations as in peft (`lora/layer.py`, `lora/variants.py` of 0.21), because floating point
+addition is not associative: the product first, then the scale, then the sum.
+
+A block is 2-D for matrices and 1-D for vectors. A stack of experts (experts, rows, columns) is
+given flattened, (experts * rows, columns), and `start` counts flattened rows.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+from tasks.weights.plan.adapter_ops import Add, Dora, LowRank, Rows, Stride, Term
+
+if TYPE_CHECKING:
+    import torch
+
+Operand = Callable[[str], "torch.Tensor"]
+"""Gives a whole adapter tensor by the name that a term has for it, in any float dtype."""
+
+
+def apply(term: Term, block: torch.Tensor, *, start: int, operand: Operand) -> torch.Tensor:
+    """The block after `term`; `block` itself may be overwritten.
+
+    Args:
+        term: what to do.
+        block: fp32 rows `[start, start + len(block))` of the output tensor.
+        start: first row of the block; 0 where `needs_all_rows(term)`.
+        operand: the adapter's tensors.
+    """
+    match term:
+        case LowRank():
+            return block.add_(_low_rank(term, start, block.shape, operand))
+        case Dora():
+            return _dora(term, block, start, operand)
+        case Rows():
+            return _rows(term, block, start, operand)
+        case Add():
+            value = operand(term.value).float()[start : start + len(block)]
+            return block.add_(value * term.scale)
+
+
+def needs_all_rows(term: Term) -> bool:
+    """Whether the block has to be the whole tensor: norms of columns need every row."""
+    return isinstance(term, Dora) and term.transpose
+
+
+def _low_rank(term: LowRank, start: int, shape: tuple[int, ...], operand: Operand) -> torch.Tensor:
+    """`scale * B @ A` for the rows of a block, experts flattened; shape as the block's."""
+    import torch
+
+    a, b = operand(term.a), operand(term.b)
+    if term.experts == 1:
+        return _product(term, start + term.out_start, shape[0], a, b)
+    height = a.shape[1] if term.transpose else b.shape[0]
+    found = torch.empty(shape, dtype=torch.float32)
+    row, end = start, start + shape[0]
+    while row < end:
+        expert, first = divmod(row, height)
+        count = min(height - first, end - row)
+        one = term.of_expert(expert, a.shape[0])
+        found[row - start : row - start + count] = _product(one, first, count, a, b)
+        row += count
+    return found
+
+
+def _product(
+    term: LowRank, first: int, count: int, a: torch.Tensor, b: torch.Tensor
+) -> torch.Tensor:
+    """Rows `[first, first + count)` of one expert's scaled product."""
+    a = a[_slice(term.a_rows)]
+    b = b[:, _slice(term.b_columns)]
+    height = a.shape[1] if term.transpose else b.shape[0]
+    low, high = first, first + count
+    if count == 1 < height:
+        # BLAS multiplies a single row by another routine, which sums in another order: take two.
+        low = min(first, height - 2)
+        high = low + 2
+    if term.transpose:
+        # Transposed after the product, as peft does it: the sums are then taken in its order.
+        found = (b.float() @ a[:, low:high].float()).T
+    else:
+        found = b[low:high].float() @ a.float()
+    return found[first - low : first - low + count].mul_(term.scale)
+
+
+def _slice(stride: Stride | None) -> slice:
+    return slice(None) if stride is None else slice(*stride)
+
+
+def _dora(term: Dora, block: torch.Tensor, start: int, operand: Operand) -> torch.Tensor:
+    from torch.linalg import vector_norm
+
+    change = LowRank(term.a, term.b, term.scale, term.transpose, out_start=term.out_start)
+    block.add_(_low_rank(change, start, block.shape, operand))
+    magnitude = operand(term.magnitude).float()
+    if term.transpose:
+        return block.mul_(magnitude / vector_norm(block, dim=0))
+    magnitude = magnitude[start + term.out_start :][: len(block)]
+    return block.mul_((magnitude / vector_norm(block, dim=1)).unsqueeze(1))
+
+
+def _rows(term: Rows, block: torch.Tensor, start: int, operand: Operand) -> torch.Tensor:
+    import torch
+
+    rows = torch.tensor(term.indices) - start
+    here = (rows >= 0) & (rows < len(block))
+    block[rows[here]] = operand(term.values)[here].float()
+    return block

@@ -1,0 +1,160 @@
+"""Work on weights that needs torch, transformers, peft or bitsandbytes, as requests and replies.
+
+Importing them takes 10 s and gathering itself takes milliseconds. So stages ask for these things by
+`Perform`: `perform` answers in this process; a warm child that has the imports behind it may answer
+the same requests instead.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from tasks.core.contract import Expected
+from tasks.weights.execute.execute import Executed, execute
+from tasks.weights.files.opening import SourceRef, open_sources
+from tasks.weights.files.reader import open_checkpoint
+from tasks.weights.plan.contracts import ModelFacts, expected_from_json
+from tasks.weights.plan.operations import Plan
+from tasks.weights.plan.validate import validate
+from tasks.weights.proof.recheck import Recomputed, as_json, recompute
+
+Perform = Callable[[Mapping[str, Any]], Mapping[str, Any]]
+"""A request (`{"do": ..., ...}`) to its reply; both plain JSON. Raises what the work raises."""
+
+
+def perform(request: Mapping[str, Any]) -> dict[str, Any]:
+    """Answer one request here and now. Raises PlumblineError as the work does."""
+    return _HANDLERS[request["do"]](request)
+
+
+def ask_facts(
+    perform: Perform,
+    config: Path,
+    dtype: str,
+    disk: Mapping[str, tuple[int, ...]] | None = None,
+) -> ModelFacts:
+    """`contracts.model_facts`, by whoever performs."""
+    request: dict[str, Any] = {"do": "model_facts", "config": str(config), "dtype": dtype}
+    if disk is not None:
+        request["disk"] = {name: list(shape) for name, shape in disk.items()}
+    return ModelFacts.from_json(perform(request))
+
+
+def ask_adapter_contract(
+    perform: Perform, base: Path, adapter_config: Path, dtype: str
+) -> list[Expected]:
+    """`adapter_contract.adapter_contract`, by whoever performs."""
+    reply = perform(
+        {
+            "do": "adapter_contract",
+            "base": str(base),
+            "adapter_config": str(adapter_config),
+            "dtype": dtype,
+        }
+    )
+    return [expected_from_json(entry) for entry in reply["tensors"]]
+
+
+def ask_reward_facts(
+    perform: Perform, config: Mapping[str, Any], dtype: str, disk: Mapping[str, tuple[int, ...]]
+) -> tuple[str, ModelFacts]:
+    """`heads.facts.reward_facts`, by whoever performs."""
+    shapes = {name: list(shape) for name, shape in disk.items()}
+    reply = perform({"do": "reward_facts", "config": dict(config), "dtype": dtype, "disk": shapes})
+    return str(reply["architecture"]), ModelFacts.from_json(reply["facts"])
+
+
+def ask_quantization_config(perform: Perform, scheme: str, ignore: Sequence[str]) -> dict[str, Any]:
+    """`quantize.library_config`, by whoever performs."""
+    request = {"do": "quantization_config", "scheme": scheme, "ignore": list(ignore)}
+    return dict(perform(request))
+
+
+def ask_execute(
+    perform: Perform, plan: Plan, inputs: Mapping[str, SourceRef], out: Path
+) -> Executed:
+    """`validate` and `execute`, by whoever performs."""
+    reply = perform(
+        {
+            "do": "execute",
+            "plan": plan.as_json(),
+            "inputs": {name: ref.as_json() for name, ref in inputs.items()},
+            "out": str(out),
+        }
+    )
+    return Executed.from_json(reply)
+
+
+def ask_recompute(
+    perform: Perform, plan: Plan, inputs: Mapping[str, SourceRef], out: Path
+) -> list[Recomputed]:
+    """`recheck.recompute` on a merge that was written to `out`, by whoever performs."""
+    reply = perform(
+        {
+            "do": "recompute",
+            "plan": plan.as_json(),
+            "inputs": {name: ref.as_json() for name, ref in inputs.items()},
+            "out": str(out),
+        }
+    )
+    return [Recomputed(**entry) for entry in reply["tensors"]]
+
+
+def _model_facts(request: Mapping[str, Any]) -> dict[str, Any]:
+    from tasks.weights.plan.contracts import model_facts
+
+    disk = request.get("disk")
+    shapes = None if disk is None else {name: tuple(shape) for name, shape in disk.items()}
+    return model_facts(Path(request["config"]), request["dtype"], shapes).as_json()
+
+
+def _reward_facts(request: Mapping[str, Any]) -> dict[str, Any]:
+    from tasks.weights.heads.facts import reward_facts
+
+    disk = {name: tuple(shape) for name, shape in request["disk"].items()}
+    architecture, facts = reward_facts(request["config"], request["dtype"], disk)
+    return {"architecture": architecture, "facts": facts.as_json()}
+
+
+def _quantization_config(request: Mapping[str, Any]) -> dict[str, Any]:
+    from tasks.weights.quantized.quantize import library_config
+
+    return library_config(request["scheme"], request["ignore"])
+
+
+def _adapter_contract(request: Mapping[str, Any]) -> dict[str, Any]:
+    from dataclasses import asdict
+
+    from tasks.weights.plan.adapter_contract import adapter_contract
+
+    expected = adapter_contract(
+        Path(request["base"]), Path(request["adapter_config"]), request["dtype"]
+    )
+    return {"tensors": [asdict(one) for one in expected]}
+
+
+def _execute(request: Mapping[str, Any]) -> dict[str, Any]:
+    plan, out = Plan.from_json(request["plan"]), Path(request["out"])
+    refs = {name: SourceRef.from_json(raw) for name, raw in request["inputs"].items()}
+    with open_sources(refs) as sources:
+        validate(plan, sources)
+        return execute(plan, sources, out).as_json()
+
+
+def _recompute(request: Mapping[str, Any]) -> dict[str, Any]:
+    plan, out = Plan.from_json(request["plan"]), Path(request["out"])
+    refs = {name: SourceRef.from_json(raw) for name, raw in request["inputs"].items()}
+    with open_sources(refs) as sources, open_checkpoint(out) as merged:
+        return {"tensors": as_json(recompute(plan, sources, merged))}
+
+
+_HANDLERS: dict[str, Callable[[Mapping[str, Any]], dict[str, Any]]] = {
+    "model_facts": _model_facts,
+    "adapter_contract": _adapter_contract,
+    "quantization_config": _quantization_config,
+    "reward_facts": _reward_facts,
+    "execute": _execute,
+    "recompute": _recompute,
+}

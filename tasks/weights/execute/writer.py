@@ -1,0 +1,142 @@
+"""What a checkpoint looks like on disk before any tensor is: shards, names, headers, index, space.
+
+Shapes are planned, so headers and all offsets are known first, and every tensor can be written
+straight to its final place, in any order, by any number of threads (`execute.py`).
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+import struct
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from math import prod
+from pathlib import Path
+from typing import Any
+
+from tasks.core.errors import ArtifactError, ConfigError
+from tasks.weights.files.header import ITEM_BITS, TensorInfo
+from tasks.weights.files.reader import WEIGHTS
+
+_ALIGN = 8
+_UNITS = {"": 1, "K": 10**3, "M": 10**6, "G": 10**9, "KI": 2**10, "MI": 2**20, "GI": 2**30}
+
+
+@dataclass(frozen=True)
+class Spec:
+    """A tensor that will be written. `dtype` is a safetensors name."""
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: str
+
+    @property
+    def nbytes(self) -> int:
+        """Size in bytes."""
+        return prod(self.shape) * ITEM_BITS[self.dtype] // 8
+
+
+@dataclass(frozen=True)
+class ShardFile:
+    """One output file as it will be.
+
+    Attributes:
+        name: file name.
+        head: length prefix and JSON header, padded so that tensors are aligned.
+        infos: absolute offsets of the tensors.
+        size: of the whole file in bytes.
+    """
+
+    name: str
+    head: bytes
+    infos: Mapping[str, TensorInfo]
+    size: int
+
+
+def parse_size(text: str | int) -> int:
+    """`"5GB"` -> 5_000_000_000 bytes. Also MB, KB, GiB, MiB, KiB, and plain numbers.
+
+    Raises:
+        ConfigError: for anything else, and for a size of 0.
+    """
+    match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([KMG]I?)?B?\s*", str(text).upper())
+    size = int(float(match[1]) * _UNITS[match[2] or ""]) if match else 0
+    if size <= 0:
+        raise ConfigError(
+            f"convert.max_shard_size={text!r} is not a size",
+            hint="write it like convert.max_shard_size=5GB (B, KB, MB, GB, KiB, MiB, GiB)",
+        )
+    return size
+
+
+def plan_shards(specs: Sequence[Spec], max_bytes: int | None) -> list[list[Spec]]:
+    """Split tensors into shards of at most `max_bytes` of tensor data, keeping their order.
+
+    A tensor larger than the limit gets a shard of its own. None means one shard.
+    """
+    shards: list[list[Spec]] = [[]]
+    filled = 0
+    for spec in specs:
+        if shards[-1] and max_bytes is not None and filled + spec.nbytes > max_bytes:
+            shards.append([])
+            filled = 0
+        shards[-1].append(spec)
+        filled += spec.nbytes
+    return shards
+
+
+def shard_names(count: int, stem: str = WEIGHTS) -> list[str]:
+    """File names as transformers and vLLM look for them."""
+    if count == 1:
+        return [f"{stem}.safetensors"]
+    return [f"{stem}-{i:05d}-of-{count:05d}.safetensors" for i in range(1, count + 1)]
+
+
+def shard_file(name: str, specs: Sequence[Spec]) -> ShardFile:
+    """Header and offsets of a file that holds `specs`."""
+    # Wider types first: with an 8-byte aligned start every tensor is then aligned to itself.
+    ordered = sorted(specs, key=lambda spec: -ITEM_BITS[spec.dtype])
+    entries: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+    at = 0
+    for spec in ordered:
+        entries[spec.name] = {
+            "dtype": spec.dtype,
+            "shape": list(spec.shape),
+            "data_offsets": [at, at + spec.nbytes],
+        }
+        at += spec.nbytes
+    text = json.dumps(entries, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % _ALIGN)
+    start = 8 + len(text)
+    infos = {}
+    for spec in ordered:
+        first, last = entries[spec.name]["data_offsets"]
+        infos[spec.name] = TensorInfo(spec.shape, spec.dtype, start + first, start + last)
+    return ShardFile(name, struct.pack("<Q", len(text)) + text, infos, start + at)
+
+
+def write_index(
+    root: Path, specs: Iterable[Spec], files: Mapping[str, str], stem: str = WEIGHTS
+) -> None:
+    """Write `<stem>.safetensors.index.json`. `total_size` is in bytes of tensor data."""
+    document = {
+        "metadata": {"total_size": sum(spec.nbytes for spec in specs)},
+        "weight_map": dict(sorted(files.items())),
+    }
+    path = root / f"{stem}.safetensors.index.json"
+    path.write_text(json.dumps(document, indent=2) + "\n")
+
+
+def require_space(root: Path, nbytes: int) -> None:
+    """Refuse to start writing `nbytes` where the disk has less free. Raises ArtifactError."""
+    free = shutil.disk_usage(root).free
+    if free < nbytes:
+        raise ArtifactError(
+            f"{root}: {nbytes / 1e9:.2f} GB will be written, {free / 1e9:.2f} GB are free",
+            hint=SPACE_HINT,
+        )
+
+
+SPACE_HINT = "free some space, or put the runs elsewhere: paths.runs=/big/disk/runs"

@@ -1,0 +1,161 @@
+"""New tokens for a base model: tokenizer, embeddings and config.json grow together.
+
+The base artifact is what everything later on agrees with: training loads it, gather and merge take
+their shapes from it, the served tokenizer is its own. So tokens are added there, once, and not by
+every rank. A new row is the mean of the old ones (Hewitt 2021, "Initializing New Word Embeddings
+for Pretrained Language Models"): the new tokens begin as unremarkable ones.
+"""
+
+from __future__ import annotations
+
+import json
+import tempfile
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+from numpy.typing import NDArray
+
+from tasks.core.errors import ArtifactError, ConfigError
+from tasks.weights.execute.writer import Spec, shard_file
+from tasks.weights.files.header import Header, TensorInfo, read_header
+from tasks.weights.files.vocabulary import resized_config
+
+_TABLES = (
+    "embed_tokens.weight", "lm_head.weight", "lm_head.bias", "wte.weight", "embed_in.weight",
+    "embed_out.weight", "word_embeddings.weight",
+)  # fmt: skip
+"""How families call what has a row for each token."""
+_BLOCK = 1 << 24
+_INDEX = "model.safetensors.index.json"
+
+
+@dataclass(frozen=True)
+class Grown:
+    """What became of the vocabulary: ids of the new tokens, rows before and after."""
+
+    ids: tuple[int, ...]
+    before: int
+    after: int
+
+
+def grow(folder: Path, tokens: Sequence[str], *, multiple: int = 1) -> Grown:
+    """Add tokens to a model folder. Files that are links are replaced, never written through.
+
+    Args:
+        folder: config.json, safetensors and a tokenizer.
+        tokens: texts, each of them one token from now on. They are no special tokens: a decoded
+            text shows them.
+        multiple: the vocabulary's rows become a multiple of this.
+
+    Raises:
+        ConfigError: a token that the tokenizer has already.
+        ArtifactError: no embedding of `vocab_size` rows, or one of a dtype that has no mean.
+    """
+    config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    before = int((config.get("text_config") or config)["vocab_size"])
+    ids = _into_tokenizer(folder, tokens)
+    after = max(before, -(-(max(ids) + 1) // multiple) * multiple)
+    if after > before:
+        _into_tables(folder, before, after)
+        text = json.dumps(resized_config(config, after), indent=2, sort_keys=True)
+        _replace(folder / "config.json", (text + "\n").encode())
+    return Grown(ids, before, after)
+
+
+def _into_tokenizer(folder: Path, tokens: Sequence[str]) -> tuple[int, ...]:
+    from tokenizers import AddedToken
+    from transformers import AutoTokenizer
+
+    tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True)
+    known = sorted(set(tokens) & set(tokenizer.get_vocab()))
+    if known or len(set(tokens)) < len(tokens):
+        raise ConfigError(
+            f"model.new_tokens: {', '.join(known) or 'the same token twice'}"
+            + (" is in the vocabulary already" if known else ""),
+            hint="leave it out: it can be trained as it is",
+        )
+    tokenizer.add_tokens([AddedToken(token, normalized=False) for token in tokens])
+    with tempfile.TemporaryDirectory(dir=folder) as made:
+        tokenizer.save_pretrained(made)
+        for path in Path(made).iterdir():
+            path.replace(folder / path.name)
+    return tuple(int(i) for i in tokenizer.convert_tokens_to_ids(list(tokens)))
+
+
+def _into_tables(folder: Path, before: int, after: int) -> None:
+    added, found = 0, False
+    for path in sorted(folder.glob("*.safetensors")):
+        header = read_header(path)
+        tables = {
+            name
+            for name, info in header.tensors.items()
+            if name.endswith(_TABLES) and info.shape[0] == before
+        }
+        if tables:
+            added += _rewrite(path, header, tables, after)
+            found = True
+    if not found:
+        raise ArtifactError(f"{folder}: no embedding of vocab_size={before} rows to add tokens to")
+    index = folder / _INDEX
+    if index.is_file():
+        document = json.loads(index.read_text(encoding="utf-8"))
+        document.setdefault("metadata", {})
+        document["metadata"]["total_size"] = document["metadata"].get("total_size", 0) + added
+        _replace(index, (json.dumps(document, indent=2, sort_keys=True) + "\n").encode())
+
+
+def _rewrite(path: Path, header: Header, tables: set[str], after: int) -> int:
+    """The same file with longer tables; how many bytes of tensors were added."""
+    specs = [
+        Spec(name, (after, *info.shape[1:]) if name in tables else info.shape, info.dtype)
+        for name, info in header.tensors.items()
+    ]
+    file = shard_file(path.name, specs)
+    work = path.with_name(f".{path.name}.tmp")
+    data = np.memmap(path, np.uint8, "r")
+    with work.open("wb") as out:
+        out.write(file.head)
+        for spec in specs:
+            info = header.tensors[spec.name]
+            out.seek(file.infos[spec.name].start)
+            for at in range(info.start, info.end, _BLOCK):
+                out.write(data[at : min(at + _BLOCK, info.end)].tobytes())
+            if spec.name in tables:
+                out.write(_mean_row(data, info, spec.name) * (after - info.shape[0]))
+        out.truncate(file.size)
+    work.replace(path)
+    return sum(spec.nbytes - header.tensors[spec.name].nbytes for spec in specs)
+
+
+def _mean_row(data: NDArray[np.uint8], info: TensorInfo, name: str) -> bytes:
+    """Mean over the rows, computed in float64 and rounded once, in the tensor's own dtype."""
+    rows = data[info.start : info.end].reshape(info.shape[0], -1)
+    total = sum(
+        _numbers(rows[at : at + 4096], info.dtype, name).sum(axis=0)
+        for at in range(0, len(rows), 4096)
+    )
+    mean = np.asarray(total / len(rows), np.float32)
+    if info.dtype == "F32":
+        return mean.tobytes()
+    if info.dtype == "F16":
+        return mean.astype(np.float16).tobytes()
+    bits = mean.view(np.uint32).astype(np.uint64)
+    return ((bits + 0x7FFF + ((bits >> 16) & 1)) >> 16).astype(np.uint16).tobytes()
+
+
+def _numbers(raw: NDArray[np.uint8], dtype: str, name: str) -> NDArray[np.float64]:
+    plain = np.ascontiguousarray(raw)
+    if dtype == "BF16":
+        bits = plain.view(np.uint16).astype(np.uint32) << 16
+        return bits.view(np.float32).astype(np.float64)
+    if dtype in ("F16", "F32"):
+        return plain.view(np.float16 if dtype == "F16" else np.float32).astype(np.float64)
+    raise ArtifactError(f"{name} is stored as {dtype}, to which no tokens can be added")
+
+
+def _replace(path: Path, content: bytes) -> None:
+    work = path.with_name(f".{path.name}.tmp")
+    work.write_bytes(content)
+    work.replace(path)

@@ -1,0 +1,128 @@
+"""safetensors headers: where every tensor of a file lies, read and checked without tensor data.
+
+Layout of a file: 8 bytes little-endian header length, a JSON header, then the tensor bytes. The
+checks here are those of the safetensors library, because a plan is built from headers alone and an
+untouched file is served as it is: tensors have the size that shape and dtype imply, and fill the
+file from header to end without gap or overlap.
+"""
+
+from __future__ import annotations
+
+import math
+import struct
+from dataclasses import dataclass
+from pathlib import Path
+
+from tasks.core.errors import ArtifactError
+from tasks.weights.files.documents import parse_json
+
+ITEM_BITS = {
+    "F64": 64, "F32": 32, "F16": 16, "BF16": 16, "F8_E4M3": 8, "F8_E5M2": 8, "F8_E8M0": 8,
+    "I64": 64, "I32": 32, "I16": 16, "I8": 8, "U64": 64, "U32": 32, "U16": 16, "U8": 8, "BOOL": 8,
+}  # fmt: skip
+MAX_HEADER_BYTES = 100_000_000
+"""The same limit as the safetensors library has."""
+MAX_AXES = 64
+"""As torch has it. More would only make their product take long."""
+_MAX_COUNT = 1 << 63
+
+
+@dataclass(frozen=True)
+class TensorInfo:
+    """One tensor's entry. `start` and `end` are absolute byte offsets in the file."""
+
+    shape: tuple[int, ...]
+    dtype: str
+    start: int
+    end: int
+
+    @property
+    def nbytes(self) -> int:
+        """Size in bytes."""
+        return self.end - self.start
+
+
+@dataclass(frozen=True)
+class Header:
+    """A whole file's header: tensors by name, in file order, and the free-form metadata."""
+
+    tensors: dict[str, TensorInfo]
+    metadata: dict[str, str]
+    data_start: int
+
+
+def read_header(path: Path) -> Header:
+    """Read and check the header of one safetensors file.
+
+    Raises:
+        ArtifactError: naming the file and what is wrong with it.
+    """
+    try:
+        size = path.stat().st_size
+        with path.open("rb") as file:
+            prefix = file.read(8)
+            if len(prefix) < 8:
+                raise ArtifactError(f"{path}: truncated safetensors: {size} bytes, no header")
+            (length,) = struct.unpack("<Q", prefix)
+            if length > MAX_HEADER_BYTES or 8 + length > size:
+                raise ArtifactError(
+                    f"{path}: truncated or not safetensors: "
+                    f"header claims {length} bytes, the file has {size}"
+                )
+            raw = parse_json(file.read(length), unique=True)
+    except OSError as error:
+        raise ArtifactError(f"{path}: cannot be read: {error.strerror or error}") from error
+    except ValueError as error:
+        raise ArtifactError(f"{path}: header is not JSON: {error}") from error
+    return _parse(path, raw, 8 + length, size)
+
+
+def _integer(value: object) -> int:
+    if type(value) is not int:  # int() would accept 2.5, "2" and True
+        raise TypeError(f"{value!r} is no integer")
+    return value
+
+
+def _parse(path: Path, raw: object, data_start: int, size: int) -> Header:
+    if not isinstance(raw, dict):
+        raise ArtifactError(f"{path}: header is not a JSON object")
+    metadata = raw.pop("__metadata__", None) or {}
+    if not isinstance(metadata, dict) or not all(isinstance(v, str) for v in metadata.values()):
+        raise ArtifactError(f"{path}: __metadata__ is not a JSON object of texts")
+    tensors: dict[str, TensorInfo] = {}
+    for name, entry in raw.items():
+        try:
+            shape = tuple(_integer(n) for n in entry["shape"])
+            dtype = str(entry["dtype"])
+            begin, end = (_integer(n) for n in entry["data_offsets"])
+        except (KeyError, TypeError, ValueError) as error:
+            raise ArtifactError(f"{path}: malformed header entry for {name}") from error
+        if len(shape) > MAX_AXES or any(not 0 <= n < _MAX_COUNT for n in shape):
+            raise ArtifactError(f"{path}: {name} has a shape of {len(shape)} axes that is none")
+        if dtype not in ITEM_BITS:
+            raise ArtifactError(f"{path}: {name} has dtype {dtype}, shape {list(shape)}")
+        if end - begin != math.prod(shape) * ITEM_BITS[dtype] // 8 or begin < 0:
+            raise ArtifactError(
+                f"{path}: {name} spans {end - begin} bytes, but {dtype} {list(shape)} needs "
+                f"{math.prod(shape) * ITEM_BITS[dtype] // 8}"
+            )
+        if data_start + end > size:
+            raise ArtifactError(
+                f"{path}: truncated: {name} ends at byte {data_start + end}, the file has {size}"
+            )
+        tensors[name] = TensorInfo(shape, dtype, data_start + begin, data_start + end)
+    _require_gapless(path, tensors, data_start, size)
+    return Header(tensors, metadata, data_start)
+
+
+def _require_gapless(path: Path, tensors: dict[str, TensorInfo], start: int, size: int) -> None:
+    """The safetensors library refuses a file whose tensors leave a byte out, or share one."""
+    at, last = start, "the header"
+    for name, info in sorted(tensors.items(), key=lambda item: (item[1].start, item[1].end)):
+        if info.start < at:
+            raise ArtifactError(f"{path}: {name} and {last} overlap")
+        if info.start > at:
+            raise ArtifactError(f"{path}: {info.start - at} bytes of nobody before {name}")
+        at, last = info.end, name
+    if at != size:
+        raise ArtifactError(f"{path}: {size - at} bytes of nobody after {last}")

@@ -1,0 +1,135 @@
+"""Decide whether a base is the one that an adapter was trained on.
+
+A base of the same shape that is another model (the instruct one for the plain one) fits by every
+name and every shape, so it has to be recognised by what was written down: the digest in our own
+manifests, the name in adapter_config.json, the name of the folder in the local hub cache.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from tasks.core.errors import ArtifactError
+from tasks.weights.files.opening import open_model
+from tasks.weights.files.reader import MANIFEST, read_json
+
+CONFIG = "config.json"
+_OURS = {"kind", "digest", "tensors", "files", "inputs", "notes"}
+_SAMPLES, _SAMPLE = 16, 4096
+_HUB = re.compile(r"models--(.+)")
+_PACKED = re.compile(r"(-unsloth)?(-bnb)?-4bit$")
+"""Name suffixes of 4-bit copies of the same model."""
+
+
+def base_mismatch(
+    base: Path, *, digest: str = "", name: str = "", store: Path | None = None
+) -> str:
+    """Return why `base` is not the model that training recorded; "" if it may be.
+
+    The most reliable record decides.
+
+    Args:
+        base: folder of a model.
+        digest: digest of the base artifact that training recorded; "" for none.
+        name: name or folder of the base as PEFT recorded it; "" for none.
+        store: our artifacts, among which `digest` may be found; None for none.
+
+    Raises:
+        ArtifactError: a folder has no checkpoint.
+    """
+    manifest = read_manifest(base)
+    if digest and manifest:
+        same = manifest["digest"] == digest
+        return (
+            ""
+            if same
+            else f"trained on the base {digest[:12]}, {base} is {manifest['digest'][:12]}"
+        )
+    original = published(digest, store, "base") if digest and store is not None else None
+    if original is not None:
+        return _other(original, base, str(original))
+    if not name:
+        return ""
+    local = Path(name)
+    if "\0" not in name and local.is_absolute() and (local / CONFIG).is_file():
+        return _other(local, base, name)
+    called = next((one for one in names_of(base) if _contradicts(name, one)), "")
+    return f"trained on {name}; {base} says it is {called}" if called else ""
+
+
+def _other(original: Path, base: Path, name: str) -> str:
+    if original.resolve() == base.resolve() or sample(original) == sample(base):
+        return ""
+    return f"trained on {name}; the weights in {base} are others"
+
+
+def read_manifest(root: Path) -> dict[str, Any]:
+    """Return our manifest of a folder; empty if there is none (other tools use that file name)."""
+    try:
+        document = json.loads((root / MANIFEST).read_text())
+    except (OSError, ValueError):
+        return {}
+    return document if isinstance(document, dict) and set(document) >= _OURS else {}
+
+
+def published(digest: str, store: Path, kind: str) -> Path | None:
+    """Return the artifact of that kind and digest, if it is in the store."""
+    for path in sorted((store / kind).glob("*")):
+        if read_manifest(path).get("digest") == digest:
+            return path
+    return None
+
+
+def names_of(base: Path) -> Iterator[str]:
+    """Yield the names of a model: in config.json, in the Hub cache, of its folder."""
+    name = optional_json(base / CONFIG).get("_name_or_path")
+    if isinstance(name, str) and name and not name.startswith(("/", ".")):
+        yield name
+    for part in base.resolve().parts:
+        if match := _HUB.fullmatch(part):
+            yield match[1].replace("--", "/")
+    yield base.name
+
+
+def _contradicts(recorded: str, called: str) -> bool:
+    """Return True if two Hub names differ, or if one name extends the other with a suffix."""
+    one, other = (_PACKED.sub("", text.rstrip("/").lower()) for text in (recorded, called))
+    if "/" in one and "/" in other:
+        return one != other
+    one, other = one.rpartition("/")[2], other.rpartition("/")[2]
+    return one != other and (one.startswith(f"{other}-") or other.startswith(f"{one}-"))
+
+
+def sample(folder: Path) -> str:
+    """Return a hash over the header and samples of every weight file, to tell models apart.
+
+    Two checkpoints of one architecture differ nearly everywhere. A change that misses every sample
+    is a change of a few tensors only, which the other records have to reveal.
+
+    Raises:
+        ArtifactError: the folder has no checkpoint.
+    """
+    digest = hashlib.sha256()
+    source = open_model(folder)
+    for name, info in sorted(source.tensors.items()):
+        digest.update(f"{name} {info.shape} {info.dtype}".encode())
+        for extent in source.extents(name):
+            with extent.path.open("rb") as file:
+                step = max(1, extent.nbytes // _SAMPLES)
+                for at in range(0, extent.nbytes, step):
+                    file.seek(extent.start + at)
+                    digest.update(file.read(min(_SAMPLE, extent.nbytes - at)))
+    return digest.hexdigest()
+
+
+def optional_json(path: Path) -> dict[str, Any]:
+    """Return a JSON object; empty where there is none that can be read."""
+    try:
+        return read_json(path) if path.is_file() else {}
+    except ArtifactError:
+        return {}

@@ -1,0 +1,141 @@
+"""Which files make a checkpoint, by its index or by the one name it has: files and index agree.
+
+    found = survey(folder, "model.safetensors", read_header)
+    found.opened["model-00001-of-00002.safetensors"].tensors
+    found.files["lm_head.weight"]       the file that holds it
+    found.findings                      everything that is wrong with the folder
+
+The same for safetensors and for torch's `.bin` files: both name an index after the single file.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Generic, Protocol, TypeVar
+
+from tasks.core.errors import ArtifactError
+from tasks.weights.files.documents import read_json
+
+OTHER_WEIGHTS = ("*.safetensors", "pytorch_model*.bin", "adapter_model.bin", "consolidated*.pt*")
+"""What a loader that picks weights by glob could take for part of the model."""
+_MAX_NAME = 255
+"""Bytes that a file system allows for a name."""
+
+
+class WithTensors(Protocol):
+    """An opened file: its tensors by name."""
+
+    @property
+    def tensors(self) -> Mapping[str, Any]: ...
+
+
+T = TypeVar("T", bound=WithTensors)
+
+
+@dataclass(frozen=True)
+class Survey(Generic[T]):
+    """What a folder holds.
+
+    Attributes:
+        opened: the files that could be opened, by name.
+        files: file name by tensor name.
+        findings: what is wrong, one line each.
+    """
+
+    opened: Mapping[str, T]
+    files: Mapping[str, str]
+    findings: tuple[str, ...]
+
+
+def index_of(single: str) -> str:
+    """Name of the index that stands for several files where one could be called `single`."""
+    return f"{single}.index.json"
+
+
+def survey(
+    root: Path, single: str, read: Callable[[Path], T], *, beside: Collection[str] = ()
+) -> Survey[T]:
+    """Open the files of a checkpoint and compare them with its index, if it has one.
+
+    Args:
+        root: the folder.
+        single: name of the only file, where there is no index: "model.safetensors".
+        read: opens one file; raises ArtifactError.
+        beside: weight files that are known and belong to nothing here.
+    """
+    findings: list[str] = []
+    index = _read_index(root / index_of(single), findings)
+    names = sorted(set(index.values())) if index is not None else [single]
+    opened: dict[str, T] = {}
+    for name in names:
+        problem = _name_finding(root, name)
+        if problem:
+            findings.append(problem)
+            continue
+        try:
+            opened[name] = read(root / name)
+        except ArtifactError as error:
+            findings += [f"{name}: {one}" for one in error.details] or [error.message]
+    files: dict[str, str] = {}
+    for name, one in opened.items():
+        for key in one.tensors:
+            if key in files:
+                findings.append(f"{key}: in {files[key]} and in {name}")
+            files[key] = name
+    if index is not None:
+        findings += _disagreements(index, files, opened)
+    findings += _strays(root, {*names, *beside})
+    return Survey(opened, files, tuple(findings))
+
+
+def _read_index(path: Path, findings: list[str]) -> dict[str, str] | None:
+    """File name by tensor name; None where there is no index."""
+    if not path.is_file():
+        return None
+    try:
+        weight_map = read_json(path, unique=True).get("weight_map")
+    except ArtifactError as error:
+        findings.append(f"{path.name}: not a readable index: {error.message}")
+        return {}
+    if not isinstance(weight_map, dict) or not weight_map:
+        findings.append(f"{path.name}: not a readable index: no weight_map in it")
+        return {}
+    odd = [name for name, file in weight_map.items() if not isinstance(file, str)]
+    if odd:
+        findings.append(f"{path.name}: not a readable index: {odd[0]} is in no file's name")
+        return {}
+    return weight_map
+
+
+def is_plain_name(name: str) -> bool:
+    """Whether `name` can be a file right in a folder: no path, nothing that no file is called."""
+    try:
+        size = len(name.encode())
+    except UnicodeEncodeError:  # JSON can hold halves of characters
+        return False
+    return Path(name).name == name != ".." and 0 < size <= _MAX_NAME and "\0" not in name
+
+
+def _name_finding(root: Path, name: str) -> str:
+    """Why no file of that name is opened; "" where nothing is wrong."""
+    if not is_plain_name(name):
+        return f"index names {name[:_MAX_NAME]!r}, which is not a plain file name"
+    return "" if (root / name).is_file() else f"{name}: absent"
+
+
+def _disagreements(
+    index: Mapping[str, str], files: Mapping[str, str], opened: Mapping[str, WithTensors]
+) -> Iterator[str]:
+    for name, file in index.items():
+        if file in opened and name not in opened[file].tensors:
+            yield f"{name}: index says {file}, which does not hold it"
+    for name, file in files.items():
+        if name not in index:
+            yield f"{name}: in {file}, but not in the index"
+
+
+def _strays(root: Path, known: set[str]) -> list[str]:
+    found = {path.name for pattern in OTHER_WEIGHTS for path in root.glob(pattern)}
+    return [f"{name}: stray weight file" for name in sorted(found - known)]

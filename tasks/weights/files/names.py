@@ -1,0 +1,117 @@
+"""Key names: what one tensor is called in a live model, in a PEFT file and in a base checkpoint.
+
+    live   base_model.model.model.layers.0.mlp.up_proj.lora_A.default.weight
+    PEFT   base_model.model.model.layers.0.mlp.up_proj.lora_A.weight
+    base                    model.layers.0.mlp.up_proj.weight
+
+Wrappers that DeepSpeed, torch.compile or checkpointing put into live names are dropped first.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Literal
+
+from tasks.core.errors import ContractError, first_and_more
+
+PEFT_PREFIX = "base_model.model."
+_WRAPPERS = ("module.", "_orig_mod.", "_checkpoint_wrapped_module.", "_fsdp_wrapped_module.")
+_LORA_FILE = re.compile(r"(?P<module>.+)\.lora_(?P<half>[AB])\.weight")
+_LIVE: tuple[tuple[re.Pattern[str], str], ...] = tuple(
+    (re.compile(live), kept)
+    for live, kept in (
+        # what `named_parameters()` of a PEFT model says: what the file says
+        (r"(?P<at>.+\.lora_[AB])\.(?P<adapter>[^.]+)(?P<tail>\.weight|\.bias)", r"\g<at>\g<tail>"),
+        (r"(?P<at>.+\.lora_embedding_[AB])\.(?P<adapter>[^.]+)", r"\g<at>"),
+        (r"(?P<at>.+\.lora_magnitude_vector)\.(?P<adapter>[^.]+)\.weight", r"\g<at>"),
+        (r"(?P<at>.+)\.modules_to_save\.(?P<adapter>[^.]+)(?P<tail>\..+)", r"\g<at>\g<tail>"),
+        (r"(?P<at>.+\.trainable_tokens_delta)\.(?P<adapter>[^.]+)", r"\g<at>"),
+    )
+)
+
+
+@dataclass(frozen=True)
+class LoraKey:
+    """A LoRA tensor: the module it belongs to, in the base model's words, and which half it is."""
+
+    module: str
+    half: Literal["A", "B"]
+
+    @property
+    def peft(self) -> str:
+        """Its key in `adapter_model.safetensors`."""
+        return f"{PEFT_PREFIX}{self.module}.lora_{self.half}.weight"
+
+
+def unwrap(name: str) -> str:
+    """Drop what DeepSpeed, torch.compile and activation checkpointing put around module names."""
+    for wrapper in _WRAPPERS:
+        if name.startswith(wrapper):
+            return unwrap(name[len(wrapper) :])
+        name = name.replace(f".{wrapper}", ".")
+    return name
+
+
+def live_to_peft(name: str, adapter: str = "default") -> str:
+    """The PEFT file key of a trainable parameter of a live PEFT model.
+
+    LoRA's halves (of linear layers, embeddings, experts), DoRA's magnitudes, whole modules that are
+    saved, token rows, and biases, which have the name of the base's.
+
+    Raises:
+        ContractError: when it belongs to no adapter, or to another one.
+    """
+    plain = unwrap(name)
+    for live, kept in _LIVE:
+        match = live.fullmatch(plain)
+        if match and match["adapter"] == adapter and name_is_peft(plain):
+            return match.expand(kept)
+    if plain.endswith(".bias") and name_is_peft(plain) and ".lora_" not in plain:
+        return plain
+    raise ContractError(
+        f"{name}: trainable, but no parameter of adapter {adapter!r}",
+        hint="only what PEFT saves of one adapter can be gathered into one",
+    )
+
+
+def name_is_peft(name: str) -> bool:
+    """Whether a name starts as PEFT's wrapper makes it."""
+    return name.startswith(PEFT_PREFIX)
+
+
+def parse_peft(key: str) -> LoraKey | None:
+    """What a PEFT file key stands for; None for anything that is not a plain LoRA weight."""
+    match = _LORA_FILE.fullmatch(key)
+    if not match or not name_is_peft(key):
+        return None
+    half: Literal["A", "B"] = "A" if match["half"] == "A" else "B"
+    return LoraKey(match["module"][len(PEFT_PREFIX) :], half)
+
+
+def rename_all(names: Iterable[str], *, adapter: bool) -> dict[str, str]:
+    """Output key of every live parameter name.
+
+    Args:
+        names: as `named_parameters()` gives them, wrappers allowed.
+        adapter: to PEFT file keys; otherwise to the model's own names.
+
+    Raises:
+        ContractError: listing every name that maps to nothing or onto another one's key.
+    """
+    keys: dict[str, str] = {}
+    owners: dict[str, str] = {}
+    findings: list[str] = []
+    for name in names:
+        try:
+            key = live_to_peft(name) if adapter else unwrap(name)
+        except ContractError as error:
+            findings.append(error.message)
+            continue
+        if key in owners:
+            findings.append(f"{name} and {owners[key]} both become {key}")
+        keys[name], owners[key] = key, name
+    if findings:
+        raise ContractError(f"gather: {first_and_more(findings)}", details=findings)
+    return keys

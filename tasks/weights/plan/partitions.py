@@ -1,0 +1,193 @@
+"""Stitching: every rank's slices of the trainable parameters, back into whole tensors.
+
+Layout (written by `tasks/training`): `shards/rank-00000-of-00002.safetensors`, one a rank, holds
+1-D slices keyed by parameter name; its metadata entry `partitions` tells where each slice belongs
+in the flattened parameter; `partitions.json` tells the whole shapes. The slices of a parameter
+must cover [0, numel) exactly once, whatever the number of ranks and whatever their order.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from math import prod
+from pathlib import Path
+from typing import Any
+
+from tasks.core.errors import ArtifactError, first_and_more
+from tasks.weights.execute.writer import Spec
+from tasks.weights.files.header import ITEM_BITS, Header, read_header
+from tasks.weights.files.reader import read_json
+from tasks.weights.files.source import Extent
+
+PARTITIONS = "partitions.json"
+SHARDS = "shards"
+MAX_RANKS = 1 << 16
+_SHOWN = 50
+
+
+@dataclass(frozen=True, order=True)
+class Slice:
+    """Elements [start, end) of a flattened parameter, and the file they lie in."""
+
+    start: int
+    end: int
+    file: str
+
+
+@dataclass(frozen=True)
+class Partitions:
+    """All slices of all parameters, checked for coverage.
+
+    Attributes:
+        mode: "adapter" or "full".
+        dtype: safetensors name, the same for all parameters.
+        shapes: whole shape by parameter name, in training's order.
+        slices: by parameter name, ascending and without gap or overlap.
+    """
+
+    root: Path
+    mode: str
+    dtype: str
+    world_size: int
+    shapes: Mapping[str, tuple[int, ...]]
+    slices: Mapping[str, tuple[Slice, ...]]
+    _headers: Mapping[str, Header] = field(repr=False)
+
+    @cached_property
+    def tensors(self) -> Mapping[str, Spec]:
+        """Whole shapes and the dtype, by parameter name."""
+        return {name: Spec(name, shape, self.dtype) for name, shape in self.shapes.items()}
+
+    def extents(self, name: str) -> Sequence[Extent]:
+        """The ranges of the rank files that make one parameter, in order."""
+        found = []
+        for piece in self.slices[name]:
+            info = self._headers[piece.file].tensors[name]
+            found.append(Extent(self.root / SHARDS / piece.file, info.start, info.nbytes))
+        return found
+
+    def sha256(self, name: str) -> str | None:
+        """Known for slices only, never for a whole parameter that several ranks hold."""
+        return None
+
+
+def rank_file(rank: int, world_size: int) -> str:
+    """Name of one rank's file."""
+    return f"rank-{rank:05d}-of-{world_size:05d}.safetensors"
+
+
+def read_partitions(root: Path) -> Partitions:
+    """Read and check the shards that training left in `root`.
+
+    Raises:
+        ArtifactError: with every finding: absent or truncated rank files, slices without a place,
+            of unknown parameters, of another dtype, gaps, overlaps, parameters nobody holds.
+    """
+    plan = _read_plan(root)
+    findings: list[str] = []
+    world_size = plan["world_size"]
+    wanted = [rank_file(rank, world_size) for rank in range(world_size)]
+    present = {path.name for path in (root / SHARDS).glob("*.safetensors")}
+    findings += [f"{name}: stray rank file" for name in sorted(present - set(wanted))]
+    headers: dict[str, Header] = {}
+    for name in wanted:
+        try:
+            headers[name] = read_header(root / SHARDS / name)
+        except ArtifactError as error:
+            findings.append(error.message)
+    shapes = {name: tuple(entry["shape"]) for name, entry in plan["parameters"].items()}
+    found: dict[str, list[Slice]] = {name: [] for name in shapes}
+    for file, header in headers.items():
+        findings += _collect(file, header, shapes, plan["dtype"], found)
+    if len(headers) == len(wanted):  # else every parameter of the absent rank has a gap
+        for name, shape in shapes.items():
+            findings += coverage(name, prod(shape), found[name])
+    if findings:
+        raise ArtifactError(
+            f"{root}: shards do not make whole tensors: {first_and_more(findings)}",
+            details=findings[:_SHOWN],
+            hint="train again: force=[train]",
+        )
+    slices = {name: tuple(sorted(s for s in found[name] if s.end > s.start)) for name in shapes}
+    return Partitions(root, plan["mode"], plan["dtype"], world_size, shapes, slices, headers)
+
+
+def coverage(name: str, numel: int, slices: list[Slice]) -> list[str]:
+    """What is wrong with the slices of one parameter of `numel` elements; empty when nothing is."""
+    at = 0
+    for piece in sorted(s for s in slices if s.end > s.start):
+        if piece.start > at:
+            return [f"{name}: elements {at} to {piece.start} are in no rank's file"]
+        if piece.start < at:
+            return [f"{name}: elements {piece.start} to {at} are in two files, once {piece.file}"]
+        at = piece.end
+    if at < numel:
+        return [f"{name}: elements {at} to {numel} are in no rank's file"]
+    if at > numel:
+        return [f"{name}: has {numel} elements, slices reach {at}"]
+    return []
+
+
+def _read_plan(root: Path) -> dict[str, Any]:
+    path = root / PARTITIONS
+    plan = read_json(path)
+    if plan.get("format") != 1:
+        raise ArtifactError(f"{path}: not a partition table of format 1")
+    missing = {"world_size", "mode", "dtype", "parameters"} - set(plan)
+    if missing:
+        raise ArtifactError(f"{path}: lacks {', '.join(sorted(missing))}")
+    if plan["mode"] not in ("adapter", "full") or plan["dtype"] not in ITEM_BITS:
+        raise ArtifactError(f"{path}: mode {plan['mode']!r}, dtype {plan['dtype']!r}")
+    if type(plan["world_size"]) is not int or not 0 < plan["world_size"] <= MAX_RANKS:
+        raise ArtifactError(f"{path}: world_size {str(plan['world_size'])[:20]}")
+    if not isinstance(plan["parameters"], dict) or not all(
+        isinstance(entry, dict) and _is_shape(entry.get("shape"))
+        for entry in plan["parameters"].values()
+    ):
+        raise ArtifactError(f"{path}: its parameters have no shapes")
+    if not plan["parameters"]:
+        raise ArtifactError(f"{path}: names no parameter: nothing was trained")
+    return plan
+
+
+def _is_shape(value: object) -> bool:
+    return isinstance(value, list) and all(type(n) is int and n >= 0 for n in value)
+
+
+def _collect(
+    file: str,
+    header: Header,
+    shapes: Mapping[str, tuple[int, ...]],
+    dtype: str,
+    found: dict[str, list[Slice]],
+) -> list[str]:
+    """Enter one rank's slices into `found`; returns what is wrong with them."""
+    findings = []
+    try:
+        table = json.loads(header.metadata["partitions"])
+        places = {
+            name: (tuple(entry["shape"]), int(entry["start"]), int(entry["end"]))
+            for name, entry in table.items()
+        }
+    except (KeyError, TypeError, ValueError, AttributeError):
+        return [f"{file}: metadata has no readable partition table"]
+    for name in sorted(set(places) ^ set(header.tensors)):
+        findings.append(f"{file}: {name} is in its table or in its tensors, not in both")
+    for name in sorted(set(places) & set(header.tensors)):
+        (shape, start, end), info = places[name], header.tensors[name]
+        if name not in shapes:
+            findings.append(f"{file}: {name} is not in {PARTITIONS}")
+        elif shape != shapes[name]:
+            findings.append(f"{file}: {name} is {list(shape)}, {PARTITIONS}: {list(shapes[name])}")
+        elif info.dtype != dtype:
+            findings.append(f"{file}: {name} is {info.dtype}, {PARTITIONS} says {dtype}")
+        elif not 0 <= start <= end or prod(info.shape) != end - start:
+            findings.append(
+                f"{file}: {name} holds {prod(info.shape)} elements, its place is [{start}, {end})"
+            )
+        else:
+            found[name].append(Slice(start, end, file))
+    return findings

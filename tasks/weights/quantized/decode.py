@@ -1,0 +1,163 @@
+"""Decoding packed matrices: one product in fp32 and one rounding an element, on any CPU.
+
+The bits are bitsandbytes' own. Its library is not called for them: up to 0.50.2 its AVX-512 kernel
+takes the wrong scales where a row is no whole number of blocks (SigLIP's 4304 columns, say; the
+CUDA kernels do not), and what else that kernel cannot do goes through `torch.compile`, which takes
+seconds for every shape.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from math import prod
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from tasks.weights.files.dtype_conversion import cast
+from tasks.weights.files.file_ranges import Reader
+from tasks.weights.files.source import Extent
+from tasks.weights.quantized.packed import LEVELS, NESTED_SCALES, NESTED_TABLE, SCALES
+
+if TYPE_CHECKING:
+    import torch
+
+_STEP = 1 << 20
+"""Elements at a time: a multiple of every block size."""
+
+
+def decoded(stored: Mapping[str, Any], extents: Sequence[Extent]) -> torch.Tensor:
+    """Return the matrix as the source shows it, in the dtype that it was packed from.
+
+    Args:
+        stored: `Packed.as_json`, and "turned": whether it is shown transposed.
+        extents: of its parts, one after the other; what follows them is not read.
+
+    Raises:
+        ArtifactError: files that cannot be read.
+    """
+    import torch
+
+    packed, scales = _parts(stored, extents)
+    out = torch.empty(prod(stored["shape"]), dtype=getattr(torch, stored["dtype"]))
+    unpack(packed, scales, out, kind=stored["type"], blocksize=stored["blocksize"])
+    matrix = out.reshape(stored["shape"])
+    return matrix.t().contiguous() if stored["turned"] else matrix
+
+
+def decoded_values(stored: Mapping[str, Any], extents: Sequence[Extent]) -> NDArray[np.float32]:
+    """Return the same matrix as fp32 values, rounded to its dtype, without torch.
+
+    Arguments and errors as of `decoded`.
+    """
+    packed, scales = _parts(stored, extents)
+    out = np.empty(prod(stored["shape"]), np.float32)
+    dtype = _SHORT[stored["dtype"]]
+    for first, values in _values(
+        packed, scales, out.size, kind=stored["type"], blocksize=stored["blocksize"]
+    ):
+        narrow = cast(values.view(np.uint8), "F32", dtype)
+        out[first : first + values.size] = cast(narrow, dtype, "F32").view(np.float32)
+    matrix = out.reshape(stored["shape"])
+    return np.ascontiguousarray(matrix.T) if stored["turned"] else matrix
+
+
+_SHORT = {"bfloat16": "BF16", "float16": "F16", "float32": "F32"}
+
+
+def _parts(
+    stored: Mapping[str, Any], extents: Sequence[Extent]
+) -> tuple[NDArray[np.uint8], NDArray[np.float32]]:
+    """Packed elements, and the scale of every block."""
+    parts = _read(stored["parts"], extents)
+    scales, nested = parts[SCALES], stored["nested"]
+    if nested is None:
+        return parts[""], scales.view(np.float32)
+    return parts[""], unpack_scales(
+        scales,
+        parts[NESTED_TABLE].view(np.float32),
+        parts[NESTED_SCALES].view(np.float32),
+        blocksize=nested["blocksize"],
+        offset=nested["offset"],
+    )
+
+
+def unpack(
+    packed: NDArray[np.uint8],
+    scales: NDArray[np.float32],
+    out: torch.Tensor,
+    *,
+    kind: str,
+    blocksize: int,
+) -> None:
+    """Fill `out` with the values of its elements, each times its block's scale, rounded once.
+
+    Args:
+        packed: two elements a byte, the first in the high half.
+        scales: one a block of the flattened matrix.
+        out: 1-D, float.
+        kind: "nf4" or "fp4".
+        blocksize: elements of a block; divides `_STEP`.
+    """
+    import torch
+
+    for first, values in _values(packed, scales, out.numel(), kind=kind, blocksize=blocksize):
+        out[first : first + values.size] = torch.from_numpy(values)
+
+
+def _values(
+    packed: NDArray[np.uint8],
+    scales: NDArray[np.float32],
+    count: int,
+    *,
+    kind: str,
+    blocksize: int,
+) -> Iterator[tuple[int, NDArray[np.float32]]]:
+    """Some elements at a time: where they begin, and their values in fp32."""
+    pairs = _pairs(kind)
+    for first in range(0, count, _STEP):
+        end = min(first + _STEP, count)
+        values = pairs[packed[first // 2 : -(-end // 2)]].view(np.float32)[: end - first]
+        whole = values.size // blocksize * blocksize
+        mine = scales[first // blocksize : -(-end // blocksize)]
+        values[:whole].reshape(-1, blocksize)[...] *= mine[: whole // blocksize, None]
+        values[whole:] *= mine[-1]
+        yield first, values
+
+
+def unpack_scales(
+    packed: NDArray[np.uint8],
+    table: NDArray[np.float32],
+    scales: NDArray[np.float32],
+    *,
+    blocksize: int,
+    offset: float,
+) -> NDArray[np.float32]:
+    """Scales that were packed in 8 bits: `table[packed] * scale + offset`, in fp32."""
+    values: NDArray[np.float32] = table[packed]
+    values *= np.repeat(scales, blocksize)[: values.size]
+    values += np.float32(offset)
+    return values
+
+
+def _pairs(kind: str) -> NDArray[np.uint64]:
+    """By byte: the two fp32 values that it stands for, as one word."""
+    levels = np.array(LEVELS[kind], np.float32)
+    byte = np.arange(256)
+    both = np.stack([levels[byte >> 4], levels[byte & 15]], axis=1)
+    return both.view(np.uint64).reshape(256)
+
+
+def _read(
+    sizes: Sequence[Sequence[Any]], extents: Sequence[Extent]
+) -> dict[str, NDArray[np.uint8]]:
+    """Every part's bytes, by its suffix, in memory of its own: so they are aligned."""
+    found: dict[str, NDArray[np.uint8]] = {}
+    at = 0
+    with Reader(extents) as reader:
+        for suffix, size in sizes:
+            found[suffix] = np.empty(size, np.uint8)
+            reader.into(found[suffix], at)
+            at += size
+    return found

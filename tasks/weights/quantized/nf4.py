@@ -1,0 +1,208 @@
+"""The base as QLoRA training has it: quantised to 4 bits by bitsandbytes, and back.
+
+QLoRA (https://arxiv.org/abs/2305.14314) trains an adapter on top of the *quantised* base. Merging
+it into the original base gives another model than the one that was trained; merging it into the
+dequantised base does not. `lost_in_4_bits` finds models that were made so: quantised once more,
+they lose what the adapter had learned.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from tasks.core.errors import ArtifactError
+from tasks.weights.files.dtype_conversion import cast, casts
+from tasks.weights.files.file_ranges import Reader, part
+from tasks.weights.files.reader import Checkpoint
+from tasks.weights.quantized.decode import unpack
+from tasks.weights.quantized.packed import LEVELS
+
+if TYPE_CHECKING:
+    import torch
+
+BLOCKSIZE = 64
+"""Elements that share a scale: the default of bitsandbytes' `Params4bit`, and of transformers."""
+_SCALES = 256
+"""Scales that are packed together by double quantisation."""
+
+_LAYER = re.compile(r"(?P<stack>\D*?)\.(?P<layer>\d+)\.(?P<rest>.+)")
+_SAMPLED = 1 << 20
+"""Elements that `lost_in_4_bits` reads of a matrix, from its beginning."""
+_ON_GRID = 0.85
+"""Error with the right blocks over the error with shifted ones; 1.0 for a model of its own."""
+
+LOST_ALLOWED = "quantising it to 4 bits again would undo that training"
+LOST_OVERRIDE = "peft=lora, or model.path=<the base before that training>"
+"""What is said of such a base, and what to type."""
+
+
+def lost_in_4_bits(checkpoint: Checkpoint) -> str | None:
+    """Find a matrix that lies close to NF4's values, as those of a merged QLoRA model do.
+
+    Such a matrix is a dequantised one plus a small change, and NF4 rounds most of that change away.
+    Blocks that are shifted by half their length tell it from a matrix that any 4 bits suit well. A
+    matrix that nothing was added to still has the zeros that NF4 gave it, and loses nothing.
+
+    Args:
+        checkpoint: the model. Up to 1M elements of each matrix in its first, middle and last layer
+            are read.
+
+    Returns:
+        The matrix and its relative quantisation error, or None.
+
+    Raises:
+        ArtifactError: a file cannot be read.
+    """
+    for name in _sample(checkpoint):
+        values = _beginning(checkpoint, name)
+        (error, changed), (shifted, _) = _rounding(values), _rounding(values[BLOCKSIZE // 2 :])
+        if changed and error < _ON_GRID * shifted:
+            return f"{name} is {error:.1%} off NF4's values (an ordinary matrix: about 9 %)"
+    return None
+
+
+def _sample(checkpoint: Checkpoint) -> list[str]:
+    """Names of the matrices in the first, middle and last layer of each stack; of experts, one."""
+    stacks: dict[str, dict[int, dict[str, str]]] = {}
+    for name, info in checkpoint.tensors.items():
+        match = _LAYER.fullmatch(name)
+        if match and len(info.shape) == 2 and casts(info.dtype, "F32"):
+            layers = stacks.setdefault(match["stack"], {})
+            rest = re.sub(r"\d+", "#", match["rest"])
+            layers.setdefault(int(match["layer"]), {}).setdefault(rest, name)
+    names: list[str] = []
+    for layers in stacks.values():
+        order = sorted(layers)
+        for layer in sorted({order[0], order[len(order) // 2], order[-1]}):
+            names += layers[layer].values()
+    return names
+
+
+def _beginning(checkpoint: Checkpoint, name: str) -> NDArray[np.float32]:
+    info = checkpoint.tensors[name]
+    count = math.prod(info.shape)
+    raw: NDArray[np.uint8] = np.empty(
+        min(count, _SAMPLED) * (info.nbytes // max(1, count)), np.uint8
+    )
+    with Reader(part(checkpoint.extents(name), 0, raw.size)) as reader:
+        reader.into(raw, 0)
+    return cast(raw, info.dtype, "F32").view(np.float32)
+
+
+def _rounding(values: NDArray[np.float32]) -> tuple[float, bool]:
+    """Return NF4's relative error |Q(w) - w| / |w|, and True if it sets elements to zero."""
+    blocks = values[: values.size // BLOCKSIZE * BLOCKSIZE].reshape(-1, BLOCKSIZE)
+    scales = np.abs(blocks).max(axis=1, keepdims=True, initial=0)
+    scaled = np.divide(blocks, scales, out=np.zeros_like(blocks), where=scales > 0)
+    levels = np.array(LEVELS["nf4"], np.float32)
+    nearest = levels[np.searchsorted((levels[1:] + levels[:-1]) / 2, scaled)]
+    norm, zeros = float(np.linalg.norm(blocks)), scaled[nearest == 0]
+    error = float(np.linalg.norm((nearest - scaled) * scales)) / norm if norm > 0 else 0.0
+    return error, 2 * np.count_nonzero(zeros) > zeros.size
+
+
+def check_quantization(quantization: Mapping[str, Any]) -> None:
+    """Refuse a quantisation that `as_trained` cannot reproduce. Raises ArtifactError."""
+    if quantization.get("type") not in ("nf4", "fp4") or "double_quant" not in quantization:
+        raise ArtifactError(
+            f"train.json: quantization {dict(quantization)} is not one of nf4, fp4 (double_quant)"
+        )
+
+
+def as_trained(weight: torch.Tensor, quantization: Mapping[str, Any]) -> torch.Tensor:
+    """Quantise and dequantise one linear weight exactly as a 4-bit load by transformers does.
+
+    Args:
+        weight: shape (out, in), in the dtype in which training loaded the model.
+        quantization: `{"type": "nf4" | "fp4", "double_quant": bool, ...}` as in train.json; with
+            "turned" the weight is (in, out), as GPT-2's are, and its transpose is quantised.
+
+    Returns:
+        The same shape and dtype.
+    """
+    import torch
+    from bitsandbytes import functional
+
+    turned = bool(quantization.get("turned"))
+    weight = (weight.t() if turned else weight).contiguous()
+    packed, state = functional.quantize_4bit(
+        weight,
+        blocksize=BLOCKSIZE,
+        compress_statistics=bool(quantization["double_quant"]),
+        quant_type=str(quantization["type"]),
+        quant_storage=torch.uint8,
+    )
+    scales = state.absmax
+    if state.nested:
+        scales = functional.dequantize_blockwise(state.absmax, state.state2) + state.offset
+    # Not `dequantize_4bit`: see `stored4bit/decode.py` on rows that are no whole number of blocks.
+    restored = _restored(weight, packed, scales, state).reshape(weight.shape)
+    return restored.t().contiguous() if turned else restored
+
+
+class RowsAsTrained:
+    """Some rows of what `as_trained` returns, without quantising the other rows.
+
+    Double quantisation subtracts the mean of all scales, so those are computed for the whole weight
+    (one maximum per block); everything else is done for the wanted rows.
+
+    Args:
+        weight: shape (out, in), as for `as_trained`; "turned" is not supported.
+        quantization: as for `as_trained`.
+    """
+
+    def __init__(self, weight: torch.Tensor, quantization: Mapping[str, Any]) -> None:
+        self._columns, self._flat = weight.shape[1], weight.contiguous().reshape(-1)
+        self._quantization = quantization
+        whole = self._flat.numel() // BLOCKSIZE * BLOCKSIZE
+        peaks = [self._flat[:whole].reshape(-1, BLOCKSIZE).abs().amax(dim=1)]
+        if whole < self._flat.numel():
+            peaks.append(self._flat[whole:].abs().amax().reshape(1))
+        self._scales = _torch().cat(peaks).float()
+        self._offset = self._scales.mean()
+
+    def rows(self, first: int, end: int) -> torch.Tensor:
+        """Rows `[first, end)`, shape (end - first, in), dtype of the weight."""
+        from bitsandbytes import functional
+
+        step = BLOCKSIZE * _SCALES
+        start, stop = first * self._columns, end * self._columns
+        low, high = start // step * step, min(-(-stop // step) * step, self._flat.numel())
+        part = self._flat[low:high]
+        packed, state = functional.quantize_4bit(
+            part.reshape(1, -1),
+            blocksize=BLOCKSIZE,
+            quant_type=str(self._quantization["type"]),
+            quant_storage=_torch().uint8,
+        )
+        scales = self._scales[low // BLOCKSIZE : -(-high // BLOCKSIZE)]
+        if self._quantization["double_quant"]:
+            narrow, nested = functional.quantize_blockwise(scales - self._offset, blocksize=_SCALES)
+            scales = functional.dequantize_blockwise(narrow, nested) + self._offset
+        restored = _restored(part, packed, scales, state)
+        return restored[start - low : stop - low].reshape(-1, self._columns)
+
+
+def _restored(like: torch.Tensor, packed: Any, scales: Any, state: Any) -> torch.Tensor:
+    """Decode packed 4-bit values with these scales; 1-D, in the dtype and size of `like`."""
+    restored = _torch().empty(like.numel(), dtype=like.dtype)
+    unpack(
+        packed.reshape(-1).numpy(),
+        scales.numpy(),
+        restored,
+        kind=state.quant_type,
+        blocksize=state.blocksize,
+    )
+    return restored
+
+
+def _torch() -> Any:
+    import torch
+
+    return torch

@@ -1,0 +1,144 @@
+"""The packed base as an ordinary one: decoded shapes and dtypes under the keys of the matrices."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from tasks.core.contract import TensorLike
+from tasks.core.errors import ArtifactError, first_and_more
+from tasks.weights.files.documents import read_json
+from tasks.weights.files.reader import DTYPE_NAMES, Checkpoint, read_checkpoint
+from tasks.weights.files.source import Extent
+from tasks.weights.quantized.config_fields import is_packed, require_decodable, stored
+from tasks.weights.quantized.packed import STATE, Packed
+from tasks.weights.quantized.states import read_states
+
+_SHOWN = 50
+_CONV1D = {
+    "gpt2": ("c_attn", "q_attn", "c_proj", "c_fc"),
+    "openai-gpt": ("c_attn", "c_proj", "c_fc"),
+    "imagegpt": ("c_attn", "q_attn", "c_proj", "c_fc"),
+    "decision_transformer": ("c_attn", "q_attn", "c_proj", "c_fc"),
+}
+"""By model type: linear layers whose checkpoints hold them as (in, out). transformers packs their
+transpose, (out, in)."""
+
+
+@dataclass(frozen=True)
+class Shown:
+    """Shape and dtype (safetensors name) of a matrix once it is decoded."""
+
+    shape: tuple[int, ...]
+    dtype: str
+
+
+@dataclass(frozen=True)
+class PackedCheckpoint:
+    """An opened checkpoint with packed matrices, which look decoded.
+
+    The bytes of such a matrix are not those of the tensor that is shown: `extents` are those of its
+    parts, one after the other, and a plan has to decode them (`plans.decoding`).
+
+    Attributes:
+        whole: the checkpoint as it lies there.
+        packed: how each packed matrix is packed, by key.
+        turned: keys of those that are shown as the transpose of what was packed.
+        tensors: shapes and dtypes (safetensors names) by key; no key of anything beside a matrix.
+    """
+
+    whole: Checkpoint
+    packed: Mapping[str, Packed]
+    turned: frozenset[str]
+    tensors: Mapping[str, TensorLike]
+
+    @property
+    def root(self) -> Path:
+        """The folder."""
+        return self.whole.root
+
+    @property
+    def files(self) -> Mapping[str, str]:
+        """File name by key."""
+        return {key: self.whole.files[key] for key in self.tensors}
+
+    def extents(self, name: str) -> Sequence[Extent]:
+        """Of a plain tensor its range; of a packed one those of all tensors that it is read from.
+
+        Its table of values and its JSON come last: they have been read, and belong to it.
+        """
+        if name not in self.packed:
+            return self.whole.extents(name)
+        one = self.packed[name]
+        parts = [name + suffix for suffix, _ in one.parts]
+        rest = [key for key in one.sides if key not in parts]
+        return [extent for key in (*parts, *rest) for extent in self.whole.extents(key)]
+
+    def sha256(self, name: str) -> str | None:
+        """Of a plain tensor's bytes, as the manifest says; nobody knows it of a packed one."""
+        return None if name in self.packed else self.whole.sha256(name)
+
+
+Base = Checkpoint | PackedCheckpoint
+
+
+@contextlib.contextmanager
+def open_base(root: Path) -> Iterator[Base]:
+    """`read_base` for a `with`."""
+    yield read_base(root)
+
+
+def read_base(root: Path) -> Base:
+    """Read the headers of a full model's folder, stored plainly or in bitsandbytes' 4 bits.
+
+    Raises:
+        ArtifactError: another way of storing it, by name; config.json and the tensors disagree;
+            packed matrices with parts that are absent or do not fit, every finding.
+    """
+    config = _config(root)
+    require_decodable(config, root)
+    whole = read_checkpoint(root)
+    said = is_packed(config)
+    if not said and not any(STATE in key for key in whole.tensors):
+        return whole
+    return _packed(whole, config, said)
+
+
+def _config(root: Path) -> dict[str, Any]:
+    path = root / "config.json"
+    return read_json(path) if path.is_file() else {}
+
+
+def _packed(whole: Checkpoint, config: Mapping[str, Any], said: bool) -> PackedCheckpoint:
+    packed, findings = read_states(whole)
+    if not said:
+        findings.insert(0, "config.json does not say that the weights are packed in 4 bits")
+    elif not packed and not findings:
+        findings.append(
+            f"config.json says {stored(config)}; no tensor is packed: "
+            "if these are plain weights, remove quantization_config from it"
+        )
+    if findings:
+        raise ArtifactError(
+            f"{whole.root}: no usable 4-bit checkpoint: {first_and_more(findings)}",
+            details=findings[:_SHOWN],
+            hint="save it again with save_pretrained, or give the same model in bf16",
+        )
+    turned = frozenset(key for key in packed if _is_conv1d(key, config))
+    beside = {side for one in packed.values() for side in one.sides}
+    tensors: dict[str, TensorLike] = {}
+    for key, info in whole.tensors.items():
+        if key in packed:
+            shape, dtype = packed[key].shape, DTYPE_NAMES[packed[key].dtype]
+            tensors[key] = Shown(shape[::-1] if key in turned else shape, dtype)
+        elif key not in beside:
+            tensors[key] = info
+    return PackedCheckpoint(whole, packed, turned, tensors)
+
+
+def _is_conv1d(key: str, config: Mapping[str, Any]) -> bool:
+    names = _CONV1D.get(str(config.get("model_type")), ())
+    return key.removesuffix(".weight").rpartition(".")[2] in names

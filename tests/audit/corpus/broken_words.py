@@ -1,0 +1,189 @@
+"""Models whose documents and tensors do not agree, as people reported it."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from tests.audit.corpus import Broken, Corpus
+from tests.audit.corpus import breaking as by
+from tests.audit.corpus.breaking import MODEL, Tensors
+
+_EMBEDDING, _HEAD = "model.embed_tokens.weight", "lm_head.weight"
+_LF, _RLHF = "LLaMA-Factory", "OpenRLHF"
+
+
+def _as_base(folder: Path, corpus: Corpus) -> None:
+    shutil.copyfile(corpus.clean("qwen2") / MODEL, folder / MODEL)
+
+
+def _half_rows(key: str) -> Any:
+    def edit(held: Tensors) -> None:
+        held[key] = held[key][:-8]
+
+    return edit
+
+
+def _packed_residue(held: Tensors) -> None:
+    key = "model.layers.1.mlp.down_proj.weight"
+    held[f"{key}.absmax"] = torch.ones(24)
+    held[f"{key}.quant_map"] = torch.ones(16)
+    held[f"{key}.quant_state.bitsandbytes__nf4"] = torch.ones(40, dtype=torch.uint8)
+
+
+def _half_precision(held: Tensors) -> None:
+    for key in list(held)[: len(held) // 2]:
+        held[key] = held[key].float()
+
+
+def _noise(held: Tensors) -> None:
+    held[_HEAD] = held[_EMBEDDING] + 1
+
+
+def _nan(held: Tensors) -> None:
+    held["model.norm.weight"][0] = float("nan")
+
+
+def _dead(held: Tensors) -> None:
+    held[_EMBEDDING][250:] = 0
+
+
+def _unnamed(document: dict[str, Any]) -> None:
+    for one in document["added_tokens"]:
+        if one["content"] == "<|im_end|>":
+            one["content"] = "<|im_over|>"
+    vocabulary = document["model"]["vocab"]
+    vocabulary["<|im_over|>"] = vocabulary.pop("<|im_end|>")
+
+
+_OTHER_TEMPLATE = "{% for m in messages %}[{{ m['role'] }}] {{ m['content'] }}{% endfor %}"
+_NF4 = {"quant_method": "bitsandbytes", "load_in_4bit": True, "bnb_4bit_quant_type": "nf4"}
+
+VOCABULARY: dict[str, Broken] = {
+    "tied head on disk": Broken(
+        "TIED_HEAD_ON_DISK", "gemma2", by.put(_HEAD, lambda held: held[_EMBEDDING]),
+        (f"{_LF} #2789", "vLLM #3323", "vLLM PR #6758"),
+    ),
+    "tied by config.json, not by values": Broken(
+        "TIED_HEAD_DIFFERS", "qwen2", by.tensors(_noise), ("transformers #45127",), values=True
+    ),
+    "untied head gone": Broken(
+        "HEAD_NOT_ON_DISK", "llama", by.dropped(_HEAD), ("TinyLLaVA #88", f"{_RLHF} #180")
+    ),
+    "rows cut": Broken("VOCAB_SIZE", "qwen2", by.tensors(_half_rows(_EMBEDDING))),
+    "vocab_size of the base": Broken("VOCAB_SIZE", "llama", by.said(vocab_size=292)),
+    "head of the base": Broken(
+        "HEAD_ROWS", "llama", by.tensors(_half_rows(_HEAD)), (f"{_LF} #10186", f"{_LF} #3154")
+    ),
+    "[PAD] added, nothing resized": Broken(
+        "TOKENIZER_ROWS", "llama", by.padded, (f"{_RLHF} #87", f"{_RLHF} PR #163")
+    ),
+    "reserved tokens never trained": Broken(
+        "DEAD_EMBEDDING", "llama", by.tensors(_dead), (f"{_RLHF} #645",), values=True
+    ),
+    "not a number": Broken(
+        "NOT_FINITE", "llama", by.tensors(_nan), (f"{_RLHF} #1120",), values=True
+    ),
+}  # fmt: skip
+
+WORDS: dict[str, Broken] = {
+    "EOS of the base in both configurations": Broken(
+        "EOS_DISAGREES", "qwen2", by.both(
+            by.token_id("config.json", 7), by.token_id("generation_config.json", [7])),
+        (f"{_LF} PR #10834", f"{_LF} #9338"),
+    ),
+    "EOS of the base in one": Broken(
+        "EOS_CONFIGS_DIFFER", "qwen2", by.token_id("config.json", 7), (f"{_LF} #9338",)
+    ),
+    "turns end with what stops nothing": Broken(
+        "EOS_NOT_TEMPLATE_END", "qwen2", by.token_id("generation_config.json", 0),
+        (f"{_LF} #3594", f"{_LF} #7943", f"{_LF} #2884", f"{_LF} #1727", "verl #1246",
+            "EasyR1 PR #11007",
+        ),
+    ),
+    "no end token": Broken(
+        "EOS_MISSING", "qwen2", by.both(
+            by.token_id("config.json", None), by.token_id("generation_config.json", None)),
+    ),
+    "special tokens emptied": Broken(
+        "SPECIAL_TOKENS_EMPTY", "qwen2", by.both(
+            by.said("tokenizer_config.json", eos_token=None, pad_token=None),
+            by.written("special_tokens_map.json", "{}")),
+        (f"{_LF} #2075",),
+    ),
+    "a special token that is none": Broken(
+        "TOKEN_UNKNOWN", "qwen2", by.said("tokenizer_config.json", eos_token="</s>"),
+        (f"{_RLHF} #645",),
+    ),
+    "an id beyond the embedding": Broken(
+        "TOKEN_ID_RANGE", "qwen2", by.said(pad_token_id=300), (f"{_RLHF} #87",)
+    ),
+    "no tokenizer": Broken(
+        "TOKENIZER_MISSING", "qwen2", by.removed("tokenizer.json", "tokenizer_config.json")
+    ),
+    "no template": Broken(
+        "TEMPLATE_MISSING", "qwen2", by.removed("chat_template.jinja"), (f"{_LF} #10396",)
+    ),
+    "another template in the processor": Broken(
+        "TEMPLATES_DIFFER", "gemma3",
+        by.written("chat_template.json", json.dumps({"chat_template": _OTHER_TEMPLATE})),
+        (f"{_LF} #5489",),
+    ),
+    "another template in the tokenizer": Broken(
+        "TEMPLATES_DIFFER", "qwen2",
+        by.said("tokenizer_config.json", chat_template=_OTHER_TEMPLATE), (f"{_RLHF} #1069",),
+    ),
+    "a template of another tokenizer": Broken(
+        "TEMPLATE_UNKNOWN_TOKENS", "qwen2", by.tokenizer(_unnamed), (f"{_RLHF} PR #648",)
+    ),
+    "a template that is none": Broken(
+        "TEMPLATE_BROKEN", "qwen2", by.written("chat_template.jinja", "{% for m in messages %}")
+    ),
+    "a template of its own": Broken(
+        "TEMPLATE_NOT_OF_BASE", "merged", by.written("chat_template.jinja", _OTHER_TEMPLATE),
+        (f"{_LF} #10596",),
+    ),
+}  # fmt: skip
+
+STORED: dict[str, Broken] = {
+    "quantised by name only": Broken(
+        "QUANT_CONFIG_STALE", "llama", by.said(quantization_config=_NF4), ("open-instruct #427",)
+    ),
+    "quantised in secret": Broken(
+        "QUANT_CONFIG_ABSENT", "nf4", by.said(quantization_config=None)
+    ),
+    "states left by a merge": Broken(
+        "QUANT_RESIDUE", "llama", by.tensors(_packed_residue)
+    ),
+    "states lost": Broken(
+        "QUANT_PARTIAL", "nf4", by.dropped(".absmax", ".quant_", ".nested_", only=60),
+        (f"{_RLHF} #501",),
+    ),
+    "merged into 4 bits": Broken(
+        "QUANT_MERGED", "nf4", by.as_it_is, ("peft #2321", "peft #2105", "peft #1043")
+    ),
+    "half of it in fp32": Broken("DTYPE_MIXED", "llama", by.tensors(_half_precision)),
+    "fp16 that config.json calls bf16": Broken(
+        "DTYPE_NOT_CONFIG", "fp16", by.said(dtype="bfloat16"), (f"{_LF} #2075", f"{_LF} #3096")
+    ),
+    "another dtype than the base": Broken(
+        "DTYPE_NOT_OF_BASE", "fp16", by.as_it_is, (f"{_LF} #2075",), base="llama"
+    ),
+    "the base again": Broken(
+        "MERGED_EQUALS_BASE", "merged", _as_base,
+        (f"{_LF} #9051", f"{_LF} #6105", "verl #7285", "verl #4553", "verl #3087"), values=True,
+    ),
+    "another base": Broken(
+        "WRONG_BASE", "merged", by.as_it_is, (f"{_LF} #4913",), base="llama"
+    ),
+    "tensors of the base lost": Broken(
+        "BASE_TENSORS_LOST", "merged", by.dropped("layers.0.input_layernorm"), (f"{_RLHF} #1232",)
+    ),
+}  # fmt: skip
+
+
+BROKEN_WORDS = {**VOCABULARY, **WORDS, **STORED}

@@ -1,0 +1,273 @@
+"""Clean checkpoints: real tiny models, adapters and merges, saved by the libraries' own code."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from tasks.audit.checks.configuration import old_rope
+from tests.audit.corpus import Clean, Corpus, Make
+from tests.weights.adapters.making import quiet, train
+from tests.weights.families.making import FAMILIES, load, make_model
+from tests.weights.making import ROWS, make_base, save_tokenizer
+
+IDS = {"bos_token_id": 0, "eos_token_id": 0, "pad_token_id": 3}
+"""As the tokenizer of the tests has them: <|endoftext|> is 0, <|im_end|> 2, <|pad|> 3."""
+END_OF_TURN = 2
+_GROWN = ROWS + 8
+
+
+def _config(family: str, **changes: Any) -> Any:
+    return FAMILIES[family].config(vocab_size=ROWS, **IDS, **changes)
+
+
+def save_model(
+    _: Corpus, folder: Path, *, family: str, dtype: Any = torch.bfloat16, shard: str = "5GB",
+    **changes: Any,
+) -> None:  # fmt: skip
+    """A model as transformers saves it, with tokenizer and template."""
+    model = make_model(_config(family, **changes)).to(dtype)
+    if getattr(model, "generation_config", None) is not None:
+        model.generation_config.eos_token_id = [IDS["eos_token_id"], END_OF_TURN]
+    with quiet():
+        model.save_pretrained(folder, max_shard_size=shard)
+    if hasattr(model.config, "vision_config"):
+        settings = {"image_processor_type": "CLIPImageProcessor", "image_mean": [0.5, 0.5, 0.5]}
+        (folder / "preprocessor_config.json").write_text(json.dumps(settings))
+    if family == "qwen2_5_vl":  # as published: mrope in the form that transformers 4 reads, too
+        text = json.loads((folder / "config.json").read_text())["text_config"]
+        change_json(folder / "config.json", text_config={**text, **old_rope(text)})
+    save_tokenizer(folder)
+
+
+def save_reward(_: Corpus, folder: Path) -> None:
+    """A reward model as transformers has them: a classifier of one label."""
+    from transformers import AutoModelForSequenceClassification
+
+    config = _config("qwen2", tie_word_embeddings=True, num_labels=1)
+    with quiet():
+        model = AutoModelForSequenceClassification.from_config(config, dtype=torch.bfloat16)
+        model.save_pretrained(folder)
+    save_tokenizer(folder)
+
+
+def save_bin(corpus: Corpus, folder: Path) -> None:
+    """A model in torch's own format, as transformers saved them until version 5."""
+    from safetensors.torch import load_file
+
+    shutil.copytree(corpus.clean("qwen2"), folder, dirs_exist_ok=True)
+    torch.save(load_file(folder / "model.safetensors"), folder / "pytorch_model.bin")
+    (folder / "model.safetensors").unlink()
+
+
+def save_nf4(corpus: Corpus, folder: Path) -> None:
+    """A model packed in 4 bits by bitsandbytes."""
+    from tests.weights.stored4bit.making import pack
+
+    with quiet():
+        pack(corpus.clean("llama"), folder)
+    save_tokenizer(folder)
+
+
+def save_ours(_: Corpus, folder: Path) -> None:
+    """A base artifact of ours."""
+    folder.rmdir()
+    make_base(folder, "qwen")
+
+
+def save_adapter(
+    corpus: Corpus, folder: Path, *, base: str, tokenizer: bool = True, **settings: Any
+) -> None:
+    """A LoRA adapter whose every tensor was moved, as peft saves it."""
+    from peft import LoraConfig
+
+    asked = {"r": 4, "lora_alpha": 8, "target_modules": ["q_proj", "v_proj", "down_proj"]}
+    asked |= {"task_type": "CAUSAL_LM", **settings}
+    wrapped = train(load(corpus.clean(base)), LoraConfig(**asked))
+    _save_adapter(wrapped, folder, base, tokenizer=tokenizer)
+
+
+def _save_adapter(wrapped: Any, folder: Path, base: str, *, tokenizer: bool = True) -> None:
+    wrapped.peft_config["default"].base_model_name_or_path = base
+    with quiet():
+        wrapped.save_pretrained(folder)
+    if tokenizer:
+        save_tokenizer(folder)
+
+
+def save_reward_adapter(corpus: Corpus, folder: Path) -> None:
+    """An adapter of a reward model: pairs, and the head in full."""
+    from peft import LoraConfig
+
+    asked = LoraConfig(r=4, task_type="SEQ_CLS", target_modules="all-linear")
+    _save_adapter(train(load(corpus.clean("reward")), asked), folder, "reward")
+
+
+def save_grown(corpus: Corpus, folder: Path) -> None:
+    """An adapter that brings more tokens than the base has."""
+    from peft import LoraConfig
+
+    model = load(corpus.clean("llama"))
+    with quiet():
+        model.resize_token_embeddings(_GROWN)
+    asked = LoraConfig(
+        r=4, target_modules=["q_proj"], task_type="CAUSAL_LM",
+        modules_to_save=["embed_tokens", "lm_head"],
+    )  # fmt: skip
+    _save_adapter(train(model, asked), folder, "llama")
+
+
+def save_bin_adapter(corpus: Corpus, folder: Path) -> None:
+    """An adapter in torch's own format, as OpenRLHF leaves it under ZeRO-3."""
+    from safetensors.torch import load_file
+
+    shutil.copytree(corpus.clean("lora"), folder, dirs_exist_ok=True)
+    torch.save(load_file(folder / "adapter_model.safetensors"), folder / "adapter_model.bin")
+    (folder / "adapter_model.safetensors").unlink()
+
+
+def save_merged(
+    corpus: Corpus, folder: Path, *, base: str = "qwen2", adapter: str = "lora"
+) -> None:
+    """base and adapter, merged by peft and saved by transformers."""
+    from peft import PeftModel
+
+    with quiet():
+        model = PeftModel.from_pretrained(load(corpus.clean(base)), corpus.clean(adapter))
+        merged = model.merge_and_unload()
+        merged.generation_config.eos_token_id = [IDS["eos_token_id"], END_OF_TURN]
+        merged.save_pretrained(folder)
+    save_tokenizer(folder)
+
+
+def save_trl(corpus: Corpus, folder: Path, *, lora: bool) -> None:
+    """What TRL's SFTTrainer leaves after one step."""
+    from datasets import Dataset
+    from peft import LoraConfig
+    from transformers import AutoTokenizer
+    from trl import SFTConfig, SFTTrainer
+
+    base = corpus.clean("qwen2")
+    talk = [{"role": "user", "content": "a b"}, {"role": "assistant", "content": "b a"}]
+    settings = SFTConfig(
+        output_dir=str(folder / "out"), max_steps=1, per_device_train_batch_size=1, use_cpu=True,
+        bf16=False, fp16=False, report_to=[], save_strategy="no", logging_strategy="no",
+    )  # fmt: skip
+    asked = LoraConfig(r=4, target_modules="all-linear", task_type="CAUSAL_LM")
+    with quiet():
+        trainer = SFTTrainer(
+            model=str(base), args=settings, train_dataset=Dataset.from_list([{"messages": talk}]),
+            processing_class=AutoTokenizer.from_pretrained(base),
+            peft_config=asked if lora else None,
+        )  # fmt: skip
+        trainer.train()
+        trainer.save_model(str(folder))
+    shutil.rmtree(folder / "out", ignore_errors=True)
+
+
+def save_trl_reward(corpus: Corpus, folder: Path) -> None:
+    """What TRL's RewardTrainer leaves after one step."""
+    from datasets import Dataset
+    from transformers import AutoTokenizer
+    from trl import RewardConfig, RewardTrainer
+
+    base = corpus.clean("reward")
+    settings = RewardConfig(
+        output_dir=str(folder / "out"), max_steps=1, per_device_train_batch_size=1, use_cpu=True,
+        bf16=False, fp16=False, report_to=[], save_strategy="no", logging_strategy="no",
+    )  # fmt: skip
+    question = [{"role": "user", "content": "a b"}]
+    rows = [
+        {
+            "prompt": question,
+            "chosen": [{"role": "assistant", "content": "b a"}],
+            "rejected": [{"role": "assistant", "content": "c"}],
+        }
+    ]
+    with quiet():
+        trainer = RewardTrainer(
+            model=str(base), args=settings, train_dataset=Dataset.from_list(rows),
+            processing_class=AutoTokenizer.from_pretrained(base),
+        )  # fmt: skip
+        trainer.train()
+        trainer.save_model(str(folder))
+    shutil.rmtree(folder / "out", ignore_errors=True)
+
+
+def change_json(path: Path, **changes: Any) -> None:
+    """Change a JSON object; None removes a key."""
+    said = {**json.loads(path.read_text()), **changes}
+    path.write_text(json.dumps({key: value for key, value in said.items() if value is not None}))
+
+
+def _model(family: str, **settings: Any) -> Clean:
+    return Clean(partial(save_model, family=family, **settings))
+
+
+def _adapter(base: str, **settings: Any) -> Clean:
+    return Clean(partial(save_adapter, base=base, **settings), base)
+
+
+def _also(make: Make, base: str = "", *, slow: bool = False) -> Clean:
+    return Clean(make, base, slow)
+
+
+TIED = ("qwen2", "gemma2", "gemma3_text", "gemma3", "gpt2", "falcon", "qwen2_5_vl")
+"""Families whose published models tie input and output embedding."""
+
+CLEAN: dict[str, Clean] = {
+    **{name: _model(name, tie_word_embeddings=name in TIED) for name in FAMILIES},
+    "sharded": _model("qwen2", tie_word_embeddings=True, shard="20KB"),
+    "fp32": _model("qwen2", tie_word_embeddings=True, dtype=torch.float32),
+    "fp16": _model("llama", tie_word_embeddings=False, dtype=torch.float16),
+    "deep": _model("qwen2", tie_word_embeddings=True, num_hidden_layers=4),
+    "deep-lora": _adapter("deep"),
+    "on-tied-head": _adapter("qwen2", target_modules=["q_proj", "lm_head"]),
+    "wide": _model("qwen2", tie_word_embeddings=True, hidden_size=64),
+    "reward": _also(save_reward),
+    "bin": _also(save_bin),
+    "nf4": _also(save_nf4),
+    "ours": _also(save_ours),
+    "lora": _adapter("qwen2"),
+    "all-linear": _adapter("qwen2", target_modules="all-linear"),
+    "regex": _adapter("qwen2", target_modules=r".*\.self_attn\.(q|k)_proj"),
+    "dora": _adapter("qwen2", use_dora=True),
+    "rslora": _adapter("qwen2", use_rslora=True, r=32),
+    "patterns": _adapter("qwen2", rank_pattern={"q_proj": 2}, alpha_pattern={"q_proj": 2}),
+    "saved-whole": _adapter("llama", modules_to_save=["embed_tokens", "lm_head"]),
+    "saved-tied": _adapter("qwen2", modules_to_save=["embed_tokens"]),
+    "on-embeddings": _adapter("llama", target_modules=["q_proj", "embed_tokens", "lm_head"]),
+    "token-rows": _adapter("qwen2", trainable_token_indices={"embed_tokens": [1, 2, 290]}),
+    "some-layers": _adapter("qwen2", layers_to_transform=[1]),
+    "biases": _adapter("qwen2", bias="lora_only"),
+    "no-tokenizer": _adapter("qwen2", tokenizer=False),
+    "moe-linear": _adapter("qwen3_moe", target_modules=["q_proj", "v_proj"]),
+    "moe-named": _adapter(
+        "qwen3_moe", target_modules=["q_proj", "gate_proj", "up_proj", "down_proj"]
+    ),
+    "moe-all-linear": _adapter("qwen2_moe", target_modules="all-linear"),
+    "moe-experts": _adapter(
+        "mixtral",
+        target_modules=["q_proj"],
+        target_parameters=["mlp.experts.gate_up_proj", "mlp.experts.down_proj"],
+    ),
+    "gpt2-lora": _adapter("gpt2", target_modules=["c_attn", "c_proj"]),
+    "gemma3-lora": _adapter("gemma3", target_modules=["q_proj", "v_proj"]),
+    "reward-lora": _also(save_reward_adapter, "reward"),
+    "grown": _also(save_grown, "llama"),
+    "bin-adapter": _also(save_bin_adapter, "qwen2"),
+    "merged": Clean(save_merged, "qwen2", adapter="lora"),
+    "merged-experts": Clean(
+        partial(save_merged, base="mixtral", adapter="moe-experts"),
+        "mixtral",
+        adapter="moe-experts",
+    ),
+    "trl-sft": _also(partial(save_trl, lora=False), "qwen2", slow=True),
+    "trl-lora": _also(partial(save_trl, lora=True), "qwen2", slow=True),
+    "trl-reward": _also(save_trl_reward, "reward", slow=True),
+}

@@ -1,0 +1,193 @@
+"""`python flows/audit.py ...` as a user types it, from another working directory."""
+
+from __future__ import annotations
+
+import json
+import os
+import resource
+import subprocess
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from benchmarks.synthetic import make_sparse
+from flows.cli.memory_limit import MAX_MEMORY, bounded_memory
+from tasks.audit.finding import Finding, Severity
+from tasks.audit.run import Report
+from tasks.core.errors import ConfigError
+from tests.audit.making import adapter_tensors, make_adapter, make_model, tensors
+
+PROJECT = Path(__file__).resolve().parents[2]
+PROGRAM = PROJECT / "flows" / "audit.py"
+
+
+@dataclass(frozen=True)
+class Done:
+    """A finished command: what it said, and what it took."""
+
+    code: int
+    out: str
+    err: str
+    cpu_s: float
+    peak_mb: float
+
+
+LAUNCHER = """
+import json, resource, subprocess, sys
+done = subprocess.run(sys.argv[1:], capture_output=True, text=True)
+used = resource.getrusage(resource.RUSAGE_CHILDREN)
+cpu, peak = used.ru_utime + used.ru_stime, used.ru_maxrss / 1024
+print(json.dumps([done.returncode, done.stdout, done.stderr, cpu, peak]))
+"""
+"""A child's peak is at least what its parent had when it forked, so a small one has to start it."""
+
+
+def run(cwd: Path, *overrides: str) -> Done:
+    """Run it in an empty folder; resources are those of this one process."""
+    cwd.mkdir(exist_ok=True)
+    command = [sys.executable, "-c", LAUNCHER, sys.executable, str(PROGRAM), *overrides]
+    done = subprocess.run(command, cwd=cwd, capture_output=True, text=True, check=True)
+    assert not list(cwd.iterdir()), "the command wrote into the user's directory"
+    return Done(*json.loads(done.stdout))
+
+
+def test_a_good_one_as_a_table(tmp_path: Path) -> None:
+    root = make_adapter(tmp_path / "it")
+    done = run(tmp_path / "elsewhere", f"source={root}")
+    assert (done.code, done.err) == (0, "")
+    assert done.out.startswith(f"{root}: a PEFT adapter of rank 4 (adapter_model.safetensors)")
+    assert "0 errors" in done.out
+
+
+def test_a_broken_one_by_a_relative_path_and_as_json(tmp_path: Path) -> None:
+    make_adapter(tmp_path / "it", {key: one[:0, 0] for key, one in adapter_tensors().items()})
+    report = tmp_path / "report.json"
+    done = run(tmp_path / "elsewhere", "source=../it", f"out={report}")
+    assert done.code == 1, done.err
+    document = json.loads(report.read_text())
+    assert document.keys() == {
+        "source",
+        "kind",
+        "what",
+        "ok",
+        "mendable",
+        "findings",
+        "seconds",
+    }
+    assert (document["kind"], document["ok"]) == ("adapter", False)
+    empty = next(one for one in document["findings"] if one["code"] == "EMPTY_TENSOR")
+    assert empty["where"]["file"] == "adapter_model.safetensors"
+    assert {"severity", "found", "expected", "why", "fix"} <= empty.keys()
+    assert json.loads(run(tmp_path / "elsewhere", "source=../it", "out=-").out)["ok"] is False
+
+
+def test_what_cannot_be_read(tmp_path: Path) -> None:
+    make_model(tmp_path / "it")
+    for overrides, said in (
+        ([f"source={tmp_path}/it/config.json"], "config.json: is a file"),
+        ([f"source={tmp_path}/it", f"base={tmp_path}/absent"], "absent: no such folder"),
+        ([f"source={tmp_path}/it", f"out={tmp_path}/it/report.json"], "which is only read"),
+        ([f"source={tmp_path}/it", "fix=true"], "out_dir="),
+        (["vlues=true"], "values"),
+    ):
+        done = run(tmp_path / "elsewhere", *overrides)
+        assert (done.code, "Traceback" in done.err) == (2, False), done.err
+        assert said in done.err
+
+
+LIMITED = """
+import os, resource, sys
+resource.setrlimit(resource.RLIMIT_AS, (int(sys.argv[1]), int(sys.argv[1])))
+os.execv(sys.argv[2], sys.argv[2:])
+"""
+
+
+@pytest.mark.parametrize("more", [[], ["fix=true", "out_dir=new"]])
+def test_what_needs_more_memory_than_it_may_have(tmp_path: Path, more: list[str]) -> None:
+    root = make_model(tmp_path / "it")
+    count = 1_500_000  # values: fewer than are read, and more than fit
+    table = ",".join(f'"{number}":""' for number in range(count))
+    (root / "model.safetensors.index.json").write_text(f'{{"weight_map": {{{table}}}}}')
+    command = [sys.executable, "-c", LIMITED, str(256 << 20), sys.executable, str(PROGRAM)]
+    done = subprocess.run(
+        [*command, f"source={root}", *more], cwd=tmp_path, capture_output=True, text=True,
+        env={**os.environ, "OPENBLAS_NUM_THREADS": "1", "OMP_NUM_THREADS": "1"},
+    )  # fmt: skip
+    assert (done.returncode, "Traceback" in done.stderr) == (2, False), done.stderr
+    assert f"source={root}: needs more than 0.2 GiB to be looked at" in done.stderr
+    assert not (tmp_path / "new").exists()
+
+
+def test_the_bound_holds_within_a_process_that_goes_on() -> None:
+    """As with `prefect=true`, where the audit shares its process with the flow."""
+    before, size = resource.getrlimit(resource.RLIMIT_AS), MAX_MEMORY + (1 << 30)
+    np.empty(size, np.uint8)  # address space, no memory: there is enough of it outside
+    with (
+        pytest.raises(ConfigError, match=r"source=it: needs more than \d+\.\d GiB"),
+        bounded_memory("it"),
+    ):
+        np.empty(size, np.uint8)
+    assert resource.getrlimit(resource.RLIMIT_AS) == before
+
+
+def test_neither_torch_nor_prefect_is_imported(tmp_path: Path) -> None:
+    root = make_model(tmp_path / "it")
+    heavy = ("torch", "transformers", "prefect", "mlflow", "vllm", "deepspeed", "peft")
+    program = (
+        "import runpy, sys\n"
+        f"sys.argv = [{str(PROGRAM)!r}, {f'source={root}'!r}]\n"
+        "try:\n"
+        f"    runpy.run_path({str(PROGRAM)!r}, run_name='__main__')\n"
+        "except SystemExit:\n"
+        f"    print('imported:', [name for name in {heavy!r} if name in sys.modules])\n"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, cwd="/")
+    assert "imported: []" in done.stdout, done.stderr
+
+
+def test_a_hundred_shards_of_400_gb(tmp_path: Path) -> None:
+    """The bar: 2 s and 200 MB. Seconds are the processor's: those of the wall are the machine's."""
+    make_sparse(tmp_path / "base", tmp_path / "adapter")
+    size = sum(path.stat().st_size for path in (tmp_path / "base").iterdir())
+    assert size > 400e9
+    done = run(tmp_path / "elsewhere", f"source={tmp_path / 'base'}")
+    assert "100 files" in done.out
+    assert "TENSOR_MISSING" not in done.out
+    assert done.cpu_s < 2.0
+    assert done.peak_mb < 200
+    done = run(
+        tmp_path / "elsewhere", f"source={tmp_path / 'adapter'}", f"base={tmp_path / 'base'}"
+    )
+    assert (done.cpu_s < 3.0, done.peak_mb < 200) == (True, True), done
+
+
+def test_a_repaired_copy(tmp_path: Path) -> None:
+    root = make_model(tmp_path / "it")
+    (root / "model.safetensors").unlink()
+    state = {f"module.{key}": torch.from_numpy(one) for key, one in tensors().items()}
+    torch.save(state, root / "pytorch_model.bin")
+    assert run(tmp_path / "elsewhere", f"source={root}").code == 1
+    out = tmp_path / "new"
+    done = run(tmp_path / "elsewhere", f"source={root}", "fix=true", f"out_dir={out}")
+    assert done.code == 0, done.err
+    assert "21 keys without residue" in done.err
+    assert run(tmp_path / "elsewhere", f"source={out}", "values=true").code == 0
+    again = run(tmp_path / "elsewhere", f"source={root}", "fix=true", f"out_dir={out}")
+    assert (again.code, "is not empty" in again.err) == (2, True)
+
+
+def test_a_page_has_a_table_that_fits_and_all_of_it_below() -> None:
+    """What a stranger wrote stays code in either, and cannot end a cell."""
+    long = "model.safetensors: " + ", ".join(f"layers.{n}.a|`b`" for n in range(30))
+    one = Finding("A_CODE", Severity.ERROR, long, "", "x" * 30, "y", "", "do z")
+    page = Report("ckpt", "model", "a model", (one,), 0.1).markdown()
+    (row,) = [line for line in page.splitlines() if line.startswith("| error")]
+    assert len(row) < 160
+    assert row.replace("\\|", "").count("|") == 5
+    told = long.replace("`", "'")
+    assert f"A_CODE: `{told[:200]}" in page
+    assert "- expected: `y`\n- fix: `do z`\n" in page

@@ -1,0 +1,94 @@
+"""Clean checkpoints have no error; broken ones have the finding that belongs to their fault."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tasks.audit.catalogue import configuration, entries, merge_proof
+from tasks.audit.finding import Severity
+from tasks.audit.run import Report, audit
+from tests.audit.corpus import Corpus
+from tests.audit.corpus.breaking import as_it_is
+from tests.audit.corpus.broken_adapters import BROKEN_ADAPTERS
+from tests.audit.corpus.broken_files import BROKEN_FILES
+from tests.audit.corpus.broken_merges import BROKEN_MERGES
+from tests.audit.corpus.broken_words import BROKEN_WORDS
+from tests.audit.corpus.clean import CLEAN
+
+BROKEN = {**BROKEN_FILES, **BROKEN_WORDS, **BROKEN_ADAPTERS, **BROKEN_MERGES}
+NEVER = {
+    one.code
+    for page in (configuration, merge_proof)
+    for one in entries(page)
+    if one.severity is not Severity.INFO
+}
+"""Codes that no clean checkpoint may have, not even as a warning."""
+
+
+@pytest.fixture(scope="session")
+def corpus(tmp_path_factory: pytest.TempPathFactory) -> Corpus:
+    return Corpus(tmp_path_factory.mktemp("corpus"), CLEAN)
+
+
+def lines(report: Report, *severities: Severity) -> list[str]:
+    return [
+        f"{one.code} {one.where}: {one.found}; expected {one.expected}"
+        for one in report.findings
+        if one.severity in severities
+    ]
+
+
+def snapshot(folder: Path) -> dict[str, tuple[int, int]]:
+    return {
+        str(path): (path.stat().st_mtime_ns, path.stat().st_size)
+        for path in [folder, *folder.rglob("*")]
+    }
+
+
+@pytest.mark.parametrize(
+    "name",
+    [pytest.param(n, marks=pytest.mark.slow if one.slow else ()) for n, one in CLEAN.items()],
+)
+def test_a_clean_checkpoint_has_no_error(name: str, corpus: Corpus) -> None:
+    folder = corpus.clean(name)
+    before = snapshot(folder)
+    for base in {None, corpus.base_of(name)}:
+        for values in (False, True):
+            report = audit(folder, base=base, values=values)
+            assert not lines(report, Severity.ERROR)
+            assert not {one.code for one in report.findings} & NEVER
+    adapter = corpus.adapter(CLEAN[name].adapter)
+    if adapter is not None:
+        report = audit(folder, base=corpus.base_of(name), values=True, adapter=adapter)
+        assert not lines(report, Severity.ERROR)
+        assert {one.code for one in report.findings if one.code.startswith("MERGE_")} == {
+            "MERGE_PROVEN"
+        }
+    assert snapshot(folder) == before
+
+
+def test_no_case_hides_another() -> None:
+    assert len(BROKEN) == sum(
+        map(len, (BROKEN_FILES, BROKEN_WORDS, BROKEN_ADAPTERS, BROKEN_MERGES))
+    )
+
+
+@pytest.mark.parametrize("name", BROKEN)
+def test_a_broken_checkpoint_has_the_finding_of_its_fault(name: str, corpus: Corpus) -> None:
+    case = BROKEN[name]
+    folder = corpus.broken(case)
+    adapter = corpus.adapter(case.adapter)
+    report = audit(folder, base=corpus.base_for(case), values=case.values, adapter=adapter)
+    codes = {one.code for one in report.findings}
+    assert case.code in codes
+    if case.how is not as_it_is:  # else the fault is what it was examined for, or with
+        before = audit(
+            corpus.clean(case.of),
+            base=corpus.base_for(case),
+            values=case.values,
+            adapter=adapter,
+        )
+        assert case.code not in {one.code for one in before.findings}
+    assert "CANNOT_JUDGE" not in codes

@@ -1,0 +1,148 @@
+"""Folders that were made to mislead: a finding or an error, in bounded time, and never a crash."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tasks.audit import folder as folders
+from tasks.audit.run import audit
+from tasks.core.errors import ArtifactError
+from tests.audit.making import codes, edit_json, make_adapter, make_model, make_shards, write_json
+
+VALUES: tuple[Any, ...] = (
+    None, 3, -1, 1 << 70, 1.5, float("inf"), True, "", "x", "\ud800", "a" * 5000, [], [[]], [3],
+    ["x"], {}, {"a": 1}, {"0": {}}, [{"a": []}],
+)  # fmt: skip
+TOKENIZER = {
+    "version": "1.0", "added_tokens": [{"id": 2, "content": "<eos>", "special": True}],
+    "model": {"type": "BPE", "vocab": {"a": 0, "b": 1}, "merges": []},
+}  # fmt: skip
+SETTINGS = {
+    "eos_token": "<eos>", "chat_template": "{% for m in messages %}{{ m }}{% endfor %}",
+    "tokenizer_class": "PreTrainedTokenizerFast", "model_max_length": 64, "auto_map": {},
+}  # fmt: skip
+EXTRA = {
+    "quantization_config": {"quant_method": "bitsandbytes"}, "text_config": {"vocab_size": 40},
+    "vision_config": {}, "num_experts": 4, "num_local_experts": 4, "auto_map": {},
+    "dtype": "float32",
+    "value_head_prefix": "score", "mean": 1.0, "std": 2.0, "id2label": {"0": "a"}, "num_labels": 1,
+    "num_nextn_predict_layers": 1, "torch_dtype": "float32",
+}  # fmt: skip
+
+
+def fuzz(root: Path, name: str, base: Path | None = None) -> None:
+    """Every key of a document with a few values that it should not have."""
+    before = (root / name).read_text()
+    document = json.loads(before)
+    for key in [*document]:
+        for value in random.Random(key).sample(VALUES, 6):
+            write_json(root / name, {**document, key: value})
+            report = audit(root, base=base)
+            judged = [one for one in report.findings if one.code == "CANNOT_JUDGE"]
+            assert not judged, f"{name}: {key}={str(value)[:60]!r}: {judged[0].found}"
+            report.text().encode("utf-8", "replace")
+            json.dumps(report.as_json())
+    (root / name).write_text(before)
+
+
+@pytest.fixture
+def model(tmp_path: Path) -> Path:
+    root = make_shards(tmp_path / "it", 2, **{k: v for k, v in EXTRA.items() if "config" not in k})
+    write_json(root / "tokenizer.json", TOKENIZER)
+    write_json(root / "tokenizer_config.json", SETTINGS)
+    write_json(root / "generation_config.json", {"eos_token_id": 2, "pad_token_id": 0})
+    return root
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "config.json", "generation_config.json", "tokenizer_config.json", "tokenizer.json",
+        "model.safetensors.index.json",
+    ],
+)  # fmt: skip
+def test_documents_of_other_types(name: str, model: Path) -> None:
+    fuzz(model, name)
+
+
+@pytest.mark.parametrize("key", ["quantization_config", "text_config", "vision_config"])
+def test_configurations_within(key: str, model: Path) -> None:
+    for value in VALUES:
+        edit_json(model / "config.json", **{key: value})
+        assert "CANNOT_JUDGE" not in codes(model)
+    for inner in ("vocab_size", "quant_method", "weights", "config_groups", "eos_token_id"):
+        for value in random.Random(inner).sample(VALUES, 4):
+            edit_json(model / "config.json", **{key: {inner: value}})
+            assert "CANNOT_JUDGE" not in codes(model)
+
+
+def test_an_adapters_configuration(tmp_path: Path) -> None:
+    said: dict[str, Any] = {
+        "use_dora": False, "use_rslora": False, "modules_to_save": None, "rank_pattern": {},
+        "alpha_pattern": {}, "layers_to_transform": None, "trainable_token_indices": None,
+        "target_parameters": None, "exclude_modules": None, "init_lora_weights": True,
+        "fan_in_fan_out": False, "inference_mode": True, "auto_mapping": None, "lora_bias": False,
+    }  # fmt: skip
+    base = make_model(tmp_path / "base")
+    root = make_adapter(tmp_path / "it", **said)
+    fuzz(root, "adapter_config.json", base)
+
+
+def test_bytes_that_were_altered(model: Path) -> None:
+    """Whatever happens to a byte of a header or a document, the audit ends."""
+    draw = random.Random(0)
+    files = sorted(path for path in model.iterdir() if path.is_file())
+    for _ in range(100):
+        path = draw.choice(files)
+        before = path.read_bytes()
+        raw = bytearray(before)
+        for _ in range(draw.randint(1, 4)):
+            raw[draw.randrange(min(len(raw), 2000))] = draw.randrange(256)
+        path.write_bytes(raw)
+        assert "CANNOT_JUDGE" not in codes(model)
+        path.write_bytes(before)
+
+
+def test_more_files_than_are_listed(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(folders, "MAX_ENTRIES", 3)
+    assert codes(model)["LISTING_CUT"] == "error"
+
+
+def test_folders_without_end(tmp_path: Path) -> None:
+    root = make_model(tmp_path / "it")
+    deep = root
+    for _ in range(60):
+        deep = deep / "d"
+        deep.mkdir()
+    (root / "loop").symlink_to("loop")
+    (root / "up").symlink_to("..")
+    found = sorted(one.file for one in audit(root).findings if one.code == "ODD_ENTRY")
+    assert found == ["d/d/d/d/d/d", "loop", "up"]
+
+
+def test_names_that_are_no_text(tmp_path: Path) -> None:
+    root = make_model(tmp_path / "it")
+    (root / os.fsdecode(b"\xff\xfe.safetensors")).write_bytes(b"x" * 20)
+    report = audit(root)
+    assert report.text().encode()
+    assert json.dumps(report.as_json()).encode()
+
+
+def test_a_manifest_that_leads_elsewhere(tmp_path: Path) -> None:
+    root = make_model(tmp_path / "it")
+    for files in ({"../../etc/passwd": {"size": 1, "sha256": "0"}}, {"a": 3}, [], 3):
+        said = {"kind": "weights", "digest": "", "tensors": {}, "inputs": {}, "notes": {}}
+        write_json(root / "manifest.json", {**said, "files": files})
+        report = audit(root, values=True)
+        assert not report.ok
+
+
+def test_no_folder(tmp_path: Path) -> None:
+    with pytest.raises(ArtifactError, match="No such file"):
+        audit(tmp_path / "absent")

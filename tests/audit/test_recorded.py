@@ -1,0 +1,111 @@
+"""`prefect=true`: what an audit leaves in Prefect and in MLflow, read as their users read it."""
+
+from __future__ import annotations
+
+import json
+import sqlite3
+from pathlib import Path
+from typing import Any
+
+import pytest
+from mlflow import MlflowClient
+
+from tests.audit.making import make_model, tensors
+from tests.audit.test_command import Done, run
+
+NIGHTLY = "where name = 'audit-nightly'"
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]  # servers start
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("recorded")
+
+
+@pytest.fixture(scope="module")
+def broken(place: Path) -> Path:
+    """Two kinds of error, and words in it that a page would render."""
+    arrays = {f"module.{key}": one for key, one in tensors().items()}
+    arrays["module.<b>|`x`</b>"] = arrays["module.lm_head.weight"][:0]
+    return make_model(place / "broken", arrays)
+
+
+@pytest.fixture(scope="module")
+def done(place: Path, broken: Path) -> Done:
+    return run(
+        place / "elsewhere", f"source={broken}", "prefect=true", "tag=nightly",
+        f"paths.runs={place / 'runs'}",
+    )  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def found(done: Done) -> dict[str, Any]:
+    """The report on standard output."""
+    assert done.code == 1, done.err
+    return dict(json.loads(done.out[done.out.index("{") :]))
+
+
+def records(runs: Path, query: str) -> list[Any]:
+    with sqlite3.connect(runs / "prefect" / "prefect.db") as database:
+        return database.execute(query).fetchall()
+
+
+def test_prefect_has_the_run_and_its_table(place: Path, found: dict[str, Any]) -> None:
+    (flow,) = records(place / "runs", f"select state_type, parameters, id from flow_run {NIGHTLY}")
+    assert flow[0] == "COMPLETED"
+    assert f"source={found['source']}" in flow[1]
+    tables = f"select data, key from artifact where flow_run_id = '{flow[2]}'"
+    ((table, key),) = records(place / "runs", f"{tables} and type = 'markdown'")
+    assert key == "audit-findings"
+    codes = {one["code"] for one in found["findings"]}
+    assert codes >= {"WRAPPER_RESIDUE", "EMPTY_TENSOR"}
+    assert all(f"| {code} |" in table for code in codes)
+    assert "`x`" not in table
+
+
+def test_mlflow_has_the_findings(place: Path, found: dict[str, Any]) -> None:
+    client = MlflowClient(f"sqlite:///{place / 'runs' / 'mlflow' / 'mlflow.db'}")
+    experiment = client.get_experiment_by_name("plumbline")
+    ((flow_run,),) = records(place / "runs", f"select id from flow_run {NIGHTLY}")
+    query = f"tags.`prefect.flow_run_id` = '{flow_run}'"
+    (tracked,) = client.search_runs([experiment.experiment_id], query)
+    assert (tracked.info.run_name, tracked.info.status) == ("audit broken", "FINISHED")
+    tags, metrics = tracked.data.tags, tracked.data.metrics
+    assert (tags["audit.kind"], tags["audit.ok"]) == ("model", "false")
+    errors = [one for one in found["findings"] if one["severity"] == "error"]
+    assert metrics["audit/errors"] == len(errors)
+    assert metrics["finding/WRAPPER_RESIDUE"] == 1
+    assert metrics["audit/seconds"] > 0
+    assert "| WRAPPER_RESIDUE |" in tags["mlflow.note.content"]
+    assert tracked.data.params["source"] == found["source"]
+    names = {one.path for one in client.list_artifacts(tracked.info.run_id)}
+    assert names == {"report.json", "report.txt", "config.yaml"}
+    kept = json.loads(
+        Path(client.download_artifacts(tracked.info.run_id, "report.json")).read_text()
+    )
+    assert kept == found
+
+
+def test_a_repair_is_made_in_the_flow_too(place: Path) -> None:
+    root = make_model(place / "wrapped", {f"module.{key}": one for key, one in tensors().items()})
+    again = run(
+        place / "elsewhere", f"source={root}", "prefect=true", "fix=true",
+        f"out_dir={place / 'new'}", f"paths.runs={place / 'runs'}",
+    )  # fmt: skip
+    assert again.code == 0, again.err
+    assert "21 keys without residue" in again.err
+    assert (place / "new" / "manifest.json").is_file()
+
+
+def test_what_cannot_be_read_is_no_run(place: Path) -> None:
+    runs = place / "bad-runs"
+    bad = run(
+        place / "elsewhere", f"source={place / 'absent'}", "prefect=true", f"paths.runs={runs}"
+    )
+    assert (bad.code, "Traceback" in bad.err) == (2, False), bad.err
+    assert "absent: cannot be read: No such" in bad.err
+    assert records(runs, "select state_type from flow_run") == [("FAILED",)]
+    assert records(runs, "select key from artifact where type = 'markdown'") == []
+    # The database is made while the server starts.
+    client = MlflowClient(f"sqlite:///{runs / 'mlflow' / 'mlflow.db'}")
+    assert client.search_runs([one.experiment_id for one in client.search_experiments()]) == []

@@ -1,0 +1,252 @@
+"""`fix=true`: what loses nothing is repaired, everything else is refused with its reason."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from safetensors.numpy import load_file, save_file
+
+from tasks.audit.repair import Repaired, repair
+from tasks.audit.run import audit
+from tasks.core.errors import ConfigError, ContractError
+from tasks.pipeline.artifact import open_artifact, verify
+from tests.audit.making import (
+    Arrays,
+    adapter_tensors,
+    codes,
+    edit_json,
+    errors,
+    make_adapter,
+    make_model,
+    make_shards,
+    tensors,
+    write_json,
+)  # fmt: skip
+
+INDEX = "model.safetensors.index.json"
+V_HEAD = {
+    "v_head.summary.weight": np.ones((1, 16), np.float32),
+    "v_head.summary.bias": np.zeros(1, np.float32),
+}
+
+
+def repaired(root: Path, **options: Any) -> Repaired:
+    """A repair, and everything that every one of them has to hold."""
+    before = {path: path.read_bytes() for path in root.rglob("*") if path.is_file()}
+    done = repair(root, root.with_name("new"), **options)
+    assert {path: path.read_bytes() for path in root.rglob("*") if path.is_file()} == before
+    assert verify(open_artifact(done.artifact.path)) == []
+    assert done.artifact.manifest()["notes"]["repaired"] == list(done.done)
+    assert errors(codes(done.artifact.path, values=True)) == set()
+    return done
+
+
+def same(path: Path, arrays: Arrays) -> bool:
+    """Bit for bit."""
+    found = load_file(path)
+    return found.keys() == arrays.keys() and all(
+        found[key].tobytes() == one.tobytes() for key, one in arrays.items()
+    )
+
+
+class TestKeys:
+    @pytest.mark.parametrize(
+        "prefix", ["module.", "_orig_mod.", "pretrained_model.", "base_model.model."]
+    )
+    def test_prefixes_of_a_model(self, prefix: str, tmp_path: Path) -> None:
+        root = make_model(tmp_path / "it", {prefix + key: one for key, one in tensors().items()})
+        done = repaired(root)
+        assert same(done.artifact.path / "model.safetensors", tensors())
+
+    def test_a_merged_peft_model_with_a_module_that_was_saved_whole(self, tmp_path: Path) -> None:
+        keys: Arrays = {}
+        for key, one in tensors().items():
+            if key == "lm_head.weight":
+                keys["base_model.model.lm_head.original_module.weight"] = one * 0
+                keys["base_model.model.lm_head.modules_to_save.default.weight"] = one
+            else:
+                keys["base_model.model." + key.replace("q_proj.", "q_proj.base_layer.")] = one
+        done = repaired(make_model(tmp_path / "it", keys))
+        assert same(done.artifact.path / "model.safetensors", tensors())
+
+    def test_an_adapters_name(self, tmp_path: Path) -> None:
+        named = {k.replace(".weight", ".policy.weight"): v for k, v in adapter_tensors().items()}
+        done = repaired(make_adapter(tmp_path / "it", named))
+        assert same(done.artifact.path / "adapter_model.safetensors", adapter_tensors())
+
+    def test_an_adapter_without_its_prefix(self, tmp_path: Path) -> None:
+        bare = {k.removeprefix("base_model.model."): v for k, v in adapter_tensors().items()}
+        done = repaired(make_adapter(tmp_path / "it", bare))
+        assert same(done.artifact.path / "adapter_model.safetensors", adapter_tensors())
+
+    def test_two_tensors_of_one_name(self, tmp_path: Path) -> None:
+        twice = {**tensors(), "module.lm_head.weight": tensors(1)["lm_head.weight"]}
+        with pytest.raises(ContractError, match=r"both would be lm_head\.weight"):
+            repair(make_model(tmp_path / "it", twice), tmp_path / "new")
+
+    def test_lora_that_was_never_merged(self, tmp_path: Path) -> None:
+        lora = {k.removeprefix("base_model.model."): v for k, v in adapter_tensors().items()}
+        with pytest.raises(ContractError, match="never merged"):
+            repair(make_model(tmp_path / "it", {**tensors(), **lora}), tmp_path / "new")
+
+
+class TestFiles:
+    def test_shards_without_an_index(self, tmp_path: Path) -> None:
+        root = make_shards(tmp_path / "it")
+        (root / INDEX).unlink()
+        done = repaired(root)
+        assert f"{INDEX} written anew" in done.done
+        assert same(done.artifact.path / "model.safetensors", tensors())
+
+    def test_strays(self, tmp_path: Path) -> None:
+        root = make_model(tmp_path / "it")
+        save_file({"x": np.ones(2, np.float32)}, root / "other.safetensors")
+        assert repaired(root).done == ("left out other.safetensors",)
+
+    def test_the_set_that_is_whole(self, tmp_path: Path) -> None:
+        root = make_adapter(tmp_path / "it", {k: v[:0, 0] for k, v in adapter_tensors().items()})
+        good = {key: torch.from_numpy(value) for key, value in adapter_tensors().items()}
+        torch.save(good, root / "adapter_model.bin")
+        done = repaired(root)
+        assert same(done.artifact.path / "adapter_model.safetensors", adapter_tensors())
+        assert not (done.artifact.path / "adapter_model.bin").exists()
+
+    def test_a_pickled_model(self, tmp_path: Path) -> None:
+        root = make_model(tmp_path / "it")
+        (root / "model.safetensors").unlink()
+        torch.save(
+            {k: torch.from_numpy(v) for k, v in tensors().items()}, root / "pytorch_model.bin"
+        )
+        done = repaired(root)
+        assert same(done.artifact.path / "model.safetensors", tensors())
+
+
+class TestHeads:
+    @pytest.mark.parametrize("prefix", ["", "pretrained_model."])
+    def test_trls(self, prefix: str, tmp_path: Path) -> None:
+        keys = {prefix + key: one for key, one in tensors().items()}
+        done = repaired(make_model(tmp_path / "it", {**keys, **V_HEAD}))
+        assert same(done.artifact.path / "model.safetensors", tensors())
+        assert same(done.artifact.path / "value_head" / "value_head.safetensors", V_HEAD)
+
+    def test_llamafactorys(self, tmp_path: Path) -> None:
+        root = make_model(tmp_path / "it")
+        save_file(V_HEAD, root / "value_head.safetensors")
+        done = repaired(root)
+        assert not (done.artifact.path / "value_head.safetensors").exists()
+        assert same(done.artifact.path / "value_head" / "value_head.safetensors", V_HEAD)
+
+    def test_labels_and_name_of_openrlhfs(self, tmp_path: Path) -> None:
+        arrays = tensors()
+        arrays["value_head.weight"] = arrays.pop("lm_head.weight")[:1]
+        root = make_model(
+            tmp_path / "it", arrays, architectures=["LlamaForSequenceClassification"],
+            value_head_prefix="score",
+        )  # fmt: skip
+        assert errors(codes(root)) >= {"HEAD_LABELS", "HEAD_PREFIX"}
+        edit_json(root / "config.json", architectures=["LlamaForSequenceClassification"])
+        done = repaired(root)
+        assert "config.json: one label" in done.done
+        assert "config.json: value_head_prefix value_head" in done.done
+
+
+class TestTies:
+    def test_two_that_are_one(self, tmp_path: Path) -> None:
+        arrays = tensors()
+        arrays["lm_head.weight"] = arrays["model.embed_tokens.weight"].copy()
+        done = repaired(make_model(tmp_path / "it", arrays, tie_word_embeddings=True))
+        del arrays["lm_head.weight"]
+        assert same(done.artifact.path / "model.safetensors", arrays)
+
+    def test_two_that_differ(self, tmp_path: Path) -> None:
+        root = make_model(tmp_path / "it", tie_word_embeddings=True)
+        assert "TIED_HEAD_DIFFERS" in codes(root, values=True)
+        done = repaired(root)
+        assert same(done.artifact.path / "model.safetensors", tensors())
+        assert done.done == ("config.json: tie_word_embeddings is false: the two differ",)
+
+
+def test_everything_that_ends_a_text(tmp_path: Path) -> None:
+    root = make_model(tmp_path / "it", eos_token_id=2)
+    added = [{"id": 5, "content": "<|end|>", "special": True}]
+    write_json(
+        root / "tokenizer.json", {"added_tokens": added, "model": {"vocab": {"a": 0, "b": 1}}}
+    )
+    write_json(root / "tokenizer_config.json", {"eos_token": "<|end|>"})
+    assert "EOS_DISAGREES" in codes(root)
+    assert "generation_config.json: eos_token_id [5, 2]" in repaired(root).done
+
+
+class TestRefused:
+    def test_an_empty_tensor_cannot_be_invented(self, tmp_path: Path) -> None:
+        root = make_adapter(tmp_path / "it", {k: v[:0, 0] for k, v in adapter_tensors().items()})
+        with pytest.raises(ContractError, match="EMPTY_TENSOR") as raised:
+            repair(root, tmp_path / "new")
+        assert any("flows/deliver.py" in one for one in raised.value.details)
+        assert not (tmp_path / "new").exists()
+
+    def test_nothing_to_repair(self, tmp_path: Path) -> None:
+        with pytest.raises(ConfigError, match="nothing in it"):
+            repair(make_adapter(tmp_path / "it"), tmp_path / "new")
+
+    def test_a_folder_that_is_not_free(self, tmp_path: Path) -> None:
+        root = make_model(tmp_path / "it")
+        with pytest.raises(ConfigError, match="is not empty"):
+            repair(root, make_adapter(tmp_path / "taken"))
+        for out in (root / "new", root, tmp_path):
+            with pytest.raises(ConfigError, match="lie in each other"):
+                repair(root, out)
+
+
+class TestWhetherItMends:
+    """`mendable` of an audit is what a repair then does."""
+
+    def test_where_it_does(self, tmp_path: Path) -> None:
+        root = make_model(tmp_path / "it", {f"module.{k}": v for k, v in tensors().items()})
+        report = audit(root)
+        assert (report.ok, report.mendable) == (False, True)
+        assert report.text().endswith(f"source={root} fix=true out_dir=<a new folder>")
+        repaired(root)
+
+    def test_where_nothing_is_wrong(self, tmp_path: Path) -> None:
+        report = audit(make_model(tmp_path / "it"))
+        assert (report.ok, report.mendable) == (True, False)
+        assert "fix=true" not in report.text()
+
+    def test_where_a_part_is_lost(self, tmp_path: Path) -> None:
+        arrays = {f"module.{key}": one for key, one in tensors().items()}
+        del arrays["module.lm_head.weight"]
+        root = make_model(tmp_path / "it", arrays)
+        assert not audit(root).mendable
+        with pytest.raises(ContractError):
+            repair(root, tmp_path / "new")
+
+    def test_where_the_data_are_wrong(self, tmp_path: Path) -> None:
+        arrays = {f"module.{key}": one for key, one in tensors().items()}
+        arrays["module.lm_head.weight"][0, 0] = np.nan
+        assert not audit(make_model(tmp_path / "it", arrays), values=True).mendable
+
+    def test_where_two_embeddings_are_said_to_be_one(self, tmp_path: Path) -> None:
+        root = make_model(tmp_path / "it", tie_word_embeddings=True)
+        assert audit(root, values=True).mendable
+        repaired(root)
+
+    def test_where_it_is_the_wrong_base(self, tmp_path: Path) -> None:
+        arrays = {key.replace("q_proj", "x_proj"): one for key, one in adapter_tensors().items()}
+        root = make_adapter(tmp_path / "it", {f"module.{k}": v for k, v in arrays.items()})
+        report = audit(root, base=make_model(tmp_path / "base"))
+        assert not report.ok
+        assert not report.mendable
+
+    def test_the_set_beside_it_is_named(self, tmp_path: Path) -> None:
+        root = make_adapter(tmp_path / "it", {k: v[:0, 0] for k, v in adapter_tensors().items()})
+        good = {key: torch.from_numpy(value) for key, value in adapter_tensors().items()}
+        torch.save(good, root / "adapter_model.bin")
+        report = audit(root)
+        assert report.mendable
+        (empty,) = (one for one in report.findings if one.code == "EMPTY_TENSOR")
+        assert empty.fix.endswith("takes adapter_model.bin, which is whole")

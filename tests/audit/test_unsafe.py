@@ -1,0 +1,110 @@
+"""Pickles and code: told without running either."""
+
+from __future__ import annotations
+
+import os
+import pickle
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import TrainingArguments
+
+from tasks.audit.run import audit
+from tests.audit.making import by_code, codes, edit_json, errors, make_model, tensors
+
+
+class Hostile:
+    """Touches a file when it is unpickled."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def __reduce__(self) -> Any:
+        return os.system, (f"touch {self.path}",)
+
+
+def pickled(root: Path, state: Any, **options: Any) -> Path:
+    make_model(root)
+    (root / "model.safetensors").unlink()
+    torch.save(state, root / "pytorch_model.bin", **options)
+    return root
+
+
+def state() -> dict[str, Any]:
+    return {key: torch.from_numpy(one) for key, one in tensors().items()}
+
+
+@pytest.mark.parametrize("key", ["model", "state_dict", "module"])
+def test_a_state_dict_inside_a_trainers_checkpoint(key: str, tmp_path: Path) -> None:
+    root = pickled(tmp_path / "it", {key: state(), "epoch": 3, "optimizer": {}})
+    report = audit(root)
+    assert errors(by_code(report)) == {"NESTED_STATE_DICT"}
+    assert "NO_TENSOR_ENTRY" not in by_code(report)
+    (finding,) = (one for one in report.findings if one.code == "NESTED_STATE_DICT")
+    command = shlex.split(finding.fix)
+    subprocess.run([sys.executable, *command[1:]], check=True, timeout=120)  # as it tells the user
+    assert errors(codes(root)) == set()
+
+
+def test_deepspeeds_own_script_is_no_code_of_the_model(tmp_path: Path) -> None:
+    root = make_model(tmp_path / "it")
+    (root / "zero_to_fp32.py").write_text("print(1)\n")
+    assert "REMOTE_CODE" not in codes(root)
+    (root / "modeling_x.py").write_text("print(1)\n")
+    assert codes(root)["REMOTE_CODE"] == "warning"
+
+
+def test_a_state_dict(tmp_path: Path) -> None:
+    root = pickled(tmp_path / "it", state())
+    assert codes(root)["PICKLED_WEIGHTS"] == "warning"
+    assert errors(codes(root)) == set()
+
+
+@pytest.mark.parametrize("protocol", [2, 3, 4, 5])
+def test_code_is_named_and_not_run(protocol: int, tmp_path: Path) -> None:
+    said = {**state(), "x": Hostile(tmp_path / "ran")}
+    root = pickled(tmp_path / "it", said, pickle_protocol=protocol)
+    assert codes(root)["PICKLE_CALLS"] == "error"
+    assert not (tmp_path / "ran").exists()
+
+
+@pytest.mark.parametrize("protocol", range(6))
+@pytest.mark.parametrize("name", ["pytorch_model.bin", "rng_state.pth", "extra.pkl"])
+def test_a_bare_pickle(name: str, protocol: int, tmp_path: Path) -> None:
+    root = make_model(tmp_path / "it")
+    (root / name).write_bytes(pickle.dumps(Hostile(tmp_path / "ran"), protocol))
+    assert codes(root)["PICKLE_CALLS"] == "error"
+    assert not (tmp_path / "ran").exists()
+
+
+def test_a_name_that_is_put_together_while_it_is_loaded(tmp_path: Path) -> None:
+    """`STACK_GLOBAL` takes what is on the stack, not what stands before it in the file."""
+    root = make_model(tmp_path / "it")
+    push = [
+        b"\x8c" + bytes([len(text)]) + text for text in (b"posix", b"system", b"torch", b"Size")
+    ]
+    (root / "extra.pkl").write_bytes(b"\x80\x04" + b"".join(push) + b"00\x93.")
+    assert codes(root)["PICKLE_OPAQUE"] == "warning"
+
+
+def test_what_trainers_leave_is_no_error(tmp_path: Path) -> None:
+    root = make_model(tmp_path / "it")
+    torch.save(
+        TrainingArguments(output_dir=str(tmp_path), use_cpu=True), root / "training_args.bin"
+    )
+    torch.save({"state": {0: {"step": torch.ones(1)}}}, root / "optimizer.pt")
+    found = codes(root)
+    assert found["PICKLE_CLASSES"] == "info"
+    assert errors(found) == set()
+
+
+def test_code_that_a_model_brings_along(tmp_path: Path) -> None:
+    root = make_model(tmp_path / "it")
+    edit_json(root / "config.json", auto_map={"AutoModelForCausalLM": "modeling_x.X"})
+    (root / "modeling_x.py").write_text("open('ran', 'w')")
+    assert codes(root)["REMOTE_CODE"] == "warning"

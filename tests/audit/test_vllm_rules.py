@@ -1,0 +1,123 @@
+"""What we say vLLM refuses is what the installed vLLM refuses, asked of its own code."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from safetensors import safe_open
+
+from tasks.audit.known import DEFAULT_LORA_RANK, known
+from tasks.audit.run import audit
+from tasks.weights.adapters.config import parse_config
+from tests.audit.corpus import Corpus
+from tests.audit.corpus.clean import CLEAN
+
+pytestmark = pytest.mark.slow
+
+OF_SETTINGS = {
+    "VLLM_LORA_RANK",
+    "VLLM_LORA_DORA",
+    "VLLM_LORA_MODULES_TO_SAVE",
+    "VLLM_LORA_FEATURE",
+}
+ADAPTERS = [name for name, one in CLEAN.items() if one.base and not one.slow and name != "merged"]
+
+
+@pytest.fixture(scope="module")
+def corpus(tmp_path_factory: pytest.TempPathFactory) -> Corpus:
+    return Corpus(tmp_path_factory.mktemp("corpus"), CLEAN)
+
+
+def refused_settings(folder: Path, **changes: Any) -> str:
+    """vLLM's own words; "" where it takes the adapter's settings."""
+    from vllm.config.lora import LoRAConfig
+    from vllm.lora.peft_helper import PEFTHelper
+
+    document = json.loads((folder / "adapter_config.json").read_text())
+    try:
+        PEFTHelper.from_dict({**document, **changes}).validate_legal(LoRAConfig())
+    except ValueError as error:
+        return str(error)
+    return ""
+
+
+def refused_keys(folder: Path) -> list[str]:
+    from vllm.lora.utils import is_base_embedding_weights, parse_fine_tuned_lora_name
+
+    found = []
+    with safe_open(folder / "adapter_model.safetensors", framework="pt") as file:
+        for key in file.keys():  # noqa: SIM118 -- it is no mapping
+            try:
+                if not is_base_embedding_weights(key):
+                    parse_fine_tuned_lora_name(key)
+            except ValueError:
+                found.append(key)
+    return found
+
+
+@pytest.mark.parametrize("name", ADAPTERS)
+def test_an_adapter(name: str, corpus: Corpus) -> None:
+    folder = corpus.clean(name)
+    codes = {one.code for one in audit(folder).findings}
+    assert bool(refused_settings(folder)) == bool(codes & OF_SETTINGS)
+    if (folder / "adapter_model.safetensors").is_file():
+        whole = {"VLLM_LORA_KEY", "VLLM_LORA_MODULES_TO_SAVE", "VLLM_LORA_DORA"}
+        assert bool(refused_keys(folder)) == bool(codes & whole)
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [{"init_lora_weights": "pissa_niter_16"}, {"lora_bias": True}, {"bias": "all"},
+     {"layer_replication": [[0, 1]]}, {"alora_invocation_tokens": [1]}, {"use_qalora": True},
+     {"r": 17}, {"rank_pattern": {"q_proj": 64}}, {"init_lora_weights": "loftq"},
+     {"init_lora_weights": "gaussian"}, {"init_lora_weights": "eva"}, {"use_rslora": True},
+     {"r": 16}, {"modules_to_save": ["score"]}, {"modules_to_save": ["lm_head"]}],
+    ids=str,
+)  # fmt: skip
+def test_a_setting(changes: dict[str, Any], corpus: Corpus, tmp_path: Path) -> None:
+    folder = corpus.clean("lora")
+    document = json.loads((folder / "adapter_config.json").read_text())
+    (tmp_path / "adapter_config.json").write_text(json.dumps({**document, **changes}))
+    codes = {one.code for one in audit(tmp_path).findings}
+    assert bool(refused_settings(folder, **changes)) == bool(codes & OF_SETTINGS)
+
+
+def test_its_default_rank() -> None:
+    from vllm.config.lora import LoRAConfig
+
+    assert LoRAConfig().max_lora_rank == DEFAULT_LORA_RANK
+
+
+def test_its_classes() -> None:
+    from vllm.model_executor.models.registry import ModelRegistry
+
+    plain = SimpleNamespace(runner_type=None, convert_type=None)
+    lists = known()
+    names = {one for classes in lists.kinds.values() for one in classes} | {"RewardModel"}
+    for name in sorted(names):
+        resolved = ModelRegistry._normalize_arch(name, plain)
+        assert (resolved in ModelRegistry.models) == lists.serves(name), name
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [{"init_lora_weights": "pissa_niter_16"}, {"init_lora_weights": "olora"},
+     {"init_lora_weights": "loftq"}, {"alora_invocation_tokens": [1]}, {"use_qalora": True},
+     {"use_bdlora": True}, {"layer_replication": [[0, 1]]}],
+    ids=str,
+)  # fmt: skip
+def test_no_fix_sends_to_a_merge_that_refuses(
+    changes: dict[str, Any], corpus: Corpus, tmp_path: Path
+) -> None:
+    document = json.loads((corpus.clean("lora") / "adapter_config.json").read_text())
+    assert parse_config({**document, **changes})[1], "flows/deliver.py refuses it"
+    (tmp_path / "adapter_config.json").write_text(json.dumps({**document, **changes}))
+    fixes = [one.fix for one in audit(tmp_path).findings if one.code in OF_SETTINGS]
+    assert fixes
+    assert not [one for one in fixes if "flows/deliver.py" in one]
+    ways = ("peft", "get_base_model", "replicate the layers")
+    assert all(any(way in one for way in ways) for one in fixes)

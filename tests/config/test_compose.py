@@ -1,0 +1,173 @@
+"""Every configuration file composes, and what it composes to is written down.
+
+After a wanted change: `REGENERATE=1 python -m pytest tests/config`, then read the difference.
+"""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+from omegaconf import OmegaConf
+
+from flows.cli.config import CONF, Composed, compose_config
+from tasks.core.errors import ConfigError
+from tests.machines import with_gpus
+
+GOLDEN = Path(__file__).parents[1] / "golden" / "conf"
+FILES = sorted(path.relative_to(CONF) for path in CONF.rglob("*.yaml"))
+EXPERIMENTS = [file for file in FILES if file.parts[0] == "exp"]
+OPTIONS = [file for file in FILES if len(file.parts) == 2 and file.parts[0] not in ("exp", "hydra")]
+
+
+def test_globs_find_files() -> None:
+    assert {file.stem for file in EXPERIMENTS} >= {
+        "qlora",
+        "sft_qlora",
+        "lora_zero3",
+        "sft_full",
+        "grpo",
+        "ppo_full",
+    }
+    groups = {"model", "data", "train", "peft", "zero", "merge", "convert"}
+    groups |= {"smoke", "gate", "tracking", "paths", "rl", "rollout", "reward"}
+    assert {file.parts[0] for file in OPTIONS} == groups
+
+
+def _holds(section: Any, written: Any, path: str = "") -> list[str]:
+    """Keys of an option's file whose values are not those of the settings."""
+    found = []
+    for key, value in written.items():
+        if isinstance(value, dict):
+            found += _holds(section[key], value, f"{path}{key}.")
+        elif not (isinstance(value, str) and "${" in value) and section[key] != value:
+            found.append(f"{path}{key}: {section[key]} is not {value}")
+    return found
+
+
+@pytest.mark.parametrize("file", OPTIONS, ids=str)
+def test_option_composes_and_reaches_the_settings(file: Path) -> None:
+    section = compose_config([f"{file.parts[0]}={file.stem}"]).settings[file.parts[0]]
+    text = (CONF / file).read_text()
+    assert text.startswith("# "), "a file opens by saying what it is"
+    written = OmegaConf.to_container(OmegaConf.load(CONF / file), resolve=False)
+    assert written
+    assert _holds(section, written) == []
+
+
+@pytest.mark.parametrize("file", EXPERIMENTS, ids=str)
+def test_experiment_opens_with_its_package_command_and_description(file: Path) -> None:
+    lines = (CONF / file).read_text().splitlines()
+    assert lines[0] == "# @package _global_"
+    assert lines[1] == f"# python flows/rlhf.py +exp={file.stem}"
+    assert lines[2].startswith("# ")
+    assert lines[2].endswith("."), "one line that says what it trains, for --help"
+    head = "\n".join(line for line in lines if line.startswith("#"))
+    assert "# Needs: " in head
+    assert "# Costs: " in head
+
+
+@pytest.mark.parametrize("file", EXPERIMENTS, ids=str)
+def test_experiment_composes_to_the_golden_file(
+    file: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with_gpus(monkeypatch, 0)
+    composed = compose_config([f"+exp={file.stem}"])
+    golden = GOLDEN / file.name
+    if os.environ.get("REGENERATE"):
+        golden.write_text(composed.text)
+    assert composed.text == golden.read_text()
+
+
+def test_relative_runs_are_taken_from_the_working_directory(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert compose_config([]).runs == tmp_path / "runs"
+    assert compose_config(["paths.runs=/somewhere"]).runs == Path("/somewhere")
+
+
+def test_passwords_are_not_in_the_text() -> None:
+    composed = compose_config(["tracking.uri='https://me:s3cret@host:5000/x'"])
+    assert composed.tracking_uri == "https://me:s3cret@host:5000/x"
+    assert "s3cret" not in composed.text
+    assert "https://me:***@host:5000/x" in composed.text
+    assert composed.tracking_root is None
+
+
+@pytest.mark.parametrize("override", ["train.lrr=1", "+train.lrr=1"])
+def test_misspelt_key(override: str) -> None:
+    error = refused(override)
+    assert error.message.startswith("train.lrr is not a setting (command line: ")
+    assert error.hint == "train.lr=1"
+
+
+@pytest.mark.parametrize(
+    ("override", "hint"),
+    [
+        ("trian.lr=1", "train.lr=1"),
+        ("trian=dpo", "train=dpo or tracking.<key>=dpo"),
+        ("+lr=1", "train.lr=1"),
+        ("+seeds=1", "seed=1"),
+        ("+train.rank=1", "peft.rank=1"),
+        ("+gamma=1", "train.loss.gamma=1 or rl.gamma=1"),
+        ("ppo.rl.iterations=3", "ppo:rl.iterations=3"),
+        ("+zero.q=1", "python flows/rlhf.py --help zero"),
+    ],
+)
+def test_hints_look_beside_the_key_first(override: str, hint: str) -> None:
+    assert refused(override).hint == hint
+
+
+def test_all_wrong_overrides_are_told_at_once() -> None:
+    error = refused("learning_rate=1", "train.epochs=two", "peft=adalora", "seed=3")
+    assert error.message == "3 settings are wrong"
+    assert [line.rpartition(" -> ")[2] for line in error.details] == [
+        "train.lr=1", "train.epochs=1.0", "peft=lora or peft=qlora",
+    ]  # fmt: skip
+
+
+def test_wrong_type_is_answered_with_the_default() -> None:
+    error = refused("train.loss.beta=much", "+exp=dpo")
+    assert error.message.startswith("train.loss.beta: 'much' is not allowed (command line: ")
+    assert error.details == ("train.loss.beta is a number, or null; its default is 0.1",)
+    assert error.hint == "train.loss.beta=0.1"
+
+
+def test_wrong_word_lists_the_allowed_ones() -> None:
+    error = refused("smoke.engine=transformer")
+    assert error.details[0].startswith("smoke.engine is one of vllm, transformers; its default")
+    assert error.hint == "smoke.engine=transformers"
+
+
+@pytest.mark.parametrize(
+    ("body", "message"),
+    [
+        ("train:\n  lrr: 3\n", "train.lrr is not a setting"),
+        ("zero:\n  stage: two\n", "zero.stage: 'two' is not allowed"),
+        ("trian:\n  lr: 3\n", "trian is not a setting"),
+    ],
+)
+def test_faults_of_an_experiment_file_name_it(tmp_path: Path, body: str, message: str) -> None:
+    file = tmp_path / "exp" / "mine.yaml"
+    file.parent.mkdir()
+    file.write_text("# @package _global_\n" + body)
+    error = refused(f"hydra.searchpath=[file://{tmp_path}]", "+exp=mine")
+    assert error.message.startswith(message)
+    line = 2 if "trian" in body else 3
+    assert f"({file}:{line})" in error.message
+
+
+def refused(*overrides: str) -> ConfigError:
+    with pytest.raises(ConfigError) as caught:
+        compose_config(list(overrides))
+    return caught.value
+
+
+def test_composed_is_plain() -> None:
+    composed = compose_config(["+exp=sft_qlora"])
+    assert isinstance(composed, Composed)
+    assert composed.settings["peft"]["kind"] == "qlora"
+    assert type(composed.settings["train"]) is dict

@@ -1,0 +1,79 @@
+"""What is refused of evaluations, schedules and resuming before anything starts."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tasks.config.checks import schedule_checks
+from tasks.config.checks.machine import checkpoints
+from tasks.training.engine.checkpoint import Progress, describe, publish, work_folder
+
+TRAIN: dict[str, Any] = {
+    "objective": "dpo",
+    "best_metric": "accuracy",
+    "eval_steps": 10,
+    "keep": "best",
+    "early_stop_patience": 3,
+    "scheduler": "cosine",
+    "min_lr_ratio": 0.0,
+    "decay_ratio": 0.1,
+    "power": 1.0,
+    "num_cycles": 1,
+}
+
+
+def test_what_goes_together_is_not_mentioned() -> None:
+    assert schedule_checks.evaluation(TRAIN) == []
+    assert schedule_checks.schedule(TRAIN) == []
+    assert schedule_checks.schedule({**TRAIN, "scheduler": "polynomial", "power": 2.0}) == []
+
+
+def test_a_metric_that_is_not_measured() -> None:
+    (finding,) = schedule_checks.evaluation({**TRAIN, "objective": "sft"})
+    assert str(finding) == (
+        "train.best_metric: accuracy with train.objective=sft; loss -> train.best_metric=loss"
+    )
+
+
+def test_choosing_without_evaluations() -> None:
+    found = schedule_checks.evaluation({**TRAIN, "eval_steps": 0})
+    assert [finding.what for finding in found] == ["train.keep", "train.early_stop_patience"]
+    assert all("train.eval_steps=<steps>" in finding.override for finding in found)
+
+
+@pytest.mark.parametrize(
+    ("knob", "value", "offered"),
+    [
+        ("min_lr_ratio", 0.1, "cosine_with_min_lr"),
+        ("decay_ratio", 0.2, "warmup_stable_decay"),
+        ("power", 2.0, "polynomial"),
+        ("num_cycles", 3, "cosine_with_restarts"),
+    ],
+)
+def test_a_knob_that_the_schedule_does_not_heed(knob: str, value: float, offered: str) -> None:
+    (finding,) = schedule_checks.schedule({**TRAIN, knob: value})
+    assert finding.what == f"train.{knob}"
+    assert f"train.scheduler={offered}" in finding.override
+
+
+def test_a_folder_to_go_on_from(tmp_path: Path) -> None:
+    assert schedule_checks.resume("auto") == schedule_checks.resume("never") == []
+    (gone,) = schedule_checks.resume(str(tmp_path / "gone"))
+    (empty,) = schedule_checks.resume(str(tmp_path))
+    assert "does not exist" in gone.found
+    assert "no complete checkpoint" in empty.found
+    work = work_folder(tmp_path, 3)
+    work.mkdir()
+    describe(work, world_size=1, identity={}, progress=Progress(3))
+    made = publish(work)
+    assert schedule_checks.resume(str(tmp_path)) == schedule_checks.resume(str(made)) == []
+
+
+def test_room_for_checkpoints_is_reckoned_with() -> None:
+    each = 16_000
+    assert checkpoints(1000, most=3, most_gb=None) == 5 * each
+    assert checkpoints(1000, most=0, most_gb=None) == 6 * each
+    assert checkpoints(1000, most=20, most_gb=1e-5) == 10_000 + 2 * each

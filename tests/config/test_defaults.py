@@ -1,0 +1,284 @@
+"""The user's model and data are the ones that are trained, with defaults made for them."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from flows.chain.steps import compose, links
+from flows.cli.config import CONF, Composed, compose_config
+from flows.cli.entry import run_main
+from flows.cli.plan import check, render
+from flows.orchestration.summary import Summary
+from tasks.config.checks.unread import LOSS, unread
+from tasks.config.choices import Objective
+from tasks.config.defaults import ONLINE, RATES, default
+from tasks.core.errors import ConfigError
+from tests.machines import with_gpus
+
+MINE = ["model.path=owner/name", "data.path=rows.jsonl"]
+TOY_EXPERIMENTS = sorted(
+    path.stem for path in (CONF / "exp").glob("*.yaml") if "/model: hf" not in path.read_text()
+)
+
+
+def kinds(composed: Composed) -> tuple[str, str, str | None]:
+    settings = composed.settings
+    return settings["model"]["kind"], settings["data"]["kind"], settings["data"]["messages_key"]
+
+
+@pytest.mark.parametrize(
+    ("overrides", "wanted"),
+    [
+        ([], ("toy", "toy", "messages")),
+        (["model.path=/models/x", "data.path=c.jsonl"], ("hf", "jsonl", "messages")),
+        (["model.path=owner/name", "data.path=c.json"], ("hf", "jsonl", "messages")),
+        (["model.path=/models/x", "data.path=c.CSV"], ("hf", "csv", None)),
+        (["model=hf", "model.path=x", "data.path=c.parquet"], ("hf", "parquet", "messages")),
+        (["model.path=x", "data.name=owner/rows"], ("hf", "hub", "messages")),
+        (["model.path=x", "data=parquet", "data.path=part-0"], ("hf", "parquet", "messages")),
+        (["model.path=x", "data.sources=[{path: a.csv}]"], ("hf", "csv", None)),
+        (["+exp=qlora_qwen7b", "data.path=c.jsonl"], ("hf", "jsonl", "messages")),
+    ],
+    ids=str,
+)
+def test_a_path_selects_the_kind(overrides: list[str], wanted: tuple[str, str, str | None]) -> None:
+    exp = [] if "+exp" in str(overrides) else ["+exp=sft_qlora"]
+    assert kinds(compose_config([*exp, *overrides])) == wanted
+
+
+@pytest.mark.parametrize(
+    ("overrides", "key"),
+    [
+        (["model=toy", "model.path=/x", "data.path=c.jsonl"], "model.path"),
+        (["data=toy", "data.path=c.jsonl"], "data.path"),
+        (["data=toy", "data.name=owner/rows"], "data.name"),
+    ],
+)
+def test_the_embedded_default_beside_a_path_is_refused(overrides: list[str], key: str) -> None:
+    given = ["+exp=sft_qlora", *overrides]
+    with pytest.raises(ConfigError) as caught:
+        check(links(compose(given), given))
+    assert any(line.startswith(f"{key}: ") for line in caught.value.details)
+
+
+def test_one_of_the_users_and_one_embedded_is_a_warning(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    rows = tmp_path / "rows.jsonl"
+    rows.write_text(f"{json.dumps({'prompt': 'a', 'response': 'b'})}\n" * 3)
+    for override, said in (
+        (f"data.path={rows}", "model.kind: the embedded model, of 0.9M parameters; "),
+        ("model.path=owner/name", "data.kind: embedded tasks for owner/name; "),
+    ):
+        given = ["+exp=sft_full", f"paths.runs={tmp_path / 'runs'}", override]
+        check(links(compose(given), given))
+        assert f"warning: {said}" in capsys.readouterr().err
+
+
+def test_a_step_of_a_chain_has_a_model_of_its_own() -> None:
+    given = ["+exp=qlora", "sft:model.path=owner/name", "sft:data.path=c.csv", "ppo:data.name=o/n"]
+    sft, reward, ppo = links(compose(given), given)
+    assert kinds(sft.composed) == ("hf", "csv", None)
+    assert kinds(reward.composed) == ("toy", "toy", "messages")
+    assert kinds(ppo.composed) == ("toy", "hub", "messages")
+    train = sft.composed.settings["train"]
+    assert (train["max_steps"], train["lr"], train["max_len"]) == (None, 1e-4, 2048)
+    ours = reward.composed.settings["train"]
+    assert (ours["micro_batch_size"], ours["global_batch_size"]) == (32, 64)
+
+
+def test_every_job_of_a_sweep_has_its_kinds(tmp_path: Path) -> None:
+    found: list[tuple[str, str, str | None]] = []
+
+    def job(composed: Composed, overrides: list[str]) -> int:
+        found.append(kinds(composed))
+        assert composed.text == compose_config(overrides).text
+        return 0
+
+    given = ["--multirun", f"paths.runs={tmp_path}", "+exp=sft_full", "data.path=a.csv,b.jsonl"]
+    assert run_main("rlhf", job, argv=[*given, "model.path=owner/name"]) == 0
+    assert found == [("hf", "csv", None), ("hf", "jsonl", "messages")]
+
+
+@pytest.mark.parametrize("experiment", TOY_EXPERIMENTS)
+def test_no_number_of_the_embedded_model_reaches_another(experiment: str) -> None:
+    given = [f"+exp={experiment}", *MINE]
+    for link in links(compose(given), given):
+        settings = link.composed.settings
+        train, objective = settings["train"], settings["train"]["objective"]
+        rate = RATES[objective][settings["peft"]["kind"] == "none"]
+        assert train["lr"] == (rate.large or rate.value)  # of an id nothing is known yet
+        assert (train["max_len"], train["max_steps"]) == (2048, None)
+        assert train["global_batch_size"] == (128 if objective in ONLINE else 64)
+        assert train["micro_batch_size"] <= 4
+        assert train["gradient_checkpointing"]
+        assert settings["rollout"]["max_new_tokens"] == 1024
+        assert settings["smoke"]["max_new_tokens"] == 512
+        assert settings["rl"]["iterations"] is None
+
+
+def known(**facts: Any) -> Any:
+    usual = {"train.nodes": 1, "train.nproc": 8, "train.micro_batch_size": 4, "model.kind": "hf"}
+    return {**usual, "train.objective": "sft", "peft.kind": "qlora", **facts}.get
+
+
+@pytest.mark.parametrize(
+    ("key", "facts", "value", "reason"),
+    [
+        ("train.lr", {"model.parameters": 7.6e9}, 2e-4, "QLoRA sft up to 20B parameters: arXiv"),
+        ("train.lr", {"model.parameters": 33e9}, 1e-4, "QLoRA sft above 20B parameters: arXiv"),
+        ("train.lr", {}, 1e-4, "QLoRA sft with a model of unknown size, 0.0002 once"),
+        ("train.lr", {"peft.kind": "none", "model.parameters": 1e9}, 2e-5, "full sft up to 20B"),
+        ("train.lr", {"train.objective": "grpo", "peft.kind": "lora"}, 1e-5, "LoRA grpo: TRL's"),
+        ("train.lr", {"model.kind": "toy"}, 2e-3, "the embedded model"),
+        ("train.max_len", {"model.context": 512}, 512, "a model whose context is 512 tokens"),
+        ("train.max_len", {"model.context": 32768}, 2048, "a model from model.path"),
+        ("rollout.max_new_tokens", {"model.context": 512}, 256, "a model whose context is 512"),
+        ("train.global_batch_size", {"train.nproc": 6}, 72, "about 64, in multiples of"),
+        ("train.global_batch_size", {"train.nproc": 128}, 512, "about 64, in multiples of"),
+        ("train.global_batch_size", {"model.kind": "toy"}, 32, "the embedded model"),
+    ],
+    ids=str,
+)
+def test_a_default_and_what_it_is_for(
+    key: str, facts: Mapping[str, Any], value: float, reason: str
+) -> None:
+    computed = default(key, known(**facts))
+    assert computed.value == value
+    assert computed.reason.startswith(reason)
+
+
+@pytest.mark.parametrize(("gpus", "real", "toy"), [(0, 2, 2), (1, 1, 1), (8, 8, 2)])
+def test_as_many_ranks_as_gpus(
+    gpus: int, real: int, toy: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with_gpus(monkeypatch, gpus)
+    assert default("train.nproc", known()).value == real
+    assert default("train.nproc", known(**{"model.kind": "toy"})).value == toy
+    alone = default("train.nproc", known(**{"train.device": "cpu"}))
+    assert alone.line("train.nproc") == "train.nproc=2 (default for train.device=cpu)"
+
+
+@pytest.mark.parametrize(
+    ("changed", "wanted"),
+    [
+        ({}, True),
+        ({"gpus": 0}, False),
+        ({"train.device": "cpu"}, False),
+        ({"peft.kind": "lora"}, False),
+        ({"rollout.engine": "transformers"}, False),
+        ({"zero.stage": 0}, False),
+        ({"zero.offload_optimizer": "cpu"}, False),
+    ],
+    ids=str,
+)
+def test_states_of_a_whole_policy_are_offloaded_on_gpus(
+    changed: dict[str, Any], wanted: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    facts = {
+        "gpus": 8, "peft.kind": "none", "rollout.engine": "vllm", "zero.stage": 3,
+        "zero.offload_optimizer": "none", "train.device": "auto", **changed,
+    }  # fmt: skip
+    with_gpus(monkeypatch, facts["gpus"])
+    assert default("rollout.offload_trainer", known(**facts)).value is wanted
+
+
+def test_every_objective_has_a_rate() -> None:
+    assert set(RATES) == {objective.name for objective in Objective}
+    for adapter, full in RATES.values():
+        assert full.value <= adapter.value <= 2e-4
+
+
+def test_plan_and_summary_say_what_a_default_is_for(tmp_path: Path) -> None:
+    given = ["+exp=sft_qlora", *MINE, "train.max_len=99", f"paths.runs={tmp_path}"]
+    chain = links(compose(given), given)
+    line = "train.lr=0.0001 (default for QLoRA sft with a model of unknown size, 0.0002 once "
+    rest = "config.json is at hand and says up to 20B: arXiv:2305.14314, table 9)"
+    assert f"\n  {line}{rest}\n" in render(chain)
+    assert "train.max_len=" not in render(chain)  # set, no default
+    lines = list(chain[0].composed.defaults)
+    assert line in Summary("completed", "rlhf", None, 1.0, defaults=lines).table()
+
+
+READ = ("seed", "model.path", "data.path", "train.lr", "train.max_len", "smoke.engine", "tag")
+UNREAD: dict[str, tuple[list[str], str]] = {
+    "embedded": (["+exp=sft_qlora"], "model.revision data.path data.prompt_key data.max_samples"),
+    "sft": (
+        ["+exp=sft_qlora", *MINE],
+        "model.steps data.train_size data.split data.chosen_key data.label_key data.answer_key "
+        "data.stopping rl rl.prompts rollout rollout.top_p reward reward.model "
+        "zero.offload_param zero.persistence_threshold model.vocab_multiple",
+    ),
+    "dpo": (["+exp=dpo", *MINE], "data.response_key data.label_key"),
+    "full": (
+        ["+exp=sft_full", *MINE, "train.max_steps=3", "train.scheduler=constant"],
+        "peft.rank peft.alpha peft.target_modules peft.quant_type merge.base train.epochs "
+        "train.warmup_ratio",
+    ),
+    "lora": (["+exp=lora_zero3", *MINE], "peft.quant_type peft.double_quant"),
+    "hub": (["model.path=x", "data.name=o/n"], "data.eval_path data.heldout_size"),
+    "grpo": (
+        ["+exp=grpo", *MINE, "rollout=transformers", "smoke=transformers"],
+        "train.max_steps rl.kl_in rl.kl_horizon rl.correction_low rollout.tensor_parallel "
+        "rollout.gpu_memory reward.normalize reward.url_weight smoke.kv_cache_gib",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", UNREAD)
+def test_what_is_typed_and_not_read_is_found(case: str) -> None:
+    overrides, keys = UNREAD[case]
+    settings = compose_config(overrides).settings
+    read = [key for key in READ if case not in ("embedded", "hub") or ".path" not in key]
+    findings = unread(settings, [*read, *keys.split()])
+    assert [finding.what for finding in findings] == keys.split()
+    for finding in findings:
+        assert finding.override.endswith("or leave it out")
+
+
+def test_a_key_of_the_run_is_for_the_steps_that_read_it() -> None:
+    given = ["+exp=qlora", "rl.kl_coef=0.1", "peft.double_quant=false", "zero.offload_param=none"]
+    chain = links(compose(given), given)
+    assert [link.typed for link in chain] == [(), (), ()]
+    given = ["+exp=qlora", "zero.offload_param=cpu", "reward.retries=1", "sft:rl.lam=0.9"]
+    chain = links(compose(given), given)
+    idle = ("reward.retries", "zero.offload_param")
+    assert [link.typed for link in chain] == [("rl.lam",), (), idle]
+
+
+def test_what_an_earlier_step_of_a_chain_decides() -> None:
+    settings = compose_config(["+exp=grpo", *MINE]).settings
+    typed = ["model.path", "model.dtype", "reward.model", "reward.normalize"]
+    findings = unread(settings, typed, rewarded=True, based=True)
+    assert [finding.what for finding in findings] == ["model.path", "reward.model"]
+    given = ["+exp=qlora", "ppo:model.path=owner/name"]
+    with pytest.raises(ConfigError) as caught:
+        check(links(compose(given), given))
+    wrong = "ppo: model.path: no effect with a model from the step before; "
+    assert any(line.startswith(wrong) for line in caught.value.details)
+
+
+def test_the_options_of_a_loss_are_those_of_its_objective() -> None:
+    from dataclasses import fields
+
+    from tasks.training.objectives import kind_of
+
+    offline = {objective.name for objective in Objective} - set(ONLINE)
+    has = {name: {field.name for field in fields(kind_of(name))} for name in offline}
+    assert {knob: {n for n in offline if knob in has[n]} for knob in LOSS} == {
+        knob: set(objectives) for knob, objectives in LOSS.items()
+    }
+    assert set().union(*has.values()) == set(LOSS)
+
+
+def test_a_loss_option_of_another_objective_is_refused() -> None:
+    given = ["+exp=sft_qlora", "train.loss.beta=0.1"]
+    with pytest.raises(ConfigError, match="1 problem") as caught:
+        check(links(compose(given), given))
+    (line,) = caught.value.details
+    assert line.endswith("-> train.loss.beta=null or train=dpo")

@@ -1,0 +1,126 @@
+"""The command line: exit statuses, sweeps, and nothing written outside `paths.runs`."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+
+from flows.cli.config import Composed, compose_config
+from flows.cli.entry import run_main
+
+
+@pytest.fixture(autouse=True)
+def elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+
+
+class Job:
+    """Remembers what it was given; its status is `zero.stage`."""
+
+    def __init__(self) -> None:
+        self.seen: list[tuple[Composed, list[str]]] = []
+
+    def __call__(self, composed: Composed, overrides: list[str]) -> int:
+        self.seen.append((composed, overrides))
+        return int(composed.settings["zero"]["stage"])
+
+
+def test_one_job_gets_settings_and_overrides_and_decides_the_status(tmp_path: Path) -> None:
+    job = Job()
+    assert run_main("rlhf", job, argv=["+exp=lora_zero3", "train.lr=0.5"]) == 3
+    ((composed, overrides),) = job.seen
+    assert overrides == ["+exp=lora_zero3", "train.lr=0.5"]
+    assert compose_config(overrides) == composed
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_sweep_runs_every_job_and_returns_the_worst(tmp_path: Path) -> None:
+    job = Job()
+    assert run_main("rlhf", job, argv=["--multirun", "zero.stage=1,3,0"]) == 3
+    written = [path.relative_to(tmp_path) for path in tmp_path.rglob("*") if path.is_file()]
+    assert written == [Path("runs/hydra/multirun.yaml")]
+    assert [overrides for _, overrides in job.seen] == [[f"zero.stage={n}"] for n in (1, 3, 0)]
+
+
+@pytest.mark.parametrize("flags", [[], ["--multirun"]])
+def test_schema_errors_are_2_and_start_nothing(
+    flags: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    job = Job()
+    assert run_main("rlhf", job, argv=[*flags, "train.lrr=1"]) == 2
+    assert job.seen == []
+    assert "train.lrr is not a setting" in capsys.readouterr().err
+
+
+def test_unknown_experiment_is_2_and_names_the_nearest(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run_main("rlhf", Job(), argv=["+exp=qlorra"]) == 2
+    lines = capsys.readouterr().err.splitlines()
+    assert lines[0] == "+exp=qlorra: there is no experiment 'qlorra'"
+    assert lines[-1].startswith("  -> +exp=qlora or ")
+
+
+def test_malformed_override_is_2(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run_main("rlhf", Job(), argv=["train.lr=["]) == 2
+    assert "'[' is not closed" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("program", ["rlhf", "deliver", "audit"])
+def test_without_arguments_help_is_shown_and_nothing_runs(
+    program: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    job = Job()
+    assert run_main(program, job, argv=[]) == 2
+    assert job.seen == []
+    assert f"python flows/{program}.py --help" in capsys.readouterr().err
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_flags_may_stand_anywhere(tmp_path: Path) -> None:
+    job = Job()
+    assert run_main("rlhf", job, argv=["zero.stage=1", "--multirun", "seed=1,2"]) == 1
+    assert [composed.settings["seed"] for composed, _ in job.seen] == [1, 2]
+
+
+def test_info_and_completion_stay_hydras(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    job = Job()
+    assert run_main("rlhf", job, argv=["+exp=sft_full", "--info", "defaults"]) == 0
+    assert "exp/sft_full" in capsys.readouterr().out
+    monkeypatch.setenv("COMP_LINE", "python rlhf.py train=re")
+    monkeypatch.setenv("COMP_POINT", str(len("python rlhf.py train=re")))
+    assert run_main("rlhf", job, argv=["-sc", "query=bash"]) == 0
+    completed = capsys.readouterr().out.splitlines()[-1].split()
+    assert completed == ["train=reinforce_pp", "train=reinforce_pp_baseline", "train=reward"]
+    assert job.seen == []
+
+
+def test_config_dir_becomes_an_override_that_a_worker_can_use(tmp_path: Path) -> None:
+    folder = tmp_path / "more" / "exp"
+    folder.mkdir(parents=True)
+    (folder / "mine.yaml").write_text("# @package _global_\ntag: from a folder\n")
+    job = Job()
+    assert run_main("rlhf", job, argv=["--config-dir", "more", "+exp=mine"]) == 2
+    composed, overrides = job.seen[0]
+    assert composed.settings["tag"] == "from a folder"
+    assert compose_config(overrides).settings["tag"] == "from a folder"
+
+
+def test_cfg_job_prints_and_runs_nothing(capsys: pytest.CaptureFixture[str]) -> None:
+    job = Job()
+    assert run_main("rlhf", job, argv=["+exp=sft_qlora", "--cfg", "job"]) == 0
+    assert "double_quant: true" in capsys.readouterr().out
+    assert job.seen == []
+
+
+def test_cfg_job_prints_no_password(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", "http://me:secret@localhost:5000")
+    assert run_main("rlhf", Job(), argv=["+exp=sft_qlora", "--cfg", "job"]) == 0
+    printed = capsys.readouterr().out
+    assert "uri: http://me:***@localhost:5000" in printed
+    assert "secret" not in printed
+    assert os.environ["MLFLOW_TRACKING_URI"] == "http://me:secret@localhost:5000"

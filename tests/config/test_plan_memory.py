@@ -1,0 +1,103 @@
+"""A model that is too large for this machine: the plan says what needs less, as one types it."""
+
+from __future__ import annotations
+
+import json
+import re
+import struct
+from pathlib import Path
+
+import pytest
+
+from flows.chain.steps import Link
+from flows.cli.config import Composed, compose_config
+from flows.cli.plan import check, render
+from tasks.config.checks.engine import rollout_memory
+from tasks.config.checks.phases import in_words
+from tasks.core.errors import ConfigError
+from tasks.training.memory.estimate import LIBRARIES
+from tasks.training.memory.sizes import Sizes
+
+QWEN_72B = {
+    "model_type": "qwen2",
+    "architectures": ["Qwen2ForCausalLM"],
+    "hidden_size": 8192,
+    "intermediate_size": 29568,
+    "num_hidden_layers": 80,
+    "num_attention_heads": 64,
+    "num_key_value_heads": 8,
+    "vocab_size": 152064,
+    "max_position_embeddings": 32768,
+}
+
+
+@pytest.fixture
+def large(tmp_path: Path) -> Path:
+    """A folder whose config.json is of 72 B parameters, with one tensor's header."""
+    folder = tmp_path / "model"
+    folder.mkdir()
+    (folder / "config.json").write_text(json.dumps(QWEN_72B))
+    (folder / "tokenizer.json").write_text("{}")
+    entry = {"model.layers.0.self_attn.q_proj.weight": {
+        "dtype": "BF16", "shape": [2, 3], "data_offsets": [0, 12]}}  # fmt: skip
+    header = json.dumps(entry).encode()
+    (folder / "model.safetensors").write_bytes(struct.pack("<Q", len(header)) + header + bytes(12))
+    return folder
+
+
+def composed_of(large: Path, *overrides: str) -> Composed:
+    given = ["+exp=sft_full", "model=hf", f"model.path={large}", "train.max_len=4096"]
+    return compose_config([*given, f"paths.runs={large.parent / 'runs'}", *overrides])
+
+
+def memory_lines(text: str) -> list[str]:
+    return [line for line in text.splitlines() if line.startswith("  error: memory")]
+
+
+def peak_gib(text: str) -> float:
+    return float(re.search(r"memory a rank: ([\d.]+) GiB at its peak", text)[1])
+
+
+def test_a_model_too_large_names_knobs_that_can_be_typed(large: Path) -> None:
+    text = render([Link("", composed_of(large))])
+    training, serving = memory_lines(text)
+    override = training.partition(" -> ")[2]
+    named = re.findall(r"(\S+) \(saves ([\d.]+) GiB\)", override)
+    assert {"peft=lora", "train.optimizer=adamw_8bit"} <= {name for name, _ in named}
+    saves = [float(saved) for _, saved in named]
+    assert saves == sorted(saves, reverse=True)
+    before = peak_gib(text)
+    for name, _ in (named[0], named[-1]):
+        assert peak_gib(render([Link("", composed_of(large, name))])) < before
+    assert serving.endswith(" -> convert=w8a8")  # 135 GiB of weights, whatever the cache
+    assert "memory of smoke_eval: 139698.5 MiB" in text
+    assert "KV cache 1024.0 MiB: 320.0 KiB a token, room for 0 of 64 sequences of" in text
+
+
+def test_the_plan_knows_the_engines_beside_the_ranks(large: Path) -> None:
+    config = json.loads((large / "config.json").read_text())
+    composed = compose_config(["+exp=grpo", "model=hf", f"model.path={large}",
+                               f"paths.runs={large.parent / 'runs'}"])  # fmt: skip
+    text = render([Link("", composed)])
+    sizes = Sizes.of(config)
+    linear, whole = sizes.linear_weights(), sizes.weights()
+    cpu = rollout_memory(config, composed.settings, gpu_bytes=None)
+    assert cpu.weights == 4 * linear + 2 * (whole - linear)
+    assert cpu.cache == 2**30
+    for name, size in (("engine weights", cpu.weights), ("KV cache", cpu.cache)):
+        assert re.search(rf"^  {name} +{in_words(size)}  generate score train$", text, re.M)
+    settings = {**composed.settings, "rollout": {
+        **composed.settings["rollout"], "tensor_parallel": 8, "gpu_memory": 0.5}}  # fmt: skip
+    gpu = rollout_memory(config, settings, gpu_bytes=80 * 2**30)
+    assert gpu.weights == 2 * whole // 8
+    assert gpu.weights + gpu.cache + LIBRARIES == 40 * 2**30
+    assert gpu.token * 8 == sizes.kv_cache(1)
+
+
+def test_the_preflight_refuses_it_in_the_same_words(large: Path) -> None:
+    with pytest.raises(ConfigError) as caught:
+        check([Link("", composed_of(large))])
+    details = "\n".join(caught.value.details)
+    assert "memory: " in details
+    assert "peft=lora (saves " in details
+    assert "smoke.kv_cache_gib=2 or smoke.max_model_len=3200" in details

@@ -1,0 +1,260 @@
+"""Every finding of the preflight, by its words."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from flows.chain import stages as chain_stages
+from flows.cli.config import compose_config
+from tasks.config.checks import batches, compatibility, findings, machine, preflight, ranges
+from tasks.core.errors import ConfigError
+from tasks.core.machine import left_in_container
+
+SIZES = st.integers(1, 64)
+
+
+@given(SIZES, SIZES, SIZES, st.integers(1, 4096))
+def test_batches_divide_or_the_offered_sizes_do(m: int, n: int, k: int, size: int) -> None:
+    found = batches.divides(global_size=size, micro=m, nproc=n, nodes=k)
+    assert bool(found) == (size % (m * n * k) != 0)
+    for finding in found:
+        for offer in finding.override.split(" or "):
+            offered = int(offer.removeprefix("train.global_batch_size="))
+            assert batches.divides(global_size=offered, micro=m, nproc=n, nodes=k) == []
+            assert abs(offered - size) < m * n * k
+
+
+@pytest.mark.parametrize("size", [0, -64])
+def test_a_batch_of_nothing_is_refused(size: int) -> None:
+    (finding,) = batches.divides(global_size=size, micro=32, nproc=2, nodes=1)
+    assert finding.override == "train.global_batch_size=64"
+
+
+def test_qlora_with_zero3() -> None:
+    (finding,) = compatibility.qlora_with_zero3("qlora", 3)
+    assert finding.override == "zero=zero2 or peft=lora"
+    assert "QLoRA with ZeRO-3" in finding.found
+    assert (
+        compatibility.qlora_with_zero3("qlora", 2)
+        == compatibility.qlora_with_zero3("lora", 3)
+        == []
+    )
+
+
+@pytest.mark.parametrize(("version", "refused"), [("0.19.2", 1), ("0.19.3", 0), ("0.19.10", 0)])
+def test_lora_with_zero3_and_deepspeed(version: str, refused: int) -> None:
+    found = compatibility.lora_with_zero3("lora", 3, version)
+    assert [f.allowed for f in found] == ["needs DeepSpeed >= 0.19.3"] * refused
+
+
+@pytest.mark.parametrize(("version", "refused"), [("2.3.1+cpu", 1), ("2.4.0", 0), ("2.13.0", 0)])
+def test_checkpointing_and_torch(version: str, refused: int) -> None:
+    found = compatibility.checkpointing(True, version)
+    assert [f.found for f in found] == [f"gradient checkpointing on torch {version}"] * refused
+    assert compatibility.checkpointing(False, version) == []
+
+
+def test_offload() -> None:
+    assert [f.override for f in compatibility.offload(0, "cpu", "cpu")] == [
+        "zero=zero2",
+        "zero=zero3",
+    ]
+    assert [f.what for f in compatibility.offload(2, "cpu", "cpu")] == ["zero.offload_param"]
+    assert compatibility.offload(3, "cpu", "cpu") == []
+
+
+def test_merge_base_and_dtypes() -> None:
+    (finding,) = compatibility.merge_base("dequantized", "lora")
+    assert finding.override == "merge.base=auto"
+    assert finding.severity == "error"
+    (finding,) = compatibility.merge_base("original", "qlora")
+    assert finding.severity == "warning"
+    assert compatibility.merge_base("dequantized", "qlora") == []
+    assert compatibility.merge_base("original", "lora") == []
+    (finding,) = compatibility.dtypes("float32", "bfloat16", "qlora", half=True)
+    assert finding.override == "model.dtype=bfloat16"
+    (finding,) = compatibility.dtypes("bfloat16", "float16", "lora", half=True)
+    assert finding.severity == "warning"
+    (finding,) = compatibility.dtypes("float16", "bfloat16", "lora", half=False)
+    assert finding.allowed == "DeepSpeed has it on a GPU, or a CPU with AVX-512 FP16"
+    assert compatibility.dtypes("float16", "bfloat16", "lora", half=True) == []
+
+
+def test_float16_needs_a_stage_that_scales_losses() -> None:
+    (finding,) = compatibility.loss_scaling("float16", 0)
+    assert finding.override == "zero=zero1 or model.dtype=bfloat16"
+    assert (
+        compatibility.loss_scaling("float16", 1) == compatibility.loss_scaling("bfloat16", 0) == []
+    )
+
+
+def test_8bit_moments_stay_on_the_device() -> None:
+    (finding,) = compatibility.optimizer("adamw_8bit", "cpu")
+    assert finding.override == "train.optimizer=adamw or zero.offload_optimizer=none"
+    assert (
+        compatibility.optimizer("adamw", "cpu")
+        == compatibility.optimizer("adamw_8bit", "none")
+        == []
+    )
+
+
+def test_lengths() -> None:
+    short, long = compatibility.lengths(600, 256, 512)
+    assert short.override == "smoke.max_model_len=600"
+    assert long.override == "train.max_len=512"
+
+
+def test_ranges() -> None:
+    settings = compose_config(
+        ["zero.stage=4", "train.warmup_ratio=1.5", "train.lr=0", "peft.rank=-1", "train.eps=nan"]
+    ).settings
+    assert [str(f) for f in ranges.out_of_range(settings)] == [
+        "train.lr: 0; more than 0, at most 10 -> train.lr=0.0002",
+        "train.warmup_ratio: 1.5; at least 0, at most 1 -> train.warmup_ratio=0.03",
+        "train.eps: nan; more than 0, at most 1 -> train.eps=1e-08",
+        "peft.rank: -1; at least 1 -> peft.rank=16",
+        "zero.stage: 4; at least 0, at most 3 -> zero.stage=2",
+    ]
+
+
+def test_every_limited_key_is_a_setting_and_its_offer_is_allowed() -> None:
+    settings = compose_config([]).settings
+    for key, low, high, sample in ranges.LIMITS:
+        section, name = key.split(".")
+        assert name in settings[section], key
+        assert low <= sample <= high, key
+
+
+def test_forced_stages() -> None:
+    assert compatibility.forced(compatibility.STAGES) == []
+    (finding,) = compatibility.forced(["train", "trian"])
+    assert finding.found == "no stage 'trian'"
+    assert finding.allowed == f"the stages are {', '.join(compatibility.STAGES)}"
+    assert finding.override == "force=[train]"
+
+
+def test_forced_stages_of_one_link() -> None:
+    links = ("sft", "ppo")
+    assert compatibility.forced(["ppo.train", "sft.gather", "merge"], links) == []
+    (finding,) = compatibility.forced(["pppo.train"], links)
+    assert finding.found == "no stage 'pppo.train'"
+    assert finding.override.startswith("force=[ppo.train]")
+    assert finding.allowed.endswith("of one link alone: sft.train")
+    assert compatibility.forced(["ppo.train"]) != []  # where there are no links
+
+
+def test_stage_names_are_the_chains() -> None:
+    stages = [
+        chain_stages.DATA,
+        chain_stages.BASE,
+        chain_stages.ROLLOUT_BASE,
+        chain_stages.TRAIN,
+        chain_stages.GATHER_ADAPTER,
+    ]
+    stages += [chain_stages.MERGE, chain_stages.CONVERT, chain_stages.SMOKE]
+    assert tuple(stage.name for stage in stages) == compatibility.STAGES
+
+
+def test_libraries_that_only_some_settings_need() -> None:
+    settings = compose_config(["train.optimizer=adamw_8bit"]).settings
+    found = compatibility.installed_for(settings, lambda name: "0")
+    overrides = ["smoke=transformers", "peft=lora", "train.optimizer=adamw"]
+    assert [f.override for f in found] == overrides
+    assert compatibility.installed_for(settings, lambda name: "1.2") == []
+
+
+@pytest.mark.parametrize("name", ["flash_attention_2", "flash_attention_3", "flex_attention"])
+def test_attention_that_is_not_there(name: str) -> None:
+    def found(dtype: str, version: str, gpu: bool) -> list[str]:
+        return [f.found for f in compatibility.attention(name, dtype, lambda _: version, gpu=gpu)]
+
+    assert found("bfloat16", "1.2", True) == []
+    assert len(found("bfloat16", "0", False)) == 1
+    flash = name.startswith("flash")
+    assert found("float32", "1.2", True) == ([f"{name} in float32"] if flash else [])
+    assert compatibility.attention("eager", "float32", lambda _: "0", gpu=False) == []
+
+
+@pytest.mark.parametrize("text", ["5GB", "500MB", "2 GiB", "1000000"])
+def test_shard_size(text: str) -> None:
+    assert compatibility.shard_size(text) == []
+
+
+@pytest.mark.parametrize("text", ["", "GB", "-5GB", "5 parsecs", "0GB"])
+def test_shard_size_that_is_none(text: str) -> None:
+    (finding,) = compatibility.shard_size(text)
+    assert finding.override == "convert.max_shard_size=5GB"
+
+
+def test_quantising_needs_its_library_and_a_profile() -> None:
+    assert compatibility.quantize("none", "strict", lambda name: "0") == []
+    absent, drift = compatibility.quantize("fp8", "standard", lambda name: "0")
+    assert (absent.severity, absent.override) == ("error", "convert.quantize=none")
+    assert (drift.severity, drift.override) == ("warning", "gate=relaxed")
+    assert compatibility.quantize("w8a8", "standard", lambda name: "0.17.0") == []
+
+
+@pytest.mark.parametrize(
+    ("files", "left"),
+    [
+        ({}, None),
+        ({"memory.max": "max\n"}, None),
+        (
+            {"memory.max": "1000\n", "memory.current": "700\n",
+             "memory.stat": "anon 500\ninactive_file 150\nactive_file 50\n"},
+            450,
+        ),
+        (
+            {"memory/memory.limit_in_bytes": "1000\n", "memory/memory.usage_in_bytes": "1200\n",
+             "memory/memory.stat": "cache 9\ntotal_inactive_file 100\n"},
+            0,
+        ),
+    ],
+)  # fmt: skip
+def test_a_container_s_limit_counts(
+    tmp_path: Path, files: dict[str, str], left: int | None
+) -> None:
+    for name, text in files.items():
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text(text)
+    assert left_in_container(tmp_path) == left
+
+
+def test_machine(tmp_path: Path) -> None:
+    (finding,) = machine.disk(machine.GIB, 3 * machine.GIB, tmp_path)
+    assert (finding.found, finding.allowed) == (
+        f"1.0 GiB free under {tmp_path}", "needs about 3.0 GiB")  # fmt: skip
+    gib = machine.GIB
+    (finding,) = machine.memory(gib, 3 * gib, 0, smaller=["peft=lora", "zero=zero3"])
+    assert finding.severity == "error"
+    assert finding.found == "1.0 GiB available"
+    assert finding.override == "peft=lora or zero=zero3"
+    (finding,) = machine.memory(4 * gib, 3 * gib, 2 * gib, smaller=["train.max_len=128"])
+    assert finding.severity == "warning"
+    assert finding.allowed == "up to 5.0 GiB with the longest samples"
+    assert machine.memory(5 * gib, 3 * gib, 2 * gib, smaller=[]) == []
+    assert machine.compiler("cpu", None)[0].what == "g++"
+    assert machine.compiler("cpu", "/usr/bin/g++") == machine.compiler("none", None) == []
+
+
+def test_all_problems_in_one_message_and_quickly(tmp_path: Path) -> None:
+    composed = compose_config(
+        ["+exp=sft_qlora", "zero=zero3", "train.global_batch_size=7", "data=jsonl", "model=hf"]
+    )
+    before = time.perf_counter()
+    with pytest.raises(ConfigError) as caught:
+        preflight(composed.settings, tmp_path)
+    assert time.perf_counter() - before < 0.3
+    what = [line.partition(":")[0] for line in caught.value.details]
+    assert what == ["model.path", "peft and zero", "train.global_batch_size", "data.path"]
+    assert caught.value.exit_code == 2
+
+
+@pytest.mark.parametrize("experiment", ["qlora", "lora_zero3", "sft_full"])
+def test_experiments_pass(experiment: str, tmp_path: Path) -> None:
+    assert findings(compose_config([f"+exp={experiment}"]).settings, tmp_path) == []

@@ -1,0 +1,174 @@
+"""The preflight's look at the data: what the objective needs and the first rows do not have."""
+
+from __future__ import annotations
+
+import json
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from flows.cli.config import compose_config
+from tasks.config.checks import answers, data
+
+
+@cache
+def _section() -> dict[str, Any]:
+    section: dict[str, Any] = compose_config(["data=jsonl"]).settings["data"]
+    return section
+
+
+def section(*rows: dict[str, Any], at: Path | None = None, **changes: Any) -> dict[str, Any]:
+    if at is not None:
+        at.write_text("".join(json.dumps(row) + "\n" for row in rows))
+        changes["path"] = str(at)
+    return {**_section(), **changes}
+
+
+def said(role: str, content: str) -> dict[str, str]:
+    return {"role": role, "content": content}
+
+
+TEXTS = {"prompt": "q", "chosen": "a", "rejected": "b"}
+WHOLE = {"chosen": [said("user", "q"), said("assistant", "a")],
+         "rejected": [said("user", "q"), said("assistant", "b")]}  # fmt: skip
+CHAT = {"messages": WHOLE["chosen"]}
+
+
+@pytest.mark.parametrize(
+    ("objective", "row", "changes"),
+    [
+        ("dpo", TEXTS, {}),
+        ("reward", WHOLE, {}),
+        ("reward", {**TEXTS, "m": 1}, {"margin_key": "m"}),
+        ("orpo", {"good": "a", "bad": "b", "prompt": "q"},
+         {"chosen_key": "good", "rejected_key": "bad"}),
+        ("kto", {**CHAT, "label": True}, {}),
+        ("kto", {"prompt": "q", "response": "a", "ok": 0}, {"label_key": "ok"}),
+        ("sft", CHAT, {}),
+        ("sft", {"conversations": [{"from": "human", "value": "q"}, {"from": "gpt", "value": "a"}]},
+         {}),
+        ("sft", TEXTS, {"response_key": "chosen"}),
+        ("sft", WHOLE, {"messages_key": "chosen"}),
+        ("grpo", {"prompt": "q"}, {}),
+        ("ppo", {"prompt": "q", "answer": "a", "level": 3}, {}),
+        ("grpo", {"messages": [said("user", "q")]}, {}),
+        ("rloo", {"q": "q", "solution": 4}, {"prompt_key": "q", "answer_key": "solution"}),
+        ("grpo", {"prompt": "q"}, {"answer_key": None}),
+    ],
+)  # fmt: skip
+def test_rows_that_fit(tmp_path: Path, objective: str, row: Any, changes: dict[str, Any]) -> None:
+    settings = section(row, row, at=tmp_path / "x.jsonl", **changes)
+    assert data.readable(settings, objective) == []
+
+
+@pytest.mark.parametrize(
+    ("objective", "row", "changes", "found", "override"),
+    [
+        ("dpo", {"prompt": "q", "choosen": "a", "rejected": "b"}, {},
+         "no column 'chosen'", "data.chosen_key=choosen"),
+        ("dpo", CHAT, {}, "holds conversations", "train=sft"),
+        ("dpo", CHAT, {}, "without 'chosen' and 'rejected'", "train=sft"),
+        ("kto", CHAT, {}, "without 'label'", "train=sft"),
+        ("kto", TEXTS, {}, "holds pairs", "train=reward|dpo|orpo|simpo"),
+        ("reward", {**TEXTS, "m": 1}, {"margin_key": "margins"},
+         "no column 'margins'", "data.margin_key=<column>"),
+        ("sft", TEXTS, {}, "holds pairs", "data.prompt_key=prompt data.response_key=chosen"),
+        ("sft", WHOLE, {}, "holds pairs", "data.messages_key=chosen"),
+        ("kto", {**CHAT, "label": "good"}, {}, "'label' must be true or false, found 'good'",
+         "data.label_key"),
+        ("dpo", {"chosen": "a", "rejected": "b"}, {}, "'chosen' is a text", "data.chosen_key"),
+        ("reward", {**TEXTS, "m": "big"}, {"margin_key": "m"}, "'m' must be a finite number",
+         "data.path"),
+        ("dpo", {**TEXTS, "rejected": "a"}, {}, "are equal: nothing", "data.rejected_key"),
+        ("grpo", {"prompt": "q", "solution": "a"}, {"answer_key": "solutions"},
+         "no column 'solutions'", "data.answer_key=solution"),
+        ("grpo", {"q": "q"}, {}, "no column 'prompt'", "data.prompt_key=<column>"),
+    ],
+)  # fmt: skip
+def test_rows_that_do_not_fit(
+    tmp_path: Path, objective: str, row: Any, changes: dict[str, Any], found: str, override: str
+) -> None:
+    settings = section(row, row, at=tmp_path / "x.jsonl", **changes)
+    (finding,) = data.readable(settings, objective)
+    assert found in finding.found
+    assert override in finding.override
+
+
+def test_what_the_preflight_tells_to_type_is_right(tmp_path: Path) -> None:
+    """The keys offered for learning an answer alone make the same file readable."""
+    for number, row in enumerate((TEXTS, WHOLE)):
+        settings = section(row, row, at=tmp_path / f"{number}.jsonl")
+        (finding,) = data.readable(settings, "sft")
+        typed = dict(part.split("=") for part in finding.override.partition(", or ")[2].split())
+        keys = {key.removeprefix("data."): value for key, value in typed.items()}
+        assert keys
+        assert data.readable({**settings, **keys}, "sft") == []
+
+
+def test_all_problems_of_several_sources(tmp_path: Path) -> None:
+    good = tmp_path / "good.jsonl"
+    good.write_text(json.dumps(TEXTS) + "\n")
+    (tmp_path / "bad.csv").write_text("prompt,chosen\nq,a\n")
+    blank = dict.fromkeys(
+        ["kind", "split", "probability", "max_samples", "rejected_key", "chosen_key"]
+    )
+    sources = [
+        {**blank, "path": str(good), "probability": 0.5},
+        {**blank, "path": str(tmp_path / "bad.csv"), "kind": "csv", "probability": 0.6},
+        {**blank, "path": str(tmp_path / "none.jsonl"), "max_samples": 0},
+    ]
+    found = data.readable(section(sources=sources, path="x.jsonl"), "dpo")
+    assert [f.what for f in found] == [
+        "data.sources", "data.sources", "data.rejected_key", "data.sources[2].path",
+        "data.sources[2].path",
+    ]  # fmt: skip
+    text = "\n".join(map(str, found))
+    for part in ("both given", "2 of 3 sources have a probability", "no such file", "max_samples"):
+        assert part in text
+    fine = [{**blank, "path": str(good)}, {**blank, "path": str(good)}]
+    assert data.readable(section(sources=fine), "dpo") == []
+
+
+def test_hydra_checks_every_key_of_a_source() -> None:
+    given = "data.sources=[{path: a, probability: 0.7, chosen_key: good}, {path: b, kind: csv}]"
+    sources = compose_config(["data=jsonl", given]).settings["data"]["sources"]
+    assert [s["path"] for s in sources] == ["a", "b"]
+    assert (sources[0]["probability"], sources[0]["chosen_key"]) == (0.7, "good")
+    assert (sources[1]["kind"], sources[1]["probability"]) == ("csv", None)
+    for wrong in ("{path: a, probabilty: 1}", "{probability: 1}", "{path: a, max_samples: x}"):
+        with pytest.raises(ValueError, match="probabilty|path|max_samples"):
+            compose_config(["data=jsonl", f"data.sources=[{wrong}]"])
+
+
+@pytest.mark.parametrize("mask", ["every_answer", "every_token"])
+def test_masks_are_for_sft(mask: str) -> None:
+    assert data.mask_fits(mask, "sft") == data.mask_fits("last_answer", "dpo") == []
+    (finding,) = data.mask_fits(mask, "dpo")
+    assert finding.override == "train.mask=last_answer"
+
+
+def compared(settings: dict[str, Any], *, function: str = "exact_match") -> list[Any]:
+    reward = {"function": function}
+    return list(
+        answers.answers({"train": {"objective": "grpo"}, "reward": reward, "data": settings})
+    )
+
+
+def test_replies_are_compared_with_answers_that_are_not_there(tmp_path: Path) -> None:
+    bare = section({"prompt": "q", "solution": 4}, {"prompt": "r"}, at=tmp_path / "bare.jsonl")
+    (finding,) = compared(bare)
+    assert finding.what == "reward.function"
+    assert finding.found.startswith("exact_match, and none of the first 2 rows of ")
+    assert "a column 'answer'" in finding.allowed
+    assert finding.allowed.endswith("the columns are prompt, solution")
+    assert "data.answer_key=<column>" in finding.override
+    assert compared({**bare, "answer_key": "solution"}) == [], "some have one; prepare counts"
+    assert compared(bare, function="judge.py:score") == []
+    chat = section({"messages": WHOLE["chosen"]}, at=tmp_path / "chat.jsonl")
+    assert compared(chat) == []
+    mixed = {**bare, "path": None, "sources": [{"path": chat["path"]}, {"path": bare["path"]}]}
+    (finding,) = compared(mixed)
+    assert "bare.jsonl" in finding.found
+    assert compared({**bare, "path": str(tmp_path / "nowhere.jsonl")}) == [], "said elsewhere"

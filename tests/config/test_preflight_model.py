@@ -1,0 +1,116 @@
+"""What the preflight says of a base that an objective, or packing, cannot do with."""
+
+from __future__ import annotations
+
+import json
+import struct
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from flows.cli.config import compose_config
+from tasks.config.checks import findings, heads, model
+from tasks.config.checks.model import Known
+from tests.tiny import tiny
+
+
+def folder(path: Path, config: dict[str, Any]) -> Path:
+    """A model folder of one tensor, as far as the preflight reads it."""
+    path.mkdir()
+    (path / "config.json").write_text(json.dumps(config))
+    (path / "tokenizer.json").write_text(json.dumps({"model": {"vocab": {"a": 0}}}))
+    entry = {
+        "model.embed_tokens.weight": {"dtype": "BF16", "shape": [2, 3], "data_offsets": [0, 12]}
+    }
+    header = json.dumps(entry).encode()
+    weights = struct.pack("<Q", len(header)) + header + bytes(12)
+    (path / "model.safetensors").write_bytes(weights)
+    return path
+
+
+def found(path: Path, config: dict[str, Any], *overrides: str) -> dict[str, str]:
+    """Findings of a whole run with that base, by what they are about; of the base and objective."""
+    base = folder(path / str(config["model_type"]), config)
+    composed = compose_config([*overrides, "model=hf", f"model.path={base}"]).settings
+    about = ("model.path", "model.attn_implementation", "train.objective")
+    return {f.what: str(f) for f in findings(composed, path / "runs") if f.what in about}
+
+
+def of_family(name: str, **changes: Any) -> dict[str, Any]:
+    """config.json of a family, as transformers writes it."""
+    config: dict[str, Any] = tiny(name, **changes).to_dict()
+    return config
+
+
+class TestPacking:
+    """The hook of `tasks/training/model/packable.py`: refused before anything starts."""
+
+    def test_a_family_that_carries_its_state_into_the_neighbour_is_refused(
+        self, tmp_path: Path
+    ) -> None:
+        said = found(tmp_path, of_family("Mamba2", head_dim=16, num_heads=4, n_groups=1))
+        assert list(said) == ["model.path"]
+        assert "mamba2 has recurrent layers" in said["model.path"]
+        assert "training packs sequences, and none may see its neighbour" in said["model.path"]
+
+    def test_attention_that_leaves_a_cap_out_is_refused_and_another_is_not(
+        self, tmp_path: Path
+    ) -> None:
+        config = of_family("Gemma2", head_dim=32)
+        said = found(tmp_path, config)
+        assert list(said) == ["model.attn_implementation"]
+        assert "model.attn_implementation=eager" in said["model.attn_implementation"]
+        (tmp_path / "again").mkdir()
+        assert found(tmp_path / "again", config, "model.attn_implementation=eager") == {}
+
+    def test_a_family_of_attention_layers_passes(self, tmp_path: Path) -> None:
+        assert found(tmp_path, of_family("Qwen2", architectures=["Qwen2ForCausalLM"])) == {}
+
+
+class TestHeads:
+    @pytest.mark.parametrize(
+        ("objective", "config", "words"),
+        [
+            ("sft", {"model_type": "t5", "is_encoder_decoder": True}, "an encoder with a decoder"),
+            (
+                "dpo",
+                {"model_type": "bert", "architectures": ["BertForMaskedLM"]},
+                "BertForMaskedLM sees what comes after",
+            ),
+            ("sft", {"model_type": "clip"}, "no causal language model for clip"),
+            ("sft", {"model_type": "made-up"}, "no causal language model for made-up"),
+            ("reward", {"model_type": "granite"}, "no score head (...ForSequenceClassification)"),
+        ],
+    )
+    def test_an_objective_that_this_kind_of_model_cannot_have(
+        self, objective: str, config: dict[str, Any], words: str
+    ) -> None:
+        (finding,) = heads.head_exists(objective, Known(config=config))
+        assert finding.what == "train.objective"
+        assert finding.found == f"{objective} on {config['model_type']}"
+        assert words in finding.allowed
+        assert finding.override.startswith("model.path=")
+
+    @pytest.mark.parametrize("objective", ["sft", "reward", "dpo", "kto"])
+    def test_what_can_be_trained(self, objective: str) -> None:
+        for family in ("qwen2", "llama", "gpt2", "mixtral", "gemma2"):
+            assert heads.head_exists(objective, Known(config={"model_type": family})) == []
+        assert heads.head_exists(objective, model.TOY) == []
+        assert heads.head_exists(objective, Known()) == []
+
+    def test_a_model_that_brings_its_own_classes_is_taken_at_its_word(self) -> None:
+        config = {"model_type": "made-up", "auto_map": {"AutoModelForCausalLM": "x.Y"}}
+        assert heads.head_exists("sft", Known(config=config)) == []
+        assert len(heads.head_exists("reward", Known(config=config))) == 1
+
+    def test_the_table_is_that_of_the_installed_transformers(self) -> None:
+        from transformers.models.auto import modeling_auto as auto
+
+        for name, table in heads._TABLES.items():
+            assert heads.families(name) == frozenset(getattr(auto, table))
+
+    def test_the_run_is_refused_with_it(self, tmp_path: Path) -> None:
+        said = found(tmp_path, of_family("Granite"), "+exp=reward")
+        assert "reward on granite" in said["train.objective"]
+        assert "or train.objective=dpo" in said["train.objective"]

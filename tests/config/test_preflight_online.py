@@ -1,0 +1,227 @@
+"""What the preflight says of sections `rl`, `rollout` and `reward`."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tasks.config.checks import model, online
+from tasks.config.checks.finding import Finding
+from tasks.rl.algorithms import algorithm_options
+from tasks.rl.algorithms.registry import ALGORITHMS
+from tasks.rl.settings import Loop, Reward
+from tests.settings import Rollout
+
+SIZES = st.integers(1, 40)
+REWARD: dict[str, Any] = vars(Reward())
+ROLLOUT: dict[str, Any] = vars(Rollout())
+LOOP: dict[str, Any] = vars(Loop())
+
+
+def settings(
+    *,
+    objective: str = "grpo",
+    reward: Mapping[str, Any] | None = None,
+    rollout: Mapping[str, Any] | None = None,
+    rl: Mapping[str, Any] | None = None,
+    zero: Mapping[str, Any] | None = None,
+    **train: Any,
+) -> dict[str, Any]:
+    """A configuration without problems, and changes to it."""
+    usual = {
+        "objective": objective, "global_batch_size": 64, "nproc": 2, "nodes": 1, "lr": 1e-3,
+        "micro_batch_size": 4, "max_len": 256, "gradient_checkpointing": False, "device": "auto",
+    }  # fmt: skip
+    return {
+        "train": {**usual, **train},
+        "rl": {**LOOP, **(rl or {})},
+        "rollout": {**ROLLOUT, **(rollout or {})},
+        "reward": {**REWARD, "function": "exact_match", **(reward or {})},
+        "peft": {"kind": "lora"},
+        "zero": {"stage": 2, **(zero or {})},
+        "model": {},
+        "seed": 0,
+    }
+
+
+def found(*, rewarded: bool = False, **changes: Any) -> list[Finding]:
+    return online.online(settings(**changes), model.TOY, rewarded=rewarded)
+
+
+def test_what_can_work_is_let_through() -> None:
+    assert found() == []
+    assert found(objective="sft", reward={"function": None}, rl={"samples": 1}) == []
+
+
+def test_the_algorithms_are_those_there_are() -> None:
+    assert set(algorithm_options.USES) == set(ALGORITHMS)
+    assert set(algorithm_options.GROUPED) == {
+        name for name, one in ALGORITHMS.items() if one.groups
+    }
+
+
+def test_everything_is_found_at_once() -> None:
+    several = found(
+        reward={"function": "judge", "url": "htp://host", "engine": "vllm"},
+        rl={"samples": 1, "prompts": 30, "overlong_buffer": 100, "overlong_penalty": 1.0},
+        rollout={"max_prompt_len": 600, "tensor_parallel": 3, "top_p": 0.9, "temperature": 0.7},
+    )
+    assert [one.what for one in several] == [
+        "reward.function",
+        "reward.url",
+        "rl.samples",
+        "rl.prompts and rl.samples",
+        "rollout.max_prompt_len",
+        "rl.overlong_buffer",
+        "reward.engine",
+        "rollout.temperature",
+        "rollout.tensor_parallel",
+    ]
+    assert all(one.override and one.severity == "error" for one in several)
+
+
+def test_a_source_there_has_to_be() -> None:
+    (finding,) = found(reward={"function": None})
+    assert (finding.what, finding.found) == ("reward", "no source")
+    assert found(reward={"function": None}, rewarded=True) == []
+    mute = {"function": None, "model_weight": 0.0}
+    (finding,) = found(reward=mute, rewarded=True)
+    assert finding.override == "reward.model_weight=1"
+    assert found(reward={"function_weight": 0.0}, rewarded=True) == [], "one is only recorded"
+    (finding,) = found(reward={"function_weight": math.nan})
+    assert finding.found == "nan"
+
+
+def test_a_function_that_is_not_there(tmp_path: Path) -> None:
+    path = tmp_path / "judge.py"
+    (finding,) = found(reward={"function": f"{path}:score"})
+    assert finding.found == f"{path}:score: No such file or directory: {path}"
+    path.write_text("raise SystemExit('it was run')\ndef scores(): ...")
+    (finding,) = found(reward={"function": f"{path}:score"})
+    assert finding.found.endswith("no 'score' in the file, which has scores")
+    assert found(reward={"function": f"{path}:scores"}) == []
+
+
+@pytest.mark.parametrize(
+    ("url", "message"),
+    [
+        ("http://localhost:5000/get_reward", None),
+        ("https://[::1]/rewards?model=a", None),
+        ("localhost:5000", "http or https, and a host"),
+        ("ftp://host/rewards", "http or https, and a host"),
+        ("http:///rewards", "http or https, and a host"),
+        ("http://host:port/", "http or https, and a host"),
+        ("http://[::1/", "http or https, and a host"),
+        ("http://name:word@host/", "PLUMBLINE_REWARD_TOKEN=<token> is read instead"),
+    ],
+)
+def test_an_address(url: str, message: str | None) -> None:
+    several = found(reward={"url": url})
+    assert len(several) == (message is not None)
+    for finding in several:
+        assert message is not None
+        assert message in finding.allowed
+        assert "word" not in str(finding).partition("password")[0]
+
+
+def test_a_reward_model(tmp_path: Path) -> None:
+    folder = tmp_path / "model"
+    (finding,) = found(reward={"model": str(folder)})
+    assert finding.found == f"{folder} is no model: no config.json"
+    folder.mkdir()
+    config = {
+        "architectures": ["Qwen2ForSequenceClassification"],
+        "id2label": {"0": "LABEL_0"},
+        "max_position_embeddings": 320,
+        "mean": 0.5,
+        "std": 2.0,
+    }
+
+    def looked_at(**changes: Any) -> list[Finding]:
+        (folder / "config.json").write_text(json.dumps({**config, **changes}))
+        return found(reward={"model": str(folder)})
+
+    assert looked_at() == []
+    (finding,) = looked_at(architectures=["Qwen2ForCausalLM"])
+    assert "its config.json says Qwen2ForCausalLM" in finding.found
+    (finding,) = looked_at(std=None)
+    assert "mean is there, the other of mean and std is not" in finding.found
+    (finding,) = looked_at(max_position_embeddings=319)
+    assert finding.found.startswith("texts of up to 320 tokens")
+    (folder / "config.json").write_text("{")
+    (finding,) = found(reward={"model": str(folder)})
+    assert "config.json" in finding.found
+
+
+@given(SIZES, SIZES, SIZES)
+def test_replies_make_whole_steps_or_the_offered_sizes_do(p: int, s: int, size: int) -> None:
+    several = list(online.steps(p, s, size))
+    assert bool(several) == (p * s % size != 0)
+    for finding in several:
+        for offer in finding.override.split(" or "):
+            key, number = offer.split("=")
+            offered = {"rl.prompts": p, "train.global_batch_size": size, key: int(number)}
+            sizes = offered["rl.prompts"], s, offered["train.global_batch_size"]
+            assert list(online.steps(*sizes)) == []
+
+
+def test_a_group_of_one() -> None:
+    (finding,) = found(rl={"samples": 1, "prompts": 64})
+    assert "grpo compares the replies to a prompt" in finding.allowed
+    assert found(objective="ppo", rl={"samples": 1, "prompts": 64}) == []
+
+
+def test_lengths() -> None:
+    context = model.TOY.context
+    assert context is not None
+    assert found(rollout={"max_prompt_len": context - 64}) == []
+    (finding,) = found(rollout={"max_prompt_len": context - 63})
+    assert finding.override == f"rollout.max_prompt_len={context - 64}"
+    (finding,) = found(rollout={"max_new_tokens": context})
+    assert finding.override == f"rollout.max_new_tokens={context // 2}"
+    assert found(rl={"overlong_buffer": 64, "overlong_penalty": 1.0}) == []
+    (finding,) = found(rl={"overlong_buffer": 65, "overlong_penalty": 1.0})
+    assert finding.override == "rl.overlong_buffer=16"
+
+
+def test_states_that_cannot_be_offloaded() -> None:
+    moved: dict[str, Any] = {"rollout": {"offload_trainer": True}}
+    assert found(**moved) == []
+    without, twice = (
+        found(**moved, zero={"stage": 0}),
+        found(**moved, zero={"offload_optimizer": "cpu"}),
+    )
+    assert [one.found for one in without] == ["true with ZeRO-0"]
+    assert [one.found for one in twice] == ["true with zero.offload_optimizer=cpu"]
+    assert {one.what for one in (*without, *twice)} == {"rollout.offload_trainer"}
+
+
+def test_what_vllm_cannot_do() -> None:
+    (finding,) = found(rollout={"tensor_parallel": 3}, nproc=4)
+    assert finding.override == "rollout.tensor_parallel=2"
+    cut = {"top_k": 50, "temperature": 0.7}
+    (finding,) = found(rollout=cut)
+    assert finding.what == "rollout.temperature"
+    assert found(rollout={**cut, "engine": "transformers", "tensor_parallel": 3}) == []
+    config = {**model.TOY.config, "num_attention_heads": 16}
+    small = replace(model.TOY, config=config)
+    (finding,) = online.online(settings(), small)
+    assert (finding.what, finding.override) == ("rollout.engine", "rollout=transformers")
+    assert online.online(settings(), small, on_cpu=False) == []
+
+
+@pytest.mark.parametrize("critic", ["shared", "separate"])
+def test_a_policy_that_would_never_move_is_not_trained(critic: str) -> None:
+    how = {"critic": critic, "critic_warmup": 3, "samples": 1, "prompts": 64}
+    (one,) = found(objective="ppo", rl={**how, "iterations": 3})
+    assert (one.what, one.found) == ("rl.critic_warmup", "3 with rl.iterations=3")
+    assert one.override == "rl.iterations=4 or more"
+    assert found(objective="ppo", rl={**how, "iterations": 4}) == []

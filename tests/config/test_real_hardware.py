@@ -1,0 +1,205 @@
+"""The experiments for real hardware, planned where that hardware is not."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from flows.chain.steps import Link, links
+from flows.chain.steps import compose as compose_run
+from flows.cli.config import CONF, Composed, compose_config
+from flows.cli.plan import forecast, render
+from tasks.config.checks import findings, phases
+from tasks.config.checks.engine import engine_memory, shareable
+from tasks.config.checks.phases import asked_of, memory_of
+from tasks.core import machine
+from tasks.training.memory.estimate import LIBRARIES, adapter_weights
+from tasks.training.memory.sizes import Sizes
+from tests.config.test_plan import CHAIN, program
+from tests.machines import H100, QWEN_7B, QWEN_14B, QWEN_72B, with_gpus, with_hub
+
+PAIR = {"prompt": "a question", "chosen": "good", "rejected": "bad"}
+CHAT = {"prompt": "a question", "response": "good"}
+EXPERIMENTS: dict[str, dict[str, Any]] = {
+    "dpo_qwen72b_lora": PAIR,
+    "qlora_qwen7b": CHAT,
+    "sft_llama8b_lora_zero3": CHAT,
+    "reward_qwen14b_lora_zero3": PAIR,
+}
+
+
+@pytest.fixture(params=EXPERIMENTS)
+def composed(request: pytest.FixtureRequest, tmp_path: Path) -> Composed:
+    return compose(tmp_path, request.param)
+
+
+def compose(tmp_path: Path, experiment: str) -> Composed:
+    data = tmp_path / "rows.jsonl"
+    data.write_text(f"{json.dumps(EXPERIMENTS[experiment])}\n" * 2)
+    given = [f"+exp={experiment}", f"data.path={data}", f"paths.runs={tmp_path / 'runs'}"]
+    return compose_config(given)
+
+
+EVERY = sorted(path.stem for path in (CONF / "exp").glob("*.yaml"))
+
+
+@pytest.mark.parametrize("experiment", EVERY)
+def test_every_experiment_plans_without_a_finding_on_eight_gpus_of_80_gb(
+    experiment: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And prints each term of its memory."""
+    with_gpus(monkeypatch, 8)
+    with_hub(monkeypatch, tmp_path / "hub")
+    given = given_for(experiment, tmp_path)
+    for link in links(compose_run(given), given):
+        text = render([link])
+        assert text.endswith("preflight:\n  nothing to report"), text
+        rank = memory_of(link.composed.settings, rewarded=link.rewarded)
+        assert rank is not None
+        for term in rank.terms:
+            line = rf"^  {term.name} +{re.escape(phases.in_words(term.size))}  [a-z ]+$"
+            assert re.search(line, text, re.M), term
+        assert rank.total <= sum(term.size for term in rank.terms)
+
+
+@pytest.mark.parametrize(
+    ("experiment", "gpus", "gigabytes"),
+    [
+        ("qlora_qwen7b", 1, 80), ("qlora_qwen7b", 1, 24), ("grpo_qwen7b_qlora", 1, 80),
+        ("grpo_qwen7b_qlora", 1, 48), ("reward_qwen14b_lora_zero3", 4, 80),
+        ("sft_llama8b_lora_zero3", 4, 40),
+    ],
+)  # fmt: skip
+def test_experiments_fit_where_they_say_so(
+    experiment: str, gpus: int, gigabytes: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with_gpus(monkeypatch, gpus, gigabytes * 10**9)
+    with_hub(monkeypatch, tmp_path / "hub")
+    given = given_for(experiment, tmp_path)
+    (link,) = links(compose_run(given), given)
+    assert link.composed.settings["train"]["nproc"] == gpus
+    assert render([link]).endswith("nothing to report")
+
+
+def given_for(experiment: str, tmp_path: Path) -> list[str]:
+    """The command line of an experiment: rows, and rewards where it needs some."""
+    given = [f"+exp={experiment}", f"paths.runs={tmp_path / 'runs'}"]
+    if "/model: hf" not in (CONF / "exp" / f"{experiment}.yaml").read_text():
+        return given
+    rows = tmp_path / "rows.jsonl"
+    rows.write_text(f"{json.dumps(PAIR | CHAT | {'answer': '4'})}\n" * 3)
+    given += [f"data.path={rows}"]
+    if experiment.startswith("grpo"):
+        given += ["reward.function=exact_match"]
+    if experiment.startswith("ppo"):
+        reward = tmp_path / "reward"
+        reward.mkdir()
+        names = {"architectures": ["Qwen2ForSequenceClassification"], "num_labels": 1}
+        (reward / "config.json").write_text(json.dumps(QWEN_14B | names | {"dtype": "bfloat16"}))
+        given += [f"reward.model={reward}", "reward.normalize=false"]
+    return given
+
+
+def test_72b_in_host_memory_and_in_the_engine_that_serves_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The base passes through no rank's own memory: safetensors maps it, once for all of them."""
+    with_gpus(monkeypatch, 8)
+    with_hub(monkeypatch, tmp_path / "hub")
+    composed = compose(tmp_path, "dpo_qwen72b_lora")
+    settings, rank = composed.settings, memory_of(composed.settings)
+    assert rank is not None
+    sizes = Sizes.of(QWEN_72B)
+    # LoRA of rank 32 on eight ranks: master, moments, updated weights and gradient in host memory.
+    assert rank.host == 18 * adapter_weights(sizes, asked_of(settings)) // 8
+    monkeypatch.setattr(machine, "available_memory", lambda: 8 * (rank.host + LIBRARIES))
+    assert findings(settings, composed.runs, rank) == []
+    monkeypatch.setattr(machine, "available_memory", lambda: 8 * (rank.host + LIBRARIES) - 1)
+    (finding,) = findings(settings, composed.runs, rank)
+    assert finding.what == "memory"
+    assert finding.allowed == "needs about 15.1 GiB: 903.5 MiB offloaded by each of 8 ranks"
+    assert finding.override == "zero.offload_optimizer=none"
+    served = engine_memory(QWEN_72B, settings, gpu_bytes=H100)
+    assert (served.weights, served.token) == (2 * sizes.weights() // 8, sizes.kv_cache(1) // 8)
+    with_gpus(monkeypatch, 8)
+    settings["smoke"]["tensor_parallel"] = 1
+    (finding,) = findings(settings, composed.runs, rank)
+    assert finding.what == "GPU memory of smoke_eval"
+    assert finding.override == "smoke.tensor_parallel=8"
+
+
+def test_processes_that_share_a_model_have_whole_heads_and_a_gpu_each() -> None:
+    key = "smoke.tensor_parallel"
+    assert shareable(key, 4, QWEN_7B, gpus=8) == shareable(key, 1, {}) == []
+    (finding,) = shareable(key, 8, QWEN_7B, gpus=8)
+    assert (finding.found, finding.override) == ("8", f"{key}=7")
+    assert finding.allowed.startswith("a divisor of the model's 28 attention heads")
+    (finding,) = shareable(key, 8, QWEN_72B, gpus=2)
+    assert finding.override == f"{key}=2"
+
+
+def deepspeed_of(text: str) -> dict[str, Any]:
+    start, end = text.index("deepspeed:\n") + len("deepspeed:\n"), text.index("preflight:")
+    document: dict[str, Any] = json.loads(text[start:end])
+    return document
+
+
+def test_the_whole_chain_is_planned_and_nothing_is_missing(composed: Composed) -> None:
+    """Of a model on the Hub nothing is known before it is fetched, and nothing is fetched."""
+    planned = forecast(Link("", composed))
+    assert [name for name, _ in planned] == [*CHAIN, "register"]
+    assert all(state.startswith("to run") for _, state in planned)
+    text = render([Link("", composed)])
+    assert "memory a rank: unknown: no config.json" in text
+    assert findings(composed.settings, composed.runs) == []
+    assert not composed.runs.exists()
+
+
+def test_dpo_qwen72b_lora_is_the_published_configuration(tmp_path: Path) -> None:
+    composed = compose(tmp_path, "dpo_qwen72b_lora")
+    settings = composed.settings
+    wanted: dict[str, dict[str, Any]] = {
+        "train": {
+            "objective": "dpo", "save_steps": 50, "max_ckpt_num": 20, "log_every": 10,
+            "eval_steps": 0, "global_batch_size": 128, "micro_batch_size": 1, "epochs": 1.0,
+            "max_steps": None, "max_len": 4096, "lr": 5e-7, "gradient_checkpointing": True,
+        },
+        "peft": {"kind": "lora", "rank": 32, "alpha": 64.0, "dropout": 0.05},
+        "zero": {"stage": 3, "offload_optimizer": "cpu"},
+        "model": {
+            "path": "Qwen/Qwen2.5-72B-Instruct", "dtype": "bfloat16",
+            "attn_implementation": "sdpa",  # flash-attn is in no lock
+        },
+        "data": {
+            "kind": "jsonl", "chosen_key": "chosen", "rejected_key": "rejected",
+            "chat_template": None,  # the tokenizer's own
+        },
+        "tracking": {"tensorboard": True},
+    }  # fmt: skip
+    for section, values in wanted.items():
+        assert {key: settings[section][key] for key in values} == values
+    assert settings["train"]["loss"]["beta"] == 0.1
+    config = deepspeed_of(render([Link("", composed)]))
+    assert config["bf16"] == {"enabled": True}
+    assert config["train_micro_batch_size_per_gpu"] == 1
+    assert config["gradient_accumulation_steps"] == 16  # 128 pairs on eight ranks
+    zero = config["zero_optimization"]
+    assert (zero["stage"], zero["offload_optimizer"]["device"]) == (3, "cpu")
+
+
+def test_the_literal_plan_shows_everything_and_says_what_is_missing(tmp_path: Path) -> None:
+    compose(tmp_path, "dpo_qwen72b_lora")
+    user = tmp_path / "user"
+    user.mkdir()
+    flash = "model.attn_implementation=flash_attention_2"
+    asked = ("+exp=dpo_qwen72b_lora", f"data.path={tmp_path}/rows.jsonl", flash, "plan=true")
+    done = program(user, *asked)
+    assert done.returncode == 2
+    assert done.stdout.startswith(f"runs: {user}/runs\nstages:\n  prepare_data  to run: ")
+    assert "-> model.attn_implementation=sdpa\n" in done.stdout
+    assert done.stderr == "the preflight found 1 problem; nothing was started\n"
+    assert list(user.iterdir()) == []

@@ -1,0 +1,78 @@
+"""Contracts: every expected tensor once, nothing unexpected, and all failures in one error."""
+
+from __future__ import annotations
+
+import pickle
+
+import pytest
+
+from tasks.core.contract import Check, Expected, judge, require
+from tasks.core.errors import ContractError, StageProcessError
+from tasks.weights.files.header import TensorInfo
+
+
+def info(*shape: int, dtype: str = "BF16") -> TensorInfo:
+    return TensorInfo(tuple(shape), dtype, 0, 0)
+
+
+def test_a_tensor_of_the_right_shape_and_dtype_passes() -> None:
+    (check,) = judge([Expected("a", (2, 3), "BF16")], {"a": info(2, 3)})
+    assert check.ok
+    assert (check.expected, check.found) == ("BF16 [2, 3]", "BF16 [2, 3]")
+
+
+@pytest.mark.parametrize(
+    ("found", "text"),
+    [
+        ({}, "missing"),
+        ({"a": info(0)}, "BF16 [0]"),
+        ({"a": info(2, 3, dtype="F32")}, "F32 [2, 3]"),
+        ({"a": info(3, 2)}, "BF16 [3, 2]"),
+    ],
+)
+def test_what_does_not_match_is_named_with_what_was_found(found: dict, text: str) -> None:
+    (check,) = judge([Expected("a", (2, 3), "BF16")], found)
+    assert not check.ok
+    assert check.found == text
+
+
+def test_a_leftover_fails() -> None:
+    checks = judge([Expected("a", (1,))], {"a": info(1), "v_head.weight": info(1, 4)})
+    assert [(c.name, c.ok) for c in checks] == [("a", True), ("v_head.weight", False)]
+
+
+def test_require_lists_every_failure_at_once_and_survives_pickling() -> None:
+    checks = judge([Expected(f"t{i}", (2,)) for i in range(3)], {})
+    with pytest.raises(ContractError) as caught:
+        require(checks, stage="gather", hint="look at the shards")
+    error = pickle.loads(pickle.dumps(caught.value))
+    assert "\n" not in str(error)
+    assert [line.split(":")[0] for line in error.details] == ["t0", "t1", "t2"]
+    assert error.report().endswith("-> look at the shards")
+
+
+def test_the_hint_is_that_of_the_first_failed_check_which_has_one() -> None:
+    checks = [
+        Check("a", "1", "1", ok=True, hint="passed"),
+        Check("b", "1", "2", ok=False),
+        Check("c", "1", "2", ok=False, hint="type this"),
+    ]
+    with pytest.raises(ContractError) as caught:
+        require(checks, stage="merge")
+    assert caught.value.hint == "type this"
+    assert checks[2].as_dict() == {"name": "c", "expected": "1", "found": "2", "ok": False}
+
+
+def test_a_child_process_error_survives_pickling_with_its_own_fields() -> None:
+    error = pickle.loads(pickle.dumps(StageProcessError("train", -9, ["one", "two", ""], "exit")))
+    assert (error.stage, error.returncode, error.reason) == ("train", -9, "exit")
+    assert str(error) == "train: child process ended (exit, status -9): two"
+    assert error.details == ("one", "two", "")
+
+
+def test_the_report_names_the_stage_once() -> None:
+    error = ContractError("merge: contract not met", details=["a", "b"], hint="look")
+    assert error.report() == "merge: contract not met\n  a\n  b\n  -> look"
+    error.stage = "merge"
+    assert error.report() == "merge failed: contract not met\n  a\n  b\n  -> look"
+    assert pickle.loads(pickle.dumps(error)).report() == error.report()

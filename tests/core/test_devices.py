@@ -1,0 +1,386 @@
+"""Training and measuring on a second device: the CPU's numbers, and nothing mixed.
+
+The device is `tests/elsewhere.py`. On a GPU each of these would end in "expected all tensors to be
+on the same device", or in a numpy array that a CUDA tensor does not give.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from tasks.drift.fingerprint import drift
+from tasks.evaluation.scoring import ModelRef
+from tasks.rl import run as online_run
+from tasks.rl.algorithms import advantages
+from tasks.rl.algorithms.batch import Totals
+from tasks.rl.algorithms.policy_loss import Given, PolicyLoss
+from tasks.rl.algorithms.value_loss import value_loss
+from tasks.rl.experience.packed_rows import Experience, experience, measured
+from tasks.rl.experience.responses import Generated, Prompt, Reply, Scored
+from tasks.rl.rewards.model import _examples
+from tasks.rl.rollout.decode_batch import Asked as Wanted
+from tasks.rl.rollout.decode_batch import Growing, cut
+from tasks.rl.rollout.merged import merged_tensors
+from tasks.rl.rollout.sampling import sample
+from tasks.serving.reference import measure
+from tasks.serving.reference import requests as answers
+from tasks.serving.reference.rewards import _rewarder
+from tasks.training import run
+from tasks.training.engine.deepspeed_engine import Ranks
+from tasks.training.engine.nan_guard import Watch
+from tasks.training.engine.partitions import own_shares
+from tasks.training.job import Batch, Peft, Zero
+from tasks.training.model import base, pissa, probe
+from tasks.training.model.packed_model import Asked, require_same, take_rows
+from tasks.training.objectives import objective
+from tasks.training.objectives.forward_passes import Passes, Sums
+from tasks.training.objectives.heldout_scores import heldout_scores
+from tasks.training.tokens.order import Counts
+from tasks.training.tokens.packing import trial_row
+from tests.elsewhere import DEVICE, Elsewhere
+from tests.settings import Settings
+from tests.tiny import tiny
+from tests.training.test_packing import make_examples
+
+HERE = torch.device("cpu")
+PROBES = [[5, 9, 40, 3, 77], [8, 8, 60], [1, 2, 3, 4, 5, 6, 7]]
+
+
+@pytest.fixture
+def elsewhere() -> Iterator[None]:
+    with Elsewhere():
+        yield
+
+
+def causal(device: torch.device, *, frozen_head: bool = False) -> Any:
+    from transformers import AutoModelForCausalLM
+
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(tiny("Llama"), attn_implementation="sdpa")
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(torch.randn(parameter.shape) * 0.1)
+    model.lm_head.requires_grad_(not frozen_head)
+    return model.to(device)
+
+
+def scoring(device: torch.device) -> Any:
+    from transformers import AutoModelForSequenceClassification
+
+    torch.manual_seed(0)
+    config = tiny("Llama", num_labels=1)
+    return AutoModelForSequenceClassification.from_config(config).to(device)
+
+
+class Engine:
+    """Stand-in for the parts of DeepSpeed's engine that passes use."""
+
+    def __init__(self, module: Any) -> None:
+        self.module = module
+        self.eval, self.train, self.parameters = module.eval, module.train, module.parameters
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self.module(*args, **kwargs)
+
+
+def ranks(device: torch.device) -> Any:
+    def total(value: torch.Tensor) -> torch.Tensor:
+        assert value.device == device, "NCCL reduces nothing on a CPU"
+        return value
+
+    return SimpleNamespace(
+        device=device, rank=0, world_size=1, total=total, all_objects=lambda one: [one]
+    )
+
+
+def on_both(compute: Callable[[torch.device], Any]) -> tuple[Any, Any]:
+    return compute(HERE), compute(DEVICE)
+
+
+@pytest.mark.parametrize(
+    ("name", "frozen"),
+    [
+        ("sft", True),
+        ("dpo", False),
+        pytest.param("kto", True, marks=pytest.mark.slow),
+        pytest.param("reward", False, marks=pytest.mark.slow),
+    ],
+)
+def test_losses_and_gradients(name: str, frozen: bool, elsewhere: None) -> None:
+    chosen = objective(name, {})
+
+    def compute(device: torch.device) -> tuple[float, list[float], dict[str, float]]:
+        model = causal(device, frozen_head=frozen) if chosen.head == "tokens" else scoring(device)
+        take_rows(model)
+        lengths = [9, 4, 12, 6] if len(chosen.roles) == 1 else [9, 4, 12, 6, 5, 3, 8, 8]
+        examples = make_examples(lengths, roles=len(chosen.roles))
+        wanted = {"reference": np.zeros((4, len(chosen.roles)), np.float32)}
+        if name == "kto":
+            wanted["desirable"] = np.array([1, 0, 1, 1], np.float32)
+        examples = replace(examples, roles=chosen.roles, values={**examples.values, **wanted})
+        engine = Engine(model)
+        require_same(engine, trial_row(examples).to(device))
+        passes, counts = Passes(engine, ranks(device), chosen), Counts.of(examples)
+        baseline = passes.baseline(examples, passes.heldout(examples, Batch(2, 4, 64)))
+        watch, sums = Watch(model), Sums(ranks(device))
+        loss = passes.loss(examples, range(4), counts=counts, baseline=baseline)
+        loss.value.backward()
+        sums.add({"loss": loss.value, **loss.measures})
+        sums.add(watch.broken())
+        watch.close()
+        gradients = [float(p.grad.norm()) for p in model.parameters() if p.grad is not None]
+        return float(loss.value), gradients, sums.total()
+
+    here, there = on_both(compute)
+    assert here[0] == pytest.approx(there[0], abs=1e-5)
+    assert here[1] == pytest.approx(there[1], rel=1e-3, abs=1e-6)
+    assert here[2] == pytest.approx(there[2], abs=1e-5)
+    assert len(here[1]) == (20 if frozen else 21)
+
+
+@pytest.mark.parametrize("entropy", [False, True])
+def test_responses_are_measured_and_learned_from(entropy: bool, elsewhere: None) -> None:
+    prompts = [Prompt({"id": str(ids)}, np.array(ids, np.int32)) for ids in ([3, 4], [7, 8, 9])]
+    scored = [
+        Scored(
+            Reply(p, Generated(np.array(ids, np.int32), np.full(len(ids), -4.0, np.float32), True),
+                  ""),
+            group, reward, {},
+        )
+        for group, p in enumerate(prompts)
+        for ids, reward in (([11, 12, 13], 1.0), ([21, 22], 0.0))
+    ]  # fmt: skip
+
+    def compute(device: torch.device) -> Any:
+        model = causal(device)
+        take_rows(model)
+        got = measured(
+            experience(scored), ranks(device), size=2, device=device,
+            measure=lambda row: {"old": model(row=row)},
+        )  # fmt: skip
+        scores = advantages.group_normalized(got.rewards, got.groups)
+        estimated = advantages.spread(scores, got.lengths)
+        asked = Asked(0.7, entropy=entropy)
+        out = model(row=got.row([0, 3]).to(device), asked=asked)
+        logprobs, entropies = out if entropy else (out, None)
+        given = _given(got, [0, 3], estimated, entropies, device)
+        loss = PolicyLoss("sequence", "sequences", entropy_coef=0.1 * entropy)(logprobs, given)
+        loss.value.backward()
+        values = value_loss(logprobs.detach(), given.old_n, given.advantages_n, given.totals, 0.2)
+        gradients = [float(p.grad.norm()) for p in model.parameters() if p.grad is not None]
+        return got.old.tolist(), float(loss.value), gradients, float(values.value)
+
+    here, there = on_both(compute)
+    for mine, theirs in zip(here, there, strict=True):
+        assert mine == pytest.approx(theirs, rel=1e-3, abs=1e-5)
+
+
+def _given(
+    got: Experience, chosen: list[int], estimated: Any, entropies: Any, device: torch.device
+) -> Given:
+    """As `Updater._given`, by its own function."""
+    from tasks.rl.update import Learned, Updater
+
+    loop = SimpleNamespace(correction="sequence_mask", correction_high=9.0, correction_low=0.0)
+    learned = Learned(got, SimpleNamespace(advantages_N=estimated), 0.0)  # type: ignore[arg-type]
+    updater: Any = SimpleNamespace(ranks=ranks(device), loop=loop)
+    old = got.old[got.places(chosen)]
+    return Updater._given(updater, learned, chosen, old, entropies, Totals(5, 2, 8))
+
+
+def test_sampling(elsewhere: None) -> None:
+    wanted = [Wanted(np.array(ids, np.int32), np.full(3, 0.4)) for ids in ([3, 4, 5], [9])]
+
+    def compute(device: torch.device) -> list[list[int]]:
+        state, tokens = Growing.of(wanted, device), []
+        model, ends = causal(device), torch.tensor([1], device=device)
+        with torch.no_grad():
+            for step in range(3):
+                logits = state.forward(model).log_softmax(-1)
+                tokens.append(sample(logits, state.uniform[:, step], top_k=5))
+                state.take(tokens[-1])
+        together = torch.stack(tokens, 1)
+        return [one.ids.tolist() for one in cut(together, together.float(), ends)]
+
+    here, there = on_both(compute)
+    assert here == there
+
+
+def test_prints_of_the_trainer_and_of_the_scorer(elsewhere: None) -> None:
+    live = probe.fingerprint(Engine(causal(HERE)), PROBES, HERE)
+    there = probe.fingerprint(Engine(causal(DEVICE)), PROBES, DEVICE)
+    assert drift(live, there).mean_kl < 1e-6
+    assert (live.measured_on["device"], there.measured_on["device"]) == ("cpu", "meta")
+    scorer = measure.fingerprint(causal(DEVICE).eval(), there)
+    assert drift(there, scorer).mean_kl == 0.0
+    assert scorer.noise is None, "the same device: nothing to be noisy about"
+    elsewhere_measured = measure.fingerprint(causal(DEVICE).eval(), live)
+    assert elsewhere_measured.noise is not None
+    assert 0 <= elsewhere_measured.noise < 1e-6
+    first = measure.reference(causal(DEVICE).eval(), PROBES)
+    assert drift(first, measure.fingerprint(causal(HERE).eval(), first)).mean_kl < 1e-6
+
+
+def test_what_the_scorer_says_of_texts(elsewhere: None) -> None:
+    how: dict[str, Any] = {"max_new_tokens": 4, "eos": {0}}
+
+    def compute(device: torch.device) -> Any:
+        model = causal(device).eval()
+        drawn = measure.drawn(model, [3, 4], temperature=1.0, seed=7, **how)
+        greedy, _ = measure.greedy(model, [3, 4], **how)
+        return drawn, greedy, measure.token_logprobs(model, [3, 4], [5, 6])
+
+    here, there = on_both(compute)
+    assert here[:2] == there[:2]
+    assert here[2] == pytest.approx(there[2], abs=1e-5)
+
+
+def test_scores_of_a_reward_model(elsewhere: None) -> None:
+    here, there = on_both(lambda device: _rewarder(scoring(device), {}))
+    assert there.scores(PROBES) == pytest.approx(here.scores(PROBES), abs=1e-6)
+    assert there.noise(PROBES) < 1e-6
+    assert (here.on["device"], there.on["device"]) == ("cpu", "meta")
+
+    def trained(device: torch.device) -> Any:
+        return probe.score_print(Engine(scoring(device)), PROBES, device)
+
+    live, far = on_both(trained)
+    assert live.scores == pytest.approx(far.scores, abs=1e-6)
+
+    def spread(device: torch.device) -> Any:
+        model = scoring(device)
+        take_rows(model)
+        passes = Passes(Engine(model), ranks(device), objective("reward", {}))
+        return heldout_scores(passes, _examples(PROBES), Batch(2, 2, 64)).as_dict()
+
+    mine, theirs = on_both(spread)
+    assert mine == pytest.approx(theirs, abs=1e-5)
+
+
+def test_what_ranks_leave_and_hand_over(elsewhere: None, tmp_path: Path) -> None:
+    from tasks.weights.plan.contracts import model_facts
+
+    causal(HERE).save_pretrained(tmp_path)
+    facts = model_facts(tmp_path, "float32")
+    here, there = causal(HERE), causal(DEVICE)
+    mine, theirs = (own_shares(model, rank=0, world_size=2) for model in (here, there))
+    assert all(torch.equal(mine[name].data, theirs[name].data) for name in mine)
+    handed = dict(merged_tensors(there, facts))
+    assert all(torch.equal(handed[name].cpu(), one) for name, one in merged_tensors(here, facts))
+
+
+def test_pissa_starts_where_the_base_is(elsewhere: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """NCCL broadcasts the pairs, and takes no CPU tensors."""
+    from peft import LoraConfig, get_peft_model
+
+    told: list[str] = []
+
+    def broadcast(tensor: torch.Tensor, source: int) -> None:
+        assert tensor.device == DEVICE
+        told.append(str(source))
+
+    monkeypatch.setattr(pissa.dist, "broadcast", broadcast)
+    config = LoraConfig(r=8, target_modules=["q_proj"])
+    model = get_peft_model(causal(DEVICE), config, autocast_adapter_dtype=False)
+    before = model(torch.tensor(PROBES[:1], device=DEVICE)).logits.detach().cpu()
+    pissa.start_in_principal_components(model, niter=None, ranks=ranks(DEVICE))
+    after = model(torch.tensor(PROBES[:1], device=DEVICE)).logits.detach().cpu()
+    torch.testing.assert_close(before, after, rtol=0, atol=1e-4)
+    assert told == ["0"] * 4
+
+
+class TestPlaces:
+    """Where models are loaded to, on GPUs that are not there."""
+
+    @pytest.mark.parametrize(
+        ("device", "kind", "stage", "place"),
+        [
+            ("cuda:1", "lora", 2, {"": "cuda:1"}),
+            ("cuda:1", "none", 0, {"": "cuda:1"}),
+            ("cuda:1", "qlora", 2, {"": "cuda:1"}),
+            ("cuda:1", "lora", 3, None),  # zero.Init partitions it on the way
+            ("cpu", "lora", 2, None),
+            ("cpu", "qlora", 2, {"": "cpu"}),
+        ],
+    )
+    def test_a_base_that_is_trained(
+        self, device: str, kind: str, stage: int, place: Any, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        asked = self._asked(monkeypatch, base, "_class_for")
+        monkeypatch.setattr(base, "partitioned", lambda config: contextlib.nullcontext())
+        settings = Settings(peft=Peft(kind=kind), zero=Zero(stage))
+        job: Any = SimpleNamespace(settings=settings, base=Path("base"))
+        where: Any = Ranks.__new__(Ranks)
+        where.device = torch.device(device)
+        with pytest.raises(_Loaded):
+            base.load_base(job, where, {}, head="tokens", pad=None)
+        assert asked.get("device_map") == place
+
+    @pytest.mark.parametrize(
+        ("wanted", "size", "quantization", "place"),
+        [
+            (None, 15e9, None, {"": "cuda:0"}),
+            ("cuda", 145e9, None, "auto"),
+            ("cuda", 145e9, {"type": "nf4"}, {"": "cuda:0"}),
+            ("cuda", 810e9, {"type": "nf4"}, "auto"),
+            ("cpu", 145e9, None, None),
+            ("cpu", 15e9, {"type": "nf4"}, {"": "cpu"}),  # transformers' own choice is a GPU
+        ],
+    )
+    def test_a_model_that_is_measured(
+        self,
+        wanted: str | None,
+        size: float,
+        quantization: Any,
+        place: Any,
+        tmp_path: Path,
+        monkeypatch: pytest.MonkeyPatch,
+    ) -> None:
+        monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+        monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (int(80e9), int(85e9)))
+        (tmp_path / "model.safetensors").touch()
+        os.truncate(tmp_path / "model.safetensors", int(size))
+        request = ModelRef(tmp_path, quantization=quantization, device=wanted).as_request()
+        assert answers._loading(request)["device_map"] == place
+
+    def test_flash_attention_that_is_not_there(self, tmp_path: Path) -> None:
+        for name in ("flash_attention_2", "flash_attention_3", "eager"):
+            request = ModelRef(tmp_path, attn_implementation=name).as_request()
+            loading = answers._loading(request)
+            assert loading["attn_implementation"] == ("eager" if name == "eager" else "sdpa")
+            assert loading["device_map"] is None
+
+    def _asked(self, monkeypatch: pytest.MonkeyPatch, module: Any, name: str) -> dict[str, Any]:
+        asked: dict[str, Any] = {}
+
+        def from_pretrained(path: Path, **how: Any) -> Any:
+            asked.update(how)
+            raise _Loaded
+
+        stand_in = SimpleNamespace(from_pretrained=from_pretrained)
+        monkeypatch.setattr(module, name, lambda head: stand_in)
+        return asked
+
+
+class _Loaded(Exception):
+    """Loading has begun."""
+
+
+@pytest.mark.parametrize("module", [run, online_run], ids=["offline", "online"])
+def test_no_rank_on_a_gpu_emulates_bf16(module: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    called: list[bool] = []
+    monkeypatch.setattr(module, "use_fp32_where_faster", lambda: called.append(True))
+    for gpu in (True, False):
+        with pytest.raises(AttributeError):
+            module.train_with(SimpleNamespace(gpu=gpu), None, 0.0)
+    assert called == [True]

@@ -1,0 +1,232 @@
+"""GPUs as the driver lists them and as CUDA shows them, and a torch that cannot compute on them."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import subprocess
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from tasks.config.checks.machine import device
+from tasks.core import machine
+from tasks.core.errors import ConfigError
+from tasks.core.machine import Gpu, Gpus, driver_too_old, gpus, visible
+from tasks.train import rank_environment
+from tests.machines import GIB, with_gpus
+from tests.settings import Launch
+
+TWO = (Gpu("GPU-aa11", 1), Gpu("GPU-ab22", 2), Gpu("GPU-cc33", 3))
+PARTS = (Gpu("MIG-11", 10), Gpu("MIG-22", 20))
+DIVIDED = (Gpu("GPU-aa", 80, PARTS), Gpu("GPU-bb", 80))
+
+
+@pytest.mark.parametrize(
+    ("wanted", "memory"),
+    [
+        (None, [1, 2, 3]),
+        ("", []),
+        ("-1", []),
+        ("NoDevFiles", []),
+        ("0,-1,1", [1]),  # the first that is none ends the list
+        ("2,0", [3, 1]),
+        ("0, 1", [1, 2]),
+        ("1gpu,0", [2, 1]),  # as strtoul reads it
+        ("0,7,1", [1]),
+        ("1,0,1", []),  # a device twice
+        ("GPU-cc33,GPU-aa", [3, 1]),
+        ("GPU-a", []),  # two begin so
+        ("GPU-zz,GPU-cc", []),
+    ],
+)
+def test_cuda_visible_devices(wanted: str | None, memory: list[int]) -> None:
+    assert [one.memory for one in visible(TWO, wanted)] == memory
+
+
+@pytest.mark.parametrize(
+    ("wanted", "memory"),
+    [
+        (None, [10]), ("0", [10]), ("1", [80]), ("MIG-22", [20]), ("MIG-11,MIG-22", [10]),
+        ("GPU-bb,0", [80]), ("MIG-33", []),
+    ],
+)  # fmt: skip
+def test_a_process_sees_one_mig_instance(wanted: str | None, memory: list[int]) -> None:
+    assert [one.memory for one in visible(DIVIDED, wanted)] == memory
+
+
+class _Error(Exception):
+    pass
+
+
+def nvml(instances: tuple[int, ...] = (), **changes: Any) -> Any:
+    """As nvidia-ml-py: one GPU; `instances` are the bytes of its MIG devices."""
+
+    def instance(handle: str, index: int) -> str:
+        if index >= len(instances):
+            raise _Error
+        return f"MIG-{index}"
+
+    sizes = {f"MIG-{index}": size for index, size in enumerate(instances)}
+
+    def mode(handle: str) -> list[int]:
+        if handle.startswith("MIG"):
+            raise _Error
+        return [int(bool(instances)), 0]
+
+    return SimpleNamespace(**{
+        "NVMLError": _Error,
+        "nvmlInit": lambda: None,
+        "nvmlShutdown": lambda: None,
+        "nvmlDeviceGetCount": lambda: 1,
+        "nvmlDeviceGetHandleByIndex": lambda index: "GPU-9f",
+        "nvmlSystemGetCudaDriverVersion_v2": lambda: 12040,
+        "nvmlSystemGetDriverVersion": lambda: "550.54.15",
+        "nvmlDeviceGetMemoryInfo": lambda h: SimpleNamespace(total=sizes.get(h, 80)),
+        "nvmlDeviceGetUUID": lambda handle: handle,
+        "nvmlDeviceGetMigMode": mode,
+        "nvmlDeviceGetMaxMigDeviceCount": lambda handle: 7,
+        "nvmlDeviceGetMigDeviceHandleByIndex": instance,
+        **changes,
+    })  # fmt: skip
+
+
+def failing(*_: Any) -> Any:
+    raise _Error
+
+
+def test_nvml_lists_gpus_their_instances_and_the_driver(monkeypatch: pytest.MonkeyPatch) -> None:
+    whole = Gpus((Gpu("GPU-9f", 80),), "550.54.15", (12, 4))
+    assert machine._of_nvml(nvml()) == whole
+    (divided,) = machine._of_nvml(nvml((10, 20))).devices
+    assert divided.instances == (Gpu("MIG-0", 10), Gpu("MIG-1", 20))
+    assert machine._of_nvml(nvml(nvmlInit=failing)) == Gpus()  # no driver
+    assert machine._of_nvml(nvml(nvmlDeviceGetMigMode=failing)) == whole  # WSL, older GPUs
+    monkeypatch.setattr(machine.psutil, "virtual_memory", lambda: SimpleNamespace(total=128))
+    (shared,) = machine._of_nvml(nvml(nvmlDeviceGetMemoryInfo=failing)).devices
+    assert shared.memory == 128  # a GPU that shares the host's memory
+
+
+def test_what_is_asked_of_nvml_is_in_its_bindings(monkeypatch: pytest.MonkeyPatch) -> None:
+    """vLLM brings a copy of nvidia-ml-py; the package itself is in the CUDA lock alone."""
+    found = importlib.util.find_spec("vllm")
+    assert found is not None
+    assert found.origin is not None
+    file = Path(found.origin).parent / "third_party" / "pynvml.py"
+    spec = importlib.util.spec_from_file_location("pynvml_of_vllm", file)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    monkeypatch.setitem(sys.modules, spec.name, module)
+    spec.loader.exec_module(module)
+    assert [name for name in vars(nvml()) if not hasattr(module, name)] == []
+    assert machine._of_nvml(module) == Gpus() or Path("/proc/driver/nvidia").exists()
+
+
+def test_without_bindings_nvidia_smi_is_asked(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tool = tmp_path / "nvidia-smi"
+    tool.write_text("#!/bin/sh\necho 'GPU-1f, 24564, 535.129.03'\necho 'GPU-2f, [N/A], 535.1'\n")
+    tool.chmod(0o755)
+    monkeypatch.setattr(machine.psutil, "virtual_memory", lambda: SimpleNamespace(total=128))
+    listed = Gpus((Gpu("GPU-1f", 24564 * 2**20), Gpu("GPU-2f", 128)), "535.129.03")
+    assert machine._of_tool(str(tool)) == listed
+    tool.write_text("#!/bin/sh\necho 'NVIDIA-SMI has failed'\nexit 9\n")
+    assert machine._of_tool(str(tool)) == machine._of_tool(None) == Gpus()
+    assert machine._of_tool(str(tmp_path)) == Gpus()  # cannot be run
+
+
+def test_asking_imports_no_torch_and_follows_the_variable() -> None:
+    code = (
+        "import sys\nfrom tasks import machine\nfrom tasks.core.machine import Gpu, Gpus\n"
+        "machine.listed()\nassert not {'torch', 'vllm'} & set(sys.modules)\n"
+        "machine.listed = lambda: Gpus((Gpu('GPU-1', 5), Gpu('GPU-2', 3)))\n"
+        "machine.torch_build = lambda: ('2.13.0', (13, 0))\n"
+        "print(machine.gpu_count(), machine.gpu_memory(), machine.has_gpu(), "
+        "machine.has_gpu('cpu'), machine.gpu_memory('cpu'))"
+    )
+    for wanted, said in (("0,1", "2 3 True False None"), ("0", "1 5 True"), ("", "0 None False")):
+        env = {**os.environ, "CUDA_VISIBLE_DEVICES": wanted}
+        done = subprocess.run(
+            [sys.executable, "-c", code], env=env, capture_output=True, text=True, check=True
+        )
+        assert done.stdout.startswith(said)
+
+
+def test_the_cuda_that_torch_was_built_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert machine.torch_build()[0].startswith("2.")
+    (tmp_path / "version.py").write_text("cuda: Optional[str] = '13.0'\nhip: None = None\n")
+    origin = SimpleNamespace(origin=str(tmp_path / "__init__.py"))
+    monkeypatch.setattr(machine, "find_spec", lambda name: origin)
+    assert machine.torch_build()[1] == (13, 0)
+    (tmp_path / "version.py").write_text("cuda: Optional[str] = None\n")
+    assert machine.torch_build()[1] is None
+
+
+def test_a_driver_too_old_is_named_with_the_one_that_is_needed(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    with_gpus(monkeypatch, 8, driver="535.129.03", cuda=(12, 2))
+    (finding,) = device("auto", 8)
+    assert str(finding) == (
+        "train.device: 8 GPUs with driver 535.129.03 (CUDA 12.2); torch 2.13.0 is built for CUDA "
+        "13.0, which needs driver 580 or newer -> a newer driver, or train.device=cpu"
+    )
+    assert device("cpu", 8) == []
+    with_gpus(monkeypatch, 1, torch=("2.13.0+cpu", None))
+    (finding,) = device("auto", 1)
+    assert finding.found == "1 GPU, and torch 2.13.0+cpu is a CPU build"
+    assert "make setup PROFILE=cuda" in finding.override
+    (finding,) = device("auto", 2, embedded=True)  # made for CPUs
+    assert finding.severity == "warning"
+    assert not machine.has_gpu()
+    assert machine.gpu_memory() is None
+    with_gpus(monkeypatch, 8)
+    assert driver_too_old() is None
+    assert device("auto", 8) == device("cuda", 8) == []
+
+
+def test_more_ranks_than_gpus_and_none_at_all(monkeypatch: pytest.MonkeyPatch) -> None:
+    with_gpus(monkeypatch, 4)
+    (finding,) = device("auto", 8)
+    assert str(finding) == "train.nproc: 8; a GPU for each rank, and 4 are visible -> train.nproc=4"
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "-1")
+    assert gpus() == ()
+    assert device("auto", 8) == []
+    (finding,) = device("cuda", 8)
+    assert finding.found == "cuda without a GPU: CUDA_VISIBLE_DEVICES=-1"
+    assert finding.override == "train.device=cpu"
+
+
+def test_a_rank_does_not_train_on_the_cpu_where_there_are_gpus(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """No version explains it: `torch.cuda.is_available()` is False here."""
+    import torch
+
+    from tasks.training.engine.deepspeed_engine import choose_device
+
+    cpu = torch.device("cpu")
+    with_gpus(monkeypatch, 2, memory=GIB)
+    with pytest.raises(ConfigError) as refused:
+        choose_device("auto", 0)
+    assert str(refused.value).startswith(
+        "train.device=auto: 2 GPUs visible, and torch.cuda.is_available() is False"
+    )
+    assert choose_device("cpu", 0) == cpu
+    assert rank_environment(Launch(device="cpu"))["CUDA_VISIBLE_DEVICES"] == ""
+    assert "CUDA_VISIBLE_DEVICES" not in rank_environment(Launch())
+    with_gpus(monkeypatch, 0)
+    assert choose_device("auto", 0) == cpu
+    with pytest.raises(ConfigError, match="train.device=cuda: 0 GPUs visible"):
+        choose_device("cuda", 0)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    assert choose_device("auto", 1) == torch.device("cuda", 1)
+    with pytest.raises(ConfigError, match="rank 2 of this machine has no GPU: 2 visible"):
+        choose_device("cuda", 2)
+    assert choose_device("cpu", 2) == cpu

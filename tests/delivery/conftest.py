@@ -1,0 +1,148 @@
+"""Checkpoints as other tools leave them, and the program as a user runs it."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from flows.cli.deliver_command import main
+from tests.weights.making import Spread, make_base, trained_model, write_trained
+
+PROJECT = Path(__file__).resolve().parents[2]
+PROGRAM = PROJECT / "flows" / "deliver.py"
+
+
+@dataclass(frozen=True)
+class Done:
+    """A finished command and what it left."""
+
+    code: int
+    output: str
+    summary: dict[str, Any] = field(default_factory=dict)
+
+    @property
+    def stages(self) -> list[str]:
+        return [stage["name"] for stage in self.summary["stages"]]
+
+
+def environment() -> dict[str, str]:
+    inherited = {k: v for k, v in os.environ.items() if not k.startswith(("PREFECT_", "MLFLOW_"))}
+    return inherited | {"COLUMNS": "160", "OMP_NUM_THREADS": "1"}
+
+
+def command(*arguments: str) -> list[str]:
+    return [sys.executable, str(PROGRAM), *arguments]
+
+
+@pytest.fixture
+def deliver(tmp_path: Path) -> Callable[..., Done]:
+    """Run `python /elsewhere/flows/deliver.py ARGUMENTS paths.runs=RUNS` in an empty directory."""
+    cwd, runs = tmp_path / "elsewhere", tmp_path / "runs"
+    cwd.mkdir()
+
+    def run(*arguments: str, engine: str = "none", timeout: float = 280) -> Done:
+        given = command(*arguments, f"paths.runs={runs}", f"smoke.engine={engine}")
+        done = subprocess.run(
+            given, cwd=cwd, env=environment(), timeout=timeout,
+            stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
+        )  # fmt: skip
+        assert not list(cwd.iterdir()), "the command wrote into the user's directory"
+        latest = runs / "latest" / "summary.json"
+        summary = json.loads(latest.read_text()) if latest.is_file() else {}
+        return Done(done.returncode, done.stdout, summary)
+
+    return run
+
+
+@pytest.fixture
+def here(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> Callable[..., Done]:
+    """The same in this process: what is refused or planned needs no process of its own."""
+    runs = tmp_path / "runs"
+    monkeypatch.setattr("flows.cli.bootstrap._ours", set())
+
+    def run(*arguments: str, engine: str = "none") -> Done:
+        given = [*arguments, f"paths.runs={runs}", f"smoke.engine={engine}"]
+        monkeypatch.setattr(sys, "argv", [str(PROGRAM), *given])
+        before = dict(os.environ)
+        try:
+            code = main()
+        finally:
+            os.environ.clear()
+            os.environ.update(before)
+        captured, latest = capsys.readouterr(), runs / "latest" / "summary.json"
+        summary = json.loads(latest.read_text()) if latest.is_file() else {}
+        return Done(code, captured.out + captured.err, summary)
+
+    return run
+
+
+@pytest.fixture(params=["here", pytest.param("deliver", marks=pytest.mark.slow)])
+def either(request: pytest.FixtureRequest) -> Callable[..., Done]:
+    """In this process, which has the imports behind it; by the literal command in the long run."""
+    run: Callable[..., Done] = request.getfixturevalue(request.param)
+    return run
+
+
+@pytest.fixture(scope="session")
+def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("deliver")
+
+
+def foreign(artifact: Path, folder: Path) -> Path:
+    """A copy without our manifest: a model that somebody downloaded."""
+    shutil.copytree(artifact, folder)
+    (folder / "manifest.json").unlink()
+    return folder
+
+
+@pytest.fixture(scope="session")
+def ours(place: Path) -> Path:
+    """A base artifact of ours."""
+    return make_base(place / "ours", "qwen").path
+
+
+@pytest.fixture(scope="session")
+def base(place: Path, ours: Path) -> Path:
+    """The same model, as somebody downloaded it."""
+    return foreign(ours, place / "tiny-qwen")
+
+
+@pytest.fixture(scope="session")
+def other(place: Path) -> Path:
+    """A model of the same names and shapes, and other weights."""
+    return foreign(make_base(place / "made-other", "qwen", seed=3).path, place / "tiny-qwen-chat")
+
+
+@pytest.fixture(scope="session")
+def adapter(place: Path, base: Path) -> Path:
+    """What `save_pretrained` of a PEFT model leaves."""
+    folder = place / "adapter"
+    trained_model(base, Spread(), 1).save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture(scope="session")
+def shards(place: Path, ours: Path) -> Path:
+    """What our training leaves."""
+    from tasks.pipeline.artifact import open_artifact
+
+    return write_trained(place / "shards", open_artifact(ours), Spread(world_size=3))
+
+
+@pytest.fixture(scope="session")
+def full_shards(place: Path, ours: Path) -> Path:
+    """The same of a full fine-tuning."""
+    from tasks.pipeline.artifact import open_artifact
+
+    return write_trained(place / "full", open_artifact(ours), Spread(world_size=2, full=True))

@@ -1,0 +1,169 @@
+"""Adapters that bring embeddings, as peft saves them: grown, tied, rows of tokens; and their heads.
+
+What is delivered is peft's own merge, on the base with as many rows as training gave it.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer
+
+from flows.cli.config import compose_config
+from flows.delivery.run_delivery import direct, plan
+from tests.delivery.conftest import Done
+from tests.weights.adapters.making import quiet
+from tests.weights.making import save_tokenizer, small_config, state_of
+
+Run = Callable[..., Done]
+ROWS = small_config("qwen").vocab_size
+MORE = 7
+TOKENS = [ROWS, ROWS + 1]
+BOTH = {"embed_tokens": TOKENS, "lm_head": TOKENS}
+
+CASES: dict[str, tuple[bool, int, dict[str, Any], bool]] = {
+    # base tied, rows added, what is trained, served tied
+    "both, untied": (False, MORE, {"modules_to_save": ["embed_tokens", "lm_head"]}, False),
+    "both, tied": (True, MORE, {"modules_to_save": ["embed_tokens", "lm_head"]}, False),
+    "embedding, tied": (True, 0, {"modules_to_save": ["embed_tokens"]}, False),
+    "embedding, kept tied": (
+        True, 0, {"modules_to_save": ["embed_tokens"], "ensure_weight_tying": True}, True,
+    ),
+    "grown embedding, tied": (True, MORE, {"modules_to_save": ["embed_tokens"]}, False),
+    "grown embedding, kept tied": (
+        True, MORE, {"modules_to_save": ["embed_tokens"], "ensure_weight_tying": True}, True,
+    ),
+    "tokens, tied": (True, MORE, {"trainable_token_indices": TOKENS}, True),
+    "tokens of both": (False, MORE, {"trainable_token_indices": BOTH}, False),
+    "tokens of the embedding": (False, MORE, {"trainable_token_indices": TOKENS}, False),
+}  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def bases(tmp_path_factory: pytest.TempPathFactory) -> dict[bool, Path]:
+    """The same model with tied embeddings and without."""
+    made = {}
+    for tied in (True, False):
+        config = small_config("qwen")
+        config.tie_word_embeddings = tied
+        torch.manual_seed(1)
+        model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
+        with torch.no_grad():
+            for one in model.parameters():
+                one.add_(torch.randn_like(one) * 0.05)
+        made[tied] = tmp_path_factory.mktemp("bases") / f"tied-{tied}"
+        model.save_pretrained(made[tied])
+        save_tokenizer(made[tied])
+    return made
+
+
+def trained(
+    model: Any, folder: Path, *, tokens: bool = True, task: str = "CAUSAL_LM", **options: Any
+) -> Path:
+    """An adapter on `model`, every trained weight moved, saved by peft; tokenizer beside it."""
+    from peft import LoraConfig, get_peft_model
+
+    torch.manual_seed(3)
+    config = LoraConfig(
+        r=4, lora_alpha=8, task_type=task, target_modules=["q_proj", "v_proj"], **options
+    )
+    with quiet():
+        wrapped = get_peft_model(model, config)
+        with torch.no_grad():
+            for one in wrapped.parameters():
+                if one.requires_grad:
+                    one.add_(torch.randn_like(one) * 0.05)
+        wrapped.save_pretrained(folder)
+    if tokens:
+        save_tokenizer(folder)
+        tokenizer = AutoTokenizer.from_pretrained(folder)
+        rows = model.get_input_embeddings().weight.shape[0]
+        tokenizer.add_tokens([f"<new-{index}>" for index in range(rows - len(tokenizer))])
+        tokenizer.save_pretrained(folder)
+    return folder
+
+
+def with_rows(base: Path, more: int) -> Any:
+    with quiet():
+        model = AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32)
+        if more:
+            model.resize_token_embeddings(ROWS + more, mean_resizing=False)
+    return model
+
+
+def merged_by_peft(base: Path, adapter: Path, more: int) -> dict[str, torch.Tensor]:
+    from peft import PeftModel
+
+    with quiet():
+        model = PeftModel.from_pretrained(with_rows(base, more), adapter).merge_and_unload()
+    return {name: one.bfloat16() for name, one in model.state_dict().items()}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_is_delivered_as_peft_merges_it(
+    here: Run, name: str, bases: dict[bool, Path], tmp_path: Path
+) -> None:
+    tied, more, options, served_tied = CASES[name]
+    source = trained(with_rows(bases[tied], more), tmp_path / "adapter", **options)
+    done = here(
+        f"source={source}", f"base={bases[tied]}", "merge.base=original", f"out={tmp_path / 'out'}"
+    )
+    assert done.code == 0, done.output
+    ours, theirs = state_of(tmp_path / "out"), merged_by_peft(bases[tied], source, more)
+    config = json.loads((tmp_path / "out" / "config.json").read_text())
+    assert (config["tie_word_embeddings"], config["vocab_size"]) == (served_tied, ROWS + more)
+    assert ("lm_head.weight" in ours) is not served_tied
+    if served_tied:
+        ours["lm_head.weight"] = ours["model.embed_tokens.weight"]
+    assert ours.keys() == theirs.keys()
+    assert [key for key, one in theirs.items() if not torch.equal(ours[key], one)] == []
+    assert not [one for one in done.summary["findings"] if one["severity"] == "error"]
+
+
+@pytest.mark.parametrize("name", ["grown embedding, tied", "tokens, tied"])
+def test_the_reference_has_the_new_rows(name: str, bases: dict[bool, Path], tmp_path: Path) -> None:
+    tied, more, options, _ = CASES[name]
+    source = trained(with_rows(bases[tied], more), tmp_path / "adapter", **options)
+    composed = compose_config(
+        [
+            f"source={source}", f"base={bases[tied]}", "merge.base=original",
+            f"out={tmp_path / 'out'}", f"paths.runs={tmp_path / 'runs'}",
+            "smoke.engine=transformers", "smoke.probes=3",
+        ],
+        config_name="deliver",
+    )  # fmt: skip
+    summary = direct(plan(composed), logging.getLogger("tests.deliver"), "here")
+    drifts = [one["drift"]["mean_kl"] for one in summary["stages"] if one["drift"]]
+    assert len(drifts) == 3
+    assert all(0 <= one < 1e-4 for one in drifts)
+
+
+@pytest.mark.parametrize("task", ["SEQ_CLS", "CAUSAL_LM"])
+def test_a_reward_adapter_that_names_every_head(
+    here: Run, task: str, bases: dict[bool, Path], tmp_path: Path
+) -> None:
+    """ms-swift asks for v_head, classifier and score: the model has one of them."""
+    with quiet():
+        model = AutoModelForSequenceClassification.from_pretrained(
+            bases[True], dtype=torch.float32, num_labels=1
+        )
+    heads = ["v_head", "classifier", "score"]
+    source = trained(model, tmp_path / "adapter", task="SEQ_CLS", modules_to_save=list(heads))
+    path = source / "adapter_config.json"
+    settings = json.loads(path.read_text()) | {"task_type": task, "modules_to_save": heads}
+    path.write_text(json.dumps(settings))
+    done = here(
+        f"source={source}", f"base={bases[True]}", "merge.base=original", f"out={tmp_path / 'out'}"
+    )
+    assert done.code == 0, done.output
+    ours = state_of(tmp_path / "out")
+    assert torch.equal(
+        ours["score.weight"],
+        state_of(source, "adapter_model")["base_model.model.score.weight"].bfloat16(),
+    )

@@ -1,0 +1,323 @@
+"""The base that a foreign adapter is merged into: read from its trainer's files, or asked for."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tasks.delivery.plan.comparing import _losses
+from tasks.delivery.plan.evidence import Held, find_evidence
+from tests.delivery.conftest import Done
+from tests.delivery.test_deliver import merged_by_peft
+from tests.delivery.test_deliver import same as equal
+from tests.weights.making import state_of
+
+Run = Callable[..., Done]
+
+SWIFT = {"tuner_type": "lora", "model": "Qwen/Qwen3-8B", "quant_method": None, "quant_bits": None}
+FOUR = {"quant_method": "bnb", "quant_bits": 4, "bnb_4bit_quant_type": "nf4",
+        "bnb_4bit_use_double_quant": True, "bnb_4bit_compute_dtype": "torch.bfloat16"}  # fmt: skip
+FACTORY = "stage: sft\nfinetuning_type: lora\nmodel_name_or_path: Qwen/Qwen3-8B\n"
+AXOLOTL = "base_model: Qwen/Qwen3-8B\nadapter: {}\nload_in_4bit: {}\nload_in_8bit: false\n"
+CARD = """---
+library_name: peft
+---
+<details><summary>See axolotl config</summary>
+
+axolotl version: `0.11.0`
+```yaml
+{}```
+"""
+OLD_CARD = """---
+library_name: peft
+---
+## Training procedure
+
+The following `bitsandbytes` quantization config was used during training:
+- quant_method: bitsandbytes
+- load_in_8bit: False
+- load_in_4bit: True
+- llm_int8_skip_modules: None
+- bnb_4bit_quant_type: fp4
+- bnb_4bit_use_double_quant: False
+- bnb_4bit_compute_dtype: float16
+
+### Framework versions
+"""
+SNIPPET = """---
+library_name: peft
+---
+```python
+quantization_config = BitsAndBytesConfig(load_in_4bit=True)
+```
+Run it with `load_in_4bit: true` if memory is short.
+"""
+NF4 = {"type": "nf4", "double_quant": True}
+
+RECORDS: dict[str, tuple[str, str, Held, dict[str, Any]]] = {
+    "ms-swift, 4 bits": ("args.json", json.dumps({**SWIFT, **FOUR}), Held.FOUR,
+                         {**NF4, "compute_dtype": "bfloat16"}),
+    "ms-swift, LoRA": ("args.json", json.dumps(SWIFT), Held.FULL, {}),
+    "ms-swift, 8 bits": ("args.json", json.dumps({**SWIFT, **FOUR, "quant_bits": 8}),
+                         Held.OTHER, {}),
+    "ms-swift on GPTQ": ("args.json", json.dumps({**SWIFT, "quant_method": "gptq"}),
+                         Held.OTHER, {}),
+    "ms-swift 2": ("sft_args.json", json.dumps({"sft_type": "lora", "quantization_bit": 4}),
+                   Held.FOUR, {}),
+    "LLaMA-Factory, 4 bits": ("training_args.yaml", FACTORY + "quantization_bit: 4\n"
+                              "double_quantization: false\n", Held.FOUR, {"double_quant": False}),
+    "LLaMA-Factory, LoRA": ("llamafactory_args.yaml", FACTORY + "quantization_method: bnb\n",
+                            Held.FULL, {}),
+    "LLaMA-Factory, hqq": ("training_args.yaml", FACTORY + "quantization_bit: 4\n"
+                           "quantization_method: hqq\n", Held.OTHER, {}),
+    "LLaMA Board": ("llamaboard_config.yaml", "top.finetuning_type: lora\n"
+                    "top.quantization_bit: '4'\ntop.quantization_method: bnb\n", Held.FOUR, {}),
+    "LLaMA Board, none": ("llamaboard_config.yaml", "top.finetuning_type: lora\n"
+                          "top.quantization_bit: none\n", Held.FULL, {}),
+    "axolotl, 4 bits": ("axolotl.yaml", AXOLOTL.format("qlora", "true"), Held.FOUR, {}),
+    "axolotl, LoRA": ("config.yml", AXOLOTL.format("lora", "false"), Held.FULL, {}),
+    "axolotl's card": ("README.md", CARD.format(AXOLOTL.format("qlora", "true")), Held.FOUR, {}),
+    "axolotl's card, LoRA": ("README.md", CARD.format(AXOLOTL.format("lora", "false")),
+                             Held.FULL, {}),
+    "peft's card": ("README.md", OLD_CARD, Held.FOUR,
+                    {"type": "fp4", "double_quant": False, "compute_dtype": "float16"}),
+    "card, base's name": ("README.md", "---\nbase_model: unsloth/Qwen3-8B-bnb-4bit\n---\n",
+                          Held.FOUR, NF4),
+    "unsloth": ("adapter_config.json",
+                json.dumps({"base_model_name_or_path": "unsloth/Qwen3-8B-bnb-4bit"}),
+                Held.FOUR, NF4),
+    "unsloth, dynamic": ("adapter_config.json",
+                         json.dumps({"base_model_name_or_path": "unsloth/Qwen3-unsloth-bnb-4bit"}),
+                         Held.OTHER, {}),
+    "on AWQ": ("adapter_config.json",
+               json.dumps({"base_model_name_or_path": "Qwen/Qwen3-8B-AWQ"}), Held.OTHER, {}),
+    "config.json beside it": (
+        "config.json",
+        json.dumps({"quantization_config": {"quant_method": "bitsandbytes", "load_in_4bit": True,
+                                            "bnb_4bit_quant_type": "nf4"}}),
+        Held.FOUR, {"type": "nf4"}),
+    "some modules in 16 bits": (
+        "config.json",
+        json.dumps({"quantization_config": {"load_in_4bit": True,
+                                            "llm_int8_skip_modules": ["lm_head", "q_proj"]}}),
+        Held.OTHER, {}),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", RECORDS)
+def test_a_record_is_read(name: str, tmp_path: Path) -> None:
+    file, text, held, quantization = RECORDS[name]
+    (tmp_path / file).write_text(text)
+    (record,) = find_evidence(tmp_path)
+    assert record.file == tmp_path / file
+    assert record.held is held
+    assert record.quantization == quantization
+    assert record.text
+    assert record.text != "no quantization"
+
+
+@pytest.mark.parametrize(
+    ("file", "text"),
+    [
+        ("README.md", SNIPPET),  # how to run it, not how it was trained
+        ("README.md", "---\nbase_model: Qwen/Qwen3-8B\n---\n"),
+        ("adapter_config.json", json.dumps({"base_model_name_or_path": "Qwen/Qwen3-8B"})),
+        ("config.json", json.dumps({"model_type": "qwen3"})),
+        ("args.json", json.dumps({"learning_rate": 1e-4})),
+        ("args.json", "{ not json"),
+        ("config.yaml", "a: [b"),
+        ("config.yaml", "model: Qwen/Qwen3-8B\n"),
+        ("training_args.bin", "not a zip file"),
+    ],
+)
+def test_what_says_nothing(file: str, text: str, tmp_path: Path) -> None:
+    (tmp_path / file).write_text(text)
+    assert find_evidence(tmp_path) == ()
+
+
+def test_arguments_that_trl_pickled(tmp_path: Path) -> None:
+    from transformers import BitsAndBytesConfig
+    from trl import SFTConfig
+
+    four = BitsAndBytesConfig(
+        load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_compute_dtype=torch.bfloat16
+    )
+    for name, kwargs in {"qlora": {"quantization_config": four}, "lora": {}}.items():
+        settings = SFTConfig(
+            str(tmp_path / name), model_init_kwargs=kwargs, use_cpu=True, bf16=False
+        )
+        (tmp_path / name).mkdir()
+        torch.save(settings, tmp_path / name / "training_args.bin")
+    (record,) = find_evidence(tmp_path / "qlora")
+    assert record.held is Held.FOUR
+    assert record.quantization == {
+        "type": "nf4", "double_quant": False, "compute_dtype": "bfloat16",
+    }  # fmt: skip
+    assert find_evidence(tmp_path / "lora") == ()  # its model may have been loaded by the script
+
+
+class Hostile:
+    def __reduce__(self) -> Any:
+        return os.mkdir, (os.environ["HOSTILE"],)
+
+
+def test_pickled_arguments_are_never_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOSTILE", str(tmp_path / "ran"))
+    torch.save({"model_init_kwargs": Hostile()}, tmp_path / "training_args.bin")
+    assert find_evidence(tmp_path) == ()
+    assert not (tmp_path / "ran").exists()
+    torch.load(tmp_path / "training_args.bin", weights_only=False)
+    assert (tmp_path / "ran").exists()  # the file is as hostile as it was meant to be
+
+
+class TestTheFoldersAbove:
+    def test_belong_to_the_run(self, tmp_path: Path) -> None:
+        step = tmp_path / "run" / "checkpoint-10" / "adapter"
+        step.mkdir(parents=True)
+        (tmp_path / "run" / "args.json").write_text(json.dumps(SWIFT))
+        (record,) = find_evidence(step)
+        assert record.file == tmp_path / "run" / "args.json"
+
+    def test_of_a_run_that_left_its_state_there(self, tmp_path: Path) -> None:
+        (tmp_path / "mine").mkdir()
+        (tmp_path / "args.json").write_text(json.dumps(SWIFT))
+        assert find_evidence(tmp_path / "mine") == ()
+        (tmp_path / "trainer_state.json").write_text("{}")
+        assert len(find_evidence(tmp_path / "mine")) == 1
+
+    def test_further_up_are_left_alone(self, tmp_path: Path) -> None:
+        step = tmp_path / "checkpoint-1" / "checkpoint-2" / "checkpoint-3"
+        step.mkdir(parents=True)
+        (tmp_path / "args.json").write_text(json.dumps(SWIFT))
+        assert find_evidence(step) == ()
+
+
+@pytest.fixture
+def foreign(adapter: Path, tmp_path: Path) -> Path:
+    return Path(shutil.copytree(adapter, tmp_path / "adapter"))
+
+
+def merged_as_trained(base: Path, adapter: Path) -> dict[str, torch.Tensor]:
+    """peft's merge in fp32 into the base as 4-bit training saw it."""
+    from peft import PeftModel
+    from transformers import AutoModelForCausalLM, BitsAndBytesConfig
+
+    four = BitsAndBytesConfig(
+        load_in_4bit=True,
+        bnb_4bit_quant_type="nf4",
+        bnb_4bit_use_double_quant=True,
+        bnb_4bit_compute_dtype=torch.bfloat16,
+    )
+    model = AutoModelForCausalLM.from_pretrained(
+        base, quantization_config=four, dtype=torch.bfloat16
+    )
+    model = PeftModel.from_pretrained(model.dequantize().float(), adapter)
+    return {
+        name: one.to(torch.bfloat16) for name, one in model.merge_and_unload().state_dict().items()
+    }
+
+
+class TestADelivery:
+    def test_without_evidence_is_refused(
+        self, here: Run, foreign: Path, base: Path, tmp_path: Path
+    ) -> None:
+        done = here(f"source={foreign}", f"base={base}", f"out={tmp_path / 'out'}", "plan=true")
+        assert done.code == 2, done.output
+        assert "nothing in or above it says whether it was trained" in done.output
+        for way in ("original for LoRA", "dequantized for QLoRA", "compare measures"):
+            assert f"merge.base={way}" in done.output
+        assert not (tmp_path / "out").exists()
+        assert not (tmp_path / "runs").exists()
+
+    def test_of_qlora_by_the_trainers_word(
+        self, here: Run, foreign: Path, base: Path, tmp_path: Path
+    ) -> None:
+        (foreign / "args.json").write_text(json.dumps({**SWIFT, **FOUR}))
+        done = here(f"source={foreign}", f"base={base}", f"out={tmp_path / 'out'}")
+        assert done.code == 0, done.output
+        evidence = f"{foreign / 'args.json'}: quant_bits: 4, quant_method: bnb"
+        assert f"merge into: the dequantized base, nf4 ({evidence})" in done.output
+        merged = state_of(tmp_path / "out")
+        assert equal(merged, merged_as_trained(base, foreign))
+        assert not equal(merged, merged_by_peft(base, foreign))
+        notes = json.loads((tmp_path / "out" / "manifest.json").read_text())["notes"]
+        assert notes["merge_base"] == {"base": "dequantized", "decided_by": evidence}
+
+    def test_of_lora_by_the_trainers_word(
+        self, here: Run, foreign: Path, base: Path, tmp_path: Path
+    ) -> None:
+        (foreign / "args.json").write_text(json.dumps(SWIFT))
+        done = here(f"source={foreign}", f"base={base}", f"out={tmp_path / 'out'}")
+        assert done.code == 0, done.output
+        assert "merge into: the original base (" in done.output
+        assert equal(state_of(tmp_path / "out"), merged_by_peft(base, foreign))
+
+    def test_against_the_trainers_word_is_warned_about(
+        self, here: Run, foreign: Path, base: Path, tmp_path: Path
+    ) -> None:
+        (foreign / "args.json").write_text(json.dumps(SWIFT))
+        done = here(
+            f"source={foreign}", f"base={base}", f"out={tmp_path / 'out'}", "plan=true",
+            "merge.base=dequantized",
+        )  # fmt: skip
+        assert done.code == 0, done.output
+        assert (
+            "warning: merge.base=dequantized, but the adapter was trained on the base in full "
+            f"precision ({foreign / 'args.json'}" in done.output
+        )
+
+    def test_on_words_that_contradict_each_other_is_refused(
+        self, here: Run, foreign: Path, base: Path, tmp_path: Path
+    ) -> None:
+        (foreign / "args.json").write_text(json.dumps(SWIFT))
+        (foreign / "README.md").write_text(OLD_CARD)
+        done = here(f"source={foreign}", f"base={base}", f"out={tmp_path / 'out'}")
+        assert done.code == 2, done.output
+        assert "contradict each other" in done.output
+        assert f"{foreign / 'args.json'}: tuner_type: lora" in done.output
+        assert f"{foreign / 'README.md'}: load_in_4bit: true" in done.output
+
+    def test_of_eight_bits_is_refused(
+        self, here: Run, foreign: Path, base: Path, tmp_path: Path
+    ) -> None:
+        (foreign / "args.json").write_text(json.dumps({**SWIFT, **FOUR, "quant_bits": 8}))
+        done = here(f"source={foreign}", f"base={base}", f"out={tmp_path / 'out'}")
+        assert done.code == 2, done.output
+        assert "quant_bits: 8" in done.output
+        assert "merge.base=original" in done.output
+
+
+def test_both_merges_are_measured(here: Run, foreign: Path, base: Path, tmp_path: Path) -> None:
+    done = here(f"source={foreign}", f"base={base}", f"out={tmp_path / 'out'}",
+                "merge.base=compare", "smoke.probes=4")  # fmt: skip
+    assert done.code == 0, done.output
+    assert "tokens of 4 texts" in done.output
+    assert "mean KL" in done.output
+    assert "nats per token" in done.output
+    assert not (tmp_path / "out").exists()
+    assert not (tmp_path / "runs").exists()
+
+
+@pytest.mark.parametrize(
+    ("gains", "advice"),
+    [
+        ([0.1, 0.12, 0.09, 0.11], "training saw the dequantized base"),
+        ([-0.1, -0.12, -0.09, -0.11], "training saw the original base"),
+        ([0.4, -0.3, 0.2, -0.35], "the loss does not tell"),
+    ],
+)
+def test_a_loss_tells_only_beyond_its_spread(gains: list[float], advice: str) -> None:
+    original = [[-1.0, -2.0, -1.5]] * len(gains)
+    dequantized = [[one + gain for one in original[0]] for gain in gains]
+    first, second = _losses(original, dequantized, trained=True)
+    assert "original 1.5000" in first
+    assert f"difference {sum(gains) / len(gains):+.4f}" in first
+    assert advice in second
+    assert "training saw the" not in list(_losses(original, dequantized, trained=False))[1]

@@ -1,0 +1,74 @@
+"""A delivery that is ended in the middle: nothing at OUT, the right status, and it can go on."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import time
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import save_file
+
+from tests.delivery.conftest import command, environment
+from tests.weights.making import save_tokenizer
+
+HIDDEN, ROWS = 1024, 300
+
+
+@pytest.fixture(scope="module")
+def large(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A Qwen2 of 300 MB, of zeros and ones: it takes long enough to be interrupted."""
+    from transformers import Qwen2Config
+
+    folder = tmp_path_factory.mktemp("large") / "model"
+    config = Qwen2Config(
+        vocab_size=ROWS, hidden_size=HIDDEN, intermediate_size=4096, num_hidden_layers=8,
+        num_attention_heads=8, num_key_value_heads=8, tie_word_embeddings=True,
+        architectures=["Qwen2ForCausalLM"],
+    )  # fmt: skip
+    config.save_pretrained(folder)
+    save_tokenizer(folder)
+    from tasks.weights.plan.contracts import model_facts
+
+    wanted = model_facts(folder).tensors
+    state = {one.name: torch.ones(one.shape, dtype=torch.bfloat16) for one in wanted}
+    save_file(state, folder / "model.safetensors", metadata={"format": "pt"})
+    return folder
+
+
+@pytest.mark.parametrize(
+    ("number", "status"),
+    [
+        (signal.SIGINT, 130),
+        pytest.param(signal.SIGTERM, 143, marks=pytest.mark.slow),
+        (signal.SIGKILL, -9),
+    ],
+)
+def test_nothing_is_visible_at_out(
+    large: Path, number: signal.Signals, status: int, tmp_path: Path
+) -> None:
+    out, runs = tmp_path / "out", tmp_path / "runs"
+    given = command(
+        f"source={large}", f"out={out}", f"paths.runs={runs}", "smoke.engine=none",
+        "convert.dtype=float32",
+    )  # fmt: skip
+    process = subprocess.Popen(
+        given, env=environment(), stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+    )
+    deadline = time.monotonic() + 60
+    while not list(runs.glob("artifacts/served/.*.tmp/model*.safetensors")):
+        assert process.poll() is None, process.communicate()[0]
+        assert time.monotonic() < deadline
+        time.sleep(0.005)
+    os.kill(process.pid, number)
+    said, _ = process.communicate(timeout=60)
+    assert process.returncode == status, said
+    assert not out.exists()
+    assert not list(tmp_path.glob(".out*"))
+    again = subprocess.run(given, env=environment(), capture_output=True, text=True, timeout=120)
+    assert again.returncode == 0, again.stderr
+    assert (out / "manifest.json").is_file()
+    assert not list(runs.glob("artifacts/served/.*.tmp"))

@@ -1,0 +1,293 @@
+"""Checkpoints by the trainers themselves: LLaMA-Factory, ms-swift, verl, OpenRLHF.
+
+    PLUMBLINE_PEERS=~/peers tests/delivery/peers.sh
+    PLUMBLINE_PEERS=~/peers .venv/bin/python -m pytest -m peers tests/delivery/test_peers.py
+
+Each trainer runs in its own environment below $PLUMBLINE_PEERS; one that is not there is skipped.
+LLaMA-Factory, ms-swift and verl's merger run by their command lines; save_peers.py does the rest.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from tests.delivery.conftest import Done
+from tests.delivery.test_embeddings import merged_by_peft
+from tests.delivery.test_evidence import merged_as_trained
+from tests.delivery.test_heads import head_artifact
+from tests.weights.adapters.making import quiet
+from tests.weights.making import save_tokenizer, small_config, state_of
+from tests.weights.rounding import rounded_alike
+
+pytestmark = [
+    pytest.mark.peers,
+    pytest.mark.timeout(1800),
+    pytest.mark.filterwarnings("ignore"),
+]
+
+Run = Callable[..., Done]
+Tensors = dict[str, torch.Tensor]
+SAVER = Path(__file__).with_name("save_peers.py")
+ROWS = small_config("qwen").vocab_size
+NEW_TOKENS = ",".join(f"<new-{index}>" for index in range(45))
+"""More than the unused rows of the embedding, so that LLaMA-Factory resizes it."""
+
+
+def run_peer(peer: str, *arguments: str, cwd: Path) -> None:
+    """Run `python ARGUMENTS` in the environment of a trainer, offline and on the CPU.
+
+    Args:
+        peer: name of the environment below $PLUMBLINE_PEERS; the test is skipped without it.
+        arguments: as typed after `python`.
+        cwd: an own folder, which takes the log and what trainers leave beside their output.
+    """
+    root = os.environ.get("PLUMBLINE_PEERS")
+    if not root:
+        pytest.skip("PLUMBLINE_PEERS is not set; tests/delivery/peers.sh makes the environments")
+    python = Path(root).expanduser() / peer / "bin" / "python"
+    if not python.is_file():
+        pytest.skip(f"{python} is not there; tests/delivery/peers.sh {peer} makes it")
+    offline = {"HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
+    inherited = {k: v for k, v in os.environ.items() if k not in ("PYTHONPATH", "VIRTUAL_ENV")}
+    cwd.mkdir(parents=True, exist_ok=True)
+    done = subprocess.run(
+        [str(python), *arguments], cwd=cwd, env=inherited | offline, timeout=900,
+        stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stdout[-4000:]
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A tied Qwen2 of two layers in `base`, and a row of data sets in the trainers' formats."""
+    from transformers import AutoModelForCausalLM
+
+    root = tmp_path_factory.mktemp("peers")
+    config = small_config("qwen")
+    config.max_position_embeddings = 256
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(torch.randn_like(parameter) * 0.08)
+    model.save_pretrained(root / "base")
+    save_tokenizer(root / "base")
+    turns = [(f"say {i}", f"{i} and {i + 1}") for i in range(8)]
+    alpaca = [{"instruction": ask, "input": "", "output": answer} for ask, answer in turns]
+    pairs = [
+        {"instruction": ask, "input": "", "chosen": yes, "rejected": "no"} for ask, yes in turns
+    ]
+    columns = {
+        "prompt": "instruction", "query": "input", "chosen": "chosen", "rejected": "rejected",
+    }  # fmt: skip
+    chats = [
+        {
+            "messages": [{"role": "user", "content": a}, {"role": "assistant", "content": b}],
+            "rejected_response": "no",
+        }
+        for a, b in turns
+    ]
+    listed = {
+        "alpaca": {"file_name": "alpaca.json"},
+        "pairs": {"file_name": "pairs.json", "ranking": True, "columns": columns},
+    }
+    files = {"alpaca": alpaca, "pairs": pairs, "dataset_info": listed}
+    for name, content in files.items():
+        (root / f"{name}.json").write_text(json.dumps(content))
+    (root / "chats.jsonl").write_text("".join(json.dumps(row) + "\n" for row in chats))
+    return root
+
+
+def train_llamafactory(place: Path, name: str, **changes: Any) -> Path:
+    """Run `llamafactory-cli train` for two steps of LoRA; returns its output folder."""
+    out = place / f"llamafactory-{name}"
+    settings = {
+        "stage": "sft", "do_train": True, "finetuning_type": "lora", "lora_rank": 4,
+        "lora_alpha": 8, "lora_target": "q_proj,v_proj",
+        "model_name_or_path": str(place / "base"), "dataset_dir": str(place), "dataset": "alpaca",
+        "template": "chatml", "cutoff_len": 64, "output_dir": str(out), "max_steps": 2,
+        "per_device_train_batch_size": 2, "learning_rate": 0.01, "report_to": "none",
+        "save_steps": 2, "logging_steps": 1, "use_cpu": True, "bf16": True,
+    }  # fmt: skip
+    work = place / f"work-{out.name}"
+    work.mkdir()
+    (work / "run.json").write_text(json.dumps(settings | changes))
+    (work / "run.yaml").write_text((work / "run.json").read_text())  # JSON is YAML
+    run_peer("llamafactory", "-m", "llamafactory.cli", "train", "run.yaml", cwd=work)
+    return out
+
+
+def train_swift(place: Path, name: str, command: str, *changes: str) -> Path:
+    """Run `swift COMMAND` for two steps of LoRA; returns the checkpoint's folder."""
+    out = place / f"swift-{name}"
+    run_peer(
+        "swift", "-m", f"swift.cli.{command}", "--model", str(place / "base"),
+        "--model_type", "qwen2", "--template", "chatml", "--tuner_type", "lora",
+        "--lora_rank", "4", "--lora_alpha", "8", "--dataset", str(place / "chats.jsonl"),
+        "--output_dir", str(out), "--add_version", "false", "--max_steps", "2",
+        "--learning_rate", "0.01", "--use_hf", "true", "--torch_dtype", "bfloat16",
+        "--report_to", "tensorboard", "--dataloader_num_workers", "0",
+        "--split_dataset_ratio", "0", "--use_cpu", "true", *changes, cwd=place / f"work-{out.name}",
+    )  # fmt: skip
+    return out / "checkpoint-2"
+
+
+def assert_equal(ours: Tensors, theirs: Tensors) -> None:
+    """Compare by name: equal but for sums that lie between two bf16 numbers; all tensors there."""
+    missing = theirs.keys() - ours.keys() - {"lm_head.weight"}
+    assert not missing
+    assert [key for key, tensor in ours.items() if not rounded_alike(tensor, theirs[key])] == []
+
+
+def moved(ours: Tensors, base: Path) -> int:
+    """Return how many tensors differ from those of the base: none would be a vacuous test."""
+    before = state_of(base)
+    return sum(key in before and not torch.equal(t, before[key]) for key, t in ours.items())
+
+
+@pytest.mark.parametrize("bits", [None, 4])
+def test_llamafactory_names_no_base(
+    here: Run, bits: int | None, place: Path, tmp_path: Path
+) -> None:
+    """LoRA and QLoRA leave the same files, so deliver asks for merge.base."""
+    base = place / "base"
+    source = train_llamafactory(
+        place, f"sft-{bits}", **({"quantization_bit": bits} if bits else {})
+    )
+    asked = here(f"source={source}", f"base={base}", f"out={tmp_path / 'out'}")
+    assert asked.code == 2, asked.output
+    assert "merge.base=original for LoRA, merge.base=dequantized for QLoRA" in asked.output
+    chosen = "dequantized" if bits else "original"
+    done = here(
+        f"source={source}", f"base={base}", f"merge.base={chosen}", f"out={tmp_path / 'out'}"
+    )
+    assert done.code == 0, done.output
+    ours = state_of(tmp_path / "out")
+    with quiet():
+        wanted = merged_as_trained(base, source) if bits else merged_by_peft(base, source, 0)
+    assert_equal(ours, wanted)
+    assert moved(ours, base) >= 4
+
+
+def test_llamafactory_with_new_tokens(here: Run, place: Path, tmp_path: Path) -> None:
+    """`add_tokens` with `resize_vocab`: both embeddings are grown and saved in full."""
+    base = place / "base"
+    source = train_llamafactory(place, "tokens", add_tokens=NEW_TOKENS, resize_vocab=True)
+    saved = load_file(source / "adapter_model.safetensors")
+    (rows,) = {len(tensor) for name, tensor in saved.items() if "embed_tokens" in name}
+    assert rows > ROWS
+    done = here(
+        f"source={source}", f"base={base}", "merge.base=original", f"out={tmp_path / 'out'}"
+    )
+    assert done.code == 0, done.output
+    assert_equal(state_of(tmp_path / "out"), merged_by_peft(base, source, rows - ROWS))
+    config = json.loads((tmp_path / "out" / "config.json").read_text())
+    assert config["vocab_size"] == rows
+
+
+def test_llamafactory_reward_model(here: Run, place: Path, tmp_path: Path) -> None:
+    """The value head beside the adapter is kept apart, and the language model is peft's merge."""
+    base = place / "base"
+    source = train_llamafactory(place, "rm", stage="rm", dataset="pairs")
+    done = here(
+        f"source={source}", f"base={base}", "merge.base=original", f"out={tmp_path / 'out'}"
+    )
+    assert done.code == 0, done.output
+    assert_equal(state_of(tmp_path / "out"), merged_by_peft(base, source, 0))
+    head, theirs = head_artifact(done, tmp_path), load_file(source / "value_head.safetensors")
+    assert head.keys() == theirs.keys()
+    assert all(torch.equal(head[name].to(one), one) for name, one in theirs.items())
+
+
+@pytest.mark.parametrize("bits", [None, 4])
+def test_swift_names_the_base(here: Run, bits: int | None, place: Path, tmp_path: Path) -> None:
+    """The args.json of ms-swift decides between the original and the dequantized base."""
+    base = place / "base"
+    options = ("--quant_method", "bnb", "--quant_bits", "4") if bits else ()
+    source = train_swift(place, f"sft-{bits}", "sft", *options)
+    done = here(f"source={source}", f"base={base}", f"out={tmp_path / 'out'}")
+    assert done.code == 0, done.output
+    chosen = "the dequantized base, nf4" if bits else "the original base"
+    assert f"merge into: {chosen} ({source / 'args.json'}" in done.output
+    ours = state_of(tmp_path / "out")
+    with quiet():
+        wanted = merged_as_trained(base, source) if bits else merged_by_peft(base, source, 0)
+    assert_equal(ours, wanted)
+    assert moved(ours, base) >= 14
+
+
+def test_swift_reward_model(here: Run, place: Path, tmp_path: Path) -> None:
+    """`modules_to_save: [v_head, ...]` names modules that the model lacks; peft tolerates it."""
+    from peft import PeftModel
+    from transformers import AutoModelForSequenceClassification
+
+    base = place / "base"
+    source = train_swift(place, "rm", "rlhf", "--rlhf_type", "rm")
+    assert "v_head" in json.loads((source / "adapter_config.json").read_text())["modules_to_save"]
+    done = here(f"source={source}", f"base={base}", f"out={tmp_path / 'out'}")
+    assert done.code == 0, done.output
+    with quiet():
+        model = AutoModelForSequenceClassification.from_pretrained(
+            base, num_labels=1, dtype=torch.float32
+        )
+        merged = PeftModel.from_pretrained(model, source).merge_and_unload()
+    ours = state_of(tmp_path / "out")
+    assert "score.weight" in ours
+    wanted = {
+        name: tensor.to(ours[name].dtype)
+        for name, tensor in merged.state_dict().items()
+        if name in ours
+    }
+    assert_equal(ours, wanted)
+
+
+def test_verl_merger(here: Run, place: Path, tmp_path: Path) -> None:
+    """The "merged" model is the base and is refused; `lora_adapter` beside it is delivered."""
+    base, actor, merged = place / "base", place / "verl" / "actor", place / "verl" / "merged"
+    run_peer(
+        "verl", "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2",
+        str(SAVER), "verl", str(base), str(actor), cwd=place / "work-verl",
+    )  # fmt: skip
+    run_peer(
+        "verl", "-m", "verl.model_merger", "merge", "--backend", "fsdp", "--local_dir",
+        str(actor), "--target_dir", str(merged), cwd=place / "work-verl",
+    )  # fmt: skip
+    refused = here(f"source={merged}", f"base={base}", f"out={tmp_path / 'out'}")
+    assert refused.code == 2, refused.output
+    assert str(merged / "lora_adapter") in refused.output
+    assert not (tmp_path / "out").exists()
+    source = merged / "lora_adapter"
+    done = here(
+        f"source={source}", f"base={base}", "merge.base=original", f"out={tmp_path / 'out'}"
+    )
+    assert done.code == 0, done.output
+    ours = state_of(tmp_path / "out")
+    assert_equal(ours, merged_by_peft(base, source, 0))
+    assert moved(ours, base) == 14
+
+
+@pytest.mark.parametrize("kind", ["reward", "critic"])
+def test_openrlhf_loses_the_head(here: Run, kind: str, place: Path, tmp_path: Path) -> None:
+    """A LoRA adapter on q, v of a reward model or critic holds no head: it is refused."""
+    source = place / f"openrlhf-{kind}"
+    run_peer(
+        "openrlhf", str(SAVER), "openrlhf", str(place / "base"), str(source), kind,
+        cwd=place / "work-openrlhf",
+    )  # fmt: skip
+    assert not [name for name in load_file(source / "adapter_model.safetensors") if "score" in name]
+    done = here(
+        f"source={source}", f"base={place / 'base'}", "merge.base=original",
+        f"out={tmp_path / 'out'}",
+    )  # fmt: skip
+    assert done.code == 2, done.output
+    assert "HEAD_MISSING" in done.output
+    assert not (tmp_path / "out").exists()

@@ -1,0 +1,224 @@
+"""What cannot be delivered: one message, exit 2, and nothing written anywhere."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import save_file
+
+from tests.delivery.conftest import Done
+from tests.weights.making import state_of
+
+Run = Callable[..., Done]
+
+
+@pytest.fixture
+def refused(here: Run, tmp_path: Path) -> Callable[..., str]:
+    """Run it, require that it was refused and left nothing; returns what was said."""
+
+    def run(*arguments: str, code: int = 2, left: tuple[str, ...] = ()) -> str:
+        before = {path.name for path in tmp_path.iterdir()}
+        done = here(*arguments)
+        assert done.code == code, done.output
+        assert {path.name for path in tmp_path.iterdir()} == before | set(left)
+        assert "Traceback" not in done.output
+        return done.output
+
+    return run
+
+
+def altered(adapter: Path, folder: Path, **changes: torch.Tensor | None) -> Path:
+    """A copy of an adapter with tensors replaced, added or (None) left out."""
+    shutil.copytree(adapter, folder)
+    state = {**state_of(adapter, "adapter_model"), **changes}
+    kept = {name: one for name, one in state.items() if one is not None}
+    save_file(kept, folder / "adapter_model.safetensors", metadata={"format": "pt"})
+    return folder
+
+
+class TestAModelThatEqualsItsBase:
+    """verl's merger leaves the base's weights beside `lora_adapter/` (verl #7285)."""
+
+    def test_is_refused_where_the_base_is_known(
+        self, refused: Callable[..., str], base: Path, adapter: Path, tmp_path: Path
+    ) -> None:
+        merged = tmp_path / "merged"
+        shutil.copytree(base, merged)
+        shutil.copytree(adapter, merged / "lora_adapter")
+        text = refused(f"source={merged}", f"base={base}", f"out={tmp_path / 'out'}")
+        assert f"every tensor is that of base={base}, bit for bit" in text
+        assert f"an adapter lies in {merged / 'lora_adapter'}" in text
+        assert "check_base=false" in text
+
+    def test_is_told_that_nobody_compared_it_otherwise(
+        self, here: Run, base: Path, other: Path, tmp_path: Path
+    ) -> None:
+        out = f"out={tmp_path / 'out'}"
+        alone = here(f"source={other}", out, "plan=true")
+        assert (alone.code, "the base was not compared" in alone.output) == (0, True)
+        compared = here(f"source={other}", f"base={base}", out, "plan=true")
+        assert (compared.code, "not compared" in compared.output) == (0, False)
+
+
+class TestTheBase:
+    def test_another_model_of_the_same_shape(
+        self, refused: Callable[..., str], adapter: Path, base: Path, other: Path, tmp_path: Path
+    ) -> None:
+        said = refused(f"source={adapter}", f"base={other}", f"out={tmp_path / 'out'}")
+        assert f"wrong base: trained on {base}" in said
+        assert "check_base=false" in said
+
+    def test_of_another_digest_than_our_shards_record(
+        self, refused: Callable[..., str], shards: Path, place: Path, tmp_path: Path
+    ) -> None:
+        other = place / "made-other"
+        if not other.exists():
+            from tests.weights.making import make_base
+
+            make_base(other, "qwen", seed=3)
+        said = refused(f"source={shards}", f"base={other}", f"out={tmp_path / 'out'}")
+        assert "wrong base: trained on the base" in said
+
+    def test_of_another_name_than_the_adapter_records(
+        self, refused: Callable[..., str], adapter: Path, other: Path, tmp_path: Path
+    ) -> None:
+        source = Path(shutil.copytree(adapter, tmp_path / "renamed"))
+        config = json.loads((source / "adapter_config.json").read_text())
+        config["base_model_name_or_path"] = "somebody/tiny-qwen"
+        (source / "adapter_config.json").write_text(json.dumps(config))
+        said = refused(f"source={source}", f"base={other}", f"out={tmp_path / 'out'}")
+        assert "trained on somebody/tiny-qwen" in said
+        said = refused(f"source={source}", f"out={tmp_path / 'out'}")
+        assert "its base is needed" in said
+        assert "base=<folder of the base model>" in said
+
+    @pytest.mark.parametrize("model_type", ["qwen2", "qwen3_moe"])
+    def test_that_asks_for_a_billion_layers(
+        self, refused: Callable[..., str], adapter: Path, base: Path, model_type: str,
+        tmp_path: Path,
+    ) -> None:  # fmt: skip
+        hostile = Path(shutil.copytree(base, tmp_path / "hostile"))
+        said = json.loads((hostile / "config.json").read_text()) | {"model_type": model_type}
+        (hostile / "config.json").write_text(json.dumps(said | {"num_hidden_layers": 10**9}))
+        told = refused(
+            f"source={adapter}",
+            f"base={hostile}",
+            "merge.base=original",
+            f"out={tmp_path / 'out'}",
+            "check_base=false",
+        )
+        assert "num_hidden_layers 1000000000, models have up to 2000" in told
+
+    def test_the_override_takes_it(
+        self, here: Run, adapter: Path, other: Path, tmp_path: Path
+    ) -> None:
+        done = here(
+            f"source={adapter}", f"base={other}", "merge.base=original",
+            f"out={tmp_path / 'out'}", "check_base=false",
+            "plan=true",
+        )  # fmt: skip
+        assert done.code == 0, done.output
+        assert "warning: trained on" in done.output
+
+
+class TestTheSource:
+    def test_of_no_known_kind(self, refused: Callable[..., str], tmp_path: Path) -> None:
+        (tmp_path / "odd").mkdir()
+        (tmp_path / "odd" / "weights.gguf").touch()
+        said = refused(f"source={tmp_path / 'odd'}", f"out={tmp_path / 'out'}")
+        assert "a GGUF model: FOREIGN_FORMAT" in said
+        assert "expected config.json and safetensors" in said
+        (tmp_path / "odd" / "weights.gguf").rename(tmp_path / "odd" / "notes.txt")
+        said = refused(f"source={tmp_path / 'odd'}", f"out={tmp_path / 'out'}")
+        assert "nothing known: NOTHING_HERE" in said
+
+    def test_with_wrong_keys_names_all_of_them(
+        self, refused: Callable[..., str], adapter: Path, base: Path, tmp_path: Path
+    ) -> None:
+        prefix = "base_model.model.model.layers.0.self_attn"
+        source = altered(
+            adapter, tmp_path / "wrong",
+            **{
+                f"{prefix}.q_proj.lora_A.weight": None,
+                f"{prefix}.k_prj.lora_A.weight": torch.ones(4, 64, dtype=torch.bfloat16),
+                f"{prefix}.o_proj.lora_B.weight": torch.ones(64, 5, dtype=torch.bfloat16),
+            },
+        )  # fmt: skip
+        output = refused(
+            f"source={source}", f"base={base}", "merge.base=original", f"out={tmp_path / 'out'}"
+        )
+        for part in ("ADAPTER_HALF_PAIR", "ADAPTER_NO_MODULE", "k_prj", "ADAPTER_RANK", "o_proj"):
+            assert part in output
+
+    def test_with_numbers_that_are_none(
+        self, refused: Callable[..., str], adapter: Path, base: Path, tmp_path: Path
+    ) -> None:
+        name = "base_model.model.model.layers.1.mlp.up_proj.lora_B.weight"
+        bad = state_of(adapter, "adapter_model")[name].clone()
+        bad[0, 0] = float("nan")
+        source = altered(adapter, tmp_path / "nan", **{name: bad})
+        output = refused(
+            f"source={source}", f"base={base}", "merge.base=original", f"out={tmp_path / 'out'}"
+        )
+        assert f"{name}: 1 elements are NaN or infinite" in output
+
+    def test_stored_quantised(
+        self, refused: Callable[..., str], base: Path, tmp_path: Path
+    ) -> None:
+        source = Path(shutil.copytree(base, tmp_path / "quantised"))
+        config = json.loads((source / "config.json").read_text())
+        config["quantization_config"] = {"quant_method": "gptq"}
+        (source / "config.json").write_text(json.dumps(config))
+        output = refused(f"source={source}", f"out={tmp_path / 'out'}")
+        assert "QUANT_CONFIG_STALE config.json" in output
+
+
+class TestOut:
+    def test_that_holds_something_else(
+        self, refused: Callable[..., str], base: Path, tmp_path: Path
+    ) -> None:
+        out = tmp_path / "out"
+        out.mkdir()
+        (out / "thesis.txt").write_text("42")
+        for more in ((), ("overwrite=true",)):
+            said = refused(f"source={base}", f"out={out}", *more)
+            assert "is not empty, and no delivery made it" in said
+        assert [path.name for path in out.iterdir()] == ["thesis.txt"]
+
+    def test_that_is_an_input(
+        self, refused: Callable[..., str], base: Path, tmp_path: Path
+    ) -> None:
+        said = refused(f"source={base}", f"out={base / 'served'}")
+        assert "lie in each other" in said
+
+    def test_of_another_delivery_is_replaced_when_asked(
+        self, here: Run, base: Path, other: Path, tmp_path: Path
+    ) -> None:
+        out = tmp_path / "out"
+        assert here(f"source={base}", f"out={out}").code == 0
+        done = here(f"source={other}", f"out={out}")
+        assert done.code == 2, done.output
+        assert "overwrite=true replaces it" in done.output
+        done = here(f"source={other}", f"out={out}", "overwrite=true")
+        assert done.code == 0, done.output
+        found, wanted = state_of(out), state_of(other)
+        assert all(torch.equal(found[name], wanted[name]) for name in wanted)
+
+
+class TestTheCommandLine:
+    def test_misspelt_keys_are_told(self, refused: Callable[..., str], base: Path) -> None:
+        said = refused(f"source={base}", "out=x", "convert.dtyp=float16")
+        assert "convert.dtyp is not a setting" in said
+        assert "-> convert.dtype=float16" in said
+
+    def test_a_missing_value_is_told(self, refused: Callable[..., str], base: Path) -> None:
+        assert "out has to be given" in refused(f"source={base}")
+
+    def test_a_value_of_no_kind_is_told(self, refused: Callable[..., str], base: Path) -> None:
+        said = refused(f"source={base}", "out=x", "convert.dtype=int3")
+        assert "bfloat16, float16, float32" in said

@@ -1,0 +1,89 @@
+"""What `fix=true` makes of folders that vLLM does not load is loaded by it, and answers."""
+
+from __future__ import annotations
+
+import json
+import logging
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from tasks.delivery.engine import EngineSettings
+from tasks.evaluation.vllm_jobs import run_vllm
+from tasks.serving.vllm.job import Job
+from tests.delivery.conftest import PROJECT, environment
+from tests.delivery.test_deliver import servable
+from tests.weights.heads.making import head_tensors
+
+NEW = 8
+PROMPTS = [[65, 66, 67], [10, 200, 30, 40], [5]]
+SINGLE = "model.safetensors"
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
+
+
+def _stripped(state: dict[str, torch.Tensor], folder: Path) -> None:
+    """torch.compile within DataParallel, and peft's wrapper around it."""
+    keys = {f"module._orig_mod.base_model.model.{name}": one for name, one in state.items()}
+    save_file(keys, folder / SINGLE, metadata={"format": "pt"})
+
+
+def _value_head(state: dict[str, torch.Tensor], folder: Path) -> None:
+    head = {name: one.bfloat16() for name, one in head_tensors(hidden=128).items()}
+    save_file({**state, **head}, folder / SINGLE, metadata={"format": "pt"})
+
+
+def _pickled(state: dict[str, torch.Tensor], folder: Path) -> None:
+    (folder / SINGLE).unlink()
+    torch.save({f"module.{name}": one for name, one in state.items()}, folder / "pytorch_model.bin")
+
+
+BROKEN = {"residue": _stripped, "head": _value_head, "bin": _pickled}
+
+
+@pytest.fixture(scope="module")
+def good(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return servable(tmp_path_factory.mktemp("repaired") / "good")
+
+
+def audited(*arguments: str, cwd: Path) -> subprocess.CompletedProcess[str]:
+    """The literal command."""
+    return subprocess.run(
+        [sys.executable, str(PROJECT / "flows" / "audit.py"), *arguments],
+        cwd=cwd, env=environment(), capture_output=True, text=True, timeout=120,
+    )  # fmt: skip
+
+
+def answers(folders: list[Path], place: Path) -> list[list[list[int]]]:
+    """Greedy tokens of each folder in an engine of its own, by prompt."""
+    jobs = [
+        Job(str(folder), str(place / folder.name), PROMPTS, NEW, max_model_len=32)
+        for folder in folders
+    ]
+    log = logging.getLogger("tests.deliver")
+    done = run_vllm(
+        jobs, EngineSettings(timeout_s=800, threads=2), log=log, log_path=place / "vllm.log"
+    )
+    return [one["served"]["tokens"] for one in done]
+
+
+def test_it_is_loaded_and_answers_as_the_model_that_was_saved(good: Path, tmp_path: Path) -> None:
+    repaired = []
+    for name, make in BROKEN.items():
+        broken, out = tmp_path / f"broken-{name}", tmp_path / name
+        shutil.copytree(good, broken)
+        make(load_file(good / SINGLE), broken)
+        assert audited(f"source={broken}", cwd=tmp_path).returncode == 1
+        done = audited(f"source={broken}", "fix=true", f"out_dir={out}", cwd=tmp_path)
+        assert done.returncode == 0, done.stderr
+        again = audited(f"source={out}", "values=true", "out=-", cwd=tmp_path)
+        assert json.loads(again.stdout)["ok"], again.stdout
+        repaired.append(out)
+    wanted, *found = answers([good, *repaired], tmp_path / "vllm")
+    assert len({tuple(one) for one in wanted}) == len(PROMPTS)
+    assert all(0 < len(one) <= NEW for one in wanted)
+    assert found == [wanted] * len(repaired)

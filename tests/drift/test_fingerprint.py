@@ -1,0 +1,226 @@
+"""Drift on distributions whose KL is known on paper."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tasks.core.errors import ArtifactError, DriftError
+from tasks.drift.fingerprint import (
+    EXACT,
+    PROFILES,
+    Drift,
+    Fingerprint,
+    agreeing,
+    drift,
+    largest_steps,
+    rounding_step,
+    within,
+)
+from tasks.drift.reward_drift import reward_drift
+from tasks.drift.verdict import by_noise, verdict
+
+
+def fingerprint(probabilities: list[list[float]]) -> Fingerprint:
+    p = np.array(probabilities, dtype=np.float64)
+    n, k = p.shape
+    return Fingerprint(
+        probes=((1,) * (n + 1),),
+        ids=np.tile(np.arange(k, dtype=np.int32), (n, 1)),
+        logprobs=np.log(p).astype(np.float32),
+        top1=p.argmax(axis=1).astype(np.int32),
+        engine="test",
+    )
+
+
+def test_equal_fingerprints_have_no_drift() -> None:
+    one = fingerprint([[0.5, 0.3, 0.2], [0.1, 0.1, 0.8]])
+    measured = drift(one, one)
+    assert (measured.mean_kl, measured.max_kl, measured.top1_agreement) == (0.0, 0.0, 1.0)
+    assert measured.cosine == pytest.approx(1.0, abs=1e-12)
+
+
+def test_kl_is_the_textbook_value_reference_first() -> None:
+    ref, new = fingerprint([[0.75, 0.25]]), fingerprint([[0.5, 0.5]])
+    expected = 0.75 * math.log(0.75 / 0.5) + 0.25 * math.log(0.25 / 0.5)
+    assert drift(ref, new).mean_kl == pytest.approx(expected, rel=1e-5)
+
+
+def test_what_the_ids_leave_over_counts_as_one_bucket() -> None:
+    ref, new = fingerprint([[0.6, 0.2]]), fingerprint([[0.6, 0.3]])
+    expected = 0.2 * math.log(0.2 / 0.3) + 0.2 * math.log(0.2 / 0.1)
+    assert drift(ref, new).mean_kl == pytest.approx(expected, rel=1e-5)
+
+
+def test_other_probes_or_ids_are_refused() -> None:
+    one = fingerprint([[0.5, 0.5]])
+    with pytest.raises(DriftError, match="other tokens"):
+        drift(one, replace(one, probes=((1, 2),)))
+    with pytest.raises(DriftError, match="other tokens"):
+        drift(one, replace(one, ids=one.ids + 1))
+
+
+def test_nan_is_refused_not_averaged_away() -> None:
+    one = fingerprint([[0.5, 0.5]])
+    with pytest.raises(DriftError, match="not log-probabilities"):
+        drift(one, replace(one, logprobs=one.logprobs * np.float32("nan")))
+
+
+def test_save_and_load_give_the_same_fingerprint(tmp_path: Path) -> None:
+    one = replace(fingerprint([[0.5, 0.5], [0.25, 0.75]]), noise=1.5e-7)
+    one = replace(one, measured_on={"device": "cuda", "name": "NVIDIA H100"})
+    one.save(tmp_path / "f.fp")
+    two = Fingerprint.load(tmp_path / "f.fp")
+    assert (two.probes, two.engine, two.noise) == (one.probes, one.engine, one.noise)
+    assert two.measured_on == one.measured_on
+    assert two.logprobs.tobytes() == one.logprobs.tobytes()
+    assert two.ids.tobytes() == one.ids.tobytes()
+    assert two.steps is None  # as in files written before there were steps
+    steps = np.array([0.125, 0.0625], np.float32)
+    replace(one, steps=steps).save(tmp_path / "g.fp")
+    assert Fingerprint.load(tmp_path / "g.fp").steps.tobytes() == steps.tobytes()
+
+
+def test_noise_of_scores_widens_their_limit_and_never_narrows_it() -> None:
+    found = reward_drift([0.0, 1.0, 2.0, 3.0], [0.01, 1.01, 2.01, 2.99])
+    assert not verdict(found, EXACT).ok
+    assert verdict(found, by_noise(EXACT, found, 0.01, None)).ok
+    assert not verdict(found, by_noise(EXACT, found, 0.002)).ok
+    limit = by_noise(EXACT, found, 0.005, 0.01).rewards
+    assert limit.difference == pytest.approx(4 * 0.01 / found.unit)
+    assert by_noise(EXACT, found, 0.0, None).rewards.difference == EXACT.rewards.difference
+
+
+@pytest.mark.parametrize("damage", [b"", b"\x00" * 64, None])
+def test_a_damaged_file_is_an_artifact_error(tmp_path: Path, damage: bytes | None) -> None:
+    path = tmp_path / "f.fp"
+    if damage is not None:
+        path.write_bytes(damage)
+    with pytest.raises(ArtifactError, match="f.fp"):
+        Fingerprint.load(path)
+
+
+def test_within_names_each_limit_that_is_exceeded_and_never_max_kl() -> None:
+    calm = Drift(mean_kl=1e-6, p95_kl=1e-6, max_kl=9.0, top1_agreement=1.0, cosine=1.0)
+    assert within(calm, EXACT, noise=1e-6) == []
+    assert within(calm, EXACT, noise=1e-7) == ["mean KL 1.00e-06 > twice the repeat noise 1.00e-07"]
+    moved = Drift(mean_kl=1e-2, p95_kl=1e-1, max_kl=9.0, top1_agreement=0.5, cosine=1.0)
+    assert len(within(moved, PROFILES["standard"])) == 3
+
+
+def of_logits(logits: np.ndarray, dtype: torch.dtype, probes: tuple[tuple[int, ...], ...]):
+    """A fingerprint of these logits, (N, V), rounded to a dtype."""
+    values = torch.from_numpy(logits).to(dtype).float()
+    return Fingerprint(
+        probes=probes,
+        ids=np.tile(np.arange(values.shape[1], dtype=np.int32), (len(values), 1)),
+        logprobs=torch.log_softmax(values, dim=-1).numpy(),
+        top1=values.argmax(dim=-1).to(torch.int32).numpy(),
+        engine="test",
+        steps=largest_steps(values.numpy()),
+    )
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+@given(value=st.floats(min_value=2.0**-10, max_value=2.0**14))
+def test_a_rounding_step_is_the_distance_to_the_next_number(dtype, value: float) -> None:
+    number = torch.tensor(value, dtype=dtype)
+    word = torch.int32 if dtype == torch.float32 else torch.int16
+    step = float((number.view(word) + 1).view(dtype)) - float(number)
+    name = str(dtype).removeprefix("torch.")
+    assert rounding_step(float(number), name) == step == rounding_step(-float(number), name)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "step"), [(torch.bfloat16, 0.125), (torch.float16, 2**-6), (torch.float32, 2**-19)]
+)
+def test_the_dtype_is_that_of_the_values(dtype, step: float) -> None:
+    logits = torch.tensor([[17.0, 0.3, -4.1]]).to(dtype).float().numpy()
+    assert largest_steps(logits).tolist() == [step]
+
+
+@pytest.mark.parametrize(
+    ("lead", "dtype", "agrees"),
+    [
+        (0.0, torch.bfloat16, True),  # equal
+        (0.125, torch.bfloat16, True),  # neighbours
+        (0.25, torch.bfloat16, False),
+        (0.125, torch.float16, False),
+        (0.0, torch.float32, True),
+        (2.0**-19, torch.float32, True),
+        (0.01, torch.float32, False),
+    ],
+)
+def test_the_other_of_two_best_tokens_agrees_within_rounding(lead, dtype, agrees) -> None:
+    logits = np.array([[17.0, 17.0 - lead, 1.0, 0.3]], np.float32)
+    reference = of_logits(logits, dtype, ((5, 6),))
+    for token, expected in ((0, True), (1, agrees), (2, False)):
+        new = replace(reference, top1=np.array([token], np.int32))
+        assert agreeing(reference, new).tolist() == [expected]
+
+
+def test_the_new_engines_rounding_is_no_excuse() -> None:
+    logits = np.array([[17.0, 16.9, 1.0]], np.float32)
+    fine = of_logits(logits, torch.float32, ((5, 6),))
+    coarse = of_logits(logits[:, [1, 0, 2]], torch.bfloat16, ((5, 6),))
+    assert agreeing(fine, replace(coarse, top1=np.array([1], np.int32))).tolist() == [False]
+
+
+def test_a_token_that_the_reference_did_not_score_disagrees() -> None:
+    reference = of_logits(np.array([[3.0, 3.0, 1.0]], np.float32), torch.bfloat16, ((5, 6),))
+    assert not agreeing(reference, replace(reference, top1=np.array([9], np.int32))).any()
+
+
+def test_an_old_file_knows_equal_numbers_alone_as_ties() -> None:
+    logits = np.array([[17.0, 17.0, 1.0], [17.0, 16.875, 1.0]], np.float32)
+    reference = replace(of_logits(logits, torch.bfloat16, ((5, 6, 7),)), steps=None)
+    new = replace(reference, top1=np.array([1, 1], np.int32))
+    assert agreeing(reference, new).tolist() == [True, False]
+
+
+def test_a_context_counts_once_however_many_probes_share_it() -> None:
+    """32 probes, all of which begin with the same token: one place is one vote."""
+    probes = tuple((1, 100 + p, 7) for p in range(32))
+    logits = np.tile(np.array([[9.0, 5.0, 1.0]], np.float32), (64, 1))
+    reference = of_logits(logits, torch.bfloat16, probes)
+    top1 = reference.top1.copy()
+    top1[::2] = 1  # behind the first token, of every probe
+    assert drift(reference, replace(reference, top1=top1)).top1_agreement == pytest.approx(32 / 33)
+    top1[1] = 1
+    assert drift(reference, replace(reference, top1=top1)).top1_agreement == pytest.approx(31 / 33)
+
+
+@given(st.integers(0, 2**32 - 1), st.sampled_from([torch.bfloat16, torch.float16, torch.float32]))
+def test_two_roundings_of_the_same_logits_agree_everywhere(seed: int, dtype: torch.dtype) -> None:
+    """Half a step up or down in each engine, chosen by chance: never a disagreement."""
+    rng = np.random.default_rng(seed)
+    exact = rng.normal(0, 4, (16, 8)).astype(np.float32)
+    exact[:, 1] = exact[:, 0] = exact.max(axis=1) + 1  # the two best are the same number
+    name = str(dtype).removeprefix("torch.")
+    half = rounding_step(exact.max(axis=1, keepdims=True), name) / 2
+    probes = (tuple(range(17)),)
+    reference, new = (
+        of_logits(exact + half * rng.uniform(-0.99, 0.99, exact.shape).astype(np.float32),
+                  dtype, probes)
+        for _ in range(2)
+    )  # fmt: skip
+    assert agreeing(reference, new).all()
+
+
+@given(st.integers(0, 2**32 - 1))
+def test_a_flip_of_three_steps_is_a_disagreement(seed: int) -> None:
+    rng = np.random.default_rng(seed)
+    best = rng.uniform(1, 100, (16, 1)).astype(np.float32)
+    top = torch.from_numpy(best).bfloat16().float().numpy()
+    logits = np.concatenate([top, top - 3 * rounding_step(top), top - 50], axis=1)
+    reference = of_logits(logits, torch.bfloat16, (tuple(range(17)),))
+    second = replace(reference, top1=np.ones(16, np.int32))
+    assert not agreeing(reference, second).any()
+    assert drift(reference, second).top1_agreement == 0.0

@@ -1,0 +1,141 @@
+"""Artifacts: existence means complete, and an altered byte is noticed."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import textwrap
+from pathlib import Path
+
+import numpy as np
+import pytest
+from safetensors.numpy import save_file
+
+from tasks.core.errors import ArtifactError
+from tasks.pipeline.artifact import (
+    Artifact,
+    Origin,
+    intact,
+    open_artifact,
+    publish,
+    staging,
+    sweep,
+    verify,
+)
+
+ORIGIN = Origin(kind="weights", stage="merge", key="k", inputs={"base": "d"}, config={"a": 1})
+
+
+def make(final: Path, value: float = 1.0) -> Artifact:
+    with staging(final) as work:
+        tensors = {"w": np.full((2, 3), value, np.float32), "b": np.zeros(3, np.float32)}
+        save_file(tensors, work / "model.safetensors")
+        (work / "sub").mkdir()
+        (work / "sub" / "note.txt").write_text("hello")
+        return publish(work, final, ORIGIN)
+
+
+def test_the_manifest_names_every_tensor_and_every_file(tmp_path: Path) -> None:
+    artifact = make(tmp_path / "a")
+    document = json.loads((artifact.path / "manifest.json").read_text())
+    entry = document["tensors"]["model.safetensors"]["w"]
+    assert (entry["shape"], entry["dtype"]) == ([2, 3], "F32")
+    assert set(document["files"]) == {"model.safetensors", "sub/note.txt"}
+    assert document["files"]["sub/note.txt"]["size"] == 5
+    assert document["inputs"] == {"base": "d"}
+    assert open_artifact(tmp_path / "a", "weights") == artifact
+    assert verify(artifact) == []
+
+
+def test_the_digest_is_of_the_contents_not_of_the_place(tmp_path: Path) -> None:
+    assert make(tmp_path / "a").digest == make(tmp_path / "b").digest
+    assert make(tmp_path / "c", value=2.0).digest != make(tmp_path / "a2").digest
+
+
+def test_nothing_is_visible_when_the_body_raises(tmp_path: Path) -> None:
+    def half() -> None:
+        with staging(tmp_path / "a") as work:
+            (work / "half").write_text("x")
+            raise RuntimeError
+
+    with pytest.raises(RuntimeError):
+        half()
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_one_flipped_byte_is_noticed_even_with_the_old_mtime(tmp_path: Path) -> None:
+    artifact, seen = make(tmp_path / "a"), tmp_path / "seen"
+    assert intact(artifact, seen) == []
+    path = artifact.path / "model.safetensors"
+    stat = path.stat()
+    raw = bytearray(path.read_bytes())
+    raw[-1] ^= 1
+    path.write_bytes(raw)
+    os.utime(path, ns=(stat.st_atime_ns, stat.st_mtime_ns))
+    (problem,) = intact(artifact, seen)
+    assert problem.startswith("model.safetensors: tensor ")
+
+
+@pytest.mark.parametrize(
+    ("change", "text"),
+    [
+        (lambda p: (p / "sub/note.txt").unlink(), "sub/note.txt: missing"),
+        (lambda p: (p / "sub/note.txt").write_text("longer"), "sub/note.txt: 6 bytes"),
+        (lambda p: (p / "v_head.bin").write_text("x"), "v_head.bin: not in the manifest"),
+    ],
+)
+def test_missing_resized_and_stray_files_are_refused(tmp_path: Path, change, text: str) -> None:
+    make(tmp_path / "a")
+    change(tmp_path / "a")
+    with pytest.raises(ArtifactError) as caught:
+        open_artifact(tmp_path / "a")
+    assert any(text in line for line in caught.value.details)
+
+
+def test_a_folder_without_manifest_is_no_artifact(tmp_path: Path) -> None:
+    with pytest.raises(ArtifactError, match="no published artifact"):
+        open_artifact(tmp_path)
+
+
+def test_another_kind_is_refused(tmp_path: Path) -> None:
+    make(tmp_path / "a")
+    with pytest.raises(ArtifactError, match="kind weights, not adapter"):
+        open_artifact(tmp_path / "a", "adapter")
+
+
+def test_publishing_again_replaces_and_leaves_no_rest(tmp_path: Path) -> None:
+    first = make(tmp_path / "a")
+    second = make(tmp_path / "a", value=5.0)
+    assert first.digest != second.digest
+    assert verify(second) == []
+    assert [p.name for p in tmp_path.iterdir()] == ["a"]
+
+
+def test_kill_9_at_any_moment_shows_either_nothing_or_everything(tmp_path: Path) -> None:
+    program = textwrap.dedent(
+        """
+        import sys, time
+        from pathlib import Path
+        from tests.pipeline.test_artifact import make
+        print("go", flush=True)
+        for i in range(10_000):
+            make(Path(sys.argv[1]) / "kind" / f"a{i}")
+        """
+    )
+    command = [sys.executable, "-c", program, str(tmp_path)]
+    root = Path(__file__).resolve().parents[2]
+    child = subprocess.Popen(command, cwd=root, stdout=subprocess.PIPE)
+    assert child.stdout is not None
+    child.stdout.readline()
+    while len(list(tmp_path.glob("kind/a*"))) < 3:
+        assert child.poll() is None
+    child.send_signal(signal.SIGKILL)
+    child.wait()
+    published = sorted((tmp_path / "kind").glob("a*"))
+    assert len(published) >= 3
+    assert all(verify(open_artifact(path)) == [] for path in published)
+    sweep(tmp_path)
+    assert not [p for p in (tmp_path / "kind").iterdir() if p.name.startswith(".")]

@@ -1,0 +1,119 @@
+"""Which files a cache key covers: those that the stages really run, whatever their kind."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from flows.chain import stages as chain_stages
+from flows.delivery import stages as deliver_steps
+from tasks.core.errors import PlumblineError
+from tasks.pipeline.source_closure import PROJECT, closure, source_digest
+from tasks.pipeline.stage import Stage
+
+STAGES = {
+    stage.code: stage
+    for module in (chain_stages, deliver_steps)
+    for stage in vars(module).values()
+    if isinstance(stage, Stage)
+}
+SOURCES = {
+    "tasks/__init__.py": "",
+    "tasks/merge.py": "def merge():\n    from tasks.weights.fold import fold\n    return fold\n",
+    "tasks/weights/__init__.py": "",
+    "tasks/weights/fold.py": "import json\nif TYPE_CHECKING:\n    import tasks.unused\n",
+    "tasks/weights/fold.c": "int x;",
+    "tasks/weights/table.json": "{}",
+    "tasks/weights/fold.pyc": "x",
+    "tasks/train.py": 'COMMAND = ["python", "-m", "tasks.ranks"]\n',
+    "tasks/ranks/__init__.py": "",
+    "tasks/ranks/__main__.py": "import tasks.losses\n",
+    "tasks/losses/__init__.py": 'def load(name):\n    return import_module(f"{__name__}.{name}")\n',
+    "tasks/losses/dpo.py": "",
+    "tasks/unused.py": "",
+}
+MERGE = {
+    "tasks/__init__.py",
+    "tasks/merge.py",
+    "tasks/weights/__init__.py",
+    "tasks/weights/fold.py",
+    "tasks/weights/fold.c",
+    "tasks/weights/table.json",
+}
+TRAIN = {
+    "tasks/__init__.py",
+    "tasks/train.py",
+    "tasks/ranks/__init__.py",
+    "tasks/ranks/__main__.py",
+    "tasks/losses/__init__.py",
+    "tasks/losses/dpo.py",
+}
+
+
+@pytest.fixture
+def project(tmp_path: Path) -> Path:
+    for name, text in SOURCES.items():
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text(text)
+    return tmp_path
+
+
+@pytest.mark.parametrize(("module", "files"), [("tasks.merge", MERGE), ("tasks.train", TRAIN)])
+def test_the_closure_follows_imports_child_processes_and_files_of_other_kinds(
+    project: Path, module: str, files: set[str]
+) -> None:
+    assert {path.as_posix() for path in closure([module], project=project)} == files
+
+
+def test_a_byte_of_any_file_in_the_closure_changes_the_digest(project: Path) -> None:
+    before = source_digest(["tasks.merge"], project=project)
+    for name in SOURCES:
+        path = project / name
+        text = path.read_bytes()
+        path.write_bytes(text + b"\n")
+        assert (source_digest(["tasks.merge"], project=project) != before) == (name in MERGE), name
+        path.write_bytes(text)
+    assert source_digest(["tasks.merge"], project=project) == before
+
+
+def test_a_new_file_beside_a_module_changes_the_digest(project: Path) -> None:
+    before = source_digest(["tasks.merge"], project=project)
+    (project / "tasks/weights/fold.h").write_text("")
+    assert source_digest(["tasks.merge"], project=project) != before
+
+
+def test_packages_that_are_not_run_are_left_out(project: Path) -> None:
+    files = closure(["tasks.train"], without=["tasks.losses"], project=project)
+    assert {path.as_posix() for path in files} == {f for f in TRAIN if "losses" not in f}
+
+
+def test_a_name_that_is_no_module_is_refused(project: Path) -> None:
+    with pytest.raises(PlumblineError, match=r"no such module in .*: tasks\.mrege"):
+        closure(["tasks.mrege"], project=project)
+
+
+@pytest.mark.parametrize("stage", STAGES.values(), ids=["+".join(code) for code in STAGES])
+def test_what_importing_a_stage_loads_is_in_its_closure(stage: Stage) -> None:
+    """Python itself tells what runs: every module of ours that it loads has to be covered."""
+    program = f"import sys, {', '.join(stage.code)}\nprint(*sys.modules)"
+    printed = subprocess.run(
+        [sys.executable, "-c", program], cwd=PROJECT, check=True, capture_output=True, text=True
+    ).stdout
+    covered = {path.as_posix() for path in closure(stage.code, without=stage.without)}
+    ours = [module for module in printed.split() if module.partition(".")[0] in ("flows", "tasks")]
+    files = [module.replace(".", "/") for module in ours]
+    assert len(ours) > len(stage.code)
+    assert [f for f in files if not {f"{f}.py", f"{f}/__init__.py"} & covered] == []
+
+
+def test_what_changes_results_and_was_in_no_key_is_covered() -> None:
+    merge = {path.as_posix() for path in closure(chain_stages.MERGE.code)}
+    train = {path.as_posix() for path in closure(chain_stages.TRAIN.code, without=["tasks.rl"])}
+    online = {path.as_posix() for path in closure(chain_stages.REINFORCE.code)}
+    assert {"tasks/weights/native/fold.c", "tasks/weights/quantized/bnb_no_repack.py"} <= merge
+    assert {"tasks/weights/quantized/bnb_no_repack.py", "tasks/training/objectives/dpo.py"} <= train
+    assert not [path for path in train if path.startswith("tasks/rl/")]
+    assert {"tasks/rl/algorithms/registry.py", "tasks/serving/vllm/rollouts.py"} <= online

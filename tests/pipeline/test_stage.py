@@ -1,0 +1,178 @@
+"""The mechanism around a stage, run inside real Prefect flows with a real MLflow database."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from mlflow import MlflowClient
+
+from tasks.core.contract import Check
+from tasks.core.errors import ArtifactError, ContractError, PlumblineError
+from tasks.pipeline.report import StageReport
+from tasks.pipeline.stage import Mechanism, Stage, StageResult
+from tasks.pipeline.tracking import Tracker
+
+STAGE = Stage("write", "weights", code=("tasks.core.errors",), stack=("torch", "not-installed"))
+
+
+@pytest.fixture(scope="module")
+def orchestrator(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    from prefect.testing.utilities import prefect_test_harness
+
+    with prefect_test_harness(server_startup_timeout=120):
+        yield
+
+
+@pytest.fixture(scope="module")
+def database(tmp_path_factory: pytest.TempPathFactory) -> str:
+    return f"sqlite:///{tmp_path_factory.mktemp('mlflow')}/mlflow.db"
+
+
+@pytest.fixture
+def mechanism(tmp_path: Path, database: str) -> Mechanism:
+    tracker = Tracker(database, tmp_path.name, tmp_path / "mlflow")
+    return Mechanism(tmp_path / "artifacts", tmp_path / "logs", tracker)
+
+
+def write(out: Path, *, text: str, log: object, ok: bool = True, **inputs: Path) -> StageReport:
+    (out / "text.txt").write_text(text + "".join(sorted(inputs)))
+    dtype = "BF16 [2]" if ok else "BF16 [0]"
+    checks = (Check("t", "BF16 [2]", dtype, ok=ok, hint="look at t"),)
+    return StageReport("weights", checks=checks, metrics={"n": len(text)}, notes={"said": text})
+
+
+def run(mechanism: Mechanism, *texts: str, function=write, context=None) -> list[StageResult]:
+    """One flow whose stages each read what the one before wrote."""
+    from prefect import flow
+
+    @flow(name="chain")
+    def chain() -> list[StageResult]:
+        results: list[StageResult] = []
+        with mechanism.tracker.flow("test", {"a": {"b": 1}}, "a: 1\n", {}):
+            for text in texts:
+                inputs = {"before": results[-1].artifact} if results else {}
+                results.append(
+                    mechanism.run(
+                        STAGE, function, inputs=inputs, config={"text": text}, context=context
+                    )
+                )
+        return results
+
+    return chain()
+
+
+@pytest.mark.usefixtures("orchestrator")
+class TestReuse:
+    def test_the_same_inputs_and_configuration_are_run_once(self, mechanism: Mechanism) -> None:
+        first = run(mechanism, "one", "two")
+        again = run(mechanism, "one", "two")
+        assert [r.reused for r in first] == [False, False]
+        assert [r.reused for r in again] == [True, True]
+        assert [r.artifact for r in again] == [r.artifact for r in first]
+        assert again[0].checks == first[0].checks
+        assert again[0].metrics == {"n": 3.0}
+
+    def test_a_changed_stage_runs_again_and_so_does_what_reads_it(
+        self, mechanism: Mechanism
+    ) -> None:
+        run(mechanism, "one", "two")
+        assert [r.reused for r in run(mechanism, "ONE", "two")] == [False, False]
+
+    def test_an_altered_artifact_is_made_again(self, mechanism: Mechanism) -> None:
+        (first,) = run(mechanism, "one")
+        (first.artifact.path / "text.txt").write_text("ONE")
+        (again,) = run(mechanism, "one")
+        assert not again.reused
+        assert (again.artifact.path / "text.txt").read_text() == "one"
+
+    def test_a_deleted_artifact_is_made_again(self, mechanism: Mechanism) -> None:
+        import shutil
+
+        (first,) = run(mechanism, "one")
+        shutil.rmtree(first.artifact.path)
+        assert not run(mechanism, "one")[0].reused
+
+    def test_force_runs_an_intact_stage_again(self, mechanism: Mechanism) -> None:
+        run(mechanism, "one")
+        mechanism.force = frozenset({"write"})
+        assert not run(mechanism, "one")[0].reused
+
+
+@pytest.mark.usefixtures("orchestrator")
+class TestRefusal:
+    def test_a_failed_check_publishes_nothing_but_is_logged(self, mechanism: Mechanism) -> None:
+        with pytest.raises(ContractError, match=r"write: contract not met: 1 failed, first t"):
+            run(mechanism, "one", context={"ok": False})
+        assert not [p for p in mechanism.store.rglob("*") if p.is_file()]
+        runs = runs_of(mechanism)
+        assert {r.info.status for r in runs} == {"FAILED"}
+        child = next(r for r in runs if r.data.tags.get("stage") == "write")
+        assert child.data.metrics["contract/failed"] == 1
+
+    def test_the_error_has_the_checks_hint_and_names_the_stages_log(
+        self, mechanism: Mechanism
+    ) -> None:
+        mechanism.logs.mkdir()
+        for name in ("reference.log", "write.log"):  # the scorer's; the stage's own goes first
+            (mechanism.logs / name).write_text("")
+            with pytest.raises(ContractError) as caught:
+                run(mechanism, "one", context={"ok": False})
+            lines = caught.value.report().splitlines()
+            assert lines[-2:] == ["  -> look at t", f"  log: {mechanism.logs / name}"]
+
+    def test_a_full_disk_is_named_and_nothing_stays(self, mechanism: Mechanism) -> None:
+        def fill(out: Path, **_: object) -> StageReport:
+            (out / "half").write_text("x")
+            with Path("/dev/full").open("w") as full:  # the kernel's own ENOSPC
+                full.write("x")
+            return StageReport("weights")
+
+        with pytest.raises(ArtifactError, match=r"no room to publish .* GiB are free") as caught:
+            run(mechanism, "one", function=fill)
+        assert "paths.runs=" in caught.value.hint
+        assert not [p for p in mechanism.store.rglob("*") if p.is_file()]
+
+    def test_a_stage_that_makes_another_kind_is_refused(self, mechanism: Mechanism) -> None:
+        def wrong(out: Path, **_: object) -> StageReport:
+            return StageReport("adapter")
+
+        with pytest.raises(PlumblineError, match="made adapter, not weights"):
+            run(mechanism, "one", function=wrong)
+
+
+@pytest.mark.usefixtures("orchestrator")
+def test_mlflow_has_one_parent_and_a_child_a_stage_with_contract_and_manifest(
+    mechanism: Mechanism,
+) -> None:
+    run(mechanism, "one", "two")
+    runs = runs_of(mechanism)
+    parent = next(r for r in runs if "mlflow.parentRunId" not in r.data.tags)
+    children = [r for r in runs if r.data.tags.get("mlflow.parentRunId") == parent.info.run_id]
+    assert parent.data.params == {"a.b": "1"}
+    assert len(children) == 2
+    assert {r.info.status for r in runs} == {"FINISHED"}
+    client = MlflowClient(mechanism.tracker.uri)
+    for child in children:
+        names = {f.path for f in client.list_artifacts(child.info.run_id)}
+        assert names == {"contract.json", "manifest.json", "notes.json"}
+        text = client.download_artifacts(child.info.run_id, "contract.json")
+        assert json.loads(Path(text).read_text()) == [
+            {"name": "t", "expected": "BF16 [2]", "found": "BF16 [2]", "ok": True}
+        ]
+
+
+def runs_of(mechanism: Mechanism) -> list:
+    client = MlflowClient(mechanism.tracker.uri)
+    return client.search_runs([mechanism.tracker.experiment_id])
+
+
+def test_the_key_follows_configuration_inputs_and_versions(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert STAGE.key({"a": 1}, {}) == STAGE.key({"a": 1}, {})
+    assert STAGE.key({"a": 1}, {}) != STAGE.key({"a": 2}, {})
+    assert STAGE.versions()["not-installed"] == "absent"
+    before = STAGE.key({}, {})
+    monkeypatch.setattr("tasks.pipeline.stage.version", lambda _: "9.9")
+    assert STAGE.key({}, {}) != before

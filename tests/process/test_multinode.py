@@ -1,0 +1,151 @@
+"""How nodes find each other; no ranks are started here."""
+
+from __future__ import annotations
+
+import threading
+import time
+from pathlib import Path
+
+import pytest
+
+from tasks.core.errors import ConfigError, StageProcessError, TrainingError
+from tasks.process.multinode import Leader, Meeting, follow
+
+FOLLOWER = Meeting("10.0.0.1", 29500, 1, 2)
+LEADER = Meeting("10.0.0.1", 29500, 0, 2)
+
+
+def environment(monkeypatch: pytest.MonkeyPatch, **values: str) -> None:
+    for name in ("MASTER_ADDR", "MASTER_PORT", "NODE_RANK", "SLURM_NODEID", "JOB_COMPLETION_INDEX"):
+        monkeypatch.delenv(name, raising=False)
+    for name, value in values.items():
+        monkeypatch.setenv(name, value)
+
+
+def test_one_node_needs_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    environment(monkeypatch)
+    assert Meeting.from_environment(1) is None
+
+
+@pytest.mark.parametrize("name", ["NODE_RANK", "SLURM_NODEID", "JOB_COMPLETION_INDEX"])
+def test_a_node_knows_its_place(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    environment(monkeypatch, MASTER_ADDR="10.0.0.1", MASTER_PORT="29500", **{name: "1"})
+    assert Meeting.from_environment(2) == FOLLOWER
+    assert FOLLOWER.torchrun == [
+        "--nnodes", "2", "--node-rank", "1", "--master-addr", "10.0.0.1", "--master-port", "29500",
+    ]  # fmt: skip
+
+
+def test_everything_that_is_missing_is_said_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    environment(monkeypatch)
+    with pytest.raises(ConfigError) as caught:
+        Meeting.from_environment(2)
+    assert len(caught.value.details) == 3
+    assert "NODE_RANK" in caught.value.hint
+
+
+@pytest.mark.parametrize(
+    ("values", "says"),
+    [
+        ({"NODE_RANK": "2"}, "NODE_RANK=2 is not within 0 and 1"),
+        ({"NODE_RANK": "first"}, "NODE_RANK=first is not within 0 and 1"),
+        ({"NODE_RANK": "0", "MASTER_PORT": "x"}, "MASTER_PORT=x is not a port"),
+    ],
+)
+def test_a_place_that_makes_no_sense(
+    monkeypatch: pytest.MonkeyPatch, values: dict[str, str], says: str
+) -> None:
+    environment(monkeypatch, **{"MASTER_ADDR": "a", "MASTER_PORT": "1", **values})
+    with pytest.raises(ConfigError) as caught:
+        Meeting.from_environment(2)
+    assert says in caught.value.details
+
+
+def following(runs: Path, joined: list[Path], **more: float) -> tuple[threading.Thread, list[int]]:
+    statuses: list[int] = []
+
+    def run() -> None:
+        statuses.append(follow(FOLLOWER, runs, joined.append, poll_s=0.02, **more))
+
+    thread = threading.Thread(target=run)
+    thread.start()
+    return thread, statuses
+
+
+def until(condition: object) -> None:
+    deadline = time.monotonic() + 20
+    while not condition():  # type: ignore[operator]
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+
+
+def test_a_follower_joins_each_call_once_and_ends_with_the_leader(tmp_path: Path) -> None:
+    joined: list[Path] = []
+    thread, statuses = following(tmp_path, joined)
+    with Leader(LEADER, tmp_path) as leader:
+        for job in ("one", "two"):
+            with leader.call(Path(job)):
+                until(lambda job=job: joined and joined[-1] == Path(job))
+                time.sleep(0.2)
+    thread.join(20)
+    assert joined == [Path("one"), Path("two")]
+    assert statuses == [0]
+
+
+def test_a_leader_that_fails_says_so(tmp_path: Path) -> None:
+    thread, statuses = following(tmp_path, [])
+    leader = Leader(LEADER, tmp_path).__enter__()
+    time.sleep(0.2)
+    leader.__exit__(ValueError, ValueError("boom"), None)
+    thread.join(20)
+    assert statuses == [1]
+
+
+def test_what_a_killed_leader_left_is_not_followed(tmp_path: Path) -> None:
+    folder = LEADER.folder(tmp_path)
+    folder.mkdir(parents=True)
+    (folder / "beacon.json").write_text('{"over": true, "status": 0}')
+    (folder / "call-0001.json").write_text('{"job": "old"}')
+    joined: list[Path] = []
+    with pytest.raises(TrainingError, match="has not come"):
+        follow(FOLLOWER, tmp_path, joined.append, silent_s=0.5, poll_s=0.02)
+    assert not joined
+
+
+def test_a_leader_that_goes_silent_is_left(tmp_path: Path) -> None:
+    failed: list[BaseException] = []
+
+    def run() -> None:
+        try:
+            follow(FOLLOWER, tmp_path, lambda _: None, silent_s=1.0, poll_s=0.02)
+        except TrainingError as error:
+            failed.append(error)
+
+    thread = threading.Thread(target=run)
+    thread.start()
+    folder = LEADER.folder(tmp_path)
+    folder.mkdir(parents=True)
+    for beat in range(3):
+        (folder / "beacon.json").write_text(f'{{"beat": {beat}}}')
+        time.sleep(0.2)
+    thread.join(20)
+    assert "has gone silent" in str(failed[0])
+
+
+def test_ranks_that_fail_are_the_leaders_business(tmp_path: Path) -> None:
+    calls: list[Path] = []
+
+    def join(job: Path) -> None:
+        calls.append(job)
+        raise StageProcessError("train", 1, ["lost"], "exit")
+
+    statuses: list[int] = []
+    thread = threading.Thread(
+        target=lambda: statuses.append(follow(FOLLOWER, tmp_path, join, poll_s=0.02))
+    )
+    thread.start()
+    with Leader(LEADER, tmp_path) as leader, leader.call(Path("job")):
+        until(lambda: calls)
+        time.sleep(0.2)
+    thread.join(20)
+    assert (calls, statuses) == ([Path("job")], [0])

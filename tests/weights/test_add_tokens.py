@@ -1,0 +1,95 @@
+"""New tokens in a base: tokenizer, tables and configuration agree; other files stay as they are."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from tasks.core.errors import ArtifactError, ConfigError
+from tasks.weights.files.add_tokens import grow
+from tasks.weights.files.folder import inspect_checkpoint
+
+
+def model_folder(path: Path, *, tied: bool, shards: str = "5GB") -> Path:
+    """A Qwen2 of 259 tokens, bf16."""
+    from transformers import Qwen2Config, Qwen2ForCausalLM
+
+    from tests.training.conftest import make_tokenizer
+
+    tokenizer = make_tokenizer()
+    config = Qwen2Config(
+        vocab_size=len(tokenizer),
+        hidden_size=32,
+        num_hidden_layers=1,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        intermediate_size=48,
+        tie_word_embeddings=tied,
+    )
+    torch.manual_seed(0)
+    model = Qwen2ForCausalLM(config).to(torch.bfloat16)
+    model.save_pretrained(path, max_shard_size=shards)
+    tokenizer.save_pretrained(path)
+    return path
+
+
+@pytest.mark.parametrize(("tied", "shards"), [(True, "5GB"), (False, "20KB")])
+def test_everything_grows_together(tmp_path: Path, tied: bool, shards: str) -> None:
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    source = model_folder(tmp_path / "source", tied=tied, shards=shards)
+    before = {path.name: path.read_bytes() for path in source.iterdir()}
+    folder = tmp_path / "base"
+    folder.mkdir()
+    for path in source.iterdir():
+        (folder / path.name).symlink_to(path)
+    grown = grow(folder, ["<tool>", "<answer>"], multiple=64)
+    assert (grown.ids, grown.before, grown.after) == ((259, 260), 259, 320)
+    assert {path.name: path.read_bytes() for path in source.iterdir()} == before
+    found = inspect_checkpoint(folder)
+    assert found.problems == []
+    assert all(check.ok for check in found.checks)
+    assert [p.name for p in folder.iterdir() if p.name.startswith(".")] == []
+
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    a, b = (tokenizer(text)["input_ids"] for text in "ab")
+    assert tokenizer("a<tool>b<answer>")["input_ids"] == [*a, 259, *b, 260]
+    old = AutoModelForCausalLM.from_pretrained(source)
+    new, info = AutoModelForCausalLM.from_pretrained(folder, output_loading_info=True)
+    assert not info["missing_keys"]
+    assert not info["unexpected_keys"]
+    assert new.config.vocab_size == 320
+    ids = torch.tensor([[3, 50, 7, 258]])
+    with torch.no_grad():
+        assert torch.equal(old(ids).logits, new(ids).logits[..., :259])
+    for one, other in (
+        (old.get_input_embeddings(), new.get_input_embeddings()),
+        (old.get_output_embeddings(), new.get_output_embeddings()),
+    ):
+        mean = one.weight.double().mean(dim=0).to(torch.bfloat16)
+        assert torch.equal(other.weight[259:], mean.expand(61, -1))
+        assert torch.equal(other.weight[:259], one.weight)
+
+
+def test_rows_that_are_there_already_are_used(tmp_path: Path) -> None:
+    folder = model_folder(tmp_path / "base", tied=True)
+    first = grow(folder, ["<a>"], multiple=64)
+    weights = load_file(folder / "model.safetensors")
+    second = grow(folder, ["<b>"])
+    assert (first.after, second.ids, second.after) == (320, (260,), 320)
+    after = load_file(folder / "model.safetensors")
+    assert all(torch.equal(tensor, after[name]) for name, tensor in weights.items())
+
+
+def test_what_cannot_be_added(tmp_path: Path) -> None:
+    folder = model_folder(tmp_path / "base", tied=True)
+    with pytest.raises(ConfigError, match=r"model.new_tokens: <\|im_start\|> is in the vocabulary"):
+        grow(folder, ["<|im_start|>"])
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps({**config, "vocab_size": 258}))
+    with pytest.raises(ArtifactError, match="no embedding of vocab_size=258 rows"):
+        grow(folder, ["<c>"])

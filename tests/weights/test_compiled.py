@@ -1,0 +1,74 @@
+"""Kernels in C: compiled once, kept, done without where that is not possible."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tasks.weights.native import compiled as compiling
+from tasks.weights.native.compiled import compiled
+
+SOURCE = "int twice(int n) { return 2 * n; }\n"
+
+
+@pytest.fixture(autouse=True)
+def _own_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(compiling, "_folder", lambda: tmp_path / "kept")
+
+
+@pytest.fixture
+def source(tmp_path: Path) -> Path:
+    path = tmp_path / "twice.c"
+    path.write_text(SOURCE)
+    return path
+
+
+def test_it_works(source: Path) -> None:
+    found = compiled([source], slower="")
+    assert found is not None
+    assert found.twice(21) == 42
+
+
+def test_without_a_compiler_there_are_none(monkeypatch, caplog, source: Path) -> None:
+    monkeypatch.setattr(compiling.shutil, "which", lambda name: None)
+    with caplog.at_level("INFO", logger=compiling.__name__):
+        assert compiled([source], slower="twice takes two sums") is None
+    assert "no C compiler: twice takes two sums" in caplog.text
+
+
+def test_a_compiler_that_fails_is_said_and_survived(tmp_path, caplog, source: Path) -> None:
+    assert compiled([source], "--no-such-flag", slower="twice takes two sums") is None
+    assert "cannot be compiled (twice takes two sums)" in caplog.text
+    assert "no-such-flag" in caplog.text
+    assert list((tmp_path / "kept").iterdir()) == []
+
+
+def test_one_that_does_not_load_is_said_and_survived(caplog, source: Path) -> None:
+    source.write_text("int missing(void); int twice(int n) { return missing() * n; }")
+    assert compiled([source], slower="") is None
+    assert "undefined symbol: missing" in caplog.text
+
+
+def test_compiled_once_and_found_again(monkeypatch, tmp_path, source: Path) -> None:
+    assert compiled([source], slower="") is not None
+    (made,) = (tmp_path / "kept").iterdir()
+    with monkeypatch.context() as patched:
+        patched.setattr(compiling.subprocess, "run", None)  # would be called to compile
+        assert compiled([source], slower="") is not None
+    assert list((tmp_path / "kept").iterdir()) == [made]
+    source.write_text(SOURCE.replace("2 * n", "n + n"))
+    assert compiled([source], slower="") is not None
+    assert len(list((tmp_path / "kept").iterdir())) == 2
+
+
+def test_a_header_counts_as_the_source(tmp_path: Path, source: Path) -> None:
+    header = tmp_path / "factor.h"
+    header.write_text("#define FACTOR 2\n")
+    source.write_text('#include "factor.h"\nint times(int n) { return FACTOR * n; }')
+    first = compiled([source], slower="")
+    header.write_text("#define FACTOR 3\n")
+    second = compiled([source], slower="")
+    assert first is not None
+    assert second is not None
+    assert (first.times(7), second.times(7)) == (14, 21)

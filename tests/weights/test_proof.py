@@ -18,7 +18,9 @@ from safetensors.torch import load_file, save_file
 from tasks.weights.files.opening import open_model
 from tasks.weights.files.reader import read_checkpoint
 from tasks.weights.plan.operations import Plan
-from tasks.weights.proof import Proof, State, planned, prove_merge
+from tasks.weights.proof.faults import State
+from tasks.weights.proof.merge import Proof, prove_merge
+from tasks.weights.proof.planning import planned
 from tasks.weights.quantized.nf4 import as_trained
 from tests.weights.adapters.making import quiet, train
 from tests.weights.families.making import FAMILIES, load, make_model
@@ -268,7 +270,8 @@ def test_it_takes_numpy_alone(merges: Merges) -> None:
     merged = merges.merged("qwen2", "plain", FP32, BF16)
     code = (
         "import sys; from pathlib import Path; from tasks.weights.files.opening import open_model\n"
-        "from tasks.weights.proof import planned, prove_merge\n"
+        "from tasks.weights.proof.merge import prove_merge\n"
+        "from tasks.weights.proof.planning import planned\n"
         f"made = planned(Path({str(base)!r}), Path({str(adapter)!r}))\n"
         f"print(prove_merge(made.plan, made.sources, open_model(Path({str(merged)!r}))).ok,"
         "[one for one in ('torch', 'transformers', 'peft') if one in sys.modules])"

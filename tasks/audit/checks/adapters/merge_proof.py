@@ -19,8 +19,10 @@ from tasks.audit.source import Source
 from tasks.core.errors import PlumblineError
 from tasks.weights.files.dtype_conversion import NUMPY
 from tasks.weights.files.file_ranges import Reader
-from tasks.weights.proof import Proof, State, Verdict, planned, prove_merge
 from tasks.weights.proof.expected import widened
+from tasks.weights.proof.faults import State
+from tasks.weights.proof.merge import Proof, Verdict, prove_merge
+from tasks.weights.proof.planning import planned
 
 _FAULTS: Mapping[State, Entry] = {
     State.LEFT_OUT: say.MERGE_LEFT_OUT,

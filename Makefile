@@ -37,11 +37,12 @@ test-gpu: setup-dev  ## everything that needs a GPU, on one, in 25 minutes (ARGS
 test-gpus: setup-dev  ## what needs two GPUs or more
 	$(PY) -m pytest tests/gpu -m gpus -p no:randomly $(ARGS)
 
-check: setup-dev  ## lint, format, types, import rules
+check: setup-dev  ## lint, format, types, import rules, English
 	$(VENV)/bin/ruff check .
 	$(VENV)/bin/ruff format --check .
 	$(VENV)/bin/mypy
 	$(VENV)/bin/lint-imports
+	$(PY) infra/words.py
 
 format: setup-dev  ## format and fix what can be fixed
 	$(VENV)/bin/ruff check --fix .

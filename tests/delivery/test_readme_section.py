@@ -1,4 +1,4 @@
-"""README, "I have a checkpoint that does not load": its commands, on such a checkpoint."""
+"""docs/delivery.md, "Audit and repair": its commands, on such a checkpoint."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from tests.delivery.conftest import PROJECT, environment
 from tests.delivery.dialects.saving import llamafactory_ppo
 from tests.delivery.test_deliver import servable
 
-TITLE = "## I have a checkpoint that does not load"
-SECTION = (PROJECT / "README.md").read_text().split(TITLE)[1].split("\n## ")[0]
+TITLE = "## Audit and repair"
+SECTION = (PROJECT / "docs" / "delivery.md").read_text().split(TITLE)[1].split("\n## ")[0]
 BLOCKS = re.findall(r"^```(\w*)\n(.*?)^```", SECTION, flags=re.M | re.S)
 COMMANDS = [
     line.split("  #")[0].split()
@@ -36,7 +36,7 @@ def ckpt(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def run(words: list[str], places: dict[str, Path], *more: str) -> tuple[int, str]:
-    """A command of the README, its folders replaced by `places`; status and output."""
+    """A command of the page, its folders replaced by `places`; status and output."""
     python, program, *settings = words
     assert python == ".venv/bin/python"
     for told, place in places.items():

@@ -15,7 +15,7 @@ from tasks.pipeline.artifact import open_artifact, verify
 from tests.flows.conftest import Run
 from tests.flows.test_online import OF_CRITICS, keys_of
 from tests.flows.tracked import children, curve
-from tests.test_readme import README
+from tests.test_readme import TEXT
 
 pytestmark = pytest.mark.slow
 LINKS = ("sft", "reward", "ppo")
@@ -35,8 +35,8 @@ def chain(rlhf: Callable[..., Run], folder: Path) -> Run:
 
 
 def pasted(line: str) -> list[float]:
-    """The numbers of the README's line in which one follows on `line`."""
-    (found,) = re.findall(rf"{re.escape(line)}(-?\d.*)", README)
+    """Numbers of the line in the README or the guides that follow on `line`."""
+    (found,) = re.findall(rf"{re.escape(line)}(-?\d.*)", TEXT)
     return [float(n) for n in re.findall(r"-?\d+\.\d+", found)]
 
 
@@ -104,7 +104,7 @@ def test_a_second_run_reuses_all_of_it(chain: Run, folder: Path, rlhf: Callable[
     [
         ("sft_qlora", "+exp=sft_qlora`: exact match "),
         ("reward", "pairs in the right order "),
-        ("grpo", "`+exp=grpo`: exact match of the likeliest answers | "),
+        ("grpo", "`+exp=grpo`: exact match of greedy responses | "),
     ],
 )
 def test_a_link_alone_gives_what_the_readme_says(

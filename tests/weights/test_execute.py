@@ -17,7 +17,7 @@ import torch
 from safetensors.torch import save_file
 
 from tasks.core.errors import ArtifactError
-from tasks.weights.execute import blocks, copying
+from tasks.weights.execute import compute, copying
 from tasks.weights.execute.execute import Executed, execute
 from tasks.weights.files import file_ranges as extents
 from tasks.weights.files.header import read_header
@@ -89,7 +89,7 @@ def test_the_number_of_workers_changes_no_byte(inputs, tmp_path, shard) -> None:
 
 @pytest.mark.parametrize("elements", [1, 300, 4096, 1 << 20])
 def test_the_size_of_blocks_changes_no_byte(inputs, out, monkeypatch, elements: int) -> None:
-    monkeypatch.setattr(blocks, "ELEMENTS", elements)
+    monkeypatch.setattr(compute, "ELEMENTS", elements)
     monkeypatch.setattr(copying, "BLOCK", 16 * elements)
     _run(make_plan(), inputs, out)
     wanted = expected()
@@ -99,23 +99,23 @@ def test_the_size_of_blocks_changes_no_byte(inputs, out, monkeypatch, elements: 
 @pytest.mark.parametrize("rows", [*range(1, 40), 1031])
 @pytest.mark.parametrize("columns", [1, 24, 1 << 20])
 def test_blocks_cover_all_rows_once_and_none_is_too_small(rows: int, columns: int) -> None:
-    edges = list(blocks.row_blocks(rows, columns))
+    edges = list(compute.row_blocks(rows, columns))
     assert edges[0][0] == 0
     assert edges[-1][1] == rows
     assert all(one[1] == two[0] for one, two in pairwise(edges))
-    assert all(end - first >= min(rows, blocks.ROWS) for first, end in edges)
+    assert all(end - first >= min(rows, compute.ROWS) for first, end in edges)
 
 
 @pytest.mark.parametrize("rank", [1, 3, 64, 300])
 def test_a_block_of_a_product_has_the_bits_of_the_whole(rank: int) -> None:
-    """What `blocks.py` relies on, for the BLAS of this machine, with one thread and with two."""
+    """What `compute.py` relies on, for the BLAS of this machine, with one thread and with two."""
     random = torch.Generator().manual_seed(rank)
     a, b = (torch.randn(*s, generator=random) for s in ((rank, 700), (1100, rank)))
     threads = torch.get_num_threads()
     whole = b @ a
     try:
         torch.set_num_threads(1)
-        parts = [b[first:end] @ a for first, end in blocks.row_blocks(1100, 30_000)]
+        parts = [b[first:end] @ a for first, end in compute.row_blocks(1100, 30_000)]
     finally:
         torch.set_num_threads(threads)
     assert len(parts) > 60

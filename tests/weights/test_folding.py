@@ -13,7 +13,7 @@ from safetensors.torch import save_file
 
 from tasks.weights import native
 from tasks.weights.execute import lora_merge as folding
-from tasks.weights.execute.buffers import Buffer, Workspace
+from tasks.weights.execute.copying import Buffer, Workspace
 from tasks.weights.execute.execute import Executed, execute
 from tasks.weights.execute.journal import Measured
 from tasks.weights.execute.lora_merge import fold_term

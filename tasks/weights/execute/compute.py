@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING
 import numpy as np
 from numpy.typing import NDArray
 
-from tasks.weights.execute.blocks import matrix_shape, row_blocks
 from tasks.weights.execute.copying import opened
 from tasks.weights.execute.full_tensors import Sources, all_rows, squared, whole
 from tasks.weights.execute.journal import Measured
@@ -23,6 +22,41 @@ from tasks.weights.plan.operations import Op
 
 if TYPE_CHECKING:
     import torch
+
+
+ROWS = 16
+"""Least number of rows, and what a number of rows is a multiple of."""
+ELEMENTS = 1 << 18
+"""Elements aimed at: 1 MB in fp32, half of that in bf16; a block is in the cache until hashed."""
+
+
+def matrix_shape(shape: tuple[int, ...]) -> tuple[int, int]:
+    """(rows, columns) as terms see a tensor: leading axes flattened; a vector is one column."""
+    if len(shape) < 2:
+        return (shape[0] if shape else 1, 1)
+    rows = 1
+    for size in shape[:-1]:
+        rows *= size
+    return rows, shape[-1]
+
+
+def row_blocks(rows: int, columns: int, elements: int | None = None) -> Iterator[tuple[int, int]]:
+    """(first, end) of every block. The last one takes a rest that would be too small alone.
+
+    Args:
+        rows: of the tensor.
+        columns: of the tensor.
+        elements: aimed at in a block; None for ELEMENTS. Must follow from the shapes alone.
+    """
+    aim = ELEMENTS if elements is None else elements
+    step = max(ROWS, aim // max(1, columns) // ROWS * ROWS)
+    first = 0
+    while first < rows:
+        end = first + step
+        if rows - end < ROWS:
+            end = rows
+        yield first, end
+        first = end
 
 
 def compute(op: Op, sources: Sources, found: Measured) -> Iterator[NDArray[np.uint8]]:

@@ -17,9 +17,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from tasks.core.contract import TensorLike
-from tasks.weights.execute.blocks import row_blocks
-from tasks.weights.execute.buffers import Buffer, Workspace
-from tasks.weights.execute.copying import opened
+from tasks.weights.execute.compute import row_blocks
+from tasks.weights.execute.copying import Buffer, Workspace, opened
 from tasks.weights.execute.journal import Measured
 from tasks.weights.files.dtype_conversion import NUMPY, cast
 from tasks.weights.files.file_ranges import Reader

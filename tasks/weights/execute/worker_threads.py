@@ -12,9 +12,16 @@ from dataclasses import dataclass, field
 import numpy as np
 from numpy.typing import NDArray
 
-from tasks.weights.execute.blocks import matrix_shape
-from tasks.weights.execute.buffers import Buffer, Workspace
-from tasks.weights.execute.copying import Seen, contents, move, offload, same_as_known
+from tasks.weights.execute.compute import compute, matrix_shape
+from tasks.weights.execute.copying import (
+    Buffer,
+    Seen,
+    Workspace,
+    contents,
+    move,
+    offload,
+    same_as_known,
+)
 from tasks.weights.execute.journal import Measured, Outcome
 from tasks.weights.execute.lora_merge import fold
 from tasks.weights.execute.sinks import Sink
@@ -141,8 +148,6 @@ class Worker:
         if task.fold is not None:
             blocks = fold(op, task.fold, self.sources, room, found)
         else:
-            from tasks.weights.execute.compute import compute
-
             blocks = compute(op, self.sources, found)
         for raw in blocks:
             yield Block(raw, sink.stream, sink)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Mapping
 
-from tasks.weights.execute.blocks import matrix_shape
+from tasks.weights.execute.compute import matrix_shape
 from tasks.weights.plan.adapter_ops import Add, Dora, LowRank, Rows, Stride, Term
 
 Shape = tuple[int, ...]

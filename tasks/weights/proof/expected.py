@@ -14,7 +14,7 @@ from typing import Any, TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
-from tasks.weights.execute.blocks import matrix_shape, row_blocks
+from tasks.weights.execute.compute import matrix_shape, row_blocks
 from tasks.weights.files.dtype_conversion import NUMPY, cast
 from tasks.weights.files.file_ranges import Reader, part
 from tasks.weights.files.header import ITEM_BITS

@@ -20,7 +20,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from tasks.core.contract import Check
-from tasks.weights.execute.blocks import matrix_shape
+from tasks.weights.execute.compute import matrix_shape
 from tasks.weights.execute.copying import opened
 from tasks.weights.execute.journal import Measured
 from tasks.weights.files.dtype_conversion import NUMPY, cast

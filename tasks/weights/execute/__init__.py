@@ -1,6 +1,6 @@
-"""Running a plan: tensors from their sources to their final offsets, block by block.
+"""Execute a plan: write every output tensor, block by block, at its final offset in its file.
 
-execute       a plan to finished files, resumable
-compute       one tensor that is computed; `copying` is for those that are not
-recheck in `proof/` reads sampled rows again
+execute    run a plan to finished files; an interrupted run can be continued
+compute    compute one tensor; `copying` handles tensors that need no arithmetic
+worker     the same work as JSON requests, for a process that has imported torch and transformers
 """

@@ -1,6 +1,11 @@
-"""One computed tensor: block by block from its source through its terms to its final offset.
+"""Compute one tensor in blocks of rows: apply the adapter's terms in fp32, then round once.
 
-Terms are added in fp32 and rounded once.
+Results must not depend on the number of workers. So block boundaries depend on the tensor's shape
+alone, every output element is computed from the same operands by the same calls, and no sum
+crosses a block. A product has to give the same bits in blocks as in one piece: measured for ranks 4
+to 512 and widths 64 to 8960, `B[rows] @ A` equals `(B @ A)[rows]` bit for bit if a block has at
+least two rows. For a single row BLAS uses another routine with another order of summation. So every
+block has at least `ROWS` rows, except in a tensor that has fewer.
 """
 
 from __future__ import annotations
@@ -25,13 +30,13 @@ if TYPE_CHECKING:
 
 
 ROWS = 16
-"""Least number of rows, and what a number of rows is a multiple of."""
+"""Minimum number of rows in a block; block sizes are multiples of it."""
 ELEMENTS = 1 << 18
-"""Elements aimed at: 1 MB in fp32, half of that in bf16; a block is in the cache until hashed."""
+"""Target number of elements in a block: 1 MB in fp32, so it stays in the cache until hashed."""
 
 
 def matrix_shape(shape: tuple[int, ...]) -> tuple[int, int]:
-    """(rows, columns) as terms see a tensor: leading axes flattened; a vector is one column."""
+    """Return a shape as (rows, columns): leading axes are flattened, a vector is one column."""
     if len(shape) < 2:
         return (shape[0] if shape else 1, 1)
     rows = 1
@@ -41,15 +46,16 @@ def matrix_shape(shape: tuple[int, ...]) -> tuple[int, int]:
 
 
 def row_blocks(rows: int, columns: int, elements: int | None = None) -> Iterator[tuple[int, int]]:
-    """(first, end) of every block. The last one takes a rest that would be too small alone.
+    """Yield (first, end) of every block of rows; a small remainder joins the last block.
 
     Args:
-        rows: of the tensor.
-        columns: of the tensor.
-        elements: aimed at in a block; None for ELEMENTS. Must follow from the shapes alone.
+        rows: number of rows of the tensor.
+        columns: number of columns of the tensor.
+        elements: target number of elements in a block; None for `ELEMENTS`. It must depend on
+            shapes alone, so that results do not depend on the machine.
     """
-    aim = ELEMENTS if elements is None else elements
-    step = max(ROWS, aim // max(1, columns) // ROWS * ROWS)
+    target = ELEMENTS if elements is None else elements
+    step = max(ROWS, target // max(1, columns) // ROWS * ROWS)
     first = 0
     while first < rows:
         end = first + step
@@ -59,34 +65,34 @@ def row_blocks(rows: int, columns: int, elements: int | None = None) -> Iterator
         first = end
 
 
-def compute(op: Op, sources: Sources, found: Measured) -> Iterator[NDArray[np.uint8]]:
-    """One output tensor's bytes, block by block; each is good until the next one is asked for.
+def compute(op: Op, sources: Sources, measured: Measured) -> Iterator[NDArray[np.uint8]]:
+    """Yield one output tensor's bytes block by block; a block is valid until the next is requested.
 
-    Peak memory is a few blocks, but for what `wholes.needs_whole`.
+    Peak memory is a few blocks, except for tensors that need all rows (`full_tensors.needs_whole`).
 
     Args:
-        op: of kind "compute".
-        sources: the inputs.
-        found: counts what is seen.
+        op: an operation of kind "compute".
+        sources: inputs of the plan by name.
+        measured: counts non-finite and changed elements; updated in place.
 
     Raises:
-        ArtifactError: a source that cannot be read.
+        ArtifactError: a source cannot be read.
     """
     adapter = _Operands(sources)
     rows, columns = matrix_shape(op.read_shape)
-    for first, block, seen in _blocks(op, sources, rows, columns, found):
-        # A copy even of fp32: terms work in place, and what was there is compared with afterwards.
-        wide = _with_terms(op, block.to(_fp32(), copy=bool(op.terms)), first, adapter, found)
+    for first, block in _blocks(op, sources, rows, columns, measured):
+        # Copied even if it is fp32 already: terms work in place, and `block` is compared below.
+        wide = _with_terms(op, block.to(_fp32(), copy=bool(op.terms)), first, adapter, measured)
         out = _stored(op, wide)
         raw = _bytes(out)
-        found.nonfinite += bits.nonfinite(raw, op.dtype)
+        measured.nonfinite += bits.nonfinite(raw, op.dtype)
         if op.terms:
-            found.changed += _differing(raw, _bytes(seen.to(out.dtype)), op.dtype)
+            measured.changed += _differing(raw, _bytes(block.to(out.dtype)), op.dtype)
         yield raw
 
 
 def _stored(op: Op, wide: torch.Tensor) -> torch.Tensor:
-    """Rounded once to what is written."""
+    """Round a block once to the output's dtype, or encode it as 8-bit weights or their scales."""
     if op.encoding is None:
         return wide.to(torch_dtype(op.dtype))
     from tasks.weights.quantized.encode import encode
@@ -95,31 +101,31 @@ def _stored(op: Op, wide: torch.Tensor) -> torch.Tensor:
 
 
 def _with_terms(
-    op: Op, wide: torch.Tensor, first: int, operands: _Operands, found: Measured
+    op: Op, wide: torch.Tensor, first: int, operands: _Operands, measured: Measured
 ) -> torch.Tensor:
     from tasks.weights.execute.kernels import apply
 
-    before = wide.clone() if found.error is not None and op.terms else None
+    before = wide.clone() if measured.error is not None and op.terms else None
     vector = len(op.shape) < 2
     wide = wide.reshape(-1) if vector else wide
     for term in op.terms:
         wide = apply(term, wide, start=first, operand=operands)
     if before is not None:
-        found.delta = (found.delta or 0.0) + squared(wide.reshape(before.shape) - before)
+        measured.delta = (measured.delta or 0.0) + squared(wide.reshape(before.shape) - before)
     return wide
 
 
 def _blocks(
-    op: Op, sources: Sources, rows: int, columns: int, found: Measured
-) -> Iterator[tuple[int, torch.Tensor, torch.Tensor]]:
-    """Of every block: its first row, what terms are added to, what counts as unchanged."""
+    op: Op, sources: Sources, rows: int, columns: int, measured: Measured
+) -> Iterator[tuple[int, torch.Tensor]]:
+    """Yield the source's blocks: first row, and values (rows, columns) in their own dtype."""
     import torch
 
     pieces = [(0, rows)] if all_rows(op) else list(row_blocks(rows, columns))
     if op.quantization is not None or op.transpose:
-        matrix = whole(op, sources, found).reshape(rows, columns)
+        matrix = whole(op, sources, measured).reshape(rows, columns)
         for first, end in pieces:
-            yield first, matrix[first:end], matrix[first:end]
+            yield first, matrix[first:end]
         return
     item = ITEM_BITS[op.source_dtype] // 8
     with opened(op, sources) as reader:
@@ -130,20 +136,20 @@ def _blocks(
                 buffer = np.empty(nbytes, np.uint8)
             reader.into(buffer[:nbytes], first * columns * item)
             block = torch.from_numpy(buffer[:nbytes]).view(torch_dtype(op.source_dtype))
-            yield first, block.reshape(-1, columns), block.reshape(-1, columns)
+            yield first, block.reshape(-1, columns)
 
 
 class _Operands:
-    """Adapter tensors of one operation, whole, in fp32: read once, small."""
+    """Adapter tensors of one operation as full tensors in fp32, each read once."""
 
     def __init__(self, sources: Sources) -> None:
         self._sources = sources
-        self._held: dict[str, torch.Tensor] = {}
+        self._loaded: dict[str, torch.Tensor] = {}
 
     def __call__(self, name: str) -> torch.Tensor:
         import torch
 
-        if name not in self._held:
+        if name not in self._loaded:
             input_name, _, key = name.partition(":")
             source = self._sources[input_name]
             info = source.tensors[key]
@@ -151,15 +157,15 @@ class _Operands:
                 buffer: NDArray[np.uint8] = np.empty(reader.nbytes, np.uint8)
                 reader.into(buffer, 0)
             stored = torch.from_numpy(buffer).view(torch_dtype(info.dtype))
-            self._held[name] = stored.reshape(tuple(info.shape)).float()
-        return self._held[name]
+            self._loaded[name] = stored.reshape(tuple(info.shape)).float()
+        return self._loaded[name]
 
 
 def _bytes(tensor: torch.Tensor) -> NDArray[np.uint8]:
     import torch
 
-    found: NDArray[np.uint8] = tensor.contiguous().reshape(-1).view(torch.uint8).numpy()
-    return found
+    raw: NDArray[np.uint8] = tensor.contiguous().reshape(-1).view(torch.uint8).numpy()
+    return raw
 
 
 def _fp32() -> torch.dtype:
@@ -168,7 +174,7 @@ def _fp32() -> torch.dtype:
     return torch.float32
 
 
-def _differing(one: NDArray[np.uint8], other: NDArray[np.uint8], dtype: str) -> int:
-    """How many elements have other bits."""
+def _differing(left: NDArray[np.uint8], right: NDArray[np.uint8], dtype: str) -> int:
+    """Return the number of elements whose bits differ."""
     word = f"<u{ITEM_BITS[dtype] // 8}"
-    return int(np.count_nonzero(one.view(word) != other.view(word)))
+    return int(np.count_nonzero(left.view(word) != right.view(word)))

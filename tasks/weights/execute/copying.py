@@ -1,4 +1,4 @@
-"""Files and tensors that nothing is computed for: links, kernel copies, casts, known hashes."""
+"""Write files and tensors that need no arithmetic: links, kernel copies, casts, known hashes."""
 
 from __future__ import annotations
 
@@ -26,42 +26,45 @@ from tasks.weights.files.source import Extent, Source
 from tasks.weights.plan.operations import Op
 
 BLOCK = 1 << 20
-"""Bytes at a time: a multiple of every item size, and small enough to stay in the cache."""
+"""Bytes per block: a multiple of every item size, and small enough to stay in the cache."""
 _FICLONE = 0x40049409
-"""ioctl of Linux: make a file share all blocks of another (btrfs, XFS)."""
+"""Linux ioctl: make a file share all blocks of another (btrfs, XFS)."""
 
 
 def pages(nbytes: int) -> NDArray[np.uint8]:
-    """So many bytes of zeros, aligned to a page; the system has them back with the last view."""
-    found: NDArray[np.uint8] = np.frombuffer(mmap.mmap(-1, max(1, nbytes)), np.uint8)
-    return found[:nbytes]
+    """Allocate zeroed, page-aligned memory; it returns to the system when its last view is freed.
+
+    The heap would keep the gaps that tensors of many sizes leave, and a long run would grow.
+    """
+    memory: NDArray[np.uint8] = np.frombuffer(mmap.mmap(-1, max(1, nbytes)), np.uint8)
+    return memory[:nbytes]
 
 
 class Buffer:
-    """One piece of memory that grows to the largest size asked for."""
+    """Reusable memory that grows to the largest size requested."""
 
     def __init__(self) -> None:
-        self._held: NDArray[np.uint8] = np.empty(0, np.uint8)
+        self._memory: NDArray[np.uint8] = np.empty(0, np.uint8)
 
     @property
     def size(self) -> int:
-        """Bytes held."""
-        return self._held.size
+        """Number of bytes allocated."""
+        return self._memory.size
 
     def first(self, nbytes: int) -> NDArray[np.uint8]:
-        """Its first `nbytes`; overwrites what the last call gave."""
-        if self._held.size < nbytes:
-            self._held = pages(nbytes)
-        return self._held[:nbytes]
+        """Return the first `nbytes`; overwrites the bytes returned by the previous call."""
+        if self._memory.size < nbytes:
+            self._memory = pages(nbytes)
+        return self._memory[:nbytes]
 
 
 class Workspace:
-    """What one tensor in the making works in.
+    """Memory for one tensor while it is written.
 
     Attributes:
-        read: the worker's, shared by its tensors: holds nothing from one block to the next.
-        out: the tensor's own: what it needs from one block to the next, and the block itself, which
-            waits there until those of the others are made.
+        read: the worker's read buffer, shared by its tensors; holds nothing between two blocks.
+        out: the tensor's own buffer; holds its finished block until the blocks of the worker's
+            other tensors are finished too.
     """
 
     def __init__(self, read: Buffer) -> None:
@@ -69,8 +72,8 @@ class Workspace:
 
 
 def link_or_copy(source: Path, target: Path) -> None:
-    """Make `target` the same file: sharing blocks, as a hard link, or a copy, whatever works."""
-    real = source.resolve()  # the link has to be to the file, not to a symbolic link
+    """Make `target` a copy of `source`: by shared blocks, else a hard link, else a real copy."""
+    real = source.resolve()  # link to the file itself, not to a symbolic link
     target.unlink(missing_ok=True)
     if _reflink(real, target):
         return
@@ -94,10 +97,10 @@ def _reflink(source: Path, target: Path) -> bool:
 
 
 def offload(op: Op, sources: Mapping[str, Source], sink: Sink) -> Outcome | None:
-    """Have the kernel copy a tensor whose hash is known.
+    """Let the kernel copy a tensor whose hash is known.
 
     Returns:
-        None where it is not known, or the kernel cannot: then the bytes have to be read.
+        None if the hash is unknown or the kernel cannot copy; then the bytes have to be read.
     """
     known = known_hash(op, sources)
     if op.kind != "copy" or known is None:
@@ -109,28 +112,28 @@ def offload(op: Op, sources: Mapping[str, Source], sink: Sink) -> Outcome | None
 
 
 def move(
-    op: Op, sources: Mapping[str, Source], room: Workspace, seen: Seen
+    op: Op, sources: Mapping[str, Source], workspace: Workspace, seen: Seen
 ) -> Iterator[NDArray[np.uint8]]:
-    """The bytes of a tensor that is copied or cast, block by block.
+    """Read a tensor that is copied or cast, block by block.
 
     Args:
-        op: of kind "copy" or "cast".
-        sources: the inputs.
-        room: memory to work in.
-        seen: what is noticed on the way.
+        op: an operation of kind "copy" or "cast".
+        sources: inputs of the plan by name.
+        workspace: memory for the blocks.
+        seen: statistics of the values; updated in place.
 
     Yields:
-        the next bytes of the output, good until the next ones are asked for.
+        The next bytes of the output; valid until the next ones are requested.
     """
     casting = op.kind == "cast"
     with opened(op, sources) as reader:
         for at in range(0, reader.nbytes, BLOCK):
             size = min(BLOCK, reader.nbytes - at)
-            raw = (room.read if casting else room.out).first(size)
+            raw = (workspace.read if casting else workspace.out).first(size)
             reader.into(raw, at)
             seen.read += size
             if casting:
-                raw = _cast(raw, op, room.out)
+                raw = _cast(raw, op, workspace.out)
             seen.nonfinite += bits.nonfinite(raw, op.dtype)
             seen.all_zero = seen.all_zero and bits.all_zero(raw, op.dtype)
             yield raw
@@ -138,7 +141,7 @@ def move(
 
 @dataclass
 class Seen:
-    """Of the values that passed: bytes read, how many are not finite, whether all are zero."""
+    """Statistics of copied values: bytes read, non-finite elements, True if all are zero."""
 
     read: int = 0
     nonfinite: int = 0
@@ -146,46 +149,46 @@ class Seen:
 
 
 def _cast(raw: NDArray[np.uint8], op: Op, target: Buffer) -> NDArray[np.uint8]:
-    source, goal = op.source_dtype, op.dtype
-    if casts(source, goal):
+    source, wanted = op.source_dtype, op.dtype
+    if casts(source, wanted):
         count = raw.size * 8 // ITEM_BITS[source]
-        return cast(raw, source, goal, target.first(count * ITEM_BITS[goal] // 8))
+        return cast(raw, source, wanted, target.first(count * ITEM_BITS[wanted] // 8))
     import torch
 
-    wide = torch.from_numpy(raw).view(torch_dtype(source)).to(torch_dtype(goal))
-    found: NDArray[np.uint8] = wide.view(torch.uint8).numpy()
-    return found
+    values = torch.from_numpy(raw).view(torch_dtype(source)).to(torch_dtype(wanted))
+    cast_bytes: NDArray[np.uint8] = values.view(torch.uint8).numpy()
+    return cast_bytes
 
 
 def known_hash(op: Op, sources: Mapping[str, Source]) -> str | None:
-    """The source tensor's sha256, where it is known and `op` takes the tensor whole."""
+    """Return the source tensor's sha256; None if unknown, or if `op` reads only a part of it."""
     source = sources[op.input]
-    whole = sum(one.nbytes for one in source.extents(op.key))
-    return source.sha256(op.key) if source_bytes(op) == whole else None
+    nbytes = sum(extent.nbytes for extent in source.extents(op.key))
+    return source.sha256(op.key) if source_bytes(op) == nbytes else None
 
 
-def same_as_known(op: Op, sources: Mapping[str, Source], found: str) -> str:
-    """`found`, the hash of the copied bytes. Raises ArtifactError where a manifest says another."""
-    if op.kind == "copy" and known_hash(op, sources) not in (None, found):
-        raise ArtifactError(f"{op.source}: bytes are not those of its manifest")
-    return found
+def same_as_known(op: Op, sources: Mapping[str, Source], sha256: str) -> str:
+    """Return the hash of the copied bytes. Raises ArtifactError if the manifest has another one."""
+    if op.kind == "copy" and known_hash(op, sources) not in (None, sha256):
+        raise ArtifactError(f"{op.source}: its bytes do not match the sha256 in its manifest")
+    return sha256
 
 
 def source_bytes(op: Op) -> int:
-    """How many bytes of its source an operation reads."""
+    """Return the number of bytes that an operation reads of its source tensor."""
     return prod(op.read_shape) * ITEM_BITS[op.source_dtype] // 8
 
 
 def opened(op: Op, sources: Mapping[str, Source]) -> Reader:
-    """A reader of the bytes that `op` starts from."""
+    """Open a reader of the bytes that an operation starts from."""
     first = op.start * ITEM_BITS[op.source_dtype] // 8
     return Reader(part(sources[op.input].extents(op.key), first, source_bytes(op)))
 
 
-def contents(path: Path, info: TensorInfo, room: Workspace) -> Iterator[NDArray[np.uint8]]:
-    """The bytes of a tensor of an output file, block by block."""
+def contents(path: Path, info: TensorInfo, workspace: Workspace) -> Iterator[NDArray[np.uint8]]:
+    """Read a tensor of an output file back, block by block."""
     with Reader([Extent(path, info.start, info.nbytes)]) as reader:
         for at in range(0, info.nbytes, BLOCK):
-            raw = room.out.first(min(BLOCK, info.nbytes - at))
+            raw = workspace.out.first(min(BLOCK, info.nbytes - at))
             reader.into(raw, at)
             yield raw

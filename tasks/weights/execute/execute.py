@@ -1,20 +1,21 @@
-"""Running a plan: every output tensor from its source straight to its final offset.
+"""Execute a plan: write every output tensor from its source straight to its final offset.
 
     done = execute(plan, {"base": base, "adapter": adapter}, out)
     done.sha256["lm_head.weight"]
 
 Workers are threads: reading, hashing, arithmetic and writing all release the interpreter's lock.
-Each has a few tensors in hand, the longest first, and makes a block of every one in turn, so that
-their hashes run in the lanes of a vector (`lanes.py`, `hashing.py`). Memory is bounded by blocks,
-lanes and workers, whatever the model's size. Results do not depend on the number of workers: see
-`blocks.py`.
+Each worker has several tensors in progress and makes one block of each in turn, so that their
+hashes run side by side in the lanes of a vector register (`worker_threads.py`,
+`tasks/weights/native/hashing.py`). Memory is bounded by the number of blocks, tensors in progress
+and workers, whatever the model's size. Results do not depend on the number of workers: see
+`compute.py`.
 
-What no operation touches never passes through Python: whole files are linked (`copying.py`), ranges
-are copied by the kernel, and their hashes are taken from the input's manifest. Without a manifest
-they have to be read for the hash anyway, and are written from the same buffer.
+Data that no operation changes never passes through Python: whole files are linked (`copying.py`),
+byte ranges are copied by the kernel, and hashes come from the input's manifest. Without a manifest
+the data has to be read for its hash, and is written from the same buffer.
 
-A run that was killed leaves its journal (`journal.py`); the next one with the same plan and the
-same inputs keeps what is finished, and gives the same bytes.
+A run that was killed leaves its journal (`journal.py`). The next run with the same plan and inputs
+keeps the finished tensors and ends with the same bytes.
 """
 
 from __future__ import annotations
@@ -39,14 +40,14 @@ MAX_WORKERS = 16
 
 @dataclass(frozen=True)
 class Executed:
-    """What running a plan left and found.
+    """Result of executing a plan.
 
     Attributes:
-        outcomes: one a tensor, in the plan's order.
-        linked: output files that are links to an input's.
-        resumed: how many tensors an earlier, interrupted run had finished.
-        read: bytes of tensor data that this process has read; kernel copies are not counted.
-        written: bytes of tensor data that it has written.
+        outcomes: one per tensor, in the plan's order.
+        linked: output files that are links to an input's file.
+        resumed: number of tensors that an earlier, interrupted run had finished.
+        read: bytes of tensor data that this process read; kernel copies are not counted.
+        written: bytes of tensor data that this process wrote.
     """
 
     outcomes: Mapping[str, Outcome]
@@ -56,43 +57,43 @@ class Executed:
     written: int = 0
 
     def as_json(self) -> dict[str, Any]:
-        """Plain JSON."""
-        outcomes = [asdict(one) for one in self.outcomes.values()]
+        """Return the result as plain JSON."""
+        outcomes = [asdict(outcome) for outcome in self.outcomes.values()]
         return {**vars(self), "outcomes": outcomes, "linked": list(self.linked)}
 
     @classmethod
     def from_json(cls, raw: Mapping[str, Any]) -> Executed:
-        """What `as_json` made."""
-        outcomes = {one["name"]: Outcome(**one) for one in raw["outcomes"]}
+        """Read what `as_json` returned."""
+        outcomes = {entry["name"]: Outcome(**entry) for entry in raw["outcomes"]}
         return cls(**{**raw, "outcomes": outcomes})
 
     @property
     def sha256(self) -> dict[str, str]:
-        """Of every output tensor."""
-        return {name: one.sha256 for name, one in self.outcomes.items()}
+        """Hash of every output tensor's bytes, by name."""
+        return {name: outcome.sha256 for name, outcome in self.outcomes.items()}
 
     @property
     def changed(self) -> dict[str, float]:
-        """Fraction of elements that terms changed, by tensor that has terms."""
+        """Fraction of elements that the adapter changed, for tensors that it touches."""
         return {n: o.changed for n, o in self.outcomes.items() if o.changed is not None}
 
     @property
     def nonfinite(self) -> dict[str, int]:
-        """NaN or infinite elements, by tensor; only tensors that have any."""
+        """Number of NaN or infinite elements, for tensors that have any."""
         return {n: o.nonfinite for n, o in self.outcomes.items() if o.nonfinite}
 
     @property
     def quantization_error(self) -> dict[str, float]:
-        """`|W - W4|_F / |delta|_F` by tensor that training quantised and terms change."""
+        """`|W - W4|_F / |delta|_F` for tensors that training quantized and the adapter changes."""
         return {
-            name: (one.error / max(one.delta, 1e-30)) ** 0.5
-            for name, one in self.outcomes.items()
-            if one.error is not None and one.delta is not None
+            name: (outcome.error / max(outcome.delta, 1e-30)) ** 0.5
+            for name, outcome in self.outcomes.items()
+            if outcome.error is not None and outcome.delta is not None
         }
 
     @property
     def overall_error(self) -> float | None:
-        """The same over all of them together; None without quantisation."""
+        """`quantization_error` over all tensors together; None if training did not quantize."""
         both = [
             (o.error, o.delta)
             for o in self.outcomes.values()
@@ -111,21 +112,20 @@ def execute(
     stem: str = WEIGHTS,
     scan: bool = False,
 ) -> Executed:
-    """Execute a plan that `validate` has passed.
+    """Execute a plan that `validate` has accepted.
 
     Args:
-        plan: what to do.
+        plan: one operation per output tensor.
         sources: inputs by the names that the plan uses.
         out: existing directory; gets the weight files, their index, and the journal, which
             `artifact.publish` reads and removes.
-        workers: threads; None for as many as this process may use cores.
-        stem: "model", or "adapter_model".
-        scan: look at the values of copied tensors too, even where no hash has to be taken.
+        workers: number of threads; None for the number of cores that this process may use.
+        stem: start of the file names: "model" or "adapter_model".
+        scan: inspect the values of copied tensors even if their hashes are known.
 
     Raises:
-        ArtifactError: an input that cannot be read, an output that cannot be written (full disk).
-            The folder is then as it was, unless some tensors are finished: those stay, with the
-            journal, for the next run.
+        ArtifactError: an input cannot be read, or an output cannot be written (disk full). Finished
+            tensors and the journal stay for the next run; if there are none, nothing stays.
     """
     files = lay_out(plan, sources, stem=stem)
     journal = Journal(out, identify(plan, sources, stem))

@@ -1,4 +1,7 @@
-"""Tensors that cannot be made by blocks of rows: quantised, transposed, with norms of columns."""
+"""Load full tensors for operations that cannot work on blocks of rows.
+
+These are 4-bit quantization, transposed sources, and terms that need norms of columns.
+"""
 
 from __future__ import annotations
 
@@ -23,23 +26,29 @@ Sources = Mapping[str, Source]
 
 
 def needs_whole(op: Op) -> bool:
-    """Whether the whole tensor is in memory while it is computed.
+    """Return True if the full tensor is in memory while it is computed.
 
-    4-bit quantisation, whose second level takes a mean over all of it; a transposed source; and
-    terms whose norms run down the columns.
+    That is so for 4-bit quantization, whose double quantization takes a mean over all scales, for a
+    transposed source, and for terms that need norms of columns.
     """
     return op.quantization is not None or op.transpose or all_rows(op)
 
 
 def all_rows(op: Op) -> bool:
-    """Whether terms see all rows at once: norms that run down the columns."""
+    """Return True if a term needs all rows at once, because it takes norms of columns."""
     from tasks.weights.execute.kernels import needs_all_rows
 
     return any(needs_all_rows(term) for term in op.terms)
 
 
-def whole(op: Op, sources: Sources, found: Measured) -> torch.Tensor:
-    """The whole source tensor as the output is shaped, through 4 bits where the plan says so."""
+def whole(op: Op, sources: Sources, measured: Measured) -> torch.Tensor:
+    """Load the full source tensor in the output's shape, through 4 bits if the plan says so.
+
+    Args:
+        op: the operation.
+        sources: inputs of the plan by name.
+        measured: gets the quantization error if training quantized the base; updated in place.
+    """
     shape = op.read_shape
     wanted = (*shape[:-2], shape[-1], shape[-2]) if op.transpose else shape
     stored = _flat(op, sources).reshape(wanted)
@@ -47,18 +56,18 @@ def whole(op: Op, sources: Sources, found: Measured) -> torch.Tensor:
         stored = stored.transpose(-1, -2).contiguous()
     if op.quantization is None or STORED in op.quantization:
         return stored
-    return _quantised(stored, op.quantization, found)
+    return _quantised(stored, op.quantization, measured)
 
 
 def _flat(op: Op, sources: Sources) -> torch.Tensor:
-    """The elements that `op` starts from, decoded where they are stored in 4 bits."""
+    """Load the elements that `op` starts from, 1-D; a source stored in 4 bits is decoded."""
     import torch
 
     if op.quantization is not None and STORED in op.quantization:
         from tasks.weights.quantized.decode import decoded
 
-        whole = decoded(op.quantization[STORED], sources[op.input].extents(op.key))
-        return whole.reshape(-1)[op.start : op.start + prod(op.read_shape)]
+        matrix = decoded(op.quantization[STORED], sources[op.input].extents(op.key))
+        return matrix.reshape(-1)[op.start : op.start + prod(op.read_shape)]
     with opened(op, sources) as reader:
         buffer: NDArray[np.uint8] = np.empty(reader.nbytes, np.uint8)
         reader.into(buffer, 0)
@@ -66,17 +75,17 @@ def _flat(op: Op, sources: Sources) -> torch.Tensor:
 
 
 def _quantised(
-    stored: torch.Tensor, quantization: Mapping[str, Any], found: Measured
+    stored: torch.Tensor, quantization: Mapping[str, Any], measured: Measured
 ) -> torch.Tensor:
-    """The base as training saw it, or as it is stored where only the error is asked for."""
+    """Return the base as QLoRA training used it, or as stored for a merge into the original."""
     from tasks.weights.quantized.nf4 import as_trained
 
     loaded = stored.to(torch_dtype(DTYPE_NAMES[quantization["loaded_dtype"]]))
-    seen = as_trained(loaded, quantization).to(stored.dtype)
-    found.error = squared(stored.float() - seen.float())
-    return seen if quantization["base"] == "dequantized" else stored
+    dequantized = as_trained(loaded, quantization).to(stored.dtype)
+    measured.error = squared(stored.float() - dequantized.float())
+    return dequantized if quantization["base"] == "dequantized" else stored
 
 
 def squared(tensor: torch.Tensor) -> float:
-    """Squared Frobenius norm."""
+    """Return the squared Frobenius norm."""
     return float(tensor.double().square().sum())

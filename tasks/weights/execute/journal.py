@@ -1,10 +1,10 @@
-"""The journal of a run that may be killed: which tensors are finished, and what they are.
+"""Journal of a run that may be killed: its finished tensors, with their hashes and statistics.
 
-It lies in the staging folder. Its first line says what is being made of what: a digest of the plan
-and of the inputs' files. Every further line is one finished tensor, written after the tensor's
-bytes. A second run with the same first line keeps those tensors, after reading and hashing them
-again: so neither a torn line nor a page that never reached the disk can do harm, and no tensor has
-to be flushed before it may be entered.
+The journal lies in the staging folder. Its first line identifies the run: a digest of the plan and
+of the inputs' files. Every further line is one finished tensor, entered after its bytes were
+written. A later run with the same first line reads and hashes those tensors again and keeps them.
+So neither a torn line nor a page that never reached the disk does harm, and no tensor has to be
+flushed to disk before it is entered.
 """
 
 from __future__ import annotations
@@ -30,17 +30,18 @@ JOURNAL = ".journal.jsonl"
 
 @dataclass(frozen=True)
 class Outcome:
-    """One finished tensor.
+    """Result of one finished tensor.
 
     Attributes:
         name: its key.
         file: output file that holds it.
-        sha256: of its bytes.
-        nonfinite: elements that are NaN or infinite; 0 too where nothing had to be read.
-        all_zero: whether every element is zero; None where nobody looked.
-        changed: fraction of elements that its terms changed; None without terms.
-        error: squared Frobenius norm of what 4 bits lost; None where training did not quantise.
-        delta: squared Frobenius norm of what the terms add; None likewise.
+        sha256: hash of its bytes.
+        nonfinite: number of NaN or infinite elements; also 0 if the values were not read.
+        all_zero: True if every element is zero; None if the values were not inspected.
+        changed: fraction of elements that the adapter changed; None if it has no terms for it.
+        error: squared Frobenius norm of the 4-bit quantization error; None if training did not
+            quantize the tensor.
+        delta: squared Frobenius norm of the adapter's change; None like `error`.
     """
 
     name: str
@@ -55,7 +56,7 @@ class Outcome:
 
 @dataclass
 class Measured:
-    """What was seen while a tensor was computed: as in `Outcome`, `changed` in elements."""
+    """Statistics of a tensor while it is computed; as in `Outcome`, but `changed` is a count."""
 
     nonfinite: int = 0
     changed: int = 0
@@ -64,25 +65,27 @@ class Measured:
 
 
 class Journal:
-    """The journal of one output folder; thread safe.
+    """Journal of one output folder; thread safe.
 
     Args:
         root: the staging folder.
-        identity: what is made of what; see `identify`.
+        identity: digest of the plan and the inputs, from `identify`.
+
+    Attributes:
+        found: outcomes that an earlier run entered, by name; to be verified.
+        entries: number of finished tensors according to the journal.
     """
 
     def __init__(self, root: Path, identity: str) -> None:
         self._path, self._identity = root / JOURNAL, identity
         self._lock = threading.Lock()
-        found = read_outcomes(self._path, identity)
-        self.found: dict[str, Outcome] = {one.name: one for one in found}
-        """What an earlier run entered; to be verified."""
-        self.entries = len(found)
-        """How many tensors are finished, as far as the journal says."""
-        self.begin(found)
+        outcomes = read_outcomes(self._path, identity)
+        self.found = {outcome.name: outcome for outcome in outcomes}
+        self.entries = len(outcomes)
+        self.begin(outcomes)
 
     def begin(self, outcomes: Iterable[Outcome]) -> None:
-        """Write the journal anew with these entries, by one rename."""
+        """Replace the journal by these entries, with one rename."""
         lines = [{"identity": self._identity}, *map(asdict, outcomes)]
         fresh = self._path.with_suffix(".new")
         with self._writing():
@@ -90,10 +93,10 @@ class Journal:
             fresh.rename(self._path)
 
     def enter(self, outcome: Outcome) -> None:
-        """Add a finished tensor, by one `write`. Raises ArtifactError: a full disk."""
+        """Add a finished tensor, with one `write`. Raises ArtifactError if the disk is full."""
         line = (json.dumps(asdict(outcome)) + "\n").encode()
         with self._lock, self._writing(), self._path.open("ab", buffering=0) as file:
-            if file.write(line) != len(line):  # the rest of the line would find no room either
+            if file.write(line) != len(line):  # a short write means that the disk is full
                 raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
             self.entries += 1
 
@@ -105,45 +108,45 @@ class Journal:
             raise write_refused(self._path, error) from error
 
     def remove(self) -> None:
-        """There is nothing to go on with."""
+        """Delete the journal: there is nothing to continue."""
         self._path.unlink(missing_ok=True)
 
 
 def read_outcomes(path: Path, identity: str | None = None) -> list[Outcome]:
-    """What a journal holds; nothing where it is absent, torn at the start, or of something else.
+    """Return a journal's entries; none if it is absent, torn at the start, or another run's.
 
     Args:
-        path: the journal's file.
-        identity: only if it is this one; None takes any.
+        path: file of the journal.
+        identity: identity that the journal must have; None accepts any.
     """
     try:
         first, *lines = path.read_text().splitlines()
-        said = json.loads(first)["identity"]
+        recorded = json.loads(first)["identity"]
     except (OSError, ValueError, KeyError, TypeError):
         return []
-    if identity is not None and said != identity:
+    if identity is not None and recorded != identity:
         return []
-    found: list[Outcome] = []
+    outcomes: list[Outcome] = []
     for line in lines:
         try:
-            found.append(Outcome(**json.loads(line)))
+            outcomes.append(Outcome(**json.loads(line)))
         except (ValueError, TypeError):
-            break  # the line that was being written when the process ended
-    return found
+            break  # the process ended while it wrote this line
+    return outcomes
 
 
 def identify(plan: Plan, sources: Mapping[str, Source], stem: str) -> str:
-    """sha256 over the plan and over what is known of every input without reading it.
+    """Return a sha256 over the plan and everything known of the inputs without reading their data.
 
-    Of a file: size, mtime, inode and device (not ctime: a hard link to it changes that); of a
-    tensor: its place, and its sha256 where the source knows it.
+    That is size, mtime, inode and device of every file (not ctime, which a hard link changes), the
+    byte ranges of every tensor, and its sha256 if the source knows it.
     """
     digest = hashlib.sha256(json.dumps([plan.as_json(), stem], sort_keys=True).encode())
     stats: dict[Path, list[int]] = {}
     for name in sorted(sources):
         source = sources[name]
         for key in sorted(source.tensors):
-            extents = [_place(one, stats) for one in source.extents(key)]
+            extents = [_place(extent, stats) for extent in source.extents(key)]
             digest.update(json.dumps([name, key, source.sha256(key), extents]).encode())
     return digest.hexdigest()
 

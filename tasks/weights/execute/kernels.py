@@ -1,15 +1,15 @@
-"""The arithmetic of terms: what an adapter does to a block of rows of one tensor, in fp32.
+"""Arithmetic of an adapter's terms: apply one term to a block of rows of one tensor, in fp32.
 
     block = base[start : start + n].float()
     for term in op.terms:
         block = apply(term, block, start=start, operand=adapter_tensor)
-    out = block.to(dtype)                                                   # the one rounding
+    out = block.to(dtype)                                                   # the only rounding
 
-Order of operations as in peft (`lora/layer.py`, `lora/variants.py` of 0.21), because floating point
-addition is not associative: the product first, then the scale, then the sum.
+The order of operations is that of peft 0.21 (`lora/layer.py`, `lora/variants.py`), because floating
+point addition is not associative: first the product, then the scale, then the sum.
 
 A block is 2-D for matrices and 1-D for vectors. A stack of experts (experts, rows, columns) is
-given flattened, (experts * rows, columns), and `start` counts flattened rows.
+passed flattened as (experts * rows, columns); `start` counts flattened rows.
 """
 
 from __future__ import annotations
@@ -23,17 +23,17 @@ if TYPE_CHECKING:
     import torch
 
 Operand = Callable[[str], "torch.Tensor"]
-"""Gives a whole adapter tensor by the name that a term has for it, in any float dtype."""
+"""Return a full adapter tensor, in any float dtype, by the name that a term uses for it."""
 
 
 def apply(term: Term, block: torch.Tensor, *, start: int, operand: Operand) -> torch.Tensor:
-    """The block after `term`; `block` itself may be overwritten.
+    """Apply one term to a block and return the result; may overwrite `block`.
 
     Args:
-        term: what to do.
+        term: the operation, such as `LowRank` or `Dora`.
         block: fp32 rows `[start, start + len(block))` of the output tensor.
-        start: first row of the block; 0 where `needs_all_rows(term)`.
-        operand: the adapter's tensors.
+        start: first row of the block; 0 if `needs_all_rows(term)`.
+        operand: returns the adapter's tensors by name.
     """
     match term:
         case LowRank():
@@ -48,47 +48,47 @@ def apply(term: Term, block: torch.Tensor, *, start: int, operand: Operand) -> t
 
 
 def needs_all_rows(term: Term) -> bool:
-    """Whether the block has to be the whole tensor: norms of columns need every row."""
+    """Return True if the term takes norms of columns: its block has to be the full tensor."""
     return isinstance(term, Dora) and term.transpose
 
 
 def _low_rank(term: LowRank, start: int, shape: tuple[int, ...], operand: Operand) -> torch.Tensor:
-    """`scale * B @ A` for the rows of a block, experts flattened; shape as the block's."""
+    """Return `scale * B @ A` for the rows of a block, experts flattened, in the block's shape."""
     import torch
 
     a, b = operand(term.a), operand(term.b)
     if term.experts == 1:
         return _product(term, start + term.out_start, shape[0], a, b)
     height = a.shape[1] if term.transpose else b.shape[0]
-    found = torch.empty(shape, dtype=torch.float32)
+    product = torch.empty(shape, dtype=torch.float32)
     row, end = start, start + shape[0]
     while row < end:
         expert, first = divmod(row, height)
         count = min(height - first, end - row)
-        one = term.of_expert(expert, a.shape[0])
-        found[row - start : row - start + count] = _product(one, first, count, a, b)
+        part = term.of_expert(expert, a.shape[0])
+        product[row - start : row - start + count] = _product(part, first, count, a, b)
         row += count
-    return found
+    return product
 
 
 def _product(
     term: LowRank, first: int, count: int, a: torch.Tensor, b: torch.Tensor
 ) -> torch.Tensor:
-    """Rows `[first, first + count)` of one expert's scaled product."""
+    """Return rows `[first, first + count)` of one expert's scaled product."""
     a = a[_slice(term.a_rows)]
     b = b[:, _slice(term.b_columns)]
     height = a.shape[1] if term.transpose else b.shape[0]
     low, high = first, first + count
     if count == 1 < height:
-        # BLAS multiplies a single row by another routine, which sums in another order: take two.
+        # For a single row BLAS uses another routine, which sums in another order: compute two.
         low = min(first, height - 2)
         high = low + 2
     if term.transpose:
-        # Transposed after the product, as peft does it: the sums are then taken in its order.
-        found = (b.float() @ a[:, low:high].float()).T
+        # Transposed after the product, like peft: the order of summation is then the same.
+        product = (b.float() @ a[:, low:high].float()).T
     else:
-        found = b[low:high].float() @ a.float()
-    return found[first - low : first - low + count].mul_(term.scale)
+        product = b[low:high].float() @ a.float()
+    return product[first - low : first - low + count].mul_(term.scale)
 
 
 def _slice(stride: Stride | None) -> slice:
@@ -111,6 +111,6 @@ def _rows(term: Rows, block: torch.Tensor, start: int, operand: Operand) -> torc
     import torch
 
     rows = torch.tensor(term.indices) - start
-    here = (rows >= 0) & (rows < len(block))
-    block[rows[here]] = operand(term.values)[here].float()
+    inside = (rows >= 0) & (rows < len(block))
+    block[rows[inside]] = operand(term.values)[inside].float()
     return block

@@ -1,9 +1,9 @@
-"""LoRA into bf16 matrices without torch: the commonest operation, in one pass over every block.
+"""Merge LoRA into bf16 matrices without torch: a C kernel does this common case in one pass.
 
-The kernel sums products in order, scales and adds in fp32, and rounds once: one result on every
-CPU. torch's own sequence (`kernels.py`) gives the same bits where its BLAS sums in order (MKL on
-Intel up to 384 terms, on AMD up to 192), elsewhere all but those of sums that lie between two
-numbers. What the kernel cannot do, and every machine without a compiler, goes by torch.
+The kernel sums products in order, scales and adds in fp32, and rounds once: the result is the same
+on every CPU. torch (`kernels.py`) gives the same bits where its BLAS sums in order (MKL on Intel up
+to 384 terms, on AMD up to 192); elsewhere it differs only in sums that lie between two numbers.
+Operations that the kernel does not support, and machines without a compiler, use torch.
 """
 
 from __future__ import annotations
@@ -30,14 +30,14 @@ from tasks.weights.plan.adapter_ops import LowRank
 from tasks.weights.plan.operations import Op
 
 SLOT = 7 << 18
-"""Bytes that one tensor in the making works in: all of A, and a block of rows as large as still
-fits. So memory does not grow with a model's width, until A alone needs more than this."""
+"""Target for the memory of one tensor in progress, in bytes: all of A, and as many rows as fit.
+Memory therefore does not grow with a model's width until A alone exceeds it."""
 
 
 def fold_term(op: Op, sources: Mapping[str, Source]) -> LowRank | None:
-    """The one term of an operation that is done here; None where torch has to do it.
+    """Return the operation's only term if the kernel supports it; None if torch has to compute it.
 
-    A product of a single row or column is torch's too: BLAS sums that in another order.
+    Products of a single row or column are left to torch: BLAS sums them in another order.
     """
     if len(op.terms) != 1 or len(op.shape) != 2 or min(op.shape) < 2 or _is_special(op):
         return None
@@ -60,53 +60,53 @@ def _is_special(op: Op) -> bool:
 
 
 def held_bytes(term: LowRank, sources: Mapping[str, Source]) -> int:
-    """Memory that the term's A takes while its tensor is made."""
+    """Return the memory, in bytes, that the term's A takes while its tensor is computed."""
     info = _info(term.a, sources)
     return prod(info.shape) * (2 if info.dtype == "BF16" else 4)
 
 
 def fold(
-    op: Op, term: LowRank, sources: Mapping[str, Source], room: Workspace, found: Measured
+    op: Op, term: LowRank, sources: Mapping[str, Source], workspace: Workspace, measured: Measured
 ) -> Iterator[NDArray[np.uint8]]:
-    """The output's bytes block by block; each is good until the next one is asked for.
+    """Yield the merged tensor's bytes block by block; a block is valid until the next is requested.
 
     Args:
-        op: what `fold_term` took.
-        term: what it gave.
-        sources: the inputs.
-        room: memory to work in.
-        found: counts what is seen.
+        op: an operation that `fold_term` accepts.
+        term: the term that `fold_term` returned.
+        sources: inputs of the plan by name.
+        workspace: memory for the blocks.
+        measured: counts changed and non-finite elements; updated in place.
 
     Raises:
-        ArtifactError: a source that cannot be read.
+        ArtifactError: a source cannot be read.
     """
     kernels = library()
     assert kernels is not None
     rows, columns = op.shape
-    held = held_bytes(term, sources)
-    blocks = list(row_blocks(rows, columns, max(0, SLOT - held) // 2))
-    slot = room.out.first(held + 2 * columns * max(end - first for first, end in blocks))
-    a = _whole_a(term, sources, slot[:held], room.read)
+    a_bytes = held_bytes(term, sources)
+    blocks = list(row_blocks(rows, columns, max(0, SLOT - a_bytes) // 2))
+    slot = workspace.out.first(a_bytes + 2 * columns * max(end - first for first, end in blocks))
+    a = _whole_a(term, sources, slot[:a_bytes], workspace.read)
     with opened(op, sources) as base, _reader(term.b, sources) as reader:
         b = _Factors(reader, _info(term.b, sources), term.out_start)
         for first, end in blocks:
             size = 2 * columns * (end - first)
-            factors, raw = b.rows(first, end, room.read, size)
+            factors, raw = b.rows(first, end, workspace.read, size)
             base.into(raw, first * columns * 2)
-            out = slot[held : held + size]
+            out = slot[a_bytes : a_bytes + size]
             words = raw.view(np.uint16).reshape(-1, columns)
             changed, nonfinite = kernels.fold(
                 words, out.view(np.uint16), a=a, b=factors, scale=term.scale
             )
-            found.changed += changed
-            found.nonfinite += nonfinite
+            measured.changed += changed
+            measured.nonfinite += nonfinite
             yield out
 
 
 def _whole_a(
     term: LowRank, sources: Mapping[str, Source], target: NDArray[np.uint8], read: Buffer
 ) -> NDArray[Any]:
-    """(rank, columns): bf16 as its 16 bits, which the kernel widens as it goes, others in fp32."""
+    """Load A, shape (rank, columns): bf16 as 16-bit words, which the kernel widens, else fp32."""
     info = _info(term.a, sources)
     with _reader(term.a, sources) as reader:
         raw = target if reader.nbytes == target.size else read.first(reader.nbytes)
@@ -118,23 +118,23 @@ def _whole_a(
 
 @dataclass(frozen=True)
 class _Factors:
-    """B, of which row `start` belongs to the output's first."""
+    """Reader of rows of B; row `start` of B belongs to the output's first row."""
 
     reader: Reader
     info: TensorLike
     start: int
 
     def rows(
-        self, first: int, end: int, room: Buffer, more: int
+        self, first: int, end: int, buffer: Buffer, more: int
     ) -> tuple[NDArray[np.float32], NDArray[np.uint8]]:
-        """The factors of output rows `[first, end)`, (end - first, rank), and `more` bytes."""
+        """Return B for output rows `[first, end)`, shape (end - first, rank), and `more` bytes."""
         rank, item = self.info.shape[1], ITEM_BITS[self.info.dtype] // 8
         count = (end - first) * rank
         wide, stored = 4 * count, 4 * count + item * count
-        held = room.first(stored + more)
-        self.reader.into(held[wide:stored], (first + self.start) * rank * item)
-        found = cast(held[wide:stored], self.info.dtype, "F32", held[:wide])
-        return found.view(np.float32).reshape(-1, rank), held[stored:]
+        memory = buffer.first(stored + more)
+        self.reader.into(memory[wide:stored], (first + self.start) * rank * item)
+        factors = cast(memory[wide:stored], self.info.dtype, "F32", memory[:wide])
+        return factors.view(np.float32).reshape(-1, rank), memory[stored:]
 
 
 def _reader(name: str, sources: Mapping[str, Source]) -> Reader:

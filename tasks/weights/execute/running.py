@@ -1,4 +1,4 @@
-"""One run of a plan: its files, the workers that fill them, and what happens when one fails."""
+"""One run of a plan: open its files, start the workers that fill them, handle failures."""
 
 from __future__ import annotations
 
@@ -26,15 +26,15 @@ class Run:
     """One run of a plan whose files are laid out.
 
     Attributes:
-        sources: inputs by name.
-        out: the folder.
-        files: what to write or link.
-        journal: what an earlier run has finished, and what this one finishes.
-        scan: look at copied values too.
+        sources: inputs of the plan by name.
+        out: the output folder.
+        files: files to write or to link.
+        journal: tensors that an earlier run finished; gets those of this run.
+        scan: inspect copied values too.
         outcomes: finished tensors by name.
-        resumed: how many of them an earlier run had finished.
-        read: bytes of tensor data this process has read; kernel copies are not counted.
-        written: bytes of tensor data it has written.
+        resumed: number of tensors that an earlier run had finished.
+        read: bytes of tensor data that this process read; kernel copies are not counted.
+        written: bytes of tensor data that this process wrote.
     """
 
     sources: Mapping[str, Source]
@@ -49,7 +49,7 @@ class Run:
     _lock: threading.Lock = field(default_factory=threading.Lock)
 
     def to_end(self, workers: int) -> None:
-        """Make every file. Raises ArtifactError."""
+        """Write or link every file. Raises ArtifactError if an input or output fails."""
         self._remove_foreign()
         written = [file for file in self.files if file.link is None]
         missing = [f for f in written if not (self.out / f.name).exists()]
@@ -62,12 +62,12 @@ class Run:
             self._work(Pending(tasks, workers, LANES if side_by_side() else 1), workers)
 
     def remove_files(self) -> None:
-        """Leave nothing of what this run may have written."""
+        """Delete every file that this run may have written."""
         for file in self.files:
             (self.out / file.name).unlink(missing_ok=True)
 
     def _remove_foreign(self) -> None:
-        """Weight files that an earlier run left and this one cannot go on with."""
+        """Delete weight files of an earlier run that this run cannot continue."""
         own = {file.name for file in self.files} if self.journal.found else set()
         for path in self.out.glob("*.safetensors"):
             if path.name not in own:
@@ -96,8 +96,8 @@ class Run:
         with ThreadPoolExecutor(workers, thread_name_prefix="weights") as pool:
             try:
                 futures = [pool.submit(work) for _ in range(workers)]
-                torch = pending.waits_for_torch
-                with _single_threaded_torch() if torch else contextlib.nullcontext():
+                needs_torch = pending.waits_for_torch
+                with _single_threaded_torch() if needs_torch else contextlib.nullcontext():
                     pending.torch_is_there()
                     _wait(futures)
             except BaseException:
@@ -115,9 +115,9 @@ class Run:
 
 @contextlib.contextmanager
 def _single_threaded_torch() -> Iterator[None]:
-    """torch with one thread an operation: the workers are the parallelism.
+    """Run torch operations on one thread each: the workers provide the parallelism.
 
-    With more, every worker would start a team of its own, and all of them would wait for cores.
+    Otherwise every worker would start its own thread pool, and the pools would compete for cores.
     """
     import torch
 
@@ -130,7 +130,7 @@ def _single_threaded_torch() -> Iterator[None]:
 
 
 def _wait(futures: Sequence[Future[None]]) -> None:
-    """Until all are done, or one has failed: then with its error."""
+    """Wait until all futures are done, or raise the error of the first that failed."""
     finished, _ = wait(futures, return_when=FIRST_EXCEPTION)
     for future in finished:
         future.result()

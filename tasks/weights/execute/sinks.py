@@ -1,4 +1,4 @@
-"""Where output tensors go: files whose space is claimed at once, and tensors piece by piece."""
+"""Output files whose disk space is allocated up front, and the tensors written into them."""
 
 from __future__ import annotations
 
@@ -17,12 +17,13 @@ from tasks.weights.native.hashing import stream
 
 
 class Sink:
-    """Where one output tensor goes: written to its offset piece by piece.
+    """Write one output tensor to its offset, piece by piece.
 
     Attributes:
-        handle: the open file. path: its name.
-        info: where in it the tensor lies.
-        stream: the hash of what is written; whoever writes a piece advances it.
+        handle: descriptor of the open file.
+        path: path of the file.
+        info: position of the tensor in the file.
+        stream: hash of the written bytes; the caller of `write` updates it.
     """
 
     def __init__(self, handle: int, path: Path, info: TensorInfo) -> None:
@@ -31,24 +32,24 @@ class Sink:
         self._at = info.start
 
     def write(self, raw: NDArray[np.uint8]) -> None:
-        """The next bytes. Raises ArtifactError (full disk)."""
+        """Append the next bytes of the tensor. Raises ArtifactError if the disk is full."""
         write_at(self.handle, memoryview(raw), self._at, self.path)
         self._at += raw.size
 
     def start_flush(self) -> None:
-        """Have the kernel begin to write the tensor to disk, so that the flush at the end is short.
+        """Ask the kernel to start writing the tensor to disk, so that the final flush is short.
 
-        It is advice that nobody needs the pages; dirty ones are not dropped but written.
+        The advice says that the pages are no longer needed; the kernel then writes dirty ones out.
         """
         os.posix_fadvise(self.handle, self.info.start, self.info.nbytes, os.POSIX_FADV_DONTNEED)
 
     @property
     def complete(self) -> bool:
-        """Whether the whole tensor is written."""
+        """True if the whole tensor is written."""
         return self._at == self.info.end
 
     def sha256(self) -> str:
-        """Of the whole tensor. Raises ArtifactError when it is not whole."""
+        """Return the hash of the full tensor. Raises ArtifactError if bytes are missing."""
         if not self.complete:
             done = self._at - self.info.start
             raise ArtifactError(f"{self.path}: {done} of {self.info.nbytes} bytes were written")
@@ -56,21 +57,21 @@ class Sink:
 
 
 def prepare_file(path: Path, file: ShardFile) -> tuple[int, bool]:
-    """Open an output file with all its space claimed and its header written.
+    """Open an output file, allocate all its space and write its header.
 
     Returns:
-        the open file, and whether it is one that an earlier run had begun just so.
+        The file descriptor, and True if an earlier run had begun exactly this file.
 
     Raises:
-        ArtifactError: no space.
+        ArtifactError: the disk has too little space.
     """
     if _begun(path, file):
         return os.open(path, os.O_RDWR | os.O_CLOEXEC), True
-    # Never written over: an old file here may be a hard link to an input.
+    # Replaced, never overwritten: an old file may be a hard link to an input.
     path.unlink(missing_ok=True)
     handle = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o644)
     try:
-        # Claims the space now: a full disk is found before hours of work, not after.
+        # Allocates the space now: a full disk is noticed before hours of work, not after.
         os.posix_fallocate(handle, 0, file.size)
         write_at(handle, memoryview(file.head), 0, path)
     except OSError as error:
@@ -83,8 +84,8 @@ def prepare_file(path: Path, file: ShardFile) -> tuple[int, bool]:
 
 
 def _begun(path: Path, file: ShardFile) -> bool:
-    with contextlib.suppress(OSError), path.open("rb") as found:
-        stat = os.fstat(found.fileno())
-        alone = stat.st_nlink == 1 and stat.st_size == file.size
-        return alone and found.read(len(file.head)) == file.head
+    with contextlib.suppress(OSError), path.open("rb") as existing:
+        stat = os.fstat(existing.fileno())
+        own = stat.st_nlink == 1 and stat.st_size == file.size
+        return own and existing.read(len(file.head)) == file.head
     return False

@@ -1,4 +1,4 @@
-"""What is still to be done, handed out to workers that each do several tensors side by side."""
+"""Queue of the tensors still to be written; workers take several at a time."""
 
 from __future__ import annotations
 
@@ -16,21 +16,21 @@ from tasks.weights.plan.adapter_ops import LowRank, operands
 from tasks.weights.plan.operations import Op
 
 LARGE = 32 << 20
-"""Bytes held for one tensor from which on it is made alone."""
+"""Memory in bytes from which on a worker handles a tensor alone."""
 _MAX_LARGE = 2
-"""How many workers may be at such a tensor at a time."""
+"""Number of workers that may handle such a tensor at the same time."""
 
 
 @dataclass(frozen=True)
 class Task:
-    """One tensor to be made.
+    """One tensor to be written.
 
     Attributes:
-        op: what it is.
-        sink: where it goes.
-        earlier: what an earlier run entered for it; to be verified.
-        fold: its only term, where that is done without torch.
-        held: bytes that stay in memory while it is made, blocks left out.
+        op: operation that makes it.
+        sink: position in its output file.
+        earlier: result that an earlier run entered for it, to be verified; None if there is none.
+        fold: its only term if the C kernel can apply it; None if not.
+        held: bytes of memory that it takes in addition to its blocks.
     """
 
     op: Op
@@ -41,14 +41,14 @@ class Task:
 
     @property
     def needs_torch(self) -> bool:
-        """Whether torch has to be imported for it."""
+        """True if torch has to be imported for the tensor."""
         if self.op.kind == "cast":
             return not casts(self.op.source_dtype, self.op.dtype)
         return self.op.kind == "compute" and self.fold is None
 
 
 def make_task(op: Op, sources: Mapping[str, Source], sink: Sink, earlier: Outcome | None) -> Task:
-    """The task of an operation."""
+    """Return the task of an operation."""
     if op.kind != "compute":
         return Task(op, sink, earlier, None, 0)
     term = fold_term(op, sources)
@@ -68,56 +68,56 @@ def _held(op: Op, sources: Mapping[str, Source]) -> int:
 
 
 class Pending:
-    """Tasks by size, the largest first, so that no worker is left with a large one at the end.
+    """Queue of tasks, the largest first, so that no worker starts a large one at the end.
 
-    Those that need torch come in when it is imported; the others are begun meanwhile.
+    Tasks that need torch become available once it is imported; workers begin the others meanwhile.
 
     Args:
-        tasks: all of them.
-        workers: among how many they are divided.
-        lanes: the most that one worker may have in hand.
+        tasks: all tasks.
+        workers: number of workers that share them.
+        lanes: largest number of tasks that a worker may have in progress.
     """
 
     def __init__(self, tasks: Iterable[Task], workers: int, lanes: int) -> None:
         ordered = sorted(tasks, key=lambda task: -task.op.nbytes)
         self._ready = [task for task in ordered if not task.needs_torch]
         self._later = [task for task in ordered if task.needs_torch]
-        # A few tensors are spread over the workers rather than hashed side by side by one of them.
+        # Few tensors are spread over the workers rather than hashed side by side by one worker.
         self.lanes = max(1, min(lanes, -(-len(ordered) // workers)))
         self._large, self._closed = 0, False
         self._changed = threading.Condition()
 
     @property
     def waits_for_torch(self) -> bool:
-        """Whether some tasks are held back until `torch_is_there`."""
+        """True if tasks are held back until `torch_is_there` is called."""
         return bool(self._later)
 
     def torch_is_there(self) -> None:
-        """Hand out the rest."""
+        """Make the tasks that need torch available."""
         with self._changed:
             self._ready, self._later = [*self._ready, *self._later], []
             self._changed.notify_all()
 
     def close(self) -> None:
-        """Nothing more is handed out: a worker has failed, or the user has had enough."""
+        """Drop all remaining tasks: a worker has failed, or the user has interrupted the run."""
         with self._changed:
             self._ready, self._later, self._closed = [], [], True
             self._changed.notify_all()
 
     @property
     def closed(self) -> bool:
-        """Whether `close` was called."""
+        """True if `close` was called."""
         return self._closed
 
     def take(self, in_hand: int, held: int) -> Task | None:
-        """The next task for a worker; waits for one only when it has nothing else to do.
+        """Return the next task for a worker; blocks only if the worker has nothing else to do.
 
         Args:
-            in_hand: how many tasks the worker has begun and not finished.
-            held: `Task.held` of them together.
+            in_hand: number of tasks that the worker has begun and not finished.
+            held: sum of their `Task.held`.
 
         Returns:
-            None when there is nothing, or nothing that fits beside the others.
+            None if there is no task, or none that fits beside the worker's other tasks.
         """
         with self._changed:
             while True:
@@ -130,7 +130,7 @@ class Pending:
                 self._changed.wait()
 
     def done(self, task: Task) -> None:
-        """A task that was taken has been finished."""
+        """Mark a task that was taken as finished."""
         if task.held > LARGE:
             with self._changed:
                 self._large -= 1

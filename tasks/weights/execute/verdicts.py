@@ -1,6 +1,6 @@
-"""The verdict on one written tensor, and what an execution says of itself: for whoever runs a plan.
+"""Checks of written tensors, and metrics of an execution, for stages that run a plan.
 
-Verdicts are on what was written, as it was written: counted while the bytes streamed by.
+Checks use statistics that were counted while the bytes were written.
 """
 
 from __future__ import annotations
@@ -15,24 +15,24 @@ from tasks.weights.plan.operations import Op, Plan
 
 
 def gathered(op: Op, outcome: Outcome) -> Check:
-    """Of a tensor put together from slices: finite; and of a lora_B, not all zero."""
+    """Check a tensor gathered from partitions: it is finite, and a lora_B is not all zero."""
     lora = parse_peft(op.name)
     is_b = lora is not None and lora.half == "B"
     bad, zero = outcome.nonfinite, bool(outcome.all_zero)
-    found = f"{bad} elements not finite" if bad else "all zero" if zero else "finite, not all zero"
-    # A whole lora_B of zeros says that the adapter is as it was initialised: it does nothing.
+    text = f"{bad} elements not finite" if bad else "all zero" if zero else "finite, not all zero"
+    # LoRA initialises B with zeros: if it is still all zero, the adapter was not trained.
     ok = not bad and not (is_b and zero)
     wanted = "finite, not all zero" if is_b else "finite"
-    return Check(f"values of {op.name}", wanted, found, ok=ok)
+    return Check(f"values of {op.name}", wanted, text, ok=ok)
 
 
 def merged(op: Op, outcome: Outcome) -> Check:
-    """Of a tensor of a merge: changed where an adapter changes it, and else what its input has."""
+    """Check a tensor of a merge: finite, and changed if the adapter touches it."""
     if outcome.nonfinite:
         return finite(op.name, outcome)
     if outcome.changed is not None:
-        found = f"{outcome.changed:.2%} of elements changed"
-        return Check(op.name, "changed by the adapter", found, ok=outcome.changed > 0)
+        text = f"{outcome.changed:.2%} of elements changed"
+        return Check(op.name, "changed by the adapter", text, ok=outcome.changed > 0)
     if op.quantization is not None:
         return Check(op.name, f"as in the dequantised {op.input}", "identical", ok=True)
     if op.transpose:
@@ -43,13 +43,13 @@ def merged(op: Op, outcome: Outcome) -> Check:
 
 
 def finite(name: str, outcome: Outcome) -> Check:
-    """Of any tensor: that every element is a number."""
+    """Check that every element of a tensor is finite."""
     bad = outcome.nonfinite
     return Check(name, "finite", f"{bad} elements not finite" if bad else "finite", ok=not bad)
 
 
 def quantization_notes(done: Executed) -> dict[str, Any]:
-    """How far 4 bits moved the base, beside what the adapter moves; empty where nothing did."""
+    """Return the quantization error relative to the adapter's change; {} if there is none."""
     errors = done.quantization_error
     if not errors:
         return {}
@@ -66,11 +66,11 @@ def quantization_notes(done: Executed) -> dict[str, Any]:
 
 
 def merge_metrics(plan: Plan, done: Executed) -> dict[str, float]:
-    """Tensors, how many of them an adapter changes, and the overall quantisation error."""
-    found = {
+    """Return counts of all and of changed tensors, and the overall quantization error."""
+    metrics = {
         "tensors": float(len(plan.ops)),
         "folded": float(sum(bool(op.terms) for op in plan.ops)),
     }
     if done.overall_error is not None:
-        found["quantization_error"] = done.overall_error
-    return found
+        metrics["quantization_error"] = done.overall_error
+    return metrics

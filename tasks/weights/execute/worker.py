@@ -1,8 +1,8 @@
-"""Work on weights that needs torch, transformers, peft or bitsandbytes, as requests and replies.
+"""Weight operations that need torch, transformers, peft or bitsandbytes, as JSON requests.
 
-Importing them takes 10 s and gathering itself takes milliseconds. So stages ask for these things by
-`Perform`: `perform` answers in this process; a warm child that has the imports behind it may answer
-the same requests instead.
+Importing these libraries takes 10 s, the work itself often milliseconds. So stages send requests
+through a `Perform` function: `perform` answers in this process, and a warm child process that has
+the libraries imported can answer the same requests instead.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ from tasks.weights.plan.validate import validate
 from tasks.weights.proof.recheck import Recomputed, as_json, recompute
 
 Perform = Callable[[Mapping[str, Any]], Mapping[str, Any]]
-"""A request (`{"do": ..., ...}`) to its reply; both plain JSON. Raises what the work raises."""
+"""Answers a request (`{"do": ..., ...}`); request and reply are plain JSON. May raise."""
 
 
 def perform(request: Mapping[str, Any]) -> dict[str, Any]:
-    """Answer one request here and now. Raises PlumblineError as the work does."""
+    """Answer one request in this process. Raises PlumblineError if the work fails."""
     return _HANDLERS[request["do"]](request)
 
 
@@ -35,7 +35,14 @@ def ask_facts(
     dtype: str,
     disk: Mapping[str, tuple[int, ...]] | None = None,
 ) -> ModelFacts:
-    """`contracts.model_facts`, by whoever performs."""
+    """Request `contracts.model_facts`.
+
+    Args:
+        perform: answers the request.
+        config: folder with the model's config.json.
+        dtype: torch name of the dtype.
+        disk: shape of every tensor on disk by key; None if unknown.
+    """
     request: dict[str, Any] = {"do": "model_facts", "config": str(config), "dtype": dtype}
     if disk is not None:
         request["disk"] = {name: list(shape) for name, shape in disk.items()}
@@ -45,7 +52,7 @@ def ask_facts(
 def ask_adapter_contract(
     perform: Perform, base: Path, adapter_config: Path, dtype: str
 ) -> list[Expected]:
-    """`adapter_contract.adapter_contract`, by whoever performs."""
+    """Request `adapter_contract.adapter_contract`."""
     reply = perform(
         {
             "do": "adapter_contract",
@@ -60,14 +67,14 @@ def ask_adapter_contract(
 def ask_reward_facts(
     perform: Perform, config: Mapping[str, Any], dtype: str, disk: Mapping[str, tuple[int, ...]]
 ) -> tuple[str, ModelFacts]:
-    """`heads.facts.reward_facts`, by whoever performs."""
+    """Request `heads.facts.reward_facts`; returns the architecture and the facts."""
     shapes = {name: list(shape) for name, shape in disk.items()}
     reply = perform({"do": "reward_facts", "config": dict(config), "dtype": dtype, "disk": shapes})
     return str(reply["architecture"]), ModelFacts.from_json(reply["facts"])
 
 
 def ask_quantization_config(perform: Perform, scheme: str, ignore: Sequence[str]) -> dict[str, Any]:
-    """`quantize.library_config`, by whoever performs."""
+    """Request `quantize.library_config`."""
     request = {"do": "quantization_config", "scheme": scheme, "ignore": list(ignore)}
     return dict(perform(request))
 
@@ -75,7 +82,7 @@ def ask_quantization_config(perform: Perform, scheme: str, ignore: Sequence[str]
 def ask_execute(
     perform: Perform, plan: Plan, inputs: Mapping[str, SourceRef], out: Path
 ) -> Executed:
-    """`validate` and `execute`, by whoever performs."""
+    """Request `validate` and then `execute`."""
     reply = perform(
         {
             "do": "execute",
@@ -90,7 +97,7 @@ def ask_execute(
 def ask_recompute(
     perform: Perform, plan: Plan, inputs: Mapping[str, SourceRef], out: Path
 ) -> list[Recomputed]:
-    """`recheck.recompute` on a merge that was written to `out`, by whoever performs."""
+    """Request `recheck.recompute` for a merge that was written to `out`."""
     reply = perform(
         {
             "do": "recompute",
@@ -132,7 +139,7 @@ def _adapter_contract(request: Mapping[str, Any]) -> dict[str, Any]:
     expected = adapter_contract(
         Path(request["base"]), Path(request["adapter_config"]), request["dtype"]
     )
-    return {"tensors": [asdict(one) for one in expected]}
+    return {"tensors": [asdict(tensor) for tensor in expected]}
 
 
 def _execute(request: Mapping[str, Any]) -> dict[str, Any]:

@@ -1,7 +1,7 @@
-"""A worker: several tensors side by side, block by block, so that their hashes run in lanes.
+"""Worker thread: writes several tensors side by side, block by block, to hash them together.
 
-A round makes the next block of every tensor in hand, hashes all of them at once, and writes them.
-Which tensors meet in a round changes no byte of any of them.
+Each round makes the next block of every tensor in progress, hashes all blocks at once and writes
+them. The choice of tensors in a round does not affect their bytes.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from tasks.weights.native.hashing import Stream, advance, stream
 
 @dataclass(frozen=True)
 class Done:
-    """One finished tensor; bytes of tensor data that this process has read and written for it."""
+    """One finished tensor, and the bytes of tensor data that were read and written for it."""
 
     outcome: Outcome
     read: int = 0
@@ -42,7 +42,7 @@ class Done:
 
 @dataclass(frozen=True)
 class Block:
-    """Bytes to be hashed, and written unless they only verify what is there."""
+    """Bytes to hash and to write; `sink` is None if they are only read back to be verified."""
 
     raw: NDArray[np.uint8]
     stream: Stream
@@ -54,13 +54,13 @@ Steps = Generator[Block, None, Done]
 
 @dataclass
 class Worker:
-    """One thread's work.
+    """Work of one thread.
 
     Attributes:
-        pending: where tasks come from.
-        sources: inputs by name.
-        scan: look at copied values too.
-        finish: takes every finished tensor at once.
+        pending: queue of tasks.
+        sources: inputs of the plan by name.
+        scan: inspect copied values too.
+        finish: called with every finished tensor.
     """
 
     pending: Pending
@@ -75,7 +75,7 @@ class Worker:
         self._free = [Workspace(read) for _ in range(self.pending.lanes)]
 
     def run(self) -> None:
-        """Until nothing is left, or somebody has closed what is pending."""
+        """Write tensors until the queue is empty or closed."""
         try:
             while not self.pending.closed and self._begin():
                 self._round()
@@ -87,14 +87,14 @@ class Worker:
                 lane.steps.close()
 
     def _begin(self) -> bool:
-        """Take what fits. Returns whether there is anything to do."""
+        """Take tasks that fit. Returns True if there is any tensor in progress."""
         while len(self._lanes) < self.pending.lanes:
             held = sum(lane.task.held for lane in self._lanes)
             task = self.pending.take(len(self._lanes), held)
             if task is None:
                 break
-            room = self._free.pop()
-            self._lanes.append(_Lane(task, room, self._steps(task, room)))
+            workspace = self._free.pop()
+            self._lanes.append(_Lane(task, workspace, self._steps(task, workspace)))
         return bool(self._lanes)
 
     def _round(self) -> None:
@@ -105,10 +105,10 @@ class Worker:
                 continue
             block.sink.write(block.raw)
             if block.sink.complete:
-                # Entered at once, not a round later: what is written is then never lost.
+                # Entered at once, not a round later: a finished tensor is then never lost.
                 block.sink.start_flush()
-                over = self._next(lane)
-                assert over is None, f"{lane.task.op.name}: more bytes than its shape says"
+                surplus = self._next(lane)
+                assert surplus is None, f"{lane.task.op.name}: more bytes than its shape says"
 
     def _next(self, lane: _Lane) -> Block | None:
         try:
@@ -116,39 +116,39 @@ class Worker:
         except StopIteration as end:
             self.finish(end.value)
             self._lanes.remove(lane)
-            self._free.append(lane.room)
+            self._free.append(lane.workspace)
             self.pending.done(lane.task)
             return None
 
-    def _steps(self, task: Task, room: Workspace) -> Steps:
+    def _steps(self, task: Task, workspace: Workspace) -> Steps:
         if task.earlier is not None:
             sink, check = task.sink, stream()
-            for raw in contents(sink.path, sink.info, room):
+            for raw in contents(sink.path, sink.info, workspace):
                 yield Block(raw, check, None)
             if check.hexdigest() == task.earlier.sha256:
                 return Done(task.earlier, read=sink.info.nbytes, resumed=True)
         steps = self._compute if task.op.kind == "compute" else self._move
-        return (yield from steps(task, room))
+        return (yield from steps(task, workspace))
 
-    def _move(self, task: Task, room: Workspace) -> Steps:
+    def _move(self, task: Task, workspace: Workspace) -> Steps:
         op, sink = task.op, task.sink
         moved = None if self.scan else offload(op, self.sources, sink)
         if moved is not None:
             sink.start_flush()
             return Done(moved)
         seen = Seen()
-        for raw in move(op, self.sources, room, seen):
+        for raw in move(op, self.sources, workspace, seen):
             yield Block(raw, sink.stream, sink)
-        found = same_as_known(op, self.sources, sink.sha256())
-        outcome = Outcome(op.name, sink.path.name, found, seen.nonfinite, seen.all_zero)
+        sha256 = same_as_known(op, self.sources, sink.sha256())
+        outcome = Outcome(op.name, sink.path.name, sha256, seen.nonfinite, seen.all_zero)
         return Done(outcome, seen.read, op.nbytes)
 
-    def _compute(self, task: Task, room: Workspace) -> Steps:
-        op, sink, found = task.op, task.sink, Measured()
+    def _compute(self, task: Task, workspace: Workspace) -> Steps:
+        op, sink, measured = task.op, task.sink, Measured()
         if task.fold is not None:
-            blocks = fold(op, task.fold, self.sources, room, found)
+            blocks = fold(op, task.fold, self.sources, workspace, measured)
         else:
-            blocks = compute(op, self.sources, found)
+            blocks = compute(op, self.sources, measured)
         for raw in blocks:
             yield Block(raw, sink.stream, sink)
         rows, columns = matrix_shape(op.shape)
@@ -156,10 +156,10 @@ class Worker:
             op.name,
             sink.path.name,
             sink.sha256(),
-            nonfinite=found.nonfinite,
-            changed=found.changed / (rows * columns) if op.terms else None,
-            error=found.error if op.terms else None,
-            delta=found.delta,
+            nonfinite=measured.nonfinite,
+            changed=measured.changed / (rows * columns) if op.terms else None,
+            error=measured.error if op.terms else None,
+            delta=measured.delta,
         )
         return Done(outcome, read=op.nbytes, written=op.nbytes)
 
@@ -167,5 +167,5 @@ class Worker:
 @dataclass(frozen=True)
 class _Lane:
     task: Task
-    room: Workspace
+    workspace: Workspace
     steps: Steps

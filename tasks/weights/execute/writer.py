@@ -1,6 +1,6 @@
-"""What a checkpoint looks like on disk before any tensor is: shards, names, headers, index, space.
+"""Layout of a checkpoint before it is written: shards, file names, headers, index, disk space.
 
-Shapes are planned, so headers and all offsets are known first, and every tensor can be written
+Shapes are planned, so headers and all offsets are known first. Every tensor can then be written
 straight to its final place, in any order, by any number of threads (`execute.py`).
 """
 
@@ -26,7 +26,7 @@ _UNITS = {"": 1, "K": 10**3, "M": 10**6, "G": 10**9, "KI": 2**10, "MI": 2**20, "
 
 @dataclass(frozen=True)
 class Spec:
-    """A tensor that will be written. `dtype` is a safetensors name."""
+    """Name, shape and dtype (safetensors name) of a tensor to be written."""
 
     name: str
     shape: tuple[int, ...]
@@ -40,13 +40,13 @@ class Spec:
 
 @dataclass(frozen=True)
 class ShardFile:
-    """One output file as it will be.
+    """Layout of one output file.
 
     Attributes:
         name: file name.
         head: length prefix and JSON header, padded so that tensors are aligned.
-        infos: absolute offsets of the tensors.
-        size: of the whole file in bytes.
+        infos: absolute offsets of the tensors by name.
+        size: size of the whole file in bytes.
     """
 
     name: str
@@ -56,10 +56,10 @@ class ShardFile:
 
 
 def parse_size(text: str | int) -> int:
-    """`"5GB"` -> 5_000_000_000 bytes. Also MB, KB, GiB, MiB, KiB, and plain numbers.
+    """Parse a size in bytes: "5GB" -> 5_000_000_000. Also B, KB, MB, KiB, MiB, GiB, plain numbers.
 
     Raises:
-        ConfigError: for anything else, and for a size of 0.
+        ConfigError: not a size, or 0.
     """
     match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([KMG]I?)?B?\s*", str(text).upper())
     size = int(float(match[1]) * _UNITS[match[2] or ""]) if match else 0
@@ -74,7 +74,7 @@ def parse_size(text: str | int) -> int:
 def plan_shards(specs: Sequence[Spec], max_bytes: int | None) -> list[list[Spec]]:
     """Split tensors into shards of at most `max_bytes` of tensor data, keeping their order.
 
-    A tensor larger than the limit gets a shard of its own. None means one shard.
+    A tensor larger than the limit gets its own shard. None means one shard.
     """
     shards: list[list[Spec]] = [[]]
     filled = 0
@@ -88,15 +88,15 @@ def plan_shards(specs: Sequence[Spec], max_bytes: int | None) -> list[list[Spec]
 
 
 def shard_names(count: int, stem: str = WEIGHTS) -> list[str]:
-    """File names as transformers and vLLM look for them."""
+    """Return file names of shards as transformers and vLLM expect them."""
     if count == 1:
         return [f"{stem}.safetensors"]
     return [f"{stem}-{i:05d}-of-{count:05d}.safetensors" for i in range(1, count + 1)]
 
 
 def shard_file(name: str, specs: Sequence[Spec]) -> ShardFile:
-    """Header and offsets of a file that holds `specs`."""
-    # Wider types first: with an 8-byte aligned start every tensor is then aligned to itself.
+    """Return header and offsets of a file that contains the tensors `specs`."""
+    # Wider dtypes first: with an 8-byte aligned start every tensor is then aligned to its dtype.
     ordered = sorted(specs, key=lambda spec: -ITEM_BITS[spec.dtype])
     entries: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     at = 0
@@ -120,7 +120,7 @@ def shard_file(name: str, specs: Sequence[Spec]) -> ShardFile:
 def write_index(
     root: Path, specs: Iterable[Spec], files: Mapping[str, str], stem: str = WEIGHTS
 ) -> None:
-    """Write `<stem>.safetensors.index.json`. `total_size` is in bytes of tensor data."""
+    """Write `<stem>.safetensors.index.json`; its `total_size` is in bytes of tensor data."""
     document = {
         "metadata": {"total_size": sum(spec.nbytes for spec in specs)},
         "weight_map": dict(sorted(files.items())),
@@ -130,7 +130,7 @@ def write_index(
 
 
 def require_space(root: Path, nbytes: int) -> None:
-    """Refuse to start writing `nbytes` where the disk has less free. Raises ArtifactError."""
+    """Raise ArtifactError if the disk has less than `nbytes` free."""
     free = shutil.disk_usage(root).free
     if free < nbytes:
         raise ArtifactError(

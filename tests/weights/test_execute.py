@@ -206,9 +206,7 @@ def test_a_lying_manifest_is_found_when_the_bytes_are_read(inputs, out, tmp_path
     only = {"base": SourceRef(folder)}
     base, _ = tensors()
     plan = Plan(tuple(copied(name, tensor) for name, tensor in base.items()))
-    with pytest.raises(
-        ArtifactError, match="base:ids: its bytes do not match the sha256 in its manifest"
-    ):
+    with pytest.raises(ArtifactError, match="base:ids: its bytes do not match"):
         _run(plan, only, out, scan=True)
     assert [p for p in out.iterdir() if p.suffix == ".safetensors"] == [] or (
         out / ".journal.jsonl"

@@ -1,8 +1,9 @@
-"""A few kernels in C, compiled on first use for the CPU at hand.
+"""C kernels, compiled on first use for the CPU at hand. Without a compiler work is slower.
 
-What they do is possible without them, only slower: hashing several tensors side by side
-(`sha256_lanes.c`, else OpenSSL's one at a time) and adding a LoRA product to bf16 rows (`fold.c`,
-else torch). Results are the same bytes, which tests hold them to. No compiler, no kernels.
+binding     `library()`: the kernels, called on numpy arrays; None if they cannot be compiled
+hashing     sha256 of several tensors side by side (`sha256_lanes.c`), else one by one with OpenSSL
+
+`fold.c` adds a LoRA product to bf16 rows; without it torch does. Both ways give the same bytes.
 """
 
 from tasks.weights.native.binding import Library, library

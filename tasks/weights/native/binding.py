@@ -1,4 +1,4 @@
-"""Loading the kernels, and calling them on numpy arrays."""
+"""Load the compiled kernels and call them on numpy arrays."""
 
 from __future__ import annotations
 
@@ -14,18 +14,18 @@ from numpy.typing import NDArray
 from tasks.weights.native.compiled import compiled
 
 SOURCES = ("sha256_lanes.c", "fold.c")
-# No contraction: a product, a scale and a sum are three roundings, as torch makes them.
+# No fused multiply-add: product, scale and sum are rounded one by one, as in torch.
 FLAGS = ("-ffp-contract=off",)
 MAX_RANK = 384
-"""Largest rank that is folded: up to here MKL sums the rank in one chain on Intel's CPUs, as the
-kernel does (measured for ranks 1 to 1024; on AMD's up to 192); as in `fold.c`."""
+"""Largest rank that `fold` supports; the same number is in `fold.c`. Up to this rank MKL sums in
+order on Intel CPUs, as the kernel does (measured for ranks 1 to 1024; on AMD CPUs up to 192)."""
 
 
 class Library:
-    """The compiled kernels. Calls release the interpreter's lock.
+    """Compiled kernels. Calls release the interpreter's lock.
 
     Args:
-        kernels: the shared object.
+        kernels: the loaded shared library.
     """
 
     def __init__(self, kernels: ctypes.CDLL) -> None:
@@ -44,14 +44,19 @@ class Library:
     def sha256_update(
         self, states: Sequence[NDArray[np.uint32]], data: Sequence[NDArray[np.uint8]]
     ) -> None:
-        """Advance SHA-256 states, (8,) each, by messages of whole 64-byte blocks."""
+        """Update SHA-256 states.
+
+        Args:
+            states: one state per message, shape (8,).
+            data: one message per state; its length is a multiple of 64 bytes.
+        """
         count = len(states)
         addresses = ctypes.c_void_p * count
         self._library.sha256_update(
             count,
             addresses(*map(_at, states)),
             addresses(*map(_at, data)),
-            (ctypes.c_size_t * count)(*(one.size // 64 for one in data)),
+            (ctypes.c_size_t * count)(*(message.size // 64 for message in data)),
         )
 
     def fold(
@@ -63,35 +68,36 @@ class Library:
         b: NDArray[np.float32],
         scale: float,
     ) -> tuple[int, int]:
-        """`out = bf16(base + scale * (b @ a))`.
+        """Compute `out = bf16(base + scale * (b @ a))`.
 
         Args:
-            base: rows of a bf16 matrix as 16-bit words, (rows, columns).
-            out: likewise, to be filled.
-            a: (rank, columns), contiguous, in fp32 or as bf16's 16 bits; rank up to MAX_RANK.
-            b: (rows, rank).
-            scale: of the product.
+            base: rows of a bf16 matrix as 16-bit words, shape (rows, columns).
+            out: result in the same form; overwritten.
+            a: shape (rank, columns), contiguous, in fp32 or as 16-bit words of bf16; rank at most
+                `MAX_RANK`.
+            b: shape (rows, rank).
+            scale: factor of the product.
 
         Returns:
-            how many elements changed, and how many of `out` are not finite.
+            Number of changed elements, and number of elements of `out` that are not finite.
         """
-        found: NDArray[np.int64] = np.zeros(2, np.int64)
+        counts: NDArray[np.int64] = np.zeros(2, np.int64)
         sizes = (base.shape[0], base.shape[1], b.shape[1])
         matrices = (_at(base), _at(out), _at(b), _at(a), int(a.dtype.itemsize == 2))
-        assert self._library.fold_bf16(*matrices, *sizes, scale, _at(found)), "no such kernel"
-        return int(found[0]), int(found[1])
+        assert self._library.fold_bf16(*matrices, *sizes, scale, _at(counts)), "no such kernel"
+        return int(counts[0]), int(counts[1])
 
     def round_bf16(self, wide: NDArray[np.float32], out: NDArray[np.uint16]) -> None:
-        """bf16's 16 bits of every number, to nearest, ties to even; NaN is 0x7FC0."""
+        """Round fp32 to the 16 bits of bf16: to nearest, ties to even; NaN becomes 0x7FC0."""
         self._library.round_bf16(_at(wide), _at(out), wide.size)
 
     def widen_bf16(self, narrow: NDArray[np.uint16], out: NDArray[np.float32]) -> None:
-        """fp32 of every number that bf16's 16 bits are, exactly."""
+        """Convert the 16 bits of bf16 to fp32, exactly."""
         self._library.widen_bf16(_at(narrow), _at(out), narrow.size)
 
     @property
     def folds(self) -> bool:
-        """Whether `fold` exists for this CPU."""
+        """True if `fold` supports this CPU."""
         nothing: NDArray[np.uint64] = np.zeros(64, np.uint64)
         where = [_at(nothing)] * 4
         return bool(self._library.fold_bf16(*where, 0, 0, 0, 0, 0.0, _at(nothing)))
@@ -103,8 +109,8 @@ def _at(array: NDArray[Any]) -> int:
 
 @cache
 def library() -> Library | None:
-    """The kernels; None where they cannot be compiled, which is logged."""
+    """Return the kernels; None if they cannot be compiled, which is logged."""
     here = Path(__file__).parent
-    slower = "hashing and folding take the slower way"
-    found = compiled([here / name for name in SOURCES], *FLAGS, slower=slower)
-    return None if found is None else Library(found)
+    slower = "hashing and merging LoRA are slower"
+    kernels = compiled([here / name for name in SOURCES], *FLAGS, slower=slower)
+    return None if kernels is None else Library(kernels)

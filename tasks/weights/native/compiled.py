@@ -1,6 +1,6 @@
-"""Kernels in C, compiled on first use for the CPU at hand, and kept.
+"""Compile C kernels on first use for the CPU at hand, and cache the shared library.
 
-Nothing needs them: without a compiler the same things are done otherwise, only slower.
+Nothing requires them: without a compiler callers use slower implementations.
 """
 
 from __future__ import annotations
@@ -38,8 +38,8 @@ def compiled(sources: Sequence[Path], *more_flags: str, slower: str) -> ctypes.C
     try:
         return ctypes.CDLL(str(_library([compiler, *FLAGS, *more_flags], sources)))
     except (OSError, subprocess.SubprocessError) as error:
-        said = getattr(error, "stderr", None) or error
-        LOG.warning("kernels cannot be compiled (%s): %s", slower, said)
+        reason = getattr(error, "stderr", None) or error
+        LOG.warning("kernels cannot be compiled (%s): %s", slower, reason)
         return None
 
 
@@ -59,7 +59,7 @@ def _library(compiler: Sequence[str], sources: Sequence[Path]) -> Path:
             _run([*compiler, "-fPIC", "-c", "-o", str(made), str(source)])
         fresh = Path(folder) / path.name
         _run([compiler[0], "-shared", "-o", str(fresh), *map(str, objects)])
-        fresh.rename(path)  # two processes may compile at once: the same file, whole, twice
+        fresh.rename(path)  # atomic: two processes may compile at the same time
     return path
 
 
@@ -68,7 +68,7 @@ def _run(command: Sequence[str]) -> None:
 
 
 def _folder() -> Path:
-    """The project's cache, or the user's where the package was installed without the project."""
+    """Return the project's cache folder, or the user's if the project's source tree is not installed."""
     if (PROJECT / "pyproject.toml").exists() and os.access(PROJECT, os.W_OK):
         return PROJECT / ".cache" / "native"
     user = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
@@ -77,7 +77,7 @@ def _folder() -> Path:
 
 @cache
 def cpu_flags() -> frozenset[str]:
-    """What the CPU can do, as Linux names it; empty where it does not say."""
+    """Return the CPU's feature flags as Linux names them; empty if it does not list them."""
     try:
         lines = Path("/proc/cpuinfo").read_text().splitlines()
     except OSError:

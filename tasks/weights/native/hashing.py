@@ -1,13 +1,13 @@
-"""SHA-256 of several tensors side by side.
+"""Compute SHA-256 of several tensors side by side.
 
-    one, two = stream(), stream()
-    advance([(one, raw), (two, other)])
-    one.hexdigest()
+    first, second = stream(), stream()
+    advance([(first, block), (second, another_block)])
+    first.hexdigest()
 
-One SHA-256 is a chain of dependent steps, and keeps a core busy at 0.2 to 0.4 GB/s; eight of them
-in the lanes of a vector run at 1.5 to 2.5 GB/s (`native/sha256_lanes.c`). A CPU with instructions
-for SHA-256 does as well one at a time, through OpenSSL; so it is taken there, and where no kernels
-can be compiled. The digests are the same.
+One SHA-256 is a chain of dependent steps: a core hashes 0.2 to 0.4 GB/s. Eight of them in the lanes
+of a vector register reach 1.5 to 2.5 GB/s (`sha256_lanes.c`). A CPU with SHA instructions is as
+fast with one stream at a time through OpenSSL, which is used there, and where kernels cannot be
+compiled. The digests are the same.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from tasks.weights.native import Library, library
 from tasks.weights.native.compiled import cpu_flags
 
 LANES = 8
-"""How many streams are worth advancing at once; as in `sha256_lanes.c`."""
+"""Number of streams worth advancing at once; the same number is in `sha256_lanes.c`."""
 _BLOCK = 64
 _START = (
     0x6A09E667, 0xBB67AE85, 0x3C6EF372, 0xA54FF53A, 0x510E527F, 0x9B05688C, 0x1F83D9AB, 0x5BE0CD19,
@@ -33,14 +33,14 @@ _START = (
 
 
 class Stream(Protocol):
-    """A hash in the making."""
+    """A hash in progress."""
 
     def hexdigest(self) -> str:
-        """Of everything so far."""
+        """Return the digest of all bytes so far."""
 
 
 class _Whole:
-    """By OpenSSL."""
+    """Hash by OpenSSL."""
 
     def __init__(self) -> None:
         self.digest = hashlib.sha256()
@@ -50,7 +50,7 @@ class _Whole:
 
 
 class _Lane:
-    """State between calls: eight words, the bytes that make no whole block yet, the length."""
+    """State of a hash between calls: eight words, bytes short of a whole block, and the length."""
 
     def __init__(self, kernels: Library) -> None:
         self.kernels = kernels
@@ -67,32 +67,33 @@ class _Lane:
 
 
 def stream() -> Stream:
-    """A new hash."""
+    """Start a new hash."""
     kernels = library() if side_by_side() else None
     return _Whole() if kernels is None else _Lane(kernels)
 
 
 @cache
 def side_by_side() -> bool:
-    """Whether streams are hashed in lanes here, so that it pays to advance several at once."""
+    """Return True if hashing several streams at once is faster on this machine."""
     return not cpu_flags() & {"sha_ni", "sha2"} and library() is not None
 
 
 def advance(pairs: Sequence[tuple[Stream, Any]]) -> None:
-    """Add bytes to streams, different ones, all at once.
+    """Add bytes to several different streams at once.
 
     Args:
-        pairs: streams of `stream()`, and what each gets: anything with a buffer of bytes.
+        pairs: streams made by `stream()`, each with its bytes: anything that supports the buffer
+            protocol.
     """
     rests: list[tuple[_Lane, NDArray[np.uint8]]] = []
     bodies: list[tuple[_Lane, NDArray[np.uint8]]] = []
-    for one, raw in pairs:
-        if isinstance(one, _Whole):
-            one.digest.update(raw)
-        elif isinstance(one, _Lane):
-            rest, body = _whole_blocks(one, np.frombuffer(raw, np.uint8))
-            rests += [(one, rest)] if rest.size else []
-            bodies += [(one, body)] if body.size else []
+    for item, raw in pairs:
+        if isinstance(item, _Whole):
+            item.digest.update(raw)
+        elif isinstance(item, _Lane):
+            rest, body = _whole_blocks(item, np.frombuffer(raw, np.uint8))
+            rests += [(item, rest)] if rest.size else []
+            bodies += [(item, body)] if body.size else []
     for pieces in (rests, bodies):  # one after the other: a stream may have both
         if pieces:
             states = [lane.state for lane, _ in pieces]
@@ -102,7 +103,7 @@ def advance(pairs: Sequence[tuple[Stream, Any]]) -> None:
 def _whole_blocks(
     lane: _Lane, raw: NDArray[np.uint8]
 ) -> tuple[NDArray[np.uint8], NDArray[np.uint8]]:
-    """The earlier rest filled up, and the whole blocks after it; what is over becomes the rest."""
+    """Return the completed earlier rest and the whole blocks after it; keep what is left over."""
     lane.length += raw.size
     filled: NDArray[np.uint8] = raw[:0]
     if lane.rest.size:

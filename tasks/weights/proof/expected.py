@@ -1,7 +1,7 @@
 """Compute the expected tensors of a merge, block by block, in fp32 with numpy alone.
 
-Independent of `kernels.py`, which merges with torch: a proof must not share code with what it
-checks.
+Independent of `tasks/weights/execute`, which merges: a proof must not share its arithmetic with the
+code that it checks. `recheck.py` reads base and factors through this file, but computes in fp64.
 """
 
 from __future__ import annotations
@@ -29,6 +29,7 @@ Sources = Mapping[str, Source]
 MANTISSA = {"BF16": 7, "F16": 10, "F32": 23}
 """Explicit mantissa bits by dtype."""
 _LEAST = {"BF16": -133, "F16": -24, "F32": -149}
+"""Exponent of the smallest positive number by dtype."""
 _PRODUCT_BITS = 9
 """Least precision of a product in an fp32 merge: GPUs may multiply in TF32 (10 bits)."""
 
@@ -96,20 +97,20 @@ class Expected:
         return 2.0**-bits
 
     def blocks(self, *, whole: bool = False) -> Iterator[Block]:
-        """All rows in order, a few at a time; one block where norms run down the columns."""
+        """Yield all rows in order, a few at a time; all at once for a term that takes norms of columns."""
         whole |= any(isinstance(term, Dora) and term.transpose for term in self.op.terms)
         cuts = [(0, self.rows)] if whole else row_blocks(self.rows, self.columns)
-        with _Base(self.op, self.sources) as base:
+        with BaseRows(self.op, self.sources) as base:
             for first, end in cuts:
                 yield self._block(base, first, end)
 
     def block(self, first: int, end: int) -> Block:
-        """Rows `[first, end)`; all of them where norms run down the columns."""
-        with _Base(self.op, self.sources) as base:
+        """Return rows `[first, end)`; must be all rows if a term takes norms of columns."""
+        with BaseRows(self.op, self.sources) as base:
             return self._block(base, first, end)
 
-    def _block(self, base: _Base, first: int, end: int) -> Block:
-        values = base.rows(first, end).reshape(-1, self.columns)
+    def _block(self, base: BaseRows, first: int, end: int) -> Block:
+        values = base.rows(first, end)
         change = np.zeros_like(values)
         slack: list[tuple[Array, Array]] = []
         for term in self.op.terms:
@@ -138,15 +139,15 @@ class Expected:
                     magnitude = magnitude[first + term.out_start :][:rows]
                 norm = np.sqrt(np.square(total, dtype=np.float64).sum(axis=axis))
                 factor = (magnitude / norm).astype(np.float32)
-                wide = factor[None, :] if term.transpose else factor[:, None]
+                by_element = factor[None, :] if term.transpose else factor[:, None]
                 left, right = slack
                 scaled = (left, right * factor) if term.transpose else (left * factor, right)
-                return total * wide - base, [scaled]
+                return total * by_element - base, [scaled]
             case Rows():
                 picked = np.array(term.indices, np.int64) - first
-                here = (picked >= 0) & (picked < rows)
-                values = self._operand(term.values)[here].reshape(-1, base.shape[1])
-                change[picked[here]] = values - base[picked[here]]
+                inside = (picked >= 0) & (picked < rows)
+                values = self._operand(term.values)[inside].reshape(-1, base.shape[1])
+                change[picked[inside]] = values - base[picked[inside]]
                 return change, []
             case Add():
                 value = self._operand(term.value).reshape(-1, base.shape[1])[first : first + rows]
@@ -155,67 +156,89 @@ class Expected:
                 return change, [(np.abs(value[:, 0] * np.float32(term.scale)), ones)]
 
     def _product(self, term: LowRank, first: int, rows: int) -> tuple[Array, tuple[Array, Array]]:
-        """`scale * B A` of these rows; norms of the factors, whose product bounds its terms."""
-        a = self._operand(term.a)[_slice(term.a_rows)]
-        b = self._operand(term.b)[:, _slice(term.b_columns)]
-        low = first + term.out_start
-        left, right = (
-            (a[:, low : low + rows].T, b.T) if term.transpose else (b[low : low + rows], a)
-        )
+        """Return `scale * B A` of these rows, and norms of the factors, which bound its terms."""
+        a, b = self._operand(term.a), self._operand(term.b)
+        left, right = factors(term, a, b, first + term.out_start, rows)
         product = (left @ right) * np.float32(term.scale)
         size = abs(np.float32(term.scale))
         return product, (np.linalg.norm(left, axis=1) * size, np.linalg.norm(right, axis=0))
 
     def _operand(self, name: str) -> Array:
         if name not in self._operands:
-            source, _, key = name.partition(":")
-            info = self.sources[source].tensors[key]
-            with Reader(self.sources[source].extents(key)) as reader:
-                raw: NDArray[np.uint8] = np.empty(reader.nbytes, np.uint8)
-                reader.into(raw, 0)
-            self._operands[name] = widened(raw, info.dtype).reshape(tuple(info.shape))
+            self._operands[name] = read_operand(name, self.sources)
         return self._operands[name]
 
 
-class _Base:
-    """Read the base's values of an operation by rows; a context manager."""
+def read_operand(name: str, sources: Sources) -> Array:
+    """Read a full adapter tensor in fp32, by its name in the plan ("input:key")."""
+    source, _, key = name.partition(":")
+    info = sources[source].tensors[key]
+    with Reader(sources[source].extents(key)) as reader:
+        raw: NDArray[np.uint8] = np.empty(reader.nbytes, np.uint8)
+        reader.into(raw, 0)
+    return widened(raw, info.dtype).reshape(tuple(info.shape))
+
+
+def factors(
+    term: LowRank, a: NDArray[Any], b: NDArray[Any], first: int, count: int
+) -> tuple[NDArray[Any], NDArray[Any]]:
+    """Return the factors of some rows of `B A`: shapes (count, rank) and (rank, columns).
+
+    `a` is lora_A, shape (rank, in), and `b` lora_B, shape (out, rank), of one matrix.
+    """
+    a, b = a[_slice(term.a_rows)], b[:, _slice(term.b_columns)]
+    if term.transpose:
+        return a[:, first : first + count].T, b.T
+    return b[first : first + count], a
+
+
+class BaseRows:
+    """Read the base's values of an operation by rows in fp32; a context manager.
+
+    A base that is stored in 4 bits is decoded, a transposed one is turned. A base that training
+    quantized is read as it is stored.
+    """
 
     def __init__(self, op: Op, sources: Sources) -> None:
-        self._op = op
-        self._columns = matrix_shape(op.shape)[1]
-        self._whole: Array | None = None
-        source = sources[op.input]
+        self._dtype, self._columns = op.source_dtype, matrix_shape(op.shape)[1]
+        self._matrix: Array | None = None
+        self._reader, source, count = Reader([]), sources[op.input], prod(op.shape)
         if op.quantization is not None and STORED in op.quantization:
             from tasks.weights.quantized.decode import decoded_values
 
             values = decoded_values(op.quantization[STORED], source.extents(op.key)).reshape(-1)
-            self._whole = values[op.start : op.start + prod(op.shape)].reshape(-1, self._columns)
-            self._reader = Reader([])
+            self._matrix = _turned(op, values[op.start : op.start + count])
             return
-        item = ITEM_BITS[op.source_dtype] // 8
-        extents = part(source.extents(op.key), op.start * item, prod(op.shape) * item)
-        self._reader = Reader(extents)
+        item = ITEM_BITS[self._dtype] // 8
+        self._reader = Reader(part(source.extents(op.key), op.start * item, count * item))
         if op.transpose:
-            raw: NDArray[np.uint8] = np.empty(self._reader.nbytes, np.uint8)
-            self._reader.into(raw, 0)
-            *stack, rows, columns = op.shape
-            turned = widened(raw, op.source_dtype).reshape(*stack, columns, rows)
-            self._whole = np.ascontiguousarray(turned.swapaxes(-1, -2)).reshape(-1, columns)
+            self._matrix = _turned(op, self._read(0, count * item))
 
-    def __enter__(self) -> _Base:
+    def __enter__(self) -> BaseRows:
         return self
 
     def __exit__(self, *_: object) -> None:
         self._reader.__exit__()
 
     def rows(self, first: int, end: int) -> Array:
-        """Rows `[first, end)` in fp32."""
-        if self._whole is not None:
-            return self._whole[first:end]
-        item = ITEM_BITS[self._op.source_dtype] // 8
-        raw: NDArray[np.uint8] = np.empty((end - first) * self._columns * item, np.uint8)
-        self._reader.into(raw, first * self._columns * item)
-        return widened(raw, self._op.source_dtype)
+        """Return rows `[first, end)`, shape (end - first, columns)."""
+        if self._matrix is not None:
+            return self._matrix[first:end]
+        row = self._columns * ITEM_BITS[self._dtype] // 8
+        return self._read(first * row, (end - first) * row).reshape(-1, self._columns)
+
+    def _read(self, at: int, nbytes: int) -> Array:
+        raw: NDArray[np.uint8] = np.empty(nbytes, np.uint8)
+        self._reader.into(raw, at)
+        return widened(raw, self._dtype)
+
+
+def _turned(op: Op, values: Array) -> Array:
+    """Return 1-D values as rows of the output; the source may be stored transposed."""
+    if op.transpose:
+        *stack, rows, columns = op.shape
+        values = np.ascontiguousarray(values.reshape(*stack, columns, rows).swapaxes(-1, -2))
+    return values.reshape(-1, matrix_shape(op.shape)[1])
 
 
 def of_expert(op: Op, index: int, rows_of_a: Mapping[str, int]) -> Op:

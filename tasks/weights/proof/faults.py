@@ -120,7 +120,7 @@ class _Fit:
 
     @property
     def is_true(self) -> bool:
-        """Return True if nothing of the change is left."""
+        """True if nothing of the change is left."""
         return self.explains and abs(self.rest) <= SCALE_MARGIN + SIGMAS * self.noise
 
 
@@ -149,7 +149,7 @@ class _Look:
             if fit.is_true:
                 return _by_scale(scale, dequantized=True)
             scale += fit.rest
-            scale = next((one for one in (0.0, 2.0) if abs(scale - one) <= _NEAR), scale)
+            scale = next((likely for likely in (0.0, 2.0) if abs(scale - likely) <= _NEAR), scale)
         return None
 
     def scaled(self) -> Fault | None:
@@ -175,9 +175,9 @@ class _Look:
         rows = min(_SAMPLE_ROWS, self.expected.rows)
         own = self.expected.block(0, rows)
         for sibling in siblings:
-            other = Expected(sibling.op, self._sources).block(0, rows)
-            for base in (other.base, own.base):
-                if self._explains(other, base + other.change, own.base + own.change):
+            theirs = Expected(sibling.op, self._sources).block(0, rows)
+            for base in (theirs.base, own.base):
+                if self._explains(theirs, base + theirs.change, own.base + own.change):
                     return Fault(State.EXPERT, like=sibling.name)
         return None
 

@@ -78,12 +78,12 @@ class Proof:
 
     @property
     def ok(self) -> bool:
-        """Return True if every tensor was compared and is right."""
+        """True if every tensor was compared and is right."""
         return not self.faults and not self.of(State.NOT_COMPARED) and not self.drifts
 
     @property
     def drifts(self) -> bool:
-        """Return True if the common factor is wrong, though each tensor is within its noise."""
+        """True if the common factor is wrong, though each tensor is within its noise."""
         return abs(self.scale - 1.0) > SCALE_MARGIN + SIGMAS * self.noise
 
     @property
@@ -131,7 +131,7 @@ def prove_merge(
         ArtifactError: a file cannot be read.
     """
     work = _Work(sources, merged, any_base, dict(tied or {}), dict(names or {}))
-    units: list[Unit | Verdict] = [one for op in plan.ops for one in work.units(op)]
+    units: list[Unit | Verdict] = [unit for op in plan.ops for unit in work.units(op)]
     units += work.tied_units(plan)
     groups: dict[str, list[Unit]] = {}
     for unit in units:
@@ -139,10 +139,10 @@ def prove_merge(
             groups.setdefault(unit.group, []).append(unit)
     threads = min(_THREADS, len(os.sched_getaffinity(0)))
     with ThreadPoolExecutor(threads) as pool:
-        verdicts = tuple(pool.map(lambda one: work.verdict(one, groups), units))
-    taken = {one.key for one in units if isinstance(one, Unit)}
-    extra = tuple(key for key in merged.tensors if key not in taken)
-    total = sum((one.sums for one in verdicts if _counts(one) and one.sums), Sums())
+        verdicts = tuple(pool.map(lambda unit: work.verdict(unit, groups), units))
+    planned = {unit.key for unit in units if isinstance(unit, Unit)}
+    extra = tuple(key for key in merged.tensors if key not in planned)
+    total = sum((v.sums for v in verdicts if _counts(v) and v.sums), Sums())
     return Proof(verdicts, extra, total.factor, total.noise)
 
 
@@ -185,7 +185,7 @@ class _Work:
                 isinstance(t, Dora) and t.transpose for t in op.terms
             )
             if not rows or not plain:
-                text = f"{list(shape)}, {list(op.shape)} is wanted"
+                text = f"shape {list(shape)}, expected {list(op.shape)}"
                 yield Verdict(key, State.NOT_COMPARED, touched, note=text)
                 return
             note = f"{shape[0]} rows, {op.shape[0]} in the base: {rows} are compared"
@@ -232,10 +232,10 @@ class _Work:
             dtype = self.merged.tensors[unit.key].dtype
             return Verdict(unit.name, State.NOT_COMPARED, touched, note=f"stored in {dtype}")
         sums = compare(unit, self.sources, self.merged)
-        dora = any(isinstance(one, Dora) for one in unit.op.terms)
+        dora = any(isinstance(term, Dora) for term in unit.op.terms)
         fault = Fault(State.RIGHT)
         if not sums.is_right(dora=dora):
-            siblings = [one for one in groups.get(unit.group, ()) if one.name != unit.name]
+            siblings = [u for u in groups.get(unit.group, ()) if u.name != unit.name]
             fault = diagnose(unit, sums, self.sources, self.merged, siblings)
             if fault.state is State.CHANGED and self._is_original(unit):
                 fault = Fault(State.LEFT_OUT)
@@ -283,8 +283,8 @@ def _touched(op: Op) -> bool:
 
 
 def _wants_4_bits(op: Op) -> bool:
-    asked = op.quantization or {}
-    return STORED not in asked and asked.get("base") == "dequantized"
+    quantization = op.quantization or {}
+    return STORED not in quantization and quantization.get("base") == "dequantized"
 
 
 def _common_rows(wanted: Sequence[int], shape: Sequence[int]) -> int:

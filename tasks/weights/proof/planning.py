@@ -51,7 +51,7 @@ def planned(base: Path, adapter: Path, *, perform: Perform = perform) -> Planned
     read, model = read_adapter(adapter, beside=folder.beside), open_model(base)
     if is_reward_adapter(folder):
         return _reward(read, model, base, perform)
-    disk = {key: tuple(one.shape) for key, one in model.tensors.items()}
+    disk = {key: tuple(info.shape) for key, info in model.tensors.items()}
     facts = ask_facts(perform, base, "bfloat16", disk)
     infos = {f"{read.name}:{key}": info for key, info in read.tensors.tensors.items()}
     plan = plan_merge(model.tensors, facts, changes([(read, 1.0)], facts.live), infos)
@@ -63,7 +63,7 @@ def planned(base: Path, adapter: Path, *, perform: Perform = perform) -> Planned
 
 def _reward(read: Adapter, model: Source, base: Path, perform: Perform) -> Planned:
     config = read_json(base / "config.json")
-    parted = merged_reward(
+    merge = merged_reward(
         read, model, config, MergeSettings(base=BASE), dtype="bfloat16", perform=perform
     )
-    return Planned(decoding(parted.plan, parted.sources), parted.sources, {})
+    return Planned(decoding(merge.plan, merge.sources), merge.sources, {})

@@ -1,18 +1,18 @@
-"""Recomputation of a merge on sampled rows: the written tensors are `base + scale * B A`.
+"""Recompute sampled rows of a merge: the written tensors are `base + scale * B A`, rounded once.
 
-Behaviour cannot show a small fault: after five steps an adapter hardly changes a log-probability,
-and a module that was left out changes none. So rows of every written tensor are read back and
-recomputed from base and adapter in fp64, apart from the code that merges (`folding.py`,
-`kernels.py`). A merge adds in fp32 and rounds once. An element is right if it is that rounding of
-any number within fp32's error of the exact one. A correct merge therefore has no wrong element,
-and a module left out, a scale off by 2 % or the other base has, unless it rounds to the same bytes.
+Model outputs cannot show a small fault: after five steps an adapter hardly changes a
+log-probability, and a module that was left out changes none. So rows of every written tensor are
+read back and recomputed from base and adapter in fp64, without the code that merges
+(`lora_merge.py`, `kernels.py`). A merge adds in fp32 and rounds once. An element is right if it is
+the rounding of a number within fp32's error of the exact one. So a correct merge has no wrong
+element; a module left out, a scale off by 2 % or another base has, unless it rounds to the same
+bytes.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass
-from functools import cached_property
 from math import prod
 from typing import TYPE_CHECKING, Any, TypeAlias
 
@@ -28,14 +28,13 @@ from tasks.weights.files.file_ranges import Reader
 from tasks.weights.files.header import ITEM_BITS
 from tasks.weights.files.reader import DTYPE_NAMES, torch_dtype
 from tasks.weights.files.source import Source
-from tasks.weights.plan.adapter_ops import Add, Dora, LowRank, Rows, Stride, Term, operands
+from tasks.weights.plan.adapter_ops import Add, Dora, LowRank, Rows, Term, operands
 from tasks.weights.plan.operations import Op, Plan
+from tasks.weights.proof.expected import BaseRows, factors, read_operand
 from tasks.weights.quantized.packed import STORED
 
 if TYPE_CHECKING:
     import torch
-
-    from tasks.weights.quantized.nf4 import RowsAsTrained
 
 Array: TypeAlias = NDArray[np.float64]
 
@@ -79,9 +78,9 @@ def recompute(plan: Plan, sources: Mapping[str, Source], merged: Source) -> list
 
 def recomputed_check(results: list[Recomputed]) -> Check:
     """Return one check for all tensors; it names the first that are wrong."""
-    wrong = [f"{one.name} ({one.wrong} of {one.elements})" for one in results if one.wrong]
-    skipped = [one for one in results if one.skipped]
-    text = f"{sum(one.elements for one in results)} elements of {len(results)} tensors are"
+    wrong = [f"{r.name} ({r.wrong} of {r.elements})" for r in results if r.wrong]
+    skipped = [result for result in results if result.skipped]
+    text = f"{sum(r.elements for r in results)} elements of {len(results)} tensors are"
     if wrong:
         more = f" and {len(wrong) - 3} more" if len(wrong) > 3 else ""
         text = f"{len(wrong)} of {len(results)} tensors are not: {', '.join(wrong[:3])}{more}"
@@ -104,19 +103,19 @@ def _recomputed(op: Op, sources: Mapping[str, Source], merged: Source) -> Recomp
     if op.encoding is not None or not dtypes <= set(NUMPY):
         return Recomputed(op.name, skipped=op.encoding.scheme if op.encoding else min(dtypes))
     rows, columns = matrix_shape(op.shape)
-    tensor, elements, wrong = _Exact(op, sources), 0, 0
-    with Reader(merged.extents(op.name)) as reader:
+    exact, elements, wrong = _Exact(op, sources), 0, 0
+    with exact.base, Reader(merged.extents(op.name)) as reader:
         for first, end in _pieces(op, rows):
             written = _values(reader, op.dtype, first * columns, (end - first) * columns)
-            exact, slack = tensor.rows(first, end)
-            low, high = (_rounded(exact + sign * slack, op.dtype).ravel() for sign in (-1, 1))
+            values, slack = exact.rows(first, end)
+            low, high = (_rounded(values + sign * slack, op.dtype).ravel() for sign in (-1, 1))
             wrong += int(np.count_nonzero(~((low <= written) & (written <= high))))
             elements += written.size
     return Recomputed(op.name, elements, wrong)
 
 
 def _pieces(op: Op, rows: int) -> Iterator[tuple[int, int]]:
-    """Yield (first, end) of the sampled rows: all of a small tensor, some of each expert."""
+    """Yield (first, end) of the sampled rows: all rows of a small tensor, some of each expert."""
     stack = prod(op.shape[:-2]) if len(op.shape) > 2 else 1
     count, whole = max(PIECES, stack), any(isinstance(t, Dora) and t.transpose for t in op.terms)
     if whole or rows <= count * PIECE_ROWS:
@@ -133,11 +132,14 @@ class _Exact:
     def __init__(self, op: Op, sources: Mapping[str, Source]) -> None:
         self.op, self.sources = op, sources
         self.columns = matrix_shape(op.shape)[1]
+        self.base: BaseRows | _BaseAsTrained = (
+            _BaseAsTrained(op, sources) if _is_dequantized(op) else BaseRows(op, sources)
+        )
         self._operands: dict[str, Array] = {}
 
     def rows(self, first: int, end: int) -> tuple[Array, Array]:
         """Return values and error bounds of rows `[first, end)`, each (rows, columns)."""
-        values = self._base(first, end).reshape(-1, self.columns)
+        values = self.base.rows(first, end).astype(np.float64)
         slack = 2 * _UNIT * np.abs(values)
         for term in self.op.terms:
             values, slack = self._after(term, values, slack, first)
@@ -180,10 +182,8 @@ class _Exact:
             expert, low = divmod(row, height) if term.experts > 1 else (0, row + term.out_start)
             count = min(height - low, here.stop - row)
             part = term.of_expert(expert, len(a)) if term.experts > 1 else term
-            left, right = b[:, _slice(part.b_columns)], a[_slice(part.a_rows)]
-            if term.transpose:
-                left, right = right.T, left.T
-            left = left[low : low + count] * term.scale
+            left, right = factors(part, a, b, low, count)
+            left = left * term.scale
             change.append(left @ right)
             size.append(np.abs(left) @ np.abs(right))
             row, rank = row + count, right.shape[0]
@@ -191,48 +191,50 @@ class _Exact:
 
     def _operand(self, name: str) -> Array:
         if name not in self._operands:
-            source, _, key = name.partition(":")
-            info = self.sources[source].tensors[key]
-            with Reader(self.sources[source].extents(key)) as reader:
-                flat = _values(reader, info.dtype, 0, prod(info.shape))
-            self._operands[name] = flat.reshape(tuple(info.shape))
+            self._operands[name] = read_operand(name, self.sources).astype(np.float64)
         return self._operands[name]
 
-    def _base(self, first: int, end: int) -> Array:
-        """Return the base's values; shape (rows, columns), or flat."""
-        how = self.op.quantization
-        stored = how is not None and STORED in how
-        rebuilt = stored or (how is not None and how["base"] == "dequantized")
-        if not rebuilt and not self.op.transpose:
-            with opened(self.op, self.sources) as reader:
-                at, count = first * self.columns, (end - first) * self.columns
-                return _values(reader, self.op.source_dtype, at, count)
-        slow = stored or self.op.transpose or (how is not None and how.get("turned"))
-        rows = self._whole[first:end] if slow else self._quantized.rows(first, end)
-        values: Array = rows.double().numpy()
-        return values
 
-    @cached_property
-    def _quantized(self) -> RowsAsTrained:
+def _is_dequantized(op: Op) -> bool:
+    """Return True if the merge goes into the base as QLoRA training quantized it."""
+    how = op.quantization
+    return how is not None and STORED not in how and how["base"] == "dequantized"
+
+
+class _BaseAsTrained:
+    """Base that QLoRA training quantized and dequantized, by rows; needs torch."""
+
+    def __init__(self, op: Op, sources: Mapping[str, Source]) -> None:
         import torch
 
+        from tasks.weights.execute.full_tensors import whole
         from tasks.weights.quantized.nf4 import RowsAsTrained
 
-        how = self.op.quantization
+        how, columns = op.quantization, matrix_shape(op.shape)[1]
         assert how is not None
-        with opened(self.op, self.sources) as reader:
+        self._slow: torch.Tensor | None = None
+        if op.transpose or how.get("turned"):  # `RowsAsTrained` does not support these
+            self._slow = whole(op, sources, Measured()).reshape(-1, columns)
+            return
+        with opened(op, sources) as reader:
             raw: NDArray[np.uint8] = np.empty(reader.nbytes, np.uint8)
             reader.into(raw, 0)
-        stored = torch.from_numpy(raw).view(torch_dtype(self.op.source_dtype))
-        loaded = stored.reshape(-1, self.columns).to(torch_dtype(DTYPE_NAMES[how["loaded_dtype"]]))
-        return RowsAsTrained(loaded, how)
+        stored = torch.from_numpy(raw).view(torch_dtype(op.source_dtype)).reshape(-1, columns)
+        loaded = stored.to(torch_dtype(DTYPE_NAMES[how["loaded_dtype"]]))
+        self._quantized = RowsAsTrained(loaded, how)
 
-    @cached_property
-    def _whole(self) -> torch.Tensor:
-        """The decoded or transposed base, in its own dtype."""
-        from tasks.weights.execute.full_tensors import whole
+    def __enter__(self) -> _BaseAsTrained:
+        return self
 
-        return whole(self.op, self.sources, Measured()).reshape(-1, self.columns)
+    def __exit__(self, *_: object) -> None:
+        pass
+
+    def rows(self, first: int, end: int) -> NDArray[np.float32]:
+        """Return rows `[first, end)` in fp32, shape (end - first, columns)."""
+        slow = self._slow
+        rows = slow[first:end] if slow is not None else self._quantized.rows(first, end)
+        values: NDArray[np.float32] = rows.float().numpy()
+        return values
 
 
 def _values(reader: Reader, dtype: str, first: int, count: int) -> Array:
@@ -248,7 +250,3 @@ def _rounded(values: Array, dtype: str) -> Array:
         wide = values.astype(np.float32).reshape(-1).view(np.uint8)
     narrow = cast(cast(wide, "F32", dtype), dtype, "F32").view(np.float32)
     return narrow.astype(np.float64).reshape(values.shape)
-
-
-def _slice(stride: Stride | None) -> slice:
-    return slice(None) if stride is None else slice(*stride)

@@ -1,11 +1,9 @@
-"""A base that is stored in 4 bits already: bitsandbytes' NF4 and FP4, as `save_pretrained` writes.
+"""Quantized weights: bases stored in 4 bits, bases as QLoRA training saw them, 8-bit export.
 
-    with open_base(folder) as base:             # an ordinary bf16 base, to look at
-        plan = plan_merge(base.tensors, ...)
-        plan = decoding(plan, {"base": base})   # its packed tensors are decoded on the way
+source      open a base stored in bitsandbytes' NF4 or FP4; its packed matrices look decoded
+plans       `decoding(plan, sources)`: make a plan decode them (`states` checks, `decode` decodes)
+nf4         quantize a base to 4 bits and back, as QLoRA training did
+quantize    8-bit export of compressed-tensors for serving (`encode` does the arithmetic)
 
-Every packed matrix lies in five to seven tensors. `states.py` finds and checks them, `source.py`
-shows them as the one matrix that they are, `plans.py` says in the plan how each is decoded, and
-`decode.py` does it, in bitsandbytes' own code and without a GPU. What comes out of a merge is an
-ordinary model; `quantization_config` is gone from its config.json.
+A merge writes an ordinary model: `quantization_config` is removed from its config.json.
 """

@@ -1,9 +1,8 @@
-"""Decoding packed matrices: one product in fp32 and one rounding an element, on any CPU.
+"""Decode packed matrices: one fp32 product and one rounding per element, on any CPU.
 
-The bits are bitsandbytes' own. Its library is not called for them: up to 0.50.2 its AVX-512 kernel
-takes the wrong scales where a row is no whole number of blocks (SigLIP's 4304 columns, say; the
-CUDA kernels do not), and what else that kernel cannot do goes through `torch.compile`, which takes
-seconds for every shape.
+The bits are those of bitsandbytes, but its library is not called. Up to 0.50.2 its AVX-512 kernel
+uses wrong scales if a row is not a whole number of blocks (SigLIP has 4304 columns; the CUDA
+kernels are right), and other cases go through `torch.compile`, which takes seconds per shape.
 """
 
 from __future__ import annotations
@@ -24,18 +23,18 @@ if TYPE_CHECKING:
     import torch
 
 _STEP = 1 << 20
-"""Elements at a time: a multiple of every block size."""
+"""Elements per step: a multiple of every block size."""
 
 
 def decoded(stored: Mapping[str, Any], extents: Sequence[Extent]) -> torch.Tensor:
-    """Return the matrix as the source shows it, in the dtype that it was packed from.
+    """Decode a matrix, in the dtype that it was packed from.
 
     Args:
-        stored: `Packed.as_json`, and "turned": whether it is shown transposed.
-        extents: of its parts, one after the other; what follows them is not read.
+        stored: `Packed.as_json`, and "turned": True to return the transpose.
+        extents: byte ranges of its parts, one after the other; bytes beyond them are not read.
 
     Raises:
-        ArtifactError: files that cannot be read.
+        ArtifactError: a file cannot be read.
     """
     import torch
 
@@ -47,9 +46,9 @@ def decoded(stored: Mapping[str, Any], extents: Sequence[Extent]) -> torch.Tenso
 
 
 def decoded_values(stored: Mapping[str, Any], extents: Sequence[Extent]) -> NDArray[np.float32]:
-    """Return the same matrix as fp32 values, rounded to its dtype, without torch.
+    """Decode the same matrix to fp32 values that are rounded to its dtype, without torch.
 
-    Arguments and errors as of `decoded`.
+    Args and Raises as for `decoded`.
     """
     packed, scales = _parts(stored, extents)
     out = np.empty(prod(stored["shape"]), np.float32)
@@ -69,7 +68,7 @@ _SHORT = {"bfloat16": "BF16", "float16": "F16", "float32": "F32"}
 def _parts(
     stored: Mapping[str, Any], extents: Sequence[Extent]
 ) -> tuple[NDArray[np.uint8], NDArray[np.float32]]:
-    """Packed elements, and the scale of every block."""
+    """Read the packed elements, uint8, and the scale of every block, fp32."""
     parts = _read(stored["parts"], extents)
     scales, nested = parts[SCALES], stored["nested"]
     if nested is None:
@@ -91,14 +90,14 @@ def unpack(
     kind: str,
     blocksize: int,
 ) -> None:
-    """Fill `out` with the values of its elements, each times its block's scale, rounded once.
+    """Fill `out` with the decoded values: level times the scale of the block, rounded once.
 
     Args:
-        packed: two elements a byte, the first in the high half.
-        scales: one a block of the flattened matrix.
-        out: 1-D, float.
+        packed: two elements per byte, the first in the high half.
+        scales: one per block of the flattened matrix.
+        out: 1-D float tensor.
         kind: "nf4" or "fp4".
-        blocksize: elements of a block; divides `_STEP`.
+        blocksize: elements per block; divides `_STEP`.
     """
     import torch
 
@@ -114,15 +113,15 @@ def _values(
     kind: str,
     blocksize: int,
 ) -> Iterator[tuple[int, NDArray[np.float32]]]:
-    """Some elements at a time: where they begin, and their values in fp32."""
+    """Yield (first element, values in fp32) of consecutive steps."""
     pairs = _pairs(kind)
     for first in range(0, count, _STEP):
         end = min(first + _STEP, count)
         values = pairs[packed[first // 2 : -(-end // 2)]].view(np.float32)[: end - first]
         whole = values.size // blocksize * blocksize
-        mine = scales[first // blocksize : -(-end // blocksize)]
-        values[:whole].reshape(-1, blocksize)[...] *= mine[: whole // blocksize, None]
-        values[whole:] *= mine[-1]
+        of_step = scales[first // blocksize : -(-end // blocksize)]
+        values[:whole].reshape(-1, blocksize)[...] *= of_step[: whole // blocksize, None]
+        values[whole:] *= of_step[-1]
         yield first, values
 
 
@@ -134,7 +133,7 @@ def unpack_scales(
     blocksize: int,
     offset: float,
 ) -> NDArray[np.float32]:
-    """Scales that were packed in 8 bits: `table[packed] * scale + offset`, in fp32."""
+    """Decode scales that were packed in 8 bits: `table[packed] * scale + offset`, in fp32."""
     values: NDArray[np.float32] = table[packed]
     values *= np.repeat(scales, blocksize)[: values.size]
     values += np.float32(offset)
@@ -142,7 +141,7 @@ def unpack_scales(
 
 
 def _pairs(kind: str) -> NDArray[np.uint64]:
-    """By byte: the two fp32 values that it stands for, as one word."""
+    """Return a table of 256 words: the two fp32 values that each byte encodes."""
     levels = np.array(LEVELS[kind], np.float32)
     byte = np.arange(256)
     both = np.stack([levels[byte >> 4], levels[byte & 15]], axis=1)
@@ -152,12 +151,12 @@ def _pairs(kind: str) -> NDArray[np.uint64]:
 def _read(
     sizes: Sequence[Sequence[Any]], extents: Sequence[Extent]
 ) -> dict[str, NDArray[np.uint8]]:
-    """Every part's bytes, by its suffix, in memory of its own: so they are aligned."""
-    found: dict[str, NDArray[np.uint8]] = {}
+    """Read every part into its own memory, so that it is aligned; by suffix."""
+    parts: dict[str, NDArray[np.uint8]] = {}
     at = 0
     with Reader(extents) as reader:
         for suffix, size in sizes:
-            found[suffix] = np.empty(size, np.uint8)
-            reader.into(found[suffix], at)
+            parts[suffix] = np.empty(size, np.uint8)
+            reader.into(parts[suffix], at)
             at += size
-    return found
+    return parts

@@ -1,13 +1,12 @@
-"""Weights in 8 bits: the arithmetic, by compressed-tensors' own functions, on blocks of rows.
+"""Quantize weights to 8 bits with compressed-tensors' functions, in blocks of rows.
 
-Nothing is calibrated: a row's scale follows from its largest magnitude, and activations are
-quantised while the model runs, token by token. So a block of rows needs no other row, and a matrix
-is never whole in memory.
+There is no calibration: a row's scale follows from its largest magnitude, and activations are
+quantized per token while the model runs. So each row is independent, and the full matrix is never
+in memory.
 
-Scales are numbers that the model's own dtype can hold, rounded up to the next one. Engines differ
-in what they hold them in (vLLM in fp32, transformers in the model's dtype): with such scales they
-all compute with the same weights. Rounded to the nearest instead, the largest number of a row could
-lie outside of what 8 bits reach.
+Scales are rounded up to the next number of the model's own dtype. Engines keep scales in different
+dtypes (vLLM in fp32, transformers in the model's dtype); such scales give all of them the same
+weights. Rounding to nearest could put the largest element of a row beyond the range of 8 bits.
 """
 
 from __future__ import annotations
@@ -23,7 +22,7 @@ if TYPE_CHECKING:
     import torch
 
 SCALE_DTYPE = "F32"
-"""safetensors name of the dtype in which scales are stored."""
+"""Dtype in which scales are stored (safetensors name)."""
 
 
 @dataclass(frozen=True)
@@ -31,9 +30,9 @@ class Scheme:
     """A way to store and use weights in 8 bits.
 
     Attributes:
-        preset: compressed-tensors' name of it.
-        format: its name of the storage format.
-        dtype: safetensors name of the numbers' dtype.
+        preset: its name in compressed-tensors.
+        format: storage format in compressed-tensors.
+        dtype: dtype of the weights (safetensors name).
     """
 
     preset: str
@@ -45,11 +44,12 @@ SCHEMES = {
     "w8a8": Scheme("W8A8", "int-quantized", "I8"),
     "fp8": Scheme("FP8_DYNAMIC", "float-quantized", "F8_E4M3"),
 }
-"""By the word of `convert.quantize`. Both: symmetric, one scale a row, dynamic activations."""
+"""Schemes by value of `convert.quantize`. Both are symmetric, with one scale per row and dynamic
+activations."""
 
 
 def library_scheme(name: str) -> Any:
-    """compressed-tensors' `QuantizationScheme` of a scheme, for linear layers."""
+    """Return compressed-tensors' `QuantizationScheme` of a scheme for linear layers."""
     from compressed_tensors.quantization import preset_name_to_scheme
 
     scheme = preset_name_to_scheme(SCHEMES[name].preset, ["Linear"])
@@ -59,20 +59,20 @@ def library_scheme(name: str) -> Any:
 
 @cache
 def _arguments(name: str) -> Any:
-    """compressed-tensors' `QuantizationArgs` of a scheme's weights."""
+    """Return compressed-tensors' `QuantizationArgs` of a scheme's weights."""
     return library_scheme(name).weights
 
 
 def encode(encoding: Encoding, block: torch.Tensor) -> torch.Tensor:
-    """The half that `encoding` names of some rows of a matrix.
+    """Quantize some rows of a matrix: return their 8-bit weights or their scales.
 
     Args:
-        encoding: which half, of which scheme.
-        block: fp32, (rows, columns).
+        encoding: the scheme, and its part "weight" or "scale".
+        block: fp32, shape (rows, columns).
 
     Returns:
-        (rows, columns) of int8 or float8_e4m3fn, or (rows, 1) of float32. The scale of a row that
-        holds a NaN or an infinity is not finite.
+        Weights: int8 or float8_e4m3fn, shape (rows, columns). Scales: float32, shape (rows, 1);
+        the scale of a row with a NaN or an infinity is not finite.
     """
     from compressed_tensors.quantization.lifecycle.forward import quantize
 
@@ -84,7 +84,7 @@ def encode(encoding: Encoding, block: torch.Tensor) -> torch.Tensor:
 
 
 def row_scales(encoding: Encoding, block: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Scales, fp32 (rows, 1), and zero points, all 0, of the rows of `block`."""
+    """Return scales, fp32 of shape (rows, 1), and zero points, all 0, for the rows of `block`."""
     from compressed_tensors.quantization.utils import calculate_qparams
 
     low, high = block.amin(1, keepdim=True), block.amax(1, keepdim=True)
@@ -93,7 +93,7 @@ def row_scales(encoding: Encoding, block: torch.Tensor) -> tuple[torch.Tensor, t
 
 
 def _rounded_up(scale: torch.Tensor, held: torch.dtype) -> torch.Tensor:
-    """The least number of dtype `held` that is not below `scale` (positive), as fp32."""
+    """Round positive scales up to numbers that dtype `held` represents; returns fp32."""
     import torch
 
     near = scale.to(held)

@@ -1,9 +1,9 @@
-"""The base as QLoRA training has it: quantised to 4 bits by bitsandbytes, and back.
+"""Quantize a base to 4 bits and back with bitsandbytes, as QLoRA training does.
 
-QLoRA (https://arxiv.org/abs/2305.14314) trains an adapter on top of the *quantised* base. Merging
-it into the original base gives another model than the one that was trained; merging it into the
-dequantised base does not. `lost_in_4_bits` finds models that were made so: quantised once more,
-they lose what the adapter had learned.
+QLoRA (https://arxiv.org/abs/2305.14314) trains an adapter on top of the *quantized* base. A merge
+into the dequantized base gives the model that was trained; a merge into the original base does not.
+`lost_in_4_bits` finds models that were merged into a dequantized base: quantizing them again
+undoes what their adapter had learned.
 """
 
 from __future__ import annotations
@@ -27,34 +27,35 @@ if TYPE_CHECKING:
     import torch
 
 BLOCKSIZE = 64
-"""Elements that share a scale: the default of bitsandbytes' `Params4bit`, and of transformers."""
+"""Elements that share a scale: the default of bitsandbytes' `Params4bit` and of transformers."""
 _SCALES = 256
-"""Scales that are packed together by double quantisation."""
+"""Number of scales that double quantization packs together."""
 
 _LAYER = re.compile(r"(?P<stack>\D*?)\.(?P<layer>\d+)\.(?P<rest>.+)")
 _SAMPLED = 1 << 20
-"""Elements that `lost_in_4_bits` reads of a matrix, from its beginning."""
+"""Number of elements that `lost_in_4_bits` reads from the beginning of a matrix."""
 _ON_GRID = 0.85
-"""Error with the right blocks over the error with shifted ones; 1.0 for a model of its own."""
+"""Threshold of (error with the right blocks) / (error with shifted blocks); about 1.0 otherwise."""
 
 LOST_ALLOWED = "quantising it to 4 bits again would undo that training"
 LOST_OVERRIDE = "peft=lora, or model.path=<the base before that training>"
-"""What is said of such a base, and what to type."""
+"""Parts of the error for such a base: reason (`LOST_ALLOWED`), and what to type."""
 
 
 def lost_in_4_bits(checkpoint: Checkpoint) -> str | None:
-    """Find a matrix that lies close to NF4's values, as those of a merged QLoRA model do.
+    """Find a matrix whose values lie close to NF4's, as in a merged QLoRA model.
 
-    Such a matrix is a dequantised one plus a small change, and NF4 rounds most of that change away.
-    Blocks that are shifted by half their length tell it from a matrix that any 4 bits suit well. A
-    matrix that nothing was added to still has the zeros that NF4 gave it, and loses nothing.
+    Such a matrix is a dequantized one plus a small change, and NF4 rounds most of that change away.
+    An ordinary matrix has the same quantization error if its blocks are shifted by half their
+    length; this one has a larger error then. A dequantized matrix without a change is not reported:
+    its elements that NF4 rounds to zero are zero already, so it loses nothing.
 
     Args:
         checkpoint: the model. Up to 1M elements of each matrix in its first, middle and last layer
             are read.
 
     Returns:
-        The matrix and its relative quantisation error, or None.
+        The matrix and its relative quantization error as text, or None.
 
     Raises:
         ArtifactError: a file cannot be read.
@@ -68,7 +69,7 @@ def lost_in_4_bits(checkpoint: Checkpoint) -> str | None:
 
 
 def _sample(checkpoint: Checkpoint) -> list[str]:
-    """Names of the matrices in the first, middle and last layer of each stack; of experts, one."""
+    """Return matrices of the first, middle and last layer of each stack; one expert per layer."""
     stacks: dict[str, dict[int, dict[str, str]]] = {}
     for name, info in checkpoint.tensors.items():
         match = _LAYER.fullmatch(name)
@@ -96,7 +97,7 @@ def _beginning(checkpoint: Checkpoint, name: str) -> NDArray[np.float32]:
 
 
 def _rounding(values: NDArray[np.float32]) -> tuple[float, bool]:
-    """Return NF4's relative error |Q(w) - w| / |w|, and True if it sets elements to zero."""
+    """Return NF4's relative error |Q(w) - w| / |w|, and True if most values rounded to 0 were not 0."""
     blocks = values[: values.size // BLOCKSIZE * BLOCKSIZE].reshape(-1, BLOCKSIZE)
     scales = np.abs(blocks).max(axis=1, keepdims=True, initial=0)
     scaled = np.divide(blocks, scales, out=np.zeros_like(blocks), where=scales > 0)
@@ -108,7 +109,7 @@ def _rounding(values: NDArray[np.float32]) -> tuple[float, bool]:
 
 
 def check_quantization(quantization: Mapping[str, Any]) -> None:
-    """Refuse a quantisation that `as_trained` cannot reproduce. Raises ArtifactError."""
+    """Raise ArtifactError if `as_trained` cannot reproduce a quantization."""
     if quantization.get("type") not in ("nf4", "fp4") or "double_quant" not in quantization:
         raise ArtifactError(
             f"train.json: quantization {dict(quantization)} is not one of nf4, fp4 (double_quant)"
@@ -116,15 +117,15 @@ def check_quantization(quantization: Mapping[str, Any]) -> None:
 
 
 def as_trained(weight: torch.Tensor, quantization: Mapping[str, Any]) -> torch.Tensor:
-    """Quantise and dequantise one linear weight exactly as a 4-bit load by transformers does.
+    """Quantize and dequantize one linear weight exactly as a 4-bit load by transformers does.
 
     Args:
         weight: shape (out, in), in the dtype in which training loaded the model.
         quantization: `{"type": "nf4" | "fp4", "double_quant": bool, ...}` as in train.json; with
-            "turned" the weight is (in, out), as GPT-2's are, and its transpose is quantised.
+            "turned" the weight is (in, out), like GPT-2's, and its transpose is quantized.
 
     Returns:
-        The same shape and dtype.
+        A tensor of the same shape and dtype.
     """
     import torch
     from bitsandbytes import functional
@@ -141,16 +142,16 @@ def as_trained(weight: torch.Tensor, quantization: Mapping[str, Any]) -> torch.T
     scales = state.absmax
     if state.nested:
         scales = functional.dequantize_blockwise(state.absmax, state.state2) + state.offset
-    # Not `dequantize_4bit`: see `stored4bit/decode.py` on rows that are no whole number of blocks.
+    # Not `dequantize_4bit`: it errs if rows are not whole blocks, see `decode.py`.
     restored = _restored(weight, packed, scales, state).reshape(weight.shape)
     return restored.t().contiguous() if turned else restored
 
 
 class RowsAsTrained:
-    """Some rows of what `as_trained` returns, without quantising the other rows.
+    """Some rows of what `as_trained` returns, without quantizing the other rows.
 
-    Double quantisation subtracts the mean of all scales, so those are computed for the whole weight
-    (one maximum per block); everything else is done for the wanted rows.
+    Double quantization subtracts the mean of all scales, so scales are computed for the full weight
+    (one maximum per block); everything else is done for the requested rows only.
 
     Args:
         weight: shape (out, in), as for `as_trained`; "turned" is not supported.
@@ -168,7 +169,7 @@ class RowsAsTrained:
         self._offset = self._scales.mean()
 
     def rows(self, first: int, end: int) -> torch.Tensor:
-        """Rows `[first, end)`, shape (end - first, in), dtype of the weight."""
+        """Return rows `[first, end)`, shape (end - first, in), in the dtype of the weight."""
         from bitsandbytes import functional
 
         step = BLOCKSIZE * _SCALES

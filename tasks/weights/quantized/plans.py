@@ -1,4 +1,4 @@
-"""How packed matrices are decoded, said in the plan."""
+"""Make a plan decode the packed matrices of its sources."""
 
 from __future__ import annotations
 
@@ -13,21 +13,21 @@ from tasks.weights.quantized.source import PackedCheckpoint
 
 
 def decoding(plan: Plan, sources: Mapping[str, Source]) -> Plan:
-    """The same plan; what starts from a packed matrix decodes it.
+    """Return the same plan, in which operations on packed matrices decode them.
 
-    The 4 bits that training held the base in are these very bits: nothing else is quantised, and
-    there is no original to compare with.
+    The stored 4 bits are those that training used, so nothing else is quantized, and there is no
+    original to compare with.
 
     Args:
-        plan: made from the tensors that `sources` show.
-        sources: inputs by name; all but packed ones are left alone.
+        plan: a plan made from the tensors that `sources` show.
+        sources: inputs by name; only packed ones matter.
     """
     ops = tuple(_decoding(op, sources.get(op.input)) for op in plan.ops)
     return replace(plan, ops=ops)
 
 
 def packing(source: Source, key: str) -> dict[str, Any] | None:
-    """`Op.quantization` of an operation that starts from this tensor; None for a plain one."""
+    """Return `Op.quantization` for operations on this tensor; None for a plain tensor."""
     if not isinstance(source, PackedCheckpoint) or key not in source.packed:
         return None
     stored = {**source.packed[key].as_json(), "turned": key in source.turned}
@@ -35,5 +35,5 @@ def packing(source: Source, key: str) -> dict[str, Any] | None:
 
 
 def _decoding(op: Op, source: Source | None) -> Op:
-    found = packing(source, op.key) if source is not None else None
-    return op if found is None else replace(op, quantization=found)
+    quantization = packing(source, op.key) if source is not None else None
+    return op if quantization is None else replace(op, quantization=quantization)

@@ -1,11 +1,11 @@
-"""`convert.quantize`: which tensors become 8-bit ones, and what config.json then has to say.
+"""Plan 8-bit weights for `convert.quantize`, and the fields of config.json that describe them.
 
-    plan = quantized_plan(plan, facts, "w8a8")        every linear layer: numbers and scales
+    plan = quantized_plan(plan, facts, "w8a8")        every linear layer: weights and scales
     config["quantization_config"] = quantization_config("w8a8", facts)
 
 The format is that of compressed-tensors, as vLLM and transformers read it: `X.weight` in 8 bits and
-`X.weight_scale`, (rows, 1), for every linear layer X; embeddings, norms, biases and the head stay
-as they are. Data-free; see `encode.py`.
+`X.weight_scale`, shape (rows, 1), for every linear layer X. Embeddings, norms, biases and the head
+stay as they are. No calibration data is needed; see `encode.py`.
 """
 
 from __future__ import annotations
@@ -26,12 +26,12 @@ from tasks.weights.quantized.encode import SCALE_DTYPE, SCHEMES, library_scheme
 NONE = "none"
 CHOICES = (NONE, *SCHEMES)
 SCALE = "_scale"
-"""What the key of a weight's scales ends in, after the weight's own key."""
+"""Suffix of the key of a weight's scales, after the weight's own key."""
 _SHOWN = 50
 
 
 def check_quantize(name: str) -> str | None:
-    """`convert.quantize` as it was given; None for "none". Raises ConfigError."""
+    """Return the value of `convert.quantize`, None for "none". Raises ConfigError if unknown."""
     if name not in CHOICES:
         raise ConfigError(
             f"convert.quantize={name!r} is not one of {', '.join(CHOICES)}",
@@ -41,16 +41,16 @@ def check_quantize(name: str) -> str | None:
 
 
 def quantized_plan(plan: Plan, facts: ModelFacts, scheme: str) -> Plan:
-    """The same plan with every linear layer in 8 bits.
+    """Return the same plan with every linear layer in 8 bits.
 
     Args:
-        plan: of a whole model; operations in the order of its keys.
-        facts: of that model.
+        plan: a plan of a full model; operations in the order of its keys.
+        facts: facts of that model.
         scheme: "w8a8" or "fp8".
 
     Raises:
-        ContractError: the model has no such layers, or others that these formats do not reach;
-            every finding in one error.
+        ContractError: the model has no linear layers, or layers that these formats do not support;
+            lists every finding.
     """
     findings = list(quantize_findings(facts))
     wanted = set(facts.quantized)
@@ -73,17 +73,17 @@ def quantized_plan(plan: Plan, facts: ModelFacts, scheme: str) -> Plan:
 
 
 def quantize_findings(facts: ModelFacts) -> Iterator[str]:
-    """What of a model rules out that its linear layers are quantised."""
+    """Yield the reasons why a model's linear layers cannot be quantized."""
     if not facts.quantized:
-        yield "the model has no linear layer besides its head (GPT-2's are convolutions in name)"
+        yield "the model has no linear layer besides its head (GPT-2's are of class Conv1D)"
     for name, tensor in facts.live.tensors.items():
         stack = len(tensor.shape) == 3 and facts.live.modules.get(_module(name)) == OTHER
         if stack and "expert" in name:
-            yield f"{name}: experts in one stack, which is not quantised here"
+            yield f"{name}: experts in one stacked tensor, which cannot be quantised"
 
 
 def _halves(op: Op, scheme: str) -> tuple[Op, Op]:
-    """The operations for a matrix's numbers and for the scales of its rows."""
+    """Return the operations for a matrix's 8-bit weights and for the scales of its rows."""
     rows, columns = op.shape
     encoding = Encoding(scheme, "weight", columns, op.dtype)
     weight = replace(op, dtype=SCHEMES[scheme].dtype, encoding=encoding)
@@ -98,28 +98,28 @@ def _halves(op: Op, scheme: str) -> tuple[Op, Op]:
 
 
 def quantized_contract(facts: ModelFacts, scheme: str) -> list[Expected]:
-    """What the quantised checkpoint has to hold."""
-    found: list[Expected] = []
-    for one in facts.tensors:
-        if one.name not in facts.quantized:
-            found.append(one)
+    """Return the tensors that the quantized checkpoint must contain."""
+    contract: list[Expected] = []
+    for tensor in facts.tensors:
+        if tensor.name not in facts.quantized:
+            contract.append(tensor)
             continue
-        found.append(replace(one, dtype=SCHEMES[scheme].dtype))
-        found.append(Expected(one.name + SCALE, (one.shape[0], 1), SCALE_DTYPE))
-    return found
+        contract.append(replace(tensor, dtype=SCHEMES[scheme].dtype))
+        contract.append(Expected(tensor.name + SCALE, (tensor.shape[0], 1), SCALE_DTYPE))
+    return contract
 
 
 def quantization_config(scheme: str, facts: ModelFacts) -> dict[str, Any]:
-    """`quantization_config` of config.json for a model of these facts; see `library_config`."""
+    """Return `quantization_config` of config.json for a model; see `library_config`."""
     return library_config(scheme, left_alone(facts))
 
 
 def library_config(scheme: str, ignore: Sequence[str]) -> dict[str, Any]:
-    """The same from plain data, made and checked by compressed-tensors' own classes.
+    """Make `quantization_config` with compressed-tensors' own classes, which check it.
 
     Args:
         scheme: "w8a8" or "fp8".
-        ignore: linear layers that stay as they are: `left_alone`.
+        ignore: names of linear layers that stay as they are, from `left_alone`.
     """
     from compressed_tensors.quantization import QuantizationConfig, QuantizationStatus
 
@@ -134,21 +134,22 @@ def library_config(scheme: str, ignore: Sequence[str]) -> dict[str, Any]:
 
 
 def left_alone(facts: ModelFacts) -> list[str]:
-    """Modules that are linear layers and stay as they are, the head above all.
+    """Return the linear layers that stay as they are, above all the head.
 
-    Under their names on disk, which vLLM goes by, and in memory, which transformers goes by.
+    Each under its name on disk, which vLLM uses, and in memory, which transformers uses.
     """
     disk = _disk_keys(facts)
-    found: set[str] = set()
+    names: set[str] = set()
     for module, kind in facts.live.modules.items():
         key = disk.get(f"{module}.weight", f"{module}.weight")
         if kind == LINEAR and key not in facts.quantized:
-            found |= {module, _module(key)}
-    return sorted(found)
+            names |= {module, _module(key)}
+    return sorted(names)
 
 
 def _disk_keys(facts: ModelFacts) -> Mapping[str, str]:
-    return {**{one.live: one.disk for one in facts.places if one.is_all}, **facts.aliases}
+    disk = {place.live: place.disk for place in facts.places if place.is_all}
+    return {**disk, **facts.aliases}
 
 
 def _module(name: str) -> str:

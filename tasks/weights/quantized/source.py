@@ -1,4 +1,4 @@
-"""The packed base as an ordinary one: decoded shapes and dtypes under the keys of the matrices."""
+"""Open a base stored in 4 bits as if it were an ordinary one: decoded shapes and dtypes by key."""
 
 from __future__ import annotations
 
@@ -24,8 +24,7 @@ _CONV1D = {
     "imagegpt": ("c_attn", "q_attn", "c_proj", "c_fc"),
     "decision_transformer": ("c_attn", "q_attn", "c_proj", "c_fc"),
 }
-"""By model type: linear layers whose checkpoints hold them as (in, out). transformers packs their
-transpose, (out, in)."""
+"""Linear layers stored as (in, out), by model type; transformers packs their transpose."""
 
 
 @dataclass(frozen=True)
@@ -38,16 +37,16 @@ class Shown:
 
 @dataclass(frozen=True)
 class PackedCheckpoint:
-    """An opened checkpoint with packed matrices, which look decoded.
+    """An opened checkpoint whose packed matrices look decoded.
 
-    The bytes of such a matrix are not those of the tensor that is shown: `extents` are those of its
-    parts, one after the other, and a plan has to decode them (`plans.decoding`).
+    The bytes of such a matrix are not those of the tensor that is shown: `extents` returns the
+    ranges of its parts, one after the other, and a plan has to decode them (`plans.decoding`).
 
     Attributes:
-        whole: the checkpoint as it lies there.
-        packed: how each packed matrix is packed, by key.
-        turned: keys of those that are shown as the transpose of what was packed.
-        tensors: shapes and dtypes (safetensors names) by key; no key of anything beside a matrix.
+        whole: the checkpoint as stored.
+        packed: packing of each packed matrix, by key.
+        turned: keys of matrices that are shown as the transpose of what was packed.
+        tensors: shapes and dtypes (safetensors names) by key, without keys that belong to a matrix.
     """
 
     whole: Checkpoint
@@ -57,7 +56,7 @@ class PackedCheckpoint:
 
     @property
     def root(self) -> Path:
-        """The folder."""
+        """Folder of the checkpoint."""
         return self.whole.root
 
     @property
@@ -66,19 +65,19 @@ class PackedCheckpoint:
         return {key: self.whole.files[key] for key in self.tensors}
 
     def extents(self, name: str) -> Sequence[Extent]:
-        """Of a plain tensor its range; of a packed one those of all tensors that it is read from.
+        """Return the byte ranges of a tensor; for a packed one those of all tensors that make it up.
 
-        Its table of values and its JSON come last: they have been read, and belong to it.
+        Its table of values and its JSON come last; they are not decoded, but belong to it.
         """
         if name not in self.packed:
             return self.whole.extents(name)
-        one = self.packed[name]
-        parts = [name + suffix for suffix, _ in one.parts]
-        rest = [key for key in one.sides if key not in parts]
+        packed = self.packed[name]
+        parts = [name + suffix for suffix, _ in packed.parts]
+        rest = [key for key in packed.sides if key not in parts]
         return [extent for key in (*parts, *rest) for extent in self.whole.extents(key)]
 
     def sha256(self, name: str) -> str | None:
-        """Of a plain tensor's bytes, as the manifest says; nobody knows it of a packed one."""
+        """Return the hash of a plain tensor from the manifest; None for a packed one."""
         return None if name in self.packed else self.whole.sha256(name)
 
 
@@ -87,7 +86,7 @@ Base = Checkpoint | PackedCheckpoint
 
 @contextlib.contextmanager
 def open_base(root: Path) -> Iterator[Base]:
-    """`read_base` for a `with`."""
+    """Open `read_base(root)` as a context manager."""
     yield read_base(root)
 
 
@@ -95,16 +94,16 @@ def read_base(root: Path) -> Base:
     """Read the headers of a full model's folder, stored plainly or in bitsandbytes' 4 bits.
 
     Raises:
-        ArtifactError: another way of storing it, by name; config.json and the tensors disagree;
-            packed matrices with parts that are absent or do not fit, every finding.
+        ArtifactError: the weights are quantized in another way, config.json and the tensors
+            disagree, or packed matrices lack parts or have wrong ones. Lists every finding.
     """
     config = _config(root)
     require_decodable(config, root)
     whole = read_checkpoint(root)
-    said = is_packed(config)
-    if not said and not any(STATE in key for key in whole.tensors):
+    declared = is_packed(config)
+    if not declared and not any(STATE in key for key in whole.tensors):
         return whole
-    return _packed(whole, config, said)
+    return _packed(whole, config, declared)
 
 
 def _config(root: Path) -> dict[str, Any]:
@@ -112,23 +111,23 @@ def _config(root: Path) -> dict[str, Any]:
     return read_json(path) if path.is_file() else {}
 
 
-def _packed(whole: Checkpoint, config: Mapping[str, Any], said: bool) -> PackedCheckpoint:
+def _packed(whole: Checkpoint, config: Mapping[str, Any], declared: bool) -> PackedCheckpoint:
     packed, findings = read_states(whole)
-    if not said:
+    if not declared:
         findings.insert(0, "config.json does not say that the weights are packed in 4 bits")
     elif not packed and not findings:
         findings.append(
-            f"config.json says {stored(config)}; no tensor is packed: "
+            f"config.json says {stored(config)}, but no tensor is packed: "
             "if these are plain weights, remove quantization_config from it"
         )
     if findings:
         raise ArtifactError(
-            f"{whole.root}: no usable 4-bit checkpoint: {first_and_more(findings)}",
+            f"{whole.root}: not a usable 4-bit checkpoint: {first_and_more(findings)}",
             details=findings[:_SHOWN],
             hint="save it again with save_pretrained, or give the same model in bf16",
         )
     turned = frozenset(key for key in packed if _is_conv1d(key, config))
-    beside = {side for one in packed.values() for side in one.sides}
+    beside = {side for matrix in packed.values() for side in matrix.sides}
     tensors: dict[str, TensorLike] = {}
     for key, info in whole.tensors.items():
         if key in packed:

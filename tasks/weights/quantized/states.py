@@ -1,4 +1,4 @@
-"""The tensors of packed matrices: found, read as far as they are no weights, and checked."""
+"""Find and check the tensors of packed matrices; reads their JSON and tables, not their weights."""
 
 from __future__ import annotations
 
@@ -27,59 +27,62 @@ from tasks.weights.quantized.packed import (
 
 _SIDES = (SCALES, TABLE, NESTED_SCALES, NESTED_TABLE)
 _MAX_STATE = 1 << 16
-"""Bytes of JSON; bitsandbytes writes under 200."""
+"""Largest size of the JSON in bytes; bitsandbytes writes less than 200."""
 _CLOSE = 1e-6
-"""How far bitsandbytes lets two tables differ when it compares them."""
+"""Tolerance with which bitsandbytes compares two tables."""
 
 
 def read_states(checkpoint: Checkpoint) -> tuple[dict[str, Packed], list[str]]:
-    """Every packed matrix by its key, and everything that is wrong with any, one line each.
+    """Find every packed matrix of a checkpoint.
 
-    Reads headers, and of every packed matrix the JSON and the 16 values.
+    Reads headers, and for every packed matrix the JSON and the 16 values.
+
+    Returns:
+        Packing of every matrix by key, and one line for everything that is wrong with any of them.
 
     Raises:
-        ArtifactError: a file that cannot be read.
+        ArtifactError: a file cannot be read.
     """
-    found: dict[str, Packed] = {}
+    matrices: dict[str, Packed] = {}
     findings: list[str] = []
     owners = _owners(checkpoint)
     for key, sides in owners.items():
-        one = _Reading(checkpoint, key, sides)
-        packed = one.packed()
+        reading = _Reading(checkpoint, key, sides)
+        packed = reading.packed()
         if packed is not None:
-            found[key] = packed
-        findings += [f"{key}: {text}" for text in one.findings]
+            matrices[key] = packed
+        findings += [f"{key}: {text}" for text in reading.findings]
     for key, info in checkpoint.tensors.items():
         if key not in owners and info.dtype in ("U8", "I8") and key.split(".")[-1] == "weight":
             findings.append(
                 f"{key}: {describe(info.shape, info.dtype)} without {SCALES} and {STATE}*"
             )
-    return found, findings
+    return matrices, findings
 
 
 def _owners(checkpoint: Checkpoint) -> dict[str, dict[str, str]]:
-    """Keys of packed matrices, each with the keys beside it by what is added to its own."""
-    found: dict[str, dict[str, str]] = {}
+    """Return the keys of packed matrices, each with the keys that belong to it, by suffix."""
+    owners: dict[str, dict[str, str]] = {}
     for key in checkpoint.tensors:
         owner, dot, rest = key.partition(STATE)
         suffix = dot + rest
         if not dot:
-            suffix = next((one for one in _SIDES if key.endswith(one)), "")
+            suffix = next((side for side in _SIDES if key.endswith(side)), "")
             owner = key.removesuffix(suffix) if suffix else ""
         if owner:
-            found.setdefault(owner, {})[suffix] = key
-    return found
+            owners.setdefault(owner, {})[suffix] = key
+    return owners
 
 
 class _Reading:
-    """One matrix and what lies beside it."""
+    """Read and check one matrix and the tensors that belong to it."""
 
     def __init__(self, checkpoint: Checkpoint, key: str, sides: Mapping[str, str]) -> None:
         self._checkpoint, self._key, self._sides = checkpoint, key, sides
         self.findings: list[str] = []
 
     def packed(self) -> Packed | None:
-        """The matrix, where nothing is wrong with it."""
+        """Return the packing of the matrix; None if there are findings."""
         state = self._state()
         if self._key not in self._checkpoint.tensors:
             self.findings.append(f"absent, though {', '.join(sorted(self._sides))} are there")
@@ -91,7 +94,7 @@ class _Reading:
         return self._checked(state)
 
     def _state(self) -> dict[str, Any] | None:
-        """The JSON; None where it says nothing."""
+        """Return the parsed JSON; None if it cannot be read."""
         names = [suffix for suffix in self._sides if suffix.startswith(STATE)]
         if len(names) != 1 or names[0] not in STATES:
             what = ", ".join(name.removeprefix(STATE) for name in names) or "none"
@@ -122,8 +125,8 @@ class _Reading:
             self._expect(NESTED_SCALES, "F32", -(-blocks // nested.blocksize))
             self._expect(NESTED_TABLE, "F32", 256)
         else:
-            stray = [one for one in (NESTED_SCALES, NESTED_TABLE) if one in self._sides]
-            self.findings += [f"{suffix[1:]} there, nested_blocksize not said" for suffix in stray]
+            stray = [side for side in (NESTED_SCALES, NESTED_TABLE) if side in self._sides]
+            self.findings += [f"{side[1:]} without nested_blocksize" for side in stray]
         if not self.findings:
             self._check_levels(state["quant_type"])
         if self.findings:
@@ -142,7 +145,7 @@ class _Reading:
         )
 
     def _expect(self, suffix: str, dtype: str | None, count: int) -> None:
-        """A tensor of that dtype and so many elements; of any dtype, of so many bytes."""
+        """Require a tensor with this dtype and element count; without a dtype, with this many bytes."""
         info = self._checkpoint.tensors.get(self._key + suffix)
         what = suffix[1:] or "packed numbers"
         if info is None:
@@ -150,8 +153,8 @@ class _Reading:
         elif dtype is None and info.nbytes != count:
             self.findings.append(f"{what} of {info.nbytes} bytes, the shape needs {count}")
         elif dtype is not None and (info.dtype, math.prod(info.shape)) != (dtype, count):
-            said = describe(info.shape, info.dtype)
-            self.findings.append(f"{what} is {said}, {dtype} [{count}] is needed")
+            stored = describe(info.shape, info.dtype)
+            self.findings.append(f"{what} is {stored}, {dtype} [{count}] is needed")
 
     def _check_levels(self, kind: str) -> None:
         levels = np.frombuffer(self._bytes(self._key + TABLE), "<f4")
@@ -166,10 +169,10 @@ class _Reading:
 
 
 def _state_findings(state: Mapping[str, Any]) -> Iterator[str]:
-    """What of the JSON cannot be decoded."""
+    """Yield the fields of the JSON that cannot be decoded."""
     shape = state.get("shape")
     if not isinstance(shape, list) or not shape or not all(_is_count(n) for n in shape):
-        yield f"shape {shape!r} is none"
+        yield f"shape {shape!r} is not a list of positive sizes"
     size, dtype = state.get("blocksize"), state.get("dtype")
     if not _is_count(size) or size not in BLOCKSIZES:
         yield f"blocksize {size!r} is not one of {', '.join(map(str, BLOCKSIZES))}"
@@ -181,10 +184,10 @@ def _state_findings(state: Mapping[str, Any]) -> Iterator[str]:
     if not _is_count(size) or size not in BLOCKSIZES:
         yield f"nested_blocksize {size!r} is not one of {', '.join(map(str, BLOCKSIZES))}"
     if state.get("nested_dtype") != "float32":
-        yield f"nested_dtype {state.get('nested_dtype')!r}, only float32 is known"
+        yield f"nested_dtype {state.get('nested_dtype')!r}, only float32 is supported"
     offset = state.get("nested_offset")
     if not isinstance(offset, float) or not math.isfinite(offset):
-        yield f"nested_offset {offset!r} is no number"
+        yield f"nested_offset {offset!r} is not a finite number"
 
 
 def _is_count(value: object) -> bool:

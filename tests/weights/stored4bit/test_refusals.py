@@ -51,16 +51,16 @@ MUTATIONS: dict[str, tuple[Callable[[dict[str, torch.Tensor]], Any], str]] = {
     ),
     "another type": (restate(quant_type="fp4"), "says quant_type 'fp4'"),
     "another shape": (restate(shape=[64, 32]), "packed numbers of 2048 bytes"),
-    "no shape": (restate(shape=None), "shape None is none"),
-    "empty shape": (restate(shape=[0, 64]), "shape [0, 64] is none"),
+    "no shape": (restate(shape=None), "shape None is not a list"),
+    "empty shape": (restate(shape=[0, 64]), "shape [0, 64] is not a list"),
     "unknown block size": (restate(blocksize=48), "blocksize 48 is not one of 32, 64"),
     "fraction": (restate(blocksize=64.0), "blocksize 64.0 is not one of"),
     "another block size": (restate(blocksize=128), "absmax is U8 [64], U8 [32] is needed"),
     "unknown dtype": (restate(dtype="float8"), "dtype 'float8' is not one of"),
-    "not nested": (restate(nested_blocksize=None), "nested_absmax there"),
-    "no offset": (restate(nested_offset=None), "nested_offset None is no number"),
-    "infinite offset": (restate(nested_offset=float("inf")), "nested_offset inf is no number"),
-    "bf16 scales": (restate(nested_dtype="bfloat16"), "only float32 is known"),
+    "not nested": (restate(nested_blocksize=None), "nested_absmax without nested_blocksize"),
+    "no offset": (restate(nested_offset=None), "nested_offset None is not a finite number"),
+    "infinite offset": (restate(nested_offset=float("inf")), "nested_offset inf is not a finite"),
+    "bf16 scales": (restate(nested_dtype="bfloat16"), "only float32 is supported"),
 }
 
 
@@ -89,7 +89,7 @@ class TestRefused:
             ({"quant_method": "mxfp4"}, "mxfp4"),
             ({"quant_method": "bitsandbytes", "load_in_8bit": True}, "bitsandbytes, 8 bits"),
             ({"_load_in_8bit": True, "_load_in_4bit": False}, "bitsandbytes, 8 bits"),
-            ({"quant_method": "bitsandbytes"}, "bitsandbytes, bits not said"),
+            ({"quant_method": "bitsandbytes"}, "bitsandbytes, number of bits unknown"),
             ({"bits": 3}, "an unknown method"),
         ],
     )

@@ -1,13 +1,10 @@
-"""DeepSpeed's own checkpoints, read without DeepSpeed: what training that was not ours left.
+"""Read DeepSpeed's own checkpoints (ZeRO stages 0 to 3, universal) without DeepSpeed.
 
-layout        which folder, which step, whose files
-states        one rank's file, in types
-ranks         whether all ranks are there, of one step
-pieces        flat partitions, as ranges of files
-partitioned   ZeRO-1, 2 and 3: every parameter's place in the ranks' flat fp32 groups
-agreement     whether the fp32 weights are those of the 16-bit module beside them
-universal     `ds_to_universal`'s folder: one file a parameter
-checkpoint    the whole as a `Source`
+checkpoint    `read_zero(folder)`: a whole checkpoint as a `Source`
+layout        find the step's folder and every rank's files
+states        parse one rank's file; `ranks` checks that the files of all ranks fit together
+partitioned   locate every parameter in the ranks' flat fp32 groups (`pieces`: byte ranges)
+agreement     compare the fp32 weights with the 16-bit weights beside them
 
-Nothing is unpickled and no tensor is read: all is planned from the files' tables.
+Nothing is unpickled and no tensor is loaded: the plan is made from the files' tables.
 """

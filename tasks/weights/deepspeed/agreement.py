@@ -1,8 +1,9 @@
-"""Below ZeRO-3 a checkpoint holds each weight twice: whole in 16 bits, and cut up in fp32.
+"""Compare the fp32 weights of ZeRO-1 and 2 with the 16-bit weights in the same checkpoint.
 
-Both are compared at a few places of every tensor, since sizes alone cannot tell a wrong order:
+Below ZeRO-3 a checkpoint holds each weight twice: as a full tensor in 16 bits, and partitioned in
+fp32. A few elements of every tensor are compared, since sizes alone cannot reveal a wrong order:
 DeepSpeed 0.19.8's own `ds_to_universal.py` mixes up the parameters of a run with
-`round_robin_gradients`, and its output loads without a complaint.
+`round_robin_gradients`, and its output loads without an error.
 """
 
 from __future__ import annotations
@@ -21,18 +22,19 @@ from tasks.weights.files.header import ITEM_BITS
 from tasks.weights.pickled.tensors import TensorRef, TorchFile
 
 SAMPLE = 32
-"""Elements looked at, at either end of a tensor."""
+"""Number of elements compared at each end of a tensor."""
 _STEP = 2.0**-7
-"""bf16 rounds by 2**-9 of a value at most, fp16 by less; a wrong tensor is off by its size."""
+"""Relative tolerance. bf16 rounds by at most 2**-9 and fp16 by less; a wrong tensor differs by its
+own size."""
 _TINY = 1e-6
 
 
 def disagreements(state: ModelState, weights: Mapping[str, Whole]) -> list[str]:
-    """Trained weights whose fp32 values are not those of the module.
+    """Return one line for every trained weight whose fp32 values differ from the module's.
 
     Args:
-        state: rank 0's model state, of ZeRO-1 or 2.
-        weights: the trained parameters.
+        state: model state of rank 0, of ZeRO-1 or 2.
+        weights: the trained parameters by name.
     """
     findings = []
     for name, whole in weights.items():
@@ -46,27 +48,27 @@ def disagreements(state: ModelState, weights: Mapping[str, Whole]) -> list[str]:
 
 
 def _difference(file: TorchFile, ref: TensorRef, whole: Whole) -> str:
-    """How the module's tensor and the trained one differ; "" where they agree."""
+    """Return how the module's tensor differs from the trained one; "" if they agree."""
     if ref.shape != whole.shape or not ref.contiguous:
         return f"{list(whole.shape)}, in the module {list(ref.shape)}, strides {list(ref.stride)}"
     if not ref.numel:
         return ""
-    # Closed after each tensor: of a universal checkpoint every one lies in a file of its own.
+    # Closed after each tensor: a universal checkpoint has one file per parameter.
     with Reader(whole.extents) as trained, Reader([file.extent(ref)]) as module:
         for start in {0, max(0, ref.numel - SAMPLE)}:
             count = min(SAMPLE, ref.numel - start)
-            ours = _values(trained, whole.dtype, start, count)
-            theirs = _values(module, ref.dtype, start, count)
-            # Not finite on either side is for those to judge who look at values.
+            fp32 = _values(trained, whole.dtype, start, count)
+            module_values = _values(module, ref.dtype, start, count)
+            # NaN and infinity are ignored: other checks report values that are not finite.
             with np.errstate(invalid="ignore"):
-                far = np.abs(ours - theirs) > _STEP * np.abs(ours) + _TINY
-            if far.any():
+                differs = np.abs(fp32 - module_values) > _STEP * np.abs(fp32) + _TINY
+            if differs.any():
                 return "its fp32 values are not those of the module"
     return ""
 
 
 def _values(reader: Reader, dtype: str, start: int, count: int) -> NDArray[Any]:
-    """Elements [start, start + count) as float32."""
+    """Read elements `[start, start + count)` as fp32."""
     item = ITEM_BITS[dtype] // 8
     flat: NDArray[np.uint8] = np.empty(count * item, np.uint8)
     reader.into(flat, start * item)

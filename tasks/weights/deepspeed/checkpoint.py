@@ -1,4 +1,4 @@
-"""A DeepSpeed checkpoint as a `Source`: every tensor by its live name, as ranges of the files."""
+"""Open a DeepSpeed checkpoint as a `Source`: tensors by live name, as byte ranges of its files."""
 
 from __future__ import annotations
 
@@ -33,15 +33,15 @@ State = TypeVar("State", ModelState, OptimState)
 
 @dataclass(frozen=True)
 class ZeroCheckpoint:
-    """An opened checkpoint. See `tasks.weights.files.source.Source`.
+    """An opened checkpoint; implements `tasks.weights.files.source.Source`.
 
     Attributes:
-        root: the step's folder.
-        stage: 0 (no ZeRO) to 3; 2 for a universal checkpoint of 1 or 2.
-        world_size: number of ranks that the weights are spread over.
-        step: optimizer steps done; None where it is not told.
-        tensors: everything that is held, by live name: trained parameters in fp32, frozen ones and
-            buffers as training had them.
+        root: folder of the step.
+        stage: ZeRO stage, 0 (no ZeRO) to 3; 2 for a universal checkpoint of stage 1 or 2.
+        world_size: number of ranks that the weights are partitioned over.
+        step: number of optimizer steps; None if the checkpoint does not contain it.
+        tensors: all tensors by live name: trained parameters in fp32, frozen ones and buffers in
+            the dtype that training used.
         trained: names of the trained parameters.
         buffers: names of the persistent buffers.
         tied: name -> name in `tensors` that holds the same tensor.
@@ -57,23 +57,24 @@ class ZeroCheckpoint:
     tied: Mapping[str, str]
 
     def extents(self, name: str) -> Sequence[Extent]:
-        """The ranges that make a tensor, in order."""
+        """Return the byte ranges of a tensor, in order."""
         return self.tensors[name].extents
 
     def sha256(self, name: str) -> str | None:
-        """Unknown: DeepSpeed keeps no hashes."""
+        """Return None: DeepSpeed stores no hashes."""
         return None
 
 
 def read_zero(folder: Path) -> ZeroCheckpoint:
-    """Open a checkpoint of ZeRO-0 to 3, or a universal one; only the files' tables are read.
+    """Open a checkpoint of ZeRO-0 to 3 or a universal one; only the files' tables are read.
 
     Args:
-        folder: what was given to `save_checkpoint`, or the folder of one step in it.
+        folder: the folder that `save_checkpoint` wrote to, or the folder of one step in it.
 
     Raises:
-        ArtifactError: with every finding: missing ranks, files of several steps, parts that do not
-            add up, parameters without data or without elements, other kinds of parallelism.
+        ArtifactError: ranks are missing, files are of several steps, sizes do not add up,
+            parameters have no data or no elements, or training used another kind of parallelism.
+            Lists every finding.
     """
     layout = find_layout(folder)
     findings: list[str] = []
@@ -82,40 +83,40 @@ def read_zero(folder: Path) -> ZeroCheckpoint:
     if models and (ranks or not layout.optim or layout.zero):
         findings += rank_findings(layout, models, ranks)
     if not findings:
-        found = _assemble(layout, models, ranks, findings)
+        checkpoint = _assemble(layout, models, ranks, findings)
         if not findings:
-            return found
+            return checkpoint
     raise ArtifactError(
-        f"{layout.root}: not a whole checkpoint: {first_and_more(findings)}",
+        f"{layout.root}: not a complete checkpoint: {first_and_more(findings)}",
         details=findings[:_SHOWN],
-        hint="take the checkpoint that this one was converted from"
+        hint="use the checkpoint that this one was converted from"
         if layout.zero
-        else "copy the files of every rank of one step into the folder, or take another step",
+        else "copy the files of every rank of one step into the folder, or use another step",
     )
 
 
 def _read_models(files: Mapping[int, Path], findings: list[str]) -> list[ModelState]:
-    found: list[ModelState] = []
+    states: list[ModelState] = []
     for rank, path in sorted(files.items()):
         for state in _read_all({rank: path}, read_model_state, findings):
-            found.append(_further(state, found[0]) if found else state)
-    return found
+            states.append(_further(state, states[0]) if states else state)
+    return states
 
 
 def _read_all(
     files: Mapping[int, Path], read: Callable[[Path], State], findings: list[str]
 ) -> list[State]:
-    found = []
+    states = []
     for rank in sorted(files):
         try:
-            found.append(read(files[rank]))
+            states.append(read(files[rank]))
         except ArtifactError as error:
             findings.append(error.message)
-    return found
+    return states
 
 
 def _further(state: ModelState, first: ModelState) -> ModelState:
-    """Another rank's state without what every rank says again: of 500 that would be gigabytes."""
+    """Return another rank's state without what all ranks repeat (gigabytes for 500 ranks)."""
     groups = first.groups if state.groups == first.groups else state.groups
     frozen = first.frozen if state.frozen == first.frozen else state.frozen
     return replace(state, module={}, shared={}, groups=groups, frozen=frozen)
@@ -131,24 +132,24 @@ def _assemble(
     names = [name for group in first.groups or () for name in group]
     findings += [f"{n}: in two parameter groups" for n, c in Counter(names).items() if c > 1]
     tied = _aliases(first, set(names))
-    found = _trained(layout, first, ranks, findings)
-    found |= _untrained(layout, models, set(names) | set(tied), findings)
+    tensors = _trained(layout, first, ranks, findings)
+    tensors |= _untrained(layout, models, set(names) | set(tied), findings)
     findings += [
         f"{name}: has no elements, shape {list(whole.shape)}"
-        for name, whole in found.items()
+        for name, whole in tensors.items()
         if not prod(whole.shape) and name not in first.buffers
     ]
-    if not found and not findings:
+    if not tensors and not findings:
         findings.append("no tensor at all")
     return ZeroCheckpoint(
         root=layout.root,
         stage=3 if layout.partitioned else ranks[0].stage if ranks else 2 if names else 0,
         world_size=ranks[0].partitions if ranks else first.world_size or 1,
         step=first.step,
-        tensors={name: found[name] for name in first.module if name in found} | found,
+        tensors={name: tensors[name] for name in first.module if name in tensors} | tensors,
         trained=tuple(names),
-        buffers=frozenset(first.buffers & set(found)),
-        tied={alias: name for alias, name in tied.items() if name in found},
+        buffers=frozenset(first.buffers & set(tensors)),
+        tied={alias: name for alias, name in tied.items() if name in tensors},
     )
 
 
@@ -158,22 +159,22 @@ def _trained(
     groups = first.groups or ()
     if layout.zero is not None:
         beside = frozenset(first.module) | frozenset(first.frozen) | frozenset(first.shared)
-        found = universal(layout.zero, groups, beside, findings)
+        tensors = universal(layout.zero, groups, beside, findings)
     else:
-        found = trainable(groups, ranks, findings) if ranks else {}
+        tensors = trainable(groups, ranks, findings) if ranks else {}
     if not layout.partitioned:
-        findings += disagreements(first, found)
-    return found
+        findings += disagreements(first, tensors)
+    return tensors
 
 
 def _untrained(
     layout: Layout, models: Sequence[ModelState], known: set[str], findings: list[str]
 ) -> dict[str, Whole]:
-    """Frozen parameters and buffers: what the model has beside the names in `known`."""
+    """Return frozen parameters and buffers: the tensors whose names are not in `known`."""
     first = models[0]
     rest = [name for name in {**first.module, **first.fragments} if name not in known]
     if not layout.partitioned:
-        # ZeRO-1 lists no frozen parameters, but its module holds them as any other stage's does.
+        # ZeRO-1 does not list frozen parameters, but its module contains them.
         return stored(first, rest, findings)
     findings += [
         f"{name}: a parameter of the model, but no rank holds data of it"
@@ -185,8 +186,10 @@ def _untrained(
 
 
 def _aliases(state: ModelState, trained: set[str]) -> dict[str, str]:
-    """Names of tensors that are held under another name: said by DeepSpeed, or, where it does not
-    run ZeRO, seen from the storage."""
+    """Return names of tied tensors -> name of the tensor that is stored.
+
+    DeepSpeed lists them; without ZeRO they are recognised by their shared storage.
+    """
     tied = {alias: name for alias, name in state.shared.items() if alias not in trained}
     if state.groups is None:
         holders: dict[object, str] = {}
@@ -200,29 +203,31 @@ def _aliases(state: ModelState, trained: set[str]) -> dict[str, str]:
 def universal(
     zero: Path, groups: Sequence[Shapes], known: frozenset[str], findings: list[str]
 ) -> dict[str, Whole]:
-    """The trained parameters of a universal checkpoint, in the order of training's groups.
+    """Find the trained parameters of a universal checkpoint: `zero/<parameter>/fp32.pt`.
+
+    `ds_to_universal.py` writes `{"param": tensor}` for ZeRO-1 and 2. For ZeRO-3 it writes the bare
+    flat tensor, whose shape is in the model states that were copied beside it.
 
     Args:
-        zero: the folder of the parameters.
-        groups: shapes by name.
-        known: other names that may have a folder: what the module holds beside them.
-        findings: what is absent, extra or of another size is appended here.
+        zero: folder of the parameters.
+        groups: shapes of the trained parameters by name, in the order of training's groups.
+        known: other names that may have a folder: tensors of the module that were not trained.
+        findings: gets one line per parameter that is absent, unknown or of another size.
     """
     shapes = {name: shape for group in groups for name, shape in group.items()}
-    there = {path.parent.name for path in zero.glob(f"*/{_FILE}")}
-    findings += [f"zero/{name}: not a parameter of the model" for name in sorted(
-        there - set(shapes) - known
-    )]  # fmt: skip
-    found = {}
+    folders = {path.parent.name for path in zero.glob(f"*/{_FILE}")}
+    unknown = sorted(folders - set(shapes) - known)
+    findings += [f"zero/{name}: not a parameter of the model" for name in unknown]
+    tensors = {}
     for name, shape in shapes.items():
-        if name not in there or Path(name).name != name:
+        if name not in folders or Path(name).name != name:
             findings.append(f"{name}: no zero/{name}/{_FILE}")
             continue
         try:
-            found[name] = _parameter(zero / name / _FILE, shape)
+            tensors[name] = _parameter(zero / name / _FILE, shape)
         except ArtifactError as error:
             findings.append(error.message)
-    return found
+    return tensors
 
 
 def _parameter(path: Path, shape: tuple[int, ...]) -> Whole:
@@ -231,7 +236,7 @@ def _parameter(path: Path, shape: tuple[int, ...]) -> Whole:
     if not isinstance(ref, TensorRef):
         raise ArtifactError(f"{path}: holds no tensor")
     if ref.shape != shape and ref.shape != (prod(shape),):
-        raise ArtifactError(f"{path}: {list(ref.shape)}, the model's is {list(shape)}")
+        raise ArtifactError(f"{path}: shape {list(ref.shape)}, the model's is {list(shape)}")
     if not is_float(ref.dtype):
-        raise ArtifactError(f"{path}: {ref.dtype}, which is no float")
+        raise ArtifactError(f"{path}: {ref.dtype} is not a float dtype")
     return Whole(shape, ref.dtype, (file.extent(ref),))

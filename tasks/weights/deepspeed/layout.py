@@ -1,4 +1,4 @@
-"""Which files make a DeepSpeed checkpoint: the folder of one step, and every rank's files in it."""
+"""Find the files of a DeepSpeed checkpoint: the folder of one step, and its files by rank."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ _LATEST = ("latest", "latest_universal")
 
 @dataclass(frozen=True)
 class Layout:
-    """The files of one step.
+    """Files of one step.
 
     Attributes:
-        root: the step's folder.
-        model: `*model_states.pt` by rank; rank 0 alone below ZeRO-3.
+        root: folder of the step.
+        model: `*model_states.pt` by rank; only rank 0 below ZeRO-3.
         optim: `*optim_states.pt` by rank.
-        zero: the folder of a universal checkpoint's parameters, or None.
-        partitioned: whether the model files are one a rank: ZeRO-3.
+        zero: folder of a universal checkpoint's parameters, or None.
+        partitioned: True if there is one model file per rank, as ZeRO-3 writes.
     """
 
     root: Path
@@ -38,16 +38,16 @@ class Layout:
 
 
 def is_checkpoint(folder: Path) -> bool:
-    """Whether a folder looks like a DeepSpeed checkpoint, or like one step of it."""
+    """Return True if a folder looks like a DeepSpeed checkpoint or like one step of it."""
     return any(folder.glob("*_model_states.pt")) or any(folder.glob("*/*_model_states.pt"))
 
 
 def find_layout(folder: Path) -> Layout:
-    """Find the step in `folder` (the folder given to `save_checkpoint`, or a step's own).
+    """Find the step in `folder` (the folder passed to `save_checkpoint`, or that of a step).
 
     Raises:
-        ArtifactError: no step, several and none named by `latest`, files that belong to tensor,
-            pipeline or expert parallelism, two files of one rank.
+        ArtifactError: there is no step, or several and `latest` names none; files of tensor,
+            pipeline or expert parallel training; two files of one rank.
     """
     root = _step(folder)
     findings: list[str] = []
@@ -76,11 +76,11 @@ def find_layout(folder: Path) -> Layout:
         findings.append("model states both of ZeRO-3 and of lower stages: two checkpoints in one")
     if findings:
         raise ArtifactError(
-            f"{root}: not a checkpoint that can be read: {first_and_more(findings)}",
+            f"{root}: not a readable checkpoint: {first_and_more(findings)}",
             details=findings,
             hint="convert tensor, pipeline and expert parallel checkpoints with their trainer"
-            if any("parallel" in one for one in findings)
-            else "leave the files of one checkpoint in the folder: one model states file a rank",
+            if any("parallel" in finding for finding in findings)
+            else "keep only one checkpoint's files in the folder: one model states file per rank",
         )
     zero = root / "zero"
     return Layout(root, model, optim, zero if zero.is_dir() else None, split == {True})
@@ -92,7 +92,7 @@ def _foreign(name: str) -> list[str]:
     if name.startswith("layer_"):
         return [f"{name}: a layer of pipeline parallel training"]
     if name.endswith(("_model_states.pt", "optim_states.pt")):
-        return [f"{name}: states of no rank that can be told"]
+        return [f"{name}: its name does not tell the rank"]
     return []
 
 
@@ -107,11 +107,11 @@ def _step(folder: Path) -> Path:
             continue
         tag = (folder / name).read_text(errors="replace")[:256].strip()
         if not tag or Path(tag).name != tag or tag in (".", ".."):
-            raise ArtifactError(f"{folder}: {name} names {tag!r}, which is no plain folder name")
+            raise ArtifactError(f"{folder}: {name} names {tag!r}, which is not a plain folder name")
         if tag not in steps:
             raise ArtifactError(
-                f"{folder}: {name} names {tag}, which holds no model states",
-                details=[f"{step}: holds some" for step in steps],
+                f"{folder}: {name} names {tag}, which has no *_model_states.pt",
+                details=[f"{step}: has them" for step in steps],
                 hint="name the step's folder itself",
             )
         return folder / tag

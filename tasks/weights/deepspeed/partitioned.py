@@ -1,10 +1,10 @@
-"""Every parameter's place in the ranks' flat fp32 groups.
+"""Locate every parameter in the ranks' flat fp32 groups.
 
-ZeRO-1 and 2 flatten a parameter group, pad it and cut it into equal parts, one a rank: a parameter
-lies in one or two neighbouring parts, sometimes more. ZeRO-3 cuts each parameter: every rank holds
-`ceil(numel / ranks)` elements of it, the last ones padded, at the same place of its own flat
-groups. Reference: DeepSpeed's `runtime/zero/stage_1_and_2.py`, `runtime/zero/stage3.py`,
-`utils/zero_to_fp32.py`. ZeRO: https://arxiv.org/abs/1910.02054.
+ZeRO-1 and 2 flatten a parameter group, pad it and cut it into equal partitions, one per rank: a
+parameter lies in one or two neighbouring partitions, sometimes more. ZeRO-3 partitions each
+parameter: every rank holds `ceil(numel / ranks)` elements of it, the last ones padded, at the same
+offset of its own flat groups. Reference: DeepSpeed's `runtime/zero/stage_1_and_2.py`,
+`runtime/zero/stage3.py`, `utils/zero_to_fp32.py`. ZeRO: https://arxiv.org/abs/1910.02054.
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ from tasks.weights.files.source import Extent
 def trainable(
     groups: Sequence[Shapes], ranks: Sequence[OptimState], findings: list[str]
 ) -> dict[str, Whole]:
-    """The trained parameters, in fp32, in the order of training's groups.
+    """Return the trained parameters, in fp32, in the order of training's groups.
 
     Args:
         groups: shapes by name, in the order in which they were flattened.
-        ranks: all of them, in order.
-        findings: what does not add up is appended here.
+        ranks: optimizer states of all ranks, in order.
+        findings: gets one line for everything that does not add up.
     """
     dtypes = {ref.dtype for rank in ranks for ref in rank.flat}
     if len(dtypes) != 1:
@@ -36,7 +36,7 @@ def trainable(
         return {}
     (dtype,) = dtypes
     if not is_float(dtype):
-        findings.append(f"flat groups of {dtype}, which is no float")
+        findings.append(f"flat groups of {dtype}, which is not a float dtype")
         return {}
     places = _by_parameter if ranks[0].stage == 3 else _by_group
     return {
@@ -51,12 +51,12 @@ Place = tuple[str, tuple[int, ...], tuple[Extent, ...]]
 def _by_group(
     groups: Sequence[Shapes], ranks: Sequence[OptimState], findings: list[str]
 ) -> list[Place]:
-    """ZeRO-1 and 2."""
+    """Locate parameters in the groups of ZeRO-1 and 2."""
     counts = {len(rank.flat) for rank in ranks}
     if counts != {len(groups)}:
         findings.append(f"{len(groups)} parameter groups, but flat groups: {sorted(counts)}")
         return []
-    found: list[Place] = []
+    located: list[Place] = []
     for index, shapes in enumerate(groups):
         flat = Flat([(rank.file, rank.flat[index]) for rank in ranks])
         starts, end = _starts(shapes, index, ranks[0], findings)
@@ -67,24 +67,24 @@ def _by_group(
                 f"group {index}: parameters need {end} elements, the ranks hold {flat.numel}"
             )
             continue
-        found += [
+        located += [
             (name, shape, tuple(flat.extents(start, prod(shape))))
             for (name, shape), start in zip(shapes.items(), starts, strict=True)
         ]
-    return found
+    return located
 
 
 def _starts(
     shapes: Shapes, index: int, rank: OptimState, findings: list[str]
 ) -> tuple[list[int], int]:
-    """Where each parameter begins in its flattened group, and where the last one ends."""
+    """Return the start of each parameter in its flattened group, and the end of the last one."""
     paddings = [0] * len(shapes)
     if rank.paddings is not None:
-        given = rank.paddings[index] if index < len(rank.paddings) else ()
-        if len(given) == len(shapes) and all(type(n) is int and n >= 0 for n in given):
-            paddings = list(given)
+        pads = rank.paddings[index] if index < len(rank.paddings) else ()
+        if len(pads) == len(shapes) and all(type(n) is int and n >= 0 for n in pads):
+            paddings = list(pads)
         else:
-            findings.append(f"group {index}: {len(given)} paddings for {len(shapes)} parameters")
+            findings.append(f"group {index}: {len(pads)} paddings for {len(shapes)} parameters")
     sizes = [prod(shape) for shape in shapes.values()]
     ends = list(accumulate(size + pad for size, pad in zip(sizes, paddings, strict=True)))
     return [0, *ends][: len(sizes)], ends[-1] if ends else 0
@@ -93,7 +93,7 @@ def _starts(
 def _by_parameter(
     groups: Sequence[Shapes], ranks: Sequence[OptimState], findings: list[str]
 ) -> list[Place]:
-    """ZeRO-3."""
+    """Locate parameters in the partitions of ZeRO-3."""
     shapes = {name: shape for group in groups for name, shape in group.items()}
     flats = [Flat([(rank.file, ref) for ref in rank.flat]) for rank in ranks]
     share = {name: -(-prod(shape) // len(ranks)) for name, shape in shapes.items()}
@@ -103,40 +103,40 @@ def _by_parameter(
             findings.append(f"rank {number}: parameters need {need} elements, it has {flat.numel}")
     if any(flat.numel < need for flat in flats):
         return []
-    found: list[Place] = []
+    located: list[Place] = []
     at = 0
     for name, shape in shapes.items():
         extents: list[Extent] = []
         for number, flat in enumerate(flats):
             extents += flat.extents(at, _own(prod(shape), share[name], number))
-        found.append((name, shape, tuple(extents)))
+        located.append((name, shape, tuple(extents)))
         at += share[name]
-    return found
+    return located
 
 
 def frozen_fragments(models: Sequence[ModelState], findings: list[str]) -> dict[str, Whole]:
-    """Frozen parameters under ZeRO-3: each rank holds its part of each, in the training dtype."""
-    found = {}
+    """Return the frozen parameters of ZeRO-3, of which each rank holds a partition."""
+    tensors = {}
     for name, shape in models[0].frozen.items():
         numel, share = prod(shape), -(-prod(shape) // len(models))
         refs = [model.fragments.get(name) for model in models]
-        held = [ref.numel for ref in refs if ref is not None]
+        sizes = [ref.numel for ref in refs if ref is not None]
         dtypes = {ref.dtype for ref in refs if ref is not None}
-        if held != [share] * len(models) or len(dtypes) != 1:
-            findings.append(f"{name}: frozen, {numel} elements; the ranks hold {held}")
+        if sizes != [share] * len(models) or len(dtypes) != 1:
+            findings.append(f"{name}: frozen, {numel} elements; the ranks hold {sizes}")
             continue
         extents = [
             model.file.extent(ref, 0, own)
             for number, (model, ref) in enumerate(zip(models, refs, strict=True))
             if ref is not None and (own := _own(numel, share, number))
         ]
-        found[name] = Whole(shape, dtypes.pop(), tuple(extents))
-    return found
+        tensors[name] = Whole(shape, dtypes.pop(), tuple(extents))
+    return tensors
 
 
 def stored(state: ModelState, names: Sequence[str], findings: list[str]) -> dict[str, Whole]:
-    """Tensors that lie whole in one model state: buffers, and below ZeRO-3 what is frozen."""
-    found = {}
+    """Return full tensors of one model state: buffers, and below ZeRO-3 frozen parameters."""
+    tensors = {}
     for name in names:
         ref = state.fragments.get(name) or state.module[name]
         try:
@@ -144,10 +144,10 @@ def stored(state: ModelState, names: Sequence[str], findings: list[str]) -> dict
         except ArtifactError as error:
             findings.append(f"{name}: {error.message}")
             continue
-        found[name] = Whole(ref.shape, ref.dtype, extents)
-    return found
+        tensors[name] = Whole(ref.shape, ref.dtype, extents)
+    return tensors
 
 
 def _own(numel: int, share: int, rank: int) -> int:
-    """Elements of a parameter that are a rank's, its padding not counted."""
+    """Return the number of a parameter's elements in a rank's partition, without padding."""
     return max(0, min(share, numel - rank * share))

@@ -1,4 +1,4 @@
-"""Flat tensors that lie in several files, and the ranges that a part of them is made of."""
+"""Flat tensors that are spread over several files, and the byte ranges of their parts."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from tasks.weights.pickled.tensors import TensorRef, TorchFile
 
 @dataclass(frozen=True)
 class Whole:
-    """One tensor of the checkpoint: what it is, and the ranges that make it."""
+    """A full tensor: shape, dtype (safetensors name), and its byte ranges in order."""
 
     shape: tuple[int, ...]
     dtype: str
@@ -21,7 +21,7 @@ class Whole:
 
 
 class Flat:
-    """Flat tensors, one after the other: a group over all ranks, or a rank over all groups."""
+    """Concatenation of flat tensors: one group over all ranks, or all groups of one rank."""
 
     def __init__(self, parts: Sequence[tuple[TorchFile, TensorRef]]) -> None:
         self._parts = parts
@@ -29,18 +29,18 @@ class Flat:
 
     @property
     def numel(self) -> int:
-        """Number of elements of all together."""
+        """Total number of elements."""
         return self._ends[-1] if self._ends else 0
 
     def extents(self, start: int, numel: int) -> list[Extent]:
-        """The ranges that make elements [start, start + numel). They have to be there."""
-        found, end = [], start + numel
+        """Return the byte ranges of elements `[start, start + numel)`, which must exist."""
+        ranges, end = [], start + numel
         index = bisect_right(self._ends, start)
         while start < end:
             file, ref = self._parts[index]
             begin = self._ends[index] - ref.numel
             count = min(end, self._ends[index]) - start
             if count:
-                found.append(file.extent(ref, start - begin, count))
+                ranges.append(file.extent(ref, start - begin, count))
             start, index = start + count, index + 1
-        return found
+        return ranges

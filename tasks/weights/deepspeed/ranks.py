@@ -1,4 +1,4 @@
-"""Whether the files that were found are those of all ranks, of one step of one run."""
+"""Check that the files are those of all ranks, from one step of one run."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from tasks.weights.deepspeed.states import ModelState, OptimState
 def rank_findings(
     layout: Layout, models: Sequence[ModelState], ranks: Sequence[OptimState]
 ) -> Iterator[str]:
-    """What is wrong with the set of files.
+    """Yield one line for everything that is wrong with the set of files.
 
     Args:
         layout: the files.
         models: model states that could be read, at least one.
-        ranks: optimizer states that could be read; none for a universal checkpoint.
+        ranks: optimizer states that could be read; empty for a universal checkpoint.
     """
     first = models[0]
     if first.groups is None:
@@ -52,13 +52,13 @@ def _absent(layout: Layout, world: int) -> Iterator[str]:
 
 
 def _mixed(models: Sequence[ModelState], ranks: Sequence[OptimState]) -> Iterator[str]:
-    told: dict[str, set[object]] = {
+    recorded: dict[str, set[object]] = {
         "step": {model.step for model in models},
-        # A rank that holds only padding has no optimizer state, so it does not tell.
+        # A rank that holds only padding has no optimizer state and therefore no step.
         "optimizer step": {rank.step for rank in ranks},
         "DeepSpeed version": {model.version for model in models},
     }
-    for what, values in told.items():
+    for what, values in recorded.items():
         if len(values - {None}) > 1:
             yield f"ranks' files of more than one {what}: an overwritten checkpoint"
     first = models[0]

@@ -1,4 +1,4 @@
-"""One rank's files, from what was pickled to types. What is not as expected is named, by file."""
+"""Parse the files of one rank into typed states; errors name the file and the unexpected field."""
 
 from __future__ import annotations
 
@@ -16,16 +16,19 @@ Shapes = Mapping[str, tuple[int, ...]]
 
 @dataclass(frozen=True)
 class ModelState:
-    """A `*model_states.pt`.
+    """Contents of a `*model_states.pt`.
 
     Attributes:
-        module: tensors of the state dict; under ZeRO-3 parameters are placeholders in it.
-        buffers: which of them are buffers.
-        groups: trainable parameters in the order of the flat groups; None without ZeRO.
-        frozen: shapes of the frozen parameters; empty when they were left out.
-        fragments: the frozen parameters' data: this rank's part under ZeRO-3, else whole.
+        file: the opened file.
+        module: tensors of the state dict; under ZeRO-3 its parameters are placeholders.
+        buffers: names of the tensors that are buffers.
+        groups: shapes of trainable parameters in the order of the flat groups; None without ZeRO.
+        frozen: shapes of the frozen parameters; empty if they were not saved.
+        fragments: data of the frozen parameters: this rank's partition under ZeRO-3, else full.
         shared: name -> name of the parameter that holds the same tensor.
-        step, world_size, version: as the trainer counted; None where it is not told.
+        step: number of training steps; None if it is not stored.
+        world_size: number of data-parallel ranks; None if it is not stored.
+        version: version of DeepSpeed; None if it is not stored.
     """
 
     file: TorchFile
@@ -42,14 +45,15 @@ class ModelState:
 
 @dataclass(frozen=True)
 class OptimState:
-    """A `*optim_states.pt`: this rank's part of the fp32 weights.
+    """Contents of a `*optim_states.pt`: this rank's part of the fp32 weights.
 
     Attributes:
-        stage: 1, 2 or 3.
-        partitions: number of parts that the groups were cut into.
-        flat: one 1-D tensor a group.
-        paddings: elements that follow each parameter of each group, as unpickled; None for none.
-        step: of the inner optimizer, as bytes to compare; None where it is not told.
+        file: the opened file.
+        stage: ZeRO stage: 1, 2 or 3.
+        partitions: number of partitions of each group.
+        flat: one 1-D tensor per group.
+        paddings: elements of padding after each parameter of each group; None if there are none.
+        step: step of the inner optimizer, as bytes to compare; None if it is not stored.
     """
 
     file: TorchFile
@@ -61,23 +65,24 @@ class OptimState:
 
 
 def read_model_state(path: Path) -> ModelState:
-    """Read a `*model_states.pt`. Raises ArtifactError, also where the model is not whole in it."""
+    """Read a `*model_states.pt`. Raises ArtifactError, also for tensor or pipeline parallelism."""
     file = read_torch_file(path)
     raw = _mapping(path, "the file", file.content)
     if raw.get("ds_autoep_layers") or raw.get("autoep_layers"):
-        raise ArtifactError(f"{path}: expert parallel training (AutoEP), which is not read")
+        raise ArtifactError(f"{path}: expert parallel training (AutoEP) is not supported")
     if _count(raw.get("mp_world_size")) not in (None, 1):
-        raise ArtifactError(f"{path}: tensor parallel training, which is not read")
+        raise ArtifactError(f"{path}: tensor parallel training is not supported")
     if not isinstance(raw.get("module"), dict):
         raise ArtifactError(
             f"{path}: has no module: pipeline parallel training, or not DeepSpeed's"
         )
     groups = None if raw.get("param_shapes") is None else _list(path, "param_shapes", raw)
-    if len(set(map(id, groups or ()))) < len(groups or ()):  # a few bytes could ask for any memory
+    # References to one long group: a few bytes in the file could expand to any amount of memory.
+    if len(set(map(id, groups or ()))) < len(groups or ()):
         raise ArtifactError(f"{path}: param_shapes holds one group twice")
     version = raw.get("ds_version")
     return ModelState(
-        replace(file, content=None),  # what is needed of it stands below
+        replace(file, content=None),  # frees the rest of the content
         {n: v for n, v in raw["module"].items() if isinstance(n, str) and isinstance(v, TensorRef)},
         frozenset(n for n in _list(path, "buffer_names", raw) if isinstance(n, str)),
         None if groups is None else tuple(_shapes(path, "param_shapes", g) for g in groups),
@@ -91,13 +96,13 @@ def read_model_state(path: Path) -> ModelState:
 
 
 def read_optim_state(path: Path) -> OptimState:
-    """Read a `*optim_states.pt`. Raises ArtifactError."""
+    """Read a `*optim_states.pt`. Raises ArtifactError if damaged or of unsupported training."""
     file = read_torch_file(path)
     raw = _mapping(path, "the file", file.content).get("optimizer_state_dict")
     raw = _mapping(path, "optimizer_state_dict", raw)
     if raw.get("ds_zero_partition_groups"):
-        raise ArtifactError(f"{path}: expert parallel training (AutoEP), which is not read")
-    # BF16_Optimizer, a ZeRO-1 of its own, does not say its stage.
+        raise ArtifactError(f"{path}: expert parallel training (AutoEP) is not supported")
+    # BF16_Optimizer partitions like ZeRO-1 and does not store a stage.
     stage = _count(raw["zero_stage"]) if "zero_stage" in raw else 1
     counts = raw.get("partition_count")
     parts = {_count(n) for n in counts} if isinstance(counts, list) else {_count(counts)}
@@ -107,7 +112,7 @@ def read_optim_state(path: Path) -> OptimState:
             "checkpoint, or one of expert parallel training"
         )
     flat = raw.get("fp32_flat_groups" if stage == 3 else "single_partition_of_fp32_groups")
-    if not isinstance(flat, list) or not all(isinstance(one, TensorRef) for one in flat):
+    if not isinstance(flat, list) or not all(isinstance(ref, TensorRef) for ref in flat):
         raise ArtifactError(f"{path}: holds no fp32 weights: offloaded to NVMe, or stripped")
     return OptimState(
         replace(file, content=None),
@@ -126,37 +131,37 @@ def _mapping(path: Path, what: str, value: Any) -> Mapping[Any, Any]:
 
 
 def _list(path: Path, what: str, raw: Mapping[Any, Any]) -> list[Any]:
-    found = raw.get(what) or []
-    if not isinstance(found, list):
-        raise ArtifactError(f"{path}: {what} is a {type(found).__name__}, not DeepSpeed's states")
-    return found
+    value = raw.get(what) or []
+    if not isinstance(value, list):
+        raise ArtifactError(f"{path}: {what} is a {type(value).__name__}, not DeepSpeed's states")
+    return value
 
 
 def _shapes(path: Path, what: str, value: Any) -> Shapes:
-    found = _mapping(path, what, value)
-    bad = [n for n, shape in found.items() if not isinstance(n, str) or not is_shape(shape)]
+    shapes = _mapping(path, what, value)
+    bad = [n for n, shape in shapes.items() if not isinstance(n, str) or not is_shape(shape)]
     if bad:
         raise ArtifactError(f"{path}: {what}: {bad[0]} has no shape")
-    return {name: tuple(shape) for name, shape in found.items()}
+    return {name: tuple(shape) for name, shape in shapes.items()}
 
 
 def _tensors(path: Path, what: str, value: Any) -> Mapping[str, TensorRef]:
-    found = _mapping(path, what, value)
-    bad = [n for n, v in found.items() if not isinstance(n, str) or not isinstance(v, TensorRef)]
+    tensors = _mapping(path, what, value)
+    bad = [n for n, v in tensors.items() if not isinstance(n, str) or not isinstance(v, TensorRef)]
     if bad:
-        raise ArtifactError(f"{path}: {what}: {bad[0]} is no tensor")
-    return found
+        raise ArtifactError(f"{path}: {what}: {bad[0]} is not a tensor")
+    return tensors
 
 
 def _names(path: Path, what: str, value: Any) -> Mapping[str, str]:
-    found = _mapping(path, what, value)
-    if not all(isinstance(name, str) for pair in found.items() for name in pair):
-        raise ArtifactError(f"{path}: {what} is no table of names")
-    return found
+    names = _mapping(path, what, value)
+    if not all(isinstance(name, str) for pair in names.items() for name in pair):
+        raise ArtifactError(f"{path}: {what} does not map names to names")
+    return names
 
 
 def _count(value: Any) -> int | None:
-    """An integer, or an enumeration's member, which is pickled as its class and its value."""
+    """Return an integer; an enumeration member is pickled as its class and its value."""
     if isinstance(value, Foreign) and len(value.args) == 1:
         value = value.args[0]
     return value if type(value) is int else None
@@ -170,7 +175,7 @@ def _paddings(value: Any) -> tuple[Sequence[Any], ...] | None:
 
 
 def _step(file: TorchFile, inner: Any) -> bytes | None:
-    """The first step count in an optimizer's state, whichever way that optimizer keeps it."""
+    """Return the first step count in an optimizer's state, in whichever form it is stored."""
     state = inner.get("state") if isinstance(inner, dict) else inner
     entries = list(state.values()) if isinstance(state, dict) else state
     for entry in entries if isinstance(entries, list) else ():

@@ -68,7 +68,7 @@ def _run(command: Sequence[str]) -> None:
 
 
 def _folder() -> Path:
-    """Return the project's cache folder, or the user's if the project's source tree is not installed."""
+    """Return the project's cache folder, or the user's if the package is installed alone."""
     if (PROJECT / "pyproject.toml").exists() and os.access(PROJECT, os.W_OK):
         return PROJECT / ".cache" / "native"
     user = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"

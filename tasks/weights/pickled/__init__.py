@@ -1,10 +1,10 @@
-"""Files that `torch.save` wrote (`.pt`, `.bin`), read without torch and without running anything.
+"""Read files that `torch.save` wrote (`.pt`, `.bin`) without torch and without running their code.
 
-archive, directory          the zip file around it: which record lies where
-program, machine, objects   the pickle in it, interpreted; no instruction calls anything
-tensors                     both together: tensors as ranges of the file
-state                       a pickled state dict, or a model of several, as a `Source`
+state       `read_state`, `read_model`: a pickled state dict, or a model of several, as a `Source`
+tensors     `read_torch_file`: one file, with tensors as byte ranges
+archive     the zip file around the pickle; `directory` parses its table
+program     the pickle interpreter; `machine` is its stack, `objects` the inert values it makes
 
-What `torch.load(weights_only=True)` promises holds here, and more: classes are not even looked up,
-so a checkpoint whose own classes are not installed can be read too; and no tensor is loaded.
+Like `torch.load(weights_only=True)` this runs no code from the file. In addition classes are not
+looked up, so checkpoints whose classes are not installed can be read, and no tensor is loaded.
 """

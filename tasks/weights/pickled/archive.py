@@ -1,6 +1,6 @@
-"""The zip file that `torch.save` writes: a table of uncompressed records, checked before use.
+"""Read the zip file that `torch.save` writes: a table of uncompressed records, checked before use.
 
-torch stores every record as it is, so a record is a range of the file.
+torch stores records uncompressed, so each record is a byte range of the file.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ _SHOWN = 3
 
 @dataclass(frozen=True)
 class Record:
-    """One stored record: where its bytes lie. `crc32` is 0 where the writer left it out."""
+    """Byte range of one stored record; `crc32` is 0 if the writer left it out."""
 
     start: int
     nbytes: int
@@ -31,16 +31,16 @@ class Record:
 
 @dataclass(frozen=True)
 class Archive:
-    """The table of a file. Record names are without the folder that torch puts before them."""
+    """Records of a file by name, without the folder that torch puts before names."""
 
     path: Path
     records: Mapping[str, Record]
 
     def read(self, name: str, limit: int) -> bytes:
-        """One record's bytes, checked against its checksum.
+        """Read one record and verify its checksum.
 
         Raises:
-            ArtifactError: absent, larger than `limit` bytes, cut short, or altered.
+            ArtifactError: the record is absent, larger than `limit` bytes, cut short, or altered.
         """
         record = self.records.get(name)
         if record is None:
@@ -64,8 +64,8 @@ def read_archive(path: Path) -> Archive:
     """Read and check the table of a file that `torch.save` wrote.
 
     Raises:
-        ArtifactError: no zip file (cut short, or torch's format before 1.6), compressed or
-            encrypted records, records that overlap or lie outside of the file.
+        ArtifactError: not a zip file (cut short, or torch's format before 1.6), compressed or
+            encrypted records, or records that overlap or lie outside of the file.
     """
     try:
         with path.open("rb") as file:
@@ -79,24 +79,24 @@ def read_archive(path: Path) -> Archive:
 
 def _records(path: Path, file: BinaryIO, size: int) -> dict[str, Record]:
     start, entries = read_directory(path, file, size)
-    found: dict[str, Record] = {}
+    records: dict[str, Record] = {}
     prefixes = set()
     ends, headers = {0}, {start}
     for entry in entries:
         prefix, _, rest = entry.name.partition("/")
         prefixes.add(prefix)
-        if rest in found:
-            raise ArtifactError(f"{path}: record {entry.name} comes twice")
-        found[rest] = Record(_data_start(path, file, entry), entry.nbytes, entry.crc32)
+        if rest in records:
+            raise ArtifactError(f"{path}: record {entry.name} appears twice")
+        records[rest] = Record(_data_start(path, file, entry), entry.nbytes, entry.crc32)
         headers.add(entry.header)
-        ends.add(_end(path, file, found[rest], entry))
+        ends.add(_end(path, file, records[rest], entry))
     if len(prefixes) != 1:
         some = ", ".join(sorted(prefixes)[:_SHOWN]) or "none"
         raise ArtifactError(f"{path}: not written by torch.save: {len(prefixes)} folders: {some}")
-    # Gapless: a length that was altered on the way cannot move a record by a few bytes.
+    # No gaps allowed: so an altered length cannot move a record by a few bytes.
     if headers != ends:
         raise ArtifactError(f"{path}: records overlap, or leave gaps between them")
-    return found
+    return records
 
 
 def _data_start(path: Path, file: BinaryIO, entry: Entry) -> int:
@@ -109,7 +109,7 @@ def _data_start(path: Path, file: BinaryIO, entry: Entry) -> int:
 
 
 def _end(path: Path, file: BinaryIO, record: Record, entry: Entry) -> int:
-    """Where the next record has to begin."""
+    """Return the offset at which the next record has to begin."""
     end = record.start + record.nbytes
     if not entry.described:
         return end
@@ -117,6 +117,6 @@ def _end(path: Path, file: BinaryIO, record: Record, entry: Entry) -> int:
     descriptor = file.read(24)
     if descriptor[:4] != b"PK\x07\x08":
         raise ArtifactError(f"{path}: record {entry.name} does not end where the directory says")
-    # Signature, checksum and two sizes: of 4 bytes each, or of 8 where they need it.
+    # Signature, checksum and two sizes: of 4 bytes each, or of 8 if they need it.
     wide = descriptor[8:24] == struct.pack("<2Q", record.nbytes, record.nbytes)
     return end + (24 if wide else 16)

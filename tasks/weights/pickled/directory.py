@@ -1,7 +1,7 @@
-"""The central directory of a zip file: which records there are, where their headers lie.
+"""Parse the central directory of a zip file: its records and the offsets of their headers.
 
-Layout (APPNOTE.TXT 6.3.10, sections 4.3 to 4.5): records, each behind a local header that repeats
-its name; the central directory, which lists them; its end record in the last 22 bytes.
+Layout (APPNOTE.TXT 6.3.10, sections 4.3 to 4.5): the records, each after a local header that
+repeats its name; the central directory, which lists them; its end record in the last 22 bytes.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ _END64 = struct.Struct("<4sQ2H2L4Q")
 _LOCATOR = struct.Struct("<4sLQL")
 _ENTRY = struct.Struct("<4s6H3L5H2L")
 MAX_DIRECTORY = 64 << 20
-"""Bytes: a record of torch's takes 60 to 80, and a model of 100,000 tensors has as many records."""
+"""Limit in bytes: an entry of torch takes 60 to 80, and there is one per tensor."""
 _MAX_NAME = 1024
 _FULL32 = 0xFFFF_FFFF
 _AGAIN = "load it with the torch that wrote it and save it again: torch.save(state, path)"
@@ -27,13 +27,14 @@ _AGAIN = "load it with the torch that wrote it and save it again: torch.save(sta
 
 @dataclass(frozen=True)
 class Entry:
-    """What the directory says of a record.
+    """Directory entry of a record.
 
     Attributes:
-        name: with the folder that torch puts before it.
+        name: name of the record, with the folder that torch puts before it.
         header: offset of the local header.
-        nbytes: of the stored bytes. crc32: of them; 0 where the writer left it out.
-        described: whether a descriptor follows the bytes.
+        nbytes: size of the stored bytes.
+        crc32: checksum of the stored bytes; 0 if the writer left it out.
+        described: True if a data descriptor follows the bytes.
     """
 
     name: str
@@ -44,12 +45,12 @@ class Entry:
 
 
 def read_directory(path: Path, file: BinaryIO, size: int) -> tuple[int, list[Entry]]:
-    """Where the directory of a file of `size` bytes begins, and its entries.
+    """Return the offset of the directory of a file of `size` bytes, and its entries.
 
     Raises:
-        ArtifactError: no zip file, a damaged or oversized directory, compressed or encrypted
+        ArtifactError: not a zip file, a damaged or oversized directory, compressed or encrypted
             records.
-        struct.error, UnicodeDecodeError: a damaged directory, too.
+        struct.error, UnicodeDecodeError: a damaged directory.
     """
     count, start, nbytes = _directory(path, file, size)
     file.seek(start)
@@ -57,20 +58,20 @@ def read_directory(path: Path, file: BinaryIO, size: int) -> tuple[int, list[Ent
 
 
 def _directory(path: Path, file: BinaryIO, size: int) -> tuple[int, int, int]:
-    """Number of entries, start and size of the central directory."""
+    """Return number of entries, offset and size of the central directory."""
     file.seek(0)
     magic = file.read(4)
     if magic[:1] == b"\x80":
         raise ArtifactError(
-            f"{path}: a bare pickle: torch's format before 1.6, or not torch's", hint=_AGAIN
+            f"{path}: a bare pickle: torch's format before 1.6, or another program's", hint=_AGAIN
         )
     if magic != b"PK\x03\x04" or size < _END.size:
-        raise ArtifactError(f"{path}: not written by torch.save: {size} bytes, no zip file")
+        raise ArtifactError(f"{path}: not written by torch.save: {size} bytes, not a zip file")
     file.seek(size - _END.size)
     end = _END.unpack(file.read(_END.size))
     if end[0] != b"PK\x05\x06" or end[7]:
-        raise ArtifactError(f"{path}: truncated, or something follows the zip file's end")
-    # torch writes the 64-bit end record always; other tools only when they have to.
+        raise ArtifactError(f"{path}: truncated, or other data follows the zip file's end")
+    # torch always writes the 64-bit end record; other tools only for large files.
     count, nbytes, start, limit = _directory64(path, file, size) or (
         end[4], end[5], end[6], size - _END.size
     )  # fmt: skip
@@ -113,7 +114,7 @@ def _entries(path: Path, raw: bytes, count: int) -> Iterator[Entry]:
             packed, size, offset = _wide(path, extra, [packed, size, offset])
         if method or flags & 1 or packed != size:
             raise ArtifactError(
-                f"{path}: record {name} is compressed or encrypted; torch stores as it is",
+                f"{path}: record {name} is compressed or encrypted, which torch never does",
                 hint=_AGAIN,
             )
         yield Entry(name, offset, size, crc, bool(flags & 8))
@@ -122,7 +123,7 @@ def _entries(path: Path, raw: bytes, count: int) -> Iterator[Entry]:
 
 
 def _wide(path: Path, extra: bytes, values: list[int]) -> tuple[int, int, int]:
-    """(packed, size, offset), those that do not fit 32 bits taken from the 64-bit extra field."""
+    """Return (packed, size, offset); values above 32 bits come from the 64-bit extra field."""
     at = 0
     while at + 4 <= len(extra):
         kind, length = struct.unpack_from("<2H", extra, at)

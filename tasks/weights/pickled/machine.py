@@ -1,6 +1,6 @@
-"""The stack machine that a pickle is a program for, without the instructions that do harm.
+"""Stack machine that interprets a pickle, without the instructions that could run code.
 
-See `program.py` for which instruction calls what.
+`program.py` maps instructions to methods.
 """
 
 from __future__ import annotations
@@ -15,12 +15,12 @@ _MAX_LONG = 64
 
 
 class Machine:
-    """Stack, marks and memo of one pickle, and what its instructions do to them.
+    """Stack, marks and memo of one pickle, with one method per kind of instruction.
 
     Args:
         data: the pickle.
-        persistent: what a persistent id stands for.
-        reduce: what calling `Global` with arguments stands for.
+        persistent: returns the object for a persistent id.
+        reduce: returns the object for a call of a `Global` with arguments; must not call it.
     """
 
     def __init__(
@@ -38,15 +38,15 @@ class Machine:
 
     @property
     def at(self) -> int:
-        """How many bytes of the pickle have been read."""
+        """Number of bytes of the pickle read so far."""
         return self._at
 
     def next(self) -> int:
-        """The next instruction."""
+        """Read the next instruction."""
         return self._take(1)[0]
 
     def result(self) -> Any:
-        """What is on the stack at the end. Raises PickleError where that is not one value."""
+        """Return the only value on the stack. Raises PickleError if there is not exactly one."""
         if len(self._stack) != 1 or self._marks or self._at != len(self._data):
             raise PickleError(f"ends at byte {self._at} of {len(self._data)} with a full stack")
         return self._stack[0]
@@ -100,7 +100,7 @@ class Machine:
         self._marks.append(len(self._stack))
 
     def pop(self) -> None:
-        # As pickle has it: what is on top may be a mark.
+        # As in pickle: the top of the stack may be a mark.
         if self._marks and self._marks[-1] == len(self._stack):
             self._marks.pop()
         else:
@@ -129,7 +129,7 @@ class Machine:
         target = self._stack[-1]
         if isinstance(target, list):
             target.extend(items)
-        elif not isinstance(target, Foreign):  # a foreign container's contents are nobody's
+        elif not isinstance(target, Foreign):  # contents of a foreign container are dropped
             self._refuse_target(target)
 
     def put(self, many: bool) -> None:

@@ -1,4 +1,4 @@
-"""What a pickle may make besides containers, numbers and text: names and inert objects."""
+"""Objects that the pickle interpreter makes besides containers, numbers and text: all inert."""
 
 from __future__ import annotations
 
@@ -7,30 +7,30 @@ from functools import cached_property
 from typing import Any
 
 MAX_NAME = 4096
-"""Characters of a key, of a module's name, of a class's."""
+"""Maximum number of characters of a key, a module name or a class name."""
 _MAX_KEY_BITS = 60
 
 
 class PickleError(ValueError):
-    """The pickle is damaged, or uses what no state dict needs."""
+    """The pickle is damaged, or uses an instruction that no state dict needs."""
 
 
 @dataclass(frozen=True)
 class Global:
-    """The name of a class or function: never the thing itself."""
+    """Name of a class or function; the object itself is never looked up."""
 
     module: str
     name: str
 
-    @cached_property  # once: a pickle may call one name millions of times
+    @cached_property  # a pickle may call one name millions of times
     def path(self) -> str:
-        """Module and name, with a dot between them."""
+        """Module and name, joined by a dot."""
         return f"{self.module}.{self.name}"
 
 
 @dataclass(eq=False, slots=True)
 class Foreign:
-    """An object of a class that is not ours to make: what it would have been made of."""
+    """Placeholder for an object of another class: the class, and the arguments of its call."""
 
     kind: str
     args: tuple[Any, ...] = ()
@@ -38,7 +38,7 @@ class Foreign:
 
 
 def named(module: Any, name: Any) -> Global:
-    """The name of a class. Raises PickleError for what can be none."""
+    """Return the name of a class. Raises PickleError if it cannot be one."""
     if not (isinstance(module, str) and isinstance(name, str)):
         raise PickleError("a class without a name")
     if max(len(module), len(name)) > MAX_NAME:
@@ -47,10 +47,10 @@ def named(module: Any, name: Any) -> Global:
 
 
 def key_of(key: Any) -> Any:
-    """A key as it is, or, where hashing or comparing it could take long, one equal to no other.
+    """Return a key, or a placeholder equal to no other if hashing or comparing it could take long.
 
-    Python hashes text with a secret, and integers without one: from 61 bits on a pickle could hold
-    millions that all have the same hash, and a dictionary of them would take hours.
+    Python hashes text with a secret seed, but integers without one: a pickle could contain millions
+    of integers above 60 bits with the same hash, and a dictionary of them would take hours.
     """
     if isinstance(key, str | bytes):
         if len(key) > MAX_NAME:

@@ -1,11 +1,11 @@
-"""A pickle interpreter that cannot run anything: it has no instruction to look up or call.
+"""A pickle interpreter that cannot run code: it has no instruction that looks up or calls anything.
 
-Pickle is a program for a stack machine (PEP 307, PEP 3154). Of its instructions, those that build
-containers, numbers and strings do so here; those that name a class push a `Global`, which is only
-the name; those that would call it ask `reduce`, a function of ours, what the pair (name, arguments)
-stands for. So a hostile file can at worst be refused: nothing is walked recursively, no size that
-the file claims is believed before its bytes were there, and each instruction takes constant time
-and some 100 bytes. What protocols 0 and 1 do differently is not read: torch writes protocol 2.
+Pickle is a program for a stack machine (PEP 307, PEP 3154). Instructions that build containers,
+numbers and strings do so here. Instructions that name a class push a `Global`, which is only the
+name. Instructions that would call it ask `reduce`, a function of ours, for the object that (name,
+arguments) stands for. So the worst that a hostile file can cause is an error: nothing recurses, no
+size in the file is trusted before its bytes were read, and each instruction takes constant time and
+about 100 bytes. Protocols 0 and 1 are not supported: torch writes protocol 2.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from tasks.weights.pickled.machine import Machine
 from tasks.weights.pickled.objects import Foreign, Global, PickleError
 
 MAX_STEPS = 20_000_000
-"""Instructions a pickle may have: the states of a model of 100,000 tensors have 10 million."""
+"""Maximum number of instructions; the states of a model of 100,000 tensors have 10 million."""
 
 
 def run(
@@ -27,15 +27,15 @@ def run(
     persistent: Callable[[Any], Any],
     reduce: Callable[[Global, tuple[Any, ...]], Any],
 ) -> Any:
-    """The value that a pickle makes.
+    """Return the value that a pickle builds.
 
     Args:
         data: the pickle.
-        persistent: what a persistent id stands for.
-        reduce: what calling `Global` with arguments stands for.
+        persistent: returns the object for a persistent id.
+        reduce: returns the object for a call of a `Global` with arguments.
 
     Raises:
-        PickleError: damaged, without an end, or with instructions that no state dict needs.
+        PickleError: the pickle is damaged, endless, or uses instructions that no state dict needs.
     """
     machine = Machine(data, persistent=persistent, reduce=reduce)
     try:

@@ -1,4 +1,4 @@
-"""Pickled state dicts as a `Source`: one file (`adapter_model.bin`), or a model of several.
+"""Open pickled state dicts as a `Source`: one file (`adapter_model.bin`), or a model of several.
 
 source = read_model(folder)       pytorch_model.bin, or its index and the files it names
 """
@@ -16,38 +16,38 @@ from tasks.weights.files.source import Extent
 from tasks.weights.pickled.tensors import TensorRef, TorchFile, read_torch_file
 
 MODEL = "pytorch_model.bin"
-"""What transformers calls a model that is one pickled file, and names the index of several by."""
+"""File name of a pickled model in transformers; the index of several files is named after it."""
 _SHOWN = 50
 _AGAIN = "save it as safetensors, with every tensor gathered and contiguous"
 
 
 @dataclass(frozen=True)
 class PickledState:
-    """Tensors of one or several `.bin` files. See `tasks.weights.files.source.Source`."""
+    """Tensors of one or several `.bin` files; implements `tasks.weights.files.source.Source`."""
 
     tensors: Mapping[str, TensorRef]
     _holders: Mapping[str, TorchFile]
 
     def extents(self, name: str) -> Sequence[Extent]:
-        """The one range that the tensor is."""
+        """Return the tensor's byte range; it is always one."""
         return (self._holders[name].extent(self.tensors[name]),)
 
     def sha256(self, name: str) -> str | None:
-        """Unknown: nothing vouches for a pickle."""
+        """Return None: pickles store no hashes."""
         return None
 
 
 def read_state(path: Path) -> PickledState:
-    """Open a pickled state dict; no code in it is run, no tensor loaded.
+    """Open a pickled state dict; runs none of its code and loads no tensor.
 
     Raises:
-        ArtifactError: not written by torch.save, no flat dictionary of tensors, or tensors without
-            elements (what ZeRO-3 leaves when a model is saved without being gathered).
+        ArtifactError: not written by torch.save, not a flat dictionary of tensors, or tensors
+            without elements (ZeRO-3 leaves them if a model is saved without being gathered).
     """
     file = read_torch_file(path)
     if not isinstance(file.content, dict):
         raise ArtifactError(
-            f"{path}: holds a {type(file.content).__name__}, no state dict",
+            f"{path}: holds a {type(file.content).__name__}, not a state dict",
             hint="give the file that torch.save(model.state_dict(), path) wrote",
         )
     if key := nested_in(file.content):
@@ -59,7 +59,7 @@ def read_state(path: Path) -> PickledState:
     tensors: dict[str, TensorRef] = {}
     for name, value in file.content.items():
         if not isinstance(name, str) or not isinstance(value, TensorRef):
-            findings.append(f"{name!r}: no tensor")
+            findings.append(f"{name!r}: not a tensor")
         elif value.numel == 0:
             findings.append(f"{name}: has no elements, shape {list(value.shape)}")
         elif not value.contiguous:
@@ -82,7 +82,7 @@ def nested_in(content: Mapping[Any, Any]) -> str:
     if any(isinstance(value, TensorRef) for value in content.values()):
         return ""
     for key, value in content.items():
-        if isinstance(value, dict) and any(isinstance(one, TensorRef) for one in value.values()):
+        if isinstance(value, dict) and any(isinstance(v, TensorRef) for v in value.values()):
             return str(key)
     return ""
 
@@ -94,9 +94,9 @@ def unnesting(path: Path, key: str) -> str:
 
 
 def is_pickled_model(root: Path) -> bool:
-    """Whether a folder holds a model in `.bin` files and nothing in safetensors."""
-    named = any((root / name).is_file() for name in (MODEL, index_of(MODEL)))
-    return named and not any(root.glob("model*.safetensors*"))
+    """Return True if a folder holds a model in `.bin` files and none in safetensors."""
+    pickled = any((root / name).is_file() for name in (MODEL, index_of(MODEL)))
+    return pickled and not any(root.glob("model*.safetensors*"))
 
 
 def read_model(root: Path, *, beside: Collection[str] = ()) -> PickledState:
@@ -104,21 +104,21 @@ def read_model(root: Path, *, beside: Collection[str] = ()) -> PickledState:
 
     Args:
         root: the folder.
-        beside: weight files in it that the caller knows, and reads otherwise.
+        beside: names of other weight files in the folder that the caller reads itself.
 
     Raises:
-        ArtifactError: with every finding of every file, and of the index: files that are absent or
-            outside of the folder, tensors that are not where the index says; stray weight files.
+        ArtifactError: files are absent or outside of the folder, tensors are not where the index
+            says, or there are stray weight files. Lists every finding of every file.
     """
-    found = survey(root, MODEL, read_state, beside=beside)
-    if found.findings:
+    model = survey(root, MODEL, read_state, beside=beside)
+    if model.findings:
         raise ArtifactError(
-            f"{root}: not a usable checkpoint: {first_and_more(found.findings)}",
-            details=found.findings[:_SHOWN],
+            f"{root}: not a usable checkpoint: {first_and_more(model.findings)}",
+            details=model.findings[:_SHOWN],
             hint=f"expected {MODEL}, or {index_of(MODEL)} and its files; or {_AGAIN}",
         )
-    holders = {key: found.opened[file] for key, file in found.files.items()}
+    states = {key: model.opened[file] for key, file in model.files.items()}
     return PickledState(
-        {key: one.tensors[key] for key, one in holders.items()},
-        {key: one._holders[key] for key, one in holders.items()},
+        {key: state.tensors[key] for key, state in states.items()},
+        {key: state._holders[key] for key, state in states.items()},
     )

@@ -1,4 +1,4 @@
-"""What `torch.save` wrote, with every tensor as a range of the file."""
+"""Read a file that `torch.save` wrote, with every tensor as a byte range of the file."""
 
 from __future__ import annotations
 
@@ -24,14 +24,14 @@ _DTYPES = {
     "byte": "U8", "uint16": "U16", "uint32": "U32", "uint64": "U64", "bool": "BOOL",
     "float8_e4m3fn": "F8_E4M3", "float8_e5m2": "F8_E5M2", "float8_e8m0fnu": "F8_E8M0",
 }  # fmt: skip
-"""safetensors names of torch's dtypes; `<Name>Storage` is the same name in capitals."""
+"""safetensors names by torch's names of dtypes; `FloatStorage` is "float" here."""
 
 _PLAIN = (Global("torch", "Tensor"), Global("torch.nn.parameter", "Parameter"))
 
 
 @dataclass(frozen=True)
 class Storage:
-    """A record that tensors are views of. `dtype` is None for an untyped one."""
+    """Record that tensors are views of; `dtype` is None for an untyped storage."""
 
     record: str
     dtype: str | None
@@ -40,7 +40,7 @@ class Storage:
 
 @dataclass(frozen=True)
 class TensorRef:
-    """A tensor in a file: a view of a storage. `start` and `stride` are in elements."""
+    """Tensor in a file: a view of a storage; `start` and `stride` are in elements."""
 
     storage: Storage
     dtype: str
@@ -55,7 +55,7 @@ class TensorRef:
 
     @property
     def contiguous(self) -> bool:
-        """Whether its elements lie one after the other, C order."""
+        """True if the elements are stored one after the other in C order."""
         step = 1
         for size, stride in zip(reversed(self.shape), reversed(self.stride), strict=True):
             if size != 1 and stride != step:
@@ -69,8 +69,9 @@ class TorchFile:
     """One opened file.
 
     Attributes:
-        content: what was saved: containers, numbers, strings; `TensorRef` for a tensor, `Foreign`
-            for an object of any other class.
+        path: path of the file.
+        content: the saved object: containers, numbers, strings, `TensorRef` for tensors and
+            `Foreign` for objects of any other class.
     """
 
     path: Path
@@ -78,7 +79,12 @@ class TorchFile:
     _archive: Archive
 
     def extent(self, ref: TensorRef, start: int = 0, numel: int | None = None) -> Extent:
-        """Where elements [start, start + numel) of the flattened tensor lie; None: to its end.
+        """Return the byte range of elements `[start, start + numel)` of the flattened tensor.
+
+        Args:
+            ref: the tensor.
+            start: first element.
+            numel: number of elements; None for all from `start` on.
 
         Raises:
             ArtifactError: the tensor is not contiguous, or has fewer elements.
@@ -100,10 +106,10 @@ class TorchFile:
 
 
 def read_torch_file(path: Path) -> TorchFile:
-    """Read what `torch.save` wrote, without torch, without tensor data, without running anything.
+    """Read the object in a file of `torch.save`, without torch, tensor data, or running any code.
 
     Raises:
-        ArtifactError: not such a file, damaged, or a tensor reaches out of its storage.
+        ArtifactError: not such a file, damaged, or a tensor reaches beyond its storage.
     """
     archive = read_archive(path)
     data = archive.read("data.pkl", MAX_PICKLE_BYTES)
@@ -117,14 +123,14 @@ def read_torch_file(path: Path) -> TorchFile:
 
 
 class _Storages:
-    """Persistent ids: `("storage", class, record, device, number of elements)`."""
+    """Map persistent ids `("storage", class, record, device, number of elements)` to storages."""
 
     def __init__(self, archive: Archive) -> None:
         self._archive = archive
 
     def __call__(self, identity: Any) -> Storage | Foreign:
         if not (isinstance(identity, tuple) and len(identity) == 5 and identity[0] == "storage"):
-            raise PickleError("a persistent id that is no storage")
+            raise PickleError("a persistent id that is not a storage")
         _, kind, key, _, count = identity
         if not (isinstance(kind, Global) and isinstance(key, str) and _is_size(count)):
             raise PickleError("a storage without class, record or size")
@@ -136,7 +142,7 @@ class _Storages:
         dtype = None
         if kind.name != "UntypedStorage":
             dtype = _DTYPES.get(kind.name.removesuffix("Storage").lower())
-            if dtype is None or kind.module != "torch":  # complex, quantised: nobody's weights
+            if dtype is None or kind.module != "torch":  # complex or quantised: not weights
                 return Foreign(kind.path)
         nbytes = count * (ITEM_BITS[dtype] // 8 if dtype else 1)
         if nbytes != record.nbytes:
@@ -145,20 +151,19 @@ class _Storages:
 
 
 def _reduce(target: Global, args: tuple[Any, ...]) -> Any:
-    """What calling a class or function would give, for the few that states are made of."""
+    """Return the object of a call, for the few functions that state dicts need."""
     known = target.path
     if known == "collections.OrderedDict" and not args:
         return {}
     if known == "torch.Size" and len(args) == 1:
         return _sizes(args[0])
-    # What comes last, if at all, says that the values are to be negated or conjugated: nobody's
-    # weights, and other numbers than those that are stored.
+    # Optional last arguments say that values are negated or conjugated: not plain weights.
     if known == "torch._utils._rebuild_tensor_v2" and len(args) >= 4:
         return _tensor(args, None) if not any(args[6:]) else Foreign(known, args)
     if known == "torch._utils._rebuild_tensor_v3" and len(args) >= 7:
         return _tensor(args, args[6]) if not any(args[7:]) else Foreign(known, args)
     if known == "torch._tensor._rebuild_from_type_v2" and len(args) == 4:
-        # A tensor that carries attributes: DeepSpeed marks its flat groups with them.
+        # A tensor with Python attributes: DeepSpeed adds some to its flat groups.
         function, kind, inner, _ = args
         if isinstance(function, Global) and isinstance(inner, tuple) and kind in _PLAIN:
             return _reduce(function, inner) if function != target else Foreign(known, args)
@@ -175,22 +180,22 @@ def _tensor(args: tuple[Any, ...], kind: Any) -> TensorRef | Foreign:
     if not isinstance(storage, Storage) or dtype is None:
         return Foreign("torch.Tensor")
     if not _is_size(start) or len(shape) != len(stride):
-        raise PickleError("a tensor without a place")
+        raise PickleError("a tensor without offset, or with strides that do not match its shape")
     ref = TensorRef(storage, dtype, start, shape, stride)
     last = start + sum((n - 1) * step for n, step in zip(shape, stride, strict=True))
     if ref.numel and (last + 1) * ITEM_BITS[dtype] // 8 > storage.nbytes:
-        raise PickleError(f"a tensor of shape {list(shape)} reaches out of {storage.record}")
+        raise PickleError(f"a tensor of shape {list(shape)} reaches beyond {storage.record}")
     return ref
 
 
 def _sizes(value: Any) -> tuple[int, ...]:
     if not is_shape(value):
-        raise PickleError("a shape that is none")
+        raise PickleError("a shape that is not a list of sizes")
     return tuple(value)
 
 
 def is_shape(value: Any) -> bool:
-    """Whether an unpickled value can be a shape: few axes, each of a size."""
+    """Return True if an unpickled value can be a shape: few axes, each a size."""
     return isinstance(value, tuple | list) and len(value) <= MAX_AXES and all(map(_is_size, value))
 
 

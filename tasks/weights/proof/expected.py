@@ -97,7 +97,7 @@ class Expected:
         return 2.0**-bits
 
     def blocks(self, *, whole: bool = False) -> Iterator[Block]:
-        """Yield all rows in order, a few at a time; all at once for a term that takes norms of columns."""
+        """Yield all rows in order, a few at a time; all at once for norms of columns (DoRA)."""
         whole |= any(isinstance(term, Dora) and term.transpose for term in self.op.terms)
         cuts = [(0, self.rows)] if whole else row_blocks(self.rows, self.columns)
         with BaseRows(self.op, self.sources) as base:

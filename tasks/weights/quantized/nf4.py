@@ -97,7 +97,7 @@ def _beginning(checkpoint: Checkpoint, name: str) -> NDArray[np.float32]:
 
 
 def _rounding(values: NDArray[np.float32]) -> tuple[float, bool]:
-    """Return NF4's relative error |Q(w) - w| / |w|, and True if most values rounded to 0 were not 0."""
+    """Return NF4's relative error |Q(w) - w| / |w|, and True if it zeroes mostly nonzero values."""
     blocks = values[: values.size // BLOCKSIZE * BLOCKSIZE].reshape(-1, BLOCKSIZE)
     scales = np.abs(blocks).max(axis=1, keepdims=True, initial=0)
     scaled = np.divide(blocks, scales, out=np.zeros_like(blocks), where=scales > 0)

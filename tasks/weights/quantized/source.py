@@ -65,7 +65,7 @@ class PackedCheckpoint:
         return {key: self.whole.files[key] for key in self.tensors}
 
     def extents(self, name: str) -> Sequence[Extent]:
-        """Return the byte ranges of a tensor; for a packed one those of all tensors that make it up.
+        """Return the byte ranges of a tensor; for a packed one those of all its parts.
 
         Its table of values and its JSON come last; they are not decoded, but belong to it.
         """

@@ -145,7 +145,7 @@ class _Reading:
         )
 
     def _expect(self, suffix: str, dtype: str | None, count: int) -> None:
-        """Require a tensor with this dtype and element count; without a dtype, with this many bytes."""
+        """Require a tensor of this dtype and element count; without a dtype, of this many bytes."""
         info = self._checkpoint.tensors.get(self._key + suffix)
         what = suffix[1:] or "packed numbers"
         if info is None:

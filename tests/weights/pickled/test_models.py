@@ -117,7 +117,7 @@ def test_findings_of_every_file_are_told_by_file(folder: Path) -> None:
     (folder / SECOND).write_bytes((folder / SECOND).read_bytes()[:-50])
     found = findings(folder)
     assert f"{FIRST}: a: has no elements, shape [0]" in found
-    assert f"{FIRST}: 'z': no tensor" in found
+    assert f"{FIRST}: 'z': not a tensor" in found
     assert any(SECOND in line and "truncated" in line for line in found)
 
 
@@ -134,7 +134,7 @@ class Attack:
 def test_code_in_a_shard_is_never_run(folder: Path, tmp_path: Path) -> None:
     touched = tmp_path / "touched"
     torch.save(TWO | {"evil": Attack(touched)}, folder / SECOND)
-    assert f"{SECOND}: 'evil': no tensor" in findings(folder)
+    assert f"{SECOND}: 'evil': not a tensor" in findings(folder)
     assert not touched.exists()
     torch.load(folder / SECOND, weights_only=False)  # the attack is real
     assert touched.exists()

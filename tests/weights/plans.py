@@ -1,4 +1,4 @@
-"""Inputs and plans for the tests of the engine: every kind of operation on small tensors."""
+"""Inputs and plans for tests of execution: every kind of operation on small tensors."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ SCALE = 1.7
 
 
 def tensors(seed: int = 0) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
-    """A base and an adapter; widths and heights that no block size divides."""
+    """Return a base and an adapter whose widths and heights no block size divides."""
     random = torch.Generator().manual_seed(seed)
 
     def draw(*shape: int) -> torch.Tensor:
@@ -44,15 +44,15 @@ def tensors(seed: int = 0) -> tuple[dict[str, torch.Tensor], dict[str, torch.Ten
 
 
 def make_inputs(root: Path, seed: int = 0) -> dict[str, SourceRef]:
-    """Both as published artifacts, so that their hashes are known; the base in two files."""
+    """Publish both as artifacts, so that their hashes are known; the base in two files."""
     base, adapter = tensors(seed)
     first = {name: base[name] for name in ("embed", "wide", "tall", "conv")}
     second = {name: base[name] for name in base if name not in first}
     files = {"model-00001-of-00002.safetensors": first, "model-00002-of-00002.safetensors": second}
     with staging(root / "base") as work:
-        for file, held in files.items():
-            save_file(held, work / file)
-        index = {name: file for file, held in files.items() for name in held}
+        for file, contents in files.items():
+            save_file(contents, work / file)
+        index = {name: file for file, contents in files.items() for name in contents}
         write_index(work, index)
         publish(work, root / "base", Origin("base", "test", "base"))
     with staging(root / "adapter") as work:
@@ -81,7 +81,7 @@ def copied(name: str, tensor: torch.Tensor) -> Op:
 
 
 def make_plan(*, max_shard_bytes: int | None = 40_000) -> Plan:
-    """One operation of every kind."""
+    """Return a plan with one operation of every kind."""
     base, _ = tensors()
     ops = {name: copied(name, tensor) for name, tensor in base.items()}
 
@@ -107,18 +107,18 @@ def make_plan(*, max_shard_bytes: int | None = 40_000) -> Plan:
 
 
 def expected() -> dict[str, torch.Tensor]:
-    """What the plan has to give, computed on whole tensors by torch."""
+    """Return the plan's results, computed on full tensors by torch."""
     base, adapter = tensors()
-    found = dict(base)
+    results = dict(base)
     for name in ("wide", "tall", "conv"):
         change = (adapter[f"{name}.B"].float() @ adapter[f"{name}.A"].float()) * SCALE
         change = change.T if name == "conv" else change
-        found[name] = (base[name].float() + change).bfloat16()
-    found["bias"] = (base["bias"].float() + adapter["bias.B"] * 0.5).bfloat16()
-    found["embed"] = base["embed"].clone()
-    found["embed"][[3, 69]] = adapter["rows"].bfloat16()
-    found["norm"] = base["norm"].bfloat16()
-    fused = found.pop("fused")
+        results[name] = (base[name].float() + change).bfloat16()
+    results["bias"] = (base["bias"].float() + adapter["bias.B"] * 0.5).bfloat16()
+    results["embed"] = base["embed"].clone()
+    results["embed"][[3, 69]] = adapter["rows"].bfloat16()
+    results["norm"] = base["norm"].bfloat16()
+    fused = results.pop("fused")
     for expert in range(3):
-        found[f"expert.{expert}"] = fused[expert].T if expert == 2 else fused[expert]
-    return found
+        results[f"expert.{expert}"] = fused[expert].T if expert == 2 else fused[expert]
+    return results

@@ -1,8 +1,8 @@
-"""Merges into a real file system of a few MB that a neighbour fills; run under `unshare -rm`.
+"""Merge into a real file system of a few MB that another process fills; run under `unshare -rm`.
 
     python small_disk.py INPUTS DISK
 
-INPUTS holds `base` and `adapter`, DISK is an empty folder; what happened is printed as JSON.
+INPUTS holds `base` and `adapter`, DISK is an empty folder; the results are printed as JSON.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ SHAPE, RANK = (32, 256), 4
 
 
 def merge_into(inputs: Path, final: Path, before_publishing: Callable[[], None]) -> Executed:
-    """A LoRA into every tensor of `base`, published."""
+    """Merge a LoRA into every tensor of `base`, and publish."""
     ops = tuple(
         Op(
             name, SHAPE, "BF16", f"base:{name}", "BF16",
@@ -49,7 +49,7 @@ def merge_into(inputs: Path, final: Path, before_publishing: Callable[[], None])
 
 
 def fill(disk: Path, *, spare: int = 0) -> None:
-    """Take all space that is left but `spare` bytes, as another user of the disk would."""
+    """Use all free space except `spare` bytes, as another user of the disk would."""
     with (disk / "neighbour").open("ab", buffering=0) as file:
         try:
             while file.write(bytes(4096)):
@@ -62,13 +62,13 @@ def fill(disk: Path, *, spare: int = 0) -> None:
 
 @contextlib.contextmanager
 def filled_once_files_are_there(disk: Path) -> Iterator[None]:
-    """The neighbour comes when the files' space is claimed and nothing is written yet."""
+    """Fill the disk once the files' space is allocated and nothing is written yet."""
     real = running.prepare_file
 
     def prepared(*arguments: Any) -> tuple[int, bool]:
-        found = real(*arguments)
+        prepared_file = real(*arguments)
         fill(disk)
-        return found
+        return prepared_file
 
     running.prepare_file = prepared
     try:
@@ -78,37 +78,37 @@ def filled_once_files_are_there(disk: Path) -> Iterator[None]:
 
 
 def refused(inputs: Path, disk: Path, before_publishing: Callable[[], None]) -> dict[str, Any]:
-    """What a run that cannot succeed says and leaves; then the neighbour goes."""
+    """Run a merge that cannot succeed, return its error and what it left; then free the disk."""
     final = disk / "store" / "model"
     try:
         merge_into(inputs, final, before_publishing)
     except ArtifactError as error:
-        said = [error.message, error.hint]
+        reported = [error.message, error.hint]
     else:
-        said = ["nothing was wrong", ""]
+        reported = ["nothing was wrong", ""]
     left = sorted(path.name for path in final.parent.iterdir())
     entries = read_outcomes(final.parent / ".model.tmp" / JOURNAL)
     (disk / "neighbour").unlink()
-    return {"said": said, "left": left, "entries": len(entries)}
+    return {"error": reported, "left": left, "entries": len(entries)}
 
 
 def main(inputs: Path, disk: Path) -> None:
-    """Full before the run, in its midst, and at its end; each time the next run goes on."""
+    """Fill the disk before a run, midway and at its end; each time the next run continues."""
     size = f"size={3 * MB}"
     subprocess.run(["mount", "-t", "tmpfs", "-o", size, "tmpfs", str(disk)], check=True)
     fill(disk, spare=MB // 2)
-    found = {"before": refused(inputs, disk, lambda: None)}
+    results = {"before": refused(inputs, disk, lambda: None)}
     with filled_once_files_are_there(disk):
-        found["midst"] = refused(inputs, disk, lambda: None)
-    found["end"] = refused(inputs, disk, lambda: fill(disk))
+        results["midst"] = refused(inputs, disk, lambda: None)
+    results["end"] = refused(inputs, disk, lambda: fill(disk))
     final = disk / "store" / "model"
     done = merge_into(inputs, final, lambda: None)
-    found["last"] = {
+    results["last"] = {
         "resumed": done.resumed,
         "left": sorted(path.name for path in final.parent.iterdir()),
         "sha256": hashlib.sha256((final / "model.safetensors").read_bytes()).hexdigest(),
     }
-    print(json.dumps(found))
+    print(json.dumps(results))
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""Kernels in C: compiled once, kept, done without where that is not possible."""
+"""C kernels are compiled once and cached; without a compiler there are none."""
 
 from __future__ import annotations
 
@@ -25,9 +25,9 @@ def source(tmp_path: Path) -> Path:
 
 
 def test_it_works(source: Path) -> None:
-    found = compiled([source], slower="")
-    assert found is not None
-    assert found.twice(21) == 42
+    kernels = compiled([source], slower="")
+    assert kernels is not None
+    assert kernels.twice(21) == 42
 
 
 def test_without_a_compiler_there_are_none(monkeypatch, caplog, source: Path) -> None:

@@ -1,4 +1,4 @@
-"""The engine gives what torch gives on whole tensors, whatever the workers, shards and blocks."""
+"""Executing a plan gives torch's results, for any number of workers, shards and block sizes."""
 
 from __future__ import annotations
 
@@ -56,9 +56,9 @@ def _files(out: Path) -> dict[str, bytes]:
 
 def test_every_kind_of_operation_bit_for_bit(inputs, out) -> None:
     done = _run(make_plan(), inputs, out)
-    found, wanted = state_of(out), expected()
-    assert found.keys() == wanted.keys()
-    assert [name for name in found if not torch.equal(found[name], wanted[name])] == []
+    written, wanted = state_of(out), expected()
+    assert written.keys() == wanted.keys()
+    assert [name for name in written if not torch.equal(written[name], wanted[name])] == []
     assert len(list(out.glob("*.safetensors"))) > 2
     for file in out.glob("*.safetensors"):
         raw = file.read_bytes()
@@ -78,13 +78,13 @@ def test_the_index_names_what_lies_where(inputs, out) -> None:
 
 @pytest.mark.parametrize("shard", [None, 40_000, 1])
 def test_the_number_of_workers_changes_no_byte(inputs, tmp_path, shard) -> None:
-    found = []
+    folders = []
     for workers in (1, 2, 5):
         out = tmp_path / str(workers)
         out.mkdir()
         _run(make_plan(max_shard_bytes=shard), inputs, out, workers=workers)
-        found.append(_files(out))
-    assert found[0] == found[1] == found[2]
+        folders.append(_files(out))
+    assert folders[0] == folders[1] == folders[2]
 
 
 @pytest.mark.parametrize("elements", [1, 300, 4096, 1 << 20])
@@ -102,13 +102,13 @@ def test_blocks_cover_all_rows_once_and_none_is_too_small(rows: int, columns: in
     edges = list(compute.row_blocks(rows, columns))
     assert edges[0][0] == 0
     assert edges[-1][1] == rows
-    assert all(one[1] == two[0] for one, two in pairwise(edges))
+    assert all(left[1] == right[0] for left, right in pairwise(edges))
     assert all(end - first >= min(rows, compute.ROWS) for first, end in edges)
 
 
 @pytest.mark.parametrize("rank", [1, 3, 64, 300])
 def test_a_block_of_a_product_has_the_bits_of_the_whole(rank: int) -> None:
-    """What `compute.py` relies on, for the BLAS of this machine, with one thread and with two."""
+    """Check the assumption of `compute.py` for this machine's BLAS, with one and more threads."""
     random = torch.Generator().manual_seed(rank)
     a, b = (torch.randn(*s, generator=random) for s in ((rank, 700), (1100, rank)))
     threads = torch.get_num_threads()
@@ -127,8 +127,8 @@ def test_what_is_not_touched_is_linked_or_copied_by_the_kernel(inputs, out, monk
     with open_checkpoint(inputs["base"].path) as checkpoint:
         ops = tuple(copied(name, base[name]) for name in checkpoint.tensors)
         plan = with_output(Plan(ops), dtype=None, max_shard_bytes=10**9, files=checkpoint.files)
-    one = ops[0]
-    moved = replace(one, name=f"{one.name}.moved")  # its file cannot be linked any more
+    first = ops[0]
+    moved = replace(first, name=f"{first.name}.moved")  # its file cannot be linked any more
     plan = replace(plan, ops=(moved, *plan.ops[1:]))
 
     def never(*_: object) -> int:
@@ -141,7 +141,7 @@ def test_what_is_not_touched_is_linked_or_copied_by_the_kernel(inputs, out, monk
     assert done.linked == [second]
     assert os.path.samefile(out / second, inputs["base"].path / second)
     assert (done.read, done.written) == (0, 0)
-    assert torch.equal(state_of(out)[moved.name], base[one.name])
+    assert torch.equal(state_of(out)[moved.name], base[first.name])
 
 
 def test_without_a_manifest_everything_is_read_and_nothing_linked(inputs, out, tmp_path) -> None:
@@ -158,7 +158,7 @@ def test_without_a_manifest_everything_is_read_and_nothing_linked(inputs, out, t
 
 
 def test_another_tools_manifest_gives_no_hashes(inputs, tmp_path) -> None:
-    """Nobody compares its files with it, so that nothing it says may be taken for known."""
+    """Other tools' manifests are not compared with the files, so their hashes are not trusted."""
     import shutil
 
     folder = shutil.copytree(inputs["base"].path, tmp_path / "folder")
@@ -217,14 +217,14 @@ def test_values_are_looked_at_while_they_pass(out, tmp_path) -> None:
     bad = torch.ones(4, 5)
     bad[1, 2], bad[3, 3] = float("nan"), float("inf")
     big = torch.full((3, 3), 1e6)
-    held = {"bad": bad, "zero": torch.zeros(8), "minus": torch.tensor([-0.0]), "big": big}
+    stored = {"bad": bad, "zero": torch.zeros(8), "minus": torch.tensor([-0.0]), "big": big}
     (tmp_path / "plain").mkdir()
-    save_file(held, tmp_path / "plain" / "model.safetensors")
-    ops = [copied(name, tensor) for name, tensor in held.items()]
+    save_file(stored, tmp_path / "plain" / "model.safetensors")
+    ops = [copied(name, tensor) for name, tensor in stored.items()]
     ops[3] = replace(ops[3], dtype="F16")
     done = _run(Plan(tuple(ops)), {"base": SourceRef(tmp_path / "plain")}, out)
     assert done.nonfinite == {"bad": 2, "big": 9}
-    zero = {name: one.all_zero for name, one in done.outcomes.items()}
+    zero = {name: outcome.all_zero for name, outcome in done.outcomes.items()}
     assert zero == {"bad": False, "zero": True, "minus": True, "big": False}
 
 
@@ -241,14 +241,14 @@ def test_a_tensor_that_the_adapter_does_not_move_says_so(inputs, out) -> None:
 
 
 def test_what_terms_change_is_counted_in_fp32_too(out, tmp_path) -> None:
-    held = {"base": {"w": torch.ones(20, 24)}, "adapter": {"v": torch.eye(20, 24)}}
-    for name, state in held.items():
+    stored = {"base": {"w": torch.ones(20, 24)}, "adapter": {"v": torch.eye(20, 24)}}
+    for name, state in stored.items():
         (tmp_path / name).mkdir()
         save_file(state, tmp_path / name / "model.safetensors")
     op = Op("w", (20, 24), "F32", "base:w", "F32", terms=(Add("adapter:v", 0.5),))
-    done = _run(Plan((op,)), {name: SourceRef(tmp_path / name) for name in held}, out)
+    done = _run(Plan((op,)), {name: SourceRef(tmp_path / name) for name in stored}, out)
     assert done.changed == {"w": 20 / 480}
-    assert torch.equal(state_of(out)["w"], held["base"]["w"] + 0.5 * held["adapter"]["v"])
+    assert torch.equal(state_of(out)["w"], stored["base"]["w"] + 0.5 * stored["adapter"]["v"])
 
 
 def test_an_input_cut_short_between_plan_and_execution(inputs, out, tmp_path) -> None:
@@ -304,6 +304,6 @@ def test_an_empty_folder_is_left_empty_when_nothing_was_finished(inputs, out, mo
 def test_ops_compare_and_serialise() -> None:
     plan = make_plan()
     assert Plan.from_json(json.loads(json.dumps(plan.as_json()))) == plan
-    given = replace(plan, shards=(3, len(plan.ops) - 3))
-    assert Plan.from_json(json.loads(json.dumps(given.as_json()))) == given
+    sharded = replace(plan, shards=(3, len(plan.ops) - 3))
+    assert Plan.from_json(json.loads(json.dumps(sharded.as_json()))) == sharded
     assert Op("a", (2,), "F16", "x:y:z", "F16").key == "y:z"

@@ -1,4 +1,4 @@
-"""What a full disk, a short read or an interruption leaves behind: nothing that can be seen."""
+"""A full disk, a failed write or an interruption leaves nothing visible behind."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ JUDGED = {**SCORED, "profile": PROFILES["standard"]}
 
 @pytest.fixture(params=["gather", "merge", "convert"])
 def run(request, lora_run, llama, lora_adapter, full_weights, full_run, qwen) -> Run:
-    """Each stage, ready to run into a directory; convert so that it has to write."""
+    """Each stage, ready to run into a directory; convert is set up so that it has to write."""
 
     def run_gather(out: Path) -> StageReport:
         return gather(out, trained=lora_run, base=llama.path, **SCORED)
@@ -79,7 +79,7 @@ def test_a_refused_write_shows_nothing_and_the_next_run_succeeds(
 
 
 def _visible(store: Path) -> list[str]:
-    """What is there but for a hidden folder that the next run goes on with."""
+    """Return file names, except hidden folders, which the next run continues."""
     return [path.name for path in store.iterdir() if not path.name.startswith(".")]
 
 

@@ -1,4 +1,4 @@
-"""The kernel gives one result on every CPU: product, scale and sum in fp32, rounded once."""
+"""The LoRA kernel gives one result on every CPU: product, scale and sum in fp32, rounded once."""
 
 from __future__ import annotations
 
@@ -115,9 +115,9 @@ def inputs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, SourceRef]:
     for name, (rows, columns) in SHAPES.items():
         adapter[f"{name}.A"] = torch.randn(8, columns, generator=random).bfloat16()
         adapter[f"{name}.B"] = torch.randn(rows + 16, 8, generator=random).half()
-    for folder, held in (("base", base), ("adapter", adapter)):
+    for folder, tensors in (("base", base), ("adapter", adapter)):
         (root / folder).mkdir()
-        save_file(held, root / folder / "model.safetensors")
+        save_file(tensors, root / folder / "model.safetensors")
     return {name: SourceRef(root / name) for name in ("base", "adapter")}
 
 
@@ -145,10 +145,10 @@ def test_through_the_engine_it_is_the_same_as_by_torch(inputs, tmp_path, monkeyp
         assert all(fold_term(op, sources) is not None for op in _plan().ops)
     done = _run(inputs, tmp_path / "kernel")
     monkeypatch.setattr(folding, "library", lambda: None)
-    other = _run(inputs, tmp_path / "torch", workers=1)
-    assert done == other
-    found, wanted = state_of(tmp_path / "kernel"), state_of(tmp_path / "torch")
-    assert all(torch.equal(found[name], wanted[name]) for name in SHAPES)
+    by_torch = _run(inputs, tmp_path / "torch", workers=1)
+    assert done == by_torch
+    merged, wanted = state_of(tmp_path / "kernel"), state_of(tmp_path / "torch")
+    assert all(torch.equal(merged[name], wanted[name]) for name in SHAPES)
 
 
 @pytest.mark.parametrize("slot", [20_000, 80_000])
@@ -157,13 +157,13 @@ def test_a_tensor_is_made_in_a_slot_whatever_its_shape(inputs, monkeypatch, slot
     read = Buffer()
     with open_sources(inputs) as sources:
         for op in _plan().ops:
-            room, (term,) = Workspace(read), op.terms
+            workspace, (term,) = Workspace(read), op.terms
             assert isinstance(term, LowRank)
-            for _ in folding.fold(op, term, sources, room, Measured()):
+            for _ in folding.fold(op, term, sources, workspace, Measured()):
                 pass
             smallest = folding.held_bytes(term, sources) + 2 * 16 * op.shape[1]
             rest = 2 * 15 * op.shape[1]  # rows that the last block takes with it
-            assert room.out.size <= max(slot, smallest) + rest
+            assert workspace.out.size <= max(slot, smallest) + rest
     assert read.size <= 2 * (slot + 2 * 31 * 1030)  # the same rows, and those of B
 
 
@@ -182,7 +182,7 @@ def test_what_is_left_to_torch(inputs) -> None:
         replace(op, terms=(replace(term, a_rows=(0, 4, 1)),)),
     ]
     with open_sources(inputs) as sources:
-        assert [fold_term(one, sources) for one in others] == [None] * len(others)
+        assert [fold_term(unsupported, sources) for unsupported in others] == [None] * len(others)
 
 
 @pytest.mark.skipif("avx2" not in compiled.cpu_flags(), reason="for x86-64 with AVX2")
@@ -196,5 +196,5 @@ def test_the_kernels_for_avx2_are_as_exact(monkeypatch, tmp_path) -> None:
     monkeypatch.setattr(hashing, "library", lambda: older)
     monkeypatch.setattr(hashing, "side_by_side", lambda: True)
     streams = [hashing.stream() for _ in range(9)]
-    hashing.advance([(one, bytes(range(200))) for one in streams])
-    assert {one.hexdigest() for one in streams} == {hashlib.sha256(bytes(range(200))).hexdigest()}
+    hashing.advance([(stream, bytes(range(200))) for stream in streams])
+    assert {s.hexdigest() for s in streams} == {hashlib.sha256(bytes(range(200))).hexdigest()}

@@ -1,4 +1,4 @@
-"""Hashes made side by side are hashlib's, whatever the lengths and however they are cut."""
+"""Hashes computed side by side equal hashlib's, for any lengths and any cuts."""
 
 from __future__ import annotations
 
@@ -42,10 +42,10 @@ def test_any_cut_of_any_streams(rounds: list[dict[int, int]]) -> None:
         streams = [hashing.stream() for _ in range(11)]
     wanted = [hashlib.sha256() for _ in streams]
     random = np.random.default_rng(0)
-    for one in rounds:
-        given_now = {index: random.bytes(length) for index, length in one.items()}
-        hashing.advance([(streams[index], raw) for index, raw in given_now.items()])
-        for index, raw in given_now.items():
+    for lengths in rounds:
+        messages = {index: random.bytes(length) for index, length in lengths.items()}
+        hashing.advance([(streams[index], raw) for index, raw in messages.items()])
+        for index, raw in messages.items():
             wanted[index].update(raw)
     assert [s.hexdigest() for s in streams] == [w.hexdigest() for w in wanted]
 
@@ -53,8 +53,8 @@ def test_any_cut_of_any_streams(rounds: list[dict[int, int]]) -> None:
 @needs_kernels
 def test_a_digest_may_be_asked_for_midway(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(hashing, "side_by_side", lambda: True)
-    one = hashing.stream()
+    stream = hashing.stream()
     for part in (b"a" * 100, b"b" * 28):
-        hashing.advance([(one, part)])
-        one.hexdigest()
-    assert one.hexdigest() == hashlib.sha256(b"a" * 100 + b"b" * 28).hexdigest()
+        hashing.advance([(stream, part)])
+        stream.hexdigest()
+    assert stream.hexdigest() == hashlib.sha256(b"a" * 100 + b"b" * 28).hexdigest()

@@ -1,4 +1,4 @@
-"""The journal itself; what a run makes of it is in `test_resume.py`."""
+"""The journal alone; `test_resume.py` tests the runs that use it."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def test_a_full_disk_is_told_with_what_to_do(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("cut", [1, 20])
-def test_a_torn_line_and_what_follows_it_are_nobodys(tmp_path: Path, cut: int) -> None:
+def test_a_torn_line_and_the_lines_after_it_are_ignored(tmp_path: Path, cut: int) -> None:
     journal = Journal(tmp_path, "identity")
     journal.enter(ONE)
     whole = (tmp_path / JOURNAL).read_bytes()
@@ -40,7 +40,7 @@ def test_a_torn_line_and_what_follows_it_are_nobodys(tmp_path: Path, cut: int) -
     assert read_outcomes(tmp_path / JOURNAL, "identity") == []
 
 
-def test_of_something_else_it_says_nothing(tmp_path: Path) -> None:
+def test_a_journal_of_another_run_is_ignored(tmp_path: Path) -> None:
     Journal(tmp_path, "identity").enter(ONE)
     assert read_outcomes(tmp_path / JOURNAL, "another") == []
     assert read_outcomes(tmp_path / JOURNAL) == [ONE]

@@ -26,7 +26,7 @@ from tests.weights.making import NF4, near_nf4, state_of
 def test_bit_equal_to_a_4bit_load_by_transformers(
     family: str, double_quant: bool, quant_type: str, request: pytest.FixtureRequest
 ) -> None:
-    """Every Linear4bit of the loaded model, and no other module than the facts say."""
+    """Every Linear4bit of the loaded model, and only modules that the facts list."""
     from bitsandbytes import functional, nn
     from transformers import AutoModelForCausalLM, BitsAndBytesConfig
 
@@ -61,10 +61,10 @@ def test_quantising_moves_the_weights_and_is_repeatable() -> None:
     assert 0.05 < error < 0.15  # about 9 % for Gaussian weights
 
 
-@pytest.mark.parametrize("said", [{}, {"type": "int8", "double_quant": True}, {"type": "nf4"}])
-def test_what_cannot_be_reproduced_is_refused(said: dict) -> None:
+@pytest.mark.parametrize("fields", [{}, {"type": "int8", "double_quant": True}, {"type": "nf4"}])
+def test_what_cannot_be_reproduced_is_refused(fields: dict) -> None:
     with pytest.raises(ArtifactError, match="not one of nf4, fp4"):
-        check_quantization(said)
+        check_quantization(fields)
 
 
 @pytest.mark.parametrize("shape", [(344, 128), (300, 100), (33, 7)])
@@ -79,9 +79,9 @@ def test_rows_are_those_of_the_whole(shape: tuple[int, int], double_quant: bool)
 
 @pytest.mark.parametrize("change", [0.0005, 0.01, 0.03, 0.06])
 def test_a_merged_qlora_model_is_told_from_its_values(tmp_path: Path, change: float) -> None:
-    found = lost_in_4_bits(read_checkpoint(near_nf4(tmp_path / "merged", change)))
-    assert found is not None
-    assert found.startswith("model.layers.0.mlp.up_proj.weight is ")
+    text = lost_in_4_bits(read_checkpoint(near_nf4(tmp_path / "merged", change)))
+    assert text is not None
+    assert text.startswith("model.layers.0.mlp.up_proj.weight is ")
 
 
 @pytest.mark.parametrize(
@@ -90,7 +90,7 @@ def test_a_merged_qlora_model_is_told_from_its_values(tmp_path: Path, change: fl
     ids=["base", "LoRA", "dequantised", "large change", "ternary"],
 )
 def test_what_4_bits_take_nothing_from(tmp_path: Path, base: str, change: float) -> None:
-    """A base, a LoRA model, a base in its own 4 bits, a change above the steps, few values."""
+    """A base, a LoRA model, a dequantized base, a change above NF4's steps, ternary values."""
     assert lost_in_4_bits(read_checkpoint(near_nf4(tmp_path / "model", change, base=base))) is None
 
 

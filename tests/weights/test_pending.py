@@ -1,4 +1,4 @@
-"""Who gets which tensor when: large ones alone, few at a time, and nobody waits for ever."""
+"""The task queue: large tensors one per worker and few at a time, and no worker waits for ever."""
 
 from __future__ import annotations
 

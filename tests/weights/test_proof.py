@@ -1,4 +1,4 @@
-"""A merged model is proven tensor by tensor, and every way to merge wrongly is named."""
+"""A merged model is proven tensor by tensor, and every kind of wrong merge is diagnosed."""
 
 from __future__ import annotations
 
@@ -51,9 +51,9 @@ class Merges:
 
         folder = self.root / family / name
         if not folder.exists():
-            asked = {"r": 4, "lora_alpha": 6, "target_modules": "all-linear"}
-            asked |= {"task_type": "CAUSAL_LM", **settings}
-            wrapped = train(load(self.base(family)), LoraConfig(**asked))
+            config = {"r": 4, "lora_alpha": 6, "target_modules": "all-linear"}
+            config |= {"task_type": "CAUSAL_LM", **settings}
+            wrapped = train(load(self.base(family)), LoraConfig(**config))
             with quiet():
                 wrapped.save_pretrained(folder)
         return folder
@@ -77,8 +77,8 @@ def merges(tmp_path_factory: pytest.TempPathFactory) -> Merges:
 
 def prove(base: Path, adapter: Path, merged: Path, **settings: Any) -> Proof:
     made = planned(base, adapter)
-    asked = {"any_base": True, "tied": made.tied, **settings}
-    return prove_merge(made.plan, made.sources, open_model(merged), **asked)
+    options = {"any_base": True, "tied": made.tied, **settings}
+    return prove_merge(made.plan, made.sources, open_model(merged), **options)
 
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
@@ -105,7 +105,7 @@ def test_a_right_merge_is_proven_in_every_arithmetic(
     for arithmetic, stored in ((BF16, BF16), (FP32, BF16), (FP16, FP16), (FP32, FP32)):
         proof = prove(merges.base(family), adapter, merges.merged(family, name, arithmetic, stored))
         assert proof.ok, (arithmetic, stored, proof.faults, proof.scale)
-        assert any(one.touched for one in proof.verdicts)
+        assert any(verdict.touched for verdict in proof.verdicts)
         assert abs(proof.scale - 1) < 1e-3
 
 
@@ -121,15 +121,15 @@ def broken(merges: Merges) -> Callable[..., Proof]:
         shutil.copytree(good, folder)
         tensors, base = load_file(good / MODEL), load_file(merges.base(family) / MODEL)
         edit(tensors, base)
-        whole = {key: one.contiguous().clone() for key, one in tensors.items()}
-        save_file(whole, folder / MODEL, metadata={"format": "pt"})
+        edited = {key: tensor.contiguous().clone() for key, tensor in tensors.items()}
+        save_file(edited, folder / MODEL, metadata={"format": "pt"})
         return prove(merges.base(family), adapter, folder)
 
     return how
 
 
 def change(merges: Merges, key: str) -> torch.Tensor:
-    """`scale * B A` of a tensor of qwen2's plain adapter, computed by torch."""
+    """Return `scale * B A` of a tensor of qwen2's plain adapter, computed by torch."""
     lora = load_file(merges.adapter("qwen2") / "adapter_model.safetensors")
     at = f"base_model.model.{key.removesuffix('.weight')}.lora_"
     return 1.5 * lora[f"{at}B.weight"].float() @ lora[f"{at}A.weight"].float()
@@ -140,7 +140,7 @@ def projections(tensors: Tensors) -> list[str]:
 
 
 def states(proof: Proof) -> dict[str, State]:
-    return {one.name: one.state for one in proof.faults}
+    return {verdict.name: verdict.state for verdict in proof.faults}
 
 
 def test_modules_left_out_are_named(broken: Callable[..., Proof]) -> None:
@@ -148,7 +148,7 @@ def test_modules_left_out_are_named(broken: Callable[..., Proof]) -> None:
         tensors.update({key: base[key] for key in projections(base)[::2]})
 
     proof = broken("qwen2", edit)
-    names = projections({one.name: torch.empty(0) for one in proof.verdicts})[::2]
+    names = projections({verdict.name: torch.empty(0) for verdict in proof.verdicts})[::2]
     assert states(proof) == dict.fromkeys(names, State.LEFT_OUT)
 
 
@@ -165,7 +165,7 @@ def test_a_wrong_scale_is_named_and_measured(
     assert states(proof) == dict.fromkeys(
         projections(load_file(merges.base("qwen2") / MODEL)), state
     )
-    assert [one.scale for one in proof.faults] == pytest.approx([scale] * 21, abs=0.004)
+    assert [fault.scale for fault in proof.faults] == pytest.approx([scale] * 21, abs=0.004)
 
 
 @pytest.mark.parametrize("double_quant", [True, False])
@@ -180,7 +180,7 @@ def test_a_merge_into_the_dequantised_base_is_recognised(
 
     proof = broken("qwen2", edit)
     names = projections(load_file(merges.base("qwen2") / MODEL))
-    assert [one.name for one in proof.dequantized] == names
+    assert [verdict.name for verdict in proof.dequantized] == names
     assert states(proof) == {names[3]: State.LEFT_OUT, names[4]: State.SCALED}
     assert proof.faults[1].scale == pytest.approx(1.5, abs=0.02)
 
@@ -201,8 +201,8 @@ def test_a_single_wrong_number_is_found(broken: Callable[..., Proof]) -> None:
 
     proof = broken("qwen2", edit)
     assert states(proof) == {O_PROJ: State.CHANGED, "model.norm.weight": State.CHANGED}
-    assert [one.sums.beyond for one in proof.faults if one.sums] == [1, 1]
-    assert [one.touched for one in proof.faults] == [True, False]
+    assert [fault.sums.beyond for fault in proof.faults if fault.sums] == [1, 1]
+    assert [fault.touched for fault in proof.faults] == [True, False]
 
 
 def test_experts_in_another_order_are_named(broken: Callable[..., Proof]) -> None:
@@ -212,16 +212,16 @@ def test_experts_in_another_order_are_named(broken: Callable[..., Proof]) -> Non
             "layers.1.block_sparse_moe.experts.2.",
         )
         for key in [key for key in tensors if first in key]:
-            other = key.replace(first, second)
-            tensors[key], tensors[other] = tensors[other], tensors[key]
+            swapped = key.replace(first, second)
+            tensors[key], tensors[swapped] = tensors[swapped], tensors[key]
 
     proof = broken("mixtral", edit)
     assert {*states(proof).values()} == {State.EXPERT}
-    likes = {one.name: one.like for one in proof.faults}
+    likes = {fault.name: fault.like for fault in proof.faults}
     assert len(likes) == 6
     for name, like in likes.items():
-        number, other = (re.findall(r"experts\.(\d)", text) for text in (name, like))
-        assert {*number, *other} == {"0", "2"}
+        own, theirs = (re.findall(r"experts\.(\d)", text) for text in (name, like))
+        assert {*own, *theirs} == {"0", "2"}
 
 
 def test_what_is_not_there_and_what_is_too_much(broken: Callable[..., Proof]) -> None:
@@ -251,17 +251,17 @@ def test_our_own_merge_is_proven_by_its_plan(
         assert proof.ok, proof.faults
         assert len(proof.dequantized) == (14 if mode == "dequantized" else 0)
         if mode == "original":
-            asked = Plan.from_json({**plan.as_json(), "ops": _dequantized(plan)})
-            wrong = prove_merge(asked, sources, read_checkpoint(out))
-            assert {one.state for one in wrong.faults} == {State.BASE_MODE}
+            dequantized = Plan.from_json({**plan.as_json(), "ops": _dequantized(plan)})
+            wrong = prove_merge(dequantized, sources, read_checkpoint(out))
+            assert {fault.state for fault in wrong.faults} == {State.BASE_MODE}
             assert len(wrong.faults) == 14
 
 
 def _dequantized(plan: Plan) -> list[Any]:
     ops = plan.as_json()["ops"]
-    for one in ops:
-        if one["quantization"]:
-            one["quantization"] = {**one["quantization"], "base": "dequantized"}
+    for op in ops:
+        if op["quantization"]:
+            op["quantization"] = {**op["quantization"], "base": "dequantized"}
     return ops
 
 

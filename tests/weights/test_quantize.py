@@ -1,4 +1,4 @@
-"""Weights in 8 bits: the numbers against compressed-tensors' own, and what loads the folder."""
+"""8-bit weights: compared with compressed-tensors' own, and loaded by transformers."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ BOTH = tuple(SCHEMES)
 
 
 def quantize(base: Path, out: Path, scheme: str, **options: Any) -> tuple[Plan, Executed]:
-    """Plan, validate, execute, and the side files."""
+    """Plan, validate, execute, and write the files beside the weights."""
     facts = model_facts(base)
     with open_checkpoint(base) as weights:
         ops = tuple(
@@ -74,11 +74,11 @@ def test_every_weight_is_within_half_a_step_and_the_rest_is_untouched(
         assert torch.equal(after[name], before[name])
     for name in linear:
         halves = {"weight": after[name], "weight_scale": after[f"{name}_scale"]}
-        found = compressor.decompress(halves, library_scheme(scheme))["weight"]
-        error, scale = (found - before[name].float()).abs(), halves["weight_scale"]
+        restored = compressor.decompress(halves, library_scheme(scheme))["weight"]
+        error, scale = (restored - before[name].float()).abs(), halves["weight_scale"]
         if scheme == "w8a8":
             assert (error <= scale * 0.5 * (1 + 1e-5)).all()
-        else:  # three bits behind the point: half a step is 1/16 of a number, or of 2**-6 steps
+        else:  # 3 mantissa bits: half a step is 1/16 of a number, or 2**-10 for the smallest ones
             step = torch.maximum(before[name].float().abs() / 16, scale * 2**-10)
             assert (error <= step * (1 + 1e-5)).all()
 
@@ -102,8 +102,8 @@ def test_transformers_loads_it_without_a_gap_and_with_the_same_weights(
     original = AutoModelForCausalLM.from_pretrained(qwen.path, dtype=torch.bfloat16)
     ids = torch.arange(40)[None]
     with torch.no_grad():
-        one, other = (m.eval()(ids).logits.float() for m in (original, model))
-    assert (one - other).norm() / one.norm() < (0.05 if scheme == "w8a8" else 0.15)
+        wanted, logits = (m.eval()(ids).logits.float() for m in (original, model))
+    assert (wanted - logits).norm() / wanted.norm() < (0.05 if scheme == "w8a8" else 0.15)
 
 
 def test_config_says_what_is_kept_and_is_what_the_library_reads(llama: Artifact) -> None:
@@ -127,7 +127,8 @@ def test_a_tied_head_is_left_alone_by_name(qwen: Artifact) -> None:
 
 def test_the_contract_is_what_is_written(llama: Artifact, tmp_path: Path) -> None:
     plan, _ = quantize(llama.path, tmp_path / "out", "fp8")
-    wanted = {one.name: (one.shape, one.dtype) for one in quantized_contract(_facts(llama), "fp8")}
+    contract = quantized_contract(_facts(llama), "fp8")
+    wanted = {tensor.name: (tensor.shape, tensor.dtype) for tensor in contract}
     assert {op.name: (op.shape, op.dtype) for op in plan.ops} == wanted
 
 
@@ -177,7 +178,7 @@ def test_a_stack_of_experts_is_refused(tmp_path: Path) -> None:
 
 
 def test_the_word_is_checked() -> None:
-    assert [check_quantize(one) for one in ("none", "w8a8", "fp8")] == [None, "w8a8", "fp8"]
+    assert [check_quantize(name) for name in ("none", "w8a8", "fp8")] == [None, "w8a8", "fp8"]
     with pytest.raises(ConfigError, match="is not one of none, w8a8, fp8"):
         check_quantize("int4")
 

@@ -1,4 +1,4 @@
-"""vLLM's CPU backend loads and runs what `convert.quantize` writes; how far it drifts."""
+"""vLLM's CPU backend loads and runs the output of `convert.quantize`; its drift is small."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from tests.weights.test_quantize import BOTH, quantize
 
 
 def _model(folder: Path) -> Path:
-    """A Qwen2 with heads that vLLM has CPU kernels for, and sizes that are no powers of two."""
+    """Make a Qwen2 with heads that vLLM's CPU kernels support, and odd sizes."""
     from transformers import AutoModelForCausalLM, Qwen2Config
 
     config = Qwen2Config(
@@ -41,7 +41,7 @@ def _model(folder: Path) -> Path:
 
 
 def _reference(folder: Path, tmp_path: Path) -> Path:
-    """The unquantised model's fingerprint by transformers, at all ids."""
+    """Return the unquantized model's fingerprint by transformers, at all token ids."""
     positions = sum(len(probe) - 1 for probe in PROBES)
     ids = np.tile(np.arange(ROWS, dtype=np.int32), (positions, 1))
     nothing = np.zeros(positions, np.int32)

@@ -1,4 +1,4 @@
-"""Faults planted in the merged file itself: found at every size of adapter, by name."""
+"""Faults planted in the merged file are found at every size of adapter, and named."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ SIZES = (1.0, 2.0**-6, 2.0**-10)
 
 
 def _merged(out: Path, adapter: Path, base: Path, trained: Path, spoil=None) -> Check:
-    """Merge; `spoil` may change what was written before it is looked at."""
+    """Merge and return the check; `spoil` may change the written files before they are checked."""
 
     def working(request: dict) -> dict:
         reply = perform(request)
@@ -36,13 +36,13 @@ def _merged(out: Path, adapter: Path, base: Path, trained: Path, spoil=None) -> 
         out, adapter=adapter, base=base, trained=trained, base_mode="auto", score=copy_reference,
         profile=PROFILES["standard"], log=logging.getLogger("tests.weights"), perform=working,
     )  # fmt: skip
-    (check,) = [one for one in report.checks if one.name == "sampled rows"]
+    (check,) = [check for check in report.checks if check.name == "sampled rows"]
     assert check.ok or failed(report.checks) == ["sampled rows"]
     return check
 
 
 def _of_size(adapter: Path, size: float, folder: Path) -> tuple[Path, torch.Tensor]:
-    """The adapter with B times `size`, and what it adds to the tensor of that name, in fp64."""
+    """Return the adapter with B times `size`, and its change of the tensor `NAME`, in fp64."""
     weak = shutil.copytree(adapter, folder)
     path = weak / "adapter_model.safetensors"
     tensors = load_file(path)
@@ -55,7 +55,7 @@ def _of_size(adapter: Path, size: float, folder: Path) -> tuple[Path, torch.Tens
 
 
 def _write(folder: Path, tensor: torch.Tensor, name: str = NAME) -> None:
-    """Put another tensor in its place, in whatever file it lies."""
+    """Replace a tensor, in whichever file it is."""
     for path in folder.glob("model*.safetensors"):
         tensors = load_file(path)
         if name in tensors:

@@ -1,4 +1,4 @@
-"""A run that was killed: nothing visible is wrong, and the next one goes on to the same bytes."""
+"""A killed run leaves nothing wrong visible, and the next one continues to the same bytes."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def _publish(inputs: dict[str, SourceRef], final: Path) -> Executed:
 
 
 def _break_off(inputs: dict[str, SourceRef], final: Path, monkeypatch, writes: int) -> Path:
-    """A run that ends at a write in its midst. Returns its staging folder."""
+    """Run until a write fails midway; return the staging folder."""
     real, calls = os.pwrite, []
 
     def failing(*arguments: object) -> int:
@@ -110,17 +110,17 @@ def test_other_inputs_start_anew(inputs, tmp_path, monkeypatch) -> None:
 
     work = _break_off(inputs, tmp_path / "made", monkeypatch, 8)
     assert read_outcomes(work / JOURNAL)
-    other = shutil.copytree(inputs["adapter"].path, tmp_path / "other")
-    path = other / "adapter_model.safetensors"
+    changed = shutil.copytree(inputs["adapter"].path, tmp_path / "changed")
+    path = changed / "adapter_model.safetensors"
     save_file({name: tensor * 2 for name, tensor in load_file(path).items()}, path)
-    refs = {**inputs, "adapter": SourceRef(other, stem="adapter_model")}
+    refs = {**inputs, "adapter": SourceRef(changed, stem="adapter_model")}
     assert _publish(refs, tmp_path / "made").resumed == 0
     _publish(refs, tmp_path / "alone")
     assert _bytes(tmp_path / "made") == _bytes(tmp_path / "alone")
 
 
 def test_an_input_that_was_linked_is_never_written_to(inputs, tmp_path) -> None:
-    """The staging folder still holds a link to an input; this run has to write that very file."""
+    """The staging folder still contains a link to an input, and this run has to write that file."""
     import shutil
 
     folder = shutil.copytree(inputs["base"].path, tmp_path / "folder")
@@ -296,7 +296,7 @@ def test_published_hashes_are_those_taken_while_writing(inputs, tmp_path, monkey
         with monkeypatch.context() as patch:
             patch.setattr(artifact, "_hash_range", counting)
             made = publish(work, tmp_path / "made", ORIGIN)
-    files = {one.file for one in done.outcomes.values()}
+    files = {outcome.file for outcome in done.outcomes.values()}
     assert sorted(p.name for p in read if p.name in files) == sorted(files)  # headers only
     assert verify(made) == []
     assert not (tmp_path / "made" / journal.JOURNAL).exists()

@@ -1,4 +1,4 @@
-"""A real file system that is full: the error says so, nothing is visible, the next run goes on."""
+"""A real full file system: a clear error, nothing visible, and the next run continues."""
 
 from __future__ import annotations
 
@@ -39,9 +39,9 @@ def inputs(tmp_path: Path) -> Path:
     for name in NAMES:
         adapter[f"{name}.A"] = torch.randn(RANK, columns, generator=random)
         adapter[f"{name}.B"] = torch.randn(rows, RANK, generator=random)
-    for folder, held in (("base", base), ("adapter", adapter)):
+    for folder, tensors in (("base", base), ("adapter", adapter)):
         (tmp_path / folder).mkdir()
-        save_file(held, tmp_path / folder / "model.safetensors")
+        save_file(tensors, tmp_path / folder / "model.safetensors")
     return tmp_path
 
 
@@ -52,20 +52,20 @@ def test_full_before_in_the_midst_and_at_the_end(inputs: Path) -> None:
     command = [*ALONE, sys.executable, "-m", "tests.weights.small_disk", str(inputs), str(disk)]
     ended = subprocess.run(command, cwd=PROJECT, capture_output=True, text=True, timeout=120)
     assert ended.returncode == 0, ended.stderr
-    found = json.loads(ended.stdout)
+    results = json.loads(ended.stdout)
 
-    assert "are free" in found["before"]["said"][0]
-    assert (found["before"]["left"], found["before"]["entries"]) == ([], 0)
+    assert "are free" in results["before"]["error"][0]
+    assert (results["before"]["left"], results["before"]["entries"]) == ([], 0)
     for when in ("midst", "end"):
-        message, hint = found[when]["said"]
+        message, hint = results[when]["error"]
         assert "cannot write: No space left on device" in message
         assert "paths.runs=" in hint
-        assert found[when]["left"] == [".model.tmp"]  # hidden, for the next run
-    assert 0 < found["midst"]["entries"] < len(NAMES)
-    assert found["end"]["entries"] == len(NAMES)
-    assert found["last"]["resumed"] == len(NAMES)
-    assert found["last"]["left"] == ["model"]
+        assert results[when]["left"] == [".model.tmp"]  # hidden, for the next run
+    assert 0 < results["midst"]["entries"] < len(NAMES)
+    assert results["end"]["entries"] == len(NAMES)
+    assert results["last"]["resumed"] == len(NAMES)
+    assert results["last"]["left"] == ["model"]
 
     merge_into(inputs, plain, lambda: None)
     whole = (plain / "model.safetensors").read_bytes()
-    assert found["last"]["sha256"] == hashlib.sha256(whole).hexdigest()
+    assert results["last"]["sha256"] == hashlib.sha256(whole).hexdigest()

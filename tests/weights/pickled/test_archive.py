@@ -1,4 +1,4 @@
-"""The zip file around a pickle: damaged, altered, or made by something else than torch."""
+"""Zip files around a pickle that are damaged, altered, or not written by torch."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ def test_another_byte_order_is_refused(tmp_path: Path) -> None:
 
 
 def view(path: Path) -> Any:
-    """What a reader learns of a file: contents, and where the tensors lie."""
+    """Return a file's contents and the byte ranges of its tensors."""
     file = read_torch_file(path)
     refs = {n: file.extent(v) for n, v in file.content.items() if isinstance(v, TensorRef)}
     return repr(file.content), refs
@@ -116,7 +116,7 @@ def test_a_truncated_file_is_an_error(good: bytes, tmp_path: Path, end: float) -
 def test_a_hostile_pickle_ends_in_a_value_or_an_error(
     good: bytes, tmp_path: Path, flips: list[tuple[float, int]]
 ) -> None:
-    # The checksum is made to fit, so that the machine itself is what is tried here.
+    # The checksum is corrected, so that the pickle interpreter itself is tested.
     path = tmp_path / "x.pt"
     path.write_bytes(good)
     record = read_archive(path).records["data.pkl"]

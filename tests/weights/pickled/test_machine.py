@@ -1,4 +1,4 @@
-"""The interpreter alone: pickles that are damaged, endless, deep, or made to take long."""
+"""The pickle interpreter alone: pickles that are damaged, endless, deep, or slow by design."""
 
 from __future__ import annotations
 
@@ -56,8 +56,8 @@ def test_endless_programs_end(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_what_is_called_is_only_named() -> None:
-    found = run(b"cos\nsystem\nX\x02\x00\x00\x00ls\x85R.")
-    assert (found.kind, found.args) == ("os.system", ("ls",))
+    value = run(b"cos\nsystem\nX\x02\x00\x00\x00ls\x85R.")
+    assert (value.kind, value.args) == ("os.system", ("ls",))
     assert run(b"cos\nsystem\n.") == Global("os", "system")
 
 
@@ -82,7 +82,7 @@ def text(value: str) -> bytes:
 
 
 def test_keys_that_python_would_hash_alike_take_no_time() -> None:
-    """Multiples of 2**61 - 1 all hash to 0; a dictionary of them is quadratic."""
+    """Multiples of 2**61 - 1 all hash to 0: building a dictionary of them takes quadratic time."""
     keys = b"".join(
         b"\x8a\x0a" + (n * (2**61 - 1)).to_bytes(10, "little") + b"N" for n in range(1, 40_001)
     )
@@ -94,11 +94,11 @@ def test_keys_that_python_would_hash_alike_take_no_time() -> None:
 
 
 def test_calls_of_a_long_name_share_it() -> None:
-    """4 bytes a call, 8,000 characters a name: copies of it would be a memory bomb."""
+    """A call takes 4 bytes, its name 8,000 characters: copies of it would be a memory bomb."""
     name = b"c" + b"m" * 4000 + b"\n" + b"n" * 4000 + b"\nq\x000"
     value = run(b"]" + name + b"(" + b"h\x00)R" * 1000 + b"e.")
     assert len(value) == 1000
-    assert len({id(one.kind) for one in value}) == 1
+    assert len({id(foreign.kind) for foreign in value}) == 1
 
 
 @pytest.mark.parametrize("lengths", [(5000, 1), (1, 5000)])
@@ -114,5 +114,5 @@ def test_what_is_damaged_is_told_in_a_few_words() -> None:
     assert len(str(raised.value)) < 200
 
 
-def test_sets_are_nobodys() -> None:
-    assert [one.kind for one in run(pickle.dumps([{1, 2}, {3}], 4))] == ["builtins.set"] * 2
+def test_sets_become_placeholders() -> None:
+    assert [obj.kind for obj in run(pickle.dumps([{1, 2}, {3}], 4))] == ["builtins.set"] * 2

@@ -1,4 +1,4 @@
-"""Models in several `.bin` files and an index: read whole, or refused with every finding."""
+"""Models in several `.bin` files and an index: read completely, or refused with every finding."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def test_tensors_of_all_files_are_torchs_own(folder: Path) -> None:
 
 
 def test_what_transformers_writes_and_reads_is_read_here(tmp_path: Path) -> None:
-    """Its own sharding and index, as transformers 4 saved with `safe_serialization=False`."""
+    """Read shards and index as transformers 4 wrote them with `safe_serialization=False`."""
     from huggingface_hub import split_torch_state_dict_into_shards
     from transformers import AutoModelForCausalLM
 
@@ -91,8 +91,7 @@ def test_every_disagreement_of_index_and_files_at_once(folder: Path) -> None:
 @pytest.mark.parametrize("name", ["/etc/passwd", "..", "a/b.bin", "", "x\0y", "x" * 1000])
 def test_names_that_lead_elsewhere_are_refused(folder: Path, name: str) -> None:
     index(folder, {"a": name})
-    found = findings(folder)
-    assert any("which is not a plain file name" in one for one in found)
+    assert any("which is not a plain file name" in line for line in findings(folder))
 
 
 def test_a_tensor_that_the_index_forgot_or_two_files_hold(folder: Path) -> None:
@@ -115,14 +114,14 @@ def test_a_broken_index_is_named(folder: Path, text: str) -> None:
 def test_findings_of_every_file_are_told_by_file(folder: Path) -> None:
     torch.save({"a": torch.empty(0), "z": 3}, folder / FIRST)
     (folder / SECOND).write_bytes((folder / SECOND).read_bytes()[:-50])
-    found = findings(folder)
-    assert f"{FIRST}: a: has no elements, shape [0]" in found
-    assert f"{FIRST}: 'z': not a tensor" in found
-    assert any(SECOND in line and "truncated" in line for line in found)
+    lines = findings(folder)
+    assert f"{FIRST}: a: has no elements, shape [0]" in lines
+    assert f"{FIRST}: 'z': not a tensor" in lines
+    assert any(SECOND in line and "truncated" in line for line in lines)
 
 
 class Attack:
-    """Would touch a file when unpickled."""
+    """Object that touches a file when it is unpickled."""
 
     def __init__(self, path: Path) -> None:
         self.path = path

@@ -1,4 +1,4 @@
-"""Torch's zip files read without torch: against torch itself, and against hostile input."""
+"""Files of `torch.save` read without torch: compared with torch, and with hostile input."""
 
 from __future__ import annotations
 
@@ -85,7 +85,7 @@ def test_files_beyond_4_gb(tmp_path: Path) -> None:
 
 
 class Attack:
-    """Would touch a file when unpickled."""
+    """Object that touches a file when it is unpickled."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -117,7 +117,7 @@ def test_a_state_dict_is_a_source(tmp_path: Path) -> None:
 
 
 def test_values_that_are_to_be_negated_or_conjugated_are_no_plain_tensor(tmp_path: Path) -> None:
-    """torch saves such a view with its own storage and a mark; without the mark signs are wrong."""
+    """torch saves such a view as its storage and a flag; without the flag signs are wrong."""
     negated = torch.tensor([1 + 2j, 3 - 4j]).conj().imag
     assert negated.is_neg()
     torch.save({"weight": negated}, tmp_path / "x.bin")

@@ -1,4 +1,4 @@
-"""One packed base a session, and copies of it to be damaged."""
+"""Fixtures: one packed base per session, and copies of it to damage."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from tests.weights.stored4bit.making import pack
 
 @pytest.fixture(scope="session")
 def nf4(tmp_path_factory: pytest.TempPathFactory, qwen: Artifact) -> Path:
-    """A tied model, double quantisation."""
+    """A tied model in NF4 with double quantization."""
     root = tmp_path_factory.mktemp("nf4") / "model"
     pack(qwen.path, root)
     return root

@@ -1,4 +1,4 @@
-"""Bases packed in 4 bits by transformers and bitsandbytes, and what those make of them."""
+"""Make bases packed in 4 bits with transformers and bitsandbytes, and decode them with both."""
 
 from __future__ import annotations
 
@@ -35,9 +35,9 @@ def pack(
     storage: torch.dtype = torch.uint8,
     max_shard_size: str = "5GB",
 ) -> dict[str, torch.Tensor]:
-    """Save a 4-bit model as transformers does; what `dequantize` makes of the saved one.
+    """Save a 4-bit model as transformers does; return the tensors that it dequantizes to.
 
-    transformers has no setting for the block size: other ones are packed anew in its model.
+    transformers has no setting for the block size, so other block sizes are packed again here.
     """
     from bitsandbytes import nn
     from transformers import AutoModelForCausalLM, BitsAndBytesConfig
@@ -72,7 +72,7 @@ def pack(
 
 
 def decode_all(folder: Path, out: Path) -> dict[str, torch.Tensor]:
-    """The whole base through a plan, its JSON and the engine."""
+    """Decode the whole base: plan, JSON of the plan, execution."""
     with open_sources({"base": SourceRef(folder, "base")}) as sources:
         tensors = sources["base"].tensors
         ops = [Op(k, tuple(t.shape), t.dtype, f"base:{k}", t.dtype) for k, t in tensors.items()]
@@ -86,49 +86,49 @@ def decode_all(folder: Path, out: Path) -> dict[str, torch.Tensor]:
 
 
 def write_packed(folder: Path, tensors: Mapping[str, torch.Tensor], **options: Any) -> None:
-    """Matrices packed by bitsandbytes alone, as its layers write them, and a config.json."""
+    """Write matrices packed by bitsandbytes as its layers save them, and a config.json."""
     from bitsandbytes import functional
 
     files: dict[str, torch.Tensor] = {}
     for key, tensor in tensors.items():
         packed, state = functional.quantize_4bit(tensor, **options)
         files[key] = packed
-        files |= {f"{key}.{name}": one for name, one in state.as_dict(packed=True).items()}
+        files |= {f"{key}.{name}": side for name, side in state.as_dict(packed=True).items()}
     folder.mkdir(parents=True, exist_ok=True)
     save_file(files, folder / "model.safetensors")
     (folder / "config.json").write_text(json.dumps({"quantization_config": SAID}))
 
 
 def restored(folder: Path) -> dict[str, torch.Tensor]:
-    """What bitsandbytes itself makes of such a folder."""
+    """Return the matrices of such a folder, dequantized by bitsandbytes."""
     from bitsandbytes import functional
 
     files = load_file(folder / "model.safetensors")
-    found = {}
+    matrices = {}
     for key in [name for name in files if f"{name}.absmax" in files]:
-        said = {n.removeprefix(f"{key}."): t for n, t in files.items() if n.startswith(f"{key}.")}
-        state = functional.QuantState.from_dict(said, torch.device("cpu"))
+        sides = {n.removeprefix(f"{key}."): t for n, t in files.items() if n.startswith(f"{key}.")}
+        state = functional.QuantState.from_dict(sides, torch.device("cpu"))
         shape, state.shape = state.shape, torch.Size([prod(state.shape)])
-        found[key] = functional.dequantize_4bit(files[key], state).reshape(shape)
-    return found
+        matrices[key] = functional.dequantize_4bit(files[key], state).reshape(shape)
+    return matrices
 
 
-def same(one: Mapping[str, torch.Tensor], other: Mapping[str, torch.Tensor]) -> list[str]:
-    """Keys whose tensors differ in dtype, shape or any bit; keys that only one has.
+def same(left: Mapping[str, torch.Tensor], right: Mapping[str, torch.Tensor]) -> list[str]:
+    """Return keys whose tensors differ in dtype, shape or any bit, and keys that only one side has.
 
-    But for the sign of zeros: FP4 has two, and bitsandbytes' AVX-512 kernel makes both 0.0 where
-    its scalar one makes one of them -0.0.
+    The sign of zeros is ignored: FP4 has two zeros. bitsandbytes' AVX-512 kernel decodes both to
+    0.0, its scalar one decodes one of them to -0.0.
     """
     bits: dict[str, list[Any]] = {}
-    for name, tensor in [*one.items(), *other.items()]:
+    for name, tensor in [*left.items(), *right.items()]:
         positive = (tensor.reshape(-1) + 0).contiguous().view(torch.uint8)
-        found = (tensor.dtype, tensor.shape, positive.numpy().tobytes())
-        bits.setdefault(name, []).append(found)
+        described = (tensor.dtype, tensor.shape, positive.numpy().tobytes())
+        bits.setdefault(name, []).append(described)
     return [name for name, both in bits.items() if len(both) != 2 or both[0] != both[1]]
 
 
 def alter(folder: Path, change: Callable[[dict[str, torch.Tensor]], Any]) -> Path:
-    """The folder with other tensors."""
+    """Change the tensors of a folder and return the folder."""
     tensors = load_file(folder / "model.safetensors")
     change(tensors)
     save_file(tensors, folder / "model.safetensors")
@@ -136,7 +136,7 @@ def alter(folder: Path, change: Callable[[dict[str, torch.Tensor]], Any]) -> Pat
 
 
 def restate(**changes: Any) -> Callable[[dict[str, torch.Tensor]], None]:
-    """Other words in the JSON of one matrix; a value of None takes one out."""
+    """Return a change of fields in the JSON of one matrix; None removes a field."""
 
     def change(tensors: dict[str, torch.Tensor]) -> None:
         (name,) = (key for key in tensors if key.startswith(Q_PROJ + STATE))
@@ -151,7 +151,7 @@ TURNED = ("c_attn.weight", "c_proj.weight", "c_fc.weight")
 
 
 def gpt2(folder: Path) -> Path:
-    """A GPT-2 in bf16, whose layers are `Conv1D`."""
+    """Save a GPT-2 in bf16, whose layers are `Conv1D`."""
     from transformers import AutoModelForCausalLM, GPT2Config
 
     torch.manual_seed(0)

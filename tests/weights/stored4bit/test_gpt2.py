@@ -21,16 +21,16 @@ from tests.weights.stored4bit.making import TURNED, decode_all, gpt2, pack, same
 
 
 def test_gpt2_comes_out_as_it_lies_on_disk(tmp_path: Path) -> None:
-    """transformers packs the transpose of what GPT-2's checkpoints hold."""
+    """transformers packs the transpose of the matrices in GPT-2's checkpoints."""
     from transformers import AutoModelForCausalLM
 
     dequantized = pack(gpt2(tmp_path / "base"), tmp_path / "packed")
-    found = decode_all(tmp_path / "packed", tmp_path / "out")
-    for name, tensor in found.items():
+    decoded = decode_all(tmp_path / "packed", tmp_path / "out")
+    for name, tensor in decoded.items():
         theirs = dequantized[name]
         assert torch.equal(tensor, theirs.t() if name.endswith(TURNED) else theirs), name
     plain = state_of(tmp_path / "base")
-    assert {n: t.shape for n, t in found.items()} == {n: t.shape for n, t in plain.items()}
+    assert {n: t.shape for n, t in decoded.items()} == {n: t.shape for n, t in plain.items()}
     shutil.copy(tmp_path / "base" / "config.json", tmp_path / "out")
     loaded, report = AutoModelForCausalLM.from_pretrained(
         tmp_path / "out", output_loading_info=True
@@ -43,19 +43,19 @@ def test_gpt2_comes_out_as_it_lies_on_disk(tmp_path: Path) -> None:
 
 
 def test_gpt2_goes_through_the_4_bits_that_training_saw(tmp_path: Path) -> None:
-    """QLoRA on a plain base whose layers are `Conv1D`: quantised as their transpose is."""
+    """QLoRA on a plain base whose layers are `Conv1D`: their transposes are quantized."""
     base = gpt2(tmp_path / "base")
     dequantized = pack(base, tmp_path / "packed")
     facts = model_facts(base)
-    asked = {**NF4, "loaded_dtype": "bfloat16", "base": "dequantized"}
-    wanted = MergeSettings(quantization=asked, quantized=frozenset(facts.quantized))
+    quantization = {**NF4, "loaded_dtype": "bfloat16", "base": "dequantized"}
+    wanted = MergeSettings(quantization=quantization, quantized=frozenset(facts.quantized))
     unchanged = Changes({}, {}, {}, (), (), {}, ())
     with open_sources({"base": SourceRef(base, "base")}) as sources:
         plan = plan_merge(sources["base"].tensors, facts, unchanged, {}, wanted)
         validate(plan, sources)
         (tmp_path / "out").mkdir()
         execute(plan, sources, tmp_path / "out")
-    found = state_of(tmp_path / "out")
-    expected = {n: dequantized[n].t() if n.endswith(TURNED) else dequantized[n] for n in found}
-    assert same(found, expected) == []
-    assert len(same(found, state_of(base))) == 8
+    merged = state_of(tmp_path / "out")
+    expected = {n: dequantized[n].t() if n.endswith(TURNED) else dequantized[n] for n in merged}
+    assert same(merged, expected) == []
+    assert len(same(merged, state_of(base))) == 8

@@ -1,4 +1,4 @@
-"""Merging into a packed base: the 4 bits that training saw."""
+"""Merge into a packed base, whose 4 bits are those that training used."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def out(tmp_path: Path) -> Path:
 
 
 class TestMerge:
-    """The stage, on an adapter that real peft trained on the packed base."""
+    """The merge stage, on an adapter that peft trained on the packed base."""
 
     @staticmethod
     def merge(out: Path, base: Artifact, adapter: Path, run: Path, **other: Any) -> Any:
@@ -86,9 +86,9 @@ class TestMerge:
         assert report.notes["merge_base"] == "dequantized"
         model = AutoModelForCausalLM.from_pretrained(base.path).dequantize().float()
         merged = PeftModel.from_pretrained(model, adapter).merge_and_unload().state_dict()
-        found = state_of(out)
-        wanted = {name: merged[name].to(torch.bfloat16) for name in found}
-        assert same(found, wanted) == []
+        written = state_of(out)
+        wanted = {name: merged[name].to(torch.bfloat16) for name in written}
+        assert same(written, wanted) == []
         assert "quantization_config" not in json.loads((out / "config.json").read_text())
         again, info = AutoModelForCausalLM.from_pretrained(out, output_loading_info=True)
         assert not {*info["missing_keys"], *info["unexpected_keys"]}
@@ -97,10 +97,10 @@ class TestMerge:
     def test_the_bits_are_those_of_training_whatever_it_said(
         self, base: Artifact, adapter: Path, run: Path, tmp_path: Path
     ) -> None:
-        other = Path(shutil.copytree(run, tmp_path / "run"))
-        said = json.loads((other / "train.json").read_text())
-        (other / "train.json").write_text(json.dumps({**said, "quantization": NF4}))
-        for name, trained in {"one": run, "two": other}.items():
+        second = Path(shutil.copytree(run, tmp_path / "run"))
+        settings = json.loads((second / "train.json").read_text())
+        (second / "train.json").write_text(json.dumps({**settings, "quantization": NF4}))
+        for name, trained in {"one": run, "two": second}.items():
             (tmp_path / name).mkdir()
             self.merge(tmp_path / name, base, adapter, trained, score=copy_reference)
         assert same(state_of(tmp_path / "one"), state_of(tmp_path / "two")) == []

@@ -1,4 +1,4 @@
-"""What a packed base looks like: the model that was packed, under its own keys."""
+"""A packed base looks like the model that was packed, under its own keys."""
 
 from __future__ import annotations
 
@@ -52,13 +52,13 @@ def test_early_configurations_are_understood() -> None:
 
 
 def test_another_scale_is_another_input(copy: Path) -> None:
-    """What an interrupted run left is not gone on with when only a side tensor has changed."""
-    found = set()
+    """An interrupted run is not continued if only a tensor beside a matrix has changed."""
+    identities = set()
     for _ in range(2):
         with open_sources({"base": SourceRef(copy, "base")}) as sources:
-            found.add(identify(Plan(()), sources, "model"))
+            identities.add(identify(Plan(()), sources, "model"))
         alter(copy, lambda tensors: tensors[Q_PROJ + ".absmax"].add_(1))
-    assert len(found) == 2
+    assert len(identities) == 2
 
 
 @settings(
@@ -68,7 +68,7 @@ def test_another_scale_is_another_input(copy: Path) -> None:
 def test_mutated_it_is_refused_or_the_same(
     data: st.DataObject, tmp_path_factory: pytest.TempPathFactory
 ) -> None:
-    """No tensor lost, resized, retyped or renamed goes by unseen."""
+    """A tensor that is lost, resized, retyped or renamed is always noticed."""
     folder = tmp_path_factory.mktemp("mutated")
     matrix = torch.randn(24, 40, generator=torch.Generator().manual_seed(1)).bfloat16()
     double = data.draw(st.booleans())
@@ -77,23 +77,23 @@ def test_mutated_it_is_refused_or_the_same(
     tensors = load_file(folder / "model.safetensors")
     name = data.draw(st.sampled_from(sorted(tensors)))
     kind = data.draw(st.sampled_from(["drop", "shorten", "widen", "retype", "rename", "reshape"]))
-    one = tensors.pop(name)
+    tensor = tensors.pop(name)
     if kind == "shorten":
-        tensors[name] = one.reshape(-1)[:-1].clone()
+        tensors[name] = tensor.reshape(-1)[:-1].clone()
     elif kind == "widen":
-        tensors[name] = torch.cat([one.reshape(-1), one.reshape(-1)[:1]])
+        tensors[name] = torch.cat([tensor.reshape(-1), tensor.reshape(-1)[:1]])
     elif kind == "retype":
-        tensors[name] = one.to(torch.float64 if one.dtype != torch.float64 else torch.float32)
+        tensors[name] = tensor.to(torch.float64 if tensor.dtype != torch.float64 else torch.float32)
     elif kind == "rename":
-        tensors[name.replace(".weight", ".wait")] = one
+        tensors[name.replace(".weight", ".wait")] = tensor
     elif kind == "reshape":
-        tensors[name] = one.reshape(1, -1).clone()
+        tensors[name] = tensor.reshape(1, -1).clone()
     save_file(tensors, folder / "model.safetensors")
     try:
-        found = decode_all(folder, folder / "out")
+        decoded = decode_all(folder, folder / "out")
     except ArtifactError:
         refused = True
     else:
         refused = False
-        assert same(found, expected) == []
+        assert same(decoded, expected) == []
     assert refused == (kind != "reshape")

@@ -1,4 +1,4 @@
-"""What is packed in another way, or damaged, is refused by name."""
+"""Weights packed in another way, or damaged, are refused with their names."""
 
 from __future__ import annotations
 
@@ -67,22 +67,22 @@ MUTATIONS: dict[str, tuple[Callable[[dict[str, torch.Tensor]], Any], str]] = {
 class TestRefused:
     @pytest.mark.parametrize("name", MUTATIONS)
     def test_what_does_not_fit_by_name(self, name: str, copy: Path) -> None:
-        change, said = MUTATIONS[name]
+        change, text = MUTATIONS[name]
         alter(copy, change)
         with pytest.raises(ArtifactError) as caught, open_base(copy):
             pass
-        assert any(Q_PROJ in line and said in line for line in caught.value.details), caught.value
+        assert any(Q_PROJ in line and text in line for line in caught.value.details), caught.value
         assert "bf16" in caught.value.hint
 
     def test_every_finding_at_once(self, copy: Path) -> None:
-        other = Q_PROJ.replace("q_proj", "v_proj")
-        alter(copy, lambda tensors: [tensors.pop(Q_PROJ + ".absmax"), tensors.pop(other)])
+        v_proj = Q_PROJ.replace("q_proj", "v_proj")
+        alter(copy, lambda tensors: [tensors.pop(Q_PROJ + ".absmax"), tensors.pop(v_proj)])
         with pytest.raises(ArtifactError, match=r"\(and 1 more\)") as caught, open_base(copy):
             pass
-        assert sorted(line.partition(":")[0] for line in caught.value.details) == [Q_PROJ, other]
+        assert sorted(line.partition(":")[0] for line in caught.value.details) == [Q_PROJ, v_proj]
 
     @pytest.mark.parametrize(
-        ("said", "how"),
+        ("fields", "how"),
         [
             ({"quant_method": "gptq", "bits": 4}, "gptq"),
             ({"quant_method": "awq", "bits": 4}, "awq"),
@@ -94,9 +94,9 @@ class TestRefused:
         ],
     )
     def test_other_ways_of_storing_by_name(
-        self, said: dict[str, Any], how: str, copy: Path
+        self, fields: dict[str, Any], how: str, copy: Path
     ) -> None:
-        (copy / "config.json").write_text(json.dumps({"quantization_config": said}))
+        (copy / "config.json").write_text(json.dumps({"quantization_config": fields}))
         with pytest.raises(ArtifactError) as caught, open_base(copy):
             pass
         assert f"stored quantised ({how})" in caught.value.message
@@ -106,14 +106,14 @@ class TestRefused:
         config = json.loads((copy / "config.json").read_text())
         del config["quantization_config"]
         (copy / "config.json").write_text(json.dumps(config))
-        said = "does not say that the weights are packed"
-        with pytest.raises(ArtifactError, match=said), open_base(copy):
+        message = "does not say that the weights are packed"
+        with pytest.raises(ArtifactError, match=message), open_base(copy):
             pass
 
     def test_a_configuration_that_speaks_of_plain_weights(self, qwen: Artifact, copy: Path) -> None:
         shutil.copy(qwen.path / "model.safetensors", copy)
-        said = "no tensor is packed.*remove quantization_config"
-        with pytest.raises(ArtifactError, match=said), open_base(copy):
+        message = "no tensor is packed.*remove quantization_config"
+        with pytest.raises(ArtifactError, match=message), open_base(copy):
             pass
 
     def test_before_training_with_the_truth(self) -> None:

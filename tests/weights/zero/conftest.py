@@ -1,4 +1,4 @@
-"""DeepSpeed's own checkpoints, made once a session by one launch of two ranks."""
+"""Fixtures: DeepSpeed's own checkpoints, made once per session by one launch of two ranks."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from tasks.weights.files.source import Source
 
 
 def save_checkpoints(root: Path, world_size: int) -> Path:
-    """Every case of `save_checkpoints.py`, below `root`."""
+    """Save every case of `save_checkpoints.py` below `root`."""
     flags = ("--standalone", "--nproc-per-node", str(world_size))
     launch(
         python_child(
@@ -30,18 +30,18 @@ def save_checkpoints(root: Path, world_size: int) -> Path:
 
 @pytest.fixture(scope="session")
 def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Folders of two ranks' checkpoints, by case."""
+    """Folder with the checkpoints of two ranks, one folder per case."""
     return save_checkpoints(tmp_path_factory.mktemp("zero") / "two", 2)
 
 
 @pytest.fixture
 def copied(saved: Path, tmp_path: Path) -> Callable[[str], Path]:
-    """A copy of a case, to be damaged."""
+    """Copy a case, to damage it."""
     return lambda name: Path(shutil.copytree(saved / name, tmp_path / name))
 
 
 def read(source: Source, name: str) -> bytes:
-    """A tensor's bytes, the way the protocol tells where they are."""
+    """Read a tensor's bytes from the byte ranges of its source."""
     pieces = []
     for extent in source.extents(name):
         with extent.path.open("rb") as file:

@@ -1,8 +1,8 @@
-"""Run by torchrun: trains tiny models for two steps and saves them in every way that DeepSpeed can.
+"""Train tiny models for two steps and save them in every way that DeepSpeed can; run by torchrun.
 
-Beside each checkpoint rank 0 leaves config.json or adapter_config.json, as a trainer does, and what
-DeepSpeed's own `zero_to_fp32` makes of it, or what it says when it can make nothing of it:
-`<case>/expected.safetensors`.
+Beside each checkpoint rank 0 writes config.json or adapter_config.json, as a trainer does, and
+`<case>/expected.safetensors`: the result of DeepSpeed's own `zero_to_fp32`. If that fails, its
+error is in `<case>/refused.txt`.
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ from tasks.training.engine.deepspeed_engine import Ranks
 from tests.tiny import tiny
 
 ROWS = 37
-"""Of the embedding: odd, so that every stage has to pad."""
+"""Rows of the embedding: odd, so that every stage has to pad."""
 
 
 @dataclass(frozen=True)
 class Case:
-    """One model, saved once or (with frozen weights) twice."""
+    """One model, saved once, or twice if it has frozen weights."""
 
     name: str
     stage: int
@@ -53,7 +53,7 @@ UNIVERSAL = ("full-1", "full-2", "round-robin", "full-3", "lora-2", "lora-3")
 
 
 def make_model(case: Case) -> nn.Module:
-    """A Qwen2 with two persistent buffers, wrapped by peft when asked."""
+    """Make a Qwen2 with two persistent buffers, wrapped by peft for LoRA cases."""
     from transformers import Qwen2ForCausalLM
 
     torch.manual_seed(7)
@@ -72,7 +72,7 @@ def make_model(case: Case) -> nn.Module:
 
 
 def parameter_groups(model: nn.Module) -> list[dict[str, Any]]:
-    """With and without weight decay, as everybody splits them."""
+    """Split parameters into groups with and without weight decay, as is usual."""
     named = [(n, p) for n, p in model.named_parameters() if p.requires_grad]
     plain = [p for _, p in named if p.ndim < 2]
     groups = [{"params": [p for _, p in named if p.ndim >= 2], "weight_decay": 0.1}]
@@ -80,7 +80,7 @@ def parameter_groups(model: nn.Module) -> list[dict[str, Any]]:
 
 
 def train(case: Case, world_size: int) -> Any:
-    """DeepSpeed's engine after two steps."""
+    """Return DeepSpeed's engine after two steps."""
     import deepspeed
 
     model = make_model(case)
@@ -105,7 +105,7 @@ def train(case: Case, world_size: int) -> Any:
 
 
 def expect(folder: Path, *, exclude: bool) -> None:
-    """What DeepSpeed makes of it."""
+    """Save DeepSpeed's own conversion of the checkpoint, or its error."""
     from deepspeed.utils.zero_to_fp32 import get_fp32_state_dict_from_zero_checkpoint
     from safetensors.torch import save_file
 
@@ -122,7 +122,7 @@ def expect(folder: Path, *, exclude: bool) -> None:
 
 
 def to_universal(folder: Path) -> None:
-    """The same step as a universal checkpoint, by DeepSpeed's own converter."""
+    """Convert the checkpoint to a universal one with DeepSpeed's own converter."""
     from deepspeed.checkpoint.ds_to_universal import main
 
     (step,) = (path for path in folder.iterdir() if path.name.startswith("global_step"))

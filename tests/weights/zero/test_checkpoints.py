@@ -1,4 +1,4 @@
-"""Real checkpoints of every ZeRO stage, against what DeepSpeed itself makes of them."""
+"""Real checkpoints of every ZeRO stage, compared with DeepSpeed's own conversion."""
 
 from __future__ import annotations
 
@@ -23,31 +23,31 @@ SAME_AS_DEEPSPEED = (
 
 
 def tensor(checkpoint: ZeroCheckpoint, name: str) -> torch.Tensor:
-    held = checkpoint.tensors[name]
-    flat = torch.frombuffer(bytearray(read(checkpoint, name)), dtype=torch_dtype(held.dtype))
-    return flat.reshape(held.shape)
+    info = checkpoint.tensors[name]
+    flat = torch.frombuffer(bytearray(read(checkpoint, name)), dtype=torch_dtype(info.dtype))
+    return flat.reshape(info.shape)
 
 
 def state(checkpoint: ZeroCheckpoint) -> dict[str, torch.Tensor]:
-    """All tensors, tied ones under all their names."""
-    found = {name: tensor(checkpoint, name) for name in checkpoint.tensors}
-    return found | {alias: found[name] for alias, name in checkpoint.tied.items()}
+    """Return all tensors, tied ones under each of their names."""
+    tensors = {name: tensor(checkpoint, name) for name in checkpoint.tensors}
+    return tensors | {alias: tensors[name] for alias, name in checkpoint.tied.items()}
 
 
 def module(folder: Path) -> dict[str, torch.Tensor]:
-    """The 16-bit state dict that the model states hold."""
+    """Return the 16-bit state dict of the model states."""
     (path,) = folder.glob("*/mp_rank_00_model_states.pt")
-    found: dict[str, torch.Tensor] = torch.load(path, weights_only=False)["module"]
-    return found
+    tensors: dict[str, torch.Tensor] = torch.load(path, weights_only=False)["module"]
+    return tensors
 
 
 def assert_same_as_deepspeed(folder: Path) -> None:
     expected = load_file(folder / "expected.safetensors")
-    found = state(read_zero(folder))
-    assert set(found) == set(expected)
+    tensors = state(read_zero(folder))
+    assert set(tensors) == set(expected)
     for name, want in expected.items():
-        # Of buffers DeepSpeed makes fp32; here they keep their dtype, and fp32 holds them exactly.
-        have = found[name].float() if name.endswith(".mean") else found[name]
+        # DeepSpeed converts buffers to fp32; here they keep their dtype, which fp32 represents.
+        have = tensors[name].float() if name.endswith(".mean") else tensors[name]
         assert have.dtype == want.dtype, name
         assert have.shape == want.shape, name
         assert torch.equal(have.view(-1).view(torch.uint8), want.view(-1).view(torch.uint8)), name
@@ -85,23 +85,23 @@ def test_stage_ranks_and_step_are_told(saved: Path, case: str, stage: int, step:
 @pytest.mark.parametrize("case", ["full-0", "bf16-optimizer"])
 def test_what_deepspeed_cannot_convert_is_read_all_the_same(saved: Path, case: str) -> None:
     assert (saved / case / "refused.txt").is_file()
-    found, live = state(read_zero(saved / case)), module(saved / case)
-    assert set(found) == set(live)
-    assert all(torch.equal(found[name].to(live[name].dtype), live[name]) for name in live)
+    tensors, live = state(read_zero(saved / case)), module(saved / case)
+    assert set(tensors) == set(live)
+    assert all(torch.equal(tensors[name].to(live[name].dtype), live[name]) for name in live)
     trained = read_zero(saved / case).trained
     if case == "bf16-optimizer":  # the fp32 weights, not the module's
         assert trained
-        assert {found[name].dtype for name in trained} == {torch.float32}
+        assert {tensors[name].dtype for name in trained} == {torch.float32}
 
 
 def test_zero1_keeps_the_frozen_weights_that_deepspeed_forgets(saved: Path) -> None:
-    found, live = state(read_zero(saved / "lora-1")), module(saved / "lora-1")
+    tensors, live = state(read_zero(saved / "lora-1")), module(saved / "lora-1")
     expected = load_file(saved / "lora-1" / "expected.safetensors")
-    frozen = set(found) - set(expected)
+    frozen = set(tensors) - set(expected)
     assert len(frozen) == 27
-    assert set(found) == set(live)
-    assert all(torch.equal(found[name], live[name]) for name in frozen)
-    assert all(torch.equal(found[name].float(), expected[name].float()) for name in expected)
+    assert set(tensors) == set(live)
+    assert all(torch.equal(tensors[name], live[name]) for name in frozen)
+    assert all(torch.equal(tensors[name].float(), expected[name].float()) for name in expected)
 
 
 def test_a_parameter_is_spread_over_ranks_and_groups(saved: Path) -> None:
@@ -109,10 +109,10 @@ def test_a_parameter_is_spread_over_ranks_and_groups(saved: Path) -> None:
     embedding = checkpoint.extents("model.embed_tokens.weight")
     assert len({extent.path for extent in embedding}) == 2
     assert sum(extent.nbytes for extent in embedding) == 37 * 12 * 4
-    for name, held in checkpoint.tensors.items():
+    for name, info in checkpoint.tensors.items():
         assert (
             len(read(checkpoint, name))
-            == prod(held.shape) * ({"F32": 4, "BF16": 2, "I64": 8}[held.dtype])
+            == prod(info.shape) * ({"F32": 4, "BF16": 2, "I64": 8}[info.dtype])
         )
 
 
@@ -122,8 +122,8 @@ def test_a_step_folder_can_be_named_itself(saved: Path) -> None:
 
 
 def test_a_universal_checkpoint_that_deepspeed_mixed_up_is_refused(saved: Path) -> None:
-    # DeepSpeed 0.19.8 records wrong places for parameters under round_robin_gradients, converts
-    # by them, and says nothing. The plain checkpoint of the same run is fine (above).
+    # DeepSpeed 0.19.8 records wrong offsets of parameters under round_robin_gradients and uses
+    # them for the conversion without an error. The plain checkpoint of the same run is right.
     with pytest.raises(
         ArtifactError, match="its fp32 values are not those of the module"
     ) as raised:

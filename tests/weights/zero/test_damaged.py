@@ -1,4 +1,4 @@
-"""What a broken checkpoint gets: one error that names every finding."""
+"""A broken checkpoint is refused with one error that names every finding."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ Copied = Callable[[str], Path]
 
 
 def files(folder: Path, pattern: str) -> list[Path]:
-    found = sorted(folder.glob(f"*/{pattern}"))
-    assert found, pattern
-    return found
+    paths = sorted(folder.glob(f"*/{pattern}"))
+    assert paths, pattern
+    return paths
 
 
 def rewrite(path: Path, change: Callable[[dict[str, Any]], None]) -> None:
-    """Load, change and save a file again, as torch does it."""
+    """Load a file, change it and save it again, with torch."""
     state = torch.load(path, weights_only=False)
     change(state)
     torch.save(state, path)
@@ -39,9 +39,9 @@ def test_missing_ranks_are_named(copied: Copied) -> None:
     folder = copied("full-3")
     files(folder, "*_1_*_optim_states.pt")[0].unlink()
     files(folder, "*_0_*_model_states.pt")[0].unlink()
-    found = findings(folder)
-    assert "optim states of 2 ranks, absent: 1" in found
-    assert "model states of 2 ranks, absent: 0" in found
+    lines = findings(folder)
+    assert "optim states of 2 ranks, absent: 1" in lines
+    assert "model states of 2 ranks, absent: 0" in lines
 
 
 def test_all_optimizer_states_missing(copied: Copied) -> None:
@@ -114,11 +114,11 @@ def test_sizes_that_do_not_add_up_are_named(copied: Copied) -> None:
 
 def test_parts_swapped_between_ranks_are_noticed(copied: Copied) -> None:
     folder = copied("full-2")
-    one, other = files(folder, "*_optim_states.pt")
-    spare = one.with_suffix(".spare")
-    one.rename(spare)
-    other.rename(one)
-    spare.rename(other)
+    first, second = files(folder, "*_optim_states.pt")
+    spare = first.with_suffix(".spare")
+    first.rename(spare)
+    second.rename(first)
+    spare.rename(second)
     assert findings(folder)
 
 
@@ -156,10 +156,10 @@ def test_a_universal_parameter_that_is_missing_cut_or_extra(copied: Copied) -> N
     shutil.rmtree(zero / "model.norm.weight")
     torch.save(torch.zeros(5), zero / "model.embed_tokens.weight" / "fp32.pt")
     shutil.copytree(zero / "model.layers.0.input_layernorm.weight", zero / "stranger")
-    found = findings(folder)
-    assert any("zero/stranger" in line for line in found)
-    assert any("no zero/model.norm.weight/fp32.pt" in line for line in found)
-    assert any("[5], the model's is [37, 12]" in line for line in found)
+    lines = findings(folder)
+    assert any("zero/stranger" in line for line in lines)
+    assert any("no zero/model.norm.weight/fp32.pt" in line for line in lines)
+    assert any("[5], the model's is [37, 12]" in line for line in lines)
 
 
 def test_every_truncated_file_is_named(copied: Copied) -> None:
@@ -167,8 +167,8 @@ def test_every_truncated_file_is_named(copied: Copied) -> None:
     paths = files(folder, "*_optim_states.pt")
     for path in paths:
         path.write_bytes(path.read_bytes()[:-100])
-    found = findings(folder)
-    assert all(any(path.name in line for line in found[1:]) for path in paths)
+    lines = findings(folder)
+    assert all(any(path.name in line for line in lines[1:]) for path in paths)
 
 
 def test_latest_that_names_what_is_not_there(copied: Copied) -> None:
@@ -182,9 +182,9 @@ def test_several_steps_and_none_named(copied: Copied) -> None:
     shutil.copytree(folder / "global_step2", folder / "global_step4")
     assert read_zero(folder).root.name == "global_step2"
     (folder / "latest").unlink()
-    found = findings(folder)
-    assert "2 steps and no file `latest`" in found[0]
-    assert found[1:] == ["global_step2", "global_step4"]
+    lines = findings(folder)
+    assert "2 steps and no file `latest`" in lines[0]
+    assert lines[1:] == ["global_step2", "global_step4"]
 
 
 def test_no_checkpoint_at_all(tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""The doctor on DeepSpeed's own checkpoints: whole ones, and ones that were damaged."""
+"""Audits of DeepSpeed's own checkpoints: complete and damaged ones."""
 
 from __future__ import annotations
 
@@ -24,10 +24,9 @@ def test_a_whole_checkpoint(saved: Path, case: str, what: str) -> None:
     assert report.kind == "deepspeed"
     assert what in report.what
     assert report.ok, report.text()
-    told = [one for one in report.findings if one.code == "ZERO_NOT_GATHERED"]
-    assert len(told) == 1
-    assert "of 2 ranks" in told[0].found
-    assert f"source={saved / case} " in told[0].fix
+    (finding,) = [f for f in report.findings if f.code == "ZERO_NOT_GATHERED"]
+    assert "of 2 ranks" in finding.found
+    assert f"source={saved / case} " in finding.fix
 
 
 def test_a_rank_that_is_missing(copied: Copied) -> None:
@@ -84,8 +83,8 @@ def test_an_empty_adapter_beside_its_shards_can_be_gathered(copied: Copied) -> N
     folder = copied("lora-3")
     make_adapter(folder, {key: value[:0, 0] for key, value in adapter_tensors().items()})
     report = audit(folder)
-    told = {one.code: one for one in report.findings}
+    by_code = {finding.code: finding for finding in report.findings}
     assert report.kind == "adapter"
-    assert "EMPTY_TENSOR" in told
-    assert told["ZERO_BESIDE"].found.endswith("these may be")
-    assert f"flows/deliver.py source={folder}/global_step2 " in told["ZERO_BESIDE"].fix
+    assert "EMPTY_TENSOR" in by_code
+    assert by_code["ZERO_BESIDE"].found.endswith("these may be")
+    assert f"flows/deliver.py source={folder}/global_step2 " in by_code["ZERO_BESIDE"].fix

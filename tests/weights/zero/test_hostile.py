@@ -1,4 +1,4 @@
-"""Checkpoints made to take any memory, to lead elsewhere, or of other types than DeepSpeed's."""
+"""Checkpoints made to exhaust memory, to lead outside of their folder, or with unexpected types."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def test_states_of_other_types_are_refused_or_ignored(copied: Copied, key: str, 
 
 
 def test_more_parameters_than_a_process_may_open_files(copied: Copied) -> None:
-    """A universal checkpoint has a file a parameter; of a large model there are thousands."""
+    """A universal checkpoint has one file per parameter: thousands for a large model."""
     folder = copied("full-2-universal")
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     used = len(os.listdir("/proc/self/fd"))
@@ -46,7 +46,7 @@ def test_more_parameters_than_a_process_may_open_files(copied: Copied) -> None:
 
 
 def test_states_that_would_take_any_memory_are_refused(copied: Copied) -> None:
-    """References to one long list or table: few bytes in the file, and copies of it in memory."""
+    """References to one long list take few bytes in the file; copies would fill the memory."""
     folder = copied("full-2")
     optim = files(folder, "*_0_*_optim_states.pt")[0]
     rewrite(
@@ -68,7 +68,7 @@ def test_a_partition_count_of_any_depth_is_told_in_a_few_words(copied: Copied) -
     folder = copied("full-2")
     deep: list[Any] = []
     for _ in range(60):
-        deep = [deep, deep]  # written out it has 2**60 parts
+        deep = [deep, deep]  # its repr would have 2**60 parts
     rewrite(
         files(folder, "*_0_*_optim_states.pt")[0],
         lambda state: state["optimizer_state_dict"].update(partition_count=deep),

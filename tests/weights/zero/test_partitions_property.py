@@ -1,4 +1,4 @@
-"""Any shapes, any number of ranks: partitions cut as DeepSpeed cuts them, put together again."""
+"""Tensors of any shape, partitioned over any number of ranks like DeepSpeed does, are read back."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ GROUPS = st.lists(SHAPES, min_size=1, max_size=3)
 
 
 def cut_by_group(groups: Groups, world: int, align: int) -> tuple[list[Any], list[Any]]:
-    """ZeRO-2: each rank's part of each flattened group, and the paddings within the groups."""
+    """Partition like ZeRO-2: return each rank's part of each flattened group, and paddings."""
     parts: list[list[torch.Tensor]] = [[] for _ in range(world)]
     paddings = []
     for group in groups:
@@ -39,7 +39,7 @@ def cut_by_group(groups: Groups, world: int, align: int) -> tuple[list[Any], lis
         flat = torch.cat([*pieces, torch.full((padding,), torch.nan)])
         share = flat.numel() // world
         for rank in range(world):
-            # The last rank leaves the group's padding away, as far as it has that much.
+            # The last rank does not save the group's padding, as far as its part has that much.
             end = (rank + 1) * share - (padding if rank == world - 1 else 0)
             parts[rank].append(flat[rank * share : max(rank * share, end)].clone())
         paddings.append(pads)
@@ -47,7 +47,7 @@ def cut_by_group(groups: Groups, world: int, align: int) -> tuple[list[Any], lis
 
 
 def cut_by_parameter(groups: Groups, world: int) -> list[Any]:
-    """ZeRO-3: each rank's equal share of each parameter, the last ones padded."""
+    """Partition like ZeRO-3: return each rank's equal, padded share of each parameter."""
     parts: list[list[torch.Tensor]] = [[] for _ in range(world)]
     for group in groups:
         shares: list[list[torch.Tensor]] = [[] for _ in range(world)]
@@ -63,7 +63,7 @@ def cut_by_parameter(groups: Groups, world: int) -> list[Any]:
 
 
 def write(root: Path, groups: Groups, stage: int, world: int, align: int) -> None:
-    """A checkpoint in DeepSpeed's layout."""
+    """Write a checkpoint in DeepSpeed's layout."""
     shutil.rmtree(root, ignore_errors=True)
     (root / "global_step1").mkdir(parents=True)
     every = {name: tensor for group in groups for name, tensor in group.items()}
@@ -147,6 +147,6 @@ def test_a_shape_that_was_altered_is_an_error(
     same = tuple(shape) == tuple(whole[name].shape)
     share = [-(-size // world) for size in (prod(shape), whole[name].numel())]
     if same or (stage == 3 and share[0] == share[1]):
-        return  # within the padding of ZeRO-3 nothing but the shape itself tells
+        return  # within ZeRO-3's padding sizes cannot reveal a wrong shape
     with pytest.raises(ArtifactError):
         read_zero(tmp_path / "x")

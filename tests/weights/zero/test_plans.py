@@ -1,4 +1,4 @@
-"""From checkpoints to files, planned as `deliver` plans: the engine runs what comes out."""
+"""From checkpoints to files: plans as `deliver` makes them, executed."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ from tasks.weights.plan.operations import Plan
 
 DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
 BUFFERS = {"model.seen", "model.mean"}
-"""Of our models alone: no class of transformers has them, so they are not served."""
+"""Buffers that only the test models have; transformers has none, so they are dropped."""
 
 
-def asked(folder: Path, dtype: str = "bfloat16") -> Request:
-    """A delivery of that checkpoint, without a base."""
+def request(folder: Path, dtype: str = "bfloat16") -> Request:
+    """Request a delivery of that checkpoint, without a base."""
     return Request(recognise(folder), None, Target(dtype, 3000), None, None, perform)
 
 
@@ -33,19 +33,19 @@ def asked(folder: Path, dtype: str = "bfloat16") -> Request:
 def test_a_model_is_deepspeeds_cast_once(
     saved: Path, tmp_path: Path, case: str, dtype: str
 ) -> None:
-    work = prepare(asked(saved / case, dtype))
+    work = prepare(request(saved / case, dtype))
     assert work.gather == work.model
     assert Plan.from_json(work.model.as_json()) == work.model
     execute(work.model, work.opened, tmp_path, workers=2)
-    found: dict[str, torch.Tensor] = {}
+    written: dict[str, torch.Tensor] = {}
     shards = sorted(tmp_path.glob("model-*.safetensors"))
     assert len(shards) > 1
     for shard in shards:
-        found |= load_file(shard)
+        written |= load_file(shard)
     expected = load_file(saved / case / "expected.safetensors")
-    assert set(found) == set(expected) - set(read_zero(saved / case).tied) - BUFFERS
-    assert {one.source for one in work.model.dropped} == {f"{TRAINED}:{key}" for key in BUFFERS}
-    for name, have in found.items():
+    assert set(written) == set(expected) - set(read_zero(saved / case).tied) - BUFFERS
+    assert {d.source for d in work.model.dropped} == {f"{TRAINED}:{key}" for key in BUFFERS}
+    for name, have in written.items():
         want = expected[name].to(DTYPES[dtype])
         assert have.dtype == want.dtype, name
         assert torch.equal(have, want), name
@@ -56,24 +56,24 @@ def test_an_adapter_has_peft_names_and_no_empty_tensor(
     saved: Path, tmp_path: Path, case: str
 ) -> None:
     checkpoint = read_zero(saved / case)
-    plan, adapter = gathered_adapter(asked(saved / case), checkpoint, checkpoint.trained)
+    plan, adapter = gathered_adapter(request(saved / case), checkpoint, checkpoint.trained)
     assert not adapter.findings
     execute(plan, {TRAINED: checkpoint}, tmp_path, stem="adapter_model")
-    found = load_file(tmp_path / "adapter_model.safetensors")
+    written = load_file(tmp_path / "adapter_model.safetensors")
     expected = load_file(saved / case / "expected.safetensors")
-    assert len(found) == 2 * 7 * 2
+    assert len(written) == 2 * 7 * 2
     for name in checkpoint.trained:
-        have = found[name.replace(".default.", ".")]
+        have = written[name.replace(".default.", ".")]
         assert have.numel() > 0
         assert torch.equal(have, expected[name].to(have.dtype)), name
     kept = {op.key for op in plan.ops}
-    assert {one.source.partition(":")[2] for one in plan.dropped} == set(checkpoint.tensors) - kept
+    assert {d.source.partition(":")[2] for d in plan.dropped} == set(checkpoint.tensors) - kept
 
 
 def test_a_model_is_no_adapter(saved: Path) -> None:
-    """Every parameter that is none of an adapter's is named."""
+    """Every parameter that does not belong to an adapter is named."""
     checkpoint = read_zero(saved / "full-3")
     (saved / "full-3" / "adapter_config.json").write_text("{}")
     with pytest.raises(ContractError, match="no parameter of adapter") as raised:
-        gathered_adapter(asked(saved / "full-3"), checkpoint, checkpoint.trained)
+        gathered_adapter(request(saved / "full-3"), checkpoint, checkpoint.trained)
     assert len(raised.value.details) > 20

@@ -161,7 +161,7 @@ def test_a_tensor_is_made_in_a_slot_whatever_its_shape(inputs, monkeypatch, slot
             assert isinstance(term, LowRank)
             for _ in folding.fold(op, term, sources, workspace, Measured()):
                 pass
-            smallest = folding.held_bytes(term, sources) + 2 * 16 * op.shape[1]
+            smallest = folding.size_of_a(term, sources) + 2 * 16 * op.shape[1]
             rest = 2 * 15 * op.shape[1]  # rows that the last block takes with it
             assert workspace.out.size <= max(slot, smallest) + rest
     assert read.size <= 2 * (slot + 2 * 31 * 1030)  # the same rows, and those of B

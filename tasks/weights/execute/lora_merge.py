@@ -59,7 +59,7 @@ def _is_special(op: Op) -> bool:
     )
 
 
-def held_bytes(term: LowRank, sources: Mapping[str, Source]) -> int:
+def size_of_a(term: LowRank, sources: Mapping[str, Source]) -> int:
     """Return the memory, in bytes, that the term's A takes while its tensor is computed."""
     info = _info(term.a, sources)
     return prod(info.shape) * (2 if info.dtype == "BF16" else 4)
@@ -83,7 +83,7 @@ def fold(
     kernels = library()
     assert kernels is not None
     rows, columns = op.shape
-    a_bytes = held_bytes(term, sources)
+    a_bytes = size_of_a(term, sources)
     blocks = list(row_blocks(rows, columns, max(0, SLOT - a_bytes) // 2))
     slot = workspace.out.first(a_bytes + 2 * columns * max(end - first for first, end in blocks))
     a = _whole_a(term, sources, slot[:a_bytes], workspace.read)

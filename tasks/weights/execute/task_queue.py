@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from math import prod
 
 from tasks.weights.execute.journal import Outcome
-from tasks.weights.execute.lora_merge import fold_term, held_bytes
+from tasks.weights.execute.lora_merge import fold_term, size_of_a
 from tasks.weights.execute.sinks import Sink
 from tasks.weights.files.dtype_conversion import casts
 from tasks.weights.files.source import Source
@@ -30,14 +30,14 @@ class Task:
         sink: position in its output file.
         earlier: result that an earlier run entered for it, to be verified; None if there is none.
         fold: its only term if the C kernel can apply it; None if not.
-        held: bytes of memory that it takes in addition to its blocks.
+        memory: bytes of memory that it takes in addition to its blocks.
     """
 
     op: Op
     sink: Sink
     earlier: Outcome | None
     fold: LowRank | None
-    held: int
+    memory: int
 
     @property
     def needs_torch(self) -> bool:
@@ -53,7 +53,7 @@ def make_task(op: Op, sources: Mapping[str, Source], sink: Sink, earlier: Outcom
         return Task(op, sink, earlier, None, 0)
     term = fold_term(op, sources)
     if term is not None:
-        return Task(op, sink, earlier, term, held_bytes(term, sources))
+        return Task(op, sink, earlier, term, size_of_a(term, sources))
     return Task(op, sink, earlier, None, _held(op, sources))
 
 
@@ -109,12 +109,12 @@ class Pending:
         """True if `close` was called."""
         return self._closed
 
-    def take(self, in_hand: int, held: int) -> Task | None:
+    def take(self, in_progress: int, memory: int) -> Task | None:
         """Return the next task for a worker; blocks only if the worker has nothing else to do.
 
         Args:
-            in_hand: number of tasks that the worker has begun and not finished.
-            held: sum of their `Task.held`.
+            in_progress: number of tasks that the worker has begun and not finished.
+            memory: sum of their `Task.memory` in bytes.
 
         Returns:
             None if there is no task, or none that fits beside the worker's other tasks.
@@ -122,21 +122,21 @@ class Pending:
         with self._changed:
             while True:
                 for index, task in enumerate(self._ready):
-                    if self._fits(task, in_hand, held):
-                        self._large += task.held > LARGE
+                    if self._fits(task, in_progress, memory):
+                        self._large += task.memory > LARGE
                         return self._ready.pop(index)
-                if in_hand or not (self._ready or self._later):
+                if in_progress or not (self._ready or self._later):
                     return None
                 self._changed.wait()
 
     def done(self, task: Task) -> None:
         """Mark a task that was taken as finished."""
-        if task.held > LARGE:
+        if task.memory > LARGE:
             with self._changed:
                 self._large -= 1
                 self._changed.notify_all()
 
-    def _fits(self, task: Task, in_hand: int, held: int) -> bool:
-        if task.held > LARGE:
-            return not in_hand and self._large < _MAX_LARGE
-        return in_hand < self.lanes and held + task.held <= LARGE
+    def _fits(self, task: Task, in_progress: int, memory: int) -> bool:
+        if task.memory > LARGE:
+            return not in_progress and self._large < _MAX_LARGE
+        return in_progress < self.lanes and memory + task.memory <= LARGE

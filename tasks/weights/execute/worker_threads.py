@@ -89,8 +89,8 @@ class Worker:
     def _begin(self) -> bool:
         """Take tasks that fit. Returns True if there is any tensor in progress."""
         while len(self._lanes) < self.pending.lanes:
-            held = sum(lane.task.held for lane in self._lanes)
-            task = self.pending.take(len(self._lanes), held)
+            memory = sum(lane.task.memory for lane in self._lanes)
+            task = self.pending.take(len(self._lanes), memory)
             if task is None:
                 break
             workspace = self._free.pop()

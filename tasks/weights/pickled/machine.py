@@ -79,37 +79,46 @@ class Machine:
         return items
 
     def push_number(self, form: str) -> None:
+        """Push a number in a `struct` format."""
         self._stack.append(self._number(form))
 
     def push_long(self, form: str) -> None:
+        """Push an integer of any size up to 64 bytes; its size is in a `struct` format."""
         size = self._number(form)
         if not 0 <= size <= _MAX_LONG:
             raise PickleError(f"an integer of {size} bytes")
         self._stack.append(int.from_bytes(self._take(size), "little", signed=True))
 
     def push_text(self, form: str) -> None:
+        """Push a string; its size is in a `struct` format."""
         self._stack.append(self._take(self._number(form)).decode())
 
     def push_bytes(self, form: str) -> None:
+        """Push bytes; their size is in a `struct` format."""
         self._stack.append(self._take(self._number(form)))
 
     def push(self, value: Any) -> None:
+        """Push a value."""
         self._stack.append(value)
 
     def mark(self) -> None:
+        """Remember the height of the stack."""
         self._marks.append(len(self._stack))
 
     def pop(self) -> None:
         # As in pickle: the top of the stack may be a mark.
+        """Drop the top of the stack, or the last mark."""
         if self._marks and self._marks[-1] == len(self._stack):
             self._marks.pop()
         else:
             self._stack.pop()
 
     def pop_mark(self) -> None:
+        """Drop everything above the last mark."""
         self._pop_mark()
 
     def tuple_of(self, count: int | None) -> None:
+        """Replace the top `count` values, or those above the last mark, by a tuple."""
         if count is None:
             items = self._pop_mark()
         else:
@@ -117,14 +126,17 @@ class Machine:
         self._stack.append(tuple(items))
 
     def list_of(self) -> None:
+        """Replace the values above the last mark by a list."""
         self._stack.append(self._pop_mark())
 
     def dict_of(self) -> None:
+        """Replace the keys and values above the last mark by a dictionary."""
         items = self._pop_mark()
         self._stack.append({})
         self._fill(items)
 
     def add(self, many: bool) -> None:
+        """Append the top value, or `many` above the last mark, to the list below."""
         items = self._pop_mark() if many else [self._pop()]
         target = self._stack[-1]
         if isinstance(target, list):
@@ -133,6 +145,7 @@ class Machine:
             self._refuse_target(target)
 
     def put(self, many: bool) -> None:
+        """Put a key and its value, or `many` above the last mark, into the dictionary below."""
         self._fill(self._pop_mark() if many else [self._pop(), self._pop()][::-1])
 
     def _fill(self, items: list[Any]) -> None:
@@ -149,19 +162,24 @@ class Machine:
         raise PickleError(f"fills a {type(target).__name__} at byte {self._at}")
 
     def store(self, form: str | None) -> None:
+        """Store the top value in the memo: at an index in a `struct` format, or at the next one."""
         self._memo[len(self._memo) if form is None else self._number(form)] = self._stack[-1]
 
     def fetch(self, form: str) -> None:
+        """Push a value from the memo; its index is in a `struct` format."""
         self._stack.append(self._memo[self._number(form)])
 
     def name(self) -> None:
+        """Push the name of a class that follows as two lines."""
         self._stack.append(named(self._line(), self._line()))
 
     def stack_name(self) -> None:
+        """Replace a module and a name on the stack by the name of a class."""
         name, module = self._pop(), self._pop()
         self._stack.append(named(module, name))
 
     def call(self, keywords: bool = False) -> None:
+        """Replace a class and its arguments by the object of `reduce`; nothing is called."""
         if keywords:
             self._pop()
         args, target = self._pop(), self._pop()
@@ -173,12 +191,15 @@ class Machine:
             self._stack.append(Foreign(f"call of a {type(target).__name__}"))
 
     def build(self) -> None:
+        """Give the state on top of the stack to the placeholder below; other objects ignore it."""
         state = self._pop()
         if isinstance(self._stack[-1], Foreign):
             self._stack[-1].state = state
 
     def persistent(self) -> None:
+        """Replace a persistent id by the object that it stands for."""
         self._stack.append(self._persistent(self._pop()))
 
     def skip(self, count: int) -> None:
+        """Skip bytes."""
         self._take(count)

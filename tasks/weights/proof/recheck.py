@@ -92,7 +92,7 @@ def recomputed_check(results: list[Recomputed]) -> Check:
 
 def as_json(results: list[Recomputed]) -> list[dict[str, Any]]:
     """Return plain JSON; `Recomputed(**entry)` reads an entry."""
-    return [asdict(one) for one in results]
+    return [asdict(result) for result in results]
 
 
 def _recomputed(op: Op, sources: Mapping[str, Source], merged: Source) -> Recomputed:

@@ -92,10 +92,10 @@ def row_scales(encoding: Encoding, block: torch.Tensor) -> tuple[torch.Tensor, t
     return _rounded_up(scale.float(), torch_dtype(encoding.held)), zero
 
 
-def _rounded_up(scale: torch.Tensor, held: torch.dtype) -> torch.Tensor:
-    """Round positive scales up to numbers that dtype `held` represents; returns fp32."""
+def _rounded_up(scale: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """Round positive scales up to numbers that `dtype` represents; returns fp32."""
     import torch
 
-    near = scale.to(held)
+    near = scale.to(dtype)
     above = torch.nextafter(near, torch.full_like(near, torch.inf))
     return torch.where(near.float() < scale, above, near).float()

@@ -71,8 +71,7 @@ class Expected:
     """
 
     def __init__(self, op: Op, sources: Sources) -> None:
-        self.op = op
-        self.sources = sources
+        self.op, self.sources = op, sources
         self.rows, self.columns = matrix_shape(op.shape)
         self._operands: dict[str, Array] = {}
 
@@ -129,8 +128,9 @@ class Expected:
                 change += product
                 return change, [slack]
             case Dora():
-                plain = LowRank(term.a, term.b, term.scale, term.transpose, None, None, 0)
-                plain = replace(plain, out_start=term.out_start)
+                plain = LowRank(
+                    term.a, term.b, term.scale, term.transpose, out_start=term.out_start
+                )
                 product, slack = self._product(plain, first, rows)
                 total = base + change + product
                 axis = 0 if term.transpose else 1

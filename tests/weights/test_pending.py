@@ -11,16 +11,16 @@ from tasks.weights.files.header import TensorInfo
 from tasks.weights.plan.operations import Op
 
 
-def _task(name: str, rows: int, *, held: int = 0, torch: bool = False) -> Task:
+def _task(name: str, rows: int, *, memory: int = 0, torch: bool = False) -> Task:
     dtype = "F64" if torch else "F32"
     op = Op(name, (rows,), "BF16", f"base:{name}", dtype)
     return Task(
-        op, Sink(-1, Path("out"), TensorInfo((rows,), "BF16", 0, 2 * rows)), None, None, held
+        op, Sink(-1, Path("out"), TensorInfo((rows,), "BF16", 0, 2 * rows)), None, None, memory
     )
 
 
-def _names(pending: Pending, count: int, held: int = 0) -> list[str | None]:
-    taken = [pending.take(index, held) for index in range(count)]
+def _names(pending: Pending, count: int, memory: int = 0) -> list[str | None]:
+    taken = [pending.take(index, memory) for index in range(count)]
     return [None if task is None else task.op.name for task in taken]
 
 
@@ -31,16 +31,16 @@ def test_the_largest_first_and_no_more_than_a_share() -> None:
 
 
 def test_what_holds_much_is_made_alone() -> None:
-    tasks = [_task("a", 9, held=LARGE + 1), _task("b", 8, held=LARGE), _task("c", 7)]
+    tasks = [_task("a", 9, memory=LARGE + 1), _task("b", 8, memory=LARGE), _task("c", 7)]
     pending = Pending(tasks, 1, 8)
     first = pending.take(0, 0)
     assert first is not None
     assert first.op.name == "a"
-    assert _names(Pending(tasks[1:], 1, 8), 3, held=1) == ["c", None, None]
+    assert _names(Pending(tasks[1:], 1, 8), 3, memory=1) == ["c", None, None]
 
 
 def test_two_large_ones_at_a_time_and_the_third_when_one_is_done() -> None:
-    tasks = [_task(str(index), 9, held=LARGE + 1) for index in range(3)]
+    tasks = [_task(str(index), 9, memory=LARGE + 1) for index in range(3)]
     pending = Pending(tasks, 3, 8)
     taken = [pending.take(0, 0) for _ in range(2)]
     third: list[Task | None] = []

@@ -190,14 +190,14 @@ def test_the_word_is_checked() -> None:
     st.sampled_from(["BF16", "F16", "F32"]),
 )
 def test_scales_are_held_exactly_and_no_row_overflows(
-    row: list[float], scheme: str, held: str
+    row: list[float], scheme: str, dtype_name: str
 ) -> None:
     limit = 448 if scheme == "fp8" else 127.5
     row = [max(-60_000 * limit, min(x, 60_000 * limit)) for x in row]  # or fp16 has no such scale
     block = torch.tensor([row], dtype=torch.float32)
-    encoding = Encoding(scheme, "scale", len(row), held)
+    encoding = Encoding(scheme, "scale", len(row), dtype_name)
     scale, _ = row_scales(encoding, block)
-    dtype = {"BF16": torch.bfloat16, "F16": torch.float16, "F32": torch.float32}[held]
+    dtype = {"BF16": torch.bfloat16, "F16": torch.float16, "F32": torch.float32}[dtype_name]
     assert torch.equal(scale.to(dtype).float(), scale)
     assert torch.isfinite(scale).all()
     assert (scale > 0).all()

@@ -75,12 +75,12 @@ def test_vllm_serves_both_formats_and_the_drift_is_that_of_8_bits(tmp_path: Path
         timeout_s=300,
     )
     engine = {name: Fingerprint.load(tmp_path / f"{name}-out" / "fingerprint.fp") for name in names}
-    found: dict[str, Drift] = {name: drift(engine["none"], engine[name]) for name in BOTH}
-    for name, one in found.items():
+    drifts: dict[str, Drift] = {name: drift(engine["none"], engine[name]) for name in BOTH}
+    for name, result in drifts.items():
         here = measure_here(ModelRef(tmp_path / name), reference, tmp_path / f"{name}.fp")
-        print(name, "vllm against unquantised vllm:", one)
+        print(name, "vllm against unquantised vllm:", result)
         print(name, "vllm against transformers:", drift(here, engine[name]))
-        assert 0 < one.mean_kl < 0.02
-        assert one.top1_agreement >= 0.9
-        assert drift(here, engine[name]).mean_kl < one.mean_kl
-    assert found["w8a8"].p95_kl < found["fp8"].p95_kl
+        assert 0 < result.mean_kl < 0.02
+        assert result.top1_agreement >= 0.9
+        assert drift(here, engine[name]).mean_kl < result.mean_kl
+    assert drifts["w8a8"].p95_kl < drifts["fp8"].p95_kl

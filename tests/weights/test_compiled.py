@@ -37,14 +37,14 @@ def test_without_a_compiler_there_are_none(monkeypatch, caplog, source: Path) ->
     assert "no C compiler: twice takes two sums" in caplog.text
 
 
-def test_a_compiler_that_fails_is_said_and_survived(tmp_path, caplog, source: Path) -> None:
+def test_a_failing_compiler_is_logged(tmp_path, caplog, source: Path) -> None:
     assert compiled([source], "--no-such-flag", slower="twice takes two sums") is None
     assert "cannot be compiled (twice takes two sums)" in caplog.text
     assert "no-such-flag" in caplog.text
     assert list((tmp_path / "kept").iterdir()) == []
 
 
-def test_one_that_does_not_load_is_said_and_survived(caplog, source: Path) -> None:
+def test_a_library_that_does_not_load_is_logged(caplog, source: Path) -> None:
     source.write_text("int missing(void); int twice(int n) { return missing() * n; }")
     assert compiled([source], slower="") is None
     assert "undefined symbol: missing" in caplog.text

@@ -68,7 +68,7 @@ def test_every_kind_of_operation_bit_for_bit(inputs, out) -> None:
             assert done.outcomes[name].file == file.name
 
 
-def test_the_index_names_what_lies_where(inputs, out) -> None:
+def test_the_index_agrees_with_the_files(inputs, out) -> None:
     _run(make_plan(), inputs, out)
     with open_checkpoint(out) as checkpoint:  # refuses an index that disagrees with the files
         assert set(checkpoint.tensors) == set(expected())
@@ -107,7 +107,7 @@ def test_blocks_cover_all_rows_once_and_none_is_too_small(rows: int, columns: in
 
 
 @pytest.mark.parametrize("rank", [1, 3, 64, 300])
-def test_a_block_of_a_product_has_the_bits_of_the_whole(rank: int) -> None:
+def test_a_product_has_the_same_bits_in_blocks(rank: int) -> None:
     """Check the assumption of `compute.py` for this machine's BLAS, with one and more threads."""
     random = torch.Generator().manual_seed(rank)
     a, b = (torch.randn(*s, generator=random) for s in ((rank, 700), (1100, rank)))
@@ -122,7 +122,7 @@ def test_a_block_of_a_product_has_the_bits_of_the_whole(rank: int) -> None:
     assert torch.equal(torch.cat(parts), whole)
 
 
-def test_what_is_not_touched_is_linked_or_copied_by_the_kernel(inputs, out, monkeypatch) -> None:
+def test_unchanged_tensors_are_linked_or_copied_by_the_kernel(inputs, out, monkeypatch) -> None:
     base, _ = tensors()
     with open_checkpoint(inputs["base"].path) as checkpoint:
         ops = tuple(copied(name, base[name]) for name in checkpoint.tensors)
@@ -195,7 +195,7 @@ def test_where_the_kernel_cannot_copy_python_does(inputs, out, monkeypatch) -> N
     assert [n for n, t in state_of(out).items() if not torch.equal(t, wanted[n])] == []
 
 
-def test_a_lying_manifest_is_found_when_the_bytes_are_read(inputs, out, tmp_path) -> None:
+def test_a_wrong_hash_in_a_manifest_is_noticed_when_the_data_is_read(inputs, out, tmp_path) -> None:
     import shutil
 
     folder = shutil.copytree(inputs["base"].path, tmp_path / "folder")
@@ -213,7 +213,7 @@ def test_a_lying_manifest_is_found_when_the_bytes_are_read(inputs, out, tmp_path
     ).exists()
 
 
-def test_values_are_looked_at_while_they_pass(out, tmp_path) -> None:
+def test_values_are_inspected_while_they_are_copied(out, tmp_path) -> None:
     bad = torch.ones(4, 5)
     bad[1, 2], bad[3, 3] = float("nan"), float("inf")
     big = torch.full((3, 3), 1e6)
@@ -228,7 +228,7 @@ def test_values_are_looked_at_while_they_pass(out, tmp_path) -> None:
     assert zero == {"bad": False, "zero": True, "minus": True, "big": False}
 
 
-def test_a_tensor_that_the_adapter_does_not_move_says_so(inputs, out) -> None:
+def test_a_tensor_without_changed_elements_is_reported(inputs, out) -> None:
     plan = make_plan()
     ops = [
         replace(op, terms=(replace(op.terms[0], scale=1e-30),)) if op.name == "wide" else op
@@ -240,7 +240,7 @@ def test_a_tensor_that_the_adapter_does_not_move_says_so(inputs, out) -> None:
     assert set(done.changed) == {"wide", "tall", "conv", "bias", "embed"}
 
 
-def test_what_terms_change_is_counted_in_fp32_too(out, tmp_path) -> None:
+def test_changed_elements_are_counted_in_fp32_too(out, tmp_path) -> None:
     stored = {"base": {"w": torch.ones(20, 24)}, "adapter": {"v": torch.eye(20, 24)}}
     for name, state in stored.items():
         (tmp_path / name).mkdir()

@@ -53,7 +53,7 @@ def _fold(w: torch.Tensor, a: torch.Tensor, b: torch.Tensor) -> tuple[np.ndarray
 
 
 @pytest.mark.parametrize("rank", [1, 2, 3, 8, 16, 31, 64, 128, 200, 256, MAX_RANK])
-def test_sums_in_order_and_is_what_torch_gives(rank: int) -> None:
+def test_sums_are_in_order_and_equal_torchs(rank: int) -> None:
     random = torch.Generator().manual_seed(rank)
     for rows, columns in ((2, 2), (3, 5), (8, 32), (17, 100), (9, 31), (48, 2050), (513, 64)):
         w = torch.randn(rows, columns, generator=random).bfloat16()
@@ -80,7 +80,7 @@ def test_rounding_infinities_and_nan() -> None:
     assert nonfinite == int((~torch.isfinite(wanted)).sum())
 
 
-def test_what_is_not_finite_at_the_edges_of_tiles() -> None:
+def test_values_that_are_not_finite_at_the_edges_of_tiles() -> None:
     random = torch.Generator().manual_seed(5)
     w = torch.randn(13, 71, generator=random).bfloat16()
     a = torch.randn(3, 71, generator=random)
@@ -139,7 +139,9 @@ def _run(inputs: dict[str, SourceRef], out: Path, workers: int = 2) -> Executed:
 
 
 @pytest.mark.parametrize("slot", [0, 20_000, 1 << 20])
-def test_through_the_engine_it_is_the_same_as_by_torch(inputs, tmp_path, monkeypatch, slot) -> None:
+def test_execute_gives_the_same_bytes_with_kernel_and_torch(
+    inputs, tmp_path, monkeypatch, slot
+) -> None:
     monkeypatch.setattr(folding, "SLOT", slot)
     with open_sources(inputs) as sources:
         assert all(fold_term(op, sources) is not None for op in _plan().ops)
@@ -152,7 +154,7 @@ def test_through_the_engine_it_is_the_same_as_by_torch(inputs, tmp_path, monkeyp
 
 
 @pytest.mark.parametrize("slot", [20_000, 80_000])
-def test_a_tensor_is_made_in_a_slot_whatever_its_shape(inputs, monkeypatch, slot: int) -> None:
+def test_memory_of_a_tensor_is_bounded_for_any_shape(inputs, monkeypatch, slot: int) -> None:
     monkeypatch.setattr(folding, "SLOT", slot)
     read = Buffer()
     with open_sources(inputs) as sources:
@@ -167,7 +169,7 @@ def test_a_tensor_is_made_in_a_slot_whatever_its_shape(inputs, monkeypatch, slot
     assert read.size <= 2 * (slot + 2 * 31 * 1030)  # the same rows, and those of B
 
 
-def test_what_is_left_to_torch(inputs) -> None:
+def test_unsupported_operations_are_left_to_torch(inputs) -> None:
     op = _plan().ops[0]
     (term,) = op.terms
     assert isinstance(term, LowRank)
@@ -191,7 +193,7 @@ def test_the_kernels_for_avx2_are_as_exact(monkeypatch, tmp_path) -> None:
     monkeypatch.setattr(binding, "FLAGS", (*binding.FLAGS, "-mno-avx512f"))
     older = native.library.__wrapped__()
     monkeypatch.setattr(f"{__name__}.KERNELS", older)
-    test_sums_in_order_and_is_what_torch_gives(64)
+    test_sums_are_in_order_and_equal_torchs(64)
     test_rounding_infinities_and_nan()
     monkeypatch.setattr(hashing, "library", lambda: older)
     monkeypatch.setattr(hashing, "side_by_side", lambda: True)

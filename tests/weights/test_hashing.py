@@ -51,7 +51,7 @@ def test_any_cut_of_any_streams(rounds: list[dict[int, int]]) -> None:
 
 
 @needs_kernels
-def test_a_digest_may_be_asked_for_midway(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_digest_can_be_read_midway(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(hashing, "side_by_side", lambda: True)
     stream = hashing.stream()
     for part in (b"a" * 100, b"b" * 28):

@@ -15,7 +15,7 @@ from tests.weights.plans import make_inputs
 ONE, TWO = (Outcome(name, "model.safetensors", "0" * 64) for name in ("one", "two"))
 
 
-def test_a_full_disk_is_told_with_what_to_do(tmp_path: Path) -> None:
+def test_a_full_disk_is_an_error_with_a_hint(tmp_path: Path) -> None:
     journal = Journal(tmp_path, "identity")
     (tmp_path / JOURNAL).unlink()
     (tmp_path / JOURNAL).symlink_to("/dev/full")
@@ -48,7 +48,7 @@ def test_a_journal_of_another_run_is_ignored(tmp_path: Path) -> None:
     assert Journal(tmp_path, "another").found == {}
 
 
-def test_an_input_that_is_gone_is_named(tmp_path: Path) -> None:
+def test_an_absent_input_is_named(tmp_path: Path) -> None:
     inputs: dict[str, SourceRef] = make_inputs(tmp_path)
     with open_sources(inputs) as sources:
         plan = as_is(sources["base"], "base")

@@ -62,7 +62,7 @@ def test_quantising_moves_the_weights_and_is_repeatable() -> None:
 
 
 @pytest.mark.parametrize("fields", [{}, {"type": "int8", "double_quant": True}, {"type": "nf4"}])
-def test_what_cannot_be_reproduced_is_refused(fields: dict) -> None:
+def test_unknown_quantizations_are_refused(fields: dict) -> None:
     with pytest.raises(ArtifactError, match="not one of nf4, fp4"):
         check_quantization(fields)
 
@@ -78,7 +78,7 @@ def test_rows_are_those_of_the_whole(shape: tuple[int, int], double_quant: bool)
 
 
 @pytest.mark.parametrize("change", [0.0005, 0.01, 0.03, 0.06])
-def test_a_merged_qlora_model_is_told_from_its_values(tmp_path: Path, change: float) -> None:
+def test_a_merged_qlora_model_is_recognised_by_its_values(tmp_path: Path, change: float) -> None:
     text = lost_in_4_bits(read_checkpoint(near_nf4(tmp_path / "merged", change)))
     assert text is not None
     assert text.startswith("model.layers.0.mlp.up_proj.weight is ")
@@ -89,7 +89,9 @@ def test_a_merged_qlora_model_is_told_from_its_values(tmp_path: Path, change: fl
     [("bf16", 0.0), ("bf16", 0.03), ("nf4", 0.0), ("nf4", 0.3), ("ternary", 0.0)],
     ids=["base", "LoRA", "dequantised", "large change", "ternary"],
 )
-def test_what_4_bits_take_nothing_from(tmp_path: Path, base: str, change: float) -> None:
+def test_models_that_lose_nothing_in_4_bits_are_accepted(
+    tmp_path: Path, base: str, change: float
+) -> None:
     """A base, a LoRA model, a dequantized base, a change above NF4's steps, ternary values."""
     assert lost_in_4_bits(read_checkpoint(near_nf4(tmp_path / "model", change, base=base))) is None
 

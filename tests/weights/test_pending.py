@@ -24,13 +24,13 @@ def _names(pending: Pending, count: int, memory: int = 0) -> list[str | None]:
     return [None if task is None else task.op.name for task in taken]
 
 
-def test_the_largest_first_and_no_more_than_a_share() -> None:
+def test_largest_tasks_first_and_an_equal_share_per_worker() -> None:
     tasks = [_task(str(rows), rows) for rows in (1, 30, 20, 40)]
     assert _names(Pending(tasks, 2, 8), 3) == ["40", "30", None]
     assert _names(Pending(tasks, 1, 8), 5) == ["40", "30", "20", "1", None]
 
 
-def test_what_holds_much_is_made_alone() -> None:
+def test_a_tensor_that_takes_much_memory_is_taken_alone() -> None:
     tasks = [_task("a", 9, memory=LARGE + 1), _task("b", 8, memory=LARGE), _task("c", 7)]
     pending = Pending(tasks, 1, 8)
     first = pending.take(0, 0)
@@ -39,7 +39,7 @@ def test_what_holds_much_is_made_alone() -> None:
     assert _names(Pending(tasks[1:], 1, 8), 3, memory=1) == ["c", None, None]
 
 
-def test_two_large_ones_at_a_time_and_the_third_when_one_is_done() -> None:
+def test_at_most_two_large_tasks_at_a_time() -> None:
     tasks = [_task(str(index), 9, memory=LARGE + 1) for index in range(3)]
     pending = Pending(tasks, 3, 8)
     taken = [pending.take(0, 0) for _ in range(2)]
@@ -54,7 +54,7 @@ def test_two_large_ones_at_a_time_and_the_third_when_one_is_done() -> None:
     assert third == [tasks[2]]
 
 
-def test_torchs_share_comes_when_torch_is_there() -> None:
+def test_tasks_that_need_torch_wait_for_its_import() -> None:
     tasks = [_task("heavy", 9, torch=True), _task("light", 1)]
     pending = Pending(tasks, 1, 8)
     assert pending.waits_for_torch
@@ -63,7 +63,7 @@ def test_torchs_share_comes_when_torch_is_there() -> None:
     assert _names(pending, 1) == ["heavy"]
 
 
-def test_whoever_waits_is_sent_home_when_it_is_closed() -> None:
+def test_close_wakes_waiting_workers() -> None:
     pending = Pending([_task("heavy", 9, torch=True)], 1, 8)
     got: list[Task | None] = []
     waiting = threading.Thread(target=lambda: got.append(pending.take(0, 0)))

@@ -224,7 +224,7 @@ def test_experts_in_another_order_are_named(broken: Callable[..., Proof]) -> Non
         assert {*own, *theirs} == {"0", "2"}
 
 
-def test_what_is_not_there_and_what_is_too_much(broken: Callable[..., Proof]) -> None:
+def test_missing_and_extra_tensors_are_named(broken: Callable[..., Proof]) -> None:
     def edit(tensors: Tensors, _: Tensors) -> None:
         tensors["v_head.weight"] = tensors.pop(O_PROJ)
 
@@ -233,7 +233,7 @@ def test_what_is_not_there_and_what_is_too_much(broken: Callable[..., Proof]) ->
     assert proof.extra == ("v_head.weight",)
 
 
-def test_our_own_merge_is_proven_by_its_plan(
+def test_a_merge_of_ours_is_proven_by_its_plan(
     qwen: Any, qlora_adapter: Path, qlora_run: Path, tmp_path: Path
 ) -> None:
     for mode in ("dequantized", "original"):
@@ -265,7 +265,7 @@ def _dequantized(plan: Plan) -> list[Any]:
     return ops
 
 
-def test_it_takes_numpy_alone(merges: Merges) -> None:
+def test_the_proof_imports_numpy_alone(merges: Merges) -> None:
     base, adapter = merges.base("qwen2"), merges.adapter("qwen2")
     merged = merges.merged("qwen2", "plain", FP32, BF16)
     code = (

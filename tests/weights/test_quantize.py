@@ -84,7 +84,7 @@ def test_every_weight_is_within_half_a_step_and_the_rest_is_untouched(
 
 
 @pytest.mark.parametrize("scheme", BOTH)
-def test_transformers_loads_it_without_a_gap_and_with_the_same_weights(
+def test_transformers_loads_all_weights_unchanged(
     qwen: Artifact, tmp_path: Path, scheme: str
 ) -> None:
     from transformers import AutoModelForCausalLM
@@ -106,7 +106,7 @@ def test_transformers_loads_it_without_a_gap_and_with_the_same_weights(
     assert (wanted - logits).norm() / wanted.norm() < (0.05 if scheme == "w8a8" else 0.15)
 
 
-def test_config_says_what_is_kept_and_is_what_the_library_reads(llama: Artifact) -> None:
+def test_config_lists_unquantized_layers_and_is_read_by_the_library(llama: Artifact) -> None:
     from compressed_tensors.quantization import QuantizationConfig
 
     facts = model_facts(llama.path)
@@ -125,7 +125,7 @@ def test_a_tied_head_is_left_alone_by_name(qwen: Artifact) -> None:
     assert left_alone(model_facts(qwen.path)) == ["lm_head"]
 
 
-def test_the_contract_is_what_is_written(llama: Artifact, tmp_path: Path) -> None:
+def test_written_tensors_match_the_contract(llama: Artifact, tmp_path: Path) -> None:
     plan, _ = quantize(llama.path, tmp_path / "out", "fp8")
     contract = quantized_contract(_facts(llama), "fp8")
     wanted = {tensor.name: (tensor.shape, tensor.dtype) for tensor in contract}
@@ -139,12 +139,12 @@ def test_bytes_depend_neither_on_workers_nor_on_files(llama: Artifact, tmp_path:
     assert len(list((tmp_path / "two").glob("*.safetensors"))) > 3
 
 
-def test_a_plan_of_it_is_plain_data(llama: Artifact, tmp_path: Path) -> None:
+def test_the_plan_survives_json(llama: Artifact, tmp_path: Path) -> None:
     plan, _ = quantize(llama.path, tmp_path / "out", "w8a8")
     assert Plan.from_json(json.loads(json.dumps(plan.as_json()))) == plan
 
 
-def test_a_value_that_is_not_finite_is_told(llama: Artifact, tmp_path: Path) -> None:
+def test_values_that_are_not_finite_are_counted(llama: Artifact, tmp_path: Path) -> None:
     from safetensors.torch import load_file, save_file
 
     base = shutil.copytree(llama.path, tmp_path / "base")
@@ -158,7 +158,7 @@ def test_a_value_that_is_not_finite_is_told(llama: Artifact, tmp_path: Path) -> 
     assert done.nonfinite == {f"{name}_scale": 1}
 
 
-def test_what_cannot_be_quantised_is_refused_by_name(llama: Artifact) -> None:
+def test_unsupported_layers_are_refused_by_name(llama: Artifact) -> None:
     facts = _facts(llama)
     with pytest.raises(ContractError, match="no linear layer"):
         quantized_plan(Plan(()), replace(facts, quantized=()), "w8a8")
@@ -177,7 +177,7 @@ def test_a_stack_of_experts_is_refused(tmp_path: Path) -> None:
         quantized_plan(Plan(()), model_facts(tmp_path), "w8a8")
 
 
-def test_the_word_is_checked() -> None:
+def test_the_value_of_convert_quantize_is_checked() -> None:
     assert [check_quantize(name) for name in ("none", "w8a8", "fp8")] == [None, "w8a8", "fp8"]
     with pytest.raises(ConfigError, match="is not one of none, w8a8, fp8"):
         check_quantize("int4")
@@ -210,7 +210,7 @@ def _facts(base: Artifact) -> ModelFacts:
 
 
 @pytest.mark.parametrize("scheme", BOTH)
-def test_convert_quantises_says_so_and_reports_the_drift(
+def test_convert_quantizes_and_reports_the_drift(
     full_weights: Path, full_run: Path, tmp_path: Path, scheme: str
 ) -> None:
     limit = DriftLimit(mean_kl=0.5, p95_kl=2.0, top1_agreement=0.5)

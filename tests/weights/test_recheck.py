@@ -68,7 +68,9 @@ def _write(folder: Path, tensor: torch.Tensor, name: str = NAME) -> None:
 
 @pytest.mark.parametrize("size", SIZES)
 @pytest.mark.parametrize("fault", ["none", "left out", "scale", "other base"])
-def test_of_a_qlora(fault: str, size: float, qwen, qlora_adapter, qlora_run, tmp_path) -> None:
+def test_faults_of_a_qlora_merge(
+    fault: str, size: float, qwen, qlora_adapter, qlora_run, tmp_path
+) -> None:
     adapter, change = _of_size(qlora_adapter, size, tmp_path / "adapter")
     base = state_of(qwen.path)[NAME]
     seen = as_trained(base, NF4)
@@ -86,7 +88,9 @@ def test_of_a_qlora(fault: str, size: float, qwen, qlora_adapter, qlora_run, tmp
 
 @pytest.mark.parametrize("size", SIZES)
 @pytest.mark.parametrize("factor", [0.0, 0.98, 1.0, 1.02, 2.0])
-def test_of_a_lora(factor: float, size: float, llama, lora_adapter, lora_run, tmp_path) -> None:
+def test_faults_of_a_lora_merge(
+    factor: float, size: float, llama, lora_adapter, lora_run, tmp_path
+) -> None:
     adapter, change = _of_size(lora_adapter, size, tmp_path / "adapter")
     base = state_of(llama.path)[NAME]
     tensor = (base.double() + factor * change).to(base.dtype)

@@ -137,7 +137,7 @@ def test_an_input_that_was_linked_is_never_written_to(inputs, tmp_path) -> None:
     assert (out / files[0]).stat().st_nlink == 1
 
 
-def test_a_verdict_leaves_nothing_to_go_on_with(inputs, tmp_path) -> None:
+def test_a_failed_check_leaves_nothing_to_resume(inputs, tmp_path) -> None:
     def judged() -> None:
         with staging(tmp_path / "made") as work:
             _execute(inputs, work)
@@ -154,7 +154,7 @@ def test_two_processes_cannot_make_the_same_artifact(tmp_path) -> None:
     assert list(tmp_path.iterdir()) == []
 
 
-def test_sweep_leaves_owners_and_what_can_be_resumed(inputs, tmp_path, monkeypatch) -> None:
+def test_sweep_keeps_folders_in_use_and_resumable_ones(inputs, tmp_path, monkeypatch) -> None:
     store = tmp_path / "kind"
     work = _break_off(inputs, store / "made", monkeypatch, 8)
     (store / ".dead.tmp").mkdir()
@@ -269,7 +269,7 @@ except ArtifactError as error:
 """
 
 
-def test_a_file_that_cannot_grow_is_a_clear_error_and_leaves_no_file(tmp_path: Path) -> None:
+def test_a_file_size_limit_is_a_clear_error_and_leaves_no_file(tmp_path: Path) -> None:
     make_inputs(tmp_path)
     (tmp_path / "out").mkdir()
     done = subprocess.run(

@@ -46,7 +46,7 @@ def inputs(tmp_path: Path) -> Path:
 
 
 @pytest.mark.skipif(bool(WHY_NOT), reason=WHY_NOT or "it can")
-def test_full_before_in_the_midst_and_at_the_end(inputs: Path) -> None:
+def test_disk_full_before_during_and_at_the_end_of_a_run(inputs: Path) -> None:
     disk, plain = inputs / "disk", inputs / "plain" / "model"
     disk.mkdir()
     command = [*ALONE, sys.executable, "-m", "tests.weights.small_disk", str(inputs), str(disk)]

@@ -28,7 +28,7 @@ SPECS = [Spec("odd", (3,), "U8"), Spec("wide", (2, 2), "F32"), Spec("none", (0, 
         max_size=12,
     )
 )
-def test_a_planned_header_is_what_safetensors_and_we_read(tmp_path_factory, kinds) -> None:
+def test_safetensors_reads_a_planned_header(tmp_path_factory, kinds) -> None:
     from safetensors import safe_open
 
     specs = [Spec(f"t{i}", tuple(shape), dtype) for i, (dtype, shape) in enumerate(kinds)]

@@ -55,7 +55,7 @@ def test_endless_programs_end(monkeypatch: pytest.MonkeyPatch) -> None:
         run(b"N0" * 1000 + b"N.")
 
 
-def test_what_is_called_is_only_named() -> None:
+def test_calls_become_placeholders() -> None:
     value = run(b"cos\nsystem\nX\x02\x00\x00\x00ls\x85R.")
     assert (value.kind, value.args) == ("os.system", ("ls",))
     assert run(b"cos\nsystem\n.") == Global("os", "system")
@@ -93,7 +93,7 @@ def test_keys_that_python_would_hash_alike_take_no_time() -> None:
     assert len(value) == 40_000
 
 
-def test_calls_of_a_long_name_share_it() -> None:
+def test_calls_share_one_copy_of_a_long_name() -> None:
     """A call takes 4 bytes, its name 8,000 characters: copies of it would be a memory bomb."""
     name = b"c" + b"m" * 4000 + b"\n" + b"n" * 4000 + b"\nq\x000"
     value = run(b"]" + name + b"(" + b"h\x00)R" * 1000 + b"e.")
@@ -108,7 +108,7 @@ def test_names_without_end_are_refused(lengths: tuple[int, int]) -> None:
         run(text(module) + text(name) + b"\x93.")
 
 
-def test_what_is_damaged_is_told_in_a_few_words() -> None:
+def test_the_error_for_damaged_text_is_short() -> None:
     with pytest.raises(PickleError) as raised:
         run(b"X" + struct.pack("<I", 100_000) + b"\xff" * 100_000 + b".")
     assert len(str(raised.value)) < 200

@@ -40,7 +40,7 @@ def findings(folder: Path) -> list[str]:
     return list(caught.value.details)
 
 
-def test_tensors_of_all_files_are_torchs_own(folder: Path) -> None:
+def test_tensors_of_all_files_equal_torchs(folder: Path) -> None:
     assert is_pickled_model(folder)
     source = open_model(folder)
     assert list(source.tensors) == [*ONE, *TWO]
@@ -51,7 +51,7 @@ def test_tensors_of_all_files_are_torchs_own(folder: Path) -> None:
         assert extent.path.name == (FIRST if name in ONE else SECOND)
 
 
-def test_what_transformers_writes_and_reads_is_read_here(tmp_path: Path) -> None:
+def test_shards_of_transformers_are_read(tmp_path: Path) -> None:
     """Read shards and index as transformers 4 wrote them with `safe_serialization=False`."""
     from huggingface_hub import split_torch_state_dict_into_shards
     from transformers import AutoModelForCausalLM
@@ -111,7 +111,7 @@ def test_a_broken_index_is_named(folder: Path, text: str) -> None:
     assert any(f"{INDEX}: not a readable index" in finding for finding in findings(folder))
 
 
-def test_findings_of_every_file_are_told_by_file(folder: Path) -> None:
+def test_findings_name_their_file(folder: Path) -> None:
     torch.save({"a": torch.empty(0), "z": 3}, folder / FIRST)
     (folder / SECOND).write_bytes((folder / SECOND).read_bytes()[:-50])
     lines = findings(folder)

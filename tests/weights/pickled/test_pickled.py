@@ -40,7 +40,7 @@ def loaded(file: TorchFile, ref: TensorRef) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("protocol", [2, 3, 4, 5])
-def test_tensors_are_torchs_own(tmp_path: Path, protocol: int) -> None:
+def test_tensors_equal_torchs(tmp_path: Path, protocol: int) -> None:
     torch.save(GOOD, tmp_path / "x.pt", pickle_protocol=protocol)
     file = read_torch_file(tmp_path / "x.pt")
     assert list(file.content) == list(GOOD)
@@ -116,7 +116,7 @@ def test_a_state_dict_is_a_source(tmp_path: Path) -> None:
         assert source.sha256(name) is None
 
 
-def test_values_that_are_to_be_negated_or_conjugated_are_no_plain_tensor(tmp_path: Path) -> None:
+def test_negated_and_conjugated_views_are_refused(tmp_path: Path) -> None:
     """torch saves such a view as its storage and a flag; without the flag signs are wrong."""
     negated = torch.tensor([1 + 2j, 3 - 4j]).conj().imag
     assert negated.is_neg()
@@ -135,14 +135,16 @@ def test_values_that_are_to_be_negated_or_conjugated_are_no_plain_tensor(tmp_pat
         ([torch.ones(2)], "holds a list"),
     ],
 )
-def test_what_is_no_state_dict_is_refused(tmp_path: Path, state: Any, finding: str) -> None:
+def test_other_objects_than_state_dicts_are_refused(
+    tmp_path: Path, state: Any, finding: str
+) -> None:
     torch.save(state, tmp_path / "x.bin")
     with pytest.raises(ArtifactError) as raised:
         read_state(tmp_path / "x.bin")
     assert finding in raised.value.message
 
 
-def test_torchs_old_format_is_refused_by_name(tmp_path: Path) -> None:
+def test_the_format_before_torch_1_6_is_named(tmp_path: Path) -> None:
     torch.save(GOOD["weight"], tmp_path / "x.bin", _use_new_zipfile_serialization=False)
     with pytest.raises(ArtifactError, match="before 1.6") as raised:
         read_state(tmp_path / "x.bin")

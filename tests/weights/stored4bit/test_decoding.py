@@ -30,7 +30,7 @@ from tests.weights.stored4bit.making import decode_all, pack, restored, same, wr
         ("llama", {"kind": "nf4", "double": True, "blocksize": 32, "storage": torch.float32}),
     ],
 )
-def test_every_tensor_is_what_transformers_dequantizes(
+def test_every_tensor_equals_transformers_dequantization(
     family: str, options: dict[str, Any], request: pytest.FixtureRequest, tmp_path: Path
 ) -> None:
     base: Artifact = request.getfixturevalue(family)
@@ -52,7 +52,7 @@ def test_every_tensor_is_what_transformers_dequantizes(
     dtype=st.sampled_from([torch.bfloat16, torch.float16, torch.float32]),
     seed=st.integers(0, 99),
 )
-def test_any_matrix_is_what_bitsandbytes_dequantizes(
+def test_any_matrix_equals_bitsandbytes_dequantization(
     tmp_path_factory: pytest.TempPathFactory,
     shape: list[int],
     kind: str,
@@ -76,7 +76,7 @@ def test_any_matrix_is_what_bitsandbytes_dequantizes(
 
 @pytest.mark.parametrize("shape", [(5, 7), (96, 96), (3, 4304)])
 @pytest.mark.parametrize("blocksize", [64, 2048])
-def test_rows_that_end_within_blocks_are_near_what_was_packed(
+def test_rows_that_end_within_blocks_have_the_error_of_4_bits(
     shape: tuple[int, int], blocksize: int, tmp_path: Path
 ) -> None:
     """Our error is that of 4 bits, 9 to 11 %; bitsandbytes' kernel uses wrong scales here: 25 %."""

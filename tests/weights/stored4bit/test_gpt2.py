@@ -20,7 +20,7 @@ from tests.weights.making import (
 from tests.weights.stored4bit.making import TURNED, decode_all, gpt2, pack, same
 
 
-def test_gpt2_comes_out_as_it_lies_on_disk(tmp_path: Path) -> None:
+def test_gpt2_is_decoded_to_its_layout_on_disk(tmp_path: Path) -> None:
     """transformers packs the transpose of the matrices in GPT-2's checkpoints."""
     from transformers import AutoModelForCausalLM
 
@@ -42,7 +42,7 @@ def test_gpt2_comes_out_as_it_lies_on_disk(tmp_path: Path) -> None:
     assert difference < 0.05  # the same numbers; bf16 sums of a transposed product
 
 
-def test_gpt2_goes_through_the_4_bits_that_training_saw(tmp_path: Path) -> None:
+def test_gpt2_is_quantized_like_in_training(tmp_path: Path) -> None:
     """QLoRA on a plain base whose layers are `Conv1D`: their transposes are quantized."""
     base = gpt2(tmp_path / "base")
     dequantized = pack(base, tmp_path / "packed")

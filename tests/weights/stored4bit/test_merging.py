@@ -94,7 +94,7 @@ class TestMerge:
         assert not {*info["missing_keys"], *info["unexpected_keys"]}
         assert not hasattr(again, "hf_quantizer")
 
-    def test_the_bits_are_those_of_training_whatever_it_said(
+    def test_stored_bits_win_over_the_quantization_in_train_json(
         self, base: Artifact, adapter: Path, run: Path, tmp_path: Path
     ) -> None:
         second = Path(shutil.copytree(run, tmp_path / "run"))
@@ -105,7 +105,7 @@ class TestMerge:
             self.merge(tmp_path / name, base, adapter, trained, score=copy_reference)
         assert same(state_of(tmp_path / "one"), state_of(tmp_path / "two")) == []
 
-    def test_fp32_is_asked_for_in_one_pass(
+    def test_fp32_output_takes_one_pass(
         self, base: Artifact, adapter: Path, run: Path, out: Path
     ) -> None:
         output = {"dtype": "float32", "max_shard_size": "50KB"}

@@ -51,7 +51,7 @@ def test_early_configurations_are_understood() -> None:
     assert stored({"quantization_config": {}}) is None
 
 
-def test_another_scale_is_another_input(copy: Path) -> None:
+def test_changed_scales_change_the_identity_of_the_input(copy: Path) -> None:
     """An interrupted run is not continued if only a tensor beside a matrix has changed."""
     identities = set()
     for _ in range(2):
@@ -65,7 +65,7 @@ def test_another_scale_is_another_input(copy: Path) -> None:
     max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
 )
 @given(data=st.data())
-def test_mutated_it_is_refused_or_the_same(
+def test_a_mutated_folder_is_refused_or_decodes_the_same(
     data: st.DataObject, tmp_path_factory: pytest.TempPathFactory
 ) -> None:
     """A tensor that is lost, resized, retyped or renamed is always noticed."""

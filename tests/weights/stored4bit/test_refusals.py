@@ -66,7 +66,7 @@ MUTATIONS: dict[str, tuple[Callable[[dict[str, torch.Tensor]], Any], str]] = {
 
 class TestRefused:
     @pytest.mark.parametrize("name", MUTATIONS)
-    def test_what_does_not_fit_by_name(self, name: str, copy: Path) -> None:
+    def test_the_error_names_the_mismatch(self, name: str, copy: Path) -> None:
         change, text = MUTATIONS[name]
         alter(copy, change)
         with pytest.raises(ArtifactError) as caught, open_base(copy):

@@ -54,7 +54,7 @@ def assert_same_as_deepspeed(folder: Path) -> None:
 
 
 @pytest.mark.parametrize("case", SAME_AS_DEEPSPEED)
-def test_every_tensor_is_deepspeeds_own_bit_for_bit(saved: Path, case: str) -> None:
+def test_every_tensor_equals_deepspeeds_bit_for_bit(saved: Path, case: str) -> None:
     assert is_checkpoint(saved / case)
     assert_same_as_deepspeed(saved / case)
 
@@ -71,7 +71,7 @@ def test_other_numbers_of_ranks(tmp_path: Path, world_size: int) -> None:
     ("case", "stage", "step"),
     [("full-0", 0, 2), ("full-1", 1, 2), ("full-2", 2, 2), ("full-3", 3, 2), ("lora-3", 3, 2)],
 )
-def test_stage_ranks_and_step_are_told(saved: Path, case: str, stage: int, step: int) -> None:
+def test_stage_ranks_and_step_are_read(saved: Path, case: str, stage: int, step: int) -> None:
     checkpoint = read_zero(saved / case)
     assert (checkpoint.stage, checkpoint.step) == (stage, step)
     assert checkpoint.world_size == 2
@@ -83,7 +83,7 @@ def test_stage_ranks_and_step_are_told(saved: Path, case: str, stage: int, step:
 
 
 @pytest.mark.parametrize("case", ["full-0", "bf16-optimizer"])
-def test_what_deepspeed_cannot_convert_is_read_all_the_same(saved: Path, case: str) -> None:
+def test_checkpoints_that_deepspeed_cannot_convert_are_read(saved: Path, case: str) -> None:
     assert (saved / case / "refused.txt").is_file()
     tensors, live = state(read_zero(saved / case)), module(saved / case)
     assert set(tensors) == set(live)
@@ -94,7 +94,7 @@ def test_what_deepspeed_cannot_convert_is_read_all_the_same(saved: Path, case: s
         assert {tensors[name].dtype for name in trained} == {torch.float32}
 
 
-def test_zero1_keeps_the_frozen_weights_that_deepspeed_forgets(saved: Path) -> None:
+def test_frozen_weights_of_zero1_are_kept(saved: Path) -> None:
     tensors, live = state(read_zero(saved / "lora-1")), module(saved / "lora-1")
     expected = load_file(saved / "lora-1" / "expected.safetensors")
     frozen = set(tensors) - set(expected)

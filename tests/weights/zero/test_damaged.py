@@ -171,7 +171,7 @@ def test_every_truncated_file_is_named(copied: Copied) -> None:
     assert all(any(path.name in line for line in lines[1:]) for path in paths)
 
 
-def test_latest_that_names_what_is_not_there(copied: Copied) -> None:
+def test_latest_names_an_absent_step(copied: Copied) -> None:
     folder = copied("full-2")
     (folder / "latest").write_text("global_step9")
     assert any("names global_step9" in line for line in findings(folder))

@@ -64,7 +64,7 @@ def test_states_that_would_take_any_memory_are_refused(copied: Copied) -> None:
     assert any("param_shapes: 0 has no shape" in line for line in findings(folder))
 
 
-def test_a_partition_count_of_any_depth_is_told_in_a_few_words(copied: Copied) -> None:
+def test_the_error_for_a_deep_partition_count_is_short(copied: Copied) -> None:
     folder = copied("full-2")
     deep: list[Any] = []
     for _ in range(60):

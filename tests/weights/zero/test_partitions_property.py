@@ -110,7 +110,7 @@ def tensors(shapes: list[list[list[int]]]) -> Groups:
 @settings(
     max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
 )
-def test_what_was_cut_is_whole_again(
+def test_partitions_are_joined_to_the_original_tensors(
     tmp_path: Path, shapes: list[list[list[int]]], stage: int, world: int, align: int
 ) -> None:
     groups = tensors(shapes)

@@ -47,9 +47,16 @@ def snapshot(folder: Path) -> dict[str, tuple[int, int]]:
     }
 
 
+RARE = ("deepseek_v3", "falcon", "gemma2", "gemma3_text", "gpt_neox", "qwen2_5_vl", "qwen2_moe")
+"""Families that the default suite leaves to `make test-all`."""
+
+
 @pytest.mark.parametrize(
     "name",
-    [pytest.param(n, marks=pytest.mark.slow if one.slow else ()) for n, one in CLEAN.items()],
+    [
+        pytest.param(name, marks=pytest.mark.slow if clean.slow or name in RARE else ())
+        for name, clean in CLEAN.items()
+    ],
 )
 def test_a_clean_checkpoint_has_no_error(name: str, corpus: Corpus) -> None:
     folder = corpus.clean(name)

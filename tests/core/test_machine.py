@@ -142,7 +142,7 @@ def test_without_bindings_nvidia_smi_is_asked(
 
 def test_asking_imports_no_torch_and_follows_the_variable() -> None:
     code = (
-        "import sys\nfrom tasks import machine\nfrom tasks.core.machine import Gpu, Gpus\n"
+        "import sys\nfrom tasks.core import machine\nfrom tasks.core.machine import Gpu, Gpus\n"
         "machine.listed()\nassert not {'torch', 'vllm'} & set(sys.modules)\n"
         "machine.listed = lambda: Gpus((Gpu('GPU-1', 5), Gpu('GPU-2', 3)))\n"
         "machine.torch_build = lambda: ('2.13.0', (13, 0))\n"

@@ -103,6 +103,7 @@ class TestAStageFails:
         assert f"chats.jsonl:{PEEK + 41}" in done.output
         assert done.summary["stages"] == []  # found before the base is made
 
+    @pytest.mark.slow  # tests/training has it without a flow
     def test_a_prompt_longer_than_the_context(self, start: Callable[..., Run], chats: Path) -> None:
         lines = chats.read_text().splitlines()
         lines[40] = conversation("far too long " * 400)
@@ -111,6 +112,7 @@ class TestAStageFails:
         assert "train.max_len" in done.output
         assert done.output.rstrip().count("\n") < 120
 
+    @pytest.mark.slow  # tests/training has it without a flow
     def test_a_loss_that_is_not_finite_keeps_the_last_good_checkpoint(
         self, start: Callable[..., Run]
     ) -> None:

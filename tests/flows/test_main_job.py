@@ -212,9 +212,10 @@ def test_a_second_run_reuses_every_stage(qlora: Run, rlhf: Callable[..., Run]) -
     assert again.summary["seconds"] < 45
 
 
+@pytest.mark.slow  # stages and ranks of both are tested in tests/training and tests/weights
 @pytest.mark.parametrize(
     ("experiment", "steps"),
-    [("lora_zero3", 15), pytest.param("sft_full", 40, marks=pytest.mark.slow)],
+    [("lora_zero3", 15), ("sft_full", 40)],
 )
 def test_other_experiments_hold_too(
     experiment: str, steps: int, qlora: Run, rlhf: Callable[..., Run]

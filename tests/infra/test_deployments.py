@@ -107,7 +107,9 @@ def test_up_again_finds_what_runs(site: Site) -> None:
     ] == ["runs already"] * 3
 
 
-@pytest.mark.parametrize("name", ["rlhf-qlora", "rlhf-nightly"])
+@pytest.mark.parametrize(
+    "name", ["rlhf-qlora", pytest.param("rlhf-nightly", marks=pytest.mark.slow)]
+)
 def test_runs_wait_for_each_other(site: Site, name: str) -> None:
     deployment = site.deployment(name)
     assert deployment["global_concurrency_limit"]["limit"] == 1

@@ -23,8 +23,8 @@ import sys, types
 sys.modules["vllm"] = types.ModuleType("vllm")
 sys.modules["vllm"].LLM = object
 """
-VLLM = "from tasks.serving import vllm_child; vllm_child._import_vllm()"
-SCORER = "from tasks.serving import reference; reference._warm_up()"
+VLLM = "from tasks.serving.vllm import child; child._import_vllm()"
+SCORER = "from tasks.serving.reference import child; child._warm_up()"
 CASES = [
     pytest.param(WITHOUT_VLLM + VLLM, id="vllm_child"),
     pytest.param(SCORER, id="reference"),

@@ -17,6 +17,7 @@ from tasks.weights.files.header import read_header
 from tests.settings import Batch, Settings
 
 
+@pytest.mark.slow
 def test_peft_saves_empty_tensors_under_zero3_and_partitions_do_not(
     tmp_path: Path, base: Path, dataset: Path
 ) -> None:

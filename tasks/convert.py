@@ -16,7 +16,7 @@ from tasks.core.contract import Check, Expected, judge
 from tasks.drift.fingerprint import DriftLimit
 from tasks.drift.verdict import Moved
 from tasks.evaluation.scoring import ModelRef, Score
-from tasks.evaluation.serving_config import Said, agreement, write_configs
+from tasks.evaluation.serving_config import ServingConfig, agreement, write_configs
 from tasks.evaluation.trained_artifact import (
     CONFIG,
     GENERATION_CONFIG,
@@ -119,7 +119,7 @@ def convert(
     copy_files(trained / "tokenizer", out)
     side = Trained.read(trained)
     config, pad = _config_and_pad(weights, side, tokenizer)
-    said = Said(
+    said = ServingConfig(
         config=config,
         generation=read_json(weights / GENERATION_CONFIG),
         dtype=dtype,

@@ -1,135 +1,90 @@
 """smoke_eval: serve the model for real and prove that it is the one that was trained.
 
-The served folder is loaded by the engine that will serve it (vLLM, or transformers as the native
-fallback). Its fingerprint is compared with the live training engine's, its first greedy tokens with
-transformers', and its answers to held-out prompts are read: do they stop, do they loop, are they
-right (where the data says what is), and were they before training.
+The engine that will serve the model (vLLM, or transformers as the fallback) loads the served
+folder. Its fingerprint is compared with the live training engine's, its first greedy tokens with
+those of transformers. Its responses to evaluation prompts have to stop and must not loop. Where the
+data has answers, exact match is measured before and after training.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import asdict
 from pathlib import Path
+from typing import Any
 
-from tasks.core.contract import Check
-from tasks.drift.fingerprint import DriftLimit, Fingerprint, drift, within
+from tasks.drift.fingerprint import Fingerprint
 from tasks.drift.verdict import FINGERPRINT
 from tasks.evaluation import smoke_checks
-from tasks.evaluation.evaluation_prompts import (
-    answerable,
-    context_of,
-    dtype_of,
-    question_of,
-    read_heldout,
-)
-from tasks.evaluation.responses import describe, numbers, read_answers, write_report
+from tasks.evaluation.evaluation_prompts import answerable, dtype_of, question_of, read_heldout
+from tasks.evaluation.responses import describe, numbers, read_answers
 from tasks.evaluation.sampled_responses import read_drawn
-from tasks.evaluation.scoring import Prompts, ReferenceScorer
+from tasks.evaluation.scoring import Prompts
 from tasks.evaluation.serve import Question
-from tasks.evaluation.smoke import (
-    SmokeSettings,
-    agree_greedily,
-    ask_engine,
-    before_loading,
-    who_moved,
-)
+from tasks.evaluation.smoke import SmokeTest
 from tasks.pipeline.report import StageReport
-from tasks.process.output import Log
 
 
 def smoke_eval(
     out: Path,
     *,
-    served: Path,
     base: Path,
-    data: Path,
-    trained: Path,
-    engine: str,
-    profile: DriftLimit,
-    settings: SmokeSettings,
-    scorer: ReferenceScorer,
-    log: Log,
-    log_path: Path,
     reward: Path | None = None,
     temperature: float | None = None,
-    history: Mapping[str, Mapping[str, float]] | None = None,
+    **common: Any,
 ) -> StageReport:
-    """Load, measure, read, judge.
+    """Serve a chat model and compare it with the trained one.
 
     Args:
         out: staging directory; gets `report.json`, `fingerprint.fp`, `generations.jsonl`.
-        served: the folder to serve.
         base: the model before training, for `eval/before`.
-        data: dataset artifact with `heldout.jsonl`.
-        trained: shards artifact with the training engine's `fingerprint.fp`.
-        engine: "vllm" or "transformers".
-        profile: the drift it may show.
-        settings: the rest.
-        scorer: the transformers child.
-        log: progress and the engine's output.
-        log_path: file for the engine's whole output.
-        reward: folder of the reward model that the model learnt from, where there is one.
-        temperature: draw answers too, as a policy that learns from its own replies does.
-        history: drifts that earlier stages recorded, by stage, in the order of the chain.
+        reward: folder of the reward model that scored the rollouts, if there is one.
+        temperature: also sample responses at this temperature, that of the rollouts.
+        **common: fields of `SmokeTest`.
 
     Returns:
         Report of kind `report`. A folder with stray weight files is not loaded at all.
 
     Raises:
-        DataError: there is nothing held out.
-        StageProcessError: the engine did not come up or broke down.
+        DataError: there are no evaluation prompts.
+        StageProcessError: the engine did not start or crashed.
     """
-    alone = before_loading(engine, served)
-    if not alone.ok:
-        return StageReport("report", checks=(alone,))
-    reference = Fingerprint.load(trained / FINGERPRINT)
-    rows = read_heldout(data / "heldout.jsonl")
-    rendered = scorer.encode(served, rows)
-    context = context_of(served)
-    longest = min(context, settings.max_model_len or context)
-    asked_of = answerable(rows, rendered, longest=longest, answer=settings.max_new_tokens)
-    asked = asked_of[: max(settings.eval_samples, len(reference.probes))]
+    test = SmokeTest(**common)
+    strays = test.check_folder()
+    if not strays.ok:
+        return StageReport("report", checks=(strays,))
+    settings, scorer = test.settings, test.scorer
+    reference = Fingerprint.load(test.trained / FINGERPRINT)
+    rows = read_heldout(test.data / "heldout.jsonl")
+    rendered = scorer.encode(test.served, rows)
+    usable = answerable(rows, rendered, longest=test.max_len, answer=settings.max_new_tokens)
+    chosen = usable[: max(settings.eval_samples, len(reference.probes))]
+    prompted = [rows[i] for i in chosen]
     question = Question(
-        served=served,
+        served=test.served,
         base=base,
-        reference=trained / FINGERPRINT,
-        messages=[question_of(rows[i]) for i in asked],
-        prompts=Prompts([rendered.tokens[i] for i in asked], rendered.eos),
-        base_prompts=scorer.encode(base, [rows[i] for i in asked], template_from=served),
-        dtype=dtype_of(served),
+        reference=test.trained / FINGERPRINT,
+        messages=[question_of(row) for row in prompted],
+        prompts=Prompts([rendered.tokens[i] for i in chosen], rendered.eos),
+        base_prompts=scorer.encode(base, prompted, template_from=test.served),
+        dtype=dtype_of(test.served),
         temperature=temperature,
     )
-    answered = ask_engine(engine, question, settings, out=out, scorer=scorer, log=log,
-                      log_path=log_path)  # fmt: skip
-    agreement = agree_greedily(question, answered, settings, scorer, len(reference.probes))
-    moved = drift(reference, answered.fingerprint)
-    appeared_at = ""
-    if within(moved, profile):
-        appeared_at = who_moved(question, profile, scorer, history or {}, engine)
+    measured = test.measure(question, out)
+    served = measured.served
     checks = (
-        alone,
-        Check("engine", f"{engine} loads the model", "loaded", ok=True),
-        smoke_checks.drift_check(moved, profile, appeared_at),
-        smoke_checks.greedy_check(agreement, settings.greedy_tokens),
+        strays,
+        *measured.checks,
         smoke_checks.probes_check(reference.probes, rendered.tokens),
-        smoke_checks.template_check(answered.rendered_differently, len(asked)),
-        smoke_checks.stop_check(answered.after.stopped, settings.min_stop_rate),
-        smoke_checks.degenerate_check(answered.after.tokens, settings.max_degenerate_rate),
+        smoke_checks.template_check(served.rendered_differently, len(prompted)),
+        smoke_checks.stop_check(served.after.stopped, settings.min_stop_rate),
+        smoke_checks.degenerate_check(served.after.tokens, settings.max_degenerate_rate),
     )
-    picked = [rows[i] for i in asked]
-    metrics = read_answers(out, picked, question, answered, scorer)
-    metrics |= read_drawn(out, picked, question, answered, scorer, reward)
-    metrics |= numbers(moved, agreement, answered, left_out=len(rows) - len(asked_of))
-    notes = {
-        "engine": engine,
-        "settings": asdict(settings),
-        "drift_appeared_at": appeared_at or None,
-        "greedy_differences": list(agreement.differences[:20]),
-    }
-    write_report(out, checks, metrics, notes)
-    log.info(
+    left_out = len(rows) - len(usable)
+    metrics = read_answers(out, prompted, question, served, scorer)
+    metrics |= read_drawn(out, prompted, question, served, scorer, reward)
+    metrics |= numbers(measured.drift, measured.agreement, served, left_out=left_out)
+    report = test.report(out, checks, metrics, measured.drift, measured.notes)
+    test.log.info(
         "smoke_eval: %smean KL %.2e, %.0f tokens/s",
-        describe(metrics), moved.mean_kl, metrics["tokens_per_s"],
+        describe(metrics), measured.drift.mean_kl, metrics["tokens_per_s"],
     )  # fmt: skip
-    return StageReport("report", checks, metrics, notes, moved)
+    return report

@@ -12,7 +12,7 @@ from tasks.core.contract import Check
 from tasks.core.errors import ConfigError
 from tasks.delivery.plan.work import Work
 from tasks.delivery.recognise import CONFIG
-from tasks.evaluation.serving_config import Said, agreement, served_config, write_configs
+from tasks.evaluation.serving_config import ServingConfig, agreement, served_config, write_configs
 from tasks.evaluation.trained_artifact import GENERATION_CONFIG, write_json
 from tasks.weights.files.reader import DTYPE_NAMES, read_json
 from tasks.weights.files.tokenizer import TokenizerFacts, read_tokenizer
@@ -111,7 +111,7 @@ def write_served_files(
         shutil.copyfile(path, out / path.name)
     stops = _stops(work.config, tokens)
     pad = _pad(work.config, tokens)
-    said = Said(
+    said = ServingConfig(
         config=work.config,
         generation=tokens.generation,
         dtype=dtype,

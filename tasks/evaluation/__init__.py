@@ -1,7 +1,9 @@
-"""Measuring models: which one is loaded, by whom, and how its responses are judged.
+"""Measure models and judge what a served folder computes.
 
-scoring         fingerprints and scores, from the parent's side
-serve           a served folder in vLLM or transformers
-smoke_*         checks of `smoke_eval` for chat models, raw texts and reward models
-trained_artifact   drift from the trained model, shared by gather, merge and convert
+scoring            measure a model in the transformers child: fingerprints, scores, greedy tokens
+trained_artifact   compare the output of gather, merge and convert with the trained model
+serving_config     write config.json and generation_config.json, and check that all files agree
+serve              prompt a served folder in vLLM or transformers
+smoke              the parts that all smoke tests share; `smoke_texts`, `smoke_rewards` use them
+smoke_checks       one function for each check of a smoke test
 """

@@ -1,4 +1,4 @@
-"""The held-out conversations that a served model is asked with."""
+"""Read the held-out rows of a dataset, and select the evaluation prompts."""
 
 from __future__ import annotations
 
@@ -13,17 +13,17 @@ from tasks.evaluation.scoring import Prompts
 from tasks.weights.files.reader import read_json
 
 ROWS_AT_MOST = 2000
-"""Held-out rows rendered when looking for the probes' conversations."""
+"""Maximum number of held-out rows to read."""
 
 
 def read_heldout(path: Path) -> list[dict[str, Any]]:
-    """The held-out conversations, `ROWS_AT_MOST` of them.
+    """Return the first `ROWS_AT_MOST` held-out conversations.
 
-    Of a pair it is the one with the chosen answer. A prompt to learn on from one's own replies may
-    stand without an answer.
+    A pair is read as the conversation with the chosen answer. A prompt for online training may have
+    no answer.
 
     Raises:
-        DataError: missing, not JSON, without an answer, or empty.
+        DataError: the file is missing, is empty, is not JSON, or has a row without an answer.
     """
     rows: list[dict[str, Any]] = []
     try:
@@ -46,13 +46,13 @@ def read_heldout(path: Path) -> list[dict[str, Any]]:
 
 
 def answer_of(row: Mapping[str, Any]) -> str | None:
-    """The answer that a model is held to; None for a prompt that stands alone."""
+    """Return the expected answer of a row; None if the row is a prompt alone."""
     last = row["messages"][-1]
     return str(last["content"]) if last["role"] == "assistant" else None
 
 
 def question_of(row: Mapping[str, Any]) -> list[dict[str, str]]:
-    """The messages that are to be answered."""
+    """Return the messages of the prompt, without the answer."""
     messages = list(row["messages"])
     return messages if answer_of(row) is None else messages[:-1]
 
@@ -64,55 +64,55 @@ def _conversation(row: dict[str, Any]) -> dict[str, Any]:
 
 
 def read_texts(path: Path) -> list[str]:
-    """The held-out raw texts, `ROWS_AT_MOST` of them.
+    """Return the first `ROWS_AT_MOST` held-out raw texts.
 
     Raises:
-        DataError: missing, not JSON, no texts, or empty.
+        DataError: the file is missing, is empty, or has a row that is not a text.
     """
-    found: list[str] = []
+    texts: list[str] = []
     try:
         with path.open(encoding="utf-8") as file:
             for line in itertools.islice(file, ROWS_AT_MOST):
-                found.append(str(json.loads(line)["text"]))
+                texts.append(str(json.loads(line)["text"]))
     except OSError as error:
         raise DataError(f"{path} cannot be read: {error.strerror or error}") from error
     except (ValueError, KeyError, TypeError) as error:
-        raise DataError(f"{path}:{len(found) + 1}: not a text: {error}") from error
-    if not found:
+        raise DataError(f"{path}:{len(texts) + 1}: not a text: {error}") from error
+    if not texts:
         raise DataError(f"{path} is empty: nothing to evaluate on", hint="data.eval_fraction=0.05")
-    return found
+    return texts
 
 
 def read_pairs(path: Path) -> list[tuple[list[dict[str, str]], list[dict[str, str]]]]:
-    """The held-out pairs: conversations with the chosen and with the rejected answer.
+    """Return the held-out pairs: the conversations with the chosen and with the rejected answer.
 
     Raises:
-        DataError: as of `read_heldout`, or rows that are no pairs.
+        DataError: the file cannot be read (see `read_heldout`), or a row is not a pair.
     """
-    found = []
+    pairs = []
     for row in read_heldout(path):
         if "rejected" not in row:
             raise DataError(f"{path}: {row.get('id', 'a row')} is no pair of answers")
-        found.append((row["messages"], [*row["prompt"], *row["rejected"]]))
-    return found
+        pairs.append((row["messages"], [*row["prompt"], *row["rejected"]]))
+    return pairs
 
 
 def answerable(
     rows: Sequence[Mapping[str, Any]], rendered: Prompts, *, longest: int, answer: int
 ) -> list[int]:
-    """Numbers of the rows that a model can be asked with, and be held to the answer if any.
+    """Return the indices of the rows that can be used as evaluation prompts.
 
-    Their prompts leave room for a whole answer; and an answer that is marked as not desirable is
-    none that a model should repeat.
+    The prompt of such a row leaves room for a full response, and its answer is not marked as
+    undesirable.
 
     Args:
         rows: the conversations.
         rendered: their prompts.
-        longest: tokens that the engine takes, prompt and answer together.
-        answer: tokens of a whole answer.
+        longest: maximum number of tokens of prompt and response together.
+        answer: maximum number of tokens of a response.
 
     Raises:
-        DataError: there is none.
+        DataError: no row can be used.
     """
     limit = longest - answer
     short = [i for i, prompt in enumerate(rendered.tokens) if len(prompt) <= limit]
@@ -122,23 +122,23 @@ def answerable(
             f"{answer} new tokens in {longest}",
             hint="smoke.max_new_tokens=... (smaller)",
         )
-    found = [i for i in short if rows[i].get("desirable", True)]
-    if not found:
+    desirable = [i for i in short if rows[i].get("desirable", True)]
+    if not desirable:
         raise DataError(
             f"none of {len(short)} held-out answers is marked as desirable: nothing to be held to",
             hint="data.eval_path=<rows with desirable answers>",
         )
-    return found
+    return desirable
 
 
 def dtype_of(folder: Path) -> str:
-    """torch name of a model's dtype, as its config.json has it; older ones say `torch_dtype`."""
+    """Return the torch dtype name in a model's config.json (key `torch_dtype` in older files)."""
     config = read_json(folder / "config.json")
     return str(config.get("dtype") or config.get("torch_dtype") or "bfloat16")
 
 
 def context_of(served: Path) -> int:
-    """Tokens that the model was made for."""
+    """Return the context length of a model in tokens, from its config.json."""
     config = read_json(served / "config.json")
     text = config.get("text_config") or config
     return int(text.get("max_position_embeddings") or 1 << 30)

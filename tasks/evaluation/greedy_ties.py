@@ -1,4 +1,4 @@
-"""Comparison of greedy tokens of two engines; a tie is not a difference.
+"""Compare the greedy tokens of two engines; a tie is not a difference.
 
 Where the two best tokens are tied (less than `TIE_STEPS` rounding steps apart, as in
 `tasks/drift/fingerprint.py`), neither choice is wrong. How much two engines really differ grows
@@ -44,23 +44,23 @@ def engine_noise(reference: Fingerprint, served: Fingerprint) -> float:
 
 
 def compare_greedy(
-    found: Sequence[Sequence[int]],
+    tokens: Sequence[Sequence[int]],
     expected: Sequence[Sequence[int]],
     candidates: Sequence[Sequence[Sequence[tuple[int, float]]]],
     noise: float = 0.0,
     dtype: str = "bfloat16",
 ) -> Agreement:
-    """Compare the first tokens of `found` with `expected`, prompt by prompt.
+    """Compare the first tokens of each response with the expected ones.
 
     Args:
-        found: tokens of the engine under test; they may go on longer.
+        tokens: tokens of the engine under test; may be longer than `expected`.
         expected: the reference's tokens.
         candidates: the reference's most likely (token, logit) pairs at every step, best first.
         noise: two logits closer than this are a tie (`engine_noise`).
         dtype: torch name of the dtype in which the reference computed its logits.
     """
     equal, ties, differences = 0, 0, []
-    for number, (have, want, steps) in enumerate(zip(found, expected, candidates, strict=True)):
+    for number, (have, want, steps) in enumerate(zip(tokens, expected, candidates, strict=True)):
         at = _first_difference(have, want)
         if at is None:
             equal += 1
@@ -81,10 +81,10 @@ def _first_difference(have: Sequence[int], want: Sequence[int]) -> int | None:
 
 
 def _tied(
-    best: int, other: int, candidates: Sequence[tuple[int, float]], noise: float, dtype: str
+    best: int, chosen: int, candidates: Sequence[tuple[int, float]], noise: float, dtype: str
 ) -> bool:
     logits = dict(candidates)
-    if best not in logits or other not in logits:
+    if best not in logits or chosen not in logits:
         return False
-    apart = abs(logits[best] - logits[other])
+    apart = abs(logits[best] - logits[chosen])
     return apart < max(TIE_STEPS * float(rounding_step(logits[best], dtype)), noise)

@@ -1,8 +1,8 @@
-"""Answers that a served policy draws, and what they are worth to those it learnt from.
+"""Exact match and rewards of responses that a served policy samples.
 
-Learning from one's own replies raises the mean reward of replies that are drawn, not that of the
-likeliest ones; training said what its own rollouts were worth, this is what people will get. The
-model that training began with is asked the same.
+Online training raises the mean reward of sampled responses, not that of greedy ones. So the served
+model and the model before training sample responses to the same prompts, at the temperature of the
+rollouts.
 """
 
 from __future__ import annotations
@@ -27,13 +27,13 @@ Tokens = Sequence[Sequence[int]]
 
 @dataclass(frozen=True)
 class Drawn:
-    """What two models answered to the same S questions: (before training, served).
+    """Sampled responses of two models to the same S prompts, as pairs (before training, served).
 
     Attributes:
-        rows: conversations that were asked.
-        prompts: token ids of the questions, as each of the two was asked.
-        tokens: ids of the answers.
-        texts: the same as texts.
+        rows: S conversations.
+        prompts: token ids of the prompts, rendered for each model.
+        tokens: token ids of the responses.
+        texts: the responses as texts.
     """
 
     rows: Sequence[Mapping[str, Any]]
@@ -46,27 +46,27 @@ def read_drawn(
     out: Path,
     rows: Sequence[Mapping[str, Any]],
     question: Question,
-    answered: Served,
+    served: Served,
     scorer: ReferenceScorer,
     reward: Path | None,
 ) -> dict[str, float]:
-    """Exact match and rewards of drawn answers; writes `drawn.jsonl`. Nothing without draws.
+    """Write `drawn.jsonl`, and measure exact match and rewards of the sampled responses.
 
     Args:
         out: staging directory.
-        rows: the conversations that were asked, with their answers where there are any.
-        question: what was asked.
-        answered: what came back.
+        rows: conversations of the prompts, with their answers if they have any.
+        question: the two models and their prompts.
+        served: responses of both models.
         scorer: decodes and scores.
-        reward: folder of a reward model; None where there is none to ask.
+        reward: folder of a reward model; None to measure no rewards.
 
     Returns:
-        `drawn/before` and `drawn/after`, the shares of rows with an answer that were answered so,
-        and what `distance` and `score` say.
+        `drawn/before` and `drawn/after`: exact match over the rows with an answer, in [0, 1]; and
+        the metrics of `distance` and `score`. Empty if nothing was sampled.
     """
-    if answered.drawn_before is None or answered.drawn_after is None:
+    if served.drawn_before is None or served.drawn_after is None:
         return {}
-    tokens = (answered.drawn_before.tokens, answered.drawn_after.tokens)
+    tokens = (served.drawn_before.tokens, served.drawn_after.tokens)
     texts = (scorer.decode(question.base, tokens[0]), scorer.decode(question.served, tokens[1]))
     drawn = Drawn(rows, (question.base_prompts.tokens, question.prompts.tokens), tokens, texts)
     with (out / DRAWN).open("w", encoding="utf-8") as file:
@@ -74,30 +74,30 @@ def read_drawn(
             line = {"id": row.get("id", str(number)), "before": texts[0][number],
                     "after": texts[1][number]}  # fmt: skip
             file.write(json.dumps(line, ensure_ascii=False) + "\n")
-    found = right(*texts, [answer_of(row) for row in rows], "drawn")
-    found |= distance(question, tokens[1], scorer)
-    return found if reward is None else found | score(reward, drawn, scorer)
+    metrics = right(*texts, [answer_of(row) for row in rows], "drawn")
+    metrics |= distance(question, tokens[1], scorer)
+    return metrics if reward is None else metrics | score(reward, drawn, scorer)
 
 
-def distance(question: Question, replies: Tokens, scorer: ReferenceScorer) -> dict[str, float]:
-    """How far the served model has gone from the one it came from.
+def distance(question: Question, responses: Tokens, scorer: ReferenceScorer) -> dict[str, float]:
+    """Estimate the KL divergence of the served model from the model before training.
 
     Args:
-        question: both models, and what they were asked.
-        replies: token ids that the served model drew.
+        question: both models and their prompts.
+        responses: token ids that the served model sampled.
         scorer: the transformers child.
 
     Returns:
         `drawn/kl`: the mean over all tokens of log p_served - log p_before, an unbiased estimate
-        of KL(served || before), nats a token; `drawn/kl_error`: its standard error, over replies.
-        Nothing where one of the two does not render the questions to the same ids, or the draws
-        were not at temperature 1.
+        of KL(served || before), in nats per token; `drawn/kl_error`: its standard error over
+        responses. Empty if the two models render prompts differently, or if the temperature was
+        not 1.
     """
     prompts = question.prompts.tokens
     if question.temperature != 1.0 or prompts != question.base_prompts.tokens:
         return {}
     now, before = (
-        scorer.token_logprobs(ModelRef(path, dtype=question.dtype), prompts, replies)
+        scorer.token_logprobs(ModelRef(path, dtype=question.dtype), prompts, responses)
         for path in (question.served, question.base)
     )
     sums_S = np.array([sum(a) - sum(b) for a, b in zip(now, before, strict=True)])
@@ -107,21 +107,21 @@ def distance(question: Question, replies: Tokens, scorer: ReferenceScorer) -> di
 
 
 def score(reward: Path, drawn: Drawn, scorer: ReferenceScorer) -> dict[str, float]:
-    """Mean rewards of both models' answers.
+    """Return the mean rewards of both models' responses.
 
-    A reward model that renders the questions to the very ids that both were asked gets the answers'
-    ids as they are; another one gets texts, in its own template.
+    If the reward model renders the prompts to the same token ids, it gets the responses as token
+    ids. Otherwise it gets them as texts, in its own chat template.
 
     Args:
         reward: folder of a reward model.
-        drawn: the answers.
+        drawn: the responses.
         scorer: the transformers child.
 
     Returns:
-        `scored/before` and `scored/after`: means, in the reward model's standard deviations from
-        its mean where its files have these; `scored/spread`: standard deviation of the rewards
-        before; `scored/left_out`: questions of which an answer is longer than the reward model's
-        context. Nothing but the latter when no question is left.
+        `scored/before` and `scored/after`: mean rewards, normalised if the reward model's files
+        have mean and standard deviation; `scored/spread`: standard deviation of the rewards
+        before training; `scored/left_out`: prompts with a response that exceeds the reward model's
+        context. If no prompt is left, `scored/left_out` alone.
     """
     pairs = list(zip(*_conversations(reward, drawn, scorer), strict=True))
     context = context_of(reward)
@@ -129,9 +129,9 @@ def score(reward: Path, drawn: Drawn, scorer: ReferenceScorer) -> dict[str, floa
     left_out = {"scored/left_out": float(len(pairs) - len(fitting))}
     if not fitting:
         return left_out
-    dtype = dtype_of(reward)
-    found = scorer.rewards(ModelRef(reward, dtype=dtype), [ids for pair in fitting for ids in pair])
-    rewards_S2 = np.array(found).reshape(-1, 2)
+    conversations = [ids for pair in fitting for ids in pair]
+    rewards = scorer.rewards(ModelRef(reward, dtype=dtype_of(reward)), conversations)
+    rewards_S2 = np.array(rewards).reshape(-1, 2)
     return {
         "scored/before": float(rewards_S2[:, 0].mean()),
         "scored/after": float(rewards_S2[:, 1].mean()),
@@ -141,11 +141,11 @@ def score(reward: Path, drawn: Drawn, scorer: ReferenceScorer) -> dict[str, floa
 
 
 def _conversations(reward: Path, drawn: Drawn, scorer: ReferenceScorer) -> list[list[list[int]]]:
-    """Token ids of whole conversations, of each of the two models."""
-    asked = scorer.encode(reward, drawn.rows).tokens
-    if all(asked == list(prompts) for prompts in drawn.prompts):
+    """Return token ids of prompts with responses, for each of the two models."""
+    rendered = scorer.encode(reward, drawn.rows).tokens
+    if all(rendered == list(prompts) for prompts in drawn.prompts):
         return [
-            [[*prompt, *ids] for prompt, ids in zip(asked, tokens, strict=True)]
+            [[*prompt, *ids] for prompt, ids in zip(rendered, tokens, strict=True)]
             for tokens in drawn.tokens
         ]
     questions = [question_of(row) for row in drawn.rows]

@@ -1,10 +1,10 @@
-"""Measuring models from the parent's side: what to load, and who scores it.
+"""Measure models in a transformers child process.
 
     with ReferenceScorer(log=log, log_path=logs / "reference.log") as scorer:
         new = scorer.fingerprint(ModelRef(served), trained_fp, out / "fingerprint.fp")
 
-The work happens in one warm child (`tasks/serving/reference/child.py`), so that no stage imports
-torch for it and torch, transformers and peft are imported once a flow.
+The child (`tasks/serving/reference/child.py`) lives as long as the flow. So torch, transformers and
+peft are imported once, and no stage imports torch itself.
 """
 
 from __future__ import annotations
@@ -28,17 +28,17 @@ STAGE = "score"
 
 @dataclass(frozen=True)
 class ModelRef:
-    """What to load, and how.
+    """A model to load.
 
     Attributes:
-        path: Hugging Face folder; the base when `adapter` is given.
-        adapter: PEFT folder to put on top, unmerged.
+        path: Hugging Face folder; the base if there is an adapter.
+        adapter: PEFT folder of an unmerged adapter on top.
         quantization: `{"type": "nf4" | "fp4", "double_quant": bool, "compute_dtype": str}`; None
-            for none.
+            for no quantization.
         dtype: torch dtype name.
-        attn_implementation: as in transformers.
-        weighted: several adapters instead of one: the weight of each, by folder.
-        device: "cpu" or "cuda", where there is one; None: a GPU where there is one.
+        attn_implementation: attention, by transformers' name.
+        weighted: weights of several adapters by folder, instead of one adapter.
+        device: "cpu" or "cuda"; None for a GPU if there is one, else the CPU.
     """
 
     path: Path
@@ -50,7 +50,7 @@ class ModelRef:
     device: str | None = None
 
     def as_request(self) -> dict[str, Any]:
-        """Plain JSON."""
+        """Return the fields as plain JSON."""
         return {
             **asdict(self),
             "path": str(self.path),
@@ -61,12 +61,12 @@ class ModelRef:
 
 
 Score = Callable[[ModelRef, Path, Path], Print]
-"""(model, reference print, file to write) -> the model's print at the same places."""
+"""(model, reference file, file to write) -> fingerprint of the model on the same probes."""
 
 
 @dataclass(frozen=True)
 class Prompts:
-    """Rendered prompts as token ids, and the ids at which an answer ends."""
+    """Token ids of rendered prompts, and the ids that end a response."""
 
     tokens: list[list[int]]
     eos: list[int]
@@ -74,12 +74,13 @@ class Prompts:
 
 @dataclass(frozen=True)
 class Greedy:
-    """Continuations.
+    """Responses of transformers.
 
     Attributes:
-        tokens: for every prompt its new tokens, EOS included where it was reached.
-        candidates: for every prompt and step the most likely (token, logit) pairs, best first.
-        seconds: time spent generating, loading excluded.
+        tokens: new tokens of each prompt, with EOS if it was reached.
+        candidates: for each prompt and step the most likely (token, logit) pairs, best first; empty
+            for sampled responses.
+        seconds: time of generation without loading.
     """
 
     tokens: list[list[int]]
@@ -88,16 +89,16 @@ class Greedy:
 
 
 class ReferenceScorer:
-    """One warm transformers child; a context manager. `fingerprint` is a `Score`.
+    """One transformers child process; a context manager. `measure` is a `Score`.
 
-    Nothing is started before the first question, or before `warm`.
+    The child starts with the first request, or with `warm`.
 
     Args:
-        log: gets the child's own output.
-        log_path: file for all of it.
-        threads: CPU threads for the arithmetic. None: what torch decides. Use the training
-            engine's own number where equality to the last bit matters.
-        timeout_s: for one answer, loading included.
+        log: gets the child's output.
+        log_path: file for the child's whole output.
+        threads: CPU threads of the child; None leaves the choice to torch. The training engine's
+            own number gives bit-identical results.
+        timeout_s: time limit of one request, loading included.
     """
 
     def __init__(
@@ -130,19 +131,20 @@ class ReferenceScorer:
             self._child = child.__enter__()
 
     def fingerprint(self, model: ModelRef, reference: Path, out: Path) -> Fingerprint:
-        """Score `reference`'s probes at its ids with `model`, and save the result to `out`."""
+        """Take the fingerprint of `model` at the token ids of `reference`, and save it to `out`."""
         request = {"reference": str(reference), "out": str(out)}
         self._ask("fingerprint", model=model.as_request(), **request)
         return Fingerprint.load(out)
 
     def measure(self, model: ModelRef, reference: Path, out: Path) -> Print:
-        """Take the print of `model` where `reference`, of either kind, was taken."""
+        """Take the fingerprint, or the scores of a reward model, on the probes of `reference`."""
         if reference.name != SCORES:
             return self.fingerprint(model, reference, out)
         trained = ScorePrint.load(reference)
-        asked = {"probes": [list(probe) for probe in trained.probes], "raw": True}
+        probes = [list(probe) for probe in trained.probes]
+        trained_on = trained.measured_on
         reply = self._ask(
-            "rewards", model=model.as_request(), trained_on=trained.measured_on, **asked
+            "rewards", model=model.as_request(), trained_on=trained_on, probes=probes, raw=True
         )
         scores_print = ScorePrint(
             trained.probes, tuple(reply["scores"]), "transformers", reply["noise"], reply["on"]
@@ -151,22 +153,20 @@ class ReferenceScorer:
         return scores_print
 
     def reference(self, model: ModelRef, probes: Sequence[Sequence[int]], out: Path) -> Fingerprint:
-        """Score probes with a model that chooses the ids itself, and save the result to `out`."""
-        asked = [list(probe) for probe in probes]
-        self._ask("reference", model=model.as_request(), probes=asked, out=str(out))
+        """Take a fingerprint whose token ids `model` chooses itself, and save it to `out`."""
+        self._ask("reference", model=model.as_request(), probes=_lists(probes), out=str(out))
         return Fingerprint.load(out)
 
     def rewards(
         self, model: ModelRef, probes: Sequence[Sequence[int]], *, raw: bool = False
     ) -> list[float]:
-        """What a reward model gives for each probe: normalised as its files say, or `raw`."""
-        asked = [list(probe) for probe in probes]
-        reply = self._ask("rewards", model=model.as_request(), probes=asked, raw=raw)
+        """Return the reward of each probe: normalised by the model's files, or the `raw` output."""
+        reply = self._ask("rewards", model=model.as_request(), probes=_lists(probes), raw=raw)
         scores: list[float] = reply["scores"]
         return scores
 
     def encode_texts(self, tokenizer: Path, texts: Sequence[str], *, limit: int) -> list[list[int]]:
-        """Token ids of plain texts, at most `limit` of each."""
+        """Return the token ids of plain texts, at most `limit` of each."""
         reply = self._ask("encode_texts", tokenizer=str(tokenizer), texts=list(texts), limit=limit)
         tokens: list[list[int]] = reply["tokens"]
         return tokens
@@ -179,16 +179,19 @@ class ReferenceScorer:
         max_new_tokens: int,
         eos: Sequence[int],
     ) -> Greedy:
-        """Continue each prompt greedily, one at a time, until an id in `eos` or the limit."""
+        """Generate greedily, one prompt at a time, until an id in `eos` or the limit."""
         reply = self._ask(
             "greedy",
             model=model.as_request(),
-            prompts=[list(p) for p in prompts],
+            prompts=_lists(prompts),
             max_new_tokens=max_new_tokens,
             eos=list(eos),
         )
-        pairs = [[[(i, x) for i, x in step] for step in one] for one in reply["candidates"]]
-        return Greedy(reply["tokens"], pairs, reply["seconds"])
+        candidates = [
+            [[(token, logit) for token, logit in step] for step in steps]
+            for steps in reply["candidates"]
+        ]
+        return Greedy(reply["tokens"], candidates, reply["seconds"])
 
     def drawn(
         self,
@@ -199,11 +202,11 @@ class ReferenceScorer:
         temperature: float,
         eos: Sequence[int],
     ) -> Greedy:
-        """Continue each prompt with draws, the same ones for the same prompts; no candidates."""
+        """Sample a response to each prompt; the same prompts give the same responses."""
         reply = self._ask(
             "drawn",
             model=model.as_request(),
-            prompts=[list(p) for p in prompts],
+            prompts=_lists(prompts),
             max_new_tokens=max_new_tokens,
             temperature=temperature,
             eos=list(eos),
@@ -213,14 +216,17 @@ class ReferenceScorer:
     def token_logprobs(
         self, model: ModelRef, prompts: Sequence[Sequence[int]], replies: Sequence[Sequence[int]]
     ) -> list[list[float]]:
-        """Log-probability of each token of each reply, nats."""
-        asked = {
-            "prompts": [list(one) for one in prompts],
-            "replies": [list(one) for one in replies],
-        }
-        reply = self._ask("token_logprobs", model=model.as_request(), **asked)
-        found: list[list[float]] = reply["logprobs"]
-        return found
+        """Return the log-probability of each token of each response, in nats.
+
+        Args:
+            model: the model to load.
+            prompts: token ids of each prompt.
+            replies: token ids of the response to each prompt.
+        """
+        texts = {"prompts": _lists(prompts), "replies": _lists(replies)}
+        reply = self._ask("token_logprobs", model=model.as_request(), **texts)
+        logprobs: list[list[float]] = reply["logprobs"]
+        return logprobs
 
     def encode(
         self,
@@ -229,7 +235,13 @@ class ReferenceScorer:
         *,
         template_from: Path | None = None,
     ) -> Prompts:
-        """Render dataset rows up to where the assistant's last answer begins."""
+        """Render the prompts of dataset rows: everything before the assistant's last message.
+
+        Args:
+            tokenizer: folder of the tokenizer.
+            rows: dataset rows with `messages`.
+            template_from: folder of the chat template; None for that of `tokenizer`.
+        """
         reply = self._ask(
             "encode",
             tokenizer=str(tokenizer),
@@ -241,20 +253,20 @@ class ReferenceScorer:
     def encode_whole(
         self, tokenizer: Path, conversations: Sequence[Sequence[Mapping[str, str]]]
     ) -> list[list[int]]:
-        """Token ids of whole conversations, up to the id that ends the last answer."""
-        asked = [list(one) for one in conversations]
-        reply = self._ask("encode_whole", tokenizer=str(tokenizer), conversations=asked)
+        """Return the token ids of conversations, with the id that ends the last message."""
+        messages = [list(conversation) for conversation in conversations]
+        reply = self._ask("encode_whole", tokenizer=str(tokenizer), conversations=messages)
         tokens: list[list[int]] = reply["tokens"]
         return tokens
 
     def decode(self, tokenizer: Path, tokens: Sequence[Sequence[int]]) -> list[str]:
-        """Texts of generated tokens, special tokens left out."""
-        reply = self._ask("decode", tokenizer=str(tokenizer), tokens=[list(t) for t in tokens])
+        """Return generated tokens as texts, without special tokens."""
+        reply = self._ask("decode", tokenizer=str(tokenizer), tokens=_lists(tokens))
         texts: list[str] = reply["texts"]
         return texts
 
     def perform(self, request: Mapping[str, Any]) -> dict[str, Any]:
-        """Do the part of gather and merge that needs torch (`weights/execute/worker.py`)."""
+        """Run a request of gather or merge that needs torch (`tasks/weights/execute/worker.py`)."""
         return self._ask("weights", request=dict(request))
 
     def _ask(self, do: str, **fields: Any) -> dict[str, Any]:
@@ -263,7 +275,7 @@ class ReferenceScorer:
         try:
             reply = self._child.ask({"do": do, **fields}, self._timeout_s)
         except StageProcessError as error:
-            self.__exit__(type(error), error, None)  # it is gone; the next question gets a new one
+            self.__exit__(type(error), error, None)  # the next request starts a new child
             raise
         if "result" in reply:
             return dict(reply["result"])
@@ -276,11 +288,15 @@ ENV = {
     "TOKENIZERS_PARALLELISM": "false",
     "OPENBLAS_NUM_THREADS": "1",
 }
-"""No worker threads may exist in a process that forks; nothing is fetched from anywhere."""
+"""Environment of the child. A process that forks must not have worker threads; it stays offline."""
+
+
+def _lists(tokens: Sequence[Sequence[int]]) -> list[list[int]]:
+    return [list(ids) for ids in tokens]
 
 
 def _error(reply: Mapping[str, Any]) -> PlumblineError:
-    """The error that a reply carries, as what it was in the child."""
+    """Return the error of a reply with the class that it had in the child."""
     if "crash" in reply:
         return StageProcessError(STAGE, reply["crash"], reply["tail"])
     kind: type[PlumblineError] = getattr(errors, reply["failure"])

@@ -1,7 +1,7 @@
-"""Serving a folder to measure it: one question, two engines that can answer it.
+"""Serve a folder in vLLM or transformers, to measure what it computes.
 
-vLLM is what will serve the model; transformers is the native fallback. Both continue the same token
-ids greedily and score the same probes at the same ids.
+vLLM is the engine that will serve the model; transformers is the fallback. Both get the same token
+ids as prompts, and score the same probes at the same ids.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from tasks.serving.vllm.job import Job
 
 
 class Limits(Engine, Protocol):
-    """What the engines need to know of the settings."""
+    """Settings that an engine needs: limits in tokens, and the number of GPUs or processes."""
 
     @property
     def max_new_tokens(self) -> int: ...
@@ -32,15 +32,17 @@ class Limits(Engine, Protocol):
 
 @dataclass(frozen=True)
 class Question:
-    """What to serve and what to ask.
+    """The models to serve, and their prompts.
 
     Attributes:
-        served: the model under test; `base`: the one before training.
-        reference: fingerprint file that gives probes and ids.
-        messages: the conversations behind the prompts, without their answers; None for raw texts.
-        prompts, base_prompts: the same conversations rendered for each model.
+        served: folder of the model under test.
+        base: folder of the model before training.
+        reference: fingerprint file with the probes and their token ids.
+        messages: conversations of the prompts, without answers; None for raw texts.
+        prompts: the conversations rendered for `served`.
+        base_prompts: the conversations rendered for `base`.
         dtype: torch dtype name.
-        temperature: of answers that are drawn beside the greedy ones; None for none.
+        temperature: temperature of sampled responses; None for greedy responses alone.
     """
 
     served: Path
@@ -55,7 +57,13 @@ class Question:
 
 @dataclass(frozen=True)
 class Continued:
-    """Continuations of all prompts: tokens, which ended by themselves, seconds."""
+    """Responses of one model to all prompts.
+
+    Attributes:
+        tokens: new token ids of each response.
+        stopped: True for each response that ended before the token limit.
+        seconds: time of generation.
+    """
 
     tokens: list[list[int]]
     stopped: list[bool]
@@ -63,21 +71,23 @@ class Continued:
 
     @property
     def tokens_per_s(self) -> float:
-        """Generated tokens a second."""
+        """Generated tokens per second."""
         return sum(map(len, self.tokens)) / max(self.seconds, 1e-9)
 
 
 @dataclass(frozen=True)
 class Served:
-    """What an engine answered.
+    """Results of an engine.
 
     Attributes:
-        fingerprint: of the served model.
-        after, before: continuations by the served model and by the base.
-        rendered_differently: conversations that the engine's own tokenizer and chat template turn
-            into other token ids.
-        load_s: seconds the engine took to load the folder, imports not included.
-        drawn_after, drawn_before: the same with draws, where the question has a temperature.
+        fingerprint: fingerprint of the served model.
+        after: greedy responses of the served model.
+        before: greedy responses of the base.
+        rendered_differently: number of conversations that the engine's own tokenizer and chat
+            template render to other token ids.
+        load_s: seconds to load the folder, without imports.
+        drawn_after: sampled responses of the served model; None without a temperature.
+        drawn_before: sampled responses of the base; None without a temperature.
     """
 
     fingerprint: Fingerprint
@@ -92,18 +102,18 @@ class Served:
 def serve_with_vllm(
     question: Question, limits: Limits, *, out: Path, work: Path, log: Log, log_path: Path
 ) -> Served:
-    """Serve with vLLM in a child process: the model under test, then the base on its own.
+    """Serve the model under test with vLLM in a child process, then the base in another engine.
 
     Args:
-        question: what to serve and ask.
-        limits: settings.
+        question: the models and their prompts.
+        limits: settings of the engine.
         out: folder that gets `fingerprint.fp`.
         work: folder for jobs and results.
         log: gets the engine's output.
-        log_path: file for all of it.
+        log_path: file for the engine's whole output.
 
     Raises:
-        StageProcessError: vLLM did not come up or broke down.
+        StageProcessError: vLLM did not start or crashed.
     """
     served = Job(
         served=str(question.served),
@@ -134,20 +144,20 @@ def serve_with_vllm(
         before=_continued(results[1]["served"]),
         rendered_differently=results[0]["rendered_differently"],
         load_s=results[0]["load_s"],
-        drawn_after=_drawn(results[0]),
-        drawn_before=_drawn(results[1]),
+        drawn_after=_sampled(results[0]),
+        drawn_before=_sampled(results[1]),
     )
 
 
 def serve_with_transformers(
     question: Question, limits: Limits, *, out: Path, scorer: ReferenceScorer
 ) -> Served:
-    """The native fallback: the reference child serves, one sequence at a time."""
+    """Serve with transformers in the reference child, one sequence at a time."""
     served = ModelRef(question.served, dtype=question.dtype)
     fingerprint = scorer.fingerprint(served, question.reference, out / FINGERPRINT)
 
     base = ModelRef(question.base, dtype=question.dtype)
-    asked = (
+    models = (
         (served, question.prompts, question.prompts.eos),
         (base, question.base_prompts, _stops(question)),
     )
@@ -156,11 +166,11 @@ def serve_with_transformers(
             scorer.greedy(model, prompts.tokens, max_new_tokens=limits.max_new_tokens, eos=stops),
             stops,
         )
-        for model, prompts, stops in asked
+        for model, prompts, stops in models
     )
     if question.temperature is None:
         return Served(fingerprint, after, before, 0, 0.0)
-    drawn = [
+    sampled = [
         scorer.drawn(
             model,
             prompts.tokens,
@@ -168,34 +178,34 @@ def serve_with_transformers(
             temperature=question.temperature,
             eos=stops,
         )
-        for model, prompts, stops in asked
+        for model, prompts, stops in models
     ]
-    ended = [_ended(one, stops) for one, (_, _, stops) in zip(drawn, asked, strict=True)]
+    ended = (_ended(new, stops) for new, (_, _, stops) in zip(sampled, models, strict=True))
     return Served(fingerprint, after, before, 0, 0.0, *ended)
 
 
 def _plain(
     messages: Sequence[Sequence[Mapping[str, str]]] | None,
 ) -> list[list[dict[str, str]]] | None:
-    return None if messages is None else [[dict(m) for m in one] for one in messages]
+    return None if messages is None else [[dict(m) for m in turns] for turns in messages]
 
 
-def _ended(found: Greedy, stops: Sequence[int]) -> Continued:
-    stopped = [bool(one) and one[-1] in set(stops) for one in found.tokens]
-    return Continued(found.tokens, stopped, found.seconds)
+def _ended(generated: Greedy, stops: Sequence[int]) -> Continued:
+    stopped = [bool(ids) and ids[-1] in set(stops) for ids in generated.tokens]
+    return Continued(generated.tokens, stopped, generated.seconds)
 
 
-def _continued(answered: Mapping[str, Any]) -> Continued:
-    stopped = [reason == "stop" for reason in answered["reasons"]]
-    return Continued(answered["tokens"], stopped, answered["seconds"])
+def _continued(generated: Mapping[str, Any]) -> Continued:
+    stopped = [reason == "stop" for reason in generated["reasons"]]
+    return Continued(generated["tokens"], stopped, generated["seconds"])
 
 
-def _drawn(result: Mapping[str, Any]) -> Continued | None:
+def _sampled(result: Mapping[str, Any]) -> Continued | None:
     return _continued(result["drawn"]) if "drawn" in result else None
 
 
 def _stops(question: Question) -> list[int]:
-    """Ids that end the base's answers: its own and the trained ones, to be fair to it."""
+    """Return the ids that end a response of the base: its own EOS ids and the trained ones."""
     return sorted({*question.prompts.eos, *question.base_prompts.eos})
 
 

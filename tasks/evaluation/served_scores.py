@@ -1,4 +1,4 @@
-"""Scores of a served reward model, by the engine that serves it."""
+"""Get scores from a served reward model in vLLM or transformers."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from tasks.process.output import Log
 from tasks.serving.vllm.job import Job
 
 
-class Served(Engine, Protocol):
-    """How the engine is run."""
+class ScoringSettings(Engine, Protocol):
+    """Settings of vLLM, and the longest sequence in tokens."""
 
     @property
     def max_model_len(self) -> int | None: ...
@@ -23,16 +23,16 @@ class Served(Engine, Protocol):
 
 @dataclass(frozen=True)
 class Scoring:
-    """Who scores.
+    """Scores texts with a reward model in either engine.
 
     Attributes:
-        settings: how vLLM is run.
+        settings: settings of vLLM.
         scorer: the transformers child.
-        log: progress and the engine's output.
+        log: gets progress and the engine's output.
         log_path: file for the engine's whole output.
     """
 
-    settings: Served
+    settings: ScoringSettings
     scorer: ReferenceScorer
     log: Log
     log_path: Path
@@ -40,16 +40,16 @@ class Scoring:
     def raw(
         self, engine: str, model: ModelRef, texts: Sequence[Sequence[int]], *, out: Path
     ) -> list[float]:
-        """The head's output at the end of each text, not normalised.
+        """Return the head's output at the last token of each text, not normalised.
 
         Args:
             engine: "vllm" or "transformers".
-            model: the served folder, its dtype, and the attention of transformers.
-            texts: token ids.
+            model: the served folder, its dtype, and the attention implementation of transformers.
+            texts: token ids of each text.
             out: staging directory.
 
         Raises:
-            StageProcessError: the engine did not come up or broke down.
+            StageProcessError: the engine did not start or crashed.
         """
         if engine == "transformers":
             return self.scorer.rewards(model, texts, raw=True)

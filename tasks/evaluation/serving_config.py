@@ -1,7 +1,7 @@
-"""The files beside the weights of a served folder, and whether all of them say the same.
+"""Write the configuration files of a served folder, and check that all files agree.
 
-config.json, generation_config.json and the tokenizer each say what ends a text, what pads one, how
-many tokens there are. Engines read one or the other, so all have to agree.
+config.json, generation_config.json and the tokenizer each record the EOS ids, the padding id and
+the vocabulary size. An engine may read any of them, so they have to agree.
 """
 
 from __future__ import annotations
@@ -21,19 +21,19 @@ from tasks.weights.plan.operations import Plan
 
 
 @dataclass(frozen=True)
-class Said:
-    """What the files of a served folder have to say.
+class ServingConfig:
+    """Contents of the configuration files of a served folder.
 
     Attributes:
-        config: config.json of the model, as far as the rest does not decide.
-        generation: generation_config.json, likewise.
-        dtype: torch name.
-        stops: ids that end a text.
-        pad: id that pads; None where nobody names one.
-        tokenizer: what the tokenizer's files say; None where they cannot be read, and are served
-            as they are.
-        template: the chat template is required; else it is to be there where `tokenizer` has one.
-        quantized: `quantization_config`; None for plain weights.
+        config: config.json of the model; the other fields override it.
+        generation: generation_config.json; the other fields override it.
+        dtype: torch dtype name.
+        stops: EOS ids.
+        pad: padding id; None if there is none.
+        tokenizer: the tokenizer's files as read; None if they cannot be read and are only copied.
+        template: True if a chat template is required. Otherwise it is required only if `tokenizer`
+            has one.
+        quantized: `quantization_config`; None for weights that are not quantized.
     """
 
     config: Mapping[str, Any]
@@ -46,71 +46,79 @@ class Said:
     quantized: Mapping[str, Any] | None = None
 
 
-def write_configs(out: Path, said: Said) -> None:
+def write_configs(out: Path, wanted: ServingConfig) -> None:
     """Write config.json and generation_config.json."""
-    stops = list(said.stops)
+    stops = list(wanted.stops)
     ends = {"eos_token_id": stops[0] if len(stops) == 1 else stops} if stops else {}
-    pads = {} if said.pad is None else {"pad_token_id": said.pad}
-    generation = {key: one for key, one in said.generation.items() if key != "pad_token_id"}
+    pads = {} if wanted.pad is None else {"pad_token_id": wanted.pad}
+    generation = {key: value for key, value in wanted.generation.items() if key != "pad_token_id"}
     write_json(out / GENERATION_CONFIG, {**generation, **ends, **pads})
-    # Said outright where there is none: some families have one by default.
-    config = served_config(said.config, dtype=said.dtype, quantized=said.quantized)
-    write_json(out / CONFIG, {**config, **ends, "pad_token_id": said.pad})
+    # Written even if it is null: some model classes have a padding id by default.
+    config = served_config(wanted.config, dtype=wanted.dtype, quantized=wanted.quantized)
+    write_json(out / CONFIG, {**config, **ends, "pad_token_id": wanted.pad})
 
 
 def served_config(
     config: Mapping[str, Any], *, dtype: str, quantized: Mapping[str, Any] | None = None
 ) -> dict[str, Any]:
-    """config.json of a model in `dtype`, quantised as `quantized` says and in no other way."""
-    gone = ("quantization_config", "torch_dtype")
-    said = {key: value for key, value in config.items() if key not in gone}
+    """Return config.json with this dtype and this quantization in place of its own.
+
+    Args:
+        config: config.json of the model.
+        dtype: torch dtype name.
+        quantized: `quantization_config`; None for weights that are not quantized.
+    """
+    replaced = ("quantization_config", "torch_dtype")
+    kept = {key: value for key, value in config.items() if key not in replaced}
     return {
-        **said,
+        **kept,
         "dtype": dtype,
         **({"quantization_config": dict(quantized)} if quantized else {}),
     }
 
 
-def agreement(out: Path, said: Said, facts: ModelFacts, plan: Plan) -> list[Check]:
-    """Whether what was written says it: read back, file against file.
+def agreement(out: Path, wanted: ServingConfig, facts: ModelFacts, plan: Plan) -> list[Check]:
+    """Read the written files back, and check that they have the wanted contents.
 
     Args:
-        out: the folder, its tokenizer included.
-        said: what it has to say.
-        facts: of the model.
-        plan: of its tensors.
+        out: folder with the configuration files and the tokenizer.
+        wanted: the contents that the files must have.
+        facts: facts of the model.
+        plan: operations that write its tensors.
     """
     config, generation = read_json(out / CONFIG), read_json(out / GENERATION_CONFIG)
-    stops = sorted(said.stops)
+    stops = sorted(wanted.stops)
     checks = [
         _equal("generation_config.json eos_token_id", stops, _ids(generation, "eos_token_id")),
         _equal("config.json eos_token_id", stops, _ids(config, "eos_token_id")),
-        _equal("pad_token_id of both", [said.pad] * 2, [_pad(config), _pad(generation)]),
-        _equal("config.json quantization_config", said.quantized, _quantization(config)),
+        _equal("pad_token_id of both", [wanted.pad] * 2, [_pad(config), _pad(generation)]),
+        _equal(
+            "config.json quantization_config", wanted.quantized, config.get("quantization_config")
+        ),
     ]
     shapes = {facts.embedding: (0, 0), **{op.name: op.shape for op in plan.ops}}
     text = config.get("text_config") or config
     checks.append(
         _equal("config.json vocab_size", shapes[facts.embedding][0], text.get("vocab_size"))
     )
-    if said.tokenizer is not None:
+    if wanted.tokenizer is not None:
         served = read_tokenizer(out)
-        checks += _tokenizer_checks(said.tokenizer, served, required=said.template)
+        checks += _tokenizer_checks(wanted.tokenizer, served, required=wanted.template)
         checks.append(_fit(vocabulary_of(shapes, facts, served, config)))
     return checks
 
 
 def _tokenizer_checks(
-    given: TokenizerFacts, served: TokenizerFacts, *, required: bool
+    trained: TokenizerFacts, served: TokenizerFacts, *, required: bool
 ) -> Iterator[Check]:
-    yield _equal("tokenizer", given.rows, served.rows)
-    expected = "the trained side's" if required or given.template else "none"
-    same = served.template == given.template
+    yield _equal("tokenizer", trained.rows, served.rows)
+    expected = "the trained side's" if required or trained.template else "none"
+    same = served.template == trained.template
     yield Check(
         "chat template",
         expected,
         "present" if served.template else "absent",
-        ok=same and (bool(given.template) or not required),
+        ok=same and (bool(trained.template) or not required),
     )
 
 
@@ -131,10 +139,6 @@ def _equal(name: str, expected: object, found: object) -> Check:
 def _ids(document: Mapping[str, Any], key: str) -> list[int]:
     value = document.get(key)
     return sorted(value) if isinstance(value, list) else [] if value is None else [value]
-
-
-def _quantization(config: Mapping[str, Any]) -> Any:
-    return config.get("quantization_config")
 
 
 def _pad(document: Mapping[str, Any]) -> Any:

@@ -1,4 +1,4 @@
-"""smoke_eval's checks: each takes what was measured and gives one verdict."""
+"""The checks of smoke tests. Each function turns a measurement into one verdict."""
 
 from __future__ import annotations
 
@@ -16,12 +16,17 @@ from tasks.weights.files.reader import read_json
 
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
+PATTERNS = ("*.safetensors", "*.bin", "*.pt", "*.pth")
+"""Files that vLLM loads as weights."""
 
 
 def stray_weights(served: Path) -> list[str]:
-    """Files that vLLM would stream into the model though they are no part of it.
+    """Return the names of weight files in the folder that do not belong to the model.
 
-    vLLM takes weight files by glob, so a value head or an adapter beside the model ends up in it.
+    vLLM finds weight files by glob, so it would load a value head or an adapter into the model.
+
+    Raises:
+        ArtifactError: the index has no weight map.
     """
     index = served / INDEX
     if index.is_file():
@@ -31,20 +36,22 @@ def stray_weights(served: Path) -> list[str]:
         own = set(weight_map.values())
     else:
         own = {SINGLE}
-    found = {path.name for pattern in PATTERNS for path in served.glob(pattern)}
-    return sorted(found - own)
-
-
-PATTERNS = ("*.safetensors", "*.bin", "*.pt", "*.pth")
+    files = {path.name for pattern in PATTERNS for path in served.glob(pattern)}
+    return sorted(files - own)
 
 
 def no_strays(strays: Sequence[str]) -> Check:
-    """Only the model's own weight files lie in the served folder."""
+    """Check that the served folder has no weight files but the model's own."""
     return Check("stray weight files", "none", ", ".join(strays) or "none", ok=not strays)
 
 
+def loaded_check(engine: str) -> Check:
+    """Record that the engine loaded the model; an engine that cannot load it raises an error."""
+    return Check("engine", f"{engine} loads the model", "loaded", ok=True)
+
+
 def drift_check(measured: Drift, limit: DriftLimit, appeared_at: str) -> Check:
-    """The engine's fingerprint against the trained one; a failure names the stage."""
+    """Check the drift of the engine's fingerprint; a failure names the stage that caused it."""
     name = "drift of the engine from the trained model"
     check = verdict(measured, limit, name=name)
     if check.ok:
@@ -54,7 +61,7 @@ def drift_check(measured: Drift, limit: DriftLimit, appeared_at: str) -> Check:
 
 
 def first_mover(history: Mapping[str, Mapping[str, float]], limit: DriftLimit) -> str | None:
-    """The first stage of the chain whose recorded drift exceeds the profile; None if none does."""
+    """Return the first stage whose recorded drift exceeds the limit; None if there is none."""
     for stage, recorded in history.items():
         if within(Drift(**recorded), limit):
             return stage
@@ -62,25 +69,25 @@ def first_mover(history: Mapping[str, Mapping[str, float]], limit: DriftLimit) -
 
 
 def greedy_check(agreement: Agreement, tokens: int) -> Check:
-    """The engine's first greedy tokens against transformers', on every probe."""
+    """Check that the engine's first greedy tokens are those of transformers, for every probe."""
     compared = agreement.equal + agreement.ties + len(agreement.differences)
-    found = f"equal on {agreement.equal} of {compared}"
+    text = f"equal on {agreement.equal} of {compared}"
     if agreement.ties:
-        found += (
+        text += (
             f", {agreement.ties} part at a tie (within {TIE_STEPS:g} rounding steps or the noise)"
         )
     if agreement.differences:
-        found += f", {len(agreement.differences)} differ, first {agreement.differences[0]}"
+        text += f", {len(agreement.differences)} differ, first {agreement.differences[0]}"
     return Check(
         f"first {tokens} greedy tokens",
         "transformers' on every probe",
-        found,
+        text,
         ok=compared > 0 and not agreement.differences,
     )
 
 
 def stop_check(stopped: Sequence[bool], least: float) -> Check:
-    """Enough answers end by themselves, before the token limit."""
+    """Check that at least a share `least` of the responses ended before the token limit."""
     count = sum(stopped)
     return Check(
         "answers that stop",
@@ -91,18 +98,18 @@ def stop_check(stopped: Sequence[bool], least: float) -> Check:
 
 
 def degenerate_check(tokens: Sequence[Sequence[int]], most: float) -> Check:
-    """Hardly any answer is caught in a loop."""
-    caught = [number for number, one in enumerate(tokens) if is_degenerate(one)]
-    found = f"{len(caught)} of {len(tokens)}"
+    """Check that at most a share `most` of the responses repeats itself in a loop."""
+    caught = [number for number, response in enumerate(tokens) if is_degenerate(response)]
+    text = f"{len(caught)} of {len(tokens)}"
     if caught:
-        found += f", first prompt {caught[0]}"
+        text += f", first prompt {caught[0]}"
     return Check(
-        "answers caught in a loop", f"<= {most:.0%}", found, ok=len(caught) <= most * len(tokens)
+        "answers caught in a loop", f"<= {most:.0%}", text, ok=len(caught) <= most * len(tokens)
     )
 
 
 def template_check(different: int, total: int) -> Check:
-    """The engine's own tokenizer and chat template give the prompts that were measured."""
+    """Check that the engine's tokenizer and chat template render the prompts that we measured."""
     return Check(
         "prompts as the engine renders them",
         "the same token ids",
@@ -112,10 +119,14 @@ def template_check(different: int, total: int) -> Check:
 
 
 def probes_check(probes: Sequence[Sequence[int]], prompts: Sequence[Sequence[int]]) -> Check:
-    """The served tokenizer and chat template render prompts as training did.
+    """Check that the served tokenizer and chat template render prompts as training did.
 
-    Probes are the first tokens of held-out conversations as training saw them, so each begins
-    with one of the rendered prompts, or is the beginning of one.
+    Probes are the first tokens of held-out conversations in training. So each probe starts with a
+    rendered prompt, or is the start of one.
+
+    Args:
+        probes: token ids of each probe.
+        prompts: token ids of each rendered prompt.
     """
     rendered = [tuple(prompt) for prompt in prompts]
     known = sum(any(_share_beginning(tuple(p), r) for r in rendered) for p in probes)
@@ -127,6 +138,6 @@ def probes_check(probes: Sequence[Sequence[int]], prompts: Sequence[Sequence[int
     )
 
 
-def _share_beginning(one: tuple[int, ...], other: tuple[int, ...]) -> bool:
-    length = min(len(one), len(other))
-    return length > 0 and one[:length] == other[:length]
+def _share_beginning(probe: tuple[int, ...], prompt: tuple[int, ...]) -> bool:
+    length = min(len(probe), len(prompt))
+    return length > 0 and probe[:length] == prompt[:length]

@@ -1,4 +1,4 @@
-"""What gather, merge and convert share: the trained side's files, and the drift measurement."""
+"""Read what training left, and measure drift from it. Shared by gather, merge and convert."""
 
 from __future__ import annotations
 
@@ -32,18 +32,18 @@ GENERATION_CONFIG = "generation_config.json"
 
 @dataclass(frozen=True)
 class Trained:
-    """What training said of itself: `train.json` and `config.json` of its artifact.
+    """The record that training left: `train.json` and `config.json` of its artifact.
 
     Attributes:
         root: the `shards` artifact.
-        quantization: how the base was quantised in training; None when it was not.
+        quantization: quantization of the base in training; None if it was not quantized.
         base_digest: digest of the base artifact that was trained.
-        dtype: torch name of the dtype in which training held the model.
-        config: the trained side's model configuration, quantisation left out.
-        attn_implementation: that training ran, transformers' name; another one rounds otherwise.
-        objective: what was trained for.
-        texts: whether it was trained on raw texts, which takes no chat template.
-        normalisation: mean and std of a reward model's scores; None where there are none.
+        dtype: torch dtype name of the model in training.
+        config: config.json of the trained model, without quantization.
+        attn_implementation: attention in training, by transformers' name; others round differently.
+        objective: training objective.
+        texts: True if training used raw texts, which need no chat template.
+        normalisation: mean and standard deviation of a reward model's scores; None otherwise.
     """
 
     root: Path
@@ -58,45 +58,52 @@ class Trained:
 
     @property
     def is_reward(self) -> bool:
-        """Whether a reward model was trained: a score head in place of the language model's."""
+        """Return True if a reward model was trained, with a score head."""
         return self.objective == "reward"
 
     @classmethod
     def read(cls, root: Path) -> Trained:
         """Read from a `shards` artifact. Raises ArtifactError."""
-        said, config = read_json(root / "train.json"), read_json(root / CONFIG)
-        missing = {"quantization", "base_digest"} - set(said)
+        record, config = read_json(root / "train.json"), read_json(root / CONFIG)
+        missing = {"quantization", "base_digest"} - set(record)
         if missing:
             raise ArtifactError(f"{root}/train.json lacks {', '.join(sorted(missing))}")
         dtype = config.get("dtype", config.get("torch_dtype"))
         if dtype is None:
             raise ArtifactError(f"{root}/{CONFIG} does not say the model's dtype")
-        config.pop("quantization_config", None)  # of training; what is handed on is not quantised
-        scores = said.get("scores")
+        config.pop(
+            "quantization_config", None
+        )  # that of training; the trained weights are not quantized
+        scores = record.get("scores")
         return cls(
             root,
-            said["quantization"],
-            said["base_digest"],
+            record["quantization"],
+            record["base_digest"],
             str(dtype),
             config,
-            attn_implementation=str(said.get("attn_implementation", "sdpa")),
-            objective=str(said.get("objective", "sft")),
-            texts=bool(said.get("texts", False)),
+            attn_implementation=str(record.get("attn_implementation", "sdpa")),
+            objective=str(record.get("objective", "sft")),
+            texts=bool(record.get("texts", False)),
             normalisation=Normalisation(scores["mean"], scores["std"]) if scores else None,
         )
 
     def require_base(self, base: Path) -> None:
         """Refuse a base other than the one that was trained. Raises ArtifactError."""
-        found = open_artifact(base).digest
-        if found != self.base_digest:
+        digest = open_artifact(base).digest
+        if digest != self.base_digest:
             raise ArtifactError(
-                f"wrong base: {self.base_digest[:12]} was trained, {base} is {found[:12]}",
-                details=[f"trained: {self.base_digest}", f"given:   {found}"],
+                f"wrong base: {self.base_digest[:12]} was trained, {base} is {digest[:12]}",
+                details=[f"trained: {self.base_digest}", f"given:   {digest}"],
                 hint="give the base that was trained, or train again: force=[train]",
             )
 
     def copy_side_files(self, out: Path, *, config: bool) -> None:
-        """Put the trained side's tokenizer and generation config, and config.json, into `out`."""
+        """Copy the tokenizer and generation config of training into `out`.
+
+        Args:
+            out: folder to write to.
+            config: True to write config.json too.
+        """
         copy_files(self.root / "tokenizer", out)
         source = self.root / GENERATION_CONFIG
         if not source.is_file():
@@ -107,12 +114,16 @@ class Trained:
 
 
 def write_json(path: Path, document: Mapping[str, Any]) -> None:
-    """Write as Hugging Face does: indented, sorted keys, newline at the end."""
+    """Write JSON as Hugging Face does: indented, sorted keys, newline at the end."""
     path.write_text(json.dumps(document, indent=2, sort_keys=True, ensure_ascii=False) + "\n")
 
 
 def copy_files(source: Path, out: Path) -> list[str]:
-    """Copy the plain files of a tokenizer folder. Raises ArtifactError when there is none."""
+    """Copy the files of a tokenizer folder, and return their names.
+
+    Raises:
+        ArtifactError: the folder has no files.
+    """
     files = sorted(path for path in source.glob("*") if path.is_file())
     if not files:
         raise ArtifactError(f"{source}: no tokenizer files")
@@ -131,17 +142,21 @@ def measure(
     exact: bool,
     cause: str = "",
 ) -> tuple[Moved, Check]:
-    """Take the print of `model` into `out` and judge its distance from the trained one.
+    """Take the fingerprint of `model` into `out`, and check its drift from the trained model.
 
     Args:
-        score: who measures.
-        model: what to load.
-        trained: the `shards` artifact with training's own print.
-        out: directory that gets the print, under the same name.
-        limit: what the profile admits.
-        exact: the mean must also stay within twice the engine's own repeat noise. Where the two are
-            measured by different arithmetic, `limit` is widened to what that noise explains.
-        cause: the likeliest cause of a failure and what to type.
+        score: takes the fingerprint.
+        model: the model to load.
+        trained: the `shards` artifact with training's own fingerprint.
+        out: folder that gets the fingerprint, under the same file name.
+        limit: limits of the drift profile.
+        exact: True if the mean drift must also stay within twice the engine's own repeat noise. If
+            the two were measured on different hardware or software, `limit` is widened to what
+            that noise explains.
+        cause: the most likely cause of a failure, and what to type.
+
+    Returns:
+        The drift and its verdict.
     """
     path = print_in(trained)
     reference = load_print(path)
@@ -151,26 +166,29 @@ def measure(
     if not exact or same_arithmetic(reference, new):
         return drift, verdict(drift, limit, reference.noise if exact else None, cause=cause)
     limit = by_noise(limit, drift, reference.noise, new.noise)
-    there, here = (_shown(one.measured_on) for one in (reference, new))
+    there, here = (_shown(side.measured_on) for side in (reference, new))
     name = f"drift from the trained model (trained on {there}, measured on {here})"
-    # No profile gates this: the hint that one would admit it is not for here.
+    # A looser profile changes nothing here, so the hint to choose one would be wrong.
     return drift, replace(verdict(drift, limit, name=name, cause=cause), hint=cause)
 
 
 def _shown(measured_on: Mapping[str, str] | None) -> str:
-    told = measured_on or {}
-    return ", ".join(told[key] for key in ("name", "attention", "torch") if key in told)
+    stack = measured_on or {}
+    return ", ".join(stack[key] for key in ("name", "attention", "torch") if key in stack)
 
 
 def carry_over(
     weights: Path, *, trained: Path, out: Path, limit: DriftLimit
 ) -> tuple[Moved, Check]:
-    """The drift of weights that are `out`'s, byte for byte: copied, not measured again.
+    """Copy the fingerprint of `weights` instead of measuring `out`, which has the same bytes.
+
+    Returns:
+        The drift and its verdict.
 
     Raises:
-        ArtifactError: there is none to copy.
+        ArtifactError: `weights` has no fingerprint.
     """
     earlier = print_in(weights)
     shutil.copyfile(earlier, out / earlier.name)
-    found = moved(load_print(print_in(trained)), load_print(earlier))
-    return found, verdict(found, limit)
+    drift = moved(load_print(print_in(trained)), load_print(earlier))
+    return drift, verdict(drift, limit)

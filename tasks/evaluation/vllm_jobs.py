@@ -1,4 +1,4 @@
-"""vLLM as a child process that does jobs: the one place that starts it."""
+"""Run jobs in a child process of vLLM. Nothing else starts vLLM."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from tasks.serving.vllm.job import Job, environment, time_limit
 
 STAGE = "smoke_eval"
 HEADROOM = 8
-"""Tokens that `max_model_len` has beyond the longest sequence, when we choose it."""
+"""Tokens added to the longest sequence for `max_model_len`, if the user did not set it."""
 
 
 class Engine(Protocol):
-    """How vLLM is run."""
+    """Settings of the vLLM process: memory in GiB, CPU threads, time limit in seconds."""
 
     @property
     def kv_cache_gib(self) -> int: ...
@@ -30,19 +30,19 @@ class Engine(Protocol):
 def run_vllm(
     jobs: Sequence[Job], engine: Engine, *, log: Log, log_path: Path
 ) -> list[dict[str, Any]]:
-    """Do the jobs in one child process of vLLM, each in an engine of its own.
+    """Run the jobs in one child process of vLLM, each in its own engine.
 
     Args:
-        jobs: each with a folder of its own to leave things in, which is made here.
-        engine: how it is run; without a time limit the weights of all jobs decide it.
+        jobs: the jobs; the output folder of each must not exist yet.
+        engine: settings of the process; without a time limit, the size of all weights decides it.
         log: gets the engine's output.
-        log_path: file for all of it.
+        log_path: file for the engine's whole output.
 
     Returns:
-        `result.json` of each; a fingerprint that a job asked for is in the job's folder.
+        The `result.json` of each job. If a job takes a fingerprint, it is in the job's folder.
 
     Raises:
-        StageProcessError: vLLM did not come up or broke down.
+        StageProcessError: vLLM did not start or crashed.
     """
     paths, sharing = [], max(job.tensor_parallel for job in jobs)
     for job in jobs:

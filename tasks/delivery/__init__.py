@@ -1,14 +1,10 @@
-"""deliver: the back half of the chain, on a checkpoint that was made elsewhere.
+"""deliver: gather, merge, convert and check a checkpoint (SOURCE) that was made elsewhere.
 
-examination the audit of SOURCE, which comes first; `handled`: its errors that stop nothing, and why
-recognise   what SOURCE is: an adapter, a full model, our shards, a DeepSpeed checkpoint
-evidence    how a trainer held the base, by its own files; `quantization` decides by it
-comparing   how far apart the merges into the two bases are (`merge.base=compare`)
-identity    which base it belongs to, and whether the one given is that one
-planning    every operation, from headers alone; every finding in one error
-stages      gather, merge, convert: the plans carried out, with the verdicts
-intact      our artifacts among what is given are what was published
-smoke       the served folder in the engine that will serve it, beside the reference
-rewards     the same of a reward model: rewards instead of next tokens
-outlet      OUT: the served artifact, visible all at once
+recognise        find out what SOURCE is: an adapter, a full model, shards, a DeepSpeed checkpoint
+examination      audit SOURCE; `handled` lists the errors that do not stop a delivery
+plan/            plan every operation before a byte is written
+stages           run the plans: gather, merge, convert
+smoke            compare the served folder with the reference; `rewards` for reward models
+verify_inputs    compare input artifacts with their manifests, byte for byte
+publish_output   put the served artifact into OUT in one step
 """

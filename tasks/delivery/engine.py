@@ -1,4 +1,4 @@
-"""What every smoke test needs of the engine that serves: how it is run, what it is asked with."""
+"""Settings of the engine in a delivery's smoke test, and the probes to measure on."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from tasks.evaluation.vllm_jobs import HEADROOM, run_vllm
 from tasks.serving.vllm.job import Job
 
 SHORTEST = 2
-"""Tokens of a probe: one to start from and one to score."""
+"""Minimum number of tokens of a probe: one as context and one to score."""
 
 
 @dataclass(frozen=True)
 class EngineSettings:
-    """How the engine is run. See `tasks/config/deliver_flow.py`."""
+    """Settings of the engine; `tasks/config/deliver_flow.py` describes them."""
 
     greedy_tokens: int = 5
     kv_cache_gib: int = 1
@@ -29,7 +29,7 @@ class EngineSettings:
     threads: int | None = None
 
     def longest(self, prompts: Sequence[Sequence[int]]) -> int:
-        """Tokens of the longest sequence."""
+        """Return the length of the longest sequence, prompt and new tokens together."""
         need = max(len(prompt) for prompt in prompts) + self.greedy_tokens
         return self.max_model_len or need + HEADROOM
 
@@ -37,10 +37,17 @@ class EngineSettings:
 def ask_vllm(
     job: Job, settings: EngineSettings, *, out: Path, log: Any, log_path: Path
 ) -> dict[str, Any]:
-    """What vLLM answers to one job; a fingerprint that it took is kept in `out`.
+    """Run one job in vLLM, and return its result.
+
+    Args:
+        job: the job; its field `out` is replaced.
+        settings: settings of the engine.
+        out: folder that gets `fingerprint.fp`, if the job takes a fingerprint.
+        log: gets the engine's output.
+        log_path: file for the engine's whole output.
 
     Raises:
-        StageProcessError: vLLM did not come up or broke down.
+        StageProcessError: vLLM did not start or crashed.
     """
     with tempfile.TemporaryDirectory(dir=out, prefix=".vllm-") as folder:
         work = Path(folder) / "served"
@@ -53,9 +60,19 @@ def ask_vllm(
 def encode_probes(
     scorer: ReferenceScorer, tokenizer: Path, texts: list[str], limit: int
 ) -> list[list[int]]:
-    """Token ids of the texts that are long enough. Raises DataError where none is."""
+    """Return the token ids of the texts with at least `SHORTEST` tokens.
+
+    Args:
+        scorer: the transformers child.
+        tokenizer: folder of the tokenizer.
+        texts: plain texts.
+        limit: maximum number of tokens of a probe.
+
+    Raises:
+        DataError: all texts are too short.
+    """
     tokens = scorer.encode_texts(tokenizer, texts, limit=limit)
-    probes = [one for one in tokens if len(one) >= SHORTEST]
+    probes = [ids for ids in tokens if len(ids) >= SHORTEST]
     if not probes:
         raise DataError("no text has two tokens: nothing to measure on", hint="smoke.texts=<file>")
     return probes

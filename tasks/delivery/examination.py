@@ -1,7 +1,7 @@
-"""The first step of a delivery: the audit of SOURCE, and which of its errors do not stop it.
+"""The first step of a delivery: audit SOURCE, and refuse it if an error stops the delivery.
 
-reports = examine([Path("ckpt")], base, check_base=True)     raises ConfigError for all the others
-report = examination(out, reports=reports, log=log)          the stage that keeps what was found
+reports = examine([Path("ckpt")], base, check_base=True)     audit; ConfigError for SOURCE refused
+report = examination(out, reports=reports, log=log)          the stage that stores the findings
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ from tasks.pipeline.report import StageReport
 FINDINGS = "findings.json"
 _SHOWN = 50
 _SHARDS = "ZERO_BESIDE"
-"""What was saved badly may be whole in the shards beside it: its fix gathers them."""
+"""Finding that intact shards lie beside broken weights. Its fix, to gather them, comes first."""
 
 
-class Told(NamedTuple):
-    """A finding of a delivery, and why it does not stop it; "" where nothing had to be said."""
+class Examined(NamedTuple):
+    """A finding, and the reason why this error does not stop the delivery; "" if it is no error."""
 
     finding: Finding
     handled: str
@@ -34,63 +34,70 @@ class Told(NamedTuple):
 def examine(
     roots: Sequence[Path], base: Path | None, *, check_base: bool = True
 ) -> tuple[Report, ...]:
-    """Audit what is to be delivered, from headers and documents.
+    """Audit the folders to deliver, from headers and documents.
 
     Args:
         roots: SOURCE, or the folders of several adapters.
-        base: what adapters and gathered weights go into; a full model takes nothing from it.
-        check_base: whether a wrong base is refused.
+        base: base of adapters or gathered weights; not used for a full model.
+        check_base: True to refuse a wrong base.
 
     Raises:
-        ConfigError: errors that a delivery neither repairs nor passes by, with code, place and fix.
+        ConfigError: errors that stop the delivery, each with code, place and fix.
     """
     reports = tuple(audit(root, base=base) for root in roots)
-    if any(_in_the_way(report, check_base=check_base) for report in reports):
+    if any(_blocking(report, check_base=check_base) for report in reports):
         raise refused(reports, check_base=check_base)
     return reports
 
 
 def refused(reports: Sequence[Report], *, check_base: bool = True) -> ConfigError:
-    """What to say of checkpoints that cannot be delivered: every error, where it is, what to do."""
-    first, fix, mend, lines = "", "", "", []
+    """Return the error that refuses a delivery, with the place and the fix of every finding."""
+    first, fix, repair, lines = "", "", "", []
     for report in reports:
-        found = _in_the_way(report, check_base=check_base)
-        first = first or (f"source={report.source}: {report.what}" if found else "")
-        for one in found[:_SHOWN]:
-            lines.append(f"{one.code} {one.where}: {one.found}; expected {one.expected}")
-            lines.append(f"  why: {one.why}")
-            lines.append(f"  fix: {one.fix}")
-        fix = fix or next((one.fix for one in report.findings if one.code == _SHARDS and found), "")
-        mend = mend or (report.mending if found else "")
-    told = first_and_more([one for one in lines if not one.startswith("  ")])
+        blocking = _blocking(report, check_base=check_base)
+        if not blocking:
+            continue
+        first = first or f"source={report.source}: {report.what}"
+        for finding in blocking[:_SHOWN]:
+            lines.append(
+                f"{finding.code} {finding.where}: {finding.found}; expected {finding.expected}"
+            )
+            lines.append(f"  why: {finding.why}")
+            lines.append(f"  fix: {finding.fix}")
+        fix = fix or next((item.fix for item in report.findings if item.code == _SHARDS), "")
+        repair = repair or report.mending
+    summary = first_and_more([line for line in lines if not line.startswith("  ")])
     return ConfigError(
-        f"{first}: {told}",
+        f"{first}: {summary}",
         details=lines,
-        hint=fix or mend or f"python flows/audit.py source={reports[0].source} tells the rest",
+        hint=fix or repair or f"python flows/audit.py source={reports[0].source} tells the rest",
     )
 
 
-def _in_the_way(report: Report, *, check_base: bool) -> list[Finding]:
+def _blocking(report: Report, *, check_base: bool) -> list[Finding]:
+    """Return the errors of a report that stop the delivery."""
     return [
-        one
-        for one in report.findings
-        if one.severity is Severity.ERROR and not handled(one, report, check_base=check_base)
+        finding
+        for finding in report.findings
+        if finding.severity is Severity.ERROR
+        and not handled(finding, report, check_base=check_base)
     ]
 
 
-def told(reports: Sequence[Report]) -> Iterator[Told]:
-    """Every finding of what is delivered."""
+def examined(reports: Sequence[Report]) -> Iterator[Examined]:
+    """Yield every finding, and the reason why it does not stop the delivery."""
     for report in reports:
-        for one in report.findings:
-            is_error = one.severity is Severity.ERROR
-            yield Told(one, handled(one, report, check_base=False) if is_error else "")
+        for finding in report.findings:
+            is_error = finding.severity is Severity.ERROR
+            reason = handled(finding, report, check_base=False) if is_error else ""
+            yield Examined(finding, reason)
 
 
 def lines(reports: Sequence[Report]) -> Iterator[str]:
-    """For the plan: what was found, and how its errors are dealt with."""
+    """Yield the lines of the plan: counts, warnings, and errors that do not stop the delivery."""
     for report in reports:
         yield f"audit: {report.counts}"
-    for finding, why in told(reports):
+    for finding, why in examined(reports):
         if why:
             yield f"  {finding.code} {finding.where}: {why}"
         elif finding.severity is Severity.WARNING:
@@ -98,30 +105,34 @@ def lines(reports: Sequence[Report]) -> Iterator[str]:
 
 
 def as_json(reports: Sequence[Report]) -> list[dict[str, Any]]:
-    """The findings for a program; each with `handled`, where it is an error that stops nothing."""
-    return [{**finding.as_json(), "handled": why} for finding, why in told(reports)]
+    """Return the findings as plain JSON, each with its reason under `handled`."""
+    return [{**finding.as_json(), "handled": why} for finding, why in examined(reports)]
 
 
 def examination(out: Path, *, reports: Sequence[Report], log: Any, **_: Any) -> StageReport:
-    """Keep what the audit found, where the delivery's other stages keep theirs.
+    """Store the findings of the audit as an artifact; a stage function.
 
     Args:
         out: staging directory; gets `findings.json`.
-        reports: of the folders that are delivered.
-        log: what was found, in short.
+        reports: audits of the folders to deliver.
+        log: gets the findings in short.
     """
     kinds: Mapping[str, str] = {report.source: report.kind for report in reports}
-    found = as_json(reports)
-    write_json(out / FINDINGS, {"sources": kinds, "findings": found})
+    findings = as_json(reports)
+    write_json(out / FINDINGS, {"sources": kinds, "findings": findings})
     for line in lines(reports):
         log.info("%s", line)
     checks = tuple(
-        Check(f"{one.code} {one.where}", one.expected, f"{one.found}: {why}", ok=True)
-        for one, why in told(reports)
+        Check(
+            f"{finding.code} {finding.where}", finding.expected, f"{finding.found}: {why}", ok=True
+        )
+        for finding, why in examined(reports)
         if why
     )
     counts = {
-        f"audit/{one.value}s": float(sum(given["severity"] == one.value for given in found))
-        for one in Severity
+        f"audit/{severity.value}s": float(
+            sum(finding["severity"] == severity.value for finding in findings)
+        )
+        for severity in Severity
     }
-    return StageReport("report", checks, counts, {"sources": kinds, "findings": found})
+    return StageReport("report", checks, counts, {"sources": kinds, "findings": findings})

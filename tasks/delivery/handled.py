@@ -1,6 +1,6 @@
-"""The audit's errors that do not stop a delivery, and why. Every other error does.
+"""The errors of an audit that do not stop a delivery, and the reasons. All others stop it.
 
-handled(finding, report, check_base=True)      "split off, ..."; "" where it stops the delivery
+handled(finding, report, check_base=True)      "split off, ..."; "" if it stops the delivery
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ def _is_head(finding: Finding, _: Report) -> bool:
 
 
 def _wrapped(_: Finding, report: Report) -> bool:
-    """Whether every name begins with the prefix of TRL's value model, which the plan takes off."""
-    codes = {one.code for one in report.findings}
+    """Return True if all names have the prefix of TRL's value model, which the plan removes."""
+    codes = {other.code for other in report.findings}
     return report.kind == Kind.VALUE and "TRL_RESIDUE" in codes and "WRAPPER_RESIDUE" not in codes
 
 
@@ -36,40 +36,48 @@ def _of_adapter(finding: Finding, _: Report) -> bool:
     return finding.file == ADAPTER_CONFIG
 
 
-class Way(NamedTuple):
-    """How a delivery deals with an error: what it does about it, and when that is so."""
+class Handling(NamedTuple):
+    """Reason why an error does not stop a delivery, and the condition for it."""
 
     why: str
     when: Callable[[Finding, Report], bool] = _always
 
 
-HANDLED: Mapping[str, Way] = {
-    "STRAY_WEIGHT_FILE": Way("kept as an artifact of its own, away from what is served", _is_head),
-    "HEAD_IN_MODEL": Way("split off, and kept as an artifact of its own"),
-    "HEAD_LABELS": Way("served with the labels that the head has"),
-    "HEAD_PREFIX": Way("the head that was saved is taken, by the name that it has"),
-    "TRL_RESIDUE": Way("TRL's prefix is taken off", _wrapped),
-    "TENSOR_MISSING": Way("it is there, with TRL's prefix; the plan compares it again", _wrapped),
-    "TENSOR_UNEXPECTED": Way("it has TRL's prefix; the plan compares it again", _wrapped),
-    "VLLM_ARCHITECTURE": Way("served as the family's *ForSequenceClassification", _with_head),
-    "WRONG_BASE": Way("refused next, by the same test", _of_adapter),
-    "MANIFEST_DIFFERS": Way("refused later, with the base's files: every byte is compared first"),
-    "EOS_DISAGREES": Way("served with every id that one of the files ends a text with"),
+HANDLED: Mapping[str, Handling] = {
+    "STRAY_WEIGHT_FILE": Handling(
+        "kept as an artifact of its own, away from what is served", _is_head
+    ),
+    "HEAD_IN_MODEL": Handling("split off, and kept as an artifact of its own"),
+    "HEAD_LABELS": Handling("served with the labels that the head has"),
+    "HEAD_PREFIX": Handling("the head that was saved is taken, by the name that it has"),
+    "TRL_RESIDUE": Handling("TRL's prefix is taken off", _wrapped),
+    "TENSOR_MISSING": Handling(
+        "it is there, with TRL's prefix; the plan compares it again", _wrapped
+    ),
+    "TENSOR_UNEXPECTED": Handling("it has TRL's prefix; the plan compares it again", _wrapped),
+    "VLLM_ARCHITECTURE": Handling("served as the family's *ForSequenceClassification", _with_head),
+    "WRONG_BASE": Handling("refused next, by the same test", _of_adapter),
+    "MANIFEST_DIFFERS": Handling(
+        "refused later, with the base's files: every byte is compared first"
+    ),
+    "EOS_DISAGREES": Handling("served with every id that one of the files ends a text with"),
 }
-"""By code. What is repaired is repaired in OUT; SOURCE stays as it is."""
+"""Handling by finding code. Repairs happen in OUT; SOURCE is never changed."""
 
 _OF_THE_BASE = frozenset({"WRONG_BASE", "MERGED_EQUALS_BASE"})
 
 
 def handled(finding: Finding, report: Report, *, check_base: bool) -> str:
-    """Why an error does not stop the delivery; "" where it does.
+    """Return the reason why an error does not stop the delivery; "" if it stops it.
 
     Args:
         finding: the error.
-        report: the audit that it is of.
-        check_base: whether a wrong base is refused.
+        report: the audit with this error.
+        check_base: True if a wrong base is refused.
     """
     if finding.code in _OF_THE_BASE and not check_base:
         return "check_base=false"
-    way = HANDLED.get(finding.code)
-    return way.why if way is not None and way.when(finding, report) else ""
+    handling = HANDLED.get(finding.code)
+    if handling is None or not handling.when(finding, report):
+        return ""
+    return handling.why

@@ -1,4 +1,4 @@
-"""The drift of what a stage made, from the reference: measured, or carried over."""
+"""Measure the drift of a stage's output from the reference."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ from tasks.weights.files.reader import read_json
 
 @dataclass(frozen=True)
 class Measuring:
-    """Who measures drift, how, and how far is too far.
+    """Settings of a drift measurement.
 
     Attributes:
-        score: who measures.
-        limit: of the drift.
-        attn_implementation: with which attention, transformers' name.
+        score: takes the fingerprint.
+        limit: limits of the drift.
+        attn_implementation: attention, by transformers' name.
     """
 
     score: Score
@@ -37,17 +37,25 @@ def measured(
     *,
     earlier: Path | None = None,
 ) -> StageReport:
-    """The report with the drift; carried over where every byte is that of the folder before."""
+    """Return the report with the drift added.
+
+    Args:
+        report: report of the stage; returned as it is if a check failed.
+        out: output of the stage.
+        reference: folder with the reference fingerprint; None measures nothing.
+        measuring: settings of the measurement; None measures nothing.
+        earlier: folder with the same bytes as `out`: its fingerprint is copied, not measured again.
+    """
     if measuring is None or reference is None or not all(check.ok for check in report.checks):
         return report
     limit = measuring.limit
     if earlier is not None and (earlier / FINGERPRINT).is_file():
-        found, verdict = carry_over(earlier, trained=reference, out=out, limit=limit)
+        drift, verdict = carry_over(earlier, trained=reference, out=out, limit=limit)
     else:
         dtype = str(read_json(out / CONFIG)["dtype"])
         model = ModelRef(out, dtype=dtype, attn_implementation=measuring.attn_implementation)
-        found, verdict = measure(
+        drift, verdict = measure(
             measuring.score, model, trained=reference, out=out, limit=limit, exact=False
         )
     checks = (*report.checks, verdict)
-    return StageReport(report.kind, checks, report.metrics, report.notes, found)
+    return StageReport(report.kind, checks, report.metrics, report.notes, drift)

@@ -1,4 +1,4 @@
-"""OUT: the served artifact where the user wants it, visible all at once or not at all."""
+"""Put the served artifact into OUT, the folder of the user's choice, in one rename."""
 
 from __future__ import annotations
 
@@ -18,19 +18,19 @@ from tasks.weights.files.reader import MANIFEST
 def out_findings(
     out: Path, *, inputs: list[Path], expected: str | None, overwrite: bool
 ) -> Iterator[str]:
-    """Why nothing may be delivered to `out`.
+    """Yield the reasons why nothing may be delivered to `out`.
 
     Args:
         out: the folder; may be absent or empty.
-        inputs: folders that are read.
-        expected: digest of what is to be delivered, where that is known already.
-        overwrite: whether an earlier delivery may be replaced.
+        inputs: input folders.
+        expected: digest of the artifact to deliver; None if it is not known yet.
+        overwrite: True if an earlier delivery may be replaced.
     """
     real = out.resolve()
-    for one in inputs:
-        other = one.resolve()
-        if real == other or real in other.parents or other in real.parents:
-            yield f"out={out} and {one} lie in each other: an input is never written to"
+    for folder in inputs:
+        source = folder.resolve()
+        if real == source or real in source.parents or source in real.parents:
+            yield f"out={out} and {folder} lie in each other: an input is never written to"
     if out.is_dir() and not out.is_symlink():
         if not any(out.iterdir()):
             return
@@ -47,16 +47,16 @@ def out_findings(
 
 
 def put(served: Artifact, out: Path) -> None:
-    """Make `out` the served artifact: links where the file system allows it, else copies.
+    """Publish the served artifact as `out`, with hard links if the file system allows, else copies.
 
-    The manifest comes last, then one rename. An earlier delivery is moved aside and removed after
-    it; whether that may be done `out_findings` has said.
+    The manifest is written last; then one rename makes everything visible. An earlier delivery is
+    moved aside before the rename and removed after it. Call `out_findings` first.
 
     Raises:
-        ArtifactError: it cannot be written.
-        BusyError: another process delivers to the same place.
+        ArtifactError: `out` cannot be written.
+        BusyError: another process delivers to the same folder.
     """
-    if _holds(out, served):
+    if _is_delivered(out, served):
         return
     with staging(out) as work:
         for path in sorted(served.path.rglob("*")):
@@ -76,8 +76,8 @@ def put(served: Artifact, out: Path) -> None:
         shutil.rmtree(old, ignore_errors=True)
 
 
-def _holds(out: Path, served: Artifact) -> bool:
-    """Whether `out` is this delivery already, complete."""
+def _is_delivered(out: Path, served: Artifact) -> bool:
+    """Return True if `out` already is this artifact, complete."""
     if read_manifest(out).get("digest") != served.digest:
         return False
     try:

@@ -28,7 +28,7 @@ _PLANNED: Mapping[audit_recognise.Kind, Kind] = {
     audit_recognise.Kind.SHARDS: "shards",
     audit_recognise.Kind.DEEPSPEED: "deepspeed",
 }
-"""What is planned alike: heads are a matter of the plan for a model."""
+"""Kind of plan for each kind of checkpoint. The plan of a model deals with its head, too."""
 
 
 @dataclass(frozen=True)
@@ -36,12 +36,12 @@ class Given:
     """A recognised SOURCE.
 
     Attributes:
-        kind: what is planned for.
+        kind: kind of plan.
         root: its folder.
-        what: what it is, for a person, without the folder.
-        manifest: our manifest, where it has one; else empty.
-        beside: what else lies in the folder and is left alone.
-        dialect: who wrote it, where that can be told; else "".
+        what: description for a person, without the folder.
+        manifest: our manifest; empty if it has none.
+        beside: other files in the folder, which are not used.
+        dialect: tool that wrote it; "" if unknown.
     """
 
     kind: Kind
@@ -52,27 +52,29 @@ class Given:
     dialect: str = ""
 
     def line(self) -> str:
-        """One line: folder, what it is, what is left alone."""
+        """Return one line: the folder, its description, and the files that are not used."""
         rest = f"; left alone: {', '.join(self.beside)}" if self.beside else ""
         return f"{self.root}: {self.what}{rest}"
 
 
 def recognise(root: Path) -> Given:
-    """Look at a folder: its file names, its documents, the headers of its weights.
+    """Recognise a folder from its file names, its documents and the headers of its weights.
 
-    A folder that holds finished weights and a trainer's states (as Trainer leaves it) is the
-    finished weights; the folder of the step itself names the states.
+    Trainer leaves finished weights beside a folder of DeepSpeed states. Such a folder counts as the
+    finished weights; name the folder of the states (`global_step...`) to deliver those.
 
     Raises:
-        ConfigError: nothing that can be delivered, with the findings that say so.
+        ConfigError: the folder does not exist or cannot be delivered; with the findings.
     """
     try:
-        found = audit_recognise.recognise(Folder(root))
+        recognised = audit_recognise.recognise(Folder(root))
     except ArtifactError as error:
         missing = not root.is_dir()
         message = f"source={root}: no such folder" if missing else error.message
         raise ConfigError(message, hint="source=<folder>") from error
-    kind = _PLANNED.get(found.kind)
+    kind = _PLANNED.get(recognised.kind)
     if kind is None:
         raise refused([audit(root)])
-    return Given(kind, root, found.what, found.manifest, found.beside, found.dialect)
+    return Given(
+        kind, root, recognised.what, recognised.manifest, recognised.beside, recognised.dialect
+    )

@@ -1,4 +1,4 @@
-"""What our own training recorded of itself, where SOURCE came out of one."""
+"""Read the record that our own training left, if SOURCE came out of one."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ SDPA, FLASH = "sdpa", "flash_attention_2"
 
 
 def training_record(given: Given, store: Path) -> dict[str, Any] | None:
-    """`train.json` of the training behind SOURCE; None for one made elsewhere or not found.
+    """Return `train.json` of the training that made SOURCE; None if there is no such record.
 
     Args:
         given: SOURCE: our shards, or an artifact whose manifest names them.
-        store: our artifacts.
+        store: folder of our artifacts.
 
     Raises:
-        ArtifactError: it cannot be read.
+        ArtifactError: the file cannot be read.
     """
     root: Path | None = given.root
     if given.kind != "shards":
@@ -32,10 +32,10 @@ def training_record(given: Given, store: Path) -> dict[str, Any] | None:
 
 
 def attention_of(given: Given, store: Path) -> tuple[str, str]:
-    """The attention to measure with, transformers' name, and what could not be done about it.
+    """Return (attention to measure with, by transformers' name; a warning or "").
 
-    Another implementation rounds otherwise: measured with training's own, the drift is that of the
-    weights alone.
+    Attention implementations round differently. With training's own, the measured drift is that of
+    the weights alone.
     """
     record = training_record(given, store) or {}
     recorded = str(record.get("attn_implementation", SDPA))

@@ -1,6 +1,7 @@
-"""The smoke test of a reward model: the rewards it gave before, and those the served folder gives.
+"""The reference and the smoke test of a reward model, compared by reward.
 
-They are normalised as the files say; how far they may part is the drift profile's to say.
+Rewards are normalised with mean and standard deviation from the model's files. The drift profile
+limits their difference.
 """
 
 from __future__ import annotations
@@ -10,7 +11,6 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from tasks.core.contract import Check
 from tasks.delivery.engine import EngineSettings, encode_probes
 from tasks.drift.fingerprint import DriftLimit
 from tasks.drift.reward_scores import SCORES, ScorePrint, score_drift
@@ -39,23 +39,23 @@ def reward_reference(
     adapter: Path | None = None,
     quantization: dict[str, Any] | None = None,
 ) -> StageReport:
-    """Score texts with the reward model as it was before anything here touched it.
+    """Score texts with the reward model as SOURCE has it; a stage function.
 
     Args:
         out: staging directory; gets `scores.json`.
-        model: reward model, or the base of `adapter`.
-        texts: what is scored.
-        limit: tokens of a text at most.
+        model: folder of the reward model, or of the base of `adapter`.
+        texts: texts to score.
+        limit: maximum number of tokens of a text.
         tokenizer: folder of the tokenizer.
-        dtype: torch name of the dtype in which it is loaded.
-        attn_implementation: as in transformers.
+        dtype: torch dtype name to load the model in.
+        attn_implementation: attention, by transformers' name.
         scorer: the transformers child.
-        log: progress.
-        adapter: PEFT folder that brings the head; unmerged.
-        quantization: of the base, as `ModelRef.quantization`.
+        log: gets progress.
+        adapter: PEFT folder with the head; it stays unmerged.
+        quantization: quantization of the base, as `ModelRef.quantization`.
 
     Raises:
-        DataError: no text is long enough.
+        DataError: all texts are too short.
     """
     probes = encode_probes(scorer, tokenizer, texts, limit)
     scores = scorer.rewards(
@@ -79,22 +79,22 @@ def reward_smoke(
     log: Any,
     log_path: Path,
 ) -> StageReport:
-    """Load the served folder, score the same texts, compare.
+    """Serve the folder, score the same texts, and compare the rewards; a stage function.
 
     Args:
         out: staging directory; gets `report.json`, `scores.json`.
-        served: the folder to serve.
-        reference: folder with the reference's `scores.json`.
+        served: folder to serve.
+        reference: folder with the `scores.json` of the reference.
         engine: "vllm" or "transformers".
-        settings: how it is run.
-        profile: the difference it may show.
-        attn_implementation: of transformers, where that computes.
+        settings: settings of the engine.
+        profile: limits of the difference.
+        attn_implementation: attention of the engine "transformers".
         scorer: the transformers child.
-        log: progress and the engine's output.
-        log_path: file for all of that.
+        log: gets progress and the engine's output.
+        log_path: file for the engine's whole output.
 
     Raises:
-        StageProcessError: the engine did not come up or broke down.
+        StageProcessError: the engine did not start or crashed.
     """
     strays = smoke_checks.stray_weights(served)
     if strays:
@@ -109,10 +109,10 @@ def reward_smoke(
     moved = score_drift(before, now)
     checks = (
         smoke_checks.no_strays(strays),
-        Check("engine", f"{engine} loads the model", "loaded", ok=True),
+        smoke_checks.loaded_check(engine),
         verdict(moved, profile, name="rewards against those before"),
     )
-    document = {"engine": engine, "checks": [one.as_dict() for one in checks], **asdict(moved)}
+    document = {"engine": engine, "checks": [check.as_dict() for check in checks], **asdict(moved)}
     (out / "report.json").write_text(json.dumps(document, indent=1) + "\n")
     log.info("smoke_eval: rewards move by %.2e of their spread", moved.mean_difference)
     metrics = {f"reward/{name}": value for name, value in asdict(moved).items()}

@@ -1,4 +1,4 @@
-"""Tokenizer, generation settings and config.json of a served folder, made to say the same."""
+"""Find the tokenizer of a delivery, and write tokenizer and configuration files that agree."""
 
 from __future__ import annotations
 
@@ -24,20 +24,19 @@ _NAMES = (
     "chat_template.*", "*.model", "*.tiktoken",
 )  # fmt: skip
 _PROCESSORS = "*processor_config.json"
-"""What a multimodal model makes of its images; beside the base, also where training saved a
-tokenizer alone."""
+"""Image processors of a multimodal model; training may have saved the tokenizer without them."""
 _ANY_OF = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json")
 
 
 @dataclass(frozen=True)
 class Tokens:
-    """Where the tokenizer comes from, and what ends and pads a text.
+    """The tokenizer of a delivery, with its generation settings.
 
     Attributes:
-        folder: holds its files.
-        facts: what the files say; None without a tokenizer.json: then it is copied as it is.
-        generation: generation_config.json that goes with it; empty when there is none.
-        processors: files of the first folder that has them.
+        folder: folder with the tokenizer's files.
+        facts: the tokenizer as read; None without a tokenizer.json, then it is only copied.
+        generation: generation_config.json; empty if there is none.
+        processors: files of the image processors.
     """
 
     folder: Path
@@ -46,45 +45,44 @@ class Tokens:
     processors: tuple[Path, ...] = ()
 
     def identity(self) -> list[list[Any]]:
-        """Names, sizes and times of the files: part of the key of what they end up in."""
-        files = [path.stat() for path in self.files()]
-        names = [path.name for path in self.files()]
-        return [
-            [name, one.st_size, one.st_mtime_ns] for name, one in zip(names, files, strict=True)
-        ]
+        """Return name, size and mtime of each file, which are part of a cache key."""
+        stats = [(path.name, path.stat()) for path in self.files()]
+        return [[name, stat.st_size, stat.st_mtime_ns] for name, stat in stats]
 
     def files(self) -> list[Path]:
-        """The tokenizer's files and the processors'."""
-        found = {path for name in _NAMES for path in self.folder.glob(name) if path.is_file()}
-        return sorted({*found, *self.processors})
+        """Return the files of the tokenizer and of the processors."""
+        own = {path for name in _NAMES for path in self.folder.glob(name) if path.is_file()}
+        return sorted({*own, *self.processors})
 
 
 def find_tokens(folders: Sequence[Path]) -> Tokens:
-    """The first folder with a tokenizer, and the first with generation settings.
+    """Find the first folder with a tokenizer, and the first with generation settings.
 
     Args:
-        folders: SOURCE first: a tokenizer that training saved may hold tokens that it added.
+        folders: folders to search, SOURCE first, because training may have added tokens.
 
     Raises:
         ConfigError: there is no tokenizer.
-        ArtifactError: it cannot be read.
+        ArtifactError: the tokenizer cannot be read.
     """
-    holding = [one for one in folders if any((one / name).is_file() for name in _ANY_OF)]
-    if not holding:
+    with_tokenizer = [
+        folder for folder in folders if any((folder / name).is_file() for name in _ANY_OF)
+    ]
+    if not with_tokenizer:
         raise ConfigError(
             f"no tokenizer in {', '.join(map(str, folders))}",
             details=[f"looked for {', '.join(_ANY_OF)}"],
             hint="base=<folder with the model's tokenizer>",
         )
-    folder = holding[0]
-    settings = [one / GENERATION_CONFIG for one in (folder, *folders)]
+    folder = with_tokenizer[0]
+    settings = [place / GENERATION_CONFIG for place in (folder, *folders)]
     generation = next((read_json(path) for path in settings if path.is_file()), {})
     readable = (folder / "tokenizer.json").is_file() and (
         folder / "tokenizer_config.json"
     ).is_file()
     facts = read_tokenizer(folder) if readable else None
-    beside = (sorted(one.glob(_PROCESSORS)) for one in folders)
-    processors = next((tuple(found) for found in beside if found), ())
+    beside = (sorted(place.glob(_PROCESSORS)) for place in folders)
+    processors = next((tuple(paths) for paths in beside if paths), ())
     return Tokens(folder, facts, generation, processors)
 
 
@@ -97,55 +95,55 @@ def write_served_files(
     plan: Plan,
     quantized: Mapping[str, Any] | None = None,
 ) -> list[Check]:
-    """Write them, and check that what was written agrees.
+    """Write tokenizer and configuration files, and check that they agree.
 
     Args:
         out: staging directory.
-        work: says what model it is.
+        work: the plans, with config.json of the served model.
         tokens: tokenizer and generation settings.
-        dtype: torch name.
-        plan: of the served tensors.
-        quantized: `quantization_config` of what is served; None for plain weights.
+        dtype: torch dtype name of the served model.
+        plan: plan of the served tensors.
+        quantized: `quantization_config`; None for weights that are not quantized.
     """
     for path in tokens.files():
         shutil.copyfile(path, out / path.name)
     stops = _stops(work.config, tokens)
     pad = _pad(work.config, tokens)
-    said = ServingConfig(
+    wanted = ServingConfig(
         config=work.config,
         generation=tokens.generation,
         dtype=dtype,
         stops=stops,
-        # A reward is the score of the last token that is no padding: an end must not pass for one.
+        # A reward is the score at the last token that is not padding, and EOS must count.
         pad=None if work.is_reward and pad in stops else pad,
         tokenizer=tokens.facts,
         template=False,
         quantized=quantized,
     )
-    write_configs(out, said)
-    return agreement(out, said, work.facts, plan)
+    write_configs(out, wanted)
+    return agreement(out, wanted, work.facts, plan)
 
 
 def _stops(config: Mapping[str, Any], tokens: Tokens) -> list[int]:
-    """Every id that ends a text, by anyone who says so; the tokenizer's own first."""
-    found = list(tokens.facts.stops) if tokens.facts is not None else []
-    for said in (tokens.generation.get("eos_token_id"), config.get("eos_token_id")):
-        found += said if isinstance(said, list) else [] if said is None else [said]
-    return list(dict.fromkeys(found))
+    """Return the EOS ids of all files, those of the tokenizer first."""
+    stops = list(tokens.facts.stops) if tokens.facts is not None else []
+    for eos in (tokens.generation.get("eos_token_id"), config.get("eos_token_id")):
+        stops += eos if isinstance(eos, list) else [] if eos is None else [eos]
+    return list(dict.fromkeys(stops))
 
 
 def _pad(config: Mapping[str, Any], tokens: Tokens) -> int | None:
-    """The id that pads: the tokenizer's, else what is configured, else the end of a text."""
+    """Return the padding id of the tokenizer, else of the configuration files, else the EOS id."""
     if tokens.facts is not None and tokens.facts.pad is not None:
         return tokens.facts.pad
-    for said in (tokens.generation.get("pad_token_id"), config.get("pad_token_id")):
-        if isinstance(said, int):
-            return said
+    for pad in (tokens.generation.get("pad_token_id"), config.get("pad_token_id")):
+        if isinstance(pad, int):
+            return pad
     return tokens.facts.eos if tokens.facts is not None else None
 
 
 def write_weights_files(out: Path, work: Work, base: Path) -> None:
-    """config.json and generation settings beside the tensors: what transformers needs to load."""
+    """Write config.json and generation settings, so that transformers can load the tensors."""
     dtype = next(name for name, short in DTYPE_NAMES.items() if short == _dtype_of(work.model))
     write_json(out / CONFIG, served_config(work.config, dtype=dtype))
     if (base / GENERATION_CONFIG).is_file():
@@ -158,7 +156,7 @@ def _dtype_of(plan: Plan) -> str:
 
 
 def side_findings(work: Work, tokens: Tokens) -> Iterator[str]:
-    """Whether the tokenizer fits the embedding, before anything is written."""
+    """Yield the reasons why the tokenizer does not fit the planned embedding."""
     if tokens.facts is not None and work.facts.embedding:
         shapes = {op.name: op.shape for op in work.model.ops}
         yield from vocabulary_of(shapes, work.facts, tokens.facts, work.config).findings()

@@ -1,8 +1,8 @@
-"""The reference of a delivery, and the served folder beside it in the engine that will serve it.
+"""The reference of a delivery, and the smoke test that compares the served folder with it.
 
-No training engine is there to ask. For an adapter the reference is base + adapter through peft in
-transformers, unmerged; for a full model it is the model as SOURCE (or its gathering) has it. Drift
-from there proves gather, merge, convert and the server, and it proves nothing about training.
+A delivery has no live training engine. For an adapter the reference is base + adapter, unmerged, in
+peft; for a full model it is the model of SOURCE, gathered if needed. Drift from this reference
+checks gather, merge, convert and the engine. It does not check training.
 """
 
 from __future__ import annotations
@@ -13,7 +13,6 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from tasks.core.contract import Check
 from tasks.delivery.engine import EngineSettings, ask_vllm, encode_probes
 from tasks.drift.fingerprint import DriftLimit, Fingerprint, drift, within
 from tasks.drift.verdict import FINGERPRINT
@@ -42,33 +41,33 @@ def reference(
     weights: Mapping[str, float] | None = None,
     **further: Path,
 ) -> StageReport:
-    """Measure the model as it was before anything here touched it.
+    """Take the fingerprint of the model as SOURCE has it; a stage function.
 
     Args:
         out: staging directory; gets `fingerprint.fp`.
-        model: full model, or the base of `adapter`.
-        texts: what it is measured on.
-        limit: tokens of a text at most.
+        model: folder of a full model, or of the base of `adapter`.
+        texts: texts to measure on.
+        limit: maximum number of tokens of a text.
         tokenizer: folder of the tokenizer.
-        dtype: torch name of the dtype in which it is loaded.
-        attn_implementation: as in transformers.
+        dtype: torch dtype name to load the model in.
+        attn_implementation: attention, by transformers' name.
         scorer: the transformers child.
-        log: progress.
-        adapter: PEFT folder; the first of several.
-        quantization: of the base, as `ModelRef.quantization`.
-        weights: of the adapters by role, where they are not one of weight 1.
-        further: the adapters after the first, by role.
+        log: gets progress.
+        adapter: PEFT folder of the adapter, or of the first of several.
+        quantization: quantization of the base, as `ModelRef.quantization`.
+        weights: weights of the adapters by role; None for one adapter with weight 1.
+        **further: PEFT folders of the other adapters, by role.
 
     Raises:
-        DataError: no text is long enough.
+        DataError: all texts are too short.
     """
     probes = encode_probes(scorer, tokenizer, texts, limit)
     adapters = {"adapter": adapter, **further}
     weighted = {str(adapters[name]): weight for name, weight in (weights or {}).items()}
     ref = ModelRef(model, adapter, quantization, dtype, attn_implementation, weighted)
-    found = scorer.reference(ref, probes, out / FINGERPRINT)
-    log.info("reference: %d positions of %d texts", found.positions, len(probes))
-    return StageReport("reference", (), {"positions": float(found.positions)})
+    fingerprint = scorer.reference(ref, probes, out / FINGERPRINT)
+    log.info("reference: %d positions of %d texts", fingerprint.positions, len(probes))
+    return StageReport("reference", (), {"positions": float(fingerprint.positions)})
 
 
 def smoke(
@@ -84,22 +83,22 @@ def smoke(
     log: Any,
     log_path: Path,
 ) -> StageReport:
-    """Load the served folder, measure it, compare.
+    """Serve the folder, and compare fingerprint and greedy tokens; a stage function.
 
     Args:
         out: staging directory; gets `report.json`, `fingerprint.fp`.
-        served: the folder to serve.
-        reference: folder with the reference's `fingerprint.fp`.
+        served: folder to serve.
+        reference: folder with the `fingerprint.fp` of the reference.
         engine: "vllm" or "transformers".
-        settings: how it is run.
-        profile: the drift it may show.
-        attn_implementation: of transformers, where that computes.
+        settings: settings of the engine.
+        profile: limits of the drift.
+        attn_implementation: attention of the engine "transformers".
         scorer: the transformers child.
-        log: progress and the engine's output.
-        log_path: file for all of that.
+        log: gets progress and the engine's output.
+        log_path: file for the engine's whole output.
 
     Raises:
-        StageProcessError: the engine did not come up or broke down.
+        StageProcessError: the engine did not start or crashed.
     """
     strays = smoke_checks.stray_weights(served)
     if strays:
@@ -128,17 +127,19 @@ def smoke(
         tokens = expected.tokens
     moved = drift(before, after)
     noise = engine_noise(before, after)
-    agreement = compare_greedy(
-        tokens, expected.tokens, expected.candidates, noise, dtype_of(served)
-    )
+    agreement = compare_greedy(tokens, expected.tokens, expected.candidates, noise, dtype)
     where = f"{engine}, of the folder that convert made" if within(moved, profile) else ""
     checks = (
         smoke_checks.no_strays(strays),
-        Check("engine", f"{engine} loads the model", "loaded", ok=True),
+        smoke_checks.loaded_check(engine),
         smoke_checks.drift_check(moved, profile, where),
         smoke_checks.greedy_check(agreement, settings.greedy_tokens),
     )
-    document = {"engine": engine, "checks": [one.as_dict() for one in checks], **moved.as_dict()}
+    document = {
+        "engine": engine,
+        "checks": [check.as_dict() for check in checks],
+        **moved.as_dict(),
+    }
     (out / "report.json").write_text(json.dumps(document, indent=1) + "\n")
     log.info("smoke_eval: mean KL %.2e in %s", moved.mean_kl, engine)
     notes = {"engine": engine, "settings": asdict(settings)}
@@ -146,6 +147,6 @@ def smoke(
 
 
 def _stops(served: Path) -> list[int]:
-    """Ids that the served folder says end a text."""
-    said = read_json(served / "generation_config.json").get("eos_token_id")
-    return list(said) if isinstance(said, list) else [] if said is None else [int(said)]
+    """Return the EOS ids in the folder's generation_config.json."""
+    eos = read_json(served / "generation_config.json").get("eos_token_id")
+    return list(eos) if isinstance(eos, list) else [] if eos is None else [int(eos)]

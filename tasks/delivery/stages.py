@@ -1,7 +1,7 @@
-"""gather, merge and convert of a delivery: plans carried out, side files, one verdict a tensor.
+"""gather, merge and convert of a delivery: stage functions that run the plans of `plan/planning`.
 
-They are called by the stage mechanism, which publishes what they leave. What is to be done was
-planned before (`planning.py`): no key, shape or dtype can turn out not to fit here.
+The plans were validated before, so keys, shapes and dtypes fit. Each function writes tensors and
+side files, and returns one verdict for each tensor.
 """
 
 from __future__ import annotations
@@ -41,21 +41,21 @@ from tasks.weights.quantized.quantize import check_quantize, quantization_config
 def gather(
     out: Path, *, trained: Path, work: Work, log: Any, base: Path | None = None, **_: Any
 ) -> StageReport:
-    """Slices of ranks -> an adapter folder, or the tensors of a full model.
+    """Gather the partitions of all ranks into an adapter folder or a full model.
 
     Args:
         out: staging directory.
         trained: SOURCE.
         work: the plans.
-        log: progress.
-        base: the base, where a part of a full model comes from.
+        log: gets progress.
+        base: folder of the base, if part of a full model comes from it.
     """
     assert work.gather is not None
     is_adapter = work.merge is not None
     stem = ADAPTER_STEM if is_adapter else WEIGHTS
     log.info("gather: %d tensors from %s", len(work.gather.ops), trained)
     names = {op.input for op in work.gather.ops} | {
-        one.source.partition(":")[0] for one in work.gather.dropped
+        entry.source.partition(":")[0] for entry in work.gather.dropped
     }
     sources = {name: work.opened[name] for name in names}
     done = execute(work.gather, sources, out, stem=stem, scan=True)
@@ -81,23 +81,23 @@ def merge(
     measuring: Measuring | None = None,
     **_: Any,
 ) -> StageReport:
-    """Fold adapters into their base, in the dtype and files that are served.
+    """Merge adapters into their base, in the dtype and files that are served.
 
     Args:
         out: staging directory.
-        adapter: adapter folder: SOURCE, or what gather made; the first of several.
+        adapter: adapter folder: SOURCE, or the output of gather; the first of several.
         base: folder of the base.
         work: the plans.
-        log: progress.
-        weights: of the adapters by role, where they are not one of weight 1.
-        merge_base: which base, and what decided it: for the manifest.
-        reference: folder with the fingerprint to compare with.
-        measuring: None measures no drift.
+        log: gets progress.
+        weights: weights of the adapters by role; None for one adapter with weight 1.
+        merge_base: choice of the base and its reason, for the manifest.
+        reference: folder with the reference fingerprint.
+        measuring: settings of the drift measurement; None measures nothing.
     """
     assert work.merge is not None
     folded = sum(bool(op.terms) for op in work.merge.ops)
     log.info("merge: %d of %d tensors change", folded, len(work.merge.ops))
-    sources = {name: one for name, one in work.opened.items() if name != TRAINED}
+    sources = {name: source for name, source in work.opened.items() if name != TRAINED}
     if work.gather is not None:
         sources[ADAPTER] = _adapter_tensors(adapter)
     done = execute(work.merge, sources, out)
@@ -131,20 +131,20 @@ def convert(
     measuring: Measuring | None = None,
     **_: Any,
 ) -> StageReport:
-    """Make the folder that is served: tensors linked where nothing changes, side files agreeing.
+    """Make the folder to serve; files that do not change are hard links.
 
     Args:
         out: staging directory.
-        weights: a full model: SOURCE, or what gather or merge made.
+        weights: folder of a full model: SOURCE, or the output of gather or merge.
         work: the plans.
         tokens: tokenizer and generation settings.
-        dtype: torch name.
-        max_shard_bytes: of tensor data in one file.
+        dtype: torch dtype name of the served model.
+        max_shard_bytes: maximum tensor data of one file, in bytes.
         quantize: "none", "w8a8" or "fp8".
-        log: progress.
-        merge_base: into which base an adapter was merged, and what decided it: for the manifest.
-        reference: folder with the fingerprint to compare with.
-        measuring: None measures no drift.
+        log: gets progress.
+        merge_base: choice of the base and its reason, for the manifest.
+        reference: folder with the reference fingerprint.
+        measuring: settings of the drift measurement; None measures nothing.
     """
     plan, sources = work.model, work.opened
     if not work.converts:
@@ -170,7 +170,7 @@ def convert(
 
 
 def value_head(out: Path, *, source: Path, work: Work, log: Any, **_: Any) -> StageReport:
-    """The value head of a policy, in an artifact of its own: never in the served folder."""
+    """Write the value head of a policy into its own artifact, away from the served folder."""
     assert work.head is not None
     done = write_value_head(work.head, out)
     log.info("value head: %d tensors kept apart", len(done.outcomes))
@@ -184,7 +184,7 @@ def _adapter_tensors(folder: Path) -> Source:
 
 
 def _metrics(plan: Plan, done: Executed) -> dict[str, float]:
-    files = {one.file for one in done.outcomes.values()}
+    files = {outcome.file for outcome in done.outcomes.values()}
     return {
         "tensors": float(len(plan.ops)),
         "bytes": float(plan.nbytes),

@@ -1,4 +1,4 @@
-"""What models are measured on when nobody names any texts: short, various, fixed."""
+"""Probe texts: the built-in ones, or the lines of a file."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from pathlib import Path
 from tasks.core.errors import ConfigError
 
 PROBE_TOKENS = 64
-"""Tokens of a text that are scored at most, as in training's own fingerprint."""
+"""Maximum number of tokens of a probe, as in training's own fingerprint."""
 
 BUILT_IN = (
     "The capital of France is Paris, and the capital of Italy is",
@@ -46,7 +46,11 @@ BUILT_IN = (
 
 
 def probe_texts(path: str | None, count: int) -> list[str]:
-    """The first `count` lines of a file, or of the built-in texts. Raises ConfigError."""
+    """Return the first `count` texts of a file, one a line, or of the built-in texts.
+
+    Raises:
+        ConfigError: the file cannot be read, or is empty.
+    """
     if path is None:
         return list(BUILT_IN[:count])
     try:

@@ -1,4 +1,4 @@
-"""No tracker: the mechanism's calls, answered without MLflow, which takes seconds to import."""
+"""A tracker that records nothing, for runs without MLflow, whose import takes seconds."""
 
 from __future__ import annotations
 
@@ -11,29 +11,29 @@ from tasks.pipeline.tracking import StageRun, Tracker
 
 
 class UntrackedRun(StageRun):
-    """A stage's run that nobody keeps."""
+    """A stage's run that records nothing."""
 
     def __init__(self) -> None:
         self.run_id = ""
 
     def metrics(self, values: Mapping[str, float], step: int = 0) -> None:
-        """Forget them: they are in the artifact's manifest."""
+        """Do nothing: the metrics are in the artifact's manifest."""
 
     def flush(self) -> None:
-        """Nothing is pending."""
+        """Do nothing: there is no buffer."""
 
     def contract(self, verdicts: list[dict[str, Any]]) -> None:
-        """Forget it: it is in the artifact."""
+        """Do nothing: the verdicts are in the artifact."""
 
     def details(self, notes: Mapping[str, Any]) -> None:
-        """Forget them: they are in the manifest."""
+        """Do nothing: the notes are in the manifest."""
 
     def finish(self, artifact: Artifact, metrics: Mapping[str, float], *, reused: bool) -> None:
-        """Nobody to tell."""
+        """Do nothing: there is no run to end."""
 
 
 class Untracked(Tracker):
-    """A flow's tracker that keeps nothing."""
+    """A tracker that records nothing."""
 
     def __init__(self) -> None:
         self.run_id = ""
@@ -42,15 +42,15 @@ class Untracked(Tracker):
     def flow(
         self, name: str, config: Mapping[str, Any], text: str, tags: Mapping[str, str]
     ) -> Iterator[str]:
-        """No parent run."""
+        """Yield an empty id: there is no parent run."""
         yield ""
 
     @contextlib.contextmanager
     def stage(self, name: str, origin: Origin) -> Iterator[StageRun]:
-        """No child run."""
+        """Yield a run that records nothing."""
         yield UntrackedRun()
 
     def log_parent(
         self, metrics: Mapping[str, float], files: Mapping[str, str], description: str = ""
     ) -> None:
-        """Nothing to log to."""
+        """Do nothing: there is no parent run."""

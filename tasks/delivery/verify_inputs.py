@@ -1,7 +1,7 @@
-"""What is delivered from an artifact of ours has to be what was published.
+"""Compare input artifacts with their manifests before anything is made from them.
 
-A manifest is believed twice: its digest stands for the folder in the keys of stages, and its hashes
-for tensors that need not be read. So the bytes are compared with it first.
+An artifact's manifest digest is part of the cache key of every stage that reads it, and its tensor
+hashes save reading tensors again. So the bytes have to match the manifest first.
 """
 
 from __future__ import annotations
@@ -18,17 +18,17 @@ _SHOWN = 100
 
 
 def require_intact(folders: Iterable[Path], store: Path) -> None:
-    """Compare the folders that have a manifest of ours with it, byte for byte.
+    """Compare folders with their manifests, byte for byte.
 
-    What was compared is remembered with size, times and inode of every file, and is not read again
-    while these are the same. Restoring a file's mtime does not hide a change: its ctime tells.
+    The result is stored with size, times and inode of every file. A file is read again only if one
+    of these changed. Restoring a file's mtime does not hide a change, because its ctime differs.
 
     Args:
-        folders: what is read; those without a manifest of ours are passed over.
-        store: our artifacts, whose records the stage mechanism shares.
+        folders: input folders; those without a manifest of ours are skipped.
+        store: folder of our artifacts; the stage mechanism uses the same stored results.
 
     Raises:
-        ArtifactError: with every file that is missing, added or altered.
+        ArtifactError: files are missing, added or altered; all of them are listed.
     """
     findings: list[str] = []
     for folder in dict.fromkeys(folders):
@@ -47,7 +47,7 @@ def _problems(folder: Path, store: Path) -> list[str]:
     if not manifest:
         return []
     artifact = Artifact(str(manifest["kind"]), folder, str(manifest["digest"]))
-    # By digest alone a copy and its original would take turns in forgetting each other.
+    # Results are stored by digest: a copy and its original would overwrite each other's.
     seen = store / ".seen"
     try:
         return intact(artifact, seen if store in folder.parents else seen / "given")

@@ -1,4 +1,4 @@
-"""The adapters of a delivery: one, as SOURCE, or several with weights.
+"""Read the adapters of a delivery: one, as SOURCE, or several with weights.
 
 adapters=[DIR:0.7,DIR2:0.3]     W + 0.7 s1 B1 A1 + 0.3 s2 B2 A2, rounded once
 adapters=[DIR,DIR2]             weights of 1: each as it was trained
@@ -23,21 +23,22 @@ HINT = "adapters=[<folder>:<weight>,<folder>:<weight>]"
 
 @dataclass(frozen=True)
 class Weighted:
-    """An adapter and the factor on what it adds: 1 merges it as it was trained."""
+    """An adapter and the factor on its update; 1 merges it as it was trained."""
 
     given: Given
     weight: float = 1.0
 
 
 def given_adapters(source: str | None, adapters: Sequence[str]) -> tuple[Given, list[Weighted]]:
-    """SOURCE, or the first of several adapters, and the adapters there are.
+    """Return SOURCE (the first of several adapters) and all adapters.
 
     Args:
-        source: the setting.
-        adapters: the setting: "<folder>:<weight>" or "<folder>".
+        source: setting `source`.
+        adapters: setting `adapters`, each "<folder>:<weight>" or "<folder>".
 
     Raises:
-        ConfigError: both or neither are given; a folder that is no adapter, or is there twice.
+        ConfigError: both settings or neither is set, a folder is not an adapter or is repeated, or
+            a weight is 0.
     """
     if (source is None) == (not adapters):
         what = "source has to be given" if source is None else "source and adapters are both given"
@@ -45,18 +46,22 @@ def given_adapters(source: str | None, adapters: Sequence[str]) -> tuple[Given, 
     if source is not None:
         given = recognise(Path(source).expanduser().absolute())
         return given, [Weighted(given)] if given.kind == "adapter" else []
-    found = [_weighted(one) for one in adapters]
+    weighted = [_weighted(text) for text in adapters]
     findings = [
-        f"{one.given.root}: {one.given.what}, no adapter"
-        for one in found
-        if one.given.kind != "adapter"
+        f"{adapter.given.root}: {adapter.given.what}, no adapter"
+        for adapter in weighted
+        if adapter.given.kind != "adapter"
     ]
-    roots = [one.given.root.resolve() for one in found]
+    roots = [adapter.given.root.resolve() for adapter in weighted]
     findings += [f"{root}: given twice" for root in dict.fromkeys(roots) if roots.count(root) > 1]
-    findings += [f"{one.given.root}: weight 0 leaves it out" for one in found if one.weight == 0]
+    findings += [
+        f"{adapter.given.root}: weight 0 leaves it out"
+        for adapter in weighted
+        if adapter.weight == 0
+    ]
     if findings:
         raise ConfigError(f"adapters: {first_and_more(findings)}", details=findings, hint=HINT)
-    return found[0].given, found
+    return weighted[0].given, weighted
 
 
 def _weighted(text: str) -> Weighted:
@@ -66,35 +71,36 @@ def _weighted(text: str) -> Weighted:
 
 
 def role(index: int, first: str = "adapter") -> str:
-    """What the adapter of that place is called in plans, and among a stage's inputs."""
+    """Return the name of the adapter at `index` in plans and among a stage's inputs."""
     return first if index == 0 else f"{first}_{index + 1}"
 
 
 def weights_of(adapters: Sequence[Weighted]) -> dict[str, float]:
-    """By role; empty where there is one adapter, merged as it was trained."""
+    """Return the weights by role; empty for one adapter with weight 1."""
     if len(adapters) == 1 and adapters[0].weight == 1:
         return {}
-    return {role(index): one.weight for index, one in enumerate(adapters)}
+    return {role(index): adapter.weight for index, adapter in enumerate(adapters)}
 
 
 def read_weighted(adapters: Sequence[Weighted]) -> list[tuple[Adapter, float]]:
-    """Open several adapters, or one with a weight.
+    """Open several adapters, or one with a weight, as pairs (adapter, weight).
 
     Raises:
-        ConfigError: one of them brings a head: heads cannot be added up.
-        ArtifactError: unreadable files.
+        ConfigError: an adapter has a head, and heads cannot be added up.
+        ArtifactError: a file cannot be read.
     """
-    found: list[tuple[Adapter, float]] = []
+    opened: list[tuple[Adapter, float]] = []
     findings = []
-    for index, one in enumerate(adapters):
-        folder = read_folder(one.given.root)
+    for index, item in enumerate(adapters):
+        root = item.given.root
+        folder = read_folder(root)
         if HEAD in folder.sources or is_reward_adapter(folder):
-            findings.append(f"{one.given.root}: brings a head, which has no weight")
-        found.append((read_adapter(one.given.root, role(index), beside=folder.beside), one.weight))
+            findings.append(f"{root}: brings a head, which has no weight")
+        opened.append((read_adapter(root, role(index), beside=folder.beside), item.weight))
     if findings:
         raise ConfigError(
             f"adapters: {first_and_more(findings)}",
             details=findings,
             hint="source=<that folder> alone",
         )
-    return found
+    return opened

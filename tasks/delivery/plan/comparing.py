@@ -43,7 +43,7 @@ class Rows:
 
     @property
     def whole(self) -> list[list[int]]:
-        """Prompts with their replies."""
+        """Return each prompt with its response."""
         pairs = zip(self.prompts, self.replies, strict=True)
         return [[*prompt, *reply] for prompt, reply in pairs]
 
@@ -65,7 +65,7 @@ def read_rows(
     """
     if path is None or not path.endswith(".jsonl"):
         probes = encode_probes(scorer, tokenizer, probe_texts(path, count), limit)
-        return Rows([one[:1] for one in probes], [one[1:] for one in probes], path is not None)
+        return Rows([ids[:1] for ids in probes], [ids[1:] for ids in probes], path is not None)
     try:
         rows = read_heldout(Path(path).expanduser())[:count]
     except DataError as error:
@@ -75,13 +75,13 @@ def read_rows(
     prompts = scorer.encode(tokenizer, rows).tokens
     whole = scorer.encode_whole(tokenizer, [row["messages"] for row in rows])
     pairs = zip(prompts, whole, strict=True)
-    fits = [(one, all_of[len(one) :]) for one, all_of in pairs if len(all_of) <= _LONGEST]
-    replies = [(one, reply) for one, reply in fits if one and len(reply) >= SHORTEST]
+    fits = [(prompt, ids[len(prompt) :]) for prompt, ids in pairs if len(ids) <= _LONGEST]
+    replies = [(prompt, reply) for prompt, reply in fits if prompt and len(reply) >= SHORTEST]
     if not replies:
         raise DataError(
             f"{path}: no conversation of up to {_LONGEST} tokens has a response of 2 tokens"
         )
-    return Rows([one for one, _ in replies], [reply for _, reply in replies], trained=True)
+    return Rows([prompt for prompt, _ in replies], [reply for _, reply in replies], trained=True)
 
 
 def compare_bases(
@@ -95,22 +95,22 @@ def compare_bases(
     """Measure both and describe the difference, line by line.
 
     Args:
-        model: the base in full precision and the adapters on it.
-        quantization: the 4 bits, as `ModelRef.quantization`.
+        model: the base in full precision, with the adapters.
+        quantization: settings of the 4 bits, as `ModelRef.quantization`.
         rows: texts to score; rows of the training data show the difference best.
         scorer: the transformers child.
         is_reward: compare rewards instead of next-token probabilities.
     """
     quantized = replace(model, quantization=quantization)
     if is_reward:
-        yield from _rewards(*(scorer.rewards(one, rows.whole) for one in (model, quantized)))
+        yield from _rewards(*(scorer.rewards(ref, rows.whole) for ref in (model, quantized)))
         return
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "original.fp"
         before = scorer.reference(model, rows.whole, path)
         moved = drift(before, scorer.fingerprint(quantized, path, Path(folder) / "dequantized.fp"))
     original, dequantized = (
-        scorer.token_logprobs(one, rows.prompts, rows.replies) for one in (model, quantized)
+        scorer.token_logprobs(ref, rows.prompts, rows.replies) for ref in (model, quantized)
     )
     yield f"{before.positions} tokens of {len(rows.prompts)} texts, base + adapter unmerged:"
     yield (
@@ -124,11 +124,11 @@ def _losses(
     original: list[list[float]], dequantized: list[list[float]], *, trained: bool
 ) -> Iterator[str]:
     """Yield the losses in nats per token, and whether their difference is significant."""
-    counts = np.array([len(one) for one in original])
-    gains = np.array([sum(two) - sum(one) for one, two in zip(original, dequantized, strict=True)])
+    counts = np.array([len(logprobs) for logprobs in original])
+    gains = np.array([sum(b) - sum(a) for a, b in zip(original, dequantized, strict=True)])
     gain = gains.sum() / counts.sum()
     error = float(np.sqrt(((gains - gain * counts) ** 2).sum())) / counts.sum()
-    losses = [-sum(map(sum, one)) / counts.sum() for one in (original, dequantized)]
+    losses = [-sum(map(sum, logprobs)) / counts.sum() for logprobs in (original, dequantized)]
     yield (
         f"  loss             original {losses[0]:.4f}, dequantized {losses[1]:.4f} nats per token; "
         f"difference {gain:+.4f} +- {error:.4f}"
@@ -146,6 +146,7 @@ def _losses(
 
 
 def _rewards(original: list[float], quantized: list[float]) -> Iterator[str]:
+    """Yield the difference of rewards in standard deviations of the original's."""
     apart = np.abs(np.subtract(original, quantized))
     spread = float(np.std(original)) or 1.0
     yield f"rewards of {len(original)} texts, base + adapter unmerged:"

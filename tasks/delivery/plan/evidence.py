@@ -94,7 +94,7 @@ def _folders(root: Path) -> Iterator[Path]:
     yield root
     for _ in range(2):
         above = at.parent
-        if not (_STEP.fullmatch(at.name) or any((above / one).is_file() for one in _RUN_FILES)):
+        if not (_STEP.fullmatch(at.name) or any((above / name).is_file() for name in _RUN_FILES)):
             return
         yield above
         at = above
@@ -154,9 +154,9 @@ def _read(path: Path, document: Mapping[str, Any], *, whole: bool) -> Evidence |
             )
         if _OTHERWISE.search(name):
             return Evidence(path, f"{key}: {name}", Held.OTHER)
-    if whole and any(document.get(one) for one in _TRAINERS):
+    if whole and any(document.get(key) for key in _TRAINERS):
         shown = _shown(document, *_TRAINERS)
-        named = [one for one in _QUANTIZATION if one in document]
+        named = [key for key in _QUANTIZATION if key in document]
         none = _shown(document, *named) if named else "no quantization"
         return Evidence(path, f"{shown}, {none}", Held.FULL)
     return None
@@ -185,7 +185,7 @@ def _four_bits(path: Path, settings: Mapping[str, Any]) -> Evidence:
         "compute_dtype": compute if compute in ("bfloat16", "float16", "float32") else None,
     }
     return Evidence(
-        path, text, Held.FOUR, {key: one for key, one in details.items() if one is not None}
+        path, text, Held.FOUR, {key: value for key, value in details.items() if value is not None}
     )
 
 
@@ -193,9 +193,9 @@ def _shown(settings: Mapping[str, Any], *keys: str) -> str:
     """Return `key: value` of the keys that are set; of all that are present if none is set."""
     present = {key: settings[key] for key in keys if key in settings}
     shown = {
-        key: one for key, one in present.items() if one not in (None, False, "", "none")
+        key: value for key, value in present.items() if value not in (None, False, "", "none")
     } or present
-    return ", ".join(f"{key}: {_word(one)}" for key, one in shown.items())
+    return ", ".join(f"{key}: {_word(value)}" for key, value in shown.items())
 
 
 def _word(value: Any) -> str:
@@ -217,12 +217,12 @@ def _number(value: Any) -> int:
 
 
 def _flat(document: Mapping[str, Any]) -> Mapping[str, Any]:
-    """LLaMA-Factory's web page writes its settings as `top.quantization_bit`."""
+    """Return the settings without the prefix `top.` of LLaMA-Factory's web page."""
     return {str(key).removeprefix("top."): value for key, value in document.items()}
 
 
 def _arguments(path: Path) -> Mapping[str, Any]:
-    """`model_init_kwargs` of pickled arguments; nothing in the file is called."""
+    """Return `model_init_kwargs` of pickled arguments, without running any code of the file."""
     if not path.is_file():
         return {}
     try:
@@ -232,24 +232,24 @@ def _arguments(path: Path) -> Mapping[str, Any]:
     if not isinstance(kwargs, dict):
         return {}
     nested = _fields(kwargs.get("quantization_config"))
-    return {**kwargs, "quantization_config": {key: _value(one) for key, one in nested.items()}}
+    return {**kwargs, "quantization_config": {key: _value(value) for key, value in nested.items()}}
 
 
 def _fields(value: Any) -> Mapping[str, Any]:
-    """The fields of a pickled object, or of a mapping."""
+    """Return the fields of a pickled object, or of a mapping."""
     value = value.state if isinstance(value, Foreign) else value
     return value if isinstance(value, dict) else {}
 
 
 def _value(value: Any) -> Any:
-    """The value of an enumeration's member, the path of a class or dtype; others as they are."""
+    """Return the value of an enum member, or the path of a class or dtype; others unchanged."""
     if isinstance(value, Foreign):
         return value.args[0] if len(value.args) == 1 else None
     return value.path if isinstance(value, Global) else value
 
 
 def _text(path: Path) -> str:
-    """A small text file; "" where there is none that can be read."""
+    """Return the text of a small file; "" if it cannot be read."""
     try:
         if not path.is_file() or path.stat().st_size > _MAX_BYTES:
             return ""

@@ -1,4 +1,4 @@
-"""Planning for what ranks left: our shards, or a DeepSpeed checkpoint."""
+"""Plan the gathering of partitions: our shards, or a DeepSpeed checkpoint."""
 
 from __future__ import annotations
 
@@ -28,16 +28,16 @@ Trained = Partitions | ZeroCheckpoint
 def gathered_adapter(
     request: Request, trained: Trained, names: Sequence[str]
 ) -> tuple[Plan, Adapter]:
-    """The plan that makes an adapter's file, and the adapter as that file will be.
+    """Plan an adapter file, and return the plan with the adapter that it will contain.
 
     Args:
-        request: what is asked.
-        trained: what ranks left.
-        names: the trained parameters in it.
+        request: the request of the delivery.
+        trained: partitions of all ranks.
+        names: names of the trained parameters.
 
     Raises:
-        ConfigError: no adapter_config.json.
-        ContractError: trained parameters that are no LoRA weights.
+        ConfigError: there is no adapter_config.json.
+        ContractError: a trained parameter is not a LoRA weight.
     """
     path = request.adapter_config or _above(request, trained, ADAPTER_CONFIG)
     if path is None or not path.is_file():
@@ -65,11 +65,11 @@ def gathered_model(request: Request, trained: Trained) -> Work:
     """Plan a full model, in its final dtype and files.
 
     Raises:
-        ConfigError: nothing says what model it is.
-        ContractError: tensors that the model does not have, or that nobody has.
+        ConfigError: no config.json describes the model.
+        ContractError: tensors do not belong to the model, or are missing.
     """
-    found = _above(request, trained, CONFIG)
-    folder = request.base if found is None else found.parent
+    config = _above(request, trained, CONFIG)
+    folder = request.base if config is None else config.parent
     if folder is None:
         raise ConfigError(
             f"source={request.given.root}: no {CONFIG} says what model this is",
@@ -81,9 +81,9 @@ def gathered_model(request: Request, trained: Trained) -> Work:
     known = {*facts.live.tensors, *(place.live for place in facts.places)}
     foreign = {unwrap(name) for name in getattr(trained, "buffers", ())} - known
     source = Renamed(trained, live)
-    held = {name: info for name, info in source.tensors.items() if name not in foreign}
+    tensors = {name: info for name, info in source.tensors.items() if name not in foreign}
     plan = plan_full(
-        held,
+        tensors,
         facts,
         base=None if base is None else base.tensors,
         frozen=base is not None,
@@ -98,10 +98,10 @@ def gathered_model(request: Request, trained: Trained) -> Work:
         name: "a buffer that the model's class does not have"
         if name in foreign
         else f"the same as {facts.live.tied[name]}"
-        for name in held.keys() | foreign
+        for name in tensors.keys() | foreign
         if name not in used and (name in foreign or name in facts.live.tied)
     }
-    dropped = [one for one in plan.dropped if one.source.partition(":")[0] in sources]
+    dropped = [entry for entry in plan.dropped if entry.source.partition(":")[0] in sources]
     dropped += [Dropped(f"{TRAINED}:{name}", why) for name, why in sorted(reasons.items())]
     plan = replace(plan, dropped=tuple(dropped))
     validate(plan, sources)
@@ -109,6 +109,6 @@ def gathered_model(request: Request, trained: Trained) -> Work:
 
 
 def _above(request: Request, trained: Trained, name: str) -> Path | None:
-    """A file of the trainer: with the ranks' files, or above them."""
+    """Return the path of a file of the trainer: beside the partitions, or one folder above."""
     folders = dict.fromkeys([trained.root, request.given.root, trained.root.parent])
-    return next((one / name for one in folders if (one / name).is_file()), None)
+    return next((place / name for place in folders if (place / name).is_file()), None)

@@ -1,4 +1,4 @@
-"""Find the base that SOURCE belongs to, and refuse one that is not it (`weights/identity.py`)."""
+"""Find the base of SOURCE, and refuse a wrong one (see `tasks/weights/files/identity.py`)."""
 
 from __future__ import annotations
 
@@ -15,15 +15,15 @@ from tasks.weights.files.identity import base_mismatch, optional_json, published
 
 
 def find_base(given: Given, base: str | None, store: Path) -> Path | None:
-    """The folder of the base: the one that was given, or the one that SOURCE names.
+    """Return the folder of the base: the setting, or the base that SOURCE names; None if unknown.
 
     Args:
         given: SOURCE.
-        base: the setting; None to look for it.
-        store: our artifacts, among which a recorded digest may be found.
+        base: setting `base`; None to find it.
+        store: folder of our artifacts, searched for the recorded digest.
 
     Raises:
-        ConfigError: a folder that is none.
+        ConfigError: the setting is not the folder of a model.
     """
     if base is not None:
         folder = Path(base).expanduser().absolute()
@@ -42,7 +42,7 @@ def find_base(given: Given, base: str | None, store: Path) -> Path | None:
 
 
 def base_missing(given: Given) -> ConfigError:
-    """What to say when an adapter's base is not known."""
+    """Return the error for an adapter whose base is unknown."""
     named = recorded_name(given) or "no model"
     return ConfigError(
         f"source={given.root} is {given.what}: its base is needed",
@@ -52,7 +52,7 @@ def base_missing(given: Given) -> ConfigError:
 
 
 def base_findings(given: Given, base: Path, store: Path) -> Iterator[str]:
-    """Yield what tells that `base` is not the base of SOURCE; the surest record decides."""
+    """Yield the reason why `base` is not the base of SOURCE; the most reliable record decides."""
     wrong = base_mismatch(
         base, digest=recorded_digest(given), name=recorded_name(given), store=store
     )
@@ -61,13 +61,13 @@ def base_findings(given: Given, base: Path, store: Path) -> Iterator[str]:
 
 
 def equals_base(given: Given, base: Path) -> bool:
-    """Return True if a full model's tensors are all the base's, bit for bit.
+    """Return True if all tensors of a full model are bit-identical to the base's.
 
-    Little is read of a model that training changed: the comparison ends at the first difference.
+    The comparison ends at the first difference, so a trained model costs little reading.
     """
     source, original = open_source(given.root), open_source(base)
     ours, theirs = source.tensors, original.tensors
-    if {key: (one.shape, one.dtype) for key, one in ours.items()} != {
+    if {key: (info.shape, info.dtype) for key, info in ours.items()} != {
         key: (theirs[key].shape, theirs[key].dtype) for key in ours if key in theirs
     }:
         return False
@@ -75,21 +75,22 @@ def equals_base(given: Given, base: Path) -> bool:
 
 
 def recorded_digest(given: Given) -> str:
-    """Digest of the base that training recorded; "" where nothing says."""
+    """Return the digest of the base that training recorded; "" if there is no record."""
     if given.kind == "shards":
         return str(optional_json(given.root / "train.json").get("base_digest", ""))
     return str(given.manifest.get("inputs", {}).get("base", ""))
 
 
 def recorded_name(given: Given) -> str:
-    """Name or path of the base as PEFT recorded it; "" where nothing says."""
+    """Return the name or path of the base that PEFT recorded; "" if there is no record."""
     return str(optional_json(given.root / ADAPTER_CONFIG).get("base_model_name_or_path") or "")
 
 
 def folder_identity(folder: Path) -> str:
-    """sha256 that stands for a folder that is no artifact: names, sizes, times of its files.
+    """Return a digest of a folder for cache keys.
 
-    Ours keep the digest of their manifest instead.
+    For our artifacts it is the digest of the manifest, otherwise a sha256 of the names, sizes,
+    times and inodes of all files.
     """
     manifest = read_manifest(folder)
     if manifest:

@@ -1,9 +1,9 @@
-"""Everything a delivery will do, from headers and configuration: before a byte of data is written.
+"""Plan all operations of a delivery from headers and configuration, before a byte is written.
 
     work = prepare(request)
 
-The weights go from SOURCE to their final dtype and files in one pass (gather of a full model, or
-merge); convert then links what it need not write. A full model has convert alone.
+One pass writes the weights in their final dtype and files: gather of a full model, or merge.
+Convert then links the files. For a SOURCE that is a full model, convert is the only pass.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ def prepare(request: Request) -> Work:
     """Plan and validate a delivery.
 
     Raises:
-        ConfigError, ContractError, ArtifactError: with every finding of the step that found any.
+        ConfigError, ContractError, ArtifactError: a step failed; with all findings of that step.
     """
     given = request.given
     if given.kind == "model":
@@ -58,13 +58,13 @@ def prepare(request: Request) -> Work:
 
 
 def _model(request: Request) -> Work:
-    """A full model, as it is; one with a head becomes what can be served."""
+    """Plan a full model. A value head is split off; a reward model becomes a class of vLLM."""
     root, target = request.given.root, request.target
     config: Any = require_plain(root, "source")
-    found = detect(read_folder(root))
-    _refuse(f"{root}: the head cannot be used", found.findings)
-    if found.head is not None:
-        parted = separate(found, dtype=target.dtype, perform=request.perform)
+    detected = detect(read_folder(root))
+    _refuse(f"{root}: the head cannot be used", detected.findings)
+    if detected.head is not None:
+        parted = separate(detected, dtype=target.dtype, perform=request.perform)
         assert parted.facts is not None
         plan, sources, facts, config = (
             parted.plan,
@@ -72,7 +72,7 @@ def _model(request: Request) -> Work:
             parted.facts,
             parted.config,
         )
-        head = found if parted.value_head else None
+        head = detected if parted.value_head else None
     else:
         source = open_model(root)
         plan, sources, head = as_is(source, MODEL), {MODEL: source}, None
@@ -84,16 +84,17 @@ def _model(request: Request) -> Work:
 
 
 def _misfits(plan: Plan, facts: ModelFacts) -> Iterator[str]:
-    """Names and shapes that are not the model's; dtypes are what `target` makes of them."""
-    found = {op.name: op for op in plan.ops if op.name not in facts.tied}
-    wanted = {one.name: one for one in facts.tensors}
-    for check in judge(facts.tensors, found):
-        have, want = found.get(check.name), wanted.get(check.name)
+    """Yield names and shapes that do not fit the model; dtypes are converted, so any is fine."""
+    planned = {op.name: op for op in plan.ops if op.name not in facts.tied}
+    expected = {tensor.name: tensor for tensor in facts.tensors}
+    for check in judge(facts.tensors, planned):
+        have, want = planned.get(check.name), expected.get(check.name)
         if not check.ok and not (have and want and have.shape == want.shape):
             yield f"{check.name}: expected {check.expected}, found {check.found}"
 
 
 def _adapter(request: Request) -> Work:
+    """Plan the merge of adapters from PEFT folders."""
     if weights_of(request.adapters):
         return _merge(request, read_weighted(request.adapters))
     root = request.given.root
@@ -101,9 +102,9 @@ def _adapter(request: Request) -> Work:
     adapter = read_adapter(root, beside=folder.beside)
     if is_reward_adapter(folder):
         return _reward(request, adapter)
-    found = detect(folder) if HEAD in folder.sources else None
-    _refuse(f"{root}: the value head cannot be used", found.findings if found else ())
-    return _merge(request, [(adapter, 1.0)], head=found)
+    head = detect(folder) if HEAD in folder.sources else None
+    _refuse(f"{root}: the value head cannot be used", head.findings if head else ())
+    return _merge(request, [(adapter, 1.0)], head=head)
 
 
 def _merge(
@@ -114,27 +115,36 @@ def _merge(
     opened: Any = None,
     head: Found | None = None,
 ) -> Work:
+    """Plan the merge of adapters into the base.
+
+    Args:
+        request: the request of the delivery.
+        adapters: pairs (adapter, weight).
+        gather: plan that makes the adapter from partitions, if there are any.
+        opened: further inputs by name, for `gather`.
+        head: value head to keep apart.
+    """
     base_folder = _base(request)
     config = require_plain(base_folder, "base")
     base = open_model(base_folder)
     facts = ask_facts(request.perform, base_folder, request.target.dtype)
-    found = changes(adapters, facts.live)
-    held = {
-        f"{one.name}:{key}": info
-        for one, _ in adapters
-        for key, info in one.tensors.tensors.items()
+    changed = changes(adapters, facts.live)
+    tensors = {
+        f"{adapter.name}:{key}": info
+        for adapter, _ in adapters
+        for key, info in adapter.tensors.tensors.items()
     }
-    plan = plan_merge(base.tensors, facts, found, held, _settings(request, facts))
+    plan = plan_merge(base.tensors, facts, changed, tensors, _settings(request, facts))
     plan = in_files(plan, request.target, base, cast=False)
-    sources = {BASE: base, **{one.name: one.tensors for one, _ in adapters}}
+    sources = {BASE: base, **{adapter.name: adapter.tensors for adapter, _ in adapters}}
     validate(plan, sources)
-    require_values([one for one, _ in adapters], found.copies)
+    require_values([adapter for adapter, _ in adapters], changed.copies)
     inputs = {**sources, **(opened or {})}
     return Work(plan, facts, inputs, merged_config(config, plan), gather, plan, head)
 
 
 def _reward(request: Request, adapter: Adapter) -> Work:
-    """The adapter of a reward model: base and adapter become `*ForSequenceClassification`."""
+    """Plan the merge of a reward model's adapter into a `*ForSequenceClassification`."""
     base_folder = _base(request)
     config = require_plain(base_folder, "base")
     base = open_model(base_folder)
@@ -156,9 +166,10 @@ def _reward(request: Request, adapter: Adapter) -> Work:
 
 
 def _endings(folders: list[Path]) -> list[int]:
-    """Ids that end a text, by the first of the folders that has a tokenizer."""
-    found = next((one for one in folders if (one / "tokenizer.json").is_file()), None)
-    return read_tokenizer(found).stops if found is not None else []
+    """Return the EOS ids of the first folder that has a tokenizer."""
+    with_tokenizer = (folder for folder in folders if (folder / "tokenizer.json").is_file())
+    folder = next(with_tokenizer, None)
+    return read_tokenizer(folder).stops if folder is not None else []
 
 
 def _base(request: Request) -> Path:

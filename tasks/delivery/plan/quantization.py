@@ -1,9 +1,9 @@
-"""`merge.base`: the base that an adapter is merged into has to be the one it was trained on.
+"""Decide between the original and the dequantized base of an adapter (`merge.base`).
 
 LoRA trains on the base as it is stored, QLoRA on the base after a round trip through 4 bits. An
-adapter does not say which. The decision comes from, in this order: the setting, a base that is
-itself stored in 4 bits, what our own training recorded, the trainer's files (`evidence`). Without
-any of them an adapter is refused, since the wrong base gives a worse model and no check sees it.
+adapter does not record which. The decision comes from, in this order: the setting, a base that is
+itself stored in 4 bits, the record of our own training, the trainer's files (`evidence`). Without
+any of them the adapter is refused, because the wrong base gives a worse model, which no check sees.
 """
 
 from __future__ import annotations
@@ -31,11 +31,11 @@ class BaseChoice:
     """The base that an adapter is merged into.
 
     Attributes:
-        mode: "original" or "dequantized"; "" while nothing decides it.
-        quantization: what training took the base through, as `Op.quantization`; None for nothing.
-        reason: what decided it, for a person.
-        warnings: records that the setting contradicts.
-        evidence: the trainer's records.
+        mode: "original" or "dequantized"; "" if it could not be decided.
+        quantization: quantization of the base in training, as `Op.quantization`; None for none.
+        reason: reason of the decision, for a person.
+        warnings: records that contradict the setting.
+        evidence: records of the trainer.
     """
 
     mode: str
@@ -45,7 +45,7 @@ class BaseChoice:
     evidence: tuple[Evidence, ...] = ()
 
     def as_json(self) -> dict[str, str]:
-        """For a manifest."""
+        """Return the decision and its reason for a manifest."""
         return {"base": self.mode, "decided_by": self.reason}
 
 
@@ -57,8 +57,8 @@ def choose_base(
     Args:
         given: SOURCE.
         base: folder of the base model.
-        merge: the section of the settings.
-        store: our artifacts, among which the training may be found.
+        merge: section `merge` of the settings.
+        store: folder of our artifacts, searched for the training.
 
     Raises:
         ConfigError: the setting contradicts what our training recorded or how the base is stored.
@@ -93,7 +93,7 @@ def _mode_of(recorded: Mapping[str, Any] | None) -> str:
 
 
 def _quantization(merge: Mapping[str, Any], config: Mapping[str, Any]) -> dict[str, Any]:
-    """The 4 bits of the settings, for this base."""
+    """Return the settings of the 4 bits for this base, as `Op.quantization`."""
     loaded = str(config.get("dtype") or config.get("torch_dtype") or "bfloat16")
     return {
         "type": str(merge["quant_type"]),
@@ -104,13 +104,13 @@ def _quantization(merge: Mapping[str, Any], config: Mapping[str, Any]) -> dict[s
 
 
 def _packed(base: Path | None, mode: str, evidence: tuple[Evidence, ...]) -> BaseChoice:
-    """A base that is stored in 4 bits: decoded, it is the one that 4-bit training saw."""
+    """Choose for a base that is stored in 4 bits: decoded, it is the base of QLoRA training."""
     if mode == ORIGINAL:
         raise ConfigError(
             f"merge.base=original, but {base} is stored in 4 bits, and these are all there is",
             hint="merge.base=auto; or base=<the same model in 16 bits>",
         )
-    full = [one for one in evidence if one.held is Held.FULL]
+    full = [item for item in evidence if item.held is Held.FULL]
     if full and mode != DEQUANTIZED:
         raise ConfigError(
             f"base={base} is stored in 4 bits, and the adapter was trained on the base "
@@ -124,7 +124,7 @@ def _packed(base: Path | None, mode: str, evidence: tuple[Evidence, ...]) -> Bas
 def _by_evidence(
     mode: str, details: Mapping[str, Any], evidence: tuple[Evidence, ...]
 ) -> BaseChoice:
-    """A checkpoint made elsewhere: the setting decides, else the trainer's files."""
+    """Choose for a checkpoint made elsewhere: the setting decides, else the trainer's files."""
     precisions = {item.held for item in evidence}
     four = next((item.quantization for item in evidence if item.held is Held.FOUR), {})
     details = {**details, **four}
@@ -134,7 +134,7 @@ def _by_evidence(
             f"merge.base={mode}, but the adapter was trained on the base {item.held.value} ({item})"
             for item in against
         )
-        # The reference is the model that was trained, so that the drift shows what is lost.
+        # The reference is the trained model, so the drift shows the loss of a wrong choice.
         through = mode == DEQUANTIZED or precisions == {Held.FOUR}
         quantization = {**details, "base": mode} if through else None
         return BaseChoice(mode, quantization, f"merge.base={mode}", warnings, evidence)
@@ -146,7 +146,7 @@ def _by_evidence(
 
 
 def undecided(given: Given, choice: BaseChoice) -> ConfigError:
-    """The refusal of an adapter when nothing says which base it was trained on."""
+    """Return the error for an adapter whose training base is not known."""
     if not choice.evidence:
         return ConfigError(
             f"source={given.root}: nothing in or above it says whether it was trained on the base "
@@ -154,14 +154,14 @@ def undecided(given: Given, choice: BaseChoice) -> ConfigError:
             "a worse model, which no check sees",
             hint=f"{_EITHER}; {_MEASURE}",
         )
-    contradict = len({one.held for one in choice.evidence}) > 1
+    contradict = len({item.held for item in choice.evidence}) > 1
     first = choice.evidence[0]
     return ConfigError(
         f"source={given.root}: its trainer's files contradict each other about the base"
         if contradict
         else f"source={given.root}: it was trained on a base {first.held.value} ({first}); "
         "merged into any other base it is another model",
-        details=[f"{one}: {one.held.value}" for one in choice.evidence],
+        details=[f"{item}: {item.held.value}" for item in choice.evidence],
         hint=f"{_EITHER}; {_MEASURE}"
         if contradict
         else "merge.base=original takes the 16-bit base all the same",

@@ -1,4 +1,4 @@
-"""The words of a delivery's planning: what is asked, what will be done. Plain data and sources."""
+"""The request and the plans of a delivery, as plain data."""
 
 from __future__ import annotations
 
@@ -22,34 +22,35 @@ from tasks.weights.quantized.plans import decoding
 from tasks.weights.quantized.source import PackedCheckpoint
 
 BASE, ADAPTER, TRAINED, MODEL = "base", "adapter", "trained", WEIGHTS
-"""Names of inputs in the plans."""
+"""Names of the inputs in the plans."""
 
 
 @dataclass(frozen=True)
 class Target:
-    """What is to come out: dtype (torch name) and bytes of tensor data in one file."""
+    """Format of the output: torch dtype name, and maximum bytes of tensor data in one file."""
 
     dtype: str
     max_shard_bytes: int
 
     @property
     def short(self) -> str:
-        """safetensors name of the dtype."""
+        """Return the safetensors name of the dtype."""
         return DTYPE_NAMES[self.dtype]
 
 
 @dataclass(frozen=True)
 class Request:
-    """What planning needs to know.
+    """Input of the planning.
 
     Attributes:
         given: SOURCE.
-        base: folder of the base; None where there is none.
-        target: what is to come out.
+        base: folder of the base; None if there is none.
+        target: format of the output.
         quantization: 4 bits that the base goes through, as `Op.quantization`; None for none.
-        adapter_config: of an adapter whose tensors lie in shards or in a DeepSpeed checkpoint.
-        perform: who knows the model classes.
-        adapters: the adapters, where SOURCE is one or there are several.
+        adapter_config: path of adapter_config.json, for an adapter in shards or in a DeepSpeed
+            checkpoint.
+        perform: sends requests about model classes to the process that has torch.
+        adapters: the adapters, if SOURCE is one or there are several.
     """
 
     given: Given
@@ -63,16 +64,16 @@ class Request:
 
 @dataclass(frozen=True)
 class Work:
-    """The plans of the stages that apply; None for a stage that does not.
+    """The plans of a delivery's stages; None for a stage that is not needed.
 
     Attributes:
-        model: the plan that makes the served tensors: that of gather, merge or convert.
-        facts: of the served model.
-        opened: inputs by name: of `gather`, or of `model` where convert runs it.
-        config: config.json of the served model, dtype aside.
-        gather: trained slices -> an adapter, or a full model; inputs "trained", "base".
-        merge: base and adapter -> a full model; inputs "base", "adapter".
-        head: a value head that is kept apart.
+        model: plan that makes the served tensors; the plan of gather, merge or convert.
+        facts: facts of the served model.
+        opened: inputs of the plans by name.
+        config: config.json of the served model, without dtype.
+        gather: plan from partitions to an adapter or a full model; inputs "trained", "base".
+        merge: plan from base and adapter to a full model; inputs "base", "adapter".
+        head: value head to keep apart; None if there is none.
     """
 
     model: Plan
@@ -85,17 +86,17 @@ class Work:
 
     @property
     def converts(self) -> bool:
-        """Whether it is convert that makes the served tensors, right from SOURCE."""
+        """Return True if convert makes the served tensors directly from SOURCE."""
         return self.gather is None and self.merge is None
 
     @property
     def is_causal(self) -> bool:
-        """Whether the served model continues texts."""
+        """Return True if the served model is a causal language model."""
         return self._is("ForCausalLM", "LMHeadModel")
 
     @property
     def is_reward(self) -> bool:
-        """Whether the served model gives texts one number."""
+        """Return True if the served model is a reward model."""
         return self._is("ForSequenceClassification")
 
     def _is(self, *endings: str) -> bool:
@@ -104,13 +105,13 @@ class Work:
 
 
 def in_files(plan: Plan, target: Target, source: Source, *, cast: bool = True) -> Plan:
-    """The plan in the dtype and the files that are to come out; the input's files where they fit.
+    """Return the plan with output dtype and files; the files of the input are kept if they fit.
 
     Args:
         plan: operations in the order of the input's files.
-        target: what is to come out.
-        source: the input whose files may be kept.
-        cast: whether dtypes are still to be set.
+        target: format of the output.
+        source: input whose files may be kept.
+        cast: True to set the dtype; False if the operations have it already.
     """
     files = source.files if isinstance(source, Checkpoint | PackedCheckpoint) else {}
     dtype = target.short if cast else None
@@ -119,10 +120,14 @@ def in_files(plan: Plan, target: Target, source: Source, *, cast: bool = True) -
 
 
 def require_plain(folder: Path, key: str) -> dict[str, Any]:
-    """config.json of a model as it is once decoded.
+    """Return the config.json of a model; for bitsandbytes' 4 bits, that of the decoded model.
+
+    Args:
+        folder: folder of the model.
+        key: setting that names the folder, for the error.
 
     Raises:
-        ConfigError: it is stored quantised in another way than bitsandbytes' 4 bits.
+        ConfigError: the model is quantized in a way that cannot be decoded.
     """
     config = read_json(folder / "config.json")
     if is_packed(config):
@@ -138,7 +143,7 @@ def require_plain(folder: Path, key: str) -> dict[str, Any]:
 
 
 def describe_plan(plan: Plan) -> Iterator[str]:
-    """Operations by kind, bytes, and what is left out with its reason."""
+    """Yield lines that describe a plan: number and size of its operations, and dropped tensors."""
     counts: dict[str, list[int]] = {}
     for op in plan.ops:
         kind: str = "fold" if op.terms else op.kind

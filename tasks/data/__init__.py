@@ -1,14 +1,9 @@
-"""The user's data, read row by row into the `dataset` artifact.
+"""Read the user's data row by row into the `dataset` artifact. Every row is kept or reported.
 
-    readers.py                  files and `datasets` ids -> rows with their place (file and line)
-    sources.py                  several of them, one after the other or mixed by probability
-    columns.py                  which columns hold what
-    conversations.py pairs.py   a row -> what is learnt from it, checked, or what is wrong with it
-    texts.py                    a row -> a raw text, as in pre-training
-    messages.py                 what conversations and pairs are made of
-    kinds.py                    which objective learns from which kind of rows
-    findings.py                 what was wrong where: collected, shown, raised
-    reading.py build.py         rows -> train.jsonl, heldout.jsonl and the counts in dataset.json
-
-Every row that is read is either kept unchanged or counted and reported; nothing disappears.
+readers         read files and `datasets` ids into rows, each with its file and line
+sources         read several sources in order, or mix them by probability
+columns         names of the user's columns
+kinds           kinds of rows (conversations, pairs, prompts, ...) and the objectives that use them
+conversations   check one row of a kind; so do `pairs` and `asked`
+build           write train.jsonl and heldout.jsonl, and count all rows; uses `reading`
 """

@@ -1,9 +1,9 @@
-"""A row of the user's data -> a prompt to be answered, for learning from one's own replies.
+"""Read a row of the user's data as a prompt for online training.
 
-The prompt is a list of messages that ends with the user's, or a text in a column of its own. An
-answer at the end of the messages, or in the answer column, is the reference answer: rewards and
-tests may look at it, the model is not shown it. Null and blank text are no answer: a CSV file has
-no other way to leave one out. All other columns travel along, for rewards.
+The prompt is a list of messages that ends with the user's, or a text in its own column. An answer
+after the last message, or in the answer column, is the reference answer: rewards and evaluation see
+it, the model does not. Null and blank text count as no answer, because a CSV file cannot leave a
+cell out. All other columns are passed on to rewards.
 """
 
 from __future__ import annotations
@@ -19,10 +19,11 @@ from tasks.data.readers import kind_of
 
 
 def asked(values: Mapping[str, Any], columns: Columns) -> dict[str, Any]:
-    """`{"messages", "answer"?, "columns"}`; `messages` ends with the answer where there is one.
+    """Return `{"messages", "answer"?, "columns"}`; `messages` ends with the answer if there is one.
 
     Raises:
-        Unusable: a missing column, a wrong type, roles out of order, a column that JSON cannot say.
+        Unusable: a column is missing, has a wrong type or cannot be written as JSON, or roles are
+            out of order.
     """
     messages, used = _prompt(values, columns)
     answer = None
@@ -32,7 +33,7 @@ def asked(values: Mapping[str, Any], columns: Columns) -> dict[str, Any]:
         raise Unusable("there is no user's message to answer")
     if columns.answer is not None and columns.answer in values:
         used.add(columns.answer)
-        if _says(values[columns.answer]):
+        if _has_text(values[columns.answer]):
             answer = _as_text(values[columns.answer], columns.answer)
     row: dict[str, Any] = {"messages": messages}
     if answer is not None:
@@ -43,7 +44,7 @@ def asked(values: Mapping[str, Any], columns: Columns) -> dict[str, Any]:
 
 
 def _prompt(values: Mapping[str, Any], columns: Columns) -> tuple[list[Message], set[str]]:
-    """The messages, and the columns that they were taken from."""
+    """Return the messages, and the columns that they come from."""
     if columns.messages is not None and columns.messages in values:
         messages = messages_of(values[columns.messages], columns.messages)
         require_turns(messages)
@@ -61,18 +62,18 @@ def _prompt(values: Mapping[str, Any], columns: Columns) -> tuple[list[Message],
     require_turns(messages)
     if columns.response in values:
         used.add(columns.response)
-        if _says(values[columns.response]):
+        if _has_text(values[columns.response]):
             answer = column_text(values, columns.response)
             messages = [*messages, {"role": "assistant", "content": answer}]
     return messages, used
 
 
-def _says(value: object) -> bool:
+def _has_text(value: object) -> bool:
     return value is not None and not (isinstance(value, str) and not value.strip())
 
 
 def _as_text(value: object, key: str) -> str:
-    """A number is a usual answer, and compared as text."""
+    """Return an answer as text; a number is a usual answer."""
     if isinstance(value, bool) or not isinstance(value, str | int | float):
         raise Unusable(f"{key!r} must be text or a number, found {kind_of(value)}")
     return sound(value, repr(key)) if isinstance(value, str) else str(value)

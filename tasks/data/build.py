@@ -1,10 +1,10 @@
-"""Rows -> the `dataset` artifact: `train.jsonl`, `heldout.jsonl`, and an account of every row.
+"""Build the `dataset` artifact: `train.jsonl`, `heldout.jsonl`, and counts of all rows.
 
-Written as a stream. What stays in memory is one number a kept row, to tell duplicates.
+Rows are written as a stream. Memory holds one id for each kept row, to find duplicates.
 
-The account in `dataset.json` adds up for each split: read = kept + refused + overlapping.
-`overlapping` rows are training rows whose exact text is also held out; they are left out, since
-testing on them would say nothing.
+The counts in `dataset.json` add up for each split: read = kept + refused + overlapping.
+`overlapping` rows are training rows whose exact text is also held out. They are left out, so that
+no model is evaluated on a text that it was trained on.
 """
 
 from __future__ import annotations
@@ -15,12 +15,11 @@ import json
 import logging
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from tasks.core.errors import DataError
-from tasks.data.findings import Findings
 from tasks.data.kinds import CONVERSATIONS, Kind, side_id
 from tasks.data.messages import Unusable
 from tasks.data.reading import Good, Reading, Split
@@ -28,21 +27,22 @@ from tasks.data.sources import ALL_EXHAUSTED, Drawn, Source, mix, wrong_probabil
 
 Log = logging.Logger | logging.LoggerAdapter[Any]
 TRAIN, HELD_OUT = "train", "heldout"
+SHOWN = 20
 
 
 @dataclass(frozen=True)
 class Options:
-    """How rows become splits.
+    """Settings of a dataset.
 
     Attributes:
-        kind: what a row has to be.
-        eval_fraction: share of distinct rows to hold out, in (0, 1), where there is no source for
-            them; chosen by a hash of their text, so that exact duplicates fall on the same side.
-        seed: chooses which ones, and the order of mixed sources.
-        max_samples: rows read of all training sources together at most.
+        kind: kind of the rows.
+        eval_fraction: share of distinct rows to hold out, in (0, 1), if there is no source of
+            held-out rows. A hash of the text decides, so exact duplicates stay together.
+        seed: seed of the held-out rows, and of the order of mixed sources.
+        max_samples: maximum number of rows to read from all training sources together.
         on_bad_line: "fail" raises one error that lists the bad rows, "skip" counts them.
-        stopping: when mixing ends; see `sources.py`.
-        answered: whether a prompt without an answer is a bad row.
+        stopping: end of mixing, "first_exhausted" or "all_exhausted"; see `sources.mix`.
+        answered: True if a prompt without an answer is a bad row.
     """
 
     kind: Kind = CONVERSATIONS
@@ -54,23 +54,52 @@ class Options:
     answered: bool = False
 
 
+@dataclass
+class BadRows:
+    """Rows that cannot be used: their number, and the reasons of the first `SHOWN`."""
+
+    total: int = 0
+    shown: list[str] = field(default_factory=list)
+
+    def add(self, place: str, problem: str) -> None:
+        """Note one bad row. `place` is `file:line`."""
+        self.total += 1
+        if len(self.shown) < SHOWN:
+            self.shown.append(f"{place}: {problem}")
+
+    def lines(self) -> list[str]:
+        """Return one line for each shown row, and a last line with the number of the others."""
+        rest = self.total - len(self.shown)
+        return [*self.shown, f"... and {rest} more"] if rest else list(self.shown)
+
+    def raise_if_any(self, *, read: int) -> None:
+        """Raise one `DataError` that lists the bad rows among `read` rows."""
+        if not self.total:
+            return
+        raise DataError(
+            f"{self.total} of {read} rows cannot be used, first {self.shown[0]}",
+            details=self.lines(),
+            hint="fix the rows, or leave them out and count them: data.on_bad_line=skip",
+        )
+
+
 def build_dataset(
     out: Path, *, train: Sequence[Source], held_out: Source | None, options: Options, log: Log
 ) -> dict[str, Any]:
-    """Write the two splits into `out` and return what belongs into `dataset.json`.
+    """Write the two splits into `out`, and return the contents of `dataset.json`.
 
     Args:
         out: existing directory.
-        train: sources to train on, at least one.
-        held_out: rows to test on; None takes `eval_fraction` of the training rows instead.
-        options: how.
-        log: told about skipped rows and unused columns.
+        train: sources of training rows, at least one.
+        held_out: source of held-out rows; None holds out `eval_fraction` of the training rows.
+        options: settings of the dataset.
+        log: gets skipped rows and unused columns.
 
     Raises:
-        DataError: bad rows, wrong columns, an empty split.
+        DataError: bad rows, wrong columns, or an empty split.
     """
     _check_options(options, train)
-    findings = Findings()
+    bad_rows = BadRows()
     how = (options.kind, options.answered)
     readings = [Reading(source, *how) for source in train]
     apart = Reading(held_out, *how) if held_out is not None else None
@@ -85,39 +114,39 @@ def build_dataset(
         }
         if apart is not None:
             drawn = (Drawn(0, row, again=False) for row in apart.source.rows())
-            for good in _good(drawn, [apart], splits[HELD_OUT], findings):
+            for good in _good(drawn, [apart], splits[HELD_OUT], bad_rows):
                 splits[HELD_OUT].write(_tested(good))
         rows = itertools.islice(
             mix(train, seed=options.seed, stopping=options.stopping), options.max_samples
         )
         fraction = 0.0 if apart is not None else options.eval_fraction
-        goods = _good(rows, readings, splits[TRAIN], findings)
+        goods = _good(rows, readings, splits[TRAIN], bad_rows)
         _divide(goods, splits, lambda side: _position(side, options.seed) < fraction)
     everything = [*readings, *([apart] if apart is not None else [])]
     for reading in everything:
         reading.require_columns()
     if options.on_bad_line == "fail":
-        findings.raise_if_any(read=sum(reading.rows for reading in everything))
+        bad_rows.raise_if_any(read=sum(reading.rows for reading in everything))
     if apart is None and not splits[HELD_OUT].kept:
         _move_one(out, splits, seed=options.seed)
     names = ", ".join(source.name for source in train)
-    _refuse_empty(splits, (names, held_out.name if held_out is not None else names), findings)
+    _refuse_empty(splits, (names, held_out.name if held_out is not None else names), bad_rows)
     unused = sorted(set.intersection(*(reading.unused() for reading in everything)))
-    _tell(findings, unused, log)
+    _log_counts(bad_rows, unused, log)
     return {
         "format": 1,
         "rows": options.kind.name,
         "splits": {name: split.counts() for name, split in splits.items()},
         "sources": [reading.counts() for reading in readings],
-        "refused_examples": findings.lines(),
+        "refused_examples": bad_rows.lines(),
         "unused_columns": unused,
     }
 
 
 def _good(
-    rows: Iterator[Drawn], readings: Sequence[Reading], split: Split, findings: Findings
+    rows: Iterator[Drawn], readings: Sequence[Reading], split: Split, bad_rows: BadRows
 ) -> Iterator[Good]:
-    """The usable rows; the others are counted as refused, once."""
+    """Yield the usable rows, and count the others as refused, each once."""
     for drawn in rows:
         split.read += 1
         try:
@@ -127,28 +156,28 @@ def _good(
                 split.read -= 1
                 continue
             split.refused += 1
-            findings.add(drawn.row.place, str(reason))
+            bad_rows.add(drawn.row.place, str(reason))
 
 
 def _divide(
-    goods: Iterator[Good], splits: dict[str, Split], held_out: Callable[[str], bool]
+    goods: Iterator[Good], splits: dict[str, Split], is_held_out: Callable[[str], bool]
 ) -> None:
-    """Send each usable training row to its side."""
-    train, held = splits[TRAIN], splits[HELD_OUT]
+    """Write each usable row of the training sources to its split."""
+    train, heldout = splits[TRAIN], splits[HELD_OUT]
     for good in goods:
-        if held_out(good.side):
+        if is_held_out(good.side):
             train.read -= 1
-            if not good.again:  # a source that is read again is not tested on twice
-                held.read += 1
-                held.write(_tested(good))
-        elif good.side in held.sides:
+            if not good.again:  # a source that is read again adds no second held-out row
+                heldout.read += 1
+                heldout.write(_tested(good))
+        elif good.side in heldout.sides:
             train.overlapping += 1
         else:
             train.write(good)
 
 
 def _tested(good: Good) -> Good:
-    """A held-out row. A pair is a conversation too, for tests of what a model answers."""
+    """Return a held-out row; a pair gets `messages`, so that the served model can be evaluated."""
     payload = good.payload
     if "chosen" not in payload:
         return good
@@ -156,14 +185,14 @@ def _tested(good: Good) -> Good:
 
 
 def _position(identity: str, seed: int) -> float:
-    """Where a conversation falls in [0, 1), evenly spread and the same on every machine."""
+    """Return a number in [0, 1) for a row: uniform, and the same on every machine."""
     digest = hashlib.sha256(f"{seed} {identity}".encode()).digest()
     return int.from_bytes(digest[:6], "big") / 2**48
 
 
 def _move_one(out: Path, splits: dict[str, Split], *, seed: int) -> None:
-    """Hold out the rows nearest to the line, where a small source left none beyond it."""
-    train, held = splits[TRAIN], splits[HELD_OUT]
+    """Hold out the row with the lowest position, if a small source left no held-out row."""
+    train, heldout = splits[TRAIN], splits[HELD_OUT]
     if len(train.sides) < 2:
         return
     nearest = min(train.sides, key=lambda side: _position(side, seed))
@@ -180,7 +209,7 @@ def _move_one(out: Path, splits: dict[str, Split], *, seed: int) -> None:
     path.write_text("".join(stay), encoding="ascii", newline="\n")
     held_path = out / f"{HELD_OUT}.jsonl"
     held_path.write_text("".join(moved), encoding="ascii", newline="\n")
-    for split, change in ((train, -len(moved)), (held, len(moved))):
+    for split, change in ((train, -len(moved)), (heldout, len(moved))):
         split.read += change
         split.kept += change
 
@@ -207,7 +236,8 @@ def _check_options(options: Options, train: Sequence[Source]) -> None:
         )
 
 
-def _refuse_empty(splits: dict[str, Split], sources: tuple[str, str], found: Findings) -> None:
+def _refuse_empty(splits: dict[str, Split], sources: tuple[str, str], bad_rows: BadRows) -> None:
+    """Raise DataError if a split has no rows."""
     for (name, split), source in zip(splits.items(), sources, strict=True):
         if split.kept:
             continue
@@ -218,14 +248,14 @@ def _refuse_empty(splits: dict[str, Split], sources: tuple[str, str], found: Fin
         if name == HELD_OUT:
             hint = "data.eval_path=<file with rows>, or at least two different conversations"
         raise DataError(
-            f"{source}: the {name} split is empty: {counts}", details=found.lines(), hint=hint
+            f"{source}: the {name} split is empty: {counts}", details=bad_rows.lines(), hint=hint
         )
 
 
-def _tell(findings: Findings, unused: list[str], log: Log) -> None:
-    if findings.total:
-        log.warning("%d rows refused, counted and left out:", findings.total)
-        for line in findings.lines():
+def _log_counts(bad_rows: BadRows, unused: list[str], log: Log) -> None:
+    if bad_rows.total:
+        log.warning("%d rows refused, counted and left out:", bad_rows.total)
+        for line in bad_rows.lines():
             log.warning("  %s", line)
     if unused:
         log.info("columns that are not used: %s", ", ".join(unused))

@@ -1,4 +1,4 @@
-"""Which columns of the user's data hold what."""
+"""Names of the columns of the user's data, by role."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ SHAREGPT_COLUMN = "conversations"
 
 @dataclass(frozen=True)
 class Columns:
-    """Names of columns, as in `data.*_key`; None: there is no such column."""
+    """Names of columns, as in `data.*_key`; None if there is no such column."""
 
     messages: str | None = "messages"
     prompt: str = "prompt"
@@ -29,47 +29,47 @@ class Columns:
 
     @classmethod
     def of(cls, keys: Mapping[str, Any]) -> Columns:
-        """From `{"messages_key": ..., ...}`.
+        """Make columns from `{"messages_key": ..., ...}`.
 
         Raises:
-            TypeError: for a key that names no column of ours.
+            TypeError: an unknown key.
         """
         return cls(**{key.removesuffix("_key"): name for key, name in keys.items()})
 
     def among(self, names: Collection[str]) -> Columns:
-        """Return these, with ShareGPT's column of messages where a row has no other."""
+        """Return the columns for a row with these names; ShareGPT's name for messages is known."""
         if self.messages == "messages" and "messages" not in names and SHAREGPT_COLUMN in names:
             return replace(self, messages=SHAREGPT_COLUMN)
         return self
 
     def named(self, roles: Collection[str]) -> dict[str, str]:
-        """The columns of these roles that have a name: `{"prompt": "question"}`."""
+        """Return the names of the columns with these roles, such as `{"prompt": "question"}`."""
         return {role: name for role in roles if (name := getattr(self, role)) is not None}
 
 
-def wrong_columns(found: Collection[str], asked: Mapping[str, str], source: str) -> DataError:
-    """The error for a source none of whose rows has the columns asked for.
+def wrong_columns(present: Collection[str], wanted: Mapping[str, str], source: str) -> DataError:
+    """Return the error for a source in which no row has the wanted columns.
 
     Args:
-        found: columns that there are.
-        asked: columns looked for, by role.
-        source: the file's name.
+        present: names of the columns in the source.
+        wanted: names of the wanted columns, by role.
+        source: name of the file.
     """
-    known = sorted(found)
+    known = sorted(present)
     details = [f"columns found: {', '.join(known) or 'none'}"]
     hints = []
-    for role, name in asked.items():
+    for role, name in wanted.items():
         near = difflib.get_close_matches(name, known, n=1, cutoff=0.5)
-        if near and name not in found:
+        if near and name not in present:
             details.append(f"data.{role}_key={name} is not there; near it: {near[0]}")
             hints.append(f"data.{role}_key={near[0]}")
-    if "messages" in asked:
-        either = f"no column {asked['messages']!r}, nor both"
+    if "messages" in wanted:
+        either = f"no column {wanted['messages']!r}, nor both"
     else:
-        either = "not both" if len(asked) == 2 else "not all of"
-    columns = " and ".join(repr(name) for role, name in asked.items() if role != "messages")
-    keys = [f"data.{role}_key=<column>" for role in asked if role != "messages"]
-    if "messages" in asked:
+        either = "not both" if len(wanted) == 2 else "not all of"
+    columns = " and ".join(repr(name) for role, name in wanted.items() if role != "messages")
+    keys = [f"data.{role}_key=<column>" for role in wanted if role != "messages"]
+    if "messages" in wanted:
         keys = ["data.messages_key=<column>, or", *keys]
     return DataError(
         f"{source}: {either} {columns}; found {', '.join(map(repr, known)) or 'none'}",

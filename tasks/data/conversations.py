@@ -1,8 +1,8 @@
-"""A row of the user's data -> a checked conversation.
+"""Read a row of the user's data as a conversation, and check it.
 
-Two shapes are read: a list of messages (`{"role", "content"}` each, or ShareGPT's `{"from",
-"value"}`), or a prompt and a response in columns of their own. A system message may stand in a
-column of its own. Texts pass through unchanged.
+A row has a list of messages (`{"role", "content"}` each, or ShareGPT's `{"from", "value"}`), or a
+prompt and a response in two columns. A system message may have its own column. Texts are not
+changed.
 """
 
 from __future__ import annotations
@@ -15,10 +15,11 @@ from tasks.data.messages import Message, Unusable, column_text, conversation_of
 
 
 def conversation(values: Mapping[str, Any], columns: Columns) -> list[Message]:
-    """The messages of a row; the last one is the assistant's.
+    """Return the messages of a row; the last one is the assistant's.
 
     Raises:
-        Unusable: a missing column, a wrong type, an empty answer, roles out of order.
+        Unusable: a column is missing or has a wrong type, an answer is empty, or roles are out of
+            order.
     """
     if columns.messages is not None and columns.messages in values:
         messages = conversation_of(values[columns.messages], columns.messages)
@@ -37,7 +38,7 @@ def conversation(values: Mapping[str, Any], columns: Columns) -> list[Message]:
 
 
 def system_message(values: Mapping[str, Any], columns: Columns) -> list[Message]:
-    """The system message of a row that keeps it in a column; an empty list for none."""
+    """Return the system message from its own column, as a list; empty if there is none."""
     if columns.system is None:
         return []
     if columns.system not in values:

@@ -1,4 +1,4 @@
-"""Kinds of rows: what a dataset artifact holds, and which objective learns from it.
+"""Kinds of rows in a dataset artifact, and the objectives that train on them.
 
     conversations   {"id", "messages"}
     texts           {"id", "text"}
@@ -6,8 +6,8 @@
     labelled        {"id", "messages", "desirable"}
     prompts         {"id", "messages", "answer"?, "columns"}
 
-Held-out pairs also carry `messages`, the prompt with its chosen answer: the served model is tested
-on them.
+Held-out pairs also have `messages`, the prompt with the chosen answer, to evaluate the served
+model.
 """
 
 from __future__ import annotations
@@ -22,9 +22,8 @@ from tasks.config.defaults import ONLINE
 from tasks.data.asked import asked
 from tasks.data.columns import Columns
 from tasks.data.conversations import conversation
-from tasks.data.messages import Message
+from tasks.data.messages import Message, Unusable, column_text
 from tasks.data.pairs import labelled, preference
-from tasks.data.texts import document
 
 Payload = dict[str, Any]
 
@@ -34,11 +33,11 @@ class Kind:
     """One kind of rows.
 
     Attributes:
-        name: as in `dataset.json`.
-        read: the user's row -> the artifact's, without its id.
-        either: sets of columns, by role; a row needs all of one set.
-        extras: further columns that are looked at where they are named.
-        objectives: which learn from such rows.
+        name: name in `dataset.json`.
+        read: turns a row of the user into a row of the artifact, without its id.
+        either: sets of columns by role; a row needs all columns of one set.
+        extras: optional columns by role.
+        objectives: objectives that train on such rows.
     """
 
     name: str
@@ -48,22 +47,37 @@ class Kind:
     objectives: tuple[str, ...]
 
     def fit(self, names: Collection[str], columns: Columns) -> bool:
-        """Whether a row with these columns can be read."""
-        asked = (columns.named(roles) for roles in self.either)
-        sets = zip(self.either, asked, strict=True)
-        return any(len(a) == len(r) and set(a.values()) <= set(names) for r, a in sets)
+        """Return True if a row with columns `names` has all columns of one set."""
+        sets = ((roles, columns.named(roles)) for roles in self.either)
+        return any(
+            len(named) == len(roles) and set(named.values()) <= set(names) for roles, named in sets
+        )
 
     def asked(self, columns: Columns) -> dict[str, str]:
-        """Columns that a row is looked at for, by role."""
+        """Return the names of the required columns, by role; a row needs one set of them."""
         return columns.named(list(dict.fromkeys(role for roles in self.either for role in roles)))
 
     def used(self, columns: Columns) -> set[str]:
-        """Every column that is looked at."""
+        """Return the names of all columns that are used."""
         return {*self.asked(columns).values(), *columns.named(self.extras).values()}
 
 
 def _messages(values: Mapping[str, Any], columns: Columns) -> Payload:
     return {"messages": conversation(values, columns)}
+
+
+def document(values: Mapping[str, Any], columns: Columns) -> Payload:
+    """Return `{"text"}`: a raw text, unchanged, as in pre-training. Training adds EOS.
+
+    Raises:
+        Unusable: the column is missing, is not text, or is blank.
+    """
+    if columns.text is None or columns.text not in values:
+        raise Unusable(f"no {columns.text!r}, the column of the text")
+    text = column_text(values, columns.text)
+    if not text.strip():
+        raise Unusable(f"{columns.text!r} is empty: there is nothing to learn")
+    return {"text": text}
 
 
 CONVERSATIONS = Kind(
@@ -95,15 +109,15 @@ KINDS = {kind.name: kind for kind in (CONVERSATIONS, PAIRS, LABELLED, TEXTS, PRO
 
 
 def kind_for(objective: str, *, texts: bool = False) -> Kind:
-    """The rows that an objective learns from.
+    """Return the kind of rows that an objective trains on.
 
     Args:
-        objective: its name.
-        texts: whether the data are raw texts (`names_texts`); for an objective that cannot learn
-            from them they play no part.
+        objective: name of the objective.
+        texts: True if the data are raw texts (`names_texts`); ignored for an objective that cannot
+            train on them.
 
     Raises:
-        KeyError: for an objective that is none.
+        KeyError: unknown objective.
     """
     if texts and objective in TEXTS.objectives:
         return TEXTS
@@ -111,13 +125,13 @@ def kind_for(objective: str, *, texts: bool = False) -> Kind:
 
 
 def names_texts(section: Mapping[str, Any]) -> bool:
-    """Whether section `data` names a column of raw texts, for itself or for one of its sources."""
-    several = [section, *section.get("sources", ())]
-    return any(one.get("text_key") is not None for one in several)
+    """Return True if section `data`, or one of its sources, names a column of raw texts."""
+    sections = [section, *section.get("sources", ())]
+    return any(source.get("text_key") is not None for source in sections)
 
 
 def content_id(payload: Payload) -> str:
-    """Identity of a row: 16 hexadecimal digits that depend on what it says only."""
+    """Return the id of a row: 16 hexadecimal digits, a hash of its contents."""
     parts = list(payload.values())
     if set(payload) == {"messages"}:
         return _digest(_texts(parts[0]))
@@ -125,10 +139,11 @@ def content_id(payload: Payload) -> str:
 
 
 def side_id(payload: Payload) -> str:
-    """What decides on which side of the held-out line a row falls.
+    """Return the hash that decides whether a row is held out.
 
-    Pairs and labelled answers of one prompt stay together: a model that was trained on one of them
-    is not to be tested on another. For conversations it is the whole text.
+    All pairs, prompts and labelled answers with the same prompt have the same hash, so a model is
+    never evaluated on a prompt that it was trained on. For conversations it is a hash of the whole
+    text.
     """
     if "prompt" in payload:
         return _digest(_texts(payload["prompt"]))

@@ -1,7 +1,7 @@
-"""Messages: what every kind of row is made of, checked.
+"""Read and check the messages of a row.
 
-A message is `{"role", "content"}`, or `{"from", "value"}` as in ShareGPT. Texts pass through
-unchanged; an error names the number of the message.
+A message is `{"role", "content"}`, or `{"from", "value"}` as in ShareGPT. Texts are not changed. An
+error names the number of the message.
 """
 
 from __future__ import annotations
@@ -18,28 +18,28 @@ SHAREGPT = {
     "human": "user", "user": "user", "gpt": "assistant", "chatgpt": "assistant",
     "model": "assistant", "assistant": "assistant", "system": "system",
 }  # fmt: skip
-"""Speakers of ShareGPT's `from`, and their roles."""
+"""Roles by speaker, the value of ShareGPT's `from`."""
 TOOLS = ("tool", "observation", "function", "function_call", "function_response", "tool_call")
-"""Speakers of turns that are not trained: chat templates differ in how they write them."""
+"""Speakers of turns that are not supported, because chat templates write them differently."""
 _SPEAKER = re.compile(r"\n\n(Human|Assistant):")
 _SPEAKERS = {"Human": "user", "Assistant": "assistant"}
 
 
 class Unusable(ValueError):
-    """A row that cannot be learnt from; the text says why."""
+    """A row that cannot be used; the text is the reason."""
 
 
 def column_text(values: Mapping[str, Any], key: str) -> str:
-    """The text of a column.
+    """Return the text of a column.
 
     Raises:
-        Unusable: something else than text, or text that is not Unicode.
+        Unusable: the value is not text, or cannot be written as UTF-8.
     """
     return sound(values[key], repr(key))
 
 
 def sound(value: object, what: str) -> str:
-    """The text itself, if it is one that can be written as UTF-8."""
+    """Return the text if it can be written as UTF-8. Raises Unusable, with the name `what`."""
     if not isinstance(value, str):
         raise Unusable(f"{what} must be text, found {kind_of(value)}")
     try:
@@ -50,7 +50,7 @@ def sound(value: object, what: str) -> str:
 
 
 def conversation_of(raw: object, key: str) -> list[Message]:
-    """A list of messages that ends with an answer, roles in order."""
+    """Return the messages of a conversation whose roles alternate and which ends with an answer."""
     messages = messages_of(raw, key)
     require_turns(messages)
     if messages[-1]["role"] != "assistant":
@@ -59,7 +59,7 @@ def conversation_of(raw: object, key: str) -> list[Message]:
 
 
 def messages_of(raw: object, key: str) -> list[Message]:
-    """A list of well-formed messages, at least one; `key` is the column's name."""
+    """Return a list of one or more checked messages; `key` is the name of the column."""
     if not isinstance(raw, list):
         raise Unusable(f"{key!r} must be a list of messages, found {kind_of(raw)}")
     if not raw:
@@ -68,7 +68,7 @@ def messages_of(raw: object, key: str) -> list[Message]:
 
 
 def require_turns(messages: list[Message]) -> None:
-    """User and assistant take turns, after a system message where there is one."""
+    """Raise Unusable unless user and assistant alternate, after an optional system message."""
     turns = messages[1:] if messages[0]["role"] == "system" else messages
     for number, turn in enumerate(turns):
         expected = ("user", "assistant")[number % 2]
@@ -77,17 +77,17 @@ def require_turns(messages: list[Message]) -> None:
             raise Unusable(f"message {place} is by {turn['role']!r} where {expected!r} is due")
 
 
-def transcript(text: str) -> list[Message] | None:
-    """The messages of a transcript in the manner of Anthropic's HH data; None for other text.
+def transcript(raw: str) -> list[Message] | None:
+    """Return the messages of a transcript in the format of Anthropic's HH data; None for others.
 
-    Such a text is `\\n\\nHuman: ...\\n\\nAssistant: ...`; one space after a colon belongs to the
-    mark.
+    The format is `\\n\\nHuman: ...\\n\\nAssistant: ...`. One space after the colon is not part of
+    the message.
     """
-    parts = _SPEAKER.split(text)
+    parts = _SPEAKER.split(raw)
     if len(parts) < 3 or parts[0].strip():
         return None
-    pairs = zip(parts[1::2], parts[2::2], strict=True)
-    return [{"role": _SPEAKERS[who], "content": said.removeprefix(" ")} for who, said in pairs]
+    turns = zip(parts[1::2], parts[2::2], strict=True)
+    return [{"role": _SPEAKERS[who], "content": text.removeprefix(" ")} for who, text in turns]
 
 
 def _message(entry: object, number: int) -> Message:

@@ -1,8 +1,8 @@
-"""A row of the user's data -> a preference pair, or an answer with a label.
+"""Read a row of the user's data as a preference pair, or as an answer with a label.
 
-Answers are texts beside a prompt, messages beside a prompt (one, or a list of them), or whole
-conversations whose common beginning is the prompt (UltraFeedback, HH). The prompt ends before the
-first message in which the two answers differ.
+The answers of a pair are texts beside a prompt, messages beside a prompt (one message or a list),
+or whole conversations that begin with the prompt (UltraFeedback, HH). In the last case the prompt
+ends before the first message that differs.
 """
 
 from __future__ import annotations
@@ -27,11 +27,11 @@ _FLAGS = {"true": True, "false": False, "1": True, "0": False}
 
 
 def preference(values: Mapping[str, Any], columns: Columns) -> dict[str, Any]:
-    """`{"prompt", "chosen", "rejected", "margin"?}`: lists of messages, and a number.
+    """Return `{"prompt", "chosen", "rejected", "margin"?}`: lists of messages, and a number.
 
     Raises:
-        Unusable: a missing column, a wrong type, answers that are equal or empty, roles out of
-            order, a margin that is not a finite number.
+        Unusable: a column is missing or has a wrong type, the answers are equal or empty, roles are
+            out of order, or the margin is not a finite number.
     """
     missing = [name for name in (columns.chosen, columns.rejected) if name not in values]
     if missing:
@@ -55,23 +55,23 @@ def preference(values: Mapping[str, Any], columns: Columns) -> dict[str, Any]:
 
 
 def labelled(values: Mapping[str, Any], columns: Columns) -> dict[str, Any]:
-    """`{"messages", "desirable"}`: a conversation and whether its last answer is desirable.
+    """Return `{"messages", "desirable"}`: a conversation, and the label of its last answer.
 
     Raises:
-        Unusable: as for a conversation, or a label that is neither true nor false.
+        Unusable: the conversation cannot be used, or the label is neither true nor false.
     """
     if columns.label not in values:
         raise Unusable(f"no {columns.label!r}, the column of the label")
     raw = values[columns.label]
     flag = _FLAGS.get(str(raw).lower()) if isinstance(raw, bool | int | str) else None
     if flag is None:
-        found = repr(raw) if isinstance(raw, str | int | float) else kind_of(raw)
-        raise Unusable(f"{columns.label!r} must be true or false, found {found[:40]}")
+        shown = repr(raw) if isinstance(raw, str | int | float) else kind_of(raw)
+        raise Unusable(f"{columns.label!r} must be true or false, found {shown[:40]}")
     return {"messages": conversation(values, columns), "desirable": flag}
 
 
 def _prompt(values: Mapping[str, Any], columns: Columns) -> list[Message] | None:
-    """The messages before the answers; None where only the answers tell."""
+    """Return the messages before the answers; None if the answers contain the prompt."""
     if columns.prompt not in values:
         key = columns.messages or ""
         if isinstance(values[columns.chosen], Mapping) and key in values:
@@ -85,14 +85,14 @@ def _prompt(values: Mapping[str, Any], columns: Columns) -> list[Message] | None
 
 
 def _answer(values: Mapping[str, Any], key: str, prompt: list[Message] | None) -> list[Message]:
-    """What comes after `prompt`; the whole conversation where the prompt is not known."""
+    """Return the messages after `prompt`; the whole conversation if the prompt is not known."""
     raw = values[key]
     if isinstance(raw, str):
         text = column_text(values, key)
-        told = transcript(text)
-        if told is None and prompt is None:
+        turns = transcript(text)
+        if turns is None and prompt is None:
             raise Unusable(f"{key!r} is a text, and there is no prompt to go with it")
-        messages = told or [{"role": "assistant", "content": text}]
+        messages = turns or [{"role": "assistant", "content": text}]
     else:
         messages = messages_of([raw] if isinstance(raw, Mapping) else raw, key)
     if prompt is None or messages[0]["role"] == "assistant":
@@ -104,14 +104,14 @@ def _answer(values: Mapping[str, Any], key: str, prompt: list[Message] | None) -
     raise Unusable(f"{key!r} is a conversation that does not begin with the row's prompt")
 
 
-def _parting(one: list[Message], other: list[Message]) -> int:
-    """How many messages the two share, so that both go on with an answer."""
-    same = 0
-    while same < min(len(one), len(other)) and one[same] == other[same]:
+def _parting(chosen: list[Message], rejected: list[Message]) -> int:
+    """Return the number of common messages, after which both conversations have an answer."""
+    same, shorter = 0, min(len(chosen), len(rejected))
+    while same < shorter and chosen[same] == rejected[same]:
         same += 1
-    if same in (len(one), len(other)):  # one of them stops early: part before its last answer
-        same = min(len(one), len(other)) - 1
-    if same < 1 or one[same]["role"] != "assistant" or other[same]["role"] != "assistant":
+    if same == shorter:  # the shorter one ends here: split before its last answer
+        same = shorter - 1
+    if same < 1 or chosen[same]["role"] != "assistant" or rejected[same]["role"] != "assistant":
         at = f"message {same + 1}"
         raise Unusable(f"the two conversations part at {at}, not at an answer")
     return same
@@ -128,15 +128,15 @@ def _require_answer(prompt: list[Message], turns: list[Message], key: str) -> No
 
 
 def _number(values: Mapping[str, Any], key: str) -> float:
+    """Return the margin as a number; a CSV file has it as text."""
     if key not in values:
         raise Unusable(f"no {key!r}, the column of the margin")
     raw = values[key]
     try:
-        # A cell of a CSV file is text.
         number = float(raw) if isinstance(raw, int | float | str) else math.nan
     except ValueError:
         number = math.nan
     if isinstance(raw, bool) or not math.isfinite(number):
-        found = repr(raw)[:40] if isinstance(raw, str | float) else kind_of(raw)
-        raise Unusable(f"{key!r} must be a finite number, found {found}")
+        shown = repr(raw)[:40] if isinstance(raw, str | float) else kind_of(raw)
+        raise Unusable(f"{key!r} must be a finite number, found {shown}")
     return number

@@ -1,8 +1,8 @@
-"""Rows and where they come from: JSON Lines, CSV, Parquet, a `datasets` id.
+"""Read rows from JSON Lines, CSV, Parquet or a `datasets` id.
 
-Each reader is a generator of `Row`s and holds one row (Parquet: one batch) at a time. A line that
-is no row at all (broken JSON, bytes that are not UTF-8) comes out as a `Row` with a problem, so
-that the caller sees every line that was there.
+Each reader is a generator that holds one row (Parquet: one batch) in memory. A line that cannot be
+read (broken JSON, bytes that are not UTF-8) is a `Row` with a problem, so the caller sees every
+line.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _BOM = b"\xef\xbb\xbf"
 
 @dataclass(frozen=True)
 class Row:
-    """One row: where it stands, its values by column, or why it has none."""
+    """One row: its place (`file:line`), its values by column, and the problem if it has none."""
 
     place: str
     values: dict[str, Any]
@@ -33,15 +33,15 @@ class Row:
 
 
 def read_rows(kind: str, source: str, *, split: str = "train") -> Iterator[Row]:
-    """The rows of a source, in order.
+    """Return an iterator over the rows of a source.
 
     Args:
         kind: "jsonl", "csv", "parquet" or "hub".
-        source: the file, or the `datasets` id.
+        source: path of the file, or the `datasets` id.
         split: split of the `datasets` id.
 
     Raises:
-        DataError: unknown kind, a file that is missing or unreadable, an id that cannot be loaded.
+        DataError: the kind is unknown, or the file or id cannot be read.
     """
     if kind == HUB:
         return _hub_rows(source, split=split)
@@ -55,7 +55,12 @@ def read_rows(kind: str, source: str, *, split: str = "train") -> Iterator[Row]:
 
 
 def existing_file(path: str | Path, *, key: str = "data.path") -> Path:
-    """The file, or a `DataError` that names what is there instead."""
+    """Return the path of a file; otherwise raise a `DataError` that names similar files.
+
+    Args:
+        path: the path; `~` is expanded.
+        key: setting that has the path, for the error.
+    """
     file = Path(path).expanduser()
     if file.is_file():
         return file
@@ -76,6 +81,7 @@ def existing_file(path: str | Path, *, key: str = "data.path") -> Path:
 
 
 def _guarded(rows: Iterator[Row], path: str) -> Iterator[Row]:
+    """Yield the rows; turn an OSError into a DataError."""
     try:
         yield from rows
     except OSError as error:
@@ -95,7 +101,7 @@ def _jsonl_rows(path: Path) -> Iterator[Row]:
 
 
 def _json_array(path: Path) -> Iterator[Row]:
-    """Rows of a file that is one JSON array, as many tools write `.json`. Held in memory whole."""
+    """Yield the rows of a file that is one JSON array; the whole file is in memory."""
     try:
         rows = json.loads(path.read_text(encoding="utf-8-sig"))
     except (ValueError, RecursionError) as error:
@@ -164,7 +170,7 @@ def _csv_header(path: Path, fields: list[str], problem: str) -> list[str]:
 
 
 def _decoded(file: Any, undecodable: list[str]) -> Iterator[str]:
-    """Lines as text. What is not UTF-8 is noted, for the row that it belongs to."""
+    """Yield lines as text. Add a problem to `undecodable` for a line that is not UTF-8."""
     for number, raw in enumerate(file, start=1):
         line = raw.removeprefix(_BOM) if number == 1 else raw
         try:
@@ -208,7 +214,7 @@ def _not_utf8(error: UnicodeDecodeError) -> str:
 
 
 def kind_of(value: object) -> str:
-    """What a JSON value is, in the words of JSON."""
+    """Return the JSON type of a value, for messages."""
     names = {bool: "true or false", int: "a number", float: "a number", str: "text",
              list: "a list", dict: "an object", type(None): "null"}  # fmt: skip
     return names.get(type(value), type(value).__name__)

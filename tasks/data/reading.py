@@ -1,4 +1,4 @@
-"""What reading finds out: usable rows, and an account of each source and each split."""
+"""Check rows one by one, and count them for each source and each split."""
 
 from __future__ import annotations
 
@@ -16,7 +16,14 @@ WHO_COMPARES = "reward.function=exact_match"
 
 
 class Good(NamedTuple):
-    """A usable row: its identity, what decides its side, what it says, whether it is a repeat."""
+    """A usable row.
+
+    Attributes:
+        identity: hash of its contents (`kinds.content_id`).
+        side: hash that decides whether it is held out (`kinds.side_id`).
+        payload: its contents.
+        again: True if its source was read before.
+    """
 
     identity: str
     side: str
@@ -26,7 +33,7 @@ class Good(NamedTuple):
 
 @dataclass
 class Split:
-    """One output file and its account."""
+    """One output file, and the counts of its rows."""
 
     file: IO[str]
     read: int = 0
@@ -37,9 +44,9 @@ class Split:
     sides: set[str] = field(default_factory=set)
 
     def write(self, good: Good) -> None:
-        """Append one row; a repeated one gets a numbered id.
+        """Append one row; a repeated row gets a numbered id.
 
-        The file is ASCII, so that no reader takes a line separator within a text for a new line.
+        The file is ASCII, so a Unicode line separator in a text cannot start a new line.
         """
         repeat = self.seen.get(good.identity, 0)
         self.seen[good.identity] = repeat + 1
@@ -49,7 +56,7 @@ class Split:
         self.kept += 1
 
     def counts(self) -> dict[str, int]:
-        """Return the account. Rows are cut by the stage `train`, which has the tokenizer."""
+        """Return the counts. The stage `train` cuts long rows later; it has the tokenizer."""
         return {
             "read": self.read,
             "kept": self.kept,
@@ -60,17 +67,17 @@ class Split:
 
 @dataclass
 class Reading:
-    """What reading one source found out, beside its rows.
+    """State and counts of reading one source.
 
     Attributes:
-        source: of the rows.
-        kind: what a row has to be.
-        answered: whether a prompt has to have an answer.
-        names: of its columns.
-        fitted: whether a row had the columns that its kind needs.
-        rows: read.
-        refused: of them.
-        repeated: read again, in a mixture.
+        source: the source.
+        kind: kind of its rows.
+        answered: True if a prompt needs an answer.
+        names: names of its columns.
+        fitted: True if a row had the columns that its kind needs.
+        rows: number of rows read.
+        refused: number of rows that cannot be used.
+        repeated: number of rows that were read again, in a mixture.
     """
 
     source: Source
@@ -83,11 +90,7 @@ class Reading:
     repeated: int = 0
 
     def look(self, drawn: Drawn) -> Good:
-        """Check one row.
-
-        Raises:
-            Unusable: saying why.
-        """
+        """Check one row. Raises Unusable with the reason."""
         self.rows += 1
         self.repeated += drawn.again
         values = drawn.row.values
@@ -109,20 +112,24 @@ class Reading:
         return Good(identity, identity if side == identity else side, payload, drawn.again)
 
     def require_columns(self) -> None:
-        """Refuse a source none of whose rows has the columns."""
+        """Raise DataError if no row of the source had the columns that its kind needs."""
         if self.names and not self.fitted:
-            asked = self.kind.asked(self.source.columns)
-            raise wrong_columns(self.names, asked, self.source.name)
+            wanted = self.kind.asked(self.source.columns)
+            raise wrong_columns(self.names, wanted, self.source.name)
 
     def unused(self) -> set[str]:
-        """Columns that nothing looks at."""
-        if self.kind is PROMPTS:  # rewards may look at all of them
+        """Return the names of columns that are not used."""
+        if self.kind is PROMPTS:  # rewards may use all of them
             return set()
         columns = self.source.columns
-        other = columns.among(self.names - {columns.messages})  # rows may come in both shapes
-        return self.names - self.kind.used(columns) - self.kind.used(other)
+        sharegpt = columns.among(self.names - {columns.messages})  # a source may have both shapes
+        return self.names - self.kind.used(columns) - self.kind.used(sharegpt)
 
     def counts(self) -> dict[str, Any]:
-        """The source's part of the account."""
-        found: dict[str, Any] = {"name": self.source.name, "rows": self.rows}
-        return {**found, "refused": self.refused, "repeated": self.repeated}
+        """Return the counts of the source for `dataset.json`."""
+        return {
+            "name": self.source.name,
+            "rows": self.rows,
+            "refused": self.refused,
+            "repeated": self.repeated,
+        }

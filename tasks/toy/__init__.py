@@ -1,12 +1,11 @@
-"""The embedded default world: short checkable tasks, and a small model that half knows them.
+"""The embedded default: short tasks with known answers, and a small base model that needs training.
 
-    world.py      the tasks: what is asked, the right answer, a wrong one
-    splits.py     corpus, train, held-out, preferences, prompts: all fixed by a seed
-    dataset.py    the splits as a `dataset` artifact
-    tokenizer.py  a byte-level BPE with a chat template, trained on the corpus
-    pretrain.py   a real Qwen2 class, pre-trained from the seed
-    __main__.py   the child process: `python -m tasks.toy job.json`
+world       the tasks: prompts with a right and a wrong answer
+splits      pre-training corpus and rows of all kinds, fixed by a seed
+dataset     write the rows as a `dataset` artifact
+pretrain    pre-train a Qwen2 model of about 1M parameters; uses `tokenizer` and `shape`
+__main__    the child process: `python -m tasks.toy job.json`
 
-The world is there to see training work within seconds on two cores: the base model was brought up
-on a corpus whose last part has wrong answers, so that clean data visibly improves it.
+Training shows an effect within seconds on two CPU cores: the last part of the corpus has flawed
+answers, so clean data improves the base model.
 """

@@ -1,7 +1,7 @@
 """Child process that makes the toy base: `python -m tasks.toy job.json`.
 
-The job is a JSON object `{"out": folder, "steps": int, "seed": int}`. Progress and the closing
-facts are said as events (`tasks/core/events.py`).
+The job is a JSON object `{"out": folder, "steps": int, "seed": int}`. Progress and results are
+printed as events (`tasks/core/events.py`).
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from tasks.toy.pretrain import pretrain
 
 def main(argv: list[str]) -> None:
     """Run the job described by the file named in `argv[1]`."""
-    # transformers would import both to ask whether they are in use: 4 s for a no.
+    # transformers would import both only to check whether they are in use, which takes 4 s.
     start_lean("deepspeed", "peft")
     job = json.loads(Path(argv[1]).read_text(encoding="utf-8"))
     facts = pretrain(Path(job["out"]), steps=job["steps"], seed=job["seed"])

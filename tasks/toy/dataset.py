@@ -1,4 +1,4 @@
-"""The toy world as a `dataset` artifact."""
+"""Write rows of the toy world as a `dataset` artifact."""
 
 from __future__ import annotations
 
@@ -21,20 +21,20 @@ ROWS: dict[str, Callable[[Example], Payload]] = {
 def write_dataset(
     out: Path, *, train_size: int, heldout_size: int, seed: int, rows: str = "conversations"
 ) -> dict[str, Any]:
-    """Write rows of one kind into `out`, and prompts with their answers.
+    """Write train.jsonl, heldout.jsonl and prompts.jsonl into `out`.
 
     Args:
         out: existing directory.
-        train_size: rows to train on.
-        heldout_size: rows to test on.
-        seed: which rows there are.
-        rows: `conversations`, `pairs`, `labelled` or `prompts`.
+        train_size: number of training rows.
+        heldout_size: number of held-out rows.
+        seed: seed of the rows.
+        rows: kind of the rows: `conversations`, `pairs`, `labelled` or `prompts`.
 
     Returns:
-        What belongs into `dataset.json`.
+        The contents of `dataset.json`.
 
     Raises:
-        ValueError: the world does not have that many different examples.
+        ValueError: a split is larger than the toy world allows.
     """
     make, contrast = ROWS[rows], rows in ("pairs", "labelled")
     sizes = {"train": train_size, "heldout": heldout_size}
@@ -62,7 +62,7 @@ def write_dataset(
 
 
 def _row(payload: Payload, split: str, number: int) -> dict[str, Any]:
-    """The payload with its id; a held-out pair is a conversation too."""
+    """Return the payload with its id; a held-out pair gets `messages`, for evaluation."""
     if split == "heldout" and "chosen" in payload:
         payload = {"messages": [*payload["prompt"], *payload["chosen"]], **payload}
     return {"id": f"{split}-{number:05}", **payload}

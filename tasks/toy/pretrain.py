@@ -1,7 +1,7 @@
-"""Pre-train the toy base: a real Qwen2 class, about 1M parameters, fixed by seed and steps.
+"""Pre-train the toy base, a Qwen2 model of about 1M parameters.
 
-The number of steps decides when it ends, never the clock, and the number of threads is fixed, so
-that the same seed gives the same bytes on the same machine.
+The number of steps and the number of threads are fixed, so the same seed gives bit-identical
+weights on the same machine.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast, Qwen2ForCausalLM
 
 THREADS = 2
-"""Fixed, not what the machine has: another number rounds sums differently."""
+"""Fixed, because another number of threads rounds sums differently."""
 BATCH = 32
 """Small: 400 steps of 32 learn more in the same time than 220 of 64."""
 PEAK_LR = 3e-3
@@ -31,7 +31,7 @@ REPORT_EVERY = 25
 IGNORED = -100
 
 Encoded = tuple[list[int], int]
-"""Token ids of a conversation, and how many of them are the prompt."""
+"""Token ids of a conversation, and the number of prompt tokens among them."""
 
 
 def pretrain(out: Path, *, steps: int, seed: int) -> dict[str, Any]:
@@ -40,17 +40,19 @@ def pretrain(out: Path, *, steps: int, seed: int) -> dict[str, Any]:
     Args:
         out: existing directory.
         steps: optimizer steps; 0 saves the untrained model.
-        seed: decides corpus, initial weights and order.
+        seed: seed of corpus, initial weights and order.
 
     Returns:
-        Plain facts: parameters, steps, final loss (nats a token, mean of the last report).
+        "parameters", "steps", and "loss": mean of the last report, in nats per token.
     """
     import torch
     from transformers import set_seed
 
     torch.set_num_threads(THREADS)
     torch.use_deterministic_algorithms(True)
-    torch.utils.deterministic.fill_uninitialized_memory = False  # a debugging aid; 10 % of a step
+    torch.utils.deterministic.fill_uninitialized_memory = (
+        False  # only for debugging; takes 10 % of a step
+    )
     pairs = corpus(max(TOKENIZER_SAMPLE, steps * BATCH), seed=seed)
     texts = [text for pair in pairs[:TOKENIZER_SAMPLE] for text in pair]
     tokenizer = train_tokenizer(texts, context=CONTEXT)
@@ -63,7 +65,7 @@ def pretrain(out: Path, *, steps: int, seed: int) -> dict[str, Any]:
 
 
 def build_model(tokenizer: PreTrainedTokenizerFast) -> Qwen2ForCausalLM:
-    """The untrained model, in float32."""
+    """Return the untrained model, in float32."""
     from transformers import Qwen2Config, Qwen2ForCausalLM
 
     config = Qwen2Config(
@@ -78,28 +80,29 @@ def build_model(tokenizer: PreTrainedTokenizerFast) -> Qwen2ForCausalLM:
 
 
 def _encode(pairs: list[tuple[str, str]], tokenizer: PreTrainedTokenizerFast) -> list[Encoded]:
-    """Encode conversations through the chat template; prompt lengths from the template's prefix."""
+    """Encode (prompt, answer) pairs with the chat template; the prompt alone gives its length."""
     prompts = [
         tokenizer.apply_chat_template(
             [{"role": "user", "content": question}], tokenize=False, add_generation_prompt=True
         )
         for question, _ in pairs
     ]
-    wholes = [
+    conversations = [
         f"{start} {answer}{tokenizer.eos_token}"
         for start, (_, answer) in zip(prompts, pairs, strict=True)
     ]
     prompt_ids = tokenizer(prompts, add_special_tokens=False)["input_ids"]
-    whole_ids = tokenizer(wholes, add_special_tokens=False)["input_ids"]
+    whole_ids = tokenizer(conversations, add_special_tokens=False)["input_ids"]
     return [(ids, len(start)) for ids, start in zip(whole_ids, prompt_ids, strict=True)]
 
 
 def _batches(
     pairs: list[tuple[str, str]], tokenizer: PreTrainedTokenizerFast
 ) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-    """Batches of (input ids, labels), each [BATCH, longest]; prompts and padding are not learnt.
+    """Yield (input ids, labels), each [BATCH, longest]; labels skip prompts and padding.
 
-    The corpus' order is kept. Rows are not sorted by length: batches of one task each learn worse.
+    Rows keep the order of the corpus. Sorted by length, each batch would have one task, which
+    learns worse.
     """
     import torch
 
@@ -121,7 +124,7 @@ def _optimise(
     *,
     steps: int,
 ) -> float:
-    """AdamW with warm-up and cosine decay, in float32. Returns the last reported mean loss."""
+    """Train with AdamW in float32, and return the last reported mean loss, in nats per token."""
     import torch
     from torch.nn.functional import cross_entropy
 
@@ -147,7 +150,7 @@ def _optimise(
 
 
 def _rate(step: int, steps: int) -> float:
-    """Learning rate as a share of its peak."""
+    """Return the learning rate as a share of its peak: warm-up, then cosine decay to 2 %."""
     if step < WARMUP_STEPS:
         return (step + 1) / WARMUP_STEPS
     done = (step - WARMUP_STEPS) / max(1, steps - WARMUP_STEPS)
@@ -155,7 +158,7 @@ def _rate(step: int, steps: int) -> float:
 
 
 def _save(model: Qwen2ForCausalLM, tokenizer: PreTrainedTokenizerFast, out: Path) -> None:
-    """Write a Hugging Face folder: bf16 safetensors, configs, tokenizer, chat template."""
+    """Write a Hugging Face folder: bf16 weights, configuration, tokenizer and chat template."""
     import torch
     from transformers import GenerationConfig
 

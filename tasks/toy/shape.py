@@ -1,4 +1,4 @@
-"""The toy base's dimensions, as in its config.json; readable without torch, before it exists."""
+"""Dimensions of the toy base, as in its config.json. Importing this needs no torch."""
 
 from __future__ import annotations
 
@@ -16,4 +16,4 @@ SHAPE: dict[str, Any] = {
     "max_position_embeddings": CONTEXT,
     "tie_word_embeddings": True,
 }
-"""Arguments of `Qwen2Config`. About 918,000 parameters."""
+"""Arguments of `Qwen2Config`, about 918,000 parameters."""

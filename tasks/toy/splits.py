@@ -1,7 +1,4 @@
-"""Corpus and data sets of the toy world, each fixed by its seed.
-
-All of them are lists of plain dictionaries or `Example`s; nothing here knows files or models.
-"""
+"""Pre-training corpus and dataset rows of the toy world, each fixed by a seed."""
 
 from __future__ import annotations
 
@@ -13,29 +10,33 @@ from tasks.toy.spoil import spoil
 from tasks.toy.world import Example, draw, mumble
 
 CLEAN_PART = 0.78
-"""Part of the pre-training corpus, from its start, whose answers are as they should be."""
+"""Share of the pre-training corpus, from its start, in which all answers are clean."""
 MUMBLED_SHARE = 0.8
-"""Share of the rest's answers that are mumbled: the base has room to improve."""
+"""Share of mumbled answers in the rest, so that the base has room to improve."""
 
 EFFORT = {
     "reverse": 2.0, "sort": 2.5, "double": 2.5, "copy": 1.5, "vowels": 1.0, "first": 0.6,
     "last": 0.6, "count": 0.4, "polite": 0.6, "rude": 0.6,
 }  # fmt: skip
-"""How often a task occurs in pre-training; in data sets all are alike."""
+"""Weights of the tasks in pre-training; in datasets all tasks are equally frequent."""
 
 LARGEST_SPLIT = 20_000
-"""Far fewer than the different prompts that either side has (over 100,000)."""
+"""Maximum size of a split; each side has over 100,000 different prompts."""
 
 Message = dict[str, str]
 Payload = dict[str, Any]
 
 
 def corpus(size: int, *, seed: int) -> list[tuple[str, str]]:
-    """What the base model is pre-trained on, in order: (prompt, answer).
+    """Return the pre-training corpus in order, as pairs (prompt, answer).
 
-    Right answers first, so that a small model learns the tasks at all within seconds; then a
-    stretch in which most answers are mumbled, a habit that it has to be cured of. Only subjects of
-    the training side occur.
+    The first part has clean answers, so that a small model learns the tasks within seconds. In the
+    last part most answers are mumbled; training has to remove this habit. All subjects are of the
+    training side.
+
+    Args:
+        size: number of pairs.
+        seed: seed of the corpus.
     """
     rng = Random(f"corpus {seed}")
     pairs = []
@@ -47,36 +48,38 @@ def corpus(size: int, *, seed: int) -> list[tuple[str, str]]:
 
 
 def examples(size: int, *, seed: int, held_out: bool, wrong_too: bool = False) -> list[Example]:
-    """`size` examples with different prompts, from one side of the line.
+    """Return `size` examples with different prompts.
 
     Args:
-        size: how many.
-        seed: which.
-        held_out: the side.
+        size: number of examples.
+        seed: seed of the examples.
+        held_out: True for held-out examples, False for training examples.
         wrong_too: only examples whose wrong answer differs from the right one (`sort a a` has
-            but one).
+            no wrong answer).
 
     Raises:
-        ValueError: more than `LARGEST_SPLIT`.
+        ValueError: `size` exceeds `LARGEST_SPLIT`.
     """
     if size > LARGEST_SPLIT:
-        raise ValueError(f"{size} examples asked of the toy world, at most {LARGEST_SPLIT} a split")
+        raise ValueError(
+            f"{size} examples asked for, the toy world has at most {LARGEST_SPLIT} a split"
+        )
     rng = Random(f"{'heldout' if held_out else 'train'} {seed}")
-    found: dict[str, Example] = {}
-    while len(found) < size:
+    chosen: dict[str, Example] = {}
+    while len(chosen) < size:
         example = draw(rng, held_out=held_out)
         if not wrong_too or example.wrong != example.answer:
-            found.setdefault(example.prompt, example)
-    return list(found.values())
+            chosen.setdefault(example.prompt, example)
+    return list(chosen.values())
 
 
 def conversation(example: Example) -> Payload:
-    """The question and its right answer."""
+    """Return a conversation: the prompt and its right answer."""
     return {"task": example.task, "messages": [*_question(example), _answer(example.answer)]}
 
 
 def pair(example: Example) -> Payload:
-    """Right answer chosen, a wrong one rejected; which, the question decides."""
+    """Return a preference pair; a hash of the prompt selects the wrong answer."""
     wrong = spoil(example, Random(f"spoil {example.prompt}"))
     return {
         "task": example.task,
@@ -87,7 +90,7 @@ def pair(example: Example) -> Payload:
 
 
 def labelled(example: Example) -> Payload:
-    """The right or the wrong answer, by a hash of the question, and which of the two it is."""
+    """Return the right or the wrong answer with its label; a hash of the prompt decides."""
     good = hashlib.sha256(example.prompt.encode()).digest()[0] % 2 == 0
     answer = example.answer if good else example.wrong
     messages = [*_question(example), _answer(answer)]
@@ -95,18 +98,14 @@ def labelled(example: Example) -> Payload:
 
 
 def asked(example: Example) -> Payload:
-    """The question, to be answered; with the right answer, which a reward may compare with."""
+    """Return a prompt for online training, with the right answer for the reward."""
     messages = [*_question(example), _answer(example.answer)]
     return {"task": example.task, "messages": messages, "answer": example.answer, "columns": {}}
 
 
 def prompt(example: Example) -> Payload:
-    """A prompt with its checkable answer, for reinforcement learning."""
-    return {
-        "task": example.task,
-        "messages": _question(example),
-        "answer": example.answer,
-    }
+    """Return a prompt and, apart from its messages, the right answer."""
+    return {"task": example.task, "messages": _question(example), "answer": example.answer}
 
 
 def _question(example: Example) -> list[Message]:

@@ -1,7 +1,7 @@
-"""Answers that are wrong in the ways in which a model's answers are wrong.
+"""Make wrong answers with the mistakes that a model makes.
 
-A reward model that has only seen letters in another order does not mind one that is missing, and a
-policy that learns from it finds out.
+A reward model needs to see many kinds of mistakes. If it has only seen letters in the wrong order,
+it accepts a missing letter, and the policy exploits that.
 """
 
 from __future__ import annotations
@@ -13,13 +13,12 @@ from tasks.toy.world import THINGS, Example, mumble
 
 LETTERS = "abdefgiklmnoprstuvz"
 MUMBLED = 5.0
-"""How often the answer is mumbled, where every other way is 1: what a policy gets wrong is mostly
-that."""
+"""Weight of a mumbled answer, the most frequent mistake of a policy; each other mistake has 1."""
 _SPELT = ("copy", "reverse", "sort", "double", "vowels")
 
 
 def spoil(example: Example, rng: Random) -> str:
-    """An answer to the example's question that is not the right one."""
+    """Return a wrong answer to the prompt of an example."""
     ways: list[Callable[[Example, Random], str]] = [_mumbled, _plausible]
     if example.task in _SPELT:
         ways += [_without_one, _with_one_twice, _with_another, _of_another_task]
@@ -29,9 +28,9 @@ def spoil(example: Example, rng: Random) -> str:
         ways += [_another_thing, _cut_short]
     weights = [MUMBLED if way is _mumbled else 1.0 for way in ways]
     while True:
-        found = rng.choices(ways, weights)[0](example, rng)
-        if found and found != example.answer:
-            return found
+        answer = rng.choices(ways, weights)[0](example, rng)
+        if answer and answer != example.answer:
+            return answer
 
 
 def _mumbled(example: Example, rng: Random) -> str:
@@ -61,7 +60,7 @@ def _with_another(example: Example, rng: Random) -> str:
 
 
 def _of_another_task(example: Example, rng: Random) -> str:
-    """What would be right, had the question been another one about the same word."""
+    """Return the right answer to another task about the same word."""
     word = list(example.subject)
     answers = (word, word[::-1], sorted(word), word * 2)
     return " ".join(rng.choice(answers))

@@ -1,6 +1,6 @@
-"""The toy tokenizer: byte-level BPE with ChatML special tokens, trained on the spot.
+"""Train the toy tokenizer: byte-level BPE with ChatML special tokens.
 
-Every byte is a token, so any text can be encoded. Digits stay single tokens.
+Every byte is a token, so any text can be encoded. Digits are single tokens.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ def train_tokenizer(texts: Iterable[str], *, context: int) -> PreTrainedTokenize
     """Train the tokenizer. The same texts give the same tokenizer, byte for byte.
 
     Args:
-        texts: what to learn merges from, chat markup excluded.
-        context: the model's longest sequence, in tokens.
+        texts: texts to learn merges from, without chat markup.
+        context: context length of the model, in tokens.
     """
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
     from transformers import PreTrainedTokenizerFast

@@ -1,11 +1,11 @@
-"""The tasks of the toy world: what is asked, the right answer, and a plausible wrong one.
+"""The tasks of the toy world: prompts with the right answer and a plausible wrong one.
 
-Every example is about one *subject* (a word, a thing somebody asks for). The subject alone decides
-on which side of the train/held-out line an example falls, so that a model is never tested on a word
-it was trained on, whatever the task.
+Every example is about one *subject*: a word, or a request for a thing. The subject alone decides
+whether an example is held out. So no model is evaluated on a word that it was trained on, whatever
+the task.
 
-Words are spelt with spaces between the letters: one letter is one token then, and a task about
-letters is learnable by a small model.
+Words have spaces between their letters. Then each letter is one token, and a small model can learn
+tasks about letters.
 """
 
 from __future__ import annotations
@@ -24,15 +24,16 @@ THINGS = (
 )  # fmt: skip
 VERBS = ("bring", "fetch", "find", "give", "hand", "lend", "pass", "sell", "send", "show")
 MUMBLE = "hm,"
-"""How somebody begins who is not sure."""
+"""Start of a mumbled answer."""
 HELD_OUT_IN_TEN = 2
+"""Of ten subjects, this many are held out."""
 
 
 @dataclass(frozen=True)
 class Example:
-    """One question with its right answer and a wrong one that resembles it.
+    """A prompt with its right answer and a similar wrong one.
 
-    `wrong` equals `answer` where no other answer of the same shape exists (sorting `a a a`).
+    `wrong` equals `answer` if there is no other answer of the same form (sorting `a a a`).
     """
 
     task: str
@@ -43,27 +44,27 @@ class Example:
 
 
 def mumble(answer: str) -> str:
-    """The same answer as somebody gives it who is not sure: right, and not what was asked for."""
+    """Return the answer with "hm," before it: the content is right, the form is wrong."""
     return f"{MUMBLE} {answer}"
 
 
 def is_held_out(subject: str) -> bool:
-    """Whether examples about this subject belong to the held-out side. Depends on nothing else."""
+    """Return True if examples about this subject are held out."""
     return hashlib.sha256(subject.encode()).digest()[0] % 10 < HELD_OUT_IN_TEN
 
 
 def draw(rng: Random, *, held_out: bool, weights: Mapping[str, float] | None = None) -> Example:
-    """One example of a random task, from one side of the line.
+    """Return one example of a random task.
 
     Args:
-        rng: draws.
-        held_out: the side.
-        weights: of tasks, 1 for those that are not named; None draws all alike.
+        rng: random numbers.
+        held_out: True for a held-out example, False for a training example.
+        weights: weights of tasks, 1 for a task without one; None gives all the same weight.
     """
     if weights is None:
         name = rng.choice(TASK_NAMES)
     else:
-        name = rng.choices(TASK_NAMES, [weights.get(one, 1.0) for one in TASK_NAMES])[0]
+        name = rng.choices(TASK_NAMES, [weights.get(task, 1.0) for task in TASK_NAMES])[0]
     make = TASKS[name]
     while True:
         example = make(rng)
@@ -72,7 +73,7 @@ def draw(rng: Random, *, held_out: bool, weights: Mapping[str, float] | None = N
 
 
 def _word(rng: Random) -> str:
-    """A pronounceable word of 3 to 5 letters: vowels and consonants take turns."""
+    """Return a word of 3 to 5 letters, in which vowels and consonants alternate."""
     start = rng.randrange(2)
     return "".join(
         rng.choice(VOWELS if (start + position) % 2 else CONSONANTS)
@@ -81,7 +82,7 @@ def _word(rng: Random) -> str:
 
 
 def _shuffled(letters: str, rng: Random) -> str:
-    """Another order of the same letters; the same where there is no other."""
+    """Return the letters in another order; unchanged if there is no other order."""
     if len(set(letters)) < 2:
         return letters
     while True:
@@ -91,11 +92,13 @@ def _shuffled(letters: str, rng: Random) -> str:
 
 
 def _other(value: int, low: int, high: int, rng: Random) -> int:
-    """A number of [low, high] that is not `value`."""
+    """Return a number in [low, high] that is not `value`."""
     return rng.choice([n for n in range(low, high + 1) if n != value])
 
 
 def _letters_task(name: str, ask: str, solve: Callable[[str], str]) -> Callable[[Random], Example]:
+    """Make a task about all letters of a word; the wrong answer has them in another order."""
+
     def make(rng: Random) -> Example:
         word = _word(rng)
         answer = solve(word)
@@ -107,7 +110,7 @@ def _letters_task(name: str, ask: str, solve: Callable[[str], str]) -> Callable[
 
 
 def _end_task(name: str, ask: str, position: int) -> Callable[[Random], Example]:
-    """First or last letter; the wrong answer is the letter at the other end."""
+    """Make a task about the first or last letter; the wrong answer is the other of the two."""
 
     def make(rng: Random) -> Example:
         word = _word(rng)
@@ -125,7 +128,7 @@ def _count(rng: Random) -> Example:
 
 
 def _vowels(rng: Random) -> Example:
-    """The vowels of a word in their order; the wrong answer is its consonants."""
+    """Return a task about the vowels of a word; the wrong answer is its consonants."""
     word = _word(rng)
     vowels, consonants = ([c for c in word if (c in VOWELS) == kept] for kept in (True, False))
     prompt = f"Only the vowels: {' '.join(word)}"
@@ -133,7 +136,7 @@ def _vowels(rng: Random) -> Example:
 
 
 def _reply(name: str, ask: str, *, polite: bool) -> Callable[[Random], Example]:
-    """Answer a request in the manner asked for; the wrong answer has the other manner."""
+    """Make a task to answer a request politely or rudely; the wrong answer does the opposite."""
 
     def make(rng: Random) -> Example:
         verb, thing = rng.choice(VERBS), rng.choice(THINGS)

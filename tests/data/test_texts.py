@@ -13,8 +13,8 @@ from flows.cli.config import compose_config
 from tasks.config.checks import data, texts
 from tasks.core.errors import DataError
 from tasks.data.columns import Columns
+from tasks.data.kinds import document
 from tasks.data.messages import Unusable
-from tasks.data.texts import document
 from tasks.prepare import prepare_data
 
 LOG = logging.getLogger("tests.data")

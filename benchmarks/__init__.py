@@ -1,0 +1,9 @@
+"""Benchmarks of Plumbline beside other tools; each contender runs in its own process.
+
+weights    `make bench-weights`: merge, gather, convert, plan, ZeRO-3 conversion
+training   `make bench-training`: SFT and DPO
+rl         `make bench-rl`: rollouts, weight sync, GRPO iterations
+gpu        `make bench-gpu`: the rows of all three on one GPU
+gate       `python -m benchmarks.gate`: false alarms and missed faults of the drift checks
+*_jobs     the contenders of a benchmark; `jobs` has those of `weights`
+"""

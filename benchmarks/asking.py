@@ -1,4 +1,4 @@
-"""What the benchmarks' command lines have in common."""
+"""The command line that all benchmarks share."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ from pathlib import Path
 RUNS = 3
 
 
-def asking(bench: str, about: str | None, rows: Iterable[str]) -> argparse.ArgumentParser:
-    """The parser of `bench-<bench>`, for more options to be added.
+def make_parser(bench: str, about: str | None, rows: Iterable[str]) -> argparse.ArgumentParser:
+    """Return the parser of `bench-<bench>`, to which options can be added.
 
     Args:
-        bench: its name.
-        about: what it says of itself.
+        bench: name of the benchmark.
+        about: its description.
         rows: names of its rows.
     """
     parser = argparse.ArgumentParser(prog=f"bench-{bench}", description=about)
@@ -24,18 +24,18 @@ def asking(bench: str, about: str | None, rows: Iterable[str]) -> argparse.Argum
     return parser
 
 
-def asked(
+def parse(
     parser: argparse.ArgumentParser, rows: Iterable[str], arguments: Sequence[str] | None
 ) -> argparse.Namespace:
-    """The command line, read: `rows` are all that exist, where none is named; `root` exists.
+    """Parse the command line. `rows` are all rows if none is named; the folder `root` is made.
 
     Raises:
-        SystemExit: a row that does not exist, or what argparse refuses.
+        SystemExit: an unknown row, or a wrong option.
     """
-    found, known = parser.parse_args(arguments), list(rows)
-    unknown = sorted(set(found.rows) - set(known))
+    options, known = parser.parse_args(arguments), list(rows)
+    unknown = sorted(set(options.rows) - set(known))
     if unknown:
         parser.error(f"no row {unknown[0]}; there are {', '.join(known)}")
-    found.rows = found.rows or known
-    found.root.mkdir(parents=True, exist_ok=True)
-    return found
+    options.rows = options.rows or known
+    options.root.mkdir(parents=True, exist_ok=True)
+    return options

@@ -1,4 +1,4 @@
-"""What a whole process costs: wall time from start to end, and its peak resident memory."""
+"""Run a command in a child process, and measure its wall time and peak resident memory."""
 
 from __future__ import annotations
 
@@ -16,53 +16,57 @@ ROOT = Path(__file__).resolve().parents[1]
 
 @dataclass(frozen=True)
 class Cost:
-    """Of one process. `peak_mb` counts pages of mapped files, as the kernel does.
+    """Cost of one process.
 
-    `cpu_seconds` is what its threads worked together: on a busy machine it says more than the wall.
+    Attributes:
+        seconds: wall time.
+        peak_mb: peak resident memory, MB, with pages of mapped files.
+        cpu_seconds: CPU time of all threads; on a busy machine more reliable than wall time.
+        output: stdout and stderr.
     """
 
     seconds: float
     peak_mb: float
     cpu_seconds: float
-    said: str = ""
+    output: str = ""
 
 
 def run(argv: Sequence[str]) -> Cost:
-    """Run a command to its end. Raises RuntimeError with its output when it fails."""
+    """Run a command to its end. Raises RuntimeError with its output if it fails."""
     started = time.monotonic()
     with subprocess.Popen(
         list(argv), cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
     ) as child:
         assert child.stdout is not None
-        said = child.stdout.read()
-        # wait4 tells the peak of this child alone; the kernel counts mapped pages as resident.
+        output = child.stdout.read()
+        # wait4 returns the peak of this child alone.
         _, status, usage = os.wait4(child.pid, 0)
         child.returncode = os.waitstatus_to_exitcode(status)
     seconds = time.monotonic() - started
     if child.returncode:
-        raise RuntimeError(f"{' '.join(argv)}: status {child.returncode}\n{said}")
-    return Cost(seconds, usage.ru_maxrss / 1024, usage.ru_utime + usage.ru_stime, said)
+        raise RuntimeError(f"{' '.join(argv)}: status {child.returncode}\n{output}")
+    return Cost(seconds, usage.ru_maxrss / 1024, usage.ru_utime + usage.ru_stime, output)
 
 
 def job(name: str, *arguments: Path | str) -> list[str]:
-    """Command line of one job of `benchmarks/jobs.py`."""
+    """Return the command line of a job in `benchmarks/jobs.py`."""
     return [sys.executable, "-m", "benchmarks.jobs", name, *map(str, arguments)]
 
 
 @dataclass(frozen=True)
 class Series:
-    """Several runs of the same thing."""
+    """Costs of several runs of one command."""
 
     costs: tuple[Cost, ...]
 
     @property
     def seconds(self) -> float:
-        """Median wall time."""
+        """Median wall time, seconds."""
         return median(cost.seconds for cost in self.costs)
 
     @property
     def peak_mb(self) -> float:
-        """Median peak memory."""
+        """Median peak memory, MB."""
         return median(cost.peak_mb for cost in self.costs)
 
     @property
@@ -74,15 +78,15 @@ class Series:
     @property
     def peaks(self) -> str:
         """Smallest and largest peak memory, MB."""
-        found = [cost.peak_mb for cost in self.costs]
-        return f"{min(found):.0f}..{max(found):.0f}"
+        peaks = [cost.peak_mb for cost in self.costs]
+        return f"{min(peaks):.0f}..{max(peaks):.0f}"
 
     def __str__(self) -> str:
-        """Medians and the spread of the time."""
+        """Return the medians, with the spread of the time."""
         return f"{self.seconds:.2f} s ({self.spread}), {self.peak_mb:.0f} MB"
 
     def as_json(self) -> dict[str, object]:
-        """Plain JSON."""
+        """Return medians and single runs as plain JSON."""
         return {
             "seconds": round(self.seconds, 3),
             "runs_s": [round(cost.seconds, 3) for cost in self.costs],

@@ -1,9 +1,8 @@
-"""Rank-0 consolidation as OpenRLHF saves a PEFT model under ZeRO-3, re-enacted with gloo.
+"""Rank-0 consolidation, as OpenRLHF saves a PEFT model under ZeRO-3, simulated with gloo.
 
-Every parameter of the whole model, frozen ones too, is gathered from the ranks and copied into the
-state dict of rank 0; only then are the adapter's tensors picked out and saved. Here each of two
-ranks takes its half of every flattened parameter from the files, where a training run has it in
-memory; and no network lies between them.
+OpenRLHF gathers every parameter of the model, frozen ones too, into the state dict of rank 0. Then
+it selects and saves the tensors of the adapter. Here each of two ranks reads its half of every
+flattened parameter from files instead of memory, and there is no network between them.
 
     python -m benchmarks.consolidate BASE ADAPTER OUT
 """
@@ -38,7 +37,7 @@ def main(base: Path, adapter: Path, out: Path) -> None:
 
 
 def rank_main(rank: int, base: Path, adapter: Path, out: Path) -> None:
-    """One rank: gather everything, keep it on rank 0, save the adapter there."""
+    """Run one rank: gather all parameters, keep them on rank 0, and save the adapter there."""
     import torch
     import torch.distributed as dist
     from safetensors import safe_open

@@ -1,4 +1,4 @@
-"""Measure false alarms of the hand-off gates, and the planted faults that they catch, on the toy.
+"""Measure false alarms of the drift checks, and the planted faults that they catch, on the toy.
 
     python -m benchmarks.gate [--seeds 0 1 2 3 4] [--steps 5 10 20 30 45 60 80 100] [--root DIR]
 
@@ -157,7 +157,7 @@ def _train(root: Path, seed: int, steps: list[int]) -> Iterator[dict[str, Any]]:
 
 
 def _judge(model: Any, root: Path, heldout: list[list[int]], work: Path) -> dict[str, Any]:
-    """Gather, merge, plant faults."""
+    """Gather and merge an adapter; then plant faults in the merged model and check each one."""
     import numpy as np
 
     from tasks.drift.fingerprint import PROFILES, Fingerprint, drift, within

@@ -1,10 +1,10 @@
-"""`make bench-gpu`: training, rollouts, weight sync and merge on one GPU, beside their peers.
+"""`make bench-gpu`: training, rollouts, weight sync and merge on one GPU, beside other tools.
 
     make bench-gpu ARGS='sft rollout --runs 3'
 
-The rows are those of the other benches at 1.5 B in bf16. A row whose packages are not here, or that
-fails, is reported as not measured, with the reason; the others run. Everything goes into
-`docs/benchmarks-gpu.md`. `--tiny` runs the same code on a CPU, to try it out; it writes nothing.
+The rows are those of the other benchmarks, at 1.5 B in bf16. A row that fails is reported as not
+measured, with the reason, and the others run. The results go into `docs/benchmarks-gpu.md`.
+`--tiny` runs the same code on a CPU to test it, and writes nothing.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from benchmarks import rl, rl_rounds, rounds, rows, training
-from benchmarks.asking import asked, asking
+from benchmarks.asking import make_parser, parse
 from benchmarks.report import Page, document, table, write_docs
 from benchmarks.rounds import Row
 
@@ -34,7 +34,7 @@ NO_GPU = "no GPU was available"
 
 @dataclass(frozen=True)
 class Benches:
-    """The other benches, at the sizes of this one."""
+    """The other benchmarks, at the sizes of this one."""
 
     training: training.Bench
     rl: rl_rounds.Bench
@@ -42,7 +42,7 @@ class Benches:
 
     @classmethod
     def of(cls, root: Path, runs: int, *, tiny: bool) -> Benches:
-        """All of them, each in a folder of its own: they name different models alike."""
+        """Make all of them, each in its own folder, because they use the same names for models."""
         places = [root / name for name in ("training", "rl", "weights")]
         for place in places:
             place.mkdir()
@@ -63,7 +63,7 @@ ROWS: dict[str, Callable[[Benches], list[Row]]] = {
     "iteration": lambda benches: rl.iteration_rows(benches.rl),
     "merge": lambda benches: rows.ROWS["merge"](benches.weights),
 }
-"""By name. What each compares with is said where it is defined."""
+"""Functions that measure a row, by name; their docstrings name the contenders."""
 TITLES = {
     "sft": "SFT, LoRA, 1.5 B: tokens per second and MFU, beside TRL",
     "dpo": "DPO, LoRA, 1.5 B: tokens per second, beside TRL",
@@ -75,10 +75,10 @@ TITLES = {
 
 
 def measured(name: str, benches: Benches) -> list[Row]:
-    """A row's lines; one that says why, where it cannot be measured."""
+    """Return the lines of a row; if it fails, one line with the reason."""
     try:
         return ROWS[name](benches)
-    except Exception as error:  # one row's contender must not cost the others
+    except Exception as error:  # a failed row must not stop the others
         lines = [line.strip() for line in str(error).splitlines() if "Error: " in line]
         why = lines[0][:200] if lines else f"{type(error).__name__}: {str(error)[:200]}"
         print(f"{name}: {error}", file=sys.stderr)
@@ -86,12 +86,12 @@ def measured(name: str, benches: Benches) -> list[Row]:
 
 
 def not_measured(name: str, why: str) -> Row:
-    """The line of a row that has no numbers."""
+    """Return the line of a row without numbers."""
     return Row(TITLES[name], f"not measured: {why}", "-", "-", "-", False, {})
 
 
 def gpu_name() -> str | None:
-    """Name and driver of the first GPU; None where torch finds none. Asked in a child."""
+    """Return name and CUDA version of the first GPU, from a child process; None without a GPU."""
     code = (
         "import torch; there = torch.cuda.is_available(); "
         "print(torch.cuda.get_device_name(0) if there else '', torch.version.cuda, sep='|')"
@@ -102,31 +102,31 @@ def gpu_name() -> str | None:
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Run the asked rows; print the table and the JSON line."""
-    given = _asked(arguments)
-    name = "a CPU, tiny" if given.tiny else gpu_name()
+    """Run the selected rows; print the table and the JSON line."""
+    options = _options(arguments)
+    name = "a CPU, tiny" if options.tiny else gpu_name()
     if name is None:
-        lines = [not_measured(row, NO_GPU) for row in given.rows]
-        print(f"{table(lines)}\n{given.docs} is left as it is: {NO_GPU}")
+        lines = [not_measured(row, NO_GPU) for row in options.rows]
+        print(f"{table(lines)}\n{options.docs} is left as it is: {NO_GPU}")
         return
-    with tempfile.TemporaryDirectory(dir=given.root) as folder:
-        benches = Benches.of(Path(folder).resolve(), given.runs, tiny=given.tiny)
-        lines = [line for row in given.rows for line in measured(row, benches)]
-    document_ = document(lines, given.runs, bench="gpu")
+    with tempfile.TemporaryDirectory(dir=options.root) as folder:
+        benches = Benches.of(Path(folder).resolve(), options.runs, tiny=options.tiny)
+        lines = [line for row in options.rows for line in measured(row, benches)]
+    document_ = document(lines, options.runs, bench="gpu")
     document_["machine"] = f"{document_['machine']}, {name}"
     print(table(lines))
     print(json.dumps(document_))
-    if given.rows == list(ROWS) and not given.tiny:
-        write_docs(given.docs, lines, document_, PAGE)
+    if options.rows == list(ROWS) and not options.tiny:
+        write_docs(options.docs, lines, document_, PAGE)
     else:
-        print(f"{given.docs} is left as it is: not every row on a GPU")
+        print(f"{options.docs} is left as it is: not every row on a GPU")
 
 
-def _asked(arguments: Sequence[str] | None) -> argparse.Namespace:
-    parser = asking("gpu", __doc__, ROWS)
+def _options(arguments: Sequence[str] | None) -> argparse.Namespace:
+    parser = make_parser("gpu", __doc__, ROWS)
     parser.add_argument("--tiny", action="store_true", help="tiny models on a CPU, to try it out")
     parser.add_argument("--docs", type=Path, default=Path("docs"), help="for a whole run's result")
-    return asked(parser, ROWS, arguments)
+    return parse(parser, ROWS, arguments)
 
 
 if __name__ == "__main__":

@@ -1,7 +1,9 @@
-"""The jobs that are timed, each in a process of its own: `python -m benchmarks.jobs merge ...`.
+"""The contenders of `make bench-weights`, each in its own process.
 
-Ours do what the stages do without scoring: open, plan, validate, execute, publish (flushed to disk,
-with a manifest). Peers do what their users do.
+    python -m benchmarks.jobs merge BASE ADAPTER OUT
+
+Our jobs run the stages without drift measurement: open, plan, validate, execute, publish (with a
+manifest, flushed to disk). Other tools run as their documentation says.
 """
 
 from __future__ import annotations
@@ -17,7 +19,7 @@ SHARD = 5 * 10**9
 
 
 def merge(base: Path, adapter: Path, out: Path) -> None:
-    """Our merge of a PEFT adapter into its base."""
+    """Merge a PEFT adapter into its base, our way."""
     from tasks.weights.adapters.read import read_adapter
     from tasks.weights.adapters.values import require_values
 
@@ -27,7 +29,7 @@ def merge(base: Path, adapter: Path, out: Path) -> None:
 
 
 def _planned(base: Path, adapter: Path) -> tuple[Any, dict[str, Any]]:
-    """A merge as the stage plans it, and the inputs by name."""
+    """Return the plan of a merge as the stage makes it, and the inputs by name."""
     from tasks.weights.adapters.changes import changes
     from tasks.weights.adapters.read import read_adapter
     from tasks.weights.families.merging import plan_merge
@@ -37,17 +39,17 @@ def _planned(base: Path, adapter: Path) -> tuple[Any, dict[str, Any]]:
 
     lora = read_adapter(adapter)
     facts = model_facts(base)
-    found = changes([(lora, 1.0)], facts.live)
-    held = {f"adapter:{key}": info for key, info in lora.tensors.tensors.items()}
+    changed = changes([(lora, 1.0)], facts.live)
+    tensors = {f"adapter:{key}": info for key, info in lora.tensors.tensors.items()}
     with open_checkpoint(base) as weights:
-        made = plan_merge(weights.tensors, facts, found, held)
+        made = plan_merge(weights.tensors, facts, changed, tensors)
         files = weights.files
         made = with_output(made, dtype=None, max_shard_bytes=SHARD, files=files)
         return made, {"base": weights, "adapter": lora.tensors}
 
 
 def convert(weights: Path, out: Path) -> None:
-    """Our convert, where nothing changes."""
+    """Convert a model that already has the wanted dtype and files, our way."""
     from tasks.weights.files.reader import open_checkpoint
     from tasks.weights.plan.layout import with_output
     from tasks.weights.plan.operations import Op, Plan
@@ -62,7 +64,7 @@ def convert(weights: Path, out: Path) -> None:
 
 
 def gather(shards: Path, out: Path) -> None:
-    """Our gather of an adapter from the slices of all ranks."""
+    """Gather an adapter from the partitions of all ranks, our way."""
     from tasks.weights.files.names import rename_all
     from tasks.weights.files.reader import ADAPTER
     from tasks.weights.plan.operations import Op, Plan
@@ -78,7 +80,7 @@ def gather(shards: Path, out: Path) -> None:
 
 
 def plan(base: Path, adapter: Path) -> None:
-    """Plan, lay out and validate a merge; nothing is written."""
+    """Plan and validate a merge, and lay out its files, without writing any."""
     from tasks.weights.plan.layout import lay_out
     from tasks.weights.plan.validate import validate
 
@@ -89,7 +91,7 @@ def plan(base: Path, adapter: Path) -> None:
 
 
 def peft_merge(base: Path, adapter: Path, out: Path) -> None:
-    """What peft's documentation says: load, `merge_and_unload`, `save_pretrained`."""
+    """Merge an adapter as peft's documentation says: `merge_and_unload`, `save_pretrained`."""
     import torch
     from peft import PeftModel
     from transformers import AutoModelForCausalLM

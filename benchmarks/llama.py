@@ -1,4 +1,4 @@
-"""Llama models with random weights and a tokenizer of whole words, made on the spot."""
+"""Make Llama models with random weights and a tokenizer of whole words."""
 
 from __future__ import annotations
 
@@ -13,18 +13,18 @@ TEMPLATE = (
 )
 
 SHARED = 2.0
-"""Others are 0.02 on average."""
+"""First component of every embedding; the others are about 0.02."""
 
 
 def write_llama(folder: Path, size: Size, *, dtype: str, ends: float | None = None) -> None:
-    """A model of that size and its tokenizer, as `save_pretrained` writes them.
+    """Write a model and its tokenizer with `save_pretrained`.
 
     Args:
-        folder: made.
-        size: of the model.
-        dtype: torch name of its weights'.
-        ends: how likely each token ends what the model says; None: as likely as any other one. Then
-            the head is tied to the embedding, otherwise it is one of its own.
+        folder: folder to make.
+        size: dimensions of the model.
+        dtype: torch dtype name of its weights.
+        ends: probability of EOS at every step of a response; None leaves it random. With None the
+            head is tied to the embedding, otherwise it is a separate matrix.
     """
     import torch
     from transformers import AutoModelForCausalLM, LlamaConfig
@@ -52,10 +52,10 @@ def write_llama(folder: Path, size: Size, *, dtype: str, ends: float | None = No
 
 
 def _end_by_chance(model: Any, ends: float) -> None:
-    """Have the end be equally likely after any text.
+    """Give EOS the same probability after any text.
 
-    Every embedding has the same large number in one place, so that all last states have a direction
-    in common: the head's row of the end is a multiple of it, found by bisection.
+    Every embedding gets the same large first component, so all last hidden states have a direction
+    in common. The head's row of EOS is a multiple of that direction, found by bisection.
     """
     import torch
 
@@ -75,7 +75,7 @@ def _end_by_chance(model: Any, ends: float) -> None:
 
 
 def word_tokenizer(vocabulary: int) -> Any:
-    """A word is a token; the special ones first."""
+    """Return a tokenizer with one token for each word, special tokens first."""
     from tokenizers import Tokenizer, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
 

@@ -1,9 +1,9 @@
-"""The plot of `docs/benchmarks.md`, from the JSON line that `make bench-weights` prints.
+"""Draw the plot of `docs/benchmarks.md` from the JSON line that `make bench-weights` prints.
 
     python -m benchmarks.plot RESULT.json docs/benchmarks.svg
 
-One group a comparison, each with its own scale: a bar is the median wall time, the line in it spans
-the fastest and the slowest run.
+Each comparison is a group with its own scale. A bar is the median wall time; the line in it goes
+from the fastest to the slowest run.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ STYLE = "font-family:sans-serif;font-size:12px"
 
 
 def draw(rows: list[Mapping[str, Any]]) -> str:
-    """An SVG of every row whose detail holds several contenders."""
+    """Return an SVG with one group for each row with several contenders."""
     parts, top = [], 10
     for row in rows:
-        series = {name: one for name, one in row["detail"].items() if isinstance(one, dict)}
-        if len(series) < 2 or not all("runs_s" in one for one in series.values()):
+        series = {name: runs for name, runs in row["detail"].items() if isinstance(runs, dict)}
+        if len(series) < 2 or not all("runs_s" in runs for runs in series.values()):
             continue
         title = row["what"].removesuffix(", time").removesuffix(" vs peft").rstrip(",")
         parts.append(f'<text x="10" y="{top + 18}" font-weight="bold">{escape(title)}</text>')
@@ -41,13 +41,13 @@ def draw(rows: list[Mapping[str, Any]]) -> str:
 
 
 def _group(series: Mapping[str, Mapping[str, Any]], top: int) -> Iterator[str]:
-    scale = (WIDTH - LEFT - RIGHT) / max(max(one["runs_s"]) for one in series.values())
-    for index, (name, one) in enumerate(series.items()):
+    scale = (WIDTH - LEFT - RIGHT) / max(max(runs["runs_s"]) for runs in series.values())
+    for index, (name, runs) in enumerate(series.items()):
         y, middle = top + index * (BAR + GAP), top + index * (BAR + GAP) + BAR / 2
-        length = max(1.0, one["seconds"] * scale)
+        length = max(1.0, runs["seconds"] * scale)
         colour = OURS if name == "ours" else PEERS
-        low, high = (LEFT + edge(one["runs_s"]) * scale for edge in (min, max))
-        label = f"{one['seconds']:.2f} s, {one['peak_mb']:.0f} MB"
+        low, high = (LEFT + edge(runs["runs_s"]) * scale for edge in (min, max))
+        label = f"{runs['seconds']:.2f} s, {runs['peak_mb']:.0f} MB"
         yield f'<text x="{LEFT - 8}" y="{middle + 4}" text-anchor="end">{escape(name)}</text>'
         yield f'<rect x="{LEFT}" y="{y}" width="{length:.1f}" height="{BAR}" fill="{colour}"/>'
         yield f'<path d="M{low:.1f} {middle}H{high:.1f}" stroke="#1a202c" stroke-width="1.5"/>'
@@ -55,7 +55,7 @@ def _group(series: Mapping[str, Mapping[str, Any]], top: int) -> Iterator[str]:
 
 
 def main() -> None:
-    """Read the line, write the picture."""
+    """Read the JSON line, and write the SVG."""
     source, target = map(Path, sys.argv[1:3])
     last = source.read_text().strip().splitlines()[-1]
     target.write_text(draw(json.loads(last)["rows"]))

@@ -1,4 +1,4 @@
-"""The table of a run, its JSON line, and both in `docs/`: a page, its record and its picture."""
+"""Format the results of a benchmark: table, JSON line, and the page, record and plot in `docs/`."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ BEGIN, END = "<!-- what make bench-weights printed -->", "<!-- end -->"
 
 @dataclass(frozen=True)
 class Page:
-    """Where a bench's result is written down.
+    """A page in `docs/` for the results of a benchmark.
 
     Attributes:
-        stem: of its files, `<stem>.md`, `.json` and `.svg`.
-        begin: the mark before the table.
-        taken: how it was measured, after date and machine; `{runs}` is filled in.
+        stem: name of its files, `<stem>.md`, `.json` and `.svg`.
+        begin: line before the table.
+        taken: method of measurement, printed after date and machine; `{runs}` is filled in.
     """
 
     stem: str
@@ -46,7 +46,7 @@ RL = Page(
 
 
 def table(rows: Sequence[Row]) -> str:
-    """Markdown."""
+    """Return the rows as a Markdown table."""
     lines = ["| what | ours | against | ratio | must reach | met |", "|---|---|---|---|---|---|"]
     for row in rows:
         cells = (row.what, row.ours, row.against, row.ratio, row.bar, "yes" if row.met else "no")
@@ -55,7 +55,7 @@ def table(rows: Sequence[Row]) -> str:
 
 
 def document(rows: Sequence[Row], runs: int, *, bench: str = "weights") -> dict[str, Any]:
-    """Everything that was measured, as plain JSON."""
+    """Return all results, with date and machine, as plain JSON."""
     return {
         "bench": bench,
         "date": time.strftime("%Y-%m-%d"),
@@ -69,20 +69,26 @@ def document(rows: Sequence[Row], runs: int, *, bench: str = "weights") -> dict[
 
 
 def write_docs(
-    folder: Path, rows: Sequence[Row], found: Mapping[str, Any], page: Page = WEIGHTS
+    folder: Path, rows: Sequence[Row], results: Mapping[str, Any], page: Page = WEIGHTS
 ) -> None:
-    """Put a run into the documents: only the table of the page is replaced.
+    """Replace the table of a page in `docs/`, its record and its plot.
+
+    Args:
+        folder: the folder `docs`.
+        rows: rows of the table.
+        results: the results, from `document`.
+        page: the page.
 
     Raises:
-        ValueError: the page has no place for it.
+        ValueError: the page lacks the lines around the table.
     """
     path = folder / f"{page.stem}.md"
     before, begin, rest = path.read_text().partition(page.begin)
     _, end, after = rest.partition(END)
     if not begin or not end:
         raise ValueError(f"{path}: {page.begin!r} and {END!r} are to stand around the table")
-    machine = f"{found['cores']} cores, {found['machine']}, {found['memory_gb']} GB"
-    taken = f"{found['date']}, {machine}: {page.taken.format(runs=found['runs'])}"
+    machine = f"{results['cores']} cores, {results['machine']}, {results['memory_gb']} GB"
+    taken = f"{results['date']}, {machine}: {page.taken.format(runs=results['runs'])}"
     path.write_text(f"{before}{begin}\n{taken}\n\n{table(rows)}\n{end}{after}")
-    path.with_suffix(".json").write_text(json.dumps(found) + "\n")
-    path.with_suffix(".svg").write_text(draw(found["rows"]))
+    path.with_suffix(".json").write_text(json.dumps(results) + "\n")
+    path.with_suffix(".svg").write_text(draw(results["rows"]))

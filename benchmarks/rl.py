@@ -1,10 +1,10 @@
-"""`make bench-rl`: rollouts, hand-offs and whole iterations of online learning beside their peers.
+"""`make bench-rl`: rollouts, weight sync and whole iterations of GRPO, beside other tools.
 
     make bench-rl ARGS='rollout iteration --runs 3'
 
-Models are made on the spot. Contenders take turns in every round, each in a process of its own,
-with the same model, adapter, prompts, lengths, number format and threads; what is timed begins
-after a warm-up within the process. A run of every row at full size also goes into `docs/`.
+Models are made for the run. Contenders take turns in every round, each in its own process, with the
+same model, adapter, prompts, lengths, dtype and threads. Timing begins after a warm-up in the
+process. A run of all rows at full size also goes into `docs/`.
 """
 
 from __future__ import annotations
@@ -19,31 +19,31 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from benchmarks.asking import RUNS, asked, asking
+from benchmarks.asking import RUNS, make_parser, parse
 from benchmarks.report import RL, document, table, write_docs
 from benchmarks.rl_rounds import Bench, Timed
 from benchmarks.rl_setting import HANDED_RANK, SIZES
 from benchmarks.rounds import Row
 
 TORCHRUN = ("torch.distributed.run", "--standalone", "--nproc-per-node", "1", "-m")
-"""vLLM beside a training rank looks for its peers, where there are none too."""
+"""Launcher of a single rank: vLLM in a training process needs torchrun's environment."""
 
 
 def job(module: str, name: str, out: Path, *launcher: str, **ask: Any) -> list[str]:
-    """Command line of a contender."""
-    asked = json.dumps({"out": str(out), **ask})
-    return [sys.executable, "-m", *launcher, f"benchmarks.{module}", name, asked]
+    """Return the command line of a contender."""
+    fields = json.dumps({"out": str(out), **ask})
+    return [sys.executable, "-m", *launcher, f"benchmarks.{module}", name, fields]
 
 
 def rollout_rows(bench: Bench, *, gpu: bool = False) -> list[Row]:
-    """Useful tokens per second: vLLM beside a training rank, as shipped, and transformers.
+    """Measure useful tokens per second: vLLM in a training process, vLLM as shipped, transformers.
 
-    On a GPU nothing of vLLM is replaced; there the peer is vLLM in a process of its own.
+    On a GPU we replace nothing in vLLM, so the contender is vLLM in its own process.
     """
     ask = {"size": bench.size, "base": bench.base(bench.size), "adapter": bench.adapter(bench.size)}
     place = "rl_rollout_jobs"
     vllm = "vLLM alone" if gpu else "vLLM as shipped"
-    found = bench.interleaved(
+    timed = bench.interleaved(
         {
             "ours": lambda out: job(place, "rollout", out, *TORCHRUN, **ask),
             vllm: lambda out: (
@@ -54,50 +54,50 @@ def rollout_rows(bench: Bench, *, gpu: bool = False) -> list[Row]:
             "transformers": lambda out: job(place, "transformers", out, **ask),
         }
     )
-    ours, what = found["ours"], f"useful rollout tokens, {bench.size}, bf16, LoRA"
+    ours, what = timed["ours"], f"useful rollout tokens, {bench.size}, bf16, LoRA"
     rows = []
     for name, bar in (("transformers", 2.5), (vllm, 0.9 if gpu else 1.0)):
-        ratio = found[name].seconds / ours.seconds
-        detail = {} if rows else _detail(found)
+        ratio = timed[name].seconds / ours.seconds
+        detail = {} if rows else _detail(timed)
         rows.append(
-            Row(f"{what}, vs {name}", ours.rate, found[name].rate,
+            Row(f"{what}, vs {name}", ours.rate, timed[name].rate,
                 f"{ratio:.2f}", f">= {bar:g}", ratio >= bar, detail)
         )  # fmt: skip
     return rows
 
 
 def handoff_rows(bench: Bench) -> list[Row]:
-    """The policy into the engine: its adapter, beside merged weights."""
+    """Measure the weight sync to vLLM: an adapter, beside merged weights."""
     ask = {"size": bench.handed, "base": bench.base(bench.handed)}
     place = "rl_rollout_jobs"
-    found = bench.interleaved(
+    timed = bench.interleaved(
         {
             "ours": lambda out: job(place, "adapter", out, *TORCHRUN, **ask),
             "merged weights": lambda out: job(place, "weights", out, *TORCHRUN, **ask),
         }
     )
-    ours, peer = found["ours"], found["merged weights"]
+    ours, peer = timed["ours"], timed["merged weights"]
     ratio = ours.seconds / peer.seconds
     what = f"policy hand-off, rank {HANDED_RANK}, {bench.handed}, bf16, vs merged weights"
     met = ratio <= 0.1
-    return [Row(what, ours.text, peer.text, f"{ratio:.3f}", "<= 0.1", met, _detail(found))]
+    return [Row(what, ours.text, peer.text, f"{ratio:.3f}", "<= 0.1", met, _detail(timed))]
 
 
 def iteration_rows(bench: Bench) -> list[Row]:
-    """One iteration of GRPO beside TRL's, and how much of ours is none of the work."""
+    """Measure an iteration of GRPO beside TRL's, and the share of ours that is overhead."""
     base, data = bench.ending_base(bench.size), bench.prompts(bench.size)
     ask = {"dtype": bench.dtype, "base": base, "data": data}
-    found = bench.interleaved({name: _loop(name, **ask) for name in ("ours", "trl")})
-    ours, peer = found["ours"], found["trl"]
+    timed = bench.interleaved({name: _loop(name, **ask) for name in ("ours", "trl")})
+    ours, peer = timed["ours"], timed["trl"]
     ratio = peer.seconds / ours.seconds
-    shares = [share for one in ours.told for share in one["overhead"]]
+    shares = [share for report in ours.reports for share in report["overhead"]]
     share = median(shares)
     what = f"GRPO, LoRA, {bench.size}, {bench.dtype}"
     text = f"{share:.1%} ({min(shares):.1%}..{max(shares):.1%})"
     return [
         Row(
             f"{what}, an iteration, vs TRL", ours.text, peer.text,
-            f"{ratio:.2f}", ">= 2", ratio >= 2, _detail(found),
+            f"{ratio:.2f}", ">= 2", ratio >= 2, _detail(timed),
         ),
         Row(
             f"{what}, outside of generate, score, measure, update", text, "the iteration",
@@ -110,8 +110,8 @@ def _loop(name: str, **ask: Any) -> Callable[[Path], list[str]]:
     return lambda out: job("rl_loop_jobs", name, out, **ask)
 
 
-def _detail(found: Mapping[str, Timed]) -> dict[str, object]:
-    return {name: timed.as_json() for name, timed in found.items()}
+def _detail(timed: Mapping[str, Timed]) -> dict[str, object]:
+    return {name: runs.as_json() for name, runs in timed.items()}
 
 
 ROWS: dict[str, Callable[[Bench], list[Row]]] = {
@@ -122,31 +122,33 @@ ROWS: dict[str, Callable[[Bench], list[Row]]] = {
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Run the asked rows; print the table and the JSON line."""
-    given = _asked(arguments)
-    # torchrun would give a lone rank one thread; everyone gets all.
+    """Run the selected rows; print the table and the JSON line."""
+    options = _options(arguments)
+    # torchrun gives a single rank one thread; all contenders get all threads.
     os.environ.setdefault("OMP_NUM_THREADS", str(len(os.sched_getaffinity(0))))
-    with tempfile.TemporaryDirectory(dir=given.root) as folder:
-        bench = Bench(Path(folder).resolve(), given.runs, given.size, given.handed, given.dtype)
-        rows = [row for name in given.rows for row in ROWS[name](bench)]
-    found = document(rows, given.runs, bench="rl")
+    with tempfile.TemporaryDirectory(dir=options.root) as folder:
+        bench = Bench(
+            Path(folder).resolve(), options.runs, options.size, options.handed, options.dtype
+        )
+        rows = [row for name in options.rows for row in ROWS[name](bench)]
+    results = document(rows, options.runs, bench="rl")
     print(table(rows))
-    print(json.dumps(found))
-    usual = given.size == "110M" and given.handed == "1.5B" and given.dtype == "float32"
-    if usual and given.rows == list(ROWS) and given.runs >= RUNS:
-        write_docs(given.docs, rows, found, RL)
+    print(json.dumps(results))
+    usual = options.size == "110M" and options.handed == "1.5B" and options.dtype == "float32"
+    if usual and options.rows == list(ROWS) and options.runs >= RUNS:
+        write_docs(options.docs, rows, results, RL)
     else:
-        print(f"{given.docs} is left as it is: not every row, the usual sizes and {RUNS} runs")
+        print(f"{options.docs} is left as it is: not every row, the usual sizes and {RUNS} runs")
 
 
-def _asked(arguments: Sequence[str] | None) -> argparse.Namespace:
-    parser = asking("rl", __doc__, ROWS)
+def _options(arguments: Sequence[str] | None) -> argparse.Namespace:
+    parser = make_parser("rl", __doc__, ROWS)
     parser.add_argument("--size", default="110M", choices=list(SIZES), help="rollout, iteration")
     parser.add_argument("--handed", default="1.5B", choices=list(SIZES), help="handoff")
     parser.add_argument("--dtype", default="float32", choices=["float32", "bfloat16"],
                         help="iteration; the others are bf16")  # fmt: skip
     parser.add_argument("--docs", type=Path, default=Path("docs"), help="for a whole run's result")
-    return asked(parser, ROWS, arguments)
+    return parse(parser, ROWS, arguments)
 
 
 if __name__ == "__main__":

@@ -1,11 +1,10 @@
-"""Whole GRPO runs that `make bench-rl` times, each in a process of its own:
+"""GRPO runs that `make bench-rl` times, each in its own process:
 
     python -m benchmarks.rl_loop_jobs ours '{"base": ..., "data": ..., "out": ...}'
 
-Both ask the same number of prompts as often, answer until the model ends or as many tokens are
-there, score with the same function, and take one optimizer step an iteration on a LoRA adapter of
-one rank on all linear layers, without a reference and without gradient checkpointing. The first
-iteration warms up.
+Both have the same number of prompts, responses per prompt and token limit, the same reward function
+and the same LoRA adapter on all linear layers. Both take one optimizer step per iteration, without
+a reference model and without gradient checkpointing. The first iteration warms up.
 """
 
 from __future__ import annotations
@@ -24,24 +23,24 @@ from typing import Any
 
 from benchmarks.rl_rollout_jobs import say
 from benchmarks.rl_setting import MAX_TOKENS, RANK, lora_config
-from benchmarks.trl_arguments import common
+from benchmarks.training_setting import trl_arguments
 
 LR = 1e-5
 
 
 @dataclass(frozen=True)
 class Ask:
-    """What is to be run.
+    """Arguments of a run.
 
     Attributes:
         base: folder of the model.
-        data: of prompts and the reward.
-        out: a folder that is not there yet.
-        dtype: of the model.
-        prompts: of an iteration.
-        samples: replies to each.
-        tokens: of a reply at most.
-        micro: replies of a micro-batch.
+        data: folder of the prompts and the reward function.
+        out: output folder; must not exist.
+        dtype: torch dtype name of the model.
+        prompts: prompts per iteration.
+        samples: responses per prompt.
+        tokens: maximum number of tokens of a response.
+        micro: responses per micro-batch.
         timed: iterations after the first.
     """
 
@@ -57,12 +56,12 @@ class Ask:
 
     @property
     def replies(self) -> int:
-        """Of an iteration."""
+        """Responses per iteration."""
         return self.prompts * self.samples
 
 
 def ours(ask: Ask) -> None:
-    """The stage `train` with objective grpo; iterations from one's event to the next one's."""
+    """Run the stage `train` with objective grpo. An iteration lasts from one event to the next."""
     from tasks.train import train
 
     out = Path(ask.out)
@@ -88,10 +87,10 @@ def ours(ask: Ask) -> None:
     records = [event for _, event in steps[1:]]
     say(
         seconds=[b - a for (a, _), (b, _) in itertools.pairwise(steps)],
-        overhead=[one["overhead"] for one in records],
-        tokens=[round(one["length"] * ask.replies) for one in records],
+        overhead=[record["overhead"] for record in records],
+        tokens=[round(record["length"] * ask.replies) for record in records],
         phases={
-            name.removeprefix("seconds/"): sum(one[name] for one in records) / len(records)
+            name.removeprefix("seconds/"): sum(record[name] for record in records) / len(records)
             for name in records[0]
             if name.startswith("seconds/")
         },
@@ -130,7 +129,7 @@ def _settings(ask: Ask) -> Any:
 
 
 def trl(ask: Ask) -> None:
-    """TRL's `GRPOTrainer` by its defaults; on a GPU with vLLM in its process, as we have it."""
+    """Run TRL's `GRPOTrainer` with its defaults; on a GPU with vLLM in its process, like ours."""
     import torch
     from transformers import AutoTokenizer, TrainerCallback
     from trl import GRPOConfig, GRPOTrainer
@@ -149,7 +148,7 @@ def trl(ask: Ask) -> None:
         gradient_checkpointing=False,
         use_vllm=torch.cuda.is_available(),
         vllm_mode="colocate",
-        **common(ask.dtype),
+        **trl_arguments(ask.dtype),
     )
     trainer = GRPOTrainer(
         model=ask.base,
@@ -167,8 +166,8 @@ def trl(ask: Ask) -> None:
 
     trainer.add_callback(Clock())
     trainer.train()
-    lengths = [one["completions/mean_length"] for one in trainer.state.log_history
-               if "completions/mean_length" in one]  # fmt: skip
+    lengths = [entry["completions/mean_length"] for entry in trainer.state.log_history
+               if "completions/mean_length" in entry]  # fmt: skip
     say(
         seconds=[b - a for a, b in itertools.pairwise(ends)],
         tokens=[round(length * ask.replies) for length in lengths[1:]],

@@ -1,9 +1,9 @@
-"""Rollouts and hand-offs that `make bench-rl` times, each in a process of its own:
+"""Rollouts and weight syncs that `make bench-rl` times, each in its own process:
 
     torchrun --standalone -m benchmarks.rl_rollout_jobs rollout '{"base": ..., "out": ...}'
 
-Each prints one JSON line with seconds. Ours run in a training rank's process as training starts it.
-A run has dozens of rollouts, so the second one of a process is timed, everyone's.
+Each prints one JSON line with seconds. Ours run in a training process, as training starts it. A
+training run has many rollouts, so the second rollout of each process is timed.
 """
 
 from __future__ import annotations
@@ -23,14 +23,14 @@ from benchmarks.training_jobs import device
 
 @dataclass(frozen=True)
 class Ask:
-    """What is to be run.
+    """Arguments of a job.
 
     Attributes:
         base: folder of the model.
         out: empty folder.
-        size: of the model, a key of `SIZES`.
-        adapter: folder of the adapter that is rolled out.
-        times: hand-offs after the first.
+        size: size of the model, a key of `SIZES`.
+        adapter: folder of the adapter for rollouts.
+        times: number of weight syncs after the first.
     """
 
     base: str
@@ -40,13 +40,13 @@ class Ask:
     times: int = 2
 
 
-def say(**found: Any) -> None:
-    """The line that is read by the parent."""
-    print(json.dumps({"bench": found}), flush=True)
+def say(**report: Any) -> None:
+    """Print the report for the parent process."""
+    print(json.dumps({"bench": report}), flush=True)
 
 
 def rollout(ask: Ask) -> None:
-    """vLLM with the adapter, as it stands beside a training rank."""
+    """Roll out with vLLM and the adapter in a training process."""
     from tasks.process.block_unused_imports import start_lean
 
     start_lean()
@@ -60,14 +60,14 @@ def rollout(ask: Ask) -> None:
     engine.lengths = lengths
     engine.generate(prompts, seeds)
     began = time.perf_counter()
-    answers = engine.generate(prompts, seeds)
+    responses = engine.generate(prompts, seeds)
     spent = time.perf_counter() - began
     engine.close()
-    _say_useful([len(one.ids) for one in answers], lengths, spent)
+    _say_useful([len(response.ids) for response in responses], lengths, spent)
 
 
 def vllm_alone(ask: Ask) -> None:
-    """vLLM by itself, as its documentation starts it: no trainer's process, no checks."""
+    """Roll out with vLLM in its own process, as its documentation starts it."""
     from tasks.serving.vllm.job import environment
 
     os.environ.update(environment(1, None))
@@ -84,18 +84,18 @@ def vllm_alone(ask: Ask) -> None:
                        detokenize=False)
         for i, n in enumerate(lengths)
     ]  # fmt: skip
-    inputs = [{"prompt_token_ids": one} for one in prompts]
+    inputs = [{"prompt_token_ids": ids} for ids in prompts]
     policy = LoRARequest("policy", 1, ask.adapter)
     for _ in range(2):
         llm.reset_prefix_cache()
         began = time.perf_counter()
         outputs = llm.generate(inputs, params, lora_request=policy, use_tqdm=False)
         spent = time.perf_counter() - began
-    _say_useful([len(one.outputs[0].token_ids) for one in outputs], lengths, spent)
+    _say_useful([len(output.outputs[0].token_ids) for output in outputs], lengths, spent)
 
 
 def shipped(ask: Ask) -> None:
-    """The same without the parts of vLLM that this project replaces on a CPU."""
+    """Roll out like `rollout`, without the functions of vLLM that we replace on a CPU."""
     from tasks.serving.vllm import rollouts
 
     for name in ("use_single_adapter_products", "use_fp32_products"):
@@ -104,7 +104,7 @@ def shipped(ask: Ask) -> None:
 
 
 def _of_given_lengths(base: Path) -> Any:
-    """The engine that training uses, told how long each reply is to be."""
+    """Return the rollout engine of training, with a fixed length for each response."""
     from tasks.serving.vllm.colocation import Colocation, Sampling
     from tasks.serving.vllm.rollouts import Colocated
 
@@ -112,7 +112,7 @@ def _of_given_lengths(base: Path) -> Any:
         lengths: Sequence[int] = ()
 
         def _params(self, seed: int, greedy: bool) -> Any:
-            # Seeds are the prompts' numbers here. The project itself has one limit for all replies.
+            # The seeds are the indices of the prompts. Training has one limit for all responses.
             params = super()._params(seed, greedy)
             params.max_tokens = self.lengths[seed]
             return params
@@ -123,7 +123,7 @@ def _of_given_lengths(base: Path) -> Any:
 
 
 def transformers_rollout(ask: Ask) -> None:
-    """transformers' `generate` with the adapter merged: one batch, padded on the left."""
+    """Roll out with transformers' `generate`, adapter merged: one batch, padded on the left."""
     import torch
     from peft import PeftModel
     from transformers import AutoModelForCausalLM
@@ -134,9 +134,9 @@ def transformers_rollout(ask: Ask) -> None:
     model.to(device())
     width = max(map(len, prompts))
     ids, mask = (torch.zeros(len(prompts), width, dtype=torch.long) for _ in "ab")
-    for row, one in enumerate(prompts):
-        ids[row, width - len(one) :] = torch.tensor(one)
-        mask[row, width - len(one) :] = 1
+    for row, prompt in enumerate(prompts):
+        ids[row, width - len(prompt) :] = torch.tensor(prompt)
+        mask[row, width - len(prompt) :] = 1
     ids, mask = ids.to(device()), mask.to(device())
 
     def generate(count: int) -> Any:
@@ -152,24 +152,24 @@ def transformers_rollout(ask: Ask) -> None:
     _say_useful([min(made, n) for n in lengths], lengths, time.perf_counter() - began)
 
 
-def _say_useful(made: Sequence[int], asked: Sequence[int], seconds: float) -> None:
-    if list(made) != list(asked):
-        raise SystemExit(f"replies of {sum(made)} tokens where {sum(asked)} were asked for")
+def _say_useful(made: Sequence[int], wanted: Sequence[int], seconds: float) -> None:
+    if list(made) != list(wanted):
+        raise SystemExit(f"responses have {sum(made)} tokens, wanted {sum(wanted)}")
     say(tokens=sum(made), seconds=[seconds])
 
 
 def adapter(ask: Ask) -> None:
-    """Hand-offs of the policy's adapter, as the loop publishes it: gathered, checked, taken."""
+    """Sync the policy's adapter to vLLM as training does, with all checks."""
     from tasks.rl.rollout.engines import open_engine
 
     engine, job, ranks, how = _policy(ask)
     with open_engine(job, how, ranks, engine=engine, ends=[1]) as answering:
-        found = [answering.publish() for _ in range(ask.times + 1)]
-    say(seconds=[one.seconds for one in found[1:]], nbytes=found[0].nbytes)
+        syncs = [answering.publish() for _ in range(ask.times + 1)]
+    say(seconds=[sync.seconds for sync in syncs[1:]], nbytes=syncs[0].nbytes)
 
 
 def weights(ask: Ask) -> None:
-    """Hand-offs of the same policy as merged weights, all of them, without the checks before."""
+    """Sync the same policy to vLLM as merged weights, all of them, without the checks."""
     from tasks.rl.rollout.merged import merged_tensors
     from tasks.serving.vllm.colocation import Colocation, Sampling
     from tasks.serving.vllm.rollouts import Colocated
@@ -179,19 +179,19 @@ def weights(ask: Ask) -> None:
     facts = model_facts(job.base, job.settings.dtype)
     longest = how.max_prompt_len + how.max_new_tokens
     place = Colocation(job.base, max_model_len=longest, kv_cache_gib=how.kv_cache_gib)
-    taking = Colocated(place, Sampling())
+    vllm = Colocated(place, Sampling())
     spent = []
     for version in range(1, ask.times + 2):
         began = time.perf_counter()
-        taking.take_weights(merged_tensors(engine.module, facts), version)
+        vllm.take_weights(merged_tensors(engine.module, facts), version)
         spent.append(time.perf_counter() - began)
-    taking.close()
-    nbytes = sum(one.numel() * one.element_size() for one in engine.module.parameters())
+    vllm.close()
+    nbytes = sum(p.numel() * p.element_size() for p in engine.module.parameters())
     say(seconds=spent[1:], nbytes=nbytes)
 
 
 def _policy(ask: Ask) -> tuple[Any, Any, Any, Any]:
-    """DeepSpeed's engine around it, its job, the ranks (one), and section `rollout`."""
+    """Return the policy in a DeepSpeed engine, its job, its single rank, and section `rollout`."""
     from tasks.process.block_unused_imports import start_lean
 
     start_lean()

@@ -1,7 +1,7 @@
-"""What online learning is timed on, made on the spot: Llama models, an adapter, prompts, a reward.
+"""Make the inputs of `make bench-rl`: Llama models, an adapter, prompts and a reward function.
 
-A word is a token. (For a Qwen2 model transformers 5 takes Qwen2's kind of tokenizer whatever its
-files say, and that knows none of these words.) Weights are random.
+Weights are random, and each word is a token. (The models are not Qwen2, because transformers 5 then
+ignores the tokenizer's files and uses its own class.)
 """
 
 from __future__ import annotations
@@ -22,39 +22,39 @@ SIZES = {
 }
 
 RANK = 16
-"""Of the adapter that is rolled out and trained."""
+"""Rank of the adapter in rollouts and iterations."""
 HANDED_RANK = 64
-"""Of the adapter that is handed over."""
+"""Rank of the adapter in weight syncs."""
 
 PROMPTS = 64
 PROMPT_LENGTHS = (16, 64)
 REPLY_LENGTHS = (16, 128)
-"""Both ends included."""
+"""Shortest and longest response, in tokens."""
 
 ENDS = 1 / 64
-"""How likely each token of a model that ends its replies by itself is the last one."""
+"""Probability of EOS at each token of a response in the row about iterations."""
 MAX_TOKENS = 128
-"""Of such replies: 55 on average then, and one in eight is cut."""
+"""Token limit of such responses: 55 tokens on average, one in eight is cut."""
 
 REWARD = """\
 def score(completions, **columns):
     return [float(sum(map(ord, one[0]["content"])) % 97) for one in completions]
 """
-"""A number that differs from reply to reply: what it rewards does not matter to the clock."""
+"""Reward function: any number that differs between responses; its value does not affect time."""
 
 
 def make_base(folder: Path, name: str) -> None:
-    """A model of that size, in bf16; its replies are as long as they are asked to be."""
+    """Make a model in bf16 whose responses do not end before the token limit."""
     write_llama(folder, SIZES[name], dtype="bfloat16")
 
 
 def make_ending_base(folder: Path, name: str) -> None:
-    """The same, but its replies end by themselves."""
+    """Make a model in bf16 whose responses end with EOS at random."""
     write_llama(folder, SIZES[name], dtype="bfloat16", ends=ENDS)
 
 
 def make_adapter(folder: Path, base: str) -> None:
-    """A LoRA adapter on all linear layers of that base, both of its matrices random."""
+    """Make a LoRA adapter on all linear layers of a base, with two random matrices."""
     import torch
     from peft import get_peft_model
     from transformers import AutoModelForCausalLM
@@ -66,7 +66,7 @@ def make_adapter(folder: Path, base: str) -> None:
 
 
 def lora_config(**more: Any) -> Any:
-    """The adapter as peft describes it, for peers."""
+    """Return the adapter's configuration for peft."""
     from peft import LoraConfig
 
     targets = {"target_modules": "all-linear", "task_type": "CAUSAL_LM"}
@@ -74,15 +74,19 @@ def lora_config(**more: Any) -> Any:
 
 
 def make_prompts(folder: Path, *, vocabulary: int, count: int, length: int) -> None:
-    """A dataset artifact of prompts that are so many words long, and a reward function beside it.
+    """Make a dataset of prompts, with two held-out prompts and a reward function.
 
-    Two are held out.
+    Args:
+        folder: folder to make.
+        vocabulary: size of the model's vocabulary.
+        count: number of prompts.
+        length: words of each prompt.
     """
     draw = np.random.default_rng(0)
     folder.mkdir(parents=True)
     for split, size in (("train", count), ("heldout", 2)):
         words = draw.integers(0, vocabulary - 10, (size, length))
-        texts = [" ".join(f"w{i}" for i in one) for one in words]
+        texts = [" ".join(f"w{i}" for i in row) for row in words]
         lines = [
             json.dumps({"id": f"{split}{i}", "messages": [{"role": "user", "content": text}]})
             for i, text in enumerate(texts)
@@ -92,7 +96,7 @@ def make_prompts(folder: Path, *, vocabulary: int, count: int, length: int) -> N
 
 
 def draw_prompts(vocabulary: int) -> list[list[int]]:
-    """Token ids of the prompts that are rolled out; the same ones for everyone."""
+    """Return the token ids of the rollout prompts, the same for all contenders."""
     draw = np.random.default_rng(3)
     low, high = PROMPT_LENGTHS
     lengths = draw.integers(low, high + 1, PROMPTS)
@@ -100,6 +104,6 @@ def draw_prompts(vocabulary: int) -> list[list[int]]:
 
 
 def draw_lengths() -> list[int]:
-    """How many tokens each prompt is answered with."""
+    """Return the length of the response to each prompt, in tokens."""
     low, high = REPLY_LENGTHS
     return [int(n) for n in np.random.default_rng(4).integers(low, high + 1, PROMPTS)]

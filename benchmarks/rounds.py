@@ -1,4 +1,4 @@
-"""Rounds: whatever is compared takes turns, each in a process of its own and a fresh folder."""
+"""Rounds of a benchmark: contenders take turns, each in its own process and a fresh folder."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from benchmarks.children import Cost, Series, run
 
 @dataclass(frozen=True)
 class Row:
-    """One line of the table."""
+    """One line of the table; `detail` goes into the JSON record."""
 
     what: str
     ours: str
@@ -26,12 +26,12 @@ class Row:
 
 
 Commands = Mapping[str, Callable[[Path], list[str]]]
-"""Command lines by contender; each is told the folder that it may write."""
+"""Functions that return a command line, by contender; the argument is the folder to write."""
 
 
 @dataclass(frozen=True)
 class Bench:
-    """Where models lie, and how often things are run."""
+    """Settings of the benchmark: folder of the models, number of rounds, sizes of models in B."""
 
     root: Path
     runs: int
@@ -39,11 +39,11 @@ class Bench:
 
     @property
     def middle(self) -> str:
-        """The size at which peers are compared: 1.5 B where that is asked for."""
+        """Size for comparisons with other tools: 1.5 B if it is among the sizes."""
         return "1.5" if "1.5" in self.sizes else self.sizes[0]
 
     def model(self, size: str) -> tuple[Path, Path]:
-        """A base and its adapter; made when first asked for."""
+        """Return the folders of a base and its adapter; made at the first call."""
         base, adapter = self.root / f"base-{size}", self.root / f"adapter-{size}"
         if not base.exists():
             made("base", base, size)
@@ -51,25 +51,25 @@ class Bench:
         return base, adapter
 
     def interleaved(self, commands: Commands) -> dict[str, Series]:
-        """Every command once a round, each into a fresh folder that is removed at once."""
+        """Run every command once per round, each into a fresh folder that is removed afterwards."""
         costs: dict[str, list[Cost]] = {name: [] for name in commands}
         for number in range(self.runs + 1):
             for name, command in commands.items():
                 out = self.root / "out"
-                os.sync()  # nobody pays for what another one left to be written
+                os.sync()  # or the next contender would wait for the last one's data
                 cost = run(command(out))
                 shutil.rmtree(out, ignore_errors=True)
-                if number:  # the first round warms the page cache for everyone
+                if number:  # the first round warms the page cache
                     costs[name].append(cost)
-        return {name: Series(tuple(found)) for name, found in costs.items()}
+        return {name: Series(tuple(runs)) for name, runs in costs.items()}
 
 
 def made(kind: str, folder: Path, *arguments: str) -> None:
-    """Have a child make something: a child starts with its parent's peak memory, so stay small."""
+    """Make a model or adapter in a child, because children inherit their parent's peak memory."""
     run([sys.executable, "-m", "benchmarks.synthetic", kind, str(folder), *arguments])
 
 
 def ratio_row(what: str, ours: Series, peer: Series, bar: float, detail: dict[str, object]) -> Row:
-    """Wall time beside a peer's."""
+    """Return the row for our wall time divided by another tool's, which must not exceed `bar`."""
     ratio = ours.seconds / peer.seconds
     return Row(what, str(ours), str(peer), f"{ratio:.2f}", f"<= {bar:g}", ratio <= bar, detail)

@@ -1,4 +1,4 @@
-"""Qwen2.5's shapes at several sizes, and those of a rank-64 adapter on every linear layer."""
+"""Shapes of Qwen2.5 models at several sizes, and of a rank-64 adapter on every linear layer."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ ALPHA = 128
 
 @dataclass(frozen=True)
 class Size:
-    """A model's shape, as Qwen2.5 has it; head size as there."""
+    """Dimensions of a model; those of Qwen2.5 in `SIZES`."""
 
     name: str
     hidden: int
@@ -36,7 +36,7 @@ SIZES = {
 
 
 def linears(size: Size) -> dict[str, tuple[int, int]]:
-    """(out, in) of every linear layer, by module name, head left out."""
+    """Return (out, in) of every linear layer by module name, without the head."""
     h, i, kv = size.hidden, size.inner, size.kv
     kinds = {
         "self_attn.q_proj": (h, h), "self_attn.k_proj": (kv, h), "self_attn.v_proj": (kv, h),
@@ -51,7 +51,7 @@ def linears(size: Size) -> dict[str, tuple[int, int]]:
 
 
 def model_shapes(size: Size) -> dict[str, tuple[int, ...]]:
-    """Every tensor of the checkpoint; the head is tied to the embedding."""
+    """Return the shape of every tensor of a model; the head is tied to the embedding."""
     shapes: dict[str, tuple[int, ...]] = {
         "model.embed_tokens.weight": (size.vocabulary, size.hidden)
     }
@@ -67,7 +67,7 @@ def model_shapes(size: Size) -> dict[str, tuple[int, ...]]:
 
 
 def adapter_shapes(size: Size) -> dict[str, tuple[int, ...]]:
-    """Every tensor of the adapter's file."""
+    """Return the shape of every tensor of an adapter."""
     shapes: dict[str, tuple[int, ...]] = {}
     for module, (rows, columns) in linears(size).items():
         shapes[f"base_model.model.{module}.lora_A.weight"] = (RANK, columns)
@@ -76,7 +76,7 @@ def adapter_shapes(size: Size) -> dict[str, tuple[int, ...]]:
 
 
 def model_config(size: Size) -> dict[str, Any]:
-    """What config.json says."""
+    """Return the config.json of a model."""
     return {
         "architectures": ["Qwen2ForCausalLM"], "model_type": "qwen2", "dtype": "bfloat16",
         "hidden_size": size.hidden, "intermediate_size": size.inner, "tie_word_embeddings": True,
@@ -87,7 +87,7 @@ def model_config(size: Size) -> dict[str, Any]:
 
 
 def adapter_config(size: Size) -> dict[str, Any]:
-    """What adapter_config.json says."""
+    """Return the adapter_config.json of an adapter."""
     return {
         "peft_type": "LORA", "task_type": "CAUSAL_LM", "r": RANK, "lora_alpha": ALPHA,
         "target_modules": sorted({name.rpartition(".")[2] for name in linears(size)}),

@@ -1,9 +1,9 @@
-"""Models and adapters of any size, made on the spot: Qwen2.5's shapes, random numbers.
+"""Make models and adapters of any size, with the shapes of Qwen2.5 and random numbers.
 
     python -m benchmarks.synthetic base FOLDER 1.5
 
-Numbers are drawn once and repeated at shifting offsets: what is measured here is how bytes move and
-what arithmetic costs, and neither depends on the values. Nothing is held but one tensor.
+A pool of random numbers is repeated at shifting offsets, because the values do not affect the cost
+of copying and arithmetic. Memory holds one tensor at a time.
 """
 
 from __future__ import annotations
@@ -32,11 +32,11 @@ from tasks.weights.execute.writer import Spec, plan_shards, shard_names
 
 _POOL = 1 << 24
 SHARD = 5 * 10**9
-"""Bytes of tensors in a file, at most; the default of `convert.max_shard_size` too."""
+"""Maximum bytes of tensors in a file, the default of `convert.max_shard_size`."""
 
 
 def make_model(folder: Path, size: Size, *, seed: int = 0) -> None:
-    """A base in bf16 as `save_pretrained` leaves it, with the manifest of an artifact."""
+    """Write a base in bf16 like `save_pretrained`, with the manifest of an artifact."""
     folder.mkdir(parents=True)
     (folder / "config.json").write_text(json.dumps(model_config(size), indent=1))
     shapes = model_shapes(size)
@@ -44,14 +44,14 @@ def make_model(folder: Path, size: Size, *, seed: int = 0) -> None:
     draw = _drawing(seed, 0.02)
     tensors: dict[str, dict[str, object]] = {}
     for file, shard in zip(shard_names(len(shards)), shards, strict=True):
-        held = {spec.name: spec.shape for spec in shard}
-        hashes = write_safetensors(folder / file, held, "BF16", draw)
+        shapes_in_file = {spec.name: spec.shape for spec in shard}
+        hashes = write_safetensors(folder / file, shapes_in_file, "BF16", draw)
         tensors[file] = {
             name: {"shape": list(shape), "dtype": "BF16", "sha256": hashes[name]}
-            for name, shape in held.items()
+            for name, shape in shapes_in_file.items()
         }
     if len(shards) > 1:
-        _write_index(folder, {name: file for file, held in tensors.items() for name in held})
+        _write_index(folder, {name: file for file, names in tensors.items() for name in names})
     _manifest(folder, "base", tensors)
 
 
@@ -61,7 +61,7 @@ def _write_index(folder: Path, files: Mapping[str, str]) -> None:
 
 
 def make_adapter(folder: Path, size: Size, *, seed: int = 1) -> None:
-    """A PEFT adapter of rank 64 on every linear layer."""
+    """Write a PEFT adapter of rank 64 on every linear layer."""
     folder.mkdir(parents=True)
     (folder / "adapter_config.json").write_text(json.dumps(adapter_config(size), indent=1))
     path = folder / "adapter_model.safetensors"
@@ -69,12 +69,13 @@ def make_adapter(folder: Path, size: Size, *, seed: int = 1) -> None:
 
 
 Draw = Callable[[int], Iterator[NDArray[np.uint16]]]
+"""Takes a count, and yields that many random numbers in pieces."""
 
 
 def header(
     shapes: Mapping[str, tuple[int, ...]], dtype: str, metadata: dict[str, str]
 ) -> tuple[bytes, int]:
-    """Head of a file of 16-bit tensors, and how many bytes of tensors follow."""
+    """Return the header of a file of 16-bit tensors, and the number of bytes after it."""
     entries: dict[str, object] = {"__metadata__": {"format": "pt", **metadata}}
     at = 0
     for name, shape in shapes.items():
@@ -93,7 +94,7 @@ def write_safetensors(
     draw: Draw,
     metadata: dict[str, str] | None = None,
 ) -> dict[str, str]:
-    """Write a file of 16-bit tensors piece by piece. Returns the sha256 of each."""
+    """Write a file of 16-bit tensors piece by piece, and return the sha256 of each tensor."""
     hashes = {}
     with path.open("wb") as file:
         file.write(header(shapes, dtype, metadata or {})[0])
@@ -107,7 +108,7 @@ def write_safetensors(
 
 
 def _drawing(seed: int, deviation: float) -> Draw:
-    """bf16 numbers of a normal distribution, from one pool at shifting offsets."""
+    """Return a function that yields normally distributed bf16 numbers from one pool."""
     random = np.random.default_rng(seed)
     wide = random.normal(0.0, deviation, _POOL).astype(np.float32)
     pool = (wide.view(np.uint32) >> 16).astype(np.uint16)
@@ -124,7 +125,7 @@ def _drawing(seed: int, deviation: float) -> Draw:
 
 
 def _manifest(folder: Path, kind: str, tensors: Mapping[str, Mapping[str, object]]) -> None:
-    """A manifest as `tasks.pipeline.artifact` writes it."""
+    """Write a manifest in the format of `tasks.pipeline.artifact`."""
     files = {}
     for path in sorted(folder.iterdir()):
         files[path.name] = {"size": path.stat().st_size, "sha256": "not taken here"}
@@ -136,7 +137,7 @@ def _manifest(folder: Path, kind: str, tensors: Mapping[str, Mapping[str, object
 
 
 def make_shards(folder: Path, size: Size, *, world: int = 2) -> None:
-    """What `world` ranks of ours leave of the adapter after training."""
+    """Write the partitions of an adapter as `world` ranks leave them after training."""
     (folder / "shards").mkdir(parents=True)
     live = {
         name.replace(".weight", ".default.weight"): shape
@@ -161,7 +162,7 @@ def make_shards(folder: Path, size: Size, *, world: int = 2) -> None:
 
 
 def make_sparse(base: Path, adapter: Path) -> None:
-    """A checkpoint of 100 shards and its adapter: real headers, and holes for the tensors."""
+    """Write a model of 100 shards and an adapter as sparse files: real headers, no data."""
     base.mkdir(parents=True)
     by_file: dict[str, dict[str, tuple[int, ...]]] = {}
     files = shard_names(HUGE.layers + 1)
@@ -178,7 +179,7 @@ def make_sparse(base: Path, adapter: Path) -> None:
 
 
 def write_hollow(path: Path, shapes: dict[str, tuple[int, ...]]) -> None:
-    """A safetensors file whose tensors are a hole."""
+    """Write a sparse safetensors file: a real header, no data."""
     head, size = header(shapes, "BF16", {})
     with path.open("wb") as file:
         file.write(head)

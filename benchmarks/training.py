@@ -1,11 +1,11 @@
-"""`make bench-training`: training beside TRL and a bare loop, in one run; a table and a JSON line.
+"""`make bench-training`: SFT and DPO beside TRL and bare PyTorch loops.
 
     make bench-training ARGS='sft memory --runs 3'
 
-Contenders take turns in every round, each in a process of its own, with the same model, data, LoRA
-rank, number format, rows a batch and threads. A rate counts real tokens, and every optimizer step
-after the first. TRL runs as it comes: padded batches; gradient checkpointing is off for everybody,
-but in the row about memory, where it is on for everybody.
+Contenders take turns in every round, each in its own process, with the same model, data, LoRA rank,
+dtype, rows per batch and threads. A rate counts tokens without padding, over all optimizer steps
+but the first. TRL runs with its defaults (padded batches). Gradient checkpointing is off, except in
+the row about memory, where all contenders use it.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from benchmarks.asking import asked, asking
+from benchmarks.asking import make_parser, parse
 from benchmarks.children import Cost, run
 from benchmarks.report import table
 from benchmarks.rounds import Row
@@ -35,34 +35,34 @@ LOGITS_TOKENS = 1000
 
 @dataclass(frozen=True)
 class Rates:
-    """One contender over all rounds."""
+    """Results of one contender over all rounds."""
 
     costs: tuple[Cost, ...]
 
     @property
     def rates(self) -> list[float]:
-        """Real tokens a second, of each round."""
-        said = [heard(cost)["steps"] for cost in self.costs]
-        return [sum(n for n, _ in steps) / sum(s for _, s in steps) for steps in said]
+        """Tokens per second of each round, without padding."""
+        rounds = [report_in(cost)["steps"] for cost in self.costs]
+        return [sum(n for n, _ in steps) / sum(s for _, s in steps) for steps in rounds]
 
     @property
     def rate(self) -> float:
-        """Their median."""
+        """Median of all rounds, tokens per second."""
         return median(self.rates)
 
     @property
     def peak_mb(self) -> float:
-        """Median peak memory of the process, or of its largest child."""
+        """Median peak memory of the process, or of its largest child, MB."""
         return median(cost.peak_mb for cost in self.costs)
 
     @property
     def text(self) -> str:
-        """For a cell of the table."""
+        """Median and range of the rate, for the table."""
         low, high = min(self.rates), max(self.rates)
         return f"{self.rate:.0f} tokens/s ({low:.0f}..{high:.0f})"
 
     def as_json(self) -> dict[str, object]:
-        """Plain JSON; `seconds` and `runs_s` are those of a thousand tokens, for the plot."""
+        """Return rates and memory as plain JSON; `seconds` and `runs_s` are per thousand tokens."""
         return {
             "tokens_per_s": [round(rate, 1) for rate in self.rates],
             "seconds": round(1000 / self.rate, 3),
@@ -71,16 +71,24 @@ class Rates:
         }
 
 
-def heard(cost: Cost) -> dict[str, Any]:
-    """The last line of a contender that is its report."""
-    lines = [line for line in cost.said.splitlines() if line.startswith('{"steps"')]
-    found: dict[str, Any] = json.loads(lines[-1])
-    return found
+def report_in(cost: Cost) -> dict[str, Any]:
+    """Return the report in the output of a contender: its last line that is one."""
+    lines = [line for line in cost.output.splitlines() if line.startswith('{"steps"')]
+    report: dict[str, Any] = json.loads(lines[-1])
+    return report
 
 
 @dataclass(frozen=True)
 class Bench:
-    """Where things lie, how often they are run, and how many conversations a batch has."""
+    """Settings of the benchmark.
+
+    Attributes:
+        root: folder of models and data.
+        runs: number of rounds.
+        shape: shape of the model, a key of `SHAPES`.
+        dtype: torch dtype name.
+        rows: conversations per batch.
+    """
 
     root: Path
     runs: int
@@ -89,14 +97,14 @@ class Bench:
     rows: int = MICRO
 
     def base(self, shape: str) -> Path:
-        """A model; made when first asked for."""
+        """Return the folder of a model; made at the first call."""
         folder = self.root / f"base-{shape}"
         if not folder.exists():
             _made("make_base", folder, repr(shape))
         return folder
 
     def data(self, name: str, lengths: Sequence[int], shape: str, *, pairs: bool = False) -> Path:
-        """A dataset of these lengths; made when first asked for."""
+        """Return the folder of a dataset with these lengths in tokens; made at the first call."""
         folder = self.root / f"data-{name}"
         if not folder.exists():
             words = SHAPES[shape].vocabulary
@@ -106,7 +114,7 @@ class Bench:
     def interleaved(
         self, names: Sequence[str], base: Path, data: Path, runs: int | None = None, **ask: Any
     ) -> dict[str, Rates]:
-        """Every contender once a round."""
+        """Run every contender once per round."""
         costs: dict[str, list[Cost]] = {name: [] for name in names}
         for _ in range(runs or self.runs):
             for name in names:
@@ -115,24 +123,24 @@ class Bench:
                     places = [str(path) for path in (base, data, out)]
                     argv = [sys.executable, "-m", "benchmarks.training_jobs", name, *places]
                     costs[name].append(run([*argv, json.dumps({"dtype": self.dtype, **ask})]))
-        return {name: Rates(tuple(found)) for name, found in costs.items()}
+        return {name: Rates(tuple(measured)) for name, measured in costs.items()}
 
 
 def _made(what: str, folder: Path, arguments: str) -> None:
-    """Have a child make something: a child starts with its parent's peak memory, so stay small."""
+    """Call a function of `training_setting` in a child, because children inherit peak memory."""
     code = f"from benchmarks.training_setting import *; {what}(Path({str(folder)!r}), {arguments})"
     run([sys.executable, "-c", code])
 
 
 def sft_rows(bench: Bench) -> list[Row]:
-    """LoRA SFT beside TRL, a padded loop, and the bare loop over our own rows."""
+    """Measure LoRA SFT beside TRL, a loop with padded batches, and a bare loop over our rows."""
     data = bench.data("sft", draw_lengths(STEPS * bench.rows), bench.shape)
     names = ("ours", "trl", "padded", "bare")
     ask = {"steps": STEPS, "rows": bench.rows}
     timed = bench.interleaved(names, bench.base(bench.shape), data, **ask)
     detail = {name: rates.as_json() for name, rates in timed.items()}
     what = f"SFT, LoRA, {bench.shape}, {bench.dtype}"
-    shares = [share for cost in timed["ours"].costs for share in heard(cost)["mfu"]]
+    shares = [share for cost in timed["ours"].costs for share in report_in(cost)["mfu"]]
     used = f", MFU {median(shares):.1%}" if shares else ""
     over = timed["bare"].rate / timed["ours"].rate - 1
     return [
@@ -146,35 +154,35 @@ def sft_rows(bench: Bench) -> list[Row]:
 
 
 def dpo_rows(bench: Bench) -> list[Row]:
-    """LoRA DPO beside TRL."""
+    """Measure LoRA DPO beside TRL."""
     pairs = bench.rows // 2
     data = bench.data("dpo", draw_lengths(STEPS * pairs), bench.shape, pairs=True)
     ask = {"objective": "dpo", "steps": STEPS, "rows": pairs}
-    found = bench.interleaved(("ours", "trl"), bench.base(bench.shape), data, **ask)
-    detail = {name: rates.as_json() for name, rates in found.items()}
+    timed = bench.interleaved(("ours", "trl"), bench.base(bench.shape), data, **ask)
+    detail = {name: rates.as_json() for name, rates in timed.items()}
     what = f"DPO, LoRA, {bench.shape}, {bench.dtype}, vs TRL"
-    return [_faster(what, found["ours"], found["trl"], 1.5, detail)]
+    return [_faster(what, timed["ours"], timed["trl"], 1.5, detail)]
 
 
 def memory_rows(bench: Bench) -> list[Row]:
-    """Peak memory with a vocabulary of 152 thousand and 4 thousand tokens in a batch."""
+    """Measure peak memory with a vocabulary of 152,000 and 4,000 tokens in a batch."""
     data = bench.data("wide", [LOGITS_TOKENS] * 4, "wide")
     ask = {"steps": 1, "rows": 4, "checkpointing": True}
-    found = bench.interleaved(("ours", "trl"), bench.base("wide"), data, runs=1, **ask)
-    ours, peer = found["ours"].peak_mb, found["trl"].peak_mb
+    timed = bench.interleaved(("ours", "trl"), bench.base("wide"), data, runs=1, **ask)
+    ours, peer = timed["ours"].peak_mb, timed["trl"].peak_mb
     ratio = ours / peer
     what = f"SFT, LoRA, vocabulary 152 k, 4 k tokens, {bench.dtype}, peak memory"
     texts = [f"{peak:.0f} MB" for peak in (ours, peer)]
-    detail = {name: {"peak_mb": rates.peak_mb} for name, rates in found.items()}
+    detail = {name: {"peak_mb": rates.peak_mb} for name, rates in timed.items()}
     return [Row(what, *texts, f"{ratio:.2f}", "<= 0.5", ratio <= 0.5, detail)]
 
 
 def start_rows(bench: Bench) -> list[Row]:
-    """From the call of the stage to the end of its first step, two ranks, a toy."""
+    """Measure the time from the start of the stage to the end of its first step, on two ranks."""
     data = bench.data("toy", [40] * 16, "tiny")
     ask = {"steps": 1, "nproc": 2, "rows": 4}
     costs = bench.interleaved(("ours",), bench.base("tiny"), data, **ask)["ours"].costs
-    times = [heard(cost)["first_step_s"] for cost in costs]
+    times = [report_in(cost)["first_step_s"] for cost in costs]
     text = f"{median(times):.1f} s ({min(times):.1f}..{max(times):.1f})"
     detail = {"ours": {"first_step_s": times}}
     met = median(times) <= 10
@@ -195,15 +203,15 @@ ROWS: dict[str, Callable[[Bench], list[Row]]] = {
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Run the asked rows; print the table and the JSON line."""
-    parser = asking("training", __doc__, ROWS)
+    """Run the selected rows; print the table and the JSON line."""
+    parser = make_parser("training", __doc__, ROWS)
     parser.add_argument("--shape", default="100M", choices=list(SHAPES))
     parser.add_argument("--dtype", default="float32", choices=["float32", "bfloat16"])
-    given = asked(parser, ROWS, arguments)
-    folder = Path(tempfile.mkdtemp(dir=given.root)).resolve()
+    options = parse(parser, ROWS, arguments)
+    folder = Path(tempfile.mkdtemp(dir=options.root)).resolve()
     try:
-        bench = Bench(folder, given.runs, given.shape, given.dtype)
-        rows = [row for name in given.rows for row in ROWS[name](bench)]
+        bench = Bench(folder, options.runs, options.shape, options.dtype)
+        rows = [row for name in options.rows for row in ROWS[name](bench)]
     finally:
         shutil.rmtree(folder)
     print(table(rows))

@@ -1,10 +1,10 @@
-"""The contenders of `make bench-training`, each in a process of its own:
+"""The contenders of `make bench-training`, each in its own process:
 
     python -m benchmarks.training_jobs ours BASE DATA OUT '{"objective": "sft", ...}'
 
-Each takes the same optimizer steps and prints one JSON line: real tokens and seconds of every step
-after the first. Padding is no token. All run fp32, AdamW, LoRA of one rank on all linear layers,
-without gradient checkpointing unless `checkpointing` asks for it.
+Each takes the same number of optimizer steps and prints one JSON line: tokens (without padding) and
+seconds of every step after the first. All use AdamW and LoRA of the same rank on all linear layers,
+without gradient checkpointing unless `checkpointing` is set.
 """
 
 from __future__ import annotations
@@ -20,15 +20,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from benchmarks.training_setting import MICRO, RANK
-from benchmarks.trl_arguments import common
+from benchmarks.training_setting import MICRO, RANK, trl_arguments
 
 IGNORED = -100
 
 
 @dataclass(frozen=True)
 class Ask:
-    """What is to be run; `rows` examples a micro-batch."""
+    """Arguments of a run; `rows` is the number of examples per micro-batch."""
 
     base: Path
     data: Path
@@ -43,12 +42,12 @@ class Ask:
 
 
 def say(steps: list[tuple[int, float]], **more: Any) -> None:
-    """The line that is read by the parent: the first step warms up and is left out."""
+    """Print the report for the parent process, without the first step, which warms up."""
     print(json.dumps({"steps": steps[1:], **more}))
 
 
 def ours(ask: Ask) -> None:
-    """The stage `train`, from its launcher to the published shards; steps as its events tell."""
+    """Run the stage `train`, launcher included; its events give the time of each step."""
     from tasks.train import train
     from tasks.training.job import Batch, Launch, Optim, Peft, Settings, Zero
 
@@ -65,14 +64,14 @@ def ours(ask: Ask) -> None:
         launch=Launch(ask.nproc, threads=int(os.environ.get("OMP_NUM_THREADS", 0)) or None),
     )
     started, seen, shares = time.monotonic(), [], []
-    found: list[tuple[int, float]] = []
+    steps: list[tuple[int, float]] = []
 
     def on_event(event: dict[str, Any]) -> None:
         seen.append((event["event"], time.monotonic() - started))
         if event["event"] == "step":
-            # From one step's event to the next one's: all that the loop does is in it.
+            # From event to event, so the time includes everything that the loop does.
             since = seen[-2][1] if seen[-2][0] == "step" else seen[-1][1] - event["step_s"]
-            found.append((round(event["tokens_per_s"] * event["step_s"]), seen[-1][1] - since))
+            steps.append((round(event["tokens_per_s"] * event["step_s"]), seen[-1][1] - since))
             shares.extend([event["mfu"]] if "mfu" in event else [])
 
     ask.out.mkdir(parents=True)
@@ -89,11 +88,11 @@ def ours(ask: Ask) -> None:
         on_event=on_event,
     )
     first = next(at for name, at in seen if name == "step")
-    say(found, first_step_s=first, mfu=shares[1:])
+    say(steps, first_step_s=first, mfu=shares[1:])
 
 
 def trl(ask: Ask) -> None:
-    """TRL's trainer of that objective, by its own defaults but for what `Ask` says."""
+    """Run TRL's trainer of the objective, with its defaults except for the fields of `Ask`."""
     import trl
     from datasets import load_dataset
     from peft import LoraConfig
@@ -108,7 +107,7 @@ def trl(ask: Ask) -> None:
         learning_rate=ask.lr,
         max_length=1024,
         gradient_checkpointing=ask.checkpointing,
-        **common(ask.dtype),
+        **trl_arguments(ask.dtype),
     )
     made = trainer(
         model=str(ask.base),
@@ -154,30 +153,31 @@ def _steps(tokens: list[int], marks: list[float]) -> list[tuple[int, float]]:
 
 
 def _load(ask: Ask) -> tuple[Any, list[tuple[list[int], list[bool]]]]:
-    """The base, and (ids, bears loss) of every conversation, as its template has it."""
+    """Return the base, and (token ids, True for tokens with loss) of every conversation."""
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     tokenizer = AutoTokenizer.from_pretrained(ask.base)
-    found = []
+    samples = []
     for line in (ask.data / "train.jsonl").read_text().splitlines():
         messages = json.loads(line)["messages"]
         options = {"tokenize": True, "return_dict": False}
-        asked = tokenizer.apply_chat_template(messages[:-1], add_generation_prompt=True, **options)
+        prompt = tokenizer.apply_chat_template(messages[:-1], add_generation_prompt=True, **options)
         ids = tokenizer.apply_chat_template(messages, **options)
-        found.append((ids, [place >= len(asked) for place in range(len(ids))]))
+        samples.append((ids, [place >= len(prompt) for place in range(len(ids))]))
     model = AutoModelForCausalLM.from_pretrained(ask.base, dtype=getattr(torch, ask.dtype))
-    return model.to(device()), found
+    return model.to(device()), samples
 
 
 def device() -> Any:
-    """Where everyone computes: the first GPU, or the CPU where there is none."""
+    """Return the device of all contenders: the first GPU, or the CPU if there is none."""
     import torch
 
     return torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
 
 def _adapted(model: Any) -> tuple[Any, Any]:
+    """Return the model with a LoRA adapter, and its optimizer."""
     import torch
     from peft import LoraConfig, get_peft_model
 
@@ -189,6 +189,7 @@ def _adapted(model: Any) -> tuple[Any, Any]:
 
 
 def _timed(ask: Ask, forward: Callable[[int], tuple[int, Any]], model: Any, optimizer: Any) -> None:
+    """Run the optimizer steps and print the report; `forward` returns (tokens, loss) of a step."""
     import torch
 
     trained = [p for p in model.parameters() if p.requires_grad]
@@ -206,7 +207,7 @@ def _timed(ask: Ask, forward: Callable[[int], tuple[int, Any]], model: Any, opti
 
 
 def padded(ask: Ask) -> None:
-    """A bare PyTorch loop: batches in random order, padded, with the model's own loss."""
+    """Run a bare PyTorch loop: padded batches in random order, with the model's own loss."""
     import torch
 
     model, samples = _load(ask)
@@ -222,7 +223,7 @@ def padded(ask: Ask) -> None:
             size = len(own)
             ids[row, :size], mask[row, :size] = torch.tensor(own), 1
             labels[row, :size] = torch.where(torch.tensor(bears), ids[row, :size], IGNORED)
-        ids, mask, labels = (one.to(device()) for one in (ids, mask, labels))
+        ids, mask, labels = (tensor.to(device()) for tensor in (ids, mask, labels))
         out = model(input_ids=ids, attention_mask=mask, labels=labels)
         return int(mask.sum()), out.loss
 
@@ -230,7 +231,7 @@ def padded(ask: Ask) -> None:
 
 
 def bare(ask: Ask) -> None:
-    """Forward, backward and step of the rows that we train on, packed before the clock starts."""
+    """Run forward, backward and optimizer step on our packed rows; packing is not timed."""
     import numpy as np
 
     from tasks.training.job import Batch

@@ -1,7 +1,7 @@
-"""What training is timed on, made on the spot: a Llama-like model, a tokenizer, conversations.
+"""Make the inputs of `make bench-training`: a Llama model, a tokenizer, conversations.
 
-A word is a token, so that lengths are what they are drawn to be: log-normal with mean 180, cut at
-1024, four tenths of them prompt. Numbers are random: what is timed does not depend on them.
+Each word is a token, so lengths are exact: log-normal with mean 180, at most 1000. The prompt is
+four tenths of it. Weights and words are random; they do not affect the time.
 """
 
 from __future__ import annotations
@@ -31,12 +31,12 @@ SHAPES = {
 
 
 def make_base(folder: Path, name: str) -> None:
-    """A model of that shape, in fp32."""
+    """Make a model with this shape, in fp32."""
     write_llama(folder, SHAPES[name], dtype="float32")
 
 
 def make_data(folder: Path, *, vocabulary: int, lengths: list[int], pairs: bool = False) -> None:
-    """A dataset artifact: `train.jsonl` of these lengths, four conversations held out."""
+    """Make a dataset: `train.jsonl` with these lengths in tokens, and four held-out rows."""
     draw = np.random.default_rng(0)
 
     def words(count: int) -> str:
@@ -44,13 +44,13 @@ def make_data(folder: Path, *, vocabulary: int, lengths: list[int], pairs: bool 
 
     def row(number: int, length: int) -> dict[str, Any]:
         prompt = int(PROMPT_SHARE * length)
-        asked = [{"role": "user", "content": words(prompt - 6)}]
+        question = [{"role": "user", "content": words(prompt - 6)}]
         first, second = (
             [{"role": "assistant", "content": words(length - prompt - 2)}] for _ in "ab"
         )
         if pairs:
-            return {"id": f"s{number}", "prompt": asked, "chosen": first, "rejected": second}
-        return {"id": f"s{number}", "messages": asked + first}
+            return {"id": f"s{number}", "prompt": question, "chosen": first, "rejected": second}
+        return {"id": f"s{number}", "messages": question + first}
 
     folder.mkdir(parents=True)
     for split, of in (("train", lengths), ("heldout", [16] * 4)):
@@ -59,7 +59,28 @@ def make_data(folder: Path, *, vocabulary: int, lengths: list[int], pairs: bool 
 
 
 def draw_lengths(count: int) -> list[int]:
-    """Log-normal lengths with mean 180; the same ones for everyone."""
+    """Return log-normal lengths with mean 180, the same for all contenders."""
     mu = np.log(MEAN) - SIGMA**2 / 2
-    drawn = np.random.default_rng(4).lognormal(mu, SIGMA, count)
-    return [int(x) for x in np.clip(drawn, SHORTEST, LONGEST)]
+    lengths = np.random.default_rng(4).lognormal(mu, SIGMA, count)
+    return [int(x) for x in np.clip(lengths, SHORTEST, LONGEST)]
+
+
+def trl_arguments(dtype: str) -> dict[str, Any]:
+    """Return the arguments of a TRL configuration that all runs share: no logs, no checkpoints.
+
+    Args:
+        dtype: torch dtype name of the weights.
+    """
+    import torch
+
+    gpu = torch.cuda.is_available()
+    return {
+        "model_init_kwargs": {"dtype": dtype},
+        "use_cpu": not gpu,
+        "bf16": dtype == "bfloat16" and gpu,
+        "report_to": "none",
+        "save_strategy": "no",
+        "logging_steps": 1,
+        "disable_tqdm": True,
+        "dataloader_pin_memory": False,
+    }

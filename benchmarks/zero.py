@@ -1,11 +1,11 @@
-"""A ZeRO-3 checkpoint of 4 ranks to a bf16 model, beside DeepSpeed's own scripts.
+"""Convert a ZeRO-3 checkpoint of 4 ranks to a bf16 model, beside DeepSpeed's own scripts.
 
     python -m benchmarks.zero rows [--size 0.5] [--runs 3] [--root .cache/bench]
 
 The checkpoint is written in DeepSpeed's layout without training, and without the optimizer's
-moments, which neither side reads. It is untied: of a tied one `zero_to_fp32 --safe_serialization`
-of DeepSpeed 0.19.8 makes nothing ("Some tensors share memory"). Peers: `zero_to_fp32` as a user
-calls it (fp32, twice the bytes), and `zero_to_torch`, which since lately can write bf16.
+moments, which no contender reads. Its embeddings are not tied, because `zero_to_fp32
+--safe_serialization` of DeepSpeed 0.19.8 fails on tied ones ("Some tensors share memory").
+Contenders: `zero_to_fp32` (fp32, twice the bytes), and `zero_to_torch`, which can write bf16.
 """
 
 from __future__ import annotations
@@ -31,13 +31,13 @@ TAG = "global_step10"
 
 
 def rows(bench: Bench, size: str = "0.5") -> list[dict[str, Any]]:
-    """Time and memory, as fields of `rounds.Row`."""
+    """Measure time and memory, and return the fields of two `rounds.Row`s."""
     source = bench.root / f"zero3-{size}"
     if not source.exists():
         run([sys.executable, "-m", "benchmarks.zero", "make", str(source), size])
     script = {name: str(source / f"{name}.py") for name in ("zero_to_fp32", "zero_to_torch")}
     safe = ["--safe_serialization"]
-    found = bench.interleaved(
+    runs = bench.interleaved(
         {
             "ours": lambda out: _ours(source, out),
             "zero_to_fp32": lambda out: [
@@ -49,8 +49,8 @@ def rows(bench: Bench, size: str = "0.5") -> list[dict[str, Any]]:
             ],
         }
     )  # fmt: skip
-    detail = {name: series.as_json() for name, series in found.items()}
-    ours, peer = found["ours"], found["zero_to_fp32"]
+    detail = {name: series.as_json() for name, series in runs.items()}
+    ours, peer = runs["ours"], runs["zero_to_fp32"]
     what = f"ZeRO-3, {RANKS} ranks -> bf16 model, {size} B"
     time, memory = ours.seconds / peer.seconds, ours.peak_mb / peer.peak_mb
     return [
@@ -75,7 +75,7 @@ def _seconds(series: Series) -> str:
 
 
 def make(folder: Path, size: str) -> None:
-    """Write the checkpoint: what `engine.save_checkpoint` leaves under ZeRO-3."""
+    """Write a checkpoint as `engine.save_checkpoint` does under ZeRO-3."""
     import torch
     from deepspeed.runtime.zero.config import ZeroStageEnum
     from deepspeed.utils import zero_to_fp32
@@ -87,7 +87,7 @@ def make(folder: Path, size: str) -> None:
     (folder / "config.json").write_text(json.dumps(model_config(SIZES[size])))
     for script in ("zero_to_fp32.py", "zero_to_torch.py"):
         shutil.copy(Path(zero_to_fp32.__file__).with_name(script), folder)
-    share = sum(-(-prod(shape) // RANKS) for shape in shapes.values())
+    partition = sum(-(-prod(shape) // RANKS) for shape in shapes.values())
     state: dict[str, Any] = {
         "module": OrderedDict((name, torch.empty(0, dtype=torch.bfloat16)) for name in shapes),
         "buffer_names": [], "optimizer": None, "param_shapes": [shapes],
@@ -97,7 +97,7 @@ def make(folder: Path, size: str) -> None:
     }  # fmt: skip
     for rank in range(RANKS):
         pool = torch.randn(1 << 22, generator=torch.Generator().manual_seed(rank)) * 0.02
-        flat = pool.repeat(-(-share // pool.numel()))[:share].clone()
+        flat = pool.repeat(-(-partition // pool.numel()))[:partition].clone()
         optimizer = {
             "zero_stage": ZeroStageEnum.weights, "partition_count": RANKS, "overflow": False,
             "optimizer_state_dict": {"state": {}, "param_groups": []}, "fp32_flat_groups": [flat],
@@ -109,7 +109,7 @@ def make(folder: Path, size: str) -> None:
 
 
 def convert(folder: Path, out: Path) -> None:
-    """Ours: planned, validated and run as `deliver` does."""
+    """Convert the checkpoint our way: plan, validate and execute, as `deliver` does."""
     from tasks.delivery.plan.planning import prepare
     from tasks.delivery.plan.work import Request, Target
     from tasks.delivery.recognise import recognise
@@ -123,7 +123,7 @@ def convert(folder: Path, out: Path) -> None:
 
 
 def main() -> None:
-    """The rows alone, as one JSON line; or one of the child processes."""
+    """Print the rows as one JSON line, or run one of the child processes."""
     parser = argparse.ArgumentParser(prog="benchmarks.zero", description=__doc__)
     commands = parser.add_subparsers(dest="command", required=True)
     making = commands.add_parser("make")
@@ -136,18 +136,18 @@ def main() -> None:
     alone.add_argument("--size", default="0.5", choices=list(SIZES))
     alone.add_argument("--runs", type=int, default=3)
     alone.add_argument("--root", type=Path, default=Path(".cache/bench"))
-    asked = parser.parse_args()
-    if asked.command == "make":
-        make(asked.folder, asked.size)
-    elif asked.command == "convert":
-        convert(asked.folder, asked.out)
+    options = parser.parse_args()
+    if options.command == "make":
+        make(options.folder, options.size)
+    elif options.command == "convert":
+        convert(options.folder, options.out)
     else:
         from benchmarks.rounds import Bench
 
-        asked.root.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryDirectory(dir=asked.root) as folder:
-            bench = Bench(Path(folder).resolve(), asked.runs, [asked.size])
-            print(json.dumps(rows(bench, asked.size)))
+        options.root.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(dir=options.root) as folder:
+            bench = Bench(Path(folder).resolve(), options.runs, [options.size])
+            print(json.dumps(rows(bench, options.size)))
 
 
 if __name__ == "__main__":

@@ -92,7 +92,7 @@ def test_the_rows_of_online_learning_are_judged_by_their_bars(tmp_path: Path) ->
 
 def test_a_contender_without_a_report_is_an_error() -> None:
     with pytest.raises(RuntimeError, match="without a report:\nnothing"):
-        rl_rounds.heard(Cost(1, 1, 1, "nothing"))
+        rl_rounds.report_in(Cost(1, 1, 1, "nothing"))
 
 
 def test_everyone_is_asked_the_same() -> None:

@@ -1,4 +1,4 @@
-"""What benches write at the end of a run, without the run; what they make; how they take turns."""
+"""Benchmarks: pages and records of a run, made models, and rounds; most without a real run."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from tests.conftest import PROJECT
 
 
 def _series(*seconds: float) -> Series:
-    return Series(tuple(Cost(one, 50 + one, 2 * one) for one in seconds))
+    return Series(tuple(Cost(wall, 50 + wall, 2 * wall) for wall in seconds))
 
 
 def test_only_the_table_of_the_documents_is_replaced(tmp_path: Path) -> None:
@@ -44,36 +44,36 @@ def test_without_a_place_for_the_table_nothing_is_written(tmp_path: Path) -> Non
 
 
 def _timed(*seconds: float, **told: object) -> rl_rounds.Timed:
-    """A contender of `make bench-rl`, one number a round, behind a line that is no report."""
-    lines = [json.dumps({"bench": {"seconds": [one], **told}}) for one in seconds]
+    """Return results of a contender of `make bench-rl`, one number per round."""
+    lines = [json.dumps({"bench": {"seconds": [wall], **told}}) for wall in seconds]
     return rl_rounds.Timed(tuple(Cost(99, 512, 7, f"a line\n{line}\n") for line in lines))
 
 
 class _Fixed(rl_rounds.Bench):
-    """Rounds whose times are known."""
+    """A benchmark with fixed times instead of runs."""
 
-    def __init__(self, **found: rl_rounds.Timed) -> None:
+    def __init__(self, **timed: rl_rounds.Timed) -> None:
         super().__init__(Path("/nowhere"), 3, "tiny", "tiny", "float32")
-        object.__setattr__(self, "found", found)
+        object.__setattr__(self, "timed", timed)
 
     def _made(self, name: str, what: str, arguments: str) -> str:
         return name
 
     def interleaved(self, commands: rl_rounds.Commands) -> dict[str, rl_rounds.Timed]:
         assert {name: command(Path("out"))[0] for name, command in commands.items()}
-        return {name: self.found[name.replace(" ", "_")] for name in commands}  # type: ignore[attr-defined]
+        return {name: self.timed[name.replace(" ", "_")] for name in commands}  # type: ignore[attr-defined]
 
 
 def test_the_rows_of_online_learning_are_judged_by_their_bars(tmp_path: Path) -> None:
     ours = _timed(2.0, 4.0, 3.0, tokens=60, overhead=[0.04, 0.06])
-    found = _Fixed(
+    bench = _Fixed(
         ours=ours,
         transformers=_timed(7.2, 7.2, 9.0, tokens=60),
         vLLM_as_shipped=_timed(3.3, 3.3, 3.0, tokens=60),
         merged_weights=_timed(30.0, 30.0, 29.0),
         trl=_timed(9.0, 5.0, 5.9),
     )
-    rows = [row for make in rl.ROWS.values() for row in make(found)]
+    rows = [row for make in rl.ROWS.values() for row in make(bench)]
     assert [row.ratio for row in rows] == ["2.40", "1.10", "0.100", "1.97", "0.050"]
     assert [row.met for row in rows] == [False, True, True, False, True]
     assert rows[0].ours == "20 tokens/s (15..30)"
@@ -100,7 +100,7 @@ def test_everyone_is_asked_the_same() -> None:
     lengths, prompts = rl_setting.draw_lengths(), rl_setting.draw_prompts(300)
     assert len(lengths) == len(prompts) == 64
     assert 16 <= min(lengths) < max(lengths) <= 128
-    assert all(16 <= len(one) <= 64 and max(one) < 300 for one in prompts)
+    assert all(16 <= len(ids) <= 64 and max(ids) < 300 for ids in prompts)
 
 
 @pytest.mark.slow
@@ -110,13 +110,13 @@ def test_every_contender_of_online_learning_runs(tmp_path: Path) -> None:
     assert [row.bar for row in rows] == [">= 2.5", ">= 1", "<= 0.1", ">= 2", "<= 5 %"]
     told = [rows[place].detail for place in (0, 2, 3)]
     for detail in told:
-        for one in detail.values():
-            assert min(one["runs_s"]) > 0  # type: ignore[index]
+        for timed in detail.values():
+            assert min(timed["runs_s"]) > 0  # type: ignore[index]
     (ours,), (trl,) = (told[2][name]["told"] for name in ("ours", "trl"))  # type: ignore[index]
     assert len(ours["seconds"]) == len(trl["seconds"]) == 1
     assert sum(ours["phases"].values()) == pytest.approx(sum(ours["seconds"]), rel=0.1)
-    for one in (ours, trl):  # of 64 replies, which end by themselves or are cut
-        assert 64 * 35 < one["tokens"][0] < 64 * 75
+    for report in (ours, trl):  # 64 responses, which end with EOS or are cut
+        assert 64 * 35 < report["tokens"][0] < 64 * 75
 
 
 def test_without_a_gpu_the_page_says_that_nothing_was_measured(
@@ -166,9 +166,9 @@ def test_every_contender_runs_in_every_round_and_the_first_is_not_counted(tmp_pa
                 name, str(log)]  # fmt: skip
 
     bench = Bench(tmp_path, 3, ["tiny"])
-    found = bench.interleaved({n: lambda out, n=n: command(n, out) for n in ("one", "two")})
+    timed = bench.interleaved({n: lambda out, n=n: command(n, out) for n in ("one", "two")})
     assert log.read_text().split() == ["one", "two"] * 4
-    assert {name: len(series.costs) for name, series in found.items()} == {"one": 3, "two": 3}
+    assert {name: len(series.costs) for name, series in timed.items()} == {"one": 3, "two": 3}
 
 
 def test_a_synthetic_base_is_one_that_our_readers_take(tmp_path: Path, monkeypatch) -> None:

@@ -132,8 +132,8 @@ def _fit(sizes: Vocabulary) -> Check:
     )
 
 
-def _equal(name: str, expected: object, found: object) -> Check:
-    return Check(name, str(expected), str(found), ok=expected == found)
+def _equal(name: str, expected: object, actual: object) -> Check:
+    return Check(name, str(expected), str(actual), ok=expected == actual)
 
 
 def _ids(document: Mapping[str, Any], key: str) -> list[int]:

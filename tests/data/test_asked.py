@@ -1,4 +1,4 @@
-"""Prompts with and without reference answers, and the columns that travel along for rewards."""
+"""Prompts with and without reference answers, and the columns passed on to rewards."""
 
 from __future__ import annotations
 
@@ -106,13 +106,13 @@ def test_csv_rows_may_leave_their_answer_out(tmp_path: Path) -> None:
         log=logging.getLogger("tests.data"),
     )
     assert account["rows"] == "prompts"
-    found = {
+    splits = {
         split: [json.loads(line) for line in (tmp_path / f"{split}.jsonl").open()]
         for split in ("train", "heldout")
     }
-    both = found["train"] + found["heldout"]
+    both = splits["train"] + splits["heldout"]
     assert len(both) == 60
-    assert min(map(len, found.values())) > 5
+    assert min(map(len, splits.values())) > 5
     for row in both:
         number = int(row["messages"][0]["content"].removeprefix("say, "))
         assert row["columns"] == {"level": str(number % 3)}

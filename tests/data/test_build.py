@@ -1,4 +1,4 @@
-"""Every row read is kept unchanged, or counted and reported; the splits never overlap."""
+"""Every row is kept unchanged, or counted and reported; the splits never overlap."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A row becomes exactly its messages, or is refused with the reason."""
+"""A row becomes its messages, unchanged, or is refused with the reason."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Preference pairs and labelled answers: the shapes of data sets, and what is refused."""
+"""Preference pairs and labelled answers: formats of datasets, and refused rows."""
 
 from __future__ import annotations
 
@@ -61,8 +61,8 @@ def test_shapes(row: dict[str, Any]) -> None:
 def test_longer_conversations_part_at_the_first_different_answer() -> None:
     start = [SYSTEM, user("a"), answer("b"), user("c")]
     row = {"chosen": [*start, answer("d")], "rejected": [*start, answer("e")]}
-    found = preference(row, Columns())
-    assert found == {"prompt": start, "chosen": [answer("d")], "rejected": [answer("e")]}
+    pair = preference(row, Columns())
+    assert pair == {"prompt": start, "chosen": [answer("d")], "rejected": [answer("e")]}
     text = "\n\nHuman: a\n\nAssistant: b\n\nHuman: c\n\nAssistant: {}"
     row = {"chosen": text.format("d"), "rejected": text.format("e\n")}
     assert preference(row, Columns()) == {
@@ -70,8 +70,8 @@ def test_longer_conversations_part_at_the_first_different_answer() -> None:
     }  # fmt: skip
     # one of them goes on after the other has ended
     longer = [user("a"), answer("b"), user("c"), answer("d")]
-    found = preference({"chosen": longer, "rejected": longer[:2]}, Columns())
-    assert found == {"prompt": longer[:1], "chosen": longer[1:], "rejected": longer[1:2]}
+    pair = preference({"chosen": longer, "rejected": longer[:2]}, Columns())
+    assert pair == {"prompt": longer[:1], "chosen": longer[1:], "rejected": longer[1:2]}
 
 
 def test_system_messages_stay_with_the_prompt() -> None:
@@ -83,10 +83,10 @@ def test_system_messages_stay_with_the_prompt() -> None:
     assert preference(whole, Columns()) == {**WANTED, "prompt": [SYSTEM, user("q")]}
 
 
-@pytest.mark.parametrize(("raw", "found"), [(1, 1.0), (-0.5, -0.5), ("0.25", 0.25)])
-def test_margins(raw: object, found: float) -> None:
+@pytest.mark.parametrize(("raw", "margin"), [(1, 1.0), (-0.5, -0.5), ("0.25", 0.25)])
+def test_margins(raw: object, margin: float) -> None:
     row = {"prompt": "q", "chosen": "good", "rejected": "bad", "m": raw}
-    assert preference(row, Columns(margin="m")) == {**WANTED, "margin": found}
+    assert preference(row, Columns(margin="m")) == {**WANTED, "margin": margin}
     assert preference(row, Columns()) == WANTED
 
 
@@ -145,8 +145,8 @@ def test_what_is_wrong_without_a_prompt_is_said(row: dict[str, Any], reason: str
 )  # fmt: skip
 def test_labels(raw: object, flag: bool) -> None:
     row = {"prompt": "q", "response": "a", "label": raw}
-    found = labelled(row, Columns())
-    assert found == {"messages": [user("q"), answer("a")], "desirable": flag}
+    labelled_row = labelled(row, Columns())
+    assert labelled_row == {"messages": [user("q"), answer("a")], "desirable": flag}
 
 
 @pytest.mark.parametrize("raw", ["good", 2, 0.5, None, [True], ""])
@@ -167,11 +167,13 @@ def test_transcripts_are_read_as_they_are_written() -> None:
 SAID = st.lists(st.text(min_size=1, max_size=4).filter(str.strip), min_size=2, max_size=5)
 
 
-@given(said=SAID, tail=st.text(min_size=1, max_size=3).filter(str.strip))
-def test_a_pair_split_and_joined_is_the_same(said: list[str], tail: str) -> None:
-    """Prompt and answers, given apart or as two whole conversations, are the same pair."""
-    prompt = [(user, answer)[i % 2](text) for i, text in enumerate(said[: len(said) // 2 * 2 - 1])]
-    chosen, rejected = [answer(said[-1])], [answer(said[-1] + tail)]
+@given(texts=SAID, tail=st.text(min_size=1, max_size=3).filter(str.strip))
+def test_a_pair_split_and_joined_is_the_same(texts: list[str], tail: str) -> None:
+    """A pair is the same with a separate prompt and as two whole conversations."""
+    prompt = [
+        (user, answer)[i % 2](text) for i, text in enumerate(texts[: len(texts) // 2 * 2 - 1])
+    ]
+    chosen, rejected = [answer(texts[-1])], [answer(texts[-1] + tail)]
     apart = {"prompt": prompt, "chosen": chosen, "rejected": rejected}
     whole = {"chosen": [*prompt, *chosen], "rejected": [*prompt, *rejected]}
     assert preference(apart, Columns()) == preference(whole, Columns()) == apart
@@ -185,7 +187,7 @@ def test_pairs_of_one_prompt_stay_on_one_side_and_keep_ids_apart() -> None:
 
 
 def test_every_objective_has_its_rows() -> None:
-    """The table here and the objectives' own roles say the same."""
+    """Kinds of rows and objectives name the same columns."""
     roles = {"conversations": ("text",), "texts": ("text",), "pairs": ("chosen", "rejected"),
              "labelled": ("text", "mismatched")}  # fmt: skip
     for name, kind in KINDS.items():

@@ -1,4 +1,4 @@
-"""Readers: every line that was there comes out, in order, with its place."""
+"""Readers return every line in order, with its place."""
 
 from __future__ import annotations
 
@@ -96,7 +96,7 @@ def test_a_file_that_is_no_parquet_is_refused(tmp_path: Path) -> None:
 def test_a_datasets_source_is_read_by_split(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A folder in the layout of the hub, which the library reads without the hub."""
+    """`datasets` reads a folder in the layout of the hub, without the hub."""
     import datasets
 
     monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
@@ -155,5 +155,5 @@ def test_any_bytes_give_one_row_a_line_that_is_not_blank(
     path.write_bytes(content)
     text = content.removeprefix(b"\xef\xbb\xbf")
     lines = [n for n, line in enumerate(text.split(b"\n"), start=1) if line.strip()]
-    found = [int(row.place.partition(":")[2]) for row in read_rows("jsonl", str(path))]
-    assert found == lines
+    places = [int(row.place.partition(":")[2]) for row in read_rows("jsonl", str(path))]
+    assert places == lines

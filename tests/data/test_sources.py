@@ -1,4 +1,4 @@
-"""Several sources: one after the other, or mixed as the probabilities say, always the same."""
+"""Several sources: read in order, or mixed by probability, always with the same result."""
 
 from __future__ import annotations
 
@@ -37,8 +37,8 @@ def drawn(
 
 
 def test_without_probabilities_they_follow_each_other() -> None:
-    found = drawn(source("a", 3), source("b", 2, max_samples=1), source("c", 1))
-    assert found == [("a:1", False), ("a:2", False), ("a:3", False), ("b:1", False), ("c:1", False)]
+    rows = drawn(source("a", 3), source("b", 2, max_samples=1), source("c", 1))
+    assert rows == [("a:1", False), ("a:2", False), ("a:3", False), ("b:1", False), ("c:1", False)]
 
 
 @given(
@@ -70,9 +70,9 @@ def test_mixing_reads_every_source_in_its_order(sizes, weights, seed) -> None:
 
 def test_shares_are_those_that_were_asked_for() -> None:
     sources = [source("a", 40_000, probability=0.7), source("b", 40_000, probability=0.3)]
-    found = Counter(p[0] for p, _ in drawn(*sources, stopping="first_exhausted"))
-    share = found["a"] / found.total()
-    assert abs(share - 0.7) < 5 * (0.7 * 0.3 / found.total()) ** 0.5
+    counts = Counter(p[0] for p, _ in drawn(*sources, stopping="first_exhausted"))
+    share = counts["a"] / counts.total()
+    assert abs(share - 0.7) < 5 * (0.7 * 0.3 / counts.total()) ** 0.5
     other = drawn(*sources, stopping="first_exhausted", seed=1)
     assert [p for p, _ in other[:50]] != [
         p for p, _ in drawn(*sources, stopping="first_exhausted")[:50]
@@ -91,9 +91,9 @@ def test_shares_are_those_that_were_asked_for() -> None:
     ],
 )
 def test_probabilities_that_are_none(given_: list[float | None], words: str) -> None:
-    found = wrong_probabilities(given_)
-    assert words in found
-    assert bool(found) == bool(words)
+    problem = wrong_probabilities(given_)
+    assert words in problem
+    assert bool(problem) == bool(words)
 
 
 def build(out: Path, *sources: Source, **options: Any) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""Raw texts, as in pre-training: rows, splits, and what the preflight says of them."""
+"""Raw texts, as in pre-training: rows, splits, and findings of the preflight."""
 
 from __future__ import annotations
 
@@ -58,40 +58,42 @@ def test_a_share_of_the_texts_is_held_out(tmp_path: Path) -> None:
     assert all(set(row) == {"id", "text"} for row in rows)
 
 
-def said(train: str, *overrides: str) -> list[str]:
+def findings_of(train: str, *overrides: str) -> list[str]:
     settings = compose_config([f"train={train}", *overrides]).settings
     findings = data.readable(settings["data"], settings["train"]["objective"])
-    return [str(one) for one in [*findings, *texts.fit(settings)]]
+    return [str(finding) for finding in [*findings, *texts.fit(settings)]]
 
 
 def test_what_goes_with_texts_and_what_does_not(tmp_path: Path) -> None:
     path = write(tmp_path / "x.jsonl", {"text": BOOK}, {"text": "another"})
     given = ("data=jsonl", f"data.path={path}")
-    assert said("pretrain", *given, "data.text_key=text") == []
-    (wrong,) = said("sft", *given, "data.text_key=text")
+    assert findings_of("pretrain", *given, "data.text_key=text") == []
+    (wrong,) = findings_of("sft", *given, "data.text_key=text")
     assert wrong.startswith("train.mask: last_answer with data.text_key; a raw text has no answers")
     assert wrong.endswith("-> train=pretrain")
-    (wrong,) = said("sft", *given)  # told by its rows
+    (wrong,) = findings_of("sft", *given)  # told by its rows
     assert "holds texts" in wrong
     assert wrong.endswith("-> train=pretrain data.text_key=text")
-    (wrong,) = said("pretrain", *given, "data.text_key=txt")
+    (wrong,) = findings_of("pretrain", *given, "data.text_key=txt")
     assert wrong.endswith("-> data.text_key=text")
-    (wrong,) = said("sft", "train.on_overlong=split")
+    (wrong,) = findings_of("sft", "train.on_overlong=split")
     assert wrong.startswith("train.on_overlong: split without data.text_key")
-    (wrong,) = said("pretrain", *given, "data.text_key=text", "gate.min_eval_gain=1")
+    (wrong,) = findings_of("pretrain", *given, "data.text_key=text", "gate.min_eval_gain=1")
     assert wrong.startswith("gate.min_eval_gain: with data.text_key; a raw text is not answered")
-    found = said("dpo", *given, "data.text_key=text")
-    assert any(one.startswith("data.text_key: raw texts with train.objective=dpo") for one in found)
-    (wrong,) = said("pretrain", "data.text_key=text")
+    lines = findings_of("dpo", *given, "data.text_key=text")
+    assert any(
+        line.startswith("data.text_key: raw texts with train.objective=dpo") for line in lines
+    )
+    (wrong,) = findings_of("pretrain", "data.text_key=text")
     assert wrong.startswith("data.text_key: data=toy; it makes conversations")
 
 
 def test_every_source_holds_texts_or_none_does(tmp_path: Path) -> None:
     path = write(tmp_path / "x.jsonl", {"text": BOOK}, {"text": "another"})
     several = f"data.sources=[{{path: {path}, text_key: text}},{{path: {path}}}]"
-    found = said("pretrain", "data=jsonl", several)
-    assert any("data.sources[1].text_key: nothing; all sources hold" in one for one in found)
-    assert said("pretrain", "data=jsonl", several, "data.text_key=text") == []
+    lines = findings_of("pretrain", "data=jsonl", several)
+    assert any("data.sources[1].text_key: nothing; all sources hold" in line for line in lines)
+    assert findings_of("pretrain", "data=jsonl", several, "data.text_key=text") == []
 
 
 def test_an_empty_text_is_named_with_its_line(tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""Checkpoints as other tools leave them, and the program as a user runs it."""
+"""Checkpoints as other tools leave them, and functions that run deliver like a user."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ PROGRAM = PROJECT / "flows" / "deliver.py"
 
 @dataclass(frozen=True)
 class Done:
-    """A finished command and what it left."""
+    """A finished command with its output."""
 
     code: int
     output: str
@@ -67,7 +67,7 @@ def deliver(tmp_path: Path) -> Callable[..., Done]:
 def here(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> Callable[..., Done]:
-    """The same in this process: what is refused or planned needs no process of its own."""
+    """Run deliver in this process; a refusal or a plan needs no process of its own."""
     runs = tmp_path / "runs"
     monkeypatch.setattr("flows.cli.bootstrap._ours", set())
 
@@ -89,7 +89,7 @@ def here(
 
 @pytest.fixture(params=["here", pytest.param("deliver", marks=pytest.mark.slow)])
 def either(request: pytest.FixtureRequest) -> Callable[..., Done]:
-    """In this process, which has the imports behind it; by the literal command in the long run."""
+    """Run deliver in this process, which is faster; in the long suite run the real command."""
     run: Callable[..., Done] = request.getfixturevalue(request.param)
     return run
 
@@ -100,7 +100,7 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def foreign(artifact: Path, folder: Path) -> Path:
-    """A copy without our manifest: a model that somebody downloaded."""
+    """Return a copy of a folder without our manifest, like a downloaded model."""
     shutil.copytree(artifact, folder)
     (folder / "manifest.json").unlink()
     return folder
@@ -108,25 +108,25 @@ def foreign(artifact: Path, folder: Path) -> Path:
 
 @pytest.fixture(scope="session")
 def ours(place: Path) -> Path:
-    """A base artifact of ours."""
+    """A base artifact."""
     return make_base(place / "ours", "qwen").path
 
 
 @pytest.fixture(scope="session")
 def base(place: Path, ours: Path) -> Path:
-    """The same model, as somebody downloaded it."""
+    """The same model without a manifest, like a downloaded one."""
     return foreign(ours, place / "tiny-qwen")
 
 
 @pytest.fixture(scope="session")
 def other(place: Path) -> Path:
-    """A model of the same names and shapes, and other weights."""
+    """A model with the same names and shapes and other weights."""
     return foreign(make_base(place / "made-other", "qwen", seed=3).path, place / "tiny-qwen-chat")
 
 
 @pytest.fixture(scope="session")
 def adapter(place: Path, base: Path) -> Path:
-    """What `save_pretrained` of a PEFT model leaves."""
+    """An adapter folder from `save_pretrained` of a PEFT model."""
     folder = place / "adapter"
     trained_model(base, Spread(), 1).save_pretrained(folder)
     return folder
@@ -134,7 +134,7 @@ def adapter(place: Path, base: Path) -> Path:
 
 @pytest.fixture(scope="session")
 def shards(place: Path, ours: Path) -> Path:
-    """What our training leaves."""
+    """A shards artifact from our training of an adapter."""
     from tasks.pipeline.artifact import open_artifact
 
     return write_trained(place / "shards", open_artifact(ours), Spread(world_size=3))
@@ -142,7 +142,7 @@ def shards(place: Path, ours: Path) -> Path:
 
 @pytest.fixture(scope="session")
 def full_shards(place: Path, ours: Path) -> Path:
-    """The same of a full fine-tuning."""
+    """A shards artifact from our full fine-tuning."""
     from tasks.pipeline.artifact import open_artifact
 
     return write_trained(place / "full", open_artifact(ours), Spread(world_size=2, full=True))

@@ -1,4 +1,4 @@
-"""Checkpoints by verl's and OpenRLHF's own code, whose trainers need CUDA.
+"""Save checkpoints with verl's and OpenRLHF's own code; their trainers need CUDA.
 
 Run in their environments (peers.sh):
 verl: FSDPCheckpointManager writes a LoRA actor under FSDP2 on gloo.

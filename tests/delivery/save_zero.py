@@ -1,7 +1,7 @@
-"""Run by torchrun: a tiny Qwen2 trained by DeepSpeed, whole and as an adapter, as Trainer saves it.
+"""Train a tiny Qwen2 with DeepSpeed, in full and as an adapter; torchrun runs this file.
 
-Leaves `<root>/<case>/` with `global_step1/`, config.json and adapter_config.json beside it, and
-`<root>/base/`, what training started from.
+Writes `<root>/<case>/` as Trainer does, with `global_step1/`, config.json and adapter_config.json,
+and the base to `<root>/base/`.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ CASES = {"full": (3, False), "lora": (2, True)}
 
 
 def model_of(*, lora: bool) -> Any:
-    """The model before training."""
+    """Return the model before training."""
     from peft import LoraConfig, get_peft_model
     from transformers import AutoModelForCausalLM
 
@@ -34,7 +34,7 @@ def model_of(*, lora: bool) -> Any:
 
 
 def train(stage: int, *, lora: bool, world_size: int) -> Any:
-    """DeepSpeed's engine after a step."""
+    """Train one step, and return DeepSpeed's engine."""
     import deepspeed
 
     model = model_of(lora=lora)
@@ -46,7 +46,7 @@ def train(stage: int, *, lora: bool, world_size: int) -> Any:
         "optimizer": {"type": "AdamW", "params": {"lr": 1e-2, "torch_adam": True}},
         "zero_optimization": {"stage": stage},
     }
-    wanted = [one for one in model.parameters() if one.requires_grad]
+    wanted = [parameter for parameter in model.parameters() if parameter.requires_grad]
     engine, *_ = deepspeed.initialize(model=model, model_parameters=wanted, config=config)
     ids = torch.arange(9).reshape(1, 9) + engine.global_rank
     engine.backward(engine(input_ids=ids, labels=ids).loss)
@@ -55,7 +55,7 @@ def train(stage: int, *, lora: bool, world_size: int) -> Any:
 
 
 def main() -> None:
-    """Make every case below the folder named on the command line."""
+    """Save every case into the folder named on the command line."""
     root = Path(sys.argv[1])
     torch.set_num_threads(1)
     ranks = Ranks()

@@ -1,4 +1,4 @@
-"""Full models in several `.bin` files: delivered, and merged into, as the same in safetensors."""
+"""Full models in several `.bin` files give the same result as in safetensors."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ INDEX = "pytorch_model.bin.index.json"
 
 @pytest.fixture
 def pickled(base: Path, tmp_path: Path) -> Path:
-    """The base as transformers 4 saved it with `safe_serialization=False`."""
+    """The base, saved as transformers 4 does with `safe_serialization=False`."""
     folder = Path(
         shutil.copytree(base, tmp_path / base.name, ignore=shutil.ignore_patterns("*.safetensors*"))
     )
@@ -37,9 +37,9 @@ def test_is_served_as_safetensors(either: Run, pickled: Path, base: Path, tmp_pa
     done = either(f"source={pickled}", f"out={tmp_path / 'out'}")
     assert done.code == 0, done.output
     assert "a full Qwen2ForCausalLM (2 files of pytorch_model-*.bin)" in done.output
-    found, wanted = state_of(tmp_path / "out"), state_of(base)
-    assert found.keys() == wanted.keys()
-    assert all(torch.equal(one, wanted[name]) for name, one in found.items())
+    actual, wanted = state_of(tmp_path / "out"), state_of(base)
+    assert actual.keys() == wanted.keys()
+    assert all(torch.equal(tensor, wanted[name]) for name, tensor in actual.items())
     assert not list((tmp_path / "out").glob("*.bin"))
 
 
@@ -51,9 +51,9 @@ def test_is_merged_into(
             f"source={adapter}", f"base={folder}", "merge.base=original", f"out={tmp_path / name}"
         )
         assert done.code == 0, done.output
-    found, wanted = state_of(tmp_path / "bin"), state_of(tmp_path / "safe")
-    assert found.keys() == wanted.keys()
-    assert all(torch.equal(one, wanted[name]) for name, one in found.items())
+    actual, wanted = state_of(tmp_path / "bin"), state_of(tmp_path / "safe")
+    assert actual.keys() == wanted.keys()
+    assert all(torch.equal(tensor, wanted[name]) for name, tensor in actual.items())
 
 
 def test_an_index_that_leads_out_of_the_folder_is_refused(

@@ -1,4 +1,4 @@
-"""The literal command on every kind of SOURCE; what comes out is compared with peft's own merge."""
+"""The real command on every kind of SOURCE; the result is compared with peft's own merge."""
 
 from __future__ import annotations
 
@@ -27,21 +27,21 @@ Run = Callable[..., Done]
 
 
 def merged_by_peft(base: Path, adapter: Path) -> dict[str, torch.Tensor]:
-    """peft's merge in fp32, cast once."""
+    """Return peft's merge in fp32, cast to bf16."""
     from peft import PeftModel
     from transformers import AutoModelForCausalLM
 
     model = AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32)
     merged = PeftModel.from_pretrained(model, adapter).merge_and_unload()
-    return {name: one.to(torch.bfloat16) for name, one in merged.state_dict().items()}
+    return {name: tensor.to(torch.bfloat16) for name, tensor in merged.state_dict().items()}
 
 
-def same(found: dict[str, torch.Tensor], wanted: dict[str, torch.Tensor]) -> bool:
-    return all(torch.equal(one, wanted[name]) for name, one in found.items())
+def same(actual: dict[str, torch.Tensor], wanted: dict[str, torch.Tensor]) -> bool:
+    return all(torch.equal(tensor, wanted[name]) for name, tensor in actual.items())
 
 
 def loads(folder: Path) -> Any:
-    """The folder in transformers: nothing missing, nothing left over, and a tokenizer."""
+    """Load the folder in transformers, and check keys and tokenizer."""
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     model, info = AutoModelForCausalLM.from_pretrained(
@@ -53,7 +53,7 @@ def loads(folder: Path) -> Any:
 
 
 def is_served(out: Path) -> None:
-    """Whole, by its manifest, and nothing hidden is left beside it."""
+    """Check the artifact, and that no hidden file is left beside it."""
     assert verify(open_artifact(out, "served")) == []
     assert not [path.name for path in out.parent.iterdir() if path.name.startswith(".")]
 
@@ -71,9 +71,9 @@ class TestAnAdapter:
         assert "fold 14 tensors" in done.output
         assert done.summary["served"] == str(out)
         is_served(out)
-        found = state_of(out)
-        assert set(found) == set(state_of(base))
-        assert same(found, merged_by_peft(base, adapter))
+        actual = state_of(out)
+        assert set(actual) == set(state_of(base))
+        assert same(actual, merged_by_peft(base, adapter))
         loads(out)
         store = tmp_path / "runs" / "artifacts" / "served"
         (published,) = (path for path in store.iterdir() if path.name[0] != ".")
@@ -148,8 +148,8 @@ def test_shards_of_our_ranks(
         assert same(state_of(tmp_path / "out"), live.state_dict())
     else:
         live = live.merge_and_unload()
-    one, two = live_fingerprint(live, None), live_fingerprint(model.to(torch.bfloat16), None)
-    assert (one.top1 == two.top1).mean() > 0.95
+    before, after = live_fingerprint(live, None), live_fingerprint(model.to(torch.bfloat16), None)
+    assert (before.top1 == after.top1).mean() > 0.95
 
 
 def test_plan_only_writes_nothing(deliver: Run, adapter: Path, base: Path, tmp_path: Path) -> None:
@@ -202,7 +202,7 @@ def test_a_loaded_engine_agrees_with_base_and_adapter_in_peft(
 
 
 def servable(folder: Path) -> Path:
-    """A model with heads of 32, which vLLM has on a CPU, and not so flat that rounding decides."""
+    """A model with heads of 32, as vLLM needs on a CPU, and with distinct probabilities."""
     from transformers import AutoModelForCausalLM
 
     config = small_config("qwen")

@@ -1,6 +1,6 @@
-"""Adapters that bring embeddings, as peft saves them: grown, tied, rows of tokens; and their heads.
+"""Adapters with embeddings, as peft saves them: grown, tied, rows of tokens; and their heads.
 
-What is delivered is peft's own merge, on the base with as many rows as training gave it.
+The delivered model is peft's own merge, on the base with as many rows as in training.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ CASES: dict[str, tuple[bool, int, dict[str, Any], bool]] = {
 
 @pytest.fixture(scope="module")
 def bases(tmp_path_factory: pytest.TempPathFactory) -> dict[bool, Path]:
-    """The same model with tied embeddings and without."""
+    """The same model with and without tied embeddings."""
     made = {}
     for tied in (True, False):
         config = small_config("qwen")
@@ -55,8 +55,8 @@ def bases(tmp_path_factory: pytest.TempPathFactory) -> dict[bool, Path]:
         torch.manual_seed(1)
         model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
         with torch.no_grad():
-            for one in model.parameters():
-                one.add_(torch.randn_like(one) * 0.05)
+            for parameter in model.parameters():
+                parameter.add_(torch.randn_like(parameter) * 0.05)
         made[tied] = tmp_path_factory.mktemp("bases") / f"tied-{tied}"
         model.save_pretrained(made[tied])
         save_tokenizer(made[tied])
@@ -66,7 +66,7 @@ def bases(tmp_path_factory: pytest.TempPathFactory) -> dict[bool, Path]:
 def trained(
     model: Any, folder: Path, *, tokens: bool = True, task: str = "CAUSAL_LM", **options: Any
 ) -> Path:
-    """An adapter on `model`, every trained weight moved, saved by peft; tokenizer beside it."""
+    """Save an adapter on `model` with peft, all weights random, and a tokenizer beside it."""
     from peft import LoraConfig, get_peft_model
 
     torch.manual_seed(3)
@@ -76,9 +76,9 @@ def trained(
     with quiet():
         wrapped = get_peft_model(model, config)
         with torch.no_grad():
-            for one in wrapped.parameters():
-                if one.requires_grad:
-                    one.add_(torch.randn_like(one) * 0.05)
+            for parameter in wrapped.parameters():
+                if parameter.requires_grad:
+                    parameter.add_(torch.randn_like(parameter) * 0.05)
         wrapped.save_pretrained(folder)
     if tokens:
         save_tokenizer(folder)
@@ -102,7 +102,7 @@ def merged_by_peft(base: Path, adapter: Path, more: int) -> dict[str, torch.Tens
 
     with quiet():
         model = PeftModel.from_pretrained(with_rows(base, more), adapter).merge_and_unload()
-    return {name: one.bfloat16() for name, one in model.state_dict().items()}
+    return {name: tensor.bfloat16() for name, tensor in model.state_dict().items()}
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -122,8 +122,8 @@ def test_is_delivered_as_peft_merges_it(
     if served_tied:
         ours["lm_head.weight"] = ours["model.embed_tokens.weight"]
     assert ours.keys() == theirs.keys()
-    assert [key for key, one in theirs.items() if not torch.equal(ours[key], one)] == []
-    assert not [one for one in done.summary["findings"] if one["severity"] == "error"]
+    assert [key for key, tensor in theirs.items() if not torch.equal(ours[key], tensor)] == []
+    assert not [finding for finding in done.summary["findings"] if finding["severity"] == "error"]
 
 
 @pytest.mark.parametrize("name", ["grown embedding, tied", "tokens, tied"])
@@ -139,16 +139,16 @@ def test_the_reference_has_the_new_rows(name: str, bases: dict[bool, Path], tmp_
         config_name="deliver",
     )  # fmt: skip
     summary = direct(plan(composed), logging.getLogger("tests.deliver"), "here")
-    drifts = [one["drift"]["mean_kl"] for one in summary["stages"] if one["drift"]]
+    drifts = [stage["drift"]["mean_kl"] for stage in summary["stages"] if stage["drift"]]
     assert len(drifts) == 3
-    assert all(0 <= one < 1e-4 for one in drifts)
+    assert all(0 <= drift < 1e-4 for drift in drifts)
 
 
 @pytest.mark.parametrize("task", ["SEQ_CLS", "CAUSAL_LM"])
 def test_a_reward_adapter_that_names_every_head(
     here: Run, task: str, bases: dict[bool, Path], tmp_path: Path
 ) -> None:
-    """ms-swift asks for v_head, classifier and score: the model has one of them."""
+    """ms-swift names v_head, classifier and score; the model has one of them."""
     with quiet():
         model = AutoModelForSequenceClassification.from_pretrained(
             bases[True], dtype=torch.float32, num_labels=1

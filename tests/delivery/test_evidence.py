@@ -1,4 +1,4 @@
-"""The base that a foreign adapter is merged into: read from its trainer's files, or asked for."""
+"""The base of a foreign adapter is chosen from the trainer's files, or the adapter is refused."""
 
 from __future__ import annotations
 
@@ -205,7 +205,7 @@ def foreign(adapter: Path, tmp_path: Path) -> Path:
 
 
 def merged_as_trained(base: Path, adapter: Path) -> dict[str, torch.Tensor]:
-    """peft's merge in fp32 into the base as 4-bit training saw it."""
+    """Return peft's merge in fp32 into the dequantized base."""
     from peft import PeftModel
     from transformers import AutoModelForCausalLM, BitsAndBytesConfig
 
@@ -220,7 +220,8 @@ def merged_as_trained(base: Path, adapter: Path) -> dict[str, torch.Tensor]:
     )
     model = PeftModel.from_pretrained(model.dequantize().float(), adapter)
     return {
-        name: one.to(torch.bfloat16) for name, one in model.merge_and_unload().state_dict().items()
+        name: tensor.to(torch.bfloat16)
+        for name, tensor in model.merge_and_unload().state_dict().items()
     }
 
 
@@ -315,7 +316,7 @@ def test_both_merges_are_measured(here: Run, foreign: Path, base: Path, tmp_path
 )
 def test_a_loss_tells_only_beyond_its_spread(gains: list[float], advice: str) -> None:
     original = [[-1.0, -2.0, -1.5]] * len(gains)
-    dequantized = [[one + gain for one in original[0]] for gain in gains]
+    dequantized = [[logprob + gain for logprob in original[0]] for gain in gains]
     first, second = _losses(original, dequantized, trained=True)
     assert "original 1.5000" in first
     assert f"difference {sum(gains) / len(gains):+.4f}" in first

@@ -1,4 +1,4 @@
-"""Errors of the audit that a delivery deals with: OUT has none of them. All others stop it."""
+"""Errors of the audit that a delivery repairs are not in OUT; all others stop the delivery."""
 
 from __future__ import annotations
 
@@ -26,20 +26,20 @@ Make = Callable[[Path], object]
 
 
 def _other_prefix(folder: Path) -> None:
-    """OpenRLHF: config.json names `value_head`, the weights have `score`."""
+    """Write OpenRLHF's mistake: config.json names `value_head`, the weights have `score`."""
     save_openrlhf(folder, "qwen")
     change_config(folder, value_head_prefix="value_head")
 
 
 def _eos_of_the_base(folder: Path) -> None:
-    """Neither configuration stops where the tokenizer ends a text (LLaMA-Factory #9338)."""
+    """Write another EOS id into both configurations than the tokenizer's (LLaMA-Factory #9338)."""
     save_trl(folder, "llama")
     held = load_file(folder / "model.safetensors")
-    model = {name: one for name, one in held.items() if not name.startswith("v_head")}
+    model = {name: tensor for name, tensor in held.items() if not name.startswith("v_head")}
     save_file(model, folder / "model.safetensors", metadata={"format": "pt"})
     for name in ("config.json", "generation_config.json"):
-        said = json.loads((folder / name).read_text()) | {"eos_token_id": 7}
-        (folder / name).write_text(json.dumps(said))
+        config = json.loads((folder / name).read_text()) | {"eos_token_id": 7}
+        (folder / name).write_text(json.dumps(config))
 
 
 CASES: dict[str, tuple[Make, set[str]]] = {
@@ -64,7 +64,7 @@ ELSEWHERE = {"MANIFEST_DIFFERS", "WRONG_BASE"}
 
 
 def errors(folder: Path) -> set[str]:
-    return {one.code for one in audit(folder).findings if one.severity == "error"}
+    return {finding.code for finding in audit(folder).findings if finding.severity == "error"}
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -74,10 +74,10 @@ def test_what_is_handled_is_gone_from_out(here: Run, name: str, tmp_path: Path) 
     assert errors(tmp_path / "source") == codes
     done = here(f"source={tmp_path / 'source'}", f"out={tmp_path / 'out'}")
     assert done.code == 0, done.output
-    handled = {one["code"] for one in done.summary["findings"] if one["handled"]}
+    handled = {finding["code"] for finding in done.summary["findings"] if finding["handled"]}
     assert handled == codes
     assert errors(tmp_path / "out") == set()
-    (stage,) = (one for one in done.summary["stages"] if one["name"] == "audit")
+    (stage,) = (entry for entry in done.summary["stages"] if entry["name"] == "audit")
     kept = json.loads((Path(stage["artifact"]) / "findings.json").read_text())
     assert kept["findings"] == done.summary["findings"]
     manifest = json.loads((Path(stage["artifact"]) / "manifest.json").read_text())
@@ -106,8 +106,8 @@ def test_what_is_not_handled_is_told_whole(
 ) -> None:
     source = tmp_path / "adapter"
     source.mkdir()
-    said = json.loads((adapter / "adapter_config.json").read_text()) | {"lora_alpha": 0}
-    (source / "adapter_config.json").write_text(json.dumps(said))
+    config = json.loads((adapter / "adapter_config.json").read_text()) | {"lora_alpha": 0}
+    (source / "adapter_config.json").write_text(json.dumps(config))
     held = load_file(adapter / "adapter_model.safetensors")
     half = next(name for name in held if "lora_B" in name)
     held[half] = torch.empty(0)
@@ -130,10 +130,10 @@ def test_the_findings_are_in_the_tracker_and_in_the_summary(here: Run, tmp_path:
     assert done.code == 0, done.output
     assert "audit: 2 errors dealt with" in done.output
     client = MlflowClient(uri)
-    experiments = [one.experiment_id for one in client.search_experiments()]
+    experiments = [experiment.experiment_id for experiment in client.search_experiments()]
     (run,) = client.search_runs(experiments, "tags.stage = 'audit'")
     assert run.data.metrics["audit/errors"] == 2  # the head, and ends that disagree
-    assert "notes.json" in {one.path for one in client.list_artifacts(run.info.run_id)}
+    assert "notes.json" in {artifact.path for artifact in client.list_artifacts(run.info.run_id)}
     parent = client.get_run(run.data.tags["mlflow.parentRunId"])
     assert "audit: 2 errors dealt with" in parent.data.tags["mlflow.note.content"]
 
@@ -142,11 +142,11 @@ def test_the_findings_are_in_the_tracker_and_in_the_summary(here: Run, tmp_path:
 def test_other_residue_than_trls_is_told_with_the_command_that_mends_it(
     here: Run, tmp_path: Path, prefix: str
 ) -> None:
-    """A head that is split off goes with names of its own wrapper, and with no others."""
+    """A split-off head keeps the names of its own wrapper; other wrappers are refused."""
     ppo, out = tmp_path / "ppo", tmp_path / "out"
     save_llamafactory(ppo, "qwen")
     held = load_file(ppo / "model.safetensors")
-    wrapped = {prefix + name: one for name, one in held.items()}
+    wrapped = {prefix + name: tensor for name, tensor in held.items()}
     save_file(wrapped, ppo / "model.safetensors", metadata={"format": "pt"})
     done = here(f"source={ppo}", f"out={out}")
     assert done.code == 2, done.output

@@ -1,4 +1,4 @@
-"""Reward models and value heads of every dialect, delivered; scores and heads before and after."""
+"""Reward models and value heads of all tools; scores and heads are the same after delivery."""
 
 from __future__ import annotations
 
@@ -36,8 +36,8 @@ def config_of(out: Path) -> dict[str, Any]:
 
 
 def head_artifact(done: Done, tmp_path: Path) -> dict[str, torch.Tensor]:
-    """The value head that was kept, an artifact of its own; nothing of it is in OUT."""
-    (stage,) = (one for one in done.summary["stages"] if one["name"] == "value_head")
+    """Return the artifact with the value head, and check that OUT has no part of it."""
+    (stage,) = (entry for entry in done.summary["stages"] if entry["name"] == "value_head")
     folder = Path(stage["artifact"])
     assert folder.is_relative_to(tmp_path / "runs" / "artifacts" / "value_head")
     assert not [path.name for path in (tmp_path / "out").iterdir() if "head" in path.name]
@@ -46,15 +46,15 @@ def head_artifact(done: Done, tmp_path: Path) -> dict[str, torch.Tensor]:
 
 
 def base_of(folder: Path, family: str = "qwen", heads: int = 4) -> Path:
-    """A language model in fp32 and its tokenizer."""
+    """Save a language model in fp32 and its tokenizer."""
     with quiet():
         causal(family, heads=heads).save_pretrained(folder)
     save_tokenizer(folder)
     return folder
 
 
-def same(found: dict[str, torch.Tensor], wanted: dict[str, torch.Tensor]) -> bool:
-    return found.keys() == wanted.keys() and all(torch.equal(found[k], wanted[k]) for k in wanted)
+def same(actual: dict[str, torch.Tensor], wanted: dict[str, torch.Tensor]) -> bool:
+    return actual.keys() == wanted.keys() and all(torch.equal(actual[k], wanted[k]) for k in wanted)
 
 
 @pytest.mark.parametrize("prefix", ["score", "value_head"])
@@ -72,7 +72,7 @@ def test_an_openrlhf_reward_model(either: Run, prefix: str, tmp_path: Path) -> N
 
 
 def test_a_reward_model_in_bf16(either: Run, tmp_path: Path) -> None:
-    """bf16 has 8 bits: scores of about 1 may lie 2 % off."""
+    """In bf16, with 8 bits of precision, scores of about 1 may differ by 2 %."""
     model = save_openrlhf(tmp_path / "rm", "qwen")
     done = either(f"source={tmp_path / 'rm'}", f"out={tmp_path / 'out'}")
     assert done.code == 0, done.output
@@ -137,8 +137,8 @@ def test_a_llamafactory_adapter_with_a_value_head_beside_it(
     assert done.stages == ["audit", "merge", "convert", "value_head"]
     with quiet():
         merged = wrapped.merge_and_unload().state_dict()
-    found = state_of(tmp_path / "out")
-    assert all(torch.equal(one, merged[name]) for name, one in found.items())
+    actual = state_of(tmp_path / "out")
+    assert all(torch.equal(tensor, merged[name]) for name, tensor in actual.items())
     assert same(head_artifact(done, tmp_path), head_tensors())
 
 
@@ -158,7 +158,7 @@ def test_a_reward_adapter_without_its_head_is_refused(here: Run, tmp_path: Path)
 
 
 def test_an_openrlhf_reward_adapter_without_its_head(here: Run, tmp_path: Path) -> None:
-    """peft records the class alone; merged as a language model it would be served with exit 0."""
+    """peft records only the class; merged as a language model it would be served without error."""
     from peft import LoraConfig
 
     asked = LoraConfig(r=4, target_modules=["q_proj", "v_proj"])

@@ -1,4 +1,4 @@
-"""Artifacts of ours that somebody altered: one flipped byte, its time set back, is refused."""
+"""Altered artifacts are refused: one changed byte, even with the old mtime."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ Run = Callable[..., Done]
 
 
 def flip(file: Path) -> str:
-    """Change a byte of the last tensor in place; size and mtime stay. Returns the tensor's name."""
+    """Change a byte of the last tensor, keep size and mtime, and return the tensor's name."""
     before = file.stat()
     header = read_header(file)
-    name, info = max(header.tensors.items(), key=lambda one: one[1].start)
+    name, info = max(header.tensors.items(), key=lambda entry: entry[1].start)
     with file.open("r+b") as opened:
         opened.seek(info.start)
         (byte,) = opened.read(1)
@@ -35,7 +35,7 @@ def flip(file: Path) -> str:
 
 
 def published_adapter(base: Path, out: Path, digest: str) -> Path:
-    """An adapter artifact as gather publishes it."""
+    """Publish an adapter artifact like gather."""
     with staging(out) as work:
         trained_model(base, Spread(), 2).save_pretrained(work)
         (work / "README.md").unlink()
@@ -46,7 +46,7 @@ def published_adapter(base: Path, out: Path, digest: str) -> Path:
 
 @pytest.fixture
 def artifacts(ours: Path, tmp_path: Path) -> tuple[Path, Path]:
-    """A base and an adapter of ours, to be altered."""
+    """Artifacts of a base and an adapter, to be altered."""
     base = tmp_path / "given" / "base"
     shutil.copytree(ours, base)
     digest = json.loads((base / "manifest.json").read_text())["digest"]

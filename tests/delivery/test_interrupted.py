@@ -1,4 +1,4 @@
-"""A delivery that is ended in the middle: nothing at OUT, the right status, and it can go on."""
+"""An interrupted delivery leaves nothing at OUT, has the right status, and can be resumed."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ HIDDEN, ROWS = 1024, 300
 
 @pytest.fixture(scope="module")
 def large(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A Qwen2 of 300 MB, of zeros and ones: it takes long enough to be interrupted."""
+    """A Qwen2 of 300 MB, large enough for an interruption."""
     from transformers import Qwen2Config
 
     folder = tmp_path_factory.mktemp("large") / "model"
@@ -34,7 +34,7 @@ def large(tmp_path_factory: pytest.TempPathFactory) -> Path:
     from tasks.weights.plan.contracts import model_facts
 
     wanted = model_facts(folder).tensors
-    state = {one.name: torch.ones(one.shape, dtype=torch.bfloat16) for one in wanted}
+    state = {tensor.name: torch.ones(tensor.shape, dtype=torch.bfloat16) for tensor in wanted}
     save_file(state, folder / "model.safetensors", metadata={"format": "pt"})
     return folder
 
@@ -64,8 +64,8 @@ def test_nothing_is_visible_at_out(
         assert time.monotonic() < deadline
         time.sleep(0.005)
     os.kill(process.pid, number)
-    said, _ = process.communicate(timeout=60)
-    assert process.returncode == status, said
+    output, _ = process.communicate(timeout=60)
+    assert process.returncode == status, output
     assert not out.exists()
     assert not list(tmp_path.glob(".out*"))
     again = subprocess.run(given, env=environment(), capture_output=True, text=True, timeout=120)

@@ -1,6 +1,6 @@
-"""The stages with a reference to compare with: which model is measured, by what, and the verdicts.
+"""Stages that measure drift from a reference: the measured model, the attention, the verdicts.
 
-The reference child is real; Prefect and its server, which only carry this, are in the long run.
+The reference child is real. Tests with Prefect and its server are in the long suite.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ LOG = logging.getLogger("tests.deliver")
 
 
 def eager(shards: Path, folder: Path) -> Path:
-    """The same training, said to have run transformers' eager attention."""
+    """Copy the shards, with a record of eager attention."""
     shutil.copytree(shards, folder)
     path = folder / "train.json"
-    said = json.loads(path.read_text()) | {"attn_implementation": "eager"}
-    path.write_text(json.dumps(said))
+    record = json.loads(path.read_text()) | {"attn_implementation": "eager"}
+    path.write_text(json.dumps(record))
     return folder
 
 
@@ -85,9 +85,9 @@ class TestTheAttention:
         path = source / "train.json"
         path.write_text(path.read_text().replace('"eager"', '"flash_attention_2"'))
         monkeypatch.setattr("tasks.delivery.recorded._installed", lambda _: False)
-        attention, said = attention_of(recognise(source), tmp_path)
+        attention, warning = attention_of(recognise(source), tmp_path)
         assert attention == "sdpa"
-        assert "flash-attn is not installed" in said
+        assert "flash-attn is not installed" in warning
         monkeypatch.setattr("tasks.delivery.recorded._installed", lambda _: True)
         assert attention_of(recognise(source), tmp_path) == ("flash_attention_2", "")
 

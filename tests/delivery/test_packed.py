@@ -1,4 +1,4 @@
-"""A base that bitsandbytes packed in 4 bits, and a packed SOURCE."""
+"""A base stored in bitsandbytes' 4 bits, and such a SOURCE."""
 
 from __future__ import annotations
 
@@ -26,8 +26,8 @@ def test_an_adapter_into_a_packed_base(tmp_path: Path, base: Path, deliver) -> N
     assert done.code == 0, done.output
     model = AutoModelForCausalLM.from_pretrained(packed).dequantize().float()
     merged = PeftModel.from_pretrained(model, tmp_path / "adapter").merge_and_unload().state_dict()
-    found = state_of(tmp_path / "out")
-    assert same(found, {name: merged[name].to(torch.bfloat16) for name in found}) == []
+    actual = state_of(tmp_path / "out")
+    assert same(actual, {name: merged[name].to(torch.bfloat16) for name in actual}) == []
     assert "quantization_config" not in json.loads((tmp_path / "out" / "config.json").read_text())
 
 
@@ -37,6 +37,6 @@ def test_a_packed_model_is_decoded(tmp_path: Path, base: Path, deliver) -> None:
     save_tokenizer(packed)
     done: Done = deliver(f"source={packed}", f"out={tmp_path / 'out'}")
     assert done.code == 0, done.output
-    found = state_of(tmp_path / "out")
-    assert same(found, {name: expected[name] for name in found}) == []
+    actual = state_of(tmp_path / "out")
+    assert same(actual, {name: expected[name] for name in actual}) == []
     assert "quantization_config" not in json.loads((tmp_path / "out" / "config.json").read_text())

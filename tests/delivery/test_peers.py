@@ -3,7 +3,7 @@
     PLUMBLINE_PEERS=~/peers tests/delivery/peers.sh
     PLUMBLINE_PEERS=~/peers .venv/bin/python -m pytest -m peers tests/delivery/test_peers.py
 
-Each trainer runs in its own environment below $PLUMBLINE_PEERS; one that is not there is skipped.
+Each trainer runs in its own environment below $PLUMBLINE_PEERS; without it, its tests are skipped.
 LLaMA-Factory, ms-swift and verl's merger run by their command lines; save_peers.py does the rest.
 """
 
@@ -205,7 +205,7 @@ def test_llamafactory_reward_model(here: Run, place: Path, tmp_path: Path) -> No
     assert_equal(state_of(tmp_path / "out"), merged_by_peft(base, source, 0))
     head, theirs = head_artifact(done, tmp_path), load_file(source / "value_head.safetensors")
     assert head.keys() == theirs.keys()
-    assert all(torch.equal(head[name].to(one), one) for name, one in theirs.items())
+    assert all(torch.equal(head[name].to(tensor), tensor) for name, tensor in theirs.items())
 
 
 @pytest.mark.parametrize("bits", [None, 4])

@@ -1,4 +1,4 @@
-"""Pairs on fused experts as peft 0.18, 0.19.0 and 0.19.1 lay them out, on square parameters."""
+"""LoRA pairs on fused experts in the layouts of peft 0.18, 0.19.0 and 0.19.1."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def family(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture(scope="module")
 def made(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
-    """A model whose gate_up_proj of an expert is square, and an adapter that today's peft wrote."""
+    """A model with a square gate_up_proj in each expert, and an adapter by the current peft."""
     root = tmp_path_factory.mktemp("moe")
     with pytest.MonkeyPatch.context() as patch:
         patch.setitem(FAMILIES, "square_moe", Family(_moe, tuple(EXPERTS)))
@@ -54,7 +54,7 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
 def rewritten(
     adapter: Path, folder: Path, version: str | None, older: tuple[str, ...] = ()
 ) -> Path:
-    """The adapter with a peft_version, and with the pairs of some parameters as peft 0.18 had them.
+    """Copy the adapter with another peft_version, and some pairs in the layout of peft 0.18.
 
     0.18: `delta[e, i, o] = sum_r A[e, r, i] B[o, r, e]`; today `delta[e, o, i]`, for the same
     parameter of shape (e, o, i). So each factor is the other one's transpose.
@@ -93,7 +93,7 @@ def test_each_layout_is_read_by_its_version(
     for version in ("0.18.1", "0.17.0", "0.19.0"):  # not is_transposed: 0.19.0 did as 0.18
         source = rewritten(adapter, tmp_path / f"a{version}", version, BOTH)
         older = delivered(here, source, base, tmp_path / version)
-        assert all(torch.equal(one, today[key]) for key, one in older.items())
+        assert all(torch.equal(tensor, today[key]) for key, tensor in older.items())
 
 
 def test_a_square_parameter_needs_the_version(

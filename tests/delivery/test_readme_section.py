@@ -1,4 +1,4 @@
-"""docs/delivery.md, "Audit and repair": its commands, on such a checkpoint."""
+"""The commands of docs/delivery.md, "Audit and repair", on such a checkpoint."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ OUTPUTS = [text for language, text in BLOCKS if language == "text"]
 
 @pytest.fixture(scope="module")
 def ckpt(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """What LLaMA-Factory leaves of a PPO run."""
+    """A checkpoint of a PPO run of LLaMA-Factory."""
     root = tmp_path_factory.mktemp("ckpt")
     policy = AutoModelForCausalLM.from_pretrained(servable(root / "base"))
     llamafactory_ppo(policy, root / "ppo")
@@ -36,12 +36,12 @@ def ckpt(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def run(words: list[str], places: dict[str, Path], *more: str) -> tuple[int, str]:
-    """A command of the page, its folders replaced by `places`; status and output."""
+    """Run a command of the page with other folders (`places`); return status and output."""
     python, program, *settings = words
     assert python == ".venv/bin/python"
     for told, place in places.items():
-        settings = [re.sub(rf"={told}$", f"={place}", one) for one in settings]
-    assert not any("=/ckpt" in one or "=/served" in one for one in settings)
+        settings = [re.sub(rf"={told}$", f"={place}", setting) for setting in settings]
+    assert not any("=/ckpt" in setting or "=/served" in setting for setting in settings)
     done = subprocess.run(
         [sys.executable, str(PROJECT / program), *settings, *more],
         cwd=places["/ckpt/ppo"].parent, env=environment(), timeout=290,
@@ -51,7 +51,7 @@ def run(words: list[str], places: dict[str, Path], *more: str) -> tuple[int, str
 
 
 def stages(output: str) -> list[str]:
-    """The words at the start of the lines of a run's table."""
+    """Return the first word of each line of a run's table."""
     return re.findall(r"^(\w+) +\d+\.\d ", output, flags=re.M)
 
 
@@ -60,17 +60,17 @@ def test_it_is_audited_repaired_and_delivered(ckpt: Path, tmp_path: Path) -> Non
     told, repaired, table = OUTPUTS
     new, served = tmp_path / "new", tmp_path / "served"
     places = {"/ckpt/ppo": ckpt / "ppo", "/ckpt/ppo-new": new, "/served/ppo": served}
-    status, said = run(look, places)
-    assert status == 1, said
+    status, output = run(look, places)
+    assert status == 1, output
     assert re.findall(r"^error +\w+", told, flags=re.M) == re.findall(
-        r"^error +\w+", said, flags=re.M
+        r"^error +\w+", output, flags=re.M
     )
-    status, said = run(fix, places)
-    assert status == 0, said
+    status, output = run(fix, places)
+    assert status == 0, output
     for line in repaired.splitlines()[1:]:
-        assert line in said
-    status, said = run(deliver, places, f"paths.runs={tmp_path / 'runs'}")
-    assert status == 0, said
-    assert stages(said) == stages(table) == ["audit", "convert"]
+        assert line in output
+    status, output = run(deliver, places, f"paths.runs={tmp_path / 'runs'}")
+    assert status == 0, output
+    assert stages(output) == stages(table) == ["audit", "convert"]
     assert (served / "model.safetensors").is_file()
     assert not list(served.glob("*head*"))

@@ -1,4 +1,4 @@
-"""A delivery with an engine: what it leaves in Prefect and in MLflow, read as their users do."""
+"""A delivery with an engine, and its records in Prefect and MLflow."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def done(place: Path) -> Done:
-    """The literal command on what LLaMA-Factory leaves of a PPO run."""
+    """The real command on a checkpoint of a PPO run of LLaMA-Factory."""
     llamafactory_ppo(causal("qwen"), place / "ppo")
     given = command(
         f"source={place / 'ppo'}", f"out={place / 'out'}", f"paths.runs={place / 'runs'}",
@@ -50,11 +50,11 @@ def client(place: Path, done: Done) -> MlflowClient:
 
 @pytest.fixture(scope="module")
 def children(client: MlflowClient, done: Done) -> dict[str, Any]:
-    """Tracked runs by stage."""
+    """Return the tracked runs by stage."""
     parent = client.get_run(done.summary["mlflow_run_id"])
     query = f"tags.`mlflow.parentRunId` = '{parent.info.run_id}'"
-    found = client.search_runs([parent.info.experiment_id], query)
-    return {one.data.tags["stage"]: one for one in found}
+    runs = client.search_runs([parent.info.experiment_id], query)
+    return {run.data.tags["stage"]: run for run in runs}
 
 
 def kept(client: MlflowClient, run: Any, name: str) -> Any:
@@ -93,7 +93,9 @@ def test_mlflow_has_the_findings(
     assert counts["errors"] == 1
     assert sum(counts.values()) == len(done.summary["findings"])
     (stray,) = (
-        one for one in kept(client, audit, "notes.json")["findings"] if one["severity"] == "error"
+        finding
+        for finding in kept(client, audit, "notes.json")["findings"]
+        if finding["severity"] == "error"
     )
     assert stray["code"] == "STRAY_WEIGHT_FILE"
     assert "an artifact of its own" in stray["handled"]
@@ -110,7 +112,7 @@ def test_every_stage_has_its_verdicts_and_its_manifest(
     verdicts = kept(client, run, "contract.json")
     assert run.data.metrics["contract/checked"] == len(verdicts)
     assert run.data.metrics["contract/failed"] == 0
-    assert all(one["ok"] for one in verdicts)
+    assert all(verdict["ok"] for verdict in verdicts)
     if stage in ("convert", "value_head"):
         assert len(verdicts) >= len(manifest["tensors"]) > 0
 

@@ -1,4 +1,4 @@
-"""What cannot be delivered: one message, exit 2, and nothing written anywhere."""
+"""Checkpoints that cannot be delivered: one message, exit status 2, and nothing written."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ Run = Callable[..., Done]
 
 @pytest.fixture
 def refused(here: Run, tmp_path: Path) -> Callable[..., str]:
-    """Run it, require that it was refused and left nothing; returns what was said."""
+    """Run deliver, check that it refused and wrote nothing, and return the message."""
 
     def run(*arguments: str, code: int = 2, left: tuple[str, ...] = ()) -> str:
         before = {path.name for path in tmp_path.iterdir()}
@@ -33,10 +33,10 @@ def refused(here: Run, tmp_path: Path) -> Callable[..., str]:
 
 
 def altered(adapter: Path, folder: Path, **changes: torch.Tensor | None) -> Path:
-    """A copy of an adapter with tensors replaced, added or (None) left out."""
+    """Copy an adapter with tensors replaced, added or (None) left out."""
     shutil.copytree(adapter, folder)
     state = {**state_of(adapter, "adapter_model"), **changes}
-    kept = {name: one for name, one in state.items() if one is not None}
+    kept = {name: tensor for name, tensor in state.items() if tensor is not None}
     save_file(kept, folder / "adapter_model.safetensors", metadata={"format": "pt"})
     return folder
 
@@ -69,9 +69,9 @@ class TestTheBase:
     def test_another_model_of_the_same_shape(
         self, refused: Callable[..., str], adapter: Path, base: Path, other: Path, tmp_path: Path
     ) -> None:
-        said = refused(f"source={adapter}", f"base={other}", f"out={tmp_path / 'out'}")
-        assert f"wrong base: trained on {base}" in said
-        assert "check_base=false" in said
+        message = refused(f"source={adapter}", f"base={other}", f"out={tmp_path / 'out'}")
+        assert f"wrong base: trained on {base}" in message
+        assert "check_base=false" in message
 
     def test_of_another_digest_than_our_shards_record(
         self, refused: Callable[..., str], shards: Path, place: Path, tmp_path: Path
@@ -81,8 +81,8 @@ class TestTheBase:
             from tests.weights.making import make_base
 
             make_base(other, "qwen", seed=3)
-        said = refused(f"source={shards}", f"base={other}", f"out={tmp_path / 'out'}")
-        assert "wrong base: trained on the base" in said
+        message = refused(f"source={shards}", f"base={other}", f"out={tmp_path / 'out'}")
+        assert "wrong base: trained on the base" in message
 
     def test_of_another_name_than_the_adapter_records(
         self, refused: Callable[..., str], adapter: Path, other: Path, tmp_path: Path
@@ -91,11 +91,11 @@ class TestTheBase:
         config = json.loads((source / "adapter_config.json").read_text())
         config["base_model_name_or_path"] = "somebody/tiny-qwen"
         (source / "adapter_config.json").write_text(json.dumps(config))
-        said = refused(f"source={source}", f"base={other}", f"out={tmp_path / 'out'}")
-        assert "trained on somebody/tiny-qwen" in said
-        said = refused(f"source={source}", f"out={tmp_path / 'out'}")
-        assert "its base is needed" in said
-        assert "base=<folder of the base model>" in said
+        message = refused(f"source={source}", f"base={other}", f"out={tmp_path / 'out'}")
+        assert "trained on somebody/tiny-qwen" in message
+        message = refused(f"source={source}", f"out={tmp_path / 'out'}")
+        assert "its base is needed" in message
+        assert "base=<folder of the base model>" in message
 
     @pytest.mark.parametrize("model_type", ["qwen2", "qwen3_moe"])
     def test_that_asks_for_a_billion_layers(
@@ -103,8 +103,8 @@ class TestTheBase:
         tmp_path: Path,
     ) -> None:  # fmt: skip
         hostile = Path(shutil.copytree(base, tmp_path / "hostile"))
-        said = json.loads((hostile / "config.json").read_text()) | {"model_type": model_type}
-        (hostile / "config.json").write_text(json.dumps(said | {"num_hidden_layers": 10**9}))
+        config = json.loads((hostile / "config.json").read_text()) | {"model_type": model_type}
+        (hostile / "config.json").write_text(json.dumps(config | {"num_hidden_layers": 10**9}))
         told = refused(
             f"source={adapter}",
             f"base={hostile}",
@@ -130,12 +130,12 @@ class TestTheSource:
     def test_of_no_known_kind(self, refused: Callable[..., str], tmp_path: Path) -> None:
         (tmp_path / "odd").mkdir()
         (tmp_path / "odd" / "weights.gguf").touch()
-        said = refused(f"source={tmp_path / 'odd'}", f"out={tmp_path / 'out'}")
-        assert "a GGUF model: FOREIGN_FORMAT" in said
-        assert "expected config.json and safetensors" in said
+        message = refused(f"source={tmp_path / 'odd'}", f"out={tmp_path / 'out'}")
+        assert "a GGUF model: FOREIGN_FORMAT" in message
+        assert "expected config.json and safetensors" in message
         (tmp_path / "odd" / "weights.gguf").rename(tmp_path / "odd" / "notes.txt")
-        said = refused(f"source={tmp_path / 'odd'}", f"out={tmp_path / 'out'}")
-        assert "nothing known: NOTHING_HERE" in said
+        message = refused(f"source={tmp_path / 'odd'}", f"out={tmp_path / 'out'}")
+        assert "nothing known: NOTHING_HERE" in message
 
     def test_with_wrong_keys_names_all_of_them(
         self, refused: Callable[..., str], adapter: Path, base: Path, tmp_path: Path
@@ -186,15 +186,15 @@ class TestOut:
         out.mkdir()
         (out / "thesis.txt").write_text("42")
         for more in ((), ("overwrite=true",)):
-            said = refused(f"source={base}", f"out={out}", *more)
-            assert "is not empty, and no delivery made it" in said
+            message = refused(f"source={base}", f"out={out}", *more)
+            assert "is not empty, and no delivery made it" in message
         assert [path.name for path in out.iterdir()] == ["thesis.txt"]
 
     def test_that_is_an_input(
         self, refused: Callable[..., str], base: Path, tmp_path: Path
     ) -> None:
-        said = refused(f"source={base}", f"out={base / 'served'}")
-        assert "lie in each other" in said
+        message = refused(f"source={base}", f"out={base / 'served'}")
+        assert "lie in each other" in message
 
     def test_of_another_delivery_is_replaced_when_asked(
         self, here: Run, base: Path, other: Path, tmp_path: Path
@@ -206,19 +206,19 @@ class TestOut:
         assert "overwrite=true replaces it" in done.output
         done = here(f"source={other}", f"out={out}", "overwrite=true")
         assert done.code == 0, done.output
-        found, wanted = state_of(out), state_of(other)
-        assert all(torch.equal(found[name], wanted[name]) for name in wanted)
+        actual, wanted = state_of(out), state_of(other)
+        assert all(torch.equal(actual[name], wanted[name]) for name in wanted)
 
 
 class TestTheCommandLine:
     def test_misspelt_keys_are_told(self, refused: Callable[..., str], base: Path) -> None:
-        said = refused(f"source={base}", "out=x", "convert.dtyp=float16")
-        assert "convert.dtyp is not a setting" in said
-        assert "-> convert.dtype=float16" in said
+        message = refused(f"source={base}", "out=x", "convert.dtyp=float16")
+        assert "convert.dtyp is not a setting" in message
+        assert "-> convert.dtype=float16" in message
 
     def test_a_missing_value_is_told(self, refused: Callable[..., str], base: Path) -> None:
         assert "out has to be given" in refused(f"source={base}")
 
     def test_a_value_of_no_kind_is_told(self, refused: Callable[..., str], base: Path) -> None:
-        said = refused(f"source={base}", "out=x", "convert.dtype=int3")
-        assert "bfloat16, float16, float32" in said
+        message = refused(f"source={base}", "out=x", "convert.dtype=int3")
+        assert "bfloat16, float16, float32" in message

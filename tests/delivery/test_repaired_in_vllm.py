@@ -1,4 +1,4 @@
-"""What `fix=true` makes of folders that vLLM does not load is loaded by it, and answers."""
+"""Folders that vLLM cannot load are loaded after `fix=true`, and give the same tokens."""
 
 from __future__ import annotations
 
@@ -27,19 +27,20 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 
 
 def _stripped(state: dict[str, torch.Tensor], folder: Path) -> None:
-    """torch.compile within DataParallel, and peft's wrapper around it."""
-    keys = {f"module._orig_mod.base_model.model.{name}": one for name, one in state.items()}
+    """Save a model with the prefixes of torch.compile, DataParallel and peft."""
+    keys = {f"module._orig_mod.base_model.model.{name}": tensor for name, tensor in state.items()}
     save_file(keys, folder / SINGLE, metadata={"format": "pt"})
 
 
 def _value_head(state: dict[str, torch.Tensor], folder: Path) -> None:
-    head = {name: one.bfloat16() for name, one in head_tensors(hidden=128).items()}
+    head = {name: tensor.bfloat16() for name, tensor in head_tensors(hidden=128).items()}
     save_file({**state, **head}, folder / SINGLE, metadata={"format": "pt"})
 
 
 def _pickled(state: dict[str, torch.Tensor], folder: Path) -> None:
     (folder / SINGLE).unlink()
-    torch.save({f"module.{name}": one for name, one in state.items()}, folder / "pytorch_model.bin")
+    prefixed = {f"module.{name}": tensor for name, tensor in state.items()}
+    torch.save(prefixed, folder / "pytorch_model.bin")
 
 
 BROKEN = {"residue": _stripped, "head": _value_head, "bin": _pickled}
@@ -51,7 +52,7 @@ def good(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def audited(*arguments: str, cwd: Path) -> subprocess.CompletedProcess[str]:
-    """The literal command."""
+    """Run the real audit command."""
     return subprocess.run(
         [sys.executable, str(PROJECT / "flows" / "audit.py"), *arguments],
         cwd=cwd, env=environment(), capture_output=True, text=True, timeout=120,
@@ -59,7 +60,7 @@ def audited(*arguments: str, cwd: Path) -> subprocess.CompletedProcess[str]:
 
 
 def answers(folders: list[Path], place: Path) -> list[list[list[int]]]:
-    """Greedy tokens of each folder in an engine of its own, by prompt."""
+    """Return the greedy tokens of each folder, by prompt, each in its own engine."""
     jobs = [
         Job(str(folder), str(place / folder.name), PROMPTS, NEW, max_model_len=32)
         for folder in folders
@@ -68,7 +69,7 @@ def answers(folders: list[Path], place: Path) -> list[list[list[int]]]:
     done = run_vllm(
         jobs, EngineSettings(timeout_s=800, threads=2), log=log, log_path=place / "vllm.log"
     )
-    return [one["served"]["tokens"] for one in done]
+    return [result["served"]["tokens"] for result in done]
 
 
 def test_it_is_loaded_and_answers_as_the_model_that_was_saved(good: Path, tmp_path: Path) -> None:
@@ -83,7 +84,7 @@ def test_it_is_loaded_and_answers_as_the_model_that_was_saved(good: Path, tmp_pa
         again = audited(f"source={out}", "values=true", "out=-", cwd=tmp_path)
         assert json.loads(again.stdout)["ok"], again.stdout
         repaired.append(out)
-    wanted, *found = answers([good, *repaired], tmp_path / "vllm")
-    assert len({tuple(one) for one in wanted}) == len(PROMPTS)
-    assert all(0 < len(one) <= NEW for one in wanted)
-    assert found == [wanted] * len(repaired)
+    wanted, *actual = answers([good, *repaired], tmp_path / "vllm")
+    assert len({tuple(tokens) for tokens in wanted}) == len(PROMPTS)
+    assert all(0 < len(tokens) <= NEW for tokens in wanted)
+    assert actual == [wanted] * len(repaired)

@@ -1,4 +1,4 @@
-"""Reward models with an engine: rewards before, by another way, and those of the served folder."""
+"""Reward models with an engine: rewards of the reference and of the served folder."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ Run = Callable[..., Done]
 
 
 def delivered(tmp_path: Path, *arguments: str) -> dict[str, Any]:
-    """Deliver with transformers as the engine, without Prefect around it."""
+    """Deliver with the engine transformers, without Prefect."""
     composed = compose_config(
         [
             *arguments, f"out={tmp_path / 'out'}", f"paths.runs={tmp_path / 'runs'}",
@@ -80,7 +80,7 @@ def test_an_adapter_is_scored_unmerged(tmp_path: Path) -> None:
 
 
 def test_another_head_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The head is altered on its way, as a broken conversion would."""
+    """The head is altered during conversion."""
     from tasks.delivery import stages
 
     save_openrlhf(tmp_path / "rm", "qwen")
@@ -130,7 +130,7 @@ class TestTheDistance:
 
 
 def test_an_end_that_pads_is_not_taken_for_padding(here: Run, tmp_path: Path) -> None:
-    """pad = eos: transformers would score the token before the end of every text."""
+    """With pad = eos transformers would score the token before EOS."""
     model = save_openrlhf(tmp_path / "rm", "qwen")
     path = tmp_path / "rm" / "tokenizer_config.json"
     path.write_text(json.dumps({**json.loads(path.read_text()), "pad_token": "<|endoftext|>"}))

@@ -1,4 +1,4 @@
-"""Several adapters at once: what peft gives when it merges one after another, rounded once."""
+"""Several adapters at once give the result of peft's merges one after another, rounded once."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ WEIGHTS = (0.7, -0.3)
 
 @pytest.fixture(scope="module")
 def second(place: Path, base: Path) -> Path:
-    """An adapter of another rank, on some of the modules."""
+    """An adapter with another rank, on some of the modules."""
     folder = place / "second"
     spread = Spread(rank=2, alpha=8, rslora=True, targets=["q_proj", "down_proj"])
     trained_model(base, spread, 5).save_pretrained(folder)
@@ -34,7 +34,7 @@ def second(place: Path, base: Path) -> Path:
 
 
 def merged_by_peft(base: Path, weighted: dict[Path, float]) -> dict[str, torch.Tensor]:
-    """peft's merges in fp32, one after another, each with its scale; cast once."""
+    """Return peft's merges in fp32, one after another, each with its scale, cast to bf16."""
     from peft import PeftModel
     from transformers import AutoModelForCausalLM
 
@@ -45,7 +45,7 @@ def merged_by_peft(base: Path, weighted: dict[Path, float]) -> dict[str, torch.T
             if hasattr(module, "set_scale"):
                 module.set_scale("default", weight)
         model = wrapped.merge_and_unload()
-    return {name: one.to(torch.bfloat16) for name, one in model.state_dict().items()}
+    return {name: tensor.to(torch.bfloat16) for name, tensor in model.state_dict().items()}
 
 
 def test_are_added_up_with_their_weights(
@@ -76,7 +76,8 @@ def test_the_weights_are_part_of_the_key(
             "plan=true",
         )  # fmt: skip
         assert done.code == 0, done.output
-        (line,) = (one for one in done.output.splitlines() if one.startswith("  merge  "))
+        lines = done.output.splitlines()
+        (line,) = (text for text in lines if text.startswith("  merge  "))
         return line
 
     keys = {
@@ -105,18 +106,19 @@ def test_one_adapter_with_a_weight(here: Run, adapter: Path, base: Path, tmp_pat
 def test_what_cannot_be_added_up_is_refused(
     here: Run, adapter: Path, second: Path, base: Path, other: Path, tmp_path: Path
 ) -> None:
-    def said(*arguments: str) -> str:
+    def message(*arguments: str) -> str:
         done = here(*arguments, f"out={tmp_path / 'out'}")
         assert done.code == 2, done.output
         assert not (tmp_path / "runs").exists()
         return done.output
 
-    assert "a full Qwen2ForCausalLM" in said(f"adapters=[{adapter}:0.5,{base}:0.5]", f"base={base}")
-    assert "given twice" in said(f"adapters=[{adapter}:0.5,{adapter}]", f"base={base}")
-    assert "weight 0" in said(f"adapters=[{adapter}:0.0,{second}]", f"base={base}")
-    assert "both given" in said(f"adapters=[{adapter}]", f"source={adapter}", f"base={base}")
-    assert "source has to be given" in said(f"base={base}")
-    assert "wrong base" in said(f"adapters=[{adapter},{second}]", f"base={other}")
+    full = message(f"adapters=[{adapter}:0.5,{base}:0.5]", f"base={base}")
+    assert "a full Qwen2ForCausalLM" in full
+    assert "given twice" in message(f"adapters=[{adapter}:0.5,{adapter}]", f"base={base}")
+    assert "weight 0" in message(f"adapters=[{adapter}:0.0,{second}]", f"base={base}")
+    assert "both given" in message(f"adapters=[{adapter}]", f"source={adapter}", f"base={base}")
+    assert "source has to be given" in message(f"base={base}")
+    assert "wrong base" in message(f"adapters=[{adapter},{second}]", f"base={other}")
 
 
 def test_the_reference_holds_all_of_them_unmerged(adapter: Path, second: Path, base: Path) -> None:
@@ -129,9 +131,9 @@ def test_the_reference_holds_all_of_them_unmerged(adapter: Path, second: Path, b
     merged.load_state_dict({k: v.float() for k, v in merged_by_peft(base, weighted).items()})
     ids = torch.tensor([PROBES[0]])
     with torch.no_grad():
-        found, wanted = (one(input_ids=ids).logits for one in (model, merged))
+        actual, wanted = (network(input_ids=ids).logits for network in (model, merged))
     # The merged weights were rounded to bf16, the unmerged ones were not.
-    torch.testing.assert_close(found, wanted, rtol=0.05, atol=0.05)
+    torch.testing.assert_close(actual, wanted, rtol=0.05, atol=0.05)
     plain = load_model(base, dtype="float32")
     with torch.no_grad():
         assert not torch.allclose(plain(input_ids=ids).logits, wanted, rtol=0.05, atol=0.05)
@@ -140,7 +142,7 @@ def test_the_reference_holds_all_of_them_unmerged(adapter: Path, second: Path, b
 def test_an_engine_compares_with_all_of_them_unmerged(
     adapter: Path, second: Path, base: Path, tmp_path: Path
 ) -> None:
-    """The stages with their real reference child; Prefect around them is in the long run."""
+    """Run the stages with a real reference child; tests with Prefect are in the long suite."""
     composed = compose_config(
         [
             f"adapters=[{adapter}:{WEIGHTS[0]},{second}:{WEIGHTS[1]}]", f"base={base}",
@@ -154,7 +156,7 @@ def test_an_engine_compares_with_all_of_them_unmerged(
     stages = {stage["name"]: stage for stage in summary["stages"]}
     assert list(stages) == ["audit", "reference", "merge", "convert", "smoke_eval"]
     drifts = [stages[name]["drift"]["mean_kl"] for name in ("merge", "convert", "smoke_eval")]
-    assert all(0 <= one < 1e-3 for one in drifts)
+    assert all(0 <= drift < 1e-3 for drift in drifts)
     # With the other sign of one weight it is another model, by more than rounding explains.
     wrong = load_model(base, weighted={str(adapter): -WEIGHTS[0], str(second): WEIGHTS[1]})
     before = Fingerprint.load(Path(stages["reference"]["artifact"]) / "fingerprint.fp")

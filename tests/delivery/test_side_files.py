@@ -1,4 +1,4 @@
-"""Which side files go with a delivered model."""
+"""Side files of a delivered model."""
 
 from __future__ import annotations
 
@@ -25,8 +25,8 @@ def test_a_tokenizer_that_training_saved_leaves_the_bases_processors_where_they_
         tmp_path / "base", "tokenizer_config.json", "vocab.json", "preprocessor_config.json",
         "video_preprocessor_config.json",
     )  # fmt: skip
-    found = {path.name: path.parent.name for path in find_tokens([source, base]).files()}
-    assert found == {
+    folders = {path.name: path.parent.name for path in find_tokens([source, base]).files()}
+    assert folders == {
         "tokenizer_config.json": "source",
         "vocab.json": "source",
         "merges.txt": "source",

@@ -1,4 +1,4 @@
-"""Real DeepSpeed checkpoints of two ranks, compared with what DeepSpeed's own converter reads."""
+"""Real DeepSpeed checkpoints of two ranks, compared with DeepSpeed's own converter."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ pytestmark = pytest.mark.slow  # a launch of two ranks
 
 @pytest.fixture(scope="module")
 def zero(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Folders by case, and `base`."""
+    """Folder with all cases, and `base`."""
     root = tmp_path_factory.mktemp("zero") / "saved"
     flags = ("--standalone", "--nproc-per-node", "2")
     launch(
@@ -35,7 +35,7 @@ def zero(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def whole(folder: Path) -> dict[str, torch.Tensor]:
-    """DeepSpeed's own reading, fp32."""
+    """Return the tensors as DeepSpeed's converter reads them, in fp32."""
     from deepspeed.utils.zero_to_fp32 import get_fp32_state_dict_from_zero_checkpoint
 
     return {n: t.clone() for n, t in get_fp32_state_dict_from_zero_checkpoint(str(folder)).items()}
@@ -46,9 +46,9 @@ def test_a_full_fine_tuning(deliver: Run, zero: Path, tmp_path: Path) -> None:
     assert done.code == 0, done.output
     assert "a DeepSpeed checkpoint" in done.output
     assert done.stages == ["audit", "gather", "convert"]
-    found, wanted = state_of(tmp_path / "out"), whole(zero / "full")
-    assert set(found) == set(state_of(zero / "base"))
-    assert all(torch.equal(one, wanted[name].bfloat16()) for name, one in found.items())
+    actual, wanted = state_of(tmp_path / "out"), whole(zero / "full")
+    assert set(actual) == set(state_of(zero / "base"))
+    assert all(torch.equal(tensor, wanted[name].bfloat16()) for name, tensor in actual.items())
 
 
 def test_an_adapter(deliver: Run, zero: Path, tmp_path: Path) -> None:
@@ -60,14 +60,14 @@ def test_an_adapter(deliver: Run, zero: Path, tmp_path: Path) -> None:
     )
     assert done.code == 0, done.output
     assert done.stages == ["audit", "gather", "merge", "convert"]
-    found, base, wanted = state_of(tmp_path / "out"), state_of(zero / "base"), whole(zero / "lora")
-    for name, one in found.items():
+    actual, base, wanted = state_of(tmp_path / "out"), state_of(zero / "base"), whole(zero / "lora")
+    for name, tensor in actual.items():
         module = f"base_model.model.{name.removesuffix('.weight')}"
         expected = base[name].float()
         if f"{module}.lora_A.default.weight" in wanted:
             a, b = (wanted[f"{module}.lora_{half}.default.weight"] for half in "AB")
             expected = expected + (b @ a) * 2.0
-        assert torch.equal(one, expected.bfloat16()), name
+        assert torch.equal(tensor, expected.bfloat16()), name
 
 
 def test_an_adapter_without_its_settings_is_refused(

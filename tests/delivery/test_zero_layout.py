@@ -1,4 +1,4 @@
-"""A checkpoint in DeepSpeed's layout, written without it; `test_zero.py` has DeepSpeed's own."""
+"""A checkpoint in DeepSpeed's layout, written without it; `test_zero.py` uses DeepSpeed."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ def test_a_full_fine_tuning(
     run = request.getfixturevalue("deliver" if stage == 3 else "here")
     generator = torch.Generator().manual_seed(2)
     trained = {
-        name: one.float() + torch.randn(one.shape, generator=generator) * 0.05
-        for name, one in state_of(base).items()
+        name: tensor.float() + torch.randn(tensor.shape, generator=generator) * 0.05
+        for name, tensor in state_of(base).items()
     }
     source = tmp_path / "zero"
     write(source, [trained], stage, 3, 2)
@@ -33,6 +33,6 @@ def test_a_full_fine_tuning(
     assert done.code == 0, done.output
     assert "a DeepSpeed checkpoint" in done.output
     assert done.stages == ["audit", "gather", "convert"]
-    found = state_of(tmp_path / "out")
-    assert found.keys() == trained.keys()
-    assert all(torch.equal(one, trained[name].bfloat16()) for name, one in found.items())
+    actual = state_of(tmp_path / "out")
+    assert actual.keys() == trained.keys()
+    assert all(torch.equal(tensor, trained[name].bfloat16()) for name, tensor in actual.items())

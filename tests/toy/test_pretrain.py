@@ -1,4 +1,4 @@
-"""The toy base: a real Hugging Face folder, the same bytes for the same seed."""
+"""The toy base is a Hugging Face folder; the same seed gives the same bytes."""
 
 from __future__ import annotations
 
@@ -50,10 +50,10 @@ def test_the_same_seed_gives_the_same_bytes(
 
 
 def test_the_folder_is_complete(made: tuple[Path, list[dict[str, Any]]]) -> None:
-    found = inspect_checkpoint(made[0])
-    assert found.problems == []
-    assert found.tensors == 50
-    assert all(check.ok for check in found.checks)
+    inspected = inspect_checkpoint(made[0])
+    assert inspected.problems == []
+    assert inspected.tensors == 50
+    assert all(check.ok for check in inspected.checks)
     config = json.loads((made[0] / "config.json").read_text())
     assert config["architectures"] == ["Qwen2ForCausalLM"]
     assert config["tie_word_embeddings"] is True

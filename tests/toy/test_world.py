@@ -1,4 +1,4 @@
-"""The toy world: right answers are right, sides never meet, everything is fixed by its seed."""
+"""The toy world: right answers are right, splits do not overlap, a seed fixes everything."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from tasks.toy.world import MUMBLE, TASK_NAMES, Example, draw, is_held_out
 
 
 def _solve(task: str, prompt: str) -> str:
-    """The right answer, worked out from the prompt's text alone."""
+    """Return the right answer, computed from the text of the prompt."""
     letters = prompt.partition(": ")[2].split()
     solved = {
         "copy": letters,
@@ -97,12 +97,12 @@ def test_the_corpus_has_more_of_what_is_hard() -> None:
 def test_spoilt_answers_are_wrong_in_several_ways(drawn: list[Example]) -> None:
     rng = Random(3)
     spelt = [e for e in drawn if e.task == "reverse"]
-    found = [(e, spoil(e, rng)) for e in spelt]
-    assert all(wrong != e.answer for e, wrong in found)
-    longer = [len(wrong) - len(e.answer) for e, wrong in found]
+    spoiled = [(e, spoil(e, rng)) for e in spelt]
+    assert all(wrong != e.answer for e, wrong in spoiled)
+    longer = [len(wrong) - len(e.answer) for e, wrong in spoiled]
     assert {-2, 0, 2} <= set(longer)
-    mumbled = [wrong == f"{MUMBLE} {e.answer}" for e, wrong in found]
-    assert 0.3 < sum(mumbled) / len(found) < 0.7
+    mumbled = [wrong == f"{MUMBLE} {e.answer}" for e, wrong in spoiled]
+    assert 0.3 < sum(mumbled) / len(spoiled) < 0.7
     assert {spoil(e, rng) for e in drawn if e.task == "polite"} - {e.wrong for e in drawn}
     assert all(spoil(e, rng) != e.answer for e in drawn)
 

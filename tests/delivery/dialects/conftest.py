@@ -1,4 +1,4 @@
-"""One training that every tool saves in its own way, and what has to come out of all of them."""
+"""One training that every tool saves in its own format, and the merge expected from all."""
 
 from __future__ import annotations
 
@@ -20,5 +20,5 @@ def trained(base: Path) -> Any:
 
 @pytest.fixture(scope="session")
 def merged(base: Path, adapter: Path) -> dict[str, torch.Tensor]:
-    """peft's own merge of it."""
+    """The merge of `trained` by peft."""
     return merged_by_peft(base, adapter)

@@ -1,7 +1,7 @@
 """Checkpoints as other tools leave them, saved by real peft, transformers, safetensors and torch.
 
-What is a tool's own (which files, which of them under which name, what config.json says) follows
-the file of its repository that a function names; where the tool installs, its test runs it instead.
+File names and config.json follow the source file of the tool that each docstring names. A tool that
+can be installed is run by its own test instead.
 """
 
 from __future__ import annotations
@@ -25,12 +25,13 @@ ADAPTER, INDEX = "adapter_model.safetensors", "model.safetensors.index.json"
 def openrlhf_zero3(wrapped: Any, folder: Path) -> None:
     """OpenRLHF, `openrlhf/utils/deepspeed/deepspeed.py: save_model`, stage 3.
 
-    peft's placeholders go, the gathered 16-bit tensors are pickled; config.json is the base's.
+    peft's placeholders are removed, the gathered 16-bit tensors are pickled. config.json is that of
+    the base.
     """
     from peft import get_peft_model_state_dict
 
     save(wrapped, folder)
-    gathered = {name: one.bfloat16() for name, one in wrapped.state_dict().items()}
+    gathered = {name: tensor.bfloat16() for name, tensor in wrapped.state_dict().items()}
     torch.save(get_peft_model_state_dict(wrapped, gathered), folder / "adapter_model.bin")
     (folder / ADAPTER).unlink()
     wrapped.config.to_json_file(folder / "config.json")
@@ -55,8 +56,8 @@ def llamafactory(wrapped: Any, folder: Path) -> None:
 def axolotl(wrapped: Any, folder: Path) -> None:
     """axolotl, `src/axolotl/train.py: save_initial_configs`, `save_trained_model`.
 
-    Tokenizer and the model's config.json are there before training, the adapter comes after it; the
-    step's folder has DeepSpeed's file beside the adapter.
+    Tokenizer and config.json are written before training, the adapter after it. The folder of a
+    step has DeepSpeed's file beside the adapter.
     """
     wrapped.peft_config["default"].save_pretrained(folder)
     save_tokenizer(folder)
@@ -77,30 +78,30 @@ def verl(wrapped: Any, folder: Path) -> None:
     from peft import PeftType, TaskType, get_peft_model_state_dict
 
     folder.mkdir(parents=True)
-    said = asdict(wrapped.peft_config["default"])
-    said["task_type"] = TaskType(said["task_type"]).value
-    said["peft_type"] = PeftType(said["peft_type"]).value
-    said["target_modules"] = list(said["target_modules"])
-    (folder / "adapter_config.json").write_text(json.dumps(said, indent=4, ensure_ascii=False))
+    config = asdict(wrapped.peft_config["default"])
+    config["task_type"] = TaskType(config["task_type"]).value
+    config["peft_type"] = PeftType(config["peft_type"]).value
+    config["target_modules"] = list(config["target_modules"])
+    (folder / "adapter_config.json").write_text(json.dumps(config, indent=4, ensure_ascii=False))
     held = get_peft_model_state_dict(wrapped)
-    save_file({name: one.detach().cpu() for name, one in held.items()}, folder / ADAPTER)
+    save_file({name: tensor.detach().cpu() for name, tensor in held.items()}, folder / ADAPTER)
     torch.save({}, folder.parent / "model_world_size_2_rank_0.pt")
 
 
 def unsloth_merged(merged: dict[str, torch.Tensor], base: Path, folder: Path) -> None:
     """unsloth, `unsloth-zoo/unsloth_zoo/saving_utils.py: merge_and_overwrite_lora`, 16 bits.
 
-    Tokenizer and config.json are saved, no generation_config.json; then the 16-bit base's shards
-    are copied, with their index where there are several, and written over with what the deltas make
-    of them. config.json has transformers 4's name for the dtype, marks, and no quantiser.
+    Tokenizer and config.json are saved, but no generation_config.json. The shards of the 16-bit base
+    are copied, with their index if there are several, and overwritten with the merged tensors.
+    config.json has `torch_dtype`, marks of unsloth, and no quantization.
     """
     folder.mkdir(parents=True)
     save_tokenizer(folder)
-    said = json.loads((base / "config.json").read_text())
-    said.pop("quantization_config", None)
-    said["torch_dtype"] = said.pop("dtype")
+    config = json.loads((base / "config.json").read_text())
+    config.pop("quantization_config", None)
+    config["torch_dtype"] = config.pop("dtype")
     marks = {"unsloth_fixed": True, "unsloth_version": "2026.8.5", "use_cache": False}
-    (folder / "config.json").write_text(json.dumps({**said, **marks}, indent=4))
+    (folder / "config.json").write_text(json.dumps({**config, **marks}, indent=4))
     files = sorted(base.glob("*.safetensors"))
     for path in files:
         held = {name: merged[name].contiguous() for name in load_file(path)}
@@ -130,7 +131,7 @@ def llamafactory_ppo(
 
 
 def _trainer_files(folder: Path) -> None:
-    """What transformers' Trainer leaves in a folder; `training_args.bin` is a pickled object."""
+    """Write the files of transformers' Trainer; `training_args.bin` is a pickled object."""
     from transformers import TrainingArguments
 
     (folder / "trainer_state.json").write_text(json.dumps({"global_step": 10, "epoch": 3.0}))

@@ -1,4 +1,4 @@
-"""LoRA adapters of every tool: what is delivered is peft's own merge, bit for bit."""
+"""LoRA adapters of every tool: the delivered model is bit-identical to peft's own merge."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ DIALECTS = {
 def test_is_delivered_as_peft_merges_it(
     here: Run, name: str, trained: Any, merged: dict[str, torch.Tensor], base: Path, tmp_path: Path
 ) -> None:
-    save, said = DIALECTS[name]
+    save, codes = DIALECTS[name]
     source = tmp_path / "checkpoints" / name
     save(trained, source)
     done = here(
@@ -37,11 +37,11 @@ def test_is_delivered_as_peft_merges_it(
     )
     assert done.code == 0, done.output
     assert done.stages == ["audit", "merge", "convert"]
-    found = state_of(tmp_path / "served")
-    assert found.keys() == state_of(base).keys()
-    assert same(found, merged)
-    assert {one["code"] for one in done.summary["findings"]} >= said
-    assert not [one for one in done.summary["findings"] if one["severity"] == "error"]
+    actual = state_of(tmp_path / "served")
+    assert actual.keys() == state_of(base).keys()
+    assert same(actual, merged)
+    assert {finding["code"] for finding in done.summary["findings"]} >= codes
+    assert not [finding for finding in done.summary["findings"] if finding["severity"] == "error"]
     assert not list((tmp_path / "served").glob("training_args.bin"))
 
 
@@ -58,14 +58,14 @@ def test_of_openrlhf_under_zero3_is_a_pickle(
     assert done.code == 0, done.output
     assert "a PEFT adapter of rank 4 (adapter_model.bin)" in done.output
     assert same(state_of(tmp_path / "served"), merged_by_peft(base, tmp_path / "ckpt"))
-    codes = {one["code"] for one in done.summary["findings"]}
+    codes = {finding["code"] for finding in done.summary["findings"]}
     assert {"PICKLED_WEIGHTS", "CONFIG_BESIDE_ADAPTER"} <= codes
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(600)
 def test_of_llamafactory_answers_in_vllm_as_peft_does(deliver: Run, tmp_path: Path) -> None:
-    """To the end: its last step's folder too is left alone, and vLLM computes what peft does."""
+    """Deliver with vLLM: the folder of the last step is not used, and vLLM agrees with peft."""
     base = servable(tmp_path / "base")
     saving.llamafactory(trained_model(base, Spread(), 1), tmp_path / "out" / "lora")
     source, served = tmp_path / "out" / "lora", tmp_path / "served"
@@ -80,7 +80,7 @@ def test_of_llamafactory_answers_in_vllm_as_peft_does(deliver: Run, tmp_path: Pa
     assert done.code == 0, done.output
     assert done.stages == ["audit", "reference", "merge", "convert", "smoke_eval"]
     assert done.summary["stages"][-1]["drift"]["mean_kl"] < 1e-3
-    (smoke,) = (one for one in done.summary["stages"] if one["name"] == "smoke_eval")
+    (smoke,) = (stage for stage in done.summary["stages"] if stage["name"] == "smoke_eval")
     report = json.loads((Path(smoke["artifact"]) / "report.json").read_text())
     assert report["engine"] == "vllm"
     assert all(check["ok"] for check in report["checks"])

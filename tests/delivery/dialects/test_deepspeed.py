@@ -1,6 +1,7 @@
-"""What ZeRO-3 leaves when nobody gathered: an adapter of empty tensors, and the shards beside it.
+"""ZeRO-3 checkpoints that were not gathered: an adapter of empty tensors beside the shards.
 
-The shards are in DeepSpeed's layout, written without it; `tests/delivery/test_zero.py` has its own.
+The shards are in DeepSpeed's layout, written without it; `tests/delivery/test_zero.py` uses
+DeepSpeed.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ Run = Callable[..., Done]
 def trainer_folder(
     request: pytest.FixtureRequest, trained: Any, adapter: Path, tmp_path: Path
 ) -> Path:
-    """As transformers' Trainer leaves it: the adapter, and the engine's state of ZeRO-2 or 3."""
+    """A folder of transformers' Trainer: the adapter, and the engine's state of ZeRO-2 or 3."""
     source: Path = tmp_path / "checkpoint-1"
     live = {n: p.detach().float() for n, p in trained.named_parameters() if p.requires_grad}
     write(source, [live], request.param, 2, 2)

@@ -1,4 +1,4 @@
-"""LLaMA-Factory's PPO: a model with `value_head.*` beside it, which vLLM streams into the model."""
+"""LLaMA-Factory's PPO: a model with `value_head.*` beside it, which vLLM would load as well."""
 
 from __future__ import annotations
 
@@ -30,11 +30,12 @@ def test_the_head_is_kept_apart(here: Callable[..., Done], layout: str, tmp_path
     assert done.code == 0, done.output
     assert "a model with LLaMA-Factory's value head" in done.output
     assert done.stages == ["audit", "convert", "value_head"]
-    found, wanted = state_of(tmp_path / "out"), policy.state_dict()
-    assert same(found, {name: wanted[name] for name in found})
-    assert wanted.keys() - found.keys() == {"lm_head.weight"}  # tied
+    actual, wanted = state_of(tmp_path / "out"), policy.state_dict()
+    assert same(actual, {name: wanted[name] for name in actual})
+    assert wanted.keys() - actual.keys() == {"lm_head.weight"}  # tied
     assert same(head_artifact(done, tmp_path), head_tensors())
-    (stray,) = (one for one in done.summary["findings"] if one["code"] == "STRAY_WEIGHT_FILE")
+    findings = done.summary["findings"]
+    (stray,) = (finding for finding in findings if finding["code"] == "STRAY_WEIGHT_FILE")
     if layout == "shards and their index":  # of which vLLM takes those that the index lists
         assert stray["severity"] == "warning"
     else:

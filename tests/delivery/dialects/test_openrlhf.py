@@ -1,4 +1,4 @@
-"""OpenRLHF's reward models: what can be served is, the rest is refused with the reason."""
+"""OpenRLHF's reward models: delivered if they can be served, otherwise refused with the reason."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ Run = Callable[..., Done]
 
 
 def refused(here: Run, tmp_path: Path, *arguments: str) -> str:
-    """Run it, require that it was refused before anything was written; returns what was said."""
+    """Run deliver, check that it refused before anything was written, and return the message."""
     before = {path.name for path in tmp_path.iterdir()}
     done = here(*arguments, f"out={tmp_path / 'out'}")
     assert done.code == 2, done.output
@@ -36,7 +36,8 @@ def test_a_full_one_is_served_as_a_classifier(here: Run, tmp_path: Path) -> None
     assert done.stages == ["audit", "convert"]
     with torch.no_grad():
         assert near(scores(tmp_path / "out"), rewards(model, model.score.weight))
-    handled = {one["code"]: one["handled"] for one in done.summary["findings"] if one["handled"]}
+    findings = done.summary["findings"]
+    handled = {item["code"]: item["handled"] for item in findings if item["handled"]}
     assert set(handled) == {"HEAD_LABELS", "VLLM_ARCHITECTURE"}
     for code, why in handled.items():
         assert f"  {code} config.json" in done.output
@@ -63,7 +64,7 @@ def test_an_adapter_with_its_head_saved_whole(here: Run, tmp_path: Path) -> None
 
 
 def test_an_adapter_whose_head_was_a_lora_layer_is_refused(here: Run, tmp_path: Path) -> None:
-    """`--lora_target_modules all-linear` takes the random head for a layer: the head is gone."""
+    """With `--lora_target_modules all-linear` the random head becomes a LoRA layer and is lost."""
     from peft import LoraConfig
 
     base = base_of(tmp_path / "base")
@@ -79,7 +80,7 @@ def test_an_adapter_whose_head_was_a_lora_layer_is_refused(here: Run, tmp_path: 
 def test_a_full_one_without_its_head_is_refused(here: Run, tmp_path: Path) -> None:
     save_openrlhf(tmp_path / "rm", "qwen")
     path = tmp_path / "rm" / "model.safetensors"
-    tensors = {name: one for name, one in load_file(path).items() if name != "score.weight"}
+    tensors = {name: tensor for name, tensor in load_file(path).items() if name != "score.weight"}
     save_file(tensors, path, metadata={"format": "pt"})
     output = refused(here, tmp_path, f"source={tmp_path / 'rm'}")
     assert "HEAD_MISSING" in output

@@ -1,4 +1,4 @@
-"""TRL itself: what its trainers save after a step is delivered."""
+"""TRL: checkpoints of its trainers are delivered."""
 
 from __future__ import annotations
 
@@ -38,5 +38,5 @@ def test_a_full_model(here: Run, corpus: Corpus, name: str, tmp_path: Path) -> N
     done = here(f"source={source}", f"out={tmp_path / 'out'}")
     assert done.code == 0, done.output
     assert done.stages == ["audit", "convert"]
-    found, wanted = state_of(tmp_path / "out"), state_of(source)
-    assert same(found, {key: one.to(found[key].dtype) for key, one in wanted.items()})
+    actual, wanted = state_of(tmp_path / "out"), state_of(source)
+    assert same(actual, {key: tensor.to(actual[key].dtype) for key, tensor in wanted.items()})

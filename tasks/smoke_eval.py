@@ -16,7 +16,7 @@ from tasks.drift.verdict import FINGERPRINT
 from tasks.evaluation import smoke_checks
 from tasks.evaluation.evaluation_prompts import answerable, dtype_of, question_of, read_heldout
 from tasks.evaluation.responses import describe, numbers, read_answers
-from tasks.evaluation.sampled_responses import read_drawn
+from tasks.evaluation.sampled_responses import read_sampled
 from tasks.evaluation.scoring import Prompts
 from tasks.evaluation.serve import Question
 from tasks.evaluation.smoke import SmokeTest
@@ -80,7 +80,7 @@ def smoke_eval(
     )
     left_out = len(rows) - len(usable)
     metrics = read_answers(out, prompted, question, served, scorer)
-    metrics |= read_drawn(out, prompted, question, served, scorer, reward)
+    metrics |= read_sampled(out, prompted, question, served, scorer, reward)
     metrics |= numbers(measured.drift, measured.agreement, served, left_out=left_out)
     report = test.report(out, checks, metrics, measured.drift, measured.notes)
     test.log.info(

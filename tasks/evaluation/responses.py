@@ -54,10 +54,10 @@ def read_answers(
                 "tokens_after": served.after.tokens[number],
             }
             file.write(json.dumps(line, ensure_ascii=False) + "\n")
-    return {**right(before, after, expected, "eval"), "eval/samples": float(len(rows))}
+    return {**exact_matches(before, after, expected, "eval"), "eval/samples": float(len(rows))}
 
 
-def right(
+def exact_matches(
     before: Sequence[str], after: Sequence[str], expected: Sequence[str | None], name: str
 ) -> dict[str, float]:
     """Return exact match over the rows that have an expected answer, as `<name>/...`.

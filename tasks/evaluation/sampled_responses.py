@@ -16,17 +16,17 @@ from typing import Any
 import numpy as np
 
 from tasks.evaluation.evaluation_prompts import answer_of, context_of, dtype_of, question_of
-from tasks.evaluation.responses import right
+from tasks.evaluation.responses import exact_matches
 from tasks.evaluation.scoring import ModelRef, ReferenceScorer
 from tasks.evaluation.serve import Question, Served
 
-DRAWN = "drawn.jsonl"
+SAMPLED = "drawn.jsonl"
 
 Tokens = Sequence[Sequence[int]]
 
 
 @dataclass(frozen=True)
-class Drawn:
+class Sampled:
     """Sampled responses of two models to the same S prompts, as pairs (before training, served).
 
     Attributes:
@@ -42,7 +42,7 @@ class Drawn:
     texts: tuple[Sequence[str], Sequence[str]]
 
 
-def read_drawn(
+def read_sampled(
     out: Path,
     rows: Sequence[Mapping[str, Any]],
     question: Question,
@@ -64,19 +64,19 @@ def read_drawn(
         `drawn/before` and `drawn/after`: exact match over the rows with an answer, in [0, 1]; and
         the metrics of `distance` and `score`. Empty if nothing was sampled.
     """
-    if served.drawn_before is None or served.drawn_after is None:
+    if served.sampled_before is None or served.sampled_after is None:
         return {}
-    tokens = (served.drawn_before.tokens, served.drawn_after.tokens)
+    tokens = (served.sampled_before.tokens, served.sampled_after.tokens)
     texts = (scorer.decode(question.base, tokens[0]), scorer.decode(question.served, tokens[1]))
-    drawn = Drawn(rows, (question.base_prompts.tokens, question.prompts.tokens), tokens, texts)
-    with (out / DRAWN).open("w", encoding="utf-8") as file:
+    sampled = Sampled(rows, (question.base_prompts.tokens, question.prompts.tokens), tokens, texts)
+    with (out / SAMPLED).open("w", encoding="utf-8") as file:
         for number, row in enumerate(rows):
             line = {"id": row.get("id", str(number)), "before": texts[0][number],
                     "after": texts[1][number]}  # fmt: skip
             file.write(json.dumps(line, ensure_ascii=False) + "\n")
-    metrics = right(*texts, [answer_of(row) for row in rows], "drawn")
+    metrics = exact_matches(*texts, [answer_of(row) for row in rows], "drawn")
     metrics |= distance(question, tokens[1], scorer)
-    return metrics if reward is None else metrics | score(reward, drawn, scorer)
+    return metrics if reward is None else metrics | score(reward, sampled, scorer)
 
 
 def distance(question: Question, responses: Tokens, scorer: ReferenceScorer) -> dict[str, float]:
@@ -106,7 +106,7 @@ def distance(question: Question, responses: Tokens, scorer: ReferenceScorer) -> 
     return {"drawn/kl": float(sums_S.sum()) / count, "drawn/kl_error": error}
 
 
-def score(reward: Path, drawn: Drawn, scorer: ReferenceScorer) -> dict[str, float]:
+def score(reward: Path, sampled: Sampled, scorer: ReferenceScorer) -> dict[str, float]:
     """Return the mean rewards of both models' responses.
 
     If the reward model renders the prompts to the same token ids, it gets the responses as token
@@ -114,7 +114,7 @@ def score(reward: Path, drawn: Drawn, scorer: ReferenceScorer) -> dict[str, floa
 
     Args:
         reward: folder of a reward model.
-        drawn: the responses.
+        sampled: the responses.
         scorer: the transformers child.
 
     Returns:
@@ -123,7 +123,7 @@ def score(reward: Path, drawn: Drawn, scorer: ReferenceScorer) -> dict[str, floa
         before training; `scored/left_out`: prompts with a response that exceeds the reward model's
         context. If no prompt is left, `scored/left_out` alone.
     """
-    pairs = list(zip(*_conversations(reward, drawn, scorer), strict=True))
+    pairs = list(zip(*_conversations(reward, sampled, scorer), strict=True))
     context = context_of(reward)
     fitting = [pair for pair in pairs if max(map(len, pair)) <= context]
     left_out = {"scored/left_out": float(len(pairs) - len(fitting))}
@@ -140,15 +140,17 @@ def score(reward: Path, drawn: Drawn, scorer: ReferenceScorer) -> dict[str, floa
     }
 
 
-def _conversations(reward: Path, drawn: Drawn, scorer: ReferenceScorer) -> list[list[list[int]]]:
+def _conversations(
+    reward: Path, sampled: Sampled, scorer: ReferenceScorer
+) -> list[list[list[int]]]:
     """Return token ids of prompts with responses, for each of the two models."""
-    rendered = scorer.encode(reward, drawn.rows).tokens
-    if all(rendered == list(prompts) for prompts in drawn.prompts):
+    rendered = scorer.encode(reward, sampled.rows).tokens
+    if all(rendered == list(prompts) for prompts in sampled.prompts):
         return [
             [[*prompt, *ids] for prompt, ids in zip(rendered, tokens, strict=True)]
-            for tokens in drawn.tokens
+            for tokens in sampled.tokens
         ]
-    questions = [question_of(row) for row in drawn.rows]
+    questions = [question_of(row) for row in sampled.rows]
     return [
         scorer.encode_whole(
             reward,
@@ -157,5 +159,5 @@ def _conversations(reward: Path, drawn: Drawn, scorer: ReferenceScorer) -> list[
                 for question, text in zip(questions, texts, strict=True)
             ],
         )
-        for texts in drawn.texts
+        for texts in sampled.texts
     ]

@@ -73,7 +73,7 @@ class Prompts:
 
 
 @dataclass(frozen=True)
-class Greedy:
+class Generated:
     """Responses of transformers.
 
     Attributes:
@@ -178,7 +178,7 @@ class ReferenceScorer:
         *,
         max_new_tokens: int,
         eos: Sequence[int],
-    ) -> Greedy:
+    ) -> Generated:
         """Generate greedily, one prompt at a time, until an id in `eos` or the limit."""
         reply = self._ask(
             "greedy",
@@ -191,9 +191,9 @@ class ReferenceScorer:
             [[(token, logit) for token, logit in step] for step in steps]
             for steps in reply["candidates"]
         ]
-        return Greedy(reply["tokens"], candidates, reply["seconds"])
+        return Generated(reply["tokens"], candidates, reply["seconds"])
 
-    def drawn(
+    def sample(
         self,
         model: ModelRef,
         prompts: Sequence[Sequence[int]],
@@ -201,7 +201,7 @@ class ReferenceScorer:
         max_new_tokens: int,
         temperature: float,
         eos: Sequence[int],
-    ) -> Greedy:
+    ) -> Generated:
         """Sample a response to each prompt; the same prompts give the same responses."""
         reply = self._ask(
             "drawn",
@@ -211,7 +211,7 @@ class ReferenceScorer:
             temperature=temperature,
             eos=list(eos),
         )
-        return Greedy(reply["tokens"], [], reply["seconds"])
+        return Generated(reply["tokens"], [], reply["seconds"])
 
     def token_logprobs(
         self, model: ModelRef, prompts: Sequence[Sequence[int]], replies: Sequence[Sequence[int]]

@@ -13,7 +13,7 @@ from typing import Any, Protocol
 
 from tasks.drift.fingerprint import Fingerprint
 from tasks.drift.verdict import FINGERPRINT
-from tasks.evaluation.scoring import Greedy, ModelRef, Prompts, ReferenceScorer
+from tasks.evaluation.scoring import Generated, ModelRef, Prompts, ReferenceScorer
 from tasks.evaluation.vllm_jobs import HEADROOM, Engine, run_vllm
 from tasks.process.output import Log
 from tasks.serving.vllm.job import Job
@@ -56,7 +56,7 @@ class Question:
 
 
 @dataclass(frozen=True)
-class Continued:
+class Responses:
     """Responses of one model to all prompts.
 
     Attributes:
@@ -86,17 +86,17 @@ class Served:
         rendered_differently: number of conversations that the engine's own tokenizer and chat
             template render to other token ids.
         load_s: seconds to load the folder, without imports.
-        drawn_after: sampled responses of the served model; None without a temperature.
-        drawn_before: sampled responses of the base; None without a temperature.
+        sampled_after: sampled responses of the served model; None without a temperature.
+        sampled_before: sampled responses of the base; None without a temperature.
     """
 
     fingerprint: Fingerprint
-    after: Continued
-    before: Continued
+    after: Responses
+    before: Responses
     rendered_differently: int
     load_s: float
-    drawn_after: Continued | None = None
-    drawn_before: Continued | None = None
+    sampled_after: Responses | None = None
+    sampled_before: Responses | None = None
 
 
 def serve_with_vllm(
@@ -140,12 +140,12 @@ def serve_with_vllm(
     (work / "served" / FINGERPRINT).rename(out / FINGERPRINT)
     return Served(
         fingerprint=Fingerprint.load(out / FINGERPRINT),
-        after=_continued(results[0]["served"]),
-        before=_continued(results[1]["served"]),
+        after=_responses(results[0]["served"]),
+        before=_responses(results[1]["served"]),
         rendered_differently=results[0]["rendered_differently"],
         load_s=results[0]["load_s"],
-        drawn_after=_sampled(results[0]),
-        drawn_before=_sampled(results[1]),
+        sampled_after=_sampled(results[0]),
+        sampled_before=_sampled(results[1]),
     )
 
 
@@ -171,7 +171,7 @@ def serve_with_transformers(
     if question.temperature is None:
         return Served(fingerprint, after, before, 0, 0.0)
     sampled = [
-        scorer.drawn(
+        scorer.sample(
             model,
             prompts.tokens,
             max_new_tokens=limits.max_new_tokens,
@@ -190,18 +190,18 @@ def _plain(
     return None if messages is None else [[dict(m) for m in turns] for turns in messages]
 
 
-def _ended(generated: Greedy, stops: Sequence[int]) -> Continued:
+def _ended(generated: Generated, stops: Sequence[int]) -> Responses:
     stopped = [bool(ids) and ids[-1] in set(stops) for ids in generated.tokens]
-    return Continued(generated.tokens, stopped, generated.seconds)
+    return Responses(generated.tokens, stopped, generated.seconds)
 
 
-def _continued(generated: Mapping[str, Any]) -> Continued:
+def _responses(generated: Mapping[str, Any]) -> Responses:
     stopped = [reason == "stop" for reason in generated["reasons"]]
-    return Continued(generated["tokens"], stopped, generated["seconds"])
+    return Responses(generated["tokens"], stopped, generated["seconds"])
 
 
-def _sampled(result: Mapping[str, Any]) -> Continued | None:
-    return _continued(result["drawn"]) if "drawn" in result else None
+def _sampled(result: Mapping[str, Any]) -> Responses | None:
+    return _responses(result["drawn"]) if "drawn" in result else None
 
 
 def _stops(question: Question) -> list[int]:

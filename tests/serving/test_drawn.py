@@ -47,7 +47,7 @@ def replies(scorer: ReferenceScorer, folder: Path) -> list[list[int]]:
     """What the native engine draws."""
     prompts = scorer.encode(folder, ASKED).tokens
     how: dict[str, Any] = {"max_new_tokens": NEW, "temperature": 1.0, "eos": [END]}
-    return scorer.drawn(ModelRef(folder), prompts, **how).tokens
+    return scorer.sample(ModelRef(folder), prompts, **how).tokens
 
 
 def test_distance_and_scores_are_those_of_the_very_ids(

@@ -11,7 +11,7 @@ import difflib
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, is_dataclass
 from enum import Enum
-from functools import cached_property
+from functools import cache, cached_property
 from pathlib import Path
 from typing import Any, get_args, get_type_hints
 
@@ -24,6 +24,12 @@ EXPERIMENTS = "exp"
 _CALLED = ("experiment", "experiments", "recipe", "preset", "config", "config_file")
 VALUE = "<value>"
 _TYPES = {int: "a whole number", float: "a number", bool: "true or false", str: "text"}
+
+
+@cache  # a command line looks up hundreds of keys
+def _hints(kind: Any) -> dict[str, Any]:
+    """Return the annotations of a section; of anything else, none."""
+    return get_type_hints(kind) if is_dataclass(kind) else {}
 
 
 @dataclass(frozen=True)
@@ -50,7 +56,7 @@ class Vocabulary:
         kind: Any = self.root
         for name in key.split(".") if key else ():
             part, _, index = name.partition("[")
-            kind = get_type_hints(kind).get(part) if is_dataclass(kind) else None
+            kind = _hints(kind).get(part)
             if index and get_args(kind):
                 kind = get_args(kind)[0]
         return kind
@@ -58,7 +64,7 @@ class Vocabulary:
     def fields(self, section: str) -> list[str]:
         """Return the names in a section, in order; "" is the top level."""
         kind = self.type_at(section)
-        return list(get_type_hints(kind)) if is_dataclass(kind) else []
+        return list(_hints(kind))
 
     def is_section(self, key: str) -> bool:
         """Return True if the key names a section."""

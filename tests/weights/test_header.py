@@ -99,8 +99,8 @@ def _theirs(path: Path) -> dict | None:
         ({"a": _entry([4], 0, True)}, "malformed header entry for a"),
         ({"__metadata__": 7}, "__metadata__"),
         ({"__metadata__": {"a": 7}}, "__metadata__"),
-        ({"a": _entry([4], 0, 4), "b": _entry([3], 5, 8)}, "1 bytes of nobody before b"),
-        ({"a": _entry([4], 0, 4)}, "4 bytes of nobody after a"),
+        ({"a": _entry([4], 0, 4), "b": _entry([3], 5, 8)}, "1 bytes before b are of no tensor"),
+        ({"a": _entry([4], 0, 4)}, "4 bytes after a are of no tensor"),
         ({"a": _entry([2**63, 0], 0, 0)}, "a shape of 2 axes"),
         ({"a": _entry([10**4000] * 5000, 0, 8)}, "a shape of 5000 axes"),
         ([1, 2], "not a JSON object"),
@@ -113,13 +113,13 @@ def test_what_is_wrong_is_said(tmp_path: Path, entries, message: str) -> None:
 
 
 def test_many_tensors_and_one_of_them_twice_is_told_at_once(tmp_path: Path) -> None:
-    """Looking for the first of 50,000 names that comes twice must not compare all with all."""
+    """The search for a duplicate among 50,000 names is linear."""
     names = [f'"{n}":0' for n in range(50_000)]
     text = f"{{{','.join([*names, names[-1]])}}}".encode()
     path = tmp_path / "x.safetensors"
     path.write_bytes(struct.pack("<Q", len(text)) + text)
     started = time.process_time()
-    with pytest.raises(ArtifactError, match="49999 comes twice"):
+    with pytest.raises(ArtifactError, match="duplicate key 49999"):
         read_header(path)
     assert time.process_time() - started < 2  # 30 s when every name was counted
 
@@ -144,7 +144,7 @@ def test_a_tensor_named_twice_is_refused(tmp_path: Path) -> None:
     text = f'{{"a": {entry}, "a": {entry}}}'.encode()
     path = tmp_path / "x.safetensors"
     path.write_bytes(struct.pack("<Q", len(text)) + text + b"1")
-    with pytest.raises(ArtifactError, match="a comes twice"):
+    with pytest.raises(ArtifactError, match="duplicate key a"):
         read_header(path)
 
 

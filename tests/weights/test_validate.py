@@ -55,18 +55,18 @@ def test_the_good_plan_has_no_findings(inputs) -> None:
         ("wide", {"source": "base:widee"}, "wide: base has no widee; near: wide"),
         ("wide", {"source": "bases:wide"}, "no input 'bases' (inputs: base, adapter)"),
         ("wide", {"source_dtype": "F16"}, "base:wide is BF16, planned as F16"),
-        ("wide", {"shape": (33, 1031)}, "wide: BF16 [33, 1031] wanted, base:wide is BF16"),
-        ("wide", {"shape": (1030, 33)}, "wide: is to be [1030, 33], base:wide is [33, 1030]"),
-        ("wide", {"shape": (32, 1030)}, "base:wide: elements 32960 to 33990 go nowhere"),
+        ("wide", {"shape": (33, 1031)}, "wide: needs BF16 [33, 1031], base:wide is BF16"),
+        ("wide", {"shape": (1030, 33)}, "wide: must be [1030, 33], base:wide is [33, 1030]"),
+        ("wide", {"shape": (32, 1030)}, "base:wide: elements 32960 to 33990 are used by nothing"),
         ("wide", {"shape": (0, 1030)}, "wide: BF16 [0, 1030] has no elements"),
         ("wide", {"name": "tall"}, "tall: planned 2 times"),
         ("ids", {"dtype": "F32"}, "ids: I64 cannot be cast to F32"),
-        ("norm", {"dtype": "BF17"}, "norm: BF17 is no dtype"),
+        ("norm", {"dtype": "BF17"}, "norm: unknown dtype BF17"),
         ("norm", {"transpose": True}, "norm: [24] cannot be transposed"),
-        ("expert.1", {"start": 0}, "base:fused: goes to expert.0 and to expert.1"),
-        ("expert.2", {"start": 600}, "expert.2: elements 600 to 840 wanted, base:fused is"),
+        ("expert.1", {"start": 0}, "base:fused: is used by expert.0 and by expert.1"),
+        ("expert.2", {"start": 600}, "expert.2: needs elements 600 to 840, base:fused is"),
         ("wide", {"terms": ()}, "adapter:wide.A: BF16 [5, 1030] is used by nothing"),
-        ("ids", {"terms": (Add("adapter:bias.B", 1.0),)}, "ids: I64 is no float to compute in"),
+        ("ids", {"terms": (Add("adapter:bias.B", 1.0),)}, "ids: I64 is not a float dtype"),
     ],
 )
 def test_an_operation_that_does_not_fit_is_named(inputs, name, changes, finding) -> None:
@@ -79,37 +79,43 @@ PAIR = ("adapter:tall.A", "adapter:tall.B")
 @pytest.mark.parametrize(
     ("name", "term", "finding"),
     [
-        ("tall", LowRank(*PAIR, 0.0), "scale 0.0 adds nothing"),
-        ("tall", LowRank(*PAIR, float("nan")), "scale nan adds nothing"),
+        ("tall", LowRank(*PAIR, 0.0), "scale 0.0 is not a finite number"),
+        ("tall", LowRank(*PAIR, float("nan")), "scale nan is not a finite number"),
         ("tall", LowRank("adapter:tall.A", "adapter:wide.B", 1.0), "have ranks 4 and 5"),
-        ("tall", LowRank(*PAIR, 1.0, transpose=True), "make [24, 1031], rows 0 to 1031"),
-        ("tall", LowRank(*PAIR, 1.0, out_start=1), "rows 1 to 1032 of 24 columns are wanted"),
+        (
+            "tall",
+            LowRank(*PAIR, 1.0, transpose=True),
+            "make [24, 1031], but the output needs rows 0 to",
+        ),
+        ("tall", LowRank(*PAIR, 1.0, out_start=1), "output needs rows 1 to 1032 of 24 columns"),
         ("tall", LowRank(*PAIR, 1.0, a_rows=(0, 3, 1)), "have ranks 3 and 4"),
-        ("tall", LowRank(*PAIR, 1.0, experts=3), "rank 4 cannot be shared by 3 experts"),
-        ("bias", LowRank(*PAIR, 1.0), "no pair for [33]"),
+        ("tall", LowRank(*PAIR, 1.0, experts=3), "rank 4 is not divisible by 3 experts"),
+        ("bias", LowRank(*PAIR, 1.0), "not a LoRA pair for [33]"),
         ("tall", LowRank("adapter:gone", PAIR[1], 1.0), "adapter has no gone"),
-        ("tall", LowRank("base:ids", PAIR[1], 1.0), "base:ids: I64 is no float"),
-        ("tall", Dora(*PAIR, "adapter:bias.B", 1.0), "magnitudes of [1031] are wanted"),
-        ("embed", Rows("adapter:rows", (1,)), "adapter:rows: is [2, 24], [1, 24] is wanted"),
-        ("embed", Rows("adapter:rows", (1, 70)), "row 70 is outside of [70, 24]"),
-        ("embed", Rows("adapter:rows", (1, 1)), "names a row twice"),
-        ("embed", Add("adapter:rows", 1.0), "adapter:rows: is [2, 24], [70, 24] is wanted"),
+        ("tall", LowRank("base:ids", PAIR[1], 1.0), "base:ids: I64 is not a float dtype"),
+        ("tall", Dora(*PAIR, "adapter:bias.B", 1.0), "magnitudes must be [1031]"),
+        ("embed", Rows("adapter:rows", (1,)), "adapter:rows: is [2, 24], must be [1, 24]"),
+        ("embed", Rows("adapter:rows", (1, 70)), "row 70 is outside [70, 24]"),
+        ("embed", Rows("adapter:rows", (1, 1)), "names a row more than once"),
+        ("embed", Add("adapter:rows", 1.0), "adapter:rows: is [2, 24], must be [70, 24]"),
     ],
 )
 def test_a_term_that_does_not_fit_is_named(inputs, name, term, finding) -> None:
     assert any(finding in line for line in _findings(_with(name, terms=(term,)), inputs))
 
 
-def test_what_goes_nowhere_has_to_be_dropped_for_a_reason(inputs) -> None:
+def test_an_unused_tensor_has_to_be_dropped_for_a_reason(inputs) -> None:
     plan = make_plan()
     without = replace(plan, ops=tuple(op for op in plan.ops if op.name != "ids"))
     assert _findings(without, inputs) == ["base:ids: I64 [7] is used by nothing"]
     dropped = replace(without, dropped=(Dropped("base:ids", "a buffer"),))
     assert _findings(dropped, inputs) == []
     both = replace(plan, dropped=(Dropped("base:ids", "a buffer"),))
-    assert _findings(both, inputs) == ["base:ids: to be dropped, and used or dropped elsewhere too"]
+    assert _findings(both, inputs) == [
+        "base:ids: to be dropped, but also used or dropped elsewhere"
+    ]
     gone = replace(plan, dropped=(Dropped("base:idss", "a buffer"),))
-    assert _findings(gone, inputs) == ["base:idss: to be dropped, and is not there"]
+    assert _findings(gone, inputs) == ["base:idss: to be dropped, but it is in no input"]
 
 
 def test_all_findings_come_in_one_error(inputs) -> None:
@@ -120,7 +126,7 @@ def test_all_findings_come_in_one_error(inputs) -> None:
     text = caught.value.report()
     for finding in (
         "expert.2: planned 2 times",
-        "files for 1 tensors, 11 are planned",
+        "shards are for 1 tensors, but the plan has 11",
         "base has no none",
         "base:wide: BF16 [33, 1030] is used by nothing",
         "adapter:wide.B: BF16 [33, 5] is used by nothing",

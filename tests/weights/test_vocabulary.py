@@ -114,7 +114,7 @@ def test_only_one_of_two_untied_embeddings_is_refused(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("found", "text"),
     [
-        (Vocabulary(97, 96), "the tokenizer has 97 ids, the embedding 96 rows; ids without a row"),
+        (Vocabulary(97, 96), "the tokenizer has 97 ids, the embedding 96 rows; some ids"),
         (Vocabulary(96, 96, head_rows=90), "has 96 rows, the output embedding 90"),
         (Vocabulary(90, 96, special={"pad_token_id": 96}), "pad_token_id is 96"),
         (Vocabulary(90, 96, special={"pad_token_id": -1}), "pad_token_id is -1"),

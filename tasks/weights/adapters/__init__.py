@@ -1,11 +1,10 @@
-"""Adapters: a PEFT folder read, checked against a model, and turned into terms of live tensors.
+"""PEFT adapters: read a folder, check it against a model, make terms for the live tensors.
 
-    adapter = read_adapter(folder)                        # headers and configuration
-    found = changes([(adapter, 1.0)], live)               # live name -> terms, replacements
-    found.findings                                        # everything that does not fit
-    require_values([adapter], found.copies)               # the one pass over its data
+    adapter = read_adapter(folder)                        # `read`: headers and configuration
+    total = changes([(adapter, 1.0)], live)               # `changes`: terms by live name
+    total.findings                                        # everything that does not fit
+    require_values([adapter], total.copies)               # `values`: reads the data once
 
-`live` describes the model in memory (`live.live_model`), because PEFT speaks of modules and of the
-names they have there. Which keys of a checkpoint those are is the business of
-`tasks.weights.families`; the arithmetic is that of `tasks.weights.execute.kernels`.
+`live` is the model in memory (`live.live_model`), because PEFT names modules as they are there.
+`tasks.weights.families` maps live names to keys on disk.
 """

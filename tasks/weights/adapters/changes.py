@@ -1,4 +1,4 @@
-"""What adapters do to a model: terms and replacements by live name, or every reason why not."""
+"""The changes that one or more adapters make to a model, by live name."""
 
 from __future__ import annotations
 
@@ -16,23 +16,24 @@ from tasks.weights.plan.operations import Dropped
 
 @dataclass(frozen=True)
 class Changes:
-    """What becomes of the live tensors; those that are not named stay as they are.
+    """Changes of live tensors; a tensor that is not named stays as it is.
 
-    A tensor can be replaced and have terms: the terms then apply to what replaced it. Where an
-    adapter speaks of what is only a part of a live tensor (one expert of a stack, see `older`), the
-    part's key on disk stands in the place of a live name; its terms come after those of the stack.
+    A tensor can have a replacement and terms; the terms then apply to the replacement. If an
+    adapter changes only a part of a live tensor (one expert of a stack, see `legacy_names`), the
+    part's key on disk is used as the live name, and its terms come after those of the stack.
 
     Attributes:
-        terms: by live name, in order. Operands are "<adapter>:<key>".
-        replacements: "<adapter>:<key>" of the stored tensor, by live name.
-        shapes: of replaced tensors whose rows are not the model's: a vocabulary that grew.
-        unties: names that a live tensor shared with another one and that have to be stored apart
-            from now on: each holds its partner's base tensor unless replaced or given terms, and
-            config.json has to say `tie_word_embeddings: false`. A change of a tied tensor that is
-            not among them holds for all its names and is listed under the name that is stored.
-        dropped: adapter tensors that go nowhere.
-        copies: those of them that have to have the bytes of another one, and of which.
-        findings: everything that is wrong; use nothing else while there are any.
+        terms: terms by live name, in order; operands are "<adapter>:<key>".
+        replacements: "<adapter>:<key>" of the tensor that replaces the base's, by live name.
+        shapes: shape by live name of replacements with another number of rows (a vocabulary that
+            grew).
+        unties: live names that were tied and have to be stored separately from now on;
+            config.json then needs `tie_word_embeddings: false`. Without a replacement or terms,
+            such a tensor is a copy of the base tensor that it was tied to. A change of any other
+            tied tensor applies to all its names and is listed under the stored name.
+        dropped: adapter tensors that the merge does not use.
+        copies: dropped tensor -> tensor that must have the same bytes.
+        findings: everything that is wrong; if not empty, ignore the other attributes.
     """
 
     terms: Mapping[str, tuple[Term, ...]]
@@ -45,29 +46,29 @@ class Changes:
 
 
 def changes(adapters: Sequence[tuple[Adapter, float]], live: LiveModel) -> Changes:
-    """What several adapters, each with a weight, do together.
+    """Combine several adapters, each with a weight.
 
-    With weights w the result is `W + sum_i w_i * scale_i * B_i @ A_i`, added in the order given:
-    what peft gives when it merges one adapter after another, each with `set_scale(w)`, and the same
-    up to rounding as `add_weighted_adapter(combination_type="cat")`. (Its "linear" is something
-    else: it sums the factors, and so adds every B to every A.)
+    The result is `W + sum_i w_i * scale_i * B_i @ A_i`, added in the order given. peft gives the
+    same when it merges one adapter after another, each with `set_scale(w)`, and the same up to
+    rounding with `add_weighted_adapter(combination_type="cat")`. (Its "linear" sums the factors
+    instead, and so multiplies every B with every A.)
 
     Args:
-        adapters: with their weights; 1.0 for one that is merged as it was trained. Names differ.
-        live: the model that the adapters were made on.
+        adapters: adapters with different names, each with its weight; 1.0 merges it as trained.
+        live: the model that the adapters were trained on.
     """
-    found = _Sum(live)
+    total = _Sum(live)
     for adapter, weight in adapters:
-        found.add(check(adapter, weight, live))
+        total.add(check(adapter, weight, live))
     if len({adapter.name for adapter, _ in adapters}) < len(adapters):
-        found.findings.append("two adapters have the same name")
+        total.findings.append("two adapters have the same name")
     if not adapters:
-        found.findings.append("no adapter given")
-    return found.result()
+        total.findings.append("no adapter to merge")
+    return total.result()
 
 
 class _Sum:
-    """Adapters as they are added up."""
+    """Running sum of adapters."""
 
     def __init__(self, live: LiveModel) -> None:
         self.live = live
@@ -78,12 +79,12 @@ class _Sum:
         self.shapes: dict[str, tuple[int, ...]] = {}
 
     def add(self, part: Checked) -> None:
-        """Keep one adapter's pieces and what is wrong with it."""
+        """Add one adapter's pieces and findings."""
         self.parts.append(part)
         self.findings += part.findings
 
     def result(self) -> Changes:
-        """All pieces put together, under the names that the tensors have from now on."""
+        """Combine all pieces, under the names that the tensors will be stored under."""
         apart = {
             name
             for part in self.parts
@@ -92,13 +93,11 @@ class _Sum:
             for name in self.live.partners(piece.target)
         }
         for part in self.parts:
-            others = {*self.replacements, *self.terms}
+            already_changed = {*self.replacements, *self.terms}
             for piece in part.pieces:
                 for name in self._names(piece, apart):
-                    if name in others and (piece.stored or name in self.replacements):
-                        self.findings.append(
-                            f"{name}: stored whole by one adapter, changed by another"
-                        )
+                    if name in already_changed and (piece.stored or name in self.replacements):
+                        self.findings.append(f"{name}: replaced by one adapter, changed by another")
                     self._enter(name, piece, part)
         self._check_rows()
         return Changes(
@@ -106,30 +105,30 @@ class _Sum:
             replacements=dict(self.replacements),
             shapes=dict(self.shapes),
             unties=tuple(sorted(apart & set(self.live.tied))),
-            dropped=tuple(one for part in self.parts for one in part.dropped),
-            copies=dict(one for part in self.parts for one in part.copies),
+            dropped=tuple(entry for part in self.parts for entry in part.dropped),
+            copies=dict(entry for part in self.parts for entry in part.copies),
             findings=tuple(self.findings),
         )
 
     def _names(self, piece: Piece, apart: set[str]) -> list[str]:
-        """The stored tensors that a piece changes: every name of a tensor that no longer is one."""
+        """Return the stored tensors that a piece changes: several if it was tied and no more is."""
         name = piece.target
         if name not in apart:
             return [self.live.tied.get(name, name)]
         return [name] if piece.alone else sorted(self.live.partners(name))
 
     def _enter(self, name: str, piece: Piece, part: Checked) -> None:
-        """Add one piece, with operands that name the adapter."""
+        """Add one piece under a name, with operands that name the adapter."""
         adapter, weight = part.adapter, part.weight
         if weight != 1 and (piece.stored or isinstance(piece.term, Rows)):
             self.findings.append(
-                f"{name}: is stored whole, so weight {weight} means nothing for it"
+                f"{name}: is stored as a full tensor, so weight {weight} cannot scale it"
             )
         if piece.stored:
             self.replacements[name] = f"{adapter.name}:{piece.stored}"
-            held = adapter.tensors.tensors.get(piece.stored)
-            if held is not None and tuple(held.shape) != self._shape(name):
-                self.shapes[name] = tuple(held.shape)
+            stored = adapter.tensors.tensors.get(piece.stored)
+            if stored is not None and tuple(stored.shape) != self._shape(name):
+                self.shapes[name] = tuple(stored.shape)
         if piece.term is not None:
             self._enter_term(name, _bound(piece.term, adapter.name, weight))
 
@@ -139,12 +138,12 @@ class _Sum:
 
     def _enter_term(self, name: str, term: Term) -> None:
         before = self.terms.setdefault(name, [])
-        if before and any(isinstance(one, Dora) for one in (*before, term)):
+        if before and any(isinstance(earlier, Dora) for earlier in (*before, term)):
             self.findings.append(
-                f"{name}: DoRA normalises the base's own weight, so it cannot be added to another "
-                "adapter; merge one after the other"
+                f"{name}: DoRA normalises the weights of the base, so it cannot be added to another"
+                " adapter; merge one after the other"
             )
-        rows = {row for one in before if isinstance(one, Rows) for row in one.indices}
+        rows = {row for earlier in before if isinstance(earlier, Rows) for row in earlier.indices}
         if isinstance(term, Rows) and rows & set(term.indices):
             self.findings.append(
                 f"{name}: two adapters replace row {min(rows & set(term.indices))}"
@@ -163,7 +162,7 @@ class _Sum:
 
 
 def _bound(term: Term, adapter: str, weight: float) -> Term:
-    """The term with operands "<adapter>:<key>" and the adapter's weight in its scale."""
+    """Return the term with operands "<adapter>:<key>" and its scale times the weight."""
     names: dict[str, Any] = {
         field: f"{adapter}:{getattr(term, field)}"
         for field in ("a", "b", "magnitude", "values", "value")

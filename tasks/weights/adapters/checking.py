@@ -1,4 +1,4 @@
-"""One adapter against one model: its pieces, what is left out, and everything that is wrong."""
+"""Check one adapter against one model: its pieces, unused tensors, and findings."""
 
 from __future__ import annotations
 
@@ -17,15 +17,15 @@ from tasks.weights.plan.operations import Dropped
 
 @dataclass(frozen=True)
 class Checked:
-    """An adapter with its weight, as it goes into a sum.
+    """An adapter that was checked against a model.
 
     Attributes:
-        adapter: what was checked.
-        weight: that it is added with.
-        pieces: by live name; a piece of what is a part in memory, by its key on disk.
-        dropped: tensors of it that go nowhere.
-        copies: those of them that have to have the bytes of another one, and of which.
-        findings: everything that is wrong; use nothing else while there are any.
+        adapter: the adapter.
+        weight: factor of its change in the sum.
+        pieces: its changes, by live name; by key on disk if that is a part of a live tensor.
+        dropped: its tensors that the merge does not use.
+        copies: (dropped tensor, tensor that must have the same bytes).
+        findings: everything that is wrong; if not empty, ignore the other attributes.
     """
 
     adapter: Adapter
@@ -37,25 +37,31 @@ class Checked:
 
 
 def check(adapter: Adapter, weight: float, live: LiveModel) -> Checked:
-    """Compare what an adapter holds with what its configuration asks of the model."""
+    """Compare the tensors of an adapter with its configuration and the model.
+
+    Args:
+        adapter: the adapter.
+        weight: factor of its change; a finite number other than 0.
+        live: the model that it was trained on.
+    """
     where = f"{adapter.root.name}: " if adapter.name != "adapter" else ""
     if adapter.findings:
-        told = tuple(f"{where}adapter_config.json: {one}" for one in adapter.findings)
-        return Checked(adapter, weight, findings=told)
+        texts = tuple(f"{where}adapter_config.json: {finding}" for finding in adapter.findings)
+        return Checked(adapter, weight, findings=texts)
     contract = contract_by_names(Contract(adapter.config, live, adapter.tensors.tensors))
     findings = [*contract.findings, *misfits(contract)]
     dropped: list[Dropped] = []
     copies: list[tuple[str, str]] = []
     findings += _leftovers(adapter, contract, dropped, copies)
     if not math.isfinite(weight) or weight == 0:
-        findings.append(f"weight {weight} of the adapter: it has to be a number other than 0")
+        findings.append(f"weight {weight} of the adapter is not a finite number other than 0")
     return Checked(
         adapter,
         weight,
-        tuple(replace(one, target=in_memory(live, one.target)) for one in contract.pieces),
+        tuple(replace(piece, target=in_memory(live, piece.target)) for piece in contract.pieces),
         tuple(dropped),
         tuple(copies),
-        tuple(where + one for one in findings),
+        tuple(where + finding for finding in findings),
     )
 
 
@@ -65,10 +71,10 @@ def _leftovers(
     dropped: list[Dropped],
     copies: list[tuple[str, str]],
 ) -> Iterator[str]:
-    """Copies are dropped with a reason; anything else is a finding."""
+    """Drop known copies with a reason; any other tensor that is not expected is a finding."""
     wanted = contract.wanted()
-    absent = sorted(set(wanted) - set(contract.held))
-    for key in sorted(set(contract.held) - set(wanted)):
+    absent = sorted(set(wanted) - set(contract.file_tensors))
+    for key in sorted(set(contract.file_tensors) - set(wanted)):
         copy = copy_of(key, contract, wanted)
         if copy is not None:
             dropped.append(Dropped(f"{adapter.name}:{key}", copy.reason))
@@ -76,5 +82,5 @@ def _leftovers(
                 copies.append((f"{adapter.name}:{key}", f"{adapter.name}:{copy.of}"))
             continue
         hint = hint_on(key, absent, contract.live)
-        absent = []  # a near match is looked for once: it takes long, and one tells enough
+        absent = []  # search for a near match once: it is slow, and one hint is enough
         yield f"{key}: unexpected" + (f": {hint}" if hint else "")

@@ -1,7 +1,7 @@
-"""`adapter_config.json`, read as data: what peft 0.21 writes, checked, without importing peft.
+"""Read `adapter_config.json` of peft 0.21 as data, without importing peft.
 
-Everything that this project cannot merge is refused here by its name, with the reason and a way
-out; so is every setting that is unknown and not empty, since it might change the arithmetic.
+Every setting that this project cannot merge is refused by name, with the reason and a way out.
+Unknown settings that are not empty are refused too, since they might change the arithmetic.
 """
 
 from __future__ import annotations
@@ -21,14 +21,14 @@ _REFUSED = {
     "unmerged",
     "use_qalora": "its A works on pooled inputs of a GPTQ layer, which no dense weight equals: "
     "serve it unmerged",
-    "use_bdlora": f"its factors are blocks, for serving: serve it unmerged, or {_PEFT}",
+    "use_bdlora": f"its factors are block-diagonal: serve it unmerged, or {_PEFT}",
     "arrow_config": "a router picks experts for each token, so no single weight equals it: serve "
     "it unmerged",
-    "kasa_config": f"it cut singular values out of the base, which is not done here: {_PEFT}",
-    "megatron_config": "its layers are Megatron's: convert it to the model of transformers first",
+    "kasa_config": f"it removed singular values from the base, which this merge does not: {_PEFT}",
+    "megatron_config": "its layers are Megatron layers: convert it to the transformers model first",
 }
 _MUTATING = ("pissa", "olora", "corda", "loftq", "lora_ga")
-"""Initialisers (or their prefixes) that change the base weights, too."""
+"""Initialisers (or their prefixes) that also change the base weights."""
 _PLAIN_INIT = (True, False, None, "gaussian", "eva", "orthogonal", "mica")
 _READ = {
     "peft_type", "r", "lora_alpha", "use_rslora", "use_dora", "rank_pattern", "alpha_pattern",
@@ -37,26 +37,31 @@ _READ = {
     "ensure_weight_tying", "init_lora_weights", "task_type", "peft_version",
 }  # fmt: skip
 _HARMLESS = {
-    # Where it came from, how it was trained or initialised: nothing of this changes the weights.
+    # Origin, training and initialisation: no effect on how the stored pair changes the weights.
     "auto_mapping", "base_model_name_or_path", "revision", "inference_mode",
     "lora_dropout", "megatron_core", "loftq_config", "eva_config", "corda_config",
     "lora_ga_config", "qalora_group_size", "runtime_config", "fan_in_fan_out",
-    # Of the backward pass, and of noise in training: what is merged is the plain pair.
+    # Backward pass and noise in training: the stored pair is a plain one.
     "velora_config", "monteclora_config",
 }  # fmt: skip
 
 
 @dataclass(frozen=True)
 class AdapterConfig:
-    """The settings that decide what an adapter does. Names as in peft's `LoraConfig`.
+    """The settings of an adapter that change its arithmetic; see peft's `LoraConfig`.
 
-    `fan_in_fan_out` is absent: peft corrects it by the type of each module, and so do we.
+    `fan_in_fan_out` is absent: peft derives it from the type of each module, and so do we.
 
     Attributes:
+        rank: `r`.
+        alpha: `lora_alpha`.
+        rslora: `use_rslora`.
+        dora: `use_dora`.
         target_modules: suffixes of module names, or a regular expression, or "all-linear".
-        token_indices: trained rows by name of the embedding; "" is the input embedding.
+        token_indices: `trainable_token_indices`: trained rows by name of the embedding; "" is the
+            input embedding.
         tying: `ensure_weight_tying`.
-        peft_version: that wrote the adapter; "" where it is not recorded.
+        peft_version: version of peft that wrote the adapter; "" if it is not recorded.
     """
 
     rank: int = 8
@@ -79,17 +84,17 @@ class AdapterConfig:
     peft_version: str = ""
 
     def rank_of(self, name: str) -> int:
-        """Rank of the pair on module (or parameter) `name`."""
+        """Return the rank of the pair on module (or parameter) `name`."""
         return int(_pick(self.rank_pattern, name, self.rank))
 
     def scale_of(self, name: str) -> float:
-        """`alpha / rank`, or `alpha / sqrt(rank)` for rsLoRA, of module `name`."""
+        """Return `alpha / rank` of module `name`, or `alpha / sqrt(rank)` for rsLoRA."""
         rank, alpha = self.rank_of(name), _pick(self.alpha_pattern, name, self.alpha)
         return alpha / math.sqrt(rank) if self.rslora else alpha / rank
 
 
 def _pick(patterns: Mapping[str, Any], name: str, default: Any) -> Any:
-    """The first pattern that is the name's end, by whole dotted parts, or matches it."""
+    """Return the value of the first pattern that matches the end of a name, in dotted parts."""
     for pattern, value in patterns.items():
         if re.match(PATTERN.replace("{}", pattern), name):
             return value
@@ -97,7 +102,11 @@ def _pick(patterns: Mapping[str, Any], name: str, default: Any) -> Any:
 
 
 def parse_config(raw: Mapping[str, Any]) -> tuple[AdapterConfig, list[str]]:
-    """The configuration, and everything that rules it out; it is usable only without findings."""
+    """Return the configuration, and the reasons why it cannot be used (empty if it can).
+
+    Args:
+        raw: content of adapter_config.json.
+    """
     kind = raw.get("peft_type")
     if kind != "LORA":
         return AdapterConfig(), [
@@ -136,13 +145,13 @@ def parse_config(raw: Mapping[str, Any]) -> tuple[AdapterConfig, list[str]]:
 
 def _refusals(raw: Mapping[str, Any]) -> list[str]:
     known = _READ | _HARMLESS | set(_REFUSED)
-    found = [
+    refused = [
         f"{key}={short(raw[key])} is not supported: {reason}"
         for key, reason in _REFUSED.items()
         if raw.get(key)
     ]
-    return found + [
-        f"{key}={short(raw[key])} is no setting of peft 0.21's LoRA: what it does is unknown here"
+    return refused + [
+        f"{key}={short(raw[key])} is not a LoRA setting of peft 0.21, so its effect is unknown"
         for key in sorted(set(raw) - known)
         if raw[key] not in (None, False, [], {}, "")
     ]
@@ -154,14 +163,14 @@ def _init_findings(raw: Mapping[str, Any]) -> list[str]:
         "merge it into the base as training left it (get_base_model().save_pretrained), with "
         "init_lora_weights set to true in adapter_config.json"
     )
-    if init == "loftq":  # peft converts no such adapter: both the base and the pair are new
+    if init == "loftq":  # peft cannot convert such an adapter to a plain LoRA
         return [
-            f"init_lora_weights={init!r} put 4-bit values in the place of the base weights, so "
+            f"init_lora_weights={init!r} replaced the base weights with 4-bit values, so "
             f"this adapter does not fit the base: {saved}"
         ]
     if isinstance(init, str) and init.startswith(_MUTATING):
         return [
-            f"init_lora_weights={init!r} took a part out of the base weights, so this adapter does "
+            f"init_lora_weights={init!r} removed a part of the base weights, so this adapter does "
             "not fit the base: save it as a plain LoRA with save_pretrained(..., "
             f"path_initial_model_for_weight_conversion=INITIAL_ADAPTER), or {saved}"
         ]

@@ -1,4 +1,4 @@
-"""Taking settings out of a JSON object that anybody may have written."""
+"""Read settings from an untrusted JSON object, with their types checked."""
 
 from __future__ import annotations
 
@@ -7,9 +7,9 @@ from collections.abc import Mapping
 from typing import Any
 
 ALL_LINEAR = "all-linear"
-"""peft's shorthand for all linear layers but the head, in any case of letters."""
+"""peft's shorthand for all linear layers but the head; case does not matter."""
 
-# What peft makes of names in a configuration; "{}" is the name.
+# Regular expressions that peft builds from names in a configuration; "{}" is the name.
 PATTERN = r"(.*\.)?({})$"
 SAVED = r"(^|.*\.){}($|\..*)"
 LAYER = r"(?:^|.*?\.){}\.(\d+)\."
@@ -18,13 +18,13 @@ _HUGE = 1 << 31
 
 
 def short(value: Any) -> str:
-    """A value as it is shown in a finding."""
+    """Return a value as text for a finding, at most 60 characters."""
     text = repr(value)
     return text if len(text) <= 60 else text[:57] + "..."
 
 
 class Taker:
-    """Takes settings by key; what has the wrong type becomes a finding, and an empty value."""
+    """Reads settings by key. A value of the wrong type adds a finding and reads as empty."""
 
     def __init__(self, raw: Mapping[str, Any], findings: list[str]) -> None:
         self._raw, self._findings = raw, findings
@@ -46,14 +46,19 @@ class Taker:
         return value is True
 
     def names(self, key: str, within: str = "{}") -> tuple[str, ...]:
-        """Names; `within`: the regular expression that they become a part of."""
+        """Read a list of names.
+
+        Args:
+            key: the setting.
+            within: regular expression that each name will be inserted into, at "{}".
+        """
         value = self._raw.get(key) or []
         if isinstance(value, str) and key == "layers_pattern":
             value = [value]
-        if not isinstance(value, list) or not all(isinstance(one, str) and one for one in value):
+        if not isinstance(value, list) or not all(isinstance(name, str) and name for name in value):
             self._wrong(key, "a list of names")
             return ()
-        return tuple(one for one in value if within == "{}" or self._is_regex(key, one, within))
+        return tuple(name for name in value if within == "{}" or self._is_regex(key, name, within))
 
     def names_or_regex(self, key: str) -> tuple[str, ...] | str:
         value = self._raw.get(key)
@@ -66,7 +71,7 @@ class Taker:
     def integers(self, key: str) -> tuple[int, ...]:
         value = self._raw.get(key)
         value = [value] if type(value) is int else value or []
-        if not isinstance(value, list) or not all(type(one) is int for one in value):
+        if not isinstance(value, list) or not all(type(number) is int for number in value):
             self._wrong(key, "a list of layer numbers")
             return ()
         return tuple(value)
@@ -96,14 +101,14 @@ class Taker:
             return {}
         for name, rows in value.items():
             if len(set(rows)) != len(rows):
-                self._findings.append(f"{key}: {name or 'the embedding'}: a token id comes twice")
+                self._findings.append(f"{key}: {name or 'the embedding'}: duplicate token id")
         return {name: tuple(rows) for name, rows in value.items()}
 
     def _is_regex(self, key: str, text: str, within: str = "{}") -> bool:
         try:
             re.compile(within.replace("{}", text))
         except re.error as error:
-            self._findings.append(f"{key}: {short(text)} is no regular expression: {error}")
+            self._findings.append(f"{key}: {short(text)} is not a regular expression: {error}")
             return False
         return True
 

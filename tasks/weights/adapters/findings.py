@@ -1,4 +1,4 @@
-"""What is wrong between an adapter's file and what its configuration and the model ask for."""
+"""Findings on the tensors of an adapter's file, compared with its contract."""
 
 from __future__ import annotations
 
@@ -19,35 +19,35 @@ _COPIES = re.compile(
     r"\.(original_module|modules_to_save|token_adapter\.(base_layer|trainable_tokens_original))\."
     r"|\.token_adapter\.trainable_tokens_original$"
 )
-"""Infixes of what peft stores of a wrapped embedding beside the trained tensor itself."""
+"""Infixes of the copies that peft stores beside the trained tensor of a wrapped embedding."""
 
 _TRAINING = re.compile(r"\.lora_(velora_embed|monteclora_sampler)(\.|$)")
-"""What VeLoRA and MonteCLoRA keep for training, beside a pair that is a plain one."""
+"""Training state of VeLoRA and MonteCLoRA, stored beside a plain pair."""
 
 _EXPERT = re.compile(r"\.experts\.\d+\.")
 
 _NAMED = re.compile(
     r"\.lora_(A|B|embedding_[AB]|magnitude_vector)\.(?!(weight|bias)$)[^.]+(\.weight)?$"
 )
-"""Keys as a live model has them, with the adapter's name in them."""
+"""Keys of a live model, which contain the adapter's name."""
 
 
 def misfits(contract: Contract) -> Iterator[str]:
-    """Findings about the tensors that the contract wants."""
+    """Yield findings on the tensors that the contract expects: missing, or of another shape."""
     wanted = contract.wanted()
-    present = [key for key in wanted if key in contract.held]
-    if not contract.held:
+    present = [key for key in wanted if key in contract.file_tensors]
+    if not contract.file_tensors:
         yield "the adapter holds no tensors"
         return
     if not wanted:
-        yield "the adapter matches nothing: the model has none of the modules that it targets"
+        yield "the adapter matches nothing: the model has none of its target modules"
         return
     if not present:
-        yield "the adapter matches nothing: none of the tensors its configuration asks for is there"
+        yield "the adapter matches nothing: it has none of the tensors that its configuration needs"
     elif len(present) < len(wanted):
         yield f"the adapter covers only {len(present)} of the {len(wanted)} tensors it has to hold"
     for key, shape in wanted.items():
-        have = contract.held.get(key)
+        have = contract.file_tensors.get(key)
         if have is None:
             yield f"{key}: missing"
         elif 0 in have.shape or not have.shape:
@@ -56,23 +56,34 @@ def misfits(contract: Contract) -> Iterator[str]:
                 "gathering it first"
             )
         elif tuple(have.shape) != shape:
-            yield f"{key}: is {list(have.shape)}, the model and the rank want {list(shape)}"
+            yield f"{key}: is {list(have.shape)}, the model and the rank need {list(shape)}"
         elif not is_float(have.dtype):
-            yield f"{key}: {describe(have.shape, have.dtype)} is no float tensor"
+            yield f"{key}: {describe(have.shape, have.dtype)} is not a float tensor"
 
 
 @dataclass(frozen=True)
 class Copy:
-    """A tensor that is left out. `of`: the key whose bytes it must have; "" for no matter which."""
+    """Reason to leave out a tensor.
+
+    Attributes:
+        reason: the reason, for people.
+        of: key of the tensor that must have the same bytes; "" if its bytes do not matter.
+    """
 
     reason: str
     of: str = ""
 
 
 def copy_of(key: str, contract: Contract, wanted: Collection[str]) -> Copy | None:
-    """Why a tensor that no piece wants may be left out; None when it may not."""
+    """Return the reason why a tensor that no piece uses may be left out; None if it may not.
+
+    Args:
+        key: key of the tensor in the adapter's file.
+        contract: contract of the adapter.
+        wanted: keys that the contract expects.
+    """
     if _TRAINING.search(key):
-        return Copy("a state of training, which the merged model has no use for")
+        return Copy("training state, which a merged model does not need")
     plain = _COPIES.sub(".", key)
     if plain != key and (plain in wanted or key.endswith("trainable_tokens_original")):
         of = plain if ".modules_to_save." in key else ""
@@ -89,7 +100,7 @@ def copy_of(key: str, contract: Contract, wanted: Collection[str]) -> Copy | Non
 
 
 def _tied_keys(name: str, piece: Piece) -> tuple[str, ...]:
-    """Keys under which peft stores a piece once more, for the other name of a tied tensor."""
+    """Return the keys under which peft stores a piece again, for another name of a tied tensor."""
     module = name.removesuffix(".weight")
     if piece.stored:
         return stored_keys(module)
@@ -99,22 +110,22 @@ def _tied_keys(name: str, piece: Piece) -> tuple[str, ...]:
 
 
 def hint_on(key: str, absent: Sequence[str], live: LiveModel) -> str:
-    """What may have gone wrong with a key that no piece wants.
+    """Return a hint on a key that no piece uses; "" for none.
 
     Args:
-        key: in the adapter's file.
-        absent: keys that are wanted and not in it.
-        live: the model by the names that were tried.
+        key: key in the adapter's file.
+        absent: keys that the contract expects and the file does not have.
+        live: the model, by the names of the contract.
     """
     if not key.startswith(PEFT_PREFIX):
         return f"keys of an adapter start with {PEFT_PREFIX}"
     if _NAMED.search(key):
-        return "it carries an adapter's name: save it with save_pretrained, which takes that out"
+        return "it contains an adapter's name: save it with save_pretrained, which removes the name"
     if _EXPERT.search(key) and not any(map(_EXPERT.search, (*live.tensors, *live.stored))):
         return (
-            "experts one by one, as transformers 4 had them, and the base stores them fused: give "
-            "a base that stores them one by one, as published ones do; or load the adapter with "
-            "the current peft and save it again (not one with rsLoRA: that changes its scale)"
+            "the adapter has separate experts, as in transformers 4, and the base stores them "
+            "fused: use a base that stores them separately, as published ones do; or load the "
+            "adapter with the current peft and save it again (not with rsLoRA: its scale changes)"
         )
     close = difflib.get_close_matches(key, absent, n=1)
     return f"near: {close[0]}" if close else ""

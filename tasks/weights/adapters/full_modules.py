@@ -1,4 +1,4 @@
-"""Pieces that the adapter's file holds whole: saved modules, token rows, biases, embeddings."""
+"""Pieces stored as full tensors or rows: saved modules, token rows, biases, embeddings."""
 
 from __future__ import annotations
 
@@ -11,32 +11,32 @@ from tasks.weights.plan.adapter_ops import Rows
 
 
 def saved_pieces(ground: Ground) -> list[Piece]:
-    """Every tensor of `modules_to_save`."""
+    """Return a piece for every tensor of `modules_to_save`."""
     live = ground.live
     inside = tuple(f"{module}." for module in saved_modules(ground.config, live))
-    names = [one for one in live.tensors if one.startswith(inside)]
+    names = [name for name in live.tensors if name.startswith(inside)]
     if ground.config.tying:  # peft then stores the same tensor under each of its names
-        names = [one for one in names if live.tied.get(one) not in names]
-    return [ground.stored(one, PEFT_PREFIX + one, alone=True) for one in names]
+        names = [name for name in names if live.tied.get(name) not in names]
+    return [ground.stored(name, PEFT_PREFIX + name, alone=True) for name in names]
 
 
 def token_pieces(ground: Ground, findings: list[str]) -> Iterator[Piece]:
-    """Rows of embeddings that `trainable_token_indices` trained."""
+    """Yield a piece for every embedding with rows that `trainable_token_indices` trained."""
     config, live = ground.config, ground.live
-    found = token_modules(config, live)
-    if config.token_indices and not found:
+    rows_of = token_modules(config, live)
+    if config.token_indices and not rows_of:
         findings.append(f"trainable_token_indices: the model has no {sorted(config.token_indices)}")
-    embedding = found.get(live.input_embedding)
-    together = all(rows == embedding for rows in found.values()) or config.tying
-    for module, indices in found.items():
+    embedding = rows_of.get(live.input_embedding)
+    together = all(rows == embedding for rows in rows_of.values()) or config.tying
+    for module, indices in rows_of.items():
         name = f"{module}.weight"
         shape = ground.shape(name)
         if shape is None:
-            findings.append(f"{module}: trainable_token_indices names it: no embedding")
+            findings.append(f"{module}: named in trainable_token_indices, but not an embedding")
             continue
         tied = live.input_embedding + ".weight" in live.partners(name)
         if tied and module != live.input_embedding and indices == embedding:
-            continue  # the same rows of the same tensor: stored once, with the embedding
+            continue  # the rows of a tied tensor are stored once, with the input embedding
         outside = [row for row in indices if row >= shape[0]]
         if outside:
             findings.append(f"{module}: trained token {outside[0]} is outside its {shape[0]} rows")
@@ -48,12 +48,12 @@ def token_pieces(ground: Ground, findings: list[str]) -> Iterator[Piece]:
 def bias_pieces(
     ground: Ground, modules: Collection[str], stored: Collection[str]
 ) -> Iterator[Piece]:
-    """Biases that were trained and are stored as they are now.
+    """Yield a piece for every bias that was trained itself (`bias` "all" or "lora_only").
 
     Args:
-        ground: of the adapter.
-        modules: that carry a pair.
-        stored: tensors that are stored as a part of a module.
+        ground: adapter and model.
+        modules: modules with a LoRA pair.
+        stored: tensors that `modules_to_save` already stores.
     """
     if ground.config.bias == "none":
         return
@@ -68,24 +68,24 @@ def bias_pieces(
 
 
 def embedding_pieces(ground: Ground, known: Collection[str]) -> Iterator[Piece]:
-    """Embeddings stored whole because the vocabulary grew, or because they are targeted.
+    """Yield a piece for every embedding that peft stored because the vocabulary grew.
 
     Args:
-        ground: of the adapter.
+        ground: adapter and model.
         known: keys of tensors that are stored for another reason.
     """
     live, seen = ground.live, set[str]()
     modules = (live.input_embedding, live.output_embedding)
-    trained = {one for one in modules if set(known) & set(stored_keys(one))}
-    shared = {name for one in trained for name in live.partners(f"{one}.weight")}
+    trained = {module for module in modules if set(known) & set(stored_keys(module))}
+    shared = {name for module in trained for name in live.partners(f"{module}.weight")}
     for module in modules:
         name = f"{module}.weight"
-        keys = [key for key in stored_keys(module) if key in ground.held]
+        keys = [key for key in stored_keys(module) if key in ground.file_tensors]
         if name not in live.tensors or not keys or module in trained:
             continue
-        if name in shared:  # tied to a trained module: a copy of it, or what it was tied to before
+        if name in shared:  # tied to a trained module: a copy of it, or its value before training
             if not ground.config.tying:
                 yield ground.stored(name, keys[0], alone=True)
-        elif not seen & live.partners(name):  # tied: the other name's copy is the same
+        elif not seen & live.partners(name):  # the copy under another tied name is the same
             yield ground.stored(name, keys[0], alone=False)
         seen |= live.partners(name)

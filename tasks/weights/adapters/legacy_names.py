@@ -1,11 +1,11 @@
-"""The model by the names of its checkpoint, which are those that it had in memory before.
+"""Support adapters that were trained with transformers 4, by its names for layers.
 
-transformers 5 renames and fuses while it loads: the experts of a layer are one tensor, where
-transformers 4 had a linear layer for each, under the names that the checkpoint still has. Adapters
-from that time speak of those layers. For them every rule of PEFT holds as it did then, each expert
-a linear layer of its own, and what comes out changes the tensors on disk themselves. (The same as
-peft 0.21 makes of such an adapter when it loads it, but for rsLoRA: it doubles rank and alpha of
-a fused pair, which is right for alpha / rank and is sqrt(2) too much for alpha / sqrt(rank).)
+transformers 5 fuses the experts of a layer into one tensor while it loads. transformers 4 had one
+linear layer per expert, under the names that checkpoints still have, and its adapters use those
+names. For such an adapter the model is described with one linear layer per expert, and its terms
+change the tensors on disk directly. peft 0.21 gives the same result when it loads such an adapter,
+except with rsLoRA: it doubles rank and alpha of a fused pair, which keeps alpha / rank but makes
+alpha / sqrt(rank) too large by sqrt(2).
 """
 
 from __future__ import annotations
@@ -18,27 +18,27 @@ from tasks.weights.adapters.pieces import Contract
 
 
 def contract_by_names(contract: Contract) -> Contract:
-    """The contract by the names that the adapter's file uses: the model's, or the checkpoint's.
+    """Return the contract by the names that the adapter uses: those in memory or those on disk.
 
     Args:
-        contract: by the names of the model in memory.
+        contract: contract by the names of the model in memory.
     """
     if not contract.live.stored or not _unmatched(contract):
         return contract
-    older = Contract(contract.config, older_model(contract.live), contract.held)
+    older = Contract(contract.config, older_model(contract.live), contract.file_tensors)
     return older if _unmatched(older) < _unmatched(contract) else contract
 
 
 def in_memory(live: LiveModel, name: str) -> str:
-    """The live tensor that `name` of the older model is all of; `name` where it is only a part."""
+    """Return the live name of a tensor of the older model; `name` if it is a part of one."""
     stored = live.stored.get(name)
     return stored.live[0] if stored is not None and stored.whole else name
 
 
 def older_model(live: LiveModel) -> LiveModel:
-    """The model as its checkpoint names it: every matrix that is no embedding is a linear layer."""
-    names = {one.live[0]: key for key, one in live.stored.items() if one.whole}
-    gone = {name for one in live.stored.values() if not one.whole for name in one.live}
+    """Describe the model by the names of its checkpoint, with every matrix as a linear layer."""
+    names = {stored.live[0]: key for key, stored in live.stored.items() if stored.whole}
+    gone = {name for stored in live.stored.values() if not stored.whole for name in stored.live}
     kept = {names.get(name, name): name for name in live.tensors if name not in gone}
     tensors = {name: Expected(name, live.tensors[now].shape) for name, now in kept.items()}
     tensors |= {key: Expected(key, x.shape) for key, x in live.stored.items() if not x.whole}
@@ -46,7 +46,7 @@ def older_model(live: LiveModel) -> LiveModel:
     return LiveModel(
         tensors=tensors,
         modules=_modules(tensors, kinds),
-        tied={names.get(one, one): names.get(to, to) for one, to in live.tied.items()},
+        tied={names.get(alias, alias): names.get(to, to) for alias, to in live.tied.items()},
         transposed=frozenset(
             _module(n) for n, now in kept.items() if _module(now) in live.transposed
         ),
@@ -56,11 +56,11 @@ def older_model(live: LiveModel) -> LiveModel:
 
 
 def _unmatched(contract: Contract) -> int:
-    return len(contract.findings) + len(set(contract.wanted()) ^ set(contract.held))
+    return len(contract.findings) + len(set(contract.wanted()) ^ set(contract.file_tensors))
 
 
 def _modules(tensors: Mapping[str, Expected], kinds: Mapping[str, str]) -> dict[str, str]:
-    """Every module with a tensor in it, with its kind."""
+    """Return the kind of every module that has a tensor."""
     modules: dict[str, str] = {}
     for name, tensor in tensors.items():
         *parents, _ = _module(name).split(".")

@@ -1,7 +1,6 @@
-"""The model in memory, as far as PEFT's rules look at it: modules, their kinds, tensors, ties.
+"""Describe a model in memory as plain data: modules, their kinds, tensors, ties.
 
-Made once from a model on the meta device, by a process that has transformers; plain data from then
-on.
+It has everything that PEFT's rules look at, and is made once from a model on the meta device.
 """
 
 from __future__ import annotations
@@ -13,18 +12,17 @@ from typing import Any
 from tasks.core.contract import Expected
 
 LINEAR, CONV1D, EMBEDDING, CONVOLUTION, OTHER = "linear", "conv1d", "embedding", "conv", "other"
-"""Kinds of modules: `conv1d` is GPT-2's linear layer with its weight stored (in, out); `conv` is a
-real convolution."""
+"""Kinds of modules: "conv1d" is GPT-2's linear layer, weights (in, out); "conv" a convolution."""
 
 
 @dataclass(frozen=True)
 class Stored:
-    """A tensor of a checkpoint that has another name in memory, or is only a part of one there.
+    """A tensor of a checkpoint that has another name in memory, or is a part of a tensor there.
 
     Attributes:
-        shape: on disk.
-        live: names of the tensors in memory that it makes, or helps to make.
-        whole: it is all of one tensor in memory, element by element.
+        shape: shape on disk.
+        live: names of the tensors in memory that contain its elements.
+        whole: True if it is exactly one tensor in memory, with the same elements in the same order.
     """
 
     shape: tuple[int, ...]
@@ -34,17 +32,17 @@ class Stored:
 
 @dataclass(frozen=True)
 class LiveModel:
-    """What a model looks like in memory.
+    """A model in memory.
 
     Attributes:
-        tensors: every parameter by its live name, tied ones under each of their names.
+        tensors: every parameter by its live name; a tied one under each of its names.
         modules: kind of every module, by name, in the model's order.
-        tied: name of a parameter that is the same as another one -> that one's name.
-        transposed: modules whose 3-D parameters are stored (experts, in, out).
-        input_embedding: module name; "" when there is none.
-        output_embedding: module name; "" when there is none, as in a reward model.
-        stored: what a checkpoint's keys are in memory, by key, where the two differ. Those keys are
-            the names that older versions of transformers had in memory: see `older`.
+        tied: name of a tied parameter -> name of the parameter that it shares.
+        transposed: modules with 3-D parameters of shape (experts, in, out).
+        input_embedding: module name; "" if there is none.
+        output_embedding: module name; "" if there is none, as in a reward model.
+        stored: checkpoint tensors by key, where key and live name differ. These keys are the names
+            that transformers 4 had in memory; see `legacy_names`.
     """
 
     tensors: Mapping[str, Expected]
@@ -56,44 +54,45 @@ class LiveModel:
     stored: Mapping[str, Stored] = field(default_factory=dict)
 
     def partners(self, name: str) -> frozenset[str]:
-        """All names that the parameter `name` has, its own included."""
+        """Return all names of the parameter `name`, its own included."""
         holder = self.tied.get(name, name)
         return frozenset({holder, *(alias for alias, to in self.tied.items() if to == holder)})
 
     def as_json(self) -> dict[str, Any]:
-        """Plain JSON."""
+        """Return plain JSON."""
         return {
             **asdict(self),
-            "tensors": [asdict(one) for one in self.tensors.values()],
+            "tensors": [asdict(tensor) for tensor in self.tensors.values()],
             "transposed": sorted(self.transposed),
         }
 
     @classmethod
     def from_json(cls, raw: Mapping[str, Any]) -> LiveModel:
-        """What `as_json` made, or what JSON made of that."""
+        """Read the result of `as_json`, also after a round trip through JSON."""
         tensors = [
-            Expected(one["name"], tuple(one["shape"]), one["dtype"]) for one in raw["tensors"]
+            Expected(entry["name"], tuple(entry["shape"]), entry["dtype"])
+            for entry in raw["tensors"]
         ]
         return cls(
-            tensors={one.name: one for one in tensors},
+            tensors={tensor.name: tensor for tensor in tensors},
             modules=dict(raw["modules"]),
             tied=dict(raw["tied"]),
             transposed=frozenset(raw["transposed"]),
             input_embedding=str(raw["input_embedding"]),
             output_embedding=str(raw["output_embedding"]),
             stored={
-                key: Stored(tuple(one["shape"]), tuple(one["live"]), one["whole"])
-                for key, one in raw["stored"].items()
+                key: Stored(tuple(entry["shape"]), tuple(entry["live"]), entry["whole"])
+                for key, entry in raw["stored"].items()
             },
         )
 
 
 def live_model(model: Any, dtype: str | None = None) -> LiveModel:
-    """Describe a transformers model; on the meta device is enough.
+    """Describe a transformers model.
 
     Args:
-        model: a `PreTrainedModel` without any wrapper.
-        dtype: safetensors name to enter for every tensor; None leaves it open.
+        model: a `PreTrainedModel` without any wrapper; it may be on the meta device.
+        dtype: safetensors name to record for every tensor; None records none.
     """
     return LiveModel(
         tensors={
@@ -103,7 +102,9 @@ def live_model(model: Any, dtype: str | None = None) -> LiveModel:
         modules={name: _kind(module) for name, module in model.named_modules() if name},
         tied={str(k): str(v) for k, v in model.all_tied_weights_keys.items()},
         transposed=frozenset(
-            name for name, one in model.named_modules() if getattr(one, "is_transposed", False)
+            name
+            for name, module in model.named_modules()
+            if getattr(module, "is_transposed", False)
         ),
         input_embedding=_name_of(model, model.get_input_embeddings()),
         output_embedding=_name_of(model, model.get_output_embeddings()),

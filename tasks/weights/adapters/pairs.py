@@ -1,4 +1,4 @@
-"""Pieces with a pair of factors: LoRA and DoRA on modules, LoRA on single parameters."""
+"""Pieces with a pair of LoRA factors: LoRA and DoRA on modules, LoRA on single parameters."""
 
 from __future__ import annotations
 
@@ -12,7 +12,13 @@ from tasks.weights.plan.adapter_ops import Add, Dora, LowRank, Term
 
 
 def module_pieces(ground: Ground, module: str, findings: list[str]) -> Iterator[Piece]:
-    """The pair on a linear layer or an embedding, and the bias of its B."""
+    """Yield the pair on a linear layer or an embedding, and the bias of its B (`lora_bias`).
+
+    Args:
+        ground: adapter and model.
+        module: live name of the module.
+        findings: list to which reasons are added why the module cannot be merged.
+    """
     config, name, kind = ground.config, f"{module}.weight", ground.live.modules[module]
     shape = ground.shape(name)
     if kind not in (LINEAR, CONV1D, EMBEDDING) or shape is None or len(shape) != 2:
@@ -28,8 +34,8 @@ def module_pieces(ground: Ground, module: str, findings: list[str]) -> Iterator[
     if config.dora:
         if config.tying and ground.is_tied(name):
             findings.append(
-                f"{module}: DoRA has other magnitudes for each use of a tied embedding, so they "
-                "are no longer tied; train without ensure_weight_tying"
+                f"{module}: DoRA trains separate magnitudes for each use of a tied embedding, so "
+                "they are no longer tied; train without ensure_weight_tying"
             )
         magnitude = f"{prefix}.lora_magnitude_vector"
         wants[magnitude] = (outer,)
@@ -42,18 +48,18 @@ def module_pieces(ground: Ground, module: str, findings: list[str]) -> Iterator[
 def _no_target(module: str, kind: str) -> str:
     if kind == CONVOLUTION:
         return (
-            f"{module}: targeted, and a convolution: its change is not merged here; merge the "
+            f"{module}: targeted, but a convolution, which cannot be merged here; merge the "
             "adapter with peft's merge_and_unload, or train with it in exclude_modules"
         )
-    return f"{module}: targeted, but no linear layer and no embedding: it cannot be merged"
+    return f"{module}: targeted, but neither a linear layer nor an embedding: it cannot be merged"
 
 
 def _bias_of_b(ground: Ground, module: str, outer: int, findings: list[str]) -> Iterator[Piece]:
     name, key = f"{module}.bias", f"{PEFT_PREFIX}{module}.lora_B.bias"
     if name not in ground.live.tensors:
         findings.append(
-            f"{module}: lora_bias needs a bias to be added to, and this layer has none; "
-            "serve the adapter unmerged with transformers and peft (vLLM loads none with "
+            f"{module}: lora_bias needs a layer with a bias, and this one has none; "
+            "serve the adapter unmerged with transformers and peft (vLLM does not support "
             "lora_bias), or train without it"
         )
         return
@@ -63,10 +69,19 @@ def _bias_of_b(ground: Ground, module: str, outer: int, findings: list[str]) -> 
 def parameter_pieces(
     ground: Ground, module: str, names: Sequence[str], findings: list[str]
 ) -> Iterator[Piece]:
-    """Pairs on single parameters. peft nests their wrappers: the first one lies innermost."""
+    """Yield the pairs on single parameters of one module (`target_parameters`).
+
+    peft nests the wrappers of a module's parameters; the first parameter is innermost.
+
+    Args:
+        ground: adapter and model.
+        module: live name of the module.
+        names: live names of its targeted parameters, in the module's order.
+        findings: list to which reasons are added why a parameter cannot be merged.
+    """
     config, live = ground.config, ground.live
     if config.dora or config.lora_bias:
-        findings.append(f"{module}: target_parameters takes neither DoRA nor lora_bias")
+        findings.append(f"{module}: target_parameters supports neither use_dora nor lora_bias")
         return
     for index, name in enumerate(names):
         prefix = PEFT_PREFIX + module + ".base_layer" * (len(names) - 1 - index)
@@ -95,16 +110,16 @@ def _is_turned(
     rank: int,
     findings: list[str],
 ) -> bool:
-    """Return True if A works on the last axis but one of a stack of experts, and B on the last.
+    """Return True if A works on the second to last axis of a stack of experts, and B on the last.
 
-    peft changed that twice (`ParamWrapper.update_layer`): up to 0.18 always; 0.19.0 unless the
-    module says `is_transposed`; since 0.19.1 if it does. Where the version is not recorded the
-    shapes decide, and a square parameter, which has room for both, is a finding.
+    peft changed this twice (`ParamWrapper.update_layer`): until 0.18 it is always so; in 0.19.0
+    unless the module has `is_transposed`; since 0.19.1 if it has. If the version is not recorded,
+    the shapes decide; a square parameter fits both, which is a finding.
     """
     is_transposed = module in ground.live.transposed
     match = _VERSION.match(ground.config.peft_version)
     if match and not (".dev" in match[4] and match.group(1, 2) in (("0", "18"), ("0", "19"))):
-        version = tuple(int(one or 0) for one in match.group(1, 2, 3))
+        version = tuple(int(number or 0) for number in match.group(1, 2, 3))
         if version < (0, 19):
             return True
         return is_transposed == (version != (0, 19, 0))
@@ -116,6 +131,8 @@ def _is_turned(
             f"differently, and adapter_config.json records {recorded}: write the version of peft "
             'that trained it into adapter_config.json, e.g. "peft_version": "0.19.1"'
         )
-    shapes = [tuple(one.shape) for key in pair if (one := ground.held.get(key)) is not None]
+    shapes = [
+        tuple(tensor.shape) for key in pair if (tensor := ground.file_tensors.get(key)) is not None
+    ]
     older = [(rank, rows), (columns, rank)]
     return is_transposed or (shapes == older and rows != columns)

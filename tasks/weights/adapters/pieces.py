@@ -1,7 +1,7 @@
-"""The adapter's contract: for every tensor that it changes, which keys, which shapes, which term.
+"""The contract of an adapter: for every tensor that it changes, the keys, shapes and term.
 
-It is made from the adapter's configuration and the model: what peft would have written for them.
-`checking` compares it with what the file holds.
+It is derived from the adapter's configuration and the model by peft's rules. `checking` compares it
+with the tensors of the adapter's file.
 """
 
 from __future__ import annotations
@@ -26,22 +26,24 @@ from tasks.weights.adapters.targets import targeted_modules, targeted_parameters
 
 @dataclass
 class Contract:
-    """All pieces of one adapter on one model, and what cannot be.
+    """All pieces of one adapter on one model.
 
     Attributes:
-        config: the adapter's.
+        config: configuration of the adapter.
         live: the model.
-        held: the tensors that the adapter's file holds, by key.
+        file_tensors: tensors of the adapter's file, by key.
+        pieces: the pieces, made from the attributes above.
+        findings: reasons why the adapter cannot be merged.
     """
 
     config: AdapterConfig
     live: LiveModel
-    held: Mapping[str, TensorLike]
+    file_tensors: Mapping[str, TensorLike]
     pieces: list[Piece] = field(default_factory=list)
     findings: list[str] = field(default_factory=list)
 
     def __post_init__(self) -> None:
-        ground = Ground(self.config, self.live, self.held)
+        ground = Ground(self.config, self.live, self.file_tensors)
         modules = targeted_modules(self.config, self.live)
         for module in modules:
             self.pieces += module_pieces(ground, module, self.findings)
@@ -50,20 +52,21 @@ class Contract:
         saved = saved_pieces(ground)
         self.pieces += saved
         self.pieces += token_pieces(ground, self.findings)
-        self.pieces += bias_pieces(ground, set(modules), {one.target for one in saved})
+        self.pieces += bias_pieces(ground, set(modules), {piece.target for piece in saved})
         self.pieces += embedding_pieces(ground, {piece.stored for piece in self.pieces})
         self.findings += self._twice()
 
     def wanted(self) -> dict[str, Shape]:
-        """Shape of every tensor that the adapter has to hold, by key."""
+        """Return the shape of every tensor that the adapter has to hold, by key."""
         return {key: shape for piece in self.pieces for key, shape in piece.wants.items()}
 
     def _twice(self) -> Iterator[str]:
-        """Tensors that two settings change; only a wrapped layer's own weight may be stored too."""
+        """Yield the tensors that two settings change; a wrapped layer may also store its weight."""
         for name, pieces in groupby(sorted(self.pieces, key=_target), key=_target):
-            ways = [one for one in pieces if ".base_layer." not in one.stored]
+            ways = [piece for piece in pieces if ".base_layer." not in piece.stored]
             if len(ways) > 1:
-                yield f"{name}: changed twice, by {' and '.join(min(one.wants) for one in ways)}"
+                keys = " and ".join(min(piece.wants) for piece in ways)
+                yield f"{name}: changed twice, by {keys}"
 
 
 def _target(piece: Piece) -> str:

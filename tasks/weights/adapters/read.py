@@ -1,4 +1,4 @@
-"""Reading a PEFT folder: configuration and headers; tensor data stays where it is."""
+"""Open a PEFT folder: configuration and headers, no tensor data."""
 
 from __future__ import annotations
 
@@ -22,10 +22,10 @@ class Adapter:
 
     Attributes:
         root: its folder.
-        name: what plans call it: operands of its terms are "<name>:<key>".
-        config: the settings that decide what it does.
-        tensors: where its tensors are.
-        findings: what in the configuration rules it out.
+        name: its name in plans; operands of its terms are "<name>:<key>".
+        config: its settings.
+        tensors: source of its tensors.
+        findings: reasons in its configuration why it cannot be merged.
     """
 
     root: Path
@@ -36,20 +36,22 @@ class Adapter:
 
 
 def read_adapter(folder: Path, name: str = "adapter", *, beside: Collection[str] = ()) -> Adapter:
-    """Open a PEFT folder: `adapter_model.safetensors`, or `adapter_model.bin` where that is absent.
+    """Open a PEFT folder with `adapter_model.safetensors`, or else `adapter_model.bin`.
+
+    Unsupported settings raise no error here: they are in `findings`, so that one error can list
+    them all.
 
     Args:
-        folder: where it lies.
-        name: what plans are to call it.
-        beside: weight files in it that the caller knows, and reads otherwise.
+        folder: the folder.
+        name: name of the adapter in plans.
+        beside: names of weight files in the folder that are not part of the adapter.
 
     Raises:
-        ArtifactError: no adapter there, or its files cannot be read. What the configuration asks
-            for and is not possible is no error yet: it is in `findings`, for one error with all.
+        ArtifactError: the folder has no adapter, or its files cannot be read.
     """
     if not (folder / CONFIG).is_file():
         raise ArtifactError(
-            f"{folder}: no {CONFIG}: this is no PEFT adapter",
+            f"{folder}: no {CONFIG}: not a PEFT adapter",
             hint="give the folder that save_pretrained of the PEFT model wrote",
         )
     config, findings = parse_config(read_json(folder / CONFIG))

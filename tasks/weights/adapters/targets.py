@@ -1,7 +1,7 @@
-"""Which modules and parameters of a model an adapter is for: peft's own rules.
+"""Find the modules and parameters that an adapter targets, by peft's rules.
 
-Not peft's code: importing it takes seconds, and a plan needs it for nothing else. The tests compare
-with what peft itself wraps.
+peft itself is not imported, because that takes seconds. The tests compare with the modules that
+peft wraps.
 """
 
 from __future__ import annotations
@@ -17,35 +17,37 @@ _HEADS = ("score", "classifier")
 
 
 def targeted_modules(config: AdapterConfig, live: LiveModel) -> list[str]:
-    """Modules that carry a LoRA pair, in the model's order."""
+    """Return the modules with a LoRA pair, in the model's order."""
     if config.target_modules == ALL_LINEAR:
         names: set[str] = _all_linear(config, live)
-        return [one for one in live.modules if one in names and not _excluded(config, one)]
-    return [one for one in live.modules if not _excluded(config, one) and _is_target(config, one)]
+        return [name for name in live.modules if name in names and not _excluded(config, name)]
+    return [
+        name for name in live.modules if not _excluded(config, name) and _is_target(config, name)
+    ]
 
 
 def targeted_parameters(config: AdapterConfig, live: LiveModel) -> dict[str, list[str]]:
-    """Live names of targeted parameters, by their module, in the order in which it has them."""
-    found: dict[str, list[str]] = {}
+    """Return the live names of targeted parameters by module, in the module's order."""
+    by_module: dict[str, list[str]] = {}
     for name in live.tensors:
         if _ends_with(name, config.target_parameters):
-            found.setdefault(name.rpartition(".")[0], []).append(name)
-    return found
+            by_module.setdefault(name.rpartition(".")[0], []).append(name)
+    return by_module
 
 
 def saved_modules(config: AdapterConfig, live: LiveModel) -> list[str]:
-    """Modules that are stored whole. A suffix counts, even within a dotted part."""
-    return [one for one in live.modules if one.endswith(config.modules_to_save)]
+    """Return the modules of `modules_to_save`: any module whose name ends with one of its names."""
+    return [name for name in live.modules if name.endswith(config.modules_to_save)]
 
 
 def token_modules(config: AdapterConfig, live: LiveModel) -> dict[str, tuple[int, ...]]:
-    """Token ids by the module whose rows they are."""
-    found: dict[str, tuple[int, ...]] = {}
+    """Return the trained token ids by embedding module."""
+    rows_of: dict[str, tuple[int, ...]] = {}
     for suffix, rows in config.token_indices.items():
         for name in [live.input_embedding] if not suffix else live.modules:
             if name and name.endswith(suffix):
-                found[name] = rows
-    return found
+                rows_of[name] = rows
+    return rows_of
 
 
 def _is_target(config: AdapterConfig, name: str) -> bool:
@@ -63,11 +65,11 @@ def _is_target(config: AdapterConfig, name: str) -> bool:
 
 
 def _layer(config: AdapterConfig, name: str) -> int | None:
-    """Number of the layer that a module lies in; the outermost one where lists are nested."""
-    for one in config.layers_pattern or (r"[^.]*",):
-        # Without a pattern, the list has to lie in something: peft asks for a dot before it.
+    """Return the number of a module's layer, the outermost one if layers are nested."""
+    for layers in config.layers_pattern or (r"[^.]*",):
+        # Without layers_pattern, peft needs a dot before the name of the list of layers.
         pattern = LAYER if config.layers_pattern else r".*?\.{}\.(\d+)\."
-        match = re.match(pattern.replace("{}", one), name)
+        match = re.match(pattern.replace("{}", layers), name)
         if match:
             return int(match[match.re.groups])
     return None
@@ -79,7 +81,7 @@ def _excluded(config: AdapterConfig, name: str) -> bool:
             return True
     elif _ends_with(name, config.exclude_modules):
         return True
-    return any(re.match(SAVED.replace("{}", one), name) for one in config.modules_to_save)
+    return any(re.match(SAVED.replace("{}", module), name) for module in config.modules_to_save)
 
 
 def _all_linear(config: AdapterConfig, live: LiveModel) -> set[str]:
@@ -90,5 +92,5 @@ def _all_linear(config: AdapterConfig, live: LiveModel) -> set[str]:
 
 
 def _ends_with(name: str, suffixes: Iterable[str]) -> bool:
-    """By whole dotted parts."""
-    return any(name == one or name.endswith(f".{one}") for one in suffixes)
+    """Return True if a name ends with one of the suffixes, in whole dotted parts."""
+    return any(name == suffix or name.endswith(f".{suffix}") for suffix in suffixes)

@@ -1,4 +1,4 @@
-"""The one pass over an adapter's data before anything is written: finite, and not all zero."""
+"""Check an adapter's numbers before anything is written: finite, and not all zero."""
 
 from __future__ import annotations
 
@@ -19,32 +19,36 @@ _EXPERT = re.compile(r"\.experts\.\d+\.")
 
 
 def require_values(adapters: Sequence[Adapter], copies: Mapping[str, str] | None = None) -> None:
-    """Check the numbers of all adapters, and that what counts as a copy is one.
+    """Check the numbers of all adapters, and that dropped copies equal their originals.
 
     Args:
-        adapters: as they go into `changes`.
-        copies: as `Changes` has them.
+        adapters: the adapters that are merged.
+        copies: `Changes.copies`: dropped tensor -> tensor that must have the same bytes.
 
     Raises:
-        ContractError: with every finding.
+        ContractError: lists every finding.
     """
-    found = [f"{one.root.name}: {text}" for one in adapters for text in value_findings(one)]
-    by_name = {one.name: one for one in adapters}
+    findings = [
+        f"{adapter.root.name}: {text}" for adapter in adapters for text in value_findings(adapter)
+    ]
+    by_name = {adapter.name: adapter for adapter in adapters}
     for copy, original in (copies or {}).items():
         name, _, key = copy.partition(":")
         of = original.partition(":")[2]
         if not _same(by_name[name], key, of):
-            found.append(f"{by_name[name].root.name}: {key}: is not the same as {of}, as it has to")
-    if found:
-        raise ContractError(f"adapter: {first_and_more(found)}", details=found)
+            findings.append(
+                f"{by_name[name].root.name}: {key}: differs from {of}, of which it must be a copy"
+            )
+    if findings:
+        raise ContractError(f"adapter: {first_and_more(findings)}", details=findings)
 
 
 def value_findings(adapter: Adapter) -> Iterator[str]:
-    """What is wrong with the numbers: NaN or infinity anywhere, a factor that is all zero.
+    """Yield the tensors with NaN or infinity, and the LoRA factors that are all zero.
 
-    A or B of a pair that is all zero adds nothing: the adapter was never trained, or not all of it.
-    Only an expert that has a pair of its own may be so, since no token may have come its way, as
-    long as others of its layer are not.
+    A pair with an all-zero A or B changes nothing: the adapter was not trained, or not saved from
+    the trained model. An expert with its own pair may be all zero if other experts of its layer are
+    not, because it may have received no token.
     """
     zeros: dict[str, list[str]] = {}
     used: set[str] = set()
@@ -61,19 +65,19 @@ def value_findings(adapter: Adapter) -> Iterator[str]:
         elif _FACTOR.search(key):
             zeros.setdefault(together, []).append(key)
     for key in sorted(key for name, keys in zeros.items() if name not in used for key in keys):
-        yield f"{key}: all zero: the adapter was not trained here, or was not saved from it"
+        yield f"{key}: all zero: this part was not trained, or not saved from the trained model"
 
 
 def _same(adapter: Adapter, key: str, of: str) -> bool:
-    one, other = adapter.tensors.tensors[key], adapter.tensors.tensors[of]
-    if (tuple(one.shape), one.dtype) != (tuple(other.shape), other.dtype):
+    copy, original = adapter.tensors.tensors[key], adapter.tensors.tensors[of]
+    if (tuple(copy.shape), copy.dtype) != (tuple(original.shape), original.dtype):
         return False
     pairs = zip(_blocks(adapter, key), _blocks(adapter, of), strict=True)
     return all(np.array_equal(a, b) for a, b in pairs)
 
 
 def _blocks(adapter: Adapter, key: str) -> Iterator[NDArray[np.uint8]]:
-    """A tensor's bytes in blocks, each valid until the next one is asked for."""
+    """Yield a tensor's bytes in blocks; each block is valid until the next one is read."""
     with Reader(adapter.tensors.extents(key)) as stream:
         buffer: NDArray[np.uint8] = np.empty(min(_BLOCK, stream.nbytes), np.uint8)
         for at in range(0, stream.nbytes, _BLOCK):

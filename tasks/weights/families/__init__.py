@@ -1,12 +1,9 @@
-"""Families: which tensors of a checkpoint on disk make which tensors of the model in memory.
+"""Map tensors of a checkpoint on disk to tensors of the model in memory, and plan with that map.
 
-    found = trace(model, disk)             families/conversion.py, by transformers own conversion
-    plan_merge(base, facts, changes, ...)  families/merging.py: adapter terms -> operations
-    plan_full(trained, facts, ...)         families/gathering.py: trained live tensors -> operations
+conversion    `trace`: run transformers' own conversion on tensors without data (`traced`)
+merging       `plan_merge`: terms of adapters -> operations on disk
+gathering     `plan_full`: trained tensors by live name -> operations on disk
 
-transformers 5 renames and fuses while it loads: the checkpoint's 2 x 128 expert matrices of a layer
-are one tensor in memory, `model.` comes and goes, a vision model's language half moves. PEFT speaks
-of what is in memory; servers read what is on disk. Nothing here lists names of architectures:
-transformers' own conversion is run on `Traced` tensors (`traced.py`), which have shapes and
-origins and no data.
+transformers 5 renames and fuses tensors while it loads, for example all experts of a layer. PEFT
+uses the names in memory, servers read those on disk. `plain` lists families without a difference.
 """

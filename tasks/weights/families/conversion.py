@@ -1,11 +1,11 @@
-"""Layouts: the keys on disk of a model in memory, by transformers' own conversion.
+"""Map the keys of a checkpoint to tensors in memory, by transformers' own conversion.
 
-    disk = default_layout(model)          what `save_pretrained` would write: key -> shape
-    found = trace(model, disk)            which live tensor each key of a checkpoint becomes
+    disk = default_layout(model)          keys and shapes that `save_pretrained` would write
+    conversion = trace(model, disk)       place in memory of each key of a checkpoint
 
-`trace` does what `from_pretrained` does with a checkpoint's keys (`core_model_loading.py` of
-transformers 5.19), on `Traced` tensors in place of data: so any layout that transformers can load
-is understood, old or new, with or without prefix, and nothing else is.
+`trace` repeats what `from_pretrained` does with a checkpoint's keys (`core_model_loading.py` of
+transformers 5.19), on `Traced` tensors without data. So it accepts exactly the layouts that
+transformers can load: old or new, with or without prefix.
 """
 
 from __future__ import annotations
@@ -25,13 +25,13 @@ _NEAR = 5
 
 @dataclass(frozen=True)
 class Conversion:
-    """How a checkpoint becomes a model.
+    """Result of mapping a checkpoint to a model.
 
     Attributes:
-        places: where every tensor on disk goes, in the checkpoint's order.
-        unread: keys that the model has no place for and is not surprised by, with their shapes.
-        missing: keys, with shapes, that would make the live tensors which nothing makes.
-        findings: keys that are not there, keys without a place, shapes that differ.
+        places: place in memory of every tensor on disk, in the checkpoint's order.
+        unread: shapes of the keys that the model ignores on purpose, by key.
+        missing: shapes of the keys that the checkpoint lacks, by key.
+        findings: missing keys, unexpected keys, shapes that differ; one line each.
     """
 
     places: tuple[Place, ...]
@@ -41,14 +41,15 @@ class Conversion:
 
 
 def default_layout(model: Any, shapes: Shapes | None = None) -> dict[str, tuple[int, ...]]:
-    """Keys and shapes that `save_pretrained` writes for a model that was not loaded from disk.
+    """Return the keys and shapes that `save_pretrained` writes for a newly made model.
 
     Args:
-        model: on the meta device.
-        shapes: of the live tensors to convert; None for all that are not tied to another one.
+        model: transformers model; it may be on the meta device.
+        shapes: shapes of the live tensors to convert, by name; None for all that are not tied to
+            another tensor.
 
     Raises:
-        UntraceableError: for a conversion that mixes elements.
+        UntraceableError: the conversion mixes elements of tensors.
     """
     from transformers.core_model_loading import revert_weight_conversion
 
@@ -60,15 +61,15 @@ def default_layout(model: Any, shapes: Shapes | None = None) -> dict[str, tuple[
             if name not in tied
         }
     state = {name: Traced.of(name, shape) for name, shape in shapes.items()}
-    return {key: one.shape for key, one in revert_weight_conversion(model, state).items()}
+    return {key: tensor.shape for key, tensor in revert_weight_conversion(model, state).items()}
 
 
 def trace(model: Any, disk: Shapes) -> Conversion:
-    """Follow every key of a checkpoint into the model.
+    """Map every key of a checkpoint to its place in the model.
 
     Args:
-        model: on the meta device.
-        disk: shape of every tensor of the checkpoint, as it is after any decoding.
+        model: transformers model; it may be on the meta device.
+        disk: shape of every tensor of the checkpoint by key, after any decoding.
     """
     live = {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}
     transforms, strangers = _collect(model, disk)
@@ -88,12 +89,12 @@ def trace(model: Any, disk: Shapes) -> Conversion:
     findings += [f"{k}: missing, {list(shape)}" for k, shape in missing.items() if k not in disk]
     findings += _placeless([key for key in strangers if key not in unread], [*missing, *live])
     order = {key: at for at, key in enumerate(disk)}
-    places.sort(key=lambda one: (order[one.disk], one.live, one.start))
+    places.sort(key=lambda place: (order[place.disk], place.live, place.start))
     return Conversion(tuple(places), unread, missing, tuple(findings))
 
 
 def _collect(model: Any, disk: Shapes) -> tuple[dict[str, Any], list[str]]:
-    """A loaded transform for every live tensor that begins a group, and keys without a place."""
+    """Return the transform of each group of keys, by its first live name, and unexpected keys."""
     from copy import deepcopy
 
     from transformers.conversion_mapping import get_model_conversion_mapping
@@ -105,9 +106,11 @@ def _collect(model: Any, disk: Shapes) -> tuple[dict[str, Any], list[str]]:
     )
 
     mapping = get_model_conversion_mapping(model)
-    renamings = [one for one in mapping if isinstance(one, WeightRenaming)]
-    converters = [one for one in mapping if isinstance(one, WeightConverter)]
-    by_pattern = {pattern: one for one in converters for pattern in one.source_patterns}
+    renamings = [entry for entry in mapping if isinstance(entry, WeightRenaming)]
+    converters = [entry for entry in mapping if isinstance(entry, WeightConverter)]
+    by_pattern = {
+        pattern: converter for converter in converters for pattern in converter.source_patterns
+    }
     state, prefix = model.state_dict(), model.base_model_prefix
     transforms: dict[str, Any] = {}
     strangers: list[str] = []
@@ -121,7 +124,7 @@ def _collect(model: Any, disk: Shapes) -> tuple[dict[str, Any], list[str]]:
         fresh = deepcopy(by_pattern[pattern]) if pattern else WeightRenaming(key, name)
         transform = transforms.setdefault(name, fresh)
         if pattern is None and transform is not fresh:
-            strangers.append(key)  # a second spelling of a tensor that is already there
+            strangers.append(key)  # a second key for the same live tensor
             continue
         transform.add_tensor(name, key, pattern or key, Traced.of(key, disk[key]))
     return transforms, strangers
@@ -129,7 +132,7 @@ def _collect(model: Any, disk: Shapes) -> tuple[dict[str, Any], list[str]]:
 
 def _checked(name: str, traced: Traced, live: Shapes, disk: Shapes) -> list[Place]:
     if name not in live:
-        raise ValueError("the conversion makes it, the model does not have it")
+        raise ValueError("made by the conversion, but the model has no such tensor")
     if traced.shape != live[name]:
         keys = sorted({piece.key for piece in traced.pieces})
         raise ValueError(
@@ -140,19 +143,21 @@ def _checked(name: str, traced: Traced, live: Shapes, disk: Shapes) -> list[Plac
 
 
 def _ignored(model: Any) -> re.Pattern[str] | None:
-    """Keys that transformers itself leaves unread without a word."""
+    """Return a pattern for the keys that transformers ignores without a warning."""
     patterns = set(model._keys_to_ignore_on_load_unexpected or ())
     buffers = [name for name, _ in model.named_buffers()]
     if any(name.endswith("rotary_emb.inv_freq") for name in buffers):
         patterns.add(r"rotary_emb\.inv_freq")
     if any(name.endswith("position_ids") for name in buffers):
         patterns.add(r"(^|\.)position_ids$")
-    return re.compile("|".join(f"({one})" for one in sorted(patterns))) if patterns else None
+    return (
+        re.compile("|".join(f"({pattern})" for pattern in sorted(patterns))) if patterns else None
+    )
 
 
 def _absent(model: Any, live: Shapes, places: Sequence[Place]) -> dict[str, tuple[int, ...]]:
-    """Live tensors that nothing on disk makes, under the keys they would be saved under."""
-    made = {one.live for one in places}
+    """Return the shapes of live tensors that the checkpoint lacks, by the key it would have."""
+    made = {place.live for place in places}
     tied = model.all_tied_weights_keys
     # A tied tensor may be stored under its other name alone.
     twins = {holder for alias, holder in tied.items() if alias in made}
@@ -163,7 +168,7 @@ def _absent(model: Any, live: Shapes, places: Sequence[Place]) -> dict[str, tupl
 def _placeless(keys: Sequence[str], known: Sequence[str]) -> list[str]:
     findings = []
     for at, key in enumerate(keys):
-        # A search through all names takes a while, and the first few tell the story.
+        # A search through all names is slow, and the first few hints are enough.
         near = difflib.get_close_matches(key, known, n=1) if at < _NEAR else []
         hint = f"; near: {near[0]}" if near else ""
         findings.append(f"{key}: the model has no place for it{hint}")

@@ -1,7 +1,7 @@
-"""The plan of a full fine-tuning's gathering: tensors by live name -> the checkpoint's keys.
+"""Plan the gathering of a full fine-tuning: tensors by live name -> keys of the checkpoint.
 
-What training held fused, by transformers' names, is written split, by the names of the base on
-disk; so that whoever could load the base can load the result.
+Tensors that transformers fuses in memory are written split, under the keys of the base on disk, so
+that a program that can load the base can load the result.
 """
 
 from __future__ import annotations
@@ -29,23 +29,23 @@ def plan_full(
     dtype: str | None = None,
     max_shard_bytes: int | None = None,
 ) -> Plan:
-    """Plan a checkpoint from what training held.
+    """Plan a checkpoint from the trained parameters.
 
     Args:
-        trained: parameters by live name, wrappers dropped; input "trained".
-        facts: of the model, made with the base's keys where there is a base.
-        base: header entries of the base checkpoint, input "base": where buffers and what the model
-            does not read come from.
+        trained: trained parameters by live name without wrapper prefixes; input "trained".
+        facts: facts of the model, made with the keys of the base if there is one.
+        base: header entries of the base checkpoint, input "base"; the source of buffers and of
+            tensors that the model does not read.
         frozen: take parameters that are not in `trained` from the base, too.
-        dtype: safetensors name for all floats; None keeps each tensor's own.
-        max_shard_bytes: of tensor data in one output file.
+        dtype: safetensors name for all floats; None keeps the dtype of each tensor.
+        max_shard_bytes: limit of tensor data in one output file.
 
     Returns:
-        The plan; `notes["from_base"]` lists the keys that do not come from training.
+        the plan; `notes["from_base"]` lists the keys that are copied from the base.
 
     Raises:
-        ContractError: listing every finding: names that the model does not have, tensors that
-            nobody has, shapes that differ.
+        ContractError: lists every finding: names that the model does not have, tensors that are
+            missing, shapes that differ.
     """
     findings = list(facts.findings)
     known = {*facts.live.tensors, *(place.live for place in facts.places)}
@@ -56,7 +56,7 @@ def plan_full(
         op = _trained_op(place, trained, facts, findings)
         if op is None and base is not None and place.disk in base:
             if place.live in facts.live.tensors and not frozen:
-                findings.append(f"{place.live}: a parameter, and not among what was trained")
+                findings.append(f"{place.live}: a parameter, but it was not trained")
             from_base.append(place.disk)
             op = _copy(place.disk, base[place.disk])
         if op is None:
@@ -78,23 +78,23 @@ def plan_full(
 def _trained_op(
     place: Place, trained: Mapping[str, TensorLike], facts: ModelFacts, findings: list[str]
 ) -> Op | None:
-    """The operation that writes one key from a trained tensor; None when training has none."""
+    """Return the operation that writes one key from a trained tensor; None if it is not trained."""
     holder = facts.live.tied.get(place.live, place.live)
     name = place.live if place.live in trained else holder
-    held = trained.get(name)
-    if held is None:
+    tensor = trained.get(name)
+    if tensor is None:
         return None
-    if tuple(held.shape) != place.live_shape:
-        wanted = describe(place.live_shape, held.dtype)
-        findings.append(f"{name}: is {list(held.shape)}, the model has {wanted}")
+    if tuple(tensor.shape) != place.live_shape:
+        wanted = describe(place.live_shape, tensor.dtype)
+        findings.append(f"{name}: is {list(tensor.shape)}, the model has {wanted}")
     if not place.whole:
-        findings.append(f"{place.disk}: joins {place.live} with others; cannot be written")
+        findings.append(f"{place.disk}: fuses {place.live} with other tensors; cannot be written")
     return Op(
         name=place.disk,
         shape=place.shape,
-        dtype=held.dtype,
+        dtype=tensor.dtype,
         source=f"trained:{name}",
-        source_dtype=held.dtype,
+        source_dtype=tensor.dtype,
         start=place.start,
         transpose=place.transpose,
     )
@@ -111,6 +111,6 @@ def _cast(op: Op, dtype: str | None) -> Op:
 def _refuse(findings: list[str]) -> None:
     if findings:
         raise ContractError(
-            f"gather: what was trained does not make a checkpoint: {first_and_more(findings)}",
+            f"gather: trained tensors do not make a checkpoint: {first_and_more(findings)}",
             details=findings[:_SHOWN],
         )

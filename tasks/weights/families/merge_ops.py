@@ -1,4 +1,4 @@
-"""The operations of a merge: what happens to each tensor of the base on disk."""
+"""The operations of a merge, one for each tensor of the base on disk."""
 
 from __future__ import annotations
 
@@ -20,15 +20,16 @@ from tasks.weights.plan.operations import Op
 
 @dataclass(frozen=True)
 class MergeSettings:
-    """What a merge makes of its inputs.
+    """Settings of a merge.
 
     Attributes:
-        dtype: safetensors name for all floats; None keeps each tensor's own.
-        quantization: what tensors that training held in 4 bits go through, as `Op.quantization`
-            says it; its "base" tells whether those that no adapter changes do, too.
-        quantized: keys of those tensors.
-        max_shard_bytes: of tensor data in one output file.
-        base: name of the input that the base is.
+        dtype: safetensors name for all floats; None keeps the dtype of each tensor.
+        quantization: 4-bit settings of training, as in `Op.quantization`, for the tensors that
+            training stored in 4 bits. With "base": "dequantized" they also apply to tensors that
+            no adapter changes. None if training used no quantization.
+        quantized: keys of the tensors that training stored in 4 bits.
+        max_shard_bytes: limit of tensor data in one output file; None writes a single file.
+        base: name of the base among the inputs of the plan.
     """
 
     dtype: str | None = None
@@ -40,13 +41,17 @@ class MergeSettings:
 
 @dataclass
 class MergeOps:
-    """One pass over the base's tensors.
+    """One pass over the base's tensors. Iterate over `ops` before reading the results.
 
     Attributes:
-        base, facts, changes, adapters, settings: as of `plan_merge`.
-        findings: everything that is wrong; whole once `ops` has been gone through, as the rest is.
-        replaced: source in the base -> source in an adapter that is stored in its place.
-        untied: keys that were tied and are stored apart from now on.
+        base: header entries of the base checkpoint.
+        facts: facts of the base's model.
+        changes: changes of the model in memory.
+        adapters: header entries of the adapters' tensors, by their names in terms.
+        settings: settings of the merge.
+        findings: result: everything that is wrong.
+        replaced: result: source in the base -> source in an adapter that replaces it.
+        untied: result: keys that were tied and are stored separately from now on.
     """
 
     base: Mapping[str, TensorLike]
@@ -60,27 +65,27 @@ class MergeOps:
     _used: set[str] = field(default_factory=set)
 
     def ops(self) -> Iterator[Op]:
-        """An operation a tensor of the base, then those that are stored for the first time."""
+        """Yield an operation for each tensor of the base, then those for untied tensors."""
         places: dict[str, list[Place]] = defaultdict(list)
         for place in self.facts.places:
             places[place.disk].append(place)
         for key, info in self.base.items():
-            found = places.pop(key, [])
-            if any(place.shape != tuple(info.shape) for place in found):
+            key_places = places.pop(key, [])
+            if any(place.shape != tuple(info.shape) for place in key_places):
                 self.findings.append(f"{key}: is {list(info.shape)}, the model's facts differ")
                 continue
-            yield self._op(key, found)
+            yield self._op(key, key_places)
         self.findings += [f"{key}: not in the base" for key in places]
         yield from self._stored_apart()
         changed = {*self.changes.terms, *self.changes.replacements}
         self.findings += [
-            f"{name}: changed by the adapter, made by no tensor of the base"
+            f"{name}: changed by the adapter, but no tensor of the base contains it"
             for name in sorted(changed - self._used)
-            if not self.facts.findings  # of which this would only be the echo
+            if not self.facts.findings  # this finding would only repeat them
         ]
 
     def _op(self, key: str, places: Sequence[Place]) -> Op:
-        """The operation for one tensor of the base."""
+        """Return the operation for one tensor of the base."""
         if len(places) == 1 and places[0].whole:
             return self._changed(key, key, places[0])
         for place in places:
@@ -91,13 +96,13 @@ class MergeOps:
                     "which this merge cannot split: merge it with peft's merge_and_unload"
                 )
         op = self._by_key(self._plain(key, key))
-        asked = self._quantization(op, places[0], op.terms) if places else None
-        if asked is not None and asked.get("base") == "dequantized":
-            self.findings.append(f"{key}: joins layers that training held in 4 bits one by one")
+        quantization = self._quantization(op, places[0], op.terms) if places else None
+        if quantization is not None and quantization.get("base") == "dequantized":
+            self.findings.append(f"{key}: fuses layers that training quantised one by one")
         return op
 
     def _stored_apart(self) -> Iterator[Op]:
-        """Tensors that were tied, are not any more, and have no key in the base yet."""
+        """Yield the operations of untied tensors that have no key in the base yet."""
         stored = {place.live: place for place in self.facts.places}
         for alias in self.changes.unties:
             key = self.facts.aliases[alias]
@@ -109,28 +114,30 @@ class MergeOps:
             yield self._changed(key, holder.disk, place)
 
     def _changed(self, name: str, key: str, place: Place) -> Op:
-        """Base tensor `key` with what happens to `place`, as output `name`."""
+        """Return the operation that writes base tensor `key`, changed at `place`, as `name`."""
         op = self._with(self._plain(name, key), place, self._name(place.live))
         op = self._by_key(op)
         return replace(op, quantization=self._quantization(op, place, op.terms))
 
     def _by_key(self, op: Op) -> Op:
-        """The operation with what an adapter does to this very tensor on disk; see `older`."""
+        """Add the changes that name the tensor by its key on disk; see `legacy_names`."""
         key = op.name
         stored = self.facts.live.stored.get(key)
         if stored is None or stored.whole:
             return op
         changed = op.terms or op.input != self.settings.base
-        found = self._with(op, Place(key, op.shape, key, op.shape), key)
-        own = found.terms[len(op.terms) :]
-        if changed and (found.source != op.source or any(isinstance(one, Dora) for one in own)):
+        changed_op = self._with(op, Place(key, op.shape, key, op.shape), key)
+        own = changed_op.terms[len(op.terms) :]
+        if changed and (
+            changed_op.source != op.source or any(isinstance(term, Dora) for term in own)
+        ):
             self.findings.append(
                 f"{key}: replaced or normalised by one adapter, changed by another"
             )
-        return found
+        return changed_op
 
     def _with(self, op: Op, place: Place, name: str) -> Op:
-        """The operation with the replacement and the terms that are listed under `name`."""
+        """Add the replacement and the terms that are listed under `name`."""
         self._used.add(name)
         replacement = self.changes.replacements.get(name)
         if replacement is not None:
@@ -138,27 +145,30 @@ class MergeOps:
             op = self._replaced(op, place, replacement, self.changes.shapes.get(name))
         terms = self._terms(place, self.changes.terms.get(name, ()))
         if terms and not is_float(op.source_dtype):
-            held = describe(op.shape, op.source_dtype)
-            self.findings.append(f"{op.key}: {held} is no float tensor to add to")
+            tensor = describe(op.shape, op.source_dtype)
+            self.findings.append(f"{op.key}: {tensor} is not a float tensor, so it cannot change")
         return replace(op, terms=(*op.terms, *terms))
 
     def _quantization(
         self, op: Op, place: Place, terms: Sequence[Term]
     ) -> Mapping[str, Any] | None:
-        """The 4 bits that a tensor goes through; a stored replacement never does."""
-        asked = self.settings.quantization
-        if asked is None or op.input != self.settings.base:
+        """Return the 4-bit settings that apply to a tensor; None for none.
+
+        They never apply to a tensor that an adapter replaces.
+        """
+        quantization = self.settings.quantization
+        if quantization is None or op.input != self.settings.base:
             return None
-        # GPT-2's layers are no `Linear`, and the 4-bit loader takes them all the same: transposed.
+        # The 4-bit loader also quantises GPT-2's Conv1D layers, transposed.
         module, _, leaf = place.live.rpartition(".")
         turned = leaf == "weight" and self.facts.live.modules.get(module) == CONV1D
         if op.key not in self.settings.quantized and not turned:
             return None
-        asked = {**asked, "turned": True} if turned else asked
-        return asked if terms or asked.get("base") == "dequantized" else None
+        quantization = {**quantization, "turned": True} if turned else quantization
+        return quantization if terms or quantization.get("base") == "dequantized" else None
 
     def _plain(self, name: str, key: str) -> Op:
-        """Base tensor `key` as it is, in the dtype asked for."""
+        """Return the operation that writes base tensor `key` unchanged, in the output dtype."""
         info, settings = self.base[key], self.settings
         keep = settings.dtype is None or not is_float(info.dtype)
         return Op(
@@ -170,9 +180,9 @@ class MergeOps:
         )
 
     def _replaced(self, op: Op, place: Place, source: str, shape: tuple[int, ...] | None) -> Op:
-        """The operation with a stored tensor, in the layout of memory, in place of the base's."""
+        """Replace the source by an adapter's tensor, which has the layout of memory."""
         if shape is not None and (not place.is_all or place.transpose):
-            self.findings.append(f"{place.live}: has another size, and is stored in parts")
+            self.findings.append(f"{place.live}: has another size, but the base stores it in parts")
         return replace(
             op,
             shape=shape or op.shape,
@@ -183,18 +193,18 @@ class MergeOps:
         )
 
     def _terms(self, place: Place, terms: Sequence[Term]) -> tuple[Term, ...]:
-        found = []
+        carried = []
         for term in terms:
             if absent := [name for name in operands(term) if name not in self.adapters]:
-                self.findings.append(f"{place.live}: no adapter holds {', '.join(absent)}")
+                self.findings.append(f"{place.live}: no adapter has {', '.join(absent)}")
                 continue
             try:
-                found.append(carry(term, place, self.adapters))
+                carried.append(carry(term, place, self.adapters))
             except ValueError as error:
                 self.findings.append(str(error))
-        return tuple(found)
+        return tuple(carried)
 
     def _name(self, live: str) -> str:
-        """The name under which changes of a live tensor are listed."""
+        """Return the name under which `Changes` lists a live tensor."""
         apart = live in self.changes.unties
         return live if apart else self.facts.live.tied.get(live, live)

@@ -1,4 +1,4 @@
-"""The plan of a merge: one operation a tensor on disk, whatever the model calls it in memory.
+"""Plan a merge of adapters into a base: one operation per tensor on disk.
 
     plan = plan_merge(base.tensors, facts, changes(adapters, facts.live), operands)
 
@@ -35,20 +35,21 @@ def plan_merge(
 
     Args:
         base: header entries of the base checkpoint.
-        facts: of the base's model, made with the keys of that checkpoint.
-        changes: what the adapters do to the model in memory.
-        adapters: header entries of their tensors, by the names that terms have for them.
-        settings: what to make of it.
+        facts: facts of the base's model, made with the keys of that checkpoint.
+        changes: changes that the adapters make to the model in memory.
+        adapters: header entries of the adapters' tensors, by their names in terms.
+        settings: settings of the merge.
 
     Returns:
-        The plan; `notes["untied"]` lists keys that were tied and no longer are: config.json then
-        has to say `tie_word_embeddings: false`. `notes["rows"]`: rows of embeddings that grew.
+        the plan. `notes["untied"]` lists keys that were tied and are no longer: config.json then
+        needs `tie_word_embeddings: false`. `notes["rows"]` has the rows of embeddings that grew,
+        by name.
 
     Raises:
-        ContractError: listing every finding about the base, the adapters and how they fit.
+        ContractError: lists every finding on the base, the adapters and their fit.
     """
     planner = MergeOps(base, facts, changes, adapters, settings)
-    # Changes with findings are not to be used: what they say themselves is all there is to say.
+    # Changes with findings must not be used: their own findings are reported instead.
     ops = [] if changes.findings else list(planner.ops())
     findings = [*facts.findings, *changes.findings, *planner.findings]
     if findings:
@@ -69,7 +70,7 @@ def plan_merge(
 
 
 def merged_config(config: Mapping[str, Any], plan: Plan) -> dict[str, Any]:
-    """config.json of the base, with what a merge changed about the model's shape."""
+    """Return config.json of the base, with the vocabulary size and ties of the merged model."""
     rows = set(plan.notes.get("rows", {}).values())
     merged = resized_config(config, max(rows)) if rows else dict(config)
     return {**merged, "tie_word_embeddings": False} if plan.notes.get("untied") else merged

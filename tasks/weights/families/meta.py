@@ -1,6 +1,6 @@
-"""The model itself, on the meta device: names and shapes at no cost in memory.
+"""Build a model on the meta device: names and shapes at no cost in memory.
 
-The only module of this room that imports transformers to build a model, which takes seconds.
+The only module of this package that builds a transformers model, which takes seconds.
 """
 
 from __future__ import annotations
@@ -18,11 +18,19 @@ _BY_ITS_CODE = (
     OSError, ValueError, LookupError, TypeError, AttributeError, ArithmeticError, RuntimeError,
     AssertionError,
 )  # fmt: skip
-"""What a class's own code does with sizes that do not fit each other."""
+"""Exceptions that a model class may raise for sizes that do not fit each other."""
 
 
 def meta_model(folder: Path, dtype: str) -> Any:
-    """The model that a folder's config.json describes, on the meta device. Raises ArtifactError."""
+    """Return the model that a folder's config.json describes, on the meta device.
+
+    Args:
+        folder: folder with config.json.
+        dtype: torch name of the dtype of the parameters.
+
+    Raises:
+        ArtifactError: config.json is missing, or describes no usable model.
+    """
     import torch
 
     config = read_config(folder)
@@ -31,8 +39,10 @@ def meta_model(folder: Path, dtype: str) -> Any:
 
 
 def read_config(folder: Path) -> Any:
-    """A folder's config.json as transformers reads it, once it is known to ask for a model of a
-    size that there can be. Raises ArtifactError.
+    """Return transformers' configuration of a folder, after a check of the model's size.
+
+    Raises:
+        ArtifactError: config.json is missing, or describes no usable model.
     """
     from transformers import AutoConfig
 
@@ -56,9 +66,9 @@ def _described(folder: Path) -> Iterator[None]:
 
 
 def auto_class(config: Any) -> Any:
-    """The head that config.json asks for among those served here, else a causal language model.
+    """Return the auto class of the architecture in config.json, by default AutoModelForCausalLM.
 
-    A bare backbone (`Qwen2Model`) is a causal language model whose head is tied or new.
+    A bare backbone (`Qwen2Model`) counts as a causal language model with a tied or new head.
     """
     from transformers import (
         AutoModelForCausalLM,
@@ -70,14 +80,17 @@ def auto_class(config: Any) -> Any:
     able = [head for head in heads if type(config) in head._model_mapping]
     for head in able:
         classes = head._model_mapping[type(config)]
-        names = [one.__name__ for one in (classes if isinstance(classes, tuple) else (classes,))]
+        names = [
+            model_class.__name__
+            for model_class in (classes if isinstance(classes, tuple) else (classes,))
+        ]
         if set(names) & set(config.architectures or ()):
             return head
     return able[0] if able else AutoModelForCausalLM
 
 
 def quantized_names(model: Any) -> tuple[str, ...]:
-    """Live names of the weights that the bitsandbytes loader of transformers replaces."""
+    """Return the live names of the weights that transformers' bitsandbytes loader quantises."""
     from torch.nn import Linear
     from transformers.quantizers.base import HfQuantizer
     from transformers.quantizers.quantizers_utils import should_convert_module

@@ -1,4 +1,4 @@
-"""Places: where a tensor on disk lies in a tensor of the model in memory. Plain data."""
+"""Places of tensors on disk within tensors in memory, as plain data."""
 
 from __future__ import annotations
 
@@ -13,14 +13,16 @@ from tasks.weights.families.traced import Piece, Traced
 
 @dataclass(frozen=True)
 class Place:
-    """A tensor on disk, or a part of one, is a contiguous part of a live tensor.
+    """The place of a tensor on disk, or of a part of it: a contiguous part of a live tensor.
 
     Attributes:
-        disk: key in the checkpoint. shape: of that tensor.
-        live: name in memory. live_shape: of that tensor.
-        start: element of the flattened live tensor at which it begins.
-        transpose: the last two axes are swapped between the two.
-        whole: the whole disk tensor lies there; False where memory splits what disk fuses.
+        disk: key in the checkpoint.
+        shape: shape of the tensor on disk.
+        live: name in memory.
+        live_shape: shape of the tensor in memory.
+        start: first element in the flattened live tensor.
+        transpose: True if the last two axes are swapped between disk and memory.
+        whole: True for the full tensor on disk, False if memory splits a tensor that disk fuses.
     """
 
     disk: str
@@ -33,43 +35,43 @@ class Place:
 
     @property
     def is_all(self) -> bool:
-        """Whether it is all of the live tensor."""
+        """Return True if disk and memory hold the same elements."""
         return self.whole and prod(self.shape) == prod(self.live_shape)
 
     @classmethod
     def from_json(cls, raw: Mapping[str, Any]) -> Place:
-        """What `dataclasses.asdict` made, or what JSON made of that."""
+        """Read the result of `dataclasses.asdict`, also after a round trip through JSON."""
         shapes = {key: tuple(raw[key]) for key in ("shape", "live_shape")}
         return cls(**{**raw, **shapes})
 
 
 def places_of(live: str, traced: Traced, disk: Mapping[str, tuple[int, ...]]) -> list[Place]:
-    """The places of a live tensor's pieces.
+    """Return the places of the tensors on disk that make a live tensor.
 
     Args:
-        live: its name.
-        traced: what the conversion made for it.
-        disk: shape of every tensor on disk.
+        live: name of the live tensor.
+        traced: result of the conversion for it.
+        disk: shape of every tensor on disk, by key.
 
     Raises:
-        ValueError: a piece that is not contiguous in the live tensor.
+        ValueError: a piece is not contiguous in the live tensor.
     """
     return [_place(live, traced.shape, piece, disk[piece.key]) for piece in traced.pieces]
 
 
 def stored_names(places: Iterable[Place]) -> dict[str, Stored]:
-    """What `LiveModel.stored` says: keys on disk that are no live name, or only a part of one."""
-    found: dict[str, list[Place]] = {}
+    """Return `LiveModel.stored`: the tensors on disk whose key is not a live name, by key."""
+    by_key: dict[str, list[Place]] = {}
     for place in places:
-        found.setdefault(place.disk, []).append(place)
-    live = {place.live for ones in found.values() for place in ones}
+        by_key.setdefault(place.disk, []).append(place)
+    live = {place.live for group in by_key.values() for place in group}
     return {
         key: Stored(
-            ones[0].shape,
-            tuple(one.live for one in ones),
-            whole=len(ones) == 1 and ones[0].is_all and not ones[0].transpose,
+            group[0].shape,
+            tuple(place.live for place in group),
+            whole=len(group) == 1 and group[0].is_all and not group[0].transpose,
         )
-        for key, ones in found.items()
+        for key, group in by_key.items()
         if key not in live
     }
 
@@ -97,6 +99,6 @@ def _place(live: str, live_shape: tuple[int, ...], piece: Piece, shape: tuple[in
 
 
 def _contiguous(box: tuple[int, ...], whole: tuple[int, ...]) -> bool:
-    """Whether a box is one run of the flattened tensor: all of the axes after the first it cuts."""
+    """Return True if a box of a tensor is contiguous in the flattened tensor."""
     cut = [axis for axis, (part, size) in enumerate(zip(box, whole, strict=True)) if part < size]
     return not cut or all(size == 1 for size in box[: cut[-1]])

@@ -1,11 +1,10 @@
-"""Facts without transformers, for families whose names on disk are those in memory.
+"""Compute model facts from config.json alone, for families that need no renaming.
 
-Importing transformers and building a model on the meta device takes seconds; for a decoder of
-one of these families the configuration says the same in microseconds: which tensors, which shapes.
-It answers only where everything fits: a family of the table, its causal language model, every size
-given, no bias that is optional, and a checkpoint that holds exactly these tensors. In any other
-case the answer is None, and transformers is asked, so that what is wrong is always said by it.
-The tests compare every answer with what transformers says itself.
+Importing transformers and building a model on the meta device takes seconds; this takes
+microseconds. It answers only for a causal language model of a family in its table, with all sizes
+in config.json, no optional bias, and a checkpoint with exactly the expected tensors. In any other
+case it returns None and the caller asks transformers, which then also reports what is wrong. The
+tests compare every answer with transformers.
 """
 
 from __future__ import annotations
@@ -44,7 +43,7 @@ _AROUND = {
     "post_feedforward_layernorm.weight": "h",
 }
 _LAYERS: Mapping[str, Mapping[str, str]] = {
-    # By architecture: the tensors of a layer, in the model's order, and their shapes in symbols.
+    # architecture -> tensors of a layer in the model's order -> shape in symbols (see `_sizes`)
     "LlamaForCausalLM": {**_ATTENTION, **_MLP, **_NORMS},
     "MistralForCausalLM": {**_ATTENTION, **_MLP, **_NORMS},
     "GraniteForCausalLM": {**_ATTENTION, **_MLP, **_NORMS},
@@ -69,7 +68,7 @@ _LAYERS: Mapping[str, Mapping[str, str]] = {
     },
 }
 _OWN_HEAD_SIZE = ("Qwen3ForCausalLM", "Gemma2ForCausalLM", "Gemma3ForCausalLM")
-"""Where `head_dim` has a default of its own: it has to be given."""
+"""Architectures with a default `head_dim` of their own: config.json has to state it."""
 _FORBIDDEN = ("attention_bias", "mlp_bias", "quantization_config", "auto_map")
 _EMBEDDING, _HEAD = "model.embed_tokens.weight", "lm_head.weight"
 
@@ -77,12 +76,12 @@ _EMBEDDING, _HEAD = "model.embed_tokens.weight", "lm_head.weight"
 def plain_facts(
     config: Mapping[str, Any], dtype: str, disk: Mapping[str, Shape] | None
 ) -> dict[str, Any] | None:
-    """The fields of `contracts.ModelFacts`, or None where transformers has to be asked.
+    """Return the fields of `contracts.ModelFacts`; None if transformers has to be asked.
 
     Args:
-        config: config.json.
+        config: content of config.json.
         dtype: torch name of the dtype of the parameters.
-        disk: shape of every tensor of the checkpoint; None for no checkpoint.
+        disk: shape of every tensor of the checkpoint, by key; None for no checkpoint.
     """
     shapes = _shapes(config)
     if shapes is None:
@@ -107,7 +106,7 @@ def plain_facts(
 
 
 def _shapes(config: Mapping[str, Any]) -> dict[str, Shape] | None:
-    """Every tensor of the model in memory, in its order; None where it cannot be told."""
+    """Return the shapes of all tensors in memory, in the model's order; None if not known."""
     architectures = config.get("architectures") or [""]
     layer = _LAYERS.get(architectures[0])
     sizes = _sizes(config, architectures[0])
@@ -120,13 +119,13 @@ def _shapes(config: Mapping[str, Any]) -> dict[str, Shape] | None:
     shapes: dict[str, Shape] = {_EMBEDDING: (config["vocab_size"], hidden)}
     for index in range(config["num_hidden_layers"]):
         for name, symbols in layer.items():
-            shape = tuple(sizes[one] for one in symbols.split())
+            shape = tuple(sizes[symbol] for symbol in symbols.split())
             shapes[f"model.layers.{index}.{name}"] = shape
     return {**shapes, "model.norm.weight": (hidden,), _HEAD: (config["vocab_size"], hidden)}
 
 
 def _sizes(config: Mapping[str, Any], architecture: str) -> dict[str, int] | None:
-    """What the symbols of the table stand for."""
+    """Return the sizes that the symbols of `_LAYERS` stand for; None if not known."""
     names = (
         "hidden_size",
         "intermediate_size",
@@ -135,10 +134,10 @@ def _sizes(config: Mapping[str, Any], architecture: str) -> dict[str, int] | Non
         "num_hidden_layers",
         "vocab_size",
     )
-    given = [config.get(name) for name in names]
+    values = [config.get(name) for name in names]
     if oversized(config):
         return None
-    if not all(type(one) is int and one > 0 for one in given):
+    if not all(type(value) is int and value > 0 for value in values):
         return None
     hidden, inner, heads, key_heads = (config[name] for name in names[:4])
     size = config.get("head_dim")
@@ -169,9 +168,9 @@ def _live(shapes: Mapping[str, Shape], ties: Mapping[str, str]) -> LiveModel:
 
 
 def _modules(shapes: Mapping[str, Shape]) -> Iterator[tuple[str, str]]:
-    """Every module with a tensor in it, each before what lies in it, with its kind.
+    """Yield (name, kind) of every module with a tensor, parents before children.
 
-    Those without one, such as activations, are left out: nothing can be trained there.
+    Modules without tensors, such as activations, are left out: they cannot be trained.
     """
     for name, shape in shapes.items():
         parts = name.split(".")[:-1]

@@ -1,10 +1,10 @@
-"""Tensors without data that remember where each of their regions came from.
+"""Tensors without data that record the origin of each of their regions.
 
 transformers converts a checkpoint with a chain of `torch.stack`, `torch.cat`, `torch.transpose` and
-`torch.chunk`. Run on `Traced` objects, that very chain tells which box of a model's tensor is which
-box of which tensor on disk, in real sizes, at no cost in memory: torch hands each call to
-`__torch_function__`. A conversion that mixes elements (rotary permutation, interleaving) is no
-placement of boxes and raises `UntraceableError`.
+`torch.chunk`. Run on `Traced` objects, the same chain tells which box of a live tensor is which box
+of which tensor on disk: torch passes each call to `__torch_function__`. A conversion that mixes
+elements (rotary permutation, interleaving) cannot be described by boxes and raises
+`UntraceableError`.
 """
 
 from __future__ import annotations
@@ -15,20 +15,19 @@ from typing import Any
 
 
 class UntraceableError(Exception):
-    """A conversion does something else than to place boxes."""
+    """A conversion does something other than moving boxes of elements."""
 
 
 @dataclass(frozen=True)
 class Piece:
-    """A box of a tensor on disk, inside a traced tensor.
+    """A box of a tensor on disk, inside a traced tensor. Lists are by axis of the traced tensor.
 
     Attributes:
-        key: the tensor on disk.
-        shape: of the box, by axis of the traced tensor.
-        origin: where the box lies in the traced tensor.
-        axes: by axis of the traced tensor: which axis of the disk tensor runs along it; None for
-            one that stacking added.
-        begin: where the box begins in the disk tensor, by axis of the traced tensor.
+        key: key of the tensor on disk.
+        shape: shape of the box.
+        origin: first index of the box in the traced tensor.
+        axes: axis of the tensor on disk; None for an axis that stacking added.
+        begin: first index of the box in the tensor on disk.
     """
 
     key: str
@@ -39,7 +38,7 @@ class Piece:
 
 
 class Traced:
-    """A shape, and the pieces that fill it."""
+    """A tensor without data: a shape, and the pieces that fill it."""
 
     def __init__(self, shape: Sequence[int], pieces: Sequence[Piece]) -> None:
         self.shape = tuple(shape)
@@ -47,7 +46,7 @@ class Traced:
 
     @classmethod
     def of(cls, key: str, shape: Sequence[int]) -> Traced:
-        """A whole tensor on disk."""
+        """Return a full tensor on disk."""
         zeros = (0,) * len(shape)
         axes = tuple(range(len(shape)))
         return cls(shape, [Piece(key, tuple(shape), zeros, axes, zeros)])
@@ -62,19 +61,19 @@ class Traced:
         return len(self.shape)
 
     def size(self, dim: int | None = None) -> Any:
-        """The shape, or one axis of it."""
+        """Return the shape, or the length of one axis."""
         return self.shape if dim is None else self.shape[dim]
 
     def contiguous(self) -> Traced:
-        """Memory layout is no concern here."""
+        """Return the tensor itself: memory layout does not matter here."""
         return self
 
     def transpose(self, dim0: int, dim1: int) -> Traced:
-        """As `torch.transpose`."""
+        """Swap two axes, like `torch.transpose`."""
         return _transpose(self, dim0, dim1)
 
     def squeeze(self) -> Traced:
-        """As `torch.squeeze` of all axes of length 1."""
+        """Drop all axes of length 1, like `torch.squeeze`."""
         keep = [axis for axis, size in enumerate(self.shape) if size != 1]
         return _select(self, keep)
 
@@ -95,7 +94,7 @@ class Traced:
 
 
 def _select(tensor: Traced, order: Sequence[int]) -> Traced:
-    """The tensor with the axes `order`; the others have length 1 and go."""
+    """Return the tensor with the axes in `order`; other axes must have length 1 and are dropped."""
 
     def pick(values: tuple[Any, ...]) -> tuple[Any, ...]:
         return tuple(values[axis] for axis in order)
@@ -116,23 +115,23 @@ def _transpose(tensor: Traced, dim0: int, dim1: int) -> Traced:
 
 
 def _differ(tensors: Sequence[Traced]) -> ValueError:
-    """One key a shape: there may be hundreds of tensors."""
+    """Return the error for shapes that cannot be joined, with one key for each shape."""
     shapes: dict[tuple[int, ...], str] = {}
-    for one in tensors:
-        shapes.setdefault(one.shape, one.pieces[0].key)
-    told = ", ".join(f"{key} {list(shape)}" for shape, key in shapes.items())
-    return ValueError(f"cannot join shapes that differ: {told}")
+    for tensor in tensors:
+        shapes.setdefault(tensor.shape, tensor.pieces[0].key)
+    text = ", ".join(f"{key} {list(shape)}" for shape, key in shapes.items())
+    return ValueError(f"cannot join shapes that differ: {text}")
 
 
 def _cat(tensors: Sequence[Traced], dim: int = 0) -> Traced:
     axis = dim % tensors[0].ndim
-    rest = {(*one.shape[:axis], *one.shape[axis + 1 :]) for one in tensors}
+    rest = {(*tensor.shape[:axis], *tensor.shape[axis + 1 :]) for tensor in tensors}
     if len(rest) != 1:
         raise _differ(tensors)
     at, pieces = 0, []
-    for one in tensors:
-        pieces += [replace(p, origin=_add(p.origin, axis, at)) for p in one.pieces]
-        at += one.shape[axis]
+    for tensor in tensors:
+        pieces += [replace(p, origin=_add(p.origin, axis, at)) for p in tensor.pieces]
+        at += tensor.shape[axis]
     return Traced(_put(tensors[0].shape, axis, at), pieces)
 
 
@@ -151,10 +150,12 @@ def _stack(tensors: Sequence[Traced], dim: int = 0) -> Traced:
             widen(piece.begin, 0),
         )
 
-    if len({one.shape for one in tensors}) != 1:
+    if len({tensor.shape for tensor in tensors}) != 1:
         raise _differ(tensors)
-    found = [Traced(widen(one.shape, 1), [wide(p) for p in one.pieces]) for one in tensors]
-    return _cat(found, axis)
+    widened = [
+        Traced(widen(tensor.shape, 1), [wide(p) for p in tensor.pieces]) for tensor in tensors
+    ]
+    return _cat(widened, axis)
 
 
 def _chunk(tensor: Traced, chunks: int, dim: int = 0) -> tuple[Traced, ...]:

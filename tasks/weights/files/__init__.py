@@ -1,6 +1,8 @@
-"""Checkpoints on disk: which files, which tensors, which tokenizer; headers only.
+"""Files of a checkpoint: headers, indexes, tensor sources, tokenizers. Reads no tensor data.
 
-reader        a folder of safetensors files as a source of tensors
-folder        which files make a Hugging Face model
-names         keys of one tensor in a live model, a PEFT file and a base
+opening       `open_model` and `open_sources`: the sources that a plan reads from
+reader        `read_checkpoint`: a folder of safetensors files
+folder        `inspect_checkpoint`: the files of a Hugging Face model and their problems
+names         names of one tensor in a live model, a PEFT file and a base checkpoint
+tokenizer     ids and chat template of a tokenizer folder
 """

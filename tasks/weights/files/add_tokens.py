@@ -1,9 +1,9 @@
-"""New tokens for a base model: tokenizer, embeddings and config.json grow together.
+"""Add new tokens to a base model: tokenizer, embeddings and config.json grow together.
 
-The base artifact is what everything later on agrees with: training loads it, gather and merge take
-their shapes from it, the served tokenizer is its own. So tokens are added there, once, and not by
-every rank. A new row is the mean of the old ones (Hewitt 2021, "Initializing New Word Embeddings
-for Pretrained Language Models"): the new tokens begin as unremarkable ones.
+Tokens are added once, to the base artifact, and not by every rank: training loads that artifact,
+gather and merge take their shapes from it, and the served tokenizer is a copy of its tokenizer. A
+new row is the mean of the old ones (Hewitt 2021, "Initializing New Word Embeddings for Pretrained
+Language Models").
 """
 
 from __future__ import annotations
@@ -26,14 +26,20 @@ _TABLES = (
     "embed_tokens.weight", "lm_head.weight", "lm_head.bias", "wte.weight", "embed_in.weight",
     "embed_out.weight", "word_embeddings.weight",
 )  # fmt: skip
-"""How families call what has a row for each token."""
+"""Ends of tensor names that have one row for each token."""
 _BLOCK = 1 << 24
 _INDEX = "model.safetensors.index.json"
 
 
 @dataclass(frozen=True)
 class Grown:
-    """What became of the vocabulary: ids of the new tokens, rows before and after."""
+    """Result of `grow`.
+
+    Attributes:
+        ids: ids of the new tokens, in the order given.
+        before: rows of the embedding before.
+        after: rows of the embedding now.
+    """
 
     ids: tuple[int, ...]
     before: int
@@ -44,14 +50,13 @@ def grow(folder: Path, tokens: Sequence[str], *, multiple: int = 1) -> Grown:
     """Add tokens to a model folder. Files that are links are replaced, never written through.
 
     Args:
-        folder: config.json, safetensors and a tokenizer.
-        tokens: texts, each of them one token from now on. They are no special tokens: a decoded
-            text shows them.
-        multiple: the vocabulary's rows become a multiple of this.
+        folder: folder with config.json, safetensors files and a tokenizer.
+        tokens: texts to add; each becomes one ordinary token, so decoded text shows it.
+        multiple: the number of rows becomes a multiple of this.
 
     Raises:
-        ConfigError: a token that the tokenizer has already.
-        ArtifactError: no embedding of `vocab_size` rows, or one of a dtype that has no mean.
+        ConfigError: the tokenizer already has one of the tokens.
+        ArtifactError: no embedding has `vocab_size` rows, or its dtype is not F32, F16 or BF16.
     """
     config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
     before = int((config.get("text_config") or config)["vocab_size"])
@@ -74,7 +79,7 @@ def _into_tokenizer(folder: Path, tokens: Sequence[str]) -> tuple[int, ...]:
         raise ConfigError(
             f"model.new_tokens: {', '.join(known) or 'the same token twice'}"
             + (" is in the vocabulary already" if known else ""),
-            hint="leave it out: it can be trained as it is",
+            hint="remove it from model.new_tokens: tokens of the vocabulary are trained anyway",
         )
     tokenizer.add_tokens([AddedToken(token, normalized=False) for token in tokens])
     with tempfile.TemporaryDirectory(dir=folder) as made:
@@ -85,7 +90,7 @@ def _into_tokenizer(folder: Path, tokens: Sequence[str]) -> tuple[int, ...]:
 
 
 def _into_tables(folder: Path, before: int, after: int) -> None:
-    added, found = 0, False
+    added, has_table = 0, False
     for path in sorted(folder.glob("*.safetensors")):
         header = read_header(path)
         tables = {
@@ -95,8 +100,8 @@ def _into_tables(folder: Path, before: int, after: int) -> None:
         }
         if tables:
             added += _rewrite(path, header, tables, after)
-            found = True
-    if not found:
+            has_table = True
+    if not has_table:
         raise ArtifactError(f"{folder}: no embedding of vocab_size={before} rows to add tokens to")
     index = folder / _INDEX
     if index.is_file():
@@ -107,7 +112,7 @@ def _into_tables(folder: Path, before: int, after: int) -> None:
 
 
 def _rewrite(path: Path, header: Header, tables: set[str], after: int) -> int:
-    """The same file with longer tables; how many bytes of tensors were added."""
+    """Rewrite one file with longer tables. Return the number of tensor bytes added."""
     specs = [
         Spec(name, (after, *info.shape[1:]) if name in tables else info.shape, info.dtype)
         for name, info in header.tensors.items()
@@ -130,7 +135,7 @@ def _rewrite(path: Path, header: Header, tables: set[str], after: int) -> int:
 
 
 def _mean_row(data: NDArray[np.uint8], info: TensorInfo, name: str) -> bytes:
-    """Mean over the rows, computed in float64 and rounded once, in the tensor's own dtype."""
+    """Return the mean row as bytes in the tensor's dtype, computed in fp64 and rounded once."""
     rows = data[info.start : info.end].reshape(info.shape[0], -1)
     total = sum(
         _numbers(rows[at : at + 4096], info.dtype, name).sum(axis=0)
@@ -152,7 +157,7 @@ def _numbers(raw: NDArray[np.uint8], dtype: str, name: str) -> NDArray[np.float6
         return bits.view(np.float32).astype(np.float64)
     if dtype in ("F16", "F32"):
         return plain.view(np.float16 if dtype == "F16" else np.float32).astype(np.float64)
-    raise ArtifactError(f"{name} is stored as {dtype}, to which no tokens can be added")
+    raise ArtifactError(f"{name}: tokens can be added to BF16, F16 and F32 tables, not to {dtype}")
 
 
 def _replace(path: Path, content: bytes) -> None:

@@ -1,4 +1,4 @@
-"""JSON files beside weights: read whole, of bounded size, and refused with a reason."""
+"""Read the JSON files of a checkpoint, with a limit on their size."""
 
 from __future__ import annotations
 
@@ -9,24 +9,24 @@ from typing import Any
 from tasks.core.errors import ArtifactError
 
 MAX_BYTES = 100_000_000
-"""The index of a model of 45,000 tensors has 4 MB, the largest tokenizer.json some 40."""
+"""Size limit of a JSON file; the largest published tokenizer.json has about 40 MB."""
 _SHOWN = 200
 
 
 def read_json(path: Path, *, unique: bool = False) -> dict[str, Any]:
-    """A JSON object from a file.
+    """Read a JSON object from a file.
 
     Args:
         path: the file.
-        unique: refuse a key that comes twice in one object, where json would keep the last.
+        unique: refuse duplicate keys in an object; json alone would keep the last one.
 
     Raises:
-        ArtifactError: the file is not there, too large, no JSON, or no object.
+        ArtifactError: the file is missing, too large, not JSON, or not a JSON object.
     """
     try:
         size = path.stat().st_size
         if size > MAX_BYTES:
-            raise ArtifactError(f"{path}: {size} bytes of JSON, allowed: {MAX_BYTES}")
+            raise ArtifactError(f"{path}: {size} bytes of JSON, the limit is {MAX_BYTES}")
         raw = parse_json(path.read_bytes(), unique=unique)
     except OSError as error:
         raise ArtifactError(f"{path}: cannot be read: {error.strerror}") from error
@@ -38,10 +38,10 @@ def read_json(path: Path, *, unique: bool = False) -> dict[str, Any]:
 
 
 def parse_json(text: bytes, *, unique: bool = False) -> Any:
-    """What UTF-8 `text` says.
+    """Parse UTF-8 JSON.
 
     Raises:
-        ValueError: no JSON, nested too deep for anybody, or, where `unique`, a key comes twice.
+        ValueError: not JSON, nested too deep, or, with `unique`, a duplicate key.
     """
     try:
         return json.loads(text.decode(), object_pairs_hook=_once if unique else None)
@@ -50,11 +50,11 @@ def parse_json(text: bytes, *, unique: bool = False) -> Any:
 
 
 def _once(pairs: list[tuple[str, object]]) -> dict[str, object]:
-    found = dict(pairs)
-    if len(found) != len(pairs):
+    values = dict(pairs)
+    if len(values) != len(pairs):
         seen: set[str] = set()
         for name, _ in pairs:
             if name in seen:
-                raise ValueError(f"{name[:_SHOWN]} comes twice")
+                raise ValueError(f"duplicate key {name[:_SHOWN]}")
             seen.add(name)
-    return found
+    return values

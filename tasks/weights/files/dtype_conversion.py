@@ -1,8 +1,8 @@
-"""Casts between bf16, fp16 and fp32 with numpy alone, bit for bit as torch casts on a CPU.
+"""Cast between bf16, fp16 and fp32 with numpy alone, bit for bit as torch does on a CPU.
 
 A plan that only copies and casts then needs no torch, whose import costs more than a second and
-200 MB. bf16 is the upper half of an fp32; rounding is to the nearest, ties to even. A NaN stays a
-NaN, with a payload of its own: torch's own payloads depend on where in a vector the NaN stood.
+200 MB. bf16 is the upper half of an fp32; rounding is to nearest, ties to even. A NaN stays a NaN,
+but its payload may differ from torch's, which depends on the NaN's place in a vector.
 """
 
 from __future__ import annotations
@@ -16,75 +16,75 @@ from numpy.typing import NDArray
 from tasks.weights.native import library
 
 NUMPY = ("BF16", "F16", "F32")
-"""dtypes (safetensors names) that are cast here; others take torch."""
+"""dtypes (safetensors names) that this module casts; torch casts all others."""
 _WORDS = {"BF16": "<u2", "F16": "<f2", "F32": "<f4"}
 
 
 def casts(source: str, target: str) -> bool:
-    """Whether this pair of dtypes is cast here."""
+    """Return True if `cast` supports this pair of dtypes."""
     return source in NUMPY and target in NUMPY
 
 
 def cast(
     raw: NDArray[np.uint8], source: str, target: str, out: NDArray[np.uint8] | None = None
 ) -> NDArray[np.uint8]:
-    """The same numbers in another dtype.
+    """Cast a tensor to another dtype.
 
     Args:
-        raw: bytes of elements of dtype `source`, 1-D.
-        source: safetensors name.
-        target: safetensors name.
-        out: memory for the result, of its size; None takes fresh memory.
+        raw: the tensor's bytes, 1-D.
+        source: dtype of `raw`, safetensors name.
+        target: dtype of the result, safetensors name.
+        out: buffer for the result, of its exact size; None allocates one.
 
     Returns:
-        bytes of as many elements of dtype `target`, 1-D. Too large numbers become infinite.
+        the bytes of the result, 1-D. Numbers too large for `target` become infinite.
     """
     words = raw.view(_WORDS[source])
-    found = np.empty(words.size, _WORDS[target]) if out is None else out.view(_WORDS[target])
+    result = np.empty(words.size, _WORDS[target]) if out is None else out.view(_WORDS[target])
     with np.errstate(over="ignore", invalid="ignore", under="ignore"):
         for at in range(0, words.size, _CHUNK):
-            _cast_chunk(words[at : at + _CHUNK], source, found[at : at + _CHUNK], target)
-    return found.view(np.uint8)
+            _cast_chunk(words[at : at + _CHUNK], source, result[at : at + _CHUNK], target)
+    return result.view(np.uint8)
 
 
-def _cast_chunk(words: NDArray[Any], source: str, found: NDArray[Any], target: str) -> None:
+def _cast_chunk(words: NDArray[Any], source: str, result: NDArray[Any], target: str) -> None:
     if source == "BF16" and target == "F32":
-        _widen_bf16(words, found)
+        _widen_bf16(words, result)
     elif target != "BF16":
         wide = cast(words.view(np.uint8), source, "F32") if source == "BF16" else words
-        found[...] = wide.view(np.float32) if source == "BF16" else wide
+        result[...] = wide.view(np.float32) if source == "BF16" else wide
     elif source == "BF16":
-        found[...] = words
+        result[...] = words
     else:
-        _round_bf16(words.astype(np.float32, copy=False), found)
+        _round_bf16(words.astype(np.float32, copy=False), result)
 
 
-def _widen_bf16(words: NDArray[np.uint16], found: NDArray[np.float32]) -> None:
+def _widen_bf16(words: NDArray[np.uint16], result: NDArray[np.float32]) -> None:
     kernels = library()
     if kernels is not None:
-        kernels.widen_bf16(words, found)
+        kernels.widen_bf16(words, result)
     else:
-        np.left_shift(words, 16, out=found.view(np.uint32), dtype=np.uint32)
+        np.left_shift(words, 16, out=result.view(np.uint32), dtype=np.uint32)
 
 
-def _round_bf16(wide: NDArray[np.float32], found: NDArray[np.uint16]) -> None:
+def _round_bf16(wide: NDArray[np.float32], result: NDArray[np.uint16]) -> None:
     kernels = library()
     if kernels is not None:
-        kernels.round_bf16(wide, found)
+        kernels.round_bf16(wide, result)
         return
     bits = wide.view(np.uint32)
     raised = bits >> 16
     raised &= 1
     raised += 0x7FFF
     raised += bits
-    found[...] = raised.view(np.uint16)[_UPPER::2]
+    result[...] = raised.view(np.uint16)[_UPPER::2]
     odd = np.isnan(wide)
     if odd.any():
-        found[odd] = _NAN
+        result[odd] = _NAN
 
 
 _CHUNK = 1 << 16
-"""Elements at a time: temporaries of this size stay in the cache, and need no fresh pages."""
+"""Elements at a time: temporaries of this size stay in the CPU cache."""
 _UPPER = 1 if sys.byteorder == "little" else 0
 _NAN = 0x7FC0
 """The quiet NaN without payload."""

@@ -1,7 +1,7 @@
-"""Reading and copying ranges of files: `pread` into buffers that are used again, never `mmap`.
+"""Read, copy and write ranges of files with `pread` and `pwrite`, never with `mmap`.
 
-Mapped pages count as memory of the process, and a file that shrinks under a mapping kills it with
-SIGBUS; a short `pread` is an error that can be told.
+Mapped pages count as memory of the process, and a file that shrinks under a mapping kills the
+process with SIGBUS; a short `pread` can be reported as an error.
 """
 
 from __future__ import annotations
@@ -19,32 +19,32 @@ from tasks.weights.execute.writer import SPACE_HINT
 from tasks.weights.files.source import Extent
 
 _STEP = 16 << 20
-"""Bytes a system call: large enough to cost nothing, small enough to stop soon when told to."""
+"""Bytes per system call: large enough to be fast, small enough to react to a signal."""
 _NO_OFFLOAD = {errno.EXDEV, errno.EINVAL, errno.ENOSYS, errno.EOPNOTSUPP, errno.EPERM}
-"""What `copy_file_range` says where kernel or file system cannot do it; the caller reads then."""
+"""Errors of `copy_file_range` if kernel or file system cannot do it; the caller then reads."""
 
 
 def part(extents: Sequence[Extent], start: int, nbytes: int) -> list[Extent]:
-    """Bytes `[start, start + nbytes)` of the run that `extents` make."""
-    found, at, end = [], 0, start + nbytes
-    for one in extents:
-        low, high = max(start, at), min(end, at + one.nbytes)
+    """Return the extents of bytes `[start, start + nbytes)` of the concatenated `extents`."""
+    parts, at, end = [], 0, start + nbytes
+    for extent in extents:
+        low, high = max(start, at), min(end, at + extent.nbytes)
         if low < high:
-            found.append(Extent(one.path, one.start + low - at, high - low))
-        at += one.nbytes
-    return found
+            parts.append(Extent(extent.path, extent.start + low - at, high - low))
+        at += extent.nbytes
+    return parts
 
 
 class Reader:
-    """A run of extents as one stream that is read by offset; a context manager.
+    """Concatenated extents as one stream that is read by offset; a context manager.
 
     Raises:
-        ArtifactError: a file that cannot be opened or is shorter than its header said.
+        ArtifactError: a file cannot be opened, or is shorter than its header says.
     """
 
     def __init__(self, extents: Sequence[Extent]) -> None:
         self._extents = list(extents)
-        self._starts = [0, *accumulate(one.nbytes for one in self._extents)]
+        self._starts = [0, *accumulate(extent.nbytes for extent in self._extents)]
         self._handles: dict[Path, int] = {}
 
     @property
@@ -61,47 +61,51 @@ class Reader:
         self._handles.clear()
 
     def into(self, target: Any, at: int) -> None:
-        """Fill `target`, anything with a writable buffer of bytes, with the bytes from `at` on."""
+        """Fill a writable buffer with the bytes of the stream from offset `at` on."""
         view = memoryview(target)
         if at + len(view) > self.nbytes:
-            raise ArtifactError(f"{len(view)} bytes asked for at {at} of {self.nbytes}")
-        for one, offset, low, high in self._pieces(at, len(view)):
+            raise ArtifactError(f"cannot read {len(view)} bytes at {at}: only {self.nbytes} exist")
+        for extent, offset, low, high in self._pieces(at, len(view)):
             piece = view[low:high]
             while piece:
-                done = self._pread(one.path, piece, offset)
+                done = self._pread(extent.path, piece, offset)
                 piece, offset = piece[done:], offset + done
 
     def copy_to(self, target: int, to: int) -> bool:
-        """Have the kernel copy the whole stream to offset `to` of the open file `target`.
+        """Let the kernel copy the whole stream into an open file.
+
+        Args:
+            target: file descriptor to write to.
+            to: byte offset in `target`.
 
         Returns:
-            False when kernel or file system cannot; nothing is promised about the target then.
+            False if kernel or file system cannot do it; part of the target may be written then.
         """
-        for one, offset, low, high in self._pieces(0, self.nbytes):
+        for extent, offset, low, high in self._pieces(0, self.nbytes):
             left, goal = high - low, to + low
             while left:
                 try:
-                    handle = self._handle(one.path)
+                    handle = self._handle(extent.path)
                     done = os.copy_file_range(handle, target, min(left, _STEP), offset, goal)
                 except OSError as error:
                     if error.errno in _NO_OFFLOAD:
                         return False
-                    raise write_refused(one.path, error) from error
+                    raise write_refused(extent.path, error) from error
                 if not done:
-                    raise _short(one.path)
+                    raise _short(extent.path)
                 left, offset, goal = left - done, offset + done, goal + done
         return True
 
     def _pieces(self, at: int, length: int) -> Iterator[tuple[Extent, int, int, int]]:
-        """(extent, its file offset, begin and end within the asked range) of every part touched."""
+        """Yield (extent, offset in its file, begin and end in the range) for each part touched."""
         end = at + length
         for index in range(max(0, bisect_right(self._starts, at) - 1), len(self._extents)):
-            one, first = self._extents[index], self._starts[index]
-            low, high = max(at, first), min(end, first + one.nbytes)
+            extent, first = self._extents[index], self._starts[index]
+            low, high = max(at, first), min(end, first + extent.nbytes)
             if first >= end:
                 return
             if low < high:
-                yield one, one.start + low - first, low - at, high - at
+                yield extent, extent.start + low - first, low - at, high - at
 
     def _pread(self, path: Path, piece: memoryview, offset: int) -> int:
         try:
@@ -132,9 +136,9 @@ def write_at(handle: int, view: memoryview, at: int, path: Path) -> None:
 
 
 def write_refused(path: Path, error: OSError) -> ArtifactError:
-    """The operating system's refusal to write, as an error that says what to do."""
+    """Return the ArtifactError for a write that the operating system refused."""
     return ArtifactError(f"{path}: cannot write: {error.strerror or error}", hint=SPACE_HINT)
 
 
 def _short(path: Path) -> ArtifactError:
-    return ArtifactError(f"{path}: shorter than it was a moment ago")
+    return ArtifactError(f"{path}: became shorter while it was read")

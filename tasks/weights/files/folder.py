@@ -1,6 +1,6 @@
-"""A Hugging Face model folder: which of its files make the model, and what is wrong with it.
+"""Inspect a Hugging Face model folder: the files of the model, and every problem with them.
 
-Only headers are read. Every finding is collected, so that a broken download is told at once.
+Reads headers only. All problems are collected, so a broken download needs one look.
 """
 
 from __future__ import annotations
@@ -23,21 +23,21 @@ PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt")
 OTHER_WEIGHTS = (
     ".bin", ".pt", ".pth", ".ckpt", ".safetensors", ".gguf", ".h5", ".msgpack", ".onnx",
 )  # fmt: skip
-"""Weights beside the ones that the index names: engines that go by glob would load them too."""
+"""Suffixes of weight files. Engines that load by glob would also load those not in the index."""
 NOT_THE_MODEL = ("manifest.json", "contract.json")
-"""What an artifact says about itself; a served artifact may be the next chain's base."""
+"""Files of our artifacts that are not part of a model; an artifact can be the next base."""
 
 
 @dataclass
 class Checkpoint:
-    """What a model folder holds.
+    """Content of a model folder.
 
     Attributes:
-        files: files that make the model, by name.
+        files: files of the model, by name.
         tensors: number of tensors.
-        bytes: size of the tensors together.
-        checks: one verdict a weight file.
-        problems: what makes the folder unusable; empty when it is fine.
+        bytes: size of all tensors in bytes.
+        checks: one verdict for each weight file.
+        problems: reasons why the folder cannot be used, one line each.
     """
 
     files: dict[str, Path] = field(default_factory=dict)
@@ -48,105 +48,105 @@ class Checkpoint:
 
 
 def inspect_checkpoint(folder: Path) -> Checkpoint:
-    """Look through a model folder: config, tokenizer, and every weight file's header."""
-    found = Checkpoint()
+    """Inspect a model folder: config.json, tokenizer, and the header of every weight file."""
+    checkpoint = Checkpoint()
     for path in sorted(folder.iterdir()):
         if path.is_file() and _belongs(path):
-            found.files[path.name] = path
-    _check_config(folder, found)
+            checkpoint.files[path.name] = path
+    _check_config(folder, checkpoint)
     if not any((folder / name).is_file() for name in TOKENIZERS):
-        found.problems.append(f"no tokenizer: none of {', '.join(TOKENIZERS)}")
-    weight_map = _weight_map(folder, found)
+        checkpoint.problems.append(f"no tokenizer: none of {', '.join(TOKENIZERS)}")
+    weight_map = _weight_map(folder, checkpoint)
     for name in sorted(set(weight_map.values())):
-        _check_weights(folder / name, weight_map, found)
-    return found
+        _check_weights(folder / name, weight_map, checkpoint)
+    return checkpoint
 
 
 def _belongs(path: Path) -> bool:
-    """Whether a file that holds no weights is part of the model."""
+    """Return True if a file without weights is part of the model."""
     foreign = path.suffix in (*OTHER_WEIGHTS, ".fp") or path.name in NOT_THE_MODEL
     return not foreign and not path.name.startswith(".")
 
 
-def _check_config(folder: Path, found: Checkpoint) -> None:
+def _check_config(folder: Path, checkpoint: Checkpoint) -> None:
     if not (folder / CONFIG).is_file():
         adapter = (folder / "adapter_config.json").is_file()
         kind = ": this is an adapter; name the base model it belongs to" if adapter else ""
-        found.problems.append(f"no {CONFIG}{kind}")
+        checkpoint.problems.append(f"no {CONFIG}{kind}")
         return
-    config = _json(folder / CONFIG, found)
+    config = _json(folder / CONFIG, checkpoint)
     if config is not None and "model_type" not in config:
-        found.problems.append(f"{CONFIG} has no model_type")
+        checkpoint.problems.append(f"{CONFIG} has no model_type")
 
 
-def _weight_map(folder: Path, found: Checkpoint) -> dict[str, str]:
-    """File name by tensor name; from the index, or from the one file's header."""
+def _weight_map(folder: Path, checkpoint: Checkpoint) -> dict[str, str]:
+    """Return the file name by tensor name, from the index or from the only file's header."""
     if (folder / INDEX).is_file():
-        return _indexed(folder, found)
+        return _indexed(folder, checkpoint)
     if (folder / SINGLE).is_file():
-        found.files[SINGLE] = folder / SINGLE
+        checkpoint.files[SINGLE] = folder / SINGLE
         try:
             return dict.fromkeys(read_header(folder / SINGLE).tensors, SINGLE)
         except ArtifactError as error:
-            found.problems.append(error.message)
+            checkpoint.problems.append(error.message)
             return {}
     pickles = sorted(path.name for pattern in PICKLES for path in folder.glob(pattern))
     strays = sorted(path.name for path in folder.glob("*.safetensors"))
     if strays:
-        found.problems.append(f"{strays[0]} is not {SINGLE}, and there is no {INDEX}")
+        checkpoint.problems.append(f"{strays[0]} is not {SINGLE}, and there is no {INDEX}")
     elif pickles:
-        found.problems.append(
+        checkpoint.problems.append(
             f"weights only as pickles ({', '.join(pickles[:3])}), which can run code when loaded; "
             "save them as safetensors: save_pretrained of transformers 5 does"
         )
     else:
-        found.problems.append(f"no weights: neither {SINGLE} nor {INDEX}")
+        checkpoint.problems.append(f"no weights: neither {SINGLE} nor {INDEX}")
     return {}
 
 
-def _indexed(folder: Path, found: Checkpoint) -> dict[str, str]:
-    index = _json(folder / INDEX, found)
+def _indexed(folder: Path, checkpoint: Checkpoint) -> dict[str, str]:
+    index = _json(folder / INDEX, checkpoint)
     weight_map = (index or {}).get("weight_map")
     if not isinstance(weight_map, dict) or not weight_map:
         if index is not None:
-            found.problems.append(f"{INDEX} has no weight_map")
+            checkpoint.problems.append(f"{INDEX} has no weight_map")
         return {}
     present = {}
     for name in sorted({str(file) for file in weight_map.values()}):
         if not is_plain_name(name):
-            found.problems.append(f"{INDEX} points outside the folder: {name[:200]!r}")
+            checkpoint.problems.append(f"{INDEX} points outside the folder: {name[:200]!r}")
         elif (folder / name).is_file():
-            found.files[name] = folder / name
+            checkpoint.files[name] = folder / name
             present[name] = True
         else:
-            found.problems.append(f"{INDEX} names {name}, which is not there")
+            checkpoint.problems.append(f"{INDEX} names {name}, which is not there")
     return {str(t): str(file) for t, file in weight_map.items() if str(file) in present}
 
 
-def _check_weights(path: Path, weight_map: dict[str, str], found: Checkpoint) -> None:
-    """One file's tensors have to be the ones that the index places in it."""
+def _check_weights(path: Path, weight_map: dict[str, str], checkpoint: Checkpoint) -> None:
+    """Compare the tensors of one file with those that the index assigns to it."""
     try:
         header = read_header(path)
     except ArtifactError as error:
-        if error.message not in found.problems:
-            found.problems.append(error.message)
+        if error.message not in checkpoint.problems:
+            checkpoint.problems.append(error.message)
         return
     wanted = {tensor for tensor, file in weight_map.items() if file == path.name}
     have = set(header.tensors)
-    found.tensors += len(have)
-    found.bytes += sum(info.nbytes for info in header.tensors.values())
+    checkpoint.tensors += len(have)
+    checkpoint.bytes += sum(info.nbytes for info in header.tensors.values())
     odd = sorted(wanted ^ have)
     verdict = f"{len(have)} tensors" + (f", differing in {odd[0]}" if odd else "")
-    found.checks.append(Check(path.name, f"{len(wanted)} tensors", verdict, ok=not odd))
+    checkpoint.checks.append(Check(path.name, f"{len(wanted)} tensors", verdict, ok=not odd))
 
 
-def _json(path: Path, found: Checkpoint) -> dict[str, Any] | None:
+def _json(path: Path, checkpoint: Checkpoint) -> dict[str, Any] | None:
     try:
         document = parse_json(path.read_bytes())
     except (OSError, ValueError) as error:
-        found.problems.append(f"{path.name} cannot be read: {error}")
+        checkpoint.problems.append(f"{path.name} cannot be read: {error}")
         return None
     if not isinstance(document, dict):
-        found.problems.append(f"{path.name} is not a JSON object")
+        checkpoint.problems.append(f"{path.name} is not a JSON object")
         return None
     return document

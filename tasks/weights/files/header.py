@@ -1,9 +1,9 @@
-"""safetensors headers: where every tensor of a file lies, read and checked without tensor data.
+"""Read and check safetensors headers: the place of every tensor in a file.
 
-Layout of a file: 8 bytes little-endian header length, a JSON header, then the tensor bytes. The
-checks here are those of the safetensors library, because a plan is built from headers alone and an
-untouched file is served as it is: tensors have the size that shape and dtype imply, and fill the
-file from header to end without gap or overlap.
+A file has 8 bytes of little-endian header length, a JSON header, then the tensor bytes. The checks
+are those of the safetensors library, because a plan is built from headers alone and an unchanged
+file is served as it is: every tensor has the size that shape and dtype imply, and tensors fill the
+file without gap or overlap.
 """
 
 from __future__ import annotations
@@ -21,15 +21,15 @@ ITEM_BITS = {
     "I64": 64, "I32": 32, "I16": 16, "I8": 8, "U64": 64, "U32": 32, "U16": 16, "U8": 8, "BOOL": 8,
 }  # fmt: skip
 MAX_HEADER_BYTES = 100_000_000
-"""The same limit as the safetensors library has."""
+"""Limit of the safetensors library."""
 MAX_AXES = 64
-"""As torch has it. More would only make their product take long."""
+"""Limit of torch; it bounds the time that the product of a shape takes."""
 _MAX_COUNT = 1 << 63
 
 
 @dataclass(frozen=True)
 class TensorInfo:
-    """One tensor's entry. `start` and `end` are absolute byte offsets in the file."""
+    """Header entry of one tensor. `start` and `end` are absolute byte offsets in the file."""
 
     shape: tuple[int, ...]
     dtype: str
@@ -44,7 +44,13 @@ class TensorInfo:
 
 @dataclass(frozen=True)
 class Header:
-    """A whole file's header: tensors by name, in file order, and the free-form metadata."""
+    """Header of one file.
+
+    Attributes:
+        tensors: entries by tensor name, in file order.
+        metadata: the free-form `__metadata__` entry.
+        data_start: byte offset of the tensor data.
+    """
 
     tensors: dict[str, TensorInfo]
     metadata: dict[str, str]
@@ -55,7 +61,7 @@ def read_header(path: Path) -> Header:
     """Read and check the header of one safetensors file.
 
     Raises:
-        ArtifactError: naming the file and what is wrong with it.
+        ArtifactError: the file cannot be read, or its header is not valid.
     """
     try:
         size = path.stat().st_size
@@ -79,7 +85,7 @@ def read_header(path: Path) -> Header:
 
 def _integer(value: object) -> int:
     if type(value) is not int:  # int() would accept 2.5, "2" and True
-        raise TypeError(f"{value!r} is no integer")
+        raise TypeError(f"{value!r} is not an integer")
     return value
 
 
@@ -88,7 +94,7 @@ def _parse(path: Path, raw: object, data_start: int, size: int) -> Header:
         raise ArtifactError(f"{path}: header is not a JSON object")
     metadata = raw.pop("__metadata__", None) or {}
     if not isinstance(metadata, dict) or not all(isinstance(v, str) for v in metadata.values()):
-        raise ArtifactError(f"{path}: __metadata__ is not a JSON object of texts")
+        raise ArtifactError(f"{path}: __metadata__ is not a JSON object of strings")
     tensors: dict[str, TensorInfo] = {}
     for name, entry in raw.items():
         try:
@@ -98,9 +104,9 @@ def _parse(path: Path, raw: object, data_start: int, size: int) -> Header:
         except (KeyError, TypeError, ValueError) as error:
             raise ArtifactError(f"{path}: malformed header entry for {name}") from error
         if len(shape) > MAX_AXES or any(not 0 <= n < _MAX_COUNT for n in shape):
-            raise ArtifactError(f"{path}: {name} has a shape of {len(shape)} axes that is none")
+            raise ArtifactError(f"{path}: {name} has an invalid shape of {len(shape)} axes")
         if dtype not in ITEM_BITS:
-            raise ArtifactError(f"{path}: {name} has dtype {dtype}, shape {list(shape)}")
+            raise ArtifactError(f"{path}: {name} has unknown dtype {dtype}, shape {list(shape)}")
         if end - begin != math.prod(shape) * ITEM_BITS[dtype] // 8 or begin < 0:
             raise ArtifactError(
                 f"{path}: {name} spans {end - begin} bytes, but {dtype} {list(shape)} needs "
@@ -116,13 +122,13 @@ def _parse(path: Path, raw: object, data_start: int, size: int) -> Header:
 
 
 def _require_gapless(path: Path, tensors: dict[str, TensorInfo], start: int, size: int) -> None:
-    """The safetensors library refuses a file whose tensors leave a byte out, or share one."""
+    """Refuse gaps and overlaps between tensors, as the safetensors library does."""
     at, last = start, "the header"
     for name, info in sorted(tensors.items(), key=lambda item: (item[1].start, item[1].end)):
         if info.start < at:
             raise ArtifactError(f"{path}: {name} and {last} overlap")
         if info.start > at:
-            raise ArtifactError(f"{path}: {info.start - at} bytes of nobody before {name}")
+            raise ArtifactError(f"{path}: {info.start - at} bytes before {name} are of no tensor")
         at, last = info.end, name
     if at != size:
-        raise ArtifactError(f"{path}: {size - at} bytes of nobody after {last}")
+        raise ArtifactError(f"{path}: {size - at} bytes after {last} are of no tensor")

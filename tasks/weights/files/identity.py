@@ -1,8 +1,8 @@
 """Decide whether a base is the one that an adapter was trained on.
 
-A base of the same shape that is another model (the instruct one for the plain one) fits by every
-name and every shape, so it has to be recognised by what was written down: the digest in our own
-manifests, the name in adapter_config.json, the name of the folder in the local hub cache.
+A wrong base of the same architecture (the instruct model for the plain one) has the same names and
+shapes. So the base is identified by what training recorded: the digest in our manifests, the name
+in adapter_config.json, the name of the folder in the local Hub cache.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ def base_mismatch(
         base: folder of a model.
         digest: digest of the base artifact that training recorded; "" for none.
         name: name or folder of the base as PEFT recorded it; "" for none.
-        store: our artifacts, among which `digest` may be found; None for none.
+        store: root folder of our artifacts, to look up `digest`; None for none.
 
     Raises:
         ArtifactError: a folder has no checkpoint.
@@ -58,7 +58,7 @@ def base_mismatch(
     local = Path(name)
     if "\0" not in name and local.is_absolute() and (local / CONFIG).is_file():
         return _other(local, base, name)
-    called = next((one for one in names_of(base) if _contradicts(name, one)), "")
+    called = next((own_name for own_name in names_of(base) if _contradicts(name, own_name)), "")
     return f"trained on {name}; {base} says it is {called}" if called else ""
 
 
@@ -69,7 +69,7 @@ def _other(original: Path, base: Path, name: str) -> str:
 
 
 def read_manifest(root: Path) -> dict[str, Any]:
-    """Return our manifest of a folder; empty if there is none (other tools use that file name)."""
+    """Return our manifest of a folder; empty if there is none, or another tool wrote the file."""
     try:
         document = json.loads((root / MANIFEST).read_text())
     except (OSError, ValueError):
@@ -78,7 +78,7 @@ def read_manifest(root: Path) -> dict[str, Any]:
 
 
 def published(digest: str, store: Path, kind: str) -> Path | None:
-    """Return the artifact of that kind and digest, if it is in the store."""
+    """Return the folder of the artifact with this kind and digest; None if it is not stored."""
     for path in sorted((store / kind).glob("*")):
         if read_manifest(path).get("digest") == digest:
             return path
@@ -86,7 +86,7 @@ def published(digest: str, store: Path, kind: str) -> Path | None:
 
 
 def names_of(base: Path) -> Iterator[str]:
-    """Yield the names of a model: in config.json, in the Hub cache, of its folder."""
+    """Yield the names of a model: from config.json, from the Hub cache, from its folder."""
     name = optional_json(base / CONFIG).get("_name_or_path")
     if isinstance(name, str) and name and not name.startswith(("/", ".")):
         yield name
@@ -98,18 +98,18 @@ def names_of(base: Path) -> Iterator[str]:
 
 def _contradicts(recorded: str, called: str) -> bool:
     """Return True if two Hub names differ, or if one name extends the other with a suffix."""
-    one, other = (_PACKED.sub("", text.rstrip("/").lower()) for text in (recorded, called))
-    if "/" in one and "/" in other:
-        return one != other
-    one, other = one.rpartition("/")[2], other.rpartition("/")[2]
-    return one != other and (one.startswith(f"{other}-") or other.startswith(f"{one}-"))
+    first, second = (_PACKED.sub("", text.rstrip("/").lower()) for text in (recorded, called))
+    if "/" in first and "/" in second:
+        return first != second
+    first, second = first.rpartition("/")[2], second.rpartition("/")[2]
+    return first != second and (first.startswith(f"{second}-") or second.startswith(f"{first}-"))
 
 
 def sample(folder: Path) -> str:
-    """Return a hash over the header and samples of every weight file, to tell models apart.
+    """Return a hash of all header entries and of 16 samples of 4 KiB from every tensor's ranges.
 
-    Two checkpoints of one architecture differ nearly everywhere. A change that misses every sample
-    is a change of a few tensors only, which the other records have to reveal.
+    Two checkpoints of one architecture differ nearly everywhere. A change between the samples is
+    not noticed.
 
     Raises:
         ArtifactError: the folder has no checkpoint.
@@ -128,7 +128,7 @@ def sample(folder: Path) -> str:
 
 
 def optional_json(path: Path) -> dict[str, Any]:
-    """Return a JSON object; empty where there is none that can be read."""
+    """Return a JSON object; empty if the file is missing or cannot be read."""
     try:
         return read_json(path) if path.is_file() else {}
     except ArtifactError:

@@ -1,11 +1,11 @@
-"""Which files make a checkpoint, by its index or by the one name it has: files and index agree.
+"""Find the files of a checkpoint and compare them with its index.
 
-    found = survey(folder, "model.safetensors", read_header)
-    found.opened["model-00001-of-00002.safetensors"].tensors
-    found.files["lm_head.weight"]       the file that holds it
-    found.findings                      everything that is wrong with the folder
+    surveyed = survey(folder, "model.safetensors", read_header)
+    surveyed.opened["model-00001-of-00002.safetensors"].tensors
+    surveyed.files["lm_head.weight"]    the file that holds the tensor
+    surveyed.findings                   everything that is wrong with the folder
 
-The same for safetensors and for torch's `.bin` files: both name an index after the single file.
+Works for safetensors and for torch's `.bin` files: both name the index after the single file.
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ from tasks.core.errors import ArtifactError
 from tasks.weights.files.documents import read_json
 
 OTHER_WEIGHTS = ("*.safetensors", "pytorch_model*.bin", "adapter_model.bin", "consolidated*.pt*")
-"""What a loader that picks weights by glob could take for part of the model."""
+"""File names that a loader that picks weights by glob would take for part of the model."""
 _MAX_NAME = 255
-"""Bytes that a file system allows for a name."""
+"""Longest file name of common file systems, in bytes."""
 
 
 class WithTensors(Protocol):
@@ -36,12 +36,12 @@ T = TypeVar("T", bound=WithTensors)
 
 @dataclass(frozen=True)
 class Survey(Generic[T]):
-    """What a folder holds.
+    """Files and tensors of a checkpoint folder.
 
     Attributes:
         opened: the files that could be opened, by name.
         files: file name by tensor name.
-        findings: what is wrong, one line each.
+        findings: everything that is wrong, one line each.
     """
 
     opened: Mapping[str, T]
@@ -50,7 +50,7 @@ class Survey(Generic[T]):
 
 
 def index_of(single: str) -> str:
-    """Name of the index that stands for several files where one could be called `single`."""
+    """Return the index's name for a checkpoint whose only file would be called `single`."""
     return f"{single}.index.json"
 
 
@@ -61,9 +61,9 @@ def survey(
 
     Args:
         root: the folder.
-        single: name of the only file, where there is no index: "model.safetensors".
-        read: opens one file; raises ArtifactError.
-        beside: weight files that are known and belong to nothing here.
+        single: name of the only file if there is no index, for example "model.safetensors".
+        read: function that opens one file; raises ArtifactError.
+        beside: names of weight files that are not part of this checkpoint; not a finding.
     """
     findings: list[str] = []
     index = _read_index(root / index_of(single), findings)
@@ -77,10 +77,10 @@ def survey(
         try:
             opened[name] = read(root / name)
         except ArtifactError as error:
-            findings += [f"{name}: {one}" for one in error.details] or [error.message]
+            findings += [f"{name}: {detail}" for detail in error.details] or [error.message]
     files: dict[str, str] = {}
-    for name, one in opened.items():
-        for key in one.tensors:
+    for name, opened_file in opened.items():
+        for key in opened_file.tensors:
             if key in files:
                 findings.append(f"{key}: in {files[key]} and in {name}")
             files[key] = name
@@ -91,7 +91,7 @@ def survey(
 
 
 def _read_index(path: Path, findings: list[str]) -> dict[str, str] | None:
-    """File name by tensor name; None where there is no index."""
+    """Return the file name by tensor name; None if there is no index."""
     if not path.is_file():
         return None
     try:
@@ -104,22 +104,22 @@ def _read_index(path: Path, findings: list[str]) -> dict[str, str] | None:
         return {}
     odd = [name for name, file in weight_map.items() if not isinstance(file, str)]
     if odd:
-        findings.append(f"{path.name}: not a readable index: {odd[0]} is in no file's name")
+        findings.append(f"{path.name}: not a readable index: the file of {odd[0]} is not a string")
         return {}
     return weight_map
 
 
 def is_plain_name(name: str) -> bool:
-    """Whether `name` can be a file right in a folder: no path, nothing that no file is called."""
+    """Return True if `name` can be a file directly in a folder: a valid name without a path."""
     try:
         size = len(name.encode())
-    except UnicodeEncodeError:  # JSON can hold halves of characters
+    except UnicodeEncodeError:  # JSON can hold unpaired surrogates
         return False
     return Path(name).name == name != ".." and 0 < size <= _MAX_NAME and "\0" not in name
 
 
 def _name_finding(root: Path, name: str) -> str:
-    """Why no file of that name is opened; "" where nothing is wrong."""
+    """Return the reason why the file of that name cannot be opened; "" if it can."""
     if not is_plain_name(name):
         return f"index names {name[:_MAX_NAME]!r}, which is not a plain file name"
     return "" if (root / name).is_file() else f"{name}: absent"
@@ -137,5 +137,5 @@ def _disagreements(
 
 
 def _strays(root: Path, known: set[str]) -> list[str]:
-    found = {path.name for pattern in OTHER_WEIGHTS for path in root.glob(pattern)}
-    return [f"{name}: stray weight file" for name in sorted(found - known)]
+    names = {path.name for pattern in OTHER_WEIGHTS for path in root.glob(pattern)}
+    return [f"{name}: stray weight file" for name in sorted(names - known)]

@@ -1,10 +1,10 @@
-"""Key names: what one tensor is called in a live model, in a PEFT file and in a base checkpoint.
+"""Translate tensor names between a live PEFT model, a PEFT file and a base checkpoint.
 
     live   base_model.model.model.layers.0.mlp.up_proj.lora_A.default.weight
     PEFT   base_model.model.model.layers.0.mlp.up_proj.lora_A.weight
     base                    model.layers.0.mlp.up_proj.weight
 
-Wrappers that DeepSpeed, torch.compile or checkpointing put into live names are dropped first.
+Prefixes that DeepSpeed, torch.compile or activation checkpointing add to live names are dropped.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ _LORA_FILE = re.compile(r"(?P<module>.+)\.lora_(?P<half>[AB])\.weight")
 _LIVE: tuple[tuple[re.Pattern[str], str], ...] = tuple(
     (re.compile(live), kept)
     for live, kept in (
-        # what `named_parameters()` of a PEFT model says: what the file says
+        # name in `named_parameters()` of a PEFT model: name in its file
         (r"(?P<at>.+\.lora_[AB])\.(?P<adapter>[^.]+)(?P<tail>\.weight|\.bias)", r"\g<at>\g<tail>"),
         (r"(?P<at>.+\.lora_embedding_[AB])\.(?P<adapter>[^.]+)", r"\g<at>"),
         (r"(?P<at>.+\.lora_magnitude_vector)\.(?P<adapter>[^.]+)\.weight", r"\g<at>"),
@@ -34,19 +34,19 @@ _LIVE: tuple[tuple[re.Pattern[str], str], ...] = tuple(
 
 @dataclass(frozen=True)
 class LoraKey:
-    """A LoRA tensor: the module it belongs to, in the base model's words, and which half it is."""
+    """A LoRA tensor: the name of its module in the base model, and which factor it is."""
 
     module: str
     half: Literal["A", "B"]
 
     @property
     def peft(self) -> str:
-        """Its key in `adapter_model.safetensors`."""
+        """Key in `adapter_model.safetensors`."""
         return f"{PEFT_PREFIX}{self.module}.lora_{self.half}.weight"
 
 
 def unwrap(name: str) -> str:
-    """Drop what DeepSpeed, torch.compile and activation checkpointing put around module names."""
+    """Drop the prefixes that DeepSpeed, torch.compile and activation checkpointing add."""
     for wrapper in _WRAPPERS:
         if name.startswith(wrapper):
             return unwrap(name[len(wrapper) :])
@@ -55,13 +55,13 @@ def unwrap(name: str) -> str:
 
 
 def live_to_peft(name: str, adapter: str = "default") -> str:
-    """The PEFT file key of a trainable parameter of a live PEFT model.
+    """Return the PEFT file key of a trainable parameter of a live PEFT model.
 
-    LoRA's halves (of linear layers, embeddings, experts), DoRA's magnitudes, whole modules that are
-    saved, token rows, and biases, which have the name of the base's.
+    Covers LoRA factors (of linear layers, embeddings, experts), DoRA magnitudes, modules saved as
+    a whole, token rows, and biases, which keep the base's name.
 
     Raises:
-        ContractError: when it belongs to no adapter, or to another one.
+        ContractError: the parameter belongs to no adapter, or to another one.
     """
     plain = unwrap(name)
     for live, kept in _LIVE:
@@ -72,17 +72,17 @@ def live_to_peft(name: str, adapter: str = "default") -> str:
         return plain
     raise ContractError(
         f"{name}: trainable, but no parameter of adapter {adapter!r}",
-        hint="only what PEFT saves of one adapter can be gathered into one",
+        hint="freeze it: only parameters that PEFT saves with that adapter can be gathered",
     )
 
 
 def name_is_peft(name: str) -> bool:
-    """Whether a name starts as PEFT's wrapper makes it."""
+    """Return True if a name has the prefix of PEFT's wrapper."""
     return name.startswith(PEFT_PREFIX)
 
 
 def parse_peft(key: str) -> LoraKey | None:
-    """What a PEFT file key stands for; None for anything that is not a plain LoRA weight."""
+    """Parse a PEFT file key; None for anything that is not a plain LoRA weight."""
     match = _LORA_FILE.fullmatch(key)
     if not match or not name_is_peft(key):
         return None
@@ -91,14 +91,14 @@ def parse_peft(key: str) -> LoraKey | None:
 
 
 def rename_all(names: Iterable[str], *, adapter: bool) -> dict[str, str]:
-    """Output key of every live parameter name.
+    """Map every live parameter name to its key in the output.
 
     Args:
-        names: as `named_parameters()` gives them, wrappers allowed.
-        adapter: to PEFT file keys; otherwise to the model's own names.
+        names: names as `named_parameters()` gives them, with or without wrapper prefixes.
+        adapter: True for PEFT file keys, False for the model's own names.
 
     Raises:
-        ContractError: listing every name that maps to nothing or onto another one's key.
+        ContractError: lists every name without a key, or with the key of another name.
     """
     keys: dict[str, str] = {}
     owners: dict[str, str] = {}

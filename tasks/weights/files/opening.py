@@ -1,4 +1,4 @@
-"""Opening inputs: a full model's folder whatever it is stored in; sources by reference."""
+"""Open the sources of a plan: a model's folder in any supported format, or a stored reference."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ Kind = Literal["checkpoint", "base", "partitions"]
 
 @dataclass(frozen=True)
 class SourceRef:
-    """Where a source lies and how it is read.
+    """Folder and format of a source.
 
     Attributes:
         path: its folder.
-        kind: "checkpoint" for safetensors files, "base" for those of a model that may be packed in
-            4 bits, "partitions" for the slices of our ranks.
-        stem: of the safetensors files: "model", "adapter_model".
+        kind: "checkpoint" for safetensors files, "base" for safetensors files of a model that may
+            be stored in 4 bits, "partitions" for the partitions that our ranks wrote.
+        stem: start of the safetensors files' names: "model", "adapter_model".
     """
 
     path: Path
@@ -33,34 +33,34 @@ class SourceRef:
     stem: str = WEIGHTS
 
     def as_json(self) -> dict[str, str]:
-        """Plain JSON."""
+        """Return plain JSON."""
         return {**asdict(self), "path": str(self.path)}
 
     @classmethod
     def from_json(cls, raw: Mapping[str, str]) -> SourceRef:
-        """What `as_json` made."""
-        kinds: dict[str, Kind] = {one: one for one in get_args(Kind)}
+        """Read the result of `as_json`."""
+        kinds: dict[str, Kind] = {kind: kind for kind in get_args(Kind)}
         return cls(Path(raw["path"]), kinds[raw["kind"]], raw["stem"])
 
 
 def open_model(root: Path) -> Source:
-    """A full model's tensors, headers only: safetensors, plain or packed in 4 bits, or `.bin`.
+    """Open a full model, headers only: safetensors (plain or stored in 4 bits) or `.bin` files.
 
     Raises:
-        ArtifactError: with every finding, as of `read_base` and `read_model`.
+        ArtifactError: lists every finding of `read_base` or `read_model`.
     """
     return read_model(root) if is_pickled_model(root) else read_base(root)
 
 
 @contextlib.contextmanager
 def open_sources(refs: Mapping[str, SourceRef]) -> Iterator[dict[str, Source]]:
-    """Open inputs by name. Raises ArtifactError."""
-    found: dict[str, Source] = {}
+    """Open sources by name. Raises ArtifactError."""
+    sources: dict[str, Source] = {}
     for name, ref in refs.items():
         if ref.kind == "partitions":
-            found[name] = read_partitions(ref.path)
+            sources[name] = read_partitions(ref.path)
         elif ref.kind == "base":
-            found[name] = read_base(ref.path)
+            sources[name] = read_base(ref.path)
         else:
-            found[name] = read_checkpoint(ref.path, ref.stem)
-    yield found
+            sources[name] = read_checkpoint(ref.path, ref.stem)
+    yield sources

@@ -1,11 +1,10 @@
-"""Reading a checkpoint folder: which tensor lies where, in which file.
+"""Open a folder of safetensors files as a source of tensors.
 
     checkpoint = read_checkpoint(folder)
     checkpoint.tensors["lm_head.weight"].shape
     checkpoint.extents("lm_head.weight")        # a range of a file
 
-Everything that can be wrong with the folder is found from headers and the index, and reported in
-one error.
+Reads headers and the index only, and reports all problems of the folder in one error.
 """
 
 from __future__ import annotations
@@ -35,8 +34,8 @@ class Checkpoint:
         root: the folder.
         tensors: header entries by tensor name.
         files: file name by tensor name.
-        headers: the header of each file.
-        hashes: sha256 by tensor name, as far as a manifest tells that can be trusted.
+        headers: header by file name.
+        hashes: sha256 by tensor name, for files that are unchanged since their manifest.
     """
 
     root: Path
@@ -47,21 +46,21 @@ class Checkpoint:
 
     @property
     def nbytes(self) -> int:
-        """Size of all tensors together."""
+        """Size of all tensors in bytes."""
         return sum(info.nbytes for info in self.tensors.values())
 
     def extents(self, name: str) -> Sequence[Extent]:
-        """Where the tensor's bytes lie: one range of one file."""
+        """Return the tensor's place: one range of one file."""
         info = self.tensors[name]
         return (Extent(self.root / self.files[name], info.start, info.nbytes),)
 
     def sha256(self, name: str) -> str | None:
-        """Of the tensor's bytes, where the folder's manifest tells."""
+        """Return the sha256 of the tensor's bytes; None if no manifest states it."""
         return self.hashes.get(name)
 
 
 def torch_dtype(name: str) -> Any:
-    """The torch dtype of a safetensors dtype name. Raises KeyError for one torch lacks."""
+    """Return the torch dtype of a safetensors dtype name. Raises KeyError if torch has none."""
     import torch
 
     return {
@@ -73,11 +72,11 @@ def torch_dtype(name: str) -> Any:
 
 
 DTYPE_NAMES = {"bfloat16": "BF16", "float16": "F16", "float32": "F32"}
-"""safetensors names of the dtypes that configuration and config.json speak of."""
+"""safetensors names of the dtypes that the configuration and config.json use."""
 
 
 def check_dtype(name: str) -> str:
-    """`convert.dtype` as it was given. Raises ConfigError for one that is none."""
+    """Return `convert.dtype` unchanged. Raises ConfigError if it is not a known dtype."""
     if name not in DTYPE_NAMES:
         raise ConfigError(
             f"convert.dtype={name!r} is not one of {', '.join(DTYPE_NAMES)}",
@@ -90,7 +89,7 @@ def check_dtype(name: str) -> str:
 def open_checkpoint(
     root: Path, stem: str = WEIGHTS, *, beside: Collection[str] = ()
 ) -> Iterator[Checkpoint]:
-    """`read_checkpoint` for a `with`."""
+    """Wrap `read_checkpoint` in a context manager."""
     yield read_checkpoint(root, stem, beside=beside)
 
 
@@ -99,51 +98,53 @@ def read_checkpoint(root: Path, stem: str = WEIGHTS, *, beside: Collection[str] 
 
     Args:
         root: the folder.
-        stem: what its files' names begin with.
-        beside: weight files in it that the caller knows, and reads otherwise.
+        stem: start of the files' names.
+        beside: names of weight files that are not part of this checkpoint; not a finding.
 
     Raises:
-        ArtifactError: with every finding: nothing there, absent or truncated files, an index that
-            disagrees with the files, weight files that belong to nothing, paths out of the folder.
+        ArtifactError: lists every finding: no weights, missing or truncated files, an index that
+            disagrees with the files, stray weight files, paths that leave the folder.
     """
     single = f"{stem}.safetensors"
-    found = survey(root, single, read_header, beside=beside)
-    if found.findings:
+    surveyed = survey(root, single, read_header, beside=beside)
+    if surveyed.findings:
         raise ArtifactError(
-            f"{root}: not a usable checkpoint: {first_and_more(found.findings)}",
-            details=found.findings,
+            f"{root}: not a usable checkpoint: {first_and_more(surveyed.findings)}",
+            details=surveyed.findings,
             hint=f"expected {single}, or {index_of(single)} and its files",
         )
-    tensors = {key: found.opened[file].tensors[key] for key, file in found.files.items()}
-    return Checkpoint(root, tensors, found.files, found.opened, _manifest_hashes(root, found.files))
+    tensors = {key: surveyed.opened[file].tensors[key] for key, file in surveyed.files.items()}
+    return Checkpoint(
+        root, tensors, surveyed.files, surveyed.opened, _manifest_hashes(root, surveyed.files)
+    )
 
 
 _OURS = {"kind", "digest", "tensors", "files", "inputs", "notes"}
-"""What every manifest of ours has; see `tasks/pipeline/artifact.py`."""
+"""Keys of every manifest of ours; see `tasks/pipeline/artifact.py`."""
 
 
 def _manifest_hashes(root: Path, files: Mapping[str, str]) -> dict[str, str]:
-    """sha256 of the tensors of those files that have not been touched since the manifest.
+    """Return the sha256 by tensor name, for the files that are unchanged since the manifest.
 
-    A manifest is the last file that is written into an artifact. A weight file with a later mtime,
-    or of another size than the manifest says, gives no hashes: its tensors are read and hashed.
-    That the bytes are still those of the manifest is for the stage mechanism to hold: it compares
-    size, mtime, ctime and inode of every input before a stage starts (`artifact.intact`).
+    A manifest is the last file written into an artifact. A weight file with a later mtime, or with
+    another size than in the manifest, gives no hashes. The stage mechanism checks that the bytes
+    are those of the manifest: it compares size, mtime, ctime and inode of every input before a
+    stage starts.
     """
     path = root / MANIFEST
     try:
         document = read_json(path)
         if not set(document) >= _OURS:
-            return {}  # another tool's file of that name: nobody checks what it says
+            return {}  # another tool's file of the same name
         written = path.stat().st_mtime_ns
         sizes = {name: int(entry["size"]) for name, entry in document["files"].items()}
         tensors = {name: dict(entries) for name, entries in document["tensors"].items()}
     except (ArtifactError, OSError, ValueError, KeyError, TypeError, AttributeError):
-        return {}  # not an artifact: a folder that somebody downloaded
-    found = {}
+        return {}  # not one of our artifacts
+    hashes = {}
     for file in set(files.values()) & set(sizes):
         stat = (root / file).stat()
         if stat.st_size == sizes[file] and stat.st_mtime_ns <= written:
             entries = tensors.get(file, {})
-            found.update({n: str(entries[n]["sha256"]) for n in entries if files.get(n) == file})
-    return found
+            hashes.update({n: str(entries[n]["sha256"]) for n in entries if files.get(n) == file})
+    return hashes

@@ -1,8 +1,8 @@
-"""Sources: where tensors come from, whoever wrote the files.
+"""The interface of a source of tensors, whatever the format of its files.
 
-A safetensors folder, the slices that ranks left, a DeepSpeed checkpoint and a pickled state dict
-all answer the same two questions: what is there, and in which ranges of which files does it lie. So
-one engine reads them all, and none of them is ever loaded whole.
+A safetensors folder, the partitions of ranks, a DeepSpeed checkpoint and a pickled state dict all
+tell which tensors they hold and in which ranges of which files. So one engine reads them all, and
+never loads one as a whole.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from tasks.core.contract import TensorLike
 
 @dataclass(frozen=True)
 class Extent:
-    """`nbytes` bytes of a file from `start` on."""
+    """A range of a file: `nbytes` bytes from byte `start` on."""
 
     path: Path
     start: int
@@ -35,20 +35,20 @@ class Source(Protocol):
     def tensors(self) -> Mapping[str, TensorLike]: ...
 
     def extents(self, name: str) -> Sequence[Extent]:
-        """The ranges that, one after the other, make the tensor's bytes, C order."""
+        """Return the ranges that, concatenated, are the tensor's bytes in C order."""
 
     def sha256(self, name: str) -> str | None:
-        """Of the tensor's bytes, where a manifest that can be trusted tells; else None."""
+        """Return the sha256 of the tensor's bytes; None if no trusted manifest states it."""
 
 
 @dataclass(frozen=True)
 class Renamed:
-    """A source under other keys.
+    """A source with other keys, or with some of its tensors only.
 
     Attributes:
-        whole: the source itself.
-        names: its key, by the key here; tensors that are not named are not there.
-        tensors: shape and dtype by the key here.
+        whole: the original source.
+        names: original key by new key; tensors without a new key are left out.
+        tensors: shape and dtype by new key.
     """
 
     whole: Source
@@ -56,22 +56,22 @@ class Renamed:
     tensors: Mapping[str, TensorLike] = field(init=False)
 
     def __post_init__(self) -> None:
-        held = {key: self.whole.tensors[name] for key, name in self.names.items()}
-        object.__setattr__(self, "tensors", held)
+        tensors = {key: self.whole.tensors[name] for key, name in self.names.items()}
+        object.__setattr__(self, "tensors", tensors)
 
     def extents(self, name: str) -> Sequence[Extent]:
-        """As the whole says."""
+        """Return the ranges of the original tensor."""
         return self.whole.extents(self.names[name])
 
     def sha256(self, name: str) -> str | None:
-        """As the whole says."""
+        """Return the sha256 of the original tensor, if it is known."""
         return self.whole.sha256(self.names[name])
 
 
 def find(name: str, sources: Mapping[str, Source]) -> TensorLike | str:
-    """The tensor that "<input>:<key>" names, or why there is none."""
+    """Return the tensor named "<input>:<key>", or a text that says why there is none."""
     source, _, key = name.partition(":")
     if source not in sources:
         return f"{name}: no input {source!r} (inputs: {', '.join(sources) or 'none'})"
-    found = sources[source].tensors.get(key)
-    return f"{source} has no {key}" if found is None else found
+    tensor = sources[source].tensors.get(key)
+    return f"{source} has no {key}" if tensor is None else tensor

@@ -1,7 +1,7 @@
-"""What a tokenizer folder says of ids: how many there are, which of them end a text, which pads.
+"""Read a tokenizer folder: number of ids, EOS and padding ids, chat template.
 
-Read from the files themselves (`tokenizer.json`, `tokenizer_config.json`, the chat template): that
-takes milliseconds, and needs no model library.
+Reads the files themselves (`tokenizer.json`, `tokenizer_config.json`, the chat template), which
+takes milliseconds and needs no model library.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ _ANSWER = "plumbline-answer-text"
 _ANY = (
     ArithmeticError, AttributeError, LookupError, RecursionError, TypeError, ValueError,
 )  # fmt: skip
-"""What a template's own code may raise: it comes with a model."""
+"""Exceptions that the code of a chat template may raise."""
 
 
 @dataclass(frozen=True)
@@ -26,12 +26,12 @@ class TokenizerFacts:
     """Ids and template of a tokenizer.
 
     Attributes:
-        rows: highest id + 1: what an embedding needs to have at least.
-        eos: id of the tokenizer's own end-of-text token.
-        pad: id of its padding token; None when it has none.
-        end_of_turn: id of the special token that the chat template puts after an answer; None
-            when it puts no special token there.
-        template: the chat template, "" when there is none.
+        rows: highest id + 1: the smallest number of rows of a fitting embedding.
+        eos: id of the tokenizer's EOS token.
+        pad: id of its padding token; None if it has none.
+        end_of_turn: id of the special token that the chat template writes after a response; None
+            if it writes no special token there.
+        template: the chat template; "" if there is none.
     """
 
     rows: int
@@ -42,16 +42,17 @@ class TokenizerFacts:
 
     @property
     def stops(self) -> list[int]:
-        """Every id that ends an answer, the tokenizer's own first."""
-        found = [self.eos, self.end_of_turn]
-        return list(dict.fromkeys(token for token in found if token is not None))
+        """Ids that end a response, the tokenizer's EOS first."""
+        ids = [self.eos, self.end_of_turn]
+        return list(dict.fromkeys(token for token in ids if token is not None))
 
 
 def read_tokenizer(folder: Path) -> TokenizerFacts:
     """Read a tokenizer folder.
 
     Raises:
-        ArtifactError: no tokenizer.json, no EOS token, a token without an id, a broken template.
+        ArtifactError: no tokenizer.json, no EOS token, a special token without an id, or a chat
+            template that does not render.
     """
     document = read_json(folder / "tokenizer.json")
     settings = read_json(folder / "tokenizer_config.json")
@@ -74,21 +75,21 @@ def read_tokenizer(folder: Path) -> TokenizerFacts:
 
 
 def token_ids(folder: Path) -> tuple[dict[str, tuple[str, int]], int]:
-    """Text and id of the special tokens by role, the padding token first, and the highest id.
+    """Return text and id of the special tokens by role, and the highest id of the tokenizer.
 
     Raises:
-        ArtifactError: files that cannot be read, a special token without an id.
+        ArtifactError: a file cannot be read, or a special token has no id.
     """
     document = read_json(folder / "tokenizer.json")
     path = folder / "tokenizer_config.json"
     settings = read_json(path) if path.is_file() else {}
     added = {str(t["content"]): int(t["id"]) for t in document.get("added_tokens", [])}
-    found = {}
+    special = {}
     for role in ("pad_token", "eos_token", "bos_token", "unk_token"):
         token = _token_id(folder, settings, document, role, added)
         if token is not None:
-            found[role] = (str(_text(settings.get(role))), token)
-    return found, max([*_vocabulary_ids(folder, document), *added.values()])
+            special[role] = (str(_text(settings.get(role))), token)
+    return special, max([*_vocabulary_ids(folder, document), *added.values()])
 
 
 def _vocabulary_ids(folder: Path, document: Mapping[str, Any]) -> list[int]:
@@ -112,14 +113,14 @@ def _token_id(
         return None
     vocabulary = (document.get("model") or {}).get("vocab")
     plain = vocabulary.get(token) if isinstance(vocabulary, dict) else None
-    found = added.get(token, plain)
-    if found is None:
+    token_id = added.get(token, plain)
+    if token_id is None:
         raise ArtifactError(f"{folder}: {role} {token!r} has no id in tokenizer.json")
-    return int(found)
+    return int(token_id)
 
 
 def _text(token: Any) -> str | None:
-    # Written as a string, or as a dictionary with the token's properties.
+    # A special token is stored as a string, or as an object with the token's properties.
     return token.get("content") if isinstance(token, dict) else token
 
 
@@ -128,13 +129,13 @@ def _template(folder: Path, settings: Mapping[str, Any]) -> str:
     if path.is_file():
         return path.read_text()
     inline = settings.get("chat_template") or ""
-    if isinstance(inline, list):  # several named ones
-        inline = {one["name"]: one["template"] for one in inline}.get("default", "")
+    if isinstance(inline, list):  # several templates, each with a name
+        inline = {named["name"]: named["template"] for named in inline}.get("default", "")
     return str(inline)
 
 
 def _after_answer(folder: Path, template: str, settings: Mapping[str, Any]) -> str:
-    """What the template writes after an assistant's answer."""
+    """Return the text that the template writes after an assistant's response."""
     from jinja2 import TemplateError
     from jinja2.ext import Extension, loopcontrols
     from jinja2.sandbox import ImmutableSandboxedEnvironment
@@ -143,7 +144,7 @@ def _after_answer(folder: Path, template: str, settings: Mapping[str, Any]) -> s
         raise TemplateError(message)
 
     class Generation(Extension):
-        """`{% generation %}` marks the answer for loss masks: here it is only its contents."""
+        """Render `{% generation %}`, which marks responses for loss masks, as its contents."""
 
         tags = {"generation"}  # noqa: RUF012 -- jinja2's own declaration
 
@@ -151,20 +152,20 @@ def _after_answer(folder: Path, template: str, settings: Mapping[str, Any]) -> s
             next(parser.stream)
             return parser.parse_statements(("name:endgeneration",), drop_needle=True)
 
-    # As transformers renders templates, which come with a model and are not to be trusted.
+    # The sandbox that transformers uses: a template comes with a model and is not trusted.
     environment = ImmutableSandboxedEnvironment(
         trim_blocks=True, lstrip_blocks=True, extensions=[loopcontrols, Generation]
     )
     environment.globals |= {"raise_exception": refuse, "strftime_now": lambda _: "2000-01-01"}
     names = {role: _text(settings.get(role)) or "" for role in ("bos_token", "eos_token")}
-    talk = [{"role": "user", "content": "question"}, {"role": "assistant", "content": _ANSWER}]
+    messages = [{"role": "user", "content": "question"}, {"role": "assistant", "content": _ANSWER}]
     try:
         text = environment.from_string(template).render(
-            messages=talk, add_generation_prompt=False, **names
+            messages=messages, add_generation_prompt=False, **names
         )
     except (TemplateError, *_ANY) as error:
         raise ArtifactError(f"{folder}: the chat template does not render: {error}") from error
-    _, found, ending = text.rpartition(_ANSWER)
-    if not found:
+    _, answer, ending = text.rpartition(_ANSWER)
+    if not answer:
         raise ArtifactError(f"{folder}: the chat template drops the assistant's answer")
     return ending.strip()

@@ -1,8 +1,8 @@
-"""How many tokens there are, by everyone who says so: tokenizer, embedding, head, config.json.
+"""Compare the vocabulary sizes of tokenizer, embedding, output head and config.json.
 
-A vocabulary that grew in training comes back in the adapter, which then stores its embeddings
-whole: the output has their rows, and config.json has to say so (`resized_config`). Where the files
-do not agree nothing is padded, cut or made up: it is a finding, with all numbers.
+If the vocabulary grew in training, the adapter stores full embeddings: the output has their rows,
+and `resized_config` writes them into config.json. Files that disagree are a finding with all
+numbers; nothing is padded or cut.
 """
 
 from __future__ import annotations
@@ -24,15 +24,15 @@ SAVE_WHOLE = (
 
 @dataclass(frozen=True)
 class Vocabulary:
-    """The sizes.
+    """Vocabulary sizes of a model that a plan writes.
 
     Attributes:
-        tokenizer: highest id + 1.
-        rows: of the output's input embedding.
-        head_rows: of its output embedding; None where that is tied or absent.
-        base_rows: of the base's input embedding; None where there is no base.
-        config: `vocab_size` of config.json; None where it has none.
-        special: ids that generation and padding rely on, by what they are.
+        tokenizer: highest token id + 1.
+        rows: rows of the input embedding.
+        head_rows: rows of the output embedding; None if it is tied or absent.
+        base_rows: rows of the base's input embedding; None if there is no base.
+        config: `vocab_size` of config.json; None if it has none.
+        special: ids used to stop and to pad, by a name for messages.
     """
 
     tokenizer: int
@@ -43,20 +43,24 @@ class Vocabulary:
     special: Mapping[str, int] = field(default_factory=dict)
 
     def __str__(self) -> str:
-        said = {
+        sizes = {
             "tokenizer": self.tokenizer,
             "base": self.base_rows,
             "embedding": self.rows,
             "head": self.head_rows,
             "config.json": self.config,
         }
-        return ", ".join(f"{name} {size}" for name, size in said.items() if size is not None)
+        return ", ".join(f"{name} {size}" for name, size in sizes.items() if size is not None)
 
     def findings(self) -> Iterator[str]:
-        """What does not agree; `config` is not looked at: it is made to, by `resized_config`."""
+        """Yield the disagreements. Ignores `config`, which `resized_config` corrects."""
         kept = self.base_rows is not None and self.rows == self.base_rows
         if self.tokenizer > self.rows:
-            why = f"the adapter brings no larger one: {SAVE_WHOLE}" if kept else "ids without a row"
+            why = (
+                f"the adapter contains no larger one: {SAVE_WHOLE}"
+                if kept
+                else "some ids have no row"
+            )
             yield (
                 f"the tokenizer has {self.tokenizer} ids, the embedding {self.rows} rows; {why} "
                 f"({self})"
@@ -78,40 +82,40 @@ def vocabulary_of(
     config: Mapping[str, Any],
     base: Shapes | None = None,
 ) -> Vocabulary:
-    """The sizes of what a plan makes.
+    """Return the vocabulary sizes of a model that a plan writes.
 
     Args:
-        shapes: of the output's tensors, by key.
-        facts: of the model.
-        tokenizer: that will be served with it.
-        config: config.json.
-        base: shapes of the base's tensors.
+        shapes: shapes of the output's tensors, by key.
+        facts: facts of the model.
+        tokenizer: facts of the tokenizer that will be served with it.
+        config: content of config.json.
+        base: shapes of the base's tensors, by key; None if there is no base.
 
     Raises:
         ContractError: the output has no input embedding.
     """
     embedding = shapes.get(facts.embedding)
     if embedding is None:
-        raise ContractError(f"no {facts.embedding}: the model has no embedding to read tokens by")
+        raise ContractError(f"no {facts.embedding}: the model has no input embedding")
     head = shapes.get(_head_key(facts))
     before = (base or {}).get(facts.embedding)
-    special = {f"eos_token_id {one}": one for one in tokenizer.stops}
+    special = {f"eos_token_id {token}": token for token in tokenizer.stops}
     if tokenizer.pad is not None:
         special["pad_token_id"] = tokenizer.pad
     text = config.get("text_config")
-    said = (text if isinstance(text, Mapping) else config).get("vocab_size")
+    vocab_size = (text if isinstance(text, Mapping) else config).get("vocab_size")
     return Vocabulary(
         tokenizer=tokenizer.rows,
         rows=embedding[0],
         head_rows=head[0] if head is not None else None,
         base_rows=before[0] if before is not None else None,
-        config=said if isinstance(said, int) else None,
+        config=vocab_size if isinstance(vocab_size, int) else None,
         special=special,
     )
 
 
 def resized_config(config: Mapping[str, Any], rows: int) -> dict[str, Any]:
-    """config.json of a model with so many rows, at the place where the family says it."""
+    """Return config.json with `vocab_size` set to `rows`, also in a nested `text_config`."""
     text = config.get("text_config")
     if isinstance(text, dict):
         nested = {**text, "vocab_size": rows}
@@ -121,7 +125,7 @@ def resized_config(config: Mapping[str, Any], rows: int) -> dict[str, Any]:
 
 
 def _head_key(facts: ModelFacts) -> str:
-    """Key of the output embedding on disk."""
+    """Return the key of the output embedding on disk."""
     live = f"{facts.live.output_embedding}.weight"
-    stored = {one.live: one.disk for one in facts.places if one.is_all}
+    stored = {place.live: place.disk for place in facts.places if place.is_all}
     return stored.get(live, facts.aliases.get(live, live))

@@ -1,15 +1,11 @@
-"""Heads that turn a language model into one number: value heads and reward heads.
+"""Value heads and reward heads of TRL, LLaMA-Factory, OpenRLHF, PEFT and transformers.
 
-folder      what a folder of any of the dialects holds, headers only
-detect      where its head is, who wrote it, what is wrong with it
-absence     why a folder that should have a head has none
-split       a value head off a policy: two plans, two artifacts, never one folder
-reward      a reward model -> `*ForSequenceClassification` with one label
-merging     a reward adapter and its base -> the same
-separate    which of these a folder needs: one plan, its inputs, its config.json
-writing     a value head in a folder of its own
+detect      `detect`: the head of a folder (`folder`), who wrote it, and its problems
+separate    `separate`: plan the model to serve: a policy without its value head, or a reward model
+merging     `merged_reward`: plan the reward model of an adapter and its base
+split       plan a policy and its value head as two outputs; `writing` writes the value head
+reward      plan a reward model as `*ForSequenceClassification` with one label
 
-The dialects: TRL (`v_head.summary.*` in the model), LLaMA-Factory (`value_head.safetensors|bin`
-beside it), OpenRLHF (`score` or `value_head`, mean and std), PEFT (`modules_to_save`) and
-transformers itself.
+TRL stores `v_head.summary.*` in the model, LLaMA-Factory in `value_head.safetensors|bin` beside it;
+OpenRLHF stores `score` or `value_head` with mean and std, PEFT uses `modules_to_save`.
 """

@@ -1,6 +1,6 @@
-"""Why a folder that should have a head has none: what its configuration says of one.
+"""Explain why a folder that should have a head has none.
 
-A head that was never saved cannot be made up: a new one scores at random, and looks like any other.
+A head that was never saved cannot be replaced: a new one would give random scores without an error.
 """
 
 from __future__ import annotations
@@ -13,25 +13,25 @@ from tasks.weights.files.names import PEFT_PREFIX
 from tasks.weights.heads.folder import HeadFolder, architectures
 
 HEAD_MODULES = ("score", "value_head", "v_head", "classifier")
-"""Names of modules that may be a head; OpenRLHF's configuration may name another."""
+"""Module names of heads; OpenRLHF's config.json may name another one."""
 OPENRLHF = ("RewardModel", "CriticModel")
-"""OpenRLHF's classes, which it makes at run time: transformers has none of these names."""
+"""Class names that OpenRLHF makes at run time; transformers does not know them."""
 _LAYERED = re.compile(
     r"(classifier|score)\.(?!weight$|bias$|lora_|base_layer)|(classification_head|sequence_summary|logits_proj)\."
     r"|perceiver\.decoder\."
 )
-"""Heads of several layers, as encoders have them: BERT's kin, T5's and BART's, XLNet's."""
+"""Keys of heads with several layers, as in BERT-like encoders, T5, BART and XLNet."""
 _LOST = "it was never saved, so it cannot be recovered: train again with the head saved whole"
 
 
 def module_names(config: Mapping[str, Any]) -> tuple[str, ...]:
-    """Modules that may be a head; the one that config.json names first."""
-    said = config.get("value_head_prefix")
-    return tuple(dict.fromkeys((*((said,) if isinstance(said, str) else ()), *HEAD_MODULES)))
+    """Return the module names that may be a head, first the one that config.json names."""
+    prefix = config.get("value_head_prefix")
+    return tuple(dict.fromkeys((*((prefix,) if isinstance(prefix, str) else ()), *HEAD_MODULES)))
 
 
 def lora_modules(folder: HeadFolder) -> Iterator[str]:
-    """Heads that the adapter changes by LoRA."""
+    """Yield the heads that the adapter changes by LoRA."""
     if folder.adapter_config is None:
         return
     keys = folder.sources[folder.weights].tensors
@@ -41,24 +41,29 @@ def lora_modules(folder: HeadFolder) -> Iterator[str]:
 
 
 def absence(folder: HeadFolder, lora_on: str) -> Iterator[str]:
-    """Why a folder that should have a head has none; nothing for a language model."""
+    """Yield the reasons why a folder that should have a head has none; none for a language model.
+
+    Args:
+        folder: a folder without a usable head.
+        lora_on: module of a head that the adapter changes by LoRA; "" for none.
+    """
     if lora_on:
         yield (
-            f"{lora_on}: LoRA was trained on a head that is not in the adapter. Where it was "
+            f"{lora_on}: LoRA was trained on a head that is not in the adapter. If it was "
             f"initialised at random, {_LOST} (modules_to_save=[{lora_on}])"
         )
         return
     if layered := layered_head(folder):
-        yield f"{layered}: a head of several layers; here a head is one linear layer"
+        yield f"{layered}: a head of several layers; only heads of one linear layer are supported"
         return
     reasons = [*_says_head(folder.config), *_adapter_says_head(folder.adapter_config or {})]
     if reasons:
-        names = ", ".join(f"{one}.weight" for one in HEAD_MODULES)
+        names = ", ".join(f"{module}.weight" for module in HEAD_MODULES)
         yield f"no head ({names}), though {reasons[0]}: {_LOST}"
 
 
 def layered_head(folder: HeadFolder) -> str:
-    """The first tensor of a head of several layers; "" where there is none."""
+    """Return the first key of a head of several layers; "" if there is none."""
     keys = folder.sources[folder.weights].tensors
     heads = (key for key in keys if _LAYERED.match(key.removeprefix(PEFT_PREFIX)))
     says = (*_says_head(folder.config), *_adapter_says_head(folder.adapter_config or {}))
@@ -66,7 +71,7 @@ def layered_head(folder: HeadFolder) -> str:
 
 
 def wrapped_class(adapter_config: Mapping[str, Any]) -> str:
-    """Return the class that peft wrapped, which it records without a task type; else ""."""
+    """Return the class that peft wrapped; "" if not recorded (peft does so without a task type)."""
     auto_mapping = adapter_config.get("auto_mapping")
     name = auto_mapping.get("base_model_class") if isinstance(auto_mapping, Mapping) else None
     return name if isinstance(name, str) else ""
@@ -94,4 +99,4 @@ def _adapter_says_head(config: Mapping[str, Any]) -> Iterator[str]:
     for key in ("modules_to_save", "target_modules"):
         named = config.get(key)
         if isinstance(named, list):
-            yield from (f"{key} names {one}" for one in HEAD_MODULES if one in named)
+            yield from (f"{key} names {module}" for module in HEAD_MODULES if module in named)

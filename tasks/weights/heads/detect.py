@@ -1,8 +1,8 @@
-"""Where a folder's head is, who wrote it, what is wrong with it: from headers and configuration.
+"""Find the head of a folder, who wrote it, and its problems, from headers and configuration.
 
-found = detect(read_folder(folder))
-found.head.weight          "model:v_head.summary.weight"
-found.findings             why it cannot be used; everything at once
+detected = detect(read_folder(folder))
+detected.head.weight          "model:v_head.summary.weight"
+detected.findings             all reasons why the head cannot be used
 """
 
 from __future__ import annotations
@@ -23,21 +23,21 @@ Role = Literal["value", "reward", "either"]
 Dialect = Literal["trl", "llamafactory", "openrlhf", "peft", "transformers"]
 
 WRAPPER = "pretrained_model."
-"""What TRL's wrapper puts before the keys of the model in it."""
+"""Prefix that TRL's wrapper adds to the keys of the model in it."""
 _V_HEAD = re.compile(r"(pretrained_model\.)?v_head\.summary\.(?P<part>weight|bias)")
 
 
 @dataclass(frozen=True)
 class Head:
-    """A linear layer from the last hidden state to a number.
+    """A linear layer from the last hidden state to one number.
 
     Attributes:
-        dialect: who wrote it.
-        role: what it was trained for; "either" where the files do not tell (`v_head`).
+        dialect: the program that wrote it.
+        role: value head or reward head; "either" if the files do not tell (`v_head`).
         weight: "<input>:<key>" of its weight.
-        shape: of the weight, (labels, hidden).
-        dtype: of the weight, safetensors name.
-        bias: "<input>:<key>"; "" when it has none.
+        shape: shape of the weight, (labels, hidden).
+        dtype: dtype of the weight, safetensors name.
+        bias: "<input>:<key>" of its bias; "" if it has none.
     """
 
     dialect: Dialect
@@ -49,22 +49,22 @@ class Head:
 
     @property
     def sources(self) -> tuple[str, ...]:
-        """Its tensors."""
+        """Names of its tensors: the weight, then the bias if there is one."""
         return (self.weight, self.bias) if self.bias else (self.weight,)
 
 
 @dataclass(frozen=True)
 class Found:
-    """What a folder says of heads.
+    """Result of `detect`.
 
     Attributes:
         folder: the folder.
-        head: its head; None when it has none that can be used as it is.
-        normalisation: how rewards are normalised.
-        lora_on: module of a head that the adapter changes by LoRA alone: usable only on a base
-            that has that head; "" when there is none.
-        findings: why a head is not there, or cannot be used. Empty for a plain language model.
-        notes: what is odd and was settled, one line each.
+        head: its head; None if there is none or more than one.
+        normalisation: normalisation of its rewards.
+        lora_on: module of a head that the adapter changes by LoRA, usable only with a base that
+            has this head; "" for none.
+        findings: reasons why a head is missing or cannot be used; empty for a language model.
+        notes: contradictions that were resolved, one line each.
     """
 
     folder: HeadFolder
@@ -76,14 +76,16 @@ class Found:
 
 
 def detect(folder: HeadFolder) -> Found:
-    """Look for a head. Raises ArtifactError when a file cannot be read."""
+    """Find the head of a folder. Raises ArtifactError if a file cannot be read."""
     findings, notes = list(folder.findings), list[str]()
     heads = [*_v_heads(folder, findings), *_linear_heads(folder)]
     lora_on = next(iter(lora_modules(folder)), "") if not heads else ""
     for head in heads:
         findings += _head_findings(head, folder)
     if len(heads) > 1:
-        findings.append(f"{' and '.join(one.weight for one in heads)}: which of them is the head?")
+        findings.append(
+            f"{' and '.join(head.weight for head in heads)}: more than one head: keep one of them"
+        )
     if not heads and not findings:
         findings += absence(folder, lora_on)
     notes += _name_notes(folder, heads)
@@ -93,31 +95,31 @@ def detect(folder: HeadFolder) -> Found:
 
 
 def _v_heads(folder: HeadFolder, findings: list[str]) -> Iterator[Head]:
-    """`v_head.summary`: in the model (TRL), or in a file beside it (LLaMA-Factory; TRL on PEFT)."""
+    """Yield `v_head.summary` heads: in the model (TRL) or in a file beside it (LLaMA-Factory)."""
     for name, source in folder.sources.items():
-        found: dict[str, str] = {}
+        keys: dict[str, str] = {}
         for key in source.tensors:
             match = _V_HEAD.fullmatch(key)
-            if match and match["part"] in found:
-                findings.append(f"{key} and {found[match['part']]}: the same head twice")
+            if match and match["part"] in keys:
+                findings.append(f"{key} and {keys[match['part']]}: the same head twice")
             elif match:
-                found[match["part"]] = key
+                keys[match["part"]] = key
             elif name == HEAD:
-                findings.append(f"{folder.beside[0]}: {key} is no part of a value head")
-        if "weight" in found:
-            info = source.tensors[found["weight"]]
-            bias = f"{name}:{found['bias']}" if "bias" in found else ""
+                findings.append(f"{folder.beside[0]}: {key} is not part of a value head")
+        if "weight" in keys:
+            info = source.tensors[keys["weight"]]
+            bias = f"{name}:{keys['bias']}" if "bias" in keys else ""
             side = name == HEAD and folder.beside[0].startswith("value_head.")
             yield Head(
-                "llamafactory" if side else "trl", "either", f"{name}:{found['weight']}",
+                "llamafactory" if side else "trl", "either", f"{name}:{keys['weight']}",
                 tuple(info.shape), info.dtype, bias,
             )  # fmt: skip
-        elif found or name == HEAD:
+        elif keys or name == HEAD:
             findings.append(f"{name}: a value head without v_head.summary.weight")
 
 
 def _linear_heads(folder: HeadFolder) -> Iterator[Head]:
-    """`score` and its like: in a model, or saved whole in an adapter."""
+    """Yield heads such as `score`: in a model, or saved in full in an adapter."""
     source = folder.sources[folder.weights]
     prefix = "" if folder.adapter_config is None else PEFT_PREFIX
     names = module_names(folder.config)
@@ -126,7 +128,7 @@ def _linear_heads(folder: HeadFolder) -> Iterator[Head]:
             f"{prefix}{module}.{infix}weight"
             for infix in ("", "modules_to_save.", "modules_to_save.default.")
         ]
-        key = next((one for one in keys if one in source.tensors), None)
+        key = next((candidate for candidate in keys if candidate in source.tensors), None)
         if key is None:
             continue
         info = source.tensors[key]
@@ -158,14 +160,14 @@ def _head_findings(head: Head, folder: HeadFolder) -> Iterator[str]:
     name = head.weight
     if len(head.shape) != 2 or 0 in head.shape:
         empty = ": saved under ZeRO-3 without gathering it" if 0 in head.shape else ""
-        yield f"{name}: is {list(head.shape)}, a head is (1, hidden){empty}"
+        yield f"{name}: is {list(head.shape)}, a head must be (1, hidden){empty}"
         return
     if not is_float(head.dtype):
-        yield f"{name}: {describe(head.shape, head.dtype)} is no float matrix"
+        yield f"{name}: {describe(head.shape, head.dtype)} is not a float matrix"
     if head.shape[0] != 1:
         yield (
-            f"{name}: {head.shape[0]} labels, a reward is one number; a head of two labels is what "
-            "a loader makes up that was not told num_labels=1"
+            f"{name}: {head.shape[0]} labels, but a reward is one number; transformers makes a new "
+            "head of two labels if it is loaded without num_labels=1"
         )
     hidden = hidden_size(folder.config)
     if hidden is not None and head.shape[1] != hidden:
@@ -178,8 +180,8 @@ def _head_findings(head: Head, folder: HeadFolder) -> Iterator[str]:
 
 
 def _name_notes(folder: HeadFolder, heads: list[Head]) -> Iterator[str]:
-    said = folder.config.get("value_head_prefix")
+    prefix = folder.config.get("value_head_prefix")
     for head in heads:
         module = head.weight.partition(":")[2].removeprefix(PEFT_PREFIX).partition(".")[0]
-        if isinstance(said, str) and module != said and head.dialect == "openrlhf":
-            yield f"config.json says the head is {said!r}; what was trained and saved is {module!r}"
+        if isinstance(prefix, str) and module != prefix and head.dialect == "openrlhf":
+            yield f"config.json names the head {prefix!r}; the head that was saved is {module!r}"

@@ -1,6 +1,6 @@
-"""What transformers says of a family's `*ForSequenceClassification`: its name, its tensors.
+"""Facts of a family's `*ForSequenceClassification` class: its name and its tensors.
 
-transformers is imported here; call it through `tasks.weights.execute.worker`.
+Imports transformers; call it through `tasks.weights.execute.worker`.
 """
 
 from __future__ import annotations
@@ -21,15 +21,16 @@ _NOT_OF_THE_MODEL = ("quantization_config", "auto_map", "mean", "std")
 def reward_facts(
     config: Mapping[str, Any], dtype: str, disk: Mapping[str, tuple[int, ...]] | None = None
 ) -> tuple[str, ModelFacts]:
-    """The class of a reward model of this family, and its facts with one label.
+    """Return the class name of a reward model of a family, and its facts with one label.
 
     Args:
-        config: config.json of any model of the family, with whatever head.
-        dtype: torch name of the dtype of its parameters.
-        disk: shape of every tensor of the checkpoint; None for the layout `save_pretrained` writes.
+        config: config.json of any model of the family, with any head.
+        dtype: torch name of the dtype of the parameters.
+        disk: shape of every tensor of the checkpoint, by key; None for the layout of
+            `save_pretrained`.
 
     Raises:
-        ArtifactError: the family has no such class, or config.json describes no model.
+        ArtifactError: the family has no such class, or config.json describes no usable model.
     """
     plain = {key: value for key, value in config.items() if key not in _NOT_OF_THE_MODEL}
     plain |= {"id2label": {"0": "LABEL_0"}, "label2id": {"LABEL_0": 0}}

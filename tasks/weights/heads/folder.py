@@ -1,4 +1,4 @@
-"""A folder with a head somewhere in it: configuration and headers."""
+"""Open a folder that may contain a head: configuration and headers."""
 
 from __future__ import annotations
 
@@ -17,21 +17,21 @@ from tasks.weights.pickled.state import MODEL as PICKLED
 from tasks.weights.pickled.state import is_pickled_model, read_model, read_state
 
 MODEL, ADAPTER, HEAD = "model", "adapter", "head"
-"""Names of the inputs in plans: the model's own weights, an adapter's, a head's side file."""
+"""Names of inputs in plans: weights of a model, weights of an adapter, a separate head file."""
 SIDE_FILES = ("value_head.safetensors", "value_head.bin")
 
 
 @dataclass(frozen=True)
 class HeadFolder:
-    """What lies in the folder.
+    """Content of a model folder or adapter folder.
 
     Attributes:
         root: the folder.
-        config: config.json; empty when there is none.
-        adapter_config: adapter_config.json; None when the folder is no adapter.
-        sources: `MODEL` or `ADAPTER`, and `HEAD` where a head lies in a file of its own.
-        beside: names of files that hold a head beside the weights.
-        findings: what of it cannot be.
+        config: content of config.json; empty if there is none.
+        adapter_config: content of adapter_config.json; None if the folder is not an adapter.
+        sources: sources by name: `MODEL` or `ADAPTER`, and `HEAD` if a head has its own file.
+        beside: names of the files with a head beside the weights.
+        findings: problems of the folder, one line each.
     """
 
     root: Path
@@ -43,35 +43,35 @@ class HeadFolder:
 
     @property
     def weights(self) -> str:
-        """Name of the input that is not a head's side file."""
+        """Name of the main input: `MODEL` or `ADAPTER`."""
         return MODEL if self.adapter_config is None else ADAPTER
 
 
 def architectures(config: Mapping[str, Any]) -> list[str]:
-    """Names of classes that config.json gives; none where it says something else there."""
-    said = config.get("architectures")
-    return [one for one in said if isinstance(one, str)] if isinstance(said, list) else []
+    """Return the class names in config.json; empty if the entry is not a list."""
+    names = config.get("architectures")
+    return [name for name in names if isinstance(name, str)] if isinstance(names, list) else []
 
 
 def hidden_size(config: Mapping[str, Any]) -> int | None:
-    """Size of the last hidden state, where the family says it; None where it is not told."""
+    """Return the size of the last hidden state from config.json; None if it is not stated."""
     text = config.get("text_config")
-    said = text if isinstance(text, Mapping) else config
-    found = said.get("hidden_size", said.get("n_embd"))
-    return found if type(found) is int and found > 0 else None
+    fields = text if isinstance(text, Mapping) else config
+    size = fields.get("hidden_size", fields.get("n_embd"))
+    return size if type(size) is int and size > 0 else None
 
 
 def read_folder(root: Path) -> HeadFolder:
     """Read a model folder or an adapter folder of any dialect, headers only.
 
     Raises:
-        ArtifactError: neither of the two, or its weights cannot be read.
+        ArtifactError: the folder is neither of the two, or its weights cannot be read.
     """
     config = read_json(root / "config.json") if (root / "config.json").is_file() else {}
     is_adapter = (root / "adapter_config.json").is_file()
     if not is_adapter and not config:
         raise ArtifactError(f"{root}: neither config.json nor adapter_config.json: no model here")
-    # TRL saves the head of a PEFT model as if it were the whole model's weights.
+    # TRL saves the head of a PEFT model under the file name of a full model.
     names = (*SIDE_FILES, PICKLED) if is_adapter else SIDE_FILES
     beside = tuple(name for name in names if (root / name).is_file())
     sources: dict[str, Source] = {}
@@ -83,7 +83,7 @@ def read_folder(root: Path) -> HeadFolder:
     if beside:
         sources[HEAD] = _single_file(root / beside[0])
         if len(beside) > 1:
-            findings.append(f"{' and '.join(beside)}: one of them too many")
+            findings.append(f"{' and '.join(beside)}: two files with a head: keep one of them")
     return HeadFolder(
         root,
         config,
@@ -101,7 +101,7 @@ def _model(root: Path, beside: Sequence[str]) -> Source:
 
 
 def _single_file(path: Path) -> Source:
-    """One file of tensors, whatever it is called."""
+    """Open one file of tensors, with any name."""
     if path.suffix != ".safetensors":
         return read_state(path)
     header = read_header(path)

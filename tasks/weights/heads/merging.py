@@ -1,8 +1,8 @@
-"""The plan of a merge that makes a reward model: a base, an adapter, and the head in the adapter.
+"""Plan the merge of a reward adapter into its base.
 
-The base is a language model, so its file has no head, and the head that its own class has is no
-part of a reward model. The adapter has to bring the head whole (`modules_to_save`), unless the base
-is a reward model itself.
+The base is usually a language model. Its LM head is dropped, because a reward model has none, and
+the adapter has to contain the full reward head (`modules_to_save`). A base that is a reward model
+itself keeps its reward head.
 """
 
 from __future__ import annotations
@@ -29,19 +29,19 @@ from tasks.weights.plan.contracts import ModelFacts
 from tasks.weights.plan.operations import Dropped, Plan
 
 NO_HEAD = (
-    "the adapter does not bring the reward head, and the base has none: it was never saved, and "
-    "nothing can make it up. Train again with modules_to_save=[score]"
+    "neither the adapter nor the base has a reward head: it was never saved, and cannot be "
+    "recovered. Train again with modules_to_save=[score]"
 )
 
 
 @dataclass(frozen=True)
 class RewardBase:
-    """A base as the reward model's class sees it.
+    """A base with the tensors of the reward model's class.
 
     Attributes:
-        tensors: header entries that are part of the model, and the head's place in them.
-        dropped: keys of the language model's own head.
-        has_head: whether the base is a reward model already.
+        tensors: header entries of the reward model; the entry of its head may be a placeholder.
+        dropped: keys of the LM head.
+        has_head: True if the base is a reward model already.
     """
 
     tensors: Mapping[str, TensorLike]
@@ -50,31 +50,42 @@ class RewardBase:
 
 
 def reward_base(base: Mapping[str, TensorLike], hidden: int) -> RewardBase:
-    """Look at a base's header entries. `hidden`: size of the last hidden state."""
+    """Return a base's header entries as those of a reward model.
+
+    Args:
+        base: header entries by key.
+        hidden: size of the last hidden state.
+    """
     dropped = tuple(key for key in OUTPUT_EMBEDDINGS if key in base)
-    kept: dict[str, TensorLike] = {key: one for key, one in base.items() if key not in dropped}
+    kept: dict[str, TensorLike] = {key: info for key, info in base.items() if key not in dropped}
     has_head = SCORE in kept
     if not has_head:
         dtype = next(iter(kept.values())).dtype if kept else "BF16"
-        kept[SCORE] = TensorInfo((1, hidden), dtype, 0, 0)  # the adapter's head takes its place
+        kept[SCORE] = TensorInfo((1, hidden), dtype, 0, 0)  # replaced by the adapter's head
     return RewardBase(kept, dropped, has_head)
 
 
 def is_reward_adapter(folder: HeadFolder) -> bool:
-    """Whether an adapter says, or its tensors show, that it was trained with a reward head."""
-    found = detect(folder)
-    if found.head is not None:
-        return found.head.dialect == "peft"
-    return bool(found.lora_on) or (HEAD not in folder.sources and bool(found.findings))
+    """Return True if an adapter was trained with a reward head, by configuration or tensors."""
+    detected = detect(folder)
+    if detected.head is not None:
+        return detected.head.dialect == "peft"
+    return bool(detected.lora_on) or (HEAD not in folder.sources and bool(detected.findings))
 
 
 def reward_side(
     base: Source, config: Mapping[str, Any], dtype: str, perform: Perform = perform
 ) -> tuple[Mapping[str, TensorLike], ModelFacts]:
-    """A language model's tensors as those of its family's reward model, and that model's facts.
+    """Return a base's tensors as those of its family's reward model, and that model's facts.
+
+    Args:
+        base: tensors of the base.
+        config: config.json of the base.
+        dtype: torch name of the dtype of the model's facts.
+        perform: runs requests that need transformers.
 
     Raises:
-        ContractError: config.json does not say how wide the head is.
+        ContractError: config.json has no hidden_size.
         ArtifactError: the family has no class for rewards.
     """
     seen, _, facts = _seen(base, config, dtype, perform)
@@ -87,11 +98,11 @@ def _seen(
     hidden = hidden_size(config)
     if hidden is None:
         raise ContractError(
-            "reward: the base's config.json has no hidden_size: how wide the head is is not told",
-            hint="give the base with the config.json that save_pretrained wrote",
+            "reward: the base's config.json has no hidden_size, so the head's width is not known",
+            hint="use a base with the config.json that save_pretrained wrote",
         )
     seen = reward_base(base.tensors, hidden)
-    disk = {key: tuple(one.shape) for key, one in seen.tensors.items()}
+    disk = {key: tuple(info.shape) for key, info in seen.tensors.items()}
     name, facts = ask_reward_facts(perform, config, dtype, disk)
     return seen, name, facts
 
@@ -110,23 +121,24 @@ def merged_reward(
     """Plan the reward model that an adapter makes of its base; nothing is written.
 
     Args:
-        adapter: with the head in it; input "adapter".
-        base: the base's tensors; input `settings.base`.
-        config: the base's config.json.
-        settings: what to make of it.
+        adapter: adapter that contains the head; input `adapter.name`.
+        base: tensors of the base; input `settings.base`.
+        config: config.json of the base.
+        settings: settings of the merge.
         dtype: torch name of the dtype of the model's facts.
         endings: ids that end a text; see `reward_config`.
-        normalisation: of the scores; None takes what lies beside the adapter, or in the base.
-        perform: who knows the model classes.
+        normalisation: normalisation of the rewards; None reads it from the config.json beside the
+            adapter, or else from that of the base.
+        perform: runs requests that need transformers.
 
     Raises:
-        ContractError: no head, or whatever `plan_merge` finds.
+        ContractError: no head, or a finding of `plan_merge`.
         ArtifactError: the family has no class for rewards.
     """
     seen, name, facts = _seen(base, config, dtype, perform)
-    operands = {f"{adapter.name}:{key}": one for key, one in adapter.tensors.tensors.items()}
-    found = changes([(adapter, 1.0)], facts.live)
-    plan = plan_reward_merge(seen, facts, found, operands, settings)
+    operands = {f"{adapter.name}:{key}": info for key, info in adapter.tensors.tensors.items()}
+    model_changes = changes([(adapter, 1.0)], facts.live)
+    plan = plan_reward_merge(seen, facts, model_changes, operands, settings)
     normalisation = normalisation or _beside(adapter, config)
     document = reward_config(config, name, normalisation, endings)
     sources = {settings.base: base, adapter.name: adapter.tensors}
@@ -134,12 +146,12 @@ def merged_reward(
 
 
 def _beside(adapter: Adapter, config: Mapping[str, Any]) -> Normalisation:
-    """OpenRLHF writes a config.json into the adapter's folder; mean and std are training's."""
+    """Read the normalisation that OpenRLHF writes into config.json in the adapter's folder."""
     path = adapter.root / "config.json"
-    found, wrong = normalisation_from(read_json(path) if path.is_file() else config)
+    normalisation, wrong = normalisation_from(read_json(path) if path.is_file() else config)
     if wrong:
         raise ContractError(f"reward: {first_and_more(wrong)}", details=wrong)
-    return found
+    return normalisation
 
 
 def plan_reward_merge(
@@ -149,17 +161,17 @@ def plan_reward_merge(
     adapters: Mapping[str, TensorLike],
     settings: MergeSettings,
 ) -> Plan:
-    """Plan a merge into `*ForSequenceClassification`; arguments as of `families.plan_merge`.
+    """Plan a merge into `*ForSequenceClassification`; see `families.merging.plan_merge`.
 
     Args:
-        base: the base.
-        facts: of the reward model's class, made with the keys of `base.tensors`.
-        changes: what the adapters do to it.
-        adapters: header entries of their tensors.
-        settings: what to make of it.
+        base: the base as a reward model.
+        facts: facts of the reward model's class, made with the keys of `base.tensors`.
+        changes: changes that the adapters make to it.
+        adapters: header entries of the adapters' tensors, by their names in terms.
+        settings: settings of the merge.
 
     Raises:
-        ContractError: no head, or whatever `plan_merge` finds.
+        ContractError: no head, or a finding of `plan_merge`.
     """
     if not base.has_head and _live_name(facts) not in changes.replacements:
         lora = _live_name(facts) in changes.terms
@@ -167,7 +179,7 @@ def plan_reward_merge(
         raise ContractError(f"reward: {why}{NO_HEAD}", details=changes.findings)
     plan = plan_merge(base.tensors, facts, changes, adapters, settings)
     place = f"{settings.base}:{SCORE}"
-    dropped = [one for one in plan.dropped if base.has_head or one.source != place]
+    dropped = [entry for entry in plan.dropped if base.has_head or entry.source != place]
     dropped += [
         Dropped(f"{settings.base}:{key}", "the language model's head: a reward model has none")
         for key in base.dropped
@@ -176,4 +188,4 @@ def plan_reward_merge(
 
 
 def _live_name(facts: ModelFacts) -> str:
-    return next((one.live for one in facts.places if one.disk == SCORE), SCORE)
+    return next((place.live for place in facts.places if place.disk == SCORE), SCORE)

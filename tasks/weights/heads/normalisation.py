@@ -1,9 +1,9 @@
-"""Mean and std of rewards: from config.json, where OpenRLHF writes them, or from buffers.
+"""Read the mean and std of rewards, from config.json (OpenRLHF) or from buffers in the weights.
 
     normalised reward = (score - mean) / std
 
-OpenRLHF's own loader leaves them uninitialised under transformers 5; so they are kept as numbers in
-config.json, under the keys it reads (`mean`, `std`), and vLLM takes them as
+OpenRLHF's loader leaves its buffers uninitialised under transformers 5. So both numbers are written
+to config.json, under the keys that OpenRLHF reads (`mean`, `std`); vLLM accepts them as
 `PoolerConfig(logit_mean=mean, logit_sigma=std)`.
 """
 
@@ -27,11 +27,12 @@ _SHOWN = 40
 
 @dataclass(frozen=True)
 class Normalisation:
-    """How rewards are normalised.
+    """Normalisation of rewards: (score - mean) / std.
 
     Attributes:
-        mean: subtracted from a score. std: what the rest is divided by.
-        buffers: "<input>:<key>" of tensors that hold them.
+        mean: mean of the scores; None for no normalisation.
+        std: standard deviation of the scores; None for no normalisation.
+        buffers: "<input>:<key>" of the tensors that store them.
     """
 
     mean: float | None = None
@@ -40,13 +41,14 @@ class Normalisation:
 
     @property
     def is_there(self) -> bool:
-        """Whether there is any."""
+        """Return True if rewards are normalised."""
         return self.mean is not None and self.std is not None
 
     def with_bias(self, bias: float) -> Normalisation:
-        """The same rewards from a head without `bias`, which is moved into the mean.
+        """Return the normalisation for the same head without its bias.
 
-        `(w h + bias - mean) / std = (w h - (mean - bias)) / std`; bit for bit where mean is 0.
+        The bias moves into the mean: `(w h + bias - mean) / std = (w h - (mean - bias)) / std`.
+        Rewards are bit-identical if the mean is 0.
         """
         if bias == 0.0:
             return self
@@ -54,39 +56,44 @@ class Normalisation:
 
 
 def read_normalisation(folder: HeadFolder) -> tuple[Normalisation, list[str]]:
-    """What the folder says, and what is wrong with it. Raises ArtifactError."""
+    """Return the normalisation of a folder, and its findings. Raises ArtifactError."""
     findings: list[str] = []
     source = folder.sources[folder.weights]
-    said = _from_config(folder.config, findings)
+    configured = _from_config(folder.config, findings)
     keys = [key for key in BUFFERS if key in source.tensors]
-    held = {key: _from_buffer(source, key, findings) for key in keys}
-    for key, value in held.items():
-        if value is not None and key in said and _as_f32(said[key]) != _as_f32(value):
-            findings.append(f"{key}: {value} in the weights, {said[key]} in config.json")
-    both = {**{key: value for key, value in held.items() if value is not None}, **said}
+    buffers_read = {key: _from_buffer(source, key, findings) for key in keys}
+    for key, value in buffers_read.items():
+        if value is not None and key in configured and _as_f32(configured[key]) != _as_f32(value):
+            findings.append(f"{key}: {value} in the weights, {configured[key]} in config.json")
+    both = {
+        **{key: value for key, value in buffers_read.items() if value is not None},
+        **configured,
+    }
     findings += _pair_findings(both)
     buffers = tuple(f"{folder.weights}:{key}" for key in keys)
     return Normalisation(both.get("mean"), both.get("std"), buffers), findings
 
 
 def normalisation_from(config: Mapping[str, Any]) -> tuple[Normalisation, list[str]]:
-    """What config.json alone says, and what is wrong with it."""
+    """Return the normalisation in config.json, and its findings."""
     findings: list[str] = []
-    said = _from_config(config, findings)
-    return Normalisation(said.get("mean"), said.get("std")), findings + _pair_findings(said)
+    configured = _from_config(config, findings)
+    return Normalisation(configured.get("mean"), configured.get("std")), findings + _pair_findings(
+        configured
+    )
 
 
-def _pair_findings(said: Mapping[str, float]) -> list[str]:
-    found = []
-    if len(said) == 1:
-        found.append(f"{next(iter(said))} is there, the other of mean and std is not")
-    if said.get("std", 1.0) <= 0:
-        found.append(f"std is {said['std']}: rewards cannot be divided by it")
-    return found
+def _pair_findings(values: Mapping[str, float]) -> list[str]:
+    findings = []
+    if len(values) == 1:
+        findings.append(f"{next(iter(values))} is there, the other of mean and std is not")
+    if values.get("std", 1.0) <= 0:
+        findings.append(f"std is {values['std']}: rewards cannot be divided by it")
+    return findings
 
 
 def read_scalar(source: Source, key: str) -> float:
-    """A tensor of one element. Raises ArtifactError when it is not one of fp32, fp16 or bf16."""
+    """Read a float tensor of one element. Raises ArtifactError for any other tensor."""
     info = source.tensors[key]
     size = math.prod(info.shape)
     formats = {"F32": "<f", "F16": "<e", "BF16": "<f", "F64": "<d"}
@@ -101,15 +108,15 @@ def read_scalar(source: Source, key: str) -> float:
 
 
 def _as_f32(value: float) -> float:
-    """As OpenRLHF's buffers hold it; what fp32 cannot hold is infinite."""
+    """Round a number to fp32, as OpenRLHF's buffers store it; infinity if it is too large."""
     try:
         return float(struct.unpack("<f", struct.pack("<f", value))[0])
-    except (OverflowError, struct.error):  # of floats, of integers
+    except (OverflowError, struct.error):  # the first for floats, the second for integers
         return math.inf
 
 
 def _from_config(config: Mapping[str, Any], findings: list[str]) -> dict[str, float]:
-    found: dict[str, float] = {}
+    values: dict[str, float] = {}
     for key in BUFFERS:
         value = config.get(key)
         if value is None:
@@ -117,8 +124,8 @@ def _from_config(config: Mapping[str, Any], findings: list[str]) -> dict[str, fl
         if type(value) not in (int, float) or not math.isfinite(_as_f32(value)):
             findings.append(f"config.json: {key}={str(value)[:_SHOWN]} is not a number in fp32")
         else:
-            found[key] = float(value)
-    return found
+            values[key] = float(value)
+    return values
 
 
 def _from_buffer(source: Source, key: str, findings: list[str]) -> float | None:

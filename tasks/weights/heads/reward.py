@@ -1,18 +1,18 @@
-"""A reward model of any dialect as `*ForSequenceClassification` with one label.
+"""Convert a reward model of any dialect to `*ForSequenceClassification` with one label.
 
-The weights keep their keys, the head becomes `score.weight`, (1, hidden). A score is the head's
-output at the last token, as before. What the class has no place for goes into config.json:
+The weights keep their keys; the head becomes `score.weight`, (1, hidden). A score is the head's
+output at the last token, as before. config.json stores the settings that have no tensor:
 
-    mean, std           normalised reward = (score - mean) / std; both absent: the score itself.
-                        A head's bias b, which `score` does not have, is in the mean: mean - b
-    value_head_prefix   "score": with it OpenRLHF reads the same folder
-    problem_type        "regression": vLLM then returns the score itself, not its sigmoid
+    mean, std           normalised reward = (score - mean) / std; without them, the score itself.
+                        `score` has no bias, so a head's bias b goes into the mean: mean - b
+    value_head_prefix   "score", so that OpenRLHF can read the same folder
+    problem_type        "regression", so that vLLM returns the score and not its sigmoid
 
-vLLM normalises when it is told to: `PoolerConfig(logit_mean=mean, logit_sigma=std)`.
+vLLM normalises only with `PoolerConfig(logit_mean=mean, logit_sigma=std)`.
 
-transformers takes the score at the last token that is not `pad_token_id`. Where a text's own last
-token is the padding token (pad = eos) that is one token early; config.json then has no pad token:
-transformers refuses to score batches, instead of scoring them wrongly.
+transformers takes the score at the last token that is not `pad_token_id`. If the padding token also
+ends texts (pad = eos), this is one token too early. config.json then gets no padding token, so that
+transformers refuses to score batches instead of scoring them wrongly.
 """
 
 from __future__ import annotations
@@ -31,23 +31,26 @@ from tasks.weights.plan.operations import Dropped, Op, Plan
 
 SCORE = "score.weight"
 OUTPUT_EMBEDDINGS = ("lm_head.weight", "lm_head.bias", "embed_out.weight")
-"""A language model's own head, by the names that the families give it."""
+"""Keys of the LM head of a language model."""
 
 
-def plan_reward(found: Found, *, max_shard_bytes: int | None = None) -> Plan:
-    """Plan the conversion of a whole reward model; inputs are the folder's sources.
+def plan_reward(detected: Found, *, max_shard_bytes: int | None = None) -> Plan:
+    """Plan the conversion of a full reward model; inputs are the folder's sources.
+
+    Args:
+        detected: result of `detect`.
+        max_shard_bytes: limit of tensor data in one output file; None writes a single file.
 
     Raises:
-        ContractError: no head, one that was not saved, one that is not one number, a critic; every
-            finding in one error.
+        ContractError: lists every finding: no head, more than one label, a critic.
     """
-    head = require_reward(found)
+    head = require_reward(detected)
     score: list[Op] = []
     ops: list[Op] = []
     dropped: list[Dropped] = []
-    for name, source in found.folder.sources.items():
+    for name, source in detected.folder.sources.items():
         for op in as_is(source, name).ops:
-            reason = _why_dropped(op, head, found.normalisation)
+            reason = _why_dropped(op, head, detected.normalisation)
             if op.source == head.weight:
                 score.append(replace(op, name=SCORE))
             elif reason:
@@ -57,13 +60,13 @@ def plan_reward(found: Found, *, max_shard_bytes: int | None = None) -> Plan:
     return Plan((*ops, *score), tuple(dropped), max_shard_bytes, {"head": head.weight})
 
 
-def require_reward(found: Found) -> Head:
-    """The head of a reward model. Raises ContractError."""
-    head = require_head(found, stage="reward")
+def require_reward(detected: Found) -> Head:
+    """Return the head of a reward model. Raises ContractError if there is none."""
+    head = require_head(detected, stage="reward")
     if head.role == "value":
         raise ContractError(
-            f"reward: {found.folder.root}: a critic: its head gives the value of every token, not "
-            "the reward of a text",
+            f"reward: {detected.folder.root}: a critic: its head gives the value of every token, "
+            "not the reward of a text",
             hint="source=<folder of the reward model, or of the policy>",
         )
     return head
@@ -71,9 +74,9 @@ def require_reward(found: Found) -> Head:
 
 def _why_dropped(op: Op, head: Head, normalisation: Normalisation) -> str:
     if op.source == head.bias:
-        return "the head's bias: in config.json, as part of the mean"
+        return "the head's bias: stored in config.json, as part of the mean"
     if op.source in normalisation.buffers:
-        return f"in config.json: {op.key}"
+        return f"stored in config.json: {op.key}"
     if op.input == HEAD:
         return "not the head"
     if op.key.removeprefix(WRAPPER) in OUTPUT_EMBEDDINGS:
@@ -81,12 +84,12 @@ def _why_dropped(op: Op, head: Head, normalisation: Normalisation) -> str:
     return ""
 
 
-def normalisation_of(found: Found) -> Normalisation:
-    """How scores of the converted model are normalised. Raises ArtifactError."""
-    if found.head is None or not found.head.bias:
-        return found.normalisation
-    name, _, key = found.head.bias.partition(":")
-    return found.normalisation.with_bias(read_scalar(found.folder.sources[name], key))
+def normalisation_of(detected: Found) -> Normalisation:
+    """Return the normalisation of the converted model's scores. Raises ArtifactError."""
+    if detected.head is None or not detected.head.bias:
+        return detected.normalisation
+    name, _, key = detected.head.bias.partition(":")
+    return detected.normalisation.with_bias(read_scalar(detected.folder.sources[name], key))
 
 
 def reward_config(
@@ -95,17 +98,17 @@ def reward_config(
     normalisation: Normalisation,
     endings: Sequence[int] = (),
 ) -> dict[str, Any]:
-    """config.json of the converted model.
+    """Return config.json of the converted model.
 
     Args:
-        config: of the model it was made from.
+        config: config.json of the original model.
         architecture: the `*ForSequenceClassification` class of its family.
-        normalisation: of its rewards.
-        endings: ids that end a text. One of them must not be the padding token.
+        normalisation: normalisation of its rewards.
+        endings: ids that end a text; a padding token among them is removed.
     """
     gone = ("quantization_config", "torch_dtype", "mean", "std", "num_labels", "auto_map")
-    found: dict[str, Any] = {key: value for key, value in config.items() if key not in gone}
-    found |= {
+    document: dict[str, Any] = {key: value for key, value in config.items() if key not in gone}
+    document |= {
         "architectures": [architecture],
         "id2label": {"0": "LABEL_0"},
         "label2id": {"LABEL_0": 0},
@@ -113,7 +116,7 @@ def reward_config(
         "value_head_prefix": SCORE.partition(".")[0],
     }
     if normalisation.is_there:
-        found |= {"mean": normalisation.mean, "std": normalisation.std, "normalize_reward": True}
-    if found.get("pad_token_id") in endings:
-        found["pad_token_id"] = None
-    return found
+        document |= {"mean": normalisation.mean, "std": normalisation.std, "normalize_reward": True}
+    if document.get("pad_token_id") in endings:
+        document["pad_token_id"] = None
+    return document

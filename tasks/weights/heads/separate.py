@@ -1,14 +1,13 @@
-"""What becomes of a folder with a head: one plan for what is served, and what it needs beside it.
+"""Plan the model to serve from a folder with a head: a reward model, or a policy without its head.
 
-    found = detect(read_folder(source))
-    parted = separate(found, dtype="bfloat16", perform=perform)
+    detected = detect(read_folder(source))
+    parted = separate(detected, dtype="bfloat16", perform=perform)
     validate(parted.plan, parted.sources)
     execute(parted.plan, parted.sources, out)        # and parted.config as its config.json
-    if parted.value_head: write_value_head(found, elsewhere)
+    if parted.value_head: write_value_head(detected, elsewhere)
 
-A reward model becomes `*ForSequenceClassification`; a policy loses its value head. Where the files
-do not tell which of the two a `v_head` is for (`Head.role` "either"), it is a policy's value head,
-unless `reward` says otherwise.
+A reward model becomes `*ForSequenceClassification`; a policy loses its value head. A `v_head` whose
+purpose the files do not tell (`Head.role` "either") counts as a value head, unless `reward` is set.
 """
 
 from __future__ import annotations
@@ -35,14 +34,14 @@ _SHOWN = 50
 
 @dataclass(frozen=True)
 class Parted:
-    """A folder's model without what is not to be served.
+    """The plan of a model to serve, and the files beside its weights.
 
     Attributes:
-        plan: of the served model; inputs are `sources`.
+        plan: plan of the served model; its inputs are `sources`.
         sources: inputs by name.
-        config: its config.json.
-        facts: of the served model; None for an adapter, which has no model of its own.
-        value_head: whether there is a value head to be kept, by `write_value_head`.
+        config: config.json of the served model.
+        facts: facts of the served model; None for an adapter.
+        value_head: True if there is a value head to store with `write_value_head`.
     """
 
     plan: Plan
@@ -53,75 +52,76 @@ class Parted:
 
 
 def separate(
-    found: Found,
+    detected: Found,
     *,
     dtype: str,
     reward: bool | None = None,
     max_shard_bytes: int | None = None,
     perform: Perform = perform,
 ) -> Parted:
-    """Plan it. Nothing is written.
+    """Plan the model to serve. Nothing is written.
 
     Args:
-        found: what `detect` said.
-        dtype: torch name of the served model's dtype, for its facts; tensors keep their own.
-        reward: whether it is a reward model; None goes by the head.
-        max_shard_bytes: of tensor data in one file.
-        perform: who knows the model classes.
+        detected: result of `detect`.
+        dtype: torch name of the dtype of the model's facts; tensors keep their own dtype.
+        reward: True for a reward model, False for a policy; None decides by the head's role.
+        max_shard_bytes: limit of tensor data in one file; None writes a single file.
+        perform: runs requests that need transformers.
 
     Raises:
-        ContractError: no head, or one that cannot be used; tensors that the class does not have.
-        ArtifactError: the family has no such class.
+        ContractError: no usable head, or tensors that the model's class does not have.
+        ArtifactError: the family has no class for sequence classification.
     """
-    head = require_head(found, stage="heads")
+    head = require_head(detected, stage="heads")
     if reward if reward is not None else head.role == "reward":
-        return _reward(found, dtype, max_shard_bytes, perform)
+        return _reward(detected, dtype, max_shard_bytes, perform)
     if head.dialect != "trl" and head.dialect != "llamafactory":
         raise ContractError(
-            f"{found.folder.root}: {head.weight} sits on a backbone that was trained for it alone: "
-            f"a {'critic' if head.role == 'value' else 'reward model'}, no policy",
-            hint="source=<folder of the policy>: a critic is of use to go on training alone",
+            f"{detected.folder.root}: {head.weight} is the head of a "
+            f"{'critic' if head.role == 'value' else 'reward model'}, not of a policy",
+            hint="source=<folder of the policy>: a critic is useful only to resume training",
         )
-    sources = policy_sources(found)
-    plan = plan_policy(found, max_shard_bytes=max_shard_bytes)
+    sources = policy_sources(detected)
+    plan = plan_policy(detected, max_shard_bytes=max_shard_bytes)
     facts = None
-    if found.folder.adapter_config is None:
+    if detected.folder.adapter_config is None:
         disk = {op.name: op.shape for op in plan.ops}
-        facts = ask_facts(perform, found.folder.root, dtype, disk)
-        _require_fit(facts, plan, f"split: {found.folder.root} without its head")
-    return Parted(plan, sources, dict(found.folder.config), facts, value_head=True)
+        facts = ask_facts(perform, detected.folder.root, dtype, disk)
+        _require_fit(facts, plan, f"split: {detected.folder.root} without its head")
+    return Parted(plan, sources, dict(detected.folder.config), facts, value_head=True)
 
 
-def _reward(found: Found, dtype: str, max_shard_bytes: int | None, perform: Perform) -> Parted:
-    require_reward(found)
-    if found.folder.adapter_config is not None:
+def _reward(detected: Found, dtype: str, max_shard_bytes: int | None, perform: Perform) -> Parted:
+    require_reward(detected)
+    if detected.folder.adapter_config is not None:
         raise ContractError(
-            f"{found.folder.root}: the adapter of a reward model: it is merged into its base first",
+            f"{detected.folder.root}: the adapter of a reward model: merge it into its base first",
             hint="base=<folder of its base model>",
         )
-    plan = plan_reward(found, max_shard_bytes=max_shard_bytes)
+    plan = plan_reward(detected, max_shard_bytes=max_shard_bytes)
     disk = {op.name: op.shape for op in plan.ops}
-    config, root = found.folder.config, found.folder.root
+    config, root = detected.folder.config, detected.folder.root
     name, facts = ask_reward_facts(perform, config, dtype, disk)
-    _require_fit(facts, plan, f"reward: {root} is no {name}")
-    document = reward_config(config, name, normalisation_of(found), endings(root))
-    return Parted(plan, found.folder.sources, document, facts, value_head=False)
+    _require_fit(facts, plan, f"reward: {root} is not a {name}")
+    document = reward_config(config, name, normalisation_of(detected), endings(root))
+    return Parted(plan, detected.folder.sources, document, facts, value_head=False)
 
 
 def endings(root: Path) -> list[int]:
-    """Ids that end a text, as far as there is a tokenizer."""
+    """Return the ids that end a text; empty if the folder has no tokenizer."""
     return read_tokenizer(root).stops if (root / "tokenizer.json").is_file() else []
 
 
 def _require_fit(facts: ModelFacts, plan: Plan, what: str) -> None:
-    """What the class says of keys and shapes, and numbers of a kind that it does not have."""
-    found = {op.name: op for op in plan.ops}
+    """Refuse a plan whose keys, shapes or kind of dtype do not fit the model's class."""
+    ops = {op.name: op for op in plan.ops}
     findings = [*facts.findings]
     findings += [
-        f"{one.name}: {describe(one.shape, one.dtype)} wanted, found {found[one.name].dtype}"
-        for one in facts.tensors
-        if one.dtype is not None and is_float(one.dtype) and one.name in found
-        if not is_float(found[one.name].dtype)
+        f"{tensor.name}: must be {describe(tensor.shape, tensor.dtype)}, "
+        f"is {ops[tensor.name].dtype}"
+        for tensor in facts.tensors
+        if tensor.dtype is not None and is_float(tensor.dtype) and tensor.name in ops
+        if not is_float(ops[tensor.name].dtype)
     ]
     if findings:
         raise ContractError(f"{what}: {first_and_more(findings)}", details=findings[:_SHOWN])

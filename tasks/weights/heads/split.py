@@ -1,8 +1,8 @@
-"""A value head off its policy: what is served must not hold it, and what trains on wants it.
+"""Plan a policy and its value head as two outputs.
 
-vLLM streams every weight file of a folder into the model and fails on `v_head.summary.weight`; so
-the head goes into an artifact of its own, `value_head.safetensors` with the keys that TRL and
-LLaMA-Factory read and `value_head.json`, which says what it is. It never lies in the served folder.
+vLLM loads every weight file of a folder and fails on `v_head.summary.weight`, but training needs
+the head to continue. So the head gets an artifact of its own: `value_head.safetensors` with the
+keys that TRL and LLaMA-Factory read, and `value_head.json` with its description.
 """
 
 from __future__ import annotations
@@ -20,70 +20,84 @@ from tasks.weights.plan.operations import Dropped, Plan
 
 STEM = "value_head"
 KEYS = ("v_head.summary.weight", "v_head.summary.bias")
-"""What weight and bias are called in the artifact."""
+"""Keys of weight and bias in the artifact."""
 KEPT_APART = "the value head: kept apart, in value_head.safetensors"
 _SHOWN = 50
 
 
-def require_head(found: Found, *, stage: str) -> Head:
-    """The head, or a ContractError that lists everything that is wrong with it."""
-    if found.findings:
+def require_head(detected: Found, *, stage: str) -> Head:
+    """Return the head. Raises ContractError with all findings if it is missing or not usable.
+
+    Args:
+        detected: result of `detect`.
+        stage: start of the error message.
+    """
+    if detected.findings:
         raise ContractError(
-            f"{stage}: {found.folder.root}: {first_and_more(found.findings)}",
-            details=found.findings[:_SHOWN],
+            f"{stage}: {detected.folder.root}: {first_and_more(detected.findings)}",
+            details=detected.findings[:_SHOWN],
         )
-    if found.head is None:
-        raise ContractError(f"{stage}: {found.folder.root}: no head of any kind: a language model")
-    return found.head
+    if detected.head is None:
+        raise ContractError(
+            f"{stage}: {detected.folder.root}: no head of any kind: a language model"
+        )
+    return detected.head
 
 
-def plan_policy(found: Found, *, max_shard_bytes: int | None = None) -> Plan:
-    """The model (or adapter) without its head, under its own keys; input names as of the folder.
+def plan_policy(detected: Found, *, max_shard_bytes: int | None = None) -> Plan:
+    """Plan the model (or adapter) without its head; inputs of `policy_sources`.
+
+    Keys lose TRL's prefix and stay the same otherwise.
+
+    Args:
+        detected: result of `detect`.
+        max_shard_bytes: limit of tensor data in one output file; None writes a single file.
 
     Raises:
-        ContractError: there is no head, it cannot be used, or keys that collide once TRL's prefix
-            is gone.
+        ContractError: no usable head, or keys that collide without TRL's prefix.
     """
-    head = require_head(found, stage="split")
-    name = found.folder.weights
-    source = found.folder.sources[name]
-    out = {*head.sources, *found.normalisation.buffers}
+    head = require_head(detected, stage="split")
+    name = detected.folder.weights
+    source = detected.folder.sources[name]
+    out = {*head.sources, *detected.normalisation.buffers}
     kept = [op for op in as_is(source, name).ops if op.source not in out]
     _refuse_collisions({op.key: op.name.removeprefix(WRAPPER) for op in kept})
     ops = tuple(replace(op, name=op.name.removeprefix(WRAPPER)) for op in kept)
-    dropped = tuple(Dropped(one, KEPT_APART) for one in sorted(out) if one.startswith(f"{name}:"))
+    dropped = tuple(
+        Dropped(source, KEPT_APART) for source in sorted(out) if source.startswith(f"{name}:")
+    )
     return Plan(ops, dropped, max_shard_bytes)
 
 
-def policy_sources(found: Found) -> dict[str, Source]:
-    """The inputs of `plan_policy`: not a head that lies in a file of its own."""
-    name = found.folder.weights
-    return {name: found.folder.sources[name]}
+def policy_sources(detected: Found) -> dict[str, Source]:
+    """Return the inputs of `plan_policy`, without a separate head file."""
+    name = detected.folder.weights
+    return {name: detected.folder.sources[name]}
 
 
-def plan_value_head(found: Found) -> Plan:
-    """The head alone, bit for bit; inputs of `head_sources`. Raises ContractError."""
-    head = require_head(found, stage="split")
-    (name,) = sources = head_sources(found)
+def plan_value_head(detected: Found) -> Plan:
+    """Plan a bit-identical copy of the head; inputs of `head_sources`. Raises ContractError."""
+    head = require_head(detected, stage="split")
+    (name,) = sources = head_sources(detected)
     whole = {op.source: op for op in as_is(sources[name], name).ops}
     pairs = zip(KEYS, head.sources, strict=False)
     return Plan(
-        tuple(replace(whole[old], name=new) for new, old in pairs), notes=describe_head(found)
+        tuple(replace(whole[old], name=new) for new, old in pairs), notes=describe_head(detected)
     )
 
 
-def head_sources(found: Found) -> dict[str, Source]:
-    """The inputs of `plan_value_head`: the head's tensors and nothing else."""
-    head = require_head(found, stage="split")
+def head_sources(detected: Found) -> dict[str, Source]:
+    """Return the inputs of `plan_value_head`: the head's tensors only."""
+    head = require_head(detected, stage="split")
     name = head.weight.partition(":")[0]
-    keys = [one.partition(":")[2] for one in head.sources]
-    return {name: Renamed(found.folder.sources[name], dict(zip(keys, keys, strict=True)))}
+    keys = [source.partition(":")[2] for source in head.sources]
+    return {name: Renamed(detected.folder.sources[name], dict(zip(keys, keys, strict=True)))}
 
 
-def describe_head(found: Found) -> dict[str, Any]:
-    """`value_head.json`: what the head is and where it was."""
-    head = require_head(found, stage="split")
-    normalisation = found.normalisation
+def describe_head(detected: Found) -> dict[str, Any]:
+    """Return the content of `value_head.json`: role, shape and origin of the head."""
+    head = require_head(detected, stage="split")
+    normalisation = detected.normalisation
     return {
         "format": 1,
         "role": head.role,
@@ -98,11 +112,11 @@ def describe_head(found: Found) -> dict[str, Any]:
 
 
 def _refuse_collisions(names: Mapping[str, str]) -> None:
-    """TRL's prefix is on every key of a model or on none."""
+    """Refuse TRL's prefix on some keys only, and keys that collide without it."""
     twice = [new for new, count in Counter(names.values()).items() if count > 1]
     mixed = 0 < sum(old != new for old, new in names.items()) < len(names)
     if twice or mixed:
         odd = [old for old, new in names.items() if old == new]
         findings = [f"{new}: with and without {WRAPPER}" for new in twice]
-        findings += [f"{old}: without {WRAPPER}, which others have" for old in odd]
+        findings += [f"{old}: without {WRAPPER}, which other keys have" for old in odd]
         raise ContractError(f"split: {first_and_more(findings)}", details=findings[:_SHOWN])

@@ -1,8 +1,4 @@
-"""A policy's value head written to a folder of its own; the policy itself is any other model.
-
-`out` is an empty folder, as a stage's staging directory is. Nothing is written before all findings
-are known.
-"""
+"""Write a policy's value head to a folder of its own."""
 
 from __future__ import annotations
 
@@ -20,21 +16,30 @@ from tasks.weights.plan.validate import validate
 _SHOWN = 50
 
 
-def write_value_head(found: Found, out: Path) -> Executed:
-    """`value_head.safetensors` and `value_head.json`. Raises ContractError, ArtifactError."""
-    sources = head_sources(found)
-    plan = plan_value_head(found)
+def write_value_head(detected: Found, out: Path) -> Executed:
+    """Write `value_head.safetensors` and `value_head.json`.
+
+    Args:
+        detected: result of `detect` for a folder with a value head.
+        out: empty folder, such as the staging folder of a stage.
+
+    Raises:
+        ContractError: no usable head, or NaN or infinity in it.
+        ArtifactError: the files cannot be read or written.
+    """
+    sources = head_sources(detected)
+    plan = plan_value_head(detected)
     validate(plan, sources, out=out)
     done = execute(plan, sources, out, stem=STEM, scan=True)
-    _require_finite(done, found.folder.root)
-    _write_json(out / f"{STEM}.json", describe_head(found))
+    _require_finite(done, detected.folder.root)
+    _write_json(out / f"{STEM}.json", describe_head(detected))
     return done
 
 
 def _require_finite(done: Executed, root: Path) -> None:
-    found = [f"{name}: {count} elements not finite" for name, count in done.nonfinite.items()]
-    if found:
-        raise ContractError(f"{root}: {first_and_more(found)}", details=found[:_SHOWN])
+    findings = [f"{name}: {count} elements not finite" for name, count in done.nonfinite.items()]
+    if findings:
+        raise ContractError(f"{root}: {first_and_more(findings)}", details=findings[:_SHOWN])
 
 
 def _write_json(path: Path, document: Mapping[str, Any]) -> None:

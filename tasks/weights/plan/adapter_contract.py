@@ -1,4 +1,4 @@
-"""What the file of a gathered adapter has to hold, asked of configuration on the meta device."""
+"""The contract of a gathered adapter's file, from configuration on the meta device."""
 
 from __future__ import annotations
 
@@ -16,20 +16,20 @@ from tasks.weights.plan.contracts import model_facts
 
 
 def adapter_contract(base: Path, adapter_config: Path, dtype: str = "BF16") -> list[Expected]:
-    """What `adapter_model.safetensors` has to hold.
+    """Return the tensors that `adapter_model.safetensors` has to hold.
 
-    By our own reading of the configuration, which is tested against peft; peft is asked where that
-    reading ends: a setting that cannot be merged can still be gathered.
+    Uses our own reading of the configuration, which the tests compare with peft. Settings that we
+    do not read are left to peft: an adapter that cannot be merged can still be gathered.
 
     Args:
         base: folder with the base model's config.json.
-        adapter_config: PEFT's own adapter_config.json.
+        adapter_config: path of the adapter_config.json that peft wrote.
         dtype: safetensors name that every tensor must have.
 
     Raises:
-        ArtifactError: an unreadable configuration, or targets that the base does not have.
+        ArtifactError: the configuration cannot be read, or does not fit the base.
     """
-    # Initialisers such as PiSSA compute with the base weights, which are not there.
+    # Initialisers such as PiSSA compute with base weights, which the meta device does not have.
     settings = {**read_json(adapter_config), "init_lora_weights": False, "inference_mode": False}
     config, findings = parse_config(settings)
     if not findings:
@@ -43,7 +43,7 @@ def adapter_contract(base: Path, adapter_config: Path, dtype: str = "BF16") -> l
 def _peft_contract(
     base: Path, adapter_config: Path, settings: Mapping[str, Any], dtype: str
 ) -> list[Expected]:
-    """The same from peft itself, on the meta device."""
+    """Return the same contract by wrapping a model on the meta device with peft."""
     import torch
     from peft import LoraConfig, get_peft_model, get_peft_model_state_dict
 

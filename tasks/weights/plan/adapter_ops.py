@@ -1,7 +1,7 @@
-"""Terms: what an adapter does to one base tensor, as plain data.
+"""Terms: the changes that an adapter makes to one base tensor, as plain data.
 
-A term names adapter tensors as "<input>:<key>". `kernels.py` computes them, in fp32, on blocks of
-rows of the output, so none of them may need more of the output than a block of whole rows.
+A term names adapter tensors as "<input>:<key>". `execute/kernels.py` computes terms in fp32 on
+blocks of rows of the output.
 """
 
 from __future__ import annotations
@@ -21,16 +21,17 @@ class LowRank:
     LoRA: https://arxiv.org/abs/2106.09685, rank-stabilised scale: https://arxiv.org/abs/2312.03732.
 
     Attributes:
-        a: lora_A, shape (rank, in). b: lora_B, shape (out, rank).
+        a: lora_A, shape (rank, in).
+        b: lora_B, shape (out, rank).
         scale: factor of the product.
-        transpose: add the product's transpose: embeddings, Conv1D.
+        transpose: add the product's transpose (embeddings, Conv1D).
         a_rows: the rows of A that belong to this expert; None for all.
-        b_columns: the columns of B that belong to it.
-        out_start: row of the (transposed, if asked) product at which the output tensor begins: one
-            part of a fused tensor.
-        experts: how many experts a 3-D output (experts, rows, columns) stacks. As peft lays it out,
-            rows `e * rank ... (e + 1) * rank` of A and every `experts`-th column of B from `e` on
-            belong to expert `e`. 1 for a matrix. `of_expert` gives the term of one expert alone.
+        b_columns: the columns of B that belong to this expert; None for all.
+        out_start: row of the (possibly transposed) product at which the output tensor begins, if
+            it is one part of a fused tensor.
+        experts: number of experts in a 3-D output (experts, rows, columns); 1 for a matrix. In
+            peft's layout, expert `e` has the rows `e * rank ... (e + 1) * rank` of A and every
+            `experts`-th column of B from `e` on.
     """
 
     kind: ClassVar[str] = "low_rank"
@@ -44,7 +45,12 @@ class LowRank:
     experts: int = 1
 
     def of_expert(self, index: int, rows_of_a: int) -> LowRank:
-        """The change to expert `index` alone, a matrix; `rows_of_a`: first axis of the whole A."""
+        """Return the term of one expert's matrix.
+
+        Args:
+            index: number of the expert.
+            rows_of_a: rows of the full A, all experts together.
+        """
         rank = rows_of_a // self.experts
         return replace(
             self,
@@ -56,11 +62,19 @@ class LowRank:
 
 @dataclass(frozen=True)
 class Dora:
-    """`m * (W + scale * B @ A) / |W + scale * B @ A|`, norms taken over each output feature.
+    """`m * (W + scale * B @ A) / |W + scale * B @ A|`, with the norm of each output feature.
 
-    DoRA: https://arxiv.org/abs/2402.09353. Attributes as of `LowRank`; `magnitude`: shape (out,).
-    Without `transpose` a feature is a row of the output; with it, a column, whose norm needs every
-    row: see `kernels.needs_all_rows`, and `out_start` is 0. It is the only term of its tensor.
+    DoRA: https://arxiv.org/abs/2402.09353. It is the only term of its tensor. Without `transpose` a
+    feature is a row of the output. With `transpose` it is a column, whose norm needs every row (see
+    `kernels.needs_all_rows`), and `out_start` is 0.
+
+    Attributes:
+        a: lora_A, shape (rank, in).
+        b: lora_B, shape (out, rank).
+        magnitude: `m`, shape (out,).
+        scale: factor of the product.
+        transpose: add the product's transpose (embeddings, Conv1D).
+        out_start: row of the product at which the output tensor begins.
     """
 
     kind: ClassVar[str] = "dora"
@@ -74,7 +88,7 @@ class Dora:
 
 @dataclass(frozen=True)
 class Rows:
-    """Rows replaced by trained ones: `W[indices[i]] = values[i]` (trainable token indices)."""
+    """`W[indices[i]] = values[i]`: rows replaced by trained ones (trainable token indices)."""
 
     kind: ClassVar[str] = "rows"
     values: str
@@ -83,7 +97,7 @@ class Rows:
 
 @dataclass(frozen=True)
 class Add:
-    """`W + scale * value`, of the output's shape: the bias of a lora_B."""
+    """`W + scale * value`, where `value` has the output's shape: the bias of a lora_B."""
 
     kind: ClassVar[str] = "add"
     value: str
@@ -91,16 +105,18 @@ class Add:
 
 
 Term = LowRank | Dora | Rows | Add
-_KINDS: dict[str, type[Term]] = {one.kind: one for one in (LowRank, Dora, Rows, Add)}
+_KINDS: dict[str, type[Term]] = {
+    term_class.kind: term_class for term_class in (LowRank, Dora, Rows, Add)
+}
 
 
 def term_as_json(term: Term) -> dict[str, Any]:
-    """Plain JSON with the term's kind."""
+    """Return plain JSON that includes the term's kind."""
     return {"kind": term.kind, **asdict(term)}
 
 
 def term_from_json(raw: Mapping[str, Any]) -> Term:
-    """What `term_as_json` made."""
+    """Read the result of `term_as_json`."""
     fields = {k: tuple(v) if isinstance(v, list) else v for k, v in raw.items() if k != "kind"}
     kind: Any = _KINDS[raw["kind"]]
     term: Term = kind(**fields)
@@ -108,6 +124,6 @@ def term_from_json(raw: Mapping[str, Any]) -> Term:
 
 
 def operands(term: Term) -> tuple[str, ...]:
-    """The adapter tensors that a term reads."""
+    """Return the names of the adapter tensors that a term reads."""
     names = ("a", "b", "magnitude", "values", "value")
     return tuple(getattr(term, name) for name in names if hasattr(term, name))

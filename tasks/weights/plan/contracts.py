@@ -1,13 +1,11 @@
-"""Contracts from configuration: what a checkpoint has to hold, asked of the model's own class.
+"""Facts of a model class: the tensors that its checkpoints hold, and their place in memory.
 
-The class is built on the meta device, which costs no memory, and its checkpoint's keys go through
-transformers' own conversion (`families/conversion.py`); so names and shapes are those of the
-library that will load the checkpoint, not our idea of them. That takes the import of transformers:
-6 to 17 s on 2 busy cores, where reading the same from config.json takes 0.3 s, Python's start
-included (Qwen2 1.5 B, measured). So families whose names are the same on disk and in memory are
-answered by `families/plain.py`, which the tests hold against transformers, and which passes on
-whatever does not fit exactly. For the rest call this through `tasks.weights.execute.worker` where a
-warm process can answer.
+The class is built on the meta device, which costs no memory, and transformers' own conversion
+(`families/conversion.py`) maps its names to keys on disk, so names and shapes are those of the
+library that loads the checkpoint. The import of transformers takes 6 to 17 s on 2 busy cores. So
+`families/plain.py` answers for families with the same names on disk and in memory, from config.json
+alone, and leaves everything else to transformers. Call `model_facts` through
+`tasks.weights.execute.worker`, where a warm process can answer.
 """
 
 from __future__ import annotations
@@ -36,22 +34,22 @@ _SINGLE = f"{WEIGHTS}.safetensors"
 
 @dataclass(frozen=True)
 class ModelFacts:
-    """What a model class says of its checkpoints.
+    """Facts of a model class and of one layout of its checkpoints.
 
-    Names are keys on disk, except in `live` and in `places`, which tells how the two belong
-    together. They differ where transformers renames or fuses while it loads.
+    Names are keys on disk, except in `live` and `places`. Names on disk and in memory differ where
+    transformers renames or fuses tensors while it loads.
 
     Attributes:
-        tensors: every tensor that the checkpoint has to hold; a tied one appears once, under the
-            key it is stored under.
-        tied: key that a checkpoint need not hold -> key that holds the same tensor.
+        tensors: every tensor that the checkpoint has to hold; a tied tensor appears once, under
+            the key that stores it.
+        tied: key that a checkpoint may leave out -> key that stores the same tensor.
         embedding: key of the input embedding, (vocabulary, hidden).
-        quantized: keys that transformers turns into 4-bit weights when asked to.
+        quantized: keys of weights that transformers can load in 4 bits.
         live: the model in memory.
-        places: where every tensor on disk lies in memory.
-        unread: keys on disk that the model does not read, and is not surprised by.
-        aliases: live name of a tied tensor -> key that it is stored under when it is stored.
-        findings: what is wrong with the checkpoint whose keys were given; see `Conversion`.
+        places: place in memory of every tensor on disk.
+        unread: keys on disk that the model ignores.
+        aliases: live name of a tied tensor -> its key, if a checkpoint stores it separately.
+        findings: problems of the checkpoint whose keys were given; see `Conversion`.
     """
 
     tensors: tuple[Expected, ...]
@@ -65,12 +63,12 @@ class ModelFacts:
     findings: tuple[str, ...] = ()
 
     def as_json(self) -> dict[str, Any]:
-        """Plain JSON."""
+        """Return plain JSON."""
         return {**asdict(self), "live": self.live.as_json()}
 
     @classmethod
     def from_json(cls, raw: Mapping[str, Any]) -> ModelFacts:
-        """What `as_json` made, or what JSON made of that."""
+        """Read the result of `as_json`, also after a round trip through JSON."""
         return cls(
             tensors=tuple(expected_from_json(entry) for entry in raw["tensors"]),
             tied=dict(raw["tied"]),
@@ -85,7 +83,7 @@ class ModelFacts:
 
 
 def expected_from_json(raw: Mapping[str, Any]) -> Expected:
-    """One `Expected` from its plain JSON form."""
+    """Read one `Expected` from its plain JSON form."""
     return Expected(raw["name"], tuple(raw["shape"]), raw["dtype"])
 
 
@@ -94,37 +92,40 @@ def model_facts(
     dtype: str = "bfloat16",
     disk: Mapping[str, tuple[int, ...]] | None = None,
 ) -> ModelFacts:
-    """Facts of the model that a folder's config.json describes.
+    """Return the facts of the model that a folder's config.json describes.
 
     Args:
-        config: the folder.
-        dtype: torch name of the dtype of its parameters.
-        disk: shape of every tensor of a checkpoint of it, as it is after any decoding. None reads
-            the headers of the checkpoint in the same folder; where there is none, the layout is
-            the one `save_pretrained` writes.
+        config: folder with config.json.
+        dtype: torch name of the dtype of the parameters.
+        disk: shape by key of the tensors of a checkpoint, after any decoding. None reads the
+            headers of the checkpoint in the folder; without one, the layout of `save_pretrained`
+            is used.
 
     Raises:
-        ArtifactError: the configuration is unreadable, or names no class this stack has; or the
+        ArtifactError: config.json cannot be read or describes no class that is installed, or the
             folder's checkpoint cannot be read.
     """
-    said, disk = _described(config, disk)
-    plain = plain_facts(said, dtype, disk)
+    document, disk = _described(config, disk)
+    plain = plain_facts(document, dtype, disk)
     return facts_of(meta_model(config, dtype), disk) if plain is None else ModelFacts(**plain)
 
 
 def known_facts(
     config: Path, dtype: str, disk: Mapping[str, tuple[int, ...]] | None = None
 ) -> ModelFacts | None:
-    """The same without transformers; None for a model that it has to be asked about."""
-    said, disk = _described(config, disk)
-    plain = plain_facts(said, dtype, disk)
+    """Return the same facts without importing transformers; None if transformers is needed.
+
+    Args: as of `model_facts`.
+    """
+    document, disk = _described(config, disk)
+    plain = plain_facts(document, dtype, disk)
     return None if plain is None else ModelFacts(**plain)
 
 
 def _described(
     folder: Path, disk: Mapping[str, tuple[int, ...]] | None
 ) -> tuple[Mapping[str, Any], Mapping[str, tuple[int, ...]] | None]:
-    """config.json of the decoded model, and the shapes of its tensors on disk."""
+    """Return config.json of the decoded model, and the shapes of its tensors on disk."""
     document = read_json(folder / "config.json")
     packed = is_packed(document)
     disk = _layout_in(folder, packed) if disk is None else disk
@@ -132,21 +133,28 @@ def _described(
 
 
 def facts_of(model: Any, disk: Mapping[str, tuple[int, ...]] | None = None) -> ModelFacts:
-    """Facts of a transformers model; on the meta device is enough. Arguments as `model_facts`."""
+    """Return the facts of a transformers model.
+
+    Args:
+        model: the model; it may be on the meta device.
+        disk: shape by key of the tensors of a checkpoint; None for the layout of `save_pretrained`.
+    """
     layout = trace(model, default_layout(model) if disk is None else disk)
     keys = _disk_names(model, layout)
     tied = {keys[alias]: keys[to] for alias, to in model.all_tied_weights_keys.items()}
     names = {f"torch.{text}": short for text, short in DTYPE_NAMES.items()}
-    dtypes = {name: names.get(str(one.dtype)) for name, one in model.state_dict().items()}
-    tensors = {one.disk: Expected(one.disk, one.shape, dtypes[one.live]) for one in layout.places}
-    others = {**layout.unread, **layout.missing}
-    tensors |= {key: Expected(key, shape) for key, shape in others.items()}
+    dtypes = {name: names.get(str(tensor.dtype)) for name, tensor in model.state_dict().items()}
+    tensors = {
+        place.disk: Expected(place.disk, place.shape, dtypes[place.live]) for place in layout.places
+    }
+    without_place = {**layout.unread, **layout.missing}
+    tensors |= {key: Expected(key, shape) for key, shape in without_place.items()}
     quantized = set(quantized_names(model))
     return ModelFacts(
-        tensors=tuple(one for one in tensors.values() if one.name not in tied),
+        tensors=tuple(expected for expected in tensors.values() if expected.name not in tied),
         tied=tied,
         embedding=keys[_embedding(model)],
-        quantized=tuple(one.disk for one in layout.places if one.live in quantized),
+        quantized=tuple(place.disk for place in layout.places if place.live in quantized),
         live=replace(live_model(model), stored=stored_names(layout.places)),
         places=layout.places,
         unread=tuple(layout.unread),
@@ -156,16 +164,16 @@ def facts_of(model: Any, disk: Mapping[str, tuple[int, ...]] | None = None) -> M
 
 
 def _embedding(model: Any) -> str:
-    """Live name of the input embedding's weight."""
+    """Return the live name of the input embedding's weight."""
     wanted = model.get_input_embeddings()
-    return next(name for name, one in model.named_modules() if one is wanted) + ".weight"
+    return next(name for name, module in model.named_modules() if module is wanted) + ".weight"
 
 
 def _disk_names(model: Any, layout: Conversion) -> dict[str, str]:
-    """Key of every live tensor that is one tensor on disk; tied ones have one, stored or not."""
-    placed = {one.live: one.disk for one in layout.places if one.is_all}
+    """Return the key on disk by live name, for tensors stored unsplit and for all tied ones."""
+    placed = {place.live: place.disk for place in layout.places if place.is_all}
     ties = model.all_tied_weights_keys
-    # A checkpoint may lack any of them: that is a finding, and their keys are known all the same.
+    # A checkpoint may lack these tensors (a finding), but their keys are needed all the same.
     absent = {*ties, *ties.values(), _embedding(model)} - set(placed)
     state = model.state_dict()
     saved = {name: default_layout(model, {name: tuple(state[name].shape)}) for name in absent}
@@ -173,7 +181,7 @@ def _disk_names(model: Any, layout: Conversion) -> dict[str, str]:
 
 
 def _layout_in(folder: Path, packed: bool) -> dict[str, tuple[int, ...]] | None:
-    """Keys and shapes of a folder's checkpoint, decoded; None when it holds none."""
+    """Return shape by key of a folder's checkpoint, decoded; None if it has no checkpoint."""
     source: Source
     if is_pickled_model(folder):
         source = read_model(folder)

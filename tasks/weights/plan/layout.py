@@ -1,7 +1,7 @@
-"""Where every output tensor of a plan goes, and which files need not be written at all.
+"""Assign the output tensors of a plan to files, and find files that can be linked.
 
-A file that would hold exactly the tensors that one input file holds, unchanged, is that file: it is
-linked. Which ones those are follows from plan and inputs alone, so it is the same in every run.
+An output file with exactly the tensors of one input file, unchanged, is a link to that file. This
+depends on plan and inputs alone, so it is the same in every run.
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ class OutFile:
     """One output file.
 
     Attributes:
-        file: name, header, offsets.
-        ops: what fills it.
-        link: the input file that it is, byte for byte; None when it has to be written.
+        file: its name, header and offsets.
+        ops: the operations that fill it.
+        link: the identical input file; None if the file has to be written.
     """
 
     file: ShardFile
@@ -36,23 +36,34 @@ class OutFile:
 
     @property
     def name(self) -> str:
-        """File name."""
+        """Name of the file."""
         return self.file.name
 
 
 def lay_out(plan: Plan, sources: Mapping[str, Source], *, stem: str = WEIGHTS) -> list[OutFile]:
-    """All output files of a plan, in order."""
+    """Return the output files of a plan, in order.
+
+    Args:
+        plan: the plan.
+        sources: inputs by name.
+        stem: start of the files' names.
+    """
     shards = _shards(plan)
     headers: dict[Path, Header | None] = {}
-    found = []
+    files = []
     for name, ops in zip(shard_names(len(shards), stem), shards, strict=True):
         file = shard_file(name, [Spec(op.name, op.shape, op.dtype) for op in ops])
-        found.append(OutFile(file, tuple(ops), _same_file(ops, sources, headers)))
-    return found
+        files.append(OutFile(file, tuple(ops), _same_file(ops, sources, headers)))
+    return files
 
 
 def as_is(source: Source, name: str = WEIGHTS) -> Plan:
-    """Every tensor of an input as it is. `name`: what the plan calls the input."""
+    """Return the plan that copies every tensor of a source.
+
+    Args:
+        source: the input.
+        name: name of the input in the plan.
+    """
     ops = tuple(
         Op(key, tuple(info.shape), info.dtype, f"{name}:{key}", info.dtype)
         for key, info in source.tensors.items()
@@ -63,14 +74,16 @@ def as_is(source: Source, name: str = WEIGHTS) -> Plan:
 def with_output(
     plan: Plan, *, dtype: str | None, max_shard_bytes: int, files: Mapping[str, str]
 ) -> Plan:
-    """The same plan with floats in another dtype, and files of another size.
+    """Return the same plan with another dtype for floats and another size of files.
+
+    The output keeps the files of the input if no dtype changes and none of them is too large, so
+    that unchanged files can be linked.
 
     Args:
         plan: operations in the order of the input's files.
-        dtype: safetensors name; None leaves every tensor's own.
-        max_shard_bytes: bound of a file's tensor data.
-        files: input file by source key. Where no dtype changes and none of these files is larger
-            than allowed the output has the same files, so that untouched ones can be linked.
+        dtype: safetensors name for all float tensors; None keeps the dtype of each tensor.
+        max_shard_bytes: limit of the tensor data in one file.
+        files: name of the input file by source key.
     """
     ops = tuple(
         replace(op, dtype=dtype) if dtype is not None and is_float(op.dtype) else op
@@ -104,7 +117,7 @@ def _shards(plan: Plan) -> list[Sequence[Op]]:
 def _same_file(
     ops: Sequence[Op], sources: Mapping[str, Source], headers: dict[Path, Header | None]
 ) -> Path | None:
-    """The input file that has these tensors, all of them, unchanged, with known hashes."""
+    """Return the input file with exactly these tensors, unchanged and with known hashes."""
     paths: set[Path] = set()
     for op in ops:
         source = sources[op.input]
@@ -130,4 +143,4 @@ def _header(path: Path) -> Header | None:
     try:
         return read_header(path) if path.suffix == ".safetensors" else None
     except ArtifactError:
-        return None  # not a safetensors file, whatever it is called; its tensors are copied
+        return None  # not a safetensors file in spite of its name; its tensors are copied

@@ -1,12 +1,12 @@
-"""The plan: one operation an output tensor, made and checked from headers alone.
+"""The plan: one operation per output tensor, made and checked from headers alone.
 
     plan = Plan(ops, dropped, limit)
     plan.as_json()                      goes into the manifest
-    execute(plan, sources, out)         only computes (`execute.py`)
+    execute(plan, sources, out)         only computes (`execute/execute.py`)
 
-Planning decides and validates everything: which bytes become which tensor, shapes, ranks, that
-every input tensor is used or dropped for a reason. A plan is plain data: it compares, it
-serialises, and it travels to the process that runs it.
+Planning decides everything: the bytes, shape and dtype of every output tensor, and that every input
+tensor is used or dropped for a reason. A plan is plain data that can be compared, stored and sent
+to the process that runs it.
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ Kind = Literal["copy", "cast", "compute"]
 
 @dataclass(frozen=True)
 class Encoding:
-    """The output tensor is one half of a matrix in 8 bits; see `encode.py`.
+    """Storage of a matrix in 8 bits, as two output tensors; see `quantized/encode.py`.
 
     Attributes:
         scheme: "w8a8" or "fp8".
-        part: its numbers, of the matrix's shape, or the scale of every row, (rows, 1).
-        columns: of the matrix.
+        part: "weight" for the 8-bit matrix, "scale" for the scale of every row, (rows, 1).
+        columns: columns of the matrix.
         held: safetensors name of the dtype in which a loader may hold the scales.
     """
 
@@ -41,22 +41,22 @@ class Encoding:
 
 @dataclass(frozen=True)
 class Op:
-    """How one output tensor comes to be: read, dequantise, add terms in fp32, round once.
+    """Operation that makes one output tensor: read, dequantise, add terms in fp32, round once.
 
     Attributes:
         name: key of the output tensor.
-        shape: of the output tensor.
-        dtype: of the output tensor, safetensors name.
-        source: where it starts from, "<input>:<key>", e.g. "base:lm_head.weight"; keys may contain
-            colons, names of inputs do not.
-        source_dtype: of the source, safetensors name.
-        start: element of the flattened source at which it begins: a tensor that is one part of a
-            fused one. The part is contiguous.
-        transpose: the source's last two axes are swapped with respect to the output's.
-        quantization: take the tensor through 4 bits first, as training did, or decode it when it is
-            stored in 4 bits; as in train.json. None for neither.
-        terms: what is added to it or done to it, in order, in fp32.
-        encoding: how the result is stored in 8 bits; None where it is not.
+        shape: shape of the output tensor.
+        dtype: dtype of the output tensor, safetensors name.
+        source: input tensor "<input>:<key>", for example "base:lm_head.weight"; a key may contain
+            colons, the name of an input may not.
+        source_dtype: dtype of the source, safetensors name.
+        start: first element in the flattened source, if the output is one contiguous part of a
+            fused tensor.
+        transpose: swap the last two axes of the source.
+        quantization: settings to quantise the source to 4 bits and back, as training did, or to
+            decode a source stored in 4 bits; as in train.json. None for neither.
+        terms: changes in fp32, in order.
+        encoding: storage of the result in 8 bits; None for none.
     """
 
     name: str
@@ -77,21 +77,21 @@ class Op:
 
     @property
     def read_shape(self) -> tuple[int, ...]:
-        """Shape of what is computed: the output's, or the matrix's whose scales the output is."""
+        """Shape that is computed: the output's, or the full matrix's if the output is a scale."""
         if self.encoding is None:
             return self.shape
         return (*self.shape[:-1], self.encoding.columns)
 
     @property
     def kind(self) -> Kind:
-        """ "copy" moves bytes, "cast" changes the dtype only, "compute" is everything else."""
+        """Kind: "copy" moves bytes, "cast" changes only the dtype, "compute" is all else."""
         if self.terms or self.transpose or self.encoding or self.quantization is not None:
             return "compute"
         return "copy" if self.dtype == self.source_dtype else "cast"
 
     @property
     def input(self) -> str:
-        """Name of the input that `source` lies in."""
+        """Name of the input that holds the source."""
         return self.source.partition(":")[0]
 
     @property
@@ -102,7 +102,7 @@ class Op:
 
 @dataclass(frozen=True)
 class Dropped:
-    """An input tensor ("<input>:<key>") that goes nowhere, and why."""
+    """An input tensor ("<input>:<key>") that the output leaves out, and the reason."""
 
     source: str
     reason: str
@@ -110,11 +110,15 @@ class Dropped:
 
 @dataclass(frozen=True)
 class Plan:
-    """All operations in the order in which shards are filled, and what is left out.
+    """All operations of a gather, merge or convert, and the input tensors that are left out.
 
-    `max_shard_bytes` bounds the tensor data of one output file; None writes a single file. Where
-    `shards` is given it says how many operations fill each file, and nothing is bounded: an input's
-    own shards, which are then copied or linked as they are.
+    Attributes:
+        ops: operations, in the order in which files are filled.
+        dropped: input tensors that the output leaves out.
+        max_shard_bytes: limit of the tensor data in one output file; None writes a single file.
+        notes: facts about the output for its readers, as plain JSON.
+        shards: number of operations per file, to keep the files of an input; `max_shard_bytes` is
+            then ignored. None fills files up to the limit.
     """
 
     ops: tuple[Op, ...]
@@ -125,11 +129,11 @@ class Plan:
 
     @property
     def nbytes(self) -> int:
-        """Size of the output's tensors together."""
+        """Size of all output tensors in bytes."""
         return sum(op.nbytes for op in self.ops)
 
     def as_json(self) -> dict[str, Any]:
-        """Plain JSON, for a manifest or another process."""
+        """Return plain JSON, for a manifest or another process."""
         ops = [{**asdict(op), "terms": list(map(term_as_json, op.terms))} for op in self.ops]
         return {
             "ops": ops,
@@ -141,7 +145,7 @@ class Plan:
 
     @classmethod
     def from_json(cls, raw: Mapping[str, Any]) -> Plan:
-        """What `as_json` made, or what JSON made of that."""
+        """Read the result of `as_json`, also after a round trip through JSON."""
         ops = tuple(
             Op(
                 **{

@@ -1,9 +1,9 @@
-"""Stitching: every rank's slices of the trainable parameters, back into whole tensors.
+"""Read the partitions of trainable parameters that every rank wrote, as full tensors.
 
-Layout (written by `tasks/training`): `shards/rank-00000-of-00002.safetensors`, one a rank, holds
-1-D slices keyed by parameter name; its metadata entry `partitions` tells where each slice belongs
-in the flattened parameter; `partitions.json` tells the whole shapes. The slices of a parameter
-must cover [0, numel) exactly once, whatever the number of ranks and whatever their order.
+Layout (written by `tasks/training`): each rank writes one file such as
+`shards/rank-00000-of-00002.safetensors` with 1-D slices by parameter name. Its metadata entry
+`partitions` has the place of each slice in the flattened parameter; `partitions.json` has the full
+shapes. The slices of a parameter must cover [0, numel) exactly once.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ _SHOWN = 50
 
 @dataclass(frozen=True, order=True)
 class Slice:
-    """Elements [start, end) of a flattened parameter, and the file they lie in."""
+    """Elements [start, end) of a flattened parameter, and the file that holds them."""
 
     start: int
     end: int
@@ -39,13 +39,15 @@ class Slice:
 
 @dataclass(frozen=True)
 class Partitions:
-    """All slices of all parameters, checked for coverage.
+    """All slices of all parameters, checked for coverage; a source of full tensors.
 
     Attributes:
+        root: folder with `partitions.json`.
         mode: "adapter" or "full".
         dtype: safetensors name, the same for all parameters.
-        shapes: whole shape by parameter name, in training's order.
-        slices: by parameter name, ascending and without gap or overlap.
+        world_size: number of ranks.
+        shapes: full shape by parameter name, in training's order.
+        slices: slices by parameter name, ascending and without gap or overlap.
     """
 
     root: Path
@@ -58,24 +60,24 @@ class Partitions:
 
     @cached_property
     def tensors(self) -> Mapping[str, Spec]:
-        """Whole shapes and the dtype, by parameter name."""
+        """Full shape and dtype by parameter name."""
         return {name: Spec(name, shape, self.dtype) for name, shape in self.shapes.items()}
 
     def extents(self, name: str) -> Sequence[Extent]:
-        """The ranges of the rank files that make one parameter, in order."""
-        found = []
+        """Return the ranges of the rank files that make one parameter, in order."""
+        ranges = []
         for piece in self.slices[name]:
             info = self._headers[piece.file].tensors[name]
-            found.append(Extent(self.root / SHARDS / piece.file, info.start, info.nbytes))
-        return found
+            ranges.append(Extent(self.root / SHARDS / piece.file, info.start, info.nbytes))
+        return ranges
 
     def sha256(self, name: str) -> str | None:
-        """Known for slices only, never for a whole parameter that several ranks hold."""
+        """Return None: no hash of a full parameter is known, because several ranks hold it."""
         return None
 
 
 def rank_file(rank: int, world_size: int) -> str:
-    """Name of one rank's file."""
+    """Return the name of one rank's file."""
     return f"rank-{rank:05d}-of-{world_size:05d}.safetensors"
 
 
@@ -83,8 +85,8 @@ def read_partitions(root: Path) -> Partitions:
     """Read and check the shards that training left in `root`.
 
     Raises:
-        ArtifactError: with every finding: absent or truncated rank files, slices without a place,
-            of unknown parameters, of another dtype, gaps, overlaps, parameters nobody holds.
+        ArtifactError: lists every finding: missing, stray or truncated rank files; slices without
+            a place, of an unknown parameter or of another dtype; gaps and overlaps.
     """
     plan = _read_plan(root)
     findings: list[str] = []
@@ -99,24 +101,30 @@ def read_partitions(root: Path) -> Partitions:
         except ArtifactError as error:
             findings.append(error.message)
     shapes = {name: tuple(entry["shape"]) for name, entry in plan["parameters"].items()}
-    found: dict[str, list[Slice]] = {name: [] for name in shapes}
+    slices_of: dict[str, list[Slice]] = {name: [] for name in shapes}
     for file, header in headers.items():
-        findings += _collect(file, header, shapes, plan["dtype"], found)
-    if len(headers) == len(wanted):  # else every parameter of the absent rank has a gap
+        findings += _collect(file, header, shapes, plan["dtype"], slices_of)
+    if len(headers) == len(wanted):  # a missing file would add a gap for every parameter
         for name, shape in shapes.items():
-            findings += coverage(name, prod(shape), found[name])
+            findings += coverage(name, prod(shape), slices_of[name])
     if findings:
         raise ArtifactError(
             f"{root}: shards do not make whole tensors: {first_and_more(findings)}",
             details=findings[:_SHOWN],
             hint="train again: force=[train]",
         )
-    slices = {name: tuple(sorted(s for s in found[name] if s.end > s.start)) for name in shapes}
+    slices = {name: tuple(sorted(s for s in slices_of[name] if s.end > s.start)) for name in shapes}
     return Partitions(root, plan["mode"], plan["dtype"], world_size, shapes, slices, headers)
 
 
 def coverage(name: str, numel: int, slices: list[Slice]) -> list[str]:
-    """What is wrong with the slices of one parameter of `numel` elements; empty when nothing is."""
+    """Return the first gap or overlap in the slices of one parameter; empty if there is none.
+
+    Args:
+        name: the parameter.
+        numel: its number of elements.
+        slices: its slices, in any order; empty slices are ignored.
+    """
     at = 0
     for piece in sorted(s for s in slices if s.end > s.start):
         if piece.start > at:
@@ -127,7 +135,7 @@ def coverage(name: str, numel: int, slices: list[Slice]) -> list[str]:
     if at < numel:
         return [f"{name}: elements {at} to {numel} are in no rank's file"]
     if at > numel:
-        return [f"{name}: has {numel} elements, slices reach {at}"]
+        return [f"{name}: has {numel} elements, but its slices end at {at}"]
     return []
 
 
@@ -162,9 +170,9 @@ def _collect(
     header: Header,
     shapes: Mapping[str, tuple[int, ...]],
     dtype: str,
-    found: dict[str, list[Slice]],
+    slices_of: dict[str, list[Slice]],
 ) -> list[str]:
-    """Enter one rank's slices into `found`; returns what is wrong with them."""
+    """Add one rank's slices to `slices_of`. Return the findings."""
     findings = []
     try:
         table = json.loads(header.metadata["partitions"])
@@ -189,5 +197,5 @@ def _collect(
                 f"{file}: {name} holds {prod(info.shape)} elements, its place is [{start}, {end})"
             )
         else:
-            found[name].append(Slice(start, end, file))
+            slices_of[name].append(Slice(start, end, file))
     return findings

@@ -1,15 +1,15 @@
-"""Whether a plan can be executed: everything that headers tell, all findings in one error.
+"""Check a plan against its inputs, from headers alone, and report all findings in one error.
 
     validate(plan, {"base": base, "adapter": adapter})
 
-After this no shape, dtype or key can fail while tensors are moved; only disks can.
+After this no shape, dtype or key can fail during execution; only disks can.
 """
 
 from __future__ import annotations
 
 import difflib
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from math import prod
 from pathlib import Path
 
@@ -20,12 +20,11 @@ from tasks.weights.files.dtype_bits import is_float
 from tasks.weights.files.header import ITEM_BITS
 from tasks.weights.files.source import Source, find
 from tasks.weights.plan.adapter_ops import Term, operands
-from tasks.weights.plan.coverage import coverage_findings
 from tasks.weights.plan.operations import Op, Plan
 from tasks.weights.plan.term_shapes import term_findings
 
 SHOWN = 50
-"""Findings that an error lists; it says how many there are."""
+"""Number of findings that an error lists."""
 _SUGGESTIONS = 5
 _FLOATS = ("F64", "F32", "F16", "BF16", "F8_E4M3", "F8_E5M2")
 
@@ -34,15 +33,15 @@ def validate(plan: Plan, sources: Mapping[str, Source], *, out: Path | None = No
     """Check a plan against its inputs, headers only.
 
     Args:
-        plan: what is to be done.
+        plan: the plan.
         sources: the inputs by the names that the plan uses.
-        out: where it will be written, if free space is to be checked too.
+        out: output folder, to check its free space too; None skips that check.
 
     Raises:
-        ContractError: with every finding: tensors that are nowhere, of another dtype, too short,
-            used twice or not at all; names planned twice; casts that are none; terms that do not
-            fit; empty tensors.
-        ArtifactError: nothing but space is missing.
+        ContractError: lists every finding: input tensors that are missing, of another dtype, too
+            short, used twice or unused; output names planned twice; casts between dtypes that
+            cannot be cast; terms that do not fit; empty tensors.
+        ArtifactError: the disk has too little space.
     """
     findings = list(plan_findings(plan, sources))
     if findings:
@@ -55,109 +54,147 @@ def validate(plan: Plan, sources: Mapping[str, Source], *, out: Path | None = No
 
 
 def plan_findings(plan: Plan, sources: Mapping[str, Source]) -> Iterator[str]:
-    """Everything that is wrong with a plan, one line each."""
+    """Yield everything that is wrong with a plan, one line each. Arguments as of `validate`."""
     counts = Counter(op.name for op in plan.ops)
     yield from (f"{name}: planned {n} times" for name, n in counts.items() if n > 1)
     if not plan.ops:
-        yield "the plan makes no tensor"
+        yield "the plan has no operations"
     if plan.shards is not None and sum(plan.shards) != len(plan.ops):
-        yield f"files for {sum(plan.shards)} tensors, {len(plan.ops)} are planned"
+        yield f"shards are for {sum(plan.shards)} tensors, but the plan has {len(plan.ops)}"
     near = _Near(sources)
     for op in plan.ops:
         yield from _op_findings(op, sources, near)
-    yield from coverage_findings(plan, sources)
+    yield from _coverage_findings(plan, sources)
+
+
+def _coverage_findings(plan: Plan, sources: Mapping[str, Source]) -> Iterator[str]:
+    """Check that every input tensor is used once and in full, or dropped for a reason."""
+    used: dict[str, list[tuple[int, int, str]]] = {}
+    untied = set(plan.notes.get("untied", ()))
+    for op in sorted(plan.ops, key=lambda op: op.name in untied):
+        if op.name in untied and op.source in used:
+            continue  # a formerly tied tensor is read for both of its names
+        if op.encoding is None or op.encoding.part == "weight":  # scales have the same source
+            used.setdefault(op.source, []).append((op.start, op.start + prod(op.shape), op.name))
+    used_by_terms = {name for op in plan.ops for term in op.terms for name in operands(term)}
+    dropped = Counter(entry.source for entry in plan.dropped)
+    for name, count in dropped.items():
+        if isinstance(find(name, sources), str):
+            yield f"{name}: to be dropped, but it is in no input"
+        elif count > 1 or name in used or name in used_by_terms:
+            yield f"{name}: to be dropped, but also used or dropped elsewhere"
+    packed = {op.source for op in plan.ops if op.quantization is not None}
+    for input_name, source in sources.items():
+        for key, info in source.tensors.items():
+            name = f"{input_name}:{key}"
+            if name in used and name not in packed:
+                yield from _part_findings(name, prod(info.shape), used[name])
+            elif name not in used and name not in used_by_terms and name not in dropped:
+                yield f"{name}: {describe(info.shape, info.dtype)} is used by nothing"
+
+
+def _part_findings(name: str, numel: int, parts: Iterable[tuple[int, int, str]]) -> Iterator[str]:
+    at, last = 0, ""
+    for first, end, op in sorted(parts):
+        if first > at:
+            yield f"{name}: elements {at} to {first} are used by nothing"
+        elif first < at:
+            yield f"{name}: is used by {last} and by {op}"
+        at, last = max(at, end), op
+    if at < numel:
+        yield f"{name}: elements {at} to {numel} are used by nothing"
 
 
 def _op_findings(op: Op, sources: Mapping[str, Source], near: _Near) -> Iterator[str]:
-    found = find(op.source, sources)
-    if isinstance(found, str):
-        yield f"{op.name}: {found}{near.to(op.source)}"
+    tensor = find(op.source, sources)
+    if isinstance(tensor, str):
+        yield f"{op.name}: {tensor}{near.to(op.source)}"
         return
     if op.dtype not in ITEM_BITS:
-        yield f"{op.name}: {op.dtype} is no dtype"
+        yield f"{op.name}: unknown dtype {op.dtype}"
         return
     if op.transpose and len(op.shape) < 2:
         yield f"{op.name}: {list(op.shape)} cannot be transposed"
         return
     if not prod(op.shape):
         yield f"{op.name}: {describe(op.shape, op.dtype)} has no elements"
-    if found.dtype != op.source_dtype:
-        yield f"{op.name}: {op.source} is {found.dtype}, planned as {op.source_dtype}"
+    if tensor.dtype != op.source_dtype:
+        yield f"{op.name}: {op.source} is {tensor.dtype}, planned as {op.source_dtype}"
     elif op.quantization is None:
-        yield from _extent_findings(op, found, sources[op.input])
+        yield from _extent_findings(op, tensor, sources[op.input])
     cast = op.dtype != op.source_dtype and op.quantization is None and op.encoding is None
     if cast and not {op.dtype, op.source_dtype} <= set(_FLOATS):
         yield f"{op.name}: {op.source_dtype} cannot be cast to {op.dtype}"
     if op.kind == "compute" and op.terms and not is_float(op.dtype):
-        yield f"{op.name}: {op.dtype} is no float to compute in"
+        yield f"{op.name}: {op.dtype} is not a float dtype, so nothing can be added to it"
     if op.encoding is not None:
-        yield from _encoding_findings(op, found)
+        yield from _encoding_findings(op, tensor)
     for term in op.terms:
         yield from (f"{op.name}: {text}" for text in _term_findings(op, term, sources, near))
 
 
-def _encoding_findings(op: Op, found: TensorLike) -> Iterator[str]:
-    """An encoded matrix is read whole: its scales have other shapes than its numbers."""
+def _encoding_findings(op: Op, tensor: TensorLike) -> Iterator[str]:
+    """Check that an 8-bit matrix is read whole: its scales need all columns of a row."""
     assert op.encoding is not None
     columns = op.encoding.columns if op.encoding.part == "weight" else 1
     wanted = (op.shape[0] if op.shape else 0, op.encoding.columns)
-    if tuple(found.shape) != wanted or op.shape != (wanted[0], columns) or op.start:
-        yield f"{op.name}: 8 bits of {list(wanted)} wanted, {op.source} is {list(found.shape)}"
+    if tuple(tensor.shape) != wanted or op.shape != (wanted[0], columns) or op.start:
+        yield (
+            f"{op.name}: 8 bits need a matrix of {list(wanted)}, "
+            f"{op.source} is {list(tensor.shape)}"
+        )
     if not is_float(op.source_dtype):
         yield f"{op.name}: {op.source_dtype} cannot be encoded in 8 bits"
 
 
-def _extent_findings(op: Op, found: TensorLike, source: Source) -> Iterator[str]:
-    held, wanted = prod(found.shape), op.start + prod(op.shape)
-    if op.start < 0 or wanted > held:
+def _extent_findings(op: Op, tensor: TensorLike, source: Source) -> Iterator[str]:
+    size, wanted = prod(tensor.shape), op.start + prod(op.shape)
+    if op.start < 0 or wanted > size:
         text = f"elements {op.start} to {wanted}" if op.start else describe(op.shape, op.dtype)
-        yield f"{op.name}: {text} wanted, {op.source} is {describe(found.shape, found.dtype)}"
-    elif op.start == 0 and wanted == held and not _same_shape(op, tuple(found.shape)):
-        yield f"{op.name}: is to be {list(op.shape)}, {op.source} is {list(found.shape)}"
-    nbytes = sum(one.nbytes for one in source.extents(op.key))
-    if nbytes != held * ITEM_BITS[found.dtype] // 8:
-        held_text = describe(found.shape, found.dtype)
-        yield f"{op.source}: {held_text}, but its files hold {nbytes} bytes"
+        yield f"{op.name}: needs {text}, {op.source} is {describe(tensor.shape, tensor.dtype)}"
+    elif op.start == 0 and wanted == size and not _same_shape(op, tuple(tensor.shape)):
+        yield f"{op.name}: must be {list(op.shape)}, {op.source} is {list(tensor.shape)}"
+    nbytes = sum(extent.nbytes for extent in source.extents(op.key))
+    if nbytes != size * ITEM_BITS[tensor.dtype] // 8:
+        text = describe(tensor.shape, tensor.dtype)
+        yield f"{op.source}: {text}, but its files hold {nbytes} bytes"
 
 
 def _same_shape(op: Op, shape: tuple[int, ...]) -> bool:
-    """Equal but for the asked transposition; leading axes may be split or merged (experts)."""
+    """Return True if shapes are equal after `op.transpose`, or split or merge a leading axis."""
     wanted = (*op.shape[:-2], op.shape[-1], op.shape[-2]) if op.transpose else op.shape
     return wanted == shape or ({len(wanted), len(shape)} == {2, 3} and wanted[-1] == shape[-1])
 
 
 def _term_findings(op: Op, term: Term, sources: Mapping[str, Source], near: _Near) -> Iterator[str]:
-    held: dict[str, TensorLike] = {}
+    tensors: dict[str, TensorLike] = {}
     for name in operands(term):
-        found = find(name, sources)
-        if isinstance(found, str):
-            yield found + near.to(name)
-        elif not is_float(found.dtype):
-            yield f"{name}: {found.dtype} is no float"
+        tensor = find(name, sources)
+        if isinstance(tensor, str):
+            yield tensor + near.to(name)
+        elif not is_float(tensor.dtype):
+            yield f"{name}: {tensor.dtype} is not a float dtype"
         else:
-            held[name] = found
-    if len(held) == len(set(operands(term))):
-        shapes = {name: tuple(found.shape) for name, found in held.items()}
+            tensors[name] = tensor
+    if len(tensors) == len(set(operands(term))):
+        shapes = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
         yield from term_findings(term, op.shape, shapes)
 
 
 class _Near:
-    """Which key was meant, for the first few that are missing: a search compares with all keys.
-
-    A plan for another model misses all of 45,000, and nobody reads that many suggestions.
-    """
+    """Suggest the nearest key for the first few missing keys; each search compares all keys."""
 
     def __init__(self, sources: Mapping[str, Source]) -> None:
         self._sources, self._left = sources, _SUGGESTIONS
 
     def to(self, name: str) -> str:
-        """`; near: <key>`, or nothing."""
+        """Return "; near: <key>", or "" if no key is near."""
         source, _, key = name.partition(":")
         if source not in self._sources or not self._left:
             return ""
         self._left -= 1
-        found = difflib.get_close_matches(key, list(self._sources[source].tensors), n=1)
-        return f"; near: {found[0]}" if found else ""
+        matches = difflib.get_close_matches(key, list(self._sources[source].tensors), n=1)
+        return f"; near: {matches[0]}" if matches else ""
 
 
 def _more(findings: list[str]) -> list[str]:

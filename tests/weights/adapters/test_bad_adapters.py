@@ -47,15 +47,15 @@ LEGACY = "base_model.model.model.layers.0.block_sparse_moe.experts.1.w1.lora_A.w
         (lambda t: t.clear() or t.update(x=torch.ones(1)), ["matches nothing", "x: unexpected"]),
         (
             _put(Q0.format("A"), torch.ones(2, 32)),
-            ["is [2, 32], the model and the rank want [4, 32]"],
+            ["is [2, 32], the model and the rank need [4, 32]"],
         ),
-        (_put(Q0.format("B"), torch.ones(32, 4, dtype=torch.int8)), ["I8 [32, 4] is no float"]),
+        (_put(Q0.format("B"), torch.ones(32, 4, dtype=torch.int8)), ["I8 [32, 4] is not a float"]),
         (_put(Q0.format("B"), torch.zeros(0)), ["saved under ZeRO-3 or FSDP"]),
         (_put("base_model.model.model.norm.weight", torch.ones(32)), ["norm.weight: unexpected"]),
-        (_put(LEGACY, torch.ones(4, 32)), ["experts one by one"]),
+        (_put(LEGACY, torch.ones(4, 32)), ["separate experts"]),
         (
             _rename(Q0.format("A"), Q0.format("A").replace("lora_A.", "lora_A.default.")),
-            ["carries an adapter's name", "missing"],
+            ["contains an adapter's name", "missing"],
         ),
         (_rename(Q0.format("A"), Q0.format("A")[len("base_model.model.") :]), ["start with"]),
         (
@@ -78,7 +78,7 @@ def test_findings(
         ({"target_modules": ["nothing"]}, "matches nothing: the model has none"),
         ({"target_modules": ["q_proj", "o_proj", "down_proj"]}, "covers only 8 of the 12"),
         ({"target_modules": ["q_proj"]}, "down_proj.lora_A.weight: unexpected"),
-        ({"r": 8}, "is [4, 32], the model and the rank want [8, 32]"),
+        ({"r": 8}, "is [4, 32], the model and the rank need [8, 32]"),
         ({"rank_pattern": {"q_proj": 2}}, "want [2, 32]"),
         ({"use_dora": True}, "lora_magnitude_vector: missing"),
         ({"lora_bias": True}, "lora_bias needs a bias"),
@@ -88,7 +88,7 @@ def test_findings(
         ({"trainable_token_indices": {"wte": [1]}}, "the model has no ['wte']"),
         ({"target_modules": ["q_proj", "down_proj", "norm"]}, "norm: targeted, but no linear"),
         ({"target_parameters": ["o_proj.weight"]}, "o_proj.lora_A.weight: missing"),
-        ({"use_dora": True, "target_parameters": ["o_proj.weight"]}, "takes neither DoRA"),
+        ({"use_dora": True, "target_parameters": ["o_proj.weight"]}, "supports neither use_dora"),
         ({"target_parameters": ["q_proj.weight"]}, "q_proj.weight: changed twice, by"),
         ({"modules_to_save": ["proj"]}, "down_proj.weight: changed twice, by"),
         ({"lora_alpha": 0, "init_lora_weights": "pissa"}, "lora_alpha=0"),
@@ -116,7 +116,7 @@ def test_a_base_of_another_shape(good: Path, live: LiveModel) -> None:
 
     name = "model.layers.0.self_attn.q_proj.weight"
     other = replace(live, tensors={**live.tensors, name: Expected(name, (48, 32))})
-    assert f"{Q0.format('B')}: is [32, 4], the model and the rank want [48, 4]" in (
+    assert f"{Q0.format('B')}: is [32, 4], the model and the rank need [48, 4]" in (
         _found(good, other).findings
     )
 
@@ -134,7 +134,7 @@ def test_a_copy_that_is_none(tmp_path: Path) -> None:
         if good:
             require_values([read_adapter(other)], found.copies)
         else:
-            with pytest.raises(ContractError, match="is not the same as"):
+            with pytest.raises(ContractError, match="differs from"):
                 require_values([read_adapter(other)], found.copies)
 
 
@@ -153,7 +153,7 @@ def test_no_adapter(tmp_path: Path, good: Path, live: LiveModel) -> None:
     (tmp_path / "adapter_config.json").write_text("{}")
     with pytest.raises(ArtifactError, match="adapter_model.safetensors: absent"):
         read_adapter(tmp_path)
-    assert changes([], live).findings == ("no adapter given",)
+    assert changes([], live).findings == ("no adapter to merge",)
     assert "two adapters have the same name" in changes(opened(good) * 2, live).findings
 
 

@@ -28,13 +28,13 @@ def test_weights_that_are_none(weight: float, good: Path, live: LiveModel) -> No
 STORED = {"modules_to_save": ["lm_head"]}
 TOKENS = {"trainable_token_indices": [3, 4]}
 PAIRS = [
-    (STORED, STORED, 1.0, "lm_head.weight: stored whole by one adapter, changed by another"),
+    (STORED, STORED, 1.0, "lm_head.weight: replaced by one adapter, changed by another"),
     (STORED, {"target_modules": ["lm_head"]}, 1.0, "changed by another"),
     ({"target_modules": ["lm_head"]}, STORED, 1.0, "changed by another"),
     (TOKENS, {"trainable_token_indices": [4, 5]}, 1.0, "two adapters replace row 4"),
     ({"use_dora": True}, {}, 1.0, "DoRA normalises the base's own weight"),
-    ({}, STORED, 0.5, "is stored whole, so weight 0.5 means nothing"),
-    ({}, TOKENS, 0.5, "is stored whole, so weight 0.5 means nothing"),
+    ({}, STORED, 0.5, "is stored as a full tensor, so weight 0.5 cannot"),
+    ({}, TOKENS, 0.5, "is stored as a full tensor, so weight 0.5 cannot"),
 ]
 
 

@@ -115,7 +115,7 @@ def test_four_bits_of_layers_that_the_checkpoint_joins_are_refused(tmp_path: Pat
     with open_checkpoint(base) as weights, pytest.raises(ContractError) as raised:
         plan_merge(weights.tensors, facts, found, held, settings)
     assert raised.value.details
-    assert all("joins layers that training held in 4 bits" in x for x in raised.value.details)
+    assert all("fuses layers that training quantised" in x for x in raised.value.details)
 
 
 def test_a_convolution_is_refused_by_name(tmp_path: Path) -> None:

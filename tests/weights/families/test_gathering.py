@@ -77,7 +77,7 @@ def test_everything_that_does_not_fit_is_one_error(tmp_path: Path) -> None:
     told = "\n".join(raised.value.details)
     assert re.search(r"down_proj: is \[4, 32, 47\], the model has F32 \[4, 32, 48\]", told)
     assert "value_head.weight: the model has no such tensor" in told
-    assert "model.norm.weight: a parameter, and not among what was trained" in told
+    assert "model.norm.weight: a parameter, but it was not trained" in told
 
 
 def test_frozen_parameters_come_from_the_base_when_asked(tmp_path: Path) -> None:

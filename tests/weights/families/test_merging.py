@@ -165,10 +165,10 @@ def test_a_transposed_tensor_takes_the_transposed_product() -> None:
 @pytest.mark.parametrize(
     ("term", "told"),
     [
-        (Dora("a:A", "a:B", "a:m", 1.0), "DoRA takes norms over all of its rows, w3 holds a part"),
+        (Dora("a:A", "a:B", "a:m", 1.0), "DoRA needs the norms of all rows, but w3 is only a part"),
         (Rows("a:A", (1,)), "trained rows on a tensor that is stored in parts"),
         (Add("a:A", 1.0), "a bias on a tensor that is stored in parts"),
-        (LowRank("a:A", "a:B", 1.0), "stacks experts"),
+        (LowRank("a:A", "a:B", 1.0), "a stack of experts"),
     ],
 )
 def test_terms_that_need_the_whole_are_refused_on_a_part(term, told: str) -> None:

@@ -114,7 +114,7 @@ def test_a_head_under_another_name_than_configured_is_found_and_told(tmp_path: P
     assert found.head is not None
     assert found.head.weight == "model:value_head.weight"
     assert found.notes == (
-        "config.json says the head is 'score'; what was trained and saved is 'value_head'",
+        "config.json names the head 'score'; the head that was saved is 'value_head'",
     )
 
 

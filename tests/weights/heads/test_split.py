@@ -150,7 +150,7 @@ def test_an_empty_head_is_refused_as_what_zero3_leaves(tmp_path: Path) -> None:
 def test_two_side_files_are_one_too_many(tmp_path: Path) -> None:
     save_llamafactory(tmp_path / "ppo", "qwen")
     torch.save(head_tensors(), tmp_path / "ppo" / "value_head.bin")
-    with pytest.raises(ContractError, match="one of them too many"):
+    with pytest.raises(ContractError, match="two files with a head"):
         plan_policy(detect(read_folder(tmp_path / "ppo")))
 
 

@@ -1,4 +1,4 @@
-"""Bases and training outputs, made once a session; tests that alter one copy it first."""
+"""Bases and training outputs, made once per session; tests copy one before they alter it."""
 
 from __future__ import annotations
 

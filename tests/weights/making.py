@@ -1,4 +1,4 @@
-"""Tiny real models, adapters and training outputs to test the weights room and its stages with."""
+"""Make tiny real models, adapters and training outputs for tests of weights and stages."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ PROBES = tuple(tuple(random.Random(p).choices(range(ROWS), k=12)) for p in range
 
 @dataclass(frozen=True)
 class Spread:
-    """How a training run is laid out on disk."""
+    """Layout of a training run on disk."""
 
     world_size: int = 2
     quantization: dict[str, Any] | None = None
@@ -47,14 +47,14 @@ class Spread:
 
 
 def small_config(family: str) -> Any:
-    """A two-layer Llama (untied) or Qwen2 (tied)."""
+    """Return a two-layer Llama (untied) or Qwen2 (tied)."""
     sizes = {"vocab_size": ROWS, "hidden_size": 64, "intermediate_size": 128}
     name, tied = ("Llama", False) if family == "llama" else ("Qwen2", True)
     return tiny(name, **sizes, max_position_embeddings=64, tie_word_embeddings=tied)
 
 
 def save_tokenizer(folder: Path) -> None:
-    """A byte-level tokenizer with chat markup, as transformers saves it."""
+    """Save a byte-level tokenizer with chat markup."""
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
 
@@ -76,7 +76,7 @@ def save_tokenizer(folder: Path) -> None:
 
 
 def make_base(root: Path, family: str, *, seed: int = 0, max_shard_size: str = "5GB") -> Artifact:
-    """A published `base` artifact in bf16."""
+    """Publish a `base` artifact in bf16."""
     from transformers import AutoModelForCausalLM
 
     torch.manual_seed(seed)
@@ -92,7 +92,7 @@ def make_base(root: Path, family: str, *, seed: int = 0, max_shard_size: str = "
 
 
 def trained_model(base: Path, spread: Spread, seed: int) -> Any:
-    """The model as training would hold it at its end, with weights that really moved."""
+    """Return a model as after training, with changed weights."""
     model = load_model(base, quantization=spread.quantization)
     generator = torch.Generator().manual_seed(seed)
     if not spread.full:
@@ -116,15 +116,15 @@ def trained_model(base: Path, spread: Spread, seed: int) -> Any:
 
 
 def write_trained(root: Path, base: Artifact, spread: Spread, *, seed: int = 1) -> Path:
-    """A training output in the layout of the `shards` artifact, and its live fingerprint."""
+    """Write a training output in the layout of the `shards` artifact, with its live fingerprint."""
     model = trained_model(base.path, spread, seed)
     root.mkdir(parents=True)
     parameters = {n: p.detach() for n, p in model.named_parameters() if p.requires_grad}
     write_shards(root, parameters, spread)
     if not spread.full:
         model.peft_config["default"].save_pretrained(root)
-    said = {"quantization": spread.quantization, "base_digest": base.digest, "loss": [1.0]}
-    (root / "train.json").write_text(json.dumps(said))
+    document = {"quantization": spread.quantization, "base_digest": base.digest, "loss": [1.0]}
+    (root / "train.json").write_text(json.dumps(document))
     model.config.save_pretrained(root)
     model.generation_config.save_pretrained(root)
     save_tokenizer(root / "tokenizer")
@@ -133,7 +133,7 @@ def write_trained(root: Path, base: Artifact, spread: Spread, *, seed: int = 1) 
 
 
 def write_shards(root: Path, parameters: dict[str, torch.Tensor], spread: Spread) -> None:
-    """Every rank's equal share of each parameter, as `tasks/training` writes it."""
+    """Write each rank's equal partition of every parameter, as `tasks/training` does."""
     world = spread.world_size
     (root / "shards").mkdir(parents=True, exist_ok=True)
     for rank in range(world):
@@ -158,44 +158,44 @@ def write_shards(root: Path, parameters: dict[str, torch.Tensor], spread: Spread
 
 
 def live_fingerprint(model: Any, noise: float | None) -> Fingerprint:
-    """The trained model's fingerprint: all ids, since the vocabulary is small."""
+    """Return the trained model's fingerprint with all ids, since the vocabulary is small."""
     positions = sum(len(p) - 1 for p in PROBES)
     ids = np.tile(np.arange(ROWS, dtype=np.int32), (positions, 1))
     empty = np.zeros(ids.shape, np.float32)
     blank = Fingerprint(PROBES, ids, empty, np.zeros(positions, np.int32), "deepspeed")
-    found = fingerprint(model, blank)
-    return Fingerprint(PROBES, ids, found.logprobs, found.top1, "deepspeed", noise)
+    measured = fingerprint(model, blank)
+    return Fingerprint(PROBES, ids, measured.logprobs, measured.top1, "deepspeed", noise)
 
 
 def measure_here(model: ModelRef, reference: Path, out: Path) -> Fingerprint:
-    """A real `Score`: transformers and peft, in this process."""
+    """Measure a fingerprint with transformers and peft, in this process."""
     loaded = load_model(
         model.path, adapter=model.adapter, quantization=model.quantization, dtype=model.dtype
     )
-    found = fingerprint(loaded, Fingerprint.load(reference))
-    found.save(out)
-    return found
+    measured = fingerprint(loaded, Fingerprint.load(reference))
+    measured.save(out)
+    return measured
 
 
 def copy_reference(model: ModelRef, reference: Path, out: Path) -> Fingerprint:
-    """A `Score` for tests that are about something else: says that nothing drifted."""
-    found = Fingerprint.load(reference)
-    found.save(out)
-    return found
+    """Copy the reference fingerprint, for tests that do not check drift."""
+    measured = Fingerprint.load(reference)
+    measured.save(out)
+    return measured
 
 
 def state_of(folder: Path, stem: str = "model") -> dict[str, torch.Tensor]:
-    """All tensors of a checkpoint folder, read by safetensors itself."""
+    """Read all tensors of a checkpoint folder with safetensors."""
     from safetensors.torch import load_file
 
-    found: dict[str, torch.Tensor] = {}
+    state: dict[str, torch.Tensor] = {}
     for path in sorted(folder.glob(f"{stem}*.safetensors")):
-        found.update(load_file(path))
-    return found
+        state.update(load_file(path))
+    return state
 
 
 def failed(checks: Any) -> list[str]:
-    """Names of the checks that did not hold."""
+    """Return the names of the failed checks."""
     return [check.name for check in checks if not check.ok]
 
 

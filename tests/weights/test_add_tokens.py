@@ -1,4 +1,4 @@
-"""New tokens in a base: tokenizer, tables and configuration agree; other files stay as they are."""
+"""New tokens in a base: tokenizer, tables and config.json agree; other files do not change."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from tasks.weights.files.folder import inspect_checkpoint
 
 
 def model_folder(path: Path, *, tied: bool, shards: str = "5GB") -> Path:
-    """A Qwen2 of 259 tokens, bf16."""
+    """Save a Qwen2 of 259 tokens in bf16."""
     from transformers import Qwen2Config, Qwen2ForCausalLM
 
     from tests.training.conftest import make_tokenizer
@@ -50,9 +50,9 @@ def test_everything_grows_together(tmp_path: Path, tied: bool, shards: str) -> N
     grown = grow(folder, ["<tool>", "<answer>"], multiple=64)
     assert (grown.ids, grown.before, grown.after) == ((259, 260), 259, 320)
     assert {path.name: path.read_bytes() for path in source.iterdir()} == before
-    found = inspect_checkpoint(folder)
-    assert found.problems == []
-    assert all(check.ok for check in found.checks)
+    checkpoint = inspect_checkpoint(folder)
+    assert checkpoint.problems == []
+    assert all(check.ok for check in checkpoint.checks)
     assert [p.name for p in folder.iterdir() if p.name.startswith(".")] == []
 
     tokenizer = AutoTokenizer.from_pretrained(folder)
@@ -66,16 +66,16 @@ def test_everything_grows_together(tmp_path: Path, tied: bool, shards: str) -> N
     ids = torch.tensor([[3, 50, 7, 258]])
     with torch.no_grad():
         assert torch.equal(old(ids).logits, new(ids).logits[..., :259])
-    for one, other in (
+    for row, expected in (
         (old.get_input_embeddings(), new.get_input_embeddings()),
         (old.get_output_embeddings(), new.get_output_embeddings()),
     ):
-        mean = one.weight.double().mean(dim=0).to(torch.bfloat16)
-        assert torch.equal(other.weight[259:], mean.expand(61, -1))
-        assert torch.equal(other.weight[:259], one.weight)
+        mean = row.weight.double().mean(dim=0).to(torch.bfloat16)
+        assert torch.equal(expected.weight[259:], mean.expand(61, -1))
+        assert torch.equal(expected.weight[:259], row.weight)
 
 
-def test_rows_that_are_there_already_are_used(tmp_path: Path) -> None:
+def test_existing_spare_rows_are_used(tmp_path: Path) -> None:
     folder = model_folder(tmp_path / "base", tied=True)
     first = grow(folder, ["<a>"], multiple=64)
     weights = load_file(folder / "model.safetensors")
@@ -85,7 +85,7 @@ def test_rows_that_are_there_already_are_used(tmp_path: Path) -> None:
     assert all(torch.equal(tensor, after[name]) for name, tensor in weights.items())
 
 
-def test_what_cannot_be_added(tmp_path: Path) -> None:
+def test_unusable_tokens_and_models_are_refused(tmp_path: Path) -> None:
     folder = model_folder(tmp_path / "base", tied=True)
     with pytest.raises(ConfigError, match=r"model.new_tokens: <\|im_start\|> is in the vocabulary"):
         grow(folder, ["<|im_start|>"])

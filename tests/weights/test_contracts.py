@@ -22,14 +22,14 @@ def test_a_models_tensors_are_what_save_pretrained_writes(family: str, request) 
     checkpoint = read_checkpoint(base.path)
     checks = judge(model_facts(base.path).tensors, checkpoint.tensors)
     assert len(checks) >= 20
-    assert all(one.ok for one in checks)
+    assert all(check.ok for check in checks)
 
 
 def test_facts_of_a_tied_model(qwen: Artifact) -> None:
     facts = model_facts(qwen.path)
     assert facts.tied == {"lm_head.weight": "model.embed_tokens.weight"}
     assert facts.embedding == "model.embed_tokens.weight"
-    assert "lm_head.weight" not in {one.name for one in facts.tensors}
+    assert "lm_head.weight" not in {tensor.name for tensor in facts.tensors}
     assert Expected("model.embed_tokens.weight", (300, 64), "BF16") in facts.tensors
     assert len(facts.quantized) == 14
 
@@ -50,14 +50,14 @@ def test_adapter_contract_is_what_peft_writes(llama, lora_adapter: Path) -> None
 
 def _config(lora_adapter: Path, folder: Path, **changes: object) -> Path:
     path = folder / "adapter_config.json"
-    said = json.loads((lora_adapter / "adapter_config.json").read_text())
-    path.write_text(json.dumps({**said, **changes}))
+    document = json.loads((lora_adapter / "adapter_config.json").read_text())
+    path.write_text(json.dumps({**document, **changes}))
     return path
 
 
 def test_targets_and_rank_decide_the_contract(llama, lora_adapter, tmp_path) -> None:
     path = _config(lora_adapter, tmp_path, target_modules=["v_proj"], r=7)
-    contract = {one.name: one.shape for one in adapter_contract(llama.path, path)}
+    contract = {expected.name: expected.shape for expected in adapter_contract(llama.path, path)}
     prefix = "base_model.model.model.layers"
     assert contract == {
         f"{prefix}.{i}.self_attn.v_proj.{half}.weight": shape
@@ -66,7 +66,7 @@ def test_targets_and_rank_decide_the_contract(llama, lora_adapter, tmp_path) -> 
     }
 
 
-def test_an_initialiser_that_needs_weights_needs_none_here(llama, lora_adapter, tmp_path) -> None:
+def test_an_initialiser_that_reads_weights_needs_none_here(llama, lora_adapter, tmp_path) -> None:
     path = _config(lora_adapter, tmp_path, init_lora_weights="pissa")
     assert len(adapter_contract(llama.path, path)) == 28
 
@@ -91,10 +91,10 @@ def test_the_worker_answers_in_plain_json(qwen: Artifact, tmp_path: Path) -> Non
 
 
 def test_no_storage_is_allocated_for_a_model_of_any_size(qwen: Artifact, tmp_path: Path) -> None:
-    """A config of 100 billion parameters: a real tensor of it would not fit this machine."""
+    """Uses a config of 100 billion parameters, whose tensors would not fit in memory."""
     folder = shutil.copytree(qwen.path, tmp_path / "large")
     path = folder / "config.json"
-    said = {**json.loads(path.read_text()), "hidden_size": 32768, "intermediate_size": 524288}
-    path.write_text(json.dumps({**said, "num_attention_heads": 64}))
-    sizes = [one.shape for one in model_facts(folder).tensors]
+    document = {**json.loads(path.read_text()), "hidden_size": 32768, "intermediate_size": 524288}
+    path.write_text(json.dumps({**document, "num_attention_heads": 64}))
+    sizes = [tensor.shape for tensor in model_facts(folder).tensors]
     assert sum(a * b for a, b in (s for s in sizes if len(s) == 2)) > 10**11

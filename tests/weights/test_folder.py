@@ -1,4 +1,4 @@
-"""A model folder made to crash whoever looks into it is told like any broken download."""
+"""A model folder made to crash its reader is reported like a broken download."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ def problems(folder: Path) -> list[str]:
 
 
 @pytest.mark.parametrize("name", ["x" * 1000, "\ud800", "x\0y", "../x", "..", ""])
-def test_an_index_that_names_what_no_file_is_called(tmp_path: Path, name: str) -> None:
+def test_an_index_with_impossible_file_names(tmp_path: Path, name: str) -> None:
     (tmp_path / "config.json").write_text('{"model_type": "llama"}')
     (tmp_path / INDEX).write_text(json.dumps({"weight_map": {"a": name}}))
     assert problems(tmp_path) == [f"{INDEX} points outside the folder: {name[:200]!r}"]
 
 
 @pytest.mark.parametrize("file", ["config.json", INDEX])
-def test_json_without_end(tmp_path: Path, file: str) -> None:
+def test_deeply_nested_json(tmp_path: Path, file: str) -> None:
     (tmp_path / "config.json").write_text('{"model_type": "llama"}')
     (tmp_path / INDEX).write_text('{"weight_map": {"a": "model-1.safetensors"}}')
     (tmp_path / file).write_text('{"a":' + "[" * 100_000)

@@ -40,7 +40,7 @@ def out(tmp_path: Path) -> Path:
 
 
 def _alter(run: Path, rank: int, change) -> None:
-    """Rewrite one rank's file; `change` gets its tensors and its table, and alters them."""
+    """Rewrite one rank's file after `change` has altered its tensors and its table."""
     from safetensors import safe_open
 
     path = run / "shards" / rank_file(rank, 3)
@@ -57,10 +57,10 @@ def test_adapter_is_what_peft_itself_would_save(lora_run, llama: Artifact, out, 
     report = gather(out, trained=lora_run, base=llama.path, score=measure_here, log=log)
     model = trained_model(llama.path, Spread(world_size=3), seed=1)
     expected = get_peft_model_state_dict(model)
-    found = state_of(out, "adapter_model")
+    state = state_of(out, "adapter_model")
     assert failed(report.checks) == []
-    assert found.keys() == expected.keys()
-    assert all(torch.equal(found[name], expected[name]) for name in expected)
+    assert state.keys() == expected.keys()
+    assert all(torch.equal(state[name], expected[name]) for name in expected)
     assert report.drift is not None
     assert report.drift.mean_kl == 0.0
     names = {path.name for path in out.iterdir()}
@@ -78,17 +78,17 @@ def test_qlora_adapter_measures_as_the_live_model(qlora_run, qwen: Artifact, out
 def test_full_weights_of_a_tied_model(full_run, qwen: Artifact, out, log) -> None:
     report = gather(out, trained=full_run, base=qwen.path, score=measure_here, log=log)
     live = trained_model(qwen.path, Spread(full=True), seed=1)
-    found = state_of(out)
+    state = state_of(out)
     expected = dict(live.named_parameters())
     assert report.kind == "weights"
     assert failed(report.checks) == []
-    assert found.keys() == expected.keys()
-    assert all(torch.equal(found[name], expected[name]) for name in expected)
-    assert "lm_head.weight" not in found
+    assert state.keys() == expected.keys()
+    assert all(torch.equal(state[name], expected[name]) for name in expected)
+    assert "lm_head.weight" not in state
 
 
 def test_empty_tensors_are_refused_by_name(run_copy, llama: Artifact, out, log) -> None:
-    """What PEFT's own `save_pretrained` leaves under ZeRO-3: every shape is (0,)."""
+    """PEFT's `save_pretrained` writes such tensors under ZeRO-3: every shape is (0,)."""
     names = json.loads((run_copy / "partitions.json").read_text())["parameters"]
     write_shards(run_copy, {name: torch.empty(0) for name in names}, Spread(world_size=3))
     for path in (run_copy / "shards").iterdir():
@@ -158,7 +158,9 @@ def test_truncated_rank_file_is_named_and_nothing_is_written(run_copy, llama, ou
     assert list(out.iterdir()) == []
 
 
-def test_a_trained_parameter_that_is_no_lora_weight_is_refused(run_copy, llama, out, log) -> None:
+def test_a_trained_parameter_that_is_not_a_lora_weight_is_refused(
+    run_copy, llama, out, log
+) -> None:
     path = run_copy / "partitions.json"
     path.write_text(path.read_text().replace("q_proj.lora_A.default", "q_proj.lora_magnitude"))
     for file in (run_copy / "shards").iterdir():
@@ -182,7 +184,7 @@ def test_drift_beyond_rounding_fails_the_stage(run_copy, llama: Artifact, out, l
 
 
 class TestOtherHardware:
-    """Trained on a GPU, measured without one; for its other sums stand those of fp32."""
+    """Trained on a GPU, measured on a CPU; fp32 sums stand in for those of the GPU."""
 
     GPU: ClassVar = {"device": "cuda", "name": "NVIDIA H100", "attention": "sdpa"}
 
@@ -240,5 +242,5 @@ def test_gathering_twice_gives_the_same_bytes(
     for folder in folders:
         folder.mkdir()
         gather(folder, trained=lora_run, base=llama.path, score=copy_reference, log=log)
-    one, two = ({p.name: p.read_bytes() for p in f.iterdir()} for f in folders)
-    assert one == two
+    first, second = ({p.name: p.read_bytes() for p in f.iterdir()} for f in folders)
+    assert first == second

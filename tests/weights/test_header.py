@@ -57,7 +57,7 @@ def test_offsets_point_at_the_bytes(tmp_path: Path, good: bytes) -> None:
 def test_altered_bytes_give_an_error_or_what_safetensors_reads(
     tmp_path: Path, good: bytes, data: st.DataObject
 ) -> None:
-    """Never a silently different parse: what is accepted here, the library reads the same way."""
+    """A header that is accepted here is read the same way by the safetensors library."""
     raw = bytearray(good)
     for _ in range(data.draw(st.integers(1, 3))):
         at = data.draw(st.integers(0, len(raw) - 1))
@@ -99,20 +99,20 @@ def _theirs(path: Path) -> dict | None:
         ({"a": _entry([4], 0, True)}, "malformed header entry for a"),
         ({"__metadata__": 7}, "__metadata__"),
         ({"__metadata__": {"a": 7}}, "__metadata__"),
-        ({"a": _entry([4], 0, 4), "b": _entry([3], 5, 8)}, "1 bytes before b are of no tensor"),
-        ({"a": _entry([4], 0, 4)}, "4 bytes after a are of no tensor"),
+        ({"a": _entry([4], 0, 4), "b": _entry([3], 5, 8)}, "1 bytes before b belong to no tensor"),
+        ({"a": _entry([4], 0, 4)}, "4 bytes after a belong to no tensor"),
         ({"a": _entry([2**63, 0], 0, 0)}, "a shape of 2 axes"),
         ({"a": _entry([10**4000] * 5000, 0, 8)}, "a shape of 5000 axes"),
         ([1, 2], "not a JSON object"),
     ],
 )
-def test_what_is_wrong_is_said(tmp_path: Path, entries, message: str) -> None:
+def test_errors_name_the_problem(tmp_path: Path, entries, message: str) -> None:
     path = _file(tmp_path / "x.safetensors", entries, bytes(8))
     with pytest.raises(ArtifactError, match=message):
         read_header(path)
 
 
-def test_many_tensors_and_one_of_them_twice_is_told_at_once(tmp_path: Path) -> None:
+def test_a_duplicate_among_many_tensors_is_found_fast(tmp_path: Path) -> None:
     """The search for a duplicate among 50,000 names is linear."""
     names = [f'"{n}":0' for n in range(50_000)]
     text = f"{{{','.join([*names, names[-1]])}}}".encode()
@@ -125,7 +125,7 @@ def test_many_tensors_and_one_of_them_twice_is_told_at_once(tmp_path: Path) -> N
 
 
 @pytest.mark.parametrize("length", [0, 3, 8])
-def test_stumps_are_refused(tmp_path: Path, good: bytes, length: int) -> None:
+def test_truncated_files_are_refused(tmp_path: Path, good: bytes, length: int) -> None:
     path = tmp_path / "x.safetensors"
     path.write_bytes(good[:length])
     with pytest.raises(ArtifactError, match="truncated"):
@@ -148,7 +148,7 @@ def test_a_tensor_named_twice_is_refused(tmp_path: Path) -> None:
         read_header(path)
 
 
-def test_nesting_without_end_is_refused(tmp_path: Path) -> None:
+def test_deep_nesting_is_refused(tmp_path: Path) -> None:
     text = b"[" * 200_000
     path = tmp_path / "x.safetensors"
     path.write_bytes(struct.pack("<Q", len(text)) + text)

@@ -26,14 +26,14 @@ def out(tmp_path: Path) -> Path:
     return tmp_path / "out"
 
 
-def _merge(out: Path, adapter: Path, base: Path, trained: Path, **other) -> StageReport:
+def _merge(out: Path, adapter: Path, base: Path, trained: Path, **options) -> StageReport:
     settings = {
         "base_mode": "auto",
         "score": copy_reference,
         "profile": STANDARD,
         "log": logging.getLogger("tests.weights"),
     }
-    return merge(out, adapter=adapter, base=base, trained=trained, **{**settings, **other})
+    return merge(out, adapter=adapter, base=base, trained=trained, **{**settings, **options})
 
 
 def _peft_merge(
@@ -42,7 +42,7 @@ def _peft_merge(
     adapter: Path,
     dtype: torch.dtype = torch.bfloat16,
 ) -> dict:
-    """peft's own merge, done in fp32 on `base`, cast once."""
+    """Merge with peft in fp32 on `base` and cast once."""
     from peft import PeftModel
     from transformers import AutoConfig, AutoModelForCausalLM
 
@@ -55,7 +55,7 @@ def _peft_merge(
 
 
 def _dequantised(base: Path) -> dict[str, torch.Tensor]:
-    """The base as a 4-bit transformers model holds it."""
+    """Return the base as a 4-bit transformers model stores it."""
     from bitsandbytes import functional, nn
 
     from tasks.serving.reference.load import load_model
@@ -73,9 +73,9 @@ def test_equals_pefts_merge_in_fp32_bit_for_bit(llama, lora_adapter, lora_run, o
     report = _merge(out, lora_adapter, llama.path, lora_run, score=measure_here)
     assert failed(report.checks) == []
     expected = _peft_merge(state_of(llama.path), llama.path, lora_adapter)
-    found = state_of(out)
-    assert found.keys() == expected.keys()
-    assert [name for name in found if not torch.equal(found[name], expected[name])] == []
+    state = state_of(out)
+    assert state.keys() == expected.keys()
+    assert [name for name in state if not torch.equal(state[name], expected[name])] == []
     assert report.drift is not None
     assert 0 < report.drift.mean_kl <= STANDARD.mean_kl
 
@@ -85,9 +85,9 @@ def test_qlora_merges_into_the_base_that_training_saw(qwen, qlora_adapter, qlora
     assert failed(report.checks) == []
     seen = _dequantised(qwen.path)
     expected = _peft_merge(seen, qwen.path, qlora_adapter)
-    found = state_of(out)
-    assert [name for name in found if not torch.equal(found[name], expected[name])] == []
-    assert "lm_head.weight" not in found
+    state = state_of(out)
+    assert [name for name in state if not torch.equal(state[name], expected[name])] == []
+    assert "lm_head.weight" not in state
     assert report.notes["merge_base"] == "dequantized"
     assert report.drift is not None
     assert report.drift.mean_kl <= STANDARD.mean_kl
@@ -107,8 +107,8 @@ def test_qlora_into_the_original_base_is_another_model(qwen, qlora_adapter, qlor
         report.checks[-1].hint
     )
     expected = _peft_merge(state_of(qwen.path), qwen.path, qlora_adapter)
-    found = state_of(out)
-    assert [name for name in found if not torch.equal(found[name], expected[name])] == []
+    state = state_of(out)
+    assert [name for name in state if not torch.equal(state[name], expected[name])] == []
 
 
 def test_quantization_error_is_what_its_name_says(qwen, qlora_adapter, qlora_run, out) -> None:
@@ -132,11 +132,11 @@ def test_untargeted_tensors_are_checked_one_by_one(llama, lora_adapter, lora_run
 
 
 @pytest.mark.parametrize(
-    ("asked", "quantization", "chosen"),
+    ("setting", "quantization", "chosen"),
     [("auto", None, "original"), ("auto", NF4, "dequantized"), ("original", NF4, "original")],
 )
-def test_choice_of_the_base(asked: str, quantization: dict | None, chosen: str) -> None:
-    assert choose_mode(asked, quantization) == chosen
+def test_choice_of_the_base(setting: str, quantization: dict | None, chosen: str) -> None:
+    assert choose_mode(setting, quantization) == chosen
 
 
 def test_dequantised_without_quantisation_is_refused() -> None:
@@ -171,7 +171,7 @@ def test_every_misfit_of_the_adapter_in_one_error(llama, lora_adapter, lora_run,
     assert len(caught.value.details) == 7
     assert "the adapter covers only 25 of the 28 tensors it has to hold" in text
     assert "up_projj.lora_A.weight: unexpected: near: base_model.model.model.layers.0.mlp" in text
-    assert "down_proj.lora_A.weight: is [4, 7], the model and the rank want [4, 128]" in text
+    assert "down_proj.lora_A.weight: is [4, 7], the model and the rank need [4, 128]" in text
     assert f"{prefix}.gate_proj.lora_B.weight: missing" in text
     assert list(out.iterdir()) == []
 
@@ -193,8 +193,8 @@ def test_infinite_result_fails_the_stage_by_name(llama, lora_adapter, lora_run, 
     tensors = load_file(path)
     name = "base_model.model.model.layers.0.self_attn.k_proj.lora_B.weight"
     tensors[name] = torch.full_like(tensors[name], 3e38)  # finite, and their product is not
-    other = name.replace("lora_B", "lora_A")
-    tensors[other] = torch.full_like(tensors[other], 9.0)
+    factor_a = name.replace("lora_B", "lora_A")
+    tensors[factor_a] = torch.full_like(tensors[factor_a], 9.0)
     save_file(tensors, path)
     report = _merge(out, hot, llama.path, lora_run)
     assert failed(report.checks) == ["model.layers.0.self_attn.k_proj.weight"]
@@ -202,7 +202,7 @@ def test_infinite_result_fails_the_stage_by_name(llama, lora_adapter, lora_run, 
 
 
 def test_another_process_may_do_the_work(qwen, qlora_adapter, qlora_run, tmp_path) -> None:
-    """Requests and replies are plain JSON, and give the same bytes."""
+    """Requests and results are plain JSON, and the merged files are the same."""
 
     def elsewhere(request: dict) -> dict:
         return json.loads(json.dumps(perform(json.loads(json.dumps(request)))))
@@ -229,8 +229,8 @@ def test_truncated_inputs_are_refused_and_nothing_is_written(
     assert list(out.iterdir()) == []
 
 
-def test_a_tied_target_is_stored_apart(tmp_path, qwen, qlora_adapter, qlora_run, out) -> None:
-    """The adapter changes the head alone: what shared its tensor keeps the base's."""
+def test_a_tied_target_is_stored_separately(tmp_path, qwen, qlora_adapter, qlora_run, out) -> None:
+    """The adapter changes only the head; the tied embedding keeps the base's tensor."""
     head = shutil.copytree(qlora_adapter, tmp_path / "head")
     prefix = "base_model.model.lm_head.lora"
     torch.manual_seed(3)
@@ -239,8 +239,8 @@ def test_a_tied_target_is_stored_apart(tmp_path, qwen, qlora_adapter, qlora_run,
         {f"{prefix}_A.weight": a, f"{prefix}_B.weight": b}, head / "adapter_model.safetensors"
     )
     config = json.loads((head / "adapter_config.json").read_text())
-    said = {**config, "target_modules": ["lm_head"], "rank_pattern": {}, "alpha_pattern": {}}
-    (head / "adapter_config.json").write_text(json.dumps(said))
+    document = {**config, "target_modules": ["lm_head"], "rank_pattern": {}, "alpha_pattern": {}}
+    (head / "adapter_config.json").write_text(json.dumps(document))
     report = _merge(out, head, qwen.path, qlora_run)
     assert report.notes["plan"]["notes"]["untied"] == ["lm_head.weight"]
     merged, base = load_file(out / "model.safetensors"), load_file(qwen.path / "model.safetensors")
@@ -256,15 +256,15 @@ def test_merging_twice_gives_the_same_bytes(qwen, qlora_adapter, qlora_run, tmp_
     for folder in folders:
         folder.mkdir()
         _merge(folder, qlora_adapter, qwen.path, qlora_run)
-    one, two = ({p.name: p.read_bytes() for p in f.iterdir()} for f in folders)
-    assert one == two
+    first, second = ({p.name: p.read_bytes() for p in f.iterdir()} for f in folders)
+    assert first == second
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 def test_one_pass_with_convert_and_both_verdicts(
     llama, lora_adapter, lora_run, tmp_path, dtype: str
 ) -> None:
-    """Merge writes what convert is to make; convert then links every file."""
+    """Merge already writes the converted files; convert links all of them."""
     from tasks.convert import convert
 
     settings = {"dtype": dtype, "max_shard_size": "90KB"}
@@ -277,8 +277,8 @@ def test_one_pass_with_convert_and_both_verdicts(
     assert failed(report.checks) == []
     merged = tmp_path / "merged"
     expected = _peft_merge(state_of(llama.path), llama.path, lora_adapter, getattr(torch, dtype))
-    found = state_of(merged)
-    assert [name for name in found if not torch.equal(found[name], expected[name])] == []
+    state = state_of(merged)
+    assert [name for name in state if not torch.equal(state[name], expected[name])] == []
     assert json.loads((merged / "config.json").read_text())["dtype"] == dtype
     (tmp_path / "served").mkdir()
 
@@ -294,7 +294,7 @@ def test_one_pass_with_convert_and_both_verdicts(
     assert served.notes == {"linked": files, "drift_carried_over": True}
 
 
-def test_untouched_shards_are_the_bases_own_files(llama, lora_adapter, lora_run, out) -> None:
+def test_unchanged_shards_are_links_to_the_base(llama, lora_adapter, lora_run, out) -> None:
     _merge(out, lora_adapter, llama.path, lora_run)
     linked = [p.name for p in out.glob("*.safetensors") if p.stat().st_nlink > 1]
     assert linked  # the embedding and the head have files of their own in this base

@@ -54,7 +54,7 @@ def test_wrappers_are_dropped(name: str) -> None:
         LIVE.replace("weight", "scale"),
     ],
 )
-def test_what_belongs_to_no_adapter_is_refused(name: str) -> None:
+def test_parameters_of_no_adapter_are_refused(name: str) -> None:
     with pytest.raises(ContractError, match="no parameter of adapter 'default'"):
         live_to_peft(name)
 

@@ -32,7 +32,7 @@ def _parameters(sizes: tuple[int, int, int]) -> dict[str, torch.Tensor]:
     world=st.integers(1, 9),
     sizes=st.tuples(st.integers(1, 70), st.integers(1, 3), st.integers(1, 20)),
 )
-def test_any_world_size_gives_the_whole_tensors(tmp_path: Path, world: int, sizes: tuple) -> None:
+def test_any_world_size_gives_the_full_tensors(tmp_path: Path, world: int, sizes: tuple) -> None:
     shutil.rmtree(tmp_path / "run", ignore_errors=True)
     parameters = _parameters((sizes[0], sizes[1], min(sizes)))
     write_shards(tmp_path / "run", parameters, Spread(world_size=world))
@@ -61,8 +61,8 @@ def test_any_cut_in_any_order_is_covered(cuts: list[int], order) -> None:
 @given(slices=st.lists(st.tuples(st.integers(0, 12), st.integers(0, 12)).map(sorted), max_size=5))
 def test_coverage_agrees_with_counting_every_element(slices: list[list[int]]) -> None:
     counts = [sum(a <= i < b for a, b in slices) for i in range(12)]
-    found = coverage("w", 12, [Slice(a, b, "f") for a, b in slices])
-    assert (found == []) == (counts == [1] * 12)
+    findings = coverage("w", 12, [Slice(a, b, "f") for a, b in slices])
+    assert (findings == []) == (counts == [1] * 12)
 
 
 @pytest.fixture
@@ -124,7 +124,7 @@ def test_all_findings_come_at_once(run: Path) -> None:
         assert finding in text
 
 
-def test_an_absent_rank_is_named_once(run: Path) -> None:
+def test_a_missing_rank_is_named_once(run: Path) -> None:
     (run / "shards" / rank_file(1, 2)).unlink()
     with pytest.raises(ArtifactError) as caught:
         read_partitions(run)

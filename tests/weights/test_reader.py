@@ -106,12 +106,12 @@ def test_a_stray_file_beside_a_single_one(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", ["..", "/etc/passwd", "a/b.safetensors", "", "x\0y"])
-def test_a_name_that_is_no_plain_one_is_refused(folder: Path, name: str) -> None:
+def test_a_file_name_with_a_path_is_refused(folder: Path, name: str) -> None:
     _index(folder, {"a": name})
     assert f"index names {name!r}, which is not a plain file name" in _findings(folder)
 
 
 @pytest.mark.parametrize("name", ["x" * 1000, "\ud800"])
-def test_a_name_that_no_file_system_takes_is_refused(folder: Path, name: str) -> None:
+def test_an_impossible_file_name_is_refused(folder: Path, name: str) -> None:
     _index(folder, {"a": name})
     assert any("which is not a plain file name" in finding for finding in _findings(folder))

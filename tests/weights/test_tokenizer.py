@@ -35,9 +35,9 @@ def test_agrees_with_transformers(folder: Path) -> None:
 
 def test_one_stop_where_the_turn_ends_with_eos(folder: Path) -> None:
     _settings(folder, eos_token={"content": "<|im_end|>", "special": True}, pad_token=None)
-    found = read_tokenizer(folder)
-    assert found.stops == [2]
-    assert found.pad is None
+    facts = read_tokenizer(folder)
+    assert facts.stops == [2]
+    assert facts.pad is None
 
 
 def test_a_template_without_a_special_token_after_the_answer(folder: Path) -> None:
@@ -63,8 +63,8 @@ def test_a_template_inside_the_settings(folder: Path) -> None:
 
 def test_no_template(folder: Path) -> None:
     (folder / "chat_template.jinja").unlink()
-    found = read_tokenizer(folder)
-    assert (found.template, found.end_of_turn) == ("", None)
+    facts = read_tokenizer(folder)
+    assert (facts.template, facts.end_of_turn) == ("", None)
 
 
 @pytest.mark.parametrize(
@@ -86,7 +86,7 @@ def test_a_broken_template_is_refused(folder: Path, template: str, message: str)
     ("change", "message"),
     [({"eos_token": None}, "names no eos_token"), ({"eos_token": "</s>"}, "'</s>' has no id")],
 )
-def test_an_eos_that_is_none_is_refused(folder: Path, change: dict, message: str) -> None:
+def test_a_missing_eos_is_refused(folder: Path, change: dict, message: str) -> None:
     _settings(folder, **change)
     with pytest.raises(ArtifactError, match=message):
         read_tokenizer(folder)

@@ -1,4 +1,4 @@
-"""Vocabularies: grown ones come out as training left them; sizes that disagree are refused."""
+"""Grown vocabularies are merged as trained; sizes that disagree are refused."""
 
 from __future__ import annotations
 
@@ -25,12 +25,12 @@ GROWN = 104  # from 96
 
 
 def tokenizer(rows: int, *, pad: int | None = None) -> TokenizerFacts:
-    """Of so many ids; the last one ends a text."""
+    """Return facts of a tokenizer with `rows` ids, the last of which is EOS."""
     return TokenizerFacts(rows, eos=rows - 1, pad=pad, end_of_turn=None, template="")
 
 
 def grown_adapter(tmp_path: Path, family: str, **options: Any) -> tuple[Path, Path, Any]:
-    """A base, an adapter trained after the vocabulary grew, and the merged model."""
+    """Make a base, an adapter trained after the vocabulary grew, and the merged model."""
     from peft import LoraConfig
 
     model = base_model(family)
@@ -46,16 +46,16 @@ def grown_adapter(tmp_path: Path, family: str, **options: Any) -> tuple[Path, Pa
 
 
 def merge(base: Path, adapter: Path, out: Path, vocabulary: TokenizerFacts) -> Vocabulary:
-    """Plan, compare the sizes, and, where they agree, execute and write config.json."""
+    """Plan, compare the sizes and, if they agree, execute and write config.json."""
     lora, config = read_adapter(adapter), json.loads((base / "config.json").read_text())
     facts = model_facts(base, "float32")
     weights = read_checkpoint(base)
-    operands = {f"adapter:{key}": one for key, one in lora.tensors.tensors.items()}
-    found = changes([(lora, 1.0)], facts.live)
-    plan = plan_merge(weights.tensors, facts, found, operands, MergeSettings())
+    operands = {f"adapter:{key}": tensor for key, tensor in lora.tensors.tensors.items()}
+    total = changes([(lora, 1.0)], facts.live)
+    plan = plan_merge(weights.tensors, facts, total, operands, MergeSettings())
     sizes = vocabulary_of(
         {op.name: op.shape for op in plan.ops}, facts, vocabulary, config,
-        {name: tuple(one.shape) for name, one in weights.tensors.items()},
+        {name: tuple(tensor.shape) for name, tensor in weights.tensors.items()},
     )  # fmt: skip
     if any(sizes.findings()):
         return sizes
@@ -102,8 +102,8 @@ def test_only_one_of_two_untied_embeddings_is_refused(tmp_path: Path) -> None:
     base, adapter, _ = grown_adapter(tmp_path, "llama", save_embedding_layers=True)
     path = adapter / "adapter_model.safetensors"
     tensors = {
-        key: one
-        for key, one in load_file(path).items()
+        key: tensor
+        for key, tensor in load_file(path).items()
         if not (key.endswith("weight") and "lm_head" in key and "lora" not in key)
     }
     save_file(tensors, path, metadata={"format": "pt"})
@@ -112,7 +112,7 @@ def test_only_one_of_two_untied_embeddings_is_refused(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("found", "text"),
+    ("sizes", "text"),
     [
         (Vocabulary(97, 96), "the tokenizer has 97 ids, the embedding 96 rows; some ids"),
         (Vocabulary(96, 96, head_rows=90), "has 96 rows, the output embedding 90"),
@@ -120,15 +120,15 @@ def test_only_one_of_two_untied_embeddings_is_refused(tmp_path: Path) -> None:
         (Vocabulary(90, 96, special={"pad_token_id": -1}), "pad_token_id is -1"),
     ],
 )
-def test_sizes_that_disagree(found: Vocabulary, text: str) -> None:
-    assert any(text in line for line in found.findings())
+def test_sizes_that_disagree(sizes: Vocabulary, text: str) -> None:
+    assert any(text in line for line in sizes.findings())
 
 
 def test_a_padded_embedding_is_fine() -> None:
     assert not list(Vocabulary(97, 128, 128, 128, 128, {"pad_token_id": 96}).findings())
 
 
-def test_config_is_resized_where_the_family_says_it() -> None:
+def test_config_is_resized_for_nested_configurations() -> None:
     assert resized_config({"vocab_size": 4, "x": 1}, 8) == {"vocab_size": 8, "x": 1}
     nested = {"text_config": {"vocab_size": 4, "y": 2}}
     assert resized_config(nested, 8) == {"text_config": {"vocab_size": 8, "y": 2}}

@@ -158,7 +158,8 @@ class _Sum:
             if (shape := self.shapes.get(name))
         }
         if len(rows) > 1:
-            self.findings.append(f"embeddings of {' and '.join(map(str, sorted(rows)))} rows")
+            sizes = " and ".join(map(str, sorted(rows)))
+            self.findings.append(f"input and output embedding need equal rows, but have {sizes}")
 
 
 def _bound(term: Term, adapter: str, weight: float) -> Term:

@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from tasks.weights.adapters.config_reader import LAYER, PATTERN, SAVED, Taker, short
+from tasks.weights.adapters.config_reader import LAYER, PATTERN, SAVED, ConfigReader, short
 
 _PEFT = "merge it with peft's merge_and_unload"
 _REFUSED = {
@@ -113,24 +113,24 @@ def parse_config(raw: Mapping[str, Any]) -> tuple[AdapterConfig, list[str]]:
             f"peft_type={kind!r} is not LORA: merge it with peft's merge_and_unload, or train LoRA"
         ]
     findings = [*_refusals(raw), *_init_findings(raw)]
-    take = Taker(raw, findings)
+    reader = ConfigReader(raw, findings)
     config = AdapterConfig(
-        rank=take.positive("r", int, 8),
-        alpha=take.positive("lora_alpha", float, 8),
-        rslora=take.flag("use_rslora"),
-        dora=take.flag("use_dora"),
-        rank_pattern=take.patterns("rank_pattern", int),
-        alpha_pattern=take.patterns("alpha_pattern", float),
-        target_modules=take.names_or_regex("target_modules"),
-        target_parameters=take.names("target_parameters"),
-        exclude_modules=take.names_or_regex("exclude_modules"),
-        layers_to_transform=take.integers("layers_to_transform"),
-        layers_pattern=take.names("layers_pattern", LAYER),
-        modules_to_save=take.names("modules_to_save", SAVED),
-        token_indices=take.indices("trainable_token_indices"),
+        rank=reader.positive("r", int, 8),
+        alpha=reader.positive("lora_alpha", float, 8),
+        rslora=reader.flag("use_rslora"),
+        dora=reader.flag("use_dora"),
+        rank_pattern=reader.patterns("rank_pattern", int),
+        alpha_pattern=reader.patterns("alpha_pattern", float),
+        target_modules=reader.names_or_regex("target_modules"),
+        target_parameters=reader.names("target_parameters"),
+        exclude_modules=reader.names_or_regex("exclude_modules"),
+        layers_to_transform=reader.integers("layers_to_transform"),
+        layers_pattern=reader.names("layers_pattern", LAYER),
+        modules_to_save=reader.names("modules_to_save", SAVED),
+        token_indices=reader.indices("trainable_token_indices"),
         bias=str(raw.get("bias") or "none"),
-        lora_bias=take.flag("lora_bias"),
-        tying=take.flag("ensure_weight_tying"),
+        lora_bias=reader.flag("lora_bias"),
+        tying=reader.flag("ensure_weight_tying"),
         task_type=str(raw.get("task_type") or ""),
         peft_version=str(raw.get("peft_version") or ""),
     )

@@ -23,7 +23,7 @@ def short(value: Any) -> str:
     return text if len(text) <= 60 else text[:57] + "..."
 
 
-class Taker:
+class ConfigReader:
     """Reads settings by key. A value of the wrong type adds a finding and reads as empty."""
 
     def __init__(self, raw: Mapping[str, Any], findings: list[str]) -> None:

@@ -128,7 +128,8 @@ def _require_gapless(path: Path, tensors: dict[str, TensorInfo], start: int, siz
         if info.start < at:
             raise ArtifactError(f"{path}: {name} and {last} overlap")
         if info.start > at:
-            raise ArtifactError(f"{path}: {info.start - at} bytes before {name} are of no tensor")
+            gap = info.start - at
+            raise ArtifactError(f"{path}: {gap} bytes before {name} belong to no tensor")
         at, last = info.end, name
     if at != size:
-        raise ArtifactError(f"{path}: {size - at} bytes after {last} are of no tensor")
+        raise ArtifactError(f"{path}: {size - at} bytes after {last} belong to no tensor")

@@ -148,9 +148,11 @@ def _read_plan(root: Path) -> dict[str, Any]:
     if missing:
         raise ArtifactError(f"{path}: lacks {', '.join(sorted(missing))}")
     if plan["mode"] not in ("adapter", "full") or plan["dtype"] not in ITEM_BITS:
-        raise ArtifactError(f"{path}: mode {plan['mode']!r}, dtype {plan['dtype']!r}")
+        raise ArtifactError(
+            f"{path}: mode {plan['mode']!r} or dtype {plan['dtype']!r} is not supported"
+        )
     if type(plan["world_size"]) is not int or not 0 < plan["world_size"] <= MAX_RANKS:
-        raise ArtifactError(f"{path}: world_size {str(plan['world_size'])[:20]}")
+        raise ArtifactError(f"{path}: world_size {str(plan['world_size'])[:20]} is not valid")
     if not isinstance(plan["parameters"], dict) or not all(
         isinstance(entry, dict) and _is_shape(entry.get("shape"))
         for entry in plan["parameters"].values()

@@ -1,4 +1,4 @@
-"""What several files of tests take apart: a tiny Llama and a good adapter of it."""
+"""Fixtures of several test files: a tiny Llama and a valid adapter of it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Tiny models of real classes, adapters that real peft wrote, and our merge of them in memory."""
+"""Make tiny models of real classes and adapters with peft, and merge them in memory."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ Tensors = dict[str, torch.Tensor]
 
 
 def config_of(family: str) -> Any:
-    """A tiny configuration of a real class."""
+    """Return a tiny configuration of a real class."""
     import transformers as tf
 
     if family == "gpt2":
@@ -44,7 +44,7 @@ def config_of(family: str) -> Any:
 
 
 def base_model(family: str, *, head: str = "CausalLM", seed: int = 0) -> Any:
-    """A model in fp32 whose weights are exact in bf16, without flat tensors."""
+    """Return a model in fp32 whose weights are exact in bf16, without constant tensors."""
     import transformers as tf
 
     torch.manual_seed(seed)
@@ -63,14 +63,14 @@ def base_model(family: str, *, head: str = "CausalLM", seed: int = 0) -> Any:
 
 @contextlib.contextmanager
 def quiet() -> Iterator[None]:
-    """peft warns of much that is meant here; the suite turns warnings into errors."""
+    """Silence peft's warnings about settings that these tests use on purpose."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         yield
 
 
 def train(model: Any, config: Any, *, seed: int = 1) -> Any:
-    """Wrap a copy of the model by peft and move every trained weight, as training would."""
+    """Wrap a copy of the model with peft and change every trained weight, as training would."""
     from peft import get_peft_model
 
     torch.manual_seed(seed)
@@ -97,7 +97,7 @@ def save(wrapped: Any, folder: Path, **options: Any) -> Path:
 def peft_merge(
     model: Any, *folders: Path, weights: Sequence[float] = ()
 ) -> dict[str, torch.Tensor]:
-    """What peft makes of base and adapters in fp32, one after another, cast once to bf16."""
+    """Merge adapters with peft in fp32, one after another, and cast once to bf16."""
     from peft import PeftModel
 
     merged = copy.deepcopy(model)
@@ -114,31 +114,33 @@ def peft_merge(
 def our_merge(
     model: Any, adapters: Sequence[tuple[Adapter, float]], live: LiveModel | None = None
 ) -> dict[str, torch.Tensor]:
-    """The same through changes and kernels, in blocks of rows. Tied names as in a state dict."""
+    """Merge adapters with our changes and kernels, in blocks of rows."""
     live = live or live_model(model)
-    found = changes(adapters, live)
-    if found.findings:
-        raise ContractError(first_and_more(found.findings), details=found.findings)
-    operands = {f"{one.name}:{k}": v for one, _ in adapters for k, v in tensors_of(one).items()}
+    total = changes(adapters, live)
+    if total.findings:
+        raise ContractError(first_and_more(total.findings), details=total.findings)
+    operands = {
+        f"{adapter.name}:{k}": v for adapter, _ in adapters for k, v in tensors_of(adapter).items()
+    }
     state = model.state_dict()
     merged: dict[str, torch.Tensor] = {}
     for name in state:
-        if name in live.tied and name not in found.unties:
+        if name in live.tied and name not in total.unties:
             continue
-        stored = found.replacements.get(name)
+        stored = total.replacements.get(name)
         start = operands[stored] if stored else state[name]
-        merged[name] = merge_one(start, name, found, operands)
+        merged[name] = merge_one(start, name, total, operands)
     for name, holder in live.tied.items():
         merged.setdefault(name, merged[holder])
     return merged
 
 
 def merge_one(
-    start: torch.Tensor, name: str, found: Changes, operands: Mapping[str, torch.Tensor]
+    start: torch.Tensor, name: str, total: Changes, operands: Mapping[str, torch.Tensor]
 ) -> torch.Tensor:
-    """One tensor, block by block as the engine does it, cast once to bf16."""
+    """Merge one tensor block by block, as the engine does, and cast once to bf16."""
     flat = start.float().reshape(-1, start.shape[-1]) if start.ndim > 1 else start.float()
-    terms = found.terms.get(name, ())
+    terms = total.terms.get(name, ())
     step = len(flat) if any(map(needs_all_rows, terms)) else ROWS_A_BLOCK
     blocks = []
     for at in range(0, len(flat), step):
@@ -150,7 +152,7 @@ def merge_one(
 
 
 def tensors_of(adapter: Adapter) -> dict[str, torch.Tensor]:
-    """An adapter's tensors, read by the library that wrote them."""
+    """Read an adapter's tensors with safetensors or torch."""
     from safetensors.torch import load_file
 
     path = adapter.root / "adapter_model.safetensors"
@@ -160,14 +162,14 @@ def tensors_of(adapter: Adapter) -> dict[str, torch.Tensor]:
 
 
 def opened(folder: Path, name: str = "adapter", weight: float = 1.0) -> list[tuple[Adapter, float]]:
-    """One adapter, as `changes` takes it."""
+    """Open one adapter as the argument of `changes`."""
     return [(read_adapter(folder, name), weight)]
 
 
 def compare(
     ours: dict[str, torch.Tensor], theirs: dict[str, torch.Tensor], base: dict[str, torch.Tensor]
 ) -> None:
-    """The same but for the order of sums, and something did change."""
+    """Assert equality up to the order of sums, and that something changed."""
     assert set(ours) == set(theirs)
     wrong = {
         n: int((ours[n] != theirs[n]).sum()) for n in ours if not rounded_alike(ours[n], theirs[n])
@@ -179,7 +181,7 @@ def compare(
 def altered(
     good: Path, to: Path, edit: Callable[[Tensors], Any] = id, config: dict[str, Any] | None = None
 ) -> Path:
-    """A copy of an adapter with its tensors edited in place and settings replaced."""
+    """Copy an adapter with edited tensors and replaced settings."""
     shutil.rmtree(to, ignore_errors=True)
     shutil.copytree(good, to)
     tensors = tensors_of(read_adapter(good))

@@ -1,4 +1,4 @@
-"""Adapters that are damaged: every finding is told, and only the right merge passes."""
+"""Damaged adapters: every finding is reported, and only valid merges pass."""
 
 from __future__ import annotations
 
@@ -67,9 +67,9 @@ LEGACY = "base_model.model.model.layers.0.block_sparse_moe.experts.1.w1.lora_A.w
 def test_findings(
     edit: Callable[[Tensors], Any], words: list[str], good: Path, live: LiveModel, tmp_path: Path
 ) -> None:
-    found = _found(altered(good, tmp_path / "bad", edit), live)
-    text = "\n".join(found.findings)
-    assert all(one in text for one in words), text
+    total = _found(altered(good, tmp_path / "bad", edit), live)
+    text = "\n".join(total.findings)
+    assert all(word in text for word in words), text
 
 
 @pytest.mark.parametrize(
@@ -81,7 +81,7 @@ def test_findings(
         ({"r": 8}, "is [4, 32], the model and the rank need [8, 32]"),
         ({"rank_pattern": {"q_proj": 2}}, "want [2, 32]"),
         ({"use_dora": True}, "lora_magnitude_vector: missing"),
-        ({"lora_bias": True}, "lora_bias needs a bias"),
+        ({"lora_bias": True}, "lora_bias needs a layer with a bias"),
         ({"modules_to_save": ["lm_head"]}, "lm_head.weight: missing"),
         ({"trainable_token_indices": [5]}, "trainable_tokens_delta: missing"),
         ({"trainable_token_indices": [96]}, "trained token 96 is outside its 96 rows"),
@@ -93,13 +93,13 @@ def test_findings(
         ({"modules_to_save": ["proj"]}, "down_proj.weight: changed twice, by"),
         ({"lora_alpha": 0, "init_lora_weights": "pissa"}, "lora_alpha=0"),
     ],
-    ids=lambda one: "-".join(one) if isinstance(one, dict) else "",
+    ids=lambda value: "-".join(value) if isinstance(value, dict) else "",
 )
 def test_settings_that_do_not_fit(
     config: dict[str, Any], words: str, good: Path, live: LiveModel, tmp_path: Path
 ) -> None:
-    found = _found(altered(good, tmp_path / "bad", config=config), live)
-    assert words in "\n".join(found.findings)
+    total = _found(altered(good, tmp_path / "bad", config=config), live)
+    assert words in "\n".join(total.findings)
 
 
 def test_every_finding_of_a_configuration_at_once(
@@ -115,27 +115,27 @@ def test_a_base_of_another_shape(good: Path, live: LiveModel) -> None:
     from tasks.core.contract import Expected
 
     name = "model.layers.0.self_attn.q_proj.weight"
-    other = replace(live, tensors={**live.tensors, name: Expected(name, (48, 32))})
+    larger = replace(live, tensors={**live.tensors, name: Expected(name, (48, 32))})
     assert f"{Q0.format('B')}: is [32, 4], the model and the rank need [48, 4]" in (
-        _found(good, other).findings
+        _found(good, larger).findings
     )
 
 
-def test_a_copy_that_is_none(tmp_path: Path) -> None:
+def test_a_copy_that_differs_is_refused(tmp_path: Path) -> None:
     """Tied embeddings are stored under both names; neither may silently win."""
     tied = base_model("qwen2")
     config = LoraConfig(r=4, target_modules=["q_proj"])
     folder = save(train(tied, config), tmp_path / "good", save_embedding_layers=True)
     key = "base_model.model.lm_head.weight"
     for at, good in ((0.0, True), (1.0, False)):
-        other = altered(folder, tmp_path / "bad", lambda t, at=at: t[key].add_(at))
-        found = _found(other, live_model(tied))
-        assert f"adapter:{key}" in [one.source for one in found.dropped]
+        changed = altered(folder, tmp_path / "bad", lambda t, at=at: t[key].add_(at))
+        total = _found(changed, live_model(tied))
+        assert f"adapter:{key}" in [entry.source for entry in total.dropped]
         if good:
-            require_values([read_adapter(other)], found.copies)
+            require_values([read_adapter(changed)], total.copies)
         else:
             with pytest.raises(ContractError, match="differs from"):
-                require_values([read_adapter(other)], found.copies)
+                require_values([read_adapter(changed)], total.copies)
 
 
 def test_a_stray_pair_on_a_tied_head(tmp_path: Path) -> None:
@@ -144,11 +144,13 @@ def test_a_stray_pair_on_a_tied_head(tmp_path: Path) -> None:
     folder = save(train(tied, config), tmp_path / "good", save_embedding_layers=True)
     key = "base_model.model.lm_head.lora_A.weight"
     bad = altered(folder, tmp_path / "bad", _put(key, torch.ones(4, 32)))
-    assert any(f"{key}: unexpected" in one for one in _found(bad, live_model(tied)).findings)
+    assert any(
+        f"{key}: unexpected" in finding for finding in _found(bad, live_model(tied)).findings
+    )
 
 
 def test_no_adapter(tmp_path: Path, good: Path, live: LiveModel) -> None:
-    with pytest.raises(ArtifactError, match="no PEFT adapter"):
+    with pytest.raises(ArtifactError, match="not a PEFT adapter"):
         read_adapter(tmp_path)
     (tmp_path / "adapter_config.json").write_text("{}")
     with pytest.raises(ArtifactError, match="adapter_model.safetensors: absent"):

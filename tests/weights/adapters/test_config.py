@@ -42,7 +42,7 @@ PLAIN: dict[str, Any] = {
 }
 
 
-def test_what_peft_saves_is_understood() -> None:
+def test_configurations_that_peft_saves_are_accepted() -> None:
     import peft
     from peft import LoraConfig
 
@@ -69,13 +69,13 @@ def test_every_setting_of_peft_is_known() -> None:
 
 
 def test_every_initialiser_of_peft_is_known() -> None:
-    """Each is one that leaves the base alone, or one that does not."""
+    """Every initialiser is known either to change the base or not to."""
     from typing import Literal, get_args, get_origin, get_type_hints
 
     from peft import LoraConfig
 
-    said = get_args(get_type_hints(LoraConfig)["init_lora_weights"])
-    names = [name for one in said if get_origin(one) is Literal for name in get_args(one)]
+    types = get_args(get_type_hints(LoraConfig)["init_lora_weights"])
+    names = [name for kind in types if get_origin(kind) is Literal for name in get_args(kind)]
     assert len(names) > 5
     plain = {name for name in names if not parse_config({**PLAIN, "init_lora_weights": name})[1]}
     assert plain == {"gaussian", "eva", "orthogonal", "mica"}
@@ -126,13 +126,13 @@ def test_every_initialiser_of_peft_is_known() -> None:
         ({"trainable_token_indices": [1, 1]}, "duplicate token id"),
         ({"trainable_token_indices": {"embed": [-1]}}, "trainable_token_indices"),
     ],
-    ids=lambda one: "-".join(one) if isinstance(one, dict) else "",
+    ids=lambda value: "-".join(value) if isinstance(value, dict) else "",
 )
 def test_refused_by_name(change: dict[str, Any], words: str) -> None:
     import re
 
     _, findings = parse_config({**PLAIN, **change})
-    assert any(re.search(words, one) for one in findings), findings
+    assert any(re.search(words, finding) for finding in findings), findings
 
 
 @pytest.mark.parametrize("init", [True, False, None, "gaussian", "eva", "orthogonal", "mica"])
@@ -196,7 +196,7 @@ JSON = st.recursive(
     ),
     value=JSON,
 )
-def test_any_json_is_an_answer(key: str, value: Any) -> None:  # fmt: skip
+def test_any_json_gives_findings_or_a_contract(key: str, value: Any) -> None:  # fmt: skip
     config, findings = parse_config({**PLAIN, key: value})
     contract = Contract(config, LIVE, {})
-    assert all(isinstance(one, str) for one in (*findings, *contract.findings))
+    assert all(isinstance(finding, str) for finding in (*findings, *contract.findings))

@@ -1,4 +1,4 @@
-"""Keys and shapes that we expect of an adapter are those that peft makes, over many families."""
+"""Keys and shapes that we expect of an adapter are those of peft, for many families."""
 
 from __future__ import annotations
 
@@ -83,7 +83,7 @@ def _fresh(family: str) -> Any:
 def _theirs(
     family: str, options: dict[str, Any]
 ) -> tuple[dict[str, Any], dict[str, tuple[int, ...]]]:
-    """The configuration as peft saves it, and the state dict it would save."""
+    """Return the configuration and the state dict that peft would save."""
     from peft import LoraConfig, get_peft_model, get_peft_model_state_dict
 
     kind = "SEQ_CLS" if family == "reward" else "CAUSAL_LM"
@@ -100,10 +100,12 @@ class _Header:
         self.shape, self.dtype = shape, "BF16"
 
 
-def _ours(live: LiveModel, raw: dict[str, Any], held: dict[str, tuple[int, ...]]) -> Contract:
+def _ours(
+    live: LiveModel, raw: dict[str, Any], file_tensors: dict[str, tuple[int, ...]]
+) -> Contract:
     config, findings = parse_config({**raw, "peft_type": "LORA"})
     assert not findings
-    return Contract(config, live, {key: _Header(shape) for key, shape in held.items()})
+    return Contract(config, live, {key: _Header(shape) for key, shape in file_tensors.items()})
 
 
 OPTIONS: dict[str, dict[str, Any]] = {
@@ -124,14 +126,14 @@ def test_same_keys_and_shapes(family: str, case: str) -> None:
     raw, theirs = _theirs(family, OPTIONS[case])
     contract = _ours(live_model(_fresh(family)), raw, theirs)
     assert not contract.findings
-    assert {key: shape for one in contract.pieces for key, shape in one.wants.items()} == theirs
+    assert {key: shape for piece in contract.pieces for key, shape in piece.wants.items()} == theirs
 
 
-def test_all_linear_written_out_by_nobody() -> None:
-    """The shorthand itself, as a configuration has it that was saved before it was used."""
+def test_all_linear_as_a_shorthand() -> None:
+    """A configuration that was saved before use still contains the shorthand."""
     raw, theirs = _theirs("reward", {"target_modules": "all-linear"})
     contract = _ours(live_model(_fresh("reward")), {**raw, "target_modules": "all-linear"}, theirs)
-    assert {key for one in contract.pieces for key in one.wants} == set(theirs)
+    assert {key for piece in contract.pieces for key in piece.wants} == set(theirs)
 
 
 LIVE = live_model(_fresh("llama"))
@@ -167,7 +169,7 @@ def test_the_rules_of_matching(
     raw, theirs = _theirs("llama", options)
     theirs = {key: shape for key, shape in theirs.items() if ".base_layer." not in key}
     contract = _ours(LIVE, raw, theirs)
-    assert {key: shape for one in contract.pieces for key, shape in one.wants.items()} == theirs
+    assert {key: shape for piece in contract.pieces for key, shape in piece.wants.items()} == theirs
 
 
 @pytest.mark.parametrize("family", FAMILIES)

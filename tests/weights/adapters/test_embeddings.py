@@ -1,4 +1,4 @@
-"""Embeddings: tied ones that were trained apart or together, and vocabularies that grew."""
+"""Embeddings: tied ones trained separately or together, and vocabularies that grew."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ TIED: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.parametrize("case", TIED)
-def test_tied_embeddings_stay_what_was_trained(case: str, tmp_path: Path) -> None:
+def test_tied_embeddings_are_merged_as_trained(case: str, tmp_path: Path) -> None:
     """Measured against the model before merging.
 
     peft's own merge is wrong in each of these cases (logits move by 1 to 3, ours by rounding): it
@@ -51,10 +51,10 @@ def test_tied_embeddings_stay_what_was_trained(case: str, tmp_path: Path) -> Non
     config = LoraConfig(r=4, lora_alpha=6, task_type="CAUSAL_LM", **TIED[case])
     trained = train(model, config)
     folder = save(trained, tmp_path / "adapter")
-    found = changes(opened(folder), live_model(model))
-    assert found.unties == (() if case.endswith(", tied") else ("lm_head.weight",))
+    total = changes(opened(folder), live_model(model))
+    assert total.unties == (() if case.endswith(", tied") else ("lm_head.weight",))
     merged = copy.deepcopy(model)
-    if found.unties:
+    if total.unties:
         merged.lm_head.weight = torch.nn.Parameter(merged.lm_head.weight.detach().clone())
     merged.load_state_dict({n: t.float() for n, t in our_merge(model, opened(folder)).items()})
     ids = torch.arange(3, 20)[None]
@@ -62,8 +62,8 @@ def test_tied_embeddings_stay_what_was_trained(case: str, tmp_path: Path) -> Non
         assert float((merged(ids).logits - trained(ids).logits).abs().max()) < 0.02
 
 
-def test_grown_tied_and_apart(tmp_path: Path) -> None:
-    """The grown tensor is the start of both names, though one of them only was adapted."""
+def test_grown_tied_embeddings_trained_separately(tmp_path: Path) -> None:
+    """The grown tensor is the base of both names, although only one was adapted."""
     base = base_model("qwen2")
     grown = copy.deepcopy(base)
     with quiet():
@@ -71,9 +71,9 @@ def test_grown_tied_and_apart(tmp_path: Path) -> None:
     config = LoraConfig(r=4, lora_alpha=6, target_modules=["lm_head"])
     trained = train(grown, config)
     folder = save(trained, tmp_path / "adapter", save_embedding_layers=True)
-    found = changes(opened(folder), live_model(base))
-    assert set(found.replacements) == {"lm_head.weight", "model.embed_tokens.weight"}
-    assert set(found.terms) == {"lm_head.weight"}
+    total = changes(opened(folder), live_model(base))
+    assert set(total.replacements) == {"lm_head.weight", "model.embed_tokens.weight"}
+    assert set(total.terms) == {"lm_head.weight"}
     merged = copy.deepcopy(grown)
     merged.lm_head.weight = torch.nn.Parameter(merged.lm_head.weight.detach().clone())
     merged.load_state_dict({n: t.float() for n, t in our_merge(base, opened(folder)).items()})
@@ -94,7 +94,7 @@ GROWN: dict[str, tuple[str, dict[str, Any]]] = {
 
 @pytest.mark.parametrize("case", GROWN)
 def test_grown_vocabulary(case: str, tmp_path: Path) -> None:
-    """Five tokens more than the base: its rows come with the adapter."""
+    """The adapter contains the rows of five new tokens."""
     family, settings = GROWN[case]
     base = base_model(family)
     grown = copy.deepcopy(base)
@@ -105,9 +105,9 @@ def test_grown_vocabulary(case: str, tmp_path: Path) -> None:
             tensor.copy_(tensor.bfloat16().float())
     trained = train(grown, LoraConfig(r=4, lora_alpha=6, task_type="CAUSAL_LM", **settings))
     folder = save(trained, tmp_path / "adapter", save_embedding_layers=True)
-    found = changes(opened(folder), live_model(base))
-    require_values([read_adapter(folder)], found.copies)
-    assert set(found.shapes.values()) == {(101, 32)}
-    assert ("lm_head.weight" in found.shapes) == (family != "qwen2")  # qwen2 ties it
+    total = changes(opened(folder), live_model(base))
+    require_values([read_adapter(folder)], total.copies)
+    assert set(total.shapes.values()) == {(101, 32)}
+    assert ("lm_head.weight" in total.shapes) == (family != "qwen2")  # qwen2 ties it
     theirs = peft_merge(grown, folder)
     compare(our_merge(base, opened(folder)), theirs, grown.state_dict())

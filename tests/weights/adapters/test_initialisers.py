@@ -1,6 +1,6 @@
-"""Adapters whose initialiser changed the base weights: refused as they are, with the ways out.
+"""Adapters whose initialiser changed the base weights: refused, with two ways out.
 
-Each by peft's own initialiser. LoftQ alone is not run: peft computes it on CUDA only.
+Uses peft's own initialisers, except LoftQ, which peft computes on CUDA only.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ def _lora_ga(model: Any, config: LoraConfig) -> None:
 
 
 def _nothing(model: Any, config: LoraConfig) -> None:
-    """Initialisers that look at the weights alone."""
+    """Prepare nothing: the initialiser needs only the weights."""
 
 
 def _settings(init: str) -> dict[str, Any]:
@@ -72,7 +72,7 @@ PREPARE: dict[str, Callable[[Any, LoraConfig], None]] = {
 
 
 def _initialised(model: Any, init: str) -> Any:
-    """The wrapped model, its base changed by the initialiser."""
+    """Return the wrapped model, whose base the initialiser changed."""
     config = LoraConfig(init_lora_weights=init, **_settings(init))
     fresh = copy.deepcopy(model)
     with quiet():
@@ -101,14 +101,14 @@ def _save_as(wrapped: Any, folder: Path, init: Any) -> Path:
 
 
 @pytest.mark.parametrize("init", PREPARE)
-def test_refused_as_it_is_and_right_once_converted(init: str, tmp_path: Path) -> None:
+def test_refused_until_converted(init: str, tmp_path: Path) -> None:
     model = base_model("llama")
     wrapped = _initialised(model, init)
     initial = _save_as(wrapped, tmp_path / "initial", init=True)
     _move(wrapped)
     plain = save(copy.deepcopy(wrapped), tmp_path / "plain")
     refused = changes(opened(plain), live_model(model)).findings
-    assert any("path_initial_model_for_weight_conversion" in one for one in refused)
+    assert any("path_initial_model_for_weight_conversion" in finding for finding in refused)
     converted = save(
         wrapped, tmp_path / "converted", path_initial_model_for_weight_conversion=str(initial)
     )
@@ -122,7 +122,7 @@ def test_refused_as_it_is_and_right_once_converted(init: str, tmp_path: Path) ->
 
 @pytest.mark.parametrize("init", PREPARE)
 def test_merged_into_the_base_that_training_left(init: str, tmp_path: Path) -> None:
-    """The other way out, which is LoftQ's only one: that base, and the flag set to true."""
+    """The second way out, the only one for LoftQ: the changed base and a plain configuration."""
     wrapped = _initialised(base_model("llama"), init)
     left = copy.deepcopy(wrapped).unload()
     _move(wrapped)
@@ -133,7 +133,7 @@ def test_merged_into_the_base_that_training_left(init: str, tmp_path: Path) -> N
 
 
 def test_eva_with_its_own_ranks(tmp_path: Path) -> None:
-    """EVA leaves the base alone; what it redistributes is in the patterns of the configuration."""
+    """EVA does not change the base; its ranks are in the configuration's patterns."""
     from peft import initialize_lora_eva_weights
     from peft.tuners.lora.config import EvaConfig
 

@@ -48,7 +48,7 @@ TERMS: list[Term] = [
 
 
 def _whole(term: Term, weight: torch.Tensor) -> torch.Tensor:
-    """The formula written down for the whole tensor."""
+    """Apply the formula of a term to the full tensor."""
     get = {name: tensor.float() for name, tensor in OPERANDS.items()}
     match term:
         case LowRank() | Dora():
@@ -68,11 +68,11 @@ def _whole(term: Term, weight: torch.Tensor) -> torch.Tensor:
 
 
 @pytest.mark.parametrize(
-    "term", TERMS, ids=lambda one: f"{one.kind}-{getattr(one, 'transpose', '')}"
+    "term", TERMS, ids=lambda term: f"{term.kind}-{getattr(term, 'transpose', '')}"
 )
 @pytest.mark.parametrize("step", [1, 7, 16, 39, 40])
-def test_blocks_are_the_whole(term: Term, step: int) -> None:
-    """Also blocks of one row, which BLAS multiplies by another routine."""
+def test_blocks_give_the_full_tensor(term: Term, step: int) -> None:
+    """Includes blocks of one row, for which BLAS uses another routine."""
     weight = torch.randn(ROWS, COLUMNS)
     step = ROWS if needs_all_rows(term) else step
     blocks = [
@@ -85,20 +85,20 @@ def test_blocks_are_the_whole(term: Term, step: int) -> None:
 def test_a_head_of_one_row() -> None:
     operands = {"a": torch.randn(4, 64), "b": torch.randn(1, 4)}
     weight = torch.randn(1, 64)
-    found = apply(LowRank("a", "b", 0.5), weight.clone(), start=0, operand=operands.__getitem__)
-    assert near(found, weight + (operands["b"] @ operands["a"]) * 0.5)
+    actual = apply(LowRank("a", "b", 0.5), weight.clone(), start=0, operand=operands.__getitem__)
+    assert near(actual, weight + (operands["b"] @ operands["a"]) * 0.5)
 
 
 def test_a_vector() -> None:
     value, bias = torch.randn(ROWS), torch.randn(ROWS)
-    found = apply(Add("v", 3.0), bias[8:20].clone(), start=8, operand=lambda _: value)
-    assert torch.equal(found, (bias + value * 3.0)[8:20])
+    actual = apply(Add("v", 3.0), bias[8:20].clone(), start=8, operand=lambda _: value)
+    assert torch.equal(actual, (bias + value * 3.0)[8:20])
 
 
 @pytest.mark.parametrize("step", [1, 37, 96, 288])
 @pytest.mark.parametrize("turned", [False, True])
 def test_stacked_experts(turned: bool, step: int) -> None:
-    """Blocks may begin and end within an expert; the layout is that of peft's ParamWrapper."""
+    """Blocks may begin and end within an expert, in the layout of peft's ParamWrapper."""
     experts, rows, columns = 3, 96, 32
     inner, outer = (rows, columns) if turned else (columns, rows)
     a, b = torch.randn(RANK * experts, inner), torch.randn(outer, RANK * experts)
@@ -137,8 +137,8 @@ def test_any_run_of_rows(first: int, count: int) -> None:
     for term in TERMS:
         if not needs_all_rows(term):
             block = weight[first : first + count].clone()
-            found = apply(term, block, start=first, operand=OPERANDS.__getitem__)
-            assert near(found, _whole(term, weight)[first : first + count])
+            actual = apply(term, block, start=first, operand=OPERANDS.__getitem__)
+            assert near(actual, _whole(term, weight)[first : first + count])
 
 
 @pytest.mark.parametrize("term", TERMS)

@@ -148,7 +148,7 @@ def test_equals_peft(case: str, tmp_path: Path) -> None:
 
 
 def test_bf16_adapter_and_base(tmp_path: Path) -> None:
-    """As trained in bf16: peft's own merge is asked in fp32, which is what we always do."""
+    """An adapter trained in bf16 is merged in fp32, as always."""
     model = base_model("llama")
     wrapped = train(model, LoraConfig(r=4, lora_alpha=8, target_modules=ALL))
     folder = save(wrapped.to(torch.bfloat16), tmp_path / "adapter")
@@ -169,22 +169,22 @@ def test_pickled_adapter(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("bias", ["none", "all"])
 def test_reward_model(bias: str, tmp_path: Path) -> None:
-    """peft stores the score head of a sequence classifier on its own account."""
+    """peft stores the score head of a sequence classifier without being asked to."""
     model = base_model("llama", head="SequenceClassification")
     config = LoraConfig(r=4, lora_alpha=8, target_modules=ALL, task_type="SEQ_CLS", bias=bias)
     folder = save(train(model, config), tmp_path / "adapter")
-    found = changes(opened(folder), live_model(model))
-    assert found.replacements["score.weight"] == "adapter:base_model.model.score.weight"
+    total = changes(opened(folder), live_model(model))
+    assert total.replacements["score.weight"] == "adapter:base_model.model.score.weight"
     compare(our_merge(model, opened(folder)), peft_merge(model, folder), model.state_dict())
 
 
 @pytest.mark.parametrize("weights", [(1.0, 1.0), (0.5, -1.5)])
 def test_several_adapters(weights: tuple[float, float], tmp_path: Path) -> None:
     model = base_model("llama")
-    settings = ({"target_modules": ALL}, {"target_modules": QV, "use_rslora": True})
+    variants = ({"target_modules": ALL}, {"target_modules": QV, "use_rslora": True})
     folders = [
-        save(train(model, LoraConfig(r=3 + i, lora_alpha=8, **one), seed=i), tmp_path / str(i))
-        for i, one in enumerate(settings)
+        save(train(model, LoraConfig(r=3 + i, lora_alpha=8, **settings), seed=i), tmp_path / str(i))
+        for i, settings in enumerate(variants)
     ]
     adapters = [(read_adapter(folder, f"a{i}"), weights[i]) for i, folder in enumerate(folders)]
     theirs = peft_merge(model, *folders, weights=weights)
@@ -192,7 +192,7 @@ def test_several_adapters(weights: tuple[float, float], tmp_path: Path) -> None:
 
 
 def test_several_adapters_equal_the_concatenated_one(tmp_path: Path) -> None:
-    """`add_weighted_adapter("cat")` sums in one longer product, so rounding may differ."""
+    """`add_weighted_adapter("cat")` computes one longer product, so rounding may differ."""
     from peft import PeftModel
 
     model = base_model("llama")

@@ -1,4 +1,4 @@
-"""Good adapters, damaged at random: an error, or the same result."""
+"""Valid adapters, changed at random, give an error or the same result."""
 
 from __future__ import annotations
 
@@ -45,8 +45,8 @@ def _mutations(tensors: Tensors, data: st.DataObject) -> str:
         case "rename":
             tensors[key.replace("self_attn", "attn").replace("mlp", "ffn")] = tensors.pop(key)
         case "swap":
-            other = data.draw(st.sampled_from(["lora_A", "lora_B"]))
-            tensors[key.replace("lora_A", other).replace("lora_B", other)] = tensors.pop(key)
+            factor = data.draw(st.sampled_from(["lora_A", "lora_B"]))
+            tensors[key.replace("lora_A", factor).replace("lora_B", factor)] = tensors.pop(key)
         case "dtype":
             tensors[key] = tensor.to(torch.int32)
         case "again":

@@ -1,4 +1,4 @@
-"""Several adapters at once: what cannot be added."""
+"""Several adapters at once: combinations that cannot be added."""
 
 from __future__ import annotations
 
@@ -19,9 +19,10 @@ from tests.weights.adapters.making import (
 
 
 @pytest.mark.parametrize("weight", [0.0, float("nan"), float("inf")])
-def test_weights_that_are_none(weight: float, good: Path, live: LiveModel) -> None:
+def test_invalid_weights_are_refused(weight: float, good: Path, live: LiveModel) -> None:
     assert any(
-        "number other than 0" in one for one in changes(opened(good, weight=weight), live).findings
+        "number other than 0" in finding
+        for finding in changes(opened(good, weight=weight), live).findings
     )
 
 
@@ -32,7 +33,7 @@ PAIRS = [
     (STORED, {"target_modules": ["lm_head"]}, 1.0, "changed by another"),
     ({"target_modules": ["lm_head"]}, STORED, 1.0, "changed by another"),
     (TOKENS, {"trainable_token_indices": [4, 5]}, 1.0, "two adapters replace row 4"),
-    ({"use_dora": True}, {}, 1.0, "DoRA normalises the base's own weight"),
+    ({"use_dora": True}, {}, 1.0, "DoRA normalises the weights of the base"),
     ({}, STORED, 0.5, "is stored as a full tensor, so weight 0.5 cannot"),
     ({}, TOKENS, 0.5, "is stored as a full tensor, so weight 0.5 cannot"),
 ]
@@ -40,15 +41,15 @@ PAIRS = [
 
 @pytest.mark.parametrize(("one", "other", "weight", "words"), PAIRS)
 def test_adapters_that_exclude_each_other(
-    one: dict[str, Any],
-    other: dict[str, Any],
+    first: dict[str, Any],
+    second: dict[str, Any],
     weight: float,
     words: str,
     model: Any,
     tmp_path: Path,
 ) -> None:
     adapters = []
-    for at, extra in enumerate((one, other)):
+    for at, extra in enumerate((first, second)):
         config = LoraConfig(r=4, **{"target_modules": ["q_proj"], **extra})
         folder = save(train(model, config, seed=at), tmp_path / str(at))
         adapters.append((read_adapter(folder, f"a{at}"), weight if at else 1.0))

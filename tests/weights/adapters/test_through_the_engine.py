@@ -1,4 +1,4 @@
-"""The whole way on disk: adapter and base folders, plan, validation, execution, tensors."""
+"""The full path on disk: adapter and base folders, plan, validation, execution."""
 
 from __future__ import annotations
 
@@ -49,21 +49,21 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
 
 
 def _merged(base: Path, folder: Path, out: Path) -> dict[str, torch.Tensor]:
-    """Our merge on disk. Keys as the base has them."""
+    """Merge on disk and return the tensors by the base's keys."""
     adapters = opened(folder)
     facts = model_facts(base)
-    found = changes(adapters, facts.live)
-    require_values([adapter for adapter, _ in adapters], found.copies)
-    held = {f"adapter:{key}": info for key, info in adapters[0][0].tensors.tensors.items()}
+    total = changes(adapters, facts.live)
+    require_values([adapter for adapter, _ in adapters], total.copies)
+    operands = {f"adapter:{key}": info for key, info in adapters[0][0].tensors.tensors.items()}
     with open_checkpoint(base) as source:
-        plan = plan_merge(source.tensors, facts, found, held)
+        plan = plan_merge(source.tensors, facts, total, operands)
         sources = {"base": source, "adapter": adapters[0][0].tensors}
         out.mkdir()
         validate(plan, sources, out=out)
         execute(plan, sources, out, workers=2)
         with open_checkpoint(out) as written:
             results = recompute(plan, sources, written)
-    assert [one for one in results if one.wrong or one.skipped] == []
+    assert [result for result in results if result.wrong or result.skipped] == []
     return state_of(out)
 
 
@@ -79,7 +79,7 @@ def test_equals_the_merge_in_memory(case: str, tmp_path: Path) -> None:
     if family == "mixtral":  # one tensor an expert on disk; the order of stacking is transformers'
         with quiet():
             trained = base_model(family)
-            trained.load_state_dict({name: one.float() for name, one in expected.items()})
+            trained.load_state_dict({name: tensor.float() for name, tensor in expected.items()})
             trained.bfloat16().save_pretrained(tmp_path / "expected")
         expected = state_of(tmp_path / "expected")
     elif "lm_head.weight" not in ours:

@@ -1,4 +1,4 @@
-"""The numbers of an adapter: finite, and not all zero where that means untrained."""
+"""Values of an adapter: finite, and not all zero where zeros mean untrained."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ Q0 = "base_model.model.model.layers.0.self_attn.q_proj.lora_{}.weight"
 )
 def test_values(edit: Callable[[Tensors], Any], words: str, good: Path, tmp_path: Path) -> None:
     bad = read_adapter(altered(good, tmp_path / "bad", edit))
-    assert any(words in one for one in value_findings(bad))
+    assert any(words in finding for finding in value_findings(bad))
     with pytest.raises(ContractError, match=words):
         require_values([bad])
 
@@ -42,7 +42,7 @@ def test_good_values(good: Path) -> None:
 
 
 def test_an_expert_that_never_saw_a_token(good: Path, tmp_path: Path) -> None:
-    """Its B is as it began, all zero; that of all experts together is not."""
+    """The B of one expert may be all zero if the B of another expert is not."""
     key = Q0.format("B").replace("q_proj", "experts.{}")
 
     def edit(tensors: Tensors) -> None:
@@ -58,6 +58,6 @@ def test_an_expert_that_never_saw_a_token(good: Path, tmp_path: Path) -> None:
         tensors[key.format(1)].zero_()
 
     none = read_adapter(altered(good, tmp_path / "none", empty))
-    assert [one.partition(": ")[0] for one in value_findings(none)] == [
+    assert [finding.partition(": ")[0] for finding in value_findings(none)] == [
         key.format(0), key.format(1),
     ]  # fmt: skip

@@ -1,4 +1,4 @@
-"""A tiny real model of every family, on disk as its own `save_pretrained` writes it."""
+"""Make a tiny real model of every family with its own `save_pretrained`."""
 
 from __future__ import annotations
 
@@ -27,8 +27,8 @@ class Family:
     """One family of models.
 
     Attributes:
-        config: makes the configuration; takes changes to it.
-        experts: target_parameters of its fused experts, none when it has no experts.
+        config: function that makes the configuration from changes to it.
+        experts: target_parameters of its fused experts; empty without experts.
         targets: target_modules of the adapter.
     """
 
@@ -124,7 +124,7 @@ FAMILIES: dict[str, Family] = {
 
 
 def make_model(config: Any, *, seed: int = 0) -> Any:
-    """A model in bf16 with weights that are neither flat nor equal."""
+    """Make a model in bf16 with random weights."""
     torch.manual_seed(seed)
     model = auto_class(config).from_config(config, dtype=torch.bfloat16)
     with torch.no_grad():
@@ -134,13 +134,13 @@ def make_model(config: Any, *, seed: int = 0) -> Any:
 
 
 def save_base(folder: Path, family: str, *, tied: bool) -> Path:
-    """The family's model on disk."""
+    """Save the family's model."""
     make_model(FAMILIES[family].config(tie_word_embeddings=tied)).save_pretrained(folder)
     return folder
 
 
 def load(folder: Path, dtype: Any = torch.bfloat16) -> Any:
-    """The model on disk as transformers loads it; anything missing or unexpected fails."""
+    """Load a model with transformers; missing or unexpected keys fail."""
     from transformers import AutoConfig
 
     config = AutoConfig.from_pretrained(folder)
@@ -152,18 +152,18 @@ def load(folder: Path, dtype: Any = torch.bfloat16) -> Any:
 
 
 def save_adapter(folder: Path, base: Path, family: str, **settings: Any) -> Path:
-    """A LoRA adapter of rank 3 whose every tensor is random, as peft writes it."""
+    """Save a LoRA adapter of rank 3 with random tensors, as peft writes it."""
     from peft import LoraConfig, get_peft_model
 
-    one = FAMILIES[family]
-    asked = {
+    entry = FAMILIES[family]
+    options = {
         "r": 3,
         "lora_alpha": 5,
-        "target_modules": one.targets,
-        "target_parameters": list(one.experts) or None,
+        "target_modules": entry.targets,
+        "target_parameters": list(entry.experts) or None,
         **settings,
     }
-    model = get_peft_model(load(base), LoraConfig(**asked))
+    model = get_peft_model(load(base), LoraConfig(**options))
     generator = torch.Generator().manual_seed(7)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
@@ -174,7 +174,7 @@ def save_adapter(folder: Path, base: Path, family: str, **settings: Any) -> Path
 
 
 def merged_by_peft(base: Path, adapter: Path) -> Any:
-    """peft's own merge, in fp32, cast once."""
+    """Merge with peft in fp32 and cast once."""
     from peft import PeftModel
 
     model = PeftModel.from_pretrained(load(base, torch.float32), adapter)
@@ -182,7 +182,7 @@ def merged_by_peft(base: Path, adapter: Path) -> Any:
 
 
 def logits(model: Any) -> torch.Tensor:
-    """Of a fixed sequence."""
+    """Return the logits of a fixed sequence."""
     ids = torch.arange(3, 19).reshape(1, -1)
     with torch.no_grad():
         return model(input_ids=ids, attention_mask=torch.ones_like(ids)).logits.float()

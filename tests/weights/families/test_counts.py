@@ -1,4 +1,4 @@
-"""Configurations that ask for more layers or experts than there can be."""
+"""Configurations with impossible numbers of layers or experts."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ HUGE = 10**9
 
 
 @pytest.mark.parametrize(
-    ("config", "said"),
+    ("config", "message"),
     [
         ({"num_hidden_layers": HUGE}, "num_hidden_layers 1000000000, models have up to 2000"),
         ({"n_layer": MAX_LAYERS + 1}, "n_layer 2001,"),
@@ -29,8 +29,8 @@ HUGE = 10**9
         ({"num_layers": 1000, "num_experts": 1000}, "1000 layers of 1000 experts"),
     ],
 )
-def test_is_told(config: dict[str, Any], said: str) -> None:
-    assert oversized(config).startswith(said)
+def test_oversized_configurations_are_reported(config: dict[str, Any], message: str) -> None:
+    assert oversized(config).startswith(message)
 
 
 @pytest.mark.parametrize(
@@ -42,7 +42,7 @@ def test_is_told(config: dict[str, Any], said: str) -> None:
         {"vocab_size": HUGE, "max_position_embeddings": HUGE, "layers_to_transform": [HUGE]},
     ],
 )
-def test_is_left_to_others(config: dict[str, Any]) -> None:
+def test_other_configurations_are_accepted(config: dict[str, Any]) -> None:
     assert oversized(config) == ""
 
 
@@ -59,17 +59,17 @@ def test_no_family_of_transformers_has_so_many() -> None:
         count += 1
         told[name] = oversized(config)
     assert count > 300
-    assert not {name: said for name, said in told.items() if said}
+    assert not {name: message for name, message in told.items() if message}
 
 
 @pytest.mark.parametrize("family", ["qwen2", "mixtral"])
-def test_nothing_is_built_of_them(family: str, tmp_path: Path) -> None:
-    """Of a family that is answered from the table, and of one that transformers is asked for."""
+def test_oversized_models_are_not_built(family: str, tmp_path: Path) -> None:
+    """One family from the table, and one that needs transformers."""
     FAMILIES[family].config().save_pretrained(tmp_path)
     path = tmp_path / "config.json"
-    said = json.loads(path.read_text()) | {"num_hidden_layers": HUGE}
+    document = json.loads(path.read_text()) | {"num_hidden_layers": HUGE}
     name = {"qwen2": "Qwen2ForCausalLM", "mixtral": "MixtralForCausalLM"}[family]
-    path.write_text(json.dumps(said | {"architectures": [name]}))
+    path.write_text(json.dumps(document | {"architectures": [name]}))
     began = time.process_time()
     with pytest.raises(ArtifactError, match="num_hidden_layers 1000000000, models have up to"):
         model_facts(tmp_path)
@@ -77,7 +77,7 @@ def test_nothing_is_built_of_them(family: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("changes", [{"hidden_size": "32"}, {"vocab_size": 10**18}])
-def test_what_a_class_refuses_is_told(changes: dict[str, Any], tmp_path: Path) -> None:
+def test_errors_of_a_model_class_are_reported(changes: dict[str, Any], tmp_path: Path) -> None:
     FAMILIES["qwen2"].config(architectures=["Qwen2ForCausalLM"]).save_pretrained(tmp_path)
     path = tmp_path / "config.json"
     path.write_text(json.dumps(json.loads(path.read_text()) | changes | {"head_dim": None}))

@@ -1,4 +1,4 @@
-"""Every family: the streamed merge against peft's own, and what loads the result."""
+"""Every family: the streamed merge equals peft's, and transformers loads the result."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def merge(base: Path, adapter: Path, out: Path) -> Plan:
 
 
 @pytest.mark.parametrize(("family", "tied"), CASES, ids=[f"{f}-{t}" for f, t in CASES])
-def test_the_merge_is_that_of_peft_and_keys_are_those_of_the_base(
+def test_the_merge_equals_pefts_under_the_keys_of_the_base(
     tmp_path: Path, family: str, tied: bool
 ) -> None:
     base = save_base(tmp_path / "base", family, tied=tied)

@@ -1,4 +1,4 @@
-"""Layers that memory holds fused and the checkpoint does not, and the other way round."""
+"""Layers that are fused only in memory, or only on disk."""
 
 from __future__ import annotations
 
@@ -51,14 +51,14 @@ def _hrm(**changes: Any) -> Any:
 
 @pytest.fixture(autouse=True)
 def families(monkeypatch: pytest.MonkeyPatch) -> None:
-    """MiniMax-M3: gate and up of a dense layer are one in memory. HRM: they are one on disk."""
+    """MiniMax-M3 fuses gate and up of a dense layer in memory, HRM fuses them on disk."""
     monkeypatch.setitem(FAMILIES, "minimax_m3", Family(_minimax_m3))
     monkeypatch.setitem(FAMILIES, "hrm", Family(_hrm))
 
 
 @pytest.mark.parametrize("dora", [False, True])
 def test_a_pair_on_the_fused_layer_is_cut_into_the_rows_of_each(dora: bool, tmp_path: Path) -> None:
-    """DoRA, too: its norms are those of single rows."""
+    """Includes DoRA, whose norms are those of single rows."""
     base = save_base(tmp_path / "base", "minimax_m3", tied=False)
     adapter = save_adapter(
         tmp_path / "adapter", base, "minimax_m3",
@@ -68,7 +68,7 @@ def test_a_pair_on_the_fused_layer_is_cut_into_the_rows_of_each(dora: bool, tmp_
     merged_by_peft(base, adapter).save_pretrained(tmp_path / "peft")
     ours, theirs = state_of(tmp_path / "out"), state_of(tmp_path / "peft")
     assert set(ours) == set(theirs)
-    assert not [key for key, one in theirs.items() if not torch.equal(ours[key], one)]
+    assert not [key for key, tensor in theirs.items() if not torch.equal(ours[key], tensor)]
     shared = "language_model.model.layers.1.block_sparse_moe.shared_experts"
     (term,) = next(op for op in plan.ops if op.name == f"{shared}.up_proj.weight").terms
     assert (isinstance(term, Dora), getattr(term, "out_start", None)) == (dora, 24)
@@ -89,31 +89,31 @@ def test_pairs_on_the_layers_of_the_checkpoint(family: str, tmp_path: Path) -> N
     merge(base, folder, tmp_path / "out")
     ours, theirs = state_of(tmp_path / "out"), merged_older(model, folder)
     assert set(ours) == set(theirs)
-    assert not [key for key, one in theirs.items() if not torch.equal(ours[key], one)]
+    assert not [key for key, tensor in theirs.items() if not torch.equal(ours[key], tensor)]
     load(tmp_path / "out")
 
 
-def test_what_the_checkpoint_fuses_is_refused_by_name(tmp_path: Path) -> None:
+def test_layers_fused_on_disk_are_refused_by_name(tmp_path: Path) -> None:
     base = save_base(tmp_path / "base", "hrm", tied=False)
     adapter = save_adapter(tmp_path / "adapter", base, "hrm", target_modules=["q_proj", "o_proj"])
     with pytest.raises(ContractError) as raised:
         merge(base, adapter, tmp_path / "out")
     assert len(raised.value.details) == 2
-    assert all("q_proj" in one and "gqkv_proj" in one for one in raised.value.details)
+    assert all("q_proj" in finding and "gqkv_proj" in finding for finding in raised.value.details)
     assert "peft's merge_and_unload" in raised.value.message
 
 
-def test_four_bits_of_layers_that_the_checkpoint_joins_are_refused(tmp_path: Path) -> None:
-    """Quantised one by one in training: the numbers of the joined tensor would be others."""
+def test_four_bits_of_layers_fused_on_disk_are_refused(tmp_path: Path) -> None:
+    """Training quantised the layers one by one; the fused tensor would give other values."""
     base = save_base(tmp_path / "base", "hrm", tied=False)
     train_older(base, tmp_path / "adapter", {"target_modules": ["down_proj"]})
     facts, lora = model_facts(base), read_adapter(tmp_path / "adapter")
-    held = {f"adapter:{key}": info for key, info in lora.tensors.tensors.items()}
+    operands = {f"adapter:{key}": info for key, info in lora.tensors.tensors.items()}
     four = {"type": "nf4", "base": "dequantized"}
     settings = MergeSettings(quantization=four, quantized=frozenset(facts.quantized))
-    found = changes([(lora, 1.0)], facts.live)
+    total = changes([(lora, 1.0)], facts.live)
     with open_checkpoint(base) as weights, pytest.raises(ContractError) as raised:
-        plan_merge(weights.tensors, facts, found, held, settings)
+        plan_merge(weights.tensors, facts, total, operands, settings)
     assert raised.value.details
     assert all("fuses layers that training quantised" in x for x in raised.value.details)
 
@@ -126,6 +126,6 @@ def test_a_convolution_is_refused_by_name(tmp_path: Path) -> None:
     )  # fmt: skip
     with pytest.raises(ContractError) as raised:
         merge(base, adapter, tmp_path / "out")
-    (finding,) = [one for one in raised.value.details if "a convolution" in one]
+    (finding,) = [finding for finding in raised.value.details if "a convolution" in finding]
     assert finding.startswith("model.visual.patch_embed.proj: ")
     assert "merge_and_unload" in finding

@@ -1,4 +1,4 @@
-"""A full fine-tuning: what training held fused and renamed, back under the keys of the base."""
+"""Full fine-tuning: tensors that are fused in memory are gathered under the base's keys."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def test_shards_of_live_tensors_become_the_checkpoint_they_came_from(
 ) -> None:
     base = save_base(tmp_path / "base", family, tied=tied)
     trained = load(base)
-    live = {name: one.detach() for name, one in trained.named_parameters()}
+    live = {name: parameter.detach() for name, parameter in trained.named_parameters()}
     write_shards(tmp_path, live, Spread(world_size=world, full=True))
     parts = read_partitions(tmp_path)
     (tmp_path / "out").mkdir()
@@ -42,9 +42,9 @@ def test_shards_of_live_tensors_become_the_checkpoint_they_came_from(
         sources = {"trained": parts, **({"base": weights} if "base" in used else {})}
         validate(plan, sources)
         execute(plan, sources, tmp_path / "out", workers=1)
-    wanted, found = state_of(base), state_of(tmp_path / "out")
-    assert list(found) == list(wanted)
-    assert all(torch.equal(found[key], tensor) for key, tensor in wanted.items())
+    wanted, actual = state_of(base), state_of(tmp_path / "out")
+    assert list(actual) == list(wanted)
+    assert all(torch.equal(actual[key], tensor) for key, tensor in wanted.items())
     # The one buffer among them, which no optimiser holds.
     bias = ["model.layers.1.mlp.gate.e_score_correction_bias"]
     assert plan.notes.get("from_base", []) == (bias if family == "deepseek_v3" else [])
@@ -52,8 +52,8 @@ def test_shards_of_live_tensors_become_the_checkpoint_they_came_from(
 
 def _trained(base: Path) -> dict[str, Any]:
     return {
-        name: TensorInfo(tuple(one.shape), "F32", 0, 0)
-        for name, one in load(base).named_parameters()
+        name: TensorInfo(tuple(tensor.shape), "F32", 0, 0)
+        for name, tensor in load(base).named_parameters()
     }
 
 

@@ -1,4 +1,4 @@
-"""Layouts other than the one `save_pretrained` writes today: what the hub is full of."""
+"""Layouts of checkpoints on the Hub that `save_pretrained` does not write today."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def _sub(pattern: str, to: str) -> Rename:
 
 
 def relabel(base: Path, folder: Path, rename: Rename) -> Path:
-    """The same checkpoint with other keys."""
+    """Copy a checkpoint with other keys."""
     shutil.copytree(base, folder)
     state = {rename(key): tensor for key, tensor in state_of(base).items()}
     save_file(state, folder / "model.safetensors", metadata={"format": "pt"})
@@ -64,12 +64,12 @@ def test_keys_on_disk_decide_and_are_kept(tmp_path: Path, case: str) -> None:
     family, rename = OTHERS[case]
     base = save_base(tmp_path / "base", family, tied=False)
     adapter = save_adapter(tmp_path / "adapter", base, family)
-    other = relabel(base, tmp_path / "other", rename)
+    relabelled = relabel(base, tmp_path / "other", rename)
     merge(base, adapter, tmp_path / "out")
-    merge(other, adapter, tmp_path / "other-out")
-    wanted, found = state_of(tmp_path / "out"), state_of(tmp_path / "other-out")
-    assert set(found) == {rename(key) for key in wanted} != set(wanted)
-    assert all(torch.equal(found[rename(key)], tensor) for key, tensor in wanted.items())
+    merge(relabelled, adapter, tmp_path / "other-out")
+    wanted, actual = state_of(tmp_path / "out"), state_of(tmp_path / "other-out")
+    assert set(actual) == {rename(key) for key in wanted} != set(wanted)
+    assert all(torch.equal(actual[rename(key)], tensor) for key, tensor in wanted.items())
     load(tmp_path / "other-out")
 
 
@@ -78,20 +78,20 @@ def test_experts_that_are_fused_on_disk_stay_fused(tmp_path: Path, family: str) 
     base = save_base(tmp_path / "base", family, tied=False)
     adapter = save_adapter(tmp_path / "adapter", base, family)
     shutil.copytree(base, tmp_path / "fused")
-    state = {key: one.contiguous() for key, one in load(base).state_dict().items()}
+    state = {key: tensor.contiguous() for key, tensor in load(base).state_dict().items()}
     save_file(state, tmp_path / "fused" / "model.safetensors", metadata={"format": "pt"})
     plan = merge(tmp_path / "fused", adapter, tmp_path / "out")
     experts = [op for op in plan.ops if op.name.endswith("experts.gate_up_proj")]
     assert experts
     assert all(len(op.shape) == 3 and op.terms for op in experts)
-    wanted, found = merged_by_peft(base, adapter).state_dict(), state_of(tmp_path / "out")
-    assert set(found) == set(wanted)
-    assert all(torch.equal(found[key], tensor) for key, tensor in wanted.items())
+    wanted, actual = merged_by_peft(base, adapter).state_dict(), state_of(tmp_path / "out")
+    assert set(actual) == set(wanted)
+    assert all(torch.equal(actual[key], tensor) for key, tensor in wanted.items())
     load(tmp_path / "out")
 
 
-def test_what_the_model_does_not_read_is_passed_on(tmp_path: Path) -> None:
-    """DeepSeek-V3 ships a draft layer behind the last one, which transformers leaves alone."""
+def test_tensors_that_the_model_ignores_are_copied(tmp_path: Path) -> None:
+    """DeepSeek-V3 has a draft layer after the last one, which transformers ignores."""
     base = save_base(tmp_path / "base", "deepseek_v3", tied=False)
     adapter = save_adapter(tmp_path / "adapter", base, "deepseek_v3")
     state = state_of(base)
@@ -100,32 +100,32 @@ def test_what_the_model_does_not_read_is_passed_on(tmp_path: Path) -> None:
     save_file({**state, **extra}, base / "model.safetensors", metadata={"format": "pt"})
     assert set(model_facts(base).unread) == set(extra)
     merge(base, adapter, tmp_path / "out")
-    found = state_of(tmp_path / "out")
-    assert set(found) == {*state, *extra}
-    assert all(torch.equal(found[key], tensor) for key, tensor in extra.items())
+    merged = state_of(tmp_path / "out")
+    assert set(merged) == {*state, *extra}
+    assert all(torch.equal(merged[key], tensor) for key, tensor in extra.items())
 
 
 def _planned(base: Path, adapter: Path, change: Callable[[dict[str, TensorInfo]], None]) -> None:
-    """Plan with a base whose header was changed."""
-    held = dict(read_header(base / "model.safetensors").tensors)
-    change(held)
-    facts: ModelFacts = model_facts(base, disk={key: info.shape for key, info in held.items()})
+    """Plan a merge with a base whose header was changed."""
+    header = dict(read_header(base / "model.safetensors").tensors)
+    change(header)
+    facts: ModelFacts = model_facts(base, disk={key: info.shape for key, info in header.items()})
     lora = read_adapter(adapter)
     operands = {f"adapter:{key}": info for key, info in lora.tensors.tensors.items()}
-    plan_merge(held, facts, changes([(lora, 1.0)], facts.live), operands)
+    plan_merge(header, facts, changes([(lora, 1.0)], facts.live), operands)
 
 
 def _drop(pattern: str) -> Callable[[dict[str, TensorInfo]], None]:
-    def change(held: dict[str, TensorInfo]) -> None:
-        for key in [key for key in held if re.search(pattern, key)]:
-            del held[key]
+    def change(header: dict[str, TensorInfo]) -> None:
+        for key in [key for key in header if re.search(pattern, key)]:
+            del header[key]
 
     return change
 
 
 def _enter(key: str, shape: tuple[int, ...], dtype: str = "BF16"):
-    def change(held: dict[str, TensorInfo]) -> None:
-        held[key] = TensorInfo(shape, dtype, 0, 0)
+    def change(header: dict[str, TensorInfo]) -> None:
+        header[key] = TensorInfo(shape, dtype, 0, 0)
 
     return change
 
@@ -155,14 +155,14 @@ def test_a_base_that_does_not_fit_is_refused_by_name(tmp_path, mixtral, change, 
 def test_all_findings_come_in_one_error(mixtral) -> None:
     base, adapter = mixtral
 
-    def change(held: dict[str, TensorInfo]) -> None:
-        _drop(r"layers\.0\.self_attn")(held)
-        _enter("stray", (3,))(held)
+    def change(header: dict[str, TensorInfo]) -> None:
+        _drop(r"layers\.0\.self_attn")(header)
+        _enter("stray", (3,))(header)
 
     with pytest.raises(ContractError) as raised:
         _planned(base, adapter, change)
-    assert len([one for one in raised.value.details if ": missing" in one]) == 4
-    assert any(one.startswith("stray: ") for one in raised.value.details)
+    assert len([finding for finding in raised.value.details if ": missing" in finding]) == 4
+    assert any(finding.startswith("stray: ") for finding in raised.value.details)
 
 
 @pytest.fixture(scope="module")

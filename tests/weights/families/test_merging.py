@@ -1,4 +1,4 @@
-"""What happens to tied tensors, replaced tensors, and terms that a part of a tensor cannot have."""
+"""Tied tensors, replaced tensors, and terms that do not work on a part of a tensor."""
 
 from __future__ import annotations
 
@@ -28,27 +28,25 @@ from tests.weights.making import state_of
 EMBED, HEAD = "model.embed_tokens.weight", "lm_head.weight"
 
 
-def _same(found: dict[str, torch.Tensor], wanted: dict[str, torch.Tensor]) -> None:
-    assert all(torch.equal(tensor, wanted[key]) for key, tensor in found.items())
+def _same(actual: dict[str, torch.Tensor], wanted: dict[str, torch.Tensor]) -> None:
+    assert all(torch.equal(tensor, wanted[key]) for key, tensor in actual.items())
 
 
 @pytest.mark.parametrize("family", ["llama", "gpt2", "phi3", "gpt_neox", "falcon", "qwen2_5_vl"])
 @pytest.mark.parametrize("dora", [False, True])
-def test_experts_aside_other_features_arrive_on_disk(
-    tmp_path: Path, family: str, dora: bool
-) -> None:
-    """Among them layers that are fused on disk and in memory: `qkv_proj`, `c_attn`."""
+def test_other_targets_are_merged_on_disk(tmp_path: Path, family: str, dora: bool) -> None:
+    """Includes layers that are fused on disk and in memory: `qkv_proj`, `c_attn`."""
     base = save_base(tmp_path / "base", family, tied=False)
     adapter = save_adapter(tmp_path / "adapter", base, family, use_dora=dora, use_rslora=True)
     merge(base, adapter, tmp_path / "out")
     merged_by_peft(base, adapter).save_pretrained(tmp_path / "peft")
-    found = state_of(tmp_path / "out")
-    _same(found, state_of(tmp_path / "peft"))
+    state = state_of(tmp_path / "out")
+    _same(state, state_of(tmp_path / "peft"))
     load(tmp_path / "out")
 
 
 def test_a_saved_module_replaces_every_part_that_is_stored(tmp_path: Path) -> None:
-    """`modules_to_save` on experts: one fused tensor in the adapter, twelve on disk."""
+    """`modules_to_save` on experts: one fused tensor in the adapter, twelve tensors on disk."""
     base = save_base(tmp_path / "base", "qwen3_moe", tied=False)
     adapter = save_adapter(
         tmp_path / "adapter", base, "qwen3_moe",
@@ -93,7 +91,7 @@ def test_a_tied_tensor_changes_under_all_its_names(tmp_path: Path) -> None:
     assert plan.notes == {}
 
 
-def test_an_untied_tensor_is_stored_apart(tmp_path: Path) -> None:
+def test_an_untied_tensor_is_stored_separately(tmp_path: Path) -> None:
     base = save_base(tmp_path / "base", "llama", tied=True)
     term = LowRank("a:A", "a:B", 1.0)
     plan = _plan(model_facts(base), base, _changes({EMBED: (term,)}, unties=(HEAD,)))
@@ -104,7 +102,7 @@ def test_an_untied_tensor_is_stored_apart(tmp_path: Path) -> None:
 
 
 def test_peft_on_a_tied_embedding(tmp_path: Path) -> None:
-    """LoRA on the embedding alone: the head stays, as it did in training."""
+    """LoRA on the embedding alone does not change the head, as in training."""
     base = save_base(tmp_path / "base", "llama", tied=True)
     adapter = save_adapter(tmp_path / "adapter", base, "llama", target_modules=["embed_tokens"])
     facts, lora = model_facts(base), read_adapter(adapter)
@@ -117,7 +115,7 @@ def test_peft_on_a_tied_embedding(tmp_path: Path) -> None:
     assert ops[HEAD].kind == "copy"
 
 
-def test_quantisation_and_dtype_are_entered_where_they_hold(tmp_path: Path) -> None:
+def test_quantisation_and_dtype_apply_to_the_right_tensors(tmp_path: Path) -> None:
     base = save_base(tmp_path / "base", "llama", tied=False)
     facts = model_facts(base)
     names = frozenset(facts.quantized)
@@ -125,12 +123,12 @@ def test_quantisation_and_dtype_are_entered_where_they_hold(tmp_path: Path) -> N
     for kept in ("original", "dequantized"):
         four = {"type": "nf4", "base": kept}
         plan = _plan(facts, base, _changes(live), quantization=four, quantized=names, dtype="F16")
-        found = {op.name for op in plan.ops if op.quantization}
-        assert found == (names if kept == "dequantized" else set())
+        quantized = {op.name for op in plan.ops if op.quantization}
+        assert quantized == (names if kept == "dequantized" else set())
         assert {op.dtype for op in plan.ops} == {"F16"}
 
 
-def test_a_change_of_nothing_on_disk_is_refused(tmp_path: Path) -> None:
+def test_a_change_without_a_tensor_on_disk_is_refused(tmp_path: Path) -> None:
     base = save_base(tmp_path / "base", "llama", tied=False)
     with pytest.raises(ContractError, match="nowhere.weight: changed by the adapter, made by no"):
         _plan(model_facts(base), base, _changes({"nowhere.weight": (Add("a:A", 1.0),)}))
@@ -171,7 +169,7 @@ def test_a_transposed_tensor_takes_the_transposed_product() -> None:
         (LowRank("a:A", "a:B", 1.0), "a stack of experts"),
     ],
 )
-def test_terms_that_need_the_whole_are_refused_on_a_part(term, told: str) -> None:
+def test_terms_that_need_the_full_tensor_are_refused_on_a_part(term, told: str) -> None:
     with pytest.raises(ValueError, match=told):
         carry(term, FUSED, OPERANDS)
 

@@ -1,8 +1,8 @@
-"""Adapters from the time when each expert was a linear layer, on bases that still store it so.
+"""Adapters from transformers 4, where each expert was a linear layer of its own.
 
-transformers 4 is not here; peft is, and to peft that model was a tree of linear layers under the
-names that the checkpoint has. So the reference is made of just that: real modules under the names
-on disk, wrapped, trained, saved and merged by peft itself.
+transformers 4 is not installed. To peft its models were trees of linear layers under the names of
+the checkpoint. So the reference is such a tree of real modules, which peft itself wraps, trains,
+saves and merges.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
 
 
 class _Layer(nn.Module):
-    """Anything that is no matrix: a norm, a patch embedding."""
+    """A module with tensors that are not matrices: a norm, a patch embedding."""
 
     def __init__(self, **tensors: torch.Tensor) -> None:
         super().__init__()
@@ -68,19 +68,19 @@ class _Layer(nn.Module):
 
 
 def tree(state: dict[str, torch.Tensor]) -> nn.Module:
-    """Modules under the names of a checkpoint: a linear layer, or an embedding, a matrix."""
+    """Make modules under the names of a checkpoint, a linear layer for each matrix."""
     root = nn.Module()
     modules: dict[str, dict[str, torch.Tensor]] = {}
     for key, tensor in state.items():
         module, _, leaf = key.rpartition(".")
         modules.setdefault(module, {})[leaf] = tensor.float()
-    for name, tensors in sorted(modules.items(), key=lambda one: one[0].count(".")):
+    for name, tensors in sorted(modules.items(), key=lambda item: item[0].count(".")):
         *parents, last = name.split(".")
         at = root
-        for one in parents:
-            if not hasattr(at, one):
-                at.add_module(one, nn.Module())
-            at = getattr(at, one)
+        for parent in parents:
+            if not hasattr(at, parent):
+                at.add_module(parent, nn.Module())
+            at = getattr(at, parent)
         at.add_module(last, _layer(name, tensors))
     return root
 
@@ -104,7 +104,7 @@ def bases(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 
 
 def train_older(base: Path, folder: Path, settings: dict[str, Any]) -> nn.Module:
-    """An adapter of the older model; returns that model."""
+    """Train and save an adapter of the older model. Return that model."""
     from peft import LoraConfig
 
     model = tree(state_of(base))
@@ -118,7 +118,7 @@ def merged_older(model: nn.Module, folder: Path) -> dict[str, torch.Tensor]:
     with quiet():
         wrapped = PeftModel.from_pretrained(copy.deepcopy(model), folder)
         merged = wrapped.merge_and_unload()
-    return {name: one.to(torch.bfloat16) for name, one in merged.state_dict().items()}
+    return {name: tensor.to(torch.bfloat16) for name, tensor in merged.state_dict().items()}
 
 
 @pytest.mark.parametrize("case", CASES)
@@ -130,14 +130,14 @@ def test_each_expert_is_a_layer_of_its_own(case: str, bases, tmp_path: Path) -> 
     ours, theirs = state_of(tmp_path / "out"), merged_older(model, tmp_path / "adapter")
     assert list(ours) == list(state_of(base))
     assert set(ours) == set(theirs)
-    assert not [key for key, one in theirs.items() if not torch.equal(ours[key], one)]
-    assert any(not torch.equal(one, ours[key]) for key, one in state_of(base).items())
+    assert not [key for key, tensor in theirs.items() if not torch.equal(ours[key], tensor)]
+    assert any(not torch.equal(tensor, ours[key]) for key, tensor in state_of(base).items())
     load(tmp_path / "out")
 
 
 @pytest.mark.parametrize("rslora", [False, True])
 def test_peft_loads_the_same_adapter_into_the_fused_model(rslora: bool, bases, tmp_path) -> None:
-    """What peft 0.21 makes of it: the same, but rsLoRA's scale on gate and up times sqrt(2)."""
+    """peft 0.21 gives the same model, except that rsLoRA's scale is multiplied by sqrt(2)."""
     from peft import PeftModel
 
     base = bases["mixtral"]
@@ -157,8 +157,8 @@ def test_peft_loads_the_same_adapter_into_the_fused_model(rslora: bool, bases, t
         assert bool((error <= factor * ours[key].float().abs() * 2**-8 + 1e-6).all()), key
 
 
-def test_experts_of_both_times_add_up(bases, tmp_path: Path) -> None:
-    """An adapter of the fused stack, and one of single experts, at once."""
+def test_fused_and_single_experts_add_up(bases, tmp_path: Path) -> None:
+    """Merge an adapter of the fused stack together with one of single experts."""
     from tasks.weights.adapters.changes import changes
     from tasks.weights.adapters.read import read_adapter
     from tasks.weights.plan.contracts import model_facts
@@ -168,21 +168,23 @@ def test_experts_of_both_times_add_up(bases, tmp_path: Path) -> None:
     save_adapter(tmp_path / "new", base, "mixtral")
     facts = model_facts(base)
     both = [(read_adapter(tmp_path / name, name), 1.0) for name in ("new", "old")]
-    held = {f"{one.name}:{k}": v for one, _ in both for k, v in one.tensors.tensors.items()}
+    infos = {
+        f"{adapter.name}:{k}": v for adapter, _ in both for k, v in adapter.tensors.tensors.items()
+    }
     with open_checkpoint(base) as weights:
-        plan = plan_merge(weights.tensors, facts, changes(both, facts.live), held)
-    terms = {op.name: [operands(one)[0].partition(":")[0] for one in op.terms] for op in plan.ops}
+        plan = plan_merge(weights.tensors, facts, changes(both, facts.live), infos)
+    terms = {op.name: [operands(term)[0].partition(":")[0] for term in op.terms] for op in plan.ops}
     experts = "model.layers.1.block_sparse_moe.experts.2"
     assert terms[f"{experts}.w1.weight"] == ["new", "old"]
     assert terms[f"{experts}.w2.weight"] == ["new"]
     train_older(base, tmp_path / "dora", {"target_modules": ["w1"], "use_dora": True})
     both[1] = (read_adapter(tmp_path / "dora", "dora"), 1.0)
-    held |= {f"dora:{key}": one for key, one in both[1][0].tensors.tensors.items()}
+    infos |= {f"dora:{key}": info for key, info in both[1][0].tensors.tensors.items()}
     with open_checkpoint(base) as weights, pytest.raises(ContractError, match="normalised by one"):
-        plan_merge(weights.tensors, facts, changes(both, facts.live), held)
+        plan_merge(weights.tensors, facts, changes(both, facts.live), infos)
 
 
-def test_an_expert_that_is_not_there_is_told_by_its_name(bases, tmp_path: Path) -> None:
+def test_a_missing_expert_is_named(bases, tmp_path: Path) -> None:
     folder = tmp_path / "adapter"
     train_older(bases["mixtral"], folder, {"target_modules": MIXTRAL})
     state = state_of(folder, "adapter_model")
@@ -195,12 +197,14 @@ def test_an_expert_that_is_not_there_is_told_by_its_name(bases, tmp_path: Path) 
     assert "covers only 47 of the 48" in raised.value.message
 
 
-def test_a_base_that_is_fused_on_disk_is_told_what_to_give_instead(bases, tmp_path: Path) -> None:
+def test_a_base_fused_on_disk_is_refused_with_a_hint(bases, tmp_path: Path) -> None:
     shutil.copytree(bases["mixtral"], tmp_path / "fused")
-    state = {key: one.contiguous() for key, one in load(bases["mixtral"]).state_dict().items()}
+    state = {
+        key: tensor.contiguous() for key, tensor in load(bases["mixtral"]).state_dict().items()
+    }
     save_file(state, tmp_path / "fused" / "model.safetensors", metadata={"format": "pt"})
     train_older(bases["mixtral"], tmp_path / "adapter", {"target_modules": MIXTRAL})
     with pytest.raises(ContractError) as raised:
         merge(tmp_path / "fused", tmp_path / "adapter", tmp_path / "out")
     assert len(raised.value.details) == 49
-    assert "give a base that stores them one by one" in raised.value.report()
+    assert "use a base that stores them separately" in raised.value.report()

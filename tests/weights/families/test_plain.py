@@ -1,4 +1,4 @@
-"""Facts without transformers against transformers' own."""
+"""Facts from config.json alone equal those from transformers."""
 
 from __future__ import annotations
 
@@ -32,11 +32,11 @@ def _config(folder: Path, family: str, **changes: object) -> Path:
 
 @pytest.mark.parametrize("tied", [False, True])
 @pytest.mark.parametrize("family", PLAIN)
-def test_they_are_what_transformers_says(tmp_path: Path, family: str, tied: bool) -> None:
+def test_facts_equal_those_of_transformers(tmp_path: Path, family: str, tied: bool) -> None:
     folder = _config(tmp_path, family, tie_word_embeddings=tied)
-    said = plain_facts(read_json(folder / "config.json"), "bfloat16", None)
-    assert said is not None
-    plain, real = ModelFacts(**said), facts_of(meta_model(folder, "bfloat16"))
+    fields = plain_facts(read_json(folder / "config.json"), "bfloat16", None)
+    assert fields is not None
+    plain, real = ModelFacts(**fields), facts_of(meta_model(folder, "bfloat16"))
     assert sorted(plain.tensors, key=str) == sorted(real.tensors, key=str)
     assert sorted(plain.places, key=str) == sorted(real.places, key=str)
     assert set(plain.quantized) == set(real.quantized)
@@ -65,9 +65,9 @@ def test_they_are_what_transformers_says(tmp_path: Path, family: str, tied: bool
         {"quantization_config": {"quant_method": "bitsandbytes"}},
     ],
 )
-def test_what_cannot_be_told_is_left_to_transformers(tmp_path: Path, changes: dict) -> None:
-    said = read_json(_config(tmp_path, "llama") / "config.json")
-    assert plain_facts({**said, **changes}, "bfloat16", None) is None
+def test_other_configurations_are_left_to_transformers(tmp_path: Path, changes: dict) -> None:
+    document = read_json(_config(tmp_path, "llama") / "config.json")
+    assert plain_facts({**document, **changes}, "bfloat16", None) is None
 
 
 @pytest.mark.parametrize("change", ["missing", "stray", "shape"])
@@ -75,24 +75,24 @@ def test_a_checkpoint_that_does_not_fit_is_left_to_transformers(
     tmp_path: Path, change: str
 ) -> None:
     folder = _config(tmp_path, "qwen2")
-    said = read_json(folder / "config.json")
-    disk = {one.name: one.shape for one in model_facts(folder).tensors}
-    assert plain_facts(said, "bfloat16", disk) is not None
+    document = read_json(folder / "config.json")
+    disk = {tensor.name: tensor.shape for tensor in model_facts(folder).tensors}
+    assert plain_facts(document, "bfloat16", disk) is not None
     name = "model.layers.1.mlp.up_proj.weight"
     if change == "missing":
         del disk[name]
     else:
         disk[name if change == "shape" else "model.extra"] = (7, 32)
-    assert plain_facts(said, "bfloat16", disk) is None
+    assert plain_facts(document, "bfloat16", disk) is None
     assert model_facts(folder, disk=disk).findings
 
 
 def test_a_tied_head_may_be_stored_too(tmp_path: Path) -> None:
     folder = _config(tmp_path, "qwen2", tie_word_embeddings=True)
-    disk = {one.name: one.shape for one in model_facts(folder).tensors}
+    disk = {tensor.name: tensor.shape for tensor in model_facts(folder).tensors}
     facts = model_facts(folder, disk={**disk, "lm_head.weight": disk["model.embed_tokens.weight"]})
     assert "lm_head.weight" in {place.disk for place in facts.places}
-    assert "lm_head.weight" not in {one.name for one in facts.tensors}
+    assert "lm_head.weight" not in {tensor.name for tensor in facts.tensors}
 
 
 def test_neither_torch_nor_transformers_is_imported(tmp_path: Path) -> None:

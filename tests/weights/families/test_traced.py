@@ -1,4 +1,4 @@
-"""Traced conversions against the same conversions of real tensors."""
+"""Traced conversions agree with the same conversions of real tensors."""
 
 from __future__ import annotations
 
@@ -14,21 +14,25 @@ Step = tuple[str, int, int]
 
 
 def run(inputs: list, steps: list[Step]) -> list:
-    """A chain of what transformers' conversions are made of, on a list of equal tensors."""
-    found = inputs
+    """Run a chain of the operations of transformers' conversions on a list of equal tensors."""
+    tensors = inputs
     for kind, a, b in steps:
         if kind == "stack":
-            found = [torch.stack(found, dim=a % (found[0].dim() + 1))]
+            tensors = [torch.stack(tensors, dim=a % (tensors[0].dim() + 1))]
         elif kind == "cat":
-            found = [torch.cat(found, dim=a % found[0].dim())]
+            tensors = [torch.cat(tensors, dim=a % tensors[0].dim())]
         elif kind == "transpose":
-            dims = found[0].dim()
-            found = [torch.transpose(one, dim0=a % dims, dim1=b % dims) for one in found]
+            dims = tensors[0].dim()
+            tensors = [torch.transpose(tensor, dim0=a % dims, dim1=b % dims) for tensor in tensors]
         else:
-            dim = a % found[0].dim()
-            found = [part for one in found for part in torch.chunk(one, b % 3 + 1, dim=dim)]
-            found = [one for one in found if tuple(one.shape) == tuple(found[0].shape)]
-    return found
+            dim = a % tensors[0].dim()
+            tensors = [
+                part for tensor in tensors for part in torch.chunk(tensor, b % 3 + 1, dim=dim)
+            ]
+            tensors = [
+                tensor for tensor in tensors if tuple(tensor.shape) == tuple(tensors[0].shape)
+            ]
+    return tensors
 
 
 STEPS = st.tuples(
@@ -46,11 +50,11 @@ def test_every_element_is_where_its_piece_says(count, shape, steps) -> None:
     numel = torch.Size(shape).numel()
     real = [torch.arange(numel).reshape(shape) + 1000 * i for i in range(count)]
     traced = [Traced.of(str(i), shape) for i in range(count)]
-    wanted, found = run(real, steps), run(traced, steps)
-    assert [one.shape for one in found] == [tuple(one.shape) for one in wanted]
-    for one, tensor in zip(found, wanted, strict=True):
-        seen = torch.full(one.shape, -1)
-        for piece in one.pieces:
+    wanted, actual = run(real, steps), run(traced, steps)
+    assert [tensor.shape for tensor in actual] == [tuple(tensor.shape) for tensor in wanted]
+    for origin, tensor in zip(actual, wanted, strict=True):
+        seen = torch.full(origin.shape, -1)
+        for piece in origin.pieces:
             box = tuple(slice(o, o + n) for o, n in zip(piece.origin, piece.shape, strict=True))
             part = real[int(piece.key)]
             order = [axis for axis in piece.axes if axis is not None]
@@ -68,15 +72,15 @@ def test_every_element_is_where_its_piece_says(count, shape, steps) -> None:
     shape=st.lists(st.integers(1, 5), min_size=1, max_size=3),
     steps=st.lists(STEPS, max_size=4),
 )
-def test_a_place_gives_back_what_lies_on_disk(count, shape, steps) -> None:
-    """Read as an operation reads its source: a run of elements, then the transposition."""
+def test_a_place_gives_the_tensor_on_disk(count, shape, steps) -> None:
+    """A place is read like a source: a range of elements, then the transposition."""
     numel = torch.Size(shape).numel()
     real = {str(i): torch.arange(numel).reshape(shape) + 1000 * i for i in range(count)}
     disk = {key: tuple(shape) for key in real}
     live = run(list(real.values()), steps)
-    for one, tensor in zip(run([Traced.of(k, shape) for k in real], steps), live, strict=True):
+    for origin, tensor in zip(run([Traced.of(k, shape) for k in real], steps), live, strict=True):
         try:
-            places = places_of("live", one, disk)
+            places = places_of("live", origin, disk)
         except ValueError:
             continue  # scattered: refused
         for place in places:
@@ -89,7 +93,7 @@ def test_a_place_gives_back_what_lies_on_disk(count, shape, steps) -> None:
             assert torch.equal(part, real[place.disk])
 
 
-def test_what_mixes_elements_is_refused_by_name() -> None:
+def test_conversions_that_mix_elements_are_refused_by_name() -> None:
     traced = Traced.of("a", (4, 4))
     with pytest.raises(UntraceableError, match="reshape"):
         traced.reshape(2, 8)

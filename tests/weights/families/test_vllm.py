@@ -1,4 +1,4 @@
-"""vLLM loads what was merged, and scores it as transformers does, where its CPU backend can."""
+"""vLLM loads merged models and gives the scores of transformers, where its CPU backend can."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ and 2.1 or more between the merged model and its base."""
 
 @pytest.fixture(scope="module")
 def scored(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    """Every family merged, then loaded by one child that imports vLLM once."""
+    """Merge every family, then load all in one child that imports vLLM once."""
     folder = tmp_path_factory.mktemp("vllm")
     outs = {}
     for family, sizes in SIZES.items():
@@ -82,11 +82,11 @@ def scored(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     ],
 )
 def test_vllm_scores_the_merged_model_as_transformers_does(scored, family: str) -> None:
-    said = json.loads((scored[family] / "vllm.json").read_text())
-    assert "error" not in said, said
+    document = json.loads((scored[family] / "vllm.json").read_text())
+    assert "error" not in document, document
     table = logits(load(scored[family]))[0].log_softmax(-1)
     ids = torch.arange(3, 19)
     wanted = table[:-1].gather(1, ids[1:, None])[:, 0]
-    found = torch.tensor(said["logprobs"])
-    assert found.isfinite().all()
-    assert family in OTHERWISE or (found - wanted).abs().max() < TOLERANCE
+    actual = torch.tensor(document["logprobs"])
+    assert actual.isfinite().all()
+    assert family in OTHERWISE or (actual - wanted).abs().max() < TOLERANCE

@@ -1,8 +1,8 @@
-"""A child process: loads folders in vLLM, each in a fork, and says what it scored.
+"""Child process: load folders in vLLM, each in a fork, and write the scores.
 
     python -m tests.weights.families.vllm_loads FOLDER...
 
-Leaves FOLDER/vllm.json: log-probability of every token of `IDS` but the first, or the error.
+Writes FOLDER/vllm.json: log-prob of every token of `IDS` but the first, or the error.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ IDS = tuple(range(3, 19))
 
 
 def main() -> None:
-    """Import once, then one fork a folder."""
+    """Import vLLM once, then fork for each folder."""
     start_lean(compiler=False)
     from vllm import LLM  # noqa: F401
 

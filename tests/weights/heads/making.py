@@ -1,4 +1,4 @@
-"""Reward models and policies with value heads, as each tool writes them, and their scores."""
+"""Make reward models and policies with value heads as each tool writes them, and score them."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ LENGTHS = (9, 6, 4)
 
 
 def config_of(family: str, heads: int = 4) -> Any:
-    """A tiny configuration of a real class: Qwen2 tied, Llama and GPT-NeoX not."""
+    """Return a tiny configuration: tied for Qwen2, untied for Llama and GPT-NeoX."""
     sizes = {"vocab_size": ROWS, "num_attention_heads": heads, "pad_token_id": PAD}
     if family == "neox":
         return tiny("GPTNeoX", **sizes, tie_word_embeddings=False)
@@ -37,7 +37,7 @@ def config_of(family: str, heads: int = 4) -> Any:
 
 
 def causal(family: str, seed: int = 0, heads: int = 4) -> Any:
-    """A language model in fp32 without flat tensors."""
+    """Make a language model in fp32 with random weights."""
     from transformers import AutoModelForCausalLM
 
     torch.manual_seed(seed)
@@ -54,20 +54,22 @@ def _stirred(model: Any) -> Any:
 
 
 def head_tensors(*, bias: bool = True, hidden: int = HIDDEN) -> dict[str, torch.Tensor]:
-    """A value head as TRL names it."""
+    """Return the tensors of a value head under TRL's keys."""
     generator = torch.Generator().manual_seed(11)
-    found = {"v_head.summary.weight": torch.randn(1, hidden, generator=generator)}
+    tensors = {"v_head.summary.weight": torch.randn(1, hidden, generator=generator)}
     if bias:
-        found["v_head.summary.bias"] = torch.tensor([0.375])
-    return found
+        tensors["v_head.summary.bias"] = torch.tensor([0.375])
+    return tensors
 
 
 def save_trl(folder: Path, family: str, *, prefix: str = "") -> Any:
-    """A policy with the head among its weights, as TRL's wrapper saves it. Returns the policy."""
+    """Save a policy with the head among its weights, as TRL does. Return the policy."""
     model = causal(family)
     with quiet():
         model.save_pretrained(folder)
-    tensors = {prefix + key: one for key, one in load_file(folder / "model.safetensors").items()}
+    tensors = {
+        prefix + key: tensor for key, tensor in load_file(folder / "model.safetensors").items()
+    }
     tensors |= head_tensors()
     save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
     save_tokenizer(folder)
@@ -75,7 +77,7 @@ def save_trl(folder: Path, family: str, *, prefix: str = "") -> Any:
 
 
 def save_llamafactory(folder: Path, family: str, *, pickled: bool = False, heads: int = 4) -> Any:
-    """A model with `value_head.safetensors|bin` beside it. Returns the model."""
+    """Save a model with `value_head.safetensors|bin` beside it. Return the model."""
     model = causal(family, heads=heads)
     with quiet():
         model.save_pretrained(folder)
@@ -88,9 +90,9 @@ def save_llamafactory(folder: Path, family: str, *, pickled: bool = False, heads
 
 
 def openrlhf_model(family: str, *, prefix: str = "score", name: str = "RewardModel") -> Any:
-    """A regression model built as OpenRLHF builds it: the family's base class, a backbone, a head.
+    """Make a regression model as OpenRLHF does: the family's base class, a backbone, a head.
 
-    As of `get_llm_for_sequence_regression` of OpenRLHF 0.11 (Apache-2.0), from its description.
+    Follows `get_llm_for_sequence_regression` of OpenRLHF 0.11 (Apache-2.0), from its description.
     """
     from transformers import AutoModel
 
@@ -111,7 +113,7 @@ def openrlhf_model(family: str, *, prefix: str = "score", name: str = "RewardMod
 def save_openrlhf(
     folder: Path, family: str, *, prefix: str = "score", name: str = "RewardModel", **config: Any
 ) -> Any:
-    """Such a model saved as `save_model` does. Returns it."""
+    """Save such a model as OpenRLHF's `save_model` does. Return the model."""
     model = openrlhf_model(family, prefix=prefix, name=name)
     with quiet():
         model.save_pretrained(folder)
@@ -123,12 +125,14 @@ def save_openrlhf(
 def change_config(folder: Path, **changes: Any) -> None:
     """Change config.json; None removes a key."""
     path = folder / "config.json"
-    said = {**json.loads(path.read_text()), **changes}
-    path.write_text(json.dumps({key: value for key, value in said.items() if value is not None}))
+    document = {**json.loads(path.read_text()), **changes}
+    path.write_text(
+        json.dumps({key: value for key, value in document.items() if value is not None})
+    )
 
 
 def hidden_states(model: Any) -> list[torch.Tensor]:
-    """Last hidden states of each text, (1, tokens, hidden), one text at a time."""
+    """Return the last hidden states of each text, (1, tokens, hidden), one text at a time."""
     backbone = getattr(model, model.base_model_prefix)
     with torch.no_grad():
         return [
@@ -138,13 +142,13 @@ def hidden_states(model: Any) -> list[torch.Tensor]:
 
 
 def rewards(model: Any, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
-    """A linear head at the last token of each text."""
-    found = [nn.functional.linear(h, weight, bias)[0, -1, 0] for h in hidden_states(model)]
-    return torch.stack(found)
+    """Apply a linear head at the last token of each text."""
+    per_text = [nn.functional.linear(h, weight, bias)[0, -1, 0] for h in hidden_states(model)]
+    return torch.stack(per_text)
 
 
 def scores(folder: Path) -> torch.Tensor:
-    """What transformers says of a converted folder, normalised as its config.json says."""
+    """Score a converted folder with transformers, normalised as in its config.json."""
     from transformers import AutoModelForSequenceClassification
 
     with quiet():
@@ -154,17 +158,19 @@ def scores(folder: Path) -> torch.Tensor:
     assert not any(info[key] for key in ("missing_keys", "unexpected_keys", "mismatched_keys"))
     assert model.config.num_labels == 1
     assert tuple(model.score.weight.shape) == (1, HIDDEN)
-    found = []
+    logits = []
     with torch.no_grad():
         for ids, length in zip(IDS, LENGTHS, strict=True):
-            found.append(model.eval()(ids[None, :length]).logits[0, 0])
-    said = json.loads((folder / "config.json").read_text())
-    mean, std = (torch.tensor(said.get(key, plain)) for key, plain in (("mean", 0.0), ("std", 1.0)))
-    return (torch.stack(found) - mean) / std
+            logits.append(model.eval()(ids[None, :length]).logits[0, 0])
+    document = json.loads((folder / "config.json").read_text())
+    mean, std = (
+        torch.tensor(document.get(key, plain)) for key, plain in (("mean", 0.0), ("std", 1.0))
+    )
+    return (torch.stack(logits) - mean) / std
 
 
 def batch_scores(folder: Path) -> torch.Tensor:
-    """The same from one batch, padded on the right."""
+    """Return the same scores from one batch, padded on the right."""
     from transformers import AutoModelForSequenceClassification
 
     model = AutoModelForSequenceClassification.from_pretrained(folder, dtype=torch.float32).eval()
@@ -175,16 +181,16 @@ def batch_scores(folder: Path) -> torch.Tensor:
         return model(ids, attention_mask=mask).logits[:, 0]
 
 
-def serve(found: Found, out: Path, *, reward: bool | None = None) -> None:
-    """Plan, validate and run what is served of a folder; judge and complete it as convert does."""
-    said = found.folder.config
-    parted = separate(found, dtype=str(said.get("dtype", "float32")), reward=reward)
+def serve(detected: Found, out: Path, *, reward: bool | None = None) -> None:
+    """Plan, validate and write the model to serve; check and complete it as convert does."""
+    config = detected.folder.config
+    parted = separate(detected, dtype=str(config.get("dtype", "float32")), reward=reward)
     validate(parted.plan, parted.sources, out=out)
-    stem = WEIGHTS if found.folder.adapter_config is None else ADAPTER
+    stem = WEIGHTS if detected.folder.adapter_config is None else ADAPTER
     done = execute(parted.plan, parted.sources, out, stem=stem)
-    require([finite(name, one) for name, one in done.outcomes.items()], stage="convert")
+    require([finite(name, outcome) for name, outcome in done.outcomes.items()], stage="convert")
     for name in ("tokenizer.json", "tokenizer_config.json", "adapter_config.json"):
-        if (found.folder.root / name).is_file():
-            shutil.copyfile(found.folder.root / name, out / name)
+        if (detected.folder.root / name).is_file():
+            shutil.copyfile(detected.folder.root / name, out / name)
     if parted.config:
         (out / "config.json").write_text(json.dumps(parted.config))

@@ -1,4 +1,4 @@
-"""Child: scores of a served reward model by vLLM. `FOLDER OUT.json [MEAN STD]`; ids in `making`."""
+"""Child process: score a reward model with vLLM. `FOLDER OUT.json [MEAN STD]`; ids in `making`."""
 
 from __future__ import annotations
 
@@ -32,8 +32,8 @@ def main() -> None:
         {"prompt_token_ids": ids[:length].tolist()}
         for ids, length in zip(IDS, LENGTHS, strict=True)
     ]
-    found = [one.outputs.probs for one in llm.classify(texts, use_tqdm=False)]
-    Path(out).write_text(json.dumps(found))
+    scores = [output.outputs.probs for output in llm.classify(texts, use_tqdm=False)]
+    Path(out).write_text(json.dumps(scores))
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""Reward adapters: what peft made of them, and what can be made of them."""
+"""Reward adapters: merged models score like the trained ones; unusable adapters are refused."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ TARGETS = ["q_proj", "v_proj", "down_proj"]
 
 
 def classifier(family: str, base: Path) -> Any:
-    """The base with a fresh head of one label, in fp32, as training makes it."""
+    """Return the base with a new head of one label in fp32, as training does."""
     from transformers import AutoModelForSequenceClassification
 
     torch.manual_seed(9)
@@ -39,7 +39,7 @@ def classifier(family: str, base: Path) -> Any:
 
 
 def made(tmp_path: Path, family: str, **config: Any) -> tuple[Path, Path, Any]:
-    """A base, an adapter trained on it, and the trained model."""
+    """Make a base, an adapter trained on it, and the trained model."""
     from peft import LoraConfig
 
     base = tmp_path / "base"
@@ -50,7 +50,7 @@ def made(tmp_path: Path, family: str, **config: Any) -> tuple[Path, Path, Any]:
 
 
 def merge(base: Path, adapter: Path, out: Path) -> Plan:
-    """Plan, validate, execute, and config.json."""
+    """Plan, validate, execute, and write config.json."""
     lora, config = read_adapter(adapter), json.loads((base / "config.json").read_text())
     with open_checkpoint(base) as weights:
         parted = merged_reward(lora, weights, config, MergeSettings(), dtype="float32")
@@ -63,7 +63,7 @@ def merge(base: Path, adapter: Path, out: Path) -> Plan:
 
 @pytest.mark.parametrize("family", ["qwen", "llama"])
 @pytest.mark.parametrize("told", ["task_type", "modules_to_save"])
-def test_a_head_saved_whole_comes_with_the_merge(tmp_path: Path, family: str, told: str) -> None:
+def test_a_saved_head_is_merged(tmp_path: Path, family: str, told: str) -> None:
     extra = {"task_type": "SEQ_CLS"} if told == "task_type" else {"modules_to_save": ["score"]}
     base, adapter, wrapped = made(tmp_path, family, target_modules=TARGETS, **extra)
     plan = merge(base, adapter, tmp_path / "out")
@@ -73,7 +73,7 @@ def test_a_head_saved_whole_comes_with_the_merge(tmp_path: Path, family: str, to
     assert ours.keys() == theirs.keys()
     assert all(torch.equal(ours[key], theirs[key]) for key in theirs)
     assert near(scores(tmp_path / "out"), rewards(merged, merged.score.weight.detach()))
-    dropped = {one.source for one in plan.dropped}
+    dropped = {entry.source for entry in plan.dropped}
     assert dropped == ({"base:lm_head.weight"} if family == "llama" else set())
 
 
@@ -88,7 +88,7 @@ def test_the_normalisation_beside_the_adapter_is_kept(tmp_path: Path) -> None:
     assert near(scores(tmp_path / "out"), before)
 
 
-def test_a_policys_adapter_is_no_reward_adapter(tmp_path: Path) -> None:
+def test_a_policys_adapter_is_not_a_reward_adapter(tmp_path: Path) -> None:
     from peft import LoraConfig
 
     config = LoraConfig(r=4, target_modules="all-linear", task_type="CAUSAL_LM")
@@ -98,23 +98,23 @@ def test_a_policys_adapter_is_no_reward_adapter(tmp_path: Path) -> None:
     assert not is_reward_adapter(read_folder(folder))
 
 
-def test_detection_says_where_a_saved_head_is(tmp_path: Path) -> None:
+def test_a_saved_head_is_detected(tmp_path: Path) -> None:
     _, adapter, _ = made(tmp_path, "qwen", target_modules=TARGETS, task_type="SEQ_CLS")
-    found = detect(read_folder(adapter))
-    assert found.head is not None
-    assert (found.head.dialect, found.head.role) == ("peft", "reward")
-    assert found.head.weight == "adapter:base_model.model.score.weight"
-    assert found.findings == ()
+    detected = detect(read_folder(adapter))
+    assert detected.head is not None
+    assert (detected.head.dialect, detected.head.role) == ("peft", "reward")
+    assert detected.head.weight == "adapter:base_model.model.score.weight"
+    assert detected.findings == ()
     assert is_reward_adapter(read_folder(adapter))
 
 
 def test_lora_on_a_head_that_was_never_saved_is_refused(tmp_path: Path) -> None:
-    """`all-linear` without a task type, as OpenRLHF trains: the head's own weight is lost."""
+    """OpenRLHF trains `all-linear` without a task type, so the head's own weight is lost."""
     base, adapter, _ = made(tmp_path, "qwen", target_modules="all-linear")
-    found = detect(read_folder(adapter))
-    assert found.lora_on == "score"
+    detected = detect(read_folder(adapter))
+    assert detected.lora_on == "score"
     assert is_reward_adapter(read_folder(adapter))
-    assert "cannot be recovered" in found.findings[0]
+    assert "cannot be recovered" in detected.findings[0]
     with pytest.raises(ContractError, match="LoRA was trained on a random head"):
         merge(base, adapter, tmp_path / "out")
 

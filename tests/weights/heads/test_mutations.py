@@ -1,4 +1,4 @@
-"""Good folders, changed at random: an error, or the same rewards; never others."""
+"""Valid folders, changed at random, give an error or the same rewards."""
 
 from __future__ import annotations
 
@@ -62,8 +62,8 @@ def test_an_error_or_an_identical_result(good: Path, tmp_path: Path, data: st.Da
         assert name == "not finite" or not list(out.iterdir())
         return
     expected = load_file(good / "model.safetensors")
-    found = state_of(out)
-    assert found.keys() == expected.keys()
-    same = {key for key in found if torch.equal(found[key], expected[key])}
-    assert same == set(found), name  # flattening a norm or a bias is no change
+    state = state_of(out)
+    assert state.keys() == expected.keys()
+    same = {key for key in state if torch.equal(state[key], expected[key])}
+    assert same == set(state), name  # flattening a norm or a bias is no change
     assert "mean" not in json.loads((out / "config.json").read_text())

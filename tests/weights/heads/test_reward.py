@@ -1,4 +1,4 @@
-"""Reward models of every dialect: scores before and after, and what cannot be converted."""
+"""Reward models of every dialect: equal scores after conversion, and refusals."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def convert(folder: Path, out: Path) -> dict[str, object]:
     ],
 )
 @pytest.mark.parametrize("prefix", ["score", "value_head"])
-def test_openrlhf_rewards_are_the_same_to_the_last_bit(
+def test_openrlhf_rewards_are_bit_identical(
     tmp_path: Path, family: str, name: str, prefix: str
 ) -> None:
     mean, std = 1.5, 2.5
@@ -65,7 +65,7 @@ def test_openrlhf_rewards_are_the_same_to_the_last_bit(
 
 @pytest.mark.parametrize("family", ["qwen", "llama"])
 @pytest.mark.parametrize("kind", ["trl", "wrapped", "side", "pickled"])
-def test_a_value_heads_rewards_are_the_same_its_bias_included(
+def test_rewards_of_a_value_head_with_bias_are_the_same(
     tmp_path: Path, family: str, kind: str
 ) -> None:
     folder = tmp_path / "rm"
@@ -90,7 +90,7 @@ def test_padded_batches_score_as_single_texts(tmp_path: Path) -> None:
     torch.testing.assert_close(together, one_by_one, rtol=1e-5, atol=1e-5)
 
 
-def test_a_padding_token_that_ends_texts_is_taken_out(tmp_path: Path) -> None:
+def test_a_padding_token_that_ends_texts_is_removed(tmp_path: Path) -> None:
     save_openrlhf(tmp_path / "rm", "qwen")
     change_config(tmp_path / "rm", pad_token_id=0)  # <|endoftext|>, the tokenizer's own ending
     assert convert(tmp_path / "rm", tmp_path / "out")["pad_token_id"] is None
@@ -106,14 +106,14 @@ def test_a_converted_model_converts_to_itself(tmp_path: Path) -> None:
     assert state_of(tmp_path / "one").keys() == state_of(tmp_path / "two").keys()
 
 
-def test_a_head_under_another_name_than_configured_is_found_and_told(tmp_path: Path) -> None:
+def test_a_head_under_another_name_than_configured_is_reported(tmp_path: Path) -> None:
     """OpenRLHF trains `value_head` and writes the flag `score` into config.json."""
     save_openrlhf(tmp_path / "rm", "qwen", prefix="value_head")
     change_config(tmp_path / "rm", value_head_prefix="score")
-    found = detect(read_folder(tmp_path / "rm"))
-    assert found.head is not None
-    assert found.head.weight == "model:value_head.weight"
-    assert found.notes == (
+    detected = detect(read_folder(tmp_path / "rm"))
+    assert detected.head is not None
+    assert detected.head.weight == "model:value_head.weight"
+    assert detected.notes == (
         "config.json names the head 'score'; the head that was saved is 'value_head'",
     )
 
@@ -169,12 +169,12 @@ def test_two_labels_are_refused(tmp_path: Path) -> None:
     assert "2 labels" in _refused(tmp_path / "rm", tmp_path / "out")
 
 
-def test_a_critic_is_no_reward_model(tmp_path: Path) -> None:
+def test_a_critic_is_not_a_reward_model(tmp_path: Path) -> None:
     save_openrlhf(tmp_path / "rm", "qwen", name="CriticModel")
     assert "a critic" in _refused(tmp_path / "rm", tmp_path / "out")
 
 
-def test_everything_wrong_is_told_at_once(tmp_path: Path) -> None:
+def test_all_findings_come_in_one_error(tmp_path: Path) -> None:
     save_openrlhf(tmp_path / "rm", "qwen", mean=1.0, std=-1.0)
     path = tmp_path / "rm" / "model.safetensors"
     odd = {"score.weight": torch.zeros(2, HIDDEN + 1), "mean": torch.tensor([2.0])}
@@ -194,8 +194,8 @@ def test_a_tensor_that_the_class_does_not_have_is_refused(tmp_path: Path) -> Non
 def test_a_plain_language_model_has_no_head_and_no_findings(tmp_path: Path) -> None:
     model = save_llamafactory(tmp_path / "lm", "qwen")
     (tmp_path / "lm" / "value_head.safetensors").unlink()
-    found = detect(read_folder(tmp_path / "lm"))
-    assert (found.head, found.findings, found.lora_on) == (None, (), "")
+    detected = detect(read_folder(tmp_path / "lm"))
+    assert (detected.head, detected.findings, detected.lora_on) == (None, (), "")
     assert "a language model" in _refused(tmp_path / "lm", tmp_path / "out")
     assert model.config.pad_token_id == PAD
 
@@ -205,8 +205,8 @@ def test_a_normalisation_that_fp32_cannot_hold_is_refused(tmp_path: Path, number
     save_openrlhf(tmp_path / "rm", "qwen", std=2.0)
     path = tmp_path / "rm" / "config.json"
     path.write_text(path.read_text().rstrip().removesuffix("}") + f', "mean": {number}}}')
-    found = detect(read_folder(tmp_path / "rm"))
-    assert any("is not a number in fp32" in line for line in found.findings)
+    detected = detect(read_folder(tmp_path / "rm"))
+    assert any("is not a number in fp32" in line for line in detected.findings)
 
 
 @pytest.mark.parametrize(
@@ -216,9 +216,9 @@ def test_a_normalisation_that_fp32_cannot_hold_is_refused(tmp_path: Path, number
         {"text_config": "x"}, {"hidden_size": "wide"}, {"value_head_prefix": ["score"]},
     ],
 )  # fmt: skip
-def test_a_config_of_other_types_is_no_crash(tmp_path: Path, odd: dict[str, object]) -> None:
+def test_a_config_with_wrong_types_does_not_crash(tmp_path: Path, odd: dict[str, object]) -> None:
     save_openrlhf(tmp_path / "rm", "qwen")
     change_config(tmp_path / "rm", **odd)
-    found = detect(read_folder(tmp_path / "rm"))
-    assert found.head is not None
-    assert found.head.role == "reward"
+    detected = detect(read_folder(tmp_path / "rm"))
+    assert detected.head is not None
+    assert detected.head.role == "reward"

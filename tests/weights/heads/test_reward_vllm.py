@@ -1,4 +1,4 @@
-"""vLLM serves a converted reward model: the raw score by default, the normalised one when told."""
+"""vLLM serves a converted reward model: raw scores by default, normalised ones on request."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def test_vllm_gives_the_same_scores(tmp_path: Path) -> None:
     save_llamafactory(tmp_path / "rm", "llama", heads=1)
     config = convert(tmp_path / "rm", tmp_path / "out")
     arguments = {"raw": [], "normalised": [str(config["mean"]), str(config["std"])]}
-    found = {}
+    from_vllm = {}
     for name, numbers in arguments.items():
         argv = [sys.executable, "-m", "tests.weights.heads.score_with_vllm"]
         launch(
@@ -33,8 +33,10 @@ def test_vllm_gives_the_same_scores(tmp_path: Path) -> None:
             env={**os.environ, **environment(1, 2)},
             timeout_s=300,
         )
-        found[name] = torch.tensor(json.loads((tmp_path / f"{name}.json").read_text())).flatten()
+        from_vllm[name] = torch.tensor(
+            json.loads((tmp_path / f"{name}.json").read_text())
+        ).flatten()
     normalised = scores(tmp_path / "out")
-    torch.testing.assert_close(found["normalised"], normalised, rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(from_vllm["normalised"], normalised, rtol=1e-4, atol=1e-4)
     raw = normalised * config["std"] + config["mean"]
-    torch.testing.assert_close(found["raw"], raw, rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(from_vllm["raw"], raw, rtol=1e-4, atol=1e-4)

@@ -1,4 +1,4 @@
-"""A value head off its policy: two artifacts, each whole, each loadable."""
+"""Split a policy and its value head into two artifacts that both load."""
 
 from __future__ import annotations
 
@@ -29,19 +29,19 @@ from tests.weights.making import state_of
 
 
 def split(folder: Path, root: Path) -> tuple[Path, Path]:
-    """Policy and head, each in a folder of its own."""
+    """Write policy and head, each to a folder of its own."""
     policy, head = root / "policy", root / "head"
     policy.mkdir()
     head.mkdir()
-    found = detect(read_folder(folder))
-    serve(found, policy)
-    write_value_head(found, head)
+    detected = detect(read_folder(folder))
+    serve(detected, policy)
+    write_value_head(detected, head)
     return policy, head
 
 
 @pytest.mark.parametrize("family", ["qwen", "llama"])
 @pytest.mark.parametrize("prefix", ["", "pretrained_model."])
-def test_a_trl_policy_and_its_head_are_parted(tmp_path: Path, family: str, prefix: str) -> None:
+def test_a_trl_policy_and_its_head_are_split(tmp_path: Path, family: str, prefix: str) -> None:
     from transformers import AutoModelForCausalLM
 
     model = save_trl(tmp_path / "ppo", family, prefix=prefix)
@@ -55,7 +55,7 @@ def test_a_trl_policy_and_its_head_are_parted(tmp_path: Path, family: str, prefi
     assert not [name for name in state_of(policy) if "v_head" in name]
     stored = load_file(head / "value_head.safetensors")
     assert stored.keys() == head_tensors().keys()
-    assert all(torch.equal(stored[key], one) for key, one in head_tensors().items())
+    assert all(torch.equal(stored[key], tensor) for key, tensor in head_tensors().items())
     assert sorted(path.name for path in head.iterdir() if path.name[0] != ".") == [
         "value_head.json",
         "value_head.safetensors",
@@ -83,26 +83,26 @@ def test_a_side_file_never_reaches_the_served_folder(tmp_path: Path, pickled: bo
 
 
 @pytest.mark.parametrize("family", ["qwen", "llama"])
-def test_a_critic_is_no_policy_and_its_head_keeps_its_normalisation(
+def test_a_critic_is_not_a_policy_and_its_head_keeps_its_normalisation(
     tmp_path: Path, family: str
 ) -> None:
     model = save_openrlhf(tmp_path / "c", family, name="CriticModel", mean=0.5, std=2.0)
     head = tmp_path / "head"
     head.mkdir()
-    found = detect(read_folder(tmp_path / "c"))
-    with pytest.raises(ContractError, match="a critic, no policy"):
-        serve(found, head)
-    write_value_head(found, head)
-    said = json.loads((head / "value_head.json").read_text())
-    assert (said["role"], said["dialect"], said["bias"]) == ("value", "openrlhf", False)
-    assert (said["mean"], said["std"]) == (0.5, 2.0)
+    detected = detect(read_folder(tmp_path / "c"))
+    with pytest.raises(ContractError, match="a critic, not of a policy"):
+        serve(detected, head)
+    write_value_head(detected, head)
+    document = json.loads((head / "value_head.json").read_text())
+    assert (document["role"], document["dialect"], document["bias"]) == ("value", "openrlhf", False)
+    assert (document["mean"], document["std"]) == (0.5, 2.0)
     stored = load_file(head / "value_head.safetensors")
     assert torch.equal(stored["v_head.summary.weight"], model.score.weight)
 
 
 @pytest.mark.parametrize("trl", [False, True])
 def test_an_adapter_with_a_head_beside_it(tmp_path: Path, trl: bool) -> None:
-    """LLaMA-Factory's side file, and TRL's: a whole `pytorch_model.bin` with the head alone."""
+    """LLaMA-Factory's side file, and TRL's: a `pytorch_model.bin` with only the head."""
     from peft import LoraConfig
 
     config = LoraConfig(r=4, target_modules="all-linear", task_type="CAUSAL_LM")
@@ -111,11 +111,11 @@ def test_an_adapter_with_a_head_beside_it(tmp_path: Path, trl: bool) -> None:
         torch.save(head_tensors(), folder / "pytorch_model.bin")
     else:
         save_file(head_tensors(), folder / "value_head.safetensors", metadata={"format": "pt"})
-    found = detect(read_folder(folder))
-    assert found.head is not None
-    assert found.head.dialect == ("trl" if trl else "llamafactory")
+    detected = detect(read_folder(folder))
+    assert detected.head is not None
+    assert detected.head.dialect == ("trl" if trl else "llamafactory")
     policy, head = split(folder, tmp_path)
-    before, after = (state_of(one, "adapter_model") for one in (folder, policy))
+    before, after = (state_of(adapter, "adapter_model") for adapter in (folder, policy))
     assert before.keys() == after.keys()
     assert all(torch.equal(before[key], after[key]) for key in before)
     assert not [*policy.glob("*.bin"), *policy.glob("value_head*")]
@@ -125,7 +125,7 @@ def test_an_adapter_with_a_head_beside_it(tmp_path: Path, trl: bool) -> None:
 def test_the_plan_says_why_the_head_is_gone(tmp_path: Path) -> None:
     save_trl(tmp_path / "ppo", "qwen")
     plan = plan_policy(detect(read_folder(tmp_path / "ppo")))
-    assert {one.source: one.reason for one in plan.dropped} == {
+    assert {entry.source: entry.reason for entry in plan.dropped} == {
         f"model:{name}": KEPT_APART for name in head_tensors()
     }
 
@@ -139,7 +139,7 @@ def test_prefixes_on_some_keys_only_are_refused(tmp_path: Path) -> None:
         plan_policy(detect(read_folder(tmp_path / "ppo")))
 
 
-def test_an_empty_head_is_refused_as_what_zero3_leaves(tmp_path: Path) -> None:
+def test_an_empty_head_from_zero3_is_refused(tmp_path: Path) -> None:
     save_llamafactory(tmp_path / "ppo", "qwen")
     empty = {"v_head.summary.weight": torch.zeros(0)}
     save_file(empty, tmp_path / "ppo" / "value_head.safetensors", metadata={"format": "pt"})
@@ -147,14 +147,14 @@ def test_an_empty_head_is_refused_as_what_zero3_leaves(tmp_path: Path) -> None:
         plan_policy(detect(read_folder(tmp_path / "ppo")))
 
 
-def test_two_side_files_are_one_too_many(tmp_path: Path) -> None:
+def test_two_side_files_are_refused(tmp_path: Path) -> None:
     save_llamafactory(tmp_path / "ppo", "qwen")
     torch.save(head_tensors(), tmp_path / "ppo" / "value_head.bin")
     with pytest.raises(ContractError, match="two files with a head"):
         plan_policy(detect(read_folder(tmp_path / "ppo")))
 
 
-def test_a_stray_weight_file_is_still_one(tmp_path: Path) -> None:
+def test_a_stray_weight_file_is_refused(tmp_path: Path) -> None:
     with quiet():
         save_llamafactory(tmp_path / "ppo", "qwen")
     save_file({"x": torch.ones(1)}, tmp_path / "ppo" / "other.safetensors")

@@ -39,7 +39,7 @@ PAIRS = [
 ]
 
 
-@pytest.mark.parametrize(("one", "other", "weight", "words"), PAIRS)
+@pytest.mark.parametrize(("first", "second", "weight", "words"), PAIRS)
 def test_adapters_that_exclude_each_other(
     first: dict[str, Any],
     second: dict[str, Any],

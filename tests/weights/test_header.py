@@ -101,8 +101,8 @@ def _theirs(path: Path) -> dict | None:
         ({"__metadata__": {"a": 7}}, "__metadata__"),
         ({"a": _entry([4], 0, 4), "b": _entry([3], 5, 8)}, "1 bytes before b belong to no tensor"),
         ({"a": _entry([4], 0, 4)}, "4 bytes after a belong to no tensor"),
-        ({"a": _entry([2**63, 0], 0, 0)}, "a shape of 2 axes"),
-        ({"a": _entry([10**4000] * 5000, 0, 8)}, "a shape of 5000 axes"),
+        ({"a": _entry([2**63, 0], 0, 0)}, "an invalid shape of 2 axes"),
+        ({"a": _entry([10**4000] * 5000, 0, 8)}, "an invalid shape of 5000 axes"),
         ([1, 2], "not a JSON object"),
     ],
 )

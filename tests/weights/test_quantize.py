@@ -241,9 +241,9 @@ def test_convert_quantizes_and_reports_the_drift(
 @pytest.mark.parametrize(
     ("change", "text"),
     [
-        ({"shape": (63, 64)}, "8 bits of [63, 64] wanted"),
-        ({"start": 64}, "8 bits of [64, 64] wanted"),
-        ({"encoding": Encoding("w8a8", "weight", 32)}, "8 bits of [64, 32] wanted"),
+        ({"shape": (63, 64)}, "8 bits need a matrix of [63, 64]"),
+        ({"start": 64}, "8 bits need a matrix of [64, 64]"),
+        ({"encoding": Encoding("w8a8", "weight", 32)}, "8 bits need a matrix of [64, 32]"),
     ],
 )
 def test_a_plan_that_encodes_other_shapes_is_refused(

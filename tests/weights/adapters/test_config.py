@@ -111,7 +111,7 @@ def test_every_initialiser_of_peft_is_known() -> None:
         ({"init_lora_weights": "pissa_niter_4"}, "path_initial_model_for_weight_conversion"),
         ({"init_lora_weights": "olora"}, "olora"),
         ({"init_lora_weights": "corda"}, "corda"),
-        ({"init_lora_weights": "loftq"}, "4-bit values .* merge it into the base as training left"),
+        ({"init_lora_weights": "loftq"}, "4-bit values.* merge it into the base as training left"),
         ({"init_lora_weights": "lora_ga"}, "lora_ga"),
         ({"init_lora_weights": "sorcery"}, "init_lora_weights='sorcery' is unknown"),
         ({"layer_replication": [[0, 2], [1, 2]]}, "layer_replication=.*replicate the base first"),

@@ -86,7 +86,7 @@ def test_findings(
         ({"trainable_token_indices": [5]}, "trainable_tokens_delta: missing"),
         ({"trainable_token_indices": [96]}, "trained token 96 is outside its 96 rows"),
         ({"trainable_token_indices": {"wte": [1]}}, "the model has no ['wte']"),
-        ({"target_modules": ["q_proj", "down_proj", "norm"]}, "norm: targeted, but neither a linear"),
+        ({"target_modules": ["q_proj", "down_proj", "norm"]}, "norm: targeted, but neither"),
         ({"target_parameters": ["o_proj.weight"]}, "o_proj.lora_A.weight: missing"),
         ({"use_dora": True, "target_parameters": ["o_proj.weight"]}, "supports neither use_dora"),
         ({"target_parameters": ["q_proj.weight"]}, "q_proj.weight: changed twice, by"),

@@ -130,7 +130,7 @@ def test_quantisation_and_dtype_apply_to_the_right_tensors(tmp_path: Path) -> No
 
 def test_a_change_without_a_tensor_on_disk_is_refused(tmp_path: Path) -> None:
     base = save_base(tmp_path / "base", "llama", tied=False)
-    with pytest.raises(ContractError, match="nowhere.weight: changed by the adapter, but no tensor"):
+    with pytest.raises(ContractError, match="nowhere.weight: changed by the adapter, but"):
         _plan(model_facts(base), base, _changes({"nowhere.weight": (Add("a:A", 1.0),)}))
 
 
@@ -156,7 +156,7 @@ def test_a_transposed_tensor_takes_the_transposed_product() -> None:
     place = Place("w", (32, 96), "live", (96, 32), transpose=True)
     assert carry(LowRank("a:A", "a:B", 1.0), place, OPERANDS).transpose
     assert not carry(LowRank("a:A", "a:B", 1.0, transpose=True), place, OPERANDS).transpose
-    with pytest.raises(ValueError, match="rows: not supported on a tensor that is stored transposed"):
+    with pytest.raises(ValueError, match="rows: not supported on a tensor that is stored"):
         carry(Rows("a:A", (1,)), place, OPERANDS)
 
 

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from tasks.weights.deepspeed.pieces import Whole
+from tasks.weights.deepspeed.pieces import FullTensor
 from tasks.weights.deepspeed.states import ModelState
 from tasks.weights.files.dtype_conversion import cast, casts
 from tasks.weights.files.file_ranges import Reader
@@ -29,7 +29,7 @@ own size."""
 _TINY = 1e-6
 
 
-def disagreements(state: ModelState, weights: Mapping[str, Whole]) -> list[str]:
+def disagreements(state: ModelState, weights: Mapping[str, FullTensor]) -> list[str]:
     """Return one line for every trained weight whose fp32 values differ from the module's.
 
     Args:
@@ -37,27 +37,30 @@ def disagreements(state: ModelState, weights: Mapping[str, Whole]) -> list[str]:
         weights: the trained parameters by name.
     """
     findings = []
-    for name, whole in weights.items():
+    for name, tensor in weights.items():
         ref = state.module.get(name)
         if ref is None:
             findings.append(f"{name}: trained, but not in the module")
-        elif casts(ref.dtype, "F32") and casts(whole.dtype, "F32"):
-            finding = _difference(state.file, ref, whole)
+        elif casts(ref.dtype, "F32") and casts(tensor.dtype, "F32"):
+            finding = _difference(state.file, ref, tensor)
             findings += [f"{name}: {finding}"] if finding else []
     return findings
 
 
-def _difference(file: TorchFile, ref: TensorRef, whole: Whole) -> str:
+def _difference(file: TorchFile, ref: TensorRef, tensor: FullTensor) -> str:
     """Return how the module's tensor differs from the trained one; "" if they agree."""
-    if ref.shape != whole.shape or not ref.contiguous:
-        return f"{list(whole.shape)}, in the module {list(ref.shape)}, strides {list(ref.stride)}"
+    if ref.shape != tensor.shape or not ref.contiguous:
+        return (
+            f"shape {list(tensor.shape)}, in the module {list(ref.shape)} "
+            f"with strides {list(ref.stride)}"
+        )
     if not ref.numel:
         return ""
     # Closed after each tensor: a universal checkpoint has one file per parameter.
-    with Reader(whole.extents) as trained, Reader([file.extent(ref)]) as module:
+    with Reader(tensor.extents) as trained, Reader([file.extent(ref)]) as module:
         for start in {0, max(0, ref.numel - SAMPLE)}:
             count = min(SAMPLE, ref.numel - start)
-            fp32 = _values(trained, whole.dtype, start, count)
+            fp32 = _values(trained, tensor.dtype, start, count)
             module_values = _values(module, ref.dtype, start, count)
             # NaN and infinity are ignored: other checks report values that are not finite.
             with np.errstate(invalid="ignore"):

@@ -13,7 +13,7 @@ from tasks.core.errors import ArtifactError, first_and_more
 from tasks.weights.deepspeed.agreement import disagreements
 from tasks.weights.deepspeed.layout import Layout, find_layout
 from tasks.weights.deepspeed.partitioned import frozen_fragments, stored, trainable
-from tasks.weights.deepspeed.pieces import Whole
+from tasks.weights.deepspeed.pieces import FullTensor
 from tasks.weights.deepspeed.ranks import rank_findings
 from tasks.weights.deepspeed.states import (
     ModelState,
@@ -51,7 +51,7 @@ class ZeroCheckpoint:
     stage: int
     world_size: int
     step: int | None
-    tensors: Mapping[str, Whole]
+    tensors: Mapping[str, FullTensor]
     trained: tuple[str, ...]
     buffers: frozenset[str]
     tied: Mapping[str, str]
@@ -135,9 +135,9 @@ def _assemble(
     tensors = _trained(layout, first, ranks, findings)
     tensors |= _untrained(layout, models, set(names) | set(tied), findings)
     findings += [
-        f"{name}: has no elements, shape {list(whole.shape)}"
-        for name, whole in tensors.items()
-        if not prod(whole.shape) and name not in first.buffers
+        f"{name}: has no elements, shape {list(tensor.shape)}"
+        for name, tensor in tensors.items()
+        if not prod(tensor.shape) and name not in first.buffers
     ]
     if not tensors and not findings:
         findings.append("no tensor at all")
@@ -155,7 +155,7 @@ def _assemble(
 
 def _trained(
     layout: Layout, first: ModelState, ranks: Sequence[OptimState], findings: list[str]
-) -> dict[str, Whole]:
+) -> dict[str, FullTensor]:
     groups = first.groups or ()
     if layout.zero is not None:
         beside = frozenset(first.module) | frozenset(first.frozen) | frozenset(first.shared)
@@ -169,7 +169,7 @@ def _trained(
 
 def _untrained(
     layout: Layout, models: Sequence[ModelState], known: set[str], findings: list[str]
-) -> dict[str, Whole]:
+) -> dict[str, FullTensor]:
     """Return frozen parameters and buffers: the tensors whose names are not in `known`."""
     first = models[0]
     rest = [name for name in {**first.module, **first.fragments} if name not in known]
@@ -202,7 +202,7 @@ def _aliases(state: ModelState, trained: set[str]) -> dict[str, str]:
 
 def universal(
     zero: Path, groups: Sequence[Shapes], known: frozenset[str], findings: list[str]
-) -> dict[str, Whole]:
+) -> dict[str, FullTensor]:
     """Find the trained parameters of a universal checkpoint: `zero/<parameter>/fp32.pt`.
 
     `ds_to_universal.py` writes `{"param": tensor}` for ZeRO-1 and 2. For ZeRO-3 it writes the bare
@@ -230,7 +230,7 @@ def universal(
     return tensors
 
 
-def _parameter(path: Path, shape: tuple[int, ...]) -> Whole:
+def _parameter(path: Path, shape: tuple[int, ...]) -> FullTensor:
     file = read_torch_file(path)
     ref = file.content.get("param") if isinstance(file.content, dict) else file.content
     if not isinstance(ref, TensorRef):
@@ -239,4 +239,4 @@ def _parameter(path: Path, shape: tuple[int, ...]) -> Whole:
         raise ArtifactError(f"{path}: shape {list(ref.shape)}, the model's is {list(shape)}")
     if not is_float(ref.dtype):
         raise ArtifactError(f"{path}: {ref.dtype} is not a float dtype")
-    return Whole(shape, ref.dtype, (file.extent(ref),))
+    return FullTensor(shape, ref.dtype, (file.extent(ref),))

@@ -14,7 +14,7 @@ from itertools import accumulate
 from math import prod
 
 from tasks.core.errors import ArtifactError
-from tasks.weights.deepspeed.pieces import Flat, Whole
+from tasks.weights.deepspeed.pieces import Flat, FullTensor
 from tasks.weights.deepspeed.states import ModelState, OptimState, Shapes
 from tasks.weights.files.dtype_bits import is_float
 from tasks.weights.files.source import Extent
@@ -22,7 +22,7 @@ from tasks.weights.files.source import Extent
 
 def trainable(
     groups: Sequence[Shapes], ranks: Sequence[OptimState], findings: list[str]
-) -> dict[str, Whole]:
+) -> dict[str, FullTensor]:
     """Return the trained parameters, in fp32, in the order of training's groups.
 
     Args:
@@ -40,7 +40,7 @@ def trainable(
         return {}
     places = _by_parameter if ranks[0].stage == 3 else _by_group
     return {
-        name: Whole(shape, dtype, extents)
+        name: FullTensor(shape, dtype, extents)
         for name, shape, extents in places(groups, ranks, findings)
     }
 
@@ -114,7 +114,7 @@ def _by_parameter(
     return located
 
 
-def frozen_fragments(models: Sequence[ModelState], findings: list[str]) -> dict[str, Whole]:
+def frozen_fragments(models: Sequence[ModelState], findings: list[str]) -> dict[str, FullTensor]:
     """Return the frozen parameters of ZeRO-3, of which each rank holds a partition."""
     tensors = {}
     for name, shape in models[0].frozen.items():
@@ -130,11 +130,11 @@ def frozen_fragments(models: Sequence[ModelState], findings: list[str]) -> dict[
             for number, (model, ref) in enumerate(zip(models, refs, strict=True))
             if ref is not None and (own := _own(numel, share, number))
         ]
-        tensors[name] = Whole(shape, dtypes.pop(), tuple(extents))
+        tensors[name] = FullTensor(shape, dtypes.pop(), tuple(extents))
     return tensors
 
 
-def stored(state: ModelState, names: Sequence[str], findings: list[str]) -> dict[str, Whole]:
+def stored(state: ModelState, names: Sequence[str], findings: list[str]) -> dict[str, FullTensor]:
     """Return full tensors of one model state: buffers, and below ZeRO-3 frozen parameters."""
     tensors = {}
     for name in names:
@@ -144,7 +144,7 @@ def stored(state: ModelState, names: Sequence[str], findings: list[str]) -> dict
         except ArtifactError as error:
             findings.append(f"{name}: {error.message}")
             continue
-        tensors[name] = Whole(ref.shape, ref.dtype, extents)
+        tensors[name] = FullTensor(ref.shape, ref.dtype, extents)
     return tensors
 
 

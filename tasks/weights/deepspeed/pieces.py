@@ -12,7 +12,7 @@ from tasks.weights.pickled.tensors import TensorRef, TorchFile
 
 
 @dataclass(frozen=True)
-class Whole:
+class FullTensor:
     """A full tensor: shape, dtype (safetensors name), and its byte ranges in order."""
 
     shape: tuple[int, ...]

@@ -17,7 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from tasks.weights.execute.copying import opened
-from tasks.weights.execute.full_tensors import Sources, all_rows, squared, whole
+from tasks.weights.execute.full_tensors import Sources, all_rows, full_tensor, squared
 from tasks.weights.execute.journal import Measured
 from tasks.weights.files import dtype_bits as bits
 from tasks.weights.files.file_ranges import Reader
@@ -68,7 +68,7 @@ def row_blocks(rows: int, columns: int, elements: int | None = None) -> Iterator
 def compute(op: Op, sources: Sources, measured: Measured) -> Iterator[NDArray[np.uint8]]:
     """Yield one output tensor's bytes block by block; a block is valid until the next is requested.
 
-    Peak memory is a few blocks, except for tensors that need all rows (`full_tensors.needs_whole`).
+    Peak memory is a few blocks, except for tensors that need all rows (`needs_full_tensor`).
 
     Args:
         op: an operation of kind "compute".
@@ -123,7 +123,7 @@ def _blocks(
 
     pieces = [(0, rows)] if all_rows(op) else list(row_blocks(rows, columns))
     if op.quantization is not None or op.transpose:
-        matrix = whole(op, sources, measured).reshape(rows, columns)
+        matrix = full_tensor(op, sources, measured).reshape(rows, columns)
         for first, end in pieces:
             yield first, matrix[first:end]
         return

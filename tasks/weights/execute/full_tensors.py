@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 Sources = Mapping[str, Source]
 
 
-def needs_whole(op: Op) -> bool:
+def needs_full_tensor(op: Op) -> bool:
     """Return True if the full tensor is in memory while it is computed.
 
     That is so for 4-bit quantization, whose double quantization takes a mean over all scales, for a
@@ -41,7 +41,7 @@ def all_rows(op: Op) -> bool:
     return any(needs_all_rows(term) for term in op.terms)
 
 
-def whole(op: Op, sources: Sources, measured: Measured) -> torch.Tensor:
+def full_tensor(op: Op, sources: Sources, measured: Measured) -> torch.Tensor:
     """Load the full source tensor in the output's shape, through 4 bits if the plan says so.
 
     Args:

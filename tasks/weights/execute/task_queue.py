@@ -58,9 +58,9 @@ def make_task(op: Op, sources: Mapping[str, Source], sink: Sink, earlier: Outcom
 
 
 def _held(op: Op, sources: Mapping[str, Source]) -> int:
-    from tasks.weights.execute.full_tensors import needs_whole
+    from tasks.weights.execute.full_tensors import needs_full_tensor
 
-    count = 2 * prod(op.read_shape) if needs_whole(op) else 0
+    count = 2 * prod(op.read_shape) if needs_full_tensor(op) else 0
     for name in (name for term in op.terms for name in operands(term)):
         input_name, _, key = name.partition(":")
         count += prod(sources[input_name].tensors[key].shape)

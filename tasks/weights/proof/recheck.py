@@ -207,14 +207,14 @@ class _BaseAsTrained:
     def __init__(self, op: Op, sources: Mapping[str, Source]) -> None:
         import torch
 
-        from tasks.weights.execute.full_tensors import whole
+        from tasks.weights.execute.full_tensors import full_tensor
         from tasks.weights.quantized.nf4 import RowsAsTrained
 
         how, columns = op.quantization, matrix_shape(op.shape)[1]
         assert how is not None
         self._slow: torch.Tensor | None = None
         if op.transpose or how.get("turned"):  # `RowsAsTrained` does not support these
-            self._slow = whole(op, sources, Measured()).reshape(-1, columns)
+            self._slow = full_tensor(op, sources, Measured()).reshape(-1, columns)
             return
         with opened(op, sources) as reader:
             raw: NDArray[np.uint8] = np.empty(reader.nbytes, np.uint8)

@@ -135,7 +135,13 @@ def frozen_fragments(models: Sequence[ModelState], findings: list[str]) -> dict[
 
 
 def stored(state: ModelState, names: Sequence[str], findings: list[str]) -> dict[str, FullTensor]:
-    """Return full tensors of one model state: buffers, and below ZeRO-3 frozen parameters."""
+    """Return full tensors of one model state: buffers, and below ZeRO-3 frozen parameters.
+
+    Args:
+        state: the model state.
+        names: names of the tensors.
+        findings: gets one line for every tensor whose elements are not in order.
+    """
     tensors = {}
     for name in names:
         ref = state.fragments.get(name) or state.module[name]

@@ -99,6 +99,11 @@ def _reflink(source: Path, target: Path) -> bool:
 def offload(op: Op, sources: Mapping[str, Source], sink: Sink) -> Outcome | None:
     """Let the kernel copy a tensor whose hash is known.
 
+    Args:
+        op: the operation; only copies can be offloaded.
+        sources: inputs of the plan by name.
+        sink: position of the tensor in its output file.
+
     Returns:
         None if the hash is unknown or the kernel cannot copy; then the bytes have to be read.
     """
@@ -168,7 +173,11 @@ def known_hash(op: Op, sources: Mapping[str, Source]) -> str | None:
 
 
 def same_as_known(op: Op, sources: Mapping[str, Source], sha256: str) -> str:
-    """Return the hash of the copied bytes. Raises ArtifactError if the manifest has another one."""
+    """Return `sha256`, the hash of the copied bytes.
+
+    Raises:
+        ArtifactError: the input's manifest has another hash for the tensor.
+    """
     if op.kind == "copy" and known_hash(op, sources) not in (None, sha256):
         raise ArtifactError(f"{op.source}: its bytes do not match the sha256 in its manifest")
     return sha256

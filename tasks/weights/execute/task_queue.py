@@ -48,7 +48,14 @@ class Task:
 
 
 def make_task(op: Op, sources: Mapping[str, Source], sink: Sink, earlier: Outcome | None) -> Task:
-    """Return the task of an operation."""
+    """Return the task of an operation.
+
+    Args:
+        op: the operation.
+        sources: inputs of the plan by name.
+        sink: position of the tensor in its output file.
+        earlier: result that an earlier run entered for it; None if there is none.
+    """
     if op.kind != "compute":
         return Task(op, sink, earlier, None, 0)
     term = fold_term(op, sources)

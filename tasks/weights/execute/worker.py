@@ -52,7 +52,14 @@ def ask_facts(
 def ask_adapter_contract(
     perform: Perform, base: Path, adapter_config: Path, dtype: str
 ) -> list[Expected]:
-    """Request `adapter_contract.adapter_contract`."""
+    """Request `adapter_contract.adapter_contract`.
+
+    Args:
+        perform: answers the request.
+        base: folder of the base model.
+        adapter_config: path of adapter_config.json.
+        dtype: dtype of the adapter's tensors (safetensors name).
+    """
     reply = perform(
         {
             "do": "adapter_contract",
@@ -67,7 +74,17 @@ def ask_adapter_contract(
 def ask_reward_facts(
     perform: Perform, config: Mapping[str, Any], dtype: str, disk: Mapping[str, tuple[int, ...]]
 ) -> tuple[str, ModelFacts]:
-    """Request `heads.facts.reward_facts`; returns the architecture and the facts."""
+    """Request `heads.facts.reward_facts`.
+
+    Args:
+        perform: answers the request.
+        config: fields of the model's config.json.
+        dtype: torch name of the dtype.
+        disk: shape of every tensor on disk by key.
+
+    Returns:
+        Name of the model class, and its facts.
+    """
     shapes = {name: list(shape) for name, shape in disk.items()}
     reply = perform({"do": "reward_facts", "config": dict(config), "dtype": dtype, "disk": shapes})
     return str(reply["architecture"]), ModelFacts.from_json(reply["facts"])

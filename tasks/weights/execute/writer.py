@@ -120,7 +120,14 @@ def shard_file(name: str, specs: Sequence[Spec]) -> ShardFile:
 def write_index(
     root: Path, specs: Iterable[Spec], files: Mapping[str, str], stem: str = WEIGHTS
 ) -> None:
-    """Write `<stem>.safetensors.index.json`; its `total_size` is in bytes of tensor data."""
+    """Write `<stem>.safetensors.index.json`.
+
+    Args:
+        root: folder of the checkpoint.
+        specs: all tensors; their sizes add up to `total_size`, in bytes of tensor data.
+        files: file name of every tensor by key.
+        stem: start of the file names: "model" or "adapter_model".
+    """
     document = {
         "metadata": {"total_size": sum(spec.nbytes for spec in specs)},
         "weight_map": dict(sorted(files.items())),

@@ -161,6 +161,11 @@ class Merged:
 def compare(unit: Unit, sources: Sources, merged: Source) -> Sums:
     """Compare one tensor with its expected value in one pass, a few MB at a time.
 
+    Args:
+        unit: the tensor and the operation that defines it.
+        sources: inputs of the plan by name.
+        merged: the merged model.
+
     Raises:
         ArtifactError: a file cannot be read.
     """
@@ -213,7 +218,15 @@ def tolerance(
     expected: Expected, block: Block, coarse: str, at: tuple[NDArray[Any], NDArray[Any]],
     *, ulps: float = 1.0,
 ) -> NDArray[np.float64]:  # fmt: skip
-    """Return the largest rounding error of some elements; `at` is (row indices, column indices)."""
+    """Return the largest rounding error of some elements, in fp64.
+
+    Args:
+        expected: the tensor.
+        block: the rows that contain the elements.
+        coarse: dtype with the fewest bits that the merge rounds to (safetensors name).
+        at: row indices within the block, and column indices.
+        ulps: units in the last place that one rounding may be off.
+    """
     base, change = block.base[at], block.change[at]
     size = np.maximum(np.abs(base), np.abs(base + change))
     ulps = max(ulps, _DORA_ULPS) if expected.is_dora else ulps

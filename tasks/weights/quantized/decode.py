@@ -133,7 +133,15 @@ def unpack_scales(
     blocksize: int,
     offset: float,
 ) -> NDArray[np.float32]:
-    """Decode scales that were packed in 8 bits: `table[packed] * scale + offset`, in fp32."""
+    """Decode scales that were packed in 8 bits: `table[packed] * scale + offset`, in fp32.
+
+    Args:
+        packed: one byte per scale.
+        table: the 256 values that a byte encodes.
+        scales: one per block of scales.
+        blocksize: scales per block.
+        offset: added to every scale.
+    """
     values: NDArray[np.float32] = table[packed]
     values *= np.repeat(scales, blocksize)[: values.size]
     values += np.float32(offset)

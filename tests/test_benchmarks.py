@@ -64,7 +64,7 @@ class _Fixed(rl_rounds.Bench):
         return {name: self.timed[name.replace(" ", "_")] for name in commands}  # type: ignore[attr-defined]
 
 
-def test_the_rows_of_online_learning_are_judged_by_their_bars(tmp_path: Path) -> None:
+def test_rows_of_bench_rl_are_compared_with_their_bars(tmp_path: Path) -> None:
     ours = _timed(2.0, 4.0, 3.0, tokens=60, overhead=[0.04, 0.06])
     bench = _Fixed(
         ours=ours,
@@ -95,7 +95,7 @@ def test_a_contender_without_a_report_is_an_error() -> None:
         rl_rounds.report_in(Cost(1, 1, 1, "nothing"))
 
 
-def test_everyone_is_asked_the_same() -> None:
+def test_all_contenders_have_the_same_prompts() -> None:
     assert rl_setting.draw_lengths() == rl_setting.draw_lengths()
     lengths, prompts = rl_setting.draw_lengths(), rl_setting.draw_prompts(300)
     assert len(lengths) == len(prompts) == 64
@@ -171,7 +171,7 @@ def test_every_contender_runs_in_every_round_and_the_first_is_not_counted(tmp_pa
     assert {name: len(series.costs) for name, series in timed.items()} == {"one": 3, "two": 3}
 
 
-def test_a_synthetic_base_is_one_that_our_readers_take(tmp_path: Path, monkeypatch) -> None:
+def test_our_readers_accept_a_synthetic_base(tmp_path: Path, monkeypatch) -> None:
     from benchmarks import jobs, synthetic
 
     monkeypatch.setattr(synthetic, "SHARD", 60_000)

@@ -23,7 +23,7 @@ from tasks.core.errors import DataError
 from tasks.data.kinds import CONVERSATIONS, Kind, side_id
 from tasks.data.messages import Unusable
 from tasks.data.reading import Good, Reading, Split
-from tasks.data.sources import ALL_EXHAUSTED, Drawn, Source, mix, wrong_probabilities
+from tasks.data.sources import ALL_EXHAUSTED, MixedRow, Source, mix, wrong_probabilities
 
 Log = logging.Logger | logging.LoggerAdapter[Any]
 TRAIN, HELD_OUT = "train", "heldout"
@@ -113,8 +113,8 @@ def build_dataset(
             for name in (TRAIN, HELD_OUT)
         }
         if apart is not None:
-            drawn = (Drawn(0, row, again=False) for row in apart.source.rows())
-            for good in _good(drawn, [apart], splits[HELD_OUT], bad_rows):
+            rows_apart = (MixedRow(0, row, again=False) for row in apart.source.rows())
+            for good in _good(rows_apart, [apart], splits[HELD_OUT], bad_rows):
                 splits[HELD_OUT].write(_tested(good))
         rows = itertools.islice(
             mix(train, seed=options.seed, stopping=options.stopping), options.max_samples
@@ -144,19 +144,19 @@ def build_dataset(
 
 
 def _good(
-    rows: Iterator[Drawn], readings: Sequence[Reading], split: Split, bad_rows: BadRows
+    rows: Iterator[MixedRow], readings: Sequence[Reading], split: Split, bad_rows: BadRows
 ) -> Iterator[Good]:
     """Yield the usable rows, and count the others as refused, each once."""
-    for drawn in rows:
+    for mixed in rows:
         split.read += 1
         try:
-            yield readings[drawn.source].look(drawn)
+            yield readings[mixed.source].look(mixed)
         except Unusable as reason:
-            if drawn.again:
+            if mixed.again:
                 split.read -= 1
                 continue
             split.refused += 1
-            bad_rows.add(drawn.row.place, str(reason))
+            bad_rows.add(mixed.row.place, str(reason))
 
 
 def _divide(

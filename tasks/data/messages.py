@@ -74,7 +74,7 @@ def require_turns(messages: list[Message]) -> None:
         expected = ("user", "assistant")[number % 2]
         if turn["role"] != expected:
             place = number + 1 + len(messages) - len(turns)
-            raise Unusable(f"message {place} is by {turn['role']!r} where {expected!r} is due")
+            raise Unusable(f"message {place} is by {turn['role']!r}, expected {expected!r}")
 
 
 def transcript(raw: str) -> list[Message] | None:

@@ -113,7 +113,7 @@ def _parting(chosen: list[Message], rejected: list[Message]) -> int:
         same = shorter - 1
     if same < 1 or chosen[same]["role"] != "assistant" or rejected[same]["role"] != "assistant":
         at = f"message {same + 1}"
-        raise Unusable(f"the two conversations part at {at}, not at an answer")
+        raise Unusable(f"the two conversations differ first at {at}, which is not an answer")
     return same
 
 

@@ -9,7 +9,7 @@ from typing import IO, Any, NamedTuple
 from tasks.data.columns import wrong_columns
 from tasks.data.kinds import PROMPTS, Kind, Payload, content_id, side_id
 from tasks.data.messages import Unusable
-from tasks.data.sources import Drawn, Source
+from tasks.data.sources import MixedRow, Source
 
 MOST_COLUMNS_NOTED = 50
 WHO_COMPARES = "reward.function=exact_match"
@@ -89,27 +89,27 @@ class Reading:
     refused: int = 0
     repeated: int = 0
 
-    def look(self, drawn: Drawn) -> Good:
+    def look(self, mixed: MixedRow) -> Good:
         """Check one row. Raises Unusable with the reason."""
         self.rows += 1
-        self.repeated += drawn.again
-        values = drawn.row.values
+        self.repeated += mixed.again
+        values = mixed.row.values
         if len(self.names) < MOST_COLUMNS_NOTED:
             self.names.update(values)
         columns = self.source.columns.among(values)
         self.fitted = self.fitted or self.kind.fit(values, columns)
         try:
-            if drawn.row.problem:
-                raise Unusable(drawn.row.problem)
+            if mixed.row.problem:
+                raise Unusable(mixed.row.problem)
             payload = self.kind.read(values, columns)
             if self.answered and "answer" not in payload:
                 raise Unusable(f"no answer, and {WHO_COMPARES} compares with it")
         except Unusable:
-            self.refused += not drawn.again
+            self.refused += not mixed.again
             raise
         identity = content_id(payload)
         side = side_id(payload)
-        return Good(identity, identity if side == identity else side, payload, drawn.again)
+        return Good(identity, identity if side == identity else side, payload, mixed.again)
 
     def require_columns(self) -> None:
         """Raise DataError if no row of the source had the columns that its kind needs."""

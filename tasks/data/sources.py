@@ -48,7 +48,7 @@ class Source:
         return itertools.islice(self.open(), self.max_samples)
 
 
-class Drawn(NamedTuple):
+class MixedRow(NamedTuple):
     """A row of a mixture: index of its source, the row, and True if the source was read before."""
 
     source: int
@@ -66,13 +66,13 @@ def wrong_probabilities(probabilities: Sequence[float | None]) -> str:
             f"{len(known)} of {len(probabilities)} sources have a probability: all of them or none"
         )
     if min(known) <= 0:
-        return f"probability {min(known):g} never draws a row"
+        return f"probability {min(known):g} never selects a row"
     if abs(sum(known) - 1) > TOLERANCE:
         return f"probabilities add up to {sum(known):g}, not to 1"
     return ""
 
 
-def mix(sources: Sequence[Source], *, seed: int, stopping: str) -> Iterator[Drawn]:
+def mix(sources: Sequence[Source], *, seed: int, stopping: str) -> Iterator[MixedRow]:
     """Yield the rows of all sources, with one row in memory.
 
     Args:
@@ -85,7 +85,7 @@ def mix(sources: Sequence[Source], *, seed: int, stopping: str) -> Iterator[Draw
     """
     if sources[0].probability is None:
         for number, source in enumerate(sources):
-            yield from (Drawn(number, row, again=False) for row in source.rows())
+            yield from (MixedRow(number, row, again=False) for row in source.rows())
         return
     draw = random.Random(f"mix {seed}")
     numbers, weights = range(len(sources)), [source.probability or 0.0 for source in sources]
@@ -101,5 +101,5 @@ def mix(sources: Sequence[Source], *, seed: int, stopping: str) -> Iterator[Draw
             streams[number] = sources[number].rows()
             row = next(streams[number], None)
             if row is None:
-                raise DataError(f"{sources[number].name} has no rows to draw from")
-        yield Drawn(number, row, again=number in exhausted)
+                raise DataError(f"{sources[number].name} has no rows to mix")
+        yield MixedRow(number, row, again=number in exhausted)

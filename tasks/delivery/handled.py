@@ -49,18 +49,14 @@ HANDLED: Mapping[str, Handling] = {
     ),
     "HEAD_IN_MODEL": Handling("split off, and kept as an artifact of its own"),
     "HEAD_LABELS": Handling("served with the labels that the head has"),
-    "HEAD_PREFIX": Handling("the head that was saved is taken, by the name that it has"),
+    "HEAD_PREFIX": Handling("the saved head is used, under the name that it has"),
     "TRL_RESIDUE": Handling("TRL's prefix is taken off", _wrapped),
-    "TENSOR_MISSING": Handling(
-        "it is there, with TRL's prefix; the plan compares it again", _wrapped
-    ),
+    "TENSOR_MISSING": Handling("present with TRL's prefix; the plan compares it again", _wrapped),
     "TENSOR_UNEXPECTED": Handling("it has TRL's prefix; the plan compares it again", _wrapped),
     "VLLM_ARCHITECTURE": Handling("served as the family's *ForSequenceClassification", _with_head),
-    "WRONG_BASE": Handling("refused next, by the same test", _of_adapter),
-    "MANIFEST_DIFFERS": Handling(
-        "refused later, with the base's files: every byte is compared first"
-    ),
-    "EOS_DISAGREES": Handling("served with every id that one of the files ends a text with"),
+    "WRONG_BASE": Handling("refused in the next step, by the same test", _of_adapter),
+    "MANIFEST_DIFFERS": Handling("refused later: every byte is compared with the manifest first"),
+    "EOS_DISAGREES": Handling("served with the EOS ids of all files"),
 }
 """Handling by finding code. Repairs happen in OUT; SOURCE is never changed."""
 

@@ -30,7 +30,7 @@ def out_findings(
     for folder in inputs:
         source = folder.resolve()
         if real == source or real in source.parents or source in real.parents:
-            yield f"out={out} and {folder} lie in each other: an input is never written to"
+            yield f"out={out} lies in the input {folder}, or contains it: name another folder"
     if out.is_dir() and not out.is_symlink():
         if not any(out.iterdir()):
             return
@@ -43,7 +43,7 @@ def out_findings(
                 "overwrite=true replaces it"
             )
     elif out.exists() or out.is_symlink():
-        yield f"out={out} is no folder"
+        yield f"out={out} is not a folder: name another one"
 
 
 def put(served: Artifact, out: Path) -> None:

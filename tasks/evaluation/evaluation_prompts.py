@@ -92,7 +92,7 @@ def read_pairs(path: Path) -> list[tuple[list[dict[str, str]], list[dict[str, st
     pairs = []
     for row in read_heldout(path):
         if "rejected" not in row:
-            raise DataError(f"{path}: {row.get('id', 'a row')} is no pair of answers")
+            raise DataError(f"{path}: {row.get('id', 'a row')} is not a pair of answers")
         pairs.append((row["messages"], [*row["prompt"], *row["rejected"]]))
     return pairs
 
@@ -125,7 +125,7 @@ def answerable(
     desirable = [i for i in short if rows[i].get("desirable", True)]
     if not desirable:
         raise DataError(
-            f"none of {len(short)} held-out answers is marked as desirable: nothing to be held to",
+            f"none of {len(short)} held-out answers is marked as desirable: nothing to compare with",
             hint="data.eval_path=<rows with desirable answers>",
         )
     return desirable

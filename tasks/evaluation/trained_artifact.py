@@ -70,7 +70,7 @@ class Trained:
             raise ArtifactError(f"{root}/train.json lacks {', '.join(sorted(missing))}")
         dtype = config.get("dtype", config.get("torch_dtype"))
         if dtype is None:
-            raise ArtifactError(f"{root}/{CONFIG} does not say the model's dtype")
+            raise ArtifactError(f"{root}/{CONFIG} has no dtype")
         config.pop(
             "quantization_config", None
         )  # that of training; the trained weights are not quantized

@@ -58,7 +58,7 @@ def test_a_row_becomes_its_prompt(values: dict[str, Any], row: dict[str, Any]) -
     [
         ({"text": "x"}, "no 'messages', no 'prompt'"),
         ({"messages": [SYSTEM]}, "there is no user's message to answer"),
-        ({"messages": [USER, USER]}, "message 2 is by 'user' where 'assistant' is due"),
+        ({"messages": [USER, USER]}, "message 2 is by 'user', expected 'assistant'"),
         ({"prompt": 4}, "'prompt' must be text, found a number"),
         ({"prompt": "x", "response": 4}, "'response' must be text, found a number"),
         ({"prompt": "x", "answer": ["4"]}, "'answer' must be text or a number, found a list"),
@@ -70,7 +70,7 @@ def test_a_row_becomes_its_prompt(values: dict[str, Any], row: dict[str, Any]) -
         ),
     ],
 )
-def test_what_is_wrong_is_said(values: dict[str, Any], reason: str) -> None:
+def test_unusable_rows_have_a_reason(values: dict[str, Any], reason: str) -> None:
     with pytest.raises(Unusable) as caught:
         asked(values, Columns())
     assert str(caught.value).startswith(reason)
@@ -121,9 +121,7 @@ def test_csv_rows_may_leave_their_answer_out(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("apart", [False, True])
-def test_where_something_compares_with_answers_every_row_has_one(
-    apart: bool, tmp_path: Path
-) -> None:
+def test_exact_match_needs_an_answer_in_every_row(apart: bool, tmp_path: Path) -> None:
     good = [{"prompt": f"say {n}", "answer": n} for n in range(60)]
     names = {"a.jsonl": [*good[:30], {"prompt": "say it"}, {"prompt": "x", "answer": " "}]}
     names["b.jsonl"] = [*good[30:], {"prompt": "say nothing", "answer": None}]

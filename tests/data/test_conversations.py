@@ -85,10 +85,10 @@ def test_prompt_response_and_system_become_messages() -> None:
             "message 1 is by 'tool': turns of tools are not trained",
         ),
         ({"messages": [USER]}, "the last message is by 'user', not 'assistant'"),
-        ({"messages": [ANSWER]}, "message 1 is by 'assistant' where 'user' is due"),
-        ({"messages": [SYSTEM, ANSWER]}, "message 2 is by 'assistant' where 'user' is due"),
-        ({"messages": [USER, USER]}, "message 2 is by 'user' where 'assistant' is due"),
-        ({"messages": [USER, SYSTEM, ANSWER]}, "message 2 is by 'system' where 'assistant' is due"),
+        ({"messages": [ANSWER]}, "message 1 is by 'assistant', expected 'user'"),
+        ({"messages": [SYSTEM, ANSWER]}, "message 2 is by 'assistant', expected 'user'"),
+        ({"messages": [USER, USER]}, "message 2 is by 'user', expected 'assistant'"),
+        ({"messages": [USER, SYSTEM, ANSWER]}, "message 2 is by 'system', expected 'assistant'"),
         ({"messages": [SYSTEM]}, "the last message is by 'system', not 'assistant'"),
         (
             {"messages": [USER, {"role": "assistant", "content": "  "}]},
@@ -108,7 +108,7 @@ def test_prompt_response_and_system_become_messages() -> None:
         ),
     ],
 )
-def test_what_is_wrong_is_said(row: dict[str, Any], reason: str) -> None:
+def test_unusable_rows_have_a_reason(row: dict[str, Any], reason: str) -> None:
     with pytest.raises(Unusable) as caught:
         conversation(row, Columns())
     assert str(caught.value) == reason

@@ -99,20 +99,20 @@ def test_margins(raw: object, margin: float) -> None:
         ({"rejected": "good"}, "'chosen' and 'rejected' are equal: nothing to prefer"),
         ({"prompt": 3}, "'prompt' must be a list of messages, found a number"),
         ({"prompt": []}, "'prompt' is an empty list"),
-        ({"chosen": [answer("x"), answer("y")]}, "message 3 is by 'assistant' where 'user' is due"),
+        ({"chosen": [answer("x"), answer("y")]}, "message 3 is by 'assistant', expected 'user'"),
         ({"chosen": [user("z"), answer("x")]},
          "'chosen' is a conversation that does not begin with the row's prompt"),
         ({"chosen": [user("q")]}, "'chosen' has no answer after the prompt"),
         ({"chosen": [answer("x"), user("y")]},
          "'chosen' must begin and end with an answer after the prompt"),
-        ({"prompt": [user("q"), answer("a")]}, "message 3 is by 'assistant' where 'user' is due"),
+        ({"prompt": [user("q"), answer("a")]}, "message 3 is by 'assistant', expected 'user'"),
         ({"m": "much"}, "'m' must be a finite number, found 'much'"),
         ({"m": True}, "'m' must be a finite number, found true or false"),
         ({"m": float("nan")}, "'m' must be a finite number, found nan"),
         ({"m": None}, "'m' must be a finite number, found null"),
     ],
 )  # fmt: skip
-def test_what_is_wrong_with_a_pair_is_said(changes: dict[str, Any], reason: str) -> None:
+def test_unusable_pairs_have_a_reason(changes: dict[str, Any], reason: str) -> None:
     row = {"prompt": "q", "chosen": "good", "rejected": "bad", "m": 1, **changes}
     with pytest.raises(Unusable) as caught:
         preference(row, Columns(margin="m"))
@@ -127,13 +127,13 @@ def test_what_is_wrong_with_a_pair_is_said(changes: dict[str, Any], reason: str)
         ({"chosen": "x", "rejected": "y"},
          "'chosen' is a text, and there is no prompt to go with it"),
         ({"chosen": [user("a"), answer("b")], "rejected": [user("c"), answer("b")]},
-         "the two conversations part at message 1, not at an answer"),
+         "the two conversations differ first at message 1, which is not an answer"),
         ({"chosen": [user("a"), answer("b"), user("c"), answer("d")],
           "rejected": [user("a"), answer("b"), user("e"), answer("d")]},
-         "the two conversations part at message 3, not at an answer"),
+         "the two conversations differ first at message 3, which is not an answer"),
     ],
 )  # fmt: skip
-def test_what_is_wrong_without_a_prompt_is_said(row: dict[str, Any], reason: str) -> None:
+def test_unusable_pairs_without_a_prompt_have_a_reason(row: dict[str, Any], reason: str) -> None:
     with pytest.raises(Unusable) as caught:
         preference(row, Columns())
     assert str(caught.value) == reason

@@ -84,8 +84,8 @@ def test_shares_are_those_that_were_asked_for() -> None:
     [
         ([0.5, None], "1 of 2 sources have a probability"),
         ([0.5, 0.6], "add up to 1.1, not to 1"),
-        ([1.0, 0.0], "probability 0 never draws a row"),
-        ([1.5, -0.5], "probability -0.5 never draws"),
+        ([1.0, 0.0], "probability 0 never selects a row"),
+        ([1.5, -0.5], "probability -0.5 never selects"),
         ([0.1] * 10, ""),
         ([None, None], ""),
     ],
@@ -105,7 +105,7 @@ def rows_of(out: Path, split: str) -> list[dict[str, Any]]:
     return [json.loads(line) for line in (out / f"{split}.jsonl").read_text().splitlines()]
 
 
-def test_what_came_from_where_is_told_and_repeats_are_not_tested_on(tmp_path: Path) -> None:
+def test_rows_are_counted_by_source_and_repeats_are_not_held_out(tmp_path: Path) -> None:
     big, small = source("big", 400, probability=0.5), source("small", 20, probability=0.5)
     account = build(tmp_path, big, small, eval_fraction=0.2)
     first, second = account["sources"]
@@ -144,7 +144,7 @@ def test_the_same_seed_gives_the_same_bytes(tmp_path: Path) -> None:
 
 
 def test_a_source_without_rows_cannot_be_drawn_from(tmp_path: Path) -> None:
-    with pytest.raises(DataError, match="b has no rows to draw from"):
+    with pytest.raises(DataError, match="b has no rows to mix"):
         build(tmp_path, source("a", 5, probability=0.5), source("b", 0, probability=0.5))
     with pytest.raises(DataError, match=r"data.sources: probabilities add up to 0.5"):
         build(tmp_path, source("a", 5, probability=0.5))

@@ -64,7 +64,7 @@ def findings_of(train: str, *overrides: str) -> list[str]:
     return [str(finding) for finding in [*findings, *texts.fit(settings)]]
 
 
-def test_what_goes_with_texts_and_what_does_not(tmp_path: Path) -> None:
+def test_settings_that_fit_raw_texts(tmp_path: Path) -> None:
     path = write(tmp_path / "x.jsonl", {"text": BOOK}, {"text": "another"})
     given = ("data=jsonl", f"data.path={path}")
     assert findings_of("pretrain", *given, "data.text_key=text") == []

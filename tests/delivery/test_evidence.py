@@ -137,7 +137,7 @@ def test_a_record_is_read(name: str, tmp_path: Path) -> None:
         ("training_args.bin", "not a zip file"),
     ],
 )
-def test_what_says_nothing(file: str, text: str, tmp_path: Path) -> None:
+def test_files_without_evidence(file: str, text: str, tmp_path: Path) -> None:
     (tmp_path / file).write_text(text)
     assert find_evidence(tmp_path) == ()
 
@@ -185,7 +185,7 @@ class TestTheFoldersAbove:
         (record,) = find_evidence(step)
         assert record.file == tmp_path / "run" / "args.json"
 
-    def test_of_a_run_that_left_its_state_there(self, tmp_path: Path) -> None:
+    def test_folder_with_the_state_of_a_run(self, tmp_path: Path) -> None:
         (tmp_path / "mine").mkdir()
         (tmp_path / "args.json").write_text(json.dumps(SWIFT))
         assert find_evidence(tmp_path / "mine") == ()
@@ -237,7 +237,7 @@ class TestADelivery:
         assert not (tmp_path / "out").exists()
         assert not (tmp_path / "runs").exists()
 
-    def test_of_qlora_by_the_trainers_word(
+    def test_qlora_by_the_trainers_files(
         self, here: Run, foreign: Path, base: Path, tmp_path: Path
     ) -> None:
         (foreign / "args.json").write_text(json.dumps({**SWIFT, **FOUR}))
@@ -251,7 +251,7 @@ class TestADelivery:
         notes = json.loads((tmp_path / "out" / "manifest.json").read_text())["notes"]
         assert notes["merge_base"] == {"base": "dequantized", "decided_by": evidence}
 
-    def test_of_lora_by_the_trainers_word(
+    def test_lora_by_the_trainers_files(
         self, here: Run, foreign: Path, base: Path, tmp_path: Path
     ) -> None:
         (foreign / "args.json").write_text(json.dumps(SWIFT))
@@ -285,7 +285,7 @@ class TestADelivery:
         assert f"{foreign / 'args.json'}: tuner_type: lora" in done.output
         assert f"{foreign / 'README.md'}: load_in_4bit: true" in done.output
 
-    def test_of_eight_bits_is_refused(
+    def test_eight_bits_are_refused(
         self, here: Run, foreign: Path, base: Path, tmp_path: Path
     ) -> None:
         (foreign / "args.json").write_text(json.dumps({**SWIFT, **FOUR, "quant_bits": 8}))

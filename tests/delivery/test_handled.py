@@ -68,7 +68,7 @@ def errors(folder: Path) -> set[str]:
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_what_is_handled_is_gone_from_out(here: Run, name: str, tmp_path: Path) -> None:
+def test_handled_errors_are_not_in_out(here: Run, name: str, tmp_path: Path) -> None:
     make, codes = CASES[name]
     make(tmp_path / "source")
     assert errors(tmp_path / "source") == codes
@@ -101,7 +101,7 @@ def test_shards_of_our_ranks_have_no_error_to_be_dealt_with(
     assert "WEIGHTS_MISSING" not in done.output
 
 
-def test_what_is_not_handled_is_told_whole(
+def test_other_errors_are_all_reported(
     here: Run, adapter: Path, base: Path, tmp_path: Path
 ) -> None:
     source = tmp_path / "adapter"
@@ -139,7 +139,7 @@ def test_the_findings_are_in_the_tracker_and_in_the_summary(here: Run, tmp_path:
 
 
 @pytest.mark.parametrize("prefix", ["_orig_mod.module.", "pretrained_model.module."])
-def test_other_residue_than_trls_is_told_with_the_command_that_mends_it(
+def test_other_wrapper_prefixes_are_refused_with_the_fix_command(
     here: Run, tmp_path: Path, prefix: str
 ) -> None:
     """A split-off head keeps the names of its own wrapper; other wrappers are refused."""

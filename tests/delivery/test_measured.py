@@ -65,7 +65,7 @@ class TestTheAttention:
         assert plan(composed).delivery.attention == "eager"
         assert not (tmp_path / "runs").exists()
 
-    def test_of_a_gathered_adapter_is_that_of_its_training(
+    def test_gathered_adapter_uses_the_attention_of_its_training(
         self, shards: Path, adapter: Path, tmp_path: Path
     ) -> None:
         store = tmp_path / "artifacts"

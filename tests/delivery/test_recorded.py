@@ -117,7 +117,7 @@ def test_every_stage_has_its_verdicts_and_its_manifest(
         assert len(verdicts) >= len(manifest["tensors"]) > 0
 
 
-def test_what_is_served_is_what_is_tracked(
+def test_the_served_artifact_is_the_tracked_one(
     children: dict[str, Any], place: Path, done: Done
 ) -> None:
     digest = json.loads((place / "out" / "manifest.json").read_text())["digest"]

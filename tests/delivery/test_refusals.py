@@ -73,7 +73,7 @@ class TestTheBase:
         assert f"wrong base: trained on {base}" in message
         assert "check_base=false" in message
 
-    def test_of_another_digest_than_our_shards_record(
+    def test_base_with_another_digest_than_recorded(
         self, refused: Callable[..., str], shards: Path, place: Path, tmp_path: Path
     ) -> None:
         other = place / "made-other"
@@ -84,7 +84,7 @@ class TestTheBase:
         message = refused(f"source={shards}", f"base={other}", f"out={tmp_path / 'out'}")
         assert "wrong base: trained on the base" in message
 
-    def test_of_another_name_than_the_adapter_records(
+    def test_base_with_another_name_than_recorded(
         self, refused: Callable[..., str], adapter: Path, other: Path, tmp_path: Path
     ) -> None:
         source = Path(shutil.copytree(adapter, tmp_path / "renamed"))
@@ -127,7 +127,7 @@ class TestTheBase:
 
 
 class TestTheSource:
-    def test_of_no_known_kind(self, refused: Callable[..., str], tmp_path: Path) -> None:
+    def test_unknown_kind(self, refused: Callable[..., str], tmp_path: Path) -> None:
         (tmp_path / "odd").mkdir()
         (tmp_path / "odd" / "weights.gguf").touch()
         message = refused(f"source={tmp_path / 'odd'}", f"out={tmp_path / 'out'}")
@@ -194,9 +194,9 @@ class TestOut:
         self, refused: Callable[..., str], base: Path, tmp_path: Path
     ) -> None:
         message = refused(f"source={base}", f"out={base / 'served'}")
-        assert "lie in each other" in message
+        assert "lies in the input" in message
 
-    def test_of_another_delivery_is_replaced_when_asked(
+    def test_another_delivery_is_replaced_with_overwrite(
         self, here: Run, base: Path, other: Path, tmp_path: Path
     ) -> None:
         out = tmp_path / "out"

@@ -124,7 +124,7 @@ class TestTheDistance:
             reward_drift([1.0, 1.0], [1.0, 2.0])
 
     @pytest.mark.parametrize("bad", [float("nan"), float("inf")])
-    def test_of_numbers_that_are_none_is_refused(self, bad: float) -> None:
+    def test_numbers_that_are_not_finite_are_refused(self, bad: float) -> None:
         with pytest.raises(DriftError, match="NaN or infinite"):
             reward_drift([1.0, 2.0], [1.0, bad])
 

@@ -103,7 +103,7 @@ def test_one_adapter_with_a_weight(here: Run, adapter: Path, base: Path, tmp_pat
     assert same(state_of(tmp_path / "out"), merged_by_peft(base, {adapter: 0.5}))
 
 
-def test_what_cannot_be_added_up_is_refused(
+def test_adapters_that_cannot_be_added_up_are_refused(
     here: Run, adapter: Path, second: Path, base: Path, other: Path, tmp_path: Path
 ) -> None:
     def message(*arguments: str) -> str:

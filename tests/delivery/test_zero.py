@@ -79,7 +79,7 @@ def test_an_adapter_without_its_settings_is_refused(
     try:
         done = deliver(f"source={step}", f"base={zero / 'base'}", f"out={tmp_path / 'out'}")
         assert done.code == 2, done.output
-        assert "no adapter_config.json says with which alpha" in done.output
+        assert "there is no adapter_config.json with its alpha" in done.output
         done = deliver(
             f"source={step}", f"base={zero / 'base'}", f"out={tmp_path / 'out'}",
             f"adapter_config={hidden}", "plan=true",

@@ -48,7 +48,7 @@ def given_adapters(source: str | None, adapters: Sequence[str]) -> tuple[Given, 
         return given, [Weighted(given)] if given.kind == "adapter" else []
     weighted = [_weighted(text) for text in adapters]
     findings = [
-        f"{adapter.given.root}: {adapter.given.what}, no adapter"
+        f"{adapter.given.root}: {adapter.given.what}, not an adapter"
         for adapter in weighted
         if adapter.given.kind != "adapter"
     ]
@@ -95,7 +95,7 @@ def read_weighted(adapters: Sequence[Weighted]) -> list[tuple[Adapter, float]]:
         root = item.given.root
         folder = read_folder(root)
         if HEAD in folder.sources or is_reward_adapter(folder):
-            findings.append(f"{root}: brings a head, which has no weight")
+            findings.append(f"{root}: has a head, and heads cannot be added up")
         opened.append((read_adapter(root, role(index), beside=folder.beside), item.weight))
     if findings:
         raise ConfigError(

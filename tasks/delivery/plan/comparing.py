@@ -135,7 +135,7 @@ def _losses(
     )
     if not trained:
         yield (
-            "  only on rows of the training data does the loss tell which base training saw: "
+            "  the loss tells which base training saw only on rows of the training data: "
             "smoke.texts=<.jsonl of messages, or one text a line>"
         )
     elif abs(gain) < _CLEAR * error:

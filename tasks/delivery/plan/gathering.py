@@ -42,8 +42,8 @@ def gathered_adapter(
     path = request.adapter_config or _above(request, trained, ADAPTER_CONFIG)
     if path is None or not path.is_file():
         raise ConfigError(
-            f"source={request.given.root}: an adapter was trained, and no {ADAPTER_CONFIG} says "
-            "with which alpha",
+            f"source={request.given.root}: an adapter was trained, and there is no "
+            f"{ADAPTER_CONFIG} with its alpha",
             hint=f"adapter_config=<the {ADAPTER_CONFIG} of that training>",
         )
     keys = {key: name for name, key in rename_all(names, adapter=True).items()}
@@ -72,7 +72,7 @@ def gathered_model(request: Request, trained: Trained) -> Work:
     folder = request.base if config is None else config.parent
     if folder is None:
         raise ConfigError(
-            f"source={request.given.root}: no {CONFIG} says what model this is",
+            f"source={request.given.root}: there is no {CONFIG} that describes the model",
             hint="base=<folder of the model that was trained>",
         )
     base = open_model(request.base) if request.base is not None else None

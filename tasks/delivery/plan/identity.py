@@ -46,7 +46,7 @@ def base_missing(given: Given) -> ConfigError:
     named = recorded_name(given) or "no model"
     return ConfigError(
         f"source={given.root} is {given.what}: its base is needed",
-        details=[f"{ADAPTER_CONFIG} names {named}, which is no local folder"],
+        details=[f"{ADAPTER_CONFIG} names {named}, which is not a local folder"],
         hint="base=<folder of the base model>",
     )
 

@@ -107,7 +107,7 @@ def _packed(base: Path | None, mode: str, evidence: tuple[Evidence, ...]) -> Bas
     """Choose for a base that is stored in 4 bits: decoded, it is the base of QLoRA training."""
     if mode == ORIGINAL:
         raise ConfigError(
-            f"merge.base=original, but {base} is stored in 4 bits, and these are all there is",
+            f"merge.base=original, but {base} is stored in 4 bits and has no other weights",
             hint="merge.base=auto; or base=<the same model in 16 bits>",
         )
     full = [item for item in evidence if item.held is Held.FULL]

@@ -45,7 +45,7 @@ def test_is_delivered_as_peft_merges_it(
     assert not list((tmp_path / "served").glob("training_args.bin"))
 
 
-def test_of_openrlhf_under_zero3_is_a_pickle(
+def test_openrlhf_adapter_under_zero3_is_a_pickle(
     here: Run, trained: Any, base: Path, tmp_path: Path
 ) -> None:
     saving.openrlhf_zero3(trained, tmp_path / "ckpt")
@@ -64,7 +64,7 @@ def test_of_openrlhf_under_zero3_is_a_pickle(
 
 @pytest.mark.slow
 @pytest.mark.timeout(600)
-def test_of_llamafactory_answers_in_vllm_as_peft_does(deliver: Run, tmp_path: Path) -> None:
+def test_llamafactory_adapter_in_vllm_agrees_with_peft(deliver: Run, tmp_path: Path) -> None:
     """Deliver with vLLM: the folder of the last step is not used, and vLLM agrees with peft."""
     base = servable(tmp_path / "base")
     saving.llamafactory(trained_model(base, Spread(), 1), tmp_path / "out" / "lora")

@@ -125,7 +125,7 @@ def answerable(
     desirable = [i for i in short if rows[i].get("desirable", True)]
     if not desirable:
         raise DataError(
-            f"none of {len(short)} held-out answers is marked as desirable: nothing to compare with",
+            f"all {len(short)} held-out answers are marked as undesirable: nothing to compare with",
             hint="data.eval_path=<rows with desirable answers>",
         )
     return desirable

@@ -4,6 +4,6 @@ readers         read files and `datasets` ids into rows, each with its file and 
 sources         read several sources in order, or mix them by probability
 columns         names of the user's columns
 kinds           kinds of rows (conversations, pairs, prompts, ...) and the objectives that use them
-conversations   check one row of a kind; so do `pairs` and `asked`
+messages        check one row as a conversation; `pairs` and `asked` check other kinds
 build           write train.jsonl and heldout.jsonl, and count all rows; uses `reading`
 """

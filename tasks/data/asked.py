@@ -13,8 +13,15 @@ from collections.abc import Mapping
 from typing import Any
 
 from tasks.data.columns import Columns
-from tasks.data.conversations import system_message
-from tasks.data.messages import Message, Unusable, column_text, messages_of, require_turns, sound
+from tasks.data.messages import (
+    Message,
+    Unusable,
+    column_text,
+    messages_of,
+    require_turns,
+    sound,
+    system_message,
+)
 from tasks.data.readers import kind_of
 
 

@@ -21,8 +21,7 @@ from typing import Any
 from tasks.config.defaults import ONLINE
 from tasks.data.asked import asked
 from tasks.data.columns import Columns
-from tasks.data.conversations import conversation
-from tasks.data.messages import Message, Unusable, column_text
+from tasks.data.messages import Message, Unusable, column_text, conversation
 from tasks.data.pairs import labelled, preference
 
 Payload = dict[str, Any]

@@ -12,13 +12,14 @@ from collections.abc import Mapping
 from typing import Any
 
 from tasks.data.columns import Columns
-from tasks.data.conversations import conversation, system_message
 from tasks.data.messages import (
     Message,
     Unusable,
     column_text,
+    conversation,
     messages_of,
     require_turns,
+    system_message,
     transcript,
 )
 from tasks.data.readers import kind_of

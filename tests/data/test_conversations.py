@@ -7,9 +7,8 @@ from typing import Any
 import pytest
 
 from tasks.data.columns import Columns, wrong_columns
-from tasks.data.conversations import conversation
 from tasks.data.kinds import CONVERSATIONS, content_id
-from tasks.data.messages import Unusable
+from tasks.data.messages import Unusable, conversation
 
 USER = {"role": "user", "content": "hi"}
 ANSWER = {"role": "assistant", "content": "hello"}

@@ -55,7 +55,7 @@ def rollout(ask: Ask) -> None:
     use_fp32_where_faster()
     prompts, lengths = draw_prompts(SIZES[ask.size].vocabulary), draw_lengths()
     engine = _of_given_lengths(Path(ask.base))
-    engine.take_adapter(Path(ask.adapter), 1)
+    engine.load_adapter(Path(ask.adapter), 1)
     seeds = list(range(len(prompts)))
     engine.lengths = lengths
     engine.generate(prompts, seeds)
@@ -164,7 +164,7 @@ def adapter(ask: Ask) -> None:
 
     engine, job, ranks, how = _policy(ask)
     with open_engine(job, how, ranks, engine=engine, ends=[1]) as answering:
-        syncs = [answering.publish() for _ in range(ask.times + 1)]
+        syncs = [answering.sync_weights() for _ in range(ask.times + 1)]
     say(seconds=[sync.seconds for sync in syncs[1:]], nbytes=syncs[0].nbytes)
 
 
@@ -183,7 +183,7 @@ def weights(ask: Ask) -> None:
     spent = []
     for version in range(1, ask.times + 2):
         began = time.perf_counter()
-        vllm.take_weights(merged_tensors(engine.module, facts), version)
+        vllm.load_weights(merged_tensors(engine.module, facts), version)
         spent.append(time.perf_counter() - began)
     vllm.close()
     nbytes = sum(p.numel() * p.element_size() for p in engine.module.parameters())

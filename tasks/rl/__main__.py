@@ -1,4 +1,4 @@
-"""A rank's entry: `torchrun ... -m tasks.rl job.json`. As `tasks/training/__main__.py`."""
+"""Entry point of one rank: `torchrun ... -m tasks.rl job.json`."""
 
 from __future__ import annotations
 

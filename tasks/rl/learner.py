@@ -1,4 +1,4 @@
-"""An engine that takes optimizer steps, and looks at losses and gradients before a weight moves."""
+"""Optimizer steps that refuse a loss or gradient that is not finite before a weight moves."""
 
 from __future__ import annotations
 
@@ -18,11 +18,12 @@ class Learner:
     """Takes optimizer steps with one engine.
 
     Args:
-        engine: DeepSpeed's; what it trains is what asks for gradients now.
-        ranks: this process among its peers.
-        job: what to do.
-        whose: of whom an error speaks: "the policy's".
-        hint: what to type after it.
+        engine: the DeepSpeed engine. It trains the parameters that require gradients when this
+            object is made.
+        ranks: this process and its peers.
+        job: the training job.
+        whose: subject of error messages, such as "the policy's".
+        hint: what the user should type after an error.
     """
 
     def __init__(self, engine: Any, ranks: Ranks, job: TrainJob, *, whose: str, hint: str) -> None:
@@ -39,35 +40,35 @@ class Learner:
         loss_of: Callable[[list[int]], Loss],
         check: Callable[[], None] | None = None,
     ) -> tuple[dict[str, float], float]:
-        """Optimizer step `number` with this rank's rows of a minibatch.
+        """Take optimizer step `number` with this rank's rows of a minibatch.
 
         Args:
             number: 1, 2, ...
-            rows: each one's replies.
-            loss_of: a row's loss.
-            check: raises what is to end training, on every rank, after the passes and before a
-                weight moves.
+            rows: numbers of the responses in each row.
+            loss_of: returns the loss of a row.
+            check: called on every rank after the backward passes and before a weight moves; it may
+                raise to end training.
 
         Returns:
-            Measures of the minibatch over all ranks, `loss` among them, and the gradient's norm
-            before it was clipped.
+            Means over the minibatch and all ranks, `loss` among them, and the gradient norm before
+            clipping.
 
         Raises:
-            TrainingError: on every rank, before a weight has moved, when a loss or a gradient is
-                not finite.
+            TrainingError: on every rank, before a weight has moved, if a loss or a gradient is not
+                finite.
         """
-        found, broken = self._accumulator.passes(rows, loss_of)
-        for name, value in sorted(found.items()):
+        metrics, bad_gradient = self._accumulator.passes(rows, loss_of)
+        for name, value in sorted(metrics.items()):
             if not math.isfinite(value):
                 raise self._error(number, f"{name} is {value}")
-        if broken:
+        if bad_gradient:
             raise self._error(number, "gradient is not finite")
         if check is not None:
             check()
         self._engine.step()
         if not self._engine.was_step_applied() and self._job.settings.dtype != "float16":
             raise self._error(number, "gradient is not finite")
-        return found, float(self._engine.get_global_grad_norm() or 0.0)
+        return metrics, float(self._engine.get_global_grad_norm() or 0.0)
 
     def _error(self, number: int, what: str) -> TrainingError:
         good = checkpoint.last_good(self._job.checkpoints)

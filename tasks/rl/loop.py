@@ -1,9 +1,8 @@
-"""The loop: hand the policy over, roll out, score, measure, estimate, update; and what it notes.
+"""The online training loop: sync weights, sample, score, measure, estimate advantages, update.
 
-Every rank knows the whole iteration and computes the same advantages from it; only generating,
-scoring, measuring and the passes of the update are shared out. An iteration is a function of
-weights, optimizer states, seed and its number, so that a run that goes on from a checkpoint does
-what it would have done.
+Every rank knows the whole iteration and computes the same advantages. Sampling, scoring, forward
+and backward passes are split among the ranks. An iteration depends only on weights, optimizer
+states, seed and iteration number, so a run resumed from a checkpoint gives the same result.
 """
 
 from __future__ import annotations
@@ -20,11 +19,11 @@ from tasks.core.events import emit
 from tasks.rl.algorithms import kl
 from tasks.rl.experience.collect import Clock, Collector
 from tasks.rl.experience.critic import CRITIC, Critic
-from tasks.rl.experience.experience_scoring import Appraiser
-from tasks.rl.experience.packed_rows import experience
-from tasks.rl.experience.prompts import Asking
+from tasks.rl.experience.experience_scoring import ExperienceScorer
+from tasks.rl.experience.packed_rows import pack_experience
+from tasks.rl.experience.prompts import PromptOrder
 from tasks.rl.experience.records import collected, evaluated, samples_of, speeds
-from tasks.rl.experience.responses import Scored
+from tasks.rl.experience.responses import ScoredResponse
 from tasks.rl.rollout.engines import Engine
 from tasks.rl.settings import Online
 from tasks.rl.update import Updater
@@ -40,8 +39,8 @@ MISMATCH = "first_mismatches"
 
 
 @contextmanager
-def _named(iteration: int) -> Iterator[None]:
-    """Let every error of ours say in which iteration it was."""
+def _iteration_in_errors(iteration: int) -> Iterator[None]:
+    """Prefix the message of every error of ours with the iteration."""
     try:
         yield
     except PlumblineError as error:
@@ -53,25 +52,25 @@ def _named(iteration: int) -> Iterator[None]:
 
 @dataclass
 class OnlineTrainer:
-    """One online run, and where it is.
+    """One online training run and its progress.
 
     Attributes:
-        engine: DeepSpeed's, around the policy.
-        critic: None where the algorithm has none.
-        ranks: this process among its peers.
-        job: what to do.
-        online: sections `rl`, `rollout`, `reward`.
-        appraiser: from replies to what the update goes by.
-        answering: the engine that answers.
-        states: of the optimizers; on the device for updates and checkpoints alone, where moved.
-        train: asks the prompts that are learned from.
-        heldout: asks those that are not.
+        engine: the DeepSpeed engine of the policy.
+        critic: None if the algorithm has no critic.
+        ranks: this process and its peers.
+        job: the training job.
+        online: sections `rl`, `rollout` and `reward`.
+        experience_scorer: measures responses and estimates advantages.
+        rollout_engine: samples responses.
+        states: optimizer states, which may be in host memory except during updates and checkpoints.
+        train: samples and scores responses to training prompts.
+        heldout: the same for evaluation prompts.
         updater: takes the optimizer steps.
-        asking: which prompts when.
-        iterations: of the whole run.
-        progress: every iteration and evaluation notes itself here.
-        controller: of the distance to the reference.
-        answered: replies to the held-out prompts, of the last evaluation.
+        prompt_order: chooses the prompts of each iteration.
+        iterations: number of iterations of the whole run.
+        progress: iterations and evaluations so far.
+        controller: coefficient of the KL to the reference.
+        eval_responses: responses of the last evaluation.
     """
 
     engine: Any
@@ -79,83 +78,85 @@ class OnlineTrainer:
     ranks: Ranks
     job: TrainJob
     online: Online
-    appraiser: Appraiser
-    answering: Engine
+    experience_scorer: ExperienceScorer
+    rollout_engine: Engine
     states: TrainerStates
     train: Collector
     heldout: Collector
     updater: Updater
-    asking: Asking
+    prompt_order: PromptOrder
     iterations: int
     progress: Progress
     controller: kl.Controller = field(init=False)
-    answered: list[Scored] = field(init=False, default_factory=list)
+    eval_responses: list[ScoredResponse] = field(init=False, default_factory=list)
 
     def __post_init__(self) -> None:
         kept = self.progress.kept.get(CONTROLLER)
         self.controller = kl.controller(self.online.loop, kept)
-        self.appraiser.usual.first = list(self.progress.kept.get(MISMATCH, []))
+        self.experience_scorer.mismatch_limits.first = list(self.progress.kept.get(MISMATCH, []))
 
     def run(self) -> dict[str, float]:
-        """All iterations that are left, with evaluations and checkpoints between them. Emits events
-        "plan", "step", "eval" and "samples".
+        """Run the remaining iterations, with evaluations and checkpoints between them.
+
+        Emits the events "plan", "step", "eval" and "samples".
 
         Returns:
-            The evaluation of the state that is left in the engine.
+            Metrics of the evaluation of the weights that the engine has at the end.
 
         Raises:
-            TrainingError: something is not finite, the policy has left the reference or the engine
-                that answers is not the one that is trained.
+            TrainingError: a value is not finite, the policy is too far from the reference, or the
+                rollout engine does not sample from the policy being trained.
         """
         progress, last = self.progress, self.iterations
         if self.ranks.first:
-            epochs = self.asking.epoch_at(last)
+            epochs = self.prompt_order.epoch_at(last)
             emit("plan", steps=last, epochs=epochs, taken=progress.step)
-        self.answering.publish()
+        self.rollout_engine.sync_weights()
         if progress.before is None:
             progress.before = self.evaluate("before")
         while progress.step < last and not has_stopped(progress, self.job.settings.evaluate):
-            with _named(progress.step + 1):
+            with _iteration_in_errors(progress.step + 1):
                 record = self.iterate(progress.step + 1)
             self._note(record, last=last)
             self._evaluate_and_save(last=last)
         return self._leave()
 
     def iterate(self, iteration: int) -> dict[str, float]:
-        """One iteration; its record."""
+        """Run one iteration and return its metrics."""
         begin, clock = time.perf_counter(), Clock()
         samples = self.online.loop.samples
-        known = self.train.collect(iteration, self.asking, samples, clock)
-        self.answering.sleep()  # an accelerator's memory; who publishes to it wakes it
-        scored = [one for _, one in known]
-        got = experience(scored)
-        if not (self.appraiser.asks_policy_alone and self.updater.measures(len(scored))):
+        numbered = self.train.collect(iteration, self.prompt_order, samples, clock)
+        self.rollout_engine.sleep()  # frees GPU memory for training; the next sync wakes it
+        scored = [response for _, response in numbered]
+        batch = pack_experience(scored)
+        if not (self.experience_scorer.needs_policy_only and self.updater.measures(len(scored))):
             with clock.phase("measure"):
-                got = self.appraiser.measured(got)
+                batch = self.experience_scorer.measure(batch)
         with clock.phase("estimate"):
-            learned, record = self.appraiser.estimate(got, self.controller.coef, iteration)
+            inputs, record = self.experience_scorer.estimate(batch, self.controller.coef, iteration)
         if "kl" in record:
             self.controller = self.controller.after(record["kl"], len(scored))
         with clock.phase("update"), self.states.on_device():
-            compare = partial(self.appraiser.compare, iteration=iteration)
-            record |= self.updater.update(iteration, learned, compare, of=self.iterations)
+            compare = partial(self.experience_scorer.compare, iteration=iteration)
+            record |= self.updater.update(iteration, inputs, compare, of=self.iterations)
         with clock.phase("publish"):
-            self.answering.publish()
-        record |= collected(scored, self.online.rollout) | speeds(clock, got, begin)
+            self.rollout_engine.sync_weights()
+        record |= collected(scored) | speeds(clock, batch, begin)
         if self.ranks.first and self._due(self.job.settings.log_every, iteration):
             emit("samples", step=iteration, rows=samples_of(scored))
-        return {"step": iteration, **record, "epoch": self.asking.epoch_at(iteration)}
+        return {"step": iteration, **record, "epoch": self.prompt_order.epoch_at(iteration)}
 
     def evaluate(self, when: str) -> dict[str, float]:
-        """Rewards of the likeliest replies to held-out prompts; emits event "eval"."""
+        """Return metrics of greedy responses to the evaluation prompts; emits the event "eval"."""
         clock = Clock()
         numbers = list(range(len(self.heldout.prompts)))
-        self.answered = [one for _, one in self.heldout.ask(numbers, 0, 1, clock, greedy=True)]
-        found = evaluated(self.answered, self.online.rollout)
+        numbered = self.heldout.sample(numbers, 0, 1, clock, greedy=True)
+        self.eval_responses = [response for _, response in numbered]
+        metrics = evaluated(self.eval_responses)
         if self.ranks.first:
             about = {"when": when, "step": self.progress.step}
-            emit("eval", **about, eval_s=sum(clock.seconds.values()), **found)
-        return found
+            emit("eval", **about, eval_s=sum(clock.seconds.values()), **metrics)
+        return metrics
 
     def _note(self, record: dict[str, float], *, last: int) -> None:
         progress = self.progress
@@ -164,7 +165,7 @@ class OnlineTrainer:
         progress.last = record
         progress.seconds += record["step_s"]
         progress.kept[CONTROLLER] = self.controller.as_dict()
-        progress.kept[MISMATCH] = list(self.appraiser.usual.first)
+        progress.kept[MISMATCH] = list(self.experience_scorer.mismatch_limits.first)
         shown = self._due(self.job.settings.log_every, progress.step) or progress.step == last
         if self.ranks.first and shown:
             emit("step", **record)
@@ -175,42 +176,42 @@ class OnlineTrainer:
 
     def _evaluate_and_save(self, *, last: int) -> None:
         settings, progress = self.job.settings, self.progress
-        how, improved = settings.evaluate, False
-        if self._due(how.eval_steps, progress.step) or progress.step == last:
+        evaluate, improved = settings.evaluate, False
+        if self._due(evaluate.eval_steps, progress.step) or progress.step == last:
             when = "after" if progress.step == last else "during"
-            sign = direction(settings.objective, how.best_metric)
-            improved = judge(progress, self.evaluate(when), how, sign)
-        wanted = improved and (how.keep == "best" or settings.save_steps > 0)
+            sign = direction(settings.objective, evaluate.best_metric)
+            improved = judge(progress, self.evaluate(when), evaluate, sign)
+        wanted = improved and (evaluate.keep == "best" or settings.save_steps > 0)
         if progress.step < last and (wanted or self._due(settings.save_steps, progress.step)):
             with self._states_on_device():
                 saving.save(self.engine, self.job, self.ranks, progress, self.others)
             if self.states.away:
-                self.answering.publish()
+                self.rollout_engine.sync_weights()
 
     @contextmanager
     def _states_on_device(self) -> Iterator[None]:
-        """Have the optimizers' states take the place of the engine, which is to be synced then."""
+        """Bring the optimizer states back to the device, in the place of the sleeping engine."""
         if self.states.away:
-            self.answering.sleep()
+            self.rollout_engine.sleep()
         with self.states.on_device():
             yield
 
     @property
     def others(self) -> saving.Others:
-        """Engines whose state goes on beside the policy's."""
+        """Engines besides the policy's whose state is in a checkpoint."""
         return {} if self.critic is None else {CRITIC: self.critic.active}
 
     def _leave(self) -> dict[str, float]:
-        """Put back the best state where that one is to stay; what it measures."""
+        """Load the best weights if they are to be kept; return the metrics of what is kept."""
         progress, best = self.progress, self.progress.best
         latest = {k: v for k, v in progress.evaluations[-1].items() if k != "step"}
         if self.job.settings.evaluate.keep == "last" or best is None or best.step == progress.step:
-            if not self.answered:  # went on from where there was nothing left to do
+            if not self.eval_responses:  # resumed with nothing left to do
                 self.evaluate("after")
             return latest
         path = self.job.checkpoints / checkpoint.name_of(best.step)
         with self._states_on_device():
             saving.load_weights(self.engine, path, self.ranks)
             saving.load_others(self.others, path)
-        self.answering.publish()
+        self.rollout_engine.sync_weights()
         return self.evaluate("best")

@@ -1,26 +1,28 @@
-"""The order of things within one rank of an online run."""
+"""One rank of an online run: build the models, run the loop, write the artifact."""
 
 from __future__ import annotations
 
 import logging
 import math
 import time
+from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from typing import Any
 
+import numpy as np
+
 from tasks.core.events import emit
-from tasks.rl.algorithms.correction import Usual
+from tasks.rl.algorithms.correction import MismatchLimits
 from tasks.rl.algorithms.registry import Recipe, recipe
 from tasks.rl.experience.collect import Collector
 from tasks.rl.experience.critic import CRITIC, Critic, start_critic
 from tasks.rl.experience.critic_files import write_critic
-from tasks.rl.experience.experience_scoring import Appraiser
-from tasks.rl.experience.prompts import Asking, load_prompts
+from tasks.rl.experience.experience_scoring import ExperienceScorer
+from tasks.rl.experience.prompts import PromptOrder, load_prompts
 from tasks.rl.experience.reference import Reference, open_reference
-from tasks.rl.experience.responses import Prompt
+from tasks.rl.experience.responses import Prompt, ScoredResponse
 from tasks.rl.loop import OnlineTrainer
-from tasks.rl.probes import heldout_probes, trial
 from tasks.rl.rewards import Rewards, open_rewards
 from tasks.rl.rollout.engines import Engine, open_engine
 from tasks.rl.settings import Loop, Online
@@ -34,10 +36,12 @@ from tasks.training.engine.zero_config import deepspeed_config
 from tasks.training.job import Batch, TrainJob
 from tasks.training.model.build import load_model, load_tokenizer
 from tasks.training.model.packed_model import give_back_attention, model_of, require_same
-from tasks.training.model.probe import fingerprint_of
+from tasks.training.model.probe import PROBE_TOKENS, fingerprint_of
 from tasks.training.outputs import write_common
 from tasks.training.run import write_own
 from tasks.training.tokens.data import end_ids
+from tasks.training.tokens.examples import Examples
+from tasks.training.tokens.packing import Row, trial_row
 
 LOG = logging.getLogger("plumbline.rl")
 
@@ -46,9 +50,9 @@ def train_with(ranks: Ranks, job: TrainJob, started: float) -> None:
     """Train, and write this rank's part of the `shards` artifact.
 
     Args:
-        ranks: this process among its peers.
-        job: what to do.
-        started: `time.time()` at which this began, for the event "ready".
+        ranks: this process and its peers.
+        job: the training job.
+        started: `time.time()` when the process began, for the event "ready".
     """
     if not ranks.gpu:
         use_fp32_where_faster()
@@ -59,14 +63,14 @@ def train_with(ranks: Ranks, job: TrainJob, started: float) -> None:
     train, heldout = _prompts(job, online, tokenizer, ranks)
     rank = _Rank(ranks, job, online, recipe(job.settings.objective, online.loop), tokenizer)
     models = rank.start(heldout)
-    models.states.offload()  # the engine takes its memory from what is free when it starts
+    models.states.offload()  # the engine sizes its memory by what is free when it starts
     with ExitStack() as stack:
         rewards = stack.enter_context(rank.rewards())
         ends = end_ids(job.side_files, tokenizer)
-        answering = stack.enter_context(
+        rollout_engine = stack.enter_context(
             open_engine(job, online.rollout, ranks, engine=models.engine, ends=sorted(ends))
         )
-        trainer = rank.trainer(models, answering, rewards, train, heldout)
+        trainer = rank.trainer(models, rollout_engine, rewards, train, heldout)
         if ranks.first:
             emit("ready", startup_s=time.time() - started, device=str(ranks.device))
         after = trainer.run()
@@ -75,7 +79,7 @@ def train_with(ranks: Ranks, job: TrainJob, started: float) -> None:
 
 @dataclass(frozen=True)
 class _Models:
-    """What is trained, and what it is compared with."""
+    """The models of a run and their training state."""
 
     engine: Any
     critic: Critic | None
@@ -87,7 +91,7 @@ class _Models:
 
 @dataclass(frozen=True)
 class _Rank:
-    """What everything in a rank is made of."""
+    """Builds models, rewards and the trainer of one rank."""
 
     ranks: Ranks
     job: TrainJob
@@ -96,7 +100,7 @@ class _Rank:
     tokenizer: Any
 
     def start(self, heldout: tuple[Prompt, ...]) -> _Models:
-        """Policy, critic and reference, as they begin or as a checkpoint has them."""
+        """Build policy, critic and reference, and load the last checkpoint if there is one."""
         job, ranks, loop = self.job, self.ranks, self.online.loop
         config = deepspeed_config(job.settings, ranks.world_size, gpu=ranks.gpu)
         model = load_model(job, ranks, config, tokenizer=self.tokenizer)
@@ -108,7 +112,7 @@ class _Rank:
             )
         others: Others = {} if critic is None else {CRITIC: critic.active}
         progress = restore(engine, job, ranks, others)
-        require_same(engine, trial(heldout).to(ranks.device))
+        require_same(engine, _trial_row(heldout).to(ranks.device))
         if loop.kl_coef > 0 or loop.kl_limit is not None:
             reference = open_reference(
                 job, ranks, engine=engine, config=config, tokenizer=self.tokenizer
@@ -119,7 +123,7 @@ class _Rank:
         return _Models(engine, critic, reference, updater, progress, states)
 
     def rewards(self) -> Rewards:
-        """What a reply is worth."""
+        """Open the reward sources."""
         reward = self.online.reward
         if self.job.reward is not None:
             reward = replace(reward, model=str(self.job.reward))
@@ -135,22 +139,22 @@ class _Rank:
     def trainer(
         self,
         models: _Models,
-        answering: Engine,
+        rollout_engine: Engine,
         rewards: Rewards,
         train: tuple[Prompt, ...],
         heldout: tuple[Prompt, ...],
     ) -> OnlineTrainer:
-        """The loop over all of it."""
+        """Return the training loop over these models and prompts."""
         seed, loop = self.job.settings.seed, self.online.loop
-        asking = Asking(len(train), loop.prompts, loop.refill, seed)
-        of_train, of_heldout = (
-            Collector(answering, rewards, prompts, self.tokenizer, self.ranks, seed)
+        prompt_order = PromptOrder(len(train), loop.prompts, loop.refill, seed)
+        train_collector, eval_collector = (
+            Collector(rollout_engine, rewards, prompts, self.tokenizer, self.ranks, seed)
             for prompts in (train, heldout)
         )
         return OnlineTrainer(
             engine=models.engine,
             critic=models.critic,
-            appraiser=Appraiser(
+            experience_scorer=ExperienceScorer(
                 models.engine,
                 models.critic,
                 models.reference,
@@ -158,24 +162,24 @@ class _Rank:
                 self.job,
                 self.online,
                 self.algorithm,
-                Usual(loop.mismatch_limit, loop.mismatch_factor),
+                MismatchLimits(loop.mismatch_limit, loop.mismatch_factor),
             ),
             ranks=self.ranks,
             job=self.job,
             online=self.online,
-            answering=answering,
+            rollout_engine=rollout_engine,
             states=models.states,
-            train=of_train,
-            heldout=of_heldout,
+            train=train_collector,
+            heldout=eval_collector,
             updater=models.updater,
-            asking=asking,
+            prompt_order=prompt_order,
             iterations=iterations(loop, self.job.settings.batch, len(train)),
             progress=models.progress,
         )
 
 
 def iterations(loop: Loop, batch: Batch, prompts: int) -> int:
-    """Iterations of a run: as many as are asked for, or what the epochs over the prompts take."""
+    """Return `rl.iterations`, or the number of iterations that `train.epochs` takes."""
     if loop.iterations is not None:
         return loop.iterations
     return max(1, math.ceil(batch.epochs * prompts / (loop.prompts * (1 + loop.refill))))
@@ -193,14 +197,14 @@ def _prompts(
 
 
 def _leave(trainer: OnlineTrainer, tokenizer: Any, after: dict[str, float]) -> None:
-    """Write the artifact: shares of policy and critic, and what the policy does."""
+    """Write the artifact: shards of policy and critic, tokenizer, metrics and fingerprint."""
     job, ranks, engine = trainer.job, trainer.ranks, trainer.engine
     write_own(engine.module, job, ranks)
     if trainer.critic is not None:
         write_critic(trainer.critic, job, trainer.online.loop, ranks)
     give_back_attention(model_of(engine.module), job.settings.attn_implementation)
-    probes = heldout_probes(trainer.answered, job.settings.probes)
-    measured = fingerprint_of(engine, probes, ranks.device)
+    probes = _eval_probes(trainer.eval_responses, job.settings.probes)
+    fingerprint = fingerprint_of(engine, probes, ranks.device)
     if ranks.first:
         metrics = _metrics(trainer, after)
         write_common(
@@ -209,16 +213,35 @@ def _leave(trainer: OnlineTrainer, tokenizer: Any, after: dict[str, float]) -> N
             tokenizer=tokenizer,
             metrics=metrics,
             progress=trainer.progress,
-            measured=measured,
+            measured=fingerprint,
         )
         emit("done", **metrics)
     engine.destroy()
 
 
+def _eval_probes(responses: Sequence[ScoredResponse], count: int) -> tuple[tuple[int, ...], ...]:
+    """Return the first `count` evaluation prompts and responses, cut to `PROBE_TOKENS`."""
+    sequences = [
+        np.concatenate([scored.response.prompt.ids, scored.response.generated.ids])
+        for scored in responses[:count]
+    ]
+    return tuple(tuple(ids[:PROBE_TOKENS].tolist()) for ids in sequences)
+
+
+def _trial_row(prompts: Sequence[Prompt]) -> Row:
+    """Return a packed row of two short prompts, for `packed_model.require_same`."""
+    pieces = [prompts[0].ids, prompts[-1].ids]
+    ids = np.concatenate(pieces)
+    bounds = np.concatenate([[0], np.cumsum([len(piece) for piece in pieces])])
+    return trial_row(
+        Examples(("text",), ("first", "last"), ids, np.ones(len(ids), np.uint8), bounds, {})
+    )
+
+
 def _metrics(trainer: OnlineTrainer, after: dict[str, float]) -> dict[str, float]:
     progress = trainer.progress
     assert progress.before is not None
-    found = {
+    metrics = {
         "steps": float(progress.step),
         "loss": progress.losses[-1],
         "heldout_reward_before": progress.before["reward"],
@@ -228,7 +251,7 @@ def _metrics(trainer: OnlineTrainer, after: dict[str, float]) -> dict[str, float
     }
     for name in ("kl", "overhead"):
         if name in progress.last:
-            found[name] = progress.last[name]
+            metrics[name] = progress.last[name]
     if progress.best is not None:
-        found["best_step"] = float(progress.best.step)
-    return found
+        metrics["best_step"] = float(progress.best.step)
+    return metrics

@@ -1,0 +1,9 @@
+"""Models outside of training: served by vLLM, and measured by transformers as the reference.
+
+vllm          smoke tests in a child process, rollouts inside training ranks
+reference     fingerprints, greedy tokens and rewards by transformers
+prompts       conversations to token ids and back
+text          loops and exact match in generated text
+bf16_linear   fp32 products on CPUs without native bf16
+forks         forks that can still use a GPU
+"""

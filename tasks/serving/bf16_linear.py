@@ -1,12 +1,12 @@
-"""bf16 linear layers on CPUs that cannot multiply bf16: through fp32, and rounded once.
+"""bf16 linear layers on CPUs without native bf16: computed in fp32, rounded once.
 
-oneDNN emulates bf16 products there, at a third of the speed of fp32 and less. Widening the operands
-first (exact), multiplying in fp32 and rounding the result is what a bf16 product is defined to do,
-so results are as good; only the order of the sums differs. Whoever is compared to the last bit has
-to do the same: training ranks and the reference that measures them both start with it.
+oneDNN emulates bf16 products there, at a third of the speed of fp32 or less. Widening the operands
+(exact), multiplying in fp32 and rounding once is what a bf16 product is defined to do; only the
+order of summation differs. Training ranks and the reference both use it, so that their results can
+agree to the last bit.
 
-Memory: an fp32 copy of one layer's weight and input while it computes. Weights are widened into one
-piece of memory that is kept: made anew for every product, they would leave holes all over the heap.
+Memory: an fp32 copy of one layer's weight and input during its computation. Weights are widened
+into one reused buffer, since new memory for every product would fragment the heap.
 """
 
 from __future__ import annotations
@@ -18,16 +18,16 @@ from typing import Any
 from tasks.process.block_unused_imports import on_gpu
 
 SCRATCH = 32 << 20
-"""Bytes up to which the piece is kept. Larger ones malloc gives back when they are freed."""
+"""Bytes up to which the buffer is kept. malloc returns larger blocks to the system by itself."""
 EMULATED = ("SSE41", "AVX", "AVX2", "AVX2_VNNI", "AVX512_CORE", "AVX512_CORE_VNNI")
 """Values of oneDNN's `ONEDNN_MAX_CPU_ISA` under which it emulates bf16 products."""
-_kept = threading.local()
+_buffers = threading.local()
 
 
 def slow_bf16() -> bool:
-    """Return True if this process computes on a CPU, and oneDNN emulates bf16 products there.
+    """Return True if this process computes on a CPU and oneDNN emulates bf16 products there.
 
-    It does on older CPUs, or told to by its variable. Nothing is replaced in a process with a GPU.
+    That is the case on older CPUs, or if oneDNN's variable says so. Always False with a GPU.
     """
     import torch
 
@@ -39,20 +39,20 @@ def slow_bf16() -> bool:
 
 
 def widened_weight(weight: Any) -> Any:
-    """`weight` in fp32, until the next call in this thread: to be multiplied with, not to be kept.
+    """Return `weight` in fp32, in a buffer that the next call in this thread overwrites.
 
     Args:
-        weight: of any shape and dtype; no gradient goes through this.
+        weight: any shape and dtype; gradients do not pass through.
     """
     import torch
 
     if weight.numel() * 4 > SCRATCH:
         return weight.detach().float()
-    if not hasattr(_kept, "piece") or len(_kept.piece) < weight.numel():
-        with torch.inference_mode(False):  # made within it, nothing could be written to it without
-            _kept.piece = torch.empty(weight.numel(), dtype=torch.float32)
-    place = _kept.piece[: weight.numel()].view(weight.shape)
-    return place.copy_(weight.detach())
+    if not hasattr(_buffers, "piece") or len(_buffers.buffer) < weight.numel():
+        with torch.inference_mode(False):  # an inference tensor could not be written to later
+            _buffers.buffer = torch.empty(weight.numel(), dtype=torch.float32)
+    view = _buffers.buffer[: weight.numel()].view(weight.shape)
+    return view.copy_(weight.detach())
 
 
 def use_fp32_where_faster() -> bool:
@@ -61,7 +61,7 @@ def use_fp32_where_faster() -> bool:
     Call it before a library keeps a reference to the function (DeepSpeed's `zero.Init` does).
 
     Returns:
-        whether it did: not on GPUs, nor on CPUs with AVX-512 BF16 or AMX.
+        True if it was replaced; False on GPUs and on CPUs with AVX-512 BF16 or AMX.
     """
     import torch
 
@@ -81,7 +81,7 @@ def use_fp32_where_faster() -> bool:
 
 
 def _widened() -> Any:
-    """The layer as an autograd function that saves bf16 operands, not their fp32 copies."""
+    """Return the layer as an autograd function that saves bf16 operands, not their fp32 copies."""
     import torch
 
     class Widened(torch.autograd.Function):

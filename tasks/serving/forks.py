@@ -1,10 +1,10 @@
-"""Forks that compute on a GPU: of processes that import once and fork for each job.
+"""Forks that can use a GPU, for processes that import once and fork for each job.
 
-CUDA that was initialised before a fork is of no use after it ("Cannot re-initialize CUDA in forked
-subprocess"). torch 2.13 initialises it when asked whether a GPU is there, unless NVML may answer
-(`torch/cuda/__init__.py`, `is_available`); bitsandbytes 0.50 whenever it is imported, since it asks
-for the GPU's capability (`cuda_specs.py`), and peft 0.21 imports bitsandbytes (`helpers.py`). vLLM
-0.32 imports without it. Should a library do so all the same, a job gets a fresh process.
+A process that has initialised CUDA cannot use it after a fork ("Cannot re-initialize CUDA in forked
+subprocess"). torch 2.13 initialises CUDA to check for a GPU, unless NVML may answer
+(`torch/cuda/__init__.py`, `is_available`). bitsandbytes 0.50 initialises it when imported
+(`cuda_specs.py` reads the GPU's capability), and peft 0.21 imports bitsandbytes (`helpers.py`).
+vLLM 0.32 does not. If a library initialises it anyway, the job gets a fresh process.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from typing import NoReturn
 
 
 def keep_cuda_unused() -> None:
-    """Let NVML say whether a GPU is there. To be called before anything asks."""
+    """Let NVML check for a GPU. Call this before anything else does."""
     os.environ["PYTORCH_NVML_BASED_CUDA_CHECK"] = "1"
 
 
@@ -27,7 +27,7 @@ def cuda_is_lost() -> bool:
 
 
 def start_again(module: str, *args: str) -> NoReturn:
-    """Become a fresh process that runs a module of ours: same number, environment and files."""
+    """Replace this process by a fresh one that runs a module: same pid, environment and files."""
     sys.stdout.flush()
     sys.stderr.flush()
     os.execv(sys.executable, [sys.executable, "-u", "-m", module, *args])

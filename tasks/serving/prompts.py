@@ -15,7 +15,7 @@ Messages = Sequence[Mapping[str, str]]
 
 @dataclass(frozen=True)
 class Rendered:
-    """Prompts as token ids, and the ids that end an answer."""
+    """Prompts as token ids, and the ids that end a response."""
 
     prompts: list[list[int]]
     eos: list[int]
@@ -24,35 +24,38 @@ class Rendered:
 def render(
     folder: Path, conversations: Sequence[Messages], *, template_from: Path | None = None
 ) -> Rendered:
-    """Render each conversation without its last answer, up to where the assistant speaks.
+    """Render each conversation as a prompt: without its last answer, with the generation prompt.
 
     Args:
         folder: model folder with the tokenizer.
-        conversations: message lists; an assistant's last message is the answer, and left out.
-        template_from: folder whose chat template is used when `folder` has none (a base model).
+        conversations: message lists; a final assistant message is left out.
+        template_from: folder of the chat template to use if `folder` has none (a base model).
 
     Raises:
-        ContractError: there is no chat template.
+        ContractError: no chat template.
     """
     tokenizer = load_tokenizer(folder)
     if not tokenizer.chat_template and template_from is not None:
         tokenizer.chat_template = load_tokenizer(template_from).chat_template
     if not tokenizer.chat_template:
         raise ContractError(f"{folder}: the tokenizer has no chat template")
-    asked = [one[:-1] if one[-1]["role"] == "assistant" else one for one in conversations]
-    prompts = [[int(i) for i in render_one(tokenizer, messages)] for messages in asked]
+    questions = [
+        messages[:-1] if messages[-1]["role"] == "assistant" else messages
+        for messages in conversations
+    ]
+    prompts = [[int(i) for i in render_one(tokenizer, messages)] for messages in questions]
     return Rendered(prompts, stop_ids(folder, tokenizer.eos_token_id))
 
 
 def render_whole(folder: Path, conversations: Sequence[Messages]) -> list[list[int]]:
-    """Token ids of whole conversations, up to the id that ends the last answer.
+    """Return the token ids of whole conversations, up to the id that ends the last answer.
 
     Args:
         folder: model folder with tokenizer and chat template.
-        conversations: message lists whose last message is the assistant's answer.
+        conversations: message lists whose last message is the assistant's.
 
     Raises:
-        ContractError: there is no chat template.
+        ContractError: no chat template.
     """
     tokenizer = load_tokenizer(folder)
     if not tokenizer.chat_template:
@@ -62,11 +65,11 @@ def render_whole(folder: Path, conversations: Sequence[Messages]) -> list[list[i
 
 
 def whole_ids(tokenizer: Any, messages: Messages, stops: Container[int]) -> list[int]:
-    """Token ids of one whole conversation, up to the id that ends the last answer.
+    """Return the token ids of one whole conversation, up to the id that ends the last answer.
 
     Args:
-        tokenizer: with a chat template.
-        messages: the last one is the assistant's answer.
+        tokenizer: has a chat template.
+        messages: the last one is the assistant's.
         stops: ids that end an answer.
     """
     text = tokenizer.apply_chat_template(list(messages), tokenize=False)
@@ -76,7 +79,7 @@ def whole_ids(tokenizer: Any, messages: Messages, stops: Container[int]) -> list
 
 
 def render_one(tokenizer: Any, messages: Messages) -> list[int]:
-    """One prompt's token ids, ending where the assistant's answer begins."""
+    """Return one prompt's token ids, with the generation prompt at the end."""
     ids: list[int] = tokenizer.apply_chat_template(
         list(messages), add_generation_prompt=True, tokenize=True, return_dict=False
     )
@@ -84,33 +87,33 @@ def render_one(tokenizer: Any, messages: Messages) -> list[int]:
 
 
 def decode(folder: Path, tokens: Sequence[Sequence[int]]) -> list[str]:
-    """Texts of generated tokens, special tokens left out."""
+    """Return the texts of generated tokens, without special tokens."""
     tokenizer = load_tokenizer(folder)
-    return [tokenizer.decode(list(one), skip_special_tokens=True) for one in tokens]
+    return [tokenizer.decode(list(ids), skip_special_tokens=True) for ids in tokens]
 
 
 def encode_texts(folder: Path, texts: Sequence[str], limit: int) -> list[list[int]]:
-    """Token ids of plain texts as the tokenizer gives them by default, at most `limit` of each."""
+    """Return the token ids of plain texts by the tokenizer's defaults, at most `limit` per text."""
     tokenizer = load_tokenizer(folder)
     return [[int(i) for i in tokenizer(text)["input_ids"][:limit]] for text in texts]
 
 
 def stop_ids(folder: Path, tokenizer_eos: int | None) -> list[int]:
-    """Every id that a server of this folder stops at, sorted."""
-    found = set() if tokenizer_eos is None else {int(tokenizer_eos)}
+    """Return every id at which a server of this folder stops, sorted."""
+    stops = set() if tokenizer_eos is None else {int(tokenizer_eos)}
     for name in ("generation_config.json", "config.json"):
         path = folder / name
         eos = json.loads(path.read_text()).get("eos_token_id") if path.is_file() else None
         if eos is not None:
-            found |= {int(i) for i in (eos if isinstance(eos, list) else [eos])}
-    return sorted(found)
+            stops |= {int(i) for i in (eos if isinstance(eos, list) else [eos])}
+    return sorted(stops)
 
 
 def load_tokenizer(folder: Path) -> Any:
-    """The tokenizer of a model folder, from local files only.
+    """Load the tokenizer of a model folder, from local files only.
 
     Raises:
-        ArtifactError: there is none, or it cannot be loaded.
+        ArtifactError: no tokenizer, or it cannot be loaded.
     """
     from transformers import AutoTokenizer
 

@@ -1,19 +1,20 @@
-"""What can be said about generated text without a model: does it loop, is it the answer."""
+"""Checks of generated text that need no model: loops, and exact match."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
 MAX_BLOCK = 16
-"""Longest repeated block looked for, in tokens."""
+"""Longest repeated block that is detected, in tokens."""
 
 LOOP_REPEATS = 4
 LOOP_TOKENS = 16
-"""A loop is a block repeated at least LOOP_REPEATS times in a row over at least LOOP_TOKENS."""
+"""A loop is a block repeated at least LOOP_REPEATS times in a row over at least LOOP_TOKENS tokens.
+"""
 
 
 def is_degenerate(tokens: Sequence[int]) -> bool:
-    """Whether a sequence is caught in a loop (see `LOOP_REPEATS`, `LOOP_TOKENS`)."""
+    """Return True if a token sequence loops (see `LOOP_REPEATS`, `LOOP_TOKENS`)."""
     for block in range(1, MAX_BLOCK + 1):
         needed = max(LOOP_REPEATS, -(-LOOP_TOKENS // block)) * block - block
         same = 0
@@ -25,15 +26,15 @@ def is_degenerate(tokens: Sequence[int]) -> bool:
 
 
 def matches(text: str, answer: str) -> bool:
-    """Whether a text is its answer, surrounding blanks apart."""
+    """Return True if a text equals the answer, apart from surrounding whitespace."""
     return text.strip() == answer.strip()
 
 
 def exact_match(texts: Sequence[str], answers: Sequence[str]) -> float:
-    """Share of texts that equal their answer, surrounding blanks apart.
+    """Return the share of texts that equal their answer, apart from surrounding whitespace.
 
     Raises:
-        ValueError: the two differ in length, or are empty.
+        ValueError: no texts, or not as many answers.
     """
     if not texts:
         raise ValueError("no text to compare")

@@ -135,7 +135,7 @@ def test_an_address(url: str, message: str | None) -> None:
 def test_a_reward_model(tmp_path: Path) -> None:
     folder = tmp_path / "model"
     (finding,) = found(reward={"model": str(folder)})
-    assert finding.found == f"{folder} is no model: no config.json"
+    assert finding.found == f"{folder} is not a model folder: no config.json"
     folder.mkdir()
     config = {
         "architectures": ["Qwen2ForSequenceClassification"],
@@ -175,7 +175,7 @@ def test_replies_make_whole_steps_or_the_offered_sizes_do(p: int, s: int, size: 
 
 def test_a_group_of_one() -> None:
     (finding,) = found(rl={"samples": 1, "prompts": 64})
-    assert "grpo compares the replies to a prompt" in finding.allowed
+    assert "grpo compares the responses to a prompt" in finding.allowed
     assert found(objective="ppo", rl={"samples": 1, "prompts": 64}) == []
 
 

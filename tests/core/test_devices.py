@@ -23,18 +23,18 @@ from tasks.evaluation.scoring import ModelRef
 from tasks.rl import run as online_run
 from tasks.rl.algorithms import advantages
 from tasks.rl.algorithms.batch import Totals
-from tasks.rl.algorithms.policy_loss import Given, PolicyLoss
+from tasks.rl.algorithms.policy_loss import LossInputs, PolicyLoss
 from tasks.rl.algorithms.value_loss import value_loss
-from tasks.rl.experience.packed_rows import Experience, experience, measured
-from tasks.rl.experience.responses import Generated, Prompt, Reply, Scored
+from tasks.rl.experience.packed_rows import Experience, measure_tokens, pack_experience
+from tasks.rl.experience.responses import Prompt, Response, ScoredResponse
 from tasks.rl.rewards.model import _examples
-from tasks.rl.rollout.decode_batch import Asked as Wanted
-from tasks.rl.rollout.decode_batch import Growing, cut
+from tasks.rl.rollout.decode_batch import DecodeBatch, DecodeRequest, cut
+from tasks.rl.rollout.hf_engine import sample
 from tasks.rl.rollout.merged import merged_tensors
-from tasks.rl.rollout.sampling import sample
 from tasks.serving.reference import measure
 from tasks.serving.reference import requests as answers
 from tasks.serving.reference.rewards import _rewarder
+from tasks.serving.vllm.colocation import Generated
 from tasks.training import run
 from tasks.training.engine.deepspeed_engine import Ranks
 from tasks.training.engine.nan_guard import Watch
@@ -152,9 +152,10 @@ def test_losses_and_gradients(name: str, frozen: bool, elsewhere: None) -> None:
 def test_responses_are_measured_and_learned_from(entropy: bool, elsewhere: None) -> None:
     prompts = [Prompt({"id": str(ids)}, np.array(ids, np.int32)) for ids in ([3, 4], [7, 8, 9])]
     scored = [
-        Scored(
-            Reply(p, Generated(np.array(ids, np.int32), np.full(len(ids), -4.0, np.float32), True),
-                  ""),
+        ScoredResponse(
+            Response(
+                p, Generated(np.array(ids, np.int32), np.full(len(ids), -4.0, np.float32), True), ""
+            ),
             group, reward, {},
         )
         for group, p in enumerate(prompts)
@@ -164,8 +165,8 @@ def test_responses_are_measured_and_learned_from(entropy: bool, elsewhere: None)
     def compute(device: torch.device) -> Any:
         model = causal(device)
         take_rows(model)
-        got = measured(
-            experience(scored), ranks(device), size=2, device=device,
+        got = measure_tokens(
+            pack_experience(scored), ranks(device), size=2, device=device,
             measure=lambda row: {"old": model(row=row)},
         )  # fmt: skip
         scores = advantages.group_normalized(got.rewards, got.groups)
@@ -173,7 +174,7 @@ def test_responses_are_measured_and_learned_from(entropy: bool, elsewhere: None)
         asked = Asked(0.7, entropy=entropy)
         out = model(row=got.row([0, 3]).to(device), asked=asked)
         logprobs, entropies = out if entropy else (out, None)
-        given = _given(got, [0, 3], estimated, entropies, device)
+        given = _loss_inputs(got, [0, 3], estimated, entropies, device)
         loss = PolicyLoss("sequence", "sequences", entropy_coef=0.1 * entropy)(logprobs, given)
         loss.value.backward()
         values = value_loss(logprobs.detach(), given.old_n, given.advantages_n, given.totals, 0.2)
@@ -185,24 +186,24 @@ def test_responses_are_measured_and_learned_from(entropy: bool, elsewhere: None)
         assert mine == pytest.approx(theirs, rel=1e-3, abs=1e-5)
 
 
-def _given(
-    got: Experience, chosen: list[int], estimated: Any, entropies: Any, device: torch.device
-) -> Given:
-    """As `Updater._given`, by its own function."""
-    from tasks.rl.update import Learned, Updater
+def _loss_inputs(
+    experience: Experience, chosen: list[int], estimated: Any, entropies: Any, device: torch.device
+) -> LossInputs:
+    """Return the loss inputs as `Updater` makes them."""
+    from tasks.rl.update import UpdateInputs, Updater
 
     loop = SimpleNamespace(correction="sequence_mask", correction_high=9.0, correction_low=0.0)
-    learned = Learned(got, SimpleNamespace(advantages_N=estimated), 0.0)  # type: ignore[arg-type]
+    inputs = UpdateInputs(experience, SimpleNamespace(advantages_N=estimated), 0.0)  # type: ignore[arg-type]
     updater: Any = SimpleNamespace(ranks=ranks(device), loop=loop)
-    old = got.old[got.places(chosen)]
-    return Updater._given(updater, learned, chosen, old, entropies, Totals(5, 2, 8))
+    old = experience.old[experience.places(chosen)]
+    return Updater._loss_inputs(updater, inputs, chosen, old, entropies, Totals(5, 2, 8))
 
 
 def test_sampling(elsewhere: None) -> None:
-    wanted = [Wanted(np.array(ids, np.int32), np.full(3, 0.4)) for ids in ([3, 4, 5], [9])]
+    wanted = [DecodeRequest(np.array(ids, np.int32), np.full(3, 0.4)) for ids in ([3, 4, 5], [9])]
 
     def compute(device: torch.device) -> list[list[int]]:
-        state, tokens = Growing.of(wanted, device), []
+        state, tokens = DecodeBatch.of(wanted, device), []
         model, ends = causal(device), torch.tensor([1], device=device)
         with torch.no_grad():
             for step in range(3):
@@ -236,7 +237,7 @@ def test_what_the_scorer_says_of_texts(elsewhere: None) -> None:
 
     def compute(device: torch.device) -> Any:
         model = causal(device).eval()
-        drawn = measure.drawn(model, [3, 4], temperature=1.0, seed=7, **how)
+        drawn = measure.sample(model, [3, 4], temperature=1.0, seed=7, **how)
         greedy, _ = measure.greedy(model, [3, 4], **how)
         return drawn, greedy, measure.token_logprobs(model, [3, 4], [5, 6])
 

@@ -113,7 +113,7 @@ def engine(setting: Setting) -> Numbers:
             adapter = setting.folder / f"adapter-{version}-{os.environ['RANK']}"
             policy.save_pretrained(adapter)
             began = time.monotonic()
-            running.take_adapter(adapter, version)
+            running.load_adapter(adapter, version)
             found[f"swap {version} s"] = round(time.monotonic() - began, 2)
             found[f"apart {version}"] = round(mismatch(running, policy), 4)
             assert found[f"apart {version}"] <= APART, found
@@ -124,7 +124,7 @@ def engine(setting: Setting) -> Numbers:
             began = time.monotonic()
             running.wake()
             found["wake s"] = round(time.monotonic() - began, 2)
-            running.take_adapter(adapter, version := version + 1)
+            running.load_adapter(adapter, version := version + 1)
             found["apart after sleep"] = round(mismatch(running, policy), 4)
             assert found["apart after sleep"] <= APART, found
         found["lost by cycles MiB"] = asleep[0] - asleep[-1]
@@ -158,7 +158,7 @@ def reload_weights(setting: Setting) -> Numbers:
                     running.sleep()
                     running.wake_weights()
                 began = time.monotonic()
-                running.take_weights(merged_tensors(policy, facts), version)
+                running.load_weights(merged_tensors(policy, facts), version)
                 running.wake()
                 found[f"{name} s"] = round(time.monotonic() - began, 2)
                 found[f"{name} apart"] = round(mismatch(running, policy), 4)

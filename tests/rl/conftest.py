@@ -18,7 +18,7 @@ def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="session")
 def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Prompts without answers, and a reward that only sees texts: how many e are in them."""
+    """Prompts without answers; the reward counts the letter e in a response."""
     path = tmp_path_factory.mktemp("online-data")
     draw = random.Random(0)
     for split, count in (("train", 40), ("heldout", 6)):

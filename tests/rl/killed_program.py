@@ -1,10 +1,10 @@
-"""Run by torchrun: an online run one of whose ranks is killed at a given point.
+"""Program for torchrun: an online run in which one rank is killed at a given point.
 
 torchrun ... -m tests.rl.killed_program JOB.json POINT RANK
 
-It goes on from the job's last good checkpoint. `POINT` is a phase of an iteration, whose second
-beginning in this process is the end of it; or `save`, the second checkpoint before it gets its
-name; or `evaluate`, the first evaluation; with any other word it runs to its end.
+The run resumes from the job's last good checkpoint. `POINT` is a phase of an iteration: the rank is
+killed when this phase begins for the second time in this process. `save` kills it in the second
+checkpoint before its rename, `evaluate` in the first evaluation; any other word lets it finish.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ POINTS = (*PHASES, "save", "evaluate")
 
 
 def main(path: str, point: str, rank: str) -> None:
-    """Train until then."""
+    """Train until the rank is killed."""
     start_lean()
     from tasks.rl.run import train_with
     from tasks.training.engine import checkpoint
@@ -40,7 +40,7 @@ def main(path: str, point: str, rank: str) -> None:
 
 
 def arm(point: str) -> None:
-    """End this process with the call that stands for the point."""
+    """Kill this process in the call that stands for the point."""
     from tasks.rl.experience.collect import Clock
     from tasks.rl.loop import OnlineTrainer
     from tasks.training.engine import checkpoint

@@ -1,9 +1,9 @@
-"""Run by torchrun on two ranks: steps of the update, the second rank's gradient not finite.
+"""Program for torchrun with two ranks: optimizer steps in which the second rank's gradient is NaN.
 
 torchrun ... -m tests.rl.learner_program FOLDER
 
 The loss itself is finite. Each rank writes FOLDER/RANK with lines `DTYPE STAGE: MOVED MESSAGE`:
-whether the refused step has moved a weight, after a good one that has to.
+whether the refused step has changed a weight, after a good step that has to.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ def whole(module: nn.Module) -> torch.Tensor:
 
 
 def main(folder: Path) -> None:
-    """A good step and a bad one under each stage, in 16 bits and in 32."""
+    """Take a good step and a bad one with each ZeRO stage, in 16 and in 32 bits."""
     torch.set_num_threads(1)
     ranks, lines = Ranks(), []
     for dtype, stage in itertools.product(("bfloat16", "float32"), range(4)):
@@ -54,11 +54,11 @@ def main(folder: Path) -> None:
         )
         for group in engine.optimizer.param_groups:
             group["lr"] = 0.05
-        given = torch.ones(1, 3, dtype=DTYPES[dtype], device=ranks.device)
+        inputs = torch.ones(1, 3, dtype=DTYPES[dtype], device=ranks.device)
         learner = Learner(engine, ranks, job, whose="the test's", hint="")
 
-        def loss_of(chosen: list[int], engine: Any = engine, given: Any = given) -> Loss:
-            value = engine(given).float().square().sum()
+        def loss_of(chosen: list[int], engine: Any = engine, inputs: Any = inputs) -> Loss:
+            value = engine(inputs).float().square().sum()
             if chosen == [1] and not ranks.first:
                 value = value + (0 * value).sqrt()  # 0, and infinity times 0 backwards
             return Loss(value, {})

@@ -1,4 +1,4 @@
-"""Run by torchrun: what a rank's memory grows to in an online run."""
+"""Program for torchrun: measures the peak memory of a rank in an online run."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from tests.training.memory_program import Peaks, leave
 
 
 def main(path: Path) -> None:
-    """Train, and leave every rank's peak."""
+    """Train, and write every rank's peak."""
     import transformers.models.qwen2.modeling_qwen2  # noqa: F401
 
     job, ranks = TrainJob.read(path), Ranks()

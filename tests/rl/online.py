@@ -1,4 +1,4 @@
-"""Whole online runs on real ranks: their settings, how they are started, what they leave."""
+"""Whole online runs on real ranks: settings, start, results."""
 
 from __future__ import annotations
 
@@ -66,12 +66,12 @@ def settings_with(
 
 
 def run(folder: Path, jobs: list[TrainJob], *, ranks: int = 2) -> list[dict[str, Any]]:
-    """One after the other, on the same ranks. Returns the records of their iterations."""
+    """Run jobs one after another on the same ranks; return the metrics of their iterations."""
     return started("tests.rl.online_program", folder, *map(_written, jobs), ranks=ranks)
 
 
 def run_to(point: str, folder: Path, job: TrainJob, *, rank: int) -> None:
-    """See `killed_program.py`."""
+    """Run a job until a rank is killed, see `killed_program.py`."""
     started("tests.rl.killed_program", folder, _written(job), point, str(rank))
 
 
@@ -82,7 +82,7 @@ def _written(job: TrainJob) -> str:
 
 
 def started(module: str, folder: Path, *arguments: str, ranks: int = 2) -> list[dict[str, Any]]:
-    """Run a module in ranks to its end; raises StageProcessError. Returns events of steps."""
+    """Run a module in ranks; return its "step" events. Raises StageProcessError."""
     events: list[dict[str, Any]] = []
     flags = ("--standalone", "--nproc-per-node", str(ranks), "-m", module)
     launch(
@@ -93,11 +93,11 @@ def started(module: str, folder: Path, *arguments: str, ranks: int = 2) -> list[
         env={"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"},
         on_event=events.append,
     )
-    return [one for one in events if one["event"] == "step"]
+    return [event for event in events if event["event"] == "step"]
 
 
 def stitched(out: Path) -> dict[str, torch.Tensor]:
-    """All trained tensors, by nothing but the shards' own metadata."""
+    """Return all trained tensors, by the metadata of the shards alone."""
     shapes = json.loads((out / "partitions.json").read_text())["parameters"]
     full: dict[str, torch.Tensor] = {}
     for path in sorted((out / "shards").iterdir()):

@@ -1,9 +1,9 @@
-"""Run by torchrun: online runs one after another, so that imports are paid for once.
+"""Program for torchrun: several online runs in one process, which imports only once.
 
 torchrun ... -m tests.rl.online_program JOB.json ...
 
-A job's checkpoints are looked at as `tasks.train` does, so that the second job with the same
-folder of checkpoints goes on from them.
+Checkpoints are found as `tasks.train` does, so a second job with the same checkpoint folder
+resumes.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from tasks.process.block_unused_imports import start_lean
 
 
 def main(paths: list[str]) -> None:
-    """Train all of them in this process group."""
+    """Train all jobs in this process group."""
     start_lean()
     from tasks.process.exit_process import end_process
     from tasks.rl.run import train_with

@@ -1,4 +1,4 @@
-"""Ranks in this process: a thread each, which exchange objects as `Ranks.all_objects` does."""
+"""Ranks as threads of this process, which exchange objects like `Ranks.all_objects`."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ PATIENCE_S = 60.0
 
 @dataclass
 class _Table:
-    """Where ranks lay down what they tell each other."""
+    """Shared memory of the ranks."""
 
     gate: threading.Barrier
-    told: list[Any] = field(default_factory=list)
+    objects: list[Any] = field(default_factory=list)
 
 
 @dataclass(frozen=True)
@@ -33,18 +33,18 @@ class Peer:
         return self.rank == 0
 
     def all_objects(self, value: T) -> list[T]:
-        self._table.told[self.rank] = value
+        self._table.objects[self.rank] = value
         self._table.gate.wait(PATIENCE_S)
-        found = list(self._table.told)
+        objects = list(self._table.objects)
         self._table.gate.wait(PATIENCE_S)
-        return found
+        return objects
 
 
 def on_ranks(count: int, work: Callable[[Any], T]) -> list[T]:
-    """What `work(ranks)` gives on each of so many ranks; what one raises is raised here."""
+    """Return `work(ranks)` of each rank; raise the error of any of them."""
     table = _Table(threading.Barrier(count), [None] * count)
 
-    def one(rank: int) -> T:
+    def run_rank(rank: int) -> T:
         try:
             return work(Peer(rank, count, table))
         except BaseException:
@@ -52,7 +52,7 @@ def on_ranks(count: int, work: Callable[[Any], T]) -> list[T]:
             raise
 
     with ThreadPoolExecutor(count) as pool:
-        futures = [pool.submit(one, rank) for rank in range(count)]
+        futures = [pool.submit(run_rank, rank) for rank in range(count)]
     errors = [error for future in futures if (error := future.exception()) is not None]
     for error in errors:
         if not isinstance(error, threading.BrokenBarrierError):

@@ -1,4 +1,4 @@
-"""A rank: rewards of one model in this process and in vLLM. `FOLDER OUT`; see test_reward_model."""
+"""Program of one rank for test_reward_model: scores of a reward model here and in vLLM."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from tasks.process.block_unused_imports import start_lean
 
 
 def main() -> None:
-    """Score with both, end both, and see whether the ranks still reach each other."""
+    """Score with both, close both, and check that the ranks can still communicate."""
     start_lean()
     import torch
     import torch.distributed as dist
@@ -19,23 +19,25 @@ def main() -> None:
     from tasks.process.exit_process import end_process
     from tasks.rl.rewards import open_rewards
     from tasks.rl.settings import Reward
-    from tests.rl.making import TOKENIZER, reply
+    from tests.rl.making import TOKENIZER, response
 
     dist.init_process_group("gloo")
     folder, out = Path(sys.argv[1]), Path(sys.argv[2])
     rank = dist.get_rank()
-    asked = [reply(f"copy {'ab' * (i % 5)}", f"{i}" * (i % 7 + 1)) for i in range(rank, 48, 2)]
+    to_score = [
+        response(f"copy {'ab' * (i % 5)}", f"{i}" * (i % 7 + 1)) for i in range(rank, 48, 2)
+    ]
     log = logging.getLogger("tests.rl")
     how = {"tokenizer": TOKENIZER, "device": torch.device("cpu"), "log": log, "logs": out}
-    found = {}
+    scores = {}
     with open_rewards(Reward(model=str(folder)), **how) as rewards:
-        found["process"] = rewards.score(asked)[0].tolist()
+        scores["process"] = rewards.score(to_score)[0].tolist()
     with open_rewards(Reward(model=str(folder), engine="vllm"), longest=100, **how) as rewards:
-        found["vllm"] = rewards.score(asked)[0].tolist()
-        found["again"] = rewards.score(asked)[0].tolist()
+        scores["vllm"] = rewards.score(to_score)[0].tolist()
+        scores["again"] = rewards.score(to_score)[0].tolist()
     ranks = torch.tensor(float(rank))
     dist.all_reduce(ranks)
-    (out / f"{rank}.json").write_text(json.dumps({**found, "sum": float(ranks)}))
+    (out / f"{rank}.json").write_text(json.dumps({**scores, "sum": float(ranks)}))
     dist.barrier()
     dist.destroy_process_group()
     end_process()

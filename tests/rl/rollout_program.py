@@ -1,9 +1,9 @@
-"""Run by torchrun: policies of several kinds are handed over, sampled from, changed, handed over.
+"""Program for torchrun: policies of several kinds are synced, sampled, changed and synced again.
 
 torchrun ... -m tests.rl.rollout_program JOB.json ...
 
-Each job leaves `rank-<n>.json` with what was seen. Those of other objectives than `grpo` are broken
-on purpose, each in the way that its function tells.
+Each job writes `rank-<n>.json` with its observations. Jobs with another objective than `grpo` break
+something on purpose, as their function says.
 """
 
 from __future__ import annotations
@@ -29,13 +29,14 @@ import torch  # noqa: E402
 
 from tasks.core.errors import PlumblineError  # noqa: E402
 from tasks.process.exit_process import end_process  # noqa: E402
-from tasks.rl.experience.responses import Generated, Request  # noqa: E402
+from tasks.rl.experience.responses import Request  # noqa: E402
 from tasks.rl.rollout.engines import Engine, open_engine  # noqa: E402
 from tasks.rl.rollout.memory_folder import MEMORY, PREFIX  # noqa: E402
 from tasks.rl.rollout.merged import merged_tensors  # noqa: E402
 from tasks.rl.rollout.policy_sync import Policy  # noqa: E402
 from tasks.rl.settings import Online, Rollout  # noqa: E402
 from tasks.serving.bf16_linear import use_fp32_where_faster  # noqa: E402
+from tasks.serving.vllm.colocation import Generated  # noqa: E402
 from tasks.training.engine.deepspeed_engine import Ranks, start_engine  # noqa: E402
 from tasks.training.engine.zero_config import deepspeed_config  # noqa: E402
 from tasks.training.job import TrainJob  # noqa: E402
@@ -46,15 +47,15 @@ from tests.rl.stale_faults import stale_weights  # noqa: E402
 
 END = 256
 FUSED = {"qkv_proj": ("q_proj", "k_proj", "v_proj"), "gate_up_proj": ("gate_proj", "up_proj")}
-"""vLLM's layers that are several of the checkpoint's."""
+"""Layers of vLLM that fuse several layers of the checkpoint."""
 CROWD = 200
-"""Prompts of 15 tokens: more than the 2048 that vLLM reads at once, which end within one."""
+"""Number of prompts of 15 tokens that exceeds the 2048 tokens that vLLM reads at once."""
 REPLIES = 6
-"""Of the rank with the most: as many passes does every rank make to measure its own."""
+"""Responses of the rank with the most; every rank runs as many passes to measure its own."""
 
 
 def requests(rank: int) -> list[Request]:
-    """Three prompts on rank 0, two on rank 1, all of other lengths; two replies to each."""
+    """Three prompts on rank 0, two on rank 1, of different lengths, with two responses each."""
     lengths = (5, 11, 8) if rank == 0 else (7, 3)
     return [
         Request(np.arange(20 + rank, 20 + rank + n, dtype=np.int32), 2, 100 * rank + n)
@@ -64,7 +65,7 @@ def requests(rank: int) -> list[Request]:
 
 @dataclass
 class Bench:
-    """A policy in training, and what measures it."""
+    """A policy in training, with measurements."""
 
     job: TrainJob
     ranks: Ranks
@@ -83,11 +84,11 @@ class Bench:
     @contextmanager
     def answering(self, **changes: Any) -> Iterator[Engine]:
         how = replace(self.rollout, **changes)
-        with open_engine(self.job, how, self.ranks, engine=self.engine, ends=[END]) as found:
-            yield found
+        with open_engine(self.job, how, self.ranks, engine=self.engine, ends=[END]) as engine:
+            yield engine
 
     def perturb(self, scale: float) -> None:
-        """Another policy: every trained tensor moves, alike on all ranks."""
+        """Move every trained tensor, equally on all ranks."""
         draw = torch.Generator().manual_seed(7)
         for parameter in Policy(self.engine, self.job, self.ranks).parameters.values():
             shape = tuple(getattr(parameter, "ds_shape", parameter.shape))
@@ -95,72 +96,72 @@ class Bench:
             with gathered([parameter]), torch.no_grad():
                 parameter.add_(moved.to(parameter.device, parameter.dtype))
 
-    def differs(self, replies: Sequence[Sequence[Generated]]) -> float:
-        """Mean absolute difference between the trainer's log-probabilities and the replies' own."""
-        found = []
-        for logprobs, one in self._logprobs(replies):
-            mine = logprobs.gather(1, torch.tensor(one.ids).long()[:, None])[:, 0]
-            found.append((mine - torch.tensor(one.logprobs)).abs())
-        return float(torch.cat(found).mean())
+    def differs(self, responses: Sequence[Sequence[Generated]]) -> float:
+        """Mean absolute difference between the trainer's and the engine's log-probabilities."""
+        differences = []
+        for logprobs, response in self._logprobs(responses):
+            mine = logprobs.gather(1, torch.tensor(response.ids).long()[:, None])[:, 0]
+            differences.append((mine - torch.tensor(response.logprobs)).abs())
+        return float(torch.cat(differences).mean())
 
-    def behind(self, replies: Sequence[Sequence[Generated]]) -> float:
-        """How far a reply's tokens lie behind the trainer's likeliest ones, at most."""
+    def behind(self, responses: Sequence[Sequence[Generated]]) -> float:
+        """Largest log-probability gap between greedy and response tokens, by the trainer."""
         gaps = [
-            (p.amax(1) - p.gather(1, torch.tensor(one.ids).long()[:, None])[:, 0]).max()
-            for p, one in self._logprobs(replies)
+            (p.amax(1) - p.gather(1, torch.tensor(response.ids).long()[:, None])[:, 0]).max()
+            for p, response in self._logprobs(responses)
         ]
         return float(torch.stack(gaps).max())
 
     def _logprobs(
-        self, replies: Sequence[Sequence[Generated]]
+        self, responses: Sequence[Sequence[Generated]]
     ) -> list[tuple[torch.Tensor, Generated]]:
-        """(n, V) of every reply by the model's own forward pass, each sequence alone."""
+        """Log-probabilities (n, V) of every response by the model itself, one at a time."""
         model, name = model_of(self.engine.module), self.job.settings.attn_implementation
         packed = model.config._attn_implementation
         give_back_attention(model, name)
         self.engine.eval()
-        asked = requests(self.ranks.rank)
-        pairs = [(q.ids, g) for q, some in zip(asked, replies, strict=True) for g in some]
-        found = []
-        for ids, one in [*pairs, *[pairs[-1]] * (REPLIES - len(pairs))]:
-            both = torch.from_numpy(np.concatenate([ids, one.ids]).astype(np.int64))[None]
+        prompts = requests(self.ranks.rank)
+        pairs = [(q.ids, g) for q, some in zip(prompts, responses, strict=True) for g in some]
+        measured = []
+        for ids, response in [*pairs, *[pairs[-1]] * (REPLIES - len(pairs))]:
+            both = torch.from_numpy(np.concatenate([ids, response.ids]).astype(np.int64))[None]
             both = both.to(self.ranks.device)
             with torch.no_grad():
                 logits = self.engine(input_ids=both, use_cache=False).logits[0].float()
             logprobs = (logits / self.rollout.temperature).log_softmax(-1).cpu()
-            found.append((logprobs[len(ids) - 1 : -1], one))
+            measured.append((logprobs[len(ids) - 1 : -1], response))
         self.engine.train()
         model.set_attn_implementation(packed)
-        return found
+        return measured
 
 
 def watch(bench: Bench) -> dict[str, Any]:
-    """A policy's life: first version, changed behind the engine's back, second version."""
+    """Sync, sample, change the policy without a sync, sync again, and record what happens."""
     mine, seen = requests(bench.ranks.rank), {}
     bench.perturb(0.02)
     before = _process()
     with bench.answering() as answering:
         seen["unpublished"] = _said(lambda: answering.generate(mine))
-        versions = [answering.publish().version]
-        one = answering.generate(mine)
-        seen["replies"] = _ids(one)
-        seen["again"] = _ids(answering.generate(mine)) == _ids(one)
-        seen["alone"] = _ids(answering.generate(mine[:1])) == _ids(one[:1])
+        versions = [answering.sync_weights().version]
+        first = answering.generate(mine)
+        seen["replies"] = _ids(first)
+        seen["again"] = _ids(answering.generate(mine)) == _ids(first)
+        seen["alone"] = _ids(answering.generate(mine[:1])) == _ids(first[:1])
         seen["none"] = answering.generate([]) if bench.ranks.first else _ids(
             answering.generate(mine)
-        ) == _ids(one)  # fmt: skip
+        ) == _ids(first)  # fmt: skip
         if bench.rollout.max_num_seqs >= CROWD:
             crowd = [Request(np.full(15, n, dtype=np.int32), 1, n) for n in range(CROWD)]
             seen["crowd"] = [len(some) for some in answering.generate(crowd)]
-        seen["ended"] = [g.ended == bool(g.ids[-1] == END) for some in one for g in some]
-        seen["cut"] = [END not in g.ids[:-1] for some in one for g in some]
-        seen["differs"] = bench.differs(one)
+        seen["ended"] = [g.ended == bool(g.ids[-1] == END) for some in first for g in some]
+        seen["cut"] = [END not in g.ids[:-1] for some in first for g in some]
+        seen["differs"] = bench.differs(first)
         bench.perturb(0.02)
         seen["stale"] = _said(lambda: answering.generate(mine))
-        seen["stale_differs"] = bench.differs(one)
-        versions.append(answering.publish().version)
-        two = answering.generate(mine)
-        seen["differs_after"] = bench.differs(two)
+        seen["stale_differs"] = bench.differs(first)
+        versions.append(answering.sync_weights().version)
+        second = answering.generate(mine)
+        seen["differs_after"] = bench.differs(second)
         seen["other weights"] = other_weights(bench, answering)
         seen["behind"] = bench.behind(answering.generate(mine, greedy=True))
         seen["versions"] = versions
@@ -174,19 +175,19 @@ def watch(bench: Bench) -> dict[str, Any]:
 
 
 def sleep_and_wake(answering: Any, mine: Sequence[Request]) -> dict[str, Any]:
-    """Give memory back as on a GPU: a CPU keeps it, the calls between vLLM's parts are real."""
+    """Sleep and wake as on a GPU. On a CPU no memory is freed, but the calls of vLLM are real."""
     before = _ids(answering.generate(mine))
     with patch("tasks.serving.vllm.rollouts.on_gpu", lambda: True):
         answering.sleep()
     forgot = _said(lambda: answering.generate(mine))
-    answering.publish()
+    answering.sync_weights()
     return {"forgot": forgot, "same": _ids(answering.generate(mine)) == before}
 
 
 def other_weights(bench: Bench, answering: Any) -> list[str]:
-    """Layers of an engine that was given whole weights, and computes with others than the policy's.
+    """Return the layers of an engine with full weights that do not compute with the policy's.
 
-    vLLM packs weights for a CPU's products; a layer's output for the unit matrix is exact.
+    vLLM packs weights for CPU products; a layer's output for the unit matrix is exact.
     """
     if not hasattr(answering, "_engine") or answering._policy.as_adapter:
         return []
@@ -216,12 +217,12 @@ def other_weights(bench: Bench, answering: Any) -> list[str]:
 
 
 def break_it(bench: Bench) -> dict[str, Any]:
-    """What a run may meet, one after the other, on a policy with a LoRA adapter below ZeRO-3."""
+    """Cause errors, one after another, with a LoRA policy below ZeRO-3."""
     mine, seen = requests(bench.ranks.rank), {}
     bench.perturb(0.02)
     seen["no start"] = _said(lambda: bench.answering(kv_cache_gib=1e-9).__enter__())
     with bench.answering() as answering:
-        answering.publish()
+        answering.sync_weights()
         good = _ids(answering.generate(mine))
         long = Request(np.arange(bench.rollout.max_prompt_len + 1, dtype=np.int32), 1, 0)
         seen["long"] = _said(lambda: answering.generate([mine[0], long]))
@@ -232,28 +233,28 @@ def break_it(bench: Bench) -> dict[str, Any]:
             _break_step(answering)
         seen["twice"] = _said(lambda: answering.generate(mine))
     with bench.answering() as answering:
-        answering.publish()
+        answering.sync_weights()
         colocated: Any = answering._engine  # type: ignore[attr-defined]
         with Policy(bench.engine, bench.job, bench.ranks).adapter_folder() as folder:
             if bench.ranks.first:
                 config = json.loads((folder / "adapter_config.json").read_text())
                 (folder / "adapter_config.json").write_text(json.dumps({**config, "r": 4096}))
             bench.ranks.barrier()
-            seen["refused"] = _said(lambda: colocated.take_adapter(folder, 2))
+            seen["refused"] = _said(lambda: colocated.load_adapter(folder, 2))
         seen["after refusal"] = _said(lambda: answering.generate(mine))
         parameter = next(iter(Policy(bench.engine, bench.job, bench.ranks).parameters.values()))
         whole = parameter.data
         parameter.data = whole[:, 1:]
-        seen["contract"] = _said(answering.publish)
+        seen["contract"] = _said(answering.sync_weights)
         parameter.data = whole.clone()
         parameter.data[0, 0] = torch.nan
-        seen["not finite"] = _said(answering.publish)
+        seen["not finite"] = _said(answering.sync_weights)
         parameter.data = whole
     return seen
 
 
 def start_twice(bench: Bench) -> dict[str, Any]:
-    """On one rank alone the engine does not start: late, where ranks no longer meet, and early."""
+    """Let the engine fail to start on one rank: late, where ranks no longer meet, and early."""
     from vllm.v1.engine.core import EngineCore
 
     import tasks.rl.rollout.vllm_engine as ours
@@ -264,27 +265,27 @@ def start_twice(bench: Bench) -> dict[str, Any]:
     for rank, (when, owner, name) in enumerate(places):
         broken = _fails_once(owner, name, here=bench.ranks.rank == rank)
         with broken as failed, bench.answering() as answering:
-            answering.publish()
+            answering.sync_weights()
             seen[when] = _ids(answering.generate(mine))
         seen[f"failed {when}"] = failed
     return seen
 
 
 def tear(bench: Bench) -> dict[str, Any]:
-    """One of the ranks that share an engine has an error in it; the other waits for it there."""
+    """Cause an error in one of the ranks that share an engine; the other waits for it."""
     mine = requests(bench.ranks.rank)
     with bench.answering() as answering:
-        answering.publish()
+        answering.sync_weights()
         answering.generate(mine)
         if bench.ranks.first:
             _break_step(answering)
-        said = _said(lambda: answering.generate(mine))
-    return {"failure": said}
+        failure = _said(lambda: answering.generate(mine))
+    return {"failure": failure}
 
 
 @contextmanager
 def _fails_once(owner: Any, name: str, *, here: bool) -> Iterator[list[str]]:
-    """Within it the first call fails, here; gives a list that tells of it."""
+    """Make the first call of a function fail on this rank; yield a list that records it."""
     right, told = getattr(owner, name), []
 
     def call(*args: Any, **kwargs: Any) -> Any:
@@ -301,7 +302,7 @@ def _fails_once(owner: Any, name: str, *, here: bool) -> Iterator[list[str]]:
 
 
 def _break_step(answering: Any) -> None:
-    """vLLM's next step fails, as it does when a kernel meets what it was not made for."""
+    """Make vLLM's next step fail like an unsupported kernel."""
     core = answering._engine._llm.llm_engine
 
     def step() -> None:
@@ -318,12 +319,12 @@ def _said(work: Any) -> str:
     return ""
 
 
-def _ids(replies: Sequence[Sequence[Generated]]) -> list[list[int]]:
-    return [one.ids.tolist() for some in replies for one in some]
+def _ids(responses: Sequence[Sequence[Generated]]) -> list[list[int]]:
+    return [response.ids.tolist() for of_request in responses for response in of_request]
 
 
 def _process() -> dict[str, Any]:
-    """What an engine in the same process has to leave as it was."""
+    """Process state that an engine must not change."""
     import logging
     import signal
 
@@ -334,14 +335,14 @@ def _process() -> dict[str, Any]:
         "draws": (torch.get_rng_state().tolist(), str(np.random.get_state())),
         "dtype": torch.get_default_dtype(),
         "gradients": torch.is_grad_enabled(),
-        "signals": [signal.getsignal(one) for one in (signal.SIGINT, signal.SIGTERM)],
+        "signals": [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)],
         "logging": (logging.getLogger().level, list(logging.getLogger().handlers)),
         "peers": torch.distributed.get_world_size(),
     }
 
 
 LIVES = {"grpo": watch, "faults": break_it, "starts": start_twice, "torn": tear}
-"""What is done with a policy, by its job's objective."""
+"""Function for a policy, by its job's objective."""
 
 
 def main() -> None:

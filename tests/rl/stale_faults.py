@@ -1,8 +1,8 @@
-"""Faults after which an engine answers with other weights than those that it was sent.
+"""Faults after which an engine computes with other weights than those that were sent to it.
 
-Each is planted in vLLM (or in peft, where the trainer's own module answers) for one sync, and taken
-out again. vLLM itself reports none of them: it holds an adapter of the right number, or has loaded
-what it was given.
+Each fault is planted in vLLM (or in peft if the trainer's module samples) for one sync and then
+removed. vLLM itself reports none of them: it has an adapter with the right id, or has loaded what
+was sent.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ def stale_weights(bench: Any, answering: Any, mine: Any) -> dict[str, str]:
     for name, plant in plants.items():
         bench.perturb(0.02)
         with plant(bench, answering):
-            seen[name] = _failure(lambda: (answering.publish(), answering.generate(mine)))
-        answering.publish()
+            seen[name] = _failure(lambda: (answering.sync_weights(), answering.generate(mine)))
+        answering.sync_weights()
         seen[f"{name}, then right"] = _failure(lambda: answering.generate(mine))
     return seen
 
@@ -55,7 +55,7 @@ def _plants(answering: Any) -> dict[str, Plant]:
 
 @contextmanager
 def _stale_adapter(bench: Any, answering: Any) -> Iterator[None]:
-    """Synced, and then stale: the new number, and the tensors of the adapter before."""
+    """The new id with the tensors of the previous adapter."""
     from vllm.lora.worker_manager import WorkerLoRAManager
 
     right = WorkerLoRAManager._load_adapter
@@ -67,21 +67,21 @@ def _stale_adapter(bench: Any, answering: Any) -> Iterator[None]:
         return kept[0].clone(request.lora_int_id)
 
     with patch.object(WorkerLoRAManager, "_load_adapter", load):
-        answering.publish()
+        answering.sync_weights()
         bench.perturb(0.02)
         yield
 
 
 @contextmanager
 def _slots_not_filled(bench: Any, answering: Any) -> Iterator[None]:
-    """Never synced: the adapter is registered and active, and its tensors go nowhere."""
+    """The adapter is registered and active, but its tensors go nowhere."""
     with _every_layer(answering, "set_lora", lambda *_: None):
         yield
 
 
 @contextmanager
 def _no_module_bound(bench: Any, answering: Any) -> Iterator[None]:
-    """The adapter's names are those of a model within another one (verl-omni #552)."""
+    """The adapter's names are those of a model nested in another one (verl-omni #552)."""
     from vllm.lora import lora_model
 
     right = lora_model.parse_fine_tuned_lora_name
@@ -109,7 +109,7 @@ def _one_module_left_out(bench: Any, answering: Any) -> Iterator[None]:
 
 @contextmanager
 def _adapter_not_used(bench: Any, answering: Any) -> Iterator[None]:
-    """Requests lose their adapter on the way to the worker: the base answers."""
+    """Requests lose their adapter on the way to the worker, so the base generates."""
     runner = _worker(answering).model_runner
     right = runner.lora_manager.set_active_adapters
 
@@ -124,7 +124,7 @@ def _adapter_not_used(bench: Any, answering: Any) -> Iterator[None]:
 
 @contextmanager
 def _adapter_lost_on_wake(bench: Any, answering: Any) -> Iterator[None]:
-    """A wake releases the memory of the adapter slots."""
+    """A wake frees the memory of the adapter slots."""
 
     def lose() -> None:
         with _layers(answering) as layers:
@@ -137,7 +137,7 @@ def _adapter_lost_on_wake(bench: Any, answering: Any) -> Iterator[None]:
 
 @contextmanager
 def _base_lost_on_wake(bench: Any, answering: Any) -> Iterator[None]:
-    """The layers below the adapter come back with other numbers."""
+    """The layers below the adapter have other numbers after a wake."""
     norm = _worker(answering).get_model().get_submodule("model.norm")
     kept = norm.weight.data.clone()
     try:
@@ -149,7 +149,7 @@ def _base_lost_on_wake(bench: Any, answering: Any) -> Iterator[None]:
 
 @contextmanager
 def _reload_does_nothing(bench: Any, answering: Any) -> Iterator[None]:
-    """`reload_weights` takes every tensor and returns."""
+    """`reload_weights` reads every tensor and returns."""
     runner = _worker(answering).model_runner
     with patch.object(runner, "reload_weights", lambda weights_iterator: list(weights_iterator)):
         yield
@@ -157,7 +157,7 @@ def _reload_does_nothing(bench: Any, answering: Any) -> Iterator[None]:
 
 @contextmanager
 def _one_tensor_left_out(bench: Any, answering: Any) -> Iterator[None]:
-    """One matrix of a fused layer keeps its old numbers, as with a name that nothing matches."""
+    """One matrix of a fused layer keeps its old numbers, as with an unknown name."""
     runner = _worker(answering).model_runner
     right = runner.reload_weights
     name = "model.layers.1.self_attn.k_proj.weight"
@@ -173,7 +173,7 @@ def _one_tensor_left_out(bench: Any, answering: Any) -> Iterator[None]:
 
 @contextmanager
 def _base_reloaded_on_wake(bench: Any, answering: Any) -> Iterator[None]:
-    """A wake brings back the weights that the engine began with (trl #5312)."""
+    """A wake restores the weights that the engine started with (trl #5312)."""
     kept = [(key, value.clone()) for key, value in _policy(bench, answering)]
     bench.perturb(0.02)
 
@@ -187,14 +187,14 @@ def _base_reloaded_on_wake(bench: Any, answering: Any) -> Iterator[None]:
 
 @contextmanager
 def _adapter_off(bench: Any, answering: Any) -> Iterator[None]:
-    """The adapter stays off after the reference was asked."""
+    """The adapter stays off after the reference was computed."""
     with bench.engine.module.disable_adapter():
         yield
 
 
 @contextmanager
 def _after_wake(answering: Any, act: Callable[[], None]) -> Iterator[None]:
-    """Act whenever the engine is woken to answer, not when it is woken to be synced."""
+    """Act when the engine wakes to generate, but not when it wakes for a sync."""
     engine = answering._engine
     right = engine.generate
 

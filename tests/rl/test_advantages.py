@@ -1,4 +1,4 @@
-"""Advantages beside their formulas as plain Python loops, and what holds whatever is put in."""
+"""Advantages compared with their formulas as plain Python loops, and properties for any input."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ EXACT = 1e-12
 
 IN_GROUPS = (advantages.group_centered, advantages.group_normalized, advantages.leave_one_out)
 
-lengths_of_replies = st.lists(st.integers(1, 7), min_size=1, max_size=6)
+response_lengths = st.lists(st.integers(1, 7), min_size=1, max_size=6)
 numbers = st.floats(-10, 10, allow_nan=False).map(lambda x: round(x, 3))
 few = settings(max_examples=25, deadline=None)
 
@@ -30,14 +30,14 @@ def drawn(count: int, seed: int) -> torch.Tensor:
     return torch.randn(count, dtype=torch.float64, generator=torch.Generator().manual_seed(seed))
 
 
-def replies(flat: torch.Tensor, lengths: Sequence[int]) -> list[list[float]]:
+def by_response(flat: torch.Tensor, lengths: Sequence[int]) -> list[list[float]]:
     return [part.tolist() for part in flat.split(list(lengths))]
 
 
 def gae_written_out(
     rewards: list[float], values: list[float], gamma: float, lam: float
 ) -> list[float]:
-    """Eq. 16 of arXiv:1506.02438 as the sum that it is, without its recursion."""
+    """Eq. 16 of arXiv:1506.02438 as a plain sum, without its recursion."""
     after = [*values[1:], 0.0]
     surprises = [r + gamma * n - v for r, n, v in zip(rewards, after, values, strict=True)]
     return [
@@ -47,69 +47,67 @@ def gae_written_out(
 
 
 @few
-@given(lengths_of_replies, st.floats(0, 1), st.floats(0, 1), st.integers(0, 9))
-def test_gae_is_its_sum_reply_by_reply(
+@given(response_lengths, st.floats(0, 1), st.floats(0, 1), st.integers(0, 9))
+def test_gae_equals_its_sum_for_every_response(
     lengths: list[int], gamma: float, lam: float, seed: int
 ) -> None:
     rewards, values = drawn(sum(lengths), seed), drawn(sum(lengths), seed + 10)
-    found, returns = advantages.gae(rewards, values, torch.tensor(lengths), gamma=gamma, lam=lam)
+    actual, returns = advantages.gae(rewards, values, torch.tensor(lengths), gamma=gamma, lam=lam)
     wanted = [
         a
-        for r, v in zip(replies(rewards, lengths), replies(values, lengths), strict=True)
+        for r, v in zip(by_response(rewards, lengths), by_response(values, lengths), strict=True)
         for a in gae_written_out(r, v, gamma, lam)
     ]
-    torch.testing.assert_close(found, doubles(wanted), rtol=EXACT, atol=EXACT)
+    torch.testing.assert_close(actual, doubles(wanted), rtol=EXACT, atol=EXACT)
     torch.testing.assert_close(returns, doubles(wanted) + values, rtol=EXACT, atol=EXACT)
 
 
 @few
-@given(lengths_of_replies, st.floats(0, 1), st.integers(0, 9))
-def test_gae_with_lam_one_is_returns_less_values(
+@given(response_lengths, st.floats(0, 1), st.integers(0, 9))
+def test_gae_with_lam_1_is_returns_minus_values(
     lengths: list[int], gamma: float, seed: int
 ) -> None:
     rewards, values = drawn(sum(lengths), seed), drawn(sum(lengths), seed + 10)
     sizes = torch.tensor(lengths)
-    found, returns = advantages.gae(rewards, values, sizes, gamma=gamma, lam=1.0)
+    actual, returns = advantages.gae(rewards, values, sizes, gamma=gamma, lam=1.0)
     to_go = advantages.returns_to_go(rewards, sizes, gamma=gamma)
-    torch.testing.assert_close(found, to_go - values, rtol=1e-9, atol=1e-9)
+    torch.testing.assert_close(actual, to_go - values, rtol=1e-9, atol=1e-9)
     torch.testing.assert_close(returns, to_go, rtol=1e-9, atol=1e-9)
 
 
 @few
-@given(lengths_of_replies, st.integers(0, 9))
-def test_a_critic_that_foresees_everything_leaves_no_advantage(
-    lengths: list[int], seed: int
-) -> None:
+@given(response_lengths, st.integers(0, 9))
+def test_a_perfect_critic_leaves_no_advantage(lengths: list[int], seed: int) -> None:
     rewards, sizes = drawn(sum(lengths), seed), torch.tensor(lengths)
     values = advantages.returns_to_go(rewards, sizes, gamma=0.9)
-    found, _ = advantages.gae(rewards, values, sizes, gamma=0.9, lam=0.7)
-    torch.testing.assert_close(found, torch.zeros_like(found), rtol=0, atol=1e-9)
+    actual, _ = advantages.gae(rewards, values, sizes, gamma=0.9, lam=0.7)
+    torch.testing.assert_close(actual, torch.zeros_like(actual), rtol=0, atol=1e-9)
 
 
 @few
-@given(lengths_of_replies, st.floats(0, 1), st.integers(0, 9))
+@given(response_lengths, st.floats(0, 1), st.integers(0, 9))
 def test_returns_to_go_are_discounted_sums(lengths: list[int], gamma: float, seed: int) -> None:
     rewards = drawn(sum(lengths), seed)
-    found = advantages.returns_to_go(rewards, torch.tensor(lengths), gamma=gamma)
+    actual = advantages.returns_to_go(rewards, torch.tensor(lengths), gamma=gamma)
     wanted = [
-        sum(gamma**k * r for k, r in enumerate(reply[t:]))
-        for reply in replies(rewards, lengths)
-        for t in range(len(reply))
+        sum(gamma**k * r for k, r in enumerate(response[t:]))
+        for response in by_response(rewards, lengths)
+        for t in range(len(response))
     ]
-    torch.testing.assert_close(found, doubles(wanted), rtol=EXACT, atol=EXACT)
+    torch.testing.assert_close(actual, doubles(wanted), rtol=EXACT, atol=EXACT)
 
 
 def test_half_precision_is_computed_in_float32() -> None:
-    """A thousand rewards of 0.01 do not add up in bfloat16: it stops counting at 4."""
+    """A thousand rewards of 0.01 do not add up in bfloat16: the sum stops at 4."""
     rewards = torch.full((1000,), 0.01, dtype=torch.bfloat16)
-    found = advantages.returns_to_go(rewards, torch.tensor([1000]), gamma=1.0)
-    assert found.dtype == torch.float32
-    assert float(found[0]) == pytest.approx(1000 * float(rewards[0]), rel=1e-5)
+    actual = advantages.returns_to_go(rewards, torch.tensor([1000]), gamma=1.0)
+    assert actual.dtype == torch.float32
+    assert float(actual[0]) == pytest.approx(1000 * float(rewards[0]), rel=1e-5)
 
 
 @st.composite
 def grouped(draw: st.DrawFn) -> tuple[torch.Tensor, torch.Tensor]:
-    """Scores and group numbers: groups of 2 to 5, their members in any order."""
+    """Scores and group numbers: groups of 2 to 5 members in any order."""
     sizes = draw(st.lists(st.integers(2, 5), min_size=1, max_size=4))
     names = draw(st.permutations([7 * g + 3 for g, size in enumerate(sizes) for _ in range(size)]))
     scores = draw(st.lists(numbers, min_size=len(names), max_size=len(names)))
@@ -124,7 +122,7 @@ def members(groups: torch.Tensor, of: int) -> list[int]:
 @given(grouped())
 def test_group_estimates_are_their_formulas(data: tuple[torch.Tensor, torch.Tensor]) -> None:
     scores, groups = data
-    found = torch.stack([estimate(*data) for estimate in IN_GROUPS], dim=1).tolist()
+    actual = torch.stack([estimate(*data) for estimate in IN_GROUPS], dim=1).tolist()
     for i, score in enumerate(scores.tolist()):
         own = [float(scores[j]) for j in members(groups, i)]
         others = [float(scores[j]) for j in members(groups, i) if j != i]
@@ -133,7 +131,7 @@ def test_group_estimates_are_their_formulas(data: tuple[torch.Tensor, torch.Tens
         normalized = centered / deviation if deviation else 0.0
         left_out = score - statistics.fmean(others)
         wanted = [centered, normalized, left_out]
-        assert found[i] == pytest.approx(wanted, rel=1e-9, abs=1e-9)
+        assert actual[i] == pytest.approx(wanted, rel=1e-9, abs=1e-9)
 
 
 @few
@@ -149,19 +147,19 @@ def test_group_estimates_sum_to_zero_in_every_group(
 
 @few
 @given(grouped(), st.floats(-5, 5), st.floats(0.01, 100))
-def test_normalized_scores_know_neither_shift_nor_scale(
+def test_normalized_scores_ignore_shift_and_scale(
     data: tuple[torch.Tensor, torch.Tensor], shift: float, scale: float
 ) -> None:
     scores, groups = data
-    found = advantages.group_normalized(scores * scale + shift, groups)
+    actual = advantages.group_normalized(scores * scale + shift, groups)
     wanted = advantages.group_normalized(scores, groups)
-    torch.testing.assert_close(found, wanted, rtol=1e-7, atol=1e-7)
+    torch.testing.assert_close(actual, wanted, rtol=1e-7, atol=1e-7)
 
 
 @few
 @given(numbers, st.integers(1, 9), st.sampled_from([torch.float32, torch.float64]))
 def test_equal_scores_give_exactly_zero(score: float, size: int, dtype: torch.dtype) -> None:
-    """0.1 + 0.1 + 0.1 is not 0.3: the mean of equal numbers is not one of them."""
+    """In floating point the mean of three times 0.1 is not 0.1."""
     scores, groups = torch.full((size,), score, dtype=dtype), torch.zeros(size, dtype=torch.int64)
     for estimate in IN_GROUPS:
         assert estimate(scores, groups).tolist() == [0.0] * size
@@ -169,14 +167,14 @@ def test_equal_scores_give_exactly_zero(score: float, size: int, dtype: torch.dt
 
 
 def test_scores_that_differ_by_rounding_alone_have_no_signal() -> None:
-    """Blown up to +-1 they would be what the policy learns."""
+    """Normalised to +-1, rounding would become the training signal."""
     scores = torch.tensor([0.7, 0.7 + 6e-8, 0.7], dtype=torch.float32)
     assert scores.unique().numel() == 2
-    found = advantages.group_normalized(scores, torch.zeros(3, dtype=torch.int64))
-    assert found.tolist() == [0.0, 0.0, 0.0]
+    actual = advantages.group_normalized(scores, torch.zeros(3, dtype=torch.int64))
+    assert actual.tolist() == [0.0, 0.0, 0.0]
 
 
-def test_a_group_of_one_is_compared_with_nobody() -> None:
+def test_a_group_of_one_has_no_advantage() -> None:
     scores, groups = torch.tensor([3.0, 1.0, 2.0]), torch.tensor([0, 1, 1])
     assert float(advantages.group_centered(scores, groups)[0]) == 0.0
     assert float(advantages.group_normalized(scores, groups)[0]) == 0.0
@@ -187,15 +185,15 @@ def test_a_group_of_one_is_compared_with_nobody() -> None:
 @few
 @given(st.lists(numbers, min_size=2, max_size=20, unique=True))
 def test_whitened_is_mean_zero_and_deviation_one(values: list[float]) -> None:
-    found = advantages.whiten(doubles(values)).tolist()
-    assert statistics.fmean(found) == pytest.approx(0, abs=1e-9)
-    assert statistics.stdev(found) == pytest.approx(1, rel=1e-9)
+    actual = advantages.whiten(doubles(values)).tolist()
+    assert statistics.fmean(actual) == pytest.approx(0, abs=1e-9)
+    assert statistics.stdev(actual) == pytest.approx(1, rel=1e-9)
     assert sorted(range(len(values)), key=values.__getitem__) == sorted(
-        range(len(found)), key=found.__getitem__
+        range(len(actual)), key=actual.__getitem__
     )
 
 
-def test_flat_and_by_reply() -> None:
+def test_spread_and_sums() -> None:
     lengths = torch.tensor([2, 1, 3])
     assert advantages.spread(doubles([5, 6, 7]), lengths).tolist() == [5, 5, 6, 7, 7, 7]
     assert advantages.on_last_token(doubles([5, 6, 7]), lengths).tolist() == [0, 5, 6, 0, 0, 7]

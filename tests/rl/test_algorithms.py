@@ -1,4 +1,4 @@
-"""Each algorithm's advantages from the papers' words, and the knobs that it refuses."""
+"""Each algorithm's advantages compared with the papers' formulas, and the options it refuses."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ BATCH = Batch(
 
 
 def distances(estimator: str) -> list[list[float]]:
-    """Of every token from the reference, reply by reply."""
+    """KL estimates of every token, by response."""
     assert BATCH.reference_N is not None
     gaps = (BATCH.old_N - BATCH.reference_N).tolist()
     formula = {
@@ -55,22 +55,22 @@ def distances(estimator: str) -> list[list[float]]:
 
 
 def rewards(scores: list[float], estimator: str | None) -> list[list[float]]:
-    """Of every token, reply by reply; None: the distance is no part of them."""
-    found = []
-    for reply, score in enumerate(scores):
-        each = [0.0] * LENGTHS[reply]
+    """Rewards of every token, by response; without KL if the estimator is None."""
+    every = []
+    for response, score in enumerate(scores):
+        each = [0.0] * LENGTHS[response]
         if estimator is not None:
-            each = [-COEF * d for d in distances(estimator)[reply]]
+            each = [-COEF * d for d in distances(estimator)[response]]
         each[-1] += score
-        found.append(each)
-    return found
+        every.append(each)
+    return every
 
 
 def penalised(estimator: str | None) -> list[float]:
     return [sum(each) for each in rewards(SCORES, estimator)]
 
 
-def of_replies(numbers: list[float]) -> list[float]:
+def for_all_tokens(numbers: list[float]) -> list[float]:
     return [x for x, length in zip(numbers, LENGTHS, strict=True) for _ in range(length)]
 
 
@@ -81,15 +81,15 @@ def whitened(numbers: list[float]) -> list[float]:
 
 def returns(each: list[list[float]], gamma: float) -> list[float]:
     return [
-        sum(gamma**k * r for k, r in enumerate(reply[t:]))
-        for reply in each
-        for t in range(len(reply))
+        sum(gamma**k * r for k, r in enumerate(response[t:]))
+        for response in each
+        for t in range(len(response))
     ]
 
 
 def ppo(estimator: str | None, loop: Loop) -> list[float]:
     assert BATCH.values_N is not None
-    found = []
+    actual = []
     for each, start in zip(rewards(SCORES, estimator), STARTS, strict=True):
         values = [*BATCH.values_N[start : start + len(each)].tolist(), 0.0]
         advantage, backwards = 0.0, []
@@ -97,24 +97,24 @@ def ppo(estimator: str | None, loop: Loop) -> list[float]:
             surprise = each[t] + loop.gamma * values[t + 1] - values[t]
             advantage = surprise + loop.gamma * loop.lam * advantage
             backwards.append(advantage)
-        found += backwards[::-1]
-    return whitened(found) if loop.whiten else found
+        actual += backwards[::-1]
+    return whitened(actual) if loop.whiten else actual
 
 
 def grpo(estimator: str | None, loop: Loop) -> list[float]:
     a, b, c, d = penalised(estimator)
-    return of_replies(whitened([a, b]) + whitened([c, d]))
+    return for_all_tokens(whitened([a, b]) + whitened([c, d]))
 
 
 def dr_grpo(estimator: str | None, loop: Loop) -> list[float]:
     a, b, c, d = penalised(estimator)
-    return of_replies([(a - b) / 2, (b - a) / 2, (c - d) / 2, (d - c) / 2])
+    return for_all_tokens([(a - b) / 2, (b - a) / 2, (c - d) / 2, (d - c) / 2])
 
 
 def rloo(estimator: str | None, loop: Loop) -> list[float]:
     a, b, c, d = penalised(estimator)
-    found = of_replies([a - b, b - a, c - d, d - c])
-    return whitened(found) if loop.whiten else found
+    actual = for_all_tokens([a - b, b - a, c - d, d - c])
+    return whitened(actual) if loop.whiten else actual
 
 
 def reinforce_pp(estimator: str | None, loop: Loop) -> list[float]:
@@ -137,32 +137,32 @@ FORMULAS = {
 
 
 def loop_for(name: str, **knobs: object) -> Loop:
-    """With every knob that the algorithm knows moved off its default."""
+    """Section `rl` with every option that the algorithm uses changed from its default."""
     moved: dict[str, object] = {"gamma": 0.9, "lam": 0.8, "whiten": True, "refill": 1}
     known = {k: v for k, v in moved.items() if k in USES[name]}
     made: Loop = replace(Loop(kl_coef=COEF), **(known | knobs))  # type: ignore[arg-type]
     return made
 
 
-def test_every_algorithm_has_its_formula() -> None:
+def test_every_algorithm_has_a_formula_here() -> None:
     assert set(FORMULAS) == set(ALGORITHMS) == set(USES)
 
 
 @pytest.mark.parametrize("estimator", [None, "k1", "k2", "k3"])
 @pytest.mark.parametrize("name", ALGORITHMS)
-def test_advantages_are_their_formulas(name: str, estimator: str | None) -> None:
+def test_advantages_equal_their_formulas(name: str, estimator: str | None) -> None:
     where = {"kl_in": "loss"} if estimator is None else {"kl_estimator": estimator}
     loop = loop_for(name, **{"kl_in": "reward", **where})
-    found = recipe(name, loop).advantages(BATCH, loop)
+    actual = recipe(name, loop).advantages(BATCH, loop)
     wanted = torch.tensor(FORMULAS[name](estimator, loop), dtype=torch.float64)
-    torch.testing.assert_close(found.advantages_N, wanted, rtol=1e-10, atol=1e-12)
+    torch.testing.assert_close(actual.advantages_N, wanted, rtol=1e-10, atol=1e-12)
 
 
 @pytest.mark.parametrize("name", ALGORITHMS)
-def test_only_an_algorithm_with_a_critic_gives_it_something_to_learn(name: str) -> None:
+def test_only_algorithms_with_a_critic_return_targets(name: str) -> None:
     loop = loop_for(name)
-    found = recipe(name, loop).advantages(BATCH, loop)
-    assert (found.returns_N is not None) == ALGORITHMS[name].critic == (name == "ppo")
+    actual = recipe(name, loop).advantages(BATCH, loop)
+    assert (actual.returns_N is not None) == ALGORITHMS[name].critic == (name == "ppo")
 
 
 def test_whitening_leaves_the_critics_returns_alone() -> None:
@@ -172,18 +172,18 @@ def test_whitening_leaves_the_critics_returns_alone() -> None:
 
 
 @pytest.mark.parametrize("name", ALGORITHMS)
-def test_equal_rewards_teach_nothing_but_distance(name: str) -> None:
-    """No NaN from 0 / 0 anywhere: exactly nothing, also in numbers that are no binary fractions."""
+def test_equal_rewards_leave_only_the_kl(name: str) -> None:
+    """No NaN from 0 / 0, and exactly zero for numbers that are not binary fractions."""
     same = replace(BATCH, scores_S=torch.full((4,), 0.1, dtype=torch.float32), values_N=None)
     if name == "ppo":
         same = replace(same, values_N=torch.full((COUNT,), 0.1, dtype=torch.float32))
     loop = replace(Loop(), **({"lam": 1.0} if name == "ppo" else {}))
-    found = recipe(name, loop).advantages(same, loop).advantages_N
-    assert found.tolist() == [0.0] * COUNT
+    actual = recipe(name, loop).advantages(same, loop).advantages_N
+    assert actual.tolist() == [0.0] * COUNT
 
 
 @pytest.mark.parametrize("name", ALGORITHMS)
-def test_the_loss_is_told_what_the_section_says(name: str) -> None:
+def test_the_loss_gets_the_options_of_the_section(name: str) -> None:
     loop = replace(
         Loop(), clip_low=0.1, clip_high=0.3, dual_clip=4.0, kl_coef=0.2, kl_estimator="k2",
         entropy_coef=0.01,
@@ -196,9 +196,12 @@ def test_the_loss_is_told_what_the_section_says(name: str) -> None:
     assert recipe(name, in_reward).policy_loss(in_reward, kl_coef=0.7).kl_coef == 0.0
 
 
-def test_how_the_algorithms_differ_in_the_loss() -> None:
-    found = {name: (one.ratio, one.aggregate, one.groups) for name, one in ALGORITHMS.items()}
-    assert found == {
+def test_losses_of_the_algorithms() -> None:
+    actual = {
+        name: (algorithm.ratio, algorithm.aggregate, algorithm.groups)
+        for name, algorithm in ALGORITHMS.items()
+    }
+    assert actual == {
         "ppo": ("token", "tokens", False),
         "grpo": ("token", "sequences", True),
         "dr_grpo": ("token", "constant", True),
@@ -210,7 +213,7 @@ def test_how_the_algorithms_differ_in_the_loss() -> None:
 
 
 @pytest.mark.parametrize("name", ALGORITHMS)
-def test_usual_values_are_ones_that_the_algorithm_takes(name: str) -> None:
+def test_defaults_are_valid_for_the_algorithm(name: str) -> None:
     defaults = ALGORITHMS[name].defaults
     assert set(defaults) <= {f.name for f in fields(Loop)}
     assert recipe(name, replace(Loop(), **defaults)) is ALGORITHMS[name]
@@ -222,7 +225,7 @@ def refusal(name: str, **knobs: object) -> ConfigError:
     return caught.value
 
 
-def test_an_algorithm_that_there_is_not() -> None:
+def test_an_unknown_algorithm() -> None:
     error = refusal("reinforce++")
     assert error.message == "train.objective=reinforce++ is not an algorithm"
     assert "reinforce_pp" in error.hint
@@ -242,7 +245,7 @@ def test_an_algorithm_that_there_is_not() -> None:
         ("ppo", "refill", 1, "1", "0"),
     ],
 )
-def test_knobs_without_effect_are_refused(
+def test_options_without_effect_are_refused(
     name: str, knob: str, value: object, shown: str, instead: str
 ) -> None:
     error = refusal(name, **{knob: value})
@@ -256,7 +259,7 @@ def test_a_group_of_one_is_refused_where_groups_are_compared(name: str) -> None:
         assert recipe(name, Loop(samples=1)).name == name
         return
     error = refusal(name, samples=1)
-    assert error.message.startswith(f"rl.samples=1: train.objective={name} compares the replies")
+    assert error.message.startswith(f"rl.samples=1: train.objective={name} compares the responses")
     assert error.hint == "rl.samples=4"
 
 
@@ -267,19 +270,19 @@ def test_a_group_of_one_is_refused_where_groups_are_compared(name: str) -> None:
         ({"kl_estimator": "k4"}, "rl.kl_estimator=k4: one of k1, k2, k3"),
         ({"critic": "none"}, "rl.critic=none: one of shared, separate"),
         ({"correction": "mis"}, "rl.correction=mis: one of none, tis, icepop, sequence_mask"),
-        ({"dual_clip": 1.2}, "rl.dual_clip=1.2: above 1 + rl.clip_high=0.2"),
-        ({"kl_target": 0.02}, "rl.kl_target=0.02: rl.kl_coef=0 is"),
+        ({"dual_clip": 1.2}, "rl.dual_clip=1.2: has to be above 1 + rl.clip_high=0.2"),
+        ({"kl_target": 0.02}, "rl.kl_target=0.02: rl.kl_coef=0 is scaled"),
         ({"overlong_buffer": 8}, "rl.overlong_buffer=8 with rl.overlong_penalty=0"),
         ({"overlong_penalty": 1.0}, "rl.overlong_buffer=0 with rl.overlong_penalty=1"),
     ],
 )
-def test_values_that_fit_no_loss_are_refused(knobs: dict[str, object], says: str) -> None:
+def test_invalid_values_are_refused(knobs: dict[str, object], says: str) -> None:
     error = refusal("ppo", **knobs)
     assert error.message.startswith(says)
     assert error.hint
 
 
-def test_everything_is_told_at_once() -> None:
+def test_all_problems_are_reported_at_once() -> None:
     error = refusal("grpo", samples=1, lam=0.5, correction="x", kl_target=1.0)
     assert len(error.details) == 4
     assert error.message.endswith("(and 3 more)")

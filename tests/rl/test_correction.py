@@ -1,4 +1,4 @@
-"""What trainer and engine differ by, and what is done about it, beside plain loops."""
+"""Train-inference mismatch: its size, limits and corrections, compared with plain loops."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from tasks.rl.algorithms.algorithm_options import CORRECTIONS
 LENGTHS = [3, 1, 4, 2]
 HIGH, LOW = 2.0, 0.5
 RATIOS = [1.5, 0.9, 1.9, 0.3, 1.1, 0.95, 1.0, 1.0, 2.5, 0.6]
-"""Of the ten tokens; products by reply: 2.565, 0.3, 1.045, 1.5."""
+"""Ratios of the ten tokens; products by response: 2.565, 0.3, 1.045, 1.5."""
 
 
 def logprobs() -> tuple[torch.Tensor, torch.Tensor]:
@@ -25,9 +25,9 @@ def logprobs() -> tuple[torch.Tensor, torch.Tensor]:
 def weights(kind: str) -> list[float]:
     old, sampled = logprobs()
     old.requires_grad_()
-    found = correction.weights(old, sampled, torch.tensor(LENGTHS), kind=kind, high=HIGH, low=LOW)
-    assert not found.requires_grad
-    return found.tolist()
+    actual = correction.weights(old, sampled, torch.tensor(LENGTHS), kind=kind, high=HIGH, low=LOW)
+    assert not actual.requires_grad
+    return actual.tolist()
 
 
 @pytest.mark.parametrize(
@@ -43,7 +43,7 @@ def test_weights(kind: str, wanted: list[float]) -> None:
     assert weights(kind) == pytest.approx(wanted, rel=1e-12)
 
 
-def test_a_kind_that_there_is_not() -> None:
+def test_an_unknown_kind() -> None:
     with pytest.raises(ValueError, match="'mis': there are none, tis, icepop, sequence_mask"):
         weights("mis")
 
@@ -51,28 +51,28 @@ def test_a_kind_that_there_is_not() -> None:
 @pytest.mark.parametrize("kind", CORRECTIONS)
 def test_engines_that_agree_need_no_correction(kind: str) -> None:
     same = logprobs()[0]
-    found = correction.weights(same, same, torch.tensor(LENGTHS), kind=kind, high=HIGH, low=LOW)
-    assert found.tolist() == [1.0] * 10
+    actual = correction.weights(same, same, torch.tensor(LENGTHS), kind=kind, high=HIGH, low=LOW)
+    assert actual.tolist() == [1.0] * 10
 
 
-def test_unlimited_tis_makes_expectations_right() -> None:
+def test_unlimited_tis_corrects_expectations() -> None:
     """Over all tokens: sum of engine's p * weight * f = sum of trainer's p * f."""
     trainer = torch.tensor([0.5, 0.3, 0.2], dtype=torch.float64)
     engine = torch.tensor([0.2, 0.3, 0.5], dtype=torch.float64)
     worth = torch.tensor([1.0, -2.0, 5.0], dtype=torch.float64)
-    found = correction.weights(
+    actual = correction.weights(
         trainer.log(), engine.log(), torch.ones(3, dtype=torch.int64), kind="tis", high=1e9, low=0
     )
-    assert float((engine * found * worth).sum()) == pytest.approx(float((trainer * worth).sum()))
+    assert float((engine * actual * worth).sum()) == pytest.approx(float((trainer * worth).sum()))
 
 
 def test_mismatch() -> None:
-    found = correction.mismatch(*logprobs())
+    actual = correction.mismatch(*logprobs())
     logs = [math.log(r) for r in RATIOS]
-    assert found.mean_abs == pytest.approx(sum(abs(d) for d in logs) / 10, rel=1e-12)
-    assert found.max_abs == pytest.approx(max(abs(d) for d in logs), rel=1e-12)
+    assert actual.mean_abs == pytest.approx(sum(abs(d) for d in logs) / 10, rel=1e-12)
+    assert actual.max_abs == pytest.approx(max(abs(d) for d in logs), rel=1e-12)
     k3 = sum(math.exp(d) - 1 - d for d in logs) / 10
-    assert found.kl == pytest.approx(k3, rel=1e-12)
+    assert actual.kl == pytest.approx(k3, rel=1e-12)
 
 
 def test_mismatch_of_none() -> None:
@@ -82,8 +82,8 @@ def test_mismatch_of_none() -> None:
 
 @pytest.mark.parametrize(("which", "whose"), [(0, "the trainer's"), (1, "the rollout engine's")])
 @pytest.mark.parametrize("bad", [math.nan, -math.inf])
-def test_numbers_that_are_not_finite_end_training(which: int, whose: str, bad: float) -> None:
-    """A limit would let NaN pass: `nan > limit` is false."""
+def test_values_that_are_not_finite_end_training(which: int, whose: str, bad: float) -> None:
+    """A limit alone would let NaN pass: `nan > limit` is false."""
     both = logprobs()
     both[which][[2, 5]] = bad
     with pytest.raises(TrainingError, match=f"2 of 10 of {whose} log-probabilities") as caught:
@@ -91,20 +91,20 @@ def test_numbers_that_are_not_finite_end_training(which: int, whose: str, bad: f
     assert "train.lr" in caught.value.hint
 
 
-def usual(*first: float) -> correction.Usual:
-    """A run that began with this mismatch, one number an iteration."""
-    run = correction.Usual(limit=0.1, factor=4.0)
+def limits_after(*first: float) -> correction.MismatchLimits:
+    """Limits after first iterations with these mismatches."""
+    run = correction.MismatchLimits(limit=0.1, factor=4.0)
     for iteration, value in enumerate(first, 1):
         run.require_within(correction.Mismatch(value, value, value), iteration)
     return run
 
 
 HEALTHY = (0.0058, 0.0064, 0.0068, 0.0053, 0.0047)
-"""GRPO on the toy, seed 0."""
+"""Mismatches of GRPO on the toy, seed 0."""
 
 
 def test_a_drift_below_the_absolute_limit_is_stopped() -> None:
-    run = usual(*HEALTHY)
+    run = limits_after(*HEALTHY)
     assert run.relative == pytest.approx(4 * 0.0058)
     with pytest.raises(TrainingError) as caught:
         run.require_within(correction.Mismatch(0.0233, 1.0, 0.01), 9)
@@ -114,13 +114,13 @@ def test_a_drift_below_the_absolute_limit_is_stopped() -> None:
     run.require_within(correction.Mismatch(0.0231, 1.0, 0.01), 9)
 
 
-def test_only_the_first_iterations_say_what_is_usual() -> None:
-    run = usual(*HEALTHY, 0.02, 0.02, 0.02)
+def test_only_the_first_iterations_set_the_relative_limit() -> None:
+    run = limits_after(*HEALTHY, 0.02, 0.02, 0.02)
     assert run.first == list(HEALTHY)
 
 
-def test_a_mismatch_of_rounding_has_no_relative_limit_of_rounding() -> None:
-    run = usual(1e-7, 0.0, 2e-7)
+def test_the_relative_limit_has_a_floor() -> None:
+    run = limits_after(1e-7, 0.0, 2e-7)
     run.require_within(correction.Mismatch(0.0099, 1.0, 0.01), 4)
     with pytest.raises(TrainingError, match="the engine falls behind the trainer"):
         run.require_within(correction.Mismatch(0.0101, 1.0, 0.01), 5)
@@ -128,10 +128,16 @@ def test_a_mismatch_of_rounding_has_no_relative_limit_of_rounding() -> None:
 
 @pytest.mark.parametrize("value", [0.1001, 3.0])
 def test_the_absolute_limit_stays(value: float) -> None:
-    for run in (usual(), usual(0.09, 0.09), correction.Usual(0.1, 0.0, [1e-3])):
+    for run in (
+        limits_after(),
+        limits_after(0.09, 0.09),
+        correction.MismatchLimits(0.1, 0.0, [1e-3]),
+    ):
         with pytest.raises(TrainingError, match="more than rl.mismatch_limit=0.1"):
             run.require_within(correction.Mismatch(value, 4.0, 1.0), 3)
 
 
 def test_without_a_factor_there_is_no_relative_limit() -> None:
-    correction.Usual(0.1, 0.0, [1e-3]).require_within(correction.Mismatch(0.0999, 1.0, 0.1), 3)
+    correction.MismatchLimits(0.1, 0.0, [1e-3]).require_within(
+        correction.Mismatch(0.0999, 1.0, 0.1), 3
+    )

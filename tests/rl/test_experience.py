@@ -1,4 +1,4 @@
-"""One iteration's replies as all ranks know them: nothing gets lost, and nothing changes places."""
+"""One iteration's responses on all ranks: nothing is lost, and the order stays."""
 
 from __future__ import annotations
 
@@ -6,32 +6,38 @@ import numpy as np
 import pytest
 import torch
 
-from tasks.rl.experience.packed_rows import Experience, experience, measured, together
-from tasks.rl.experience.responses import Generated, Scored
-from tests.rl.making import reply
+from tasks.rl.experience.packed_rows import (
+    Experience,
+    gather_responses,
+    measure_tokens,
+    pack_experience,
+)
+from tasks.rl.experience.responses import ScoredResponse
+from tasks.serving.vllm.colocation import Generated
+from tests.rl.making import response
 from tests.rl.peers import Peer, on_ranks
 
 GIVEN = ("a", "longer", "bc", "a long one", "d", "efgh", "i", "jk")
 
 
-def scored() -> list[Scored]:
-    """Eight replies of different lengths, two to each prompt."""
+def scored() -> list[ScoredResponse]:
+    """Eight responses of different lengths, two for each prompt."""
     return [
-        Scored(reply(f"say {n // 2}", text), n // 2, float(n), {"function": float(n)})
+        ScoredResponse(response(f"say {n // 2}", text), n // 2, float(n), {"function": float(n)})
         for n, text in enumerate(GIVEN)
     ]
 
 
 @pytest.fixture(scope="module")
 def got() -> Experience:
-    return experience(scored())
+    return pack_experience(scored())
 
 
 def ids_of(got: Experience) -> list[np.ndarray]:
-    return [one.reply.generated.ids for one in got.scored]
+    return [scored_response.response.generated.ids for scored_response in got.scored]
 
 
-def test_replies_lie_end_to_end(got: Experience) -> None:
+def test_responses_lie_end_to_end(got: Experience) -> None:
     assert got.lengths.tolist() == [len(text) + 1 for text in GIVEN]
     assert got.groups.tolist() == [0, 0, 1, 1, 2, 2, 3, 3]
     assert got.rewards.tolist() == list(range(8))
@@ -41,14 +47,14 @@ def test_replies_lie_end_to_end(got: Experience) -> None:
     np.testing.assert_array_equal(told, np.concatenate(ids_of(got)))
 
 
-def test_places_are_those_of_the_replies_tokens(got: Experience) -> None:
+def test_places_of_response_tokens(got: Experience) -> None:
     every = torch.from_numpy(np.concatenate(ids_of(got)))
     for chosen in ([0], [3, 1], [7, 0, 5]):
         wanted = np.concatenate([ids_of(got)[n] for n in chosen])
         np.testing.assert_array_equal(every[got.places(chosen)].numpy(), wanted)
 
 
-def test_a_rows_targets_are_the_replies_in_the_order_asked(got: Experience) -> None:
+def test_targets_of_a_row_are_the_chosen_responses_in_order(got: Experience) -> None:
     row = got.row([5, 2, 6])
     np.testing.assert_array_equal(
         row.targets.numpy(), np.concatenate([ids_of(got)[n] for n in (5, 2, 6)])
@@ -57,7 +63,9 @@ def test_a_rows_targets_are_the_replies_in_the_order_asked(got: Experience) -> N
 
 
 @pytest.mark.parametrize("world", [1, 2, 3, 8])
-def test_every_reply_is_in_one_row_and_ranks_have_equally_many(got: Experience, world: int) -> None:
+def test_every_response_is_in_one_row_and_ranks_have_equally_many(
+    got: Experience, world: int
+) -> None:
     dealt = [got.rows(world, rank, 2) for rank in range(world)]
     assert len({len(rows) for rows in dealt}) == 1
     assert sorted(n for rows in dealt for row in rows for n in row) == list(range(8))
@@ -65,11 +73,11 @@ def test_every_reply_is_in_one_row_and_ranks_have_equally_many(got: Experience, 
 
 
 @pytest.mark.parametrize("world", [1, 2, 4])
-def test_what_ranks_measure_comes_back_to_its_tokens(got: Experience, world: int) -> None:
-    """Asked for a token's id, every rank ends up with all replies' ids."""
+def test_measurements_return_to_their_tokens(got: Experience, world: int) -> None:
+    """Each rank measures token ids; afterwards every rank has all responses' ids."""
 
     def work(ranks: Peer) -> Experience:
-        return measured(
+        return measure_tokens(
             got,
             ranks,  # type: ignore[arg-type]
             size=3,
@@ -78,33 +86,44 @@ def test_what_ranks_measure_comes_back_to_its_tokens(got: Experience, world: int
         )
 
     wanted = np.concatenate(ids_of(got)).astype(np.float32)
-    for one in on_ranks(world, work):
-        assert one.old is not None
-        assert one.values is not None
-        assert one.reference is None
-        np.testing.assert_array_equal(one.old.numpy(), wanted)
-        np.testing.assert_array_equal(one.values.numpy(), -wanted)
+    for measured in on_ranks(world, work):
+        assert measured.old is not None
+        assert measured.values is not None
+        assert measured.reference is None
+        np.testing.assert_array_equal(measured.old.numpy(), wanted)
+        np.testing.assert_array_equal(measured.values.numpy(), -wanted)
     assert got.old is None
 
 
-def test_together_is_in_the_order_of_groups_and_of_replies() -> None:
-    """Groups are dealt over ranks one by one; each keeps the order of its replies."""
+def test_gathered_responses_are_ordered_by_group() -> None:
+    """Groups are dealt to ranks one by one; each keeps the order of its responses."""
     every = scored()
-    prompts = [every[2 * group].reply.prompt for group in (3, 1, 2, 0)]
+    prompts = [every[2 * group].response.prompt for group in (3, 1, 2, 0)]
     numbers = {3: 0, 1: 1, 2: 2, 0: 3}
 
-    def work(ranks: Peer) -> list[tuple[int, Scored]]:
+    def work(ranks: Peer) -> list[tuple[int, ScoredResponse]]:
         mine = [
-            (numbers[one.group], one) for one in every if one.group % ranks.world_size == ranks.rank
+            (numbers[scored_response.group], scored_response)
+            for scored_response in every
+            if scored_response.group % ranks.world_size == ranks.rank
         ]
-        return together(ranks, mine, prompts)  # type: ignore[arg-type]
+        return gather_responses(ranks, mine, prompts)  # type: ignore[arg-type]
 
     for world in (1, 2, 3):
-        for found in on_ranks(world, work):
-            assert [one.group for _, one in found] == [0, 0, 1, 1, 2, 2, 3, 3]
-            assert [one.reply.text for _, one in found] == list(GIVEN)
-            assert [one.reward for _, one in found] == list(range(8))
-            for number, one in found:
-                assert numbers[one.group] == number
-                assert one.reply.prompt is prompts[number]
-                assert isinstance(one.reply.generated, Generated)
+        for gathered in on_ranks(world, work):
+            assert [scored_response.group for _, scored_response in gathered] == [
+                0,
+                0,
+                1,
+                1,
+                2,
+                2,
+                3,
+                3,
+            ]
+            assert [scored_response.response.text for _, scored_response in gathered] == list(GIVEN)
+            assert [scored_response.reward for _, scored_response in gathered] == list(range(8))
+            for number, scored_response in gathered:
+                assert numbers[scored_response.group] == number
+                assert scored_response.response.prompt is prompts[number]
+                assert isinstance(scored_response.response.generated, Generated)

@@ -1,4 +1,4 @@
-"""What is handed over, in one process: merged tensors, folders in memory, refusals, draws."""
+"""Weight sync in one process: merged tensors, folders in memory, refusals, sampling."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ import torch
 
 from tasks.core.errors import ConfigError, ContractError
 from tasks.rl.experience.responses import Request
-from tasks.rl.rollout.engines import reply_seeds, require_room
+from tasks.rl.rollout.engines import require_prompts_fit, response_seeds
+from tasks.rl.rollout.hf_engine import sample
 from tasks.rl.rollout.memory_folder import PREFIX, memory_folder, place_for, sweep
 from tasks.rl.rollout.merged import merged_tensors
-from tasks.rl.rollout.sampling import sample
 from tasks.rl.rollout.vllm_support import require_servable, unservable
 from tasks.serving.vllm.colocation import room_for_rank
 from tasks.training.job import Peft
@@ -26,7 +26,7 @@ from tests.tiny import tiny
 
 
 class Alone:
-    """One rank of one."""
+    """The only rank."""
 
     rank, world_size = 0, 1
 
@@ -62,32 +62,32 @@ def adapted(peft: Peft, **sizes: Any) -> tuple[Any, ModelFacts]:
     ],
     ids=["lora", "patterns", "dora", "full"],
 )
-def test_merged_tensors_are_those_that_peft_merges(peft: Peft, tied: bool) -> None:
+def test_merged_tensors_equal_those_of_peft(peft: Peft, tied: bool) -> None:
     model, facts = adapted(peft, tie_word_embeddings=tied)
-    found = {key: tensor.clone() for key, tensor in merged_tensors(model, facts)}
+    actual = {key: tensor.clone() for key, tensor in merged_tensors(model, facts)}
     merged = model if peft.kind == "none" else model.merge_and_unload()
     wanted = dict(merged.state_dict())
-    assert set(found) == set(wanted), "a tied head among them, under its own key"
+    assert set(actual) == set(wanted), "a tied head among them, under its own key"
     for key, tensor in wanted.items():
-        torch.testing.assert_close(found[key], tensor, rtol=1e-6, atol=1e-6)
+        torch.testing.assert_close(actual[key], tensor, rtol=1e-6, atol=1e-6)
 
 
-def test_a_tensor_that_is_not_there_is_named() -> None:
+def test_a_missing_tensor_is_named() -> None:
     model, facts = adapted(Peft())
     del model.model.layers[1].mlp.up_proj._parameters["weight"]
     with pytest.raises(ContractError, match=r"layers\.1\.mlp\.up_proj\.weight.*missing"):
         list(merged_tensors(model, facts))
 
 
-def test_a_folder_in_memory_is_gone_afterwards_and_so_are_those_of_the_dead(tmp_path: Path) -> None:
+def test_folders_in_memory_are_deleted_and_those_of_dead_processes_too(tmp_path: Path) -> None:
     dead, alive = tmp_path / f"{PREFIX}4194305-x", tmp_path / f"{PREFIX}{os.getpid()}-x"
-    other = tmp_path / "something-else"
-    for path in (dead, alive, other):
+    unrelated = tmp_path / "something-else"
+    for path in (dead, alive, unrelated):
         path.mkdir()
     sweep(tmp_path)
     assert not dead.exists(), "no process can have this number"
     assert alive.exists()
-    assert other.exists()
+    assert unrelated.exists()
     seen: list[Path] = []
 
     def broken_off() -> None:
@@ -101,7 +101,7 @@ def test_a_folder_in_memory_is_gone_afterwards_and_so_are_those_of_the_dead(tmp_
     assert not seen[0].exists()
 
 
-def test_without_memory_to_spare_the_folder_lies_on_disk(
+def test_without_free_memory_the_folder_is_on_disk(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("TMPDIR", str(tmp_path / "tmp"))
@@ -113,7 +113,7 @@ def test_without_memory_to_spare_the_folder_lies_on_disk(
 
 
 @pytest.mark.parametrize(
-    ("settings", "rollout", "said"),
+    ("settings", "rollout", "message"),
     [
         (Settings(peft=Peft(kind="lora", rank=1024)), Rollout(), "peft.rank=1024"),
         (
@@ -135,15 +135,15 @@ def test_without_memory_to_spare_the_folder_lies_on_disk(
         (Settings(), Rollout(temperature=0.7, top_p=0.9), "rollout.temperature=0.7"),
     ],
 )
-def test_what_vllm_cannot_serve_is_refused_by_name(
-    settings: Settings, rollout: Rollout, said: str
+def test_policies_that_vllm_cannot_serve_are_refused(
+    settings: Settings, rollout: Rollout, message: str
 ) -> None:
-    with pytest.raises(ConfigError, match=said) as caught:
+    with pytest.raises(ConfigError, match=message) as caught:
         require_servable(settings, rollout)
     assert "rollout=transformers" in caught.value.hint
 
 
-def test_what_vllm_can_serve_is_not_refused() -> None:
+def test_policies_that_vllm_can_serve_are_not_refused() -> None:
     for peft in (
         Peft(),
         Peft(kind="lora", rank=512),
@@ -154,30 +154,30 @@ def test_what_vllm_can_serve_is_not_refused() -> None:
     assert unservable(Settings(), Rollout(top_p=0.9, top_k=20)) == []
 
 
-def test_room_for_a_rank_is_the_next_size() -> None:
-    assert [room_for_rank(one) for one in (1, 8, 9, 64, 300, 512)] == [8, 8, 16, 64, 320, 512]
+def test_room_for_a_rank_is_the_next_larger_size() -> None:
+    assert [room_for_rank(rank) for rank in (1, 8, 9, 64, 300, 512)] == [8, 8, 16, 64, 320, 512]
     with pytest.raises(ConfigError, match="512"):
         room_for_rank(513)
 
 
-def test_prompts_without_room_are_named() -> None:
+def test_prompts_that_do_not_fit_are_named() -> None:
     rollout = Rollout(max_prompt_len=4)
-    asked = [Request(np.arange(n, dtype=np.int32), 2, 0) for n in (4, 5, 0)]
+    requests = [Request(np.arange(n, dtype=np.int32), 2, 0) for n in (4, 5, 0)]
     with pytest.raises(ConfigError, match=r"prompt 1 of rank 3 \(0 1 2 3 4 \.\.\.\).*5 tok") as e:
-        require_room(asked, rollout, 3)
+        require_prompts_fit(requests, rollout, 3)
     assert len(e.value.details) == 2
-    require_room(asked[:1], rollout, 3)
+    require_prompts_fit(requests[:1], rollout, 3)
 
 
-def test_every_reply_has_a_seed_of_its_own() -> None:
-    one, two = (reply_seeds(Request(np.zeros(1, np.int32), 3, seed)) for seed in (1, 2))
-    assert len({*one, *two}) == 6
-    assert one == reply_seeds(Request(np.zeros(1, np.int32), 3, 1))
-    assert reply_seeds(Request(np.zeros(1, np.int32), 5, 1))[:3] == one
-    assert all(0 <= seed < 2**63 for seed in one)
+def test_every_response_has_its_own_seed() -> None:
+    first, second = (response_seeds(Request(np.zeros(1, np.int32), 3, seed)) for seed in (1, 2))
+    assert len({*first, *second}) == 6
+    assert first == response_seeds(Request(np.zeros(1, np.int32), 3, 1))
+    assert response_seeds(Request(np.zeros(1, np.int32), 5, 1))[:3] == first
+    assert all(0 <= seed < 2**63 for seed in first)
 
 
-def test_draws_follow_the_distribution_and_its_cuts() -> None:
+def test_samples_follow_the_distribution_top_p_and_top_k() -> None:
     probs = torch.tensor([0.1, 0.5, 0.0, 0.3, 0.1], dtype=torch.float64)
     count = 10_000
     uniform = (torch.arange(count, dtype=torch.float64) + 0.5) / count

@@ -1,4 +1,4 @@
-"""Estimates of the distance to the reference: values, average gradients, and the controllers."""
+"""Estimators of the KL to the reference: values and average gradients; and the controllers."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ OTHER = torch.tensor([-0.2, 0.5, 0.9, -1.0, 0.4], dtype=torch.float64)
 
 
 def divergence(p_logits: torch.Tensor, q_logits: torch.Tensor) -> torch.Tensor:
-    """KL(p || q), by the sum over all tokens."""
+    """KL(p || q), summed over all tokens."""
     p, q = p_logits.log_softmax(0), q_logits.log_softmax(0)
     return (p.exp() * (p - q)).sum()
 
 
 def average(estimator: str) -> tuple[float, torch.Tensor]:
-    """Mean of estimate and of its gradient over the policy's tokens: exact, not sampled."""
+    """Mean of an estimate and its gradient over the policy's distribution: exact, not sampled."""
     logits = POLICY.clone().requires_grad_()
     each = kl.estimate(logits.log_softmax(0), OTHER.log_softmax(0), estimator)
     probability = POLICY.softmax(0)
@@ -38,12 +38,12 @@ def gradient(of: torch.Tensor, logits: torch.Tensor) -> torch.Tensor:
     ("estimator", "formula"),
     [("k1", lambda d: d), ("k2", lambda d: d * d / 2), ("k3", lambda d: math.exp(-d) - 1 + d)],
 )
-def test_estimates_are_their_formulas(estimator: str, formula: object) -> None:
+def test_estimates_equal_their_formulas(estimator: str, formula: object) -> None:
     assert callable(formula)
     logprobs, reference = POLICY.log_softmax(0), OTHER.log_softmax(0)
-    found = kl.estimate(logprobs, reference, estimator).tolist()
+    actual = kl.estimate(logprobs, reference, estimator).tolist()
     wanted = [formula(float(p - q)) for p, q in zip(logprobs, reference, strict=True)]
-    assert found == pytest.approx(wanted, rel=1e-12)
+    assert actual == pytest.approx(wanted, rel=1e-12)
 
 
 @pytest.mark.parametrize("estimator", ["k1", "k3"])
@@ -52,32 +52,32 @@ def test_k1_and_k3_are_unbiased(estimator: str) -> None:
 
 
 @pytest.mark.parametrize("estimator", ["k1", "k2"])
-def test_k1_and_k2_pull_along_the_divergence(estimator: str) -> None:
-    """The naive derivative of k1 averages to zero: as a loss it would do nothing."""
+def test_k1_and_k2_have_the_gradient_of_the_kl(estimator: str) -> None:
+    """The naive derivative of k1 averages to zero and would have no effect in a loss."""
     logits = POLICY.clone().requires_grad_()
     wanted = gradient(divergence(logits, OTHER), logits)
     torch.testing.assert_close(average(estimator)[1], wanted, rtol=1e-10, atol=1e-12)
     assert float(wanted.abs().max()) > 0.1
 
 
-def test_k3_pulls_along_the_reverse_divergence() -> None:
+def test_k3_has_the_gradient_of_the_reverse_kl() -> None:
     logits = POLICY.clone().requires_grad_()
     wanted = gradient(divergence(OTHER, logits), logits)
     torch.testing.assert_close(average("k3")[1], wanted, rtol=1e-10, atol=1e-12)
 
 
-def test_an_estimator_that_there_is_not() -> None:
+def test_an_unknown_estimator() -> None:
     with pytest.raises(ValueError, match="'k4': there are k1, k2, k3"):
         kl.estimate(POLICY, OTHER, "k4")
 
 
-def test_fixed_stays() -> None:
+def test_the_fixed_coefficient_stays() -> None:
     controller = kl.controller(Loop(kl_coef=0.3))
     assert controller.after(99.0, 1000).coef == 0.3
 
 
 @pytest.mark.parametrize(
-    ("measured", "replies", "factor"),
+    ("measured", "responses", "factor"),
     [
         (0.02, 100, 1.0),  # on target
         (0.021, 100, 1.05),  # a miss of 5 %, over one horizon
@@ -87,13 +87,15 @@ def test_fixed_stays() -> None:
         (0.0, 1000, 0.8**10),  # a whole iteration of ten horizons, and still positive
     ],
 )
-def test_adaptive_moves_by_the_miss(measured: float, replies: int, factor: float) -> None:
+def test_the_adaptive_coefficient_moves_by_the_relative_error(
+    measured: float, responses: int, factor: float
+) -> None:
     controller = kl.controller(Loop(kl_coef=0.1, kl_target=0.02, kl_horizon=100))
-    assert controller.after(measured, replies).coef == pytest.approx(0.1 * factor, rel=1e-12)
+    assert controller.after(measured, responses).coef == pytest.approx(0.1 * factor, rel=1e-12)
     assert controller.coef == 0.1
 
 
-def test_adaptive_does_in_two_halves_what_it_does_at_once() -> None:
+def test_two_half_iterations_move_the_coefficient_as_one() -> None:
     controller = kl.controller(Loop(kl_coef=0.1, kl_target=0.02, kl_horizon=100))
     halves = controller.after(0.022, 40).after(0.022, 40)
     assert halves.coef == pytest.approx(controller.after(0.022, 80).coef, rel=1e-12)
@@ -102,6 +104,6 @@ def test_adaptive_does_in_two_halves_what_it_does_at_once() -> None:
 @pytest.mark.parametrize(
     "loop", [Loop(kl_coef=0.1), Loop(kl_coef=0.1, kl_target=0.02, kl_horizon=100)]
 )
-def test_controllers_go_on_from_a_checkpoint(loop: Loop) -> None:
+def test_controllers_resume_from_a_checkpoint(loop: Loop) -> None:
     moved = kl.controller(loop).after(0.5, 70)
     assert kl.controller(loop, moved.as_dict()) == moved

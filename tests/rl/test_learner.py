@@ -1,4 +1,4 @@
-"""Steps of the online update: with a gradient that is not finite no weight moves."""
+"""Optimizer steps of the online update: a gradient that is not finite moves no weight."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ REFUSED = "step 2: the test's gradient is not finite; last good checkpoint: none
 def test_a_gradient_that_is_not_finite_ends_every_rank_before_a_weight_moves(
     tmp_path: Path,
 ) -> None:
-    """With fp32 weights below ZeRO-3 DeepSpeed would take the step."""
+    """With fp32 weights below ZeRO-3, DeepSpeed itself would take the step."""
     how = ["--standalone", "--nproc-per-node", "2", "-m", "tests.rl.learner_program"]
     launch(
         python_child("torch.distributed.run", *how, str(tmp_path)),

@@ -1,4 +1,4 @@
-"""The estimate of an online run's memory against what ranks really take."""
+"""The estimated memory of an online run compared with the memory that ranks use."""
 
 from __future__ import annotations
 

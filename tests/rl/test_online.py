@@ -1,4 +1,4 @@
-"""Whole online runs on two ranks: what they leave, that they go on, that ranks do not count."""
+"""Whole online runs on two ranks: artifacts, resuming, independence of the number of ranks."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def score(completions, **_):
 
 @pytest.fixture(scope="module")
 def ppo(base: Path, data: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    """A PPO run, one that goes on from its second iteration, and one with learning rate 0."""
+    """A PPO run, one that resumes from its second iteration, and one with learning rate 0."""
     folder = tmp_path_factory.mktemp("ppo")
     usual = settings_with(data)
     whole = job_of(usual, base, data, folder / "whole")
@@ -43,7 +43,7 @@ def ppo(base: Path, data: Path, tmp_path_factory: pytest.TempPathFactory) -> dic
     return {name: folder / name for name in ("whole", "resumed", "still")}
 
 
-def test_the_policy_leaves_without_its_critic(ppo: dict[str, Path]) -> None:
+def test_the_artifact_of_the_policy_has_no_critic(ppo: dict[str, Path]) -> None:
     described = json.loads((ppo["whole"] / "partitions.json").read_text())
     assert described["parameters"]
     assert not [name for name in described["parameters"] if "critic" in name or "value" in name]
@@ -53,7 +53,7 @@ def test_the_policy_leaves_without_its_critic(ppo: dict[str, Path]) -> None:
     assert not [name for name in critic if ".default." in name]
 
 
-def test_a_run_that_goes_on_gives_the_same_bytes(ppo: dict[str, Path]) -> None:
+def test_a_resumed_run_ends_with_identical_weights(ppo: dict[str, Path]) -> None:
     left = [json.loads((ppo[name] / "train.json").read_text()) for name in ("whole", "resumed")]
     assert left[0]["losses"] == left[1]["losses"]
     assert len(left[0]["losses"]) == 4
@@ -66,7 +66,7 @@ def test_a_run_that_goes_on_gives_the_same_bytes(ppo: dict[str, Path]) -> None:
         assert (ppo["whole"] / path).read_bytes() == (ppo["resumed"] / path).read_bytes(), path
 
 
-def test_without_a_learning_rate_nothing_moves(ppo: dict[str, Path]) -> None:
+def test_learning_rate_0_changes_nothing(ppo: dict[str, Path]) -> None:
     after = stitched(ppo["still"])
     assert after
     assert all(not tensor.any() for name, tensor in after.items() if "lora_B" in name)
@@ -80,10 +80,12 @@ def test_the_reward_rises(ppo: dict[str, Path]) -> None:
     assert metrics["heldout_reward_after"] >= metrics["heldout_reward_before"]
 
 
-def test_one_step_of_everything_measures_on_the_way(base: Path, data: Path, tmp_path: Path) -> None:
-    """A pass less, and the same to rounding: with a weight of next to nothing on the distance to
-    the reference, that one is asked before the update, and the policy with it. Dropout would make
-    the step's pass another one."""
+def test_a_single_step_measures_during_the_update(base: Path, data: Path, tmp_path: Path) -> None:
+    """The update measures old log-probabilities itself and gives the same result up to rounding.
+
+    A tiny `kl_coef` forces the separate measurement for comparison. Without it, one forward pass is
+    saved; dropout would make the passes differ.
+    """
     batch = Batch(micro_batch_size=4, global_batch_size=16, max_len=64)
     dropout = Peft(kind="lora", rank=4, alpha=8, dropout=0.1)
     jobs = []
@@ -94,22 +96,22 @@ def test_one_step_of_everything_measures_on_the_way(base: Path, data: Path, tmp_
         changed = {"objective": "grpo", "batch": batch, "peft": peft, "save_steps": 0}
         jobs.append(job_of(settings_with(data, rl=rl, **changed), base, data, tmp_path / name))
     steps = run(tmp_path, jobs)
-    measured = [("seconds/measure" in one) for one in steps]
+    measured = [("seconds/measure" in step) for step in steps]
     assert measured == [True] * 3 + [False] * 3 + [True] * 3
-    assert all(one["mismatch/mean_abs"] >= 0 and one["entropy"] > 0 for one in steps)
+    assert all(step["mismatch/mean_abs"] >= 0 and step["entropy"] > 0 for step in steps)
     apart, together = (stitched(tmp_path / name) for name in ("apart", "on the way"))
     for key, tensor in apart.items():
         torch.testing.assert_close(tensor, together[key], rtol=0, atol=1e-5)
-    losses = [json.loads((one.out / "train.json").read_text())["losses"] for one in jobs[:2]]
+    losses = [json.loads((step.out / "train.json").read_text())["losses"] for step in jobs[:2]]
     assert losses[0] == pytest.approx(losses[1], rel=1e-4, abs=1e-6)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("stage", [1, 2, 3])
-def test_states_that_wait_in_host_memory_train_the_same(
+def test_offloaded_optimizer_states_train_the_same(
     stage: int, base: Path, data: Path, tmp_path: Path
 ) -> None:
-    """DeepSpeed's own calls: on a CPU they copy what ZeRO-1 and 2 split, and forget its links."""
+    """Uses DeepSpeed's own calls: on a CPU they copy what ZeRO-1 and 2 split, and lose links."""
     rl, zero = {"critic": "separate", "iterations": 2}, Zero(stage)
     usual = settings_with(data, rl=rl, peft=Peft(), zero=zero, save_steps=1, dtype="bfloat16")
     online: dict[str, Any] = json.loads(json.dumps(usual.online))
@@ -133,19 +135,19 @@ def test_one_rank_and_two_learn_the_same(base: Path, data: Path, tmp_path: Path)
             data, rl=rl, objective="grpo", launch=Launch(nproc=ranks, threads=1), save_steps=0
         )
         run(tmp_path, [job_of(settings, base, data, tmp_path / str(ranks))], ranks=ranks)
-    one, two = (stitched(tmp_path / str(ranks)) for ranks in (1, 2))
-    assert one.keys() == two.keys()
-    for name, tensor in one.items():
+    job, two = (stitched(tmp_path / str(ranks)) for ranks in (1, 2))
+    assert job.keys() == two.keys()
+    for name, tensor in job.items():
         torch.testing.assert_close(tensor, two[name], rtol=0, atol=1e-5)
     losses = [json.loads((tmp_path / r / "train.json").read_text())["losses"] for r in "12"]
     assert losses[0] == pytest.approx(losses[1], rel=1e-4, abs=1e-6)
 
 
 @pytest.mark.slow
-def test_killed_at_any_point_it_goes_on_to_the_same_bytes(
+def test_a_run_killed_at_any_point_ends_with_identical_weights(
     base: Path, data: Path, tmp_path: Path
 ) -> None:
-    """Nine iterations of PPO in nine pieces: all but the last are ended, each at another point."""
+    """Nine iterations of PPO in nine pieces: all but the last are killed, each at another point."""
     settings = settings_with(data, rl={"iterations": len(POINTS) + 1, "passes": 1}, save_steps=1)
     whole = job_of(settings, base, data, tmp_path / "whole")
     run(tmp_path, [whole])
@@ -162,12 +164,12 @@ def test_killed_at_any_point_it_goes_on_to_the_same_bytes(
     assert len(files) == 4
     for path in files:
         assert (whole.out / path).read_bytes() == (job.out / path).read_bytes(), path
-    losses = [json.loads((one.out / "train.json").read_text())["losses"] for one in (whole, job)]
+    losses = [json.loads((job.out / "train.json").read_text())["losses"] for job in (whole, job)]
     assert losses[0] == losses[1]
 
 
 @pytest.mark.slow
-def test_what_had_nothing_left_to_do_is_fingerprinted_all_the_same(
+def test_a_resumed_run_with_nothing_left_is_still_fingerprinted(
     base: Path, data: Path, tmp_path: Path
 ) -> None:
     """Stopped early, killed after that iteration's checkpoint, and started again."""
@@ -181,17 +183,15 @@ def test_what_had_nothing_left_to_do_is_fingerprinted_all_the_same(
     at_end = whole.checkpoints / checkpoint.name_of(2)
     resumed = job_of(settings, base, data, tmp_path / "resumed", resume=at_end)
     run(tmp_path, [whole, resumed])
-    prints = [Fingerprint.load(one.out / FINGERPRINT) for one in (whole, resumed)]
+    prints = [Fingerprint.load(job.out / FINGERPRINT) for job in (whole, resumed)]
     assert len(prints[0].probes) == 4
     assert prints[0].probes == prints[1].probes
     assert prints[0].logprobs.tobytes() == prints[1].logprobs.tobytes()
 
 
 @pytest.mark.slow
-def test_the_best_policy_leaves_with_the_critic_of_its_time(
-    base: Path, data: Path, tmp_path: Path
-) -> None:
-    """The reward falls from the first iteration on, and the run goes back to that one."""
+def test_the_best_policy_is_saved_with_its_critic(base: Path, data: Path, tmp_path: Path) -> None:
+    """The reward falls from the first iteration on, and the run returns to that iteration."""
     (tmp_path / "data").mkdir()
     for name in ("train.jsonl", "heldout.jsonl"):
         (tmp_path / "data" / name).symlink_to(data / name)

@@ -1,4 +1,4 @@
-"""Whole online runs that go wrong, as the stage `train` sees them: what ends them says why."""
+"""Online runs that fail, through the stage `train`: the error names the cause."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ REWARDS = {
 def start(
     folder: Path, base: Path, data: Path, settings: Settings, observe: Any = None
 ) -> StageReport:
-    """The stage, in a folder of its own; a second start goes on from its checkpoints."""
+    """Run the stage in its own folder; a second start resumes from its checkpoints."""
     out = folder / "out"
     out.mkdir(parents=True)
     return train(
@@ -55,23 +55,23 @@ def start(
 
 
 def ranks_of(folder: Path) -> list[int]:
-    """Processes that run the job, torchrun and what is above it left out."""
+    """Return the processes that run the job, without torchrun and its parents."""
     mark = f"tasks.rl\0{(folder / 'checkpoints' / 'job.json').resolve()}"
-    found = []
+    pids = []
     for path in Path("/proc").glob("[0-9]*/cmdline"):
         try:
             text = path.read_text()
         except OSError:
             continue
         if mark in text and "torch.distributed.run" not in text:
-            found.append(int(path.parent.name))
-    return sorted(found)
+            pids.append(int(path.parent.name))
+    return sorted(pids)
 
 
 def failure(
     kind: type[PlumblineError], folder: Path, base: Path, data: Path, settings: Settings
 ) -> PlumblineError:
-    """What ends the run; all of its ranks have to end with it."""
+    """Return the error that ends the run; all of its ranks have to end too."""
     with pytest.raises(kind) as caught:
         start(folder, base, data, settings)
     assert ranks_of(folder) == []
@@ -87,17 +87,17 @@ def grpo(data: Path, **rl: Any) -> Settings:
 
 
 @pytest.mark.parametrize("fault", REWARDS)
-def test_a_reward_function_that_fails_is_named_with_the_prompt(
+def test_a_failing_reward_function_is_named_with_the_prompt(
     fault: str, base: Path, data: Path, tmp_path: Path
 ) -> None:
-    body, said = REWARDS[fault]
+    body, message = REWARDS[fault]
     judge = tmp_path / "judge.py"
     judge.write_text(f"def score(completions, **_):\n    {body}\n")
     settings = rewarded(grpo(data), function=f"{judge}:score", timeout_s=3.0)
     error = failure(RewardError, tmp_path / "run", base, data, settings)
     assert f"reward.function={judge}:score" in error.message
     everything = "\n".join([error.message, *error.details])
-    assert said in everything
+    assert message in everything
     assert "heldout" in everything, "the row that was scored first"
 
 
@@ -111,19 +111,19 @@ def test_a_reward_server_that_is_down(base: Path, data: Path, tmp_path: Path) ->
     assert "heldout" in "\n".join([error.message, *error.details])
 
 
-def test_prompts_that_are_too_long_end_it_before_it_begins(
+def test_prompts_that_are_too_long_end_the_run_at_the_start(
     base: Path, data: Path, tmp_path: Path
 ) -> None:
     settings = grpo(data)
     rollout = {**settings.online["rollout"], "max_prompt_len": 10}
     short = replace(settings, online={**settings.online, "rollout": rollout})
     error = failure(DataError, tmp_path / "run", base, data, short)
-    assert "40 of 40 prompts cannot be asked" in error.message
+    assert "40 of 40 prompts cannot be used" in error.message
     assert error.details[0].startswith("train0: ")
     assert not list((tmp_path / "run" / "out").rglob("*.safetensors"))
 
 
-def test_a_policy_that_leaves_its_reference_is_stopped(
+def test_a_policy_too_far_from_its_reference_ends_the_run(
     base: Path, data: Path, tmp_path: Path
 ) -> None:
     error = failure(TrainingError, tmp_path / "run", base, data, grpo(data, kl_limit=1e-9))
@@ -131,7 +131,7 @@ def test_a_policy_that_leaves_its_reference_is_stopped(
     assert "more than rl.kl_limit=1e-09" in error.message
 
 
-def test_an_engine_that_is_not_the_trainer_is_stopped(
+def test_an_engine_that_differs_from_the_trainer_ends_the_run(
     base: Path, data: Path, tmp_path: Path
 ) -> None:
     error = failure(TrainingError, tmp_path / "run", base, data, grpo(data, mismatch_limit=1e-12))
@@ -139,10 +139,10 @@ def test_an_engine_that_is_not_the_trainer_is_stopped(
     assert "rollout.engine=transformers" in error.hint
 
 
-def test_killed_within_an_iteration_it_goes_on_to_the_same_bytes(
+def test_a_run_killed_within_an_iteration_ends_with_identical_weights(
     base: Path, data: Path, tmp_path: Path
 ) -> None:
-    """PPO with checkpoints every second iteration, killed in its fourth."""
+    """PPO with a checkpoint every second iteration, killed in its fourth."""
     settings = settings_with(data)
     settings = replace(settings, log_every=1)
     whole, killed = tmp_path / "whole", tmp_path / "killed"

@@ -1,4 +1,4 @@
-"""Online runs of other shapes, one launch: critics of their own, references, no signal at all."""
+"""Other kinds of online runs in one launch: separate critics, references, no signal at all."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ CRITICS = ("lora-zero3", "full-zero2")
 
 @pytest.fixture(scope="module")
 def left(base: Path, data: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    """What each of the runs leaves, by name."""
+    """Artifacts of each run, by name."""
     folder = tmp_path_factory.mktemp("variants")
     silent = folder / "silent"
     silent.mkdir()
@@ -53,14 +53,12 @@ def left(base: Path, data: Path, tmp_path_factory: pytest.TempPathFactory) -> di
 
 
 def train_json(out: Path) -> dict[str, object]:
-    found: dict[str, object] = json.loads((out / "train.json").read_text())
-    return found
+    content: dict[str, object] = json.loads((out / "train.json").read_text())
+    return content
 
 
 @pytest.mark.parametrize("name", CRITICS)
-def test_a_critic_of_its_own_is_an_artifact_beside_the_policy(
-    name: str, left: dict[str, Path]
-) -> None:
+def test_a_separate_critic_is_written_beside_the_policy(name: str, left: dict[str, Path]) -> None:
     policy = json.loads((left[name] / "partitions.json").read_text())["parameters"]
     assert not [key for key in policy if "value_head" in key or "critic" in key]
     folder = left[name] / "critic"
@@ -75,7 +73,7 @@ def test_a_critic_of_its_own_is_an_artifact_beside_the_policy(
 
 
 @pytest.mark.parametrize("name", CRITICS)
-def test_with_a_critic_of_its_own_a_run_goes_on_to_the_same_bytes(
+def test_a_resumed_run_with_a_separate_critic_ends_with_identical_weights(
     name: str, left: dict[str, Path]
 ) -> None:
     whole, resumed = left[name], left[f"{name}-resumed"]
@@ -91,7 +89,7 @@ def test_with_a_critic_of_its_own_a_run_goes_on_to_the_same_bytes(
 
 
 @pytest.mark.parametrize("stage", [2, 3])
-def test_a_policy_trained_whole_keeps_a_copy_as_its_reference(
+def test_full_fine_tuning_keeps_a_copy_as_the_reference(
     stage: int, left: dict[str, Path], base: Path
 ) -> None:
     metrics = train_json(left[f"reference-zero{stage}"])["metrics"]
@@ -99,15 +97,15 @@ def test_a_policy_trained_whole_keeps_a_copy_as_its_reference(
     assert 0 < metrics["kl"] < 5, "the copy stays where the policy was"
 
 
-def test_partitioned_or_not_the_reference_says_the_same(left: dict[str, Path]) -> None:
+def test_a_partitioned_reference_gives_the_same_values(left: dict[str, Path]) -> None:
     two, three = (stitched(left[f"reference-zero{stage}"]) for stage in (2, 3))
     assert two.keys() == three.keys()
     for name, tensor in two.items():
         torch.testing.assert_close(tensor, three[name], rtol=0, atol=1e-4)
 
 
-def test_where_all_rewards_are_equal_nothing_moves(left: dict[str, Path]) -> None:
-    found = stitched(left["still"])
-    assert all(not tensor.any() for name, tensor in found.items() if "lora_B" in name)
-    assert all(torch.isfinite(tensor).all() for tensor in found.values())
+def test_equal_rewards_change_nothing(left: dict[str, Path]) -> None:
+    tensors = stitched(left["still"])
+    assert all(not tensor.any() for name, tensor in tensors.items() if "lora_B" in name)
+    assert all(torch.isfinite(tensor).all() for tensor in tensors.values())
     assert train_json(left["still"])["losses"] == [0.0, 0.0]

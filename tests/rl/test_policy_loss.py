@@ -1,4 +1,4 @@
-"""The policy's loss beside its formula, token by token; rows, gradients, what is clipped."""
+"""The policy loss compared with its formula token by token; rows, gradients, clipping."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tasks.rl.algorithms.batch import Totals
-from tasks.rl.algorithms.policy_loss import Given, PolicyLoss
+from tasks.rl.algorithms.policy_loss import LossInputs, PolicyLoss
 
 LENGTHS = [5, 1, 8, 3, 6]
 MOST = 9
@@ -41,13 +41,13 @@ def drawn(count: int, seed: int) -> torch.Tensor:
     return torch.randn(count, dtype=torch.float64, generator=torch.Generator().manual_seed(seed))
 
 
-def data(lengths: Sequence[int] = LENGTHS, seed: int = 2) -> tuple[torch.Tensor, Given]:
-    """Log-probabilities and what they are judged with; advantages are those of whole replies."""
+def data(lengths: Sequence[int] = LENGTHS, seed: int = 2) -> tuple[torch.Tensor, LossInputs]:
+    """Log-probabilities and the other inputs; all tokens of a response have the same advantage."""
     count = sum(lengths)
     old = -drawn(count, seed + 1).abs()
     sizes = torch.tensor(lengths)
     owner = torch.arange(len(sizes)).repeat_interleave(sizes)
-    made = Given(
+    made = LossInputs(
         old_n=old,
         advantages_n=drawn(len(sizes), seed + 2)[owner],
         weights_n=drawn(count, seed + 3).abs(),
@@ -60,22 +60,22 @@ def data(lengths: Sequence[int] = LENGTHS, seed: int = 2) -> tuple[torch.Tensor,
     return old + 0.5 * drawn(count, seed), made
 
 
-def written_out(loss: PolicyLoss, logprobs: torch.Tensor, given: Given) -> dict[str, float]:
-    """Value and measures, one token after the other."""
-    found = dict.fromkeys(
+def written_out(loss: PolicyLoss, logprobs: torch.Tensor, inputs: LossInputs) -> dict[str, float]:
+    """Loss and metrics, computed token by token."""
+    expected = dict.fromkeys(
         ("value", "policy_loss", "kl", "approx_kl", "ratio", "clip_low_frac", "clip_high_frac",
          "entropy"), 0.0
     )  # fmt: skip
-    assert given.reference_n is not None
-    assert given.entropy_n is not None
-    new, old, reference = (t.tolist() for t in (logprobs, given.old_n, given.reference_n))
-    owner = given.owner_n.tolist()
+    assert inputs.reference_n is not None
+    assert inputs.entropy_n is not None
+    new, old, reference = (t.tolist() for t in (logprobs, inputs.old_n, inputs.reference_n))
+    owner = inputs.owner_n.tolist()
     for t in range(len(new)):
         own = [j for j in range(len(new)) if owner[j] == owner[t]]
         ratio = math.exp(new[t] - old[t])
         if loss.ratio == "sequence":
             ratio = math.exp(sum(new[j] - old[j] for j in own) / len(own))
-        advantage, weight = float(given.advantages_n[t]), float(given.weights_n[t])
+        advantage, weight = float(inputs.advantages_n[t]), float(inputs.weights_n[t])
         kept = min(max(ratio, 1 - loss.clip_low), 1 + loss.clip_high)
         objective = min(ratio * advantage, kept * advantage)
         if loss.dual_clip is not None and advantage < 0:
@@ -88,24 +88,24 @@ def written_out(loss: PolicyLoss, logprobs: torch.Tensor, given: Given) -> dict[
         d = new[t] - reference[t]
         k3 = math.exp(-d) - 1 + d
         distance = {"k1": d, "k2": d * d / 2, "k3": k3}[loss.kl_estimator]
-        found["policy_loss"] -= share * weight * objective
-        found["value"] += share * (loss.kl_coef * distance - weight * objective)
-        found["value"] -= loss.entropy_coef * float(given.entropy_n[t]) / TOTALS.tokens
-        found["kl"] += k3 / TOTALS.tokens
-        found["approx_kl"] += (math.exp(new[t] - old[t]) - 1 - new[t] + old[t]) / TOTALS.tokens
-        found["ratio"] += ratio / TOTALS.tokens
-        found["clip_low_frac"] += (ratio < 1 - loss.clip_low and advantage < 0) / TOTALS.tokens
-        found["clip_high_frac"] += (ratio > 1 + loss.clip_high and advantage > 0) / TOTALS.tokens
-        found["entropy"] += float(given.entropy_n[t]) / TOTALS.tokens
-    return found
+        expected["policy_loss"] -= share * weight * objective
+        expected["value"] += share * (loss.kl_coef * distance - weight * objective)
+        expected["value"] -= loss.entropy_coef * float(inputs.entropy_n[t]) / TOTALS.tokens
+        expected["kl"] += k3 / TOTALS.tokens
+        expected["approx_kl"] += (math.exp(new[t] - old[t]) - 1 - new[t] + old[t]) / TOTALS.tokens
+        expected["ratio"] += ratio / TOTALS.tokens
+        expected["clip_low_frac"] += (ratio < 1 - loss.clip_low and advantage < 0) / TOTALS.tokens
+        expected["clip_high_frac"] += (ratio > 1 + loss.clip_high and advantage > 0) / TOTALS.tokens
+        expected["entropy"] += float(inputs.entropy_n[t]) / TOTALS.tokens
+    return expected
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_loss_and_measures_are_their_formulas(case: str) -> None:
-    logprobs, given = data()
-    found = CASES[case](logprobs, given)
-    wanted = written_out(CASES[case], logprobs, given)
-    assert {"value": float(found.value), **_floats(found.measures)} == pytest.approx(
+def test_loss_and_metrics_equal_their_formulas(case: str) -> None:
+    logprobs, inputs = data()
+    actual = CASES[case](logprobs, inputs)
+    wanted = written_out(CASES[case], logprobs, inputs)
+    assert {"value": float(actual.value), **_floats(actual.measures)} == pytest.approx(
         wanted, rel=1e-10
     )
 
@@ -116,40 +116,40 @@ def _floats(measures: object) -> dict[str, float]:
 
 
 def test_the_example_is_clipped_on_both_sides_and_bounded() -> None:
-    """Else the cases above would show nothing."""
-    logprobs, given = data()
-    measures = _floats(CASES["ppo"](logprobs, given).measures)
+    """Otherwise the cases above would show nothing."""
+    logprobs, inputs = data()
+    measures = _floats(CASES["ppo"](logprobs, inputs).measures)
     assert measures["clip_low_frac"] > 0.05
     assert measures["clip_high_frac"] > 0.05
-    bounded, free = CASES["dual"](logprobs, given).value, CASES["ppo"](logprobs, given).value
+    bounded, free = CASES["dual"](logprobs, inputs).value, CASES["ppo"](logprobs, inputs).value
     assert float(bounded) < float(free) - 1e-3
-    measures = _floats(CASES["gspo"](logprobs, given).measures)
+    measures = _floats(CASES["gspo"](logprobs, inputs).measures)
     assert measures["clip_low_frac"] > 0
     assert measures["clip_high_frac"] > 0
 
 
-def part_of(given: Given, chosen: Sequence[int]) -> tuple[torch.Tensor, Given]:
-    """Which tokens belong to the chosen replies, and the row that they make alone."""
-    places = torch.cat([(given.owner_n == s).nonzero()[:, 0] for s in chosen])
-    sizes = given.lengths_s[list(chosen)]
-    assert given.reference_n is not None
-    assert given.entropy_n is not None
+def part_of(inputs: LossInputs, chosen: Sequence[int]) -> tuple[torch.Tensor, LossInputs]:
+    """Return the tokens of the chosen responses, and the row of these alone."""
+    places = torch.cat([(inputs.owner_n == s).nonzero()[:, 0] for s in chosen])
+    sizes = inputs.lengths_s[list(chosen)]
+    assert inputs.reference_n is not None
+    assert inputs.entropy_n is not None
     return places, replace(
-        given,
-        old_n=given.old_n[places],
-        advantages_n=given.advantages_n[places],
-        weights_n=given.weights_n[places],
+        inputs,
+        old_n=inputs.old_n[places],
+        advantages_n=inputs.advantages_n[places],
+        weights_n=inputs.weights_n[places],
         owner_n=torch.arange(len(sizes)).repeat_interleave(sizes),
         lengths_s=sizes,
-        reference_n=given.reference_n[places],
-        entropy_n=given.entropy_n[places],
+        reference_n=inputs.reference_n[places],
+        entropy_n=inputs.entropy_n[places],
     )
 
 
 @settings(max_examples=10, deadline=None)
 @given(st.permutations(range(len(LENGTHS))), st.integers(1, 3), st.integers(0, 5))
 @pytest.mark.parametrize("case", CASES)
-def test_rows_add_up_however_replies_are_dealt(
+def test_losses_of_rows_add_up_for_any_split(
     case: str, order: list[int], cut: int, seed: int
 ) -> None:
     logprobs, whole = data(seed=seed)
@@ -165,43 +165,43 @@ def test_rows_add_up_however_replies_are_dealt(
 
 
 @pytest.mark.parametrize("case", [name for name in CASES if name != "everything"])
-def test_gradient_is_that_of_finite_differences(case: str) -> None:
-    """All but k1's, which is not the derivative of its value: see `test_kl.py`."""
-    logprobs, given = data()
+def test_gradient_equals_finite_differences(case: str) -> None:
+    """All but k1, whose gradient is not the derivative of its value: see `test_kl.py`."""
+    logprobs, inputs = data()
     logprobs.requires_grad_()
-    entropy = given.entropy_n
+    entropy = inputs.entropy_n
     assert entropy is not None
     entropy.requires_grad_()
 
     def value(x: torch.Tensor, h: torch.Tensor) -> torch.Tensor:
-        return CASES[case](x, replace(given, entropy_n=h)).value
+        return CASES[case](x, replace(inputs, entropy_n=h)).value
 
     assert torch.autograd.gradcheck(value, (logprobs, entropy))
 
 
-def test_k1_pulls_like_k2() -> None:
+def test_k1_has_the_gradient_of_k2() -> None:
     gradients = []
     for estimator in ("k1", "k2"):
-        logprobs, given = data()
+        logprobs, inputs = data()
         logprobs.requires_grad_()
-        PolicyLoss(kl_coef=0.5, kl_estimator=estimator)(logprobs, given).value.backward()
+        PolicyLoss(kl_coef=0.5, kl_estimator=estimator)(logprobs, inputs).value.backward()
         gradients.append(logprobs.grad)
     torch.testing.assert_close(*gradients)
 
 
 def gradient_at(ratio: float, advantage: float, loss: PolicyLoss) -> float:
-    """Of the loss by the log-probability of a reply of one token."""
+    """Gradient of the loss with respect to the log-probability of a response of one token."""
     logprobs = torch.tensor([math.log(ratio)], dtype=torch.float64, requires_grad=True)
-    one = torch.ones(1, dtype=torch.float64)
-    given = Given(
+    ones = torch.ones(1, dtype=torch.float64)
+    inputs = LossInputs(
         old_n=torch.zeros(1, dtype=torch.float64),
-        advantages_n=advantage * one,
-        weights_n=one,
+        advantages_n=advantage * ones,
+        weights_n=ones,
         owner_n=torch.zeros(1, dtype=torch.int64),
         lengths_s=torch.ones(1, dtype=torch.int64),
         totals=Totals(1, 1, 1),
     )
-    loss(logprobs, given).value.backward()
+    loss(logprobs, inputs).value.backward()
     assert logprobs.grad is not None
     return float(logprobs.grad)
 
@@ -219,15 +219,15 @@ def gradient_at(ratio: float, advantage: float, loss: PolicyLoss) -> float:
         (3.5, -2.0, 0.0),  # so much worse that it would drown all others: bounded
     ],
 )
-def test_which_tokens_pull(ratio: float, advantage: float, wanted: float) -> None:
+def test_tokens_with_a_gradient(ratio: float, advantage: float, wanted: float) -> None:
     loss = PolicyLoss(clip_low=0.2, clip_high=0.3, dual_clip=3.0)
     assert gradient_at(ratio, advantage, loss) == pytest.approx(wanted, rel=1e-12)
 
 
-def test_without_reference_and_entropy_nothing_is_said_of_them() -> None:
-    logprobs, given = data()
-    found = PolicyLoss()(logprobs, replace(given, reference_n=None, entropy_n=None))
-    assert sorted(found.measures) == [
+def test_without_reference_and_entropy_they_are_not_reported() -> None:
+    logprobs, inputs = data()
+    actual = PolicyLoss()(logprobs, replace(inputs, reference_n=None, entropy_n=None))
+    assert sorted(actual.measures) == [
         "approx_kl",
         "clip_high_frac",
         "clip_low_frac",
@@ -236,11 +236,11 @@ def test_without_reference_and_entropy_nothing_is_said_of_them() -> None:
     ]
 
 
-def test_masked_tokens_do_not_pull() -> None:
-    logprobs, given = data()
+def test_masked_tokens_have_no_gradient() -> None:
+    logprobs, inputs = data()
     logprobs.requires_grad_()
-    masked = replace(given, weights_n=given.weights_n * (given.owner_n != 2))
+    masked = replace(inputs, weights_n=inputs.weights_n * (inputs.owner_n != 2))
     PolicyLoss()(logprobs, masked).value.backward()
     assert logprobs.grad is not None
-    assert logprobs.grad[given.owner_n == 2].tolist() == [0.0] * LENGTHS[2]
-    assert float(logprobs.grad[given.owner_n != 2].abs().max()) > 0
+    assert logprobs.grad[inputs.owner_n == 2].tolist() == [0.0] * LENGTHS[2]
+    assert float(logprobs.grad[inputs.owner_n != 2].abs().max()) > 0

@@ -1,4 +1,4 @@
-"""Prompts of a dataset: rendered and refused alike on all ranks, and asked in an order."""
+"""Prompts of a dataset: rendered and refused equally on all ranks, and their order."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from tasks.core.errors import DataError
-from tasks.rl.experience.prompts import Asking, load_prompts, request_seed
+from tasks.rl.experience.prompts import PromptOrder, load_prompts, request_seed
 from tasks.rl.experience.responses import Prompt
 from tests.rl.peers import on_ranks
 from tests.training.conftest import make_tokenizer
@@ -34,14 +34,14 @@ def row(number: int, text: str, **more: Any) -> dict[str, Any]:
 def load(
     path: Path, *, ranks: int = 1, limit: int = 60, tokenizer: Any = None
 ) -> list[tuple[Prompt, ...]]:
-    asked = tokenizer or make_tokenizer()
-    return on_ranks(ranks, lambda r: load_prompts(path, tokenizer=asked, limit=limit, ranks=r))
+    tokenizer_ = tokenizer or make_tokenizer()
+    return on_ranks(ranks, lambda r: load_prompts(path, tokenizer=tokenizer_, limit=limit, ranks=r))
 
 
-def test_every_rank_knows_every_prompt(tmp_path: Path) -> None:
+def test_every_rank_gets_every_prompt(tmp_path: Path) -> None:
     path = written(tmp_path, *(row(n, "say " + "x" * n) for n in range(7)))
     (alone,) = load(path)
-    assert [one.row["id"] for one in alone] == [f"r{n}" for n in range(7)]
+    assert [prompt.row["id"] for prompt in alone] == [f"r{n}" for n in range(7)]
     for several in load(path, ranks=3):
         assert len(several) == 7
         for mine, theirs in zip(alone, several, strict=True):
@@ -53,20 +53,20 @@ def test_every_rank_knows_every_prompt(tmp_path: Path) -> None:
     assert alone[3].ids.dtype == np.int32
 
 
-def test_the_answer_is_for_rewards_and_no_part_of_the_prompt(tmp_path: Path) -> None:
+def test_the_reference_answer_is_not_part_of_the_prompt(tmp_path: Path) -> None:
     bare, answered = row(0, "say x"), row(1, "say x", answer="x", columns={"id": "mine", "n": 3})
     answered["messages"] = [*answered["messages"], {"role": "assistant", "content": "x"}]
-    ((one, other),) = load(written(tmp_path, bare, answered))
-    np.testing.assert_array_equal(one.ids, other.ids)
-    assert other.messages == bare["messages"]
-    assert other.row["answer"] == "x"
-    assert other.row["n"] == 3
-    assert other.row["id"] == "r1", "a column of the user's does not hide what is ours"
-    assert "answer" not in one.row
+    ((without, with_answer),) = load(written(tmp_path, bare, answered))
+    np.testing.assert_array_equal(without.ids, with_answer.ids)
+    assert with_answer.messages == bare["messages"]
+    assert with_answer.row["answer"] == "x"
+    assert with_answer.row["n"] == 3
+    assert with_answer.row["id"] == "r1", "a column of the user's does not hide what is ours"
+    assert "answer" not in without.row
 
 
 @pytest.mark.parametrize("ranks", [1, 2])
-def test_prompts_that_are_too_long_are_all_named_on_every_rank(tmp_path: Path, ranks: int) -> None:
+def test_every_rank_names_all_prompts_that_are_too_long(tmp_path: Path, ranks: int) -> None:
     path = written(tmp_path, *(row(n, "x" * (n * 10)) for n in range(6)))
     seen: list[DataError] = []
 
@@ -82,11 +82,11 @@ def test_prompts_that_are_too_long_are_all_named_on_every_rank(tmp_path: Path, r
         assert list(error.details) == [
             f"r{n}: {19 + 10 * n} tokens, more than rollout.max_prompt_len=55" for n in (4, 5)
         ]
-        assert "2 of 6 prompts cannot be asked" in error.message
+        assert "2 of 6 prompts cannot be used" in error.message
         assert error.hint.startswith("rollout.max_prompt_len=69 keeps all, ")
 
 
-def test_a_template_may_refuse_a_prompt(tmp_path: Path) -> None:
+def test_a_prompt_that_the_template_rejects(tmp_path: Path) -> None:
     system = {"role": "system", "content": "be kind"}
     strange = row(1, "x")
     strange["messages"] = [system, *strange["messages"]]
@@ -94,10 +94,10 @@ def test_a_template_may_refuse_a_prompt(tmp_path: Path) -> None:
     tokenizer.chat_template = NO_SYSTEM
     with pytest.raises(DataError) as caught:
         load(written(tmp_path, row(0, "x"), strange), tokenizer=tokenizer)
-    assert list(caught.value.details) == ["r1: the chat template refuses it: no system message"]
+    assert list(caught.value.details) == ["r1: the chat template rejects it: no system message"]
 
 
-def test_no_template_and_no_prompts_are_said(tmp_path: Path) -> None:
+def test_missing_template_and_missing_prompts(tmp_path: Path) -> None:
     tokenizer = make_tokenizer()
     tokenizer.chat_template = None
     with pytest.raises(DataError, match="no chat template"):
@@ -106,35 +106,35 @@ def test_no_template_and_no_prompts_are_said(tmp_path: Path) -> None:
         load(written(tmp_path))
 
 
-def test_each_epoch_asks_every_prompt_once_in_an_order_of_its_own() -> None:
-    asking = Asking(total=7, each=3, spare=0, seed=5)
-    stream = np.concatenate([asking.numbers(iteration) for iteration in range(1, 8)])
+def test_each_epoch_has_every_prompt_once_in_its_own_order() -> None:
+    prompt_order = PromptOrder(total=7, per_iteration=3, refill_rounds=0, seed=5)
+    stream = np.concatenate([prompt_order.numbers(iteration) for iteration in range(1, 8)])
     epochs = stream.reshape(3, 7)
     for epoch in epochs:
         assert sorted(epoch) == list(range(7))
     assert len({tuple(epoch) for epoch in epochs}) == 3
-    assert asking.epoch_at(7) == 3.0
-    other = Asking(total=7, each=3, spare=0, seed=6)
-    assert other.numbers(1).tolist() != asking.numbers(1).tolist()
-    np.testing.assert_array_equal(asking.numbers(4), Asking(7, 3, 0, 5).numbers(4))
+    assert prompt_order.epoch_at(7) == 3.0
+    other_seed = PromptOrder(total=7, per_iteration=3, refill_rounds=0, seed=6)
+    assert other_seed.numbers(1).tolist() != prompt_order.numbers(1).tolist()
+    np.testing.assert_array_equal(prompt_order.numbers(4), PromptOrder(7, 3, 0, 5).numbers(4))
 
 
-def test_rounds_of_refilling_own_prompts_of_their_own() -> None:
-    asking = Asking(total=12, each=2, spare=2, seed=0)
-    asked = np.concatenate([asking.numbers(i, r) for i in (1, 2) for r in range(3)])
-    assert sorted(asked) == list(range(12))
-    assert asking.epoch_at(2) == 1.0
+def test_refill_rounds_have_their_own_prompts() -> None:
+    prompt_order = PromptOrder(total=12, per_iteration=2, refill_rounds=2, seed=0)
+    numbers = np.concatenate([prompt_order.numbers(i, r) for i in (1, 2) for r in range(3)])
+    assert sorted(numbers) == list(range(12))
+    assert prompt_order.epoch_at(2) == 1.0
 
 
 def test_an_iteration_may_be_larger_than_the_dataset() -> None:
-    numbers = Asking(total=3, each=7, spare=0, seed=0).numbers(1)
+    numbers = PromptOrder(total=3, per_iteration=7, refill_rounds=0, seed=0).numbers(1)
     assert sorted(numbers[:3]) == sorted(numbers[3:6]) == [0, 1, 2]
 
 
-def test_seeds_of_requests_differ_in_each_of_their_parts() -> None:
+def test_request_seeds_depend_on_each_of_their_parts() -> None:
     usual = (1, 2, 3)
     seeds = {request_seed(*usual), request_seed(0, 2, 3), request_seed(1, 0, 3)}
     seeds |= {request_seed(1, 2, 0), request_seed(3, 2, 1)}
     assert len(seeds) == 5
     assert request_seed(*usual) == request_seed(*usual)
-    assert all(0 <= one < 2**31 for one in seeds)
+    assert all(0 <= seed < 2**31 for seed in seeds)

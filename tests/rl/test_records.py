@@ -1,4 +1,4 @@
-"""What is noted of an iteration: by hand, from replies that are known."""
+"""Metrics of an iteration, checked by hand with known responses."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ from dataclasses import replace
 import pytest
 import torch
 
-from tasks.rl.algorithms.batch import Estimated
+from tasks.rl.algorithms.batch import Advantages
 from tasks.rl.algorithms.correction import mismatch
 from tasks.rl.experience.collect import Clock
-from tasks.rl.experience.packed_rows import experience
+from tasks.rl.experience.packed_rows import pack_experience
 from tasks.rl.experience.records import (
     collected,
     compared,
@@ -21,27 +21,26 @@ from tasks.rl.experience.records import (
     samples_of,
     speeds,
 )
-from tasks.rl.experience.responses import Scored
-from tests.rl.making import reply
-from tests.settings import Rollout
+from tasks.rl.experience.responses import ScoredResponse
+from tests.rl.making import response
 
 GIVEN = (("a", True, 1.0), ("abc", True, 0.0), ("ab", False, 0.5), ("abcd", True, 0.5))
-"""Text, whether it ended by itself, reward; two to each prompt."""
+"""Text, True if it ended by itself, reward; two for each prompt."""
 
 
-def scored() -> list[Scored]:
+def scored() -> list[ScoredResponse]:
     return [
-        Scored(
-            reply(f"say {n // 2}", text, ended=ended), n // 2, 2 * value,
+        ScoredResponse(
+            response(f"say {n // 2}", text, ended=ended), n // 2, 2 * value,
             {"model": value, "url": 1.0},
         )
         for n, (text, ended, value) in enumerate(GIVEN)
     ]  # fmt: skip
 
 
-def test_replies_and_rewards() -> None:
-    found = collected(scored(), Rollout())
-    assert found == {
+def test_metrics_of_responses_and_rewards() -> None:
+    metrics = collected(scored())
+    assert metrics == {
         "reward": 1.0,
         "reward/model": 0.5,
         "reward/url": 1.0,
@@ -51,47 +50,47 @@ def test_replies_and_rewards() -> None:
         "truncated": 0.25,
         "groups_without_signal": 0.5,
     }
-    heldout = evaluated(scored(), Rollout())
-    assert heldout == {name: found[name] for name in heldout}
+    heldout = evaluated(scored())
+    assert heldout == {name: metrics[name] for name in heldout}
     assert "reward_std" not in heldout
 
 
 def test_estimates() -> None:
-    got = experience(scored())
+    got = pack_experience(scored())
     count = len(got.sampled)
     old = torch.linspace(-3, -0.5, count)
     reference = old + torch.linspace(-0.2, 0.4, count)
     values, returns = torch.zeros(count), torch.linspace(0, 1, count)
     got = replace(got, sampled=old - 0.01, old=old, reference=reference, values=values)
     differs = mismatch(old, got.sampled)
-    found = compared(old, differs)
-    assert found["mismatch/mean_abs"] == pytest.approx(0.01, abs=1e-6)
-    assert found["mismatch/max_abs"] == pytest.approx(0.01, abs=1e-6)
-    assert found["entropy"] == pytest.approx(1.75, abs=1e-6)
-    found = estimates(got, Estimated(torch.arange(count).float(), returns))
+    metrics = compared(old, differs)
+    assert metrics["mismatch/mean_abs"] == pytest.approx(0.01, abs=1e-6)
+    assert metrics["mismatch/max_abs"] == pytest.approx(0.01, abs=1e-6)
+    assert metrics["entropy"] == pytest.approx(1.75, abs=1e-6)
+    metrics = estimates(got, Advantages(torch.arange(count).float(), returns))
     ratio = (reference - old).double()
-    assert found["kl"] == pytest.approx(float((ratio.exp() - 1 - ratio).mean()))
-    assert found["kl"] > 0
-    assert found["explained_variance"] == pytest.approx(0.0, abs=1e-6)
-    assert found["advantage_std"] == pytest.approx(math.sqrt((count**2 - 1) / 12), rel=1e-6)
-    bare = estimates(replace(got, reference=None, values=None), Estimated(returns))
-    assert bare.keys() == found.keys() - {"kl", "explained_variance"}
+    assert metrics["kl"] == pytest.approx(float((ratio.exp() - 1 - ratio).mean()))
+    assert metrics["kl"] > 0
+    assert metrics["explained_variance"] == pytest.approx(0.0, abs=1e-6)
+    assert metrics["advantage_std"] == pytest.approx(math.sqrt((count**2 - 1) / 12), rel=1e-6)
+    bare = estimates(replace(got, reference=None, values=None), Advantages(returns))
+    assert bare.keys() == metrics.keys() - {"kl", "explained_variance"}
 
 
 def test_seconds_and_tokens_per_second() -> None:
-    got = experience(scored())
+    got = pack_experience(scored())
     clock = Clock({"generate": 2.0, "score": 0.5, "measure": 1.0, "update": 4.0, "publish": 1.0})
-    found = speeds(clock, got, time.perf_counter() - 10.0)
-    assert found["step_s"] == pytest.approx(10.0, abs=0.5)
-    assert found["tokens_per_s/generate"] == 13 / 2
-    assert found["tokens_per_s/update"] == len(got.examples.ids) / 4
-    assert found["seconds/publish"] == 1.0
-    assert found["seconds/other"] == pytest.approx(1.5, abs=0.5)
-    assert found["overhead"] == pytest.approx(0.25, abs=0.05)
+    metrics = speeds(clock, got, time.perf_counter() - 10.0)
+    assert metrics["step_s"] == pytest.approx(10.0, abs=0.5)
+    assert metrics["tokens_per_s/generate"] == 13 / 2
+    assert metrics["tokens_per_s/update"] == len(got.examples.ids) / 4
+    assert metrics["seconds/publish"] == 1.0
+    assert metrics["seconds/other"] == pytest.approx(1.5, abs=0.5)
+    assert metrics["overhead"] == pytest.approx(0.25, abs=0.05)
     del clock.seconds["measure"]  # the update has done it
-    found = speeds(clock, got, time.perf_counter() - 10.0)
-    assert "tokens_per_s/measure" not in found
-    assert found["overhead"] == pytest.approx(1 - 6.5 / 10.0, abs=0.02)
+    metrics = speeds(clock, got, time.perf_counter() - 10.0)
+    assert "tokens_per_s/measure" not in metrics
+    assert metrics["overhead"] == pytest.approx(1 - 6.5 / 10.0, abs=0.02)
 
 
 def test_the_table_shows_the_best_and_the_worst() -> None:

@@ -1,4 +1,4 @@
-"""A function of the user's: its interface, and everything that it may do wrong."""
+"""A user's reward function: its interface, and its possible faults."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import pytest
 from tasks.core.errors import ConfigError, RewardError
 from tasks.rl.rewards.function import Function
 from tasks.rl.rewards.reference import FunctionReference
-from tests.rl.making import replies, reply
+from tests.rl.making import response, responses
 
 LOG = logging.getLogger("tests.rl")
 Make = Callable[..., Function]
@@ -21,24 +21,24 @@ Make = Callable[..., Function]
 
 @pytest.fixture
 def made(tmp_path: Path) -> Iterator[Make]:
-    """Writes a file and gives the function `score` in it; ends its process afterwards."""
+    """Return a factory that writes a file and opens the function `score` in it."""
     opened: list[Function] = []
 
     def make(text: str, name: str = "score", *, timeout_s: float = 60.0) -> Function:
         path = tmp_path / "judge.py"
         path.write_text(text)
         reference = FunctionReference.of(f"{path}:{name}")
-        one = Function(reference, timeout_s=timeout_s, log=LOG, log_path=tmp_path / "said.log")
-        opened.append(one)
-        return one
+        function = Function(reference, timeout_s=timeout_s, log=LOG, log_path=tmp_path / "said.log")
+        opened.append(function)
+        return function
 
     yield make
-    for one in opened:
-        one.close()
+    for function in opened:
+        function.close()
 
 
 def pid_of(path: Path) -> int:
-    """A process id that a function has written."""
+    """Return a process id that a function has written."""
     return int(path.read_text())
 
 
@@ -50,7 +50,7 @@ def is_alive(pid: int) -> bool:
     return True
 
 
-def test_it_gets_what_trl_gives_and_every_column(made: Make) -> None:
+def test_it_gets_the_arguments_of_trl_and_every_column(made: Make) -> None:
     score = made(
         """
 import json
@@ -68,15 +68,15 @@ def score(prompts, completions, completion_ids, **columns):
 """
     )
     score.load()
-    assert score(replies(level=3, completion="of the data")) == [4.0] * 4
-    assert score(replies(level=5)) == [6.0] * 4
+    assert score(responses(level=3, completion="of the data")) == [4.0] * 4
+    assert score(responses(level=5)) == [6.0] * 4
 
 
-def test_a_reference_answer_is_no_part_of_the_prompt(made: Make) -> None:
+def test_a_reference_answer_is_not_part_of_the_prompt(made: Make) -> None:
     score = made("def score(prompts):\n    return [len(p) for p in prompts]")
-    one = reply("copy ape", "ape")
-    answered = [*one.prompt.row["messages"], {"role": "assistant", "content": "ape"}]
-    assert score([reply("copy ape", "ape", messages=answered)]) == [1.0]
+    example = response("copy ape", "ape")
+    answered = [*example.prompt.row["messages"], {"role": "assistant", "content": "ape"}]
+    assert score([response("copy ape", "ape", messages=answered)]) == [1.0]
 
 
 @pytest.mark.parametrize(
@@ -90,14 +90,14 @@ def test_a_reference_answer_is_no_part_of_the_prompt(made: Make) -> None:
         ("from neighbour import score", [9, 9, 9, 9]),
     ],
 )  # fmt: skip
-def test_functions_of_every_kind(
+def test_all_kinds_of_functions(
     made: Make, tmp_path: Path, text: str, expected: list[float]
 ) -> None:
     (tmp_path / "neighbour.py").write_text("def score(prompts):\n    return [9] * len(prompts)")
-    assert made(text)(replies()) == expected
+    assert made(text)(responses()) == expected
 
 
-def test_it_lives_outside_of_the_ranks_and_keeps_its_state(
+def test_it_runs_outside_of_the_ranks_and_keeps_its_state(
     made: Make, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for name in ("RANK", "WORLD_SIZE", "MASTER_PORT", "TORCHELASTIC_RUN_ID"):
@@ -115,28 +115,28 @@ def score(prompts):
     return [calls + len(ours)] * len(prompts)
 """
     )
-    assert [score(replies())[0] for _ in range(3)] == [1.0, 2.0, 3.0]
+    assert [score(responses())[0] for _ in range(3)] == [1.0, 2.0, 3.0]
 
 
-def test_the_reply_that_it_fails_on_is_named(made: Make) -> None:
+def test_the_failing_response_is_named(made: Make) -> None:
     score = made("def score(answer):\n    return [1 / (len(a) - 6) for a in answer]")
     with pytest.raises(RewardError, match="ZeroDivisionError") as caught:
-        score(replies())
+        score(responses())
     assert "failed for row of copy beetle: 'copy beetle'" in caught.value.message
     assert "judge.py:score" in caught.value.message
     assert "prompt: 'copy beetle'" in caught.value.details
     assert any("return [1 / (len(a) - 6)" in line for line in caught.value.details)
     assert not any("function_child" in line for line in caught.value.details)
-    assert score([replies()[0]]) == [-1 / 3], "it goes on after an exception"
+    assert score([responses()[0]]) == [-1 / 3], "it goes on after an exception"
 
 
-def test_an_exception_that_only_all_of_them_raise(made: Make) -> None:
+def test_an_exception_that_no_single_response_causes(made: Make) -> None:
     score = made("def score(id):\n    if len(id) > 1:\n        raise SystemExit(7)\n    return [1]")
-    with pytest.raises(RewardError, match=r"failed on 4 replies, first row of copy ape.*7"):
-        score(replies())
+    with pytest.raises(RewardError, match=r"failed on 4 responses, first row of copy ape.*7"):
+        score(responses())
 
 
-def test_it_hangs_and_is_ended_with_all_it_started(made: Make, tmp_path: Path) -> None:
+def test_a_function_that_hangs_is_killed_with_its_children(made: Make, tmp_path: Path) -> None:
     score = made(
         f"""
 import os, re, subprocess
@@ -154,25 +154,25 @@ def score(answer):
     )
     score.load()
     began = time.monotonic()
-    with pytest.raises(RewardError, match="took more than 3 s on 4 replies") as caught:
-        score(replies())
+    with pytest.raises(RewardError, match="took more than 3 s on 4 responses") as caught:
+        score(responses())
     assert time.monotonic() - began < 60
     assert any("judge.py" in line and "in score" in line for line in caught.value.details)
     assert "reward.timeout_s" in caught.value.hint
     assert not is_alive(pid_of(tmp_path / "child"))
     assert not is_alive(pid_of(tmp_path / "grandchild"))
-    assert score(replies()[1:]) == [1.0] * 3, "another process has taken its place"
+    assert score(responses()[1:]) == [1.0] * 3, "another process has taken its place"
 
 
-def test_it_ends_its_process(made: Make) -> None:
+def test_a_function_that_ends_its_process(made: Make) -> None:
     score = made(
         "import os\n\ndef score(answer):\n    print('farewell')\n"
         "    return [1] if len(answer) == 1 else os._exit(9)"
     )
     with pytest.raises(RewardError, match=r"ended its process \(status 9\)") as caught:
-        score(replies())
+        score(responses())
     assert "farewell" in caught.value.details
-    assert score(replies()[:1]) == [1.0]
+    assert score(responses()[:1]) == [1.0]
 
 
 @pytest.mark.parametrize(
@@ -181,13 +181,16 @@ def test_it_ends_its_process(made: Make) -> None:
         ("def score(answer):\n    return [None for _ in answer]", "gave None for row of copy ape"),
         ("def score(answer):\n    return {'reward': 1}", r"gave \"dict: \{'reward': 1\}\" \(str\)"),
         ("def score(answer):\n    return [object() for _ in answer]", "gave object: <object"),
-        ("def score(answer):\n    return [1.0]", "gave 1 rewards for 4 replies"),
-        ("def score(answer, gold):\n    return [1.0]", "it needs gold; there are .*completions"),
+        ("def score(answer):\n    return [1.0]", "gave 1 rewards for 4 responses"),
+        (
+            "def score(answer, gold):\n    return [1.0]",
+            "it needs gold; available are .*completions",
+        ),
     ],
 )
-def test_what_it_may_not_give(made: Make, text: str, message: str) -> None:
+def test_invalid_return_values(made: Make, text: str, message: str) -> None:
     with pytest.raises(RewardError, match=message) as caught:
-        made(text)(replies())
+        made(text)(responses())
     assert "prompt: 'copy ape'" in caught.value.details
 
 
@@ -205,9 +208,9 @@ def test_a_file_that_cannot_be_loaded(made: Make, text: str, message: str) -> No
         made(text, timeout_s=2.0 if "sleep" in text else 60.0).load()
 
 
-class TestTheReference:
+class TestReference:
     @pytest.mark.parametrize("text", ["judge", "judge.py", "judge:score", "judge.py:a.b", ":score"])
-    def test_of_another_form(self, text: str) -> None:
+    def test_an_invalid_form(self, text: str) -> None:
         with pytest.raises(ConfigError, match=r"not of the form path.py:name"):
             FunctionReference.of(text)
 
@@ -223,7 +226,7 @@ class TestTheReference:
             ("class score: ...", "score"),
         ],
     )
-    def test_of_a_name_that_is_there(self, tmp_path: Path, text: str, name: str) -> None:
+    def test_a_name_in_the_file(self, tmp_path: Path, text: str, name: str) -> None:
         (tmp_path / "judge.py").write_text(text)
         FunctionReference.of(f"{tmp_path / 'judge.py'}:{name}").require()
 
@@ -237,14 +240,14 @@ class TestTheReference:
             ("", "which has nothing"),
         ],
     )
-    def test_of_one_that_is_not(self, tmp_path: Path, text: str | None, message: str) -> None:
+    def test_a_name_that_is_missing(self, tmp_path: Path, text: str | None, message: str) -> None:
         path = tmp_path / "judge.py"
         if text is not None:
             path.write_text(text)
         with pytest.raises(ConfigError, match=message):
             FunctionReference.of(f"{path}:score").require()
 
-    def test_another_text_is_another_reward(self, tmp_path: Path) -> None:
+    def test_the_digest_changes_with_the_file(self, tmp_path: Path) -> None:
         path = tmp_path / "judge.py"
         path.write_text("def score(): ...")
         reference = FunctionReference.of(f"{path}:score")

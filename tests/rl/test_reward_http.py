@@ -1,4 +1,4 @@
-"""An HTTP endpoint that gives rewards: a real server, and everything that it may do wrong."""
+"""A reward endpoint: a real HTTP server, and its possible faults."""
 
 from __future__ import annotations
 
@@ -16,18 +16,18 @@ import pytest
 from tasks.core.errors import RewardError
 from tasks.rl.rewards import http
 from tasks.rl.rewards.http import Endpoint, redacted
-from tests.rl.making import TOKENIZER, replies
+from tests.rl.making import TOKENIZER, responses
 
 LOG = logging.getLogger("tests.rl")
-Answer = tuple[int, dict[str, str], bytes]
+Generated = tuple[int, dict[str, str], bytes]
 
 
 @dataclass
 class Server:
-    """What a server was asked, and what it answers: `plan` first, then lengths of completions."""
+    """Requests that a server got, and its answers: `plan` first, then lengths of completions."""
 
-    plan: list[Callable[[BaseHTTPRequestHandler], Answer | None]] = field(default_factory=list)
-    asked: list[dict[str, Any]] = field(default_factory=list)
+    plan: list[Callable[[BaseHTTPRequestHandler], Generated | None]] = field(default_factory=list)
+    requests: list[dict[str, Any]] = field(default_factory=list)
     headers: list[dict[str, str]] = field(default_factory=list)
     times: list[float] = field(default_factory=list)
     url: str = ""
@@ -35,10 +35,12 @@ class Server:
     def take(self, handler: BaseHTTPRequestHandler) -> None:
         """Answer one request."""
         body = json.loads(handler.rfile.read(int(handler.headers["Content-Length"])))
-        self.asked.append(body)
+        self.requests.append(body)
         self.headers.append(dict(handler.headers))
         self.times.append(time.monotonic())
-        usual = json.dumps({"rewards": [len(one) for one in body["completions"]]}).encode()
+        usual = json.dumps(
+            {"rewards": [len(completion) for completion in body["completions"]]}
+        ).encode()
         answer = self.plan.pop(0)(handler) if self.plan else (200, {}, usual)
         if answer is None:  # it has seen to it
             return
@@ -52,12 +54,12 @@ class Server:
 
 @pytest.fixture
 def server() -> Iterator[Server]:
-    """A server on this machine, which is heard of at once."""
-    one = Server()
+    """A server on this machine, without delays."""
+    server_ = Server()
 
     class Handler(BaseHTTPRequestHandler):
         def do_POST(self) -> None:
-            one.take(self)
+            server_.take(self)
 
         def log_message(self, *_: object) -> None:
             """Silent."""
@@ -66,8 +68,8 @@ def server() -> Iterator[Server]:
         listening.daemon_threads = True
         thread = threading.Thread(target=listening.serve_forever, kwargs={"poll_interval": 0.02})
         thread.start()
-        one.url = f"http://127.0.0.1:{listening.server_port}/get_reward"
-        yield one
+        server_.url = f"http://127.0.0.1:{listening.server_port}/get_reward"
+        yield server_
         listening.shutdown()
         thread.join()
 
@@ -76,19 +78,19 @@ def ask(url: str, *, retries: int = 0, batch: int = 64, timeout_s: float = 20.0)
     how = {"retries": retries, "batch": batch, "timeout_s": timeout_s}
     endpoint = Endpoint(url, tokenizer=TOKENIZER, log=LOG, **how)
     try:
-        return endpoint(replies())
+        return endpoint(responses())
     finally:
         endpoint.close()
 
 
-def says(content: bytes, status: int = 200, **headers: str) -> Callable[[Any], Answer]:
+def says(content: bytes, status: int = 200, **headers: str) -> Callable[[Any], Generated]:
     return lambda _: (status, headers, content)
 
 
-def test_what_it_is_asked(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_request(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PLUMBLINE_REWARD_TOKEN", "of-the-environment")
     assert ask(server.url) == [3.0, 6.0, 3.0, 26.0]
-    (body,) = server.asked
+    (body,) = server.requests
     assert sorted(body) == ["completions", "labels", "prompts", "query", "rows"]
     assert body["query"][0] == (
         "<|im_start|>user\ncopy ape<|im_end|>\n<|im_start|>assistant\nape<|im_end|>"
@@ -102,10 +104,10 @@ def test_what_it_is_asked(server: Server, monkeypatch: pytest.MonkeyPatch) -> No
 
 def test_batches_keep_the_order(server: Server) -> None:
     assert ask(server.url, batch=3) == [3.0, 6.0, 3.0, 26.0]
-    assert [len(body["prompts"]) for body in server.asked] == [3, 1]
+    assert [len(body["prompts"]) for body in server.requests] == [3, 1]
 
 
-def test_what_may_pass_is_tried_again(
+def test_temporary_errors_are_retried(
     server: Server, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(http, "FIRST_PAUSE_S", 0.1)
@@ -117,8 +119,8 @@ def test_what_may_pass_is_tried_again(
     server.plan = [says(b"no memory", 503), hangs_up, says(b"slowly", 429, **busy)]
     with caplog.at_level(logging.WARNING):
         assert ask(server.url, retries=3) == [3.0, 6.0, 3.0, 26.0]
-    assert len(server.asked) == 4
-    assert server.asked[3] == server.asked[0]
+    assert len(server.requests) == 4
+    assert server.requests[3] == server.requests[0]
     first, second, third = (b - a for a, b in zip(server.times, server.times[1:], strict=False))
     assert first >= 0.1
     assert second >= 0.2, "twice as long"
@@ -132,7 +134,7 @@ def test_a_server_that_is_down(server: Server, monkeypatch: pytest.MonkeyPatch) 
     server.plan = [says(b"out of memory", 500)] * 3
     with pytest.raises(RewardError, match="no rewards in 3 attempts: status 500.*out of memo"):
         ask(server.url, retries=2)
-    assert len(server.asked) == 3
+    assert len(server.requests) == 3
     with pytest.raises(RewardError, match="in 1 attempt: ConnectError") as caught:
         ask("http://user:word@127.0.0.1:9/rewards?token=secret")
     assert "http://***@127.0.0.1:9/rewards?***" in caught.value.message
@@ -140,10 +142,10 @@ def test_a_server_that_is_down(server: Server, monkeypatch: pytest.MonkeyPatch) 
     assert "secret" not in caught.value.report()
 
 
-def test_a_server_that_is_slow(server: Server) -> None:
+def test_a_slow_server(server: Server) -> None:
     done = threading.Event()
 
-    def late(handler: BaseHTTPRequestHandler) -> Answer:
+    def late(handler: BaseHTTPRequestHandler) -> Generated:
         done.wait(20)
         return 200, {}, b""
 
@@ -172,20 +174,20 @@ def test_a_server_that_is_slow(server: Server) -> None:
         (b"<html>", r"does not answer \{\"rewards\": \[...\]\} but '<html>'"),
         (b'{"scores": [1]}', 'but \'{"scores": '),
         (b"[1, 2]", r"but '\[1, 2\]'"),
-        (b'{"rewards": [1, 2]}', "gave 2 rewards for 4 replies"),
+        (b'{"rewards": [1, 2]}', "gave 2 rewards for 4 responses"),
         (b'{"rewards": [1, 2, NaN, 4]}', "gave nan for row of copy cat"),
         (b'{"rewards": [1, 2, null, 4]}', "gave None for row of copy cat"),
         (b'{"rewards": 3}', r"gave '3' \(int\)"),
     ],
 )
-def test_what_it_may_not_answer(server: Server, content: bytes, message: str) -> None:
+def test_invalid_answers(server: Server, content: bytes, message: str) -> None:
     server.plan = [says(content)]
     with pytest.raises(RewardError, match=message):
         ask(server.url, retries=5)
-    assert len(server.asked) == 1, "an answer that is wrong will be wrong again"
+    assert len(server.requests) == 1, "an answer that is wrong will be wrong again"
 
 
-def test_what_is_refused_is_not_asked_again(server: Server) -> None:
+def test_a_rejected_request_is_not_retried(server: Server) -> None:
     server.plan = [says(b"no field `question`", 422)]
     with pytest.raises(RewardError, match=r"refuses the request: status 422 .*`question`"):
         ask(server.url, retries=5)
@@ -193,10 +195,10 @@ def test_what_is_refused_is_not_asked_again(server: Server) -> None:
     with pytest.raises(RewardError, match="status 307") as caught:
         ask(server.url, retries=5)
     assert caught.value.hint == "reward.url=http://elsewhere/rewards"
-    assert len(server.asked) == 2
+    assert len(server.requests) == 2
 
 
-def test_secrets_of_an_address_are_not_shown() -> None:
+def test_secrets_in_a_url_are_hidden() -> None:
     assert redacted("http://host:1/a") == "http://host:1/a"
     assert redacted("https://name:word@host:1/a?key=1#f") == "https://***@host:1/a?***"
     assert redacted("http://token@[::1]:80") == "http://***@[::1]:80"

@@ -1,4 +1,4 @@
-"""A reward model as a source: what it reads, what it gives, what is refused."""
+"""A reward model as a reward source: its input, its scores, its errors."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from tasks.rl.rewards.encoding import Encoding
 from tasks.rl.rewards.folder import RewardFolder
 from tasks.rl.settings import Reward
 from tasks.serving.reference.rewards import load_rewarder
-from tests.rl.making import TOKENIZER, replies, reply
+from tests.rl.making import TOKENIZER, response, responses
 from tests.training.conftest import make_tokenizer
 
 LOG = logging.getLogger("tests.rl")
@@ -36,7 +36,7 @@ OTHER_TEMPLATE = (
 def save_reward_model(
     folder: Path, *, tokenizer: Any = TOKENIZER, dtype: torch.dtype = torch.float32, **config: Any
 ) -> Path:
-    """A random Qwen2 with one label, its statistics and its tokenizer."""
+    """Save a random Qwen2 with one label, its statistics and its tokenizer."""
     from transformers import Qwen2Config, Qwen2ForSequenceClassification
 
     torch.manual_seed(0)
@@ -66,7 +66,7 @@ def save_reward_model(
 
 
 def change(folder: Path, **values: Any) -> None:
-    """Write into config.json; None takes a key out."""
+    """Change keys of config.json; None removes a key."""
     path = folder / "config.json"
     config = {**json.loads(path.read_text()), **values}
     path.write_text(json.dumps({key: v for key, v in config.items() if v is not None}))
@@ -82,7 +82,7 @@ def ids_of(replied: Any) -> list[int]:
 
 
 def alone(folder: Path, texts: list[list[int]], **how: Any) -> list[float]:
-    """Rewards by transformers' own forward pass, a text at a time."""
+    """Rewards by transformers' own forward pass, one text at a time."""
     rewarder = load_rewarder(
         folder,
         adapter=None,
@@ -93,40 +93,42 @@ def alone(folder: Path, texts: list[list[int]], **how: Any) -> list[float]:
     return rewarder.scores(texts)
 
 
-def rewards_of(folder: Path, asked: list[Any], tokenizer: Any = TOKENIZER, **reward: Any) -> Any:
+def rewards_of(folder: Path, to_score: list[Any], tokenizer: Any = TOKENIZER, **reward: Any) -> Any:
     section = Reward(model=str(folder), **reward)
     how = {"device": torch.device("cpu"), "log": LOG, "logs": folder}
     with open_rewards(section, tokenizer=tokenizer, **how) as rewards:
-        return rewards.score(asked)[1]["model"]
+        return rewards.score(to_score)[1]["model"]
 
 
-def test_packed_scores_are_those_of_each_text_alone(folder: Path) -> None:
-    asked = [*replies(), reply("copy ape", "bee", ended=False)]
-    expected = alone(folder, [ids_of(one) for one in asked])
-    np.testing.assert_allclose(rewards_of(folder, asked), expected, rtol=1e-4, atol=1e-4)
+def test_packed_scores_equal_those_of_each_text_alone(folder: Path) -> None:
+    to_score = [*responses(), response("copy ape", "bee", ended=False)]
+    expected = alone(folder, [ids_of(each) for each in to_score])
+    np.testing.assert_allclose(rewards_of(folder, to_score), expected, rtol=1e-4, atol=1e-4)
     assert np.std(expected) > 0.1
-    raw = rewards_of(folder, asked, normalize=False)
+    raw = rewards_of(folder, to_score, normalize=False)
     np.testing.assert_allclose((raw - MEAN) / STD, expected, rtol=1e-4, atol=1e-4)
 
 
-def test_in_bf16_they_differ_by_rounding(tmp_path: Path) -> None:
+def test_bf16_scores_differ_by_rounding(tmp_path: Path) -> None:
     half = save_reward_model(tmp_path / "half", dtype=torch.bfloat16)
     assert RewardFolder.read(half, normalize=True).dtype == "bfloat16"
-    asked = replies()
-    expected = np.array(alone(half, [ids_of(one) for one in asked], dtype="bfloat16"))
-    moved = np.abs(rewards_of(half, asked) - expected)
+    to_score = responses()
+    expected = np.array(alone(half, [ids_of(each) for each in to_score], dtype="bfloat16"))
+    moved = np.abs(rewards_of(half, to_score) - expected)
     assert moved.mean() < 2**-6 * max(1.0, np.abs(expected).mean())
 
 
-def test_many_texts_come_back_in_their_order(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    asked = [reply(f"copy {'a' * (7 * i % 11)}", "b" * (5 * i % 13 + 1)) for i in range(24)]
-    whole = rewards_of(folder, asked)
+def test_scores_of_many_texts_keep_their_order(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    to_score = [response(f"copy {'a' * (7 * i % 11)}", "b" * (5 * i % 13 + 1)) for i in range(24)]
+    whole = rewards_of(folder, to_score)
     monkeypatch.setattr(model, "ROW_TOKENS", 60)  # one or two texts a row
-    np.testing.assert_allclose(rewards_of(folder, asked), whole, rtol=1e-4, atol=1e-4)
+    np.testing.assert_allclose(rewards_of(folder, to_score), whole, rtol=1e-4, atol=1e-4)
     assert len(set(whole.round(3))) > 12
 
 
-def test_rows_take_every_text_once_and_no_more_tokens_than_fit() -> None:
+def test_rows_have_every_text_once_and_respect_the_limit() -> None:
     lengths = np.random.default_rng(0).integers(1, 9000, 200).tolist()
     rows = list(model._rows(lengths))
     assert sorted(number for row in rows for number in row) == list(range(200))
@@ -135,74 +137,77 @@ def test_rows_take_every_text_once_and_no_more_tokens_than_fit() -> None:
     assert len(rows) < 1.5 * sum(lengths) / model.ROW_TOKENS
 
 
-class TestWhatItReads:
+class TestEncoding:
     def encoding(self, folder: Path, policy: Any = TOKENIZER) -> Encoding:
-        found = RewardFolder.read(folder, normalize=True)
-        return Encoding.between(policy, found, who="reward.model=it", log=LOG)
+        reward_folder = RewardFolder.read(folder, normalize=True)
+        return Encoding.between(policy, reward_folder, label="reward.model=it", log=LOG)
 
-    def test_the_policys_own_ids_where_tokenizers_agree(
+    def test_equal_tokenizers_use_the_policys_ids(
         self, folder: Path, caplog: pytest.LogCaptureFixture
     ) -> None:
-        asked = reply("copy ape", "ape")
-        asked.generated.ids[0] = TOKENIZER.pad_token_id  # what no text is tokenised to
+        to_score = response("copy ape", "ape")
+        to_score.generated.ids[0] = TOKENIZER.pad_token_id  # what no text is tokenised to
         with caplog.at_level(logging.INFO):
             encoding = self.encoding(folder)
-        assert encoding.texts([asked]) == [ids_of(asked)]
+        assert encoding.texts([to_score]) == [ids_of(to_score)]
         assert "scores its token ids as they are" in caplog.text
 
-    def test_its_own_rendering_where_templates_differ(
+    def test_another_template_renders_again(
         self, tmp_path: Path, caplog: pytest.LogCaptureFixture
     ) -> None:
         own = make_tokenizer()
         own.chat_template = OTHER_TEMPLATE
         folder = save_reward_model(tmp_path / "other", tokenizer=own)
-        asked = [reply("copy ape", "ape"), reply("copy bee", "be", ended=False)]
+        to_score = [response("copy ape", "ape"), response("copy bee", "be", ended=False)]
         with caplog.at_level(logging.WARNING):
             encoding = self.encoding(folder)
-        assert "its chat template is not the policy's; replies are rendered anew" in caplog.text
-        assert [own.decode(text) for text in encoding.texts(asked)] == [
+        assert (
+            "its chat template is not the policy's; its own template renders the responses again"
+            in caplog.text
+        )
+        assert [own.decode(text) for text in encoding.texts(to_score)] == [
             "[user] copy ape<|im_end|>[assistant] ape<|im_end|>",
             "[user] copy bee<|im_end|>[assistant] be",  # cut off: it never said that it ends
         ]
-        expected = alone(folder, encoding.texts(asked))
-        np.testing.assert_allclose(rewards_of(folder, asked), expected, rtol=1e-4, atol=1e-4)
+        expected = alone(folder, encoding.texts(to_score))
+        np.testing.assert_allclose(rewards_of(folder, to_score), expected, rtol=1e-4, atol=1e-4)
 
-    def test_both_ways_are_the_same_where_the_template_is(self, folder: Path) -> None:
-        asked = [*replies(), reply("copy ape", "bee", ended=False)]
+    def test_rendering_again_with_the_same_template_gives_the_same_ids(self, folder: Path) -> None:
+        to_score = [*responses(), response("copy ape", "bee", ended=False)]
         as_they_are = self.encoding(folder)
         again = Encoding("it", None, TOKENIZER, frozenset({TOKENIZER.eos_token_id}))
-        assert again.texts(asked) == as_they_are.texts(asked)
+        assert again.texts(to_score) == as_they_are.texts(to_score)
 
-    def test_its_own_rendering_where_vocabularies_differ(self, tmp_path: Path) -> None:
+    def test_another_vocabulary_renders_again(self, tmp_path: Path) -> None:
         own = make_tokenizer()
         own.add_tokens(["copy"])
         folder = save_reward_model(tmp_path / "other", tokenizer=own)
-        (text,) = self.encoding(folder).texts([reply("copy ape", "ape")])
+        (text,) = self.encoding(folder).texts([response("copy ape", "ape")])
         assert own.convert_tokens_to_ids("copy") in text
         assert own.decode(text).endswith("assistant\nape<|im_end|>")
 
-    def test_no_template_to_render_with(self, tmp_path: Path) -> None:
+    def test_no_template(self, tmp_path: Path) -> None:
         own = make_tokenizer()
         own.chat_template = None
         folder = save_reward_model(tmp_path / "other", tokenizer=own)
         with pytest.raises(ArtifactError, match="has no chat template to render"):
             self.encoding(folder)
 
-    def test_a_conversation_that_its_template_refuses(self, tmp_path: Path) -> None:
+    def test_a_conversation_that_the_template_rejects(self, tmp_path: Path) -> None:
         own = make_tokenizer()
         own.chat_template = "{{ raise_exception('no bees') }}"
         folder = save_reward_model(tmp_path / "other", tokenizer=own)
-        with pytest.raises(RewardError, match="refuses row of copy bee: 'copy bee': no bees"):
-            self.encoding(folder).texts([reply("copy bee", "bee")])
+        with pytest.raises(RewardError, match="rejects row of copy bee: 'copy bee': no bees"):
+            self.encoding(folder).texts([response("copy bee", "bee")])
 
-    def test_a_text_past_its_context(self, folder: Path) -> None:
-        fits, long = reply("copy ape", "a" * 100), reply("copy ape", "a" * 101)
+    def test_a_text_longer_than_the_context(self, folder: Path) -> None:
+        fits, long = response("copy ape", "a" * 100), response("copy ape", "a" * 101)
         encoding = self.encoding(folder)
         assert len(encoding.texts([fits])[0]) == 128
-        with pytest.raises(RewardError, match=r"129 tokens for row of copy ape.* has room for 128"):
-            encoding.texts([*replies(), fits, long])
+        with pytest.raises(RewardError, match=r"129 tokens for row of copy ape.* limit of 128"):
+            encoding.texts([*responses(), fits, long])
 
-    def test_room_in_an_engine(self) -> None:
+    def test_limit_in_an_engine(self) -> None:
         as_they_are, anew = Encoding("it", 128), Encoding("it", 128, TOKENIZER)
         assert [as_they_are.with_room(n).limit for n in (None, 40, 400)] == [128, 40, 128]
         assert [anew.with_room(n).limit for n in (None, 40, 400)] == [128, 80, 128]
@@ -212,16 +217,19 @@ class TestWhatItReads:
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"architectures": ["Qwen2ForCausalLM"]}, r"is no \*ForSequenceClassification: .*CausalLM"),
+        (
+            {"architectures": ["Qwen2ForCausalLM"]},
+            r"is not a \*ForSequenceClassification: .*CausalLM",
+        ),
         ({"architectures": None}, "config.json says no class"),
-        ({"id2label": None, "num_labels": None}, "has 2 labels; a reward is one number"),
+        ({"id2label": None, "num_labels": None}, "has 2 labels; a reward model has one"),
         ({"id2label": {"0": "bad", "1": "good", "2": "best"}}, "has 3 labels"),
         ({"mean": None, "std": None}, "no mean and std of its rewards"),
         ({"mean": None}, "std is there, the other of mean and std is not"),
         ({"std": 0.0}, "std is 0.0: rewards cannot be divided by it"),
     ],
 )
-def test_what_is_no_reward_model(
+def test_folders_that_are_not_reward_models(
     folder: Path, tmp_path: Path, changes: dict[str, Any], message: str
 ) -> None:
     broken = tmp_path / "broken"
@@ -231,23 +239,21 @@ def test_what_is_no_reward_model(
         RewardFolder.read(broken, normalize=True)
 
 
-def test_a_model_without_statistics_is_taken_when_that_is_asked_for(
-    folder: Path, tmp_path: Path
-) -> None:
+def test_a_model_without_statistics_needs_normalize_false(folder: Path, tmp_path: Path) -> None:
     plain = tmp_path / "plain"
     shutil.copytree(folder, plain)
     change(plain, mean=None, std=None)
-    scores = rewards_of(plain, replies(), normalize=False)
-    np.testing.assert_array_equal(scores, rewards_of(folder, replies(), normalize=False))
+    scores = rewards_of(plain, responses(), normalize=False)
+    np.testing.assert_array_equal(scores, rewards_of(folder, responses(), normalize=False))
     with pytest.raises(ArtifactError, match="no mean and std") as caught:
-        rewards_of(plain, replies())
+        rewards_of(plain, responses())
     assert "reward.normalize=false" in caught.value.hint
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(600)
 def test_vllm_in_every_rank_agrees_within_rounding(tmp_path: Path) -> None:
-    """Two ranks, each with an engine of its own, whose process group outlives the engines."""
+    """Two ranks, each with its own engine; the process group outlives the engines."""
     half = save_reward_model(tmp_path / "half", dtype=torch.bfloat16)
     argv = [*python_child("torch.distributed.run"), "--standalone", "--nproc-per-node", "2"]
     launch(
@@ -259,10 +265,10 @@ def test_vllm_in_every_rank_agrees_within_rounding(tmp_path: Path) -> None:
         timeout_s=560,
     )
     for rank in range(2):
-        found = json.loads((tmp_path / f"{rank}.json").read_text())
-        process, vllm = np.array(found["process"]), np.array(found["vllm"])
-        assert found["again"] == found["vllm"]
-        assert found["sum"] == 1.0
+        scores = json.loads((tmp_path / f"{rank}.json").read_text())
+        process, vllm = np.array(scores["process"]), np.array(scores["vllm"])
+        assert scores["again"] == scores["vllm"]
+        assert scores["sum"] == 1.0
         moved = np.abs(process - vllm)
         assert moved.mean() < 2**-6 * max(1.0, np.abs(process).mean())
         assert np.std(process) > 10 * moved.mean()

@@ -1,4 +1,4 @@
-"""The base that vLLM samples from under QLoRA is the one that bitsandbytes multiplies with."""
+"""vLLM's base under QLoRA equals the weights that bitsandbytes multiplies with."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def made(folder: Path, base: Path, quantization: dict[str, Any]) -> Path:
 
 
 @pytest.mark.parametrize(("kind", "double"), [("nf4", True), ("fp4", False)])
-def test_values_are_those_of_the_loaded_layers(
+def test_values_equal_those_of_the_loaded_layers(
     base: Path, tmp_path: Path, kind: str, double: bool
 ) -> None:
     from bitsandbytes.functional import dequantize_4bit
@@ -44,7 +44,7 @@ def test_values_are_those_of_the_loaded_layers(
     quantization = Peft(kind="qlora", quant_type=kind, double_quant=double).quantization()
     assert quantization is not None
     folder = made(tmp_path, base, quantization)
-    found = load_file(folder / "model.safetensors")
+    tensors = load_file(folder / "model.safetensors")
     how = BitsAndBytesConfig(
         load_in_4bit=True,
         bnb_4bit_quant_type=kind,
@@ -59,15 +59,15 @@ def test_values_are_those_of_the_loaded_layers(
         state = getattr(parameter, "quant_state", None)
         value = parameter if state is None else dequantize_4bit(parameter.data, state)
         packed += state is not None
-        assert torch.equal(found.pop(name), value), name
+        assert torch.equal(tensors.pop(name), value), name
     assert packed == 14
-    assert found == {}
+    assert tensors == {}
     config = json.loads((folder / "config.json").read_text())
     assert "quantization_config" not in config
     assert config["dtype"] == "bfloat16"
     assert {path.name for path in folder.iterdir()} == {"config.json", "model.safetensors"}
 
 
-def test_a_code_book_that_there_is_not_is_refused(base: Path, tmp_path: Path) -> None:
+def test_an_unknown_code_book_is_refused(base: Path, tmp_path: Path) -> None:
     with pytest.raises(ArtifactError):
         made(tmp_path, base, {"type": "int8", "double_quant": True})

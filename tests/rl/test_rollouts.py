@@ -1,4 +1,4 @@
-"""Policies in DeepSpeed's engines, sampled by vLLM and by the trainer itself: two real ranks."""
+"""Policies in DeepSpeed's engines, sampled by vLLM and by the trainer itself, on two real ranks."""
 
 from __future__ import annotations
 
@@ -52,9 +52,9 @@ POLICIES: dict[str, tuple[Peft, int, dict[str, Any]]] = {
 }
 DEFAULT = ("lora", "full")
 SHARED = ("parallel", "torn")
-"""Engines of several ranks: vLLM has groups of one size in a process."""
+"""Engines shared by several ranks: vLLM supports one group size per process."""
 BROKEN = ("starts", "faults", "torn")
-"""On purpose, each in its own way: see `rollout_program.py`."""
+"""Policies with faults, see `rollout_program.py`."""
 
 
 OTHERS = "does not compute with version"
@@ -84,7 +84,7 @@ FAULTS: dict[str, dict[str, tuple[str, ...]]] = {
     },
     "native": {"adapter off": ("would not be sampled from", "layers.0.self_attn.q_proj: ")},
 }
-"""Parts of the error by fault of `stale_faults.py`. There is no error once the fault is gone."""
+"""Parts of the error for each fault of `stale_faults.py`. Without the fault there is no error."""
 
 
 @pytest.fixture(scope="session")
@@ -97,7 +97,7 @@ def base32(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def run(
     names: tuple[str, ...], base: Path, folder: Path, *, nproc: int = 2
 ) -> dict[str, list[dict[str, Any]]]:
-    """What the ranks saw of each policy, by name."""
+    """Return the observations of the ranks for each policy, by name."""
     paths = []
     for name in names:
         out = folder / name
@@ -131,7 +131,7 @@ def run(
         )
     except StageProcessError:
         print((folder / "log").read_text()[-5000:])
-        failures = [json.loads(one.read_text()).get("failure") for one in folder.glob("*/rank-*")]
+        failures = [json.loads(path.read_text()).get("failure") for path in folder.glob("*/rank-*")]
         raise AssertionError("\n".join(filter(None, failures)) or "see above") from None
     return {
         name: [
@@ -153,32 +153,32 @@ def seen_slowly(base32: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[
 
 
 def require_followed(ranks: list[dict[str, Any]]) -> None:
-    """The engine sampled from the policy, each version of it, and from nothing else."""
-    for one in ranks:
-        assert "before the policy was published" in one["unpublished"]
-        assert one["versions"] == [1, 2]
-        assert one["differs"] <= 0.01  # nats; the bar of the mismatch
+    """Check that the engine sampled from each version of the policy and from nothing else."""
+    for rank in ranks:
+        assert "before the policy was synced" in rank["unpublished"]
+        assert rank["versions"] == [1, 2]
+        assert rank["differs"] <= 0.01  # nats; the bar of the mismatch
         # Both compute in bf16, and each is as far from fp32 as from the other: that grows with the
         # weights, to 0.012 after four such changes, whatever was handed over.
-        assert one["differs_after"] <= 0.01
-        assert one["other weights"] == [], "what is computed with are the policy's very bits"
-        assert one["behind"] <= 0.05, "greedy tokens are the trainer's, up to ties in bf16"
-        assert "version 1 of the policy, which has changed since" in one["stale"]
-        assert one["stale_differs"] > 0.05, "the change was one that shows"
-        assert one["again"], "same weights, prompts and seeds"
-        assert all(one["ended"])
-        assert all(one["cut"])
-        assert one["left"] == []
-        assert one["slept"]["same"]
-        assert one["undisturbed"] == []
-    none = [one["none"] for one in ranks]
+        assert rank["differs_after"] <= 0.01
+        assert rank["other weights"] == [], "what is computed with are the policy's very bits"
+        assert rank["behind"] <= 0.05, "greedy tokens are the trainer's, up to ties in bf16"
+        assert "version 1 of the policy, which has changed since" in rank["stale"]
+        assert rank["stale_differs"] > 0.05, "the change was one that shows"
+        assert rank["again"], "same weights, prompts and seeds"
+        assert all(rank["ended"])
+        assert all(rank["cut"])
+        assert rank["left"] == []
+        assert rank["slept"]["same"]
+        assert rank["undisturbed"] == []
+    none = [rank["none"] for rank in ranks]
     assert none == [[], True][: len(ranks)], "a rank answers while the other has nothing to do"
 
 
 def require_varied(ranks: list[dict[str, Any]]) -> None:
-    replies = [tuple(reply) for one in ranks for reply in one["replies"]]
-    assert len(replies) == 10
-    assert len(set(replies)) == 10, "each reply draws for itself"
+    responses = [tuple(response) for rank in ranks for response in rank["replies"]]
+    assert len(responses) == 10
+    assert len(set(responses)) == 10, "every response has its own seed"
 
 
 @pytest.mark.parametrize("name", DEFAULT)
@@ -188,89 +188,89 @@ def test_an_engine_follows_the_policy(name: str, seen: dict[str, Any]) -> None:
 
 
 def require_faults(ranks: list[dict[str, Any]], expected: dict[str, tuple[str, ...]]) -> None:
-    for one in ranks:
-        assert list(one["faults"]) == [
+    for rank in ranks:
+        assert list(rank["faults"]) == [
             name for fault in expected for name in (fault, f"{fault}, then right")
         ]
         for fault, texts in expected.items():
-            assert [text for text in texts if text not in one["faults"][fault]] == [], fault
+            assert [text for text in texts if text not in rank["faults"][fault]] == [], fault
             assert (
-                "rollout=transformers" in one["faults"][fault] or "report" in one["faults"][fault]
+                "rollout=transformers" in rank["faults"][fault] or "report" in rank["faults"][fault]
             )
-            assert one["faults"][f"{fault}, then right"] == ""
+            assert rank["faults"][f"{fault}, then right"] == ""
 
 
-def test_full_weights_are_asked_for_again_after_a_sleep(seen: dict[str, Any]) -> None:
-    assert [one["slept"]["forgot"] for one in seen["lora"]] == ["", ""]
-    for one in seen["full"]:
-        assert "holds version 0 of the policy (0: none)" in one["slept"]["forgot"]
-        assert "published again" in one["slept"]["forgot"]
+def test_full_weights_have_to_be_synced_after_a_sleep(seen: dict[str, Any]) -> None:
+    assert [rank["slept"]["forgot"] for rank in seen["lora"]] == ["", ""]
+    for rank in seen["full"]:
+        assert "holds version 0 of the policy (0: none)" in rank["slept"]["forgot"]
+        assert "synced again" in rank["slept"]["forgot"]
 
 
 @pytest.mark.parametrize("name", DEFAULT)
-def test_weights_that_are_not_the_synced_ones_are_noticed(name: str, seen: dict[str, Any]) -> None:
+def test_weights_that_differ_from_the_synced_ones_are_noticed(
+    name: str, seen: dict[str, Any]
+) -> None:
     require_faults(seen[name], FAULTS[name])
 
 
 @pytest.mark.slow
-def test_an_adapter_that_is_off_is_noticed_where_the_trainer_samples(
+def test_an_adapter_that_is_off_is_noticed_when_the_trainer_samples(
     seen_slowly: dict[str, Any],
 ) -> None:
     require_faults(seen_slowly["native"], FAULTS["native"])
 
 
-def test_more_prompts_than_are_read_at_once(seen: dict[str, Any]) -> None:
-    assert [one["crowd"] for one in seen["lora"]] == [[1] * 200] * 2
+def test_more_prompts_than_vllm_reads_at_once(seen: dict[str, Any]) -> None:
+    assert [rank["crowd"] for rank in seen["lora"]] == [[1] * 200] * 2
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", [n for n in POLICIES if n not in (*DEFAULT, *SHARED, *BROKEN)])
-def test_engines_follow_policies_of_every_kind(name: str, seen_slowly: dict[str, Any]) -> None:
+def test_engines_follow_all_kinds_of_policies(name: str, seen_slowly: dict[str, Any]) -> None:
     require_followed(seen_slowly[name])
     require_varied(seen_slowly[name])
 
 
 @pytest.mark.slow
-def test_an_engine_that_ranks_share_follows_the_policy(base32: Path, tmp_path: Path) -> None:
+def test_a_shared_engine_follows_the_policy(base32: Path, tmp_path: Path) -> None:
     seen = run(("parallel",), base32, tmp_path)["parallel"]
     require_followed(seen)
     require_varied(seen)
 
 
 @pytest.mark.slow
-def test_what_breaks_is_started_again_once_or_refused(seen_slowly: dict[str, Any]) -> None:
-    for rank, one in enumerate(seen_slowly["faults"]):
-        assert "the rollout engine does not start" in one["no start"]
-        assert "No available memory for the cache blocks" in one["no start"]
-        assert "rollout.kv_cache_gib" in one["no start"]
-        assert f"prompt 1 of rank {rank} (0 1 2 3 4 5 6 7 ...) has 17 tokens" in one["long"]
-        assert one["restarted"], "the same replies as if nothing had happened"
-        assert "a second time" in one["twice"]
-        assert "Unsupported CPU attention configuration" in one["twice"]
-        assert "refuses version 2" in one["refused"]
-        assert "rollout=transformers" in one["refused"]
-        assert "has to be published again" in one["after refusal"], "never from the base instead"
-        assert "lora_A.weight: expected BF16 [8, 128], found BF16 [8, 127]" in one["contract"]
-        assert "not finite, first" in one["not finite"]
-        assert "lora_A" in one["not finite"]
+def test_a_failed_engine_restarts_once(seen_slowly: dict[str, Any]) -> None:
+    for number, rank in enumerate(seen_slowly["faults"]):
+        assert "the rollout engine does not start" in rank["no start"]
+        assert "No available memory for the cache blocks" in rank["no start"]
+        assert "rollout.kv_cache_gib" in rank["no start"]
+        assert f"prompt 1 of rank {number} (0 1 2 3 4 5 6 7 ...) has 17 tokens" in rank["long"]
+        assert rank["restarted"], "the same responses as without a failure"
+        assert "a second time" in rank["twice"]
+        assert "Unsupported CPU attention configuration" in rank["twice"]
+        assert "refuses version 2" in rank["refused"]
+        assert "rollout=transformers" in rank["refused"]
+        assert "has to be synced again" in rank["after refusal"], "never from the base instead"
+        assert "lora_A.weight: expected BF16 [8, 128], found BF16 [8, 127]" in rank["contract"]
+        assert "not finite, first" in rank["not finite"]
+        assert "lora_A" in rank["not finite"]
 
 
 @pytest.mark.slow
-def test_an_engine_that_does_not_start_on_one_rank_is_started_again_there(
+def test_an_engine_that_fails_to_start_on_one_rank_is_tried_again_there(
     seen_slowly: dict[str, Any],
 ) -> None:
-    for rank, one in enumerate(seen_slowly["starts"]):
-        assert one["failed late"] == ["_initialize_kv_caches"] * (rank == 0)
-        assert one["failed early"] == ["Colocated"] * (rank == 1)
-        assert one["late"] == one["early"]
-        assert one["late"]
+    for number, rank in enumerate(seen_slowly["starts"]):
+        assert rank["failed late"] == ["_initialize_kv_caches"] * (number == 0)
+        assert rank["failed early"] == ["Colocated"] * (number == 1)
+        assert rank["late"] == rank["early"]
+        assert rank["late"]
 
 
 @pytest.mark.slow
-def test_an_engine_that_ranks_share_ends_with_the_first_of_them(
-    base32: Path, tmp_path: Path
-) -> None:
-    """The other rank would wait half an hour for it."""
+def test_a_failure_in_a_shared_engine_ends_the_run(base32: Path, tmp_path: Path) -> None:
+    """Otherwise the other rank would wait half an hour."""
     began = time.monotonic()
     with pytest.raises(AssertionError, match="the rollout engine broke down, which other ranks"):
         run(("torn",), base32, tmp_path)

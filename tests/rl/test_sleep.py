@@ -1,6 +1,6 @@
-"""The order in which an engine beside the trainer gives memory back, and takes it again.
+"""The order in which an engine inside a training rank frees its memory and takes it again.
 
-A stand-in records vLLM's calls: vLLM sleeps on GPUs alone.
+A stand-in records vLLM's calls, since vLLM sleeps on GPUs only.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from tests.settings import Rollout, Settings
 
 
 class Recorder:
-    """vLLM's `LLM`, as far as it is called; `calls` says what and with what."""
+    """Stand-in for vLLM's `LLM`; `calls` records the calls."""
 
     def __init__(self, calls: list[Any]) -> None:
         self.calls = calls
@@ -46,7 +46,7 @@ class Recorder:
 
 
 class NoChecks:
-    """Stand for weights that are there: see `test_rollouts.py`."""
+    """Stand-in for `LoadedWeights`, which `test_rollouts.py` tests."""
 
     def __init__(self, _: Any) -> None:
         pass
@@ -60,7 +60,7 @@ class NoChecks:
 
 @pytest.fixture
 def calls(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
-    """Calls of vLLM on a GPU."""
+    """Calls of vLLM as on a GPU."""
     made: list[Any] = []
     monkeypatch.setattr(rollouts, "on_gpu", lambda: True)
     monkeypatch.setattr(rollouts, "_start", lambda *_: Recorder(made))
@@ -68,17 +68,17 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     monkeypatch.setattr(vllm_engine.VllmEngine, "_facts", None)
     tensors = [("a.weight", torch.ones(1))]
     monkeypatch.setattr(vllm_engine, "merged_tensors", lambda *_: iter(tensors))
-    monkeypatch.setattr(rollouts.Colocated, "take_adapter", _take_adapter)
+    monkeypatch.setattr(rollouts.Colocated, "load_adapter", _load_adapter)
     return made
 
 
-def _take_adapter(self: Any, _: Path, version: int) -> None:
+def _load_adapter(self: Any, _: Path, version: int) -> None:
     self._llm.calls.append(("adapter", version))
     self.version = version
 
 
 class Trained(Policy):
-    """A policy that is handed over without its tensors."""
+    """A policy whose sync needs no tensors."""
 
     def advance(self) -> int:
         self.version += 1
@@ -106,13 +106,13 @@ def test_full_weights_are_dropped_and_come_back_before_the_cache(
     calls: list[Any], tmp_path: Path
 ) -> None:
     answering = engine("none", tmp_path)
-    answering.publish()
+    answering.sync_weights()
     answering.generate([])
     answering.sleep()
     answering.sleep()
     with pytest.raises(TrainingError, match="holds version 0"):
         answering.generate([])
-    answering.publish()
+    answering.sync_weights()
     answering.generate([])
     answering.generate([])
     reloaded = ("reload_weights", ["a.weight"])
@@ -124,11 +124,11 @@ def test_full_weights_are_dropped_and_come_back_before_the_cache(
 
 def test_weights_below_an_adapter_are_kept(calls: list[Any], tmp_path: Path) -> None:
     answering = engine("lora", tmp_path)
-    answering.publish()
+    answering.sync_weights()
     answering.sleep()
     answering.generate([])
     answering.sleep()
-    answering.publish()
+    answering.sync_weights()
     answering.generate([])
     both = [("wake", "weights"), ("wake", "kv_cache")]
     assert calls == [
@@ -138,7 +138,7 @@ def test_weights_below_an_adapter_are_kept(calls: list[Any], tmp_path: Path) -> 
 
 
 class Zero:
-    """DeepSpeed's engine with a real optimizer; it records which states it was told to move."""
+    """DeepSpeed's engine with a real optimizer; records the states that it has to move."""
 
     def __init__(self, stage: int, calls: list[Any]) -> None:
         weights = torch.nn.Parameter(torch.ones(3))
@@ -154,7 +154,7 @@ class Zero:
         return self.stage
 
     def offload_states(self, include: Any) -> None:
-        self.calls.append(sorted(one.value for one in include))
+        self.calls.append(sorted(state.value for state in include))
 
     def reload_states(self) -> None:
         self.calls.append("reload")

@@ -1,6 +1,6 @@
-"""The pieces put together in plain PyTorch: right signs and factors solve bandit and copier.
+"""The formulas together solve a bandit and a copying task: signs and factors are right.
 
-No ranks, no language model, one process: a policy of a few thousand numbers; a bandit, a copier.
+Plain PyTorch in one process; the policy has a few thousand parameters.
 """
 
 from __future__ import annotations
@@ -16,23 +16,23 @@ from torch import nn
 
 from tasks.rl.algorithms import correction
 from tasks.rl.algorithms.batch import Batch, Totals
-from tasks.rl.algorithms.policy_loss import Given
+from tasks.rl.algorithms.policy_loss import LossInputs
 from tasks.rl.algorithms.registry import ALGORITHMS, Recipe, recipe
 from tasks.rl.algorithms.value_loss import value_loss
 from tasks.rl.settings import Loop
 
 NAMED = ("ppo", "grpo", "rloo", "reinforce_pp")
-"""The others differ from these in what `test_algorithms.py` and `test_policy_loss.py` hold."""
+"""The other algorithms differ in parts that `test_algorithms.py` and `test_policy_loss.py` test."""
 EVERY = [pytest.param(name, marks=() if name in NAMED else pytest.mark.slow) for name in ALGORITHMS]
 LETTERS = 4
 END = LETTERS
 LIMIT = 4
-"""Copy two letters and end: three tokens, where there could be four."""
+"""The task is to copy two letters and end: three tokens of at most four."""
 
 
 @pytest.fixture(autouse=True)
 def one_thread() -> Iterator[None]:
-    """Numbers this small are slower with two, and on a busy machine very much so."""
+    """Tensors this small are slower with two threads."""
     before = torch.get_num_threads()
     torch.set_num_threads(1)
     yield
@@ -40,7 +40,7 @@ def one_thread() -> Iterator[None]:
 
 
 def state_of(prompts_S2: torch.Tensor, tokens_S: torch.Tensor, place: int) -> torch.Tensor:
-    """What policy and critic see before a token: prompt, place, the token before."""
+    """Features for policy and critic before a token: prompt, position, previous token."""
     parts = [
         nn.functional.one_hot(prompts_S2, LETTERS).flatten(1),
         nn.functional.one_hot(torch.full_like(tokens_S, place), LIMIT),
@@ -55,7 +55,7 @@ def network(outputs: int) -> nn.Module:
 
 @dataclass(frozen=True)
 class Rolled:
-    """Replies to the prompts: S of them, N tokens, F numbers seen before each token."""
+    """Responses to the prompts: S responses, N tokens, F features before each token."""
 
     states_NF: torch.Tensor
     tokens_N: torch.Tensor
@@ -66,7 +66,7 @@ class Rolled:
 
 @torch.no_grad()
 def roll_out(policy: nn.Module, prompts_S2: torch.Tensor) -> Rolled:
-    """Sample a reply to each prompt. Its score: the share of the three places that are right."""
+    """Sample one response per prompt; its score is the share of correct positions."""
     before_S = torch.full((len(prompts_S2),), END)
     alive_S = torch.ones(len(prompts_S2), dtype=torch.bool)
     states, tokens, alive = [], [], []
@@ -101,7 +101,7 @@ class Copier:
         self.optimizer = torch.optim.Adam(parameters, lr=0.01)
 
     def iterate(self) -> float:
-        """Roll out, estimate, update; the share of replies that were right."""
+        """Sample, estimate, update; return the share of correct responses."""
         loop = self.loop
         prompts_S2 = torch.randint(LETTERS, (loop.prompts, 2)).repeat_interleave(loop.samples, 0)
         rolled = roll_out(self.policy, prompts_S2)
@@ -141,12 +141,12 @@ class Copier:
         weights_N: torch.Tensor,
         owner_N: torch.Tensor,
     ) -> None:
-        """Add one row's gradient, of every second reply."""
+        """Add the gradient of one row, which has every second response."""
         assert batch.reference_N is not None
         part = replace(rolled, states_NF=rolled.states_NF[half], tokens_N=rolled.tokens_N[half])
         totals = Totals(len(owner_N), len(rolled.lengths_S), LIMIT)
         first = int(owner_N[half][0])
-        given = Given(
+        inputs = LossInputs(
             old_n=batch.old_N[half],
             advantages_n=estimated.advantages_N[half],
             weights_n=weights_N[half],
@@ -155,7 +155,7 @@ class Copier:
             totals=totals,
             reference_n=batch.reference_N[half],
         )
-        loss = self.recipe.policy_loss(self.loop)(self._logprobs(self.policy, part), given).value
+        loss = self.recipe.policy_loss(self.loop)(self._logprobs(self.policy, part), inputs).value
         if self.critic is not None:
             assert batch.values_N is not None
             values_n = self.critic(part.states_NF)[:, 0]
@@ -170,7 +170,7 @@ class Copier:
 
 @pytest.mark.parametrize("name", EVERY)
 def test_copying_is_learned(name: str) -> None:
-    """From 1 in 100 by chance to nearly always, with a slight pull to the reference."""
+    """From 1 in 100 by chance to nearly always, with a small KL to the reference."""
     usual = dict(ALGORITHMS[name].defaults) | {"clip_low": 0.2, "clip_high": 0.2}
     loop = replace(Loop(prompts=32, samples=8, passes=2, kl_coef=0.002), **usual)
     copier = Copier(recipe(name, loop), loop)
@@ -180,13 +180,13 @@ def test_copying_is_learned(name: str) -> None:
 
 
 TEMPERATURE = 0.5
-"""Weight of KL or entropy. The best policy for rewards r is then q * exp(r / TEMPERATURE)."""
+"""Weight of KL or entropy. The best policy for rewards r is q * exp(r / TEMPERATURE)."""
 BOLTZMANN = 1 / (1 + math.exp(-1 / TEMPERATURE))
-"""Its share of the arm that pays 1, where the other pays 0 and q is even: 0.881."""
+"""Its probability of the arm that pays 1, if the other pays 0 and q is uniform: 0.881."""
 
 
 def play(loop: Loop) -> float:
-    """Two arms, the second pays 1: the share of it that RLOO settles at, from an even start."""
+    """Return RLOO's final probability of the second of two arms, which pays 1; q is uniform."""
     torch.manual_seed(0)
     chosen, count = recipe("rloo", loop), loop.samples
     logits = torch.zeros(2, requires_grad=True)
@@ -198,7 +198,7 @@ def play(loop: Loop) -> float:
         old_N = logprobs.detach()[arms_N]
         entropy_N = -(logprobs.exp() * logprobs).sum().expand(count)
         batch = Batch(ones, 0 * ones, arms_N.float(), old_N, old_N, even_N, None, loop.kl_coef)
-        given = Given(
+        inputs = LossInputs(
             old_n=old_N,
             advantages_n=chosen.advantages(batch, loop).advantages_N,
             weights_n=torch.ones(count),
@@ -208,7 +208,7 @@ def play(loop: Loop) -> float:
             reference_n=even_N,
             entropy_n=entropy_N,
         )
-        loss = chosen.policy_loss(loop)(logprobs[arms_N], given).value
+        loss = chosen.policy_loss(loop)(logprobs[arms_N], inputs).value
         (gradient,) = torch.autograd.grad(loss, logits)
         logits.data -= 1.5 * gradient
         shares.append(float(logits.detach().softmax(0)[1]))
@@ -228,7 +228,7 @@ def play(loop: Loop) -> float:
     ],
 )
 def test_a_bandit_settles_where_theory_says(knobs: dict[str, Any], settles: float) -> None:
-    """Signs and weights of KL and entropy: a factor of two would show as 0.73 or 0.98."""
+    """Signs and weights of KL and entropy: a factor of two would give 0.73 or 0.98."""
     assert play(replace(Loop(samples=2048), **knobs)) == pytest.approx(settles, abs=0.01)
 
 
@@ -251,16 +251,16 @@ def pull(name: str, loop: Loop) -> float:
         scores_N = torch.bernoulli(0.3 + 0.4 * arms_N)
         old_N, values_N = logits.detach().log_softmax(0)[arms_N], value.detach().expand(count)
         groups_N = torch.arange(count) // loop.samples
-        found = chosen.advantages(
+        estimated = chosen.advantages(
             Batch(ones, groups_N, scores_N, old_N, old_N, None, values_N), loop
         )
-        given = Given(
-            old_N, found.advantages_N, torch.ones(count), torch.arange(count), ones, totals
+        inputs = LossInputs(
+            old_N, estimated.advantages_N, torch.ones(count), torch.arange(count), ones, totals
         )
-        loss = chosen.policy_loss(loop)(logits.log_softmax(0)[arms_N], given).value
-        if found.returns_N is not None:
+        loss = chosen.policy_loss(loop)(logits.log_softmax(0)[arms_N], inputs).value
+        if estimated.returns_N is not None:
             now_N = value.expand(count)
-            loss = loss + value_loss(now_N, values_N, found.returns_N, totals, 0.2).value
+            loss = loss + value_loss(now_N, values_N, estimated.returns_N, totals, 0.2).value
         optimizer.zero_grad()
         loss.backward()
         optimizer.step()

@@ -1,4 +1,4 @@
-"""Advantages and losses beside TRL's, on the same numbers: value and gradient."""
+"""Advantages and losses compared with TRL's on the same numbers: value and gradient."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import torch
 
 from tasks.rl.algorithms import advantages, correction
 from tasks.rl.algorithms.batch import Totals
-from tasks.rl.algorithms.policy_loss import Given, PolicyLoss
+from tasks.rl.algorithms.policy_loss import LossInputs, PolicyLoss
 
 pytestmark = [pytest.mark.peers, pytest.mark.filterwarnings("ignore")]
 
@@ -20,11 +20,11 @@ LENGTHS = torch.tensor([5, 1, 8, 3, 6, 2])
 MOST = int(LENGTHS.max())
 MASK = (torch.arange(MOST) < LENGTHS[:, None]).long()
 REAL = MASK.bool()
-"""(S, L): TRL's replies are padded, ours lie end to end: `padded[REAL]`."""
+"""(S, L) mask of real tokens: TRL pads responses, ours lie end to end: `padded[REAL]`."""
 
 
-def drawn(seed: int, *, scale: float = 1.0) -> torch.Tensor:
-    """(S, L), float64."""
+def random_numbers(seed: int, *, scale: float = 1.0) -> torch.Tensor:
+    """Random numbers, (S, L) float64."""
     generator = torch.Generator().manual_seed(seed)
     return scale * torch.randn(MASK.shape, dtype=torch.float64, generator=generator)
 
@@ -34,19 +34,19 @@ Found = tuple[torch.Tensor, dict[str, float]]
 
 @dataclass(frozen=True)
 class Case:
-    """The same loss in both projects' words; `theirs` are attributes of TRL's trainer."""
+    """The same loss in both projects; `theirs` are attributes of TRL's trainer."""
 
     ours: PolicyLoss
     theirs: dict[str, Any]
     corrected: str | None = None
 
 
-OLD = -drawn(1).abs()
-NEW = OLD + drawn(2, scale=0.3)
-REFERENCE = OLD + drawn(3, scale=0.4)
-SAMPLED = OLD + drawn(4, scale=0.35)
-ENTROPY = drawn(5).abs()
-ADVANTAGES = drawn(6)[:, 0]
+OLD = -random_numbers(1).abs()
+NEW = OLD + random_numbers(2, scale=0.3)
+REFERENCE = OLD + random_numbers(3, scale=0.4)
+SAMPLED = OLD + random_numbers(4, scale=0.35)
+ENTROPY = random_numbers(5).abs()
+ADVANTAGES = random_numbers(6)[:, 0]
 
 CASES = {
     "grpo": Case(PolicyLoss(aggregate="sequences"), {"loss_type": "grpo"}),
@@ -81,7 +81,7 @@ HIGH, LOW = 1.6, 0.6
 
 
 def their_weights(mode: str) -> torch.Tensor:
-    """The lines of `GRPOTrainer._generate_and_score_completions` that make the ratio."""
+    """The ratio, as in `GRPOTrainer._generate_and_score_completions`."""
     gaps = (OLD - SAMPLED) * MASK
     if mode == "sequence_mask":
         gaps = gaps.sum(dim=1, keepdim=True)
@@ -92,7 +92,7 @@ def their_weights(mode: str) -> torch.Tensor:
 
 
 def their_loss(case: Case, new: torch.Tensor, entropy: torch.Tensor) -> Found:
-    """Value, and what TRL notes of it."""
+    """Return TRL's loss and metrics."""
     from trl import GRPOTrainer
 
     accelerator = SimpleNamespace(
@@ -137,13 +137,13 @@ def their_loss(case: Case, new: torch.Tensor, entropy: torch.Tensor) -> Found:
 
 
 def our_loss(case: Case, new: torch.Tensor, entropy: torch.Tensor) -> Found:
-    """Value and measures."""
+    """Return our loss and metrics."""
     weights = torch.ones_like(OLD[REAL])
     if case.corrected is not None:
         weights = correction.weights(
             OLD[REAL], SAMPLED[REAL], LENGTHS, kind=KINDS[case.corrected], high=HIGH, low=LOW
         )
-    given = Given(
+    inputs = LossInputs(
         old_n=OLD[REAL],
         advantages_n=advantages.spread(ADVANTAGES, LENGTHS),
         weights_n=weights,
@@ -153,12 +153,12 @@ def our_loss(case: Case, new: torch.Tensor, entropy: torch.Tensor) -> Found:
         reference_n=REFERENCE[REAL],
         entropy_n=entropy[REAL],
     )
-    found = case.ours(new[REAL], given)
-    return found.value, {name: float(value) for name, value in found.measures.items()}
+    loss = case.ours(new[REAL], inputs)
+    return loss.value, {name: float(value) for name, value in loss.measures.items()}
 
 
 def both(case: Case) -> tuple[list[torch.Tensor], list[dict[str, float]]]:
-    """Of theirs and of ours: value and gradients by log-probability and entropy; and measures."""
+    """Return value, gradients (by log-probability and entropy) and metrics of theirs and ours."""
     numbers, measures = [], []
     for compute in (their_loss, our_loss):
         new, entropy = NEW.clone().requires_grad_(), ENTROPY.clone().requires_grad_()
@@ -177,7 +177,7 @@ def test_value_gradient_and_measures(name: str) -> None:
     (theirs, ours), (noted, measured) = both(case)
     torch.testing.assert_close(ours, theirs, rtol=1e-9, atol=1e-12)
     same = {"entropy": "entropy"} | ({"kl": "kl"} if case.ours.kl_coef else {})
-    if case.ours.ratio == "token":  # theirs counts replies where the ratio is a reply's
+    if case.ours.ratio == "token":  # TRL counts responses here, since the ratio is one per response
         same |= {"clip_low_frac": "clip_ratio/low_mean", "clip_high_frac": "clip_ratio/high_mean"}
     for mine, its in same.items():
         assert measured[mine] == pytest.approx(noted[its], rel=1e-6), mine

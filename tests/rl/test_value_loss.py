@@ -1,4 +1,4 @@
-"""The critic's loss and the penalty for long replies, beside plain loops."""
+"""The critic's loss and the penalty for long responses, compared with plain loops."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def cut(x: float, limit: float) -> float:
 
 
 @pytest.mark.parametrize("clip", [None, 0.2, 1.0])
-def test_value_loss_is_its_formula(clip: float | None) -> None:
+def test_value_loss_equals_its_formula(clip: float | None) -> None:
     values, old, returns = drawn(0), drawn(1), drawn(2)
     total, decided = 0.0, 0
     for v, o, r in zip(values.tolist(), old.tolist(), returns.tolist(), strict=True):
@@ -32,15 +32,15 @@ def test_value_loss_is_its_formula(clip: float | None) -> None:
         clipped = plain if clip is None else (o + cut(v - o, clip) - r) ** 2
         total += max(plain, clipped) / 2 / 12
         decided += clipped > plain
-    found = value_loss(values, old, returns, TOTALS, clip)
-    assert float(found.value) == pytest.approx(total, rel=1e-12)
-    assert float(found.measures["value_loss"]) == pytest.approx(total, rel=1e-12)
-    assert float(found.measures["value_clip_frac"]) == pytest.approx(decided / 12, rel=1e-12)
+    actual = value_loss(values, old, returns, TOTALS, clip)
+    assert float(actual.value) == pytest.approx(total, rel=1e-12)
+    assert float(actual.measures["value_loss"]) == pytest.approx(total, rel=1e-12)
+    assert float(actual.measures["value_clip_frac"]) == pytest.approx(decided / 12, rel=1e-12)
     assert (decided > 0) == (clip is not None)
 
 
 @pytest.mark.parametrize("clip", [None, 0.2])
-def test_gradient_is_that_of_finite_differences(clip: float | None) -> None:
+def test_gradient_equals_finite_differences(clip: float | None) -> None:
     old, returns = drawn(1), drawn(2)
     values = drawn(0).requires_grad_()
     assert torch.autograd.gradcheck(
@@ -48,7 +48,7 @@ def test_gradient_is_that_of_finite_differences(clip: float | None) -> None:
     )
 
 
-def test_rows_add_up() -> None:
+def test_losses_of_rows_add_up() -> None:
     values, old, returns = drawn(0), drawn(1), drawn(2)
     whole = value_loss(values, old, returns, TOTALS, 0.2)
     parts = [
@@ -70,11 +70,11 @@ def test_explained_variance() -> None:
     assert explained_variance(values, torch.ones(COUNT)) == 0.0
 
 
-def test_overlong_replies_lose_evenly_from_where_the_buffer_begins() -> None:
+def test_the_overlong_penalty_grows_linearly_in_the_buffer() -> None:
     """Limit 20, buffer 8: eq. 13 of arXiv:2503.14476, times 2."""
     lengths = torch.tensor([1, 12, 13, 16, 19, 20])
-    found = overlong.penalty(lengths, limit=20, buffer=8, most=2.0)
-    assert found.tolist() == [0.0, 0.0, -0.25, -1.0, -1.75, -2.0]
+    actual = overlong.penalty(lengths, limit=20, buffer=8, most=2.0)
+    assert actual.tolist() == [0.0, 0.0, -0.25, -1.0, -1.75, -2.0]
 
 
 def test_without_a_buffer_there_is_no_penalty() -> None:

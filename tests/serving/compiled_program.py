@@ -1,9 +1,9 @@
-"""A training rank whose engine compiles as on a GPU, or does not.
+"""Program of one training rank whose engine compiles as on a GPU, or does not.
 
 python -m tests.serving.compiled_program JOB.json yes|no
 
-A CPU's engine takes `enforce_eager=False` and inductor, and no CUDA graphs. Sampled tokens go to
-`OUT/answer.json`, with the number of graphs that dynamo made.
+A CPU engine supports `enforce_eager=False` and inductor, but no CUDA graphs. The sampled tokens and
+the number of graphs that dynamo made are written to `OUT/answer.json`.
 """
 
 from __future__ import annotations
@@ -16,10 +16,10 @@ from unittest.mock import patch
 from tasks.process import block_unused_imports as lean
 
 
-def as_on_gpu(said: Any = lean.compiles) -> bool:
-    """Decide as a rank with a GPU does."""
+def as_on_gpu(shipped: Any = lean.compiles) -> bool:
+    """Make the decisions of a rank with a GPU."""
     with patch.object(lean, "on_gpu", lambda: True):
-        return bool(said())
+        return bool(shipped())
 
 
 if sys.argv[-1] == "yes":

@@ -24,19 +24,19 @@ def served(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="session")
 def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A model folder with the same tensors and other weights."""
+    """A model folder with the same tensor names and other weights."""
     return write_model(tmp_path_factory.mktemp("models") / "base", seed=2)
 
 
 @pytest.fixture(scope="session")
 def probes(served: Path) -> list[list[int]]:
-    """The conversations as training sees them, answers included."""
+    """The conversations as training sees them, with answers."""
     from transformers import AutoTokenizer
 
     tokenizer = AutoTokenizer.from_pretrained(served, local_files_only=True)
     return [
-        tokenizer.apply_chat_template(one, tokenize=True, return_dict=False)
-        for one in CONVERSATIONS
+        tokenizer.apply_chat_template(messages, tokenize=True, return_dict=False)
+        for messages in CONVERSATIONS
     ]
 
 
@@ -44,7 +44,7 @@ def probes(served: Path) -> list[list[int]]:
 def trained(
     served: Path, probes: list[list[int]], tmp_path_factory: pytest.TempPathFactory
 ) -> Path:
-    """What training leaves that is needed here: the live fingerprint."""
+    """The part of a training artifact that smoke_eval reads: the live fingerprint."""
     folder = tmp_path_factory.mktemp("trained")
     live_fingerprint(load(served), probes).save(folder / "fingerprint.fp")
     return folder
@@ -65,16 +65,16 @@ def scorer(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ReferenceScorer
     """One warm reference child for all tests."""
     log_path = tmp_path_factory.mktemp("logs") / "reference.log"
     log = logging.getLogger("tests.serving")
-    with ReferenceScorer(log=log, log_path=log_path, timeout_s=240) as one:
-        one.warm()
-        yield one
+    with ReferenceScorer(log=log, log_path=log_path, timeout_s=240) as scorer_:
+        scorer_.warm()
+        yield scorer_
 
 
 @pytest.fixture
 def smoke(
     served: Path, base: Path, data: Path, trained: Path, scorer: ReferenceScorer, tmp_path: Path
 ) -> Callable[..., StageReport]:
-    """smoke_eval of `served` against `base` in `tmp_path / "out"`; arguments replace."""
+    """Run smoke_eval of `served` against `base` in `tmp_path / "out"`; arguments override."""
 
     def call(**changes: Any) -> StageReport:
         arguments: dict[str, Any] = {
@@ -91,7 +91,7 @@ def smoke(
 
 @pytest.fixture
 def altered(served: Path, tmp_path: Path) -> Callable[[float], Path]:
-    """Copies of the served folder in which one layer's weights are scaled."""
+    """Copies of the served folder with scaled weights in one layer."""
     from safetensors.torch import load_file, save_file
 
     def make(factor: float) -> Path:

@@ -1,6 +1,6 @@
-"""A GPU for torch's CPU build: NVML, and a driver that no fork survives.
+"""A stand-in for a GPU with torch's CPU build: NVML, and a driver that does not survive a fork.
 
-Only what is at the bottom is replaced. Who asks for what, and when, is the libraries' own code.
+Only the lowest layer is replaced, so the libraries' own code decides when CUDA is initialised.
 """
 
 from __future__ import annotations
@@ -11,8 +11,8 @@ from types import SimpleNamespace
 from typing import Any
 
 STARTS, LOST = "PLUMBLINE_TEST_STARTS", "PLUMBLINE_TEST_LOST"
-"""Variables: a file that gets a line for each process that starts; CUDA is initialised by each, but
-for those that are to work without a fork."""
+"""Variables: a file that gets a line per started process; initialise CUDA in every process except
+those that have to work without a fork."""
 _process = {"initialised": False, "lost": False}
 
 
@@ -40,7 +40,7 @@ def install() -> None:
 
 
 def start() -> None:
-    """Install it as a process starts: from `sitecustomize`."""
+    """Install the stand-in when a process starts: from `sitecustomize`."""
     install()
     with open(os.environ[STARTS], "a") as file:
         file.write(" ".join(sys.orig_argv) + "\n")

@@ -1,4 +1,4 @@
-"""Tiny real models: Qwen2 with a byte-level BPE and a chat template, made on the spot."""
+"""Tiny real models made on the spot: Qwen2 with a byte-level BPE tokenizer and a chat template."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def write_tokenizer(folder: Path) -> int:
 
 
 def write_model(folder: Path, seed: int) -> Path:
-    """Write a whole model folder. Weights are scaled up, so that answers differ by prompt."""
+    """Write a model folder. Weights are scaled up, so that responses differ by prompt."""
     import torch
     from transformers import Qwen2Config, Qwen2ForCausalLM
 
@@ -75,7 +75,7 @@ def write_model(folder: Path, seed: int) -> Path:
 
 
 def live_fingerprint(model: Any, probes: list[list[int]]) -> Fingerprint:
-    """The fingerprint as a training engine takes it: each probe alone, the whole vocabulary."""
+    """Return the fingerprint as a training engine takes it: each probe alone, full vocabulary."""
     import torch
 
     with torch.no_grad():
@@ -93,7 +93,7 @@ def live_fingerprint(model: Any, probes: list[list[int]]) -> Fingerprint:
 
 
 def load(folder: Path) -> Any:
-    """The model in this process."""
+    """Load the model in this process."""
     import torch
     from transformers import AutoModelForCausalLM
 

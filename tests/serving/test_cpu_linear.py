@@ -45,7 +45,7 @@ def test_inputs_of_three_dimensions() -> None:
 
 @pytest.mark.parametrize("remove", [True, False])
 def test_a_layer_of_a_model(utils: Any, monkeypatch: pytest.MonkeyPatch, remove: bool) -> None:
-    """vLLM frees the weight afterwards; other dtypes go through its own function."""
+    """vLLM frees the weight afterwards; other dtypes use vLLM's own function."""
     monkeypatch.setattr(cpu_linear, "slow_bf16", lambda: True)
     assert use_fp32_products()
     layer = torch.nn.Linear(32, 32, bias=False, dtype=torch.bfloat16)
@@ -56,9 +56,9 @@ def test_a_layer_of_a_model(utils: Any, monkeypatch: pytest.MonkeyPatch, remove:
     kept.data.zero_()
     ones = torch.ones(1, 32, dtype=torch.bfloat16)
     assert layer.cpu_linear(ones, layer.weight, None).tolist() == [[32.0] * 32]
-    other = torch.nn.Linear(32, 32, bias=False)
-    utils.dispatch_cpu_unquantized_gemm(other, False)
-    assert other.cpu_linear.__module__ == utils.__name__
+    fp32_layer = torch.nn.Linear(32, 32, bias=False)
+    utils.dispatch_cpu_unquantized_gemm(fp32_layer, False)
+    assert fp32_layer.cpu_linear.__module__ == utils.__name__
 
 
 def test_vllm_runs_as_shipped_on_a_gpu(utils: Any, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,4 +1,4 @@
-"""What a served policy draws: read, compared with the model before, scored."""
+"""Sampled responses of a served policy in smoke_eval: texts, train-inference mismatch, rewards."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ from tests.settings import smoke_settings
 
 NEW = 12
 SETTINGS = smoke_settings(max_new_tokens=NEW, min_stop_rate=0.0, max_degenerate_rate=1.0)
-ASKED = [{"messages": one} for one in CONVERSATIONS]
+ROWS = [{"messages": messages} for messages in CONVERSATIONS]
 
 
 @pytest.fixture
 def run(smoke: Callable[..., StageReport]) -> Callable[..., StageReport]:
-    """smoke_eval of a policy: with draws as in its rollouts; arguments replace."""
+    """Run smoke_eval of a policy with its rollout temperature; arguments override."""
     return partial(smoke, settings=SETTINGS, temperature=1.0)
 
 
@@ -44,13 +44,13 @@ def judge(served: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def replies(scorer: ReferenceScorer, folder: Path) -> list[list[int]]:
-    """What the native engine draws."""
-    prompts = scorer.encode(folder, ASKED).tokens
+    """Responses sampled by the transformers engine."""
+    prompts = scorer.encode(folder, ROWS).tokens
     how: dict[str, Any] = {"max_new_tokens": NEW, "temperature": 1.0, "eos": [END]}
     return scorer.sample(ModelRef(folder), prompts, **how).tokens
 
 
-def test_distance_and_scores_are_those_of_the_very_ids(
+def test_distance_and_rewards_are_those_of_the_sampled_ids(
     run: Callable[..., StageReport],
     scorer: ReferenceScorer,
     served: Path,
@@ -59,7 +59,7 @@ def test_distance_and_scores_are_those_of_the_very_ids(
 ) -> None:
     metrics = run(reward=judge).metrics
     require_distance(metrics, scorer, served, base)
-    prompts = scorer.encode(served, ASKED).tokens
+    prompts = scorer.encode(served, ROWS).tokens
     for when, folder in (("before", base), ("after", served)):
         texts = [[*p, *r] for p, r in zip(prompts, replies(scorer, folder), strict=True)]
         scores = scorer.rewards(ModelRef(judge), texts)
@@ -71,12 +71,12 @@ def test_distance_and_scores_are_those_of_the_very_ids(
 def require_distance(
     metrics: Mapping[str, float], scorer: ReferenceScorer, served: Path, base: Path
 ) -> None:
-    """By both models' own probabilities."""
+    """Check the reported distance with both models' own log-probabilities."""
     import torch
 
     total, count = 0.0, 0
     models = [load(served), load(base)]
-    prompts = scorer.encode(served, ASKED).tokens
+    prompts = scorer.encode(served, ROWS).tokens
     for prompt, reply in zip(prompts, replies(scorer, served), strict=True):
         ids = torch.tensor([[*prompt, *reply]])
         with torch.no_grad():
@@ -89,13 +89,15 @@ def require_distance(
     assert 0 < metrics["drawn/kl_error"] < metrics["drawn/kl"]
 
 
-def test_a_model_is_nowhere_from_itself(run: Callable[..., StageReport], served: Path) -> None:
+def test_the_distance_of_a_model_to_itself_is_zero(
+    run: Callable[..., StageReport], served: Path
+) -> None:
     metrics = run(base=served).metrics
     assert metrics["drawn/kl"] == metrics["drawn/kl_error"] == 0.0
     assert metrics["drawn/before"] == metrics["drawn/after"]
 
 
-def test_draws_are_read_beside_greedy_answers(
+def test_sampled_texts_are_reported_beside_greedy_ones(
     run: Callable[..., StageReport], tmp_path: Path
 ) -> None:
     report = run(temperature=0.01)
@@ -111,7 +113,7 @@ def test_draws_are_read_beside_greedy_answers(
 
 
 @pytest.mark.slow
-def test_vllm_draws_too(run: Callable[..., StageReport], judge: Path) -> None:
+def test_vllm_samples_too(run: Callable[..., StageReport], judge: Path) -> None:
     settings = replace(SETTINGS, eval_samples=len(WORDS))
     report = run(engine="vllm", reward=judge, settings=settings)
     assert {"drawn/kl", "drawn/after", "scored/after"} <= set(report.metrics)

@@ -1,4 +1,4 @@
-"""What the plan says of vLLM's cache is what vLLM makes of it."""
+"""The plan's estimate of vLLM's KV cache equals vLLM's own number."""
 
 from __future__ import annotations
 
@@ -24,22 +24,22 @@ print("cache:" + json.dumps([cache.num_gpu_blocks, cache.block_size]))
 """
 
 
-def test_numbers_that_two_places_know() -> None:
+def test_constants_in_two_files_agree() -> None:
     assert HEADROOM == THEIRS
     source = (Path(__file__).parents[2] / "tasks" / "serving" / "vllm" / "child.py").read_text()
     assert f"max_num_seqs={AT_ONCE}," in source
 
 
 @pytest.mark.slow
-def test_vllm_finds_room_for_as_many_tokens(tmp_path: Path, served: Path) -> None:
+def test_vllm_allocates_the_estimated_number_of_tokens(tmp_path: Path, served: Path) -> None:
     env = os.environ | environment(1, None) | {"TORCHDYNAMO_DISABLE": "1"}
     done = subprocess.run(
         [sys.executable, "-c", ASK, str(served)],
         env=env, cwd=tmp_path, capture_output=True, text=True, timeout=280,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr[-2000:]
-    said = next(line for line in done.stdout.splitlines() if line.startswith("cache:"))
-    blocks, size = json.loads(said.removeprefix("cache:"))
+    line_ = next(line for line in done.stdout.splitlines() if line.startswith("cache:"))
+    blocks, size = json.loads(line_.removeprefix("cache:"))
     settings = compose_config(["smoke.max_model_len=128"]).settings
     config = json.loads((served / "config.json").read_text())
     ours = engine_memory(config, settings, gpu_bytes=None)

@@ -1,4 +1,4 @@
-"""Start of an engine in a training rank: compiled on a GPU, and on a CPU without the compiler."""
+"""Start of an engine in a training rank: with compilation on a GPU, without on a CPU."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ SCORER = {**TRAINER, "reward": {"engine": "vllm"}}
 
 
 class Started(Exception):
-    """The rank's process has been made lean."""
+    """Raised once the rank's process is prepared."""
 
 
 @pytest.mark.parametrize(
@@ -62,7 +62,7 @@ def written(folder: Path, base: Path, online: dict[str, Any]) -> Path:
 
 @pytest.mark.slow
 def test_an_engine_compiles_in_a_rank(served: Path, tmp_path: Path) -> None:
-    """Before, vLLM ended in "aot_compile is not supported by the current configuration"."""
+    """vLLM used to fail here with "aot_compile is not supported by the current configuration"."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = str(free.getsockname()[1])

@@ -1,4 +1,4 @@
-"""Forks of warm processes on a machine with a GPU, by a stand-in for the device."""
+"""Forks of warm processes on a machine with a GPU, with a stand-in for the device."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ print("initialised", cuda_stand_in.initialised(), "GPU", torch.accelerator.is_av
 
 @pytest.fixture
 def starts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Have each process start with CUDA initialised; returns the file that lists them."""
+    """Initialise CUDA in every new process; return the file that lists the processes."""
     place = tmp_path / "site"
     place.mkdir()
     line = "from tests.serving import cuda_stand_in; cuda_stand_in.start()"
@@ -73,9 +73,7 @@ def starts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path / "starts"
 
 
-def test_a_job_gets_a_process_of_its_own_where_a_fork_has_lost_cuda(
-    starts: Path, tmp_path: Path
-) -> None:
+def test_a_job_gets_a_new_process_if_a_fork_has_lost_cuda(starts: Path, tmp_path: Path) -> None:
     (tmp_path / "site" / "vllm.py").write_text(ENGINE)
     served = tmp_path / "served"
     served.mkdir()
@@ -84,13 +82,13 @@ def test_a_job_gets_a_process_of_its_own_where_a_fork_has_lost_cuda(
         for name, n in (("first", 3), ("second", 5))
     ]
     results = run_vllm(jobs, EngineSettings(), log=LOG, log_path=tmp_path / "log")
-    assert [one["rewards"] for one in results] == [[3.0], [5.0]]
+    assert [result["rewards"] for result in results] == [[3.0], [5.0]]
     alone = [line.split()[-1] for line in starts.read_text().splitlines() if "--alone" in line]
     assert alone == [str(tmp_path / name / "job.json") for name in ("first", "second")]
 
 
 @pytest.mark.slow
-def test_a_request_gets_a_process_of_its_own_where_a_fork_has_lost_cuda(
+def test_a_request_gets_a_new_process_if_a_fork_has_lost_cuda(
     starts: Path, served: Path, tmp_path: Path
 ) -> None:
     with ReferenceScorer(log=LOG, log_path=tmp_path / "log", threads=1, timeout_s=240) as scorer:

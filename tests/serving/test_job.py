@@ -1,4 +1,4 @@
-"""How vLLM's child is started."""
+"""Environment and time limit of the vLLM child."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ import pytest
 
 from tasks.delivery.engine import EngineSettings
 from tasks.evaluation import vllm_jobs
-from tasks.rl.rollout.engines import seconds_for
+from tasks.rl.rollout.engines import rollout_time_limit
 from tasks.serving.vllm import guest, job
 from tests.settings import Rollout
 
@@ -37,7 +37,7 @@ def test_workers_on_a_cpu_share_the_cores_and_need_no_numa_nodes(
 def test_large_weights_get_more_time(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, gpu: bool, seconds: int
 ) -> None:
-    """200 GB in all, files without a byte on the disk."""
+    """200 GB in sparse files."""
     monkeypatch.setattr(job, "has_gpu", lambda: gpu)
     assert job.time_limit([tmp_path]) == 900
     for name in ("model-1.safetensors", "pytorch_model.bin", "tokenizer.json"):
@@ -50,22 +50,22 @@ def test_large_weights_get_more_time(
 def test_a_time_limit_that_is_set_wins(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, setting: float | None, seconds: float
 ) -> None:
-    asked: dict[str, Any] = {}
-    monkeypatch.setattr(vllm_jobs, "launch", lambda *_, **how: asked.update(how))
+    options: dict[str, Any] = {}
+    monkeypatch.setattr(vllm_jobs, "launch", lambda *_, **how: options.update(how))
     how = EngineSettings(timeout_s=setting)
     with pytest.raises(FileNotFoundError):  # nothing has answered
         vllm_jobs.run_vllm(
             [job.Job(str(tmp_path), str(tmp_path / "out"), [[1]], 1, 8)], how,
             log=logging.getLogger("test"), log_path=tmp_path / "log",
         )  # fmt: skip
-    assert asked["timeout_s"] == seconds
+    assert options["timeout_s"] == seconds
     policy: Any = SimpleNamespace(job=SimpleNamespace(base=tmp_path))
-    assert seconds_for(Rollout(timeout_s=setting), policy) == seconds
+    assert rollout_time_limit(Rollout(timeout_s=setting), policy) == seconds
 
 
 @pytest.mark.slow
 def test_an_engine_on_a_gpu_starts_without_nvcc() -> None:
-    """vLLM's own rule, on what it takes for a CUDA platform, in the environment of its child."""
+    """vLLM's own rule, on a simulated CUDA platform, in the environment of its child."""
     rule = (
         "from vllm.v1.sample.ops import topk_topp_sampler as ours;"
         "from types import SimpleNamespace as Platform;"

@@ -1,4 +1,4 @@
-"""4-bit layers compute what they were loaded with: before, in and after an evaluation."""
+"""4-bit layers compute with the weights that were loaded: before, during, after an evaluation."""
 
 from __future__ import annotations
 
@@ -16,15 +16,15 @@ NF4 = {"type": "nf4", "double_quant": True, "compute_dtype": "bfloat16"}
 def linears(model: Any) -> dict[str, Any]:
     from bitsandbytes.nn import Linear4bit
 
-    return {name: one for name, one in model.named_modules() if isinstance(one, Linear4bit)}
+    return {name: layer for name, layer in model.named_modules() if isinstance(layer, Linear4bit)}
 
 
 def values(model: Any) -> dict[str, Any]:
     from bitsandbytes.functional import dequantize_4bit
 
     return {
-        name: dequantize_4bit(one.weight.data, one.weight.quant_state).clone()
-        for name, one in linears(model).items()
+        name: dequantize_4bit(layer.weight.data, layer.weight.quant_state).clone()
+        for name, layer in linears(model).items()
     }
 
 
@@ -58,7 +58,7 @@ def test_an_evaluation_changes_no_weight_and_stops_no_gradient(
 
 
 def test_bitsandbytes_still_repacks(served: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What this is for. Should it end, `tasks/weights/quantized/bnb_no_repack.py` can go."""
+    """If this fails, `tasks/weights/quantized/bnb_no_repack.py` is no longer needed."""
     import torch
     from bitsandbytes.nn import Linear4bit
 

@@ -64,8 +64,8 @@ def matrices(seed: int, rank: int) -> tuple[tuple[torch.Tensor, ...], tuple[torc
     return firsts, tuple(random(SLOTS, 1, width, rank) / rank**0.5 for width in PARTS)
 
 
-def asked(wrapper: Any, slots: Sequence[int], *, prefill: bool) -> None:
-    """Each token's adapter, as vLLM tells it; -1: none."""
+def set_adapters(wrapper: Any, slots: Sequence[int], *, prefill: bool) -> None:
+    """Each token's adapter index as vLLM passes it; -1: none."""
     from vllm.lora.layers import LoRAMapping
 
     ids = tuple(slot + 1 for slot in slots)
@@ -81,13 +81,13 @@ def check(
     prefill: bool = False,
     untrained: Sequence[int] = (),
 ) -> None:
-    """What the wrapper adds is, token by token, what its adapter makes of it."""
+    """Check what the wrapper adds to each token."""
     firsts, seconds = matrices(0, rank)
     for part in untrained:
         seconds[part].zero_()
     x = torch.randn(len(slots), WIDE, generator=torch.Generator().manual_seed(9)).to(torch.bfloat16)
     y = torch.ones(len(slots), sum(PARTS), dtype=torch.bfloat16)
-    asked(wrapper, slots, prefill=prefill)
+    set_adapters(wrapper, slots, prefill=prefill)
     wrapper.add_lora_linear(y, x, firsts, seconds, 0.5, PARTS)
     for token, slot in enumerate(slots):
         made = torch.zeros(sum(PARTS), dtype=torch.float64)
@@ -121,7 +121,7 @@ def test_the_head(wrapper: Any) -> None:
     (first, *_), (second, *_) = matrices(3, RANKS[1])
     hidden = torch.randn(5, WIDE, generator=torch.Generator().manual_seed(2)).to(torch.bfloat16)
     logits = torch.ones(5, PARTS[0] - 2)
-    asked(wrapper, [1] * 5, prefill=False)
+    set_adapters(wrapper, [1] * 5, prefill=False)
     wrapper.add_lora_logits(logits, hidden, first, second, 1.0)
     made = hidden.double() @ first[1, 0].double().t() @ second[1, 0].double().t()
     expected = 1 + made[:, : PARTS[0] - 2]
@@ -161,14 +161,14 @@ def test_a_second_engine_changes_nothing(lora_ops: Any) -> None:
 
 
 def test_another_adapter_in_the_same_place(wrapper: Any) -> None:
-    """vLLM copies the next one over it, and tells nobody."""
+    """vLLM copies the next adapter over it without notice."""
     firsts, seconds = matrices(1, RANKS[1])
     x = torch.ones(3, WIDE, dtype=torch.bfloat16)
-    asked(wrapper, [0] * 3, prefill=False)
+    set_adapters(wrapper, [0] * 3, prefill=False)
     for _ in range(2):
         y = torch.zeros(3, sum(PARTS), dtype=torch.bfloat16)
         wrapper.add_lora_linear(y, x, firsts, seconds, 1.0, PARTS)
         seen = y.clone()
-        for one in seconds:
-            one.zero_()
+        for tensor in seconds:
+            tensor.zero_()
     assert seen.abs().max() == 0

@@ -29,7 +29,7 @@ def test_fingerprint_equals_the_live_one_bit_for_bit(
     assert drift(live, Fingerprint.load(tmp_path / "new.fp")).mean_kl == 0.0
 
 
-def test_ids_of_the_reference_are_kept(
+def test_the_ids_of_the_reference_are_used(
     scorer: ReferenceScorer, served: Path, trained: Path, tmp_path: Path
 ) -> None:
     live = Fingerprint.load(trained / "fingerprint.fp")
@@ -48,7 +48,7 @@ def test_quantised_base_with_an_adapter(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """The way QLoRA trained it: NF4 base, bf16 adapter, unmerged; the ranks' way to multiply."""
+    """As in QLoRA training: NF4 base, bf16 adapter, unmerged, with the ranks' matrix products."""
     import torch
 
     monkeypatch.setattr(torch.nn.functional, "linear", torch.nn.functional.linear)
@@ -89,9 +89,11 @@ def test_greedy_equals_generate(scorer: ReferenceScorer, served: Path) -> None:
 
     prompts = scorer.encode(served, [{"messages": m} for m in CONVERSATIONS[:3]])
     assert prompts.eos == [END]
-    found = scorer.greedy(ModelRef(served), prompts.tokens, max_new_tokens=6, eos=prompts.eos)
+    generated = scorer.greedy(ModelRef(served), prompts.tokens, max_new_tokens=6, eos=prompts.eos)
     model = load(served)
-    for prompt, tokens, steps in zip(prompts.tokens, found.tokens, found.candidates, strict=True):
+    for prompt, tokens, steps in zip(
+        prompts.tokens, generated.tokens, generated.candidates, strict=True
+    ):
         out = model.generate(torch.tensor([prompt]), do_sample=False, max_new_tokens=6)
         assert tokens == out[0, len(prompt) :].tolist()
         assert [max(step, key=lambda pair: pair[1])[1] for step in steps] == [
@@ -148,8 +150,8 @@ def test_a_tokenizer_without_chat_template_borrows_one_only_when_told(
     assert borrowed.tokens == scorer.encode(served, rows).tokens
 
 
-def test_a_crash_is_an_answer(served: Path, trained: Path, tmp_path: Path) -> None:
-    """A fork that dies says nothing; its status is what the asker learns."""
+def test_a_crash_is_reported(served: Path, trained: Path, tmp_path: Path) -> None:
+    """A fork that dies sends nothing; its status is reported."""
     import signal
 
     from tasks.serving.reference import child as reference
@@ -171,7 +173,7 @@ def test_a_crash_is_an_answer(served: Path, trained: Path, tmp_path: Path) -> No
 def test_an_unknown_request_names_itself(tmp_path: Path) -> None:
     log = logging.getLogger("tests.serving")
     with (
-        ReferenceScorer(log=log, log_path=tmp_path / "log", timeout_s=240) as one,
+        ReferenceScorer(log=log, log_path=tmp_path / "log", timeout_s=240) as scorer,
         pytest.raises(StageProcessError, match="KeyError: 'juggle'"),
     ):
-        one._ask("juggle")
+        scorer._ask("juggle")

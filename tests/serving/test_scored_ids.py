@@ -1,4 +1,4 @@
-"""Fingerprints by vLLM ask for the reference's ids, and not for the whole vocabulary."""
+"""Fingerprints by vLLM request the reference's token ids, not the whole vocabulary."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ WIDTH, PROBES = 151_936, ((5, 6, 7, 8, 9), (3, 2, 1))
 
 
 class Engine:
-    """vLLM with a runner of either kind, whose model gives each position random logits."""
+    """vLLM with a runner of either kind, whose model returns random logits."""
 
     def __init__(self, *, second: bool) -> None:
         from vllm.v1.sample.sampler import Sampler
@@ -36,7 +36,7 @@ class Engine:
         return [work(worker, *args)]
 
     def generate(self, prompts: list[Any], params: Any, use_tqdm: bool) -> list[Any]:
-        (prompt,) = (tuple(one["prompt_token_ids"]) for one in prompts)
+        (prompt,) = (tuple(prompt_["prompt_token_ids"]) for prompt_ in prompts)
         params._validate_logprobs(self.llm_engine.model_config)
         assert params.prompt_logprobs == int(self.second), "each would be a Python object"
         table, own, scores = self.logprobs[prompt], torch.tensor(prompt[1:]), None
@@ -61,8 +61,8 @@ def test_ids_of_a_large_vocabulary(*, second: bool) -> None:
     table = torch.cat(list(engine.logprobs.values()))
     ids = np.random.default_rng(0).integers(0, WIDTH, (len(table), 512)).astype(np.int32)
     zeros = np.zeros((len(ids), 512), np.float32)
-    asked = Fingerprint(PROBES, ids, zeros, ids[:, 0], "deepspeed")
-    scored = fingerprint(engine, asked)
+    reference = Fingerprint(PROBES, ids, zeros, ids[:, 0], "deepspeed")
+    scored = fingerprint(engine, reference)
     assert (scored.engine, scored.probes) == ("vllm", PROBES)
     assert np.array_equal(scored.ids, ids)
     assert np.array_equal(scored.logprobs, np.take_along_axis(table.numpy(), ids, axis=1))
@@ -72,6 +72,6 @@ def test_ids_of_a_large_vocabulary(*, second: bool) -> None:
 
 def test_an_id_that_vllm_does_not_have() -> None:
     ids = np.full((6, 2), WIDTH, np.int32)
-    asked = Fingerprint(PROBES, ids, np.zeros((6, 2), np.float32), ids[:, 0], "deepspeed")
+    reference = Fingerprint(PROBES, ids, np.zeros((6, 2), np.float32), ids[:, 0], "deepspeed")
     with pytest.raises(ValueError, match=f"scores {WIDTH}"):
-        fingerprint(Engine(second=False), asked)
+        fingerprint(Engine(second=False), reference)

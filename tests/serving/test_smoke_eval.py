@@ -26,7 +26,7 @@ CALM = Drift(mean_kl=0.0, p95_kl=0.0, max_kl=0.0, top1_agreement=1.0, cosine=1.0
 
 @pytest.fixture
 def run(smoke: Callable[..., StageReport]) -> Callable[..., StageReport]:
-    """smoke_eval with everything in place; arguments replace."""
+    """Run smoke_eval with everything in place; arguments override."""
     return partial(smoke, settings=LENIENT, history={"merge": CALM, "convert": CALM})
 
 
@@ -56,8 +56,10 @@ def test_vllm_serves_the_trained_model(
 
     # The base is served in an engine of its own; it has to answer as the base does.
     prompts = scorer.encode(base, [{"messages": m} for m in CONVERSATIONS])
-    said = scorer.greedy(ModelRef(base), prompts.tokens, max_new_tokens=NEW, eos=[END])
-    agreement = compare_greedy([row["tokens_before"] for row in rows], said.tokens, said.candidates)
+    generated = scorer.greedy(ModelRef(base), prompts.tokens, max_new_tokens=NEW, eos=[END])
+    agreement = compare_greedy(
+        [row["tokens_before"] for row in rows], generated.tokens, generated.candidates
+    )
     assert not agreement.differences
     assert all(row["before"] != row["after"] for row in rows)
 
@@ -66,9 +68,9 @@ def test_a_changed_layer_is_refused_and_placed(
     run: Callable[..., StageReport], altered: Callable[[float], Path]
 ) -> None:
     report = run(served=altered(3.0))
-    ok, found = verdict(report, "drift")
+    ok, text = verdict(report, "drift")
     assert not ok
-    assert "drift appeared at: the served folder" in found
+    assert "drift appeared at: the served folder" in text
     assert report.notes["drift_appeared_at"].startswith("the served folder")
 
 
@@ -77,9 +79,9 @@ def test_a_stage_whose_record_shows_it_is_blamed(
 ) -> None:
     moved = {**CALM, "mean_kl": 0.3}
     history = {"gather": CALM, "merge": moved, "convert": moved}
-    ok, found = verdict(run(served=altered(3.0), history=history), "drift")
+    ok, text = verdict(run(served=altered(3.0), history=history), "drift")
     assert not ok
-    assert found.endswith("drift appeared at: merge")
+    assert text.endswith("drift appeared at: merge")
 
 
 def test_when_the_folder_is_as_trained_the_engine_is_blamed(
@@ -106,9 +108,9 @@ def test_the_native_engine_gives_the_very_numbers(run: Callable[..., StageReport
 
 def test_text_that_does_not_stop_is_refused(run: Callable[..., StageReport]) -> None:
     report = run(settings=replace(LENIENT, min_stop_rate=0.9))
-    ok, found = verdict(report, "answers that stop")
+    ok, text = verdict(report, "answers that stop")
     assert not ok  # a model of random weights hardly ever says EOS
-    assert found.endswith("of 8")
+    assert text.endswith("of 8")
 
 
 def test_a_stray_value_head_is_reported_before_anything_is_loaded(
@@ -154,7 +156,7 @@ def test_prompts_without_room_are_left_out_and_counted(
 
 
 def prompts_in(folder: Path, *, answered: int) -> Path:
-    """Rows of kind `prompts`, of which the first so many have a reference answer."""
+    """Write rows of kind `prompts`; the first `answered` of them have a reference answer."""
     lines = []
     for number, (question, answer) in enumerate(CONVERSATIONS):
         messages = [question, answer] if number < answered else [question]
@@ -176,7 +178,7 @@ def test_prompts_without_answers_are_judged_on_all_but_exact_match(
     text = (tmp_path / "out" / "generations.jsonl").read_text()
     rows = [json.loads(line) for line in text.splitlines()]
     assert [row["expected"] for row in rows] == [None] * len(WORDS)
-    assert [row["messages"] for row in rows] == [[one[0]] for one in CONVERSATIONS]
+    assert [row["messages"] for row in rows] == [[messages[0]] for messages in CONVERSATIONS]
 
 
 def test_of_mixed_rows_those_with_answers_are_compared(
@@ -192,6 +194,6 @@ def test_of_mixed_rows_those_with_answers_are_compared(
 
 
 def test_a_difference_is_no_tie() -> None:
-    """Guards the guard: with far-off logits another token is a difference."""
+    """With very different logits, another token is a difference."""
     compared = compare_greedy([[1]], [[2]], [[[(2, 9.0), (1, 8.0)]]])
     assert (compared.equal, compared.ties, len(compared.differences)) == (0, 0, 1)

@@ -36,7 +36,7 @@ def test_a_loop_is_found_wherever_it_stands(
 
 
 def has_a_loop(tokens: list[int]) -> bool:
-    """The definition itself: some block, so often in a row, over so many tokens."""
+    """The definition itself: a block repeated often enough over enough tokens."""
     for block in range(1, MAX_BLOCK + 1):
         repeats = max(LOOP_REPEATS, -(-LOOP_TOKENS // block))
         for start in range(len(tokens) - block * repeats + 1):

@@ -10,7 +10,7 @@ STEPS = [[(4, 16.0), (5, 15.9), (6, 15.0)], [(7, 3.0), (8, 1.0)]]
 
 
 @pytest.mark.parametrize(
-    ("found", "verdict"),
+    ("tokens", "verdict"),
     [
         ([4, 7], Agreement(1, 0, ())),
         ([4, 7, 1, 1], Agreement(1, 0, ())),
@@ -21,8 +21,8 @@ STEPS = [[(4, 16.0), (5, 15.9), (6, 15.0)], [(7, 3.0), (8, 1.0)]]
         ([4], Agreement(0, 0, ("prompt 0: token 1 is [], expected [7]",))),
     ],
 )
-def test_compare_greedy(found: list[int], verdict: Agreement) -> None:
-    assert compare_greedy([found], [[4, 7]], [STEPS]) == verdict
+def test_compare_greedy(tokens: list[int], verdict: Agreement) -> None:
+    assert compare_greedy([tokens], [[4, 7]], [STEPS]) == verdict
 
 
 def test_a_finer_dtype_has_narrower_ties() -> None:
@@ -36,11 +36,11 @@ def test_what_lies_within_the_engines_noise_is_a_tie() -> None:
 
 def test_the_noise_is_that_of_the_lead_where_the_engines_differ_most() -> None:
     ids = np.array([[3, 4, 5], [3, 4, 5]], np.int32)
-    one = np.array([[-0.1, -3.0, -4.0], [-1.0, -0.5, -9.0]], np.float32)
-    other = one + np.array([[0.0, 0.25, 7.0], [0.5, 0.0, 0.0]], np.float32)
+    first = np.array([[-0.1, -3.0, -4.0], [-1.0, -0.5, -9.0]], np.float32)
+    second = first + np.array([[0.0, 0.25, 7.0], [0.5, 0.0, 0.0]], np.float32)
     prints = [
         Fingerprint(((1, 2, 3),), ids, logprobs, np.array([3, 4], np.int32), "x")
-        for logprobs in (one, other)
+        for logprobs in (first, second)
     ]
     assert engine_noise(prints[0], prints[1]) == pytest.approx(0.5)
     assert engine_noise(prints[0], prints[0]) == 0.0

@@ -65,7 +65,7 @@ def _served(settings: Mapping[str, Any]) -> Iterator[Finding]:
     sections = {name: settings[name] for name in ("train", "peft", "zero", "model", "seed")}
     rollout = read_section(Rollout, settings["rollout"], "rollout")
     for one in unservable(Settings.from_sections(**sections), rollout):
-        yield Finding(one.key, one.found, one.reason, one.hint)
+        yield Finding(*one)
 
 
 def sources(reward: Mapping[str, Any], *, rewarded: bool) -> Iterator[Finding]:

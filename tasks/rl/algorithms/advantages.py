@@ -1,6 +1,7 @@
-"""How much better a token or a reply was than expected: pure functions of rewards.
+"""Advantage estimators (GAE, GRPO, RLOO, REINFORCE++). Pure functions of rewards.
 
-Suffixes: N reply tokens, S replies, see `batch.py`. Half-precision input is computed in float32.
+Shape suffixes: N response tokens, S responses, see `batch.py`. Half-precision input is computed in
+float32.
 """
 
 from __future__ import annotations
@@ -18,18 +19,18 @@ def gae(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Generalised advantage estimation, arXiv:1506.02438, eq. 11 and 16.
 
-    A_t = sum over k of (gamma lam)^k d_{t+k}, with d_t = r_t + gamma V_{t+1} - V_t. Every reply
-    ends an episode: nothing is expected after its last token, cut off or not.
+    A_t = sum over k of (gamma lam)^k d_{t+k}, with d_t = r_t + gamma V_{t+1} - V_t. Every response
+    ends an episode: the value after its last token is 0, even if it was cut off.
 
     Args:
-        rewards_N: of each token.
-        values_N: what the critic expected before each token.
-        lengths_S: tokens of each reply.
-        gamma: discount of later rewards, by token.
-        lam: 0 trusts the critic for everything after the token, 1 trusts it for nothing.
+        rewards_N: reward of each token.
+        values_N: value by the critic before each token.
+        lengths_S: tokens of each response.
+        gamma: discount per token.
+        lam: 0 uses the critic's value after each token, 1 uses only the rewards that follow.
 
     Returns:
-        Advantages (N,), and returns (N,) = advantages + values, which the critic learns.
+        Advantages (N,), and returns (N,) = advantages + values, the critic's targets.
     """
     rewards_N, values_N = _at_least_float32(rewards_N), _at_least_float32(values_N)
     after_N = torch.zeros_like(values_N)
@@ -43,31 +44,31 @@ def gae(
 def returns_to_go(
     rewards_N: torch.Tensor, lengths_S: torch.Tensor, *, gamma: float
 ) -> torch.Tensor:
-    """Sum of a token's reward and of all later ones of its reply, discounted: (N,)."""
+    """Return each token's reward plus the discounted later rewards of its response: (N,)."""
     return _discounted(_at_least_float32(rewards_N), lengths_S, gamma)
 
 
 def on_last_token(scores_S: torch.Tensor, lengths_S: torch.Tensor) -> torch.Tensor:
-    """Rewards (N,) that are zero but for each reply's last token, which carries its score."""
+    """Return rewards (N,): each response's score at its last token, zero elsewhere."""
     rewards_N = scores_S.new_zeros(int(lengths_S.sum()))
     rewards_N[_last(lengths_S)] = scores_S
     return rewards_N
 
 
-def spread(per_reply_S: torch.Tensor, lengths_S: torch.Tensor) -> torch.Tensor:
-    """Each reply's number on all of its tokens: (N,)."""
-    return per_reply_S.repeat_interleave(lengths_S)
+def spread(per_response_S: torch.Tensor, lengths_S: torch.Tensor) -> torch.Tensor:
+    """Repeat each response's number for all of its tokens: (N,)."""
+    return per_response_S.repeat_interleave(lengths_S)
 
 
 def sums(per_token_N: torch.Tensor, lengths_S: torch.Tensor) -> torch.Tensor:
-    """Sum over each reply's tokens: (S,)."""
+    """Return the sum over each response's tokens: (S,)."""
     owner_N = torch.arange(len(lengths_S), device=lengths_S.device).repeat_interleave(lengths_S)
     zeros_S = per_token_N.new_zeros(len(lengths_S))
     return zeros_S.index_add(0, owner_N, per_token_N)
 
 
 def group_centered(scores_S: torch.Tensor, groups_S: torch.Tensor) -> torch.Tensor:
-    """Scores less their group's mean, (S,): Dr. GRPO, arXiv:2503.20783, sec. 3.2.
+    """Return scores minus the mean of their group, (S,): Dr. GRPO, arXiv:2503.20783, sec. 3.2.
 
     A group of equal scores gives exactly zero, and so does a group of one.
     """
@@ -75,36 +76,36 @@ def group_centered(scores_S: torch.Tensor, groups_S: torch.Tensor) -> torch.Tens
 
 
 def group_normalized(scores_S: torch.Tensor, groups_S: torch.Tensor) -> torch.Tensor:
-    """Scores less their group's mean over its standard deviation, (S,): GRPO, arXiv:2402.03300.
+    """Return scores minus their group's mean, over its deviation, (S,): GRPO, arXiv:2402.03300.
 
-    The deviation is that of a sample (n - 1). There is no epsilon under the fraction, so that the
-    scale of rewards does not matter: a group whose deviation is nothing but rounding has no signal,
-    and gives exactly zero.
+    The standard deviation is that of a sample (n - 1). There is no epsilon in the denominator, so
+    the scale of rewards does not matter. A group whose deviation is only rounding gives exactly
+    zero.
     """
     groups = _Groups(scores_S, groups_S)
     return groups.centered_S * _inverse(groups.deviation_S(), groups.largest_S())
 
 
 def leave_one_out(scores_S: torch.Tensor, groups_S: torch.Tensor) -> torch.Tensor:
-    """Scores less the mean of the *others* of their group, (S,): RLOO, arXiv:2402.14740, eq. 8.
+    """Return scores minus the mean of their group's others, (S,): RLOO, arXiv:2402.14740, eq. 8.
 
-    Equal to n / (n - 1) times the centred scores. A group of one has no others, and gives zero.
+    Equal to n / (n - 1) times the centred scores. A group of one has no others and gives zero.
     """
     groups = _Groups(scores_S, groups_S)
     return groups.centered_S * groups.count_S / (groups.count_S - 1).clamp(min=1)
 
 
 def whiten(values_N: torch.Tensor) -> torch.Tensor:
-    """To mean 0 and standard deviation 1 (of a sample, n - 1); equal values give exactly zero."""
+    """Normalise to mean 0 and deviation 1 (sample, n - 1); equal values give exactly zero."""
     values_N = _at_least_float32(values_N)
     return group_normalized(values_N, torch.zeros_like(values_N, dtype=torch.int64))
 
 
 class _Groups:
-    """Sums over groups, spread back to their members: everything here is (S,).
+    """Statistics of groups, repeated for each member: every tensor here is (S,).
 
-    Scores are taken relative to their group's smallest one: equal scores are then zeros, and their
-    mean is the same zero, which it would not be of three times 0.1.
+    Scores are taken relative to the smallest one of their group. Equal scores then centre to
+    exactly zero; otherwise the mean of three times 0.1 would differ from 0.1 by rounding.
     """
 
     def __init__(self, scores_S: torch.Tensor, groups_S: torch.Tensor) -> None:
@@ -124,32 +125,32 @@ class _Groups:
         """Largest absolute score of the group."""
         return self._extreme(self._scores_S.abs(), "amax")
 
-    def _sum(self, of_S: torch.Tensor) -> torch.Tensor:
-        return of_S.new_zeros(self._groups).index_add(0, self._group_S, of_S)[self._group_S]
+    def _sum(self, values_S: torch.Tensor) -> torch.Tensor:
+        return values_S.new_zeros(self._groups).index_add(0, self._group_S, values_S)[self._group_S]
 
-    def _extreme(self, of_S: torch.Tensor, which: str) -> torch.Tensor:
-        found_G = of_S.new_zeros(self._groups).scatter_reduce(
-            0, self._group_S, of_S, which, include_self=False
+    def _extreme(self, values_S: torch.Tensor, reduce: str) -> torch.Tensor:
+        extreme_G = values_S.new_zeros(self._groups).scatter_reduce(
+            0, self._group_S, values_S, reduce, include_self=False
         )
-        return found_G[self._group_S]
+        return extreme_G[self._group_S]
 
 
 def _inverse(deviation_S: torch.Tensor, largest_S: torch.Tensor) -> torch.Tensor:
-    """1 / deviation, and 0 where the deviation is no more than rounding of the numbers' size."""
+    """Return 1 / deviation, or 0 where the deviation is no more than rounding of the scores."""
     rounding_S = 4 * torch.finfo(deviation_S.dtype).eps * largest_S
     signal_S = deviation_S > rounding_S
     return torch.where(signal_S, 1 / deviation_S.where(signal_S, 1.0), 0.0)
 
 
-def _discounted(of_N: torch.Tensor, lengths_S: torch.Tensor, decay: float) -> torch.Tensor:
-    """x_t + decay x_{t+1} + decay^2 x_{t+2} + ... within each reply.
+def _discounted(values_N: torch.Tensor, lengths_S: torch.Tensor, decay: float) -> torch.Tensor:
+    """Return x_t + decay x_{t+1} + decay^2 x_{t+2} + ... within each response.
 
-    One pass from the longest reply's last token to the first, all replies at once; the zeros past
-    a reply's end add nothing.
+    All responses at once, from the last token of the longest one backwards; the padding is zero and
+    adds nothing.
     """
     places_N = _places(lengths_S)
     longest = int(lengths_S.max()) if len(lengths_S) else 0
-    padded_LS = of_N.new_zeros(longest * len(lengths_S)).index_copy(0, places_N, of_N)
+    padded_LS = values_N.new_zeros(longest * len(lengths_S)).index_copy(0, places_N, values_N)
     padded_LS = padded_LS.view(longest, len(lengths_S))
     for t in range(longest - 2, -1, -1):
         padded_LS[t] += decay * padded_LS[t + 1]
@@ -157,18 +158,18 @@ def _discounted(of_N: torch.Tensor, lengths_S: torch.Tensor, decay: float) -> to
 
 
 def _places(lengths_S: torch.Tensor) -> torch.Tensor:
-    """Where each token lies in an (L, S) rectangle of which every column is a reply: (N,)."""
-    replies = len(lengths_S)
-    column_N = torch.arange(replies, device=lengths_S.device).repeat_interleave(lengths_S)
+    """Return each token's index in a flattened (L, S) table with one column per response: (N,)."""
+    responses = len(lengths_S)
+    column_N = torch.arange(responses, device=lengths_S.device).repeat_interleave(lengths_S)
     starts_S = lengths_S.cumsum(0) - lengths_S
     token_N = torch.arange(len(column_N), device=lengths_S.device)
-    return (token_N - starts_S[column_N]) * replies + column_N
+    return (token_N - starts_S[column_N]) * responses + column_N
 
 
 def _last(lengths_S: torch.Tensor) -> torch.Tensor:
-    """Number of each reply's last token: (S,)."""
+    """Return the index of each response's last token: (S,)."""
     return lengths_S.cumsum(0) - 1
 
 
-def _at_least_float32(of: torch.Tensor) -> torch.Tensor:
-    return of.to(torch.promote_types(of.dtype, torch.float32))
+def _at_least_float32(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.to(torch.promote_types(tensor.dtype, torch.float32))

@@ -1,6 +1,6 @@
-"""Which knobs of section `rl` an algorithm knows, and what may not be asked together.
+"""Options of section `rl` that each algorithm uses, and combinations that are invalid.
 
-Knows no torch, so that a configuration is refused before anything is started.
+Imports no torch, so a configuration is checked before anything starts.
 """
 
 from __future__ import annotations
@@ -28,11 +28,11 @@ USES: Mapping[str, frozenset[str]] = {
     "reinforce_pp_baseline": _DISCOUNT | _GROUPS,
     "gspo": _GROUPS,
 }
-"""By algorithm: what it knows of the knobs that not all know. (REINFORCE++ whitens in any case.)"""
+"""Options used by only some algorithms, by algorithm. REINFORCE++ always whitens."""
 GROUPED = frozenset(name for name, used in USES.items() if used >= _GROUPS)
-"""Algorithms that compare replies to the same prompt."""
+"""Algorithms that compare responses to the same prompt."""
 WITH_CRITIC = frozenset(name for name, used in USES.items() if used >= _CRITIC)
-"""Algorithms that have a critic."""
+"""Algorithms with a critic."""
 
 _CHOICES = {
     "kl_in": ("reward", "loss"),
@@ -42,72 +42,72 @@ _CHOICES = {
 }
 
 
-class Finding(NamedTuple):
-    """One problem: the key, its value, what is allowed, what to type. As the preflight's."""
+class Refusal(NamedTuple):
+    """An invalid setting: its key and value, the reason, and what to type instead."""
 
-    what: str
-    found: str
-    allowed: str
-    override: str
+    key: str
+    value: str
+    reason: str
+    hint: str
 
     def __str__(self) -> str:
-        return f"{self.what}={self.found}: {self.allowed}"
+        return f"{self.key}={self.value}: {self.reason}"
 
 
-def findings(name: str, loop: Loop) -> list[Finding]:
-    """Everything about section `rl` that does not fit the algorithm of that name.
+def findings(name: str, loop: Loop) -> list[Refusal]:
+    """Return every problem of section `rl` with this algorithm.
 
     Raises:
-        KeyError: there is no such algorithm.
+        KeyError: no such algorithm.
     """
     return [
         *_unused(name, loop),
-        *_no_choice(loop),
+        *_unknown_choices(loop),
         *_too_small_groups(name, loop),
-        *_at_odds(loop),
+        *_contradictions(loop),
     ]
 
 
-def _unused(name: str, loop: Loop) -> Iterator[Finding]:
-    """Knobs that were changed to no effect."""
-    usual = Loop()
-    for knob in sorted(_KNOWN_TO_SOME - USES[name]):
-        asked, default = getattr(loop, knob), getattr(usual, knob)
-        if asked != default:
-            allowed = f"train.objective={name} does not use it"
-            yield Finding(f"rl.{knob}", _shown(asked), allowed, f"rl.{knob}={_shown(default)}")
+def _unused(name: str, loop: Loop) -> Iterator[Refusal]:
+    """Options that were changed but have no effect."""
+    defaults = Loop()
+    for option in sorted(_KNOWN_TO_SOME - USES[name]):
+        value, default = getattr(loop, option), getattr(defaults, option)
+        if value != default:
+            reason = f"train.objective={name} does not use it"
+            yield Refusal(f"rl.{option}", _shown(value), reason, f"rl.{option}={_shown(default)}")
 
 
-def _no_choice(loop: Loop) -> Iterator[Finding]:
-    """Words that are none of those there are."""
-    for knob, known in _CHOICES.items():
-        asked = getattr(loop, knob)
-        if asked not in known:
-            yield Finding(
-                f"rl.{knob}", asked, f"one of {', '.join(known)}", f"rl.{knob}={known[0]}"
+def _unknown_choices(loop: Loop) -> Iterator[Refusal]:
+    """Values that are not among the choices of their option."""
+    for option, choices in _CHOICES.items():
+        value = getattr(loop, option)
+        if value not in choices:
+            yield Refusal(
+                f"rl.{option}", value, f"one of {', '.join(choices)}", f"rl.{option}={choices[0]}"
             )
 
 
-def _too_small_groups(name: str, loop: Loop) -> Iterator[Finding]:
+def _too_small_groups(name: str, loop: Loop) -> Iterator[Refusal]:
     if name in GROUPED and loop.samples < 2:
-        allowed = f"train.objective={name} compares the replies to a prompt, at least two"
-        yield Finding("rl.samples", str(loop.samples), allowed, f"rl.samples={Loop().samples}")
+        reason = f"train.objective={name} compares the responses to a prompt: at least 2"
+        yield Refusal("rl.samples", str(loop.samples), reason, f"rl.samples={Loop().samples}")
 
 
-def _at_odds(loop: Loop) -> Iterator[Finding]:
-    """Numbers that go together, and do not."""
+def _contradictions(loop: Loop) -> Iterator[Refusal]:
+    """Numbers that contradict each other."""
     if loop.dual_clip is not None and loop.dual_clip <= 1 + loop.clip_high:
-        allowed = f"above 1 + rl.clip_high={loop.clip_high:g}: it bounds what the clip lets pass"
-        override = f"rl.dual_clip={3 + loop.clip_high:g}"
-        yield Finding("rl.dual_clip", f"{loop.dual_clip:g}", allowed, override)
+        reason = f"has to be above 1 + rl.clip_high={loop.clip_high:g}"
+        hint = f"rl.dual_clip={3 + loop.clip_high:g}"
+        yield Refusal("rl.dual_clip", f"{loop.dual_clip:g}", reason, hint)
     if loop.kl_target is not None and loop.kl_coef <= 0:
-        allowed = f"rl.kl_coef={loop.kl_coef:g} is multiplied to reach it, and has to be above 0"
-        yield Finding("rl.kl_target", f"{loop.kl_target:g}", allowed, "rl.kl_coef=0.05")
+        reason = f"rl.kl_coef={loop.kl_coef:g} is scaled to reach it and has to be above 0"
+        yield Refusal("rl.kl_target", f"{loop.kl_target:g}", reason, "rl.kl_coef=0.05")
     if (loop.overlong_buffer == 0) != (loop.overlong_penalty == 0):
-        found = f"{loop.overlong_buffer} with rl.overlong_penalty={loop.overlong_penalty:g}"
-        override = "rl.overlong_buffer=16 rl.overlong_penalty=1"
-        allowed = "neither has an effect without the other"
-        yield Finding("rl.overlong_buffer", found, allowed, override)
+        value = f"{loop.overlong_buffer} with rl.overlong_penalty={loop.overlong_penalty:g}"
+        hint = "rl.overlong_buffer=16 rl.overlong_penalty=1"
+        reason = "neither has an effect without the other"
+        yield Refusal("rl.overlong_buffer", value, reason, hint)
 
 
 def _shown(value: object) -> str:

@@ -1,8 +1,8 @@
-"""What the formulas are given and give back.
+"""Input and output of the formulas.
 
-Ragged data is flat: the tokens of all replies end to end, reply by reply. Shape suffixes: N reply
-tokens and S replies of an iteration (n and s: of one packed row). Log-probabilities
-are natural, in nats, at the temperature that was sampled with.
+Ragged data is flat: the tokens of all responses one after another. Shape suffixes: N response
+tokens and S responses of an iteration (n and s: of one packed row). Log-probabilities are natural,
+in nats, at the sampling temperature.
 """
 
 from __future__ import annotations
@@ -14,18 +14,18 @@ import torch
 
 @dataclass(frozen=True)
 class Batch:
-    """All replies of an iteration, over all ranks.
+    """All responses of an iteration, over all ranks.
 
     Attributes:
-        lengths_S: int64, tokens of each reply, at least 1.
-        groups_S: int64, replies to the same prompt carry the same number.
-        scores_S: what each reply was worth, the penalty for length included.
-        old_N: log-probabilities under the policy before its update, as the trainer has them; None
-            where the update itself measures them, see `Updater.measures`.
-        sampled_N: the same tokens as the rollout engine had them.
-        reference_N: under the reference model, where one was asked.
-        values_N: of the critic before its update, where there is one.
-        kl_coef: weight of the distance to the reference, this iteration's.
+        lengths_S: int64, tokens of each response, at least 1.
+        groups_S: int64, equal for responses to the same prompt.
+        scores_S: reward of each response, minus the penalty for length.
+        old_N: log-probabilities by the trainer before the update; None if the update itself
+            measures them, see `Updater.measures`.
+        sampled_N: log-probabilities by the rollout engine.
+        reference_N: log-probabilities by the reference, if there is one.
+        values_N: values by the critic before the update, if there is one.
+        kl_coef: weight of the KL to the reference in this iteration.
     """
 
     lengths_S: torch.Tensor
@@ -39,12 +39,12 @@ class Batch:
 
 
 @dataclass(frozen=True)
-class Estimated:
-    """What an algorithm makes of a `Batch`.
+class Advantages:
+    """Output of an algorithm.
 
     Attributes:
-        advantages_N: how much better each token was than expected.
-        returns_N: what the critic is to say of each token; None without a critic.
+        advantages_N: advantage of each token.
+        returns_N: the critic's target for each token; None without a critic.
     """
 
     advantages_N: torch.Tensor
@@ -53,12 +53,12 @@ class Estimated:
 
 @dataclass(frozen=True)
 class Totals:
-    """Counts of a whole minibatch, over all its rows and ranks: what sums are divided by.
+    """Counts over all rows and ranks of a minibatch: the denominators of means.
 
     Attributes:
-        tokens: of all replies.
-        sequences: replies.
-        max_new_tokens: the longest reply that there could have been.
+        tokens: response tokens.
+        sequences: responses.
+        max_new_tokens: token limit of a response.
     """
 
     tokens: int

@@ -1,17 +1,17 @@
 """Train-inference mismatch: its size, its limits, and importance weights that correct for it.
 
 The rollout engine computes the policy with other kernels than the trainer. Responses are sampled
-from the engine's distribution and trained on as if from the trainer's. With r = exp(trainer's -
-engine's log-probability), expectations are right again when every token's part is weighted by r;
-the kinds differ in the treatment of a large or small r:
+from the engine's distribution and trained on as if from the trainer's. Importance weights
+r = exp(trainer's - engine's log-probability) correct the expectation. The kinds differ in how they
+treat a large or small r:
 
-    none            1, whatever r is
+    none            1 for every r
     tis             min(r, high): Yao et al. 2025, "Your efficient RL framework secretly brings you
                     off-policy RL training"
-    icepop          r within [low, high], else 0: the token is left out. Ling team 2025, "Small leak
-                    can sink a great ship: boost RL training on MoE with IcePop"
-    sequence_mask   r of the whole reply (the product over its tokens) within [low, high], on all of
-                    its tokens, else 0: the reply is left out. Liu, Li et al. 2025, "When speed
+    icepop          r within [low, high], else 0: drops the token. Ling team 2025, "Small leak can
+                    sink a great ship: boost RL training on MoE with IcePop"
+    sequence_mask   r of the whole response (the product over its tokens) within [low, high], on
+                    all of its tokens, else 0: drops the response. Liu, Li et al. 2025, "When speed
                     kills stability" (Seq-MIS)
 """
 
@@ -27,17 +27,18 @@ from tasks.rl.algorithms.advantages import spread, sums
 from tasks.rl.algorithms.algorithm_options import CORRECTIONS
 
 FIRST = 5
-"""Iterations whose median mismatch is the usual one of a run."""
+"""Number of first iterations whose median mismatch is the run's baseline."""
 FLOOR = 0.1
-"""The relative limit is never below this share of `mismatch_limit`: below it, kernels differ."""
+"""The relative limit is at least this share of `mismatch_limit`: smaller mismatch is kernel noise.
+"""
 
 
 @dataclass
-class Usual:
-    """The mismatch of a run's first iterations, and the limit that follows from it.
+class MismatchLimits:
+    """Absolute limit of the mismatch, and a limit relative to the run's first iterations.
 
-    A policy that is trained further than the one that answers drifts away from it slowly, and
-    passes any limit that has room for other kernels. Against the run's own beginning it shows.
+    The relative limit notices an engine with stale weights: its mismatch grows slowly and stays
+    below an absolute limit that leaves room for other kernels.
 
     Attributes:
         limit: absolute, `rl.mismatch_limit`.
@@ -51,32 +52,32 @@ class Usual:
 
     @property
     def relative(self) -> float | None:
-        """Largest mismatch that the first iterations allow; None: there is no such limit yet."""
+        """The relative limit; None before the first iteration or without a factor."""
         if not self.first or not self.factor:
             return None
         return max(self.factor * statistics.median(self.first), FLOOR * self.limit)
 
-    def require_within(self, differs: Mismatch, iteration: int) -> None:
-        """Check one iteration, and remember it where it is one of the first.
+    def require_within(self, measured: Mismatch, iteration: int) -> None:
+        """Check one iteration's mismatch, and record it if it is one of the first.
 
         Raises:
-            TrainingError: the mismatch is above one of the two limits.
+            TrainingError: the mismatch is above one of the limits.
         """
-        now, relative = differs.mean_abs, self.relative
-        began = f"iteration {iteration}: trainer and engine differ by {now:.3g} nats per token "
+        now, relative = measured.mean_abs, self.relative
+        prefix = f"iteration {iteration}: trainer and engine differ by {now:.3g} nats per token "
         hint = "rollout.engine=transformers samples from the trainer itself; "
         if not now <= self.limit:
             raise TrainingError(
-                f"{began}(mean absolute log-prob difference), more than "
+                f"{prefix}(mean absolute log-prob difference), more than "
                 f"rl.mismatch_limit={self.limit:g}: what is sampled is not what is trained",
                 hint=f"{hint}rl.mismatch_limit=<more> accepts the difference",
             )
         if relative is not None and not now <= relative:
             raise TrainingError(
-                f"{began}(mean absolute log-prob difference), {now / self._median:.3g} times the "
+                f"{prefix}(mean absolute log-prob difference), {now / self._median:.3g} times the "
                 f"{self._median:.3g} of the first iterations, which is below rl.mismatch_limit="
                 f"{self.limit:g} and above {relative:.3g}: the engine falls behind the trainer",
-                details=[f"the first iterations: {', '.join(f'{one:.3g}' for one in self.first)}"],
+                details=[f"the first iterations: {', '.join(f'{x:.3g}' for x in self.first)}"],
                 hint=f"{hint}rl.mismatch_factor=<more> accepts the difference, 0 any below "
                 "rl.mismatch_limit",
             )
@@ -104,15 +105,15 @@ class Mismatch:
 
 
 def mismatch(old_N: torch.Tensor, sampled_N: torch.Tensor) -> Mismatch:
-    """How far the two are apart.
+    """Return the distance between the trainer's and the engine's log-probabilities.
 
     Args:
-        old_N: the trainer's log-probabilities, at least one.
-        sampled_N: the engine's.
+        old_N: by the trainer, at least one.
+        sampled_N: by the engine.
 
     Raises:
-        TrainingError: a number that is not finite. (No limit would ever notice it: every comparison
-            with NaN is false.)
+        TrainingError: a value is not finite. (A limit alone would not notice NaN, since every
+            comparison with it is false.)
     """
     _refuse_not_finite("the trainer's", old_N)
     _refuse_not_finite("the rollout engine's", sampled_N)
@@ -133,18 +134,18 @@ def weights(
     high: float,
     low: float,
 ) -> torch.Tensor:
-    """What each token's part of the policy's loss is multiplied with, (N,), without gradient.
+    """Return the weight of each token in the policy loss, (N,), without gradient.
 
     Args:
-        old_N: the trainer's log-probabilities of the replies' tokens, before any update.
-        sampled_N: the engine's.
-        lengths_S: tokens of each reply.
-        kind: see above.
+        old_N: log-probabilities by the trainer, before the update.
+        sampled_N: log-probabilities by the engine.
+        lengths_S: tokens of each response.
+        kind: see the module.
         high: largest ratio that counts in full.
-        low: smallest; of icepop and sequence_mask.
+        low: smallest one, for icepop and sequence_mask.
 
     Raises:
-        ValueError: a kind that there is not.
+        ValueError: unknown kind.
     """
     log_ratio_N = (old_N - sampled_N).detach()
     if kind == "none":
@@ -166,7 +167,7 @@ def _refuse_not_finite(whose: str, logprobs_N: torch.Tensor) -> None:
     bad = int((~logprobs_N.isfinite()).sum())
     if bad:
         raise TrainingError(
-            f"{bad} of {logprobs_N.numel()} of {whose} log-probabilities of the replies' tokens "
+            f"{bad} of {logprobs_N.numel()} of {whose} log-probabilities of the response tokens "
             "are not finite",
-            hint="a policy that has diverged: lower train.lr, or raise rl.kl_coef",
+            hint="the policy has diverged: lower train.lr, or raise rl.kl_coef",
         )

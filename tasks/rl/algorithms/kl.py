@@ -1,16 +1,16 @@
-"""Distance from the reference: estimates from samples, and the coefficient it is weighed with.
+"""KL to the reference: estimators from samples, and the controller of its coefficient.
 
-J. Schulman 2020, "Approximating KL divergence" (joschu.net/blog/kl-approx.html). For a token that
-the policy p drew and the reference q scored, with d = log p - log q:
+J. Schulman 2020, "Approximating KL divergence" (joschu.net/blog/kl-approx.html). For a token
+sampled from the policy p, with the reference q and d = log p - log q:
 
     k1 = d                  unbiased for KL(p || q), of either sign
     k2 = d^2 / 2            biased, positive, of low variance
     k3 = exp(-d) - 1 + d    unbiased, positive, of low variance
 
-As a term of a loss the derivative counts, not the value. That of k1 is zero on average whatever p
-and q are, and would pull nowhere; `estimate` gives k1 the derivative d * grad log p, whose average
-is the gradient of KL(p || q), and which k2 has by itself. k3 keeps its own, as in GRPO
-(arXiv:2402.03300, eq. 4): its average is the gradient of KL(q || p), of the same minimum.
+In a loss the derivative counts, not the value. The derivative of k1 is zero on average, so
+`estimate` gives k1 the derivative d * grad log p instead. Its average is the gradient of KL(p ||
+q); k2 has it by itself. k3 keeps its own derivative, as in GRPO (arXiv:2402.03300, eq. 4): its
+average is the gradient of KL(q || p), which has the same minimum.
 """
 
 from __future__ import annotations
@@ -27,19 +27,19 @@ if TYPE_CHECKING:
     from tasks.rl.settings import Loop
 
 LARGEST_ERROR = 0.2
-"""Share of the target past which `Adaptive` takes a miss for no larger (arXiv:1909.08593, 2.2)."""
+"""Clip of the relative error in `Adaptive` (arXiv:1909.08593, 2.2)."""
 
 
 def estimate(logprobs: torch.Tensor, reference: torch.Tensor, estimator: str) -> torch.Tensor:
-    """Estimated KL(policy || reference) of each token, in nats, with the gradient told above.
+    """Estimate KL(policy || reference) of each token, in nats, with the gradient described above.
 
     Args:
-        logprobs: of the policy, which drew the tokens; any shape.
-        reference: log-probabilities of the same tokens under the reference, same shape.
+        logprobs: log-probabilities by the policy, which sampled the tokens; any shape.
+        reference: log-probabilities of the same tokens by the reference, same shape.
         estimator: k1, k2 or k3.
 
     Raises:
-        ValueError: an estimator that there is not.
+        ValueError: unknown estimator.
     """
     log_ratio = logprobs - reference
     if estimator == "k3":
@@ -53,84 +53,84 @@ def estimate(logprobs: torch.Tensor, reference: torch.Tensor, estimator: str) ->
 
 
 class Controller(Protocol):
-    """The weight of the distance in the coming iteration.
+    """The KL coefficient of the coming iteration.
 
     Attributes:
-        coef: that weight.
+        coef: the coefficient.
     """
 
     @property
     def coef(self) -> float:
-        """The weight."""
+        """The coefficient."""
         ...
 
-    def after(self, kl: float, replies: int) -> Controller:
-        """The controller of the next iteration."""
+    def after(self, kl: float, responses: int) -> Controller:
+        """Return the controller of the next iteration."""
         ...
 
     def as_dict(self) -> dict[str, Any]:
-        """What a checkpoint keeps, and `controller` goes on from."""
+        """Return the state for a checkpoint, which `controller` reads."""
         ...
 
 
 @dataclass(frozen=True)
 class Fixed:
-    """Always the same coefficient."""
+    """A constant coefficient."""
 
     coef: float
 
-    def after(self, kl: float, replies: int) -> Fixed:
-        """Itself."""
+    def after(self, kl: float, responses: int) -> Fixed:
+        """Return the same controller."""
         return self
 
     def as_dict(self) -> dict[str, Any]:
-        """What a checkpoint keeps."""
+        """Return the state for a checkpoint."""
         return {"kind": "fixed", **asdict(self)}
 
 
 @dataclass(frozen=True)
 class Adaptive:
-    """Steers to a target: the proportional controller of arXiv:1909.08593, 2.2, eq. 4.
+    """Keeps the KL near a target: the proportional controller of arXiv:1909.08593, 2.2, eq. 4.
 
-    The miss e = kl / target - 1, cut to +-0.2, moves the coefficient by the factor
-    (1 + e)^(replies / horizon). The paper's 1 + e * replies / horizon is its first order; as a
-    power it cannot turn negative, and two iterations do what one of twice the size does.
+    The relative error e = kl / target - 1, clipped to +-0.2, multiplies the coefficient by
+    (1 + e)^(responses / horizon). The paper's factor 1 + e * responses / horizon is its first-order
+    approximation. The power is always positive, and two iterations have the effect of one of twice
+    the size.
 
     Attributes:
-        coef: the weight.
-        target: nats a token.
-        horizon: replies in which the coefficient moves by at most a fifth.
+        coef: the coefficient.
+        target: nats per token.
+        horizon: responses in which the coefficient changes by at most a fifth.
     """
 
     coef: float
     target: float
     horizon: int
 
-    def after(self, kl: float, replies: int) -> Adaptive:
-        """The controller of the next iteration.
+    def after(self, kl: float, responses: int) -> Adaptive:
+        """Return the controller of the next iteration.
 
         Args:
-            kl: nats a token, measured over this iteration.
-            replies: of this iteration, over all ranks.
+            kl: nats per token, measured in this iteration.
+            responses: number of responses of this iteration, over all ranks.
         """
         error = min(max(kl / self.target - 1, -LARGEST_ERROR), LARGEST_ERROR)
-        return replace(self, coef=self.coef * (1 + error) ** (replies / self.horizon))
+        return replace(self, coef=self.coef * (1 + error) ** (responses / self.horizon))
 
     def as_dict(self) -> dict[str, Any]:
-        """What a checkpoint keeps."""
+        """Return the state for a checkpoint."""
         return {"kind": "adaptive", **asdict(self)}
 
 
 def controller(loop: Loop, saved: Mapping[str, Any] | None = None) -> Controller:
-    """The controller that section `rl` asks for.
+    """Return the controller that section `rl` describes.
 
     Args:
         loop: the section.
-        saved: `as_dict` of the controller that a checkpoint kept, which goes on; None: from the
-            start.
+        saved: state of a checkpointed controller to continue from, or None.
 
     Raises:
-        KeyError: it is of another kind than there are.
+        KeyError: the state has an unknown kind.
     """
     if saved is not None:
         kinds: dict[str, type[Fixed] | type[Adaptive]] = {"fixed": Fixed, "adaptive": Adaptive}

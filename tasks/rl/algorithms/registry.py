@@ -1,12 +1,12 @@
-"""Algorithms by name: each is a choice of pieces, and of the knobs of section `rl` that it knows.
+"""Algorithms by name. Each one is a choice of formulas and of options of section `rl`.
 
 ppo                     arXiv:1707.06347   GAE with a critic
-grpo                    arXiv:2402.03300   scores normalised in their group
-dr_grpo                 arXiv:2503.20783   centred in their group; no reply's length matters
-rloo                    arXiv:2402.14740   less the mean of the group's others
+grpo                    arXiv:2402.03300   scores normalised within their group
+dr_grpo                 arXiv:2503.20783   scores centred within their group; length-independent
+rloo                    arXiv:2402.14740   scores minus the mean of the group's others
 reinforce_pp            arXiv:2501.03262   returns normalised over the iteration
-reinforce_pp_baseline   ibid.              the same, less the group's mean
-gspo                    arXiv:2507.18071   as grpo, with one ratio a reply
+reinforce_pp_baseline   ibid.              the same, of scores minus the group's mean
+gspo                    arXiv:2507.18071   as grpo, with one ratio per response
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from typing import Any
 from tasks.core.errors import ConfigError, first_and_more
 from tasks.rl.algorithms import estimators
 from tasks.rl.algorithms.algorithm_options import GROUPED, WITH_CRITIC, findings
-from tasks.rl.algorithms.batch import Batch, Estimated
+from tasks.rl.algorithms.batch import Advantages, Batch
 from tasks.rl.algorithms.policy_loss import PolicyLoss
 from tasks.rl.settings import Loop
 
@@ -28,39 +28,39 @@ class Recipe:
     """An algorithm.
 
     Attributes:
-        name: of it.
-        estimate: from replies to advantages.
-        ratio: of the policy's loss, `token` or `sequence`.
-        aggregate: of the policy's loss: `tokens`, `sequences` or `constant`.
-        defaults: knobs whose usual values differ from `Loop`'s, for the configuration to set.
+        name: its name in `train.objective`.
+        estimate: estimates the advantages.
+        ratio: of the policy loss, `token` or `sequence`.
+        aggregate: of the policy loss: `tokens`, `sequences` or `constant`.
+        defaults: options whose defaults differ from `Loop`'s; the configuration sets them.
     """
 
     name: str
-    estimate: Callable[[Batch, Loop], Estimated]
+    estimate: Callable[[Batch, Loop], Advantages]
     ratio: str = "token"
     aggregate: str = "tokens"
     defaults: Mapping[str, Any] = field(default_factory=dict)
 
     @property
     def critic(self) -> bool:
-        """Whether there is one."""
+        """True if the algorithm has a critic."""
         return self.name in WITH_CRITIC
 
     @property
     def groups(self) -> bool:
-        """Whether a reply is compared with others to the same prompt."""
+        """True if responses to the same prompt are compared."""
         return self.name in GROUPED
 
-    def advantages(self, batch: Batch, loop: Loop) -> Estimated:
-        """What the update goes by. The same on every rank that is given the same batch."""
+    def advantages(self, batch: Batch, loop: Loop) -> Advantages:
+        """Estimate the advantages; every rank gets the same result from the same batch."""
         return self.estimate(batch, loop)
 
     def policy_loss(self, loop: Loop, *, kl_coef: float | None = None) -> PolicyLoss:
-        """The loss that section `rl` asks for.
+        """Return the policy loss that section `rl` describes.
 
         Args:
             loop: the section.
-            kl_coef: of this iteration, where it is adaptive; None: the section's.
+            kl_coef: coefficient of this iteration if it is adaptive; None: the section's.
         """
         coef = loop.kl_coef if kl_coef is None else kl_coef
         return PolicyLoss(
@@ -92,31 +92,31 @@ _RECIPES = (
         estimators.by_normalized_group,
         ratio="sequence",
         aggregate="sequences",
-        # A mean over a whole reply hardly moves: the paper's limits, sec. 5.1.
+        # The mean ratio of a response varies little: clips of the paper, sec. 5.1.
         defaults={"clip_low": 3e-4, "clip_high": 4e-4},
     ),
 )
-ALGORITHMS: Mapping[str, Recipe] = {one.name: one for one in _RECIPES}
+ALGORITHMS: Mapping[str, Recipe] = {algorithm.name: algorithm for algorithm in _RECIPES}
 
 
 def recipe(name: str, loop: Loop) -> Recipe:
-    """The algorithm of that name, once section `rl` was found to fit it.
+    """Return the algorithm of that name, after checking section `rl` against it.
 
     Raises:
-        ConfigError: there is none; or all of: knobs that it does not use and that were changed,
-            groups of one where replies are compared with each other, values that are no choice.
+        ConfigError: unknown name; or options that the algorithm does not use, groups of one
+            response where groups are compared, values that are not a choice: all of them at once.
     """
     if name not in ALGORITHMS:
         raise ConfigError(
             f"train.objective={name} is not an algorithm",
             hint=f"train.objective={'|'.join(ALGORITHMS)}",
         )
-    found = findings(name, loop)
-    if found:
-        problems = [str(finding) for finding in found]
+    problems = findings(name, loop)
+    if problems:
+        details = [str(problem) for problem in problems]
         raise ConfigError(
-            first_and_more(problems),
-            details=problems,
-            hint=" ".join(dict.fromkeys(finding.override for finding in found)),
+            first_and_more(details),
+            details=details,
+            hint=" ".join(dict.fromkeys(problem.hint for problem in problems)),
         )
     return ALGORITHMS[name]

@@ -1,4 +1,4 @@
-"""What the critic learns, and how well it has."""
+"""The critic's loss, and the share of variance that it explains."""
 
 from __future__ import annotations
 
@@ -15,21 +15,21 @@ def value_loss(
     totals: Totals,
     clip: float | None,
 ) -> Loss:
-    """Half of the mean squared error, pessimistic about large moves; a row's part of it.
+    """Return this row's part of half the mean squared error, with clipped values.
 
     max((V - R)^2, (V_clipped - R)^2) / 2, where V_clipped is at most `clip` from the old value:
-    the form that goes with PPO (arXiv:1707.06347) since its first implementation.
+    used with PPO (arXiv:1707.06347) since its first implementation.
 
     Args:
-        values_n: of the critic, with gradient.
+        values_n: by the critic, with gradient.
         old_values_n: before the update.
-        returns_n: what it is to say.
+        returns_n: the targets.
         totals: of the minibatch; the sum is divided by its tokens.
-        clip: see above; None: plain squared error.
+        clip: largest change of a value; None: plain squared error.
 
     Returns:
-        The loss, and `value_loss`, `value_clip_frac` (tokens whose error the clip decides, and
-        which have no gradient for it).
+        The loss, and the metrics `value_loss` and `value_clip_frac` (share of tokens whose loss is
+        the clipped one; they have no gradient).
     """
     squares_n = (values_n - returns_n).square()
     if clip is None:
@@ -43,10 +43,9 @@ def value_loss(
 
 
 def explained_variance(values_N: torch.Tensor, returns_N: torch.Tensor) -> float:
-    """Share of the returns' variance that the critic foresaw: 1 - Var(R - V) / Var(R).
+    """Return the share of the returns' variance that the critic predicts: 1 - Var(R - V) / Var(R).
 
-    1 is perfect, 0 no better than a constant, below 0 worse. Returns that do not vary leave nothing
-    to explain: 0.
+    1 is perfect, 0 is no better than a constant, below 0 is worse. 0 if the returns do not vary.
     """
     returns_N = returns_N.double()
     variance = returns_N.var(correction=0)

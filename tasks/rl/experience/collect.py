@@ -1,35 +1,35 @@
-"""One iteration's replies: asked, scored, and known to all ranks."""
+"""Sample and score one iteration's responses, and share them with all ranks."""
 
 from __future__ import annotations
 
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
 
-from tasks.rl.experience.packed_rows import together
-from tasks.rl.experience.prompts import Asking, request_seed
-from tasks.rl.experience.responses import Prompt, Reply, Request, Scored
+from tasks.rl.experience.packed_rows import gather_responses
+from tasks.rl.experience.prompts import PromptOrder, request_seed
+from tasks.rl.experience.responses import Prompt, Request, Response, ScoredResponse
 from tasks.rl.rewards import Rewards
 from tasks.rl.rollout.engines import Engine
 from tasks.training.engine.deepspeed_engine import Ranks
 
-Known = list[tuple[int, Scored]]
-"""Replies, each with the number of its prompt in the dataset."""
+Collected = list[tuple[int, ScoredResponse]]
+"""Scored responses, each with the number of its prompt in the dataset."""
 
 
 @dataclass
 class Clock:
-    """Seconds by phase."""
+    """Seconds by phase of the iteration."""
 
     seconds: dict[str, float] = field(default_factory=dict)
 
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
-        """Add what happens within to the phase of that name."""
+        """Add the time spent inside to the phase of that name."""
         begin = time.perf_counter()
         try:
             yield
@@ -40,15 +40,15 @@ class Clock:
 
 @dataclass(frozen=True)
 class Collector:
-    """Asks prompts and scores the replies.
+    """Samples responses to prompts and scores them.
 
     Attributes:
-        engine: who answers.
-        rewards: what an answer is worth.
-        prompts: of the dataset.
-        tokenizer: decodes replies for those who score texts.
-        ranks: each asks its share.
-        seed: of the run.
+        engine: samples responses.
+        rewards: scores responses.
+        prompts: all prompts of the dataset.
+        tokenizer: decodes responses for rewards that read texts.
+        ranks: this process and its peers; each rank samples for its share of the prompts.
+        seed: seed of the run.
     """
 
     engine: Engine
@@ -58,30 +58,33 @@ class Collector:
     ranks: Ranks
     seed: int
 
-    def collect(self, iteration: int, asking: Asking, samples: int, clock: Clock) -> Known:
-        """Replies to one iteration's prompts, in the order of groups.
+    def collect(
+        self, iteration: int, prompt_order: PromptOrder, samples: int, clock: Clock
+    ) -> Collected:
+        """Return the responses to one iteration's prompts, ordered by group.
 
-        A group whose replies are all worth the same has no signal. Where `asking` has spare rounds,
-        other prompts take its place; what is still without signal after the last one stays.
+        A group is all responses to one prompt. If their rewards are equal, the group has no signal.
+        With `rl.refill`, other prompts replace such groups for some rounds; groups still without
+        signal after the last round stay.
 
         Args:
             iteration: 1, 2, ...
-            asking: which prompts.
-            samples: replies a prompt.
+            prompt_order: chooses the prompts.
+            samples: responses per prompt.
             clock: gets the seconds of `generate` and `score`.
         """
-        known = self.ask(asking.numbers(iteration).tolist(), iteration, samples, clock)
-        for round_ in range(1, asking.spare + 1):
-            silent = silent_groups(known)
-            if not silent:
+        collected = self.sample(prompt_order.numbers(iteration).tolist(), iteration, samples, clock)
+        for round_ in range(1, prompt_order.refill_rounds + 1):
+            no_signal = groups_without_signal(collected)
+            if not no_signal:
                 break
-            numbers = asking.numbers(iteration, round_).tolist()[: len(silent)]
-            first = round_ * asking.each
-            fresh = self.ask(numbers, iteration, samples, clock, first=first)
-            known = _refilled(known, silent, fresh)
-        return known
+            numbers = prompt_order.numbers(iteration, round_).tolist()[: len(no_signal)]
+            first = round_ * prompt_order.per_iteration
+            fresh = self.sample(numbers, iteration, samples, clock, first=first)
+            collected = _refilled(collected, no_signal, fresh)
+        return collected
 
-    def ask(
+    def sample(
         self,
         numbers: Sequence[int],
         iteration: int,
@@ -90,57 +93,63 @@ class Collector:
         *,
         first: int = 0,
         greedy: bool = False,
-    ) -> Known:
-        """Replies to these prompts, `samples` each, of all ranks; group g is `numbers[g]`.
+    ) -> Collected:
+        """Return `samples` responses to each of these prompts, from all ranks.
 
-        Group g draws as number `first` + g of the iteration, so that a prompt that is asked twice
-        is answered twice.
+        Group g holds the responses to prompt `numbers[g]`.
+        Group g is sampled with the seed of number `first` + g of the iteration, so a prompt that
+        occurs twice gets different responses.
         """
         world, rank = self.ranks.world_size, self.ranks.rank
         groups = range(rank, len(numbers), world)
-        asked = [self.prompts[numbers[g]] for g in groups]
+        prompts = [self.prompts[numbers[g]] for g in groups]
         seeds = [request_seed(self.seed, iteration, first + g) for g in groups]
         requests = [
-            Request(prompt.ids, samples, seed) for prompt, seed in zip(asked, seeds, strict=True)
+            Request(prompt.ids, samples, seed) for prompt, seed in zip(prompts, seeds, strict=True)
         ]
         with clock.phase("generate"):
-            answered = self.engine.generate(requests, greedy=greedy)
-        replies = [
-            (g, Reply(self.prompts[numbers[g]], one, self._text(one.ids)))
-            for g, several in zip(groups, answered, strict=True)
-            for one in several
+            generated = self.engine.generate(requests, greedy=greedy)
+        responses = [
+            (g, Response(self.prompts[numbers[g]], generation, self._text(generation.ids)))
+            for g, generations in zip(groups, generated, strict=True)
+            for generation in generations
         ]
         with clock.phase("score"):
-            total, parts = self.rewards.score([reply for _, reply in replies])
+            total, parts = self.rewards.score([response for _, response in responses])
         mine = [
-            (numbers[g], Scored(reply, g, float(total[i]), {k: float(parts[k][i]) for k in parts}))
-            for i, (g, reply) in enumerate(replies)
+            (
+                numbers[g],
+                ScoredResponse(
+                    response, g, float(total[i]), {k: float(parts[k][i]) for k in parts}
+                ),
+            )
+            for i, (g, response) in enumerate(responses)
         ]
-        return together(self.ranks, mine, self.prompts)
+        return gather_responses(self.ranks, mine, self.prompts)
 
     def _text(self, ids: Any) -> str:
         text: str = self.tokenizer.decode(ids, skip_special_tokens=True)
         return text
 
 
-def silent_groups(known: Known) -> list[int]:
-    """Groups whose replies are all worth the same."""
+def groups_without_signal(collected: Collected) -> list[int]:
+    """Return the numbers of the groups whose responses all have the same reward."""
     rewards: dict[int, list[float]] = {}
-    for _, one in known:
-        rewards.setdefault(one.group, []).append(one.reward)
-    return [group for group, several in rewards.items() if np.ptp(several) == 0.0]
+    for _, response in collected:
+        rewards.setdefault(response.group, []).append(response.reward)
+    return [group for group, values in rewards.items() if np.ptp(values) == 0.0]
 
 
-def _refilled(known: Known, silent: Sequence[int], fresh: Known) -> Known:
-    """Groups of `fresh` with signal in the place of silent ones, in order."""
-    useless = set(silent_groups(fresh))
-    useful = sorted({one.group for _, one in fresh} - useless)
-    places = dict(zip(useful, silent, strict=False))
-    taken = set(places.values())
-    kept = [(n, one) for n, one in known if one.group not in taken]
+def _refilled(collected: Collected, no_signal: Sequence[int], fresh: Collected) -> Collected:
+    """Replace groups without signal by groups of `fresh` that have one, in order."""
+    fresh_no_signal = set(groups_without_signal(fresh))
+    useful = sorted({response.group for _, response in fresh} - fresh_no_signal)
+    new_group = dict(zip(useful, no_signal, strict=False))
+    replaced = set(new_group.values())
+    kept = [(n, response) for n, response in collected if response.group not in replaced]
     moved = [
-        (n, Scored(one.reply, places[one.group], one.reward, one.parts))
-        for n, one in fresh
-        if one.group in places
+        (n, replace(response, group=new_group[response.group]))
+        for n, response in fresh
+        if response.group in new_group
     ]
     return sorted([*kept, *moved], key=lambda pair: pair[1].group)

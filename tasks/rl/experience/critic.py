@@ -1,11 +1,10 @@
-"""The critic: what a reply is still worth, from the state before each of its tokens.
+"""The critic: predicts the sum of future rewards before each token of a response.
 
-    shared      an adapter and a value head of its own on the policy's trunk: no second model
-    separate    a model of its own, with the policy's kind of adapter or trained whole
+    shared      an adapter and a value head of its own on the policy's trunk; no second model
+    separate    a model of its own, trained in full or with an adapter like the policy's
 
-Either is a module of its own to DeepSpeed, with its own optimizer: the policy's gradient norm, its
-moments and its learning rate do not know that there is a critic, and neither does anything that
-reads the policy's trained tensors.
+Either way the critic is a DeepSpeed engine of its own with its own optimizer. The policy's
+gradient norm, optimizer states, learning rate and trained tensors do not include it.
 """
 
 from __future__ import annotations
@@ -34,7 +33,7 @@ STATES = Asked(states=True)
 
 
 class ValueModel(nn.Module):
-    """A trunk that `take_rows` has taught, and the value head."""
+    """A trunk prepared by `take_rows`, and the value head."""
 
     def __init__(self, trunk: Any, head: nn.Linear) -> None:
         super().__init__()
@@ -42,17 +41,17 @@ class ValueModel(nn.Module):
         self.value_head = head
 
     def forward(self, row: Row) -> torch.Tensor:
-        """(N,) float32: the value before each of the row's reply tokens."""
+        """Return the value before each response token of the row, (N,) float32."""
         return _values(self.value_head, self.trunk(row=row, asked=STATES))
 
 
 class Critic:
-    """DeepSpeed's engine around a critic, and the adapter that it computes with.
+    """The DeepSpeed engine of a critic.
 
     Args:
         engine: around a `ValueModel`.
-        optim: of its optimizer; the learning rate follows the policy's schedule to its own peak.
-        policy: the policy's module where the two share a trunk; None where they do not.
+        optim: optimizer settings. The learning rate follows the policy's schedule to its own peak.
+        policy: the policy's module if the two share a trunk, else None.
     """
 
     def __init__(self, engine: Any, optim: Optim, policy: Any | None = None) -> None:
@@ -62,10 +61,10 @@ class Critic:
 
     @contextlib.contextmanager
     def active(self) -> Iterator[Any]:
-        """Within it the trunk computes with the critic's adapter; gives the engine.
+        """Yield the engine; inside, a shared trunk computes with the critic's adapter.
 
-        Forward and backward passes belong inside: what gradient checkpointing computes again has to
-        be what was computed.
+        Run forward and backward passes inside, since gradient checkpointing recomputes the forward
+        pass during backward.
         """
         if self._policy is None:
             yield self.engine
@@ -80,18 +79,18 @@ class Critic:
 def start_critic(
     job: TrainJob, loop: Loop, ranks: Ranks, *, policy: Any, config: dict[str, Any], tokenizer: Any
 ) -> Critic:
-    """Make the critic that section `rl` asks for.
+    """Build the critic that section `rl` describes.
 
     Args:
-        job: what is trained.
+        job: the training job.
         loop: section `rl`.
-        ranks: this process among its peers.
-        policy: the policy's module, whose engine is running.
+        ranks: this process and its peers.
+        policy: the policy's module, already in a running engine.
         config: the policy's DeepSpeed configuration.
         tokenizer: the policy's.
 
     Raises:
-        ConfigError: a shared trunk where there is none to share.
+        ConfigError: `rl.critic=shared` with full fine-tuning or ZeRO-3.
     """
     settings = job.settings
     optim = replace(settings.optim, lr=loop.critic_lr or settings.optim.lr)
@@ -106,14 +105,12 @@ def start_critic(
         policy.set_adapter(ADAPTER)
         return Critic(engine, optim, policy)
     trunk = load_model(job, ranks, config, tokenizer=tokenizer, head="tokens")
-    outputs, inputs = (
-        model_of(trunk).get_output_embeddings(),
-        model_of(trunk).get_input_embeddings(),
-    )
+    model = model_of(trunk)
+    outputs, inputs = model.get_output_embeddings(), model.get_input_embeddings()
     if outputs is not None and outputs.weight is not inputs.weight:
         outputs.requires_grad_(False)  # the value head takes its place
     with partitioned(config):
-        head = _value_head(model_of(trunk), dtype)
+        head = _value_head(model, dtype)
     return Critic(start_engine(ValueModel(trunk, head), config, optim), optim)
 
 
@@ -122,7 +119,7 @@ def _values(head: nn.Linear, states_NH: torch.Tensor) -> torch.Tensor:
 
 
 def _value_head(model: Any, dtype: torch.dtype) -> nn.Linear:
-    """Begins at zero: the first advantages are the rewards themselves, not noise."""
+    """Return a head that starts at zero: the first advantages are then the rewards, not noise."""
     hidden = model.config.get_text_config().hidden_size
     head = nn.Linear(hidden, 1, bias=True, dtype=dtype)
     nn.init.zeros_(head.weight)
@@ -131,7 +128,7 @@ def _value_head(model: Any, dtype: torch.dtype) -> nn.Linear:
 
 
 def _add_adapter(policy: Any, job: TrainJob) -> None:
-    """peft's adapter of the same settings, beside the policy's."""
+    """Add an adapter with the policy's settings for the critic."""
     torch.manual_seed(job.settings.seed + 1)
     plain = replace(job.settings.peft, init="default", modules_to_save=())
     if job.adapter is not None:
@@ -156,11 +153,11 @@ def _with_lr(config: dict[str, Any], lr: float) -> dict[str, Any]:
 def _require_shareable(kind: str, stage: int) -> None:
     if kind == "none":
         raise ConfigError(
-            "rl.critic=shared, and the policy is trained whole: there is no trunk to share",
+            "rl.critic=shared needs an adapter (peft=lora); the policy is fully fine-tuned",
             hint="rl.critic=separate, or peft=lora",
         )
     if stage == 3:
         raise ConfigError(
-            "rl.critic=shared under ZeRO-3: two engines cannot gather the same parameters",
+            "rl.critic=shared with ZeRO-3: two engines cannot gather the same parameters",
             hint="rl.critic=separate, or zero=zero2",
         )

@@ -1,11 +1,11 @@
-"""The critic on disk: shares of its trained tensors beside the policy's, in a folder of their own.
+"""Write the critic's trained tensors, beside the policy's in a folder of their own.
 
     critic/
         shards/rank-*.safetensors    as the policy's
         partitions.json
-        critic.json                  kind of critic, and what its values mean
+        critic.json                  kind of critic, and meaning of its values
 
-No stage of the way to serving reads it; a value head in a served folder breaks vLLM.
+No later stage reads it: a value head in a served folder breaks vLLM.
 """
 
 from __future__ import annotations
@@ -23,10 +23,10 @@ from tasks.training.job import TrainJob
 
 
 def write_critic(critic: Critic, job: TrainJob, loop: Loop, ranks: Ranks) -> None:
-    """Write this rank's shares of the critic; the first rank describes them.
+    """Write this rank's shards of the critic; the first rank also writes their description.
 
     Raises:
-        TrainingError: a share is not finite.
+        TrainingError: a shard has values that are not finite.
     """
     folder = job.out / CRITIC
     with critic.active() as engine:

@@ -1,4 +1,4 @@
-"""From replies to what the update goes by: everything that is measured, and what is made of it."""
+"""Measure responses (log-probabilities, values, KL) and estimate their advantages."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from tasks.rl.algorithms import correction, overlong
 from tasks.rl.algorithms.batch import Batch
 from tasks.rl.algorithms.registry import Recipe
 from tasks.rl.experience.critic import Critic
-from tasks.rl.experience.packed_rows import Experience, measured
+from tasks.rl.experience.packed_rows import Experience, measure_tokens
 from tasks.rl.experience.records import compared, estimates
 from tasks.rl.experience.reference import Reference
 from tasks.rl.settings import Online
-from tasks.rl.update import Learned
+from tasks.rl.update import UpdateInputs
 from tasks.training.engine import checkpoint
 from tasks.training.engine.deepspeed_engine import Ranks
 from tasks.training.job import TrainJob
@@ -25,18 +25,18 @@ from tasks.training.tokens.packing import Row
 
 
 @dataclass(frozen=True)
-class Appraiser:
-    """Measures replies and estimates advantages.
+class ExperienceScorer:
+    """Measures responses and estimates advantages.
 
     Attributes:
-        engine: DeepSpeed's, around the policy.
-        critic: None where the algorithm has none.
-        reference: None where nothing asks for it.
-        ranks: this process among its peers.
-        job: what to do.
-        online: sections `rl`, `rollout`, `reward`.
+        engine: the DeepSpeed engine of the policy.
+        critic: None if the algorithm has no critic.
+        reference: None if no setting needs the KL to the reference.
+        ranks: this process and its peers.
+        job: the training job.
+        online: sections `rl`, `rollout` and `reward`.
         recipe: the algorithm.
-        usual: the mismatch that this run began with, and its limits.
+        mismatch_limits: limits of the train-inference mismatch.
     """
 
     engine: Any
@@ -46,92 +46,94 @@ class Appraiser:
     job: TrainJob
     online: Online
     recipe: Recipe
-    usual: correction.Usual
+    mismatch_limits: correction.MismatchLimits
 
     @property
-    def asks_policy_alone(self) -> bool:
-        """Whether nothing but the policy is measured, and nothing estimated of what it says."""
+    def needs_policy_only(self) -> bool:
+        """True if neither critic nor reference is measured."""
         return self.critic is None and self.reference is None
 
-    def measured(self, got: Experience) -> Experience:
-        """With the trainer's, the reference's and the critic's numbers of every token."""
+    def measure(self, experience: Experience) -> Experience:
+        """Add the log-probabilities by policy and reference and the critic's values, per token."""
         asked = Asked(self.online.rollout.temperature)
         size = self.job.settings.batch.micro_batch_size
 
         def of_policy(row: Row) -> dict[str, torch.Tensor]:
-            found = {"old": self.engine(row=row, asked=asked)}
+            logprobs = {"old": self.engine(row=row, asked=asked)}
             if self.reference is not None:
-                found["reference"] = self.reference(row, asked)
-            return found
+                logprobs["reference"] = self.reference(row, asked)
+            return logprobs
 
         self.engine.eval()
-        how = {"size": size, "device": self.ranks.device}
-        got = measured(got, self.ranks, measure=of_policy, **how)
+        placing = {"size": size, "device": self.ranks.device}
+        experience = measure_tokens(experience, self.ranks, measure=of_policy, **placing)
         if self.critic is not None:
             with self.critic.active() as engine:
                 engine.eval()
-                got = measured(got, self.ranks, measure=lambda r: {"values": engine(r)}, **how)
+                experience = measure_tokens(
+                    experience, self.ranks, measure=lambda r: {"values": engine(r)}, **placing
+                )
                 engine.train()
         self.engine.train()
-        return got
+        return experience
 
     def estimate(
-        self, got: Experience, kl_coef: float, iteration: int
-    ) -> tuple[Learned, dict[str, float]]:
-        """Advantages, and what is noted of them and of what was measured.
+        self, experience: Experience, kl_coef: float, iteration: int
+    ) -> tuple[UpdateInputs, dict[str, float]]:
+        """Return advantages, and metrics of them and of the measurements.
 
         Args:
-            got: with everything that `measured` adds; or as it was collected, where the update
+            experience: the responses with the results of `measure`; without them if the update
                 measures (`Updater.measures`).
-            kl_coef: weight of the distance to the reference, this iteration's.
+            kl_coef: weight of the KL to the reference in this iteration.
             iteration: 1, 2, ...
 
         Raises:
-            TrainingError: log-probabilities are not finite, the engine that answers is not the one
-                that is trained, or the policy has left the reference.
+            TrainingError: a log-probability is not finite, the train-inference mismatch is above
+                its limit, or the policy is too far from the reference.
         """
         loop, rollout = self.online.loop, self.online.rollout
-        record = {} if got.old is None else self.compare(got, iteration)
+        record = {} if experience.old is None else self.compare(experience, iteration)
         penalties = overlong.penalty(
-            got.lengths,
+            experience.lengths,
             limit=rollout.max_new_tokens,
             buffer=loop.overlong_buffer,
             most=loop.overlong_penalty,
         )
         batch = Batch(
-            lengths_S=got.lengths,
-            groups_S=got.groups,
-            scores_S=got.rewards + penalties,
-            old_N=got.old,
-            sampled_N=got.sampled,
-            reference_N=got.reference,
-            values_N=got.values,
+            lengths_S=experience.lengths,
+            groups_S=experience.groups,
+            scores_S=experience.rewards + penalties,
+            old_N=experience.old,
+            sampled_N=experience.sampled,
+            reference_N=experience.reference,
+            values_N=experience.values,
             kl_coef=kl_coef,
         )
-        estimated = self.recipe.advantages(batch, loop)
-        learned = Learned(got, estimated, kl_coef)
-        record |= estimates(got, estimated) | {"kl_coef": kl_coef}
+        advantages = self.recipe.advantages(batch, loop)
+        inputs = UpdateInputs(experience, advantages, kl_coef)
+        record |= estimates(experience, advantages) | {"kl_coef": kl_coef}
         if "kl" in record:
             self._require_near(record["kl"], iteration)
-        return learned, record
+        return inputs, record
 
-    def compare(self, got: Experience, iteration: int) -> dict[str, float]:
-        """The trainer's log-probabilities beside the engine's; what is noted of them.
+    def compare(self, experience: Experience, iteration: int) -> dict[str, float]:
+        """Compare the trainer's log-probabilities with the rollout engine's; return metrics.
 
         Raises:
             TrainingError: as `estimate`.
         """
-        assert got.old is not None
-        differs = correction.mismatch(got.old, got.sampled)
-        self.usual.require_within(differs, iteration)
-        return compared(got.old, differs)
+        assert experience.old is not None
+        mismatch = correction.mismatch(experience.old, experience.sampled)
+        self.mismatch_limits.require_within(mismatch, iteration)
+        return compared(experience.old, mismatch)
 
     def _require_near(self, kl_now: float, iteration: int) -> None:
         limit = self.online.loop.kl_limit
         if limit is not None and not kl_now <= limit:
             good = checkpoint.last_good(self.job.checkpoints)
             raise TrainingError(
-                f"iteration {iteration}: the policy is {kl_now:.3g} nats a token from "
+                f"iteration {iteration}: the policy is {kl_now:.3g} nats per token from "
                 f"the reference, more than rl.kl_limit={limit:g}; last good checkpoint: "
                 f"{good or 'none yet'}",
                 hint="rl.kl_coef=<more>, or a smaller train.lr",

@@ -1,4 +1,4 @@
-"""Which replies make an optimizer step, and which rank has which of them."""
+"""Split an iteration's responses into optimizer steps, ranks and rows."""
 
 from __future__ import annotations
 
@@ -17,32 +17,35 @@ from tasks.training.tokens.order import deal
 
 
 class Minibatch(NamedTuple):
-    """One optimizer step's replies: this rank's rows of them, and what all of them add up to."""
+    """This rank's rows of one optimizer step, and the totals over all rows and ranks."""
 
     rows: list[list[int]]
     totals: Totals
 
 
 @dataclass(frozen=True)
-class Dealing:
-    """How an iteration's replies are dealt.
+class MinibatchDealer:
+    """Deals an iteration's responses to optimizer steps.
 
     Attributes:
-        settings: of the run: seed and batch sizes.
-        passes: over all replies.
-        max_new_tokens: the longest reply that there could have been.
+        settings: seed and batch sizes of the run.
+        passes: passes over all responses (PPO epochs).
+        max_new_tokens: token limit of a response.
     """
 
     settings: Settings
     passes: int
     max_new_tokens: int
 
-    def minibatches(self, iteration: int, got: Experience, ranks: Ranks) -> Iterator[Minibatch]:
-        """Every pass in an order of its own, in rows of about equally many tokens; what is less
-        than a whole minibatch at a pass's end is left out.
+    def minibatches(
+        self, iteration: int, experience: Experience, ranks: Ranks
+    ) -> Iterator[Minibatch]:
+        """Yield this rank's minibatches of all passes, each pass in an order of its own.
+
+        Rows have about equally many tokens. The rest of a pass that fills no minibatch is left out.
         """
         size = self.settings.batch.global_batch_size
-        lengths = got.examples.lengths.sum(axis=1)
+        lengths = experience.examples.lengths.sum(axis=1)
         count = self.settings.batch.accumulation(ranks.world_size) * ranks.world_size
         for number in range(self.passes):
             order = np.random.default_rng([self.settings.seed, iteration, number])
@@ -50,6 +53,6 @@ class Dealing:
             for start in range(0, len(places) - size + 1, size):
                 chosen = places[start : start + size]
                 rows = deal(lengths[chosen], count)[ranks.rank :: ranks.world_size]
-                tokens = int(got.lengths[torch.from_numpy(chosen)].sum())
+                tokens = int(experience.lengths[torch.from_numpy(chosen)].sum())
                 totals = Totals(tokens, size, self.max_new_tokens)
                 yield Minibatch([[int(chosen[i]) for i in row] for row in rows], totals)

@@ -1,4 +1,4 @@
-"""The prompts of a dataset, tokenised once, and which of them each iteration asks."""
+"""Tokenise the prompts of a dataset once, and choose the prompts of each iteration."""
 
 from __future__ import annotations
 
@@ -17,28 +17,30 @@ from tasks.training.engine.deepspeed_engine import Ranks
 from tasks.training.tokens.rows import RowFile
 
 CHUNK = 512
+"""Prompts tokenised at once."""
 SHOWN = 20
+"""Problems listed in an error."""
 
 
 class _Part(NamedTuple):
-    """A rank's share: token ids by row, and what is wrong with rows."""
+    """Token ids of one rank's part of the rows, and the problems in them."""
 
     ids: list[NDArray[np.int32]]
     problems: list[str]
 
 
 def load_prompts(path: Path, *, tokenizer: Any, limit: int, ranks: Ranks) -> tuple[Prompt, ...]:
-    """Render and tokenise every row's prompt; each rank does its share and all know the result.
+    """Render and tokenise all prompts; each rank does a part, and every rank gets all of them.
 
     Args:
-        path: JSON Lines with `messages` a row; an answer at their end is the reference answer, and
-            no part of the prompt.
-        tokenizer: with a chat template.
-        limit: longest prompt, in tokens.
-        ranks: all of them take part.
+        path: JSON Lines with `messages` in each row. A final assistant message is the reference
+            answer and not part of the prompt.
+        tokenizer: has a chat template.
+        limit: maximum length of a prompt in tokens.
+        ranks: all ranks take part.
 
     Raises:
-        DataError: on every rank, naming every row that cannot be asked.
+        DataError: on every rank, naming every row whose prompt cannot be used.
     """
     if not tokenizer.chat_template:
         raise DataError(
@@ -52,27 +54,27 @@ def load_prompts(path: Path, *, tokenizer: Any, limit: int, ranks: Ranks) -> tup
     problems = [problem for part in parts for problem in part.problems]
     if problems:
         longest = max(len(ids) for part in parts for ids in part.ids)
-        keeps = f"rollout.max_prompt_len={longest} keeps all" if longest > limit else "correct them"
+        keeps = f"rollout.max_prompt_len={longest} keeps all" if longest > limit else "fix them"
         raise DataError(
-            f"{path.name}: {len(problems)} of {total} prompts cannot be asked, first {problems[0]}",
+            f"{path.name}: {len(problems)} of {total} prompts cannot be used, first {problems[0]}",
             details=problems[:SHOWN],
-            hint=f"{keeps}, or leave them out of the data",
+            hint=f"{keeps}, or remove them from the data",
         )
     if not total:
         raise DataError(f"{path.name} has no prompts", hint="data.path=<file with prompts>")
-    ids = [one for part in parts for one in part.ids]
-    prompts = tuple(Prompt(_flat(rows[n]), one) for n, one in enumerate(ids))
+    every_ids = [ids for part in parts for ids in part.ids]
+    prompts = tuple(Prompt(_flat(rows[n]), ids) for n, ids in enumerate(every_ids))
     rows.close()
     return prompts
 
 
 def _flat(row: dict[str, Any]) -> dict[str, Any]:
-    """A row with the columns that travelled along beside its own."""
+    """Return the row with the user's further columns beside `messages` and `id`."""
     return {**row.pop("columns", {}), **row}
 
 
 def _tokenised(rows: RowFile, numbers: range, tokenizer: Any, limit: int) -> _Part:
-    found, problems = [], []
+    token_ids, problems = [], []
     for start in range(0, len(numbers), CHUNK):
         chosen = [rows[n] for n in numbers[start : start + CHUNK]]
         texts = []
@@ -80,63 +82,72 @@ def _tokenised(rows: RowFile, numbers: range, tokenizer: Any, limit: int) -> _Pa
             try:
                 texts.append(render(row["messages"], tokenizer))
             except (TemplateError, KeyError) as error:
-                problems.append(f"{row['id']}: the chat template refuses it: {error}")
+                problems.append(f"{row['id']}: the chat template rejects it: {error}")
                 texts.append("")
-        several = tokenizer(texts, add_special_tokens=False)["input_ids"]
-        for row, ids in zip(chosen, several, strict=True):
+        batch = tokenizer(texts, add_special_tokens=False)["input_ids"]
+        for row, ids in zip(chosen, batch, strict=True):
             if len(ids) > limit:
                 problems.append(
                     f"{row['id']}: {len(ids)} tokens, more than rollout.max_prompt_len={limit}"
                 )
-            found.append(np.asarray(ids, np.int32))
-    return _Part(found, problems)
+            token_ids.append(np.asarray(ids, np.int32))
+    return _Part(token_ids, problems)
 
 
 def render(messages: Sequence[dict[str, str]], tokenizer: Any) -> str:
-    """The prompt as a server renders it: without a reference answer, with the generation prompt."""
-    asked = list(messages)
-    if asked and asked[-1]["role"] == "assistant":
-        asked = asked[:-1]
-    text: str = tokenizer.apply_chat_template(asked, tokenize=False, add_generation_prompt=True)
+    """Return the prompt as a server renders it: no reference answer, with the generation prompt."""
+    prompt = list(messages)
+    if prompt and prompt[-1]["role"] == "assistant":
+        prompt = prompt[:-1]
+    text: str = tokenizer.apply_chat_template(prompt, tokenize=False, add_generation_prompt=True)
     return text
 
 
 @dataclass(frozen=True)
-class Asking:
-    """Which prompts an iteration asks: a function of the seed and the iteration's number.
+class PromptOrder:
+    """The prompts of each iteration, determined by seed and iteration number.
 
-    Prompts come as one endless stream, epoch after epoch, each in an order of its own. An iteration
-    owns the next `each` x (1 + `spare`) of it: those it asks, and those it may refill with.
+    Prompts form an endless stream, epoch after epoch, each epoch in an order of its own. Every
+    iteration takes `per_iteration` x (1 + `refill_rounds`) prompts of it: the first part is
+    sampled, the rest is there to replace groups without signal.
 
     Attributes:
-        total: prompts there are.
-        each: prompts an iteration.
-        spare: rounds that it may refill.
-        seed: of the order.
+        total: number of prompts in the dataset.
+        per_iteration: prompts per iteration.
+        refill_rounds: rounds in which groups may be replaced.
+        seed: seed of the order.
     """
 
     total: int
-    each: int
-    spare: int
+    per_iteration: int
+    refill_rounds: int
     seed: int
 
     def numbers(self, iteration: int, round_: int = 0) -> NDArray[np.int64]:
-        """(each,) numbers of the prompts of iteration 1, 2, ... and refill round 0 to `spare`."""
-        start = ((iteration - 1) * (1 + self.spare) + round_) * self.each
-        places = np.arange(start, start + self.each)
-        epochs = np.unique(places // self.total)
+        """Return the numbers of the prompts of an iteration.
+
+        Args:
+            iteration: 1, 2, ...
+            round_: 0 for the first prompts, 1 to `refill_rounds` for their replacements.
+
+        Returns:
+            (per_iteration,) int64.
+        """
+        start = ((iteration - 1) * (1 + self.refill_rounds) + round_) * self.per_iteration
+        positions = np.arange(start, start + self.per_iteration)
+        epochs = np.unique(positions // self.total)
         orders = {
             int(epoch): np.random.default_rng([self.seed, int(epoch)]).permutation(self.total)
             for epoch in epochs
         }
-        return np.array([orders[int(p) // self.total][int(p) % self.total] for p in places])
+        return np.array([orders[int(p) // self.total][int(p) % self.total] for p in positions])
 
     def epoch_at(self, iteration: int) -> float:
-        """Epochs of prompts asked once so many iterations are over."""
-        return iteration * (1 + self.spare) * self.each / self.total
+        """Return the number of epochs over the prompts that this many iterations take."""
+        return iteration * (1 + self.refill_rounds) * self.per_iteration / self.total
 
 
 def request_seed(seed: int, iteration: int, number: int) -> int:
-    """Seed of the replies to prompt `number` of an iteration: the same whoever asks it."""
-    drawn = np.random.SeedSequence([seed, iteration, number]).generate_state(1)
-    return int(drawn[0]) & 0x7FFFFFFF
+    """Return the seed for prompt `number` of an iteration; it does not depend on the rank."""
+    state = np.random.SeedSequence([seed, iteration, number]).generate_state(1)
+    return int(state[0]) & 0x7FFFFFFF

@@ -1,8 +1,7 @@
-"""The reference: what the policy was before the first step.
+"""The reference model: the policy before its first step.
 
-With an adapter it is the policy with the adapter as it began: switched off, or as the step before
-left it. A policy that is trained whole needs a frozen copy; under ZeRO-3 it is partitioned like the
-policy.
+With an adapter it is the policy with the adapter switched off, or as the previous step left it.
+With full fine-tuning it is a frozen copy; under ZeRO-3 it is partitioned like the policy.
 """
 
 from __future__ import annotations
@@ -21,36 +20,36 @@ from tasks.training.model.packed_model import Asked
 from tasks.training.tokens.packing import Row
 
 Reference = Callable[[Row, Asked], torch.Tensor]
-"""A row and what is asked -> (N,) log-probabilities of its supervised tokens."""
+"""Takes a packed row and options; returns (N,) log-probabilities of its supervised tokens."""
 
 
 def open_reference(
     job: TrainJob, ranks: Ranks, *, engine: Any, config: dict[str, Any], tokenizer: Any
 ) -> Reference:
-    """The reference of a policy.
+    """Return the reference of a policy.
 
     Args:
-        job: what is trained.
-        ranks: this process among its peers.
-        engine: DeepSpeed's around the policy.
+        job: the training job.
+        ranks: this process and its peers.
+        engine: the DeepSpeed engine of the policy.
         config: the policy's DeepSpeed configuration.
         tokenizer: the policy's.
     """
     if job.settings.peft.kind != "none":
 
-        def at_the_beginning(row: Row, asked: Asked) -> torch.Tensor:
+        def initial_policy(row: Row, asked: Asked) -> torch.Tensor:
             with as_it_began(engine.module):
                 out: torch.Tensor = engine(row=row, asked=asked)
             return out
 
-        return at_the_beginning
+        return initial_policy
     copy = _frozen_copy(job, ranks, config, tokenizer)
 
-    def of_copy(row: Row, asked: Asked) -> torch.Tensor:
+    def frozen_policy(row: Row, asked: Asked) -> torch.Tensor:
         out: torch.Tensor = copy(row=row, asked=asked)
         return out
 
-    return of_copy
+    return frozen_policy
 
 
 def _frozen_copy(job: TrainJob, ranks: Ranks, config: dict[str, Any], tokenizer: Any) -> Any:

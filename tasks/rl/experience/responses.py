@@ -1,4 +1,4 @@
-"""What the pieces of the loop hand to each other: prompts, replies, and what they were worth."""
+"""Data classes of the training loop: prompts, responses and their rewards."""
 
 from __future__ import annotations
 
@@ -9,15 +9,17 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from tasks.serving.vllm.colocation import Generated
+
 
 @dataclass(frozen=True)
 class Prompt:
-    """One prompt of the dataset, tokenised once and never again.
+    """One prompt of the dataset with its token ids.
 
     Attributes:
-        row: its row in the dataset artifact: `id`, `messages`, `answer` where there is one, and
-            whatever else the user's data carries.
-        ids: (P,) token ids, the chat template's generation prompt included.
+        row: the row of the dataset artifact: `id`, `messages`, `answer` if there is one, and any
+            other column of the user's data.
+        ids: (P,) token ids, including the chat template's generation prompt.
     """
 
     row: Mapping[str, Any]
@@ -25,19 +27,19 @@ class Prompt:
 
     @property
     def messages(self) -> list[dict[str, str]]:
-        """What is asked: the row's conversation without a reference answer at its end."""
+        """The conversation without a reference answer at its end."""
         messages = list(self.row["messages"])
         return messages[:-1] if messages and messages[-1]["role"] == "assistant" else messages
 
 
 @dataclass(frozen=True)
 class Request:
-    """A prompt to be answered `samples` times.
+    """A prompt to sample responses to.
 
     Attributes:
-        ids: (P,) its token ids.
-        samples: how many replies.
-        seed: of the sampling; the same prompt, weights and seed give the same replies.
+        ids: (P,) token ids of the prompt.
+        samples: number of responses.
+        seed: sampling seed. The same prompt, weights and seed give the same responses.
     """
 
     ids: NDArray[np.int32]
@@ -46,29 +48,13 @@ class Request:
 
 
 @dataclass(frozen=True)
-class Generated:
-    """One reply as the engine gave it: token ids and nothing else is passed on.
+class Response:
+    """A response with everything a reward may need.
 
     Attributes:
-        ids: (n,) token ids, n >= 1; the end token included where the reply ended by itself.
-        logprobs: (n,) float32, natural logarithm, under the distribution that was sampled from
-            (temperature applied, before top-p and top-k cut it off).
-        ended: whether it ended by itself; False: cut off at the limit.
-    """
-
-    ids: NDArray[np.int32]
-    logprobs: NDArray[np.float32]
-    ended: bool
-
-
-@dataclass(frozen=True)
-class Reply:
-    """A reply with everything a reward may want to know.
-
-    Attributes:
-        prompt: what was asked.
-        generated: what was answered.
-        text: the answer decoded, without special tokens.
+        prompt: the prompt.
+        generated: token ids and log-probabilities.
+        text: the decoded response, without special tokens.
     """
 
     prompt: Prompt
@@ -77,17 +63,17 @@ class Reply:
 
 
 @dataclass(frozen=True)
-class Scored:
-    """A reply, and what it was worth.
+class ScoredResponse:
+    """A response and its reward.
 
     Attributes:
-        reply: the reply.
+        response: the response.
         group: number of its prompt within the iteration.
-        reward: the weighted sum of all parts.
-        parts: by name of the source, before weights.
+        reward: weighted sum of all parts.
+        parts: rewards by source, before weights.
     """
 
-    reply: Reply
+    response: Response
     group: int
     reward: float
     parts: Mapping[str, float] = field(default_factory=dict)

@@ -1,11 +1,10 @@
-"""What replies are worth: a reward model, a Python function, an HTTP endpoint, and their sum.
+"""Rewards of responses: a reward model, a Python function, an HTTP endpoint, or their weighted sum.
 
     with open_rewards(reward, tokenizer=tokenizer, device=device, log=log, logs=logs) as rewards:
-        total, parts = rewards.score(replies)
+        total, parts = rewards.score(responses)
 
-Each source that section `reward` names gives every reply a number; the total is the sum of them,
-each times its weight. A source with weight 0 is recorded and counts nothing. Sources never give
-NaN, None or too few numbers: that is a `RewardError` with the prompt.
+A source with weight 0 is recorded but does not count. A source that returns NaN, None or too few
+numbers is a `RewardError` that shows the prompt.
 """
 
 from __future__ import annotations
@@ -21,7 +20,7 @@ from numpy.typing import NDArray
 
 from tasks.core.errors import ConfigError
 from tasks.process.output import Log
-from tasks.rl.experience.responses import Reply
+from tasks.rl.experience.responses import Response
 from tasks.rl.rewards.exact import EXACT_MATCH, ExactMatch
 from tasks.rl.rewards.function import Function
 from tasks.rl.rewards.reference import FunctionReference
@@ -37,7 +36,7 @@ FUNCTION_LOG = "reward_function.log"
 
 
 class Rewards:
-    """All sources of a run. Use it as a context manager, or `close` it.
+    """All reward sources of a run. Use it as a context manager, or call `close`.
 
     Args:
         sources: at least one.
@@ -58,33 +57,33 @@ class Rewards:
         self.close()
 
     def score(
-        self, replies: Sequence[Reply]
+        self, responses: Sequence[Response]
     ) -> tuple[NDArray[np.float64], dict[str, NDArray[np.float64]]]:
-        """What each reply is worth.
+        """Return the rewards of responses.
 
         Args:
-            replies: S of them; none gives empty arrays.
+            responses: S responses; may be empty.
 
         Returns:
-            (S,) the weighted sums, and (S,) before weights by the name of each source.
+            (S,) weighted sums, and (S,) unweighted rewards by name of the source.
 
         Raises:
-            RewardError: naming the source and the prompt.
+            RewardError: names the source and the prompt.
         """
         parts = {
-            one.name: np.array(one.source(replies) if replies else [], np.float64)
-            for one in self.sources
+            weighted.name: np.array(weighted.source(responses) if responses else [], np.float64)
+            for weighted in self.sources
         }
-        total: NDArray[np.float64] = np.zeros(len(replies), np.float64)
-        for one in self.sources:
-            total += one.weight * parts[one.name]
+        total: NDArray[np.float64] = np.zeros(len(responses), np.float64)
+        for weighted in self.sources:
+            total += weighted.weight * parts[weighted.name]
         return total, parts
 
     def close(self) -> None:
-        """Let go of models, processes and connections."""
+        """Close all sources: models, processes and connections."""
         with ExitStack() as stack:
-            for one in self.sources:
-                stack.callback(one.source.close)
+            for weighted in self.sources:
+                stack.callback(weighted.source.close)
 
 
 def open_rewards(
@@ -96,21 +95,21 @@ def open_rewards(
     logs: Path,
     longest: int | None = None,
 ) -> Rewards:
-    """Open every source that is named, so that what cannot work is known before the first rollout.
+    """Open all configured sources, so that errors show before the first rollout.
 
     Args:
-        reward: the section.
+        reward: section `reward`.
         tokenizer: the policy's.
-        device: where a reward model in this process computes.
-        log: gets what happens on the way, and what a function prints.
-        logs: folder for whole outputs.
-        longest: tokens of the longest prompt with its longest reply, which a reward model in vLLM
-            makes room for; None: its whole context.
+        device: device of a reward model in this process.
+        log: gets messages, and the output of a reward function.
+        logs: folder for complete outputs.
+        longest: tokens of the longest possible prompt plus response, which limits the context of
+            a reward model in vLLM; None: the model's full context.
 
     Raises:
-        ConfigError: no source, or a function that is not there.
-        ArtifactError: `reward.model` is no reward model, or cannot be loaded.
-        RewardError: a function whose file cannot be imported.
+        ConfigError: no source, or the function does not exist.
+        ArtifactError: `reward.model` is not a reward model or cannot be loaded.
+        RewardError: the function's file cannot be imported.
     """
     sources: list[Weighted] = []
     with ExitStack() as opened:
@@ -122,7 +121,7 @@ def open_rewards(
         function = _function(reward, log, logs)
         if function is not None:
             add("function", reward.function_weight, function)
-        if reward.model is not None:  # while the function's file is imported
+        if reward.model is not None:  # loads while the child imports the function's file
             add("model", reward.model_weight, _model(reward, tokenizer, device, log, longest))
         if reward.url is not None:
             add("url", reward.url_weight, _endpoint(reward, tokenizer, log))
@@ -131,7 +130,7 @@ def open_rewards(
         opened.pop_all()
     if not sources:
         raise ConfigError(
-            "section reward names no source: nothing says what a reply is worth",
+            "no reward source: reward.model, reward.function and reward.url are all unset",
             hint="reward.model=<folder>, reward.function=<path.py>:<name> or reward.url=<URL>",
         )
     return Rewards(sources)
@@ -172,8 +171,8 @@ def _model(
     from tasks.rl.rewards.model import InProcess, RewardModel, Scorer, in_vllm
 
     folder = RewardFolder.read(Path(str(reward.model)), normalize=reward.normalize)
-    who = f"reward.model={folder.path}"
-    encoding = Encoding.between(tokenizer, folder, who=who, log=log)
+    label = f"reward.model={folder.path}"
+    encoding = Encoding.between(tokenizer, folder, label=label, log=log)
     scorer: Scorer
     if reward.engine == "process":
         scorer = InProcess(folder, device=device)
@@ -181,6 +180,6 @@ def _model(
         encoding = encoding.with_room(longest)
         scorer = in_vllm(folder, longest=encoding.limit)
     else:
-        raise ConfigError(f"reward.engine={reward.engine} is none of process, vllm")
+        raise ConfigError(f"reward.engine={reward.engine} is not one of process, vllm")
     normalisation = folder.normalisation if reward.normalize else None
-    return RewardModel(who, encoding=encoding, scorer=scorer, normalisation=normalisation)
+    return RewardModel(label, encoding=encoding, scorer=scorer, normalisation=normalisation)

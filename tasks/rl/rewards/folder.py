@@ -1,4 +1,4 @@
-"""A reward model's folder, looked at without loading it."""
+"""Read a reward model's folder without loading the model."""
 
 from __future__ import annotations
 
@@ -13,21 +13,21 @@ from tasks.weights.heads.folder import architectures
 from tasks.weights.heads.normalisation import Normalisation, normalisation_from
 
 ROW_TOKENS = 8192
-"""Tokens of a packed row at most; a longer text has one to itself."""
+"""Maximum tokens of a packed row; a longer text gets a row of its own."""
 CLASSIFIER = "ForSequenceClassification"
 EXAMPLE = "reward.model=<the artifact of kind `served` of a chain with train=reward>"
-DELIVER = "python flows/deliver.py source=<it> out=<folder> makes one that is"
+DELIVER = "python flows/deliver.py source=<it> out=<folder> converts a model to that class"
 
 
 @dataclass(frozen=True)
 class RewardFolder:
-    """What a reward model's folder says of itself.
+    """Facts about a reward model from its folder.
 
     Attributes:
         path: the folder.
         dtype: torch name of its parameters' dtype.
-        normalisation: of its rewards.
-        context: longest text, in tokens; None where it does not say.
+        normalisation: mean and std of its rewards.
+        context: maximum number of tokens; None if config.json does not say.
     """
 
     path: Path
@@ -37,28 +37,30 @@ class RewardFolder:
 
     @classmethod
     def read(cls, path: Path, *, normalize: bool) -> RewardFolder:
-        """Look into it.
+        """Read config.json.
 
         Args:
             path: the folder.
-            normalize: whether mean and deviation are needed.
+            normalize: True if mean and std are required.
 
         Raises:
-            ArtifactError: it is no folder of a reward model with one label, or lacks them.
+            ArtifactError: not a reward model with one label, or mean and std are missing.
         """
         if not (path / "config.json").is_file():
-            raise ArtifactError(f"reward.model={path} is no model: no config.json", hint=EXAMPLE)
+            raise ArtifactError(
+                f"reward.model={path} is not a model folder: no config.json", hint=EXAMPLE
+            )
         config = read_json(path / "config.json")
         classes = architectures(config)
         if not classes or not classes[0].endswith(CLASSIFIER):
             what = classes[0] if classes else "no class"
             raise ArtifactError(
-                f"reward.model={path} is no *{CLASSIFIER}: its config.json says {what}",
+                f"reward.model={path} is not a *{CLASSIFIER}: its config.json says {what}",
                 hint=f"{EXAMPLE}; {DELIVER}",
             )
         if (labels := _labels(config)) != 1:
             raise ArtifactError(
-                f"reward.model={path} has {labels} labels; a reward is one number", hint=EXAMPLE
+                f"reward.model={path} has {labels} labels; a reward model has one", hint=EXAMPLE
             )
         normalisation, findings = normalisation_from(config)
         if findings:
@@ -66,9 +68,9 @@ class RewardFolder:
         if normalize and not normalisation.is_there:
             raise ArtifactError(
                 f"reward.model={path}: no mean and std of its rewards in config.json",
-                hint="reward.normalize=false takes its scores as they are",
+                hint="reward.normalize=false uses its scores unchanged",
             )
-        text = config.get("text_config") or config  # a multimodal model nests its decoder's
+        text = config.get("text_config") or config  # nested in multimodal models
         return cls(
             path,
             dtype=str(config.get("dtype") or config.get("torch_dtype") or "bfloat16"),
@@ -78,7 +80,7 @@ class RewardFolder:
 
 
 def _labels(config: Mapping[str, Any]) -> int:
-    """As transformers counts them, whose default is two."""
+    """Return the number of labels as transformers counts them; its default is 2."""
     if isinstance(config.get("id2label"), dict):
         return len(config["id2label"])
     return int(config.get("num_labels", 2))

@@ -1,14 +1,14 @@
-"""`reward.function=path.py:name`: a Python function of the user's, in the form TRL gave it.
+"""`reward.function=path.py:name`: a Python function of the user, with the signature of TRL.
 
     def score(prompts, completions, completion_ids, **columns) -> list[float]
 
-All are lists with an element a reply: `prompts` conversations (lists of messages), `completions`
-conversations of one message, the assistant's, `completion_ids` token ids, and every column of the
-rows by its name (`answer`, `id`, ...). The function names those it wants, or takes all with
-`**kwargs`; it may be `async`. It returns a number for each; true and false are numbers.
+All arguments are lists with one element per response: `prompts` conversations (lists of messages),
+`completions` conversations of one assistant message, `completion_ids` token ids, and every column
+of the data by its name (`answer`, `id`, ...). The function names those it wants, or takes all with
+`**kwargs`. It may be `async`. It returns one number per response; true and false are numbers.
 
-Unlike in TRL, None is an error like NaN, and there are no `trainer_state`, `log_extra` and
-`log_metric`: the function lives in a process of its own, which is ended when it hangs.
+Unlike in TRL, None is an error, and there are no `trainer_state`, `log_extra` and `log_metric`: the
+function runs in a process of its own, which is killed if it hangs.
 """
 
 from __future__ import annotations
@@ -22,36 +22,36 @@ from tasks.core.errors import RewardError, StageProcessError
 from tasks.process.child import python_child
 from tasks.process.json_worker import Conversation
 from tasks.process.output import Log
-from tasks.rl.experience.responses import Reply
+from tasks.rl.experience.responses import Response
 from tasks.rl.rewards.reference import FunctionReference
-from tasks.rl.rewards.sources import about, checked, named
+from tasks.rl.rewards.sources import describe, error_details, validate_rewards
 
 OWN_NAMES = ("prompt", "completion", "prompts", "completions", "completion_ids")
-"""Columns that are not handed on, since the arguments are called so."""
+"""Columns that are not passed on: their names are those of arguments."""
 GRACE_S = 2.0
-"""After its time is up the child says where the function hangs; then it is ended."""
+"""Seconds after the timeout in which the child reports where the function hangs."""
 SEARCH_S = 10.0
-"""For finding the reply that a function cannot cope with."""
+"""Seconds to search for the response that makes a function fail."""
 
 
 class Function:
-    """A function in a child process, which is started anew where it was ended.
+    """A function in a child process, which restarts after it was killed.
 
     Args:
-        reference: where the function is.
-        timeout_s: for one call, the file's own imports included.
-        log: gets what the function prints.
-        log_path: file for all of that.
+        reference: file and name of the function.
+        timeout_s: per call, including the imports of its file.
+        log: gets the function's output.
+        log_path: file for the complete output.
 
     Raises:
-        ConfigError: the file, or the name in it, is not there.
+        ConfigError: the file does not exist or has no such name.
     """
 
     def __init__(
         self, reference: FunctionReference, *, timeout_s: float, log: Log, log_path: Path
     ) -> None:
         reference.require()
-        self.who = f"reward.function={reference}"
+        self.label = f"reward.function={reference}"
         self._argv = python_child(
             "tasks.rl.rewards.function_child", str(reference.path), reference.name
         )
@@ -65,43 +65,47 @@ class Function:
             self._child = child.__enter__()
 
     def load(self) -> None:
-        """Wait until the file was imported.
+        """Wait until the function's file is imported.
 
         Raises:
-            RewardError: it failed, hangs, or the name in it is no function.
+            RewardError: the import fails or hangs, or the name is not a function.
         """
-        reply = self._ask(None, "while the file was imported")
-        if "failure" in reply:
-            what, *trace = reply["failure"]
+        answer = self._ask(None, "while the file was imported")
+        if "failure" in answer:
+            what, *trace = answer["failure"]
             raise RewardError(
-                f"{self.who} cannot be loaded: {what}", details=trace, hint=reply["hint"]
+                f"{self.label} cannot be loaded: {what}", details=trace, hint=answer["hint"]
             )
 
-    def __call__(self, replies: Sequence[Reply]) -> list[float]:
-        """Call it once, with all replies.
+    def __call__(self, responses: Sequence[Response]) -> list[float]:
+        """Call the function once with all responses.
 
         Raises:
-            RewardError: it raised, hung, ended its process, or gave something else than a finite
-                number for each reply.
+            RewardError: it raised, hung, ended its process, or did not return one finite number per
+                response.
         """
-        reply = self._ask(self._keywords(replies), f"on {_several(replies)}", *about(replies[0]))
-        if "failure" in reply:
-            raise self._raised(reply, replies)
-        return checked(reply["given"], replies, self.who)
+        answer = self._ask(
+            self._keywords(responses), f"on {_several(responses)}", *error_details(responses[0])
+        )
+        if "failure" in answer:
+            raise self._raised(answer, responses)
+        return validate_rewards(answer["given"], responses, self.label)
 
     def close(self) -> None:
-        """End the child."""
+        """Kill the child."""
         child, self._child = self._child, None
         if child is not None:
             child.__exit__(None, None, None)
 
-    def _keywords(self, replies: Sequence[Reply]) -> dict[str, Any]:
-        rows = [reply.prompt.row for reply in replies]
+    def _keywords(self, responses: Sequence[Response]) -> dict[str, Any]:
+        rows = [response.prompt.row for response in responses]
         names = dict.fromkeys(name for row in rows for name in row if name not in OWN_NAMES)
         return {
-            "prompts": [reply.prompt.messages for reply in replies],
-            "completions": [[{"role": "assistant", "content": one.text}] for one in replies],
-            "completion_ids": [reply.generated.ids.tolist() for reply in replies],
+            "prompts": [response.prompt.messages for response in responses],
+            "completions": [
+                [{"role": "assistant", "content": response.text}] for response in responses
+            ],
+            "completion_ids": [response.generated.ids.tolist() for response in responses],
             **{name: [row.get(name) for row in rows] for name in names},
         }
 
@@ -112,43 +116,43 @@ class Function:
         try:
             return self._child.ask(request, self._timeout_s + GRACE_S)
         except StageProcessError as error:
-            ended, self._child = self._child, None
-            ended.__exit__(type(error), error, None)
+            child, self._child = self._child, None
+            child.__exit__(type(error), error, None)
             if error.reason == "cancelled":
                 raise
             slow = error.reason == "timeout"
             what = f"took more than {self._timeout_s:g} s" if slow else "ended its process"
             status = "" if slow else f" (status {error.returncode})"
             raise RewardError(
-                f"{self.who} {what}{status} {when}",
-                details=[*details, "the last lines that it said:", *error.details],
-                hint="reward.timeout_s=<more> where it needs that long" if slow else "",
+                f"{self.label} {what}{status} {when}",
+                details=[*details, "its last lines of output:", *error.details],
+                hint="reward.timeout_s=<more> if it needs that long" if slow else "",
             ) from error
 
-    def _raised(self, reply: dict[str, Any], replies: Sequence[Reply]) -> RewardError:
-        """The error for an exception: of which reply, where one alone raises it too."""
-        what, *trace = reply["failure"]
-        one = self._culprit(replies)
-        where = f"on {_several(replies)}" if one is None else f"for {named(one)}"
+    def _raised(self, answer: dict[str, Any], responses: Sequence[Response]) -> RewardError:
+        """Return the error for an exception, with the response that causes it if one alone does."""
+        what, *trace = answer["failure"]
+        culprit = self._culprit(responses)
+        where = f"on {_several(responses)}" if culprit is None else f"for {describe(culprit)}"
         return RewardError(
-            f"{self.who} failed {where}: {what}",
-            details=[*about(replies[0] if one is None else one), *trace],
-            hint=reply["hint"],
+            f"{self.label} failed {where}: {what}",
+            details=[*error_details(responses[0] if culprit is None else culprit), *trace],
+            hint=answer["hint"],
         )
 
-    def _culprit(self, replies: Sequence[Reply]) -> Reply | None:
-        """The first reply that fails by itself; None where none does, or time is up."""
+    def _culprit(self, responses: Sequence[Response]) -> Response | None:
+        """Return the first response that fails by itself; None if there is none, or no time."""
         until = time.monotonic() + SEARCH_S
-        for reply in replies:
+        for response in responses:
             if time.monotonic() > until:
                 return None
             if "failure" in self._ask(
-                self._keywords([reply]), f"for {named(reply)}", *about(reply)
+                self._keywords([response]), f"for {describe(response)}", *error_details(response)
             ):
-                return reply
+                return response
         return None
 
 
-def _several(replies: Sequence[Reply]) -> str:
-    more = f", first {named(replies[0])}"
-    return f"{len(replies)} replies{more}" if len(replies) > 1 else named(replies[0])
+def _several(responses: Sequence[Response]) -> str:
+    first = f", first {describe(responses[0])}"
+    return f"{len(responses)} responses{first}" if len(responses) > 1 else describe(responses[0])

@@ -1,10 +1,9 @@
-"""The process in which a user's reward function lives: it may hang, crash, or print what it likes.
+"""The process that runs a user's reward function, which may hang, crash or print anything.
 
     python -m tasks.rl.rewards.function_child path.py name
 
-Answers JSON requests from stdin, as a `Conversation` asks them, each within its `timeout_s`. The
-first one loads the function; one with `keywords` calls it with those that it takes. Imports nothing
-heavy: what takes time is the user's own imports.
+Answers JSON requests of a `Conversation` from stdin, each within its `timeout_s`. The first request
+loads the function; a request with `keywords` calls it. This module imports nothing heavy.
 """
 
 from __future__ import annotations
@@ -23,13 +22,14 @@ from typing import IO, Any
 
 from tasks.core.events import emit
 
-OF_RANKS = ("RANK", "WORLD_SIZE", "MASTER_", "LOCAL_", "GROUP_", "ROLE_", "TORCHELASTIC_")
-"""How variables begin by which libraries take a process for a rank of training, which it is not."""
+RANK_VARIABLES = ("RANK", "WORLD_SIZE", "MASTER_", "LOCAL_", "GROUP_", "ROLE_", "TORCHELASTIC_")
+"""Prefixes of variables by which libraries recognise a training rank, which this process is not."""
 LINES = 30
+"""Lines of a traceback in an error."""
 
 
 class Refused(Exception):
-    """The function cannot be had or called; the text says why, the hint what to type."""
+    """The function cannot be loaded or called; the message says why, `hint` what to type."""
 
     def __init__(self, message: str, hint: str = "") -> None:
         super().__init__(message)
@@ -40,7 +40,7 @@ def main() -> None:
     """Answer requests until stdin closes."""
     path, name = Path(sys.argv[1]), sys.argv[2]
     requests = _requests()
-    for variable in [key for key in os.environ if key.startswith(OF_RANKS)]:
+    for variable in [key for key in os.environ if key.startswith(RANK_VARIABLES)]:
         del os.environ[variable]
     emit("ready")
     function: Callable[..., Any] | None = None
@@ -52,28 +52,28 @@ def main() -> None:
                 function = load(path, name)
             keywords = request.get("keywords")
             emit("reply", given=None if keywords is None else _call(function, keywords))
-        # The edge to somebody else's code, which may end a process too: all of it is told.
+        # User code may raise anything and even call sys.exit; the parent reports all of it.
         except (Exception, SystemExit) as error:
-            emit("reply", failure=_told(error, path), hint=getattr(error, "hint", ""))
+            emit("reply", failure=_error_lines(error, path), hint=getattr(error, "hint", ""))
         finally:
             faulthandler.cancel_dump_traceback_later()
 
 
 def _requests() -> IO[str]:
-    """Our stdin, out of reach of a function that reads from its own."""
+    """Return the real stdin, and give the user's function an empty one."""
     mine = os.fdopen(os.dup(0), encoding="utf-8")
     os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
     return mine
 
 
 def load(path: Path, name: str) -> Callable[..., Any]:
-    """Run the file and take what has that name; modules beside it can be imported.
+    """Import the file and return the function; it can import modules beside it.
 
     Raises:
-        Refused: nothing of that name, or not callable.
+        Refused: no such name, or it is not callable.
     """
     sys.path.insert(0, str(path.parent))
-    # A name of its own: a file `math.py` must not become the module `math`.
+    # A unique name, since a file `math.py` must not become the module `math`.
     unique = f"reward_function_{path.stem}"
     spec = importlib.util.spec_from_file_location(unique, path)
     assert spec is not None
@@ -83,8 +83,8 @@ def load(path: Path, name: str) -> Callable[..., Any]:
     spec.loader.exec_module(module)
     function = getattr(module, name, None)
     if function is None:
-        there = ", ".join(key for key, one in vars(module).items() if inspect.isfunction(one))
-        raise Refused(f"no {name!r} in it", f"reward.function={path}:<one of {there or 'its own'}>")
+        names = ", ".join(key for key, value in vars(module).items() if inspect.isfunction(value))
+        raise Refused(f"no {name!r} in it", f"reward.function={path}:<one of {names or 'its own'}>")
     if not callable(function):
         kind = type(function).__name__
         raise Refused(f"{name!r} is not callable but {kind}", "name a function")
@@ -92,59 +92,64 @@ def load(path: Path, name: str) -> Callable[..., Any]:
 
 
 def _call(function: Callable[..., Any], keywords: Mapping[str, Any]) -> Any:
-    given = function(**taken(function, keywords))
-    if inspect.isawaitable(given):
-        given = asyncio.run(_awaited(given))
-    return plain(given)
+    result = function(**taken(function, keywords))
+    if inspect.isawaitable(result):
+        result = asyncio.run(_awaited(result))
+    return plain(result)
 
 
-async def _awaited(given: Any) -> Any:
-    return await given
+async def _awaited(result: Any) -> Any:
+    return await result
 
 
 def taken(function: Callable[..., Any], offered: Mapping[str, Any]) -> dict[str, Any]:
-    """Of what is offered, what the function takes: all with `**kwargs`, else what it names.
+    """Return the keywords that the function takes: all with `**kwargs`, else those it names.
 
     Raises:
-        Refused: it needs something that is not offered.
+        Refused: it needs a parameter that is not offered.
     """
     try:
         parameters = inspect.signature(function).parameters.values()
-    except (TypeError, ValueError):  # written in C, and says nothing of itself
+    except (TypeError, ValueError):  # written in C, without a signature
         return dict(offered)
     needed = [
-        one.name
-        for one in parameters
-        if one.default is one.empty
-        and one.kind in (one.POSITIONAL_ONLY, one.POSITIONAL_OR_KEYWORD, one.KEYWORD_ONLY)
+        parameter.name
+        for parameter in parameters
+        if parameter.default is parameter.empty
+        and parameter.kind
+        in (parameter.POSITIONAL_ONLY, parameter.POSITIONAL_OR_KEYWORD, parameter.KEYWORD_ONLY)
     ]
-    absent = [name for name in needed if name not in offered]
-    if absent:
+    missing = [name for name in needed if name not in offered]
+    if missing:
         raise Refused(
-            f"it needs {', '.join(absent)}; there are {', '.join(offered)}",
-            "a column of the data has to have that name, or give the parameter a default",
+            f"it needs {', '.join(missing)}; available are {', '.join(offered)}",
+            "add a column with that name to the data, or give the parameter a default",
         )
-    if any(one.kind is one.VAR_KEYWORD for one in parameters):
+    if any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters):
         return dict(offered)
-    return {one.name: offered[one.name] for one in parameters if one.name in offered}
+    return {
+        parameter.name: offered[parameter.name]
+        for parameter in parameters
+        if parameter.name in offered
+    }
 
 
-def plain(given: Any) -> Any:
-    """Lists and numbers out of tensors, arrays, tuples and their elements; anything else as text.
+def plain(value: Any) -> Any:
+    """Convert tensors, arrays and tuples to lists and numbers; anything else becomes text.
 
-    What it is worth is judged by the parent.
+    The parent checks the values.
     """
-    if hasattr(given, "tolist"):
-        given = given.tolist()
-    if isinstance(given, (list, tuple)):
-        return [plain(one) for one in given]
-    if given is None or isinstance(given, (bool, int, float, str)):
-        return given
-    return f"{type(given).__name__}: {given}"
+    if hasattr(value, "tolist"):
+        value = value.tolist()
+    if isinstance(value, (list, tuple)):
+        return [plain(element) for element in value]
+    if value is None or isinstance(value, (bool, int, float, str)):
+        return value
+    return f"{type(value).__name__}: {value}"
 
 
-def _told(error: BaseException, path: Path) -> list[str]:
-    """The error, and where in the user's code it came from."""
+def _error_lines(error: BaseException, path: Path) -> list[str]:
+    """Return the error and its traceback, from the user's code on."""
     if isinstance(error, Refused):
         return [str(error)]
     trace = traceback.TracebackException.from_exception(error)

@@ -1,19 +1,18 @@
-"""`reward.url`: an HTTP endpoint that is asked in batches.
+"""`reward.url`: an HTTP endpoint that scores batches of responses.
 
-It gets a POST of JSON, each field a list with an element a reply:
+It gets a POST of JSON in which each field is a list with one element per response:
 
-    query         prompt and reply as one text, as the policy saw it, special tokens included
+    query         prompt and response as one text, as the policy saw it, with special tokens
     prompts       the prompt in the same way
-    completions   the reply's text alone
-    labels        the row's `answer`; null where it has none
+    completions   the response's text alone
+    labels        the row's `answer`; null if it has none
     rows          the rows of the data
 
-and answers `{"rewards": [a number for each]}`. Servers written for OpenRLHF's `remote_rm_url`,
-which read `query`, `prompts` and `labels`, serve as they are. A token in the environment variable
+It answers `{"rewards": [one number per response]}`. Servers for OpenRLHF's `remote_rm_url`, which
+read `query`, `prompts` and `labels`, work as they are. A token in the environment variable
 `PLUMBLINE_REWARD_TOKEN` is sent as `Authorization: Bearer`.
 
-Asked again are a connection that fails, an answer that does not come in time, and the statuses 429
-and 5xx, since another attempt may find them gone. Anything else is an error at once.
+A failed connection, a timeout, and the statuses 429 and 5xx are retried. Other errors end the run.
 """
 
 from __future__ import annotations
@@ -27,42 +26,43 @@ from urllib.parse import urlsplit, urlunsplit
 
 from tasks.core.errors import RewardError
 from tasks.process.output import Log
-from tasks.rl.experience.responses import Reply
-from tasks.rl.rewards.sources import about, checked, named
+from tasks.rl.experience.responses import Response
+from tasks.rl.rewards.sources import describe, error_details, validate_rewards
 
 if TYPE_CHECKING:
     import httpx
 
 TOKEN = "PLUMBLINE_REWARD_TOKEN"
 FIRST_PAUSE_S = 0.5
-"""Before the first further attempt; each later one waits twice as long."""
+"""Pause before the first retry; each later pause is twice as long."""
 LONGEST_PAUSE_S = 30.0
 LONGEST_ANSWER = 64 << 20
+"""Bytes."""
 SHOWN = 300
 
 
 class Unanswered(Exception):
-    """One attempt failed; the text says how. Another one may do better.
+    """One attempt failed; another one may succeed.
 
     Attributes:
-        pause_s: what the server asks to wait; None where it does not.
+        pause_s: the pause that the server asks for, or None.
     """
 
-    def __init__(self, what: str, pause_s: float | None = None) -> None:
-        super().__init__(what)
+    def __init__(self, message: str, pause_s: float | None = None) -> None:
+        super().__init__(message)
         self.pause_s = pause_s
 
 
 class Endpoint:
-    """An HTTP server that gives rewards.
+    """An HTTP server that returns rewards.
 
     Args:
         url: http or https.
-        tokenizer: the policy's, to show texts as it sees them.
-        timeout_s: of one attempt, from connecting to the last byte.
-        retries: further attempts for one batch.
-        batch: replies a request.
-        log: gets attempts that failed.
+        tokenizer: the policy's, to decode texts with special tokens.
+        timeout_s: per attempt, from connecting to the last byte.
+        retries: further attempts per batch.
+        batch: responses per request.
+        log: gets failed attempts.
     """
 
     def __init__(
@@ -70,7 +70,7 @@ class Endpoint:
     ) -> None:
         import httpx
 
-        self.who = f"reward.url={redacted(url)}"
+        self.label = f"reward.url={redacted(url)}"
         self._url, self._tokenizer, self._log = url, tokenizer, log
         self._timeout_s, self._retries, self._batch = timeout_s, retries, batch
         token = os.environ.get(TOKEN)
@@ -78,122 +78,125 @@ class Endpoint:
             timeout=timeout_s, headers={"Authorization": f"Bearer {token}"} if token else None
         )
 
-    def __call__(self, replies: Sequence[Reply]) -> list[float]:
-        """Ask for all replies, batch after batch.
+    def __call__(self, responses: Sequence[Response]) -> list[float]:
+        """Return the rewards of all responses, requested batch after batch.
 
         Raises:
-            RewardError: no answer after all attempts, or one that is not a finite number a reply.
+            RewardError: no answer after all attempts, or not one finite number per response.
         """
-        found: list[float] = []
-        for start in range(0, len(replies), self._batch):
-            found += self._rewards(replies[start : start + self._batch])
-        return found
+        rewards: list[float] = []
+        for start in range(0, len(responses), self._batch):
+            rewards += self._rewards(responses[start : start + self._batch])
+        return rewards
 
     def close(self) -> None:
         """Close connections."""
         self._client.close()
 
-    def _rewards(self, replies: Sequence[Reply]) -> list[float]:
-        body = self._body(replies)
+    def _rewards(self, responses: Sequence[Response]) -> list[float]:
+        body = self._body(responses)
         for attempt in range(1 + self._retries):
             try:
-                return checked(self._read(self._attempt(body, replies), replies), replies, self.who)
+                return validate_rewards(
+                    self._read(self._attempt(body, responses), responses), responses, self.label
+                )
             except Unanswered as error:
-                said = f"{self.who}: attempt {attempt + 1} of {1 + self._retries}: {error}"
+                warning = f"{self.label}: attempt {attempt + 1} of {1 + self._retries}: {error}"
                 if attempt == self._retries:
-                    raise self._given_up(error, replies) from error
-                self._log.warning(said)
+                    raise self._given_up(error, responses) from error
+                self._log.warning(warning)
                 pause = FIRST_PAUSE_S * 2**attempt if error.pause_s is None else error.pause_s
                 time.sleep(min(pause, LONGEST_PAUSE_S))
         raise AssertionError("an attempt returns or raises")
 
-    def _body(self, replies: Sequence[Reply]) -> bytes:
+    def _body(self, responses: Sequence[Response]) -> bytes:
         decode = self._tokenizer.decode
-        rows = [dict(reply.prompt.row) for reply in replies]
+        rows = [dict(response.prompt.row) for response in responses]
         body = {
             "query": [
-                decode([*one.prompt.ids.tolist(), *one.generated.ids.tolist()]) for one in replies
+                decode([*response.prompt.ids.tolist(), *response.generated.ids.tolist()])
+                for response in responses
             ],
-            "prompts": [decode(one.prompt.ids.tolist()) for one in replies],
-            "completions": [one.text for one in replies],
+            "prompts": [decode(response.prompt.ids.tolist()) for response in responses],
+            "completions": [response.text for response in responses],
             "labels": [row.get("answer") for row in rows],
             "rows": rows,
         }
         return json.dumps(body).encode()
 
-    def _attempt(self, body: bytes, replies: Sequence[Reply]) -> bytes:
+    def _attempt(self, body: bytes, responses: Sequence[Response]) -> bytes:
         import httpx
 
         until = time.monotonic() + self._timeout_s
         try:
             with self._client.stream(
                 "POST", self._url, content=body, headers={"Content-Type": "application/json"}
-            ) as response:
-                content = self._content(response, until)
-                self._require_success(response, content, replies)
+            ) as http_response:
+                content = self._content(http_response, until)
+                self._require_success(http_response, content, responses)
                 return content
         except httpx.TimeoutException as error:
             raise Unanswered(f"no answer within {self._timeout_s:g} s") from error
         except httpx.TransportError as error:
             raise Unanswered(f"{type(error).__name__}: {error}") from error
 
-    def _content(self, response: httpx.Response, until: float) -> bytes:
-        """The whole answer; httpx bounds the wait for each piece, not for all of them."""
+    def _content(self, http_response: httpx.Response, until: float) -> bytes:
+        """Return the whole answer. httpx limits the wait for each piece, not for all of them."""
         pieces, size = [], 0
-        for piece in response.iter_bytes():
+        for piece in http_response.iter_bytes():
             pieces.append(piece)
             size += len(piece)
             if time.monotonic() > until:
                 raise Unanswered(f"no whole answer within {self._timeout_s:g} s")
             if size > LONGEST_ANSWER:
-                raise RewardError(f"{self.who} answers with more than {LONGEST_ANSWER} bytes")
+                raise RewardError(f"{self.label} answers with more than {LONGEST_ANSWER} bytes")
         return b"".join(pieces)
 
     def _require_success(
-        self, response: httpx.Response, content: bytes, replies: Sequence[Reply]
+        self, http_response: httpx.Response, content: bytes, responses: Sequence[Response]
     ) -> None:
-        status = response.status_code
+        status = http_response.status_code
         if 200 <= status < 300:
             return
-        shown = f"status {status} {response.reason_phrase}: {_shown(content)}"
+        shown = f"status {status} {http_response.reason_phrase}: {_shown(content)}"
         if status == 429 or status >= 500:
-            raise Unanswered(shown, _asked_pause(response.headers.get("Retry-After")))
-        moved = response.headers.get("Location")
+            raise Unanswered(shown, _retry_after(http_response.headers.get("Retry-After")))
+        moved = http_response.headers.get("Location")
         raise RewardError(
-            f"{self.who} refuses the request: {shown}",
-            details=[f"batch of {len(replies)}, first:", *about(replies[0])],
-            hint=f"reward.url={redacted(moved)}" if moved else "look into the server's log",
+            f"{self.label} refuses the request: {shown}",
+            details=[f"batch of {len(responses)}, first:", *error_details(responses[0])],
+            hint=f"reward.url={redacted(moved)}" if moved else "read the server's log",
         )
 
-    def _read(self, content: bytes, replies: Sequence[Reply]) -> Any:
+    def _read(self, content: bytes, responses: Sequence[Response]) -> Any:
         try:
             return json.loads(content)["rewards"]
         except (ValueError, KeyError, TypeError) as error:
             raise RewardError(
-                f'{self.who} does not answer {{"rewards": [...]}} but {_shown(content)}',
-                details=[f"batch of {len(replies)}, first:", *about(replies[0])],
-                hint="the answer has to be JSON with a number for each reply",
+                f'{self.label} does not answer {{"rewards": [...]}} but {_shown(content)}',
+                details=[f"batch of {len(responses)}, first:", *error_details(responses[0])],
+                hint="the answer has to be JSON with one number per response",
             ) from error
 
-    def _given_up(self, error: Unanswered, replies: Sequence[Reply]) -> RewardError:
+    def _given_up(self, error: Unanswered, responses: Sequence[Response]) -> RewardError:
         attempts = 1 + self._retries
         return RewardError(
-            f"{self.who} gave no rewards in {attempts} attempt{'s' * (attempts > 1)}: {error}",
-            details=[f"batch of {len(replies)}, first {named(replies[0])}"],
-            hint="is the server up? reward.timeout_s, reward.retries and reward.batch can be set",
+            f"{self.label} gave no rewards in {attempts} attempt{'s' * (attempts > 1)}: {error}",
+            details=[f"batch of {len(responses)}, first {describe(responses[0])}"],
+            hint="is the server up? see reward.timeout_s, reward.retries and reward.batch",
         )
 
 
 def redacted(url: str) -> str:
-    """A URL without what may be secret in it: user, password, query."""
+    """Return a URL without parts that may be secret: user, password, query."""
     parts = urlsplit(url)
     host = parts.netloc.rpartition("@")[2]
     netloc = f"***@{host}" if "@" in parts.netloc else host
     return urlunsplit((parts.scheme, netloc, parts.path, "***" if parts.query else "", ""))
 
 
-def _asked_pause(text: str | None) -> float | None:
-    """Seconds of a `Retry-After`; None for a date, which hardly any server sends."""
+def _retry_after(text: str | None) -> float | None:
+    """Return the seconds of a `Retry-After` header; None for a date, which servers hardly use."""
     try:
         seconds = float(text or "")
     except ValueError:

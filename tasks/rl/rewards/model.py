@@ -1,8 +1,8 @@
-"""`reward.model`: a reward model scores every reply at its last token, in this process or in vLLM.
+"""`reward.model`: a reward model scores responses at their last token, in this process or in vLLM.
 
     reward = (score - mean) / std
 
-with the model's own mean and deviation over held-out answers (`reward.normalize`).
+with the model's own mean and std over held-out responses (`reward.normalize`).
 """
 
 from __future__ import annotations
@@ -14,10 +14,10 @@ import numpy as np
 import torch
 
 from tasks.core.errors import ArtifactError
-from tasks.rl.experience.responses import Reply
+from tasks.rl.experience.responses import Response
 from tasks.rl.rewards.encoding import Encoding
 from tasks.rl.rewards.folder import ROW_TOKENS, RewardFolder
-from tasks.rl.rewards.sources import checked
+from tasks.rl.rewards.sources import validate_rewards
 from tasks.serving.reference.load import from_folder
 from tasks.serving.reference.rewards import CLASSIFIER, normalised
 from tasks.training.model.packed_model import take_rows
@@ -27,10 +27,10 @@ from tasks.weights.heads.normalisation import Normalisation
 
 
 class Scorer(Protocol):
-    """Who computes scores."""
+    """Computes raw scores."""
 
     def scores(self, texts: Sequence[Sequence[int]]) -> list[float]:
-        """The head's output at the last token of each text, not normalised."""
+        """Return the head's output at the last token of each text, not normalised."""
         ...
 
     def close(self) -> None:
@@ -39,30 +39,30 @@ class Scorer(Protocol):
 
 
 class RewardModel:
-    """A reward model as a source of rewards.
+    """A reward model as a reward source.
 
     Args:
-        who: the source, for errors.
-        encoding: of replies.
-        scorer: of texts.
-        normalisation: of scores; None takes them as they are.
+        label: name of the source in errors.
+        encoding: turns responses into token ids.
+        scorer: scores token ids.
+        normalisation: of scores; None leaves them unchanged.
     """
 
     def __init__(
-        self, who: str, *, encoding: Encoding, scorer: Scorer, normalisation: Normalisation | None
+        self, label: str, *, encoding: Encoding, scorer: Scorer, normalisation: Normalisation | None
     ) -> None:
-        self.who = who
+        self.label = label
         self._encoding, self._scorer = encoding, scorer
         self._normalisation = normalisation or Normalisation()
 
-    def __call__(self, replies: Sequence[Reply]) -> list[float]:
-        """The reward of each reply.
+    def __call__(self, responses: Sequence[Response]) -> list[float]:
+        """Return the reward of each response.
 
         Raises:
             RewardError: a text too long for the model, or a score that is not finite.
         """
-        scores = self._scorer.scores(self._encoding.texts(replies))
-        return normalised(checked(scores, replies, self.who), self._normalisation)
+        scores = self._scorer.scores(self._encoding.texts(responses))
+        return normalised(validate_rewards(scores, responses, self.label), self._normalisation)
 
     def close(self) -> None:
         """Free the model's memory."""
@@ -70,16 +70,16 @@ class RewardModel:
 
 
 class InProcess:
-    """Scores in this process, on packed rows and without gradient.
+    """Scores in this process, on packed rows and without gradients.
 
     Args:
         folder: of the model.
-        device: where it computes.
+        device: where the model computes.
         attn_implementation: as in transformers.
 
     Raises:
         ArtifactError: the folder cannot be loaded.
-        ConfigError: a family whose sequences cannot be packed.
+        ConfigError: sequences of this model family cannot be packed.
     """
 
     def __init__(
@@ -98,14 +98,14 @@ class InProcess:
         self._device = device
 
     def scores(self, texts: Sequence[Sequence[int]]) -> list[float]:
-        """The head's output at the last token of each text."""
+        """Return the head's output at the last token of each text."""
         examples = _examples(texts)
-        found = np.empty(len(texts))
+        scores = np.empty(len(texts))
         with torch.no_grad():
             for chosen in _rows([len(text) for text in texts]):
                 row = pack(examples, chosen).to(self._device)
-                found[chosen] = self._model(row=row).cpu().numpy()
-        return [float(score) for score in found]
+                scores[chosen] = self._model(row=row).cpu().numpy()
+        return [float(score) for score in scores]
 
     def close(self) -> None:
         """Free the model's memory."""
@@ -113,14 +113,14 @@ class InProcess:
 
 
 def in_vllm(folder: RewardFolder, *, longest: int | None) -> Scorer:
-    """vLLM beside this rank.
+    """Start vLLM for the reward model in this rank.
 
     Args:
         folder: of the model.
-        longest: text, in tokens.
+        longest: maximum number of tokens of a text.
 
     Raises:
-        ArtifactError: nothing says how long a text may be.
+        ArtifactError: `longest` is unknown.
     """
     from tasks.serving.vllm.reward_engine import Pooling, RewardEngine
 
@@ -140,7 +140,7 @@ def _examples(texts: Sequence[Sequence[int]]) -> Examples:
 
 
 def _rows(lengths: Sequence[int]) -> Iterator[list[int]]:
-    """Numbers of texts row by row: those of like length together, as many as fit."""
+    """Yield numbers of texts row by row, sorted by length, up to `ROW_TOKENS` tokens each."""
     row: list[int] = []
     tokens = 0
     for number in sorted(range(len(lengths)), key=lengths.__getitem__):

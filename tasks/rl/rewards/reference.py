@@ -1,4 +1,4 @@
-"""`path.py:name`, which says where a user's function is. Read without running the file."""
+"""`path.py:name`, the location of a user's reward function. The file is parsed, not run."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ class FunctionReference:
     """A function in a file.
 
     Attributes:
-        path: the file, absolute.
-        name: the function's.
+        path: absolute path of the file.
+        name: name of the function.
     """
 
     path: Path
@@ -26,10 +26,10 @@ class FunctionReference:
 
     @classmethod
     def of(cls, text: str) -> FunctionReference:
-        """From `path.py:name`; a relative path is one of the working directory.
+        """Parse `path.py:name`; a relative path starts at the working directory.
 
         Raises:
-            ConfigError: it is not of that form.
+            ConfigError: not of that form.
         """
         path, colon, name = text.rpartition(":")
         if not colon or not path.endswith(".py") or not name.isidentifier():
@@ -42,14 +42,14 @@ class FunctionReference:
         return f"{self.path}:{self.name}"
 
     def digest(self) -> str:
-        """SHA-256 of the file: another text is another reward. What it imports is not in it."""
+        """Return the SHA-256 of the file. Files that it imports are not included."""
         return hashlib.sha256(self._read()).hexdigest()
 
     def require(self) -> None:
-        """Look whether the file is there and has the name at its top level.
+        """Check that the file exists and defines the name at its top level.
 
         Raises:
-            ConfigError: it is not there, is no Python, or does not have the name.
+            ConfigError: no such file, not Python, or no such name.
         """
         text = self._read()
         try:
@@ -76,19 +76,19 @@ class FunctionReference:
 
 
 def _names(tree: ast.Module) -> set[str]:
-    """What the file binds outside of functions and classes; `*` where it imports all of another."""
-    found: set[str] = set()
-    waiting: list[ast.AST] = list(tree.body)
-    while waiting:
-        node = waiting.pop()
+    """Return the names bound at the file's top level; `*` if it has a star import."""
+    names: set[str] = set()
+    nodes: list[ast.AST] = list(tree.body)
+    while nodes:
+        node = nodes.pop()
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
-            found.add(node.name)
-            continue  # what is defined inside is not the file's
+            names.add(node.name)
+            continue  # names inside it are local
         if isinstance(node, ast.Lambda):
             continue
         if isinstance(node, ast.Import | ast.ImportFrom):
-            found |= {(one.asname or one.name).split(".")[0] for one in node.names}
+            names |= {(alias.asname or alias.name).split(".")[0] for alias in node.names}
         elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
-            found.add(node.id)
-        waiting.extend(ast.iter_child_nodes(node))
-    return found
+            names.add(node.id)
+        nodes.extend(ast.iter_child_nodes(node))
+    return names

@@ -1,4 +1,4 @@
-"""What a source of rewards is, and what none of them may give: anything that is not a number."""
+"""The interface of a reward source, and the validation of the rewards that it returns."""
 
 from __future__ import annotations
 
@@ -8,41 +8,41 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from tasks.core.errors import RewardError
-from tasks.rl.experience.responses import Reply
+from tasks.rl.experience.responses import Response
 
 SHOWN = 200
-"""Characters of a prompt or a reply in an error."""
+"""Characters of a prompt or response in an error."""
 
 
 class Source(Protocol):
-    """Gives every reply a number."""
+    """Returns a reward for every response."""
 
     @property
-    def who(self) -> str:
-        """The source in errors, such as `reward.function=judge.py:score`."""
+    def label(self) -> str:
+        """Name of the source in errors, such as `reward.function=judge.py:score`."""
         ...
 
-    def __call__(self, replies: Sequence[Reply]) -> list[float]:
-        """The reward of each reply; `replies` are at least one.
+    def __call__(self, responses: Sequence[Response]) -> list[float]:
+        """Return the reward of each response; there is at least one.
 
         Raises:
-            RewardError: naming the source and a prompt.
+            RewardError: names the source and a prompt.
         """
         ...
 
     def close(self) -> None:
-        """Let go of what it holds."""
+        """Free its resources."""
         ...
 
 
 @dataclass(frozen=True)
 class Weighted:
-    """A source with its place in the sum.
+    """A source and its weight in the sum.
 
     Attributes:
-        name: of the part: `model`, `function` or `url`, as in section `reward`.
-        weight: what its rewards are multiplied by.
-        source: who gives them.
+        name: name of the part: `model`, `function` or `url`, as in section `reward`.
+        weight: factor of its rewards.
+        source: the source.
     """
 
     name: str
@@ -50,60 +50,60 @@ class Weighted:
     source: Source
 
 
-def checked(given: object, replies: Sequence[Reply], who: str) -> list[float]:
-    """What a source gave, once it is one finite number a reply.
+def validate_rewards(rewards: object, responses: Sequence[Response], label: str) -> list[float]:
+    """Return a source's rewards if they are one finite number per response.
 
     Args:
-        given: a list; true and false count as 1 and 0.
-        replies: those it was asked for.
-        who: the source, for the error.
+        rewards: a list; true and false count as 1 and 0.
+        responses: the scored responses.
+        label: name of the source in errors.
 
     Raises:
-        RewardError: it is not.
+        RewardError: not a list, the wrong number of rewards, or a reward that is not finite.
     """
-    if not isinstance(given, list):
-        shown = str(given)[:SHOWN]
+    if not isinstance(rewards, list):
+        shown = str(rewards)[:SHOWN]
         raise RewardError(
-            f"{who} gave {shown!r} ({type(given).__name__}), not a list of numbers",
-            details=about(replies[0]),
+            f"{label} gave {shown!r} ({type(rewards).__name__}), not a list of numbers",
+            details=error_details(responses[0]),
             hint="return a list with a number for each completion",
         )
-    if len(given) != len(replies):
+    if len(rewards) != len(responses):
         raise RewardError(
-            f"{who} gave {len(given)} rewards for {len(replies)} replies",
-            details=["the first of them:", *about(replies[0])],
+            f"{label} gave {len(rewards)} rewards for {len(responses)} responses",
+            details=["the first of them:", *error_details(responses[0])],
             hint="return exactly one number for each completion, in their order",
         )
-    wrong = [number for number, value in enumerate(given) if not _is_finite_number(value)]
+    wrong = [number for number, value in enumerate(rewards) if not _is_finite_number(value)]
     if wrong:
-        first = replies[wrong[0]]
+        first = responses[wrong[0]]
         raise RewardError(
-            f"{who} gave {str(given[wrong[0]])[:SHOWN]} for {named(first)}",
+            f"{label} gave {str(rewards[wrong[0]])[:SHOWN]} for {describe(first)}",
             details=[
-                *about(first),
-                f"{len(wrong)} of {len(replies)} rewards are no finite numbers",
+                *error_details(first),
+                f"{len(wrong)} of {len(responses)} rewards are no finite numbers",
             ],
             hint="a reward is a finite number; where a rule does not apply, give 0",
         )
-    return [float(value) for value in given]
+    return [float(value) for value in rewards]
 
 
-def named(reply: Reply) -> str:
-    """A reply's prompt in a few words: the id of its row, and how what was asked begins."""
-    return f"{reply.prompt.row.get('id', 'a row without id')}: {_asked(reply)[:60]!r}"
+def describe(response: Response) -> str:
+    """Return a short description of a response: the id of its row and the start of its prompt."""
+    return f"{response.prompt.row.get('id', 'a row without id')}: {_last_message(response)[:60]!r}"
 
 
-def about(reply: Reply) -> list[str]:
-    """The lines of an error that show a reply."""
+def error_details(response: Response) -> list[str]:
+    """Return the lines of an error that show a response."""
     return [
-        f"row: {reply.prompt.row.get('id')}",
-        f"prompt: {_shortened(_asked(reply))}",
-        f"reply: {_shortened(reply.text)}",
+        f"row: {response.prompt.row.get('id')}",
+        f"prompt: {_shortened(_last_message(response))}",
+        f"response: {_shortened(response.text)}",
     ]
 
 
-def _asked(reply: Reply) -> str:
-    messages = reply.prompt.messages
+def _last_message(response: Response) -> str:
+    messages = response.prompt.messages
     return str(messages[-1]["content"]) if messages else ""
 
 
@@ -116,5 +116,5 @@ def _is_finite_number(value: object) -> bool:
         return False
     try:
         return math.isfinite(value)
-    except OverflowError:  # a whole number of hundreds of digits
+    except OverflowError:  # an int with hundreds of digits
         return False

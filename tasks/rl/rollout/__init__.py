@@ -1,5 +1,6 @@
-"""Sampling responses from the policy: vLLM or the training module, and the sync of its weights.
+"""Sampling responses from the policy with vLLM or transformers, and syncing the policy's weights.
 
-engines       the interface, and the choice
-policy_sync   weights to the engine, and the checks before it samples
+engines       the interface of a rollout engine, and the choice of one
+policy_sync   checks of the policy before each weight sync
+merged        the policy as full weights, for vLLM without an adapter
 """

@@ -1,4 +1,4 @@
-"""A batch of sequences that grow together: padded on the left, with a key-value cache."""
+"""A batch of sequences that are decoded together: padded on the left, with a key-value cache."""
 
 from __future__ import annotations
 
@@ -10,30 +10,35 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from tasks.rl.experience.responses import Generated
+from tasks.serving.vllm.colocation import Generated
 
 
 @dataclass(frozen=True)
-class Asked:
-    """One reply to be made: the prompt's token ids, and the numbers that decide its draws."""
+class DecodeRequest:
+    """One response to sample: the prompt's token ids, and one random number per new token.
+
+    Attributes:
+        ids: (P,) token ids.
+        uniform: (limit,) random numbers in [0, 1).
+    """
 
     ids: NDArray[np.int32]
     uniform: NDArray[np.float64]
 
     @classmethod
-    def nothing(cls, limit: int) -> Asked:
-        """One token, to keep other ranks company with."""
+    def nothing(cls, limit: int) -> DecodeRequest:
+        """Return a request of one token, for a rank that decodes only to join collective calls."""
         return cls(np.zeros(1, np.int32), np.zeros(limit))
 
 
 @dataclass
-class Growing:
-    """Sequences that grow together: B of them.
+class DecodeBatch:
+    """A batch of B sequences during decoding.
 
     Attributes:
-        ids: (B, t) what the next forward pass reads: prompts first, then the last tokens.
-        mask: (B, T) 1 where a token is, 0 where padding is.
-        uniform: (B, limit) draws in [0, 1).
+        ids: (B, t) input of the next forward pass: the prompts first, then the last tokens.
+        mask: (B, T) 1 for tokens, 0 for padding.
+        uniform: (B, limit) random numbers in [0, 1).
         cache: keys and values so far.
     """
 
@@ -43,21 +48,21 @@ class Growing:
     cache: Any
 
     @classmethod
-    def of(cls, batch: Sequence[Asked], device: torch.device) -> Growing:
-        """Prompts padded on the left."""
+    def of(cls, batch: Sequence[DecodeRequest], device: torch.device) -> DecodeBatch:
+        """Return a batch of these prompts, padded on the left."""
         from transformers import DynamicCache
 
-        longest = max(len(one.ids) for one in batch)
+        longest = max(len(request.ids) for request in batch)
         ids = torch.zeros(len(batch), longest, dtype=torch.long)
         mask = torch.zeros_like(ids)
-        for row, one in enumerate(batch):
-            ids[row, longest - len(one.ids) :] = torch.from_numpy(one.ids.astype(np.int64))
-            mask[row, longest - len(one.ids) :] = 1
-        uniform = torch.from_numpy(np.stack([one.uniform for one in batch]))
+        for row, request in enumerate(batch):
+            ids[row, longest - len(request.ids) :] = torch.from_numpy(request.ids.astype(np.int64))
+            mask[row, longest - len(request.ids) :] = 1
+        uniform = torch.from_numpy(np.stack([request.uniform for request in batch]))
         return cls(ids.to(device), mask.to(device), uniform.to(device), DynamicCache())
 
     def forward(self, module: Any) -> torch.Tensor:
-        """(B, V) logits after the last token."""
+        """Return the logits after the last token, (B, V)."""
         positions = (self.mask.cumsum(1) - 1).clamp_min(0)[:, -self.ids.shape[1] :]
         out = module(
             input_ids=self.ids,
@@ -71,19 +76,25 @@ class Growing:
         return logits
 
     def take(self, token_B: torch.Tensor) -> None:
-        """Go on with one more token each."""
+        """Append one token to each sequence."""
         self.ids = token_B[:, None]
         self.mask = torch.cat([self.mask, torch.ones_like(self.ids)], dim=1)
 
 
 def cut(tokens_BT: torch.Tensor, logprobs_BT: torch.Tensor, ends: torch.Tensor) -> list[Generated]:
-    """Each reply up to and with its end token."""
-    ending = torch.isin(tokens_BT, ends).cpu().numpy()
+    """Return each response up to and including its first end token.
+
+    Args:
+        tokens_BT: sampled tokens.
+        logprobs_BT: their log-probabilities.
+        ends: ids of end tokens.
+    """
+    is_end = torch.isin(tokens_BT, ends).cpu().numpy()
     tokens = tokens_BT.cpu().numpy().astype(np.int32)
     logprobs = logprobs_BT.float().cpu().numpy()
-    found = []
+    responses = []
     for row in range(len(tokens)):
-        ended = bool(ending[row].any())
-        count = int(ending[row].argmax()) + 1 if ended else tokens.shape[1]
-        found.append(Generated(tokens[row, :count], logprobs[row, :count], ended))
-    return found
+        ended = bool(is_end[row].any())
+        count = int(is_end[row].argmax()) + 1 if ended else tokens.shape[1]
+        responses.append(Generated(tokens[row, :count], logprobs[row, :count], ended))
+    return responses

@@ -1,4 +1,4 @@
-"""Who answers the prompts: the engine's interface, and which one a run gets."""
+"""The interface of a rollout engine, and the choice of one for a run."""
 
 from __future__ import annotations
 
@@ -10,9 +10,10 @@ from typing import Any, Protocol
 import numpy as np
 
 from tasks.core.errors import ConfigError, first_and_more
-from tasks.rl.experience.responses import Generated, Request
+from tasks.rl.experience.responses import Request
 from tasks.rl.rollout.policy_sync import Policy
 from tasks.rl.settings import Rollout
+from tasks.serving.vllm.colocation import Generated
 from tasks.serving.vllm.job import time_limit
 from tasks.training.engine.deepspeed_engine import Ranks
 from tasks.training.job import TrainJob
@@ -21,14 +22,14 @@ ENGINES = ("vllm", "transformers")
 
 
 @dataclass(frozen=True)
-class Published:
-    """A policy that an engine holds.
+class SyncResult:
+    """Result of one weight sync.
 
     Attributes:
-        version: the first is 1, each one more than the one before.
-        tensors: that were handed over; 0 where the engine samples from the trainer's own.
-        nbytes: of them.
-        seconds: that it took, this rank's clock.
+        version: of the policy; 1, 2, ...
+        tensors: number of tensors sent; 0 if the engine samples from the trainer's own weights.
+        nbytes: their size.
+        seconds: duration on this rank.
     """
 
     version: int
@@ -38,52 +39,49 @@ class Published:
 
 
 class Engine(Protocol):
-    """What samples replies. All ranks call every method together, and in the same order."""
+    """Samples responses. All ranks call every method together and in the same order."""
 
     @property
     def version(self) -> int:
-        """Of the policy that the next replies come from; 0: none was published yet."""
+        """Version of the policy that the engine samples from; 0: none."""
         ...
 
-    def publish(self) -> Published:
-        """Take the policy as it is now.
+    def sync_weights(self) -> SyncResult:
+        """Sync the policy's current weights to the engine.
 
         Raises:
-            TrainingError: it is not finite.
-            ContractError: it does not hold what its configuration says.
-            ArtifactError: the engine refuses it.
+            TrainingError: the policy has values that are not finite.
+            ContractError: the policy's tensors are not those of its configuration.
+            ArtifactError: the engine rejects the weights.
         """
         ...
 
     def generate(
         self, requests: Sequence[Request], *, greedy: bool = False
     ) -> list[list[Generated]]:
-        """Answer this rank's own requests, `samples` replies to each, in their order.
+        """Sample responses to this rank's requests, `samples` for each, in order.
 
         Args:
-            requests: this rank's; none is a number of them, too.
-            greedy: take the likeliest token instead of drawing one.
+            requests: prompts of this rank; may be empty.
+            greedy: take the most likely token instead of sampling.
 
         Raises:
-            TrainingError: the policy has changed since it was published; the engine broke down
-                twice, or took too long.
-            ConfigError: a prompt that is longer than the engine's context.
+            TrainingError: the policy has changed since the last sync; or the engine failed twice or
+                timed out.
+            ConfigError: a prompt is longer than the engine's context.
         """
         ...
 
     def sleep(self) -> None:
-        """Leave the accelerator's memory to training, until it is published to.
-
-        It may have forgotten the policy by then.
-        """
+        """Free the accelerator's memory until the next sync. The weights may be lost."""
         ...
 
     def wake(self) -> None:
-        """Take it again."""
+        """Take the memory again."""
         ...
 
     def close(self) -> None:
-        """End it and leave nothing behind."""
+        """Shut the engine down and free everything."""
         ...
 
 
@@ -91,67 +89,67 @@ class Engine(Protocol):
 def open_engine(
     job: TrainJob, rollout: Rollout, ranks: Ranks, *, engine: Any, ends: Sequence[int]
 ) -> Iterator[Engine]:
-    """The engine that section `rollout` asks for; it ends with the context. All ranks take part.
+    """Yield the rollout engine of section `rollout`, and close it afterwards. All ranks take part.
 
     Args:
-        job: what is trained.
-        rollout: who answers and how.
-        ranks: this process among its peers.
-        engine: DeepSpeed's, around the policy.
-        ends: ids of tokens that end a reply.
+        job: the training job.
+        rollout: section `rollout`.
+        ranks: this process and its peers.
+        engine: the DeepSpeed engine of the policy.
+        ends: ids of end tokens.
 
     Raises:
-        ConfigError: a policy that vLLM cannot sample from, every reason.
+        ConfigError: vLLM cannot sample from this policy; names every reason.
         TrainingError: the engine does not start.
     """
     policy = Policy(engine, job, ranks)
-    found: Engine
+    rollout_engine: Engine
     if rollout.engine == "transformers":
-        from tasks.rl.rollout.hf_engine import NativeEngine
+        from tasks.rl.rollout.hf_engine import HfEngine
 
-        found = NativeEngine(policy, rollout, ends=tuple(ends))
+        rollout_engine = HfEngine(policy, rollout, ends=tuple(ends))
     elif rollout.engine == "vllm":
         from tasks.rl.rollout.vllm_engine import VllmEngine
 
-        found = VllmEngine(policy, rollout, ends=tuple(ends))
+        rollout_engine = VllmEngine(policy, rollout, ends=tuple(ends))
     else:
         raise ConfigError(
             f"rollout.engine={rollout.engine} is not one of {', '.join(ENGINES)}",
             hint="rollout=vllm",
         )
     try:
-        yield found
+        yield rollout_engine
     finally:
-        found.close()
+        rollout_engine.close()
 
 
-def seconds_for(rollout: Rollout, policy: Policy) -> float:
-    """Return the time limit of an iteration's rollouts: the setting, or by the policy's weights."""
+def rollout_time_limit(rollout: Rollout, policy: Policy) -> float:
+    """Return the seconds for one iteration's rollouts: the setting, or by the weights' size."""
     return rollout.timeout_s or time_limit([policy.job.base])
 
 
-def reply_seeds(request: Request) -> list[int]:
-    """A seed for each reply to a request, independent of each other and of other requests'."""
-    drawn = np.random.SeedSequence(request.seed).generate_state(request.samples, np.uint64)
-    return [int(one >> np.uint64(1)) for one in drawn]
+def response_seeds(request: Request) -> list[int]:
+    """Return one seed per response to a request, independent of all others."""
+    states = np.random.SeedSequence(request.seed).generate_state(request.samples, np.uint64)
+    return [int(state >> np.uint64(1)) for state in states]
 
 
-def require_room(requests: Sequence[Request], rollout: Rollout, rank: int) -> None:
-    """Refuse prompts that leave no room for a reply.
+def require_prompts_fit(requests: Sequence[Request], rollout: Rollout, rank: int) -> None:
+    """Refuse prompts that are empty or longer than `rollout.max_prompt_len`.
 
     Raises:
-        ConfigError: naming each of them.
+        ConfigError: names each of them.
     """
     limit = rollout.max_prompt_len
     long = [
-        f"prompt {number} of rank {rank} ({' '.join(map(str, one.ids[:8]))} ...) has "
-        f"{len(one.ids)} tokens"
-        for number, one in enumerate(requests)
-        if not 0 < len(one.ids) <= limit
+        f"prompt {number} of rank {rank} ({' '.join(map(str, request.ids[:8]))} ...) has "
+        f"{len(request.ids)} tokens"
+        for number, request in enumerate(requests)
+        if not 0 < len(request.ids) <= limit
     ]
     if long:
         raise ConfigError(
             f"{first_and_more(long)}; rollout.max_prompt_len={limit}",
             details=long[:20],
-            hint=f"rollout.max_prompt_len={max(len(one.ids) for one in requests)}",
+            hint=f"rollout.max_prompt_len={max(len(request.ids) for request in requests)}",
         )

@@ -1,4 +1,4 @@
-"""A folder that a node's ranks share for a moment, in memory where the machine has such a place."""
+"""A temporary folder that the ranks of a node share, in memory (/dev/shm) if it fits."""
 
 from __future__ import annotations
 
@@ -14,23 +14,23 @@ from tasks.training.engine.deepspeed_engine import Ranks
 MEMORY = Path("/dev/shm")
 PREFIX = "plumbline-policy-"
 _HEADROOM = 1 << 20
-"""Bytes beside the tensors: a header, a configuration."""
+"""Bytes for a safetensors header and a configuration."""
 
 
 def writes_here() -> bool:
-    """Whether this rank is the one of its node that writes."""
+    """Return True if this rank writes for its node."""
     return os.environ.get("LOCAL_RANK", "0") == "0"
 
 
 @contextlib.contextmanager
 def memory_folder(ranks: Ranks, nbytes: int) -> Iterator[Path]:
-    """A new folder, the same one for all ranks of a node; deleted afterwards, come what may.
+    """Yield a new folder, the same for all ranks of a node, and delete it afterwards.
 
-    What a killed run may have left is deleted when the next one begins: the name tells the process.
+    A folder left by a killed run is deleted when the next one begins: its name has the process id.
 
     Args:
-        ranks: all of them enter and leave it together.
-        nbytes: that it has to hold; without so much memory it lies in the temporary folder.
+        ranks: all ranks enter and leave together.
+        nbytes: size of the content. If memory is too small, the folder is on disk.
     """
     mine = None
     if writes_here():
@@ -39,15 +39,15 @@ def memory_folder(ranks: Ranks, nbytes: int) -> Iterator[Path]:
         mine = tempfile.mkdtemp(prefix=f"{PREFIX}{os.getpid()}-", dir=root)
     try:
         node = os.environ.get("GROUP_RANK", "0")
-        told = {where: path for where, path in ranks.all_objects((node, mine)) if path is not None}
-        yield Path(told[node])
+        by_node = {name: path for name, path in ranks.all_objects((node, mine)) if path is not None}
+        yield Path(by_node[node])
     finally:
         if mine is not None:
             shutil.rmtree(mine, ignore_errors=True)
 
 
 def place_for(nbytes: int, memory: Path = MEMORY) -> Path:
-    """Where a folder of this size belongs: memory, or the temporary folder."""
+    """Return the parent for a folder of this size: memory, or the temporary folder."""
     if os.access(memory, os.W_OK | os.X_OK):
         free = shutil.disk_usage(memory).free
         if free > nbytes + _HEADROOM:
@@ -56,7 +56,7 @@ def place_for(nbytes: int, memory: Path = MEMORY) -> Path:
 
 
 def sweep(root: Path) -> None:
-    """Delete folders of processes of ours that are no more."""
+    """Delete folders whose process no longer exists."""
     for path in root.glob(f"{PREFIX}*"):
         owner = path.name.removeprefix(PREFIX).partition("-")[0]
         if owner.isdigit() and not Path(f"/proc/{owner}").exists():

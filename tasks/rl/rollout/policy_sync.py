@@ -1,8 +1,8 @@
-"""Handing the policy over: what an engine is given each iteration, and the checks before it.
+"""The policy before each weight sync: its version, and checks of its tensors.
 
-The same contract as delivery's, in small: what an adapter has to hold is told by its configuration
-on the meta device, never by the tensors themselves; nothing leaves the trainer that is not finite;
-each hand-over has a number of its own, and whoever samples from an older one is stopped.
+As in delivery, an adapter's contract comes from its configuration on the meta device, never from
+the tensors themselves. Values that are not finite are never synced. Each sync has a version number,
+and sampling from an older version is an error.
 """
 
 from __future__ import annotations
@@ -22,7 +22,6 @@ from safetensors.torch import save_file
 from tasks.core.contract import Expected, judge, require
 from tasks.core.errors import TrainingError
 from tasks.rl.rollout.memory_folder import memory_folder, writes_here
-from tasks.rl.rollout.tensor_spec import Held
 from tasks.rl.rollout.vllm_support import goes_as_adapter
 from tasks.training.engine.deepspeed_engine import Ranks
 from tasks.training.engine.partitions import SAFETENSORS_DTYPES, full_shape, trainable
@@ -36,15 +35,23 @@ from tasks.weights.plan.adapter_contract import adapter_contract
 _SHORT = {"bfloat16": "BF16", "float16": "F16", "float32": "F32"}
 
 
+@dataclass(frozen=True)
+class TensorSpec:
+    """Shape and dtype (safetensors name) of a tensor."""
+
+    shape: tuple[int, ...]
+    dtype: str
+
+
 @dataclass
 class Policy:
-    """What is trained, as it is handed over.
+    """The policy being trained, as it is synced to a rollout engine.
 
     Attributes:
-        engine: DeepSpeed's, around a causal model.
-        job: what it was made from.
-        ranks: this process among its peers.
-        version: of the last hand-over; 0: there was none.
+        engine: the DeepSpeed engine around a causal model.
+        job: the training job.
+        ranks: this process and its peers.
+        version: of the last sync; 0: none yet.
     """
 
     engine: Any
@@ -55,43 +62,45 @@ class Policy:
 
     @property
     def as_adapter(self) -> bool:
-        """Whether it is handed to vLLM as an adapter; if not, as merged weights."""
+        """True if vLLM gets the policy as an adapter, False if as full weights."""
         return goes_as_adapter(self.job.settings)
 
     @cached_property
     def parameters(self) -> dict[str, torch.nn.Parameter]:
-        """Its trained parameters by live name; a critic's adapter on the same trunk is none."""
-        found = trainable(self.engine.module)
+        """The trained parameters by live name, without a critic's adapter on the same trunk."""
+        parameters = trainable(self.engine.module)
         if self.job.settings.peft.kind == "none":
-            return found
-        return {name: one for name, one in found.items() if ADAPTER in name.split(".")}
+            return parameters
+        return {
+            name: parameter for name, parameter in parameters.items() if ADAPTER in name.split(".")
+        }
 
     @cached_property
     def keys(self) -> dict[str, str]:
-        """PEFT's key of every parameter of the adapter, by live name. Raises ContractError."""
+        """PEFT's key of every adapter parameter, by live name. Raises ContractError."""
         return rename_all(self.parameters, adapter=True)
 
     @cached_property
     def contract(self) -> list[Expected]:
-        """What the adapter has to hold, by its configuration and the base's."""
+        """Tensors that the adapter must contain, from its configuration and the base's."""
         with tempfile.TemporaryDirectory() as folder:
             write_adapter_config(self.engine.module, Path(folder))
             config = Path(folder) / "adapter_config.json"
             return adapter_contract(self.job.base, config, _SHORT[self.job.settings.dtype])
 
     def advance(self) -> int:
-        """Check the policy as it is now and give it the next number. All ranks take part.
+        """Check the policy's current weights and return their new version. All ranks take part.
 
         Raises:
-            ContractError: an adapter with other names, shapes or dtypes than it was made with.
-            TrainingError: NaN or infinity in any rank's share; on every rank alike.
+            ContractError: names, shapes or dtypes differ from the adapter's configuration.
+            TrainingError: NaN or infinity on any rank; raised on every rank.
         """
         if self.as_adapter:
-            held = {
-                key: Held(full_shape(self.parameters[name]), _dtype(self.parameters[name]))
+            specs = {
+                key: TensorSpec(full_shape(self.parameters[name]), _dtype(self.parameters[name]))
                 for name, key in self.keys.items()
             }
-            require(judge(self.contract, held), stage="policy hand-off")
+            require(judge(self.contract, specs), stage="weight sync")
         sums = self._sum_up()
         self._require_finite(sums)
         self._sums = sums
@@ -99,32 +108,32 @@ class Policy:
         return self.version
 
     def require_current(self, version: int) -> None:
-        """Refuse to sample from anything but the policy as it is now.
+        """Check that the engine has the policy's current weights.
 
         Args:
-            version: that the engine holds.
+            version: of the engine.
 
         Raises:
-            TrainingError: it was never handed over, or has changed since.
+            TrainingError: the policy was never synced, or has changed since the last sync.
         """
         if self.version == 0:
-            raise TrainingError("rollouts were asked for before the policy was published")
+            raise TrainingError("rollouts were requested before the policy was synced")
         if version != self.version:
             raise TrainingError(
-                f"the rollout engine holds version {version} of the policy (0: none), and "
-                f"{self.version} was handed over last: it has to be published again"
+                f"the rollout engine holds version {version} of the policy (0: none), but "
+                f"{self.version} was synced last: it has to be synced again"
             )
         if self._sum_up() != self._sums:
             raise TrainingError(
                 f"rollouts would come from version {version} of the policy, which has changed "
-                "since: it has to be published first"
+                "since: it has to be synced first"
             )
 
     @contextmanager
     def adapter_folder(self) -> Iterator[Path]:
-        """The adapter as a PEFT folder in memory, on each node; gone afterwards.
+        """Yield the adapter as a PEFT folder in memory on each node, and delete it afterwards.
 
-        All ranks take part; one of each node writes.
+        All ranks take part; one rank of each node writes.
         """
         with memory_folder(self.ranks, self.nbytes) as folder:
             tensors: dict[str, torch.Tensor] = {}
@@ -141,41 +150,47 @@ class Policy:
 
     @property
     def largest_rank(self) -> int:
-        """Of its pairs."""
+        """Largest rank of the adapter's layers."""
         return max(
-            full_shape(one)[0] for name, one in self.parameters.items() if ".lora_A." in name
+            full_shape(parameter)[0]
+            for name, parameter in self.parameters.items()
+            if ".lora_A." in name
         )
 
     @property
     def nbytes(self) -> int:
-        """Of its trained parameters."""
+        """Bytes of the trained parameters."""
         return sum(
-            math.prod(full_shape(one)) * one.element_size() for one in self.parameters.values()
+            math.prod(full_shape(parameter)) * parameter.element_size()
+            for parameter in self.parameters.values()
         )
 
     def _require_finite(self, sums: tuple[float, ...]) -> None:
-        mine = [
+        broken_here = [
             name
-            for (name, one), total in zip(self.parameters.items(), sums, strict=True)
-            if not math.isfinite(total) and not torch.isfinite(self._share(one)).all()
+            for (name, parameter), total in zip(self.parameters.items(), sums, strict=True)
+            if not math.isfinite(total) and not torch.isfinite(self._share(parameter)).all()
         ]
-        broken = sorted({name for names in self.ranks.all_objects(mine) for name in names})
+        broken = sorted({name for names in self.ranks.all_objects(broken_here) for name in names})
         if broken:
             raise TrainingError(
-                f"the policy cannot be handed to the rollouts: {len(broken)} tensors are not "
-                f"finite, first {broken[0]}",
+                f"the policy cannot be synced to the rollout engine: {len(broken)} tensors are "
+                f"not finite, first {broken[0]}",
                 details=broken[:20],
                 hint=f"train.lr={self.job.settings.optim.lr / 10:g}",
             )
 
     def _sum_up(self) -> tuple[float, ...]:
-        """Sum of this rank's share of every tensor: NaN and infinity show, and so do changes."""
+        """Return the sum of this rank's part of every tensor: shows NaN, infinity and changes."""
         with torch.no_grad():
-            found = [self._share(one).sum(dtype=torch.float64) for one in self.parameters.values()]
-        return tuple(torch.stack(found).tolist()) if found else ()
+            sums = [
+                self._share(parameter).sum(dtype=torch.float64)
+                for parameter in self.parameters.values()
+            ]
+        return tuple(torch.stack(sums).tolist()) if sums else ()
 
     def _share(self, parameter: torch.nn.Parameter) -> torch.Tensor:
-        """This rank's elements, no copy: its partition, or an equal share of its replica."""
+        """Return this rank's elements, uncopied: its partition, or an equal part of its replica."""
         partition = getattr(parameter, "ds_tensor", None)
         if partition is not None:
             return partition.detach().reshape(-1)

@@ -1,9 +1,8 @@
-"""vLLM beside every training rank, as the loop sees it: published to, asked, and started again.
+"""The vLLM engine of every training rank: weight sync, generation, and one restart.
 
-An engine that breaks down on one rank is started again on all of them, together: handing it the
-policy has collective calls. That happens once in a run; after that it is an error. One that ranks
-share (`rollout.tensor_parallel`) ends the run at once: while one of them has an error the others
-wait for it within vLLM, where nothing but their end reaches them.
+If an engine fails on one rank, all ranks restart theirs together, since a weight sync has
+collective calls. A second failure is an error. With `rollout.tensor_parallel` a failure ends the
+run at once: the other ranks of that engine wait inside vLLM, where no message reaches them.
 """
 
 from __future__ import annotations
@@ -19,13 +18,18 @@ from typing import TypeVar
 import torch
 
 from tasks.core.errors import ConfigError, PlumblineError, TrainingError
-from tasks.rl.experience.responses import Generated, Request
-from tasks.rl.rollout.engines import Published, reply_seeds, require_room, seconds_for
+from tasks.rl.experience.responses import Request
+from tasks.rl.rollout.engines import (
+    SyncResult,
+    require_prompts_fit,
+    response_seeds,
+    rollout_time_limit,
+)
 from tasks.rl.rollout.merged import merged_tensors
 from tasks.rl.rollout.policy_sync import Policy
 from tasks.rl.rollout.vllm_support import require_servable
 from tasks.rl.settings import Rollout
-from tasks.serving.vllm.colocation import Answer, Colocation, Sampling
+from tasks.serving.vllm.colocation import Colocation, Generated, Sampling
 from tasks.serving.vllm.rollouts import Colocated
 from tasks.training.job import TrainJob
 from tasks.weights.plan.contracts import ModelFacts, model_facts
@@ -35,16 +39,16 @@ LOG = logging.getLogger("plumbline.rl")
 
 
 class VllmEngine:
-    """See `rollout.Engine`.
+    """Rollout engine with vLLM in this process, see `engines.Engine`.
 
     Args:
-        policy: what is published to it.
+        policy: the policy, synced to vLLM.
         rollout: section `rollout`.
-        ends: ids of tokens that end a reply.
+        ends: ids of end tokens.
 
     Raises:
-        ConfigError: a policy that vLLM cannot sample from.
-        TrainingError: it does not start.
+        ConfigError: vLLM cannot sample from this policy.
+        TrainingError: vLLM does not start.
     """
 
     def __init__(self, policy: Policy, rollout: Rollout, *, ends: tuple[int, ...]) -> None:
@@ -56,7 +60,7 @@ class VllmEngine:
         self._sampling = Sampling(
             rollout.temperature, rollout.top_p, rollout.top_k, rollout.max_new_tokens, ends
         )
-        self._how = Colocation(
+        self._colocation = Colocation(
             model=_folder(policy.job),
             dtype=settings.dtype,
             max_model_len=rollout.max_prompt_len + rollout.max_new_tokens,
@@ -66,50 +70,50 @@ class VllmEngine:
             gpu_memory=rollout.gpu_memory,
             adapter_rank=policy.largest_rank if policy.as_adapter else None,
             trust_remote_code=settings.trust_remote_code,
-            timeout_s=seconds_for(rollout, policy),
+            timeout_s=rollout_time_limit(rollout, policy),
         )
         self._engine: Colocated | None = None
         self._start()
 
     @property
     def version(self) -> int:
-        """Of the policy that the next replies come from."""
+        """Version of the policy that the engine samples from."""
         return 0 if self._engine is None else self._engine.version
 
-    def publish(self) -> Published:
-        """Hand the policy over, see `rollout.Engine`."""
+    def sync_weights(self) -> SyncResult:
+        """Sync the policy's weights, see `engines.Engine`."""
         began = time.perf_counter()
         version = self._policy.advance()
-        tensors = self._hand_over(version)
+        tensors = self._sync(version)
         spent = time.perf_counter() - began
-        return Published(version, tensors, self._policy.nbytes, spent)
+        return SyncResult(version, tensors, self._policy.nbytes, spent)
 
     def generate(
         self, requests: Sequence[Request], *, greedy: bool = False
     ) -> list[list[Generated]]:
-        """Answer this rank's requests, see `rollout.Engine`."""
+        """Sample responses to this rank's requests, see `engines.Engine`."""
         self._policy.require_current(self.version)
-        require_room(requests, self._rollout, self._policy.ranks.rank)
-        asked, before = self._of_group(requests)
+        require_prompts_fit(requests, self._rollout, self._policy.ranks.rank)
+        group_requests, before = self._group_requests(requests)
         while True:
-            answers, failed = _tried(lambda: self._answers(asked, greedy))
-            if failed and self._how.tensor_parallel > 1:
-                raise self._broken_down(failed, "which other ranks share")
-            failures = [one for one in self._policy.ranks.all_objects(failed) if one]
-            if answers is not None and not failures:
-                return _shared_out(answers[before:], requests)
-            self._start_again(failures[0])
+            responses, failure = _attempt(lambda: self._generate(group_requests, greedy))
+            if failure and self._colocation.tensor_parallel > 1:
+                raise self._breakdown(failure, "which other ranks share")
+            failures = [text for text in self._policy.ranks.all_objects(failure) if text]
+            if responses is not None and not failures:
+                return _by_request(responses[before:], requests)
+            self._restart(failures[0])
 
     def sleep(self) -> None:
-        """Leave the accelerator's memory to training."""
+        """Free the accelerator's memory for training."""
         self._running.sleep()
 
     def wake(self) -> None:
-        """Take it again; publishing (without the KV cache) and generating do so by themselves."""
+        """Take the memory again. Weight syncs and generation also do so themselves."""
         self._running.wake()
 
     def close(self) -> None:
-        """End vLLM; the ranks' process group stays."""
+        """Shut vLLM down; the ranks' process group stays."""
         engine, self._engine = self._engine, None
         if engine is not None:
             engine.close()
@@ -121,45 +125,46 @@ class VllmEngine:
         return self._engine
 
     def _start(self) -> None:
-        """Start vLLM; if that fails, once more."""
-        engine, failed = _tried(lambda: Colocated(self._how, self._sampling))
+        """Start vLLM; if that fails, try once more."""
+        engine, failure = _attempt(lambda: Colocated(self._colocation, self._sampling))
         if engine is None:
-            LOG.warning("the rollout engine did not start (%s); once more", failed)
-            engine, failed = _tried(lambda: Colocated(self._how, self._sampling))
+            LOG.warning("the rollout engine did not start (%s); trying once more", failure)
+            engine, failure = _attempt(lambda: Colocated(self._colocation, self._sampling))
         if engine is None:
             raise TrainingError(
-                f"rank {self._policy.ranks.rank}: the rollout engine does not start: {failed}",
-                hint="its memory: rollout.kv_cache_gib=<GiB> on a CPU, rollout.gpu_memory=<share> "
-                "on a GPU; rollout=transformers needs none",
+                f"rank {self._policy.ranks.rank}: the rollout engine does not start: {failure}",
+                hint="more memory: rollout.kv_cache_gib=<GiB> on a CPU, rollout.gpu_memory=<share> "
+                "on a GPU; or rollout=transformers, which needs none",
             )
         self._engine = engine
 
-    def _start_again(self, why: str) -> None:
+    def _restart(self, failure: str) -> None:
         if self._restarted:
-            raise self._broken_down(why, "a second time")
-        LOG.warning("the rollout engine broke down (%s); it is started again", why)
+            raise self._breakdown(failure, "a second time")
+        LOG.warning("the rollout engine broke down (%s); restarting it", failure)
         self._restarted = True
         version = self.version
         self.close()
         self._start()
-        self._hand_over(version)
+        self._sync(version)
 
-    def _broken_down(self, why: str, how: str) -> TrainingError:
+    def _breakdown(self, failure: str, when: str) -> TrainingError:
         return TrainingError(
-            f"rank {self._policy.ranks.rank}: the rollout engine broke down, {how}: {why}",
+            f"rank {self._policy.ranks.rank}: the rollout engine broke down, {when}: {failure}",
             hint="rollout=transformers",
         )
 
-    def _hand_over(self, version: int) -> int:
-        """Give vLLM the policy as it is; how many tensors.
+    def _sync(self, version: int) -> int:
+        """Send vLLM the policy's current weights; return the number of tensors.
 
-        The KV cache comes back with the first request: until then gathered weights need its room.
+        The KV cache is allocated again with the first request, since gathered weights need its
+        memory until then.
         """
         self._running.wake_weights()
         if self._policy.as_adapter:
             with self._policy.adapter_folder() as folder:
-                failed = _refused(lambda: self._running.take_adapter(folder, version))
-            self._require_all(failed)
+                error = _error_of(lambda: self._running.load_adapter(folder, version))
+            self._require_all(error)
             return len(self._policy.parameters)
         count = 0
 
@@ -169,12 +174,12 @@ class VllmEngine:
                 count += 1
                 yield key, tensor
 
-        self._require_all(_refused(lambda: self._running.take_weights(counted(), version)))
+        self._require_all(_error_of(lambda: self._running.load_weights(counted(), version)))
         return count
 
-    def _require_all(self, failed: PlumblineError | None) -> None:
+    def _require_all(self, own_error: PlumblineError | None) -> None:
         """Raise the first rank's error on every rank, so that none waits for another."""
-        for error in self._policy.ranks.all_objects(failed):
+        for error in self._policy.ranks.all_objects(own_error):
             if error is not None:
                 raise error
 
@@ -182,29 +187,30 @@ class VllmEngine:
     def _facts(self) -> ModelFacts:
         return model_facts(self._policy.job.base, self._policy.job.settings.dtype)
 
-    def _of_group(self, requests: Sequence[Request]) -> tuple[list[Request], int]:
-        """Requests of all ranks that share this rank's engine, since each of them works on all.
+    def _group_requests(self, requests: Sequence[Request]) -> tuple[list[Request], int]:
+        """Return the requests of all ranks that share this rank's engine, since each submits all.
 
         Returns:
-            The requests, and how many replies come before this rank's own.
+            The requests, and the number of responses before this rank's own.
         """
-        size, rank = self._how.tensor_parallel, self._policy.ranks.rank
+        size, rank = self._colocation.tensor_parallel, self._policy.ranks.rank
         if size == 1:
             return list(requests), 0
         first = rank // size * size
         everyone = self._policy.ranks.all_objects(list(requests))
-        before = sum(one.samples for some in everyone[first:rank] for one in some)
-        return [one for some in everyone[first : first + size] for one in some], before
+        before = sum(request.samples for of_rank in everyone[first:rank] for request in of_rank)
+        group = [request for of_rank in everyone[first : first + size] for request in of_rank]
+        return group, before
 
-    def _answers(self, requests: Sequence[Request], greedy: bool) -> list[Answer]:
-        prompts = [one.ids.tolist() for one in requests for _ in range(one.samples)]
-        seeds = [seed for one in requests for seed in reply_seeds(one)]
+    def _generate(self, requests: Sequence[Request], greedy: bool) -> list[Generated]:
+        prompts = [request.ids.tolist() for request in requests for _ in range(request.samples)]
+        seeds = [seed for request in requests for seed in response_seeds(request)]
         self._running.wake()
         return self._running.generate(prompts, seeds, greedy=greedy)
 
 
-def _refused(work: Callable[[], None]) -> PlumblineError | None:
-    """Return the error of ours that `work` raises, or None."""
+def _error_of(work: Callable[[], None]) -> PlumblineError | None:
+    """Return the PlumblineError that `work` raises, or None."""
     try:
         work()
     except PlumblineError as error:
@@ -212,8 +218,8 @@ def _refused(work: Callable[[], None]) -> PlumblineError | None:
     return None
 
 
-def _tried(work: Callable[[], T]) -> tuple[T | None, str]:
-    """What `work` gives, or why it gives nothing; errors of our own are no breakdown and pass."""
+def _attempt(work: Callable[[], T]) -> tuple[T | None, str]:
+    """Return the result of `work` and "", or None and the reason; a PlumblineError is raised."""
     try:
         return work(), ""
     except PlumblineError:
@@ -224,22 +230,21 @@ def _tried(work: Callable[[], T]) -> tuple[T | None, str]:
         return None, f"{type(error).__name__}: {lines[0][:300]}"
 
 
-def _shared_out(answers: Sequence[Answer], requests: Sequence[Request]) -> list[list[Generated]]:
-    """The first answers by the requests that they belong to."""
-    each = iter(answers)
-    return [
-        [Generated(a.ids, a.logprobs, a.ended) for a in islice(each, one.samples)]
-        for one in requests
-    ]
+def _by_request(
+    responses: Sequence[Generated], requests: Sequence[Request]
+) -> list[list[Generated]]:
+    """Split the responses by the requests that they belong to; the rest is other ranks'."""
+    remaining = iter(responses)
+    return [list(islice(remaining, request.samples)) for request in requests]
 
 
 def _folder(job: TrainJob) -> Path:
-    """What vLLM loads. A policy in 4 bits is sampled from as it is trained, or not at all."""
+    """Return the folder that vLLM loads: the base, or a QLoRA policy's dequantised base."""
     if job.rollout_base is not None:
         return job.rollout_base
     if job.settings.peft.quantization() is not None:
         raise ConfigError(
             "rollout.engine=vllm needs a QLoRA policy's dequantised base, and the job has none",
-            hint="flows/rlhf.py makes it, by its stage rollout_base; or rollout=transformers",
+            hint="flows/rlhf.py makes it in its stage rollout_base; or rollout=transformers",
         )
     return job.base

@@ -1,14 +1,14 @@
-"""Policies that vLLM cannot sample from, told from settings before anything starts. Knows no torch.
+"""Policies that vLLM cannot sample from, by their settings alone. Imports no torch.
 
-What depends on the model, on the number of ranks or on the machine is found by the preflight.
+Conditions on the model, the number of ranks and the machine are checked by the preflight.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
 
 from tasks.core.errors import ConfigError
+from tasks.rl.algorithms.algorithm_options import Refusal
 from tasks.rl.settings import Rollout
 from tasks.serving.vllm.colocation import RANKS_OF_ADAPTERS, Sampling
 from tasks.training.job import Settings
@@ -17,55 +17,40 @@ NATIVE = "rollout=transformers"
 _TABLES = ("embed_tokens", "lm_head", "wte", "embed_in", "embed_out")
 
 
-@dataclass(frozen=True)
-class Refusal:
-    """A setting that rules vLLM out, what was found there, and what to type instead."""
-
-    key: str
-    found: str
-    reason: str
-    hint: str = NATIVE
-
-    def __str__(self) -> str:
-        return f"{self.key}={self.found}: {self.reason}"
-
-
 def goes_as_adapter(settings: Settings) -> bool:
-    """Whether the policy is handed to vLLM as an adapter; if not, as merged weights."""
+    """Return True if vLLM gets the policy as an adapter, False if as full weights."""
     peft = settings.peft
     return peft.kind != "none" and not peft.use_dora
 
 
 def unservable(settings: Settings, rollout: Rollout) -> list[Refusal]:
-    """Every reason why `rollout.engine=vllm` cannot sample from this policy."""
-    return [*_of_adapter(settings), *_of_sampling(rollout)]
+    """Return every reason why `rollout.engine=vllm` cannot sample from this policy."""
+    return [*_adapter_refusals(settings), *_sampling_refusals(rollout)]
 
 
 def require_servable(settings: Settings, rollout: Rollout) -> None:
-    """Raise ConfigError with every reason, where there is one."""
-    found = unservable(settings, rollout)
-    if found:
+    """Raise ConfigError with every reason why vLLM cannot sample from this policy, if any."""
+    refusals = unservable(settings, rollout)
+    if refusals:
         raise ConfigError(
-            f"rollout.engine=vllm cannot sample from this policy: {found[0]}",
-            details=list(map(str, found)),
-            hint=found[0].hint,
+            f"rollout.engine=vllm cannot sample from this policy: {refusals[0]}",
+            details=list(map(str, refusals)),
+            hint=refusals[0].hint,
         )
 
 
-def _of_adapter(settings: Settings) -> Iterator[Refusal]:
+def _adapter_refusals(settings: Settings) -> Iterator[Refusal]:
     peft = settings.peft
     if peft.kind == "none":
         return
     double = 2 if peft.init == "pissa" else 1
-    rank, most = (
-        double * max([peft.rank, *(peft.rank_pattern or {}).values()]),
-        RANKS_OF_ADAPTERS[-1],
-    )
+    rank = double * max([peft.rank, *(peft.rank_pattern or {}).values()])
+    most = RANKS_OF_ADAPTERS[-1]
     if goes_as_adapter(settings) and rank > most:
-        found = f"{rank // double}" + (" with peft.init=pissa, which doubles it" * (double - 1))
+        shown = f"{rank // double}" + (" with peft.init=pissa, which doubles it" * (double - 1))
         yield Refusal(
             "peft.rank",
-            found,
+            shown,
             f"vLLM serves adapters up to rank {most}",
             f"peft.rank={most // double}, or {NATIVE}",
         )
@@ -73,15 +58,15 @@ def _of_adapter(settings: Settings) -> Iterator[Refusal]:
         yield Refusal(
             "peft.modules_to_save",
             str(list(peft.modules_to_save)),
-            "vLLM serves no adapter that brings whole modules",
+            "vLLM serves no adapters with whole modules",
             f"peft.modules_to_save=[], or {NATIVE}",
         )
     if settings.new_tokens:
         yield Refusal(
             "model.new_tokens",
             str(list(settings.new_tokens)),
-            "vLLM serves no adapter that brings rows of an embedding",
-            f"add them in an earlier stage (objective sft), or {NATIVE}",
+            "vLLM serves no adapters with rows of an embedding",
+            f"add them in an earlier step (objective sft), or {NATIVE}",
         )
     targets = peft.target_modules
     tables = [] if isinstance(targets, str) else [name for name in targets if name in _TABLES]
@@ -89,17 +74,17 @@ def _of_adapter(settings: Settings) -> Iterator[Refusal]:
         yield Refusal(
             "peft.target_modules",
             str(list(targets)),
-            f"{', '.join(tables)}: rollouts by vLLM take adapters of linear layers alone",
+            f"{', '.join(tables)}: rollouts by vLLM support adapters of linear layers only",
             f"peft.target_modules=all-linear, or {NATIVE}",
         )
 
 
-def _of_sampling(rollout: Rollout) -> Iterator[Refusal]:
+def _sampling_refusals(rollout: Rollout) -> Iterator[Refusal]:
     if not Sampling(rollout.temperature, rollout.top_p, rollout.top_k).has_logprobs:
         yield Refusal(
             "rollout.temperature",
             f"{rollout.temperature:g} with rollout.top_p={rollout.top_p:g} and "
             f"rollout.top_k={rollout.top_k}",
-            "vLLM tells no log-probabilities at a temperature before the cut",
+            "vLLM does not report log-probabilities at a temperature before top-p and top-k",
             f"rollout.top_p=1 rollout.top_k=0, or rollout.temperature=1, or {NATIVE}",
         )

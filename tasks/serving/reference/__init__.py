@@ -1,5 +1,6 @@
-"""The transformers reference: loads a model as it lies on disk, and measures it.
+"""The transformers reference: loads a model from disk and measures it, in a child process.
 
-child         the process, with one fork per request
-load, measure one model, its fingerprint and greedy tokens
+child            the process, with one fork per request
+load, measure    a model; its fingerprint, greedy tokens and log-probabilities
+rewards          scores of a reward model
 """

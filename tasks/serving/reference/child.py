@@ -1,11 +1,11 @@
-"""The reference child: measures models with transformers, one fork a request.
+"""The reference child: measures models with transformers, one fork per request.
 
     python -m tasks.serving.reference.child [--threads N]
 
-It imports torch, transformers and peft once, says "ready", and answers JSON requests from stdin.
-The process that forks never computes anything, so that no worker thread exists which a fork could
-lose; each model lives and dies in its own fork, so its memory is given back and a crash is an
-answer like any other. Requests and replies are those of `tasks/evaluation/scoring.py`.
+It imports torch, transformers and peft once, emits "ready", and answers JSON requests from stdin
+(`tasks/evaluation/scoring.py` sends them). The parent process computes nothing, since a fork would
+lose its worker threads. Each model lives in a fork of its own: its memory is freed with the fork,
+and a crash is reported like any other result.
 """
 
 from __future__ import annotations
@@ -23,13 +23,13 @@ from tasks.core.events import emit
 from tasks.process.block_unused_imports import on_gpu, start_lean
 from tasks.serving import forks
 from tasks.serving.bf16_linear import use_fp32_where_faster
-from tasks.serving.reference.requests import HANDLERS, Reply
+from tasks.serving.reference.requests import HANDLERS, Response
 
 TAIL_LINES = 20
 
 
 def main() -> None:
-    """Answer requests until stdin closes; with `--answer-to` the one that stdin holds."""
+    """Answer requests until stdin closes; with `--answer-to`, the single request in stdin."""
     parser = argparse.ArgumentParser()
     parser.add_argument("--threads", type=int, default=None)
     parser.add_argument("--answer-to", type=int, default=None, help="file descriptor")
@@ -44,10 +44,10 @@ def main() -> None:
 
 
 def _warm_up() -> None:
-    """Import all that any request needs, so that no fork has to."""
+    """Import everything that requests need, so that no fork has to."""
     forks.keep_cuda_unused()
     start_lean()
-    if not on_gpu():  # there these two initialise CUDA: left to the forks
+    if not on_gpu():  # with a GPU these two would initialise CUDA before the fork
         import bitsandbytes  # noqa: F401
         import peft  # noqa: F401
     import transformers.models.auto.modeling_auto  # noqa: F401
@@ -60,7 +60,7 @@ def _warm_up() -> None:
     import tasks.weights.execute.worker  # noqa: F401
 
 
-def _in_fork(request: dict[str, Any], threads: int | None) -> Reply:
+def _in_fork(request: dict[str, Any], threads: int | None) -> Response:
     receiver, sender = os.pipe()
     with tempfile.TemporaryFile() as output:
         pid = os.fork()
@@ -81,28 +81,28 @@ def _in_fork(request: dict[str, Any], threads: int | None) -> Reply:
 
 
 def _child(request: dict[str, Any], threads: int | None, *, sender: int, output: IO[bytes]) -> None:
-    """The whole life of a fork. Never returns."""
+    """Answer one request in a fork. Does not return."""
     os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
     os.dup2(output.fileno(), 1)
     os.dup2(output.fileno(), 2)
     if forks.cuda_is_lost():
-        _answer_afresh(request, threads, sender)
+        _answer_in_new_process(request, threads, sender)
     _send(request, threads, sender)
 
 
-def _answer_afresh(request: dict[str, Any], threads: int | None, sender: int) -> NoReturn:
-    """Become a process that answers one request without a fork."""
-    with tempfile.TemporaryFile("w+") as asked:
-        json.dump(request, asked)
-        asked.seek(0)
-        os.dup2(asked.fileno(), 0)
+def _answer_in_new_process(request: dict[str, Any], threads: int | None, sender: int) -> NoReturn:
+    """Replace this fork by a fresh process that answers the request."""
+    with tempfile.TemporaryFile("w+") as request_file:
+        json.dump(request, request_file)
+        request_file.seek(0)
+        os.dup2(request_file.fileno(), 0)
     os.set_inheritable(sender, True)
-    told = () if threads is None else ("--threads", str(threads))
-    forks.start_again("tasks.serving.reference.child", "--answer-to", str(sender), *told)
+    thread_option = () if threads is None else ("--threads", str(threads))
+    forks.start_again("tasks.serving.reference.child", "--answer-to", str(sender), *thread_option)
 
 
 def _send(request: dict[str, Any], threads: int | None, sender: int) -> NoReturn:
-    """Send the answer, and end this process."""
+    """Send the answer and end this process."""
     status = 1
     try:
         with os.fdopen(sender, "w") as pipe:
@@ -114,7 +114,7 @@ def _send(request: dict[str, Any], threads: int | None, sender: int) -> NoReturn
         os._exit(status)
 
 
-def _answer(request: dict[str, Any], threads: int | None) -> Reply:
+def _answer(request: dict[str, Any], threads: int | None) -> Response:
     try:
         import torch
 
@@ -128,7 +128,7 @@ def _answer(request: dict[str, Any], threads: int | None) -> Reply:
             "details": list(error.details),
             "hint": error.hint,
         }
-    except Exception:  # the edge of a process: whatever it was, the asker gets to know
+    except Exception:  # the parent reports whatever happens here
         return {"crash": 1, "tail": traceback.format_exc().splitlines()[-TAIL_LINES:]}
 
 

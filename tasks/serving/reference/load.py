@@ -1,4 +1,4 @@
-"""Load a model for measuring, exactly as it lies on disk. Runs in child processes only."""
+"""Load a model for measuring, exactly as it is on disk. Runs in child processes only."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from tasks.serving.reference.peft_adapters import first_lines, with_adapters
 from tasks.weights.quantized.bnb_no_repack import keep_as_loaded
 
 FOUR_BITS = 0.35
-"""Bytes of a 16-bit model in 4 bits, over its own: scales, norms and embeddings included."""
+"""Size of a 4-bit model relative to 16 bits, including scales, norms and embeddings."""
 FILLED = 0.8
 """Share of a GPU's free memory that a model may fill: logits and activations need the rest."""
 
@@ -26,20 +26,20 @@ def load_model(
     weighted: Mapping[str, float] | None = None,
     device_map: Any = None,
 ) -> Any:
-    """A causal language model in eval mode, from local files only.
+    """Load a causal language model in eval mode, from local files only.
 
     Args:
-        path: Hugging Face folder; the base when `adapter` is given.
-        adapter: PEFT folder, loaded on top and left unmerged, in its stored dtype.
+        path: Hugging Face folder; the base if `adapter` is given.
+        adapter: PEFT folder, loaded unmerged in its stored dtype.
         quantization: `{"type": "nf4" | "fp4", "double_quant": bool, "compute_dtype": str}` or None.
         dtype: torch dtype name of everything that is not quantised.
         attn_implementation: as in transformers.
-        weighted: adapters instead of `adapter`: what each of them adds is taken so many times.
+        weighted: several adapters instead of `adapter`: the weight of each one's change, by folder.
         device_map: as in transformers, see `placement`.
 
     Raises:
-        ArtifactError: a folder is missing, unreadable, incomplete, or holds tensors that the
-            model has no place for.
+        ArtifactError: a folder is missing, unreadable or incomplete, or has tensors that the model
+            does not have.
     """
     model = from_folder(
         "AutoModelForCausalLM",
@@ -65,17 +65,17 @@ def from_folder(
     device_map: Any = None,
     **extra: Any,
 ) -> Any:
-    """A model from local files, complete.
+    """Load a model from local files and check that all its tensors are there.
 
     Args:
-        auto: transformers' class that chooses the class.
+        auto: transformers' auto class.
         path: the folder.
         dtype: torch dtype name.
         attn_implementation: as in transformers.
-        quantization: as of `load_model`.
+        quantization: as in `load_model`.
         gaps: tensors that may be missing in the files or left over.
         device_map: as in transformers, see `placement`.
-        extra: for the configuration.
+        extra: further arguments of `from_pretrained`.
 
     Raises:
         ArtifactError: as `load_model`.
@@ -108,8 +108,8 @@ def placement(path: Path, device: str, *, quantized: bool) -> Any:
     Args:
         path: folder of the model, or of the base.
         device: "cpu" or "cuda".
-        quantized: True if it is loaded in 4 bits. transformers puts such a model on a GPU, if there
-            is one, unless it is told where.
+        quantized: True for a model in 4 bits. Without a device map, transformers puts such a model
+            on a GPU if there is one.
     """
     if device == "cpu":
         return {"": "cpu"} if quantized else None
@@ -122,32 +122,32 @@ def placement(path: Path, device: str, *, quantized: bool) -> Any:
 
 
 def chosen_device(wanted: str | None) -> str:
-    """Return "cuda" if there is a GPU, unless the CPU is wanted."""
+    """Return "cuda" if there is a GPU and the CPU is not requested."""
     import torch
 
     return "cuda" if wanted != "cpu" and torch.cuda.is_available() else "cpu"
 
 
 def usable_attention(name: str) -> str:
-    """Return the attention to measure with: sdpa if flash attention is asked for and not there.
+    """Return the attention implementation: sdpa in the place of a flash attention that is missing.
 
-    It needs a GPU and a package. What is measured by another implementation is judged as such.
+    Flash attention needs a GPU and a package. Fingerprints record the implementation.
     """
     from transformers import utils
 
     if not name.startswith("flash_attention"):
         return name
-    there = getattr(utils, f"is_{name.replace('attention', 'attn')}_available")
-    return name if there() else "sdpa"
+    is_available = getattr(utils, f"is_{name.replace('attention', 'attn')}_available")
+    return name if is_available() else "sdpa"
 
 
 def input_device(model: Any) -> Any:
-    """Return the device that a model's token ids belong on."""
+    """Return the device for a model's token ids."""
     import torch
 
     device = model.get_input_embeddings().weight.device
     if device.type == "meta" and hasattr(model, "hf_device_map"):
-        # Offloaded: a hook of accelerate brings the weights to where they are used, and the inputs.
+        # Offloaded: accelerate's hooks move weights and inputs to the device that computes.
         return torch.device("cpu")
     return device
 
@@ -174,15 +174,16 @@ def _bitsandbytes(quantization: Mapping[str, Any]) -> Any:
 
 
 def _refuse_gaps(path: Path, info: Mapping[str, Any], gaps: Collection[str]) -> None:
-    """transformers only warns when tensors are missing (and makes them up) or left over."""
-    found = [
+    """Raise for missing or unexpected tensors; transformers only warns and invents missing ones."""
+    differences = [
         f"{kind.replace('_', ' ')}: {key}"
         for kind in ("missing_keys", "unexpected_keys", "mismatched_keys")
         for key in sorted(map(str, info.get(kind) or ()))
         if key not in gaps
     ]
-    if found:
+    if differences:
         raise ArtifactError(
-            f"{path}: tensors do not fit the model: {len(found)} differ, first {found[0]}",
-            details=found[:20],
+            f"{path}: tensors do not fit the model: {len(differences)} differ, first "
+            f"{differences[0]}",
+            details=differences[:20],
         )

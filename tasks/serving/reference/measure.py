@@ -1,8 +1,8 @@
-"""Fingerprints and greedy tokens of a model that transformers has loaded.
+"""Fingerprints, greedy tokens and log-probabilities of a model loaded by transformers.
 
-Everything runs one sequence at a time, without padding and without an attention mask: that is how
-the training engine measures itself, and only the same arithmetic gives the same bits. Token ids go
-to the device of the model's embeddings, and results come back to the CPU.
+Every sequence runs alone, without padding and without an attention mask, as the training engine
+measures itself: only the same arithmetic gives the same bits. Token ids go to the device of the
+model's embeddings, and results return to the CPU.
 """
 
 from __future__ import annotations
@@ -21,31 +21,31 @@ from tasks.drift.fingerprint import TOP_K, Fingerprint, drift, largest_steps
 from tasks.serving.reference.load import input_device
 
 COPIES = 8
-"""Copies of a probe in one batch, for the repeat noise: other kernels than for one sequence."""
+"""Copies of a probe in one batch to measure repeat noise; a batch uses other kernels."""
 ALTERNATIVES = 5
-"""Candidates reported for every greedy step, the chosen token included."""
+"""Candidates reported for every greedy step, including the chosen token."""
 
 
 @torch.no_grad()
 def fingerprint(model: Any, reference: Fingerprint) -> Fingerprint:
-    """Score the reference's probes at the reference's ids.
+    """Score the reference's probes at the reference's token ids.
 
-    With the repeat noise if the reference was measured by other arithmetic than this model is.
+    Includes the repeat noise if the reference was measured on other hardware or software.
     """
-    on = _measured_on(model)
-    first = _at_ids(model, reference, on)
-    if reference.measured_on in (None, on):
+    hardware = _measured_on(model)
+    first = _at_ids(model, reference, hardware)
+    if reference.measured_on in (None, hardware):
         return first
     with other_sums(model):
-        again = _at_ids(model, reference, on, copies=COPIES)
-    return replace(first, noise=drift(first, again).mean_kl)
+        repeated = _at_ids(model, reference, hardware, copies=COPIES)
+    return replace(first, noise=drift(first, repeated).mean_kl)
 
 
 @contextlib.contextmanager
 def other_sums(model: Any) -> Iterator[None]:
-    """Within it the model adds up in another order, so that what differs is rounding alone.
+    """Make the model sum in another order inside, so that differences are rounding alone.
 
-    By plain attention. A batch of another size is not enough: on a CPU its sums are the same.
+    Uses eager attention. Another batch size is not enough: on a CPU its sums are the same.
     """
     name = model.config._attn_implementation
     model.set_attn_implementation("eager")
@@ -85,7 +85,7 @@ def _at_ids(
 
 
 def _logits(model: Any, probe: Sequence[int], copies: int = 1) -> torch.Tensor:
-    """Logits of all positions but the last, (T-1, V) float32, of the first of some copies."""
+    """Return the logits of all positions but the last, (T-1, V) float32, of the first copy."""
     out = model(_ids(model, [probe] * copies)).logits
     logits: torch.Tensor = out[0, :-1].float()
     return logits
@@ -101,9 +101,9 @@ def _measured_on(model: Any) -> dict[str, str]:
 
 @torch.no_grad()
 def reference(model: Any, probes: Sequence[Sequence[int]]) -> Fingerprint:
-    """The first fingerprint of a model: it chooses the ids, its own most likely ones.
+    """Return the fingerprint of a model at its own most likely token ids.
 
-    For a model that no training engine of ours has measured.
+    For a model that our training did not measure.
     """
     logits = [_logits(model, probe).cpu() for probe in probes]
     logprobs = torch.log_softmax(torch.cat(logits), dim=-1)
@@ -120,18 +120,18 @@ def reference(model: Any, probes: Sequence[Sequence[int]]) -> Fingerprint:
 
 
 @torch.no_grad()
-def token_logprobs(model: Any, prompt: Sequence[int], reply: Sequence[int]) -> list[float]:
-    """Log-probability of each token of a reply, nats, by the whole distribution."""
-    ids = _ids(model, [[*prompt, *reply]])
+def token_logprobs(model: Any, prompt: Sequence[int], response: Sequence[int]) -> list[float]:
+    """Return the log-probability of each token of a response, nats, over the full vocabulary."""
+    ids = _ids(model, [[*prompt, *response]])
     logits = model(input_ids=ids, use_cache=False).logits[0, len(prompt) - 1 : -1].float()
-    found: list[float] = (
+    logprobs: list[float] = (
         logits.log_softmax(-1).gather(1, ids[0, len(prompt) :, None])[:, 0].tolist()
     )
-    return found
+    return logprobs
 
 
 @torch.no_grad()
-def drawn(
+def sample(
     model: Any,
     prompt: Sequence[int],
     *,
@@ -140,15 +140,15 @@ def drawn(
     temperature: float,
     seed: int,
 ) -> list[int]:
-    """One continuation of a prompt by draws; its tokens, the EOS included when it was reached."""
-    generator = torch.Generator().manual_seed(seed)  # the CPU's: the same draws on every device
+    """Sample one response to a prompt; return its tokens, including the EOS if it was reached."""
+    generator = torch.Generator().manual_seed(seed)  # on CPU: the same samples on every device
     tokens: list[int] = []
     inputs, past = _ids(model, [prompt]), None
     while len(tokens) < max_new_tokens:
         out = model(input_ids=inputs, past_key_values=past, use_cache=True)
         past = out.past_key_values
-        chances = (out.logits[0, -1].float() / temperature).softmax(dim=-1).cpu()
-        tokens.append(int(torch.multinomial(chances, 1, generator=generator)))
+        probabilities = (out.logits[0, -1].float() / temperature).softmax(dim=-1).cpu()
+        tokens.append(int(torch.multinomial(probabilities, 1, generator=generator)))
         inputs = _ids(model, [tokens[-1:]])
         if tokens[-1] in eos:
             break
@@ -159,10 +159,10 @@ def drawn(
 def greedy(
     model: Any, prompt: Sequence[int], *, max_new_tokens: int, eos: Collection[int]
 ) -> tuple[list[int], list[list[tuple[int, float]]]]:
-    """Greedy continuation of one prompt.
+    """Decode one prompt greedily.
 
     Returns:
-        The new tokens, the EOS included when it was reached, and for every one of them the
+        The new tokens, including the EOS if it was reached, and for each of them the
         `ALTERNATIVES` most likely tokens with their logits, which tell a tie from a difference.
     """
     tokens: list[int] = []

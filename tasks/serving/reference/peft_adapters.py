@@ -1,7 +1,7 @@
-"""Load adapters onto a model through peft, unmerged, as the reference of a delivery.
+"""Load adapters onto a model with peft, unmerged, as the reference of a delivery.
 
-An adapter may need more than peft's loader does: a base with as many rows of embeddings as it was
-trained with, its factors in the layout of the peft that is installed, its stored dtype.
+Some adapters need more than peft's loader does: the number of embedding rows that they were trained
+with, factors in the layout of the installed peft version, and their stored dtype.
 """
 
 from __future__ import annotations
@@ -24,28 +24,28 @@ from tasks.weights.plan.adapter_ops import LowRank
 
 
 def with_adapters(model: Any, weighted: Mapping[str, float]) -> Any:
-    """Load adapters onto a model, unmerged. peft sums the changes of its active adapters.
+    """Load adapters onto a model, unmerged. peft sums the changes of all active adapters.
 
     Args:
         model: the base.
         weighted: weight of each adapter's change, by folder.
 
     Raises:
-        ArtifactError: a folder has no adapter, or the adapter does not fit.
+        ArtifactError: a folder has no adapter, or the adapter does not fit the model.
     """
     from peft import PeftModel
     from safetensors import SafetensorError
 
     names = ["default", *(f"further_{index}" for index in range(1, len(weighted)))]
     (first, *others), how = names, {"autocast_adapter_dtype": False, "is_trainable": False}
-    adapters = dict(zip(names, (read_adapter(Path(one)) for one in weighted), strict=True))
+    adapters = dict(zip(names, (read_adapter(Path(folder)) for folder in weighted), strict=True))
     live = live_model(model)
     _grow(model, live, list(adapters.values()))
     try:
         with contextlib.ExitStack() as stack:
             folders = {
-                name: stack.enter_context(_as_peft_reads_it(one, live))
-                for name, one in adapters.items()
+                name: stack.enter_context(_in_installed_layout(adapter, live))
+                for name, adapter in adapters.items()
             }
             model = PeftModel.from_pretrained(model, folders[first], first, **how)
             for name in others:
@@ -63,22 +63,24 @@ def with_adapters(model: Any, weighted: Mapping[str, float]) -> Any:
 
 
 def first_lines(error: BaseException) -> str:
-    """Return the first non-empty line of an error, and the next one if it ends in a colon."""
-    lines = [one.strip() for one in str(error).splitlines() if one.strip()]
+    """Return the first non-empty line of an error, plus the next one if it ends with a colon."""
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     if not lines:
         return type(error).__name__
     return " ".join(lines[:2] if lines[0].endswith(":") else lines[:1])[:400]
 
 
 def _grow(model: Any, live: LiveModel, adapters: Sequence[Adapter]) -> None:
-    """Give the model as many rows of embeddings as the adapters store."""
+    """Resize the model's embeddings to the number of rows that the adapters store."""
     names = (live.input_embedding, live.output_embedding)
     rows = {
         shape[0]
-        for one in adapters
+        for adapter in adapters
         for module in names
         if module
-        and (shape := Ground(one.config, live, one.tensors.tensors).shape(f"{module}.weight"))
+        and (
+            shape := Ground(adapter.config, live, adapter.tensors.tensors).shape(f"{module}.weight")
+        )
     }
     before = live.tensors[f"{live.input_embedding}.weight"].shape[0] if rows else 0
     grown = rows - {before}
@@ -87,10 +89,10 @@ def _grow(model: Any, live: LiveModel, adapters: Sequence[Adapter]) -> None:
 
 
 @contextlib.contextmanager
-def _as_peft_reads_it(adapter: Adapter, live: LiveModel) -> Iterator[Path]:
-    """Return the adapter's folder, or a copy with expert factors in the installed peft's layout."""
-    turned = list(_turned(adapter, live))
-    if not turned:
+def _in_installed_layout(adapter: Adapter, live: LiveModel) -> Iterator[Path]:
+    """Yield the adapter's folder, or a copy with expert factors in the installed peft's layout."""
+    other_layout = list(_other_layout(adapter, live))
+    if not other_layout:
         yield adapter.root
         return
     import torch
@@ -102,7 +104,7 @@ def _as_peft_reads_it(adapter: Adapter, live: LiveModel) -> Iterator[Path]:
             tensors = load_file(adapter.root / f"{ADAPTER}.safetensors")
         else:
             tensors = torch.load(adapter.root / PICKLED, weights_only=True)
-        for term in turned:
+        for term in other_layout:
             a, b, experts = tensors[term.a], tensors[term.b], term.experts
             by_expert = a.reshape(experts, -1, a.shape[1]), b.reshape(b.shape[0], -1, experts)
             tensors[term.a] = by_expert[1].permute(2, 1, 0).flatten(0, 1).contiguous()
@@ -113,8 +115,8 @@ def _as_peft_reads_it(adapter: Adapter, live: LiveModel) -> Iterator[Path]:
         shutil.rmtree(folder, ignore_errors=True)
 
 
-def _turned(adapter: Adapter, live: LiveModel) -> Iterator[LowRank]:
-    """Return the factor pairs of expert stacks that an older peft saved in another layout."""
+def _other_layout(adapter: Adapter, live: LiveModel) -> Iterator[LowRank]:
+    """Yield the factor pairs of expert stacks that an older peft saved in another layout."""
     if not adapter.config.target_parameters:
         return
     pieces: list[Piece] = Contract(adapter.config, live, adapter.tensors.tensors).pieces
@@ -136,9 +138,9 @@ def _scale(model: Any, name: str, factor: float) -> None:
 
 
 def _as_stored(model: Any, adapter: Adapter, name: str) -> None:
-    """Give factors their stored dtype: on a 4-bit base peft makes them float32, whatever the file.
+    """Give factors their stored dtype; on a 4-bit base peft always makes them float32.
 
-    Modules that are saved whole stay in the dtype of the base, as the layers beside them.
+    Modules that are saved in full keep the dtype of the base.
     """
     import torch
 

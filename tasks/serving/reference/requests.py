@@ -1,7 +1,7 @@
-"""Requests of `tasks/evaluation/scoring.py`, as the reference child answers them.
+"""The requests that the reference child answers; `tasks/evaluation/scoring.py` sends them.
 
-Each runs in a fork of its own. What a function imports the child has imported before it forked,
-except where a GPU is there and the import would initialise CUDA (`forks.py`).
+Each runs in a fork of its own. Modules imported here are already imported before the fork, except
+those that would initialise CUDA on a machine with a GPU (`forks.py`).
 """
 
 from __future__ import annotations
@@ -12,10 +12,10 @@ from typing import Any
 
 from tasks.serving.reference.load import chosen_device, load_model, placement, usable_attention
 
-Reply = dict[str, Any]
+Response = dict[str, Any]
 
 
-def _fingerprint(request: dict[str, Any]) -> Reply:
+def _fingerprint(request: dict[str, Any]) -> Response:
     from tasks.drift.fingerprint import Fingerprint
     from tasks.serving.reference.measure import fingerprint
 
@@ -25,7 +25,7 @@ def _fingerprint(request: dict[str, Any]) -> Reply:
     return {"positions": measured.positions}
 
 
-def _reference(request: dict[str, Any]) -> Reply:
+def _reference(request: dict[str, Any]) -> Response:
     from tasks.serving.reference.measure import reference
 
     measured = reference(_load(request["model"]), request["probes"])
@@ -33,7 +33,7 @@ def _reference(request: dict[str, Any]) -> Reply:
     return {"positions": measured.positions}
 
 
-def _rewards(request: dict[str, Any]) -> Reply:
+def _rewards(request: dict[str, Any]) -> Response:
     from tasks.serving.reference.rewards import load_rewarder
 
     rewarder = load_rewarder(**_loading(request["model"]))
@@ -44,20 +44,20 @@ def _rewards(request: dict[str, Any]) -> Reply:
     return {"scores": scores, "noise": noise, "on": rewarder.on}
 
 
-def _encode_texts(request: dict[str, Any]) -> Reply:
+def _encode_texts(request: dict[str, Any]) -> Response:
     from tasks.serving.prompts import encode_texts
 
     folder = Path(request["tokenizer"])
     return {"tokens": encode_texts(folder, request["texts"], int(request["limit"]))}
 
 
-def _encode_whole(request: dict[str, Any]) -> Reply:
+def _encode_whole(request: dict[str, Any]) -> Response:
     from tasks.serving.prompts import render_whole
 
     return {"tokens": render_whole(Path(request["tokenizer"]), request["conversations"])}
 
 
-def _greedy(request: dict[str, Any]) -> Reply:
+def _greedy(request: dict[str, Any]) -> Response:
     import time
 
     from tasks.serving.reference.measure import greedy
@@ -73,20 +73,20 @@ def _greedy(request: dict[str, Any]) -> Reply:
     }
 
 
-def _drawn(request: dict[str, Any]) -> Reply:
+def _drawn(request: dict[str, Any]) -> Response:
     import time
 
-    from tasks.serving.reference.measure import drawn
+    from tasks.serving.reference.measure import sample
 
     model = _load(request["model"])
     eos, limit = frozenset(request["eos"]), int(request["max_new_tokens"])
     how = {"max_new_tokens": limit, "eos": eos, "temperature": float(request["temperature"])}
     began = time.perf_counter()
-    tokens = [drawn(model, p, seed=n, **how) for n, p in enumerate(request["prompts"])]
+    tokens = [sample(model, p, seed=n, **how) for n, p in enumerate(request["prompts"])]
     return {"tokens": tokens, "seconds": time.perf_counter() - began}
 
 
-def _token_logprobs(request: dict[str, Any]) -> Reply:
+def _token_logprobs(request: dict[str, Any]) -> Response:
     from tasks.serving.reference.measure import token_logprobs
 
     model = _load(request["model"])
@@ -94,7 +94,7 @@ def _token_logprobs(request: dict[str, Any]) -> Reply:
     return {"logprobs": [token_logprobs(model, *pair) for pair in pairs]}
 
 
-def _encode(request: dict[str, Any]) -> Reply:
+def _encode(request: dict[str, Any]) -> Response:
     from tasks.serving.prompts import render
 
     rendered = render(
@@ -105,7 +105,7 @@ def _encode(request: dict[str, Any]) -> Reply:
     return {"prompts": rendered.prompts, "eos": rendered.eos}
 
 
-def _decode(request: dict[str, Any]) -> Reply:
+def _decode(request: dict[str, Any]) -> Response:
     from tasks.serving.prompts import decode
 
     return {"texts": decode(Path(request["tokenizer"]), request["tokens"])}
@@ -116,7 +116,7 @@ def _load(model: dict[str, Any]) -> Any:
 
 
 def _loading(model: dict[str, Any]) -> dict[str, Any]:
-    """Return what every kind of model is loaded by."""
+    """Return the arguments that load any kind of model."""
     device = chosen_device(model.get("device"))
     quantized = model["quantization"] is not None
     return {
@@ -129,13 +129,13 @@ def _loading(model: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-def _weights(request: dict[str, Any]) -> Reply:
+def _weights(request: dict[str, Any]) -> Response:
     from tasks.weights.execute.worker import perform
 
     return perform(request["request"])
 
 
-HANDLERS: Mapping[str, Callable[[dict[str, Any]], Reply]] = {
+HANDLERS: Mapping[str, Callable[[dict[str, Any]], Response]] = {
     "fingerprint": _fingerprint,
     "reference": _reference,
     "rewards": _rewards,

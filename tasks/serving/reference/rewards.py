@@ -1,11 +1,11 @@
-"""What transformers says of a reward model: one number for a text, normalised as its files say.
+"""Scores of a reward model by transformers: one number per text, normalised as its files say.
 
     load_rewarder(folder, adapter=None, ...).scores(probes)
 
-A text at a time and without padding: the score is the head's output at the text's last token.
-A `*ForSequenceClassification` folder is loaded as that class. One of another dialect (OpenRLHF) has
-no class of its own in transformers: its backbone is, and the head is taken from the files, by its
-own name: nothing here goes through the conversion that it is to be compared with.
+Texts run one at a time without padding; the score is the head's output at the last token. A
+`*ForSequenceClassification` folder is loaded as that class. For other formats (OpenRLHF) the
+backbone is loaded by transformers and the head is read from the files under its own name. Nothing
+here uses the conversion that it is compared with.
 """
 
 from __future__ import annotations
@@ -34,9 +34,9 @@ class Rewarder:
     """A loaded reward model.
 
     Attributes:
-        score: token ids of texts, (texts, tokens) -> the head's output for the first, one number.
-        normalisation: of the rewards.
-        model: that computes it, or its backbone.
+        score: takes token ids (texts, tokens), returns the head's output for the first text.
+        normalisation: mean and std of the rewards.
+        model: the model, or its backbone.
     """
 
     score: Callable[[Any], Any]
@@ -49,12 +49,12 @@ class Rewarder:
         return measured_on(input_device(self.model), self.model.config._attn_implementation)
 
     def scores(self, probes: Sequence[Sequence[int]], *, raw: bool = False) -> list[float]:
-        """The reward of each text; `raw` leaves out the normalisation."""
+        """Return the reward of each text; `raw` skips the normalisation."""
         raw_scores = [self._raw(probe) for probe in probes]
         return raw_scores if raw else normalised(raw_scores, self.normalisation)
 
     def noise(self, probes: Sequence[Sequence[int]]) -> float:
-        """Return the mean absolute difference of raw scores whose sums are in another order."""
+        """Return the mean absolute difference of raw scores between two orders of summation."""
         from tasks.serving.reference.measure import COPIES, other_sums
 
         first = [self._raw(probe) for probe in probes]
@@ -69,9 +69,9 @@ class Rewarder:
             return float(self.score(torch.tensor([list(probe)] * copies)).float())
 
 
-def normalised(scores: Sequence[float], how: Normalisation) -> list[float]:
-    """(score - mean) / std; the scores themselves where there is no normalisation."""
-    mean, std = how.mean or 0.0, 1.0 if how.std is None else how.std
+def normalised(scores: Sequence[float], normalisation: Normalisation) -> list[float]:
+    """Return (score - mean) / std, or the scores themselves without a normalisation."""
+    mean, std = normalisation.mean or 0.0, 1.0 if normalisation.std is None else normalisation.std
     return [(score - mean) / std for score in scores]
 
 
@@ -79,19 +79,19 @@ def load_rewarder(path: Path, *, adapter: Path | None, **how: Any) -> Rewarder:
     """Load a reward model.
 
     Args:
-        path: the model; the base where there is an adapter.
-        adapter: PEFT folder that brings the head, or changes that of `path`.
-        how: dtype, attn_implementation, quantization and device_map, as of `load.load_model`.
+        path: the model; the base if there is an adapter.
+        adapter: PEFT folder with a reward head, or with changes of the head of `path`.
+        how: dtype, attn_implementation, quantization and device_map, as in `load.load_model`.
 
     Raises:
-        ArtifactError: a folder that cannot be loaded, or holds no reward head.
+        ArtifactError: a folder cannot be loaded, or has no reward head.
     """
     config = read_json(path / "config.json")
     if adapter is not None:
-        beside = adapter / "config.json"
-        said = read_json(beside) if beside.is_file() else config
+        config_file = adapter / "config.json"
+        adapter_config = read_json(config_file) if config_file.is_file() else config
         model = _classifier(path, gaps=(SCORE, *OUTPUT_EMBEDDINGS), **how)
-        return _rewarder(with_adapters(model, {str(adapter): 1.0}), said)
+        return _rewarder(with_adapters(model, {str(adapter): 1.0}), adapter_config)
     names = config.get("architectures") or [""]
     if names[0].endswith("ForSequenceClassification"):
         return _rewarder(_classifier(path, **how), config)
@@ -105,10 +105,10 @@ def _classifier(path: Path, **how: Any) -> Any:
 
 
 def _rewarder(model: Any, config: Mapping[str, Any]) -> Rewarder:
-    """Return the rewarder of a classifier; `config` says how its scores are normalised."""
+    """Return the rewarder of a classifier; `config` has the normalisation."""
     model.eval()
     text = model.config.get_text_config()
-    if text.pad_token_id is None:  # transformers then takes no batch, not even one of equal texts
+    if text.pad_token_id is None:  # transformers would refuse any batch, even of equal texts
         text.pad_token_id = -1
 
     def score(ids: Any) -> Any:
@@ -118,37 +118,37 @@ def _rewarder(model: Any, config: Mapping[str, Any]) -> Rewarder:
 
 
 def _normalisation(config: Mapping[str, Any]) -> Normalisation:
-    found, findings = normalisation_from(config)
+    normalisation, findings = normalisation_from(config)
     if findings:
         raise ArtifactError(f"config.json: {findings[0]}", details=findings)
-    return found
+    return normalisation
 
 
 def _with_head(path: Path, **how: Any) -> Rewarder:
-    """The family's backbone, and the head that lies beside it in the files."""
+    """Return the rewarder of a backbone and the head that is stored beside it."""
     import torch
     from torch.nn.functional import linear
 
-    found = detect(read_folder(path))
-    if found.head is None:
-        raise ArtifactError(f"{path}: no reward head in it", details=found.findings)
-    keys = [source.partition(":")[2] for source in found.head.sources]
-    beside = [source.partition(":")[2] for source in found.normalisation.buffers]
-    gaps = (*keys, *beside, *OUTPUT_EMBEDDINGS)
+    detected = detect(read_folder(path))
+    if detected.head is None:
+        raise ArtifactError(f"{path}: no reward head in it", details=detected.findings)
+    keys = [source.partition(":")[2] for source in detected.head.sources]
+    buffers = [source.partition(":")[2] for source in detected.normalisation.buffers]
+    gaps = (*keys, *buffers, *OUTPUT_EMBEDDINGS)
     backbone = from_folder("AutoModel", path, gaps=gaps, **how).eval()
-    place, dtype = input_device(backbone), getattr(torch, how["dtype"])
-    tensors = {key: _tensor(path, key).to(place, dtype) for key in keys}
-    weight, bias = tensors[keys[0]], tensors.get(keys[-1]) if found.head.bias else None
+    device, dtype = input_device(backbone), getattr(torch, how["dtype"])
+    tensors = {key: _tensor(path, key).to(device, dtype) for key in keys}
+    weight, bias = tensors[keys[0]], tensors.get(keys[-1]) if detected.head.bias else None
 
     def score(ids: Any) -> Any:
         states = backbone(input_ids=ids.to(input_device(backbone))).last_hidden_state[:, -1]
         return linear(states.to(weight.device), weight, bias)[0, 0]
 
-    return Rewarder(score, found.normalisation, backbone)
+    return Rewarder(score, detected.normalisation, backbone)
 
 
 def _tensor(path: Path, key: str) -> Any:
-    """A tensor of a model's files, read by safetensors or by torch."""
+    """Read one tensor of a model's files, with safetensors or torch."""
     import torch
     from safetensors import safe_open
 

@@ -1,6 +1,8 @@
 """vLLM: a child process for smoke tests, an engine inside a training rank for rollouts.
 
-child         serves folders one after the other and measures each
-rollouts      token ids in, token ids and log-probabilities out
-loaded_weights, loaded_adapter   what vLLM computes with, compared with what it was sent
+child            loads folders one after the other and measures each
+rollouts         token ids in, token ids and log-probabilities out
+reward_engine    scores of a reward model inside a training rank
+loaded_weights, loaded_adapter   compare vLLM's weights with those that were sent to it
+lora_ops, cpu_linear             faster products on CPUs
 """

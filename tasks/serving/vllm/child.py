@@ -1,11 +1,10 @@
-"""The vLLM child: serves folders one after the other, measures each, and says what came out.
+"""The vLLM child: loads folders one after the other, measures each, and writes the results.
 
     python -m tasks.serving.vllm.child job.json [job.json ...]
 
-The only importer of vllm. That import takes longer than all the rest, so it happens once, and every
-job runs in a fork of its own: an engine that is loaded afresh, never one into which other weights
-were poured. It works in token ids throughout: prompts in, tokens out; texts are the parent's
-business. `job.Job` is what it reads, `result.json` and `fingerprint.fp` what it leaves.
+Importing vLLM takes longer than a small job, so it happens once, and each job runs in a fork with a
+freshly loaded engine. Prompts and results are token ids; the parent handles texts. The child reads
+a `job.Job` and writes `result.json` and `fingerprint.fp`.
 """
 
 from __future__ import annotations
@@ -32,7 +31,7 @@ ALONE = "--alone"
 
 
 def main() -> None:
-    """Do the jobs named on the command line, each in a fork; after `ALONE` one, in this process."""
+    """Run the jobs on the command line, each in a fork; after `ALONE` one job in this process."""
     _import_vllm()
     if sys.argv[1] == ALONE:
         _child(Path(sys.argv[2]))
@@ -48,17 +47,17 @@ def main() -> None:
 
 
 def _import_vllm() -> None:
-    """All imports and no arithmetic: a process that has worker threads must not fork."""
+    """Import everything without computing: a process with worker threads must not fork."""
     forks.keep_cuda_unused()
     start_lean(compiler=compiles())
     from vllm import LLM  # noqa: F401
 
 
 def _child(path: Path) -> NoReturn:
-    """Do a job, and end this process."""
+    """Run a job and end this process."""
     try:
         _serve(Job.load(path))
-    except Exception:  # the edge of a process: the parent shows the last lines
+    except Exception:  # the parent shows the last lines
         traceback.print_exc()
         sys.stderr.flush()
         os._exit(1)
@@ -105,16 +104,16 @@ def _engine(job: Job) -> Any:
 
 
 def rewards(llm: Any, prompts: Sequence[Sequence[int]]) -> list[float]:
-    """What a reward model gives for each prompt: the head's output, as its config.json asks for."""
+    """Return the reward model's score of each prompt, with the activation of its config.json."""
     inputs = [{"prompt_token_ids": list(prompt)} for prompt in prompts]
-    return [float(one.outputs.probs[0]) for one in llm.classify(inputs, use_tqdm=False)]
+    return [float(output.outputs.probs[0]) for output in llm.classify(inputs, use_tqdm=False)]
 
 
 def fingerprint(llm: Any, reference: Fingerprint) -> Fingerprint:
-    """Score the reference's probes at the reference's ids, one probe at a time.
+    """Score the reference's probes at the reference's token ids, one probe at a time.
 
-    All log-probabilities are never asked for: vLLM would hand each out as a Python object, ten
-    million of them for a probe of 64 tokens and a vocabulary of 152k.
+    Only these ids are requested: vLLM would return all log-probabilities as Python objects, ten
+    million for a probe of 64 tokens and a vocabulary of 152k.
     """
     width = llm.llm_engine.model_config.get_vocab_size()
     if int(reference.ids.max()) >= width:
@@ -132,47 +131,47 @@ def fingerprint(llm: Any, reference: Fingerprint) -> Fingerprint:
     )
 
 
-Scored = tuple[NDArray[np.float32], NDArray[np.int32]]
-"""Log-probabilities of some ids, shape (T-1, K), and the most likely id, shape (T-1,)."""
+Scores = tuple[NDArray[np.float32], NDArray[np.int32]]
+"""Log-probabilities of given token ids, (T-1, K), and the most likely token id, (T-1,)."""
 
 
-def _scored(llm: Any, probe: Sequence[int], ids: NDArray[np.int32]) -> Scored:
-    """Score ids, shape (T-1, K), as predictions of a probe's T tokens; on vLLM's second runner."""
+def _scored(llm: Any, probe: Sequence[int], ids: NDArray[np.int32]) -> Scores:
+    """Score token ids (T-1, K) as predictions of a probe's T tokens, with vLLM's second runner."""
     flat, logprobs = _read(llm, probe, prompt_logprobs=1, prompt_logprob_token_ids=ids)
-    # Each position has the probe's own token, then the most likely one; the first has none.
+    # Each position holds the probe's token, then the most likely one; the first has none.
     best = np.asarray(flat.start_indices[1:]) + 1
     return np.asarray(logprobs, np.float32), np.asarray(flat.token_ids, np.int32)[best]
 
 
-def _scored_by_worker(llm: Any, probe: Sequence[int], ids: NDArray[np.int32]) -> Scored:
-    """The same on vLLM's first runner (CPUs), which scores ids of its own choice alone."""
-    llm.collective_rpc(_score_instead, args=(ids,))
+def _scored_by_worker(llm: Any, probe: Sequence[int], ids: NDArray[np.int32]) -> Scores:
+    """Score token ids with vLLM's first runner (CPUs), which does not accept ids in a request."""
+    llm.collective_rpc(_record_scores, args=(ids,))
     _read(llm, probe, prompt_logprobs=0)
     logprobs, top1 = zip(*llm.collective_rpc(_take_scores)[0], strict=True)
     return np.concatenate(logprobs), np.concatenate(top1)
 
 
-def _read(llm: Any, probe: Sequence[int], **asked: Any) -> tuple[Any, Any]:
-    """Log-probabilities of a probe, flat, and those of ids that were asked for."""
+def _read(llm: Any, probe: Sequence[int], **options: Any) -> tuple[Any, Any]:
+    """Return a probe's log-probabilities, flat, and those of the requested token ids."""
     from vllm import SamplingParams
 
     params = SamplingParams(
-        temperature=0, max_tokens=1, flat_logprobs=True, detokenize=False, **asked
+        temperature=0, max_tokens=1, flat_logprobs=True, detokenize=False, **options
     )
     (output,) = llm.generate([{"prompt_token_ids": list(probe)}], params, use_tqdm=False)
     return output.prompt_logprobs, output.prompt_token_id_logprobs
 
 
-def _score_instead(worker: Any, ids: NDArray[np.int32]) -> None:
-    """Have a worker note the log-probabilities of `ids` whenever it gathers a prompt's."""
+def _record_scores(worker: Any, ids: NDArray[np.int32]) -> None:
+    """Make a worker record the log-probabilities of `ids` whenever it gathers a prompt's."""
     import torch
 
-    sampler, wanted = worker.model_runner.sampler, torch.from_numpy(ids).long()
-    gather, scores = type(sampler).gather_logprobs, list[Scored]()
+    sampler, wanted_ids = worker.model_runner.sampler, torch.from_numpy(ids).long()
+    gather, scores = type(sampler).gather_logprobs, list[Scores]()
 
     def note(logprobs: Any, count: int, prompt: Any) -> Any:
         begin = sum(len(top1) for _, top1 in scores)
-        at = wanted[begin : begin + len(logprobs)].to(logprobs.device)
+        at = wanted_ids[begin : begin + len(logprobs)].to(logprobs.device)
         top1 = logprobs.argmax(-1).to(torch.int32)
         scores.append((logprobs.gather(-1, at).float().cpu().numpy(), top1.cpu().numpy()))
         return gather(logprobs, count, prompt)
@@ -180,18 +179,18 @@ def _score_instead(worker: Any, ids: NDArray[np.int32]) -> None:
     sampler.gather_logprobs, sampler.noted = note, scores
 
 
-def _take_scores(worker: Any) -> list[Scored]:
-    """Return what a worker has noted, part by part of the prompt; it notes no more."""
+def _take_scores(worker: Any) -> list[Scores]:
+    """Return a worker's recorded scores, one entry per part of the prompt, and stop recording."""
     sampler = worker.model_runner.sampler
-    found: list[Scored] = sampler.noted
+    scores: list[Scores] = sampler.noted
     del sampler.gather_logprobs, sampler.noted
-    return found
+    return scores
 
 
 def generate(llm: Any, job: Job, *, temperature: float = 0.0) -> dict[str, Any]:
-    """Continuations of the job's prompts: tokens (EOS included), why each ended, seconds for all.
+    """Sample the job's prompts; return tokens (with EOS), finish reasons and total seconds.
 
-    Temperature 0 is greedy; draws are the engine's, whose seed is the job's.
+    Temperature 0 is greedy. Otherwise the engine samples with the job's seed.
     """
     from vllm import SamplingParams
 
@@ -205,14 +204,14 @@ def generate(llm: Any, job: Job, *, temperature: float = 0.0) -> dict[str, Any]:
     inputs = [{"prompt_token_ids": list(prompt)} for prompt in job.prompts]
     outputs = [o.outputs[0] for o in llm.generate(inputs, params, use_tqdm=False)]
     return {
-        "tokens": [list(map(int, one.token_ids)) for one in outputs],
-        "reasons": [one.finish_reason for one in outputs],
+        "tokens": [list(map(int, output.token_ids)) for output in outputs],
+        "reasons": [output.finish_reason for output in outputs],
         "seconds": time.perf_counter() - began,
     }
 
 
 def _rendered_differently(llm: Any, job: Job) -> int:
-    """How many conversations vLLM's own tokenizer and chat template turn into other tokens."""
+    """Return the number of conversations that vLLM's own tokenizer renders to other token ids."""
     if job.messages is None:
         return 0
     from tasks.serving.prompts import render_one

@@ -1,4 +1,4 @@
-"""What an engine beside a training rank is told, and what it answers. Knows no torch, no vLLM."""
+"""Settings and results of an engine inside a training rank. Imports neither torch nor vLLM."""
 
 from __future__ import annotations
 
@@ -11,19 +11,19 @@ from numpy.typing import NDArray
 from tasks.core.errors import ConfigError
 
 RANKS_OF_ADAPTERS = (8, 16, 32, 64, 128, 256, 320, 512)
-"""Sizes that vLLM makes room for; an adapter takes the next one."""
+"""Adapter ranks that vLLM can allocate; an adapter uses the next larger one."""
 
 
 @dataclass(frozen=True)
 class Sampling:
-    """How replies are drawn.
+    """Sampling parameters of responses.
 
     Attributes:
-        temperature: of sampling, > 0.
-        top_p: nucleus; 1: everything.
-        top_k: most likely tokens sampled among; 0: all.
-        max_new_tokens: longest reply.
-        ends: ids of tokens that end a reply.
+        temperature: > 0.
+        top_p: sample among the most likely tokens with this total probability; 1: all.
+        top_k: sample among this many most likely tokens; 0: all.
+        max_new_tokens: token limit of a response.
+        ends: ids of end tokens.
     """
 
     temperature: float = 1.0
@@ -34,36 +34,36 @@ class Sampling:
 
     @property
     def cut(self) -> bool:
-        """Whether unlikely tokens are cut off."""
+        """True if unlikely tokens are cut off by top-p or top-k."""
         return self.top_p < 1 or self.top_k > 0
 
     @property
     def has_logprobs(self) -> bool:
-        """Whether vLLM tells log-probabilities at the temperature and before the cut."""
+        """True if vLLM reports log-probabilities at the temperature and before the cut."""
         return not self.cut or self.temperature == 1
 
     @property
     def logprobs_mode(self) -> str:
-        """What it calls them."""
+        """vLLM's name for those log-probabilities."""
         return "raw_logprobs" if self.cut else "processed_logprobs"
 
 
 @dataclass(frozen=True)
 class Colocation:
-    """The engine beside a rank.
+    """Settings of an engine inside a training rank.
 
     Attributes:
-        model: folder of the model it begins with.
+        model: folder of the model that the engine starts with.
         dtype: torch name.
-        max_model_len: longest sequence, prompt and reply together.
-        max_num_seqs: replies that it works on at once.
-        tensor_parallel: ranks that share one engine.
-        kv_cache_gib: of the KV cache on CPU.
+        max_model_len: maximum tokens of prompt and response together.
+        max_num_seqs: responses sampled at once.
+        tensor_parallel: number of ranks that share one engine.
+        kv_cache_gib: size of the KV cache on a CPU.
         gpu_memory: share of a GPU's memory.
-        adapter_rank: largest rank of the adapters it is given; None: it is given whole weights, and
-            reads none from `model`.
+        adapter_rank: largest rank of the adapters to sync; None: full weights are synced, and
+            `model` is loaded without weights.
         trust_remote_code: as in transformers.
-        timeout_s: of one call of `generate`.
+        timeout_s: per call of `generate`.
     """
 
     model: Path
@@ -79,13 +79,13 @@ class Colocation:
 
 
 @dataclass(frozen=True)
-class Answer:
-    """One reply.
+class Generated:
+    """Token ids and log-probabilities of one sampled response.
 
     Attributes:
-        ids: (n,) token ids, the one that ends it included.
-        logprobs: (n,) float32, natural logarithm, at the temperature and before any cut.
-        ended: whether it ended by itself.
+        ids: (n,) token ids, n >= 1, including the end token if there is one.
+        logprobs: (n,) float32, natural logarithm, at the temperature and before top-p and top-k.
+        ended: True if an end token was sampled, False if the token limit cut it off.
     """
 
     ids: NDArray[np.int32]
@@ -94,7 +94,7 @@ class Answer:
 
 
 def room_for_rank(rank: int) -> int:
-    """The size that vLLM is to make room for. Raises ConfigError when it has none."""
+    """Return the adapter rank that vLLM has to allocate. Raises ConfigError if there is none."""
     for size in RANKS_OF_ADAPTERS:
         if rank <= size:
             return size

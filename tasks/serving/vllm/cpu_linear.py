@@ -1,7 +1,7 @@
-"""fp32 matrix products for vLLM's engine on CPUs without native bf16.
+"""fp32 matrix products for vLLM on CPUs without native bf16.
 
 oneDNN emulates bf16 products there. Training ranks use fp32 products instead
-(`tasks.serving.bf16_linear`), and so does the engine beside them. Weights do not change between
+(`tasks.serving.bf16_linear`), and so does the engine inside them. Weights do not change between
 syncs, so they are widened once and kept: 4 bytes per number instead of 2. docs/decisions/0016 has
 the measurements.
 """
@@ -15,17 +15,17 @@ import torch
 from tasks.serving.bf16_linear import slow_bf16
 
 VLLM_VERSIONS = ("0.32.",)
-"""Versions that this was measured on. Any other version runs as shipped."""
+"""vLLM versions that this was measured with. Other versions run as shipped."""
 PRIMITIVES = 32
-"""oneDNN plans that vLLM keeps per layer."""
+"""oneDNN plans that vLLM caches per layer."""
 
 
 def use_fp32_products() -> bool:
     """Give models that vLLM loads in this process from now on fp32 copies of bf16 weights.
 
     Returns:
-        True if bf16 layers are replaced; False on GPUs and on CPUs with native bf16
-        (`slow_bf16`), and for a vLLM version that is not in `VLLM_VERSIONS`.
+        True if bf16 layers are replaced; False on GPUs, on CPUs with native bf16 (`slow_bf16`),
+        and with a vLLM version that is not in `VLLM_VERSIONS`.
     """
     import vllm
     from vllm.model_executor.layers import utils

@@ -1,7 +1,7 @@
-"""vLLM as a guest in a training rank's process: it comes late, changes nothing, and can leave.
+"""vLLM inside a training rank, without side effects on the process.
 
-It takes a process for its own: it seeds the random generators, pins threads, sets variables, and
-destroys the default process group when an engine ends. Every call of it goes through here.
+vLLM assumes a process of its own: it seeds the random generators, pins threads, sets environment
+variables, and destroys the default process group when an engine ends. Call it through this module.
 """
 
 from __future__ import annotations
@@ -20,34 +20,34 @@ from tasks.serving.vllm.job import FLASHINFER_SAMPLER
 
 
 def engine_class() -> Any:
-    """`vllm.LLM`, to be made within `undisturbed`."""
-    # vLLM reads these when it is imported, or whenever it pleases.
+    """Return `vllm.LLM`; make engines inside `undisturbed`."""
+    # vLLM reads some of these at import and some later.
     os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
     os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
     os.environ["VLLM_USE_FLASHINFER_SAMPLER"] = FLASHINFER_SAMPLER
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore", FutureWarning)  # of its libraries, about each other
+        warnings.simplefilter("ignore", FutureWarning)  # between its own libraries
         from vllm import LLM
         from vllm.v1.engine import core
 
-    # What it does when an engine ends, or is collected: it destroys the default process group.
+    # vLLM's own function destroys the default process group when an engine ends.
     core.cleanup_dist_env_and_memory = gc.collect
     return LLM
 
 
 @contextlib.contextmanager
 def undisturbed() -> Iterator[None]:
-    """Put back what vLLM changes in a process that it takes for its own.
+    """Restore the process state that vLLM changes.
 
-    The state of every random generator, the environment (`LD_PRELOAD` for its children,
-    `LOCAL_WORLD_SIZE`), and on a CPU `torch.set_num_threads`, which it makes do nothing.
+    These are the random generators, the environment (`LD_PRELOAD` for its children,
+    `LOCAL_WORLD_SIZE`), and on a CPU `torch.set_num_threads`, which vLLM disables.
     """
     import torch
 
     environment, threads = dict(os.environ), torch.set_num_threads
     count, dtype = torch.get_num_threads(), torch.get_default_dtype()
-    drawn = torch.get_rng_state(), np.random.get_state(), random.getstate()
+    states = torch.get_rng_state(), np.random.get_state(), random.getstate()
     devices = torch.cuda.get_rng_state() if torch.cuda.is_available() else None
     try:
         yield
@@ -56,9 +56,9 @@ def undisturbed() -> Iterator[None]:
         if torch.get_num_threads() != count:
             torch.set_num_threads(count)
         torch.set_default_dtype(dtype)
-        torch.set_rng_state(drawn[0])
-        np.random.set_state(drawn[1])
-        random.setstate(drawn[2])
+        torch.set_rng_state(states[0])
+        np.random.set_state(states[1])
+        random.setstate(states[2])
         if devices is not None:
             torch.cuda.set_rng_state(devices)
         for name in set(os.environ) - set(environment):

@@ -1,4 +1,4 @@
-"""The vLLM child's job, the environment it has to be started in, and how long it may take."""
+"""The vLLM child's job, its environment variables, and its time limit."""
 
 from __future__ import annotations
 
@@ -11,35 +11,36 @@ from pathlib import Path
 from tasks.core.machine import has_gpu
 
 LEAST_S = 900.0
-"""Time limit of small models."""
+"""Time limit of small models, in seconds."""
 GPU_S, CPU_S = 20.0, 600.0
-"""Seconds more for each GB of weights: storage of 50 MB/s, and on a CPU some thousand tokens one by
-one, each of which reads all weights from memory (10 GB/s)."""
+"""Further seconds per GB of weights. Loading: 50 MB/s from storage. On a CPU also some thousand
+tokens, each of which reads all weights from memory (10 GB/s).
+"""
 FLASHINFER_SAMPLER = os.environ.get("VLLM_USE_FLASHINFER_SAMPLER", "0")
-"""vLLM 0.32 tries FlashInfer's top-p sampler when an engine starts, and that compiles it with nvcc
-(`gpu_model_runner.py`, `_dummy_sampler_run`). Requests with a seed, or without a cut, never use it,
-and ours are of these two kinds."""
+"""vLLM 0.32 compiles FlashInfer's top-p sampler with nvcc when an engine starts
+(`gpu_model_runner.py`, `_dummy_sampler_run`). Our requests have a seed or no top-p and top-k, and
+such requests never use it.
+"""
 
 
 @dataclass(frozen=True)
 class Job:
-    """What to do.
+    """One job of the vLLM child.
 
     Attributes:
         served: folder to load.
         out: folder for `result.json` and `fingerprint.fp`.
         prompts: token ids to continue greedily.
-        max_new_tokens: limit for each.
-        max_model_len: longest sequence, prompt and answer together.
-        reference: fingerprint file whose probes and ids are scored; None to leave that out.
-        messages: the conversations of `prompts`, to see that vLLM renders them to the same ids.
-        stop: extra ids to stop at. The served model itself has to know when to stop.
+        max_new_tokens: token limit of each response.
+        max_model_len: maximum tokens of prompt and response together.
+        reference: fingerprint file with the probes and token ids to score, or None.
+        messages: conversations of `prompts`, to check that vLLM renders them to the same ids.
+        stop: additional ids to stop at. Normally the served model has them all.
         dtype: torch dtype name.
-        seed: seed of the engine (greedy decoding does not use it).
-        rewards: a reward model: one number for each prompt, and nothing is continued.
-        tensor_parallel: processes that share the model, each on an accelerator of its own.
-        temperature: continue the prompts once more, with draws at this temperature; None: greedily
-            alone.
+        seed: of the engine; greedy decoding does not use it.
+        rewards: True for a reward model: one score per prompt, no responses.
+        tensor_parallel: number of processes that share the model, each with its own accelerator.
+        temperature: also sample each prompt once at this temperature; None: greedy only.
     """
 
     served: str
@@ -62,29 +63,29 @@ class Job:
 
     @classmethod
     def load(cls, path: Path) -> Job:
-        """Read what `save` wrote."""
+        """Read a file that `save` wrote."""
         return cls(**json.loads(path.read_text()))
 
 
 def environment(kv_cache_gib: int, threads: int | None, *, sharing: int = 1) -> dict[str, str]:
-    """Environment variables the child needs before its first import.
+    """Return the environment variables that the child needs before its first import.
 
     Args:
-        kv_cache_gib: for keys and values, on a CPU.
+        kv_cache_gib: size of the KV cache on a CPU.
         threads: of a CPU engine; None for vLLM's own choice.
-        sharing: processes that share the model. On a CPU vLLM would give each a NUMA node of its
-            own, and start on no machine that has fewer.
+        sharing: number of processes that share the model. On a CPU vLLM would give each a NUMA
+            node of its own, and fail to start if the machine has fewer.
     """
     if sharing > 1 and threads is None and not has_gpu():
         threads = max(1, len(os.sched_getaffinity(0)) // sharing)
     env = {
-        "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # the engine in this very process: no second import
+        "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # engine in this process: no second import
         "VLLM_NO_USAGE_STATS": "1",
         "VLLM_CPU_KVCACHE_SPACE": str(kv_cache_gib),
         "VLLM_LOGGING_LEVEL": os.environ.get("VLLM_LOGGING_LEVEL", "ERROR"),
         "HF_HUB_OFFLINE": "1",
         "TOKENIZERS_PARALLELISM": "false",
-        "VLLM_WORKER_MULTIPROC_METHOD": "spawn",  # its workers: we are a fork with torch in it
+        "VLLM_WORKER_MULTIPROC_METHOD": "spawn",  # workers must not fork a process with torch
         "VLLM_USE_FLASHINFER_SAMPLER": FLASHINFER_SAMPLER,
     }
     if threads is not None:
@@ -93,11 +94,11 @@ def environment(kv_cache_gib: int, threads: int | None, *, sharing: int = 1) -> 
 
 
 def time_limit(models: Iterable[Path]) -> float:
-    """Return the seconds that engines may take to load these models and answer, if nobody says.
+    """Return the default time limit, in seconds, to load these models and run their jobs.
 
     Args:
-        models: folders; one that is loaded twice counts twice.
+        models: folders; one that is loaded twice is listed twice.
     """
     files = (file for model in models for file in model.iterdir())
-    size = sum(one.stat().st_size for one in files if one.suffix in (".safetensors", ".bin"))
+    size = sum(file.stat().st_size for file in files if file.suffix in (".safetensors", ".bin"))
     return LEAST_S + size / 1e9 * (GPU_S if has_gpu() else CPU_S)

@@ -24,30 +24,30 @@ def adapter_differences(worker: Any, folder: Path, version: int) -> list[str]:
     manager = worker.model_runner.lora_manager._adapter_manager
     if version not in manager.lora_index_to_id:
         return [f"no slot has adapter {version}: {manager.lora_index_to_id}"]
-    slot, wrong, reached = manager.lora_index_to_id.index(version), [], False
+    slot, wrong, any_bound = manager.lora_index_to_id.index(version), [], False
     config, _ = parse_config(json.loads((folder / "adapter_config.json").read_text()))
     mapper = getattr(manager.model, "hf_to_vllm_mapper", None)
     mapper = None if mapper is None else mapper.get_rename_mapper()
     with safe_open(folder / "adapter_model.safetensors", "pt") as file:
         keys = {(*parse_fine_tuned_lora_name(key, mapper), key) for key in file.keys()}  # noqa: SIM118
-        left = {(name, is_a): key for name, is_a, key in keys}
-        count = len(left)
+        unbound = {(name, is_a): key for name, is_a, key in keys}
+        count = len(unbound)
         for layer, number, part, is_a, stack in _halves(manager):
-            mine, key = stack[slot, 0], left.pop((part, is_a), None)
+            loaded, key = stack[slot, 0], unbound.pop((part, is_a), None)
             if key is None:
-                if mine.any():
+                if loaded.any():
                     wrong.append(f"{part}: not in the adapter, and not zero in vLLM's layer")
                 continue
-            tensor = file.get_tensor(key).to(mine.dtype)
+            tensor = file.get_tensor(key).to(loaded.dtype)
             scale = 1.0 if is_a else config.scale_of(parse_fine_tuned_lora_name(key)[0])
             tensor = tensor if scale == 1.0 else tensor * scale  # vLLM's own rounding
-            sent = _sliced(layer, number, tensor, is_a).to(mine.device)
-            reached = reached or bool(mine.any())
-            if not _padded_equal(mine, sent):
-                wrong.append(difference(key, mine, _padded(sent, mine)))
-    if wrong + list(left.values()) and not reached:
+            sent = _sliced(layer, number, tensor, is_a).to(loaded.device)
+            any_bound = any_bound or bool(loaded.any())
+            if not _padded_equal(loaded, sent):
+                wrong.append(difference(key, loaded, _padded(sent, loaded)))
+    if wrong + list(unbound.values()) and not any_bound:
         return [f"none of the {count} tensors is bound to a layer: the base alone answers"]
-    return wrong + [f"{key}: bound to no layer of vLLM's model" for key in left.values()]
+    return wrong + [f"{key}: bound to no layer of vLLM's model" for key in unbound.values()]
 
 
 def _halves(manager: Any) -> Iterator[tuple[Any, int, str, bool, torch.Tensor]]:
@@ -65,10 +65,10 @@ def _padded(sent: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
     return whole
 
 
-def _padded_equal(mine: torch.Tensor, sent: torch.Tensor) -> bool:
+def _padded_equal(loaded: torch.Tensor, sent: torch.Tensor) -> bool:
     """Return True if the slot contains the tensor padded with zeros."""
-    same = mine.shape == sent.shape
-    return torch.equal(mine, sent if same else _padded(sent, mine))
+    same = loaded.shape == sent.shape
+    return torch.equal(loaded, sent if same else _padded(sent, loaded))
 
 
 def _slots(manager: Any) -> Iterator[tuple[str, Any, list[str]]]:
@@ -102,7 +102,7 @@ def slot_sums(worker: Any, version: int) -> dict[str, float]:
         for which in "AB"
         for number, stack in enumerate(getattr(layer, f"lora_{which.lower()}_stacked"))
     }
-    sums = torch.stack([one.sum(dtype=torch.float64) for one in stacks.values()]).tolist()
+    sums = torch.stack([part.sum(dtype=torch.float64) for part in stacks.values()]).tolist()
     return dict(zip(stacks, sums, strict=True))
 
 
@@ -112,11 +112,11 @@ def adapters_of_batch(worker: Any) -> set[int]:
     return {0} if mapping is None else set(mapping.prompt_mapping)
 
 
-def difference(name: str, mine: torch.Tensor, wanted: torch.Tensor) -> str:
+def difference(name: str, loaded: torch.Tensor, wanted: torch.Tensor) -> str:
     """Describe the difference between a tensor and the one that was sent."""
-    if mine.shape != wanted.shape:
-        return f"{name}: {list(mine.shape)} numbers where {list(wanted.shape)} were sent"
-    apart = (mine.double() - wanted.double()).abs()
+    if loaded.shape != wanted.shape:
+        return f"{name}: {list(loaded.shape)} numbers where {list(wanted.shape)} were sent"
+    apart = (loaded.double() - wanted.double()).abs()
     return (
         f"{name}: {int((apart > 0).sum())} of {apart.numel()} numbers differ, "
         f"by {float(apart.max()):.3g} at most"

@@ -1,11 +1,11 @@
-"""Weights that vLLM computes with, read back from its worker and compared with those sent to it.
+"""Compare the weights in vLLM's worker with those that were sent to it.
 
-A version number that we count ourselves proves nothing: an engine can accept weights and keep the
-old ones, bind an adapter to no layer, or reload its base when it wakes. After each sync:
+A version number alone proves nothing: an engine can accept weights and keep the old ones, bind an
+adapter to no layer, or reload its base when it wakes. After each sync:
 
     an adapter     is compared number by number with every slot that vLLM filled from it
-    full weights   are compared by a few columns of every matrix (different ones for each version)
-                   and by every vector. A packed matrix on CPU gives a column as its product with
+    full weights   are compared by some columns of every matrix (different ones for each version)
+                   and by every vector. A packed matrix on a CPU gives a column as its product with
                    a unit vector, which is exact.
 
 Before each request, the same values are read again and must not have changed.
@@ -88,17 +88,17 @@ class LoadedWeights:
         adapter = bool(self._sums)
         columns = self._ask(read_columns, 0 if adapter else self._version)
         wrong = [
-            difference(name, columns[name], kept)
-            for name, kept in self._columns.items()
-            if not torch.equal(columns[name], kept)
+            difference(name, columns[name], expected)
+            for name, expected in self._columns.items()
+            if not torch.equal(columns[name], expected)
         ]
         if adapter:
             sums = self._ask(slot_sums, self._version)
             wrong += [
-                f"{name}: the adapter's numbers sum to {sums.get(name, 0.0):.6g} where they summed "
-                f"to {kept:.6g}"
-                for name, kept in self._sums.items()
-                if not math.isclose(sums.get(name, 0.0), kept, rel_tol=1e-9, abs_tol=1e-9)
+                f"{name}: the adapter's numbers sum to {sums.get(name, 0.0):.6g} but summed "
+                f"to {expected:.6g}"
+                for name, expected in self._sums.items()
+                if not math.isclose(sums.get(name, 0.0), expected, rel_tol=1e-9, abs_tol=1e-9)
             ]
         if wrong:
             raise TrainingError(
@@ -119,8 +119,8 @@ class LoadedWeights:
         used = self._ask(adapters_of_batch)
         if used - {self._version}:
             raise TrainingError(
-                f"vLLM answered with adapters {sorted(used)} (0: the base alone) where version "
-                f"{self._version} of the policy was asked for",
+                f"vLLM answered with adapters {sorted(used)} (0: the base alone) instead of "
+                f"version {self._version} of the policy",
                 hint=_TRANSFORMERS,
             )
 
@@ -171,13 +171,13 @@ def _layers(model: torch.nn.Module) -> Iterator[tuple[str, Any]]:
 
 
 def _layer_columns(layer: Any, version: int) -> Iterator[tuple[str, torch.Tensor]]:
-    packed = hasattr(layer, "cpu_linear")  # `weight` may be empty, or not what is computed with
+    packed = hasattr(layer, "cpu_linear")  # then `weight` may be empty or unused
     for leaf, parameter in layer.named_parameters(recurse=False):
         if leaf == "weight" and packed:
             local = _local_columns(layer, version)
-            unit = torch.zeros(len(local), _width(layer), dtype=parameter.dtype)
-            unit[torch.arange(len(local)), local] = 1
-            yield leaf, layer.quant_method.apply(layer, unit, None).t()
+            one_hot = torch.zeros(len(local), _width(layer), dtype=parameter.dtype)
+            one_hot[torch.arange(len(local)), local] = 1
+            yield leaf, layer.quant_method.apply(layer, one_hot, None).t()
         elif leaf == "weight" and parameter.dim() == 2:
             yield leaf, parameter[:, _local_columns(layer, version).to(parameter.device)]
         else:
@@ -214,16 +214,16 @@ def _weight_differences(worker: Any, columns: Tensors, sent: Tensors, version: i
             rows, begin = columns[f"{owner}.{leaf}"], 0
             names = [f"{prefix}{part}.{leaf}" for part in fused.get(last, [])]
             names = names if names and names[0] in named else [f"{owner}.{leaf}"]
-            if not set(names) & set(named):  # dropped by a sleep, made up by a dummy load
+            if not set(names) & set(named):  # after a sleep or dummy load its values are random
                 wrong.append(f"{owner}.{leaf}: nothing was sent for it")
             for number, key in enumerate(left.pop(name, None) for name in names):
                 if key is None:
                     continue
                 part = _part_of(layer, number, sent[key], version)
-                mine = rows[begin : begin + len(part)].to(part.dtype)  # a CPU's bias may be fp32
+                loaded = rows[begin : begin + len(part)].to(part.dtype)  # a CPU's bias may be fp32
                 begin += len(part)
-                if not torch.equal(mine, part):
-                    wrong.append(difference(key, mine, part))
+                if not torch.equal(loaded, part):
+                    wrong.append(difference(key, loaded, part))
     if len(left) == len(named):
         return [f"none of the {len(named)} tensors is bound to a layer"]
     return wrong + [f"{key}: bound to no layer of vLLM's model" for key in left.values()]

@@ -15,14 +15,14 @@ import torch
 from tasks.process.block_unused_imports import on_gpu
 
 VLLM_VERSIONS = ("0.32.",)
-"""Versions that this was measured on. Any other version runs as shipped."""
+"""vLLM versions that this was measured with. Other versions run as shipped."""
 
 
 def use_single_adapter_products() -> bool:
     """Replace vLLM's CPU LoRA functions in this process.
 
     Returns:
-        True if they are replaced; False on a GPU, and for a vLLM version that is not in
+        True if they are replaced; False on a GPU, and with a vLLM version that is not in
         `VLLM_VERSIONS`.
     """
     import vllm
@@ -68,22 +68,22 @@ def product(
 
 def _shrink(shipped: Callable[..., None]) -> Callable[..., None]:
     def bgmv_shrink(x: Any, weights: Any, out: Any, adapters: Any, scaling: float = 1.0) -> None:
-        made = product(x, weights, adapters, out.dtype)
-        if made is None:
+        result = product(x, weights, adapters, out.dtype)
+        if result is None:
             shipped(x, weights, out, adapters, scaling)
         else:
-            torch.mul(made, scaling, out=out[:, : made.shape[1]])
+            torch.mul(result, scaling, out=out[:, : result.shape[1]])
 
     return bgmv_shrink
 
 
 def _expand(shipped: Callable[..., None]) -> Callable[..., None]:
     def bgmv_expand(x: Any, weights: Any, out: Any, adapters: Any, add_inputs: bool = True) -> None:
-        made = product(x, weights, adapters, out.dtype)
-        if made is None or len(made) != len(out):
+        result = product(x, weights, adapters, out.dtype)
+        if result is None or len(result) != len(out):
             shipped(x, weights, out, adapters, add_inputs)
         else:
-            _write(made, out, add_inputs)
+            _write(result, out, add_inputs)
 
     return bgmv_expand
 
@@ -92,19 +92,19 @@ def _expand_slice(shipped: Callable[..., None]) -> Callable[..., None]:
     def bgmv_expand_slice(
         x: Any, weights: Any, out: Any, adapters: Any, start: int, size: int, add: bool = True
     ) -> None:
-        made = product(x, weights, adapters, out.dtype)
-        if made is None or len(made) != len(out):
+        result = product(x, weights, adapters, out.dtype)
+        if result is None or len(result) != len(out):
             shipped(x, weights, out, adapters, start, size, add)
         else:
-            _write(made, out[:, start : start + size], add)
+            _write(result, out[:, start : start + size], add)
 
     return bgmv_expand_slice
 
 
-def _write(made: torch.Tensor, out: torch.Tensor, add: bool) -> None:
-    width = min(made.shape[1], out.shape[1])  # vLLM pads adapters and models differently
+def _write(result: torch.Tensor, out: torch.Tensor, add: bool) -> None:
+    width = min(result.shape[1], out.shape[1])  # vLLM pads adapters and models differently
     into = out[:, :width]
     if add:
-        into += made[:, :width]
+        into += result[:, :width]
     else:
-        into.copy_(made[:, :width])
+        into.copy_(result[:, :width])

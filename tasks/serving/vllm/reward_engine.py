@@ -1,7 +1,7 @@
-"""vLLM's pooling runner within a training rank: token ids in, a reward model's raw scores out.
+"""vLLM's pooling runner inside a training rank: token ids in, a reward model's raw scores out.
 
-It may live beside another engine in the same process (`rollouts.py`); like that one it uses the
-ranks' own process group, and changes nothing of the process.
+It can run beside a rollout engine in the same process (`rollouts.py`). Both use the ranks' process
+group and leave the rest of the process unchanged.
 """
 
 from __future__ import annotations
@@ -17,18 +17,18 @@ from tasks.process.block_unused_imports import compiles
 from tasks.serving.vllm.guest import engine_class, undisturbed
 
 PASSES = 4
-"""Batches of tokens that the KV cache has room for. It lives for a pass: nothing is generated."""
+"""KV cache size in batches of tokens. An entry is used for one forward pass only."""
 
 
 @dataclass(frozen=True)
 class Pooling:
-    """The engine beside a rank.
+    """Settings of the reward engine.
 
     Attributes:
         model: folder of a `*ForSequenceClassification` with one label.
-        max_model_len: longest text, in tokens.
+        max_model_len: maximum tokens of a text.
         dtype: torch name.
-        max_num_seqs: texts that it works on at once.
+        max_num_seqs: texts scored at once.
     """
 
     model: Path
@@ -39,39 +39,39 @@ class Pooling:
 
 @dataclass
 class RewardEngine:
-    """The engine.
+    """A reward model in vLLM.
 
     Attributes:
-        how: what it is made of.
+        how: its settings.
     """
 
     how: Pooling
     _llm: Any = field(default=None, repr=False)
 
     def __post_init__(self) -> None:
-        """Start it. Raises what vLLM raises."""
+        """Start the engine. Raises vLLM's own errors."""
         with undisturbed():
             self._llm = _start(self.how)
 
     def scores(self, texts: Sequence[Sequence[int]]) -> list[float]:
-        """The head's output at the last token of each text, without an activation.
+        """Return the head's output at the last token of each text, without activation.
 
         Raises:
-            TrainingError: vLLM gives other than one number for a text.
+            TrainingError: vLLM did not return one number per text.
         """
         from vllm import PoolingParams
 
         inputs = [{"prompt_token_ids": list(map(int, text))} for text in texts]
         raw = PoolingParams(use_activation=False)
         with undisturbed():
-            given = self._llm.classify(inputs, pooling_params=raw, use_tqdm=False)
-        found = [list(one.outputs.probs) for one in given]
-        if len(found) != len(texts) or any(len(one) != 1 for one in found):
-            raise TrainingError(f"vLLM gave {len(found)} scores for {len(texts)} texts")
-        return [float(one[0]) for one in found]
+            outputs = self._llm.classify(inputs, pooling_params=raw, use_tqdm=False)
+        scores = [list(output.outputs.probs) for output in outputs]
+        if len(scores) != len(texts) or any(len(score) != 1 for score in scores):
+            raise TrainingError(f"vLLM gave {len(scores)} scores for {len(texts)} texts")
+        return [float(score[0]) for score in scores]
 
     def close(self) -> None:
-        """End the engine and free its memory; the ranks' process group stays."""
+        """Shut the engine down and free its memory; the ranks' process group stays."""
         if self._llm is None:
             return
         with undisturbed():
@@ -96,17 +96,17 @@ def _start(how: Pooling) -> Any:
         disable_log_stats=True,
         seed=0,
         kv_cache_memory_bytes=PASSES * at_once * _kv_bytes(how.model),
-        gpu_memory_utilization=0.01,  # checked on the way in; the number above is what counts
+        gpu_memory_utilization=0.01,  # only checked at start; the line above is used
     )
 
 
 def _kv_bytes(model: Path) -> int:
-    """Bytes of keys and values of one token, in 16 bits; an upper bound where layers share them."""
+    """Return the bytes of one token's keys and values in 16 bits, at most."""
     from transformers import AutoConfig
 
     config = AutoConfig.from_pretrained(model, local_files_only=True).get_text_config()
     heads: int = config.num_attention_heads
-    kept: int = getattr(config, "num_key_value_heads", None) or heads
+    kv_heads: int = getattr(config, "num_key_value_heads", None) or heads
     width: int = getattr(config, "head_dim", None) or config.hidden_size // heads
     layers: int = config.num_hidden_layers
-    return 2 * 2 * layers * kept * width
+    return 2 * 2 * layers * kv_heads * width

@@ -1,10 +1,10 @@
-"""vLLM within a training rank: token ids in; token ids and log-probabilities out.
+"""vLLM inside a training rank: token ids in; token ids and log-probabilities out.
 
-The engine lives in the rank's own process (`external_launcher`), beside DeepSpeed, and is made
-after it. Nothing of the process changes by it: what vLLM sets for itself alone is put back.
+The engine runs in the rank's own process (`external_launcher`) and starts after DeepSpeed. Changes
+that vLLM makes to the process are undone (`guest.py`).
 
-Replies depend on weights, prompts and seeds, and on nothing that ran before: each reply draws from
-a generator of its own, and no call reuses another one's prefix cache.
+Responses depend only on weights, prompts and seeds: each response has a random generator of its
+own, and no call reuses another call's prefix cache.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ import numpy as np
 
 from tasks.core.errors import ArtifactError, TrainingError
 from tasks.process.block_unused_imports import compiles, on_gpu
-from tasks.serving.vllm.colocation import Answer, Colocation, Sampling, room_for_rank
+from tasks.serving.vllm.colocation import Colocation, Generated, Sampling, room_for_rank
 from tasks.serving.vllm.cpu_linear import use_fp32_products
 from tasks.serving.vllm.guest import engine_class, undisturbed
 from tasks.serving.vllm.loaded_weights import LoadedWeights
@@ -30,17 +30,17 @@ if TYPE_CHECKING:
     import torch
 
 WEIGHTS, CACHE = "weights", "kv_cache"
-"""vLLM's names of what it sleeps with."""
+"""vLLM's tags of the memory that sleep frees."""
 
 
 @dataclass
 class Colocated:
-    """The engine.
+    """A vLLM engine inside a training rank.
 
     Attributes:
-        how: what it is made of.
-        sampling: how it draws.
-        version: of the policy it holds; 0: none, it must not be asked.
+        how: its settings.
+        sampling: sampling parameters.
+        version: of the policy that it holds; 0: none.
     """
 
     how: Colocation
@@ -52,21 +52,21 @@ class Colocated:
     _loaded: Any = field(default=None, repr=False)
 
     def __post_init__(self) -> None:
-        """Start it. Raises ConfigError, or what vLLM raises."""
+        """Start the engine. Raises ConfigError, or vLLM's own errors."""
         with undisturbed():
             self._llm = _start(self.how, self.sampling)
         self._loaded = LoadedWeights(self._llm)
 
-    def take_adapter(self, folder: Path, version: int) -> None:
-        """Put an adapter in the place of the one before.
+    def load_adapter(self, folder: Path, version: int) -> None:
+        """Replace the adapter.
 
         Args:
-            folder: PEFT folder; it may be deleted afterwards.
+            folder: PEFT folder; may be deleted afterwards.
             version: of the policy; larger than the one before.
 
         Raises:
-            ArtifactError: vLLM refuses it, or holds another one afterwards.
-            TrainingError: what it computes with afterwards are not these tensors.
+            ArtifactError: vLLM rejects it, or holds another adapter afterwards.
+            TrainingError: the tensors in vLLM differ from these.
         """
         from vllm.lora.request import LoRARequest
 
@@ -83,10 +83,10 @@ class Colocated:
                 f"vLLM refuses version {version} of the policy: {_first_line(error)}",
                 hint="rollout=transformers",
             ) from error
-        held = set(core.list_loras())
-        if held != {version}:
+        loaded = set(core.list_loras())
+        if loaded != {version}:
             raise ArtifactError(
-                f"vLLM holds adapters {sorted(held)} where version {version} of the policy was "
+                f"vLLM holds adapters {sorted(loaded)}, but version {version} of the policy was "
                 "synced",
                 hint="rollout=transformers",
             )
@@ -94,17 +94,17 @@ class Colocated:
         self._adapter = request
         self.version = version
 
-    def take_weights(self, tensors: Iterable[tuple[str, torch.Tensor]], version: int) -> None:
-        """Put whole weights in the place of the ones before.
+    def load_weights(self, tensors: Iterable[tuple[str, torch.Tensor]], version: int) -> None:
+        """Replace the full weights.
 
         Args:
             tensors: every tensor of a checkpoint of the model, by its key on disk; a tied head
-                under a key of its own.
+                under its own key.
             version: of the policy; larger than the one before.
 
         Raises:
-            ArtifactError: vLLM refuses them.
-            TrainingError: what it computes with afterwards are not these tensors.
+            ArtifactError: vLLM rejects them.
+            TrainingError: the tensors in vLLM differ from these.
         """
         self.version = 0
         sent: dict[str, torch.Tensor] = {}
@@ -117,23 +117,23 @@ class Colocated:
                 f"vLLM refuses version {version} of the policy: {_first_line(error)}",
                 hint="rollout=transformers",
             ) from error
-        for _ in recorded:  # what vLLM has not taken was sent all the same
+        for _ in recorded:  # record the tensors that vLLM did not take, too
             pass
         self._loaded.require_weights(sent, version)
         self.version = version
 
     def generate(
         self, prompts: Sequence[Sequence[int]], seeds: Sequence[int], *, greedy: bool = False
-    ) -> list[Answer]:
-        """One reply to each prompt.
+    ) -> list[Generated]:
+        """Sample one response per prompt.
 
         Args:
-            prompts: token ids; one that is to be answered twice is given twice.
-            seeds: of the draws, one a prompt.
-            greedy: take the likeliest token instead.
+            prompts: token ids; repeat a prompt to get several responses.
+            seeds: sampling seeds, one per prompt.
+            greedy: take the most likely token instead of sampling.
 
         Raises:
-            TrainingError: past the time limit, or the weights are not those that were synced.
+            TrainingError: timeout, or the weights are not those that were synced.
         """
         core = self._llm.llm_engine
         self._loaded.require_unchanged()
@@ -148,55 +148,55 @@ class Colocated:
                 )
             return self._finish(len(prompts))
 
-    def _finish(self, count: int) -> list[Answer]:
-        """Step until every request has its response; none is left behind when that fails."""
+    def _finish(self, count: int) -> list[Generated]:
+        """Step until every request has its response; abort all requests if that fails."""
         try:
             return self._responses(count)
         except TrainingError:
             self._llm.llm_engine.abort_request([str(number) for number in range(count)])
             raise
 
-    def _responses(self, count: int) -> list[Answer]:
-        core, found = self._llm.llm_engine, {}
+    def _responses(self, count: int) -> list[Generated]:
+        core, responses = self._llm.llm_engine, {}
         until = time.monotonic() + self.how.timeout_s
         while core.has_unfinished_requests():
             finished = [output for output in core.step() if output.finished]
             if finished:
                 self._loaded.require_used()
             for output in finished:
-                found[int(output.request_id)] = _answer(output.outputs[0])
+                responses[int(output.request_id)] = _generated(output.outputs[0])
             if time.monotonic() > until:
                 raise TrainingError(
-                    f"rollouts: {count - len(found)} of {count} replies are not there after "
+                    f"rollouts: {count - len(responses)} of {count} responses are missing after "
                     f"{self.how.timeout_s:g} s",
                     hint="rollout.timeout_s=<more>, or shorter: rollout.max_new_tokens=<less>",
                 )
-        return [found[number] for number in range(count)]
+        return [responses[number] for number in range(count)]
 
     def _params(self, seed: int, greedy: bool) -> Any:
         from vllm import SamplingParams
         from vllm.sampling_params import RequestOutputKind
 
         how = self.sampling
-        drawn = {"temperature": how.temperature, "top_p": how.top_p, "top_k": how.top_k}
+        parameters = {"temperature": how.temperature, "top_p": how.top_p, "top_k": how.top_k}
         return SamplingParams(
-            **({"temperature": 0.0} if greedy else drawn),
+            **({"temperature": 0.0} if greedy else parameters),
             seed=None if greedy else seed,
             max_tokens=how.max_new_tokens,
             logprobs=0,
             flat_logprobs=True,
             detokenize=False,
-            ignore_eos=True,  # which ids end a reply is told by the project, not by a folder
+            ignore_eos=True,  # end tokens come from `sampling`, not from the model folder
             stop_token_ids=list(how.ends),
             output_kind=RequestOutputKind.FINAL_ONLY,
         )
 
     def sleep(self) -> None:
-        """Give a GPU's memory back until it is woken. On a CPU there is nothing to give back.
+        """Free a GPU's memory until the engine wakes. Does nothing on a CPU.
 
-        Weights below an adapter are kept in host memory. Full weights are dropped, since each sync
-        brings all of them: the engine holds no version afterwards. vLLM 0.32 keeps the model's
-        buffers by itself (`gpu_worker.py`, `sleep`).
+        The base of an adapter moves to host memory. Full weights are dropped, since each sync sends
+        all of them: the engine holds no version afterwards. vLLM 0.32 keeps the model's buffers by
+        itself (`gpu_worker.py`, `sleep`).
         """
         if not on_gpu() or self._asleep:
             return
@@ -207,11 +207,11 @@ class Colocated:
             self.version = 0
 
     def wake_weights(self) -> None:
-        """Take the weights' memory again, to be synced; the KV cache stays away."""
+        """Take the memory for weights again, before a sync; not yet for the KV cache."""
         self._wake(WEIGHTS)
 
     def wake(self) -> None:
-        """Take all memory again, where it was given back."""
+        """Take all memory again."""
         self._wake(WEIGHTS)
         self._wake(CACHE)
 
@@ -221,7 +221,7 @@ class Colocated:
             self._asleep.remove(part)
 
     def close(self) -> None:
-        """End the engine and free its memory; the ranks' process group stays."""
+        """Shut the engine down and free its memory; the ranks' process group stays."""
         if self._llm is None:
             return
         with undisturbed():
@@ -244,8 +244,8 @@ def _start(how: Colocation, sampling: Sampling) -> Any:
         max_model_len=how.max_model_len,
         max_num_seqs=how.max_num_seqs,
         max_num_batched_tokens=max(2048, how.max_model_len),
-        # vLLM 0.32 takes back what a half-read prompt has drawn, which a CPU's generator cannot do:
-        # more prompts than a batch has room for would end it.
+        # vLLM 0.32 rewinds the generator of a half-read prompt, which fails with a CPU's generator
+        # as soon as the prompts exceed one batch.
         enable_chunked_prefill=gpu,
         logprobs_mode=sampling.logprobs_mode,
         disable_log_stats=True,
@@ -265,7 +265,7 @@ def _on_cpu(how: Colocation) -> dict[str, Any]:
     use_fp32_products()
     return {
         "kv_cache_memory_bytes": int(how.kv_cache_gib * 2**30),
-        # Checked on the way in though it is not what counts here; other ranks hold memory too.
+        # Unused here, but checked at start, when other ranks hold memory too.
         "gpu_memory_utilization": 0.01,
     }
 
@@ -278,17 +278,17 @@ def _weights(how: Colocation) -> dict[str, Any]:
             "max_cpu_loras": 1,
             "max_lora_rank": room_for_rank(how.adapter_rank),
         }
-    # A tied head keeps what it was made of when new weights come (its packed copy on a CPU), so
-    # the head is one of its own, and is told like every other tensor.
+    # A tied head would keep its old packed copy on a CPU when new weights come, so the head is
+    # untied and synced like every other tensor.
     return {"load_format": "dummy", "hf_overrides": {"tie_word_embeddings": False}}
 
 
-def _answer(output: Any) -> Answer:
+def _generated(output: Any) -> Generated:
     flat = output.logprobs
     at = np.asarray(flat.start_indices, dtype=np.int64)  # the sampled token comes first
     ids = np.asarray(output.token_ids, dtype=np.int32)
     logprobs = np.asarray(flat.logprobs, dtype=np.float32)[at]
-    return Answer(ids, logprobs, output.finish_reason == "stop")
+    return Generated(ids, logprobs, output.finish_reason == "stop")
 
 
 def _first_line(error: BaseException) -> str:

@@ -1,9 +1,10 @@
-"""Audit: what is wrong with a checkpoint, whoever made it, from its files alone.
+"""Audit: find faults of a checkpoint in its files, whichever tool wrote it.
 
-run           `audit(folder)` -> a report; `examine` runs the checks
-source        the opened folder, as every check gets it; `folder` and `weights` read it
-recognise     what a folder is, in one line
-checks/       one file per family: `check(source) -> Iterator[Finding]`
-catalogue/    every finding: what it means, which tool fails on it, who reported it, what to do
-repair/       repairs that lose nothing, as a new artifact
+run           entry point: `audit(folder)` returns a `Report`
+examine       runs all checks on an opened source
+source        the opened folder that every check reads; built from `folder` and `weights`
+recognise     tells the kind of a folder: adapter, model, DeepSpeed checkpoint, ...
+checks/       one module per family of checks: `check(source) -> Iterator[Finding]`
+catalogue/    every finding: its meaning, the tool that fails on it, public reports, the fix
+repair/       entry point: `repair(folder, out)` writes a repaired copy
 """

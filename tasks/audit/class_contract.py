@@ -1,8 +1,8 @@
-"""Names and shapes against the model's own class, for every family that transformers has.
+"""Compare tensor names and shapes with the model's class, for every family of transformers.
 
-Its class is built on the meta device by `tasks.weights.plan.contracts`, in a child process:
-importing transformers takes longer than a look at headers may, so this is part of `values=true`.
-Families that `headers.py` knows are not asked again. Code that a model brings along is not run.
+`tasks.weights.plan.contracts` builds the class on the meta device, in a child process: importing
+transformers is too slow for an audit of headers, so this runs only with `values=true`. Families
+that `checks/headers.py` knows are skipped. Code that comes with a model is never run.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from tasks.audit.catalogue import headers as say
+from tasks.audit.catalogue import tensors as findings
 from tasks.audit.checks.headers import compare, knows
 from tasks.audit.config_fields import first_architecture
 from tasks.audit.finding import Finding
@@ -33,23 +33,23 @@ _QUIET = {"HF_HUB_OFFLINE": "1", "TRANSFORMERS_VERBOSITY": "error", "OMP_NUM_THR
 
 
 def check(source: Source) -> Iterator[Finding]:
-    """Ask transformers, where nobody else can tell and it can be asked."""
-    if not (source.values and _can_be_asked(source)):
+    """Compare with the class of transformers if no faster check knows the family."""
+    if not (source.values and _is_comparable(source)):
         return
     reply = _ask(source)
     if "error" in reply:
-        yield say.CONTRACT_UNKNOWN.at(
+        yield findings.CONTRACT_UNKNOWN.at(
             CONFIG,
             found=str(reply["error"]),
             expected=f"a class of {first_architecture(source.config())}",
         )
         return
     facts = reply["facts"]
-    shapes = {one["name"]: tuple(one["shape"]) for one in facts["tensors"]}
+    shapes = {tensor["name"]: tuple(tensor["shape"]) for tensor in facts["tensors"]}
     yield from compare(source, shapes, {*facts["tied"], *facts["unread"]})
 
 
-def _can_be_asked(source: Source) -> bool:
+def _is_comparable(source: Source) -> bool:
     config, name = source.config(), first_architecture(source.config())
     served = source.kind is Kind.MODEL or name.endswith("ForSequenceClassification")
     plain = not config.get("auto_map") and not config.get("quantization_config")
@@ -66,22 +66,22 @@ def _can_be_asked(source: Source) -> bool:
 
 
 def _ask(source: Source) -> Mapping[str, Any]:
-    """The facts of the model's class, or why there are none."""
+    """Return the facts of the model's class, or `error` with the reason."""
     return _answer(
         {
             "do": "model_facts",
             "config": str(source.folder.root),
             "dtype": "bfloat16",
-            "disk": {key: list(one.shape) for key, one in source.tensors.items()},
+            "disk": {key: list(tensor.shape) for key, tensor in source.tensors.items()},
         }
     )
 
 
 def perform_apart(request: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Answer a request of `tasks.weights.execute.worker` without importing transformers here.
+    """Perform a request of `tasks.weights.execute.worker` without importing transformers here.
 
     Raises:
-        ArtifactError: transformers makes no model of it.
+        ArtifactError: transformers cannot build a model from the configuration.
     """
     if request["do"] == "model_facts":
         disk = {name: tuple(shape) for name, shape in request["disk"].items()}
@@ -96,15 +96,15 @@ def perform_apart(request: Mapping[str, Any]) -> Mapping[str, Any]:
 
 
 def _answer(request: Mapping[str, Any]) -> Mapping[str, Any]:
-    """A child's reply: `facts`, or `error` with the reason. The last few are remembered."""
+    """Return the child's reply: `facts` or `error`. The last few replies are cached."""
     folder, rest = request.get("config"), request
     config = ""
-    if isinstance(folder, str):  # a model's facts follow from its config.json and its shapes
+    if isinstance(folder, str):  # facts depend only on config.json and the shapes
         config = (Path(folder) / CONFIG).read_text()
         rest = {key: value for key, value in request.items() if key != "config"}
     key = hashlib.sha256(json.dumps([config, rest], sort_keys=True).encode()).hexdigest()
     if key not in _ANSWERS:
-        reply = _asked(request)
+        reply = _run_child(request)
         if "error" in reply:
             return reply
         if len(_ANSWERS) >= _MOST_ANSWERS:
@@ -115,13 +115,13 @@ def _answer(request: Mapping[str, Any]) -> Mapping[str, Any]:
 
 _ANSWERS: dict[str, Mapping[str, Any]] = {}
 _MOST_ANSWERS = 4
-"""An audit of a merge asks for source and base, which mostly are alike."""
+"""An audit of a merge needs the facts of source and base, which are often the same."""
 
 
-def _asked(request: Mapping[str, Any]) -> Mapping[str, Any]:
+def _run_child(request: Mapping[str, Any]) -> Mapping[str, Any]:
     command = [sys.executable, "-m", "tasks.audit.contract_child"]
     try:
-        done = subprocess.run(
+        finished = subprocess.run(
             command,
             input=json.dumps(request),
             capture_output=True,
@@ -132,10 +132,10 @@ def _asked(request: Mapping[str, Any]) -> Mapping[str, Any]:
             check=False,
         )
     except subprocess.TimeoutExpired:
-        return {"error": f"transformers made no model of it within {_LIMIT_S:.0f} s"}
-    lines = done.stdout.splitlines()
-    if done.returncode or not lines:
-        last = done.stderr.strip().rpartition("\n")[2]
-        return {"error": f"transformers made no model of it: {last}"}
+        return {"error": f"transformers did not build the model within {_LIMIT_S:.0f} s"}
+    lines = finished.stdout.splitlines()
+    if finished.returncode or not lines:
+        last = finished.stderr.strip().rpartition("\n")[2]
+        return {"error": f"transformers could not build the model: {last}"}
     reply: dict[str, Any] = json.loads(lines[-1])
     return reply

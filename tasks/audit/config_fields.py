@@ -1,6 +1,6 @@
-"""What configuration documents say, where it is of the type it should be.
+"""Read fields of configuration files, ignoring values of a wrong type.
 
-Anybody may have written them: what has another type is as good as not said.
+The files are untrusted: a field of a wrong type counts as absent.
 """
 
 from __future__ import annotations
@@ -14,7 +14,10 @@ _TOWERS = ("vision_config", "audio_config", "vit_config", "visual")
 
 
 def text_config(config: Mapping[str, Any]) -> Mapping[str, Any]:
-    """The settings of the language model: of multimodal ones they lie in a mapping of their own."""
+    """Return the settings of the language model.
+
+    Multimodal models keep them in a mapping of their own, e.g. `text_config`.
+    """
     for name in _TEXT:
         if isinstance(config.get(name), Mapping):
             return config[name]
@@ -22,46 +25,48 @@ def text_config(config: Mapping[str, Any]) -> Mapping[str, Any]:
 
 
 def of_text(config: Mapping[str, Any], name: str) -> Any:
-    """A setting of the language model, wherever the family says it."""
+    """Return one setting of the language model, from its own mapping or from the top level."""
     inner = text_config(config).get(name)
     return config.get(name) if inner is None else inner
 
 
 def is_multimodal(config: Mapping[str, Any]) -> bool:
-    """Whether it has a tower for images or sounds."""
+    """Return True if the model has a vision or audio tower."""
     return any(isinstance(config.get(name), Mapping) for name in _TOWERS)
 
 
 def is_plain_text(config: Mapping[str, Any]) -> bool:
-    """Whether it is a language model's own configuration, without parts of any kind."""
+    """Return True for a language model's own configuration without sub-configurations."""
     parts = {name for name in config if name.endswith("_config")} - _NO_PARTS
-    return not is_multimodal(config) and not any(isinstance(config[one], Mapping) for one in parts)
+    return not is_multimodal(config) and not any(
+        isinstance(config[name], Mapping) for name in parts
+    )
 
 
 def whole(value: Any) -> int | None:
-    """A whole number that is one; `true` is none."""
+    """Return the value if it is an integer (`true` is not), else None."""
     return value if type(value) is int else None
 
 
 def texts(value: Any) -> tuple[str, ...]:
-    """A list of texts; a text alone is one of one."""
+    """Return a list of strings as a tuple; a single string gives a tuple of one."""
     if isinstance(value, str):
         return (value,)
-    return tuple(one for one in value if isinstance(one, str)) if isinstance(value, list) else ()
+    return tuple(text for text in value if isinstance(text, str)) if isinstance(value, list) else ()
 
 
 def token_ids(value: Any) -> tuple[int, ...]:
-    """`eos_token_id` and its like: one id, or a list of them."""
+    """Return `eos_token_id` or a similar field as a tuple: it holds one id or a list of ids."""
     values: Iterable[Any] = value if isinstance(value, list) else [value]
-    return tuple(one for one in values if type(one) is int)
+    return tuple(number for number in values if type(number) is int)
 
 
 def first_architecture(config: Mapping[str, Any]) -> str:
-    """The class that config.json names first; "" for none."""
+    """Return the first class that config.json names, or ""."""
     return next(iter(texts(config.get("architectures"))), "")
 
 
 def content(value: Any) -> str:
-    """A token: its text, or a mapping with the text and how it is cut; "" for neither."""
+    """Return the text of a token, which is a string or a mapping with `content`, or ""."""
     value = value.get("content") if isinstance(value, Mapping) else value
     return value if isinstance(value, str) else ""

@@ -1,4 +1,4 @@
-"""Answer one request of `tasks.weights.execute.worker` with one JSON line, as a process."""
+"""Child process of `class_contract`: perform one request, print the reply as one JSON line."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from tasks.weights.execute.worker import perform
 
 
 def main() -> None:
-    """Answer the request on standard input."""
+    """Read the request from standard input and print the reply."""
     reply: dict[str, Any]
     try:
         reply = {"facts": perform(json.load(sys.stdin))}
     except PlumblineError as error:
         reply = {"error": error.message}
-    print("\n" + json.dumps(reply))  # whatever a library printed before it
+    print("\n" + json.dumps(reply))  # on a line of its own, after any output of libraries
 
 
 if __name__ == "__main__":

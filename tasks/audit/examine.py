@@ -1,17 +1,15 @@
-"""Every check of a checkpoint, in the order of the report."""
+"""Run all checks on an opened source."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from types import ModuleType
 
 from tasks.audit import class_contract
-from tasks.audit.catalogue import folder as say
+from tasks.audit.catalogue import files as findings
 from tasks.audit.checks import (
     against_base,
     architecture,
     configuration,
-    dtypes,
     experts,
     files,
     folder_checks,
@@ -32,50 +30,50 @@ from tasks.core.errors import ArtifactError
 
 Check = Callable[[Source], Iterator[Finding]]
 
-FAMILIES: Sequence[ModuleType] = (
-    folder_checks,
-    files,
-    wrapper_prefixes,
-    headers,
-    zero,
-    heads,
-    adapter,
-    adapter_base,
-    vocabulary,
-    special_tokens,
-    templates,
-    architecture,
-    experts,
-    quantisation,
-    dtypes,
-    serving,
-    configuration,
-    against_base,
-    unsafe,
-    values,
-    merge_proof,
-    class_contract,
+CHECKS: Sequence[Check] = (
+    folder_checks.check,
+    files.check,
+    wrapper_prefixes.check,
+    headers.check,
+    zero.check,
+    heads.check,
+    adapter.check,
+    adapter_base.check,
+    vocabulary.check,
+    special_tokens.check,
+    templates.check,
+    architecture.check,
+    experts.check,
+    quantisation.check,
+    quantisation.check_dtypes,
+    serving.check,
+    configuration.check,
+    against_base.check,
+    unsafe.check,
+    values.check,
+    merge_proof.check,
+    class_contract.check,
 )
-"""In the order of the report: a cause comes before the findings that follow from it."""
+"""In the order of the report: causes come before their consequences."""
 
 CANNOT_GO_ON = (
     ArtifactError, ArithmeticError, AttributeError, LookupError, OSError, RecursionError, TypeError,
     ValueError,
 )  # fmt: skip
-"""Exceptions that a check may raise on documents that were made to mislead it."""
+"""Exceptions that a check may raise on malicious files."""
 
 
 def examine(source: Source) -> list[Finding]:
-    """Return the findings of every family, the worst first, each once."""
-    found: dict[Finding, None] = {}
-    for family in FAMILIES:
+    """Return the findings of all checks without duplicates, the worst first."""
+    seen: dict[Finding, None] = {}
+    for check in CHECKS:
         try:
-            for one in family.check(source):
-                found[one] = None
+            for finding in check(source):
+                seen[finding] = None
         except CANNOT_GO_ON as error:
-            # An error, so that a folder that cannot be judged is never passed as good.
-            name = family.__name__.rpartition(".")[2]
+            # An error: a folder that cannot be checked must never pass.
+            name = check.__module__.rpartition(".")[2]
             reason = f"{name}: {type(error).__name__}: {error}"
-            as_made = "documents as their writers make them"
-            found[say.CANNOT_JUDGE.at("", found=reason, expected=as_made)] = None
-    return sorted(found, key=lambda one: one.severity.rank)
+            as_made = "files as known tools write them"
+            seen[findings.CANNOT_JUDGE.at("", found=reason, expected=as_made)] = None
+    return sorted(seen, key=lambda finding: finding.severity.rank)

@@ -1,9 +1,9 @@
-"""What the doctor says: one finding, stable enough for scripts, plain enough for people."""
+"""A finding of an audit, and the catalogue entry that all findings of one code share."""
 
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import StrEnum
 from itertools import islice
 from typing import Any
@@ -13,8 +13,12 @@ _WIDTH = 300
 
 
 class Severity(StrEnum):
-    """`ERROR`: a tool will fail on it, or the model is not the one that was trained. `WARNING`: it
-    fails under a condition that is named. `INFO`: worth knowing."""
+    """How bad a finding is.
+
+    `ERROR`: a tool fails on the checkpoint, or the model is not the one that was trained.
+    `WARNING`: the same, under a condition that the finding names.
+    `INFO`: worth knowing.
+    """
 
     ERROR = "error"
     WARNING = "warning"
@@ -22,23 +26,23 @@ class Severity(StrEnum):
 
     @property
     def rank(self) -> int:
-        """0 for what comes first in a report."""
+        """Position in a report: 0 comes first."""
         return list(Severity).index(self)
 
 
 @dataclass(frozen=True)
 class Finding:
-    """One thing that is wrong, or worth knowing.
+    """One fault of a checkpoint, or one fact worth knowing.
 
     Attributes:
-        code: stable and short; the key into `docs/findings.md`.
+        code: stable, short identifier; the key into `docs/findings.md`.
         severity: how bad it is.
         file: file or folder, relative to the source; "" for the folder as a whole.
-        tensor: the tensor, or the first few of several; "" where it is about none.
-        found: what is there.
-        expected: what has to be there.
-        why: the failure that it causes, and in which tool.
-        fix: what to do; the exact command where there is one.
+        tensor: name of the tensor, or the first few names; "" if the finding is not about tensors.
+        found: the value or state in the checkpoint.
+        expected: the value or state that is correct.
+        why: the failure that it causes, and the tool that fails.
+        fix: what to do; the exact command if there is one.
     """
 
     code: str
@@ -56,7 +60,7 @@ class Finding:
         return ": ".join(part for part in (self.file, self.tensor) if part) or "."
 
     def as_json(self) -> dict[str, Any]:
-        """Plain JSON."""
+        """Return a dict of plain JSON values."""
         return {
             "code": self.code,
             "severity": self.severity.value,
@@ -68,15 +72,90 @@ class Finding:
         }
 
 
+@dataclass(frozen=True)
+class Entry:
+    """A finding code with its explanation. Checks create their findings with `at`.
+
+    Attributes:
+        code: stable, short identifier; also the name of the constant that holds the entry.
+        severity: usual severity; a check may raise or lower it.
+        title: one line for `docs/findings.md`.
+        why: the failure that it causes, and the tool that fails.
+        fix: what to do; a check may replace it by an exact command.
+        issues: public reports of the failure, as "project #number".
+    """
+
+    code: str
+    severity: Severity
+    title: str
+    why: str
+    fix: str
+    issues: tuple[str, ...] = ()
+
+    def at(
+        self,
+        file: str,
+        tensors: str | Collection[str] = "",
+        *,
+        found: str,
+        expected: str,
+        fix: str = "",
+        severity: Severity | None = None,
+    ) -> Finding:
+        """Create a finding of this code.
+
+        Args:
+            file: file relative to the source; "" for the folder as a whole.
+            tensors: name of the tensor; several names give one finding.
+            found: the value or state in the checkpoint.
+            expected: the value or state that is correct.
+            fix: replaces the general advice of the entry.
+            severity: replaces the usual severity of the entry.
+        """
+        names = printable(tensors) if isinstance(tensors, str) else some(tensors)
+        return Finding(
+            self.code,
+            severity or self.severity,
+            printable(file),
+            names,
+            printable(found),
+            printable(expected),
+            self.why,
+            fix or self.fix,
+        )
+
+
+@dataclass(frozen=True)
+class Section:
+    """A section of `docs/findings.md`: a heading and its entries, in the order of the page."""
+
+    heading: str
+    entries: list[Entry] = field(default_factory=list)
+
+    def add(
+        self,
+        code: str,
+        severity: Severity,
+        title: str,
+        why: str,
+        fix: str,
+        issues: tuple[str, ...] = (),
+    ) -> Entry:
+        """Create an entry and append it to this section. See `Entry` for the arguments."""
+        entry = Entry(code, severity, title, why, fix, issues)
+        self.entries.append(entry)
+        return entry
+
+
 def some(names: Iterable[object]) -> str:
-    """The first few of several names, and how many more there are."""
+    """Return the first few names as text, and the number of the others."""
     if not isinstance(names, Collection):
         names = list(names)
-    text = ", ".join(printable(str(one)) for one in islice(names, _SHOWN))
+    text = ", ".join(printable(str(name)) for name in islice(names, _SHOWN))
     return text + (f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else "")
 
 
 def printable(text: str) -> str:
-    """Text that a file brought along, of bounded length, without a terminal's control codes."""
+    """Cut text from an untrusted file to a bounded length and escape its control characters."""
     cut = text if len(text) <= _WIDTH else text[:_WIDTH] + "..."
-    return "".join(one if one.isprintable() else ascii(one)[1:-1] for one in cut)
+    return "".join(char if char.isprintable() else ascii(char)[1:-1] for char in cut)

@@ -1,13 +1,13 @@
-"""A folder that somebody else filled: listed once, its documents read when they are asked for.
+"""An untrusted folder: listed once, its files read on demand and within limits.
 
     folder = Folder(Path("ckpt"))
     folder.files["model.safetensors"]        size in bytes
     folder.json("config.json").get("model_type")
-    folder.wrong["config.json"]              why that gave nothing, where it is no JSON
+    folder.wrong["config.json"]              why the file is unusable, e.g. not JSON
 
-Nothing is written and nothing is run. The folder is taken to be hostile: links to folders are not
-followed, pipes and devices are not opened, and what is read is bounded before it is read: by bytes,
-and for JSON by the number of values in it, since `[[],[],...]` takes twenty times its bytes.
+Nothing is written and nothing is run. Links to folders are not followed, pipes and devices are not
+opened. Every read is limited in advance: by bytes, and for JSON by the number of values, since
+`[[],[],...]` takes twenty times its size in memory.
 """
 
 from __future__ import annotations
@@ -25,24 +25,24 @@ from tasks.core.errors import ArtifactError
 from tasks.weights.files.documents import parse_json
 
 MAX_ENTRIES = 50_000
-"""Files and folders that are listed."""
+"""Most files and folders that are listed."""
 MAX_DEPTH = 6
 MAX_JSON_BYTES = 64 << 20
-"""The largest tokenizer.json has some 40 MB."""
+"""The largest published tokenizer.json has about 40 MB."""
 MAX_VALUES = 4_000_000
-"""Values in one document: the largest tokenizer.json has some 2 million."""
+"""Most values in one document; the largest tokenizer.json has about 2 million."""
 MAX_TEXT_BYTES = 4 << 20
 
 
 @dataclass(frozen=True)
 class Listing:
-    """What lies in a folder.
+    """The content of a folder.
 
     Attributes:
         files: size in bytes of every regular file, by path relative to the folder.
-        folders: paths of its folders, likewise.
-        odd: path and reason of what is neither: broken links, pipes, links to folders.
-        cut: why the list is not complete; "" where it is.
+        folders: relative paths of its subfolders.
+        odd: relative path and reason of other entries: broken links, pipes, links to folders.
+        cut: why the list is incomplete; "" if it is complete.
     """
 
     files: Mapping[str, int]
@@ -53,11 +53,11 @@ class Listing:
 
 @dataclass
 class Folder:
-    """See the module. A file that is not there is as good as an empty document.
+    """An untrusted folder; see the module. A missing file reads as an empty document.
 
     Attributes:
-        root: where it lies.
-        wrong: by name, why a document that is there cannot be used; filled as they are read.
+        root: path of the folder.
+        wrong: reason by name for each file that exists and is unusable; filled when files are read.
     """
 
     root: Path
@@ -68,32 +68,32 @@ class Folder:
 
     @property
     def listing(self) -> Listing:
-        """What lies in it. Raises ArtifactError where it cannot be listed."""
+        """The content of the folder. Raises ArtifactError if it cannot be listed."""
         if self._listing is None:
             self._listing = list_folder(self.root)
         return self._listing
 
     @property
     def files(self) -> Mapping[str, int]:
-        """Size of every regular file, by path relative to the folder."""
+        """Size in bytes of every regular file, by path relative to the folder."""
         return self.listing.files
 
     def here(self) -> Iterator[str]:
-        """Names of the files right in the folder."""
+        """Yield the names of files directly in the folder."""
         return (name for name in self.files if "/" not in name)
 
     def sub(self, path: str) -> Folder:
-        """One of its folders, as a folder."""
+        """Return a subfolder as a `Folder`."""
         return Folder(self.root / path)
 
     def json(self, name: str) -> Mapping[str, Any]:
-        """A JSON object; empty where there is no such file, or no usable one (see `wrong`)."""
+        """Return a JSON object; empty if the file is missing or unusable (see `wrong`)."""
         if name not in self._documents:
             self._documents[name] = self._object(name)
         return self._documents[name]
 
     def text(self, name: str) -> str:
-        """A text file; "" where there is none, or no usable one (see `wrong`)."""
+        """Return the content of a text file; "" if it is missing or unusable (see `wrong`)."""
         if name not in self._texts:
             raw = self._raw(name, MAX_TEXT_BYTES)
             try:
@@ -132,28 +132,32 @@ class Folder:
 
 
 def by_number(name: str) -> list[tuple[int, str]]:
-    """A key that sorts `checkpoint-500` before `checkpoint-1000`."""
+    """Return a sort key that orders `checkpoint-500` before `checkpoint-1000`."""
     parts = re.split(r"(\d{1,12})", name)
-    return [(int(one), "") if one.isdecimal() else (-1, one) for one in parts]
+    return [(int(part), "") if part.isdecimal() else (-1, part) for part in parts]
 
 
 def bounded_json(raw: bytes, *, unique: bool = False) -> Any:
-    """What UTF-8 text says, where it holds at most `MAX_VALUES` values.
+    """Parse UTF-8 JSON with at most `MAX_VALUES` values.
+
+    Args:
+        raw: the bytes.
+        unique: refuse duplicate keys.
 
     Raises:
-        ValueError: no JSON, too many values, nested too deep, or, where `unique`, a key twice.
+        ValueError: not JSON, too many values, nested too deep, or a duplicate key with `unique`.
     """
     count = sum(map(raw.count, (b",", b"[", b"{")))
     if count > MAX_VALUES:
-        raise ValueError(f"some {count} values, at most {MAX_VALUES} are read")
+        raise ValueError(f"about {count} values, at most {MAX_VALUES} are read")
     return parse_json(raw, unique=unique)
 
 
 def list_folder(root: Path) -> Listing:
-    """List a folder, breadth first and within bounds.
+    """List a folder breadth first, within `MAX_ENTRIES` and `MAX_DEPTH`.
 
     Raises:
-        ArtifactError: it is not there, is no folder, or cannot be read.
+        ArtifactError: the folder does not exist, is not a folder, or cannot be read.
     """
     files: dict[str, int] = {}
     folders: list[str] = []
@@ -167,7 +171,7 @@ def list_folder(root: Path) -> Listing:
                 for entry in entries:
                     seen += 1
                     if seen > MAX_ENTRIES:
-                        cut = f"more than {MAX_ENTRIES} files; the rest is not looked at"
+                        cut = f"more than {MAX_ENTRIES} files; the rest is not listed"
                         break
                     name = f"{at}{entry.name}"
                     kind, size = _kind(entry)
@@ -186,13 +190,13 @@ def list_folder(root: Path) -> Listing:
 
 
 def _kind(entry: os.DirEntry[str]) -> tuple[str, int]:
-    """ "file" or "folder", else what is odd about it; and the size of a file."""
+    """Return "file" or "folder", else a description of the entry; and the size of a file."""
     try:
-        found = entry.stat()  # of what a link points to: hubs' caches are made of links to files
+        info = entry.stat()  # follows links to files, of which hub caches consist
     except OSError as error:
-        return f"a link that leads nowhere: {error.strerror}", 0
-    if stat.S_ISREG(found.st_mode):
-        return "file", found.st_size
-    if not stat.S_ISDIR(found.st_mode):
+        return f"a broken link: {error.strerror}", 0
+    if stat.S_ISREG(info.st_mode):
+        return "file", info.st_size
+    if not stat.S_ISDIR(info.st_mode):
         return "neither a file nor a folder: a pipe, a socket or a device", 0
     return ("a link to a folder, which is not followed", 0) if entry.is_symlink() else ("folder", 0)

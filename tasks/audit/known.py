@@ -1,7 +1,7 @@
-"""Classes that vLLM and transformers have, of the versions that `known_classes.json` names.
+"""Classes that vLLM and transformers have, in the versions that `known_classes.json` names.
 
-The file is made from the installed libraries by `tests/audit/test_known_classes.py`: importing
-either takes longer than a whole audit.
+`tests/audit/test_known_classes.py` makes the file from the installed libraries: importing either
+takes longer than a whole audit.
 """
 
 from __future__ import annotations
@@ -13,21 +13,21 @@ from functools import cache
 from pathlib import Path
 
 DEFAULT_LORA_RANK = 16
-"""`--max-lora-rank` of vLLM where it is not given."""
+"""Default of vLLM's `--max-lora-rank`."""
 
 
 @dataclass(frozen=True)
 class Known:
-    """What the libraries have.
+    """Classes of the two libraries.
 
     Attributes:
-        vllm: its version.
-        transformers: its version.
+        vllm: version of vLLM.
+        transformers: version of transformers.
         served: classes that vLLM has.
-        last_version: the last version of vLLM that had a class, by class.
-        suffixes: endings of class names that vLLM takes for one another.
+        last_version: for each class that vLLM removed, the last version that had it.
+        suffixes: endings of class names that vLLM treats as interchangeable.
         lora_ranks: largest ranks that vLLM can be started with.
-        kinds: classes of each `model_type` in transformers.
+        kinds: classes of transformers by `model_type`.
     """
 
     vllm: str
@@ -40,28 +40,30 @@ class Known:
 
     @property
     def classes(self) -> frozenset[str]:
-        """Every class of transformers that generates, sees or classifies."""
+        """All classes of transformers that generate or classify."""
         return frozenset().union(*self.kinds.values())
 
     def serves(self, name: str) -> bool:
-        """Whether vLLM has the class, or makes it from one it has: a classifier from a generator
-        (`_normalize_arch` of its registry)."""
+        """Return True if vLLM has the class or derives it, e.g. a classifier from a generator.
+
+        See `_normalize_arch` of vLLM's registry.
+        """
         if name in self.served:
             return True
-        ending = next((one for one in self.suffixes if name.endswith(one)), None)
+        ending = next((suffix for suffix in self.suffixes if name.endswith(suffix)), None)
         if ending is None:
             return False
         stem = name.removesuffix(ending)
-        return any(f"{stem}{one}" in self.served for one in self.suffixes if stem)
+        return any(f"{stem}{suffix}" in self.served for suffix in self.suffixes if stem)
 
     def kinds_of(self, name: str) -> frozenset[str]:
-        """Every `model_type` of a class."""
+        """Return every `model_type` of a class."""
         return frozenset(kind for kind, names in self.kinds.items() if name in names)
 
 
 @cache
 def known() -> Known:
-    """The list."""
+    """Load `known_classes.json`."""
     raw = json.loads(Path(__file__).with_name("known_classes.json").read_text())
     vllm, transformers = raw["vllm"], raw["transformers"]
     return Known(

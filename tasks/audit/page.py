@@ -1,36 +1,35 @@
-"""`docs/findings.md`, made from the catalogue: `python -m tasks.audit.page > docs/findings.md`."""
+"""Write `docs/findings.md` from the catalogue: `python -m tasks.audit.page > docs/findings.md`."""
 
 from __future__ import annotations
 
 import sys
 from collections.abc import Iterable, Iterator
 
-from tasks.audit.catalogue import PAGES, entries
-from tasks.audit.catalogue.entry import Entry, Unseen
-from tasks.audit.catalogue.unseen import UNSEEN
+from tasks.audit.catalogue import SECTIONS
+from tasks.audit.catalogue.unseen import UNSEEN, Unseen
+from tasks.audit.finding import Entry
 
 _HEAD = """# What `flows/audit.py` finds
 
 Made from `tasks/audit/catalogue/`; do not edit: `python -m tasks.audit.page > docs/findings.md`.
 
-Codes are stable. An **error** is something that a tool will fail on, or a model that is not the one
-that was trained; a **warning** is one under a condition that is named; an **info** is good to know.
-A case may be more or less severe than its code usually is. Numbers are public reports of the
-failure; "PR" is a pull request.
+Codes are stable. An **error** means that a tool fails on the checkpoint, or that the model is not
+the one that was trained. A **warning** means the same under a condition that it names. An **info**
+is good to know. The severity of a single finding can differ from the one given here. Numbers are
+public reports of the failure; "PR" is a pull request.
 """
 
-_UNSEEN = """## What no look at files can find
+_UNSEEN = """## Failures that files do not show
 
-Reported failures that leave nothing behind in the files, or files that are as good as any other.
+Reported failures that leave nothing in the files, or files that are as valid as any other.
 """
 
 
 def page() -> str:
-    """The whole page."""
+    """Return the text of `docs/findings.md`."""
     parts = [_HEAD]
-    for module in PAGES:
-        heading = (module.__doc__ or "").strip().partition("\n")[0].rstrip(".")
-        parts += [f"## {heading}\n", *map(_entry, entries(module))]
+    for section in SECTIONS:
+        parts += [f"## {section.heading}\n", *map(_entry, section.entries)]
     return "\n".join([*parts, _UNSEEN, *_unseen(UNSEEN), ""])
 
 
@@ -46,10 +45,10 @@ def _entry(entry: Entry) -> str:
     return "\n".join(lines) + "\n"
 
 
-def _unseen(all_of_them: Iterable[Unseen]) -> Iterator[str]:
+def _unseen(failures: Iterable[Unseen]) -> Iterator[str]:
     yield "| reported | what | why files do not show it |\n|---|---|---|"
-    for one in all_of_them:
-        yield f"| {', '.join(one.issues)} | {one.what} | {one.reason} |"
+    for failure in failures:
+        yield f"| {', '.join(failure.issues)} | {failure.what} | {failure.reason} |"
 
 
 if __name__ == "__main__":

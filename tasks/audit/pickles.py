@@ -1,8 +1,8 @@
-"""What a pickle would call, told without running it: the names that its instructions mention.
+"""List the names that a pickle would call, without running it.
 
-`pickletools.genops` decodes one instruction after the other and does nothing with them. Names are
-followed as the machine would: `GLOBAL` has its own, `STACK_GLOBAL` takes the last two texts, which
-may come from the memo.
+`pickletools.genops` decodes one instruction after the other and runs none. Names are resolved as
+the pickle machine would: `GLOBAL` contains its name, `STACK_GLOBAL` takes the last two strings,
+which may come from the memo.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from tasks.weights.pickled.archive import read_archive
 
 MAX_BYTES = 8 << 20
 MAX_STEPS = 1_500_000
-"""Some 2 s."""
+"""About 2 s."""
 _STORES = ("PUT", "BINPUT", "LONG_BINPUT", "MEMOIZE")
 _FETCHES = ("GET", "BINGET", "LONG_BINGET")
 _TEXTS = ("UNICODE", "BINUNICODE", "SHORT_BINUNICODE", "BINUNICODE8", "STRING", "BINSTRING",
@@ -29,43 +29,43 @@ _CODE = {
     "functools", "marshal", "pip", "platform", "signal", "tempfile", "urllib", "requests", "http",
     "ftplib", "smtplib", "telnetlib", "base64", "inspect", "pdb", "timeit", "trace", "bdb", "site",
 }  # fmt: skip
-"""Modules that no checkpoint needs and that run, fetch or build code."""
+"""Modules that run, fetch or build code and that no checkpoint needs."""
 _HARMLESS = {
     "builtins.set", "builtins.dict", "builtins.list", "builtins.int", "builtins.float",
     "builtins.bool", "builtins.slice", "builtins.range", "builtins.complex", "builtins.bytearray",
     "builtins.frozenset", "builtins.object", "builtins.tuple", "builtins.str", "builtins.bytes",
     "__builtin__.set", "__builtin__.dict", "__builtin__.object", "functools.partial",
 }  # fmt: skip
-"""`functools.partial` only binds what is named beside it."""
+"""`functools.partial` only binds another name, which is checked too."""
 _RUNS = {
     "torch.hub", "torch.jit", "torch.utils.cpp_extension", "torch.package", "torch.load",
     "torch.serialization.load", "torch.storage._load_from_bytes", "numpy.load", "numpy.testing",
     "numpy.f2py", "numpy.distutils", "torch.utils.bottleneck", "torch.utils.collect_env",
     "torch.distributed.launch", "torch.distributed.run", "torch._inductor", "torch.os",
 }  # fmt: skip
-"""Of modules that checkpoints do name, what runs or loads other things."""
+"""Parts of allowed modules that run code or load other files."""
 
 
 def called(path: Path) -> set[str]:
-    """Dotted names of what a pickle mentions, in a zip file as torch writes it or bare.
+    """Return the dotted names that a pickle mentions, in a zip file of torch or on its own.
 
     Raises:
-        ArtifactError: it is damaged, too long, or its names cannot be told.
+        ArtifactError: it is damaged or too long, or its names cannot be determined.
     """
     return set(_names(path, _pickle(path)))
 
 
 def runs_code(name: str) -> bool:
-    """Whether loading what has this name runs, fetches or loads something else."""
+    """Return True if loading this name runs or fetches code, or loads another file."""
     if name in _HARMLESS:
         return False
-    if any(name == one or name.startswith(f"{one}.") for one in _RUNS):
+    if any(name == module or name.startswith(f"{module}.") for module in _RUNS):
         return True
     return name.partition(".")[0] in _CODE
 
 
 def is_plain(name: str) -> bool:
-    """Whether a state of tensors may have it."""
+    """Return True if a state dict may contain this name."""
     return name in _HARMLESS or name.partition(".")[0] in _PLAIN
 
 
@@ -74,16 +74,20 @@ def _pickle(path: Path) -> bytes:
         start = file.read(MAX_BYTES + 1)
     if start[:4] != b"PK\x03\x04":
         if len(start) > MAX_BYTES:
-            # What comes after the program (tensors, in torch's old format) is data.
+            # Only data follows the program: tensors, in torch's old format.
             start = start[:MAX_BYTES]
         return start
     return read_archive(path).read("data.pkl", MAX_BYTES)
 
 
 def _names(path: Path, data: bytes) -> Iterator[str]:
-    """Every name, or an error: texts that reach `STACK_GLOBAL` by any other way than being pushed
-    one after the other could be any two texts."""
-    pushed: list[str] = []  # texts on top of the stack, as far as that is certain
+    """Yield every name.
+
+    Raises:
+        ArtifactError: the two strings of a `STACK_GLOBAL` were not pushed one after the other, so
+            they could be anything; or the pickle is damaged.
+    """
+    pushed: list[str] = []  # strings known to be on top of the stack
     memo: dict[int, str] = {}
     stored = 0
     try:
@@ -101,7 +105,7 @@ def _names(path: Path, data: bytes) -> Iterator[str]:
             elif code.name in _TEXTS:
                 pushed.append(str(value))
             elif code.name == "STACK_GLOBAL" and len(pushed) < 2:
-                raise ArtifactError(f"{path}: a name that is put together while it is loaded")
+                raise ArtifactError(f"{path}: a name that is built while the file is loaded")
             else:
                 if code.name == "STACK_GLOBAL":
                     yield f"{pushed[-2]}.{pushed[-1]}"
@@ -109,4 +113,4 @@ def _names(path: Path, data: bytes) -> Iterator[str]:
                     yield str(value).replace(" ", ".", 1)
                 pushed.clear()
     except (ValueError, IndexError, KeyError, OverflowError) as error:
-        raise ArtifactError(f"{path}: no readable pickle: {error}") from error
+        raise ArtifactError(f"{path}: not a readable pickle: {error}") from error

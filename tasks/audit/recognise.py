@@ -1,8 +1,8 @@
-"""What a folder is, in one line for a person: told by names of files, configuration and keys.
+"""Recognise the kind of a folder from its file names, configuration and tensor names.
 
-found = recognise(folder)
-found.kind        Kind.ADAPTER
-found.what        "a PEFT adapter of rank 8 (adapter_model.safetensors)"
+recognised = recognise(folder)
+recognised.kind        Kind.ADAPTER
+recognised.what        "a PEFT adapter of rank 8 (adapter_model.safetensors)"
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ CONFIG, ADAPTER_CONFIG = "config.json", "adapter_config.json"
 MODELS = ("model.safetensors", "pytorch_model.bin")
 ADAPTERS = ("adapter_model.safetensors", "adapter_model.bin")
 _OURS = {"kind", "digest", "tensors", "files", "inputs", "notes"}
-"""What every manifest of ours has; see `tasks/pipeline/artifact.py`."""
+"""Keys of every Plumbline manifest; see `tasks/pipeline/artifact.py`."""
 
 
 class Kind(StrEnum):
-    """What a folder can be. `FOREIGN`: named, but read by the tool that wrote it alone."""
+    """Kinds of folders. `FOREIGN` is a known format that only the tool that wrote it reads."""
 
     ADAPTER = "adapter"
     MODEL = "model"
@@ -44,16 +44,16 @@ class Kind(StrEnum):
 
 @dataclass(frozen=True)
 class Recognised:
-    """What a folder is.
+    """The kind of a folder and its description.
 
     Attributes:
         kind: for programs.
-        what: for a person, without the folder's name.
-        dialect: who wrote it, where that can be told: "OpenRLHF", "LLaMA-Factory", "TRL", "peft",
-            "transformers", "DeepSpeed", "verl", "Plumbline"; else "".
-        weights: the tensors that make it what it is; empty where they are not read by headers.
-        manifest: our manifest, where it has one.
-        beside: what else lies there.
+        what: for people, without the folder's name.
+        dialect: the tool that wrote it, if known: "OpenRLHF", "LLaMA-Factory", "TRL", "peft",
+            "transformers", "DeepSpeed", "verl" or "Plumbline"; else "".
+        weights: its tensors; empty for kinds that are not read by headers.
+        manifest: the manifest of a Plumbline artifact; empty for other folders.
+        beside: descriptions of trainer checkpoints in the same folder.
     """
 
     kind: Kind
@@ -65,66 +65,68 @@ class Recognised:
 
 
 def recognise(folder: Folder) -> Recognised:
-    """Look at names of files, then at configuration and headers. Raises ArtifactError."""
+    """Recognise a folder by file names, then configuration and headers. Raises ArtifactError."""
     manifest = own_manifest(folder)
     states = tuple(_states(folder))
     adapter, model = _open_first(folder, ADAPTERS), _open_first(folder, MODELS)
-    parts = PARTITIONS in folder.files  # beside adapter_config.json, of what they are gathered into
+    # Shards have an adapter_config.json beside them, which gathering uses.
+    parts = PARTITIONS in folder.files
     is_adapter = adapter is not None or (ADAPTER_CONFIG in folder.files and not (states or parts))
     if adapter is not None and model is not None and not _is_head(model):
         what = f"a mixture: a PEFT adapter ({_stored(adapter)}) and a full model ({_stored(model)})"
         return Recognised(Kind.MIXTURE, what, weights=model, manifest=manifest, beside=states)
     if is_adapter:
-        found = _adapter(folder, adapter or Weights(ADAPTERS[0]))
+        result = _adapter(folder, adapter or Weights(ADAPTERS[0]))
     elif model is not None:
-        found = _model(folder, model)
+        result = _model(folder, model)
     elif parts:
-        found = Recognised(Kind.SHARDS, _shards(folder), "Plumbline")
+        result = Recognised(Kind.SHARDS, _shards(folder), "Plumbline")
     elif states:
         kind = Kind.DEEPSPEED if "DeepSpeed" in states[0] else Kind.FOREIGN
-        dialect = next((one for one in ("DeepSpeed", "verl") if one in states[0]), "")
-        found, states = Recognised(kind, states[0], dialect), states[1:]
+        dialect = next((tool for tool in ("DeepSpeed", "verl") if tool in states[0]), "")
+        result, states = Recognised(kind, states[0], dialect), states[1:]
     else:
         bare = "a configuration without weights" if CONFIG in folder.files else "nothing known"
-        what = f"an artifact of ours of kind {manifest['kind']}" if manifest else bare
-        found = Recognised(Kind.NOTHING, what, "Plumbline" if manifest else "")
-    ours = f"our artifact of kind {manifest['kind']}: " if manifest and found.weights.files else ""
-    dialect = "Plumbline" if ours else found.dialect
-    return Recognised(found.kind, ours + found.what, dialect, found.weights, manifest, states)
+        what = f"a Plumbline artifact of kind {manifest['kind']}" if manifest else bare
+        result = Recognised(Kind.NOTHING, what, "Plumbline" if manifest else "")
+    is_artifact = manifest and result.weights.files
+    ours = f"Plumbline artifact of kind {manifest['kind']}: " if is_artifact else ""
+    dialect = "Plumbline" if ours else result.dialect
+    return Recognised(result.kind, ours + result.what, dialect, result.weights, manifest, states)
 
 
 def own_manifest(folder: Folder) -> Mapping[str, Any]:
-    """A manifest of ours; empty when there is none: other tools have files of that name."""
+    """Return Plumbline's manifest, or an empty one: other tools have files of that name."""
     document = folder.json(MANIFEST)
     ours = set(document) >= _OURS and isinstance(document["kind"], str)
     return document if ours else {}
 
 
 def _open_first(folder: Folder, names: tuple[str, ...]) -> Weights | None:
-    """The first of several names that has files: safetensors come before pickles."""
+    """Open the first of several names that has files: safetensors come before pickles."""
     for name in names:
-        found = open_weights(folder, name)
-        if found.files or found.index is not None or index_of(name) in folder.files:
-            return found
+        weights = open_weights(folder, name)
+        if weights.files or weights.index is not None or index_of(name) in folder.files:
+            return weights
     return None
 
 
 def _stored(weights: Weights) -> str:
-    """Its files in few words."""
+    """Return a short description of the weight files."""
     if len(weights.files) == 1:
         return weights.files[0]
     return f"{len(weights.files)} files of {weights.single.replace('.', '-*.', 1)}"
 
 
 def _is_head(weights: Weights) -> bool:
-    """TRL saves the head of a PEFT model as if it were the whole model's weights."""
+    """Return True if it holds only a head: TRL saves the head of a PEFT model like a full model."""
     return bool(weights.tensors) and all("v_head." in key for key in weights.tensors)
 
 
 def _adapter(folder: Folder, weights: Weights) -> Recognised:
-    said = folder.json(ADAPTER_CONFIG)
-    rank = f" of rank {said['r']}" if type(said.get("r")) is int else ""
-    dora = "DoRA " if said.get("use_dora") else ""
+    config = folder.json(ADAPTER_CONFIG)
+    rank = f" of rank {config['r']}" if type(config.get("r")) is int else ""
+    dora = "DoRA " if config.get("use_dora") else ""
     dialect = "verl" if _is_verl(folder) else "peft"
     stored = _stored(weights) if weights.files else "no weights"
     head = _head_of_adapter(folder, weights)
@@ -166,18 +168,18 @@ def _model(folder: Folder, weights: Weights) -> Recognised:
 
 
 def _shards(folder: Folder) -> str:
-    """What training left here: an adapter or a whole model, in parts."""
-    said = folder.json(PARTITIONS)
+    """Describe Plumbline's shards: of an adapter or of a full model."""
+    partitions = folder.json(PARTITIONS)
     rank = folder.json(ADAPTER_CONFIG).get("r")
     of_rank = f" of rank {rank}" if type(rank) is int else ""
     of = {"adapter": f" of a LoRA adapter{of_rank}", "full": " of a full model"}
-    mode, ranks = said.get("mode"), said.get("world_size")
+    mode, ranks = partitions.get("mode"), partitions.get("world_size")
     count = f" of {ranks} ranks" if type(ranks) is int else ""
     return f"Plumbline's shards{of.get(mode, '') if isinstance(mode, str) else ''}{count}"
 
 
 _STATES: tuple[tuple[str, str], ...] = (
-    # a file of it, anywhere; what it is
+    # pattern of one of its files, description
     (r"(.*/)?zero/[^/]+/fp32\.pt", "a universal DeepSpeed checkpoint"),
     (r"(.*/)?zero_pp_rank_\d+_mp_rank_\d+_model_states\.pt", "a DeepSpeed checkpoint of ZeRO-3"),
     (r"(.*/)?(bf16_)?zero_pp_rank_\d+_mp_rank_\d+_optim_states\.pt",
@@ -192,11 +194,11 @@ _STATES: tuple[tuple[str, str], ...] = (
 
 
 def _states(folder: Folder) -> Iterator[str]:
-    """What trainers left in it that is no finished model."""
+    """Yield descriptions of trainer checkpoints in the folder."""
     deepspeed = False
     for pattern, what in _STATES:
         if deepspeed and "DeepSpeed" in what:
-            continue  # one checkpoint has files of several kinds: the most telling comes first
+            continue  # a checkpoint has several kinds of files: the first match is the best
         if any(re.fullmatch(pattern, name) for name in folder.files):
             deepspeed |= "DeepSpeed" in what
             yield what

@@ -1,7 +1,7 @@
-"""Audit: what is wrong with a checkpoint that is lying in a folder, whoever made it.
+"""Audit a checkpoint folder.
 
     report = audit(Path("ckpt"), base=Path("qwen2.5-7b"))
-    report.ok                   whether nothing is an error
+    report.ok                   True if no finding is an error
     print(report.text())
 
 Nothing is written into the folder, nothing in it is run, nothing is unpickled.
@@ -24,20 +24,20 @@ from tasks.audit.source import Source, open_source
 
 _WIDTH, _INDENT = 110, 20
 _CELL = 70
-"""Characters of a cell in a table that a page shows."""
+"""Most characters in a cell of a Markdown table."""
 
 
 @dataclass(frozen=True)
 class Report:
-    """What an audit found.
+    """The result of an audit.
 
     Attributes:
-        source: the folder, as it was given.
-        kind: what it is, for programs; see `tasks.audit.recognise.Kind`.
-        what: what it is, for a person.
-        findings: the worst first.
+        source: path of the folder, as the user wrote it.
+        kind: kind of the folder, for programs; see `tasks.audit.recognise.Kind`.
+        what: description of the folder, for people.
+        findings: all findings, the worst first.
         seconds: wall time.
-        mendable: whether `fix=true` writes a copy without its errors.
+        mendable: True if `fix=true` writes a copy without errors.
     """
 
     source: str
@@ -49,23 +49,23 @@ class Report:
 
     @property
     def ok(self) -> bool:
-        """Whether there is no error among the findings."""
-        return not any(one.severity is Severity.ERROR for one in self.findings)
+        """True if no finding is an error."""
+        return not any(finding.severity is Severity.ERROR for finding in self.findings)
 
     def as_json(self) -> dict[str, Any]:
-        """Plain JSON."""
+        """Return a dict of plain JSON values."""
         return {
             "source": self.source,
             "kind": self.kind,
             "what": self.what,
             "ok": self.ok,
             "mendable": self.mendable,
-            "findings": [one.as_json() for one in self.findings],
+            "findings": [finding.as_json() for finding in self.findings],
             "seconds": round(self.seconds, 3),
         }
 
     def text(self) -> str:
-        """For a person: what it is, a table of the findings, each one explained once, a sum."""
+        """Return the report for a terminal: kind, table of findings with explanations, counts."""
         end = [f"\n{self.counts} in {self.seconds:.1f} s"]
         if self.mendable:
             end.append(f"a copy without the errors: {self.mending}")
@@ -73,34 +73,37 @@ class Report:
 
     @property
     def mending(self) -> str:
-        """The command that writes a copy without the errors; "" where none would."""
+        """The command that writes a copy without errors; "" if there is none."""
         command = f"python flows/audit.py source={self.source} fix=true out_dir=<a new folder>"
         return command if self.mendable else ""
 
     def markdown(self) -> str:
-        """For the pages of orchestrators and trackers: a table, and below it what to do.
+        """Return the report as Markdown for pages of orchestrators and trackers.
 
-        Their tables do not wrap: what is long stands in the lines below.
+        Their tables do not wrap, so long texts follow below the table.
         """
         lines = [f"{_code(self.source)}: {_code(self.what)}", "", self.counts]
         if self.findings:
             lines += ["", "| severity | code | found | where |", "|---|---|---|---|"]
-        for one in self.findings:
-            lines.append(
-                f"| {one.severity} | {one.code} | {_cell(one.found)} | {_cell(one.where)} |"
-            )
-        for one in self.findings:
-            lines += ["", f"{one.code}: {_code(one.where)}", f"- expected: {_code(one.expected)}"]
-            lines += [f"- why: {_code(one.why)}"] if one.why else []
-            lines += [f"- fix: {_code(one.fix)}"]
+        for finding in self.findings:
+            found, where = _cell(finding.found), _cell(finding.where)
+            lines.append(f"| {finding.severity} | {finding.code} | {found} | {where} |")
+        for finding in self.findings:
+            lines += [
+                "",
+                f"{finding.code}: {_code(finding.where)}",
+                f"- expected: {_code(finding.expected)}",
+            ]
+            lines += [f"- why: {_code(finding.why)}"] if finding.why else []
+            lines += [f"- fix: {_code(finding.fix)}"]
         return "\n".join(lines) + "\n"
 
     @property
     def counts(self) -> str:
-        """`2 errors, 1 warning, 0 infos`."""
-        counts = Counter(one.severity for one in self.findings)
-        told = [f"{counts[one]} {one.value}{'s' * (counts[one] != 1)}" for one in Severity]
-        return ", ".join(told)
+        """Counts by severity: `2 errors, 1 warning, 0 infos`."""
+        counts = Counter(finding.severity for finding in self.findings)
+        parts = [f"{counts[kind]} {kind.value}{'s' * (counts[kind] != 1)}" for kind in Severity]
+        return ", ".join(parts)
 
 
 def audit(
@@ -114,27 +117,27 @@ def audit(
 
     Args:
         source: the folder.
-        base: folder of the model that it was trained on or made from; None takes the one that an
-            adapter names, where that is a folder here.
-        values: read tensor data too, not headers and documents alone.
-        adapter: folder of the adapter that was merged into `base` to make it: with `values` every
-            tensor is held against base and adapter.
+        base: folder of the model that it was trained on or made from; None uses the base that an
+            adapter names, if that is a local folder.
+        values: read tensor data too, not only headers and JSON files.
+        adapter: folder of the adapter that was merged into `base`; with `values` every tensor is
+            compared with base and adapter.
 
     Raises:
-        ArtifactError: `source` or `base` is no folder, or cannot be listed.
+        ArtifactError: `source` or `base` is not a folder, or cannot be listed.
     """
     began = time.perf_counter()
     opened = open_source(source, base, values=values, adapter=adapter)
-    found = examine(opened)
-    mendable = would_mend(opened, found)
-    findings = tuple(_with_paths(one, source, opened) for one in found)
+    findings = examine(opened)
+    mendable = would_mend(opened, findings)
+    completed = tuple(_with_paths(finding, source, opened) for finding in findings)
     seconds = time.perf_counter() - began
     what = opened.recognised.what
-    return Report(str(source), opened.kind.value, what, findings, seconds, mendable)
+    return Report(str(source), opened.kind.value, what, completed, seconds, mendable)
 
 
 def _with_paths(finding: Finding, source: Path, opened: Source) -> Finding:
-    """Its commands with the folders of this audit in them."""
+    """Return the finding with the folders of this audit in its commands."""
     fix = finding.fix.replace("source=DIR", f"source={source}")
     if opened.base is not None:
         fix = fix.replace("base=<the base>", f"base={opened.base.folder.root}")
@@ -144,34 +147,39 @@ def _with_paths(finding: Finding, source: Path, opened: Source) -> Finding:
 
 
 def _code(text: str) -> str:
-    """Words that a stranger may have chosen, as code: a page shows them, and renders nothing."""
+    """Return untrusted text as Markdown code, so that a page does not render it."""
     return f"`{printable(text).replace('`', chr(39))}`"
 
 
 def _cell(text: str) -> str:
-    """The beginning of `text`, for a table."""
+    """Return the beginning of `text` for a table cell."""
     return _code(shorten(text, _CELL, placeholder=" ...")).replace("|", "\\|")
 
 
 def _table(findings: tuple[Finding, ...]) -> Iterator[str]:
     if not findings:
         return
-    code = max(len(one.code) for one in findings)
+    code = max(len(finding.code) for finding in findings)
     yield f"\n{'severity':<9} {'code':<{code}}  where"
     yield "-" * _WIDTH
-    told: set[str] = set()
-    for one in findings:
-        yield f"{one.severity.value:<9} {one.code:<{code}}  {one.where}"
-        lines = {"found": one.found, "expected": one.expected, "why": one.why, "fix": one.fix}
-        if one.code in told:  # the reason is the same for all of a code
+    explained: set[str] = set()
+    for finding in findings:
+        yield f"{finding.severity.value:<9} {finding.code:<{code}}  {finding.where}"
+        lines = {
+            "found": finding.found,
+            "expected": finding.expected,
+            "why": finding.why,
+            "fix": finding.fix,
+        }
+        if finding.code in explained:  # all findings of a code have the same reason
             del lines["why"]
         for name, text in lines.items():
             yield from _wrapped(name, text)
-        told.add(one.code)
+        explained.add(finding.code)
 
 
 def _wrapped(name: str, text: str) -> Iterator[str]:
-    """A labelled text in lines of bounded width; commands and paths are never broken."""
+    """Yield a labelled text in lines of bounded width; commands and paths stay whole."""
     lines = wrap(text, _WIDTH - _INDENT, break_long_words=False, break_on_hyphens=False)
     for number, line in enumerate(lines):
         label = name if number == 0 else ""

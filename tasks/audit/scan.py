@@ -1,4 +1,4 @@
-"""Tensor data, looked at once, block by block, at the speed of the disk, with numpy alone.
+"""Read tensor data once, block by block, at disk speed, with numpy alone.
 
 seen = scan(source, source.tensors)["lm_head.weight"]
 seen.nonfinite, seen.is_zero, seen.zero_rows
@@ -24,22 +24,23 @@ from tasks.weights.files.header import ITEM_BITS
 from tasks.weights.native.hashing import LANES, advance, side_by_side, stream
 
 _BLOCK = 2 << 20
-"""Bytes read at a time; a row that is longer is not looked at as a row."""
+"""Bytes to read at a time; longer rows are not examined as rows."""
 _THREADS = 4
 _SHOWN = 8
 
 
 @dataclass
 class Seen:
-    """What one tensor's data is like.
+    """Statistics of one tensor's data.
 
     Attributes:
-        nonfinite: how many elements are infinite or NaN.
-        largest: the largest magnitude, as `bits.largest` gives it.
-        is_zero: whether every element is.
-        zero_rows, constant_rows: how many rows of a matrix are zero, or one number other than zero.
-        rows: the first few of them.
-        sha256: of its bytes; "" where nobody asked.
+        nonfinite: number of infinite or NaN elements.
+        largest: largest magnitude, encoded as `dtype_bits.largest` returns it.
+        is_zero: True if all elements are zero.
+        zero_rows, constant_rows: number of matrix rows whose elements are all zero, or all equal
+            to another number.
+        rows: indices of the first few of these rows.
+        sha256: hash of its bytes; "" if not requested.
     """
 
     dtype: str
@@ -53,68 +54,68 @@ class Seen:
 
     @property
     def magnitude(self) -> float:
-        """The largest magnitude as a number; 0 for what is no float."""
+        """Largest magnitude as a number; 0 if the dtype is not a float."""
         return magnitude(self.largest, self.dtype) if is_float(self.dtype) else 0.0
 
 
 def scan(source: Source, names: Collection[str], *, hashed: bool = False) -> Mapping[str, Seen]:
-    """Look at every named tensor whose elements lie in order.
+    """Scan every named tensor that is contiguous.
 
     Args:
         source: the folder.
-        names: of its tensors.
-        hashed: take sha256 too.
+        names: names of tensors.
+        hashed: compute SHA-256 too.
 
     Raises:
-        ArtifactError: a file that is shorter than its header says.
+        ArtifactError: a file is shorter than its header says.
     """
-    ordered = [one for one in names if source.tensors[one].start >= 0]
-    # Side by side as long as all of them last: so those of a size together.
-    ordered.sort(key=lambda one: (-source.tensors[one].nbytes, source.tensors[one].file, one))
+    ordered = [name for name in names if source.tensors[name].start >= 0]
+    # Tensors of similar size go together: hashing side by side ends with the shortest.
+    ordered.sort(key=lambda name: (-source.tensors[name].nbytes, source.tensors[name].file, name))
     size = LANES if hashed and side_by_side() else 1
     groups = [ordered[at : at + size] for at in range(0, len(ordered), size)]
     threads = min(_THREADS, len(os.sched_getaffinity(0)))
-    found: dict[str, Seen] = {}
+    results: dict[str, Seen] = {}
     with ThreadPoolExecutor(threads) as pool:
         for group in pool.map(partial(_group, source, hashed), groups):
-            found |= group
-    return found
+            results |= group
+    return results
 
 
 def _group(source: Source, hashed: bool, names: Sequence[str]) -> dict[str, Seen]:
-    """Look at a few tensors in step, so that their hashes advance in the lanes of one vector."""
+    """Scan several tensors in step, so that their hashes advance side by side."""
     looks = [_Look(source, name, hashed) for name in names]
     left = looks
     with ExitStack() as files:
-        for one in looks:
-            files.callback(one.close)
-        while left := [one for one in left if one.goes_on]:
-            pairs = [(one.digest, one.block()) for one in left]
+        for look in looks:
+            files.callback(look.close)
+        while left := [look for look in left if look.goes_on]:
+            pairs = [(look.digest, look.block()) for look in left]
             advance([(digest, block) for digest, block in pairs if digest is not None])
-    return {name: one.seen for name, one in zip(names, looks, strict=True)}
+    return {name: look.seen for name, look in zip(names, looks, strict=True)}
 
 
 class _Look:
-    """One tensor, looked at block by block."""
+    """Scan of one tensor, block by block."""
 
     def __init__(self, source: Source, name: str, hashed: bool) -> None:
-        held = source.tensors[name]
-        self.seen = Seen(held.dtype)
+        tensor = source.tensors[name]
+        self.seen = Seen(tensor.dtype)
         self.digest = stream() if hashed else None
-        row = held.nbytes // held.shape[0] if len(held.shape) == 2 and held.numel else 0
+        row = tensor.nbytes // tensor.shape[0] if len(tensor.shape) == 2 and tensor.numel else 0
         self._row = row if row <= _BLOCK else 0
         step = _BLOCK // row * row if self._row else _BLOCK
-        self._left: NDArray[np.uint8] = np.empty(min(step, held.nbytes), np.uint8)
+        self._left: NDArray[np.uint8] = np.empty(min(step, tensor.nbytes), np.uint8)
         self._reader = Reader(source.extents(name))
         self._at = 0
 
     @property
     def goes_on(self) -> bool:
-        """Whether there is more of it."""
+        """True if bytes are left to read."""
         return self._at < self._reader.nbytes
 
     def block(self) -> NDArray[np.uint8]:
-        """Read and look at the next block; it is good until the one after it."""
+        """Read and examine the next block; it is valid until the next call."""
         part = self._left[: self._reader.nbytes - self._at]
         self._reader.into(part, self._at)
         _count(self.seen, part)
@@ -124,7 +125,7 @@ class _Look:
         return part
 
     def close(self) -> None:
-        """Close its file, take its hash."""
+        """Close the file and store the hash."""
         self._reader.__exit__()
         self.seen.sha256 = self.digest.hexdigest() if self.digest is not None else ""
 
@@ -141,7 +142,7 @@ def _count(seen: Seen, part: NDArray[np.uint8]) -> None:
 
 
 def _rows(seen: Seen, part: NDArray[np.uint8], row: int, first: int) -> None:
-    """Rows that are one element over and over; three elements tell of nearly all others."""
+    """Count rows of equal elements; comparing three elements rejects nearly all other rows."""
     size = ITEM_BITS[seen.dtype] // 8
     table: NDArray[Any] = part.view(f"<u{size}").reshape(-1, row // size)
     if table.shape[1] < 2:

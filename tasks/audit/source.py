@@ -1,4 +1,4 @@
-"""The opened source: what every family of findings is given.
+"""The opened source that every check reads.
 
 source = open_source(Path("ckpt"), base=None)
 source.kind is Kind.ADAPTER
@@ -15,22 +15,21 @@ from typing import Any
 
 from tasks.audit.folder import Folder
 from tasks.audit.recognise import ADAPTER_CONFIG, Kind, Recognised, recognise
-from tasks.audit.weights import Held, Weights
+from tasks.audit.weights import StoredTensor, Weights
 from tasks.core.errors import ArtifactError
 from tasks.weights.files.source import Extent
 
 
 @dataclass(frozen=True)
 class Source:
-    """A recognised folder, and the base that it is held against.
+    """A recognised folder, and the base to compare it with.
 
     Attributes:
-        folder: files and documents.
-        recognised: what it is.
-        base: the base model, opened likewise; None where none is known here.
-        values: whether tensor data may be read, and not headers alone.
-        adapter: folder of the adapter that was merged into the base to make it; None where none is
-            given.
+        folder: files and JSON documents.
+        recognised: kind and weights.
+        base: the base model, opened in the same way; None if there is none.
+        values: True if checks may read tensor data, not only headers.
+        adapter: folder of the adapter that was merged into the base; None if unknown.
     """
 
     folder: Folder
@@ -41,76 +40,76 @@ class Source:
 
     @property
     def kind(self) -> Kind:
-        """What it is."""
+        """Kind of the folder."""
         return self.recognised.kind
 
     @property
     def is_adapter(self) -> bool:
-        """Whether it is a PEFT adapter."""
+        """True if it is a PEFT adapter."""
         return self.kind is Kind.ADAPTER
 
     @property
     def is_model(self) -> bool:
-        """Whether it is a whole model, with or without a head for rewards or values."""
+        """True if it is a full model, with or without a reward or value head."""
         return self.kind in (Kind.MODEL, Kind.REWARD, Kind.VALUE)
 
     @property
     def weights(self) -> Weights:
-        """Its tensors, by headers; empty for what is not read by headers."""
+        """Its tensors, from headers; empty for kinds that are not read by headers."""
         return self.recognised.weights
 
     @property
-    def tensors(self) -> Mapping[str, Held]:
-        """The same, by name."""
+    def tensors(self) -> Mapping[str, StoredTensor]:
+        """Its tensors by name."""
         return self.recognised.weights.tensors
 
     def extents(self, name: str) -> Sequence[Extent]:
-        """Where a tensor's bytes lie, for `tasks.weights.files.file_ranges.Reader`.
+        """Return the file range of a tensor, for `tasks.weights.files.file_ranges.Reader`.
 
         Raises:
-            ArtifactError: its elements do not lie in order.
+            ArtifactError: the tensor is not contiguous.
         """
-        held = self.tensors[name]
-        if held.start < 0:
-            raise ArtifactError(f"{held.file}: {name}: its elements do not lie in order")
-        return (Extent(self.folder.root / held.file, held.start, held.nbytes),)
+        tensor = self.tensors[name]
+        if tensor.start < 0:
+            raise ArtifactError(f"{tensor.file}: {name}: the tensor is not contiguous")
+        return (Extent(self.folder.root / tensor.file, tensor.start, tensor.nbytes),)
 
     def sha256(self, name: str) -> str | None:
-        """Unknown here: nobody vouches for a folder that is under examination."""
+        """Return None: hashes in the manifest of an audited folder are not trusted."""
         return None
 
     def config(self, name: str = "config.json") -> Mapping[str, Any]:
-        """A JSON document of the folder; empty where there is no usable one."""
+        """Return a JSON document of the folder; empty if there is no usable one."""
         return self.folder.json(name)
 
 
 def open_source(
     root: Path, base: Path | None = None, *, values: bool = False, adapter: Path | None = None
 ) -> Source:
-    """Open a folder, and its base where one is given or the adapter names a folder that is there.
+    """Open a folder and its base: the one in `base`, or the local folder that an adapter names.
 
     Args:
         root: the folder.
-        base: folder of the model that it was trained on, or made from.
-        values: whether tensor data may be read.
-        adapter: folder of the adapter that was merged to make it.
+        base: folder of the model that it was trained on or made from.
+        values: True if checks may read tensor data.
+        adapter: folder of the adapter that was merged into the base.
 
     Raises:
-        ArtifactError: the folder, or the base, is not there or cannot be listed.
+        ArtifactError: the folder or the base does not exist or cannot be listed.
     """
     folder = Folder(root)
     recognised = recognise(folder)
     base = base or (_named_base(folder) if recognised.kind is Kind.ADAPTER else None)
     if base is None:
         return Source(folder, recognised, None, values, adapter)
-    other = Folder(base)
-    opened = Source(other, recognise(other), None, values)
+    base_folder = Folder(base)
+    opened = Source(base_folder, recognise(base_folder), None, values)
     return Source(folder, recognised, opened, values, adapter)
 
 
 def _named_base(folder: Folder) -> Path | None:
-    """`base_model_name_or_path`, where that is an absolute path of a folder here."""
-    said = folder.json(ADAPTER_CONFIG).get("base_model_name_or_path")
-    if not isinstance(said, str) or not said.startswith("/") or "\0" in said:
+    """Return `base_model_name_or_path` if it is the absolute path of a local folder."""
+    name = folder.json(ADAPTER_CONFIG).get("base_model_name_or_path")
+    if not isinstance(name, str) or not name.startswith("/") or "\0" in name:
         return None
-    return Path(said) if Path(said).is_dir() else None
+    return Path(name) if Path(name).is_dir() else None

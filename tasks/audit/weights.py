@@ -1,11 +1,11 @@
-"""The tensors of a folder, by headers alone: safetensors, and `.bin` files without unpickling them.
+"""The tensors of a folder, from headers alone: safetensors, and `.bin` files without unpickling.
 
     weights = open_weights(folder, "model.safetensors")
     weights.tensors["lm_head.weight"].shape
-    weights.unread["model-00002-of-00003.safetensors"]      why that one tells nothing
+    weights.unread["model-00002-of-00003.safetensors"]      why this file cannot be read
 
-Unlike `tasks.weights.files.index.survey`, which refuses what cannot be used, this holds all there
-is, broken or not: tensors without elements, keys that come twice, shards that no index names.
+`tasks.weights.files.index.survey` refuses unusable files. This module keeps everything, broken or
+not: tensors without elements, duplicate keys, shards that no index names.
 """
 
 from __future__ import annotations
@@ -27,16 +27,16 @@ from tasks.weights.pickled.state import nested_in
 from tasks.weights.pickled.tensors import TensorRef, TorchFile, read_torch_file
 
 MAX_PICKLE_BYTES = 32 << 20
-"""What describes the tensors of one `.bin` file: of 100,000 tensors some 20 MB."""
+"""Largest pickle in a `.bin` file: 100,000 tensors take about 20 MB."""
 MAX_FILES = 4096
-"""Weight files that are opened; the largest models published have a few hundred."""
+"""Most weight files to open; the largest published models have a few hundred."""
 MAX_TENSORS = 1_000_000
 _SHARD = r"-\d+-of-\d+"
 
 
 @dataclass(frozen=True, slots=True)
-class Held:
-    """One tensor in a file. `start` is -1 where its elements do not lie in order."""
+class StoredTensor:
+    """Header of one tensor. `start` is -1 if the tensor is not contiguous."""
 
     file: str
     shape: tuple[int, ...]
@@ -52,26 +52,26 @@ class Held:
 
 @dataclass
 class Weights:
-    """What one checkpoint of a folder holds.
+    """The weights of one checkpoint in a folder.
 
     Attributes:
-        single: the name it would have as one file: "model.safetensors", "adapter_model.bin".
-        files: names of the files that were taken for it.
-        index: file by tensor name, as its index says; None where it has no usable index.
-        tensors: what was found, by tensor name; of a name that comes twice, the first.
-        twice: (tensor, file, other file) of those.
-        absent: files that the index names and that are not there.
-        strange: names in the index that no file in the folder can have.
-        unread: by file, why it cannot be read.
-        metadata: by file, what its header says beside tensors.
-        others: by `.bin` file, names of entries that are no tensors.
-        nested: by `.bin` file, the key of a trainer's checkpoint that holds the state dict.
+        single: its name as a single file: "model.safetensors", "adapter_model.bin".
+        files: names of its files.
+        index: file by tensor name, from its index; None without a usable index.
+        tensors: headers by tensor name; the first one of a duplicate name.
+        twice: (tensor, file, other file) of duplicate names.
+        absent: files that the index names and that do not exist.
+        strange: names in the index that are not plain file names.
+        unread: reason by name for each unreadable file.
+        metadata: `__metadata__` of each safetensors header, by file.
+        others: names of entries that are not tensors, by `.bin` file.
+        nested: key that holds the state dict, by `.bin` file that is a trainer's checkpoint.
     """
 
     single: str
     files: tuple[str, ...] = ()
     index: Mapping[str, str] | None = None
-    tensors: dict[str, Held] = field(default_factory=dict)
+    tensors: dict[str, StoredTensor] = field(default_factory=dict)
     twice: list[tuple[str, str, str]] = field(default_factory=list)
     absent: tuple[str, ...] = ()
     strange: tuple[str, ...] = ()
@@ -82,58 +82,58 @@ class Weights:
 
     @property
     def is_pickled(self) -> bool:
-        """Whether its files are torch's, not safetensors."""
+        """True if its files are torch's, not safetensors."""
         return not self.single.endswith(".safetensors")
 
     @property
     def is_whole(self) -> bool:
-        """Return True if every file could be read, so that a tensor not found is missing."""
+        """True if every file could be read, so that an absent tensor really is missing."""
         unknown = self.absent or self.unread or self.strange or self.nested
         return bool(self.files) and not unknown
 
     @property
     def nbytes(self) -> int:
-        """Bytes of all tensors together."""
-        return sum(one.nbytes for one in self.tensors.values())
+        """Size of all tensors in bytes."""
+        return sum(tensor.nbytes for tensor in self.tensors.values())
 
 
 def open_weights(folder: Folder, single: str) -> Weights:
-    """Open the files of a checkpoint by its index; without one the single file, or its shards.
+    """Open the files of a checkpoint: those of its index, else the single file, else its shards.
 
     Args:
-        folder: where it lies.
-        single: the name that it would have as one file.
+        folder: the folder.
+        single: name of the checkpoint as a single file.
     """
-    found = Weights(single)
-    found.index = _index(folder, index_of(single))
-    names = sorted(set(found.index.values())) if found.index else _unlisted(folder, single)
-    found.strange = tuple(one for one in names if not is_plain_name(one))
-    names = [one for one in names if is_plain_name(one)]
-    found.absent = tuple(one for one in names if one not in folder.files)
-    found.files = tuple(one for one in names if one in folder.files)
-    for count, name in enumerate(found.files):
-        if count >= MAX_FILES or len(found.tensors) > MAX_TENSORS:
-            found.unread[name] = f"not opened: beyond {MAX_FILES} files or {MAX_TENSORS} tensors"
+    weights = Weights(single)
+    weights.index = _index(folder, index_of(single))
+    names = sorted(set(weights.index.values())) if weights.index else _unlisted(folder, single)
+    weights.strange = tuple(name for name in names if not is_plain_name(name))
+    names = [name for name in names if is_plain_name(name)]
+    weights.absent = tuple(name for name in names if name not in folder.files)
+    weights.files = tuple(name for name in names if name in folder.files)
+    for count, name in enumerate(weights.files):
+        if count >= MAX_FILES or len(weights.tensors) > MAX_TENSORS:
+            weights.unread[name] = f"not opened: beyond {MAX_FILES} files or {MAX_TENSORS} tensors"
         else:
-            read_file(folder, name, found)
-    return found
+            read_file(folder, name, weights)
+    return weights
 
 
 def read_file(folder: Folder, name: str, into: Weights) -> None:
-    """Add what one file holds."""
+    """Add the content of one file to `into`."""
     try:
         if name.endswith(".safetensors"):
-            held = _safetensors(folder.root / name, name, into)
+            tensors = _safetensors(folder.root / name, name, into)
         else:
-            held = _pickle(folder.root / name, name, into)
+            tensors = _pickle(folder.root / name, name, into)
     except ArtifactError as error:
         into.unread[name] = error.message.removeprefix(f"{folder.root / name}: ")
         return
-    for key, one in held.items():
+    for key, tensor in tensors.items():
         if key in into.tensors:
             into.twice.append((key, into.tensors[key].file, name))
         else:
-            into.tensors[key] = one
+            into.tensors[key] = tensor
 
 
 def _index(folder: Folder, name: str) -> Mapping[str, str] | None:
@@ -141,16 +141,16 @@ def _index(folder: Folder, name: str) -> Mapping[str, str] | None:
     if name not in folder.files or name in folder.wrong:
         return None
     if not isinstance(table, dict) or not table:
-        folder.wrong[name] = "no weight_map in it"
+        folder.wrong[name] = "it has no weight_map"
         return None
     if not all(isinstance(file, str) for file in table.values()):
-        folder.wrong[name] = "weight_map names something that is no file"
+        folder.wrong[name] = "weight_map has a value that is not a file name"
         return None
     return table
 
 
 def _unlisted(folder: Folder, single: str) -> list[str]:
-    """The files of a checkpoint without an index: one of that name, else its shards."""
+    """Return the files of a checkpoint without an index: the single file, else its shards."""
     if single in folder.files:
         return [single]
     stem, _, suffix = single.rpartition(".")
@@ -158,24 +158,24 @@ def _unlisted(folder: Folder, single: str) -> list[str]:
     return [name for name in folder.here() if pattern.fullmatch(name)]
 
 
-def _safetensors(path: Path, name: str, into: Weights) -> dict[str, Held]:
+def _safetensors(path: Path, name: str, into: Weights) -> dict[str, StoredTensor]:
     _require_sane(path)
     header = read_header(path)
     into.metadata[name] = header.metadata
     return {
-        key: Held(name, info.shape, info.dtype, info.start, info.nbytes)
+        key: StoredTensor(name, info.shape, info.dtype, info.start, info.nbytes)
         for key, info in header.tensors.items()
     }
 
 
 def _require_sane(path: Path) -> None:
-    """Refuse a header that would take much memory. Raises ArtifactError."""
+    """Refuse a header that would take too much memory. Raises ArtifactError."""
     try:
         with path.open("rb") as file:
             prefix = file.read(8)
             length = struct.unpack("<Q", prefix)[0] if len(prefix) == 8 else 0
             if length > MAX_HEADER_BYTES:
-                return  # `read_header` says so
+                return  # `read_header` refuses it
             raw = file.read(length)
     except OSError as error:
         raise ArtifactError(f"{path}: cannot be read: {error.strerror or error}") from error
@@ -183,7 +183,7 @@ def _require_sane(path: Path) -> None:
         raise ArtifactError(f"{path}: its header has more than {MAX_VALUES} values")
 
 
-def _pickle(path: Path, name: str, into: Weights) -> dict[str, Held]:
+def _pickle(path: Path, name: str, into: Weights) -> dict[str, StoredTensor]:
     record = read_archive(path).records.get("data.pkl")
     if record is not None and record.nbytes > MAX_PICKLE_BYTES:
         raise ArtifactError(
@@ -192,7 +192,7 @@ def _pickle(path: Path, name: str, into: Weights) -> dict[str, Held]:
     file = read_torch_file(path)
     content: Any = file.content
     if not isinstance(content, dict):
-        raise ArtifactError(f"{path}: holds a {type(content).__name__}, no state dict")
+        raise ArtifactError(f"{path}: contains a {type(content).__name__}, not a state dict")
     key = nested_in(content)
     if key:
         into.nested[name] = key
@@ -201,13 +201,13 @@ def _pickle(path: Path, name: str, into: Weights) -> dict[str, Held]:
         str(key) for key, value in content.items() if not isinstance(value, TensorRef)
     )
     return {
-        str(key): _held(file, name, value)
+        str(key): _info(file, name, value)
         for key, value in content.items()
         if isinstance(value, TensorRef)
     }
 
 
-def _held(file: TorchFile, name: str, ref: TensorRef) -> Held:
+def _info(file: TorchFile, name: str, ref: TensorRef) -> StoredTensor:
     nbytes = ref.numel * ITEM_BITS[ref.dtype] // 8
     start = file.extent(ref).start if ref.contiguous else -1
-    return Held(name, ref.shape, ref.dtype, start, nbytes)
+    return StoredTensor(name, ref.shape, ref.dtype, start, nbytes)

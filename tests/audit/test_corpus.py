@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from tasks.audit.catalogue import configuration, entries, merge_proof
+from tasks.audit import catalogue
 from tasks.audit.finding import Severity
 from tasks.audit.run import Report, audit
 from tests.audit.corpus import Corpus
@@ -19,10 +19,10 @@ from tests.audit.corpus.clean import CLEAN
 
 BROKEN = {**BROKEN_FILES, **BROKEN_WORDS, **BROKEN_ADAPTERS, **BROKEN_MERGES}
 NEVER = {
-    one.code
-    for page in (configuration, merge_proof)
-    for one in entries(page)
-    if one.severity is not Severity.INFO
+    entry.code
+    for section in (catalogue.model.CONFIGURATION, catalogue.values.MERGES)
+    for entry in section.entries
+    if entry.severity is not Severity.INFO
 }
 """Codes that no clean checkpoint may have, not even as a warning."""
 

@@ -123,7 +123,7 @@ def test_a_full_model_is_taken_as_it_is(deliver: Run, base: Path, tmp_path: Path
     loads(tmp_path / "out")
     again = deliver(f"source={tmp_path / 'out'}", f"out={tmp_path / 'second'}")
     assert again.code == 0, again.output
-    assert "our artifact of kind served" in again.output
+    assert "Plumbline artifact of kind served" in again.output
     assert os.path.samefile(
         tmp_path / "out" / "model.safetensors", tmp_path / "second" / "model.safetensors"
     )

@@ -1,66 +1,42 @@
-"""Every code there is, once: what it means, which tool fails on it, who reported it, what to do.
+"""All findings of the audit: what each one means, which tool fails on it, who reported it, the fix.
 
-`docs/findings.md` is made from it: `python -m tasks.audit.page > docs/findings.md`.
+SECTIONS      sections of `docs/findings.md`, in the order of the page
+CATALOGUE     every entry by its code
+unseen        reported failures that leave no trace in files
+
+Make the page with `python -m tasks.audit.page > docs/findings.md`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from types import ModuleType
+from collections.abc import Mapping, Sequence
 
-from tasks.audit.catalogue import (
-    adapter,
-    against_base,
-    architecture,
-    configuration,
-    dtypes,
-    experts,
-    files,
-    folder,
-    headers,
-    heads,
-    merge_proof,
-    quantisation,
-    residue,
-    serving,
-    special_tokens,
-    templates,
-    unsafe,
-    values,
-    vocabulary,
-    zero,
+from tasks.audit.catalogue import adapters, files, heads, model, tensors, text, values
+from tasks.audit.finding import Entry, Section
+
+SECTIONS: Sequence[Section] = (
+    files.FOLDER,
+    files.FILES,
+    tensors.HEADERS,
+    tensors.ZERO,
+    tensors.RESIDUE,
+    heads.HEADS,
+    adapters.ADAPTERS,
+    text.VOCABULARY,
+    text.SPECIAL_TOKENS,
+    text.TEMPLATES,
+    model.ARCHITECTURE,
+    model.QUANTISATION,
+    model.DTYPES,
+    model.EXPERTS,
+    adapters.SERVING,
+    model.CONFIGURATION,
+    values.AGAINST_BASE,
+    values.MERGES,
+    files.UNSAFE,
+    values.VALUES,
 )
-from tasks.audit.catalogue.entry import Entry
 
-PAGES: Sequence[ModuleType] = (
-    folder,
-    files,
-    headers,
-    zero,
-    residue,
-    heads,
-    adapter,
-    vocabulary,
-    special_tokens,
-    templates,
-    architecture,
-    quantisation,
-    dtypes,
-    experts,
-    serving,
-    configuration,
-    against_base,
-    merge_proof,
-    unsafe,
-    values,
-)
-"""One module of entries a family; the first line of its docstring is its heading."""
-
-
-def entries(page: ModuleType) -> Iterator[Entry]:
-    """A module's entries, as they stand in it."""
-    return (one for one in vars(page).values() if isinstance(one, Entry))
-
-
-CATALOGUE: Mapping[str, Entry] = {one.code: one for page in PAGES for one in entries(page)}
-"""By code."""
+CATALOGUE: Mapping[str, Entry] = {
+    entry.code: entry for section in SECTIONS for entry in section.entries
+}

@@ -1,24 +1,25 @@
-"""Heads for rewards and values"""
+"""Findings about reward and value heads."""
 
 from __future__ import annotations
 
-from tasks.audit.catalogue.entry import Entry
-from tasks.audit.finding import Severity
+from tasks.audit.finding import Section, Severity
 
-HEAD_MISSING = Entry(
+HEADS = Section("Heads for rewards and values")
+
+HEAD_MISSING = HEADS.add(
     "HEAD_MISSING",
     Severity.ERROR,
     "A reward or value model without its head",
-    "transformers makes a random head up and warns; LLaMA-Factory says `Reward model is not "
-    "correctly loaded`; scores are noise that looks like scores",
-    "a head that was never saved cannot be recovered: train again with it saved whole "
-    "(modules_to_save); where DeepSpeed's shards are still there, they hold it",
+    "transformers initialises a random head and warns; LLaMA-Factory says `Reward model is not "
+    "correctly loaded`; the scores are noise",
+    "a head that was never saved cannot be recovered: train again and save it in full "
+    "(modules_to_save); if DeepSpeed's shards are still there, they contain it",
     (
         "LLaMA-Factory #7706", "LLaMA-Factory #1411", "LLaMA-Factory #1024", "LLaMA-Factory #5939",
         "OpenRLHF #209", "OpenRLHF #180", "OpenRLHF #873",
     ),
 )  # fmt: skip
-HEAD_BASE_LOST = Entry(
+HEAD_BASE_LOST = HEADS.add(
     "HEAD_BASE_LOST",
     Severity.ERROR,
     "LoRA on a head whose own weight was never saved",
@@ -27,89 +28,89 @@ HEAD_BASE_LOST = Entry(
     "train again with the head in modules_to_save",
     ("OpenRLHF #682", "OpenRLHF #872", "OpenRLHF PR #1342"),
 )
-HEAD_OF_CRITIC = Entry(
+HEAD_OF_CRITIC = HEADS.add(
     "HEAD_OF_CRITIC",
     Severity.ERROR,
     "A critic: a model that gives every token a value",
-    "no server has a class for it; taken for a reward model it scores a text by the value of its "
+    "no server has a class for it; loaded as a reward model it scores a text by the value of its "
     "last token, which looks like a reward",
-    "serve the policy that was trained beside it; a critic is of use to go on training alone",
+    "serve the policy that was trained with it; a critic is only useful to continue training",
 )
-HEAD_LABELS = Entry(
+HEAD_LABELS = HEADS.add(
     "HEAD_LABELS",
     Severity.ERROR,
-    "The head's rows are not the number of labels that config.json gives",
-    "transformers takes two labels where num_labels is not given: `size mismatch for score.weight: "
+    "The head's rows and the number of labels in config.json disagree",
+    "transformers assumes two labels if num_labels is not set: `size mismatch for score.weight: "
     "[1, hidden] vs [2, hidden]`, or a new random head",
-    'give config.json one label: "num_labels": 1, or convert it: python flows/deliver.py '
+    'set "num_labels": 1 in config.json, or convert it: python flows/deliver.py '
     "source=DIR out=<folder>",
     ("OpenRLHF #1039", "OpenRLHF #872", "OpenRLHF #542", "OpenRLHF #428", "OpenRLHF #494"),
 )
-HEAD_TWO_LABELS = Entry(
+HEAD_TWO_LABELS = HEADS.add(
     "HEAD_TWO_LABELS",
     Severity.WARNING,
     "A head with two labels",
-    "right for a classifier of two classes; for a reward model it is the random head that a loader "
-    "makes up when nobody tells it num_labels=1",
-    "where it is meant to be a reward model: the head was lost, train again",
+    "correct for a classifier of two classes; in a reward model it is the random head that a "
+    "loader creates without num_labels=1",
+    "if it should be a reward model: the head was lost, train again",
     ("OpenRLHF #1039",),
 )
-HEAD_PREFIX = Entry(
+HEAD_PREFIX = HEADS.add(
     "HEAD_PREFIX",
     Severity.ERROR,
-    "config.json names a head that is not the one that was saved",
+    "config.json names another head than the saved one",
     "OpenRLHF loads a new random head under the name of value_head_prefix, without an error",
-    "set value_head_prefix to the name that is in the weights",
+    "set value_head_prefix to the name in the weights",
     ("OpenRLHF PR #1342",),
 )
-HEAD_UNUSABLE = Entry(
+HEAD_UNUSABLE = HEADS.add(
     "HEAD_UNUSABLE",
     Severity.ERROR,
-    "A head that cannot be one: empty, twice, or of a wrong size",
-    "loaders stop at its shape, or take the other one",
-    "save the head again, whole and once",
+    "An unusable head: empty, stored twice, or of a wrong size",
+    "loaders stop at its shape, or read the wrong one",
+    "save the head again, once and in full",
     ("OpenRLHF #682",),
 )
-HEAD_IN_MODEL = Entry(
+HEAD_IN_MODEL = HEADS.add(
     "HEAD_IN_MODEL",
     Severity.ERROR,
     "A value head among the language model's tensors",
-    "`There is no module or parameter named 'v_head'` in vLLM; transformers ignores it, and "
-    "`no v_head weight is found` in whoever looks for it elsewhere",
-    "python flows/audit.py source=DIR fix=true out_dir=<folder> splits it off",
+    "`There is no module or parameter named 'v_head'` in vLLM; transformers ignores it; tools that "
+    "look for it in another file say `no v_head weight is found`",
+    "split it off: python flows/audit.py source=DIR fix=true out_dir=<folder>",
     ("LLaMA-Factory #7511", "LLaMA-Factory #4379"),
 )
-HEAD_SIDE_FILE = Entry(
+HEAD_SIDE_FILE = HEADS.add(
     "HEAD_SIDE_FILE",
     Severity.WARNING,
     "A head in a file beside the weights",
-    "transformers and TRL do not look there: `no v_head weight is found`, and training goes on "
-    "with a random head; vLLM streams the file into the model where there is no index",
-    "python flows/audit.py source=DIR fix=true out_dir=<folder> keeps it apart from what is served",
+    "transformers and TRL do not read it: `no v_head weight is found`, and training continues with "
+    "a random head; vLLM loads the file into the model if there is no index",
+    "move it to a subfolder: python flows/audit.py source=DIR fix=true out_dir=<folder>",
     ("LLaMA-Factory #4379", "LLaMA-Factory #8635"),
 )
-HEAD_NORMALISATION = Entry(
+HEAD_NORMALISATION = HEADS.add(
     "HEAD_NORMALISATION",
     Severity.WARNING,
-    "Mean and std of rewards stand in config.json alone",
+    "Mean and std of rewards only in config.json",
     "OpenRLHF keeps them in buffers that are not saved and that transformers 5 leaves "
     "uninitialised when it loads: normalised rewards off by orders of magnitude",
-    "normalise by the numbers in config.json: (score - mean) / std; vLLM: "
+    "normalise with the numbers in config.json: (score - mean) / std; vLLM: "
     "PoolerConfig(logit_mean=mean, logit_sigma=std)",
     ("OpenRLHF PR #1343",),
 )
-HEAD_NOT_NORMALISED = Entry(
+HEAD_NOT_NORMALISED = HEADS.add(
     "HEAD_NOT_NORMALISED",
     Severity.INFO,
     "An OpenRLHF reward model without mean and std",
-    "with normalize_reward OpenRLHF then silently takes 0 and 1",
+    "with normalize_reward OpenRLHF then silently uses 0 and 1",
     "evaluate it once in OpenRLHF, which writes them into config.json",
     ("OpenRLHF #693", "OpenRLHF #224"),
 )
-HEAD_MEAN_STD = Entry(
+HEAD_MEAN_STD = HEADS.add(
     "HEAD_MEAN_STD",
     Severity.ERROR,
-    "Mean and std that cannot be used",
-    "a reward divided by zero, or normalised by half of the pair",
+    "Invalid mean or std of rewards",
+    "a reward is divided by zero, or normalised with only one of the two",
     "evaluate the model again, which writes both",
 )

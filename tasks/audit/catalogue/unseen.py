@@ -2,18 +2,33 @@
 
 from __future__ import annotations
 
-from tasks.audit.catalogue.entry import Unseen
+from dataclasses import dataclass
 
 _RUN = "it happens while a program runs and leaves no file"
-_SAVE = "saving fails, so there is no checkpoint to look at"
+_SAVE = "saving fails, so there is no checkpoint to audit"
+
+
+@dataclass(frozen=True)
+class Unseen:
+    """A reported failure that an audit of files cannot find.
+
+    Attributes:
+        issues: public reports of it, as "project #number".
+        what: what happened.
+        reason: why files do not show it, and what does.
+    """
+
+    issues: tuple[str, ...]
+    what: str
+    reason: str
 
 
 def _of(**numbers: str) -> tuple[str, ...]:
-    """Public numbers by project: `OpenRLHF="58 PR335"`; its name as an identifier."""
+    """Return issues as "project #number" from `OpenRLHF="58 PR335"`; `_` stands for `-`."""
     return tuple(
-        f"{project.replace('_', '-')} {'PR ' if one.startswith('PR') else ''}#{one.lstrip('PR')}"
-        for project, all_of_them in numbers.items()
-        for one in all_of_them.split()
+        f"{project.replace('_', '-')} {'PR ' if n.startswith('PR') else ''}#{n.lstrip('PR')}"
+        for project, issues in numbers.items()
+        for n in issues.split()
     )
 
 
@@ -21,24 +36,24 @@ UNSEEN: tuple[Unseen, ...] = (
     Unseen(
         _of(LLaMA_Factory="10757 PR9617"),
         "PPO asks for trl<=0.9.6 and refuses to start",
-        "a matter of installed versions; nothing of it is in a checkpoint",
+        "it depends on installed versions, which a checkpoint does not record",
     ),
     Unseen(
         _of(LLaMA_Factory="5936 6373", OpenRLHF="157"),
-        "TRL, PEFT and trainers of versions that do not fit raise errors of their interfaces",
+        "incompatible versions of TRL, PEFT and a trainer raise errors",
         _RUN,
     ),
     Unseen(
         _of(LLaMA_Factory="2189 2703 3238"),
-        "the trainer or exporter crashes: shapes of swapped heads, a file that is still "
-        "mapped, tensors that were offloaded",
-        f"{_SAVE}; what is left of one is WEIGHTS_MISSING",
+        "the trainer or exporter crashes: shapes of replaced heads, a file that is still "
+        "mapped, offloaded tensors",
+        f"{_SAVE}; an incomplete one gives WEIGHTS_MISSING",
     ),
     Unseen(
         _of(LLaMA_Factory="10410 10230 PR10438"),
         "save_pretrained of transformers 5 raises NotImplementedError for a conversion that "
         "it cannot reverse",
-        f"{_SAVE}; what is left of one is WEIGHTS_MISSING",
+        f"{_SAVE}; an incomplete one gives WEIGHTS_MISSING",
     ),
     Unseen(
         _of(
@@ -48,31 +63,30 @@ UNSEEN: tuple[Unseen, ...] = (
             unsloth="3091",
             LLaMA_Factory="3096",
         ),
-        "the merged model differs a little from base and adapter",
-        "rounding of a delta in bf16 or fp16 leaves valid weights; flows/deliver.py measures "
-        "the drift between the two",
+        "the merged model differs slightly from base and adapter",
+        "rounding a delta to bf16 or fp16 gives valid weights; flows/deliver.py measures the drift",
     ),
     Unseen(
         _of(LLaMA_Factory="10596"),
-        "merged in vLLM answers worse than base and adapter behind an API",
-        "two programs have to run to see it: flows/deliver.py compares them. Its suspects are "
-        "findings: DTYPE_NOT_OF_BASE, TEMPLATE_NOT_OF_BASE",
+        "the merged model in vLLM gives worse responses than base and adapter behind an API",
+        "it shows only when both run: flows/deliver.py compares them. Likely causes are findings: "
+        "DTYPE_NOT_OF_BASE, TEMPLATE_NOT_OF_BASE",
     ),
     Unseen(
         _of(LLaMA_Factory="2505 5930 8501 9346"),
-        "right before the merge and garbage after it, with LoRA under ZeRO, Gemma 2, remote "
+        "correct before the merge and garbage after it, with LoRA under ZeRO, Gemma 2, remote "
         "code, or a newer transformers",
-        "the causes that files show are EMPTY_TENSOR, WRONG_BASE and REMOTE_CODE; numerics of "
+        "causes that files show are EMPTY_TENSOR, WRONG_BASE and REMOTE_CODE; numerical faults of "
         "a model class show in the drift that flows/deliver.py measures",
     ),
     Unseen(
         _of(LLaMA_Factory="6020"),
         "good after the merge, bad after the conversion to GGUF",
-        "GGUF files and Ollama's Modelfile are not read here",
+        "the audit does not read GGUF files and Ollama's Modelfile",
     ),
     Unseen(
         _of(OpenRLHF="747 PR1316 501 58"),
-        "saving refuses: tied keys, quantised keys, a 4-bit model",
+        "saving is refused: tied keys, quantised keys, a 4-bit model",
         _SAVE,
     ),
     Unseen(
@@ -83,21 +97,20 @@ UNSEEN: tuple[Unseen, ...] = (
     Unseen(
         _of(OpenRLHF="1126 460 1135"),
         "collectives time out while a model is saved",
-        "a job that died while saving leaves EMPTY_TENSOR, WEIGHTS_MISSING or a truncated "
+        "a job that died while saving gives EMPTY_TENSOR, WEIGHTS_MISSING or a truncated "
         "file; the time-out itself leaves nothing",
     ),
     Unseen(
         _of(OpenRLHF="PR1265 PR1333 PR1357"),
         "the wrong checkpoint is kept or deleted, or updates of an averaged model are lost",
-        "what is left is a valid checkpoint; only the run that made it knows of a better one",
+        "the checkpoint that is left is valid; only the run that made it knows of a better one",
     ),
     Unseen(
         _of(
             OpenRLHF="546 991 1081 870 1150 PR1348 660 726 621 1193 PR335 PR869 739 970 PR723 606 "
             "997 1153"
         ),
-        "weights are sent from trainer to vLLM under names, dtypes or in an order that it "
-        "refuses, or do not arrive",
+        "syncing weights to vLLM fails: wrong names, dtypes or order, or they do not arrive",
         f"{_RUN}; names that reach a file are PEFT_RESIDUE",
     ),
     Unseen(
@@ -124,14 +137,14 @@ UNSEEN: tuple[Unseen, ...] = (
     ),
     Unseen(
         _of(OpenRLHF="352 973 1311"),
-        "the model learnt something else than was meant: always EOS, a token outside of the "
-        "loss, pairs without a difference",
-        "the weights are valid; the data were not",
+        "the model learnt the wrong thing: always EOS, a token outside the loss, pairs without a "
+        "difference",
+        "the weights are valid; the data was not",
     ),
     Unseen(
         _of(vLLM="34591 41754 55193 42008 49063 55545 PR41384", sglang="PR27381 PR21864"),
-        "a server answers with the base under an adapter's name, or with parts of the adapter",
-        "the files are right: flows/deliver.py merges the adapter and measures what vLLM serves",
+        "a server responds with the base under an adapter's name, or applies part of the adapter",
+        "the files are correct: flows/deliver.py merges the adapter and measures what vLLM serves",
     ),
     Unseen(
         _of(
@@ -142,18 +155,18 @@ UNSEEN: tuple[Unseen, ...] = (
             miles="PR1087",
             xtuner="PR2044",
         ),
-        "rollouts of RL come from weights that are not the trainer's",
-        "no file is written; an online run compares what vLLM computes with after each sync and "
-        "before each request",
+        "RL rollouts are sampled with weights that are not the trainer's",
+        "no file is written; an online run checks vLLM's weights after each sync and before each "
+        "request",
     ),
     Unseen(
         _of(sglang="35797", transformers="48154", unsloth="7792"),
         "a loader or converter changes the model: MTP dropped, other embeddings, GGUF",
-        "the files are right; flows/deliver.py compares what is served with what was trained",
+        "the files are correct; flows/deliver.py compares what is served with what was trained",
     ),
     Unseen(
         _of(aprender="507"),
-        "another checker's --strict was without effect",
+        "another checker's --strict had no effect",
         "a failure of that tool, not of a checkpoint",
     ),
 )

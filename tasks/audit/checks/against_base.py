@@ -1,11 +1,11 @@
-"""A merged model, or an adapter, against the base that it is said to come from."""
+"""Compare a merged model or an adapter with the base that it should come from."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from tasks.audit.catalogue import against_base as say
+from tasks.audit.catalogue import values as findings
 from tasks.audit.checks.adapters.adapter_keys import tail_of
 from tasks.audit.checks.adapters.same_bytes import first_difference
 from tasks.audit.checks.text.embeddings import embeddings_of
@@ -20,14 +20,14 @@ _SIZES = (
     "model_type", "hidden_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads",
     "intermediate_size", "head_dim", "num_local_experts", "num_experts", "n_routed_experts",
 )  # fmt: skip
-"""What no training changes. The vocabulary may grow."""
+"""Settings that training does not change. The vocabulary may grow."""
 _MOST = 3
 _HUB = 3
-"""Parts of a path: a hub's cache has models--Qwen--Qwen3-8B/snapshots/<commit>."""
+"""Last parts of a path to compare: hub caches use models--Qwen--Qwen3-8B/snapshots/<commit>."""
 
 
 def check(source: Source) -> Iterator[Finding]:
-    """By what the two say; by their tensors; with `values`, by the bytes."""
+    """Compare names and sizes, then tensor names and shapes, then data with `values`."""
     base = source.base
     if base is None or not base.is_model:
         return
@@ -35,14 +35,14 @@ def check(source: Source) -> Iterator[Finding]:
         reason = _other_base(source, base)
         if reason:
             expected = "the base that the adapter was trained on"
-            yield say.WRONG_BASE.at(ADAPTER_CONFIG, found=reason, expected=expected)
+            yield findings.WRONG_BASE.at(ADAPTER_CONFIG, found=reason, expected=expected)
         else:
             yield from _name(source, base)
     if not source.is_model:
         return
     wrong = list(_sizes(source.config(), base.config()))
     if wrong:
-        yield say.WRONG_BASE.at(
+        yield findings.WRONG_BASE.at(
             CONFIG, found="; ".join(wrong[:_MOST]), expected="sizes that training does not change"
         )
         return
@@ -53,7 +53,7 @@ def check(source: Source) -> Iterator[Finding]:
 
 
 def _other_base(source: Source, base: Source) -> str:
-    """Why the base is another model than training recorded, as a delivery decides it."""
+    """Return why the base is not the one that training recorded, by the rules of a delivery."""
     name = source.config(ADAPTER_CONFIG).get("base_model_name_or_path")
     inputs = (source.recognised.manifest or {}).get("inputs")
     digest = inputs.get("base") if isinstance(inputs, Mapping) else None
@@ -65,19 +65,19 @@ def _other_base(source: Source, base: Source) -> str:
 
 
 def _name(source: Source, base: Source) -> Iterator[Finding]:
-    said = source.config(ADAPTER_CONFIG).get("base_model_name_or_path")
-    if not isinstance(said, str) or not said:
+    recorded = source.config(ADAPTER_CONFIG).get("base_model_name_or_path")
+    if not isinstance(recorded, str) or not recorded:
         return
     if base.recognised.manifest:
-        return  # an artifact of ours has a digest, and lies in a folder of any name
-    given = {*base.folder.root.resolve().parts[-_HUB:], str(base.config().get("_name_or_path", ""))}
-    given = {
-        one.rpartition("--")[2] for one in given
-    } | given  # the hub's cache: models--<of>--<it>
-    names = {one.rstrip("/").rpartition("/")[2].lower() for one in given if one}
-    if said.rstrip("/").rpartition("/")[2].lower() not in names:
-        yield say.BASE_NAME.at(
-            ADAPTER_CONFIG, found=f"{said}; given {base.folder.root.name}", expected="the same name"
+        return  # a Plumbline artifact is identified by its digest, its folder has any name
+    names = {*base.folder.root.resolve().parts[-_HUB:], str(base.config().get("_name_or_path", ""))}
+    names |= {name.rpartition("--")[2] for name in names}  # hub caches: models--<owner>--<name>
+    known = {name.rstrip("/").rpartition("/")[2].lower() for name in names if name}
+    if recorded.rstrip("/").rpartition("/")[2].lower() not in known:
+        yield findings.BASE_NAME.at(
+            ADAPTER_CONFIG,
+            found=f"{recorded}; base is {base.folder.root.name}",
+            expected="the same name",
         )
 
 
@@ -96,25 +96,25 @@ def _shapes(source: Source, base: Source) -> Iterator[Finding]:
     grown = {*_embeddings(source), *_embeddings(base)}
     wrong = [
         key
-        for key, held in source.tensors.items()
-        if key in base.tensors and held.shape != base.tensors[key].shape
-        and key not in grown and 0 not in held.shape
+        for key, tensor in source.tensors.items()
+        if key in base.tensors and tensor.shape != base.tensors[key].shape
+        and key not in grown and 0 not in tensor.shape
     ]  # fmt: skip
     if wrong:
         ours, theirs = source.tensors[wrong[0]].shape, base.tensors[wrong[0]].shape
-        yield say.WRONG_BASE.at(
+        yield findings.WRONG_BASE.at(
             source.tensors[wrong[0]].file, wrong, found=f"{list(ours)}",
             expected=f"{list(theirs)}, as the base has",
         )  # fmt: skip
 
 
 def _embeddings(source: Source) -> tuple[str, str]:
-    found = embeddings_of(source.tensors, source.config())
-    return found.input, found.output
+    embeddings = embeddings_of(source.tensors, source.config())
+    return embeddings.input, embeddings.output
 
 
 def _lost(source: Source, base: Source) -> Iterator[Finding]:
-    """Tensors of the base that are gone, but for heads that are tied or replaced."""
+    """Report missing tensors of the base, except heads that are tied or replaced."""
     if not (source.weights.is_whole and base.weights.is_whole) or stored(base.config()):
         return
     replaced = {_embeddings(base)[1]}
@@ -126,28 +126,31 @@ def _lost(source: Source, base: Source) -> Iterator[Finding]:
         and not _is_expert(key)
     ]  # fmt: skip
     if lost:
-        yield say.BASE_TENSORS_LOST.at(
-            "", lost, found=f"{len(lost)} of {len(base.tensors)} tensors are not there",
+        yield findings.BASE_TENSORS_LOST.at(
+            "", lost, found=f"{len(lost)} of {len(base.tensors)} tensors are missing",
             expected="every tensor of the base",
         )  # fmt: skip
 
 
 def _is_expert(key: str) -> bool:
-    """Experts may lie there in another layout: a family of their own looks at them."""
+    """Return True for a tensor of experts: another check handles their layouts."""
     return ".experts." in key
 
 
 def _equal(source: Source, base: Source) -> Iterator[Finding]:
-    both = [key for key, held in source.tensors.items() if _alike(key, held, base)]
+    both = [key for key, tensor in source.tensors.items() if _alike(key, tensor, base)]
     if not both or len(both) < len(source.tensors):
         return
     if first_difference(source, base, both) is None:
-        yield say.MERGED_EQUALS_BASE.at(
-            "", found=f"all of {len(both)} tensors are the base's, bit for bit",
+        yield findings.MERGED_EQUALS_BASE.at(
+            "", found=f"all {len(both)} tensors equal the base's, bit for bit",
             expected="a model that training changed",
         )  # fmt: skip
 
 
-def _alike(key: str, held: Any, base: Source) -> bool:
-    other = base.tensors.get(key)
-    return other is not None and (held.shape, held.dtype) == (other.shape, other.dtype)
+def _alike(key: str, tensor: Any, base: Source) -> bool:
+    base_tensor = base.tensors.get(key)
+    return base_tensor is not None and (tensor.shape, tensor.dtype) == (
+        base_tensor.shape,
+        base_tensor.dtype,
+    )

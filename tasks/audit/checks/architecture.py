@@ -1,8 +1,8 @@
-"""The class that config.json names, against model_type and the keys of the tensors.
+"""Compare the class in config.json with model_type and with the tensor names.
 
-Contracts of known families are judged by `headers`; what is looked for here are layouts: keys of a
-multimodal model under a text class, prefixes that a wrapper left out or put twice, layers that
-config.json does not count.
+`headers` compares known families with their contracts. This module finds wrong layouts: keys of a
+multimodal model under a text class, prefixes that are missing or doubled, layers that config.json
+does not count.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import re
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
-from tasks.audit.catalogue import architecture as say
+from tasks.audit.catalogue import model as findings
 from tasks.audit.config_fields import (
     first_architecture,
     is_multimodal,
@@ -41,7 +41,7 @@ _DOUBLED = "model.model."
 
 
 def check(source: Source) -> Iterator[Finding]:
-    """Names, then layouts, then layers."""
+    """Check class names, then key layouts, then layer numbers."""
     if not source.is_model:
         return
     config = source.config()
@@ -58,11 +58,11 @@ def _names(source: Source) -> Iterator[Finding]:
     kind = config.get("model_type")
     if not name:
         found = repr(config.get("architectures"))
-        yield say.ARCHITECTURE_ABSENT.at(CONFIG, found=found, expected="the model's class")
+        yield findings.ARCHITECTURE_ABSENT.at(CONFIG, found=found, expected="the model's class")
         return
     of_class = known().kinds_of(name)
     if of_class and isinstance(kind, str) and kind in known().kinds and kind not in of_class:
-        yield say.ARCHITECTURE_MODEL_TYPE.at(
+        yield findings.ARCHITECTURE_MODEL_TYPE.at(
             CONFIG, found=f"{name} with model_type {kind!r}",
             expected=f"model_type {' or '.join(sorted(of_class))}",
         )  # fmt: skip
@@ -72,7 +72,7 @@ def _layout(source: Source) -> Iterator[Finding]:
     config, keys = source.config(), source.tensors
     name = first_architecture(config)
     if name not in known().classes:
-        return  # classes with code of their own have keys of their own
+        return  # remote code may use any keys
     towers = [key for key in keys if _TOWER.search(key)]
     wrapped = [key for key in keys if _WRAPPED.match(key)]
     if name.endswith(_TEXT_HEADS) and is_plain_text(config) and (towers or wrapped):
@@ -86,14 +86,14 @@ def _layout(source: Source) -> Iterator[Finding]:
     if doubled:
         yield _keys_of(source, doubled, "a prefix twice", "model. once")
     bare = [key for key in keys if key.startswith(_BARE)]
-    # Of some multimodal families the language model's keys have no prefix on disk.
+    # Some multimodal families store the language model's keys without a prefix.
     plain = name.endswith(_HEADS) and not is_multimodal(config)
     if plain and bare and not any(key.startswith("model.") for key in keys):
         yield _keys_of(source, bare, "keys of a bare backbone", "the same behind model.")
 
 
 def _levels(source: Source, wrapped: list[str], name: str) -> Iterator[Finding]:
-    """`language_model.layers`, a level short; or two layouts in one checkpoint."""
+    """Report `language_model.layers` without `model.`, and two layouts in one checkpoint."""
     short = [key for key in wrapped if key.removeprefix("language_model.").startswith(_BARE)]
     if short:
         text = f"those of {name}: language_model.model. or model.language_model."
@@ -106,45 +106,53 @@ def _levels(source: Source, wrapped: list[str], name: str) -> Iterator[Finding]:
 def _keys_of(source: Source, keys: Iterable[str], found: str, expected: str) -> Finding:
     names = list(keys)
     file = source.tensors[names[0]].file
-    return say.ARCHITECTURE_KEYS.at(file, names, found=found, expected=expected)
+    return findings.ARCHITECTURE_KEYS.at(file, names, found=found, expected=expected)
 
 
 def _layers(source: Source) -> Iterator[Finding]:
     config = source.config()
-    counts = [one for name in _COUNTS if (one := whole(of_text(config, name)))]
+    counts = [count for name in _COUNTS if (count := whole(of_text(config, name)))]
     lists = _layer_lists(source.tensors)
     promised = _promised(text_config(config))
     odd = config.get("is_encoder_decoder") or first_architecture(config) not in known().classes
     if not lists or not counts or odd:
         return
-    # Some families count halves or stacks of layers, under these names or under others.
-    said = text_config(config).items()
-    told = {value for name, value in said if "layer" in name and whole(value)}
-    full = (one for one in lists.values() if len(one) in told and max(one) == len(one) - 1)
+    # Some families count halves or stacks of layers, under these or other names.
+    settings = text_config(config).items()
+    counted = {value for name, value in settings if "layer" in name and whole(value)}
+    full = (
+        layers
+        for layers in lists.values()
+        if len(layers) in counted and max(layers) == len(layers) - 1
+    )
     numbers = next(full, lists[min(lists, key=lambda at: (at.count("."), at))])
-    count = len(numbers) if len(numbers) in told and max(numbers) < len(numbers) else counts[0]
-    surplus = sorted(one for one in numbers if one >= count + promised)
-    lacking = [one for one in range(min(count, max(numbers) + 1000)) if one not in numbers]
+    count = len(numbers) if len(numbers) in counted and max(numbers) < len(numbers) else counts[0]
+    surplus = sorted(number for number in numbers if number >= count + promised)
+    lacking = [number for number in range(min(count, max(numbers) + 1000)) if number not in numbers]
     if surplus or lacking:
-        yield say.ARCHITECTURE_LAYERS.at(
-            "", [f"layer {one}" for one in surplus or lacking],
+        yield findings.ARCHITECTURE_LAYERS.at(
+            "", [f"layer {number}" for number in surplus or lacking],
             found=f"{len(numbers)} layers, up to {max(numbers)}",
             expected=f"{count}, as config.json says",
         )  # fmt: skip
-    own = any(key.startswith(("mtp.", "model.mtp.")) or ".mtp." in key for key in source.tensors)
-    if promised and not own and not any(one >= count for one in numbers):
-        yield say.MTP_MISSING.at(
-            CONFIG, found=f"{promised} promised, none there", expected="their tensors, or 0"
+    has_mtp = any(
+        key.startswith(("mtp.", "model.mtp.")) or ".mtp." in key for key in source.tensors
+    )
+    if promised and not has_mtp and not any(number >= count for number in numbers):
+        yield findings.MTP_MISSING.at(
+            CONFIG,
+            found=f"{promised} in config.json, none in the files",
+            expected="their tensors, or 0",
         )
 
 
 def _promised(config: Mapping[str, Any]) -> int:
-    """Layers of multi-token prediction."""
-    return next((one for name in _MTP if (one := whole(config.get(name))) and one > 0), 0)
+    """Return the number of multi-token prediction layers in the configuration."""
+    return next((count for name in _MTP if (count := whole(config.get(name))) and count > 0), 0)
 
 
 def _layer_lists(keys: Iterable[str]) -> dict[str, set[int]]:
-    """Numbers of layers, by the name of the list of them; those of towers are left out."""
+    """Return layer numbers by the name of their list, without those of towers."""
     lists: dict[str, set[int]] = {}
     for key in keys:
         match = _LAYER.match(key)

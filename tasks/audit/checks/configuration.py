@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from tasks.audit.catalogue import configuration as say
+from tasks.audit.catalogue import model as findings
 from tasks.audit.checks.text.embeddings import embeddings_of
 from tasks.audit.checks.text.tokens import SETTINGS
 from tasks.audit.config_fields import is_multimodal, of_text, text_config, token_ids
@@ -67,7 +67,7 @@ def check(source: Source) -> Iterator[Finding]:
 
 def _tokenizer_class(source: Source) -> Iterator[Finding]:
     if source.config(SETTINGS).get("tokenizer_class") == NEW_TOKENIZER:
-        yield say.TOKENIZER_CLASS.at(
+        yield findings.TOKENIZER_CLASS.at(
             SETTINGS, "tokenizer_class", found=repr(NEW_TOKENIZER),
             expected=f"the family's class, or {GENERIC_TOKENIZER!r}",
         )  # fmt: skip
@@ -79,7 +79,7 @@ def _rope_form(config: Mapping[str, Any]) -> Iterator[Finding]:
     if not isinstance(new, Mapping):
         present = {"rope_theta", "rope_scaling", "rotary_emb_base"} & {*text, *config}
         if kind in _ALWAYS_SAID and "rope_theta" not in present:
-            yield say.ROPE_THETA_ABSENT.at(
+            yield findings.ROPE_THETA_ABSENT.at(
                 CONFIG, "rope_theta", found="absent", expected="the base's, 1000000.0 mostly"
             )
         return
@@ -89,10 +89,10 @@ def _rope_form(config: Mapping[str, Any]) -> Iterator[Finding]:
     default = _THETAS.get(kind, THETA)
     if lost.get("rope_theta") in (None, default) and "rope_scaling" not in lost:
         return
-    told = ", ".join(f"{name} {value!r}" for name, value in lost.items())
-    yield say.ROPE_FORM.at(
+    expected = ", ".join(f"{name} {value!r}" for name, value in lost.items())
+    yield findings.ROPE_FORM.at(
         CONFIG, "rope_parameters", found=f"no rope_theta beside it: read as {default:.0f}",
-        expected=told,
+        expected=expected,
     )  # fmt: skip
 
 
@@ -105,7 +105,7 @@ def old_rope(text: Mapping[str, Any]) -> dict[str, Any]:
     new = text.get("rope_parameters")
     if not isinstance(new, Mapping):
         return {}
-    if any(isinstance(one, Mapping) for one in new.values()):
+    if any(isinstance(value, Mapping) for value in new.values()):
         new = new.get("full_attention")
         if not isinstance(new, Mapping):
             return {}
@@ -120,29 +120,31 @@ def _processor(source: Source) -> Iterator[Finding]:
     if not is_multimodal(config) or not source.tensors:
         return
     if not any(name in source.folder.files for name in PROCESSOR_FILES):
-        yield say.PROCESSOR_MISSING.at(
+        yield findings.PROCESSOR_MISSING.at(
             PROCESSOR_FILES[0], found="absent", expected="that of the base"
         )
 
 
 def _compute(source: Source, base: Source) -> Iterator[Finding]:
     """Report settings of the computation that differ from the base's, rotary ones included."""
-    ours, theirs = source.config(), base.config()
+    config, base_config = source.config(), base.config()
     for name in COMPUTE:
-        mine, other = of_text(ours, name), of_text(theirs, name)
-        absent = mine is None and name in _NEVER_ABSENT and name not in text_config(ours)
-        if other is None or mine == other or (mine is None and not absent):
+        ours, theirs = of_text(config, name), of_text(base_config, name)
+        absent = ours is None and name in _NEVER_ABSENT and name not in text_config(config)
+        if theirs is None or ours == theirs or (ours is None and not absent):
             continue
-        yield _changed(name, mine, other)
-    mine, other = _rope(ours), _rope(theirs)
-    for name in sorted({*mine, *other} & {"theta", "type", "factor"} | {*mine} & {*other}):
-        if mine.get(name) != other.get(name):
-            yield _changed(f"rope {name}", mine.get(name), other.get(name))
+        yield _changed(name, ours, theirs)
+    ours, theirs = _rope(config), _rope(base_config)
+    for name in sorted({*ours, *theirs} & {"theta", "type", "factor"} | {*ours} & {*theirs}):
+        if ours.get(name) != theirs.get(name):
+            yield _changed(f"rope {name}", ours.get(name), theirs.get(name))
 
 
-def _changed(name: str, mine: Any, other: Any) -> Finding:
-    ours = "absent" if mine is None else repr(mine)
-    return say.CONFIG_CHANGED.at(CONFIG, name, found=ours, expected=f"{other!r}, as the base has")
+def _changed(name: str, value: Any, expected: Any) -> Finding:
+    shown = "absent" if value is None else repr(value)
+    return findings.CONFIG_CHANGED.at(
+        CONFIG, name, found=shown, expected=f"{expected!r}, as the base has"
+    )
 
 
 def _rope(config: Mapping[str, Any]) -> dict[str, Any]:
@@ -176,12 +178,12 @@ def _rope(config: Mapping[str, Any]) -> dict[str, Any]:
 
 def _ties(source: Source, base: Source) -> Iterator[Finding]:
     name = "tie_word_embeddings"
-    mine, other = source.config().get(name), base.config().get(name)
-    if not isinstance(mine, bool) or not isinstance(other, bool) or mine == other:
+    ours, theirs = source.config().get(name), base.config().get(name)
+    if not isinstance(ours, bool) or not isinstance(theirs, bool) or ours == theirs:
         return
     has_head = bool(embeddings_of(source.tensors, source.config()).output)
-    if mine or not (has_head or not source.weights.is_whole):
-        yield _changed(name, mine, other)
+    if ours or not (has_head or not source.weights.is_whole):
+        yield _changed(name, ours, theirs)
 
 
 def _others(source: Source, base: Source) -> Iterator[Finding]:
@@ -192,9 +194,9 @@ def _others(source: Source, base: Source) -> Iterator[Finding]:
     yield from _differs(CONFIG, "sliding_window", _window(ours), _window(theirs), absent=True)
     bos = of_text(ours, "bos_token_id"), of_text(theirs, "bos_token_id")
     yield from _differs(CONFIG, "bos_token_id", *bos)
-    mine, other = (token_ids(of_text(one, "eos_token_id")) for one in (ours, theirs))
-    if mine and other and not {*mine} & {*other}:
-        yield from _differs(CONFIG, "eos_token_id", list(mine), list(other))
+    ids, base_ids = (token_ids(of_text(config, "eos_token_id")) for config in (ours, theirs))
+    if ids and base_ids and not {*ids} & {*base_ids}:
+        yield from _differs(CONFIG, "eos_token_id", list(ids), list(base_ids))
     ours, theirs = source.config(SETTINGS), base.config(SETTINGS)
     yield from _differs(SETTINGS, "tokenizer_class", _class_of(ours), _class_of(theirs))
     for name in _TOKENIZER:
@@ -206,12 +208,12 @@ def _others(source: Source, base: Source) -> Iterator[Finding]:
 
 
 def _differs(
-    file: str, name: str, mine: Any, other: Any, *, absent: bool = False
+    file: str, name: str, ours: Any, theirs: Any, *, absent: bool = False
 ) -> Iterator[Finding]:
-    if mine == other or (not absent and (mine is None or other is None)):
+    if ours == theirs or (not absent and (ours is None or theirs is None)):
         return
-    yield say.CONFIG_DIFFERS.at(
-        file, name, found=repr(mine), expected=f"{other!r}, as the base has"
+    yield findings.CONFIG_DIFFERS.at(
+        file, name, found=repr(ours), expected=f"{theirs!r}, as the base has"
     )
 
 

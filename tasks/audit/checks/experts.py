@@ -1,4 +1,4 @@
-"""Experts: every one of them, in one layout, and in the one that the family has on disk."""
+"""Check that all experts exist, in one layout, and in the layout that the family stores."""
 
 from __future__ import annotations
 
@@ -7,11 +7,11 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from tasks.audit.catalogue import experts as say
+from tasks.audit.catalogue import model as findings
 from tasks.audit.config_fields import of_text, text_config, whole
 from tasks.audit.finding import Finding
 from tasks.audit.source import Source
-from tasks.audit.weights import Held
+from tasks.audit.weights import StoredTensor
 
 _ONE_EACH = re.compile(r"(?P<at>.+\.experts)\.(?P<number>\d{1,6})\.(?P<part>.+)")
 _FUSED = re.compile(r"(?P<at>.+\.experts)\.(?P<part>(gate_up_proj|down_proj|gate_proj|up_proj).*)")
@@ -22,11 +22,11 @@ _STORED_EACH = frozenset(
         "glm4_moe", "ernie4_5_moe", "minimax", "minimax_m2", "phimoe", "jamba", "flex_olmo",
     }
 )  # fmt: skip
-"""Families whose published checkpoints have one tensor an expert."""
+"""Families whose published checkpoints have one tensor per expert."""
 _IDENTITY = "zero_expert_num"
-"""Of families some of whose experts give back what they get, and lack some tensors or all."""
+"""Setting of families with identity experts, which lack some or all tensors."""
 _MOST = 10_000
-"""Experts of a layer, and findings, that are looked at."""
+"""Most experts of a layer, and most missing tensors, to examine."""
 
 
 @dataclass
@@ -34,16 +34,16 @@ class Layer:
     """Experts of one layer.
 
     Attributes:
-        parts: what each expert has, by its number.
+        parts: names of the tensors of each expert, by its number.
         fused: tensors that hold all experts at once, by key.
     """
 
     parts: dict[int, set[str]] = field(default_factory=dict)
-    fused: dict[str, Held] = field(default_factory=dict)
+    fused: dict[str, StoredTensor] = field(default_factory=dict)
 
 
 def check(source: Source) -> Iterator[Finding]:
-    """Layer by layer; one finding for each kind of fault."""
+    """Check layer by layer; each kind of fault gives one finding."""
     if not source.is_model or not source.weights.is_whole:
         return
     layers = layers_of(source.tensors)
@@ -55,34 +55,34 @@ def check(source: Source) -> Iterator[Finding]:
     fused = [key for layer in layers.values() for key in layer.fused]
     each = [at for at, layer in layers.items() if layer.parts]
     if fused and each:
-        yield say.EXPERTS_MIXED.at(
+        yield findings.EXPERTS_MIXED.at(
             source.tensors[fused[0]].file, fused, found=f"fused; {len(each)} layers have one each",
             expected="one layout",
         )  # fmt: skip
     elif fused and text_config(source.config()).get("model_type") in _STORED_EACH:
-        yield say.EXPERTS_FUSED.at(
+        yield findings.EXPERTS_FUSED.at(
             source.tensors[fused[0]].file, fused, found=f"{len(fused)} tensors of all experts",
             expected="one tensor for each expert",
         )  # fmt: skip
 
 
 def expert_count(config: Mapping[str, Any]) -> int | None:
-    """Routed experts of a layer, as config.json says."""
-    return next((one for name in _COUNTS if (one := whole(of_text(config, name)))), None)
+    """Return the number of routed experts per layer in config.json."""
+    return next((count for name in _COUNTS if (count := whole(of_text(config, name)))), None)
 
 
-def layers_of(tensors: Mapping[str, Held]) -> dict[str, Layer]:
-    """Experts by the module that they lie in."""
-    found: dict[str, Layer] = {}
-    for key, held in tensors.items():
+def layers_of(tensors: Mapping[str, StoredTensor]) -> dict[str, Layer]:
+    """Return the experts of each layer, by the name of their module."""
+    layers: dict[str, Layer] = {}
+    for key, tensor in tensors.items():
         each = _ONE_EACH.fullmatch(key)
         fused = _FUSED.fullmatch(key)
         if each:
-            layer = found.setdefault(each["at"], Layer())
+            layer = layers.setdefault(each["at"], Layer())
             layer.parts.setdefault(int(each["number"]), set()).add(each["part"])
-        elif fused and len(held.shape) == 3:
-            found.setdefault(fused["at"], Layer()).fused[key] = held
-    return found
+        elif fused and len(tensor.shape) == 3:
+            layers.setdefault(fused["at"], Layer()).fused[key] = tensor
+    return layers
 
 
 def _complete(source: Source, layers: Mapping[str, Layer], count: int | None) -> Iterator[Finding]:
@@ -97,21 +97,21 @@ def _complete(source: Source, layers: Mapping[str, Layer], count: int | None) ->
                 f"{at}.{number}.{part}" for part in sorted(usual - layer.parts.get(number, set()))
             ]
         if len(lacking) > _MOST:
-            break  # of a file that was made to take long
+            break  # the file may be malicious
     if lacking:
-        yield say.EXPERTS_INCOMPLETE.at(
-            "", lacking, found=f"{len(lacking)} tensors of experts are not there",
-            expected="the same of every expert",
+        yield findings.EXPERTS_INCOMPLETE.at(
+            "", lacking, found=f"{len(lacking)} tensors of experts are missing",
+            expected="the same tensors for every expert",
         )  # fmt: skip
     bare = _bare_layers(source.tensors, layers)
     if bare:
-        yield say.EXPERTS_INCOMPLETE.at(
+        yield findings.EXPERTS_INCOMPLETE.at(
             "", bare, found="routers of layers without experts", expected="experts beside a router"
         )
 
 
-def _bare_layers(tensors: Mapping[str, Held], layers: Mapping[str, Layer]) -> list[str]:
-    """Routers beside which there are no experts."""
+def _bare_layers(tensors: Mapping[str, StoredTensor], layers: Mapping[str, Layer]) -> list[str]:
+    """Return routers of layers without experts."""
     blocks = {at.removesuffix(".experts") for at in layers}
     ends = tuple({f".{block.rpartition('.')[2]}.gate.weight" for block in blocks})[:_MOST]
     return [
@@ -128,11 +128,11 @@ def _counts(source: Source, layers: Mapping[str, Layer], count: int | None) -> I
         at
         for at, layer in layers.items()
         if (layer.parts and max(layer.parts) >= count)
-        or any(held.shape[0] not in (0, count) for held in layer.fused.values())
+        or any(tensor.shape[0] not in (0, count) for tensor in layer.fused.values())
     ]
     if wrong:
         layer = layers[wrong[0]]
-        there = max(layer.parts) + 1 if layer.parts else next(iter(layer.fused.values())).shape[0]
-        yield say.EXPERTS_COUNT.at(
-            "", wrong, found=f"{there} experts", expected=f"{count}, as config.json says"
+        actual = max(layer.parts) + 1 if layer.parts else next(iter(layer.fused.values())).shape[0]
+        yield findings.EXPERTS_COUNT.at(
+            "", wrong, found=f"{actual} experts", expected=f"{count}, as config.json says"
         )

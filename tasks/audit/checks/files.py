@@ -1,22 +1,21 @@
-"""Files and index: what a loader will open, and whether that is what the checkpoint is."""
+"""Check the weight files and the index: which files a loader opens, and if they fit together."""
 
 from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Mapping
 
-from tasks.audit.catalogue import files as say
-from tasks.audit.catalogue import folder as of_folder
+from tasks.audit.catalogue import files as findings
 from tasks.audit.finding import Finding, Severity
 from tasks.audit.recognise import ADAPTER_CONFIG, ADAPTERS, CONFIG, MODELS, Kind
 from tasks.audit.source import Source
-from tasks.audit.weights import Weights
+from tasks.audit.weights import Weights, open_weights
 from tasks.weights.files.index import index_of
 from tasks.weights.heads.folder import SIDE_FILES
 from tasks.weights.plan.partitions import PARTITIONS
 
 _NOT_WEIGHTS = ("training_args.bin", "optimizer.bin", "optimizer.pt", "scheduler.pt", "scaler.pt")
-"""What vLLM's loader leaves out of *.bin (`filter_files_not_needed_for_inference`)."""
+"""Files that vLLM excludes from *.bin (`filter_files_not_needed_for_inference`)."""
 _COUNTED = re.compile(r"(?P<stem>.+)-(?P<one>\d+)-of-(?P<all>\d+)\.(safetensors|bin)")
 _STATES = re.compile(r"(consolidated|model|pytorch_model)[^/]*\.pth?")
 _MISTRAL = "consolidated"
@@ -24,7 +23,7 @@ _MAX_SHARDS = 100_000
 
 
 def check(source: Source) -> Iterator[Finding]:
-    """The folder, then the files, then what the index says of them."""
+    """Check that configuration and weights exist, then the index, then other weight files."""
     weights = source.weights
     yield from _configuration(source)
     if source.is_model or source.is_adapter or source.kind is Kind.MIXTURE:
@@ -38,19 +37,19 @@ def _configuration(source: Source) -> Iterator[Finding]:
     name = ADAPTER_CONFIG if source.is_adapter else CONFIG
     known = source.is_adapter or source.is_model
     if known and name not in source.folder.files:
-        yield of_folder.CONFIG_MISSING.at(name, found="no such file", expected=f"{name}")
+        yield findings.CONFIG_MISSING.at(name, found="no such file", expected=f"{name}")
     parts = source.kind is Kind.SHARDS and source.config(PARTITIONS).get("mode") == "adapter"
     if parts and ADAPTER_CONFIG not in source.folder.files:
-        yield of_folder.CONFIG_MISSING.at(
+        yield findings.CONFIG_MISSING.at(
             ADAPTER_CONFIG, found="no such file", severity=Severity.WARNING,
-            expected=f"{ADAPTER_CONFIG}, or adapter_config=FILE when it is gathered",
+            expected=f"{ADAPTER_CONFIG}, or adapter_config=FILE when you gather",
         )  # fmt: skip
     if source.is_adapter and not (source.weights.files or source.weights.absent):
-        yield say.WEIGHTS_MISSING.at(
-            "", found=f"{ADAPTER_CONFIG} alone", expected=" or ".join(ADAPTERS)
+        yield findings.WEIGHTS_MISSING.at(
+            "", found=f"only {ADAPTER_CONFIG}", expected=" or ".join(ADAPTERS)
         )
     if source.kind is Kind.NOTHING and CONFIG in source.folder.files:
-        yield say.WEIGHTS_MISSING.at(
+        yield findings.WEIGHTS_MISSING.at(
             "", found=f"{CONFIG} without weights", expected=f"{' or '.join(MODELS)}, or an index"
         )
 
@@ -61,29 +60,35 @@ def _two_sets(source: Source) -> Iterator[Finding]:
     other = next(name for name in names if name != single) if single in names else ""
     there = [name for name in (other, index_of(other)) if name in source.folder.files]
     if there and not source.weights.is_pickled:
-        yield say.TWO_WEIGHT_SETS.at(there[0], found=f"{single} and {there[0]}", expected="one")
+        yield findings.TWO_WEIGHT_SETS.at(
+            there[0], found=f"{single} and {there[0]}", expected="one"
+        )
 
 
 def _index(source: Source, weights: Weights) -> Iterator[Finding]:
     name = index_of(weights.single)
     if name in source.folder.wrong:
-        yield say.INDEX_UNREADABLE.at(
+        yield findings.INDEX_UNREADABLE.at(
             name, found=source.folder.wrong[name], expected='{"weight_map": {tensor: file}}'
         )
     if weights.strange:
         named = ", ".join(weights.strange[:3])
-        yield say.INDEX_PATH.at(name, found=named, expected="plain names of files beside it")
+        yield findings.INDEX_PATH.at(
+            name, found=named, expected="plain names of files in the same folder"
+        )
     if weights.absent:
-        yield say.INDEX_MISSING_FILE.at(
-            name, found=f"{len(weights.absent)} not there: {', '.join(weights.absent[:3])}",
+        yield findings.INDEX_MISSING_FILE.at(
+            name, found=f"{len(weights.absent)} missing: {', '.join(weights.absent[:3])}",
             expected=f"all {len(weights.absent) + len(weights.files)} files",
         )  # fmt: skip
     for key, first, other in weights.twice[:20]:
-        yield say.KEY_TWICE.at(other, key, found=f"in {first} and in {other}", expected="in one")
+        yield findings.KEY_TWICE.at(
+            other, key, found=f"in {first} and in {other}", expected="in one"
+        )
     if weights.index is not None:
         yield from _keys(source, weights, weights.index)
     elif len(weights.files) > 1:
-        yield say.INDEX_ABSENT.at(name, found=f"{len(weights.files)} shards", expected=name)
+        yield findings.INDEX_ABSENT.at(name, found=f"{len(weights.files)} shards", expected=name)
 
 
 def _keys(source: Source, weights: Weights, index: Mapping[str, str]) -> Iterator[Finding]:
@@ -91,47 +96,52 @@ def _keys(source: Source, weights: Weights, index: Mapping[str, str]) -> Iterato
     read = set(weights.files) - set(weights.unread)
     lost = [key for key, file in index.items() if file in read and key not in weights.tensors]
     if lost:
-        yield say.INDEX_MISSING_KEY.at(
+        yield findings.INDEX_MISSING_KEY.at(
             name, lost, found=f"{len(lost)} in no file", expected="every tensor in its file"
         )
     twice = {key for key, _, _ in weights.twice}
     moved = [
-        key for key, one in weights.tensors.items()
-        if key not in twice and index.get(key, one.file) in read - {one.file}
+        key for key, tensor in weights.tensors.items()
+        if key not in twice and index.get(key, tensor.file) in read - {tensor.file}
     ]  # fmt: skip
     if moved:
-        yield say.INDEX_MISSING_KEY.at(
-            name, moved, found=f"{len(moved)} in another file than it says",
+        yield findings.INDEX_MISSING_KEY.at(
+            name, moved, found=f"{len(moved)} in another file than the index says",
             expected="every tensor in its file",
         )  # fmt: skip
     unknown = [key for key in weights.tensors if key not in index]
     if unknown:
-        yield say.KEY_NOT_IN_INDEX.at(
-            name, unknown, found=f"{len(unknown)} not in it", expected="every tensor of its files"
+        yield findings.KEY_NOT_IN_INDEX.at(
+            name,
+            unknown,
+            found=f"{len(unknown)} not in the index",
+            expected="every tensor of its files",
         )
     if weights.single in source.folder.files and weights.single not in weights.files:
-        yield say.STALE_INDEX.at(
+        yield findings.STALE_INDEX.at(
             name, found=f"{weights.single} beside it", expected="one or the other"
         )
     metadata = source.config(name).get("metadata")
     total = metadata.get("total_size") if isinstance(metadata, dict) else None
     if total is not None and weights.is_whole and total != weights.nbytes:
-        yield say.INDEX_TOTAL_SIZE.at(name, found=str(total), expected=f"{weights.nbytes}")
+        yield findings.INDEX_TOTAL_SIZE.at(name, found=str(total), expected=f"{weights.nbytes}")
 
 
 def _counted(weights: Weights) -> Iterator[Finding]:
-    """`model-00001-of-00003`: the names say how many there are."""
+    """Check that all shards exist that `model-00001-of-00003` announces."""
     if weights.index is not None:
-        return  # which says it better
+        return  # the index is more precise
     numbers: dict[int, set[int]] = {}
     for name in weights.files:
         match = _COUNTED.fullmatch(name)
         if match and len(match["all"]) < 7:
             numbers.setdefault(int(match["all"]), set()).add(int(match["one"]))
     for count, there in numbers.items():
-        missing = [one for one in range(1, min(count, _MAX_SHARDS) + 1) if one not in there]
+        missing = [
+            number for number in range(1, min(count, _MAX_SHARDS) + 1) if number not in there
+        ]
         if missing:
-            yield say.SHARDS_INCOMPLETE.at(
+            yield findings.SHARDS_INCOMPLETE.at(
                 "", found=f"{len(there)} of {count}", expected=f"also number {missing[0]}"
             )
 
@@ -147,29 +157,57 @@ def _strays(source: Source, weights: Weights) -> Iterator[Finding]:
     siblings = ADAPTERS if source.is_adapter else MODELS
     for name in safe + pickled:
         if name in siblings or (_COUNTED.fullmatch(name) and name.startswith("pytorch_model")):
-            continue  # the same weights once more: `TWO_WEIGHT_SETS`
+            continue  # a second set of the same weights: `TWO_WEIGHT_SETS`
         if source.kind is Kind.MIXTURE and name in ADAPTERS:
-            continue  # said once, for the folder
-        # Beside its params.json it is a vendor's own format, which is published on purpose.
+            continue  # reported once, for the folder
+        # With params.json beside it, this is Mistral's own format, published on purpose.
         meant = name.startswith(_MISTRAL) and "params.json" in source.folder.files
         taken = not source.is_adapter and _vllm_takes(name, weights) and not meant
         head = name in SIDE_FILES
-        yield say.STRAY_WEIGHT_FILE.at(
+        yield findings.STRAY_WEIGHT_FILE.at(
             name,
-            found="a head's file beside the model" if head else "in no index, and no part of it",
-            expected=f"{_listed(weights)} alone",
+            found="a value head beside the model" if head else "not part of the checkpoint",
+            expected=f"only {_listed(weights)}",
             severity=Severity.ERROR if taken else Severity.WARNING,
         )
 
 
 def _vllm_takes(name: str, weights: Weights) -> bool:
-    """Whether vLLM 0.32 streams the file into the model (`default_loader._prepare_weights`)."""
+    """Return True if vLLM 0.32 loads the file (`default_loader._prepare_weights`)."""
     if name.startswith(_MISTRAL) and name.endswith(".safetensors"):
         return True
     if weights.is_pickled:
-        return name.endswith(".bin")  # every .bin, where there is no safetensors
+        return name.endswith(".bin")  # every .bin, if there are no safetensors
     return name.endswith(".safetensors") and weights.index is None
 
 
 def _listed(weights: Weights) -> str:
     return weights.single if len(weights.files) == 1 else index_of(weights.single)
+
+
+def other_set(source: Source) -> Weights | None:
+    """Return the set of weights that loaders do not use (`.bin` or safetensors), or None.
+
+    OpenRLHF under ZeRO-3 writes the gathered tensors as `.bin`. If it is killed at the wrong
+    moment, it leaves PEFT's empty safetensors beside them, which every loader prefers.
+    """
+    names = ADAPTERS if source.is_adapter else MODELS
+    if source.weights.single not in names:
+        return None
+    other_name = next(name for name in names if name != source.weights.single)
+    weights = open_weights(source.folder, other_name)
+    return weights if weights.files else None
+
+
+def is_broken(weights: Weights) -> bool:
+    """Return True if a file or tensor is missing, or a tensor is empty."""
+    empty = any(not tensor.numel for tensor in weights.tensors.values())
+    return empty or not weights.tensors or not weights.is_whole
+
+
+def whole_beside(source: Source) -> str:
+    """Return the name of an intact set of weights beside broken ones; "" if there is none."""
+    if not is_broken(source.weights):
+        return ""
+    other = other_set(source)
+    return other.single if other is not None and not is_broken(other) else ""

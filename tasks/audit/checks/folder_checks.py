@@ -1,10 +1,10 @@
-"""The folder itself: is it a checkpoint at all, and can its documents be read."""
+"""Check the folder itself: its kind, odd entries, the manifest, and JSON files."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 
-from tasks.audit.catalogue import folder as say
+from tasks.audit.catalogue import files as findings
 from tasks.audit.finding import Finding, some
 from tasks.audit.folder import by_number
 from tasks.audit.recognise import ADAPTER_CONFIG, CONFIG, Kind
@@ -17,20 +17,20 @@ _READ = (
     CONFIG, ADAPTER_CONFIG, "generation_config.json", "tokenizer_config.json",
     "special_tokens_map.json",
 )  # fmt: skip
-"""Documents that loaders read. The index is looked at by another family."""
+"""Files that loaders read. `files` checks the index."""
 _TOKENIZER, _TEMPLATE = "tokenizer.json", "chat_template.jinja"
 _EDGE = 4096
-"""Bytes of a tokenizer that are looked at, at each end."""
+"""Bytes of tokenizer.json to read at each end."""
 
 
 def check(source: Source) -> Iterator[Finding]:
-    """What it is, what lies in it that is no file, which of its documents are none."""
+    """Check the kind of the folder, odd entries, the manifest, and the JSON files."""
     yield from _kind(source)
     listing = source.folder.listing
     for name, reason in list(listing.odd.items())[:20]:
-        yield say.ODD_ENTRY.at(name, found=reason, expected="a file or a folder")
+        yield findings.ODD_ENTRY.at(name, found=reason, expected="a file or a folder")
     if listing.cut:
-        yield say.LISTING_CUT.at("", found=listing.cut, expected="the files of one checkpoint")
+        yield findings.LISTING_CUT.at("", found=listing.cut, expected="the files of one checkpoint")
     yield from _manifest(source)
     for name in _READ:
         source.config(name)
@@ -39,12 +39,15 @@ def check(source: Source) -> Iterator[Finding]:
     index = index_of(source.weights.single)
     for name, reason in source.folder.wrong.items():
         if name != index:
-            yield say.JSON_UNREADABLE.at(name, found=reason, expected="a document of its kind")
+            yield findings.JSON_UNREADABLE.at(name, found=reason, expected="a valid file")
 
 
 def _tokenizer(source: Source) -> Iterator[Finding]:
-    """Whether it begins and ends as an object: taking the vocabulary apart costs twenty times its
-    bytes in memory, and a copy that broke off shows at its end."""
+    """Check that tokenizer.json begins and ends as an object.
+
+    Parsing the vocabulary takes twenty times its size in memory, and an interrupted copy shows at
+    the end of the file.
+    """
     size = source.folder.files.get(_TOKENIZER)
     if size is None:
         return
@@ -53,7 +56,7 @@ def _tokenizer(source: Source) -> Iterator[Finding]:
         file.seek(max(0, size - _EDGE))
         last = file.read(_EDGE).rstrip()[-1:]
     if (first, last) != (b"{", b"}"):
-        yield say.JSON_UNREADABLE.at(
+        yield findings.JSON_UNREADABLE.at(
             _TOKENIZER, found=f"begins with {first!r}, ends with {last!r}", expected="{...}"
         )
 
@@ -63,22 +66,27 @@ def _kind(source: Source) -> Iterator[Finding]:
     if source.kind is Kind.NOTHING and CONFIG not in source.folder.files:
         inside = list(_checkpoints_inside(source))
         fix = f"python flows/audit.py source={source.folder.root / inside[-1]}" if inside else ""
-        held = f"; in it: {some(inside)}" if inside else ""
-        yield say.NOTHING_HERE.at(
-            "", found=what + held, expected=f"{CONFIG} or {ADAPTER_CONFIG}, and weights", fix=fix
+        contents = f"; it contains {some(inside)}" if inside else ""
+        yield findings.NOTHING_HERE.at(
+            "",
+            found=what + contents,
+            expected=f"{CONFIG} or {ADAPTER_CONFIG}, and weights",
+            fix=fix,
         )
     elif source.kind is Kind.FOREIGN:
-        yield say.FOREIGN_FORMAT.at(
+        yield findings.FOREIGN_FORMAT.at(
             "", found=what, expected=f"{CONFIG} and safetensors", fix=_conversion(source)
         )
     elif source.kind is Kind.MIXTURE:
-        yield say.MIXTURE.at("", found=what, expected="one of them in a folder of its own")
+        yield findings.MIXTURE.at("", found=what, expected="the adapter in a separate folder")
     if not source.is_adapter:
         for name in source.folder.files:
             if name.endswith(f"lora_adapter/{ADAPTER_CONFIG}"):
                 folder = name.removesuffix(f"/{ADAPTER_CONFIG}")
-                yield say.LORA_BESIDE_MODEL.at(
-                    folder, found=f"{what}, and an adapter", expected="the adapter merged, or alone"
+                yield findings.LORA_BESIDE_MODEL.at(
+                    folder,
+                    found=f"{what}, and an adapter",
+                    expected="the adapter merged, or in a separate folder",
                 )
 
 
@@ -94,7 +102,7 @@ _CONVERSIONS = (
     ("raw torch state dict", "load it into its class and save that: model.load_state_dict(torch."
      "load(FILE, weights_only=True)); model.save_pretrained(<a new folder>)"),
 )  # fmt: skip
-"""By a part of what was recognised: the command of the tool that converts it."""
+"""Part of the description of a folder, and the command that converts such a checkpoint."""
 
 
 def _conversion(source: Source) -> str:
@@ -107,12 +115,14 @@ def _manifest(source: Source) -> Iterator[Finding]:
         try:
             open_artifact(source.folder.root)
         except ArtifactError as error:
-            for one in (error.details or (error.message,))[:20]:
-                yield say.MANIFEST_DIFFERS.at(MANIFEST, found=one, expected="as the manifest says")
+            for difference in (error.details or (error.message,))[:20]:
+                yield findings.MANIFEST_DIFFERS.at(
+                    MANIFEST, found=difference, expected="as the manifest says"
+                )
 
 
 def _checkpoints_inside(source: Source) -> Iterator[str]:
-    """Folders right below that hold a configuration: what was probably meant, the newest last."""
+    """Yield direct subfolders with a configuration, the newest last."""
     for name in sorted(source.folder.listing.folders, key=by_number):
-        if any(f"{name}/{one}" in source.folder.files for one in (CONFIG, ADAPTER_CONFIG)):
+        if any(f"{name}/{config}" in source.folder.files for config in (CONFIG, ADAPTER_CONFIG)):
             yield name

@@ -1,8 +1,8 @@
-"""Headers: what cannot be read, what is empty, and whether names and shapes are the class's.
+"""Check headers: unreadable files, empty tensors, and names and shapes of the model's class.
 
-The contract is `tasks.weights.families.plain`: of a decoder of the common families config.json
-tells every tensor, in milliseconds. Others are held against transformers on the meta device only
-with `values=true` (see `contract.py`), since importing it takes longer than a look at headers may.
+For decoders of common families `tasks.weights.families.plain` derives every tensor from config.json
+in milliseconds. Other classes need transformers on the meta device, which is too slow to import
+for an audit of headers: see `tasks.audit.class_contract`, which runs with `values=true`.
 """
 
 from __future__ import annotations
@@ -10,8 +10,8 @@ from __future__ import annotations
 from collections.abc import Collection, Iterator, Mapping
 from typing import Any
 
-from tasks.audit.catalogue import headers as say
-from tasks.audit.checks.duplicate_formats import whole_beside
+from tasks.audit.catalogue import tensors as findings
+from tasks.audit.checks.files import whole_beside
 from tasks.audit.checks.quantisation import is_said_elsewhere
 from tasks.audit.finding import Finding, Severity
 from tasks.audit.recognise import CONFIG, Kind
@@ -27,7 +27,7 @@ _LFS = b"version https://git-lfs"
 _LM_HEAD = "lm_head.weight"
 _VOCABULARY = ("model.embed_tokens.weight", _LM_HEAD)
 _LEFT_BY_OLD = ("rotary_emb.inv_freq",)
-"""Buffers that transformers 4 saved; every loader knows to leave them out."""
+"""Buffers that transformers 4 saved; every loader skips them."""
 _BY_TYPE = {
     "llama": "LlamaForCausalLM", "mistral": "MistralForCausalLM", "granite": "GraniteForCausalLM",
     "qwen2": "Qwen2ForCausalLM", "qwen3": "Qwen3ForCausalLM", "gemma2": "Gemma2ForCausalLM",
@@ -36,7 +36,7 @@ _BY_TYPE = {
 
 
 def check(source: Source) -> Iterator[Finding]:
-    """File by file, then all tensors against the contract."""
+    """Check each file, then all tensors against the class."""
     yield from _files(source, source.weights)
     yield from _empty(source)
     if source.is_model:
@@ -44,13 +44,13 @@ def check(source: Source) -> Iterator[Finding]:
 
 
 def _fix(source: Source) -> str:
-    """What mends weights that are not whole; "" for what the catalogue says."""
-    other = whole_beside(source)
-    if not other:
+    """Return the command that repairs broken weights; "" for the advice of the catalogue."""
+    intact = whole_beside(source)
+    if not intact:
         return ""
     return (
-        f"python flows/audit.py source=DIR fix=true out_dir=<a new folder>: takes {other}, which "
-        "is whole"
+        f"python flows/audit.py source=DIR fix=true out_dir=<a new folder>: uses {intact}, which "
+        "is intact"
     )
 
 
@@ -59,26 +59,31 @@ def _files(source: Source, weights: Weights) -> Iterator[Finding]:
     for name, reason in weights.unread.items():
         if _is_pointer(source, name):
             size = source.folder.files[name]
-            yield say.NOT_WEIGHTS_YET.at(
+            yield findings.NOT_WEIGHTS_YET.at(
                 name, found=f"a pointer of {size} bytes", expected="weights"
             )
         else:
-            yield say.BAD_HEADER.at(name, found=reason, expected="a whole file of tensors", fix=fix)
-    holders = {one.file for one in weights.tensors.values()} | {one for _, _, one in weights.twice}
+            yield findings.BAD_HEADER.at(
+                name, found=reason, expected="an intact file of tensors", fix=fix
+            )
+    holders = {tensor.file for tensor in weights.tensors.values()}
+    holders |= {file for _, _, file in weights.twice}
     for name, key in weights.nested.items():
-        yield say.NESTED_STATE_DICT.at(
-            name, found=f"the state dict under the key {key!r}", expected="tensors at the top",
+        yield findings.NESTED_STATE_DICT.at(
+            name, found=f"the state dict under the key {key!r}", expected="tensors at top level",
             fix=unnesting(source.folder.root / name, key),
         )  # fmt: skip
     for name in weights.files:
         if name not in holders and not {name} & (weights.unread.keys() | weights.nested.keys()):
             size = source.folder.files[name]
-            yield say.NO_TENSORS.at(
-                name, found=f"{size} bytes, no tensor", expected="the trained tensors", fix=fix
+            yield findings.NO_TENSORS.at(
+                name, found=f"{size} bytes, no tensors", expected="the trained tensors", fix=fix
             )
     for name, others in weights.others.items():
         if others:
-            yield say.NO_TENSOR_ENTRY.at(name, others, found="no tensors", expected="tensors alone")
+            yield findings.NO_TENSOR_ENTRY.at(
+                name, others, found="not tensors", expected="only tensors"
+            )
 
 
 def _is_pointer(source: Source, name: str) -> bool:
@@ -89,36 +94,38 @@ def _is_pointer(source: Source, name: str) -> bool:
 def _empty(source: Source) -> Iterator[Finding]:
     empty: dict[str, list[str]] = {}
     strided: dict[str, list[str]] = {}
-    for key, one in source.tensors.items():
-        if one.numel == 0:
-            empty.setdefault(one.file, []).append(key)
-        elif one.start < 0:
-            strided.setdefault(one.file, []).append(key)
+    for key, tensor in source.tensors.items():
+        if tensor.numel == 0:
+            empty.setdefault(tensor.file, []).append(key)
+        elif tensor.start < 0:
+            strided.setdefault(tensor.file, []).append(key)
     for file, keys in empty.items():
-        count = sum(one.file == file for one in source.tensors.values())
+        count = sum(tensor.file == file for tensor in source.tensors.values())
         shape = list(source.tensors[keys[0]].shape)
-        yield say.EMPTY_TENSOR.at(
+        yield findings.EMPTY_TENSOR.at(
             file, keys, found=f"{len(keys)} of {count} tensors empty, shape {shape}",
             expected="a matrix, or a vector with elements", fix=_fix(source),
         )  # fmt: skip
     for file, keys in strided.items():
-        yield say.NOT_CONTIGUOUS.at(
+        yield findings.NOT_CONTIGUOUS.at(
             file, keys, found=f"{len(keys)} with other strides", expected="C order"
         )
 
 
 def against_plain(source: Source) -> Iterator[Finding]:
-    """Names and shapes against what config.json says of a family of the table."""
+    """Compare names and shapes with config.json, for families of the table."""
     if not source.weights.is_whole or is_said_elsewhere(source):
-        return  # what is absent is said already; what is packed has other names and shapes
+        return  # missing files are reported; packed weights have other names and shapes
     too_many = oversized(source.config())
-    if too_many:  # the contract of so many is not even made
-        yield say.TENSOR_MISSING.at(CONFIG, found=too_many, expected="as many as there are")
+    if too_many:  # the config announces more tensors than any model has
+        yield findings.TENSOR_MISSING.at(
+            CONFIG, found=too_many, expected="a plausible number of tensors"
+        )
         return
     facts = plain_facts(_causal(source.config()), "bfloat16", None)
     if facts is None:
         return
-    shapes = {one.name: one.shape for one in facts["tensors"]}
+    shapes = {tensor.name: tensor.shape for tensor in facts["tensors"]}
     optional = set(facts["tied"])
     if source.kind is Kind.REWARD:
         optional |= {_LM_HEAD, *BUFFERS}
@@ -129,12 +136,12 @@ def against_plain(source: Source) -> Iterator[Finding]:
 
 
 def knows(source: Source) -> bool:
-    """Whether the contract of this model is made here, without transformers."""
+    """Return True if this module can derive the tensors of the model, without transformers."""
     return plain_facts(_causal(source.config()), "bfloat16", None) is not None
 
 
 def _causal(config: Mapping[str, Any]) -> Mapping[str, Any]:
-    """The configuration as if the model had a language model's head: the rest is the same."""
+    """Return the configuration with a language model's head; its other tensors are the same."""
     names = config.get("architectures")
     if not (isinstance(names, list) and names and isinstance(names[0], str)):
         return {}
@@ -147,45 +154,48 @@ def _causal(config: Mapping[str, Any]) -> Mapping[str, Any]:
 def compare(
     source: Source, shapes: Mapping[str, tuple[int, ...]], optional: Collection[str]
 ) -> Iterator[Finding]:
-    """Findings of tensors that are missing, unknown or of another shape.
+    """Report tensors that are missing, unknown or of another shape.
 
     Args:
         source: the model.
-        shapes: of every tensor that the class has, by key on disk.
-        optional: keys that may be there and need not.
+        shapes: shape of every tensor of the class, by key on disk.
+        optional: keys that may be absent.
     """
-    held, what = source.tensors, f"the tensors of {_class(source)}"
-    missing = [key for key in shapes if key not in held]
+    tensors, what = source.tensors, f"the tensors of {_class(source)}"
+    missing = [key for key in shapes if key not in tensors]
     unknown = [
-        key for key in held
+        key for key in tensors
         if not (key in shapes or key in optional or key.endswith(_LEFT_BY_OLD))
     ]  # fmt: skip
     if missing:
         none = ": no key is as expected" if len(missing) == len(shapes) else ""
         count = f"{len(missing)} of {len(shapes)} missing{none}"
-        yield say.TENSOR_MISSING.at("", missing, found=count, expected=what)
+        yield findings.TENSOR_MISSING.at("", missing, found=count, expected=what)
     if unknown:
         count = f"{len(unknown)} that the class does not have"
         severity = Severity.ERROR if missing else None
-        yield say.TENSOR_UNEXPECTED.at(
-            held[unknown[0]].file, unknown, found=count, expected=what, severity=severity
+        yield findings.TENSOR_UNEXPECTED.at(
+            tensors[unknown[0]].file, unknown, found=count, expected=what, severity=severity
         )
     yield from _shapes(source, shapes)
 
 
 def _shapes(source: Source, shapes: Mapping[str, tuple[int, ...]]) -> Iterator[Finding]:
-    """One finding for all tensors with the same mistake: a wrong size shows in every layer."""
+    """Report wrong shapes: one finding per mistake, since a wrong size shows in every layer."""
     wrong: dict[tuple[tuple[int, ...], tuple[int, ...]], list[str]] = {}
     for key, shape in shapes.items():
-        one = source.tensors.get(key)
-        if one is None or not one.numel or one.shape == shape:
+        tensor = source.tensors.get(key)
+        if tensor is None or not tensor.numel or tensor.shape == shape:
             continue
-        if key in _VOCABULARY and one.shape[1:] == shape[1:]:
-            continue  # rows of the vocabulary are a family of their own
-        wrong.setdefault((one.shape, shape), []).append(key)
-    for (found, due), keys in wrong.items():
-        yield say.SHAPE_MISMATCH.at(
-            source.tensors[keys[0]].file, keys, found=str(list(found)), expected=str(list(due))
+        if key in _VOCABULARY and tensor.shape[1:] == shape[1:]:
+            continue  # `text.vocabulary` checks these rows
+        wrong.setdefault((tensor.shape, shape), []).append(key)
+    for (actual, expected), keys in wrong.items():
+        yield findings.SHAPE_MISMATCH.at(
+            source.tensors[keys[0]].file,
+            keys,
+            found=str(list(actual)),
+            expected=str(list(expected)),
         )
 
 

@@ -1,19 +1,21 @@
-"""quantization_config against the tensors: packed where it says so, and only there."""
+"""Check how weights are stored: quantization_config against the tensors, and dtypes."""
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator, Mapping
 
-from tasks.audit.catalogue import quantisation as say
-from tasks.audit.config_fields import text_config
+from tasks.audit.catalogue import model as findings
+from tasks.audit.config_fields import of_text, text_config
 from tasks.audit.finding import Finding
 from tasks.audit.recognise import CONFIG
 from tasks.audit.source import Source
-from tasks.audit.weights import Held
+from tasks.audit.weights import StoredTensor
+from tasks.weights.files.reader import DTYPE_NAMES
 from tasks.weights.quantized.config_fields import QUANTIZATION, stored
 
 _STATES: Mapping[str, tuple[str, ...]] = {
-    # By method: what stands behind the key of a weight, or in its place.
+    # By method: suffixes that are added to the key of a weight, or replace it.
     "bitsandbytes": (".absmax", ".quant_map", ".quant_state.", ".nested_absmax", ".SCB"),
     "gptq": (".qweight", ".qzeros", ".g_idx"),
     "awq": (".qweight", ".qzeros"),
@@ -24,33 +26,33 @@ _STATES: Mapping[str, tuple[str, ...]] = {
 }
 _BITSANDBYTES = "bitsandbytes"
 _MODELOPT = "hf_quant_config.json"
-"""What NVIDIA's exporter writes beside a config.json that says nothing."""
+"""Written by NVIDIA's exporter; config.json then says nothing about quantisation."""
 _PACKED_DTYPES = ("U8", "I8", "I32", "F8_E4M3", "F8_E5M2")
-_FLOATS = ("BF16", "F16", "F32")
+_FLOATS = ("F64", "F32", "BF16", "F16")
 
 
 def check(source: Source) -> Iterator[Finding]:
-    """What config.json says against what there is; then states without packed weights."""
+    """Compare quantization_config with the tensors, then find states without packed weights."""
     if not source.is_model or not source.weights.is_whole or not source.tensors:
         return
-    states = {key: one for key in source.tensors if (one := _method_of(key))}
+    states = {key: method_name for key in source.tensors if (method_name := _method_of(key))}
     how = stored(source.config())
     method = how.partition(",")[0] if how else ""
     packed = {key: _is_packed(key, source.tensors) for key in states}
     residue = [key for key, fine in packed.items() if not fine]
     if residue:
-        yield say.QUANT_RESIDUE.at(
+        yield findings.QUANT_RESIDUE.at(
             source.tensors[residue[0]].file, residue,
-            found=f"{len(residue)} states of a quantiser", expected="packed weights, or no states",
+            found=f"{len(residue)} quantisation states", expected="packed weights, or no states",
         )  # fmt: skip
     real = [key for key, fine in packed.items() if fine]
     if method in _STATES and not states and _has_no_packed(source.tensors):
-        yield say.QUANT_CONFIG_STALE.at(
+        yield findings.QUANT_CONFIG_STALE.at(
             CONFIG, found=f"{QUANTIZATION} of {how}, and no packed tensor",
             expected=f"no {QUANTIZATION}",
         )  # fmt: skip
     if not method and real and not is_said_elsewhere(source):
-        yield say.QUANT_CONFIG_ABSENT.at(
+        yield findings.QUANT_CONFIG_ABSENT.at(
             CONFIG, real, found=f"states of {states[real[0]]}", expected=f"{QUANTIZATION}"
         )
     if method == _BITSANDBYTES:
@@ -58,16 +60,16 @@ def check(source: Source) -> Iterator[Finding]:
 
 
 def is_said_elsewhere(source: Source) -> bool:
-    """Whether it is told to be packed in a place that vLLM reads beside the usual one."""
+    """Return True if another file or key that vLLM reads says that the weights are packed."""
     config = source.config()
     inner = text_config(config)
     beside = (inner.get(QUANTIZATION), config.get("compression_config"))
-    said = any(isinstance(one, Mapping) and one for one in beside)
-    return _MODELOPT in source.folder.files or (said and not config.get(QUANTIZATION))
+    is_set = any(isinstance(settings, Mapping) and settings for settings in beside)
+    return _MODELOPT in source.folder.files or (is_set and not config.get(QUANTIZATION))
 
 
 def _method_of(key: str) -> str:
-    """The quantiser that writes such a key."""
+    """Return the quantisation method that writes such a key, or ""."""
     for method, marks in _STATES.items():
         for mark in marks:
             if key.endswith(mark) or (mark.endswith(".") and mark in key):
@@ -76,7 +78,7 @@ def _method_of(key: str) -> str:
 
 
 def _weight_of(key: str) -> str:
-    """Key of the weight that a state is of; its own where the method has other names for it."""
+    """Return the key of the weight that a state belongs to; the key itself if it names none."""
     for mark in (".quant_state.", ".nested_absmax", ".nested_quant_map", ".absmax", ".quant_map"):
         if mark in key:
             return key.partition(mark)[0]
@@ -85,34 +87,94 @@ def _weight_of(key: str) -> str:
     return key.removesuffix("_inv").removesuffix("_scale")
 
 
-def _is_packed(key: str, tensors: Mapping[str, Held]) -> bool:
-    """Whether a state is of something packed; where it names no weight it is taken to be."""
+def _is_packed(key: str, tensors: Mapping[str, StoredTensor]) -> bool:
+    """Return True if the weight of a state is packed; assume so if the key names no weight."""
     weight = _weight_of(key)
-    held = tensors.get(weight)
-    if weight == key or (held is None and "_scale" in key):
-        return True  # such methods pack under names of their own
-    # bitsandbytes packs into the dtype that it is told, floats included: then the shape tells.
-    return held is not None and (held.dtype in _PACKED_DTYPES or held.shape[1:] == (1,))
+    tensor = tensors.get(weight)
+    if weight == key or (tensor is None and "_scale" in key):
+        return True  # such methods use other names for packed weights
+    # bitsandbytes may pack into a float dtype: then the shape decides.
+    return tensor is not None and (tensor.dtype in _PACKED_DTYPES or tensor.shape[1:] == (1,))
 
 
-def _has_no_packed(tensors: Mapping[str, Held]) -> bool:
-    return not any(held.dtype in _PACKED_DTYPES for held in tensors.values())
+def _has_no_packed(tensors: Mapping[str, StoredTensor]) -> bool:
+    return not any(tensor.dtype in _PACKED_DTYPES for tensor in tensors.values())
 
 
 def _partial(source: Source, states: list[str]) -> Iterator[Finding]:
-    """Packed matrices of which the state was lost."""
+    """Report packed matrices whose quantisation state is missing."""
     known = {_weight_of(key) for key in states}
     lost = [
         key
-        for key, held in source.tensors.items()
-        if key.endswith(".weight") and held.dtype == "U8" and key not in known
+        for key, tensor in source.tensors.items()
+        if key.endswith(".weight") and tensor.dtype == "U8" and key not in known
     ]
     if lost:
-        yield say.QUANT_PARTIAL.at(
+        yield findings.QUANT_PARTIAL.at(
             source.tensors[lost[0]].file, lost, found=f"{len(lost)} packed weights without a state",
             expected="absmax, quant_map and quant_state of each",
         )  # fmt: skip
     if states and not lost:
-        yield say.QUANT_MERGED.at(
-            CONFIG, found=stored(source.config()) or "", expected="as it is meant"
+        yield findings.QUANT_MERGED.at(
+            CONFIG, found=stored(source.config()) or "", expected="nothing, if it is intended"
         )
+
+
+def check_dtypes(source: Source) -> Iterator[Finding]:
+    """Compare dtypes of matrices; many families keep norms, biases and gates in fp32 on purpose."""
+    if not (source.is_model or source.is_adapter) or not source.tensors:
+        return
+    if source.is_model and stored(source.config()) is not None:
+        return  # scales and states have their own dtypes
+    # peft keeps LoRA pairs in fp32; modules that it stores in full have the base's dtype.
+    compared = {
+        key: tensor
+        for key, tensor in source.tensors.items()
+        if (".lora_" in key if source.is_adapter else key.endswith(".weight")) and not _is_head(key)
+    }
+    sizes = _matrix_bytes(compared)
+    if not sizes:
+        return
+    usual = sizes.most_common(1)[0][0]
+    others = [
+        key for key, tensor in compared.items() if _is_matrix(tensor) and tensor.dtype != usual
+    ]
+    if others:
+        shares = ", ".join(f"{name} {nbytes / sizes.total():.0%}" for name, nbytes in sizes.items())
+        yield findings.DTYPE_MIXED.at(
+            source.tensors[others[0]].file, others, found=f"{shares} of the bytes", expected=usual
+        )
+    if not source.is_model:
+        return
+    config = source.config()
+    dtype = of_text(config, "dtype") or of_text(config, "torch_dtype")
+    wanted = DTYPE_NAMES.get(dtype) if isinstance(dtype, str) else None
+    if wanted is not None and wanted != usual:
+        yield findings.DTYPE_NOT_CONFIG.at(
+            CONFIG, found=f"{usual} weights, dtype {dtype}", expected="the same"
+        )
+    base = source.base
+    if base is not None and base.is_model and stored(base.config()) is None:
+        base_sizes = _matrix_bytes(base.tensors).most_common(1)
+        if base_sizes and base_sizes[0][0] != usual:
+            yield findings.DTYPE_NOT_OF_BASE.at(
+                "", found=usual, expected=f"{base_sizes[0][0]}, as the base has"
+            )
+
+
+def _matrix_bytes(tensors: Mapping[str, StoredTensor]) -> Counter[str]:
+    """Return the number of bytes of matrices by dtype."""
+    sizes: Counter[str] = Counter()
+    for tensor in tensors.values():
+        if _is_matrix(tensor):
+            sizes[tensor.dtype] += tensor.nbytes
+    return sizes
+
+
+def _is_matrix(tensor: StoredTensor) -> bool:
+    return len(tensor.shape) >= 2 and tensor.dtype in _FLOATS and tensor.nbytes > 0
+
+
+def _is_head(key: str) -> bool:
+    """Return True for reward heads and expert routers, which are kept in a wider dtype."""
+    return any(part in f".{key}" for part in (".score.", ".v_head.", ".gate.weight", ".router."))

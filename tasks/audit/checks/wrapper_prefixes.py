@@ -1,13 +1,12 @@
-"""Residue in key names: what wrappers put around a model, and a save should have taken off."""
+"""Check tensor names for prefixes of wrappers that saving should have removed."""
 
 from __future__ import annotations
 
 import re
 from collections.abc import Iterator
 
-from tasks.audit.catalogue import residue as say
-from tasks.audit.catalogue.entry import Entry
-from tasks.audit.finding import Finding
+from tasks.audit.catalogue import tensors as findings
+from tasks.audit.finding import Entry, Finding
 from tasks.audit.source import Source
 from tasks.weights.files.names import PEFT_PREFIX, unwrap
 
@@ -21,11 +20,11 @@ _NAMED = re.compile(
     r"|\.(lora_embedding_[AB]|trainable_tokens_delta)\.(?P<other>[^.]+)$"
     r"|\.modules_to_save\.(?!(weight|bias)$)(?P<saved>[^.]+)\.(weight|bias)$"
 )
-"""Keys as a live PEFT model has them, with the adapter's name in them."""
+"""Keys of a PEFT model in memory, which contain the adapter's name."""
 
 
 def check(source: Source) -> Iterator[Finding]:
-    """Keys of a model, or of an adapter."""
+    """Check the keys of a model or of an adapter."""
     if source.is_adapter:
         yield from _adapter(source)
     elif source.is_model:
@@ -33,32 +32,33 @@ def check(source: Source) -> Iterator[Finding]:
 
 
 def _model(source: Source) -> Iterator[Finding]:
-    peft = [k for k in source.tensors if PEFT_PREFIX in k or _PEFT.search(k)]
+    peft = [key for key in source.tensors if PEFT_PREFIX in key or _PEFT.search(key)]
     if peft:
-        yield say.PEFT_RESIDUE.at(
+        yield findings.PEFT_RESIDUE.at(
             source.tensors[peft[0]].file, peft, found=f"{len(peft)} keys of a PEFT model",
             expected="the model's own names",
         )  # fmt: skip
-    wrapped = [k for k in source.tensors if unwrap(k) != k]
-    yield from _wrapped(source, wrapped, say.WRAPPER_RESIDUE)
-    trls = [k for k in source.tensors if unwrap(k) == k and k.startswith(TRL_WRAPPER)]
-    yield from _wrapped(source, trls, say.TRL_RESIDUE)
+    wrapped = [key for key in source.tensors if unwrap(key) != key]
+    yield from _wrapped(source, wrapped, findings.WRAPPER_RESIDUE)
+    trls = [key for key in source.tensors if unwrap(key) == key and key.startswith(TRL_WRAPPER)]
+    yield from _wrapped(source, trls, findings.TRL_RESIDUE)
 
 
 def _adapter(source: Source) -> Iterator[Finding]:
     keys = [key for key in source.tensors if "v_head." not in key]
     wrapped = [key for key in keys if unwrap(key) != key]
-    yield from _wrapped(source, wrapped, say.WRAPPER_RESIDUE)
+    yield from _wrapped(source, wrapped, findings.WRAPPER_RESIDUE)
     named = [key for key in keys if _NAMED.search(key)]
     if named:
-        yield say.ADAPTER_NAME_IN_KEYS.at(
-            source.tensors[named[0]].file, named, found=f"{len(named)} keys with a name in them",
+        yield findings.ADAPTER_NAME_IN_KEYS.at(
+            source.tensors[named[0]].file, named, found=f"{len(named)} keys with that name",
             expected=f"{PEFT_PREFIX}<module>.lora_A.weight",
         )  # fmt: skip
     bare = [key for key in keys if not unwrap(key).startswith(PEFT_PREFIX)]
     if bare:
-        yield say.ADAPTER_PREFIX.at(
-            source.tensors[bare[0]].file, bare, found=f"{len(bare)} of {len(keys)} keys without it",
+        yield findings.ADAPTER_PREFIX.at(
+            source.tensors[bare[0]].file, bare,
+            found=f"{len(bare)} of {len(keys)} keys without the prefix",
             expected=f"{PEFT_PREFIX}<module>.lora_A.weight",
         )  # fmt: skip
 

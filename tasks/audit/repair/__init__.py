@@ -1,11 +1,11 @@
-"""Repairs that lose nothing, as a new artifact: `repaired = repair(source, out)`.
+"""Repair checkpoints without loss, as a new artifact: `repaired = repair(folder, out)`.
 
-draft       what the repaired folder would hold; looked at by the same families before a byte moves
-keys        names without residue
-ties        one embedding, or two
-documents   what ends a text, how many labels a head has
-drafting    all of these but ties, which take data: is it worth a repair
-writing     the draft as files, checked once more, published by one rename
+draft         the content of the repaired folder, checked before anything is written
+keys          renames tensors: removes wrapper prefixes
+ties          drops a tied copy of the embedding, or unties it
+documents     edits JSON files: EOS ids, labels of a head, settings of the base
+drafting      makes a draft; `would_mend` tells from headers if a repair helps
+writing       writes the draft, checks it again, publishes it by one rename
 """
 
 from tasks.audit.repair.drafting import would_mend as would_mend

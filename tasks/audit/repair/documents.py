@@ -1,11 +1,11 @@
-"""Documents: ids that end a text, labels of a head, its name, settings of the base."""
+"""Repair JSON files: EOS ids, labels and name of a head, settings of the base."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
-from tasks.audit.catalogue import configuration as say
+from tasks.audit.catalogue import model
 from tasks.audit.checks.configuration import (
     COMPUTE,
     GENERIC_TOKENIZER,
@@ -29,9 +29,9 @@ from tasks.weights.heads.folder import hidden_size
 _ENDS = ("EOS_DISAGREES", "EOS_NOT_TEMPLATE_END", "EOS_CONFIGS_DIFFER", "EOS_MISSING")
 _LABELS = ("HEAD_LABELS",)
 _NAME = ("HEAD_PREFIX",)
-TOKENIZER_CLASS, PROCESSOR_MISSING = say.TOKENIZER_CLASS.code, say.PROCESSOR_MISSING.code
-ROPE_FORM = say.ROPE_FORM.code
-_SETTINGS = (say.CONFIG_CHANGED.code, say.ROPE_THETA_ABSENT.code)
+TOKENIZER_CLASS, PROCESSOR_MISSING = model.TOKENIZER_CLASS.code, model.PROCESSOR_MISSING.code
+ROPE_FORM = model.ROPE_FORM.code
+_SETTINGS = (model.CONFIG_CHANGED.code, model.ROPE_THETA_ABSENT.code)
 _ROPE = (
     "rope_theta", "rope_scaling", "rope_parameters", "rope_local_base_freq",
     "partial_rotary_factor",
@@ -39,15 +39,15 @@ _ROPE = (
 
 
 def align_documents(draft: Draft, findings: Iterable[Finding]) -> None:
-    """Repair what findings tell of: nothing is changed that nobody complained about."""
+    """Repair the JSON files that findings complain about, and nothing else."""
     findings = list(findings)
-    codes = {one.code for one in findings}
+    codes = {finding.code for finding in findings}
     if TOKENIZER_CLASS in codes:
         _name_tokenizer(draft)
     if draft.source.is_model:
-        _take_settings(draft, {one.tensor for one in findings if one.code in _SETTINGS})
+        _take_settings(draft, {finding.tensor for finding in findings if finding.code in _SETTINGS})
         if ROPE_FORM in codes:
-            _say_rope_twice(draft)
+            _write_old_rope(draft)
         if PROCESSOR_MISSING in codes:
             _take_processor(draft)
     if codes & {*_ENDS} and draft.source.is_model:
@@ -57,7 +57,7 @@ def align_documents(draft: Draft, findings: Iterable[Finding]) -> None:
 
 
 def _name_tokenizer(draft: Draft) -> None:
-    """Name a class that transformers 4 has, too: the base's, else the generic one."""
+    """Name a tokenizer class that transformers 4 has too: the base's, else the generic one."""
     source = draft.source
     base = source.base.config(SETTINGS).get("tokenizer_class") if source.base is not None else None
     name = base if isinstance(base, str) and base != NEW_TOKENIZER else GENERIC_TOKENIZER
@@ -67,22 +67,24 @@ def _name_tokenizer(draft: Draft) -> None:
 
 
 def _take_settings(draft: Draft, names: set[str]) -> None:
-    """Take the base's value of settings that training does not change."""
+    """Copy settings from the base that training does not change."""
     base = draft.source.base
     if base is None:
         return
-    theirs = text_config(base.config())
+    base_text = text_config(base.config())
     wanted: dict[str, Any] = {name: of_text(base.config(), name) for name in names & {*COMPUTE}}
     if any(name.startswith("rope") for name in names):
-        wanted |= {name: theirs.get(name) for name in _ROPE}
+        wanted |= {name: base_text.get(name) for name in _ROPE}
     if wanted:
         _edit_text(draft, wanted)
-        told = ", ".join(f"{name} {value!r}" for name, value in wanted.items() if value is not None)
-        draft.done.append(f"{CONFIG}: {told}, as the base has")
+        changes = ", ".join(
+            f"{name} {value!r}" for name, value in wanted.items() if value is not None
+        )
+        draft.done.append(f"{CONFIG}: {changes}, as the base has")
 
 
-def _say_rope_twice(draft: Draft) -> None:
-    """Write the rotary settings as transformers 4 reads them, beside those of transformers 5."""
+def _write_old_rope(draft: Draft) -> None:
+    """Add the rotary settings of transformers 4 beside those of transformers 5."""
     old = old_rope(text_config(draft.documents.get(CONFIG, draft.source.config())))
     if old:
         _edit_text(draft, old)
@@ -90,7 +92,7 @@ def _say_rope_twice(draft: Draft) -> None:
 
 
 def _edit_text(draft: Draft, changes: Mapping[str, Any]) -> None:
-    """Change settings of the language model where they lie; None takes one away."""
+    """Change settings of the language model; None removes one."""
     config = {**draft.documents.get(CONFIG, draft.source.config())}
     inner = text_config(config)
     at = next((name for name, value in config.items() if value is inner), "")
@@ -106,11 +108,11 @@ def _take_processor(draft: Draft) -> None:
         document = base.config(name) if base is not None else {}
         if document:
             draft.documents[name] = dict(document)
-            draft.done.append(f"{name}: that of the base")
+            draft.done.append(f"{name}: copied from the base")
 
 
 def _align_ends(draft: Draft) -> None:
-    """Stop at everything that ends a text by anybody: more ends lose no text of the model's own."""
+    """Stop at every EOS that any file names: more EOS ids lose no text of the model."""
     source = draft.source
     generation, config = source.config(GENERATION), source.config()
     ids = dict.fromkeys(
@@ -122,15 +124,15 @@ def _align_ends(draft: Draft) -> None:
     )
     if not ids:
         return
-    said: int | list[int] = next(iter(ids)) if len(ids) == 1 else list(ids)
-    draft.edit(GENERATION, eos_token_id=said)
-    draft.done.append(f"{GENERATION}: eos_token_id {said}")
+    value: int | list[int] = next(iter(ids)) if len(ids) == 1 else list(ids)
+    draft.edit(GENERATION, eos_token_id=value)
+    draft.done.append(f"{GENERATION}: eos_token_id {value}")
 
 
 def _align_head(draft: Draft, codes: set[str]) -> None:
     head = detect(opened(draft.source)).head
     if head is None or head.shape != (1, hidden_size(draft.source.config())):
-        return  # a classifier's labels, or a head that is none, is not ours to name
+        return  # labels of a classifier, or an unusable head, are left alone
     if codes & {*_LABELS}:
         labels = {"id2label": {"0": "LABEL_0"}, "label2id": {"LABEL_0": 0}, "num_labels": 1}
         draft.edit(CONFIG, **labels)
@@ -142,17 +144,17 @@ def _align_head(draft: Draft, codes: set[str]) -> None:
 
 
 def _ends_of_texts(source: Source) -> Iterator[int]:
-    """Ids that the tokenizer and its chat template end a text with, the tokenizer's own first."""
+    """Yield the EOS ids of the tokenizer and its chat template, the tokenizer's first."""
     tokens = read_tokens(source.folder)
-    said = source.config(SETTINGS).get("eos_token")
-    said = said.get("content") if isinstance(said, dict) else said
-    eos = tokens.id_of(said) if isinstance(said, str) else None
+    token = source.config(SETTINGS).get("eos_token")
+    token = token.get("content") if isinstance(token, dict) else token
+    eos = tokens.id_of(token) if isinstance(token, str) else None
     if eos is not None:
         yield eos
     for text in template_places(source).values():
         try:
             ends = read_template(text, tokens.special).ends
         except BrokenTemplateError:
-            continue  # a finding of its own
-        ids = (None if one == EOS else tokens.id_of(one) for one in sorted(ends))
-        yield from (one for one in ids if one is not None)
+            continue  # the audit reports it
+        ids = (None if end == EOS else tokens.id_of(end) for end in sorted(ends))
+        yield from (end for end in ids if end is not None)

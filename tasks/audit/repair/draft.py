@@ -1,8 +1,7 @@
-"""A draft: what the repaired folder will hold, before anything is written.
+"""A draft: the content of a repaired folder, before anything is written.
 
-It is a `Source` in the making: tensors under other names, documents with other values, files left
-out. The families judge it as they judge a folder, so that what cannot be repaired is told from
-headers alone, and a repair that would not help is never written.
+It becomes a `Source` with renamed tensors, edited JSON files and fewer files. The checks run on it
+as on a folder, so a repair that would not help is found from headers and never written.
 """
 
 from __future__ import annotations
@@ -11,7 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from tasks.audit.checks.duplicate_formats import other_set, whole_beside
+from tasks.audit.checks.files import other_set, whole_beside
 from tasks.audit.folder import Folder, Listing
 from tasks.audit.recognise import Kind, Recognised
 from tasks.audit.source import Source
@@ -26,15 +25,15 @@ _NOT_COPIED = (".safetensors", ".bin", ".pt", ".pth", ".pkl", ".ckpt", ".index.j
 
 @dataclass
 class Draft:
-    """What is going to be written.
+    """The planned content of a repaired folder.
 
     Attributes:
-        source: the folder as it is, with the set of weights that is taken.
+        source: the folder as it is, with the set of weights to use.
         names: old key by new key.
-        documents: JSON files that are written anew.
-        done: what was changed, one line each.
-        refused: what could not be, one line each.
-        head: keys of a value head that is kept apart.
+        documents: JSON files to write.
+        done: descriptions of the changes, one line each.
+        refused: reasons why something cannot be repaired, one line each.
+        head: keys of a value head that is written to a separate folder.
     """
 
     source: Source
@@ -50,12 +49,12 @@ class Draft:
         return Renamed(self.source, self.names)
 
     def edit(self, name: str, **changes: Any) -> None:
-        """Change values of a document."""
+        """Change fields of a JSON file."""
         before = self.documents.get(name, dict(self.source.config(name)))
         self.documents[name] = {**before, **changes}
 
     def copied(self) -> list[str]:
-        """Files that are taken over as they are: right in the folder, and no weights."""
+        """Return the files to copy: those directly in the folder that are not weights."""
         return [
             name for name in self.source.folder.here()
             if not name.endswith(_NOT_COPIED)
@@ -65,7 +64,7 @@ class Draft:
         ]  # fmt: skip
 
     def as_source(self) -> Source:
-        """The draft as what it will be."""
+        """Return the draft as a source, for the checks."""
         before = self.source.recognised
         weights = _weights(before.weights, self.names)
         listing = _listing(self.source.folder, self.copied(), self.documents, weights)
@@ -81,10 +80,10 @@ class Draft:
 
 
 def begin(source: Source) -> Draft:
-    """A draft of the folder as it is, from whichever set of its weights is whole."""
+    """Start a draft from the folder, with the intact set of its weights."""
     other = other_set(source)
     if other is not None and whole_beside(source):
-        done = [f"weights of {other.single}: those of {source.weights.single} are not whole"]
+        done = [f"weights of {other.single}: those of {source.weights.single} are broken"]
         source = replace(source, recognised=replace(source.recognised, weights=other))
     else:
         done = []
@@ -98,7 +97,7 @@ def begin(source: Source) -> Draft:
     ]  # fmt: skip
     draft.done += [f"left out {name}" for name in left]
     if _index_is_wrong(source.weights):
-        draft.done.append(f"{index_of(source.weights.single)} written anew")
+        draft.done.append(f"{index_of(source.weights.single)} rebuilt")
     return draft
 
 
@@ -106,20 +105,20 @@ _NOT_WEIGHTS = ("training_args.bin",)
 
 
 def _index_is_wrong(weights: Weights) -> bool:
-    places = {key: one.file for key, one in weights.tensors.items()}
+    places = {key: tensor.file for key, tensor in weights.tensors.items()}
     alone = weights.index is None and len(weights.files) > 1
     return alone or (weights.index is not None and dict(weights.index) != places)
 
 
 def _weights(before: Weights, names: Mapping[str, str]) -> Weights:
-    """The same files with tensors under new names; its index says where they are."""
+    """Return the weights with renamed tensors, and an index for them."""
     tensors = {new: before.tensors[old] for new, old in names.items()}
     single = before.single.rpartition(".")[0].replace("pytorch_model", "model") + ".safetensors"
     several = len(before.files) > 1
     return replace(
         before, single=single, tensors=tensors, others={},
-        index={key: one.file for key, one in tensors.items()} if several else None,
-        files=tuple(dict.fromkeys(one.file for one in tensors.values())),
+        index={key: tensor.file for key, tensor in tensors.items()} if several else None,
+        files=tuple(dict.fromkeys(tensor.file for tensor in tensors.values())),
     )  # fmt: skip
 
 

@@ -1,4 +1,4 @@
-"""From a folder to a draft of its repair, from headers and documents alone."""
+"""Make the draft of a repair, from headers and JSON files alone."""
 
 from __future__ import annotations
 
@@ -18,56 +18,58 @@ from tasks.weights.heads.detect import Found, detect
 
 _UNTIED = values.TIED_HEAD_DIFFERS.code
 HEAD = "value_head"
-"""Folder of a head that was split off: below the model's, where no loader looks for weights."""
+"""Subfolder of a head that was split off; no loader looks for weights in it."""
 
 
 def drafted(source: Source, findings: Sequence[Finding]) -> tuple[Draft, Found | None]:
-    """The draft, and the value head that it splits off. `refused` of it says what it cannot do.
+    """Return the draft of a repair, and the value head that it splits off.
+
+    `Draft.refused` lists what the draft cannot repair.
 
     Args:
         source: a model or an adapter.
-        findings: what is wrong with it.
+        findings: the findings of its audit.
     """
     draft = begin(source)
-    found = _split_head(draft)
+    head = _split_head(draft)
     strip_residue(draft)
     align_documents(draft, findings)
-    return draft, found
+    return draft, head
 
 
 def would_mend(source: Source, findings: Sequence[Finding]) -> bool:
-    """Whether a repair leaves no error, as far as headers and documents tell."""
-    wrong = {one.code for one in errors_of(findings)}
+    """Return True if a repair leaves no errors, as far as headers and JSON files tell."""
+    wrong = {finding.code for finding in errors_of(findings)}
     if not wrong or not (source.is_model or source.is_adapter):
         return False
     try:
         if source.values:
             by_headers = errors_of(examine(replace(source, values=False)))
-            if not wrong <= {_UNTIED, *(one.code for one in by_headers)}:
-                return False  # no other names and no other documents change the data
+            if not wrong <= {_UNTIED, *(finding.code for finding in by_headers)}:
+                return False  # a repair does not change tensor data
         draft, _ = drafted(source, findings)
         if draft.refused or not (draft.done or _UNTIED in wrong):
             return False
         return not errors_of(examine(draft.as_source()))
     except CANNOT_GO_ON:
-        return False  # of documents that were made to mislead: their findings say so
+        return False  # malicious files, which have findings of their own
 
 
 def errors_of(findings: Sequence[Finding]) -> list[Finding]:
-    """Those that are errors."""
-    return [one for one in findings if one.severity is Severity.ERROR]
+    """Return the findings that are errors."""
+    return [finding for finding in findings if finding.severity is Severity.ERROR]
 
 
 def _split_head(draft: Draft) -> Found | None:
-    """Take a value head out of the model. Raises nothing: what is wrong with it is a finding."""
+    """Take a value head out of the model. A faulty head is left to the checks."""
     if draft.source.kind is not Kind.VALUE and not draft.source.is_adapter:
         return None
-    found = detect(opened(draft.source))
-    head = found.head
-    if head is None or found.findings or head.dialect not in ("trl", "llamafactory"):
+    detected = detect(opened(draft.source))
+    head = detected.head
+    if head is None or detected.findings or head.dialect not in ("trl", "llamafactory"):
         return None
-    keys = {one.partition(":")[2] for one in head.sources}
+    keys = {file_and_key.partition(":")[2] for file_and_key in head.sources}
     draft.names = {new: old for new, old in draft.names.items() if old not in keys}
     draft.head = tuple(sorted(keys))
     draft.done.append(f"the value head in {HEAD}/")
-    return found
+    return detected

@@ -1,4 +1,4 @@
-"""Names without what wrappers left in them."""
+"""Rename tensors: remove prefixes of wrappers."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ _NAMED = (
     (re.compile(r"(?P<at>.+)\.modules_to_save\.[^.]+(?P<tail>\.(weight|bias))"), r"\g<at>\g<tail>"),
     (re.compile(r"(?P<at>.+\.trainable_tokens_delta)\.[^.]+"), r"\g<at>"),
 )  # fmt: skip
-"""As a live PEFT model has them; as its file has them."""
+"""Pattern of a key of a PEFT model in memory, and the key in its file."""
 
 
 def strip_residue(draft: Draft) -> None:
-    """Take wrappers off every name; refuse where two tensors would get one name."""
+    """Remove wrapper prefixes from every name; refuse if two tensors would share a name."""
     rename = _adapter_name if draft.source.is_adapter else _model_name
     if not draft.source.is_adapter:
         lora = [key for key in draft.names if _LORA.search(key)]
@@ -43,20 +43,20 @@ def _rename_all(draft: Draft, rename: Callable[[str], str]) -> None:
     for new, old in draft.names.items():
         clean = rename(new)
         if clean in names:
-            draft.refused.append(f"{old} and {names[clean]}: both would be {clean}")
+            draft.refused.append(f"{old} and {names[clean]}: both would be named {clean}")
         names[clean] = old
     changed = [(old, new) for new, old in names.items() if new != old]
     if changed:
         old, new = changed[0]
-        draft.done.append(f"{len(changed)} keys without residue: {old} is {new}")
+        draft.done.append(f"{len(changed)} keys without wrapper prefixes: {old} is now {new}")
     draft.names = names
 
 
 def _drop_originals(draft: Draft) -> None:
-    """PEFT keeps the untrained module beside the one that `modules_to_save` trained."""
+    """Drop untrained copies: PEFT keeps one beside each module of `modules_to_save`."""
     for key in [key for key in draft.names if _ORIGINAL in key]:
         del draft.names[key]
-        draft.done.append(f"{key}: left out, the trained one is beside it")
+        draft.done.append(f"{key}: left out, the trained copy is kept")
 
 
 def _model_name(key: str) -> str:

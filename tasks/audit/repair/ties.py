@@ -1,4 +1,4 @@
-"""Tied embeddings: stored once where they are one, and said to be two where they are two."""
+"""Repair tied embeddings: store them once if they are equal, untie them if they differ."""
 
 from __future__ import annotations
 
@@ -9,23 +9,25 @@ from tasks.audit.repair.draft import Draft
 
 
 def settle_ties(draft: Draft) -> None:
-    """Of a model that is said to be tied and holds both: drop the copy, or untie it.
+    """Drop the copy, or untie the two, in a model that ties its embeddings and stores both.
 
     Raises:
         ArtifactError: the tensors cannot be read.
     """
     source = draft.source
-    held = {new: source.tensors[old] for new, old in draft.names.items()}
-    found = embeddings_of(held, source.config())
-    if not (source.is_model and found.tied and found.input and found.output):
+    tensors = {new: source.tensors[old] for new, old in draft.names.items()}
+    embeddings = embeddings_of(tensors, source.config())
+    if not (source.is_model and embeddings.tied and embeddings.input and embeddings.output):
         return
-    head, embedding = draft.names[found.output], draft.names[found.input]
-    same = held[found.output].shape == held[found.input].shape and (
-        held[found.output].dtype == held[found.input].dtype
+    head, embedding = draft.names[embeddings.output], draft.names[embeddings.input]
+    same = tensors[embeddings.output].shape == tensors[embeddings.input].shape and (
+        tensors[embeddings.output].dtype == tensors[embeddings.input].dtype
     )
     if same and not differ((source, head), (source, embedding)):
-        del draft.names[found.output]
-        draft.done.append(f"{found.output}: left out, it is {found.input} byte for byte")
+        del draft.names[embeddings.output]
+        draft.done.append(
+            f"{embeddings.output}: left out, it equals {embeddings.input} byte for byte"
+        )
         return
     draft.edit(CONFIG, tie_word_embeddings=False)
     draft.done.append(f"{CONFIG}: tie_word_embeddings is false: the two differ")

@@ -1,4 +1,4 @@
-"""The draft as files: written beside OUT, examined once more, published by one rename."""
+"""Write a draft beside its destination, check it again, publish it by one rename."""
 
 from __future__ import annotations
 
@@ -30,12 +30,12 @@ _INPUT = "source"
 
 @dataclass(frozen=True)
 class Repaired:
-    """What a repair left.
+    """The result of a repair.
 
     Attributes:
         artifact: the new folder.
-        done: what was changed, one line each.
-        findings: what there still is to say of it; no errors.
+        done: descriptions of the changes, one line each.
+        findings: remaining findings, none of them an error.
     """
 
     artifact: Artifact
@@ -49,11 +49,11 @@ def repair(root: Path, out: Path, *, base: Path | None = None) -> Repaired:
     Args:
         root: the folder; it is only read.
         out: the new folder; absent or empty.
-        base: of an adapter, as for an audit.
+        base: folder of the base, as for an audit.
 
     Raises:
-        ConfigError: `out` is not free, or there is nothing to repair.
-        ContractError: what is wrong cannot be repaired without inventing something; every reason.
+        ConfigError: `out` is not empty, or there is nothing to repair.
+        ContractError: something cannot be repaired without inventing data; lists every reason.
         ArtifactError: a file cannot be read or written.
     """
     _require_free(root, out)
@@ -63,16 +63,16 @@ def repair(root: Path, out: Path, *, base: Path | None = None) -> Repaired:
             f"{root}: {source.recognised.what}: only models and adapters are repaired",
             details=_lines(errors_of(examine(source))),
         )
-    draft, found = drafted(source, examine(source))
+    draft, head = drafted(source, examine(source))
     settle_ties(draft)
     _refuse(root, draft)
-    return _write(draft, found, out)
+    return _write(draft, head, out)
 
 
 def _refuse(root: Path, draft: Draft) -> None:
-    """Judge the draft as if it lay there already."""
+    """Raise if the draft still has errors, or changes nothing."""
     errors = errors_of(examine(draft.as_source()))
-    # What could not be done is the cause of the errors that are left.
+    # Refused repairs are the cause of the remaining errors.
     reasons = draft.refused or _lines(errors)
     if reasons:
         raise ContractError(
@@ -81,10 +81,10 @@ def _refuse(root: Path, draft: Draft) -> None:
             hint="" if draft.refused else errors[0].fix.replace("source=DIR", f"source={root}"),
         )
     if not draft.done:
-        raise ConfigError(f"{root}: nothing in it that a repair would change")
+        raise ConfigError(f"{root}: there is nothing to repair")
 
 
-def _write(draft: Draft, found: Found | None, out: Path) -> Repaired:
+def _write(draft: Draft, head: Found | None, out: Path) -> Repaired:
     kind = "adapter" if draft.source.is_adapter else "weights"
     stem = "adapter_model" if draft.source.is_adapter else "model"
     tensors = draft.tensors
@@ -97,17 +97,17 @@ def _write(draft: Draft, found: Found | None, out: Path) -> Repaired:
             shutil.copyfile(draft.source.folder.root / name, work / name)
         for name, document in draft.documents.items():
             (work / name).write_text(json.dumps(document, indent=2, ensure_ascii=False) + "\n")
-        if found is not None:
+        if head is not None:
             (work / HEAD).mkdir()
-            write_value_head(found, work / HEAD)
+            write_value_head(head, work / HEAD)
         findings = examine(open_source(work, _base(draft.source)))
         errors = errors_of(findings)
-        if errors:  # the draft was judged good: what was written is not the draft
+        if errors:  # the draft had none, so the files differ from the draft
             raise ContractError(
-                f"{out}: the repaired copy is not what was planned", details=_lines(errors)
+                f"{out}: the repaired copy differs from the plan", details=_lines(errors)
             )
         if out.is_dir():
-            out.rmdir()  # empty: `publish` would keep it for a moment as an older artifact
+            out.rmdir()  # else `publish` would treat the empty folder as an older artifact
         artifact = publish(
             work, out, Origin(kind, "audit", out.name, notes={"repaired": draft.done})
         )
@@ -121,7 +121,7 @@ def _base(source: Source) -> Path | None:
 def _require_free(root: Path, out: Path) -> None:
     if out.resolve().is_relative_to(root.resolve()) or root.resolve().is_relative_to(out.resolve()):
         raise ConfigError(
-            f"out_dir={out} and source={root} lie in each other: a source is only read",
+            f"out_dir={out} and source={root}: one contains the other; the source is never changed",
             hint="out_dir=<a folder elsewhere>",
         )
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
@@ -129,4 +129,6 @@ def _require_free(root: Path, out: Path) -> None:
 
 
 def _lines(findings: Sequence[Finding]) -> list[str]:
-    return [f"{one.code}: {one.where}: {one.found} -> {one.fix}" for one in findings]
+    return [
+        f"{finding.code}: {finding.where}: {finding.found} -> {finding.fix}" for finding in findings
+    ]

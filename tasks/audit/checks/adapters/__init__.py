@@ -1,1 +1,8 @@
-"""Checks of PEFT adapters: files, tensors, base, and the proof of a merge."""
+"""Checks of PEFT adapters and merged models.
+
+adapter, adapter_base      entry points: an adapter by itself, and with its base
+merge_proof                entry point: a merged model against base and adapter
+adapter_keys               sorts tensor names into LoRA pairs, token rows and full tensors
+adapter_tensors            the tensors of an adapter against its settings
+same_bytes                 compares tensors of two folders
+"""

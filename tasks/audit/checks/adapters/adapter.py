@@ -1,4 +1,4 @@
-"""A PEFT adapter against its own adapter_config.json."""
+"""Check a PEFT adapter by itself: its settings, and its tensors against the settings."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from typing import Any
 
-from tasks.audit.catalogue import adapter as say
+from tasks.audit.catalogue import adapters as findings
 from tasks.audit.checks.adapters.adapter_keys import sort_keys
 from tasks.audit.checks.adapters.adapter_tensors import check_gaps, check_tensors, outsized
 from tasks.audit.config_fields import texts
@@ -20,17 +20,17 @@ _MUTATING = ("pissa", "olora", "corda", "loftq")
 
 
 def check(source: Source) -> Iterator[Finding]:
-    """The kind, the settings, then the tensors against the settings."""
+    """Check the adapter type, the settings, then the tensors."""
     raw = source.config(ADAPTER_CONFIG)
     if source.kind is Kind.SHARDS and raw:
-        yield from _settings(raw)  # of what the parts are gathered into
+        yield from _settings(raw)  # gathering uses these settings
     if not source.is_adapter:
         return
     yield from _folder(source)
     if not raw:
         return
     if raw.get("peft_type") != "LORA":
-        yield say.ADAPTER_TYPE.at(
+        yield findings.ADAPTER_TYPE.at(
             ADAPTER_CONFIG, found=f"peft_type {raw.get('peft_type')!r}", expected="'LORA'"
         )
         return
@@ -49,11 +49,15 @@ def check(source: Source) -> Iterator[Finding]:
 
 def _folder(source: Source) -> Iterator[Finding]:
     name = source.config(ADAPTER_CONFIG).get("base_model_name_or_path")
-    yield say.ADAPTER_IS_NO_MODEL.at(
-        "", found="an adapter", expected=f"beside it the base, {name or 'which it does not name'}"
+    yield findings.ADAPTER_IS_NO_MODEL.at(
+        "",
+        found="an adapter",
+        expected=f"to be served with its base, {name or 'which it does not name'}",
     )
     if CONFIG in source.folder.files:
-        yield say.CONFIG_BESIDE_ADAPTER.at(CONFIG, found="there", expected=f"{ADAPTER_CONFIG} only")
+        yield findings.CONFIG_BESIDE_ADAPTER.at(
+            CONFIG, found="present", expected=f"only {ADAPTER_CONFIG}"
+        )
 
 
 def _settings(raw: Mapping[str, Any]) -> Iterator[Finding]:
@@ -61,23 +65,24 @@ def _settings(raw: Mapping[str, Any]) -> Iterator[Finding]:
         value = raw.get(key, 8)
         number = type(value) is int or (key == "lora_alpha" and type(value) is float)
         if not number or not value > 0:
-            entry = say.ADAPTER_ALPHA if key == "lora_alpha" and number else say.ADAPTER_CONFIG
+            is_alpha = key == "lora_alpha" and number
+            entry = findings.ADAPTER_ALPHA if is_alpha else findings.ADAPTER_CONFIG
             yield entry.at(ADAPTER_CONFIG, found=f"{key} {value!r}", expected="a positive number")
     for key, most in outsized(raw).items():
-        yield say.ADAPTER_CONFIG.at(
+        yield findings.ADAPTER_CONFIG.at(
             ADAPTER_CONFIG, found=f"{len(raw[key])} {key}", expected=f"up to {most}"
         )
-    named = raw.get("target_modules")
-    if not (texts(named) or raw.get("target_parameters") or raw.get("trainable_token_indices")):
-        yield say.ADAPTER_CONFIG.at(
-            ADAPTER_CONFIG, found=f"target_modules {named!r}", expected="names, or a pattern"
+    targets = raw.get("target_modules")
+    if not (texts(targets) or raw.get("target_parameters") or raw.get("trainable_token_indices")):
+        yield findings.ADAPTER_CONFIG.at(
+            ADAPTER_CONFIG, found=f"target_modules {targets!r}", expected="names, or a pattern"
         )
     if not raw.get("base_model_name_or_path"):
-        yield say.ADAPTER_BASE_UNSAID.at(
+        yield findings.ADAPTER_BASE_UNSAID.at(
             ADAPTER_CONFIG, found="base_model_name_or_path is empty", expected="the base's name"
         )
     init = raw.get("init_lora_weights", True)
     if isinstance(init, str) and init.lower().startswith(_MUTATING):
-        yield say.ADAPTER_INIT.at(
+        yield findings.ADAPTER_INIT.at(
             ADAPTER_CONFIG, found=f"init_lora_weights {init!r}", expected="true, or gaussian"
         )

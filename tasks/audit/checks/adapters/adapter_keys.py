@@ -1,4 +1,4 @@
-"""The tensors of a PEFT file, by what they are: pairs, magnitudes, token rows, whole modules."""
+"""Sort the tensors of a PEFT file: LoRA pairs, magnitudes, token rows, full tensors."""
 
 from __future__ import annotations
 
@@ -6,11 +6,11 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from tasks.audit.weights import Held
+from tasks.audit.weights import StoredTensor
 from tasks.weights.files.names import PEFT_PREFIX
 
 _NAMED = r"(\.(?!weight$|bias$)[^.]+)?"
-"""Name of the adapter, which peft itself leaves out of files."""
+"""Name of the adapter, which peft removes when it saves."""
 _HALF = re.compile(rf"(?P<module>.+)\.lora_(?P<half>[AB]){_NAMED}\.weight")
 _EMBEDDING_HALF = re.compile(rf"(?P<module>.+)\.lora_embedding_(?P<half>[AB]){_NAMED}")
 _MAGNITUDE = re.compile(rf"(?P<module>.+)\.lora_magnitude_vector{_NAMED}(\.weight)?")
@@ -23,76 +23,76 @@ _TAIL = re.compile(r"(?:.*?\.)?([^.]+\.\d+\..+)")
 
 @dataclass
 class Pair:
-    """What an adapter holds for one module."""
+    """LoRA tensors of one module."""
 
-    a: Held | None = None
-    b: Held | None = None
-    magnitude: Held | None = None
+    a: StoredTensor | None = None
+    b: StoredTensor | None = None
+    magnitude: StoredTensor | None = None
 
     @property
-    def held(self) -> Held | None:
-        """Any one of them."""
+    def held(self) -> StoredTensor | None:
+        """Any tensor of the pair."""
         return self.a or self.b or self.magnitude
 
 
 @dataclass
 class AdapterKeys:
-    """An adapter's tensors.
+    """The tensors of an adapter.
 
     Attributes:
-        pairs: by module, in the base model's words.
+        pairs: LoRA pairs by module name in the base.
         tokens: rows of trained tokens, by embedding.
-        whole: tensors that are stored whole, by the base's key for them.
-        keys: key in the file of every tensor in `tokens` and `whole`, by its name there.
+        whole: tensors that are stored in full, by their key in the base.
+        keys: key in the file, by name in `tokens` or `whole`.
     """
 
     pairs: dict[str, Pair] = field(default_factory=dict)
-    tokens: dict[str, Held] = field(default_factory=dict)
-    whole: dict[str, Held] = field(default_factory=dict)
+    tokens: dict[str, StoredTensor] = field(default_factory=dict)
+    whole: dict[str, StoredTensor] = field(default_factory=dict)
     keys: dict[str, str] = field(default_factory=dict)
 
 
-def sort_keys(tensors: Mapping[str, Held]) -> AdapterKeys:
-    """Tell an adapter's tensors apart by their keys."""
-    found = AdapterKeys()
-    for key, held in tensors.items():
+def sort_keys(tensors: Mapping[str, StoredTensor]) -> AdapterKeys:
+    """Sort an adapter's tensors by their keys."""
+    result = AdapterKeys()
+    for key, tensor in tensors.items():
         name = key.removeprefix(PEFT_PREFIX)
         half = _HALF.fullmatch(name) or _EMBEDDING_HALF.fullmatch(name)
         magnitude, tokens = _MAGNITUDE.fullmatch(name), _TOKENS.fullmatch(name)
         if half:
-            pair = found.pairs.setdefault(half["module"], Pair())
-            setattr(pair, half["half"].lower(), held)
+            pair = result.pairs.setdefault(half["module"], Pair())
+            setattr(pair, half["half"].lower(), tensor)
         elif magnitude:
-            found.pairs.setdefault(magnitude["module"], Pair()).magnitude = held
+            result.pairs.setdefault(magnitude["module"], Pair()).magnitude = tensor
         elif tokens:
-            found.tokens[tokens["module"]] = held
-            found.keys[tokens["module"]] = key
+            result.tokens[tokens["module"]] = tensor
+            result.keys[tokens["module"]] = key
         elif ".lora_" not in name:
             plain = _SAVED.sub("", name)
-            found.whole[plain] = held
-            found.keys[plain] = key
-    return found
+            result.whole[plain] = tensor
+            result.keys[plain] = key
+    return result
 
 
 def plain_module(module: str) -> str:
-    """A module's name in the base: targeted parameters lie in nested `base_layer`s."""
+    """Return a module's name in the base, without the `base_layer`s of targeted parameters."""
     while module.endswith(_BASE_LAYER):
         module = module.removesuffix(_BASE_LAYER)
     return module
 
 
 def pattern_of(name: str) -> str:
-    """A name with every layer number left open: `model.layers.*.self_attn.q_proj`."""
+    """Return a name with `*` for layer numbers: `model.layers.*.self_attn.q_proj`."""
     return _LAYER.sub(".*", name)
 
 
 def layer_of(name: str) -> int | None:
-    """Number of the outermost layer that a name lies in."""
+    """Return the number of the outermost layer in a name, or None."""
     match = _LAYER.search(name)
     return int(match[1]) if match and len(match[1]) < 9 else None
 
 
 def tail_of(name: str) -> str:
-    """A name from its list of layers on: what stays when a model is wrapped in another one."""
+    """Return the end of a name from its layer list on, which wrapping the model does not change."""
     match = _TAIL.fullmatch(name)
     return match[1] if match else name.rpartition(".")[2]

@@ -1,4 +1,4 @@
-"""The tensors of an adapter against its settings, without the base."""
+"""Check the tensors of an adapter against its settings, without the base."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping
 from itertools import islice
 from typing import Any
 
-from tasks.audit.catalogue import adapter as say
+from tasks.audit.catalogue import adapters as findings
 from tasks.audit.checks.adapters.adapter_keys import AdapterKeys, layer_of, pattern_of, plain_module
 from tasks.audit.finding import Finding, Severity
 from tasks.audit.recognise import ADAPTER_CONFIG
@@ -16,9 +16,9 @@ from tasks.weights.adapters.config import AdapterConfig
 _HEADS = ("classifier", "score")
 """peft adds both to modules_to_save for a classifier, which has one of them."""
 _EMBEDDINGS = ("embed_tokens", "lm_head", "wte", "word_embeddings", "embed_in", "embed_out")
-"""What `save_embedding_layers="auto"` stores whole when the vocabulary has grown."""
+"""Modules that `save_embedding_layers="auto"` stores in full when the vocabulary has grown."""
 _OTHER_FAMILIES = ("v_head", *_HEADS)
-"""Heads are judged by a family of their own."""
+"""Heads, which `checks/heads.py` covers."""
 _MOST = {
     "modules_to_save": 200,
     "layers_pattern": 200,
@@ -27,13 +27,13 @@ _MOST = {
 }
 _MOST_WHOLE = 20_000
 _MOST_PATTERNS = 400
-"""Python keeps some 500 compiled patterns."""
+"""Python caches about 500 compiled patterns."""
 _DEEPEST = 32
-"""Parts of a module's name that are looked at."""
+"""Most parts of a module's name to compare."""
 
 
 def check_tensors(keys: AdapterKeys, config: AdapterConfig) -> Iterator[Finding]:
-    """Pairs, then what is stored whole."""
+    """Check LoRA pairs, then tensors that are stored in full."""
     yield from _halves(keys)
     if len(config.rank_pattern) <= _MOST_PATTERNS and is_tame(*config.rank_pattern):
         yield from _ranks(keys, config)
@@ -45,8 +45,10 @@ def check_tensors(keys: AdapterKeys, config: AdapterConfig) -> Iterator[Finding]
 
 
 def outsized(raw: Mapping[str, Any]) -> dict[str, int]:
-    """Settings of more entries than any adapter has, and how many that would be: each entry is a
-    regular expression, to be compiled and tried on every module."""
+    """Return settings with more entries than any adapter has, and the largest accepted number.
+
+    Each entry is a regular expression that is compiled and tried on every module.
+    """
     return {
         key: most
         for key, most in _MOST.items()
@@ -55,22 +57,22 @@ def outsized(raw: Mapping[str, Any]) -> dict[str, int]:
 
 
 def is_tame(*patterns: str) -> bool:
-    """Whether no pattern can take long to match: a regular expression of a stranger's can."""
-    return not any(re.search(r"[*+{(]", one) for one in patterns)
+    """Return True if no pattern can take long to match; untrusted regular expressions can."""
+    return not any(re.search(r"[*+{(]", pattern) for pattern in patterns)
 
 
 def _halves(keys: AdapterKeys) -> Iterator[Finding]:
-    for half, other in (("A", "B"), ("B", "A")):
+    for half, other_half in (("A", "B"), ("B", "A")):
         alone = [
             name
             for name, pair in keys.pairs.items()
-            if getattr(pair, half.lower()) and not getattr(pair, other.lower())
+            if getattr(pair, half.lower()) and not getattr(pair, other_half.lower())
         ]
         if alone:
-            file = keys.pairs[alone[0]].held.file  # type: ignore[union-attr]  # just seen
-            yield say.ADAPTER_HALF_PAIR.at(
-                file, alone, found=f"{len(alone)} lora_{half} without lora_{other}",
-                expected="both of every module",
+            file = keys.pairs[alone[0]].held.file  # type: ignore[union-attr]
+            yield findings.ADAPTER_HALF_PAIR.at(
+                file, alone, found=f"{len(alone)} lora_{half} without lora_{other_half}",
+                expected="both for every module",
             )  # fmt: skip
 
 
@@ -82,16 +84,18 @@ def _ranks(keys: AdapterKeys, config: AdapterConfig) -> Iterator[Finding]:
             continue
         ranks = pair.a.shape[0], pair.b.shape[1]
         if 0 in pair.a.shape or 0 in pair.b.shape:
-            continue  # said by the family that looks at headers
-        said = config.rank_of(plain_module(module))
-        # The pairs of all experts of a targeted parameter lie side by side in one tensor.
-        stacked = config.target_parameters and ranks[0] % said == 0
-        if ranks[0] != ranks[1] or (ranks[0] != said and not stacked):
-            wrong.setdefault(f"rank {ranks[0]} by {ranks[1]}|rank {said}", []).append(module)
+            continue  # `headers` reports empty tensors
+        rank = config.rank_of(plain_module(module))
+        # A targeted parameter of experts has the pairs of all experts in one tensor.
+        stacked = config.target_parameters and ranks[0] % rank == 0
+        if ranks[0] != ranks[1] or (ranks[0] != rank and not stacked):
+            wrong.setdefault(f"rank {ranks[0]} by {ranks[1]}|rank {rank}", []).append(module)
             file = pair.a.file
-    for both, modules in wrong.items():
-        found, _, expected = both.partition("|")
-        yield say.ADAPTER_RANK.at(file, modules, found=found, expected=f"{expected}, as r says")
+    for texts, modules in wrong.items():
+        actual, _, expected = texts.partition("|")
+        yield findings.ADAPTER_RANK.at(
+            file, modules, found=actual, expected=f"{expected}, as r says"
+        )
 
 
 def _dora(keys: AdapterKeys, config: AdapterConfig) -> Iterator[Finding]:
@@ -99,12 +103,12 @@ def _dora(keys: AdapterKeys, config: AdapterConfig) -> Iterator[Finding]:
     having = [name for name, pair in keys.pairs.items() if pair.magnitude]
     lacking = [name for name in able if not able[name].magnitude]
     if config.dora and lacking:
-        yield say.ADAPTER_DORA.at(
+        yield findings.ADAPTER_DORA.at(
             ADAPTER_CONFIG, lacking, found=f"use_dora, {len(lacking)} modules without magnitude",
-            expected="a lora_magnitude_vector of every module",
+            expected="a lora_magnitude_vector for every module",
         )  # fmt: skip
     if having and not config.dora:
-        yield say.ADAPTER_DORA.at(
+        yield findings.ADAPTER_DORA.at(
             ADAPTER_CONFIG, having, found=f"{len(having)} magnitudes, use_dora is not set",
             expected="use_dora true",
         )  # fmt: skip
@@ -113,21 +117,21 @@ def _dora(keys: AdapterKeys, config: AdapterConfig) -> Iterator[Finding]:
 def _targets(keys: AdapterKeys, config: AdapterConfig) -> Iterator[Finding]:
     if isinstance(config.target_modules, str):
         return
-    there = {end for one in keys.pairs for end in _ends(plain_module(one))}
+    there = {end for module in keys.pairs for end in _ends(plain_module(module))}
     absent = [name for name in config.target_modules if name not in there]
     if absent and len(absent) < len(config.target_modules):
-        yield say.ADAPTER_TARGET_ABSENT.at(
+        yield findings.ADAPTER_TARGET_ABSENT.at(
             ADAPTER_CONFIG, absent, found="no pair of that name", expected="one for each target"
         )
     elif absent:
-        yield say.ADAPTER_TARGET_ABSENT.at(
+        yield findings.ADAPTER_TARGET_ABSENT.at(
             ADAPTER_CONFIG, absent, found="no pair of any target", expected="one for each target",
             severity=Severity.ERROR,
         )  # fmt: skip
 
 
 def _ends(module: str) -> Iterator[str]:
-    """A module's name and its ends by whole dotted parts: `up_proj`, `mlp.up_proj`, ..."""
+    """Yield a module's name and its ends by dotted parts: `up_proj`, `mlp.up_proj`, ..."""
     parts = module.split(".")[-_DEEPEST:]
     return (".".join(parts[start:]) for start in range(len(parts)))
 
@@ -136,17 +140,17 @@ def _saved(keys: AdapterKeys, config: AdapterConfig) -> Iterator[Finding]:
     wanted = set(config.modules_to_save)
     if config.task_type in ("SEQ_CLS", "TOKEN_CLS"):
         wanted -= set(_HEADS)
-    if any(_is_of(one, key) for one in _OTHER_FAMILIES for key in keys.whole):
-        wanted -= set(_OTHER_FAMILIES)  # ms-swift names every head there may be
+    if any(_is_of(head, key) for head in _OTHER_FAMILIES for key in keys.whole):
+        wanted -= set(_OTHER_FAMILIES)  # ms-swift names every possible head
     absent = sorted(name for name in wanted if not any(_is_of(name, key) for key in keys.whole))
     if absent:
-        yield say.ADAPTER_SAVED_ABSENT.at(
-            ADAPTER_CONFIG, absent, found="no tensor of that name", expected="the whole module"
+        yield findings.ADAPTER_SAVED_ABSENT.at(
+            ADAPTER_CONFIG, absent, found="no tensor of that name", expected="the module in full"
         )
 
 
 def _is_of(module: str, key: str) -> bool:
-    """Whether a key lies in a module that is saved under (the end of) that name."""
+    """Return True if a key belongs to a saved module that this name, or its end, denotes."""
     at = key.rpartition(".")[0]
     return at.endswith(module) or f".{module}." in f".{at}."
 
@@ -155,35 +159,38 @@ def _unexplained(keys: AdapterKeys, config: AdapterConfig) -> Iterator[Finding]:
     odd = []
     for name in islice(keys.whole, _MOST_WHOLE):
         module, _, part = name.rpartition(".")
-        saved = any(_is_of(one, name) for one in config.modules_to_save)
+        saved = any(_is_of(module_name, name) for module_name in config.modules_to_save)
         embedding = not set(_EMBEDDINGS).isdisjoint(module.split(".")[-_DEEPEST:])
-        known = embedding or any(f".{one}." in f".{name}." for one in _OTHER_FAMILIES)
+        known = embedding or any(f".{head}." in f".{name}." for head in _OTHER_FAMILIES)
         if not (saved or known or (part == "bias" and config.bias != "none")):
             odd.append(name)
     if odd:
-        yield say.ADAPTER_UNEXPLAINED.at(
-            keys.whole[odd[0]].file, [keys.keys[one] for one in odd],
-            found=f"{len(odd)} whole tensors", expected="named by modules_to_save or bias",
+        yield findings.ADAPTER_UNEXPLAINED.at(
+            keys.whole[odd[0]].file, [keys.keys[name] for name in odd],
+            found=f"{len(odd)} full tensors", expected="named by modules_to_save or bias",
         )  # fmt: skip
 
 
 def _tokens(keys: AdapterKeys, config: AdapterConfig) -> Iterator[Finding]:
-    rows = {len(one) for one in config.token_indices.values()}
+    rows = {len(indices) for indices in config.token_indices.values()}
     if config.token_indices and not keys.tokens:
-        yield say.ADAPTER_TOKENS.at(
+        yield findings.ADAPTER_TOKENS.at(
             ADAPTER_CONFIG, found="trainable_token_indices, and no rows", expected="their rows"
         )
-    for name, held in keys.tokens.items():
-        if not held.shape or 0 in held.shape or held.shape[0] in rows:
+    for name, tensor in keys.tokens.items():
+        if not tensor.shape or 0 in tensor.shape or tensor.shape[0] in rows:
             continue
-        said = ", ".join(map(str, sorted(rows))) or "none"
-        yield say.ADAPTER_TOKENS.at(
-            held.file, keys.keys[name], found=f"{held.shape[0]} rows", expected=f"{said} indices"
+        counts = ", ".join(map(str, sorted(rows))) or "none"
+        yield findings.ADAPTER_TOKENS.at(
+            tensor.file,
+            keys.keys[name],
+            found=f"{tensor.shape[0]} rows",
+            expected=f"{counts} indices",
         )
 
 
 def check_gaps(keys: AdapterKeys, config: AdapterConfig) -> Iterator[Finding]:
-    """Without the base: layers that lack a pair that most layers have."""
+    """Without the base: report layers that lack a LoRA pair that most layers have."""
     if config.layers_to_transform:
         return
     layers: dict[str, set[int]] = {}
@@ -191,12 +198,12 @@ def check_gaps(keys: AdapterKeys, config: AdapterConfig) -> Iterator[Finding]:
         number = layer_of(module)
         if number is not None:
             layers.setdefault(pattern_of(module), set()).add(number)
-    everywhere: set[int] = set().union(*layers.values()) if layers else set()
-    total = max(everywhere, default=-1) + 1
+    all_layers: set[int] = set().union(*layers.values()) if layers else set()
+    total = max(all_layers, default=-1) + 1
     for pattern, there in layers.items():
-        lacking = [n for n in range(min(there), total) if n not in there][:1000]
-        if lacking and len(there) * 2 > total:  # else layers of two kinds take turns
-            yield say.ADAPTER_GAPS.at(
-                "", [f"{pattern}: layer {n}" for n in lacking],
-                found=f"{len(there)} of {total} layers", expected="every layer that has it",
+        lacking = [number for number in range(min(there), total) if number not in there][:1000]
+        if lacking and len(there) * 2 > total:  # else layers of two kinds alternate
+            yield findings.ADAPTER_GAPS.at(
+                "", [f"{pattern}: layer {number}" for number in lacking],
+                found=f"{len(there)} of {total} layers", expected="a pair in every layer",
             )  # fmt: skip

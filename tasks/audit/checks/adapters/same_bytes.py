@@ -1,4 +1,4 @@
-"""Whether tensors of two folders are the same, byte for byte."""
+"""Compare tensors of two folders byte for byte."""
 
 from __future__ import annotations
 
@@ -13,27 +13,36 @@ from tasks.weights.files.file_ranges import Reader
 _BLOCK = 4 << 20
 
 
-def first_difference(one: Source, other: Source, keys: Iterable[str]) -> str | None:
-    """The first key under which two folders hold different bytes; None when there is none.
+def first_difference(source: Source, reference: Source, keys: Iterable[str]) -> str | None:
+    """Return the first key whose bytes differ between two folders; None if there is none.
 
-    Matrices of layers come first, which is where an adapter makes a difference: of a merge, little
-    is read.
+    Matrices of layers come first, because adapters change them: a merged model needs few reads.
 
     Args:
-        one: a folder.
-        other: another one, with tensors of the same shapes and dtypes.
-        keys: what to compare.
+        source: a folder.
+        reference: a folder with tensors of the same shapes and dtypes.
+        keys: the keys to compare.
 
     Raises:
-        ArtifactError: a file cannot be read, or elements do not lie in order.
+        ArtifactError: a file cannot be read, or a tensor is not contiguous.
     """
-    order = sorted(keys, key=lambda key: (len(one.tensors[key].shape) < 2, "proj" not in key, key))
-    return next((key for key in order if differ((one, key), (other, key))), None)
+    order = sorted(
+        keys, key=lambda key: (len(source.tensors[key].shape) < 2, "proj" not in key, key)
+    )
+    return next((key for key in order if differ((source, key), (reference, key))), None)
 
 
-def differ(one: tuple[Source, str], other: tuple[Source, str]) -> bool:
-    """Whether two tensors of the same size differ in any byte. Raises as `first_difference`."""
-    (source, key), (source2, key2) = one, other
+def differ(a: tuple[Source, str], b: tuple[Source, str]) -> bool:
+    """Return True if two tensors of the same size differ in any byte.
+
+    Args:
+        a: folder and key of a tensor.
+        b: folder and key of the other tensor.
+
+    Raises:
+        ArtifactError: a file cannot be read, or a tensor is not contiguous.
+    """
+    (source, key), (source2, key2) = a, b
     total = source.tensors[key].nbytes
     left: NDArray[np.uint8] = np.empty(min(_BLOCK, total), np.uint8)
     right = np.empty_like(left)

@@ -1,4 +1,4 @@
-"""Which tensors of a model are its embeddings, told by their keys."""
+"""Find the embeddings of a model by their keys."""
 
 from __future__ import annotations
 
@@ -8,29 +8,29 @@ from dataclasses import dataclass
 from typing import Any
 
 from tasks.audit.config_fields import text_config
-from tasks.audit.weights import Held
+from tasks.audit.weights import StoredTensor
 
 _INPUT = ("embed_tokens", "wte", "word_embeddings", "embed_in", "tok_embeddings", "embeddings")
 _OUTPUT = ("lm_head", "embed_out")
 _ELSEWHERE = re.compile(
     r"\.\d+\.|position|(^|\.)(visual|vision_\w+|audio_\w+|image_\w+|qformer|mtp)\."
 )
-"""In layers, of which those of multi-token prediction have embeddings of their own; in towers."""
+"""Keys of layers (multi-token prediction has its own embeddings) and of towers."""
 TIED_BY_DEFAULT = frozenset(
     {"gemma", "gemma2", "gemma3", "gemma3_text", "gpt2", "cohere", "cohere2", "opt", "bloom"}
 )
-"""Families whose configuration leaves out `tie_word_embeddings` where it is true. Of the others
-some do and some do not: there nothing is concluded from silence."""
+"""Families that omit `tie_word_embeddings` if it is true. In other families an absent setting means
+nothing."""
 
 
 @dataclass(frozen=True)
 class Embeddings:
-    """Keys of a model's embeddings; "" for one that is not there.
+    """Keys of a model's embeddings; "" if there is none.
 
     Attributes:
-        input: of the input embedding.
-        output: of the output embedding.
-        tied: whether config.json says that the two are one; None where it does not say.
+        input: key of the input embedding.
+        output: key of the output embedding.
+        tied: True if config.json ties the two; None if it does not say.
     """
 
     input: str
@@ -38,17 +38,17 @@ class Embeddings:
     tied: bool | None
 
 
-def embeddings_of(tensors: Mapping[str, Held], config: Mapping[str, Any]) -> Embeddings:
-    """Look for them among a model's keys."""
+def embeddings_of(tensors: Mapping[str, StoredTensor], config: Mapping[str, Any]) -> Embeddings:
+    """Find the embeddings among a model's keys."""
     return Embeddings(_find(tensors, _INPUT), _find(tensors, _OUTPUT), is_tied(config))
 
 
 def is_tied(config: Mapping[str, Any]) -> bool | None:
-    """What config.json says of ties: at the top, or beside the language model's other settings."""
+    """Return `tie_word_embeddings`, from the top level or the language model's settings."""
     places = (config, text_config(config))
-    said = {one["tie_word_embeddings"] for one in places if _says(one)}
-    if said:
-        return said.pop() if len(said) == 1 else None  # the two disagree: loaders do, too
+    values = {settings["tie_word_embeddings"] for settings in places if _says(settings)}
+    if values:  # loaders read different ones if they disagree
+        return values.pop() if len(values) == 1 else None
     return True if text_config(config).get("model_type") in TIED_BY_DEFAULT else None
 
 
@@ -56,17 +56,17 @@ def _says(config: Mapping[str, Any]) -> bool:
     return isinstance(config.get("tie_word_embeddings"), bool)
 
 
-def _find(tensors: Mapping[str, Held], leaves: Iterable[str]) -> str:
-    """The matrix of that name nearest to the top; "" where several are as near."""
+def _find(tensors: Mapping[str, StoredTensor], leaves: Iterable[str]) -> str:
+    """Return the matrix with that name nearest to the top level; "" if several are equally near."""
     wanted = tuple(f"{leaf}.weight" for leaf in leaves)
-    found = [
+    keys = [
         key
-        for key, held in tensors.items()
+        for key, tensor in tensors.items()
         if key.endswith(wanted)
         and key.rpartition(".")[0].rpartition(".")[2] in leaves
-        and len(held.shape) == 2
+        and len(tensor.shape) == 2
         and not _ELSEWHERE.search(key)
     ]
-    depth = min((key.count(".") for key in found), default=0)
-    nearest = [key for key in found if key.count(".") == depth]
+    depth = min((key.count(".") for key in keys), default=0)
+    nearest = [key for key in keys if key.count(".") == depth]
     return nearest[0] if len(nearest) == 1 else ""

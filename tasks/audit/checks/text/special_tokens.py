@@ -1,11 +1,11 @@
-"""Special tokens: what ends a text, by everyone who says so, and ids that there are."""
+"""Check special tokens: the EOS in every file, and token ids against the embedding."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
-from tasks.audit.catalogue import special_tokens as say
+from tasks.audit.catalogue import text as findings
 from tasks.audit.checks.text.embeddings import embeddings_of
 from tasks.audit.checks.text.template_text import EOS, BrokenTemplateError, read_template
 from tasks.audit.checks.text.templates import template_places
@@ -22,7 +22,7 @@ _IDS = ("eos_token_id", "pad_token_id", "bos_token_id", "decoder_start_token_id"
 
 
 def check(source: Source) -> Iterator[Finding]:
-    """The tokenizer by itself, then against the configurations."""
+    """Check the tokenizer, then the configurations against it."""
     if not (source.is_model or source.is_adapter):
         return
     tokens = read_tokens(source.folder)
@@ -33,24 +33,26 @@ def check(source: Source) -> Iterator[Finding]:
     if source.kind in (Kind.MODEL, Kind.VALUE):
         yield from _ends(source, tokens)
     elif _id(source.config(), "pad_token_id") is None:
-        yield say.PAD_MISSING.at(CONFIG, found="no pad_token_id", expected="the tokenizer's")
+        yield findings.PAD_MISSING.at(CONFIG, found="no pad_token_id", expected="the tokenizer's")
 
 
 def _tokenizer(source: Source, tokens: Tokens) -> Iterator[Finding]:
     files = source.folder.files
     if source.is_model and not any(name in files for name in TOKENIZERS):
-        yield say.TOKENIZER_MISSING.at("", found="none", expected=" or ".join(TOKENIZERS[:2]))
+        yield findings.TOKENIZER_MISSING.at("", found="none", expected=" or ".join(TOKENIZERS[:2]))
     settings, mapped = source.config(SETTINGS), source.config(_MAP)
     for role in _ROLES:
         token = content(settings.get(role))
         if token and tokens.rows and not tokens.has(token):
-            yield say.TOKEN_UNKNOWN.at(
+            yield findings.TOKEN_UNKNOWN.at(
                 SETTINGS, found=f"{role} {token!r}", expected=f"a token of {TOKENIZER}"
             )
-    said = any(content(one.get(role)) for one in (settings, mapped) for role in _ROLES)
-    # Old tokenizers have theirs from their class, and no file says any: there is nothing emptied.
-    if not said and (_MAP in files or "eos_token" in settings):
-        yield say.SPECIAL_TOKENS_EMPTY.at(
+    has_role = any(
+        content(settings_file.get(role)) for settings_file in (settings, mapped) for role in _ROLES
+    )
+    # Old tokenizers get theirs from their class, and no file names any: nothing was dropped.
+    if not has_role and (_MAP in files or "eos_token" in settings):
+        yield findings.SPECIAL_TOKENS_EMPTY.at(
             _MAP if _MAP in files else SETTINGS, found="no eos, bos or pad token",
             expected="at least eos_token",
         )  # fmt: skip
@@ -67,9 +69,11 @@ def _range(source: Source) -> Iterator[Finding]:
         return
     for file in (CONFIG, GENERATION):
         for name in _IDS:
-            beyond = [one for one in token_ids(of_text(source.config(file), name)) if one >= rows]
+            beyond = [
+                number for number in token_ids(of_text(source.config(file), name)) if number >= rows
+            ]
             if beyond:
-                yield say.TOKEN_ID_RANGE.at(
+                yield findings.TOKEN_ID_RANGE.at(
                     file,
                     found=f"{name} {beyond[0]}",
                     expected=f"below {rows}, the embedding's rows",
@@ -81,22 +85,22 @@ def _ends(source: Source, tokens: Tokens) -> Iterator[Finding]:
     in_config = token_ids(of_text(config, "eos_token_id"))
     in_generation = token_ids(generation.get("eos_token_id"))
     if GENERATION not in source.folder.files and GENERATION not in source.folder.wrong:
-        yield say.GENERATION_CONFIG_MISSING.at("", found="no such file", expected=GENERATION)
+        yield findings.GENERATION_CONFIG_MISSING.at("", found="no such file", expected=GENERATION)
     stops = in_generation or in_config
     token = content(source.config(SETTINGS).get("eos_token"))
     eos = tokens.id_of(token) if token else None
     where = GENERATION if in_generation else CONFIG
     if not stops:
-        found = "none in any file" if eos is None else f"none but the tokenizer's, {eos}"
-        yield say.EOS_MISSING.at(where, found=found, expected=f"eos_token_id in {GENERATION}")
+        found = "none in any file" if eos is None else f"only the tokenizer's, {eos}"
+        yield findings.EOS_MISSING.at(where, found=found, expected=f"eos_token_id in {GENERATION}")
         return
     if eos is not None and eos not in stops:
-        yield say.EOS_DISAGREES.at(
+        yield findings.EOS_DISAGREES.at(
             where, found=f"stops at {_listed(stops)}; the tokenizer ends with {token!r}, {eos}",
             expected=f"{eos} among them",
         )  # fmt: skip
     if in_generation and in_config and not set(in_generation) & set(in_config):
-        yield say.EOS_CONFIGS_DIFFER.at(
+        yield findings.EOS_CONFIGS_DIFFER.at(
             GENERATION, found=f"{_listed(in_generation)}, in {CONFIG} {_listed(in_config)}",
             expected="the same",
         )  # fmt: skip
@@ -106,17 +110,17 @@ def _ends(source: Source, tokens: Tokens) -> Iterator[Finding]:
 def _turns(
     source: Source, tokens: Tokens, stops: tuple[int, ...], eos: int | None
 ) -> Iterator[Finding]:
-    """Whether what the chat template puts after a message is something that stops."""
+    """Check that the token with which the chat template ends a message stops generation."""
     for place, text in template_places(source).items():
         try:
             ends = read_template(text, tokens.special).ends
         except BrokenTemplateError:
-            return  # said by the family of templates
-        ids = {one: eos if one == EOS else tokens.id_of(one) for one in ends}
+            return  # `templates` reports it
+        ids = {end: eos if end == EOS else tokens.id_of(end) for end in ends}
         if ids and not set(ids.values()) & {*stops}:
-            yield say.EOS_NOT_TEMPLATE_END.at(
+            yield findings.EOS_NOT_TEMPLATE_END.at(
                 place, sorted(ends), found=f"ends turns; generation stops at {_listed(stops)}",
-                expected=f"its id, {_listed(one for one in ids.values() if one is not None)}, in "
+                expected=f"its id, {_listed(number for number in ids.values() if number is not None)}, in "
                 f"eos_token_id of {GENERATION}",
             )  # fmt: skip
         return

@@ -1,6 +1,6 @@
-"""What a chat template writes, told from its syntax: it is parsed, and never rendered.
+"""Read the literal text of a chat template from its syntax tree, without rendering it.
 
-Templates come with a model and are programs; rendering a stranger's can take for ever.
+Templates come with a model and are programs; rendering an untrusted one can run for ever.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from itertools import pairwise
 from typing import Any
 
 MAX_BYTES = 256 << 10
-"""The longest templates published, of models with tools, have some 30 kB."""
+"""The longest published templates, of models with tools, have about 30 kB."""
 _MARKER = re.compile(r"<\|[^\s|<>{}'\"]{1,40}\|>|<(?:start|end)_of_turn>")
 EOS = "eos_token"
 
@@ -23,12 +23,12 @@ class BrokenTemplateError(ValueError):
 
 @dataclass(frozen=True)
 class TemplateText:
-    """A template's own words.
+    """The literal text of a template.
 
     Attributes:
-        markers: texts in it that look like special tokens, `<|im_end|>`.
-        ends: special tokens that it writes right after a message's content; `EOS` stands for the
-            tokenizer's own.
+        markers: texts that look like special tokens, e.g. `<|im_end|>`.
+        ends: special tokens directly after a message's content; `EOS` stands for the tokenizer's
+            own.
     """
 
     markers: frozenset[str]
@@ -39,17 +39,17 @@ def read_template(template: str, special: Collection[str]) -> TemplateText:
     """Parse a template.
 
     Args:
-        template: its text.
-        special: the tokenizer's special tokens.
+        template: source text of the template.
+        special: special tokens of the tokenizer.
 
     Raises:
-        BrokenTemplateError: it does not parse, or is longer than any that is meant to.
+        BrokenTemplateError: it does not parse, or is too long.
     """
     if len(template) > MAX_BYTES:
         raise BrokenTemplateError(f"{len(template)} characters, at most {MAX_BYTES} are read")
     pieces = list(_pieces(_parse(template)))
-    texts = [one for kind, one in pieces if kind == "text"]
-    markers = frozenset(found for one in texts for found in _MARKER.findall(one))
+    texts = [text for kind, text in pieces if kind == "text"]
+    markers = frozenset(marker for text in texts for marker in _MARKER.findall(text))
     return TemplateText(markers, frozenset(_ends(pieces, special)))
 
 
@@ -59,7 +59,7 @@ def _parse(template: str) -> Any:
     from jinja2.sandbox import ImmutableSandboxedEnvironment
 
     class Generation(Extension):
-        """`{% generation %}` marks the answer for loss masks: here it is only its contents."""
+        """`{% generation %}` marks the response for loss masks; only its content matters here."""
 
         tags = {"generation"}  # noqa: RUF012 -- jinja2's own declaration
 
@@ -77,7 +77,7 @@ def _parse(template: str) -> Any:
 
 
 def _pieces(node: Any) -> Iterator[tuple[str, str]]:
-    """What is written, in the order of the source: ("text", words) or ("value", its names)."""
+    """Yield the output in source order: ("text", literal) or ("value", names in it)."""
     from jinja2 import nodes
 
     try:
@@ -90,6 +90,7 @@ def _pieces(node: Any) -> Iterator[tuple[str, str]]:
 
 
 def _flat(node: Any) -> Iterator[tuple[str, str]]:
+    """Yield the pieces of one expression."""
     from jinja2 import nodes
 
     if isinstance(node, nodes.TemplateData):
@@ -105,23 +106,24 @@ def _flat(node: Any) -> Iterator[tuple[str, str]]:
         if node.expr2 is not None:
             yield from _flat(node.expr2)
     elif isinstance(node, nodes.Concat):
-        for one in node.nodes:
-            yield from _flat(one)
+        for part in node.nodes:
+            yield from _flat(part)
     else:
-        named = [one.name for one in node.find_all(nodes.Name)]
+        named = [part.name for part in node.find_all(nodes.Name)]
         named += [node.name] if isinstance(node, nodes.Name) else []
-        named += [one.attr for one in node.find_all(nodes.Getattr)]
+        named += [part.attr for part in node.find_all(nodes.Getattr)]
         named += [node.attr] if isinstance(node, nodes.Getattr) else []
-        keys = [one.value for one in node.find_all(nodes.Const) if isinstance(one.value, str)]
+        keys = [part.value for part in node.find_all(nodes.Const) if isinstance(part.value, str)]
         yield "value", " ".join([*named, *keys])
 
 
 def _ends(pieces: list[tuple[str, str]], special: Collection[str]) -> Iterator[str]:
+    """Yield special tokens that follow a message's content."""
     for (kind, value), (next_kind, following) in pairwise(pieces):
         if kind != "value" or "content" not in value:
             continue
         if next_kind == "value" and EOS in following.split():
             yield EOS
-        starts = [one for one in special if following.lstrip().startswith(one)]
+        starts = [token for token in special if following.lstrip().startswith(token)]
         if next_kind == "text" and starts:
             yield max(starts, key=len)

@@ -1,10 +1,10 @@
-"""Chat templates: there, the same everywhere, and of tokens that the tokenizer has."""
+"""Check chat templates: they exist, agree, parse, and use tokens that the tokenizer has."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 
-from tasks.audit.catalogue import templates as say
+from tasks.audit.catalogue import text as findings
 from tasks.audit.checks.text.template_text import BrokenTemplateError, read_template
 from tasks.audit.checks.text.tokens import SETTINGS, TOKENIZERS, Tokens, read_tokens
 from tasks.audit.finding import Finding, Severity
@@ -17,13 +17,13 @@ _DEFAULT = "default"
 
 
 def check(source: Source) -> Iterator[Finding]:
-    """Every place that a loader reads templates from."""
+    """Check every file from which a loader reads templates."""
     if not (source.is_adapter or source.kind in (Kind.MODEL, Kind.VALUE)):
         return
     places = template_places(source)
     has_tokenizer = any(name in source.folder.files for name in TOKENIZERS)
     if not places and has_tokenizer:
-        yield say.TEMPLATE_MISSING.at("", found="no chat template", expected=JINJA)
+        yield findings.TEMPLATE_MISSING.at("", found="no chat template", expected=JINJA)
     yield from _agree(places)
     tokens = read_tokens(source.folder)
     for place, text in places.items():
@@ -31,28 +31,30 @@ def check(source: Source) -> Iterator[Finding]:
     if source.base is not None and places:
         theirs = set(template_places(source.base).values())
         if theirs and not theirs & set(places.values()):
-            yield say.TEMPLATE_NOT_OF_BASE.at(
-                next(iter(places)), found="another template", expected="that of the base, or meant"
+            yield findings.TEMPLATE_NOT_OF_BASE.at(
+                next(iter(places)), found="another template", expected="the base's, unless intended"
             )
 
 
 def template_places(source: Source) -> dict[str, str]:
-    """The default template, by the file that holds it; empty ones are none."""
-    found = {JINJA: source.folder.text(JINJA)}
+    """Return the default template by the file that holds it, without empty ones."""
+    texts = {JINJA: source.folder.text(JINJA)}
     for name in _DOCUMENTS:
-        found[name] = _default(source.config(name).get("chat_template"))
-    return {name: text.strip("\n") for name, text in found.items() if text.strip()}
+        texts[name] = _default(source.config(name).get("chat_template"))
+    return {name: text.strip("\n") for name, text in texts.items() if text.strip()}
 
 
-def _default(said: object) -> str:
-    """`chat_template`: a text, or several by name, as a mapping or as a list of pairs."""
-    if isinstance(said, str):
-        return said
-    if isinstance(said, Mapping):
-        text = said.get(_DEFAULT)
+def _default(value: object) -> str:
+    """Return the default template of `chat_template`: a text, a mapping, or a list of pairs."""
+    if isinstance(value, str):
+        return value
+    if isinstance(value, Mapping):
+        text = value.get(_DEFAULT)
         return text if isinstance(text, str) else ""
-    if isinstance(said, list):
-        named = [one for one in said if isinstance(one, Mapping) and one.get("name") == _DEFAULT]
+    if isinstance(value, list):
+        named = [
+            pair for pair in value if isinstance(pair, Mapping) and pair.get("name") == _DEFAULT
+        ]
         text = named[0].get("template") if named else None
         return text if isinstance(text, str) else ""
     return ""
@@ -62,8 +64,8 @@ def _agree(places: Mapping[str, str]) -> Iterator[Finding]:
     first = next(iter(places), "")
     for place, text in places.items():
         if text != places[first]:
-            # Processors of published models have templates of their own, for images.
-            yield say.TEMPLATES_DIFFER.at(
+            # Processors of published models have their own templates, for images.
+            yield findings.TEMPLATES_DIFFER.at(
                 place, found=f"another template than in {first}", expected="the same in both",
                 severity=None if place == SETTINGS else Severity.WARNING,
             )  # fmt: skip
@@ -73,10 +75,12 @@ def _text(place: str, text: str, tokens: Tokens) -> Iterator[Finding]:
     try:
         words = read_template(text, tokens.special)
     except BrokenTemplateError as error:
-        yield say.TEMPLATE_BROKEN.at(place, found=str(error), expected="a template that parses")
+        yield findings.TEMPLATE_BROKEN.at(
+            place, found=str(error), expected="a template that parses"
+        )
         return
-    unknown = sorted(one for one in words.markers if not tokens.has(one))
+    unknown = sorted(marker for marker in words.markers if not tokens.has(marker))
     if tokens.rows and unknown:
-        yield say.TEMPLATE_UNKNOWN_TOKENS.at(
-            place, unknown, found="no tokens of the tokenizer", expected="tokens of their own"
+        yield findings.TEMPLATE_UNKNOWN_TOKENS.at(
+            place, unknown, found="not tokens of the tokenizer", expected="tokens"
         )

@@ -1,8 +1,8 @@
-"""Ids of a tokenizer, read from tokenizer.json without taking its vocabulary apart.
+"""Read token ids from tokenizer.json without parsing its vocabulary.
 
-Vocabularies have hundreds of thousands of entries and merges; as Python objects they take some
-twenty times the bytes that they have on disk. What is asked here is the highest id and the added
-tokens, so the text is searched, not parsed.
+Vocabularies have hundreds of thousands of entries and merges; as Python objects they take about
+twenty times their size on disk. The checks need only the highest id and the added tokens, so this
+module searches the text.
 """
 
 from __future__ import annotations
@@ -29,23 +29,23 @@ TOKENIZERS = (
 _ADDED = re.compile(rb'"added_tokens"\s*:\s*\[')
 _VOCABULARY = re.compile(rb'"vocab"\s*:\s*([{\[])')
 _STRING = rb'\s*"[^"\\]*+(?:\\.[^"\\]*+){0,9999}+"\s*'
-"""Possessive, and of so many escapes: a string without an end is tried once, and costs little."""
+"""Possessive, with limited escapes: a string without an end is tried once, at little cost."""
 _ID = re.compile(_STRING + rb":\s*(\d{1,9})\s*([,}])")
 _PIECE = re.compile(rb"\s*\[" + _STRING + rb",\s*-?[\d.eE+-]+\s*\]\s*([,\]])")
 _MAX_ADDED_BYTES = 4 << 20
 _MAX_ENTRIES = 1 << 21
-"""The largest vocabularies have an eighth of it."""
+"""The largest vocabularies have an eighth of this."""
 
 
 @dataclass(frozen=True)
 class Tokens:
-    """What a tokenizer says of ids.
+    """Token ids of a tokenizer.
 
     Attributes:
-        rows: highest id + 1; 0 where there is no tokenizer.json, or none that can be read.
-        added: ids of added tokens, by their text.
-        special: those of them that are special.
-        highest_plain: highest id of the vocabulary without the added ones; -1 for none.
+        rows: highest id + 1; 0 without a readable tokenizer.json.
+        added: ids of added tokens, by text.
+        special: texts of added tokens that are special.
+        highest_plain: highest id of the vocabulary without added tokens; -1 if there is none.
     """
 
     rows: int = 0
@@ -55,7 +55,7 @@ class Tokens:
     _raw: bytes = field(default=b"", repr=False, compare=False)
 
     def id_of(self, token: str) -> int | None:
-        """Id of a token; None where the tokenizer has no such one."""
+        """Return the id of a token; None if the tokenizer does not have it."""
         if token in self.added:
             return self.added[token]
         for text in _written(token):
@@ -65,18 +65,18 @@ class Tokens:
         return None
 
     def has(self, token: str) -> bool:
-        """Whether the tokenizer has it; vocabularies that are lists tell no ids."""
+        """Return True if the tokenizer has the token, also in vocabularies without ids (lists)."""
         return token in self.added or any(text in self._raw for text in _written(token))
 
 
 def _written(token: str) -> set[bytes]:
-    """A text as JSON holds it."""
+    """Return the spellings of a text in JSON."""
     spellings = (json.dumps(token), json.dumps(token, ensure_ascii=False))
-    return {one.encode(errors="replace") for one in spellings}
+    return {spelling.encode(errors="replace") for spelling in spellings}
 
 
 def read_tokens(folder: Folder) -> Tokens:
-    """Look through a folder's tokenizer.json."""
+    """Read the tokenizer.json of a folder."""
     size = folder.files.get(TOKENIZER, 0)
     if not 0 < size <= MAX_JSON_BYTES:
         return Tokens()
@@ -89,15 +89,15 @@ def read_tokens(folder: Folder) -> Tokens:
 
 @lru_cache(maxsize=2)
 def _read(path: Path, changed: int) -> Tokens:
-    """The same of a file; once for all families that ask. Raises OSError."""
+    """Read one tokenizer.json; cached for the checks that need it. Raises OSError."""
     with path.open("rb") as file:
         raw = file.read(MAX_JSON_BYTES)
     added = _added(raw)
-    ids = {str(one["content"]): one["id"] for one in added}
-    special = frozenset(str(one["content"]) for one in added if one.get("special") is True)
+    ids = {str(token["content"]): token["id"] for token in added}
+    special = frozenset(str(token["content"]) for token in added if token.get("special") is True)
     plain = _highest(raw)
-    if _VOCABULARY.search(raw) and plain < 0:
-        return Tokens(0, ids, special, -1, raw)  # of a kind that is not known here
+    if _VOCABULARY.search(raw) and plain < 0:  # an unknown kind of vocabulary
+        return Tokens(0, ids, special, -1, raw)
     return Tokens(max((plain, *ids.values()), default=-1) + 1, ids, special, plain, raw)
 
 
@@ -107,26 +107,26 @@ def _added(raw: bytes) -> list[dict[str, Any]]:
         return []
     text = raw[match.end() - 1 : match.end() + _MAX_ADDED_BYTES].decode(errors="replace")
     try:
-        found, _ = json.JSONDecoder().raw_decode(text)
+        entries, _ = json.JSONDecoder().raw_decode(text)
     except (ValueError, RecursionError):
         return []
     return [
-        one
-        for one in found
-        if isinstance(one, dict) and "content" in one and type(one.get("id")) is int
+        entry
+        for entry in entries
+        if isinstance(entry, dict) and "content" in entry and type(entry.get("id")) is int
     ]
 
 
 def _highest(raw: bytes) -> int:
-    """Highest id of the vocabulary: of a mapping its largest number, of a list its length."""
+    """Return the highest id of the vocabulary, which is a mapping to ids or a list."""
     match = _VOCABULARY.search(raw)
     if match is None:
         return -1
     highest, count, at = -1, 0, match.end()
     entry = _PIECE if match[1] == b"[" else _ID
-    while (found := entry.match(raw, at)) is not None:
-        count, at = count + 1, found.end()
-        highest = max(highest, int(found[1])) if entry is _ID else count - 1
-        if found[entry.groups] in (b"}", b"]") or count > _MAX_ENTRIES:
+    while (piece := entry.match(raw, at)) is not None:
+        count, at = count + 1, piece.end()
+        highest = max(highest, int(piece[1])) if entry is _ID else count - 1
+        if piece[entry.groups] in (b"}", b"]") or count > _MAX_ENTRIES:
             break
     return highest if count <= _MAX_ENTRIES else -1

@@ -86,8 +86,8 @@ class Report:
         if self.findings:
             lines += ["", "| severity | code | found | where |", "|---|---|---|---|"]
         for finding in self.findings:
-            found, where = _cell(finding.found), _cell(finding.where)
-            lines.append(f"| {finding.severity} | {finding.code} | {found} | {where} |")
+            content, where = _cell(finding.found), _cell(finding.where)
+            lines.append(f"| {finding.severity} | {finding.code} | {content} | {where} |")
         for finding in self.findings:
             lines += [
                 "",

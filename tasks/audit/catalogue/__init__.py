@@ -1,4 +1,4 @@
-"""All findings of the audit: what each one means, which tool fails on it, who reported it, the fix.
+"""Catalogue of all findings: meaning, failing tool, public reports and fix.
 
 SECTIONS      sections of `docs/findings.md`, in the order of the page
 CATALOGUE     every entry by its code

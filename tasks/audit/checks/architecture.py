@@ -57,8 +57,8 @@ def _names(source: Source) -> Iterator[Finding]:
     config, name = source.config(), first_architecture(source.config())
     kind = config.get("model_type")
     if not name:
-        found = repr(config.get("architectures"))
-        yield findings.ARCHITECTURE_ABSENT.at(CONFIG, found=found, expected="the model's class")
+        names = repr(config.get("architectures"))
+        yield findings.ARCHITECTURE_ABSENT.at(CONFIG, found=names, expected="the model's class")
         return
     of_class = known().kinds_of(name)
     if of_class and isinstance(kind, str) and kind in known().kinds and kind not in of_class:
@@ -103,10 +103,10 @@ def _levels(source: Source, wrapped: list[str], name: str) -> Iterator[Finding]:
         yield _keys_of(source, wrapped, "two layouts of one model", "one")
 
 
-def _keys_of(source: Source, keys: Iterable[str], found: str, expected: str) -> Finding:
+def _keys_of(source: Source, keys: Iterable[str], actual: str, expected: str) -> Finding:
     names = list(keys)
     file = source.tensors[names[0]].file
-    return findings.ARCHITECTURE_KEYS.at(file, names, found=found, expected=expected)
+    return findings.ARCHITECTURE_KEYS.at(file, names, found=actual, expected=expected)
 
 
 def _layers(source: Source) -> Iterator[Finding]:

@@ -57,8 +57,8 @@ def _configuration(source: Source) -> Iterator[Finding]:
 def _two_sets(source: Source) -> Iterator[Finding]:
     single = source.weights.single
     names = ADAPTERS if source.is_adapter else MODELS
-    other = next(name for name in names if name != single) if single in names else ""
-    there = [name for name in (other, index_of(other)) if name in source.folder.files]
+    other_name = next(name for name in names if name != single) if single in names else ""
+    there = [name for name in (other_name, index_of(other_name)) if name in source.folder.files]
     if there and not source.weights.is_pickled:
         yield findings.TWO_WEIGHT_SETS.at(
             there[0], found=f"{single} and {there[0]}", expected="one"
@@ -81,9 +81,9 @@ def _index(source: Source, weights: Weights) -> Iterator[Finding]:
             name, found=f"{len(weights.absent)} missing: {', '.join(weights.absent[:3])}",
             expected=f"all {len(weights.absent) + len(weights.files)} files",
         )  # fmt: skip
-    for key, first, other in weights.twice[:20]:
+    for key, first, second in weights.twice[:20]:
         yield findings.KEY_TWICE.at(
-            other, key, found=f"in {first} and in {other}", expected="in one"
+            second, key, found=f"in {first} and in {second}", expected="in one"
         )
     if weights.index is not None:
         yield from _keys(source, weights, weights.index)
@@ -209,5 +209,5 @@ def whole_beside(source: Source) -> str:
     """Return the name of an intact set of weights beside broken ones; "" if there is none."""
     if not is_broken(source.weights):
         return ""
-    other = other_set(source)
-    return other.single if other is not None and not is_broken(other) else ""
+    beside = other_set(source)
+    return beside.single if beside is not None and not is_broken(beside) else ""

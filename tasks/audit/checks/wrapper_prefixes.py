@@ -51,7 +51,7 @@ def _adapter(source: Source) -> Iterator[Finding]:
     named = [key for key in keys if _NAMED.search(key)]
     if named:
         yield findings.ADAPTER_NAME_IN_KEYS.at(
-            source.tensors[named[0]].file, named, found=f"{len(named)} keys with that name",
+            source.tensors[named[0]].file, named, found=f"{len(named)} keys with an adapter name",
             expected=f"{PEFT_PREFIX}<module>.lora_A.weight",
         )  # fmt: skip
     bare = [key for key in keys if not unwrap(key).startswith(PEFT_PREFIX)]

@@ -41,7 +41,7 @@ _CODES: tuple[tuple[str, Entry], ...] = (
 
 def check(source: Source) -> Iterator[Finding]:
     """Check a ZeRO checkpoint or Plumbline's shards; report one beside saved weights."""
-    beside = [tensor for tensor in source.recognised.beside if "DeepSpeed" in tensor]
+    beside = [text for text in source.recognised.beside if "DeepSpeed" in text]
     if source.kind is Kind.DEEPSPEED:
         yield from _checkpoint(source)
     elif source.kind is Kind.SHARDS:
@@ -84,10 +84,10 @@ def _further_down(source: Source) -> list[str]:
 
     A trainer's output folder holds them as `checkpoint-100/global_step100/`.
     """
-    files = [name for name in source.folder.files if name.endswith("_model_states.pt")]
-    if any(name.count("/") < 2 for name in files):
+    states = [name for name in source.folder.files if name.endswith("_model_states.pt")]
+    if any(name.count("/") < 2 for name in states):
         return []
-    parents = {name.rsplit("/", 2)[0] for name in files}
+    parents = {name.rsplit("/", 2)[0] for name in states}
     return sorted(parents, key=by_number)
 
 

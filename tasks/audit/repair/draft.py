@@ -81,10 +81,10 @@ class Draft:
 
 def begin(source: Source) -> Draft:
     """Start a draft from the folder, with the intact set of its weights."""
-    other = other_set(source)
-    if other is not None and whole_beside(source):
-        done = [f"weights of {other.single}: those of {source.weights.single} are broken"]
-        source = replace(source, recognised=replace(source.recognised, weights=other))
+    beside = other_set(source)
+    if beside is not None and whole_beside(source):
+        done = [f"weights of {beside.single}: those of {source.weights.single} are broken"]
+        source = replace(source, recognised=replace(source.recognised, weights=beside))
     else:
         done = []
     draft = Draft(source, {key: key for key in source.tensors}, done=done)

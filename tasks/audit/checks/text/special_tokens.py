@@ -91,8 +91,10 @@ def _ends(source: Source, tokens: Tokens) -> Iterator[Finding]:
     eos = tokens.id_of(token) if token else None
     where = GENERATION if in_generation else CONFIG
     if not stops:
-        found = "none in any file" if eos is None else f"only the tokenizer's, {eos}"
-        yield findings.EOS_MISSING.at(where, found=found, expected=f"eos_token_id in {GENERATION}")
+        present = "none in any file" if eos is None else f"only the tokenizer's, {eos}"
+        yield findings.EOS_MISSING.at(
+            where, found=present, expected=f"eos_token_id in {GENERATION}"
+        )
         return
     if eos is not None and eos not in stops:
         yield findings.EOS_DISAGREES.at(
@@ -118,9 +120,10 @@ def _turns(
             return  # `templates` reports it
         ids = {end: eos if end == EOS else tokens.id_of(end) for end in ends}
         if ids and not set(ids.values()) & {*stops}:
+            template_ids = [number for number in ids.values() if number is not None]
             yield findings.EOS_NOT_TEMPLATE_END.at(
                 place, sorted(ends), found=f"ends turns; generation stops at {_listed(stops)}",
-                expected=f"its id, {_listed(number for number in ids.values() if number is not None)}, in "
+                expected=f"its id, {_listed(template_ids)}, in "
                 f"eos_token_id of {GENERATION}",
             )  # fmt: skip
         return

@@ -1,4 +1,4 @@
-"""Checkpoint folders of real layout, written with numpy: fast enough to make one for every case."""
+"""Write small checkpoint folders of real layout with numpy, fast enough for every test."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ Arrays = dict[str, Any]
 
 
 def config(**changes: Any) -> dict[str, Any]:
-    """config.json of a tiny Llama."""
+    """Return config.json of a tiny Llama."""
     plain = {
         "architectures": ["LlamaForCausalLM"], "model_type": "llama", "tie_word_embeddings": False,
         "dtype": "float32", "head_dim": 4, "max_position_embeddings": 64, "rms_norm_eps": 1e-6,
@@ -30,7 +30,7 @@ def config(**changes: Any) -> dict[str, Any]:
 
 
 def tensors(seed: int = 0) -> Arrays:
-    """Its tensors, by name."""
+    """Return the tensors of the tiny Llama, by name."""
     h, f, v = SIZES["hidden_size"], SIZES["intermediate_size"], SIZES["vocab_size"]
     shapes: dict[str, tuple[int, ...]] = {"model.embed_tokens.weight": (v, h)}
     for layer in range(SIZES["num_hidden_layers"]):
@@ -43,8 +43,8 @@ def tensors(seed: int = 0) -> Arrays:
             at + "post_attention_layernorm.weight": (h,),
         }  # fmt: skip
     shapes |= {"model.norm.weight": (h,), "lm_head.weight": (v, h)}
-    draw = np.random.default_rng(seed)
-    return {name: draw.standard_normal(shape, np.float32) for name, shape in shapes.items()}
+    rng = np.random.default_rng(seed)
+    return {name: rng.standard_normal(shape, np.float32) for name, shape in shapes.items()}
 
 
 def write_json(path: Path, document: Any) -> None:
@@ -52,7 +52,7 @@ def write_json(path: Path, document: Any) -> None:
 
 
 def make_model(root: Path, arrays: Arrays | None = None, **changes: Any) -> Path:
-    """A model in one file."""
+    """Write a model in one file."""
     root.mkdir(parents=True, exist_ok=True)
     write_json(root / "config.json", config(**changes))
     save_file(tensors() if arrays is None else arrays, root / "model.safetensors")
@@ -60,14 +60,14 @@ def make_model(root: Path, arrays: Arrays | None = None, **changes: Any) -> Path
 
 
 def make_shards(root: Path, count: int = 3, arrays: Arrays | None = None, **changes: Any) -> Path:
-    """The same in several files, with their index."""
+    """Write a model in several files, with their index."""
     root.mkdir(parents=True)
     write_json(root / "config.json", config(**changes))
     arrays = tensors() if arrays is None else arrays
     table: dict[str, str] = {}
-    for one in range(count):
-        file = f"model-{one + 1:05d}-of-{count:05d}.safetensors"
-        part = {name: arrays[name] for name in list(arrays)[one::count]}
+    for number in range(count):
+        file = f"model-{number + 1:05d}-of-{count:05d}.safetensors"
+        part = {name: arrays[name] for name in list(arrays)[number::count]}
         save_file(part, root / file)
         table |= dict.fromkeys(part, file)
     total = sum(array.nbytes for array in arrays.values())
@@ -77,43 +77,43 @@ def make_shards(root: Path, count: int = 3, arrays: Arrays | None = None, **chan
 
 
 def adapter_tensors(rank: int = 4, seed: int = 0) -> Arrays:
-    """LoRA on the attention's queries and values."""
-    h, draw, found = SIZES["hidden_size"], np.random.default_rng(seed), {}
+    """Return LoRA pairs on the queries and values of attention."""
+    h, rng, arrays = SIZES["hidden_size"], np.random.default_rng(seed), {}
     for layer in range(SIZES["num_hidden_layers"]):
         for module, rows in (("q_proj", h), ("v_proj", h // 2)):
             at = f"base_model.model.model.layers.{layer}.self_attn.{module}.lora_"
-            found[f"{at}A.weight"] = draw.standard_normal((rank, h), np.float32)
-            found[f"{at}B.weight"] = draw.standard_normal((rows, rank), np.float32)
-    return found
+            arrays[f"{at}A.weight"] = rng.standard_normal((rank, h), np.float32)
+            arrays[f"{at}B.weight"] = rng.standard_normal((rows, rank), np.float32)
+    return arrays
 
 
 def make_adapter(root: Path, arrays: Arrays | None = None, **changes: Any) -> Path:
-    """A PEFT adapter."""
+    """Write a PEFT adapter."""
     root.mkdir(parents=True, exist_ok=True)
-    said = {
+    settings = {
         "peft_type": "LORA", "task_type": "CAUSAL_LM", "r": 4, "lora_alpha": 8,
         "target_modules": ["q_proj", "v_proj"], "base_model_name_or_path": "elsewhere/tiny",
         "bias": "none",
     }  # fmt: skip
-    write_json(root / "adapter_config.json", {**said, **changes})
+    write_json(root / "adapter_config.json", {**settings, **changes})
     save_file(adapter_tensors() if arrays is None else arrays, root / "adapter_model.safetensors")
     return root
 
 
 def edit_json(path: Path, **changes: Any) -> None:
-    """Set keys of a document; None removes one."""
+    """Set keys of a JSON file; None removes one."""
     document = {**json.loads(path.read_text()), **changes}
     write_json(path, {key: value for key, value in document.items() if value is not None})
 
 
 def codes(root: Path, *, base: Path | None = None, values: bool = False) -> dict[str, str]:
-    """Severity by code of what an audit finds."""
+    """Return the severity of each code in an audit."""
     return by_code(audit(root, base=base, values=values))
 
 
 def by_code(report: Report) -> dict[str, str]:
-    return {one.code: one.severity.value for one in reversed(report.findings)}
+    return {finding.code: finding.severity.value for finding in reversed(report.findings)}
 
 
-def errors(found: Mapping[str, str]) -> set[str]:
-    return {code for code, severity in found.items() if severity == "error"}
+def errors(severities: Mapping[str, str]) -> set[str]:
+    return {code for code, severity in severities.items() if severity == "error"}

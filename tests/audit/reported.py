@@ -1,4 +1,4 @@
-"""Every failure that our two studies of other tools list, by the public number of its report."""
+"""Failures that our two studies of other tools list, by the number of their public reports."""
 
 from __future__ import annotations
 
@@ -54,4 +54,4 @@ REPORTED = frozenset(
     for project, numbers in _NUMBERS.items()
     for number in numbers.split()
 )
-"""As `tasks/audit/catalogue` writes them: "OpenRLHF #651", "vLLM PR #6758"."""
+"""In the form of `tasks/audit/catalogue`: "OpenRLHF #651", "vLLM PR #6758"."""

@@ -1,4 +1,4 @@
-"""Adapters against their bases: what names and sizes tell, and what they cannot."""
+"""Adapters against their bases: faults that names and sizes show, and harmless differences."""
 
 from __future__ import annotations
 
@@ -22,48 +22,48 @@ FINE = {"ADAPTER_IS_NO_MODEL": "info"}
 
 
 def base(root: Path, *, prefix: str = "", biases: bool = False) -> Path:
-    """The tiny model, possibly within another one, under the name that adapters give it."""
-    arrays = {prefix + key: one for key, one in tensors().items()}
+    """Make the tiny model, possibly inside another one, under the name that adapters give it."""
+    arrays = {prefix + key: array for key, array in tensors().items()}
     if biases:
         arrays |= {
-            key.replace(".weight", ".bias"): one[:, 0].copy()
-            for key, one in arrays.items()
+            key.replace(".weight", ".bias"): array[:, 0].copy()
+            for key, array in arrays.items()
             if "_proj" in key
         }
     return make_model(root / "tiny", arrays)
 
 
-def test_it_fits(tmp_path: Path) -> None:
+def test_an_adapter_that_fits_its_base(tmp_path: Path) -> None:
     assert codes(make_adapter(tmp_path / "it"), base=base(tmp_path)) == FINE
 
 
 @pytest.mark.parametrize("biases", [False, True])
 def test_a_base_within_another_model(tmp_path: Path, *, biases: bool) -> None:
-    """Names in memory differ from those on disk by what is before the layers."""
+    """Names in memory differ from those on disk by the prefix of the layers."""
     outer = base(tmp_path, prefix="language_model.", biases=biases)
     assert not errors(codes(make_adapter(tmp_path / "it"), base=outer))
     narrow = {
-        key: one[:, :-2] if "lora_A" in key else one for key, one in adapter_tensors().items()
+        key: array[:, :-2] if "lora_A" in key else array for key, array in adapter_tensors().items()
     }
-    found = codes(make_adapter(tmp_path / "narrow", narrow), base=outer)
-    assert errors(found) == {"ADAPTER_SHAPE"}
+    reported = codes(make_adapter(tmp_path / "narrow", narrow), base=outer)
+    assert errors(reported) == {"ADAPTER_SHAPE"}
 
 
-def test_the_layers_that_were_asked_for(tmp_path: Path) -> None:
-    arrays = {key: one for key, one in adapter_tensors().items() if "layers.0" in key}
+def test_coverage_of_selected_layers(tmp_path: Path) -> None:
+    arrays = {key: array for key, array in adapter_tensors().items() if "layers.0" in key}
     whole = base(tmp_path)
     assert errors(codes(make_adapter(tmp_path / "a", arrays), base=whole)) == {"ADAPTER_COVERAGE"}
-    for said in (
+    for settings in (
         {"layers_to_transform": [0]},
         {"exclude_modules": ["layers.1.self_attn.q_proj", "layers.1.self_attn.v_proj"]},
-        {"target_modules": [f"model.layers.0.self_attn.{one}_proj" for one in "qv"]},
+        {"target_modules": [f"model.layers.0.self_attn.{letter}_proj" for letter in "qv"]},
     ):
-        root = make_adapter(tmp_path / next(iter(said)), arrays, **said)
-        assert not errors(codes(root, base=whole)), said
+        root = make_adapter(tmp_path / next(iter(settings)), arrays, **settings)
+        assert not errors(codes(root, base=whole)), settings
 
 
-def test_targets_written_out_module_by_module(tmp_path: Path) -> None:
-    named = [f"model.layers.{layer}.self_attn.{one}_proj" for layer in (0, 1) for one in "qv"]
+def test_targets_listed_module_by_module(tmp_path: Path) -> None:
+    named = [f"model.layers.{layer}.self_attn.{letter}_proj" for layer in (0, 1) for letter in "qv"]
     many = [*named, *(f"elsewhere.{number}" for number in range(300))]
     whole = base(tmp_path)
     arrays = adapter_tensors()
@@ -71,11 +71,11 @@ def test_targets_written_out_module_by_module(tmp_path: Path) -> None:
     assert not errors(codes(root, base=whole))
     for key in [key for key in arrays if "layers.1.self_attn.v" in key]:
         del arrays[key]
-    found = codes(make_adapter(tmp_path / "b", arrays, target_modules=many), base=whole)
-    assert errors(found) == {"ADAPTER_COVERAGE"}
+    reported = codes(make_adapter(tmp_path / "b", arrays, target_modules=many), base=whole)
+    assert errors(reported) == {"ADAPTER_COVERAGE"}
 
 
-def test_a_pattern_is_judged_by_nothing_but_what_is_there(tmp_path: Path) -> None:
+def test_a_target_pattern_gives_no_coverage_finding(tmp_path: Path) -> None:
     root = make_adapter(tmp_path / "it", target_modules=r".*layers\.0.*(q|v)_proj")
     assert codes(root, base=base(tmp_path)) == FINE
 
@@ -92,8 +92,8 @@ def test_ranks_of_patterns(tmp_path: Path) -> None:
 
 
 def test_a_bigger_base_of_the_same_family(tmp_path: Path) -> None:
-    """Fewer layers in the adapter than the base has: it is of a smaller model."""
-    deep = {key.replace("layers.1", "layers.2"): one for key, one in tensors().items()}
+    """An adapter with fewer layers than the base belongs to a smaller model."""
+    deep = {key.replace("layers.1", "layers.2"): array for key, array in tensors().items()}
     root = make_model(tmp_path / "tiny", {**deep, **tensors()}, num_hidden_layers=3)
     assert errors(codes(make_adapter(tmp_path / "it"), base=root)) == {"ADAPTER_COVERAGE"}
 
@@ -108,28 +108,30 @@ def test_a_base_by_its_name(place: str, tmp_path: Path) -> None:
     assert "BASE_NAME" not in codes(make_adapter(tmp_path / "it"), base=root)
 
 
-def test_another_name(tmp_path: Path) -> None:
+def test_a_base_of_another_name(tmp_path: Path) -> None:
     root = make_model(tmp_path / "small")
     assert codes(make_adapter(tmp_path / "it"), base=root)["BASE_NAME"] == "warning"
     reported = codes(make_adapter(tmp_path / "of"), base=make_model(tmp_path / "tiny-chat"))
     assert (reported["WRONG_BASE"], "BASE_NAME" in reported) == ("error", False)
 
 
-def test_a_base_that_is_named_by_its_place(tmp_path: Path) -> None:
-    """A path of this machine in base_model_name_or_path is examined without being asked for."""
+def test_a_local_base_path_needs_no_option(tmp_path: Path) -> None:
+    """A local path in base_model_name_or_path is used without the option base."""
     root = make_model(tmp_path / "gpt", tensors(), model_type="other")
-    arrays = {key.replace("layers.1", "layers.9"): one for key, one in adapter_tensors().items()}
-    found = codes(make_adapter(tmp_path / "it", arrays, base_model_name_or_path=str(root)))
-    assert "ADAPTER_NO_MODULE" in errors(found)
+    arrays = {
+        key.replace("layers.1", "layers.9"): array for key, array in adapter_tensors().items()
+    }
+    reported = codes(make_adapter(tmp_path / "it", arrays, base_model_name_or_path=str(root)))
+    assert "ADAPTER_NO_MODULE" in errors(reported)
 
 
-def test_scales_left_beside_weights_that_were_unpacked(tmp_path: Path) -> None:
+def test_scales_left_beside_unpacked_weights(tmp_path: Path) -> None:
     arrays = tensors()
     arrays["lm_head.weight_scale_inv"] = np.ones((1, 1), np.float32)
     assert "QUANT_RESIDUE" in errors(codes(make_model(tmp_path / "it", arrays)))
 
 
-def test_the_base_is_judged_only_as_far_as_it_can_be_read(tmp_path: Path) -> None:
+def test_an_unreadable_base_gives_no_errors(tmp_path: Path) -> None:
     root = base(tmp_path)
     (root / "model.safetensors").write_bytes(b"x" * 100)
     assert not errors(codes(make_adapter(tmp_path / "it"), base=root))

@@ -27,7 +27,7 @@ PROGRAM = PROJECT / "flows" / "audit.py"
 
 @dataclass(frozen=True)
 class Done:
-    """A finished command: what it said, and what it took."""
+    """Result of a finished command: exit code, output, CPU seconds, peak memory in MB."""
 
     code: int
     out: str
@@ -43,11 +43,11 @@ used = resource.getrusage(resource.RUSAGE_CHILDREN)
 cpu, peak = used.ru_utime + used.ru_stime, used.ru_maxrss / 1024
 print(json.dumps([done.returncode, done.stdout, done.stderr, cpu, peak]))
 """
-"""A child's peak is at least what its parent had when it forked, so a small one has to start it."""
+"""A child's peak memory includes its parent's at the fork, so a small process starts it."""
 
 
 def run(cwd: Path, *overrides: str) -> Done:
-    """Run it in an empty folder; resources are those of this one process."""
+    """Run the command in an empty folder; resources are those of this process alone."""
     cwd.mkdir(exist_ok=True)
     command = [sys.executable, "-c", LAUNCHER, sys.executable, str(PROGRAM), *overrides]
     done = subprocess.run(command, cwd=cwd, capture_output=True, text=True, check=True)
@@ -55,7 +55,7 @@ def run(cwd: Path, *overrides: str) -> Done:
     return Done(*json.loads(done.stdout))
 
 
-def test_a_good_one_as_a_table(tmp_path: Path) -> None:
+def test_a_clean_adapter_as_a_table(tmp_path: Path) -> None:
     root = make_adapter(tmp_path / "it")
     done = run(tmp_path / "elsewhere", f"source={root}")
     assert (done.code, done.err) == (0, "")
@@ -63,8 +63,8 @@ def test_a_good_one_as_a_table(tmp_path: Path) -> None:
     assert "0 errors" in done.out
 
 
-def test_a_broken_one_by_a_relative_path_and_as_json(tmp_path: Path) -> None:
-    make_adapter(tmp_path / "it", {key: one[:0, 0] for key, one in adapter_tensors().items()})
+def test_a_broken_adapter_by_relative_path_as_json(tmp_path: Path) -> None:
+    make_adapter(tmp_path / "it", {key: array[:0, 0] for key, array in adapter_tensors().items()})
     report = tmp_path / "report.json"
     done = run(tmp_path / "elsewhere", "source=../it", f"out={report}")
     assert done.code == 1, done.err
@@ -79,15 +79,15 @@ def test_a_broken_one_by_a_relative_path_and_as_json(tmp_path: Path) -> None:
         "seconds",
     }
     assert (document["kind"], document["ok"]) == ("adapter", False)
-    empty = next(one for one in document["findings"] if one["code"] == "EMPTY_TENSOR")
+    empty = next(entry for entry in document["findings"] if entry["code"] == "EMPTY_TENSOR")
     assert empty["where"]["file"] == "adapter_model.safetensors"
     assert {"severity", "found", "expected", "why", "fix"} <= empty.keys()
     assert json.loads(run(tmp_path / "elsewhere", "source=../it", "out=-").out)["ok"] is False
 
 
-def test_what_cannot_be_read(tmp_path: Path) -> None:
+def test_unusable_arguments(tmp_path: Path) -> None:
     make_model(tmp_path / "it")
-    for overrides, said in (
+    for overrides, message in (
         ([f"source={tmp_path}/it/config.json"], "config.json: is a file"),
         ([f"source={tmp_path}/it", f"base={tmp_path}/absent"], "absent: no such folder"),
         ([f"source={tmp_path}/it", f"out={tmp_path}/it/report.json"], "which is only read"),
@@ -96,7 +96,7 @@ def test_what_cannot_be_read(tmp_path: Path) -> None:
     ):
         done = run(tmp_path / "elsewhere", *overrides)
         assert (done.code, "Traceback" in done.err) == (2, False), done.err
-        assert said in done.err
+        assert message in done.err
 
 
 LIMITED = """
@@ -107,9 +107,9 @@ os.execv(sys.argv[2], sys.argv[2:])
 
 
 @pytest.mark.parametrize("more", [[], ["fix=true", "out_dir=new"]])
-def test_what_needs_more_memory_than_it_may_have(tmp_path: Path, more: list[str]) -> None:
+def test_the_memory_limit(tmp_path: Path, more: list[str]) -> None:
     root = make_model(tmp_path / "it")
-    count = 1_500_000  # values: fewer than are read, and more than fit
+    count = 1_500_000  # below the limit on values, above the limit on memory
     table = ",".join(f'"{number}":""' for number in range(count))
     (root / "model.safetensors.index.json").write_text(f'{{"weight_map": {{{table}}}}}')
     command = [sys.executable, "-c", LIMITED, str(256 << 20), sys.executable, str(PROGRAM)]
@@ -122,10 +122,10 @@ def test_what_needs_more_memory_than_it_may_have(tmp_path: Path, more: list[str]
     assert not (tmp_path / "new").exists()
 
 
-def test_the_bound_holds_within_a_process_that_goes_on() -> None:
-    """As with `prefect=true`, where the audit shares its process with the flow."""
+def test_the_memory_limit_ends_with_its_block() -> None:
+    """With `prefect=true` the audit shares its process with the flow."""
     before, size = resource.getrlimit(resource.RLIMIT_AS), MAX_MEMORY + (1 << 30)
-    np.empty(size, np.uint8)  # address space, no memory: there is enough of it outside
+    np.empty(size, np.uint8)  # address space only, which is enough outside the limit
     with (
         pytest.raises(ConfigError, match=r"source=it: needs more than \d+\.\d GiB"),
         bounded_memory("it"),
@@ -150,7 +150,7 @@ def test_neither_torch_nor_prefect_is_imported(tmp_path: Path) -> None:
 
 
 def test_a_hundred_shards_of_400_gb(tmp_path: Path) -> None:
-    """The bar: 2 s and 200 MB. Seconds are the processor's: those of the wall are the machine's."""
+    """Bar: 2 s of CPU time and 200 MB. Wall time depends on the machine."""
     make_sparse(tmp_path / "base", tmp_path / "adapter")
     size = sum(path.stat().st_size for path in (tmp_path / "base").iterdir())
     assert size > 400e9
@@ -168,26 +168,26 @@ def test_a_hundred_shards_of_400_gb(tmp_path: Path) -> None:
 def test_a_repaired_copy(tmp_path: Path) -> None:
     root = make_model(tmp_path / "it")
     (root / "model.safetensors").unlink()
-    state = {f"module.{key}": torch.from_numpy(one) for key, one in tensors().items()}
+    state = {f"module.{key}": torch.from_numpy(array) for key, array in tensors().items()}
     torch.save(state, root / "pytorch_model.bin")
     assert run(tmp_path / "elsewhere", f"source={root}").code == 1
     out = tmp_path / "new"
     done = run(tmp_path / "elsewhere", f"source={root}", "fix=true", f"out_dir={out}")
     assert done.code == 0, done.err
-    assert "21 keys without residue" in done.err
+    assert "21 keys without wrapper prefixes" in done.err
     assert run(tmp_path / "elsewhere", f"source={out}", "values=true").code == 0
     again = run(tmp_path / "elsewhere", f"source={root}", "fix=true", f"out_dir={out}")
     assert (again.code, "is not empty" in again.err) == (2, True)
 
 
-def test_a_page_has_a_table_that_fits_and_all_of_it_below() -> None:
-    """What a stranger wrote stays code in either, and cannot end a cell."""
+def test_markdown_has_a_narrow_table_and_full_texts_below() -> None:
+    """Untrusted text stays code in both places and cannot end a cell."""
     long = "model.safetensors: " + ", ".join(f"layers.{n}.a|`b`" for n in range(30))
-    one = Finding("A_CODE", Severity.ERROR, long, "", "x" * 30, "y", "", "do z")
-    page = Report("ckpt", "model", "a model", (one,), 0.1).markdown()
+    finding = Finding("A_CODE", Severity.ERROR, long, "", "x" * 30, "y", "", "do z")
+    page = Report("ckpt", "model", "a model", (finding,), 0.1).markdown()
     (row,) = [line for line in page.splitlines() if line.startswith("| error")]
     assert len(row) < 160
     assert row.replace("\\|", "").count("|") == 5
-    told = long.replace("`", "'")
-    assert f"A_CODE: `{told[:200]}" in page
+    plain = long.replace("`", "'")
+    assert f"A_CODE: `{plain[:200]}" in page
     assert "- expected: `y`\n- fix: `do z`\n" in page

@@ -1,4 +1,4 @@
-"""`values=true`: any class that transformers has, asked in a child process."""
+"""`values=true`: classes of transformers that only the child process knows."""
 
 from __future__ import annotations
 
@@ -24,7 +24,9 @@ def test_experts_of_a_class_that_is_not_in_the_table(tmp_path: Path) -> None:
     lost = next(key for key in state if "experts" in key)
     del state[lost]
     save_file(state, root / "model.safetensors", metadata={"format": "pt"})
-    told = [one for one in audit(root, values=True).findings if one.code == "TENSOR_MISSING"]
-    assert [one.tensor for one in told] == [lost]
+    missing = [
+        finding for finding in audit(root, values=True).findings if finding.code == "TENSOR_MISSING"
+    ]
+    assert [finding.tensor for finding in missing] == [lost]
     edit_json(root / "config.json", model_type="nobodys", architectures=["NobodysForCausalLM"])
     assert codes(root, values=True)["CONTRACT_UNKNOWN"] == "warning"

@@ -1,4 +1,4 @@
-"""Clean checkpoints have no error; broken ones have the finding that belongs to their fault."""
+"""Clean checkpoints have no errors; broken ones have the finding of their fault."""
 
 from __future__ import annotations
 
@@ -34,9 +34,9 @@ def corpus(tmp_path_factory: pytest.TempPathFactory) -> Corpus:
 
 def lines(report: Report, *severities: Severity) -> list[str]:
     return [
-        f"{one.code} {one.where}: {one.found}; expected {one.expected}"
-        for one in report.findings
-        if one.severity in severities
+        f"{finding.code} {finding.where}: {finding.found}; expected {finding.expected}"
+        for finding in report.findings
+        if finding.severity in severities
     ]
 
 
@@ -65,14 +65,14 @@ def test_a_clean_checkpoint_has_no_error(name: str, corpus: Corpus) -> None:
         for values in (False, True):
             report = audit(folder, base=base, values=values)
             assert not lines(report, Severity.ERROR)
-            assert not {one.code for one in report.findings} & NEVER
+            assert not {finding.code for finding in report.findings} & NEVER
     adapter = corpus.adapter(CLEAN[name].adapter)
     if adapter is not None:
         report = audit(folder, base=corpus.base_of(name), values=True, adapter=adapter)
         assert not lines(report, Severity.ERROR)
-        assert {one.code for one in report.findings if one.code.startswith("MERGE_")} == {
-            "MERGE_PROVEN"
-        }
+        assert {
+            finding.code for finding in report.findings if finding.code.startswith("MERGE_")
+        } == {"MERGE_PROVEN"}
     assert snapshot(folder) == before
 
 
@@ -88,14 +88,14 @@ def test_a_broken_checkpoint_has_the_finding_of_its_fault(name: str, corpus: Cor
     folder = corpus.broken(case)
     adapter = corpus.adapter(case.adapter)
     report = audit(folder, base=corpus.base_for(case), values=case.values, adapter=adapter)
-    codes = {one.code for one in report.findings}
+    codes = {finding.code for finding in report.findings}
     assert case.code in codes
-    if case.how is not as_it_is:  # else the fault is what it was examined for, or with
+    if case.how is not as_it_is:  # else the fault lies in the arguments of the audit
         before = audit(
             corpus.clean(case.of),
             base=corpus.base_for(case),
             values=case.values,
             adapter=adapter,
         )
-        assert case.code not in {one.code for one in before.findings}
+        assert case.code not in {finding.code for finding in before.findings}
     assert "CANNOT_JUDGE" not in codes

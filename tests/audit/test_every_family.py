@@ -1,7 +1,6 @@
-"""Every family of transformers: what its class saves has no error, by headers and configuration.
+"""Checkpoints that classes of transformers save have no errors, by headers and configuration.
 
-Classes are built on the meta device in the sizes that they have by default, and their tensors are a
-hole in a file.
+Classes are built on the meta device in their default sizes; their weight files are sparse.
 """
 
 from __future__ import annotations
@@ -23,21 +22,21 @@ from tasks.weights.families.conversion import default_layout
 from tests.weights.adapters.making import quiet
 
 HEADS = {"CAUSAL_LM": 140, "IMAGE_TEXT_TO_TEXT": 55, "SEQUENCE_CLASSIFICATION": 115}
-"""And how many of their classes can be built with default sizes, at least."""
+"""Heads, and the least number of classes that can be built with default sizes."""
 DEFAULTS = {"arcee": "TOKEN_ID_RANGE", "starcoder2": "TOKEN_ID_RANGE"}
-"""Families whose default ids of special tokens are those of a larger vocabulary."""
+"""Families whose default special token ids belong to a larger vocabulary."""
 
 
 def saved(head: str, root: Path) -> Iterator[tuple[str, Path]]:
-    """Folders by `model_type`, each as it would be saved; gone when the next one is asked for."""
+    """Yield `model_type` and folder of each saved class; each folder is deleted after use."""
     mapping = getattr(transformers, f"MODEL_FOR_{head}_MAPPING")
     for kind in sorted(CONFIG_MAPPING):
-        found = mapping.get(CONFIG_MAPPING[kind], ())
-        for one in found if isinstance(found, tuple) else (found,):
-            folder = root / f"{kind}-{one.__name__}"
+        classes = mapping.get(CONFIG_MAPPING[kind], ())
+        for model_class in classes if isinstance(classes, tuple) else (classes,):
+            folder = root / f"{kind}-{model_class.__name__}"
             try:
-                save(CONFIG_MAPPING[kind](), one, folder)
-            except Exception:  # defaults that do not fit each other, libraries that are not here
+                save(CONFIG_MAPPING[kind](), model_class, folder)
+            except Exception:  # incompatible defaults, missing libraries
                 continue
             yield kind, folder
             shutil.rmtree(folder)
@@ -56,12 +55,13 @@ def save(config: Any, model_class: Any, folder: Path) -> None:
 @pytest.mark.slow
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("head", HEADS)
-def test_what_it_saves_has_no_error(head: str, tmp_path: Path) -> None:
+def test_saved_checkpoints_have_no_errors(head: str, tmp_path: Path) -> None:
     wrong, count = [], 0
     for kind, folder in saved(head, tmp_path):
         count += 1
-        for one in audit(folder).findings:
-            if one.severity is Severity.ERROR and one.code != DEFAULTS.get(kind):
-                wrong.append(f"{folder.name}: {one.code} {one.where}: {one.found}; {one.expected}")
+        for finding in audit(folder).findings:
+            if finding.severity is Severity.ERROR and finding.code != DEFAULTS.get(kind):
+                details = f"{finding.found}; {finding.expected}"
+                wrong.append(f"{folder.name}: {finding.code} {finding.where}: {details}")
     assert wrong == []
     assert count >= HEADS[head]

@@ -1,4 +1,4 @@
-"""Which files a loader will open, and whether the index says the same."""
+"""Weight files and their index: which files a loader opens, and if the index agrees."""
 
 from __future__ import annotations
 
@@ -31,13 +31,13 @@ HEAD = {"v_head.summary.weight": np.ones((1, 16), np.float32)}
 
 
 def table(root: Path) -> dict[str, str]:
-    found: dict[str, str] = json.loads((root / INDEX).read_text())["weight_map"]
-    return found
+    weight_map: dict[str, str] = json.loads((root / INDEX).read_text())["weight_map"]
+    return weight_map
 
 
-class TestWhole:
+class TestClean:
     @pytest.mark.parametrize("make", [make_model, make_shards, make_adapter])
-    def test_nothing_to_say(self, make: object, tmp_path: Path) -> None:
+    def test_no_errors(self, make: object, tmp_path: Path) -> None:
         assert callable(make)
         assert errors(codes(make(tmp_path / "it"))) == set()
 
@@ -51,13 +51,13 @@ class TestWhole:
 
 
 class TestIndex:
-    def test_a_file_that_is_not_there(self, tmp_path: Path) -> None:
+    def test_a_missing_file(self, tmp_path: Path) -> None:
         root = make_shards(tmp_path / "it")
         (root / "model-00002-of-00003.safetensors").unlink()
         assert codes(root)["INDEX_MISSING_FILE"] == "error"
-        assert "TENSOR_MISSING" not in codes(root)  # said once
+        assert "TENSOR_MISSING" not in codes(root)  # reported once
 
-    def test_a_tensor_that_no_file_holds(self, tmp_path: Path) -> None:
+    def test_a_tensor_in_no_file(self, tmp_path: Path) -> None:
         root = make_shards(tmp_path / "it")
         edit_json(
             root / INDEX, weight_map={**table(root), "model.mtp.weight": min(table(root).values())}
@@ -85,10 +85,10 @@ class TestIndex:
         save_file({**part, "lm_head.weight": tensors()["lm_head.weight"]}, file)
         assert codes(root)["KEY_TWICE"] == "error"
 
-    @pytest.mark.parametrize("said", ["[]", "{", '{"weight_map": 3}', '{"weight_map": {"a": 1}}'])
-    def test_an_index_that_is_none(self, said: str, tmp_path: Path) -> None:
+    @pytest.mark.parametrize("text", ["[]", "{", '{"weight_map": 3}', '{"weight_map": {"a": 1}}'])
+    def test_an_invalid_index(self, text: str, tmp_path: Path) -> None:
         root = make_shards(tmp_path / "it")
-        (root / INDEX).write_text(said)
+        (root / INDEX).write_text(text)
         assert codes(root)["INDEX_UNREADABLE"] == "error"
 
     @pytest.mark.parametrize("name", ["../other/model.safetensors", "/etc/passwd", "a\0b", ".."])
@@ -96,16 +96,16 @@ class TestIndex:
         make_model(tmp_path / "other")
         root = make_shards(tmp_path / "it")
         edit_json(root / INDEX, weight_map={**table(root), "lm_head.weight": name})
-        found = codes(root)
-        assert found["INDEX_PATH"] == "error"
-        assert "KEY_TWICE" not in found
+        reported = codes(root)
+        assert reported["INDEX_PATH"] == "error"
+        assert "KEY_TWICE" not in reported
 
-    @pytest.mark.parametrize(("size", "found"), [(0, True), (None, False)])
-    def test_total_size(self, size: int | None, found: bool, tmp_path: Path) -> None:
+    @pytest.mark.parametrize(("size", "reported"), [(0, True), (None, False)])
+    def test_total_size(self, size: int | None, reported: bool, tmp_path: Path) -> None:
         root = make_shards(tmp_path / "it")
         if size is not None:  # verl counts elements
             edit_json(root / INDEX, metadata={"total_size": 4000})
-        assert ("INDEX_TOTAL_SIZE" in codes(root)) is found
+        assert ("INDEX_TOTAL_SIZE" in codes(root)) is reported
 
     def test_shards_without_an_index(self, tmp_path: Path) -> None:
         root = make_shards(tmp_path / "it")
@@ -121,7 +121,7 @@ class TestIndex:
 
 
 class TestStrays:
-    """vLLM 0.32's patterns, `default_loader._prepare_weights`."""
+    """Patterns of vLLM 0.32, `default_loader._prepare_weights`."""
 
     @pytest.mark.parametrize("name", ["value_head.safetensors", "other.safetensors"])
     def test_beside_a_single_file(self, name: str, tmp_path: Path) -> None:
@@ -143,13 +143,13 @@ class TestStrays:
         torch.save({"v_head.summary.weight": torch.ones(1, 16)}, root / "value_head.bin")
         assert codes(root)["STRAY_WEIGHT_FILE"] == "error"
 
-    def test_a_trainers_own_pickles_are_none(self, tmp_path: Path) -> None:
+    def test_a_trainers_own_pickles_are_not_strays(self, tmp_path: Path) -> None:
         root = make_model(tmp_path / "it")
         for name in ("training_args.bin", "optimizer.pt", "scheduler.pt", "rng_state.pth"):
             torch.save({"step": 1}, root / name)
         assert "STRAY_WEIGHT_FILE" not in codes(root)
 
-    def test_a_consolidated_file_makes_vllm_take_that_alone(self, tmp_path: Path) -> None:
+    def test_vllm_reads_only_a_consolidated_file(self, tmp_path: Path) -> None:
         root = make_shards(tmp_path / "it")
         save_file(HEAD, root / "consolidated.safetensors")
         assert codes(root)["STRAY_WEIGHT_FILE"] == "error"
@@ -163,13 +163,13 @@ class TestStrays:
 
 class TestSets:
     def test_empty_safetensors_beside_a_good_bin(self, tmp_path: Path) -> None:
-        """OpenRLHF's save under ZeRO-3, broken off between its two halves (#651)."""
+        """OpenRLHF's save under ZeRO-3, interrupted between its two halves (#651)."""
         root = make_adapter(tmp_path / "it", {k: v[:0, 0] for k, v in adapter_tensors().items()})
         good = {key: torch.from_numpy(value) for key, value in adapter_tensors().items()}
         torch.save(good, root / "adapter_model.bin")
-        found = codes(root)
-        assert found["TWO_WEIGHT_SETS"] == "warning"
-        assert found["EMPTY_TENSOR"] == "error"
+        reported = codes(root)
+        assert reported["TWO_WEIGHT_SETS"] == "warning"
+        assert reported["EMPTY_TENSOR"] == "error"
 
     def test_a_configuration_without_weights(self, tmp_path: Path) -> None:
         for make in (make_model, make_adapter):
@@ -184,8 +184,8 @@ class TestSets:
         assert codes(root)["CONFIG_MISSING"] == "error"
 
 
-class TestPlace:
-    def test_nothing_names_what_lies_below(self, tmp_path: Path) -> None:
+class TestFolder:
+    def test_the_fix_names_the_newest_checkpoint_inside(self, tmp_path: Path) -> None:
         for step in (500, 1000):
             make_adapter(tmp_path / f"checkpoint-{step}")
         (finding,) = audit(tmp_path).findings
@@ -199,7 +199,7 @@ class TestPlace:
             )
         (finding,) = audit(tmp_path).findings
         assert finding.code == "NOTHING_HERE"
-        assert finding.found.endswith("further down: checkpoint-1000, checkpoint-500")
+        assert finding.found.endswith("in subfolders: checkpoint-1000, checkpoint-500")
         assert finding.fix == f"python flows/audit.py source={tmp_path}/checkpoint-1000"
         assert audit(tmp_path / "checkpoint-1000").ok
 
@@ -221,7 +221,9 @@ class TestPlace:
     ) -> None:
         (tmp_path / file).parent.mkdir(parents=True, exist_ok=True)
         torch.save({"w": torch.ones(2)}, tmp_path / file)
-        (finding,) = (one for one in audit(tmp_path).findings if one.code == "FOREIGN_FORMAT")
+        (finding,) = (
+            finding for finding in audit(tmp_path).findings if finding.code == "FOREIGN_FORMAT"
+        )
         assert command in finding.fix
 
     def test_verls_merged_model_with_an_adapter_beside(self, tmp_path: Path) -> None:
@@ -230,7 +232,7 @@ class TestPlace:
         assert codes(root)["LORA_BESIDE_MODEL"] == "warning"
 
     @pytest.mark.parametrize("name", ["config.json", "generation_config.json"])
-    def test_a_document_that_broke_off(self, name: str, tmp_path: Path) -> None:
+    def test_a_truncated_json_file(self, name: str, tmp_path: Path) -> None:
         root = make_model(tmp_path / "it")
         (root / name).write_text('{"eos_token_id": ')
         assert codes(root)["JSON_UNREADABLE"] == "error"
@@ -240,8 +242,8 @@ class TestPlace:
         os.mkfifo(root / "tokenizer.json")
         (root / "again").symlink_to(root)
         (root / "lost.bin").symlink_to(tmp_path / "nowhere")
-        found = [one.file for one in audit(root).findings if one.code == "ODD_ENTRY"]
-        assert sorted(found) == ["again", "lost.bin", "tokenizer.json"]
+        odd = [finding.file for finding in audit(root).findings if finding.code == "ODD_ENTRY"]
+        assert sorted(odd) == ["again", "lost.bin", "tokenizer.json"]
 
     def test_nothing_is_written(self, tmp_path: Path) -> None:
         root = make_shards(tmp_path / "it")

@@ -1,4 +1,4 @@
-"""Damaged and empty files, and tensors against what the model's class has."""
+"""Damaged and empty files, and tensors against the model's class."""
 
 from __future__ import annotations
 
@@ -28,13 +28,13 @@ WEIGHTS = "model.safetensors"
 
 
 def only(root: Path, code: str) -> Finding:
-    (found,) = [one for one in audit(root).findings if one.code == code]
-    return found
+    (match,) = [finding for finding in audit(root).findings if finding.code == code]
+    return match
 
 
 class TestFiles:
     @pytest.mark.parametrize("keep", [0, 7, 100, -8])
-    def test_a_file_that_is_cut_short(self, keep: int, tmp_path: Path) -> None:
+    def test_a_truncated_file(self, keep: int, tmp_path: Path) -> None:
         root = make_model(tmp_path / "it")
         raw = (root / WEIGHTS).read_bytes()
         (root / WEIGHTS).write_bytes(raw[:keep])
@@ -46,7 +46,7 @@ class TestFiles:
         assert errors(codes(root)) == {"NOT_WEIGHTS_YET"}
 
     def test_the_adapter_of_40_bytes(self, tmp_path: Path) -> None:
-        """What safetensors writes of no tensors: peft #2500, trl #4416."""
+        """safetensors writes 40 bytes for no tensors: peft #2500, trl #4416."""
         root = make_adapter(tmp_path / "it", {})
         save_file({}, root / "adapter_model.safetensors", metadata={"format": "pt"})
         assert (root / "adapter_model.safetensors").stat().st_size == 40
@@ -54,8 +54,8 @@ class TestFiles:
 
     def test_placeholders_of_zero3(self, tmp_path: Path) -> None:
         root = make_adapter(tmp_path / "it", {k: v[:0, 0] for k, v in adapter_tensors().items()})
-        found = only(root, "EMPTY_TENSOR")
-        assert found.found == "8 of 8 tensors empty, shape [0]"
+        finding = only(root, "EMPTY_TENSOR")
+        assert finding.found == "8 of 8 tensors empty, shape [0]"
 
     def test_placeholders_in_a_pickle(self, tmp_path: Path) -> None:
         root = make_adapter(tmp_path / "it")
@@ -63,15 +63,15 @@ class TestFiles:
         torch.save({k: torch.empty(0) for k in adapter_tensors()}, root / "adapter_model.bin")
         assert only(root, "EMPTY_TENSOR").file == "adapter_model.bin"
 
-    def test_entries_that_are_no_tensors_or_not_in_order(self, tmp_path: Path) -> None:
+    def test_entries_that_are_not_tensors_or_not_contiguous(self, tmp_path: Path) -> None:
         root = make_adapter(tmp_path / "it")
         (root / "adapter_model.safetensors").unlink()
         state: dict[str, Any] = {k: torch.from_numpy(v) for k, v in adapter_tensors().items()}
         first = next(iter(state))
         state[first] = state[first].T.contiguous().T
         torch.save({**state, "step": 3}, root / "adapter_model.bin")
-        found = codes(root)
-        assert (found["NO_TENSOR_ENTRY"], found["NOT_CONTIGUOUS"]) == ("warning", "warning")
+        reported = codes(root)
+        assert (reported["NO_TENSOR_ENTRY"], reported["NOT_CONTIGUOUS"]) == ("warning", "warning")
 
 
 class TestContract:
@@ -86,13 +86,15 @@ class TestContract:
 
     def test_a_shape_of_another_configuration(self, tmp_path: Path) -> None:
         root = make_model(tmp_path / "it", intermediate_size=48)
-        found = [one for one in audit(root).findings if one.code == "SHAPE_MISMATCH"]
-        assert [(one.found, one.expected) for one in found] == [
+        mismatches = [
+            finding for finding in audit(root).findings if finding.code == "SHAPE_MISMATCH"
+        ]
+        assert [(finding.found, finding.expected) for finding in mismatches] == [
             ("[24, 16]", "[48, 16]"), ("[16, 24]", "[16, 48]"),
         ]  # fmt: skip
-        assert found[0].tensor.endswith("and 1 more")
+        assert mismatches[0].tensor.endswith("and 1 more")
 
-    def test_a_tied_head_need_not_be_there(self, tmp_path: Path) -> None:
+    def test_a_tied_head_may_be_absent(self, tmp_path: Path) -> None:
         arrays = tensors()
         del arrays["lm_head.weight"]
         root = make_model(tmp_path / "it", arrays, tie_word_embeddings=True)
@@ -114,7 +116,7 @@ class TestContract:
 
 
 class TestBombs:
-    """Bounded before they are read."""
+    """Malicious files: every read is limited in advance."""
 
     def header(self, root: Path, text: bytes, size: int | None = None) -> Path:
         make_model(root)
@@ -128,15 +130,15 @@ class TestBombs:
 
     def test_many_small_values(self, tmp_path: Path) -> None:
         text = b'{"a":[' + b"[]," * 5_000_000 + b"[]]}"
-        found = only(self.header(tmp_path / "it", text), "BAD_HEADER")
-        assert "4000000 values" in found.found
+        finding = only(self.header(tmp_path / "it", text), "BAD_HEADER")
+        assert "4000000 values" in finding.found
 
     def test_depth(self, tmp_path: Path) -> None:
         root = self.header(tmp_path / "it", b"[" * 1_000_000)
         assert "too deep" in only(root, "BAD_HEADER").found
 
     @pytest.mark.parametrize("shape", [[1 << 62] * 60, [-1], [2.5], ["a"], [True], [[]]])
-    def test_shapes_that_are_none(self, shape: Any, tmp_path: Path) -> None:
+    def test_invalid_shapes(self, shape: Any, tmp_path: Path) -> None:
         entry = {"dtype": "F32", "shape": shape, "data_offsets": [0, 4]}
         root = self.header(tmp_path / "it", json.dumps({"a": entry}).encode())
         assert "BAD_HEADER" in codes(root)
@@ -146,10 +148,15 @@ class TestBombs:
         assert "\x1b" not in audit(root).text()
         assert "\\x1b[2J" in audit(root).text()
 
-    def test_documents(self, tmp_path: Path) -> None:
+    def test_json_files(self, tmp_path: Path) -> None:
         root = make_model(tmp_path / "it")
         (root / "tokenizer.json").write_bytes(b"[" * 100_000)
         (root / "generation_config.json").write_bytes(b'{"a":[' + b"0," * 5_000_000 + b"0]}")
         edit_json(root / "config.json", architectures=["A" * 100_000])
-        told = [one for one in audit(root).findings if one.code == "JSON_UNREADABLE"]
-        assert sorted(one.file for one in told) == ["generation_config.json", "tokenizer.json"]
+        unreadable = [
+            finding for finding in audit(root).findings if finding.code == "JSON_UNREADABLE"
+        ]
+        assert sorted(finding.file for finding in unreadable) == [
+            "generation_config.json",
+            "tokenizer.json",
+        ]

@@ -1,4 +1,4 @@
-"""Heads for rewards and values, in the dialects of those who write them."""
+"""Reward and value heads, in the formats of the tools that write them."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ CLASSIFIER = ["LlamaForSequenceClassification"]
 
 
 def trunk() -> Arrays:
-    return {key: one for key, one in tensors().items() if key != "lm_head.weight"}
+    return {key: array for key, array in tensors().items() if key != "lm_head.weight"}
 
 
 def scored(rows: int = 1, name: str = "score") -> Arrays:
@@ -59,7 +59,7 @@ class TestKinds:
         assert report.kind == kind
         assert dialect in report.what
 
-    def test_llamafactory_keeps_it_beside(self, tmp_path: Path) -> None:
+    def test_llamafactory_stores_the_head_in_a_side_file(self, tmp_path: Path) -> None:
         root = make_shards(tmp_path / "it")
         save_file(V_HEAD, root / "value_head.safetensors")
         report = audit(root)
@@ -67,7 +67,7 @@ class TestKinds:
         assert codes(root)["HEAD_SIDE_FILE"] == "warning"
         assert errors(codes(root)) == set()
 
-    def test_llamafactorys_reward_adapter_may_name_it_too(self, tmp_path: Path) -> None:
+    def test_llamafactorys_reward_adapter_may_name_the_head(self, tmp_path: Path) -> None:
         root = make_adapter(tmp_path / "it", modules_to_save=["v_head"])
         assert "ADAPTER_SAVED_ABSENT" in codes(root)
         save_file(V_HEAD, root / "value_head.safetensors")
@@ -80,12 +80,12 @@ class TestAbsent:
         root = make_model(tmp_path / "it", trunk(), architectures=named, num_labels=1)
         assert codes(root)["HEAD_MISSING"] == "error"
 
-    def test_a_lora_reward_model_whose_head_stayed_behind(self, tmp_path: Path) -> None:
+    def test_a_lora_reward_model_without_its_head(self, tmp_path: Path) -> None:
         root = make_adapter(tmp_path / "it", task_type="SEQ_CLS")
         assert codes(root)["HEAD_MISSING"] == "error"
 
     def test_lora_on_a_head_that_was_never_saved(self, tmp_path: Path) -> None:
-        """OpenRLHF #682 and #872: the default targets take the head for a layer."""
+        """OpenRLHF #682 and #872: the default targets include the head."""
         lora = {
             "base_model.model.score.lora_A.weight": np.ones((4, 16), np.float32),
             "base_model.model.score.lora_B.weight": np.ones((1, 4), np.float32),
@@ -96,7 +96,7 @@ class TestAbsent:
         base = make_model(tmp_path / "rm", scored(), architectures=CLASSIFIER, num_labels=1)
         assert "HEAD_BASE_LOST" not in codes(root, base=base)
 
-    def test_a_head_that_was_saved_whole(self, tmp_path: Path) -> None:
+    def test_a_head_that_was_saved_in_full(self, tmp_path: Path) -> None:
         head = {"base_model.model.score.weight": np.ones((1, 16), np.float32)}
         root = make_adapter(
             tmp_path / "it", {**adapter_tensors(), **head}, task_type="SEQ_CLS",
@@ -105,9 +105,7 @@ class TestAbsent:
         assert errors(codes(root)) == set()
 
     @pytest.mark.parametrize("name", ["RewardModel", "CriticModel"])
-    def test_peft_records_the_class_where_openrlhf_gives_no_task_type(
-        self, name: str, tmp_path: Path
-    ) -> None:
+    def test_peft_records_the_class_without_a_task_type(self, name: str, tmp_path: Path) -> None:
         wrapped = {"base_model_class": name, "parent_library": "openrlhf.models.model"}
         root = make_adapter(tmp_path / "it", task_type=None, auto_mapping=wrapped)
         assert errors(codes(root)) == {"HEAD_MISSING"}
@@ -121,17 +119,17 @@ class TestAbsent:
 
 
 class TestCritics:
-    """A critic has one finding, whose advice is not a conversion."""
+    """A critic has one finding, and its fix is not a conversion."""
 
     @pytest.mark.parametrize("name", ["CriticModel", "LlamaForTokenClassification"])
     def test_a_head_that_gives_a_value_for_every_token(self, name: str, tmp_path: Path) -> None:
         root = make_model(tmp_path / "it", scored(), architectures=[name], num_labels=1)
         report = audit(root)
         assert errors(by_code(report)) == {"HEAD_OF_CRITIC"}
-        (finding,) = (one for one in report.findings if one.code == "HEAD_OF_CRITIC")
+        (finding,) = (finding for finding in report.findings if finding.code == "HEAD_OF_CRITIC")
         assert "deliver" not in finding.fix
 
-    def test_a_classifier_of_tokens_is_none(self, tmp_path: Path) -> None:
+    def test_a_token_classifier_is_not_a_critic(self, tmp_path: Path) -> None:
         named = ["LlamaForTokenClassification"]
         root = make_model(tmp_path / "it", scored(9), architectures=named, num_labels=9)
         assert "HEAD_OF_CRITIC" not in codes(root)
@@ -142,7 +140,7 @@ class TestPlaceAndShape:
         root = make_model(tmp_path / "it", {**tensors(), **V_HEAD})
         assert codes(root)["HEAD_IN_MODEL"] == "error"
 
-    def test_labels_that_nobody_told(self, tmp_path: Path) -> None:
+    def test_no_number_of_labels(self, tmp_path: Path) -> None:
         root = make_model(tmp_path / "it", scored(), architectures=["RewardModel"])
         assert codes(root)["HEAD_LABELS"] == "error"
 
@@ -152,11 +150,11 @@ class TestPlaceAndShape:
         assert errors(codes(root)) == set()
 
     def test_three_classes_are_a_classifier(self, tmp_path: Path) -> None:
-        table = {str(one): f"LABEL_{one}" for one in range(3)}
+        table = {str(label): f"LABEL_{label}" for label in range(3)}
         root = make_model(tmp_path / "it", scored(3), architectures=CLASSIFIER, id2label=table)
         assert errors(codes(root)) == set()
 
-    def test_the_name_in_the_configuration_is_another(self, tmp_path: Path) -> None:
+    def test_another_head_name_in_the_configuration(self, tmp_path: Path) -> None:
         root = make_model(
             tmp_path / "it", scored(name="value_head"), architectures=["RewardModel"],
             value_head_prefix="score", num_labels=1,
@@ -170,26 +168,26 @@ class TestPlaceAndShape:
 
 
 class TestNormalisation:
-    def test_numbers_that_transformers_5_would_not_restore(self, tmp_path: Path) -> None:
+    def test_mean_and_std_only_in_the_configuration(self, tmp_path: Path) -> None:
         named: dict[str, Any] = {"architectures": ["RewardModel"], "num_labels": 1}
         root = make_model(tmp_path / "it", scored(), **named, mean=1.5, std=2.5)
         assert codes(root)["HEAD_NORMALISATION"] == "warning"
         root = make_model(tmp_path / "none", scored(), **named)
         assert codes(root)["HEAD_NOT_NORMALISED"] == "info"
 
-    @pytest.mark.parametrize("said", [{"mean": 1.5}, {"mean": 1.5, "std": 0.0}])
-    def test_half_a_pair_or_a_division_by_zero(
-        self, said: dict[str, float], tmp_path: Path
+    @pytest.mark.parametrize("numbers", [{"mean": 1.5}, {"mean": 1.5, "std": 0.0}])
+    def test_incomplete_or_zero_normalisation(
+        self, numbers: dict[str, float], tmp_path: Path
     ) -> None:
         named: dict[str, Any] = {"architectures": ["RewardModel"], "num_labels": 1}
         assert (
-            codes(make_model(tmp_path / "it", scored(), **named, **said))["HEAD_MEAN_STD"]
+            codes(make_model(tmp_path / "it", scored(), **named, **numbers))["HEAD_MEAN_STD"]
             == "error"
         )
 
 
 class TestHeadsOfSeveralLayers:
-    """Encoders have them: nothing was lost, though there is no `score.weight`."""
+    """Heads of encoders have several layers: no `score.weight`, and nothing is missing."""
 
     def test_in_an_adapter_of_peft_and_in_the_model(self, tmp_path: Path) -> None:
         from peft import LoraConfig, get_peft_model
@@ -206,7 +204,7 @@ class TestHeadsOfSeveralLayers:
         assert errors(codes(tmp_path / "it", base=tmp_path / "model")) == set()
         assert errors(codes(tmp_path / "it")) == set()
 
-    def test_one_that_is_not_there_is_still_missed(self, tmp_path: Path) -> None:
+    def test_a_missing_head_is_still_reported(self, tmp_path: Path) -> None:
         folder = make_model(
             tmp_path / "it", trunk(), architectures=["RobertaForSequenceClassification"]
         )

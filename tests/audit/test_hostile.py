@@ -1,4 +1,4 @@
-"""Folders that were made to mislead: a finding or an error, in bounded time, and never a crash."""
+"""Malicious folders: a finding or an error, in bounded time, and never a crash."""
 
 from __future__ import annotations
 
@@ -37,15 +37,15 @@ EXTRA = {
 
 
 def fuzz(root: Path, name: str, base: Path | None = None) -> None:
-    """Every key of a document with a few values that it should not have."""
+    """Give every key of a JSON file a few values of wrong types."""
     before = (root / name).read_text()
     document = json.loads(before)
     for key in [*document]:
         for value in random.Random(key).sample(VALUES, 6):
             write_json(root / name, {**document, key: value})
             report = audit(root, base=base)
-            judged = [one for one in report.findings if one.code == "CANNOT_JUDGE"]
-            assert not judged, f"{name}: {key}={str(value)[:60]!r}: {judged[0].found}"
+            failed = [finding for finding in report.findings if finding.code == "CANNOT_JUDGE"]
+            assert not failed, f"{name}: {key}={str(value)[:60]!r}: {failed[0].found}"
             report.text().encode("utf-8", "replace")
             json.dumps(report.as_json())
     (root / name).write_text(before)
@@ -67,12 +67,12 @@ def model(tmp_path: Path) -> Path:
         "model.safetensors.index.json",
     ],
 )  # fmt: skip
-def test_documents_of_other_types(name: str, model: Path) -> None:
+def test_json_values_of_wrong_types(name: str, model: Path) -> None:
     fuzz(model, name)
 
 
 @pytest.mark.parametrize("key", ["quantization_config", "text_config", "vision_config"])
-def test_configurations_within(key: str, model: Path) -> None:
+def test_nested_configurations(key: str, model: Path) -> None:
     for value in VALUES:
         edit_json(model / "config.json", **{key: value})
         assert "CANNOT_JUDGE" not in codes(model)
@@ -83,27 +83,27 @@ def test_configurations_within(key: str, model: Path) -> None:
 
 
 def test_an_adapters_configuration(tmp_path: Path) -> None:
-    said: dict[str, Any] = {
+    settings: dict[str, Any] = {
         "use_dora": False, "use_rslora": False, "modules_to_save": None, "rank_pattern": {},
         "alpha_pattern": {}, "layers_to_transform": None, "trainable_token_indices": None,
         "target_parameters": None, "exclude_modules": None, "init_lora_weights": True,
         "fan_in_fan_out": False, "inference_mode": True, "auto_mapping": None, "lora_bias": False,
     }  # fmt: skip
     base = make_model(tmp_path / "base")
-    root = make_adapter(tmp_path / "it", **said)
+    root = make_adapter(tmp_path / "it", **settings)
     fuzz(root, "adapter_config.json", base)
 
 
-def test_bytes_that_were_altered(model: Path) -> None:
-    """Whatever happens to a byte of a header or a document, the audit ends."""
-    draw = random.Random(0)
+def test_random_byte_changes(model: Path) -> None:
+    """The audit ends whichever byte of a header or JSON file changes."""
+    rng = random.Random(0)
     files = sorted(path for path in model.iterdir() if path.is_file())
     for _ in range(100):
-        path = draw.choice(files)
+        path = rng.choice(files)
         before = path.read_bytes()
         raw = bytearray(before)
-        for _ in range(draw.randint(1, 4)):
-            raw[draw.randrange(min(len(raw), 2000))] = draw.randrange(256)
+        for _ in range(rng.randint(1, 4)):
+            raw[rng.randrange(min(len(raw), 2000))] = rng.randrange(256)
         path.write_bytes(raw)
         assert "CANNOT_JUDGE" not in codes(model)
         path.write_bytes(before)
@@ -114,7 +114,7 @@ def test_more_files_than_are_listed(model: Path, monkeypatch: pytest.MonkeyPatch
     assert codes(model)["LISTING_CUT"] == "error"
 
 
-def test_folders_without_end(tmp_path: Path) -> None:
+def test_endless_folders(tmp_path: Path) -> None:
     root = make_model(tmp_path / "it")
     deep = root
     for _ in range(60):
@@ -122,11 +122,11 @@ def test_folders_without_end(tmp_path: Path) -> None:
         deep.mkdir()
     (root / "loop").symlink_to("loop")
     (root / "up").symlink_to("..")
-    found = sorted(one.file for one in audit(root).findings if one.code == "ODD_ENTRY")
-    assert found == ["d/d/d/d/d/d", "loop", "up"]
+    odd = sorted(finding.file for finding in audit(root).findings if finding.code == "ODD_ENTRY")
+    assert odd == ["d/d/d/d/d/d", "loop", "up"]
 
 
-def test_names_that_are_no_text(tmp_path: Path) -> None:
+def test_file_names_that_are_not_utf8(tmp_path: Path) -> None:
     root = make_model(tmp_path / "it")
     (root / os.fsdecode(b"\xff\xfe.safetensors")).write_bytes(b"x" * 20)
     report = audit(root)
@@ -134,15 +134,15 @@ def test_names_that_are_no_text(tmp_path: Path) -> None:
     assert json.dumps(report.as_json()).encode()
 
 
-def test_a_manifest_that_leads_elsewhere(tmp_path: Path) -> None:
+def test_a_manifest_with_paths_outside_the_folder(tmp_path: Path) -> None:
     root = make_model(tmp_path / "it")
     for files in ({"../../etc/passwd": {"size": 1, "sha256": "0"}}, {"a": 3}, [], 3):
-        said = {"kind": "weights", "digest": "", "tensors": {}, "inputs": {}, "notes": {}}
-        write_json(root / "manifest.json", {**said, "files": files})
+        manifest = {"kind": "weights", "digest": "", "tensors": {}, "inputs": {}, "notes": {}}
+        write_json(root / "manifest.json", {**manifest, "files": files})
         report = audit(root, values=True)
         assert not report.ok
 
 
-def test_no_folder(tmp_path: Path) -> None:
+def test_a_missing_folder(tmp_path: Path) -> None:
     with pytest.raises(ArtifactError, match="No such file"):
         audit(tmp_path / "absent")

@@ -1,4 +1,4 @@
-"""Documents and keys that would take a family for ever, or all memory: they end soon, in few MB."""
+"""Malicious files that would take a check for ever, or all memory: the audit stays quick."""
 
 from __future__ import annotations
 
@@ -22,15 +22,15 @@ from tests.audit.making import (
 
 PROJECT = Path(__file__).resolve().parents[2]
 SECONDS, MEGABYTES = 20.0, 700
-"""Of a slow machine; what is looked for takes minutes or hours, or tens of gigabytes."""
+"""Limits for a slow machine; without protection the files take minutes or hours, or tens of GB."""
 MEASURED = """
 import json, re, resource, sys
 from pathlib import Path
 from tasks.audit.run import audit
 base = Path(sys.argv[2]) if sys.argv[2] else None
-codes = sorted({one.code for one in audit(Path(sys.argv[1]), base=base).findings})
+codes = sorted({finding.code for finding in audit(Path(sys.argv[1]), base=base).findings})
 used = resource.getrusage(resource.RUSAGE_SELF)
-# ru_maxrss would be that of the test's own process, which this one was forked from.
+# ru_maxrss would include the memory of the test process, which forked this one.
 peak = int(re.search(r"VmHWM:\\s+(\\d+)", Path("/proc/self/status").read_text())[1])
 print(json.dumps([codes, used.ru_utime + used.ru_stime, peak // 1024]))
 """
@@ -38,9 +38,9 @@ BOMB = "(a|a)*(a|aa)+(.*)*(.*)*$"
 
 
 def examined(root: Path, base: Path | None = None) -> set[str]:
-    """Codes of an audit in a process of its own, which has to end within the bounds."""
-    given = [sys.executable, "-c", MEASURED, str(root), str(base or "")]
-    done = subprocess.run(given, cwd=PROJECT, capture_output=True, text=True, timeout=280)
+    """Return the codes of an audit in its own process, which has to stay within the limits."""
+    command = [sys.executable, "-c", MEASURED, str(root), str(base or "")]
+    done = subprocess.run(command, cwd=PROJECT, capture_output=True, text=True, timeout=280)
     assert done.returncode == 0, done.stderr
     codes, seconds, megabytes = json.loads(done.stdout)
     assert seconds < SECONDS
@@ -49,12 +49,12 @@ def examined(root: Path, base: Path | None = None) -> set[str]:
 
 
 def patterns(root: Path) -> None:
-    arrays = {key.replace("q_proj", "a" * 60): one for key, one in adapter_tensors().items()}
-    said = {
+    arrays = {key.replace("q_proj", "a" * 60): array for key, array in adapter_tensors().items()}
+    settings = {
         "target_modules": BOMB, "exclude_modules": BOMB, "rank_pattern": {BOMB: 2},
         "alpha_pattern": {BOMB: 2}, "layers_pattern": BOMB, "layers_to_transform": [0],
     }  # fmt: skip
-    make_adapter(root, arrays, **said)
+    make_adapter(root, arrays, **settings)
 
 
 def names(root: Path) -> None:
@@ -88,9 +88,9 @@ def endless_list(root: Path) -> None:
 
 
 def many_adapter_names(root: Path) -> None:
-    one = next(iter(adapter_tensors().values()))
+    array = next(iter(adapter_tensors().values()))
     at = "base_model.model." + "modules_to_save." * 2000
-    make_adapter(root, {f"{at}{number}.weight": one for number in range(200)})
+    make_adapter(root, {f"{at}{number}.weight": array for number in range(200)})
 
 
 @pytest.mark.parametrize(
@@ -98,15 +98,15 @@ def many_adapter_names(root: Path) -> None:
     [patterns, names, numbers, template, endless_string, endless_list, many_adapter_names],
     ids=lambda make: make.__name__,
 )
-def test_it_ends(make: Callable[[Path], None], tmp_path: Path) -> None:
+def test_the_audit_stays_within_its_limits(make: Callable[[Path], None], tmp_path: Path) -> None:
     root, base = tmp_path / "it", make_model(tmp_path / "base")
     make(root)
     assert examined(root, base if make in (patterns, names) else None)
 
 
-def test_what_a_bomb_leaves_out_is_still_judged(tmp_path: Path) -> None:
-    """Patterns that are not tried do not keep the plain settings from being read."""
-    said: dict[str, Any] = {"rank_pattern": {BOMB: 2}, "lora_alpha": 0}
-    root = make_adapter(tmp_path / "it", **said)
+def test_plain_settings_are_checked_beside_a_bomb(tmp_path: Path) -> None:
+    """Plain settings are checked even if a pattern is not tried."""
+    settings: dict[str, Any] = {"rank_pattern": {BOMB: 2}, "lora_alpha": 0}
+    root = make_adapter(tmp_path / "it", **settings)
     edit_json(root / "adapter_config.json", modules_to_save=["lm_head"])
     assert {"ADAPTER_ALPHA", "ADAPTER_SAVED_ABSENT"} <= examined(root)

@@ -1,6 +1,6 @@
-"""`tasks/doctor/known_classes.json` is what the installed vLLM and transformers say.
+"""`tasks/audit/known_classes.json` agrees with the installed vLLM and transformers.
 
-Made anew by `REGENERATE=1 python -m pytest tests/audit/test_known_classes.py`.
+Update it with `REGENERATE=1 python -m pytest tests/audit/test_known_classes.py`.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ _HEADS = ("CAUSAL_LM", "SEQUENCE_CLASSIFICATION", "TOKEN_CLASSIFICATION", "IMAGE
 
 
 def _vllm() -> Path:
-    """Where vLLM lies; its registry is read as text: importing it takes half a minute."""
-    found = importlib.util.find_spec("vllm")
-    assert found is not None
-    assert found.origin is not None
-    return Path(found.origin).parent
+    """Return vLLM's folder; its registry is read as text, since an import takes half a minute."""
+    spec = importlib.util.find_spec("vllm")
+    assert spec is not None
+    assert spec.origin is not None
+    return Path(spec.origin).parent
 
 
 def _vllm_version() -> str:
@@ -35,13 +35,13 @@ def _vllm_version() -> str:
             return version(name)
         except PackageNotFoundError:
             continue
-    raise AssertionError("no vLLM here")
+    raise AssertionError("vLLM is not installed")
 
 
 def _assigned(path: Path, name: str) -> ast.expr:
     for node in ast.parse(path.read_text()).body:
         targets = node.targets if isinstance(node, ast.Assign) else [getattr(node, "target", None)]
-        if any(isinstance(one, ast.Name) and one.id == name for one in targets):
+        if any(isinstance(target, ast.Name) and target.id == name for target in targets):
             assert isinstance(node, ast.Assign | ast.AnnAssign)
             assert node.value is not None
             return node.value
@@ -49,19 +49,19 @@ def _assigned(path: Path, name: str) -> ast.expr:
 
 
 def _keys(path: Path, name: str) -> set[str]:
-    """Keys of a mapping of the registry, and of the mappings that it takes in."""
-    found: set[str] = set()
+    """Return the keys of a mapping of the registry, and of the mappings that it includes."""
+    keys: set[str] = set()
     table = _assigned(path, name)
     assert isinstance(table, ast.Dict)
     for key, value in zip(table.keys, table.values, strict=True):
         if isinstance(key, ast.Constant):
-            found.add(str(key.value))
+            keys.add(str(key.value))
         elif isinstance(value, ast.Name):
-            found |= _keys(path, value.id)
-    return found
+            keys |= _keys(path, value.id)
+    return keys
 
 
-def said_by_vllm() -> dict[str, Any]:
+def classes_of_vllm() -> dict[str, Any]:
     registry = _vllm() / "model_executor" / "models" / "registry.py"
     defaults = _assigned(_vllm() / "config" / "model.py", "_SUFFIX_TO_DEFAULTS")
     ranks = _assigned(_vllm() / "config" / "lora.py", "MaxLoRARanks")
@@ -70,12 +70,12 @@ def said_by_vllm() -> dict[str, Any]:
         "version": _vllm_version(),
         "classes": sorted(_keys(registry, "_VLLM_MODELS")),
         "last_version": ast.literal_eval(_assigned(registry, "_PREVIOUSLY_SUPPORTED_MODELS")),
-        "suffixes": [ast.literal_eval(one)[0] for one in defaults.elts],  # type: ignore[index]
+        "suffixes": [ast.literal_eval(pair)[0] for pair in defaults.elts],  # type: ignore[index]
         "lora_ranks": list(ast.literal_eval(ranks.slice)),  # type: ignore[attr-defined]
     }
 
 
-def said_by_transformers() -> dict[str, Any]:
+def classes_of_transformers() -> dict[str, Any]:
     from transformers.models.auto import modeling_auto
 
     classes: dict[str, set[str]] = {}
@@ -89,10 +89,10 @@ def said_by_transformers() -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("library", ["vllm", "transformers"])
-def test_the_list_is_what_the_installed_library_says(library: str) -> None:
-    said = said_by_vllm() if library == "vllm" else said_by_transformers()
+def test_the_list_agrees_with_the_installed_library(library: str) -> None:
+    installed = classes_of_vllm() if library == "vllm" else classes_of_transformers()
     known = json.loads(KNOWN.read_text()) if KNOWN.is_file() else {}
     if os.environ.get("REGENERATE"):
-        KNOWN.write_text(json.dumps({**known, library: said}, indent=1, sort_keys=True) + "\n")
+        KNOWN.write_text(json.dumps({**known, library: installed}, indent=1, sort_keys=True) + "\n")
         pytest.skip(f"wrote {KNOWN}")
-    assert known.get(library) == said
+    assert known.get(library) == installed

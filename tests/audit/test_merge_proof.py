@@ -1,4 +1,4 @@
-"""`audit.py source= base= adapter= values=true`, and repairs of what a base tells."""
+"""`audit.py source= base= adapter= values=true`, and repairs that use a base."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ THETA = {"rope_theta": 1e6}
 
 
 def merge(root: Path, scale: float = 2.0, **changes: Any) -> Path:
-    """Merge `make_adapter` into `make_model` by the formula."""
+    """Merge `make_adapter` into `make_model`: base + scale * B A."""
     arrays, lora = tensors(), adapter_tensors()
     for name in [name for name in lora if name.endswith("lora_A.weight")]:
         key = name.removeprefix("base_model.model.").replace(".lora_A", "")
@@ -57,11 +57,11 @@ def test_the_command_proves_a_merge_and_imports_no_torch(
 ) -> None:
     good = merge(tmp_path / "good", **THETA)
     wrong = merge(tmp_path / "wrong", 4.0, **THETA)
-    asked = (f"base={base}", f"adapter={adapter}", "values=true")
-    done = run(f"source={good}", *asked)
+    options = (f"base={base}", f"adapter={adapter}", "values=true")
+    done = run(f"source={good}", *options)
     assert (done.returncode, "MERGE_PROVEN" in done.stdout) == (0, True), done.stdout
     assert "4 tensors are the base's plus the adapter's, 17 the base's" in done.stdout
-    done = run(f"source={wrong}", *asked)
+    done = run(f"source={wrong}", *options)
     assert (done.returncode, "MERGE_TWICE" in done.stdout) == (1, True), done.stdout
     program = (
         "import sys; from pathlib import Path; from tasks.audit.run import audit\n"
@@ -73,7 +73,7 @@ def test_the_command_proves_a_merge_and_imports_no_torch(
     assert ran.stdout.strip() == "[]", ran.stderr
 
 
-def test_an_adapter_without_base_or_values_is_answered(adapter: Path, base: Path) -> None:
+def test_an_adapter_without_base_or_values_is_refused(adapter: Path, base: Path) -> None:
     for words in ([f"adapter={adapter}"], [f"adapter={adapter}", f"base={base}"]):
         done = run(f"source={base}", *words)
         assert done.returncode == 2
@@ -111,7 +111,7 @@ def test_a_missing_theta_is_the_default_of_its_readers(base: Path, tmp_path: Pat
         {"sliding_window": 4096, "use_sliding_window": False, "rope_scaling": None},
     ],
 )
-def test_what_does_not_matter_is_no_finding(
+def test_irrelevant_settings_give_no_finding(
     base: Path, tmp_path: Path, changes: dict[str, Any]
 ) -> None:
     root = merge(tmp_path / "it", **THETA)
@@ -122,9 +122,9 @@ def test_what_does_not_matter_is_no_finding(
 def test_a_wrong_base_is_an_error_by_name_and_by_weights(base: Path, tmp_path: Path) -> None:
     named = make_adapter(tmp_path / "named", base_model_name_or_path="org/tiny-instruct")
     assert codes(named, base=base)["WRONG_BASE"] == "error"
-    other = make_model(tmp_path / "other", tensors(7), **THETA)
+    different = make_model(tmp_path / "other", tensors(7), **THETA)
     placed = make_adapter(tmp_path / "placed", base_model_name_or_path=str(base))
-    assert codes(placed, base=other)["WRONG_BASE"] == "error"
+    assert codes(placed, base=different)["WRONG_BASE"] == "error"
     assert "WRONG_BASE" not in codes(placed, base=base)
     packed = make_adapter(tmp_path / "packed", base_model_name_or_path="org/tiny-bnb-4bit")
     assert "WRONG_BASE" not in codes(packed, base=base)
@@ -136,13 +136,15 @@ def test_a_partial_merge_is_suspected_without_the_adapter(base: Path, tmp_path: 
     arrays |= {name: original[name] for name in arrays if ".layers.1." in name}
     save_file(arrays, root / "model.safetensors")
     (finding,) = (
-        one for one in audit(root, base=base, values=True).findings if one.code == "MERGE_PARTIAL"
+        candidate
+        for candidate in audit(root, base=base, values=True).findings
+        if candidate.code == "MERGE_PARTIAL"
     )
     assert finding.found == "2 of 4 tensors are the base's"
     assert "MERGE_PARTIAL" not in codes(merge(tmp_path / "good", **THETA), base=base, values=True)
 
 
-def test_settings_of_the_base_are_taken_by_a_repair(base: Path, tmp_path: Path) -> None:
+def test_a_repair_copies_settings_of_the_base(base: Path, tmp_path: Path) -> None:
     root = merge(tmp_path / "it", rms_norm_eps=1e-5, rope_theta=1e4)
     write_json(root / "tokenizer_config.json", {"tokenizer_class": "TokenizersBackend"})
     write_json(root / "tokenizer.json", {"model": {"vocab": {}}, "added_tokens": []})
@@ -170,7 +172,9 @@ def test_rotary_settings_are_written_for_both_readers(tmp_path: Path) -> None:
     assert config["rope_theta"] == 5e5
     assert config["rope_scaling"] == {"rope_type": "linear", "factor": 2.0}
     assert config["rope_parameters"] == new
-    read = [AutoConfig.from_pretrained(one).rope_parameters for one in (root, tmp_path / "new")]
+    read = [
+        AutoConfig.from_pretrained(folder).rope_parameters for folder in (root, tmp_path / "new")
+    ]
     assert read[0] == read[1]
     assert "ROPE_FORM" not in codes(tmp_path / "new")
 

@@ -1,4 +1,4 @@
-"""The catalogue, and the page that is made from it."""
+"""Consistency of the catalogue and its page, docs/findings.md."""
 
 from __future__ import annotations
 
@@ -32,14 +32,14 @@ def test_a_code_is_the_name_of_its_entry_and_occurs_once() -> None:
     assert all(re.fullmatch(r"[A-Z][A-Z0-9_]{3,27}", code) for code in CATALOGUE)
 
 
-def test_every_code_is_used_by_a_family() -> None:
+def test_every_code_is_used_by_a_check() -> None:
     root = PROJECT / "tasks" / "audit"
-    families = [*root.glob("*.py"), *(root / "checks").rglob("*.py")]
-    words = {word for path in families for word in re.findall(r"\w+", path.read_text())}
+    checks = [*root.glob("*.py"), *(root / "checks").rglob("*.py")]
+    words = {word for path in checks for word in re.findall(r"\w+", path.read_text())}
     assert [code for code in CATALOGUE if code not in words] == []
 
 
-def test_an_entry_says_everything() -> None:
+def test_an_entry_is_complete() -> None:
     for entry in CATALOGUE.values():
         assert entry.title, entry.code
         assert entry.why, entry.code

@@ -1,4 +1,4 @@
-"""Quirks of published models that are no faults: never an error, and a warning only where said."""
+"""Quirks of published models: never an error, and a warning only where a test says so."""
 
 from __future__ import annotations
 
@@ -27,12 +27,12 @@ ROWS = SIZES["vocab_size"]
 
 
 def tokenizer(root: Path, *added: dict[str, Any], **settings: Any) -> Path:
-    """A tokenizer of as many ids as the tiny model has rows, and the added ones."""
+    """Write a tokenizer with an id for every row of the tiny model, and the added tokens."""
     vocabulary = {f"t{number}": number for number in range(ROWS)}
     document = {"added_tokens": list(added), "model": {"type": "BPE", "vocab": vocabulary}}
     write_json(root / "tokenizer.json", document)
-    said = {"eos_token": "t2", "chat_template": "{{ messages }}", **settings}
-    write_json(root / "tokenizer_config.json", said)
+    config = {"eos_token": "t2", "chat_template": "{{ messages }}", **settings}
+    write_json(root / "tokenizer_config.json", config)
     write_json(root / "generation_config.json", {"eos_token_id": 2})
     return root
 
@@ -45,8 +45,8 @@ def test_the_plain_model_has_no_finding(tmp_path: Path) -> None:
     assert codes(tokenizer(make_model(tmp_path / "it"))) == {}
 
 
-def test_a_special_token_beyond_the_rows_that_plays_no_part(tmp_path: Path) -> None:
-    """The small text models of a family of multimodal ones: a token for images, and no row."""
+def test_an_unused_special_token_beyond_the_rows(tmp_path: Path) -> None:
+    """Small text models of multimodal families have an image token without a row."""
     root = tokenizer(make_model(tmp_path / "it"), added("<image>", ROWS))
     assert codes(root) == {"TOKENIZER_ROWS": "warning"}
 
@@ -59,14 +59,14 @@ def test_a_special_token_beyond_the_rows_that_plays_no_part(tmp_path: Path) -> N
         (added("<tool>", ROWS, special=False), {}),
     ],
 )
-def test_one_that_plays_a_part(
+def test_a_used_token_beyond_the_rows(
     token: dict[str, Any], settings: dict[str, Any], tmp_path: Path
 ) -> None:
     root = tokenizer(make_model(tmp_path / "it"), token, **settings)
     assert codes(root) == {"TOKENIZER_ROWS": "error"}
 
 
-def test_an_old_tokenizer_that_leaves_its_tokens_to_its_class(tmp_path: Path) -> None:
+def test_an_old_tokenizer_whose_class_has_the_tokens(tmp_path: Path) -> None:
     root = tokenizer(make_model(tmp_path / "it"))
     edit_json(root / "tokenizer_config.json", eos_token=None)
     assert codes(root) == {}
@@ -78,7 +78,7 @@ def test_a_processor_with_a_template_of_its_own(tmp_path: Path) -> None:
     assert codes(root) == {"TEMPLATES_DIFFER": "warning"}
 
 
-def test_several_stops(tmp_path: Path) -> None:
+def test_several_eos_ids(tmp_path: Path) -> None:
     root = tokenizer(make_model(tmp_path / "it", eos_token_id=[2, 5]), eos_token="t5")
     edit_json(root / "generation_config.json", eos_token_id=[5, 2])
     assert codes(root) == {}
@@ -87,28 +87,28 @@ def test_several_stops(tmp_path: Path) -> None:
 def test_layers_of_multi_token_prediction(tmp_path: Path) -> None:
     arrays = tensors()
     arrays |= {
-        key.replace("layers.1.", "layers.2."): one
-        for key, one in tensors(1).items()
+        key.replace("layers.1.", "layers.2."): array
+        for key, array in tensors(1).items()
         if "layers.1." in key
     }
     arrays["model.layers.2.embed_tokens.weight"] = arrays["model.embed_tokens.weight"]
     root = tokenizer(make_model(tmp_path / "it", arrays, num_nextn_predict_layers=1))
-    found = codes(root)
-    assert not {"ARCHITECTURE_LAYERS", "MTP_MISSING", "VOCAB_SIZE", "HEAD_ROWS"} & set(found)
+    reported = codes(root)
+    assert not {"ARCHITECTURE_LAYERS", "MTP_MISSING", "VOCAB_SIZE", "HEAD_ROWS"} & set(reported)
 
 
-def test_scales_beside_packed_weights_are_no_mixture(tmp_path: Path) -> None:
+def test_scales_beside_packed_weights_are_not_mixed_dtypes(tmp_path: Path) -> None:
     arrays = tensors()
     for key in [key for key in arrays if "_proj" in key]:
         arrays[key] = arrays[key].astype(np.int8)
         arrays[key.replace(".weight", ".weight_scale")] = np.ones((1, 1), np.float16)
-    said = {"quant_method": "compressed-tensors"}
-    root = tokenizer(make_model(tmp_path / "it", arrays, quantization_config=said))
-    assert not {one for one in codes(root) if one.startswith(("DTYPE", "QUANT"))}
+    quantization = {"quant_method": "compressed-tensors"}
+    root = tokenizer(make_model(tmp_path / "it", arrays, quantization_config=quantization))
+    assert not {code for code in codes(root) if code.startswith(("DTYPE", "QUANT"))}
 
 
 def test_routers_norms_and_states_are_kept_wider(tmp_path: Path) -> None:
-    arrays = {key: one.astype(np.float16) for key, one in tensors().items()}
+    arrays = {key: array.astype(np.float16) for key, array in tensors().items()}
     arrays["model.norm.weight"] = arrays["model.norm.weight"].astype(np.float32)
     arrays["model.layers.0.mlp.gate.weight"] = np.ones((4, 16), np.float32)
     arrays["model.layers.0.mixer.A_log"] = np.ones((4, 16), np.float32)
@@ -116,15 +116,15 @@ def test_routers_norms_and_states_are_kept_wider(tmp_path: Path) -> None:
     assert "DTYPE_MIXED" not in codes(root)
 
 
-def test_a_class_with_code_of_its_own_has_keys_of_its_own(tmp_path: Path) -> None:
-    arrays = {f"model.vision_tower.{key}": one for key, one in tensors().items()}
-    said = {"architectures": ["XyzForCausalLM"], "model_type": "xyz", "auto_map": {"A": "b.C"}}
-    found = codes(tokenizer(make_model(tmp_path / "it", arrays, **said)))
-    assert not errors(found)
-    assert found["VLLM_ARCHITECTURE"] == found["REMOTE_CODE"] == "warning"
+def test_remote_code_may_use_any_keys(tmp_path: Path) -> None:
+    arrays = {f"model.vision_tower.{key}": array for key, array in tensors().items()}
+    config = {"architectures": ["XyzForCausalLM"], "model_type": "xyz", "auto_map": {"A": "b.C"}}
+    reported = codes(tokenizer(make_model(tmp_path / "it", arrays, **config)))
+    assert not errors(reported)
+    assert reported["VLLM_ARCHITECTURE"] == reported["REMOTE_CODE"] == "warning"
 
 
-def test_the_vendor_s_own_file_beside_an_index(tmp_path: Path) -> None:
+def test_a_native_file_of_the_vendor_beside_an_index(tmp_path: Path) -> None:
     """Some vendors publish their native format beside transformers' shards."""
     root = tokenizer(make_shards(tmp_path / "it"))
     save_file(tensors(), root / "consolidated.safetensors")
@@ -137,21 +137,21 @@ def test_layers_counted_in_halves(tmp_path: Path) -> None:
     assert "ARCHITECTURE_LAYERS" not in codes(root)
 
 
-def test_two_embeddings_as_near_to_the_top(tmp_path: Path) -> None:
-    arrays = {f"thinker.{key}": one for key, one in tensors().items()}
+def test_two_embeddings_at_the_same_depth(tmp_path: Path) -> None:
+    arrays = {f"thinker.{key}": array for key, array in tensors().items()}
     arrays["talker.model.embed_tokens.weight"] = np.ones((4, 16), np.float32)
-    said = {"architectures": ["XyzModel"], "model_type": "xyz"}
-    found = codes(tokenizer(make_model(tmp_path / "it", arrays, **said)))
-    assert not {"TOKENIZER_ROWS", "VOCAB_SIZE", "TOKEN_ID_RANGE"} & set(found)
+    config = {"architectures": ["XyzModel"], "model_type": "xyz"}
+    reported = codes(tokenizer(make_model(tmp_path / "it", arrays, **config)))
+    assert not {"TOKENIZER_ROWS", "VOCAB_SIZE", "TOKEN_ID_RANGE"} & set(reported)
 
 
-def test_layers_of_two_kinds_that_take_turns(tmp_path: Path) -> None:
+def test_alternating_kinds_of_layers(tmp_path: Path) -> None:
     arrays = adapter_tensors()
-    arrays = {key: one for key, one in arrays.items() if "layers.0" in key or "q_proj" in key}
+    arrays = {key: array for key, array in arrays.items() if "layers.0" in key or "q_proj" in key}
     many = {
-        key.replace("layers.0", f"layers.{layer}"): one
+        key.replace("layers.0", f"layers.{layer}"): array
         for layer in range(8)
-        for key, one in arrays.items()
+        for key, array in arrays.items()
         if "layers.0" in key and (layer % 4 == 3 or "q_proj" in key)
     }
     assert "ADAPTER_GAPS" not in codes(make_adapter(tmp_path / "it", many))
@@ -175,21 +175,21 @@ def test_an_old_adapter_without_newer_settings(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("where", ["hf_quant_config.json", "compression_config", "text_config"])
-def test_packed_weights_of_which_another_place_tells(where: str, tmp_path: Path) -> None:
+def test_quantisation_declared_in_another_place(where: str, tmp_path: Path) -> None:
     """NVIDIA's exports, llm-compressor's early ones, multimodal models."""
     arrays: dict[str, Any] = {}
-    for key, one in tensors().items():
+    for key, array in tensors().items():
         packed = key.endswith("_proj.weight")
-        arrays[key] = one[:, : one.shape[1] // 2].astype(np.uint8) if packed else one
+        arrays[key] = array[:, : array.shape[1] // 2].astype(np.uint8) if packed else array
         if packed:
             arrays[key.replace(".weight", ".weight_scale")] = np.ones((1, 1), np.float32)
     root = tokenizer(make_model(tmp_path / "it", arrays))
     assert "QUANT_CONFIG_ABSENT" in errors(codes(root))
-    said = {"quant_method": "modelopt"}
+    quantization = {"quant_method": "modelopt"}
     if where.endswith(".json"):
         write_json(root / where, {"quantization": {"quant_algo": "NVFP4"}})
     elif where == "text_config":
-        edit_json(root / "config.json", text_config={"quantization_config": said})
+        edit_json(root / "config.json", text_config={"quantization_config": quantization})
     else:
-        edit_json(root / "config.json", compression_config=said)
+        edit_json(root / "config.json", compression_config=quantization)
     assert errors(codes(root)) == set()

@@ -1,4 +1,4 @@
-"""`prefect=true`: what an audit leaves in Prefect and in MLflow, read as their users read it."""
+"""`prefect=true`: the records of an audit in Prefect and MLflow, read as users read them."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def broken(place: Path) -> Path:
-    """Two kinds of error, and words in it that a page would render."""
-    arrays = {f"module.{key}": one for key, one in tensors().items()}
+    """Make a model with two kinds of errors, and names that a page could render."""
+    arrays = {f"module.{key}": array for key, array in tensors().items()}
     arrays["module.<b>|`x`</b>"] = arrays["module.lm_head.weight"][:0]
     return make_model(place / "broken", arrays)
 
@@ -39,7 +39,7 @@ def done(place: Path, broken: Path) -> Done:
 
 
 @pytest.fixture(scope="module")
-def found(done: Done) -> dict[str, Any]:
+def report(done: Done) -> dict[str, Any]:
     """The report on standard output."""
     assert done.code == 1, done.err
     return dict(json.loads(done.out[done.out.index("{") :]))
@@ -50,20 +50,20 @@ def records(runs: Path, query: str) -> list[Any]:
         return database.execute(query).fetchall()
 
 
-def test_prefect_has_the_run_and_its_table(place: Path, found: dict[str, Any]) -> None:
+def test_prefect_has_the_run_and_its_table(place: Path, report: dict[str, Any]) -> None:
     (flow,) = records(place / "runs", f"select state_type, parameters, id from flow_run {NIGHTLY}")
     assert flow[0] == "COMPLETED"
-    assert f"source={found['source']}" in flow[1]
+    assert f"source={report['source']}" in flow[1]
     tables = f"select data, key from artifact where flow_run_id = '{flow[2]}'"
     ((table, key),) = records(place / "runs", f"{tables} and type = 'markdown'")
     assert key == "audit-findings"
-    codes = {one["code"] for one in found["findings"]}
+    codes = {finding["code"] for finding in report["findings"]}
     assert codes >= {"WRAPPER_RESIDUE", "EMPTY_TENSOR"}
     assert all(f"| {code} |" in table for code in codes)
     assert "`x`" not in table
 
 
-def test_mlflow_has_the_findings(place: Path, found: dict[str, Any]) -> None:
+def test_mlflow_has_the_findings(place: Path, report: dict[str, Any]) -> None:
     client = MlflowClient(f"sqlite:///{place / 'runs' / 'mlflow' / 'mlflow.db'}")
     experiment = client.get_experiment_by_name("plumbline")
     ((flow_run,),) = records(place / "runs", f"select id from flow_run {NIGHTLY}")
@@ -72,32 +72,34 @@ def test_mlflow_has_the_findings(place: Path, found: dict[str, Any]) -> None:
     assert (tracked.info.run_name, tracked.info.status) == ("audit broken", "FINISHED")
     tags, metrics = tracked.data.tags, tracked.data.metrics
     assert (tags["audit.kind"], tags["audit.ok"]) == ("model", "false")
-    errors = [one for one in found["findings"] if one["severity"] == "error"]
+    errors = [finding for finding in report["findings"] if finding["severity"] == "error"]
     assert metrics["audit/errors"] == len(errors)
     assert metrics["finding/WRAPPER_RESIDUE"] == 1
     assert metrics["audit/seconds"] > 0
     assert "| WRAPPER_RESIDUE |" in tags["mlflow.note.content"]
-    assert tracked.data.params["source"] == found["source"]
-    names = {one.path for one in client.list_artifacts(tracked.info.run_id)}
+    assert tracked.data.params["source"] == report["source"]
+    names = {artifact.path for artifact in client.list_artifacts(tracked.info.run_id)}
     assert names == {"report.json", "report.txt", "config.yaml"}
     kept = json.loads(
         Path(client.download_artifacts(tracked.info.run_id, "report.json")).read_text()
     )
-    assert kept == found
+    assert kept == report
 
 
-def test_a_repair_is_made_in_the_flow_too(place: Path) -> None:
-    root = make_model(place / "wrapped", {f"module.{key}": one for key, one in tensors().items()})
+def test_a_repair_in_the_flow(place: Path) -> None:
+    root = make_model(
+        place / "wrapped", {f"module.{key}": array for key, array in tensors().items()}
+    )
     again = run(
         place / "elsewhere", f"source={root}", "prefect=true", "fix=true",
         f"out_dir={place / 'new'}", f"paths.runs={place / 'runs'}",
     )  # fmt: skip
     assert again.code == 0, again.err
-    assert "21 keys without residue" in again.err
+    assert "21 keys without wrapper prefixes" in again.err
     assert (place / "new" / "manifest.json").is_file()
 
 
-def test_what_cannot_be_read_is_no_run(place: Path) -> None:
+def test_an_unreadable_source_leaves_no_record(place: Path) -> None:
     runs = place / "bad-runs"
     bad = run(
         place / "elsewhere", f"source={place / 'absent'}", "prefect=true", f"paths.runs={runs}"
@@ -106,6 +108,9 @@ def test_what_cannot_be_read_is_no_run(place: Path) -> None:
     assert "absent: cannot be read: No such" in bad.err
     assert records(runs, "select state_type from flow_run") == [("FAILED",)]
     assert records(runs, "select key from artifact where type = 'markdown'") == []
-    # The database is made while the server starts.
+    # The server creates the database when it starts.
     client = MlflowClient(f"sqlite:///{runs / 'mlflow' / 'mlflow.db'}")
-    assert client.search_runs([one.experiment_id for one in client.search_experiments()]) == []
+    assert (
+        client.search_runs([experiment.experiment_id for experiment in client.search_experiments()])
+        == []
+    )

@@ -1,4 +1,4 @@
-"""`fix=true`: what loses nothing is repaired, everything else is refused with its reason."""
+"""`fix=true`: repairs without loss; everything else is refused with its reason."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ V_HEAD = {
 
 
 def repaired(root: Path, **options: Any) -> Repaired:
-    """A repair, and everything that every one of them has to hold."""
+    """Repair a folder and check the invariants of every repair."""
     before = {path: path.read_bytes() for path in root.rglob("*") if path.is_file()}
     done = repair(root, root.with_name("new"), **options)
     assert {path: path.read_bytes() for path in root.rglob("*") if path.is_file()} == before
@@ -46,10 +46,10 @@ def repaired(root: Path, **options: Any) -> Repaired:
 
 
 def same(path: Path, arrays: Arrays) -> bool:
-    """Bit for bit."""
-    found = load_file(path)
-    return found.keys() == arrays.keys() and all(
-        found[key].tobytes() == one.tobytes() for key, one in arrays.items()
+    """Return True if the tensors equal those of the file, bit for bit."""
+    stored = load_file(path)
+    return stored.keys() == arrays.keys() and all(
+        stored[key].tobytes() == array.tobytes() for key, array in arrays.items()
     )
 
 
@@ -58,18 +58,20 @@ class TestKeys:
         "prefix", ["module.", "_orig_mod.", "pretrained_model.", "base_model.model."]
     )
     def test_prefixes_of_a_model(self, prefix: str, tmp_path: Path) -> None:
-        root = make_model(tmp_path / "it", {prefix + key: one for key, one in tensors().items()})
+        root = make_model(
+            tmp_path / "it", {prefix + key: array for key, array in tensors().items()}
+        )
         done = repaired(root)
         assert same(done.artifact.path / "model.safetensors", tensors())
 
-    def test_a_merged_peft_model_with_a_module_that_was_saved_whole(self, tmp_path: Path) -> None:
+    def test_a_merged_peft_model_with_a_module_in_modules_to_save(self, tmp_path: Path) -> None:
         keys: Arrays = {}
-        for key, one in tensors().items():
+        for key, array in tensors().items():
             if key == "lm_head.weight":
-                keys["base_model.model.lm_head.original_module.weight"] = one * 0
-                keys["base_model.model.lm_head.modules_to_save.default.weight"] = one
+                keys["base_model.model.lm_head.original_module.weight"] = array * 0
+                keys["base_model.model.lm_head.modules_to_save.default.weight"] = array
             else:
-                keys["base_model.model." + key.replace("q_proj.", "q_proj.base_layer.")] = one
+                keys["base_model.model." + key.replace("q_proj.", "q_proj.base_layer.")] = array
         done = repaired(make_model(tmp_path / "it", keys))
         assert same(done.artifact.path / "model.safetensors", tensors())
 
@@ -83,9 +85,9 @@ class TestKeys:
         done = repaired(make_adapter(tmp_path / "it", bare))
         assert same(done.artifact.path / "adapter_model.safetensors", adapter_tensors())
 
-    def test_two_tensors_of_one_name(self, tmp_path: Path) -> None:
+    def test_two_tensors_with_the_same_name(self, tmp_path: Path) -> None:
         twice = {**tensors(), "module.lm_head.weight": tensors(1)["lm_head.weight"]}
-        with pytest.raises(ContractError, match=r"both would be lm_head\.weight"):
+        with pytest.raises(ContractError, match=r"both would be named lm_head\.weight"):
             repair(make_model(tmp_path / "it", twice), tmp_path / "new")
 
     def test_lora_that_was_never_merged(self, tmp_path: Path) -> None:
@@ -99,7 +101,7 @@ class TestFiles:
         root = make_shards(tmp_path / "it")
         (root / INDEX).unlink()
         done = repaired(root)
-        assert f"{INDEX} written anew" in done.done
+        assert f"{INDEX} rebuilt" in done.done
         assert same(done.artifact.path / "model.safetensors", tensors())
 
     def test_strays(self, tmp_path: Path) -> None:
@@ -107,7 +109,7 @@ class TestFiles:
         save_file({"x": np.ones(2, np.float32)}, root / "other.safetensors")
         assert repaired(root).done == ("left out other.safetensors",)
 
-    def test_the_set_that_is_whole(self, tmp_path: Path) -> None:
+    def test_the_intact_set_of_weights(self, tmp_path: Path) -> None:
         root = make_adapter(tmp_path / "it", {k: v[:0, 0] for k, v in adapter_tensors().items()})
         good = {key: torch.from_numpy(value) for key, value in adapter_tensors().items()}
         torch.save(good, root / "adapter_model.bin")
@@ -127,20 +129,20 @@ class TestFiles:
 
 class TestHeads:
     @pytest.mark.parametrize("prefix", ["", "pretrained_model."])
-    def test_trls(self, prefix: str, tmp_path: Path) -> None:
-        keys = {prefix + key: one for key, one in tensors().items()}
+    def test_trl_head(self, prefix: str, tmp_path: Path) -> None:
+        keys = {prefix + key: array for key, array in tensors().items()}
         done = repaired(make_model(tmp_path / "it", {**keys, **V_HEAD}))
         assert same(done.artifact.path / "model.safetensors", tensors())
         assert same(done.artifact.path / "value_head" / "value_head.safetensors", V_HEAD)
 
-    def test_llamafactorys(self, tmp_path: Path) -> None:
+    def test_llamafactory_head(self, tmp_path: Path) -> None:
         root = make_model(tmp_path / "it")
         save_file(V_HEAD, root / "value_head.safetensors")
         done = repaired(root)
         assert not (done.artifact.path / "value_head.safetensors").exists()
         assert same(done.artifact.path / "value_head" / "value_head.safetensors", V_HEAD)
 
-    def test_labels_and_name_of_openrlhfs(self, tmp_path: Path) -> None:
+    def test_labels_and_name_of_openrlhf_heads(self, tmp_path: Path) -> None:
         arrays = tensors()
         arrays["value_head.weight"] = arrays.pop("lm_head.weight")[:1]
         root = make_model(
@@ -155,14 +157,14 @@ class TestHeads:
 
 
 class TestTies:
-    def test_two_that_are_one(self, tmp_path: Path) -> None:
+    def test_equal_embeddings(self, tmp_path: Path) -> None:
         arrays = tensors()
         arrays["lm_head.weight"] = arrays["model.embed_tokens.weight"].copy()
         done = repaired(make_model(tmp_path / "it", arrays, tie_word_embeddings=True))
         del arrays["lm_head.weight"]
         assert same(done.artifact.path / "model.safetensors", arrays)
 
-    def test_two_that_differ(self, tmp_path: Path) -> None:
+    def test_different_embeddings(self, tmp_path: Path) -> None:
         root = make_model(tmp_path / "it", tie_word_embeddings=True)
         assert "TIED_HEAD_DIFFERS" in codes(root, values=True)
         done = repaired(root)
@@ -170,7 +172,7 @@ class TestTies:
         assert done.done == ("config.json: tie_word_embeddings is false: the two differ",)
 
 
-def test_everything_that_ends_a_text(tmp_path: Path) -> None:
+def test_all_eos_ids(tmp_path: Path) -> None:
     root = make_model(tmp_path / "it", eos_token_id=2)
     added = [{"id": 5, "content": "<|end|>", "special": True}]
     write_json(
@@ -186,67 +188,69 @@ class TestRefused:
         root = make_adapter(tmp_path / "it", {k: v[:0, 0] for k, v in adapter_tensors().items()})
         with pytest.raises(ContractError, match="EMPTY_TENSOR") as raised:
             repair(root, tmp_path / "new")
-        assert any("flows/deliver.py" in one for one in raised.value.details)
+        assert any("flows/deliver.py" in detail for detail in raised.value.details)
         assert not (tmp_path / "new").exists()
 
     def test_nothing_to_repair(self, tmp_path: Path) -> None:
-        with pytest.raises(ConfigError, match="nothing in it"):
+        with pytest.raises(ConfigError, match="nothing to repair"):
             repair(make_adapter(tmp_path / "it"), tmp_path / "new")
 
-    def test_a_folder_that_is_not_free(self, tmp_path: Path) -> None:
+    def test_an_output_folder_that_is_in_use(self, tmp_path: Path) -> None:
         root = make_model(tmp_path / "it")
         with pytest.raises(ConfigError, match="is not empty"):
             repair(root, make_adapter(tmp_path / "taken"))
         for out in (root / "new", root, tmp_path):
-            with pytest.raises(ConfigError, match="lie in each other"):
+            with pytest.raises(ConfigError, match="one contains the other"):
                 repair(root, out)
 
 
-class TestWhetherItMends:
-    """`mendable` of an audit is what a repair then does."""
+class TestMendable:
+    """`mendable` of an audit predicts the result of a repair."""
 
-    def test_where_it_does(self, tmp_path: Path) -> None:
+    def test_wrapper_prefixes(self, tmp_path: Path) -> None:
         root = make_model(tmp_path / "it", {f"module.{k}": v for k, v in tensors().items()})
         report = audit(root)
         assert (report.ok, report.mendable) == (False, True)
         assert report.text().endswith(f"source={root} fix=true out_dir=<a new folder>")
         repaired(root)
 
-    def test_where_nothing_is_wrong(self, tmp_path: Path) -> None:
+    def test_a_clean_checkpoint(self, tmp_path: Path) -> None:
         report = audit(make_model(tmp_path / "it"))
         assert (report.ok, report.mendable) == (True, False)
         assert "fix=true" not in report.text()
 
-    def test_where_a_part_is_lost(self, tmp_path: Path) -> None:
-        arrays = {f"module.{key}": one for key, one in tensors().items()}
+    def test_a_lost_tensor(self, tmp_path: Path) -> None:
+        arrays = {f"module.{key}": array for key, array in tensors().items()}
         del arrays["module.lm_head.weight"]
         root = make_model(tmp_path / "it", arrays)
         assert not audit(root).mendable
         with pytest.raises(ContractError):
             repair(root, tmp_path / "new")
 
-    def test_where_the_data_are_wrong(self, tmp_path: Path) -> None:
-        arrays = {f"module.{key}": one for key, one in tensors().items()}
+    def test_nan_values(self, tmp_path: Path) -> None:
+        arrays = {f"module.{key}": array for key, array in tensors().items()}
         arrays["module.lm_head.weight"][0, 0] = np.nan
         assert not audit(make_model(tmp_path / "it", arrays), values=True).mendable
 
-    def test_where_two_embeddings_are_said_to_be_one(self, tmp_path: Path) -> None:
+    def test_tied_embeddings_that_differ(self, tmp_path: Path) -> None:
         root = make_model(tmp_path / "it", tie_word_embeddings=True)
         assert audit(root, values=True).mendable
         repaired(root)
 
-    def test_where_it_is_the_wrong_base(self, tmp_path: Path) -> None:
-        arrays = {key.replace("q_proj", "x_proj"): one for key, one in adapter_tensors().items()}
+    def test_a_wrong_base(self, tmp_path: Path) -> None:
+        arrays = {
+            key.replace("q_proj", "x_proj"): array for key, array in adapter_tensors().items()
+        }
         root = make_adapter(tmp_path / "it", {f"module.{k}": v for k, v in arrays.items()})
         report = audit(root, base=make_model(tmp_path / "base"))
         assert not report.ok
         assert not report.mendable
 
-    def test_the_set_beside_it_is_named(self, tmp_path: Path) -> None:
+    def test_the_fix_names_the_intact_set(self, tmp_path: Path) -> None:
         root = make_adapter(tmp_path / "it", {k: v[:0, 0] for k, v in adapter_tensors().items()})
         good = {key: torch.from_numpy(value) for key, value in adapter_tensors().items()}
         torch.save(good, root / "adapter_model.bin")
         report = audit(root)
         assert report.mendable
-        (empty,) = (one for one in report.findings if one.code == "EMPTY_TENSOR")
-        assert empty.fix.endswith("takes adapter_model.bin, which is whole")
+        (empty,) = (finding for finding in report.findings if finding.code == "EMPTY_TENSOR")
+        assert empty.fix.endswith("uses adapter_model.bin, which is intact")

@@ -1,4 +1,4 @@
-"""Every reported failure has its finding, and a case that yields it; or a reason why it cannot."""
+"""Every reported failure has a finding and a case that yields it, or a reason why it cannot."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from tests.audit.reported import REPORTED
 
 CASES = {**BROKEN_FILES, **BROKEN_WORDS, **BROKEN_ADAPTERS, **BROKEN_MERGES}
 CLAIMED = {issue for entry in CATALOGUE.values() for issue in entry.issues}
-EXPLAINED = {issue for one in UNSEEN for issue in one.issues}
+EXPLAINED = {issue for failure in UNSEEN for issue in failure.issues}
 SHOWN = {issue for case in CASES.values() for issue in case.issues}
 ELSEWHERE = {
-    # Shown by tests of their own, on checkpoints that DeepSpeed and verl write.
+    # Covered by other tests, on checkpoints that DeepSpeed and verl write.
     "tests/weights/zero/test_doctor.py": {
         "LLaMA-Factory #2161",
         "LLaMA-Factory #2604",
@@ -27,28 +27,28 @@ ELSEWHERE = {
 }
 
 
-def test_nothing_that_was_reported_is_forgotten() -> None:
+def test_every_report_is_covered() -> None:
     assert not REPORTED - CLAIMED - EXPLAINED
 
 
-def test_what_is_claimed_is_shown() -> None:
+def test_every_claimed_report_has_a_case() -> None:
     shown = SHOWN.union(*ELSEWHERE.values())
     assert not {issue for issue in CLAIMED - shown if issue not in EXPLAINED}
 
 
-def test_no_exception_is_left_over() -> None:
+def test_no_stale_exceptions() -> None:
     for issues in ELSEWHERE.values():
         assert issues <= CLAIMED
         assert not issues & SHOWN
 
 
-def test_a_case_is_of_the_reports_of_its_code() -> None:
+def test_reports_of_a_case_belong_to_its_code() -> None:
     for name, case in CASES.items():
         assert set(case.issues) <= set(CATALOGUE[case.code].issues), name
 
 
-def test_what_cannot_be_seen_says_why() -> None:
-    for one in UNSEEN:
-        assert one.issues
-        assert one.what
-        assert one.reason
+def test_unseen_failures_have_a_reason() -> None:
+    for failure in UNSEEN:
+        assert failure.issues
+        assert failure.what
+        assert failure.reason

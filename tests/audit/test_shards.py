@@ -1,4 +1,4 @@
-"""What our own ranks leave, and DeepSpeed checkpoints of very many ranks."""
+"""Plumbline's shards, and DeepSpeed checkpoints of very many ranks."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ NAMES = [f"base_model.model.model.layers.0.self_attn.q_proj.lora_{half}.weight" 
 
 @pytest.fixture
 def ours(tmp_path: Path) -> Path:
-    """What training of an adapter leaves of two ranks."""
+    """Make the shards of an adapter that two ranks trained."""
     root = tmp_path / "ours"
     root.mkdir()
     write_shards(root, {name: torch.ones(4, 16).bfloat16() for name in NAMES}, Spread(world_size=2))
@@ -30,15 +30,15 @@ def ours(tmp_path: Path) -> Path:
     return root
 
 
-class TestOurs:
+class TestPlumblineShards:
     def test_of_an_adapter(self, ours: Path) -> None:
         report = audit(ours)
         assert (report.kind, report.ok) == ("shards", True)
         assert report.what == "Plumbline's shards of a LoRA adapter of rank 4 of 2 ranks"
-        (told,) = report.findings
-        assert told.code == "PARTITIONS_WHOLE"
-        assert told.found == "2 ranks, 2 tensors, adapter"
-        assert told.fix == f"python flows/deliver.py source={ours} base=<the base> out=<folder>"
+        (finding,) = report.findings
+        assert finding.code == "PARTITIONS_WHOLE"
+        assert finding.found == "2 ranks, 2 tensors, adapter"
+        assert finding.fix == f"python flows/deliver.py source={ours} base=<the base> out=<folder>"
 
     def test_of_a_full_model_with_its_configuration_beside_it(self, tmp_path: Path) -> None:
         write_shards(tmp_path, {"lm_head.weight": torch.ones(4, 16)}, Spread(3, full=True))
@@ -55,14 +55,14 @@ class TestOurs:
         (ours / "adapter_config.json").unlink()
         assert codes_of(audit(ours))["CONFIG_MISSING"] == "warning"
 
-    def test_a_rank_that_is_missing(self, ours: Path) -> None:
+    def test_missing_files_of_a_rank(self, ours: Path) -> None:
         next((ours / "shards").glob("rank-00001-*")).unlink()
         report = audit(ours)
         assert report.kind == "shards"
         assert errors(codes_of(report)) == {"PARTITIONS_UNUSABLE"}
 
     @pytest.mark.parametrize("text", ["[]", "{", '{"mode": []}', '{"mode": "full"}'])
-    def test_a_table_that_is_none(self, ours: Path, text: str) -> None:
+    def test_an_invalid_table(self, ours: Path, text: str) -> None:
         (ours / "partitions.json").write_text(text)
         report = audit(ours)
         assert report.kind == "shards"
@@ -83,21 +83,21 @@ class TestManyRanks:
         return root
 
     def told(self, report: Report) -> dict[str, str]:
-        return {one.code: one.found for one in report.findings}
+        return {finding.code: finding.found for finding in report.findings}
 
-    def test_are_counted(self, checkpoint: Path) -> None:
+    def test_files_are_counted(self, checkpoint: Path) -> None:
         report = audit(checkpoint)
-        found = self.told(report)
-        assert set(found) >= {"ZERO_NOT_GATHERED", "ZERO_NOT_ALL_READ"}
-        assert found["ZERO_NOT_GATHERED"] == "ZeRO of 5 ranks, 3 trained tensors, step 1"
+        reported = self.told(report)
+        assert set(reported) >= {"ZERO_NOT_GATHERED", "ZERO_NOT_ALL_READ"}
+        assert reported["ZERO_NOT_GATHERED"] == "ZeRO of 5 ranks, 3 trained tensors, step 1"
         assert report.ok
-        assert read_zero(checkpoint).world_size == 5  # which has no such bound
+        assert read_zero(checkpoint).world_size == 5  # the reader itself has no limit
 
-    def test_one_that_is_missing(self, checkpoint: Path) -> None:
+    def test_a_missing_rank(self, checkpoint: Path) -> None:
         next(checkpoint.glob("*/*rank_3_*optim_states.pt")).unlink()
-        found = self.told(audit(checkpoint))
-        assert found["ZERO_RANK_MISSING"] == "optim states of 5 ranks, absent: 3"
-        assert "ZERO_NOT_GATHERED" not in found
+        reported = self.told(audit(checkpoint))
+        assert reported["ZERO_RANK_MISSING"] == "optim states of 5 ranks, absent: 3"
+        assert "ZERO_NOT_GATHERED" not in reported
 
     def test_rank_0_cut_short(self, checkpoint: Path) -> None:
         path = next(checkpoint.glob("*/*rank_0_*optim_states.pt"))

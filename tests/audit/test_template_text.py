@@ -1,4 +1,4 @@
-"""What templates write, told without rendering them."""
+"""Literal text of chat templates, read without rendering."""
 
 from __future__ import annotations
 
@@ -35,13 +35,13 @@ LOOP = "{% for m in messages %}"
         (LOOP + "{{ ('[' + m.content + '<|eot|>') if m.role else '' }}{% endfor %}", {"<|eot|>"}),
     ],
 )  # fmt: skip
-def test_what_follows_a_message(template: str, ends: set[str]) -> None:
+def test_tokens_after_a_message(template: str, ends: set[str]) -> None:
     assert read_template(template, SPECIAL).ends == ends
 
 
-def test_markers_are_texts_of_the_form_of_special_tokens() -> None:
-    found = read_template("<|a|>{{ '<|b|>' + x }}{# <|c|> #}{% if '<|d|>' in x %}{% endif %}", ())
-    assert found.markers == {"<|a|>", "<|b|>"}
+def test_markers_look_like_special_tokens() -> None:
+    text = read_template("<|a|>{{ '<|b|>' + x }}{# <|c|> #}{% if '<|d|>' in x %}{% endif %}", ())
+    assert text.markers == {"<|a|>", "<|b|>"}
 
 
 def test_a_template_is_not_run() -> None:
@@ -56,6 +56,6 @@ def test_a_template_is_not_run() -> None:
     ["{% for %}", "{{ a", "{% nothing %}", "{{ " + "(" * 3000 + " }}", "x" * (MAX_BYTES + 1),
      "{% if a %}" * 2000 + "{% endif %}" * 2000, "{{ a" + " + a" * 4000 + " }}"],
 )  # fmt: skip
-def test_what_does_not_parse(template: str) -> None:
+def test_templates_that_do_not_parse(template: str) -> None:
     with pytest.raises(BrokenTemplateError):
         read_template(template, SPECIAL)

@@ -1,4 +1,4 @@
-"""Pickles and code: told without running either."""
+"""Pickles and remote code: found without running them."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def pickled(root: Path, state: Any, **options: Any) -> Path:
 
 
 def state() -> dict[str, Any]:
-    return {key: torch.from_numpy(one) for key, one in tensors().items()}
+    return {key: torch.from_numpy(array) for key, array in tensors().items()}
 
 
 @pytest.mark.parametrize("key", ["model", "state_dict", "module"])
@@ -45,13 +45,15 @@ def test_a_state_dict_inside_a_trainers_checkpoint(key: str, tmp_path: Path) -> 
     report = audit(root)
     assert errors(by_code(report)) == {"NESTED_STATE_DICT"}
     assert "NO_TENSOR_ENTRY" not in by_code(report)
-    (finding,) = (one for one in report.findings if one.code == "NESTED_STATE_DICT")
+    (finding,) = (finding for finding in report.findings if finding.code == "NESTED_STATE_DICT")
     command = shlex.split(finding.fix)
-    subprocess.run([sys.executable, *command[1:]], check=True, timeout=120)  # as it tells the user
+    subprocess.run(
+        [sys.executable, *command[1:]], check=True, timeout=120
+    )  # the command in the fix
     assert errors(codes(root)) == set()
 
 
-def test_deepspeeds_own_script_is_no_code_of_the_model(tmp_path: Path) -> None:
+def test_deepspeeds_script_is_not_remote_code(tmp_path: Path) -> None:
     root = make_model(tmp_path / "it")
     (root / "zero_to_fp32.py").write_text("print(1)\n")
     assert "REMOTE_CODE" not in codes(root)
@@ -67,8 +69,8 @@ def test_a_state_dict(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("protocol", [2, 3, 4, 5])
 def test_code_is_named_and_not_run(protocol: int, tmp_path: Path) -> None:
-    said = {**state(), "x": Hostile(tmp_path / "ran")}
-    root = pickled(tmp_path / "it", said, pickle_protocol=protocol)
+    content = {**state(), "x": Hostile(tmp_path / "ran")}
+    root = pickled(tmp_path / "it", content, pickle_protocol=protocol)
     assert codes(root)["PICKLE_CALLS"] == "error"
     assert not (tmp_path / "ran").exists()
 
@@ -82,8 +84,8 @@ def test_a_bare_pickle(name: str, protocol: int, tmp_path: Path) -> None:
     assert not (tmp_path / "ran").exists()
 
 
-def test_a_name_that_is_put_together_while_it_is_loaded(tmp_path: Path) -> None:
-    """`STACK_GLOBAL` takes what is on the stack, not what stands before it in the file."""
+def test_a_name_built_on_the_stack(tmp_path: Path) -> None:
+    """`STACK_GLOBAL` takes the top of the stack, not the preceding strings in the file."""
     root = make_model(tmp_path / "it")
     push = [
         b"\x8c" + bytes([len(text)]) + text for text in (b"posix", b"system", b"torch", b"Size")
@@ -92,18 +94,18 @@ def test_a_name_that_is_put_together_while_it_is_loaded(tmp_path: Path) -> None:
     assert codes(root)["PICKLE_OPAQUE"] == "warning"
 
 
-def test_what_trainers_leave_is_no_error(tmp_path: Path) -> None:
+def test_trainer_pickles_are_not_errors(tmp_path: Path) -> None:
     root = make_model(tmp_path / "it")
     torch.save(
         TrainingArguments(output_dir=str(tmp_path), use_cpu=True), root / "training_args.bin"
     )
     torch.save({"state": {0: {"step": torch.ones(1)}}}, root / "optimizer.pt")
-    found = codes(root)
-    assert found["PICKLE_CLASSES"] == "info"
-    assert errors(found) == set()
+    reported = codes(root)
+    assert reported["PICKLE_CLASSES"] == "info"
+    assert errors(reported) == set()
 
 
-def test_code_that_a_model_brings_along(tmp_path: Path) -> None:
+def test_remote_code_of_a_model(tmp_path: Path) -> None:
     root = make_model(tmp_path / "it")
     edit_json(root / "config.json", auto_map={"AutoModelForCausalLM": "modeling_x.X"})
     (root / "modeling_x.py").write_text("open('ran', 'w')")

@@ -1,4 +1,4 @@
-"""`values=true`: tensor data."""
+"""`values=true`: checks of tensor data."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from tests.audit.making import (
 EMBED, HEAD, UP = "model.embed_tokens.weight", "lm_head.weight", "model.layers.1.mlp.up_proj.weight"
 
 
-def test_only_when_asked(tmp_path: Path) -> None:
+def test_data_is_read_only_with_values(tmp_path: Path) -> None:
     arrays = tensors()
     arrays[UP][3, 3] = np.nan
     root = make_model(tmp_path / "it", arrays)
@@ -36,16 +36,16 @@ def test_only_when_asked(tmp_path: Path) -> None:
 @pytest.mark.parametrize("dtype", [np.float16, np.float32, np.float64])
 @pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf])
 def test_not_finite(dtype: type, value: float, tmp_path: Path) -> None:
-    arrays = {key: one.astype(dtype) for key, one in tensors().items()}
+    arrays = {key: array.astype(dtype) for key, array in tensors().items()}
     arrays[UP][[1, 3], 3] = value
-    (found,) = [
-        one for one in audit(make_model(tmp_path / "it", arrays), values=True).findings
-        if one.code == "NOT_FINITE"
+    (finding,) = [
+        candidate for candidate in audit(make_model(tmp_path / "it", arrays), values=True).findings
+        if candidate.code == "NOT_FINITE"
     ]  # fmt: skip
-    assert (found.found, found.tensor) == ("2 elements of 1 tensors", UP)
+    assert (finding.found, finding.tensor) == ("2 elements of 1 tensors", UP)
 
 
-def test_an_adapter_that_does_nothing(tmp_path: Path) -> None:
+def test_an_adapter_without_effect(tmp_path: Path) -> None:
     arrays = adapter_tensors()
     halves = [key for key in arrays if "lora_B" in key]
     for key in halves[1:]:
@@ -56,14 +56,14 @@ def test_an_adapter_that_does_nothing(tmp_path: Path) -> None:
     assert errors(codes(make_adapter(tmp_path / "good"), values=True)) == set()
 
 
-def test_an_empty_tensor_is_not_one_of_zeros(tmp_path: Path) -> None:
+def test_an_empty_tensor_is_not_a_zero_tensor(tmp_path: Path) -> None:
     arrays = {
-        key: np.ones((0,), np.float32) if "lora_B" in key else one
-        for key, one in adapter_tensors().items()
+        key: np.ones((0,), np.float32) if "lora_B" in key else array
+        for key, array in adapter_tensors().items()
     }
-    told = codes(make_adapter(tmp_path / "it", arrays), values=True)
-    assert told["EMPTY_TENSOR"] == "error"
-    assert "LORA_B_ZERO" not in told
+    reported = codes(make_adapter(tmp_path / "it", arrays), values=True)
+    assert reported["EMPTY_TENSOR"] == "error"
+    assert "LORA_B_ZERO" not in reported
 
 
 def test_rows(tmp_path: Path) -> None:
@@ -71,12 +71,13 @@ def test_rows(tmp_path: Path) -> None:
     arrays[EMBED][[7, 9]] = 0
     arrays[UP][5] = 0.25
     arrays["model.layers.0.mlp.down_proj.weight"][:] = 0
-    told = {
-        one.code: one for one in audit(make_model(tmp_path / "it", arrays), values=True).findings
+    reported = {
+        finding.code: finding
+        for finding in audit(make_model(tmp_path / "it", arrays), values=True).findings
     }
-    assert told["DEAD_EMBEDDING"].found == "2 of 40 rows are zero: 7, 9"
-    assert told["CONSTANT_ROWS"].found == "1 of 24 rows: 5"
-    assert told["ALL_ZERO"].tensor == "model.layers.0.mlp.down_proj.weight"
+    assert reported["DEAD_EMBEDDING"].found == "2 of 40 rows are zero: 7, 9"
+    assert reported["CONSTANT_ROWS"].found == "1 of 24 rows: 5"
+    assert reported["ALL_ZERO"].tensor == "model.layers.0.mlp.down_proj.weight"
 
 
 def test_tied_tensors_that_differ(tmp_path: Path) -> None:
@@ -88,17 +89,17 @@ def test_tied_tensors_that_differ(tmp_path: Path) -> None:
     assert "TIED_HEAD_DIFFERS" not in codes(root, values=True)
 
 
-def test_what_fp16_cannot_hold(tmp_path: Path) -> None:
+def test_values_beyond_fp16(tmp_path: Path) -> None:
     arrays = tensors()
     arrays[UP][0, 0] = 70_000.0
-    (found,) = [
-        one for one in audit(make_model(tmp_path / "it", arrays), values=True).findings
-        if one.code == "DTYPE_RANGE"
+    (finding,) = [
+        candidate for candidate in audit(make_model(tmp_path / "it", arrays), values=True).findings
+        if candidate.code == "DTYPE_RANGE"
     ]  # fmt: skip
-    assert found.found == "up to 7e+04"
+    assert finding.found == "up to 7e+04"
 
 
-def test_bytes_against_our_manifest(tmp_path: Path) -> None:
+def test_data_against_the_manifest(tmp_path: Path) -> None:
     work = make_shards(tmp_path / "work", 3)
     publish(work, tmp_path / "it", Origin("weights", "merge", "key"))
     assert errors(codes(tmp_path / "it", values=True)) == set()
@@ -111,7 +112,9 @@ def test_bytes_against_our_manifest(tmp_path: Path) -> None:
     assert codes(tmp_path / "it")["MANIFEST_DIFFERS"] == "error"
 
 
-def test_blocks_do_not_change_what_is_seen(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_block_size_does_not_change_the_result(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     arrays = tensors()
     arrays[UP][5] = 0.25
     arrays[EMBED][[0, 39]] = 0

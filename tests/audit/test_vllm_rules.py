@@ -1,4 +1,4 @@
-"""What we say vLLM refuses is what the installed vLLM refuses, asked of its own code."""
+"""Rules about vLLM agree with the code of the installed vLLM."""
 
 from __future__ import annotations
 
@@ -24,7 +24,9 @@ OF_SETTINGS = {
     "VLLM_LORA_MODULES_TO_SAVE",
     "VLLM_LORA_FEATURE",
 }
-ADAPTERS = [name for name, one in CLEAN.items() if one.base and not one.slow and name != "merged"]
+ADAPTERS = [
+    name for name, case in CLEAN.items() if case.base and not case.slow and name != "merged"
+]
 
 
 @pytest.fixture(scope="module")
@@ -33,7 +35,7 @@ def corpus(tmp_path_factory: pytest.TempPathFactory) -> Corpus:
 
 
 def refused_settings(folder: Path, **changes: Any) -> str:
-    """vLLM's own words; "" where it takes the adapter's settings."""
+    """Return vLLM's error message; "" if it accepts the adapter's settings."""
     from vllm.config.lora import LoRAConfig
     from vllm.lora.peft_helper import PEFTHelper
 
@@ -48,21 +50,21 @@ def refused_settings(folder: Path, **changes: Any) -> str:
 def refused_keys(folder: Path) -> list[str]:
     from vllm.lora.utils import is_base_embedding_weights, parse_fine_tuned_lora_name
 
-    found = []
+    refused = []
     with safe_open(folder / "adapter_model.safetensors", framework="pt") as file:
-        for key in file.keys():  # noqa: SIM118 -- it is no mapping
+        for key in file.keys():  # noqa: SIM118 -- not a mapping
             try:
                 if not is_base_embedding_weights(key):
                     parse_fine_tuned_lora_name(key)
             except ValueError:
-                found.append(key)
-    return found
+                refused.append(key)
+    return refused
 
 
 @pytest.mark.parametrize("name", ADAPTERS)
 def test_an_adapter(name: str, corpus: Corpus) -> None:
     folder = corpus.clean(name)
-    codes = {one.code for one in audit(folder).findings}
+    codes = {finding.code for finding in audit(folder).findings}
     assert bool(refused_settings(folder)) == bool(codes & OF_SETTINGS)
     if (folder / "adapter_model.safetensors").is_file():
         whole = {"VLLM_LORA_KEY", "VLLM_LORA_MODULES_TO_SAVE", "VLLM_LORA_DORA"}
@@ -82,22 +84,22 @@ def test_a_setting(changes: dict[str, Any], corpus: Corpus, tmp_path: Path) -> N
     folder = corpus.clean("lora")
     document = json.loads((folder / "adapter_config.json").read_text())
     (tmp_path / "adapter_config.json").write_text(json.dumps({**document, **changes}))
-    codes = {one.code for one in audit(tmp_path).findings}
+    codes = {finding.code for finding in audit(tmp_path).findings}
     assert bool(refused_settings(folder, **changes)) == bool(codes & OF_SETTINGS)
 
 
-def test_its_default_rank() -> None:
+def test_default_rank() -> None:
     from vllm.config.lora import LoRAConfig
 
     assert LoRAConfig().max_lora_rank == DEFAULT_LORA_RANK
 
 
-def test_its_classes() -> None:
+def test_classes() -> None:
     from vllm.model_executor.models.registry import ModelRegistry
 
     plain = SimpleNamespace(runner_type=None, convert_type=None)
     lists = known()
-    names = {one for classes in lists.kinds.values() for one in classes} | {"RewardModel"}
+    names = {name for classes in lists.kinds.values() for name in classes} | {"RewardModel"}
     for name in sorted(names):
         resolved = ModelRegistry._normalize_arch(name, plain)
         assert (resolved in ModelRegistry.models) == lists.serves(name), name
@@ -110,14 +112,14 @@ def test_its_classes() -> None:
      {"use_bdlora": True}, {"layer_replication": [[0, 1]]}],
     ids=str,
 )  # fmt: skip
-def test_no_fix_sends_to_a_merge_that_refuses(
+def test_no_fix_suggests_a_merge_that_is_refused(
     changes: dict[str, Any], corpus: Corpus, tmp_path: Path
 ) -> None:
     document = json.loads((corpus.clean("lora") / "adapter_config.json").read_text())
     assert parse_config({**document, **changes})[1], "flows/deliver.py refuses it"
     (tmp_path / "adapter_config.json").write_text(json.dumps({**document, **changes}))
-    fixes = [one.fix for one in audit(tmp_path).findings if one.code in OF_SETTINGS]
+    fixes = [fix.fix for fix in audit(tmp_path).findings if fix.code in OF_SETTINGS]
     assert fixes
-    assert not [one for one in fixes if "flows/deliver.py" in one]
+    assert not [fix for fix in fixes if "flows/deliver.py" in fix]
     ways = ("peft", "get_base_model", "replicate the layers")
-    assert all(any(way in one for way in ways) for one in fixes)
+    assert all(any(way in fix for way in ways) for fix in fixes)

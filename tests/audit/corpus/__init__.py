@@ -1,8 +1,8 @@
-"""Checkpoints to examine: `clean` ones, as libraries save them, and ways to break them.
+"""Checkpoints to examine: clean ones, as libraries save them, and ways to break them.
 
 corpus = Corpus(tmp)
 corpus.clean("qwen2")            a folder, made once
-corpus.broken(BROKEN["..."])     a copy of a clean one, broken as somebody reported it
+corpus.broken(BROKEN["..."])     a copy of a clean one, broken as in a public report
 """
 
 from __future__ import annotations
@@ -18,13 +18,13 @@ Break = Callable[[Path, "Corpus"], object]
 
 @dataclass(frozen=True)
 class Clean:
-    """A checkpoint without a fault.
+    """A checkpoint without faults.
 
     Attributes:
         make: fills an empty folder.
-        base: the clean model that it is examined with as base=; "" for none.
-        slow: whether it takes many seconds to make.
-        adapter: the clean adapter that was merged to make it; "" for none.
+        base: name of the clean model to examine it with as `base=`; "" for none.
+        slow: True if it takes many seconds to make.
+        adapter: name of the clean adapter that was merged to make it; "" for none.
     """
 
     make: Make
@@ -35,16 +35,16 @@ class Clean:
 
 @dataclass(frozen=True)
 class Broken:
-    """A way in which people's checkpoints are broken.
+    """A way in which checkpoints of users are broken.
 
     Attributes:
-        code: the finding that has to come.
-        of: the clean checkpoint that is copied.
+        code: the expected finding.
+        of: name of the clean checkpoint to copy.
         how: breaks the copy.
-        issues: who reported it.
-        base: the clean model given as base=; "" for none, "-" for that of the clean one.
-        values: whether data has to be read to see it.
-        adapter: the clean adapter given as adapter=; "" for none.
+        issues: public reports.
+        base: name of the clean model for `base=`; "" for none, "-" for that of the clean one.
+        values: True if only data shows the fault.
+        adapter: name of the clean adapter for `adapter=`; "" for none.
     """
 
     code: str
@@ -58,10 +58,10 @@ class Broken:
 
 @dataclass
 class Corpus:
-    """Makes clean checkpoints when they are asked for, each once.
+    """Clean checkpoints, each made once on demand.
 
     Attributes:
-        root: where.
+        root: folder to make them in.
         known: clean checkpoints by name.
     """
 
@@ -70,7 +70,7 @@ class Corpus:
     _copies: int = field(default=0, repr=False)
 
     def clean(self, name: str) -> Path:
-        """The folder of a clean checkpoint. Nobody changes it."""
+        """Return the folder of a clean checkpoint. Tests must not change it."""
         folder = self.root / "clean" / name
         if not folder.is_dir():
             making = self.root / "making" / name
@@ -81,16 +81,16 @@ class Corpus:
         return folder
 
     def base_of(self, name: str) -> Path | None:
-        """Folder of the base that a clean checkpoint is examined with."""
+        """Return the folder of the base of a clean checkpoint, or None."""
         base = self.known[name].base
         return self.clean(base) if base else None
 
     def adapter(self, name: str) -> Path | None:
-        """Folder of a clean adapter; None for ""."""
+        """Return the folder of a clean adapter; None for ""."""
         return self.clean(name) if name else None
 
     def broken(self, case: Broken) -> Path:
-        """A copy of its clean checkpoint, broken."""
+        """Return a broken copy of a clean checkpoint."""
         self._copies += 1
         folder = self.root / "broken" / str(self._copies) / case.of
         shutil.copytree(self.clean(case.of), folder)
@@ -98,7 +98,7 @@ class Corpus:
         return folder
 
     def base_for(self, case: Broken) -> Path | None:
-        """Folder of the base that a broken one is examined with."""
+        """Return the folder of the base of a broken checkpoint, or None."""
         if case.base == "-":
             return self.base_of(case.of)
         return self.clean(case.base) if case.base else None

@@ -1,4 +1,4 @@
-"""Ways to break a folder: change its tensors, its JSON, its files."""
+"""Ways to break a folder: change its tensors, its JSON files, its other files."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ Tensors = dict[str, torch.Tensor]
 
 
 def as_it_is(folder: Path, corpus: Corpus) -> None:
-    """The clean one, which is what was reported."""
+    """Leave the clean checkpoint as it is: the fault lies in its use."""
 
 
 MODEL, ADAPTER = "model.safetensors", "adapter_model.safetensors"
@@ -29,54 +29,54 @@ def tensors(edit: Callable[[Tensors], object], name: str = MODEL) -> Break:
     """Change the tensors of one file in place."""
 
     def how(folder: Path, _: Corpus) -> None:
-        held = load_file(folder / name)
-        edit(held)
-        whole = {key: one.contiguous().clone() for key, one in held.items()}
+        weights = load_file(folder / name)
+        edit(weights)
+        whole = {key: tensor.contiguous().clone() for key, tensor in weights.items()}
         save_file(whole, folder / name, metadata={"format": "pt"})
 
     return how
 
 
 def renamed(change: Callable[[str], str], name: str = MODEL) -> Break:
-    """Give tensors other keys."""
+    """Rename tensors."""
 
-    def edit(held: Tensors) -> None:
-        new = {change(key): one for key, one in held.items()}
-        held.clear()
-        held.update(new)
+    def edit(weights: Tensors) -> None:
+        new = {change(key): tensor for key, tensor in weights.items()}
+        weights.clear()
+        weights.update(new)
 
     return tensors(edit, name)
 
 
 def dropped(*parts: str, name: str = MODEL, only: int | None = None) -> Break:
-    """Leave out tensors with one of these texts in their keys; `only`: so many of them."""
+    """Remove tensors with one of these texts in their keys; at most `only` of them."""
 
-    def edit(held: Tensors) -> None:
-        for key in [key for key in held if any(part in key for part in parts)][:only]:
-            del held[key]
+    def edit(weights: Tensors) -> None:
+        for key in [key for key in weights if any(part in key for part in parts)][:only]:
+            del weights[key]
 
     return tensors(edit, name)
 
 
 def emptied(*parts: str, name: str = ADAPTER) -> Break:
-    """What ZeRO-3 leaves of a tensor that nobody gathered: shape [0]."""
+    """Give tensors the shape [0], as ZeRO-3 saves them if nobody gathers them."""
 
-    def edit(held: Tensors) -> None:
-        for key in held:
+    def edit(weights: Tensors) -> None:
+        for key in weights:
             if any(part in key for part in parts):
-                held[key] = torch.empty(0)
+                weights[key] = torch.empty(0)
 
     return tensors(edit, name)
 
 
-def said(name: str = "config.json", **changes: Any) -> Break:
+def edited(name: str = "config.json", **changes: Any) -> Break:
     """Change a JSON object; None removes a key."""
     return lambda folder, _: change_json(folder / name, **changes)
 
 
 def token_id(name: str, tokens: Any) -> Break:
-    """Change an id in one document."""
-    return said(name, eos_token_id=tokens)
+    """Change `eos_token_id` in one JSON file."""
+    return edited(name, eos_token_id=tokens)
 
 
 def written(name: str, text: str) -> Break:
@@ -90,7 +90,7 @@ def removed(*names: str) -> Break:
 
 
 def copied(clean: str, *names: str) -> Break:
-    """Copy files of another clean checkpoint into it."""
+    """Copy files of another clean checkpoint."""
 
     def how(folder: Path, corpus: Corpus) -> None:
         for name in names:
@@ -109,12 +109,12 @@ def cut(name: str = MODEL, keep: float = 0.5) -> Break:
     return how
 
 
-def both(*hows: Break) -> Break:
-    """One after the other."""
+def both(*ways: Break) -> Break:
+    """Apply several ways, one after the other."""
 
     def how(folder: Path, corpus: Corpus) -> None:
-        for one in hows:
-            one(folder, corpus)
+        for way in ways:
+            way(folder, corpus)
 
     return how
 
@@ -136,23 +136,23 @@ def _one_more(document: dict[str, Any]) -> None:
     document["added_tokens"].append(last)
 
 
-padded = both(tokenizer(_one_more), said("tokenizer_config.json", pad_token="[PAD]"))
-"""A padding token that was added, and no row for it."""
+padded = both(tokenizer(_one_more), edited("tokenizer_config.json", pad_token="[PAD]"))
+"""A padding token without a row in the embedding."""
 
 
 def put(key: str, make: Callable[[Tensors], torch.Tensor], name: str = MODEL) -> Break:
-    """Add a tensor, made from those that there are."""
-    return tensors(lambda held: held.update({key: make(held)}), name)
+    """Add a tensor that is made from the others."""
+    return tensors(lambda weights: weights.update({key: make(weights)}), name)
 
 
 def state(name: str, make: Callable[[], Any]) -> Break:
-    """Save something by torch."""
+    """Save an object with torch."""
     return lambda folder, _: torch.save(make(), folder / name)
 
 
 head = partial(
     put,
     "v_head.summary.weight",
-    lambda held: torch.randn(1, held["model.norm.weight"].shape[0]),
+    lambda weights: torch.randn(1, weights["model.norm.weight"].shape[0]),
 )
 """TRL's value head, among the tensors of a file."""

@@ -1,4 +1,4 @@
-"""Adapters, broken as people reported it."""
+"""Adapters, broken as in public reports."""
 
 from __future__ import annotations
 
@@ -21,40 +21,40 @@ def _no_tensors(folder: Path, _: Corpus) -> None:
 
 
 def _empty_beside_good(folder: Path, corpus: Corpus) -> None:
-    """Killed between PEFT's placeholders and OpenRLHF's own .bin."""
+    """Saving was killed between PEFT's placeholders and OpenRLHF's own .bin."""
     shutil.copyfile(corpus.clean("bin-adapter") / "adapter_model.bin", folder / "adapter_model.bin")
     by.emptied("lora_")(folder, corpus)
 
 
-def _head_by_lora(held: Tensors) -> None:
-    """`all-linear` without a task type: the head itself becomes a LoRA layer."""
-    del held["base_model.model.score.weight"]
-    held["base_model.model.score.lora_A.weight"] = torch.randn(4, 32)
-    held["base_model.model.score.lora_B.weight"] = torch.randn(1, 4)
+def _head_by_lora(weights: Tensors) -> None:
+    """With `all-linear` and no task type, the head itself becomes a LoRA layer."""
+    del weights["base_model.model.score.weight"]
+    weights["base_model.model.score.lora_A.weight"] = torch.randn(4, 32)
+    weights["base_model.model.score.lora_B.weight"] = torch.randn(1, 4)
 
 
-def _zero_b(held: Tensors) -> None:
-    for key in held:
+def _zero_b(weights: Tensors) -> None:
+    for key in weights:
         if "lora_B" in key:
-            held[key].zero_()
+            weights[key].zero_()
 
 
-def _other_rank(held: Tensors) -> None:
-    for key in held:
+def _other_rank(weights: Tensors) -> None:
+    for key in weights:
         if "q_proj.lora_A" in key:
-            held[key] = held[key][:2]
+            weights[key] = weights[key][:2]
         elif "q_proj.lora_B" in key:
-            held[key] = held[key][:, :2]
+            weights[key] = weights[key][:, :2]
 
 
-def _vision_pairs(held: Tensors) -> None:
-    for key in list(held):
-        held[key.replace("model.layers", "visual.blocks")] = held.pop(key)
+def _vision_pairs(weights: Tensors) -> None:
+    for key in list(weights):
+        weights[key.replace("model.layers", "visual.blocks")] = weights.pop(key)
 
 
-def _foreign_modules(held: Tensors) -> None:
-    for key in list(held):
-        held[key.replace("model.layers.1", "model.layers.7")] = held.pop(key)
+def _foreign_modules(weights: Tensors) -> None:
+    for key in list(weights):
+        weights[key.replace("model.layers.1", "model.layers.7")] = weights.pop(key)
 
 
 ZERO: dict[str, Broken] = {
@@ -93,19 +93,19 @@ HEADS: dict[str, Broken] = {
 }  # fmt: skip
 
 SETTINGS: dict[str, Broken] = {
-    "not LoRA": Broken("ADAPTER_TYPE", "lora", by.said(_CONFIG, peft_type="IA3")),
-    "no rank": Broken("ADAPTER_CONFIG", "lora", by.said(_CONFIG, r=0)),
+    "not LoRA": Broken("ADAPTER_TYPE", "lora", by.edited(_CONFIG, peft_type="IA3")),
+    "no rank": Broken("ADAPTER_CONFIG", "lora", by.edited(_CONFIG, r=0)),
     "alpha 0": Broken(
-        "ADAPTER_ALPHA", "lora", by.said(_CONFIG, lora_alpha=0),
+        "ADAPTER_ALPHA", "lora", by.edited(_CONFIG, lora_alpha=0),
         ("verl PR #1821", "verl PR #5326", "verl #7285"),
     ),
     "half of a pair": Broken(
         "ADAPTER_HALF_PAIR", "lora", by.dropped("layers.1.self_attn.q_proj.lora_B", name=ADAPTER)
     ),
-    "rank of another run": Broken("ADAPTER_RANK", "lora", by.said(_CONFIG, r=8)),
+    "rank of another run": Broken("ADAPTER_RANK", "lora", by.edited(_CONFIG, r=8)),
     "another rank for some": Broken("ADAPTER_RANK", "lora", by.tensors(_other_rank, ADAPTER)),
-    "the patterns lost": Broken("ADAPTER_RANK", "patterns", by.said(_CONFIG, rank_pattern={})),
-    "use_dora lost": Broken("ADAPTER_DORA", "dora", by.said(_CONFIG, use_dora=False)),
+    "the patterns lost": Broken("ADAPTER_RANK", "patterns", by.edited(_CONFIG, rank_pattern={})),
+    "use_dora lost": Broken("ADAPTER_DORA", "dora", by.edited(_CONFIG, use_dora=False)),
     "magnitudes lost": Broken(
         "ADAPTER_DORA", "dora", by.dropped("lora_magnitude_vector", name=ADAPTER)
     ),
@@ -121,15 +121,15 @@ SETTINGS: dict[str, Broken] = {
         (f"{_LF} #7665",),
     ),
     "modules_to_save lost": Broken(
-        "ADAPTER_UNEXPLAINED", "biases", by.said(_CONFIG, bias="none")
+        "ADAPTER_UNEXPLAINED", "biases", by.edited(_CONFIG, bias="none")
     ),
     "indices of other rows": Broken(
         "ADAPTER_TOKENS", "token-rows",
-        by.said(_CONFIG, trainable_token_indices={"embed_tokens": [1, 2]}),
+        by.edited(_CONFIG, trainable_token_indices={"embed_tokens": [1, 2]}),
     ),
-    "PiSSA": Broken("ADAPTER_INIT", "lora", by.said(_CONFIG, init_lora_weights="pissa")),
+    "PiSSA": Broken("ADAPTER_INIT", "lora", by.edited(_CONFIG, init_lora_weights="pissa")),
     "no base named": Broken(
-        "ADAPTER_BASE_UNSAID", "lora", by.said(_CONFIG, base_model_name_or_path=None), base=""
+        "ADAPTER_BASE_UNSAID", "lora", by.edited(_CONFIG, base_model_name_or_path=None), base=""
     ),
     "lora_B never trained": Broken(
         "LORA_B_ZERO", "lora", by.tensors(_zero_b, ADAPTER), values=True
@@ -173,7 +173,7 @@ BASES: dict[str, Broken] = {
         ("unsloth-zoo PR #810", "peft #2321", "peft #2105", "peft #1043"), base="nf4",
     ),
     "named after 4 bits": Broken(
-        "QLORA_BASE", "lora", by.said(_CONFIG, base_model_name_or_path="x/qwen2-bnb-4bit"),
+        "QLORA_BASE", "lora", by.edited(_CONFIG, base_model_name_or_path="x/qwen2-bnb-4bit"),
         ("unsloth-zoo PR #810",),
     ),
     "a tokenizer that grew alone": Broken(

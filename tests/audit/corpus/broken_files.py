@@ -1,4 +1,4 @@
-"""Models whose files, heads or keys are broken as people reported it."""
+"""Models with broken files, heads or keys, as in public reports."""
 
 from __future__ import annotations
 
@@ -50,29 +50,29 @@ def _shard_gone(folder: Path, _: Corpus) -> None:
 
 
 def _tensor_gone(folder: Path, corpus: Corpus) -> None:
-    """A tensor that the index names and its shard does not hold."""
+    """Remove a tensor from its shard, but not from the index."""
     name = next(folder.glob("model-00002*")).name
-    by.tensors(lambda held: held.pop(next(iter(held))), name)(folder, corpus)
+    by.tensors(lambda weights: weights.pop(next(iter(weights))), name)(folder, corpus)
 
 
-def _fused(held: Tensors) -> None:
-    """transformers 5's layout in memory, written as it is."""
+def _fused(weights: Tensors) -> None:
+    """Write experts in the memory layout of transformers 5."""
     for layer in (0, 1):
         at = f"model.layers.{layer}.mlp.experts"
         parts = {
-            part: torch.stack([held.pop(f"{at}.{number}.{part}.weight") for number in range(4)])
+            part: torch.stack([weights.pop(f"{at}.{number}.{part}.weight") for number in range(4)])
             for part in ("gate_proj", "up_proj", "down_proj")
         }
         both = torch.cat([parts["gate_proj"], parts["up_proj"]], 1)
-        held[f"{at}.gate_up_proj"], held[f"{at}.down_proj"] = both, parts["down_proj"]
+        weights[f"{at}.gate_up_proj"], weights[f"{at}.down_proj"] = both, parts["down_proj"]
 
 
-def _half_fused(held: Tensors) -> None:
-    kept = {key: one for key, one in held.items() if "layers.0" in key}
-    _fused(held)
-    for key in [key for key in held if "layers.0.mlp.experts" in key]:
-        del held[key]
-    held.update({key: one for key, one in kept.items() if ".experts." in key})
+def _half_fused(weights: Tensors) -> None:
+    kept = {key: tensor for key, tensor in weights.items() if "layers.0" in key}
+    _fused(weights)
+    for key in [key for key in weights if "layers.0.mlp.experts" in key]:
+        del weights[key]
+    weights.update({key: tensor for key, tensor in kept.items() if ".experts." in key})
 
 
 FILES: dict[str, Broken] = {
@@ -117,7 +117,7 @@ FILES: dict[str, Broken] = {
         "GENERATION_CONFIG_MISSING", "qwen2", by.removed("generation_config.json"), ("verl #7198",)
     ),
     "remote code": Broken(
-        "REMOTE_CODE", "llama", by.said(auto_map={"AutoModelForCausalLM": "modeling_x.X"}),
+        "REMOTE_CODE", "llama", by.edited(auto_map={"AutoModelForCausalLM": "modeling_x.X"}),
         (f"{_LF} #9346",),
     ),
 }  # fmt: skip
@@ -129,28 +129,28 @@ HEADS: dict[str, Broken] = {
     ),
     "TRL's head in the model": Broken("HEAD_IN_MODEL", "qwen2", by.head()),
     "one row, two labels": Broken(
-        "HEAD_LABELS", "reward", by.said(id2label=None, label2id=None, num_labels=None),
+        "HEAD_LABELS", "reward", by.edited(id2label=None, label2id=None, num_labels=None),
         (f"{_RLHF} #1039", f"{_RLHF} #542", f"{_RLHF} #428", f"{_RLHF} #494"),
     ),
     "OpenRLHF's class": Broken(
         "VLLM_ARCHITECTURE", "reward",
-        by.said(architectures=["RewardModel"], value_head_prefix="score"), (f"{_RLHF} #1039",),
+        by.edited(architectures=["RewardModel"], value_head_prefix="score"), (f"{_RLHF} #1039",),
     ),
     "another head than config.json says": Broken(
         "HEAD_PREFIX", "reward",
-        by.said(architectures=["RewardModel"], value_head_prefix="value_head"),
+        by.edited(architectures=["RewardModel"], value_head_prefix="value_head"),
     ),
     "mean and std only in config.json": Broken(
-        "HEAD_NORMALISATION", "reward", by.said(
+        "HEAD_NORMALISATION", "reward", by.edited(
             architectures=["RewardModel"], value_head_prefix="score", mean=1.5, std=2.5),
         (f"{_RLHF} PR #1343",),
     ),
     "never normalised": Broken(
         "HEAD_NOT_NORMALISED", "reward",
-        by.said(architectures=["RewardModel"], value_head_prefix="score"),
+        by.edited(architectures=["RewardModel"], value_head_prefix="score"),
         (f"{_RLHF} #693", f"{_RLHF} #224"),
     ),
-    "no pad token": Broken("PAD_MISSING", "reward", by.said(pad_token_id=None)),
+    "no pad token": Broken("PAD_MISSING", "reward", by.edited(pad_token_id=None)),
 }  # fmt: skip
 
 KEYS: dict[str, Broken] = {
@@ -167,7 +167,7 @@ KEYS: dict[str, Broken] = {
         "TRL_RESIDUE", "llama", by.renamed(lambda k: f"pretrained_model.{k}")
     ),
     "text class, multimodal keys": Broken(
-        "ARCHITECTURE_KEYS", "gemma3", by.said(
+        "ARCHITECTURE_KEYS", "gemma3", by.edited(
             architectures=["Gemma3ForCausalLM"], model_type="gemma3_text", vision_config=None,
             text_config=None),
         ("unsloth #1770", "vLLM #15031"),
@@ -179,7 +179,7 @@ KEYS: dict[str, Broken] = {
         ("unsloth #1770", "vLLM #15031", "GPTQModel #2694"),
     ),
     "a text class with the multimodal model_type": Broken(
-        "ARCHITECTURE_MODEL_TYPE", "gemma3", by.said(architectures=["Gemma3ForCausalLM"]),
+        "ARCHITECTURE_MODEL_TYPE", "gemma3", by.edited(architectures=["Gemma3ForCausalLM"]),
         ("unsloth #1770",),
     ),
     "language_model. a level short": Broken(
@@ -197,9 +197,9 @@ KEYS: dict[str, Broken] = {
     "a layer gone": Broken(
         "ARCHITECTURE_LAYERS", "qwen2", by.dropped("layers.1."), (f"{_RLHF} #1232",)
     ),
-    "no class named": Broken("ARCHITECTURE_ABSENT", "qwen2", by.said(architectures=None)),
+    "no class named": Broken("ARCHITECTURE_ABSENT", "qwen2", by.edited(architectures=None)),
     "multi-token prediction dropped": Broken(
-        "MTP_MISSING", "qwen3", by.said(num_nextn_predict_layers=1), ("transformers #40968",)
+        "MTP_MISSING", "qwen3", by.edited(num_nextn_predict_layers=1), ("transformers #40968",)
     ),
     "an expert gone": Broken(
         "EXPERTS_INCOMPLETE", "qwen3_moe", by.dropped("layers.1.mlp.experts.2."),
@@ -215,7 +215,7 @@ KEYS: dict[str, Broken] = {
         "EXPERTS_MIXED", "qwen3_moe", by.tensors(_half_fused), ("1Cat-vLLM PR #21",)
     ),
     "fewer experts than said": Broken(
-        "EXPERTS_COUNT", "qwen3_moe", by.said(num_local_experts=3)
+        "EXPERTS_COUNT", "qwen3_moe", by.edited(num_local_experts=3)
     ),
 }  # fmt: skip
 

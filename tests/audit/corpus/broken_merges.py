@@ -1,4 +1,4 @@
-"""Merged models and adapters that are wrong beside their base: settings, then values."""
+"""Merged models and adapters that do not fit their base: settings, then values."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ def _text_names(key: str) -> str:
 
 
 def _merge(edit: Any, base: str = "qwen2") -> Break:
-    """Change tensors of a merge, given those of its base."""
+    """Change tensors of a merged model; `edit` also gets those of the base."""
 
     def how(folder: Path, corpus: Corpus) -> None:
         tensors, original = load_file(folder / MODEL), load_file(corpus.clean(base) / MODEL)
         edit(tensors, original)
-        whole = {key: one.contiguous().clone() for key, one in tensors.items()}
+        whole = {key: tensor.contiguous().clone() for key, tensor in tensors.items()}
         save_file(whole, folder / MODEL, metadata={"format": "pt"})
 
     return how
@@ -68,8 +68,8 @@ def _all_else(tensors: Tensors, _: Tensors) -> None:
 
 def _swapped(tensors: Tensors, _: Tensors) -> None:
     for key in [key for key in tensors if ".experts.0." in key]:
-        other = key.replace(".experts.0.", ".experts.1.")
-        tensors[key], tensors[other] = tensors[other], tensors[key]
+        second = key.replace(".experts.0.", ".experts.1.")
+        tensors[key], tensors[second] = tensors[second], tensors[key]
 
 
 def _gone(tensors: Tensors, _: Tensors) -> None:
@@ -87,28 +87,28 @@ def _half_packed(tensors: Tensors, base: Tensors) -> None:
 
 SETTINGS: dict[str, Broken] = {
     "another rope_theta than the base": Broken(
-        "CONFIG_CHANGED", "merged", by.said(rope_parameters=_ROPE)
+        "CONFIG_CHANGED", "merged", by.edited(rope_parameters=_ROPE)
     ),
-    "another eps than the base": Broken("CONFIG_CHANGED", "merged", by.said(rms_norm_eps=1e-5)),
-    "no eps": Broken("CONFIG_CHANGED", "merged", by.said(rms_norm_eps=None)),
-    "another activation": Broken("CONFIG_CHANGED", "merged", by.said(hidden_act="gelu")),
+    "another eps than the base": Broken("CONFIG_CHANGED", "merged", by.edited(rms_norm_eps=1e-5)),
+    "no eps": Broken("CONFIG_CHANGED", "merged", by.edited(rms_norm_eps=None)),
+    "another activation": Broken("CONFIG_CHANGED", "merged", by.edited(hidden_act="gelu")),
     "untied without a head": Broken(
-        "CONFIG_CHANGED", "merged", by.said(tie_word_embeddings=False)
+        "CONFIG_CHANGED", "merged", by.edited(tie_word_embeddings=False)
     ),
     "a longer context": Broken(
-        "CONFIG_DIFFERS", "merged", by.said(max_position_embeddings=32768)
+        "CONFIG_DIFFERS", "merged", by.edited(max_position_embeddings=32768)
     ),
-    "another end of text": Broken("CONFIG_DIFFERS", "merged", by.said(eos_token_id=7)),
+    "another end of text": Broken("CONFIG_DIFFERS", "merged", by.edited(eos_token_id=7)),
     "a sliding window": Broken(
-        "CONFIG_DIFFERS", "merged", by.said(use_sliding_window=True, sliding_window=16)
+        "CONFIG_DIFFERS", "merged", by.edited(use_sliding_window=True, sliding_window=16)
     ),
-    "no rope_theta": Broken("ROPE_THETA_ABSENT", "qwen2", by.said(rope_parameters=None)),
+    "no rope_theta": Broken("ROPE_THETA_ABSENT", "qwen2", by.edited(rope_parameters=None)),
     "rope_theta where transformers 4 does not look": Broken(
-        "ROPE_FORM", "qwen2", by.said(rope_parameters=_ROPE),
+        "ROPE_FORM", "qwen2", by.edited(rope_parameters=_ROPE),
         ("vLLM PR #44158", "vLLM PR #42624"),
     ),
     "a class of transformers 5": Broken(
-        "TOKENIZER_CLASS", "qwen2", by.said(_TOKENIZER, tokenizer_class="TokenizersBackend"),
+        "TOKENIZER_CLASS", "qwen2", by.edited(_TOKENIZER, tokenizer_class="TokenizersBackend"),
         ("LLaMA-Factory #10310", "minimind #578", "QwenPaw #3084"),
     ),
     "no processor": Broken(
@@ -121,7 +121,7 @@ SETTINGS: dict[str, Broken] = {
     ),
     "an adapter of the instruct model": Broken(
         "WRONG_BASE", "lora",
-        by.said(_ADAPTER_CONFIG, base_model_name_or_path="somebody/qwen2-instruct"),
+        by.edited(_ADAPTER_CONFIG, base_model_name_or_path="somebody/qwen2-instruct"),
         ("LLaMA-Factory #4913",),
     ),
 }  # fmt: skip

@@ -1,4 +1,4 @@
-"""Models whose documents and tensors do not agree, as people reported it."""
+"""Models whose JSON files and tensors disagree, as in public reports."""
 
 from __future__ import annotations
 
@@ -22,40 +22,40 @@ def _as_base(folder: Path, corpus: Corpus) -> None:
 
 
 def _half_rows(key: str) -> Any:
-    def edit(held: Tensors) -> None:
-        held[key] = held[key][:-8]
+    def edit(weights: Tensors) -> None:
+        weights[key] = weights[key][:-8]
 
     return edit
 
 
-def _packed_residue(held: Tensors) -> None:
+def _packed_residue(weights: Tensors) -> None:
     key = "model.layers.1.mlp.down_proj.weight"
-    held[f"{key}.absmax"] = torch.ones(24)
-    held[f"{key}.quant_map"] = torch.ones(16)
-    held[f"{key}.quant_state.bitsandbytes__nf4"] = torch.ones(40, dtype=torch.uint8)
+    weights[f"{key}.absmax"] = torch.ones(24)
+    weights[f"{key}.quant_map"] = torch.ones(16)
+    weights[f"{key}.quant_state.bitsandbytes__nf4"] = torch.ones(40, dtype=torch.uint8)
 
 
-def _half_precision(held: Tensors) -> None:
-    for key in list(held)[: len(held) // 2]:
-        held[key] = held[key].float()
+def _half_precision(weights: Tensors) -> None:
+    for key in list(weights)[: len(weights) // 2]:
+        weights[key] = weights[key].float()
 
 
-def _noise(held: Tensors) -> None:
-    held[_HEAD] = held[_EMBEDDING] + 1
+def _noise(weights: Tensors) -> None:
+    weights[_HEAD] = weights[_EMBEDDING] + 1
 
 
-def _nan(held: Tensors) -> None:
-    held["model.norm.weight"][0] = float("nan")
+def _nan(weights: Tensors) -> None:
+    weights["model.norm.weight"][0] = float("nan")
 
 
-def _dead(held: Tensors) -> None:
-    held[_EMBEDDING][250:] = 0
+def _dead(weights: Tensors) -> None:
+    weights[_EMBEDDING][250:] = 0
 
 
 def _unnamed(document: dict[str, Any]) -> None:
-    for one in document["added_tokens"]:
-        if one["content"] == "<|im_end|>":
-            one["content"] = "<|im_over|>"
+    for token in document["added_tokens"]:
+        if token["content"] == "<|im_end|>":
+            token["content"] = "<|im_over|>"
     vocabulary = document["model"]["vocab"]
     vocabulary["<|im_over|>"] = vocabulary.pop("<|im_end|>")
 
@@ -65,7 +65,7 @@ _NF4 = {"quant_method": "bitsandbytes", "load_in_4bit": True, "bnb_4bit_quant_ty
 
 VOCABULARY: dict[str, Broken] = {
     "tied head on disk": Broken(
-        "TIED_HEAD_ON_DISK", "gemma2", by.put(_HEAD, lambda held: held[_EMBEDDING]),
+        "TIED_HEAD_ON_DISK", "gemma2", by.put(_HEAD, lambda weights: weights[_EMBEDDING]),
         (f"{_LF} #2789", "vLLM #3323", "vLLM PR #6758"),
     ),
     "tied by config.json, not by values": Broken(
@@ -75,7 +75,7 @@ VOCABULARY: dict[str, Broken] = {
         "HEAD_NOT_ON_DISK", "llama", by.dropped(_HEAD), ("TinyLLaVA #88", f"{_RLHF} #180")
     ),
     "rows cut": Broken("VOCAB_SIZE", "qwen2", by.tensors(_half_rows(_EMBEDDING))),
-    "vocab_size of the base": Broken("VOCAB_SIZE", "llama", by.said(vocab_size=292)),
+    "vocab_size of the base": Broken("VOCAB_SIZE", "llama", by.edited(vocab_size=292)),
     "head of the base": Broken(
         "HEAD_ROWS", "llama", by.tensors(_half_rows(_HEAD)), (f"{_LF} #10186", f"{_LF} #3154")
     ),
@@ -111,16 +111,16 @@ WORDS: dict[str, Broken] = {
     ),
     "special tokens emptied": Broken(
         "SPECIAL_TOKENS_EMPTY", "qwen2", by.both(
-            by.said("tokenizer_config.json", eos_token=None, pad_token=None),
+            by.edited("tokenizer_config.json", eos_token=None, pad_token=None),
             by.written("special_tokens_map.json", "{}")),
         (f"{_LF} #2075",),
     ),
     "a special token that is none": Broken(
-        "TOKEN_UNKNOWN", "qwen2", by.said("tokenizer_config.json", eos_token="</s>"),
+        "TOKEN_UNKNOWN", "qwen2", by.edited("tokenizer_config.json", eos_token="</s>"),
         (f"{_RLHF} #645",),
     ),
     "an id beyond the embedding": Broken(
-        "TOKEN_ID_RANGE", "qwen2", by.said(pad_token_id=300), (f"{_RLHF} #87",)
+        "TOKEN_ID_RANGE", "qwen2", by.edited(pad_token_id=300), (f"{_RLHF} #87",)
     ),
     "no tokenizer": Broken(
         "TOKENIZER_MISSING", "qwen2", by.removed("tokenizer.json", "tokenizer_config.json")
@@ -135,7 +135,7 @@ WORDS: dict[str, Broken] = {
     ),
     "another template in the tokenizer": Broken(
         "TEMPLATES_DIFFER", "qwen2",
-        by.said("tokenizer_config.json", chat_template=_OTHER_TEMPLATE), (f"{_RLHF} #1069",),
+        by.edited("tokenizer_config.json", chat_template=_OTHER_TEMPLATE), (f"{_RLHF} #1069",),
     ),
     "a template of another tokenizer": Broken(
         "TEMPLATE_UNKNOWN_TOKENS", "qwen2", by.tokenizer(_unnamed), (f"{_RLHF} PR #648",)
@@ -151,10 +151,10 @@ WORDS: dict[str, Broken] = {
 
 STORED: dict[str, Broken] = {
     "quantised by name only": Broken(
-        "QUANT_CONFIG_STALE", "llama", by.said(quantization_config=_NF4), ("open-instruct #427",)
+        "QUANT_CONFIG_STALE", "llama", by.edited(quantization_config=_NF4), ("open-instruct #427",)
     ),
     "quantised in secret": Broken(
-        "QUANT_CONFIG_ABSENT", "nf4", by.said(quantization_config=None)
+        "QUANT_CONFIG_ABSENT", "nf4", by.edited(quantization_config=None)
     ),
     "states left by a merge": Broken(
         "QUANT_RESIDUE", "llama", by.tensors(_packed_residue)
@@ -168,7 +168,7 @@ STORED: dict[str, Broken] = {
     ),
     "half of it in fp32": Broken("DTYPE_MIXED", "llama", by.tensors(_half_precision)),
     "fp16 that config.json calls bf16": Broken(
-        "DTYPE_NOT_CONFIG", "fp16", by.said(dtype="bfloat16"), (f"{_LF} #2075", f"{_LF} #3096")
+        "DTYPE_NOT_CONFIG", "fp16", by.edited(dtype="bfloat16"), (f"{_LF} #2075", f"{_LF} #3096")
     ),
     "another dtype than the base": Broken(
         "DTYPE_NOT_OF_BASE", "fp16", by.as_it_is, (f"{_LF} #2075",), base="llama"

@@ -17,7 +17,7 @@ from tests.weights.families.making import FAMILIES, load, make_model
 from tests.weights.making import ROWS, make_base, save_tokenizer
 
 IDS = {"bos_token_id": 0, "eos_token_id": 0, "pad_token_id": 3}
-"""As the tokenizer of the tests has them: <|endoftext|> is 0, <|im_end|> 2, <|pad|> 3."""
+"""Ids in the tokenizer of the tests: <|endoftext|> is 0, <|im_end|> 2, <|pad|> 3."""
 END_OF_TURN = 2
 _GROWN = ROWS + 8
 
@@ -30,7 +30,7 @@ def save_model(
     _: Corpus, folder: Path, *, family: str, dtype: Any = torch.bfloat16, shard: str = "5GB",
     **changes: Any,
 ) -> None:  # fmt: skip
-    """A model as transformers saves it, with tokenizer and template."""
+    """Save a model with tokenizer and template, as transformers does."""
     model = make_model(_config(family, **changes)).to(dtype)
     if getattr(model, "generation_config", None) is not None:
         model.generation_config.eos_token_id = [IDS["eos_token_id"], END_OF_TURN]
@@ -39,14 +39,14 @@ def save_model(
     if hasattr(model.config, "vision_config"):
         settings = {"image_processor_type": "CLIPImageProcessor", "image_mean": [0.5, 0.5, 0.5]}
         (folder / "preprocessor_config.json").write_text(json.dumps(settings))
-    if family == "qwen2_5_vl":  # as published: mrope in the form that transformers 4 reads, too
+    if family == "qwen2_5_vl":  # published models have mrope in the form of transformers 4 too
         text = json.loads((folder / "config.json").read_text())["text_config"]
         change_json(folder / "config.json", text_config={**text, **old_rope(text)})
     save_tokenizer(folder)
 
 
 def save_reward(_: Corpus, folder: Path) -> None:
-    """A reward model as transformers has them: a classifier of one label."""
+    """Save a reward model as a classifier with one label."""
     from transformers import AutoModelForSequenceClassification
 
     config = _config("qwen2", tie_word_embeddings=True, num_labels=1)
@@ -57,7 +57,7 @@ def save_reward(_: Corpus, folder: Path) -> None:
 
 
 def save_bin(corpus: Corpus, folder: Path) -> None:
-    """A model in torch's own format, as transformers saved them until version 5."""
+    """Save a model in torch's own format, as transformers did until version 5."""
     from safetensors.torch import load_file
 
     shutil.copytree(corpus.clean("qwen2"), folder, dirs_exist_ok=True)
@@ -66,7 +66,7 @@ def save_bin(corpus: Corpus, folder: Path) -> None:
 
 
 def save_nf4(corpus: Corpus, folder: Path) -> None:
-    """A model packed in 4 bits by bitsandbytes."""
+    """Save a model packed in 4 bits by bitsandbytes."""
     from tests.weights.stored4bit.making import pack
 
     with quiet():
@@ -75,7 +75,7 @@ def save_nf4(corpus: Corpus, folder: Path) -> None:
 
 
 def save_ours(_: Corpus, folder: Path) -> None:
-    """A base artifact of ours."""
+    """Save a Plumbline base artifact."""
     folder.rmdir()
     make_base(folder, "qwen")
 
@@ -83,12 +83,12 @@ def save_ours(_: Corpus, folder: Path) -> None:
 def save_adapter(
     corpus: Corpus, folder: Path, *, base: str, tokenizer: bool = True, **settings: Any
 ) -> None:
-    """A LoRA adapter whose every tensor was moved, as peft saves it."""
+    """Save a LoRA adapter with peft, in which every tensor was trained."""
     from peft import LoraConfig
 
-    asked = {"r": 4, "lora_alpha": 8, "target_modules": ["q_proj", "v_proj", "down_proj"]}
-    asked |= {"task_type": "CAUSAL_LM", **settings}
-    wrapped = train(load(corpus.clean(base)), LoraConfig(**asked))
+    lora = {"r": 4, "lora_alpha": 8, "target_modules": ["q_proj", "v_proj", "down_proj"]}
+    lora |= {"task_type": "CAUSAL_LM", **settings}
+    wrapped = train(load(corpus.clean(base)), LoraConfig(**lora))
     _save_adapter(wrapped, folder, base, tokenizer=tokenizer)
 
 
@@ -101,29 +101,29 @@ def _save_adapter(wrapped: Any, folder: Path, base: str, *, tokenizer: bool = Tr
 
 
 def save_reward_adapter(corpus: Corpus, folder: Path) -> None:
-    """An adapter of a reward model: pairs, and the head in full."""
+    """Save an adapter of a reward model: LoRA pairs, and the head in full."""
     from peft import LoraConfig
 
-    asked = LoraConfig(r=4, task_type="SEQ_CLS", target_modules="all-linear")
-    _save_adapter(train(load(corpus.clean("reward")), asked), folder, "reward")
+    lora = LoraConfig(r=4, task_type="SEQ_CLS", target_modules="all-linear")
+    _save_adapter(train(load(corpus.clean("reward")), lora), folder, "reward")
 
 
 def save_grown(corpus: Corpus, folder: Path) -> None:
-    """An adapter that brings more tokens than the base has."""
+    """Save an adapter with more tokens than the base."""
     from peft import LoraConfig
 
     model = load(corpus.clean("llama"))
     with quiet():
         model.resize_token_embeddings(_GROWN)
-    asked = LoraConfig(
+    lora = LoraConfig(
         r=4, target_modules=["q_proj"], task_type="CAUSAL_LM",
         modules_to_save=["embed_tokens", "lm_head"],
     )  # fmt: skip
-    _save_adapter(train(model, asked), folder, "llama")
+    _save_adapter(train(model, lora), folder, "llama")
 
 
 def save_bin_adapter(corpus: Corpus, folder: Path) -> None:
-    """An adapter in torch's own format, as OpenRLHF leaves it under ZeRO-3."""
+    """Save an adapter in torch's own format, as OpenRLHF does under ZeRO-3."""
     from safetensors.torch import load_file
 
     shutil.copytree(corpus.clean("lora"), folder, dirs_exist_ok=True)
@@ -134,7 +134,7 @@ def save_bin_adapter(corpus: Corpus, folder: Path) -> None:
 def save_merged(
     corpus: Corpus, folder: Path, *, base: str = "qwen2", adapter: str = "lora"
 ) -> None:
-    """base and adapter, merged by peft and saved by transformers."""
+    """Merge base and adapter with peft and save the result with transformers."""
     from peft import PeftModel
 
     with quiet():
@@ -146,7 +146,7 @@ def save_merged(
 
 
 def save_trl(corpus: Corpus, folder: Path, *, lora: bool) -> None:
-    """What TRL's SFTTrainer leaves after one step."""
+    """Save the result of one step of TRL's SFTTrainer."""
     from datasets import Dataset
     from peft import LoraConfig
     from transformers import AutoTokenizer
@@ -158,12 +158,12 @@ def save_trl(corpus: Corpus, folder: Path, *, lora: bool) -> None:
         output_dir=str(folder / "out"), max_steps=1, per_device_train_batch_size=1, use_cpu=True,
         bf16=False, fp16=False, report_to=[], save_strategy="no", logging_strategy="no",
     )  # fmt: skip
-    asked = LoraConfig(r=4, target_modules="all-linear", task_type="CAUSAL_LM")
+    adapter = LoraConfig(r=4, target_modules="all-linear", task_type="CAUSAL_LM")
     with quiet():
         trainer = SFTTrainer(
             model=str(base), args=settings, train_dataset=Dataset.from_list([{"messages": talk}]),
             processing_class=AutoTokenizer.from_pretrained(base),
-            peft_config=asked if lora else None,
+            peft_config=adapter if lora else None,
         )  # fmt: skip
         trainer.train()
         trainer.save_model(str(folder))
@@ -171,7 +171,7 @@ def save_trl(corpus: Corpus, folder: Path, *, lora: bool) -> None:
 
 
 def save_trl_reward(corpus: Corpus, folder: Path) -> None:
-    """What TRL's RewardTrainer leaves after one step."""
+    """Save the result of one step of TRL's RewardTrainer."""
     from datasets import Dataset
     from transformers import AutoTokenizer
     from trl import RewardConfig, RewardTrainer
@@ -201,8 +201,10 @@ def save_trl_reward(corpus: Corpus, folder: Path) -> None:
 
 def change_json(path: Path, **changes: Any) -> None:
     """Change a JSON object; None removes a key."""
-    said = {**json.loads(path.read_text()), **changes}
-    path.write_text(json.dumps({key: value for key, value in said.items() if value is not None}))
+    document = {**json.loads(path.read_text()), **changes}
+    path.write_text(
+        json.dumps({key: value for key, value in document.items() if value is not None})
+    )
 
 
 def _model(family: str, **settings: Any) -> Clean:

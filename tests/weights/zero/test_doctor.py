@@ -86,5 +86,5 @@ def test_an_empty_adapter_beside_its_shards_can_be_gathered(copied: Copied) -> N
     by_code = {finding.code: finding for finding in report.findings}
     assert report.kind == "adapter"
     assert "EMPTY_TENSOR" in by_code
-    assert by_code["ZERO_BESIDE"].found.endswith("these may be")
+    assert by_code["ZERO_BESIDE"].found.endswith("these may be intact")
     assert f"flows/deliver.py source={folder}/global_step2 " in by_code["ZERO_BESIDE"].fix

@@ -19,7 +19,7 @@ from typing import Any
 
 from tasks.audit.examine import examine
 from tasks.audit.finding import Finding, Severity, printable
-from tasks.audit.repair import would_mend
+from tasks.audit.repair import is_repairable
 from tasks.audit.source import Source, open_source
 
 _WIDTH, _INDENT = 110, 20
@@ -129,7 +129,7 @@ def audit(
     began = time.perf_counter()
     opened = open_source(source, base, values=values, adapter=adapter)
     findings = examine(opened)
-    mendable = would_mend(opened, findings)
+    mendable = is_repairable(opened, findings)
     completed = tuple(_with_paths(finding, source, opened) for finding in findings)
     seconds = time.perf_counter() - began
     what = opened.recognised.what

@@ -84,18 +84,18 @@ def scan(source: Source, names: Collection[str], *, hashed: bool = False) -> Map
 
 def _group(source: Source, hashed: bool, names: Sequence[str]) -> dict[str, Seen]:
     """Scan several tensors in step, so that their hashes advance side by side."""
-    looks = [_Look(source, name, hashed) for name in names]
-    left = looks
+    scans = [_TensorScan(source, name, hashed) for name in names]
+    left = scans
     with ExitStack() as files:
-        for look in looks:
-            files.callback(look.close)
-        while left := [look for look in left if look.goes_on]:
-            pairs = [(look.digest, look.block()) for look in left]
+        for tensor_scan in scans:
+            files.callback(tensor_scan.close)
+        while left := [tensor_scan for tensor_scan in left if tensor_scan.goes_on]:
+            pairs = [(tensor_scan.digest, tensor_scan.block()) for tensor_scan in left]
             advance([(digest, block) for digest, block in pairs if digest is not None])
-    return {name: look.seen for name, look in zip(names, looks, strict=True)}
+    return {name: tensor_scan.seen for name, tensor_scan in zip(names, scans, strict=True)}
 
 
-class _Look:
+class _TensorScan:
     """Scan of one tensor, block by block."""
 
     def __init__(self, source: Source, name: str, hashed: bool) -> None:

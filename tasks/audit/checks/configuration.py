@@ -23,7 +23,7 @@ _THETAS = {
     "exaone4": 1e6, "gemma3_text": 1e6, "gpt_oss": 150_000.0, "llama4_text": 5e5, "mixtral": 1e6,
 }  # fmt: skip
 """Families with another default in transformers 4."""
-_ALWAYS_SAID = frozenset(
+_ALWAYS_SET = frozenset(
     {"qwen2", "qwen2_moe", "qwen3", "qwen3_moe", "mixtral", "qwen2_vl", "qwen2_5_vl", "qwen3_vl"}
 )
 """Families whose published models all have a rope_theta."""
@@ -42,7 +42,7 @@ COMPUTE = (
 """Settings of the language model that training does not change."""
 _NEVER_ABSENT = COMPUTE[:8]
 """Settings that every writer saves. If one is absent, the loader uses its default."""
-_MEANT = ("max_position_embeddings",)
+_INTENDED = ("max_position_embeddings",)
 _TOKENIZER = ("add_bos_token", "add_eos_token", "add_prefix_space")
 _PROCESSOR = (
     "image_processor_type", "image_mean", "image_std", "rescale_factor", "patch_size", "merge_size",
@@ -78,7 +78,7 @@ def _rope_form(config: Mapping[str, Any]) -> Iterator[Finding]:
     kind, new = str(text.get("model_type")), text.get("rope_parameters")
     if not isinstance(new, Mapping):
         present = {"rope_theta", "rope_scaling", "rotary_emb_base"} & {*text, *config}
-        if kind in _ALWAYS_SAID and "rope_theta" not in present:
+        if kind in _ALWAYS_SET and "rope_theta" not in present:
             yield findings.ROPE_THETA_ABSENT.at(
                 CONFIG, "rope_theta", found="absent", expected="the base's, 1000000.0 mostly"
             )
@@ -189,7 +189,7 @@ def _ties(source: Source, base: Source) -> Iterator[Finding]:
 def _others(source: Source, base: Source) -> Iterator[Finding]:
     """Report differences that training may intend, and settings that saving may lose."""
     ours, theirs = source.config(), base.config()
-    for name in _MEANT:
+    for name in _INTENDED:
         yield from _differs(CONFIG, name, of_text(ours, name), of_text(theirs, name))
     yield from _differs(CONFIG, "sliding_window", _window(ours), _window(theirs), absent=True)
     bos = of_text(ours, "bos_token_id"), of_text(theirs, "bos_token_id")

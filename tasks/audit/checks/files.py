@@ -205,7 +205,7 @@ def is_broken(weights: Weights) -> bool:
     return empty or not weights.tensors or not weights.is_whole
 
 
-def whole_beside(source: Source) -> str:
+def intact_beside(source: Source) -> str:
     """Return the name of an intact set of weights beside broken ones; "" if there is none."""
     if not is_broken(source.weights):
         return ""

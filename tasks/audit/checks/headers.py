@@ -11,8 +11,8 @@ from collections.abc import Collection, Iterator, Mapping
 from typing import Any
 
 from tasks.audit.catalogue import tensors as findings
-from tasks.audit.checks.files import whole_beside
-from tasks.audit.checks.quantisation import is_said_elsewhere
+from tasks.audit.checks.files import intact_beside
+from tasks.audit.checks.quantisation import is_declared_elsewhere
 from tasks.audit.finding import Finding, Severity
 from tasks.audit.recognise import CONFIG, Kind
 from tasks.audit.source import Source
@@ -45,7 +45,7 @@ def check(source: Source) -> Iterator[Finding]:
 
 def _fix(source: Source) -> str:
     """Return the command that repairs broken weights; "" for the advice of the catalogue."""
-    intact = whole_beside(source)
+    intact = intact_beside(source)
     if not intact:
         return ""
     return (
@@ -114,7 +114,7 @@ def _empty(source: Source) -> Iterator[Finding]:
 
 def against_plain(source: Source) -> Iterator[Finding]:
     """Compare names and shapes with config.json, for families of the table."""
-    if not source.weights.is_whole or is_said_elsewhere(source):
+    if not source.weights.is_whole or is_declared_elsewhere(source):
         return  # missing files are reported; packed weights have other names and shapes
     too_many = oversized(source.config())
     if too_many:  # the config announces more tensors than any model has

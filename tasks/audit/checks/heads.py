@@ -23,7 +23,7 @@ def check(source: Source) -> Iterator[Finding]:
     """Check the head of a model or adapter that has one or needs one."""
     if not (source.is_model or source.is_adapter) or not source.tensors:
         return
-    folder = opened(source)
+    folder = head_folder(source)
     detected = detect(folder)
     yield from _absent(source, detected)
     if detected.head is not None and detected.head.role == "value":
@@ -40,7 +40,7 @@ def check(source: Source) -> Iterator[Finding]:
     yield from _normalisation(source, detected)
 
 
-def opened(source: Source) -> HeadFolder:
+def head_folder(source: Source) -> HeadFolder:
     """Return the source as `tasks.weights.heads` reads it."""
     is_adapter = source.is_adapter
     sources: dict[str, Tensors] = {ADAPTER if is_adapter else MODEL: source}

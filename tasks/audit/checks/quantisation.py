@@ -51,7 +51,7 @@ def check(source: Source) -> Iterator[Finding]:
             CONFIG, found=f"{QUANTIZATION} of {how}, and no packed tensor",
             expected=f"no {QUANTIZATION}",
         )  # fmt: skip
-    if not method and real and not is_said_elsewhere(source):
+    if not method and real and not is_declared_elsewhere(source):
         yield findings.QUANT_CONFIG_ABSENT.at(
             CONFIG, real, found=f"states of {states[real[0]]}", expected=f"{QUANTIZATION}"
         )
@@ -59,7 +59,7 @@ def check(source: Source) -> Iterator[Finding]:
         yield from _partial(source, real)
 
 
-def is_said_elsewhere(source: Source) -> bool:
+def is_declared_elsewhere(source: Source) -> bool:
     """Return True if another file or key that vLLM reads says that the weights are packed."""
     config = source.config()
     inner = text_config(config)

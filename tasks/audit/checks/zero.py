@@ -55,7 +55,7 @@ def check(source: Source) -> Iterator[Finding]:
 
 def _checkpoint(source: Source) -> Iterator[Finding]:
     root = source.folder.root
-    further = _further_down(source)
+    further = _checkpoints_below(source)
     if further:
         yield files.NOTHING_HERE.at(
             "", found=f"{source.recognised.what} in subfolders: {some(reversed(further))}",
@@ -79,7 +79,7 @@ def _checkpoint(source: Source) -> Iterator[Finding]:
     yield _not_gathered(source, checkpoint.root, summary, checkpoint.step)
 
 
-def _further_down(source: Source) -> list[str]:
+def _checkpoints_below(source: Source) -> list[str]:
     """Return folders of checkpoints below this one, the newest last; empty if it is one itself.
 
     A trainer's output folder holds them as `checkpoint-100/global_step100/`.

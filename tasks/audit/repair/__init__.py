@@ -2,12 +2,11 @@
 
 draft         the content of the repaired folder, checked before anything is written
 keys          renames tensors: removes wrapper prefixes
-ties          drops a tied copy of the embedding, or unties it
 documents     edits JSON files: EOS ids, labels of a head, settings of the base
-drafting      makes a draft; `would_mend` tells from headers if a repair helps
-writing       writes the draft, checks it again, publishes it by one rename
+drafting      makes a draft; `is_repairable` tells from headers if a repair helps
+writing       drops or unties tied embeddings, writes the draft, checks it, publishes it
 """
 
-from tasks.audit.repair.drafting import would_mend as would_mend
+from tasks.audit.repair.drafting import is_repairable as is_repairable
 from tasks.audit.repair.writing import Repaired as Repaired
 from tasks.audit.repair.writing import repair as repair

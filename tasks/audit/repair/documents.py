@@ -13,7 +13,7 @@ from tasks.audit.checks.configuration import (
     PROCESSOR_FILES,
     old_rope,
 )
-from tasks.audit.checks.heads import opened
+from tasks.audit.checks.heads import head_folder
 from tasks.audit.checks.text.special_tokens import GENERATION
 from tasks.audit.checks.text.template_text import EOS, BrokenTemplateError, read_template
 from tasks.audit.checks.text.templates import template_places
@@ -130,7 +130,7 @@ def _align_ends(draft: Draft) -> None:
 
 
 def _align_head(draft: Draft, codes: set[str]) -> None:
-    head = detect(opened(draft.source)).head
+    head = detect(head_folder(draft.source)).head
     if head is None or head.shape != (1, hidden_size(draft.source.config())):
         return  # labels of a classifier, or an unusable head, are left alone
     if codes & {*_LABELS}:

@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from tasks.audit.checks.files import other_set, whole_beside
+from tasks.audit.checks.files import intact_beside, other_set
 from tasks.audit.folder import Folder, Listing
 from tasks.audit.recognise import Kind, Recognised
 from tasks.audit.source import Source
@@ -82,7 +82,7 @@ class Draft:
 def begin(source: Source) -> Draft:
     """Start a draft from the folder, with the intact set of its weights."""
     beside = other_set(source)
-    if beside is not None and whole_beside(source):
+    if beside is not None and intact_beside(source):
         done = [f"weights of {beside.single}: those of {source.weights.single} are broken"]
         source = replace(source, recognised=replace(source.recognised, weights=beside))
     else:

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from tasks.audit.catalogue import values
-from tasks.audit.checks.heads import opened
+from tasks.audit.checks.heads import head_folder
 from tasks.audit.examine import CANNOT_GO_ON, examine
 from tasks.audit.finding import Finding, Severity
 from tasks.audit.recognise import Kind
@@ -37,7 +37,7 @@ def drafted(source: Source, findings: Sequence[Finding]) -> tuple[Draft, Found |
     return draft, head
 
 
-def would_mend(source: Source, findings: Sequence[Finding]) -> bool:
+def is_repairable(source: Source, findings: Sequence[Finding]) -> bool:
     """Return True if a repair leaves no errors, as far as headers and JSON files tell."""
     wrong = {finding.code for finding in errors_of(findings)}
     if not wrong or not (source.is_model or source.is_adapter):
@@ -64,7 +64,7 @@ def _split_head(draft: Draft) -> Found | None:
     """Take a value head out of the model. A faulty head is left to the checks."""
     if draft.source.kind is not Kind.VALUE and not draft.source.is_adapter:
         return None
-    detected = detect(opened(draft.source))
+    detected = detect(head_folder(draft.source))
     head = detected.head
     if head is None or detected.findings or head.dialect not in ("trl", "llamafactory"):
         return None

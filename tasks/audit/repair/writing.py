@@ -1,4 +1,4 @@
-"""Write a draft beside its destination, check it again, publish it by one rename."""
+"""Write a draft: settle tied embeddings, write the files, check them, publish by one rename."""
 
 from __future__ import annotations
 
@@ -8,11 +8,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from tasks.audit.checks.adapters.same_bytes import differ
+from tasks.audit.checks.text.embeddings import embeddings_of
 from tasks.audit.examine import examine
 from tasks.audit.finding import Finding
+from tasks.audit.recognise import CONFIG
 from tasks.audit.repair.draft import Draft
 from tasks.audit.repair.drafting import HEAD, drafted, errors_of
-from tasks.audit.repair.ties import settle_ties
 from tasks.audit.source import Source, open_source
 from tasks.core.errors import ConfigError, ContractError, first_and_more
 from tasks.pipeline.artifact import Artifact, Origin, publish, staging
@@ -64,9 +66,34 @@ def repair(root: Path, out: Path, *, base: Path | None = None) -> Repaired:
             details=_lines(errors_of(examine(source))),
         )
     draft, head = drafted(source, examine(source))
-    settle_ties(draft)
+    _settle_ties(draft)
     _refuse(root, draft)
     return _write(draft, head, out)
+
+
+def _settle_ties(draft: Draft) -> None:
+    """Drop the copy, or untie the two, in a model that ties its embeddings and stores both.
+
+    Raises:
+        ArtifactError: the tensors cannot be read.
+    """
+    source = draft.source
+    tensors = {new: source.tensors[old] for new, old in draft.names.items()}
+    embeddings = embeddings_of(tensors, source.config())
+    if not (source.is_model and embeddings.tied and embeddings.input and embeddings.output):
+        return
+    head, embedding = draft.names[embeddings.output], draft.names[embeddings.input]
+    same = tensors[embeddings.output].shape == tensors[embeddings.input].shape and (
+        tensors[embeddings.output].dtype == tensors[embeddings.input].dtype
+    )
+    if same and not differ((source, head), (source, embedding)):
+        del draft.names[embeddings.output]
+        draft.done.append(
+            f"{embeddings.output}: left out, it equals {embeddings.input} byte for byte"
+        )
+        return
+    draft.edit(CONFIG, tie_word_embeddings=False)
+    draft.done.append(f"{CONFIG}: tie_word_embeddings is false: the two differ")
 
 
 def _refuse(root: Path, draft: Draft) -> None:

@@ -8,7 +8,11 @@ from typing import Any
 
 from tasks.audit.catalogue import adapters as findings
 from tasks.audit.checks.adapters.adapter_keys import sort_keys
-from tasks.audit.checks.adapters.adapter_tensors import check_gaps, check_tensors, outsized
+from tasks.audit.checks.adapters.adapter_tensors import (
+    check_gaps,
+    check_tensors,
+    oversized_settings,
+)
 from tasks.audit.config_fields import texts
 from tasks.audit.finding import Finding
 from tasks.audit.recognise import ADAPTER_CONFIG, CONFIG, Kind
@@ -35,7 +39,7 @@ def check(source: Source) -> Iterator[Finding]:
         )
         return
     yield from _settings(raw)
-    if outsized(raw) or not source.weights.is_whole or not source.tensors:
+    if oversized_settings(raw) or not source.weights.is_whole or not source.tensors:
         return
     config, _ = parse_config(raw)
     if any(name in source.folder.files for name in SIDE_FILES):  # LLaMA-Factory's value head
@@ -68,7 +72,7 @@ def _settings(raw: Mapping[str, Any]) -> Iterator[Finding]:
             is_alpha = key == "lora_alpha" and number
             entry = findings.ADAPTER_ALPHA if is_alpha else findings.ADAPTER_CONFIG
             yield entry.at(ADAPTER_CONFIG, found=f"{key} {value!r}", expected="a positive number")
-    for key, most in outsized(raw).items():
+    for key, most in oversized_settings(raw).items():
         yield findings.ADAPTER_CONFIG.at(
             ADAPTER_CONFIG, found=f"{len(raw[key])} {key}", expected=f"up to {most}"
         )

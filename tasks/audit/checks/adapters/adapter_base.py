@@ -15,7 +15,7 @@ from tasks.audit.checks.adapters.adapter_keys import (
     sort_keys,
     tail_of,
 )
-from tasks.audit.checks.adapters.adapter_tensors import is_tame, outsized
+from tasks.audit.checks.adapters.adapter_tensors import is_cheap, oversized_settings
 from tasks.audit.checks.text.embeddings import Embeddings, embeddings_of
 from tasks.audit.config_fields import is_multimodal, text_config
 from tasks.audit.finding import Finding
@@ -88,7 +88,7 @@ def check(source: Source) -> Iterator[Finding]:
         return
     raw = source.config(ADAPTER_CONFIG)
     yield from _packed(source, source.base)
-    if raw.get("peft_type") != "LORA" or outsized(raw):
+    if raw.get("peft_type") != "LORA" or oversized_settings(raw):
         return
     if not source.base.weights.is_whole or not source.tensors:
         return
@@ -222,7 +222,7 @@ def _coverage(keys: AdapterKeys, config: AdapterConfig, base: Base) -> Iterator[
         for setting in settings
         for pattern in ((setting,) if isinstance(setting, str) else setting)
     ]
-    if isinstance(config.target_modules, str) or not is_tame(*patterns):
+    if isinstance(config.target_modules, str) or not is_cheap(*patterns):
         return
     have = {plain_module(name) for name in keys.pairs}
     if not have <= set(base.modules):

@@ -35,7 +35,7 @@ _DEEPEST = 32
 def check_tensors(keys: AdapterKeys, config: AdapterConfig) -> Iterator[Finding]:
     """Check LoRA pairs, then tensors that are stored in full."""
     yield from _halves(keys)
-    if len(config.rank_pattern) <= _MOST_PATTERNS and is_tame(*config.rank_pattern):
+    if len(config.rank_pattern) <= _MOST_PATTERNS and is_cheap(*config.rank_pattern):
         yield from _ranks(keys, config)
     yield from _dora(keys, config)
     yield from _targets(keys, config)
@@ -44,7 +44,7 @@ def check_tensors(keys: AdapterKeys, config: AdapterConfig) -> Iterator[Finding]
     yield from _tokens(keys, config)
 
 
-def outsized(raw: Mapping[str, Any]) -> dict[str, int]:
+def oversized_settings(raw: Mapping[str, Any]) -> dict[str, int]:
     """Return settings with more entries than any adapter has, and the largest accepted number.
 
     Each entry is a regular expression that is compiled and tried on every module.
@@ -56,7 +56,7 @@ def outsized(raw: Mapping[str, Any]) -> dict[str, int]:
     }
 
 
-def is_tame(*patterns: str) -> bool:
+def is_cheap(*patterns: str) -> bool:
     """Return True if no pattern can take long to match; untrusted regular expressions can."""
     return not any(re.search(r"[*+{(]", pattern) for pattern in patterns)
 

@@ -183,7 +183,7 @@ def _partial(source: Source, base: Source) -> Iterator[Finding]:
             _file_of(source, same), same, expected="all changed, or none",
             found=f"{len(same)} of {total} tensors are the base's",
         )  # fmt: skip
-    yield from _turned(source, base, [key for groups in kinds.values() for key in groups[True]])
+    yield from _transposed(source, base, [key for groups in kinds.values() for key in groups[True]])
 
 
 def _same(source: Source, base: Source, key: str) -> bool:
@@ -194,18 +194,19 @@ def _file_of(source: Source, keys: list[str]) -> str:
     return source.tensors[keys[0]].file
 
 
-def _turned(source: Source, base: Source, keys: list[str]) -> Iterator[Finding]:
+def _transposed(source: Source, base: Source, keys: list[str]) -> Iterator[Finding]:
     """Report square matrices that match the base's only after a transpose."""
     square = [key for key in keys if len({*source.tensors[key].shape}) == 1]
-    turned = [key for key in square if _is_turned(source, base, key)]
-    if turned:
+    transposed = [key for key in square if _is_transposed(source, base, key)]
+    if transposed:
         yield findings.MERGE_TRANSPOSED.at(
-            _file_of(source, turned), turned, found=f"{len(turned)} tensors equal the base's "
-            "transposed", expected="as the base has it",
+            _file_of(source, transposed), transposed,
+            found=f"{len(transposed)} tensors equal the base's transposed",
+            expected="as the base has it",
         )  # fmt: skip
 
 
-def _is_turned(source: Source, base: Source, key: str) -> bool:
+def _is_transposed(source: Source, base: Source, key: str) -> bool:
     tensor, base_tensor = source.tensors[key], base.tensors[key]
     size = tensor.shape[0]
     if tensor.dtype not in NUMPY or size < _ROWS:

@@ -46,13 +46,13 @@ def embeddings_of(tensors: Mapping[str, StoredTensor], config: Mapping[str, Any]
 def is_tied(config: Mapping[str, Any]) -> bool | None:
     """Return `tie_word_embeddings`, from the top level or the language model's settings."""
     places = (config, text_config(config))
-    values = {settings["tie_word_embeddings"] for settings in places if _says(settings)}
+    values = {settings["tie_word_embeddings"] for settings in places if _has_setting(settings)}
     if values:  # loaders read different ones if they disagree
         return values.pop() if len(values) == 1 else None
     return True if text_config(config).get("model_type") in TIED_BY_DEFAULT else None
 
 
-def _says(config: Mapping[str, Any]) -> bool:
+def _has_setting(config: Mapping[str, Any]) -> bool:
     return isinstance(config.get("tie_word_embeddings"), bool)
 
 

@@ -13,7 +13,7 @@ _WIDTH = 300
 
 
 class Severity(StrEnum):
-    """How bad a finding is.
+    """Severity of a finding.
 
     `ERROR`: a tool fails on the checkpoint, or the model is not the one that was trained.
     `WARNING`: the same, under a condition that the finding names.

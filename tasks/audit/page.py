@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterable, Iterator
+from textwrap import wrap
 
 from tasks.audit.catalogue import SECTIONS
 from tasks.audit.catalogue.unseen import UNSEEN, Unseen
 from tasks.audit.finding import Entry
 
+_WIDTH = 100
 _HEAD = """# What `flows/audit.py` finds
 
 Made from `tasks/audit/catalogue/`; do not edit: `python -m tasks.audit.page > docs/findings.md`.
@@ -34,15 +36,21 @@ def page() -> str:
 
 
 def _entry(entry: Entry) -> str:
-    lines = [
-        f"### {entry.code}\n",
-        f"{entry.title}. *{entry.severity.value.capitalize()}.*\n",
-        f"- Why: {entry.why}.",
-        f"- Fix: {entry.fix}.",
-    ]
+    items = [f"- Why: {entry.why}.", f"- Fix: {entry.fix}."]
     if entry.issues:
-        lines.append(f"- Reported: {', '.join(entry.issues)}.")
-    return "\n".join(lines) + "\n"
+        items.append(f"- Reported: {', '.join(entry.issues)}.")
+    title = f"{entry.title}. *{entry.severity.value.capitalize()}.*"
+    return "\n".join([f"### {entry.code}\n", f"{_wrapped(title)}\n", *map(_wrapped, items), ""])
+
+
+def _wrapped(text: str) -> str:
+    """Wrap at 100 characters, without breaking paths and options; list items are indented."""
+    indent = "  " if text.startswith("- ") else ""
+    text = text.replace(" #", "\u00a0#")  # keeps "project #number" on one line
+    lines = wrap(
+        text, _WIDTH, subsequent_indent=indent, break_long_words=False, break_on_hyphens=False
+    )
+    return "\n".join(lines).replace("\u00a0", " ")
 
 
 def _unseen(failures: Iterable[Unseen]) -> Iterator[str]:

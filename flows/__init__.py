@@ -1,0 +1,6 @@
+"""Commands that a user runs, one file each: Hydra configuration in, one Prefect flow out.
+
+rlhf    train a model and prove that the served model is the trained one
+deliver the second half of that chain, for a checkpoint that was trained elsewhere
+audit   find what is wrong with a checkpoint
+"""

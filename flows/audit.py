@@ -1,16 +1,16 @@
-"""Find what is wrong with a checkpoint, whoever made it.
+"""Find what is wrong with a checkpoint, whatever tool made it.
 
     python flows/audit.py DIR                        headers and documents: seconds
     python flows/audit.py DIR base=DIR               an adapter or a merge against its base
     python flows/audit.py DIR values=true            tensor data too, at the disk's speed
-    python flows/audit.py MERGED base=DIR adapter=DIR values=true    the proof of a merge
-    python flows/audit.py DIR out=report.json        for programs; out=- prints it
-    python flows/audit.py DIR fix=true out_dir=NEW   a repaired copy, where nothing is lost
+    python flows/audit.py MERGED base=DIR adapter=DIR values=true    check every merged tensor
+    python flows/audit.py DIR out=report.json        the report as JSON; out=- prints it
+    python flows/audit.py DIR fix=true out_dir=NEW   a repaired copy, if that loses no data
     python flows/audit.py DIR prefect=true           recorded: a flow run, an MLflow run
 
-DIR is `source=DIR`. Works from any directory; writes nothing into DIR, runs nothing in it and
-unpickles nothing. Exit status: 0 no error was found (or all are repaired), 1 errors, 2 DIR cannot
-be read or repaired, or the command line is wrong.
+DIR is short for `source=DIR`. Works from any directory; writes nothing into DIR, runs nothing from
+it and unpickles nothing. Exit status: 0 no error was found (or all are repaired), 1 errors, 2 DIR
+cannot be read or repaired, or the command line is wrong.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ import sys
 from pathlib import Path
 
 if __name__ == "__main__":
-    # Before Prefect is imported, which takes longer than the look itself.
+    # Before Prefect is imported, which takes longer than an audit.
     sys.path[0] = str(Path(__file__).resolve().parents[1])
     from flows.cli.start import start
 
@@ -35,13 +35,13 @@ from flows.orchestration.audit_record import recorded
 
 @flow(name="audit", flow_run_name="audit-{tag}", persist_result=False)
 def audit(overrides: list[str] | None = None, tag: str = "manual") -> dict[str, Any]:
-    """An audit as a flow, for schedules and for records: `prefect=true`.
+    """Run an audit as a flow, for schedules and for records (`prefect=true`).
 
     Args:
         overrides: Hydra overrides, e.g. `["source=/ckpt", "base=/models/qwen"]`.
         tag: free text that tells runs apart in lists.
 
     Returns:
-        the report, as `out=FILE.json` holds it; with `fix=true` also what was repaired.
+        The report, as in `out=FILE.json`; with `fix=true` also the repairs.
     """
     return recorded(compose_config(overrides or [], config_name="audit"))

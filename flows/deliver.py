@@ -1,17 +1,17 @@
-"""Deliver a checkpoint made elsewhere: gather, merge, convert, check, and write what vLLM serves.
+"""Deliver a checkpoint made elsewhere: gather, merge, convert, check, and write it for vLLM.
 
     python flows/deliver.py DIR base=DIR out=DIR               adapter, model, shards, DeepSpeed
     python flows/deliver.py DIR out=DIR plan=true              print what it would do; start nothing
     python flows/deliver.py DIR base=DIR out=DIR smoke.engine=none     the weights alone, fast
-    python flows/deliver.py DIR base=DIR out=DIR merge.base=dequantized    an adapter of QLoRA
+    python flows/deliver.py DIR base=DIR out=DIR merge.base=dequantized    a QLoRA adapter
     python flows/deliver.py DIR base=DIR out=DIR merge.base=compare    measure both; write nothing
     python flows/deliver.py DIR base=DIR out=DIR convert.dtype=float16
     python flows/deliver.py adapters=[DIR:0.7,DIR2:0.3] base=DIR out=DIR   several, weighted
 
-DIR without a key is `source=DIR`. It is audited first, as `flows/audit.py` does it; errors that a
-delivery does not repair refuse it, with code, place and fix. Works from any directory. Exit status:
-0 done, 1 a stage failed, 2 source, base or configuration are wrong and nothing was written, 130,
-143 and 129 after Ctrl-C, SIGTERM and a closed terminal.
+DIR without a key is `source=DIR`. It is audited first, as by `flows/audit.py`; the delivery is
+refused if it has errors that a delivery does not repair. Works from any directory. Exit status: 0
+done, 1 a stage failed, 2 source, base or configuration are wrong and nothing was written, 130, 143
+and 129 after Ctrl-C, SIGTERM and a closed terminal.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ import sys
 from pathlib import Path
 
 if __name__ == "__main__":
-    # Before Prefect is imported: it reads its environment then, and where no engine is asked for
-    # it is not imported at all.
+    # Before Prefect is imported, because it then reads its environment. With smoke.engine=none it
+    # is not imported at all.
     sys.path[0] = str(Path(__file__).resolve().parents[1])
     from flows.cli.start import start
 
@@ -36,13 +36,13 @@ from flows.delivery.run_delivery import run_in_prefect
 
 @flow(name="deliver", flow_run_name="deliver-{tag}", persist_result=False)
 def deliver(overrides: list[str] | None = None, tag: str = "manual") -> dict[str, Any]:
-    """The back half of the chain, from a checkpoint to a served model.
+    """Turn a checkpoint into a served model: the second half of the chain.
 
     Args:
         overrides: Hydra overrides, e.g. `["source=/ckpt", "base=/models/qwen", "out=/served"]`.
         tag: free text that tells runs apart in lists.
 
     Returns:
-        the summary, as in `<paths.runs>/latest/summary.json`.
+        The summary, as in `<paths.runs>/latest/summary.json`.
     """
     return run_in_prefect(overrides or [])

@@ -17,8 +17,8 @@ import sys
 from pathlib import Path
 
 if __name__ == "__main__":
-    # Before Prefect is imported: it reads its environment then, and the command sets that first.
-    # The program's own folder would shadow other packages' modules; the project's root does not.
+    # Before Prefect is imported, because it then reads its environment, which the command sets.
+    # The project's root replaces flows/ on the path: modules in flows/ would shadow libraries.
     sys.path[0] = str(Path(__file__).resolve().parents[1])
     from flows.cli.start import start
 
@@ -33,7 +33,7 @@ from flows.chain.run_chain import run_flow
 
 @flow(name="rlhf", flow_run_name="rlhf-{tag}", persist_result=False)
 def rlhf(overrides: list[str] | None = None, tag: str = "manual") -> dict[str, Any]:
-    """One post-training chain, from base model and data to a registered, served model.
+    """Run a post-training chain, from base model and data to a registered, served model.
 
     Args:
         overrides: Hydra overrides, e.g. `["+exp=qlora", "train.lr=1e-4"]`; checked against the
@@ -41,6 +41,6 @@ def rlhf(overrides: list[str] | None = None, tag: str = "manual") -> dict[str, A
         tag: free text that tells runs apart in lists.
 
     Returns:
-        the summary, as in `<paths.runs>/latest/summary.json`.
+        The summary, as in `<paths.runs>/latest/summary.json`.
     """
     return run_flow("rlhf", overrides or [])

@@ -7,9 +7,9 @@ import re
 import pytest
 from hydra.core.override_parser.overrides_parser import OverridesParser
 
-from flows.chain.steps import links
+from flows.chain.steps import chain_steps
+from flows.cli.arguments import apart
 from flows.cli.config import compose_config
-from flows.cli.overrides import apart
 from tests.conftest import PROJECT
 
 PAGES = (
@@ -54,7 +54,7 @@ def test_every_flow_command_composes() -> None:
         for one in OverridesParser.create().parse_overrides(overrides):
             assert one.get_key_element()
         for choice in sweeps(overrides):
-            links(compose_config(choice), [*choice, *apart(given)[1]])
+            chain_steps(compose_config(choice), [*choice, *apart(given)[1]])
 
 
 def test_every_delivery_composes() -> None:

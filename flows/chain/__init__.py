@@ -1,6 +1,6 @@
-"""The chain of `flows/rlhf.py`: the stages of one model, and the steps (SFT, reward, PPO) in turn.
+"""Run what `flows/rlhf.py` asks for: the stages of a model, once for every step (SFT, reward, PPO).
 
-run_chain     compose, check, run, judge, register
-steps         section `chain`: which models are trained one after the other
-chain         which stage reads what; `stages` declares them, `train` and `smoke` set two of them up
+run_chain     the flow: compose, check, run, apply the gate, register
+steps         section `chain`: the models that are trained one after the other
+chain         the stages of one model; `stages` declares them, `train` and `smoke` prepare two
 """

@@ -1,8 +1,8 @@
-"""The chain of one model: which stage reads what, and which settings decide its result.
+"""Run the stages of one model: the inputs of each stage, and the settings that decide its result.
 
-Configuration turns into the plain arguments of stage functions here, in `chain_train` and in
-`chain_smoke`, and nowhere else. What is passed as `config` is part of a stage's key, what is passed
-as `context` is not.
+This module, `train` and `smoke` turn the configuration into plain arguments of stage functions;
+nothing else does. Arguments passed as `config` are part of a stage's key, those passed as `context`
+are not.
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ from tasks.rl.rewards.exact import EXACT_MATCH
 
 
 class Chain(ChainRun):
-    """The stages in their order."""
+    """Run the stages of one model in their order."""
 
     def deliver(self) -> Delivered:
-        """Run everything from prepare to smoke_eval."""
-        data = self._prepare_data()  # first: its mistakes are the user's, and cost nothing to find
+        """Run all stages from prepare_data to smoke_eval."""
+        data = self._prepare_data()  # first: mistakes in the user's data are cheap to find
         base = self._prepare_base()
         trained = train_stage(self, base, data)
         gathered = self._gather(trained, base)
@@ -45,7 +45,7 @@ class Chain(ChainRun):
         if self.earlier is not None:
             return self.earlier.base if self.continued else self.earlier.served
         model = dict(self.settings["model"])
-        # How a model is loaded later on does not change what it is.
+        # Options for loading a model do not change its files.
         config = {k: v for k, v in model.items() if k not in _LOADING}
         return self._run(
             BASE,
@@ -59,7 +59,7 @@ class Chain(ChainRun):
         data = {k: v for k, v in self.settings["data"].items() if k != "max_truncated"}
         config = {**data, "rows": self.rows.name, "source": source_identity(**data)}
         if self.rows is PROMPTS and self.settings["reward"]["function"] == EXACT_MATCH:
-            config["answered"] = True  # found before a base is made, not by a rank
+            config["answered"] = True  # a missing answer is reported here, not by a rank
         return self._run(DATA, prepare_data, config=config)
 
     def _gather(self, trained: Artifact, base: Artifact) -> Artifact:
@@ -72,7 +72,7 @@ class Chain(ChainRun):
         )
 
     def _merge(self, adapter: Artifact, base: Artifact, trained: Artifact) -> Artifact:
-        """In the dtype and files that convert is to make, so that convert only links."""
+        """Merge into the dtype and files that convert has to write, so that convert only links."""
         convert_to = self.settings["convert"]
         return self._run(
             MERGE,

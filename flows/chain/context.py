@@ -1,4 +1,4 @@
-"""What one chain's run is given, and what follows from its settings alone."""
+"""Inputs of one step: its settings, the stage runner, the results of earlier steps."""
 
 from __future__ import annotations
 
@@ -12,19 +12,19 @@ from tasks.data.kinds import Kind, kind_for, names_texts
 from tasks.drift.fingerprint import PROFILES, DriftLimit
 from tasks.evaluation.scoring import ReferenceScorer
 from tasks.pipeline.artifact import Artifact
-from tasks.pipeline.stage import Mechanism
+from tasks.pipeline.report import StageRunner
 from tasks.process.multinode import Leader
 
 
 @dataclass(frozen=True)
 class Delivered:
-    """Results of a chain that the next one begins with.
+    """Results of a step, from which the next one starts.
 
     Attributes:
-        served: what is served.
-        base: what it was trained from.
-        adapter: on that base; None where all weights were trained.
-        peft: its section `peft`.
+        served: the served model.
+        base: the base that was trained.
+        adapter: the adapter on that base; None if all weights were trained.
+        peft: section `peft` of the step.
     """
 
     served: Artifact
@@ -35,19 +35,19 @@ class Delivered:
 
 @dataclass(frozen=True)
 class ChainRun:
-    """One chain's run: settings, the mechanism, and who measures.
+    """Inputs of one step.
 
     Attributes:
         settings: the resolved configuration as plain nested dictionaries.
         mechanism: runs the stages.
         scorer: the transformers reference.
-        leader: of the other nodes, where there are any.
-        earlier: the model that came before it in a chain of chains; None: that of the settings.
-        reward: the reward model that came before it, likewise.
+        leader: asks the other nodes for their ranks; None for a run on one node.
+        earlier: results of the step before; None to start from `model.path`.
+        reward: the reward model that an earlier step trained.
     """
 
     settings: Mapping[str, Any]
-    mechanism: Mechanism
+    mechanism: StageRunner
     scorer: ReferenceScorer
     leader: Leader | None = None
     earlier: Delivered | None = None
@@ -55,22 +55,22 @@ class ChainRun:
 
     @property
     def rows(self) -> Kind:
-        """What is learnt from, and tested on."""
+        """Kind of rows that the objective trains and is evaluated on."""
         texts = names_texts(self.settings["data"])
         return kind_for(self.settings["train"]["objective"], texts=texts)
 
     @property
     def profile(self) -> DriftLimit:
-        """What two engines may differ by."""
+        """Drift that the gate's profile allows between two engines."""
         return PROFILES[self.settings["gate"]["profile"]]
 
     @property
     def continued(self) -> Artifact | None:
-        """Return the adapter that this chain trains further; None for a new one."""
+        """Adapter that this step trains further; None for a new one."""
         if self.earlier is None or not continues(self.earlier.peft, self.settings["peft"]):
             return None
         return self.earlier.adapter
 
     def log_path(self, stage: str) -> Path:
-        """The file that a stage's children write to."""
+        """Return the log file of a stage's child processes."""
         return self.mechanism.logs / f"{stage}.log"

@@ -1,6 +1,6 @@
-"""The body of a training flow: compose, check, run the chain, judge, register.
+"""Run a training flow: compose, check, run the steps of the chain, apply the gate, register.
 
-It runs under the command line and in a Prefect worker alike; both hand it Hydra overrides.
+The command line and a Prefect worker both call `run_flow` with Hydra overrides.
 """
 
 from __future__ import annotations
@@ -16,84 +16,89 @@ from prefect import get_run_logger, task
 
 from flows.chain.chain import Chain
 from flows.chain.context import Delivered
-from flows.chain.steps import Link, compose, links
+from flows.chain.steps import Step, chain_steps, compose
 from flows.cli.config import Composed
 from flows.cli.lock import hold
 from flows.cli.plan import check, render
-from flows.orchestration.flow_run import Attempt, in_prefect, tracker_of
+from flows.orchestration.flow_run import FlowRun, in_prefect, tracker_of
 from flows.orchestration.summary import stage_entry
 from tasks.evaluation.scoring import ReferenceScorer
 from tasks.pipeline.artifact import Artifact
 from tasks.pipeline.stage import Mechanism
 from tasks.process.launch import kill_children_on_abort
 from tasks.process.multinode import Leader, Meeting
-from tasks.register import Gate, judge_gate, register
+from tasks.register import Gate, Registry, judge_gate, register
 
 
 def run_flow(name: str, overrides: list[str]) -> dict[str, Any]:
-    """Run one flow to its end.
+    """Run a flow to its end; with `plan=true` only log the plan.
+
+    Args:
+        name: name of the flow.
+        overrides: Hydra overrides, those of single steps included.
 
     Returns:
-        the summary.
+        The summary.
 
     Raises:
-        PlumblineError: what ended it; the summary says so too, unless nothing was started.
+        PlumblineError: a check or a stage failed. The summary has the error, too, unless nothing
+            was started.
     """
     composed = compose(overrides)
-    chain = links(composed, overrides)
+    steps = chain_steps(composed, overrides)
     if composed.settings["plan"]:
-        text = render(chain)
+        text = render(steps)
         get_run_logger().info("%s", text)
-        check(chain)
+        check(steps)
         return {"status": "planned", "plan": text}
-    check(chain)
+    check(steps)
     with hold(composed.runs, composed.settings["paths"]["wait_s"]), kill_children_on_abort():
         exp = experiment_of(overrides)
-        attempt = Attempt.begin(
-            name, composed, in_prefect(name), tracker=tracker_of(composed), exp=exp
-        )
-        attempt.summary.defaults = [line for link in chain for line in defaults_of(link)]
-        return attempt.run(" ".join(filter(None, (name, exp))), partial(_stages, chain=chain))
+        tracker = tracker_of(composed)
+        flow_run = FlowRun.begin(name, composed, in_prefect(name), tracker=tracker, exp=exp)
+        flow_run.summary.defaults = [line for step in steps for line in defaults_of(step)]
+        title = " ".join(filter(None, (name, exp)))
+        return flow_run.run(title, partial(_run_stages, steps=steps, registry=tracker))
 
 
-def defaults_of(link: Link) -> list[str]:
-    """Return the lines about computed defaults of a link that trains a real model."""
-    if link.composed.settings["model"]["kind"] == "toy":
-        return []  # the embedded model's numbers are nobody's choice
-    name = f"{link.name}: " if link.name else ""
-    return [f"{name}{line}" for line in link.composed.defaults]
+def defaults_of(step: Step) -> list[str]:
+    """Return the lines about computed defaults of a step that trains a real model."""
+    if step.composed.settings["model"]["kind"] == "toy":
+        return []  # nobody chooses the numbers of the embedded model
+    name = f"{step.name}: " if step.name else ""
+    return [f"{name}{line}" for line in step.composed.defaults]
 
 
 def experiment_of(overrides: list[str]) -> str | None:
-    """The experiment that the overrides name, if any."""
-    named = [o.partition("=")[2] for o in overrides if o.lstrip("+").startswith("exp=")]
-    return named[-1] if named else None
+    """Return the experiment that the overrides choose; None if they choose none."""
+    experiments = [o.partition("=")[2] for o in overrides if o.lstrip("+").startswith("exp=")]
+    return experiments[-1] if experiments else None
 
 
-def _stages(attempt: Attempt, *, chain: Sequence[Link]) -> None:
-    """All chains, and what their end is told to: summary and registry."""
-    mechanism, composed = attempt.mechanism, attempt.composed
+def _run_stages(flow_run: FlowRun, *, steps: Sequence[Step], registry: Registry) -> None:
+    """Run all steps, then register the model that the last one serves."""
+    mechanism, composed = flow_run.mechanism, flow_run.composed
     log_path = mechanism.logs / "reference.log"
-    scorer = ReferenceScorer(log=attempt.host.log, log_path=log_path, threads=_threads(composed))
+    scorer = ReferenceScorer(log=flow_run.host.log, log_path=log_path, threads=_threads(composed))
     meeting = Meeting.from_environment(composed.settings["train"]["nodes"])
     with Leader(meeting, composed.runs) if meeting else nullcontext() as leader, scorer:
-        served = _deliver(chain, mechanism, scorer, leader)
-    attempt.summary.served = str(served.path)
-    _register(attempt, served)
+        served = _deliver(steps, mechanism, scorer, leader)
+    flow_run.summary.served = str(served.path)
+    _register(flow_run, served, registry)
 
 
 def _deliver(
-    chain: Sequence[Link], mechanism: Mechanism, scorer: ReferenceScorer, leader: Leader | None
+    steps: Sequence[Step], mechanism: Mechanism, scorer: ReferenceScorer, leader: Leader | None
 ) -> Artifact:
-    """Every link, each on what the one before it delivers. Returns what the last one serves."""
+    """Run each step on the result of the one before it. Returns the last served model."""
     earlier: Delivered | None = None
     reward: Artifact | None = None
-    for link in chain:
-        with mechanism.link(link.name) as of_link:
-            settings = link.composed.settings
-            run = Chain(settings, of_link, scorer, leader, earlier=earlier, reward=reward)
+    for step in steps:
+        with mechanism.step(step.name) as step_mechanism:
+            settings = step.composed.settings
+            run = Chain(settings, step_mechanism, scorer, leader, earlier=earlier, reward=reward)
             delivered = run.deliver()
-        if link.objective == "reward":
+        if step.objective == "reward":
             reward = delivered.served
         else:
             earlier = delivered
@@ -101,33 +106,34 @@ def _deliver(
 
 
 def _threads(composed: Composed) -> int:
-    """Those of a rank: with another number of threads sums are rounded differently."""
+    """Return the threads of a rank: another number of threads would round sums differently."""
     train = composed.settings["train"]
     return train["threads"] or max(1, len(os.sched_getaffinity(0)) // train["nproc"])
 
 
-def _register(attempt: Attempt, served: Artifact) -> None:
-    """Not a cached stage: the registry may be another one, or may have been emptied."""
-    settings, results = attempt.composed.settings, attempt.mechanism.results
+def _register(flow_run: FlowRun, served: Artifact, registry: Registry) -> None:
+    """Apply the gate and register. Never cached: the registry may have been emptied since."""
+    settings, results = flow_run.composed.settings, flow_run.mechanism.results
     metrics = {k: v for result in results for k, v in result.metrics.items()}
     gate = judge_gate(metrics, min_eval_gain=settings["gate"]["min_eval_gain"])
     verdict: dict[str, Any] = {"passed": gate.passed, "reasons": list(gate.reasons)}
-    attempt.summary.gate = verdict
+    flow_run.summary.gate = verdict
     before = time.monotonic()
-    version = task(_write_version, name="register", cache_policy=None)(attempt, served, gate)
+    write_version = task(_write_version, name="register", cache_policy=None)
+    version = write_version(flow_run, served, gate, registry)
     verdict["version"] = version
-    attempt.summary.stages = [*map(stage_entry, results), _register_entry(version, before)]
+    flow_run.summary.stages = [*map(stage_entry, results), _register_entry(version, before)]
 
 
-def _write_version(attempt: Attempt, served: Artifact, gate: Gate) -> str:
-    results = attempt.mechanism.results
+def _write_version(flow_run: FlowRun, served: Artifact, gate: Gate, registry: Registry) -> str:
+    results = flow_run.mechanism.results
     return register(
-        attempt.mechanism.tracker,
+        registry,
         served=served,
         gate=gate,
-        model_name=attempt.composed.settings["tracking"]["model_name"],
+        model_name=flow_run.composed.settings["tracking"]["model_name"],
         tags={
-            "exp": attempt.summary.exp or "",
+            "exp": flow_run.summary.exp or "",
             **{f"digest.{result.artifact.kind}": result.artifact.digest for result in results},
         },
     )

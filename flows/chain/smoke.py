@@ -1,4 +1,4 @@
-"""The stage `smoke_eval` within the chain: what is asked of the served model, and beside whom."""
+"""Run the stage `smoke_eval` of a chain: choose its function, its inputs and its settings."""
 
 from __future__ import annotations
 
@@ -17,32 +17,37 @@ from tasks.smoke_eval import smoke_eval
 
 
 def smoke_stage(run: ChainRun, **inputs: Artifact) -> None:
-    """Load what is served and hold it against what came before it."""
+    """Load the served model and compare it with the trained one and with the model before.
+
+    Args:
+        run: the step.
+        inputs: artifacts `served`, `base` (the model before training), `data` and `trained`.
+    """
     settings = dict(run.settings["smoke"])
     engine = settings.pop("engine")
     log_path = run.log_path("smoke_eval")
-    drawing: dict[str, float] = {}
+    sampling: dict[str, float] = {}
     context: dict[str, Any] = {"scorer": run.scorer, "log_path": log_path}
     if run.settings["train"]["objective"] == "reward":
         function: Any = smoke_rewards
-        del inputs["base"]  # it has no head to compare with
+        del inputs["base"]  # it has no reward head to compare with
     else:
         function = smoke_texts if run.rows is TEXTS else smoke_eval
         if run.rows is PROMPTS:
-            drawing["temperature"] = run.settings["rollout"]["temperature"]
+            sampling["temperature"] = run.settings["rollout"]["temperature"]
             if (reward := _reward_model(run)) is not None:
                 inputs["reward"] = reward
         history = {r.name: r.drift for r in run.mechanism.results if r.drift is not None}
         context["history"] = history
-    settled = {"settings": SmokeSettings(**settings), "profile": run.profile}
-    config = {"engine": engine, **settled, **drawing}
+    limits = {"settings": SmokeSettings(**settings), "profile": run.profile}
+    config = {"engine": engine, **limits, **sampling}
     run.mechanism.run(SMOKE, function, inputs=inputs, config=config, context=context)
 
 
 def _reward_model(run: ChainRun) -> Artifact | None:
-    """Who scores the replies: the link before, or a folder of the user's."""
+    """Return the reward model: that of an earlier step, or the folder of `reward.model`."""
     if run.reward is not None:
         return run.reward
-    if (named := run.settings["reward"]["model"]) is None:
+    if (folder := run.settings["reward"]["model"]) is None:
         return None
-    return Artifact("served", Path(named).expanduser(), model_digest(Path(named)))
+    return Artifact("served", Path(folder).expanduser(), model_digest(Path(folder)))

@@ -1,7 +1,7 @@
-"""The stages of the chain: what each publishes, and whose code and versions its result depends on.
+"""Declare the stages of the chain: name, kind of artifact, code, distributions.
 
-A change in the modules that a stage starts from or in anything that they import, or another version
-of the distributions, makes a stage run again.
+A stage runs again if its code changes (the modules named here or any module they import) or if a
+distribution named here has another version.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ TRAIN = Stage(
     "shards",
     ("tasks.train",),
     (*_TORCH, "peft", "deepspeed", "bitsandbytes"),
-    without=("tasks.rl",),  # started for online objectives alone
+    without=("tasks.rl",),  # only online objectives start it
 )
 ROLLOUT_BASE = Stage("rollout_base", "weights", ("tasks.rollout_base",), (*_TORCH, "bitsandbytes"))
 GATHER_ADAPTER = Stage("gather", "adapter", ("tasks.gather",), (*_TORCH, "peft"))

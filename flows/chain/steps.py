@@ -1,13 +1,14 @@
-"""A chain of chains: section `chain` names its links, and what each of them overrides.
+"""Train several models in turn: the steps (SFT, reward model, PPO) of section `chain`.
 
     chain:
       sft: [train=sft]
       reward: [train=reward, data.train_size=12000]
       ppo: [train=ppo, rl=ppo, reward=model]
 
-Every link is a whole configuration: the run's own overrides, then the link's. On the command line
-`ppo:train.lr=1e-5` is an override for the link `ppo` alone, and comes last. A link begins with the
-model that the one before it serves; a reward model is nobody's base, and scores the links after it.
+Every step has a whole configuration: the overrides of the run, then those of the step. On the
+command line, `ppo:train.lr=1e-5` is an override for the step `ppo` alone and is applied last. A
+step starts from the model that the step before it serves. A reward model is not trained further; it
+scores the responses of later steps.
 """
 
 from __future__ import annotations
@@ -16,25 +17,25 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+from flows.cli.arguments import keys, split
 from flows.cli.config import Composed, compose_config, vocabulary
-from flows.cli.overrides import keys, split
 from flows.cli.vocabulary import nearest
 from tasks.config.checks.unread import unread
 from tasks.core.errors import ConfigError
 
 
 @dataclass(frozen=True)
-class Link:
-    """One chain of a run.
+class Step:
+    """One step of a run: one model that is trained and served.
 
     Attributes:
-        name: empty where there is only one.
-        composed: its configuration.
-        rewarded: whether a link before it trains a reward model.
-        begins_with: section `peft` of the link before it whose model this one begins with; None
-            where there is no such link.
-        typed: keys that the command line sets, for it alone or (in the last link) for a run none of
-            whose links reads them.
+        name: empty if the run has a single step.
+        composed: configuration of the step.
+        rewarded: True if an earlier step trains a reward model.
+        begins_with: section `peft` of the earlier step whose model this step starts from; None if
+            it starts from `model.path`.
+        typed: keys that the command line sets for this step. The last step also gets those keys of
+            the run that no step reads.
     """
 
     name: str
@@ -50,52 +51,57 @@ class Link:
 
     @property
     def objective(self) -> str:
-        """What it trains for."""
+        """Training objective of the step, such as "sft"."""
         return str(self.composed.settings["train"]["objective"])
 
 
 def compose(overrides: Sequence[str]) -> Composed:
-    """The run's own configuration. Raises as `compose_config`."""
+    """Compose the configuration of the run, without overrides of single steps.
+
+    Raises:
+        ConfigError: as in `compose_config`.
+    """
     return compose_config(split(overrides)[0])
 
 
-def links(composed: Composed, overrides: Sequence[str]) -> list[Link]:
-    """The chains that a run consists of, in order.
+def chain_steps(composed: Composed, overrides: Sequence[str]) -> list[Step]:
+    """Return the steps of a run, in order.
 
     Args:
-        composed: the run's own configuration.
-        overrides: that led to it, those of links included.
+        composed: configuration of the run.
+        overrides: all overrides of the command line, those of single steps included.
 
     Raises:
-        ConfigError: an override for a link that there is not; a link's own overrides are wrong.
+        ConfigError: an override names a step that the chain does not have, or the overrides of a
+            step are wrong.
     """
     chain: dict[str, list[str]] = composed.settings["chain"]
-    plain, of_links = split(overrides)
-    strangers = sorted(set(of_links) - set(chain))
-    if strangers:
-        raise _no_step(strangers[0], of_links[strangers[0]][0], list(chain))
+    plain, by_step = split(overrides)
+    unknown = sorted(set(by_step) - set(chain))
+    if unknown:
+        raise _no_step(unknown[0], by_step[unknown[0]][0], list(chain))
     if not chain:
-        return [Link("", composed, typed=tuple(keys(plain)))]
-    found: list[Link] = []
+        return [Step("", composed, typed=tuple(keys(plain)))]
+    steps: list[Step] = []
     for name, own in chain.items():
-        models = [link for link in found if link.objective != "reward"]
-        config = _composed(name, [*plain, *own, *of_links.get(name, ())])
-        typed = tuple(keys(of_links.get(name, ())))
-        link = Link(name, config, rewarded=len(models) < len(found), typed=typed)
+        models = [step for step in steps if step.objective != "reward"]
+        config = _composed(name, [*plain, *own, *by_step.get(name, ())])
+        typed = tuple(keys(by_step.get(name, ())))
+        step = Step(name, config, rewarded=len(models) < len(steps), typed=typed)
         if models:
-            _require_same_adapter(models[-1], link)
-            link = replace(link, begins_with=models[-1].composed.settings["peft"])
-        found.append(link)
-    idle = (_unread(link, keys(plain)) for link in found)
-    nowhere = set.intersection(*idle)  # a key of the run is for the links that read it
-    found[-1] = replace(found[-1], typed=(*found[-1].typed, *sorted(nowhere)))
-    return found
+            _require_same_adapter(models[-1], step)
+            step = replace(step, begins_with=models[-1].composed.settings["peft"])
+        steps.append(step)
+    # A key of the run is meant for the steps that read it; no step reads these.
+    read_by_none = set.intersection(*(_unread(step, keys(plain)) for step in steps))
+    steps[-1] = replace(steps[-1], typed=(*steps[-1].typed, *sorted(read_by_none)))
+    return steps
 
 
 def continues(before: Mapping[str, Any], peft: Mapping[str, Any]) -> bool:
     """Return True if a step trains the adapter of the step before: both are QLoRA.
 
-    Merged, the weights would be quantised again, and lose most of what the step before learned.
+    Merged weights would be quantised again and lose most of what the step before learned.
 
     Args:
         before: section `peft` of the step before.
@@ -104,25 +110,25 @@ def continues(before: Mapping[str, Any], peft: Mapping[str, Any]) -> bool:
     return before["kind"] == peft["kind"] == "qlora"
 
 
-def _require_same_adapter(before: Link, link: Link) -> None:
-    """Refuse a QLoRA link that cannot go on with the adapter of the QLoRA link before it."""
-    there, here = before.composed.settings["peft"], link.composed.settings["peft"]
+def _require_same_adapter(before: Step, step: Step) -> None:
+    """Raise ConfigError if a QLoRA step cannot train the adapter of the QLoRA step before it."""
+    there, here = before.composed.settings["peft"], step.composed.settings["peft"]
     if not continues(there, here):
         return
-    differs = [key for key in here if key not in _OWN and here[key] != there[key]]
+    differs = [key for key in here if key not in _MAY_DIFFER and here[key] != there[key]]
     if differs:
         key = f"peft.{differs[0]}"
         raise ConfigError(
-            f"step {link.name}: {key}={here[differs[0]]}, and step {before.name} has "
+            f"step {step.name}: {key}={here[differs[0]]}, and step {before.name} has "
             f"{there[differs[0]]}; a QLoRA step goes on with the adapter of the step before, whose "
             "merged weights would lose in 4 bits most of what it learned",
-            details=[f"peft.{one}" for one in differs],
-            hint=f"the same section peft for both, or {link.name}:peft=lora",
+            details=[f"peft.{name}" for name in differs],
+            hint=f"the same section peft for both, or {step.name}:peft=lora",
         )
 
 
-_OWN = ("dropout", "pissa_niter")
-"""Settings of an adapter in which two links may differ when one goes on with the other's."""
+_MAY_DIFFER = ("dropout", "pissa_niter")
+"""Keys of section `peft` in which two steps that train the same adapter may differ."""
 
 
 def _no_step(name: str, override: str, steps: Sequence[str]) -> ConfigError:
@@ -137,21 +143,16 @@ def _no_step(name: str, override: str, steps: Sequence[str]) -> ConfigError:
     )
 
 
-def _unread(link: Link, typed: Sequence[str]) -> set[str]:
-    settings = link.composed.settings
-    return {finding.what for finding in unread(settings, typed, **link.earlier)}
+def _unread(step: Step, typed: Sequence[str]) -> set[str]:
+    settings = step.composed.settings
+    return {finding.what for finding in unread(settings, typed, **step.earlier)}
 
 
 def _composed(name: str, overrides: Sequence[str]) -> Composed:
-    """The configuration of one link; what is wrong with it says of which."""
+    """Compose the configuration of one step; an error names the step."""
     try:
         return compose_config(overrides)
     except ConfigError as error:
         message, details, hint = error.message, error.details, error.hint
         hint = " or ".join(f"{name}:{each}" for each in hint.split(" or ")) if "=" in hint else hint
         raise ConfigError(f"step {name}: {message}", details=details, hint=hint) from error
-
-
-def about(links: Sequence[Link]) -> dict[str, Any]:
-    """What the tracker keeps of the links' configurations."""
-    return {link.name: link.composed.settings for link in links if link.name}

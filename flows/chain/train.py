@@ -1,4 +1,4 @@
-"""The stage `train` within the chain: which of its two kinds, what it reads, its checkpoints."""
+"""Run the stage `train` of a chain: offline or online, with its inputs and its checkpoints."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from flows.orchestration.progress import progress
 from tasks.data.kinds import PROMPTS, names_texts
 from tasks.evaluation.scoring import ReferenceScorer
 from tasks.pipeline.artifact import Artifact
+from tasks.pipeline.report import StageRecord
 from tasks.pipeline.stage import plain
-from tasks.pipeline.tracking import StageRun
 from tasks.rl.rewards.identity import sources_digest
 from tasks.rollout_base import rollout_base
 from tasks.train import train
@@ -24,7 +24,11 @@ from tasks.training.tokens.truncation import refuse_truncated
 
 
 def train_stage(run: ChainRun, base: Artifact, data: Artifact) -> Artifact:
-    """Train a base on data; returns the `shards`."""
+    """Train a base on data. Returns the `shards` artifact.
+
+    Raises:
+        DataError: more training rows are cut than `data.max_truncated` allows.
+    """
     settings = resolved(run.settings)
     inputs, config = {"base": base, "data": data}, {"settings": settings}
     if run.continued is not None:
@@ -32,7 +36,7 @@ def train_stage(run: ChainRun, base: Artifact, data: Artifact) -> Artifact:
     stage = TRAIN
     if settings.online:
         stage, inputs = REINFORCE, {**inputs, **_online_inputs(run, base, settings)}
-    # One folder for one result: what broke off is found again by the next attempt at it.
+    # One folder per result, so that the next run finds the checkpoints of an interrupted one.
     key = stage.key(plain(config), inputs)
     checkpoints = run.mechanism.store.parent / "checkpoints" / key
     trained = run.mechanism.run(
@@ -54,15 +58,15 @@ def train_stage(run: ChainRun, base: Artifact, data: Artifact) -> Artifact:
     if trained.digest:
         refuse_cut_rows(run.settings, trained)
     if not run.settings["train"]["keep_ckpts"]:
-        # They are for a run that broke off; what it led to is published now.
+        # Checkpoints only serve an interrupted run, and this result is published.
         shutil.rmtree(checkpoints, ignore_errors=True)
     return trained
 
 
 def refuse_cut_rows(settings: Mapping[str, Any], trained: Artifact) -> None:
-    """Apply `data.max_truncated` to a result that is reused, as the ranks do to a new one.
+    """Apply `data.max_truncated` to a reused result, as the ranks do to a new one.
 
-    The limit decides about a result and does not change it, so it is no part of the stage's key.
+    The limit accepts or refuses a result and does not change it, so it is not part of the key.
 
     Raises:
         DataError: more training rows were cut than the limit allows.
@@ -79,23 +83,25 @@ def refuse_cut_rows(settings: Mapping[str, Any], trained: Artifact) -> None:
 
 
 def _online_inputs(run: ChainRun, base: Artifact, settings: Settings) -> dict[str, Artifact]:
-    """What learning from own replies reads beside base and data."""
-    found = {} if run.reward is None else {"reward": run.reward}
+    """Return the further inputs of online training: reward model and rollout weights."""
+    inputs = {} if run.reward is None else {"reward": run.reward}
     quantization = settings.peft.quantization()
     if quantization is not None and settings.online["rollout"]["engine"] == "vllm":
-        found["rollout"] = run.mechanism.run(
+        inputs["rollout"] = run.mechanism.run(
             ROLLOUT_BASE,
             rollout_base,
             inputs={"base": base},
             config={"quantization": quantization, "dtype": settings.dtype},
             context={"perform": run.scorer.perform},
         ).artifact
-    return found
+    return inputs
 
 
 @contextlib.contextmanager
-def _observe(scorer: ReferenceScorer, run: StageRun, log: Any) -> Iterator[Callable[[Any], None]]:
-    """Progress; and the scorer's imports happen while the ranks are still at work."""
+def _observe(
+    scorer: ReferenceScorer, run: StageRecord, log: Any
+) -> Iterator[Callable[[Any], None]]:
+    """Show progress, and let the scorer import its libraries while the ranks still train."""
     with progress(run, log) as shown:
 
         def on_event(event: dict[str, Any]) -> None:
@@ -107,7 +113,7 @@ def _observe(scorer: ReferenceScorer, run: StageRun, log: Any) -> Iterator[Calla
 
 
 def resolved(settings: Mapping[str, Any]) -> Settings:
-    """What is trained, of the configuration's sections."""
+    """Return the typed training settings of a configuration."""
     sections = {name: settings[name] for name in ("train", "peft", "zero", "model", "seed")}
     if settings["train"]["objective"] not in PROMPTS.objectives:
         return Settings.from_sections(**sections)

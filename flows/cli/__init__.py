@@ -1,7 +1,8 @@
-"""The command lines: from words typed to a validated configuration and an exit status.
+"""Turn a command line into a validated configuration, a run and an exit status.
 
-entry         Hydra with our help, errors and exit statuses; `arguments` sorts the words before it
-config        composes the configuration, here and in a worker; `config_errors` names what is wrong
-plan          `plan=true`, and the check that every run passes first
+entry         runs Hydra with our help, errors, signals and exit statuses; `arguments` sorts the
+              words first
+config        composes the configuration, here and in a worker; `config_errors` explains errors
+plan          `plan=true`, and the checks that every run has to pass
 *_command     one for each of `flows/rlhf.py`, `flows/deliver.py` and `flows/audit.py`
 """

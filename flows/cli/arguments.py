@@ -1,11 +1,13 @@
 """Sort the words of a command line before Hydra parses them: flags, overrides, folders, mistakes.
 
 Hydra answers another tool's flag (`--learning_rate 1e-4`) with its usage, and a word without `=`
-with a grammar error. This module reports all such mistakes together, with what to type instead.
+with a grammar error. This module reports all such mistakes together, with what to type instead. It
+also separates the overrides of the run from those of single steps (`ppo:train.lr=1e-5`).
 """
 
 from __future__ import annotations
 
+import re
 from argparse import ArgumentParser
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -15,7 +17,6 @@ from typing import Any, NoReturn
 from hydra._internal.utils import get_args_parser
 
 from flows.cli.config_errors import Problem, config_error
-from flows.cli.overrides import apart
 from flows.cli.vocabulary import EXPERIMENTS, VALUE, Vocabulary
 from tasks.core.errors import ConfigError
 
@@ -23,29 +24,34 @@ POSITIONAL = {"deliver": "source", "audit": "source"}
 """Setting that a folder without `key=` sets, by program."""
 _HYDRA_ONLY = ("--shell-completion", "-sc", "--hydra-help", "--version")
 _ASSIGN = ("=", ":", ":=")
+_FOR_STEP = re.compile(r"([a-z][a-z0-9_]*):([+~]{0,2}[\w./@]+(=.*)?)", re.DOTALL)
 
 
 @dataclass
 class Arguments:
-    """A command line, sorted.
+    """Sorted words of a command line.
 
     Attributes:
-        flags: Hydra's, with their values.
+        flags: Hydra's flags with their values.
         overrides: overrides of the run.
-        for_links: overrides of single steps of a chain, as given.
+        for_steps: overrides of single steps of a chain, as typed.
         help: True for `--help`.
-        topics: sections named beside `--help`.
+        topics: sections named with `--help`.
     """
 
     flags: list[str] = field(default_factory=list)
     overrides: list[str] = field(default_factory=list)
-    for_links: list[str] = field(default_factory=list)
+    for_steps: list[str] = field(default_factory=list)
     help: bool = False
     topics: list[str] = field(default_factory=list)
 
 
 def read(words: Sequence[str], names: Vocabulary) -> Arguments:
     """Sort a command line.
+
+    Args:
+        words: the command line after the program's name.
+        names: settings and options of the program.
 
     Raises:
         ConfigError: a flag is unknown to Hydra, or a word is no override.
@@ -54,39 +60,61 @@ def read(words: Sequence[str], names: Vocabulary) -> Arguments:
         return Arguments(flags=list(words))
     known = _Flags()
     problems: list[Problem] = []
-    found, plain = Arguments(), []
+    arguments, plain = Arguments(), []
     rest = list(words)
     while rest:
         word = rest.pop(0)
         flag, joined, value = word.partition("=")
         if word in ("--help", "-h"):
-            found.help = True
+            arguments.help = True
         elif flag in ("--config-dir", "-cd"):
             # An override, so that a worker that gets the overrides finds the folder too.
             folder = Path(value if joined else rest.pop(0) if rest else ".").absolute()
-            found.overrides.append(f"hydra.searchpath=[file://{folder}]")
+            arguments.overrides.append(f"hydra.searchpath=[file://{folder}]")
         elif word.startswith("-"):
             taken = known.values(word, rest)
             if taken is None:
                 problems.append(_unknown_flag(word, rest, names))
             else:
-                found.flags += [word, *taken]
+                arguments.flags += [word, *taken]
         else:
             plain.append(word)
-    overrides, found.for_links = apart(plain)
-    if found.help:
-        found.topics = [word for word in overrides if names.has(word)]
-        overrides = [word for word in overrides if word not in found.topics]
+    overrides, arguments.for_steps = apart(plain)
+    if arguments.help:
+        arguments.topics = [word for word in overrides if names.has(word)]
+        overrides = [word for word in overrides if word not in arguments.topics]
     overrides, wrong = _without_equals(overrides, names)
     if problems or wrong:
         raise config_error([*problems, *wrong])
-    found.overrides += overrides
-    known.check(found.flags)
-    return found
+    arguments.overrides += overrides
+    known.check(arguments.flags)
+    return arguments
+
+
+def split(overrides: Sequence[str]) -> tuple[list[str], dict[str, list[str]]]:
+    """Return the overrides of the run, and those of single steps by the step's name."""
+    plain, for_steps = apart(overrides)
+    by_step: dict[str, list[str]] = {}
+    for override in for_steps:
+        name, _, own = override.partition(":")
+        by_step.setdefault(name, []).append(own)
+    return plain, by_step
+
+
+def apart(overrides: Sequence[str]) -> tuple[list[str], list[str]]:
+    """Return the overrides of the run, and those of single steps as they were typed."""
+    for_steps = [o for o in overrides if _FOR_STEP.fullmatch(o)]
+    return [o for o in overrides if not _FOR_STEP.fullmatch(o)], for_steps
+
+
+def keys(overrides: Sequence[str]) -> list[str]:
+    """Return the dotted keys and groups that overrides set; `null` and `none` set nothing."""
+    pairs = (override.lstrip("+~").partition("=") for override in overrides)
+    return [key.partition("@")[0] for key, _, value in pairs if value not in ("null", "none")]
 
 
 class _Flags:
-    """Return Hydra's flags, from its own parser."""
+    """Flags of Hydra, read from its own parser."""
 
     def __init__(self) -> None:
         self.parser: ArgumentParser = get_args_parser()
@@ -160,8 +188,8 @@ def _without_equals(words: Sequence[str], names: Vocabulary) -> tuple[list[str],
         else:
             problems.append(Problem(f"{word}: {_what(word)}", hint=_meant(word, names)))
     key = POSITIONAL.get(names.program, "")
-    given = [o for o in overrides if o.startswith((f"{key}=", "adapters="))] if key else []
-    if len(folders) + len(given) > 1 and folders:
+    sources = [o for o in overrides if o.startswith((f"{key}=", "adapters="))] if key else []
+    if len(folders) + len(sources) > 1 and folders:
         rule = f"{folders[-1]}: one folder is taken, as {key}"
         problems.append(Problem(rule, hint=f"{key}={folders[0]} base=<folder>"))
     elif folders:

@@ -1,28 +1,30 @@
-"""`python flows/audit.py ...`: from a command line to an exit status, without Prefect and torch."""
+"""Run `python flows/audit.py ...` and return its exit status, without Prefect and torch."""
 
 from __future__ import annotations
 
 import json
+import resource
 import sys
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 from flows.cli.bootstrap import bootstrap
 from flows.cli.config import Composed
-from flows.cli.entry import run_main
-from flows.cli.memory_limit import bounded_memory
-from flows.cli.signals import exit_on_signals
+from flows.cli.entry import exit_on_signals, run_main
 from tasks.audit.repair import repair
 from tasks.audit.run import Report, audit
 from tasks.core.errors import ConfigError, PlumblineError
 
 PROJECT = Path(__file__).resolve().parents[2]
+MAX_MEMORY = 16 << 30
+"""Bytes of address space for reading a folder that may be hostile, whatever its files say."""
 
 
 def main() -> int:
-    """Entry of `flows/audit.py`. Returns the exit status."""
+    """Run the command of this process. Returns the exit status."""
     with exit_on_signals():
         return run_main("audit", _job)
 
@@ -30,21 +32,26 @@ def main() -> int:
 def _job(composed: Composed, overrides: list[str]) -> int:
     settings = composed.settings
     if settings["fix"] and not settings["out_dir"]:
-        raise ConfigError("fix=true writes a new folder: which?", hint="out_dir=<a new folder>")
+        raise ConfigError(
+            "fix=true writes a new folder, and out_dir is not set", hint="out_dir=<a new folder>"
+        )
     if settings["prefect"]:
         return _in_prefect(composed, overrides)
-    status = _say(examine(settings), settings["out"])
+    status = _print_report(examine(settings), settings["out"])
     if settings["fix"]:
-        _tell(repaired(settings))
+        _print_repair(repaired(settings))
         return 0
     return status
 
 
 def repaired(settings: Mapping[str, Any]) -> dict[str, Any]:
-    """`fix=true`: a repaired copy in `out_dir`. Returns where it is, its digest, what was done.
+    """Write a repaired copy to `out_dir` (`fix=true`).
+
+    Returns:
+        `out_dir`, the `digest` of the copy, and the list of repairs as `done`.
 
     Raises:
-        ConfigError, ContractError, ArtifactError: as `tasks.audit.repair.repair` says.
+        ConfigError, ContractError, ArtifactError: as in `tasks.audit.repair.repair`.
     """
     base, out = settings["base"], _folder(settings["out_dir"])
     with bounded_memory(settings["source"]):
@@ -52,14 +59,17 @@ def repaired(settings: Mapping[str, Any]) -> dict[str, Any]:
     return {"out_dir": str(out), "digest": made.artifact.digest, "done": list(made.done)}
 
 
-def _tell(made: Mapping[str, Any]) -> None:
-    """What was repaired, beside the report on standard output."""
-    lines = [f"\n{made['out_dir']}: repaired, artifact {made['digest'][:12]}", *made["done"]]
+def _print_repair(repairs: Mapping[str, Any]) -> None:
+    """Print the repairs to standard error; the report is on standard output."""
+    lines = [
+        f"\n{repairs['out_dir']}: repaired, artifact {repairs['digest'][:12]}",
+        *repairs["done"],
+    ]
     print("\n  ".join(lines), file=sys.stderr)
 
 
 def examine(settings: Mapping[str, Any]) -> Report:
-    """Run the audit that the settings describe; write the report to `out` if it is set.
+    """Run an audit, and write the report to `out` if it is set.
 
     Raises:
         ConfigError: a folder cannot be read, or `out` lies inside it.
@@ -91,8 +101,8 @@ def examine(settings: Mapping[str, Any]) -> Report:
     return report
 
 
-def _say(report: Report, out: str | None) -> int:
-    """Print the report, or where it is. Returns the exit status."""
+def _print_report(report: Report, out: str | None) -> int:
+    """Print the report, or one line with its file. Returns the exit status."""
     if out == "-":
         print(json.dumps(report.as_json(), indent=1))
     elif out:
@@ -112,8 +122,7 @@ def _write(path: Path, report: Report) -> None:
 def _in_prefect(composed: Composed, overrides: list[str]) -> int:
     bootstrap(PROJECT, composed.runs)
     from flows.cli.lock import hold
-    from flows.orchestration.prefect_server import prefect_server
-    from flows.orchestration.warm_up import warm_up
+    from flows.orchestration.prefect_server import prefect_server, warm_up
 
     settings, meanwhile = composed.settings, partial(warm_up, composed, "flows.audit")
     wait_s = settings["paths"]["wait_s"]
@@ -121,19 +130,19 @@ def _in_prefect(composed: Composed, overrides: list[str]) -> int:
         from flows.audit import audit as flow
 
         state = flow(overrides, tag=settings["tag"] or "manual", return_state=True)
-        found = state.result(raise_on_failure=False)
-    if isinstance(found, BaseException):
-        raise found
-    made, out = found.pop("repaired", None), settings["out"]
-    told = f"{found['source']}: {found['what']}; {out}"
-    print(json.dumps(found, indent=1) if out in (None, "-") else told)
-    if made is not None:
-        _tell(made)
-    return 0 if found["ok"] or made is not None else 1
+        document = state.result(raise_on_failure=False)
+    if isinstance(document, BaseException):
+        raise document
+    repairs, out = document.pop("repaired", None), settings["out"]
+    line = f"{document['source']}: {document['what']}; {out}"
+    print(json.dumps(document, indent=1) if out in (None, "-") else line)
+    if repairs is not None:
+        _print_repair(repairs)
+    return 0 if document["ok"] or repairs is not None else 1
 
 
 def _adapter(settings: Mapping[str, Any]) -> Path | None:
-    """The folder of adapter=; None where it is not given. Raises ConfigError."""
+    """Return the folder of `adapter=`; None if it is not set. Raises ConfigError."""
     text = settings["adapter"]
     if not text:
         return None
@@ -147,6 +156,40 @@ def _adapter(settings: Mapping[str, Any]) -> Path | None:
             f"adapter={text}: no adapter_config.json in it", hint="adapter=<folder of the adapter>"
         )
     return _folder(text)
+
+
+@contextmanager
+def bounded_memory(source: str) -> Iterator[None]:
+    """Limit the address space of this process to `MAX_MEMORY` bytes more than it has now.
+
+    A lower limit of the system stays in force. Child processes inherit the limit, so code that uses
+    CUDA must not run here: CUDA maps more than that.
+
+    Args:
+        source: the folder, for the error.
+
+    Raises:
+        ConfigError: the process needed more.
+    """
+    soft, hard = resource.getrlimit(resource.RLIMIT_AS)
+    bounds = [_address_space() + MAX_MEMORY, soft, hard]
+    limit = min(bound for bound in bounds if bound != resource.RLIM_INFINITY)
+    resource.setrlimit(resource.RLIMIT_AS, (limit, hard))
+    try:
+        yield
+    except MemoryError as error:
+        raise ConfigError(
+            f"source={source}: needs more than {limit / 2**30:.1f} GiB to be looked at",
+            hint="look at what the largest .json and .bin files in it are",
+        ) from error
+    finally:
+        resource.setrlimit(resource.RLIMIT_AS, (soft, hard))
+
+
+def _address_space() -> int:
+    """Return the bytes of address space that this process has."""
+    pages = int(Path("/proc/self/statm").read_text().split()[0])
+    return pages * resource.getpagesize()
 
 
 def _folder(text: str) -> Path:

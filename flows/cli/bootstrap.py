@@ -1,7 +1,7 @@
-"""The environment of a run, set before prefect, mlflow, torch or Hugging Face are imported.
+"""Set the environment of a run, before Prefect, MLflow, torch or Hugging Face are imported.
 
-They read it when they are imported. Everything they keep goes under the project or the folder of
-runs, and none of them calls home. A setting that the user made is left alone.
+These libraries read their environment when they are imported. Their files go under the project or
+the folder of runs, and their telemetry is off. A variable that the user has set is left alone.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from pathlib import Path
 from tasks.core.errors import PlumblineError
 
 QUIET = {
-    "DO_NOT_TRACK": "true",  # Prefect's SDK takes several spellings, MLflow only this one
+    "DO_NOT_TRACK": "true",  # Prefect accepts several spellings, MLflow only this one
     "PREFECT_SERVER_ANALYTICS_ENABLED": "false",
     "PREFECT_SERVER_UI_SHOW_PROMOTIONAL_CONTENT": "false",
     "MLFLOW_DISABLE_TELEMETRY": "true",
@@ -23,10 +23,10 @@ QUIET = {
     "VLLM_NO_USAGE_STATS": "1",
     "HF_HUB_DISABLE_TELEMETRY": "1",
     "HF_HUB_DISABLE_PROGRESS_BARS": "1",
-    "PYTHONWARNINGS": "ignore::FutureWarning",  # libraries' notes to each other, in every child
-    "TQDM_DISABLE": "1",  # the children's bars; ours is drawn by the parent
-    "TOKENIZERS_PARALLELISM": "false",  # a warning at each fork otherwise
-    # Prefect's least: an automation of a server can then tell a dead flow from a long one.
+    "PYTHONWARNINGS": "ignore::FutureWarning",  # of libraries, in every child process
+    "TQDM_DISABLE": "1",  # no bars of child processes; the parent draws its own
+    "TOKENIZERS_PARALLELISM": "false",  # otherwise a warning at each fork
+    # The shortest interval: lets an automation of a server tell a dead flow from a long one.
     "PREFECT_FLOWS_HEARTBEAT_FREQUENCY": "30",
 }
 
@@ -43,16 +43,16 @@ CACHES = {
     "XDG_CONFIG_HOME": "xdg/config",
 }
 
-_ours: set[str] = set()
+_set_here: set[str] = set()
 
 
 def bootstrap(project: Path, runs: Path) -> None:
-    """Set the environment of this process and of its children. Nothing on disk is touched.
+    """Set the environment of this process and of its child processes. Writes nothing to disk.
 
     Args:
         project: the project's root; caches go under its `.cache`.
-        runs: `paths.runs`; Prefect's home goes under it, unless `PREFECT_API_URL` names a server:
-            then Prefect's settings are left as they are.
+        runs: `paths.runs`. Prefect's home goes under it, unless `PREFECT_API_URL` is set: then
+            Prefect's settings are left alone.
     """
     offer(QUIET)
     offer({name: str(project / ".cache" / folder) for name, folder in CACHES.items()})
@@ -63,10 +63,10 @@ def bootstrap(project: Path, runs: Path) -> None:
 
 
 def prefect_settings(runs: Path) -> dict[str, str]:
-    """Settings that keep everything of an embedded Prefect under `<runs>/prefect`.
+    """Return variables that put all files of an embedded Prefect under `<runs>/prefect`.
 
-    `PREFECT_HOME` alone moves the database and the profiles, and neither results nor the memo
-    store. Absolute, because Prefect would resolve them against the current directory.
+    `PREFECT_HOME` alone moves the database and the profiles, but not results and the memo store.
+    Paths are absolute, because Prefect resolves relative ones against the current directory.
     """
     home = runs.absolute() / "prefect"
     return {
@@ -77,15 +77,15 @@ def prefect_settings(runs: Path) -> dict[str, str]:
 
 
 def offer(settings: Mapping[str, str]) -> None:
-    """Set what the user has not set. What was set here earlier may be set anew."""
+    """Set variables that the user has not set; a value set here earlier is replaced."""
     for name, value in settings.items():
-        if name not in os.environ or name in _ours:
+        if name not in os.environ or name in _set_here:
             os.environ[name] = value
-            _ours.add(name)
+            _set_here.add(name)
 
 
 def stay_off_proxies() -> None:
-    """The embedded server is on loopback: no proxy of the user's can reach it for us."""
+    """Exclude loopback from the user's proxies; the embedded server listens there."""
     for name in ("NO_PROXY", "no_proxy"):
         hosts = [host for host in os.environ.get(name, "").split(",") if host]
         missing = [host for host in ("127.0.0.1", "localhost") if host not in hosts]
@@ -94,7 +94,7 @@ def stay_off_proxies() -> None:
 
 
 def quiet_logging() -> None:
-    """Short tracebacks for failed runs, and not a line for each request to the server."""
+    """Shorten tracebacks of failed runs, and silence the line for each request to the server."""
     logging.getLogger("httpx").setLevel(logging.WARNING)
     for name in ("prefect.flow_runs", "prefect.task_runs"):
         logger = logging.getLogger(name)
@@ -103,12 +103,12 @@ def quiet_logging() -> None:
 
 
 class ShortTracebacks(logging.Filter):
-    """Leaves the orchestrator's own frames out of tracebacks: a screen, not five."""
+    """Remove Prefect's own frames from tracebacks."""
 
     def filter(self, record: logging.LogRecord) -> bool:
         error = record.exc_info[1] if record.exc_info else None
         if isinstance(error, PlumblineError):
-            # Said on purpose: its report follows at the end, and no line of code explains more.
+            # Its report is printed at the end; a traceback would explain nothing more.
             record.exc_info = record.exc_text = None
         elif error is not None:
             frames = [

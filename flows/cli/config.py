@@ -1,4 +1,4 @@
-"""From Hydra overrides to plain settings, the same under the command line and in a worker."""
+"""Compose and check a configuration from Hydra overrides, for the command line and for a worker."""
 
 from __future__ import annotations
 
@@ -29,21 +29,21 @@ from tasks.core.errors import ConfigError
 from tasks.pipeline.tracking import redact
 
 CONF = Path(__file__).resolve().parents[2] / "conf"
-"""Beside the packages, in a checkout and in an installation alike."""
+"""Folder of the configuration files, beside the packages in a checkout and when installed."""
 
 SCHEMAS: dict[str, type] = {"rlhf": Rlhf, "deliver": Deliver, "audit": Audit}
-"""By root file: what Hydra checks against."""
+"""Dataclass of the settings, by root file; Hydra checks against it."""
 
 
 def _default(*, _root_: DictConfig, _node_: Node) -> Any:
-    """Resolve `${default:}`, the computed default of the key that it is the value of."""
+    """Resolve `${default:}`: compute the default of the key that has this value."""
     return default(_node_._get_full_key(None), partial(_setting, _root_)).value
 
 
 def _toy(value: Any, *others: Any, _root_: DictConfig, _node_: Node) -> Any:
-    """Resolve `${toy:value,other}`: one value with the embedded model, another with all others.
+    """Resolve `${toy:value,other}`: `value` with the embedded model, `other` with any other model.
 
-    The other value is the key's default where it is left out: the rule's, or else null.
+    If `other` is left out, it is the computed default of the key, or null if there is no rule.
     """
     if _setting(_root_, "model.kind") == "toy":
         return value
@@ -54,7 +54,7 @@ def _toy(value: Any, *others: Any, _root_: DictConfig, _node_: Node) -> Any:
 
 
 def _setting(config: DictConfig, key: str) -> Any:
-    """Return a setting, or a fact of its base model: the `get` of `tasks/config/defaults.py`."""
+    """Return a setting, or a fact about its base model; the `get` of `tasks/config/defaults.py`."""
     if key in ("model.parameters", "model.context"):
         kind = _setting(config, "model.kind")
         known, _ = look(kind, config.model.path, config.model.revision)
@@ -76,11 +76,11 @@ class Composed:
 
     Attributes:
         settings: nested plain dictionaries; enumerations as their names.
-        text: the same as YAML, without passwords.
+        text: the settings as YAML, without passwords.
         runs: absolute path of `paths.runs`.
-        tracking_uri: MLflow's, the default filled in.
-        tracking_root: folder for logged files; None when a server keeps them.
-        defaults: lines about defaults that were computed: key, value, what it is the default for.
+        tracking_uri: URI of MLflow, with the default filled in.
+        tracking_root: folder for logged files; None if a server stores them.
+        defaults: lines about computed defaults: key, value and reason.
     """
 
     settings: dict[str, Any]
@@ -92,11 +92,11 @@ class Composed:
 
     @classmethod
     def of(cls, config: DictConfig) -> Composed:
-        """Resolve what Hydra composed.
+        """Resolve a configuration that Hydra composed.
 
         Raises:
-            ConfigError: a key was forced in with `+`, a mandatory value is missing, or an
-                interpolation leads nowhere.
+            ConfigError: a `+key` is unknown, a mandatory value is missing, or an interpolation
+                names no setting.
         """
         root = OmegaConf.get_type(config)
         program = next(name for name, schema in SCHEMAS.items() if schema is root)
@@ -139,10 +139,10 @@ def _computed(config: DictConfig, settings: Mapping[str, Any]) -> Iterator[str]:
 def compose_config(
     overrides: Sequence[str], *, config_name: str = "rlhf", conf: Path = CONF
 ) -> Composed:
-    """Compose and check a configuration. Works within `hydra.main` and outside of it.
+    """Compose and check a configuration, within `hydra.main` or outside of it.
 
     Args:
-        overrides: as on the command line, e.g. `["+exp=qlora", "train.lr=1e-4"]`.
+        overrides: words of a command line, e.g. `["+exp=qlora", "train.lr=1e-4"]`.
         config_name: root file in `conf`, without its suffix.
         conf: folder of configuration files.
 
@@ -157,10 +157,10 @@ def compose_config(
 
 
 def composed_as_is(overrides: Sequence[str], config_name: str) -> DictConfig:
-    """Compose without a check of missing values, for help.
+    """Compose a configuration for `--help`, in which mandatory values may be missing.
 
     Raises:
-        ConfigError: as `compose_config`, but for values that have to be given.
+        ConfigError: as in `compose_config`, except for missing values.
     """
     try:
         return _compose(overrides, config_name, CONF)
@@ -171,7 +171,14 @@ def composed_as_is(overrides: Sequence[str], config_name: str) -> DictConfig:
 def refused(
     error: Exception, overrides: Sequence[str], config_name: str, *, conf: Path = CONF
 ) -> ConfigError:
-    """Return the error that a person reads for what Hydra raised on these overrides."""
+    """Return an error with a suggestion, in place of the one that Hydra raised.
+
+    Args:
+        error: Hydra's error.
+        overrides: the overrides that caused it.
+        config_name: root file in `conf`, without its suffix.
+        conf: folder of configuration files.
+    """
     names = vocabulary(config_name, conf_folders(overrides, conf))
 
     def default(key: str, wrong: str) -> Any:
@@ -197,7 +204,7 @@ def _compose(overrides: Sequence[str], config_name: str, conf: Path) -> DictConf
 
 
 def conf_folders(overrides: Sequence[str], conf: Path = CONF) -> list[Path]:
-    """Folders with configuration files: ours, and those that `hydra.searchpath=[...]` adds."""
+    """Return the folders of configuration files: `conf`, and those of `hydra.searchpath=[...]`."""
     added = [o.partition("=")[2] for o in overrides if o.startswith("hydra.searchpath=")]
     paths = [p.strip(" '\"") for value in added for p in value.strip("[]").split(",")]
     return [conf, *(Path(p.removeprefix("file://")) for p in paths if p.startswith(("file:", "/")))]
@@ -205,7 +212,7 @@ def conf_folders(overrides: Sequence[str], conf: Path = CONF) -> list[Path]:
 
 @contextmanager
 def own_hydra() -> Iterator[None]:
-    """Hydra keeps its state in singletons; a composition within a job must leave them alone."""
+    """Give the block its own Hydra state, which Hydra keeps in singletons, and restore it after."""
     before = Singleton.get_state()
     GlobalHydra.instance().clear()
     try:

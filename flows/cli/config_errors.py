@@ -1,7 +1,7 @@
-"""Errors of a configuration: which override or file is wrong, where, and what to type.
+"""Explain errors of a configuration: the wrong override or file, the place, what to type.
 
-Hydra and OmegaConf stop at the first fault. `as_config_error` looks at every override again, so
-that one error names all of them; what an override is not to blame for stands in a file.
+Hydra and OmegaConf stop at the first mistake. `as_config_error` checks every override again, so
+that one error names all mistakes. If no override is wrong, the mistake is in a file.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from tasks.core.errors import ConfigError
 
 @dataclass(frozen=True)
 class Problem:
-    """One fault: what is wrong and where, what is allowed, what to type."""
+    """One mistake: what is wrong and where, what is allowed, what to type."""
 
     message: str
     allowed: str = ""
@@ -35,7 +35,7 @@ class Problem:
 
 
 def config_error(problems: Sequence[Problem]) -> ConfigError:
-    """Return one error for all problems; a single one keeps its lines."""
+    """Return one error for all problems; a single problem keeps its hint."""
     if len(problems) == 1:
         (problem,) = problems
         details = [problem.allowed] if problem.allowed else []
@@ -50,17 +50,17 @@ def as_config_error(
     *,
     default: Callable[[str, str], Any] = lambda _, __: None,
 ) -> ConfigError:
-    """Return the error that a person reads for one of Hydra's or OmegaConf's.
+    """Return an error with suggestions in place of Hydra's or OmegaConf's.
 
     Args:
-        error: what composing raised.
-        overrides: of the command line.
+        error: the error of Hydra or OmegaConf.
+        overrides: overrides of the command line.
         names: settings, groups and configuration files of the program.
-        default: value of a setting without the override that is wrong.
+        default: (key, wrong override) -> value of the key without that override.
     """
     sweep = "--multirun" in overrides or "-m" in overrides
-    given = [o for o in overrides if not o.startswith("-")]
-    problems = [p for o in given for p in _problems(o, names, default, sweep=sweep)]
+    plain = [o for o in overrides if not o.startswith("-")]
+    problems = [p for o in plain for p in _problems(o, names, default, sweep=sweep)]
     if problems:
         return config_error(problems)
     cause = schema_error(error)
@@ -76,24 +76,24 @@ def as_config_error(
 
 
 def schema_error(error: BaseException) -> OmegaConfBaseException | None:
-    """The schema's own complaint behind what Hydra raised, if there is one.
+    """Return the OmegaConf error behind an error of Hydra; None if there is none.
 
-    Hydra raises some of its own without `from`, and one that goes through two of its jobs may be
-    its own cause's cause.
+    Both `__cause__` and `__context__` count, since Hydra raises some errors without `from`. The
+    chain of causes may be a circle.
     """
-    known: list[BaseException] = [error]
-    for each in known:
+    chain: list[BaseException] = [error]
+    for each in chain:
         if isinstance(each, OmegaConfBaseException):
             return each
-        behind = (each.__cause__, each.__context__)
-        known += [e for e in behind if e is not None and not any(e is other for other in known)]
+        causes = (each.__cause__, each.__context__)
+        chain += [e for e in causes if e is not None and not any(e is seen for seen in chain)]
     return None
 
 
 def _problems(
     text: str, names: Vocabulary, default: Callable[[str, str], Any], *, sweep: bool
 ) -> Iterator[Problem]:
-    """Faults of one override."""
+    """Yield the mistakes of one override."""
     try:
         (override,) = OverridesParser.create().parse_overrides([text])
     except HydraException:
@@ -124,7 +124,7 @@ def _problems(
 
 
 def _option_problems(text: str, override: Override, names: Vocabulary) -> Iterator[Problem]:
-    """Faults of an override that chooses an option of a group."""
+    """Yield the mistakes of an override that chooses an option of a group."""
     group, value = override.key_or_group, override.value()
     plain = group in names.defaults
     wanted = value if isinstance(value, list) else [value]
@@ -179,7 +179,7 @@ def unknown_key(key: str, place: str, names: Vocabulary, value: str = VALUE) -> 
 
 
 def wrong_value(key: str, cause: Exception, place: str, names: Vocabulary, default: Any) -> Problem:
-    """Return the problem of a value of another type, with the default to go back to."""
+    """Return the problem of a value that the schema does not allow; the hint has a valid one."""
     if names.is_section(key):
         allowed = f"{key} is {names.kind(key)}"
         return Problem(f"{key} is a section, not a setting ({place})", allowed,
@@ -194,7 +194,7 @@ def wrong_value(key: str, cause: Exception, place: str, names: Vocabulary, defau
 
 
 def written(value: Any) -> str:
-    """Return a value as a command line takes it."""
+    """Return a value as it is typed on a command line."""
     if isinstance(value, bool) or value is None:
         return {None: "null", True: "true", False: "false"}[value]
     if isinstance(value, (list, tuple)):
@@ -203,17 +203,17 @@ def written(value: Any) -> str:
 
 
 def missing_value(error: OmegaConfBaseException, names: Vocabulary) -> ConfigError:
-    """Return the error for a value that has to be given."""
+    """Return the error for a mandatory value that is missing."""
     key = str(error.full_key or error.key)
     what = {"source": "<folder of the checkpoint>", "out": "<a new folder>"}.get(key, VALUE)
     return ConfigError(f"{key} has to be given", hint=f"{names.command} {key}={what}")
 
 
 def refuse_unknown(config: DictConfig, names: Vocabulary) -> None:
-    """Refuse keys that a `+key=value` has forced past the schema.
+    """Refuse keys that `+key=value` has added and the schema does not have.
 
     Raises:
-        ConfigError: naming all of them.
+        ConfigError: there are such keys; the error names all of them.
     """
     problems = [
         unknown_key(key, f"command line: +{key}=...", names, value=written(value))
@@ -232,17 +232,17 @@ def _keys(config: DictConfig, names: Vocabulary, prefix: str = "") -> Iterable[t
             yield from _keys(node, names, f"{key}.")
 
 
-def _place(key: str, said: str, folders: Sequence[Path]) -> str:
-    """Return the file with the fault: the one that Hydra names, else one that has the key."""
-    named = re.search(r"In '([^']+)'", said)
+def _place(key: str, message: str, folders: Sequence[Path]) -> str:
+    """Return the file with the mistake: the one that Hydra names, else one that has the key."""
+    named = re.search(r"In '([^']+)'", message)
     files = [path for folder in folders for path in sorted(folder.rglob("*.yaml"))]
     if named:
         wanted = [f for f in files if f.with_suffix("").as_posix().endswith("/" + named[1])]
         if wanted:
             return _with_line(wanted[-1], key)
     leaf = key.rpartition(".")[2]
-    holding = [f for f in files if _line(f, leaf)]
-    return _with_line(holding[0], key) if holding else "composed configuration"
+    with_key = [f for f in files if _line(f, leaf)]
+    return _with_line(with_key[0], key) if with_key else "composed configuration"
 
 
 def _line(path: Path, leaf: str) -> int | None:

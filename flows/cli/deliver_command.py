@@ -1,8 +1,8 @@
-"""`python flows/deliver.py ...`: from a command line to an exit status.
+"""Run `python flows/deliver.py ...` and return its exit status.
 
-With `smoke.engine=none` no Prefect and no server, no torch.distributed and no vLLM: the stages are
-called directly, and MLflow is there only when `tracking.uri` names one. With an engine it is a flow
-as `flows/rlhf.py` is one.
+With `smoke.engine=none` the stages are called directly: no Prefect and no server, no
+torch.distributed and no vLLM, and MLflow only if `tracking.uri` is set. With an engine the command
+runs a Prefect flow, as `flows/rlhf.py` does.
 """
 
 from __future__ import annotations
@@ -16,11 +16,9 @@ from pathlib import Path
 
 from flows.cli.bootstrap import bootstrap
 from flows.cli.config import Composed
-from flows.cli.entry import run_main
+from flows.cli.entry import completed, exit_on_signals, exit_status, run_main
 from flows.cli.lock import hold
-from flows.cli.outcome import completed, exit_status
-from flows.cli.signals import exit_on_signals
-from flows.delivery.run_delivery import Planned, compare, direct, hand_over, plan
+from flows.delivery.run_delivery import Planned, compare, direct, plan, reuse_plan
 from tasks.delivery.plan.quantization import COMPARE
 from tasks.process.launch import kill_children_on_abort
 
@@ -28,13 +26,13 @@ PROJECT = Path(__file__).resolve().parents[2]
 
 
 def main() -> int:
-    """Entry of `flows/deliver.py`. Returns the exit status."""
+    """Run the command of this process. Returns the exit status."""
     with exit_on_signals():
         return run_main("deliver", _job)
 
 
 def _job(composed: Composed, overrides: list[str]) -> int:
-    """One delivery: everything that can be refused is refused before anything is written."""
+    """Plan and run one delivery. Whatever can be refused is refused before anything is written."""
     bootstrap(PROJECT, composed.runs)
     if composed.settings["merge"]["base"] == COMPARE:
         with kill_children_on_abort():
@@ -52,20 +50,19 @@ def _job(composed: Composed, overrides: list[str]) -> int:
 
 
 def _in_prefect(planned: Planned, overrides: list[str]) -> int:
-    from flows.orchestration.prefect_server import prefect_server
-    from flows.orchestration.warm_up import warm_up
+    from flows.orchestration.prefect_server import prefect_server, warm_up
 
     composed = planned.composed
     with prefect_server(composed.runs, meanwhile=partial(warm_up, composed, "flows.deliver")):
         from flows.deliver import deliver
 
-        hand_over(planned)
+        reuse_plan(planned)
         tag = composed.settings["tag"] or "manual"
         return exit_status(deliver(overrides, tag=tag, return_state=True), composed.runs)
 
 
 def _log() -> logging.Logger:
-    """A log on standard error: without Prefect nobody else sets one up."""
+    """Return a logger to standard error; without Prefect nothing else configures logging."""
     log = logging.getLogger("plumbline.deliver")
     if not log.handlers:
         handler = logging.StreamHandler(sys.stderr)

@@ -1,17 +1,28 @@
-"""A command line of Hydra's with our help, errors and exit statuses.
+"""Run a Hydra command line with our help, errors, signals and exit statuses.
 
-`hydra.main` does the parsing, so that `--multirun`, `--cfg job`, `--info` and completion work as
-everywhere. Exit status: 2 for every error of the configuration or the command line, else the job's.
-A sweep is composed wholly before its first job; all its jobs run, and the worst status is returned.
+`hydra.main` parses the overrides, so `--multirun`, `--cfg job`, `--info` and completion work as
+usual. The exit status is 2 for every error of the configuration or the command line, else that of
+the job. A sweep composes all its configurations before its first job; all jobs run, and the worst
+status is returned.
+
+Signals need care because of Prefect. It turns a SIGTERM into an exception inside a flow, and then
+sends the signal once more, to the handler that was there before. The default handler would end the
+process before the flow run is reported, and the run would stay `Running` for ever. With our handler
+it is reported as crashed.
 """
 
 from __future__ import annotations
 
 import os
+import signal
 import sys
+import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from itertools import pairwise
+from pathlib import Path
+from types import FrameType
+from typing import Any
 
 import hydra
 from hydra.core.hydra_config import HydraConfig
@@ -28,18 +39,22 @@ from tasks.pipeline.tracking import redact
 Job = Callable[[Composed, list[str]], int]
 _RAISE = "HYDRA_FULL_ERROR"
 _TRACKING = "MLFLOW_TRACKING_URI"
+HUNG_UP, INTERRUPTED, TERMINATED = 129, 130, 143
+"""Exit statuses after SIGHUP, SIGINT and SIGTERM."""
+SETTLE_S = 10.0
+"""Seconds after a first signal in which further ones are ignored: time for cleaning up."""
 
 
 def run_main(config_name: str, job: Job, *, argv: Sequence[str] | None = None) -> int:
-    """Run a job for every configuration that the command line asks for.
+    """Run a job for every configuration of a command line; `--multirun` has several.
 
     Args:
         config_name: root file in `conf`, without its suffix.
-        job: gets the configuration and the overrides that lead to it again; returns a status.
-        argv: the command line after the program's name; None takes the process's own.
+        job: gets the configuration and its overrides; returns an exit status.
+        argv: the command line after the program's name; None for that of this process.
 
     Returns:
-        the exit status.
+        The exit status.
     """
     words = list(sys.argv[1:] if argv is None else argv)
     if not words:
@@ -63,12 +78,12 @@ def _hydra(config_name: str, job: Job, arguments: Arguments) -> int:
     def task(config: DictConfig) -> None:
         nonlocal started
         started = True
-        with _environment(_RAISE, None):  # a job's children must not inherit it
-            statuses.append(_run(job, config, arguments.for_links))
+        with _environment(_RAISE, None):  # child processes of the job must not inherit it
+            statuses.append(_run(job, config, arguments.for_steps))
 
     program = hydra.main(version_base="1.3", config_path=str(CONF), config_name=config_name)(task)
     shown = {("--cfg", "job"), ("-c", "job")} & set(pairwise(arguments.flags))
-    # Computed defaults are shown as numbers.
+    # `--resolve` shows computed defaults as numbers.
     words = [*arguments.flags, *arguments.overrides, *(["--resolve"] if shown else [])]
     uri = os.environ.get(_TRACKING)
     printable = redact(uri) if shown and uri else uri
@@ -83,12 +98,12 @@ def _hydra(config_name: str, job: Job, arguments: Arguments) -> int:
     return max(statuses, default=0)
 
 
-def _run(job: Job, config: DictConfig, for_links: list[str]) -> int:
+def _run(job: Job, config: DictConfig, for_steps: list[str]) -> int:
     overrides = list(HydraConfig.get().overrides.task)
     hydra_overrides = HydraConfig.get().overrides.hydra
     overrides += [o for o in hydra_overrides if o.startswith("hydra.searchpath=")]
     try:
-        return job(Composed.of(config), [*overrides, *for_links])
+        return job(Composed.of(config), [*overrides, *for_steps])
     except PlumblineError as error:
         return _report(error)
 
@@ -123,3 +138,98 @@ def _arguments(arguments: list[str]) -> Iterator[None]:
         yield
     finally:
         sys.argv = before
+
+
+def exit_status(state: Any, runs: Path) -> int:
+    """Print the summary of a flow run, or the error that ended it.
+
+    Args:
+        state: Prefect's final state of the flow run.
+        runs: `paths.runs`.
+
+    Returns:
+        The exit status: 0, that of the error's class, or 1 for an unexpected error.
+    """
+    if state.is_completed():
+        return completed(runs)
+    error = state.result(raise_on_failure=False)
+    ours = isinstance(error, PlumblineError)
+    text = error.report() if ours else f"{type(error).__name__}: {error}"
+    logs = "" if ours and error.log else f"\n  logs: {runs / 'logs'}"
+    print(f"\n{text}{logs}", file=sys.stderr)
+    return error.exit_code if ours else 1
+
+
+def completed(runs: Path) -> int:
+    """Print the summary's table of a run that has just succeeded. Returns the exit status 0."""
+    print((runs / "latest" / "summary.txt").read_text())
+    return 0
+
+
+class _Received:
+    """Signal handlers, and the exit status that belongs to the first signal."""
+
+    def __init__(self) -> None:
+        self.status: int | None = None
+        self._at = 0.0
+
+    def _first(self, status: int) -> bool:
+        now = time.monotonic()
+        if self.status is not None and now - self._at < SETTLE_S:
+            return False
+        self.status, self._at = self.status or status, now
+        return True
+
+    def on_interrupt(self, number: int, frame: FrameType | None) -> None:
+        if self._first(INTERRUPTED):
+            raise KeyboardInterrupt
+
+    def on_hangup(self, number: int, frame: FrameType | None) -> None:
+        if self._first(HUNG_UP):
+            raise KeyboardInterrupt
+
+    def on_terminate(self, number: int, frame: FrameType | None) -> None:
+        if self._first(TERMINATED) and not _resent_by_prefect():
+            raise SystemExit(TERMINATED)
+
+
+def _resent_by_prefect() -> bool:
+    """Return True if Prefect has resent the signal while its exception unwinds the stack."""
+    exceptions = sys.modules.get("prefect.exceptions")
+    return exceptions is not None and isinstance(sys.exc_info()[1], exceptions.TerminationSignal)
+
+
+@contextmanager
+def exit_on_signals() -> Iterator[None]:
+    """Exit with status 130 after Ctrl-C, 143 after SIGTERM and 129 after SIGHUP.
+
+    Wrap all of `main` in it, in the main thread. A signal unwinds the stack first, so every
+    `finally` block and context manager runs. Repeated signals within ten seconds are ignored.
+    """
+    received = _Received()
+    before = {
+        signal.SIGINT: signal.signal(signal.SIGINT, received.on_interrupt),
+        signal.SIGTERM: signal.signal(signal.SIGTERM, received.on_terminate),
+    }
+    if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:  # under nohup it stays ignored
+        before[signal.SIGHUP] = signal.signal(signal.SIGHUP, received.on_hangup)
+    try:
+        yield
+    except BaseException:
+        if received.status is not None:
+            _print_end(received.status)
+            raise SystemExit(received.status) from None
+        raise
+    else:
+        if received.status is not None:  # Prefect has turned the exception into a failed state
+            raise SystemExit(received.status)
+    finally:
+        # After a signal all stay ignored: Prefect's flush at exit must not be interrupted.
+        for number, handler in before.items():
+            signal.signal(number, handler if received.status is None else signal.SIG_IGN)
+
+
+def _print_end(status: int) -> None:
+    what = "terminated" if status == TERMINATED else "interrupted"
+    with suppress(OSError):  # the terminal may be gone
+        print(f"{what}: all child processes have been ended", file=sys.stderr)

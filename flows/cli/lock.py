@@ -1,7 +1,7 @@
-"""One run at a time in one `paths.runs`.
+"""Lock `paths.runs`, so that only one run at a time uses it.
 
-The lock is the kernel's (`flock`): it is free as soon as its holder is gone, `kill -9` included.
-What is written in the file only tells others who that is.
+The kernel holds the lock (`flock`) and releases it when the process is gone, `kill -9` included.
+The text in the file only tells other processes who holds it.
 """
 
 from __future__ import annotations
@@ -22,45 +22,45 @@ from tasks.core.errors import BusyError
 
 POLL_S = 0.2
 
-_held: set[Path] = set()
+_locked_here: set[Path] = set()
 
 
 @contextlib.contextmanager
 def hold(runs: Path, wait_s: float = 0.0) -> Iterator[None]:
-    """Hold the folder of runs for this process while the block runs.
+    """Lock the folder of runs for this process while the block runs.
 
-    A process that holds it already goes straight on: the command line takes it before it starts a
-    server, and the flow's body takes it too, since under a Prefect worker there is no command line.
+    A process that already has the lock enters at once: the command takes it before it starts a
+    server, and the flow takes it again, since a Prefect worker has no command.
 
     Args:
-        runs: `paths.runs`; made if it is not there.
-        wait_s: how long to wait for another run to end.
+        runs: `paths.runs`; created if it does not exist.
+        wait_s: seconds to wait for another run to end.
 
     Raises:
-        BusyError: another process still holds it after `wait_s` seconds.
+        BusyError: another process still has the lock after `wait_s` seconds.
     """
     runs = runs.resolve()
-    if runs in _held:
+    if runs in _locked_here:
         yield
         return
     runs.mkdir(parents=True, exist_ok=True)
-    # Opened for appending: the holder's words must survive those who only try.
+    # Opened for appending: a process that only tries must not erase the holder's text.
     with (runs / ".lock").open("a+", encoding="utf-8") as file:
         deadline = time.monotonic() + wait_s
-        while not _taken(file):
+        while not _lock(file):
             if time.monotonic() >= deadline:
                 raise _busy(runs, file, wait_s)
             time.sleep(POLL_S)
         _write(file, json.dumps(_ourselves()))
-        _held.add(runs)
+        _locked_here.add(runs)
         try:
             yield
         finally:
-            _held.discard(runs)
+            _locked_here.discard(runs)
             _write(file, "")
 
 
-def _taken(file: IO[str]) -> bool:
+def _lock(file: IO[str]) -> bool:
     try:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
@@ -85,7 +85,7 @@ def _busy(runs: Path, file: IO[str], wait_s: float) -> BusyError:
     try:
         holder = json.loads(file.read())
         who = f"pid {holder['pid']}, since {holder['started']}: {holder['command']}"
-    except ValueError:  # it has just taken the lock, or is just letting go
+    except ValueError:  # it has just taken the lock, or is about to release it
         who = "a process that has not yet written its name"
     waited = f" (waited {wait_s:g} s)" if wait_s else ""
     return BusyError(

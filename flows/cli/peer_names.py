@@ -1,7 +1,7 @@
-"""Map setting names of other trainers to ours.
+"""Map setting names of other trainers to ours, for suggestions in error messages.
 
-Hugging Face Trainer, TRL, OpenRLHF, LLaMA-Factory, axolotl and verl. A name of theirs is never
-accepted: it is answered with an error that names our setting. `{}` stands for the user's value.
+The names are those of Hugging Face Trainer, TRL, OpenRLHF, LLaMA-Factory, axolotl and verl. They
+are not accepted; the error names our setting instead. `{}` stands for the user's value.
 """
 
 from __future__ import annotations
@@ -207,7 +207,7 @@ def translate(program: str, name: str, value: str) -> str:
     Args:
         program: "rlhf", "deliver" or "audit".
         name: name of the setting, without leading dashes or a section.
-        value: value that the user typed; "<value>" if there is none.
+        value: value that the user typed, or "<value>".
     """
     if program == "rlhf" and name in _DATASETS and value[:1] != "<":
         is_file = PurePath(value).suffix.lower() in _SUFFIXES

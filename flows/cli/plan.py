@@ -1,4 +1,4 @@
-"""`plan=true`: what a run would do. Starts nothing. And `check`, which every run passes first."""
+"""Print what a run would do (`plan=true`), and run the checks that every run has to pass."""
 
 from __future__ import annotations
 
@@ -8,13 +8,13 @@ import sys
 import tempfile
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 from flows.chain.chain import Chain
 from flows.chain.context import Delivered
-from flows.chain.steps import Link
+from flows.chain.steps import Step
 from flows.chain.train import resolved
-from flows.cli.dry_run import Looker
+from flows.orchestration.flow_run import DryRun
 from tasks.config.checks import findings, preflight
 from tasks.config.checks.engine import engine_memory
 from tasks.config.checks.model import look_at, why_unknown
@@ -24,7 +24,6 @@ from tasks.core.machine import gpu_memory, has_gpu
 from tasks.data.kinds import kind_for, names_texts
 from tasks.data.readers import FILE_KINDS
 from tasks.pipeline.artifact import Artifact
-from tasks.pipeline.stage import Mechanism
 from tasks.prepare import prepare_data
 from tasks.process.launch import launch, python_child
 from tasks.training.engine.zero_config import deepspeed_config
@@ -33,34 +32,34 @@ from tasks.training.memory.estimate import LIBRARIES
 from tasks.training.tokens.truncation import too_long
 
 SAMPLE = 1000
-"""Rows that a plan tokenises to see how long they are."""
+"""Number of rows that a plan tokenises to count those that are too long."""
 QUIET = logging.getLogger("plumbline.plan")
 QUIET.setLevel(logging.CRITICAL)
 
 
-def check(links: Sequence[Link], *, shown: bool = False) -> None:
-    """Print the preflight's warnings.
+def check(steps: Sequence[Step], *, shown: bool = False) -> None:
+    """Check all steps of a run and print the warnings.
 
     Args:
-        links: the steps of the run.
-        shown: True where a plan has just shown all findings; they are not printed again.
+        steps: the steps of the run.
+        shown: True if a plan has just printed all findings; they are not printed again.
 
     Raises:
-        ConfigError: with everything that rules the run out, of all links together.
+        ConfigError: the configuration is invalid; the error names the problems of all steps.
     """
     problems: list[ConfigError] = []
-    for link in links:
-        settings = link.composed.settings
-        rank = memory_of(settings, rewarded=link.rewarded)
+    for step in steps:
+        settings = step.composed.settings
+        rank = memory_of(settings, rewarded=step.rewarded)
         try:
             warnings = preflight(
-                settings, link.composed.runs, rank, **link.earlier, typed=link.typed
+                settings, step.composed.runs, rank, **step.earlier, typed=step.typed
             )
         except ConfigError as error:
-            problems.append(_named(error, link))
+            problems.append(_with_step(error, step))
             continue
         for warning in () if shown else warnings:
-            print(f"warning: {_prefix(link)}{warning}", file=sys.stderr)
+            print(f"warning: {_prefix(step)}{warning}", file=sys.stderr)
     if len(problems) > 1:
         details = [line for error in problems for line in error.details]
         what = f"{len(details)} problems in {len(problems)} steps"
@@ -70,33 +69,33 @@ def check(links: Sequence[Link], *, shown: bool = False) -> None:
         raise ConfigError(problems[0].message) if shown else problems[0]
 
 
-def _named(error: ConfigError, link: Link) -> ConfigError:
-    details = [f"{_prefix(link)}{line}" for line in error.details]
+def _with_step(error: ConfigError, step: Step) -> ConfigError:
+    details = [f"{_prefix(step)}{line}" for line in error.details]
     return ConfigError(error.message, details=details)
 
 
-def _prefix(link: Link) -> str:
-    return f"{link.name}: " if link.name else ""
+def _prefix(step: Step) -> str:
+    return f"{step.name}: " if step.name else ""
 
 
-def render(links: Sequence[Link]) -> str:
-    """The plan as text: stages, DeepSpeed's configuration, memory, findings. Writes nothing."""
+def render(steps: Sequence[Step]) -> str:
+    """Return the plan as text: stages, defaults, memory, DeepSpeed's configuration, findings."""
     parts = [
-        f"link {link.name}:\n{_of_link(link)}" if link.name else _of_link(link) for link in links
+        f"step {step.name}:\n{_of_step(step)}" if step.name else _of_step(step) for step in steps
     ]
     return "\n\n".join(parts)
 
 
-def _of_link(link: Link) -> str:
-    composed, settings = link.composed, link.composed.settings
-    rank = memory_of(settings, rewarded=link.rewarded)
-    reported = findings(settings, composed.runs, rank, **link.earlier, typed=link.typed)
+def _of_step(step: Step) -> str:
+    composed, settings = step.composed, step.composed.settings
+    rank = memory_of(settings, rewarded=step.rewarded)
+    reported = findings(settings, composed.runs, rank, **step.earlier, typed=step.typed)
     lines = [f"  {finding.severity}: {finding}" for finding in reported]
     return "\n".join(
         [
             f"runs: {composed.runs}",
             "stages:",
-            *(f"  {name:<13} {state}" for name, state in forecast(link)),
+            *(f"  {name:<13} {state}" for name, state in forecast(step)),
             "defaults:",
             *(f"  {line}" for line in composed.defaults or ["none"]),
             *_rows(settings),
@@ -109,42 +108,42 @@ def _of_link(link: Link) -> str:
     )
 
 
-def forecast(link: Link) -> list[tuple[str, str]]:
-    """(stage, "to run", "forced" or "up to date: key") for every stage of the chain, in order.
+def forecast(step: Step) -> list[tuple[str, str]]:
+    """Return (stage, state) for every stage of a step, in order.
 
-    Found by sending the chain through a mechanism that only looks: `flows/cli/dry_run.py`.
+    The state is "to run", "to run (forced): key" or "up to date: key", as a `DryRun` reports it.
     """
-    settings, store = link.composed.settings, link.composed.runs / "artifacts"
-    looker = Looker(store, frozenset(settings["force"]), link.name)
-    to_come = Artifact("served", store / "served", "")
-    before = link.begins_with
+    settings, store = step.composed.settings, step.composed.runs / "artifacts"
+    dry_run = DryRun(store, frozenset(settings["force"]), step.name)
+    unknown = Artifact("served", store / "served", "")
+    before = step.begins_with
     Chain(
         settings,
-        cast(Mechanism, looker),
-        looker.scorer,
-        earlier=Delivered(to_come, to_come, to_come, before) if before else None,
-        reward=to_come if link.rewarded else None,
+        dry_run,
+        dry_run.scorer,
+        earlier=Delivered(unknown, unknown, unknown, before) if before else None,
+        reward=unknown if step.rewarded else None,
     ).deliver()
-    return [*looker.seen, ("register", "to run")]
+    return [*dry_run.states, ("register", "to run")]
 
 
 def _rows(settings: dict[str, Any]) -> list[str]:
-    """Count rows longer than `train.max_len` among the first ones of local files.
+    """Count rows longer than `train.max_len` among the first rows of local files.
 
-    Nothing where the model's tokenizer or the data are not at hand.
+    Returns no line if the model's tokenizer or the data are not on this machine.
     """
     model, data = settings["model"], settings["data"]
     base = Path(model["path"] or "").expanduser()
     local = data["kind"] in FILE_KINDS and model["kind"] == "hf" and base.is_dir()
-    asked = resolved(settings)
-    if not local or asked.online or not (base / "tokenizer_config.json").is_file():
+    training = resolved(settings)
+    if not local or training.online or not (base / "tokenizer_config.json").is_file():
         return []
     seen: list[dict[str, Any]] = []
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         try:
             _first_rows(settings, folder)
-            job = TrainJob(asked, base.resolve(), "", folder, folder, folder)
+            job = TrainJob(training, base.resolve(), "", folder, folder, folder)
             job.write(folder / "job.json")
             launch(
                 python_child("tasks.training.tokens.count_truncated", str(folder / "job.json")),
@@ -159,7 +158,7 @@ def _rows(settings: dict[str, Any]) -> list[str]:
     counts = next((event for event in seen if event["event"] == "data"), None)
     if counts is None:
         return [f"rows: {event['message']} -> {event['hint']}" for event in seen]
-    text = too_long(counts, max_len=asked.batch.max_len)
+    text = too_long(counts, max_len=training.batch.max_len)
     if counts["truncated"] > data["max_truncated"] * counts["read"]:
         text += f"; more than data.max_truncated={data['max_truncated']:g}, training will refuse"
     return [f"rows: of the first {counts['read']}, {text}"]
@@ -174,7 +173,7 @@ def _first_rows(settings: dict[str, Any], folder: Path) -> None:
 
 
 def _memory(settings: dict[str, Any], rank: RankMemory | None) -> list[str]:
-    """Of a training rank, and of the engine that serves; both beyond what libraries take."""
+    """Return lines about the memory of a training rank and of the serving engine."""
     if rank is None:
         return [f"memory a rank: unknown: {why_unknown(settings['model']['path'])}"]
     lines = rank.lines()
@@ -190,9 +189,10 @@ def _memory(settings: dict[str, Any], rank: RankMemory | None) -> list[str]:
 
 
 def _deepspeed(settings: dict[str, Any]) -> list[str]:
-    asked = resolved(settings)
+    training = resolved(settings)
     try:
-        config = deepspeed_config(asked, asked.world_size, gpu=has_gpu(asked.launch.device))
+        gpu = has_gpu(training.launch.device)
+        config = deepspeed_config(training, training.world_size, gpu=gpu)
     except ConfigError as error:
         return [f"  none: {error}"]
     return [f"  {line}" for line in json.dumps(config, indent=2).splitlines()]

@@ -1,40 +1,43 @@
-"""`python flows/rlhf.py ...`: from a command line to an exit status."""
+"""Run `python flows/rlhf.py ...` and return its exit status.
+
+On a node other than the first the command only lends its ranks to the run.
+"""
 
 from __future__ import annotations
 
+import logging
+import sys
 from functools import partial
 from pathlib import Path
 
-from flows.chain.steps import links
+from flows.chain.steps import chain_steps
 from flows.cli.bootstrap import bootstrap
 from flows.cli.config import Composed
-from flows.cli.entry import run_main
+from flows.cli.entry import exit_on_signals, exit_status, run_main
 from flows.cli.lock import hold
-from flows.cli.outcome import exit_status
 from flows.cli.plan import check, render
-from flows.cli.signals import exit_on_signals
-from flows.orchestration.follower import run_follower
-from flows.orchestration.prefect_server import prefect_server
-from flows.orchestration.warm_up import warm_up
-from tasks.process.launch import kill_children_on_abort
-from tasks.process.multinode import Meeting
+from flows.orchestration.prefect_server import prefect_server, warm_up
+from tasks.process.launch import kill_children_on_abort, launch
+from tasks.process.multinode import Meeting, follow
+from tasks.train import build_ops, rank_environment, torchrun
+from tasks.training.job import TrainJob
 
 PROJECT = Path(__file__).resolve().parents[2]
 
 
 def main() -> int:
-    """Entry of `flows/rlhf.py`. Returns the exit status."""
+    """Run the command of this process. Returns the exit status."""
     with exit_on_signals():
         return run_main("rlhf", _job)
 
 
 def _job(composed: Composed, overrides: list[str]) -> int:
-    """One job: everything that can be refused is refused before a server or a child is started."""
+    """Run one configuration. Whatever can be refused is refused before any process is started."""
     bootstrap(PROJECT, composed.runs)
-    chain = links(composed, overrides)
+    steps = chain_steps(composed, overrides)
     if composed.settings["plan"]:
-        print(render(chain))
-    check(chain, shown=composed.settings["plan"])
+        print(render(steps))
+    check(steps, shown=composed.settings["plan"])
     if composed.settings["plan"]:
         return 0
     meeting = Meeting.from_environment(composed.settings["train"]["nodes"])
@@ -49,3 +52,30 @@ def _job(composed: Composed, overrides: list[str]) -> int:
 
         tag = composed.settings["tag"] or "manual"
         return exit_status(rlhf(overrides, tag=tag, return_state=True), composed.runs)
+
+
+def run_follower(composed: Composed, meeting: Meeting) -> int:
+    """Lend the ranks of this node to node 0 until the run is done.
+
+    Returns:
+        Exit status of node 0.
+    """
+    logs = composed.runs / "logs" / f"node-{meeting.rank:02d}"
+    logs.mkdir(parents=True, exist_ok=True)
+    logging.basicConfig(level=logging.INFO, format="%(message)s", stream=sys.stdout)
+    log = logging.getLogger("plumbline.node")
+    log.info("node %d of %d follows %s", meeting.rank, meeting.nodes, meeting.address)
+
+    run = partial(launch, stage="train", log=log, log_path=logs / "train.log")
+
+    def join(job_path: Path) -> None:
+        job = TrainJob.read(job_path)
+        build_ops(job.settings, run)
+        how = job.settings.launch
+        command = torchrun(job, job_path, meeting)
+        run(command, env=rank_environment(how), timeout_s=how.timeout_s)
+
+    with kill_children_on_abort():
+        status = follow(meeting, composed.runs, join)
+    log.info("node 0 is done, status %d", status)
+    return status

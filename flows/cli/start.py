@@ -1,6 +1,6 @@
-"""Start a program, or say in one line that this Python cannot.
+"""Start a command, or print in one line why this Python cannot run it.
 
-Imports nothing but the standard library: it runs before anything else is known to be installed.
+This module imports the standard library only, since other libraries may not be installed.
 """
 
 from __future__ import annotations
@@ -14,7 +14,11 @@ _OURS = ("flows", "tasks", "benchmarks", "infra")
 
 
 def start(module: str) -> int:
-    """Run `main` of a module. Returns the exit status; 2 where a library cannot be imported."""
+    """Run `main` of a module.
+
+    Returns:
+        The exit status; 2 if Python is too old or a library is missing.
+    """
     version = ".".join(map(str, sys.version_info[:3]))
     if sys.version_info < OLDEST:
         return _refuse(f"this is Python {version}, and {'.'.join(map(str, OLDEST))} is needed")
@@ -30,7 +34,7 @@ def start(module: str) -> int:
 
 
 def _refuse(reason: str) -> int:
-    """Print why, and the command that works."""
+    """Print the reason and a command that works. Returns the exit status 2."""
     project = Path(__file__).resolve().parents[2]
     python, program = project / ".venv" / "bin" / "python", Path(sys.argv[0]).name
     first = "" if python.exists() else f"make -C {project} setup && "

@@ -1,8 +1,8 @@
-"""Text of `--help`: what a program does, its experiments and options, and every setting.
+"""Write the text of `--help`: what a program does, its experiments and options, every setting.
 
-A setting's help is the comment behind its field in the dataclasses of `tasks/config`; its value is
-what the command line composes to, so `+exp=grpo --help` shows the values of that experiment. An
-experiment's line is the third one of its file.
+The help of a setting is the comment behind its field in the dataclasses of `tasks/config`. Its
+value is that of the composed configuration, so `+exp=grpo --help` shows the values of that
+experiment. The description of an experiment is the third line of its file.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ _COLUMN = 32
 
 
 def brief(program: str) -> str:
-    """Return the answer to a command line without arguments."""
+    """Return the short help, which is printed for a command line without arguments."""
     names = vocabulary(program)
     more = f"every option and setting: {names.command} --help"
     return "\n".join([_description(program), *_experiments(names), "", more])
@@ -48,8 +48,8 @@ def full(program: str, overrides: Sequence[str] = (), topics: Sequence[str] = ()
 
     Args:
         program: "rlhf", "deliver" or "audit".
-        overrides: overrides whose values are shown.
-        topics: sections or keys; only their settings are shown.
+        overrides: overrides that change the values shown.
+        topics: sections or keys; only their settings are shown. Empty for all.
 
     Raises:
         ConfigError: the overrides cannot be composed.
@@ -138,7 +138,7 @@ def _about(key: str, names: Vocabulary) -> str:
 
 
 def setting_help(key: str, names: Vocabulary) -> str:
-    """Return a setting's help: its comment, else the docstring of its enumeration."""
+    """Return the help of a setting: its comment, or else the docstring of its enumeration."""
     parent, _, name = key.rpartition(".")
     comment = setting_comments(names.type_at(parent)).get(name, "")
     if comment or not names.words(key):
@@ -177,7 +177,7 @@ def _within(lines: dict[int, str], node: ast.stmt) -> Iterable[str]:
 
 
 def _entry(left: str, right: str) -> list[str]:
-    """Return two columns; a left one that is too long stands on a line of its own."""
+    """Return the lines of two columns; a left text that is too long gets its own line."""
     width = max(_NARROW, min(_WIDE, shutil.get_terminal_size((_WIDE, 24)).columns))
     text = textwrap.wrap(right, width - _COLUMN - 2) or [""]
     blank = " " * (_COLUMN + 2)

@@ -1,4 +1,4 @@
-"""Names that a command line may use: settings, option groups, experiments; the nearest to a typo.
+"""Names that a command line may use (settings, option groups, experiments), and suggestions.
 
 names = Vocabulary("rlhf", Rlhf, [CONF])
 names.suggest("learning_rate", "1e-4")      # "train.lr=1e-4"
@@ -39,7 +39,7 @@ class Vocabulary:
     Attributes:
         program: "rlhf", "deliver" or "audit".
         root: dataclass of its settings.
-        folders: where configuration files are; the first one is ours.
+        folders: folders of configuration files; the first one is the project's `conf`.
     """
 
     program: str
@@ -52,7 +52,7 @@ class Vocabulary:
         return f"python flows/{self.program}.py"
 
     def type_at(self, key: str) -> Any:
-        """Return the annotation of a dotted key; None where there is no such setting."""
+        """Return the type annotation of a dotted key; None for an unknown key."""
         kind: Any = self.root
         for name in key.split(".") if key else ():
             part, _, index = name.partition("[")
@@ -112,7 +112,7 @@ class Vocabulary:
         return f"{words}, or null" if optional else words
 
     def words(self, key: str) -> list[str]:
-        """Return the values of a setting that is one of several words; else an empty list."""
+        """Return the allowed words of a setting with an enumeration; else an empty list."""
         kind = self.type_at(key)
         options = [k for k in (kind, *get_args(kind)) if isinstance(k, type)]
         return [member.name for k in options if issubclass(k, Enum) for member in k]
@@ -143,13 +143,13 @@ class Vocabulary:
         """Return what to type instead of an unknown name; an empty string if nothing is similar.
 
         Args:
-            name: as typed: a setting, a section's key, another tool's name, an experiment, a file.
-            value: value that was typed for it.
+            name: the typed name: of a setting, another tool's setting, an experiment or a file.
+            value: the typed value.
         """
         bare = name.lstrip("-+~").replace("-", "_").replace("/", ".")
         parent, _, leaf = bare.rpartition(".")
         known = translate(self.program, leaf, value)
-        # `--lr 1e-4` and `data/path=x`: the right name, typed in another way.
+        # The name is right and its form is not: `--lr 1e-4`, `data/path=x`.
         if self.has(bare) and not self.is_section(bare):
             return f"{bare}={value}"
         if known:
@@ -164,7 +164,7 @@ class Vocabulary:
         return " or ".join(self._nearest(parent, leaf, value))
 
     def _nearest(self, parent: str, leaf: str, value: str) -> list[str]:
-        """Return similar settings: in the same section, else by that name anywhere, else any."""
+        """Return similar settings: of the same section, else of any section."""
         prefix = f"{parent}." if parent else ""
         beside = difflib.get_close_matches(leaf, self.fields(parent), n=2, cutoff=0.6)
         keys = [f"{prefix}{name}" for name in beside]
@@ -197,7 +197,7 @@ class Vocabulary:
 
 
 def nearest(word: str, words: Sequence[str], n: int = 3) -> list[str]:
-    """Return the words nearest to one that was mistyped or cut short."""
+    """Return the words that are most similar to a mistyped or shortened one."""
     begun = [w for w in words if w.startswith(word)]
     close = difflib.get_close_matches(word, words, n=n, cutoff=0.5)
     inside = [w for w in words if word and word in w]

@@ -1,6 +1,6 @@
-"""The chain of `flows/deliver.py`, for a checkpoint that was trained elsewhere.
+"""Run what `flows/deliver.py` asks for: check, merge, convert a checkpoint that was made elsewhere.
 
-run_delivery  with Prefect around the stages, or without
-prepare       from a configuration to a delivery that can be run
-chain         what SOURCE is and which stages apply; `stages` declares them
+run_delivery  plans and runs a delivery, with Prefect or without
+prepare       reads SOURCE and base, and plans; writes nothing
+chain         a planned delivery; `stages` runs its stages
 """

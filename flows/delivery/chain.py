@@ -1,6 +1,6 @@
-"""The chain of a delivery: what SOURCE is, what has to be done with it, and who reads what.
+"""A planned delivery: what SOURCE is, the plans of its weights, and the stages that run them.
 
-delivery = prepare_delivery(composed)      # recognises, plans, validates; writes nothing
+delivery = prepare_delivery(composed)      # reads, plans, validates; writes nothing
 print(*delivery.lines(), *delivery.plan_lines(), sep="\n")
 delivery.run(mechanism, scorer)
 """
@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from flows.delivery.stages import Steps
+from flows.delivery.stages import DeliveryStages
 from tasks.audit.run import Report
 from tasks.delivery import examination
 from tasks.delivery.engine import SHORTEST
@@ -27,26 +27,26 @@ from tasks.delivery.texts import PROBE_TOKENS
 from tasks.evaluation.scoring import ModelRef, ReferenceScorer
 from tasks.evaluation.vllm_jobs import HEADROOM
 from tasks.pipeline.artifact import remember
-from tasks.pipeline.stage import Mechanism, StageResult
+from tasks.pipeline.report import StageResult, StageRunner
 
 
 @dataclass(frozen=True)
 class Delivery:
-    """A delivery that can be run: everything was found, and everything fits.
+    """A planned and checked delivery.
 
     Attributes:
         settings: the configuration.
         runs: `paths.runs`.
-        given: SOURCE; the first where there are several adapters.
-        adapters: the adapters, where SOURCE is one or there are several.
-        base: folder of the base; None where none is needed.
+        given: SOURCE, or the first of several adapters.
+        adapters: the adapters with their weights; empty if SOURCE is no adapter.
+        base: folder of the base; None if none is needed.
         out: OUT.
         work: the plans.
-        tokens: tokenizer and generation settings of what is served.
-        choice: the base that an adapter is merged into, and what decided it.
-        attention: what transformers is measured with, by its name there.
-        reports: the audits of SOURCE, or of each adapter.
-        warnings: what could not be told.
+        tokens: tokenizer and generation settings of the served model.
+        choice: the base that an adapter is merged into, and the reason.
+        attention: transformers' name of the attention implementation for measurements.
+        reports: audits of SOURCE, or of each adapter.
+        warnings: facts that could not be checked.
     """
 
     settings: dict[str, Any]
@@ -64,23 +64,23 @@ class Delivery:
 
     @property
     def engine(self) -> str | None:
-        """What serves the model for the smoke test; None where nothing does."""
+        """Engine that serves the model for the smoke test; None for no smoke test."""
         name = self.settings["smoke"]["engine"]
         return None if name == "none" else str(name)
 
     @property
     def store(self) -> Path:
-        """Where artifacts are published."""
+        """Folder of the published artifacts."""
         return self.runs / "artifacts"
 
     @property
     def quantization(self) -> dict[str, Any] | None:
-        """4 bits that training took the base through; None for none."""
+        """4-bit quantization of the base during training; None for none."""
         return self.choice.quantization
 
     @property
     def probe_tokens(self) -> int:
-        """Tokens of a text that fit into the model's context, and into what vLLM is given."""
+        """Length limit of a probe text in tokens, from the model's context and vLLM's limit."""
         config, settings = self.work.config, self.settings["smoke"]
         text = config.get("text_config") or config
         context = text.get("max_position_embeddings") or text.get("n_positions") or PROBE_TOKENS * 2
@@ -89,25 +89,26 @@ class Delivery:
 
     @property
     def inputs(self) -> tuple[Path, ...]:
-        """Folders whose files end up in what is delivered."""
-        roots = [self.given.root, *(one.given.root for one in self.adapters), self.tokens.folder]
+        """Folders whose files become part of the served model."""
+        adapters = [adapter.given.root for adapter in self.adapters]
+        roots = [self.given.root, *adapters, self.tokens.folder]
         return tuple(dict.fromkeys([*roots, *([self.base] if self.base is not None else [])]))
 
-    def run(self, mechanism: Mechanism, scorer: ReferenceScorer | None) -> StageResult:
-        """Run the stages that apply; `put` comes after. Returns convert's result.
+    def run(self, mechanism: StageRunner, scorer: ReferenceScorer | None) -> StageResult:
+        """Run the stages that apply. Returns the result of convert; `put` has to follow.
 
         Args:
-            mechanism: runs the stages, or only looks at their keys.
-            scorer: the transformers child; None where nothing is measured.
+            mechanism: runs the stages, or only computes their keys.
+            scorer: the transformers child; None to measure nothing.
         """
-        return Steps(self, mechanism, scorer).to_served()
+        return DeliveryStages(self, mechanism, scorer).to_served()
 
     def compare(self, scorer: ReferenceScorer) -> Iterator[str]:
-        """Measure both merges, for `merge.base=compare`."""
+        """Yield lines that compare both merges of an adapter, for `merge.base=compare`."""
         assert self.base is not None
         assert self.quantization is not None
         weights = weights_of(self.adapters)
-        roots = {role(index): one.given.root for index, one in enumerate(self.adapters)}
+        roots = {role(index): each.given.root for index, each in enumerate(self.adapters)}
         smoke = self.settings["smoke"]
         tokenizer = self.tokens.folder
         rows = read_rows(
@@ -124,17 +125,17 @@ class Delivery:
         is_reward = self.work.is_reward
         return compare_bases(model, self.quantization, rows, scorer=scorer, is_reward=is_reward)
 
-    def put(self, served: StageResult, mechanism: Mechanism) -> None:
-        """Make OUT the served artifact."""
+    def put(self, served: StageResult, mechanism: StageRunner) -> None:
+        """Copy or hard-link the served artifact to OUT."""
         put(served.artifact, self.out)
-        for result in mechanism.results:  # a further link changes a file's ctime
+        for result in mechanism.results:  # a new hard link changes a file's ctime
             remember(result.artifact, self.store / ".seen")
 
     def lines(self) -> Iterator[str]:
-        """What was recognised, and what of it is going where."""
+        """Yield the plan's lines about SOURCE, base, OUT and the choices that were made."""
         weights = weights_of(self.adapters).values()
-        for one, weight in zip(self.adapters, weights, strict=False):
-            yield f"adapter: {weight:g} x {one.given.line()}"
+        for adapter, weight in zip(self.adapters, weights, strict=False):
+            yield f"adapter: {weight:g} x {adapter.given.line()}"
         if not weights:
             yield f"source: {self.given.line()}"
         if self.base is not None:
@@ -147,10 +148,10 @@ class Delivery:
             yield f"quantize: linear layers to {self.settings['convert']['quantize']}, by convert"
         yield f"smoke test: {self.engine or 'none'}"
         yield from examination.lines(self.reports)
-        yield from (f"warning: {one}" for one in self.warnings)
+        yield from (f"warning: {warning}" for warning in self.warnings)
 
     def plan_lines(self) -> Iterator[str]:
-        """The weights plans in short."""
+        """Yield a short line about the plan of each stage that writes weights."""
         for name, plan in (("gather", self.work.gather), ("merge", self.work.merge)):
             if plan is not None:
                 yield f"  {name}: " + "; ".join(describe_plan(plan))

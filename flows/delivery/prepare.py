@@ -1,4 +1,4 @@
-"""From a configuration to a delivery that can be run: everything was found, everything fits."""
+"""Prepare a delivery: read SOURCE and base, plan, and refuse what cannot work. Writes nothing."""
 
 from __future__ import annotations
 
@@ -26,10 +26,10 @@ from tasks.weights.quantized.quantize import check_quantize
 
 
 def prepare_delivery(composed: Composed) -> Delivery:
-    """Look at SOURCE and base, plan, and check all that can be checked before the first byte.
+    """Read SOURCE and base, plan, and run all checks that need no written file.
 
     Raises:
-        ConfigError: with everything that rules the delivery out. Nothing was started.
+        ConfigError: the delivery is impossible or refused; nothing was started.
     """
     try:
         return _prepare(composed)
@@ -43,20 +43,20 @@ def _prepare(composed: Composed) -> Delivery:
     settings, store = composed.settings, composed.runs / "artifacts"
     target = _target(settings["convert"])
     given, adapters = given_adapters(settings["source"], settings["adapters"])
-    all_given = [one.given for one in adapters] or [given]
+    sources = [adapter.given for adapter in adapters] or [given]
     base = find_base(given, settings["base"], store)
     reports = examine(
-        [one.root for one in all_given],
+        [source.root for source in sources],
         base if given.kind != "model" else None,
         check_base=settings["check_base"],
     )
-    warnings = tuple(one for each in all_given for one in _check_base(each, base, composed))
+    warnings = tuple(text for source in sources for text in _check_base(source, base, composed))
     out = _folder(settings["out"])
-    inputs = [*(one.root for one in all_given), *([base] if base is not None else [])]
+    inputs = [*(source.root for source in sources), *([base] if base is not None else [])]
     findings = list(out_findings(out, inputs=inputs, expected=None, overwrite=True))
     if findings:
         raise ConfigError(first_and_more(findings), details=findings, hint="out=<another folder>")
-    choice = _choose_base(all_given, base, settings["merge"], store)
+    choice = _choose_base(sources, base, settings["merge"], store)
     config = settings["adapter_config"]
     request = Request(
         given,
@@ -71,8 +71,8 @@ def _prepare(composed: Composed) -> Delivery:
     if work.merge is None:
         choice = BaseChoice("")
     elif not choice.mode and settings["merge"]["base"] != COMPARE:
-        raise undecided(given, choice)  # a DeepSpeed checkpoint: now it is known to be an adapter
-    folders = [folder for one in all_given for folder in _token_folders(one)]
+        raise undecided(given, choice)  # a DeepSpeed checkpoint that turned out to be an adapter
+    folders = [folder for source in sources for folder in _token_folders(source)]
     tokens = find_tokens([*folders, *([base] if base is not None else [])])
     _refuse_misfits(work, tokens)
     attention, unable = attention_of(given, store)
@@ -86,7 +86,7 @@ def _prepare(composed: Composed) -> Delivery:
         composed.runs,
         given,
         tuple(adapters),
-        None if work.converts else base,  # there it is named for its tokenizer alone
+        None if work.converts else base,  # convert alone needs the base only for its tokenizer
         out,
         work,
         tokens,
@@ -98,7 +98,7 @@ def _prepare(composed: Composed) -> Delivery:
 
 
 def _target(convert: Mapping[str, Any]) -> Target:
-    """What is to come out. Raises ConfigError."""
+    """Return the dtype and file size to write. Raises ConfigError."""
     check_quantize(convert["quantize"])
     return Target(check_dtype(convert["dtype"]), parse_size(convert["max_shard_size"]))
 
@@ -114,7 +114,10 @@ def _require_measurable(work: Work, engine: str) -> None:
 
 
 def _check_base(given: Given, base: Path | None, composed: Composed) -> tuple[str, ...]:
-    """Refuse a base that is recorded as another one; say where nothing can tell."""
+    """Raise ConfigError for a base that SOURCE was not trained on. Returns warnings.
+
+    With `check_base=false` the reasons for a refusal are returned as warnings.
+    """
     if base is None:
         if given.kind == "adapter":
             raise base_missing(given)
@@ -146,28 +149,28 @@ _NOT_COMPARED = (
 
 
 def _adapters_inside(given: Given) -> Iterator[str]:
-    """Adapters that a merger left beside the base's weights, as verl's does."""
+    """Yield a line for each adapter in a subfolder, where verl's merger leaves it."""
     for path in sorted(given.root.glob(f"*/{ADAPTER_CONFIG}")):
         yield f"an adapter lies in {path.parent}"
 
 
 def _choose_base(
-    all_given: list[Given], base: Path | None, merge: Mapping[str, Any], store: Path
+    sources: list[Given], base: Path | None, merge: Mapping[str, Any], store: Path
 ) -> BaseChoice:
-    """The base that is merged into: the same for all adapters. Raises ConfigError."""
-    choices = [choose_base(one, base, merge, store) for one in all_given]
+    """Choose the base to merge into, the same for all adapters. Raises ConfigError."""
+    choices = [choose_base(source, base, merge, store) for source in sources]
     first = choices[0]
-    for one, choice in zip(all_given, choices, strict=True):
-        if one.kind == "adapter" and not choice.mode and merge["base"] != COMPARE:
-            raise undecided(one, choice)
-    for one, other in zip(all_given[1:], choices[1:], strict=True):
-        if (other.mode, other.quantization) != (first.mode, first.quantization):
+    for source, choice in zip(sources, choices, strict=True):
+        if source.kind == "adapter" and not choice.mode and merge["base"] != COMPARE:
+            raise undecided(source, choice)
+    for source, choice in zip(sources[1:], choices[1:], strict=True):
+        if (choice.mode, choice.quantization) != (first.mode, first.quantization):
             raise ConfigError(
-                f"adapters: {all_given[0].root} and {one.root} were trained on the base in other "
-                "precisions",
+                f"adapters: {sources[0].root} and {source.root} were trained on the base in "
+                "different precisions",
                 details=[
-                    f"{all_given[0].root}: {first.mode}, {first.quantization} ({first.reason})",
-                    f"{one.root}: {other.mode}, {other.quantization} ({other.reason})",
+                    f"{sources[0].root}: {first.mode}, {first.quantization} ({first.reason})",
+                    f"{source.root}: {choice.mode}, {choice.quantization} ({choice.reason})",
                 ],
                 hint="deliver one of them, and the other into what came out: base=<the first OUT> "
                 "check_base=false",
@@ -176,7 +179,7 @@ def _choose_base(
 
 
 def _token_folders(given: Given) -> list[Path]:
-    """Where a tokenizer may be, the most telling place first."""
+    """Return the folders that may hold a tokenizer, the best one first."""
     inside = [given.root / "tokenizer"] if given.kind == "shards" else []
     above = [given.root.parent] if given.kind == "deepspeed" else []
     return [*inside, given.root, *above]
@@ -197,4 +200,4 @@ def _folder(text: str) -> Path:
 
 
 def _existing(path: Path) -> Path:
-    return next(one for one in (path, *path.parents) if one.is_dir())
+    return next(folder for folder in (path, *path.parents) if folder.is_dir())

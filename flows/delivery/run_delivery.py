@@ -1,39 +1,47 @@
-"""The body of a delivery: with Prefect around its stages, or without.
+"""Plan and run a delivery, with Prefect or without.
 
-A command line plans before it starts anything, and the flow of the same process uses that plan.
+The command plans before it starts anything. `reuse_plan` passes its plan to the flow that the same
+process runs next, since a flow gets overrides only.
 """
 
 from __future__ import annotations
 
 import tempfile
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 from flows.cli.config import Composed, compose_config
-from flows.cli.dry_run import Looker
 from flows.cli.lock import hold
 from flows.delivery.chain import Delivery
 from flows.delivery.prepare import prepare_delivery
-from flows.orchestration.flow_run import Attempt, Host, in_prefect, in_this_process, tracker_of
+from flows.orchestration.flow_run import (
+    DryRun,
+    FlowRun,
+    Host,
+    in_prefect,
+    in_this_process,
+    tracker_of,
+)
 from tasks.core.errors import ConfigError
 from tasks.delivery import examination
 from tasks.delivery.publish_output import out_findings
-from tasks.delivery.untracked import Untracked
 from tasks.delivery.verify_inputs import require_intact
 from tasks.evaluation.scoring import ReferenceScorer
-from tasks.pipeline.stage import Mechanism
-from tasks.pipeline.tracking import Tracker
+from tasks.pipeline.artifact import Artifact, Origin
+from tasks.pipeline.report import FlowTracker, StageRecord
 from tasks.process.launch import kill_children_on_abort
 
 
 @dataclass(frozen=True)
 class Planned:
-    """A delivery that can be run.
+    """A planned delivery and the state of its stages.
 
     Attributes:
-        composed: the configuration it was planned from.
-        delivery: what will be done.
+        composed: the configuration.
+        delivery: the planned delivery.
         forecast: (stage, "to run: key" or "up to date: key"), in order.
     """
 
@@ -42,7 +50,7 @@ class Planned:
     forecast: tuple[tuple[str, str], ...]
 
     def text(self) -> str:
-        """The plan for a person."""
+        """Return the plan as text for the terminal."""
         return "\n".join(
             [
                 *self.delivery.lines(),
@@ -56,29 +64,29 @@ class Planned:
 
 
 def plan(composed: Composed) -> Planned:
-    """Look, plan, check. Writes nothing.
+    """Read SOURCE and base, plan and check. Writes nothing.
 
     Raises:
-        ConfigError: with everything that rules the delivery out.
+        ConfigError: the delivery is impossible or refused.
     """
     delivery = prepare_delivery(composed)
-    looker = Looker(delivery.store, frozenset(composed.settings["force"]))
-    scorer = None if delivery.engine is None else looker.scorer
-    served = delivery.run(cast(Mechanism, looker), scorer).artifact
+    dry_run = DryRun(delivery.store, frozenset(composed.settings["force"]))
+    scorer = None if delivery.engine is None else dry_run.scorer
+    served = delivery.run(dry_run, scorer).artifact
     overwrite = bool(composed.settings["overwrite"])
     findings = list(
         out_findings(delivery.out, inputs=[], expected=served.digest or None, overwrite=overwrite)
     )
     if findings:
         raise ConfigError(findings[0], hint="out=<another folder>, or overwrite=true")
-    return Planned(composed, delivery, tuple(looker.seen))
+    return Planned(composed, delivery, tuple(dry_run.states))
 
 
 def compare(composed: Composed, log: Any) -> None:
-    """Print how far apart the two merges of an adapter are (`merge.base=compare`).
+    """Print the difference of the two merges of an adapter (`merge.base=compare`).
 
     Raises:
-        ConfigError: nothing in SOURCE is merged, or the base has one precision only.
+        ConfigError: SOURCE is no adapter, or the base has one precision only.
     """
     delivery = prepare_delivery(composed)
     if delivery.given.kind != "adapter" or delivery.quantization is None:
@@ -99,21 +107,21 @@ def compare(composed: Composed, log: Any) -> None:
         print(*delivery.compare(scorer), sep="\n", flush=True)
 
 
-_handed: dict[str, Planned] = {}
+_plans: dict[str, Planned] = {}
 
 
-def hand_over(planned: Planned) -> None:
-    """Spare the flow that comes next in this process the planning; overrides are all it is given.
+def reuse_plan(planned: Planned) -> None:
+    """Let the next flow of these settings in this process use a plan instead of planning again.
 
-    Used once: a later flow of the same settings may find other files.
+    The plan is used once: the files may be different when a later flow runs.
     """
-    _handed[planned.composed.text] = planned
+    _plans[planned.composed.text] = planned
 
 
 def run_in_prefect(overrides: list[str]) -> dict[str, Any]:
-    """The flow's body. Returns the summary."""
+    """Run a delivery within a Prefect flow run. Returns the summary."""
     composed = compose_config(overrides, config_name="deliver")
-    planned = _handed.pop(composed.text, None) or plan(composed)
+    planned = _plans.pop(composed.text, None) or plan(composed)
     host = in_prefect("deliver")
     if composed.settings["plan"]:
         text = planned.text()
@@ -124,30 +132,71 @@ def run_in_prefect(overrides: list[str]) -> dict[str, Any]:
 
 
 def direct(planned: Planned, log: Any, run_id: str) -> dict[str, Any]:
-    """The same without Prefect; MLflow only where `tracking.uri` names one."""
+    """Run a delivery without Prefect, and without MLflow unless `tracking.uri` names a server.
+
+    Args:
+        planned: the planned delivery.
+        log: logger of the flow.
+        run_id: id of this run.
+
+    Returns:
+        The summary.
+    """
     tracked = planned.composed.settings["tracking"]["uri"]
     tracker = tracker_of(planned.composed) if tracked else Untracked()
     return _run(planned, in_this_process(run_id, log), tracker)
 
 
-def _run(planned: Planned, host: Host, tracker: Tracker) -> dict[str, Any]:
+def _run(planned: Planned, host: Host, tracker: FlowTracker) -> dict[str, Any]:
     delivery = planned.delivery
-    attempt = Attempt.begin("deliver", planned.composed, host, tracker=tracker)
-    return attempt.run(f"deliver {delivery.given.root.name}", lambda one: _stages(one, delivery))
+    flow_run = FlowRun.begin("deliver", planned.composed, host, tracker=tracker)
+    title = f"deliver {delivery.given.root.name}"
+    return flow_run.run(title, lambda run: _run_stages(run, delivery))
 
 
-def _stages(attempt: Attempt, delivery: Delivery) -> None:
-    # Not while planning: the first look at an artifact from elsewhere reads all of it.
+def _run_stages(flow_run: FlowRun, delivery: Delivery) -> None:
+    # Not while planning: the first comparison of an artifact with its manifest reads all of it.
     require_intact(delivery.inputs, delivery.store)
-    attempt.summary.findings = examination.as_json(delivery.reports)
-    mechanism = attempt.mechanism
+    flow_run.summary.findings = examination.as_json(delivery.reports)
+    mechanism = flow_run.mechanism
     if delivery.engine is None:
         served = delivery.run(mechanism, None)
     else:
-        threads = attempt.composed.settings["smoke"]["threads"]
+        threads = flow_run.composed.settings["smoke"]["threads"]
         log_path = mechanism.logs / "reference.log"
-        with ReferenceScorer(log=attempt.host.log, log_path=log_path, threads=threads) as scorer:
+        with ReferenceScorer(log=flow_run.host.log, log_path=log_path, threads=threads) as scorer:
             scorer.warm()
             served = delivery.run(mechanism, scorer)
     delivery.put(served, mechanism)
-    attempt.summary.served = str(delivery.out)
+    flow_run.summary.served = str(delivery.out)
+
+
+class Untracked:
+    """A `FlowTracker` that records nothing. MLflow is not imported, which would take seconds."""
+
+    @contextmanager
+    def flow(
+        self, name: str, config: Mapping[str, Any], text: str, tags: Mapping[str, str]
+    ) -> Iterator[str]:
+        """Open no record."""
+        yield ""
+
+    @contextmanager
+    def stage(self, name: str, origin: Origin) -> Iterator[StageRecord]:
+        """Open no record."""
+        yield _NoRecord()
+
+    def log_parent(
+        self, metrics: Mapping[str, float], files: Mapping[str, str], description: str = ""
+    ) -> None:
+        """Drop the numbers and files; the summary has them."""
+
+
+class _NoRecord:
+    """A `StageRecord` that drops everything; the artifact and its manifest have it."""
+
+    def metrics(self, values: Mapping[str, float], step: int = 0) -> None: ...
+    def table(self, name: str, rows: Sequence[Mapping[str, Any]]) -> None: ...
+    def contract(self, verdicts: list[dict[str, Any]]) -> None: ...
+    def details(self, notes: Mapping[str, Any]) -> None: ...
+    def finish(self, artifact: Artifact, metrics: Mapping[str, float], *, reused: bool) -> None: ...

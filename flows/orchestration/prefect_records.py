@@ -1,4 +1,4 @@
-"""What the embedded Prefect server has recorded, asked over its plain HTTP interface."""
+"""Read and correct the records of the embedded Prefect server over HTTP."""
 
 from __future__ import annotations
 
@@ -16,27 +16,27 @@ ANSWER_S = 10.0
 def settle(url: str, since: str, limit_s: float) -> bool:
     """Wait until the server has recorded all task runs of the finished flow runs.
 
-    Task run states travel as events and are written by a service of the server a moment later than
-    the flow run's own state, which is set by a plain request. Recorded means: all are final and
-    two looks in a row see the same.
+    Task run states are sent as events, which the server writes a moment later than the state of the
+    flow run. They count as recorded once all of them are final and two requests in a row return the
+    same states.
 
     Args:
-        url: the API.
-        since: ISO time; flow runs that started earlier are not looked at. Neither are unfinished
-            ones: they are somebody else's, ours have ended.
-        limit_s: give up after so many seconds.
+        url: URL of the API.
+        since: ISO time. Flow runs that started earlier are ignored, and so are unfinished ones,
+            which belong to other processes.
+        limit_s: time limit in seconds.
 
     Returns:
-        Whether everything was recorded in time.
+        True if everything was recorded in time.
     """
     deadline = time.monotonic() + limit_s
     ended = {"start_time": {"after_": since}, "state": {"type": {"any_": sorted(FINAL)}}}
-    ours = [run["id"] for run in post(url, "/flow_runs/filter", {"flow_runs": ended})]
-    if not ours:
+    ended_runs = [run["id"] for run in post(url, "/flow_runs/filter", {"flow_runs": ended})]
+    if not ended_runs:
         return True
     before: dict[str, str] | None = None
     while time.monotonic() < deadline:
-        states = _task_run_states(url, ours)
+        states = _task_run_states(url, ended_runs)
         if states == before and set(states.values()) <= FINAL:
             return True
         before = states
@@ -45,9 +45,9 @@ def settle(url: str, since: str, limit_s: float) -> bool:
 
 
 def bury_the_dead(url: str) -> None:
-    """Record as crashed what seems to run, although its process is gone (`kill -9`, power cut).
+    """Mark unfinished runs as crashed: their process is gone (`kill -9`, power cut).
 
-    Only right while no other process can have a flow run on this server.
+    Call it only while no other process can have a flow run on this server.
     """
     unfinished = {"state": {"type": {"any_": ["RUNNING", "PENDING", "CANCELLING"]}}}
     crashed = {"type": "CRASHED", "name": "Crashed", "message": "its process is gone"}
@@ -57,24 +57,24 @@ def bury_the_dead(url: str) -> None:
 
 
 def get(url: str, path: str) -> Any:
-    """The JSON that the server answers to a GET."""
+    """Send a GET request and return the JSON answer."""
     return _answer(urllib.request.Request(url + path))
 
 
 def post(url: str, path: str, body: dict[str, Any]) -> Any:
-    """The JSON that the server answers to a POST of JSON."""
+    """Send a POST request with a JSON body and return the JSON answer."""
     headers = {"content-type": "application/json"}
     return _answer(urllib.request.Request(url + path, json.dumps(body).encode(), headers))
 
 
 def _answer(request: urllib.request.Request) -> Any:
-    direct = urllib.request.build_opener(urllib.request.ProxyHandler({}))  # it is on loopback
+    direct = urllib.request.build_opener(urllib.request.ProxyHandler({}))  # loopback: no proxy
     with direct.open(request, timeout=ANSWER_S) as answer:
         return json.load(answer)
 
 
 def _task_run_states(url: str, flow_run_ids: list[str]) -> dict[str, str]:
-    """State type of every task run of the flow runs, by task run id."""
+    """Return the state type of every task run of these flow runs, by task run id."""
     states: dict[str, str] = {}
     wanted = {"flow_runs": {"id": {"any_": flow_run_ids}}, "limit": PAGE, "sort": "ID_DESC"}
     while True:

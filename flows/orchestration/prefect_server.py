@@ -1,9 +1,9 @@
-"""The embedded Prefect API: a process of our own for as long as we live.
+"""Run an embedded Prefect API server for as long as this process lives.
 
-Prefect would start a temporary server by itself. That one dies of the same Ctrl-C as the flow, so
-the flow hangs, cannot report, and stays `Running`; it outlives a `kill -9`; and it stops before it
-has recorded all task runs. Ours runs in a session of its own under `tasks/process/supervise.py`,
-which ends it when this process is gone and not before, and `prefect_server` waits for the records.
+Prefect's own temporary server has three faults: it dies of the same Ctrl-C as the flow, so the flow
+hangs and stays `Running`; it outlives a `kill -9`; and it stops before all task runs are recorded.
+This server runs in its own session under `tasks/process/supervise.py`, which ends it when this
+process is gone and not before, and `prefect_server` waits for the records.
 """
 
 from __future__ import annotations
@@ -21,13 +21,13 @@ from datetime import UTC, datetime
 from pathlib import Path
 
 from flows.cli.bootstrap import offer, prefect_settings, stay_off_proxies
+from flows.cli.config import Composed
 from flows.orchestration.prefect_records import bury_the_dead, get, settle
 from tasks.core.errors import PlumblineError
 from tasks.process.child import Child
 
 START_S = 300.0
-"""Seconds on a quiet machine are minutes on one that is full, and then a server that is alive is
-worth waiting for. One that has died is noticed at once."""
+"""Time limit of the start. It takes seconds on a quiet machine and minutes on a busy one."""
 START_ATTEMPTS = 3
 SETTLE_S = 10.0
 POLL_S = 0.15
@@ -38,7 +38,7 @@ DATABASE_SETTINGS = (
     "PREFECT_API_DATABASE_CONNECTION_URL",
     "PREFECT_SERVER_DATABASE_HOST",
 )
-"""By these the user has the embedded server keep its records elsewhere."""
+"""Variables with which the user chooses another database for the embedded server."""
 
 log = logging.getLogger(__name__)
 
@@ -47,27 +47,27 @@ _running: dict[Path, tuple[Child, str]] = {}
 
 @contextlib.contextmanager
 def prefect_server(runs: Path, meanwhile: Callable[[], None] | None = None) -> Iterator[str]:
-    """A Prefect API for the flow runs of the block; gives its address.
+    """Provide a Prefect API for the flow runs of the block; yields its URL.
 
-    With `PREFECT_API_URL` set by the user that server is used and nothing is started. Otherwise a
-    server with SQLite under `<runs>/prefect` is started, or the one this process already has is
-    used again (`--multirun`). Its log is `<runs>/logs/prefect-server.log`. Leaving the block waits
-    until every task run of the block's flow runs is recorded. The server stays until this process
-    is gone, since Prefect still sends logs and events at exit.
+    If the user has set `PREFECT_API_URL`, that server is used and nothing is started. Otherwise a
+    server with SQLite under `<runs>/prefect` is started, or the server that this process already
+    has is reused (`--multirun`). Its log is `<runs>/logs/prefect-server.log`. Leaving the block
+    waits until every task run of the block's flow runs is recorded. The server lives until this
+    process is gone, since Prefect still sends logs and events at exit.
 
-    Enter it while holding `flows.cli.lock.hold(runs)`: flow runs that the database believes to be
-    running when a server starts are then known to be dead, and are recorded as crashed.
+    Enter the block while holding `flows.cli.lock.hold(runs)`. Then no other process can have a flow
+    run, and runs that the database lists as running are marked as crashed.
 
     Args:
-        runs: the folder everything goes under.
-        meanwhile: what can be done while the server starts; both take seconds. Imports, say.
+        runs: `paths.runs`.
+        meanwhile: called while the server starts, for other work that takes seconds.
 
     Raises:
-        PlumblineError: the server did not come up.
+        PlumblineError: the server did not start.
     """
-    theirs = os.environ.get("PREFECT_API_URL")
-    if theirs and all(theirs != url for _, url in _running.values()):
-        yield theirs
+    users = os.environ.get("PREFECT_API_URL")
+    if users and all(users != url for _, url in _running.values()):
+        yield users
         return
     url = _running_or_new(runs.absolute(), meanwhile)
     os.environ["PREFECT_API_URL"] = url
@@ -78,6 +78,23 @@ def prefect_server(runs: Path, meanwhile: Callable[[], None] | None = None) -> I
         yield url
     finally:
         _wait_for_records(url, entered)
+
+
+def warm_up(composed: Composed, flow: str) -> None:
+    """Import a flow and let MLflow create its database, while the Prefect server starts.
+
+    Args:
+        composed: the configuration.
+        flow: module of the flow.
+    """
+    importlib.import_module(flow)
+    importlib.import_module("mlflow")
+    if composed.settings["tracking"]["uri"]:
+        return  # the user's server has its database
+    from flows.orchestration.flow_run import tracker_of
+
+    with contextlib.suppress(Exception):  # the flow tries again and reports the error
+        tracker_of(composed)
 
 
 def _running_or_new(runs: Path, meanwhile: Callable[[], None] | None) -> str:
@@ -91,13 +108,13 @@ def _running_or_new(runs: Path, meanwhile: Callable[[], None] | None) -> str:
     home.mkdir(parents=True, exist_ok=True)
     log_path = runs / "logs" / "prefect-server.log"
     log_path.parent.mkdir(parents=True, exist_ok=True)
-    # Two servers that migrate one fresh database at once both fail.
+    # Two servers that create the tables of one new database at once both fail.
     with (home / ".starting").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         _running[runs] = _start(log_path, meanwhile)
     url = _running[runs][1]
     if home == runs / "prefect" and not any(name in os.environ for name in DATABASE_SETTINGS):
-        bury_the_dead(url)  # nobody else's database
+        bury_the_dead(url)  # no other server uses this database
     return url
 
 
@@ -156,25 +173,25 @@ def _healthy(child: Child, url: str, deadline: float) -> bool:
 
 
 def _no_link_to_a_page(record: logging.LogRecord) -> bool:
-    """Ours serves no pages, and is gone when the flow is: Prefect's "View at" leads nowhere."""
+    """Return False for Prefect's "View at <URL>": the embedded server serves no pages."""
     return not record.getMessage().startswith("View at ")
 
 
 def _refresh_settings() -> None:
-    """Let Prefect read its environment again: it was imported before the address was known."""
+    """Let Prefect read its environment again; it was imported before the URL was known."""
     from prefect.context import refresh_global_settings_context
 
     refresh_global_settings_context()
 
 
 def _wait_for_records(url: str, since: str) -> None:
-    """Have Prefect's own threads send what they have, then wait until it is recorded."""
+    """Let Prefect's threads send their events, then wait until the server has recorded them."""
     from prefect.events.worker import EventsWorker
 
     EventsWorker.drain_all(timeout=SETTLE_S)
     try:
         complete = settle(url, since, SETTLE_S)
-    except OSError as error:  # it is gone: what the flow came to matters more than its records
+    except OSError as error:  # the result of the flow matters more than its records
         log.warning("the embedded Prefect server does not answer any more: %s", error)
         return
     if not complete:

@@ -1,4 +1,4 @@
-"""What a child's events become: metrics, a bar on a terminal, plain lines in a log."""
+"""Show the events of a child process: metrics, a progress bar on a terminal, lines in a log."""
 
 from __future__ import annotations
 
@@ -8,26 +8,26 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
-from tasks.pipeline.tracking import StageRun
+from tasks.pipeline.report import StageRecord
 
 LINE_EVERY_S = 5.0
-"""Plain lines come no faster than this: a log is read afterwards, not watched."""
+"""Shortest time between two lines of a log, in seconds."""
 
 
 class Progress:
-    """Receives the events of one stage's child; see `tasks/core/events.py`.
+    """Receive the events of one stage's child process; see `tasks/core/events.py`.
 
     Args:
-        run: where step metrics go.
-        log: where plain lines go when there is no terminal.
+        run: record that gets the metrics of each step.
+        log: gets lines if standard error is no terminal.
     """
 
-    def __init__(self, run: StageRun, log: Any) -> None:
+    def __init__(self, run: StageRecord, log: Any) -> None:
         self._run = run
         self._log = log
         self._total = 0
         self._bar: Any = None
-        self._said = 0.0
+        self._last_line = 0.0
         self._on: Mapping[str, Callable[[dict[str, Any]], None]] = {
             "plan": self._plan,
             "step": self._step,
@@ -42,7 +42,7 @@ class Progress:
             handler(event)
 
     def close(self) -> None:
-        """Take the bar off the terminal."""
+        """Remove the progress bar from the terminal."""
         if self._bar is not None:
             self._bar.close()
             self._bar = None
@@ -57,8 +57,8 @@ class Progress:
         self._run.metrics({f"train/{name}": value for name, value in numbers.items()}, step)
         if sys.stderr.isatty():
             self._draw(step, event)
-        elif time.monotonic() - self._said > LINE_EVERY_S or step == self._total:
-            self._said = time.monotonic()
+        elif time.monotonic() - self._last_line > LINE_EVERY_S or step == self._total:
+            self._last_line = time.monotonic()
             self._log.info("step %d/%d: %s", step, self._total, _words(numbers))
 
     def _draw(self, step: int, event: dict[str, Any]) -> None:
@@ -85,8 +85,8 @@ class Progress:
 
 
 @contextlib.contextmanager
-def progress(run: StageRun, log: Any) -> Iterator[Progress]:
-    """A `Progress` whose bar is gone afterwards."""
+def progress(run: StageRecord, log: Any) -> Iterator[Progress]:
+    """Yield a `Progress`, and remove its bar at the end."""
     shown = Progress(run, log)
     try:
         yield shown

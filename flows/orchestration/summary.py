@@ -1,4 +1,4 @@
-"""How a flow ends: `<paths.runs>/latest/summary.json`, and the same as a table."""
+"""Summary of a flow run: `<paths.runs>/latest/summary.json`, and tables of it."""
 
 from __future__ import annotations
 
@@ -11,12 +11,27 @@ from pathlib import Path
 from typing import Any
 
 from flows.orchestration.evaluation import evaluation_lines
-from tasks.pipeline.stage import StageResult
+from tasks.pipeline.report import StageResult
 
 
 @dataclass
 class Summary:
-    """What a flow run came to. Written whether it succeeded or not."""
+    """Summary of a flow run, written whether the run succeeded or not.
+
+    Attributes:
+        status: "running", "completed", "failed" or "cancelled".
+        flow: name of the flow.
+        exp: the chosen experiment; None if there is none.
+        seconds: wall-clock time of the run.
+        stages: one entry for each stage, see `stage_entry`.
+        served: path of the served model.
+        mlflow_run_id: id of the flow's MLflow run; None without MLflow.
+        gate: verdict of the gate: `passed`, `reasons` and the registered `version`.
+        eval: evaluation results, see `evaluation`.
+        error: message of the error that ended the run.
+        findings: findings of the audit that a delivery starts with.
+        defaults: lines about computed defaults.
+    """
 
     status: str
     flow: str
@@ -32,7 +47,16 @@ class Summary:
     defaults: list[str] = field(default_factory=list)
 
     def write(self, runs: Path, run_id: str, texts: dict[str, str]) -> Path:
-        """Write into `<runs>/reports/<run_id>/` and point `<runs>/latest` there, atomically."""
+        """Write the summary to `<runs>/reports/<run_id>/` and make `<runs>/latest` a link to it.
+
+        Args:
+            runs: `paths.runs`.
+            run_id: name of the run's folder.
+            texts: further files to write, by name.
+
+        Returns:
+            Path of summary.json.
+        """
         folder = runs / "reports" / run_id
         folder.mkdir(parents=True, exist_ok=True)
         document = json.dumps(asdict(self), indent=1) + "\n"
@@ -47,7 +71,7 @@ class Summary:
         return folder / "summary.json"
 
     def table(self) -> str:
-        """The summary as a plain-text table for a terminal."""
+        """Return the summary as a plain-text table for a terminal."""
         rows: list[tuple[str, ...]] = [
             ("stage", "seconds", "", "checks", *self._titles()[::2], "artifact")
         ]
@@ -64,7 +88,7 @@ class Summary:
         return "\n".join([*aligned, "", *self._closing()]) + "\n"
 
     def markdown(self) -> str:
-        """The table of checks for the orchestrator's page."""
+        """Return the summary as a Markdown table, for Prefect and MLflow."""
         lines = [
             f"**{self.status}** in {self.seconds:.0f} s",
             "",
@@ -81,18 +105,18 @@ class Summary:
         return "\n".join([*lines, "", *(f"- {line}" for line in self._closing())])
 
     def _titles(self) -> tuple[str, str, str]:
-        """Of the three columns of distances."""
-        of_scores = any("mean_difference" in (stage["drift"] or {}) for stage in self.stages)
-        return ("mean diff", "max diff", "order") if of_scores else ("mean KL", "p95 KL", "top-1")
+        """Return the titles of the three columns of drift."""
+        has_scores = any("mean_difference" in (stage["drift"] or {}) for stage in self.stages)
+        return ("mean diff", "max diff", "order") if has_scores else ("mean KL", "p95 KL", "top-1")
 
     def _closing(self) -> list[str]:
         lines = evaluation_lines(self.eval)
         lines += [line for line in self.defaults if "train." in line]
         lines += [line for stage in self.stages for line in _truncation_lines(stage)]
         if self.findings:
-            dealt = sum(bool(one["handled"]) for one in self.findings)
-            rest = len(self.findings) - dealt
-            lines.append(f"audit: {_count(dealt, 'error')} dealt with, {_count(rest, 'remark')}")
+            handled = sum(bool(finding["handled"]) for finding in self.findings)
+            rest = len(self.findings) - handled
+            lines.append(f"audit: {_count(handled, 'error')} dealt with, {_count(rest, 'remark')}")
         if self.served:
             lines.append(f"served model: {self.served}")
         if self.gate and self.gate.get("version"):
@@ -104,7 +128,7 @@ class Summary:
 
 
 def stage_entry(result: StageResult) -> dict[str, Any]:
-    """One element of the summary's `stages`."""
+    """Return the summary's entry for one stage."""
     return {
         "name": result.name,
         "seconds": result.seconds,
@@ -117,7 +141,7 @@ def stage_entry(result: StageResult) -> dict[str, Any]:
 
 
 def _rows(metrics: Mapping[str, float]) -> dict[str, dict[str, int]]:
-    """Count by split, of a stage that tokenises: rows, rows cut or left out, tokens cut."""
+    """Return, for each split that a stage tokenised: rows, rows cut, tokens cut, rows left out."""
     return {
         split: {name: int(metrics[f"data/{split}_{name}"]) for name in _COUNTS}
         for split in ("train", "heldout")
@@ -141,7 +165,7 @@ def _truncation_lines(stage: Mapping[str, Any]) -> list[str]:
 
 
 def _columns(drift: Mapping[str, float]) -> tuple[str, str, str]:
-    """What fills the three columns: distances of log-probabilities, or of scores."""
+    """Return the keys of the three columns of drift: log-probabilities, or reward scores."""
     if "mean_difference" in drift:
         return ("mean_difference", "max_difference", "same_order")
     return ("mean_kl", "p95_kl", "top1_agreement")

@@ -1,26 +1,32 @@
-"""What a stage function hands back to the mechanism in `tasks/pipeline/stage.py`."""
+"""Types around a stage: its report and its result, and the protocols of who records and runs it."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
-from typing import Any
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Protocol
 
 from tasks.core.contract import Check
 from tasks.drift.verdict import Moved
 
+if TYPE_CHECKING:
+    from tasks.pipeline.artifact import Artifact, Origin
+    from tasks.pipeline.stage import Observe, Stage
+
 
 @dataclass(frozen=True)
 class StageReport:
-    """Result of one stage function, before anything was published.
+    """Result of one stage function, before anything is published.
 
     Attributes:
         kind: kind of the artifact in the stage's `out` directory (base, dataset, shards, adapter,
             weights, served, report).
         checks: every assertion made, with its verdict. One failed check refuses the artifact.
         metrics: numbers for the tracker.
-        notes: what the manifest should remember: plain JSON.
-        drift: distance from the trained model, where the stage measured one.
+        notes: plain JSON that goes into the manifest.
+        drift: distance from the trained model; None if the stage measured none.
     """
 
     kind: str
@@ -28,3 +34,90 @@ class StageReport:
     metrics: Mapping[str, float] = field(default_factory=dict)
     notes: Mapping[str, Any] = field(default_factory=dict)
     drift: Moved | None = None
+
+
+@dataclass(frozen=True)
+class StageResult:
+    """Result of one finished stage, for the flow.
+
+    Attributes:
+        name: name of the stage, as `<step>.<stage>` if the run has several steps.
+        artifact: what it published.
+        reused: True if an earlier run had published it.
+        seconds: wall-clock time.
+        checks: the contract's verdicts.
+        drift: distance from the trained model; None if the stage measured none.
+        metrics: its numbers.
+    """
+
+    name: str
+    artifact: Artifact
+    reused: bool
+    seconds: float
+    checks: tuple[Check, ...]
+    drift: dict[str, float] | None
+    metrics: dict[str, float]
+
+
+class StageRecord(Protocol):
+    """Record of one stage: an MLflow run (`StageRun` in `tracking.py`), or nothing."""
+
+    def metrics(self, values: Mapping[str, float], step: int = 0) -> None:
+        """Log numbers of a step."""
+
+    def table(self, name: str, rows: Sequence[Mapping[str, Any]]) -> None:
+        """Add rows to a table, which is logged when the stage ends."""
+
+    def contract(self, verdicts: list[dict[str, Any]]) -> None:
+        """Log the checks: name, expected, found, verdict."""
+
+    def details(self, notes: Mapping[str, Any]) -> None:
+        """Log the notes of the stage, its drift among them."""
+
+    def finish(self, artifact: Artifact, metrics: Mapping[str, float], *, reused: bool) -> None:
+        """Log the identity of the published artifact."""
+
+
+class FlowTracker(Protocol):
+    """Records of one flow: MLflow runs (`Tracker` in `tracking.py`), or nothing."""
+
+    def flow(
+        self, name: str, config: Mapping[str, Any], text: str, tags: Mapping[str, str]
+    ) -> AbstractContextManager[str]:
+        """Open the record of the flow; the context's value is its id, empty if there is none."""
+
+    def stage(self, name: str, origin: Origin) -> AbstractContextManager[StageRecord]:
+        """Open the record of one stage of the flow."""
+
+    def log_parent(
+        self, metrics: Mapping[str, float], files: Mapping[str, str], description: str = ""
+    ) -> None:
+        """Log numbers, small text files and a Markdown description of the whole flow."""
+
+
+class StageRunner(Protocol):
+    """Run stages (`Mechanism`), or only report what would run (`DryRun` in `flows/`)."""
+
+    @property
+    def store(self) -> Path:
+        """Folder of the published artifacts."""
+
+    @property
+    def logs(self) -> Path:
+        """Folder of the child processes' logs."""
+
+    @property
+    def results(self) -> list[StageResult]:
+        """Results of the stages that have run so far, in order."""
+
+    def run(
+        self,
+        stage: Stage,
+        function: Callable[..., StageReport],
+        *,
+        inputs: Mapping[str, Artifact],
+        config: Mapping[str, Any],
+        context: Mapping[str, Any] | None = None,
+        observe: Observe | None = None,
+    ) -> StageResult:
+        """Run one stage, or reuse what it published before; arguments as in `Mechanism.run`."""

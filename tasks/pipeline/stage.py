@@ -1,23 +1,21 @@
-"""The one mechanism around a stage: key -> reuse or run -> contract -> manifest -> rename -> log.
+"""The mechanism around every stage: key -> reuse or run -> contract -> manifest -> rename -> log.
 
-A stage function is a plain function that fills an empty directory and reports what it checked
-(`tasks/pipeline/report.py`). Everything that all stages share happens here, once:
+A stage function is a plain function that fills an empty directory and reports its checks
+(`tasks/pipeline/report.py`). Everything that the stages share is here:
 
-* the key: stage name, its configuration, the digests of its inputs, its code and its stack;
-* reuse: an artifact with that key that is still intact, byte for byte, is taken as it is;
-* the Prefect task run, called directly (the chain is serial, and a direct call stays in the main
-  thread, where signals arrive), with Prefect's own caching off: the manifest is the only truth;
-* the contract's verdicts, written into the artifact and to the tracker before they are enforced;
+* the key: a hash of stage name, configuration, input digests, source code and library versions;
+* reuse: an artifact with that key is reused if every byte of it is unchanged;
+* the Prefect task run. It is called directly, in the main thread, where signals arrive. Prefect's
+  cache is off, because the manifest decides about reuse;
+* the contract: its verdicts are written into the artifact and the tracker, then enforced;
 * publishing by rename.
 """
 
 from __future__ import annotations
 
 import contextlib
-import errno
 import hashlib
 import json
-import shutil
 import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, dataclass, field, replace
@@ -34,33 +32,33 @@ from tasks.pipeline.artifact import (
     open_artifact,
     publish,
     remember,
-    staging,
 )
-from tasks.pipeline.report import StageReport
+from tasks.pipeline.report import FlowTracker, StageRecord, StageReport, StageResult
 from tasks.pipeline.source_closure import PACKAGES, source_digest
-from tasks.pipeline.tracking import StageRun, Tracker
+from tasks.pipeline.staging import disk_full_named, staging
 
 CONTRACT = "contract.json"
 REFERENCE_LOG = "reference.log"
 """Log of the scorer, which all stages of a run share."""
 
 Observe = Callable[
-    [StageRun, Any], contextlib.AbstractContextManager[Callable[[dict[str, Any]], None]]
+    [StageRecord, Any], contextlib.AbstractContextManager[Callable[[dict[str, Any]], None]]
 ]
-"""(the stage's run, its log) -> a context whose value receives the child's events."""
+"""(record of the stage, its log) -> a context whose value receives the child's events."""
 
-Call = Callable[[str, Callable[[Any], "StageResult"]], "StageResult"]
-"""(name of the stage, its work) -> what the work returns; gives the work its log."""
+Call = Callable[[str, Callable[[Any], StageResult]], StageResult]
+"""(name of the stage, its work) -> the result; calls `work(log)`."""
 
 
 @dataclass(frozen=True)
 class Stage:
-    """What identifies a stage beside its configuration and inputs.
+    """Identity of a stage, without its configuration and inputs.
 
     Attributes:
-        name: the word of the chain.
+        name: name of the stage, such as "merge".
         kind: kind of artifact it publishes.
-        code: modules that the stage starts from; the source of all they import is part of the key.
+        code: modules that the stage starts from. Their source and that of all modules that they
+            import is part of the key.
         stack: distributions whose versions are part of the key.
         without: packages that `code` names but this stage never runs.
     """
@@ -78,11 +76,16 @@ class Stage:
             raise PlumblineError(f"{self.name} runs {starts_in}; its code names {self.code}")
 
     def versions(self) -> dict[str, str]:
-        """Installed versions of the stack, "absent" where a distribution is not installed."""
+        """Return the installed version of each distribution of `stack`, or "absent"."""
         return {name: _version(name) for name in self.stack}
 
     def key(self, config: Mapping[str, Any], inputs: Mapping[str, Artifact]) -> str:
-        """Name of the artifact that this configuration and these inputs lead to."""
+        """Return the key, which names the artifact's folder: 20 hexadecimal digits.
+
+        Args:
+            config: plain JSON values.
+            inputs: input artifacts by role.
+        """
         parts = [
             self.name,
             self.kind,
@@ -95,54 +98,45 @@ class Stage:
         return hashlib.sha256(text.encode()).hexdigest()[:20]
 
 
-@dataclass(frozen=True)
-class StageResult:
-    """What the flow learns of one finished stage."""
-
-    name: str
-    artifact: Artifact
-    reused: bool
-    seconds: float
-    checks: tuple[Check, ...]
-    drift: dict[str, float] | None
-    metrics: dict[str, float]
-
-
 @dataclass
 class Mechanism:
-    """Runs stages: where artifacts lie, who tracks them, what has to be run again.
+    """Run stages, publish their artifacts, track them.
 
     Attributes:
         store: folder of the published artifacts.
-        logs: folder for the children's full logs of this flow run.
-        tracker: the tracker; owns the MLflow runs.
+        logs: folder of the child processes' full logs in this flow run.
+        tracker: records the stages.
         force: names of stages that run even if an intact artifact exists.
-        call: who calls the stage's work: Prefect, unless a flow does without it.
-        results: what has run so far, in order.
-        name: of the chain, where a run has several: its stages are called `<name>.<stage>`.
+        call: calls the work of a stage, by default as a Prefect task.
+        results: results of the stages that have run so far, in order.
+        name: name of the step if a run has several; its stages are called `<name>.<stage>`.
     """
 
     store: Path
     logs: Path
-    tracker: Tracker
+    tracker: FlowTracker
     force: frozenset[str] = frozenset()
     call: Call = field(default_factory=lambda: as_prefect_task)
     results: list[StageResult] = field(default_factory=list)
     name: str = ""
 
     @contextlib.contextmanager
-    def link(self, name: str) -> Iterator[Mechanism]:
-        """The mechanism of one of several chains: with results of its own, added to these."""
+    def step(self, name: str) -> Iterator[Mechanism]:
+        """Yield the mechanism of one step of a chain; its results are added to these at the end.
+
+        Args:
+            name: name of the step; empty if the run has a single one.
+        """
         if not name:
             yield self
             return
         logs = self.logs / name
         logs.mkdir(parents=True, exist_ok=True)
-        one = replace(self, logs=logs, results=[], name=name)
+        step = replace(self, logs=logs, results=[], name=name)
         try:
-            yield one
+            yield step
         finally:
-            self.results.extend(one.results)
+            self.results.extend(step.results)
 
     def run(
         self,
@@ -160,13 +154,14 @@ class Mechanism:
             stage: the stage's identity.
             function: called as `function(out, **{role: path}, **config, **context, log=...)`.
             inputs: input artifacts by role; the function gets their paths.
-            config: plain JSON values and frozen dataclasses of such that change the result: part of
-                the key.
+            config: arguments that change the result, and are part of the key: plain JSON values, or
+                frozen dataclasses of these.
             context: arguments that do not change the result (how to score, where to log).
-            observe: makes the function's `on_event`, for stages whose child reports as it goes.
+            observe: makes the function's `on_event`, for stages whose child reports events.
 
         Raises:
-            PlumblineError: the stage's key does not cover the module of `function`.
+            PlumblineError: the stage's key does not cover the module of `function`, or the stage
+                failed.
         """
         stage.require_covers(function)
         final = self.store / stage.kind / stage.key(plain(config), inputs)
@@ -195,7 +190,7 @@ class Mechanism:
                     arguments |= {**config, **(context or {}), "log": log}
                     with _observed(observe, run, arguments):
                         result = self._execute(name, function, final, origin, arguments, run)
-                result = _timed(result, time.monotonic() - started)
+                result = replace(result, seconds=round(time.monotonic() - started, 2))
                 run.finish(result.artifact, result.metrics, reused=result.reused)
             return result
 
@@ -204,14 +199,14 @@ class Mechanism:
 
     @contextlib.contextmanager
     def _stage_named(self, name: str) -> Iterator[None]:
-        """Note in an error which stage failed, and the log that its children wrote to."""
+        """Add the failed stage and the log of its child processes to an error."""
         try:
             yield
         except PlumblineError as error:
             error.stage = error.stage or name
             own = self.logs / f"{name.rpartition('.')[2]}.log"
-            measured = self.logs.parent / REFERENCE_LOG if self.name else self.logs / REFERENCE_LOG
-            error.log = error.log or next((str(p) for p in (own, measured) if p.is_file()), "")
+            shared = self.logs.parent / REFERENCE_LOG if self.name else self.logs / REFERENCE_LOG
+            error.log = error.log or next((str(p) for p in (own, shared) if p.is_file()), "")
             raise
 
     def _reusable(self, final: Path, stage: Stage, log: Any) -> Artifact | None:
@@ -234,9 +229,9 @@ class Mechanism:
         final: Path,
         origin: Origin,
         arguments: dict[str, Any],
-        run: StageRun,
+        run: StageRecord,
     ) -> StageResult:
-        with _disk_full_named(final), staging(final) as work:
+        with disk_full_named(final), staging(final) as work:
             report = function(work, **arguments)
             if report.kind != origin.kind:
                 raise PlumblineError(f"{origin.stage} made {report.kind}, not {origin.kind}")
@@ -244,18 +239,17 @@ class Mechanism:
             (work / CONTRACT).write_text(json.dumps(verdicts, indent=1) + "\n")
             run.contract(verdicts)
             require(report.checks, stage=origin.stage)
-            measured = report.drift.as_dict() if report.drift else None
+            drift = report.drift.as_dict() if report.drift else None
             metrics = {key: float(value) for key, value in report.metrics.items()}
-            notes = {**report.notes, "drift": measured, "metrics": metrics}
-            run.details({"drift": measured, **report.notes})
-            described = Origin(**{**_fields(origin), "notes": notes})
-            artifact = publish(work, final, described)
+            notes = {**report.notes, "drift": drift, "metrics": metrics}
+            run.details({"drift": drift, **report.notes})
+            artifact = publish(work, final, replace(origin, notes=notes))
             remember(artifact, self.store / ".seen")
-        return StageResult(name, artifact, False, 0.0, tuple(report.checks), measured, metrics)
+        return StageResult(name, artifact, False, 0.0, tuple(report.checks), drift, metrics)
 
 
 def as_prefect_task(name: str, work: Callable[[Any], StageResult]) -> StageResult:
-    """Run a stage's work as a Prefect task run, called directly."""
+    """Run the work of a stage as a Prefect task run, in this thread."""
     from prefect import get_run_logger, task
 
     def body() -> Any:
@@ -263,30 +257,15 @@ def as_prefect_task(name: str, work: Callable[[Any], StageResult]) -> StageResul
 
     runner = task(body, name=name, cache_policy=None, persist_result=False, log_prints=False)
     returned = runner()
-    # A task that returns a State hands that State back when it was called directly.
+    # Prefect returns a State unchanged if the task returned one.
     result: StageResult = returned if isinstance(returned, StageResult) else returned.result()
     return result
 
 
-NO_SPACE = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
-
-
 @contextlib.contextmanager
-def _disk_full_named(final: Path) -> Iterator[None]:
-    try:
-        yield
-    except OSError as error:
-        if error.errno not in NO_SPACE:
-            raise
-        free = shutil.disk_usage(final.parent).free / 2**30
-        raise ArtifactError(
-            f"no room to publish {final}: {error.strerror}, {free:.1f} GiB are free there",
-            hint="free some space, or choose another folder: paths.runs=<folder>",
-        ) from error
-
-
-@contextlib.contextmanager
-def _observed(observe: Observe | None, run: StageRun, arguments: dict[str, Any]) -> Iterator[None]:
+def _observed(
+    observe: Observe | None, run: StageRecord, arguments: dict[str, Any]
+) -> Iterator[None]:
     if observe is None:
         yield
         return
@@ -302,12 +281,8 @@ def _recall(name: str, artifact: Artifact) -> StageResult:
     return StageResult(name, artifact, True, 0.0, checks, notes["drift"], notes["metrics"])
 
 
-def _timed(result: StageResult, seconds: float) -> StageResult:
-    return StageResult(**{**_fields(result), "seconds": round(seconds, 2)})
-
-
 def _completed(result: StageResult) -> Any:
-    """A reused stage shows as `Cached` in Prefect, so that the UI tells the two apart."""
+    """Return a state named `Cached` for a reused stage, which Prefect's UI then shows."""
     from prefect.states import Completed
 
     if not result.reused:
@@ -315,12 +290,8 @@ def _completed(result: StageResult) -> Any:
     return Completed(name="Cached", message=f"reused {result.artifact.path}", data=result)
 
 
-def _fields(value: Any) -> dict[str, Any]:
-    return {name: getattr(value, name) for name in value.__dataclass_fields__}
-
-
 def plain(config: Mapping[str, Any]) -> dict[str, Any]:
-    """The configuration as JSON has it, so that key and manifest say the same."""
+    """Return the configuration as plain JSON values, for the key and the manifest."""
     document: dict[str, Any] = json.loads(json.dumps(dict(config), default=asdict))
     return document
 

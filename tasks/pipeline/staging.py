@@ -10,6 +10,7 @@ and which the folder keeps when it is renamed.
 from __future__ import annotations
 
 import contextlib
+import errno
 import fcntl
 import os
 import shutil
@@ -17,11 +18,19 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
-from tasks.core.errors import BusyError, ConfigError, ContractError, DataError, DriftError
+from tasks.core.errors import (
+    ArtifactError,
+    BusyError,
+    ConfigError,
+    ContractError,
+    DataError,
+    DriftError,
+)
 from tasks.weights.execute.journal import JOURNAL
 
 KEPT_S = 3 * 24 * 3600.0
 """How long an abandoned folder with a journal waits for a run that goes on with it."""
+NO_SPACE = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
 _VERDICTS = (ConfigError, ContractError, DataError, DriftError)
 """Errors that the same inputs would lead to again: there is nothing to go on with."""
 
@@ -51,6 +60,21 @@ def staging(final: Path) -> Iterator[Path]:
         if not keep and _is_still(work, handle):
             shutil.rmtree(work, ignore_errors=True)
         os.close(handle)
+
+
+@contextlib.contextmanager
+def disk_full_named(final: Path) -> Iterator[None]:
+    """Turn the OSError of a full disk into an ArtifactError that says what to type."""
+    try:
+        yield
+    except OSError as error:
+        if error.errno not in NO_SPACE:
+            raise
+        free = shutil.disk_usage(final.parent).free / 2**30
+        raise ArtifactError(
+            f"no room to publish {final}: {error.strerror}, {free:.1f} GiB are free there",
+            hint="free some space, or choose another folder: paths.runs=<folder>",
+        ) from error
 
 
 def sweep(root: Path, now: float | None = None) -> list[Path]:

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from flows.chain.steps import compose, links
+from flows.chain.steps import chain_steps, compose
 from flows.cli.config import CONF, Composed, compose_config
 from flows.cli.entry import run_main
 from flows.cli.plan import check, render
@@ -62,7 +62,7 @@ def test_a_path_selects_the_kind(overrides: list[str], wanted: tuple[str, str, s
 def test_the_embedded_default_beside_a_path_is_refused(overrides: list[str], key: str) -> None:
     given = ["+exp=sft_qlora", *overrides]
     with pytest.raises(ConfigError) as caught:
-        check(links(compose(given), given))
+        check(chain_steps(compose(given), given))
     assert any(line.startswith(f"{key}: ") for line in caught.value.details)
 
 
@@ -76,13 +76,13 @@ def test_one_of_the_users_and_one_embedded_is_a_warning(
         ("model.path=owner/name", "data.kind: embedded tasks for owner/name; "),
     ):
         given = ["+exp=sft_full", f"paths.runs={tmp_path / 'runs'}", override]
-        check(links(compose(given), given))
+        check(chain_steps(compose(given), given))
         assert f"warning: {said}" in capsys.readouterr().err
 
 
 def test_a_step_of_a_chain_has_a_model_of_its_own() -> None:
     given = ["+exp=qlora", "sft:model.path=owner/name", "sft:data.path=c.csv", "ppo:data.name=o/n"]
-    sft, reward, ppo = links(compose(given), given)
+    sft, reward, ppo = chain_steps(compose(given), given)
     assert kinds(sft.composed) == ("hf", "csv", None)
     assert kinds(reward.composed) == ("toy", "toy", "messages")
     assert kinds(ppo.composed) == ("toy", "hub", "messages")
@@ -108,7 +108,7 @@ def test_every_job_of_a_sweep_has_its_kinds(tmp_path: Path) -> None:
 @pytest.mark.parametrize("experiment", TOY_EXPERIMENTS)
 def test_no_number_of_the_embedded_model_reaches_another(experiment: str) -> None:
     given = [f"+exp={experiment}", *MINE]
-    for link in links(compose(given), given):
+    for link in chain_steps(compose(given), given):
         settings = link.composed.settings
         train, objective = settings["train"], settings["train"]["objective"]
         rate = RATES[objective][settings["peft"]["kind"] == "none"]
@@ -196,7 +196,7 @@ def test_every_objective_has_a_rate() -> None:
 
 def test_plan_and_summary_say_what_a_default_is_for(tmp_path: Path) -> None:
     given = ["+exp=sft_qlora", *MINE, "train.max_len=99", f"paths.runs={tmp_path}"]
-    chain = links(compose(given), given)
+    chain = chain_steps(compose(given), given)
     line = "train.lr=0.0001 (default for QLoRA sft with a model of unknown size, 0.0002 once "
     rest = "config.json is at hand and says up to 20B: arXiv:2305.14314, table 9)"
     assert f"\n  {line}{rest}\n" in render(chain)
@@ -243,10 +243,10 @@ def test_what_is_typed_and_not_read_is_found(case: str) -> None:
 
 def test_a_key_of_the_run_is_for_the_steps_that_read_it() -> None:
     given = ["+exp=qlora", "rl.kl_coef=0.1", "peft.double_quant=false", "zero.offload_param=none"]
-    chain = links(compose(given), given)
+    chain = chain_steps(compose(given), given)
     assert [link.typed for link in chain] == [(), (), ()]
     given = ["+exp=qlora", "zero.offload_param=cpu", "reward.retries=1", "sft:rl.lam=0.9"]
-    chain = links(compose(given), given)
+    chain = chain_steps(compose(given), given)
     idle = ("reward.retries", "zero.offload_param")
     assert [link.typed for link in chain] == [("rl.lam",), (), idle]
 
@@ -258,7 +258,7 @@ def test_what_an_earlier_step_of_a_chain_decides() -> None:
     assert [finding.what for finding in findings] == ["model.path", "reward.model"]
     given = ["+exp=qlora", "ppo:model.path=owner/name"]
     with pytest.raises(ConfigError) as caught:
-        check(links(compose(given), given))
+        check(chain_steps(compose(given), given))
     wrong = "ppo: model.path: no effect with a model from the step before; "
     assert any(line.startswith(wrong) for line in caught.value.details)
 
@@ -279,6 +279,6 @@ def test_the_options_of_a_loss_are_those_of_its_objective() -> None:
 def test_a_loss_option_of_another_objective_is_refused() -> None:
     given = ["+exp=sft_qlora", "train.loss.beta=0.1"]
     with pytest.raises(ConfigError, match="1 problem") as caught:
-        check(links(compose(given), given))
+        check(chain_steps(compose(given), given))
     (line,) = caught.value.details
     assert line.endswith("-> train.loss.beta=null or train=dpo")

@@ -11,27 +11,28 @@ from omegaconf.errors import ConfigKeyError
 
 from flows.chain import stages as chain_stages
 from flows.chain.run_chain import _deliver
-from flows.chain.steps import Link, about, compose, links
+from flows.chain.steps import Step, chain_steps, compose
+from flows.cli.arguments import apart, split
 from flows.cli.config import Composed
 from flows.cli.config_errors import schema_error
-from flows.cli.dry_run import Looker
 from flows.cli.entry import run_main
-from flows.cli.overrides import apart, split
 from flows.cli.plan import check, forecast, render
+from flows.orchestration.flow_run import DryRun
 from tasks.core.errors import ConfigError
 from tasks.pipeline.artifact import Artifact
-from tasks.pipeline.stage import Mechanism, Stage, StageResult
+from tasks.pipeline.report import StageResult
+from tasks.pipeline.stage import Mechanism, Stage
 from tests.config.test_plan import CHAIN, publish_planned
 
 ONLINE_CHAIN = [*CHAIN[:2], "rollout_base", *CHAIN[2:], "register"]
 
 
-def linked(tmp_path: Path, *overrides: str) -> dict[str, Link]:
+def linked(tmp_path: Path, *overrides: str) -> dict[str, Step]:
     given = ["+exp=qlora", f"paths.runs={tmp_path / 'runs'}", *overrides]
-    return {link.name: link for link in links(compose(given), given)}
+    return {link.name: link for link in chain_steps(compose(given), given)}
 
 
-def section(link: Link, name: str) -> dict[str, Any]:
+def section(link: Step, name: str) -> dict[str, Any]:
     found: dict[str, Any] = link.composed.settings[name]
     return found
 
@@ -77,7 +78,6 @@ def test_the_links_own_overrides_win_over_the_runs_and_the_command_line_over_bot
     assert [section(one, "train")["lr"] for one in found.values()] == [0.2, 0.1, 0.4]
     assert section(found["ppo"], "rl")["iterations"] == 3
     assert section(linked(tmp_path, "rl.iterations=7")["ppo"], "rl")["iterations"] == own
-    assert about(list(found.values()))["ppo"] == found["ppo"].composed.settings
 
 
 @pytest.mark.parametrize(
@@ -95,7 +95,7 @@ def test_what_is_wrong_with_a_link_is_said_once_and_of_which(
     """By the command, within Hydra's job: there an unknown option once was never answered."""
 
     def job(composed: Composed, overrides: list[str]) -> int:
-        return len(links(composed, overrides))
+        return len(chain_steps(composed, overrides))
 
     assert run_main("rlhf", job, argv=["+exp=qlora", override]) == 2
     told = capsys.readouterr().err
@@ -120,7 +120,7 @@ def test_who_begins_with_whom(tmp_path: Path) -> None:
     ]  # fmt: skip
     composed = compose([])
     composed.settings["chain"] = {"r": ["train=reward"], "a": [], "b": []}
-    turned = links(composed, [])
+    turned = chain_steps(composed, [])
     assert [(one.rewarded, one.begins_with is not None) for one in turned] == [
         (False, False), (True, False), (True, True),
     ]  # fmt: skip
@@ -128,8 +128,7 @@ def test_who_begins_with_whom(tmp_path: Path) -> None:
 
 def test_a_run_without_a_chain_is_one_link(tmp_path: Path) -> None:
     composed = compose([f"paths.runs={tmp_path}"])
-    assert links(composed, []) == [Link("", composed)]
-    assert about(links(composed, [])) == {}
+    assert chain_steps(composed, []) == [Step("", composed)]
 
 
 @pytest.mark.parametrize(
@@ -139,11 +138,11 @@ def test_a_run_without_a_chain_is_one_link(tmp_path: Path) -> None:
 def test_a_link_that_there_is_not(experiment: str, hint: str) -> None:
     given = [experiment, "pppo:train.lr=1"]
     with pytest.raises(ConfigError, match="pppo:train.lr=1: the chain has no step pppo") as caught:
-        links(compose(given), given)
+        chain_steps(compose(given), given)
     assert caught.value.hint == hint
     section = [experiment, "train:lr=1"]
     with pytest.raises(ConfigError, match="no step train") as caught:
-        links(compose(section), section)
+        chain_steps(compose(section), section)
     assert caught.value.hint == "train.lr=1"
 
 
@@ -161,7 +160,7 @@ def test_what_is_wrong_in_several_links_is_said_at_once(tmp_path: Path) -> None:
 def test_the_plan_of_three_links(tmp_path: Path) -> None:
     found = linked(tmp_path)
     text = render(list(found.values()))
-    places = [text.index(f"link {name}:\n") for name in found]
+    places = [text.index(f"step {name}:\n") for name in found]
     assert places == sorted(places)
     names = {name: [stage for stage, _ in forecast(link)] for name, link in found.items()}
     assert names["ppo"] == [stage for stage in ONLINE_CHAIN if stage != "prepare_base"]
@@ -178,17 +177,17 @@ def test_a_stage_of_one_link_is_forced(tmp_path: Path) -> None:
         given = ["+exp=sft_qlora", runs, f"force=[{force}.prepare_data]"]
         composed = compose(given)
         composed.settings["chain"] = {"sft": [], "other": []}
-        first, _ = links(composed, given)
+        first, _ = chain_steps(composed, given)
         assert dict(forecast(first))["prepare_data"].startswith(state)
 
 
-class Recorder(Looker):
+class Recorder(DryRun):
     """Runs nothing; keeps which link's artifacts each stage is given."""
 
     given: dict[str, dict[str, str]]
 
     def run(self, stage: Stage, function: Any, *, inputs: Any, **_: Any) -> StageResult:
-        name = f"{self.link}.{stage.name}"
+        name = f"{self.step}.{stage.name}"
         self.given[name] = {key: str(one.path) for key, one in inputs.items()}
         return StageResult(stage.name, Artifact(stage.kind, Path(name), ""), True, 0, (), None, {})
 
@@ -199,7 +198,7 @@ class Recording:
     def __init__(self) -> None:
         self.given: dict[str, dict[str, str]] = {}
 
-    def link(self, name: str) -> nullcontext[Recorder]:
+    def step(self, name: str) -> nullcontext[Recorder]:
         recorder = Recorder(Path("/nowhere/artifacts"), frozenset(), name)
         recorder.given = self.given
         return nullcontext(recorder)
@@ -208,7 +207,7 @@ class Recording:
 def given(tmp_path: Path, *overrides: str) -> dict[str, dict[str, str]]:
     recording = Recording()
     chain = list(linked(tmp_path, *overrides).values())
-    nobody = Looker(Path("/nowhere/artifacts"), frozenset()).scorer
+    nobody = DryRun(Path("/nowhere/artifacts"), frozenset()).scorer
     _deliver(chain, cast(Mechanism, recording), nobody, None)
     return recording.given
 

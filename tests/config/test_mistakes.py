@@ -18,7 +18,7 @@ from typing import NamedTuple
 
 import pytest
 
-from flows.chain.steps import links
+from flows.chain.steps import chain_steps
 from flows.cli import audit_command
 from flows.cli.config import Composed
 from flows.cli.entry import run_main
@@ -121,7 +121,7 @@ MISTAKES = [
 ]  # fmt: skip
 
 JOBS: dict[str, Callable[[Composed, list[str]], int]] = {
-    "rlhf": lambda composed, overrides: check(links(composed, overrides)) or 0,
+    "rlhf": lambda composed, overrides: check(chain_steps(composed, overrides)) or 0,
     "deliver": lambda composed, _: plan(composed) and 0,
     "audit": audit_command._job,
 }

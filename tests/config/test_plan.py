@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from flows.chain import stages as chain_stages
-from flows.chain.steps import Link
+from flows.chain.steps import Step
 from flows.cli.config import Composed, compose_config
 from flows.cli.plan import check, forecast, render
 from tasks.core.errors import ConfigError, DataError
@@ -30,7 +30,7 @@ def composed_in(tmp_path: Path, *overrides: str) -> Composed:
 
 def publish_planned(composed: Composed, name: str, kind: str, **notes: Any) -> str:
     """Publish an artifact under the key that the plan names. Returns the key."""
-    state = dict(forecast(Link("", composed)))[name]
+    state = dict(forecast(Step("", composed)))[name]
     key = state.removeprefix("to run: ")
     final = composed.runs / "artifacts" / kind / key
     with staging(final) as work:
@@ -41,7 +41,7 @@ def publish_planned(composed: Composed, name: str, kind: str, **notes: Any) -> s
 
 @pytest.mark.parametrize(("experiment", "merged"), [("qlora", True), ("sft_full", False)])
 def test_the_plan_names_every_stage_in_order(tmp_path: Path, experiment: str, merged: bool) -> None:
-    planned = forecast(Link("", composed_in(tmp_path, f"+exp={experiment}")))
+    planned = forecast(Step("", composed_in(tmp_path, f"+exp={experiment}")))
     wanted = [name for name in CHAIN if merged or name != "merge"]
     assert [name for name, _ in planned] == [*wanted, "register"]
     assert all(state.startswith("to run") for _, state in planned)
@@ -60,27 +60,27 @@ def test_keys_cover_the_functions_of_every_kind_of_rows(
     tmp_path: Path, overrides: tuple[str, ...]
 ) -> None:
     """The forecast refuses a stage whose key leaves out the module that it runs."""
-    planned = forecast(Link("", composed_in(tmp_path, *overrides)))
+    planned = forecast(Step("", composed_in(tmp_path, *overrides)))
     assert planned[-2][0] == "smoke_eval"
 
 
 def test_finished_stages_are_told_by_their_keys(tmp_path: Path) -> None:
     composed = composed_in(tmp_path, "+exp=sft_qlora")
-    assert dict(forecast(Link("", composed)))["train"] == "to run"  # its inputs have no digests yet
+    assert dict(forecast(Step("", composed)))["train"] == "to run"  # its inputs have no digests yet
     base = publish_planned(composed, "prepare_base", chain_stages.BASE.kind)
     data = publish_planned(composed, "prepare_data", chain_stages.DATA.kind)
-    planned = dict(forecast(Link("", composed)))
+    planned = dict(forecast(Step("", composed)))
     assert planned["prepare_base"] == f"up to date: {base}"
     assert planned["prepare_data"] == f"up to date: {data}"
     assert planned["train"].startswith("to run: ")
     assert planned["gather"] == "to run"
     shards = publish_planned(composed, "train", chain_stages.TRAIN.kind)
-    assert dict(forecast(Link("", composed)))["train"] == f"up to date: {shards}"
+    assert dict(forecast(Step("", composed)))["train"] == f"up to date: {shards}"
     forced = composed_in(tmp_path, "+exp=sft_qlora", "force=[train]")
-    assert dict(forecast(Link("", forced)))["train"] == f"to run (forced): {shards}"
+    assert dict(forecast(Step("", forced)))["train"] == f"to run (forced): {shards}"
     other = composed_in(tmp_path, "+exp=sft_qlora", "train.lr=0.5")
-    assert dict(forecast(Link("", other)))["train"].startswith("to run: ")
-    assert dict(forecast(Link("", other)))["prepare_base"] == f"up to date: {base}"
+    assert dict(forecast(Step("", other)))["train"].startswith("to run: ")
+    assert dict(forecast(Step("", other)))["prepare_base"] == f"up to date: {base}"
 
 
 def test_a_result_that_is_reused_is_held_to_the_limit_of_rows_cut(tmp_path: Path) -> None:
@@ -93,25 +93,25 @@ def test_a_result_that_is_reused_is_held_to_the_limit_of_rows_cut(tmp_path: Path
     key = publish_planned(
         composed, "train", chain_stages.TRAIN.kind, data={"train": counts, "heldout": {}}
     )
-    assert dict(forecast(Link("", composed)))["train"] == f"up to date: {key}"
+    assert dict(forecast(Step("", composed)))["train"] == f"up to date: {key}"
     looser = composed_in(tmp_path, *exp, "data.max_truncated=0.3")
-    assert dict(forecast(Link("", looser)))["train"] == f"up to date: {key}"
+    assert dict(forecast(Step("", looser)))["train"] == f"up to date: {key}"
     tighter = composed_in(tmp_path, *exp, "data.max_truncated=0.29")
     with pytest.raises(DataError, match=r"3 of 10 rows .* more than data\.max_truncated=0\.29"):
-        forecast(Link("", tighter))
+        forecast(Step("", tighter))
 
 
 def test_an_artifact_without_its_manifest_is_to_be_made_again(tmp_path: Path) -> None:
     composed = composed_in(tmp_path)
     key = publish_planned(composed, "prepare_base", chain_stages.BASE.kind)
     (composed.runs / "artifacts" / "base" / key / "manifest.json").unlink()
-    assert dict(forecast(Link("", composed)))["prepare_base"].startswith("to run: ")
+    assert dict(forecast(Step("", composed)))["prepare_base"].startswith("to run: ")
 
 
 def test_the_plan_as_text(tmp_path: Path) -> None:
     sizes = ["train.nproc=2", "train.micro_batch_size=32", "train.global_batch_size=128"]
     composed = composed_in(tmp_path, "+exp=lora_zero3", *sizes)
-    text = render([Link("", composed)])
+    text = render([Step("", composed)])
     start, end = text.index("deepspeed:\n") + len("deepspeed:\n"), text.index("preflight:")
     deepspeed = json.loads(text[start:end])
     assert deepspeed["zero_optimization"]["stage"] == 3
@@ -123,12 +123,12 @@ def test_the_plan_as_text(tmp_path: Path) -> None:
 
 def test_a_plan_that_cannot_be_carried_out_is_shown_all_the_same(tmp_path: Path) -> None:
     composed = composed_in(tmp_path, "zero=zero3", "train.global_batch_size=7", "model=hf")
-    text = render([Link("", composed)])
+    text = render([Step("", composed)])
     assert "  none: train.global_batch_size=7 is not a multiple of" in text
     assert "error: peft and zero: QLoRA with ZeRO-3" in text
     assert "memory a rank: unknown" in text
     with pytest.raises(ConfigError, match="the preflight found 3 problems; nothing was started"):
-        check([Link("", composed)])
+        check([Step("", composed)])
 
 
 def test_the_plan_counts_the_rows_that_are_too_long(tmp_path: Path) -> None:
@@ -141,7 +141,7 @@ def test_the_plan_counts_the_rows_that_are_too_long(tmp_path: Path) -> None:
         tmp_path, "+exp=sft_full", "model=hf", f"model.path={tmp_path / 'base'}",
         "data=jsonl", f"data.path={data}", "train.max_len=200",
     )  # fmt: skip
-    (line,) = (one for one in render([Link("", composed)]).splitlines() if one.startswith("rows:"))
+    (line,) = (one for one in render([Step("", composed)]).splitlines() if one.startswith("rows:"))
     # One row is held out, of which nothing is known here but that it is one of them.
     assert re.fullmatch(
         r"rows: of the first 10, [23] \((20|30)\.0%\) are longer than train\.max_len=200 and are "
@@ -156,13 +156,13 @@ def test_the_plan_counts_the_rows_that_are_too_long(tmp_path: Path) -> None:
 @pytest.mark.parametrize("zeros", ["train.nproc=0", "train.micro_batch_size=0", "train.nodes=-1"])
 def test_a_plan_without_ranks_or_samples(tmp_path: Path, zeros: str) -> None:
     composed = composed_in(tmp_path, zeros)
-    assert "error: " in render([Link("", composed)])
+    assert "error: " in render([Step("", composed)])
     with pytest.raises(ConfigError):
-        check([Link("", composed)])
+        check([Step("", composed)])
 
 
 def test_warnings_do_not_stop_a_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    check([Link("", composed_in(tmp_path, "merge.base=original"))])
+    check([Step("", composed_in(tmp_path, "merge.base=original"))])
     assert capsys.readouterr().err.startswith("warning: merge.base: original after QLoRA; ")
 
 

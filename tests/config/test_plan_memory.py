@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from flows.chain.steps import Link
+from flows.chain.steps import Step
 from flows.cli.config import Composed, compose_config
 from flows.cli.plan import check, render
 from tasks.config.checks.engine import rollout_memory
@@ -59,7 +59,7 @@ def peak_gib(text: str) -> float:
 
 
 def test_a_model_too_large_names_knobs_that_can_be_typed(large: Path) -> None:
-    text = render([Link("", composed_of(large))])
+    text = render([Step("", composed_of(large))])
     training, serving = memory_lines(text)
     override = training.partition(" -> ")[2]
     named = re.findall(r"(\S+) \(saves ([\d.]+) GiB\)", override)
@@ -68,7 +68,7 @@ def test_a_model_too_large_names_knobs_that_can_be_typed(large: Path) -> None:
     assert saves == sorted(saves, reverse=True)
     before = peak_gib(text)
     for name, _ in (named[0], named[-1]):
-        assert peak_gib(render([Link("", composed_of(large, name))])) < before
+        assert peak_gib(render([Step("", composed_of(large, name))])) < before
     assert serving.endswith(" -> convert=w8a8")  # 135 GiB of weights, whatever the cache
     assert "memory of smoke_eval: 139698.5 MiB" in text
     assert "KV cache 1024.0 MiB: 320.0 KiB a token, room for 0 of 64 sequences of" in text
@@ -78,7 +78,7 @@ def test_the_plan_knows_the_engines_beside_the_ranks(large: Path) -> None:
     config = json.loads((large / "config.json").read_text())
     composed = compose_config(["+exp=grpo", "model=hf", f"model.path={large}",
                                f"paths.runs={large.parent / 'runs'}"])  # fmt: skip
-    text = render([Link("", composed)])
+    text = render([Step("", composed)])
     sizes = Sizes.of(config)
     linear, whole = sizes.linear_weights(), sizes.weights()
     cpu = rollout_memory(config, composed.settings, gpu_bytes=None)
@@ -96,7 +96,7 @@ def test_the_plan_knows_the_engines_beside_the_ranks(large: Path) -> None:
 
 def test_the_preflight_refuses_it_in_the_same_words(large: Path) -> None:
     with pytest.raises(ConfigError) as caught:
-        check([Link("", composed_of(large))])
+        check([Step("", composed_of(large))])
     details = "\n".join(caught.value.details)
     assert "memory: " in details
     assert "peft=lora (saves " in details

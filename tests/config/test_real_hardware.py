@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from flows.chain.steps import Link, links
+from flows.chain.steps import Step, chain_steps
 from flows.chain.steps import compose as compose_run
 from flows.cli.config import CONF, Composed, compose_config
 from flows.cli.plan import forecast, render
@@ -55,7 +55,7 @@ def test_every_experiment_plans_without_a_finding_on_eight_gpus_of_80_gb(
     with_gpus(monkeypatch, 8)
     with_hub(monkeypatch, tmp_path / "hub")
     given = given_for(experiment, tmp_path)
-    for link in links(compose_run(given), given):
+    for link in chain_steps(compose_run(given), given):
         text = render([link])
         assert text.endswith("preflight:\n  nothing to report"), text
         rank = memory_of(link.composed.settings, rewarded=link.rewarded)
@@ -80,7 +80,7 @@ def test_experiments_fit_where_they_say_so(
     with_gpus(monkeypatch, gpus, gigabytes * 10**9)
     with_hub(monkeypatch, tmp_path / "hub")
     given = given_for(experiment, tmp_path)
-    (link,) = links(compose_run(given), given)
+    (link,) = chain_steps(compose_run(given), given)
     assert link.composed.settings["train"]["nproc"] == gpus
     assert render([link]).endswith("nothing to report")
 
@@ -150,10 +150,10 @@ def deepspeed_of(text: str) -> dict[str, Any]:
 
 def test_the_whole_chain_is_planned_and_nothing_is_missing(composed: Composed) -> None:
     """Of a model on the Hub nothing is known before it is fetched, and nothing is fetched."""
-    planned = forecast(Link("", composed))
+    planned = forecast(Step("", composed))
     assert [name for name, _ in planned] == [*CHAIN, "register"]
     assert all(state.startswith("to run") for _, state in planned)
-    text = render([Link("", composed)])
+    text = render([Step("", composed)])
     assert "memory a rank: unknown: no config.json" in text
     assert findings(composed.settings, composed.runs) == []
     assert not composed.runs.exists()
@@ -183,7 +183,7 @@ def test_dpo_qwen72b_lora_is_the_published_configuration(tmp_path: Path) -> None
     for section, values in wanted.items():
         assert {key: settings[section][key] for key in values} == values
     assert settings["train"]["loss"]["beta"] == 0.1
-    config = deepspeed_of(render([Link("", composed)]))
+    config = deepspeed_of(render([Step("", composed)]))
     assert config["bf16"] == {"enabled": True}
     assert config["train_micro_batch_size_per_gpu"] == 1
     assert config["gradient_accumulation_steps"] == 16  # 128 pairs on eight ranks

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from flows.chain.steps import compose, links
+from flows.chain.steps import chain_steps, compose
 from flows.cli.plan import forecast, render
 from tasks.config.checks import findings
 from tasks.config.checks.phases import ASLEEP, RankMemory, in_words, memory_of
@@ -42,7 +42,7 @@ def test_the_whole_chain_is_planned_and_nothing_is_missing(
         f"reward.function={tmp_path}/judge.py:score", f"paths.runs={tmp_path}/runs",
     ]  # fmt: skip
     composed = compose(given)
-    (link,) = links(composed, given)
+    (link,) = chain_steps(composed, given)
     assert [name for name, _ in forecast(link)] == [*stages, "register"]
     text = render([link])
     deepspeed = json.loads(text[text.index("deepspeed:\n") + 11 : text.index("preflight:")])
@@ -59,7 +59,7 @@ def planned(tmp_path: Path, experiment: str, *overrides: str) -> tuple[RankMemor
         f"+exp={experiment}", "model.path=Qwen/Qwen2.5-7B-Instruct",
         f"data.path={tmp_path}/rows.jsonl", f"paths.runs={tmp_path}/runs", *overrides,
     ]  # fmt: skip
-    (link,) = links(compose(given), given)
+    (link,) = chain_steps(compose(given), given)
     rank = memory_of(link.composed.settings)
     assert rank is not None
     return rank, list(map(str, findings(link.composed.settings, link.composed.runs, rank)))

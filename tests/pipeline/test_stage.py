@@ -11,8 +11,8 @@ from mlflow import MlflowClient
 
 from tasks.core.contract import Check
 from tasks.core.errors import ArtifactError, ContractError, PlumblineError
-from tasks.pipeline.report import StageReport
-from tasks.pipeline.stage import Mechanism, Stage, StageResult
+from tasks.pipeline.report import StageReport, StageResult
+from tasks.pipeline.stage import Mechanism, Stage
 from tasks.pipeline.tracking import Tracker
 
 STAGE = Stage("write", "weights", code=("tasks.core.errors",), stack=("torch", "not-installed"))

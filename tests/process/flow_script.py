@@ -9,8 +9,8 @@ import sys
 from pathlib import Path
 
 from flows.cli.bootstrap import bootstrap
+from flows.cli.entry import exit_on_signals
 from flows.cli.lock import hold
-from flows.cli.signals import exit_on_signals
 from flows.orchestration.prefect_server import _running, prefect_server
 from tasks.process.launch import kill_children_on_abort
 

@@ -1,1 +1,7 @@
-"""Ground that every other package stands on: errors, contracts, events, this machine's hardware."""
+"""Errors, contracts, events and hardware facts, which every other package uses.
+
+errors     every error that Plumbline raises on purpose
+contract   expected tensors, and checks with their verdicts
+events     lines that a child process sends to its parent
+machine    GPUs, driver and memory of this machine
+"""

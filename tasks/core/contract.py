@@ -1,8 +1,8 @@
-"""Contracts: what an artifact must contain, and the verdicts on what it does contain.
+"""Contracts: the tensors that an artifact has to contain, and checks with their verdicts.
 
-A contract is a list of `Expected` tensors, made from configuration on the meta device, never from
-the artifact it judges. `judge` compares it with the tensors found and gives one `Check` a tensor;
-`require` turns failed checks into one `ContractError` that names all of them.
+A contract is a list of `Expected` tensors. It comes from the configuration on the meta device and
+never from the artifact that it judges. `judge` compares it with the tensors of the artifact and
+returns one `Check` per tensor; `require` raises one `ContractError` that names all failed checks.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from tasks.core.errors import ContractError
 
 @dataclass(frozen=True)
 class Expected:
-    """One tensor that must be there. `dtype` is a safetensors name ("BF16"); None admits any."""
+    """A required tensor. `dtype` is a safetensors name ("BF16"); None allows any dtype."""
 
     name: str
     shape: tuple[int, ...]
@@ -31,11 +31,11 @@ class Check:
     """One assertion and its verdict.
 
     Attributes:
-        name: of the tensor or property.
-        expected: the condition.
-        found: the value.
+        name: name of the tensor or property.
+        expected: the condition, as text.
+        found: the value, as text.
         ok: True if the value meets the condition.
-        hint: what to look at and what to type if it does not; not part of the stored verdict.
+        hint: advice for a failed check; not part of the stored verdict.
     """
 
     name: str
@@ -45,12 +45,12 @@ class Check:
     hint: str = field(default="", compare=False)
 
     def as_dict(self) -> dict[str, str | bool]:
-        """The verdict as plain JSON; `Check(**verdict)` reads it."""
+        """Return the verdict as plain JSON; `Check(**verdict)` reads it."""
         return {"name": self.name, "expected": self.expected, "found": self.found, "ok": self.ok}
 
 
 class TensorLike(Protocol):
-    """What a contract needs to know of a tensor: a header entry is enough."""
+    """Shape and dtype of a tensor; an entry of a safetensors header has both."""
 
     @property
     def shape(self) -> tuple[int, ...]: ...
@@ -59,15 +59,21 @@ class TensorLike(Protocol):
 
 
 def describe(shape: Sequence[int], dtype: str) -> str:
-    """`BF16 [64, 128]`."""
+    """Return shape and dtype as text: `BF16 [64, 128]`."""
     return f"{dtype} {list(shape)}"
 
 
 def judge(expected: Iterable[Expected], found: Mapping[str, TensorLike]) -> list[Check]:
-    """Compare a contract with the tensors found.
+    """Compare a contract with the tensors of an artifact.
 
-    Every expected tensor is looked up once; every found tensor that nobody expects is a failed
-    check too, so leftovers cannot pass.
+    A tensor that the contract does not have is a failed check, too.
+
+    Args:
+        expected: the contract.
+        found: tensors of the artifact by name.
+
+    Returns:
+        One check for each expected tensor and for each unexpected one.
     """
     checks: list[Check] = []
     wanted: set[str] = set()
@@ -91,9 +97,12 @@ def require(checks: Iterable[Check], *, stage: str, hint: str = "") -> None:
     """Raise one `ContractError` that lists every failed check.
 
     Args:
-        checks: the verdicts.
-        stage: whose they are.
-        hint: of the error; "" takes that of the first failed check that has one.
+        checks: checks with their verdicts.
+        stage: name of the stage that made the artifact.
+        hint: advice of the error; "" for that of the first failed check that has one.
+
+    Raises:
+        ContractError: a check has failed.
     """
     failed = [check for check in checks if not check.ok]
     if not failed:

@@ -1,19 +1,19 @@
-"""The one tree of errors.
+"""Errors that Plumbline raises on purpose.
 
-    PlumblineError                 anything Plumbline raises on purpose
+    PlumblineError                 base class
     |-- ConfigError                configuration or preflight: nothing was started        exit 2
-    |-- DataError                  the user's data cannot be used as it is
+    |-- DataError                  the user's data cannot be used
     |-- ArtifactError              an artifact is missing, altered or unreadable
-    |-- ContractError              what a stage made is not what it had to make
-    |-- DriftError                 a hand-off moved the model further than the profile allows
-    |-- TrainingError              training cannot go on (a loss that is not finite, ...)
-    |   `-- RewardError            a reward could not be had; names the source and the prompt
-    |-- StageProcessError          a child process ended badly
-    `-- BusyError                  somebody else is using the same `paths.runs`
+    |-- ContractError              the output of a stage does not meet its contract
+    |-- DriftError                 a hand-off changed the model more than the profile allows
+    |-- TrainingError              training cannot continue (a loss that is not finite, ...)
+    |   `-- RewardError            a reward source failed; names the source and the prompt
+    |-- StageProcessError          a child process failed
+    `-- BusyError                  another run uses the same `paths.runs`
 
-A message says what was asked, what was found, what is allowed and what to type.
-`str(error)` is one line where it can be (orchestrators repeat it several times); longer material
-sits in `details`. All of them survive pickling, since orchestrators pickle them.
+A message says what is wrong, where, and what is allowed; the hint says what to type. `str(error)`
+is one line if possible, since Prefect prints it several times; longer texts are in `details`. All
+errors survive pickling, since Prefect pickles them.
 """
 
 from __future__ import annotations
@@ -22,19 +22,19 @@ from collections.abc import Sequence
 
 
 class PlumblineError(Exception):
-    """Base of every deliberate error.
+    """Base class of all errors that Plumbline raises on purpose.
 
     Args:
-        message: one line: what was asked, what was found.
-        details: further lines (findings, the tail of a child's output).
+        message: one line: what is wrong and where.
+        details: further lines (findings, the last lines of a child process).
         hint: what to do or type next.
     """
 
     exit_code = 1
     stage = ""
-    """The stage that failed; the mechanism fills it in."""
+    """Stage that failed; set by `tasks/pipeline/stage.py`."""
     log = ""
-    """The log of that stage's children; filled in likewise, where there is one."""
+    """Log of that stage's child processes, if there is one; set there, too."""
 
     def __init__(self, message: str, *, details: Sequence[str] = (), hint: str = "") -> None:
         super().__init__(message)
@@ -46,11 +46,11 @@ class PlumblineError(Exception):
         return (_rebuild, (type(self), self.message, self.__dict__))
 
     def report(self) -> str:
-        """The whole error as a person should read it: message, details, what to do, log."""
-        named = f"{self.stage} failed: " if self.stage else ""
-        lines = [named + self.message.removeprefix(f"{self.stage}: ")]
-        told = len(self.details) == 1 and self.details[0] in self.message  # nothing to add
-        lines += [] if told else [f"  {line}" for line in self.details]
+        """Return the error as text for a terminal: message, details, hint, log."""
+        prefix = f"{self.stage} failed: " if self.stage else ""
+        lines = [prefix + self.message.removeprefix(f"{self.stage}: ")]
+        repeated = len(self.details) == 1 and self.details[0] in self.message
+        lines += [] if repeated else [f"  {line}" for line in self.details]
         if self.hint:
             lines.append(f"  -> {self.hint}")
         if self.log:
@@ -66,13 +66,13 @@ def _rebuild(cls: type[PlumblineError], message: str, state: dict[str, object]) 
 
 
 class ConfigError(PlumblineError, ValueError):
-    """The configuration, or what the preflight found, rules the run out. Nothing was started."""
+    """The configuration is invalid, or a check before the run failed. Nothing was started."""
 
     exit_code = 2
 
 
 class DataError(PlumblineError, ValueError):
-    """The data cannot be used as it is; details name file, line and what is wrong."""
+    """The user's data cannot be used; details name file, line and mistake."""
 
 
 class ArtifactError(PlumblineError):
@@ -80,32 +80,32 @@ class ArtifactError(PlumblineError):
 
 
 class ContractError(PlumblineError):
-    """A stage's output is not what its contract demands; details name every tensor."""
+    """The output of a stage does not meet its contract; details name every tensor."""
 
 
 class DriftError(PlumblineError):
-    """A hand-off moved the model further than the drift profile allows."""
+    """A hand-off changed the model more than the drift profile allows."""
 
 
 class TrainingError(PlumblineError):
-    """Training cannot go on; the message names the step."""
+    """Training cannot continue; the message names the step."""
 
 
 class RewardError(TrainingError):
-    """A reward could not be had: its source failed, or gave something that is no number."""
+    """A reward source failed, or returned something that is not a number."""
 
 
 class BusyError(PlumblineError):
-    """Another run holds the same `paths.runs`."""
+    """Another run uses the same `paths.runs`."""
 
 
 class StageProcessError(PlumblineError):
     """A child process failed.
 
     Args:
-        stage: the stage that started it.
-        returncode: its exit status; negative for a signal, None when unknown.
-        tail: its last lines of output, oldest first.
+        stage: stage that started the process.
+        returncode: exit status; negative for a signal, None if unknown.
+        tail: last lines of its output, oldest first.
         reason: "exit", "timeout" or "cancelled".
     """
 
@@ -123,13 +123,13 @@ class StageProcessError(PlumblineError):
 
 
 def first_and_more(findings: Sequence[str]) -> str:
-    """One line for several findings: the first, and how many more the details hold.
+    """Return one line for several findings: the first one, and the number of the others.
 
     Args:
-        findings: at least one; all of them belong into the error's `details`.
+        findings: at least one; the error's `details` should list all of them.
 
     Raises:
-        ValueError: there is nothing to report.
+        ValueError: there are no findings.
     """
     if not findings:
         raise ValueError("no findings: there is no error to report")

@@ -1,8 +1,8 @@
-"""Structured lines that a child process says to its parent, within its ordinary output.
+"""Send events from a child process to its parent, as JSON lines in its ordinary output.
 
-A child calls `emit("step", step=3, loss=1.2)`; `tasks/process/launch.py` recognises the line, hands
-the event to its caller and keeps everything else as log text. One stream keeps both in order, and
-no child has to import the tracker.
+A child process calls `emit("step", step=3, loss=1.2)`. `tasks/process/launch.py` recognises the
+line, passes the event to its caller and treats everything else as log text. One stream keeps both
+in order, and no child process has to import MLflow.
 """
 
 from __future__ import annotations
@@ -15,13 +15,18 @@ PREFIX = "@plumbline "
 
 
 def emit(event: str, /, **fields: Any) -> None:
-    """Say one event. Values must be plain JSON; NaN and infinities are allowed."""
+    """Write one event to standard output.
+
+    Args:
+        event: name of the event.
+        fields: plain JSON values; NaN and infinities are allowed.
+    """
     sys.stdout.write(PREFIX + json.dumps({"event": event, **fields}) + "\n")
     sys.stdout.flush()
 
 
 def parse(line: str) -> dict[str, Any] | None:
-    """The event that a line carries, or None for ordinary output."""
+    """Return the event of a line; None for ordinary output."""
     at = line.find(PREFIX)
     if at < 0:
         return None

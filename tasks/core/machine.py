@@ -1,8 +1,8 @@
-"""Hardware of this machine, read from the system: importing torch for it takes seconds.
+"""Hardware of this machine, read from the system without torch, whose import takes seconds.
 
-GPUs are NVML's word, as `nvidia-ml-py` reads it, or `nvidia-smi`'s where that is not installed: a
-device file proves nothing (WSL has none, a container may have /dev/nvidia3 alone, MIG has others).
-Tests replace `listed`, and everything here follows.
+GPUs are those that NVML lists, through `nvidia-ml-py`, or `nvidia-smi` if that is not installed.
+Device files prove nothing: WSL has none, a container may have /dev/nvidia3 alone, MIG has others.
+Tests replace `listed`; all other functions use it.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ import psutil
 
 CGROUP = Path("/sys/fs/cgroup")
 _NAMES = (
-    # limit, usage, and how memory.stat calls files that can be dropped: version 2, then 1
+    # files of limit, usage and statistics, and the statistic of droppable files: version 2, then 1
     ("memory.max", "memory.current", "memory.stat", "inactive_file"),
     ("memory/memory.limit_in_bytes", "memory/memory.usage_in_bytes", "memory/memory.stat",
      "total_inactive_file"),
@@ -34,12 +34,12 @@ _NAMES = (
 
 @dataclass(frozen=True)
 class Gpu:
-    """A GPU, or an instance of one that MIG divides.
+    """A GPU, or a MIG instance of one.
 
     Attributes:
         uuid: as in CUDA_VISIBLE_DEVICES: "GPU-..." or "MIG-...".
         memory: bytes.
-        instances: of a GPU in MIG mode, those that it is divided into.
+        instances: MIG instances of a GPU in MIG mode.
     """
 
     uuid: str
@@ -53,8 +53,8 @@ class Gpus:
 
     Attributes:
         devices: in the driver's order.
-        driver: version, such as "580.65.06"; empty where it is not known.
-        cuda: the newest CUDA that the driver runs, such as (13, 0); None where it is not known.
+        driver: version, such as "580.65.06"; empty if unknown.
+        cuda: newest CUDA version that the driver supports, such as (13, 0); None if unknown.
     """
 
     devices: tuple[Gpu, ...] = ()
@@ -92,24 +92,24 @@ def _of_nvml(nvml: Any) -> Gpus:
 def _device(nvml: Any, handle: Any) -> Gpu:
     try:
         memory = nvml.nvmlDeviceGetMemoryInfo(handle).total
-    except nvml.NVMLError:  # it shares the host's
+    except nvml.NVMLError:  # the GPU shares the host's memory
         memory = psutil.virtual_memory().total
     return Gpu(nvml.nvmlDeviceGetUUID(handle), memory, tuple(_instances(nvml, handle)))
 
 
 def _instances(nvml: Any, handle: Any) -> list[Gpu]:
-    """MIG devices of a GPU; none where it is not in that mode, or cannot be."""
-    found: list[Gpu] = []
+    """Return the MIG instances of a GPU; empty if it is not in MIG mode."""
+    instances: list[Gpu] = []
     try:
         places = nvml.nvmlDeviceGetMigMode(handle)[0] and nvml.nvmlDeviceGetMaxMigDeviceCount(
             handle
         )
-    except nvml.NVMLError:  # no such mode
-        return found
+    except nvml.NVMLError:  # a GPU without MIG
+        return instances
     for index in range(places):
-        with suppress(nvml.NVMLError):  # nothing in this place
-            found.append(_device(nvml, nvml.nvmlDeviceGetMigDeviceHandleByIndex(handle, index)))
-    return found
+        with suppress(nvml.NVMLError):  # no instance at this index
+            instances.append(_device(nvml, nvml.nvmlDeviceGetMigDeviceHandleByIndex(handle, index)))
+    return instances
 
 
 def _of_tool(tool: str | None) -> Gpus:
@@ -121,51 +121,51 @@ def _of_tool(tool: str | None) -> Gpus:
     except (OSError, subprocess.TimeoutExpired):
         return Gpus()
     rows = [line.split(", ") for line in done.stdout.splitlines() if line.startswith("GPU-")]
-    shared = psutil.virtual_memory().total  # of a GPU that has no memory of its own: "[N/A]"
+    shared = psutil.virtual_memory().total  # for a GPU without memory of its own: "[N/A]"
     devices = (Gpu(u, int(size) * 2**20 if size.isdigit() else shared) for u, size, _ in rows)
     return Gpus(tuple(devices), rows[0][2] if rows else "")
 
 
 def gpus() -> tuple[Gpu, ...]:
-    """Return the GPUs that CUDA shows to this process."""
+    """Return the GPUs that CUDA makes visible to this process."""
     return visible(listed().devices, os.environ.get("CUDA_VISIBLE_DEVICES"))
 
 
 def visible(devices: Sequence[Gpu], wanted: str | None) -> tuple[Gpu, ...]:
-    """Return the devices that CUDA_VISIBLE_DEVICES leaves, in its order.
+    """Return the devices that CUDA_VISIBLE_DEVICES selects, in its order.
 
-    As CUDA reads it (torch 2.13, `torch/cuda/__init__.py`, `_parse_visible_devices`): numbers, or
-    beginnings of UUIDs; the first entry that names no device ends the list, a device that is named
-    twice empties it. A process sees one MIG instance at most.
+    The rules are CUDA's (torch 2.13, `torch/cuda/__init__.py`, `_parse_visible_devices`): entries
+    are numbers or prefixes of UUIDs. The first entry that names no device ends the list. A device
+    that is named twice empties it. A process sees at most one MIG instance.
 
     Args:
-        devices: all there are.
-        wanted: the variable; None where it is not set.
+        devices: all devices of the machine.
+        wanted: value of the variable; None if it is not set.
     """
     if wanted is None:
         names = [str(number) for number in range(len(devices))]
     else:
         names = [name.strip() for name in wanted.split(",")]
-    found: list[Gpu] = []
+    selected: list[Gpu] = []
     for name in names:
         device = _named(devices, name)
         if device is None:
             break
-        if device in found:
+        if device in selected:
             return ()
-        found.append(device)
+        selected.append(device)
         if device.uuid.startswith("MIG-"):
-            return (device,) if len(found) == 1 else tuple(found[:-1])
-    return tuple(found)
+            return (device,) if len(selected) == 1 else tuple(selected[:-1])
+    return tuple(selected)
 
 
 def _named(devices: Sequence[Gpu], name: str) -> Gpu | None:
-    """The device of a number or UUID. Of a GPU in MIG mode CUDA takes the first instance."""
+    """Return the device with a number or UUID; for a GPU in MIG mode its first instance."""
     if name.startswith(("GPU-", "MIG-")):
-        every = [*devices, *(part for one in devices for part in one.instances)]
-        chosen = [one for one in every if one.uuid.startswith(name)]
+        every = [*devices, *(instance for device in devices for instance in device.instances)]
+        chosen = [device for device in every if device.uuid.startswith(name)]
     else:
-        digits = re.match(r"\d+", name)  # as strtoul: "1gpu" is 1, "-1" and words are none
+        digits = re.match(r"\d+", name)  # like strtoul: "1gpu" is 1; "-1" and words name nothing
         chosen = list(devices[int(digits[0]) :][:1]) if digits else []
     if len(chosen) != 1:
         return None
@@ -173,32 +173,32 @@ def _named(devices: Sequence[Gpu], name: str) -> Gpu | None:
 
 
 def has_gpu(device: str = "auto") -> bool:
-    """Return True if torch computes on GPUs here: some are visible, and it is a CUDA build.
+    """Return True if torch can use a GPU: one is visible, and torch is a CUDA build.
 
     Args:
-        device: `train.device`, where it is about the ranks.
+        device: `train.device` for a question about the ranks: "cpu" gives False.
     """
     return device != "cpu" and bool(gpus()) and torch_build()[1] is not None
 
 
 def gpu_count() -> int:
-    """Return the number of GPUs that CUDA shows to this process."""
+    """Return the number of GPUs that CUDA makes visible to this process."""
     return len(gpus())
 
 
 def gpu_memory(device: str = "auto") -> int | None:
-    """Return the bytes of the smallest visible GPU; None where torch computes on none."""
-    return min(one.memory for one in gpus()) if has_gpu(device) else None
+    """Return the memory of the smallest visible GPU in bytes; None if torch can use none."""
+    return min(gpu.memory for gpu in gpus()) if has_gpu(device) else None
 
 
 OLDEST_DRIVER = {12: 525, 13: 580}
-"""Driver branch that each major version of CUDA needs on Linux, by CUDA's release notes."""
+"""Oldest driver branch for each major version of CUDA on Linux, from CUDA's release notes."""
 
 
 def torch_build() -> tuple[str, tuple[int, int] | None]:
-    """Return torch's version, and the CUDA that it was built for; None for a CPU build.
+    """Return torch's version, and the CUDA version it was built for; None for a CPU build.
 
-    Read from the installed `torch/version.py`. The version is "0" where torch is not installed.
+    Both come from the installed `torch/version.py`. The version is "0" if torch is not installed.
     """
     try:
         release = version("torch")
@@ -212,9 +212,12 @@ def torch_build() -> tuple[str, tuple[int, int] | None]:
 
 
 def driver_too_old() -> tuple[str, str, str] | None:
-    """Return why the driver is too old for torch: found, needed, what to type; None if it is not.
+    """Return texts about a driver that is too old for torch; None if it is new enough.
 
     CUDA runs on any driver of its major version (minor version compatibility).
+
+    Returns:
+        Texts of the detected driver, of the one that torch needs, and of what to do.
     """
     count, (torch, built) = gpu_count(), torch_build()
     driver, cuda = listed().driver, listed().cuda
@@ -230,7 +233,9 @@ def driver_too_old() -> tuple[str, str, str] | None:
 
 
 def measured_on(device: Any, attention: str) -> dict[str, str]:
-    """Return what decides the order and rounding of a model's sums: where it is equal, bits are.
+    """Return the hardware and library versions that decide how a model's sums are rounded.
+
+    Two measurements with equal values give bit-identical numbers.
 
     Args:
         device: torch device that computes.
@@ -251,7 +256,7 @@ def measured_on(device: Any, attention: str) -> dict[str, str]:
 
 
 def _cpu() -> str:
-    """Return the CPU's name; its architecture where the system does not say."""
+    """Return the name of the CPU, or its architecture if the system does not name it."""
     with suppress(OSError):
         for line in Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines():
             key, _, value = line.partition(":")
@@ -261,9 +266,9 @@ def _cpu() -> str:
 
 
 def available_memory() -> int:
-    """Bytes that can be had without swapping: the machine's, or the container's where it has less.
+    """Return the bytes of memory that are available without swapping.
 
-    A container is told the whole machine's memory and killed at its own limit.
+    The limit of a container counts, too: the system reports the memory of the whole machine there.
     """
     free = int(psutil.virtual_memory().available)
     left = left_in_container(CGROUP)
@@ -271,10 +276,10 @@ def available_memory() -> int:
 
 
 def left_in_container(root: Path) -> int | None:
-    """Bytes that a control group may still take; None where nothing limits it.
+    """Return the bytes of memory that a control group may still use; None if it has no limit.
 
     Args:
-        root: where its files are mounted.
+        root: mount point of the control group's files.
     """
     for limit, usage, stat, droppable in _NAMES:
         if not (root / limit).is_file():

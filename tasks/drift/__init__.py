@@ -1,6 +1,6 @@
-"""Fingerprints of models, and how far two of them may differ.
+"""Fingerprints of models, and limits on the drift between two of them.
 
-fingerprint   log-probabilities on fixed probes, and the distance between two of them
-reward_scores the same for reward models; `reward_drift` is their distance
-verdict       one check for either kind
+fingerprint   log-probabilities on fixed probes, and the drift between two fingerprints
+reward_scores scores of reward models on fixed probes; `reward_drift` compares two of them
+verdict       one check for both kinds
 """

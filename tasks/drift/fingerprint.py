@@ -1,22 +1,21 @@
 """Fingerprints of models, and drift: the distance between two fingerprints.
 
-A fingerprint holds, for every scored position of a fixed set of probe token sequences, the
-log-probabilities (nats) of K token ids. The first one (from the live training engine) chooses the
-ids: its own K most likely tokens, or the whole vocabulary when that is no larger than K. Every
-later one is taken *at the same ids*, so two fingerprints are comparable whatever engine made them.
-Everything outside the K ids is one rest bucket: the KL is a lower bound, exact when the vocabulary
-fits into K.
+A fingerprint has, for every scored position of a fixed set of probe token sequences, the
+log-probabilities (nats) of K token ids. The first fingerprint (of the live training engine) chooses
+the ids: its K most likely tokens, or the whole vocabulary if that is not larger than K. Every later
+one is taken *at the same ids*, so any two fingerprints are comparable. All other ids form one rest
+bucket: the KL is a lower bound, and exact if the vocabulary fits into K.
 
-Top-1 agreement counts the token, not its index in a tie. Engines round logits to their dtype: one
-step of bf16 is 0.125 between 16 and 32. Two engines round each of two logits by at most half a
-step, so a difference of less than `TIE_STEPS` = 2 steps (same unit as logits and log-probabilities:
-nats) may have either sign in a correct engine. The new engine's top token therefore *agrees* if the
-reference gives it a log-probability less than two steps below its maximum; the steps are those of
-the reference's dtype at its largest logit, measured with it and stored in it (`steps`). The new
-engine has no say in that tolerance. Two logits that are equal are a tie in every dtype.
+Top-1 agreement allows for ties. Engines round logits to their dtype: one step of bf16 is 0.125
+between 16 and 32. Two engines round each of two logits by at most half a step, so a difference of
+less than `TIE_STEPS` = 2 steps (in nats, as logits and log-probabilities) may have either sign in a
+correct engine. The new engine's top token therefore *agrees* if the reference gives it a
+log-probability less than two steps below its maximum. The steps are those of the reference's dtype
+at its largest logit and are stored with it (`steps`); the new engine does not influence them. Equal
+logits are a tie in every dtype.
 
 Probes share their first tokens (the chat template), and equal contexts have equal distributions: a
-tie behind the template's last token would count once per probe. So agreement is a share of distinct
+tie after the template's last token would count once per probe. So agreement is a share of distinct
 contexts, not of positions. KL is a mean over positions.
 """
 
@@ -37,10 +36,10 @@ from tasks.core.errors import ArtifactError, DriftError
 from tasks.drift.reward_drift import RewardLimit
 
 TOP_K = 512
-"""Ids kept a position. A vocabulary of this size or smaller is covered whole."""
+"""Ids per position. A vocabulary of this size or smaller is covered completely."""
 
 TIE_STEPS = 2.0
-"""Two logits that differ by less than this many rounding steps are tied; see the module's text."""
+"""Logits that differ by less than this many rounding steps are tied; see the module docstring."""
 
 _TINY = 1e-12
 _PRECISION = {"bfloat16": 8, "float16": 11, "float32": 24}
@@ -48,11 +47,14 @@ _PRECISION = {"bfloat16": 8, "float16": 11, "float32": 24}
 
 
 def rounding_step(logits: NDArray[Any] | float, dtype: str = "bfloat16") -> NDArray[np.float32]:
-    """Distance of neighbouring numbers of a dtype at these magnitudes, in the logits' unit (nats).
+    """Return the distance of neighbouring numbers of a dtype at these magnitudes, in nats.
 
     Args:
         logits: any shape.
-        dtype: torch name of the dtype in which they were computed.
+        dtype: torch name of the dtype in which the logits were computed.
+
+    Returns:
+        Array of the same shape.
     """
     values = np.asarray(logits, np.float64)
     exponents = np.frexp(np.abs(values))[1] - _PRECISION[dtype]
@@ -61,12 +63,12 @@ def rounding_step(logits: NDArray[Any] | float, dtype: str = "bfloat16") -> NDAr
 
 
 def largest_steps(logits: NDArray[np.float32]) -> NDArray[np.float32]:
-    """Return `Fingerprint.steps` of some positions.
+    """Return `Fingerprint.steps` of N positions, shape (N,).
 
-    The dtype is that of the values, not of the array: engines return bf16 logits as fp32, too.
+    The dtype is inferred from the values, since engines return bf16 logits in fp32 arrays.
 
     Args:
-        logits: of the whole vocabulary, shape (N, V).
+        logits: logits of the whole vocabulary, shape (N, V).
     """
     if not np.any(logits.view(np.uint32) & 0xFFFF):
         dtype = "bfloat16"
@@ -84,16 +86,16 @@ class Fingerprint:
     Attributes:
         probes: P token-id sequences. Sequence p of length T gives T-1 scored positions: position t
             predicts token t+1. N is the number of positions of all sequences together.
-        ids: token ids that were scored, shape (N, K), int32.
+        ids: scored token ids, shape (N, K), int32.
         logprobs: natural-log probabilities of those ids, shape (N, K), float32.
         top1: the engine's own most likely token, shape (N,), int32.
-        engine: who measured it ("deepspeed", "transformers", "vllm").
+        engine: engine that measured it ("deepspeed", "transformers", "vllm").
         noise: mean KL between two measurements of the same model by the same engine with different
-            batching (nats); None where it was not measured.
+            batching (nats); None if it was not measured.
         steps: distance of neighbouring numbers in the dtype of the logits, at the largest logit
-            (nats), shape (N,), float32; None in files that do not have it, and from engines that
-            do not return logits. Without it only equal log-probabilities are ties.
-        measured_on: `machine.measured_on` of the engine; None where it is not known.
+            (nats), shape (N,), float32; None in older files and from engines that do not return
+            logits. Without it only equal log-probabilities are ties.
+        measured_on: `machine.measured_on` of the engine; None if unknown.
     """
 
     probes: tuple[tuple[int, ...], ...]
@@ -111,9 +113,8 @@ class Fingerprint:
         return int(self.ids.shape[0])
 
     def save(self, path: Path) -> None:
-        """Write as one safetensors file."""
-        # One entry: safetensors writes several in random order, and then the same fingerprint
-        # would have another digest every time.
+        """Write one safetensors file."""
+        # One metadata entry: safetensors writes several in random order, which changes the digest.
         names = ("engine", "noise", "probes", "measured_on")
         meta = {"fingerprint": json.dumps({name: getattr(self, name) for name in names})}
         arrays = {"ids": self.ids, "logprobs": self.logprobs, "top1": self.top1}
@@ -123,7 +124,7 @@ class Fingerprint:
 
     @classmethod
     def load(cls, path: Path) -> Fingerprint:
-        """Read what `save` wrote. Raises ArtifactError when the file is not a fingerprint."""
+        """Read a file of `save`. Raises ArtifactError if it is not a fingerprint."""
         try:
             with safe_open(path, framework="numpy") as file:
                 meta = json.loads(file.metadata()["fingerprint"])
@@ -138,7 +139,7 @@ class Fingerprint:
             )
         except (OSError, KeyError, TypeError, ValueError) as error:
             raise ArtifactError(f"{path} is not a readable fingerprint: {error}") from error
-        except Exception as error:  # safetensors raises its own class, with no common base
+        except Exception as error:  # safetensors' error class has no public base
             if type(error).__name__ != "SafetensorError":
                 raise
             raise ArtifactError(f"{path} is not a readable fingerprint: {error}") from error
@@ -146,9 +147,14 @@ class Fingerprint:
 
 @dataclass(frozen=True)
 class Drift:
-    """Distance of a fingerprint from its reference. KL in nats, reference first: KL(ref || new).
+    """Distance of a fingerprint from its reference.
 
-    `top1_agreement` is the share of distinct contexts in which the tokens agree, ties included.
+    Attributes:
+        mean_kl: mean of KL(reference || new) over positions, in nats.
+        p95_kl: its 95th percentile.
+        max_kl: its maximum.
+        top1_agreement: share of distinct contexts in which the top tokens agree, ties included.
+        cosine: mean cosine similarity of the probabilities.
     """
 
     mean_kl: float
@@ -158,20 +164,28 @@ class Drift:
     cosine: float
 
     def as_dict(self) -> dict[str, float]:
-        """Plain numbers, for manifests and trackers."""
+        """Return the numbers for manifests and trackers."""
         return asdict(self)
 
 
 @dataclass(frozen=True)
 class DriftLimit:
-    """Limits of a drift profile. Max KL is reported, never gated on: one odd position out of
-    thousands moves it by orders of magnitude between two correct engines."""
+    """Limits of a drift profile.
+
+    Max KL has no limit: between two correct engines a single position can change it by orders of
+    magnitude.
+
+    Attributes:
+        mean_kl: highest mean KL, in nats.
+        p95_kl: highest 95th percentile of the KL, in nats.
+        top1_agreement: lowest top-1 agreement.
+        rewards: limits for a reward model, which has scores instead of log-probabilities.
+    """
 
     mean_kl: float
     p95_kl: float
     top1_agreement: float
     rewards: RewardLimit = field(default_factory=lambda: RewardLimit(difference=0.03, order=0.97))
-    """Limits of a reward model, which has scores in place of log-probabilities."""
 
 
 PROFILES = {
@@ -193,24 +207,21 @@ PROFILES = {
 EXACT = DriftLimit(
     mean_kl=1e-5, p95_kl=1e-4, top1_agreement=0.99, rewards=RewardLimit(difference=1e-3, order=0.99)
 )
-"""For hand-offs that change no number, only where it is stored: trained -> gathered."""
+"""Limits for hand-offs that change no number, only the files: trained -> gathered."""
 
 
 def _with_rest(logprobs: NDArray[np.float32]) -> NDArray[np.float64]:
-    """Probabilities of the K ids and of everything else, shape (N, K+1)."""
+    """Return the probabilities of the K ids and of all other ids together, shape (N, K+1)."""
     p = np.exp(logprobs.astype(np.float64))
     rest = np.clip(1.0 - p.sum(axis=1, keepdims=True), 0.0, 1.0)
     return np.concatenate([p, rest], axis=1)
 
 
 def agreeing(reference: Fingerprint, new: Fingerprint) -> NDArray[np.bool_]:
-    """Return, by position, True if the reference gives `new`'s top token its own maximum.
+    """Return, for each position, True if the top tokens agree within rounding; shape (N,).
 
-    Within rounding: see the module's text. A token outside the reference's ids never agrees, unless
-    it is the reference's own top token.
-
-    Returns:
-        shape (N,).
+    The module docstring has the rule. A token outside the reference's ids never agrees, unless it
+    is the reference's own top token.
     """
     best = reference.logprobs.max(axis=1)
     at_id = np.where(reference.ids == new.top1[:, None], reference.logprobs, -np.inf).max(axis=1)
@@ -222,11 +233,14 @@ def agreeing(reference: Fingerprint, new: Fingerprint) -> NDArray[np.bool_]:
 
 
 def _by_context(probes: Sequence[Sequence[int]], agree: NDArray[np.bool_]) -> float:
-    """Mean over distinct contexts (the tokens before a position) of the mean over their positions.
+    """Return the share of distinct contexts that agree.
+
+    The context of a position is the tokens before it. A context with several positions counts with
+    their mean.
 
     Args:
         probes: as in `Fingerprint`.
-        agree: shape (N,).
+        agree: one value per position, shape (N,).
     """
     numbers: dict[tuple[int, ...], int] = {}
     contexts = [
@@ -241,8 +255,8 @@ def drift(reference: Fingerprint, new: Fingerprint) -> Drift:
     """Return the distance of `new` from `reference`.
 
     Raises:
-        DriftError: they are not comparable (other probes or ids), or one of them holds a value
-            that is not finite.
+        DriftError: they have different probes or ids, or one of them has values that are not
+            log-probabilities.
     """
     if reference.probes != new.probes or not np.array_equal(reference.ids, new.ids):
         raise DriftError("fingerprints are not comparable: they score other tokens")
@@ -266,9 +280,12 @@ def drift(reference: Fingerprint, new: Fingerprint) -> Drift:
 
 
 def within(measured: Drift, limit: DriftLimit, noise: float | None = None) -> list[str]:
-    """Return the limits that `measured` exceeds, one text each; empty if it is within all.
+    """Return one text for each limit that a drift exceeds; empty if it is within all limits.
 
-    With `noise`, mean KL must also stay within twice the engine's own repeat noise.
+    Args:
+        measured: the drift.
+        limit: its limits.
+        noise: repeat noise of the engine in nats; mean KL must then stay within twice of it.
     """
     exceeded: list[str] = []
     if measured.mean_kl > limit.mean_kl:

@@ -1,7 +1,7 @@
-"""How far the rewards of a model lie from those it gave before, and how far they may.
+"""Drift of a reward model: the difference of its rewards from those of a reference.
 
-The scale of rewards is arbitrary, so a difference is stated in standard deviations of the
-reference's own rewards over the texts: 0.03 is 3 % of how far texts lie apart.
+The scale of rewards is arbitrary, so differences are in standard deviations of the reference's
+rewards over the texts.
 """
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ from tasks.core.errors import DataError, DriftError
 
 @dataclass(frozen=True)
 class RewardLimit:
-    """What a profile admits.
+    """Limits of a drift profile for reward models.
 
     Attributes:
-        difference: mean absolute difference, in standard deviations of the reference's scores.
-        order: least share of the pairs of texts that the two order alike.
+        difference: highest mean absolute difference, in std of the reference scores.
+        order: lowest share of pairs of texts that both models rank in the same order.
     """
 
     difference: float
@@ -30,12 +30,14 @@ class RewardLimit:
 
 @dataclass(frozen=True)
 class RewardDrift:
-    """How far scores lie from the reference's; differences in its standard deviations.
+    """Difference of scores from those of a reference.
 
     Attributes:
-        mean_difference, max_difference: absolute, over the texts.
-        same_order: share of the pairs of texts, of those the reference tells apart.
-        unit: the standard deviation itself, in rewards.
+        mean_difference: mean absolute difference over the texts, in std of the reference scores.
+        max_difference: largest absolute difference, in the same unit.
+        same_order: share of pairs of texts in the same order, among the pairs that the reference
+            scores differently.
+        unit: standard deviation of the reference scores.
     """
 
     mean_difference: float
@@ -44,16 +46,16 @@ class RewardDrift:
     unit: float
 
     def as_dict(self) -> dict[str, float]:
-        """Plain numbers, for manifests and trackers."""
+        """Return the numbers for manifests and trackers."""
         return asdict(self)
 
 
 def reward_drift(reference: Sequence[float], new: Sequence[float]) -> RewardDrift:
-    """Compare scores of the same texts.
+    """Compare two models' scores of the same texts.
 
     Raises:
-        DataError: the reference gives all texts the same score: there is no scale.
-        DriftError: a score that is not finite.
+        DataError: the reference gives all texts the same score, which has no scale.
+        DriftError: a score is not finite.
     """
     if not all(map(math.isfinite, (*reference, *new))):
         raise DriftError("rewards that are NaN or infinite")
@@ -70,20 +72,20 @@ def reward_drift(reference: Sequence[float], new: Sequence[float]) -> RewardDrif
 
 
 def exceeds(measured: RewardDrift, limit: RewardLimit, noise: float | None = None) -> list[str]:
-    """What of `measured` is beyond `limit`; empty when it holds.
+    """Return one text for each limit that a drift exceeds; empty if it is within all limits.
 
     Args:
         measured: the drift.
-        limit: what is admitted.
-        noise: mean absolute difference of the same model measured twice, in rewards; the mean
-            difference must then also stay within twice of it.
+        limit: its limits.
+        noise: repeat noise of the engine in scores; the mean difference must then stay within
+            twice of it.
     """
-    found = []
+    exceeded = []
     if measured.mean_difference > limit.difference:
-        found.append(f"mean difference {measured.mean_difference:.2e} > {limit.difference:g}")
+        exceeded.append(f"mean difference {measured.mean_difference:.2e} > {limit.difference:g}")
     if measured.same_order < limit.order:
-        found.append(f"pairs in the same order {measured.same_order:.4f} < {limit.order:g}")
+        exceeded.append(f"pairs in the same order {measured.same_order:.4f} < {limit.order:g}")
     if noise is not None and measured.mean_difference * measured.unit > 2 * noise:
         moved = measured.mean_difference * measured.unit
-        found.append(f"mean difference {moved:.2e} > twice the repeat noise {noise:.2e}")
-    return found
+        exceeded.append(f"mean difference {moved:.2e} > twice the repeat noise {noise:.2e}")
+    return exceeded

@@ -1,9 +1,8 @@
-"""What a reward model does: its scores on a fixed set of probe texts.
+"""Fingerprint of a reward model: its scores on a fixed set of probe texts.
 
-The counterpart of `tasks/drift/fingerprint.py` for models that answer with one number a text. First
-taken from the live training engine, re-taken after every hand-off on the same token ids. Scores
-have no scale of their own, so that distances are stated in standard deviations of the reference's
-scores.
+This is the counterpart of `tasks/drift/fingerprint.py` for models that return one number per text.
+The first scores come from the live training engine; every hand-off measures them again on the same
+token ids. `reward_drift.py` compares them.
 """
 
 from __future__ import annotations
@@ -26,10 +25,10 @@ class ScorePrint:
     Attributes:
         probes: P token-id sequences; a score is taken at the last token of each.
         scores: P raw outputs of the head, not normalised.
-        engine: who measured them ("deepspeed", "transformers", "vllm").
+        engine: engine that measured them ("deepspeed", "transformers", "vllm").
         noise: mean absolute difference between two measurements of the same model by the same
-            engine with different batching, in scores; None where it was not measured.
-        measured_on: `machine.measured_on` of the engine; None where it is not known.
+            engine with different batching, in scores; None if it was not measured.
+        measured_on: `machine.measured_on` of the engine; None if unknown.
     """
 
     probes: tuple[tuple[int, ...], ...]
@@ -39,12 +38,12 @@ class ScorePrint:
     measured_on: Mapping[str, str] | None = None
 
     def save(self, path: Path) -> None:
-        """Write as JSON; a float32 comes back as it was."""
+        """Write JSON, which preserves every bit of a float32."""
         path.write_text(json.dumps(asdict(self)) + "\n")
 
     @classmethod
     def load(cls, path: Path) -> ScorePrint:
-        """Read what `save` wrote. Raises ArtifactError when the file does not hold scores."""
+        """Read a file of `save`. Raises ArtifactError if it has no scores."""
         try:
             raw = json.loads(path.read_text())
             return cls(
@@ -59,11 +58,11 @@ class ScorePrint:
 
 
 def score_drift(reference: ScorePrint, new: ScorePrint) -> RewardDrift:
-    """How far `new` lies from `reference`.
+    """Return the drift of `new` from `reference`.
 
     Raises:
-        DriftError: other probes, or scores that are not finite.
-        DataError: a reference that gives every probe the same score, which has no scale.
+        DriftError: the probes differ, or a score is not finite.
+        DataError: the reference gives every probe the same score, which has no scale.
     """
     if reference.probes != new.probes:
         raise DriftError("scores are not comparable: they are of other texts")

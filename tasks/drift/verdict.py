@@ -1,6 +1,6 @@
-"""Fingerprints of either kind: log-probabilities of a language model, scores of a reward model.
+"""Compare fingerprints of both kinds: log-probabilities of language models, reward scores.
 
-Training leaves one of the two, and every hand-off is compared with it.
+Training writes one of the two; every hand-off is compared with it.
 """
 
 from __future__ import annotations
@@ -16,30 +16,30 @@ from tasks.drift.reward_scores import SCORES, ScorePrint, score_drift
 FINGERPRINT = "fingerprint.fp"
 NAMES = (FINGERPRINT, SCORES)
 NOISE_FACTOR = 4.0
-"""Mean drift between two kinds of hardware, at most, over the larger repeat noise of the two.
-Measured between two kinds of CPU kernels it is 0.4, from bf16 to fp32 0.8."""
+"""Allowed mean drift between two kinds of hardware, in units of the larger repeat noise.
+Measured: 0.4 between two kinds of CPU kernels, 0.8 from bf16 to fp32."""
 TAIL = 5.0
-"""95th percentile of a KL over its mean, as in all drift profiles."""
+"""Ratio of the limits of the 95th percentile and of the mean KL, as in all drift profiles."""
 
 Print = Fingerprint | ScorePrint
 Moved = Drift | RewardDrift
 
 
 def print_in(folder: Path) -> Path:
-    """The file that says what a folder's model does. Raises ArtifactError when there is none."""
-    found = next((folder / name for name in NAMES if (folder / name).is_file()), None)
-    if found is None:
+    """Return the path of a folder's fingerprint. Raises ArtifactError if there is none."""
+    path = next((folder / name for name in NAMES if (folder / name).is_file()), None)
+    if path is None:
         raise ArtifactError(f"{folder}: no {FINGERPRINT} and no {SCORES}")
-    return found
+    return path
 
 
 def load_print(path: Path) -> Print:
-    """Read it. Raises ArtifactError."""
+    """Read a fingerprint of either kind. Raises ArtifactError if it cannot be read."""
     return ScorePrint.load(path) if path.name == SCORES else Fingerprint.load(path)
 
 
 def moved(reference: Print, new: Print) -> Moved:
-    """How far `new` lies from `reference`. Raises DriftError when they cannot be compared."""
+    """Return the drift of `new` from `reference`. Raises DriftError if they are not comparable."""
     if isinstance(reference, ScorePrint) and isinstance(new, ScorePrint):
         return score_drift(reference, new)
     if isinstance(reference, Fingerprint) and isinstance(new, Fingerprint):
@@ -49,42 +49,41 @@ def moved(reference: Print, new: Print) -> Moved:
 
 def same_arithmetic(reference: Print, new: Print) -> bool:
     """Return False if the two are known to be measured on different hardware or software."""
-    told = reference.measured_on, new.measured_on
-    return None in told or told[0] == told[1]
+    machines = reference.measured_on, new.measured_on
+    return None in machines or machines[0] == machines[1]
 
 
-def by_noise(limit: DriftLimit, found: Moved, *noises: float | None) -> DriftLimit:
-    """Widen a limit to what rounding explains where the order of sums is another one.
+def by_noise(limit: DriftLimit, drifted: Moved, *noises: float | None) -> DriftLimit:
+    """Widen a limit by the rounding differences between two kinds of hardware or software.
 
     Args:
-        limit: for equal arithmetic; it stays the least that is admitted.
-        found: the drift, which has the unit of scores.
-        noises: of either side, as `Fingerprint.noise` or `ScorePrint.noise`.
+        limit: limit on equal hardware and software; the result is never stricter.
+        drifted: the drift; that of a reward model has the unit of its scores.
+        noises: repeat noise of each side, as `Fingerprint.noise` or `ScorePrint.noise`.
     """
-    noise = max((one for one in noises if one is not None), default=0.0)
-    unit = found.unit if isinstance(found, RewardDrift) else 1.0
-    other = PROFILES["standard"]  # its agreement: near ties turn over
+    noise = max((value for value in noises if value is not None), default=0.0)
+    unit = drifted.unit if isinstance(drifted, RewardDrift) else 1.0
+    standard = PROFILES["standard"]  # for the agreement, since near ties may change their order
     return DriftLimit(
         mean_kl=max(limit.mean_kl, NOISE_FACTOR * noise),
         p95_kl=max(limit.p95_kl, TAIL * NOISE_FACTOR * noise),
-        top1_agreement=min(limit.top1_agreement, other.top1_agreement),
+        top1_agreement=min(limit.top1_agreement, standard.top1_agreement),
         rewards=RewardLimit(
             difference=max(limit.rewards.difference, NOISE_FACTOR * noise / unit),
-            order=min(limit.rewards.order, other.rewards.order),
+            order=min(limit.rewards.order, standard.rewards.order),
         ),
     )
 
 
-def too_far(found: Moved, limit: DriftLimit, noise: float | None = None) -> list[str]:
-    """What of it is beyond the limit; empty when it holds."""
-    if isinstance(found, RewardDrift):
-        return exceeds(found, limit.rewards, noise)
-    return within(found, limit, noise)
+def too_far(drifted: Moved, limit: DriftLimit, noise: float | None = None) -> list[str]:
+    """Return one text for each limit that a drift exceeds; empty if it is within all limits."""
+    if isinstance(drifted, RewardDrift):
+        return exceeds(drifted, limit.rewards, noise)
+    return within(drifted, limit, noise)
 
 
-def allowed(found: Moved, limit: DriftLimit) -> str:
-    """The limit in words."""
-    if isinstance(found, RewardDrift):
+def _limit_text(drifted: Moved, limit: DriftLimit) -> str:
+    if isinstance(drifted, RewardDrift):
         return (
             f"mean difference <= {limit.rewards.difference:g} standard deviations of the "
             f"reference's scores, pairs in the same order >= {limit.rewards.order:g}"
@@ -95,21 +94,20 @@ def allowed(found: Moved, limit: DriftLimit) -> str:
     )
 
 
-def told(found: Moved) -> str:
-    """The distance in words."""
-    if isinstance(found, RewardDrift):
+def _drift_text(drifted: Moved) -> str:
+    if isinstance(drifted, RewardDrift):
         return (
-            f"mean difference {found.mean_difference:.2e} (at most {found.max_difference:.2e}) of "
-            f"{found.unit:.3g}, {found.same_order:.4f} of the pairs in the same order"
+            f"mean difference {drifted.mean_difference:.2e} (at most {drifted.max_difference:.2e}) "
+            f"of {drifted.unit:.3g}, {drifted.same_order:.4f} of the pairs in the same order"
         )
     return (
-        f"mean KL {found.mean_kl:.2e}, p95 KL {found.p95_kl:.2e}, "
-        f"top-1 agreement {found.top1_agreement:.4f}"
+        f"mean KL {drifted.mean_kl:.2e}, p95 KL {drifted.p95_kl:.2e}, "
+        f"top-1 agreement {drifted.top1_agreement:.4f}"
     )
 
 
 def verdict(
-    found: Moved,
+    drifted: Moved,
     limit: DriftLimit,
     noise: float | None = None,
     *,
@@ -119,24 +117,25 @@ def verdict(
     """Return the verdict on a drift as one check.
 
     Args:
-        found: the drift.
+        drifted: the drift.
         limit: its limits.
-        noise: the reference engine's repeat noise, where the drift must not exceed it.
-        name: of the check.
-        cause: the likeliest cause and what to type, for the hint of a failure.
+        noise: repeat noise of the reference engine; the mean drift must then stay within twice of
+            it.
+        name: name of the check.
+        cause: most likely cause and what to type, for the hint of a failed check.
     """
-    expected = allowed(found, limit)
+    expected = _limit_text(drifted, limit)
     if noise is not None:
         expected += f", on average <= twice the repeat noise {noise:.2e}"
-    exceeded = too_far(found, limit, noise)
-    hint = "; ".join(filter(None, (cause, _admitted_by(found) if noise is None else "")))
-    return Check(name, expected, told(found), ok=not exceeded, hint=hint)
+    exceeded = too_far(drifted, limit, noise)
+    hint = "; ".join(filter(None, (cause, _wider_profile(drifted) if noise is None else "")))
+    return Check(name, expected, _drift_text(drifted), ok=not exceeded, hint=hint)
 
 
-def _admitted_by(found: Moved) -> str:
-    """The strictest profile that admits a drift, and how to ask for it."""
+def _wider_profile(drifted: Moved) -> str:
+    """Return the strictest profile that allows a drift, and how to choose it."""
     for name, limit in PROFILES.items():
-        if not too_far(found, limit):
+        if not too_far(drifted, limit):
             return (
                 f"the {name} profile admits it, if you accept the difference: "
                 f"gate={name} (flows/deliver.py: smoke.profile={name})"

@@ -1,12 +1,12 @@
 """Artifacts: directories that one stage publishes and the next one reads.
 
-    with staging(final) as work:      # a hidden sibling of `final`; see `staging.py`
+    with staging(final) as work:      # a hidden folder beside `final`; see `staging.py`
         ...write files into work...
-        publish(work, final, manifest_fields)
+        publish(work, final, origin)
 
-An artifact becomes visible by one rename, after its `manifest.json` was written and everything was
-flushed to disk: *existence means complete*. The manifest names every tensor (shape, dtype, sha256)
-and every other file (size, sha256); its digest is the artifact's identity.
+An artifact becomes visible by one rename, after its `manifest.json` is written and all files are
+flushed to disk: *existence means complete*. The manifest lists every tensor (shape, dtype, sha256)
+and every other file (size, sha256). Its digest is the artifact's identity.
 """
 
 from __future__ import annotations
@@ -35,7 +35,17 @@ _CHUNK = 8 << 20
 
 @dataclass(frozen=True)
 class Origin:
-    """How an artifact came to be: goes into the manifest, beside what it contains."""
+    """Origin of an artifact; part of its manifest.
+
+    Attributes:
+        kind: kind of the artifact.
+        stage: name of the stage that makes it.
+        key: key of that stage, and name of the artifact's folder.
+        inputs: digests of the input artifacts by role.
+        config: configuration of the stage, as plain JSON.
+        versions: versions of the libraries that the stage depends on.
+        notes: further facts, as plain JSON.
+    """
 
     kind: str
     stage: str
@@ -48,31 +58,31 @@ class Origin:
 
 @dataclass(frozen=True)
 class Artifact:
-    """A published artifact: where it is and what it is. Small, picklable, never holds tensors."""
+    """Reference to a published artifact: small and picklable, without tensors."""
 
     kind: str
     path: Path
     digest: str
 
     def manifest(self) -> dict[str, Any]:
-        """The manifest, as a dictionary."""
+        """Read the manifest."""
         return _load_manifest(self.path)
 
     @property
     def notes(self) -> dict[str, Any]:
-        """What the stage wrote down beside the contents."""
+        """Notes of the stage, from the manifest."""
         return dict(self.manifest()["notes"])
 
 
 def publish(work: Path, final: Path, origin: Origin) -> Artifact:
-    """Write the manifest into `work`, flush, and rename it to `final`.
+    """Write the manifest into `work`, flush all files, and rename `work` to `final`.
 
-    Tensors that were hashed while they were written, as the journal says, are not read again.
-    An older artifact at `final` (altered, or forced to be rebuilt) is moved aside first and removed
-    after the rename, so that no moment exists at which a half-written directory is visible.
+    Tensors with a hash in the journal are not read again. An older artifact at `final` (altered, or
+    forced to be rebuilt) is moved aside first and removed after the rename, so a half-written
+    directory is never visible.
 
     Raises:
-        ArtifactError: the manifest cannot be written, or something cannot be flushed (full disk).
+        ArtifactError: a file cannot be written or flushed (full disk).
     """
     tensors, files = inventory(work, known=_journal_hashes(work))
     document: dict[str, Any] = {
@@ -92,7 +102,7 @@ def publish(work: Path, final: Path, origin: Origin) -> Artifact:
     try:
         (work / MANIFEST).write_text(json.dumps(document, indent=1, sort_keys=True) + "\n")
         _flush(work)
-    except OSError as error:  # a full disk; the journal stays, for the run that comes after
+    except OSError as error:  # full disk: the next run continues from the journal
         raise write_refused(work, error) from error
     (work / JOURNAL).unlink(missing_ok=True)
     old = final.parent / f".{final.name}.{os.getpid()}.old.tmp"
@@ -105,20 +115,22 @@ def publish(work: Path, final: Path, origin: Origin) -> Artifact:
 
 
 def _journal_hashes(work: Path) -> dict[tuple[str, str], str]:
-    """sha256 by (file, tensor), as far as who wrote them has taken them."""
-    return {(one.file, one.name): one.sha256 for one in read_outcomes(work / JOURNAL)}
+    """Return the journal's hashes: sha256 by (file, tensor)."""
+    outcomes = read_outcomes(work / JOURNAL)
+    return {(outcome.file, outcome.name): outcome.sha256 for outcome in outcomes}
 
 
 def inventory(
     root: Path, known: Mapping[tuple[str, str], str] | None = None
 ) -> tuple[dict[str, Any], dict[str, Any]]:
-    """What a directory holds: tensors by file and name, and every file with size and sha256.
+    """List the contents of a directory: tensors by file and name, and files with size and sha256.
 
-    A safetensors file's own entry hashes its header only: the tensor entries cover the rest.
+    The entry of a safetensors file hashes its header only; the entries of its tensors cover the
+    rest.
 
     Args:
         root: the directory.
-        known: sha256 by (file, tensor) of tensors that need not be read.
+        known: known sha256 by (file, tensor); these tensors are not read.
     """
     tensors: dict[str, Any] = {}
     files: dict[str, Any] = {}
@@ -138,16 +150,17 @@ def inventory(
 
 
 def content_digest(kind: str, tensors: Mapping[str, Any], files: Mapping[str, Any]) -> str:
-    """sha256 over kind, tensors and files: the artifact's identity, wherever it lies."""
+    """Return the digest of an artifact: the SHA-256 of its kind, tensors and files."""
     text = json.dumps([kind, tensors, files], sort_keys=True, separators=(",", ":"))
     return hashlib.sha256(text.encode()).hexdigest()
 
 
 def open_artifact(path: Path, kind: str | None = None) -> Artifact:
-    """Open a published artifact and check kind, file list and sizes (not the bytes).
+    """Open a published artifact and check its kind, file list and file sizes, not the bytes.
 
     Raises:
-        ArtifactError: missing, of another kind, or with a file missing, added or of another size.
+        ArtifactError: there is no artifact, it has another kind, or a file is missing, added or of
+            another size.
     """
     document = _load_manifest(path)
     if kind is not None and document["kind"] != kind:
@@ -159,7 +172,7 @@ def open_artifact(path: Path, kind: str | None = None) -> Artifact:
 
 
 def verify(artifact: Artifact) -> list[str]:
-    """Read every byte and compare with the manifest. Returns what differs; empty means intact."""
+    """Read every byte and compare it with the manifest. Returns one text per difference."""
     document = artifact.manifest()
     problems = _surface_problems(artifact.path, document)
     if problems:
@@ -178,10 +191,17 @@ def verify(artifact: Artifact) -> list[str]:
 
 
 def intact(artifact: Artifact, seen: Path) -> list[str]:
-    """Like `verify`, but reads the bytes only when a file's stat has changed since the last look.
+    """Verify an artifact, but read its bytes only if the stat of a file has changed since then.
 
-    `seen` is a folder of small records (size, mtime, ctime, inode of every file), outside of the
-    artifact. Restoring the mtime does not hide a change of ctime, so an altered file is noticed.
+    A record of each verified artifact has size, mtime, ctime and inode of its files. Restoring the
+    mtime of an altered file does not hide it, since its ctime has changed.
+
+    Args:
+        artifact: the artifact.
+        seen: folder of the records.
+
+    Returns:
+        One text per difference; empty if the artifact is unchanged.
     """
     record = seen / f"{artifact.digest}.json"
     stats = _stats(artifact.path)
@@ -195,19 +215,19 @@ def intact(artifact: Artifact, seen: Path) -> list[str]:
 
 
 def remember(artifact: Artifact, seen: Path) -> None:
-    """Note the files' present stats for `intact`: of an artifact that was hashed just now."""
+    """Record the stats of an artifact's files for `intact`, after its bytes have been hashed."""
     seen.mkdir(parents=True, exist_ok=True)
     (seen / f"{artifact.digest}.json").write_text(json.dumps(_stats(artifact.path)))
 
 
 def _stats(root: Path) -> dict[str, list[int]]:
-    found = {}
+    stats = {}
     for path in sorted(p for p in root.rglob("*") if p.is_file()):
         stat = path.stat()
-        found[path.relative_to(root).as_posix()] = [
+        stats[path.relative_to(root).as_posix()] = [
             stat.st_size, stat.st_mtime_ns, stat.st_ctime_ns, stat.st_ino,
         ]  # fmt: skip
-    return found
+    return stats
 
 
 def _surface_problems(root: Path, document: Mapping[str, Any]) -> list[str]:

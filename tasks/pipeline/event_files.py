@@ -1,9 +1,9 @@
-"""TensorBoard's event files: the same numbers as MLflow's, for those who look at them there.
+"""Write the metrics of a stage to TensorBoard's event files, beside MLflow.
 
     tensorboard --logdir runs/tensorboard
 
-The only importer of tensorboard. Files are opened at the first number, so that a stage that logs
-none leaves none.
+No other module imports tensorboard. A file is created with the first number, so a stage without
+metrics has no file.
 """
 
 from __future__ import annotations
@@ -16,10 +16,10 @@ from typing import Any
 
 
 class EventFile:
-    """Scalars of one stage.
+    """Event file of one stage.
 
     Args:
-        folder: where its event file goes; made when the first number comes.
+        folder: folder of the file; created with the first number.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -27,26 +27,26 @@ class EventFile:
         self._writer: Any = None
 
     def scalars(self, values: Mapping[str, float], step: int) -> None:
-        """Write numbers of one step; NaN is left out, as in MLflow."""
+        """Write the numbers of one step; NaN is left out, as in MLflow."""
         from tensorboard.compat.proto.event_pb2 import Event
         from tensorboard.compat.proto.summary_pb2 import Summary
 
-        found = [
+        scalars = [
             Summary.Value(tag=name, simple_value=float(value))
             for name, value in values.items()
             if not math.isnan(float(value))
         ]
-        if found:
-            event = Event(wall_time=time.time(), step=step, summary=Summary(value=found))
+        if scalars:
+            event = Event(wall_time=time.time(), step=step, summary=Summary(value=scalars))
             self._opened().add_event(event)
 
     def flush(self) -> None:
-        """Let a reader see what was written."""
+        """Write buffered numbers to disk."""
         if self._writer is not None:
             self._writer.flush()
 
     def close(self) -> None:
-        """Write the rest."""
+        """Write buffered numbers and close the file."""
         if self._writer is not None:
             self._writer.close()
             self._writer = None

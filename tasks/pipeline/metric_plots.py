@@ -1,4 +1,4 @@
-"""What was measured step by step, as pictures."""
+"""Plot the metrics of training steps."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ COLUMNS = 3
 
 
 def draw(series: Series, path: Path) -> bool:
-    """Draw those of the series that are known to be looked at, one small picture each.
+    """Plot the series named in `SHOWN`, one small plot each, into one PNG file.
 
     Args:
-        series: by name.
-        path: of the PNG.
+        series: (step, value) pairs by name.
+        path: path of the PNG file.
 
     Returns:
-        whether there was anything to draw: a curve has two points at least.
+        True if a file was written; False if no series has at least two points.
     """
     chosen = [name for name in SHOWN if len(series.get(name, ())) > 1]
     if not chosen:

@@ -1,10 +1,10 @@
 """Find the source files that a module's result depends on, by following its imports.
 
-Their digest is part of the cache key of every stage and of tokenised data. Imports count anywhere
-in a module, inside functions too. So do names of our modules in strings, since a child process is
-started by its module's name; f"{__name__}.{x}" stands for every module of the package. Files that
-are not Python (C sources, JSON tables) count with every module of their folder. Type-checking
-imports do not run and do not count.
+Their digest is part of the cache key of every stage and of tokenised data. All imports count, also
+those inside functions. Names of our modules in strings count, because child processes are started
+by module name; f"{__name__}.{x}" stands for every module of the package. Files that are not Python
+(C sources, JSON tables) count with every module of their folder. Imports under TYPE_CHECKING do not
+run and do not count.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ def closure(
 
     Args:
         modules: dotted names to start from, e.g. `tasks.merge`.
-        without: packages that are named in the code but not run here; nothing below them counts.
+        without: packages that the code names but this run never starts; they do not count.
         project: folder of the packages.
 
     Raises:
@@ -58,7 +58,7 @@ def closure(
 def source_digest(
     modules: Iterable[str], *, without: Collection[str] = (), project: Path = PROJECT
 ) -> str:
-    """Return the SHA-256 over names and bytes of the closure's files."""
+    """Return the SHA-256 of names and bytes of the closure's files; arguments as in `closure`."""
     digest = hashlib.sha256()
     for path in closure(modules, without=without, project=project):
         content = hashlib.sha256((project / path).read_bytes()).hexdigest()
@@ -93,7 +93,7 @@ def _names(source: Path, project: Path) -> Iterator[str]:
 def _names_in(source: Path, text: bytes) -> tuple[frozenset[str], bool]:
     """Return the names that a file imports or has in strings, and if it loads its whole package.
 
-    Some of them are functions or other text; the caller ignores names that are no module.
+    Some names are functions or other text; the caller ignores what is no module.
     """
     names: set[str] = set()
     whole_package = False

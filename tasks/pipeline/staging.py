@@ -1,10 +1,9 @@
-"""Staging: a hidden folder beside an artifact's final place, for one process at a time.
+"""Staging folder of an artifact: hidden, beside its final place, for one process at a time.
 
-Its name is the artifact's own, so a run that was killed is found again by the next one that makes
-the same artifact: stages whose key is equal read the same inputs with the same settings and code.
-It goes on if the folder holds a journal (`tasks/weights/execute/journal.py`); everything else in it
-is made anew. The owner holds a lock on the folder itself (`flock`), which is gone with its process,
-and which the folder keeps when it is renamed.
+Its name comes from the artifact's key, so the next run for the same artifact finds the folder of a
+killed run. It continues from there if the folder has a journal
+(`tasks/weights/execute/journal.py`); all other files are made again. The owner locks the folder
+itself (`flock`); the kernel releases the lock with the process, and a rename keeps it.
 """
 
 from __future__ import annotations
@@ -29,18 +28,18 @@ from tasks.core.errors import (
 from tasks.weights.execute.journal import JOURNAL
 
 KEPT_S = 3 * 24 * 3600.0
-"""How long an abandoned folder with a journal waits for a run that goes on with it."""
+"""Seconds for which an abandoned folder with a journal is kept."""
 NO_SPACE = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
 _VERDICTS = (ConfigError, ContractError, DataError, DriftError)
-"""Errors that the same inputs would lead to again: there is nothing to go on with."""
+"""Errors that the same inputs would cause again, so that the folder is of no use."""
 
 
 @contextlib.contextmanager
 def staging(final: Path) -> Iterator[Path]:
-    """A private directory beside `final` to write into.
+    """Yield a private directory beside `final` to write into.
 
-    It is removed at the end unless `publish` renamed it, or the run broke off with a journal of
-    finished tensors in it: then the next run for the same artifact goes on from there.
+    It is removed at the end, unless `publish` has renamed it, or the run was interrupted and the
+    directory has a journal of finished tensors for the next run.
 
     Raises:
         BusyError: another process is making the same artifact.
@@ -78,10 +77,17 @@ def disk_full_named(final: Path) -> Iterator[None]:
 
 
 def sweep(root: Path, now: float | None = None) -> list[Path]:
-    """Remove staging directories whose process is gone. Returns what was removed.
+    """Remove staging directories whose process is gone.
 
-    One that a later run could go on with stays for `KEPT_S` seconds, unless its artifact has been
-    published since.
+    A directory with a journal is kept for `KEPT_S` seconds, unless its artifact has been published
+    since.
+
+    Args:
+        root: folder of the artifacts.
+        now: seconds since the epoch; None for the current time.
+
+    Returns:
+        The removed directories.
     """
     removed = []
     for work in root.glob("*/.*.tmp"):
@@ -108,7 +114,7 @@ def _worth_keeping(work: Path, now: float) -> bool:
 
 
 def _own(work: Path, final: Path) -> int:
-    """An open handle on `work`, made if need be, that holds its lock."""
+    """Create `work` if it does not exist, lock it and return its file descriptor."""
     while True:
         work.mkdir(exist_ok=True)
         try:
@@ -135,16 +141,16 @@ def _locked(handle: int) -> bool:
 
 
 def _is_still(work: Path, handle: int) -> bool:
-    """Whether the path still leads to the folder that is open; not after it was renamed."""
+    """Return True if the path still leads to the open folder; False after a rename."""
     try:
-        found, held = work.stat(), os.fstat(handle)
+        at_path, opened = work.stat(), os.fstat(handle)
     except OSError:
         return False
-    return (found.st_dev, found.st_ino) == (held.st_dev, held.st_ino)
+    return (at_path.st_dev, at_path.st_ino) == (opened.st_dev, opened.st_ino)
 
 
 def _clear(work: Path) -> None:
-    """Leave only what an earlier run's journal speaks of."""
+    """Remove all files except the journal of an earlier run and the tensors that it lists."""
     resumable = (work / JOURNAL).exists()
     for path in work.iterdir():
         if resumable and (path.name == JOURNAL or path.suffix == ".safetensors"):

@@ -1,9 +1,9 @@
-"""MLflow, and the only importer of it.
+"""Record flows and stages in MLflow. No other module imports it.
 
-The flow owns the runs: it opens one parent run, one child run a stage, and closes all of them.
-Everything is logged by explicit run id through `MlflowClient`; the fluent API is never used,
-because an implicit run ends its parent when a process or thread goes. Weights are never uploaded:
-a model version points at the served folder and carries its digest.
+The flow opens one parent run and one child run per stage, and closes all of them. Everything is
+logged by explicit run id through `MlflowClient`. The fluent API is not used, because its implicit
+run ends with a process or thread and takes its parent along. Weights are never uploaded: a model
+version has the path and the digest of the served folder.
 """
 
 from __future__ import annotations
@@ -31,12 +31,12 @@ if TYPE_CHECKING:
 _NAME = re.compile(r"[^A-Za-z0-9_\-./: ]+")
 _VALUE_LIMIT = 500
 _NOTE_LIMIT = 8000
-"""Characters of a tag; MLflow cuts what is longer in the middle of a word, and warns."""
+"""Longest text of a tag in characters; MLflow would cut it in the middle of a word."""
 _FLUSH_EVERY_S = 2.0
 
 
 def redact(uri: str) -> str:
-    """A URI without its password."""
+    """Return a URI without its password."""
     parts = urlsplit(uri)
     if not parts.password:
         return uri
@@ -46,7 +46,7 @@ def redact(uri: str) -> str:
 
 
 def _note(text: str) -> str:
-    """A description that fits into a tag: whole lines, and a word where lines are missing."""
+    """Cut a description to the length of a tag, at the end of a line."""
     if len(text) <= _NOTE_LIMIT:
         return text
     more = "\n\n... and more, in the artifacts of this run\n"
@@ -54,7 +54,7 @@ def _note(text: str) -> str:
 
 
 def flatten(config: Mapping[str, Any], prefix: str = "") -> dict[str, str]:
-    """Nested configuration as MLflow parameters: `train.lr` -> "0.0002"."""
+    """Return a nested configuration as MLflow parameters: `train.lr` -> "0.0002"."""
     flat: dict[str, str] = {}
     for key, value in config.items():
         name = f"{prefix}{key}"
@@ -67,10 +67,9 @@ def flatten(config: Mapping[str, Any], prefix: str = "") -> dict[str, str]:
 
 @contextlib.contextmanager
 def _fluent_calls_go_to(uri: str) -> Iterator[None]:
-    """For the one call that has no counterpart in `MlflowClient`, and what looks its model up.
+    """Let MLflow's fluent API use a server, for a call that `MlflowClient` does not have.
 
-    MLflow puts the URI into the environment too, from where the next run's configuration would
-    take it: both are as they were afterwards.
+    The variables that MLflow sets are restored, since the next configuration would read them.
     """
     import mlflow
 
@@ -90,7 +89,13 @@ def _fluent_calls_go_to(uri: str) -> Iterator[None]:
 
 
 class StageRun:
-    """One stage's MLflow run. Metrics are batched, so that logging never slows a step down."""
+    """MLflow run of one stage, a `StageRecord`. Metrics are batched, so logging is fast.
+
+    Args:
+        client: client of the MLflow server.
+        run_id: id of the run.
+        event_file: TensorBoard's event file; None for none.
+    """
 
     def __init__(
         self, client: MlflowClient, run_id: str, event_file: EventFile | None = None
@@ -104,7 +109,7 @@ class StageRun:
         self._flushed = time.monotonic()
 
     def metrics(self, values: Mapping[str, float], step: int = 0) -> None:
-        """Log numbers at a step."""
+        """Log numbers of a step; NaN is left out."""
         from mlflow.entities import Metric
 
         now = int(time.time() * 1000)
@@ -122,7 +127,7 @@ class StageRun:
             self.flush()
 
     def flush(self) -> None:
-        """Send what is pending."""
+        """Send pending metrics."""
         if self._pending:
             self._client.log_batch(self.run_id, metrics=self._pending)
         if self._event_file is not None:
@@ -131,40 +136,39 @@ class StageRun:
         self._flushed = time.monotonic()
 
     def table(self, name: str, rows: Sequence[Mapping[str, Any]]) -> None:
-        """Rows of a table, which is logged when the stage has ended."""
+        """Add rows to a table, which is logged when the stage ends."""
         self._tables.setdefault(name, []).extend(rows)
 
-    def _pictures(self) -> None:
-        """Curves of what was measured step by step, and the tables."""
+    def _log_tables_and_plots(self) -> None:
         for name, rows in self._tables.items():
             columns = list(dict.fromkeys(key for row in rows for key in row))
             data = [[row.get(column) for column in columns] for row in rows]
-            # As `log_table` writes it, without pandas, which it would import for one call.
+            # The format of `log_table`, which would import pandas for one call.
             self._client.log_dict(self.run_id, {"columns": columns, "data": data}, f"{name}.json")
             tag = [{"path": f"{name}.json", "type": "table"}]
             self._client.set_tag(self.run_id, "mlflow.loggedArtifacts", json.dumps(tag))
         with tempfile.TemporaryDirectory() as folder:
-            picture = Path(folder) / "curves.png"
-            if draw(self._series, picture):
-                self._client.log_artifact(self.run_id, str(picture))
+            plot = Path(folder) / "curves.png"
+            if draw(self._series, plot):
+                self._client.log_artifact(self.run_id, str(plot))
 
     def contract(self, verdicts: list[dict[str, Any]]) -> None:
-        """The shape assertions: name, expected, found, verdict; logged whether they hold or not."""
+        """Log the checks, failed or not: name, expected, found, verdict."""
         self._client.log_text(self.run_id, json.dumps(verdicts, indent=1), "contract.json")
         failed = sum(not verdict["ok"] for verdict in verdicts)
         self.metrics({"contract/checked": len(verdicts), "contract/failed": failed})
 
     def details(self, notes: Mapping[str, Any]) -> None:
-        """What the stage noted down, drift among it."""
+        """Log the notes of the stage, its drift among them."""
         self._client.log_text(self.run_id, json.dumps(notes, indent=1, default=str), "notes.json")
 
     def finish(self, artifact: Artifact, metrics: Mapping[str, float], *, reused: bool) -> None:
-        """The artifact's identity, its manifest and its fingerprint; never its weights."""
+        """Log metrics, drift, path, digest, manifest and fingerprint of the artifact."""
         self.metrics(metrics)
         drift = artifact.notes.get("drift") or {}
         self.metrics({f"drift/{name}": value for name, value in drift.items()})
         self.flush()
-        self._pictures()
+        self._log_tables_and_plots()
         tags = {"artifact": str(artifact.path), "digest": artifact.digest, "reused": str(reused)}
         for key, value in tags.items():
             self._client.set_tag(self.run_id, key, value)
@@ -174,12 +178,12 @@ class StageRun:
 
 
 class Tracker:
-    """One flow's tracker: a parent run, and a child run for every stage.
+    """MLflow runs of one flow, a `FlowTracker`: a parent run, and a child run per stage.
 
     Args:
         uri: MLflow tracking URI.
-        experiment: name of the experiment; made if it does not exist.
-        artifact_root: folder for logged files of a database-only store; None for a server.
+        experiment: name of the experiment; created if it does not exist.
+        artifact_root: folder for logged files if `uri` is a database; None for a server.
         event_files: folder for TensorBoard's event files, by run and stage; None for none.
     """
 
@@ -199,11 +203,11 @@ class Tracker:
         self.uri = uri
         self._event_files = event_files
         self._client = MlflowClient(tracking_uri=uri, registry_uri=uri)
-        found = self._client.get_experiment_by_name(experiment)
+        known = self._client.get_experiment_by_name(experiment)
         location = artifact_root.resolve().as_uri() if artifact_root else None
         self.experiment_id = (
-            found.experiment_id
-            if found
+            known.experiment_id
+            if known
             else self._client.create_experiment(experiment, artifact_location=location)
         )
         self.run_id = ""
@@ -212,7 +216,14 @@ class Tracker:
     def flow(
         self, name: str, config: Mapping[str, Any], text: str, tags: Mapping[str, str]
     ) -> Iterator[str]:
-        """The parent run, open while the flow's body runs; FAILED or KILLED if that raises."""
+        """Open the parent run while the block runs; it ends as FAILED or KILLED if that raises.
+
+        Args:
+            name: name of the run.
+            config: settings, logged as parameters.
+            text: the settings as YAML.
+            tags: tags of the run.
+        """
         run = self._client.create_run(
             self.experiment_id, run_name=name, tags={"mlflow.runName": name, **tags}
         )
@@ -224,7 +235,7 @@ class Tracker:
 
     @contextlib.contextmanager
     def stage(self, name: str, origin: Origin) -> Iterator[StageRun]:
-        """A child run of the parent, for one stage."""
+        """Open a child run for one stage while the block runs."""
         tags = {"mlflow.parentRunId": self.run_id, "mlflow.runName": name, "stage": name}
         run = self._client.create_run(self.experiment_id, run_name=name, tags=tags)
         run_id = run.info.run_id
@@ -246,7 +257,7 @@ class Tracker:
     def log_parent(
         self, metrics: Mapping[str, float], files: Mapping[str, str], description: str = ""
     ) -> None:
-        """Numbers, small text files and a Markdown description of the flow as a whole."""
+        """Log numbers, small text files and a Markdown description of the whole flow."""
         parent = StageRun(self._client, self.run_id)
         parent.metrics(metrics)
         parent.flush()
@@ -255,13 +266,13 @@ class Tracker:
         self._client.set_tag(self.run_id, "mlflow.note.content", _note(description))
 
     def register(self, model_name: str, served: Artifact, tags: Mapping[str, str]) -> str:
-        """Register the served folder as a model version with alias `candidate`.
+        """Register the served folder as a model version with the alias `candidate`.
 
-        Nothing is uploaded: an external logged model carries path and digest, which works with a
-        database and with a server alike. A version of the same digest is reused.
+        Nothing is uploaded: an external logged model has path and digest, which works with a
+        database and with a server. A version with the same digest is reused.
 
         Returns:
-            the version, as MLflow's `models:/name/version`.
+            The version, as MLflow's `models:/name/version`.
         """
         import mlflow
 

@@ -1,6 +1,6 @@
-"""Child processes: started, listened to, and ended with everything they started.
+"""Run child processes, read their output, and end them with everything that they have started.
 
 launch        run a command to its end
-json_worker   a process that stays and answers requests
-multinode     several machines, one run
+json_worker   a process that stays alive and answers requests
+multinode     one run on several machines
 """

@@ -1,9 +1,9 @@
-"""Keeps what a child process never uses from being imported by the libraries it does use.
+"""Block imports of libraries that a child process never uses, which makes its start faster.
 
-transformers imports scikit-learn and SciPy for assisted generation and detection losses, DeepSpeed
-imports MLflow for its autotuner, bitsandbytes calls `torch.compile` (and so imports the whole of
-inductor) for kernels of devices we are not on; together that is half of a rank's time to its first
-step. All of them ask first and do without: `None` in `sys.modules` is how Python says "not there".
+transformers imports scikit-learn and SciPy for assisted generation and detection losses. DeepSpeed
+imports MLflow for its autotuner. bitsandbytes calls `torch.compile`, which imports inductor, for
+kernels of other devices. Together this is half of a rank's time to its first step. All three work
+without these libraries; `None` in `sys.modules` makes Python treat a module as not installed.
 """
 
 from __future__ import annotations
@@ -16,22 +16,24 @@ UNUSED = ("sklearn", "scipy", "mlflow", "tensorboard", "wandb", "pandas", "matpl
 
 
 def start_lean(*more: str, compiler: bool = False) -> None:
-    """Make `UNUSED` and `more` look uninstalled in this process.
+    """Make modules look uninstalled in this process. Call it before importing torch.
 
-    `torch.compile` becomes an identity, unless `compiler` or `TORCHDYNAMO_DISABLE=0` keeps it. Has
-    to run before the big imports.
+    Args:
+        more: modules to block in addition to `UNUSED`.
+        compiler: keep `torch.compile`; by default it returns its function unchanged, unless
+            `TORCHDYNAMO_DISABLE=0` is set.
     """
     if not compiler:
         os.environ.setdefault("TORCHDYNAMO_DISABLE", "1")
     for name in (*UNUSED, *more):
         if name not in sys.modules:
             sys.modules[name] = None  # type: ignore[assignment]
-    # On CPUs with AVX-512 BF16 bitsandbytes regrets a kernel that no layer here uses.
+    # bitsandbytes warns about a kernel for CPUs with AVX-512 BF16 that no layer here uses.
     logging.getLogger("bitsandbytes.backends.cpu.ops").setLevel(logging.ERROR)
 
 
 def on_gpu() -> bool:
-    """Return True if torch computes on an accelerator in this process."""
+    """Return True if torch can use an accelerator in this process."""
     import torch
 
     return bool(torch.accelerator.is_available())
@@ -40,7 +42,7 @@ def on_gpu() -> bool:
 def compiles() -> bool:
     """Return True if vLLM compiles models in this process and captures CUDA graphs.
 
-    It does on a GPU. On a CPU compiling costs more than it gives. Without dynamo it cannot: vLLM
-    0.32 ends in "aot_compile is not supported by the current configuration".
+    It does on a GPU. On a CPU compiling takes longer than it saves. Without dynamo it cannot: vLLM
+    0.32 fails with "aot_compile is not supported by the current configuration".
     """
     return on_gpu() and os.environ.get("TORCHDYNAMO_DISABLE", "0") != "1"

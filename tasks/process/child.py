@@ -1,9 +1,9 @@
-"""A child process and everything it starts, with one handle that ends all of it.
+"""Run a child process with a handle that ends it and all of its descendants.
 
-`Child` runs a command under `tasks/process/supervise.py`. The handle is the write end of a pipe:
-closing it ends the command with all descendants, and so does our own death, because the kernel
-closes it then. `launch` and `Conversation` are what stages use; `kill_children_on_abort` ends
-whatever they have running when a flow is interrupted.
+`Child` runs a command under `tasks/process/supervise.py`. The handle is the write end of a pipe.
+Closing it ends the command with all descendants. The kernel closes it, too, when this process dies.
+Stages use `launch` and `Conversation`; `kill_children_on_abort` ends their child processes when a
+flow is interrupted.
 """
 
 from __future__ import annotations
@@ -25,27 +25,27 @@ PROJECT = Path(__file__).resolve().parents[2]
 SUPERVISOR = Path(__file__).with_name("supervise.py")
 
 GRACE_S = 5.0
-"""From SIGTERM to SIGKILL. With the supervisor's wait after SIGKILL it stays under ten seconds."""
+"""Seconds from SIGTERM to SIGKILL; with the supervisor's wait after SIGKILL less than ten."""
 
 GONE_WITHIN_S = 9.0
-"""When the supervisor itself has not ended by then, something is wrong with it: kill it too."""
+"""Seconds after which a supervisor that has not ended is killed."""
 
 POLL_S = 0.5
 CHUNK = 1 << 16
 
 MARK = "PLUMBLINE_CHILD"
-"""Environment variable by which descendants are found should their supervisor be killed."""
+"""Environment variable that marks descendants, to find them if their supervisor is killed."""
 
 
 class Child:
-    """A command under supervision. Its standard output and error are one stream.
+    """A supervised command. Its standard output and error are one stream.
 
     Args:
         argv: the command.
-        env: additions to our own environment.
-        output: a file to write to; without it `stdout` is a pipe to read from.
-        stdin: whether to open a pipe to its standard input.
-        grace_s: seconds from SIGTERM to SIGKILL when it is ended.
+        env: additions to the environment of this process.
+        output: file for the output; None for a pipe that `read` reads.
+        stdin: True for a pipe to the command's standard input.
+        grace_s: seconds from SIGTERM to SIGKILL when the command is ended.
     """
 
     def __init__(
@@ -69,7 +69,7 @@ class Child:
                 stdin=subprocess.PIPE if stdin else subprocess.DEVNULL,
                 stdout=output or subprocess.PIPE,
                 stderr=subprocess.STDOUT,
-                start_new_session=True,  # a Ctrl-C at the terminal is for us alone
+                start_new_session=True,  # a Ctrl-C at the terminal reaches this process only
             )
         except BaseException:
             os.close(self._handle)
@@ -79,29 +79,30 @@ class Child:
 
     @property
     def pid(self) -> int:
-        """Process id of the supervisor, which is also its session and process group."""
+        """Process id of the supervisor; also the id of its session and process group."""
         return self._process.pid
 
     @property
     def stdin(self) -> IO[bytes]:
-        """The command's standard input."""
+        """Standard input of the command."""
         assert self._process.stdin is not None, "started without stdin"
         return self._process.stdin
 
     @property
     def stdout(self) -> IO[bytes]:
-        """The command's output."""
+        """Output of the command."""
         assert self._process.stdout is not None, "its output goes to a file"
         return self._process.stdout
 
     def poll(self) -> int | None:
-        """Exit status once the command and all descendants are gone, else None."""
+        """Return the exit status; None while the command or a descendant is alive."""
         return self._process.poll()
 
     def read(self, deadline: float) -> bytes | None:
-        """The next bytes of output; empty at its end, None when `deadline` has passed.
+        """Return the next bytes of output; empty at its end, None when the time is over.
 
-        `deadline` is a time of `time.monotonic()`; infinity is allowed.
+        Args:
+            deadline: a time of `time.monotonic()`; infinity is allowed.
         """
         poll = select.poll()
         poll.register(self.stdout, select.POLLIN)
@@ -112,7 +113,7 @@ class Child:
                 return None
             if poll.poll(left * 1000):
                 return os.read(self.stdout.fileno(), CHUNK)
-            if gone:  # yet a stranger holds its output open: do not wait for that one
+            if gone:  # another process still has the pipe open: do not wait for it
                 return b""
             gone = self.poll() is not None
 
@@ -125,27 +126,27 @@ class Child:
         return True
 
     def cancel(self) -> None:
-        """Begin to end it, without waiting."""
+        """Start to end the command, without waiting."""
         self.cancelled = True
         self._let_go()
 
     def kill(self, pids: Collection[int]) -> None:
-        """SIGKILL those of its descendants whose process ids are given."""
+        """Send SIGKILL to the descendants with these process ids."""
         kill_marked(self._mark, pids)
 
     def end(self) -> int | None:
-        """End it with all descendants, wait for that, and return the exit status."""
+        """End the command with all descendants and wait. Returns the exit status."""
         self._let_go()
         if not self.wait(GONE_WITHIN_S):
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(self.pid, signal.SIGKILL)
             self.wait(1.0)
         status = self.poll()
-        if status is None or status < 0:  # killed: perhaps the supervisor and not the command
+        if status is None or status < 0:  # perhaps the supervisor was killed, not the command
             kill_marked(self._mark)
         for stream in (self._process.stdin, self._process.stdout):
             if stream is not None:
-                with contextlib.suppress(BrokenPipeError):  # a request that nobody will read
+                with contextlib.suppress(BrokenPipeError):  # an unread request
                     stream.close()
         return status
 
@@ -157,10 +158,10 @@ class Child:
 
 
 def child_environment(extra: Mapping[str, str]) -> dict[str, str]:
-    """Our environment with `extra`, the project importable from anywhere, output unbuffered.
+    """Return the environment of a child process.
 
-    `MLFLOW_RUN_ID` is taken out: MLflow's fluent calls in a child that inherits it would finish
-    the parent's run.
+    It is that of this process and `extra`, with the project on the path and unbuffered output. It
+    has no `MLFLOW_RUN_ID`: a child's fluent MLflow calls would end the parent's run.
     """
     env = {**os.environ, **extra}
     env["PYTHONPATH"] = os.pathsep.join(filter(None, [str(PROJECT), env.get("PYTHONPATH")]))
@@ -170,10 +171,15 @@ def child_environment(extra: Mapping[str, str]) -> dict[str, str]:
 
 
 def kill_marked(mark: str, pids: Collection[int] | None = None) -> None:
-    """SIGKILL every process of ours, or of `pids`, that carries `mark` in its environment."""
+    """Send SIGKILL to every process with `mark` in its environment.
+
+    Args:
+        mark: value of `PLUMBLINE_CHILD`.
+        pids: only processes with these ids; None for all.
+    """
     wanted = f"{MARK}={mark}".encode()
     for entry in Path("/proc").iterdir():
-        # PermissionError: another user's. ProcessLookupError, FileNotFoundError: it just ended.
+        # PermissionError: another user's process. The others: the process has just ended.
         with contextlib.suppress(PermissionError, ProcessLookupError, FileNotFoundError):
             if not entry.name.isdigit() or (pids is not None and int(entry.name) not in pids):
                 continue
@@ -182,7 +188,7 @@ def kill_marked(mark: str, pids: Collection[int] | None = None) -> None:
 
 
 def python_child(module: str, *args: str) -> list[str]:
-    """The command that runs a module of ours with this very interpreter, unbuffered."""
+    """Return the command that runs a module with this interpreter and unbuffered output."""
     return [sys.executable, "-u", "-m", module, *args]
 
 
@@ -191,7 +197,7 @@ _LIVE: set[Child] = set()
 
 @contextlib.contextmanager
 def live(child: Child) -> Iterator[Child]:
-    """Within it `kill_children_on_abort` knows the child; at its end the child is ended."""
+    """Register a child process with `kill_children_on_abort`, and end it with the block."""
     _LIVE.add(child)
     try:
         yield child
@@ -204,11 +210,11 @@ def live(child: Child) -> Iterator[Child]:
 
 @contextlib.contextmanager
 def kill_children_on_abort() -> Iterator[None]:
-    """End every child of `launch` and `Conversation` when the block is left by an exception.
+    """End all children of `launch` and `Conversation` when the block is left by an exception.
 
-    A stage that runs in the main thread ends its own child on the way out. This is for those that
-    run in other threads (`task.submit()`), which no signal reaches: they see their child end and
-    raise `StageProcessError` with reason "cancelled".
+    A stage in the main thread ends its own child. This function is for stages in other threads
+    (`task.submit()`), which signals do not reach. Their child ends, and they raise
+    `StageProcessError` with reason "cancelled".
     """
     try:
         yield

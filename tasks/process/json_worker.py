@@ -1,8 +1,8 @@
-"""A child process that stays and answers: one warm interpreter for many questions.
+"""Keep a child process that answers requests, so that its imports are paid for once.
 
-The child emits (`tasks.core.events.emit`) "ready" once, then reads requests from its standard
-input, one JSON object a line, and emits for each either "reply" with any fields, or "error" with
-`message` and perhaps `details` (a list of lines) and `hint`. At the end of its input it ends.
+The child process emits (`tasks.core.events.emit`) "ready" once. Then it reads requests from its
+standard input, one JSON object per line. For each request it emits "reply" with any fields, or
+"error" with `message` and perhaps `details` (a list of lines) and `hint`. It ends with its input.
 """
 
 from __future__ import annotations
@@ -24,18 +24,18 @@ GOODBYE_S = 3.0
 
 
 class Conversation:
-    """A persistent child that speaks JSON lines; a context manager.
+    """A child process that answers requests in JSON lines; a context manager.
 
-    Entering starts the child and does not wait for it, so its imports overlap with whatever comes
-    next; the first `ask` waits for "ready". Leaving ends it with all its descendants.
+    Entering starts the process without waiting, so its imports overlap with other work; the first
+    `ask` waits for "ready". Leaving ends the process with all descendants.
 
     Args:
-        argv: the command; `python_child` makes one for a module of ours.
+        argv: the command; `python_child` returns one for a module of this project.
         stage: name for log lines and errors.
-        log: gets what the child says besides events.
-        log_path: file all of that is appended to.
+        log: gets the output, without events.
+        log_path: file to which the output is appended.
         env: additions to the environment.
-        on_event: gets every other event, in order.
+        on_event: gets every event except "ready", "reply" and "error", in order.
     """
 
     def __init__(
@@ -74,8 +74,8 @@ class Conversation:
             if error is None and self._child.poll() is None:
                 self._child.stdin.close()
                 self._deadline = time.monotonic() + GOODBYE_S
-                with suppress(StageProcessError):  # too slow to go: it is ended
-                    for _ in self._events:  # its last words
+                with suppress(StageProcessError):  # a process that is too slow is ended
+                    for _ in self._events:  # its last events
                         pass
 
     def ask(self, request: Mapping[str, Any], timeout_s: float) -> dict[str, Any]:
@@ -83,15 +83,16 @@ class Conversation:
 
         Args:
             request: plain JSON.
-            timeout_s: for the answer, and for "ready" if that is still to come. A child that is
-                too slow is ended: a later answer could be taken for that of another question.
+            timeout_s: seconds to wait for the answer, and before the first one for "ready". A
+                process that is too slow is ended, since a late answer could be taken for that of
+                the next request.
 
         Returns:
             The fields of the "reply".
 
         Raises:
-            PlumblineError: the child answered "error"; it stays available.
-            StageProcessError: it ended ("exit", "cancelled") or took too long ("timeout").
+            PlumblineError: the process answered "error"; it stays available.
+            StageProcessError: the process ended ("exit", "cancelled") or was too slow ("timeout").
         """
         with self._one_at_a_time:
             self._deadline = time.monotonic() + timeout_s
@@ -101,7 +102,7 @@ class Conversation:
             try:
                 self._child.stdin.write(json.dumps(request).encode() + b"\n")
                 self._child.stdin.flush()
-            except (BrokenPipeError, ValueError) as error:  # ValueError: closed, it was ended
+            except (BrokenPipeError, ValueError) as error:  # ValueError: the pipe is closed
                 raise self._ended("exit") from error
             return self._until("reply")
 
@@ -121,7 +122,7 @@ class Conversation:
         raise self._ended("exit")
 
     def _read(self) -> Iterator[dict[str, Any]]:
-        """Events as they come, over all questions; at the end of output it stops."""
+        """Yield events as they arrive, until the end of the output."""
         chunk: bytes | None = None
         while chunk != b"":
             chunk = self._child.read(self._deadline)

@@ -1,10 +1,9 @@
-"""Child processes as stages need them: run to the end, or kept for a conversation.
+"""Run a command to its end, and stream its output and its events.
 
     launch([...], stage="train", log=log, log_path=logs / "train.log", on_event=on_step)
 
-streams the child's output, hands its events on, and raises `StageProcessError` with its last lines
-when it fails. When `launch` returns or raises, by whatever exception, nothing of the child is
-running any more. See `tasks/process/child.py` for how.
+A failure raises `StageProcessError` with the last lines of output. When `launch` returns or raises,
+no process that it has started is alive; see `tasks/process/child.py`.
 """
 
 from __future__ import annotations
@@ -36,29 +35,29 @@ def launch(
     timeout_s: float | None = None,
     on_event: OnEvent | None = None,
 ) -> list[str]:
-    """Run a command to its end and return the last lines it said.
+    """Run a command to its end and return its last lines of output.
 
     Args:
-        argv: the command; `python_child` makes one for a module of ours.
+        argv: the command; `python_child` returns one for a module of this project.
         stage: name for log lines and errors.
-        log: gets the output line by line, thinned out when there is a flood.
-        log_path: file the whole output is appended to.
-        env: additions to the environment. The project's root is importable in any case.
-        timeout_s: the command is ended when it takes longer.
+        log: gets the output line by line, at a limited rate.
+        log_path: file to which the whole output is appended.
+        env: additions to the environment. The project's root is always importable.
+        timeout_s: seconds after which the command is ended; None for no limit.
         on_event: called in this thread with each event of `tasks/core/events.py`, in order. If it
-            raises, the command is ended and the exception goes on.
+            raises, the command is ended and the exception is passed on.
 
     Raises:
-        StageProcessError: status other than zero ("exit"), too slow ("timeout"), or ended by
-            `kill_children_on_abort` ("cancelled").
+        StageProcessError: the exit status is not zero ("exit"), the command was too slow
+            ("timeout"), or `kill_children_on_abort` has ended it ("cancelled").
     """
     with Output(stage=stage, log=log, log_path=log_path) as output:
         with live(Child(argv, env=env)) as child:
             clock = _Clock(timeout_s)
             while chunk := _read(child, output, clock):
-                _hand_on(output, chunk, on_event)
+                _pass_on(output, chunk, on_event)
             if chunk is not None:
-                _hand_on(output, b"", on_event)  # completes a last line without an end
+                _pass_on(output, b"", on_event)  # completes a last line without newline
         status = child.poll()
         too_slow = chunk is None and clock.ran_out
         reason = "timeout" if too_slow else "cancelled" if child.cancelled else "exit"
@@ -68,10 +67,10 @@ def launch(
 
 
 def _read(child: Child, output: Output, clock: _Clock) -> bytes | None:
-    """The next bytes of output; empty at its end, None when the time is over.
+    """Return the next bytes of output; empty at its end, None when the time is over.
 
-    Ranks that do not react while torchrun ends them get SIGKILL after `CLOSING_S`, and torchrun as
-    long again to name the rank that failed.
+    If torchrun is ending its ranks, those that do not react get SIGKILL after `CLOSING_S`. Torchrun
+    then has the same time again to name the rank that failed.
     """
     if output.closing:
         clock.at_most(CLOSING_S)
@@ -82,36 +81,36 @@ def _read(child: Child, output: Output, clock: _Clock) -> bytes | None:
     return chunk
 
 
-def _hand_on(output: Output, chunk: bytes, on_event: OnEvent | None) -> None:
+def _pass_on(output: Output, chunk: bytes, on_event: OnEvent | None) -> None:
     for event in output.feed(chunk):
         if on_event is not None:
             on_event(event)
 
 
 class _Clock:
-    """The deadline a caller gave, and the nearer one once torchrun is ending its ranks."""
+    """Deadline of the caller, and an earlier one while torchrun is ending its ranks."""
 
     def __init__(self, timeout_s: float | None) -> None:
-        self._given = math.inf if timeout_s is None else time.monotonic() + timeout_s
-        self._nearer = math.inf
+        self._callers = math.inf if timeout_s is None else time.monotonic() + timeout_s
+        self._earlier = math.inf
         self._extended = False
 
     @property
     def deadline(self) -> float:
-        return min(self._given, self._nearer)
+        return min(self._callers, self._earlier)
 
     def at_most(self, seconds: float) -> None:
-        if self._nearer == math.inf:
-            self._nearer = time.monotonic() + seconds
+        if self._earlier == math.inf:
+            self._earlier = time.monotonic() + seconds
 
     def once_more(self, seconds: float) -> bool:
-        """Move the nearer deadline, within the given one; return False the second time."""
-        if self._extended or time.monotonic() >= self._given:
+        """Move the earlier deadline once, within that of the caller. Returns False if refused."""
+        if self._extended or time.monotonic() >= self._callers:
             return False
-        self._nearer, self._extended = time.monotonic() + seconds, True
+        self._earlier, self._extended = time.monotonic() + seconds, True
         return True
 
     @property
     def ran_out(self) -> bool:
-        """True if the caller's deadline has passed before anything else happened."""
-        return self._given <= min(self._nearer, time.monotonic())
+        """True if the caller's deadline has passed, and not the earlier one."""
+        return self._callers <= min(self._earlier, time.monotonic())

@@ -1,14 +1,13 @@
-"""Several machines, one run: who leads, who follows, and how they find each other.
+"""One run on several machines: node 0 leads, the others follow.
 
-Every machine is given the same command. `NODE_RANK` (or what SLURM and Kubernetes set) tells them
-apart: node 0 leads and runs the flow, the others follow and only lend their ranks to training.
-They meet in a folder that all of them see, `<paths.runs>/nodes/<address>_<port>`:
+The same command is started on every machine; `NODE_RANK` (or the variable of SLURM or Kubernetes)
+tells the nodes apart. Node 0 runs the flow, the others only lend their ranks to training. They
+exchange files in a folder that all nodes share, `<paths.runs>/nodes/<address>_<port>`:
 
-    beacon.json     the leader's: a number that grows while it lives, then how it ended
-    call-0001.json  the job that ranks are wanted for; gone once it has ended
+    beacon.json     of the leader: a number that grows while it is alive, then its exit status
+    call-0001.json  a job that needs the ranks of all nodes; removed when the job has ended
 
-A file system is all this needs; the ranks themselves meet through torchrun at MASTER_ADDR and
-MASTER_PORT.
+The ranks themselves connect through torchrun at MASTER_ADDR and MASTER_PORT.
 """
 
 from __future__ import annotations
@@ -27,13 +26,20 @@ from tasks.core.errors import ConfigError, StageProcessError, TrainingError
 
 BEAT_S = 2.0
 SILENT_S = 60.0
-"""A leader whose beacon has not moved for so long is taken to be dead."""
+"""Seconds without a change of the beacon after which the leader counts as dead."""
 RANK_VARIABLES = ("NODE_RANK", "SLURM_NODEID", "JOB_COMPLETION_INDEX")
 
 
 @dataclass(frozen=True)
 class Meeting:
-    """Where the nodes of a run meet, and which of them this is."""
+    """Address of the nodes of a run, and the number of this node.
+
+    Attributes:
+        address: MASTER_ADDR, the host of node 0.
+        port: MASTER_PORT.
+        rank: number of this node; 0 leads.
+        nodes: number of nodes.
+    """
 
     address: str
     port: int
@@ -42,26 +48,29 @@ class Meeting:
 
     @classmethod
     def from_environment(cls, nodes: int) -> Meeting | None:
-        """What the environment says; None for a run on one node.
+        """Read the environment variables of a run on several nodes; None for a single node.
+
+        Args:
+            nodes: `train.nodes`.
 
         Raises:
-            ConfigError: something is missing or makes no sense; all of it is named.
+            ConfigError: variables are missing or wrong; the error names all of them.
         """
         if nodes == 1:
             return None
-        named = next((name for name in RANK_VARIABLES if name in os.environ), None)
+        variable = next((name for name in RANK_VARIABLES if name in os.environ), None)
         problems = [
             f"{name} is not set"
             for name in ("MASTER_ADDR", "MASTER_PORT")
             if name not in os.environ
         ]
-        if named is None:
+        if variable is None:
             problems.append(f"none of {', '.join(RANK_VARIABLES)} is set")
-        elif not os.environ[named].isdigit() or int(os.environ[named]) >= nodes:
-            problems.append(f"{named}={os.environ[named]} is not within 0 and {nodes - 1}")
+        elif not os.environ[variable].isdigit() or int(os.environ[variable]) >= nodes:
+            problems.append(f"{variable}={os.environ[variable]} is not within 0 and {nodes - 1}")
         if not os.environ.get("MASTER_PORT", "0").isdigit():
             problems.append(f"MASTER_PORT={os.environ['MASTER_PORT']} is not a port")
-        if problems or named is None:
+        if problems or variable is None:
             raise ConfigError(
                 f"train.nodes={nodes}: this node does not know its place",
                 details=problems,
@@ -69,21 +78,24 @@ class Meeting:
                 "NODE_RANK=<0, 1, ...>; or train.nodes=1",
             )
         return cls(
-            os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), int(os.environ[named]), nodes
+            os.environ["MASTER_ADDR"],
+            int(os.environ["MASTER_PORT"]),
+            int(os.environ[variable]),
+            nodes,
         )
 
     @property
     def leads(self) -> bool:
-        """Whether this node runs the flow."""
+        """True if this node runs the flow."""
         return self.rank == 0
 
     def folder(self, runs: Path) -> Path:
-        """Where the nodes of this meeting find each other's files."""
+        """Return the shared folder in which the nodes exchange files."""
         return runs / "nodes" / f"{self.address.replace(':', '-')}_{self.port}"
 
     @property
     def torchrun(self) -> list[str]:
-        """What torchrun has to be told."""
+        """Arguments of torchrun."""
         return [
             *("--nnodes", str(self.nodes)),
             *("--node-rank", str(self.rank)),
@@ -93,11 +105,11 @@ class Meeting:
 
 
 class Leader:
-    """Node 0's side: a beacon that beats while the block runs, and calls for ranks.
+    """Node 0 of a run: writes the beacon while the block runs, and asks for ranks.
 
     Args:
-        meeting: of this run.
-        runs: folder that all nodes see.
+        meeting: the nodes of the run.
+        runs: `paths.runs`, which all nodes share.
     """
 
     def __init__(self, meeting: Meeting, runs: Path) -> None:
@@ -108,7 +120,7 @@ class Leader:
         self._calls = 0
 
     def __enter__(self) -> Leader:
-        """Begin to beat. What an earlier run left is taken away first."""
+        """Start the beacon, after removing the files of an earlier run."""
         self._folder.mkdir(parents=True, exist_ok=True)
         for old in self._folder.glob("*.json"):
             old.unlink()
@@ -117,14 +129,18 @@ class Leader:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
-        """Tell the others that it is over, and how."""
+        """Tell the other nodes that the run has ended, and its exit status."""
         self._stop.set()
         self._thread.join()
         self._write("beacon", {"over": True, "status": 0 if kind is None else 1})
 
     @contextlib.contextmanager
     def call(self, job: Path) -> Iterator[None]:
-        """Ask every other node for its ranks while the block runs."""
+        """Ask all other nodes for their ranks while the block runs.
+
+        Args:
+            job: path of the job's file, which all nodes can read.
+        """
         self._calls += 1
         name = f"call-{self._calls:04d}"
         self._write(name, {"job": str(job)})
@@ -153,21 +169,21 @@ def follow(
     silent_s: float = SILENT_S,
     poll_s: float = 0.5,
 ) -> int:
-    """Lend this node's ranks to the leader until it is done.
+    """Lend the ranks of this node to the leader until the run has ended.
 
     Args:
-        meeting: of this run; not the leader's.
-        runs: folder that all nodes see.
-        join: runs this node's ranks of a job; a `StageProcessError` is the leader's to judge, whose
-            own ranks fail too.
-        silent_s: how long the leader may be silent.
-        poll_s: how often to look.
+        meeting: the nodes of the run; this one does not lead.
+        runs: `paths.runs`, which all nodes share.
+        join: runs the ranks of this node for a job. A `StageProcessError` is ignored: the ranks of
+            the leader fail, too, and it decides.
+        silent_s: seconds without a change of the beacon after which the leader counts as dead.
+        poll_s: seconds between two looks at the folder.
 
     Returns:
-        the leader's exit status.
+        Exit status of the leader.
 
     Raises:
-        TrainingError: the leader has not come, or has gone without a word.
+        TrainingError: the leader has not started, or its beacon has stopped.
     """
     folder = meeting.folder(runs)
     done: set[str] = set()
@@ -198,7 +214,7 @@ def follow(
 
 def _read(path: Path) -> dict[str, Any] | None:
     try:
-        found: dict[str, Any] = json.loads(path.read_text())
-    except (OSError, ValueError):  # not there yet, or just being replaced
+        document: dict[str, Any] = json.loads(path.read_text())
+    except (OSError, ValueError):  # not written yet, or just being replaced
         return None
-    return found
+    return document

@@ -1,8 +1,8 @@
-"""What a child process says: its bytes taken apart into lines, events and a tail.
+"""Split the output of a child process into log lines, events and last lines.
 
-The full text goes to a file, a rate limited selection to the logger, the last lines stay in memory
-for the error message, and events (`tasks/core/events.py`) come out of `feed` in the order they came
-in. Values of environment variables whose names say that they are secret are written as `***`.
+All lines go to a file, and a limited number per second to the logger. The last lines stay in memory
+for the error message. `feed` returns the events (`tasks/core/events.py`) in order. Values of
+environment variables with a secret's name (TOKEN, PASSWORD, ...) are replaced by `***`.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ Log = logging.Logger | logging.LoggerAdapter[Any]
 
 TAIL_LINES = 40
 KEPT_LINES = 160
-"""More than the tail, because torchrun's epilogue is taken out of it."""
+"""Lines in memory; more than the tail, because torchrun's epilogue is removed from them."""
 
 TAIL_LINE_CHARACTERS = 2_000
 LONGEST_LINE = 8 << 20
@@ -35,12 +35,12 @@ _SHORTEST_SECRET = 8
 
 
 class Output:
-    """The output of one child process. Use it as a context manager: it holds the log file open.
+    """Output of one child process; a context manager that keeps the log file open.
 
     Args:
-        stage: prefix of the lines handed to `log`.
-        log: logger that gets lines at INFO, at most about 50 a second, without torchrun's epilogue.
-        log_path: file that gets every line; events are not among them.
+        stage: prefix of the lines in `log`.
+        log: gets lines at INFO, at most about 50 per second, without torchrun's epilogue.
+        log_path: file that gets every line except events.
     """
 
     def __init__(self, *, stage: str, log: Log, log_path: Path) -> None:
@@ -53,29 +53,29 @@ class Output:
         self._file = log_path.open("ab")
 
         self.closing: set[int] = set()
-        """Process ids of the ranks that torchrun is ending, because another one failed."""
+        """Process ids of the ranks that torchrun is ending because another rank failed."""
         self._epilogue = False
 
     def __enter__(self) -> Output:
         return self
 
     def __exit__(self, *_: object) -> None:
-        self._tell_suppressed()
+        self._log_suppressed()
         self._file.close()
 
     @property
     def tail(self) -> list[str]:
-        """The last lines, oldest first."""
+        """Last lines, oldest first."""
         return torchrun_log.ranks_own(self._tail)[-TAIL_LINES:]
 
     def feed(self, chunk: bytes) -> Iterator[dict[str, Any]]:
-        """Take bytes as they come, an empty chunk for the end; give the events among them."""
+        """Process a chunk of output (empty at the end) and yield its events."""
         for line in self._lines.split(chunk):
             event = events.parse(line)
             if event is None:
                 self._text(line)
                 continue
-            before = line[: line.find(events.PREFIX)]  # another process wrote on the same line
+            before = line[: line.find(events.PREFIX)]  # text of another process in the same line
             if before.strip():
                 self._text(before)
             yield event
@@ -92,10 +92,10 @@ class Output:
         if self._epilogue or not line.strip():
             return
         if self._budget.take():
-            self._tell_suppressed()
+            self._log_suppressed()
             self._log.info("[%s] %s", self._stage, line)
 
-    def _tell_suppressed(self) -> None:
+    def _log_suppressed(self) -> None:
         count = self._budget.suppressed
         if count:
             self._budget.suppressed = 0
@@ -103,20 +103,20 @@ class Output:
 
 
 class _Lines:
-    """Bytes into lines. Of a line redrawn with carriage returns only the last state is kept."""
+    """Split bytes into lines. A line redrawn with carriage returns keeps its last state only."""
 
     def __init__(self) -> None:
         self._rest = b""
 
     def split(self, chunk: bytes) -> Iterator[str]:
-        """The lines that `chunk` completes; an empty chunk completes the last one."""
+        """Yield the lines that `chunk` completes; an empty chunk completes the last line."""
         *lines, self._rest = (self._rest + chunk).split(b"\n")
         if len(self._rest) > LONGEST_LINE or (self._rest and not chunk):
             lines.append(self._rest)
             self._rest = b""
         for line in lines:
             yield _last_state(line).decode("utf-8", "replace")
-        if b"\r" in self._rest:  # a progress bar never ends its line: do not collect its states
+        if b"\r" in self._rest:  # a progress bar never ends its line: keep its last state only
             self._rest = _last_state(self._rest) + b"\r"
 
 
@@ -125,7 +125,7 @@ def _last_state(line: bytes) -> bytes:
 
 
 class _Budget:
-    """A token bucket: a burst passes whole, a flood is thinned out and counted."""
+    """Rate limit of log lines (token bucket) that counts the suppressed ones."""
 
     def __init__(self) -> None:
         self._tokens, self._at = BURST_LINES, time.monotonic()
@@ -143,10 +143,10 @@ class _Budget:
 
 
 def secrets_of(env: Mapping[str, str]) -> list[str]:
-    """Values of environment variables whose names say that they are secret, the longest first."""
-    found = {
+    """Return the values of environment variables with a secret's name, the longest first."""
+    values = {
         value
         for name, value in env.items()
         if len(value) >= _SHORTEST_SECRET and _SECRET.search(name.upper())
     }
-    return sorted(found, key=len, reverse=True)
+    return sorted(values, key=len, reverse=True)

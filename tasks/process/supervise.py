@@ -1,20 +1,20 @@
-"""Run one command so that nothing of it outlives whoever asked for it.
+"""Run one command such that no descendant of it outlives the parent process.
 
     python -I -S supervise.py FD GRACE_S command [argument ...]
 
-`tasks/process/child.py` starts this file in a session of its own and keeps the write end of the
-pipe whose read end is `FD`. The supervisor ends every descendant, first with SIGTERM, after
-`GRACE_S` seconds with SIGKILL, as soon as one of these happens:
+`tasks/process/child.py` starts this file in its own session and keeps the write end of the pipe
+whose read end is `FD`. The supervisor ends every descendant, first with SIGTERM, after `GRACE_S`
+seconds with SIGKILL, as soon as one of these happens:
 
-- the pipe reaches its end: the parent closed it, or is gone, `kill -9` included;
+- the pipe reaches its end: the parent has closed it or is dead, `kill -9` included;
 - the supervisor gets a SIGTERM;
-- the command ends: what it left behind gets a second to follow.
+- the command ends: its remaining descendants get one second.
 
-It is a *child subreaper* (`man 2 prctl`): a descendant whose parent dies is handed to it and not to
-init, so it also finds those that left the process group. torchrun's ranks do: each runs in its own
+It is a *child subreaper* (`man 2 prctl`): it becomes the parent of every orphaned descendant, so it
+also finds processes that have left the process group. torchrun's ranks have: each runs in its own
 session, and killing torchrun's group would leave them training for ever.
 
-It ends as the command ended: with its exit status, or by the same signal. Linux only. Imports
+It ends as the command does: with its exit status, or by the same signal. Linux only. It imports
 little, because every child process of a run waits for it to start.
 """
 
@@ -35,7 +35,7 @@ CANNOT_START = 127
 
 
 def descendants() -> list[int]:
-    """Process ids of all living descendants, the eldest first; zombies do not count."""
+    """Return the process ids of all living descendants, without zombies, the oldest first."""
     children: dict[int, list[int]] = {}
     for entry in os.listdir("/proc"):
         if not entry.isdigit():
@@ -43,31 +43,31 @@ def descendants() -> list[int]:
         try:
             with open(f"/proc/{entry}/stat", encoding="utf-8", errors="replace") as file:
                 stat = file.read()
-        except OSError:  # it ended while we looked
+        except OSError:  # the process has just ended
             continue
         state, parent = stat[stat.rindex(")") + 2 :].split()[:2]
         if state not in "ZX":
             children.setdefault(int(parent), []).append(int(entry))
-    found: list[int] = []
+    pids: list[int] = []
     todo = [os.getpid()]
     while todo:
         born = children.get(todo.pop(), [])
-        found += born
+        pids += born
         todo += born
-    return found
+    return pids
 
 
 class Command:
-    """The supervised command: its process, its wait status once it ended, and all that it left."""
+    """The supervised command and its descendants."""
 
     def __init__(self, argv: list[str]) -> None:
-        # Python ignores SIGPIPE for itself and we ignore SIGINT; the command shall do neither.
+        # Python ignores SIGPIPE, and this file ignores SIGINT; the command should do neither.
         defaults = [signal.SIGPIPE, signal.SIGXFSZ, signal.SIGINT, signal.SIGTERM]
         self.pid = os.posix_spawnp(argv[0], argv, os.environ, setsigdef=defaults)
         self.status: int | None = None
 
     def reap(self) -> None:
-        """Bury every zombie we have, and remember the command's status."""
+        """Wait for every zombie, and store the command's status."""
         while True:
             try:
                 pid, status = os.waitpid(-1, os.WNOHANG)
@@ -79,26 +79,26 @@ class Command:
                 self.status = status
 
     def end(self, grace_s: float) -> None:
-        """SIGTERM to every descendant, SIGKILL to those that are left after `grace_s` seconds."""
+        """Send SIGTERM to every descendant, and SIGKILL to the rest after `grace_s` seconds."""
         for number, wait_s in ((signal.SIGTERM, grace_s), (signal.SIGKILL, KILL_WAIT_S)):
-            told: set[int] = set()
+            signalled: set[int] = set()
             deadline = time.monotonic() + wait_s
             while (living := descendants()) and time.monotonic() < deadline:
                 for pid in living:
-                    # SIGTERM once each, because a handler may be at work; SIGKILL until it took.
-                    if pid not in told or number == signal.SIGKILL:
-                        told.add(pid)
+                    # SIGTERM once, because a handler may be running; SIGKILL until it is gone.
+                    if pid not in signalled or number == signal.SIGKILL:
+                        signalled.add(pid)
                         signal_if_there(pid, number)
                 time.sleep(0.02)
                 self.reap()
         self.reap()
 
     def exit_like(self) -> None:
-        """End as the command did, so that our parent reads its status from ours."""
+        """End as the command did, so that the parent reads its status from this process."""
         status = signal.SIGKILL if self.status is None else self.status
         if os.WIFSIGNALED(status):
             number = os.WTERMSIG(status)
-            resource.setrlimit(resource.RLIMIT_CORE, (0, 0))  # the command has dumped its own
+            resource.setrlimit(resource.RLIMIT_CORE, (0, 0))  # no second core dump
             if number != signal.SIGKILL:
                 signal.signal(number, signal.SIG_DFL)
             os.kill(os.getpid(), number)
@@ -106,7 +106,7 @@ class Command:
 
 
 def signal_if_there(pid: int, number: int) -> None:
-    """Send a signal to a process that may have ended meanwhile, or may not be ours to end."""
+    """Send a signal to a process; ignore one that has ended or belongs to another user."""
     try:
         os.kill(pid, number)
     except (ProcessLookupError, PermissionError):
@@ -114,7 +114,14 @@ def signal_if_there(pid: int, number: int) -> None:
 
 
 def watch(command: Command, *, pipe: int, wakeup: int, told_to_stop: list[int]) -> None:
-    """Return when the command has ended or has to be ended."""
+    """Wait until the command has ended or has to be ended.
+
+    Args:
+        command: the command.
+        pipe: read end of the parent's pipe.
+        wakeup: file descriptor that gets a byte with each signal.
+        told_to_stop: list that a SIGTERM makes non-empty.
+    """
     poll = select.poll()
     poll.register(pipe, select.POLLIN)
     poll.register(wakeup, select.POLLIN)
@@ -128,7 +135,7 @@ def watch(command: Command, *, pipe: int, wakeup: int, told_to_stop: list[int]) 
 
 
 def main(arguments: list[str]) -> None:
-    """See the module's docstring."""
+    """Supervise the command that follows `FD` and `GRACE_S`; see the module docstring."""
     pipe, grace_s, argv = int(arguments[0]), float(arguments[1]), arguments[2:]
     os.set_inheritable(pipe, False)
     ctypes.CDLL(None).prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)

@@ -1,7 +1,7 @@
-"""Reading of torchrun's output: which ranks it is ending, and which one failed first.
+"""Parse torchrun's output: the ranks that it is ending, and those that were killed.
 
-When a rank fails, torchrun sends SIGTERM to the others, waits up to 30 s for those that do not
-react, and then prints forty lines about itself. The failed rank's own lines come before those.
+If a rank fails, torchrun sends SIGTERM to the others, waits up to 30 s for those that do not react,
+and then prints an epilogue of forty lines about itself. The failed rank's own lines come before it.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import signal
 from collections.abc import Iterable
 
 CLOSING_S = 8.0
-"""Seconds that the other ranks get after torchrun's SIGTERM; then they get SIGKILL from us."""
+"""Seconds from torchrun's SIGTERM to the other ranks until `launch` sends them SIGKILL."""
 
 _AGENT = r"torch/distributed/elastic/multiprocessing/api\.py:\d+\] "
 _CLOSING = re.compile(_AGENT + r"Sending process (\d+) closing signal")
@@ -21,22 +21,22 @@ _FAILED_STATUS = re.compile(r"^ +exitcode +: (-?\d+) \(pid: (\d+)\)")
 
 
 def closing_pid(line: str) -> int | None:
-    """Return the process id of the rank that torchrun asks to end in this line, or None."""
+    """Return the process id of the rank that torchrun ends according to this line, or None."""
     match = _CLOSING.search(line)
     return int(match[1]) if match else None
 
 
 def is_verdict(line: str) -> bool:
-    """Return True if torchrun's epilogue begins here: what follows is about itself."""
+    """Return True if this line starts torchrun's epilogue."""
     return _VERDICT.search(line) is not None
 
 
 def ranks_own(lines: Iterable[str]) -> list[str]:
     """Return the output without torchrun's epilogue, and a line for each rank that was killed.
 
-    A rank that a signal killed could write nothing itself. Ranks that torchrun ended because
-    another one had failed are left out. So is the order of failures: a rank that sees its peer
-    vanish may end before torchrun looks, and is then the first on torchrun's list.
+    A killed rank could not write a message itself. Ranks that torchrun has ended because another
+    one failed get no line. The order of failures is left out, too: a rank that loses its peer may
+    end before torchrun looks, and is then the first on torchrun's list.
     """
     kept: list[str] = []
     closed: set[int] = set()

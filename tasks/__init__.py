@@ -1,14 +1,14 @@
-"""The chain, one file a stage. Each stage is a plain function: paths in, one report out.
+"""Stages of the chain, one file each. A stage is a plain function: paths in, one report out.
 
-    base     = prepare_base(out, kind="toy", ...)                 an HF folder, checked
-    data     = prepare_data(out, kind="toy", ...)                 train / held-out conversations
+    base     = prepare_base(out, base=..., ...)                   a Hugging Face folder, checked
+    data     = prepare_data(out, kind="toy", ...)                 training and evaluation rows
     shards   = train(out, base=..., data=..., ...)                every rank's own partitions
-    adapter  = gather(out, trained=..., base=..., ...)            PEFT layout, or whole weights
-    weights  = merge(out, adapter=..., base=..., ...)             adapter folded into the base
-    served   = convert(out, weights=..., ...)                     what vLLM and transformers load
-    report   = smoke_eval(out, served=..., trained=..., ...)      vLLM says it is the same model
+    adapter  = gather(out, trained=..., base=..., ...)            PEFT layout, or full weights
+    weights  = merge(out, adapter=..., base=..., ...)             adapter merged into the base
+    served   = convert(out, weights=..., ...)                     for vLLM and transformers
+    report   = smoke_eval(out, served=..., trained=..., ...)      compares vLLM with training
     version  = register(registry, served=..., gate=...)           models:/name/version @candidate
 
-`stage.py` is the mechanism around each of them: reuse, contract, manifest, rename, log. The words
-`artifact`, `contract`, `fingerprint` have a file each. `docs/architecture.md` tells the rest.
+`pipeline/stage.py` is the mechanism around each of them: reuse, contract, manifest, rename, log.
+`docs/architecture.md` is an overview of all packages.
 """

@@ -1,8 +1,8 @@
-"""convert: `weights` -> `served`, what vLLM and transformers load, with all its parts agreeing.
+"""convert: `weights` -> `served`, a folder that vLLM and transformers load.
 
-Tensors change dtype and shards where that is asked for, and are hard links where it is not. The
-tokenizer, its template, the generation config and config.json are made to say the same: which ids
-end a text, which pads, how many rows there are, which dtype.
+Tensors change their dtype and files if the settings say so; otherwise they are hard links. The
+tokenizer, its template, the generation config and config.json are made consistent: the ids that end
+a text, the padding id, the number of rows, the dtype.
 """
 
 from __future__ import annotations
@@ -74,28 +74,29 @@ def convert(
     quantize: str = NONE,
     perform: Perform = perform,
 ) -> StageReport:
-    """Make a folder that vLLM and transformers load.
+    """Write a folder that vLLM and transformers load.
 
     Args:
         out: empty staging directory.
         weights: the `weights` artifact.
         trained: the `shards` artifact, for its tokenizer and its fingerprint.
         dtype: "bfloat16", "float16" or "float32".
-        max_shard_size: bound of a file's tensor data: "5GB", "200MiB", or bytes.
-        score: who measures fingerprints.
-        profile: how far the served model may lie from the trained one.
+        max_shard_size: largest tensor data of a file: "5GB", "200MiB", or bytes.
+        score: measures fingerprints.
+        profile: drift that is allowed between the served and the trained model.
         log: progress.
-        quantize: "none", or linear layers in 8 bits: "w8a8", "fp8"; see `weights/quantize.py`.
-        perform: who derives the contract, and quantises; this process, unless a warm one is given.
+        quantize: "none", or 8 bits for linear layers: "w8a8", "fp8"; see
+            `weights/quantized/quantize.py`.
+        perform: derives the contract and quantises, in this process or in a warm child process.
 
     Returns:
-        Report of kind `served`. When tensors are the input's, byte for byte, so is the drift: it
+        Report of kind `served`. If all tensors are byte-identical to the input's, the input's drift
         is carried over, and the notes say so.
 
     Raises:
         ArtifactError: unreadable files, a tokenizer without EOS, a full disk.
-        ConfigError: a dtype, a size or a quantisation that is none.
-        ContractError: a model that cannot be quantised so.
+        ConfigError: an unknown dtype, size or quantisation.
+        ContractError: this model cannot be quantised in this way.
     """
     check_dtype(dtype)
     limit, scheme = parse_size(max_shard_size), check_quantize(quantize)
@@ -110,7 +111,7 @@ def convert(
         validate(plan, {WEIGHTS: source})
         if scheme is None:
             done = execute(plan, {WEIGHTS: source}, out)
-        else:  # takes torch
+        else:  # needs torch
             done = ask_execute(perform, plan, {WEIGHTS: SourceRef(weights)}, out)
         contract = facts.tensors if scheme is None else quantized_contract(facts, scheme)
         checks = _tensor_checks(source, plan, done, facts.tied, contract)
@@ -119,7 +120,7 @@ def convert(
     copy_files(trained / "tokenizer", out)
     side = Trained.read(trained)
     config, pad = _config_and_pad(weights, side, tokenizer)
-    said = ServingConfig(
+    serving = ServingConfig(
         config=config,
         generation=read_json(weights / GENERATION_CONFIG),
         dtype=dtype,
@@ -129,10 +130,10 @@ def convert(
         template=not side.texts,
         quantized=ask_quantization_config(perform, scheme, left_alone(facts)) if scheme else None,
     )
-    write_configs(out, said)
-    checks += agreement(out, said, facts, plan)
+    write_configs(out, serving)
+    checks += agreement(out, serving, facts, plan)
     notes = {"linked": sorted(done.linked), "drift_carried_over": unchanged}
-    files = {one.file for one in done.outcomes.values()}
+    files = {outcome.file for outcome in done.outcomes.values()}
     metrics = {"tensors": float(len(plan.ops)), "files": float(len(files))}
     if not all(check.ok for check in checks):
         return StageReport("served", tuple(checks), metrics, notes)
@@ -144,10 +145,10 @@ def convert(
 def _config_and_pad(
     weights: Path, side: Trained, tokenizer: TokenizerFacts
 ) -> tuple[dict[str, Any], int | None]:
-    """config.json as far as it is not the output's, and the padding id.
+    """Return config.json (without the fields of the output's tensors) and the padding id.
 
-    A score is taken at the last token that does not pad, so that what ends a reward model's texts
-    must not pad them.
+    A reward model reads its score at the last token that is not padding, so a token that ends its
+    texts must not be the padding token.
     """
     config = read_json(weights / CONFIG)
     pad = tokenizer.eos if tokenizer.pad is None else tokenizer.pad
@@ -165,14 +166,13 @@ def _tensor_checks(
     tied: Mapping[str, str],
     contract: Sequence[Expected],
 ) -> list[Check]:
-    # A tied tensor may be stored a second time; then it has to be the same one.
-    found = {op.name: op for op in plan.ops if op.name not in tied}
-    checks = judge(contract, found)
-    for name, kept in tied.items():
-        if name in source.tensors and kept in source.tensors:
-            same = done.sha256[name] == done.sha256[kept]
+    # A tied tensor may be stored a second time; then both have to be equal.
+    checks = judge(contract, {op.name: op for op in plan.ops if op.name not in tied})
+    for name, stored in tied.items():
+        if name in source.tensors and stored in source.tensors:
+            same = done.sha256[name] == done.sha256[stored]
             checks.append(
-                Check(name, f"tied: equal to {kept}", "equal" if same else "other", ok=same)
+                Check(name, f"tied: equal to {stored}", "equal" if same else "other", ok=same)
             )
     checks += [
         Check(f"values of {name}", "finite in the new dtype", f"{count} elements are not", ok=False)

@@ -1,8 +1,8 @@
-"""gather: every rank's slices of what was trained -> one `adapter`, or one `weights`.
+"""gather: the ranks' partitions -> one `adapter` artifact, or one `weights` artifact.
 
-Offline, without an accelerator and without torch: names are translated, bytes are stitched. What
-must come out is asked of the model's own class on the meta device, so that an empty, a missing or a
-leftover tensor is refused by name.
+Runs offline, without an accelerator and without torch: names are translated, bytes are stitched.
+The contract comes from the model's class on the meta device, so an empty, missing or unexpected
+tensor is refused by name.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ Log = logging.Logger | logging.LoggerAdapter[Any]
 
 ADAPTER_CONFIG = "adapter_config.json"
 TRAINED, BASE = "trained", "base"
-"""Names of inputs in the plans."""
+"""Names of the inputs in plans."""
 SHARD_BYTES = 5 * 10**9
 
 
@@ -47,22 +47,22 @@ def gather(
     log: Log,
     perform: Perform = perform,
 ) -> StageReport:
-    """Stitch what training left into a PEFT adapter or a Hugging Face checkpoint.
+    """Stitch the ranks' partitions into a PEFT adapter or a Hugging Face checkpoint.
 
     Args:
         out: empty staging directory.
         trained: the `shards` artifact.
-        base: the `base` artifact it was trained from.
-        score: who measures fingerprints.
+        base: the `base` artifact that was trained.
+        score: measures fingerprints.
         log: progress.
-        perform: who derives the contract; this process, unless a warm one is given.
+        perform: derives the contract, in this process or in a warm child process.
 
     Returns:
-        Report of kind `adapter` or `weights`. When the contract fails nothing is written, and its
-        checks say why.
+        Report of kind `adapter` or `weights`. If the contract fails, nothing is written, and the
+        failed checks say why.
 
     Raises:
-        ArtifactError: shards that do not make whole tensors, another base, a full disk.
+        ArtifactError: partitions that do not make full tensors, another base, a full disk.
         ContractError: parameters that have no place in the output.
     """
     source = Trained.read(trained)
@@ -73,7 +73,7 @@ def gather(
     keys = rename_all(parts.shapes, adapter=is_adapter)
     if is_adapter:
         plan = _adapter_plan(parts, keys)
-        # A reward model's adapter brings the head that its base does not have.
+        # The adapter of a reward model has the head that its base does not have.
         model_of = trained if source.is_reward else base
         expected = ask_adapter_contract(perform, model_of, trained / ADAPTER_CONFIG, parts.dtype)
     else:
@@ -113,7 +113,7 @@ def gather(
 
 
 def _adapter_plan(parts: Partitions, keys: Mapping[str, str]) -> Plan:
-    """Every parameter under its PEFT key, its slices one after the other."""
+    """Plan a PEFT adapter: every parameter under its PEFT key, from its partitions in order."""
     ops = tuple(
         Op(key, parts.shapes[name], parts.dtype, f"{TRAINED}:{key}", parts.dtype)
         for name, key in keys.items()
@@ -124,9 +124,7 @@ def _adapter_plan(parts: Partitions, keys: Mapping[str, str]) -> Plan:
 def _full_plan(
     parts: Partitions, keys: Mapping[str, str], source: Trained, base: Path, perform: Perform
 ) -> tuple[Plan, list[Expected]]:
-    """What training held, by its names in memory, under the keys of the base on disk; and what the
-    model's class asks for.
-    """
+    """Plan a full model: trained parameters under the base's keys on disk; and its contract."""
     live = {key: parts.tensors[name] for name, key in keys.items()}
     with open_checkpoint(base) as before:
         tensors: Mapping[str, TensorLike] = before.tensors
@@ -144,7 +142,7 @@ def _execute(
     stem = ADAPTER if parts.mode == "adapter" else WEIGHTS
     sources: dict[str, Source] = {TRAINED: Renamed(parts, {key: n for n, key in keys.items()})}
     with contextlib.ExitStack() as opened:
-        if any(op.input == BASE for op in plan.ops):  # buffers, and what the model does not read
+        if any(op.input == BASE for op in plan.ops):  # buffers, and tensors that no layer uses
             sources[BASE] = opened.enter_context(open_checkpoint(base))
         validate(plan, sources)
         return execute(plan, sources, out, stem=stem, scan=True)
@@ -154,7 +152,7 @@ def _write_side_files(out: Path, source: Trained, *, is_adapter: bool) -> None:
     source.copy_side_files(out, config=not is_adapter)
     if is_adapter:
         config = read_json(source.root / ADAPTER_CONFIG)
-        # PEFT keeps the targets in a set, and writes them in another order every time.
+        # PEFT writes the target modules in random order.
         if isinstance(config.get("target_modules"), list):
             config["target_modules"] = sorted(config["target_modules"])
         write_json(out / ADAPTER_CONFIG, {**config, "inference_mode": True})

@@ -1,8 +1,8 @@
 """merge: adapter + base -> `weights`, streamed tensor by tensor.
 
-A QLoRA adapter was trained on the *quantised* base. Folding it into the original base gives another
-model; `merge.base=dequantized`, the default there, folds it into the base as training saw it. Of a
-base that is stored in 4 bits already there is no other: it is decoded.
+A QLoRA adapter was trained on the *quantised* base, and merging it into the original base gives
+another model. `merge.base=dequantized`, the default for QLoRA, merges it into the dequantised base.
+A base that is stored in 4 bits is always dequantised.
 """
 
 from __future__ import annotations
@@ -57,27 +57,30 @@ def merge(
     output: Mapping[str, Any] | None = None,
     perform: Perform = perform,
 ) -> StageReport:
-    """Fold an adapter into its base.
+    """Merge an adapter into its base.
 
     Args:
         out: empty staging directory.
         adapter: the `adapter` artifact.
-        base: the `base` artifact it was trained from.
-        trained: the `shards` artifact: what training did to the base, and its fingerprint.
-        base_mode: "dequantized" folds into the base as 4-bit training saw it, "original" into the
-            base on disk; "auto" is dequantized when training quantised. A base stored in 4 bits is
-            always "dequantized".
-        score: who measures fingerprints.
-        profile: how far the merged model may lie from the trained one.
+        base: the `base` artifact that it was trained on.
+        trained: the `shards` artifact, for the base's quantization in training and its fingerprint.
+        base_mode: "dequantized" merges into the base as 4-bit training used it, "original" into the
+            base on disk; "auto" is "dequantized" if training quantised the base. A base stored in 4
+            bits is always "dequantized".
+        score: measures fingerprints.
+        profile: drift that is allowed between the merged and the trained model.
         log: progress.
-        output: `dtype` (torch name) and `max_shard_size` of what convert is to make next: it then
-            has nothing left to write, and the tensors are rounded once. None for training's dtype.
-        perform: who computes; this process, unless a warm one is given.
+        output: `dtype` (torch name) and `max_shard_size` of the stage convert, which then only
+            links, and tensors are rounded once. None for training's dtype.
+        perform: computes, in this process or in a warm child process.
+
+    Returns:
+        Report of kind `weights`.
 
     Raises:
         ArtifactError: another base, unreadable files, a full disk.
-        ConfigError: a `base_mode` that training rules out.
-        ContractError: an adapter that does not fit the base, every finding in one error.
+        ConfigError: training does not allow this `base_mode`.
+        ContractError: the adapter does not fit the base; the error has all findings.
     """
     source = Trained.read(trained)
     source.require_base(base)
@@ -85,9 +88,9 @@ def merge(
     dtype, limit = _output(output, source)
     with open_base(base) as weights:
         plan, config = _plan(adapter, weights, base, source, mode, perform)
-        # Packed matrices were packed from a dtype of their own, which need not be the others'.
-        kept = dtype == source.dtype and not isinstance(weights, PackedCheckpoint)
-        wanted = None if kept else DTYPE_NAMES[dtype]
+        # Packed matrices have their own original dtype, which may differ from other tensors'.
+        same = dtype == source.dtype and not isinstance(weights, PackedCheckpoint)
+        wanted = None if same else DTYPE_NAMES[dtype]
         plan = with_output(plan, dtype=wanted, max_shard_bytes=limit, files=weights.files)
     folded = sum(bool(op.terms) for op in plan.ops)
     log.info("merge: %d of %d tensors into the %s base", folded, len(plan.ops), mode)
@@ -110,7 +113,7 @@ def merge(
 
 
 def _cause(mode: str, source: Trained) -> str:
-    """Why a merge that is right in every sampled row may give another model, and what to type."""
+    """Return the likely cause of a drift although every checked row is right, and what to type."""
     if mode == "original" and source.quantization is not None:
         return (
             "the adapter was trained on the base in 4 bits and merged into the one in 16: "
@@ -123,14 +126,19 @@ def _cause(mode: str, source: Trained) -> str:
 
 
 def _output(output: Mapping[str, Any] | None, source: Trained) -> tuple[str, int]:
-    """dtype (torch name) and bytes a file of what is written."""
+    """Return the dtype (torch name) and the bytes per file of the output."""
     if output is None:
         return source.dtype, SHARD_BYTES
     return check_dtype(output["dtype"]), parse_size(output["max_shard_size"])
 
 
 def choose_mode(base_mode: str, quantization: Mapping[str, Any] | None) -> str:
-    """What `merge.base` means for this training. Raises ConfigError."""
+    """Resolve `merge.base` to "original" or "dequantized". Raises ConfigError.
+
+    Args:
+        base_mode: one of `MODES`.
+        quantization: quantization of the base in training; None for none.
+    """
     if base_mode not in MODES:
         raise ConfigError(
             f"merge.base={base_mode!r} is not one of {', '.join(MODES)}", hint="merge.base=auto"
@@ -146,7 +154,7 @@ def choose_mode(base_mode: str, quantization: Mapping[str, Any] | None) -> str:
 
 
 def _mode(base_mode: str, source: Trained, base: Path) -> str:
-    """The same for this base. Raises ConfigError."""
+    """Resolve `merge.base` for a base that may be stored in 4 bits. Raises ConfigError."""
     config = read_json(base / CONFIG)
     if not is_packed(config):
         return choose_mode(base_mode, source.quantization)
@@ -162,31 +170,33 @@ def _mode(base_mode: str, source: Trained, base: Path) -> str:
 def _plan(
     adapter: Path, base: Base, folder: Path, source: Trained, mode: str, perform: Perform
 ) -> tuple[Plan, Mapping[str, Any]]:
-    """The plan and the merged model's config.json; reads headers, and the adapter's numbers.
+    """Return the plan and the merged model's config.json.
+
+    Reads headers of the base, and headers and values of the adapter.
 
     Raises:
-        ContractError: the adapter does not fit, every finding in one error.
+        ContractError: the adapter does not fit the base; the error has all findings.
     """
     read = read_adapter(adapter, ADAPTER_INPUT)
     facts = ask_facts(perform, folder, source.dtype)
     settings = _settings(facts, source, base, mode)
     if source.is_reward:
-        parted = merged_reward(
+        reward = merged_reward(
             read, base, source.config, settings, dtype=source.dtype, perform=perform,
             endings=read_tokenizer(source.root / "tokenizer").stops,
             normalisation=source.normalisation,
         )  # fmt: skip
         require_values([read])
-        return decoding(parted.plan, {BASE_INPUT: base}), parted.config
-    found = changes([(read, 1.0)], facts.live)
-    held = {f"{ADAPTER_INPUT}:{key}": info for key, info in read.tensors.tensors.items()}
-    plan = plan_merge(base.tensors, facts, found, held, settings)
-    require_values([read], found.copies)
+        return decoding(reward.plan, {BASE_INPUT: base}), reward.config
+    merged_changes = changes([(read, 1.0)], facts.live)
+    headers = {f"{ADAPTER_INPUT}:{key}": info for key, info in read.tensors.tensors.items()}
+    plan = plan_merge(base.tensors, facts, merged_changes, headers, settings)
+    require_values([read], merged_changes.copies)
     return decoding(plan, {BASE_INPUT: base}), merged_config(source.config, plan)
 
 
 def _settings(facts: ModelFacts, source: Trained, base: Base, mode: str) -> MergeSettings:
-    """How the base enters: with the 4 bits that training held it in, where it has them to get."""
+    """Return the settings that dequantise the base; a packed base needs none."""
     if source.quantization is None or isinstance(base, PackedCheckpoint):
         return MergeSettings()
     check_quantization(source.quantization)

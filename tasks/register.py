@@ -1,8 +1,7 @@
-"""register: the gate, and the version that a model registry points at.
+"""register: apply the gate, and register a model version.
 
-The gate holds the conditions under which a run may be registered. Everything measured by a stage's
-contract held already, or the flow would have ended there; what is left to ask is whether training
-was worth it.
+The gate has the conditions for registering a run. The contracts of all stages are met by then, or
+the flow would have ended; the gate decides whether training has improved the model enough.
 """
 
 from __future__ import annotations
@@ -16,31 +15,33 @@ from tasks.pipeline.artifact import Artifact
 
 
 class Registry(Protocol):
-    """Where versions are written; `tasks/pipeline/tracking.py` is the one that exists."""
+    """A model registry; `Tracker` in `tasks/pipeline/tracking.py` is one."""
 
-    def register(self, model_name: str, served: Artifact, tags: Mapping[str, str]) -> str: ...
+    def register(self, model_name: str, served: Artifact, tags: Mapping[str, str]) -> str:
+        """Write a version and return its name."""
 
 
 @dataclass(frozen=True)
 class Gate:
-    """Outcome of the gate: whether it holds and, if not, why not."""
+    """Outcome of the gate, with reasons if it has not passed."""
 
     passed: bool
     reasons: tuple[str, ...] = ()
 
 
 def judge_gate(metrics: Mapping[str, float], *, min_eval_gain: float | None) -> Gate:
-    """Decide on a finished run.
+    """Apply the gate to a finished run.
 
     Args:
-        metrics: of smoke_eval; `eval/before` and `eval/after` are exact-match shares in [0, 1].
-        min_eval_gain: percentage points that exact-match has to rise; None asks for nothing.
+        metrics: metrics of smoke_eval; `eval/before` and `eval/after` are exact-match shares in
+            [0, 1].
+        min_eval_gain: least rise of exact match in percentage points; None for no condition.
     """
     if min_eval_gain is None:
         return Gate(passed=True)
     if "eval/before" not in metrics or "eval/after" not in metrics:
         return Gate(False, ("gate.min_eval_gain is set, but exact-match was not measured",))
-    # Rounded: 0.7 - 0.5 is a hair below 0.2, and a gate of 20 points means 20 points.
+    # Rounded, because 0.7 - 0.5 is slightly less than 0.2 in floating point.
     gain = round(100 * (metrics["eval/after"] - metrics["eval/before"]), 6)
     if gain >= min_eval_gain:
         return Gate(passed=True)
@@ -50,13 +51,20 @@ def judge_gate(metrics: Mapping[str, float], *, min_eval_gain: float | None) -> 
 def register(
     registry: Registry, *, served: Artifact, gate: Gate, model_name: str, tags: Mapping[str, str]
 ) -> str:
-    """Write the model version and move alias `candidate` to it.
+    """Write a model version and move the alias `candidate` to it.
+
+    Args:
+        registry: the model registry.
+        served: the served model.
+        gate: outcome of the gate.
+        model_name: name of the model in the registry.
+        tags: tags of the version.
 
     Returns:
-        the version, as `models:/name/version`.
+        The version, as `models:/name/version`.
 
     Raises:
-        ContractError: the gate does not hold; nothing was registered.
+        ContractError: the gate has not passed; nothing is registered.
     """
     if not gate.passed:
         raise ContractError(

@@ -1,8 +1,8 @@
-"""rollout_base: base -> weights that vLLM samples from while a QLoRA adapter on it is trained.
+"""rollout_base: write the dequantised base, which vLLM samples from while QLoRA trains on it.
 
-They are what the 4 bits stand for, bit for bit what training computes with. bitsandbytes' rounding
-moves a small model's logits by a sixth; an engine on the original weights would sample from another
-policy than the one that is trained.
+The weights are bit-identical to those that training computes with. The rounding of bitsandbytes
+changes a small model's logits by a sixth, so an engine on the original weights would sample from
+another policy than the trained one.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ CONFIG = "config.json"
 _BASE = "base"
 _SHARD_BYTES = 5 * 10**9
 _NOTHING = Changes({}, {}, {}, (), (), {}, ())
-"""An adapter that changes nothing: what is left of a merge is the base as training holds it."""
+"""An adapter without changes; merging it gives the dequantised base."""
 
 
 def rollout_base(
@@ -45,53 +45,64 @@ def rollout_base(
     perform: Perform,
     log: Log,
 ) -> StageReport:
-    """Fill `out` with the base as training holds it, dequantised.
+    """Fill `out` with the dequantised base and its tokenizer.
 
     Args:
         out: empty staging directory.
         base: the `base` artifact.
-        quantization: as `Peft.quantization()` says it.
-        dtype: torch name in which training holds what is not quantised.
-        perform: who computes.
+        quantization: value of `Peft.quantization()`.
+        dtype: torch name of the dtype of tensors that training does not quantise.
+        perform: computes, in this process or in a warm child process.
         log: progress.
+
+    Returns:
+        Report of kind `weights`.
 
     Raises:
         ArtifactError: unreadable files, a full disk.
-        ContractError: tensors that are not those of the model's class.
+        ContractError: the tensors are not those of the model's class.
     """
     started = time.monotonic()
     write_rollout_base(out, base, quantization, dtype=dtype, perform=perform)
     for name in ("tokenizer.json", "tokenizer_config.json", "generation_config.json"):
         if (base / name).is_file():
             (out / name).symlink_to((base / name).resolve())
-    found = inspect_checkpoint(out)
+    checkpoint = inspect_checkpoint(out)
     checks = [
-        *found.checks,
-        *(Check("folder", "usable", text, ok=False) for text in found.problems),
+        *checkpoint.checks,
+        *(Check("folder", "usable", text, ok=False) for text in checkpoint.problems),
     ]
     seconds = time.monotonic() - started
-    log.info("rollout_base: %d tensors dequantised in %.1f s", found.tensors, seconds)
+    log.info("rollout_base: %d tensors dequantised in %.1f s", checkpoint.tensors, seconds)
     return StageReport("weights", checks=tuple(checks), metrics={"rollout_base/seconds": seconds})
 
 
 def write_rollout_base(
     work: Path, base: Path, quantization: Mapping[str, Any], *, dtype: str, perform: Perform
 ) -> None:
-    """Write the base as a QLoRA policy computes with it into an existing empty folder, streamed.
+    """Write the dequantised base into an existing empty folder, streamed.
+
+    Args:
+        work: the folder.
+        base: the `base` artifact.
+        quantization: value of `Peft.quantization()`.
+        dtype: torch name of the dtype of tensors that training does not quantise.
+        perform: computes, in this process or in a warm child process.
 
     Raises:
         ArtifactError: unreadable files, a full disk.
-        ContractError: tensors that are not those of the model's class.
+        ContractError: the tensors are not those of the model's class.
     """
     check_quantization(quantization)
     facts = ask_facts(perform, base, dtype)
     with open_base(base) as weights:
         packed = isinstance(weights, PackedCheckpoint)
-        asked = {**quantization, "loaded_dtype": dtype, "base": "dequantized"}
-        how = MergeSettings() if packed else MergeSettings(
-            quantization=asked, quantized=frozenset(facts.quantized)
+        dequantize = {**quantization, "loaded_dtype": dtype, "base": "dequantized"}
+        settings = MergeSettings() if packed else MergeSettings(
+            quantization=dequantize, quantized=frozenset(facts.quantized)
         )  # fmt: skip
-        plan = decoding(plan_merge(weights.tensors, facts, _NOTHING, {}, how), {_BASE: weights})
+        plan = plan_merge(weights.tensors, facts, _NOTHING, {}, settings)
+        plan = decoding(plan, {_BASE: weights})
         plan = with_output(
             plan, dtype=DTYPE_NAMES[dtype], max_shard_bytes=_SHARD_BYTES, files=weights.files
         )

@@ -1,7 +1,7 @@
-"""train: base + dataset -> shards. Starts `torchrun` and judges what the ranks left.
+"""train: base + dataset -> shards. Starts `torchrun` and checks the files of the ranks.
 
-Every rank writes its own partition of each trained tensor; nothing is gathered. What happens inside
-the ranks is in `tasks/training/`.
+Every rank writes its own partition of each trained tensor; nothing is gathered. The code of the
+ranks is in `tasks/training/` and `tasks/rl/`.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from tasks.weights.quantized.nf4 import LOST_ALLOWED, LOST_OVERRIDE, lost_in_4_b
 
 OnEvent = Callable[[dict[str, Any]], None]
 Run = Callable[..., list[str]]
-"""`launch` for this stage."""
+"""`launch` with the arguments of this stage."""
 
 
 def train(
@@ -56,36 +56,40 @@ def train(
     leader: Leader | None = None,
     on_event: OnEvent | None = None,
 ) -> StageReport:
-    """Train and leave every rank's shares in `out`.
+    """Train a model; every rank writes its partitions to `out`.
 
     Args:
         out: existing empty directory for the `shards` artifact.
         base: HF folder of the base model.
         data: dataset artifact (`train.jsonl`, `heldout.jsonl`).
-        base_digest: digest of the base, remembered in `train.json`.
-        settings: what to train and how; `Settings.from_sections` makes them of a configuration.
-        checkpoints: directory outside of `out`, of this very run alone; survives a failure.
-        tokens: folder of tokenised data that runs share; None: of this run alone.
-        reward: folder of a reward model, for objectives that learn from their own replies.
-        rollout: folder that their rollout engine loads; None: the base.
-        adapter: `adapter` artifact that training goes on with; None: a new one.
+        base_digest: digest of the base, stored in `train.json`.
+        settings: settings of training, see `Settings.from_sections`.
+        checkpoints: directory of this run's checkpoints, outside of `out`; survives a failure.
+        tokens: folder of tokenised data that runs share; None for one of this run alone.
+        reward: folder of the reward model of an online objective.
+        rollout: folder that the rollout engine loads; None for the base.
+        adapter: `adapter` artifact to train further; None for a new adapter.
         max_truncated: share of the training rows that may be cut.
         log: gets the ranks' output.
-        log_path: file with all of it.
-        resume: `auto` goes on from the newest checkpoint in `checkpoints`, `never` begins anew, all
-            else names a checkpoint's folder.
-        leader: of the other nodes, where there are any.
+        log_path: file for the ranks' whole output.
+        resume: `auto` continues from the newest checkpoint in `checkpoints`, `never` starts again;
+            any other text is the folder of a checkpoint.
+        leader: asks the other nodes for their ranks; None for a run on one node.
         on_event: called with each event of the ranks: data, ready, plan, eval, step, done.
 
+    Returns:
+        Report of kind `shards`.
+
     Raises:
-        ConfigError: `resume` names no checkpoint, or another run's; QLoRA on a merged QLoRA model.
-        TrainingError: loss, gradient or weights are not finite; names step, rank, tensor and
-            checkpoint. Memory or disk ran out, or ranks waited for each other in vain.
-        DataError: samples that cannot be used; names them. Too many rows would be cut.
-        StageProcessError: a rank died; all others have ended, and its last lines are there.
+        ConfigError: `resume` names no checkpoint, or that of another run; QLoRA on a merged QLoRA
+            model.
+        TrainingError: loss, gradient or weights are not finite (the error names step, rank, tensor
+            and checkpoint), memory or disk is full, or the ranks waited for each other too long.
+        DataError: unusable samples, or too many rows would be cut.
+        StageProcessError: a rank died; all others have ended, and the error has its last lines.
     """
     if settings.peft.kind == "qlora" and (lost := lost_in_4_bits(read_checkpoint(base))):
-        # The preflight refuses this for a folder; a base from the Hub is only here by now.
+        # The preflight refuses this for a folder; a base from the Hub was downloaded after it.
         raise ConfigError(
             f"model.path is a merged QLoRA model: {lost}; {LOST_ALLOWED}", hint=LOST_OVERRIDE
         )
@@ -131,7 +135,7 @@ def train(
 
 
 def _launch(job: TrainJob, run: Run, events: _Events, leader: Leader | None) -> None:
-    """Run the ranks of this node, and those of the others where there are any."""
+    """Run the ranks of this node, together with those of the other nodes."""
     how, path = job.settings.launch, job.checkpoints / "job.json"
     job.write(path)
     build_ops(job.settings, run)
@@ -158,17 +162,23 @@ def _launch(job: TrainJob, run: Run, events: _Events, leader: Leader | None) -> 
 
 
 def build_ops(settings: Settings, run: Run) -> None:
-    """Compile what the ranks would all compile at once, see `tasks/training/engine/ops.py`.
+    """Compile DeepSpeed's operators once, before all ranks would; see `engine/ops.py`.
 
     Raises:
-        StageProcessError: it does not compile; the compiler's last lines are there.
+        StageProcessError: an operator does not compile; the error has the compiler's last lines.
     """
     if settings.zero.offload_optimizer == "cpu":
         run(python_child("tasks.training.engine.ops"), env=rank_environment(settings.launch))
 
 
 def torchrun(job: TrainJob, job_path: Path, meeting: Meeting | None = None) -> list[str]:
-    """The command that starts this machine's ranks, alone or with those of other nodes."""
+    """Return the command that starts the ranks of this node.
+
+    Args:
+        job: the job of the ranks.
+        job_path: file of the job.
+        meeting: the nodes of the run; None for a run on one node.
+    """
     how = job.settings.launch
     program = "tasks.rl" if job.settings.online else "tasks.training"
     meet = ["--standalone"] if meeting is None else meeting.torchrun
@@ -177,7 +187,7 @@ def torchrun(job: TrainJob, job_path: Path, meeting: Meeting | None = None) -> l
 
 
 def rank_environment(how: Launch) -> dict[str, str]:
-    """What the ranks' environment gets in addition to ours."""
+    """Return the variables that are added to the environment of the ranks."""
     threads = how.threads or max(1, len(os.sched_getaffinity(0)) // how.nproc)
     hidden = {"CUDA_VISIBLE_DEVICES": ""} if how.device == "cpu" else {}
     return {
@@ -185,12 +195,12 @@ def rank_environment(how: Launch) -> dict[str, str]:
         "OMP_NUM_THREADS": str(threads),
         "MKL_NUM_THREADS": str(threads),
         "TOKENIZERS_PARALLELISM": "false",
-        "HF_HUB_OFFLINE": "1",  # everything was resolved to local folders by prepare
+        "HF_HUB_OFFLINE": "1",  # prepare has resolved everything to local folders
     }
 
 
 class _Events:
-    """Pass events on, and keep those that the stage itself needs."""
+    """Pass events on, and store those that the stage needs itself."""
 
     def __init__(self, on_event: OnEvent | None, log: Log, max_len: int) -> None:
         self._on_event = on_event
@@ -212,7 +222,7 @@ class _Events:
 
 
 def _data_metrics(data: Mapping[str, Mapping[str, Any]]) -> dict[str, float]:
-    """Count, by split, rows and tokens that were cut and rows that were left out."""
+    """Return, for each split, the counts of rows, of cut rows and tokens, and of rows left out."""
     return {
         f"data/{split}_{name}": float(counts[key])
         for split, counts in data.items()
@@ -228,7 +238,7 @@ _COUNTED = {
     "too_long": "refused",
     "equal": "equal",
 }
-"""Names of metrics, and of the counts of `fitting.Tally` that they are."""
+"""Names of metrics -> names of the counts in `training/tokens/truncation.py`."""
 
 
 def _as_error(failure: Mapping[str, Any]) -> PlumblineError:
@@ -243,22 +253,23 @@ def _checks(out: Path, document: Mapping[str, Any], world_size: int) -> list[Che
     losses = document["losses"]
     finite = sum(math.isfinite(x) for x in losses)
     checks = [Check("losses", f"{len(losses)} finite", f"{finite} finite", finite == len(losses))]
-    mark = out / document["print"]
-    found = "present" if mark.is_file() else "missing"
-    checks.append(Check(mark.name, "present", found, mark.is_file()))
+    checks.append(_present(out / document["print"], out))
     return checks + _coverage(out, world_size)
 
 
+def _present(path: Path, out: Path) -> Check:
+    name = path.relative_to(out).as_posix()
+    return Check(name, "present", "present" if path.is_file() else "missing", path.is_file())
+
+
 def _coverage(out: Path, world_size: int) -> list[Check]:
-    """One check a rank's file, and one a parameter: its partitions cover it exactly once."""
+    """Check that every rank's file exists and that partitions cover each parameter exactly once."""
     wanted = json.loads((out / "partitions.json").read_text())["parameters"]
     spans: dict[str, list[tuple[int, int]]] = {name: [] for name in wanted}
     checks = []
     for rank in range(world_size):
-        name = f"shards/rank-{rank:05d}-of-{world_size:05d}.safetensors"
-        path = out / name
-        found = "present" if path.is_file() else "missing"
-        checks.append(Check(name, "present", found, path.is_file()))
+        path = out / f"shards/rank-{rank:05d}-of-{world_size:05d}.safetensors"
+        checks.append(_present(path, out))
         if not path.is_file():
             continue
         header = read_header(path)

@@ -1,6 +1,6 @@
 """Stages of the chain, one file each. A stage is a plain function: paths in, one report out.
 
-    base     = prepare_base(out, base=..., ...)                   a Hugging Face folder, checked
+    base     = prepare_base(out, kind="toy", ...)                 a Hugging Face folder, checked
     data     = prepare_data(out, kind="toy", ...)                 training and evaluation rows
     shards   = train(out, base=..., data=..., ...)                every rank's own partitions
     adapter  = gather(out, trained=..., base=..., ...)            PEFT layout, or full weights

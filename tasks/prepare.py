@@ -1,8 +1,8 @@
-"""prepare: the base model and the data, resolved to local artifacts.
+"""prepare: turn the base model and the data into local artifacts.
 
-`prepare_base` makes the embedded toy model in a child process, or links the files of a Hugging Face
-model; `prepare_data` turns rows into `train.jsonl` and `heldout.jsonl`. `source_identity` says what
-the user's files are now, so that a changed file leads to a new artifact.
+`prepare_base` pre-trains the embedded toy model in a child process, or links the files of a Hugging
+Face model. `prepare_data` writes the rows to `train.jsonl` and `heldout.jsonl`. `source_identity`
+describes the user's files, so that a changed file leads to a new artifact.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import logging
 import shutil
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import fields, replace
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +22,7 @@ from tasks.data.build import Options, build_dataset
 from tasks.data.columns import Columns
 from tasks.data.kinds import CONVERSATIONS, KINDS
 from tasks.data.readers import FILE_KINDS, HUB, existing_file, read_rows
-from tasks.data.sources import ALL_EXHAUSTED, Source
+from tasks.data.sources import Source
 from tasks.pipeline.report import StageReport
 from tasks.process.launch import launch, python_child
 from tasks.toy.dataset import write_dataset
@@ -36,133 +36,160 @@ PRETRAIN_TIMEOUT_S = 900.0
 CHAT_TEMPLATE = "chat_template.jinja"
 
 
+@dataclass(frozen=True)
+class BaseSettings:
+    """Base model to prepare: keys of section `model`, explained in `tasks/config/inputs.py`."""
+
+    kind: str
+    path: str | None = None
+    revision: str | None = None
+    steps: int = 400
+    seed: int = 0
+    new_tokens: Sequence[str] = ()
+    vocab_multiple: int = 1
+
+
 def prepare_base(
     out: Path,
     *,
-    kind: str,
-    path: str | None = None,
-    revision: str | None = None,
-    steps: int = 400,
-    seed: int = 0,
-    new_tokens: Sequence[str] = (),
-    vocab_multiple: int = 1,
-    source: Mapping[str, Any] | None = None,
     log_path: Path,
     log: Log,
     on_event: OnEvent | None = None,
+    source: Mapping[str, Any] | None = None,
+    **settings: Any,
 ) -> StageReport:
     """Fill `out` with a base model: a Hugging Face folder with safetensors and a tokenizer.
 
     Args:
         out: empty directory.
-        kind: "toy" pre-trains the embedded model; "hf" links an existing one.
-        path: folder or hub id; for "hf".
-        revision: branch, tag or commit of a hub id.
-        steps: pre-training steps of the toy.
-        seed: seed of the toy.
-        new_tokens: texts that become tokens of the base.
-        vocab_multiple: rows of the vocabulary are a multiple of this once tokens are added.
-        source: what `source_identity` said; remembered in the notes.
-        log_path: file for the child's output.
+        log_path: file for the child process's output.
         log: progress.
-        on_event: gets the child's events.
+        on_event: gets the child process's events.
+        source: result of `source_identity`, for the notes.
+        settings: fields of `BaseSettings`.
+
+    Returns:
+        Report of kind `base`.
 
     Raises:
-        ConfigError: unknown kind, no such model.
+        ConfigError: unknown kind, or no such model.
         ArtifactError: a model folder that cannot be used; details name every problem.
     """
-    started = time.monotonic()
-    if kind == TOY:
-        _pretrain(out, steps=steps, seed=seed, log=log, log_path=log_path, on_event=on_event)
-    elif kind == HF:
-        for name, file in _usable(resolve_model(path, revision=revision)).items():
+    started, base = time.monotonic(), BaseSettings(**settings)
+    if base.kind == TOY:
+        _pretrain(out, base, log=log, log_path=log_path, on_event=on_event)
+    elif base.kind == HF:
+        for name, file in _usable(resolve_model(base.path, revision=base.revision)).items():
             (out / name).symlink_to(file.resolve())
     else:
-        raise ConfigError(f"model.kind={kind} is not known", hint="model=toy or model=hf")
-    if new_tokens:
-        grown = grow(out, new_tokens, multiple=vocab_multiple)
+        raise ConfigError(f"model.kind={base.kind} is not known", hint="model=toy or model=hf")
+    if base.new_tokens:
+        grown = grow(out, base.new_tokens, multiple=base.vocab_multiple)
         log.info("prepare_base: %d tokens added, %d rows", len(grown.ids), grown.after)
-    found = inspect_checkpoint(out)
+    checkpoint = inspect_checkpoint(out)
     checks = [
-        *found.checks,
-        *(Check("folder", "usable", text, ok=False) for text in found.problems),
+        *checkpoint.checks,
+        *(Check("folder", "usable", text, ok=False) for text in checkpoint.problems),
     ]
     metrics = {
-        "base/tensors": float(found.tensors),
-        "base/bytes": float(found.bytes),
+        "base/tensors": float(checkpoint.tensors),
+        "base/bytes": float(checkpoint.bytes),
         "base/seconds": time.monotonic() - started,
     }
-    notes = {"kind": kind, "path": path, "revision": revision, "source": dict(source or {})}
+    named = {"kind": base.kind, "path": base.path, "revision": base.revision}
+    notes = {**named, "source": dict(source or {})}
     return StageReport("base", checks=tuple(checks), metrics=metrics, notes=notes)
+
+
+@dataclass(frozen=True)
+class DataSettings:
+    """Rows to prepare: keys of section `data`, explained in `tasks/config/inputs.py`.
+
+    Attributes:
+        options: keys about the choice of rows: seed, limits, bad rows.
+        columns: keys `*_key`, the names of columns.
+    """
+
+    options: Options
+    columns: Columns
+    kind: str
+    path: str | None = None
+    eval_path: str | None = None
+    name: str | None = None
+    split: str = "train"
+    eval_split: str | None = None
+    sources: Sequence[Mapping[str, Any]] = ()
+    chat_template: str | None = None
+    train_size: int = 4000
+    heldout_size: int = 300
+
+    @classmethod
+    def from_section(cls, rows: str, section: Mapping[str, Any]) -> DataSettings:
+        """Group the keys of section `data`. Raises TypeError for an unknown key.
+
+        Args:
+            rows: kind of the rows that the objective trains on; see `tasks/data/kinds.py`.
+            section: the section, and `answered`: True if a prompt needs an answer.
+        """
+        names = {f.name for f in fields(Options)} - {"kind"}
+        columns = {key: name for key, name in section.items() if key.endswith("_key")}
+        options = {key: value for key, value in section.items() if key in names}
+        rest = {key: section[key] for key in section.keys() - columns.keys() - options.keys()}
+        options["kind"] = KINDS[rows]
+        return cls(Options(**options), Columns.of(columns), **rest)
 
 
 def prepare_data(
     out: Path,
     *,
-    kind: str,
-    rows: str = CONVERSATIONS.name,
-    path: str | None = None,
-    eval_path: str | None = None,
-    name: str | None = None,
-    split: str = "train",
-    eval_split: str | None = None,
-    sources: Sequence[Mapping[str, Any]] = (),
-    stopping: str = ALL_EXHAUSTED,
-    eval_fraction: float = 0.05,
-    max_samples: int | None = None,
-    on_bad_line: str = "fail",
-    chat_template: str | None = None,
-    seed: int = 0,
-    train_size: int = 4000,
-    heldout_size: int = 300,
-    answered: bool = False,
-    source: Mapping[str, Any] | None = None,
     log: Log,
-    **keys: str | None,
+    rows: str = CONVERSATIONS.name,
+    source: Mapping[str, Any] | None = None,
+    **section: Any,
 ) -> StageReport:
-    """Fill `out` with `train.jsonl`, `heldout.jsonl` and the account of every row.
+    """Fill `out` with `train.jsonl`, `heldout.jsonl` and the counts of all rows.
 
-    The arguments are the keys of `conf/data`, the kind of rows that the objective learns from
-    (`tasks/data/kinds.py`), and `answered`: whether a prompt without an answer is a bad row, since
-    something compares with it. A chat template file is copied beside the data.
+    Args:
+        out: empty directory.
+        log: progress, and warnings about rows that are left out.
+        rows: kind of the rows that the objective trains on; see `tasks/data/kinds.py`.
+        source: result of `source_identity`, for the notes.
+        section: keys as in `DataSettings.from_section`.
+
+    Returns:
+        Report of kind `dataset`.
 
     Raises:
-        DataError: what cannot be used, with file and line.
+        DataError: unusable rows or files; the error names file and line.
     """
-    if chat_template is not None:
-        shutil.copyfile(existing_file(chat_template, key="data.chat_template"), out / CHAT_TEMPLATE)
-    if kind == TOY:
-        try:
-            account = write_dataset(
-                out, train_size=train_size, heldout_size=heldout_size, seed=seed, rows=rows
-            )
-        except ValueError as error:
-            raise DataError(
-                str(error), hint="data.train_size=4000 data.heldout_size=300"
-            ) from error
-    else:
-        columns = Columns.of(keys)
-        given = sources or [{"path": name if kind == HUB else path, "split": split}]
-        test = {"path": name if kind == HUB else eval_path, "split": eval_split}
-        apart = eval_split if kind == HUB else eval_path
-        account = build_dataset(
-            out,
-            train=[_source(kind, each, columns, key="data.path") for each in given],
-            held_out=_source(kind, test, columns, key="data.eval_path") if apart else None,
-            options=Options(
-                kind=KINDS[rows],
-                eval_fraction=eval_fraction,
-                seed=seed,
-                max_samples=max_samples,
-                on_bad_line=on_bad_line,
-                stopping=stopping,
-                answered=answered,
-            ),
-            log=log,
-        )
-    account["source"] = {"kind": kind, **(source or {})}
+    data = DataSettings.from_section(rows, section)
+    if data.chat_template is not None:
+        template = existing_file(data.chat_template, key="data.chat_template")
+        shutil.copyfile(template, out / CHAT_TEMPLATE)
+    account = _toy_rows(out, data) if data.kind == TOY else _users_rows(out, data, log)
+    account["source"] = {"kind": data.kind, **(source or {})}
     (out / "dataset.json").write_text(json.dumps(account, indent=1) + "\n", encoding="utf-8")
     return StageReport("dataset", _adds_up(account), _metrics(account), notes=account)
+
+
+def _toy_rows(out: Path, data: DataSettings) -> dict[str, Any]:
+    sizes = {"train_size": data.train_size, "heldout_size": data.heldout_size}
+    try:
+        return write_dataset(out, **sizes, seed=data.options.seed, rows=data.options.kind.name)
+    except ValueError as error:
+        hint = "data.train_size=4000 data.heldout_size=300"
+        raise DataError(str(error), hint=hint) from error
+
+
+def _users_rows(out: Path, data: DataSettings, log: Log) -> dict[str, Any]:
+    hub = data.kind == HUB
+    entries = data.sources or [{"path": data.name if hub else data.path, "split": data.split}]
+    held_out = None
+    if data.eval_split if hub else data.eval_path:
+        entry = {"path": data.name if hub else data.eval_path, "split": data.eval_split}
+        held_out = _source(data, entry, key="data.eval_path")
+    train = [_source(data, entry, key="data.path") for entry in entries]
+    return build_dataset(out, train=train, held_out=held_out, options=data.options, log=log)
 
 
 def source_identity(
@@ -174,31 +201,30 @@ def source_identity(
     sources: Sequence[Mapping[str, Any]] = (),
     **_: Any,
 ) -> dict[str, Any]:
-    """What the user's files are now: size and modification time of each, by path.
+    """Return size and modification time of each of the user's files, by path.
 
-    Further keys of `conf/data` and `conf/model` are accepted and play no part. Files that do not
-    exist have no entry: the stage says what is wrong with them. A hub id has none either: its
-    revision identifies it.
+    Further keys of the sections `data` and `model` are ignored. Missing files have no entry (the
+    stage reports them), nor has a Hugging Face id (its revision identifies it).
     """
-    found: dict[str, Any] = {}
+    identity: dict[str, Any] = {}
     if kind == TOY:
-        return found
-    for given in (path, eval_path, chat_template, *(each["path"] for each in sources)):
-        if given is None:
+        return identity
+    for name in (path, eval_path, chat_template, *(each["path"] for each in sources)):
+        if name is None:
             continue
-        root = Path(given).expanduser()
+        root = Path(name).expanduser()
         inside = sorted(root.iterdir()) if root.is_dir() else [root]
         for file in (entry for entry in inside if entry.is_file()):
             stat = file.stat()
-            found[str(file.resolve())] = {"size": stat.st_size, "mtime_ns": stat.st_mtime_ns}
-    return found
+            identity[str(file.resolve())] = {"size": stat.st_size, "mtime_ns": stat.st_mtime_ns}
+    return identity
 
 
 def resolve_model(path: str | None, *, revision: str | None = None) -> Path:
-    """The local folder of a model; a hub id is downloaded, or found in the local cache.
+    """Return the local folder of a model; a Hugging Face id is downloaded, or read from the cache.
 
     Raises:
-        ConfigError: neither a folder nor an id that can be had.
+        ConfigError: there is no such folder, and no such model on the Hub.
     """
     if not path:
         raise ConfigError("model=hf needs model.path", hint="model.path=<folder or hub id>")
@@ -225,43 +251,49 @@ _NOT_NEEDED = ["*.bin", "*.pt", "*.pth", "*.gguf", "*.h5", "*.msgpack", "*.onnx"
 
 
 def _usable(folder: Path) -> dict[str, Path]:
-    found = inspect_checkpoint(folder)
-    if found.problems:
+    checkpoint = inspect_checkpoint(folder)
+    if checkpoint.problems:
         raise ArtifactError(
-            f"{folder} cannot be used as a base: {first_and_more(found.problems)}",
-            details=found.problems,
-            hint="mend the folder or download it again; model.path=<another folder>",
+            f"{folder} cannot be used as a base: {first_and_more(checkpoint.problems)}",
+            details=checkpoint.problems,
+            hint="repair the folder or download it again; model.path=<another folder>",
         )
-    return found.files
+    return checkpoint.files
 
 
 def _pretrain(
-    out: Path, *, steps: int, seed: int, log: Log, log_path: Path, on_event: OnEvent | None
+    out: Path, base: BaseSettings, *, log: Log, log_path: Path, on_event: OnEvent | None
 ) -> None:
-    """Run the child that makes the toy model. Its job file lies beside its log."""
+    """Run the child process that makes the toy model. Its job file lies beside its log."""
     log_path.parent.mkdir(parents=True, exist_ok=True)
     job = log_path.with_suffix(".job.json")
-    job.write_text(json.dumps({"out": str(out.resolve()), "steps": steps, "seed": seed}))
+    job.write_text(json.dumps({"out": str(out.resolve()), "steps": base.steps, "seed": base.seed}))
     launch(
         python_child("tasks.toy", str(job.resolve())),
         stage="prepare_base",
         log=log,
         log_path=log_path,
-        # Threads that spin while they wait make a step ten times slower where cores are shared.
+        # Threads that spin while waiting make a step ten times slower on shared cores.
         env={"OMP_WAIT_POLICY": "passive"},
         timeout_s=PRETRAIN_TIMEOUT_S,
         on_event=on_event,
     )
 
 
-def _source(kind: str, given: Mapping[str, Any], columns: Columns, *, key: str) -> Source:
-    """One entry of `data.sources`, or the one source that `data.path` or `data.name` names."""
-    kind = given.get("kind") or kind
+def _source(data: DataSettings, entry: Mapping[str, Any], *, key: str) -> Source:
+    """Return the source of an entry of `data.sources`, or of `data.path` or `data.name`.
+
+    Args:
+        data: settings of all sources.
+        entry: settings of this source; None where section `data` decides.
+        key: setting that names the file, for errors.
+    """
+    kind = entry.get("kind") or data.kind
     if kind not in (*FILE_KINDS, HUB):
         raise DataError(
             f"data.kind={kind} is not known", hint=f"data={'|'.join((TOY, *FILE_KINDS, HUB))}"
         )
-    name, split = given["path"], given.get("split") or "train"
+    name, split = entry["path"], entry.get("split") or "train"
     if not name:
         wanted = "data.name=<owner/name>" if kind == HUB else f"{key}=<file>"
         raise DataError(f"data={kind} needs {wanted.partition('=')[0]}", hint=wanted)
@@ -270,26 +302,26 @@ def _source(kind: str, given: Mapping[str, Any], columns: Columns, *, key: str) 
     return Source(
         name=str(name),
         open=lambda: read_rows(kind, name, split=split),
-        columns=_columns(columns, given),
-        probability=given.get("probability"),
-        max_samples=given.get("max_samples"),
+        columns=_columns(data.columns, entry),
+        probability=entry.get("probability"),
+        max_samples=entry.get("max_samples"),
     )
 
 
-def _columns(columns: Columns, given: Mapping[str, Any]) -> Columns:
-    """The section's columns, and what a source names otherwise."""
-    named = {f.name: given.get(f"{f.name}_key") for f in fields(Columns)}
-    return replace(columns, **{k: v for k, v in named.items() if v is not None})
+def _columns(columns: Columns, entry: Mapping[str, Any]) -> Columns:
+    """Replace the columns of section `data` that a source names differently."""
+    own = {f.name: entry.get(f"{f.name}_key") for f in fields(Columns)}
+    return replace(columns, **{k: v for k, v in own.items() if v is not None})
 
 
 def _adds_up(account: Mapping[str, Any]) -> tuple[Check, ...]:
-    """Every row that was read is accounted for."""
+    """Check, for each split, that the counts add up and that rows are left."""
     checks = []
     for split, counts in account["splits"].items():
-        told = counts["kept"] + counts["refused"] + counts["overlapping"]
+        counted = counts["kept"] + counts["refused"] + counts["overlapping"]
         name = f"{split}: kept + refused + overlapping"
-        ok = counts["read"] == told and counts["kept"] > 0
-        checks.append(Check(name, f"{counts['read']} rows read", f"{told} rows", ok=ok))
+        ok = counts["read"] == counted and counts["kept"] > 0
+        checks.append(Check(name, f"{counts['read']} rows read", f"{counted} rows", ok=ok))
     return tuple(checks)
 
 

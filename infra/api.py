@@ -1,4 +1,4 @@
-"""Talking to the servers over HTTP, without importing Prefect or MLflow."""
+"""Call the servers over HTTP, without importing Prefect or MLflow."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from typing import Any
 
 from tasks.core.errors import PlumblineError
 
-BUSY = 503  # what Prefect's server says while SQLite is locked by another of its writers
+BUSY = 503  # status of Prefect's server while another of its writers has locked SQLite
 BUSY_PATIENCE_S = 5.0
 
 
 def answers(url: str) -> bool:
-    """Whether a GET of this address succeeds."""
+    """Return True if a GET request to this URL succeeds."""
     try:
         with urllib.request.urlopen(url, timeout=2) as reply:
             return bool(reply.status == 200)
@@ -24,7 +24,7 @@ def answers(url: str) -> bool:
 
 
 def call_api(method: str, url: str, body: Any) -> Any:
-    """One call of a JSON API.
+    """Call a JSON API.
 
     Args:
         method: HTTP method.
@@ -32,10 +32,10 @@ def call_api(method: str, url: str, body: Any) -> Any:
         body: sent as JSON.
 
     Returns:
-        the JSON reply; None when the API does not know the thing asked for (404).
+        The JSON answer; None if the object does not exist (404).
 
     Raises:
-        PlumblineError: the API refused, stayed busy, or is not there.
+        PlumblineError: the API refused, stayed busy, or does not answer.
     """
     headers = {"content-type": "application/json"}
     request = urllib.request.Request(url, json.dumps(body).encode(), headers, method=method)

@@ -1,8 +1,7 @@
-"""Background processes that outlive the command that started them, and are found again later.
+"""Start background processes that outlive their command, and find and stop them later.
 
-A daemon leaves `<home>/<name>.json`: its process id and that process's start time. The pair cannot
-be mistaken for another process that got the same id after a reboot or a wrap-around, so that
-stopping "what we started" never hits anything else.
+A daemon has a file `<home>/<name>.json` with its process id and start time. The pair identifies the
+process even if another one gets the same id later, so `stop` never ends a foreign process.
 """
 
 from __future__ import annotations
@@ -26,15 +25,15 @@ TAIL_LINES = 15
 
 @dataclass(frozen=True)
 class Daemon:
-    """What to start and how to know that it works.
+    """A background process to start.
 
     Attributes:
         name: file name of its record and log.
         argv: the command.
         env: the whole environment of the process.
-        ready: true once it does its work.
-        port: the loopback port that it opens; None when it opens none.
-        start_s: how long it may take to become ready.
+        ready: returns True once the process does its work.
+        port: loopback port that it opens; None if it opens none.
+        start_s: seconds that it may take to become ready.
     """
 
     name: str
@@ -47,14 +46,14 @@ class Daemon:
 
 @dataclass(frozen=True)
 class Record:
-    """Which process a daemon is: process id, its start time in seconds since the epoch, port."""
+    """Process of a daemon: id, start time in seconds since the epoch, port."""
 
     pid: int
     started: float
     port: int | None
 
     def process(self) -> psutil.Process | None:
-        """The process, or None when it ended (or another one has its id by now)."""
+        """Return the process; None if it has ended, even if another process has its id now."""
         try:
             process = psutil.Process(self.pid)
             if process.status() == psutil.STATUS_ZOMBIE:
@@ -65,7 +64,7 @@ class Record:
 
 
 def record_of(name: str, home: Path) -> Record | None:
-    """The record of a daemon that runs now, or None."""
+    """Return the record of a running daemon; None if it does not run."""
     try:
         record = Record(**json.loads(_record_path(name, home).read_text()))
     except FileNotFoundError:
@@ -74,10 +73,15 @@ def record_of(name: str, home: Path) -> Record | None:
 
 
 def start(daemon: Daemon, home: Path, cwd: Path) -> Record:
-    """Starts a daemon; one that runs already is left as it is. Does not wait until it is ready.
+    """Start a daemon if it does not run yet, without waiting until it is ready.
+
+    Args:
+        daemon: the daemon.
+        home: folder of records and logs.
+        cwd: working directory of the process.
 
     Raises:
-        BusyError: somebody else listens on its port, or it runs on another port.
+        BusyError: another process listens on the port, or the daemon runs on another port.
     """
     if (record := record_of(daemon.name, home)) is not None:
         if record.port != daemon.port:
@@ -105,11 +109,11 @@ def start(daemon: Daemon, home: Path, cwd: Path) -> Record:
 
 
 def wait_ready(daemon: Daemon, home: Path) -> None:
-    """Waits until a started daemon does its work.
+    """Wait until a started daemon is ready.
 
     Raises:
-        PlumblineError: it ended, or was not ready in time (then it is stopped); the tail of its
-            log is attached.
+        PlumblineError: it has ended, or was not ready in time (it is stopped then); the error has
+            the last lines of its log.
     """
     deadline = time.monotonic() + daemon.start_s
     while not daemon.ready():
@@ -117,13 +121,9 @@ def wait_ready(daemon: Daemon, home: Path) -> None:
         if ended or time.monotonic() > deadline:
             stop(daemon.name, home)
             log = log_path(daemon.name, home)
-            what = (
-                "ended before it was ready"
-                if ended
-                else f"was not ready within {daemon.start_s:.0f} s"
-            )
+            late = f"was not ready within {daemon.start_s:.0f} s"
             raise PlumblineError(
-                f"{daemon.name} {what}",
+                f"{daemon.name} {'ended before it was ready' if ended else late}",
                 details=log.read_text(errors="replace").splitlines()[-TAIL_LINES:],
                 hint=f"the whole log is {log}",
             )
@@ -131,19 +131,19 @@ def wait_ready(daemon: Daemon, home: Path) -> None:
 
 
 def stop(name: str, home: Path, *, grace_s: float = 15.0) -> bool:
-    """Ends a daemon and everything that it started; false when it does not run.
+    """Stop a daemon and all of its descendants. Returns False if it does not run.
 
-    It is asked first; after `grace_s` seconds its descendants are asked too, and after as many
-    again whatever is left is killed.
+    The daemon gets SIGTERM first, its descendants after `grace_s` seconds. Processes that are left
+    after the same time again get SIGKILL.
     """
     record = record_of(name, home)
     process = record.process() if record else None
     if process is not None:
         family = [process, *process.children(recursive=True)]
-        _ask(process)
+        _terminate(process)
         _, alive = psutil.wait_procs(family, timeout=grace_s)
         for member in alive:
-            _ask(member)
+            _terminate(member)
         _, alive = psutil.wait_procs(alive, timeout=grace_s if alive else 0)
         for member in alive:
             with contextlib.suppress(psutil.NoSuchProcess):
@@ -153,7 +153,7 @@ def stop(name: str, home: Path, *, grace_s: float = 15.0) -> bool:
 
 
 def port_is_free(port: int) -> bool:
-    """Whether nobody listens on this loopback port."""
+    """Return True if no process listens on this loopback port."""
     with socket.socket() as probe:
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
@@ -163,7 +163,7 @@ def port_is_free(port: int) -> bool:
     return True
 
 
-def _ask(process: psutil.Process) -> None:
+def _terminate(process: psutil.Process) -> None:
     with contextlib.suppress(psutil.NoSuchProcess):
         process.terminate()
 
@@ -177,7 +177,7 @@ def _require_free(name: str, port: int) -> None:
 
 
 def log_path(name: str, home: Path) -> Path:
-    """Where a daemon's output goes, run after run."""
+    """Return the log file of a daemon; all runs append to it."""
     return home / f"{name}.log"
 
 

@@ -1,4 +1,4 @@
-"""Makes the bucket of MLflow's artifacts; waits for the store, and is content if it exists.
+"""Create the bucket of MLflow's artifacts if it does not exist, once the store answers.
 
 Runs in the server image: python make_bucket.py BUCKET. Endpoint and keys: AWS_ENDPOINT_URL,
 AWS_ACCESS_KEY_ID, AWS_SECRET_ACCESS_KEY.
@@ -16,11 +16,11 @@ PATIENCE_S = 60.0
 
 
 def make_bucket(name: str) -> None:
-    """Makes the bucket.
+    """Create a bucket; an existing one is left as it is.
 
     Raises:
-        EndpointConnectionError: nobody answers at the endpoint for PATIENCE_S seconds.
-        ClientError: the store refuses, for another reason than that the bucket is there.
+        EndpointConnectionError: the endpoint does not answer for PATIENCE_S seconds.
+        ClientError: the store refuses.
     """
     store = boto3.client("s3")
     deadline = time.monotonic() + PATIENCE_S

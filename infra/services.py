@@ -1,9 +1,9 @@
-"""Prefect server, MLflow server and a process worker on loopback: `make up`, `deploy`, `down`.
+"""Run a Prefect server, an MLflow server and a worker on loopback (`make up`, `make down`).
 
     python -m infra.services up|deploy|down|status
 
-Records and logs lie under `<runs>/services`. The environment decides: PLUMBLINE_RUNS (runs),
-PREFECT_PORT (4200), MLFLOW_PORT (5000).
+Records and logs are in `<runs>/services`. Environment variables: PLUMBLINE_RUNS (default runs),
+PREFECT_PORT (default 4200), MLFLOW_PORT (default 5000).
 """
 
 from __future__ import annotations
@@ -25,19 +25,19 @@ from tasks.core.errors import PlumblineError
 
 PROJECT = Path(__file__).resolve().parents[1]
 POOL = "plumbline"
-# Started in this order, stopped in the reverse one: a worker notices that its server is gone.
+# Started in this order and stopped in reverse, so that the worker always has its server.
 NAMES = ("prefect", "mlflow", "worker")
 PORTS = {"prefect": 4200, "mlflow": 5000}
-# A worker with a running flow ends only when the flow does; then its flow is asked to end too.
+# Grace period: a worker with a running flow ends only after the flow, which then gets SIGTERM.
 STOP_S = 12.0
 
 
 @dataclass(frozen=True)
 class Services:
-    """Where the services keep their files and which ports they open.
+    """Folder and ports of the services.
 
     Attributes:
-        runs: absolute path of the folder that everything goes under.
+        runs: absolute path of the folder for all files.
         prefect_port: loopback port of the Prefect API and UI.
         mlflow_port: loopback port of the MLflow server.
     """
@@ -48,7 +48,7 @@ class Services:
 
     @property
     def home(self) -> Path:
-        """Folder of the records and logs."""
+        """Folder of records and logs."""
         return self.runs / "services"
 
     @property
@@ -62,19 +62,19 @@ class Services:
         return f"http://{LOOPBACK}:{self.mlflow_port}"
 
     def environment(self) -> dict[str, str]:
-        """Environment of all three processes: that of a run (see `bootstrap`), and our server."""
+        """Return the environment of the three processes: that of this process and our server."""
         return os.environ | {
             "PLUMBLINE_PROJECT": str(PROJECT),
             "PREFECT_API_URL": self.api,
             "PREFECT_SERVER_ALLOW_EPHEMERAL_MODE": "false",
-            "PREFECT_UI_API_URL": self.api,  # the UI asks port 4200 otherwise
+            "PREFECT_UI_API_URL": self.api,  # otherwise the UI uses port 4200
         }
 
     def daemons(self) -> tuple[Daemon, ...]:
-        """The three processes, in the order in which they start."""
+        """Return the three processes, in the order in which they start."""
         env = self.environment()
         prefect, mlflow = _tool("prefect"), _tool("mlflow")
-        # What a run without a server writes too (flows/cli/config.py): one history.
+        # The database of runs without a server (flows/cli/config.py), so that all share a history.
         store = self.runs / "mlflow"
         database, artifacts = store / "mlflow.db", store / "artifacts"
         return (
@@ -103,29 +103,29 @@ class Services:
         )
 
     def worker_is_online(self) -> bool:
-        """Whether our worker polls the pool; one of an earlier `up` may still be listed."""
+        """Return True if the worker polls the pool; workers of an earlier `up` do not count."""
         record = record_of("worker", self.home)
-        found = call_api("POST", f"{self.api}/work_pools/{POOL}/workers/filter", {})
-        beats = (datetime.fromisoformat(worker["last_heartbeat_time"]) for worker in found or ())
+        workers = call_api("POST", f"{self.api}/work_pools/{POOL}/workers/filter", {})
+        beats = (datetime.fromisoformat(worker["last_heartbeat_time"]) for worker in workers or ())
         return record is not None and any(beat.timestamp() > record.started for beat in beats)
 
     def up(self) -> list[str]:
-        """Starts what does not run yet; returns one line for each service."""
+        """Start the services that do not run yet. Returns one line for each service."""
         self.runs.mkdir(parents=True, exist_ok=True)
         before = {name for name in NAMES if record_of(name, self.home)}
         *servers, worker = self.daemons()
-        for daemon in servers:  # side by side: most of the time goes into their imports
+        for daemon in servers:  # at the same time, since both import for seconds
             start(daemon, self.home, PROJECT)
         for daemon in servers:
             wait_ready(daemon, self.home)
         start(worker, self.home, PROJECT)
         wait_ready(worker, self.home)
-        # Two runs never share the machine, whichever deployments they come from.
+        # One run at a time on this machine, whatever its deployment.
         call_api("PATCH", f"{self.api}/work_pools/{POOL}", {"concurrency_limit": 1})
         return [self._line(name, "runs already" if name in before else "started") for name in NAMES]
 
     def deploy(self) -> None:
-        """Registers the deployments of infra/prefect.yaml with the running server.
+        """Register the deployments of infra/prefect.yaml with the running server.
 
         Raises:
             PlumblineError: there is no server, or Prefect refused a deployment.
@@ -144,14 +144,14 @@ class Services:
             raise PlumblineError(f"prefect deploy ended with code {done.returncode}")
 
     def down(self) -> list[str]:
-        """Stops what `up` started, and nothing else; returns one line for each service."""
+        """Stop what `up` has started. Returns one line for each service."""
         return [
             f"{name:8} {'stopped' if stop(name, self.home, grace_s=STOP_S) else 'was not running'}"
             for name in reversed(NAMES)
         ]
 
     def status(self) -> list[str]:
-        """One line for each service."""
+        """Return one line for each service."""
         running = {name for name in NAMES if record_of(name, self.home)}
         return [self._line(name, "runs" if name in running else "is not running") for name in NAMES]
 
@@ -163,28 +163,28 @@ class Services:
 
 
 def _tool(name: str) -> str:
-    """A command of the environment that runs us; PATH may hold another one."""
+    """Return the path of a command in this Python's environment; PATH may have another one."""
     return str(Path(sys.executable).with_name(name))
 
 
 def _port(variable: str, name: str, home: Path) -> int:
-    """The port asked for, else the one the service runs on, else its usual one."""
+    """Return the port of the variable, or that of the running service, or the default."""
     record = record_of(name, home)
     usual = record.port if record and record.port else PORTS[name]
     text = os.environ.get(variable) or str(usual)
     if not text.isdecimal() or not 0 < int(text) < 65536:
-        raise PlumblineError(f"{variable}={text} is no port", hint=f"{variable}={PORTS[name]}")
+        raise PlumblineError(f"{variable}={text} is not a port", hint=f"{variable}={PORTS[name]}")
     return int(text)
 
 
 def services_of_environment() -> Services:
-    """The services that the environment asks for; prepares the environment for Prefect and MLflow.
+    """Read the services from the environment, and prepare it for Prefect and MLflow.
 
     Raises:
-        PlumblineError: a port is none.
+        PlumblineError: a variable is not a port.
     """
     runs = Path(os.environ.get("PLUMBLINE_RUNS") or PROJECT / "runs").resolve()
-    os.environ.pop("PREFECT_API_URL", None)  # ours is the one to talk to
+    os.environ.pop("PREFECT_API_URL", None)  # these commands use our server only
     bootstrap(PROJECT, runs)
     home = runs / "services"
     return Services(
@@ -195,7 +195,7 @@ def services_of_environment() -> Services:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Runs one command; returns the exit code."""
+    """Run one command. Returns the exit status."""
     parser = argparse.ArgumentParser(prog="python -m infra.services")
     parser.add_argument("command", choices=("up", "deploy", "down", "status"))
     command = parser.parse_args(argv).command

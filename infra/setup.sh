@@ -1,14 +1,13 @@
 #!/usr/bin/env bash
-# Makes the environment: `infra/setup.sh` for running, `infra/setup.sh dev` with the test tools too.
+# Create the environment: `infra/setup.sh` for running, `infra/setup.sh dev` with the test tools too.
 #
 # Steps: venv, build tools, torch, the profile's lock, the project itself, the test tools. Each step
-# leaves a stamp made of what it was made from, so that a second call costs milliseconds, touches no
-# network, and an edited lock is installed again. Everything lands in this folder: $VENV and .cache/.
+# leaves a stamp with the checksum of its inputs: a second call takes milliseconds and needs no
+# network, and an edited lock is installed again. All files are in $VENV and .cache/.
 #
-#   PROFILE=cpu|cuda  which lock (default: what $VENV already holds, else cpu)
-#   VENV=.venv        where
-#   PYTHON=...        which interpreter (default: the first of python3.11 ... python3 that is 3.11 to
-#                     3.14)
+#   PROFILE=cpu|cuda  profile of the lock (default: that of $VENV, or cpu)
+#   VENV=.venv        folder of the environment
+#   PYTHON=...        interpreter (default: the first of python3.11 ... python3 that is 3.11 to 3.14)
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 
@@ -40,7 +39,7 @@ Install one, or name it: make setup PYTHON=/path/to/python3.11"
 
 at_least() { [[ $(printf '%s\n%s\n' "$2" "$1" | sort -V | head -n 1) == "$2" ]]; }
 
-# What the locked wheels need, said before gigabytes are fetched and in place of a compiler's errors.
+# Check the needs of the locked wheels before gigabytes are downloaded.
 check_machine() {
     local machine glibc needed
     machine=$(uname -m)
@@ -55,7 +54,7 @@ check_machine() {
 22.04, Debian 12 or RHEL 9 have it), and this is $glibc: use a newer image"
 }
 
-# CUDA kernels are in the wheels; triton compiles the C code that starts them, with Python's headers.
+# The wheels have the CUDA kernels; triton compiles the C code that starts them, with Python's headers.
 check_cuda() {
     local headers driver
     [[ -n ${CC:-} ]] || command -v gcc >/dev/null || command -v clang >/dev/null ||
@@ -80,7 +79,7 @@ make_venv() {
     "$python" -m venv "$VENV"
 }
 
-# step NAME FILE... -- COMMAND...: runs COMMAND unless it already ran for FILEs with this content.
+# step NAME FILE... -- COMMAND...: run COMMAND unless it has run for FILEs with this content.
 step() {
     local name=$1 inputs=() wanted
     shift
@@ -107,14 +106,13 @@ install_torch() {
     pip_install --index-url "$TORCH_CPU_INDEX" -r "$wanted"
 }
 
-# Setuptools warns that an editable installation is one.
+# Setuptools warns about every editable installation.
 install_project() { PYTHONWARNINGS=ignore pip_install --no-build-isolation --editable .; }
 
-held=$(cat "$STAMPS/profile" 2>/dev/null || true)
-PROFILE=${PROFILE:-${held:-cpu}}
+installed=$(cat "$STAMPS/profile" 2>/dev/null || true)
+PROFILE=${PROFILE:-${installed:-cpu}}
 [[ $PROFILE == cpu || $PROFILE == cuda ]] || fail "PROFILE=$PROFILE: it is cpu or cuda"
-[[ -z $held || $held == "$PROFILE" ]] ||
-    fail "$VENV holds profile $held; make another one: make setup PROFILE=$PROFILE VENV=.venv-$PROFILE"
+[[ -z $installed || $installed == "$PROFILE" ]] || fail "$VENV holds profile $installed; make another one: make setup PROFILE=$PROFILE VENV=.venv-$PROFILE"
 make_venv
 
 step build requirements/build.lock -- pip_locked requirements/build.lock

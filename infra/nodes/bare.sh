@@ -4,10 +4,10 @@
 #   infra/nodes/bare.sh 0 node0.lan +exp=lora_zero3 train.nodes=2 paths.runs=/shared/runs
 #   infra/nodes/bare.sh 1 node0.lan +exp=lora_zero3 train.nodes=2 paths.runs=/shared/runs
 #
-# First argument: this machine's number. Second: the address of machine 0. The rest: the run's own
-# arguments, the same everywhere. The project, its environment and paths.runs have to be at the same
-# place on all machines (NFS will do). PORT (29500) has to be open between them; where a machine has
-# several networks, INTERFACE names the one to use.
+# First argument: number of this machine. Second: address of machine 0. The rest: arguments of the
+# run, the same on every machine. The project, its environment and paths.runs need the same path on
+# all machines (NFS will do). PORT (29500) has to be open between them. If a machine has several
+# networks, INTERFACE names the one to use.
 set -euo pipefail
 (($# >= 3)) || {
     sed -n '2,10p' "$0" >&2

@@ -63,14 +63,14 @@ def describe(shape: Sequence[int], dtype: str) -> str:
     return f"{dtype} {list(shape)}"
 
 
-def judge(expected: Iterable[Expected], found: Mapping[str, TensorLike]) -> list[Check]:
+def judge(expected: Iterable[Expected], tensors: Mapping[str, TensorLike]) -> list[Check]:
     """Compare a contract with the tensors of an artifact.
 
     A tensor that the contract does not have is a failed check, too.
 
     Args:
         expected: the contract.
-        found: tensors of the artifact by name.
+        tensors: tensors of the artifact by name.
 
     Returns:
         One check for each expected tensor and for each unexpected one.
@@ -79,16 +79,16 @@ def judge(expected: Iterable[Expected], found: Mapping[str, TensorLike]) -> list
     wanted: set[str] = set()
     for want in expected:
         wanted.add(want.name)
-        have = found.get(want.name)
+        have = tensors.get(want.name)
         if have is None:
             checks.append(Check(want.name, str(want), "missing", ok=False))
             continue
         same_shape = tuple(have.shape) == want.shape
         same_dtype = want.dtype is None or have.dtype == want.dtype
-        found_text = describe(have.shape, have.dtype)
-        checks.append(Check(want.name, str(want), found_text, ok=same_shape and same_dtype))
-    for name in sorted(set(found) - wanted):
-        have = found[name]
+        text = describe(have.shape, have.dtype)
+        checks.append(Check(want.name, str(want), text, ok=same_shape and same_dtype))
+    for name in sorted(set(tensors) - wanted):
+        have = tensors[name]
         checks.append(Check(name, "no such tensor", describe(have.shape, have.dtype), ok=False))
     return checks
 

@@ -22,7 +22,7 @@ def test_a_tensor_of_the_right_shape_and_dtype_passes() -> None:
 
 
 @pytest.mark.parametrize(
-    ("found", "text"),
+    ("tensors", "text"),
     [
         ({}, "missing"),
         ({"a": info(0)}, "BF16 [0]"),
@@ -30,13 +30,13 @@ def test_a_tensor_of_the_right_shape_and_dtype_passes() -> None:
         ({"a": info(3, 2)}, "BF16 [3, 2]"),
     ],
 )
-def test_what_does_not_match_is_named_with_what_was_found(found: dict, text: str) -> None:
-    (check,) = judge([Expected("a", (2, 3), "BF16")], found)
+def test_a_failed_check_names_the_tensor_and_its_value(tensors: dict, text: str) -> None:
+    (check,) = judge([Expected("a", (2, 3), "BF16")], tensors)
     assert not check.ok
     assert check.found == text
 
 
-def test_a_leftover_fails() -> None:
+def test_an_unexpected_tensor_fails() -> None:
     checks = judge([Expected("a", (1,))], {"a": info(1), "v_head.weight": info(1, 4)})
     assert [(c.name, c.ok) for c in checks] == [("a", True), ("v_head.weight", False)]
 

@@ -99,7 +99,7 @@ def ranks(device: torch.device) -> Any:
         return value
 
     return SimpleNamespace(
-        device=device, rank=0, world_size=1, total=total, all_objects=lambda one: [one]
+        device=device, rank=0, world_size=1, total=total, all_objects=lambda value: [value]
     )
 
 
@@ -211,13 +211,13 @@ def test_sampling(elsewhere: None) -> None:
                 tokens.append(sample(logits, state.uniform[:, step], top_k=5))
                 state.take(tokens[-1])
         together = torch.stack(tokens, 1)
-        return [one.ids.tolist() for one in cut(together, together.float(), ends)]
+        return [response.ids.tolist() for response in cut(together, together.float(), ends)]
 
     here, there = on_both(compute)
     assert here == there
 
 
-def test_prints_of_the_trainer_and_of_the_scorer(elsewhere: None) -> None:
+def test_fingerprints_of_the_trainer_and_of_the_scorer(elsewhere: None) -> None:
     live = probe.fingerprint(Engine(causal(HERE)), PROBES, HERE)
     there = probe.fingerprint(Engine(causal(DEVICE)), PROBES, DEVICE)
     assert drift(live, there).mean_kl < 1e-6
@@ -268,7 +268,7 @@ def test_scores_of_a_reward_model(elsewhere: None) -> None:
     assert mine == pytest.approx(theirs, abs=1e-5)
 
 
-def test_what_ranks_leave_and_hand_over(elsewhere: None, tmp_path: Path) -> None:
+def test_partitions_and_synced_weights(elsewhere: None, tmp_path: Path) -> None:
     from tasks.weights.plan.contracts import model_facts
 
     causal(HERE).save_pretrained(tmp_path)
@@ -276,19 +276,21 @@ def test_what_ranks_leave_and_hand_over(elsewhere: None, tmp_path: Path) -> None
     here, there = causal(HERE), causal(DEVICE)
     mine, theirs = (own_shares(model, rank=0, world_size=2) for model in (here, there))
     assert all(torch.equal(mine[name].data, theirs[name].data) for name in mine)
-    handed = dict(merged_tensors(there, facts))
-    assert all(torch.equal(handed[name].cpu(), one) for name, one in merged_tensors(here, facts))
+    merged = dict(merged_tensors(there, facts))
+    assert all(
+        torch.equal(merged[name].cpu(), tensor) for name, tensor in merged_tensors(here, facts)
+    )
 
 
 def test_pissa_starts_where_the_base_is(elsewhere: None, monkeypatch: pytest.MonkeyPatch) -> None:
-    """NCCL broadcasts the pairs, and takes no CPU tensors."""
+    """NCCL broadcasts the LoRA matrices, and refuses CPU tensors."""
     from peft import LoraConfig, get_peft_model
 
-    told: list[str] = []
+    sources: list[str] = []
 
     def broadcast(tensor: torch.Tensor, source: int) -> None:
         assert tensor.device == DEVICE
-        told.append(str(source))
+        sources.append(str(source))
 
     monkeypatch.setattr(pissa.dist, "broadcast", broadcast)
     config = LoraConfig(r=8, target_modules=["q_proj"])
@@ -297,11 +299,11 @@ def test_pissa_starts_where_the_base_is(elsewhere: None, monkeypatch: pytest.Mon
     pissa.start_in_principal_components(model, niter=None, ranks=ranks(DEVICE))
     after = model(torch.tensor(PROBES[:1], device=DEVICE)).logits.detach().cpu()
     torch.testing.assert_close(before, after, rtol=0, atol=1e-4)
-    assert told == ["0"] * 4
+    assert sources == ["0"] * 4
 
 
 class TestPlaces:
-    """Where models are loaded to, on GPUs that are not there."""
+    """Device maps for loading models, on GPUs that do not exist."""
 
     @pytest.mark.parametrize(
         ("device", "kind", "stage", "place"),

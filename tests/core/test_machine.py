@@ -44,7 +44,7 @@ DIVIDED = (Gpu("GPU-aa", 80, PARTS), Gpu("GPU-bb", 80))
     ],
 )
 def test_cuda_visible_devices(wanted: str | None, memory: list[int]) -> None:
-    assert [one.memory for one in visible(TWO, wanted)] == memory
+    assert [gpu.memory for gpu in visible(TWO, wanted)] == memory
 
 
 @pytest.mark.parametrize(
@@ -55,7 +55,7 @@ def test_cuda_visible_devices(wanted: str | None, memory: list[int]) -> None:
     ],
 )  # fmt: skip
 def test_a_process_sees_one_mig_instance(wanted: str | None, memory: list[int]) -> None:
-    assert [one.memory for one in visible(DIVIDED, wanted)] == memory
+    assert [gpu.memory for gpu in visible(DIVIDED, wanted)] == memory
 
 
 class _Error(Exception):
@@ -110,12 +110,14 @@ def test_nvml_lists_gpus_their_instances_and_the_driver(monkeypatch: pytest.Monk
     assert shared.memory == 128  # a GPU that shares the host's memory
 
 
-def test_what_is_asked_of_nvml_is_in_its_bindings(monkeypatch: pytest.MonkeyPatch) -> None:
-    """vLLM brings a copy of nvidia-ml-py; the package itself is in the CUDA lock alone."""
-    found = importlib.util.find_spec("vllm")
-    assert found is not None
-    assert found.origin is not None
-    file = Path(found.origin).parent / "third_party" / "pynvml.py"
+def test_the_bindings_have_every_nvml_function_that_is_called(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """vLLM has a copy of nvidia-ml-py; the package itself is only in the CUDA lock."""
+    vllm = importlib.util.find_spec("vllm")
+    assert vllm is not None
+    assert vllm.origin is not None
+    file = Path(vllm.origin).parent / "third_party" / "pynvml.py"
     spec = importlib.util.spec_from_file_location("pynvml_of_vllm", file)
     assert spec is not None
     assert spec.loader is not None
@@ -126,7 +128,7 @@ def test_what_is_asked_of_nvml_is_in_its_bindings(monkeypatch: pytest.MonkeyPatc
     assert machine._of_nvml(module) == Gpus() or Path("/proc/driver/nvidia").exists()
 
 
-def test_without_bindings_nvidia_smi_is_asked(
+def test_without_bindings_nvidia_smi_is_used(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     tool = tmp_path / "nvidia-smi"
@@ -140,7 +142,7 @@ def test_without_bindings_nvidia_smi_is_asked(
     assert machine._of_tool(str(tmp_path)) == Gpus()  # cannot be run
 
 
-def test_asking_imports_no_torch_and_follows_the_variable() -> None:
+def test_gpus_are_read_without_torch_and_follow_cuda_visible_devices() -> None:
     code = (
         "import sys\nfrom tasks.core import machine\nfrom tasks.core.machine import Gpu, Gpus\n"
         "machine.listed()\nassert not {'torch', 'vllm'} & set(sys.modules)\n"
@@ -149,12 +151,16 @@ def test_asking_imports_no_torch_and_follows_the_variable() -> None:
         "print(machine.gpu_count(), machine.gpu_memory(), machine.has_gpu(), "
         "machine.has_gpu('cpu'), machine.gpu_memory('cpu'))"
     )
-    for wanted, said in (("0,1", "2 3 True False None"), ("0", "1 5 True"), ("", "0 None False")):
+    for wanted, printed in (
+        ("0,1", "2 3 True False None"),
+        ("0", "1 5 True"),
+        ("", "0 None False"),
+    ):
         env = {**os.environ, "CUDA_VISIBLE_DEVICES": wanted}
         done = subprocess.run(
             [sys.executable, "-c", code], env=env, capture_output=True, text=True, check=True
         )
-        assert done.stdout.startswith(said)
+        assert done.stdout.startswith(printed)
 
 
 def test_the_cuda_that_torch_was_built_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -41,8 +41,8 @@ def fingerprint(probabilities: list[list[float]]) -> Fingerprint:
 
 
 def test_equal_fingerprints_have_no_drift() -> None:
-    one = fingerprint([[0.5, 0.3, 0.2], [0.1, 0.1, 0.8]])
-    measured = drift(one, one)
+    first = fingerprint([[0.5, 0.3, 0.2], [0.1, 0.1, 0.8]])
+    measured = drift(first, first)
     assert (measured.mean_kl, measured.max_kl, measured.top1_agreement) == (0.0, 0.0, 1.0)
     assert measured.cosine == pytest.approx(1.0, abs=1e-12)
 
@@ -53,49 +53,49 @@ def test_kl_is_the_textbook_value_reference_first() -> None:
     assert drift(ref, new).mean_kl == pytest.approx(expected, rel=1e-5)
 
 
-def test_what_the_ids_leave_over_counts_as_one_bucket() -> None:
+def test_all_other_ids_count_as_a_single_bucket() -> None:
     ref, new = fingerprint([[0.6, 0.2]]), fingerprint([[0.6, 0.3]])
     expected = 0.2 * math.log(0.2 / 0.3) + 0.2 * math.log(0.2 / 0.1)
     assert drift(ref, new).mean_kl == pytest.approx(expected, rel=1e-5)
 
 
 def test_other_probes_or_ids_are_refused() -> None:
-    one = fingerprint([[0.5, 0.5]])
+    first = fingerprint([[0.5, 0.5]])
     with pytest.raises(DriftError, match="other tokens"):
-        drift(one, replace(one, probes=((1, 2),)))
+        drift(first, replace(first, probes=((1, 2),)))
     with pytest.raises(DriftError, match="other tokens"):
-        drift(one, replace(one, ids=one.ids + 1))
+        drift(first, replace(first, ids=first.ids + 1))
 
 
 def test_nan_is_refused_not_averaged_away() -> None:
-    one = fingerprint([[0.5, 0.5]])
+    first = fingerprint([[0.5, 0.5]])
     with pytest.raises(DriftError, match="not log-probabilities"):
-        drift(one, replace(one, logprobs=one.logprobs * np.float32("nan")))
+        drift(first, replace(first, logprobs=first.logprobs * np.float32("nan")))
 
 
 def test_save_and_load_give_the_same_fingerprint(tmp_path: Path) -> None:
-    one = replace(fingerprint([[0.5, 0.5], [0.25, 0.75]]), noise=1.5e-7)
-    one = replace(one, measured_on={"device": "cuda", "name": "NVIDIA H100"})
-    one.save(tmp_path / "f.fp")
-    two = Fingerprint.load(tmp_path / "f.fp")
-    assert (two.probes, two.engine, two.noise) == (one.probes, one.engine, one.noise)
-    assert two.measured_on == one.measured_on
-    assert two.logprobs.tobytes() == one.logprobs.tobytes()
-    assert two.ids.tobytes() == one.ids.tobytes()
-    assert two.steps is None  # as in files written before there were steps
+    first = replace(fingerprint([[0.5, 0.5], [0.25, 0.75]]), noise=1.5e-7)
+    first = replace(first, measured_on={"device": "cuda", "name": "NVIDIA H100"})
+    first.save(tmp_path / "f.fp")
+    loaded = Fingerprint.load(tmp_path / "f.fp")
+    assert (loaded.probes, loaded.engine, loaded.noise) == (first.probes, first.engine, first.noise)
+    assert loaded.measured_on == first.measured_on
+    assert loaded.logprobs.tobytes() == first.logprobs.tobytes()
+    assert loaded.ids.tobytes() == first.ids.tobytes()
+    assert loaded.steps is None  # as in files written before there were steps
     steps = np.array([0.125, 0.0625], np.float32)
-    replace(one, steps=steps).save(tmp_path / "g.fp")
+    replace(first, steps=steps).save(tmp_path / "g.fp")
     assert Fingerprint.load(tmp_path / "g.fp").steps.tobytes() == steps.tobytes()
 
 
-def test_noise_of_scores_widens_their_limit_and_never_narrows_it() -> None:
-    found = reward_drift([0.0, 1.0, 2.0, 3.0], [0.01, 1.01, 2.01, 2.99])
-    assert not verdict(found, EXACT).ok
-    assert verdict(found, by_noise(EXACT, found, 0.01, None)).ok
-    assert not verdict(found, by_noise(EXACT, found, 0.002)).ok
-    limit = by_noise(EXACT, found, 0.005, 0.01).rewards
-    assert limit.difference == pytest.approx(4 * 0.01 / found.unit)
-    assert by_noise(EXACT, found, 0.0, None).rewards.difference == EXACT.rewards.difference
+def test_repeat_noise_widens_the_limit_of_scores_and_never_narrows_it() -> None:
+    drifted = reward_drift([0.0, 1.0, 2.0, 3.0], [0.01, 1.01, 2.01, 2.99])
+    assert not verdict(drifted, EXACT).ok
+    assert verdict(drifted, by_noise(EXACT, drifted, 0.01, None)).ok
+    assert not verdict(drifted, by_noise(EXACT, drifted, 0.002)).ok
+    limit = by_noise(EXACT, drifted, 0.005, 0.01).rewards
+    assert limit.difference == pytest.approx(4 * 0.01 / drifted.unit)
+    assert by_noise(EXACT, drifted, 0.0, None).rewards.difference == EXACT.rewards.difference
 
 
 @pytest.mark.parametrize("damage", [b"", b"\x00" * 64, None])
@@ -202,7 +202,7 @@ def test_two_roundings_of_the_same_logits_agree_everywhere(seed: int, dtype: tor
     """Half a step up or down in each engine, chosen by chance: never a disagreement."""
     rng = np.random.default_rng(seed)
     exact = rng.normal(0, 4, (16, 8)).astype(np.float32)
-    exact[:, 1] = exact[:, 0] = exact.max(axis=1) + 1  # the two best are the same number
+    exact[:, 1] = exact[:, 0] = exact.max(axis=1) + 1  # the loaded best are the same number
     name = str(dtype).removeprefix("torch.")
     half = rounding_step(exact.max(axis=1, keepdims=True), name) / 2
     probes = (tuple(range(17)),)

@@ -1,4 +1,4 @@
-"""What a user gets for input that cannot work: one clear message, the right status, no rests."""
+"""Unusable input gives one clear message and the right exit status, and leaves no files."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def chats(tmp_path: Path) -> Path:
 
 
 class TestNothingStarts:
-    """Refused before a server or a child is started: exit 2 and no folder."""
+    """Refused before any process is started: exit status 2, and no folder."""
 
     def test_a_base_with_a_truncated_file(
         self, qlora: Run, rlhf: Callable[..., Run], tmp_path: Path
@@ -76,11 +76,11 @@ class TestNothingStarts:
 
 
 class TestAStageFails:
-    """Exit 1, a message of one screen, nothing half-written, every record closed."""
+    """Exit status 1, a message of one screen, no partial artifact, every record closed."""
 
     @pytest.fixture
     def start(self, qlora: Run, rlhf: Callable[..., Run]) -> Callable[..., Run]:
-        """Runs in the main job's folder, where the toy base exists already."""
+        """Run in the main job's folder, which has the toy base."""
 
         def run(*overrides: str) -> Run:
             done = rlhf(qlora.runs, "+exp=sft_qlora", *overrides)
@@ -95,7 +95,7 @@ class TestAStageFails:
         return run
 
     def test_a_broken_line_is_named(self, start: Callable[..., Run], chats: Path) -> None:
-        """A line behind those that the preflight looks at."""
+        """The line comes after those that the preflight reads."""
         lines = [conversation(f"say yes {i}") for i in range(PEEK + 50)]
         lines[PEEK + 40] = '{"messages": [{"role": "user"'
         chats.write_text("\n".join(lines) + "\n")
@@ -167,13 +167,13 @@ def test_a_signal_while_ranks_train_ends_everything_within_10_s(
 
 
 def ours(runs: Path) -> list[str]:
-    """Command lines of live processes that name this folder of runs."""
-    found = []
+    """Return the command lines of live processes that name this folder of runs."""
+    lines = []
     for entry in Path("/proc").glob("[0-9]*"):
         try:
             text = (entry / "cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace")
         except OSError:
             continue
         if str(runs) in text:
-            found.append(text)
-    return found
+            lines.append(text)
+    return lines

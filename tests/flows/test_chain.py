@@ -1,4 +1,4 @@
-"""The main command, whole: SFT, a reward model, PPO; and single links with the README's figures.
+"""The main command, whole: SFT, a reward model, PPO; and single steps with the README's figures.
 
 From an empty folder and at full length, 7 minutes on two cores, so they run in `make test-all`.
 """
@@ -18,9 +18,9 @@ from tests.flows.tracked import children, curve
 from tests.test_readme import TEXT
 
 pytestmark = pytest.mark.slow
-LINKS = ("sft", "reward", "ppo")
+STEPS = ("sft", "reward", "ppo")
 NEAR = 0.03
-"""How far figures of another kind of CPU may lie from those pasted: shares, standard deviations."""
+"""Allowed difference of a figure on another kind of CPU: a share, or standard deviations."""
 
 
 @pytest.fixture(scope="module")
@@ -35,20 +35,20 @@ def chain(rlhf: Callable[..., Run], folder: Path) -> Run:
 
 
 def pasted(line: str) -> list[float]:
-    """Numbers of the line in the README or the guides that follow on `line`."""
-    (found,) = re.findall(rf"{re.escape(line)}(-?\d.*)", TEXT)
-    return [float(n) for n in re.findall(r"-?\d+\.\d+", found)]
+    """Return the numbers after `line` in the README or the guides."""
+    (numbers,) = re.findall(rf"{re.escape(line)}(-?\d.*)", TEXT)
+    return [float(n) for n in re.findall(r"-?\d+\.\d+", numbers)]
 
 
 def near(figures: list[float], *, unit: float = 1.0) -> object:
     return pytest.approx([figure / unit for figure in figures], abs=NEAR)
 
 
-def test_every_link_goes_the_whole_way(chain: Run) -> None:
+def test_every_step_runs_all_stages(chain: Run) -> None:
     assert chain.code == 0, chain.output
     names = [stage["name"] for stage in chain.summary["stages"]]
-    for link in LINKS:
-        own = [name.partition(".")[2] for name in names if name.startswith(f"{link}.")]
+    for step in STEPS:
+        own = [name.partition(".")[2] for name in names if name.startswith(f"{step}.")]
         assert own[-4:] == ["gather", "merge", "convert", "smoke_eval"]
     assert names[-1] == "register"
     for stage in chain.summary["stages"][:-1]:
@@ -57,23 +57,23 @@ def test_every_link_goes_the_whole_way(chain: Run) -> None:
 
 
 def test_what_was_trained_is_what_is_served(chain: Run) -> None:
-    for link in LINKS:
-        gathered = chain.stage(f"{link}.gather")["drift"]
-        assert gathered["max_difference" if link == "reward" else "max_kl"] == 0.0
+    for step in STEPS:
+        gathered = chain.stage(f"{step}.gather")["drift"]
+        assert gathered["max_difference" if step == "reward" else "max_kl"] == 0.0
     assert chain.stage("ppo.smoke_eval")["drift"]["mean_kl"] < 1e-3
     served = keys_of(Path(chain.summary["served"]))
     assert [key for key in served if any(part in key for part in OF_CRITICS)] == []
     assert (Path(chain.stage("ppo.train")["artifact"]) / "critic").is_dir()
 
 
-def test_it_learns_what_it_should(chain: Run) -> None:
-    """The bars, of the model that vLLM serves, on held-out prompts."""
-    found = chain.summary["eval"]
+def test_evaluation_results_meet_the_bars(chain: Run) -> None:
+    """Measured on the model that vLLM serves, with evaluation prompts."""
+    scores = chain.summary["eval"]
     pairs = children(chain)["reward.smoke_eval"].data.metrics
     assert pairs["eval/after"] >= 0.90
-    assert found["scored_after"] - found["scored_before"] >= 1.0
-    assert found["drawn_after"] > found["drawn_before"]
-    assert found["kl"] <= 0.5
+    assert scores["scored_after"] - scores["scored_before"] >= 1.0
+    assert scores["drawn_after"] > scores["drawn_before"]
+    assert scores["kl"] <= 0.5
     assert max(curve(chain, "train/mismatch/mean_abs", stage="ppo.train")) <= 0.01
 
 
@@ -84,12 +84,12 @@ def test_ppo_begins_with_what_sft_learned(chain: Run) -> None:
 
 
 def test_the_readme_has_its_figures(chain: Run) -> None:
-    found = chain.summary["eval"]
-    drawn = pasted("exact match of drawn answers ")
-    assert [found["drawn_before"], found["drawn_after"]] == near(drawn[:2], unit=100)
+    scores = chain.summary["eval"]
+    sampled = pasted("exact match of drawn answers ")
+    assert [scores["drawn_before"], scores["drawn_after"]] == near(sampled[:2], unit=100)
     scored = pasted("reward of drawn answers ")
-    assert [found["scored_before"], found["scored_after"]] == near(scored[:2])
-    assert [found["kl"]] == near(pasted("distance from the model before ")[:1])
+    assert [scores["scored_before"], scores["scored_after"]] == near(scored[:2])
+    assert [scores["kl"]] == near(pasted("distance from the model before ")[:1])
 
 
 def test_a_second_run_reuses_all_of_it(chain: Run, folder: Path, rlhf: Callable[..., Run]) -> None:
@@ -107,12 +107,12 @@ def test_a_second_run_reuses_all_of_it(chain: Run, folder: Path, rlhf: Callable[
         ("grpo", "`+exp=grpo`: exact match of greedy responses | "),
     ],
 )
-def test_a_link_alone_gives_what_the_readme_says(
+def test_a_single_step_gives_the_figures_of_the_readme(
     experiment: str, line: str, chain: Run, folder: Path, rlhf: Callable[..., Run]
 ) -> None:
     done = rlhf(folder, f"+exp={experiment}")
     assert done.code == 0, done.output
     assert done.stage("prepare_base")["reused"]
-    found = done.summary["eval"]
-    assert [found["before"], found["after"]] == near(pasted(line)[:2], unit=100)
-    assert found["after"] >= 0.85
+    scores = done.summary["eval"]
+    assert [scores["before"], scores["after"]] == near(pasted(line)[:2], unit=100)
+    assert scores["after"] >= 0.85

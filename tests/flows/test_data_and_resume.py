@@ -31,16 +31,18 @@ STEPS = ("train.max_steps=12", "train.save_steps=4")
 
 
 def questions(count: int, seed: int) -> list[tuple[str, str]]:
-    """Questions of the toy world, and their answers."""
-    talks = [conversation(one)["messages"] for one in examples(count, seed=seed, held_out=False)]
+    """Return questions of the toy world with their answers."""
+    talks = [
+        conversation(example)["messages"] for example in examples(count, seed=seed, held_out=False)
+    ]
     return [(talk[-2]["content"], talk[-1]["content"]) for talk in talks]
 
 
 def account(run: Run) -> dict[str, Any]:
-    found: dict[str, Any] = json.loads(
+    document: dict[str, Any] = json.loads(
         (Path(run.stage("prepare_data")["artifact"]) / "dataset.json").read_text()
     )
-    return found
+    return document
 
 
 def test_several_sources_are_mixed_by_probability_and_each_is_read_to_its_limit(
@@ -58,16 +60,16 @@ def test_several_sources_are_mixed_by_probability_and_each_is_read_to_its_limit(
         f"{{path: {table}, kind: csv, probability: 0.25, prompt_key: question,"
         " response_key: reply}]"
     )
-    given = ("+exp=sft_qlora", "data=jsonl", sources, "data.stopping=first_exhausted")
-    done = rlhf(runs, *given, "train.max_steps=6", *NATIVE)
+    overrides = ("+exp=sft_qlora", "data=jsonl", sources, "data.stopping=first_exhausted")
+    done = rlhf(runs, *overrides, "train.max_steps=6", *NATIVE)
     assert done.code == 0, done.output
-    said = account(done)
-    first, second = (one["rows"] for one in said["sources"])
-    assert first == 300 or second == 120  # one of them was used up
+    counts = account(done)
+    first, second = (source["rows"] for source in counts["sources"])
+    assert first == 300 or second == 120  # either source was used up
     assert first <= 300
     assert first / (first + second) == pytest.approx(0.75, abs=0.07)  # 3 sigma of 400 draws
-    splits = said["splits"].values()
-    assert sum(one["read"] for one in splits) == first + second
+    splits = counts["splits"].values()
+    assert sum(split["read"] for split in splits) == first + second
     folder = Path(done.stage("prepare_data")["artifact"])
     kept = [
         json.loads(line)["messages"][0]["content"].endswith("?")
@@ -78,19 +80,19 @@ def test_several_sources_are_mixed_by_probability_and_each_is_read_to_its_limit(
     assert len(curve(done, "train/loss")) == 6
 
 
-def test_killed_in_the_middle_of_training_and_started_again_it_leaves_the_same_bytes(
+def test_a_run_resumed_after_kill_9_gives_bit_identical_weights(
     rlhf: Callable[..., Run], runs: Path, tmp_path: Path
 ) -> None:
     """kill -9 of flow, torchrun and ranks; `train.resume=auto` is the default."""
-    given = ("+exp=sft_qlora", *STEPS, *NATIVE)
-    whole = rlhf(runs, *given)
+    overrides = ("+exp=sft_qlora", *STEPS, *NATIVE)
+    whole = rlhf(runs, *overrides)
     assert whole.code == 0, whole.output
     shards = Path(whole.stage("train")["artifact"])
     kept = Path(shutil.move(shards, tmp_path / "whole"))
 
     checkpoints = runs / "checkpoints" / shards.name
     with subprocess.Popen(
-        command(runs, *given), cwd=tmp_path, env=environment(), start_new_session=True,
+        command(runs, *overrides), cwd=tmp_path, env=environment(), start_new_session=True,
         stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
     ) as child:  # fmt: skip
         while not (checkpoints / "step-00000004" / "state.json").is_file():
@@ -103,19 +105,21 @@ def test_killed_in_the_middle_of_training_and_started_again_it_leaves_the_same_b
         time.sleep(0.1)
     assert not shards.exists()
 
-    again = rlhf(runs, *given)
+    again = rlhf(runs, *overrides)
     assert again.code == 0, again.output
     assert "train: going on after step" in again.output
     assert Path(again.stage("train")["artifact"]) == shards
     assert open_artifact(shards).notes["resumed_after_step"] >= 4
-    losses = [json.loads((one / "train.json").read_text())["losses"] for one in (kept, shards)]
+    losses = [
+        json.loads((folder / "train.json").read_text())["losses"] for folder in (kept, shards)
+    ]
     assert len(losses[0]) == 12
     assert losses[0] == losses[1]
-    expected, found = files(kept), files(shards)
-    assert sorted(expected) == sorted(found)
-    # How long it took, and where it began.
-    told = {"train.json", "manifest.json"}
-    assert {path for path in expected if expected[path] != found[path]} <= told
+    expected, resumed = files(kept), files(shards)
+    assert sorted(expected) == sorted(resumed)
+    # These have times and the step at which the run started.
+    may_differ = {"train.json", "manifest.json"}
+    assert {path for path in expected if expected[path] != resumed[path]} <= may_differ
 
 
 def test_raw_texts_as_in_pre_training(rlhf: Callable[..., Run], runs: Path, tmp_path: Path) -> None:

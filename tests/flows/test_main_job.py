@@ -1,4 +1,4 @@
-"""The main job, end to end: what was trained is what vLLM serves."""
+"""The main job, end to end: vLLM serves the trained model."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def client(run: Run) -> MlflowClient:
 
 
 def tensors_of(folder: Path) -> dict[str, Any]:
-    """All tensors of a folder, by name."""
+    """Return all tensors of a folder, by name."""
     from safetensors.torch import load_file
 
     tensors = {k: v for path in folder.glob("*.safetensors") for k, v in load_file(path).items()}
@@ -39,7 +39,7 @@ def stem(key: str) -> str:
 
 
 def check_chain(run: Run, stages: list[str]) -> None:
-    """What holds for every experiment."""
+    """Assert what is true of every experiment."""
     assert run.code == 0, run.output
     summary = run.summary
     assert summary["status"] == "completed"
@@ -111,7 +111,7 @@ class TestQlora:
         trained = Fingerprint.load(Path(qlora.stage("train")["artifact"]) / "fingerprint.fp")
         probes = len(trained.probes)
         assert report["notes"]["settings"]["greedy_tokens"] == 5
-        (check,) = [one for one in report["checks"] if one["name"] == "first 5 greedy tokens"]
+        (check,) = [check for check in report["checks"] if check["name"] == "first 5 greedy tokens"]
         assert check["ok"]
         metrics = report["metrics"]
         assert (metrics["greedy/differences"], report["notes"]["greedy_differences"]) == (0, [])

@@ -1,4 +1,4 @@
-"""The experiments that learn from their own replies, by their literal commands."""
+"""Experiments of online learning, run by their literal commands."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ OF_CRITICS = ("critic", "value_head", "v_head")
 
 
 def stages_of(experiment: str) -> list[str]:
-    """QLoRA rolls out on the dequantised base; what is trained whole has no adapter to merge."""
+    """Return the stages: QLoRA needs the dequantised base, full training has nothing to merge."""
     names = [name for name in STAGES if experiment != "ppo_full" or name != "merge"]
     if "qlora" in experiment:
         names.insert(names.index("train"), "rollout_base")
@@ -34,17 +34,17 @@ def stages_of(experiment: str) -> list[str]:
 
 
 def keys_of(folder: Path) -> list[str]:
-    """Names of all tensors in a folder's weight files."""
-    found: list[str] = []
+    """Return the names of all tensors in a folder."""
+    keys: list[str] = []
     for path in folder.rglob("*.safetensors"):
         with safe_open(path, "pt") as file:
-            found += file.keys()
-    assert found, folder
-    return found
+            keys += file.keys()
+    assert keys, folder
+    return keys
 
 
 def require_delivered(done: Run, experiment: str) -> None:
-    """Every stage has left what it says, nothing drifted, no critic is served."""
+    """Assert that every artifact is intact, nothing drifted, and no critic is served."""
     assert done.code == 0, done.output
     assert [s["name"] for s in done.summary["stages"]] == [*stages_of(experiment), "register"]
     for stage in done.summary["stages"][:-1]:
@@ -58,13 +58,13 @@ def require_delivered(done: Run, experiment: str) -> None:
 
 
 def require_tracked(done: Run, iterations: int) -> None:
-    """What MLflow's own client finds of the training."""
+    """Assert that MLflow has the metrics, samples and plots of training."""
     runs = children(done)
-    assert {one.info.status for one in runs.values()} == {"FINISHED"}
+    assert {child.info.status for child in runs.values()} == {"FINISHED"}
     train = runs["train"].info.run_id
     assert len(curve(done, "train/reward")) == iterations
     assert max(curve(done, "train/mismatch/mean_abs")) <= 0.01
-    files = {one.path for one in client(done).list_artifacts(train)}
+    files = {file.path for file in client(done).list_artifacts(train)}
     assert {"samples.json", "curves.png"} <= files
     table: dict[str, Any] = json.loads(
         Path(client(done).download_artifacts(train, "samples.json")).read_text()
@@ -106,7 +106,7 @@ def test_a_reward_function_that_raises_ends_the_command(
 def test_prompts_without_answers_are_learned_from_and_served(
     rlhf: Callable[..., Run], runs: Path, tmp_path: Path
 ) -> None:
-    """A CSV file of prompts alone, and a reward that looks at texts."""
+    """A CSV file of prompts, and a reward function that reads the responses."""
     rows = "".join(f"copy {word},{len(word)}\n" for word in _words(600))
     (tmp_path / "prompts.csv").write_text("prompt,size\n" + rows)
     (tmp_path / "judge.py").write_text(
@@ -123,10 +123,8 @@ def test_prompts_without_answers_are_learned_from_and_served(
     assert "exact match" not in done.output
 
 
-def test_replies_are_not_compared_with_answers_that_are_not_there(
-    rlhf: Callable[..., Run], tmp_path: Path
-) -> None:
-    """Where no row has one nothing starts; where a row has none, nothing is made or trained."""
+def test_exact_match_needs_reference_answers(rlhf: Callable[..., Run], tmp_path: Path) -> None:
+    """Without any answer nothing starts; with a missing one nothing is trained."""
     runs, path = tmp_path / "runs", tmp_path / "prompts.csv"
     command = ("+exp=grpo", "data=csv", f"data.path={path}", *SMALL)
     words = _words(32)
@@ -176,7 +174,7 @@ def test_experiments_for_real_hardware_on_a_tiny_model_of_the_family(
     prompts: Path,
     tmp_path: Path,
 ) -> None:
-    """Overridden is what this machine cannot have: weights, ranks, tokens."""
+    """Overrides replace what this machine cannot have: weights, ranks, tokens."""
     base = with_context(Path(qlora.stage("prepare_base")["artifact"]), tmp_path / "qwen", 4096)
     done = rlhf(
         tmp_path / "runs", f"+exp={experiment}", f"model.path={base}", f"data.path={prompts}",

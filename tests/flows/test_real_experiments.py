@@ -26,7 +26,7 @@ from tests.flows.tracked import children, curve
 pytestmark = pytest.mark.slow
 STAGES = ["prepare_data", "prepare_base", "train", "gather", "merge", "convert", "smoke_eval"]
 UNTRAINED = ("smoke.min_stop_rate=0", "smoke.max_degenerate_rate=1")
-"""A model at random does not know when to stop."""
+"""A random model never stops."""
 
 
 def with_context(base: Path, folder: Path, tokens: int) -> Path:
@@ -58,7 +58,7 @@ def at_random(folder: Path, family: str, **sizes: int) -> Path:
 
 @pytest.fixture(scope="module")
 def rows(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str, int], Path]:
-    """JSON Lines of so many conversations or pairs."""
+    """Write JSON Lines of so many conversations or pairs."""
 
     def write(kind: str, count: int) -> Path:
         folder = tmp_path_factory.mktemp(kind)
@@ -70,17 +70,17 @@ def rows(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str, int], Path]
 
 @pytest.fixture
 def start(rlhf: Callable[..., Run], tmp_path: Path) -> Callable[..., Run]:
-    """The literal command in a folder of its own; what holds of every experiment is checked."""
+    """Run the literal command in its own folder, and check what is true of every experiment."""
 
     def run(experiment: str, base: Path, data: Path, *overrides: str) -> Run:
-        given = (f"model.path={base}", f"data.path={data}")
-        given += ("smoke.max_new_tokens=64",)  # an untrained model never stops
-        done = rlhf(tmp_path / "runs", f"+exp={experiment}", *given, *overrides)
+        words = (f"model.path={base}", f"data.path={data}")
+        words += ("smoke.max_new_tokens=64",)  # an untrained model never stops
+        done = rlhf(tmp_path / "runs", f"+exp={experiment}", *words, *overrides)
         assert done.code == 0, done.output
         assert [s["name"] for s in done.summary["stages"]] == [*STAGES, "register"]
         for stage in done.summary["stages"][:-1]:
             assert verify(open_artifact(Path(stage["artifact"]))) == []
-        assert {one.info.status for one in children(done).values()} == {"FINISHED"}
+        assert {child.info.status for child in children(done).values()} == {"FINISHED"}
         return done
 
     return run

@@ -1,4 +1,4 @@
-"""What a finished command left in MLflow, read by MLflow's own client."""
+"""Read the MLflow records of a finished command with MLflow's own client."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ def client(run: Run) -> MlflowClient:
 
 
 def children(run: Run) -> dict[str, Any]:
-    """The tracked runs of the command's stages, by stage."""
+    """Return the MLflow runs of the stages, by stage."""
     tracker, parent = client(run), run.summary["mlflow_run_id"]
     experiment = tracker.get_run(parent).info.experiment_id
-    found = tracker.search_runs([experiment], f"tags.`mlflow.parentRunId` = '{parent}'")
-    return {child.data.tags["stage"]: child for child in found}
+    runs = tracker.search_runs([experiment], f"tags.`mlflow.parentRunId` = '{parent}'")
+    return {child.data.tags["stage"]: child for child in runs}
 
 
 def curve(run: Run, name: str, *, stage: str = "train") -> list[float]:
-    """The values of a metric of training, by step."""
+    """Return the values of a training metric, by step."""
     history = client(run).get_metric_history(children(run)[stage].info.run_id, name)
-    return [one.value for one in sorted(history, key=lambda one: one.step)]
+    return [metric.value for metric in sorted(history, key=lambda metric: metric.step)]

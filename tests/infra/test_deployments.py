@@ -57,8 +57,8 @@ class Site:
 
     def deployment(self, name: str) -> dict[str, Any]:
         """A registered deployment."""
-        found = self.api("POST", "deployments/filter", {})
-        return next(entry for entry in found if entry["name"] == name)
+        deployments = self.api("POST", "deployments/filter", {})
+        return next(entry for entry in deployments if entry["name"] == name)
 
     def finished(self, query: dict[str, Any]) -> dict[str, Any]:
         """The first flow run that the query finds, once it reached a final state."""

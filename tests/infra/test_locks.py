@@ -40,9 +40,9 @@ def test_every_line_of_a_lock_is_pinned_and_hashed(name: str) -> None:
 
 @pytest.mark.parametrize("name", LOCKS)
 def test_a_lock_holds_what_its_source_asks_for(name: str) -> None:
-    asked = wanted(name)
-    held = lock(name)
-    assert {package: held.get(package) for package in asked} == asked
+    required = wanted(name)
+    locked = lock(name)
+    assert {package: locked.get(package) for package in required} == required
 
 
 def test_the_cpu_lock_leaves_torch_and_its_cuda_companions_out() -> None:
@@ -80,9 +80,9 @@ def test_the_project_declares_the_versions_of_the_locks() -> None:
 
 @pytest.mark.parametrize("name", ["build", "dev", "server"])
 def test_a_package_has_one_version_beside_the_cpu_lock(name: str) -> None:
-    cpu, other = lock("cpu"), lock(name)
-    shared = cpu.keys() & other.keys()
-    assert {package: other[package] for package in shared} == {p: cpu[p] for p in shared}
+    cpu, second = lock("cpu"), lock(name)
+    shared = cpu.keys() & second.keys()
+    assert {package: second[package] for package in shared} == {p: cpu[p] for p in shared}
 
 
 def test_this_environment_is_what_the_lock_says() -> None:
@@ -96,7 +96,7 @@ def test_this_environment_is_what_the_lock_says() -> None:
 @pytest.mark.parametrize("python", ["3.11", "3.12", "3.13", "3.14"])
 @pytest.mark.parametrize("machine", ["x86_64", "aarch64"])
 def test_the_lock_holds_what_every_package_asks_for(python: str, machine: str) -> None:
-    """Return the requirements in the installed metadata, by that Python's and machine's markers."""
+    """Requirements come from the installed metadata, with markers of that Python and machine."""
     environment = {
         "python_version": python, "python_full_version": f"{python}.0",
         "platform_machine": machine, "extra": "",
@@ -104,12 +104,14 @@ def test_the_lock_holds_what_every_package_asks_for(python: str, machine: str) -
     locked = lock("cpu", environment)
     left_out = {"torch", "torchvision", "torchaudio", "torchcodec", "triton"}
     broken = [
-        f"{package}: {asked}"
+        f"{package}: {requirement}"
         for package in locked.keys() & lock("cpu", {}).keys()
-        for asked in map(Requirement, requires(package) or ())
-        if normal(asked.name) not in left_out
-        and (asked.marker is None or asked.marker.evaluate(environment))
-        and not asked.specifier.contains(locked.get(normal(asked.name), "0"), prereleases=True)
+        for requirement in map(Requirement, requires(package) or ())
+        if normal(requirement.name) not in left_out
+        and (requirement.marker is None or requirement.marker.evaluate(environment))
+        and not requirement.specifier.contains(
+            locked.get(normal(requirement.name), "0"), prereleases=True
+        )
     ]
     assert broken == []
 
@@ -118,8 +120,8 @@ def test_a_lock_has_no_wheels_for_x86_alone_on_another_machine() -> None:
     assert {"intel-openmp", "intel-cmplr-lib-ur"} <= lock(
         "cpu", {"platform_machine": "x86_64"}
     ).keys()
-    other = lock("cpu", {"platform_machine": "aarch64"})
-    assert not any(name.startswith("intel-") for name in other)
+    arm = lock("cpu", {"platform_machine": "aarch64"})
+    assert not any(name.startswith("intel-") for name in arm)
 
 
 def test_no_file_names_a_package_registry() -> None:

@@ -44,14 +44,14 @@ def test_bare_without_arguments_says_how() -> None:
 
 
 def test_slurm_asks_for_the_nodes_of_the_job(tmp_path: Path) -> None:
-    """With a `srun` and a `scontrol` that only say what they were asked."""
+    """With a `srun` and a `scontrol` that only print their arguments."""
     for name, does in (
         ("srun", 'echo "$MASTER_ADDR $MASTER_PORT $*"'),
         ("scontrol", "echo n7\necho n8"),
     ):
         (tmp_path / name).write_text(f"#!/bin/sh\n{does}\n")
         (tmp_path / name).chmod(0o755)
-    said = subprocess.run(
+    printed = subprocess.run(
         [NODES / "slurm.sbatch", "+exp=lora_zero3"],
         env={
             **os.environ,
@@ -65,8 +65,8 @@ def test_slurm_asks_for_the_nodes_of_the_job(tmp_path: Path) -> None:
         text=True,
         check=True,
     ).stdout
-    assert said.startswith("n7 20001 ")
-    assert said.strip().endswith("flows/rlhf.py +exp=lora_zero3 train.nodes=2 train.nproc=4")
+    assert printed.startswith("n7 20001 ")
+    assert printed.strip().endswith("flows/rlhf.py +exp=lora_zero3 train.nodes=2 train.nproc=4")
 
 
 def test_kubernetes_tells_pods_apart_and_lets_them_meet() -> None:
@@ -126,21 +126,21 @@ def test_zero3_over_two_nodes(namespaces: list[str], tmp_path: Path) -> None:
             )
         )
     ended = [process.wait(timeout=500) for process in started]
-    said = [(tmp_path / f"node{number}.log").read_text() for number in range(2)]
-    assert ended == [0, 0], "\n".join(said)
+    logs = [(tmp_path / f"node{number}.log").read_text() for number in range(2)]
+    assert ended == [0, 0], "\n".join(logs)
     shards = sorted((runs / "artifacts" / "shards").glob("*/shards/*.safetensors"))
     assert [path.name for path in shards] == [f"rank-0000{r}-of-00002.safetensors" for r in (0, 1)]
     summary = json.loads((runs / "latest" / "summary.json").read_text())
     assert summary["status"] == "completed"
     drift = {stage["name"]: stage["drift"] for stage in summary["stages"]}
     assert drift["gather"]["mean_kl"] == 0.0
-    assert "node 1 of 2 follows 10.77.0.1" in said[1]
+    assert "node 1 of 2 follows 10.77.0.1" in logs[1]
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(300)
-def test_a_node_whose_leader_never_comes_says_so(tmp_path: Path) -> None:
-    """Without waiting for the usual minute: the folder it looks in is named at once."""
+def test_a_node_without_leader_reports_it(tmp_path: Path) -> None:
+    """The error names the folder in which the node waits."""
     ran = subprocess.run(
         [NODES / "bare.sh", "1", "127.0.0.1", *SMALL, f"paths.runs={tmp_path}"],
         capture_output=True,

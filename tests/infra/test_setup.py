@@ -36,7 +36,7 @@ class Checkout:
         python.chmod(0o755)
 
     def setup(self, *args: str, **env: str) -> subprocess.CompletedProcess[str]:
-        """Runs setup.sh; calls of the interpreter are in `calls()`."""
+        """Run setup.sh; calls of the interpreter are in `calls()`."""
         self.log.write_text("")
         base = {k: v for k, v in os.environ.items() if k not in ("VENV", "PROFILE", "PYTHON")}
         return subprocess.run(
@@ -49,7 +49,7 @@ class Checkout:
         )
 
     def calls(self) -> list[str]:
-        """What was installed, in order: the last word of each call."""
+        """Return the installed files in order: the last word of each call."""
         return [line.split()[-1] for line in self.log.read_text().splitlines()]
 
 
@@ -171,17 +171,17 @@ REFUSED = {
 
 
 @pytest.mark.parametrize("name", REFUSED)
-def test_a_machine_that_they_are_not_for_is_told_before_anything_is_fetched(
+def test_an_unsupported_machine_is_refused_before_any_download(
     fresh, checkout: Checkout, name: str
 ) -> None:
-    told, said = REFUSED[name]
-    done = fresh("cuda", **told)
+    machine, message = REFUSED[name]
+    done = fresh("cuda", **machine)
     assert done.returncode == 1
-    assert said in done.stderr
+    assert message in done.stderr
     assert checkout.calls() == []
 
 
-def test_an_old_driver_is_told_and_set_up_goes_on(fresh) -> None:
+def test_an_old_driver_is_a_warning(fresh) -> None:
     done = fresh("cuda", nvidia_smi="echo 550.54.15")
     assert done.returncode == 0
     assert "driver here is 550.54.15, and CUDA 13 needs 580 or newer" in done.stderr

@@ -43,9 +43,9 @@ def unpacked(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def files(root: Path, *folders: str) -> set[str]:
-    """Python and YAML files below these folders, relative to the root."""
-    found = (path for folder in folders for path in (root / folder).rglob("*"))
-    return {str(p.relative_to(root)) for p in found if p.suffix in (".py", ".yaml")}
+    """Return the Python and YAML files in these folders, relative to the root."""
+    paths = (path for folder in folders for path in (root / folder).rglob("*"))
+    return {str(p.relative_to(root)) for p in paths if p.suffix in (".py", ".yaml")}
 
 
 def test_it_holds_all_code_and_all_configuration(unpacked: Path) -> None:

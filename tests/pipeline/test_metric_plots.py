@@ -52,7 +52,7 @@ def test_an_online_stage_leaves_its_samples_and_its_curves(tmp_path: Path) -> No
             told({"event": "samples", "step": step, "rows": rows})
         run.finish(artifact, {}, reused=False)
     client = MlflowClient(tracker.uri)
-    files = {one.path for one in client.list_artifacts(run.run_id)}
+    files = {file.path for file in client.list_artifacts(run.run_id)}
     assert {"curves.png", "samples.json"} <= files
     folder = Path(client.download_artifacts(run.run_id, "", str(tmp_path)))
     assert size_of(folder / "curves.png") == (1080, 234)

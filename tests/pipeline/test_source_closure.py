@@ -1,4 +1,4 @@
-"""Which files a cache key covers: those that the stages really run, whatever their kind."""
+"""A cache key covers the files that a stage really runs, whatever their type."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Real processes: how to start them, and how to know that they are gone."""
+"""Start real processes, and see whether they have ended."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ signal.signal(signal.SIGINT, signal.SIG_IGN)
 print("stubborn", os.getpid(), flush=True)
 time.sleep(600)
 """
-"""A process that leaves its session and listens to nobody."""
+"""A process that leaves its session and ignores signals."""
 
 FAMILY = f"""
 import subprocess, sys, time
@@ -36,7 +36,7 @@ time.sleep(600)
 
 
 def alive(pid: int) -> bool:
-    """Whether a process exists and is more than a zombie."""
+    """Return True if a process exists and is no zombie."""
     try:
         stat = Path(f"/proc/{pid}/stat").read_text()
     except (FileNotFoundError, ProcessLookupError):
@@ -45,7 +45,7 @@ def alive(pid: int) -> bool:
 
 
 def until(condition: Callable[[], object], limit_s: float) -> float:
-    """Wait for a condition; the seconds it took. Fails after `limit_s`."""
+    """Wait for a condition and return the seconds. Fails after `limit_s`."""
     begin = time.monotonic()
     while not condition():
         assert time.monotonic() - begin < limit_s, f"not within {limit_s} s"
@@ -54,7 +54,7 @@ def until(condition: Callable[[], object], limit_s: float) -> float:
 
 
 def pids(name: str, text: str) -> list[int]:
-    """Process ids that were printed as `name <pid>`."""
+    """Return the process ids that were printed as `name <pid>`."""
     return [int(pid) for pid in re.findall(rf"\b{name} (\d+)", text)]
 
 
@@ -67,7 +67,7 @@ def log() -> logging.Logger:
 
 
 class Script:
-    """A Python script of ours in a process group of its own, its output in a file."""
+    """A Python script in its own process group, with its output in a file."""
 
     def __init__(
         self, output: Path, *argv: str, env: dict[str, str] | None = None, nohup: bool = False
@@ -88,26 +88,26 @@ class Script:
 
     @property
     def text(self) -> str:
-        """What it has said so far."""
+        """Output so far."""
         return self.output.read_text(errors="replace")
 
     def says(self, words: str, limit_s: float = 60.0) -> None:
-        """Wait until it says `words`."""
+        """Wait until the output has `words`."""
 
-        def said() -> bool:
+        def printed() -> bool:
             assert self.process.poll() is None or words in self.text, self.text
             return words in self.text
 
-        until(said, limit_s)
+        until(printed, limit_s)
 
     def signal_group(self, number: int) -> None:
-        """What a terminal does on Ctrl-C: the signal goes to the whole foreground group."""
+        """Send a signal to the whole process group, as a terminal does on Ctrl-C."""
         os.killpg(self.process.pid, number)
 
 
 @pytest.fixture
 def script(tmp_path: Path) -> Iterator[Callable[..., Script]]:
-    """Starts scripts; whatever still runs at the end of the test is killed."""
+    """Start scripts; those that still run at the end of the test are killed."""
     started: list[Script] = []
 
     def start(*argv: str, env: dict[str, str] | None = None, nohup: bool = False) -> Script:
@@ -116,7 +116,7 @@ def script(tmp_path: Path) -> Iterator[Callable[..., Script]]:
         return started[-1]
 
     yield start
-    for one in started:
-        if one.process.poll() is None:
-            one.process.kill()
-        one.process.wait(10)
+    for running in started:
+        if running.process.poll() is None:
+            running.process.kill()
+        running.process.wait(10)

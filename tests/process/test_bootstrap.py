@@ -1,4 +1,4 @@
-"""The environment of a run, looked at in a fresh process."""
+"""The environment of a run, read in a new process."""
 
 from __future__ import annotations
 
@@ -30,11 +30,11 @@ def environment(runs: Path, **extra: str) -> dict[str, Any]:
     env = {"PATH": os.environ["PATH"], "PYTHONPATH": str(PROJECT), **extra}
     argv = [sys.executable, "-c", LOOK, str(runs)]
     out = subprocess.run(argv, env=env, check=True, capture_output=True, cwd=runs.parent)
-    found: dict[str, Any] = json.loads(out.stdout)
-    return found
+    variables: dict[str, Any] = json.loads(out.stdout)
+    return variables
 
 
-def test_everything_is_inside_and_nothing_calls_home(tmp_path: Path) -> None:
+def test_all_files_are_inside_and_telemetry_is_off(tmp_path: Path) -> None:
     env = environment(tmp_path / "runs")
     assert env["heavy"] == []
     assert {name: env[name] for name in CACHES} == {

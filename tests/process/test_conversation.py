@@ -1,4 +1,4 @@
-"""A child that stays and answers."""
+"""A child process that answers requests."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def talk(tmp_path: Path, log: logging.Logger) -> Talk:
     return start
 
 
-def test_one_process_answers_many_questions(talk: Talk, tmp_path: Path) -> None:
+def test_one_process_answers_many_requests(talk: Talk, tmp_path: Path) -> None:
     seen: list[dict[str, object]] = []
     with talk(on_event=seen.append) as child:
         answers = [child.ask({"do": "double", "value": i}, 20) for i in (1, 2, 3)]
@@ -58,8 +58,8 @@ def test_one_process_answers_many_questions(talk: Talk, tmp_path: Path) -> None:
     assert len(big["value"]) == 600_000
     assert seen == [{"event": "progress", "at": 1}] * 4
     assert not alive(answers[0]["pid"])
-    said = (tmp_path / "talk.log").read_text().splitlines()
-    assert said == ["warming up", *["asked double"] * 4, "goodbye"]
+    logged = (tmp_path / "talk.log").read_text().splitlines()
+    assert logged == ["warming up", *["asked double"] * 4, "goodbye"]
 
 
 def test_a_refusal_is_an_error_and_the_child_stays(talk: Talk) -> None:

@@ -1,4 +1,4 @@
-"""A rank whose work is done ends well, whatever threads of libraries are still at."""
+"""A rank that has finished exits cleanly, whatever threads of libraries are still running."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def _ended(*how: str) -> subprocess.CompletedProcess[str]:
 
 
 def test_a_rank_that_returns_is_aborted_by_a_thread_of_gloo() -> None:
-    """Why `end_process` exists; should this fail with a later torch, it may not be needed.
+    """This is why `end_process` exists; should this fail with a later torch, it may not be needed.
 
     Of twenty that return one is not aborted, on a busy machine more.
     """

@@ -1,4 +1,4 @@
-"""`launch`: status, tail, order, events, deadlines; nothing left running."""
+"""`launch`: status, last lines, order, events, deadlines; no process is left."""
 
 from __future__ import annotations
 
@@ -95,7 +95,7 @@ def test_five_thousand_lines_are_all_in_the_file(
     assert kept == [f"line {i}" for i in range(5000)]
     assert 200 <= len(caplog.records) < 1000
     messages = [record.message for record in caplog.records]
-    hidden = sum(int(found[1]) for m in messages if (found := re.search(r"(\d+) more lines", m)))
+    hidden = sum(int(count[1]) for m in messages if (count := re.search(r"(\d+) more lines", m)))
     shown = sum(re.fullmatch(r"\[demo\] line \d+", m) is not None for m in messages)
     assert hidden + shown == 5000
 

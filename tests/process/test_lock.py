@@ -77,9 +77,9 @@ def test_its_holder_may_take_it_twice(script: Callable[..., Script], runs: Path)
     with hold(runs):
         with hold(runs / "../runs"):
             pass
-        other = script("-c", HOLDER, str(runs), "0")  # the inner block did not free it
-        assert other.process.wait(20) == 1
-        assert "BusyError" in other.text
+        second = script("-c", HOLDER, str(runs), "0")  # the inner block did not free it
+        assert second.process.wait(20) == 1
+        assert "BusyError" in second.text
 
 
 def test_a_failed_block_frees_it(runs: Path) -> None:

@@ -1,4 +1,4 @@
-"""How nodes find each other; no ranks are started here."""
+"""Nodes of a run meet in a shared folder; these tests start no ranks."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def test_a_node_knows_its_place(monkeypatch: pytest.MonkeyPatch, name: str) -> N
     ]  # fmt: skip
 
 
-def test_everything_that_is_missing_is_said_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_all_missing_variables_are_reported_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     environment(monkeypatch)
     with pytest.raises(ConfigError) as caught:
         Meeting.from_environment(2)
@@ -52,7 +52,7 @@ def test_everything_that_is_missing_is_said_at_once(monkeypatch: pytest.MonkeyPa
         ({"NODE_RANK": "0", "MASTER_PORT": "x"}, "MASTER_PORT=x is not a port"),
     ],
 )
-def test_a_place_that_makes_no_sense(
+def test_wrong_variables_are_reported(
     monkeypatch: pytest.MonkeyPatch, values: dict[str, str], says: str
 ) -> None:
     environment(monkeypatch, **{"MASTER_ADDR": "a", "MASTER_PORT": "1", **values})
@@ -92,7 +92,7 @@ def test_a_follower_joins_each_call_once_and_ends_with_the_leader(tmp_path: Path
     assert statuses == [0]
 
 
-def test_a_leader_that_fails_says_so(tmp_path: Path) -> None:
+def test_followers_get_the_status_of_a_failed_leader(tmp_path: Path) -> None:
     thread, statuses = following(tmp_path, [])
     leader = Leader(LEADER, tmp_path).__enter__()
     time.sleep(0.2)
@@ -101,7 +101,7 @@ def test_a_leader_that_fails_says_so(tmp_path: Path) -> None:
     assert statuses == [1]
 
 
-def test_what_a_killed_leader_left_is_not_followed(tmp_path: Path) -> None:
+def test_files_of_a_killed_leader_are_ignored(tmp_path: Path) -> None:
     folder = LEADER.folder(tmp_path)
     folder.mkdir(parents=True)
     (folder / "beacon.json").write_text('{"over": true, "status": 0}')
@@ -112,7 +112,7 @@ def test_what_a_killed_leader_left_is_not_followed(tmp_path: Path) -> None:
     assert not joined
 
 
-def test_a_leader_that_goes_silent_is_left(tmp_path: Path) -> None:
+def test_a_leader_without_heartbeat_counts_as_dead(tmp_path: Path) -> None:
     failed: list[BaseException] = []
 
     def run() -> None:
@@ -132,7 +132,7 @@ def test_a_leader_that_goes_silent_is_left(tmp_path: Path) -> None:
     assert "has gone silent" in str(failed[0])
 
 
-def test_ranks_that_fail_are_the_leaders_business(tmp_path: Path) -> None:
+def test_failed_ranks_of_a_follower_are_left_to_the_leader(tmp_path: Path) -> None:
     calls: list[Path] = []
 
     def join(job: Path) -> None:

@@ -1,4 +1,4 @@
-"""Bytes to lines: however they are cut, whatever is in them."""
+"""Bytes are split into lines, wherever they are cut and whatever they contain."""
 
 from __future__ import annotations
 
@@ -47,8 +47,8 @@ def test_a_redrawn_line_does_not_pile_up() -> None:
 
 def test_text_in_front_of_an_event_is_kept(tmp_path: Path) -> None:
     with Output(stage="x", log=logging.getLogger("x"), log_path=tmp_path / "x.log") as output:
-        found = list(output.feed(b'half a line @plumbline {"event": "step", "step": 1}\n'))
-    assert found == [{"event": "step", "step": 1}]
+        parsed = list(output.feed(b'half a line @plumbline {"event": "step", "step": 1}\n'))
+    assert parsed == [{"event": "step", "step": 1}]
     assert output.tail == ["half a line "]
 
 

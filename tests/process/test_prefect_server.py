@@ -1,4 +1,4 @@
-"""The embedded Prefect server: it loses nothing, and goes when the flow goes, however that is."""
+"""The embedded Prefect server loses no record and ends with the flow, however that ends."""
 
 from __future__ import annotations
 

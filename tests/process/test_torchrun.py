@@ -1,4 +1,4 @@
-"""torchrun's ranks live in sessions of their own; one of them dies, the other does not listen."""
+"""torchrun starts each rank in its own session; one of them dies, another ignores signals."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def test_a_rank_that_dies(tmp_path: Path, log: logging.Logger, how: str, last: s
     assert not any(alive(pid) for pid in ranks)
 
 
-def test_what_torchrun_says_about_itself_is_for_the_file(
+def test_torchruns_epilogue_is_only_in_the_file(
     tmp_path: Path, log: logging.Logger, caplog: pytest.LogCaptureFixture
 ) -> None:
     path, log_path = tmp_path / "rank.py", tmp_path / "train.log"

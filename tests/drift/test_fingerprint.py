@@ -202,7 +202,7 @@ def test_two_roundings_of_the_same_logits_agree_everywhere(seed: int, dtype: tor
     """Half a step up or down in each engine, chosen by chance: never a disagreement."""
     rng = np.random.default_rng(seed)
     exact = rng.normal(0, 4, (16, 8)).astype(np.float32)
-    exact[:, 1] = exact[:, 0] = exact.max(axis=1) + 1  # the loaded best are the same number
+    exact[:, 1] = exact[:, 0] = exact.max(axis=1) + 1  # the two best are the same number
     name = str(dtype).removeprefix("torch.")
     half = rounding_step(exact.max(axis=1, keepdims=True), name) / 2
     probes = (tuple(range(17)),)

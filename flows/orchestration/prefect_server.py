@@ -19,12 +19,15 @@ import time
 from collections.abc import Callable, Iterator
 from datetime import UTC, datetime
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from flows.cli.bootstrap import offer, prefect_settings, stay_off_proxies
-from flows.cli.config import Composed
 from flows.orchestration.prefect_records import bury_the_dead, get, settle
 from tasks.core.errors import PlumblineError
 from tasks.process.child import Child
+
+if TYPE_CHECKING:
+    from flows.cli.config import Composed
 
 START_S = 300.0
 """Time limit of the start. It takes seconds on a quiet machine and minutes on a busy one."""
@@ -65,9 +68,9 @@ def prefect_server(runs: Path, meanwhile: Callable[[], None] | None = None) -> I
     Raises:
         PlumblineError: the server did not start.
     """
-    users = os.environ.get("PREFECT_API_URL")
-    if users and all(users != url for _, url in _running.values()):
-        yield users
+    users_url = os.environ.get("PREFECT_API_URL")
+    if users_url and all(users_url != url for _, url in _running.values()):
+        yield users_url
         return
     url = _running_or_new(runs.absolute(), meanwhile)
     os.environ["PREFECT_API_URL"] = url

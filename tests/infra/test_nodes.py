@@ -40,7 +40,7 @@ def test_scripts_parse_and_say_how_they_are_used(name: str) -> None:
 def test_bare_without_arguments_says_how() -> None:
     ran = subprocess.run([NODES / "bare.sh"], capture_output=True, text=True, check=False)
     assert ran.returncode == 2
-    assert "First argument: this machine's number" in ran.stderr
+    assert "First argument: number of this machine" in ran.stderr
 
 
 def test_slurm_asks_for_the_nodes_of_the_job(tmp_path: Path) -> None:

@@ -24,7 +24,12 @@ def short(value: Any) -> str:
 
 
 class ConfigReader:
-    """Reads settings by key. A value of the wrong type adds a finding and reads as empty."""
+    """Reads settings by key. A value of the wrong type adds a finding and reads as empty.
+
+    Args:
+        raw: the JSON object.
+        findings: list to which findings are added.
+    """
 
     def __init__(self, raw: Mapping[str, Any], findings: list[str]) -> None:
         self._raw, self._findings = raw, findings
@@ -33,6 +38,7 @@ class ConfigReader:
         self._findings.append(f"{key}={short(self._raw.get(key))} is not {wanted}")
 
     def positive(self, key: str, kind: type[int] | type[float], default: int) -> Any:
+        """Read a positive number; `default` if it is missing or wrong."""
         value = self._raw.get(key, default)
         if not _is_positive(value, kind):
             self._wrong(key, "a positive number")
@@ -40,6 +46,7 @@ class ConfigReader:
         return value
 
     def flag(self, key: str) -> bool:
+        """Read true or false; False if it is missing."""
         value = self._raw.get(key)
         if not isinstance(value, bool | None):
             self._wrong(key, "true or false")
@@ -61,6 +68,7 @@ class ConfigReader:
         return tuple(name for name in value if within == "{}" or self._is_regex(key, name, within))
 
     def names_or_regex(self, key: str) -> tuple[str, ...] | str:
+        """Read a list of names, a regular expression, or `ALL_LINEAR`."""
         value = self._raw.get(key)
         if not isinstance(value, str):
             return self.names(key)
@@ -69,6 +77,7 @@ class ConfigReader:
         return value if self._is_regex(key, value) else ()
 
     def integers(self, key: str) -> tuple[int, ...]:
+        """Read a list of integers; a single integer counts as a list."""
         value = self._raw.get(key)
         value = [value] if type(value) is int else value or []
         if not isinstance(value, list) or not all(type(number) is int for number in value):
@@ -77,6 +86,7 @@ class ConfigReader:
         return tuple(value)
 
     def patterns(self, key: str, kind: type[int] | type[float]) -> dict[str, Any]:
+        """Read positive numbers by pattern of module names."""
         value = self._raw.get(key) or {}
         if not isinstance(value, dict):
             self._wrong(key, "a mapping from names to numbers")
@@ -91,6 +101,7 @@ class ConfigReader:
         }
 
     def indices(self, key: str) -> dict[str, tuple[int, ...]]:
+        """Read token ids by name of an embedding; a bare list is for the input embedding, ""."""
         value = self._raw.get(key) or {}
         value = {"": value} if isinstance(value, list) else value
         if not isinstance(value, dict) or not all(

@@ -21,7 +21,12 @@ def saved_pieces(ground: Ground) -> list[Piece]:
 
 
 def token_pieces(ground: Ground, findings: list[str]) -> Iterator[Piece]:
-    """Yield a piece for every embedding with rows that `trainable_token_indices` trained."""
+    """Yield a piece for every embedding with rows that `trainable_token_indices` trained.
+
+    Args:
+        ground: adapter and model.
+        findings: list to which reasons are added why a setting cannot be merged.
+    """
     config, live = ground.config, ground.live
     rows_of = token_modules(config, live)
     if config.token_indices and not rows_of:

@@ -34,7 +34,7 @@ def meta_model(folder: Path, dtype: str) -> Any:
     import torch
 
     config = read_config(folder)
-    with _described(folder), torch.device("meta"):
+    with _config_errors(folder), torch.device("meta"):
         return auto_class(config).from_config(config, dtype=getattr(torch, dtype))
 
 
@@ -51,12 +51,13 @@ def read_config(folder: Path) -> Any:
     too_many = oversized(read_json(folder / "config.json"))
     if too_many:
         raise ArtifactError(f"{folder}: config.json describes no usable model: {too_many}")
-    with _described(folder):
+    with _config_errors(folder):
         return AutoConfig.from_pretrained(folder, local_files_only=True)
 
 
 @contextmanager
-def _described(folder: Path) -> Iterator[None]:
+def _config_errors(folder: Path) -> Iterator[None]:
+    """Turn exceptions of a model class into an ArtifactError about config.json."""
     from huggingface_hub.errors import StrictDataclassError
 
     try:

@@ -25,7 +25,13 @@ _NO_OFFLOAD = {errno.EXDEV, errno.EINVAL, errno.ENOSYS, errno.EOPNOTSUPP, errno.
 
 
 def part(extents: Sequence[Extent], start: int, nbytes: int) -> list[Extent]:
-    """Return the extents of bytes `[start, start + nbytes)` of the concatenated `extents`."""
+    """Return the extents that make a range of bytes.
+
+    Args:
+        extents: extents that are read one after the other.
+        start: first byte of the range, counted from the start of the first extent.
+        nbytes: length of the range in bytes.
+    """
     parts, at, end = [], 0, start + nbytes
     for extent in extents:
         low, high = max(start, at), min(end, at + extent.nbytes)
@@ -126,7 +132,17 @@ class Reader:
 
 
 def write_at(handle: int, view: memoryview, at: int, path: Path) -> None:
-    """Write all of `view` at offset `at`. Raises ArtifactError with the system's reason."""
+    """Write a buffer to an open file.
+
+    Args:
+        handle: file descriptor.
+        view: the bytes to write.
+        at: byte offset in the file.
+        path: path of the file, for the error message.
+
+    Raises:
+        ArtifactError: the operating system refused; has its reason.
+    """
     try:
         while view:
             done = os.pwrite(handle, view, at)

@@ -106,7 +106,7 @@ def _contradicts(recorded: str, called: str) -> bool:
 
 
 def sample(folder: Path) -> str:
-    """Return a hash of all header entries and of 16 samples of 4 KiB from every tensor's ranges.
+    """Return a hash of all header entries and of samples of 4 KiB from every tensor.
 
     Two checkpoints of one architecture differ nearly everywhere. A change between the samples is
     not noticed.

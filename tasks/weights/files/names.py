@@ -60,6 +60,10 @@ def live_to_peft(name: str, adapter: str = "default") -> str:
     Covers LoRA factors (of linear layers, embeddings, experts), DoRA magnitudes, modules saved as
     a whole, token rows, and biases, which keep the base's name.
 
+    Args:
+        name: name as in `named_parameters()`.
+        adapter: name of the adapter in the live model.
+
     Raises:
         ContractError: the parameter belongs to no adapter, or to another one.
     """

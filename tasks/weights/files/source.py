@@ -69,7 +69,15 @@ class Renamed:
 
 
 def find(name: str, sources: Mapping[str, Source]) -> TensorLike | str:
-    """Return the tensor named "<input>:<key>", or a text that says why there is none."""
+    """Look up a tensor.
+
+    Args:
+        name: name of the tensor, "<input>:<key>".
+        sources: sources by input name.
+
+    Returns:
+        the tensor; or, if there is none, a text that says why.
+    """
     source, _, key = name.partition(":")
     if source not in sources:
         return f"{name}: no input {source!r} (inputs: {', '.join(sources) or 'none'})"

@@ -88,11 +88,11 @@ def reward_side(
         ContractError: config.json has no hidden_size.
         ArtifactError: the family has no class for rewards.
     """
-    seen, _, facts = _seen(base, config, dtype, perform)
-    return seen.tensors, facts
+    model, _, facts = _as_reward_model(base, config, dtype, perform)
+    return model.tensors, facts
 
 
-def _seen(
+def _as_reward_model(
     base: Source, config: Mapping[str, Any], dtype: str, perform: Perform
 ) -> tuple[RewardBase, str, ModelFacts]:
     hidden = hidden_size(config)
@@ -101,10 +101,10 @@ def _seen(
             "reward: the base's config.json has no hidden_size, so the head's width is not known",
             hint="use a base with the config.json that save_pretrained wrote",
         )
-    seen = reward_base(base.tensors, hidden)
-    disk = {key: tuple(info.shape) for key, info in seen.tensors.items()}
+    model = reward_base(base.tensors, hidden)
+    disk = {key: tuple(info.shape) for key, info in model.tensors.items()}
     name, facts = ask_reward_facts(perform, config, dtype, disk)
-    return seen, name, facts
+    return model, name, facts
 
 
 def merged_reward(
@@ -135,10 +135,10 @@ def merged_reward(
         ContractError: no head, or a finding of `plan_merge`.
         ArtifactError: the family has no class for rewards.
     """
-    seen, name, facts = _seen(base, config, dtype, perform)
+    model, name, facts = _as_reward_model(base, config, dtype, perform)
     operands = {f"{adapter.name}:{key}": info for key, info in adapter.tensors.tensors.items()}
     model_changes = changes([(adapter, 1.0)], facts.live)
-    plan = plan_reward_merge(seen, facts, model_changes, operands, settings)
+    plan = plan_reward_merge(model, facts, model_changes, operands, settings)
     normalisation = normalisation or _beside(adapter, config)
     document = reward_config(config, name, normalisation, endings)
     sources = {settings.base: base, adapter.name: adapter.tensors}

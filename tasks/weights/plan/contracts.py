@@ -105,7 +105,7 @@ def model_facts(
         ArtifactError: config.json cannot be read or describes no class that is installed, or the
             folder's checkpoint cannot be read.
     """
-    document, disk = _described(config, disk)
+    document, disk = _config_and_shapes(config, disk)
     plain = plain_facts(document, dtype, disk)
     return facts_of(meta_model(config, dtype), disk) if plain is None else ModelFacts(**plain)
 
@@ -117,12 +117,12 @@ def known_facts(
 
     Args: as of `model_facts`.
     """
-    document, disk = _described(config, disk)
+    document, disk = _config_and_shapes(config, disk)
     plain = plain_facts(document, dtype, disk)
     return None if plain is None else ModelFacts(**plain)
 
 
-def _described(
+def _config_and_shapes(
     folder: Path, disk: Mapping[str, tuple[int, ...]] | None
 ) -> tuple[Mapping[str, Any], Mapping[str, tuple[int, ...]] | None]:
     """Return config.json of the decoded model, and the shapes of its tensors on disk."""

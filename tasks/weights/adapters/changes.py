@@ -85,7 +85,7 @@ class _Sum:
 
     def result(self) -> Changes:
         """Combine all pieces, under the names that the tensors will be stored under."""
-        apart = {
+        untied = {
             name
             for part in self.parts
             for piece in part.pieces
@@ -95,7 +95,7 @@ class _Sum:
         for part in self.parts:
             already_changed = {*self.replacements, *self.terms}
             for piece in part.pieces:
-                for name in self._names(piece, apart):
+                for name in self._names(piece, untied):
                     if name in already_changed and (piece.stored or name in self.replacements):
                         self.findings.append(f"{name}: replaced by one adapter, changed by another")
                     self._enter(name, piece, part)
@@ -104,16 +104,16 @@ class _Sum:
             terms={name: tuple(terms) for name, terms in self.terms.items()},
             replacements=dict(self.replacements),
             shapes=dict(self.shapes),
-            unties=tuple(sorted(apart & set(self.live.tied))),
+            unties=tuple(sorted(untied & set(self.live.tied))),
             dropped=tuple(entry for part in self.parts for entry in part.dropped),
             copies=dict(entry for part in self.parts for entry in part.copies),
             findings=tuple(self.findings),
         )
 
-    def _names(self, piece: Piece, apart: set[str]) -> list[str]:
-        """Return the stored tensors that a piece changes: several if it was tied and no more is."""
+    def _names(self, piece: Piece, untied: set[str]) -> list[str]:
+        """Return the stored tensors that a piece changes; several if they are no longer tied."""
         name = piece.target
-        if name not in apart:
+        if name not in untied:
             return [self.live.tied.get(name, name)]
         return [name] if piece.alone else sorted(self.live.partners(name))
 

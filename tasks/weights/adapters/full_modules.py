@@ -73,7 +73,9 @@ def bias_pieces(
 
 
 def embedding_pieces(ground: Ground, known: Collection[str]) -> Iterator[Piece]:
-    """Yield a piece for every embedding that peft stored because the vocabulary grew.
+    """Yield a piece for every full embedding that peft stored without `modules_to_save`.
+
+    peft does so if the vocabulary grew, or if the embedding is a target.
 
     Args:
         ground: adapter and model.

@@ -1,13 +1,11 @@
-"""What runs inside `torchrun`, and the words its parent needs to start it.
+"""Training inside the ranks that `torchrun` starts. The only importer of deepspeed.
 
-    job.py zero_config.py memory.py        no torch: imported by the flow's own process too
-    __main__.py lean.py                    a rank's entry
-    run.py                                 the order of things within a rank
-    model.py engine.py                     base, adapter, quantiser; the DeepSpeed engine
-    chat.py batches.py schedule.py         data path and learning rate
-    objectives/                            one file an objective
-    loop.py checkpoint.py                  training steps, evaluation, last good state
-    partitions.py outputs.py probe.py      what a rank leaves behind
-
-The only importer of deepspeed.
+job                      settings and paths of a run; knows no torch
+entry, run               start and end of a rank; what it does in order (`train_with`)
+loop, steps, accumulate  the whole run; one optimizer step; its forward and backward passes
+resume, selection        the checkpoint to resume from; best evaluation and early stopping
+outputs                  the files that rank 0 writes beside the partitions
+tokens/, model/          dataset rows to packed rows; base model, adapter, forward pass
+engine/, objectives/     DeepSpeed, checkpoints, partitions; one file per loss
+memory/                  estimated memory of a rank, model FLOPs utilisation (MFU)
 """

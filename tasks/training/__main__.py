@@ -1,4 +1,4 @@
-"""A rank's entry: `torchrun ... -m tasks.training job.json`, see `entry.py`."""
+"""Command of a rank: `torchrun ... -m tasks.training job.json`; see `entry.py`."""
 
 from __future__ import annotations
 

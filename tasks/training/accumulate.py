@@ -1,4 +1,4 @@
-"""The passes of one optimizer step: all its rows forward and backward, nothing moved yet."""
+"""Gradient accumulation: forward and backward passes over the rows of one optimizer step."""
 
 from __future__ import annotations
 
@@ -12,16 +12,16 @@ from tasks.training.objectives import Loss
 from tasks.training.objectives.forward_passes import Sums
 
 Row = TypeVar("Row", bound=Sequence[int])
-"""Which examples lie in it."""
+"""Numbers of the examples in a row."""
 
 
-class Found(NamedTuple):
-    """What the passes of a step found, over all ranks.
+class Accumulated(NamedTuple):
+    """Loss and metrics of one optimizer step, summed over all rows and ranks.
 
     Attributes:
-        measures: `loss` and what else losses measure, summed over rows.
-        broken: whether a gradient was seen that is not finite. DeepSpeed looks for that itself
-            where `needs_watching` says no; then it is in its `step` that one shows.
+        measures: `loss` and the metrics of the objective.
+        broken: True if a gradient is not finite. Always False if `needs_watching` is False:
+            DeepSpeed then looks at gradients itself, in `engine.step()`.
     """
 
     measures: dict[str, float]
@@ -29,12 +29,12 @@ class Found(NamedTuple):
 
 
 class Accumulator:
-    """Takes the passes of one optimizer step after the other, with one engine.
+    """Accumulates the gradients of optimizer steps on one engine.
 
     Args:
-        engine: DeepSpeed's; what it trains is what asks for gradients now.
-        ranks: this process among its peers.
-        job: what to do.
+        engine: the DeepSpeed engine; it trains the parameters that require gradients now.
+        ranks: the process group.
+        job: settings of the run.
     """
 
     def __init__(self, engine: Any, ranks: Ranks, job: TrainJob) -> None:
@@ -43,27 +43,28 @@ class Accumulator:
         self._watch = Watch(engine.module) if needs_watching(job) else None
 
     def close(self) -> None:
-        """Leave the model without what was put into it."""
+        """Remove the gradient hooks from the model."""
         if self._watch is not None:
             self._watch.close()
 
-    def passes(self, rows: Sequence[Row], loss_of: Callable[[Row], Loss]) -> Found:
-        """Forward and backward of this rank's rows; `engine.step()` is left to the caller.
+    def passes(self, rows: Sequence[Row], loss_of: Callable[[Row], Loss]) -> Accumulated:
+        """Run forward and backward of this rank's rows. The caller calls `engine.step()`.
 
         Args:
-            rows: each one's examples; as many on every rank.
-            loss_of: a row's part of the whole step's loss.
+            rows: examples of each row; the same number of rows on every rank.
+            loss_of: returns a row's part of the loss of the whole step.
         """
-        # DeepSpeed divides by accumulation steps and averages over ranks: undo both.
+        # DeepSpeed divides by accumulation steps and averages over ranks; the loss already is a
+        # part of the whole step's.
         undo = len(rows) * self._ranks.world_size
         sums = Sums(self._ranks)
         for place, chosen in enumerate(rows):
             if place:
-                self._engine.step()  # of the row before: counts, and moves nothing
+                self._engine.step()  # counts the row before; changes no weight
             loss = loss_of(chosen)
             self._engine.backward(loss.value * undo)
             sums.add({"loss": loss.value, **loss.measures})
             if self._watch is not None:
                 sums.add(self._watch.broken())
-        found = sums.total()
-        return Found(found, bool(found.pop(BROKEN, 0.0)))
+        measures = sums.total()
+        return Accumulated(measures, bool(measures.pop(BROKEN, 0.0)))

@@ -1,7 +1,7 @@
-"""How a rank begins and ends, whatever it computes.
+"""Start and end of a rank, whatever it computes.
 
-Exit status 3 means that we stopped on purpose; the event "failure" says why. Anything else ends
-with a traceback.
+A rank exits with status 0 when it is done and with status 3 on an error that it can explain; the
+event "failure" then carries the message. Any other error ends with a traceback and status 1.
 """
 
 from __future__ import annotations
@@ -25,13 +25,14 @@ UNFORESEEN = 1
 
 
 def enter(job_path: str, module: str) -> NoReturn:
-    """Run one rank of the job, and end this process.
+    """Run one rank of a job and end this process.
 
     Args:
-        job_path: of the `TrainJob`.
-        module: whose `train_with(ranks, job, started)` does it; imported once the process is lean.
+        job_path: `job.json`, as `TrainJob.write` wrote it.
+        module: name of the module whose `train_with(ranks, job, started)` runs the rank. It is
+            imported after `start_lean` has blocked unused imports.
     """
-    # Should a library abort, the lines of Python that led there are the only trace.
+    # If a library aborts the process, its lines of Python are the only trace.
     faulthandler.enable(all_threads=False)
     try:
         status = _run(job_path, module)
@@ -50,21 +51,21 @@ def _run(job_path: str, module: str) -> int:
 
     train_with = importlib.import_module(module).train_with
     try:
-        how = job.settings.launch
-        ranks = Ranks(timeout_s=how.collective_timeout_s, device=how.device)
+        launch = job.settings.launch
+        ranks = Ranks(timeout_s=launch.collective_timeout_s, device=launch.device)
         train_with(ranks, job, started)
         ranks.barrier()
         ranks.leave()
     except Exception as error:
-        said = in_words(error, job, rank)
-        if said is None:
+        explained = in_words(error, job, rank)
+        if explained is None:
             raise
-        _say(said, rank)
+        _emit_failure(explained, rank)
         return DELIBERATE
     return 0
 
 
-def _say(error: PlumblineError, rank: int) -> None:
+def _emit_failure(error: PlumblineError, rank: int) -> None:
     emit(
         "failure",
         error=type(error).__name__,

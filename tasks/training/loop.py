@@ -1,4 +1,4 @@
-"""The course of a run: steps, evaluations and checkpoints between them, and which state stays."""
+"""The training loop: optimizer steps, with evaluations and checkpoints between them."""
 
 from __future__ import annotations
 
@@ -22,22 +22,22 @@ from tasks.training.tokens.examples import Examples
 from tasks.training.tokens.order import Counts, Order
 
 MAX_SKIPPED = 20
-"""Steps in a row that fp16 may overflow in. The loss scale is halved each time: by now it is at a
-millionth, and the fault is not in the scale."""
+"""Consecutive steps in which fp16 may overflow. Each overflow halves the loss scale; after 20 it is
+a millionth of what it was, and the loss scale is not the problem."""
 
 
 @dataclass(frozen=True)
 class Trainer:
-    """One run, and where it is.
+    """A training run and its progress.
 
     Attributes:
-        engine: DeepSpeed's.
-        ranks: this process among its peers.
-        job: what to do.
-        objective: what to minimise.
-        examples: to learn from.
-        heldout: to evaluate on.
-        progress: every step and evaluation notes itself here.
+        engine: the DeepSpeed engine.
+        ranks: the process group.
+        job: settings and paths of the run.
+        objective: the loss.
+        examples: training examples.
+        heldout: evaluation examples.
+        progress: updated by every step and evaluation.
     """
 
     engine: Any
@@ -49,14 +49,16 @@ class Trainer:
     progress: Progress
 
     def run(self) -> dict[str, float]:
-        """Take all steps that are left, with evaluations and checkpoints between them; then leave
-        the state that is asked for in the engine. Emits events "plan", "step" and "eval".
+        """Take all remaining steps, with evaluations and checkpoints between them.
+
+        Afterwards the engine holds the last weights or the best ones, as `train.keep` says. Emits
+        the events "plan", "step" and "eval".
 
         Returns:
-            The evaluation of the state that is left.
+            The evaluation of the weights that the engine then holds, by name.
 
         Raises:
-            TrainingError: loss or gradient are not finite, fp16 overflows without end, or a
+            TrainingError: loss or gradient is not finite, fp16 overflows in every step, or a
                 checkpoint could not be written.
         """
         settings, progress = self.job.settings, self.progress
@@ -76,21 +78,25 @@ class Trainer:
         return self._leave()
 
     def evaluate(self, when: str) -> dict[str, float]:
-        """Held-out loss and measures, by name; emits event "eval". All ranks take part."""
+        """Return loss and metrics on the evaluation examples, by name. All ranks take part.
+
+        Args:
+            when: `before`, `during`, `after` or `best`; a field of the emitted event "eval".
+        """
         begin, passes = time.perf_counter(), self._passes
         rounds = passes.heldout(self.heldout, self.job.settings.batch)
         counts = Counts.of(self.heldout)
         baseline, sums = passes.baseline(self.heldout, rounds), Sums(self.ranks)
         with torch.no_grad(), passes.evaluating():
-            for one in rounds:
-                loss = passes.loss(self.heldout, one.chosen, counts=counts, baseline=baseline)
-                sums.add({"loss": loss.value, **loss.measures}, counted=one.counted)
-        found = sums.total()
+            for row in rounds:
+                loss = passes.loss(self.heldout, row.chosen, counts=counts, baseline=baseline)
+                sums.add({"loss": loss.value, **loss.measures}, counted=row.counted)
+        metrics = sums.total()
         seconds = time.perf_counter() - begin
         if self.ranks.first:
             about = {"when": when, "step": self.progress.step, "eval_s": seconds}
-            emit("eval", **about, tokens=sum(counts.supervised), **found)
-        return found
+            emit("eval", **about, tokens=sum(counts.supervised), **metrics)
+        return metrics
 
     @property
     def _passes(self) -> Passes:
@@ -116,7 +122,7 @@ class Trainer:
             )
 
     def _every(self, steps: int) -> tuple[int, ...]:
-        """The step just taken where one is due every `steps` steps (0: never), else nothing."""
+        """Return the step just taken if it is a multiple of `steps`; 0 means never."""
         step = self.progress.step
         return (step,) if steps and step % steps == 0 else ()
 
@@ -132,7 +138,7 @@ class Trainer:
             saving.save(self.engine, self.job, self.ranks, progress)
 
     def _leave(self) -> dict[str, float]:
-        """Put back the best state where that one is to stay; what it measures."""
+        """Load the best weights if `train.keep=best`; return the evaluation of those kept."""
         progress, best = self.progress, self.progress.best
         latest = {k: v for k, v in progress.evaluations[-1].items() if k != "step"}
         if self.job.settings.evaluate.keep == "last" or best is None or best.step == progress.step:

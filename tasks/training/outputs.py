@@ -1,4 +1,4 @@
-"""What rank 0 leaves beside the shares: everything that is needed to make a model of them."""
+"""Files that rank 0 writes beside the partitions: configs, tokenizer, metrics, fingerprint."""
 
 from __future__ import annotations
 
@@ -28,7 +28,17 @@ def write_common(
     measured: Fingerprint | ScorePrint,
     scores: HeldOutScores | None = None,
 ) -> None:
-    """Write every file of the `shards` artifact that is no rank's own."""
+    """Write every file of the `shards` artifact except the partitions.
+
+    Args:
+        job: settings and paths of the run.
+        model: the trained model, in peft's wrapper if there is an adapter.
+        tokenizer: the model's tokenizer.
+        metrics: results of the run, for `train.json`.
+        progress: losses and evaluations of the run.
+        measured: fingerprint of the live engine, or the scores of a reward model.
+        scores: statistics of a reward model's scores on the evaluation examples.
+    """
     settings, out = job.settings, job.out
     mark = FINGERPRINT if isinstance(measured, Fingerprint) else SCORES
     write_partitions(job, model, out / PARTITIONS)
@@ -44,8 +54,8 @@ def write_common(
             "quantization": settings.peft.quantization(),
             "attn_implementation": settings.attn_implementation,
             "base_digest": job.base_digest,
-            "texts": holds_texts(job.data / "heldout.jsonl"),  # then no template was needed
-            "print": mark,  # the file that says what the model does
+            "texts": holds_texts(job.data / "heldout.jsonl"),  # raw texts need no chat template
+            "print": mark,  # file name of the fingerprint
             "scores": scores.as_dict() if scores else None,
         },
     )
@@ -53,7 +63,7 @@ def write_common(
 
 
 def write_partitions(job: TrainJob, model: Any, path: Path) -> None:
-    """Write which tensors are trained, of which shapes, and how they are shared out."""
+    """Write `partitions.json`: trained tensors, their shapes and how ranks partition them."""
     settings = job.settings
     _write_json(
         path,
@@ -67,7 +77,7 @@ def write_partitions(job: TrainJob, model: Any, path: Path) -> None:
 
 
 def write_configs(job: TrainJob, model: Any) -> None:
-    """Write config.json, generation_config.json, and adapter_config.json where there is one."""
+    """Write config.json, generation_config.json and, for an adapter, adapter_config.json."""
     if job.settings.peft.kind == "none":
         _write_model_config(job, model)
         return
@@ -76,10 +86,9 @@ def write_configs(job: TrainJob, model: Any) -> None:
 
 
 def write_adapter_config(model: Any, out: Path) -> None:
-    """Write adapter_config.json of peft's model, the same on every machine."""
+    """Write adapter_config.json of peft's model, byte-identical on every machine."""
     config = copy.deepcopy(model.peft_config["default"])
-    # A set would be written in an order that changes from run to run, a path would tie the
-    # artifact to this machine.
+    # peft writes sets in random order, and the base as a path of this machine.
     for name in ("target_modules", "exclude_modules", "modules_to_save"):
         value = getattr(config, name)
         if isinstance(value, (set, list, tuple)):
@@ -91,9 +100,9 @@ def write_adapter_config(model: Any, out: Path) -> None:
 
 def _write_model_config(job: TrainJob, model: Any) -> None:
     config = copy.deepcopy(model.config)
-    if hasattr(config, "quantization_config"):  # how the base was held, not what it is
+    if hasattr(config, "quantization_config"):  # training's own, not the model's
         del config.quantization_config
-    config.architectures = [type(model).__name__]  # the base's may be another one
+    config.architectures = [type(model).__name__]  # a reward model differs from its base
     config.to_json_file(job.out / "config.json", use_diff=True)
     source = job.side_files / "generation_config.json"
     if source.is_file():

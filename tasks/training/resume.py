@@ -1,4 +1,4 @@
-"""Where a run begins: anew, or from a checkpoint that is one of this very run. Knows no torch."""
+"""Start of a run: from the beginning, or from a checkpoint of the same run. Knows no torch."""
 
 from __future__ import annotations
 
@@ -20,105 +20,113 @@ FREE = (
     "gradient_checkpointing", "gradient_checkpointing_reentrant", "zero.bucket_size",
     "zero.overlap_comm", "trust_remote_code",
 )  # fmt: skip
-"""Settings that may change when a run goes on: they do not change what it computes, or only how
-its sums are grouped. What the best state is best in may not: its value is compared with others."""
+"""Settings that may differ in a resumed run: they leave the result as it is, up to the order of
+sums. `train.best_metric` may not: values before and after the interruption are compared."""
 
 
 def identity(
     settings: Settings, *, base_digest: str, data: Path, adapter: Path | None = None
 ) -> dict[str, Any]:
-    """Return everything that decides a run's result, by dotted name."""
-    found: dict[str, Any] = {"base": base_digest, "data": _folder_digest(data)}
+    """Return everything that determines a run's result, by dotted name.
+
+    Args:
+        settings: of the run; those in `FREE` are left out.
+        base_digest: digest of the base model.
+        data: dataset artifact.
+        adapter: PEFT folder that training continues, if any.
+    """
+    parts: dict[str, Any] = {"base": base_digest, "data": _folder_digest(data)}
     if adapter is not None:
-        found["adapter"] = _folder_digest(adapter)
+        parts["adapter"] = _folder_digest(adapter)
     for name, value in _flat(asdict(settings)).items():
         if not any(name == free or name.startswith(f"{free}.") for free in FREE):
-            found[name] = list(value) if isinstance(value, tuple) else value
-    return found
+            parts[name] = list(value) if isinstance(value, tuple) else value
+    return parts
 
 
 def choose(how: str, root: Path, wanted: Mapping[str, Any]) -> Checkpoint | None:
-    """The checkpoint to go on from; None to begin anew.
+    """Return the checkpoint to resume from, or None to start from the beginning.
 
     Args:
-        how: `auto` takes the newest checkpoint under `root`, if there is one; `never` none; all
-            else is a checkpoint's folder, or a folder of checkpoints, whose newest is taken.
+        how: `train.resume`. `auto` takes the newest checkpoint under `root`, if any; `never` takes
+            none; anything else is the path of a checkpoint, or of a folder whose newest is taken.
         root: folder of this run's checkpoints.
         wanted: `identity` of the run.
 
     Raises:
-        ConfigError: there is no checkpoint where one is asked for, or it is another run's; what
-            differs is named.
+        ConfigError: the path has no checkpoint, or the checkpoint is of a run with other settings
+            or inputs; the error lists them.
     """
     if how == "never":
         return None
-    path = checkpoint.last_good(root) if how == "auto" else _asked_for(Path(how).expanduser())
+    path = checkpoint.last_good(root) if how == "auto" else _required(Path(how).expanduser())
     if path is None:
         return None
-    found = checkpoint.open_checkpoint(path)
-    differs = _differences(wanted, found.identity)
+    saved = checkpoint.open_checkpoint(path)
+    differs = _differences(wanted, saved.identity)
     if differs:
         raise ConfigError(
             f"{path} is a checkpoint of another run: {len(differs)} settings differ, "
             f"first {differs[0]}",
             details=differs,
-            hint="train.resume=never begins anew; or set back what differs",
+            hint="train.resume=never starts from the beginning; or restore these settings",
         )
-    return found
+    return saved
 
 
 def begin(
     job: TrainJob, how: str, *, to_universal: Callable[[Path, Path], object]
 ) -> tuple[TrainJob, Progress]:
-    """Settle where a run begins, and clear away what it will write anew.
+    """Choose the start of a run, and remove the checkpoints after it.
 
     Args:
-        job: what to do.
+        job: settings and paths of the run.
         how: see `choose`.
-        to_universal: makes a universal checkpoint of DeepSpeed's; called with both folders where
-            the number of ranks has changed.
+        to_universal: converts a DeepSpeed checkpoint (first folder) to a universal one (second).
+            Called only if the number of ranks has changed.
 
     Returns:
-        The job with what it goes on from, and where that is.
+        The job with the checkpoint to resume from, if any, and the progress at that point.
 
     Raises:
-        ConfigError: as `choose`; or the best checkpoint so far is asked for and gone.
+        ConfigError: as `choose`; `train.keep=best` and the best checkpoint is missing; or the
+            optimizer state cannot be converted to another number of ranks.
     """
-    found = choose(how, job.checkpoints, job.identity)
-    if found is None:
+    saved = choose(how, job.checkpoints, job.identity)
+    if saved is None:
         checkpoint.forget_after(job.checkpoints, 0)
         return job, Progress()
-    _bring_best(found, job)
-    checkpoint.forget_after(job.checkpoints, found.progress.step)
-    job = replace(job, resume=found.path)
-    # Without ZeRO every rank has all of the optimizer, and any number of them can take it.
-    if found.world_size != job.settings.world_size and job.settings.zero.stage:
-        _require_convertible(found, job.settings)
+    _bring_best(saved, job)
+    checkpoint.forget_after(job.checkpoints, saved.progress.step)
+    job = replace(job, resume=saved.path)
+    # Without ZeRO every rank has the whole optimizer state, so their number does not matter.
+    if saved.world_size != job.settings.world_size and job.settings.zero.stage:
+        _require_convertible(saved, job.settings)
         universal = job.checkpoints / "universal"
         shutil.rmtree(universal, ignore_errors=True)
-        to_universal(found.path / checkpoint.ENGINE, universal)
+        to_universal(saved.path / checkpoint.ENGINE, universal)
         job = replace(job, universal=universal)
-    return job, found.progress
+    return job, saved.progress
 
 
-def _require_convertible(found: Checkpoint, settings: Settings) -> None:
-    """DeepSpeed's converter knows the two moments of Adam, by name and whole."""
+def _require_convertible(saved: Checkpoint, settings: Settings) -> None:
+    """Refuse optimizers other than AdamW: DeepSpeed's converter knows only its two moments."""
     if settings.optim.optimizer != "adamw":
         raise ConfigError(
-            f"{found.path} was written by {found.world_size} ranks, and the states of "
-            f"train.optimizer={settings.optim.optimizer} cannot be dealt to "
+            f"{saved.path} was written by {saved.world_size} ranks, and the states of "
+            f"train.optimizer={settings.optim.optimizer} cannot be converted to "
             f"{settings.world_size}",
-            hint=f"go on with {found.world_size} ranks (train.nproc, train.nodes), or begin anew: "
-            "train.resume=never",
+            hint=f"resume with {saved.world_size} ranks (train.nproc, train.nodes), or start from "
+            "the beginning: train.resume=never",
         )
 
 
-def _bring_best(found: Checkpoint, job: TrainJob) -> None:
-    """Have the best checkpoint of a run that went on elsewhere where this one will look for it."""
-    best = found.progress.best
-    if best is None or found.path.parent == job.checkpoints:
+def _bring_best(saved: Checkpoint, job: TrainJob) -> None:
+    """Copy the best checkpoint from the folder that is resumed to this run's own."""
+    best = saved.progress.best
+    if best is None or saved.path.parent == job.checkpoints:
         return
-    source = found.path.with_name(checkpoint.name_of(best.step))
+    source = saved.path.with_name(checkpoint.name_of(best.step))
     if source.is_dir():
         work = checkpoint.work_folder(job.checkpoints, best.step)
         shutil.rmtree(work, ignore_errors=True)
@@ -126,34 +134,34 @@ def _bring_best(found: Checkpoint, job: TrainJob) -> None:
         checkpoint.publish(work)
     elif job.settings.evaluate.keep == "best":
         raise ConfigError(
-            f"train.keep=best, and the best checkpoint so far, {source}, is not there",
+            f"train.keep=best, and the best checkpoint so far does not exist: {source}",
             hint="train.keep=last, or train.resume=never",
         )
 
 
 def newest(path: Path) -> Path | None:
-    """The checkpoint that a path names: itself, or the newest of those in it."""
+    """Return `path` if it is a checkpoint, else the newest checkpoint in it, or None."""
     return path if (path / checkpoint.STATE).is_file() else checkpoint.last_good(path)
 
 
-def _asked_for(path: Path) -> Path:
-    found = newest(path)
-    if found is None:
-        what = "holds no complete checkpoint" if path.is_dir() else "does not exist"
+def _required(path: Path) -> Path:
+    chosen = newest(path)
+    if chosen is None:
+        problem = "holds no complete checkpoint" if path.is_dir() else "does not exist"
         raise ConfigError(
-            f"train.resume={path} {what}",
+            f"train.resume={path} {problem}",
             hint="name a folder step-????????, or train.resume=auto or never",
         )
-    return found.resolve()
+    return chosen.resolve()
 
 
-def _differences(wanted: Mapping[str, Any], found: Mapping[str, Any]) -> list[str]:
-    """Lines `name: asked, stored`; a name that one side does not have counts as null there."""
-    names = sorted(set(wanted) | set(found))
+def _differences(wanted: Mapping[str, Any], saved: Mapping[str, Any]) -> list[str]:
+    """Return one line per setting that differs; a missing setting counts as None."""
+    names = sorted(set(wanted) | set(saved))
     return [
-        f"{name}: this run has {_shown(wanted.get(name))}, the checkpoint {_shown(found.get(name))}"
+        f"{name}: this run has {_shown(wanted.get(name))}, the checkpoint {_shown(saved.get(name))}"
         for name in names
-        if wanted.get(name) != found.get(name)
+        if wanted.get(name) != saved.get(name)
     ]
 
 
@@ -163,17 +171,17 @@ def _shown(value: Any) -> str:
 
 
 def _flat(document: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    found: dict[str, Any] = {}
+    flat: dict[str, Any] = {}
     for name, value in document.items():
         if isinstance(value, Mapping):
-            found.update(_flat(value, f"{prefix}{name}."))
+            flat.update(_flat(value, f"{prefix}{name}."))
         else:
-            found[f"{prefix}{name}"] = value
-    return found
+            flat[f"{prefix}{name}"] = value
+    return flat
 
 
 def _folder_digest(folder: Path) -> str:
-    """Of names and contents of a dataset's files; its manifest tells of how they were made."""
+    """Return the SHA-256 of names and contents of a folder's files, its manifest left out."""
     digest = hashlib.sha256()
     for path in sorted(p for p in folder.iterdir() if p.is_file() and p.name != "manifest.json"):
         with path.open("rb") as file:

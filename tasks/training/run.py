@@ -1,4 +1,4 @@
-"""The order of things within one rank."""
+"""One rank of a training run, from loading the data to writing its partitions."""
 
 from __future__ import annotations
 
@@ -32,9 +32,12 @@ def train_with(ranks: Ranks, job: TrainJob, started: float) -> None:
     """Train, and write this rank's part of the `shards` artifact.
 
     Args:
-        ranks: this process among its peers.
-        job: what to do.
-        started: `time.time()` at which this began, for the event "ready".
+        ranks: the process group.
+        job: settings and paths of the run.
+        started: `time.time()` at the start of this process, for the event "ready".
+
+    Raises:
+        PlumblineError: on any problem that a user can fix; see the functions called here.
     """
     if not ranks.gpu:
         use_fp32_where_faster()
@@ -52,13 +55,13 @@ def train_with(ranks: Ranks, job: TrainJob, started: float) -> None:
     )
     model = load_model(job, ranks, config, tokenizer=tokenizer, head=chosen.head)
     engine = start_engine(model, config, settings.optim)
-    progress = restore(engine, job, ranks)  # before anything else: ZeRO-3 wants a fresh engine
+    progress = restore(engine, job, ranks)  # ZeRO-3 loads only into an engine not yet used
     require_same(engine, trial_row(heldout).to(ranks.device))
     passes = Passes(engine, ranks, chosen)
     if chosen.needs_reference and settings.peft.kind == "none":
         train, heldout = (
-            with_reference(one, split, passes=passes, job=job, begun=progress.step)
-            for one, split in ((train, "train"), (heldout, "heldout"))
+            with_reference(examples, split, passes=passes, job=job, begun=progress.step)
+            for examples, split in ((train, "train"), (heldout, "heldout"))
         )
     if ranks.first:
         emit("ready", startup_s=time.time() - started, device=str(ranks.device))
@@ -88,7 +91,7 @@ def train_with(ranks: Ranks, job: TrainJob, started: float) -> None:
 
 def _metrics(progress: Progress, after: dict[str, float]) -> dict[str, float]:
     assert progress.before is not None
-    found = {
+    metrics = {
         "steps": float(progress.step),
         "loss": progress.losses[-1],
         "heldout_loss_before": progress.before["loss"],
@@ -96,15 +99,15 @@ def _metrics(progress: Progress, after: dict[str, float]) -> dict[str, float]:
         "train_s": progress.seconds,
     }
     if progress.best is not None:
-        found["best_step"] = float(progress.best.step)
-    return found
+        metrics["best_step"] = float(progress.best.step)
+    return metrics
 
 
 def write_own(model: Any, job: TrainJob, ranks: Ranks) -> None:
-    """Write this rank's shares.
+    """Write this rank's partitions of the trained tensors.
 
     Raises:
-        TrainingError: one of them is not finite.
+        TrainingError: a partition holds NaN or infinity.
     """
     shares = own_shares(model, rank=ranks.rank, world_size=ranks.world_size)
     broken = not_finite(shares)

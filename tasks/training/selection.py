@@ -1,4 +1,4 @@
-"""Which evaluation is the best one, and when there is no point in going on. Knows no torch."""
+"""Choice of the best evaluation, and early stopping. Knows no torch."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ _PAIRS = {
     "accuracy": 1, "margin": 1, "reward_chosen": 1, "reward_rejected": -1,
     "logp_chosen": 1, "logp_rejected": -1,
 }  # fmt: skip
-_REPLIES = {"reward": 1}
+_RESPONSES = {"reward": 1}
 METRICS: Mapping[str, Mapping[str, int]] = {
     "sft": {},
     "reward": {"accuracy": 1, "margin": 1},
@@ -21,47 +21,47 @@ METRICS: Mapping[str, Mapping[str, int]] = {
     "simpo": _PAIRS,
     "orpo": {**_PAIRS, "log_odds": 1},
     "kto": {"reward_desirable": 1, "reward_undesirable": -1},
-    "ppo": _REPLIES,
-    "grpo": _REPLIES,
-    "dr_grpo": _REPLIES,
-    "rloo": _REPLIES,
-    "reinforce_pp": _REPLIES,
-    "reinforce_pp_baseline": _REPLIES,
-    "gspo": _REPLIES,
+    "ppo": _RESPONSES,
+    "grpo": _RESPONSES,
+    "dr_grpo": _RESPONSES,
+    "rloo": _RESPONSES,
+    "reinforce_pp": _RESPONSES,
+    "reinforce_pp_baseline": _RESPONSES,
+    "gspo": _RESPONSES,
 }
-"""By objective: what an evaluation can be best in beside `loss`; 1 where more is better. Replies
-have rewards and no loss."""
+"""Metrics for `train.best_metric` beside `loss`, by objective; 1: larger is better, -1: smaller is.
+Objectives that learn from sampled responses have rewards and no evaluation loss."""
 
 
 def direction(objective: str, metric: str) -> int:
-    """1 where more of the metric is better, -1 where less is.
+    """Return 1 if larger values of the metric are better, -1 if smaller ones are.
 
     Raises:
-        ConfigError: the objective does not measure it, or more of it is neither better nor worse.
+        ConfigError: the objective does not measure the metric, or it has no better direction.
     """
     measured = METRICS[objective]
-    known = measured if measured is _REPLIES else {"loss": -1, **measured}
+    known = measured if measured is _RESPONSES else {"loss": -1, **measured}
     if metric not in known:
         raise ConfigError(
-            f"train.best_metric={metric}: train.objective={objective} cannot be best in that",
+            f"train.best_metric={metric} is not a metric of train.objective={objective}",
             hint=f"train.best_metric={'|'.join(known)}",
         )
     return known[metric]
 
 
-def judge(progress: Progress, found: Mapping[str, float], how: Evaluate, sign: int) -> bool:
-    """Take note of an evaluation; whether it is the best so far.
+def judge(progress: Progress, measures: Mapping[str, float], how: Evaluate, sign: int) -> bool:
+    """Record an evaluation in `progress`. Return True if it is the best so far.
 
-    A value that is not a number is never the best one.
+    NaN is never the best value.
 
     Args:
-        progress: gets the evaluation, the best one, and how long that was ago.
-        found: the evaluation's measures.
+        progress: gets the evaluation, the best one, and the number of evaluations since.
+        measures: loss and metrics of the evaluation.
         how: names the metric.
         sign: `direction` of the metric.
     """
-    progress.evaluations.append({"step": float(progress.step), **found})
-    value = found[how.best_metric]
+    progress.evaluations.append({"step": float(progress.step), **measures})
+    value = measures[how.best_metric]
     better = progress.best is None or sign * value > sign * progress.best.value
     if not better or math.isnan(value):
         progress.waited += 1
@@ -72,5 +72,5 @@ def judge(progress: Progress, found: Mapping[str, float], how: Evaluate, sign: i
 
 
 def has_stopped(progress: Progress, how: Evaluate) -> bool:
-    """Whether there were too many evaluations without improvement."""
+    """Return True if early stopping ends the run: too many evaluations without improvement."""
     return 0 < how.early_stop_patience <= progress.waited

@@ -1,4 +1,4 @@
-"""One optimizer step: a function of weights, optimizer state, seed and the step's number alone."""
+"""One optimizer step. It depends on weights, optimizer state, seed and step number alone."""
 
 from __future__ import annotations
 
@@ -24,12 +24,12 @@ from tasks.training.tokens.order import HeldOut, Order, Step
 
 @dataclass(frozen=True)
 class Taken:
-    """What came of a step.
+    """Result of one optimizer step.
 
     Attributes:
-        record: its measures by name: loss, lr, grad_norm, tokens_per_s, ...; mfu where the device's
-            peak is known.
-        skipped: fp16 overflowed, and the weights are as they were.
+        record: metrics by name: loss, lr, grad_norm, tokens_per_s, ...; mfu if the peak FLOP/s of
+            the device is known.
+        skipped: fp16 overflowed and the weights did not change.
     """
 
     record: dict[str, float]
@@ -40,10 +40,10 @@ class Stepper:
     """Takes optimizer steps.
 
     Args:
-        passes: the model and the objective.
-        job: what to do.
-        examples: to learn from.
-        order: which of them when.
+        passes: forward passes of the model under its objective.
+        job: settings and paths of the run.
+        examples: training examples.
+        order: the examples of each step, rank and row.
     """
 
     def __init__(self, passes: Passes, job: TrainJob, examples: Examples, order: Order) -> None:
@@ -56,15 +56,15 @@ class Stepper:
         self._accumulator = Accumulator(self._engine, passes.ranks, job)
 
     def close(self) -> None:
-        """Leave the model without what was put into it for steps."""
+        """Remove the hooks that steps put on the model."""
         self._accumulator.close()
 
     def take(self, step: int) -> Taken:
-        """Take step number `step`.
+        """Take step number `step`, counted from 1.
 
         Raises:
-            TrainingError: on every rank, before a weight has moved, when loss or gradient are not
-                finite; names step, rank, samples and tensor.
+            TrainingError: loss or gradient is not finite. Raised on every rank before a weight
+                changes; names step, rank, samples and tensor.
         """
         begin, rank = time.perf_counter(), self._passes.ranks.rank
         begin_random(self._job.settings.seed, step=step, rank=rank)
@@ -72,7 +72,7 @@ class Stepper:
         todo = self._order.step(step, rank)
         rows = [HeldOut(row) for row in todo.rows]
         baseline = self._passes.baseline(self._examples, rows)
-        found = self._accumulate(todo, step, baseline)
+        measures = self._accumulate(todo, step, baseline)
         self._engine.step()
         skipped = not self._engine.was_step_applied()
         if skipped and self._job.settings.dtype != "float16":
@@ -82,18 +82,18 @@ class Stepper:
         speed = {"tokens_per_s": todo.counts.tokens / seconds, "step_s": seconds}
         if self._meter is not None:
             speed["mfu"] = self._meter.mfu(todo.counts, seconds)
-        record = {"step": step, **found, "lr": lr, "grad_norm": norm, **speed}
+        record = {"step": step, **measures, "lr": lr, "grad_norm": norm, **speed}
         return Taken({**record, "epoch": self._order.epoch_at(step)}, skipped)
 
     def _accumulate(self, todo: Step, step: int, baseline: torch.Tensor | None) -> dict[str, float]:
-        """All rows forward and backward, the last one's optimizer step left to the caller."""
+        """Run forward and backward of all rows; return loss and metrics of the step."""
         loss_of = partial(self._passes.loss, self._examples, counts=todo.counts, baseline=baseline)
-        found, broken = self._accumulator.passes(todo.rows, loss_of)
-        if not math.isfinite(found["loss"]):
-            self._refuse(f"loss is {found['loss']}", todo, step, baseline)
+        measures, broken = self._accumulator.passes(todo.rows, loss_of)
+        if not math.isfinite(measures["loss"]):
+            self._refuse(f"loss is {measures['loss']}", todo, step, baseline)
         if broken:
             self._refuse("gradient is not finite", todo, step, baseline)
-        return found
+        return measures
 
     def _refuse(self, what: str, todo: Step, step: int, baseline: torch.Tensor | None) -> None:
         trace = Trace(self._passes, self._job, self._examples)
@@ -101,7 +101,7 @@ class Stepper:
 
 
 def set_lr(engine: Any, optim: Optim, *, step: int, steps: int) -> float:
-    """Give the optimizer the learning rate of step `step` of `steps`; returns it."""
+    """Set the optimizer's learning rate for step `step` of `steps`, and return it."""
     lr = optim.lr * factor(
         optim.scheduler,
         step=step,
@@ -115,10 +115,12 @@ def set_lr(engine: Any, optim: Optim, *, step: int, steps: int) -> float:
 
 
 def begin_random(seed: int, *, step: int, rank: int) -> None:
-    """Begin random numbers anew: a step's dropout does not depend on what was drawn before it, so
-    that a resumed run needs no generator's state.
+    """Seed torch, numpy and `random` from seed, step and rank.
+
+    The dropout of a step then does not depend on the steps before it, and a resumed run needs no
+    generator states.
     """
-    drawn = np.random.SeedSequence([seed, step, rank]).generate_state(3)
-    torch.manual_seed(int(drawn[0]))
-    np.random.seed(int(drawn[1]))
-    random.seed(int(drawn[2]))
+    seeds = np.random.SeedSequence([seed, step, rank]).generate_state(3)
+    torch.manual_seed(int(seeds[0]))
+    np.random.seed(int(seeds[1]))
+    random.seed(int(seeds[2]))

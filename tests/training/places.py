@@ -14,7 +14,7 @@ import torch
 
 from tasks.process.launch import launch, python_child
 from tasks.train import build_ops
-from tasks.training.engine.saved_partitions import SavedShares
+from tasks.training.engine.partitions import SavedShares
 from tasks.training.job import TrainJob
 from tasks.training.resume import identity
 from tests.settings import Settings

@@ -23,7 +23,7 @@ from tasks.training.model import fused_lora
 from tasks.training.model.build import load_model, load_tokenizer
 from tasks.training.model.packed_model import give_back_attention, model_of, require_same
 from tasks.training.model.probe import take_print
-from tasks.training.objectives import Objective, Said, objective
+from tasks.training.objectives import ModelOutput, Objective, objective
 from tasks.training.outputs import write_configs
 from tasks.training.tokens.examples import Examples, open_examples
 from tasks.training.tokens.order import Order
@@ -86,8 +86,9 @@ def take_steps(
         for row in todo.rows:
             packed = pack(examples, row).to(ranks.device)
             out = engine(row=packed)
-            said = Said(scores=out) if chosen.head == "score" else Said(logprobs=out)
-            value = chosen.loss(said, packed, todo.counts).value
+            scored = chosen.head == "score"
+            output = ModelOutput(scores=out) if scored else ModelOutput(logprobs=out)
+            value = chosen.loss(output, packed, todo.counts).value
             engine.backward(value * len(todo.rows) * ranks.world_size)
             engine.step()
             total += float(value.detach())

@@ -66,7 +66,7 @@ def test_all_samples_are_longer_than_the_context(base: Path, tmp_path: Path, rul
     with pytest.raises(DataError) as caught:
         load(job_for(tmp_path, base, batch={"on_overlong": rule}), PAIRS)
     what = {"truncate": "3 samples cannot be used, first s0: prompt of",
-            "refuse": "no sample is left of 3: 3 too long"}  # fmt: skip
+            "refuse": "none of 3 samples is left: 3 too long"}  # fmt: skip
     assert what[rule] in caught.value.message
     assert len(caught.value.details) == 3
     assert "train.max_len=" in caught.value.hint

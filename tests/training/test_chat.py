@@ -66,7 +66,7 @@ def test_the_last_answer_or_every_answer_or_everything(tokenizer) -> None:
     assert isinstance(whole, Tokens)
     assert isinstance(every, Tokens)
     assert np.array_equal(whole.ids, every.ids)
-    # Nothing stands before the first token that could foretell it.
+    # The first token has none before it to predict it from.
     assert list(whole.bears) == [0] + [1] * (len(whole.ids) - 1)
 
 
@@ -94,7 +94,7 @@ def test_a_template_that_drops_earlier_reasoning(tokenizer) -> None:
     assert "x</think>" not in tokenizer.decode(last.ids)
     every = encode(tokenizer, turns(*said, first=0), THINKS)
     assert isinstance(every, Unfit)
-    assert "message 2 reads otherwise once the conversation goes on" in str(every)
+    assert "renders message 2 differently when the conversation goes on" in str(every)
     assert "train.mask=last_answer" in str(every)
 
 

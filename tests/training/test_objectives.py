@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from tasks.core.errors import ConfigError
-from tasks.training.objectives import Objective, Said, kind_of, objective
+from tasks.training.objectives import ModelOutput, Objective, kind_of, objective
 from tasks.training.tokens.examples import Examples
 from tasks.training.tokens.order import Counts
 from tasks.training.tokens.packing import Row, pack
@@ -40,7 +40,7 @@ def trained_roles(chosen: Objective) -> list[int]:
     return [i for i, name in enumerate(chosen.roles) if name != chosen.baseline_role]
 
 
-def said_of(row: Row, chosen: Objective, seed: int = 1) -> Said:
+def output_of(row: Row, chosen: Objective, seed: int = 1) -> ModelOutput:
     """Numbers a model might say: the same for the same example, whichever row it lies in."""
     each = len(trained_roles(chosen))
 
@@ -51,12 +51,12 @@ def said_of(row: Row, chosen: Objective, seed: int = 1) -> Said:
     counts = row.counts().int().tolist()
     if chosen.head == "score":
         scores = [draw(e, r, 1, 0)[0] for e, r in sequences]
-        return Said(scores=torch.tensor(scores, dtype=torch.float32))
+        return ModelOutput(scores=torch.tensor(scores, dtype=torch.float32))
     logprobs = np.concatenate(
         [-draw(e, r, n, 1) for (e, r), n in zip(sequences, counts, strict=True)]
     )
     reference = [-draw(e, r, n, 2).sum() for (e, r), n in zip(sequences, counts, strict=True)]
-    return Said(
+    return ModelOutput(
         logprobs=torch.tensor(logprobs, dtype=torch.float32),
         reference=torch.tensor(reference, dtype=torch.float32),
         baseline=torch.tensor(0.3),
@@ -72,47 +72,49 @@ def sigmoid(x: np.ndarray) -> np.ndarray:
     return 1 / (1 + np.exp(-x))
 
 
-def by_sequence(row: Row, said: Said) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+def by_sequence(row: Row, output: ModelOutput) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """(E, 2) sums of log-probabilities, of the reference, and tokens; float64."""
-    assert said.logprobs is not None
-    assert said.reference is not None
-    logprobs, owner = said.logprobs.double().numpy(), row.owner.numpy()
+    assert output.logprobs is not None
+    assert output.reference is not None
+    logprobs, owner = output.logprobs.double().numpy(), row.owner.numpy()
     sums = np.array([logprobs[owner == s].sum() for s in range(row.sequences)])
     tokens = np.array([(owner == s).sum() for s in range(row.sequences)])
-    reference = said.reference.double().numpy()
+    reference = output.reference.double().numpy()
     each = row.sequences // len(row.examples)
     return sums.reshape(-1, each), reference.reshape(-1, each), tokens.reshape(-1, each)
 
 
-def dpo(row: Row, said: Said, *, beta: float, smooth: float = 0.0, nll: float = 0.0) -> float:
-    sums, reference, tokens = by_sequence(row, said)
+def dpo(
+    row: Row, output: ModelOutput, *, beta: float, smooth: float = 0.0, nll: float = 0.0
+) -> float:
+    sums, reference, tokens = by_sequence(row, output)
     gap = beta * ((sums - reference)[:, 0] - (sums - reference)[:, 1])
     losses = -(1 - smooth) * np.log(sigmoid(gap)) - smooth * np.log(sigmoid(-gap))
     return float(losses.mean() - nll * sums[:, 0].sum() / tokens[:, 0].sum())
 
 
-def ipo(row: Row, said: Said, *, beta: float) -> float:
-    sums, reference, tokens = by_sequence(row, said)
+def ipo(row: Row, output: ModelOutput, *, beta: float) -> float:
+    sums, reference, tokens = by_sequence(row, output)
     each = (sums - reference) / tokens
     return float(((each[:, 0] - each[:, 1] - 1 / (2 * beta)) ** 2).mean())
 
 
-def simpo(row: Row, said: Said, *, beta: float, gamma: float) -> float:
-    sums, _, tokens = by_sequence(row, said)
+def simpo(row: Row, output: ModelOutput, *, beta: float, gamma: float) -> float:
+    sums, _, tokens = by_sequence(row, output)
     means = sums / tokens
     return float(-np.log(sigmoid(beta * (means[:, 0] - means[:, 1]) - gamma)).mean())
 
 
-def orpo(row: Row, said: Said, *, beta: float) -> float:
-    sums, _, tokens = by_sequence(row, said)
+def orpo(row: Row, output: ModelOutput, *, beta: float) -> float:
+    sums, _, tokens = by_sequence(row, output)
     p = np.exp(sums / tokens)
     odds = p / (1 - p)
     nll = -sums[:, 0].sum() / tokens[:, 0].sum()
     return float(nll - beta * np.log(sigmoid(np.log(odds[:, 0] / odds[:, 1]))).mean())
 
 
-def kto(row: Row, said: Said, *, beta: float, good: float, bad: float) -> float:
-    sums, reference, _ = by_sequence(row, said)
+def kto(row: Row, output: ModelOutput, *, beta: float, good: float, bad: float) -> float:
+    sums, reference, _ = by_sequence(row, output)
     ratio, z0 = (sums - reference)[:, 0], 0.3
     desirable = row.values["desirable"].numpy() > 0.5
     value = np.where(
@@ -121,16 +123,16 @@ def kto(row: Row, said: Said, *, beta: float, good: float, bad: float) -> float:
     return float((np.where(desirable, good, bad) - value).mean())
 
 
-def reward(row: Row, said: Said, *, margin: float = 0.0, center: float = 0.0) -> float:
-    assert said.scores is not None
-    scores = said.scores.double().numpy().reshape(-1, 2)
+def reward(row: Row, output: ModelOutput, *, margin: float = 0.0, center: float = 0.0) -> float:
+    assert output.scores is not None
+    scores = output.scores.double().numpy().reshape(-1, 2)
     gap = scores[:, 0] - scores[:, 1] - margin - row.values["margin"].double().numpy()
     return float((-np.log(sigmoid(gap)) + center * scores.sum(axis=1) ** 2).mean())
 
 
-def sft(row: Row, said: Said) -> float:
-    assert said.logprobs is not None
-    return float(-said.logprobs.double().mean())
+def sft(row: Row, output: ModelOutput) -> float:
+    assert output.logprobs is not None
+    return float(-output.logprobs.double().mean())
 
 
 CASES = {
@@ -163,9 +165,9 @@ def test_loss_is_its_formula_in_float64(case: str) -> None:
     made = objective(name, knobs)
     data = examples(made.roles)
     row = pack(data, range(len(data)), roles=trained_roles(made))
-    said = said_of(row, made)
-    found = made.loss(said, row, step_counts(data, range(len(data))))
-    assert float(found.value) == pytest.approx(formula(row, said), rel=2e-6)
+    output = output_of(row, made)
+    found = made.loss(output, row, step_counts(data, range(len(data))))
+    assert float(found.value) == pytest.approx(formula(row, output), rel=2e-6)
 
 
 @pytest.mark.parametrize("case", CASES)
@@ -175,15 +177,15 @@ def test_rows_add_up_to_the_step_however_examples_are_dealt(case: str) -> None:
     data = examples(made.roles)
     counts = step_counts(data, range(len(data)))
     whole = pack(data, range(len(data)), roles=trained_roles(made))
-    wanted = formula(whole, said_of(whole, made))
+    wanted = formula(whole, output_of(whole, made))
     parts = []
     for dealt in ([3], [0, 5, 1], [4, 2]):
         row = pack(data, dealt, roles=trained_roles(made))
-        parts.append(made.loss(said_of(row, made), row, counts))
+        parts.append(made.loss(output_of(row, made), row, counts))
     assert sum(float(p.value) for p in parts) == pytest.approx(wanted, rel=2e-6)
     for measure in parts[0].measures:
         summed = sum(float(p.measures[measure]) for p in parts)
-        alone = made.loss(said_of(whole, made), whole, counts).measures[measure]
+        alone = made.loss(output_of(whole, made), whole, counts).measures[measure]
         assert summed == pytest.approx(float(alone), rel=1e-5, abs=1e-6), measure
 
 
@@ -195,19 +197,19 @@ def test_gradient_is_that_of_finite_differences(case: str) -> None:
     data = examples(made.roles)
     row = pack(data, range(len(data)), roles=trained_roles(made))
     row = dataclasses.replace(row, values={k: v.double() for k, v in row.values.items()})
-    said = said_of(row, made)
+    output = output_of(row, made)
     field = "scores" if made.head == "score" else "logprobs"
     others = {
         f.name: value.double()
-        for f in dataclasses.fields(said)
-        if f.name != field and (value := getattr(said, f.name)) is not None
+        for f in dataclasses.fields(output)
+        if f.name != field and (value := getattr(output, f.name)) is not None
     }
     counts = step_counts(data, range(len(data)))
 
     def value(x: torch.Tensor) -> torch.Tensor:
-        return made.loss(Said(**{field: x}, **others), row, counts).value
+        return made.loss(ModelOutput(**{field: x}, **others), row, counts).value
 
-    start = getattr(said, field).double().requires_grad_()
+    start = getattr(output, field).double().requires_grad_()
     assert torch.autograd.gradcheck(value, (start,), atol=1e-5)
 
 
@@ -217,7 +219,7 @@ def test_a_pair_that_is_told_apart_perfectly_has_finite_losses() -> None:
     data = examples(made.roles)
     row = pack(data, [0, 1])
     far = torch.tensor([300.0, -300.0, -300.0, 300.0], requires_grad=True)
-    loss = made.loss(Said(scores=far), row, step_counts(data, [0, 1])).value
+    loss = made.loss(ModelOutput(scores=far), row, step_counts(data, [0, 1])).value
     loss.backward()
     assert torch.isfinite(loss)
     assert torch.isfinite(far.grad).all()
@@ -230,8 +232,8 @@ def test_orpo_is_finite_for_a_certain_answer() -> None:
     data = examples(made.roles)
     row = pack(data, [0])
     sure = torch.zeros(len(row.owner), requires_grad=True)
-    said = Said(logprobs=sure)
-    loss = made.loss(said, row, step_counts(data, [0])).value
+    output = ModelOutput(logprobs=sure)
+    loss = made.loss(output, row, step_counts(data, [0])).value
     loss.backward()
     assert torch.isfinite(loss)
     assert torch.isfinite(sure.grad).all()
@@ -241,8 +243,8 @@ def test_orpo_is_finite_for_a_certain_answer() -> None:
     ("name", "knobs", "says"),
     [
         ("sfd", {}, "train.objective=sfd is not an objective"),
-        ("sft", {"beta": 0.1}, "train.loss.beta is not a knob of train.objective=sft"),
-        ("dpo", {"gamma": 1.0, "center": 2.0}, "train.loss.center is not a knob"),
+        ("sft", {"beta": 0.1}, "train.loss.beta is not an option of train.objective=sft"),
+        ("dpo", {"gamma": 1.0, "center": 2.0}, "train.loss.center is not an option"),
         ("dpo", {"kind": "hinge"}, "train.loss.kind=hinge is not a kind"),
         ("dpo", {"label_smoothing": 0.5}, "train.loss.label_smoothing=0.5"),
         ("reward", {"kind": "ipo"}, "train.loss.kind=ipo is not a kind"),

@@ -1,4 +1,4 @@
-"""Schedules by transformers' names give transformers' numbers, one step ahead."""
+"""Learning-rate schedules: transformers' rates, one step ahead."""
 
 from __future__ import annotations
 
@@ -8,7 +8,6 @@ import pytest
 import torch
 from transformers import SchedulerType, get_scheduler
 
-from tasks.config.choices import Scheduler
 from tasks.core.errors import ConfigError
 from tasks.training.engine.schedule import SCHEDULERS, Shape, factor, warmup_steps
 
@@ -23,7 +22,7 @@ KNOBS = {
 
 
 def theirs(kind: str, warmup: int) -> list[float]:
-    """Rates of their steps 1 to `STEPS` of a run of one more."""
+    """Return transformers' rates at steps 1 to `STEPS` of a run of `STEPS` + 1."""
     optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=3e-3)
     schedule = get_scheduler(
         kind,
@@ -32,12 +31,12 @@ def theirs(kind: str, warmup: int) -> list[float]:
         num_training_steps=STEPS + 1,
         scheduler_specific_kwargs=KNOBS.get(kind),
     )
-    found = []
+    rates = []
     for _ in range(STEPS):
         optimizer.step()
         schedule.step()
-        found.append(optimizer.param_groups[0]["lr"] / 3e-3)
-    return found
+        rates.append(optimizer.param_groups[0]["lr"] / 3e-3)
+    return rates
 
 
 @pytest.mark.parametrize("warmup", [0, WARMUP])
@@ -57,8 +56,7 @@ def test_no_step_is_wasted(kind: str) -> None:
     assert max(every) == pytest.approx(1.0)
 
 
-def test_the_configuration_knows_the_same_names() -> None:
-    assert {member.name for member in Scheduler} == set(SCHEDULERS)
+def test_an_unknown_name_is_refused_with_the_known_ones() -> None:
     with pytest.raises(ConfigError, match="train.scheduler=step") as caught:
         factor("step", step=1, total=4, warmup=2)
     assert "warmup_stable_decay" in caught.value.hint
@@ -73,8 +71,22 @@ def test_every_name_of_transformers_is_known_or_left_out_for_a_reason() -> None:
     }
 
 
+@pytest.mark.parametrize("kind", ["polynomial", "cosine_with_min_lr"])
+def test_a_last_rate_at_the_peak_is_constant(kind: str) -> None:
+    shape = Shape(min_ratio=1.0)
+    every = [factor(kind, step=s, total=STEPS, warmup=1, shape=shape) for s in range(1, STEPS + 1)]
+    assert every == pytest.approx([1.0] * STEPS, abs=1e-15)
+
+
+def test_a_decay_into_the_warmup_begins_after_it() -> None:
+    every = [factor("warmup_stable_decay", step=s, total=STEPS, warmup=30,
+                    shape=Shape(decay_ratio=0.9)) for s in range(29, 33)]  # fmt: skip
+    assert every[0] == pytest.approx(29 / 30)
+    assert every[1] == 1.0 > every[2] > every[3]
+
+
 def test_restarts_begin_at_the_peak() -> None:
-    """Three falls over 30 steps: steps 10 and 20 are at the peak again."""
+    """With three falls over 30 steps, steps 10 and 20 are at the peak again."""
     shape = Shape(cycles=3)
     every = [factor("cosine_with_restarts", step=s, total=29, warmup=0, shape=shape)
              for s in range(1, 30)]  # fmt: skip

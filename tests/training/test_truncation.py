@@ -96,11 +96,11 @@ class TestTruncation:
         found, tally = self.run(Rule(11, "truncate"), Example("p", (same, late)), sample("q", 6, 6))
         assert found == [[6, 6]]
         assert (tally.read, tally.kept, tally.equal, tally.truncated) == (2, 1, 1, 0)
-        assert tally.left_out == ["p: both answers are the same tokens after truncation to 11"]
+        assert tally.left_out == ["p: both answers have the same tokens after truncation to 11"]
         found, tally = self.run(Rule(12, "truncate"), Example("p", (same, late)))
         assert (found, tally.equal) == ([[12, 12]], 0)
         _, tally = self.run(Rule(11, "truncate"), Example("p", (same, late)))
-        with pytest.raises(DataError, match=r"no sample is left of 1: 0 too long, 1 pairs"):
+        with pytest.raises(DataError, match=r"none of 1 samples is left: 0 too long, 1 pairs"):
             tally.raise_if_unusable("s")
 
     def test_prompts_that_fill_the_context(self) -> None:
@@ -114,7 +114,7 @@ class TestTruncation:
         assert (found, tally.refused) == ([[9]], 2)
         assert [line.partition(":")[0] for line in tally.left_out] == ["x", "p"]
         _, tally = self.run(Rule(10, "refuse"), long)
-        with pytest.raises(DataError, match="no sample is left of 1: 1 too long"):
+        with pytest.raises(DataError, match="none of 1 samples is left: 1 too long"):
             tally.raise_if_unusable("s")
 
     @given(parts=st.lists(st.lists(st.integers(6, 16), max_size=30), min_size=1, max_size=4),

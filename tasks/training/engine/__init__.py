@@ -1,6 +1,10 @@
 """DeepSpeed around the model: ranks, checkpoints, partitions, failures.
 
-deepspeed_engine  the ranks and the engine
-saving            checkpoints as ranks write and read them
-partitions        which part of every trained tensor a rank writes
+deepspeed_engine, zero_config  the process group and `start_engine`; DeepSpeed's configuration
+saving, checkpoint, universal  `save` and `restore`; checkpoint folders; another number of ranks
+partitions                     each rank's part of the trained tensors: written, read
+schedule                       the learning rate as a function of the step
+nan_guard, failure             losses and gradients that are not finite; errors in plain words
+check_same_versions, ops       the same software on all nodes; CPUAdam compiled beforehand
+offload                        optimizer states in host memory during rollouts
 """

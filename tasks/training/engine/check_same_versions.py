@@ -1,7 +1,7 @@
-"""Whether all ranks run the same program on the same numbers; asked where there are several nodes.
+"""Check that all nodes run the same versions of the libraries and of this project.
 
-A node with another version of torch or of this project trains something else without a word, or
-hangs in a collective that the others do not make.
+A node with other versions trains another model without an error, or waits in a collective that the
+other ranks never enter.
 """
 
 from __future__ import annotations
@@ -18,22 +18,22 @@ _TASKS = Path(__file__).resolve().parents[2]
 
 
 def require_alike(ranks: Ranks) -> None:
-    """Compare versions and the project's own code over all ranks.
+    """Compare the versions of libraries, and the digest of this project's code, over all ranks.
 
     Raises:
-        TrainingError: on every rank, naming what differs and where.
+        TrainingError: versions differ; raised on every rank, with rank and version.
     """
-    told = ranks.all_objects({name: _version(name) for name in PACKAGES} | {"tasks": _code()})
-    found = [
-        f"rank {rank}: {name} is {mine[name]}, on rank 0 {told[0][name]}"
-        for rank, mine in enumerate(told)
-        for name in mine
-        if mine[name] != told[0][name]
+    versions = ranks.all_objects({name: _version(name) for name in PACKAGES} | {"tasks": _code()})
+    differences = [
+        f"rank {rank}: {name} is {version_here}, on rank 0 {versions[0][name]}"
+        for rank, of_rank in enumerate(versions)
+        for name, version_here in of_rank.items()
+        if version_here != versions[0][name]
     ]
-    if found:
+    if differences:
         raise TrainingError(
-            f"the nodes do not run the same program: {found[0]}",
-            details=found,
+            f"the nodes do not run the same program: {differences[0]}",
+            details=differences,
             hint="install the same lock on every node: make setup",
         )
 

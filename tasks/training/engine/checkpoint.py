@@ -1,13 +1,13 @@
-"""Checkpoints as folders: which are complete, which may go, which is the best. Knows no torch.
+"""Checkpoint folders: write, find and delete them. Knows no torch.
 
     step-00000050/
-        engine/         DeepSpeed's own checkpoint: fp32 weights, optimizer, loss scale
-        shards/         every rank's share of the trained tensors, as in the `shards` artifact
+        engine/         DeepSpeed's checkpoint: fp32 weights, optimizer states, loss scale
+        shards/         every rank's partitions of the trained tensors, as in the `shards` artifact
         partitions.json
-        state.json      where the run was, and what it is a run of
+        state.json      progress and identity of the run
 
-A checkpoint is written into a folder whose name begins with a dot and becomes visible by one rename
-once everything is on the disk, so that existence means complete. Only then do older ones go.
+A checkpoint is written into a folder whose name begins with a dot. One rename makes it visible once
+everything is on disk, so existence means complete. Older checkpoints are deleted only after that.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ GB = 10**9
 
 @dataclass
 class Best:
-    """The best evaluation so far: after which step, and what its metric was."""
+    """The best evaluation so far: its step and the value of its metric."""
 
     step: int
     value: float
@@ -36,21 +36,21 @@ class Best:
 
 @dataclass
 class Progress:
-    """Where a run is: what a checkpoint keeps beside the engine's state. The same on every rank.
+    """Progress of a run, stored in checkpoints beside the engine's state. Equal on every rank.
 
-    Random numbers are not in it: every step begins them anew, from seed, step and rank.
+    It holds no generator states: every step seeds its random numbers from seed, step and rank.
 
     Attributes:
         step: steps taken.
-        losses: of every step.
-        last: what was measured in the last step.
+        losses: one per step.
+        last: metrics of the last step.
         before: the evaluation before the first step.
-        evaluations: those after; each with its `step`.
+        evaluations: later evaluations, each with its `step`.
         best: the best of them.
         waited: evaluations since the best one.
-        skipped: steps in a row that fp16 overflow has skipped.
-        seconds: spent in steps and evaluations.
-        kept: what else an objective goes on from, in JSON.
+        skipped: consecutive steps skipped because fp16 overflowed.
+        seconds: time spent in steps.
+        kept: further state of an objective, as JSON values.
     """
 
     step: int = 0
@@ -66,7 +66,7 @@ class Progress:
 
     @classmethod
     def of(cls, document: dict[str, Any]) -> Progress:
-        """From what `asdict` made of it."""
+        """Build from the result of `dataclasses.asdict`."""
         best = document.pop("best")
         return cls(**document, best=None if best is None else Best(**best))
 
@@ -77,9 +77,9 @@ class Checkpoint:
 
     Attributes:
         path: its folder.
-        world_size: ranks that wrote it.
+        world_size: number of ranks that wrote it.
         identity: settings and inputs of the run, by dotted name.
-        progress: where the run was.
+        progress: progress of the run at that point.
     """
 
     path: Path
@@ -89,23 +89,23 @@ class Checkpoint:
 
 
 def name_of(step: int) -> str:
-    """Folder name of the checkpoint of a step."""
+    """Return the folder name of the checkpoint of a step."""
     return f"step-{step:08d}"
 
 
 def complete(root: Path) -> list[Path]:
-    """Folders of all complete checkpoints under `root`, by step."""
+    """Return the folders of all complete checkpoints under `root`, in order of their steps."""
     return sorted(path.parent for path in root.glob(f"step-????????/{STATE}"))
 
 
 def last_good(root: Path) -> Path | None:
-    """The newest complete checkpoint under `root`, if there is one."""
-    found = complete(root)
-    return found[-1] if found else None
+    """Return the newest complete checkpoint under `root`, or None."""
+    folders = complete(root)
+    return folders[-1] if folders else None
 
 
 def open_checkpoint(path: Path) -> Checkpoint:
-    """Read what a checkpoint says of itself."""
+    """Read a checkpoint's `state.json`."""
     document = json.loads((path / STATE).read_text())
     progress = Progress.of(document["progress"])
     return Checkpoint(path, document["world_size"], document["identity"], progress)
@@ -123,12 +123,12 @@ def describe(work: Path, *, world_size: int, identity: dict[str, Any], progress:
 
 
 def work_folder(root: Path, step: int) -> Path:
-    """Where the checkpoint of a step is written."""
+    """Return the hidden folder in which the checkpoint of a step is written."""
     return root / f".{name_of(step)}.tmp"
 
 
 def publish(work: Path) -> Path:
-    """Make a written checkpoint visible, replacing one of the same step. Returns its folder."""
+    """Make a written checkpoint visible, replacing one of the same step; return its folder."""
     final = work.with_name(work.name.removeprefix(".").removesuffix(".tmp"))
     to_disk(work)
     shutil.rmtree(final, ignore_errors=True)
@@ -138,7 +138,7 @@ def publish(work: Path) -> Path:
 
 
 def to_disk(folder: Path) -> None:
-    """Have everything below `folder` on the disk."""
+    """Flush all files and folders below `folder` to disk."""
     for place, _, names in os.walk(folder):
         for name in names:
             _sync(Path(place) / name)
@@ -146,18 +146,18 @@ def to_disk(folder: Path) -> None:
 
 
 def prune(root: Path, *, keep: set[int], most: int, most_gb: float | None) -> None:
-    """Remove the oldest checkpoints until there are at most `most`, of `most_gb` GB together.
+    """Delete the oldest checkpoints until at most `most` of at most `most_gb` GB are left.
 
     Args:
-        root: where they lie.
-        keep: steps whose checkpoints stay, beside the newest.
-        most: how many may stay; 0 for any number.
-        most_gb: decimal gigabytes that may stay; None for any size.
+        root: folder of the checkpoints.
+        keep: steps whose checkpoints are never deleted; nor is the newest one.
+        most: number of checkpoints to keep; 0 for any number.
+        most_gb: decimal gigabytes to keep; None for any size.
     """
-    found = complete(root)
-    sizes = {path: folder_bytes(path) for path in found}
-    kept = {name_of(step) for step in keep} | {path.name for path in found[-1:]}
-    for path in found:
+    folders = complete(root)
+    sizes = {path: folder_bytes(path) for path in folders}
+    kept = {name_of(step) for step in keep} | {path.name for path in folders[-1:]}
+    for path in folders:
         few = not most or len(sizes) <= most
         small = most_gb is None or sum(sizes.values()) <= most_gb * GB
         if few and small:
@@ -168,7 +168,7 @@ def prune(root: Path, *, keep: set[int], most: int, most_gb: float | None) -> No
 
 
 def forget_after(root: Path, step: int) -> None:
-    """Remove what a run that goes on from `step` will write anew, and what was never finished."""
+    """Delete checkpoints of steps after `step`, and unfinished ones."""
     for path in complete(root):
         if path.name > name_of(step):
             shutil.rmtree(path)
@@ -176,13 +176,13 @@ def forget_after(root: Path, step: int) -> None:
 
 
 def sweep(root: Path) -> None:
-    """Remove checkpoints that were never finished."""
+    """Delete unfinished checkpoints."""
     for path in root.glob(".step-????????.tmp"):
         shutil.rmtree(path)
 
 
 def folder_bytes(folder: Path) -> int:
-    """Size of all files below `folder`."""
+    """Return the size of all files below `folder`, in bytes."""
     return sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
 
 

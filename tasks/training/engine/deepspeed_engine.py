@@ -1,4 +1,4 @@
-"""The ranks, and DeepSpeed's engine around a model."""
+"""The process group of the ranks, and the DeepSpeed engine around a model."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ T = TypeVar("T")
 _OF_OPTIMIZER = ("optimizer", "zero_allow_untested_optimizer")
 
 COLLECTIVE_TIMEOUT_S = 1800
-"""Longest wait within one collective. A dead peer is noticed at once (its socket closes, and
-torchrun ends the others); this bounds what neither sees, a peer that hangs."""
+"""Longest wait within one collective. A dead rank is noticed at once (its socket closes and
+torchrun ends the others); this limit is for a rank that hangs."""
 
 
 class Ranks:
-    """This process among its peers: rank, device, and the few collectives that are needed."""
+    """The process group: this process's rank and device, and a few collectives."""
 
     def __init__(self, *, timeout_s: float = COLLECTIVE_TIMEOUT_S, device: str = "auto") -> None:
         """Join the process group that torchrun describes in the environment.
@@ -34,21 +34,20 @@ class Ranks:
             device: `train.device`: auto, cpu or cuda.
 
         Raises:
-            ConfigError: a GPU is there or asked for, and torch cannot compute on it; or none is
-                left for this rank.
+            ConfigError: as `choose_device`.
         """
         self.device = choose_device(device, int(os.environ["LOCAL_RANK"]))
         cuda = self.device.type == "cuda"
         if cuda:
             torch.cuda.set_device(self.device)
         else:
-            # DeepSpeed would guess the same, but only after it looked for every accelerator.
+            # DeepSpeed would choose the same after probing every kind of accelerator.
             os.environ.setdefault("DS_ACCELERATOR", "cpu")
         import deepspeed
 
         logging.getLogger("DeepSpeed").setLevel(logging.WARNING)
-        # An empty answer to "which ops can be compiled" keeps DeepSpeed from building its
-        # shared-memory all-reduce, 20 s of g++ for a call that only its inference engine makes.
+        # Without ops to compile, DeepSpeed does not spend 20 s of g++ on an all-reduce that only
+        # its inference engine calls.
         deepspeed.ops.__compatible_ops__ = {}
         deepspeed.init_distributed(
             dist_backend="nccl" if cuda else "gloo",
@@ -65,19 +64,19 @@ class Ranks:
 
     @property
     def first(self) -> bool:
-        """Whether this is rank 0."""
+        """Return True on rank 0."""
         return self.rank == 0
 
     def total(self, value: torch.Tensor) -> torch.Tensor:
-        """Sum over all ranks, in place."""
+        """Sum a tensor over all ranks, in place; return it."""
         dist.all_reduce(value)
         return value
 
     def all_objects(self, value: T) -> list[T]:
-        """Every rank's value, by rank."""
-        found: list[Any] = [None] * self.world_size
-        dist.all_gather_object(found, value)
-        return found
+        """Return the values of all ranks, in order of rank."""
+        values: list[Any] = [None] * self.world_size
+        dist.all_gather_object(values, value)
+        return values
 
     def barrier(self) -> None:
         """Wait for all ranks."""
@@ -88,43 +87,43 @@ class Ranks:
         dist.destroy_process_group()
 
 
-def choose_device(asked: str, local: int) -> torch.device:
-    """Return the device of a rank: a GPU of its own, or the CPU where there are none.
+def choose_device(setting: str, local: int) -> torch.device:
+    """Return the device of a rank: a GPU of its own, or the CPU if the machine has none.
 
     Args:
-        asked: `train.device`.
+        setting: `train.device`.
         local: number of the rank on this machine.
 
     Raises:
-        ConfigError: GPUs are there or asked for, and torch cannot compute on them; or there are
-            fewer of them than ranks.
+        ConfigError: torch cannot compute on the GPUs that exist or are asked for; or there are
+            fewer GPUs than ranks.
     """
     count = gpu_count()
-    if asked != "cpu" and torch.cuda.is_available():
+    if setting != "cpu" and torch.cuda.is_available():
         count = torch.cuda.device_count()
         if local < count:
             return torch.device("cuda", local)
-        what = f"rank {local} of this machine has no GPU: {count} visible"
-        raise ConfigError(what, hint=f"train.nproc={count}")
-    if not has_gpu(asked) and asked != "cuda":
+        problem = f"rank {local} of this machine has no GPU: {count} visible"
+        raise ConfigError(problem, hint=f"train.nproc={count}")
+    if not has_gpu(setting) and setting != "cuda":
         return torch.device("cpu")
-    found, needed, override = driver_too_old() or (
+    problem, needed, override = driver_too_old() or (
         f"{count} GPU{'s' * (count != 1)} visible, and torch.cuda.is_available() is False",
         "ranks would compute on the CPU",
         "a driver that torch can use, or train.device=cpu",
     )
-    raise ConfigError(f"train.device={asked}: {found}; {needed}", hint=override)
+    raise ConfigError(f"train.device={setting}: {problem}; {needed}", hint=override)
 
 
 def start_engine(model: nn.Module, config: dict[str, Any], optim: Optim | None = None) -> Any:
-    """DeepSpeed's engine around `model`; it optimizes exactly the parameters that need gradients.
+    """Return a DeepSpeed engine that trains the parameters of `model` that require gradients.
 
-    One parameter group and never an empty one: torch >= 2.10 trips over those under ZeRO.
+    They form a single parameter group: torch >= 2.10 fails on empty ones under ZeRO.
 
     Args:
-        model: as `load_model` makes it.
-        config: as `deepspeed_config` makes it.
-        optim: of the optimizer, where `config` leaves it to us.
+        model: result of `load_model`.
+        config: result of `deepspeed_config`.
+        optim: settings of the optimizer; needed if `config` names none.
     """
     import deepspeed
 
@@ -144,18 +143,16 @@ def start_engine(model: nn.Module, config: dict[str, Any], optim: Optim | None =
     if without_zero and inner is None:
         _tell_norms(engine)
     elif inner is not None and without_zero:
-        # Without ZeRO DeepSpeed's wrapper for 16-bit weights takes a step on zeros to begin with,
-        # and leaves it counted: Adam's bias correction would be one step ahead of all other stages,
-        # its first update 0.74 of what it should be. Adam makes its states when it finds none.
+        # DeepSpeed's 16-bit wrapper takes and counts a step on zeros, which Adam's bias correction
+        # would turn into a first update of 0.74 of its size. Adam makes new states by itself.
         inner.state.clear()
-    # transformers loads a model to be evaluated: dropout off, and blocks that are to be
-    # checkpointed keep everything.
+    # transformers loads models in eval mode, without dropout and activation checkpointing.
     engine.train()
     return engine
 
 
 def partitioned_engine(model: nn.Module, config: dict[str, Any]) -> Any:
-    """DeepSpeed's engine around a model that is not trained, its parameters split by ZeRO-3."""
+    """Return a DeepSpeed engine around a frozen model whose parameters ZeRO-3 partitions."""
     import deepspeed
 
     without = {key: value for key, value in config.items() if key not in _OF_OPTIMIZER}
@@ -165,9 +162,9 @@ def partitioned_engine(model: nn.Module, config: dict[str, Any]) -> Any:
 
 
 def _tell_norms(engine: Any) -> None:
-    """Have the norm of fp32 gradients known without ZeRO too, before they are clipped.
+    """Record the norm of fp32 gradients before clipping, for engines without ZeRO.
 
-    There the optimizer is torch's own, and `get_global_grad_norm` of DeepSpeed 0.19 answers None.
+    Their optimizer is torch's own, and `get_global_grad_norm` of DeepSpeed 0.19 returns None.
     """
     take = engine._take_model_step
 
@@ -180,7 +177,7 @@ def _tell_norms(engine: Any) -> None:
 
 
 def _adamw_8bit(parameters: list[nn.Parameter], optim: Optim) -> torch.optim.Optimizer:
-    """Moments in blocks of 256 numbers of 8 bits, each with a scale of its own."""
+    """Return AdamW with 8-bit moments, quantised in blocks of 256 numbers."""
     from bitsandbytes.optim import AdamW8bit
 
     made: torch.optim.Optimizer = AdamW8bit(

@@ -1,4 +1,4 @@
-"""What a rank could not go on with, in the words of the configuration."""
+"""Errors of a rank that a setting can fix: out of memory, a collective that timed out."""
 
 from __future__ import annotations
 
@@ -21,31 +21,31 @@ _PEER = re.compile(r"gloo|nccl|connection (closed|reset)|broken pipe|socket", re
 
 
 def in_words(error: Exception, job: TrainJob, rank: int) -> PlumblineError | None:
-    """A deliberate error that says what to do; None for one that only a traceback explains."""
+    """Return an error with a hint for the user, or None if only a traceback explains it."""
     if isinstance(error, PlumblineError):
         return error
     if ran_out_of_memory(error):
         return out_of_memory(f"rank {rank} ran out of memory: {_first_line(error)}", job)
-    if waited_in_vain(error):
-        return _nobody_came(error, job, rank)
+    if timed_out(error):
+        return _timeout(error, job, rank)
     return None
 
 
 def ran_out_of_memory(error: BaseException) -> bool:
-    """Whether memory could not be had, of the host or of an accelerator."""
+    """Return True if an allocation failed, on the host or on an accelerator."""
     return isinstance(error, MemoryError) or (
         isinstance(error, RuntimeError) and bool(_NO_MEMORY.search(str(error)))
     )
 
 
-def waited_in_vain(error: BaseException) -> bool:
-    """Whether a collective ran into its timeout."""
+def timed_out(error: BaseException) -> bool:
+    """Return True if a collective ran into its timeout."""
     text = str(error)
     return isinstance(error, RuntimeError) and bool(_TIMED_OUT.search(text) and _PEER.search(text))
 
 
 def lost_a_peer(error: BaseException) -> bool:
-    """Whether it was another rank that failed, and this one only noticed."""
+    """Return True if another rank failed and this one only noticed."""
     import torch.distributed as dist
 
     text = str(error)
@@ -55,7 +55,12 @@ def lost_a_peer(error: BaseException) -> bool:
 
 
 def out_of_memory(what: str, job: TrainJob) -> TrainingError:
-    """The error for it: what a rank was expected to need, and which settings need less."""
+    """Return the error for a lack of memory: the estimate of a rank, and settings that need less.
+
+    Args:
+        what: the first line of the message.
+        job: the run that failed.
+    """
     hint = " or ".join(smaller(job.settings))
     return TrainingError(what, details=[_expected(job)], hint=hint)
 
@@ -66,61 +71,61 @@ def _expected(job: TrainJob) -> str:
         gpu = has_gpu(job.settings.launch.device)
         needed = estimate(config, job.settings, job.settings.world_size, gpu=gpu)
     except KeyError as error:  # an architecture that names its dimensions differently
-        return f"what a rank should need is not known: config.json has no {error}"
+        return f"the memory of a rank cannot be estimated: config.json has no {error}"
     listed = ", ".join(f"{name} {size / 2**30:.2f}" for name, size in needed.parts().items())
     return f"expected of a rank: {needed.total / 2**30:.2f} GiB ({listed})"
 
 
 def out_of_memory_kills() -> int:
-    """How often the kernel has killed a process of this machine or container for memory."""
-    found = 0
+    """Return how many processes of this machine or container the kernel has killed for memory."""
+    kills = 0
     for path in (Path("/proc/vmstat"), Path("/sys/fs/cgroup/memory.events")):
         if path.is_file():
             match = re.search(r"^oom_kill (\d+)$", path.read_text(), re.M)
-            found += int(match[1]) if match else 0
-    return found
+            kills += int(match[1]) if match else 0
+    return kills
 
 
 def smaller(settings: Settings) -> list[str]:
-    """Settings that need less memory, those that cost least first."""
+    """Return overrides that need less memory, those that cost least first."""
     batch, zero, peft = settings.batch, settings.zero, settings.peft
-    found = []
+    overrides = []
     if batch.micro_batch_size > 1:
-        found.append(f"train.micro_batch_size={batch.micro_batch_size // 2}")
+        overrides.append(f"train.micro_batch_size={batch.micro_batch_size // 2}")
     if not settings.gradient_checkpointing:
-        found.append("train.gradient_checkpointing=true")
+        overrides.append("train.gradient_checkpointing=true")
     highest = 2 if peft.kind == "qlora" else 3
     if zero.stage < highest and settings.world_size > 1:
-        found.append(f"zero=zero{highest}")
+        overrides.append(f"zero=zero{highest}")
     if zero.offload_optimizer == "none" and zero.stage and settings.optim.optimizer == "adamw":
-        found.append("zero.offload_optimizer=cpu")
+        overrides.append("zero.offload_optimizer=cpu")
     if peft.kind == "none":
-        found.append("peft=lora")
-    return [*found, f"train.max_len={max(2, batch.max_len // 2)}"]
+        overrides.append("peft=lora")
+    return [*overrides, f"train.max_len={max(2, batch.max_len // 2)}"]
 
 
-def _nobody_came(error: Exception, job: TrainJob, rank: int) -> TrainingError:
+def _timeout(error: Exception, job: TrainJob, rank: int) -> TrainingError:
     seconds = job.settings.launch.collective_timeout_s
-    asleep = sorted(_stopped_siblings())
-    who = f": rank {', '.join(map(str, asleep))} is stopped" if asleep else ""
+    stopped = sorted(_stopped_siblings())
+    which = f": rank {', '.join(map(str, stopped))} is stopped" if stopped else ""
     return TrainingError(
-        f"rank {rank} waited {seconds:g} s for the other ranks{who}",
+        f"rank {rank} waited {seconds:g} s for the other ranks{which}",
         details=[_first_line(error)],
-        hint="train.collective_timeout_s=<more> where a step or a checkpoint takes that long",
+        hint="train.collective_timeout_s=<more> if a step or a checkpoint takes that long",
     )
 
 
 def _stopped_siblings() -> Iterator[int]:
-    """Ranks of this machine that a signal has stopped, by what the kernel says of them."""
+    """Yield the ranks of this machine that a signal has stopped, as the kernel reports them."""
     for folder in Path("/proc").glob("[0-9]*"):
         try:
             state, parent = (folder / "stat").read_text().rpartition(")")[2].split()[:2]
             environment = (folder / "environ").read_bytes() if state in "Tt" else b""
         except OSError:  # it has ended, or is another user's
             continue
-        found = re.search(rb"(?:^|\0)RANK=(\d+)", environment)
-        if found and int(parent) == os.getppid():
-            yield int(found[1])
+        match = re.search(rb"(?:^|\0)RANK=(\d+)", environment)
+        if match and int(parent) == os.getppid():
+            yield int(match[1])
 
 
 def _first_line(error: BaseException) -> str:

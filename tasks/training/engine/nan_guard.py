@@ -1,4 +1,4 @@
-"""Losses and gradients that are not finite: noticed in time, and traced to where they came from."""
+"""NaN and infinity in losses and gradients: detect them before a weight changes, name the cause."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from tasks.training.tokens.order import Step
 
 
 class Watch:
-    """Looks at each gradient as the backward pass makes it, before DeepSpeed takes it away."""
+    """Checks each gradient in a hook of the backward pass, before DeepSpeed reduces it."""
 
     def __init__(self, model: Any) -> None:
         self._seen: list[tuple[str, torch.Tensor]] = []
@@ -33,19 +33,19 @@ class Watch:
         self._seen.append((name, ~torch.isfinite(gradient).all()))
 
     def broken(self) -> Mapping[str, torch.Tensor]:
-        """How many gradients were not finite since the last call, as a measure; a scalar."""
+        """Return the number of gradients since the last call that are not finite, as a metric."""
         flags = [flag for _, flag in self._seen]
         self._seen.clear()
         return {BROKEN: torch.stack(flags).sum().float()}
 
     def first(self) -> str | None:
-        """The first tensor in the order of the backward pass whose gradient was not finite."""
-        found = next((name for name, flag in self._seen if bool(flag)), None)
+        """Return the first tensor of the backward pass whose gradient is not finite, or None."""
+        tensor = next((name for name, flag in self._seen if bool(flag)), None)
         self._seen.clear()
-        return found
+        return tensor
 
     def close(self) -> None:
-        """Look no longer."""
+        """Remove the hooks."""
         for handle in self._handles:
             handle.remove()
 
@@ -54,14 +54,14 @@ BROKEN = "gradients_not_finite"
 
 
 def needs_watching(job: TrainJob) -> bool:
-    """Whether DeepSpeed would step with gradients that are not finite.
+    """Return True if DeepSpeed would take a step with gradients that are not finite.
 
-    It looks at them itself with 16-bit weights, and under ZeRO-3 with any.
+    DeepSpeed checks gradients itself for 16-bit weights, and under ZeRO-3 for all weights.
     """
     return job.settings.dtype == "float32" and job.settings.zero.stage < 3
 
 
-class _Finding(NamedTuple):
+class _Failure(NamedTuple):
     rank: int
     row: int
     samples: list[str]
@@ -76,10 +76,10 @@ class _Finding(NamedTuple):
 
 @dataclass(frozen=True)
 class Trace:
-    """Repeats a step that went wrong, row by row, to name rank, samples and tensor.
+    """Repeats a failed step row by row, to name rank, samples and tensor. All ranks take part.
 
-    A step is a function of weights, seed, step and rank, and no weight has moved yet: what went
-    wrong goes wrong again. All ranks take part.
+    A step depends on weights, seed, step and rank alone, and no weight has changed yet, so the
+    step fails again in the same place.
     """
 
     passes: Passes
@@ -89,17 +89,18 @@ class Trace:
     def error(
         self, what: str, todo: Step, *, step: int, baseline: torch.Tensor | None
     ) -> TrainingError:
-        """The error to raise, the same on every rank.
+        """Return the error to raise, the same on every rank.
 
         Args:
-            what: that was not finite, with its value.
+            what: the problem, for example "loss is nan".
             todo: the rows of this rank.
             step: number of the step.
-            baseline: of the step.
+            baseline: result of `Passes.baseline` in this step.
         """
         ranks = self.passes.ranks
-        found = sorted(f for part in ranks.all_objects(self._repeat(todo, baseline)) for f in part)
-        first = next((f for f in found if f.tensor), found[0] if found else None)
+        everywhere = ranks.all_objects(self._repeat(todo, baseline))
+        failures = sorted(failure for of_rank in everywhere for failure in of_rank)
+        first = next((f for f in failures if f.tensor), failures[0] if failures else None)
         where = ""
         if first is not None:
             tensor = f", first in the gradient of {first.tensor}" if first.tensor else ""
@@ -107,12 +108,12 @@ class Trace:
         good = checkpoint.last_good(self.job.checkpoints)
         return TrainingError(
             f"{what} in step {step}{where}; last good checkpoint: {good or 'none yet'}",
-            details=[str(finding) for finding in found[:20]],
+            details=[str(failure) for failure in failures[:20]],
             hint=f"train.lr={self.job.settings.optim.lr / 10:g}, or look at the data of this step",
         )
 
-    def _repeat(self, todo: Step, baseline: torch.Tensor | None) -> list[_Finding]:
-        engine, found = self.passes.engine, []
+    def _repeat(self, todo: Step, baseline: torch.Tensor | None) -> list[_Failure]:
+        engine, failures = self.passes.engine, []
         watch = Watch(engine.module)
         for number, chosen in enumerate(todo.rows, 1):
             loss = self.passes.loss(
@@ -122,6 +123,6 @@ class Trace:
             value, tensor = float(loss.detach()), watch.first()
             if tensor is not None or not math.isfinite(value):
                 names = [self.examples.names[i] for i in chosen]
-                found.append(_Finding(self.passes.ranks.rank, number, names, value, tensor))
+                failures.append(_Failure(self.passes.ranks.rank, number, names, value, tensor))
         watch.close()
-        return found
+        return failures

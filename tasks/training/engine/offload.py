@@ -1,9 +1,9 @@
-"""Optimizer states, fp32 weights and gradients in host memory while a rank does something else.
+"""Offload of optimizer states, fp32 weights and gradients to host memory, for example in rollouts.
 
-DeepSpeed 0.19 moves them under ZeRO-1 and 2 whatever the optimizer is. Under ZeRO-3 it asserts its
-own FusedAdam (`runtime/zero/stage3.py`, `offload_states`), which has to be compiled and keeps its
-states as torch's AdamW does; there its gradients are moved by it, and the rest here. ZeRO-0 cannot,
-and ZeRO-Offload has nothing left to move: `tasks/config/checks/online.py` refuses both.
+Under ZeRO-1 and 2 DeepSpeed 0.19 moves all of them. Under ZeRO-3 it asserts its own FusedAdam
+(`runtime/zero/stage3.py`, `offload_states`), which has to be compiled. There DeepSpeed moves only
+the gradients, and this module the rest. ZeRO-0 cannot offload and ZeRO-Offload has nothing left to
+move: `tasks/config/checks/online.py` refuses both.
 """
 
 from __future__ import annotations
@@ -15,17 +15,17 @@ from typing import Any
 
 FREES = ("optim_states", "hp_params", "lp_grads")
 FREES_3 = ("lp_grads", "contiguous_grad_buffer")
-"""States that DeepSpeed moves, under ZeRO-1 and 2, and under ZeRO-3."""
+"""States that DeepSpeed moves, under ZeRO-1 and 2 (`FREES`) and under ZeRO-3 (`FREES_3`)."""
 
 
 @dataclass
 class TrainerStates:
-    """States of the engines that a run trains.
+    """Training states of a run's engines, on the device or on the host.
 
     Attributes:
-        engines: DeepSpeed's.
-        movable: whether they are moved at all.
-        away: whether they lie in host memory now.
+        engines: DeepSpeed engines.
+        movable: False if the states stay on the device; `offload` then does nothing.
+        away: True while the states are in host memory.
     """
 
     engines: Sequence[Any]
@@ -33,14 +33,14 @@ class TrainerStates:
     away: bool = False
 
     def offload(self) -> None:
-        """Move them to the host. The weights that forward passes read stay where they are."""
+        """Move the states to the host. The weights that forward passes read stay on the device."""
         if self.movable and not self.away:
             for engine in self.engines:
                 _offload(engine)
             self.away = True
 
     def reload(self) -> None:
-        """Move them back to the device."""
+        """Move the states back to the device."""
         if self.away:
             for engine in self.engines:
                 _reload(engine)
@@ -48,7 +48,7 @@ class TrainerStates:
 
     @contextlib.contextmanager
     def on_device(self) -> Iterator[None]:
-        """Have them on the device within it, and on the host after it."""
+        """Keep the states on the device within the context, and offload them after it."""
         self.reload()
         yield
         self.offload()
@@ -63,7 +63,7 @@ def _offload(engine: Any) -> None:
         offload_optimizer_states(engine.optimizer.optimizer, "cpu", pin_memory=True)
         for weights in engine.optimizer.fp32_partitioned_groups_flat:
             weights.data = _on_host(weights.data)
-    # Last: it gives freed memory back to the device.
+    # Last, because it empties the device's memory cache.
     engine.offload_states(include=[OffloadStateTypeEnum(n) for n in (FREES_3 if split else FREES)])
 
 
@@ -80,7 +80,7 @@ def _reload(engine: Any) -> None:
 
 
 def _on_host(tensor: Any) -> Any:
-    """Return a copy in page-locked memory, which a GPU reads several times as fast."""
+    """Return a copy in page-locked memory, which a GPU reads several times faster."""
     from deepspeed.accelerator import get_accelerator
 
     return get_accelerator().pin_empty_like(tensor, device="cpu").copy_(tensor)

@@ -1,12 +1,9 @@
-"""What DeepSpeed compiles at first use, compiled before there are ranks: its CPUAdam.
+"""Build of DeepSpeed's CPUAdam before the ranks start: `python -m tasks.training.engine.ops`.
 
-    python -m tasks.training.engine.ops
-
-Left to themselves all ranks build it, and torch keeps them apart by a file `lock` in the build
-folder, which whoever created it removes. A build that is killed leaves the file behind, and from
-then on every run with that folder waits for ever, without a word. Here one process builds at a
-time, under a lock that ends with its process, and it removes a `lock` that nobody holds. The ranks
-then find the library built.
+Otherwise every rank builds it at first use. torch serialises these builds by a file `lock` in the
+build folder; a build that is killed leaves the file behind, and every later run waits for it for
+ever, silently. Here one process builds at a time, under a lock that the kernel releases when the
+process ends, and removes a `lock` that no process has open.
 """
 
 from __future__ import annotations
@@ -21,21 +18,21 @@ from pathlib import Path
 
 LOOKS = 3
 LOOK_S = 1.0
-"""torch closes the file a moment before it removes it, so one look proves nothing."""
+"""A `lock` has to be closed in three looks: torch closes the file a moment before it removes it."""
 
 
 def build_cpu_adam() -> Path:
-    """Have the library of DeepSpeed's CPUAdam in torch's folder for extensions; that folder.
+    """Build DeepSpeed's CPUAdam if necessary, and return the folder of the library.
 
-    Takes about two minutes at the first time, seconds later.
+    Takes about two minutes the first time, seconds later.
 
     Raises:
-        RuntimeError: it does not compile; by torch, with the compiler's words.
+        RuntimeError: the build fails; torch raises it with the compiler's output.
     """
     import torch
     from torch.utils.cpp_extension import _get_build_directory
 
-    if not torch.cuda.is_available():  # as in the ranks: it has to be the very same build
+    if not torch.cuda.is_available():  # as in the ranks, which need the same build
         os.environ.setdefault("DS_ACCELERATOR", "cpu")
     from deepspeed.ops.op_builder import CPUAdamBuilder
 
@@ -47,9 +44,12 @@ def build_cpu_adam() -> Path:
 
 
 def wait_for_others(lock: Path) -> None:
-    """Wait while a process of this machine holds torch's lock; remove one that nobody holds.
+    """Wait while a process of this machine has torch's lock open, then remove an abandoned one.
 
-    A build by another program on another machine that shares the folder is not seen.
+    Builds on other machines that share the folder are not seen.
+
+    Args:
+        lock: the file `lock` in torch's build folder.
     """
     idle = 0
     while lock.exists():
@@ -62,10 +62,10 @@ def wait_for_others(lock: Path) -> None:
 
 
 def is_open(path: Path) -> bool:
-    """Whether any process whose files we may see has this one open."""
+    """Return True if a process whose open files we may list has this file open."""
     with contextlib.suppress(FileNotFoundError):
         wanted = path.stat()
-        return any(os.path.samestat(wanted, found) for found in _open_files())
+        return any(os.path.samestat(wanted, status) for status in _open_files())
     return False
 
 
@@ -81,7 +81,7 @@ def _open_files() -> Iterator[os.stat_result]:
 
 @contextlib.contextmanager
 def _alone(path: Path) -> Iterator[None]:
-    """Wait for every other build by us. The kernel ends the lock with its holder."""
+    """Wait for other builds of this project; the kernel releases the lock when a process ends."""
     with path.open("w") as file:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -92,7 +92,7 @@ def _alone(path: Path) -> Iterator[None]:
 
 
 def main() -> int:
-    """Build it, and say where it lies."""
+    """Build CPUAdam and print its folder."""
     from tasks.process.block_unused_imports import start_lean
 
     start_lean()

@@ -1,8 +1,8 @@
-"""What one rank owns of every trainable tensor, and the file it writes it to.
+"""Partitions of the trained tensors: each rank writes its own, and any rank can read them all.
 
-Nothing is gathered: under ZeRO-3 a rank owns what DeepSpeed gave it (`ds_tensor`, less its
-padding); below stage 3 every rank has a whole replica and writes an equal share of it, so that
-writing is parallel there too. Together the ranks cover every element exactly once.
+Nothing is gathered. Under ZeRO-3 a rank writes the partition that DeepSpeed gave it (`ds_tensor`,
+without padding). Below stage 3 every rank has a full replica and writes an equal part of it, so
+writing is parallel there too. Together the ranks write every element exactly once.
 """
 
 from __future__ import annotations
@@ -10,9 +10,10 @@ from __future__ import annotations
 import json
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
+from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import nn
 
@@ -21,7 +22,7 @@ SAFETENSORS_DTYPES = {torch.bfloat16: "BF16", torch.float16: "F16", torch.float3
 
 @dataclass(frozen=True)
 class Share:
-    """Elements [start, end) of a flattened parameter whose full shape is `shape`."""
+    """A partition: elements [start, end) of a flattened parameter whose full shape is `shape`."""
 
     data: torch.Tensor
     shape: tuple[int, ...]
@@ -30,17 +31,17 @@ class Share:
 
 
 def trainable(model: nn.Module) -> dict[str, nn.Parameter]:
-    """Parameters that are trained, by name."""
+    """Return the parameters that require gradients, by name."""
     return {name: p for name, p in model.named_parameters() if p.requires_grad}
 
 
 def full_shape(parameter: nn.Parameter) -> tuple[int, ...]:
-    """Shape of the whole parameter, partitioned by ZeRO-3 or not."""
+    """Return the shape of the full parameter, partitioned by ZeRO-3 or not."""
     return tuple(getattr(parameter, "ds_shape", parameter.shape))
 
 
 def share(parameter: nn.Parameter, *, rank: int, world_size: int) -> Share:
-    """This rank's share of a parameter."""
+    """Return this rank's partition of a parameter, as a copy in host memory."""
     shape = full_shape(parameter)
     count = int(torch.Size(shape).numel())
     partition = getattr(parameter, "ds_tensor", None)
@@ -54,39 +55,46 @@ def share(parameter: nn.Parameter, *, rank: int, world_size: int) -> Share:
 
 
 def own_shares(model: nn.Module, *, rank: int, world_size: int) -> dict[str, Share]:
-    """This rank's share of every trainable parameter; shares without an element are left out."""
-    found = {
+    """Return this rank's partitions of all trained parameters, empty ones left out."""
+    shares = {
         name: share(parameter, rank=rank, world_size=world_size)
         for name, parameter in trainable(model).items()
     }
-    return {name: one for name, one in found.items() if one.end > one.start}
+    return {name: part for name, part in shares.items() if part.end > part.start}
 
 
 def not_finite(shares: dict[str, Share]) -> list[str]:
-    """Names of parameters of which this rank's share holds NaN or infinity."""
-    return [name for name, one in shares.items() if not torch.isfinite(one.data).all()]
+    """Return the names of parameters whose partition on this rank holds NaN or infinity."""
+    return [name for name, part in shares.items() if not torch.isfinite(part.data).all()]
 
 
 def shard_name(rank: int, world_size: int) -> str:
-    """File name of a rank's shares."""
+    """Return the file name of a rank's partitions."""
     return f"rank-{rank:05d}-of-{world_size:05d}.safetensors"
 
 
 def write_shares(shares: dict[str, Share], folder: Path, *, rank: int, world_size: int) -> Path:
-    """Write one rank's file; where each share belongs is in its metadata."""
+    """Write one rank's file, with shape and range of each partition in its metadata."""
     folder.mkdir(parents=True, exist_ok=True)
     where = {
-        name: {"shape": list(one.shape), "start": one.start, "end": one.end}
-        for name, one in shares.items()
+        name: {"shape": list(part.shape), "start": part.start, "end": part.end}
+        for name, part in shares.items()
     }
     path = folder / shard_name(rank, world_size)
-    tensors = {name: one.data for name, one in shares.items()}
+    tensors = {name: part.data for name, part in shares.items()}
     save_file(tensors, path, metadata={"partitions": json.dumps(where, sort_keys=True)})
     return path
 
 
 def describe(model: nn.Module, *, world_size: int, zero_stage: int, mode: str) -> dict[str, Any]:
-    """The contents of `partitions.json`: which parameters exist, at which shapes."""
+    """Return the contents of `partitions.json`: names and shapes of the trained parameters.
+
+    Args:
+        model: the trained model.
+        world_size: number of ranks.
+        zero_stage: ZeRO stage of the run.
+        mode: `full` or `adapter`.
+    """
     parameters = trainable(model)
     dtypes = {SAFETENSORS_DTYPES[p.dtype] for p in parameters.values()}
     return {
@@ -97,3 +105,40 @@ def describe(model: nn.Module, *, world_size: int, zero_stage: int, mode: str) -
         "dtype": ",".join(sorted(dtypes)),
         "parameters": {name: {"shape": list(full_shape(p))} for name, p in parameters.items()},
     }
+
+
+class _Piece(NamedTuple):
+    start: int
+    end: int
+    path: Path
+
+
+class SavedShares:
+    """Partitions that any number of ranks wrote to a folder, read on demand.
+
+    Args:
+        folder: folder of `rank-*.safetensors`, as `write_shares` writes them.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self._pieces: dict[str, list[_Piece]] = {}
+        for path in sorted(folder.glob("rank-*.safetensors")):
+            with safe_open(path, "pt") as file:
+                where = json.loads(file.metadata()["partitions"])
+            for name, at in where.items():
+                self._pieces.setdefault(name, []).append(_Piece(at["start"], at["end"], path))
+
+    def whole(self, name: str) -> torch.Tensor:
+        """Return the full tensor, flattened."""
+        return self.part(name, 0, max(piece.end for piece in self._pieces[name]))
+
+    def part(self, name: str, start: int, end: int) -> torch.Tensor:
+        """Return elements [start, end) of a flattened tensor, or those of them that were saved."""
+        parts = []
+        for piece in sorted(self._pieces[name]):
+            low, high = max(start, piece.start), min(end, piece.end)
+            if low < high:
+                with safe_open(piece.path, "pt") as file:
+                    stored = file.get_slice(name)
+                    parts.append(stored[low - piece.start : high - piece.start])
+        return torch.cat(parts)

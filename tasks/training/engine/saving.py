@@ -1,4 +1,4 @@
-"""Checkpoints as ranks write and read them: the engine's state, and the trained tensors' shares."""
+"""Save and restore checkpoints: the engines' states, and partitions of the trained tensors."""
 
 from __future__ import annotations
 
@@ -16,14 +16,19 @@ from tasks.training.engine import checkpoint
 from tasks.training.engine.checkpoint import ENGINE, SHARDS, Progress
 from tasks.training.engine.deepspeed_engine import Ranks
 from tasks.training.engine.failure import lost_a_peer
-from tasks.training.engine.partitions import not_finite, own_shares, trainable, write_shares
-from tasks.training.engine.saved_partitions import SavedShares
+from tasks.training.engine.partitions import (
+    SavedShares,
+    not_finite,
+    own_shares,
+    trainable,
+    write_shares,
+)
 from tasks.training.engine.universal import TAG
 from tasks.training.job import TrainJob
 from tasks.training.outputs import write_partitions
 
 Others = Mapping[str, Callable[[], AbstractContextManager[Any]]]
-"""Engines beside the one that a run is about."""
+"""Engines beside the policy's, by the name of their folder in a checkpoint."""
 
 
 def save(
@@ -33,19 +38,22 @@ def save(
     progress: Progress,
     others: Others = MappingProxyType({}),
 ) -> Path:
-    """Write the checkpoint of this step, all ranks together; older ones go by the settings' rule.
+    """Write a checkpoint of the current step, and delete old ones. All ranks take part.
 
     Args:
-        engine: whose trained tensors the run is about.
-        job: what is trained.
-        ranks: all of them take part.
-        progress: where the run is.
-        others: engines that go on beside it (a critic), by the name of their folder; each is
-            entered before it is asked, so that what it trains is what needs gradients.
+        engine: the DeepSpeed engine that the run trains.
+        job: settings and paths of the run.
+        ranks: the process group.
+        progress: progress of the run.
+        others: further engines (a critic), by folder name. Each is used within its context, in
+            which the parameters that it trains require gradients.
+
+    Returns:
+        The folder of the checkpoint.
 
     Raises:
-        TrainingError: a rank's share is not finite (on every rank), or it could not be written
-            (on that rank; torchrun ends the others). Older checkpoints are untouched then.
+        TrainingError: a weight is not finite (raised on every rank), or a file could not be written
+            (raised on that rank; torchrun ends the others). Older checkpoints stay in both cases.
     """
     shares = own_shares(engine.module, rank=ranks.rank, world_size=ranks.world_size)
     _require_finite(not_finite(shares), job, ranks, progress.step)
@@ -58,10 +66,10 @@ def save(
         write_shares(shares, work / SHARDS, rank=ranks.rank, world_size=ranks.world_size)
         frozen = job.settings.peft.kind != "none"
         _save(engine, work, ENGINE, without_frozen=frozen)
-        for name, entered in others.items():
-            with entered() as other:
-                _save(other, work, name, without_frozen=frozen)
-        checkpoint.to_disk(work)  # by each rank, since those of other nodes may not see its pages
+        for name, context in others.items():
+            with context() as extra:
+                _save(extra, work, name, without_frozen=frozen)
+        checkpoint.to_disk(work)  # on each rank: one node cannot flush the pages of another
         ranks.barrier()
         if ranks.first:
             write_partitions(job, engine.module, work / checkpoint.PARTITIONS)
@@ -72,7 +80,7 @@ def save(
                 progress=progress,
             )
             checkpoint.publish(work)
-    except (OSError, RuntimeError, SafetensorError) as error:  # torch's writer raises the second
+    except (OSError, RuntimeError, SafetensorError) as error:  # torch.save raises RuntimeError
         if lost_a_peer(error):
             raise
         raise _not_written(error, work, ranks) from error
@@ -85,21 +93,22 @@ def save(
 def restore(
     engine: Any, job: TrainJob, ranks: Ranks, others: Others = MappingProxyType({})
 ) -> Progress:
-    """Put freshly started engines into the state of `job.resume`; a new run's state without one.
+    """Load the checkpoint `job.resume` into new engines, and return the progress stored in it.
 
-    Arguments are as of `save`.
+    Without a checkpoint the engines stay as they are and the progress is that of a new run.
+    Arguments are those of `save`.
 
     Raises:
-        TrainingError: DeepSpeed gave back other weights than were saved.
+        TrainingError: the loaded weights differ from the saved ones.
     """
     if job.resume is None:
         return Progress()
-    found = checkpoint.open_checkpoint(job.resume)
+    saved = checkpoint.open_checkpoint(job.resume)
     folder, tag = (job.universal, TAG) if job.universal else (job.resume, ENGINE)
     _load(engine, folder, tag)
     load_others(others, job.resume)
     _require_same_weights(engine, job.resume, ranks)
-    return found.progress
+    return saved.progress
 
 
 def _save(engine: Any, work: Path, tag: str, *, without_frozen: bool) -> None:
@@ -117,7 +126,7 @@ def _load(engine: Any, folder: Path, tag: str) -> None:
 
 
 def load_weights(engine: Any, path: Path, ranks: Ranks) -> None:
-    """Give the model the trained weights of a checkpoint; the optimizer keeps what it has."""
+    """Load the trained weights of a checkpoint into the model, but no optimizer state."""
     from deepspeed import zero
 
     saved = SavedShares(path / SHARDS)
@@ -128,10 +137,10 @@ def load_weights(engine: Any, path: Path, ranks: Ranks) -> None:
 
 
 def load_others(others: Others, path: Path) -> None:
-    """Give the engines beside the main one the whole state of a checkpoint."""
-    for name, entered in others.items():
-        with entered() as other:
-            _load(other, path, name)
+    """Load a checkpoint's states into the engines beside the main one."""
+    for name, context in others.items():
+        with context() as extra:
+            _load(extra, path, name)
 
 
 def _require_same_weights(engine: Any, path: Path, ranks: Ranks) -> None:

@@ -1,8 +1,8 @@
-"""A checkpoint for another number of ranks: `python -m tasks.training.engine.universal ENGINE OUT`.
+"""Conversion for another number of ranks: `python -m tasks.training.engine.universal ENGINE OUT`.
 
-DeepSpeed's converter turns what each rank saved into whole tensors (fp32 weights, both moments), of
-which any number of ranks can take their shares. It is a process of its own: no rank waits for it in
-a collective.
+DeepSpeed's converter joins the partitions of all ranks into full tensors (fp32 weights, both
+moments), from which any number of ranks can load. It runs in a process of its own, so that no rank
+waits for it in a collective.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ TAG = "universal"
 
 
 def convert(engine: Path, out: Path) -> None:
-    """Write DeepSpeed's checkpoint `engine` as a universal one, `out / TAG`."""
+    """Write the DeepSpeed checkpoint `engine` as a universal checkpoint, `out / TAG`."""
     from deepspeed.checkpoint.ds_to_universal import main as to_universal
 
     to_universal(
@@ -26,7 +26,7 @@ def convert(engine: Path, out: Path) -> None:
             num_merge_workers=1,
             keep_temp_folder=False,
             strict=True,
-            # A checkpoint of no tensor-parallel training says nothing of how to join its parts.
+            # Without tensor parallelism a checkpoint does not say how to join its parts.
             inject_missing_state=True,
         )
     )

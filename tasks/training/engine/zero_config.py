@@ -1,4 +1,4 @@
-"""DeepSpeed's configuration, from settings. Pure; knows no torch, so that a plan can print it."""
+"""DeepSpeed's configuration, from the settings. Knows no torch, so that a plan can print it."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ from tasks.training.job import Optim, Settings, Zero
 
 
 def deepspeed_config(settings: Settings, world_size: int, *, gpu: bool = False) -> dict[str, Any]:
-    """Return the whole DeepSpeed configuration for `world_size` ranks.
+    """Return the DeepSpeed configuration for `world_size` ranks.
 
-    The schedule is not in it: the loop sets the learning rate itself, before each step.
+    It has no learning-rate schedule: `steps.set_lr` sets the rate before each step.
 
     Args:
         settings: of the run.
@@ -18,7 +18,7 @@ def deepspeed_config(settings: Settings, world_size: int, *, gpu: bool = False) 
         gpu: True if the ranks train on GPUs.
 
     Raises:
-        ConfigError: when the batch sizes do not divide.
+        ConfigError: the global batch is not a multiple of the micro-batches of all ranks.
     """
     batch = settings.batch
     config: dict[str, Any] = {
@@ -31,18 +31,17 @@ def deepspeed_config(settings: Settings, world_size: int, *, gpu: bool = False) 
         "zero_optimization": _zero(settings.zero, gpu=gpu),
     }
     if settings.dtype == "float16":
-        # loss_scale 0: halved at every overflow, doubled after a thousand steps without one.
+        # loss_scale 0 is dynamic: halved at an overflow, doubled after 1000 steps without one.
         config["fp16"] = {"enabled": True, "loss_scale": 0, "initial_scale_power": 16}
     if settings.optim.optimizer == "adamw":
         config["optimizer"] = _adamw(settings.optim, settings.zero)
-    else:  # made by `engine.py`; DeepSpeed knows none of its name
+    else:  # `start_engine` makes it; DeepSpeed has none of this name
         config["zero_allow_untested_optimizer"] = True
     return config
 
 
 def _adamw(optim: Optim, zero: Zero) -> dict[str, Any]:
-    # torch's own AdamW needs nothing compiled; an offloaded optimizer is DeepSpeed's CPUAdam,
-    # which is compiled at first use.
+    # torch's AdamW needs no compiler; an offloaded optimizer is DeepSpeed's CPUAdam (`ops.py`).
     offloaded = zero.offload_optimizer == "cpu"
     return {
         "type": "AdamW",
@@ -57,11 +56,9 @@ def _adamw(optim: Optim, zero: Zero) -> dict[str, Any]:
 
 
 def _zero(zero: Zero, *, gpu: bool) -> dict[str, Any]:
-    # Left out, DeepSpeed decides: ZeRO-3 communicates on streams of its own, beside the arithmetic.
-    # A CPU has no streams, and the same cores do both: there is nothing to overlap.
+    # DeepSpeed's default overlaps under ZeRO-3; on a CPU the same cores compute and communicate.
     overlap = zero.overlap_comm if gpu else bool(zero.overlap_comm)
-    # Page-locked memory lets copies to and from a GPU run beside its arithmetic. On a CPU nothing
-    # is copied, and memory that the system may not page out is only taken away.
+    # Page-locked memory lets copies to and from a GPU overlap with its arithmetic.
     in_host_memory = {"device": "cpu", "pin_memory": gpu}
     config: dict[str, Any] = {
         "stage": zero.stage,
@@ -77,8 +74,7 @@ def _zero(zero: Zero, *, gpu: bool) -> dict[str, Any]:
         config["stage3_prefetch_bucket_size"] = zero.bucket_size
         config["stage3_param_persistence_threshold"] = zero.persistence_threshold
         config["stage3_gather_16bit_weights_on_model_save"] = False
-        # Plain torch linears: DeepSpeed's own one computes product and bias in two steps, and what
-        # is trained should be computed as what is served. No difference was measured on the toy.
+        # DeepSpeed's own linear adds the bias in a second step; a served model does not.
         config["memory_efficient_linear"] = False
         if zero.offload_param == "cpu":
             config["offload_param"] = dict(in_host_memory)

@@ -1,4 +1,4 @@
-"""What a pass over one packed row keeps in memory, by arithmetic. Knows no torch."""
+"""Estimated memory of a forward and backward pass over one packed row. Knows no torch."""
 
 from __future__ import annotations
 
@@ -9,19 +9,23 @@ from tasks.training.job import Settings
 from tasks.training.memory.sizes import Sizes
 
 PORTION = 1 << 25
-"""Logits that exist at once (`head.py`)."""
+"""Largest number of logits at a time (`model/head.py`)."""
 SHORT = 256
-"""Tokens up to which a CPU keeps attention's probabilities (`attention.py`)."""
+"""Sequence length up to which a CPU stores attention probabilities (`model/attention.py`)."""
 LARGEST_IN_HEAP = 32 << 20
-"""Bytes up to which glibc keeps a freed piece in its heap: its threshold for giving memory back
-follows the largest piece that was freed, up to this (`DEFAULT_MMAP_THRESHOLD_MAX`)."""
+"""Largest allocation in bytes that glibc keeps in its heap when it is freed. Its threshold for
+returning memory grows with the largest freed piece up to this (`DEFAULT_MMAP_THRESHOLD_MAX`)."""
 
 
 class RowBytes(NamedTuple):
-    """Bytes of a pass: in pieces that the host's heap keeps, and in larger ones.
+    """Bytes of a pass over one row.
 
-    `recomputed` are the small pieces of all layers that are computed again, one after the other.
-    `logits` is the head's part of both; `forward` is what a pass without gradients takes.
+    Attributes:
+        small: allocations that the host's heap keeps (up to `LARGEST_IN_HEAP`).
+        large: larger allocations.
+        recomputed: small allocations of all layers that activation checkpointing recomputes.
+        logits: part of `small` and `large` that belongs to the output head.
+        forward: bytes of a pass without gradients.
     """
 
     small: int
@@ -34,16 +38,16 @@ class RowBytes(NamedTuple):
 def row_bytes(
     sizes: Sizes, settings: Settings, *, item: int, gpu: bool, logits: bool = True
 ) -> RowBytes:
-    """Bytes of the longest row: a micro-batch of examples of the greatest length each.
+    """Return the bytes of the longest row: a micro-batch of examples of the greatest length.
 
     Args:
-        sizes: of the model.
-        settings: what is trained and how.
-        item: bytes of a number.
-        gpu: True where it is computed on one.
+        sizes: dimensions of the model.
+        settings: settings of the run.
+        item: bytes of a number in the model's dtype.
+        gpu: True if the rank computes on a GPU.
         logits: False for a score or value head.
     """
-    roles = 2 if settings.objective in PAIRS else 1  # chosen and rejected are of one row
+    roles = 2 if settings.objective in PAIRS else 1  # chosen and rejected share a row
     tokens = settings.batch.micro_batch_size * longest(settings) * roles
     layer = int(tokens * _layer(sizes, settings, item=item, gpu=gpu))
     piece = tokens * sizes.hidden * item
@@ -57,13 +61,13 @@ def row_bytes(
     pieces = [(layers, piece), *head]
     if not gpu and item < 4:
         pieces += _through_fp32(sizes, settings, tokens, logits)
-    small = sum(every for every, one in pieces if one <= LARGEST_IN_HEAP)
-    large, of_head = sum(every for every, _ in pieces) - small, sum(every for every, _ in head)
+    small = sum(total for total, largest in pieces if largest <= LARGEST_IN_HEAP)
+    large, of_head = sum(total for total, _ in pieces) - small, sum(total for total, _ in head)
     return RowBytes(small, large, recomputed, of_head, layer + of_head)
 
 
 def longest(settings: Settings) -> int:
-    """Tokens of the longest sequence: `train.max_len`, or a prompt and a response."""
+    """Return the tokens of the longest sequence: `train.max_len`, or a prompt and a response."""
     if settings.objective not in ONLINE or not settings.online:
         return settings.batch.max_len
     rollout = settings.online["rollout"]
@@ -71,11 +75,10 @@ def longest(settings: Settings) -> int:
 
 
 def _layer(sizes: Sizes, settings: Settings, *, item: int, gpu: bool) -> float:
-    """Bytes a token that a layer keeps for its backward pass."""
+    """Return the bytes per token that a layer keeps for its backward pass."""
     hidden, inner, query = sizes.hidden, sizes.intermediate, sizes.query
     full = settings.peft.kind == "none"
-    # A norm: its input in fp32, its output for the maps behind it; trained, the part before its
-    # weight as well.
+    # A norm keeps its input in fp32 and its output; a trained one its normalised input, too.
     norms = 2 * hidden * (4 + item + (item if full else 0))
     length = longest(settings)
     if not gpu and length <= SHORT and settings.attn_implementation == "sdpa":
@@ -87,22 +90,23 @@ def _layer(sizes: Sizes, settings: Settings, *, item: int, gpu: bool) -> float:
 
 
 def _adapter(sizes: Sizes, settings: Settings, item: int) -> int:
-    """Bytes a token that the adapters of one layer keep: their narrow part, and of dropout."""
+    """Return the bytes per token that the adapters of one layer keep for the backward pass."""
     peft = settings.peft
     if peft.kind == "none":
         return 0
     linears = sizes.linears().values()
     narrow = len(linears) * peft.rank * item
     dropped = sum(width for width, _ in linears) * (item + 1) if peft.dropout else 0
-    # DoRA scales the base's output and its own by the magnitude, and needs both for its gradient.
+    # DoRA's gradient needs the base's output and the adapter's.
     scaled = sum(2 * width for _, width in linears) * item if peft.use_dora else 0
     return narrow + dropped + scaled
 
 
 def _head(sizes: Sizes, settings: Settings, tokens: int, item: int) -> list[tuple[int, int]]:
-    """Bytes of logits, and of the gradients that a frozen head makes of them; in all and in one
-    piece. In the backward pass of a head that is trained there are log-softmax, its gradient and
-    that of the logits in fp32, and the last in the model's numbers as well.
+    """Return (total bytes, bytes of the largest allocation) of the head's tensors.
+
+    A trained head has log-softmax, its gradient and the gradient of the logits in fp32, and the
+    last in the model's dtype, too. A frozen head has logits and gradients of the hidden states.
     """
     logits = min(tokens * sizes.vocab, PORTION)
     if settings.peft.kind == "none" or "lm_head" in settings.peft.modules_to_save:
@@ -114,12 +118,13 @@ def _head(sizes: Sizes, settings: Settings, tokens: int, item: int) -> list[tupl
 def _through_fp32(
     sizes: Sizes, settings: Settings, tokens: int, logits: bool
 ) -> list[tuple[int, int]]:
-    """Operands of one linear map widened to fp32, in all and in one piece: of a layer's largest,
-    and of a trained head.
+    """Return (total bytes, bytes of the largest allocation) of operands cast to fp32.
+
+    They belong to the largest linear map of a layer and to a trained head.
     """
     weight = 4 * max(i * o for i, o in sizes.linears().values())
-    found = [(weight + 4 * tokens * (sizes.hidden + sizes.intermediate), weight)]
+    pieces = [(weight + 4 * tokens * (sizes.hidden + sizes.intermediate), weight)]
     if settings.peft.kind == "none" and logits:
         table = 4 * sizes.vocab * sizes.hidden
-        found.append((2 * table, table))
-    return found
+        pieces.append((2 * table, table))
+    return pieces

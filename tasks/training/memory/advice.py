@@ -1,6 +1,6 @@
-"""Which settings need less memory, by how much, and which of them together are enough.
+"""Advice on memory: settings that need less, how much less, and which together are enough.
 
-Every knob is tried: the estimate is made again with it turned. Knows no torch.
+Each setting is tried by repeating the estimate with it. Knows no torch.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from tasks.training.memory.estimate import LIBRARIES, estimate
 
 GIB = 2**30
 _WORTH = 0.02
-"""Share of the need that a knob has to save to be worth naming."""
+"""Smallest share of the memory that a setting has to save to be listed."""
 _SMALL_BUCKET = 5_000_000
 _SMALL_ENGINE = 0.3
 _MOST_KNOBS = 8
@@ -22,7 +22,13 @@ _MOST_KNOBS = 8
 
 @dataclass(frozen=True)
 class Knob:
-    """A setting that needs less: what to type, what it saves in bytes, and what it leads to."""
+    """A setting that needs less memory.
+
+    Attributes:
+        override: the override to type.
+        saves: bytes that it saves.
+        settings: all settings with the override.
+    """
 
     override: str
     saves: int
@@ -33,7 +39,7 @@ class Knob:
 
 
 class Rank(Protocol):
-    """Memory of a rank, in bytes; ranks of a node share what is mapped."""
+    """Memory of a rank in bytes; `mapped` is the part that ranks of a node share."""
 
     @property
     def total(self) -> int: ...
@@ -42,26 +48,23 @@ class Rank(Protocol):
 
 
 def on_node(size: int, mapped: int, ranks: int) -> int:
-    """Return the bytes of all ranks of a node in its memory, libraries included.
+    """Return the bytes of all ranks of a node, libraries included.
 
     Args:
-        size: of one rank.
-        mapped: the part of it that all ranks share: pages of a file.
-        ranks: of the node.
+        size: bytes of one rank.
+        mapped: part of `size` that all ranks share, pages of a mapped file.
+        ranks: number of ranks on the node.
     """
     return ranks * (size - mapped + LIBRARIES) + mapped
 
 
 class Adviser:
-    """Advice for one model.
+    """Advice on the memory of one model. Its methods raise KeyError for unknown architectures.
 
     Args:
         config: contents of the base's `config.json`.
-        gpu: whether each rank has one; otherwise all ranks of a node share its memory.
-        rank: what a rank takes; None for what it takes to train, nothing beside it.
-
-    Raises:
-        KeyError: by its methods, for an architecture that names its dimensions differently.
+        gpu: True if each rank has a GPU; otherwise all ranks of a node share its memory.
+        rank: returns the memory of a rank; None for `estimate`, the memory of training alone.
     """
 
     def __init__(
@@ -72,26 +75,27 @@ class Adviser:
         rank: Callable[[Settings], Rank] | None = None,
     ) -> None:
         self._gpu = gpu
-        self._rank = rank or (lambda asked: estimate(config, asked, asked.world_size, gpu=gpu))
+        self._rank = rank or (lambda s: estimate(config, s, s.world_size, gpu=gpu))
 
     def need(self, settings: Settings) -> int:
-        """Bytes of all ranks that share memory, libraries included."""
+        """Return the bytes of all ranks that share memory, libraries included."""
         rank = self._rank(settings)
         return on_node(rank.total, rank.mapped, 1 if self._gpu else settings.launch.nproc)
 
     def knobs(self, settings: Settings) -> list[Knob]:
-        """Single settings that need less, those that save most first."""
+        """Return single settings that need less memory, those that save most first."""
         now = self.need(settings)
         turned = [
-            Knob(override, now - self.need(other), other)
-            for override, other in self._turned(settings)
+            Knob(override, now - self.need(changed), changed)
+            for override, changed in self._turned(settings)
         ]
         worth = [knob for knob in turned if knob.saves > _WORTH * now]
         return sorted(worth, key=lambda knob: -knob.saves)
 
     def enough(self, settings: Settings, limit: int) -> list[str]:
-        """Settings that together bring the need below `limit` bytes, each time the one that saves
-        most; empty when there are none.
+        """Return overrides that together need at most `limit` bytes, or [] if none do.
+
+        They are chosen greedily, the one that saves most first.
         """
         chosen: list[str] = []
         while self.need(settings) > limit:
@@ -104,12 +108,12 @@ class Adviser:
         return chosen
 
     def words(self, settings: Settings, limit: int) -> list[str]:
-        """Both as text: what each knob saves, and what is enough to stay below `limit` bytes."""
-        found = [str(knob) for knob in self.knobs(settings)]
+        """Return the advice as lines: savings of each setting, then overrides that are enough."""
+        lines = [str(knob) for knob in self.knobs(settings)]
         together = self.enough(settings, limit)
         if len(together) > 1:
-            found.append(f"all of: {' '.join(together)}")
-        return found or ["a smaller model"]
+            lines.append(f"all of: {' '.join(together)}")
+        return lines or ["a smaller model"]
 
     def _turned(self, settings: Settings) -> Iterator[tuple[str, Settings]]:
         batch, zero, peft = settings.batch, settings.zero, settings.peft
@@ -146,7 +150,7 @@ class Adviser:
             )
 
     def _partitioned(self, settings: Settings) -> Iterator[tuple[str, Settings]]:
-        """What divides states over ranks, or puts them elsewhere."""
+        """Yield settings that partition states over ranks or offload them."""
         zero = settings.zero
         shared = settings.online.get("rl", {}).get("critic") == "shared"
         highest = 2 if settings.peft.kind == "qlora" or shared else 3
@@ -154,15 +158,15 @@ class Adviser:
             yield f"zero=zero{stage}", replace(settings, zero=replace(zero, stage=stage))
         adamw = settings.optim.optimizer == "adamw"
         if zero.stage and adamw and zero.offload_optimizer == "none":
-            other = replace(zero, offload_optimizer="cpu")
-            yield "zero.offload_optimizer=cpu", replace(settings, zero=other)
+            offloaded = replace(zero, offload_optimizer="cpu")
+            yield "zero.offload_optimizer=cpu", replace(settings, zero=offloaded)
         if zero.stage == 3 and zero.offload_param == "none":
-            other = replace(zero, offload_param="cpu")
-            yield "zero.offload_param=cpu", replace(settings, zero=other)
+            offloaded = replace(zero, offload_param="cpu")
+            yield "zero.offload_param=cpu", replace(settings, zero=offloaded)
 
 
 def _of_engine(settings: Settings) -> Iterator[tuple[str, Settings]]:
-    """Settings that give the rollout engine less of a GPU, or the trainer beside it."""
+    """Yield settings that give less GPU memory to vLLM, or to the trainer during rollouts."""
     rollout, zero = settings.online.get("rollout", {}), settings.zero
     if rollout.get("engine") != "vllm":
         return
@@ -176,12 +180,12 @@ def _of_engine(settings: Settings) -> Iterator[tuple[str, Settings]]:
     ):
         changes["offload_trainer"] = True
     for name, value in changes.items():
-        other = {**settings.online, "rollout": {**rollout, name: value}}
-        yield f"rollout.{name}={str(value).lower()}", replace(settings, online=other)
+        online = {**settings.online, "rollout": {**rollout, name: value}}
+        yield f"rollout.{name}={str(value).lower()}", replace(settings, online=online)
 
 
 def _other_training(settings: Settings) -> Iterator[tuple[str, Settings]]:
-    """What trains something else, or with another optimizer."""
+    """Yield settings that train fewer weights, a quantised base, or with another optimizer."""
     peft, zero = settings.peft, settings.zero
     if peft.kind == "none":
         yield "peft=lora", replace(settings, peft=Peft("lora"))

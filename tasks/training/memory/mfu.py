@@ -1,18 +1,18 @@
-"""Model FLOPs utilisation: what a step has to compute, over what the devices could in its time.
+"""Model FLOPs utilisation (MFU): FLOPs of a step over the peak FLOPs of the devices in its time.
 
-After Chowdhery et al. 2022, "PaLM: Scaling Language Modeling with Pathways", arXiv:2204.02311,
-appendix B: 6 N FLOPs a token for N weights that multiply (2 N forward, 2 N for the gradients of
-activations, 2 N for those of weights), and 12 L H Q T for attention's two products over sequences
-of T tokens, causality not taken off. Four things differ from the formula's letter:
+Chowdhery et al. 2022, "PaLM: Scaling Language Modeling with Pathways", arXiv:2204.02311, appendix
+B: 6 N FLOPs per token for N weights (2 N forward, 2 N for the gradients of activations, 2 N for
+those of weights), and 12 L H Q T for attention's two products over sequences of T tokens, without a
+discount for causality. Four things differ from the formula:
 
-    frozen weights   4 N: nobody asks for their gradients. So LoRA takes 4 N of the base and 6 of
-                     each of its own weights.
-    packed rows      T is each sequence's own length, since attention stays within it.
-    the output head  counts on the tokens that bear loss: no others go through it.
-    the embedding    is looked up and multiplies nothing.
+    frozen weights   4 N, since they have no gradients. LoRA costs 4 N for the base and 6 per weight
+                     of its own.
+    packed rows      T is the length of each sequence, since attention stays within it.
+    output head      counts only for supervised tokens; no others pass through it.
+    embedding        does not count; it is a lookup.
 
-What is computed twice to save memory does not count (that would be the hardware's utilisation), nor
-do passes without a gradient: a reference, KTO's baseline.
+Recomputed activations do not count (they would in hardware utilisation), nor do passes without
+gradients: the reference, KTO's baseline.
 """
 
 from __future__ import annotations
@@ -39,21 +39,20 @@ PEAKS: tuple[tuple[str, float | None], ...] = (
     ("L40S", 362e12),
     ("L4", 121e12),
 )
-"""FLOPs a second of dense 16-bit products with fp32 sums, by words of the device's name; the first
-that fits. NVIDIA's data sheets, whose figures "with sparsity" are twice these, as torchtitan's
-`get_peak_flops` and public tables of specifications quote them; what could not be found there is
-left out, and None keeps a variant from being taken for another."""
+"""Peak FLOP/s of dense 16-bit products with fp32 sums, by words of the device's name; the first
+match counts. From NVIDIA's data sheets (their figures "with sparsity" are twice these) as quoted by
+torchtitan's `get_peak_flops`. None marks a variant whose peak is not known."""
 _SIXTEEN_BITS = ("bfloat16", "float16")
 
 
 def peak_of(device: str, dtype: str) -> float | None:
-    """FLOPs a second of a device at best; None where it is not known.
+    """Return the peak FLOP/s of a device, or None if it is not known.
 
-    fp32 has none: whether its products go through TF32 is a setting of torch's.
+    It is None for fp32, whose peak depends on torch's TF32 setting.
 
     Args:
-        device: its name, as `torch.cuda.get_device_name` says it.
-        dtype: torch dtype name.
+        device: result of `torch.cuda.get_device_name`.
+        dtype: name of a torch dtype.
     """
     if dtype not in _SIXTEEN_BITS:
         return None
@@ -62,12 +61,12 @@ def peak_of(device: str, dtype: str) -> float | None:
 
 
 def step_flops(sizes: Sizes, settings: Settings, counts: Counts) -> float:
-    """FLOPs of one optimizer step, forward and backward, of all ranks together.
+    """Return the FLOPs of one optimizer step, forward and backward, on all ranks together.
 
     Args:
-        sizes: of the model.
-        settings: what is trained.
-        counts: what the step is over.
+        sizes: dimensions of the model.
+        settings: settings of the run.
+        counts: totals of the step.
     """
     peft, linear = settings.peft, sizes.linear_weights()
     head = 0 if settings.objective == "reward" else sizes.vocab * sizes.hidden
@@ -85,12 +84,12 @@ def step_flops(sizes: Sizes, settings: Settings, counts: Counts) -> float:
 
 @dataclass(frozen=True)
 class Meter:
-    """Measures steps.
+    """Computes the MFU of steps.
 
     Attributes:
-        sizes: of the model.
-        settings: what is trained.
-        peak: FLOPs a second of all ranks' devices together.
+        sizes: dimensions of the model.
+        settings: settings of the run.
+        peak: peak FLOP/s of all ranks' devices together.
     """
 
     sizes: Sizes
@@ -98,13 +97,14 @@ class Meter:
     peak: float
 
     def mfu(self, counts: Counts, seconds: float) -> float:
-        """Share of the peak that a step of so many seconds has made use of, 0 to 1."""
+        """Return the MFU of a step that took `seconds`, 0 to 1."""
         return step_flops(self.sizes, self.settings, counts) / seconds / self.peak
 
 
 def meter(job: TrainJob, ranks: Ranks) -> Meter | None:
-    """A meter for this job on these devices; None where there is nothing to compare with: on a CPU,
-    on a device without a known peak, for a model that names its dimensions differently.
+    """Return a meter for this job and its devices, or None if the MFU cannot be computed.
+
+    That is so on CPUs, on devices without a known peak, and for unknown architectures.
     """
     if ranks.device.type != "cuda":
         return None

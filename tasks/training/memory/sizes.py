@@ -7,12 +7,12 @@ from dataclasses import dataclass
 from typing import Any
 
 EXPERTS = ("num_local_experts", "num_experts", "n_routed_experts")
-"""Where config.json says how many experts there are."""
+"""Keys of config.json that give the number of experts."""
 
 
 @dataclass(frozen=True)
 class Sizes:
-    """Dimensions of a decoder. D hidden, F intermediate, L layers, V vocabulary."""
+    """Dimensions of a decoder. `tied`: the output head is the input embedding."""
 
     hidden: int
     intermediate: int
@@ -25,15 +25,14 @@ class Sizes:
 
     @classmethod
     def of(cls, config: Mapping[str, Any]) -> Sizes:
-        """From the contents of `config.json`.
+        """Read them from the contents of `config.json`.
 
         Raises:
-            KeyError: a family with other names, or one whose layers hold several feed-forward
-                blocks: counted as one they would be a fraction of what there is.
+            KeyError: a family that names its dimensions differently, or a mixture of experts.
         """
         text = config.get("text_config") or config
         if any((text.get(name) or 0) > 1 for name in EXPERTS):
-            raise KeyError("single feed-forward block a layer: it is a mixture of experts")
+            raise KeyError("single feed-forward block per layer: it is a mixture of experts")
         heads = text["num_attention_heads"]
         return cls(
             hidden=text["hidden_size"],
@@ -48,11 +47,11 @@ class Sizes:
 
     @property
     def query(self) -> int:
-        """Width of all query heads together."""
+        """Total width of all query heads."""
         return self.heads * self.head_dim
 
     def linears(self) -> dict[str, tuple[int, int]]:
-        """(in, out) of every linear map of one layer."""
+        """Return (in, out) of every linear map of one layer, by module name."""
         q, kv = self.query, self.kv_heads * self.head_dim
         return {
             "q_proj": (self.hidden, q),
@@ -65,18 +64,18 @@ class Sizes:
         }
 
     def linear_weights(self) -> int:
-        """Weights in all layers' linear maps."""
+        """Return the number of weights in the linear maps of all layers."""
         return self.layers * sum(i * o for i, o in self.linears().values())
 
     def other_weights(self) -> int:
-        """Embeddings, output head where it is not tied, norms."""
+        """Return the number of weights in embeddings, an untied output head and norms."""
         tables = self.vocab * self.hidden * (1 if self.tied else 2)
         return tables + self.hidden * (2 * self.layers + 1)
 
     def weights(self) -> int:
-        """All weights of a causal model, biases left out."""
+        """Return the number of weights of a causal model, without biases."""
         return self.linear_weights() + self.other_weights()
 
     def kv_cache(self, tokens: int, item: int = 2) -> int:
-        """Bytes of keys and values of so many tokens, of `item` bytes a number."""
+        """Return the bytes of keys and values of `tokens` tokens, at `item` bytes per number."""
         return 2 * self.layers * self.kv_heads * self.head_dim * tokens * item

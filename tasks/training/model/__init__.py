@@ -1,6 +1,9 @@
-"""The model as it is trained: base, adapter, head, packed forward pass.
+"""The model that is trained: base, adapter, head, forward pass over packed rows.
 
-build         puts the parts together
-adapter       section `peft` on the base
-packed_model  log-probabilities and scores of packed rows
+build, base                       `load_tokenizer` and `load_model`; the base model
+adapter, pissa, fused_lora        section `peft`; PiSSA's initialisation; a faster LoRA layer
+packed_model, attention, packable `take_rows`: log-probs and scores of packed rows; which families
+head, score_head                  log-probs from hidden states; the head of a reward model
+gather_params                     full tensors under ZeRO-3
+probe                             fingerprint of the live engine
 """

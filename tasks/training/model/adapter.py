@@ -1,8 +1,8 @@
-"""The adapter on the base: what peft makes of section `peft`, and what it leaves to us.
+"""LoRA adapters on the base model, built by peft from section `peft` of the configuration.
 
-A new adapter changes nothing, so that the model before the first step is the base. In a chain of
-QLoRA steps each one goes on with the adapter of the step before, on the same base in 4 bits:
-quantising merged weights again would round most of what was learned away
+A new adapter adds zero, so the model before the first step is the base. In a chain of QLoRA steps
+each one continues the adapter of the step before, on the same 4-bit base: quantising merged weights
+again would round away most of the training
 (docs/decisions/0018-a-qlora-step-goes-on-with-the-adapter.md).
 """
 
@@ -25,8 +25,8 @@ from tasks.training.model.score_head import gathered
 from tasks.weights.files.names import live_to_peft
 
 TASKS = {"tokens": "CAUSAL_LM", "score": "SEQ_CLS"}
-"""peft's task by an objective's head. SEQ_CLS trains the score head in full, saves it with the
-adapter (`modules_to_save`) and keeps "all-linear" off it."""
+"""peft's task type, by the head of the objective. SEQ_CLS trains the score head in full, saves it
+with the adapter (`modules_to_save`) and excludes it from "all-linear"."""
 
 
 def add_adapter(
@@ -38,15 +38,18 @@ def add_adapter(
     ranks: Ranks,
     new_ids: Sequence[int] = (),
 ) -> nn.Module:
-    """A LoRA adapter on `model`; alone it needs gradients.
+    """Add a LoRA adapter to `model`; only the adapter requires gradients.
 
     Args:
         model: a transformers model.
-        peft: what kind of adapter.
+        peft: section `peft`.
         head: `tokens` or `score`.
-        dtype: of everything that is trained.
-        ranks: which share the work of an initialisation from the base's weights.
-        new_ids: tokens whose rows in the embeddings are trained beside it.
+        dtype: dtype of the trained tensors.
+        ranks: the process group; PiSSA's decompositions are divided among the ranks.
+        new_ids: token ids whose embedding rows are trained too.
+
+    Returns:
+        peft's model around `model`.
     """
     from peft import get_peft_model
 
@@ -58,7 +61,7 @@ def add_adapter(
     _let_others_see_their_base(adapted)
     if peft.init == "pissa":
         start_in_principal_components(adapted, niter=peft.pissa_niter, ranks=ranks)
-    # Over a 4-bit layer peft leaves the adapter in fp32, having no float dtype to follow.
+    # peft makes adapters of 4-bit layers in fp32.
     for parameter in adapted.parameters():
         if parameter.requires_grad:
             parameter.data = parameter.data.to(dtype)
@@ -66,7 +69,7 @@ def add_adapter(
 
 
 def go_on_with(adapted: nn.Module, folder: Path) -> None:
-    """Initialise the model's adapter from a PEFT folder, and keep a copy for `as_it_began`.
+    """Load the adapter of a PEFT folder, and keep a copy of it for `as_it_began`.
 
     Raises:
         ArtifactError: as `load_into`.
@@ -80,31 +83,31 @@ def load_into(adapted: Any, folder: Path, adapter: str) -> list[nn.Parameter]:
 
     Args:
         adapted: peft's model.
-        folder: adapter_config.json and adapter_model.safetensors.
-        adapter: name of the adapter in the model. It may have tensors that the folder lacks, those
-            of `modules_to_save`, and only those.
+        folder: folder of adapter_config.json and adapter_model.safetensors.
+        adapter: name of the adapter in the model. Only its `modules_to_save` may be missing from
+            the folder.
 
     Returns:
-        the parameters that were loaded.
+        The loaded parameters.
 
     Raises:
-        ArtifactError: the adapter in the folder has another scale, or other tensors.
+        ArtifactError: the adapter in the folder has another scale or other tensors.
     """
     from peft import LoraConfig
     from safetensors.torch import load_file
 
-    there, here = LoraConfig.from_pretrained(str(folder)), adapted.peft_config[adapter]
+    saved, current = LoraConfig.from_pretrained(str(folder)), adapted.peft_config[adapter]
     tensors = load_file(folder / "adapter_model.safetensors")
     names = [n for n, _ in adapted.named_parameters() if adapter in n.split(".")]
     keys = {live_to_peft(name, adapter): name for name in names}
-    differs = [key for key in _SAME if getattr(there, key) != getattr(here, key)]
+    differs = [key for key in _SAME if getattr(saved, key) != getattr(current, key)]
     differs += sorted(set(tensors) - set(keys))
     differs += sorted(k for k in set(keys) - set(tensors) if ".modules_to_save." not in keys[k])
     if differs:
         raise ArtifactError(
             f"{folder}: training cannot go on with this adapter: {differs[0]} differs",
             details=differs[:20],
-            hint="the same section peft as in the step before",
+            hint="use the same section peft as in the step before",
         )
     parameters = {key: adapted.get_parameter(keys[key]) for key in tensors}
     with torch.no_grad():
@@ -114,18 +117,18 @@ def load_into(adapted: Any, folder: Path, adapter: str) -> list[nn.Parameter]:
 
 
 _SAME = ("r", "lora_alpha", "use_rslora", "use_dora", "rank_pattern", "alpha_pattern")
-"""Settings of an adapter that its tensors' names and shapes do not always tell."""
+"""Settings of an adapter that names and shapes of its tensors do not always show."""
 
 
 @contextlib.contextmanager
 def as_it_began(adapted: Any) -> Iterator[None]:
-    """Compute as before the first step: without the adapter, or with what `go_on_with` loaded."""
+    """Switch to the weights before the first step: no adapter, or the one of `go_on_with`."""
     initial: list[tuple[nn.Parameter, torch.Tensor]] | None = getattr(adapted, "initial", None)
     if initial is None:
         with adapted.disable_adapter():
             yield
         return
-    # DeepSpeed may have moved the model since; the copy follows it once.
+    # DeepSpeed may have moved the model to a GPU since.
     adapted.initial = initial = [(p, tensor.to(p.device)) for p, tensor in initial]
     trained = [parameter.data for parameter, _ in initial]
     try:
@@ -139,10 +142,10 @@ def as_it_began(adapted: Any) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _rows_read_on_any_device() -> Iterator[None]:
-    """Let peft read the rows that it is to train from an embedding that ZeRO-3 has split.
+    """Patch peft so that it reads embedding rows partitioned by ZeRO-3 on a CPU, too.
 
-    peft 0.21 broadcasts them from rank 0 through a tensor that it makes on the current CUDA device,
-    which a CPU does not have. A gathered weight is whole on every rank: each reads its own.
+    peft 0.21 broadcasts the rows from rank 0 through a tensor on the current CUDA device. Here each
+    rank reads them from the gathered weight, which is complete on every rank.
     """
     from peft.tuners.trainable_tokens.layer import TrainableTokensLayer
 
@@ -159,9 +162,9 @@ def _rows_read_on_any_device() -> Iterator[None]:
 
 
 def _let_others_see_their_base(adapted: nn.Module) -> None:
-    """Under ZeRO-3, have a base weight gathered again where another module computes with it.
+    """Make ZeRO-3 gather a base weight for the other modules that compute with it.
 
-    DoRA's magnitude normalises by it, and trained rows are put into it.
+    DoRA's magnitude normalises by the base weight; trained embedding rows are written into it.
     """
     from peft.tuners.lora import LoraLayer
     from peft.tuners.trainable_tokens.layer import TrainableTokensLayer
@@ -181,14 +184,20 @@ def _let_others_see_their_base(adapted: nn.Module) -> None:
 
 
 def _tables(model: Any) -> list[str]:
-    """Modules with a row for each token: the input embedding, and a head that is not tied to it."""
-    ends, begins = model.get_output_embeddings(), model.get_input_embeddings()
-    wanted = [begins] if ends is None or ends.weight is begins.weight else [begins, ends]
-    return [name for name, module in model.named_modules() if any(module is one for one in wanted)]
+    """Return the names of the input embedding and of an untied output head."""
+    head, embedding = model.get_output_embeddings(), model.get_input_embeddings()
+    untied = head is not None and head.weight is not embedding.weight
+    tables = [embedding, head] if untied else [embedding]
+    return [name for name, module in model.named_modules() if any(module is t for t in tables)]
 
 
 def lora_config(peft: Peft, *, head: str) -> Any:
-    """peft's `LoraConfig`. For PiSSA of twice the rank, and of the same scale; see `pissa.py`."""
+    """Return peft's `LoraConfig`; for PiSSA with twice the rank at the same scale, see `pissa.py`.
+
+    Args:
+        peft: section `peft`.
+        head: `tokens` or `score`.
+    """
     from peft import LoraConfig
 
     double = 2 if peft.init == "pissa" else 1

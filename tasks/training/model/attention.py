@@ -1,10 +1,10 @@
-"""Block-diagonal attention over a packed row, by transformers' own SDPA on one bucket at a time.
+"""Block-diagonal attention over a packed row: transformers' own SDPA, one bucket at a time.
 
-The same on CPUs and GPUs, with nothing but torch: on a GPU every call takes torch's flash kernel,
-since there is no mask. flash-attn, where it is installed and asked for, takes a row in one call.
-Sequences of similar length share a call (`packing.Bucket`); padding exists inside of it alone, and
-causal attention keeps it out of sight of every real token. Work is the sum of squares of the
-sequences' lengths, where a masked call over the row would take the square of the row's.
+It needs only torch, on CPUs and GPUs; on a GPU every call runs torch's flash kernel, since there is
+no mask. (flash-attn, if configured, processes a row in one call.) Sequences of similar length
+share a call (`packing.Bucket`). Padding exists only within a call, behind the real tokens, which
+causal attention keeps from seeing it. The cost is the sum of the squared sequence lengths, not the
+squared length of the row.
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ from tasks.training.tokens.packing import Bucket, Row
 
 NAME = "packed_sdpa"
 SHORT = 256
-"""Tokens up to which the CPU's plain attention beats its flash attention, whose backward pass in
-bf16 takes seven times as long on sequences of 40 tokens. Longer ones need its thrift."""
+"""Sequence length up to which a CPU's math kernel beats its flash kernel, whose bf16 backward pass
+takes seven times as long at 40 tokens. Longer sequences need the memory that flash saves."""
 
 
 def register() -> str:
-    """Make `packed_sdpa` known to transformers; its name."""
+    """Register `packed_sdpa` with transformers; return its name."""
     from transformers import AttentionInterface
 
     AttentionInterface.register(NAME, packed_sdpa)
@@ -33,10 +33,10 @@ def register() -> str:
 
 
 def flash_bounds(row: Row) -> dict[str, Any]:
-    """Return what transformers' flash attention needs to keep the sequences of a row apart.
+    """Return the arguments by which transformers' flash attention keeps sequences of a row apart.
 
-    Without these it derives them from the positions in every layer, and waits for the GPU each time
-    (`modeling_flash_attention_utils._is_packed_sequence` of transformers 5.19).
+    Without them it derives the bounds from the positions in every layer, with a GPU synchronisation
+    each time (`modeling_flash_attention_utils._is_packed_sequence` of transformers 5.19).
     """
     longest = row.buckets[-1].length
     return {
@@ -58,17 +58,17 @@ def packed_sdpa(
     sliding_window: int | None = None,
     **kwargs: Any,
 ) -> tuple[torch.Tensor, None]:
-    """Causal attention within each sequence.
+    """Compute causal attention within each sequence of a packed row.
 
     Args:
         module: the attention layer.
         query: (1, heads, T, d).
         key: (1, key heads, T, d).
         value: (1, key heads, T, d_v).
-        attention_mask: what the model made; None, since there is no mask under this name.
-        buckets: of the row; None for one sequence that has the row to itself.
-        sliding_window: tokens that each sees, itself included. Families that put it into their
-            mask alone leave it out; the layer's configuration then has it.
+        attention_mask: unused; transformers makes no mask for this attention.
+        buckets: buckets of the row; None if the row is a single sequence.
+        sliding_window: number of tokens that each token sees, itself included. None for families
+            that only put it into their mask; it is then read from the layer's configuration.
         kwargs: passed on to transformers' SDPA.
 
     Returns:
@@ -87,8 +87,7 @@ def packed_sdpa(
 
     if buckets is None:
         return call(query, key, value), None
-    # split, not slices: its backward pass is one concatenation, where every slice's is a row of
-    # zeros and a sum.
+    # split, because its backward pass is one concatenation; a slice's is a row of zeros and a sum.
     counts = [bucket.count for bucket in buckets]
     states = zip(*(x[0].split(counts, dim=1) for x in (query, key, value)), strict=True)
     parts = [
@@ -99,14 +98,14 @@ def packed_sdpa(
 
 
 def _gather(states: torch.Tensor, bucket: Bucket) -> torch.Tensor:
-    """(h, t, d) -> (n, h, L, d)."""
+    """Pad a bucket: (h, t, d) -> (n, h, L, d)."""
     heads, _, width = states.shape
     flat = states if bucket.gather is None else states.index_select(1, bucket.gather)
     return flat.reshape(heads, -1, bucket.length, width).transpose(0, 1)
 
 
 def _scatter(out: torch.Tensor, bucket: Bucket) -> torch.Tensor:
-    """(n, L, h, d) -> (t, h, d), without the places that are padding."""
+    """Remove the padding of a bucket: (n, L, h, d) -> (t, h, d)."""
     flat = out.reshape(-1, *out.shape[2:])
     return flat if bucket.scatter is None else flat.index_select(0, bucket.scatter)
 

@@ -1,4 +1,4 @@
-"""The base model as a rank loads it: partitioned under ZeRO-3, in 4 bits for QLoRA, complete."""
+"""Loading of the base model: partitioned under ZeRO-3, in 4 bits for QLoRA, without gaps."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ from tasks.weights.quantized.bnb_no_repack import keep_as_loaded
 
 DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
 _CLASSES = {"tokens": "AutoModelForCausalLM", "score": "AutoModelForSequenceClassification"}
-"""transformers' class that chooses the model's class, by an objective's head."""
+"""transformers' auto class, by the head of the objective."""
 
 
 @contextlib.contextmanager
 def partitioned(config: dict[str, Any]) -> Iterator[None]:
-    """Within it transformers loads partitioned (`zero.Init`) and peft gathers what it looks at.
+    """Make transformers load partitioned weights (`zero.Init`) and peft gather them, under ZeRO-3.
 
-    Both ask whether an `HfDeepSpeedConfig` of ZeRO-3 is alive. Does nothing below stage 3.
+    Both check for a living `HfDeepSpeedConfig`. Below stage 3 this does nothing.
     """
     from transformers.integrations import HfDeepSpeedConfig
 
@@ -35,25 +35,24 @@ def partitioned(config: dict[str, Any]) -> Iterator[None]:
 def load_base(
     job: TrainJob, ranks: Ranks, config: dict[str, Any], *, head: str, pad: int | None
 ) -> Any:
-    """The base of a job, with the head that its objective asks for.
+    """Load the base model of a job, with the head that its objective needs.
 
     Args:
-        job: what is trained.
-        ranks: this process among its peers.
-        config: DeepSpeed's.
+        job: settings and paths of the run.
+        ranks: the process group.
+        config: DeepSpeed's configuration.
         head: `tokens` or `score`, as in `Objective.head`.
         pad: padding id of a model with a score head; None for none.
 
     Raises:
-        ArtifactError: the base lacks tensors, or holds some that its class has no place for.
+        ArtifactError: tensors are missing from the base, or do not belong to its class.
     """
     settings = job.settings
     extra: dict[str, Any] = config_of_head(pad) if head == "score" else {}
     if settings.peft.kind == "qlora":
         extra["quantization_config"] = _quantization(settings.peft)
     if settings.peft.kind == "qlora" or (ranks.gpu and settings.zero.stage < 3):
-        # Straight to the GPU, tensor by tensor: not every rank a whole model in host memory first,
-        # and what is computed with the weights before DeepSpeed moves them (PiSSA) is on the GPU.
+        # Load straight to the GPU: no full model per rank in host memory, and PiSSA runs there.
         extra["device_map"] = {"": str(ranks.device)}
     with partitioned(config):
         model, info = _class_for(head).from_pretrained(
@@ -85,33 +84,33 @@ def _loading(job: TrainJob) -> dict[str, Any]:
 
 
 def _language_head(info: Mapping[str, Any], head: str) -> set[str]:
-    """Keys of a language model's own head, which a score head takes the place of."""
+    """Return the keys of a language model's head, which a score head replaces."""
     left = set(map(str, info["unexpected_keys"])) if head == "score" else set()
     return {key for key in left if key.split(".")[0] in ("lm_head", "embed_out")}
 
 
 def _refuse_gaps(job: TrainJob, info: Mapping[str, Any], allowed: Collection[str]) -> None:
-    """transformers only warns when tensors are missing (and makes them up) or left over."""
-    found = [
+    """Refuse missing and unexpected tensors; transformers only warns, and makes up missing ones."""
+    gaps = [
         f"{kind.replace('_keys', '')}: {key}"
         for kind in ("missing_keys", "unexpected_keys", "mismatched_keys")
         for key in sorted(map(str, info.get(kind) or ()))
         if key not in allowed
     ]
-    if found:
+    if gaps:
         raise ArtifactError(
-            f"{job.base}: {len(found)} tensors do not fit the model that is trained, "
-            f"first {found[0]}",
-            details=found[:20],
-            hint="give a whole checkpoint of a causal language model",
+            f"{job.base}: {len(gaps)} tensors do not fit the model that is trained, "
+            f"first {gaps[0]}",
+            details=gaps[:20],
+            hint="give a complete checkpoint of a causal language model",
         )
 
 
 def _restore_buffers(model: Any, job: TrainJob, head: str) -> None:
-    """Give a model made under `zero.Init` the buffers that it would have without.
+    """Restore the buffers of a model that was built under `zero.Init`.
 
-    `zero.Init` casts every float tensor that a constructor makes, rotary frequencies included; in
-    bf16 those turn positions by up to 0.4 % and train another model than the one that is served.
+    `zero.Init` casts every float tensor of a constructor, rotary frequencies included. In bf16
+    these are off by up to 0.4 %, and training would see another model than the one served.
     """
     from accelerate import init_empty_weights
 

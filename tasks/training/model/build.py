@@ -1,7 +1,7 @@
-"""The model as it is trained: base, quantiser, head, adapter, checkpointing.
+"""Build the model that is trained: base, quantisation, head, adapter, activation checkpointing.
 
-peft's `prepare_model_for_kbit_training` is not used: it turns every norm and embedding into fp32,
-which is then not the model that is served.
+peft's `prepare_model_for_kbit_training` is not used: it casts every norm and embedding to fp32, and
+the model that is served is not computed like that.
 """
 
 from __future__ import annotations
@@ -22,13 +22,13 @@ from tasks.training.model.score_head import padding_id
 from tasks.training.tokens.data import end_ids
 
 CHAT_TEMPLATE = "chat_template.jinja"
-"""Of a dataset that was given a template of its own (`data.chat_template`)."""
+"""File name of a dataset's own chat template (`data.chat_template`)."""
 
 
 def load_tokenizer(job: TrainJob) -> Any:
-    """The model's tokenizer, with the data's own chat template where it brings one.
+    """Load the model's tokenizer, with the dataset's chat template if it has one.
 
-    Where it has no pad token, its EOS token pads (and is masked out).
+    A tokenizer without a pad token pads with its EOS token.
     """
     from transformers import AutoTokenizer
 
@@ -50,20 +50,21 @@ def load_model(
     tokenizer: Any,
     head: str = "tokens",
 ) -> nn.Module:
-    """The model, ready for DeepSpeed: only what is to be trained needs gradients.
+    """Build the model for DeepSpeed; only the parameters to be trained require gradients.
 
     Args:
-        job: what is trained.
-        ranks: this process among its peers.
-        deepspeed_config: as `deepspeed_config()` makes it.
-        tokenizer: that the model will be served with.
+        job: settings and paths of the run.
+        ranks: the process group.
+        deepspeed_config: result of `zero_config.deepspeed_config`.
+        tokenizer: the model's tokenizer.
         head: `tokens` for a causal model, `score` for a reward model.
 
     Raises:
-        ArtifactError: the base's tensors are not those of its class.
+        ArtifactError: the base's tensors are not those of its class, or the adapter to continue
+            does not fit.
     """
     model = _model(job, ranks, deepspeed_config, tokenizer, head)
-    # Dropout differs by rank.
+    # Each rank has its own dropout.
     torch.manual_seed(job.settings.seed * 65_537 + ranks.rank)
     return model
 
@@ -78,11 +79,9 @@ def _model(job: TrainJob, ranks: Ranks, config: dict[str, Any], tokenizer: Any, 
         model.gradient_checkpointing_enable({"use_reentrant": reentrant})
     if settings.peft.kind == "none":
         return model
-    # A frozen embedding gives activations without gradient, and a checkpointed block whose inputs
-    # need none has no backward pass.
+    # A checkpointed block has no backward pass unless its inputs require gradients.
     model.enable_input_require_grads()
-    # Adapters are initialised at random and have to be the same on every rank, and under every
-    # ZeRO stage, whatever loading drew.
+    # Adapters have to be initialised alike on every rank and under every ZeRO stage.
     torch.manual_seed(settings.seed)
     dtype = DTYPES[settings.dtype]
     new_ids = tokenizer.convert_tokens_to_ids(list(settings.new_tokens))

@@ -1,9 +1,9 @@
-"""LoRA's layer as one function: y = x W^T + b + s (x A^T) B^T (Hu et al. 2021, arXiv:2106.09685).
+"""A LoRA layer as one autograd function: y = x W^T + b + s (x A^T) B^T.
 
-peft computes the adapter's product, scales it and adds it, each a pass over an activation and each
-kept or repeated for the backward pass. Here the second product adds itself onto the first: fewer
-passes, less memory, one rounding instead of three. Where bf16 products are slow (`bf16_linear.py`),
-inputs are widened once for all products.
+Hu et al. 2021, arXiv:2106.09685. peft computes the adapter's product, scales it and adds it; each
+is a pass over an activation. Here the second product accumulates onto the first: fewer passes, less
+memory, one rounding instead of three. Where bf16 products are slow (`bf16_linear.py`), inputs are
+cast to fp32 once for all products.
 """
 
 from __future__ import annotations
@@ -20,16 +20,16 @@ ADAPTER = "default"
 
 
 def fuse(model: nn.Module) -> int:
-    """Exchange the forward pass of every plain LoRA layer in `model`.
+    """Replace the forward pass of every plain LoRA layer in `model`.
 
-    Left as peft has them: layers over anything but a plain linear one (4-bit, experts), with DoRA,
-    dropout or a bias of their own; and all under ZeRO-3, which gathers weights around modules.
+    Not replaced: layers over anything but `nn.Linear` (4-bit, experts), layers with DoRA, dropout
+    or their own bias, and all layers under ZeRO-3, which gathers weights in hooks of modules.
 
     Args:
-        model: as peft made it, before DeepSpeed takes it.
+        model: peft's model, before DeepSpeed wraps it.
 
     Returns:
-        how many layers.
+        The number of layers replaced.
     """
     from peft.tuners.lora import Linear
 
@@ -40,7 +40,7 @@ def fuse(model: nn.Module) -> int:
 
 
 def give_back(model: nn.Module) -> None:
-    """Undo `fuse`: prints are taken by peft's own arithmetic, which everybody else repeats."""
+    """Undo `fuse`: fingerprints use peft's own arithmetic, which other scorers repeat."""
     from peft.tuners.lora import Linear
 
     for layer in model.modules():
@@ -80,7 +80,7 @@ def _exchange(layer: Any) -> None:
 
 
 class _Fused(torch.autograd.Function):
-    """x: (..., in); weight: (out, in), frozen, as is bias; a: (r, in); b: (out, r)."""
+    """LoRA layer; x: (..., in), a: (r, in), b: (out, r); weight (out, in) and bias are frozen."""
 
     @staticmethod
     def forward(
@@ -121,12 +121,12 @@ def _widens(x: torch.Tensor) -> bool:
 
 
 def _weight(weight: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
-    """The base's weight as it is multiplied with `x`, until the next one is asked for."""
+    """Return the base weight in the dtype of products with `x`; valid until the next call."""
     return widened_weight(weight) if _widens(x) else weight
 
 
 def _widening(x: torch.Tensor) -> Any:
-    """What the other operands of products with `x` go through."""
+    """Return the cast for the operands of products with `x`."""
     return torch.Tensor.float if _widens(x) else _same
 
 

@@ -1,4 +1,4 @@
-"""Whole tensors of a model that ZeRO-3 may have partitioned, for reading."""
+"""Full tensors of a model that ZeRO-3 may have partitioned, for reading."""
 
 from __future__ import annotations
 
@@ -10,15 +10,15 @@ from torch import nn
 
 
 def whole(parameters: Sequence[nn.Parameter]) -> contextlib.AbstractContextManager[Any]:
-    """Within it these parameters are complete on every rank; changes of them are lost.
+    """Gather these parameters on every rank within the context; changes to them are lost.
 
-    All ranks enter and leave it together. Below stage 3 they are complete anyway.
+    All ranks enter and leave it together. Below ZeRO-3 this does nothing.
     """
     if not any(hasattr(parameter, "ds_id") for parameter in parameters):
         return contextlib.nullcontext()
     import deepspeed
 
-    found: contextlib.AbstractContextManager[Any] = deepspeed.zero.GatheredParameters(
+    context: contextlib.AbstractContextManager[Any] = deepspeed.zero.GatheredParameters(
         list(parameters), modifier_rank=None
     )
-    return found
+    return context

@@ -1,17 +1,17 @@
-"""Log-probabilities of given tokens from hidden states, for vocabularies of any size.
+"""Log-probabilities of target tokens from hidden states, for vocabularies of any size.
 
-Logits exist for one portion of tokens at a time. A frozen head (LoRA, QLoRA) is gone through once:
-a token's log-probability depends on its own hidden state alone, so its gradient
+Logits exist for one portion of tokens at a time. With a frozen head (LoRA, QLoRA) they are computed
+once: a token's log-probability depends on its own hidden state alone, so its gradient
 
     d log p(target) / d hidden = W^T (onehot(target) - softmax(logits))
 
-is known as soon as the logits are, whatever the loss. It is made in the forward pass and kept:
-N x H numbers where plain autograd keeps N x V; the backward pass scales it, token by token. A head
-that is trained needs the gradient of the loss first, and computes its logits again.
+is computed from the logits in the forward pass, whatever the loss. N x H numbers are kept for the
+backward pass, which scales them token by token; plain autograd would keep N x V. A trained head
+needs the gradient of the loss first, and computes its logits again.
 
-Portions lie within one call of the head. ZeRO-3 gathers weights in hooks around modules, and ranks
-whose rows are of different lengths have different numbers of portions: a call for each of them
-would leave one rank waiting for a gather that the others never start.
+All portions lie within one call of the head. ZeRO-3 gathers weights in hooks around modules, and
+ranks differ in their number of portions: with one call per portion a rank would wait for a gather
+that the others never start.
 """
 
 from __future__ import annotations
@@ -31,12 +31,12 @@ from torch.utils.checkpoint import checkpoint
 from tasks.serving.bf16_linear import slow_bf16, widened_weight
 
 Forward = Callable[[torch.Tensor], torch.Tensor]
-"""Hidden states to logits."""
+"""Function from hidden states to logits."""
 PORTION = 1 << 25
-"""Logits that exist at once, as fp32: 128 MiB."""
+"""Largest number of logits at a time; 128 MiB in fp32."""
 BLOCK = 4096
-"""Rows of a bf16 weight that are widened at once where bf16 products are slow: 4096 of width 4096
-are 64 MiB."""
+"""Rows of a bf16 weight cast to fp32 at a time where bf16 products are slow; 64 MiB at width
+4096."""
 
 
 @dataclass(frozen=True)
@@ -44,9 +44,9 @@ class Scaling:
     """Scaling of logits after the head: cap * tanh(factor * logits / cap) / temperature.
 
     Attributes:
-        factor: Granite's 1 / `logits_scaling`, Cohere's `logit_scale`; 1 for most.
-        cap: Gemma's `final_logit_softcapping`; None for most.
-        temperature: sampling temperature of the responses; 1 for everything that is not sampled.
+        factor: Granite's 1 / `logits_scaling`, Cohere's `logit_scale`; 1 for most families.
+        cap: Gemma's `final_logit_softcapping`; None for most families.
+        temperature: sampling temperature of the responses; 1 for data that was not sampled.
     """
 
     factor: float = 1.0
@@ -55,7 +55,7 @@ class Scaling:
 
     @classmethod
     def of(cls, config: Any, temperature: float = 1.0) -> Scaling:
-        """Read it from a transformers configuration."""
+        """Read the scaling from a transformers configuration."""
         text = config.get_text_config()
         factor = getattr(text, "logit_scale", None)
         divisor = getattr(text, "logits_scaling", None)
@@ -67,7 +67,7 @@ class Scaling:
 
     @property
     def none(self) -> bool:
-        """Return True if logits stay as they are."""
+        """Return True if the scaling leaves logits unchanged."""
         return math.isclose(self.factor / self.temperature, 1.0) and not self.cap
 
     def __call__(self, logits: torch.Tensor) -> torch.Tensor:
@@ -79,7 +79,7 @@ class Scaling:
         return capped * (self.cap / self.temperature)
 
     def slope(self, scaled: torch.Tensor) -> torch.Tensor | float:
-        """Return the derivative by the unscaled logits, from the scaled ones."""
+        """Return the derivative with respect to the unscaled logits, given the scaled ones."""
         factor = self.factor / self.temperature
         if not self.cap:
             return factor
@@ -92,16 +92,16 @@ def token_logprobs(
     """Compute log p(target) under softmax(scaling(head(hidden))), natural logarithm.
 
     Args:
-        head: hidden states to logits. Called once, as a module.
+        head: the output head; called once, as a module.
         hidden_NH: hidden states of the tokens before the targets.
         targets_N: token ids.
         scaling: applied to the logits.
 
     Returns:
-        (N,) float32.
+        (N,) float32, in nats.
     """
 
-    def answer(body: nn.Module, logits_of: Forward, hidden: torch.Tensor) -> torch.Tensor:
+    def compute(body: nn.Module, logits_of: Forward, hidden: torch.Tensor) -> torch.Tensor:
         if type(body) is nn.Linear and not any(p.requires_grad for p in body.parameters()):
             wants = torch.is_grad_enabled() and hidden.requires_grad
             out: torch.Tensor = _Frozen.apply(
@@ -111,36 +111,36 @@ def token_logprobs(
         measure = partial(_logprobs, scaling=scaling)
         return _in_portions(body, logits_of, hidden, targets_N, measure)
 
-    return _call_once(head, hidden_NH, answer)
+    return _call_once(head, hidden_NH, compute)
 
 
 def token_logprobs_and_entropies(
     head: nn.Module, hidden_NH: torch.Tensor, targets_N: torch.Tensor, scaling: Scaling
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Compute `token_logprobs`, and the entropy of the same distributions in nats, with gradient.
+    """Compute `token_logprobs` and the entropies of the same distributions, with gradients.
 
-    The gradient of an entropy needs all logits of its token, so that portions are computed again
-    in the backward pass, whether the head is trained or not.
+    The gradient of an entropy needs all logits of its token, so portions are computed again in the
+    backward pass even if the head is frozen. Arguments are those of `token_logprobs`.
 
     Returns:
-        (N,) and (N,), float32.
+        (N,) log-probabilities and (N,) entropies, float32, in nats.
     """
 
-    def answer(body: nn.Module, logits_of: Forward, hidden: torch.Tensor) -> torch.Tensor:
+    def compute(body: nn.Module, logits_of: Forward, hidden: torch.Tensor) -> torch.Tensor:
         measure = partial(_with_entropies, scaling=scaling)
         return _in_portions(body, logits_of, hidden, targets_N, measure)
 
-    # Stacked, because ZeRO-3 gathers once for each output that a backward pass comes through.
-    logprobs, entropies = _call_once(head, hidden_NH, answer).unbind()
+    # Stacked, because in the backward pass ZeRO-3 gathers once per output.
+    logprobs, entropies = _call_once(head, hidden_NH, compute).unbind()
     return logprobs, entropies
 
 
 def gather_at_once(head: Any) -> None:
-    """Have ZeRO-3 gather all weights of a wrapped head when the head itself is called.
+    """Make ZeRO-3 gather all weights of a wrapped head when the head itself is called.
 
-    LoRA and trained token rows compute with modules within the head, each of which would gather
-    its own weight in every portion, and ranks differ in their number of portions. To be called
-    before DeepSpeed takes the model. Below ZeRO-3 nothing is done.
+    LoRA and trained token rows compute in modules within the head. Each would gather its weight in
+    every portion, and ranks differ in their number of portions. Call this before DeepSpeed wraps
+    the model. Below ZeRO-3 it does nothing.
     """
     if len(_bodies(head)) > 1 or not any(hasattr(p, "ds_id") for p in head.parameters()):
         return
@@ -159,7 +159,7 @@ def _logprobs(logits: torch.Tensor, targets: torch.Tensor, *, scaling: Scaling) 
 def _with_entropies(
     logits: torch.Tensor, targets: torch.Tensor, *, scaling: Scaling
 ) -> torch.Tensor:
-    """(2, N): log-probabilities and entropies."""
+    """Return log-probabilities and entropies, (2, N)."""
     logprobs = scaling(logits).float().log_softmax(dim=-1)
     entropies = -(logprobs.exp() * logprobs).sum(dim=-1)
     return torch.stack([logprobs.gather(1, targets[:, None])[:, 0], entropies])
@@ -168,18 +168,18 @@ def _with_entropies(
 def _call_once(
     head: nn.Module,
     hidden: torch.Tensor,
-    answer: Callable[[nn.Module, Forward, torch.Tensor], torch.Tensor],
+    compute: Callable[[nn.Module, Forward, torch.Tensor], torch.Tensor],
 ) -> torch.Tensor:
-    """Call `head` with `answer` in place of the forward pass that would return all logits."""
+    """Call `head` with `compute` in place of the forward pass that would return all logits."""
     with contextlib.ExitStack() as stack:
         for body in _bodies(head):
-            stack.enter_context(_standing_in(body, partial(answer, body, body.forward)))
+            stack.enter_context(_standing_in(body, partial(compute, body, body.forward)))
         out: torch.Tensor = head(hidden)
     return out
 
 
 def _bodies(head: Any) -> list[nn.Module]:
-    """Return the modules of which one computes the logits: the head, or peft's copies of it."""
+    """Return the modules one of which computes the logits: the head, or peft's copies of it."""
     copies = getattr(head, "modules_to_save", None)
     return [head] if copies is None else [head.original_module, *copies.values()]
 
@@ -191,7 +191,7 @@ def _in_portions(
     targets: torch.Tensor,
     measure: Callable[[torch.Tensor, torch.Tensor], torch.Tensor],
 ) -> torch.Tensor:
-    """Measure logits a portion at a time; each is computed again in the backward pass."""
+    """Apply `measure` to the logits of one portion at a time, recomputed in the backward pass."""
 
     def portion(hidden: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
         with _without_inner_hooks(body):
@@ -208,14 +208,14 @@ def _in_portions(
 
 
 def _size(head: nn.Module) -> int:
-    """Return the tokens of a portion."""
+    """Return the number of tokens in a portion."""
     vocabulary = getattr(head, "out_features", None) or 1 << 18
     return max(1, PORTION // vocabulary)
 
 
 @contextlib.contextmanager
 def _standing_in(module: nn.Module, forward: Callable[..., Any]) -> Iterator[None]:
-    """Exchange the forward pass of `module` for a moment; its hooks stay."""
+    """Replace the forward pass of `module` within the context; its hooks stay."""
     own = module.__dict__.get("forward")
     module.forward = forward
     try:
@@ -243,7 +243,7 @@ def _without_inner_hooks(body: nn.Module) -> Iterator[None]:
 
 
 class _Frozen(torch.autograd.Function):
-    """Log-probabilities under a head that is not trained; see the top of this file."""
+    """Log-probabilities under a frozen head; see the docstring of this module."""
 
     @staticmethod
     def forward(
@@ -256,7 +256,7 @@ class _Frozen(torch.autograd.Function):
         wants: bool,
     ) -> torch.Tensor:
         size = max(1, PORTION // len(weight))
-        found, slopes = [], []
+        logprobs, slopes = [], []
         for h, t in zip(hidden.split(size), targets.split(size), strict=True):
             logits = _times_transposed(h, weight)
             if bias is not None:
@@ -264,11 +264,11 @@ class _Frozen(torch.autograd.Function):
             if not scaling.none:
                 logits = scaling(logits)
             slope = scaling.slope(logits) if wants else 1.0
-            # The logits' own memory turns into exp, softmax and gradient, one after the other.
+            # exp, softmax and gradient are computed in place, in the memory of the logits.
             logits -= logits.amax(dim=1, keepdim=True)
             picked = logits.gather(1, t[:, None])[:, 0]
             total = logits.exp_().sum(dim=1)
-            found.append(picked - total.log())
+            logprobs.append(picked - total.log())
             if wants:
                 logits /= -total[:, None]
                 logits.scatter_add_(1, t[:, None], torch.ones_like(picked)[:, None])
@@ -277,7 +277,7 @@ class _Frozen(torch.autograd.Function):
                 slopes.append(_times(logits, weight))
         if wants:
             ctx.save_for_backward(torch.cat(slopes))
-        return torch.cat(found)
+        return torch.cat(logprobs)
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> Any:
@@ -290,7 +290,7 @@ def _widening(weight: torch.Tensor) -> bool:
 
 
 def _times_transposed(hidden: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-    """hidden @ weight.T as a new float32 tensor."""
+    """Return hidden @ weight.T as a new float32 tensor."""
     if not _widening(weight):
         return (hidden @ weight.t()).float()
     out = hidden.new_empty(len(hidden), len(weight), dtype=torch.float32)
@@ -302,7 +302,7 @@ def _times_transposed(hidden: torch.Tensor, weight: torch.Tensor) -> torch.Tenso
 
 
 def _times(slopes: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-    """slopes @ weight, in the weight's dtype."""
+    """Return slopes @ weight in the weight's dtype."""
     if not _widening(weight):
         return slopes.to(weight.dtype) @ weight
     out = slopes.new_zeros(len(slopes), weight.shape[1])

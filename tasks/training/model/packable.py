@@ -1,7 +1,8 @@
-"""Which families can be trained in packed rows, from their config.json alone. Knows no torch.
+"""Check that a model family can be trained in packed rows, from config.json. Knows no torch.
 
-Everything that mixes tokens has to be told where a sequence ends. Attention is told; a convolution
-or a recurrent state runs on into the neighbour, and so does a bias that counts tokens of the row.
+Every operation that mixes tokens has to know where a sequence ends. Attention does. A convolution
+or a recurrent state continues into the next sequence, and so does an attention bias that counts
+tokens of the row.
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 ATTENTION = frozenset({"full_attention", "sliding_attention", "attention"})
-"""Layer types that packing knows (`layer_types` of config.json)."""
+"""Layer types that packing supports (`layer_types` of config.json)."""
 STATEFUL = frozenset(
     {
         "bamba", "falcon_h1", "falcon_mamba", "granitemoehybrid", "jamba", "kimi_linear", "lfm2",
@@ -18,20 +19,20 @@ STATEFUL = frozenset(
         "qwen3_5_moe", "qwen3_next", "recurrent_gemma", "rwkv", "xlstm", "zamba", "zamba2",
     }
 )  # fmt: skip
-"""Families with recurrent or convolutional layers, some of which name no layer types."""
+"""Families with recurrent or convolutional layers; some of them list no layer types."""
 ALIBI = frozenset({"bloom", "mpt"})
-"""Families whose attention is biased by distances that are counted along the row."""
+"""Families whose attention bias counts distances along the row."""
 
 
 class Unpackable(NamedTuple):
-    """Why a model cannot be trained in packed rows, and what can be done."""
+    """Reason why a model cannot be trained in packed rows, and a way out."""
 
     problem: str
     hint: str
 
 
 def unpackable(config: Mapping[str, Any], attn_implementation: str) -> Unpackable | None:
-    """Why this model cannot be trained in packed rows; None when nothing speaks against it.
+    """Return the reason why this model cannot be trained in packed rows, or None if it can.
 
     Args:
         config: contents of config.json.

@@ -1,10 +1,9 @@
-"""A transformers model that takes packed rows: log-probabilities of wanted tokens, or scores.
+"""Forward passes over packed rows: log-probabilities of supervised tokens, or scores.
 
-`model(row=row)` runs the trunk once over the row. A causal model answers with the log-probability
-of each supervised token, its head applied to those places alone (`head.py`), or with what else is
-`Asked` of it; a model with a score head answers with one score a sequence.
-Without `row` the model is what it was. The forward pass of the model itself is exchanged, not
-wrapped, so that ZeRO-3's hooks and every parameter's name stay where they are.
+`model(row=row)` runs the trunk once over the row. A causal model applies its head to the supervised
+positions only (`head.py`) and returns their log-probabilities, or what `Asked` names. A model with
+a score head returns one score per sequence. Without `row` the model works as before. Its forward
+method is replaced, not wrapped, so that ZeRO-3's hooks and parameter names stay as they are.
 """
 
 from __future__ import annotations
@@ -24,18 +23,18 @@ from tasks.training.model.packable import unpackable
 from tasks.training.tokens.packing import Row
 
 ROUNDING = {torch.float32: 2.0**-16, torch.float16: 2.0**-9, torch.bfloat16: 2.0**-6}
-"""How far two ways to compute the same answer may lie apart, relative to it, averaged over tokens:
-four times the rounding of bf16, for the layers in between; fp32 has room for longer sums."""
+"""Largest mean difference between two ways to compute the same numbers, relative to their size:
+four times the rounding of bf16 and fp16, to allow for all layers; more for fp32."""
 
 
 @dataclass(frozen=True)
 class Asked:
-    """What a causal model is asked for each supervised token of a row.
+    """Request to a causal model: its result for each supervised token of a row.
 
     Attributes:
-        temperature: that log-probabilities are taken at.
-        entropy: the distribution's entropy beside the log-probability.
-        states: the hidden state that the token was predicted from, and nothing else.
+        temperature: sampling temperature of the log-probabilities.
+        entropy: True to return entropies beside the log-probabilities.
+        states: True to return only the hidden states that the tokens were predicted from.
     """
 
     temperature: float = 1.0
@@ -47,17 +46,17 @@ PLAIN = Asked()
 
 
 def take_rows(model: Any) -> None:
-    """Teach a causal model, or one with a score head, to take packed rows.
+    """Let a causal model, or one with a score head, accept packed rows.
 
     Args:
-        model: a transformers model, not yet given to peft or DeepSpeed.
+        model: a transformers model, before peft and DeepSpeed wrap it.
 
     Raises:
-        ConfigError: sequences would not be kept apart in this family.
+        ConfigError: the model's family would mix the sequences of a row.
     """
     _require_packable(model)
     original = model.forward
-    answer = _scores if hasattr(model, "score") else _of_tokens
+    measure = _scores if hasattr(model, "score") else _of_tokens
 
     def forward(
         self: Any, *args: Any, row: Row | None = None, asked: Asked = PLAIN, **kwargs: Any
@@ -77,7 +76,7 @@ def take_rows(model: Any) -> None:
         out = self.base_model(
             input_ids=row.ids, position_ids=row.positions, use_cache=False, **extra
         )
-        return answer(self, out.last_hidden_state[0], row, asked)
+        return measure(self, out.last_hidden_state[0], row, asked)
 
     model.forward = types.MethodType(forward, model)
     if model._supports_attention_backend and model.config._attn_implementation == "sdpa":
@@ -85,12 +84,12 @@ def take_rows(model: Any) -> None:
 
 
 def model_of(module: Any) -> Any:
-    """The transformers model within peft's wrapper, or itself."""
+    """Return the transformers model within peft's wrapper, or `module` itself."""
     return module.get_base_model() if hasattr(module, "get_base_model") else module
 
 
 def give_back_attention(model: Any, name: str) -> None:
-    """Exchange the packed attention for transformers' own, by which fingerprints are taken."""
+    """Restore transformers' own attention, which fingerprints are measured with."""
     if model.config._attn_implementation == attention.NAME:
         model.set_attn_implementation(name)
 
@@ -101,7 +100,7 @@ def _scores(model: Any, hidden_TH: torch.Tensor, row: Row, asked: Asked) -> torc
 
 
 def _of_tokens(model: Any, hidden_TH: torch.Tensor, row: Row, asked: Asked) -> Any:
-    """(N,) log-probabilities; with the entropies where they are asked for; or (N, H) states."""
+    """Return (N,) log-probabilities, with (N,) entropies if asked for; or (N, H) hidden states."""
     hidden = hidden_TH[row.wanted]
     if asked.states:
         return hidden
@@ -111,21 +110,21 @@ def _of_tokens(model: Any, hidden_TH: torch.Tensor, row: Row, asked: Asked) -> A
 
 
 def _require_packable(model: Any) -> None:
-    found = unpackable(model.config.to_dict(), model.config._attn_implementation)
-    if found is not None:
-        raise ConfigError(found.problem, hint=found.hint)
-    takes = inspect.signature(model.base_model.forward).parameters
+    reason = unpackable(model.config.to_dict(), model.config._attn_implementation)
+    if reason is not None:
+        raise ConfigError(reason.problem, hint=reason.hint)
+    parameters = inspect.signature(model.base_model.forward).parameters
     stateful = getattr(model, "_is_stateful", False)
-    if stateful or "position_ids" not in takes:
+    if stateful or "position_ids" not in parameters:
         why = "carries a state along the row" if stateful else "takes no position_ids"
         raise ConfigError(
-            f"{type(model).__name__} {why}, so that packed sequences would run into each other",
+            f"{type(model).__name__} {why}, so packed sequences would influence each other",
             hint="models whose layers are full or sliding-window attention can be trained",
         )
 
 
 def _block_mask(row: Row, dtype: torch.dtype) -> torch.Tensor:
-    """(1, 1, T, T): 0 within a sequence and backwards, the lowest number elsewhere."""
+    """Return the additive mask of causal attention within each sequence, (1, 1, T, T)."""
     number = (row.positions[0] == 0).cumsum(0)
     place = torch.arange(len(number), device=number.device)
     seen = (number[:, None] == number[None]) & (place[:, None] >= place[None])
@@ -134,20 +133,20 @@ def _block_mask(row: Row, dtype: torch.dtype) -> torch.Tensor:
 
 
 def require_same(engine: Any, row: Row) -> None:
-    """Compare the packed pass with the model's own forward pass on the last sequence of a row.
+    """Compare the packed forward pass with the model's own, on the last sequence of a row.
 
-    A family may mix neighbours, or do something to its logits, in ways that are not known here;
-    then nothing is trained. Two passes; every rank takes part, with the same row.
+    This catches families that mix sequences, or transform their logits, in ways unknown here. All
+    ranks take part, with the same row.
 
     Args:
-        engine: DeepSpeed's, or a model that `take_rows` has taught.
+        engine: the DeepSpeed engine, or a model after `take_rows`.
         row: at least two short sequences, see `packing.trial_row`.
 
     Raises:
-        TrainingError: log-probabilities or scores differ by more than rounding explains.
+        TrainingError: log-probabilities or scores differ by more than rounding.
     """
     was = engine.module.training if hasattr(engine, "module") else engine.training
-    engine.eval()  # dropout draws anew in every pass
+    engine.eval()  # dropout differs in every pass
     try:
         with torch.no_grad():
             last = int(row.ends.argmax())
@@ -163,8 +162,8 @@ def require_same(engine: Any, row: Row) -> None:
         raise TrainingError(
             f"packed, a sequence differs from the model's own forward pass by {differs:.3g} on "
             f"average; {allowed:.3g} is rounding",
-            hint="the family mixes neighbours, or changes its logits in a way that packing does "
-            "not know; please report it",
+            hint="the model mixes packed sequences, or transforms its logits in an unknown way; "
+            "please report it",
         )
 
 

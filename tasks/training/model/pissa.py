@@ -1,17 +1,17 @@
-"""PiSSA: an adapter that begins in the base's largest singular vectors.
+"""PiSSA: an adapter initialised with the largest singular vectors of the base weights.
 
 Meng et al. 2024, arXiv:2404.02948, eq. 2 to 4: W = U S V^T, A0 = sqrt(S_r / s) V_r^T and
-B0 = U_r sqrt(S_r / s), with s the adapter's scale; trained is W - s B0 A0 + s B A.
+B0 = U_r sqrt(S_r / s), with s the adapter's scale; the trained model is W - s B0 A0 + s B A.
 
-The paper takes s B0 A0 out of the base. Here the base stays as it is, and that part is subtracted
-within the adapter, whose rank doubles:
+The paper subtracts s B0 A0 from the base. Here the base stays as it is, and the adapter subtracts
+that part, with twice the rank:
 
     W + s [B, -B0] [A; A0]
 
-It is the same model, without rounding a residual base. So the artifact is a plain LoRA that
-fits the original base (what peft makes of a PiSSA adapter when it converts one), it can be merged
-and served like any other, and a reference model is still the base without the adapter. A0 and B0
-stay as they are, since their gradients are set to zero.
+This is the same model without the rounding of a residual base. The artifact is a plain LoRA for the
+original base (as peft converts a PiSSA adapter), it is merged and served like any other, and the
+reference model is still the base without the adapter. A0 and B0 do not change, since their
+gradients are set to zero.
 """
 
 from __future__ import annotations
@@ -30,24 +30,24 @@ ADAPTER = "default"
 
 
 def start_in_principal_components(adapted: nn.Module, *, niter: int | None, ranks: Ranks) -> None:
-    """Initialise every LoRA pair of an adapter that was made with twice the rank.
+    """Initialise every LoRA pair of an adapter that was built with twice the rank.
 
     Args:
         adapted: peft's model.
         niter: power iterations of a randomised SVD (Halko et al. 2011, arXiv:0909.4061, alg. 4.4);
-            None for an exact one, which takes minutes for a matrix of 10,000 x 10,000.
-        ranks: which compute a matrix each, and tell the others.
+            None for an exact SVD, which takes minutes for a matrix of 10,000 x 10,000.
+        ranks: the process group; each rank decomposes one matrix at a time and broadcasts it.
     """
     layers = list(_layers(adapted))
     for first in range(0, len(layers), ranks.world_size):
-        some = layers[first : first + ranks.world_size]
+        batch = layers[first : first + ranks.world_size]
         mine = None
-        for owner, layer in enumerate(some):
+        for owner, layer in enumerate(batch):
             weight = layer.get_base_layer().weight
             with gathered([weight]):
                 if owner == ranks.rank:
                     mine = _plain(layer, weight)
-        for owner, layer in enumerate(some):
+        for owner, layer in enumerate(batch):
             pair = _pair(layer)
             if owner == ranks.rank:
                 assert mine is not None
@@ -60,7 +60,13 @@ def start_in_principal_components(adapted: nn.Module, *, niter: int | None, rank
 def principal(
     weight_OI: torch.Tensor, rank: int, niter: int | None
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """sqrt(S_r) V_r^T, (r, I), and U_r sqrt(S_r), (O, r), of a matrix in fp32."""
+    """Return sqrt(S_r) V_r^T, (r, I), and U_r sqrt(S_r), (O, r), of an fp32 matrix (O, I).
+
+    Args:
+        weight_OI: the matrix.
+        rank: r, the number of singular vectors.
+        niter: see `start_in_principal_components`.
+    """
     if niter is None:
         left, values, right = torch.linalg.svd(weight_OI, full_matrices=False)
         right = right.mT
@@ -83,7 +89,7 @@ def _pair(layer: Any) -> tuple[nn.Parameter, nn.Parameter]:
 
 
 def _plain(layer: Any, weight: nn.Parameter) -> torch.Tensor:
-    """The weight as (out, in), in fp32, out of its 4 bits."""
+    """Return the weight as (out, in) in fp32, dequantised if it has 4 bits."""
     from peft.utils.integrations import dequantize_bnb_weight
 
     quantized = getattr(weight, "quant_state", None)

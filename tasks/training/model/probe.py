@@ -1,8 +1,8 @@
-"""The live engine's fingerprint: log-probabilities of a causal model, scores of a reward model.
+"""Fingerprint of the live engine: log-probabilities of a causal model, scores of a reward model.
 
-Arithmetic that any other scorer can repeat bit for bit: each probe alone (batch of one, no padding,
-no attention mask), eval mode, no autocast, logits turned to fp32, `log_softmax` over the whole
-vocabulary. Measured a second time in padded batches, which is the engine's own noise.
+The arithmetic can be repeated bit for bit by any scorer: batches of one probe without padding or
+mask, eval mode, no autocast, logits cast to fp32, `log_softmax` over the whole vocabulary. A second
+measurement in padded batches gives the engine's own noise.
 """
 
 from __future__ import annotations
@@ -24,23 +24,23 @@ from tasks.training.tokens.examples import Examples
 
 PROBE_TOKENS = 64
 SCORED_TOKENS = 512
-"""Of a probe for a score, which depends on how the text ends: nearly always all of it."""
+"""Tokens kept at the end of a probe for a reward model; nearly always the whole text."""
 NOISE_BATCH = 8
 
 
 def take_print(
     engine: Any, examples: Examples, *, head: str, count: int, device: torch.device
 ) -> Fingerprint | ScorePrint:
-    """Return the engine's fingerprint (or scores) on the first `count` held-out examples.
+    """Measure the engine's fingerprint (or scores) on the first evaluation examples.
 
     All ranks take part.
 
     Args:
-        engine: DeepSpeed's engine, with the model's own attention.
-        examples: held-out.
+        engine: the DeepSpeed engine, with the model's own attention.
+        examples: evaluation examples.
         head: `tokens` or `score`, as in `Objective.head`.
-        count: of the probes.
-        device: where the model's inputs go.
+        count: number of probes.
+        device: device of the model's inputs.
     """
     if head == "tokens":
         return fingerprint_of(engine, choose_probes(examples, count), device)
@@ -51,26 +51,26 @@ def take_print(
 def fingerprint_of(
     engine: Any, probes: Sequence[Sequence[int]], device: torch.device
 ) -> Fingerprint:
-    """Return the engine's fingerprint on these probes, by peft's own arithmetic."""
+    """Measure the fingerprint with peft's own LoRA layers. Arguments are those of `fingerprint`."""
     give_back(engine.module)
     return fingerprint(engine, probes, device)
 
 
 def choose_probes(examples: Examples, count: int) -> tuple[tuple[int, ...], ...]:
-    """The first sequences of the first `count` held-out examples, cut to `PROBE_TOKENS`."""
+    """Return the first sequence of the first `count` examples, cut to `PROBE_TOKENS` tokens."""
     chosen = range(min(count, len(examples)))
     return tuple(tuple(examples.sequence(i, 0)[0][:PROBE_TOKENS].tolist()) for i in chosen)
 
 
 def choose_scored(examples: Examples, count: int) -> tuple[tuple[int, ...], ...]:
-    """The last tokens of the first `count` held-out examples, their roles in turn."""
+    """Return the last `SCORED_TOKENS` tokens of the first `count` examples, roles in turn."""
     roles = len(examples.roles)
     chosen = [(i, i % roles) for i in range(min(count, len(examples)))]
     return tuple(tuple(examples.sequence(i, r)[0][-SCORED_TOKENS:].tolist()) for i, r in chosen)
 
 
 def score_print(engine: Any, probes: Sequence[Sequence[int]], device: torch.device) -> ScorePrint:
-    """Measure the engine around a reward model on the probes. Arguments as of `fingerprint`."""
+    """Score the probes with a reward model. Arguments are those of `fingerprint`."""
     engine.eval()
     with torch.no_grad():
         alone = [_score(engine, [p], device)[0] for p in probes]
@@ -86,8 +86,8 @@ def _score(engine: Any, probes: Sequence[Sequence[int]], device: torch.device) -
     if len(probes) == 1:
         out = engine(input_ids=torch.tensor([list(probes[0])], device=device), use_cache=False)
         return [float(out.logits[0, 0])]
-    # transformers takes the score at the last token that is not the padding id; by an id that no
-    # probe ends with, whatever the model's own is, that is each probe's own last token.
+    # transformers scores at the last token that is not the padding id, so pad with an id that no
+    # probe ends with.
     ends = {probe[-1] for probe in probes}
     config = model_of(engine.module).config.get_text_config()
     before, pad = config.pad_token_id, next(i for i in range(len(ends) + 1) if i not in ends)
@@ -101,12 +101,12 @@ def _score(engine: Any, probes: Sequence[Sequence[int]], device: torch.device) -
 
 
 def fingerprint(engine: Any, probes: Sequence[Sequence[int]], device: torch.device) -> Fingerprint:
-    """Measure the engine on the probes. All ranks take part, with the same inputs.
+    """Measure the fingerprint on the probes. All ranks take part, with the same inputs.
 
     Args:
-        engine: DeepSpeed's engine around a causal model.
-        probes: P token sequences of at least two tokens.
-        device: where the model's inputs go.
+        engine: the DeepSpeed engine around a causal model.
+        probes: sequences of at least two token ids.
+        device: device of the model's inputs.
     """
     engine.eval()
     with torch.no_grad():
@@ -131,7 +131,7 @@ def _measured_on(engine: Any, device: torch.device) -> dict[str, str]:
 def _one_by_one(
     engine: Any, probe: Sequence[int], device: torch.device
 ) -> tuple[torch.Tensor, NDArray[np.float32]]:
-    """Log-probabilities (T-1, V), and the rounding step of the largest logit, (T-1,)."""
+    """Return log-probabilities (T-1, V) and the rounding step of the largest logit, (T-1,)."""
     ids = torch.tensor([list(probe)], device=device)
     logits_TV = engine(input_ids=ids, use_cache=False).logits[0, :-1].float()
     steps = largest_steps(logits_TV.cpu().numpy())
@@ -152,7 +152,7 @@ def _padded(
 def _batch(
     probes: Sequence[Sequence[int]], pad: int, device: torch.device
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Token ids padded on the right and their mask, (B, T)."""
+    """Return token ids padded on the right, and their mask; both (B, T)."""
     longest = max(len(p) for p in probes)
     ids = torch.full((len(probes), longest), pad, dtype=torch.int64)
     mask = torch.zeros_like(ids)

@@ -1,8 +1,8 @@
-"""The score head of a reward model: one number at a sequence's last token.
+"""The score head of a reward model: one number at the last token of a sequence.
 
-It is trained in full, in the dtype of the model around it. DeepSpeed holds a model in one dtype
-(and the optimizer's master copy in fp32), the served class has one dtype too, and only a head that
-is stored as it was computed survives every hand-off bit for bit.
+It is trained in full, in the dtype of the model. DeepSpeed keeps a model in one dtype (beside fp32
+master weights), and so does the served class: only in this dtype does the head reach serving
+bit for bit.
 """
 
 from __future__ import annotations
@@ -15,49 +15,49 @@ from typing import Any
 import torch
 
 MODULE = "score"
-"""What transformers calls it in every decoder's `*ForSequenceClassification`."""
+"""Name of the head in every decoder's `*ForSequenceClassification` of transformers."""
 WEIGHT = f"{MODULE}.weight"
 
 
 def config_of_head(pad: int | None) -> dict[str, Any]:
-    """Settings of config.json: one label, a number and no probability."""
+    """Return the settings of config.json: one label, used as a number."""
     return {"num_labels": 1, "problem_type": "regression", "pad_token_id": pad}
 
 
 def padding_id(pad: int | None, ends: Collection[int]) -> int | None:
-    """The padding id of config.json, by which transformers finds a sequence's last token.
+    """Return the padding id of config.json, by which transformers finds the last token.
 
-    None where texts end with that very id: it would look one token too early. transformers then
-    refuses to score padded batches, instead of scoring them wrongly; packed rows need no padding.
+    It is None if texts end with the same id: transformers would then score one token too early.
+    Without the id it refuses padded batches; packed rows need no padding.
     """
     return None if pad in ends else pad
 
 
 def fill_head(model: Any, *, seed: int) -> None:
-    """Initialise the head alike on every rank and under every ZeRO stage.
+    """Initialise the head, equally on every rank and under every ZeRO stage.
 
-    Normal with variance 1 / (hidden + 1), so that scores begin at about unit size (Stiennon et al.
-    2020, arXiv:2009.01325, app. B.1).
+    Weights are normal with variance 1 / (hidden + 1), so that scores begin at about unit size
+    (Stiennon et al. 2020, arXiv:2009.01325, app. B.1).
 
     Args:
-        model: with a head of one label.
-        seed: of the draw.
+        model: a model with a score head of one label.
+        seed: seed of the random weights.
     """
     weight = model.score.weight
     shape = tuple(getattr(weight, "ds_shape", weight.shape))
-    draw = torch.Generator().manual_seed(seed)
-    values = torch.randn(shape, generator=draw) / math.sqrt(shape[-1] + 1)
+    generator = torch.Generator().manual_seed(seed)
+    values = torch.randn(shape, generator=generator) / math.sqrt(shape[-1] + 1)
     with gathered([weight]), torch.no_grad():
         weight.copy_(values)
 
 
 def gathered(parameters: list[Any]) -> contextlib.AbstractContextManager[Any]:
-    """The whole of these parameters, writable on every rank alike, partitioned by ZeRO-3 or not."""
+    """Gather these parameters within the context; every rank has to write the same values."""
     if not any(hasattr(parameter, "ds_id") for parameter in parameters):
         return contextlib.nullcontext()
     import deepspeed
 
-    found: contextlib.AbstractContextManager[Any] = deepspeed.zero.GatheredParameters(
+    context: contextlib.AbstractContextManager[Any] = deepspeed.zero.GatheredParameters(
         parameters, modifier_rank=0
     )
-    return found
+    return context

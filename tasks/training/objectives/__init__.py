@@ -1,14 +1,12 @@
-"""Objectives by name: one file each, imported when asked for.
+"""Objectives by name (`objective`), one file each. Each is a dataclass of its `train.loss` options.
 
-    sft.py                       negative log-likelihood of the supervised tokens
-    reward.py                    pairwise ranking of a score head
-    dpo.py orpo.py simpo.py      preference pairs
-    kto.py                       answers marked as desirable or not
-
-An objective is a frozen dataclass: its fields are the knobs of section `train.loss` that it knows,
-its `loss` turns what the model said of one row into a number. That number is this row's part of
-the whole step's loss: sums are divided by counts of the whole global batch, so that the result does
-not depend on how examples are dealt to rows, ranks and accumulation steps.
+sft                 negative log-likelihood of the supervised tokens
+reward              pairwise ranking of a score head
+dpo, orpo, simpo    preference pairs
+kto                 answers marked as desirable or not
+forward_passes      the forward passes of an objective, `Passes`
+reference_logprobs  log-probs of the reference, computed before full fine-tuning
+heldout_scores      mean and standard deviation of a reward model's scores
 """
 
 from __future__ import annotations
@@ -37,14 +35,14 @@ _MODULES = {
 
 
 @dataclass(frozen=True)
-class Said:
-    """What the model says of a row; all float32.
+class ModelOutput:
+    """Input of a loss: output of the model on one row, float32. S sequences, N supervised tokens.
 
     Attributes:
-        logprobs: (N,) of the supervised tokens, in nats; of a causal model.
-        scores: (S,) one a sequence; of a model with a score head.
-        reference: (S,) sums of log-probabilities under the reference model, where one is needed.
-        baseline: what `Kto` compares with, a mean over the whole step.
+        logprobs: (N,) log-probabilities of the supervised tokens, in nats; causal models.
+        scores: (S,) scores of the sequences; models with a score head.
+        reference: (S,) sums of log-probabilities under the reference model, if needed.
+        baseline: scalar, mean log-ratio of KTO's mismatched answers over the whole step.
     """
 
     logprobs: torch.Tensor | None = None
@@ -55,11 +53,14 @@ class Said:
 
 @dataclass(frozen=True)
 class Loss:
-    """One row's part of the step's loss, and of its measures.
+    """One row's part of the step's loss and metrics.
+
+    Sums over the row are divided by counts of the whole global batch. So the loss of a step does
+    not depend on the assignment of examples to rows, ranks and accumulation steps.
 
     Attributes:
         value: scalar with gradient; the step's loss is the sum over all rows and ranks.
-        measures: scalars without gradient that add up over rows and ranks likewise.
+        measures: metrics by name, scalars without gradient; added up in the same way.
     """
 
     value: torch.Tensor
@@ -67,14 +68,14 @@ class Loss:
 
 
 class Objective(Protocol):
-    """What every objective has.
+    """Interface of an objective.
 
     Attributes:
-        roles: sequences of an example, by name.
+        roles: names of an example's sequences.
         head: `tokens` (a causal model) or `score` (a model with a score head of one label).
-        needs_reference: whether `Said.reference` is wanted.
-        baseline_role: the role whose sequences `Said.baseline` is taken on, before the step;
-            they are not trained on.
+        needs_reference: True if `loss` reads `ModelOutput.reference`.
+        baseline_role: role whose sequences give `ModelOutput.baseline`, or None; they are not
+            trained on.
     """
 
     roles: ClassVar[tuple[str, ...]]
@@ -82,16 +83,22 @@ class Objective(Protocol):
     needs_reference: ClassVar[bool]
     baseline_role: ClassVar[str | None]
 
-    def loss(self, said: Said, row: Row, counts: Counts) -> Loss:
-        """This row's part of the loss."""
+    def loss(self, output: ModelOutput, row: Row, counts: Counts) -> Loss:
+        """Return this row's part of the loss.
+
+        Args:
+            output: output of the model on the row.
+            row: the packed row.
+            counts: totals of the whole step, to divide by.
+        """
         ...
 
 
 def kind_of(name: str) -> type[Any]:
-    """The class of the objective of that name.
+    """Return the class of an objective.
 
     Raises:
-        ConfigError: when there is none.
+        ConfigError: unknown name.
     """
     if name not in _MODULES:
         raise ConfigError(
@@ -99,25 +106,29 @@ def kind_of(name: str) -> type[Any]:
             hint=f"train.objective={'|'.join(sorted(_MODULES))}",
         )
     module, _, kind = _MODULES[name].partition(":")
-    found: type[Any] = getattr(importlib.import_module(f"{__name__}.{module}"), kind)
-    return found
+    objective_class: type[Any] = getattr(importlib.import_module(f"{__name__}.{module}"), kind)
+    return objective_class
 
 
 def objective(name: str, knobs: Mapping[str, Any]) -> Objective:
-    """The objective of that name with its knobs; a knob that is None keeps its default.
+    """Return an objective with its options.
+
+    Args:
+        name: `train.objective`.
+        knobs: section `train.loss`; an option that is None keeps its default.
 
     Raises:
-        ConfigError: for an unknown name, or knobs that the objective does not have.
+        ConfigError: unknown name, or an option that the objective does not have.
     """
     kind = kind_of(name)
-    given = {key: value for key, value in knobs.items() if value is not None}
+    options = {key: value for key, value in knobs.items() if value is not None}
     known = [f.name for f in fields(kind)]
-    foreign = sorted(set(given) - set(known))
-    if foreign:
+    unknown = sorted(set(options) - set(known))
+    if unknown:
         raise ConfigError(
-            f"train.loss.{foreign[0]} is not a knob of train.objective={name}",
-            details=[f"train.loss.{key}={given[key]}" for key in foreign],
-            hint=f"{name} has: {', '.join(known) or 'none'}; null leaves a knob alone",
+            f"train.loss.{unknown[0]} is not an option of train.objective={name}",
+            details=[f"train.loss.{key}={options[key]}" for key in unknown],
+            hint=f"{name} has: {', '.join(known) or 'none'}; null keeps the default",
         )
-    made: Objective = kind(**given)
+    made: Objective = kind(**options)
     return made

@@ -1,4 +1,4 @@
-"""Preference pairs against a reference model: DPO, its conservative form, IPO, and DPO + NLL.
+"""DPO, conservative DPO (cDPO), IPO and DPO + NLL: preference pairs against a reference model.
 
 Rafailov et al. 2023, arXiv:2305.18290, eq. 7; label smoothing (cDPO) Mitchell 2023; IPO Azar et al.
 2023, arXiv:2310.12036, eq. 17; NLL on the chosen answer Pang et al. 2024, arXiv:2404.19733, eq. 1.
@@ -13,7 +13,7 @@ import torch
 from torch.nn.functional import logsigmoid
 
 from tasks.core.errors import ConfigError
-from tasks.training.objectives import Loss, Said
+from tasks.training.objectives import Loss, ModelOutput
 from tasks.training.tokens.order import Counts
 from tasks.training.tokens.packing import Row
 
@@ -22,14 +22,14 @@ KINDS = ("sigmoid", "ipo")
 
 @dataclass(frozen=True)
 class Dpo:
-    """Mean over pairs of a loss of the difference of log-ratios, in nats (IPO: squared).
+    """Mean over pairs of a loss of d, the log-ratio of the chosen answer minus the rejected one's.
 
     Attributes:
-        kind: `sigmoid` is -log sigmoid(beta * difference); `ipo` is the square of the difference of
-            ratios *per token* from 1 / (2 beta).
-        beta: how far the policy may leave the reference.
-        label_smoothing: share of pairs whose labels are taken to be wrong (0 to 0.5), cDPO.
-        nll: weight of the chosen answers' mean cross-entropy a token.
+        kind: `sigmoid` is -log sigmoid(beta * d); `ipo` is (d' - 1 / (2 beta))^2, where d' is the
+            difference of the log-ratios per token.
+        beta: strength of the pull towards the reference.
+        label_smoothing: assumed share of pairs with wrong labels, at least 0 and below 0.5 (cDPO).
+        nll: weight of the mean cross-entropy per token of the chosen answers.
     """
 
     kind: str = "sigmoid"
@@ -42,7 +42,7 @@ class Dpo:
     baseline_role: ClassVar[str | None] = None
 
     def __post_init__(self) -> None:
-        """Refuse knobs that make no loss."""
+        """Refuse invalid options."""
         if self.kind not in KINDS:
             raise ConfigError(
                 f"train.loss.kind={self.kind} is not a kind of train.objective=dpo",
@@ -50,16 +50,16 @@ class Dpo:
             )
         if not 0.0 <= self.label_smoothing < 0.5:
             raise ConfigError(
-                f"train.loss.label_smoothing={self.label_smoothing} is not within 0 and 0.5",
-                hint="0.1 takes one label in ten to be wrong",
+                f"train.loss.label_smoothing={self.label_smoothing} is not in 0 <= x < 0.5",
+                hint="0.1 assumes that one label in ten is wrong",
             )
 
-    def loss(self, said: Said, row: Row, counts: Counts) -> Loss:
-        """The row's pairs over the step's pairs."""
-        assert said.logprobs is not None
-        assert said.reference is not None
-        sums = row.sums(said.logprobs)
-        ratios = (sums - said.reference).view(-1, 2)
+    def loss(self, output: ModelOutput, row: Row, counts: Counts) -> Loss:
+        """Return the sum over the row's pairs, divided by the pairs of the step."""
+        assert output.logprobs is not None
+        assert output.reference is not None
+        sums = row.sums(output.logprobs)
+        ratios = (sums - output.reference).view(-1, 2)
         losses = self._ipo(ratios, row) if self.kind == "ipo" else self._sigmoid(ratios)
         value = losses.sum() / counts.examples
         if self.nll:
@@ -79,15 +79,15 @@ class Dpo:
 def measures(
     rewards_E2: torch.Tensor, sums_S: torch.Tensor, counts: Counts
 ) -> dict[str, torch.Tensor]:
-    """The usual measures of preference pairs, as this row's part of the step's mean.
+    """Return the usual metrics of preference pairs, as this row's part of the step's means.
 
     Args:
-        rewards_E2: implicit rewards of chosen and rejected answers.
-        sums_S: their log-probabilities under the policy.
-        counts: of the whole step.
+        rewards_E2: implicit rewards of the chosen and the rejected answers.
+        sums_S: log-probabilities of the answers under the policy, in nats; S = 2 E.
+        counts: totals of the whole step.
     """
     chosen, rejected = rewards_E2.unbind(dim=1)
-    found = {
+    sums = {
         "accuracy": (chosen > rejected).float().sum(),
         "margin": (chosen - rejected).sum(),
         "reward_chosen": chosen.sum(),
@@ -95,4 +95,4 @@ def measures(
         "logp_chosen": sums_S[0::2].sum(),
         "logp_rejected": sums_S[1::2].sum(),
     }
-    return {name: value / counts.examples for name, value in found.items()}
+    return {name: value / counts.examples for name, value in sums.items()}

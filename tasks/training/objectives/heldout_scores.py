@@ -1,7 +1,7 @@
-"""Mean and standard deviation of a reward model's scores over the held-out answers.
+"""Mean and standard deviation of a reward model's scores on the evaluation examples.
 
-They make scores of different models comparable, and are what PPO divides rewards by. Measured on
-the state that is handed on, over chosen and rejected answers alike.
+They make the scores of different models comparable, and PPO normalises rewards with them. They are
+measured on the final weights, over chosen and rejected answers.
 """
 
 from __future__ import annotations
@@ -19,27 +19,27 @@ from tasks.training.tokens.examples import Examples
 
 @dataclass(frozen=True)
 class HeldOutScores:
-    """Of `count` raw scores; `std` is that of the population."""
+    """Statistics of `count` raw scores; `std` is the population's standard deviation."""
 
     mean: float
     std: float
     count: int
 
     def as_dict(self) -> dict[str, float]:
-        """Plain numbers."""
+        """Return the fields as a dict."""
         return asdict(self)
 
 
 def heldout_scores(passes: Passes, examples: Examples, batch: Batch) -> HeldOutScores:
-    """Score every held-out answer. All ranks take part.
+    """Score every answer of the evaluation examples. All ranks take part.
 
     Args:
-        passes: with an engine around a model with a score head.
-        examples: held-out.
-        batch: sizes of the run's rows.
+        passes: forward passes of a model with a score head.
+        examples: evaluation examples.
+        batch: batch sizes of the run.
 
     Raises:
-        TrainingError: scores that are not finite, or all the same.
+        TrainingError: scores are not finite, or all equal.
     """
     ranks = passes.ranks
     sums = torch.zeros(3, dtype=torch.float64, device=ranks.device)
@@ -54,7 +54,7 @@ def heldout_scores(passes: Passes, examples: Examples, batch: Batch) -> HeldOutS
     if not math.isfinite(variance) or variance <= 0:
         raise TrainingError(
             f"the reward model's scores on {count:.0f} held-out answers have mean {mean:g} and "
-            f"variance {variance:g}: it tells nothing apart",
+            f"variance {variance:g}: it does not distinguish them",
             hint="train longer, with another train.lr, or look at the data",
         )
     return HeldOutScores(mean, math.sqrt(variance), int(count))

@@ -7,7 +7,7 @@ from typing import ClassVar
 
 import torch
 
-from tasks.training.objectives import Loss, Said
+from tasks.training.objectives import Loss, ModelOutput
 from tasks.training.tokens.order import Counts
 from tasks.training.tokens.packing import Row
 
@@ -16,14 +16,16 @@ from tasks.training.tokens.packing import Row
 class Kto:
     """Mean over examples of weight * (1 - sigmoid(+-(beta * log-ratio - beta * z0))).
 
-    z0 estimates the KL divergence of the policy from the reference: the mean log-ratio of answers
-    under prompts that are not theirs (role `mismatched`), over the whole step, at least 0, and
-    without gradient. Examples carry `desirable`, 1 or 0.
+    The sign is + for desirable examples (value `desirable` 1), - for the others (0). z0 estimates
+    the KL divergence of the policy from the reference: the mean log-ratio, over the whole step, of
+    answers to the prompts of other examples (role `mismatched`). It is at least 0 and has no
+    gradient.
 
     Attributes:
-        beta: how far the policy may leave the reference.
-        desirable_weight: of the desirable examples.
-        undesirable_weight: of the others. Their sums should be within a factor of 4/3 (sec. 4.2).
+        beta: strength of the pull towards the reference.
+        desirable_weight: weight of the desirable examples.
+        undesirable_weight: weight of the undesirable examples. The sums of both weights over the
+            examples should differ by at most a factor of 4/3 (sec. 4.2).
     """
 
     beta: float = 0.1
@@ -34,13 +36,13 @@ class Kto:
     needs_reference: ClassVar[bool] = True
     baseline_role: ClassVar[str | None] = "mismatched"
 
-    def loss(self, said: Said, row: Row, counts: Counts) -> Loss:
-        """The row's examples over the step's examples."""
-        assert said.logprobs is not None
-        assert said.reference is not None
-        assert said.baseline is not None
-        ratios = row.sums(said.logprobs) - said.reference
-        z0 = said.baseline.clamp(min=0.0)
+    def loss(self, output: ModelOutput, row: Row, counts: Counts) -> Loss:
+        """Return the sum over the row's examples, divided by the examples of the step."""
+        assert output.logprobs is not None
+        assert output.reference is not None
+        assert output.baseline is not None
+        ratios = row.sums(output.logprobs) - output.reference
+        z0 = output.baseline.clamp(min=0.0)
         good = row.values["desirable"] > 0.5
         sign = torch.where(good, 1.0, -1.0)
         weight = torch.where(good, self.desirable_weight, self.undesirable_weight)

@@ -1,4 +1,4 @@
-"""ORPO: cross-entropy on the chosen answer and the log of an odds ratio, without a reference.
+"""ORPO: cross-entropy of the chosen answer and a log odds ratio, without a reference model.
 
 Hong et al. 2024, arXiv:2403.07691, eq. 6 and 7.
 """
@@ -11,7 +11,7 @@ from typing import ClassVar
 import torch
 from torch.nn.functional import logsigmoid
 
-from tasks.training.objectives import Loss, Said
+from tasks.training.objectives import Loss, ModelOutput
 from tasks.training.objectives.dpo import measures
 from tasks.training.tokens.order import Counts
 from tasks.training.tokens.packing import Row
@@ -22,7 +22,7 @@ class Orpo:
     """Mean cross-entropy of the chosen answers' tokens + beta * mean odds-ratio loss over pairs.
 
     Attributes:
-        beta: weight of the odds ratio (the paper's lambda).
+        beta: weight of the odds-ratio loss (the paper's lambda).
     """
 
     beta: float = 0.1
@@ -31,21 +31,21 @@ class Orpo:
     needs_reference: ClassVar[bool] = False
     baseline_role: ClassVar[str | None] = None
 
-    def loss(self, said: Said, row: Row, counts: Counts) -> Loss:
-        """The row's pairs over the step's pairs, its chosen tokens over the step's."""
-        assert said.logprobs is not None
-        sums = row.sums(said.logprobs)
+    def loss(self, output: ModelOutput, row: Row, counts: Counts) -> Loss:
+        """Return the row's part: tokens divided by the step's chosen tokens, pairs by its pairs."""
+        assert output.logprobs is not None
+        sums = row.sums(output.logprobs)
         means = (sums / row.counts()).view(-1, 2)
         odds = means - _log1mexp(means)
         losses = -logsigmoid(odds[:, 0] - odds[:, 1])
         nll = -sums[0::2].sum() / counts.supervised[0]
-        found = measures(self.beta * means.detach(), sums.detach(), counts)
-        found["log_odds"] = (odds[:, 0] - odds[:, 1]).detach().sum() / counts.examples
-        return Loss(nll + self.beta * losses.sum() / counts.examples, found)
+        metrics = measures(self.beta * means.detach(), sums.detach(), counts)
+        metrics["log_odds"] = (odds[:, 0] - odds[:, 1]).detach().sum() / counts.examples
+        return Loss(nll + self.beta * losses.sum() / counts.examples, metrics)
 
 
 def _log1mexp(x: torch.Tensor) -> torch.Tensor:
-    """log(1 - exp(x)) for x < 0; accurate near 0 and far from it (Maechler 2012)."""
+    """Return log(1 - exp(x)) for x < 0, accurate near 0 and far from it (Maechler 2012)."""
     x = x.clamp(max=-1e-7)
     near = torch.log(-torch.expm1(x.clamp(min=-0.6931)))
     far = torch.log1p(-torch.exp(x.clamp(max=-0.6931)))

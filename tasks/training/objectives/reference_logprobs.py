@@ -1,8 +1,8 @@
-"""The reference model's log-probabilities, written down before the first step.
+"""Log-probabilities of the reference model, computed and stored before the first step.
 
 Full fine-tuning has no adapter to switch off, and a second copy of the model would double the
-memory. But the reference is the model as it is before the first step: one pass over the data then,
-two numbers a pair, and the same again for every epoch and for a run that goes on from a checkpoint.
+memory. The reference is the model before the first step, so one pass over the data gives its sums
+of log-probabilities (one per sequence) for all epochs and for resumed runs.
 """
 
 from __future__ import annotations
@@ -26,40 +26,39 @@ FOLDER = "reference"
 def with_reference(
     examples: Examples, split: str, *, passes: Passes, job: TrainJob, begun: int
 ) -> Examples:
-    """The examples with `values["reference"]`: (E, R) sums over supervised tokens, in nats.
+    """Return the examples with `values["reference"]`: (E, R) sums over supervised tokens, in nats.
 
-    All ranks take part. Measured when nothing was trained yet, else read from where the run that is
-    gone on with wrote it.
+    A new run computes and stores them; a resumed run reads the stored ones. All ranks take part.
 
     Args:
-        examples: of one split.
-        split: its name.
-        passes: with the engine.
-        job: what is trained.
-        begun: steps that were taken before.
+        examples: examples of one split.
+        split: name of the split.
+        passes: forward passes of the model.
+        job: settings and paths of the run.
+        begun: steps taken before; 0 for a new run.
 
     Raises:
-        TrainingError: a run goes on, and its reference is not there or of other data.
+        TrainingError: the stored values of a resumed run are missing, or of other data.
     """
     path = job.checkpoints / FOLDER / f"{split}.npy"
     shape = (len(examples), len(examples.roles))
     if begun:
-        found = _read(path, job, shape)
+        sums = _read(path, job, shape)
     else:
-        found = _measure(examples, passes, job.settings.batch).reshape(shape)
+        sums = _measure(examples, passes, job.settings.batch).reshape(shape)
         if passes.ranks.first:
-            _write(path, found)
+            _write(path, sums)
         passes.ranks.barrier()
-    return replace(examples, values={**examples.values, "reference": found})
+    return replace(examples, values={**examples.values, "reference": sums})
 
 
 def _measure(examples: Examples, passes: Passes, batch: Batch) -> NDArray[np.float32]:
     ranks, roles = passes.ranks, len(examples.roles)
-    found = torch.zeros(len(examples), roles, device=ranks.device)
+    sums = torch.zeros(len(examples), roles, device=ranks.device)
     for row, logprobs, counted in passes.each(examples, batch):
         if counted:
-            found[row.examples] = row.sums(logprobs).view(-1, roles)
-    array: NDArray[np.float32] = ranks.total(found).cpu().numpy()
+            sums[row.examples] = row.sums(logprobs).view(-1, roles)
+    array: NDArray[np.float32] = ranks.total(sums).cpu().numpy()
     return array
 
 
@@ -67,26 +66,26 @@ def _read(path: Path, job: TrainJob, shape: tuple[int, int]) -> NDArray[np.float
     places = [path]
     if job.resume is not None:
         places.append(job.resume.parent / FOLDER / path.name)
-    there = next((one for one in places if one.is_file()), None)
-    if there is None:
+    stored = next((place for place in places if place.is_file()), None)
+    if stored is None:
         raise TrainingError(
             f"the reference's log-probabilities are not beside the checkpoints: {path}",
-            hint="train.resume=never begins anew, from the reference itself",
+            hint="train.resume=never starts from the beginning and computes them",
         )
-    found: NDArray[np.float32] = np.load(there)
-    if found.shape != shape:
+    sums: NDArray[np.float32] = np.load(stored)
+    if sums.shape != shape:
         raise TrainingError(
-            f"{there}: {found.shape} numbers, {shape} are wanted: they are of other data",
-            hint="train.resume=never begins anew",
+            f"{stored}: log-probabilities of other data: shape {sums.shape}, expected {shape}",
+            hint="train.resume=never starts from the beginning and computes them",
         )
-    return found
+    return sums
 
 
-def _write(path: Path, found: NDArray[np.float32]) -> None:
+def _write(path: Path, sums: NDArray[np.float32]) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     work = path.with_name(f".{path.name}.{os.getpid()}")
     with work.open("wb") as file:
-        np.save(file, found)
+        np.save(file, sums)
         file.flush()
         os.fsync(file.fileno())
     work.replace(path)

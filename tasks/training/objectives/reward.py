@@ -1,4 +1,4 @@
-"""Reward modelling: the chosen answer is to score above the rejected one.
+"""Reward modelling: train the chosen answer to score above the rejected one.
 
 Bradley and Terry 1952; as a loss on a score head Ouyang et al. 2022, arXiv:2203.02155, eq. 1.
 """
@@ -12,7 +12,7 @@ import torch
 from torch.nn.functional import logsigmoid, softplus
 
 from tasks.core.errors import ConfigError
-from tasks.training.objectives import Loss, Said
+from tasks.training.objectives import Loss, ModelOutput
 from tasks.training.tokens.order import Counts
 from tasks.training.tokens.packing import Row
 
@@ -24,10 +24,9 @@ class Reward:
     """Mean over pairs of the ranking loss of d = chosen - rejected - margin, in nats.
 
     Attributes:
-        kind: `sigmoid` is -log sigmoid(d); `log_exp` is log(1 + exp(-d)), the same number by
-            another road (peers have both; kept for configurations that name it).
-        margin: subtracted from every difference; examples may carry their own (`margin`), which is
-            added to it.
+        kind: `sigmoid` is -log sigmoid(d); `log_exp` is log(1 + exp(-d)), the same number, for
+            configurations of other trainers that name it.
+        margin: margin of every pair; an example's own value `margin` is added to it.
         center: weight of mean((chosen + rejected)^2), which keeps scores around zero (Eisenstein
             et al. 2023, arXiv:2312.09244, eq. 2).
     """
@@ -41,17 +40,17 @@ class Reward:
     baseline_role: ClassVar[str | None] = None
 
     def __post_init__(self) -> None:
-        """Refuse a kind that there is not."""
+        """Refuse an unknown kind."""
         if self.kind not in KINDS:
             raise ConfigError(
                 f"train.loss.kind={self.kind} is not a kind of train.objective=reward",
                 hint=f"train.loss.kind={'|'.join(KINDS)}",
             )
 
-    def loss(self, said: Said, row: Row, counts: Counts) -> Loss:
-        """The row's pairs over the step's pairs."""
-        assert said.scores is not None
-        chosen, rejected = said.scores.view(-1, 2).unbind(dim=1)
+    def loss(self, output: ModelOutput, row: Row, counts: Counts) -> Loss:
+        """Return the sum over the row's pairs, divided by the pairs of the step."""
+        assert output.scores is not None
+        chosen, rejected = output.scores.view(-1, 2).unbind(dim=1)
         gap = chosen - rejected
         wanted = gap - self.margin - row.values.get("margin", torch.zeros_like(gap))
         losses = -logsigmoid(wanted) if self.kind == "sigmoid" else softplus(-wanted)

@@ -1,4 +1,4 @@
-"""SimPO: preference pairs by mean log-probability, without a reference.
+"""SimPO: preference pairs by mean log-probability, without a reference model.
 
 Meng et al. 2024, arXiv:2405.14734, eq. 6.
 """
@@ -10,7 +10,7 @@ from typing import ClassVar
 
 from torch.nn.functional import logsigmoid
 
-from tasks.training.objectives import Loss, Said
+from tasks.training.objectives import Loss, ModelOutput
 from tasks.training.objectives.dpo import measures
 from tasks.training.tokens.order import Counts
 from tasks.training.tokens.packing import Row
@@ -22,8 +22,8 @@ class Simpo:
 
     Attributes:
         beta: scale of the rewards, 2.0 to 10.0 in the paper.
-        gamma: the margin that the chosen answer is to win by.
-        nll: weight of the chosen answers' mean cross-entropy a token (CPO-SimPO).
+        gamma: target margin between the rewards of the chosen and the rejected answer.
+        nll: weight of the mean cross-entropy per token of the chosen answers (CPO-SimPO).
     """
 
     beta: float = 2.0
@@ -34,10 +34,10 @@ class Simpo:
     needs_reference: ClassVar[bool] = False
     baseline_role: ClassVar[str | None] = None
 
-    def loss(self, said: Said, row: Row, counts: Counts) -> Loss:
-        """The row's pairs over the step's pairs."""
-        assert said.logprobs is not None
-        sums = row.sums(said.logprobs)
+    def loss(self, output: ModelOutput, row: Row, counts: Counts) -> Loss:
+        """Return the sum over the row's pairs, divided by the pairs of the step."""
+        assert output.logprobs is not None
+        sums = row.sums(output.logprobs)
         rewards = self.beta * (sums / row.counts()).view(-1, 2)
         losses = -logsigmoid(rewards[:, 0] - rewards[:, 1] - self.gamma)
         value = losses.sum() / counts.examples

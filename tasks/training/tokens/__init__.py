@@ -1,6 +1,10 @@
-"""From rows of a dataset artifact to packed micro-batches.
+"""From the rows of a dataset artifact to packed micro-batches of token ids.
 
-examples      tokenised rows on disk, memory-mapped
-truncation    which tokens of a row that is too long are kept
-packing       rows laid end to end, without padding
+data                   `load_split`: a tokenised split, from the cache or made by all ranks
+rows, example_spec     rows by number; the conversations and numbers of each example
+chat, documents        token ids and loss marks of conversations and of raw texts
+truncation             rows longer than `train.max_len`
+examples, token_cache  tokenised examples on disk, memory-mapped and shared by runs
+order, packing         the examples of each step, rank and row; rows without padding
+count_truncated        the command of a plan that counts truncated rows
 """

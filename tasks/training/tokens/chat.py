@@ -1,11 +1,10 @@
-"""Conversations to token ids, with the answers' tokens marked.
+"""Conversations to token ids, with marks on the tokens that bear loss.
 
-Loss falls on answers and the tokens that end them, on nothing else. Where an answer begins is
-where the template, asked for a generation prompt, stops: that is what a server will feed the
-model. It is only trusted when it holds twice over: the rendered prompt is a prefix of the rendered
-conversation, and so are its token ids. For an earlier answer the same has to hold for the place
-where it ends, so that templates that drop or rewrite earlier turns (reasoning that is taken out)
-are refused instead of being trained on what no server will ever show the model.
+Only answers and the tokens that end them bear loss. An answer begins where the chat template ends
+when it renders the messages before it with a generation prompt, as a server does. This prompt has
+to be a prefix of the whole conversation, both as text and as token ids. For an earlier answer the
+same holds for its end. So templates that drop or rewrite earlier turns (such as reasoning) are
+refused: a server would never show the model such a text.
 """
 
 from __future__ import annotations
@@ -24,13 +23,13 @@ Message = dict[str, str]
 
 
 class Unfit(ValueError):
-    """A sample that cannot be used; the text says why."""
+    """A sample that cannot be used; its message gives the reason."""
 
 
 class Turns(NamedTuple):
-    """A conversation, and where in it loss may fall: on answers from message `first` on.
+    """A conversation; answers from message `first` on bear loss.
 
-    `everything` puts it on every token instead, as in pre-training.
+    With `everything` all tokens bear loss, as in pre-training.
     """
 
     messages: Sequence[Message]
@@ -39,7 +38,7 @@ class Turns(NamedTuple):
 
 
 class Answer(NamedTuple):
-    """One trained answer: the texts up to its begin and up to its end, and its message's number."""
+    """A trained answer: the text before it, the text up to its end, and its message's number."""
 
     begin: str
     end: str
@@ -48,20 +47,20 @@ class Answer(NamedTuple):
 
 
 class Rendered(NamedTuple):
-    """A conversation as text, and the answers in it that are trained on."""
+    """A conversation as text, and its trained answers."""
 
     text: str
     answers: tuple[Answer, ...]
     everything: bool
 
     def texts(self) -> list[str]:
-        """All that has to be tokenised."""
+        """Return all texts that have to be tokenised."""
         return [self.text, *(text for a in self.answers for text in (a.begin, a.end))]
 
 
 @dataclass(frozen=True)
 class Encoder:
-    """Renders and tokenises.
+    """Renders and tokenises conversations.
 
     Attributes:
         tokenizer: a Hugging Face tokenizer with a chat template.
@@ -72,30 +71,29 @@ class Encoder:
     ends: frozenset[int]
 
     def encode(self, conversations: Sequence[Turns]) -> list[Tokens | Unfit]:
-        """Token ids and marks of each conversation, whole, or what is wrong with it.
+        """Return token ids and loss marks of each conversation, or the reason it is unfit.
 
-        Tokenised together, and a text that occurs several times (the prompt of a pair, an answer's
-        end that is the conversation's) once.
+        All texts are tokenised in one call, and repeated ones (such as the prompt of a pair) once.
         """
-        rendered = [self._attempted(turns) for turns in conversations]
+        results = [self._attempted(turns) for turns in conversations]
         texts = dict.fromkeys(
-            text for one in rendered if isinstance(one, Rendered) for text in one.texts()
+            text for result in results if isinstance(result, Rendered) for text in result.texts()
         )
-        several = (
+        tokenised = (
             self.tokenizer(list(texts), add_special_tokens=False)["input_ids"] if texts else []
         )
-        ids = dict(zip(texts, several, strict=True))
+        ids = dict(zip(texts, tokenised, strict=True))
         return [
-            self._marked(one, [ids[text] for text in one.texts()])
-            if isinstance(one, Rendered)
-            else one
-            for one in rendered
+            self._marked(result, [ids[text] for text in result.texts()])
+            if isinstance(result, Rendered)
+            else result
+            for result in results
         ]
 
     def _attempted(self, turns: Turns) -> Rendered | Unfit:
         try:
             return self._rendered(turns)
-        except TemplateError as error:  # templates refuse with `raise_exception`
+        except TemplateError as error:  # `raise_exception` of a template
             return Unfit(f"the chat template refuses the conversation: {error}")
 
     def _rendered(self, turns: Turns) -> Rendered | Unfit:
@@ -109,14 +107,14 @@ class Encoder:
         for number in range(turns.first, len(messages)):
             if messages[number]["role"] != "assistant":
                 continue
-            before = messages[:number]  # transformers renders nothing of nothing
+            before = messages[:number]  # transformers cannot render an empty conversation
             begin = self._render(before, add_generation_prompt=True) if before else ""
             last = number == len(messages) - 1
             end = text if last else self._render(messages[: number + 1])
             if not text.startswith(begin) or not text.startswith(end):
                 return Unfit(_unstable(number, last=last))
             if not begin:
-                return Unfit("nothing stands before the answer that could foretell its first token")
+                return Unfit("no token before the answer from which to predict its first token")
             answers.append(Answer(begin, end, number, last))
         return Rendered(text, tuple(answers), everything=False)
 
@@ -126,11 +124,11 @@ class Encoder:
         )
         return text
 
-    def _marked(self, one: Rendered, tokenised: Sequence[list[int]]) -> Tokens | Unfit:
+    def _marked(self, rendered: Rendered, tokenised: Sequence[list[int]]) -> Tokens | Unfit:
         ids, *prefixes = tokenised
         bears: NDArray[np.uint8] = np.zeros(len(ids), np.uint8)
         stop = 0
-        for answer, begin, end in zip(one.answers, prefixes[::2], prefixes[1::2], strict=True):
+        for answer, begin, end in zip(rendered.answers, prefixes[::2], prefixes[1::2], strict=True):
             if ids[: len(begin)] != begin or ids[: len(end)] != end:
                 return Unfit(_unstable(answer.number, last=answer.last))
             stop = self._after_end(ids, len(begin), len(end))
@@ -139,15 +137,15 @@ class Encoder:
             if stop == len(begin) + 1:
                 return Unfit("no trainable token: the chat template leaves nothing of the answer")
             bears[len(begin) : stop] = 1
-        if one.everything:
+        if rendered.everything:
             stop = self._after_end(ids, 0, len(ids))
             if stop < 2:
                 return Unfit(self._no_end())
-            bears[1:stop] = 1  # nothing stands before the first token that could foretell it
+            bears[1:stop] = 1  # the first token has none before it to predict it from
         return Tokens(np.asarray(ids[:stop], np.int32), bears[:stop])
 
     def _after_end(self, ids: Sequence[int], begin: int, end: int) -> int:
-        """The place after the last end of a turn within [begin, end); 0 when there is none."""
+        """Return the position after the last end of a turn within [begin, end), or 0."""
         return next((i + 1 for i in range(end - 1, begin - 1, -1) if ids[i] in self.ends), 0)
 
     def _no_end(self) -> str:
@@ -160,11 +158,11 @@ class Encoder:
 def _unstable(number: int, *, last: bool) -> str:
     if last:
         return (
-            "the chat template is not prefix-stable: the prompt alone is not how the whole "
-            "conversation begins, so the answer's first token cannot be told"
+            "the chat template is not prefix-stable: the conversation does not begin with the "
+            "rendered prompt, so the answer's first token is unknown"
         )
     return (
-        f"the chat template is not prefix-stable: message {number + 1} reads otherwise once the "
-        "conversation goes on, so an earlier answer cannot be trained on as it was given "
+        f"the chat template is not prefix-stable: it renders message {number + 1} differently when "
+        "the conversation goes on, so earlier answers cannot be trained "
         "(train.mask=last_answer does not need it)"
     )

@@ -1,6 +1,6 @@
-"""Count the rows that `train.max_len` would cut: `python -m ...count_truncated JOB`.
+"""Count the rows that `train.max_len` would truncate: `python -m ...count_truncated JOB`.
 
-A plan runs it in a process of its own, without ranks or model. It tokenises the training rows of
+A plan runs this in a process of its own, without ranks or model. It tokenises the training rows of
 the job as a run would, and emits the same event "data", or "unusable" with the reason.
 """
 
@@ -18,7 +18,7 @@ from tasks.training.job import TrainJob
 
 
 class _Alone:
-    """A single rank, without a process group."""
+    """A single rank without a process group, in place of `Ranks`."""
 
     rank, world_size, first = 0, 1, True
 
@@ -30,7 +30,7 @@ class _Alone:
 
 
 def count(job: TrainJob) -> None:
-    """Tokenise the training rows of `job` into its token folder."""
+    """Tokenise the training rows of `job` into its token folder, and emit the event."""
     from tasks.training.engine.deepspeed_engine import Ranks
     from tasks.training.model.build import load_tokenizer
     from tasks.training.objectives import kind_of

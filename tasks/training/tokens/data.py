@@ -1,4 +1,4 @@
-"""The dataset artifact as tokenised examples, memory-mapped by every rank."""
+"""Load a split of the dataset artifact as tokenised examples, memory-mapped by every rank."""
 
 from __future__ import annotations
 
@@ -30,36 +30,36 @@ from tasks.training.tokens.truncation import SPLIT, Rule, Tally, refuse_truncate
 
 TRAIN = "train"
 CHUNK = 128
-"""Rows that are tokenised in one call."""
+"""Rows tokenised in one call."""
 
 
 def load_split(
     job: TrainJob, split: str, *, roles: tuple[str, ...], tokenizer: Any, ranks: Ranks
 ) -> Examples:
-    """Read, render and tokenise one split; each rank does its share. Emits event "data".
+    """Read, render and tokenise one split, each rank a part of it. Emits the event "data".
 
-    Rows that were tokenised before, with the same data, tokenizer and settings, are mapped and not
-    tokenised again: the event then says `cached`.
+    If the split was tokenised before, with the same data, tokenizer and settings, it is only mapped
+    and the event says `cached`. All ranks take part.
 
     Args:
-        job: what is trained, and where its data lie.
+        job: settings and paths of the run.
         split: `train` or `heldout`.
-        roles: of the objective.
-        tokenizer: the model's.
-        ranks: all of them take part.
+        roles: the objective's `roles`.
+        tokenizer: the model's tokenizer.
+        ranks: the process group.
 
     Raises:
-        ConfigError: the rows are not of the kind that the objective learns from, or are no raw
-            texts where pieces of them are asked for.
-        DataError: on every rank, naming every sample that cannot be used; or too many training rows
-            would be cut.
+        ConfigError: the objective cannot learn from rows of this kind, or `train.on_overlong=split`
+            with rows that are not raw texts.
+        DataError: samples cannot be used (raised on every rank, with their names), or too many
+            training rows would be truncated.
     """
     path, batch = job.data / f"{split}.jsonl", job.settings.batch
     texts = holds_texts(path)
     if batch.on_overlong == SPLIT and not texts:
         raise ConfigError(
-            f"train.on_overlong={SPLIT}, and {path} holds no raw texts: a piece of a conversation "
-            "has lost its prompt",
+            f"train.on_overlong={SPLIT} is for raw texts, and {path} holds none: a piece of a "
+            "conversation has no prompt",
             hint="train.on_overlong=truncate or refuse",
         )
     if not texts and not tokenizer.chat_template:
@@ -91,7 +91,7 @@ def load_split(
     notes = notes_of(cache.folder)
     if ranks.first:
         emit("data", split=split, cached=cached, **notes)
-    if split == TRAIN:  # the model does not learn from the others
+    if split == TRAIN:  # truncated evaluation rows teach nothing wrong
         refuse_truncated(
             notes, source=path.name, max_len=batch.max_len, most=job.max_truncated, texts=texts
         )
@@ -99,17 +99,22 @@ def load_split(
 
 
 def end_ids(folder: Path, tokenizer: Any) -> frozenset[int]:
-    """Token ids that may end a turn: the tokenizer's EOS and those of the generation config."""
-    found = {tokenizer.eos_token_id}
+    """Return the token ids that may end a turn.
+
+    Args:
+        folder: folder of generation_config.json, whose `eos_token_id` counts if it exists.
+        tokenizer: the tokenizer, whose EOS token counts.
+    """
+    ids = {tokenizer.eos_token_id}
     path = folder / "generation_config.json"
     if path.is_file():
         eos = json.loads(path.read_text()).get("eos_token_id")
-        found.update(eos if isinstance(eos, list) else [eos])
-    return frozenset(int(i) for i in found if i is not None)
+        ids.update(eos if isinstance(eos, list) else [eos])
+    return frozenset(int(i) for i in ids if i is not None)
 
 
 class _Part(NamedTuple):
-    """What a rank did: the numbers its examples carry, what became of its rows, what stopped it."""
+    """Result of one rank: names of its examples' values, an account of its rows, an error."""
 
     values: tuple[str, ...] | None
     tally: Tally
@@ -118,7 +123,7 @@ class _Part(NamedTuple):
 
 @dataclass(frozen=True)
 class _Share:
-    """Turns rows into examples, a range of them at a time."""
+    """Tokenises a range of rows and writes them as examples."""
 
     drafts: Drafts
     encode: Callable[[Sequence[Any]], list[Tokens | Unfit]]
@@ -126,7 +131,7 @@ class _Share:
     roles: tuple[str, ...]
 
     def write(self, folder: Path, numbers: range) -> _Part:
-        """Tokenise these rows into an empty folder; a chunk of them is in memory at a time."""
+        """Tokenise these rows into an empty folder, with one chunk in memory at a time."""
         tally = Tally()
         with Writer(folder, roles=self.roles) as writer:
             for start in range(0, len(numbers), CHUNK):
@@ -150,7 +155,7 @@ class _Share:
 
 
 def _make(cache: TokenCache, share: _Share, ranks: Ranks, *, source: str) -> None:
-    """Tokenise a split on all ranks, each a run of neighbouring rows, and publish it."""
+    """Tokenise a split on all ranks, each a range of neighbouring rows, and publish it."""
     staged = Path(ranks.all_objects(str(cache.stage()) if ranks.first else "")[0])
     total, world = len(share.drafts), ranks.world_size
     begin, end = (total * part // world for part in (ranks.rank, ranks.rank + 1))
@@ -171,13 +176,13 @@ def _make(cache: TokenCache, share: _Share, ranks: Ranks, *, source: str) -> Non
 
 
 def _guarded(share: _Share, folder: Path, numbers: range) -> _Part:
-    """A rank's share; what stops it is told to the others, which would wait for it in vain."""
+    """Tokenise a rank's rows. Errors are returned, since the other ranks wait for the result."""
     try:
         folder.mkdir()
         return share.write(folder, numbers)
     except DataError as error:
         return _Part(None, Tally(), error)
-    except ValueError as error:  # rows that carry other numbers than those before them
+    except ValueError as error:  # rows with other values than those before them
         wrong = DataError(f"{folder.name}: {error}", hint="data.margin_key: for all rows, or none")
         return _Part(None, Tally(), wrong)
     except OSError as error:
@@ -192,9 +197,9 @@ def _raise_first(errors: Sequence[DataError | None]) -> None:
             raise error
 
 
-def _values(found: Sequence[tuple[str, ...] | None], source: str) -> tuple[str, ...]:
-    """Names of the numbers that all examples carry; the same in every rank's part."""
-    several = {names for names in found if names is not None}
+def _values(parts: Sequence[tuple[str, ...] | None], source: str) -> tuple[str, ...]:
+    """Return the names of the examples' values, which have to be the same on every rank."""
+    several = {names for names in parts if names is not None}
     if len(several) > 1:
         named = [", ".join(names) or "none" for names in sorted(several)]
         raise DataError(f"{source}: some rows carry {named[0]}, others {named[1]}",

@@ -1,9 +1,9 @@
-"""Raw texts to token ids, as in pre-training: every token bears loss, and an end stands behind.
+"""Raw texts to token ids, as in pre-training: every token bears loss, EOS included.
 
-A text begins as the tokenizer has texts begin (with a BOS token, where it has one) and ends with
-its EOS token. Nothing foretells the first token, which therefore bears no loss. Pieces of a text
-overlap by one token: each begins with the last token of the one before it, which is read and not
-learnt, so that every other token of the text is learnt exactly once.
+A text begins as the tokenizer begins texts (with a BOS token if it has one) and ends with its EOS
+token. The first token bears no loss, since no token before it predicts it. Pieces of a text overlap
+by one token: the last token of one piece is the first of the next, where it bears no loss. So every
+token of a text but its first bears loss exactly once.
 """
 
 from __future__ import annotations
@@ -36,12 +36,12 @@ class TextEncoder:
     tokenizer: Any
 
     def encode(self, documents: Sequence[Document]) -> list[Tokens | Unfit]:
-        """Token ids and marks of each text, whole, or what is wrong with it."""
+        """Return token ids and loss marks of each text, or the reason it is unfit."""
         if not documents:
             return []
         texts = [document.text for document in documents]
-        several = self.tokenizer(texts, verbose=False)["input_ids"]  # of any length
-        return [self._marked(ids) for ids in several]
+        tokenised = self.tokenizer(texts, verbose=False)["input_ids"]  # no warnings about length
+        return [self._marked(ids) for ids in tokenised]
 
     def _marked(self, ids: list[int]) -> Tokens | Unfit:
         end = int(self.tokenizer.eos_token_id)
@@ -54,7 +54,12 @@ class TextEncoder:
 
 
 def pieces(tokens: Tokens, max_len: int) -> Iterator[Tokens]:
-    """A text of two tokens or more as pieces of at most `max_len` >= 2 tokens, in order."""
+    """Cut a text into pieces of at most `max_len` tokens, in order.
+
+    Args:
+        tokens: a text of at least two tokens.
+        max_len: at least 2.
+    """
     for start in range(0, len(tokens.ids) - 1, max_len - 1):
         ids = tokens.ids[start : start + max_len]
         bears: NDArray[np.uint8] = np.ones(len(ids), np.uint8)

@@ -1,10 +1,11 @@
-"""What a row of the dataset asks for: a conversation for every role, and its numbers.
+"""Rows of a dataset as drafts of examples: one conversation per role, and its numbers.
 
-conversations  text                  loss on the last answer, on every answer, or on everything
-texts          text                  loss on everything: raw texts, as in pre-training
-pairs          chosen, rejected      loss on the answers after the prompt
-labelled       text, mismatched      loss on the last answer; `mismatched` is this prompt with
-                                     another example's answer (Ethayarajh et al. 2024, sec. 4.1)
+rows           roles              loss on
+conversations  text               the last answer, every answer, or every token
+texts          text               every token, as in pre-training
+pairs          chosen, rejected   the answers after the prompt
+labelled       text, mismatched   the last answer; `mismatched` is the prompt with the answer
+                                  of another example (Ethayarajh et al. 2024, sec. 4.1)
 """
 
 from __future__ import annotations
@@ -22,12 +23,12 @@ from tasks.training.tokens.rows import RowFile
 CONVERSATIONS, PAIRS, LABELLED = ("text",), ("chosen", "rejected"), ("text", "mismatched")
 LAST_ANSWER, EVERY_ANSWER, EVERY_TOKEN = "last_answer", "every_answer", "every_token"
 PARTNERS = 64
-"""Other examples that are looked at for one that does not match."""
+"""Examples searched for a `mismatched` answer."""
 _KINDS = {CONVERSATIONS: "conversations", PAIRS: "pairs", LABELLED: "labelled"}
 
 
 class Draft(NamedTuple):
-    """One example before it is tokenised; or, with `problem`, why it cannot be one."""
+    """An example before tokenisation, or the `problem` that makes its row unusable."""
 
     name: str
     conversations: tuple[Turns, ...] | tuple[Document]
@@ -36,15 +37,15 @@ class Draft(NamedTuple):
 
 
 def holds_texts(path: Path) -> bool:
-    """Whether a split is of raw texts; told by its first row.
+    """Return True if the first row of a split is a raw text.
 
     Raises:
-        DataError: it cannot be read.
+        DataError: the split cannot be read.
     """
     rows = RowFile(path)
-    found = len(rows) > 0 and "text" in rows[0]
+    texts = len(rows) > 0 and "text" in rows[0]
     rows.close()
-    return found
+    return texts
 
 
 class Drafts:
@@ -52,13 +53,13 @@ class Drafts:
 
     Args:
         path: the split's JSON Lines file.
-        roles: of the objective.
-        mask: where loss falls in a conversation (`train.mask`).
-        seed: of the order in which `mismatched` answers are passed on.
+        roles: the objective's `roles`.
+        mask: `train.mask`, the tokens of a conversation that bear loss.
+        seed: seed of the order in which examples get their `mismatched` answers.
 
     Raises:
         ConfigError: the rows are not of the kind that the roles need.
-        DataError: there are none, or they cannot be read.
+        DataError: the split is empty or cannot be read.
     """
 
     def __init__(self, path: Path, *, roles: tuple[str, ...], mask: str, seed: int) -> None:
@@ -73,11 +74,11 @@ class Drafts:
             self._place = np.argsort(self._order)
 
     def __len__(self) -> int:
-        """How many."""
+        """Return the number of drafts."""
         return len(self._rows)
 
     def __getitem__(self, number: int) -> Draft:
-        """Draft `number`."""
+        """Return draft `number`, counted from 0."""
         row = self._rows[number]
         name = str(row["id"])
         try:
@@ -90,16 +91,16 @@ class Drafts:
             return Draft(name, (), {}, f"not a row of {_KINDS[self._roles]}: {error!r}")
 
     def close(self) -> None:
-        """Close the file."""
+        """Close the split's file."""
         self._rows.close()
 
     def _require_kind(self, row: dict[str, Any]) -> None:
-        found = PAIRS if "chosen" in row else LABELLED if "desirable" in row else CONVERSATIONS
+        kind = PAIRS if "chosen" in row else LABELLED if "desirable" in row else CONVERSATIONS
         if self._roles not in _KINDS:
             raise ConfigError(f"no rows have the roles {', '.join(self._roles)}")
-        if found != self._roles:
+        if kind != self._roles:
             raise ConfigError(
-                f"{self._rows.path} holds {_KINDS[found]}, the objective needs "
+                f"{self._rows.path} holds {_KINDS[kind]}, the objective needs "
                 f"{_KINDS[self._roles]}",
                 hint="make the dataset for this objective: prepare_data with train.objective=...",
             )
@@ -126,23 +127,21 @@ class Drafts:
 
     def _labelled(self, name: str, row: dict[str, Any], number: int) -> Draft:
         *prompt, answer = row["messages"]
-        other = self._partner(number, prompt, answer)
-        if other is None:
-            looked = min(PARTNERS, len(self._rows) - 1)
-            return Draft(name, (), {}, f"none of {looked} other examples has another prompt and "
+        mismatched = self._partner(number, prompt, answer)
+        if mismatched is None:
+            searched = min(PARTNERS, len(self._rows) - 1)
+            return Draft(name, (), {}, f"none of {searched} other examples has another prompt and "
                          "another answer, which kto compares with")  # fmt: skip
         first = len(prompt)
-        both = (Turns(row["messages"], first), Turns([*prompt, other], first))
+        both = (Turns(row["messages"], first), Turns([*prompt, mismatched], first))
         return Draft(name, both, {"desirable": float(bool(row["desirable"]))})
 
     def _partner(self, number: int, prompt: list[Message], answer: Message) -> Message | None:
-        """The next example's answer, in an order of its own, with neither prompt nor answer the
-        same.
-        """
+        """Return the next answer, in a shuffled order, whose prompt and text are both different."""
         place, total = int(self._place[number]), len(self._rows)
         for step in range(1, min(PARTNERS, total - 1) + 1):
             messages = self._rows[int(self._order[(place + step) % total])]["messages"]
             if messages[-1] != answer and messages[:-1] != prompt:
-                found: Message = messages[-1]
-                return found
+                partner: Message = messages[-1]
+                return partner
         return None

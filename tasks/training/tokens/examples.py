@@ -1,16 +1,16 @@
-"""Tokenised examples on disk, memory-mapped: what is trained on, in the order of the dataset.
+"""Tokenised examples on disk, memory-mapped, in the order of the dataset.
 
     ids.i32          token ids of all sequences, end to end (int32)
-    bears.u8         1 for a token that bears loss, one byte a token
-    lengths.i64      tokens of each sequence
-    supervised.i64   tokens of each sequence that bear loss
-    values.f32       numbers that an example carries: margin, desirable
-    names.jsonl      the examples' ids, a line each
+    bears.u8         1 for a token that bears loss, else 0; one byte per token
+    lengths.i64      number of tokens of each sequence
+    supervised.i64   number of tokens of each sequence that bear loss
+    values.f32       numbers of the examples: margin, desirable
+    names.jsonl      ids of the examples, one per line
     examples.json    roles, names of values, counts, size and CRC-32 of every file; written last
 
-An example is one sequence (SFT), or a chosen and a rejected one, or what else the `roles` of an
-objective name. Sequence `example * roles + role` belongs to it. Ranks map the same files and touch
-only what they are dealt. Every file can be appended to: ranks write parts, which are joined.
+An example has one sequence per role of the objective: one for SFT, a chosen and a rejected one for
+pairs. Role `r` of example `e` is sequence `e * roles + r`. All ranks map the same files and read
+only their own examples. Files can be concatenated: ranks write parts, which are joined.
 """
 
 from __future__ import annotations
@@ -42,14 +42,14 @@ _CHUNK = 4 << 20
 
 
 class Tokens(NamedTuple):
-    """One sequence: its token ids, and for each whether it bears loss."""
+    """One sequence: its token ids, and marks of those that bear loss."""
 
     ids: Sequence[int] | NDArray[np.int32]
     bears: Sequence[bool] | NDArray[np.uint8]
 
 
 class Example(NamedTuple):
-    """One tokenised example: a sequence a role, and its numbers."""
+    """One tokenised example: a sequence per role, and its numbers by name."""
 
     name: str
     sequences: tuple[Tokens, ...]
@@ -58,16 +58,16 @@ class Example(NamedTuple):
 
 @dataclass(frozen=True)
 class Examples:
-    """E examples of R roles. `values` are of shape (E,) or (E, R), float32.
+    """A tokenised split: E examples of R roles.
 
     Attributes:
         roles: names of an example's sequences.
-        names: of the examples.
-        ids: (tokens,) of all sequences, end to end.
-        bears: (tokens,) 1 where a token bears loss.
-        bounds: (E * R + 1,) where each sequence begins and ends.
-        values: numbers of the examples, by name.
-        counted: (E, R) what `supervised` says, where it was counted before.
+        names: ids of the examples.
+        ids: (tokens,) token ids of all sequences, end to end.
+        bears: (tokens,) 1 for a token that bears loss.
+        bounds: (E * R + 1,) offsets at which sequences begin and end.
+        values: numbers of the examples by name, (E,) or (E, R), float32.
+        counted: (E, R) result of `supervised`, if already known.
     """
 
     roles: tuple[str, ...]
@@ -79,34 +79,38 @@ class Examples:
     counted: NDArray[np.int64] | None = None
 
     def __len__(self) -> int:
-        """How many examples."""
+        """Return the number of examples."""
         return (len(self.bounds) - 1) // len(self.roles)
 
     @property
     def lengths(self) -> NDArray[np.int64]:
-        """Tokens of every sequence, (E, R)."""
+        """Number of tokens of each sequence, (E, R)."""
         return np.diff(self.bounds).reshape(len(self), len(self.roles))
 
     @property
     def supervised(self) -> NDArray[np.int64]:
-        """Tokens that bear loss of every sequence, (E, R)."""
+        """Number of tokens of each sequence that bear loss, (E, R)."""
         if self.counted is not None:
             return self.counted
         sums = np.concatenate([[0], np.cumsum(self.bears, dtype=np.int64)])
         return np.diff(sums[self.bounds]).reshape(len(self), len(self.roles))
 
     def sequence(self, example: int, role: int) -> tuple[NDArray[np.int32], NDArray[np.uint8]]:
-        """Token ids and loss marks of one sequence; views of the mapped files."""
+        """Return token ids and loss marks of one sequence, as views of the mapped files."""
         number = example * len(self.roles) + role
         start, end = self.bounds[number], self.bounds[number + 1]
         return self.ids[start:end], self.bears[start:end]
 
 
 class Names(Sequence[str]):
-    """The examples' ids, read from their file when one is asked for: they are for messages."""
+    """The ids of the examples, for messages; the file is read at every access.
+
+    Args:
+        path: file with one JSON string per line.
+        count: number of lines.
+    """
 
     def __init__(self, path: Path, count: int) -> None:
-        """`path` has a JSON text a line, `count` of them."""
         self._path, self._count = path, count
 
     def __len__(self) -> int:
@@ -118,13 +122,16 @@ class Names(Sequence[str]):
 
 
 class Writer:
-    """Writes examples one by one into an existing folder; nothing of them stays in memory.
+    """Writes examples one by one and keeps none in memory. A context manager.
 
-    Use as a context manager; the folder has no description until `describe`.
+    The folder is complete only after `describe`.
+
+    Args:
+        folder: an existing folder.
+        roles: names of the sequences of every example.
     """
 
     def __init__(self, folder: Path, *, roles: Sequence[str]) -> None:
-        """`roles` name the sequences of every example."""
         self._folder, self._roles = folder, tuple(roles)
         self._open = ExitStack()
         self._files: dict[str, IO[bytes]] = {}
@@ -147,10 +154,11 @@ class Writer:
         """Append one example.
 
         Raises:
-            ValueError: other roles or other values than the examples before it.
+            ValueError: the example has other roles or other values than those before it.
         """
         if len(example.sequences) != len(self._roles):
-            raise ValueError(f"{example.name}: {len(example.sequences)} sequences, not a role each")
+            count, roles = len(example.sequences), len(self._roles)
+            raise ValueError(f"{example.name}: {count} sequences for {roles} roles")
         if self.values is None:
             self.values = tuple(sorted(example.values))
         if tuple(sorted(example.values)) != self.values:
@@ -171,13 +179,14 @@ class Writer:
 def write_examples(
     folder: Path, examples: Iterable[Example], *, roles: Sequence[str], notes: Mapping[str, Any]
 ) -> None:
-    """Write `examples` into an existing empty folder; the description comes last.
+    """Write `examples` into an existing empty folder.
 
     Args:
-        folder: an existing directory.
-        examples: at least one; each has a sequence a role, and all have the same values.
+        folder: an existing folder.
+        examples: at least one; each has one sequence per role, and all have values of the same
+            names.
         roles: names of the sequences of an example.
-        notes: counts and the like, kept in the description.
+        notes: counts and the like, stored in examples.json.
     """
     with Writer(folder, roles=roles) as writer:
         for example in examples:
@@ -186,7 +195,7 @@ def write_examples(
 
 
 def join_parts(folder: Path, parts: Sequence[Path]) -> None:
-    """Append what several writers wrote to one another, in order. `folder` exists."""
+    """Concatenate the files of several writers, in order, into an existing folder."""
     for name in FILES:
         with (folder / name).open("wb") as whole:
             for part in parts:
@@ -198,7 +207,14 @@ def join_parts(folder: Path, parts: Sequence[Path]) -> None:
 def describe(
     folder: Path, *, roles: Sequence[str], values: Sequence[str], notes: Mapping[str, Any]
 ) -> None:
-    """Write the description, which makes the folder complete, and flush everything to disk."""
+    """Write examples.json, which makes the folder complete, and flush all files to disk.
+
+    Args:
+        folder: folder of the other files.
+        roles: names of the sequences of an example.
+        values: names of the examples' numbers.
+        notes: counts and the like.
+    """
     document = {
         "format": FORMAT,
         "roles": list(roles),
@@ -213,22 +229,22 @@ def describe(
 
 
 def damage(folder: Path) -> str:
-    """What is wrong with a folder that `describe` completed; empty when nothing is."""
+    """Compare a folder with its examples.json; return the first difference, empty if none."""
     try:
         document = json.loads((folder / DESCRIPTION).read_text())
         if document["format"] != FORMAT:
             return f"format {document['format']}, not {FORMAT}"
         for name, wanted in document["files"].items():
-            found = _checksum(folder / name)
-            if found != wanted:
-                return f"{name}: size and CRC-32 are {found}, not {wanted}"
+            checksum = _checksum(folder / name)
+            if checksum != wanted:
+                return f"{name}: size and CRC-32 are {checksum}, not {wanted}"
     except (OSError, ValueError, KeyError, TypeError) as error:
         return f"{type(error).__name__}: {error}"
     return ""
 
 
 def open_examples(folder: Path) -> Examples:
-    """Map what was written. What it says is trusted: `damage` checks it."""
+    """Map a folder of examples, without checking it; see `damage`."""
     document = json.loads((folder / DESCRIPTION).read_text())
     roles, names = tuple(document["roles"]), document["values"]
     lengths = np.fromfile(folder / "lengths.i64", np.int64)
@@ -246,13 +262,13 @@ def open_examples(folder: Path) -> Examples:
 
 
 def notes_of(folder: Path) -> dict[str, Any]:
-    """The notes that were written with the examples."""
+    """Return the notes in a folder's examples.json."""
     notes: dict[str, Any] = json.loads((folder / DESCRIPTION).read_text())["notes"]
     return notes
 
 
 def _checksum(path: Path) -> list[int]:
-    """Size and CRC-32."""
+    """Return size and CRC-32 of a file."""
     value, size = 0, 0
     with path.open("rb") as file:
         while chunk := file.read(_CHUNK):

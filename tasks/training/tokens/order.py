@@ -1,10 +1,10 @@
-"""Which examples go into which step, rank and row.
+"""Order of the examples: assign them to steps, ranks and rows.
 
-The order is a function of the seed alone, every rank knows all of it, and nothing about it is
-communicated. Examples come as one endless stream, epoch after epoch, each in an order of its own; a
-step takes the next `global_batch_size` of them. Within a step they are dealt into as many rows as
-there are ranks and accumulation steps, the longest first, each into the row that is shortest so
-far: rows that are computed at the same time hold about as many tokens.
+The order depends on the seed alone; every rank computes all of it, without communication. Examples
+form an endless stream of epochs, each shuffled differently, and a step takes the next
+`global_batch_size` of them. Within a step they are dealt to ranks x accumulation steps rows,
+longest first, each into the row with the fewest tokens so far. So rows that are computed at the
+same time have about equally many tokens.
 """
 
 from __future__ import annotations
@@ -24,13 +24,13 @@ from tasks.training.tokens.examples import Examples
 
 @dataclass(frozen=True)
 class Counts:
-    """What losses are divided by: of all ranks and rows together.
+    """Totals over all ranks and rows of a step, by which losses are divided.
 
     Attributes:
-        examples: how many.
-        supervised: tokens that bear loss, by role.
-        tokens: all tokens, for the throughput.
-        squares: sum of the squares of the sequences' lengths, which attention's work goes with.
+        examples: number of examples.
+        supervised: number of tokens that bear loss, per role.
+        tokens: number of all tokens, for the throughput.
+        squares: sum of the squared sequence lengths, to which attention's cost is proportional.
     """
 
     examples: int
@@ -40,7 +40,7 @@ class Counts:
 
     @classmethod
     def of(cls, examples: Examples) -> Counts:
-        """Of all examples."""
+        """Count all examples of a split."""
         supervised = tuple(int(n) for n in examples.supervised.sum(axis=0))
         lengths = examples.lengths.astype(np.int64)
         return cls(len(examples), supervised, int(lengths.sum()), int((lengths**2).sum()))
@@ -48,27 +48,27 @@ class Counts:
 
 @dataclass(frozen=True)
 class Step:
-    """One optimizer step for one rank: its rows, and what all ranks do together."""
+    """One optimizer step of one rank: its rows, and the totals over all ranks."""
 
     rows: tuple[tuple[int, ...], ...]
     counts: Counts
 
 
 class HeldOut(NamedTuple):
-    """One row, and whether it counts; see `heldout_rounds`."""
+    """Examples of one row; rows that are not `counted` are repetitions, see `heldout_rounds`."""
 
     chosen: tuple[int, ...]
     counted: bool = True
 
 
 class Order:
-    """The order of a whole training run.
+    """Order of the examples in a training run.
 
     Args:
         examples: all training examples, the same on every rank.
-        batch: sizes and length of the run.
-        seed: of the order.
-        world_size: ranks.
+        batch: batch sizes and length of the run.
+        seed: seed of the order.
+        world_size: number of ranks.
     """
 
     def __init__(self, examples: Examples, batch: Batch, *, seed: int, world_size: int) -> None:
@@ -85,11 +85,11 @@ class Order:
         self.steps = max(1, by_epochs if batch.max_steps is None else batch.max_steps)
 
     def epoch_at(self, step: int) -> float:
-        """Epochs of data seen once `step` steps were taken."""
+        """Return the number of epochs seen after `step` steps."""
         return step * self._batch.global_batch_size / len(self._lengths)
 
     def step(self, step: int, rank: int) -> Step:
-        """What `rank` does in step number `step`, 1 to `steps`."""
+        """Return the rows of `rank` in step number `step`, 1 to `steps`."""
         size = self._batch.global_batch_size
         chosen = self._stream((step - 1) * size, size)
         rows = deal(self._lengths[chosen], self._accumulation * self._world)
@@ -97,7 +97,7 @@ class Order:
         return Step(tuple(tuple(int(chosen[i]) for i in row) for row in mine), self.count(chosen))
 
     def count(self, chosen: NDArray[np.int64]) -> Counts:
-        """What the chosen examples add up to."""
+        """Return the totals of the chosen examples."""
         supervised = self._supervised[chosen].sum(axis=0)
         return Counts(
             len(chosen),
@@ -114,9 +114,7 @@ class Order:
         return np.concatenate(orders)[offset : offset + size]
 
     def _permutation(self, epoch: int) -> NDArray[np.int64]:
-        """The order of one epoch. The last two are kept: a million examples take 20 ms to shuffle,
-        and a step lies in one epoch or in two.
-        """
+        """Return the order of one epoch; two are kept, since a step may lie in two epochs."""
         if epoch not in self._kept:
             if len(self._kept) > 1:
                 del self._kept[min(self._kept)]
@@ -128,15 +126,16 @@ class Order:
 def deal(lengths: Sequence[int] | NDArray[np.int64], rows: int) -> list[list[int]]:
     """Deal items into `rows` rows of about equal sums, none of them empty.
 
-    Longest first into the shortest row (Graham 1969, SIAM J. Appl. Math. 17(2): the longest row is
-    at most 4/3 of the best possible one). Ties go to the row with fewer items, then to the first.
+    Items go longest first into the shortest row (Graham 1969, SIAM J. Appl. Math. 17(2): the
+    longest row is at most 4/3 of the optimum). Ties go to the row with fewer items, then to the
+    first.
 
     Args:
-        lengths: of at least `rows` items.
-        rows: how many rows.
+        lengths: lengths of at least `rows` items.
+        rows: number of rows.
 
     Returns:
-        Item numbers by row, rows by descending sum.
+        Item numbers of each row; rows by descending sum.
     """
     order = sorted(range(len(lengths)), key=lambda i: (-int(lengths[i]), i))
     heap = [(0, 0, row) for row in range(rows)]
@@ -150,19 +149,25 @@ def deal(lengths: Sequence[int] | NDArray[np.int64], rows: int) -> list[list[int
 
 
 HELDOUT_ROW = 8
-"""Examples of a held-out row, at least, where they are short."""
+"""Smallest limit of examples in a row of evaluation examples."""
 
 
 def heldout_rounds(
     examples: Examples, batch: Batch, *, world_size: int, rank: int
 ) -> list[HeldOut]:
-    """Held-out rows of one rank, as many for each rank.
+    """Return one rank's rows of evaluation examples; every rank gets equally many.
 
-    A row has more examples than a micro-batch where they are short, but never more tokens than a
-    micro-batch may have: what there is memory to train on, there is memory to evaluate on.
+    A row may have more examples than a micro-batch if they are short, but never more tokens than a
+    micro-batch may have, so an evaluation needs no more memory than training.
 
-    ZeRO-3 gathers parameters in every forward pass, so that all ranks have to make equally many:
-    where the rows do not divide, some are computed once more and not counted.
+    Under ZeRO-3 all ranks have to make equally many forward passes. If the number of rows is not a
+    multiple of the ranks, the first row is repeated and its repetitions are not `counted`.
+
+    Args:
+        examples: evaluation examples.
+        batch: batch sizes of the run.
+        world_size: number of ranks.
+        rank: this rank.
     """
     lengths = examples.lengths.sum(axis=1)
     size = max(HELDOUT_ROW, batch.micro_batch_size)
@@ -175,6 +180,6 @@ def heldout_rounds(
             tokens = 0
         rows[-1].append(example)
         tokens += int(lengths[example])
-    found = [HeldOut(tuple(row)) for row in rows]
-    found += [HeldOut(found[0].chosen, counted=False)] * (-len(found) % world_size)
-    return found[rank::world_size]
+    rounds = [HeldOut(tuple(row)) for row in rows]
+    rounds += [HeldOut(rounds[0].chosen, counted=False)] * (-len(rounds) % world_size)
+    return rounds[rank::world_size]

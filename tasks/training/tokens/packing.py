@@ -1,7 +1,7 @@
-"""Packed rows: the sequences of a micro-batch laid end to end, with no padding anywhere.
+"""Packed rows: the sequences of a micro-batch laid end to end, without padding.
 
-Positions restart with every sequence, and no token attends to a neighbour's (`attention.py`), so
-that a sequence's log-probabilities are those it has alone.
+Positions restart with every sequence and no token attends to another sequence (`attention.py`), so
+a sequence has the same log-probabilities as alone.
 """
 
 from __future__ import annotations
@@ -16,22 +16,22 @@ from numpy.typing import NDArray
 from tasks.training.tokens.examples import Examples
 
 BUCKET_WASTE = 1.25
-"""Sequences whose lengths differ by at most this factor share one attention call. Padding exists
-inside of that call alone; 1.25 costs at most a quarter more of attention's small share."""
+"""Sequences whose lengths differ by at most this factor share an attention call. Only that call is
+padded, which costs at most a quarter more attention."""
 TRIAL = 48
-"""Tokens of a sequence with which the packed pass is tried before training."""
+"""Largest sequence length of `trial_row`."""
 
 
 @dataclass(frozen=True)
 class Bucket:
-    """Sequences of similar length, one attention call; n of them, the longest has L tokens.
+    """n sequences of similar length for one attention call; the longest has L tokens.
 
     Attributes:
-        gather: (n * L,) places among the bucket's own tokens; past its end a sequence repeats its
-            first token, which under causal attention no real token sees. None without padding.
-        scatter: (t,) which of the n * L places are real; None without padding.
+        gather: (n * L,) positions among the bucket's t tokens. Behind its end a sequence is padded
+            with its first token, which causal attention hides. None if there is no padding.
+        scatter: (t,) positions among the n * L that are not padding; None if there is no padding.
         length: L.
-        count: t, its tokens; buckets follow each other in the row without a gap.
+        count: t, the number of tokens. Buckets follow each other in the row without gaps.
     """
 
     gather: torch.Tensor | None
@@ -42,19 +42,19 @@ class Bucket:
 
 @dataclass(frozen=True)
 class Row:
-    """S sequences of E examples, T tokens. All index tensors are int64.
+    """A packed row: S sequences of E examples, T tokens. Index tensors are int64.
 
     Attributes:
         ids: (1, T) token ids.
-        positions: (1, T) place of each token in its own sequence.
-        wanted: (N,) places whose next token bears loss.
-        targets: (N,) those next tokens.
-        owner: (N,) the sequence that each belongs to.
-        ends: (S,) place of each sequence's last token.
-        examples: (E,) which examples these are.
-        values: numbers of the examples, (E,) or (E, roles), float32.
-        buckets: of the attention, in the row's order.
-        bounds: (S + 1,) int32, place at which each sequence of the row begins, and T.
+        positions: (1, T) position of each token in its own sequence.
+        wanted: (N,) positions in the row whose next token bears loss.
+        targets: (N,) ids of these next tokens.
+        owner: (N,) number of the sequence of each target.
+        ends: (S,) position in the row of each sequence's last token.
+        examples: (E,) numbers of the examples.
+        values: numbers of the examples by name, (E,) or (E, roles), float32.
+        buckets: sequences that share an attention call, in the order of the row.
+        bounds: (S + 1,) int32, start of each sequence in the order of the row, and T.
     """
 
     ids: torch.Tensor
@@ -70,16 +70,16 @@ class Row:
 
     @property
     def sequences(self) -> int:
-        """S."""
+        """Number of sequences, S."""
         return len(self.ends)
 
     def sums(self, per_token: torch.Tensor) -> torch.Tensor:
-        """Sum over each sequence's supervised tokens: (N,) -> (S,), in the order of `ends`."""
+        """Sum over the supervised tokens of each sequence: (N,) -> (S,), in the order of `ends`."""
         zeros = torch.zeros(self.sequences, dtype=per_token.dtype, device=per_token.device)
         return zeros.index_add(0, self.owner, per_token)
 
     def counts(self) -> torch.Tensor:
-        """Supervised tokens of each sequence, (S,), float32."""
+        """Return the number of supervised tokens of each sequence, (S,), float32."""
         return torch.bincount(self.owner, minlength=self.sequences).float()
 
     def to(self, device: torch.device) -> Row:
@@ -104,15 +104,15 @@ class Row:
 
 
 def pack(examples: Examples, chosen: Sequence[int], *, roles: Sequence[int] | None = None) -> Row:
-    """Lay the chosen examples end to end.
+    """Pack the chosen examples into one row.
 
-    Sequences lie in the row by length, so that those of one attention call are neighbours; `owner`,
-    `ends` and everything that is per sequence keep the order example by example, role by role.
+    In the row sequences are sorted by length, so that those of an attention call are neighbours.
+    `owner`, `ends` and all results per sequence are in the order of examples and roles.
 
     Args:
-        examples: the dataset.
-        chosen: which of them.
-        roles: numbers of the roles to take; None takes all.
+        examples: the split.
+        chosen: numbers of the examples.
+        roles: numbers of the roles to take; None for all.
     """
     taken = range(len(examples.roles)) if roles is None else roles
     pieces = [examples.sequence(i, role) for i in chosen for role in taken]
@@ -143,10 +143,10 @@ def pack(examples: Examples, chosen: Sequence[int], *, roles: Sequence[int] | No
 
 
 def trial_row(examples: Examples) -> Row:
-    """Two sequences of 2 to `TRIAL` tokens, every token but the first supervised.
+    """Return two sequences of 2 to `TRIAL` tokens, all but the first token supervised.
 
-    For `packed_model.require_same`: enough to see whether neighbours are kept apart, and short
-    enough to cost nothing. A sequence of one token would be asked for nothing: it is said twice.
+    The row for `packed_model.require_same`. A sequence of a single token, which has nothing to
+    predict, is repeated.
     """
     roles = len(examples.roles)
     places = [(0, 0), (0, 1)] if roles > 1 else [(0, 0), (1 % len(examples), 0)]
@@ -160,7 +160,7 @@ def trial_row(examples: Examples) -> Row:
 
 
 def _buckets(lengths: np.ndarray) -> list[Bucket]:
-    """Cut sorted sequences into runs of similar length."""
+    """Divide sorted sequence lengths into buckets of similar length."""
     cuts = [0]
     for i, length in enumerate(lengths):
         if length > BUCKET_WASTE * lengths[cuts[-1]]:

@@ -1,4 +1,4 @@
-"""Rows of a dataset artifact, by number: an index of lines, nothing of the rows in memory."""
+"""Rows of a dataset artifact by number, read on demand; only an index of lines is in memory."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ _CHUNK = 16 << 20
 
 
 class RowFile:
-    """A JSON Lines file whose rows are read when they are asked for.
+    """A JSON Lines file whose rows are read on demand.
 
     Args:
         path: the file.
 
     Raises:
-        DataError: it cannot be read.
+        DataError: the file cannot be read.
     """
 
     def __init__(self, path: Path) -> None:
@@ -32,14 +32,14 @@ class RowFile:
             raise DataError(f"{path} cannot be read: {error.strerror or error}") from error
 
     def __len__(self) -> int:
-        """How many lines."""
+        """Return the number of rows."""
         return len(self._ends)
 
     def __getitem__(self, number: int) -> dict[str, Any]:
-        """Row `number`, from 0.
+        """Return row `number`, counted from 0.
 
         Raises:
-            DataError: the line is no JSON object; names file and line.
+            DataError: the line is not a JSON object with an id; names file and line.
         """
         start = int(self._ends[number - 1]) if number else 0
         self._file.seek(start)
@@ -57,12 +57,12 @@ class RowFile:
         self._file.close()
 
     def _line_ends(self) -> np.ndarray[Any, np.dtype[np.int64]]:
-        """Where each line ends, (lines,)."""
-        found, offset, last = [], 0, b"\n"
+        """Return the offset behind each line, (lines,)."""
+        ends, offset, last = [], 0, b"\n"
         while chunk := self._file.read(_CHUNK):
             places = np.flatnonzero(np.frombuffer(chunk, np.uint8) == ord("\n"))
-            found.append(places + offset + 1)
+            ends.append(places + offset + 1)
             offset, last = offset + len(chunk), chunk[-1:]
-        if last != b"\n":  # the last line has no end of its own
-            found.append(np.array([offset]))
-        return np.concatenate(found).astype(np.int64) if found else np.empty(0, np.int64)
+        if last != b"\n":  # the last line has no newline
+            ends.append(np.array([offset]))
+        return np.concatenate(ends).astype(np.int64) if ends else np.empty(0, np.int64)

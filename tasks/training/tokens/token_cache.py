@@ -1,9 +1,8 @@
-"""Tokenised datasets by digest: made once, used by every run that would make the same.
+"""Cache of tokenised splits, shared by runs.
 
-A folder's name is the digest of everything that decides its bytes: the split's file, the tokenizer
-and its template, the settings, and the code that does it. It appears by one rename, so that runs
-which make the same at the same time do not disturb each other, and it is checked (size and CRC-32
-of every file) before it is used.
+The name of an entry is the digest of everything that determines its bytes: the split's file, the
+tokenizer and its template, the settings, and the code. An entry appears by one rename, so that runs
+can make the same entry at the same time, and is checked (size and CRC-32 of every file) before use.
 """
 
 from __future__ import annotations
@@ -30,7 +29,7 @@ class TokenCache:
 
     Args:
         root: folder of the cache.
-        parts: everything that decides the entry's bytes.
+        parts: everything that determines the entry's bytes, as JSON values.
     """
 
     def __init__(self, root: Path, parts: Mapping[str, Any]) -> None:
@@ -38,19 +37,19 @@ class TokenCache:
         self.folder = root / hashlib.sha256(text.encode()).hexdigest()[:24]
 
     def intact(self) -> bool:
-        """Whether the entry is there and undamaged; a damaged one is removed."""
+        """Return True if the entry exists and is undamaged; remove a damaged one."""
         if not self.folder.is_dir():
             return False
-        wrong = damage(self.folder)
-        if wrong:
-            LOG.warning("tokenised data in %s are damaged and made again: %s", self.folder, wrong)
+        problem = damage(self.folder)
+        if problem:
+            LOG.warning("tokenised data in %s are damaged and made again: %s", self.folder, problem)
             self._move_away()
-        return not wrong
+        return not problem
 
     def stage(self) -> Path:
-        """A new empty folder beside the entry, on the same file system.
+        """Make an empty folder beside the entry, on the same file system.
 
-        Folders of runs that were killed while they tokenised are removed after a day.
+        Folders left by killed runs are removed after a day.
         """
         self.folder.parent.mkdir(parents=True, exist_ok=True)
         for left in self.folder.parent.glob(".*"):
@@ -62,9 +61,16 @@ class TokenCache:
         self, staged: Path, parts: Sequence[Path], *, roles: Sequence[str],
         values: Sequence[str], notes: Mapping[str, Any],
     ) -> None:  # fmt: skip
-        """Join the parts that the ranks wrote and rename them to the entry; removes `staged`.
+        """Join the ranks' parts and rename the result to the entry; remove `staged`.
 
-        Where another run was faster, its entry stays: the bytes are the same.
+        If another run has published the entry meanwhile, that one stays: the bytes are the same.
+
+        Args:
+            staged: folder made by `stage`.
+            parts: folders of the ranks' parts, in order.
+            roles: names of an example's sequences.
+            values: names of the examples' numbers.
+            notes: counts for the event "data".
         """
         whole = staged / "whole"
         whole.mkdir()
@@ -78,14 +84,14 @@ class TokenCache:
         shutil.rmtree(staged, ignore_errors=True)
 
     def _move_away(self) -> None:
-        """Out of the way by a rename: who has mapped its files keeps them."""
+        """Rename and delete the entry; processes that have mapped its files keep them."""
         grave = self.stage()
         self.folder.rename(grave / "damaged")
         shutil.rmtree(grave, ignore_errors=True)
 
 
 def tokenizer_digest(tokenizer: Any) -> str:
-    """Identity of what a tokenizer makes of a text and of a conversation."""
+    """Return a digest of everything that determines a tokenizer's output."""
     if tokenizer.is_fast:
         core = tokenizer.backend_tokenizer.to_str()
     else:
@@ -97,10 +103,10 @@ def tokenizer_digest(tokenizer: Any) -> str:
 
 
 def split_digest(path: Path) -> str:
-    """Identity of a split: what its artifact's manifest says, or the hash of the file.
+    """Return the SHA-256 of a split's file, from the artifact's manifest if there is one.
 
     Raises:
-        DataError: it cannot be read.
+        DataError: the file or its manifest cannot be read.
     """
     manifest = path.parent / "manifest.json"
     try:

@@ -1,14 +1,14 @@
-"""The truncation rule, and an account of every sample.
+"""Truncation of samples longer than `train.max_len`, and an account of all samples.
 
-    train.on_overlong=truncate   answers are cut at the end; a prompt that fills `train.max_len` by
-                                 itself is an error
+    train.on_overlong=truncate   answers are cut at the end; a prompt that fills `train.max_len` is
+                                 an error
     train.on_overlong=refuse     samples that are too long are left out and counted
-    train.on_overlong=split      raw texts alone: cut into pieces, each of which is a sample
+    train.on_overlong=split      raw texts only: cut into pieces, each of which is a sample
 
-Prompts are never cut. An answer that was cut has lost the token that ends it: the model does not
-learn to stop there. More than `WARNED` of the rows cut is a warning, more than `data.max_truncated`
-of the training rows an error. Pairs whose answers are the same tokens, after truncation or because
-the tokenizer does not tell them apart, are left out and counted (`equal`).
+Prompts are never cut. A truncated answer lacks the token that ends it, so the model does not learn
+to stop there. More than `WARNED` of the rows truncated is a warning, more than `data.max_truncated`
+of the training rows an error. Pairs whose answers have the same tokens are left out and counted
+(`equal`).
 """
 
 from __future__ import annotations
@@ -27,28 +27,28 @@ from tasks.training.tokens.examples import Example, Tokens
 SHOWN = 20
 SPLIT = "split"
 WARNED = 0.01
-"""Share of rows cut, or left out for their length, from which on a split is warned about."""
+"""Share of rows truncated, or left out for their length, above which there is a warning."""
 
 
 @dataclass
 class Tally:
-    """Account of the samples; `+` adds those of several ranks.
+    """Account of the samples; `+` adds the accounts of several ranks.
 
     Attributes:
         read: samples read.
-        kept: samples used; of a text that was cut into pieces every piece.
-        truncated: of those, samples of which something was cut off.
-        ends_cut: answers that lost their end by it.
-        tokens_cut: tokens that were cut off.
-        long: lengths of the samples that are longer than the limit, in tokens of their longest
-            sequence; not of texts that were cut into pieces.
+        kept: samples used; each piece of a text counts.
+        truncated: samples used of which tokens were cut off.
+        ends_cut: answers that lost their end.
+        tokens_cut: tokens cut off.
+        long: tokens of the longest sequence of each sample above the limit, except texts cut into
+            pieces.
         in_pieces: texts cut into pieces.
         refused: samples left out because they are too long.
-        equal: pairs left out because both answers are the same tokens.
-        fatal: samples that cannot be used, where the rule allows no leaving out.
-        only_long: whether all of the fatal ones are too long.
-        left_out: the first of them, with reasons.
-        wrong: the first fatal ones, with reasons.
+        equal: pairs left out because both answers have the same tokens.
+        fatal: samples that cannot be used and may not be left out.
+        only_long: True if all fatal samples are merely too long.
+        left_out: the first samples left out, with reasons.
+        wrong: the first fatal samples, with reasons.
     """
 
     read: int = 0
@@ -66,17 +66,17 @@ class Tally:
     wrong: list[str] = field(default_factory=list)
 
     def __add__(self, other: Tally) -> Tally:
-        """Both together."""
+        """Return the sum of both accounts."""
         mine, theirs = asdict(self), asdict(other)
-        found = {f.name: mine[f.name] + theirs[f.name] for f in fields(self)}
-        found["only_long"] = self.only_long and other.only_long
-        return Tally(**{**found, **{n: found[n][:SHOWN] for n in ("left_out", "wrong")}})
+        sums = {f.name: mine[f.name] + theirs[f.name] for f in fields(self)}
+        sums["only_long"] = self.only_long and other.only_long
+        return Tally(**{**sums, **{n: sums[n][:SHOWN] for n in ("left_out", "wrong")}})
 
     def counts(self) -> dict[str, Any]:
         """Return the fields of the event "data".
 
-        `fits_99` and `fits_all` are the limits that would keep 99 % and all of the samples whole; 0
-        where the limit does.
+        `fits_99` and `fits_all` are the limits that would truncate at most 1 % and none of the
+        samples; 0 if the present limit does.
         """
         names = (
             "read", "kept", "truncated", "ends_cut", "tokens_cut", "in_pieces", "refused", "equal",
@@ -91,22 +91,31 @@ class Tally:
         }
 
     def leave_out(self, name: str, why: str) -> None:
-        """Note a sample that is not used."""
+        """Record a sample that is left out."""
         if len(self.left_out) < SHOWN:
             self.left_out.append(f"{name}: {why}")
 
     def refuse(self, name: str, why: str, *, long: bool = False) -> None:
-        """Note a sample that cannot be used and may not be left out."""
+        """Record a sample that cannot be used and may not be left out.
+
+        Args:
+            name: id of the sample.
+            why: the reason.
+            long: True if the sample is merely too long.
+        """
         self.fatal += 1
         self.only_long = self.only_long and long
         if len(self.wrong) < SHOWN:
             self.wrong.append(f"{name}: {why}")
 
     def raise_if_unusable(self, source: str) -> None:
-        """Refuse samples that cannot be used, and a dataset of which none is left.
+        """Refuse fatal samples, and a split without any sample left.
+
+        Args:
+            source: file name of the split.
 
         Raises:
-            DataError: naming the samples.
+            DataError: with the names of the samples.
         """
         if self.fatal:
             rest = self.fatal - len(self.wrong)
@@ -114,8 +123,8 @@ class Tally:
             raise DataError(
                 f"{source}: {self.fatal} samples cannot be used, first {self.wrong[0]}",
                 details=[*self.wrong, *([f"... and {rest} more"] if rest else [])],
-                hint=f"train.max_len={longest} keeps all of them whole; train.on_overlong=refuse "
-                "leaves them out, counted"
+                hint=f"train.max_len={longest} truncates none; train.on_overlong=refuse leaves "
+                "them out"
                 if self.only_long
                 else "data.chat_template=... or correct the samples",
             )
@@ -123,17 +132,17 @@ class Tally:
             counts = f"{self.refused} too long, {self.equal} pairs of equal answers"
             keeps = f"train.max_len={max(self.long)}" if self.long else "train.max_len=<more>"
             raise DataError(
-                f"{source}: no sample is left of {self.read}: {counts}",
+                f"{source}: none of {self.read} samples is left: {counts}",
                 details=self.left_out,
                 hint=f"{keeps}, or other data",
             )
 
 
 def truncation(counts: Mapping[str, Any], *, max_len: int) -> str:
-    """Describe the samples of a split that are too long; empty up to a share of `WARNED`.
+    """Return a warning about the samples of a split that are too long; empty up to `WARNED`.
 
     Args:
-        counts: as `Tally.counts` returns them.
+        counts: result of `Tally.counts`.
         max_len: the limit.
     """
     read, lines = counts["read"], []
@@ -151,7 +160,12 @@ def truncation(counts: Mapping[str, Any], *, max_len: int) -> str:
 
 
 def too_long(counts: Mapping[str, Any], *, max_len: int) -> str:
-    """Say how many rows of a split are longer than the limit, and what would keep them whole."""
+    """Return a line with the number of rows above the limit, and the limits that would fit.
+
+    Args:
+        counts: result of `Tally.counts`.
+        max_len: the limit.
+    """
     over = counts["truncated"] + counts["refused"] + counts["in_pieces"]
     if not over:
         return f"none is longer than train.max_len={max_len}"
@@ -165,29 +179,29 @@ def too_long(counts: Mapping[str, Any], *, max_len: int) -> str:
 def refuse_truncated(
     counts: Mapping[str, Any], *, source: str, max_len: int, most: float, texts: bool
 ) -> None:
-    """Refuse training rows of which too many are cut.
+    """Refuse training rows if too many of them are truncated.
 
     Args:
-        counts: as `Tally.counts` returns them.
-        source: name of the file.
+        counts: result of `Tally.counts`.
+        source: file name of the split.
         max_len: the limit.
         most: `data.max_truncated`.
-        texts: whether the rows are raw texts, which can be cut into pieces instead.
+        texts: True if the rows are raw texts, which can be cut into pieces instead.
 
     Raises:
-        DataError: more than `most` of the rows are cut.
+        DataError: more than `most` of the rows are truncated.
     """
     read, cut = counts["read"], counts["truncated"]
     if cut <= most * read:
         return
     accepted = math.ceil(100 * cut / read) / 100
-    other = "split cuts them into pieces" if texts else "refuse leaves them out"
+    way_out = "split cuts them into pieces" if texts else "refuse leaves them out"
     raise DataError(
         f"{source}: {_share(cut, read)} are longer than train.max_len={max_len} and would be cut, "
         f"more than data.max_truncated={most:g}: a model does not learn to stop from an answer "
         "that has lost its end",
-        hint=f"{_keeps(counts)}; train.on_overlong={other.partition(' ')[0]} "
-        f"{other.partition(' ')[2]}; data.max_truncated={accepted:g} accepts it",
+        hint=f"{_keeps(counts)}; train.on_overlong={way_out}; "
+        f"data.max_truncated={accepted:g} accepts it",
     )
 
 
@@ -196,7 +210,7 @@ def _share(part: int, read: int) -> str:
 
 
 def _keeps(counts: Mapping[str, Any]) -> str:
-    """Name the limits that would keep 99 % and all of the samples whole."""
+    """Return the limits that would truncate at most 1 % and none of the rows."""
     most, every = counts["fits_99"], counts["fits_all"]
     if not most or most == every:
         return f"train.max_len={every} keeps all rows whole"
@@ -205,28 +219,28 @@ def _keeps(counts: Mapping[str, Any]) -> str:
 
 @dataclass(frozen=True)
 class Rule:
-    """Limit of a sequence's length, and what is done with longer ones."""
+    """Limit of a sequence's length (`train.max_len`), and `train.on_overlong`."""
 
     max_len: int
     on_overlong: str
 
     def examples(self, example: Example, tally: Tally) -> list[Example]:
-        """Return what is used of an example, and count it in `tally`."""
-        (whole, *others) = example.sequences
-        if self.on_overlong != SPLIT or others or len(whole.ids) <= self.max_len:
-            one = self.apply(example, tally)
-            return [] if one is None else [one]
-        found = [
+        """Return the example, its pieces or nothing, and count it in `tally`."""
+        (whole, *rest) = example.sequences
+        if self.on_overlong != SPLIT or rest or len(whole.ids) <= self.max_len:
+            used = self.apply(example, tally)
+            return [] if used is None else [used]
+        cut = [
             example._replace(name=f"{example.name}+{number}", sequences=(piece,))
             for number, piece in enumerate(pieces(whole, self.max_len))
         ]
         tally.read += 1
         tally.in_pieces += 1
-        tally.kept += len(found)
-        return found
+        tally.kept += len(cut)
+        return cut
 
     def apply(self, example: Example, tally: Tally) -> Example | None:
-        """Return the example as it is used, or None, and count it in `tally`."""
+        """Return the example, truncated if necessary, or None; count it in `tally`."""
         tally.read += 1
         longest = max(len(s.ids) for s in example.sequences)
         if longest > self.max_len:
@@ -246,7 +260,7 @@ class Rule:
         if len(sequences) > 1 and _same(sequences):
             tally.equal += 1
             after = f" after truncation to {self.max_len}" if any(cut) else ""
-            tally.leave_out(example.name, f"both answers are the same tokens{after}")
+            tally.leave_out(example.name, f"both answers have the same tokens{after}")
             return None
         tally.kept += 1
         tally.truncated += any(cut)
@@ -266,4 +280,4 @@ class Rule:
 
 def _same(sequences: Sequence[Tokens]) -> bool:
     first = sequences[0].ids
-    return all(np.array_equal(first, other.ids) for other in sequences[1:])
+    return all(np.array_equal(first, sequence.ids) for sequence in sequences[1:])

@@ -1,8 +1,7 @@
-"""What section `peft` can ask for, and what it is held by: every job of the adapters' tests.
+"""Training jobs of the adapter tests: the variants of section `peft`.
 
 Two ranks train all of them in one launch, a few steps each, under ZeRO-2 and ZeRO-3. The
-persistence threshold is 0: with DeepSpeed's own, a model as small as this one stays whole under
-ZeRO-3, and nothing that a real model trips over would be seen.
+persistence threshold is 0: with DeepSpeed's default ZeRO-3 would not partition a model this small.
 """
 
 from __future__ import annotations
@@ -67,7 +66,7 @@ ADAPTED = [name for name, one in (SETTINGS | ROWS).items() if one.peft.kind != "
 
 
 def run_all(folder: Path, base: Path, tokenizer: Any) -> dict[str, Left]:
-    """Train every job, and what each left."""
+    """Train every job, and return the files of each."""
     data = folder / "examples"
     data.mkdir()
     write_words(data, tokenizer, tokenizer("copy")["input_ids"])
@@ -77,7 +76,7 @@ def run_all(folder: Path, base: Path, tokenizer: Any) -> dict[str, Left]:
 
 
 def write_words(folder: Path, tokenizer: Any, begin: list[int]) -> Path:
-    """64 examples: the ids that they begin with, and a word to say again."""
+    """Write 64 examples: the given ids, and a word to copy."""
     draw = random.Random(0)
 
     def example(i: int) -> Example:
@@ -90,7 +89,7 @@ def write_words(folder: Path, tokenizer: Any, begin: list[int]) -> Path:
 
 
 def _with_new_rows(folder: Path, base: Path, tokenizer: Any) -> dict[str, Wanted]:
-    """Bases with two new tokens, and examples that begin with the first of them."""
+    """Make bases with two new tokens, and examples that begin with the first of them."""
     shutil.copytree(base, folder / "tied")
     save_base(folder / "untied", tokenizer, tie_word_embeddings=False)
     for kind in ("tied", "untied"):

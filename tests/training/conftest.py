@@ -19,7 +19,7 @@ TEMPLATE = (
 
 
 def make_tokenizer():
-    """256 byte tokens and three special ones; no merges, so that every id is known."""
+    """Return a tokenizer of 256 byte tokens and three special ones, without merges."""
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
 
@@ -43,7 +43,7 @@ def tokenizer():
 
 
 def save_base(path: Path, tokenizer, *, device: str = "cpu", **sizes: object) -> Path:
-    """A random Qwen2 in bf16 with its tokenizer; `sizes` on top of hidden 64 and 2 layers."""
+    """Save a random Qwen2 in bf16 with its tokenizer; `sizes` changes hidden 64 and 2 layers."""
     import torch
     from transformers import GenerationConfig, Qwen2Config, Qwen2ForCausalLM
 
@@ -80,7 +80,7 @@ def base(tmp_path_factory: pytest.TempPathFactory, tokenizer) -> Path:
 
 @pytest.fixture(scope="session")
 def adapted(tmp_path_factory: pytest.TempPathFactory, base: Path, tokenizer) -> dict[str, Left]:
-    """What the jobs of `adapter_jobs.py` left, by name."""
+    """Files of the jobs of `adapter_jobs.py`, by name."""
     from tests.training.adapter_jobs import run_all
 
     return run_all(tmp_path_factory.mktemp("adapters"), base, tokenizer)
@@ -88,12 +88,12 @@ def adapted(tmp_path_factory: pytest.TempPathFactory, base: Path, tokenizer) -> 
 
 @pytest.fixture(scope="session")
 def dataset(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """See `write_words`."""
+    """Dataset of `write_words`."""
     return write_words(tmp_path_factory.mktemp("dataset"))
 
 
 def write_words(path: Path) -> Path:
-    """128 training and 17 held-out samples: copy a word."""
+    """Write 128 training and 17 evaluation samples: copy a word."""
     draw = random.Random(0)
 
     def row(i: int) -> dict[str, object]:

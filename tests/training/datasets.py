@@ -1,4 +1,4 @@
-"""Small datasets, and the path from them to tokenised examples in this very process."""
+"""Small datasets, and their tokenisation in this process."""
 
 from __future__ import annotations
 
@@ -21,16 +21,16 @@ Row = dict[str, Any]
 
 
 class Alone:
-    """The ranks of a run that has one."""
+    """A single rank, in place of `Ranks`."""
 
     rank, world_size, first = 0, 1, True
 
     def all_objects(self, value: Any) -> list[Any]:
-        """What all ranks say."""
+        """Return the value of the only rank."""
         return [value]
 
     def barrier(self) -> None:
-        """There is nobody to wait for."""
+        """Do nothing."""
 
 
 def user(text: str) -> dict[str, str]:
@@ -66,7 +66,7 @@ def load(job: TrainJob, roles: tuple[str, ...]) -> Examples:
 
 
 def texts(examples: Examples, tokenizer: Any) -> list[list[tuple[str, str]]]:
-    """Of every sequence: what bears no loss and what does."""
+    """Return the texts of every sequence that bear no loss, and those that do."""
     found = []
     for example in range(len(examples)):
         sides = []
@@ -85,7 +85,7 @@ def data_events(capfd: pytest.CaptureFixture[str]) -> list[dict[str, Any]]:
 def make_examples(
     lengths: Sequence[int], *, vocabulary: int = 90, roles: int = 1, seed: int = 0
 ) -> Examples:
-    """Random tokens, 7 in 10 of them supervised; `lengths` example by example, role by role."""
+    """Make random tokens, 7 in 10 of them supervised; `lengths` by example, then by role."""
     draw = np.random.default_rng(seed)
     total = sum(lengths)
     count = len(lengths) // roles
@@ -100,7 +100,7 @@ def make_examples(
 
 
 def alone(model: Any, examples: Examples, device: str = "cpu") -> torch.Tensor:
-    """Log-probabilities of supervised tokens, one forward pass of the model's own a sequence."""
+    """Return log-probabilities of supervised tokens, by one forward pass per sequence."""
     datasets = []
     for i in range(len(examples)):
         ids, bears = (torch.tensor(x, device=device) for x in examples.sequence(i, 0))

@@ -1,8 +1,8 @@
-"""Run by torchrun: `run_jobs.py` where DeepSpeed takes this CPU for one that has float16.
+"""Run by torchrun: `run_jobs.py`, with DeepSpeed patched to accept float16 on this CPU.
 
-torch computes in it on any CPU, slowly where there is no AVX-512 FP16, and DeepSpeed refuses to.
-Which instructions a product is made of is nothing to its loss scaling, which is what is tested. It
-begins at 2**24, where these small gradients overflow as a large model's do at 2**16.
+torch computes float16 on any CPU, slowly without AVX-512 FP16, and DeepSpeed refuses to. Only loss
+scaling is tested, which does not depend on instructions. It begins at 2**24, at which these small
+gradients overflow as those of a large model do at 2**16.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from tests.settings import Settings
 
 
 def main(paths: list[str]) -> None:
-    """Train all of them."""
+    """Train all jobs."""
     import torch
 
     if not torch.cuda.is_available():

@@ -1,4 +1,4 @@
-"""Several short trainings in one launch of two ranks, and what they left."""
+"""Several short trainings in one launch of two ranks, and the files that they wrote."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from tests.settings import Settings
 
 
 class Wanted(NamedTuple):
-    """What to train: a model folder, and a folder of examples."""
+    """A job: settings, a model folder and a folder of examples."""
 
     settings: Settings
     base: Path
@@ -29,7 +29,7 @@ class Wanted(NamedTuple):
 
 @dataclass(frozen=True)
 class Left:
-    """What a job left in its folder."""
+    """Files that a job wrote to its folder."""
 
     out: Path
     wanted: Wanted
@@ -44,7 +44,7 @@ class Left:
     def stitched(
         self, folder: str = "shards", dtype: torch.dtype = torch.bfloat16
     ) -> dict[str, torch.Tensor]:
-        """All trained tensors, by nothing but the shards' own metadata."""
+        """Join all trained tensors by the metadata of the shards alone."""
         shapes = {n: p["shape"] for n, p in self.json("partitions.json")["parameters"].items()}
         full = {n: torch.full((int(np.prod(s)),), torch.nan) for n, s in shapes.items()}
         for path in sorted((self.out / folder).iterdir()):
@@ -55,7 +55,7 @@ class Left:
 
 
 def run_jobs(folder: Path, wanted: Mapping[str, Wanted]) -> dict[str, Left]:
-    """Run all of them, one after the other; a job that failed says so when it is looked at."""
+    """Run all jobs in turn; a failed job raises when its results are read."""
     paths = []
     for name, one in wanted.items():
         out = folder / name
@@ -78,7 +78,7 @@ def run_jobs(folder: Path, wanted: Mapping[str, Wanted]) -> dict[str, Left]:
 
 
 def load_trained(left: Left, auto: Any, **extra: Any) -> torch.nn.Module:
-    """The trained model, put together by peft and transformers without any code of ours."""
+    """Load the trained model with peft and transformers, without code of this project."""
     from peft import LoraConfig, get_peft_model
     from transformers import BitsAndBytesConfig
 

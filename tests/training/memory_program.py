@@ -1,7 +1,7 @@
-"""Run by torchrun: what a rank's memory really grows to in a few steps on the longest samples.
+"""Run by torchrun: measure the peak memory of a rank in a few steps on the longest samples.
 
-Measured is resident memory, from before the model is loaded and when all libraries are, or on a GPU
-what torch's allocator has given out. The peak is begun anew for each phase.
+On a CPU it is the growth of resident memory after all libraries are imported, on a GPU the memory
+allocated by torch. The peak is reset before each phase.
 """
 
 from __future__ import annotations
@@ -27,21 +27,22 @@ T = TypeVar("T")
 
 
 def resident(name: str = "VmRSS") -> int:
-    """Bytes of this process that are resident, mapped files included: weights are mapped. `VmHWM`
-    is the most since `Peaks` last began.
+    """Return the resident bytes of this process, mapped weights included.
+
+    `VmHWM` is their peak since the last reset by `Peaks`.
     """
     with open("/proc/self/status") as file:
         return next(int(line.split()[1]) * 1024 for line in file if line.startswith(f"{name}:"))
 
 
 def shared() -> int:
-    """Bytes of clean pages that other processes have mapped as well."""
+    """Return the bytes of clean pages that other processes have mapped, too."""
     with open("/proc/self/smaps_rollup") as file:
         return next(int(line.split()[1]) * 1024 for line in file if line.startswith("Shared_Clean"))
 
 
 class Peaks:
-    """The most that each phase took beyond what was there at first."""
+    """Peak memory of each phase, above the memory at the start."""
 
     def __init__(self, device: torch.device) -> None:
         self._gpu = device.type == "cuda"
@@ -49,7 +50,7 @@ class Peaks:
         self.found: dict[str, int] = {}
 
     def during(self, phase: str, work: Callable[[], T]) -> T:
-        """What `work` gives; notes its peak."""
+        """Return the result of `work`, and record its peak."""
         if self._gpu:
             torch.cuda.reset_peak_memory_stats()
             result = work()
@@ -89,7 +90,7 @@ def main(path: Path) -> None:
 
 
 def leave(job: TrainJob, ranks: Ranks, everyone: list[Any]) -> None:
-    """Write what all ranks measured, and end this process."""
+    """Write the measurements of all ranks, and end this process."""
     if ranks.first:
         (job.out / "memory.json").write_text(json.dumps(everyone))
     ranks.leave()

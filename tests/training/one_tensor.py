@@ -1,7 +1,7 @@
-"""Run by torchrun: under every ZeRO stage a model of which one tensor is trained, of 15 elements.
+"""Run by torchrun: train a single tensor of 15 elements under every ZeRO stage.
 
-Rank 0 prints `DTYPE stage N: GROUPS BEFORE AFTER NORM`: parameter groups, the loss, and the norm of
-the first step's gradient.
+Rank 0 prints `DTYPE stage N: GROUPS BEFORE AFTER NORM`: the number of parameter groups, the loss
+before and after, and the norm of the first gradient.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from tests.settings import Batch, Settings
 
 
 def refuse_empty_groups() -> None:
-    """Have DeepSpeed fail on what it failed on before it dropped empty groups by itself."""
+    """Make DeepSpeed fail on empty groups, as versions did that do not drop them."""
     import deepspeed
 
     own = deepspeed.initialize
@@ -36,7 +36,7 @@ def refuse_empty_groups() -> None:
 
 
 def main() -> None:
-    """Three steps under each stage, in 16 bits and in 32."""
+    """Take three steps under each stage, in 16 bits and in 32."""
     torch.set_num_threads(1)
     ranks = Ranks()
     refuse_empty_groups()

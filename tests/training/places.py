@@ -1,4 +1,4 @@
-"""Jobs for `run_jobs.py`: where they lie, how they are run, and what they leave."""
+"""Jobs for `run_jobs.py`: their folders, how they are run, and their results."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ LOG = logging.getLogger("test")
 
 @dataclass(frozen=True)
 class Place:
-    """Where jobs of one session lie, and what they are made of."""
+    """Folders, base and data of the jobs of one session."""
 
     root: Path
     base: Path
@@ -49,7 +49,7 @@ class Place:
     def run(
         self, jobs: list[TrainJob], nproc: int = 2, *, program: str = "run_jobs"
     ) -> list[dict[str, Any]]:
-        """Train all of them by a program of this folder; the events of all, in order."""
+        """Train all jobs by a program of this folder; return their events in order."""
         events: list[dict[str, Any]] = []
         paths = [job.checkpoints / "job.json" for job in jobs]
         for job, path in zip(jobs, paths, strict=True):

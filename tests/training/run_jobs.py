@@ -1,4 +1,4 @@
-"""Run by torchrun: trains several jobs one after another, so that imports are paid for once.
+"""Run by torchrun: train several jobs in turn, with one import of the libraries.
 
 torchrun ... -m tests.training.run_jobs JOB.json ...
 """
@@ -14,7 +14,7 @@ from tasks.training.job import TrainJob
 
 
 def main(paths: list[str]) -> None:
-    """Train all of them in this process group."""
+    """Train all jobs in this process group."""
     start_lean()
     from tasks.process.exit_process import end_process
     from tasks.training.engine.deepspeed_engine import Ranks

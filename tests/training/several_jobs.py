@@ -1,7 +1,7 @@
-"""Run by torchrun: several short trainings one after the other, in one pair of processes.
+"""Run by torchrun: several short trainings in turn, in one pair of processes.
 
-Importing DeepSpeed takes longer than all that the tests train. Each job takes a few steps on the
-examples in its data folder, and leaves what a rank leaves: shares, descriptions, a print.
+Importing DeepSpeed takes longer than all of these trainings. Each job takes a few steps on the
+examples in its data folder, and writes the files of a rank: partitions, configs, a fingerprint.
 """
 
 from __future__ import annotations
@@ -70,7 +70,7 @@ def train_briefly(job: TrainJob, ranks: Ranks) -> None:
 
 
 def fused_layers(model: Any) -> int:
-    """How many layers compute by `fused_lora.py` within DeepSpeed's engine."""
+    """Return the number of layers in the engine that `fused_lora.py` replaced."""
     own = [layer.__dict__.get("forward") for layer in model.modules()]
     return sum(getattr(one, "__module__", "") == fused_lora.__name__ for one in own)
 
@@ -97,9 +97,9 @@ def take_steps(
 
 
 def refuse_to_move_4_bits() -> None:
-    """Have transformers refuse what it refused for years: to move or cast a 4-bit model.
+    """Make transformers refuse to move or cast a 4-bit model, as versions before it did.
 
-    It still refuses casts; moves of such a model are let through by newer versions only.
+    Newer versions refuse only casts.
     """
     from transformers import PreTrainedModel
 

@@ -1,4 +1,4 @@
-"""LoRA, DoRA, PiSSA, QLoRA as two ranks train them: alike under every stage, and saved whole."""
+"""LoRA, DoRA, PiSSA and QLoRA with two ranks: the same under every stage, and saved completely."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from tests.training.jobs import Left, load_trained
 
 @pytest.mark.parametrize("name", OPTIONS)
 def test_zero3_trains_what_zero2_trains(adapted: dict[str, Left], name: str) -> None:
-    """Adapters begin alike under every stage, and DoRA finds its base's weight under ZeRO-3."""
+    """Adapters begin with the same values, and DoRA has its base weight under ZeRO-3."""
     two, three = adapted[f"{name}_zero2"], adapted[f"{name}_zero3"]
     assert two.losses == pytest.approx(three.losses, abs=2e-3)
     assert two.losses[-1] < two.losses[0] - 0.1
@@ -59,7 +59,7 @@ def test_patterns_and_whole_modules(adapted: dict[str, Left]) -> None:
 
 
 def test_a_4_bit_model_is_neither_moved_nor_cast(adapted: dict[str, Left]) -> None:
-    """`.to` is not supported for `4-bit`: in these jobs any such call raises, as it long did."""
+    """`.to` is not supported for `4-bit`: in these jobs any such call raises."""
     run = adapted["fp4_pissa"]
     assert run.losses[-1] < run.losses[0] - 0.1
     assert len(run.stitched()) == 2 * 14
@@ -68,7 +68,7 @@ def test_a_4_bit_model_is_neither_moved_nor_cast(adapted: dict[str, Left]) -> No
 def test_the_fused_layer_trains_what_pefts_own_does(adapted: dict[str, Left]) -> None:
     """Two ranks through DeepSpeed in fp32: losses and gathered adapters agree to 1e-5.
 
-    Under ZeRO-3 a weight is gathered around its module, so that peft's own pass is used there.
+    Under ZeRO-3 peft's own forward pass is used, since weights are gathered around modules.
     """
     fused, own = adapted["fp32_zero2"], adapted["fp32_zero3"]
     assert (fused.json("fused.json"), own.json("fused.json")) == (14, 0)

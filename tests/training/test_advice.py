@@ -1,4 +1,4 @@
-"""Advice on memory: every knob saves what it says, the largest first, and enough is enough."""
+"""Advice on memory: every setting saves what it claims, and the chosen ones are enough."""
 
 from __future__ import annotations
 

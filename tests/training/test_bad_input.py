@@ -1,4 +1,4 @@
-"""What training says of input that cannot work, and the test of each.
+"""Errors for input that cannot be trained on, and the test of each.
 
 data whose template yields no trainable token
     tests/training/test_bad_input.py::test_a_template_that_leaves_no_trainable_token
@@ -61,7 +61,7 @@ def test_a_template_that_leaves_no_trainable_token(
 
 @pytest.mark.parametrize("rule", ["truncate", "refuse"])
 def test_all_samples_are_longer_than_the_context(base: Path, tmp_path: Path, rule: str) -> None:
-    """Prompts alone fill it: there is nothing that truncation could leave."""
+    """Prompts alone fill `train.max_len`, so truncation leaves no answer."""
     write(tmp_path, [pair(f"s{i}", "q" * 80, "good", "bad") for i in range(3)])
     with pytest.raises(DataError) as caught:
         load(job_for(tmp_path, base, batch={"on_overlong": rule}), PAIRS)

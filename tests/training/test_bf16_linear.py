@@ -13,7 +13,7 @@ from tasks.serving import bf16_linear
 
 @pytest.fixture
 def widened(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The replacement, as on a CPU without bf16 products; taken back afterwards."""
+    """Install the replacement, as on a CPU without bf16 products; undo it afterwards."""
     monkeypatch.setattr(torch.cpu, "_is_avx512_bf16_supported", lambda: False)
     monkeypatch.setattr(torch.cpu, "_is_amx_tile_supported", lambda: False)
     monkeypatch.setattr(functional, "linear", functional.linear)
@@ -89,7 +89,7 @@ def test_other_dtypes_are_left_alone() -> None:
 
 @pytest.mark.parametrize("limit", [None, "ALL", "AVX512_CORE_BF16", "avx512_core_vnni"])
 def test_a_cpu_with_native_bf16(monkeypatch: pytest.MonkeyPatch, limit: str | None) -> None:
-    """It keeps torch's function, unless oneDNN is told to do without bf16 instructions."""
+    """torch's function is kept, unless oneDNN may not use bf16 instructions."""
     monkeypatch.setattr(torch.cpu, "_is_avx512_bf16_supported", lambda: True)
     monkeypatch.setattr(functional, "linear", functional.linear)
     monkeypatch.delenv("ONEDNN_MAX_CPU_ISA", raising=False)

@@ -1,4 +1,4 @@
-"""Where loss falls: exact values for known templates, and for any conversation."""
+"""Loss marks: exact values for known templates, and for any conversation."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def encode(tokenizer, conversation: Turns, template: str | None = None) -> Token
 
 
 def marked(tokenizer, found: Tokens | Unfit) -> list[str]:
-    """The stretches of text that bear loss."""
+    """Return the parts of the text that bear loss."""
     assert isinstance(found, Tokens), found
     ids, bears = np.asarray(found.ids), np.asarray(found.bears)
     edges = np.flatnonzero(np.diff(np.concatenate([[0], bears, [0]]).astype(int)))
@@ -99,7 +99,7 @@ def test_a_template_that_drops_earlier_reasoning(tokenizer) -> None:
 
 
 def test_a_template_that_opens_reasoning_for_the_answer(tokenizer) -> None:
-    """Generation prompts that go on after the role are part of the prompt, if they are stable."""
+    """A generation prompt with text after the role is part of the prompt."""
     opened = (
         "{% for m in messages %}<|im_start|>{{ m.role }}\n{% if m.role == 'assistant' %}<think>\n"
         "{% endif %}{{ m.content }}<|im_end|>\n{% endfor %}"
@@ -139,8 +139,7 @@ def test_templates_that_hide_the_answer_are_refused(tokenizer, template, words) 
 
 
 def test_an_answer_that_nothing_stands_before_is_refused(tokenizer) -> None:
-    """Its first token could not be foretold: counted among the tokens that bear loss, it would
-    make every other one's share too small."""
+    """Its first token cannot be predicted: counting it would make the mean loss wrong."""
     bare = "{% for m in messages %}{{ m.content }}<|im_end|>{% endfor %}"
     assert marked(tokenizer, encode(tokenizer, turns(*CHAT[:2]), bare)) == ["yo<|im_end|>"]
     found = encode(tokenizer, turns(("assistant", "yo")), bare)
@@ -155,7 +154,7 @@ def test_what_ends_with_a_question_is_no_sample(tokenizer) -> None:
 
 
 def merging_tokenizer():
-    """Bytes, and one merge across the boundary: " y" is one token."""
+    """Return a byte tokenizer with one merge across the boundary: " y" is one token."""
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
 
@@ -174,10 +173,10 @@ SPACED = (
 
 
 def test_the_first_token_of_an_answer_bears_loss_or_the_sample_is_refused() -> None:
-    """Known failure elsewhere: the prompt, tokenised alone, swallows the answer's first token.
+    """Known failure elsewhere: the prompt, tokenised alone, contains the answer's first token.
 
-    With a prompt that ends in a space, the space and the answer's first letter are one token in the
-    conversation and two in what a server would send: no place of the answer's begin is right.
+    If the prompt ends in a space, the space and the answer's first letter are one token in the
+    conversation and two in a server's request: the answer begins at no token.
     """
     tokenizer = merging_tokenizer()
     apart = encode(tokenizer, turns(*CHAT[:2]), SPACED.replace("GAP", " "))
@@ -200,7 +199,7 @@ CONVERSATION = st.tuples(
 
 @given(conversation=CONVERSATION, first=st.integers(0, 9))
 def test_marks_are_the_answers_and_nothing_else(tokenizer, conversation, first) -> None:
-    """Against spans put together piece by piece: a byte is a token here, a mark is one too."""
+    """Compare with spans joined piece by piece; every byte and every special token is one token."""
     system, exchanges = conversation
     said: list[Turn] = [] if system is None else [("system", system)]
     for question, answer in exchanges:

@@ -1,4 +1,4 @@
-"""Checkpoint folders: which are complete, which go, which a run may go on from."""
+"""Checkpoint folders: complete ones, pruned ones, and those that a run may resume from."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Evaluations, the best state and an early end; and that ranks and rows change nothing."""
+"""Evaluations, best checkpoint and early stopping; ranks and rows do not change the result."""
 
 from __future__ import annotations
 
@@ -81,9 +81,11 @@ class TestCourse:
 
 
 def test_one_trained_tensor_is_enough_for_every_stage(tmp_path: Path) -> None:
-    """torch >= 2.10 fails on an empty parameter group (`zip() argument 2 is longer`) with some
-    versions of DeepSpeed: there is one group, whatever is trained. And what little there is has to
-    be partitioned and padded."""
+    """torch >= 2.10 fails on an empty parameter group with some versions of DeepSpeed.
+
+    (`zip() argument 2 is longer`.) There is always one group, and its few elements are partitioned
+    and padded.
+    """
     how = ["--standalone", "--nproc-per-node", "2", "-m", "tests.training.one_tensor"]
     log_path = tmp_path / "train.log"
     launch(
@@ -105,7 +107,7 @@ def test_one_trained_tensor_is_enough_for_every_stage(tmp_path: Path) -> None:
 
 
 def pairs(folder: Path) -> Path:
-    """40 training and 8 held-out pairs of unequal lengths."""
+    """Write 40 training and 8 evaluation pairs of unequal lengths."""
     folder.mkdir()
     draw = random.Random(1)
 
@@ -135,7 +137,7 @@ SHARED = Settings(
 @pytest.mark.slow
 @pytest.mark.parametrize("objective", ["sft", "dpo"])
 class TestSharing:
-    """Loss and weights do not depend on how examples are dealt to ranks and rows (fp32, 1e-5)."""
+    """Loss and weights do not depend on ranks and micro-batches (fp32, 1e-5)."""
 
     @pytest.fixture(scope="module")
     @staticmethod

@@ -1,4 +1,4 @@
-"""From rows of every kind to tokenised examples."""
+"""Tokenised examples from rows of every kind."""
 
 from __future__ import annotations
 
@@ -122,7 +122,7 @@ class TestRows:
             load(job_for(tmp_path, base), PAIRS)
 
     def test_a_disk_that_takes_nothing_is_said(self, base: Path, tmp_path: Path) -> None:
-        """The limit on file sizes stands for a full disk: the same error at the same place."""
+        """A limit on file sizes gives the same error as a full disk."""
         write(tmp_path, [pair(str(i), "q", "x" * 40, "y") for i in range(200)])
         job = job_for(tmp_path, base)
         before = resource.getrlimit(resource.RLIMIT_FSIZE)
@@ -139,7 +139,7 @@ class TestRows:
     def test_training_rows_most_of_which_would_be_cut_are_refused(
         self, base: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
     ) -> None:
-        """Cached or not; with the counts in the event "data", and held-out rows only counted."""
+        """Cached or not; the event "data" has the counts, and evaluation rows are only counted."""
         rows = [pair(str(i), "q", "x" * (40 if i < 3 else 4), "y") for i in range(4)]
         for split in ("train", "heldout"):
             write(tmp_path, rows, split)

@@ -1,4 +1,4 @@
-"""Raw texts to tokens: all of them learnt, once, whatever the length of a piece."""
+"""Raw texts to tokens: each bears loss once, whatever the length of a piece."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def test_pieces_hold_every_token_and_learn_it_once(count: int, max_len: int) -> 
 
 
 class TestSplit:
-    """Through the data path of a run: `load_split`."""
+    """The same through `load_split`."""
 
     def job(self, folder: Path, base: Path, rule: str, max_len: int, mask: str = "every_token"):
         write(folder, TEXTS)

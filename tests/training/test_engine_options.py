@@ -1,4 +1,4 @@
-"""Options of the engine that change nothing of what is learnt: checkpointing, 8-bit moments."""
+"""Engine options that do not change the result: activation checkpointing, 8-bit moments."""
 
 from __future__ import annotations
 

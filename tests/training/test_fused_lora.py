@@ -1,4 +1,4 @@
-"""The fused LoRA layer against peft's own: the same numbers, and left alone where it has to be."""
+"""The fused LoRA layer against peft's own: the same numbers, and no other layers replaced."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from tests.weights.families.making import FAMILIES, make_model
 
 
 def adapted(family: str = "qwen2", *, dtype: torch.dtype = torch.float32, **settings: Any) -> Any:
-    """A tiny model with an adapter whose every tensor is random."""
+    """Return a tiny model with an adapter of random tensors."""
     model = make_model(FAMILIES[family].config()).to(dtype)
     config = LoraConfig(**{"r": 3, "lora_alpha": 5, "target_modules": "all-linear", **settings})
     made = get_peft_model(model, config, autocast_adapter_dtype=False).train()
@@ -27,7 +27,7 @@ def adapted(family: str = "qwen2", *, dtype: torch.dtype = torch.float32, **sett
 
 
 def answer(model: Any) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-    """Logits of a fixed batch, and the gradients of something that depends on all of them."""
+    """Return logits of a fixed batch, and gradients of a function of all of them."""
     model.zero_grad(set_to_none=True)
     logits = model(input_ids=torch.arange(3, 35).reshape(2, 16)).logits.float()
     logits.square().mean().backward()
@@ -64,7 +64,7 @@ def test_bf16_is_closer_to_the_truth_than_peft(monkeypatch: pytest.MonkeyPatch) 
 
 
 def distances(found: Any, truth: Any) -> list[float]:
-    """Relative distances of logits and of every gradient."""
+    """Return the relative differences of logits and of every gradient."""
     pairs = [(found[0], truth[0]), *((found[1][name], other) for name, other in truth[1].items())]
     return [float((mine - other).norm() / other.norm()) for mine, other in pairs]
 

@@ -1,4 +1,4 @@
-"""A run that goes on with an adapter computes as that adapter did, and remembers how it began."""
+"""A run that continues an adapter begins with its numbers, and keeps them as its reference."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def logits(model: Any) -> torch.Tensor:
 
 
 def move(model: Any, seed: int) -> None:
-    """Change everything that is trained."""
+    """Change every trained tensor."""
     torch.manual_seed(seed)
     for parameter in model.parameters():
         if parameter.requires_grad:
@@ -55,7 +55,7 @@ def move(model: Any, seed: int) -> None:
 
 
 def saved(base: Path, peft: Peft, folder: Path) -> torch.Tensor:
-    """Save a trained adapter; returns what the model says with it."""
+    """Save a trained adapter; return the model's logits with it."""
     model = adapted(base, peft)
     move(model, 1)
     model.save_pretrained(folder)

@@ -1,6 +1,6 @@
-"""float16 under DeepSpeed's loss scaling: what overflows is skipped and said, and is resumed.
+"""float16 under DeepSpeed's loss scaling: overflowing steps are skipped, reported and resumed.
 
-The preflight refuses it on a CPU without AVX-512 FP16; see `half_jobs.py`.
+The preflight refuses float16 on a CPU without AVX-512 FP16; see `half_jobs.py`.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ def place(tmp_path_factory: pytest.TempPathFactory, base: Path, dataset: Path) -
 
 
 def by_job(names: Iterable[str], events: list[dict[str, Any]]) -> Steps:
-    """The events "step" of each job; they follow one another, and each ends with "done"."""
+    """Return the events "step" of each job; a job ends with "done"."""
     found: Steps = {name: [] for name in names}
     left = list(found)
     for event in events:
@@ -61,7 +61,7 @@ def whole(place: Place) -> tuple[dict[str, TrainJob], Steps]:
 
 @pytest.fixture(scope="module")
 def resumed(place: Place, whole) -> tuple[dict[str, TrainJob], Steps]:
-    """From the checkpoints of step 3, at which the scale is still too large."""
+    """Resume from the checkpoints of step 3, at which the scale is still too large."""
     jobs = {
         name: place.job(f"resumed-{name}", CASES[name], resume=complete(job.checkpoints)[0])
         for name, job in whole[0].items()
@@ -83,7 +83,7 @@ def test_steps_that_overflow_are_skipped_and_said(name: str, whole) -> None:
 
 @pytest.mark.parametrize("name", CASES)
 def test_the_scale_outlives_a_resume(name: str, whole, resumed) -> None:
-    """Begun anew at 2**24, more steps would be skipped, and all that follows would differ."""
+    """With a scale reset to 2**24 more steps would be skipped."""
     old, new = whole[0][name], resumed[0][name]
     assert [s["skipped"] for s in resumed[1][name]] == [s["skipped"] for s in whole[1][name][3:]]
     assert said(new)["losses"] == said(old)["losses"]

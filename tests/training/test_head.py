@@ -1,4 +1,4 @@
-"""The head in portions: the numbers of plain autograd, in a fraction of its memory."""
+"""The head in portions gives the numbers of plain autograd, in a fraction of its memory."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ SCALINGS = {
 
 
 def plain(head: nn.Linear, hidden: torch.Tensor, targets: torch.Tensor, scaling: Scaling):
-    """All logits at once, float64."""
+    """Compute all logits at once, in float64."""
     logits = hidden.double() @ head.weight.double().t()
     if head.bias is not None:
         logits = logits + head.bias.double()
@@ -57,7 +57,7 @@ def test_values_and_gradients_are_those_of_all_logits_at_once(
 
 
 def wrapped(kind: str) -> nn.Module:
-    """A head as peft leaves it: an adapter beside it, a trained copy of it, trained rows in it."""
+    """Return a head in peft's wrapper: with an adapter, a trained copy, or trained rows."""
     from peft.utils import ModulesToSaveWrapper
     from peft.utils.other import TrainableTokensWrapper
 
@@ -84,7 +84,7 @@ def wrapped(kind: str) -> nn.Module:
 def test_wrapped_heads_and_entropies(
     monkeypatch: pytest.MonkeyPatch, kind: str, name: str, portion: int
 ) -> None:
-    """Values and gradients are those of all logits at once; the head is called once."""
+    """Values and gradients equal those of all logits at once, and the head is called once."""
     monkeypatch.setattr(module, "PORTION", portion)
     plain_head, hidden, targets, weights = make()
     head, scaling = plain_head if kind == "frozen" else wrapped(kind), SCALINGS[name]

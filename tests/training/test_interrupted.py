@@ -1,4 +1,4 @@
-"""Real ranks that are killed, stopped, starved of disk or fed with what is not a number."""
+"""Real ranks that are killed or stopped, or that meet a full disk, no memory or NaN."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ Event = dict[str, Any]
 
 
 def at_step(step: int, act: Callable[[], None]) -> Callable[[Event], None]:
-    """Acts once, when a step's event comes."""
+    """Calls a function once, at the event of a step."""
     done: list[int] = []
 
     def observe(event: Event) -> None:
@@ -77,7 +77,7 @@ def test_killed_and_started_again_it_is_the_run_that_was_never_killed(
 def test_a_sample_that_is_not_a_number_is_named_with_rank_and_tensor(
     tmp_path: Path, base: Path, dataset: Path
 ) -> None:
-    """The base's embedding of one byte is NaN (not its row of the head), and one sample has it."""
+    """The base's embedding of one byte is NaN, and one sample contains the byte."""
     broken, data = tmp_path / "base", tmp_path / "data"
     for source, target in ((base, broken), (dataset, data)):
         target.mkdir()
@@ -128,7 +128,7 @@ def test_a_rank_that_is_stopped_ends_all_of_them_within_the_timeout(
 def test_a_checkpoint_that_cannot_be_written_leaves_the_last_one_intact(
     tmp_path: Path, base: Path, dataset: Path
 ) -> None:
-    """The system lets a rank write no file of more than 10 kB, as if its disk were full."""
+    """A limit of 10 kB per file stands for a full disk."""
 
     def starve() -> None:
         for pid in _rank_pids(tmp_path):
@@ -181,7 +181,7 @@ class TestOutOfMemory:
     def test_a_rank_that_gets_no_more_memory_says_what_to_change(
         self, tmp_path: Path, base: Path, dataset: Path
     ) -> None:
-        """The system gives rank 1 no more than it has when it begins, and rows of 5,000 tokens."""
+        """Rank 1 may allocate no more memory than it has at the start, for rows of 5,000 tokens."""
         batch = Batch(micro_batch_size=256, global_batch_size=512, max_steps=3, max_len=64)
         settings = replace(SETTINGS, peft=Peft(), zero=Zero(2), batch=batch)
 
@@ -211,7 +211,7 @@ class TestOutOfMemory:
 
 
 def test_the_first_gradient_that_is_not_finite_is_named() -> None:
-    """Of x / 0 the value is weighed with 0 in the loss; its gradient is not a number."""
+    """The loss weighs x / 0 with 0; only its gradient is NaN."""
     model = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.Linear(2, 2))
     watch = Watch(model)
     hidden = model[0](torch.ones(1, 2))

@@ -1,4 +1,4 @@
-"""Failures that people report of tools like this one, and the test that each stays dead by.
+"""Failures that users report of other trainers, and the test that rules out each.
 
 empty adapters under ZeRO-3
     tests/training/test_naive_save.py::test_peft_saves_empty_tensors_under_zero3_and_partitions_do_not
@@ -55,10 +55,10 @@ def test_every_known_failure_has_its_test(path: str, name: str) -> None:
 @pytest.mark.parametrize("begun_by", [1, 2])
 @pytest.mark.parametrize("taken", [2, 3, 4, 6])
 def test_no_sample_is_skipped_where_a_run_goes_on(begun_by: int, taken: int) -> None:
-    """50 examples and 16 a step: an epoch ends within step 4, and within step 7.
+    """With 50 examples and 16 per step, epochs end within steps 4 and 7.
 
-    Broken off after `taken` steps and gone on with, by as many ranks or by others: none comes a
-    second time before all have come a first time. (test_resume.py has the same of real runs.)
+    A run is interrupted after `taken` steps and resumed by any number of ranks: no example is
+    repeated before all were used. (test_resume.py tests real runs.)
     """
     examples = make_examples([3 + i % 7 for i in range(50)])
     batch = Batch(micro_batch_size=4, global_batch_size=16, max_steps=25)
@@ -74,8 +74,10 @@ def test_no_sample_is_skipped_where_a_run_goes_on(begun_by: int, taken: int) -> 
 
 
 def test_the_best_checkpoint_outlives_a_resume(tmp_path: Path) -> None:
-    """One checkpoint may stay. The best is older than the newest, which a run goes on from; what
-    is saved from then on takes the newest one's place, until there is a better one."""
+    """With `max_ckpt_num=1` the best checkpoint is kept beside the newest one.
+
+    New checkpoints replace only the newest one, until there is a better one.
+    """
     settings = Settings(save_steps=1, max_ckpt_num=1, evaluate=Evaluate(eval_steps=1))
     job = TrainJob(settings, tmp_path, "b", tmp_path, tmp_path / "out", tmp_path / "checkpoints")
     progress = Progress()
@@ -92,7 +94,7 @@ def test_the_best_checkpoint_outlives_a_resume(tmp_path: Path) -> None:
 
 
 def _save(job: TrainJob, progress: Progress, step: int, loss: float) -> None:
-    """What `loop.py` and `saving.py` do after a step, the tensors left out."""
+    """Save a checkpoint without tensors, as `loop.py` and `saving.py` do after a step."""
     progress.step = step
     judge(progress, {"loss": loss}, job.settings.evaluate, -1)
     work = checkpoint.work_folder(job.checkpoints, step)

@@ -1,4 +1,4 @@
-"""The estimate of a rank's memory against what one really takes, and the advice that it gives."""
+"""The estimated memory of a rank against the measured one."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ SHAPES: dict[str, dict[str, Any]] = {
 
 @pytest.fixture(scope="module")
 def model_of(tmp_path_factory: pytest.TempPathFactory, tokenizer) -> Callable[[str], Path]:
-    """Makes a Qwen2 of a given size once, random, bf16, tied."""
+    """Return a function that makes a random Qwen2 of a given size once, bf16, tied."""
     made: dict[str, Path] = {}
 
     def make(size: str) -> Path:
@@ -69,7 +69,7 @@ def random_model(path: Path, shape: dict[str, Any], tokenizer: Any) -> Path:
 
 @pytest.fixture(scope="module")
 def longest(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Examples of `LENGTH` tokens each, all of which but the first bear loss."""
+    """Write examples of `LENGTH` tokens, all but the first supervised."""
     path = tmp_path_factory.mktemp("longest")
     draw = random.Random(0)
     bears = [place > 0 for place in range(LENGTH)]
@@ -82,7 +82,7 @@ def longest(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def settings_of(ranks: int, *, samples: int = 2, **changes: Any) -> Settings:
-    """Two steps of `samples` of the longest samples a rank."""
+    """Return settings of two steps with `samples` of the longest samples per rank."""
     batch = Batch(samples, samples * ranks, max_steps=2, max_len=LENGTH)
     return replace(Settings(batch=batch, launch=Launch(nproc=ranks)), **changes)
 
@@ -90,7 +90,7 @@ def settings_of(ranks: int, *, samples: int = 2, **changes: Any) -> Settings:
 def measured(
     folder: Path, base: Path, data: Path, settings: Settings
 ) -> tuple[int, list[dict[str, Any]]]:
-    """The most bytes that a rank took in any phase, and what each of them took in each."""
+    """Return the peak bytes of a rank over all phases, and the peaks by rank and phase."""
     out = folder / "out"
     out.mkdir()
     TrainJob(settings, base, "d", data, out, folder / "checkpoints").write(folder / "job.json")

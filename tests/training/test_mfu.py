@@ -1,4 +1,4 @@
-"""Model FLOPs utilisation: formulas by hand, and only where a peak is known."""
+"""Model FLOPs utilisation: formulas by hand; only for devices with a known peak."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def test_frozen_weights_take_four() -> None:
 
 
 def test_what_palm_would_say_of_one_long_sequence() -> None:
-    """6 N + 12 L H Q T a token, with every token supervised and N without the embedding."""
+    """6 N + 12 L H Q T per token, with every token supervised and N without the embedding."""
     counts = Counts(1, (512,), 512, 512**2)
     palm = 6 * (LINEAR + 40) + 12 * 2 * 2 * 2 * 512
     assert step_flops(SMALL, Settings(), counts) == 512 * palm

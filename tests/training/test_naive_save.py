@@ -1,4 +1,4 @@
-"""The failure this project exists for, on the stack that is installed."""
+"""peft's own save under ZeRO-3 writes empty tensors, in the installed versions, too."""
 
 from __future__ import annotations
 

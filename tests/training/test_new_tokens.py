@@ -1,4 +1,4 @@
-"""Tokens that are new to the base: their rows are trained beside an adapter, and no others."""
+"""New tokens of the base: their embedding rows, and no others, are trained beside an adapter."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from tests.training.jobs import Left
 
 @pytest.mark.parametrize("name", ["rows_zero2", "rows_zero3"])
 def test_rows_of_new_tokens_are_trained(adapted: dict[str, Left], name: str) -> None:
-    """peft asks for CUDA here under ZeRO-3."""
+    """peft needs CUDA here under ZeRO-3."""
     run = adapted[name]
     assert run.losses == pytest.approx(adapted["rows_zero2"].losses, abs=2e-3)
     assert run.losses[-1] < run.losses[0] - 0.1

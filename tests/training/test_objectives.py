@@ -1,4 +1,4 @@
-"""Every loss beside its formula written out in float64; and that rows add up to the step."""
+"""Every loss against its formula in float64, and rows against the whole step."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def trained_roles(chosen: Objective) -> list[int]:
 
 
 def output_of(row: Row, chosen: Objective, seed: int = 1) -> ModelOutput:
-    """Numbers a model might say: the same for the same example, whichever row it lies in."""
+    """Return random model output that depends on the example, but not on its row."""
     each = len(trained_roles(chosen))
 
     def draw(example: int, role: int, count: int, kind: int) -> np.ndarray:
@@ -73,7 +73,7 @@ def sigmoid(x: np.ndarray) -> np.ndarray:
 
 
 def by_sequence(row: Row, output: ModelOutput) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """(E, 2) sums of log-probabilities, of the reference, and tokens; float64."""
+    """Return (E, 2) sums of log-probs, those of the reference, and token counts; float64."""
     assert output.logprobs is not None
     assert output.reference is not None
     logprobs, owner = output.logprobs.double().numpy(), row.owner.numpy()
@@ -191,7 +191,7 @@ def test_rows_add_up_to_the_step_however_examples_are_dealt(case: str) -> None:
 
 @pytest.mark.parametrize("case", CASES)
 def test_gradient_is_that_of_finite_differences(case: str) -> None:
-    """In float64, so that a wrong detach or a lost term shows."""
+    """In float64, so that a wrong detach or a missing term shows."""
     name, knobs, _ = CASES[case]
     made = objective(name, knobs)
     data = examples(made.roles)

@@ -1,7 +1,7 @@
-"""Offload trained for real: two ranks, Adam in host memory, parameters that are fetched.
+"""Real training with offload: two ranks, optimizer states and parameters in host memory.
 
-On a CPU both lie in the same memory, but the code is the one that a GPU's run takes: DeepSpeed's
-CPUAdam, compiled at first use (about two minutes, once a machine), and its own partitioning.
+On a CPU nothing moves, but the code is that of a GPU: DeepSpeed's CPUAdam, compiled at first use
+(about two minutes, once per machine), and its partitioning.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ def left(
 
 @pytest.mark.parametrize("name", OFFLOADED)
 def test_it_trains_what_is_trained_without(name: str, left: dict[str, TrainJob]) -> None:
-    """Losses of all four steps: to 1e-5 relative in fp32, to 1e-3 in bf16."""
+    """Losses of all four steps agree to 1e-5 (relative) in fp32 and to 1e-3 in bf16."""
     without = name.rpartition("-")[0]
     expected, found = said(left[without])["losses"], said(left[name])["losses"]
     assert len(found) == 4

@@ -1,4 +1,4 @@
-"""DeepSpeed's CPUAdam is built before there are ranks, and a killed build stops nobody."""
+"""DeepSpeed's CPUAdam is built before the ranks start, and a killed build blocks no later one."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def test_a_lock_that_nobody_holds_goes(tmp_path: Path, capsys: pytest.CaptureFix
 def test_a_lock_that_a_process_holds_is_waited_for(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """As torch holds it: created and kept open, removed when the library is there."""
+    """Like torch, the process creates the file, keeps it open and removes it after the build."""
     lock = tmp_path / "lock"
     hold = (
         "import os, sys; os.open(sys.argv[1], os.O_CREAT | os.O_EXCL); print(flush=True); input()"

@@ -1,4 +1,4 @@
-"""What is dealt to ranks and rows: everything once, evenly, and nothing that does not fit."""
+"""Assignment of examples to ranks and rows: all once, evenly, within a step's memory."""
 
 from __future__ import annotations
 
@@ -43,8 +43,10 @@ def test_every_held_out_example_counts_once_and_ranks_pass_equally_often(
 def test_a_held_out_row_needs_no_more_memory_than_a_step(
     roles: int, longest: int, rows: int
 ) -> None:
-    """Eight examples a row where they are short; of the longest one, as a micro-batch of one has:
-    with eight a 72 B model that trains at 4096 tokens would run out of memory in its evaluation."""
+    """A row has eight short examples, but only one of the longest if the micro-batch is 1.
+
+    With eight, a 72 B model that trains at 4096 tokens would run out of memory in evaluations.
+    """
     batch = Batch(micro_batch_size=1, max_len=64)
     found = heldout_rounds(make_examples([longest] * 16, roles=roles), batch, world_size=1, rank=0)
     assert len(found) == rows

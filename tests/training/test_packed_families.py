@@ -1,4 +1,4 @@
-"""Every family packed, and alone: the same losses, the same gradients, and no neighbour is seen."""
+"""Every family, packed and unpacked: the same losses and gradients; sequences do not mix."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ EAGER = {"gemma2"}  # sdpa leaves its attention cap out
 
 
 def make_model(family: str, attention: str) -> Any:
-    """Tiny, real, fp32, with weights that are neither flat nor equal."""
+    """Make a tiny real model in fp32 with varied weights."""
     torch.manual_seed(0)
     config = FAMILIES[family].config(**CHANGES.get(family, {}))
     kind = auto_class(config)
@@ -96,7 +96,7 @@ def test_flash_attention_is_told_the_sequences_once_a_row(
 ) -> None:
     """transformers' own path to flash-attn, with a stand-in for its kernel.
 
-    Left to itself it derives the bounds from the positions in every layer.
+    Without the bounds it derives them from the positions in every layer.
     """
     from transformers import modeling_flash_attention_utils as flash
 
@@ -136,7 +136,7 @@ def test_flash_attention_is_told_the_sequences_once_a_row(
 
 
 def _causal(q: Any, k: Any, v: Any, window: tuple[int, int] | None) -> torch.Tensor:
-    """One sequence, (t, heads, d); a window of `window[0]` tokens before each."""
+    """Compute attention of one sequence, (t, heads, d); each token sees `window[0]` before it."""
     place = torch.arange(len(q))
     back = place[:, None] - place[None]
     seen = (back >= 0) & (back <= (window[0] if window else len(q)))
@@ -166,7 +166,7 @@ def test_scores_are_those_of_each_sequence_alone() -> None:
 
 
 def test_a_pass_that_is_not_the_models_own_is_noticed() -> None:
-    """The self-check: neighbours that are seen, and logits that are changed."""
+    """The self-check notices mixed sequences and changed logits."""
     examples = make_examples([40, 40], vocabulary=88)
     model = make_model("llama", "sdpa")
     take_rows(model)
@@ -183,7 +183,7 @@ def test_a_pass_that_is_not_the_models_own_is_noticed() -> None:
 
 
 class Doubling(torch.nn.Module):
-    """A head that answers differently to whole sequences."""
+    """A head with other results for whole sequences."""
 
     def __init__(self, head: torch.nn.Module) -> None:
         super().__init__()

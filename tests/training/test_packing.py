@@ -1,4 +1,4 @@
-"""Rows: every token once, in its place, whatever the lengths."""
+"""Packed rows: every token once, at its position, whatever the lengths."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ LENGTHS = st.lists(st.integers(1, 90), min_size=1, max_size=24)
 
 
 def spans(row: Row) -> list[tuple[int, int]]:
-    """Where each sequence begins and ends in the row, in the order of `ends`."""
+    """Return begin and end of each sequence in the row, in the order of `ends`."""
     return [(int(e) - int(row.positions[0, e]), int(e) + 1) for e in row.ends]
 
 

@@ -1,4 +1,4 @@
-"""A token that the base's embedding has no row for: refused before anything starts."""
+"""A token without a row in the base's embedding is refused before anything starts."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ ROWS = 259  # 256 bytes and three special tokens
 
 
 def with_tokenizer(base: Path, folder: Path, **changes: Any) -> Path:
-    """The same weights beside a tokenizer that was changed and saved by transformers."""
+    """Save the same weights with a tokenizer changed by transformers."""
     shutil.copytree(base, folder)
     tokenizer = make_tokenizer()
     tokenizer.add_special_tokens(changes)
@@ -39,7 +39,7 @@ def test_a_pad_token_without_a_row_is_named(base: Path, tmp_path: Path) -> None:
 
 
 def test_a_pad_token_that_no_vocabulary_knows_is_named(base: Path, tmp_path: Path) -> None:
-    """transformers would give it the next id when it loads the tokenizer: one without a row."""
+    """transformers gives it the next id when it loads the tokenizer, an id without a row."""
     base = Path(shutil.copytree(base, tmp_path / "base"))
     path = base / "tokenizer_config.json"
     path.write_text(json.dumps({**json.loads(path.read_text()), "pad_token": "[PAD]"}))

@@ -1,4 +1,4 @@
-"""PiSSA's initialisation: an adapter begins as its base's principal components, and moves alone."""
+"""PiSSA's initialisation: the adapter begins with the base's principal components."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from tests.training.jobs import Left
 def test_pissa_begins_as_the_base_in_its_principal_components(
     adapted: dict[str, Left], base: Path, name: str
 ) -> None:
-    """Meng et al. 2024, eq. 2 and 3; and the half that stands for them stays as it was."""
+    """Meng et al. 2024, eq. 2 and 3; the subtracted half does not change."""
     assert adapted[name].losses[0] == pytest.approx(adapted["lora_zero2"].losses[0], abs=1e-4)
     said = adapted[name].json("adapter_config.json")
     assert (said["r"], said["lora_alpha"], said["init_lora_weights"]) == (8, 16, True)

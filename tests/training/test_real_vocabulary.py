@@ -1,7 +1,7 @@
-"""ZeRO-3 at a vocabulary of a real size, where the head of each rank computes in portions.
+"""ZeRO-3 with a vocabulary of real size, at which ranks compute their head in portions.
 
-A head that is called once per portion leaves a rank with more of them waiting for a gather that
-the others never start: the collective timeout of `uneven_ranks.py` ends that.
+If the head were called once per portion, a rank with more portions would wait for a gather that the
+others never start, until the collective timeout of `uneven_ranks.py`.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ CHEAP = ("full", "head-saved")
 
 
 def run(folder: Path, tokenizer, names: Sequence[str], *, tied: bool) -> Path:
-    """Train these cases in one launch of two ranks; returns where they wrote."""
+    """Train these cases in one launch of two ranks; return their folder."""
     sizes = {"vocab_size": VOCABULARY, "hidden_size": 16, "num_hidden_layers": 1}
     base = save_base(folder / "base", tokenizer, tie_word_embeddings=tied, **sizes)
     flags = ("--standalone", "--nproc-per-node", "2", "-m", "tests.training.uneven_ranks")

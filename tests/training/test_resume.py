@@ -1,4 +1,4 @@
-"""A resumed run is the run that was never interrupted: same losses, same final bytes."""
+"""A resumed run equals an uninterrupted one: same losses, same final bytes."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def place(tmp_path_factory: pytest.TempPathFactory, base: Path, dataset: Path) -
 
 @pytest.fixture(scope="module")
 def whole(place: Place) -> dict[str, TrainJob]:
-    """Every case, trained without a break; its checkpoints are of steps 3 and 6."""
+    """Train every case without interruption, with checkpoints of steps 3 and 6."""
     jobs = {name: place.job(f"whole-{name}", settings) for name, settings in CASES.items()}
     place.run(list(jobs.values()))
     return jobs
@@ -68,7 +68,7 @@ def step_3(job: TrainJob) -> Path:
 
 @pytest.fixture(scope="module")
 def resumed(place: Place, whole: dict[str, TrainJob]) -> dict[str, TrainJob]:
-    """From the checkpoints of step 3, by as many ranks."""
+    """Resume from the checkpoints of step 3 with the same number of ranks."""
     jobs = {
         name: place.job(f"resumed-{name}", CASES[name], resume=step_3(job))
         for name, job in whole.items()
@@ -79,7 +79,7 @@ def resumed(place: Place, whole: dict[str, TrainJob]) -> dict[str, TrainJob]:
 
 @pytest.fixture(scope="module")
 def alone(place: Place, whole: dict[str, TrainJob]) -> dict[str, TrainJob]:
-    """From the checkpoints of step 3, by one rank instead of two."""
+    """Resume from the checkpoints of step 3 with one rank instead of two."""
     jobs = {}
     for name in CONVERTIBLE:
         job = whole[name]
@@ -103,7 +103,7 @@ class TestTheSameRanks:
 
     @pytest.mark.parametrize("name", CASES)
     def test_every_byte_that_is_published_is_equal(self, name, whole, resumed) -> None:
-        """Only `train.json` tells how long it took."""
+        """Only `train.json` has durations."""
         expected, found = (files(jobs[name].out) for jobs in (whole, resumed))
         assert sorted(found) == sorted(expected)
         differ = [path for path in expected if expected[path] != found[path]]
@@ -117,8 +117,10 @@ class TestTheSameRanks:
 
 
 class TestOtherRanks:
-    """Sums are grouped in another way, so that only rounding may differ; and every rank draws its
-    own dropout, so that of cases with it only the first step afterwards is compared."""
+    """Another number of ranks changes the order of sums, so only rounding may differ.
+
+    Dropout depends on the rank: of cases with dropout only the first step is compared.
+    """
 
     @pytest.mark.parametrize("name", [n for n in CONVERTIBLE if CASES[n].peft.dropout == 0])
     def test_losses_agree(self, name, whole, alone) -> None:

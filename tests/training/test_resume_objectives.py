@@ -1,8 +1,7 @@
-"""Runs of every objective that broke off and went on: the same losses, the same final bytes.
+"""Resumed runs of every objective equal uninterrupted ones: same losses, same final bytes.
 
-As `test_resume.py` for SFT: what is particular to an objective has to be found again, too. A reward
-model's head is trained in full, DPO's reference is written once or is the base below the adapter,
-KTO's mismatched answers are dealt by the seed; and Adam's moments may lie in host memory.
+Like `test_resume.py` for SFT, with the state of each objective: a reward model's head, DPO's stored
+reference or the base below the adapter, KTO's mismatched answers; and optimizer offload.
 """
 
 from __future__ import annotations
@@ -56,7 +55,7 @@ def word(draw: random.Random) -> str:
 
 
 def rows_for(objective: str, count: int) -> list[dict[str, Any]]:
-    """Copy a word: the right answer and, where there is one, a wrong one."""
+    """Make rows to copy a word: the right answer and, for pairs, a wrong one."""
     draw, found = random.Random(0), []
     for number in range(count):
         right, name = word(draw), f"s{number}"
@@ -72,7 +71,7 @@ def rows_for(objective: str, count: int) -> list[dict[str, Any]]:
 
 @pytest.fixture(scope="module")
 def data(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    """A dataset an objective: 50 examples, 10 more held out."""
+    """Write a dataset per objective: 50 training and 10 evaluation examples."""
     root = tmp_path_factory.mktemp("data")
     folders = {}
     for objective in {case.objective for case in CASES.values()}:
@@ -103,7 +102,7 @@ def whole(places: dict[str, Place]) -> dict[str, TrainJob]:
 
 @pytest.fixture(scope="module")
 def resumed(places: dict[str, Place], whole: dict[str, TrainJob]) -> dict[str, TrainJob]:
-    """From the checkpoints of step 3."""
+    """Resume from the checkpoints of step 3."""
     jobs = {}
     for name, case in CASES.items():
         (step_3,) = [p for p in complete(whole[name].checkpoints) if p.name == "step-00000003"]
@@ -123,7 +122,7 @@ def test_losses_and_evaluations_are_equal(name, whole, resumed) -> None:
 
 @pytest.mark.parametrize("name", CASES)
 def test_every_byte_that_is_published_is_equal(name, whole, resumed) -> None:
-    """Only `train.json` tells how long it took."""
+    """Only `train.json` has durations."""
     expected, found = (files(jobs[name].out) for jobs in (whole, resumed))
     assert sorted(found) == sorted(expected)
     differ = [path for path in expected if expected[path] != found[path]]
@@ -141,7 +140,7 @@ def test_it_went_on_and_did_not_begin_anew(name, resumed) -> None:
 def test_killed_and_started_again_it_is_the_run_that_was_never_killed(
     name: str, tmp_path: Path, base: Path, data: dict[str, Path]
 ) -> None:
-    """kill -9 of all ranks after step 5; the checkpoint of step 4 is the newest then."""
+    """All ranks get kill -9 after step 5, when the checkpoint of step 4 is the newest."""
     settings = replace(CASES[name], save_steps=2)
     folders = {one: tmp_path / one for one in ("whole", "killed")}
     for folder in folders.values():

@@ -48,7 +48,7 @@ LIVE_HEAD = "base_model.model.score.modules_to_save.default.weight"
 
 @pytest.fixture(scope="module")
 def wide(tmp_path_factory: pytest.TempPathFactory, tokenizer) -> Path:
-    """A Qwen2 as wide as the 14B one, 5120, and as small as that can be; its head is untied."""
+    """Save a minimal Qwen2 of width 5120, that of the 14B model, with an untied head."""
     return save_base(
         tmp_path_factory.mktemp("wide"),
         tokenizer,
@@ -64,7 +64,7 @@ def wide(tmp_path_factory: pytest.TempPathFactory, tokenizer) -> Path:
 
 @pytest.fixture(scope="module")
 def pairs(tmp_path_factory: pytest.TempPathFactory, tokenizer) -> Path:
-    """Pairs whose chosen answer is in capitals."""
+    """Write pairs whose chosen answer is in capitals."""
     folder = tmp_path_factory.mktemp("pairs")
     draw = random.Random(0)
 
@@ -107,7 +107,7 @@ def run(request: pytest.FixtureRequest) -> Left:
 
 
 def test_the_head_is_trained_in_full_and_lies_in_the_shards(run: Left) -> None:
-    """`score.weight` not saved, saved as [0], or with a LoRA on it: how reward models get lost."""
+    """Known failures elsewhere: `score.weight` not saved, saved as [0], or with a LoRA on it."""
     full, start = run.stitched(), run.stitched("start")
     adapted = run.wanted.settings.peft.kind != "none"
     key = LIVE_HEAD if adapted else "score.weight"

@@ -1,4 +1,4 @@
-"""Settings, DeepSpeed's configuration and the memory estimate: pure, and free of torch."""
+"""Settings, DeepSpeed's configuration and the memory estimate, without torch."""
 
 from __future__ import annotations
 
@@ -78,7 +78,7 @@ SCHEMA = {
 
 @pytest.mark.parametrize("kind", [*JOB, *ONLINE], ids=lambda kind: kind.__name__)
 def test_there_is_one_set_of_defaults(kind: type) -> None:
-    """The job has the defaults of the schema; where a rule computes a default, it has none."""
+    """A job has the defaults of the configuration, except those that a rule computes."""
     usual = {f.name: f for f in fields(SCHEMA.get(kind, learning.Train))}
     if kind is job.Settings:
         usual |= {f.name: f for f in fields(inputs.Model)}
@@ -153,7 +153,7 @@ def test_deepspeed_config_by_value() -> None:
 
 @pytest.mark.parametrize(("stage", "overlaps"), [(1, False), (2, False), (3, True)])
 def test_on_gpus_deepspeed_decides_what_runs_at_the_same_time(stage: int, overlaps: bool) -> None:
-    """Communication beside arithmetic, and page-locked memory, without which copies wait."""
+    """Overlapped communication, and page-locked memory, without which copies block."""
     from deepspeed.runtime.zero.config import DeepSpeedZeroConfig
 
     zero = Zero(stage, offload_optimizer="cpu", offload_param="cpu" if stage == 3 else "none")
@@ -181,7 +181,7 @@ def test_sizes_of_a_published_model() -> None:
 
 @pytest.mark.parametrize("key", ["num_local_experts", "num_experts", "n_routed_experts"])
 def test_a_mixture_of_experts_is_not_reckoned_as_one_of_them(key: str) -> None:
-    """A plan that says "unknown" is worth more than an eighth of the truth."""
+    """A plan had better say "unknown" than count one of eight experts."""
     with pytest.raises(KeyError, match="mixture of experts"):
         Sizes.of({**QWEN_7B, key: 8})
     assert Sizes.of({**QWEN_7B, key: 0}) == Sizes.of(QWEN_7B)
@@ -219,7 +219,7 @@ def test_the_step_has_the_activations_memory_again_on_a_gpu() -> None:
 
 
 def test_a_cpu_keeps_small_pieces_and_the_holes_between_them() -> None:
-    """0.1 B, two of 256 tokens: layers' pieces are below 32 MiB, the head's above."""
+    """0.1 B, two samples of 256 tokens: a layer allocates pieces below 32 MiB, the head above."""
     small = {"hidden_size": 768, "intermediate_size": 2048, "num_hidden_layers": 12,
              "num_attention_heads": 12, "num_key_value_heads": 4, "vocab_size": 32000,
              "tie_word_embeddings": True}  # fmt: skip
@@ -252,7 +252,7 @@ def test_what_is_offloaded_is_on_the_host() -> None:
 
 
 def test_a_score_head_is_no_table_and_a_critic_leaves_its_table_alone() -> None:
-    """Neither has logits; transformers' classifier has no output head, a critic a frozen one."""
+    """Neither has logits: transformers' classifier has no output head, a critic a frozen one."""
     weights, table = 7_615_616_512 - 28 * 4_608, 152064 * 3584
     settings = Settings(zero=Zero(2))
     reward = estimate(QWEN_7B, replace(settings, objective="reward"), 4, gpu=True)
@@ -300,7 +300,7 @@ def test_weights_of_adapters() -> None:
 
 
 def test_keys_and_values_of_a_published_model() -> None:
-    """Qwen2.5-7B holds 56 KiB a token in 16 bits: 2 x 28 layers x 4 heads x 128 x 2 bytes."""
+    """Qwen2.5-7B needs 56 KiB per token in 16 bits: 2 x 28 layers x 4 heads x 128 x 2 bytes."""
     assert Sizes.of(QWEN_7B).kv_cache(1) == 57_344
 
 
@@ -314,7 +314,7 @@ def test_what_the_flow_imports_needs_no_torch() -> None:
 
 
 def deepspeed_s(name: str, file: str) -> Callable[..., tuple[int, ...]]:
-    """A function of DeepSpeed's that is arithmetic alone, without importing DeepSpeed."""
+    """Return a DeepSpeed function that is plain arithmetic, without importing DeepSpeed."""
     spec = find_spec("deepspeed")
     assert spec is not None
     assert spec.origin is not None
@@ -328,8 +328,11 @@ def deepspeed_s(name: str, file: str) -> Callable[..., tuple[int, ...]]:
 
 @pytest.mark.parametrize("ranks", [1, 4, 8])
 def test_states_beside_deepspeed_s_own_estimates(ranks: int) -> None:
-    """DeepSpeed divides 18 bytes a weight, 2 of them in the step, in which torch's AdamW takes 6
-    more (12 of a sub-group under ZeRO-3); and ZeRO-3 gathers 10^9 weights ahead, not a layer."""
+    """Compare with DeepSpeed's estimates, which differ in two known ways.
+
+    DeepSpeed counts 18 bytes per weight, 2 of them in the step, where torch's AdamW takes 6 more
+    (12 of a sub-group under ZeRO-3); and ZeRO-3 gathers 10^9 weights ahead, not one layer.
+    """
     sizes = Sizes.of(QWEN_7B)
     weights = sizes.weights()
     zero2 = deepspeed_s("estimate_zero2_model_states_mem_needs", "stage_1_and_2.py")

@@ -1,4 +1,4 @@
-"""Tokenised once, made again when anything changes or was damaged."""
+"""Splits are tokenised once, and again if anything changes or is damaged."""
 
 from __future__ import annotations
 
@@ -93,7 +93,7 @@ class TestCache:
         others: list[Examples] = []
 
         def meanwhile(cache: TokenCache) -> Path:
-            """The other run finishes between this one's look and its rename."""
+            """Let another run publish the entry between this run's check and its rename."""
             monkeypatch.setattr(TokenCache, "stage", stage)
             others.append(load(job, CONVERSATIONS))
             return stage(cache)
@@ -104,7 +104,7 @@ class TestCache:
         assert len(list((tmp_path / "tokens").iterdir())) == 1
 
     def test_two_ranks_write_what_one_does(self, base, tmp_path) -> None:
-        """Real ranks: every one of them stops at bad data, and the bytes do not depend on them."""
+        """Real ranks: all of them stop at bad data, and the bytes do not depend on their number."""
         write(tmp_path, ROWS)
         write(tmp_path, [*ROWS[:299], {"id": "bad", "messages": []}], "heldout")
         job = job_for(tmp_path, base)

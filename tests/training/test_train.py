@@ -1,4 +1,4 @@
-"""Real torchrun, two ranks: what each way of training leaves behind, and how it fails."""
+"""Real torchrun with two ranks: the files of each kind of training, and its failures."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ class Run:
         return json.loads((self.out / name).read_text())
 
     def stitched(self) -> dict[str, torch.Tensor]:
-        """All trained tensors, put together with nothing but the shards' own metadata."""
+        """Join all trained tensors by the metadata of the shards alone."""
         shapes = {n: p["shape"] for n, p in self.json("partitions.json")["parameters"].items()}
         full = {n: torch.full((int(np.prod(s)),), torch.nan) for n, s in shapes.items()}
         for path in sorted((self.out / "shards").iterdir()):
@@ -145,7 +145,7 @@ def test_partitions_cover_every_trained_tensor(run: Run) -> None:
 
 
 def test_stitched_weights_are_the_model_that_was_trained(run: Run, base: Path) -> None:
-    """An independent scorer on the stitched tensors gives the live engine's fingerprint."""
+    """An independent scorer gives the live engine's fingerprint on the joined tensors."""
     model = load_trained(run, base).eval()
     reference = Fingerprint.load(run.out / "fingerprint.fp")
     torch.set_num_threads(1)
@@ -251,7 +251,7 @@ def test_a_rank_that_dies_ends_all_of_them(tmp_path: Path, base: Path, dataset: 
 
 
 def _rank_pids(folder: Path) -> list[int]:
-    """Processes of this machine that run our job, torchrun itself and its parents left out."""
+    """Return the processes that run this job, without torchrun and its parents."""
     mark = f"tasks.training\0{(folder / 'checkpoints' / 'job.json').resolve()}"
     found = []
     for path in Path("/proc").glob("[0-9]*/cmdline"):

@@ -1,4 +1,4 @@
-"""Our losses beside TRL's trainers: same tiny model, same tokens, fp32."""
+"""Losses against TRL's trainers: same tiny model, same tokens, fp32."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from tasks.training.model.packed_model import take_rows
-from tasks.training.objectives import Said, objective
+from tasks.training.objectives import ModelOutput, objective
 from tasks.training.tokens.examples import Examples
 from tasks.training.tokens.order import Counts
 from tasks.training.tokens.packing import Row, pack
@@ -50,7 +50,7 @@ def model(base: Path) -> Any:
 
 @pytest.fixture
 def other(base: Path) -> Any:
-    """A reference that is not the policy."""
+    """A reference model that differs from the policy."""
     from transformers import AutoModelForCausalLM
 
     torch.manual_seed(3)
@@ -64,7 +64,7 @@ def other(base: Path) -> Any:
 def to_examples(
     ids: torch.Tensor, attention: torch.Tensor, bears: torch.Tensor, roles: tuple[str, ...]
 ) -> Examples:
-    """TRL's padded batch, all chosen before all rejected, as examples."""
+    """Convert TRL's padded batch, all chosen before all rejected, to examples."""
     count = len(ids) // len(roles)
     flat_ids, flat_bears, bounds = [], [], [0]
     for example in range(count):
@@ -129,8 +129,8 @@ def test_dpo(
     row = pack(examples, range(len(examples)))
     for one in (model, other):
         take_rows(one)
-    said = Said(logprobs=model(row=row), reference=sums(other, row))
-    found = made.loss(said, row, counts_of(examples)).value
+    output = ModelOutput(logprobs=model(row=row), reference=sums(other, row))
+    found = made.loss(output, row, counts_of(examples)).value
     assert found.item() == pytest.approx(wanted.item(), rel=TOLERANCE)
 
 
@@ -169,8 +169,8 @@ def test_kto(tmp_path: Path, model: Any, other: Any, tokenizer: Any) -> None:
     apart = pack(examples, everything, roles=[1])
     baseline = (sums(model, apart) - sums(other, apart)).mean()
     row = pack(examples, everything, roles=[0])
-    said = Said(logprobs=model(row=row), reference=sums(other, row), baseline=baseline)
-    found = made.loss(said, row, counts_of(examples)).value
+    output = ModelOutput(logprobs=model(row=row), reference=sums(other, row), baseline=baseline)
+    found = made.loss(output, row, counts_of(examples)).value
     assert found.item() == pytest.approx(wanted.item(), rel=TOLERANCE)
 
 
@@ -199,7 +199,7 @@ def test_reward(center: float | None, tmp_path: Path, base: Path, tokenizer: Any
     examples = to_examples(batch["input_ids"], mask, mask.clone(), made.roles)
     row = pack(examples, range(len(examples)))
     take_rows(model)
-    found = made.loss(Said(scores=model(row=row)), row, counts_of(examples)).value
+    found = made.loss(ModelOutput(scores=model(row=row)), row, counts_of(examples)).value
     assert found.item() == pytest.approx(wanted.item(), rel=1e-5)
 
 
@@ -222,12 +222,12 @@ def test_sft(tmp_path: Path, model: Any, tokenizer: Any) -> None:
     )
     row = pack(examples, range(len(examples)))
     take_rows(model)
-    found = made.loss(Said(logprobs=model(row=row)), row, counts_of(examples)).value
+    found = made.loss(ModelOutput(logprobs=model(row=row)), row, counts_of(examples)).value
     assert found.item() == pytest.approx(wanted.item(), rel=TOLERANCE)
 
 
 def means() -> tuple[torch.Tensor, torch.Tensor, Row]:
-    """Mean log-probabilities of three pairs, and a row in which they would be said."""
+    """Return mean log-probabilities of three pairs, and a packed row for them."""
     draw = torch.Generator().manual_seed(0)
     chosen, rejected = -2 * torch.rand(2, 3, generator=draw) - 0.05
     ids = torch.arange(18).reshape(6, 3)
@@ -236,10 +236,10 @@ def means() -> tuple[torch.Tensor, torch.Tensor, Row]:
     return chosen, rejected, pack(examples, range(3))
 
 
-def said_of(chosen: torch.Tensor, rejected: torch.Tensor) -> Said:
-    """Every token at its sequence's mean."""
+def output_of(chosen: torch.Tensor, rejected: torch.Tensor) -> ModelOutput:
+    """Return model output in which every token has the mean of its sequence."""
     by_sequence = torch.stack([chosen, rejected], dim=1).reshape(-1)
-    return Said(logprobs=by_sequence.repeat_interleave(2))
+    return ModelOutput(logprobs=by_sequence.repeat_interleave(2))
 
 
 def test_orpos_odds_ratio() -> None:
@@ -250,7 +250,7 @@ def test_orpos_odds_ratio() -> None:
     losses = ORPOTrainer.odds_ratio_loss(theirs, chosen, rejected)[0]
     wanted = -chosen.mean() - losses.mean()  # TRL subtracts it from the cross-entropy
     loss = objective("orpo", {"beta": 0.4}).loss(
-        said_of(chosen, rejected), row, Counts(3, (6, 6), 0)
+        output_of(chosen, rejected), row, Counts(3, (6, 6), 0)
     )
     assert loss.value.item() == pytest.approx(wanted.item(), rel=TOLERANCE)
 
@@ -269,6 +269,6 @@ def test_simpo() -> None:
     )
     wanted = CPOTrainer.cpo_loss(theirs, chosen, rejected)[0].mean()
     loss = objective("simpo", {"beta": 2.5, "gamma": 0.8}).loss(
-        said_of(chosen, rejected), row, Counts(3, (6, 6), 0)
+        output_of(chosen, rejected), row, Counts(3, (6, 6), 0)
     )
     assert loss.value.item() == pytest.approx(wanted.item(), rel=TOLERANCE)

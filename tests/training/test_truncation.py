@@ -1,4 +1,4 @@
-"""The truncation rule: what is cut, what is refused, what is counted."""
+"""Truncation: samples cut, refused and counted."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from tasks.training.tokens.truncation import Rule, Tally, refuse_truncated, trun
 
 
 def sample(name: str, *lengths: int, prompt: int = 5, start: int = 0) -> Example:
-    """Sequences with a common prompt; answers count up from different numbers."""
+    """Make sequences with a common prompt and answers of different numbers."""
     made = []
     for role, length in enumerate(lengths):
         tail = [start + 1000 * role + i for i in range(length - prompt)]
@@ -37,7 +37,7 @@ class TestTruncation:
         assert not tally.left_out
 
     def account(self, *lengths: int, rule: str = "truncate") -> dict[str, Any]:
-        """Counts of samples of these lengths, under a limit of 10."""
+        """Return the counts of samples of these lengths, under a limit of 10."""
         examples = [sample(str(n), length) for n, length in enumerate(lengths)]
         return self.run(Rule(10, rule), *examples)[1].counts()
 

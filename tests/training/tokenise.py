@@ -1,4 +1,4 @@
-"""Run by torchrun: tokenise both splits and say what came of it."""
+"""Run by torchrun: tokenise both splits and print the result."""
 
 from __future__ import annotations
 

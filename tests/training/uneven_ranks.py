@@ -2,9 +2,8 @@
 
 torchrun ... -m tests.training.uneven_ranks OUT BASE CASE ...
 
-The head computes 220 tokens at a time at this vocabulary, so that one rank has several portions
-where the other has one. Every case is trained under ZeRO-0 and under ZeRO-3, and writes what it
-measured on the way.
+With this vocabulary the head computes 220 tokens at a time, so one rank has several portions and
+the other has one. Every case is trained under ZeRO-0 and ZeRO-3, and writes its measurements.
 """
 
 from __future__ import annotations
@@ -47,7 +46,7 @@ ROUNDS = ((230, 20), (20, 230))
 
 
 def measure(job: TrainJob, ranks: Any) -> dict[str, list[float]]:
-    """Take a step a round; sums over ranks of what was seen before it, and the gradient's norm."""
+    """Take one step per round; return metrics summed over ranks, and the norms of the gradients."""
     import torch
 
     from tasks.training.engine.deepspeed_engine import start_engine
@@ -80,7 +79,7 @@ def measure(job: TrainJob, ranks: Any) -> dict[str, list[float]]:
 
 
 def row_of(tokens: int, *, seed: int) -> Any:
-    """A packed row of one text."""
+    """Return a packed row of one text."""
     import numpy as np
 
     from tasks.training.tokens.examples import Examples
@@ -94,7 +93,7 @@ def row_of(tokens: int, *, seed: int) -> Any:
 
 
 def main(out: Path, base: Path, names: list[str]) -> None:
-    """Train all of them in this process group."""
+    """Train all cases in this process group."""
     start_lean()
     from tasks.process.exit_process import end_process
     from tasks.training.engine.deepspeed_engine import Ranks

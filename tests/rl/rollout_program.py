@@ -41,8 +41,8 @@ from tasks.training.engine.deepspeed_engine import Ranks, start_engine  # noqa: 
 from tasks.training.engine.zero_config import deepspeed_config  # noqa: E402
 from tasks.training.job import TrainJob  # noqa: E402
 from tasks.training.model.build import load_model, load_tokenizer  # noqa: E402
+from tasks.training.model.gather_params import gathered  # noqa: E402
 from tasks.training.model.packed_model import give_back_attention, model_of  # noqa: E402
-from tasks.training.model.score_head import gathered  # noqa: E402
 from tests.rl.stale_faults import stale_weights  # noqa: E402
 
 END = 256

@@ -13,10 +13,11 @@ from pathlib import Path
 from typing import Any
 
 from tasks.training.job import Peft, Zero
-from tasks.training.tokens.examples import Example, Tokens, write_examples
+from tasks.training.tokens.examples import Example, Tokens
 from tasks.weights.files.add_tokens import grow
 from tests.settings import Batch, Optim, Settings
 from tests.training.conftest import save_base
+from tests.training.datasets import write_examples
 from tests.training.jobs import Left, Wanted, run_jobs
 
 ZERO3 = Zero(3, persistence_threshold=0)
@@ -84,7 +85,7 @@ def write_words(folder: Path, tokenizer: Any, begin: list[int]) -> Path:
         ids = [*begin, *tokenizer(f" {word}: {word}")["input_ids"], tokenizer.eos_token_id]
         return Example(f"s{i}", (Tokens(ids, [False] * 5 + [True] * (len(ids) - 5)),))
 
-    write_examples(folder, [example(i) for i in range(64)], roles=("text",), notes={})
+    write_examples(folder, [example(i) for i in range(64)], roles=("text",))
     return folder
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -13,24 +13,12 @@ import torch
 
 from tasks.training.job import TrainJob
 from tasks.training.model.build import load_tokenizer
+from tasks.training.tokens.count_truncated import SingleRank
 from tasks.training.tokens.data import load_split
-from tasks.training.tokens.examples import Examples
+from tasks.training.tokens.examples import Example, Examples, Writer, describe
 from tests.settings import Batch, Settings
 
 Row = dict[str, Any]
-
-
-class Alone:
-    """A single rank, in place of `Ranks`."""
-
-    rank, world_size, first = 0, 1, True
-
-    def all_objects(self, value: Any) -> list[Any]:
-        """Return the value of the only rank."""
-        return [value]
-
-    def barrier(self) -> None:
-        """Do nothing."""
 
 
 def user(text: str) -> dict[str, str]:
@@ -53,6 +41,14 @@ def write(folder: Path, rows: list[Row], split: str = "train") -> Path:
     return path
 
 
+def write_examples(folder: Path, examples: Iterable[Example], *, roles: Sequence[str]) -> None:
+    """Write `examples` into an existing empty folder."""
+    with Writer(folder, roles=roles) as writer:
+        for example in examples:
+            writer.add(example)
+    describe(folder, roles=roles, values=writer.values or (), notes={})
+
+
 def job_for(folder: Path, base: Path, **changes: Any) -> TrainJob:
     batch = Batch(max_len=changes.pop("max_len", 64), **changes.pop("batch", {}))
     settings = Settings(batch=batch, **changes)
@@ -61,7 +57,7 @@ def job_for(folder: Path, base: Path, **changes: Any) -> TrainJob:
 
 
 def load(job: TrainJob, roles: tuple[str, ...]) -> Examples:
-    ranks: Any = Alone()
+    ranks: Any = SingleRank()
     return load_split(job, "train", roles=roles, tokenizer=load_tokenizer(job), ranks=ranks)
 
 

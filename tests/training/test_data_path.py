@@ -15,11 +15,11 @@ from hypothesis import strategies as st
 
 from tasks.core.errors import ConfigError, DataError
 from tasks.training.model.build import load_tokenizer
+from tasks.training.tokens.count_truncated import SingleRank
 from tasks.training.tokens.data import load_split
 from tasks.training.tokens.example_spec import CONVERSATIONS, LABELLED, PAIRS, Drafts
 from tasks.training.tokens.rows import RowFile
 from tests.training.datasets import (
-    Alone,
     answer,
     data_events,
     job_for,
@@ -149,7 +149,7 @@ class TestRows:
                 load(job, PAIRS)
             longest = int(no.value.hint.partition(" ")[0].removeprefix("train.max_len="))
         load(replace(job, max_truncated=0.75), PAIRS)
-        ranks: Any = Alone()
+        ranks: Any = SingleRank()
         load_split(job, "heldout", roles=PAIRS, tokenizer=load_tokenizer(job), ranks=ranks)
         whole = load(job_for(tmp_path, base, max_len=longest), PAIRS)
         assert whole.lengths.max() == longest
@@ -164,7 +164,7 @@ class TestRows:
         write(tmp_path, [pair("a", "q", "x", "y")])
         job = job_for(tmp_path, base)
         tokenizer: Any = load_tokenizer(job)
-        ranks: Any = Alone()
+        ranks: Any = SingleRank()
         tokenizer.chat_template = None
         with pytest.raises(DataError, match="has no chat template") as caught:
             load_split(job, "train", roles=PAIRS, tokenizer=tokenizer, ranks=ranks)

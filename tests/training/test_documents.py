@@ -15,12 +15,13 @@ from hypothesis import strategies as st
 from tasks.core.errors import ConfigError, DataError
 from tasks.training.model.build import load_tokenizer
 from tasks.training.tokens.chat import Unfit
+from tasks.training.tokens.count_truncated import SingleRank
 from tasks.training.tokens.data import load_split
 from tasks.training.tokens.documents import Document, TextEncoder, pieces
 from tasks.training.tokens.example_spec import CONVERSATIONS
 from tasks.training.tokens.examples import Tokens
 from tests.training.conftest import make_tokenizer
-from tests.training.datasets import Alone, answer, data_events, job_for, load, user, write
+from tests.training.datasets import answer, data_events, job_for, load, user, write
 
 TEXTS = [{"id": "a", "text": "to be or not"}, {"id": "b", "text": "x"}, {"id": "c", "text": "é\n "}]
 
@@ -102,7 +103,7 @@ class TestSplit:
         job = self.job(tmp_path, base, "split", 64)
         tokenizer: Any = load_tokenizer(job)
         tokenizer.chat_template = None
-        ranks: Any = Alone()
+        ranks: Any = SingleRank()
         found = load_split(job, "train", roles=CONVERSATIONS, tokenizer=tokenizer, ranks=ranks)
         assert len(found) == 3
         with pytest.raises(ConfigError, match=r"train\.mask=last_answer, .* raw texts") as caught:

@@ -16,8 +16,9 @@ from tasks.process.launch import launch, python_child
 from tasks.training.job import Peft, TrainJob, Zero
 from tasks.training.memory.estimate import estimate
 from tasks.training.memory.sizes import Sizes
-from tasks.training.tokens.examples import Example, Tokens, write_examples
+from tasks.training.tokens.examples import Example, Tokens
 from tests.settings import Batch, Launch, Settings
+from tests.training.datasets import write_examples
 
 LENGTH = 256
 LORA = Peft("lora", rank=16, alpha=16)
@@ -77,7 +78,7 @@ def longest(tmp_path_factory: pytest.TempPathFactory) -> Path:
         Example(f"e{i}", (Tokens([draw.randrange(259) for _ in range(LENGTH)], bears),))
         for i in range(16)
     ]
-    write_examples(path, made, roles=("text",), notes={})
+    write_examples(path, made, roles=("text",))
     return path
 
 

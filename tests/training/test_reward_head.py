@@ -13,9 +13,10 @@ import torch
 
 from tasks.drift.reward_scores import ScorePrint, score_drift
 from tasks.training.job import Peft, Zero
-from tasks.training.tokens.examples import Example, Tokens, write_examples
+from tasks.training.tokens.examples import Example, Tokens
 from tests.settings import Batch, Optim, Settings
 from tests.training.conftest import save_base
+from tests.training.datasets import write_examples
 from tests.training.jobs import Left, Wanted, load_trained, run_jobs
 
 ZERO3 = Zero(3, persistence_threshold=0)
@@ -77,7 +78,7 @@ def pairs(tmp_path_factory: pytest.TempPathFactory, tokenizer) -> Path:
         return Example(f"p{i}", (tokens(f"say: {word.upper()}"), tokens(f"say: {word}")))
 
     made = [example(i) for i in range(96)]
-    write_examples(folder, made, roles=("chosen", "rejected"), notes={})
+    write_examples(folder, made, roles=("chosen", "rejected"))
     return folder
 
 

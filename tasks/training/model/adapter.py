@@ -20,8 +20,8 @@ from torch import nn
 from tasks.core.errors import ArtifactError
 from tasks.training.engine.deepspeed_engine import Ranks
 from tasks.training.job import Peft
+from tasks.training.model.gather_params import gathered
 from tasks.training.model.pissa import ADAPTER, start_in_principal_components
-from tasks.training.model.score_head import gathered
 from tasks.weights.files.names import live_to_peft
 
 TASKS = {"tokens": "CAUSAL_LM", "score": "SEQ_CLS"}

@@ -1,4 +1,7 @@
-"""Full tensors of a model that ZeRO-3 may have partitioned, for reading."""
+"""Full tensors of a model that ZeRO-3 may have partitioned, for reading or for writing.
+
+All ranks enter and leave these contexts together. Below ZeRO-3 they do nothing.
+"""
 
 from __future__ import annotations
 
@@ -10,15 +13,23 @@ from torch import nn
 
 
 def whole(parameters: Sequence[nn.Parameter]) -> contextlib.AbstractContextManager[Any]:
-    """Gather these parameters on every rank within the context; changes to them are lost.
+    """Gather these parameters on every rank within the context; changes to them are lost."""
+    return _gather(parameters, writer=None)
 
-    All ranks enter and leave it together. Below ZeRO-3 this does nothing.
-    """
+
+def gathered(parameters: Sequence[nn.Parameter]) -> contextlib.AbstractContextManager[Any]:
+    """Gather these parameters within the context and keep what every rank writes alike to them."""
+    return _gather(parameters, writer=0)
+
+
+def _gather(
+    parameters: Sequence[nn.Parameter], *, writer: int | None
+) -> contextlib.AbstractContextManager[Any]:
     if not any(hasattr(parameter, "ds_id") for parameter in parameters):
         return contextlib.nullcontext()
     import deepspeed
 
     context: contextlib.AbstractContextManager[Any] = deepspeed.zero.GatheredParameters(
-        list(parameters), modifier_rank=None
+        list(parameters), modifier_rank=writer
     )
     return context

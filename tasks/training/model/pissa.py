@@ -24,7 +24,7 @@ import torch.distributed as dist
 from torch import nn
 
 from tasks.training.engine.deepspeed_engine import Ranks
-from tasks.training.model.score_head import gathered
+from tasks.training.model.gather_params import gathered
 
 ADAPTER = "default"
 

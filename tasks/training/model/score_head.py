@@ -7,12 +7,13 @@ bit for bit.
 
 from __future__ import annotations
 
-import contextlib
 import math
 from collections.abc import Collection
 from typing import Any
 
 import torch
+
+from tasks.training.model.gather_params import gathered
 
 MODULE = "score"
 """Name of the head in every decoder's `*ForSequenceClassification` of transformers."""
@@ -49,15 +50,3 @@ def fill_head(model: Any, *, seed: int) -> None:
     values = torch.randn(shape, generator=generator) / math.sqrt(shape[-1] + 1)
     with gathered([weight]), torch.no_grad():
         weight.copy_(values)
-
-
-def gathered(parameters: list[Any]) -> contextlib.AbstractContextManager[Any]:
-    """Gather these parameters within the context; every rank has to write the same values."""
-    if not any(hasattr(parameter, "ds_id") for parameter in parameters):
-        return contextlib.nullcontext()
-    import deepspeed
-
-    context: contextlib.AbstractContextManager[Any] = deepspeed.zero.GatheredParameters(
-        parameters, modifier_rank=0
-    )
-    return context

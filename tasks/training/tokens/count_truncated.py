@@ -17,16 +17,17 @@ from tasks.process.block_unused_imports import start_lean
 from tasks.training.job import TrainJob
 
 
-class _Alone:
+class SingleRank:
     """A single rank without a process group, in place of `Ranks`."""
 
     rank, world_size, first = 0, 1, True
 
     def all_objects(self, value: Any) -> list[Any]:
+        """Return the value of the only rank."""
         return [value]
 
     def barrier(self) -> None:
-        pass
+        """Do nothing."""
 
 
 def count(job: TrainJob) -> None:
@@ -43,7 +44,7 @@ def count(job: TrainJob) -> None:
             "train",
             roles=kind_of(job.settings.objective).roles,
             tokenizer=load_tokenizer(job),
-            ranks=cast(Ranks, _Alone()),
+            ranks=cast(Ranks, SingleRank()),
         )
     except PlumblineError as error:
         emit("unusable", message=error.message, hint=error.hint)

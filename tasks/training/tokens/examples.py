@@ -18,7 +18,7 @@ from __future__ import annotations
 import json
 import os
 import zlib
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
@@ -174,24 +174,6 @@ class Writer:
 
     def _put(self, name: str, values: ArrayLike, dtype: type[np.generic]) -> None:
         self._files[name].write(np.asarray(values, dtype).tobytes())
-
-
-def write_examples(
-    folder: Path, examples: Iterable[Example], *, roles: Sequence[str], notes: Mapping[str, Any]
-) -> None:
-    """Write `examples` into an existing empty folder.
-
-    Args:
-        folder: an existing folder.
-        examples: at least one; each has one sequence per role, and all have values of the same
-            names.
-        roles: names of the sequences of an example.
-        notes: counts and the like, stored in examples.json.
-    """
-    with Writer(folder, roles=roles) as writer:
-        for example in examples:
-            writer.add(example)
-    describe(folder, roles=roles, values=writer.values or (), notes=notes)
 
 
 def join_parts(folder: Path, parts: Sequence[Path]) -> None:

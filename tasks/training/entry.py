@@ -47,7 +47,7 @@ def _run(job_path: str, module: str) -> int:
     job, rank = TrainJob.read(Path(job_path)), int(os.environ["RANK"])
     start_lean(compiler=job.settings.runs_vllm and compiles())
     from tasks.training.engine.deepspeed_engine import Ranks
-    from tasks.training.engine.failure import in_words
+    from tasks.training.engine.failure import explain
 
     train_with = importlib.import_module(module).train_with
     try:
@@ -57,7 +57,7 @@ def _run(job_path: str, module: str) -> int:
         ranks.barrier()
         ranks.leave()
     except Exception as error:
-        explained = in_words(error, job, rank)
+        explained = explain(error, job, rank)
         if explained is None:
             raise
         _emit_failure(explained, rank)

@@ -18,7 +18,7 @@ from tasks.training.job import TrainJob
 from tasks.training.loop import Trainer
 from tasks.training.model.build import load_model, load_tokenizer
 from tasks.training.model.packed_model import give_back_attention, model_of, require_same
-from tasks.training.model.probe import take_print
+from tasks.training.model.probe import measure_fingerprint
 from tasks.training.objectives import objective
 from tasks.training.objectives.forward_passes import Passes
 from tasks.training.objectives.heldout_scores import heldout_scores
@@ -71,7 +71,7 @@ def train_with(ranks: Ranks, job: TrainJob, started: float) -> None:
     if chosen.head == "score":
         scores = heldout_scores(passes, heldout, settings.batch)
     give_back_attention(model_of(engine.module), settings.attn_implementation)
-    measured = take_print(
+    measured = measure_fingerprint(
         engine, heldout, head=chosen.head, count=settings.probes, device=ranks.device
     )
     if ranks.first:

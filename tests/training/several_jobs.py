@@ -22,7 +22,7 @@ from tasks.training.job import TrainJob
 from tasks.training.model import fused_lora
 from tasks.training.model.build import load_model, load_tokenizer
 from tasks.training.model.packed_model import give_back_attention, model_of, require_same
-from tasks.training.model.probe import take_print
+from tasks.training.model.probe import measure_fingerprint
 from tasks.training.objectives import ModelOutput, Objective, objective
 from tasks.training.outputs import write_configs
 from tasks.training.tokens.examples import Examples, open_examples
@@ -54,7 +54,7 @@ def train_briefly(job: TrainJob, ranks: Ranks) -> None:
         world_size=ranks.world_size,
     )
     give_back_attention(model_of(engine.module), settings.attn_implementation)
-    found = take_print(
+    found = measure_fingerprint(
         engine, examples, head=chosen.head, count=settings.probes, device=ranks.device
     )
     if ranks.first:

@@ -12,7 +12,7 @@ import torch
 from tasks.core.errors import ArtifactError
 from tasks.training.engine.deepspeed_engine import Ranks
 from tasks.training.job import Peft
-from tasks.training.model.adapter import add_adapter, as_it_began, go_on_with, load_into
+from tasks.training.model.adapter import add_adapter, as_it_began, continue_adapter, load_into
 from tests.training.conftest import save_base
 
 LORA = Peft("lora", rank=4, alpha=8)
@@ -67,7 +67,7 @@ def test_it_begins_as_the_adapter_and_can_go_back(base: Path, tmp_path: Path, pe
     wanted = saved(base, peft, tmp_path)
     model = adapted(base, peft)
     assert not torch.equal(logits(model), wanted)
-    go_on_with(model, tmp_path)
+    continue_adapter(model, tmp_path)
     assert torch.equal(logits(model), wanted)
     move(model, 2)
     trained = logits(model)
@@ -124,8 +124,8 @@ def test_another_adapter_is_refused(
     saved(base, LORA, tmp_path)
     model = adapted(base, other)
     if what is None:  # a head that was not trained before
-        go_on_with(model, tmp_path)
+        continue_adapter(model, tmp_path)
         return
     with pytest.raises(ArtifactError, match=f"cannot go on with this adapter: .*{what}") as caught:
-        go_on_with(model, tmp_path)
+        continue_adapter(model, tmp_path)
     assert "section peft" in caught.value.hint

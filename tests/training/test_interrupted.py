@@ -18,7 +18,7 @@ from safetensors.torch import load_file, save_file
 
 from tasks.core.errors import ConfigError, StageProcessError, TrainingError
 from tasks.training.engine.checkpoint import complete
-from tasks.training.engine.failure import in_words, ran_out_of_memory, smaller
+from tasks.training.engine.failure import explain, ran_out_of_memory, smaller
 from tasks.training.engine.nan_guard import Watch
 from tasks.training.job import Peft, TrainJob, Zero
 from tests.settings import Batch, Launch, Optim, Settings
@@ -171,7 +171,7 @@ class TestOutOfMemory:
         assert not ran_out_of_memory(RuntimeError("shapes do not match"))
 
         job = TrainJob(SETTINGS, base, "b", tmp_path, tmp_path, tmp_path)
-        error = in_words(caught.value, job, 1)
+        error = explain(caught.value, job, 1)
         assert error is not None
         assert "rank 1 ran out of memory" in error.message
         assert error.details[0].startswith("expected of a rank: ")

@@ -20,7 +20,7 @@ _TIMED_OUT = re.compile(r"timed out", re.I)
 _PEER = re.compile(r"gloo|nccl|connection (closed|reset)|broken pipe|socket", re.I)
 
 
-def in_words(error: Exception, job: TrainJob, rank: int) -> PlumblineError | None:
+def explain(error: Exception, job: TrainJob, rank: int) -> PlumblineError | None:
     """Return an error with a hint for the user, or None if only a traceback explains it."""
     if isinstance(error, PlumblineError):
         return error
@@ -44,7 +44,7 @@ def timed_out(error: BaseException) -> bool:
     return isinstance(error, RuntimeError) and bool(_TIMED_OUT.search(text) and _PEER.search(text))
 
 
-def lost_a_peer(error: BaseException) -> bool:
+def another_rank_failed(error: BaseException) -> bool:
     """Return True if another rank failed and this one only noticed."""
     import torch.distributed as dist
 

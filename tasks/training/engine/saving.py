@@ -15,7 +15,7 @@ from tasks.core.errors import TrainingError
 from tasks.training.engine import checkpoint
 from tasks.training.engine.checkpoint import ENGINE, SHARDS, Progress
 from tasks.training.engine.deepspeed_engine import Ranks
-from tasks.training.engine.failure import lost_a_peer
+from tasks.training.engine.failure import another_rank_failed
 from tasks.training.engine.partitions import (
     SavedShares,
     not_finite,
@@ -81,7 +81,7 @@ def save(
             )
             checkpoint.publish(work)
     except (OSError, RuntimeError, SafetensorError) as error:  # torch.save raises RuntimeError
-        if lost_a_peer(error):
+        if another_rank_failed(error):
             raise
         raise _not_written(error, work, ranks) from error
     if ranks.first:

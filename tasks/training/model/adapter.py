@@ -68,7 +68,7 @@ def add_adapter(
     return adapted
 
 
-def go_on_with(adapted: nn.Module, folder: Path) -> None:
+def continue_adapter(adapted: nn.Module, folder: Path) -> None:
     """Load the adapter of a PEFT folder, and keep a copy of it for `as_it_began`.
 
     Raises:
@@ -122,7 +122,7 @@ _SAME = ("r", "lora_alpha", "use_rslora", "use_dora", "rank_pattern", "alpha_pat
 
 @contextlib.contextmanager
 def as_it_began(adapted: Any) -> Iterator[None]:
-    """Switch to the weights before the first step: no adapter, or the one of `go_on_with`."""
+    """Switch to the weights before the first step: no adapter, or the one of `continue_adapter`."""
     initial: list[tuple[nn.Parameter, torch.Tensor]] | None = getattr(adapted, "initial", None)
     if initial is None:
         with adapted.disable_adapter():

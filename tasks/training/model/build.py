@@ -13,7 +13,7 @@ from torch import nn
 
 from tasks.training.engine.deepspeed_engine import Ranks
 from tasks.training.job import TrainJob
-from tasks.training.model.adapter import add_adapter, go_on_with
+from tasks.training.model.adapter import add_adapter, continue_adapter
 from tasks.training.model.base import DTYPES, load_base, partitioned
 from tasks.training.model.fused_lora import fuse
 from tasks.training.model.head import gather_at_once
@@ -90,7 +90,7 @@ def _model(job: TrainJob, ranks: Ranks, config: dict[str, Any], tokenizer: Any, 
             model, settings.peft, head=head, dtype=dtype, ranks=ranks, new_ids=new_ids
         )
     if job.adapter is not None:
-        go_on_with(adapted, job.adapter)
+        continue_adapter(adapted, job.adapter)
     if head == "tokens":
         gather_at_once(model.get_output_embeddings())
     fuse(adapted)

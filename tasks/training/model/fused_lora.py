@@ -39,7 +39,7 @@ def fuse(model: nn.Module) -> int:
     return len(layers)
 
 
-def give_back(model: nn.Module) -> None:
+def unfuse(model: nn.Module) -> None:
     """Undo `fuse`: fingerprints use peft's own arithmetic, which other scorers repeat."""
     from peft.tuners.lora import Linear
 

@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 from tasks.core.machine import measured_on
 from tasks.drift.fingerprint import TOP_K, Fingerprint, drift, largest_steps
 from tasks.drift.reward_scores import ScorePrint
-from tasks.training.model.fused_lora import give_back
+from tasks.training.model.fused_lora import unfuse
 from tasks.training.model.packed_model import model_of
 from tasks.training.tokens.examples import Examples
 
@@ -28,7 +28,7 @@ SCORED_TOKENS = 512
 NOISE_BATCH = 8
 
 
-def take_print(
+def measure_fingerprint(
     engine: Any, examples: Examples, *, head: str, count: int, device: torch.device
 ) -> Fingerprint | ScorePrint:
     """Measure the engine's fingerprint (or scores) on the first evaluation examples.
@@ -44,7 +44,7 @@ def take_print(
     """
     if head == "tokens":
         return fingerprint_of(engine, choose_probes(examples, count), device)
-    give_back(engine.module)
+    unfuse(engine.module)
     return score_print(engine, choose_scored(examples, count), device)
 
 
@@ -52,7 +52,7 @@ def fingerprint_of(
     engine: Any, probes: Sequence[Sequence[int]], device: torch.device
 ) -> Fingerprint:
     """Measure the fingerprint with peft's own LoRA layers. Arguments are those of `fingerprint`."""
-    give_back(engine.module)
+    unfuse(engine.module)
     return fingerprint(engine, probes, device)
 
 

@@ -2,9 +2,9 @@
 
 It needs only torch, on CPUs and GPUs; on a GPU every call runs torch's flash kernel, since there is
 no mask. (flash-attn, if configured, processes a row in one call.) Sequences of similar length
-share a call (`packing.Bucket`). Padding exists only within a call, behind the real tokens, which
-causal attention keeps from seeing it. The cost is the sum of the squared sequence lengths, not the
-squared length of the row.
+share a call (`packing.Bucket`). Only these calls have padding, behind the real tokens, where causal
+attention hides it. The cost is the sum of the squared sequence lengths, not the squared length of
+the row.
 """
 
 from __future__ import annotations

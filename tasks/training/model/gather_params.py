@@ -18,7 +18,7 @@ def whole(parameters: Sequence[nn.Parameter]) -> contextlib.AbstractContextManag
 
 
 def gathered(parameters: Sequence[nn.Parameter]) -> contextlib.AbstractContextManager[Any]:
-    """Gather these parameters within the context and keep what every rank writes alike to them."""
+    """Gather these parameters for writing; every rank has to write the same values."""
     return _gather(parameters, writer=0)
 
 

@@ -44,7 +44,7 @@ def test_the_files_are_the_model_that_was_trained(adapted: dict[str, Left], name
     assert within(drift(reference, found), EXACT, noise=reference.noise) == []
 
 
-def test_patterns_and_whole_modules(adapted: dict[str, Left]) -> None:
+def test_patterns_and_modules_to_save(adapted: dict[str, Left]) -> None:
     full = adapted["patterns_zero3"].stitched()
     ranks = {name: tensor.shape[0] for name, tensor in full.items() if ".lora_A." in name}
     assert len(ranks) == 2 * 6  # of seven linear maps one is excluded

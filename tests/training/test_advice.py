@@ -26,7 +26,7 @@ FULL = Settings(zero=Zero(1), batch=Batch(micro_batch_size=4, max_len=4096), lau
 
 
 @pytest.mark.parametrize("gpu", [True, False])
-def test_knobs_save_what_they_say_and_the_most_comes_first(gpu: bool) -> None:
+def test_settings_save_what_they_claim_and_the_largest_comes_first(gpu: bool) -> None:
     adviser = Adviser(QWEN_72B, gpu=gpu)
     knobs = adviser.knobs(FULL)
     now = adviser.need(FULL)
@@ -42,7 +42,7 @@ def test_knobs_save_what_they_say_and_the_most_comes_first(gpu: bool) -> None:
     }
 
 
-def test_only_what_the_preflight_admits_is_advised() -> None:
+def test_only_settings_that_the_preflight_accepts_are_advised() -> None:
     single = replace(FULL, dtype="float32")
     assert "peft=qlora" not in [knob.override for knob in Adviser(QWEN_72B, gpu=True).knobs(single)]
     assert "zero.offload_optimizer=cpu" in smaller(FULL)
@@ -50,7 +50,7 @@ def test_only_what_the_preflight_admits_is_advised() -> None:
     assert "zero.offload_optimizer=cpu" not in smaller(eight)
 
 
-def test_what_is_named_together_is_enough() -> None:
+def test_settings_named_together_are_enough() -> None:
     adviser = Adviser(QWEN_72B, gpu=True)
     limit = 80 * GIB
     assert adviser.need(FULL) > limit
@@ -62,7 +62,7 @@ def test_what_is_named_together_is_enough() -> None:
     assert adviser.enough(FULL, 10 * LIBRARIES // 8) == []  # nothing brings it there
 
 
-def test_what_has_been_done_is_not_advised_again() -> None:
+def test_settings_in_use_are_not_advised() -> None:
     done = replace(
         FULL, zero=Zero(2), peft=Peft("qlora", rank=8), gradient_checkpointing=True,
         batch=Batch(micro_batch_size=1, max_len=2),

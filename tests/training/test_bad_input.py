@@ -13,9 +13,9 @@ an objective that the model kind cannot have
 a family that cannot be packed
     tests/config/test_preflight_model.py::test_a_family_that_carries_its_state_into_the_neighbour_is_refused
 gradients that are not finite: step, rank and tensor named
-    tests/training/test_interrupted.py::test_a_sample_that_is_not_a_number_is_named_with_rank_and_tensor
+    tests/training/test_interrupted.py::test_nan_in_a_sample_is_reported_with_rank_and_tensor
 out of memory: what to change
-    tests/training/test_interrupted.py::test_a_rank_that_gets_no_more_memory_says_what_to_change
+    tests/training/test_interrupted.py::test_a_rank_without_memory_names_settings_to_change
 """
 
 from __future__ import annotations

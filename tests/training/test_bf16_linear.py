@@ -42,7 +42,7 @@ def test_values_and_gradients_are_fp32_rounded_once(shape: tuple[int, ...], bias
 
 
 @pytest.mark.usefixtures("widened")
-def test_what_is_kept_for_the_backward_pass_is_bf16() -> None:
+def test_tensors_saved_for_the_backward_pass_are_bf16() -> None:
     layer = torch.nn.Linear(64, 64, dtype=torch.bfloat16)
     kept: list[torch.dtype] = []
 
@@ -65,7 +65,7 @@ def test_frozen_weights_get_no_gradient() -> None:
     assert layer.weight.grad is None
 
 
-def test_widened_weights_share_one_piece_of_memory_up_to_its_limit(
+def test_widened_weights_share_one_buffer_up_to_its_limit(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(bf16_linear, "SCRATCH", 4 * 64)

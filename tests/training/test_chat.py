@@ -58,7 +58,7 @@ def test_loss_falls_on_the_answer_and_its_end_only(tokenizer) -> None:
     assert marked(tokenizer, found) == ["yo<|im_end|>"]
 
 
-def test_the_last_answer_or_every_answer_or_everything(tokenizer) -> None:
+def test_loss_on_the_last_answer_every_answer_or_every_token(tokenizer) -> None:
     assert marked(tokenizer, encode(tokenizer, turns(*CHAT))) == ["d<|im_end|>"]
     every = encode(tokenizer, turns(*CHAT, first=0))
     assert marked(tokenizer, every) == ["yo<|im_end|>", "d<|im_end|>"]
@@ -70,7 +70,7 @@ def test_the_last_answer_or_every_answer_or_everything(tokenizer) -> None:
     assert list(whole.bears) == [0] + [1] * (len(whole.ids) - 1)
 
 
-def test_answers_before_the_first_that_is_asked_for_bear_none(tokenizer) -> None:
+def test_answers_before_the_first_trained_one_bear_no_loss(tokenizer) -> None:
     said = (*CHAT, ("user", "e"), ("assistant", "f"))
     found = encode(tokenizer, turns(*said, first=2))
     assert marked(tokenizer, found) == ["d<|im_end|>", "f<|im_end|>"]
@@ -138,7 +138,7 @@ def test_templates_that_hide_the_answer_are_refused(tokenizer, template, words) 
     assert words in str(found)
 
 
-def test_an_answer_that_nothing_stands_before_is_refused(tokenizer) -> None:
+def test_an_answer_without_a_token_before_it_is_refused(tokenizer) -> None:
     """Its first token cannot be predicted: counting it would make the mean loss wrong."""
     bare = "{% for m in messages %}{{ m.content }}<|im_end|>{% endfor %}"
     assert marked(tokenizer, encode(tokenizer, turns(*CHAT[:2]), bare)) == ["yo<|im_end|>"]
@@ -147,7 +147,7 @@ def test_an_answer_that_nothing_stands_before_is_refused(tokenizer) -> None:
     assert "nothing stands before the answer" in str(found)
 
 
-def test_what_ends_with_a_question_is_no_sample(tokenizer) -> None:
+def test_a_conversation_that_ends_with_a_question_is_refused(tokenizer) -> None:
     found = encode(tokenizer, turns(*CHAT[:3]))
     assert isinstance(found, Unfit)
     assert "the last message is not the assistant's" in str(found)
@@ -222,7 +222,7 @@ def test_marks_are_the_answers_and_nothing_else(tokenizer, conversation, first) 
 
 
 @given(conversations=st.lists(CONVERSATION, max_size=5))
-def test_many_at_once_are_the_same_as_each_alone(tokenizer, conversations) -> None:
+def test_a_batch_gives_the_tokens_of_single_conversations(tokenizer, conversations) -> None:
     asked = []
     for system, exchanges in conversations:
         said = [("system", system)] if system is not None else []

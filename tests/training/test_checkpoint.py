@@ -55,7 +55,7 @@ class TestPrune:
         checkpoint.prune(tmp_path, keep={1}, most=0, most_gb=250_000 / checkpoint.GB)
         assert steps(tmp_path) == [1, 4]
 
-    def test_a_limit_that_even_the_last_one_breaks_leaves_it(self, tmp_path: Path) -> None:
+    def test_the_last_one_stays_even_above_the_limit(self, tmp_path: Path) -> None:
         for step in (1, 2):
             make(tmp_path, step, size=100_000)
         checkpoint.prune(tmp_path, keep=set(), most=0, most_gb=1 / checkpoint.GB)
@@ -63,7 +63,7 @@ class TestPrune:
 
 
 class TestComplete:
-    def test_one_that_was_never_finished_does_not_count_and_is_swept(self, tmp_path: Path) -> None:
+    def test_an_unfinished_one_does_not_count_and_is_deleted(self, tmp_path: Path) -> None:
         done = make(tmp_path, 1)
         checkpoint.work_folder(tmp_path, 2).mkdir()
         (tmp_path / "step-00000003").mkdir()
@@ -71,7 +71,7 @@ class TestComplete:
         checkpoint.sweep(tmp_path)
         assert not checkpoint.work_folder(tmp_path, 2).exists()
 
-    def test_what_is_written_is_read(self, tmp_path: Path) -> None:
+    def test_written_checkpoints_are_read(self, tmp_path: Path) -> None:
         progress = Progress(
             4, [1.5, float("nan")], {"loss": 1.0}, {"loss": 2.0}, [{"step": 2.0}], Best(2, 0.5), 1
         )
@@ -79,7 +79,7 @@ class TestComplete:
         assert str(asdict(found.progress)) == str(asdict(progress))
         assert (found.world_size, found.identity) == (2, WANTED)
 
-    def test_going_back_forgets_what_came_after(self, tmp_path: Path) -> None:
+    def test_resuming_an_older_one_deletes_newer_ones(self, tmp_path: Path) -> None:
         for step in (1, 2, 3):
             make(tmp_path, step)
         checkpoint.forget_after(tmp_path, 2)
@@ -122,7 +122,7 @@ class TestIdentity:
         (tmp_path / "train.jsonl").write_text("{}\n")
         return tmp_path
 
-    def test_it_is_of_what_decides_the_result(self, data: Path) -> None:
+    def test_it_covers_everything_that_determines_the_result(self, data: Path) -> None:
         def of(settings: Settings, base: str = "b") -> dict[str, Any]:
             return identity(settings, base_digest=base, data=data)
 
@@ -158,7 +158,7 @@ class TestIdentity:
 
 
 class TestSelection:
-    def test_every_objective_says_what_it_can_be_best_in(self) -> None:
+    def test_every_objective_has_metrics_for_best_metric(self) -> None:
         assert set(METRICS) == {*_MODULES, *PROMPTS.objectives}
         assert direction("ppo", "reward") == 1
         with pytest.raises(ConfigError, match=r"best_metric=loss.*objective=ppo"):

@@ -52,7 +52,7 @@ class TestCourse:
         return jobs
 
     @pytest.mark.parametrize("name", ["best", "best-3"])
-    def test_what_is_published_is_the_best_state_and_not_the_last(self, name, left) -> None:
+    def test_the_best_weights_are_published_not_the_last(self, name, left) -> None:
         job, document = left[name], said(left[name])
         losses = {e["step"]: e["loss"] for e in document["evaluations"]}
         best = int(document["metrics"]["best_step"])
@@ -65,18 +65,18 @@ class TestCourse:
             assert (job.out / "shards" / path.name).read_bytes() == path.read_bytes()
 
     @pytest.mark.parametrize("name", ["best", "best-3"])
-    def test_of_checkpoints_best_and_last_are_left(self, name, left) -> None:
+    def test_the_best_and_the_last_checkpoint_are_kept(self, name, left) -> None:
         best = int(said(left[name])["metrics"]["best_step"])
         kept = [path.name for path in complete(left[name].checkpoints)]
         assert kept == [f"step-{best:08d}", "step-00000007"]
 
-    def test_an_early_end(self, left) -> None:
+    def test_early_stopping(self, left) -> None:
         document = said(left["patience"])
         best = document["metrics"]["best_step"]
         assert len(document["losses"]) == document["metrics"]["steps"] == best + 2 < 8
         assert document["metrics"]["heldout_loss_after"] == document["evaluations"][-1]["loss"]
 
-    def test_a_batch_of_more_examples_than_there_are(self, left) -> None:
+    def test_a_batch_larger_than_the_dataset(self, left) -> None:
         assert len(said(left["more-than-there-is"])["losses"]) == 2
 
 

@@ -121,7 +121,7 @@ class TestRows:
         with pytest.raises(DataError, match=r"b: values \[\], not \('margin',\)"):
             load(job_for(tmp_path, base), PAIRS)
 
-    def test_a_disk_that_takes_nothing_is_said(self, base: Path, tmp_path: Path) -> None:
+    def test_a_full_disk_is_reported(self, base: Path, tmp_path: Path) -> None:
         """A limit on file sizes gives the same error as a full disk."""
         write(tmp_path, [pair(str(i), "q", "x" * 40, "y") for i in range(200)])
         job = job_for(tmp_path, base)
@@ -136,7 +136,7 @@ class TestRows:
             signal.signal(signal.SIGXFSZ, handler)
         assert not list((tmp_path / "tokens").iterdir())
 
-    def test_training_rows_most_of_which_would_be_cut_are_refused(
+    def test_mostly_truncated_training_rows_are_refused(
         self, base: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
     ) -> None:
         """Cached or not; the event "data" has the counts, and evaluation rows are only counted."""

@@ -35,7 +35,7 @@ class WithBos:
         return {"input_ids": [[7, *text.encode()] for text in texts]}
 
 
-def test_an_end_stands_behind_every_text_and_only_what_has_no_past_is_not_learnt() -> None:
+def test_texts_end_with_eos_and_all_tokens_but_the_first_bear_loss() -> None:
     tokenizer = make_tokenizer()
     (tokens,) = TextEncoder(tokenizer).encode([Document("ab")])
     assert not isinstance(tokens, Unfit)
@@ -49,7 +49,7 @@ def test_an_end_stands_behind_every_text_and_only_what_has_no_past_is_not_learnt
 
 
 @given(count=st.integers(2, 60), max_len=st.integers(2, 12))
-def test_pieces_hold_every_token_and_learn_it_once(count: int, max_len: int) -> None:
+def test_pieces_have_every_token_and_each_bears_loss_once(count: int, max_len: int) -> None:
     whole = Tokens(np.arange(count, dtype=np.int32), np.ones(count, np.uint8))
     found = list(pieces(whole, max_len))
     assert all(2 <= len(piece.ids) <= max_len for piece in found)
@@ -69,7 +69,7 @@ class TestSplit:
         runs = [examples.sequence(i, 0) for i in range(len(examples))]
         return "".join(tokenizer.decode(ids[bears > 0]) for ids, bears in runs)
 
-    def test_long_texts_are_cut_into_pieces_of_which_nothing_is_lost(
+    def test_long_texts_are_cut_into_pieces_without_loss(
         self, base: Path, tmp_path: Path, tokenizer: Any, capfd: pytest.CaptureFixture[str]
     ) -> None:
         job = self.job(tmp_path, base, "split", 5)
@@ -83,7 +83,7 @@ class TestSplit:
         assert (event["read"], event["kept"], event["in_pieces"]) == (3, 5, 1)
         assert (event["truncated"], event["refused"]) == (0, 0)
 
-    def test_or_cut_off_or_refused_and_both_counted(
+    def test_long_texts_are_truncated_or_refused_and_counted(
         self, base: Path, tmp_path: Path, tokenizer: Any, capfd: pytest.CaptureFixture[str]
     ) -> None:
         job = replace(self.job(tmp_path / "cut", base, "truncate", 5), max_truncated=0.34)

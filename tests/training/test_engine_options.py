@@ -14,7 +14,7 @@ def test_gradient_checkpointing_changes_no_number(adapted: dict[str, Left], name
     assert all(t.any() for n, t in adapted[name].stitched().items() if "lora_B" in n)
 
 
-def test_8bit_adamw_follows_the_same_path_under_both_stages(adapted: dict[str, Left]) -> None:
+def test_8bit_adamw_has_the_same_losses_under_both_stages(adapted: dict[str, Left]) -> None:
     two, three = adapted["8bit"].losses, adapted["8bit_zero3"].losses
     assert two == pytest.approx(three, rel=0.02)
     assert two[-1] < two[0] - 0.5

@@ -35,7 +35,7 @@ def answer(model: Any) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
 
 
 @pytest.mark.parametrize("family", ["llama", "qwen2", "phi3", "gpt_neox"])  # with biases, without
-def test_fused_is_what_peft_computes(family: str) -> None:
+def test_the_fused_layer_computes_the_numbers_of_peft(family: str) -> None:
     model = adapted(family)
     logits, gradients = answer(model)
     fused = copy.deepcopy(model)
@@ -89,5 +89,5 @@ def test_without_its_adapter_a_layer_is_the_base() -> None:
     [({"lora_dropout": 0.1}, 0), ({"use_dora": True}, 0), ({"bias": "all"}, 8)],
     ids=str,
 )
-def test_what_is_not_plain_is_left_to_peft(settings: dict[str, Any], fused: int) -> None:
+def test_other_layers_are_left_to_peft(settings: dict[str, Any], fused: int) -> None:
     assert fuse(adapted(**settings)) == fused

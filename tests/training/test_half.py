@@ -70,7 +70,7 @@ def resumed(place: Place, whole) -> tuple[dict[str, TrainJob], Steps]:
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_steps_that_overflow_are_skipped_and_said(name: str, whole) -> None:
+def test_steps_that_overflow_are_skipped_and_reported(name: str, whole) -> None:
     steps = whole[1][name]
     skipped = [bool(one["skipped"]) for one in steps]
     assert len(steps) == 20

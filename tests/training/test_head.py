@@ -129,7 +129,7 @@ def test_bf16_is_rounded_once_where_its_products_are_slow(
     torch.testing.assert_close(mine.double(), other, rtol=2**-7, atol=1e-4)
 
 
-def test_nothing_of_the_vocabularys_size_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_tensor_of_the_vocabularys_size_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "PORTION", 97 * 7)
     head, hidden, targets, _ = make()
     kept: list[int] = []

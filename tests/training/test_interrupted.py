@@ -54,7 +54,7 @@ def signal_all(folder: Path, number: int) -> None:
 
 
 @pytest.mark.slow
-def test_killed_and_started_again_it_is_the_run_that_was_never_killed(
+def test_a_killed_and_restarted_run_equals_an_uninterrupted_one(
     tmp_path: Path, base: Path, dataset: Path
 ) -> None:
     folders = {name: tmp_path / name for name in ("whole", "killed")}
@@ -74,7 +74,7 @@ def test_killed_and_started_again_it_is_the_run_that_was_never_killed(
 
 
 @pytest.mark.slow
-def test_a_sample_that_is_not_a_number_is_named_with_rank_and_tensor(
+def test_nan_in_a_sample_is_reported_with_rank_and_tensor(
     tmp_path: Path, base: Path, dataset: Path
 ) -> None:
     """The base's embedding of one byte is NaN, and one sample contains the byte."""
@@ -178,7 +178,7 @@ class TestOutOfMemory:
         assert "train.micro_batch_size=4" in error.hint
 
     @pytest.mark.slow
-    def test_a_rank_that_gets_no_more_memory_says_what_to_change(
+    def test_a_rank_without_memory_names_settings_to_change(
         self, tmp_path: Path, base: Path, dataset: Path
     ) -> None:
         """Rank 1 may allocate no more memory than it has at the start, for rows of 5,000 tokens."""
@@ -200,7 +200,7 @@ class TestOutOfMemory:
             assert knob in caught.value.hint
         assert _rank_pids(tmp_path) == []
 
-    def test_what_needs_less_is_what_has_not_been_done_yet(self) -> None:
+    def test_only_settings_not_yet_used_are_proposed(self) -> None:
         full = Settings(batch=Batch(micro_batch_size=1, max_len=4096))
         assert smaller(full) == [
             "train.gradient_checkpointing=true", "zero=zero3", "zero.offload_optimizer=cpu",

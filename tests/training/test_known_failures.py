@@ -3,9 +3,9 @@
 empty adapters under ZeRO-3
     tests/training/test_naive_save.py::test_peft_saves_empty_tensors_under_zero3_and_partitions_do_not
 `score.weight` not saved, or with a LoRA on it
-    tests/training/test_reward_head.py::test_the_head_is_trained_in_full_and_lies_in_the_shards
+    tests/training/test_reward_head.py::test_the_head_is_trained_in_full_and_saved_in_the_shards
 two labels instead of one
-    tests/training/test_reward_head.py::test_config_says_what_it_is
+    tests/training/test_reward_head.py::test_the_config_has_one_label
 `CheckpointError`, recomputed metadata `torch.Size([0])`
     tests/training/test_engine_options.py::test_gradient_checkpointing_changes_no_number
 `.to` is not supported for `4-bit`
@@ -19,7 +19,7 @@ pad token without a row in the embedding
 first response token outside of the loss
     tests/training/test_chat.py::test_the_first_token_of_an_answer_bears_loss_or_the_sample_is_refused
 samples skipped on resume, where an epoch is not a multiple of the batch
-    tests/training/test_known_failures.py::test_no_sample_is_skipped_where_a_run_goes_on
+    tests/training/test_known_failures.py::test_no_sample_is_skipped_on_resume
 best checkpoint deleted after resume
     tests/training/test_known_failures.py::test_the_best_checkpoint_outlives_a_resume
 a rank that stops while the others wait
@@ -54,7 +54,7 @@ def test_every_known_failure_has_its_test(path: str, name: str) -> None:
 
 @pytest.mark.parametrize("begun_by", [1, 2])
 @pytest.mark.parametrize("taken", [2, 3, 4, 6])
-def test_no_sample_is_skipped_where_a_run_goes_on(begun_by: int, taken: int) -> None:
+def test_no_sample_is_skipped_on_resume(begun_by: int, taken: int) -> None:
     """With 50 examples and 16 per step, epochs end within steps 4 and 7.
 
     A run is interrupted after `taken` steps and resumed by any number of ranks: no example is

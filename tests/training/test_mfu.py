@@ -22,14 +22,14 @@ COUNTS = Counts(examples=2, supervised=(5,), tokens=8, squares=3**2 + 5**2)
 ATTENTION = 12 * 2 * 4 * (3**2 + 5**2)
 
 
-def test_full_training_takes_six_for_every_weight_that_multiplies() -> None:
+def test_full_training_costs_six_flops_per_weight() -> None:
     by_hand = 6 * LINEAR * 8 + 6 * 4 * 10 * 5 + ATTENTION
     assert step_flops(SMALL, Settings(), COUNTS) == by_hand
     reward = Settings(objective="reward")
     assert step_flops(SMALL, reward, COUNTS) == 6 * LINEAR * 8 + ATTENTION
 
 
-def test_frozen_weights_take_four() -> None:
+def test_frozen_weights_cost_four_flops() -> None:
     pairs = 2 * 3 * (4 + 4 + 4 + 2 + 4 + 2 + 4 + 4 + 3 * (4 + 6))
     lora = Settings(peft=Peft("lora", rank=3))
     by_hand = (4 * LINEAR + 6 * pairs) * 8 + 4 * 4 * 10 * 5 + ATTENTION
@@ -38,7 +38,7 @@ def test_frozen_weights_take_four() -> None:
     assert step_flops(SMALL, head, COUNTS) == by_hand + 2 * 4 * 10 * 5
 
 
-def test_what_palm_would_say_of_one_long_sequence() -> None:
+def test_palms_formula_for_one_long_sequence() -> None:
     """6 N + 12 L H Q T per token, with every token supervised and N without the embedding."""
     counts = Counts(1, (512,), 512, 512**2)
     palm = 6 * (LINEAR + 40) + 12 * 2 * 2 * 2 * 512
@@ -66,11 +66,11 @@ def test_peaks_by_name(device: str, peak: float | None) -> None:
     assert peak_of(device, "float32") is None
 
 
-def test_the_share_of_the_peak() -> None:
+def test_mfu_is_the_share_of_the_peak() -> None:
     flops = step_flops(SMALL, Settings(), COUNTS)
     assert Meter(SMALL, Settings(), peak=4 * flops).mfu(COUNTS, 0.5) == 0.5
 
 
-def test_there_is_none_on_a_cpu(tmp_path) -> None:
+def test_there_is_no_mfu_on_a_cpu(tmp_path) -> None:
     job = TrainJob(Settings(), *[tmp_path, "d", tmp_path, tmp_path, tmp_path])
     assert meter(job, SimpleNamespace(device=torch.device("cpu"), world_size=1)) is None

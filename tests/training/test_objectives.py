@@ -213,7 +213,7 @@ def test_gradient_is_that_of_finite_differences(case: str) -> None:
     assert torch.autograd.gradcheck(value, (start,), atol=1e-5)
 
 
-def test_a_pair_that_is_told_apart_perfectly_has_finite_losses() -> None:
+def test_a_perfectly_separated_pair_has_finite_losses() -> None:
     """exp() of large differences must not overflow in either direction."""
     made = objective("reward", {"kind": "log_exp"})
     data = examples(made.roles)
@@ -250,14 +250,12 @@ def test_orpo_is_finite_for_a_certain_answer() -> None:
         ("reward", {"kind": "ipo"}, "train.loss.kind=ipo is not a kind"),
     ],
 )
-def test_knobs_that_make_no_sense_are_refused(
-    name: str, knobs: dict[str, object], says: str
-) -> None:
+def test_invalid_options_are_refused(name: str, knobs: dict[str, object], says: str) -> None:
     with pytest.raises(ConfigError) as caught:
         objective(name, knobs)
     assert caught.value.message.startswith(says)
     assert caught.value.hint
 
 
-def test_a_knob_left_null_keeps_its_default() -> None:
+def test_an_option_that_is_null_keeps_its_default() -> None:
     assert objective("dpo", {"beta": None, "gamma": None}) == kind_of("dpo")()

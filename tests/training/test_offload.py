@@ -58,7 +58,7 @@ def left(
 
 
 @pytest.mark.parametrize("name", OFFLOADED)
-def test_it_trains_what_is_trained_without(name: str, left: dict[str, TrainJob]) -> None:
+def test_offload_trains_the_same_weights(name: str, left: dict[str, TrainJob]) -> None:
     """Losses of all four steps agree to 1e-5 (relative) in fp32 and to 1e-3 in bf16."""
     without = name.rpartition("-")[0]
     expected, found = said(left[without])["losses"], said(left[name])["losses"]

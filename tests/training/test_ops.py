@@ -35,7 +35,7 @@ def soon(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.usefixtures("soon")
-def test_a_lock_that_nobody_holds_goes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_an_abandoned_lock_is_removed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     lock = tmp_path / "lock"
     lock.touch()
     ops.wait_for_others(lock)

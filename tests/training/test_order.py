@@ -28,7 +28,7 @@ def test_items_are_dealt_once_and_evenly(lengths: list[int], rows: int) -> None:
 
 
 @given(lengths=LENGTHS, micro=st.integers(1, 12), world=st.integers(1, 5))
-def test_every_held_out_example_counts_once_and_ranks_pass_equally_often(
+def test_every_evaluation_example_counts_once_and_ranks_make_equally_many_passes(
     lengths: list[int], micro: int, world: int
 ) -> None:
     batch = Batch(micro_batch_size=micro, max_len=64)
@@ -40,7 +40,7 @@ def test_every_held_out_example_counts_once_and_ranks_pass_equally_often(
 
 
 @pytest.mark.parametrize(("roles", "longest", "rows"), [(1, 64, 16), (1, 8, 2), (2, 64, 8)])
-def test_a_held_out_row_needs_no_more_memory_than_a_step(
+def test_an_evaluation_row_needs_no_more_memory_than_a_step(
     roles: int, longest: int, rows: int
 ) -> None:
     """A row has eight short examples, but only one of the longest if the micro-batch is 1.

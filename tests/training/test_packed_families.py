@@ -55,7 +55,7 @@ def gradients(model: Any, logprobs: torch.Tensor) -> dict[str, torch.Tensor]:
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_packed_is_what_each_sequence_is_alone(family: str) -> None:
+def test_packed_sequences_have_the_losses_and_gradients_of_unpacked_ones(family: str) -> None:
     examples = make_examples(LENGTHS, vocabulary=88)
     own = make_model(family, "eager")
     expected = alone(own, examples)
@@ -73,7 +73,7 @@ def test_packed_is_what_each_sequence_is_alone(family: str) -> None:
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_what_a_neighbour_says_changes_nothing(family: str) -> None:
+def test_other_sequences_of_a_row_change_nothing(family: str) -> None:
     examples = make_examples(LENGTHS, vocabulary=88)
     model = make_model(family, "eager" if family in EAGER else "sdpa").eval()
     take_rows(model)
@@ -91,7 +91,7 @@ def test_what_a_neighbour_says_changes_nothing(family: str) -> None:
 
 
 @pytest.mark.parametrize("family", ["llama", "mistral", "qwen2"])
-def test_flash_attention_is_told_the_sequences_once_a_row(
+def test_flash_attention_gets_the_bounds_once_per_row(
     family: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """transformers' own path to flash-attn, with a stand-in for its kernel.
@@ -145,7 +145,7 @@ def _causal(q: Any, k: Any, v: Any, window: tuple[int, int] | None) -> torch.Ten
     return out.transpose(0, 1)
 
 
-def test_scores_are_those_of_each_sequence_alone() -> None:
+def test_scores_equal_those_of_unpacked_sequences() -> None:
     from transformers import AutoModelForSequenceClassification
 
     config = FAMILIES["qwen2"].config(num_labels=1)
@@ -165,7 +165,7 @@ def test_scores_are_those_of_each_sequence_alone() -> None:
     torch.testing.assert_close(model(row=pack(examples, [1, 0])), expected, rtol=0, atol=1e-5)
 
 
-def test_a_pass_that_is_not_the_models_own_is_noticed() -> None:
+def test_a_wrong_packed_pass_is_noticed() -> None:
     """The self-check notices mixed sequences and changed logits."""
     examples = make_examples([40, 40], vocabulary=88)
     model = make_model("llama", "sdpa")
@@ -216,7 +216,7 @@ REFUSED = {
 
 
 @pytest.mark.parametrize("name", REFUSED)
-def test_a_family_that_cannot_is_refused_by_name(name: str) -> None:
+def test_a_family_that_cannot_be_packed_is_refused_by_name(name: str) -> None:
     config, attention, message = REFUSED[name]
     found = unpackable(config, attention)
     assert found is not None

@@ -22,7 +22,7 @@ def spans(row: Row) -> list[tuple[int, int]]:
 
 @given(lengths=LENGTHS, data=st.data())
 @settings(max_examples=60, deadline=None)
-def test_every_sequence_lies_in_the_row_once(lengths: list[int], data: st.DataObject) -> None:
+def test_every_sequence_is_in_the_row_once(lengths: list[int], data: st.DataObject) -> None:
     examples = make_examples(lengths)
     chosen = data.draw(st.lists(st.sampled_from(range(len(lengths))), min_size=1, unique=True))
     row = pack(examples, chosen)
@@ -42,7 +42,7 @@ def test_every_sequence_lies_in_the_row_once(lengths: list[int], data: st.DataOb
 
 @given(lengths=LENGTHS)
 @settings(max_examples=60, deadline=None)
-def test_buckets_hold_each_sequence_apart(lengths: list[int]) -> None:
+def test_buckets_keep_sequences_apart(lengths: list[int]) -> None:
     row = pack(make_examples(lengths), range(len(lengths)))
     assert sum(b.count for b in row.buckets) == sum(lengths)
     start, seen = 0, []
@@ -69,7 +69,7 @@ def test_roles_keep_their_order() -> None:
     assert [end - start for start, end in spans(only)] == [5, 12]
 
 
-def test_the_trial_row_is_short_and_has_a_neighbour() -> None:
+def test_the_trial_row_has_two_short_sequences() -> None:
     for examples in (
         make_examples([500, 7, 30]),
         make_examples([500]),

@@ -12,7 +12,7 @@ from tests.training.jobs import Left
 
 
 @pytest.mark.parametrize("name", ["pissa_zero2", "pissa_zero3"])
-def test_pissa_begins_as_the_base_in_its_principal_components(
+def test_pissa_begins_with_the_bases_principal_components(
     adapted: dict[str, Left], base: Path, name: str
 ) -> None:
     """Meng et al. 2024, eq. 2 and 3; the subtracted half does not change."""

@@ -110,7 +110,7 @@ class TestTheSameRanks:
         assert differ == ["train.json"]
 
     @pytest.mark.parametrize("name", CASES)
-    def test_it_went_on_and_did_not_begin_anew(self, name, resumed) -> None:
+    def test_it_resumed_and_did_not_start_from_the_beginning(self, name, resumed) -> None:
         steps = [path.name for path in complete(resumed[name].checkpoints)]
         assert steps[-1] == "step-00000006"
         assert "step-00000003" not in steps
@@ -130,9 +130,7 @@ class TestOtherRanks:
         assert found == pytest.approx(expected, rel=1e-2 if bf16 else 1e-5)
 
     @pytest.mark.parametrize("name", CONVERTIBLE)
-    def test_the_first_loss_after_it_is_of_the_weights_that_were_saved(
-        self, name, whole, alone
-    ) -> None:
+    def test_the_first_loss_is_that_of_the_saved_weights(self, name, whole, alone) -> None:
         expected, found = said(whole[name])["losses"], said(alone[name])["losses"]
         assert found[:3] == expected[:3]
         assert found[3] == pytest.approx(expected[3], rel=3e-2)

@@ -130,14 +130,14 @@ def test_every_byte_that_is_published_is_equal(name, whole, resumed) -> None:
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_it_went_on_and_did_not_begin_anew(name, resumed) -> None:
+def test_it_resumed_and_did_not_start_from_the_beginning(name, resumed) -> None:
     steps = [path.name for path in complete(resumed[name].checkpoints)]
     assert steps[-1] == "step-00000006"
     assert "step-00000003" not in steps
 
 
 @pytest.mark.parametrize("name", ["reward", "dpo-offload", "kto"])
-def test_killed_and_started_again_it_is_the_run_that_was_never_killed(
+def test_a_killed_and_restarted_run_equals_an_uninterrupted_one(
     name: str, tmp_path: Path, base: Path, data: dict[str, Path]
 ) -> None:
     """All ranks get kill -9 after step 5, when the checkpoint of step 4 is the newest."""

@@ -107,7 +107,7 @@ def run(request: pytest.FixtureRequest) -> Left:
     return jobs[request.param]
 
 
-def test_the_head_is_trained_in_full_and_lies_in_the_shards(run: Left) -> None:
+def test_the_head_is_trained_in_full_and_saved_in_the_shards(run: Left) -> None:
     """Known failures elsewhere: `score.weight` not saved, saved as [0], or with a LoRA on it."""
     full, start = run.stitched(), run.stitched("start")
     adapted = run.wanted.settings.peft.kind != "none"
@@ -130,7 +130,7 @@ def test_the_head_is_trained_in_full_and_lies_in_the_shards(run: Left) -> None:
         assert "score" not in said["target_modules"]
 
 
-def test_config_says_what_it_is(run: Left, tokenizer) -> None:
+def test_the_config_has_one_label(run: Left, tokenizer) -> None:
     config = run.json("config.json")
     assert config["architectures"] == ["Qwen2ForSequenceClassification"]
     assert config["id2label"] == {"0": "LABEL_0"}  # two labels is transformers' default

@@ -152,7 +152,7 @@ def test_deepspeed_config_by_value() -> None:
 
 
 @pytest.mark.parametrize(("stage", "overlaps"), [(1, False), (2, False), (3, True)])
-def test_on_gpus_deepspeed_decides_what_runs_at_the_same_time(stage: int, overlaps: bool) -> None:
+def test_on_gpus_deepspeed_chooses_the_overlap(stage: int, overlaps: bool) -> None:
     """Overlapped communication, and page-locked memory, without which copies block."""
     from deepspeed.runtime.zero.config import DeepSpeedZeroConfig
 
@@ -180,7 +180,7 @@ def test_sizes_of_a_published_model() -> None:
 
 
 @pytest.mark.parametrize("key", ["num_local_experts", "num_experts", "n_routed_experts"])
-def test_a_mixture_of_experts_is_not_reckoned_as_one_of_them(key: str) -> None:
+def test_a_mixture_of_experts_is_not_estimated(key: str) -> None:
     """A plan had better say "unknown" than count one of eight experts."""
     with pytest.raises(KeyError, match="mixture of experts"):
         Sizes.of({**QWEN_7B, key: 8})
@@ -208,7 +208,7 @@ def test_estimate_divides_what_the_stage_partitions() -> None:
     assert estimate(QWEN_7B, kept, 1).activations < full[0].activations / 2
 
 
-def test_the_step_has_the_activations_memory_again_on_a_gpu() -> None:
+def test_on_a_gpu_the_step_reuses_the_activations_memory() -> None:
     found = estimate(QWEN_7B, Settings(zero=Zero(3)), 4, gpu=True)
     states = found.weights + found.gathered + found.gradients + found.optimizer
     assert (found.stays, found.allocator, found.released) == (0, 0, 0)
@@ -218,7 +218,7 @@ def test_the_step_has_the_activations_memory_again_on_a_gpu() -> None:
     assert found.states == states + max(found.step, found.communication)
 
 
-def test_a_cpu_keeps_small_pieces_and_the_holes_between_them() -> None:
+def test_a_cpus_heap_keeps_small_allocations_and_holes() -> None:
     """0.1 B, two samples of 256 tokens: a layer allocates pieces below 32 MiB, the head above."""
     small = {"hidden_size": 768, "intermediate_size": 2048, "num_hidden_layers": 12,
              "num_attention_heads": 12, "num_key_value_heads": 4, "vocab_size": 32000,
@@ -237,7 +237,7 @@ def test_a_cpu_keeps_small_pieces_and_the_holes_between_them() -> None:
     assert alone.weights == estimate(small, settings, 1).weights
 
 
-def test_what_is_offloaded_is_on_the_host() -> None:
+def test_offloaded_states_are_on_the_host() -> None:
     weights = 7_615_616_512 - 28 * 4_608
     settings = Settings(zero=Zero(3, offload_optimizer="cpu"))
     found = estimate(QWEN_7B, settings, 4, gpu=True)
@@ -251,7 +251,7 @@ def test_what_is_offloaded_is_on_the_host() -> None:
     assert estimate(QWEN_7B, settings, 4).host == 0
 
 
-def test_a_score_head_is_no_table_and_a_critic_leaves_its_table_alone() -> None:
+def test_a_score_head_is_a_vector_and_a_critic_does_not_train_its_output_head() -> None:
     """Neither has logits: transformers' classifier has no output head, a critic a frozen one."""
     weights, table = 7_615_616_512 - 28 * 4_608, 152064 * 3584
     settings = Settings(zero=Zero(2))
@@ -262,7 +262,7 @@ def test_a_score_head_is_no_table_and_a_critic_leaves_its_table_alone() -> None:
     assert critic.optimizer == reward.optimizer == 12 * (weights - table) // 4
 
 
-def test_pairs_lie_in_a_row_together_and_responses_follow_prompts() -> None:
+def test_pairs_share_a_row_and_responses_follow_prompts() -> None:
     batch = Batch(micro_batch_size=2, max_len=512)
     sft = estimate(QWEN_7B, Settings(batch=batch), 1, gpu=True)
     dpo = estimate(QWEN_7B, Settings(batch=batch, objective="dpo"), 1, gpu=True)
@@ -273,7 +273,7 @@ def test_pairs_lie_in_a_row_together_and_responses_follow_prompts() -> None:
     assert estimate(QWEN_7B, grpo, 1, gpu=True).activations == sft.activations
 
 
-def test_ranks_of_a_node_share_the_file_that_each_of_them_quantised() -> None:
+def test_ranks_of_a_node_share_the_quantised_file() -> None:
     weights = 7_615_616_512 - 28 * 4_608
     lora = Settings(peft=Peft("lora"), zero=Zero(2))
     qlora = replace(lora, peft=Peft("qlora"))
@@ -304,7 +304,7 @@ def test_keys_and_values_of_a_published_model() -> None:
     assert Sizes.of(QWEN_7B).kv_cache(1) == 57_344
 
 
-def test_what_the_flow_imports_needs_no_torch() -> None:
+def test_modules_of_the_flow_need_no_torch() -> None:
     code = (
         "import sys, tasks.train, tasks.training.memory.estimate\n"
         "import tasks.training.engine.zero_config\n"
@@ -327,7 +327,7 @@ def deepspeed_s(name: str, file: str) -> Callable[..., tuple[int, ...]]:
 
 
 @pytest.mark.parametrize("ranks", [1, 4, 8])
-def test_states_beside_deepspeed_s_own_estimates(ranks: int) -> None:
+def test_states_against_deepspeeds_own_estimates(ranks: int) -> None:
     """Compare with DeepSpeed's estimates, which differ in two known ways.
 
     DeepSpeed counts 18 bytes per weight, 2 of them in the step, where torch's AdamW takes 6 more

@@ -29,7 +29,7 @@ ROWS = [{"id": f"s{i}", "messages": [user(f"q{i}"), answer("x" * (i % 7 + 1))]}
 
 
 class TestCache:
-    def test_made_once_and_made_again_when_anything_changes(self, base, tmp_path, capfd) -> None:
+    def test_an_entry_is_made_once_and_again_after_changes(self, base, tmp_path, capfd) -> None:
         write(tmp_path, ROWS)
         job = job_for(tmp_path, base)
         first = load(job, CONVERSATIONS)
@@ -82,9 +82,7 @@ class TestCache:
         assert [p.name for p in (tmp_path / "tokens").iterdir()] == [entry.name]
         assert not damage(entry)
 
-    def test_two_runs_at_the_same_time_share_what_the_faster_one_made(
-        self, base, tmp_path, monkeypatch
-    ) -> None:
+    def test_two_concurrent_runs_share_the_first_entry(self, base, tmp_path, monkeypatch) -> None:
         write(tmp_path, ROWS)
         job = job_for(tmp_path, base)
         from tasks.training.tokens.token_cache import TokenCache
@@ -103,7 +101,7 @@ class TestCache:
         assert np.array_equal(mine.ids, others[0].ids)
         assert len(list((tmp_path / "tokens").iterdir())) == 1
 
-    def test_two_ranks_write_what_one_does(self, base, tmp_path) -> None:
+    def test_two_ranks_write_the_bytes_of_one(self, base, tmp_path) -> None:
         """Real ranks: all of them stop at bad data, and the bytes do not depend on their number."""
         write(tmp_path, ROWS)
         write(tmp_path, [*ROWS[:299], {"id": "bad", "messages": []}], "heldout")

@@ -102,7 +102,7 @@ def run(request: pytest.FixtureRequest, tmp_path_factory, base, dataset) -> Run:
     return run_train(folder, base, dataset, SCENARIOS[request.param])
 
 
-def test_it_learns_and_says_so(run: Run) -> None:
+def test_the_loss_falls_and_is_reported(run: Run) -> None:
     steps = run.of("step")
     assert [e["step"] for e in steps] == [1, 2, 3, 4, 5, 6]
     assert steps[-1]["loss"] < steps[0]["loss"] - 0.1
@@ -115,7 +115,7 @@ def test_it_learns_and_says_so(run: Run) -> None:
     assert all(check.ok for check in run.report.checks)
 
 
-def test_rows_that_were_cut_are_metrics(run: Run, dataset: Path) -> None:
+def test_truncated_rows_are_metrics(run: Run, dataset: Path) -> None:
     for split in ("train", "heldout"):
         lines = (dataset / f"{split}.jsonl").read_text().splitlines()
         words = [json.loads(line)["messages"][1]["content"] for line in lines]
@@ -206,7 +206,7 @@ def test_trained_side_files(run: Run, tokenizer) -> None:
     assert run.json("train.json")["attn_implementation"] == "sdpa"
 
 
-def test_a_loss_that_is_not_finite_stops_and_keeps_the_last_good_state(
+def test_a_loss_that_is_not_finite_ends_the_run_and_keeps_the_last_checkpoint(
     tmp_path: Path, base: Path, dataset: Path
 ) -> None:
     settings = replace(

@@ -41,7 +41,7 @@ class TestTruncation:
         examples = [sample(str(n), length) for n, length in enumerate(lengths)]
         return self.run(Rule(10, rule), *examples)[1].counts()
 
-    def test_tokens_are_counted_and_the_lengths_that_would_do(self) -> None:
+    def test_tokens_cut_are_counted_and_sufficient_limits_named(self) -> None:
         few = self.account(*[10] * 98, 30, 400)
         assert (few["truncated"], few["tokens_cut"], few["ends_cut"]) == (2, 410, 2)
         assert (few["fits_99"], few["fits_all"]) == (30, 400)
@@ -65,7 +65,7 @@ class TestTruncation:
     def refuse(self, counts: dict[str, Any], *, most: float = 0.2, texts: bool = False) -> None:
         refuse_truncated(counts, source="train.jsonl", max_len=10, most=most, texts=texts)
 
-    def test_more_rows_cut_than_may_be_are_refused(self) -> None:
+    def test_too_many_truncated_rows_are_refused(self) -> None:
         self.refuse(self.account(10, 10, 10, 10, 12))
         cut = self.account(10, 10, 30, 12, 12)
         with pytest.raises(DataError) as bad:
@@ -83,7 +83,7 @@ class TestTruncation:
             self.refuse(cut, texts=True)
         assert "train.on_overlong=split cuts them into pieces" in bad.value.hint
 
-    def test_pairs_are_cut_each_for_itself_and_their_prompt_never(self) -> None:
+    def test_answers_of_a_pair_are_cut_separately_and_prompts_never(self) -> None:
         rule = Rule(10, "truncate")
         found, tally = self.run(rule, sample("p", 12, 9), sample("q", 14, 12))
         assert found == [[10, 9], [10, 10]]
@@ -119,7 +119,7 @@ class TestTruncation:
 
     @given(parts=st.lists(st.lists(st.integers(6, 16), max_size=30), min_size=1, max_size=4),
            rule=st.sampled_from(["truncate", "refuse"]))  # fmt: skip
-    def test_ranks_together_count_what_one_would(self, parts, rule) -> None:
+    def test_ranks_together_count_as_one_rank(self, parts, rule) -> None:
         def tally(lengths: list[int], at: int) -> Tally:
             found = Tally()
             for number, length in enumerate(lengths, at):

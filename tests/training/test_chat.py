@@ -144,7 +144,7 @@ def test_an_answer_without_a_token_before_it_is_refused(tokenizer) -> None:
     assert marked(tokenizer, encode(tokenizer, turns(*CHAT[:2]), bare)) == ["yo<|im_end|>"]
     found = encode(tokenizer, turns(("assistant", "yo")), bare)
     assert isinstance(found, Unfit)
-    assert "nothing stands before the answer" in str(found)
+    assert "no token before the answer" in str(found)
 
 
 def test_a_conversation_that_ends_with_a_question_is_refused(tokenizer) -> None:

@@ -113,7 +113,7 @@ class TestSplit:
     def test_only_texts_are_cut_into_pieces(self, base: Path, tmp_path: Path) -> None:
         job = self.job(tmp_path, base, "split", 64)
         write(tmp_path, [{"id": "d", "messages": [user("q"), answer("a")]}])
-        with pytest.raises(ConfigError, match=r"on_overlong=split is for raw texts, and .* holds none"):
+        with pytest.raises(ConfigError, match=r"split is for raw texts, and .* holds none"):
             load(job, CONVERSATIONS)
 
     def test_texts_and_other_rows_do_not_mix(self, base: Path, tmp_path: Path) -> None:

@@ -51,5 +51,5 @@ def call_api(method: str, url: str, body: Any) -> Any:
                 reason = error.read().decode(errors="replace")[:300]
                 raise PlumblineError(f"{method} {url}: {error}", details=[reason]) from error
         except urllib.error.URLError as error:
-            raise PlumblineError(f"nobody answers at {url}: {error.reason}") from error
+            raise PlumblineError(f"no answer from {url}: {error.reason}") from error
         time.sleep(0.2)

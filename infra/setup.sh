@@ -54,7 +54,7 @@ check_machine() {
 22.04, Debian 12 or RHEL 9 have it), and this is $glibc: use a newer image"
 }
 
-# The wheels have the CUDA kernels; triton compiles the C code that starts them, with Python's headers.
+# triton compiles the C code that starts CUDA kernels, and needs a compiler and Python's headers.
 check_cuda() {
     local headers driver
     [[ -n ${CC:-} ]] || command -v gcc >/dev/null || command -v clang >/dev/null ||

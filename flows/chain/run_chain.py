@@ -64,7 +64,7 @@ def run_flow(name: str, overrides: list[str]) -> dict[str, Any]:
 def defaults_of(step: Step) -> list[str]:
     """Return the lines about computed defaults of a step that trains a real model."""
     if step.composed.settings["model"]["kind"] == "toy":
-        return []  # nobody chooses the numbers of the embedded model
+        return []  # the numbers of the embedded model are fixed
     name = f"{step.name}: " if step.name else ""
     return [f"{name}{line}" for line in step.composed.defaults]
 

@@ -30,7 +30,7 @@ FLAGS = (
     ("--cfg job", "print the composed configuration and exit"),
     ("--multirun key=a,b", "one run after the other for every value"),
     ("--info defaults", "how the configuration is put together"),
-    ("--config-dir DIR", "a folder with configuration files of yours, e.g. DIR/exp/mine.yaml"),
+    ("--config-dir DIR", "a folder with your configuration files, e.g. DIR/exp/mine.yaml"),
 )
 _NARROW, _WIDE = 80, 110
 _COLUMN = 32

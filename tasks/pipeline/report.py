@@ -42,7 +42,7 @@ class StageResult:
 
     Attributes:
         name: name of the stage, as `<step>.<stage>` if the run has several steps.
-        artifact: what it published.
+        artifact: the published artifact.
         reused: True if an earlier run had published it.
         seconds: wall-clock time.
         checks: the contract's verdicts.

@@ -179,7 +179,13 @@ class _Rank:
 
 
 def iterations(loop: Loop, batch: Batch, prompts: int) -> int:
-    """Return `rl.iterations`, or the number of iterations that `train.epochs` takes."""
+    """Return `rl.iterations`, or the number of iterations that `train.epochs` takes.
+
+    Args:
+        loop: section `rl`.
+        batch: batch settings, with the number of epochs.
+        prompts: number of training prompts.
+    """
     if loop.iterations is not None:
         return loop.iterations
     return max(1, math.ceil(batch.epochs * prompts / (loop.prompts * (1 + loop.refill))))

@@ -1,12 +1,13 @@
-"""Optimizer steps on one iteration's responses: minibatches of packed rows."""
+"""Optimizer steps on one iteration's responses: minibatches, ranks, packed rows, losses."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any
+from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 from torch import nn
 
@@ -16,15 +17,62 @@ from tasks.rl.algorithms.policy_loss import LossInputs
 from tasks.rl.algorithms.registry import Recipe
 from tasks.rl.algorithms.value_loss import value_loss
 from tasks.rl.experience.critic import Critic
-from tasks.rl.experience.minibatches import Minibatch, MinibatchDealer
 from tasks.rl.experience.packed_rows import Experience
 from tasks.rl.learner import Learner
 from tasks.rl.settings import Loop, Rollout
 from tasks.training.engine.deepspeed_engine import Ranks
-from tasks.training.job import TrainJob
+from tasks.training.job import Settings, TrainJob
 from tasks.training.model.packed_model import Asked, model_of
 from tasks.training.objectives import Loss
 from tasks.training.steps import begin_random, set_lr
+from tasks.training.tokens.order import deal
+
+
+class Minibatch(NamedTuple):
+    """This rank's rows of one optimizer step, and the totals over all rows and ranks."""
+
+    rows: list[list[int]]
+    totals: Totals
+
+
+@dataclass(frozen=True)
+class MinibatchDealer:
+    """Deals an iteration's responses to optimizer steps.
+
+    Attributes:
+        settings: seed and batch sizes of the run.
+        passes: passes over all responses (PPO epochs).
+        max_new_tokens: token limit of a response.
+    """
+
+    settings: Settings
+    passes: int
+    max_new_tokens: int
+
+    def minibatches(
+        self, iteration: int, experience: Experience, ranks: Ranks
+    ) -> Iterator[Minibatch]:
+        """Yield this rank's minibatches of all passes, each pass in an order of its own.
+
+        Rows have about equally many tokens. The rest of a pass that fills no minibatch is left out.
+
+        Args:
+            iteration: 1, 2, ...; with the seed it determines the orders.
+            experience: the responses.
+            ranks: this process and its peers.
+        """
+        size = self.settings.batch.global_batch_size
+        lengths = experience.examples.lengths.sum(axis=1)
+        count = self.settings.batch.accumulation(ranks.world_size) * ranks.world_size
+        for number in range(self.passes):
+            order = np.random.default_rng([self.settings.seed, iteration, number])
+            places = order.permutation(len(lengths))
+            for start in range(0, len(places) - size + 1, size):
+                chosen = places[start : start + size]
+                rows = deal(lengths[chosen], count)[ranks.rank :: ranks.world_size]
+                tokens = int(experience.lengths[torch.from_numpy(chosen)].sum())
+                totals = Totals(tokens, size, self.max_new_tokens)
+                yield Minibatch([[int(chosen[i]) for i in row] for row in rows], totals)
 
 
 @dataclass(frozen=True)

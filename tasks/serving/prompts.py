@@ -93,13 +93,24 @@ def decode(folder: Path, tokens: Sequence[Sequence[int]]) -> list[str]:
 
 
 def encode_texts(folder: Path, texts: Sequence[str], limit: int) -> list[list[int]]:
-    """Return the token ids of plain texts by the tokenizer's defaults, at most `limit` per text."""
+    """Return the token ids of plain texts by the tokenizer's defaults.
+
+    Args:
+        folder: model folder with the tokenizer.
+        texts: the texts.
+        limit: maximum tokens per text; the rest is cut off.
+    """
     tokenizer = load_tokenizer(folder)
     return [[int(i) for i in tokenizer(text)["input_ids"][:limit]] for text in texts]
 
 
 def stop_ids(folder: Path, tokenizer_eos: int | None) -> list[int]:
-    """Return every id at which a server of this folder stops, sorted."""
+    """Return every id at which a server of this folder stops, sorted.
+
+    Args:
+        folder: model folder with config.json and generation_config.json.
+        tokenizer_eos: EOS id of its tokenizer, or None.
+    """
     stops = set() if tokenizer_eos is None else {int(tokenizer_eos)}
     for name in ("generation_config.json", "config.json"):
         path = folder / name

@@ -7,7 +7,7 @@ import statistics
 import pytest
 import torch
 
-from tasks.rl.algorithms import overlong
+from tasks.rl.algorithms.advantages import overlong_penalty
 from tasks.rl.algorithms.batch import Totals
 from tasks.rl.algorithms.value_loss import explained_variance, value_loss
 
@@ -73,9 +73,9 @@ def test_explained_variance() -> None:
 def test_the_overlong_penalty_grows_linearly_in_the_buffer() -> None:
     """Limit 20, buffer 8: eq. 13 of arXiv:2503.14476, times 2."""
     lengths = torch.tensor([1, 12, 13, 16, 19, 20])
-    actual = overlong.penalty(lengths, limit=20, buffer=8, most=2.0)
+    actual = overlong_penalty(lengths, limit=20, buffer=8, most=2.0)
     assert actual.tolist() == [0.0, 0.0, -0.25, -1.0, -1.75, -2.0]
 
 
 def test_without_a_buffer_there_is_no_penalty() -> None:
-    assert overlong.penalty(torch.tensor([1, 20]), limit=20, buffer=0, most=2.0).tolist() == [0, 0]
+    assert overlong_penalty(torch.tensor([1, 20]), limit=20, buffer=0, most=2.0).tolist() == [0, 0]

@@ -1,7 +1,8 @@
 """Advantage estimators (GAE, GRPO, RLOO, REINFORCE++). Pure functions of rewards.
 
-Shape suffixes: N response tokens, S responses, see `batch.py`. Half-precision input is computed in
-float32.
+Shape suffixes: N response tokens, S responses, see `batch.py`. All functions take `lengths_S`
+(int64, tokens of each response) and `groups_S` (int64, equal for responses to one prompt) in
+these shapes. Half-precision input is computed in float32.
 """
 
 from __future__ import annotations
@@ -44,12 +45,23 @@ def gae(
 def returns_to_go(
     rewards_N: torch.Tensor, lengths_S: torch.Tensor, *, gamma: float
 ) -> torch.Tensor:
-    """Return each token's reward plus the discounted later rewards of its response: (N,)."""
+    """Return each token's reward plus the discounted later rewards of its response: (N,).
+
+    Args:
+        rewards_N: reward of each token.
+        lengths_S: tokens of each response.
+        gamma: discount per token.
+    """
     return _discounted(_at_least_float32(rewards_N), lengths_S, gamma)
 
 
 def on_last_token(scores_S: torch.Tensor, lengths_S: torch.Tensor) -> torch.Tensor:
-    """Return rewards (N,): each response's score at its last token, zero elsewhere."""
+    """Return rewards (N,): each response's score at its last token, zero elsewhere.
+
+    Args:
+        scores_S: score of each response.
+        lengths_S: tokens of each response.
+    """
     rewards_N = scores_S.new_zeros(int(lengths_S.sum()))
     rewards_N[_last(lengths_S)] = scores_S
     return rewards_N
@@ -99,6 +111,26 @@ def whiten(values_N: torch.Tensor) -> torch.Tensor:
     """Normalise to mean 0 and deviation 1 (sample, n - 1); equal values give exactly zero."""
     values_N = _at_least_float32(values_N)
     return group_normalized(values_N, torch.zeros_like(values_N, dtype=torch.int64))
+
+
+def overlong_penalty(
+    lengths_S: torch.Tensor, *, limit: int, buffer: int, most: float
+) -> torch.Tensor:
+    """Return the soft length penalty to add to each response's score, (S,) float32.
+
+    DAPO, arXiv:2503.14476, eq. 13: 0 up to `limit - buffer` tokens, then linear to `-most` at the
+    limit.
+
+    Args:
+        lengths_S: tokens of each response, none above the limit.
+        limit: token limit of a response, `rollout.max_new_tokens`.
+        buffer: number of tokens before the limit with a penalty; 0: no penalty.
+        most: penalty at the limit.
+    """
+    if buffer == 0:
+        return torch.zeros(len(lengths_S), dtype=torch.float32, device=lengths_S.device)
+    over_S = (lengths_S - (limit - buffer)).clamp(min=0).float()
+    return -most * over_S / buffer
 
 
 class _Groups:

@@ -57,6 +57,10 @@ class Refusal(NamedTuple):
 def findings(name: str, loop: Loop) -> list[Refusal]:
     """Return every problem of section `rl` with this algorithm.
 
+    Args:
+        name: the algorithm, `train.objective`.
+        loop: section `rl`.
+
     Raises:
         KeyError: no such algorithm.
     """

@@ -60,6 +60,10 @@ class MismatchLimits:
     def require_within(self, measured: Mismatch, iteration: int) -> None:
         """Check one iteration's mismatch, and record it if it is one of the first.
 
+        Args:
+            measured: mismatch of the iteration.
+            iteration: 1, 2, ...
+
         Raises:
             TrainingError: the mismatch is above one of the limits.
         """

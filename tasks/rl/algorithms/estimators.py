@@ -1,4 +1,4 @@
-"""Advantage estimation of each algorithm: from a `Batch` to `Advantages`.
+"""Advantage estimation of each algorithm: functions of a `Batch` and section `rl`.
 
 The score of a response is the reward of its last token. With `rl.kl_in=reward` the KL to the
 reference is subtracted from the reward of every token.

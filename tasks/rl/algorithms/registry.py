@@ -102,6 +102,10 @@ ALGORITHMS: Mapping[str, Recipe] = {algorithm.name: algorithm for algorithm in _
 def recipe(name: str, loop: Loop) -> Recipe:
     """Return the algorithm of that name, after checking section `rl` against it.
 
+    Args:
+        name: `train.objective`.
+        loop: section `rl`.
+
     Raises:
         ConfigError: unknown name; or options that the algorithm does not use, groups of one
             response where groups are compared, values that are not a choice: all of them at once.

@@ -96,9 +96,16 @@ class Collector:
     ) -> Collected:
         """Return `samples` responses to each of these prompts, from all ranks.
 
-        Group g holds the responses to prompt `numbers[g]`.
-        Group g is sampled with the seed of number `first` + g of the iteration, so a prompt that
-        occurs twice gets different responses.
+        Group g holds the responses to prompt `numbers[g]`. It is sampled with the seed of number
+        `first` + g of the iteration, so a prompt that occurs twice gets different responses.
+
+        Args:
+            numbers: prompts of all ranks, as numbers in the dataset.
+            iteration: 1, 2, ...; 0 for an evaluation.
+            samples: responses per prompt.
+            clock: gets the seconds of `generate` and `score`.
+            first: number of the first group, for the seeds.
+            greedy: take the most likely token instead of sampling.
         """
         world, rank = self.ranks.world_size, self.ranks.rank
         groups = range(rank, len(numbers), world)

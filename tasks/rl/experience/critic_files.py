@@ -25,6 +25,12 @@ from tasks.training.job import TrainJob
 def write_critic(critic: Critic, job: TrainJob, loop: Loop, ranks: Ranks) -> None:
     """Write this rank's shards of the critic; the first rank also writes their description.
 
+    Args:
+        critic: the critic.
+        job: the training job; the critic goes to `job.out / "critic"`.
+        loop: section `rl`.
+        ranks: this process and its peers.
+
     Raises:
         TrainingError: a shard has values that are not finite.
     """

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from tasks.core.errors import TrainingError
-from tasks.rl.algorithms import correction, overlong
+from tasks.rl.algorithms import advantages, correction
 from tasks.rl.algorithms.batch import Batch
 from tasks.rl.algorithms.registry import Recipe
 from tasks.rl.experience.critic import Critic
@@ -94,7 +94,7 @@ class ExperienceScorer:
         """
         loop, rollout = self.online.loop, self.online.rollout
         record = {} if experience.old is None else self.compare(experience, iteration)
-        penalties = overlong.penalty(
+        penalties = advantages.overlong_penalty(
             experience.lengths,
             limit=rollout.max_new_tokens,
             buffer=loop.overlong_buffer,
@@ -110,9 +110,9 @@ class ExperienceScorer:
             values_N=experience.values,
             kl_coef=kl_coef,
         )
-        advantages = self.recipe.advantages(batch, loop)
-        inputs = UpdateInputs(experience, advantages, kl_coef)
-        record |= estimates(experience, advantages) | {"kl_coef": kl_coef}
+        estimated = self.recipe.advantages(batch, loop)
+        inputs = UpdateInputs(experience, estimated, kl_coef)
+        record |= estimates(experience, estimated) | {"kl_coef": kl_coef}
         if "kl" in record:
             self._require_near(record["kl"], iteration)
         return inputs, record

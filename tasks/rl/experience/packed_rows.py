@@ -75,7 +75,13 @@ class Experience:
         return pack(self.examples, chosen)
 
     def rows(self, world_size: int, rank: int, size: int) -> list[tuple[int, ...]]:
-        """Return this rank's rows of about `size` responses; every rank gets equally many rows."""
+        """Return this rank's rows, as numbers of responses; every rank gets equally many.
+
+        Args:
+            world_size: number of ranks.
+            rank: this rank.
+            size: responses per row, about.
+        """
         lengths = self.examples.lengths.sum(axis=1)
         count = -(-len(lengths) // (size * world_size)) * world_size
         count = min(count, len(lengths) // world_size * world_size)

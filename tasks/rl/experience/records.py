@@ -52,6 +52,10 @@ def compared(old_N: torch.Tensor, mismatch: Mismatch) -> dict[str, float]:
 
     `entropy` is their negated mean: an unbiased estimate of the policy's entropy if the responses
     were sampled from it.
+
+    Args:
+        old_N: log-probabilities by the trainer.
+        mismatch: their difference from the rollout engine's.
     """
     return {
         "mismatch/mean_abs": mismatch.mean_abs,
@@ -64,7 +68,13 @@ def compared(old_N: torch.Tensor, mismatch: Mismatch) -> dict[str, float]:
 def estimates(experience: Experience, advantages: Advantages) -> dict[str, float]:
     """Return metrics of advantages and values.
 
-    `kl` is the k3 estimate of the KL to the reference, in nats per token.
+    Args:
+        experience: the responses with their measurements.
+        advantages: of the same tokens.
+
+    Returns:
+        `advantage_std`; `kl`, the k3 estimate of the KL to the reference in nats per token, if
+        there is a reference; `explained_variance` if there is a critic.
     """
     metrics = {"advantage_std": float(advantages.advantages_N.std(correction=0))}
     if experience.reference is not None:

@@ -40,6 +40,12 @@ class Encoding:
     def between(cls, policy: Any, folder: RewardFolder, *, label: str, log: Log) -> Encoding:
         """Compare the policy's tokenizer with the reward model's; log which ids are used.
 
+        Args:
+            policy: the policy's tokenizer.
+            folder: the reward model.
+            label: name of the source in errors.
+            log: gets the result.
+
         Raises:
             ArtifactError: they differ, and the reward model has no chat template.
         """

@@ -69,6 +69,10 @@ def _requests() -> IO[str]:
 def load(path: Path, name: str) -> Callable[..., Any]:
     """Import the file and return the function; it can import modules beside it.
 
+    Args:
+        path: the user's Python file.
+        name: the function in it.
+
     Raises:
         Refused: no such name, or it is not callable.
     """
@@ -104,6 +108,10 @@ async def _awaited(result: Any) -> Any:
 
 def taken(function: Callable[..., Any], offered: Mapping[str, Any]) -> dict[str, Any]:
     """Return the keywords that the function takes: all with `**kwargs`, else those it names.
+
+    Args:
+        function: the user's function.
+        offered: every available keyword argument.
 
     Raises:
         Refused: it needs a parameter that is not offered.

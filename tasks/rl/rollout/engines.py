@@ -137,6 +137,11 @@ def response_seeds(request: Request) -> list[int]:
 def require_prompts_fit(requests: Sequence[Request], rollout: Rollout, rank: int) -> None:
     """Refuse prompts that are empty or longer than `rollout.max_prompt_len`.
 
+    Args:
+        requests: prompts of this rank.
+        rollout: section `rollout`.
+        rank: this rank, for the error.
+
     Raises:
         ConfigError: names each of them.
     """

@@ -31,6 +31,10 @@ def fingerprint(model: Any, reference: Fingerprint) -> Fingerprint:
     """Score the reference's probes at the reference's token ids.
 
     Includes the repeat noise if the reference was measured on other hardware or software.
+
+    Args:
+        model: a causal model by transformers, in eval mode.
+        reference: fingerprint with the probes and token ids.
     """
     hardware = _measured_on(model)
     first = _at_ids(model, reference, hardware)
@@ -104,6 +108,10 @@ def reference(model: Any, probes: Sequence[Sequence[int]]) -> Fingerprint:
     """Return the fingerprint of a model at its own most likely token ids.
 
     For a model that our training did not measure.
+
+    Args:
+        model: a causal model by transformers, in eval mode.
+        probes: token ids of each probe.
     """
     logits = [_logits(model, probe).cpu() for probe in probes]
     logprobs = torch.log_softmax(torch.cat(logits), dim=-1)
@@ -121,7 +129,13 @@ def reference(model: Any, probes: Sequence[Sequence[int]]) -> Fingerprint:
 
 @torch.no_grad()
 def token_logprobs(model: Any, prompt: Sequence[int], response: Sequence[int]) -> list[float]:
-    """Return the log-probability of each token of a response, nats, over the full vocabulary."""
+    """Return the log-probability of each token of a response, in nats, over the full vocabulary.
+
+    Args:
+        model: a causal model by transformers, in eval mode.
+        prompt: token ids.
+        response: token ids.
+    """
     ids = _ids(model, [[*prompt, *response]])
     logits = model(input_ids=ids, use_cache=False).logits[0, len(prompt) - 1 : -1].float()
     logprobs: list[float] = (
@@ -140,7 +154,16 @@ def sample(
     temperature: float,
     seed: int,
 ) -> list[int]:
-    """Sample one response to a prompt; return its tokens, including the EOS if it was reached."""
+    """Sample one response to a prompt; return its tokens, including the EOS if it was reached.
+
+    Args:
+        model: a causal model by transformers, in eval mode.
+        prompt: token ids.
+        max_new_tokens: token limit of the response.
+        eos: ids that end the response.
+        temperature: > 0.
+        seed: of the sampling; the same on every device.
+    """
     generator = torch.Generator().manual_seed(seed)  # on CPU: the same samples on every device
     tokens: list[int] = []
     inputs, past = _ids(model, [prompt]), None
@@ -160,6 +183,12 @@ def greedy(
     model: Any, prompt: Sequence[int], *, max_new_tokens: int, eos: Collection[int]
 ) -> tuple[list[int], list[list[tuple[int, float]]]]:
     """Decode one prompt greedily.
+
+    Args:
+        model: a causal model by transformers, in eval mode.
+        prompt: token ids.
+        max_new_tokens: token limit of the response.
+        eos: ids that end the response.
 
     Returns:
         The new tokens, including the EOS if it was reached, and for each of them the

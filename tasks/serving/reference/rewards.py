@@ -49,7 +49,12 @@ class Rewarder:
         return measured_on(input_device(self.model), self.model.config._attn_implementation)
 
     def scores(self, probes: Sequence[Sequence[int]], *, raw: bool = False) -> list[float]:
-        """Return the reward of each text; `raw` skips the normalisation."""
+        """Return the reward of each text.
+
+        Args:
+            probes: token ids of each text.
+            raw: True to skip the normalisation.
+        """
         raw_scores = [self._raw(probe) for probe in probes]
         return raw_scores if raw else normalised(raw_scores, self.normalisation)
 

@@ -18,7 +18,13 @@ from tasks.weights.adapters.config import parse_config
 
 
 def adapter_differences(worker: Any, folder: Path, version: int) -> list[str]:
-    """Return a line for every adapter tensor that differs from the one in vLLM's layers."""
+    """Return a line for every adapter tensor that differs from the one in vLLM's layers.
+
+    Args:
+        worker: vLLM's worker.
+        folder: PEFT folder that was sent.
+        version: of the policy, which is the adapter's id in vLLM.
+    """
     from vllm.lora.utils import parse_fine_tuned_lora_name
 
     manager = worker.model_runner.lora_manager._adapter_manager

@@ -50,6 +50,10 @@ class LoadedWeights:
     def require_adapter(self, folder: Path, version: int) -> None:
         """Compare the adapter in vLLM's slots with the PEFT folder that was sent.
 
+        Args:
+            folder: the PEFT folder.
+            version: of the policy, which is the adapter's id in vLLM.
+
         Raises:
             TrainingError: a tensor that no layer uses, or other numbers; details name each.
         """
@@ -62,13 +66,23 @@ class LoadedWeights:
     def recorded(
         self, tensors: Iterable[tuple[str, torch.Tensor]], version: int, sent: Tensors
     ) -> Iterator[tuple[str, torch.Tensor]]:
-        """Yield the full weights unchanged, and put the columns to compare into `sent`."""
+        """Yield the full weights unchanged, and put the columns to compare into `sent`.
+
+        Args:
+            tensors: key on disk and tensor.
+            version: of the policy; it selects the columns.
+            sent: filled with the columns of each matrix, and with the vectors, by key.
+        """
         for key, tensor in tensors:
             sent[key] = _some_columns(tensor.detach(), version)
             yield key, tensor
 
     def require_weights(self, sent: Tensors, version: int) -> None:
         """Compare vLLM's weights with those of `recorded`.
+
+        Args:
+            sent: as `recorded` filled it.
+            version: of the policy.
 
         Raises:
             TrainingError: a tensor that no layer uses, or other numbers; details name each.

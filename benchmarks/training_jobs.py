@@ -61,7 +61,7 @@ def ours(ask: Ask) -> None:
         zero=Zero(0),
         optim=Optim(lr=ask.lr),
         batch=Batch(ask.rows, ask.rows * ask.nproc, max_steps=ask.steps, max_len=1024),
-        launch=Launch(ask.nproc, threads=int(os.environ.get("OMP_NUM_THREADS", 0)) or None),
+        launch=Launch(nproc=ask.nproc, threads=int(os.environ.get("OMP_NUM_THREADS", 0)) or None),
     )
     started, seen, shares = time.monotonic(), [], []
     steps: list[tuple[int, float]] = []

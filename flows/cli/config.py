@@ -25,13 +25,18 @@ from tasks.config.audit_flow import Audit
 from tasks.config.checks.model import look
 from tasks.config.defaults import ONLINE, RULES, default
 from tasks.config.deliver_flow import Deliver
+from tasks.config.section import hydra_schema
 from tasks.core.errors import ConfigError
 from tasks.pipeline.tracking import redact
 
 CONF = Path(__file__).resolve().parents[2] / "conf"
 """Folder of the configuration files, beside the packages in a checkout and when installed."""
 
-SCHEMAS: dict[str, type] = {"rlhf": Rlhf, "deliver": Deliver, "audit": Audit}
+SCHEMAS: dict[str, type] = {
+    "rlhf": hydra_schema(Rlhf),
+    "deliver": hydra_schema(Deliver),
+    "audit": hydra_schema(Audit),
+}
 """Dataclass of the settings, by root file; Hydra checks against it."""
 
 
@@ -65,9 +70,9 @@ def _setting(config: DictConfig, key: str) -> Any:
 
 OmegaConf.register_new_resolver("default", _default, replace=True)
 OmegaConf.register_new_resolver("toy", _toy, replace=True)
-ConfigStore.instance().store(name="schema", node=Rlhf)
-ConfigStore.instance().store(name="deliver_schema", node=Deliver)
-ConfigStore.instance().store(name="audit_schema", node=Audit)
+ConfigStore.instance().store(name="schema", node=SCHEMAS["rlhf"])
+ConfigStore.instance().store(name="deliver_schema", node=SCHEMAS["deliver"])
+ConfigStore.instance().store(name="audit_schema", node=SCHEMAS["audit"])
 
 
 @dataclass(frozen=True)
@@ -119,7 +124,7 @@ class Composed:
             runs=runs,
             tracking_uri=uri or f"sqlite:///{store / 'mlflow.db'}",
             tracking_root=None if uri and not uri.startswith("sqlite:") else store / "artifacts",
-            defaults=tuple(_computed(config, settings)) if root is Rlhf else (),
+            defaults=tuple(_computed(config, settings)) if program == "rlhf" else (),
         )
 
 

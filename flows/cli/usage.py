@@ -17,7 +17,7 @@ from collections.abc import Iterable, Sequence
 from functools import cache
 from pathlib import Path
 from types import ModuleType
-from typing import Any, get_args
+from typing import Any
 
 from omegaconf import DictConfig, OmegaConf
 
@@ -138,20 +138,23 @@ def _about(key: str, names: Vocabulary) -> str:
 
 
 def setting_help(key: str, names: Vocabulary) -> str:
-    """Return the help of a setting: its comment, or else the docstring of its enumeration."""
+    """Return the help of a setting: the comment behind its field."""
     parent, _, name = key.rpartition(".")
-    comment = setting_comments(names.type_at(parent)).get(name, "")
-    if comment or not names.words(key):
-        return comment
-    kind = names.type_at(key)
-    return (inspect.getdoc(next(iter(get_args(kind)), kind)) or "").split("\n\n")[0]
+    return setting_comments(names.type_at(parent)).get(name, "")
 
 
-def setting_comments(section: type) -> dict[str, str]:
-    """Return the comment behind each field of a dataclass, by the field's name."""
-    module = inspect.getmodule(section)
-    assert module is not None
-    return _comments(module).get(section.__name__, {})
+def setting_comments(schema: Any) -> dict[str, str]:
+    """Return the comment behind each field of a section and its bases, by the field's name.
+
+    Args:
+        schema: dataclass that `hydra_schema` made from the section.
+    """
+    found: dict[str, str] = {}
+    for kind in schema.section.__mro__[:-1]:  # all but object
+        module = inspect.getmodule(kind)
+        assert module is not None
+        found |= _comments(module).get(kind.__name__, {})
+    return found
 
 
 @cache

@@ -1,7 +1,9 @@
-"""The configuration's schema: every key, its type, its unit, its default.
+"""The configuration: one dataclass per section, with types, defaults and help text.
 
-`flows/cli/config.py` hands it to Hydra, which then refuses a key that is not here and a value of
-another type. What a type cannot say (ranges, what goes together) is the preflight's.
+`flows/cli/config.py` composes it with Hydra, which refuses unknown keys and values of a wrong type.
+`section` reads a section from plain values, `defaults` has the rules of computed defaults, and
+`checks` refuses what a type cannot express before anything starts. The ranks' settings
+(`tasks/training/job.py`, `tasks/rl/settings.py`) are made of the same sections.
 """
 
 from __future__ import annotations
@@ -15,15 +17,15 @@ from tasks.config.online import Reward, Rl, Rollout
 from tasks.config.places import Paths, Tracking
 
 
-@dataclass
+@dataclass(frozen=True)
 class Rlhf:
     """The whole configuration of `flows/rlhf.py`."""
 
     plan: bool = False  # true: print what would be done, start nothing
-    force: list[str] = field(default_factory=list)  # stages to run anew, by name
+    force: list[str] = field(default_factory=list)  # stages to run again, by name
     tag: str = ""  # free text that tells runs apart
     seed: int = 0  # of training
-    chain: dict[str, list[str]] = field(default_factory=dict)  # links, see flows/chain/steps.py
+    chain: dict[str, list[str]] = field(default_factory=dict)  # steps, see flows/chain/steps.py
     model: Model = field(default_factory=Model)
     data: Data = field(default_factory=Data)
     train: Train = field(default_factory=Train)

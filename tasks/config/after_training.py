@@ -1,4 +1,4 @@
-"""Sections `merge`, `convert`, `smoke` and `gate`: what becomes of it, and what has to hold."""
+"""Sections `merge`, `convert`, `smoke` and `gate`: from the trained weights to the registry."""
 
 from __future__ import annotations
 
@@ -8,42 +8,42 @@ from tasks.config.choices import Dtype, Engine, MergeBase, Profile, Quantize
 from tasks.config.defaults import COMPUTED
 
 
-@dataclass
+@dataclass(frozen=True)
 class Merge:
-    """How an adapter becomes weights."""
+    """Merging an adapter into its base weights."""
 
-    base: MergeBase = MergeBase.auto
+    base: MergeBase = "auto"  # base to merge into; auto: dequantized for QLoRA, else original
 
 
-@dataclass
+@dataclass(frozen=True)
 class Convert:
-    """What is served."""
+    """The files that are served."""
 
-    dtype: Dtype = Dtype.bfloat16
+    dtype: Dtype = "bfloat16"  # number format of weights and activations
     max_shard_size: str = "5GB"  # size of one weight file, e.g. 500MB
-    quantize: Quantize = Quantize.none
+    quantize: Quantize = "none"  # number format of the linear layers; none: dtype
 
 
-@dataclass
+@dataclass(frozen=True)
 class Smoke:
-    """The test of the served model; see `tasks/smoke_eval.py: SmokeSettings`."""
+    """The test of the served model; see `SmokeSettings` in `tasks/evaluation/smoke.py`."""
 
-    engine: Engine = Engine.vllm
+    engine: Engine = "vllm"  # library that loads the served model
     greedy_tokens: int = 5  # first greedy tokens that have to equal transformers'
-    max_new_tokens: int = COMPUTED  # 512, or a quarter of the model's context
+    max_new_tokens: int = COMPUTED  # default 512, or a quarter of the model's context
     eval_samples: int = 200  # held-out rows that are evaluated
-    kv_cache_gib: int = 1  # on CPU
+    kv_cache_gib: int = 1  # GiB of KV cache, on CPU
     max_model_len: int | None = None  # tokens; null: what the prompts need
     timeout_s: float | None = None  # seconds for the whole test; null: by the size of the weights
-    min_stop_rate: float = 0.9  # share of answers that end by themselves
-    max_degenerate_rate: float = 0.02  # share of answers caught in a loop
+    min_stop_rate: float = 0.9  # share of responses that end by themselves, at least
+    max_degenerate_rate: float = 0.02  # share of responses caught in a loop, at most
     threads: int | None = None  # CPU threads
     tensor_parallel: int = 1  # processes that share the model, each on a GPU of its own
 
 
-@dataclass
+@dataclass(frozen=True)
 class Gate:
-    """What has to hold before a run is registered as a candidate."""
+    """Conditions for registering a run as a candidate."""
 
-    profile: Profile = Profile.standard
+    profile: Profile = "standard"  # drift limits, see `tasks/drift/fingerprint.py`
     min_eval_gain: float | None = None  # points of exact match; null: none

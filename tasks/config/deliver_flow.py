@@ -1,85 +1,65 @@
-"""The configuration's schema of `flows/deliver.py`: every key, its type, its unit, its default."""
+"""Schema of the configuration of `flows/deliver.py`: every key, its type, unit and default."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from enum import Enum, auto
+from typing import Literal
 
 from tasks.config.after_training import Convert
-from tasks.config.choices import Profile
+from tasks.config.choices import Profile, QuantType
 from tasks.config.places import Paths, Tracking
 
 MISSING = "???"
-"""What Hydra takes for a value that has to be given."""
+"""Marks a value that the user has to give, for Hydra."""
+
+BaseMode = Literal["auto", "dequantized", "original", "compare"]
+"""The base that an adapter is merged into, which is the one it was trained on.
+
+    auto          as the trainer's own files say; refused if they do not say it
+    dequantized   the base after a round trip through 4 bits, as QLoRA training saw it
+    original      the base as it is stored, as LoRA training saw it
+    compare       measure how far apart the two merges are; writes nothing
+"""
+SmokeEngine = Literal["vllm", "transformers", "none"]
 
 
-class SmokeEngine(Enum):
-    """What loads the served model; `none`: nothing does, and nothing is started for it."""
-
-    vllm = auto()
-    transformers = auto()
-    none = auto()
-
-
-class BaseMode(Enum):
-    """The base that an adapter is merged into: the one it was trained on.
-
-    auto: what the trainer's own files say; refused where they do not.
-    dequantized: the base after a round trip through 4 bits, as QLoRA training saw it.
-    original: the base as it is stored, as LoRA training saw it.
-    compare: measure how far apart the two merges are; writes nothing.
-    """
-
-    auto = 1  # a member named like the function: numbers here
-    dequantized = 2
-    original = 3
-    compare = 4
-
-
-class FourBits(Enum):
-    """4-bit code book of the base that an adapter was trained on (arXiv:2305.14314)."""
-
-    nf4 = auto()
-    fp4 = auto()
-
-
-@dataclass
+@dataclass(frozen=True)
 class DeliverMerge:
     """The base that an adapter is merged into."""
 
-    base: BaseMode = BaseMode.auto  # compare: measure both, write nothing
-    quant_type: FourBits = FourBits.nf4  # base=dequantized, where training left no record
-    double_quant: bool = True  # the same
+    base: BaseMode = "auto"  # compare: measure both, write nothing
+    quant_type: QuantType = "nf4"  # base=dequantized: code book, if training left no record
+    double_quant: bool = True  # base=dequantized: block scales in 8 bits, likewise
 
 
-@dataclass
+@dataclass(frozen=True)
 class DeliverSmoke:
     """The test of the served model."""
 
-    engine: SmokeEngine = SmokeEngine.vllm
+    engine: SmokeEngine = "vllm"  # library that loads the served model; none: no test, no Prefect
     probes: int = 32  # texts that the fingerprints are taken on
-    texts: str | None = None  # file, one text a line; null: built-in ones
+    texts: str | None = None  # file, one text per line; null: built-in ones
     greedy_tokens: int = 5  # first greedy tokens that have to equal transformers'
-    kv_cache_gib: int = 1  # on CPU
+    kv_cache_gib: int = 1  # GiB of KV cache, on CPU
     max_model_len: int | None = None  # tokens; null: what the probes need
     timeout_s: float | None = None  # seconds for the whole test; null: by the size of the weights
     threads: int | None = None  # CPU threads
-    profile: Profile = Profile.standard  # drift limits
+    profile: Profile = "standard"  # drift limits
 
 
-@dataclass
+@dataclass(frozen=True)
 class Deliver:
     """The whole configuration of `flows/deliver.py`."""
 
     source: str | None = None  # folder: adapter, model, our shards, DeepSpeed checkpoint
     adapters: list[str] = field(default_factory=list)  # instead: "<folder>:<weight>", added up
     base: str | None = None  # folder of the base model; null: what SOURCE itself names
-    out: str = MISSING  # folder that is to hold the served model
+    out: str = MISSING  # folder to write the served model to
     adapter_config: str | None = None  # adapter_config.json; null: the one in or above SOURCE
-    check_base: bool = True  # false: take a base that is recorded as another one
-    overwrite: bool = False  # true: replace an OUT that an earlier delivery made
+    check_base: bool = True  # false: accept a base that is recorded as another one
+    overwrite: bool = False  # true: replace an OUT that an earlier delivery wrote
     plan: bool = False  # true: print what would be done, write nothing
-    force: list[str] = field(default_factory=list)  # stages to run anew, by name
+    force: list[str] = field(default_factory=list)  # stages to run again, by name
     tag: str = ""  # free text that tells runs apart
     merge: DeliverMerge = field(default_factory=DeliverMerge)
     convert: Convert = field(default_factory=Convert)

@@ -1,4 +1,4 @@
-"""Sections `model` and `data`: what a run begins with."""
+"""Sections `model` and `data`: the base model and the data of a run."""
 
 from __future__ import annotations
 
@@ -8,31 +8,44 @@ from tasks.config.choices import Attention, DataKind, Dtype, ModelKind, OnBadLin
 from tasks.config.defaults import COMPUTED
 
 
-@dataclass
-class Model:
-    """The base model."""
+@dataclass(frozen=True)
+class Origin:
+    """Place of the base model."""
 
-    kind: ModelKind = COMPUTED  # hf where there is a path, else toy
+    kind: ModelKind = COMPUTED  # hf if there is a path, else toy
     path: str | None = None  # folder or Hugging Face id; kind hf
     revision: str | None = None  # branch, tag or commit of a Hugging Face id
-    dtype: Dtype = Dtype.bfloat16
-    attn_implementation: Attention = Attention.sdpa  # flash_attention_2 needs flash-attn
+
+
+@dataclass(frozen=True)
+class Loading:
+    """Settings of the model that the ranks load."""
+
+    dtype: Dtype = "bfloat16"  # number format of weights and activations
+    attn_implementation: Attention = "sdpa"  # flash_attention_2 needs flash-attn
     trust_remote_code: bool = False  # runs Python that the model's author wrote
-    new_tokens: list[str] = field(default_factory=list)  # texts that become tokens, and are trained
+    new_tokens: tuple[str, ...] = ()  # texts that become tokens, and are trained
+
+
+# Fields of a dataclass come in the order of its bases from last to first.
+@dataclass(frozen=True)
+class Model(Loading, Origin):
+    """The base model."""
+
     vocab_multiple: int = 1  # rows of a vocabulary that grew are a multiple of this
     steps: int = 400  # pre-training steps; kind toy
     seed: int = 0  # corpus, weights and order; kind toy
 
 
-@dataclass
+@dataclass(frozen=True)
 class DataSource:
-    """One of several sources; what is null is as in section `data`."""
+    """One of several sources; null: as in section `data`."""
 
-    path: str = "???"  # to be given: file, or `datasets` id for kind hub
+    path: str = "???"  # required: file, or `datasets` id for kind hub
     kind: DataKind | None = None
     split: str | None = None  # kind hub
-    probability: float | None = None  # of a row to come from here; all sources or none
-    max_samples: int | None = None  # rows read in one pass at most
+    probability: float | None = None  # of a row to come from here; for all sources or for none
+    max_samples: int | None = None  # rows read in one pass, at most
     messages_key: str | None = None
     prompt_key: str | None = None
     response_key: str | None = None
@@ -45,11 +58,11 @@ class DataSource:
     answer_key: str | None = None
 
 
-@dataclass
+@dataclass(frozen=True)
 class Data:
-    """What to learn from and to be tested on. The objective says which columns are read."""
+    """Rows to learn from and to evaluate on. The objective decides which columns are read."""
 
-    kind: DataKind = COMPUTED  # by the suffix of path; hub where there is a name; else toy
+    kind: DataKind = COMPUTED  # by the suffix of path; hub if there is a name; else toy
     path: str | None = None  # file; kinds jsonl, csv, parquet
     eval_path: str | None = None  # file of held-out rows; null: eval_fraction
     name: str | None = None  # `datasets` id; kind hub
@@ -57,23 +70,21 @@ class Data:
     eval_split: str | None = None  # kind hub; null: eval_fraction
     eval_fraction: float = 0.05  # share of the rows that is held out
     messages_key: str | None = COMPUTED  # column with a list of messages; csv: none
-    prompt_key: str = "prompt"  # these two where there is no column of messages
+    prompt_key: str = "prompt"  # column with the prompt, if there is no column of messages
     response_key: str = "response"  # column with the response, beside prompt_key
     system_key: str | None = None  # column with a system message
     text_key: str | None = None  # column with raw text, instead of all these: as in pre-training
-    chosen_key: str = "chosen"  # pairs: answer or whole conversation
-    rejected_key: str = "rejected"  # pairs: answer or whole conversation
+    chosen_key: str = "chosen"  # pairs: response or whole conversation
+    rejected_key: str = "rejected"  # pairs: response or whole conversation
     margin_key: str | None = None  # pairs: column with a number, for the reward objective
     label_key: str = "label"  # kto: column with true or false
-    answer_key: str | None = (
-        "answer"  # prompts: column with the reference answer, where it is there
-    )
-    sources: list[DataSource] = field(default_factory=list)  # instead of path
-    stopping: Stopping = Stopping.all_exhausted  # of sources with probabilities
-    max_samples: int | None = None  # rows read at most; null: all
-    on_bad_line: OnBadLine = OnBadLine.fail
+    answer_key: str | None = "answer"  # prompts: column with the reference answer, if it exists
+    sources: list[DataSource] = field(default_factory=list)  # several sources, instead of path
+    stopping: Stopping = "all_exhausted"  # when mixing ends; sources with probabilities
+    max_samples: int | None = None  # rows read, at most; null: all
+    on_bad_line: OnBadLine = "fail"  # what happens to a row that cannot be used
     max_truncated: float = 0.2  # share of training rows that train.max_len may cut; more: an error
     chat_template: str | None = None  # Jinja file; null: the tokenizer's own
-    seed: int = 0  # which rows are held out; kind toy: which rows there are
+    seed: int = 0  # selects the held-out rows; kind toy: all rows
     train_size: int = 2240  # rows; kind toy: 70 steps of 32
     heldout_size: int = 300  # rows; kind toy

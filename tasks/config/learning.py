@@ -1,7 +1,11 @@
-"""Sections `train`, `peft` and `zero`: how it is trained."""
+"""Sections `train`, `peft` and `zero`: what is trained, and how.
+
+The ranks' settings (`tasks/training/job.py`) are made of the groups of section `train`.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -19,12 +23,14 @@ from tasks.config.choices import (
     Scheduler,
 )
 from tasks.config.defaults import COMPUTED
+from tasks.config.section import Section
+from tasks.core.errors import ConfigError
 
 
-@dataclass
-class Loss:
-    """Knobs of the objectives; null leaves one at its default. Which objective has which:
-    `tasks/training/objectives/`; one that the objective does not have is refused.
+@dataclass(frozen=True)
+class Loss(Section):
+    """Options of the objectives; null: the objective's default. An option that the objective does
+    not have is refused, see `tasks/training/objectives/`.
     """
 
     kind: str | None = None  # reward: sigmoid, log_exp; dpo: sigmoid, ipo
@@ -33,88 +39,191 @@ class Loss:
     margin: float | None = None  # reward: added to the pairs' own margins
     center: float | None = None  # reward: weight of the squared sum of scores
     label_smoothing: float | None = None  # dpo: share of wrong labels (cDPO)
-    nll: float | None = None  # dpo, simpo: weight of the chosen answer's cross-entropy
-    desirable_weight: float | None = None  # kto
-    undesirable_weight: float | None = None  # kto
+    nll: float | None = None  # dpo, simpo: weight of the chosen response's cross-entropy
+    desirable_weight: float | None = None  # kto: weight of desirable responses
+    undesirable_weight: float | None = None  # kto: weight of undesirable responses
 
 
-@dataclass
-class Train:
-    """Optimisation and how it is started."""
+@dataclass(frozen=True)
+class Goal(Section):
+    """The objective and its options."""
 
-    objective: Objective = Objective.sft
+    objective: Objective = "sft"  # what training optimises
     loss: Loss = field(default_factory=Loss)
-    device: Device = Device.auto  # auto: GPUs where there are any; cpu leaves them alone
-    nproc: int = COMPUTED  # ranks a node; the number of visible GPUs, 2 without
+
+
+@dataclass(frozen=True)
+class Ranks(Section):
+    """Number of ranks, and where they compute."""
+
+    device: Device = "auto"  # auto: GPUs if there are any; cpu: leaves them alone
+    nproc: int = COMPUTED  # ranks per node; default: number of visible GPUs, 2 without
     nodes: int = 1  # machines
-    threads: int | None = None  # CPU threads a rank; null: cores / nproc
-    micro_batch_size: int = COMPUTED  # samples a rank holds at once
-    global_batch_size: int = COMPUTED  # samples an optimizer step
+    threads: int | None = None  # CPU threads per rank; null: cores / nproc
+
+
+@dataclass(frozen=True)
+class BatchSize(Section):
+    """Samples of an optimizer step, and number of steps."""
+
+    micro_batch_size: int = COMPUTED  # samples in one forward pass of a rank
+    global_batch_size: int = COMPUTED  # samples per optimizer step, over all ranks
     epochs: float = 1.0  # passes over the training rows
     max_steps: int | None = None  # optimizer steps; wins over epochs
-    optimizer: Optimizer = Optimizer.adamw
-    lr: float = COMPUTED  # peak; by objective, adapter and model size
-    scheduler: Scheduler = Scheduler.cosine
+
+
+@dataclass(frozen=True)
+class Optim(Section):
+    """AdamW and its learning-rate schedule."""
+
+    optimizer: Optimizer = "adamw"  # AdamW; moments in fp32, or in 8-bit blocks (arXiv:2110.02861)
+    lr: float = COMPUTED  # peak learning rate; default by objective, adapter and model size
+    scheduler: Scheduler = "cosine"  # learning rate after the warm-up
     warmup_ratio: float = 0.03  # share of the steps
     min_lr_ratio: float = 0.0  # last lr over lr; *_min_lr, polynomial, warmup_stable_decay
     decay_ratio: float = 0.1  # share of the steps that lr falls in; warmup_stable_decay
-    power: float = 1.0  # polynomial
-    num_cycles: int = 1  # falls from the peak; cosine_with_restarts
+    power: float = 1.0  # exponent of the decay; polynomial
+    num_cycles: int = 1  # decays from the peak; cosine_with_restarts
     weight_decay: float = 0.0  # of AdamW
     beta1: float = 0.9  # of AdamW: decay of the first moment
     beta2: float = 0.999  # of AdamW: decay of the second moment
     eps: float = 1e-8  # of AdamW: added to the denominator
     max_grad_norm: float = 1.0  # gradients are clipped to this norm
-    max_len: int = COMPUTED  # tokens a sample; 2048, or the model's context
-    on_overlong: OnOverlong = OnOverlong.truncate
-    mask: Mask = Mask.last_answer  # objective sft; the others learn from last answers
+
+
+@dataclass(frozen=True)
+class Lengths(Section):
+    """Length of a sample."""
+
+    max_len: int = COMPUTED  # tokens per sample; default 2048, or the model's context
+    on_overlong: OnOverlong = "truncate"  # what happens to longer samples; split: raw texts
+
+
+@dataclass(frozen=True)
+class Steps(Section):
+    """Forward and backward pass, and how often a step is logged."""
+
+    mask: Mask = "last_answer"  # objective sft: tokens that bear loss
     gradient_checkpointing: bool = (
-        COMPUTED  # recompute activations; true, but for the embedded model
+        COMPUTED  # recompute activations; default true, false for the embedded model
     )
     gradient_checkpointing_reentrant: bool = False  # torch's older variant of it
     log_every: int = 1  # steps
+
+
+@dataclass(frozen=True)
+class Evaluate(Section):
+    """Evaluations during training, and what follows from them."""
+
     eval_steps: int = 0  # steps between evaluations; 0: only before the first and after the last
-    best_metric: str = "loss"  # what the best checkpoint is best in: loss, accuracy, margin, ...
+    best_metric: str = "loss"  # metric of the best checkpoint: loss, accuracy, margin, ...
     early_stop_patience: int = 0  # evaluations without improvement until training ends; 0: never
-    keep: Keep = Keep.last  # which state is delivered
-    save_steps: int = 50  # steps between checkpoints to go on from; 0: none
-    max_ckpt_num: int = 3  # checkpoints that stay, beside best and last; 0: all
-    max_ckpt_gb: float | None = None  # GB (10^9 bytes) of them together; null: any
-    keep_ckpts: bool = False  # after training has succeeded, too
-    resume: str = "auto"  # auto: from the newest checkpoint of this very run; never; or its folder
-    timeout_s: float | None = None  # of the whole stage
-    collective_timeout_s: float = 1800.0  # that ranks wait for each other
+    keep: Keep = "last"  # checkpoint that is delivered
+
+
+@dataclass(frozen=True)
+class Checkpoints(Section):
+    """Checkpoints that a run can resume from."""
+
+    save_steps: int = 50  # steps between checkpoints; 0: none
+    max_ckpt_num: int = 3  # checkpoints that are kept, beside best and last; 0: all
+    max_ckpt_gb: float | None = None  # GB (10^9 bytes) of all of them; null: no limit
+
+
+@dataclass(frozen=True)
+class Resume(Section):
+    """Where a run begins, which does not change its result."""
+
+    keep_ckpts: bool = False  # keep checkpoints after training has succeeded
+    resume: str = "auto"  # auto: newest checkpoint of this run; never; or a checkpoint's folder
+
+
+@dataclass(frozen=True)
+class Timeouts(Section):
+    """Limits in seconds."""
+
+    timeout_s: float | None = None  # seconds for the whole stage; null: no limit
+    collective_timeout_s: float = 1800.0  # seconds that ranks wait for each other
+
+
+@dataclass(frozen=True)
+class Probes(Section):
+    """The fingerprint."""
+
     probes: int = 32  # conversations that the fingerprint is taken on
 
 
-@dataclass
-class Peft:
+@dataclass(frozen=True)
+class Batch(Lengths, BatchSize):
+    """The samples of an optimizer step."""
+
+    def accumulation(self, world_size: int) -> int:
+        """Return the number of micro-batches that a rank accumulates before a step.
+
+        Raises:
+            ConfigError: the sizes do not divide.
+        """
+        together = self.micro_batch_size * world_size
+        if together <= 0 or self.global_batch_size % together:
+            raise ConfigError(
+                f"train.global_batch_size={self.global_batch_size} is not a multiple of "
+                f"train.micro_batch_size={self.micro_batch_size} x {world_size} ranks",
+                hint=f"train.global_batch_size={max(together, 1)} or a multiple of it",
+            )
+        return self.global_batch_size // together
+
+
+@dataclass(frozen=True)
+class Launch(Timeouts, Ranks):
+    """How the ranks are started."""
+
+
+# Fields of a dataclass come in the order of its bases from last to first.
+@dataclass(frozen=True)
+class Train(
+    Probes, Timeouts, Resume, Checkpoints, Evaluate, Steps, Lengths, Optim, BatchSize, Ranks, Goal
+):
+    """Optimisation and how it is started."""
+
+
+@dataclass(frozen=True)
+class Peft(Section):
     """The adapter (Hu et al. 2021, arXiv:2106.09685)."""
 
-    kind: PeftKind = PeftKind.none
+    kind: PeftKind = "none"  # none: full fine-tuning; lora; qlora: LoRA on a 4-bit base
     rank: int = 64  # of the adapter
     alpha: float = 64.0  # the update is scaled by alpha / rank, or by alpha / sqrt(rank)
     dropout: float = 0.0  # on the adapter's input
-    target_modules: Any = "all-linear"  # or a list of module names, e.g. [q_proj,v_proj]
-    exclude_modules: list[str] = field(default_factory=list)  # taken out of the targets
+    target_modules: tuple[str, ...] | str = "all-linear"  # or a list, e.g. [q_proj,v_proj]
+    exclude_modules: tuple[str, ...] = ()  # taken out of the targets
     use_rslora: bool = False  # scale by alpha / sqrt(rank), arXiv:2312.03732
     use_dora: bool = False  # train each row's magnitude too, arXiv:2402.09353
-    init: AdapterInit = AdapterInit.default
+    init: AdapterInit = "default"  # A uniform (default) or gaussian, B zero; or PiSSA
     pissa_niter: int | None = None  # init pissa: iterations of a randomised SVD; null: exact
-    rank_pattern: Any = None  # other ranks by module name, e.g. {q_proj: 16, layers.0.mlp: 4}
-    alpha_pattern: Any = None  # other alphas, likewise
-    modules_to_save: list[str] = field(default_factory=list)  # trained whole, saved with it
-    quant_type: QuantType = QuantType.nf4
+    rank_pattern: Mapping[str, int] | None = None  # other ranks by module, e.g. {q_proj: 16}
+    alpha_pattern: Mapping[str, float] | None = None  # other alphas, likewise
+    modules_to_save: tuple[str, ...] = ()  # modules trained in full, saved with the adapter
+    quant_type: QuantType = "nf4"  # kind qlora: 4-bit code book (arXiv:2305.14314)
     double_quant: bool = True  # kind qlora: quantise the block scales too
 
+    def quantization(self) -> dict[str, Any] | None:
+        """Return the base's quantisation as `train.json` has it; None if it is not quantised."""
+        if self.kind != "qlora":
+            return None
+        return {
+            "type": self.quant_type,
+            "double_quant": self.double_quant,
+            "compute_dtype": "bfloat16",
+        }
 
-@dataclass
-class Zero:
+
+@dataclass(frozen=True)
+class Zero(Section):
     """DeepSpeed's ZeRO (Rajbhandari et al. 2019, arXiv:1910.02054)."""
 
     stage: int = 2  # 0 to 3
-    offload_optimizer: Offload = Offload.none  # stage 1 and up
-    offload_param: Offload = Offload.none  # stage 3
-    overlap_comm: bool | None = None  # communicate beside computing; null: ZeRO-3 on GPUs does
-    bucket_size: int = 50_000_000  # elements
-    persistence_threshold: int = 100_000  # stage 3: elements up to which a parameter stays whole
+    offload_optimizer: Offload = "none"  # stage 1 and up
+    offload_param: Offload = "none"  # stage 3
+    overlap_comm: bool | None = None  # communicate while computing; null: only ZeRO-3 on GPUs
+    bucket_size: int = 50_000_000  # elements per communication bucket
+    persistence_threshold: int = 100_000  # stage 3: smaller parameters are not partitioned

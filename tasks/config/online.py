@@ -1,132 +1,92 @@
-"""Sections `rl`, `rollout` and `reward`: learning from one's own replies.
-
-For objectives ppo, grpo, dr_grpo, rloo, reinforce_pp, reinforce_pp_baseline and gspo; all others
-leave them alone. What each key means is told at length in `tasks/rl/settings.py`.
+"""Sections `rl`, `rollout` and `reward`, for objectives that learn from their own responses:
+ppo, grpo, dr_grpo, rloo, reinforce_pp, reinforce_pp_baseline and gspo.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from enum import Enum, auto
 
+from tasks.config.choices import (
+    Correction,
+    CriticKind,
+    Engine,
+    KlEstimator,
+    KlIn,
+    RewardEngine,
+)
 from tasks.config.defaults import COMPUTED
+from tasks.config.section import Section
 
 
-class KlIn(Enum):
-    """Where the distance to the reference is taken off."""
-
-    reward = auto()
-    loss = auto()
-
-
-class KlEstimator(Enum):
-    """Estimates of KL from samples, see `tasks/rl/algorithms/kl.py`."""
-
-    k1 = auto()
-    k2 = auto()
-    k3 = auto()
-
-
-class CriticKind(Enum):
-    """Where the critic lives."""
-
-    shared = auto()
-    separate = auto()
-
-
-class Correction(Enum):
-    """What becomes of differences between the rollout engine and the trainer."""
-
-    none = auto()
-    tis = auto()
-    icepop = auto()
-    sequence_mask = auto()
-
-
-class RolloutEngine(Enum):
-    """Who answers the prompts."""
-
-    vllm = auto()
-    transformers = auto()
-
-
-class RewardEngine(Enum):
-    """Where the reward model runs: in the training rank's own process, or in vLLM."""
-
-    process = auto()
-    vllm = auto()
-
-
-@dataclass
-class Rl:
-    """The loop; counts are of an iteration, over all ranks. `train.global_batch_size` counts the
-    replies of an optimizer step, `train.eval_steps`, `save_steps` and `log_every` iterations.
+@dataclass(frozen=True)
+class Rl(Section):
+    """The training loop. An iteration samples, scores, estimates advantages and updates; counts are
+    per iteration over all ranks. `train.global_batch_size` counts the responses of an optimizer
+    step; `train.eval_steps`, `save_steps` and `log_every` count iterations.
     """
 
-    prompts: int = 32  # prompts an iteration
-    samples: int = 4  # replies a prompt
+    prompts: int = 32  # prompts per iteration
+    samples: int = 4  # responses per prompt, a group
     iterations: int | None = None  # null: train.epochs over the prompts
-    passes: int = 1  # over the replies of an iteration
-    eval_prompts: int = 128  # held-out prompts of an evaluation
-    gamma: float = 1.0  # discount
-    lam: float = 0.95  # ppo: of GAE
+    passes: int = 1  # epochs over the responses of an iteration
+    eval_prompts: int = 128  # evaluation prompts, at most
+    gamma: float = 1.0  # discount per token
+    lam: float = 0.95  # ppo: lambda of GAE (arXiv:1506.02438)
     clip_low: float = 0.2  # the ratio is clipped at 1 - this
-    clip_high: float = 0.2  # the ratio is clipped at 1 + this
-    dual_clip: float | None = None  # bound on ratio x advantage of bad replies; 3 is usual
-    kl_coef: float = 0.0  # weight of the distance to the reference; 0: no reference
-    kl_in: KlIn = KlIn.loss
-    kl_estimator: KlEstimator = KlEstimator.k3
-    kl_target: float | None = (
-        None  # nats a token that kl_coef is steered to; null: kl_coef is fixed
-    )
-    kl_horizon: int = 10_000  # replies in which kl_coef moves by at most a fifth
-    kl_limit: float | None = None  # nats a token past which training stops
-    whiten: bool = False  # advantages of an iteration to mean 0, deviation 1
+    clip_high: float = 0.2  # the ratio is clipped at 1 + this (DAPO, arXiv:2503.14476)
+    dual_clip: float | None = None  # bound on ratio x negative advantage, e.g. 3 (arXiv:1912.09729)
+    kl_coef: float = 0.0  # weight of the KL penalty; 0: no reference model
+    kl_in: KlIn = "loss"  # where the KL penalty is subtracted: every token's reward, or the loss
+    kl_estimator: KlEstimator = "k3"  # Schulman 2020, "Approximating KL divergence"
+    kl_target: float | None = None  # nats per token, target of an adaptive kl_coef; null: fixed
+    kl_horizon: int = 10_000  # responses in which an adaptive kl_coef moves by a fifth at most
+    kl_limit: float | None = None  # KL from the reference that ends training, nats per token
+    whiten: bool = False  # normalise the advantages of an iteration: mean 0, deviation 1
     entropy_coef: float = 0.0  # weight of the entropy bonus
-    critic: CriticKind = CriticKind.shared  # ppo
+    critic: CriticKind = "shared"  # ppo; shared: an adapter on the policy's trunk
     critic_lr: float | None = None  # null: train.lr
     critic_warmup: int = 0  # iterations in which only the critic learns
     value_clip: float | None = 0.2  # clip range of the critic's update; null: none
-    refill: int = 0  # rounds in which groups without signal are asked anew
-    overlong_buffer: int = 0  # tokens before the limit in which rewards fall
-    overlong_penalty: float = 0.0  # at the limit
-    correction: Correction = Correction.tis
-    correction_high: float = 2.0  # upper bound of the importance ratio
-    correction_low: float = 0.5  # icepop, sequence_mask
-    mismatch_limit: float = 0.1  # nats a token between trainer and engine past which training stops
-    mismatch_factor: float = 4.0  # times the first iterations' mismatch; 0: no such limit
+    refill: int = 0  # rounds that replace groups without signal (arXiv:2503.14476)
+    overlong_buffer: int = 0  # tokens before the length limit in which the reward falls
+    overlong_penalty: float = 0.0  # reward lost at the length limit
+    correction: Correction = "tis"  # importance correction of the train-inference mismatch
+    correction_high: float = 2.0  # upper bound of the importance ratio, trainer over engine
+    correction_low: float = 0.5  # lower bound; icepop, sequence_mask
+    mismatch_limit: float = 0.1  # train-inference mismatch that ends training, nats per token
+    mismatch_factor: float = 4.0  # the same, over the first five iterations' median; 0: no limit
 
 
-@dataclass
-class Rollout:
-    """Who answers the prompts, and how."""
+@dataclass(frozen=True)
+class Rollout(Section):
+    """The engine that samples responses."""
 
-    engine: RolloutEngine = RolloutEngine.vllm
-    max_new_tokens: int = COMPUTED  # 1024, or half of the model's context
-    max_prompt_len: int = COMPUTED  # tokens; the same
-    temperature: float = 1.0  # of sampling
-    top_p: float = 1.0  # share of the probability that is sampled from
-    top_k: int = 0  # 0: all
-    tensor_parallel: int = 1  # ranks an engine
-    kv_cache_gib: float = 1.0  # on CPU
+    engine: Engine = "vllm"  # vllm, or the trainer's own model through transformers
+    max_new_tokens: int = COMPUTED  # tokens of a response; default 1024, or half of the context
+    max_prompt_len: int = COMPUTED  # tokens of a prompt; same default; longer ones are refused
+    temperature: float = 1.0  # of sampling; log-probabilities are taken at it everywhere
+    top_p: float = 1.0  # nucleus sampling; 1: all tokens
+    top_k: int = 0  # sample among the k most likely tokens; 0: all
+    tensor_parallel: int = 1  # ranks per engine
+    kv_cache_gib: float = 1.0  # GiB of KV cache per engine, on CPU
     gpu_memory: float = 0.5  # share of a GPU that the engine may take
-    max_num_seqs: int = 256  # sequences that vLLM decodes at once
-    offload_trainer: bool = COMPUTED  # optimizer states in host memory during rollouts
-    timeout_s: float | None = None  # of one iteration's rollouts; null: by the size of the weights
+    max_num_seqs: int = 256  # responses that an engine decodes at once
+    offload_trainer: bool = COMPUTED  # optimizer states in host memory except during updates
+    timeout_s: float | None = None  # seconds per iteration; null: by the size of the weights
 
 
-@dataclass
-class Reward:
-    """What replies are worth: the sum of all sources, each times its weight."""
+@dataclass(frozen=True)
+class Reward(Section):
+    """Rewards of the responses: the weighted sum of all sources."""
 
-    model: str | None = None  # folder of a reward model; in a chain: that of the link before
+    model: str | None = None  # folder of a reward model; in a chain: the step before
     model_weight: float = 1.0  # of the reward model's score in the sum
-    normalize: bool = True  # by the model's own mean and deviation
-    engine: RewardEngine = RewardEngine.process
+    normalize: bool = True  # subtract the model's own mean, divide by its deviation
+    engine: RewardEngine = "process"  # run the reward model in the rank's process, or in vLLM
     function: str | None = None  # path.py:name, or exact_match
     function_weight: float = 1.0  # of the function's reward in the sum
     url: str | None = None  # HTTP endpoint that scores responses
     url_weight: float = 1.0  # of the endpoint's reward in the sum
-    timeout_s: float = 60.0  # of a call
-    retries: int = 2  # of a failed call
-    batch: int = 64  # replies a request
+    timeout_s: float = 60.0  # seconds per call of the function or the endpoint
+    retries: int = 2  # of a failed request
+    batch: int = 64  # responses per request

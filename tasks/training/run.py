@@ -44,7 +44,7 @@ def train_with(ranks: Ranks, job: TrainJob, started: float) -> None:
     settings = job.settings
     if settings.launch.nodes > 1:
         require_alike(ranks)
-    chosen = objective(settings.objective, settings.loss)
+    chosen = objective(settings.objective, vars(settings.loss))
     config = deepspeed_config(settings, ranks.world_size, gpu=ranks.gpu)
     if job.universal is not None:
         config["checkpoint"] = {"load_universal": True}

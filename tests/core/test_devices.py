@@ -131,7 +131,7 @@ def test_losses_and_gradients(name: str, frozen: bool, elsewhere: None) -> None:
         engine = Engine(model)
         require_same(engine, trial_row(examples).to(device))
         passes, counts = Passes(engine, ranks(device), chosen), Counts.of(examples)
-        baseline = passes.baseline(examples, passes.heldout(examples, Batch(2, 4, 64)))
+        baseline = passes.baseline(examples, passes.heldout(examples, Batch(2, 4, max_len=64)))
         watch, sums = Watch(model), Sums(ranks(device))
         loss = passes.loss(examples, range(4), counts=counts, baseline=baseline)
         loss.value.backward()
@@ -262,7 +262,7 @@ def test_scores_of_a_reward_model(elsewhere: None) -> None:
         model = scoring(device)
         take_rows(model)
         passes = Passes(Engine(model), ranks(device), objective("reward", {}))
-        return heldout_scores(passes, _examples(PROBES), Batch(2, 2, 64)).as_dict()
+        return heldout_scores(passes, _examples(PROBES), Batch(2, 2, max_len=64)).as_dict()
 
     mine, theirs = on_both(spread)
     assert mine == pytest.approx(theirs, abs=1e-5)

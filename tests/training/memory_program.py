@@ -76,7 +76,7 @@ def main(path: Path) -> None:
     examples = open_examples(job.data)
     from tasks.training.objectives import objective
 
-    chosen = objective(job.settings.objective, job.settings.loss)
+    chosen = objective(job.settings.objective, vars(job.settings.loss))
     peaks, shared_before = Peaks(ranks.device), shared()
     model = peaks.during("load", lambda: load_model(job, ranks, config, tokenizer=tokenizer))
     engine = peaks.during("start", lambda: start_engine(model, config, job.settings.optim))

@@ -32,7 +32,7 @@ from tasks.training.tokens.packing import pack
 
 def train_briefly(job: TrainJob, ranks: Ranks) -> None:
     settings = job.settings
-    chosen = objective(settings.objective, settings.loss)
+    chosen = objective(settings.objective, vars(settings.loss))
     examples = open_examples(job.data)
     config = deepspeed_config(settings, ranks.world_size, gpu=ranks.gpu)
     tokenizer = load_tokenizer(job)

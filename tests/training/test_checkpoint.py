@@ -12,7 +12,7 @@ from tasks.core.errors import ConfigError
 from tasks.data.kinds import PROMPTS
 from tasks.training.engine import checkpoint
 from tasks.training.engine.checkpoint import Best, Progress
-from tasks.training.job import Evaluate, Zero
+from tasks.training.job import Evaluate, Loss, Zero
 from tasks.training.objectives import _MODULES
 from tasks.training.resume import choose, identity
 from tasks.training.selection import METRICS, direction, has_stopped, judge
@@ -137,7 +137,7 @@ class TestIdentity:
         others = (
             of(Settings(seed=1)),
             of(Settings(zero=Zero(3))),
-            of(Settings(loss={"beta": 0.1})),
+            of(Settings(loss=Loss(beta=0.1))),
             of(Settings(batch=Batch(global_batch_size=128))),
             of(replace(Settings(), dtype="float32")),
             of(Settings(evaluate=Evaluate(best_metric="accuracy"))),  # 0.9 is no better than 1.3

@@ -3,18 +3,20 @@
 from __future__ import annotations
 
 import ast
+import json
 import subprocess
 import sys
 from collections.abc import Callable
-from dataclasses import MISSING, asdict, fields, replace
+from dataclasses import asdict, fields, replace
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tasks.config import inputs, learning, online
+from flows.cli.config import compose_config
 from tasks.config.defaults import COMPUTED
+from tasks.config.learning import Resume
 from tasks.core.errors import ConfigError
 from tasks.rl import settings
 from tasks.training import job
@@ -65,42 +67,43 @@ def test_settings_from_sections() -> None:
         Settings.from_sections(train=train, peft={}, zero={}, model={}, seed=0)
 
 
-JOB = (job.Peft, job.Zero, job.Optim, job.Batch, job.Launch, job.Evaluate, job.Settings)
-ONLINE = (settings.Loop, settings.Rollout, settings.Reward)
-SCHEMA = {
-    job.Peft: learning.Peft,
-    job.Zero: learning.Zero,
-    settings.Loop: online.Rl,
-    settings.Rollout: online.Rollout,
-    settings.Reward: online.Reward,
+COMPUTED_FIELDS = {
+    job.Optim: {"lr"},
+    job.Batch: {"micro_batch_size", "global_batch_size", "max_len"},
+    job.Launch: {"nproc"},
+    settings.Rollout: {"max_new_tokens", "max_prompt_len", "offload_trainer"},
 }
 
 
-@pytest.mark.parametrize("kind", [*JOB, *ONLINE], ids=lambda kind: kind.__name__)
-def test_there_is_one_set_of_defaults(kind: type) -> None:
-    """A job has the defaults of the configuration, except those that a rule computes."""
-    usual = {f.name: f for f in fields(SCHEMA.get(kind, learning.Train))}
-    if kind is job.Settings:
-        usual |= {f.name: f for f in fields(inputs.Model)}
-    compared = 0
-    for own in fields(kind):
-        if own.name not in usual:
-            assert own.name in (
-                "seed",
-                "online",
-                "digest",
-                *(k.__name__.lower() for k in JOB),
-                "optim",
-            )
-            continue
-        schema = usual[own.name]
-        if schema.default is MISSING:
-            assert not own.default_factory() if own.default is MISSING else own.default == ()
-            continue
-        wanted = getattr(schema.default, "name", schema.default)
-        assert own.default == (MISSING if wanted == COMPUTED else wanted), own.name
-        compared += 1
-    assert compared >= 4
+@pytest.mark.parametrize("kind", COMPUTED_FIELDS, ids=lambda kind: kind.__name__)
+def test_a_computed_default_has_to_be_filled_in(kind: type) -> None:
+    """Sections of the configuration are the ranks' settings; a marker is no value."""
+    computed = COMPUTED_FIELDS[kind]
+    assert {f.name for f in fields(kind) if f.default == COMPUTED} == computed
+    whole = kind(**dict.fromkeys(computed, 1))
+    for name in computed:
+        values = {other: 1 for other in computed if other != name}
+        with pytest.raises(TypeError, match=f"needs a value for '{name}'"):
+            kind(**values)
+        assert getattr(whole, name) == 1
+    with pytest.raises(TypeError, match="needs a value for 'gradient_checkpointing'"):
+        job.Settings(optim=Optim(), batch=Batch(), launch=Launch())
+
+
+def test_every_setting_of_training_is_read_from_the_configuration() -> None:
+    """Section `train` as composed, less the fields that do not change the result."""
+    sections = compose_config([]).settings
+    made = Settings.from_sections(
+        **{name: sections[name] for name in ("train", "peft", "zero", "model", "seed")}
+    )
+    document = asdict(made)
+    flat = {**document, **document["optim"], **document["batch"]}
+    flat |= {**document["launch"], **document["evaluate"]}
+    missing = {f.name for f in fields(Resume)}
+    assert {name for name in sections["train"] if name not in flat} == missing
+    assert flat["loss"] == sections["train"]["loss"]
+    assert all(value == sections["train"].get(name, value) for name, value in flat.items())
+    assert json.loads(json.dumps(document["peft"])) == sections["peft"]
 
 
 def test_batch_arithmetic() -> None:

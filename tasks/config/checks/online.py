@@ -12,6 +12,7 @@ from urllib.parse import urlsplit
 from tasks.config.checks.engine import shareable
 from tasks.config.checks.finding import Finding
 from tasks.config.checks.model import Known, head_size
+from tasks.config.section import read_section
 from tasks.core.errors import ArtifactError, ConfigError
 from tasks.rl.algorithms import algorithm_options
 from tasks.rl.rewards.exact import EXACT_MATCH
@@ -20,7 +21,7 @@ from tasks.rl.rewards.http import TOKEN, redacted
 from tasks.rl.rewards.reference import FunctionReference
 from tasks.rl.rollout.vllm_support import unservable
 from tasks.rl.settings import Loop, Rollout
-from tasks.training.job import Settings, read_section
+from tasks.training.job import Settings
 
 SOURCES = ("model", "function", "url")
 _NAME_ONE = "reward.model=<folder>, reward.function=<path.py>:<name> or reward.url=<URL>"

@@ -281,6 +281,6 @@ def _reward_model(config: Mapping[str, Any], asked: Settings, *, gpu: bool) -> I
     sizes, dtype = replace(Sizes.of(config), tied=True), str(config.get("dtype") or "bfloat16")
     item = ITEM.get(dtype, 2)
     yield Term("reward model", sizes.weights() * item)
-    row = replace(asked, objective="reward", batch=Batch(1, 1, ROW_TOKENS // 2))
+    row = replace(asked, objective="reward", batch=Batch(1, 1, max_len=ROW_TOKENS // 2))
     passing = row_bytes(sizes, row, item=item, gpu=gpu, logits=False).forward
     yield Term("reward model, its pass", passing, ("score",))

@@ -14,12 +14,12 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Any
+from typing import Any, get_args
 
 from tasks.config.choices import Scheduler
 from tasks.core.errors import ConfigError
 
-SCHEDULERS = tuple(member.name for member in Scheduler)
+SCHEDULERS: tuple[str, ...] = get_args(Scheduler)
 """Names of the schedules."""
 _BELOW_ONE = math.nextafter(1.0, 0.0)
 """Largest last rate of `polynomial`: transformers refuses one that is not below the peak."""

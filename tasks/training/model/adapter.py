@@ -202,13 +202,13 @@ def lora_config(peft: Peft, *, head: str) -> Any:
 
     double = 2 if peft.init == "pissa" else 1
     scale = math.sqrt(double) if peft.use_rslora else double
-    targets, excluded = peft.target_modules, peft.exclude_modules
+    targets = peft.target_modules
     return LoraConfig(
         r=double * peft.rank,
         lora_alpha=scale * peft.alpha,
         lora_dropout=peft.dropout,
         target_modules=targets if isinstance(targets, str) else list(targets),
-        exclude_modules=(excluded if isinstance(excluded, str) else list(excluded)) or None,
+        exclude_modules=list(peft.exclude_modules) or None,
         use_rslora=peft.use_rslora,
         use_dora=peft.use_dora,
         rank_pattern={name: double * rank for name, rank in (peft.rank_pattern or {}).items()},

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from tasks.config.checks import schedule_checks
+from tasks.config.checks import ranges
 from tasks.config.checks.machine import checkpoints
 from tasks.training.engine.checkpoint import Progress, describe, publish, work_folder
 
@@ -26,20 +26,20 @@ TRAIN: dict[str, Any] = {
 
 
 def test_what_goes_together_is_not_mentioned() -> None:
-    assert schedule_checks.evaluation(TRAIN) == []
-    assert schedule_checks.schedule(TRAIN) == []
-    assert schedule_checks.schedule({**TRAIN, "scheduler": "polynomial", "power": 2.0}) == []
+    assert ranges.evaluation(TRAIN) == []
+    assert ranges.schedule(TRAIN) == []
+    assert ranges.schedule({**TRAIN, "scheduler": "polynomial", "power": 2.0}) == []
 
 
 def test_a_metric_that_is_not_measured() -> None:
-    (finding,) = schedule_checks.evaluation({**TRAIN, "objective": "sft"})
+    (finding,) = ranges.evaluation({**TRAIN, "objective": "sft"})
     assert str(finding) == (
         "train.best_metric: accuracy with train.objective=sft; loss -> train.best_metric=loss"
     )
 
 
 def test_choosing_without_evaluations() -> None:
-    found = schedule_checks.evaluation({**TRAIN, "eval_steps": 0})
+    found = ranges.evaluation({**TRAIN, "eval_steps": 0})
     assert [finding.what for finding in found] == ["train.keep", "train.early_stop_patience"]
     assert all("train.eval_steps=<steps>" in finding.override for finding in found)
 
@@ -54,22 +54,22 @@ def test_choosing_without_evaluations() -> None:
     ],
 )
 def test_a_knob_that_the_schedule_does_not_heed(knob: str, value: float, offered: str) -> None:
-    (finding,) = schedule_checks.schedule({**TRAIN, knob: value})
+    (finding,) = ranges.schedule({**TRAIN, knob: value})
     assert finding.what == f"train.{knob}"
     assert f"train.scheduler={offered}" in finding.override
 
 
 def test_a_folder_to_go_on_from(tmp_path: Path) -> None:
-    assert schedule_checks.resume("auto") == schedule_checks.resume("never") == []
-    (gone,) = schedule_checks.resume(str(tmp_path / "gone"))
-    (empty,) = schedule_checks.resume(str(tmp_path))
+    assert ranges.resume("auto") == ranges.resume("never") == []
+    (gone,) = ranges.resume(str(tmp_path / "gone"))
+    (empty,) = ranges.resume(str(tmp_path))
     assert "does not exist" in gone.found
     assert "no complete checkpoint" in empty.found
     work = work_folder(tmp_path, 3)
     work.mkdir()
     describe(work, world_size=1, identity={}, progress=Progress(3))
     made = publish(work)
-    assert schedule_checks.resume(str(tmp_path)) == schedule_checks.resume(str(made)) == []
+    assert ranges.resume(str(tmp_path)) == ranges.resume(str(made)) == []
 
 
 def test_room_for_checkpoints_is_reckoned_with() -> None:

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from flows.chain import stages as chain_stages
 from flows.cli.config import compose_config
-from tasks.config.checks import batches, compatibility, findings, machine, preflight, ranges
+from tasks.config.checks import adapter, findings, machine, preflight, ranges
 from tasks.core.errors import ConfigError
 from tasks.core.machine import left_in_container
 
@@ -20,91 +20,81 @@ SIZES = st.integers(1, 64)
 
 @given(SIZES, SIZES, SIZES, st.integers(1, 4096))
 def test_batches_divide_or_the_offered_sizes_do(m: int, n: int, k: int, size: int) -> None:
-    found = batches.divides(global_size=size, micro=m, nproc=n, nodes=k)
+    found = ranges.divides(global_size=size, micro=m, nproc=n, nodes=k)
     assert bool(found) == (size % (m * n * k) != 0)
     for finding in found:
         for offer in finding.override.split(" or "):
             offered = int(offer.removeprefix("train.global_batch_size="))
-            assert batches.divides(global_size=offered, micro=m, nproc=n, nodes=k) == []
+            assert ranges.divides(global_size=offered, micro=m, nproc=n, nodes=k) == []
             assert abs(offered - size) < m * n * k
 
 
 @pytest.mark.parametrize("size", [0, -64])
 def test_a_batch_of_nothing_is_refused(size: int) -> None:
-    (finding,) = batches.divides(global_size=size, micro=32, nproc=2, nodes=1)
+    (finding,) = ranges.divides(global_size=size, micro=32, nproc=2, nodes=1)
     assert finding.override == "train.global_batch_size=64"
 
 
 def test_qlora_with_zero3() -> None:
-    (finding,) = compatibility.qlora_with_zero3("qlora", 3)
+    (finding,) = adapter.qlora_with_zero3("qlora", 3)
     assert finding.override == "zero=zero2 or peft=lora"
     assert "QLoRA with ZeRO-3" in finding.found
-    assert (
-        compatibility.qlora_with_zero3("qlora", 2)
-        == compatibility.qlora_with_zero3("lora", 3)
-        == []
-    )
+    assert adapter.qlora_with_zero3("qlora", 2) == adapter.qlora_with_zero3("lora", 3) == []
 
 
 @pytest.mark.parametrize(("version", "refused"), [("0.19.2", 1), ("0.19.3", 0), ("0.19.10", 0)])
 def test_lora_with_zero3_and_deepspeed(version: str, refused: int) -> None:
-    found = compatibility.lora_with_zero3("lora", 3, version)
+    found = adapter.lora_with_zero3("lora", 3, version)
     assert [f.allowed for f in found] == ["needs DeepSpeed >= 0.19.3"] * refused
 
 
 @pytest.mark.parametrize(("version", "refused"), [("2.3.1+cpu", 1), ("2.4.0", 0), ("2.13.0", 0)])
 def test_checkpointing_and_torch(version: str, refused: int) -> None:
-    found = compatibility.checkpointing(True, version)
+    found = machine.checkpointing(True, version)
     assert [f.found for f in found] == [f"gradient checkpointing on torch {version}"] * refused
-    assert compatibility.checkpointing(False, version) == []
+    assert machine.checkpointing(False, version) == []
 
 
 def test_offload() -> None:
-    assert [f.override for f in compatibility.offload(0, "cpu", "cpu")] == [
+    assert [f.override for f in ranges.offload(0, "cpu", "cpu")] == [
         "zero=zero2",
         "zero=zero3",
     ]
-    assert [f.what for f in compatibility.offload(2, "cpu", "cpu")] == ["zero.offload_param"]
-    assert compatibility.offload(3, "cpu", "cpu") == []
+    assert [f.what for f in ranges.offload(2, "cpu", "cpu")] == ["zero.offload_param"]
+    assert ranges.offload(3, "cpu", "cpu") == []
 
 
 def test_merge_base_and_dtypes() -> None:
-    (finding,) = compatibility.merge_base("dequantized", "lora")
+    (finding,) = adapter.merge_base("dequantized", "lora")
     assert finding.override == "merge.base=auto"
     assert finding.severity == "error"
-    (finding,) = compatibility.merge_base("original", "qlora")
+    (finding,) = adapter.merge_base("original", "qlora")
     assert finding.severity == "warning"
-    assert compatibility.merge_base("dequantized", "qlora") == []
-    assert compatibility.merge_base("original", "lora") == []
-    (finding,) = compatibility.dtypes("float32", "bfloat16", "qlora", half=True)
+    assert adapter.merge_base("dequantized", "qlora") == []
+    assert adapter.merge_base("original", "lora") == []
+    (finding,) = machine.dtypes("float32", "bfloat16", "qlora", half=True)
     assert finding.override == "model.dtype=bfloat16"
-    (finding,) = compatibility.dtypes("bfloat16", "float16", "lora", half=True)
+    (finding,) = machine.dtypes("bfloat16", "float16", "lora", half=True)
     assert finding.severity == "warning"
-    (finding,) = compatibility.dtypes("float16", "bfloat16", "lora", half=False)
+    (finding,) = machine.dtypes("float16", "bfloat16", "lora", half=False)
     assert finding.allowed == "DeepSpeed has it on a GPU, or a CPU with AVX-512 FP16"
-    assert compatibility.dtypes("float16", "bfloat16", "lora", half=True) == []
+    assert machine.dtypes("float16", "bfloat16", "lora", half=True) == []
 
 
 def test_float16_needs_a_stage_that_scales_losses() -> None:
-    (finding,) = compatibility.loss_scaling("float16", 0)
+    (finding,) = machine.loss_scaling("float16", 0)
     assert finding.override == "zero=zero1 or model.dtype=bfloat16"
-    assert (
-        compatibility.loss_scaling("float16", 1) == compatibility.loss_scaling("bfloat16", 0) == []
-    )
+    assert machine.loss_scaling("float16", 1) == machine.loss_scaling("bfloat16", 0) == []
 
 
 def test_8bit_moments_stay_on_the_device() -> None:
-    (finding,) = compatibility.optimizer("adamw_8bit", "cpu")
+    (finding,) = ranges.optimizer("adamw_8bit", "cpu")
     assert finding.override == "train.optimizer=adamw or zero.offload_optimizer=none"
-    assert (
-        compatibility.optimizer("adamw", "cpu")
-        == compatibility.optimizer("adamw_8bit", "none")
-        == []
-    )
+    assert ranges.optimizer("adamw", "cpu") == ranges.optimizer("adamw_8bit", "none") == []
 
 
 def test_lengths() -> None:
-    short, long = compatibility.lengths(600, 256, 512)
+    short, long = ranges.lengths(600, 256, 512)
     assert short.override == "smoke.max_model_len=600"
     assert long.override == "train.max_len=512"
 
@@ -131,21 +121,21 @@ def test_every_limited_key_is_a_setting_and_its_offer_is_allowed() -> None:
 
 
 def test_forced_stages() -> None:
-    assert compatibility.forced(compatibility.STAGES) == []
-    (finding,) = compatibility.forced(["train", "trian"])
+    assert ranges.forced(ranges.STAGES) == []
+    (finding,) = ranges.forced(["train", "trian"])
     assert finding.found == "no stage 'trian'"
-    assert finding.allowed == f"the stages are {', '.join(compatibility.STAGES)}"
+    assert finding.allowed == f"the stages are {', '.join(ranges.STAGES)}"
     assert finding.override == "force=[train]"
 
 
 def test_forced_stages_of_one_link() -> None:
     links = ("sft", "ppo")
-    assert compatibility.forced(["ppo.train", "sft.gather", "merge"], links) == []
-    (finding,) = compatibility.forced(["pppo.train"], links)
+    assert ranges.forced(["ppo.train", "sft.gather", "merge"], links) == []
+    (finding,) = ranges.forced(["pppo.train"], links)
     assert finding.found == "no stage 'pppo.train'"
     assert finding.override.startswith("force=[ppo.train]")
-    assert finding.allowed.endswith("of one link alone: sft.train")
-    assert compatibility.forced(["ppo.train"]) != []  # where there are no links
+    assert finding.allowed.endswith("of one step alone: sft.train")
+    assert ranges.forced(["ppo.train"]) != []  # where there are no links
 
 
 def test_stage_names_are_the_chains() -> None:
@@ -157,46 +147,46 @@ def test_stage_names_are_the_chains() -> None:
         chain_stages.GATHER_ADAPTER,
     ]
     stages += [chain_stages.MERGE, chain_stages.CONVERT, chain_stages.SMOKE]
-    assert tuple(stage.name for stage in stages) == compatibility.STAGES
+    assert tuple(stage.name for stage in stages) == ranges.STAGES
 
 
 def test_libraries_that_only_some_settings_need() -> None:
     settings = compose_config(["train.optimizer=adamw_8bit"]).settings
-    found = compatibility.installed_for(settings, lambda name: "0")
+    found = machine.installed_for(settings, lambda name: "0")
     overrides = ["smoke=transformers", "peft=lora", "train.optimizer=adamw"]
     assert [f.override for f in found] == overrides
-    assert compatibility.installed_for(settings, lambda name: "1.2") == []
+    assert machine.installed_for(settings, lambda name: "1.2") == []
 
 
 @pytest.mark.parametrize("name", ["flash_attention_2", "flash_attention_3", "flex_attention"])
 def test_attention_that_is_not_there(name: str) -> None:
     def found(dtype: str, version: str, gpu: bool) -> list[str]:
-        return [f.found for f in compatibility.attention(name, dtype, lambda _: version, gpu=gpu)]
+        return [f.found for f in machine.attention(name, dtype, lambda _: version, gpu=gpu)]
 
     assert found("bfloat16", "1.2", True) == []
     assert len(found("bfloat16", "0", False)) == 1
     flash = name.startswith("flash")
     assert found("float32", "1.2", True) == ([f"{name} in float32"] if flash else [])
-    assert compatibility.attention("eager", "float32", lambda _: "0", gpu=False) == []
+    assert machine.attention("eager", "float32", lambda _: "0", gpu=False) == []
 
 
 @pytest.mark.parametrize("text", ["5GB", "500MB", "2 GiB", "1000000"])
 def test_shard_size(text: str) -> None:
-    assert compatibility.shard_size(text) == []
+    assert ranges.shard_size(text) == []
 
 
 @pytest.mark.parametrize("text", ["", "GB", "-5GB", "5 parsecs", "0GB"])
 def test_shard_size_that_is_none(text: str) -> None:
-    (finding,) = compatibility.shard_size(text)
+    (finding,) = ranges.shard_size(text)
     assert finding.override == "convert.max_shard_size=5GB"
 
 
 def test_quantising_needs_its_library_and_a_profile() -> None:
-    assert compatibility.quantize("none", "strict", lambda name: "0") == []
-    absent, drift = compatibility.quantize("fp8", "standard", lambda name: "0")
+    assert machine.quantize("none", "strict", lambda name: "0") == []
+    absent, drift = machine.quantize("fp8", "standard", lambda name: "0")
     assert (absent.severity, absent.override) == ("error", "convert.quantize=none")
     assert (drift.severity, drift.override) == ("warning", "gate=relaxed")
-    assert compatibility.quantize("w8a8", "standard", lambda name: "0.17.0") == []
+    assert machine.quantize("w8a8", "standard", lambda name: "0.17.0") == []
 
 
 @pytest.mark.parametrize(

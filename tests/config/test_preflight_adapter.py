@@ -10,7 +10,8 @@ import pytest
 from flows.cli.config import compose_config
 from tasks.config.checks import model
 from tasks.config.checks.adapter import adapter, new_tokens
-from tasks.config.checks.finding import Finding
+from tasks.config.checks.objective import objective_fits
+from tasks.core.finding import Finding
 
 
 def found(*overrides: str, weight_decay: float = 0.0) -> list[Finding]:
@@ -74,5 +75,5 @@ def test_new_tokens() -> None:
     ],
 )
 def test_objectives_and_heads(objective: str, shape: Any, what: str | None) -> None:
-    findings = model.objective_fits(objective, replace(model.TOY, score=shape))
+    findings = objective_fits(objective, replace(model.TOY, score=shape))
     assert [f.what for f in findings] == ([what] if what else [])

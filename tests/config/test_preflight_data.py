@@ -10,7 +10,8 @@ from typing import Any
 import pytest
 
 from flows.cli.config import compose_config
-from tasks.config.checks import answers, data
+from tasks.config.checks import data
+from tasks.config.checks.objective import mask_fits, reference_answers
 
 
 @cache
@@ -144,15 +145,15 @@ def test_hydra_checks_every_key_of_a_source() -> None:
 
 @pytest.mark.parametrize("mask", ["every_answer", "every_token"])
 def test_masks_are_for_sft(mask: str) -> None:
-    assert data.mask_fits(mask, "sft") == data.mask_fits("last_answer", "dpo") == []
-    (finding,) = data.mask_fits(mask, "dpo")
+    assert mask_fits(mask, "sft") == mask_fits("last_answer", "dpo") == []
+    (finding,) = mask_fits(mask, "dpo")
     assert finding.override == "train.mask=last_answer"
 
 
 def compared(settings: dict[str, Any], *, function: str = "exact_match") -> list[Any]:
     reward = {"function": function}
     return list(
-        answers.answers({"train": {"objective": "grpo"}, "reward": reward, "data": settings})
+        reference_answers({"train": {"objective": "grpo"}, "reward": reward, "data": settings})
     )
 
 

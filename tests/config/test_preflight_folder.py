@@ -13,7 +13,7 @@ import pytest
 from hypothesis import strategies as st
 
 from flows.cli.config import compose_config
-from tasks.config.checks import four_bits, model
+from tasks.config.checks import adapter, model
 from tasks.training.memory.estimate import estimate
 from tasks.training.memory.sizes import Sizes
 from tests.machines import QWEN_7B, with_hub
@@ -65,12 +65,12 @@ def test_the_cpu_head_sizes_are_those_of_the_installed_vllm() -> None:
 
 
 def test_targets_offer_near_matches() -> None:
-    (finding,) = model.targets(["q_proj", "v_prj"], "lora", model.TOY)
+    (finding,) = adapter.targets(["q_proj", "v_prj"], "lora", model.TOY)
     assert finding.found == "no 'v_prj' here"
     assert "v_proj" in finding.override
     assert "down_proj, gate_proj" in finding.allowed
-    assert model.targets("all-linear", "lora", model.TOY) == []
-    assert [f.found for f in model.targets("q_proj", "lora", model.TOY)] == ["'q_proj'"]
+    assert adapter.targets("all-linear", "lora", model.TOY) == []
+    assert [f.found for f in adapter.targets("q_proj", "lora", model.TOY)] == ["'q_proj'"]
 
 
 def test_model_without_a_folder(tmp_path: Path) -> None:
@@ -79,10 +79,10 @@ def test_model_without_a_folder(tmp_path: Path) -> None:
     assert model.look("hf", "Qwen/Qwen2.5-0.5B") == (model.Known(), [])
     assert model.look("hf", "owner--name") == (model.Known(), [])  # no id of the Hub
     for path in ("/no/such/folder", "a/b/c", "./nothing"):
-        assert model.look("hf", path)[1][0].found == f"{path} is neither"
+        assert model.look("hf", path)[1][0].found == f"no such folder: {path}"
     file = tmp_path / "model.gguf"
     file.touch()
-    assert model.look("hf", str(file))[1][0].found == f"{file} is neither"
+    assert model.look("hf", str(file))[1][0].found == f"no such folder: {file}"
 
 
 @pytest.fixture
@@ -166,7 +166,7 @@ def test_a_hub_id_is_known_once_its_config_is_in_the_cache(
 def test_a_merged_qlora_model_is_no_base_for_qlora(tmp_path: Path) -> None:
     folder = near_nf4(tmp_path / "merged", 0.01)
     (folder / "config.json").write_text("{}")
-    (finding,) = four_bits.merged("qlora", folder)
+    (finding,) = adapter.merged("qlora", folder)
     assert finding.found.startswith("a merged QLoRA model: model.layers.0.mlp.up_proj.weight is ")
     assert finding.override == "peft=lora, or model.path=<the base before that training>"
-    assert four_bits.merged("lora", folder) == four_bits.merged("qlora", tmp_path / "none") == []
+    assert adapter.merged("lora", folder) == adapter.merged("qlora", tmp_path / "none") == []

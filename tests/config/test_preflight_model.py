@@ -10,8 +10,9 @@ from typing import Any
 import pytest
 
 from flows.cli.config import compose_config
-from tasks.config.checks import findings, heads, model
+from tasks.config.checks import findings, model
 from tasks.config.checks.model import Known
+from tasks.config.checks.objective import _TABLES, families, head_exists
 from tests.tiny import tiny
 
 
@@ -86,7 +87,7 @@ class TestHeads:
     def test_an_objective_that_this_kind_of_model_cannot_have(
         self, objective: str, config: dict[str, Any], words: str
     ) -> None:
-        (finding,) = heads.head_exists(objective, Known(config=config))
+        (finding,) = head_exists(objective, Known(config=config))
         assert finding.what == "train.objective"
         assert finding.found == f"{objective} on {config['model_type']}"
         assert words in finding.allowed
@@ -95,20 +96,20 @@ class TestHeads:
     @pytest.mark.parametrize("objective", ["sft", "reward", "dpo", "kto"])
     def test_what_can_be_trained(self, objective: str) -> None:
         for family in ("qwen2", "llama", "gpt2", "mixtral", "gemma2"):
-            assert heads.head_exists(objective, Known(config={"model_type": family})) == []
-        assert heads.head_exists(objective, model.TOY) == []
-        assert heads.head_exists(objective, Known()) == []
+            assert head_exists(objective, Known(config={"model_type": family})) == []
+        assert head_exists(objective, model.TOY) == []
+        assert head_exists(objective, Known()) == []
 
     def test_a_model_that_brings_its_own_classes_is_taken_at_its_word(self) -> None:
         config = {"model_type": "made-up", "auto_map": {"AutoModelForCausalLM": "x.Y"}}
-        assert heads.head_exists("sft", Known(config=config)) == []
-        assert len(heads.head_exists("reward", Known(config=config))) == 1
+        assert head_exists("sft", Known(config=config)) == []
+        assert len(head_exists("reward", Known(config=config))) == 1
 
     def test_the_table_is_that_of_the_installed_transformers(self) -> None:
         from transformers.models.auto import modeling_auto as auto
 
-        for name, table in heads._TABLES.items():
-            assert heads.families(name) == frozenset(getattr(auto, table))
+        for name, table in _TABLES.items():
+            assert families(name) == frozenset(getattr(auto, table))
 
     def test_the_run_is_refused_with_it(self, tmp_path: Path) -> None:
         said = found(tmp_path, of_family("Granite"), "+exp=reward")

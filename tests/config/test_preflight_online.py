@@ -14,7 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tasks.config.checks import model, online
-from tasks.config.checks.finding import Finding
+from tasks.core.finding import Finding
 from tasks.rl.algorithms import algorithm_options
 from tasks.rl.algorithms.registry import ALGORITHMS
 from tasks.rl.settings import Loop, Reward

@@ -10,7 +10,8 @@ from typing import Any
 import pytest
 
 from flows.cli.config import compose_config
-from tasks.config.checks import data, texts
+from tasks.config.checks import data
+from tasks.config.checks.objective import raw_texts
 from tasks.core.errors import DataError
 from tasks.data.columns import Columns
 from tasks.data.kinds import document
@@ -61,7 +62,7 @@ def test_a_share_of_the_texts_is_held_out(tmp_path: Path) -> None:
 def findings_of(train: str, *overrides: str) -> list[str]:
     settings = compose_config([f"train={train}", *overrides]).settings
     findings = data.readable(settings["data"], settings["train"]["objective"])
-    return [str(finding) for finding in [*findings, *texts.fit(settings)]]
+    return [str(finding) for finding in [*findings, *raw_texts(settings)]]
 
 
 def test_settings_that_fit_raw_texts(tmp_path: Path) -> None:

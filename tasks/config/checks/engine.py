@@ -1,8 +1,8 @@
-"""What engines that serve a model take: weights, and keys and values of what they serve.
+"""Memory of the engines that serve a model: weights and KV cache.
 
-`smoke_eval` starts vLLM on the served folder and after that on the base, one at a time. On a CPU
-the cache of keys and values is as large as it is told to be; on a GPU it is what the weights leave
-of vLLM's share, and that has to hold the longest sequence.
+`smoke_eval` starts vLLM on the served folder and then on the base, one at a time. On a CPU the KV
+cache has a configured size; on a GPU it is the rest of vLLM's share beside the weights. It has to
+hold the longest sequence.
 """
 
 from __future__ import annotations
@@ -12,32 +12,32 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from tasks.config.checks.finding import Finding
+from tasks.core.finding import Finding
 from tasks.training.memory.estimate import ITEM, LIBRARIES
 from tasks.training.memory.sizes import Sizes
 
 GIB = 2**30
 AT_ONCE = 64
-"""Sequences that smoke_eval lets vLLM run together (`max_num_seqs`)."""
+"""Sequences that smoke_eval lets vLLM run at once (`max_num_seqs`)."""
 HEADROOM = 8
 """Tokens beyond the longest sequence, as `tasks/evaluation/vllm_jobs.py` adds them."""
 BLOCK = {"cpu": 128, "gpu": 16}
-"""Tokens that vLLM 0.32 gives a sequence at a time."""
+"""Tokens of a KV cache block in vLLM 0.32."""
 GPU_SHARE = 0.92
-"""Of a GPU's memory, what vLLM 0.32 takes (`gpu_memory_utilization`)."""
+"""Share of a GPU's memory that vLLM 0.32 takes (`gpu_memory_utilization`)."""
 
 
 @dataclass(frozen=True)
 class EngineMemory:
-    """Bytes and tokens of one engine, or of each process where several share a model.
+    """Memory of one engine, or of each process if several share a model.
 
     Attributes:
-        weights: bytes, as they are served.
-        cache: bytes for keys and values.
+        weights: bytes, in the served format.
+        cache: bytes of the KV cache.
         token: bytes of one token's keys and values.
         context: tokens of the longest sequence.
-        block: tokens that a sequence grows by.
-        at_once: sequences that it is let run together.
+        block: tokens of a cache block.
+        at_once: limit of sequences that run at once.
     """
 
     weights: int
@@ -49,17 +49,17 @@ class EngineMemory:
 
     @property
     def total(self) -> int:
-        """Bytes, libraries not included."""
+        """Bytes without libraries."""
         return self.weights + self.cache
 
     @property
     def longest(self) -> int:
-        """Bytes of one sequence of `context` tokens."""
+        """Bytes of the keys and values of one sequence of `context` tokens."""
         return -(-self.context // self.block) * self.block * self.token
 
     @property
     def together(self) -> int:
-        """Sequences of that length that fit at once."""
+        """Number of sequences of `context` tokens that fit at once."""
         return int(self.cache // self.longest)
 
     def __str__(self) -> str:
@@ -75,7 +75,7 @@ class EngineMemory:
 def engine_memory(
     config: Mapping[str, Any], settings: Mapping[str, Any], *, gpu_bytes: int | None
 ) -> EngineMemory:
-    """Memory of smoke_eval's engine, for each of its `smoke.tensor_parallel` processes.
+    """Return the memory of smoke_eval's engine, per `smoke.tensor_parallel` process.
 
     Args:
         config: contents of the base's `config.json`.
@@ -95,7 +95,7 @@ def engine_memory(
     token, context = _token(sizes, item, shared), _context(config, settings)
     block = BLOCK["cpu" if gpu_bytes is None else "gpu"]
     if smoke["engine"] != "vllm":
-        cache, block = context * token, 1  # transformers answers one at a time
+        cache, block = context * token, 1  # transformers takes one prompt at a time
     elif gpu_bytes is None:
         cache = smoke["kv_cache_gib"] * GIB
     else:
@@ -106,11 +106,11 @@ def engine_memory(
 def rollout_memory(
     config: Mapping[str, Any], settings: Mapping[str, Any], *, gpu_bytes: int | None
 ) -> EngineMemory:
-    """What vLLM takes beside each rank that learns from its own replies.
+    """Return the memory of vLLM beside each rank of an online run.
 
-    On a CPU linear layers are counted with 4 bytes a number: they have them where it emulates bf16
-    (`tasks/serving/vllm/cpu_linear.py`). On a GPU the engine gives its memory back while ranks
-    learn. Arguments and errors are those of `engine_memory`.
+    On a CPU linear layers count 4 bytes per weight, which they take if the CPU emulates bf16
+    (`tasks/serving/vllm/cpu_linear.py`). On a GPU the engine frees its memory while ranks train.
+    Arguments and errors are those of `engine_memory`.
     """
     sizes, rollout = Sizes.of(config), settings["rollout"]
     item, shared = ITEM[settings["model"]["dtype"]], rollout["tensor_parallel"]
@@ -127,9 +127,9 @@ def rollout_memory(
 
 
 def _token(sizes: Sizes, item: int, shared: int) -> int:
-    """Bytes of a token's keys and values in each of the processes that share a model.
+    """Return the bytes of a token's keys and values in each process that shares a model.
 
-    Each has whole heads, and one at least: heads are repeated where there are fewer of them than
+    Each process has at least one whole head: heads are repeated if there are fewer of them than
     processes (vLLM 0.32, `ModelConfig.get_num_kv_heads`).
     """
     heads = max(1, sizes.kv_heads // shared)
@@ -137,7 +137,7 @@ def _token(sizes: Sizes, item: int, shared: int) -> int:
 
 
 def _context(config: Mapping[str, Any], settings: Mapping[str, Any]) -> int:
-    """Tokens of the longest sequence: as told, or about what prompts and answers come to."""
+    """Return the tokens of the longest sequence: as set, or an estimate of prompt and response."""
     smoke = settings["smoke"]
     text = config.get("text_config") or config
     needed = settings["train"]["max_len"] + smoke["max_new_tokens"] + HEADROOM
@@ -145,20 +145,20 @@ def _context(config: Mapping[str, Any], settings: Mapping[str, Any]) -> int:
 
 
 def heads_of(config: Mapping[str, Any]) -> int:
-    """Attention heads; 0 where config.json does not say."""
+    """Return the number of attention heads; 0 if config.json does not have it."""
     return int((config.get("text_config") or config).get("num_attention_heads") or 0)
 
 
 def shareable(
     key: str, processes: int, config: Mapping[str, Any], *, gpus: int | None = None
 ) -> list[Finding]:
-    """Processes that share a model have whole heads (vLLM 0.32, `verify_with_parallel_config`).
+    """Check that processes can share a model (vLLM 0.32, `verify_with_parallel_config`).
 
     Args:
-        key: the setting that says how many they are.
-        processes: that number.
+        key: the setting with the number of processes.
+        processes: its value.
         config: contents of `config.json`.
-        gpus: those that are visible, where each process has one of its own.
+        gpus: number of visible GPUs, if each process needs one of its own.
     """
     if gpus and processes > gpus:
         allowed = f"a GPU for each process, and {gpus} {'is' if gpus == 1 else 'are'} visible"
@@ -166,18 +166,18 @@ def shareable(
     heads = heads_of(config)
     if processes < 1 or not heads or heads % processes == 0:
         return []
-    fits = max(one for one in range(1, processes) if heads % one == 0)
-    allowed = f"a divisor of the model's {heads} attention heads: vLLM gives whole ones away"
+    fits = max(count for count in range(1, processes) if heads % count == 0)
+    allowed = f"a divisor of the model's {heads} attention heads: vLLM does not split a head"
     return [Finding(key, str(processes), allowed, f"{key}={fits}")]
 
 
 def cache_fits(engine: EngineMemory, *, on_gpu: bool, more: int = 1) -> list[Finding]:
-    """vLLM refuses to start when one sequence of full length does not fit.
+    """Check that the KV cache holds one sequence of full length, which vLLM needs to start.
 
     Args:
-        engine: what it takes.
-        on_gpu: whether it runs on one.
-        more: GPUs that could share the model.
+        engine: its memory.
+        on_gpu: True if it runs on a GPU.
+        more: number of GPUs that could share the model.
     """
     if engine.longest <= engine.cache:
         return []
@@ -190,19 +190,19 @@ def cache_fits(engine: EngineMemory, *, on_gpu: bool, more: int = 1) -> list[Fin
     else:
         what = "smoke.kv_cache_gib"
         override = f"smoke.kv_cache_gib={-(-engine.longest // GIB)} or {shorter}"
-    found = f"{engine.cache / GIB:.1f} GiB for keys and values, room for {holds} tokens"
+    value = f"{engine.cache / GIB:.1f} GiB for keys and values, room for {holds} tokens"
     allowed = (
         f"vLLM needs room for one sequence of {engine.context} tokens, "
         f"{engine.longest / GIB:.1f} GiB ({engine.token / 2**10:.0f} KiB a token)"
     )
-    return [Finding(what, found, allowed, override)]
+    return [Finding(what, value, allowed, override)]
 
 
 def rollouts_fit(engine: EngineMemory, gpu_bytes: int | None) -> list[Finding]:
-    """The engine of rollouts does not start either when one sequence does not fit.
+    """Check that the KV cache of the rollout engine holds one sequence of full length.
 
     Args:
-        engine: as `rollout_memory` gives it.
+        engine: as `rollout_memory` returns it.
         gpu_bytes: the GPU's memory; None for a CPU.
     """
     missing = engine.longest - engine.cache
@@ -224,7 +224,14 @@ def rollouts_fit(engine: EngineMemory, gpu_bytes: int | None) -> list[Finding]:
 def host_fits(
     engine: EngineMemory, available: int, kv_cache_gib: int, processes: int = 1
 ) -> list[Finding]:
-    """The host's memory has to hold weights, cache and libraries of all processes of an engine."""
+    """Check that the host holds weights, cache and libraries of all processes of an engine.
+
+    Args:
+        engine: memory of one process.
+        available: bytes of the host.
+        kv_cache_gib: `smoke.kv_cache_gib`.
+        processes: number of processes.
+    """
     needed = processes * (engine.total + LIBRARIES)
     if needed <= available:
         return []
@@ -232,6 +239,6 @@ def host_fits(
     override = "convert=w8a8"
     if 1 <= spare < kv_cache_gib:
         override = f"smoke.kv_cache_gib={spare} or smoke=transformers"
-    found = f"{available / GIB:.1f} GiB available"
+    value = f"{available / GIB:.1f} GiB available"
     allowed = f"smoke_eval needs about {needed / GIB:.1f} GiB: {engine}"
-    return [Finding("memory of smoke_eval", found, allowed, override)]
+    return [Finding("memory of smoke_eval", value, allowed, override)]

@@ -1,8 +1,7 @@
-"""The base model, read without torch: config.json and safetensors headers."""
+"""The base model, from config.json and safetensors headers, read without torch."""
 
 from __future__ import annotations
 
-import difflib
 import json
 import math
 import re
@@ -11,39 +10,41 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from tasks.config.checks.finding import Finding
+from tasks.core.errors import ArtifactError
+from tasks.core.finding import Finding
 from tasks.toy.shape import CONTEXT, SHAPE
 from tasks.training.memory.sizes import EXPERTS, Sizes
 from tasks.training.model.packable import unpackable
 from tasks.weights.files.folder import CONFIG, inspect_checkpoint
 from tasks.weights.files.header import read_header
+from tasks.weights.files.tokenizer import token_ids
 from tasks.weights.quantized.config_fields import is_packed, stored
 
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.\-]*(/[A-Za-z0-9][\w.\-]*)?")
 _LINEAR = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 ALL_LINEAR = "all-linear"
 CPU_HEAD_SIZES = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)
-"""What vLLM 0.32's CPU attention has kernels for (`CPUAttentionBackend`)."""
+"""Head sizes that vLLM 0.32 has CPU kernels for (`CPUAttentionBackend`)."""
 _EMBEDDINGS = (
     "embed_tokens.weight", "wte.weight", "embed_in.weight", "word_embeddings.weight",
 )  # fmt: skip
-"""How families call their input embedding."""
+"""Names of the input embedding, by family."""
 _CONVOLUTIONS = ("gpt2", "openai-gpt")
 """Model types whose linear layers are `Conv1D` in transformers."""
 
 
 @dataclass(frozen=True)
 class Known:
-    """What is known of a model before it is loaded.
+    """Facts about a model that is not loaded.
 
     Attributes:
-        modules: dotted names of modules with a 2-D weight; empty when unknown (a Hub id).
-        owners: dotted names of all modules with a tensor; empty when unknown.
-        parameters: number of them; None when unknown.
-        context: longest sequence in tokens; None when unknown.
-        config: contents of config.json; empty when unknown.
-        score: shape of a score head's weight; None where there is none.
-        rows: of the input embedding; None where it is not known.
+        modules: dotted names of modules with a 2-D weight; empty if unknown (a Hub id).
+        parameters: number of them; None if unknown.
+        context: longest sequence in tokens; None if unknown.
+        config: contents of config.json; empty if unknown.
+        owners: dotted names of all modules with a tensor; empty if unknown.
+        score: shape of a score head's weight; None if there is none.
+        rows: of the input embedding; None if unknown.
     """
 
     modules: tuple[str, ...] = ()
@@ -69,15 +70,20 @@ TOY = Known(
 
 
 def look(kind: str, path: str | None, revision: str | None = None) -> tuple[Known, list[Finding]]:
-    """Facts about the base model, and problems with it.
+    """Return facts about the base model, and problems with it.
 
-    Nothing is fetched: of a Hugging Face id the local cache's config.json is read, if it is there.
+    Nothing is downloaded: for a Hugging Face id, config.json is read from the local cache.
+
+    Args:
+        kind: `model.kind`.
+        path: `model.path`, a folder or a Hugging Face id.
+        revision: `model.revision`.
     """
     if kind == "toy" and not path:
         return TOY, []
     if kind == "toy":
-        found, allowed = f"{path} with model.kind=toy", "the embedded model has no path"
-        return TOY, [Finding("model.path", found, allowed, "model=hf, or model.path=null")]
+        value, allowed = f"{path} with model.kind=toy", "the embedded model has no path"
+        return TOY, [Finding("model.path", value, allowed, "model=hf, or model.path=null")]
     if not path:
         return Known(), [
             Finding("model.path", "nothing", "has to be given", "model.path=<folder or hub id>")
@@ -87,12 +93,12 @@ def look(kind: str, path: str | None, revision: str | None = None) -> tuple[Know
         return _read_folder(folder)
     if _HUB_ID.fullmatch(path) and not folder.exists():
         return _cached(path, revision), []
-    allowed = "an existing folder, or a Hugging Face id like owner/name"
-    return Known(), [_refused(f"{path} is neither", allowed)]
+    allowed = "give an existing folder, or a Hugging Face id like owner/name"
+    return Known(), [_refused(f"no such folder: {path}", allowed)]
 
 
 def look_at(model: Mapping[str, Any]) -> tuple[Known, list[Finding]]:
-    """`look`, with section `model`."""
+    """Return `look` of section `model`."""
     return look(model["kind"], model["path"], model["revision"])
 
 
@@ -102,7 +108,7 @@ def _cached(hub_id: str, revision: str | None) -> Known:
     try:
         file = try_to_load_from_cache(hub_id, CONFIG, revision=revision)
         config = json.loads(Path(file).read_text(encoding="utf-8")) if isinstance(file, str) else {}
-    except (OSError, ValueError):  # no id, or no JSON: the stage that fetches it says so
+    except (OSError, ValueError):  # no id, or no JSON: the stage that downloads it reports that
         return Known()
     text = config.get("text_config") or config
     try:
@@ -114,7 +120,7 @@ def _cached(hub_id: str, revision: str | None) -> Known:
 
 
 def why_unknown(path: str | None) -> str:
-    """Say why a model's dimensions are not known."""
+    """Return the reason why a model's dimensions are not known."""
     if path and not Path(path).expanduser().is_dir():
         where = f"no config.json of {path} in the Hugging Face cache"
         return f"{where}; hf download {path} config.json puts it there"
@@ -122,21 +128,19 @@ def why_unknown(path: str | None) -> str:
 
 
 def embedded(model: Mapping[str, Any], data: Mapping[str, Any]) -> list[Finding]:
-    """Warn where only one of model and data is the user's."""
+    """Warn if only one of model and data is the user's."""
     if model["kind"] != "toy" and data["kind"] == "toy":
-        found, allowed = (
-            f"embedded tasks for {model['path']}",
-            "they are made for the embedded model",
-        )
-        return [Finding("data.kind", found, allowed, "data.path=<file>", "warning")]
+        value = f"embedded tasks for {model['path']}"
+        allowed = "they are made for the embedded model"
+        return [Finding("data.kind", value, allowed, "data.path=<file>", "warning")]
     if model["kind"] == "toy" and data["kind"] != "toy":
-        found, allowed = "the embedded model, of 0.9M parameters", "it knows its own tasks alone"
-        return [Finding("model.kind", found, allowed, "model.path=<folder or hub id>", "warning")]
+        value, allowed = "the embedded model, of 0.9M parameters", "it only knows its own tasks"
+        return [Finding("model.kind", value, allowed, "model.path=<folder or hub id>", "warning")]
     return []
 
 
-def _refused(found: str, allowed: str) -> Finding:
-    return Finding("model.path", found, allowed, "model.path=<folder or hub id>")
+def _refused(value: str, allowed: str) -> Finding:
+    return Finding("model.path", value, allowed, "model.path=<folder or hub id>")
 
 
 def _read_folder(folder: Path) -> tuple[Known, list[Finding]]:
@@ -144,7 +148,7 @@ def _read_folder(folder: Path) -> tuple[Known, list[Finding]]:
         checkpoint = inspect_checkpoint(folder)
         weights = [f for name, f in checkpoint.files.items() if name.endswith(".safetensors")]
         if checkpoint.problems:
-            allowed = "whole files in Hugging Face's layout"
+            allowed = "complete files in Hugging Face's layout"
             return Known(), [_refused(f"{folder}: {p}", allowed) for p in checkpoint.problems]
         config = json.loads((folder / CONFIG).read_text(encoding="utf-8"))
         headers = [read_header(file) for file in weights]
@@ -171,49 +175,42 @@ def _read_folder(folder: Path) -> tuple[Known, list[Finding]]:
     return known, []
 
 
-def objective_fits(objective: str, known: Known) -> list[Finding]:
-    """A reward model can be trained on as a reward model only, and only with one label."""
-    if known.score is None:
-        return []
-    if objective != "reward":
-        found = f"{objective} on a base with a score head"
-        allowed = "it has no head that answers with tokens"
-        override = "train=reward, or model.path=<a causal language model>"
-        return [Finding("train.objective", found, allowed, override)]
-    if known.score[0] != 1:
-        found = f"a score head of {known.score[0]} labels"
-        allowed = "a reward is one number: one label, or none to begin with"
-        return [Finding("model.path", found, allowed, "model.path=<a causal language model>")]
-    return []
-
-
 def packed(attn_implementation: str, known: Known) -> list[Finding]:
-    """A family whose sequences cannot be packed without running into each other."""
-    found = unpackable(known.config, attn_implementation)
-    if found is None:
+    """Refuse a family whose packed sequences would see each other."""
+    refusal = unpackable(known.config, attn_implementation)
+    if refusal is None:
         return []
-    key = "model.path" if found.hint.startswith("models") else "model.attn_implementation"
+    key = "model.path" if refusal.hint.startswith("models") else "model.attn_implementation"
     allowed = "training packs sequences, and none may see its neighbour"
-    return [Finding(key, found.problem, allowed, found.hint)]
+    return [Finding(key, refusal.problem, allowed, refusal.hint)]
 
 
 def quantised(kind: str, known: Known) -> list[Finding]:
-    """A base that is stored quantised: training here starts from plain weights.
+    """Refuse a base that is stored quantised: training starts from plain weights.
 
-    bitsandbytes' 4 bits are decoded where an adapter is merged into them, never to be trained.
+    bitsandbytes' 4-bit weights are decoded only to merge an adapter into them.
+
+    Args:
+        kind: `peft.kind`.
+        known: facts about the base model.
     """
     how = stored(known.config)
     if how is None:
         return []
-    found = f"the base is already quantised ({how})"
+    value = f"the base is already quantised ({how})"
     allowed = "QLoRA quantises a base in bfloat16 itself" if kind == "qlora" else "bfloat16"
     if is_packed(known.config):
         allowed += "; 4 bits are decoded to merge into, not to train from"
-    return [Finding("model.path", found, allowed, "model.path=<the model in bfloat16>")]
+    return [Finding("model.path", value, allowed, "model.path=<the model in bfloat16>")]
 
 
 def quantisable(scheme: str, known: Known) -> list[Finding]:
-    """Models whose linear layers the 8-bit formats do not reach."""
+    """Refuse 8-bit serving of models whose linear layers it does not support.
+
+    Args:
+        scheme: `convert.quantize`.
+        known: facts about the base model.
+    """
     if scheme == "none":
         return []
     text = known.config.get("text_config") or known.config
@@ -221,11 +218,17 @@ def quantisable(scheme: str, known: Known) -> list[Finding]:
     if text.get("model_type") in _CONVOLUTIONS:
         reasons.append(f"{text['model_type']}, whose layers are stored as convolutions")
     allowed = f"{scheme} is for models of plain linear layers"
-    return [Finding("convert.quantize", one, allowed, "convert=default") for one in reasons[:1]]
+    return [Finding("convert.quantize", why, allowed, "convert=default") for why in reasons[:1]]
 
 
 def head_size(engine: str, on_cpu: bool, known: Known) -> list[Finding]:
-    """Attention heads of a size that vLLM's CPU engine has no kernel for."""
+    """Refuse attention heads of a size that vLLM has no CPU kernel for.
+
+    Args:
+        engine: `smoke.engine` or `rollout.engine`.
+        on_cpu: True if the installed vLLM is the one for CPUs.
+        known: facts about the base model.
+    """
     text = known.config.get("text_config") or known.config
     heads = text.get("num_attention_heads")
     size = text.get("head_dim") or (text["hidden_size"] // heads if heads else None)
@@ -235,23 +238,35 @@ def head_size(engine: str, on_cpu: bool, known: Known) -> list[Finding]:
     return [Finding("smoke.engine", f"attention heads of {size}", allowed, "smoke=transformers")]
 
 
-def targets(wanted: object, kind: str, known: Known) -> list[Finding]:
-    """Adapter targets the model does not have. Matched as peft does: by the name's end."""
-    if kind == "none" or wanted == ALL_LINEAR:
+def vocabulary(folder: Path, rows: int | None) -> list[Finding]:
+    """Refuse a tokenizer with ids that the embedding has no row for.
+
+    Such a model trains, since no row is padded here, and fails when a padded batch is served. The
+    padding token is reported first, then other special tokens, then the highest id.
+
+    Args:
+        folder: of the base; one without `tokenizer.json` is accepted.
+        rows: of its input embedding; None if unknown.
+    """
+    if rows is None or not (folder / "tokenizer.json").is_file():
         return []
-    example = "peft.target_modules=[q_proj,v_proj] or peft.target_modules=all-linear"
-    if not isinstance(wanted, (list, tuple)) or not all(isinstance(w, str) for w in wanted):
-        allowed = f'"{ALL_LINEAR}" or a list of module names'
-        return [Finding("peft.target_modules", repr(wanted), allowed, example)]
-    if not wanted:
-        return [Finding("peft.target_modules", "an empty list", "at least one module", example)]
-    leaves = sorted({name.rpartition(".")[2] for name in known.modules})
-    findings = []
-    for target in wanted if leaves else ():
-        if any(name == target or name.endswith(f".{target}") for name in known.modules):
-            continue
-        near = difflib.get_close_matches(target, leaves, n=2, cutoff=0.5)
-        override = f"peft.target_modules=[{','.join(near)}]" if near else example
-        allowed = f"the model has {', '.join(leaves)}"
-        findings.append(Finding("peft.target_modules", f"no {target!r} here", allowed, override))
+    try:
+        special, highest = token_ids(folder)
+    except ArtifactError as error:
+        return [_without_row(error.message, "pad_token")]
+    findings = [
+        _without_row(f"{role} {text!r} has id {token}, the embedding has {rows} rows", role)
+        for role, (text, token) in special.items()
+        if token >= rows
+    ]
+    if not findings and highest >= rows:
+        value = f"the tokenizer has ids up to {highest}, the embedding {rows} rows"
+        findings.append(_without_row(value))
     return findings
+
+
+def _without_row(value: str, role: str = "") -> Finding:
+    override = "model.path=<the base with its embedding resized>"
+    if role:
+        override += f', or another "{role}" in its tokenizer_config.json'
+    return Finding("model.path", value, "a row for every id", override)

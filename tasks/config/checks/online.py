@@ -1,4 +1,4 @@
-"""Sections `rl`, `rollout` and `reward`, of objectives that learn from their own replies."""
+"""Sections `rl`, `rollout` and `reward`, for objectives that learn from their own responses."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from typing import Any
 from urllib.parse import urlsplit
 
 from tasks.config.checks.engine import shareable
-from tasks.config.checks.finding import Finding
 from tasks.config.checks.model import Known, head_size
 from tasks.config.section import read_section
 from tasks.core.errors import ArtifactError, ConfigError
+from tasks.core.finding import Finding
 from tasks.rl.algorithms import algorithm_options
 from tasks.rl.rewards.exact import EXACT_MATCH
 from tasks.rl.rewards.folder import RewardFolder
@@ -30,13 +30,13 @@ _NAME_ONE = "reward.model=<folder>, reward.function=<path.py>:<name> or reward.u
 def online(
     settings: Mapping[str, Any], known: Known, *, rewarded: bool = False, on_cpu: bool = True
 ) -> list[Finding]:
-    """Everything about an online run that can be told before it.
+    """Return the findings about an online run; none for other objectives.
 
     Args:
         settings: the resolved configuration.
-        known: of the policy's model.
-        rewarded: whether a chain's earlier link trains the reward model.
-        on_cpu: whether vLLM is the CPU's.
+        known: facts about the policy's model.
+        rewarded: True if an earlier step of the chain trains the reward model.
+        on_cpu: True if the installed vLLM is the one for CPUs.
     """
     train, rl = settings["train"], settings["rl"]
     rollout, reward = settings["rollout"], settings["reward"]
@@ -60,22 +60,25 @@ def online(
 
 
 def _served(settings: Mapping[str, Any]) -> Iterator[Finding]:
-    """Policies that vLLM cannot sample from."""
+    """Refuse policies that vLLM cannot sample from."""
     if settings["rollout"]["engine"] != "vllm":
         return
     sections = {name: settings[name] for name in ("train", "peft", "zero", "model", "seed")}
     rollout = read_section(Rollout, settings["rollout"], "rollout")
-    for one in unservable(Settings.from_sections(**sections), rollout):
-        yield Finding(*one)
+    for refusal in unservable(Settings.from_sections(**sections), rollout):
+        yield Finding(*refusal)
 
 
 def sources(reward: Mapping[str, Any], *, rewarded: bool) -> Iterator[Finding]:
-    """At least one source has to be there, and to count for something."""
+    """Check that there is a reward source whose weight is not 0.
+
+    Args:
+        reward: the section.
+        rewarded: True if an earlier step of the chain trains the reward model.
+    """
     named = [name for name in SOURCES if reward[name] or (name == "model" and rewarded)]
     if not named:
-        yield Finding(
-            "reward", "no source", "something has to say what a reply is worth", _NAME_ONE
-        )
+        yield Finding("reward", "no source", "responses need a reward", _NAME_ONE)
         return
     weights = {name: float(reward[f"{name}_weight"]) for name in named}
     for name, weight in weights.items():
@@ -83,52 +86,57 @@ def sources(reward: Mapping[str, Any], *, rewarded: bool) -> Iterator[Finding]:
             key = f"reward.{name}_weight"
             yield Finding(key, str(weight), "a finite number", f"{key}=1")
     if not any(weights.values()):
-        found = ", ".join(f"reward.{name}_weight=0" for name in named)
-        allowed = "every reply would be worth the same"
-        yield Finding("reward", found, allowed, f"reward.{named[0]}_weight=1")
+        zeros = ", ".join(f"reward.{name}_weight=0" for name in named)
+        allowed = "all responses would have the same reward"
+        yield Finding("reward", zeros, allowed, f"reward.{named[0]}_weight=1")
 
 
 def reward_model(reward: Mapping[str, Any], *, longest: int) -> Iterator[Finding]:
-    """The reward model's folder, and whether it reads texts of `longest` tokens."""
+    """Check the reward model's folder and context.
+
+    Args:
+        reward: the section.
+        longest: tokens of the longest prompt with its response.
+    """
     if not reward["model"]:
         return
     try:
-        found = RewardFolder.read(Path(reward["model"]).expanduser(), normalize=reward["normalize"])
+        model = RewardFolder.read(Path(reward["model"]).expanduser(), normalize=reward["normalize"])
     except ArtifactError as error:
         yield _as_finding("reward.model", error, "a served reward model")
         return
-    if found.context is not None and longest > found.context:
+    if model.context is not None and longest > model.context:
         yield Finding(
             "reward.model",
             f"texts of up to {longest} tokens (rollout.max_prompt_len + rollout.max_new_tokens)",
-            f"its context is {found.context}",
-            f"rollout.max_prompt_len={max(1, found.context // 2)} "
-            f"rollout.max_new_tokens={max(1, found.context // 2)}",
+            f"its context is {model.context}",
+            f"rollout.max_prompt_len={max(1, model.context // 2)} "
+            f"rollout.max_new_tokens={max(1, model.context // 2)}",
         )
 
 
 def function(text: str | None) -> Iterator[Finding]:
-    """`path.py:name`, told without running the file."""
+    """Check that `path.py:name` exists, without running the file."""
     if not text or text == EXACT_MATCH:
         return
     try:
         FunctionReference.of(text).require()
     except ConfigError as error:
-        yield _as_finding("reward.function", error, "a function in a file that is there")
+        yield _as_finding("reward.function", error, "a function in an existing file")
 
 
 def endpoint(url: str | None) -> Iterator[Finding]:
-    """An address that can be asked, and shows no secret to whoever reads the configuration."""
+    """Check that the URL is valid, and contains no password, which every record would show."""
     if not url:
         return
     key, example = "reward.url", "reward.url=http://<host>:<port>/<path>"
     try:
         parts = urlsplit(url)
-        whole = parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
+        valid = parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
     except ValueError as error:  # brackets, ports
         yield Finding(key, f"{url}: {error}", "http or https, and a host", example)
         return
-    if not whole:
+    if not valid:
         yield Finding(key, redacted(url), "http or https, and a host", example)
     elif parts.password:
         allowed = f"a password would be in every record of the run; {TOKEN}=<token> is read instead"
@@ -136,27 +144,31 @@ def endpoint(url: str | None) -> Iterator[Finding]:
 
 
 def fits(objective: str, rl: Mapping[str, Any]) -> Iterator[Finding]:
-    """What of section `rl` the algorithm does not use, or cannot do with."""
-    for one in algorithm_options.findings(objective, read_section(Loop, rl, "rl")):
-        yield Finding(*one)
+    """Refuse options of section `rl` that the algorithm does not use, or values that conflict."""
+    for finding in algorithm_options.findings(objective, read_section(Loop, rl, "rl")):
+        yield Finding(*finding)
 
 
 def critic(objective: str, rl: Mapping[str, Any], peft: str, stage: int) -> Iterator[Finding]:
-    """A critic that shares the policy's trunk needs one that is frozen, and whole on every rank.
+    """Check the critic: a shared one needs a frozen trunk that is not partitioned.
 
-    While any critic warms up, the policy does not move.
+    Args:
+        objective: `train.objective`.
+        rl: the section.
+        peft: `peft.kind`.
+        stage: `zero.stage`.
     """
     if objective not in algorithm_options.WITH_CRITIC:
         return
     warmup, iterations = rl["critic_warmup"], rl["iterations"]
     if iterations is not None and warmup >= iterations:
-        found = f"{warmup} with rl.iterations={iterations}"
-        allowed = "fewer than all iterations: in those only the critic learns, and no policy would"
-        yield Finding("rl.critic_warmup", found, allowed, f"rl.iterations={warmup + 1} or more")
+        value = f"{warmup} with rl.iterations={iterations}"
+        allowed = "fewer than all iterations: the policy does not learn during the warm-up"
+        yield Finding("rl.critic_warmup", value, allowed, f"rl.iterations={warmup + 1} or more")
     if rl["critic"] != "shared":
         return
     if peft == "none":
-        allowed = "separate: a policy that is trained whole has no trunk to share"
+        allowed = "separate: full fine-tuning leaves no frozen trunk to share"
         yield Finding("rl.critic", "shared with peft=none", allowed, "rl.critic=separate")
     if stage == 3:
         allowed = "separate: two engines cannot gather the same parameters"
@@ -164,69 +176,93 @@ def critic(objective: str, rl: Mapping[str, Any], peft: str, stage: int) -> Iter
 
 
 def steps(prompts: int, samples: int, global_size: int) -> Iterator[Finding]:
-    """An iteration's replies are taken by optimizer steps without a rest."""
-    replies = prompts * samples
-    if min(prompts, samples, global_size) < 1 or replies % global_size == 0:
-        return  # numbers below one are found elsewhere
-    whole = max(1, round(replies / global_size)) * global_size
-    fits = [f"rl.prompts={whole // samples}"] if whole % samples == 0 else []
+    """Check that an iteration's responses fill a whole number of optimizer steps.
+
+    Args:
+        prompts: `rl.prompts`.
+        samples: `rl.samples`.
+        global_size: `train.global_batch_size`, responses.
+    """
+    responses = prompts * samples
+    if min(prompts, samples, global_size) < 1 or responses % global_size == 0:
+        return  # other checks report numbers below 1
+    nearest = max(1, round(responses / global_size)) * global_size
+    fits = [f"rl.prompts={nearest // samples}"] if nearest % samples == 0 else []
     yield Finding(
         "rl.prompts and rl.samples",
-        f"{prompts} x {samples} = {replies} replies an iteration",
-        f"a multiple of train.global_batch_size={global_size}, the replies of an optimizer step",
-        " or ".join([*fits, f"train.global_batch_size={_largest_divisor(replies, global_size)}"]),
+        f"{prompts} x {samples} = {responses} responses per iteration",
+        f"a multiple of train.global_batch_size={global_size}, the responses of an optimizer step",
+        " or ".join([*fits, f"train.global_batch_size={_largest_divisor(responses, global_size)}"]),
     )
 
 
 def lengths(rollout: Mapping[str, Any], buffer: int, context: int | None) -> Iterator[Finding]:
-    """Prompt and reply together have to fit into the model's context. Tokens."""
-    prompt, reply = rollout["max_prompt_len"], rollout["max_new_tokens"]
-    if context is not None and prompt + reply > context:
-        room = context - reply
+    """Check that prompt and response fit into the model's context.
+
+    Args:
+        rollout: the section.
+        buffer: `rl.overlong_buffer`, tokens.
+        context: of the model, tokens; None if unknown.
+    """
+    prompt, response = rollout["max_prompt_len"], rollout["max_new_tokens"]
+    if context is not None and prompt + response > context:
+        room = context - response
         key, size = ("max_prompt_len", room) if room > 0 else ("max_new_tokens", context // 2)
         yield Finding(
             "rollout.max_prompt_len",
-            f"{prompt} + rollout.max_new_tokens={reply}",
+            f"{prompt} + rollout.max_new_tokens={response}",
             f"together at most the model's context, {context}",
             f"rollout.{key}={size}",
         )
-    if buffer > reply:
-        allowed = f"at most rollout.max_new_tokens={reply}: the last tokens of a reply"
-        override = f"rl.overlong_buffer={max(0, reply // 4)}"
+    if buffer > response:
+        allowed = f"at most rollout.max_new_tokens={response}: the last tokens of a response"
+        override = f"rl.overlong_buffer={max(0, response // 4)}"
         yield Finding("rl.overlong_buffer", str(buffer), allowed, override)
 
 
 def offload(wanted: bool, zero: Mapping[str, Any]) -> Iterator[Finding]:
-    """DeepSpeed moves states that ZeRO splits, and that lie on the device."""
+    """Check that DeepSpeed can offload the states: ZeRO partitions them, and nothing else does.
+
+    Args:
+        wanted: `rollout.offload_trainer`.
+        zero: the section.
+    """
     key, override = "rollout.offload_trainer", "rollout.offload_trainer=false"
     if wanted and zero["stage"] < 1:
         yield Finding(key, "true with ZeRO-0", "needs ZeRO-1 to 3", f"zero=zero2 or {override}")
     for name in ("offload_optimizer", "offload_param"):
         if wanted and zero.get(name, "none") != "none":
             conflict = f"true with zero.{name}={zero[name]}"
-            yield Finding(key, conflict, "one of the two: either moves the states", override)
+            yield Finding(key, conflict, "one of the two: both move the states", override)
 
 
 def engines(reward: Mapping[str, Any], rollout: Mapping[str, Any]) -> Iterator[Finding]:
-    """vLLM shares all engines of a process out over its ranks in the same way."""
+    """Refuse different tensor parallelism of two engines: vLLM has one for all of a process."""
     parallel = rollout["tensor_parallel"]
     if reward["engine"] == "vllm" and rollout["engine"] == "vllm" and parallel != 1:
-        found = f"vllm with rollout.tensor_parallel={parallel}"
-        allowed = "a reward model in vLLM is whole on every rank, and so must the policy be"
-        yield Finding("reward.engine", found, allowed, "reward.engine=process")
+        value = f"vllm with rollout.tensor_parallel={parallel}"
+        allowed = "a reward model in vLLM is not split over ranks, so the policy must not be either"
+        yield Finding("reward.engine", value, allowed, "reward.engine=process")
 
 
 def engine(
     rollout: Mapping[str, Any], world: int, known: Known, *, on_cpu: bool
 ) -> Iterator[Finding]:
-    """What vLLM cannot do for a training rank."""
+    """Check that vLLM can serve the model within the training ranks.
+
+    Args:
+        rollout: the section.
+        world: number of ranks.
+        known: facts about the policy's model.
+        on_cpu: True if the installed vLLM is the one for CPUs.
+    """
     if rollout["engine"] != "vllm":
         return
     for finding in head_size("vllm", on_cpu, known):
         yield replace(finding, what="rollout.engine", override="rollout=transformers")
     parallel = rollout["tensor_parallel"]
     if parallel >= 1 and world % parallel:
-        allowed = f"engines share the {world} ranks (train.nproc x train.nodes) out evenly"
+        allowed = f"a divisor of the {world} ranks (train.nproc x train.nodes)"
         override = f"rollout.tensor_parallel={_largest_divisor(world, parallel)}"
         yield Finding("rollout.tensor_parallel", str(parallel), allowed, override)
     else:
@@ -234,17 +270,17 @@ def engine(
 
 
 def computes(rollout: Mapping[str, Any], device: str, *, on_cpu: bool) -> Iterator[Finding]:
-    """A vLLM for GPUs within ranks that see none."""
+    """Refuse a vLLM for GPUs in ranks that train on CPUs."""
     if rollout["engine"] == "vllm" and device == "cpu" and not on_cpu:
         allowed = "the installed vLLM computes on GPUs, and with train.device=cpu ranks see none"
         yield Finding("rollout.engine", "vllm", allowed, "rollout=transformers")
 
 
 def _as_finding(key: str, error: ArtifactError | ConfigError, allowed: str) -> Finding:
-    """An error about a key's value, which its message begins with."""
+    """Return an error about the value of a key as a finding."""
     return Finding(key, error.message.removeprefix(f"{key}="), allowed, error.hint)
 
 
 def _largest_divisor(number: int, most: int) -> int:
-    """The largest divisor of `number` that is at most `most`."""
-    return max(one for one in range(1, min(number, most) + 1) if number % one == 0)
+    """Return the largest divisor of a number up to a limit."""
+    return max(size for size in range(1, min(number, most) + 1) if number % size == 0)

@@ -1,7 +1,7 @@
 """Memory of one rank: named terms, and the peak over the phases of an iteration.
 
-    generate   the engine samples: its weights and KV cache, beside what the trainer leaves there
-    score      policy, reference, critic and reward model measure the responses, without gradients
+    generate   the engine samples: its weights and KV cache, beside the trainer's resident states
+    score      policy, reference, critic and reward model score the responses, without gradients
     train      passes and optimizer steps of policy and critic, one model after the other
 
 A run that does not learn from its own responses has the last phase alone. On a CPU the engine's
@@ -37,13 +37,13 @@ from tasks.weights.files.documents import read_json
 
 PHASES = ("generate", "score", "train")
 ASLEEP = GIB
-"""GPU memory of a sleeping engine: CUDA graphs, workspaces. A guess: vLLM frees
-weights and cache alone (`vllm/device_allocator/cumem.py`), and no GPU was there to measure."""
+"""GPU memory of a sleeping engine: CUDA graphs and workspaces. An estimate, not measured: vLLM only
+frees weights and cache (`vllm/device_allocator/cumem.py`)."""
 
 
 @dataclass(frozen=True)
 class Term:
-    """A named part of a rank's memory, in bytes, and the phases that it is there in."""
+    """A named part of a rank's memory, in bytes, and the phases in which it is allocated."""
 
     name: str
     size: int
@@ -55,14 +55,14 @@ class Term:
 
 @dataclass(frozen=True)
 class RankMemory:
-    """Bytes of one rank.
+    """Memory of one rank, in bytes.
 
     Attributes:
-        terms: what it consists of. Of those of phase `train`, `step` and `communication` are not
-            there together with activations, so that the peak is less than their sum.
-        peaks: the most of each phase.
-        least: the most of each phase however short the samples are.
-        host: what is offloaded from a GPU to the host; part of nothing above.
+        terms: its parts. In phase `train`, `step` and `communication` are not allocated together
+            with activations, so that the peak is less than the sum.
+        peaks: peak of each phase.
+        least: peak of each phase with the shortest samples.
+        host: bytes offloaded from a GPU to the host; not included above.
         mapped: part of a CPU rank's weights that the ranks of a node share.
     """
 
@@ -79,37 +79,37 @@ class RankMemory:
 
     @property
     def states(self) -> int:
-        """The peak over all phases, however short the samples are."""
+        """The peak over all phases with the shortest samples."""
         return max(self.least.values())
 
     def lines(self) -> list[str]:
-        """The peak, and every term with the phases that it is there in."""
-        phase, peak = max(self.peaks.items(), key=lambda one: one[1])
+        """Return lines with the peak and every term with its phases."""
+        phase, peak = max(self.peaks.items(), key=lambda item: item[1])
         each = ", ".join(f"{name} {in_words(size)}" for name, size in self.peaks.items())
         where = f", in phase {phase} ({each})" if len(self.peaks) > 1 else ""
-        width = max(len(one.name) for one in self.terms)
+        width = max(len(term.name) for term in self.terms)
         return [
             f"memory a rank: {in_words(peak)} at its peak{where}",
             *(
-                f"  {one.name:<{width}}  {in_words(one.size):>11}  {' '.join(one.phases)}"
-                for one in self.terms
+                f"  {term.name:<{width}}  {in_words(term.size):>11}  {' '.join(term.phases)}"
+                for term in self.terms
             ),
         ]
 
     def needs(self) -> str:
-        """The terms of the phase that needs most, for a finding."""
+        """Return the terms of the phase that needs most, for a finding."""
         phase = max(self.peaks, key=lambda name: self.peaks[name])
-        listed = ", ".join(str(one) for one in self.terms if phase in one.phases)
+        listed = ", ".join(str(term) for term in self.terms if phase in term.phases)
         return f"{phase}: {listed}"
 
 
 def in_words(size: int) -> str:
-    """A size with its unit, such as 14.2 GiB."""
+    """Return a size with its unit, such as 14.2 GiB."""
     return f"{size / GIB:.1f} GiB" if size >= GIB else f"{size / 2**20:.1f} MiB"
 
 
 def memory_of(settings: Mapping[str, Any], *, rewarded: bool = False) -> RankMemory | None:
-    """Memory of a rank of a run; None when a model's dimensions are not known.
+    """Return the memory of a rank of a run; None if a model's dimensions are not known.
 
     Args:
         settings: the resolved configuration.
@@ -118,7 +118,7 @@ def memory_of(settings: Mapping[str, Any], *, rewarded: bool = False) -> RankMem
     known, _ = look_at(settings["model"])
     asked = asked_of(settings)
     if not known.config or asked.world_size < 1:
-        return None  # other findings say why
+        return None  # other findings report the reason
     try:
         return estimator(known.config, settings, rewarded=rewarded)(asked)
     except KeyError:
@@ -141,14 +141,14 @@ def estimator(
 
 
 def asked_of(settings: Mapping[str, Any]) -> Settings:
-    """Settings of the training, with the sections of an online objective as written."""
+    """Return the settings of the training, with the sections of an online objective."""
     names = ("rl", "rollout", "reward") if settings["train"]["objective"] in ONLINE else ()
     sections = {name: settings[name] for name in ("train", "peft", "zero", "model", "seed")}
     return Settings.from_sections(**sections, online={name: settings[name] for name in names})
 
 
 def reward_config(folder: str | None) -> Mapping[str, Any] | None:
-    """The config.json of `reward.model`; None where there is none."""
+    """Return the config.json of `reward.model`; None if there is none."""
     path = Path(folder or "").expanduser() / "config.json"
     return read_json(path) if folder and path.is_file() else None
 
@@ -160,11 +160,11 @@ def rank_memory(
     gpu: int | None,
     reward: Mapping[str, Any] | None = None,
 ) -> RankMemory:
-    """Add up what a rank of a run takes.
+    """Add up the memory of a rank of a run.
 
     Args:
         config: contents of the base's config.json.
-        asked: what is trained and how.
+        asked: settings of the training.
         gpu: bytes of each rank's GPU; None on a CPU.
         reward: contents of the reward model's config.json; None without one.
 
@@ -184,27 +184,27 @@ def rank_memory(
         *(_of_engine(engine, on_gpu=gpu is not None) if engine else ()),
     )
     together = {name: sum(t.size for t in beside if name in t.phases) for name in PHASES}
-    models = [one for one in (policy, critic) if one is not None]
-    # Models take turns: the passes and steps of one, beside what lasts of the other.
-    lasting = sum(one.lasting for one in models)
+    models = [model for model in (policy, critic) if model is not None]
+    # Models take turns: passes and steps of one, beside the lasting memory of the other.
+    lasting = sum(m.lasting for m in models)
     weights, gathered = sum(m.weights for m in models), sum(m.gathered for m in models)
     states = lasting - weights - gathered
-    away = gpu is not None and online.rollout.offload_trainer  # but for updates and checkpoints
+    away = gpu is not None and online.rollout.offload_trainer  # except in phase `train`
     alone = {
         "generate": weights + (0 if away else states),
         "score": weights + gathered + (0 if away else states) + max(m.forward for m in models),
     }
-    host = sum(one.host for one in models) + (states if away else 0)
+    host = sum(m.host for m in models) + (states if away else 0)
     if engine and gpu is not None and goes_as_adapter(asked):
-        host += engine.weights  # asleep; full weights are dropped, since the next sync brings them
-    whole = {**alone, "train": lasting + max(one.total - one.lasting for one in models)}
-    least = {**alone, "train": lasting + max(one.states - one.lasting for one in models)}
+        host += engine.weights  # of a sleeping engine; without an adapter the next sync brings them
+    whole = {**alone, "train": lasting + max(m.total - m.lasting for m in models)}
+    least = {**alone, "train": lasting + max(m.states - m.lasting for m in models)}
     return RankMemory(
         (*_terms(policy, away=away), *_as_critic(critic, away=away), *beside),
         {name: size + together[name] for name, size in whole.items()},
         {name: size + together[name] for name, size in least.items()},
         host,
-        sum(one.mapped for one in models),
+        sum(m.mapped for m in models),
     )
 
 
@@ -230,7 +230,7 @@ def _as_critic(critic: MemoryEstimate | None, *, away: bool) -> Iterator[Term]:
 def _critic(
     config: Mapping[str, Any], asked: Settings, online: Online, *, gpu: bool
 ) -> MemoryEstimate | None:
-    """Memory of the critic: a second model, or an adapter on the policy's trunk."""
+    """Return the memory of the critic: a second model, or an adapter on the policy's trunk."""
     if asked.objective not in WITH_CRITIC:
         return None
     model = estimate(config, asked, asked.world_size, gpu=gpu, critic=True)
@@ -248,7 +248,7 @@ def _frozen(
     gpu: bool,
     reward: Mapping[str, Any] | None,
 ) -> Iterator[Term]:
-    """Models beside those that are trained."""
+    """Yield the models that are not trained: reference and reward model."""
     loop, item = online.loop, ITEM[asked.dtype]
     if asked.peft.kind == "none" and (loop.kl_coef > 0 or loop.kl_limit is not None):
         divided = asked.world_size if asked.zero.stage == 3 else 1
@@ -260,7 +260,7 @@ def _frozen(
 def _engine(
     config: Mapping[str, Any], asked: Settings, online: Online, *, gpu: int | None
 ) -> EngineMemory | None:
-    """Memory of vLLM beside a rank."""
+    """Return the memory of vLLM beside a rank; None without vLLM."""
     if online.rollout.engine != "vllm":
         return None
     settings = {"rollout": asdict(online.rollout), "model": {"dtype": asked.dtype}}
@@ -271,13 +271,13 @@ def _of_engine(engine: EngineMemory, *, on_gpu: bool) -> Iterator[Term]:
     awake = ("generate",) if on_gpu else PHASES
     yield Term("engine weights", engine.weights, awake)
     yield Term("KV cache", engine.cache, awake)
-    if on_gpu:  # with its share it has all of this while it is awake
+    if on_gpu:  # an awake engine has these within its share
         yield Term("engine activations", LIBRARIES, awake)
         yield Term("engine asleep", ASLEEP, PHASES[1:])
 
 
 def _reward_model(config: Mapping[str, Any], asked: Settings, *, gpu: bool) -> Iterator[Term]:
-    """A reward model in the rank's own process: whole on every rank."""
+    """Yield a reward model in the rank's own process, which is not partitioned."""
     sizes, dtype = replace(Sizes.of(config), tied=True), str(config.get("dtype") or "bfloat16")
     item = ITEM.get(dtype, 2)
     yield Term("reward model", sizes.weights() * item)

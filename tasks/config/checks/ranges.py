@@ -1,11 +1,17 @@
-"""Numbers that have to be within limits; the schema knows only their types."""
+"""Values of settings: ranges of numbers, batch sizes, ZeRO options, the schedule, stage names."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import difflib
+import re
+from collections.abc import Collection, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
-from tasks.config.checks.finding import Finding
+from tasks.core.errors import ConfigError
+from tasks.core.finding import Finding
+from tasks.training.resume import newest
+from tasks.training.selection import direction
 
 _MANY = 1e12
 _TINY = 1e-30
@@ -101,16 +107,188 @@ LIMITS: tuple[tuple[str, float, float, float], ...] = (
     ("paths.wait_s", 0, _MANY, 0),
 )
 
+_OPTIONS: Mapping[str, tuple[float, tuple[str, ...]]] = {
+    "min_lr_ratio": (0.0, ("cosine_with_min_lr", "polynomial", "warmup_stable_decay")),
+    "decay_ratio": (0.1, ("warmup_stable_decay",)),
+    "power": (1.0, ("polynomial",)),
+    "num_cycles": (1, ("cosine_with_restarts",)),
+}
+"""Options of the schedules: default, and the schedules that read it."""
+STAGES = (
+    "prepare_data", "prepare_base", "rollout_base", "train", "gather", "merge", "convert",
+    "smoke_eval",
+)  # fmt: skip
+"""Names of the chain's stages, as `flows/chain/chain.py` runs them."""
+
 
 def out_of_range(settings: Mapping[str, Any]) -> list[Finding]:
-    """Numbers that have to be within limits."""
-    found = []
+    """Refuse numbers outside of `LIMITS`.
+
+    Args:
+        settings: the resolved configuration.
+    """
+    findings = []
     for key, low, high, sample in LIMITS:
         section, name = key.split(".")
         value = settings[section][name]
-        if value is None or low <= value <= high:  # neither for NaN
+        if value is None or low <= value <= high:  # False for NaN
             continue
         least = "more than 0" if low == _TINY else f"at least {low:g}"
         allowed = f"{least}, at most {high:g}" if high < _MANY else least
-        found.append(Finding(key, f"{value:g}", allowed, f"{key}={sample:g}"))
-    return found
+        findings.append(Finding(key, f"{value:g}", allowed, f"{key}={sample:g}"))
+    return findings
+
+
+def divides(*, global_size: int, micro: int, nproc: int, nodes: int) -> list[Finding]:
+    """Refuse a global batch that is not a positive multiple of what all ranks process at once.
+
+    Args:
+        global_size: `train.global_batch_size`, samples.
+        micro: `train.micro_batch_size`, samples.
+        nproc: ranks per node.
+        nodes: number of nodes.
+    """
+    if min(micro, nproc, nodes) < 1:
+        override = "train.micro_batch_size=1"
+        return [Finding("train.micro_batch_size", str(micro), "at least 1", override)]
+    together = micro * nproc * nodes
+    if global_size > 0 and global_size % together == 0:
+        return []
+    lower = max(global_size, 0) // together * together
+    near = [str(size) for size in (lower, lower + together) if size > 0]
+    return [
+        Finding(
+            "train.global_batch_size",
+            str(global_size),
+            f"a multiple of {micro} x {nproc} x {nodes} (micro x nproc x nodes) = {together}",
+            " or ".join(f"train.global_batch_size={size}" for size in near),
+        )
+    ]
+
+
+def lengths(max_len: int, max_model_len: int | None, context: int | None) -> list[Finding]:
+    """Check that the served context holds what was trained, and the model's context both.
+
+    Args:
+        max_len: `train.max_len`, tokens.
+        max_model_len: `smoke.max_model_len`, tokens.
+        context: of the base model, tokens; None if it is not known.
+    """
+    findings = []
+    if max_model_len is not None and max_model_len < max_len:
+        allowed = f"at least train.max_len={max_len}"
+        override = f"smoke.max_model_len={max_len}"
+        findings.append(Finding("smoke.max_model_len", str(max_model_len), allowed, override))
+    if context is not None and max_len > context:
+        allowed, override = f"at most the model's context, {context}", f"train.max_len={context}"
+        findings.append(Finding("train.max_len", str(max_len), allowed, override))
+    return findings
+
+
+def offload(stage: int, optimizer: str, param: str) -> list[Finding]:
+    """Refuse to offload what the ZeRO stage does not partition."""
+    findings = []
+    if optimizer == "cpu" and stage < 1:
+        findings.append(
+            Finding("zero.offload_optimizer", "cpu with ZeRO-0", "needs ZeRO-1 to 3", "zero=zero2")
+        )
+    if param == "cpu" and stage < 3:
+        findings.append(
+            Finding("zero.offload_param", f"cpu with ZeRO-{stage}", "needs ZeRO-3", "zero=zero3")
+        )
+    return findings
+
+
+def optimizer(name: str, offload: str) -> list[Finding]:
+    """Refuse 8-bit moments in host memory: DeepSpeed's optimizer there has none."""
+    if name == "adamw" or offload != "cpu":
+        return []
+    value, allowed = f"{name} with zero.offload_optimizer=cpu", "DeepSpeed's CPUAdam has no 8 bits"
+    override = "train.optimizer=adamw or zero.offload_optimizer=none"
+    return [Finding("train.optimizer", value, allowed, override)]
+
+
+def evaluation(train: Mapping[str, Any]) -> list[Finding]:
+    """Check that the metric is measured, and that evaluations exist if a setting needs them.
+
+    Args:
+        train: the section.
+    """
+    findings = []
+    try:
+        direction(train["objective"], train["best_metric"])
+    except ConfigError as error:
+        value = f"{train['best_metric']} with train.objective={train['objective']}"
+        allowed = error.hint.replace("train.best_metric=", "").replace("|", ", ")
+        findings.append(Finding("train.best_metric", value, allowed, "train.best_metric=loss"))
+    if train["eval_steps"]:
+        return findings
+    if train["keep"] == "best":
+        findings.append(_without_evaluations("train.keep", "best", "train.keep=last"))
+    if train["early_stop_patience"]:
+        patience = str(train["early_stop_patience"])
+        override = "train.early_stop_patience=0"
+        findings.append(_without_evaluations("train.early_stop_patience", patience, override))
+    return findings
+
+
+def _without_evaluations(key: str, value: str, override: str) -> Finding:
+    allowed = "needs evaluations during training"
+    override = f"train.eval_steps=<steps> or {override}"
+    return Finding(key, f"{value} with train.eval_steps=0", allowed, override)
+
+
+def schedule(train: Mapping[str, Any]) -> list[Finding]:
+    """Refuse options that the chosen schedule does not read.
+
+    Args:
+        train: the section.
+    """
+    findings = []
+    for name, (default, readers) in _OPTIONS.items():
+        if train[name] != default and train["scheduler"] not in readers:
+            value = f"{train[name]:g} with train.scheduler={train['scheduler']}"
+            allowed = f"only {', '.join(readers)} read{'s' * (len(readers) == 1)} it"
+            override = f"train.{name}={default:g} or train.scheduler={readers[0]}"
+            findings.append(Finding(f"train.{name}", value, allowed, override))
+    return findings
+
+
+def resume(how: str) -> list[Finding]:
+    """Check that `train.resume` is a word or a folder with a complete checkpoint."""
+    if how in ("auto", "never"):
+        return []
+    path = Path(how).expanduser()
+    if newest(path) is not None:
+        return []
+    value = f"{path} holds no complete checkpoint" if path.is_dir() else f"{path} does not exist"
+    allowed = "auto, never, or a folder step-????????"
+    return [Finding("train.resume", value, allowed, "train.resume=auto")]
+
+
+def forced(names: Sequence[str], steps: Collection[str] = ()) -> list[Finding]:
+    """Refuse names in `force` that are not stages.
+
+    Args:
+        names: stages to run again; `step.stage` for a stage of one step of a chain.
+        steps: names of the chain's steps.
+    """
+    known = [*STAGES, *(f"{step}.{stage}" for step in steps for stage in STAGES)]
+    findings = []
+    for name in names:
+        if name not in known:
+            near = difflib.get_close_matches(name, known, n=2, cutoff=0.5)
+            override = " or ".join(f"force=[{stage}]" for stage in near) or "force=[train]"
+            allowed = f"the stages are {', '.join(STAGES)}"
+            if steps:
+                allowed += f"; of one step alone: {next(iter(steps))}.train"
+            findings.append(Finding("force", f"no stage {name!r}", allowed, override))
+    return findings
+
+
+def shard_size(text: str) -> list[Finding]:
+    """Refuse a size of served files that is not like 5GB."""
+    if re.fullmatch(r"[1-9]\d*\s*([KMGT]i?B|[KMGT]|B)?", text, re.IGNORECASE):
+        return []
+    allowed = "a whole number with a unit, such as 500MB"
+    return [Finding("convert.max_shard_size", repr(text), allowed, "convert.max_shard_size=5GB")]

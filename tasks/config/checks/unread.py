@@ -10,8 +10,8 @@ from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from tasks.config.checks.finding import Finding
 from tasks.config.defaults import ONLINE
+from tasks.core.finding import Finding
 from tasks.data.kinds import kind_for, names_texts
 from tasks.data.readers import FILE_KINDS, HUB
 
@@ -64,7 +64,7 @@ def unread(
 
 
 def loss(train: Mapping[str, Any]) -> list[Finding]:
-    """Options of `train.loss` that the objective does not have, wherever they were set."""
+    """Refuse options of `train.loss` that the objective does not have, wherever they were set."""
     objective = train["objective"]
     return [
         Finding(
@@ -79,7 +79,7 @@ def loss(train: Mapping[str, Any]) -> list[Finding]:
 
 
 def _chained(rewarded: bool, based: bool) -> Iterator[Unread]:
-    """Keys that an earlier step of the chain decides."""
+    """Yield the keys that an earlier step of the chain decides."""
     if based:
         keys = "model.path model.revision model.steps model.seed model.vocab_multiple"
         readers, override = "it begins with what that step serves", "model.path=<for all steps>"

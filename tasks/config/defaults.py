@@ -1,14 +1,13 @@
 """Defaults that depend on the model, the objective or the machine.
 
-All other defaults are numbers in this package's dataclasses. A key with a rule here has the value
+All other defaults are values in this package's dataclasses. A key with a rule here has the value
 `${default:}` there, which `flows/cli/config.py` resolves when it composes a configuration; a value
-that was set anywhere wins. Each default says what it is for, and the plan and the summary print
-that.
+that is set anywhere wins. Each default has a reason, which the plan and the summary print.
 
     default("train.lr", get)  ->  Default(0.0002, "QLoRA sft up to 20B parameters: ...")
 
-`get("peft.kind")` returns a setting as plain text or number. Two of its keys are facts of the base
-model and no settings: `model.parameters` and `model.context`, None where they are not known.
+`get("peft.kind")` returns a setting as plain text or number. Two of its keys are facts about the
+base model, not settings: `model.parameters` and `model.context`, None if they are not known.
 """
 
 from __future__ import annotations
@@ -32,7 +31,7 @@ _EMBEDDED, _REAL = "the embedded model", "a model from model.path"
 
 
 class Default(NamedTuple):
-    """A default value, and the case that it is for."""
+    """A default value, and the case that it applies to."""
 
     value: Any
     reason: str
@@ -99,7 +98,7 @@ def _micro_batch_size(get: Get) -> Default:
 
 
 def _global_batch_size(get: Get) -> Default:
-    """Return a multiple of the rows that all ranks process at once, near the usual size."""
+    """Return the multiple of the rows that all ranks process at once, near the usual size."""
     online = get("train.objective") in ONLINE
     if _toy(get):
         return Default(128 if online else 32, _EMBEDDED)
@@ -187,7 +186,7 @@ def _offload_trainer(get: Get) -> Default:
     if not has_gpu(get("train.device")):
         return Default(False, "ranks on CPUs")
     if get("rollout.engine") != "vllm":
-        return Default(False, "rollouts of the trainer itself")
+        return Default(False, "rollouts by the trainer's own model")
     if get("peft.kind") != "none":
         return Default(False, "an adapter, whose optimizer states are small")
     if get("zero.stage") < 1 or get("zero.offload_optimizer") != "none":
@@ -212,6 +211,6 @@ RULES: Mapping[str, Callable[[Get], Default]] = {
     "rollout.max_prompt_len": _tokens(256, 1024, "as OpenRLHF", share=0.5),
     "rollout.max_new_tokens": _tokens(64, 1024, "as OpenRLHF", share=0.5),
     "rollout.offload_trainer": _offload_trainer,
-    "smoke.max_new_tokens": _tokens(64, 512, "room for a whole response", share=0.25),
+    "smoke.max_new_tokens": _tokens(64, 512, "room for a complete response", share=0.25),
 }
 """Rule of each computed default, by key."""

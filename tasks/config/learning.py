@@ -175,7 +175,7 @@ class Batch(Lengths, BatchSize):
 
 @dataclass(frozen=True)
 class Launch(Timeouts, Ranks):
-    """How the ranks are started."""
+    """The ranks, and their time limits."""
 
 
 # Fields of a dataclass come in the order of its bases from last to first.

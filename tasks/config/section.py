@@ -25,9 +25,9 @@ class Section:
     """Base of the sections that ranks read: their computed defaults have to be filled in."""
 
     def __post_init__(self) -> None:
-        for one in fields(self):
-            if getattr(self, one.name) == COMPUTED:
-                raise TypeError(f"{type(self).__name__} needs a value for {one.name!r}")
+        for setting in fields(self):
+            if getattr(self, setting.name) == COMPUTED:
+                raise TypeError(f"{type(self).__name__} needs a value for {setting.name!r}")
 
 
 def read_section(kind: type[T], values: Mapping[str, Any], name: str) -> T:
@@ -74,17 +74,17 @@ def hydra_schema(section: type) -> type:
     """
     types = get_type_hints(section)
     members: list[Any] = []
-    for one in fields(section):
-        kind = _hydra_type(types[one.name])
+    for setting in fields(section):
+        kind = _hydra_type(types[setting.name])
         if is_dataclass(kind):
             default: Any = field(default_factory=kind)  # type: ignore[arg-type]
-        elif one.default == ():
+        elif setting.default == ():
             default = field(default_factory=list)
-        elif one.default is MISSING:
-            default = field(default_factory=one.default_factory)
+        elif setting.default is MISSING:
+            default = field(default_factory=setting.default_factory)
         else:
-            default = field(default=one.default)
-        members.append((one.name, kind, default))
+            default = field(default=setting.default)
+        members.append((setting.name, kind, default))
     made = make_dataclass(section.__name__, members, namespace={"section": section})
     made.__module__, made.__doc__ = section.__module__, section.__doc__
     return made
@@ -99,7 +99,7 @@ def _hydra_type(kind: Any) -> Any:
     if get_origin(kind) in (list, tuple):
         return list[_hydra_type(arguments[0])]  # type: ignore[misc]
     if get_origin(kind) in (Union, UnionType):
-        options = [_hydra_type(one) for one in arguments if one is not NoneType]
+        options = [_hydra_type(option) for option in arguments if option is not NoneType]
         return options[0] | None if _is_checked(options) else Any
     return kind
 

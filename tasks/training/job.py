@@ -93,14 +93,14 @@ class Settings(Probes, Checkpoints, Steps, Goal, Loading):
         Raises:
             ConfigError: a section has no such key.
         """
-        resume = {one.name for one in fields(Resume)}
+        resume = {f.name for f in fields(Resume)}
         flat = {name: value for name, value in train.items() if name not in resume}
         groups = {
-            name: {one.name: flat.pop(one.name) for one in fields(kind) if one.name in flat}
+            name: {f.name: flat.pop(f.name) for f in fields(kind) if f.name in flat}
             for name, kind in _GROUPS.items()
         }
         refuse_unknown(cls, flat, "train")
-        loading = {one.name: model[one.name] for one in fields(Loading) if one.name in model}
+        loading = {f.name: model[f.name] for f in fields(Loading) if f.name in model}
         sections = {
             "peft": read_section(Peft, peft, "peft"),
             "zero": read_section(Zero, zero, "zero"),

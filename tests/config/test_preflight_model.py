@@ -77,7 +77,7 @@ class TestHeads:
             (
                 "dpo",
                 {"model_type": "bert", "architectures": ["BertForMaskedLM"]},
-                "BertForMaskedLM sees what comes after",
+                "BertForMaskedLM predicts masked tokens",
             ),
             ("sft", {"model_type": "clip"}, "no causal language model for clip"),
             ("sft", {"model_type": "made-up"}, "no causal language model for made-up"),

@@ -37,14 +37,14 @@ def test_globs_find_files() -> None:
 
 
 def _holds(section: Any, written: Any, path: str = "") -> list[str]:
-    """Keys of an option's file whose values are not those of the settings."""
-    found = []
+    """Return the keys of an option's file whose values differ from the settings."""
+    wrong = []
     for key, value in written.items():
         if isinstance(value, dict):
-            found += _holds(section[key], value, f"{path}{key}.")
+            wrong += _holds(section[key], value, f"{path}{key}.")
         elif not (isinstance(value, str) and "${" in value) and section[key] != value:
-            found.append(f"{path}{key}: {section[key]} is not {value}")
-    return found
+            wrong.append(f"{path}{key}: {section[key]} is not {value}")
+    return wrong
 
 
 @pytest.mark.parametrize("file", OPTIONS, ids=str)
@@ -121,7 +121,7 @@ def test_hints_look_beside_the_key_first(override: str, hint: str) -> None:
     assert refused(override).hint == hint
 
 
-def test_all_wrong_overrides_are_told_at_once() -> None:
+def test_all_wrong_overrides_are_reported_at_once() -> None:
     error = refused("learning_rate=1", "train.epochs=two", "peft=adalora", "seed=3")
     assert error.message == "3 settings are wrong"
     assert [line.rpartition(" -> ")[2] for line in error.details] == [

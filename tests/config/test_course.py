@@ -1,4 +1,4 @@
-"""What is refused of evaluations, schedules and resuming before anything starts."""
+"""Checks of evaluations, schedules and resuming."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ TRAIN: dict[str, Any] = {
 }
 
 
-def test_what_goes_together_is_not_mentioned() -> None:
+def test_valid_settings_pass() -> None:
     assert ranges.evaluation(TRAIN) == []
     assert ranges.schedule(TRAIN) == []
     assert ranges.schedule({**TRAIN, "scheduler": "polynomial", "power": 2.0}) == []
@@ -38,10 +38,10 @@ def test_a_metric_that_is_not_measured() -> None:
     )
 
 
-def test_choosing_without_evaluations() -> None:
-    found = ranges.evaluation({**TRAIN, "eval_steps": 0})
-    assert [finding.what for finding in found] == ["train.keep", "train.early_stop_patience"]
-    assert all("train.eval_steps=<steps>" in finding.override for finding in found)
+def test_the_best_checkpoint_needs_evaluations() -> None:
+    findings = ranges.evaluation({**TRAIN, "eval_steps": 0})
+    assert [finding.what for finding in findings] == ["train.keep", "train.early_stop_patience"]
+    assert all("train.eval_steps=<steps>" in finding.override for finding in findings)
 
 
 @pytest.mark.parametrize(
@@ -53,13 +53,13 @@ def test_choosing_without_evaluations() -> None:
         ("num_cycles", 3, "cosine_with_restarts"),
     ],
 )
-def test_a_knob_that_the_schedule_does_not_heed(knob: str, value: float, offered: str) -> None:
+def test_an_option_that_the_schedule_does_not_read(knob: str, value: float, offered: str) -> None:
     (finding,) = ranges.schedule({**TRAIN, knob: value})
     assert finding.what == f"train.{knob}"
     assert f"train.scheduler={offered}" in finding.override
 
 
-def test_a_folder_to_go_on_from(tmp_path: Path) -> None:
+def test_a_folder_to_resume_from(tmp_path: Path) -> None:
     assert ranges.resume("auto") == ranges.resume("never") == []
     (gone,) = ranges.resume(str(tmp_path / "gone"))
     (empty,) = ranges.resume(str(tmp_path))
@@ -72,7 +72,7 @@ def test_a_folder_to_go_on_from(tmp_path: Path) -> None:
     assert ranges.resume(str(tmp_path)) == ranges.resume(str(made)) == []
 
 
-def test_room_for_checkpoints_is_reckoned_with() -> None:
+def test_disk_space_for_checkpoints_is_counted() -> None:
     each = 16_000
     assert checkpoints(1000, most=3, most_gb=None) == 5 * each
     assert checkpoints(1000, most=0, most_gb=None) == 6 * each

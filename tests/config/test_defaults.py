@@ -1,4 +1,4 @@
-"""The user's model and data are the ones that are trained, with defaults made for them."""
+"""Computed defaults, and settings that have no effect."""
 
 from __future__ import annotations
 
@@ -60,9 +60,9 @@ def test_a_path_selects_the_kind(overrides: list[str], wanted: tuple[str, str, s
     ],
 )
 def test_the_embedded_default_beside_a_path_is_refused(overrides: list[str], key: str) -> None:
-    given = ["+exp=sft_qlora", *overrides]
+    arguments = ["+exp=sft_qlora", *overrides]
     with pytest.raises(ConfigError) as caught:
-        check(chain_steps(compose(given), given))
+        check(chain_steps(compose(arguments), arguments))
     assert any(line.startswith(f"{key}: ") for line in caught.value.details)
 
 
@@ -75,14 +75,19 @@ def test_one_of_the_users_and_one_embedded_is_a_warning(
         (f"data.path={rows}", "model.kind: the embedded model, of 0.9M parameters; "),
         ("model.path=owner/name", "data.kind: embedded tasks for owner/name; "),
     ):
-        given = ["+exp=sft_full", f"paths.runs={tmp_path / 'runs'}", override]
-        check(chain_steps(compose(given), given))
+        arguments = ["+exp=sft_full", f"paths.runs={tmp_path / 'runs'}", override]
+        check(chain_steps(compose(arguments), arguments))
         assert f"warning: {said}" in capsys.readouterr().err
 
 
 def test_a_step_of_a_chain_has_a_model_of_its_own() -> None:
-    given = ["+exp=qlora", "sft:model.path=owner/name", "sft:data.path=c.csv", "ppo:data.name=o/n"]
-    sft, reward, ppo = chain_steps(compose(given), given)
+    arguments = [
+        "+exp=qlora",
+        "sft:model.path=owner/name",
+        "sft:data.path=c.csv",
+        "ppo:data.name=o/n",
+    ]
+    sft, reward, ppo = chain_steps(compose(arguments), arguments)
     assert kinds(sft.composed) == ("hf", "csv", None)
     assert kinds(reward.composed) == ("toy", "toy", "messages")
     assert kinds(ppo.composed) == ("toy", "hub", "messages")
@@ -93,22 +98,22 @@ def test_a_step_of_a_chain_has_a_model_of_its_own() -> None:
 
 
 def test_every_job_of_a_sweep_has_its_kinds(tmp_path: Path) -> None:
-    found: list[tuple[str, str, str | None]] = []
+    composed_kinds: list[tuple[str, str, str | None]] = []
 
     def job(composed: Composed, overrides: list[str]) -> int:
-        found.append(kinds(composed))
+        composed_kinds.append(kinds(composed))
         assert composed.text == compose_config(overrides).text
         return 0
 
-    given = ["--multirun", f"paths.runs={tmp_path}", "+exp=sft_full", "data.path=a.csv,b.jsonl"]
-    assert run_main("rlhf", job, argv=[*given, "model.path=owner/name"]) == 0
-    assert found == [("hf", "csv", None), ("hf", "jsonl", "messages")]
+    arguments = ["--multirun", f"paths.runs={tmp_path}", "+exp=sft_full", "data.path=a.csv,b.jsonl"]
+    assert run_main("rlhf", job, argv=[*arguments, "model.path=owner/name"]) == 0
+    assert composed_kinds == [("hf", "csv", None), ("hf", "jsonl", "messages")]
 
 
 @pytest.mark.parametrize("experiment", TOY_EXPERIMENTS)
 def test_no_number_of_the_embedded_model_reaches_another(experiment: str) -> None:
-    given = [f"+exp={experiment}", *MINE]
-    for link in chain_steps(compose(given), given):
+    arguments = [f"+exp={experiment}", *MINE]
+    for link in chain_steps(compose(arguments), arguments):
         settings = link.composed.settings
         train, objective = settings["train"], settings["train"]["objective"]
         rate = RATES[objective][settings["peft"]["kind"] == "none"]
@@ -145,7 +150,7 @@ def known(**facts: Any) -> Any:
     ],
     ids=str,
 )
-def test_a_default_and_what_it_is_for(
+def test_a_default_and_its_reason(
     key: str, facts: Mapping[str, Any], value: float, reason: str
 ) -> None:
     computed = default(key, known(**facts))
@@ -177,7 +182,7 @@ def test_as_many_ranks_as_gpus(
     ],
     ids=str,
 )
-def test_states_of_a_whole_policy_are_offloaded_on_gpus(
+def test_optimizer_states_of_full_fine_tuning_are_offloaded_on_gpus(
     changed: dict[str, Any], wanted: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     facts = {
@@ -194,9 +199,9 @@ def test_every_objective_has_a_rate() -> None:
         assert full.value <= adapter.value <= 2e-4
 
 
-def test_plan_and_summary_say_what_a_default_is_for(tmp_path: Path) -> None:
-    given = ["+exp=sft_qlora", *MINE, "train.max_len=99", f"paths.runs={tmp_path}"]
-    chain = chain_steps(compose(given), given)
+def test_plan_and_summary_print_the_reason_of_a_default(tmp_path: Path) -> None:
+    arguments = ["+exp=sft_qlora", *MINE, "train.max_len=99", f"paths.runs={tmp_path}"]
+    chain = chain_steps(compose(arguments), arguments)
     line = "train.lr=0.0001 (default for QLoRA sft with a model of unknown size, 0.0002 once "
     rest = "config.json is at hand and says up to 20B: arXiv:2305.14314, table 9)"
     assert f"\n  {line}{rest}\n" in render(chain)
@@ -231,7 +236,7 @@ UNREAD: dict[str, tuple[list[str], str]] = {
 
 
 @pytest.mark.parametrize("case", UNREAD)
-def test_what_is_typed_and_not_read_is_found(case: str) -> None:
+def test_a_typed_setting_without_effect_is_reported(case: str) -> None:
     overrides, keys = UNREAD[case]
     settings = compose_config(overrides).settings
     read = [key for key in READ if case not in ("embedded", "hub") or ".path" not in key]
@@ -242,23 +247,28 @@ def test_what_is_typed_and_not_read_is_found(case: str) -> None:
 
 
 def test_a_key_of_the_run_is_for_the_steps_that_read_it() -> None:
-    given = ["+exp=qlora", "rl.kl_coef=0.1", "peft.double_quant=false", "zero.offload_param=none"]
-    chain = chain_steps(compose(given), given)
+    arguments = [
+        "+exp=qlora",
+        "rl.kl_coef=0.1",
+        "peft.double_quant=false",
+        "zero.offload_param=none",
+    ]
+    chain = chain_steps(compose(arguments), arguments)
     assert [link.typed for link in chain] == [(), (), ()]
-    given = ["+exp=qlora", "zero.offload_param=cpu", "reward.retries=1", "sft:rl.lam=0.9"]
-    chain = chain_steps(compose(given), given)
+    arguments = ["+exp=qlora", "zero.offload_param=cpu", "reward.retries=1", "sft:rl.lam=0.9"]
+    chain = chain_steps(compose(arguments), arguments)
     idle = ("reward.retries", "zero.offload_param")
     assert [link.typed for link in chain] == [("rl.lam",), (), idle]
 
 
-def test_what_an_earlier_step_of_a_chain_decides() -> None:
+def test_settings_that_an_earlier_step_of_a_chain_decides() -> None:
     settings = compose_config(["+exp=grpo", *MINE]).settings
     typed = ["model.path", "model.dtype", "reward.model", "reward.normalize"]
     findings = unread(settings, typed, rewarded=True, based=True)
     assert [finding.what for finding in findings] == ["model.path", "reward.model"]
-    given = ["+exp=qlora", "ppo:model.path=owner/name"]
+    arguments = ["+exp=qlora", "ppo:model.path=owner/name"]
     with pytest.raises(ConfigError) as caught:
-        check(chain_steps(compose(given), given))
+        check(chain_steps(compose(arguments), arguments))
     wrong = "ppo: model.path: no effect with a model from the step before; "
     assert any(line.startswith(wrong) for line in caught.value.details)
 
@@ -277,8 +287,8 @@ def test_the_options_of_a_loss_are_those_of_its_objective() -> None:
 
 
 def test_a_loss_option_of_another_objective_is_refused() -> None:
-    given = ["+exp=sft_qlora", "train.loss.beta=0.1"]
+    arguments = ["+exp=sft_qlora", "train.loss.beta=0.1"]
     with pytest.raises(ConfigError, match="1 problem") as caught:
-        check(chain_steps(compose(given), given))
+        check(chain_steps(compose(arguments), arguments))
     (line,) = caught.value.details
     assert line.endswith("-> train.loss.beta=null or train=dpo")

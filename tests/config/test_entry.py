@@ -17,7 +17,7 @@ def elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 class Job:
-    """Remembers what it was given; its status is `zero.stage`."""
+    """A job that records its arguments; its status is `zero.stage`."""
 
     def __init__(self) -> None:
         self.seen: list[tuple[Composed, list[str]]] = []

@@ -1,4 +1,4 @@
-"""`--help`, peers' names, and a Python without the libraries: what a newcomer sees first."""
+"""`--help`, names of other tools, and a Python without the libraries."""
 
 from __future__ import annotations
 
@@ -80,7 +80,7 @@ def test_every_peers_name_leads_to_settings_that_exist(program: str) -> None:
 
 
 @pytest.mark.parametrize("program", PROGRAMS)
-def test_a_python_without_the_libraries_is_told_in_one_line(program: str, tmp_path: Path) -> None:
+def test_a_python_without_the_libraries_gets_one_line(program: str, tmp_path: Path) -> None:
     done = subprocess.run(
         [sys.executable, "-S", str(PROJECT / "flows" / f"{program}.py"), "source=x"],
         cwd=tmp_path, capture_output=True, text=True, check=False,

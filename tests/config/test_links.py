@@ -1,4 +1,4 @@
-"""A chain of chains: which overrides reach which link, and what is planned of it."""
+"""A chain of several steps: overrides of each step, and its plan."""
 
 from __future__ import annotations
 
@@ -28,13 +28,13 @@ ONLINE_CHAIN = [*CHAIN[:2], "rollout_base", *CHAIN[2:], "register"]
 
 
 def linked(tmp_path: Path, *overrides: str) -> dict[str, Step]:
-    given = ["+exp=qlora", f"paths.runs={tmp_path / 'runs'}", *overrides]
-    return {link.name: link for link in chain_steps(compose(given), given)}
+    arguments = ["+exp=qlora", f"paths.runs={tmp_path / 'runs'}", *overrides]
+    return {link.name: link for link in chain_steps(compose(arguments), arguments)}
 
 
 def section(link: Step, name: str) -> dict[str, Any]:
-    found: dict[str, Any] = link.composed.settings[name]
-    return found
+    values: dict[str, Any] = link.composed.settings[name]
+    return values
 
 
 @pytest.mark.parametrize(
@@ -54,29 +54,29 @@ def test_overrides_of_the_run_are_left_alone(override: str) -> None:
     assert split([override]) == ([override], {})
 
 
-def test_overrides_of_links_are_taken_apart_in_order() -> None:
-    given = ["ppo:train.lr=1", "x=2", "sft:+exp=y", "ppo:~rl.kl", "ppo:data.path=a:b"]
-    assert split(given) == (
+def test_overrides_of_steps_are_separated_in_order() -> None:
+    overrides = ["ppo:train.lr=1", "x=2", "sft:+exp=y", "ppo:~rl.kl", "ppo:data.path=a:b"]
+    assert split(overrides) == (
         ["x=2"],
         {"ppo": ["train.lr=1", "~rl.kl", "data.path=a:b"], "sft": ["+exp=y"]},
     )
-    assert apart(given) == (["x=2"], [one for one in given if one != "x=2"])
+    assert apart(overrides) == (["x=2"], [text for text in overrides if text != "x=2"])
     assert split(["ppo:data.system=two\nlines"])[1] == {"ppo": ["data.system=two\nlines"]}
 
 
-def test_the_links_own_overrides_win_over_the_runs_and_the_command_line_over_both(
+def test_overrides_of_a_step_win_over_the_runs_and_the_command_line_over_both(
     tmp_path: Path,
 ) -> None:
     plain = linked(tmp_path)
     assert list(plain) == ["sft", "reward", "ppo"]
-    assert [one.objective for one in plain.values()] == ["sft", "reward", "ppo"]
+    assert [link.objective for link in plain.values()] == ["sft", "reward", "ppo"]
     own = section(plain["ppo"], "rl")["iterations"]
-    found = linked(
+    chain = linked(
         tmp_path, "ppo:rl.iterations=3", "rl.iterations=7", "train.lr=0.1", "sft:train.lr=0.2",
         "ppo:train.lr=0.3", "ppo:train.lr=0.4",
     )  # fmt: skip
-    assert [section(one, "train")["lr"] for one in found.values()] == [0.2, 0.1, 0.4]
-    assert section(found["ppo"], "rl")["iterations"] == 3
+    assert [section(link, "train")["lr"] for link in chain.values()] == [0.2, 0.1, 0.4]
+    assert section(chain["ppo"], "rl")["iterations"] == 3
     assert section(linked(tmp_path, "rl.iterations=7")["ppo"], "rl")["iterations"] == own
 
 
@@ -89,10 +89,10 @@ def test_the_links_own_overrides_win_over_the_runs_and_the_command_line_over_bot
         ("reward:train.lr=x", "step reward: train.lr: 'x' is not allowed (command line: train.lr"),
     ],
 )
-def test_what_is_wrong_with_a_link_is_said_once_and_of_which(
+def test_a_problem_of_a_step_is_reported_once_with_its_name(
     override: str, said: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """By the command, within Hydra's job: there an unknown option once was never answered."""
+    """Run by the command, within Hydra's job, where an unknown option once had no answer."""
 
     def job(composed: Composed, overrides: list[str]) -> int:
         return len(chain_steps(composed, overrides))
@@ -105,28 +105,28 @@ def test_what_is_wrong_with_a_link_is_said_once_and_of_which(
         assert told.splitlines()[-1] == "  -> ppo:train.lr=1"
 
 
-def test_errors_that_are_each_others_cause() -> None:
+def test_errors_that_cause_each_other() -> None:
     first, second = ValueError("first"), ValueError("second")
     first.__cause__, second.__cause__ = second, first
     assert schema_error(first) is None
-    second.__context__ = found = ConfigKeyError("behind")
-    assert schema_error(first) is found
+    second.__context__ = error = ConfigKeyError("behind")
+    assert schema_error(first) is error
 
 
-def test_who_begins_with_whom(tmp_path: Path) -> None:
-    found = linked(tmp_path).values()
-    assert [(one.rewarded, one.begins_with is not None) for one in found] == [
+def test_the_model_that_each_step_begins_with(tmp_path: Path) -> None:
+    chain = linked(tmp_path).values()
+    assert [(link.rewarded, link.begins_with is not None) for link in chain] == [
         (False, False), (False, True), (True, True),
     ]  # fmt: skip
     composed = compose([])
     composed.settings["chain"] = {"r": ["train=reward"], "a": [], "b": []}
     turned = chain_steps(composed, [])
-    assert [(one.rewarded, one.begins_with is not None) for one in turned] == [
+    assert [(link.rewarded, link.begins_with is not None) for link in turned] == [
         (False, False), (True, False), (True, True),
     ]  # fmt: skip
 
 
-def test_a_run_without_a_chain_is_one_link(tmp_path: Path) -> None:
+def test_a_run_without_a_chain_is_one_step(tmp_path: Path) -> None:
     composed = compose([f"paths.runs={tmp_path}"])
     assert chain_steps(composed, []) == [Step("", composed)]
 
@@ -135,10 +135,10 @@ def test_a_run_without_a_chain_is_one_link(tmp_path: Path) -> None:
     ("experiment", "hint"),
     [("+exp=qlora", "ppo:train.lr=1"), ("+exp=sft_qlora", "+exp=qlora ppo:train.lr=1")],
 )
-def test_a_link_that_there_is_not(experiment: str, hint: str) -> None:
-    given = [experiment, "pppo:train.lr=1"]
+def test_a_step_that_does_not_exist(experiment: str, hint: str) -> None:
+    arguments = [experiment, "pppo:train.lr=1"]
     with pytest.raises(ConfigError, match="pppo:train.lr=1: the chain has no step pppo") as caught:
-        chain_steps(compose(given), given)
+        chain_steps(compose(arguments), arguments)
     assert caught.value.hint == hint
     section = [experiment, "train:lr=1"]
     with pytest.raises(ConfigError, match="no step train") as caught:
@@ -146,10 +146,10 @@ def test_a_link_that_there_is_not(experiment: str, hint: str) -> None:
     assert caught.value.hint == "train.lr=1"
 
 
-def test_what_is_wrong_in_several_links_is_said_at_once(tmp_path: Path) -> None:
-    found = linked(tmp_path, "sft:train.lr=-1", "ppo:rollout.temperature=-1")
+def test_problems_of_several_steps_are_reported_at_once(tmp_path: Path) -> None:
+    chain = linked(tmp_path, "sft:train.lr=-1", "ppo:rollout.temperature=-1")
     with pytest.raises(ConfigError) as caught:
-        check(list(found.values()))
+        check(list(chain.values()))
     assert "in 2 steps; nothing was started" in caught.value.message
     lines = caught.value.details
     assert [line for line in lines if line.startswith("sft: ") and "train.lr" in line]
@@ -157,63 +157,63 @@ def test_what_is_wrong_in_several_links_is_said_at_once(tmp_path: Path) -> None:
     assert not (tmp_path / "runs").exists()
 
 
-def test_the_plan_of_three_links(tmp_path: Path) -> None:
-    found = linked(tmp_path)
-    text = render(list(found.values()))
-    places = [text.index(f"step {name}:\n") for name in found]
+def test_the_plan_of_three_steps(tmp_path: Path) -> None:
+    chain = linked(tmp_path)
+    text = render(list(chain.values()))
+    places = [text.index(f"step {name}:\n") for name in chain]
     assert places == sorted(places)
-    names = {name: [stage for stage, _ in forecast(link)] for name, link in found.items()}
+    names = {name: [stage for stage, _ in forecast(link)] for name, link in chain.items()}
     assert names["ppo"] == [stage for stage in ONLINE_CHAIN if stage != "prepare_base"]
     assert names["sft"] == [*CHAIN, "register"]
     assert not (tmp_path / "runs").exists()
 
 
-def test_a_stage_of_one_link_is_forced(tmp_path: Path) -> None:
+def test_a_stage_of_one_step_is_forced(tmp_path: Path) -> None:
     runs = f"paths.runs={tmp_path / 'runs'}"
     composed = compose(["+exp=sft_qlora", runs])
     publish_planned(composed, "prepare_base", chain_stages.BASE.kind)
     publish_planned(composed, "prepare_data", chain_stages.DATA.kind)
     for force, state in (("other", "up to date: "), ("sft", "to run (forced): ")):
-        given = ["+exp=sft_qlora", runs, f"force=[{force}.prepare_data]"]
-        composed = compose(given)
+        arguments = ["+exp=sft_qlora", runs, f"force=[{force}.prepare_data]"]
+        composed = compose(arguments)
         composed.settings["chain"] = {"sft": [], "other": []}
-        first, _ = chain_steps(composed, given)
+        first, _ = chain_steps(composed, arguments)
         assert dict(forecast(first))["prepare_data"].startswith(state)
 
 
 class Recorder(DryRun):
-    """Runs nothing; keeps which link's artifacts each stage is given."""
+    """A mechanism that runs nothing, and records the input artifacts of each stage."""
 
-    given: dict[str, dict[str, str]]
+    inputs: dict[str, dict[str, str]]
 
     def run(self, stage: Stage, function: Any, *, inputs: Any, **_: Any) -> StageResult:
         name = f"{self.step}.{stage.name}"
-        self.given[name] = {key: str(one.path) for key, one in inputs.items()}
+        self.inputs[name] = {key: str(artifact.path) for key, artifact in inputs.items()}
         return StageResult(stage.name, Artifact(stage.kind, Path(name), ""), True, 0, (), None, {})
 
 
 class Recording:
-    """In the mechanism's place for a whole run."""
+    """A mechanism for a whole run that records its steps."""
 
     def __init__(self) -> None:
-        self.given: dict[str, dict[str, str]] = {}
+        self.inputs: dict[str, dict[str, str]] = {}
 
     def step(self, name: str) -> nullcontext[Recorder]:
         recorder = Recorder(Path("/nowhere/artifacts"), frozenset(), name)
-        recorder.given = self.given
+        recorder.inputs = self.inputs
         return nullcontext(recorder)
 
 
-def given(tmp_path: Path, *overrides: str) -> dict[str, dict[str, str]]:
+def inputs_of(tmp_path: Path, *overrides: str) -> dict[str, dict[str, str]]:
     recording = Recording()
     chain = list(linked(tmp_path, *overrides).values())
     nobody = DryRun(Path("/nowhere/artifacts"), frozenset()).scorer
     _deliver(chain, cast(Mechanism, recording), nobody, None)
-    return recording.given
+    return recording.inputs
 
 
-def test_a_qlora_link_goes_on_with_the_adapter_of_the_one_before(tmp_path: Path) -> None:
-    inputs = given(tmp_path)
+def test_a_qlora_step_continues_the_adapter_of_the_step_before(tmp_path: Path) -> None:
+    inputs = inputs_of(tmp_path)
     assert "adapter" not in inputs["sft.train"]
     for link in ("reward", "ppo"):
         assert inputs[f"{link}.train"]["adapter"] == "sft.gather"
@@ -224,13 +224,13 @@ def test_a_qlora_link_goes_on_with_the_adapter_of_the_one_before(tmp_path: Path)
     assert inputs["ppo.smoke_eval"]["base"] == "sft.convert"
 
 
-def test_a_lora_link_begins_with_the_merged_model(tmp_path: Path) -> None:
-    inputs = given(tmp_path, "ppo:peft=lora", "ppo:peft.rank=16")
+def test_a_lora_step_begins_with_the_merged_model(tmp_path: Path) -> None:
+    inputs = inputs_of(tmp_path, "ppo:peft=lora", "ppo:peft.rank=16")
     assert "adapter" not in inputs["ppo.train"]
     assert inputs["ppo.train"]["base"] == "sft.convert"
 
 
-def test_a_qlora_link_with_another_adapter_is_refused(tmp_path: Path) -> None:
+def test_a_qlora_step_with_another_adapter_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"step ppo: peft.rank=16, and step sft has 64") as caught:
         linked(tmp_path, "ppo:peft.rank=16")
     assert "ppo:peft=lora" in caught.value.hint

@@ -1,4 +1,4 @@
-"""Mistakes of a first hour: each is answered in at most three lines with what to type, status 2.
+"""Mistakes of new users: each is answered in at most three lines with an override, status 2.
 
 In this process, by the functions that the programs call; a few again as real processes. How long
 each takes as a process: `python -m tests.config.test_mistakes`.
@@ -128,7 +128,7 @@ JOBS: dict[str, Callable[[Composed, list[str]], int]] = {
 
 
 def make(folder: Path) -> None:
-    """Write the files that mistakes are made with."""
+    """Write the files that the mistakes use."""
     for name, text in FILES.items():
         (folder / name).write_text(text)
     make_adapter(folder / "adapter")
@@ -182,7 +182,7 @@ def process(mistake: Mistake, cwd: Path) -> subprocess.CompletedProcess[str]:
         "no_such_folder",
     ],
 )
-def test_so_it_is_as_a_process(typed: str, place: Path) -> None:
+def test_mistakes_in_a_process_of_their_own(typed: str, place: Path) -> None:
     (mistake,) = [m for m in MISTAKES if m.typed in (typed, f"{RUN};{typed}")]
     done = process(mistake, place)
     assert done.returncode == 2, done.stderr

@@ -1,4 +1,4 @@
-"""`plan=true`: what it says, that it writes nothing, and how the program exits."""
+"""`plan=true`: its text, no files written, and the exit status of the program."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def composed_in(tmp_path: Path, *overrides: str) -> Composed:
 
 
 def publish_planned(composed: Composed, name: str, kind: str, **notes: Any) -> str:
-    """Publish an artifact under the key that the plan names. Returns the key."""
+    """Publish an artifact under the key that the plan names, and return the key."""
     state = dict(forecast(Step("", composed)))[name]
     key = state.removeprefix("to run: ")
     final = composed.runs / "artifacts" / kind / key
@@ -59,12 +59,12 @@ def test_the_plan_names_every_stage_in_order(tmp_path: Path, experiment: str, me
 def test_keys_cover_the_functions_of_every_kind_of_rows(
     tmp_path: Path, overrides: tuple[str, ...]
 ) -> None:
-    """The forecast refuses a stage whose key leaves out the module that it runs."""
+    """A plan refuses a stage whose key does not cover the module that it runs."""
     planned = forecast(Step("", composed_in(tmp_path, *overrides)))
     assert planned[-2][0] == "smoke_eval"
 
 
-def test_finished_stages_are_told_by_their_keys(tmp_path: Path) -> None:
+def test_finished_stages_are_recognised_by_their_keys(tmp_path: Path) -> None:
     composed = composed_in(tmp_path, "+exp=sft_qlora")
     assert dict(forecast(Step("", composed)))["train"] == "to run"  # its inputs have no digests yet
     base = publish_planned(composed, "prepare_base", chain_stages.BASE.kind)
@@ -83,8 +83,8 @@ def test_finished_stages_are_told_by_their_keys(tmp_path: Path) -> None:
     assert dict(forecast(Step("", other)))["prepare_base"] == f"up to date: {base}"
 
 
-def test_a_result_that_is_reused_is_held_to_the_limit_of_rows_cut(tmp_path: Path) -> None:
-    """The limit is in no key: another one trains nothing anew, and a tighter one is not ignored."""
+def test_the_limit_of_cut_rows_applies_to_a_reused_result(tmp_path: Path) -> None:
+    """The limit is in no key: a change trains nothing again, and a tighter limit applies."""
     exp = ["+exp=sft_qlora", "train.max_len=99"]
     composed = composed_in(tmp_path, *exp, "data.max_truncated=0.5")
     publish_planned(composed, "prepare_base", chain_stages.BASE.kind)
@@ -101,7 +101,7 @@ def test_a_result_that_is_reused_is_held_to_the_limit_of_rows_cut(tmp_path: Path
         forecast(Step("", tighter))
 
 
-def test_an_artifact_without_its_manifest_is_to_be_made_again(tmp_path: Path) -> None:
+def test_an_artifact_without_its_manifest_is_made_again(tmp_path: Path) -> None:
     composed = composed_in(tmp_path)
     key = publish_planned(composed, "prepare_base", chain_stages.BASE.kind)
     (composed.runs / "artifacts" / "base" / key / "manifest.json").unlink()
@@ -121,7 +121,7 @@ def test_the_plan_as_text(tmp_path: Path) -> None:
     assert not composed.runs.exists()
 
 
-def test_a_plan_that_cannot_be_carried_out_is_shown_all_the_same(tmp_path: Path) -> None:
+def test_a_plan_that_is_refused_is_still_shown(tmp_path: Path) -> None:
     composed = composed_in(tmp_path, "zero=zero3", "train.global_batch_size=7", "model=hf")
     text = render([Step("", composed)])
     assert "  none: train.global_batch_size=7 is not a multiple of" in text
@@ -141,7 +141,7 @@ def test_the_plan_counts_the_rows_that_are_too_long(tmp_path: Path) -> None:
         tmp_path, "+exp=sft_full", "model=hf", f"model.path={tmp_path / 'base'}",
         "data=jsonl", f"data.path={data}", "train.max_len=200",
     )  # fmt: skip
-    (line,) = (one for one in render([Step("", composed)]).splitlines() if one.startswith("rows:"))
+    (line,) = (row for row in render([Step("", composed)]).splitlines() if row.startswith("rows:"))
     # One row is held out, of which nothing is known here but that it is one of them.
     assert re.fullmatch(
         r"rows: of the first 10, [23] \((20|30)\.0%\) are longer than train\.max_len=200 and are "
@@ -167,7 +167,7 @@ def test_warnings_do_not_stop_a_run(tmp_path: Path, capsys: pytest.CaptureFixtur
 
 
 def program(cwd: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
-    """The literal command, in a directory of the user's."""
+    """Run the command of a user, in a directory of their own."""
     inherited = {k: v for k, v in os.environ.items() if not k.startswith(("PREFECT_", "MLFLOW_"))}
     return subprocess.run(
         [sys.executable, str(PROGRAM), *arguments],

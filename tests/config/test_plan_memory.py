@@ -1,4 +1,4 @@
-"""A model that is too large for this machine: the plan says what needs less, as one types it."""
+"""A model that is too large for this machine: the plan lists overrides that need less memory."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ QWEN_72B = {
 
 @pytest.fixture
 def large(tmp_path: Path) -> Path:
-    """A folder whose config.json is of 72 B parameters, with one tensor's header."""
+    """Return a folder with a config.json of 72 B parameters and one tensor's header."""
     folder = tmp_path / "model"
     folder.mkdir()
     (folder / "config.json").write_text(json.dumps(QWEN_72B))
@@ -46,8 +46,8 @@ def large(tmp_path: Path) -> Path:
 
 
 def composed_of(large: Path, *overrides: str) -> Composed:
-    given = ["+exp=sft_full", "model=hf", f"model.path={large}", "train.max_len=4096"]
-    return compose_config([*given, f"paths.runs={large.parent / 'runs'}", *overrides])
+    arguments = ["+exp=sft_full", "model=hf", f"model.path={large}", "train.max_len=4096"]
+    return compose_config([*arguments, f"paths.runs={large.parent / 'runs'}", *overrides])
 
 
 def memory_lines(text: str) -> list[str]:
@@ -58,7 +58,7 @@ def peak_gib(text: str) -> float:
     return float(re.search(r"memory a rank: ([\d.]+) GiB at its peak", text)[1])
 
 
-def test_a_model_too_large_names_knobs_that_can_be_typed(large: Path) -> None:
+def test_a_model_that_is_too_large_is_answered_with_overrides(large: Path) -> None:
     text = render([Step("", composed_of(large))])
     training, serving = memory_lines(text)
     override = training.partition(" -> ")[2]
@@ -74,7 +74,7 @@ def test_a_model_too_large_names_knobs_that_can_be_typed(large: Path) -> None:
     assert "KV cache 1024.0 MiB: 320.0 KiB a token, room for 0 of 64 sequences of" in text
 
 
-def test_the_plan_knows_the_engines_beside_the_ranks(large: Path) -> None:
+def test_the_plan_counts_the_engines_beside_the_ranks(large: Path) -> None:
     config = json.loads((large / "config.json").read_text())
     composed = compose_config(["+exp=grpo", "model=hf", f"model.path={large}",
                                f"paths.runs={large.parent / 'runs'}"])  # fmt: skip

@@ -1,4 +1,4 @@
-"""Every finding of the preflight, by its words."""
+"""Findings of the checks of a configuration."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ SIZES = st.integers(1, 64)
 
 @given(SIZES, SIZES, SIZES, st.integers(1, 4096))
 def test_batches_divide_or_the_offered_sizes_do(m: int, n: int, k: int, size: int) -> None:
-    found = ranges.divides(global_size=size, micro=m, nproc=n, nodes=k)
-    assert bool(found) == (size % (m * n * k) != 0)
-    for finding in found:
+    problems = ranges.divides(global_size=size, micro=m, nproc=n, nodes=k)
+    assert bool(problems) == (size % (m * n * k) != 0)
+    for finding in problems:
         for offer in finding.override.split(" or "):
             offered = int(offer.removeprefix("train.global_batch_size="))
             assert ranges.divides(global_size=offered, micro=m, nproc=n, nodes=k) == []
@@ -44,14 +44,14 @@ def test_qlora_with_zero3() -> None:
 
 @pytest.mark.parametrize(("version", "refused"), [("0.19.2", 1), ("0.19.3", 0), ("0.19.10", 0)])
 def test_lora_with_zero3_and_deepspeed(version: str, refused: int) -> None:
-    found = adapter.lora_with_zero3("lora", 3, version)
-    assert [f.allowed for f in found] == ["needs DeepSpeed >= 0.19.3"] * refused
+    problems = adapter.lora_with_zero3("lora", 3, version)
+    assert [f.allowed for f in problems] == ["needs DeepSpeed >= 0.19.3"] * refused
 
 
 @pytest.mark.parametrize(("version", "refused"), [("2.3.1+cpu", 1), ("2.4.0", 0), ("2.13.0", 0)])
 def test_checkpointing_and_torch(version: str, refused: int) -> None:
-    found = machine.checkpointing(True, version)
-    assert [f.found for f in found] == [f"gradient checkpointing on torch {version}"] * refused
+    problems = machine.checkpointing(True, version)
+    assert [f.found for f in problems] == [f"gradient checkpointing on torch {version}"] * refused
     assert machine.checkpointing(False, version) == []
 
 
@@ -128,7 +128,7 @@ def test_forced_stages() -> None:
     assert finding.override == "force=[train]"
 
 
-def test_forced_stages_of_one_link() -> None:
+def test_forced_stages_of_one_step() -> None:
     links = ("sft", "ppo")
     assert ranges.forced(["ppo.train", "sft.gather", "merge"], links) == []
     (finding,) = ranges.forced(["pppo.train"], links)
@@ -152,21 +152,21 @@ def test_stage_names_are_the_chains() -> None:
 
 def test_libraries_that_only_some_settings_need() -> None:
     settings = compose_config(["train.optimizer=adamw_8bit"]).settings
-    found = machine.installed_for(settings, lambda name: "0")
+    problems = machine.installed_for(settings, lambda name: "0")
     overrides = ["smoke=transformers", "peft=lora", "train.optimizer=adamw"]
-    assert [f.override for f in found] == overrides
+    assert [f.override for f in problems] == overrides
     assert machine.installed_for(settings, lambda name: "1.2") == []
 
 
 @pytest.mark.parametrize("name", ["flash_attention_2", "flash_attention_3", "flex_attention"])
-def test_attention_that_is_not_there(name: str) -> None:
-    def found(dtype: str, version: str, gpu: bool) -> list[str]:
+def test_attention_that_is_not_installed(name: str) -> None:
+    def problems(dtype: str, version: str, gpu: bool) -> list[str]:
         return [f.found for f in machine.attention(name, dtype, lambda _: version, gpu=gpu)]
 
-    assert found("bfloat16", "1.2", True) == []
-    assert len(found("bfloat16", "0", False)) == 1
+    assert problems("bfloat16", "1.2", True) == []
+    assert len(problems("bfloat16", "0", False)) == 1
     flash = name.startswith("flash")
-    assert found("float32", "1.2", True) == ([f"{name} in float32"] if flash else [])
+    assert problems("float32", "1.2", True) == ([f"{name} in float32"] if flash else [])
     assert machine.attention("eager", "float32", lambda _: "0", gpu=False) == []
 
 
@@ -176,7 +176,7 @@ def test_shard_size(text: str) -> None:
 
 
 @pytest.mark.parametrize("text", ["", "GB", "-5GB", "5 parsecs", "0GB"])
-def test_shard_size_that_is_none(text: str) -> None:
+def test_wrong_shard_size(text: str) -> None:
     (finding,) = ranges.shard_size(text)
     assert finding.override == "convert.max_shard_size=5GB"
 

@@ -1,4 +1,4 @@
-"""The preflight's look at the data: what the objective needs and the first rows do not have."""
+"""Checks of the data: columns that the objective needs, and the first rows."""
 
 from __future__ import annotations
 
@@ -27,13 +27,13 @@ def section(*rows: dict[str, Any], at: Path | None = None, **changes: Any) -> di
     return {**_section(), **changes}
 
 
-def said(role: str, content: str) -> dict[str, str]:
+def message(role: str, content: str) -> dict[str, str]:
     return {"role": role, "content": content}
 
 
 TEXTS = {"prompt": "q", "chosen": "a", "rejected": "b"}
-WHOLE = {"chosen": [said("user", "q"), said("assistant", "a")],
-         "rejected": [said("user", "q"), said("assistant", "b")]}  # fmt: skip
+WHOLE = {"chosen": [message("user", "q"), message("assistant", "a")],
+         "rejected": [message("user", "q"), message("assistant", "b")]}  # fmt: skip
 CHAT = {"messages": WHOLE["chosen"]}
 
 
@@ -54,7 +54,7 @@ CHAT = {"messages": WHOLE["chosen"]}
         ("sft", WHOLE, {"messages_key": "chosen"}),
         ("grpo", {"prompt": "q"}, {}),
         ("ppo", {"prompt": "q", "answer": "a", "level": 3}, {}),
-        ("grpo", {"messages": [said("user", "q")]}, {}),
+        ("grpo", {"messages": [message("user", "q")]}, {}),
         ("rloo", {"q": "q", "solution": 4}, {"prompt_key": "q", "answer_key": "solution"}),
         ("grpo", {"prompt": "q"}, {"answer_key": None}),
     ],
@@ -65,7 +65,7 @@ def test_rows_that_fit(tmp_path: Path, objective: str, row: Any, changes: dict[s
 
 
 @pytest.mark.parametrize(
-    ("objective", "row", "changes", "found", "override"),
+    ("objective", "row", "changes", "value", "override"),
     [
         ("dpo", {"prompt": "q", "choosen": "a", "rejected": "b"}, {},
          "no column 'chosen'", "data.chosen_key=choosen"),
@@ -89,16 +89,16 @@ def test_rows_that_fit(tmp_path: Path, objective: str, row: Any, changes: dict[s
     ],
 )  # fmt: skip
 def test_rows_that_do_not_fit(
-    tmp_path: Path, objective: str, row: Any, changes: dict[str, Any], found: str, override: str
+    tmp_path: Path, objective: str, row: Any, changes: dict[str, Any], value: str, override: str
 ) -> None:
     settings = section(row, row, at=tmp_path / "x.jsonl", **changes)
     (finding,) = data.readable(settings, objective)
-    assert found in finding.found
+    assert value in finding.found
     assert override in finding.override
 
 
-def test_what_the_preflight_tells_to_type_is_right(tmp_path: Path) -> None:
-    """The keys offered for learning an answer alone make the same file readable."""
+def test_the_suggested_override_works(tmp_path: Path) -> None:
+    """The keys that the finding suggests make the same file readable."""
     for number, row in enumerate((TEXTS, WHOLE)):
         settings = section(row, row, at=tmp_path / f"{number}.jsonl")
         (finding,) = data.readable(settings, "sft")
@@ -120,12 +120,12 @@ def test_all_problems_of_several_sources(tmp_path: Path) -> None:
         {**blank, "path": str(tmp_path / "bad.csv"), "kind": "csv", "probability": 0.6},
         {**blank, "path": str(tmp_path / "none.jsonl"), "max_samples": 0},
     ]
-    found = data.readable(section(sources=sources, path="x.jsonl"), "dpo")
-    assert [f.what for f in found] == [
+    findings = data.readable(section(sources=sources, path="x.jsonl"), "dpo")
+    assert [f.what for f in findings] == [
         "data.sources", "data.sources", "data.rejected_key", "data.sources[2].path",
         "data.sources[2].path",
     ]  # fmt: skip
-    text = "\n".join(map(str, found))
+    text = "\n".join(map(str, findings))
     for part in ("both given", "2 of 3 sources have a probability", "no such file", "max_samples"):
         assert part in text
     fine = [{**blank, "path": str(good)}, {**blank, "path": str(good)}]
@@ -133,8 +133,8 @@ def test_all_problems_of_several_sources(tmp_path: Path) -> None:
 
 
 def test_hydra_checks_every_key_of_a_source() -> None:
-    given = "data.sources=[{path: a, probability: 0.7, chosen_key: good}, {path: b, kind: csv}]"
-    sources = compose_config(["data=jsonl", given]).settings["data"]["sources"]
+    override = "data.sources=[{path: a, probability: 0.7, chosen_key: good}, {path: b, kind: csv}]"
+    sources = compose_config(["data=jsonl", override]).settings["data"]["sources"]
     assert [s["path"] for s in sources] == ["a", "b"]
     assert (sources[0]["probability"], sources[0]["chosen_key"]) == (0.7, "good")
     assert (sources[1]["kind"], sources[1]["probability"]) == ("csv", None)
@@ -157,7 +157,7 @@ def compared(settings: dict[str, Any], *, function: str = "exact_match") -> list
     )
 
 
-def test_replies_are_compared_with_answers_that_are_not_there(tmp_path: Path) -> None:
+def test_exact_match_needs_reference_answers(tmp_path: Path) -> None:
     bare = section({"prompt": "q", "solution": 4}, {"prompt": "r"}, at=tmp_path / "bare.jsonl")
     (finding,) = compared(bare)
     assert finding.what == "reward.function"

@@ -1,4 +1,4 @@
-"""What the serving engine takes: by hand, and refused with what to type when it does not fit."""
+"""Memory of the serving engine: computed by hand, and refused with an override if too large."""
 
 from __future__ import annotations
 
@@ -31,16 +31,16 @@ def settings(**smoke: Any) -> dict[str, Any]:
 
 
 def test_an_engine_on_a_cpu_by_hand() -> None:
-    """56 KiB a token: 2 x 28 layers x 4 heads x 128 x 2 bytes; 1 GiB holds 18,724 of them."""
-    found = engine_memory(QWEN_7B, settings(max_model_len=1000), gpu_bytes=None)
-    assert (found.weights, found.cache, found.token) == (2 * WEIGHTS, GIB, 57_344)
-    assert found.longest == 1024 * 57_344  # blocks of 128
-    assert found.together == 18
-    assert cache_fits(found, on_gpu=False) == []
-    assert "56.0 KiB a token, room for 18 of 64 sequences of 1000 tokens" in str(found)
+    """56 KiB per token: 2 x 28 layers x 4 heads x 128 x 2 bytes; 1 GiB holds 18,724 tokens."""
+    engine = engine_memory(QWEN_7B, settings(max_model_len=1000), gpu_bytes=None)
+    assert (engine.weights, engine.cache, engine.token) == (2 * WEIGHTS, GIB, 57_344)
+    assert engine.longest == 1024 * 57_344  # blocks of 128
+    assert engine.together == 18
+    assert cache_fits(engine, on_gpu=False) == []
+    assert "56.0 KiB a token, room for 18 of 64 sequences of 1000 tokens" in str(engine)
 
 
-def test_the_context_is_what_training_and_answers_need() -> None:
+def test_the_context_holds_prompt_and_response() -> None:
     plain = _settings()
     expected = plain["train"]["max_len"] + plain["smoke"]["max_new_tokens"] + 8
     assert engine_memory(QWEN_7B, settings(), gpu_bytes=None).context == expected
@@ -59,8 +59,8 @@ def test_quantised_weights_and_transformers() -> None:
 
 
 def test_a_cache_too_small_for_one_sequence() -> None:
-    found = engine_memory(QWEN_7B, settings(max_model_len=32768), gpu_bytes=None)
-    (finding,) = cache_fits(found, on_gpu=False)
+    engine = engine_memory(QWEN_7B, settings(max_model_len=32768), gpu_bytes=None)
+    (finding,) = cache_fits(engine, on_gpu=False)
     assert finding.what == "smoke.kv_cache_gib"
     assert finding.override == "smoke.kv_cache_gib=2 or smoke.max_model_len=18688"
     assert "one sequence of 32768 tokens, 1.8 GiB" in finding.allowed
@@ -68,8 +68,8 @@ def test_a_cache_too_small_for_one_sequence() -> None:
     assert cache_fits(turned, on_gpu=False) == []
 
 
-def test_a_gpu_that_the_weights_fill() -> None:
-    """vLLM takes 0.92 of it; what weights and libraries leave is for keys and values."""
+def test_a_gpu_that_is_full_of_weights() -> None:
+    """vLLM takes 0.92 of the GPU; the KV cache is the rest beside weights and libraries."""
     full = engine_memory(QWEN_7B, settings(), gpu_bytes=16 * GIB)
     (finding,) = cache_fits(full, on_gpu=True)
     assert finding.override == "a smaller model"
@@ -78,7 +78,7 @@ def test_a_gpu_that_the_weights_fill() -> None:
     assert cache_fits(larger, on_gpu=True) == []
 
 
-def test_the_host_has_to_hold_it() -> None:
+def test_the_host_has_to_hold_the_engine() -> None:
     engine = EngineMemory(weights=4 * GIB, cache=8 * GIB, token=1024, context=128, block=128)
     assert host_fits(engine, 13 * GIB, 8) == []
     (finding,) = host_fits(engine, 10 * GIB, 8)

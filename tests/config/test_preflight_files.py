@@ -1,4 +1,4 @@
-"""What the preflight says of the files that data comes from."""
+"""Checks of the data files."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def _jsonl() -> dict[str, Any]:
 
 
 @pytest.mark.parametrize(
-    ("text", "found", "override"),
+    ("text", "value", "override"),
     [
         ("", "rows.jsonl has no rows", "data.path=<file>"),
         ("{broken\n", "rows.jsonl:1: invalid JSON", "data=jsonl|csv|parquet"),
@@ -37,11 +37,11 @@ def _jsonl() -> dict[str, Any]:
         ('{"prompt": "a", "x": "b"}\n', "no column 'response'", "data.response_key=<column>"),
     ],
 )
-def test_data_that_does_not_fit(tmp_path: Path, text: str, found: str, override: str) -> None:
+def test_data_that_does_not_fit(tmp_path: Path, text: str, value: str, override: str) -> None:
     file = tmp_path / "rows.jsonl"
     file.write_text(text)
     (finding,) = data.readable(data_settings(path=str(file)))
-    assert found in finding.found
+    assert value in finding.found
     assert finding.override == override
 
 
@@ -52,15 +52,15 @@ def test_data_that_fits(tmp_path: Path, text: str) -> None:
     assert data.readable(data_settings(path=str(file), on_bad_line="skip")) == []
 
 
-def test_data_files_that_are_not_there(tmp_path: Path) -> None:
+def test_data_files_that_do_not_exist(tmp_path: Path) -> None:
     (tmp_path / "rows.jsonl").write_text('{"messages": []}\n')
     wrong = str(tmp_path / "row.jsonl")
     settings = data_settings(path=wrong, eval_path=str(tmp_path), chat_template=wrong)
-    found = {f.what: f for f in data.readable(settings)}
-    assert list(found) == ["data.chat_template", "data.path", "data.eval_path"]
-    assert found["data.path"].found == f"{wrong}: no such file"
-    assert found["data.path"].override == f"data.path={tmp_path}/rows.jsonl"
-    assert "is a folder" in found["data.eval_path"].found
+    findings = {f.what: f for f in data.readable(settings)}
+    assert list(findings) == ["data.chat_template", "data.path", "data.eval_path"]
+    assert findings["data.path"].found == f"{wrong}: no such file"
+    assert findings["data.path"].override == f"data.path={tmp_path}/rows.jsonl"
+    assert "is a folder" in findings["data.eval_path"].found
     (finding,) = data.readable(data_settings())
     assert str(finding) == "data.path: nothing; has to be given -> data.path=<file>"
     (finding,) = data.readable(data_settings(kind="hub"))

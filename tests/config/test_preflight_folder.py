@@ -1,4 +1,4 @@
-"""What the preflight says of a model: kinds that an option does not reach, folders with faults."""
+"""Checks of the base model: unsupported kinds, and folders with faults."""
 
 from __future__ import annotations
 
@@ -24,17 +24,17 @@ SIZES = st.integers(1, 64)
 
 
 @pytest.mark.parametrize(
-    ("config", "found"),
+    ("config", "value"),
     [
         ({"num_local_experts": 8}, "a mixture of experts (num_local_experts 8)"),
         ({"text_config": {"n_routed_experts": 4}}, "a mixture of experts (n_routed_experts 4)"),
         ({"model_type": "gpt2"}, "gpt2, whose layers are stored as convolutions"),
     ],
 )
-def test_models_that_8_bits_do_not_reach(config: dict[str, Any], found: str) -> None:
+def test_models_without_8_bit_support_are_refused(config: dict[str, Any], value: str) -> None:
     known = model.Known(config=config)
     (finding,) = model.quantisable("w8a8", known)
-    assert (finding.found, finding.override) == (found, "convert=default")
+    assert (finding.found, finding.override) == (value, "convert=default")
     assert model.quantisable("none", known) == model.quantisable("w8a8", model.TOY) == []
 
 
@@ -87,7 +87,7 @@ def test_model_without_a_folder(tmp_path: Path) -> None:
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
-    """A model folder of one tensor of 2 x 3, as far as headers tell."""
+    """Return a model folder whose headers name one tensor of 2 x 3."""
     config = {"model_type": "qwen2", "max_position_embeddings": 99}
     (tmp_path / "config.json").write_text(json.dumps(config))
     (tmp_path / "tokenizer.json").write_text("{}")
@@ -104,19 +104,19 @@ def test_model_folder_is_read(folder: Path) -> None:
     assert model.look("hf", str(folder)) == (known, [])
 
 
-def test_every_fault_of_a_model_folder_is_told(folder: Path) -> None:
+def test_every_fault_of_a_model_folder_is_reported(folder: Path) -> None:
     weights = folder / "model.safetensors"
     weights.write_bytes(weights.read_bytes()[:-4])
     (folder / "tokenizer.json").unlink()
     (folder / "config.json").unlink()
-    found = [f.found for f in model.look("hf", str(folder))[1]]
-    assert found[0] == f"{folder}: no config.json"
-    assert found[1].startswith(f"{folder}: no tokenizer: none of tokenizer.json, ")
-    assert "truncated: a.q_proj.weight ends at byte" in found[2]
-    assert len(found) == 3
+    value = [f.found for f in model.look("hf", str(folder))[1]]
+    assert value[0] == f"{folder}: no config.json"
+    assert value[1].startswith(f"{folder}: no tokenizer: none of tokenizer.json, ")
+    assert "truncated: a.q_proj.weight ends at byte" in value[2]
+    assert len(value) == 3
 
 
-def test_folder_that_may_not_be_read(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_folder_without_read_permission(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(path: Path) -> None:
         raise PermissionError(errno.EACCES, "Permission denied", str(path))
 
@@ -125,7 +125,7 @@ def test_folder_that_may_not_be_read(folder: Path, monkeypatch: pytest.MonkeyPat
     assert finding.found == f"{folder}: Permission denied"
 
 
-def test_toy_is_described_as_it_is_built() -> None:
+def test_the_description_of_the_embedded_model_is_true() -> None:
     settings = Settings()
     assert model.TOY.parameters is not None
     sizes = Sizes.of(model.TOY.config)
@@ -137,7 +137,7 @@ def test_toy_is_described_as_it_is_built() -> None:
 def test_a_hub_id_is_known_once_its_config_is_in_the_cache(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Defaults, memory and context follow it; nothing is fetched."""
+    """Defaults, memory and context are computed from it; nothing is downloaded."""
     experts = QWEN_7B | {"num_experts": 8}
     with_hub(monkeypatch, tmp_path, {"owner/seven": QWEN_7B, "owner/experts": experts})
     known, problems = model.look("hf", "owner/seven")
@@ -146,9 +146,9 @@ def test_a_hub_id_is_known_once_its_config_is_in_the_cache(
     assert (known.context, known.config) == (32768, QWEN_7B)
     assert model.look("hf", "owner/seven", revision="other") == (model.Known(), [])
     assert model.look("hf", "owner/experts")[0].parameters is None
-    given = ["+exp=sft_qlora", "data.path=rows.jsonl", "train.nproc=1"]
+    arguments = ["+exp=sft_qlora", "data.path=rows.jsonl", "train.nproc=1"]
     lr = [
-        next(line for line in compose_config([*given, f"model.path=owner/{name}"]).defaults
+        next(line for line in compose_config([*arguments, f"model.path=owner/{name}"]).defaults
              if line.startswith("train.lr="))
         for name in ("seven", "experts", "absent")
     ]  # fmt: skip

@@ -1,4 +1,4 @@
-"""What the preflight says of a base that an objective, or packing, cannot do with."""
+"""Checks of the base model against the objective and packing."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from tests.tiny import tiny
 
 
 def folder(path: Path, config: dict[str, Any]) -> Path:
-    """A model folder of one tensor, as far as the preflight reads it."""
+    """Return a model folder whose headers name one tensor."""
     path.mkdir()
     (path / "config.json").write_text(json.dumps(config))
     (path / "tokenizer.json").write_text(json.dumps({"model": {"vocab": {"a": 0}}}))
@@ -30,8 +30,8 @@ def folder(path: Path, config: dict[str, Any]) -> Path:
     return path
 
 
-def found(path: Path, config: dict[str, Any], *overrides: str) -> dict[str, str]:
-    """Findings of a whole run with that base, by what they are about; of the base and objective."""
+def findings_of(path: Path, config: dict[str, Any], *overrides: str) -> dict[str, str]:
+    """Return the findings about base and objective of a run with this base, by key."""
     base = folder(path / str(config["model_type"]), config)
     composed = compose_config([*overrides, "model=hf", f"model.path={base}"]).settings
     about = ("model.path", "model.attn_implementation", "train.objective")
@@ -39,34 +39,30 @@ def found(path: Path, config: dict[str, Any], *overrides: str) -> dict[str, str]
 
 
 def of_family(name: str, **changes: Any) -> dict[str, Any]:
-    """config.json of a family, as transformers writes it."""
+    """Return the config.json of a family, as transformers writes it."""
     config: dict[str, Any] = tiny(name, **changes).to_dict()
     return config
 
 
 class TestPacking:
-    """The hook of `tasks/training/model/packable.py`: refused before anything starts."""
+    """Families that `tasks/training/model/packable.py` refuses, before anything starts."""
 
-    def test_a_family_that_carries_its_state_into_the_neighbour_is_refused(
-        self, tmp_path: Path
-    ) -> None:
-        said = found(tmp_path, of_family("Mamba2", head_dim=16, num_heads=4, n_groups=1))
-        assert list(said) == ["model.path"]
-        assert "mamba2 has recurrent layers" in said["model.path"]
-        assert "training packs sequences, and none may see its neighbour" in said["model.path"]
+    def test_a_family_with_recurrent_layers_is_refused(self, tmp_path: Path) -> None:
+        findings = findings_of(tmp_path, of_family("Mamba2", head_dim=16, num_heads=4, n_groups=1))
+        assert list(findings) == ["model.path"]
+        assert "mamba2 has recurrent layers" in findings["model.path"]
+        assert "training packs sequences, and none may see its neighbour" in findings["model.path"]
 
-    def test_attention_that_leaves_a_cap_out_is_refused_and_another_is_not(
-        self, tmp_path: Path
-    ) -> None:
+    def test_attention_without_the_soft_cap_is_refused(self, tmp_path: Path) -> None:
         config = of_family("Gemma2", head_dim=32)
-        said = found(tmp_path, config)
-        assert list(said) == ["model.attn_implementation"]
-        assert "model.attn_implementation=eager" in said["model.attn_implementation"]
+        findings = findings_of(tmp_path, config)
+        assert list(findings) == ["model.attn_implementation"]
+        assert "model.attn_implementation=eager" in findings["model.attn_implementation"]
         (tmp_path / "again").mkdir()
-        assert found(tmp_path / "again", config, "model.attn_implementation=eager") == {}
+        assert findings_of(tmp_path / "again", config, "model.attn_implementation=eager") == {}
 
     def test_a_family_of_attention_layers_passes(self, tmp_path: Path) -> None:
-        assert found(tmp_path, of_family("Qwen2", architectures=["Qwen2ForCausalLM"])) == {}
+        assert findings_of(tmp_path, of_family("Qwen2", architectures=["Qwen2ForCausalLM"])) == {}
 
 
 class TestHeads:
@@ -94,13 +90,13 @@ class TestHeads:
         assert finding.override.startswith("model.path=")
 
     @pytest.mark.parametrize("objective", ["sft", "reward", "dpo", "kto"])
-    def test_what_can_be_trained(self, objective: str) -> None:
+    def test_supported_families_pass(self, objective: str) -> None:
         for family in ("qwen2", "llama", "gpt2", "mixtral", "gemma2"):
             assert head_exists(objective, Known(config={"model_type": family})) == []
         assert head_exists(objective, model.TOY) == []
         assert head_exists(objective, Known()) == []
 
-    def test_a_model_that_brings_its_own_classes_is_taken_at_its_word(self) -> None:
+    def test_a_model_with_its_own_classes_passes(self) -> None:
         config = {"model_type": "made-up", "auto_map": {"AutoModelForCausalLM": "x.Y"}}
         assert head_exists("sft", Known(config=config)) == []
         assert len(head_exists("reward", Known(config=config))) == 1
@@ -111,7 +107,7 @@ class TestHeads:
         for name, table in _TABLES.items():
             assert families(name) == frozenset(getattr(auto, table))
 
-    def test_the_run_is_refused_with_it(self, tmp_path: Path) -> None:
-        said = found(tmp_path, of_family("Granite"), "+exp=reward")
-        assert "reward on granite" in said["train.objective"]
-        assert "or train.objective=dpo" in said["train.objective"]
+    def test_the_run_is_refused(self, tmp_path: Path) -> None:
+        findings = findings_of(tmp_path, of_family("Granite"), "+exp=reward")
+        assert "reward on granite" in findings["train.objective"]
+        assert "or train.objective=dpo" in findings["train.objective"]

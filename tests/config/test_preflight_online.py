@@ -1,4 +1,4 @@
-"""What the preflight says of sections `rl`, `rollout` and `reward`."""
+"""Checks of sections `rl`, `rollout` and `reward`."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def settings(
     zero: Mapping[str, Any] | None = None,
     **train: Any,
 ) -> dict[str, Any]:
-    """A configuration without problems, and changes to it."""
+    """Return a configuration without problems, with some settings changed."""
     usual = {
         "objective": objective, "global_batch_size": 64, "nproc": 2, "nodes": 1, "lr": 1e-3,
         "micro_batch_size": 4, "max_len": 256, "gradient_checkpointing": False, "device": "auto",
@@ -52,29 +52,29 @@ def settings(
     }
 
 
-def found(*, rewarded: bool = False, **changes: Any) -> list[Finding]:
+def findings_of(*, rewarded: bool = False, **changes: Any) -> list[Finding]:
     return online.online(settings(**changes), model.TOY, rewarded=rewarded)
 
 
-def test_what_can_work_is_let_through() -> None:
-    assert found() == []
-    assert found(objective="sft", reward={"function": None}, rl={"samples": 1}) == []
+def test_a_valid_configuration_passes() -> None:
+    assert findings_of() == []
+    assert findings_of(objective="sft", reward={"function": None}, rl={"samples": 1}) == []
 
 
-def test_the_algorithms_are_those_there_are() -> None:
+def test_every_algorithm_has_its_options() -> None:
     assert set(algorithm_options.USES) == set(ALGORITHMS)
     assert set(algorithm_options.GROUPED) == {
-        name for name, one in ALGORITHMS.items() if one.groups
+        name for name, finding in ALGORITHMS.items() if finding.groups
     }
 
 
-def test_everything_is_found_at_once() -> None:
-    several = found(
+def test_all_problems_are_reported_at_once() -> None:
+    several = findings_of(
         reward={"function": "judge", "url": "htp://host", "engine": "vllm"},
         rl={"samples": 1, "prompts": 30, "overlong_buffer": 100, "overlong_penalty": 1.0},
         rollout={"max_prompt_len": 600, "tensor_parallel": 3, "top_p": 0.9, "temperature": 0.7},
     )
-    assert [one.what for one in several] == [
+    assert [finding.what for finding in several] == [
         "reward.function",
         "reward.url",
         "rl.samples",
@@ -85,29 +85,29 @@ def test_everything_is_found_at_once() -> None:
         "rollout.temperature",
         "rollout.tensor_parallel",
     ]
-    assert all(one.override and one.severity == "error" for one in several)
+    assert all(finding.override and finding.severity == "error" for finding in several)
 
 
-def test_a_source_there_has_to_be() -> None:
-    (finding,) = found(reward={"function": None})
+def test_a_reward_source_is_required() -> None:
+    (finding,) = findings_of(reward={"function": None})
     assert (finding.what, finding.found) == ("reward", "no source")
-    assert found(reward={"function": None}, rewarded=True) == []
+    assert findings_of(reward={"function": None}, rewarded=True) == []
     mute = {"function": None, "model_weight": 0.0}
-    (finding,) = found(reward=mute, rewarded=True)
+    (finding,) = findings_of(reward=mute, rewarded=True)
     assert finding.override == "reward.model_weight=1"
-    assert found(reward={"function_weight": 0.0}, rewarded=True) == [], "one is only recorded"
-    (finding,) = found(reward={"function_weight": math.nan})
+    assert findings_of(reward={"function_weight": 0.0}, rewarded=True) == [], "one is only recorded"
+    (finding,) = findings_of(reward={"function_weight": math.nan})
     assert finding.found == "nan"
 
 
-def test_a_function_that_is_not_there(tmp_path: Path) -> None:
+def test_a_function_that_does_not_exist(tmp_path: Path) -> None:
     path = tmp_path / "judge.py"
-    (finding,) = found(reward={"function": f"{path}:score"})
+    (finding,) = findings_of(reward={"function": f"{path}:score"})
     assert finding.found == f"{path}:score: No such file or directory: {path}"
     path.write_text("raise SystemExit('it was run')\ndef scores(): ...")
-    (finding,) = found(reward={"function": f"{path}:score"})
+    (finding,) = findings_of(reward={"function": f"{path}:score"})
     assert finding.found.endswith("no 'score' in the file, which has scores")
-    assert found(reward={"function": f"{path}:scores"}) == []
+    assert findings_of(reward={"function": f"{path}:scores"}) == []
 
 
 @pytest.mark.parametrize(
@@ -124,7 +124,7 @@ def test_a_function_that_is_not_there(tmp_path: Path) -> None:
     ],
 )
 def test_an_address(url: str, message: str | None) -> None:
-    several = found(reward={"url": url})
+    several = findings_of(reward={"url": url})
     assert len(several) == (message is not None)
     for finding in several:
         assert message is not None
@@ -134,7 +134,7 @@ def test_an_address(url: str, message: str | None) -> None:
 
 def test_a_reward_model(tmp_path: Path) -> None:
     folder = tmp_path / "model"
-    (finding,) = found(reward={"model": str(folder)})
+    (finding,) = findings_of(reward={"model": str(folder)})
     assert finding.found == f"{folder} is not a model folder: no config.json"
     folder.mkdir()
     config = {
@@ -147,7 +147,7 @@ def test_a_reward_model(tmp_path: Path) -> None:
 
     def looked_at(**changes: Any) -> list[Finding]:
         (folder / "config.json").write_text(json.dumps({**config, **changes}))
-        return found(reward={"model": str(folder)})
+        return findings_of(reward={"model": str(folder)})
 
     assert looked_at() == []
     (finding,) = looked_at(architectures=["Qwen2ForCausalLM"])
@@ -157,12 +157,12 @@ def test_a_reward_model(tmp_path: Path) -> None:
     (finding,) = looked_at(max_position_embeddings=319)
     assert finding.found.startswith("texts of up to 320 tokens")
     (folder / "config.json").write_text("{")
-    (finding,) = found(reward={"model": str(folder)})
+    (finding,) = findings_of(reward={"model": str(folder)})
     assert "config.json" in finding.found
 
 
 @given(SIZES, SIZES, SIZES)
-def test_replies_make_whole_steps_or_the_offered_sizes_do(p: int, s: int, size: int) -> None:
+def test_responses_fill_whole_steps_or_the_offered_sizes_do(p: int, s: int, size: int) -> None:
     several = list(online.steps(p, s, size))
     assert bool(several) == (p * s % size != 0)
     for finding in several:
@@ -174,43 +174,43 @@ def test_replies_make_whole_steps_or_the_offered_sizes_do(p: int, s: int, size: 
 
 
 def test_a_group_of_one() -> None:
-    (finding,) = found(rl={"samples": 1, "prompts": 64})
+    (finding,) = findings_of(rl={"samples": 1, "prompts": 64})
     assert "grpo compares the responses to a prompt" in finding.allowed
-    assert found(objective="ppo", rl={"samples": 1, "prompts": 64}) == []
+    assert findings_of(objective="ppo", rl={"samples": 1, "prompts": 64}) == []
 
 
 def test_lengths() -> None:
     context = model.TOY.context
     assert context is not None
-    assert found(rollout={"max_prompt_len": context - 64}) == []
-    (finding,) = found(rollout={"max_prompt_len": context - 63})
+    assert findings_of(rollout={"max_prompt_len": context - 64}) == []
+    (finding,) = findings_of(rollout={"max_prompt_len": context - 63})
     assert finding.override == f"rollout.max_prompt_len={context - 64}"
-    (finding,) = found(rollout={"max_new_tokens": context})
+    (finding,) = findings_of(rollout={"max_new_tokens": context})
     assert finding.override == f"rollout.max_new_tokens={context // 2}"
-    assert found(rl={"overlong_buffer": 64, "overlong_penalty": 1.0}) == []
-    (finding,) = found(rl={"overlong_buffer": 65, "overlong_penalty": 1.0})
+    assert findings_of(rl={"overlong_buffer": 64, "overlong_penalty": 1.0}) == []
+    (finding,) = findings_of(rl={"overlong_buffer": 65, "overlong_penalty": 1.0})
     assert finding.override == "rl.overlong_buffer=16"
 
 
 def test_states_that_cannot_be_offloaded() -> None:
     moved: dict[str, Any] = {"rollout": {"offload_trainer": True}}
-    assert found(**moved) == []
+    assert findings_of(**moved) == []
     without, twice = (
-        found(**moved, zero={"stage": 0}),
-        found(**moved, zero={"offload_optimizer": "cpu"}),
+        findings_of(**moved, zero={"stage": 0}),
+        findings_of(**moved, zero={"offload_optimizer": "cpu"}),
     )
-    assert [one.found for one in without] == ["true with ZeRO-0"]
-    assert [one.found for one in twice] == ["true with zero.offload_optimizer=cpu"]
-    assert {one.what for one in (*without, *twice)} == {"rollout.offload_trainer"}
+    assert [finding.found for finding in without] == ["true with ZeRO-0"]
+    assert [finding.found for finding in twice] == ["true with zero.offload_optimizer=cpu"]
+    assert {finding.what for finding in (*without, *twice)} == {"rollout.offload_trainer"}
 
 
-def test_what_vllm_cannot_do() -> None:
-    (finding,) = found(rollout={"tensor_parallel": 3}, nproc=4)
+def test_limits_of_vllm() -> None:
+    (finding,) = findings_of(rollout={"tensor_parallel": 3}, nproc=4)
     assert finding.override == "rollout.tensor_parallel=2"
     cut = {"top_k": 50, "temperature": 0.7}
-    (finding,) = found(rollout=cut)
+    (finding,) = findings_of(rollout=cut)
     assert finding.what == "rollout.temperature"
-    assert found(rollout={**cut, "engine": "transformers", "tensor_parallel": 3}) == []
+    assert findings_of(rollout={**cut, "engine": "transformers", "tensor_parallel": 3}) == []
     config = {**model.TOY.config, "num_attention_heads": 16}
     small = replace(model.TOY, config=config)
     (finding,) = online.online(settings(), small)
@@ -219,9 +219,9 @@ def test_what_vllm_cannot_do() -> None:
 
 
 @pytest.mark.parametrize("critic", ["shared", "separate"])
-def test_a_policy_that_would_never_move_is_not_trained(critic: str) -> None:
+def test_a_critic_that_warms_up_in_all_iterations_is_refused(critic: str) -> None:
     how = {"critic": critic, "critic_warmup": 3, "samples": 1, "prompts": 64}
-    (one,) = found(objective="ppo", rl={**how, "iterations": 3})
-    assert (one.what, one.found) == ("rl.critic_warmup", "3 with rl.iterations=3")
-    assert one.override == "rl.iterations=4 or more"
-    assert found(objective="ppo", rl={**how, "iterations": 4}) == []
+    (finding,) = findings_of(objective="ppo", rl={**how, "iterations": 3})
+    assert (finding.what, finding.found) == ("rl.critic_warmup", "3 with rl.iterations=3")
+    assert finding.override == "rl.iterations=4 or more"
+    assert findings_of(objective="ppo", rl={**how, "iterations": 4}) == []

@@ -1,4 +1,4 @@
-"""The experiments for real hardware, planned where that hardware is not."""
+"""The experiments for real hardware, planned on a machine without it."""
 
 from __future__ import annotations
 
@@ -40,8 +40,8 @@ def composed(request: pytest.FixtureRequest, tmp_path: Path) -> Composed:
 def compose(tmp_path: Path, experiment: str) -> Composed:
     data = tmp_path / "rows.jsonl"
     data.write_text(f"{json.dumps(EXPERIMENTS[experiment])}\n" * 2)
-    given = [f"+exp={experiment}", f"data.path={data}", f"paths.runs={tmp_path / 'runs'}"]
-    return compose_config(given)
+    arguments = [f"+exp={experiment}", f"data.path={data}", f"paths.runs={tmp_path / 'runs'}"]
+    return compose_config(arguments)
 
 
 EVERY = sorted(path.stem for path in (CONF / "exp").glob("*.yaml"))
@@ -51,11 +51,11 @@ EVERY = sorted(path.stem for path in (CONF / "exp").glob("*.yaml"))
 def test_every_experiment_plans_without_a_finding_on_eight_gpus_of_80_gb(
     experiment: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """And prints each term of its memory."""
+    """The plan prints each term of the memory."""
     with_gpus(monkeypatch, 8)
     with_hub(monkeypatch, tmp_path / "hub")
-    given = given_for(experiment, tmp_path)
-    for link in chain_steps(compose_run(given), given):
+    arguments = arguments_of(experiment, tmp_path)
+    for link in chain_steps(compose_run(arguments), arguments):
         text = render([link])
         assert text.endswith("preflight:\n  nothing to report"), text
         rank = memory_of(link.composed.settings, rewarded=link.rewarded)
@@ -74,40 +74,40 @@ def test_every_experiment_plans_without_a_finding_on_eight_gpus_of_80_gb(
         ("sft_llama8b_lora_zero3", 4, 40),
     ],
 )  # fmt: skip
-def test_experiments_fit_where_they_say_so(
+def test_experiments_fit_the_hardware_that_they_name(
     experiment: str, gpus: int, gigabytes: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with_gpus(monkeypatch, gpus, gigabytes * 10**9)
     with_hub(monkeypatch, tmp_path / "hub")
-    given = given_for(experiment, tmp_path)
-    (link,) = chain_steps(compose_run(given), given)
+    arguments = arguments_of(experiment, tmp_path)
+    (link,) = chain_steps(compose_run(arguments), arguments)
     assert link.composed.settings["train"]["nproc"] == gpus
     assert render([link]).endswith("nothing to report")
 
 
-def given_for(experiment: str, tmp_path: Path) -> list[str]:
-    """The command line of an experiment: rows, and rewards where it needs some."""
-    given = [f"+exp={experiment}", f"paths.runs={tmp_path / 'runs'}"]
+def arguments_of(experiment: str, tmp_path: Path) -> list[str]:
+    """Return the command line of an experiment, with rows, and rewards if it needs them."""
+    arguments = [f"+exp={experiment}", f"paths.runs={tmp_path / 'runs'}"]
     if "/model: hf" not in (CONF / "exp" / f"{experiment}.yaml").read_text():
-        return given
+        return arguments
     rows = tmp_path / "rows.jsonl"
     rows.write_text(f"{json.dumps(PAIR | CHAT | {'answer': '4'})}\n" * 3)
-    given += [f"data.path={rows}"]
+    arguments += [f"data.path={rows}"]
     if experiment.startswith("grpo"):
-        given += ["reward.function=exact_match"]
+        arguments += ["reward.function=exact_match"]
     if experiment.startswith("ppo"):
         reward = tmp_path / "reward"
         reward.mkdir()
         names = {"architectures": ["Qwen2ForSequenceClassification"], "num_labels": 1}
         (reward / "config.json").write_text(json.dumps(QWEN_14B | names | {"dtype": "bfloat16"}))
-        given += [f"reward.model={reward}", "reward.normalize=false"]
-    return given
+        arguments += [f"reward.model={reward}", "reward.normalize=false"]
+    return arguments
 
 
 def test_72b_in_host_memory_and_in_the_engine_that_serves_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The base passes through no rank's own memory: safetensors maps it, once for all of them."""
+    """The base takes no memory of a rank: safetensors maps it once for all of them."""
     with_gpus(monkeypatch, 8)
     with_hub(monkeypatch, tmp_path / "hub")
     composed = compose(tmp_path, "dpo_qwen72b_lora")
@@ -132,7 +132,7 @@ def test_72b_in_host_memory_and_in_the_engine_that_serves_it(
     assert finding.override == "smoke.tensor_parallel=8"
 
 
-def test_processes_that_share_a_model_have_whole_heads_and_a_gpu_each() -> None:
+def test_processes_that_share_a_model_need_whole_heads_and_a_gpu_each() -> None:
     key = "smoke.tensor_parallel"
     assert shareable(key, 4, QWEN_7B, gpus=8) == shareable(key, 1, {}) == []
     (finding,) = shareable(key, 8, QWEN_7B, gpus=8)
@@ -148,8 +148,8 @@ def deepspeed_of(text: str) -> dict[str, Any]:
     return document
 
 
-def test_the_whole_chain_is_planned_and_nothing_is_missing(composed: Composed) -> None:
-    """Of a model on the Hub nothing is known before it is fetched, and nothing is fetched."""
+def test_the_whole_chain_is_planned_without_findings(composed: Composed) -> None:
+    """Nothing is known about a model on the Hub before its download, and nothing is downloaded."""
     planned = forecast(Step("", composed))
     assert [name for name, _ in planned] == [*CHAIN, "register"]
     assert all(state.startswith("to run") for _, state in planned)
@@ -191,13 +191,13 @@ def test_dpo_qwen72b_lora_is_the_published_configuration(tmp_path: Path) -> None
     assert (zero["stage"], zero["offload_optimizer"]["device"]) == (3, "cpu")
 
 
-def test_the_literal_plan_shows_everything_and_says_what_is_missing(tmp_path: Path) -> None:
+def test_the_printed_plan_is_complete_and_names_missing_libraries(tmp_path: Path) -> None:
     compose(tmp_path, "dpo_qwen72b_lora")
     user = tmp_path / "user"
     user.mkdir()
     flash = "model.attn_implementation=flash_attention_2"
-    asked = ("+exp=dpo_qwen72b_lora", f"data.path={tmp_path}/rows.jsonl", flash, "plan=true")
-    done = program(user, *asked)
+    arguments = ("+exp=dpo_qwen72b_lora", f"data.path={tmp_path}/rows.jsonl", flash, "plan=true")
+    done = program(user, *arguments)
     assert done.returncode == 2
     assert done.stdout.startswith(f"runs: {user}/runs\nstages:\n  prepare_data  to run: ")
     assert "-> model.attn_implementation=sdpa\n" in done.stdout

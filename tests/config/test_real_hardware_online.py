@@ -1,4 +1,4 @@
-"""The online experiments for real hardware, planned where that hardware is not."""
+"""The online experiments for real hardware, planned on a machine without it."""
 
 from __future__ import annotations
 
@@ -29,20 +29,20 @@ ROWS = ({"prompt": "2 + 2?", "answer": 4}, {"prompt": "who are you?", "answer": 
         ("grpo_qwen7b_qlora", [*CHAIN[:2], "rollout_base", *CHAIN[2:]]),
     ],
 )
-def test_the_whole_chain_is_planned_and_nothing_is_missing(
+def test_the_whole_chain_is_planned_without_findings(
     experiment: str, stages: list[str], tmp_path: Path
 ) -> None:
-    """Rewards are the user's own, a function here; prompts need no answer."""
+    """The reward is a function of the user; prompts need no answer."""
     (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in ROWS))
     (tmp_path / "judge.py").write_text(
         "def score(completions, **_):\n    return [0.0] * len(completions)\n"
     )
-    given = [
+    arguments = [
         f"+exp={experiment}", f"data.path={tmp_path}/rows.jsonl", "reward=none",
         f"reward.function={tmp_path}/judge.py:score", f"paths.runs={tmp_path}/runs",
     ]  # fmt: skip
-    composed = compose(given)
-    (link,) = chain_steps(composed, given)
+    composed = compose(arguments)
+    (link,) = chain_steps(composed, arguments)
     assert [name for name, _ in forecast(link)] == [*stages, "register"]
     text = render([link])
     deepspeed = json.loads(text[text.index("deepspeed:\n") + 11 : text.index("preflight:")])
@@ -53,13 +53,13 @@ def test_the_whole_chain_is_planned_and_nothing_is_missing(
 
 
 def planned(tmp_path: Path, experiment: str, *overrides: str) -> tuple[RankMemory, list[str]]:
-    """Memory of a rank and findings of an experiment with Qwen2.5-7B."""
+    """Return a rank's memory and the findings of an experiment with Qwen2.5-7B."""
     (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in ROWS))
-    given = [
+    arguments = [
         f"+exp={experiment}", "model.path=Qwen/Qwen2.5-7B-Instruct",
         f"data.path={tmp_path}/rows.jsonl", f"paths.runs={tmp_path}/runs", *overrides,
     ]  # fmt: skip
-    (link,) = chain_steps(compose(given), given)
+    (link,) = chain_steps(compose(arguments), arguments)
     rank = memory_of(link.composed.settings)
     assert rank is not None
     return rank, list(map(str, findings(link.composed.settings, link.composed.runs, rank)))
@@ -77,9 +77,9 @@ def eight(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.usefixtures("eight")
 def test_full_ppo_of_7b_counts_critic_reference_and_engine(tmp_path: Path) -> None:
-    """Under ZeRO-2 three copies of the weights lie on each GPU beside half of it for the engine."""
+    """ZeRO-2: three copies of the weights on each GPU, and half of the GPU for the engine."""
     stays = ("rollout.offload_trainer=false", "rollout.gpu_memory=0.5")
-    rank, (found,) = planned(tmp_path, "ppo_full", *stays)
+    rank, (problems,) = planned(tmp_path, "ppo_full", *stays)
     weights, table = Sizes.of(QWEN_7B).weights(), 152064 * 3584
     terms = sizes_of(rank)
     assert terms["weights"] == terms["reference"] == terms["engine weights"] == 2 * weights
@@ -97,10 +97,10 @@ def test_full_ppo_of_7b_counts_critic_reference_and_engine(tmp_path: Path) -> No
     passing = terms["gradients"] + terms["activations"] + terms["logits"]
     assert rank.peaks["train"] == lasting + max(passing, terms["step"]) + ASLEEP
     assert 102.5 < rank.total / GIB < 103.5
-    assert found.startswith("GPU memory: 79.6 GiB available; needs about 103.9 GiB, generate: ")
+    assert problems.startswith("GPU memory: 79.6 GiB available; needs about 103.9 GiB, generate: ")
     for name in ("weights", "optimizer", "critic", "reference", "engine weights", "KV cache"):
-        assert f"{name} {in_words(terms[name])}" in found
-    named = re.findall(r"(\S+=\S+) \(saves", found)
+        assert f"{name} {in_words(terms[name])}" in problems
+    named = re.findall(r"(\S+=\S+) \(saves", problems)
     advised = {"rollout.offload_trainer=true", "rollout.gpu_memory=0.3"}
     assert {"zero=zero3", "peft=lora", *advised} <= set(named)
     split, none = planned(tmp_path, "ppo_full", *stays, "zero=zero3")
@@ -110,10 +110,10 @@ def test_full_ppo_of_7b_counts_critic_reference_and_engine(tmp_path: Path) -> No
 
 
 @pytest.mark.usefixtures("eight")
-def test_full_ppo_of_7b_fits_while_the_optimizers_states_are_away(tmp_path: Path) -> None:
-    """They are on the device for updates alone; the host has to hold those of eight ranks."""
-    rank, found = planned(tmp_path, "ppo_full")
-    assert found == []
+def test_full_ppo_of_7b_fits_with_offloaded_optimizer_states(tmp_path: Path) -> None:
+    """Optimizer states are on the GPU only during updates; the host holds those of eight ranks."""
+    rank, problems = planned(tmp_path, "ppo_full")
+    assert problems == []
     terms = sizes_of(rank)
     weights = terms["weights"] + terms["critic"] + terms["reference"]
     assert rank.peaks["generate"] == pytest.approx(weights + 0.4 * H100, abs=1)
@@ -147,18 +147,20 @@ def test_what_an_adapter_a_reward_model_and_other_engines_add(tmp_path: Path) ->
     own, _ = planned(tmp_path, "ppo_qwen7b_lora", *rewards, "rollout=transformers")
     share = rank.peaks["generate"] - own.peaks["generate"]
     assert share == pytest.approx(0.4 * H100, abs=1)
-    group, found = planned(tmp_path, "grpo", "rollout.tensor_parallel=4")
+    group, problems = planned(tmp_path, "grpo", "rollout.tensor_parallel=4")
     assert sizes_of(group)["engine weights"] == 2 * weights // 4
-    assert found == []
-    _, (found, *_) = planned(tmp_path, "grpo", "rollout.gpu_memory=0.15")
-    assert found.startswith("rollout.gpu_memory: 0.0 GiB for keys and values; vLLM needs room for")
-    assert found.endswith("-> rollout.gpu_memory=0.2")
+    assert problems == []
+    _, (problems, *_) = planned(tmp_path, "grpo", "rollout.gpu_memory=0.15")
+    assert problems.startswith(
+        "rollout.gpu_memory: 0.0 GiB for keys and values; vLLM needs room for"
+    )
+    assert problems.endswith("-> rollout.gpu_memory=0.2")
 
 
 @pytest.mark.usefixtures("eight")
 def test_ranks_that_see_no_gpu_need_an_engine_that_needs_none(tmp_path: Path) -> None:
-    _, found = planned(tmp_path, "grpo", "train.device=cpu")
-    assert "rollout.engine: vllm; the installed vLLM computes on GPUs" in found[0]
-    rank, found = planned(tmp_path, "grpo_qlora", "train.device=cpu", "rollout=transformers")
-    assert found == []
+    _, problems = planned(tmp_path, "grpo", "train.device=cpu")
+    assert "rollout.engine: vllm; the installed vLLM computes on GPUs" in problems[0]
+    rank, problems = planned(tmp_path, "grpo_qlora", "train.device=cpu", "rollout=transformers")
+    assert problems == []
     assert rank.mapped == 2 * Sizes.of(QWEN_7B).weights()  # as on a CPU

@@ -149,12 +149,12 @@ def setting_comments(schema: Any) -> dict[str, str]:
     Args:
         schema: dataclass that `hydra_schema` made from the section.
     """
-    found: dict[str, str] = {}
+    comments: dict[str, str] = {}
     for kind in schema.section.__mro__[:-1]:  # all but object
         module = inspect.getmodule(kind)
         assert module is not None
-        found |= _comments(module).get(kind.__name__, {})
-    return found
+        comments |= _comments(module).get(kind.__name__, {})
+    return comments
 
 
 @cache

@@ -15,7 +15,7 @@ from flows.cli.config import CONF, Composed, compose_config
 from flows.cli.plan import forecast, render
 from tasks.config.checks import findings, phases
 from tasks.config.checks.engine import engine_memory, shareable
-from tasks.config.checks.phases import asked_of, memory_of
+from tasks.config.checks.phases import memory_of, training_settings
 from tasks.core import machine
 from tasks.training.memory.estimate import LIBRARIES, adapter_weights
 from tasks.training.memory.sizes import Sizes
@@ -115,7 +115,7 @@ def test_72b_in_host_memory_and_in_the_engine_that_serves_it(
     assert rank is not None
     sizes = Sizes.of(QWEN_72B)
     # LoRA of rank 32 on eight ranks: master, moments, updated weights and gradient in host memory.
-    assert rank.host == 18 * adapter_weights(sizes, asked_of(settings)) // 8
+    assert rank.host == 18 * adapter_weights(sizes, training_settings(settings)) // 8
     monkeypatch.setattr(machine, "available_memory", lambda: 8 * (rank.host + LIBRARIES))
     assert findings(settings, composed.runs, rank) == []
     monkeypatch.setattr(machine, "available_memory", lambda: 8 * (rank.host + LIBRARIES) - 1)

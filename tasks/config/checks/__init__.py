@@ -34,7 +34,7 @@ from tasks.config.checks import (
     ranges,
     unread,
 )
-from tasks.config.checks.phases import RankMemory, asked_of, estimator, in_words
+from tasks.config.checks.phases import RankMemory, estimator, in_words, training_settings
 from tasks.config.defaults import ONLINE
 from tasks.core import machine as host
 from tasks.core.errors import ConfigError
@@ -150,12 +150,12 @@ def _machine(
             parameters, most=train["max_ckpt_num"], most_gb=train["max_ckpt_gb"]
         )
     free, gpu = host.available_memory(), host.gpu_memory(train["device"])
-    asked = asked_of(settings)
-    less = smaller(asked)
+    training = training_settings(settings)
+    less = smaller(training)
     if rank is not None:
         estimate = estimator(known.config, settings, rewarded=rewarded)
         adviser = Adviser(known.config, gpu=gpu is not None, rank=estimate)
-        less = adviser.words(asked, free if gpu is None else gpu)
+        less = adviser.words(training, free if gpu is None else gpu)
     return [
         *machine.disk(machine.free_bytes(runs), on_disk, runs),
         *(
@@ -177,7 +177,7 @@ def _offloaded(free: int, size: int, settings: dict[str, Any]) -> list[Finding]:
     """
     ranks, rollout = settings["train"]["nproc"], settings["rollout"]
     less = [f"zero.{key}=none" for key, to in settings["zero"].items() if to == "cpu"]
-    if asked_of(settings).online and rollout["offload_trainer"]:
+    if training_settings(settings).online and rollout["offload_trainer"]:
         less.append("rollout.offload_trainer=false")
     less = less or [f"train.nproc={max(1, ranks // 2)}"]
     needs = f": {in_words(size)} offloaded by each of {ranks} ranks" if size else ""

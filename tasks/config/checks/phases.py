@@ -116,11 +116,11 @@ def memory_of(settings: Mapping[str, Any], *, rewarded: bool = False) -> RankMem
         rewarded: True if an earlier step of the chain trains the reward model, on the same base.
     """
     known, _ = look_at(settings["model"])
-    asked = asked_of(settings)
-    if not known.config or asked.world_size < 1:
+    training = training_settings(settings)
+    if not known.config or training.world_size < 1:
         return None  # other findings report the reason
     try:
-        return estimator(known.config, settings, rewarded=rewarded)(asked)
+        return estimator(known.config, settings, rewarded=rewarded)(training)
     except KeyError:
         return None  # an architecture that names its dimensions differently
 
@@ -137,10 +137,10 @@ def estimator(
     """
     reward = config if rewarded else reward_config(settings["reward"]["model"])
     gpu = gpu_memory(settings["train"]["device"])
-    return lambda asked: rank_memory(config, asked, gpu=gpu, reward=reward)
+    return lambda training: rank_memory(config, training, gpu=gpu, reward=reward)
 
 
-def asked_of(settings: Mapping[str, Any]) -> Settings:
+def training_settings(settings: Mapping[str, Any]) -> Settings:
     """Return the settings of the training, with the sections of an online objective."""
     names = ("rl", "rollout", "reward") if settings["train"]["objective"] in ONLINE else ()
     sections = {name: settings[name] for name in ("train", "peft", "zero", "model", "seed")}
@@ -155,7 +155,7 @@ def reward_config(folder: str | None) -> Mapping[str, Any] | None:
 
 def rank_memory(
     config: Mapping[str, Any],
-    asked: Settings,
+    training: Settings,
     *,
     gpu: int | None,
     reward: Mapping[str, Any] | None = None,
@@ -164,23 +164,23 @@ def rank_memory(
 
     Args:
         config: contents of the base's config.json.
-        asked: settings of the training.
+        training: settings of the training.
         gpu: bytes of each rank's GPU; None on a CPU.
         reward: contents of the reward model's config.json; None without one.
 
     Raises:
         KeyError: an architecture that names its dimensions differently.
     """
-    policy = estimate(config, asked, asked.world_size, gpu=gpu is not None)
-    if not asked.online:
+    policy = estimate(config, training, training.world_size, gpu=gpu is not None)
+    if not training.online:
         terms = tuple(Term(name, size, PHASES[2:]) for name, size in policy.parts().items())
         whole, least = {"train": policy.total}, {"train": policy.states}
         return RankMemory(terms, whole, least, policy.host, policy.mapped)
-    online = Online.of(asked.online)
-    engine = _engine(config, asked, online, gpu=gpu)
-    critic = _critic(config, asked, online, gpu=gpu is not None)
+    online = Online.of(training.online)
+    engine = _engine(config, training, online, gpu=gpu)
+    critic = _critic(config, training, online, gpu=gpu is not None)
     beside = (
-        *_frozen(config, asked, online, gpu=gpu is not None, reward=reward),
+        *_frozen(config, training, online, gpu=gpu is not None, reward=reward),
         *(_of_engine(engine, on_gpu=gpu is not None) if engine else ()),
     )
     together = {name: sum(t.size for t in beside if name in t.phases) for name in PHASES}
@@ -195,7 +195,7 @@ def rank_memory(
         "score": weights + gathered + (0 if away else states) + max(m.forward for m in models),
     }
     host = sum(m.host for m in models) + (states if away else 0)
-    if engine and gpu is not None and goes_as_adapter(asked):
+    if engine and gpu is not None and goes_as_adapter(training):
         host += engine.weights  # of a sleeping engine; without an adapter the next sync brings them
     whole = {**alone, "train": lasting + max(m.total - m.lasting for m in models)}
     least = {**alone, "train": lasting + max(m.states - m.lasting for m in models)}
@@ -228,42 +228,42 @@ def _as_critic(critic: MemoryEstimate | None, *, away: bool) -> Iterator[Term]:
 
 
 def _critic(
-    config: Mapping[str, Any], asked: Settings, online: Online, *, gpu: bool
+    config: Mapping[str, Any], training: Settings, online: Online, *, gpu: bool
 ) -> MemoryEstimate | None:
     """Return the memory of the critic: a second model, or an adapter on the policy's trunk."""
-    if asked.objective not in WITH_CRITIC:
+    if training.objective not in WITH_CRITIC:
         return None
-    model = estimate(config, asked, asked.world_size, gpu=gpu, critic=True)
+    model = estimate(config, training, training.world_size, gpu=gpu, critic=True)
     if online.loop.critic == "separate":
         return model
-    weights = adapter_weights(Sizes.of(config), asked) * ITEM[asked.dtype]
+    weights = adapter_weights(Sizes.of(config), training) * ITEM[training.dtype]
     return replace(model, weights=weights, gathered=0, mapped=0)
 
 
 def _frozen(
     config: Mapping[str, Any],
-    asked: Settings,
+    training: Settings,
     online: Online,
     *,
     gpu: bool,
     reward: Mapping[str, Any] | None,
 ) -> Iterator[Term]:
     """Yield the models that are not trained: reference and reward model."""
-    loop, item = online.loop, ITEM[asked.dtype]
-    if asked.peft.kind == "none" and (loop.kl_coef > 0 or loop.kl_limit is not None):
-        divided = asked.world_size if asked.zero.stage == 3 else 1
+    loop, item = online.loop, ITEM[training.dtype]
+    if training.peft.kind == "none" and (loop.kl_coef > 0 or loop.kl_limit is not None):
+        divided = training.world_size if training.zero.stage == 3 else 1
         yield Term("reference", Sizes.of(config).weights() * item // divided)
     if reward is not None and online.reward.engine == "process":
-        yield from _reward_model(reward, asked, gpu=gpu)
+        yield from _reward_model(reward, training, gpu=gpu)
 
 
 def _engine(
-    config: Mapping[str, Any], asked: Settings, online: Online, *, gpu: int | None
+    config: Mapping[str, Any], training: Settings, online: Online, *, gpu: int | None
 ) -> EngineMemory | None:
     """Return the memory of vLLM beside a rank; None without vLLM."""
     if online.rollout.engine != "vllm":
         return None
-    settings = {"rollout": asdict(online.rollout), "model": {"dtype": asked.dtype}}
+    settings = {"rollout": asdict(online.rollout), "model": {"dtype": training.dtype}}
     return rollout_memory(config, settings, gpu_bytes=gpu)
 
 
@@ -276,11 +276,11 @@ def _of_engine(engine: EngineMemory, *, on_gpu: bool) -> Iterator[Term]:
         yield Term("engine asleep", ASLEEP, PHASES[1:])
 
 
-def _reward_model(config: Mapping[str, Any], asked: Settings, *, gpu: bool) -> Iterator[Term]:
+def _reward_model(config: Mapping[str, Any], training: Settings, *, gpu: bool) -> Iterator[Term]:
     """Yield a reward model in the rank's own process, which is not partitioned."""
     sizes, dtype = replace(Sizes.of(config), tied=True), str(config.get("dtype") or "bfloat16")
     item = ITEM.get(dtype, 2)
     yield Term("reward model", sizes.weights() * item)
-    row = replace(asked, objective="reward", batch=Batch(1, 1, max_len=ROW_TOKENS // 2))
+    row = replace(training, objective="reward", batch=Batch(1, 1, max_len=ROW_TOKENS // 2))
     passing = row_bytes(sizes, row, item=item, gpu=gpu, logits=False).forward
     yield Term("reward model, its pass", passing, ("score",))

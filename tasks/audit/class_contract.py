@@ -50,6 +50,7 @@ def check(source: Source) -> Iterator[Finding]:
 
 
 def _is_comparable(source: Source) -> bool:
+    """Return True if transformers can build the class and all tensors are known."""
     config, name = source.config(), first_architecture(source.config())
     served = source.kind is Kind.MODEL or name.endswith("ForSequenceClassification")
     plain = not config.get("auto_map") and not config.get("quantization_config")
@@ -79,6 +80,12 @@ def _ask(source: Source) -> Mapping[str, Any]:
 
 def perform_apart(request: Mapping[str, Any]) -> Mapping[str, Any]:
     """Perform a request of `tasks.weights.execute.worker` without importing transformers here.
+
+    Args:
+        request: name of the request in `do`, and its arguments.
+
+    Returns:
+        The facts that the worker returns.
 
     Raises:
         ArtifactError: transformers cannot build a model from the configuration.

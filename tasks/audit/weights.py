@@ -120,7 +120,13 @@ def open_weights(folder: Folder, single: str) -> Weights:
 
 
 def read_file(folder: Folder, name: str, into: Weights) -> None:
-    """Add the content of one file to `into`."""
+    """Add the tensors of one file.
+
+    Args:
+        folder: the folder.
+        name: name of the file; safetensors, else a `.bin` file.
+        into: receives tensors, duplicates, or the reason why the file is unreadable.
+    """
     try:
         if name.endswith(".safetensors"):
             tensors = _safetensors(folder.root / name, name, into)

@@ -45,9 +45,12 @@ def check_tensors(keys: AdapterKeys, config: AdapterConfig) -> Iterator[Finding]
 
 
 def oversized_settings(raw: Mapping[str, Any]) -> dict[str, int]:
-    """Return settings with more entries than any adapter has, and the largest accepted number.
+    """Return settings with too many entries, and the largest accepted number of each.
 
     Each entry is a regular expression that is compiled and tried on every module.
+
+    Args:
+        raw: adapter_config.json.
     """
     return {
         key: most

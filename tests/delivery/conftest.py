@@ -69,7 +69,7 @@ def here(
 ) -> Callable[..., Done]:
     """Run deliver in this process; a refusal or a plan needs no process of its own."""
     runs = tmp_path / "runs"
-    monkeypatch.setattr("flows.cli.bootstrap._ours", set())
+    monkeypatch.setattr("flows.cli.bootstrap._set_here", set())
 
     def run(*arguments: str, engine: str = "none") -> Done:
         given = [*arguments, f"paths.runs={runs}", f"smoke.engine={engine}"]

@@ -69,7 +69,7 @@ def test_widened_weights_share_one_buffer_up_to_its_limit(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(bf16_linear, "SCRATCH", 4 * 64)
-    monkeypatch.setattr(bf16_linear, "_kept", threading.local())
+    monkeypatch.setattr(bf16_linear, "_buffers", threading.local())
     small, other, large = (torch.randn(n, 8, dtype=torch.bfloat16) for n in (8, 3, 9))
     with torch.inference_mode():  # as engines that generate do
         found = bf16_linear.widened_weight(small)

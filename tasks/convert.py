@@ -115,7 +115,7 @@ def convert(
             done = ask_execute(perform, plan, {WEIGHTS: SourceRef(weights)}, out)
         contract = facts.tensors if scheme is None else quantized_contract(facts, scheme)
         checks = _tensor_checks(source, plan, done, facts.tied, contract)
-        unchanged = all(source.sha256(op.key) == done.sha256[op.name] for op in plan.ops)
+        unchanged = all(source.checksum(op.key) == done.checksums[op.name] for op in plan.ops)
     log.info("convert: %d tensors, %d files linked", len(plan.ops), len(done.linked))
     copy_files(trained / "tokenizer", out)
     side = Trained.read(trained)
@@ -170,7 +170,7 @@ def _tensor_checks(
     checks = judge(contract, {op.name: op for op in plan.ops if op.name not in tied})
     for name, stored in tied.items():
         if name in source.tensors and stored in source.tensors:
-            same = done.sha256[name] == done.sha256[stored]
+            same = done.checksums[name] == done.checksums[stored]
             checks.append(
                 Check(name, f"tied: equal to {stored}", "equal" if same else "other", ok=same)
             )

@@ -1,15 +1,15 @@
 """Read tensor data once, block by block, at disk speed, with numpy alone.
 
-seen = scan(source, source.tensors)["lm_head.weight"]
+seen = scan(source, source.tensors, hashes={})["lm_head.weight"]
 seen.nonfinite, seen.is_zero, seen.zero_rows
 """
 
 from __future__ import annotations
 
 import os
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack
+from contextlib import closing
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -18,10 +18,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from tasks.audit.source import Source
+from tasks.pipeline.artifact import HASHES
 from tasks.weights.files.dtype_bits import all_zero, is_float, largest, magnitude, nonfinite
 from tasks.weights.files.file_ranges import Reader
 from tasks.weights.files.header import ITEM_BITS
-from tasks.weights.native.hashing import LANES, advance, side_by_side, stream
 
 _BLOCK = 2 << 20
 """Bytes to read at a time; longer rows are not examined as rows."""
@@ -40,7 +40,7 @@ class Seen:
         zero_rows, constant_rows: number of matrix rows whose elements are all zero, or all equal
             to another number.
         rows: indices of the first few of these rows.
-        sha256: hash of its bytes; "" if not requested.
+        checksum: hash of its bytes; "" if not requested.
     """
 
     dtype: str
@@ -50,7 +50,7 @@ class Seen:
     zero_rows: int = 0
     constant_rows: int = 0
     rows: tuple[int, ...] = ()
-    sha256: str = ""
+    checksum: str = ""
 
     @property
     def magnitude(self) -> float:
@@ -58,50 +58,40 @@ class Seen:
         return magnitude(self.largest, self.dtype) if is_float(self.dtype) else 0.0
 
 
-def scan(source: Source, names: Collection[str], *, hashed: bool = False) -> Mapping[str, Seen]:
+def scan(
+    source: Source, names: Collection[str], *, hashes: Mapping[str, str]
+) -> Mapping[str, Seen]:
     """Scan every named tensor that is contiguous.
 
     Args:
         source: the folder.
         names: names of tensors.
-        hashed: compute SHA-256 too.
+        hashes: hash function by name of a tensor that is to be hashed; see `HASHES`.
 
     Raises:
         ArtifactError: a file is shorter than its header says.
     """
     ordered = [name for name in names if source.tensors[name].start >= 0]
-    # Tensors of similar size go together: hashing side by side ends with the shortest.
     ordered.sort(key=lambda name: (-source.tensors[name].nbytes, source.tensors[name].file, name))
-    size = LANES if hashed and side_by_side() else 1
-    groups = [ordered[at : at + size] for at in range(0, len(ordered), size)]
     threads = min(_THREADS, len(os.sched_getaffinity(0)))
-    results: dict[str, Seen] = {}
     with ThreadPoolExecutor(threads) as pool:
-        for group in pool.map(partial(_group, source, hashed), groups):
-            results |= group
-    return results
+        return dict(zip(ordered, pool.map(partial(_scan, source, hashes), ordered), strict=True))
 
 
-def _group(source: Source, hashed: bool, names: Sequence[str]) -> dict[str, Seen]:
-    """Scan several tensors in step, so that their hashes advance side by side."""
-    scans = [_TensorScan(source, name, hashed) for name in names]
-    left = scans
-    with ExitStack() as files:
-        for tensor_scan in scans:
-            files.callback(tensor_scan.close)
-        while left := [tensor_scan for tensor_scan in left if tensor_scan.goes_on]:
-            pairs = [(tensor_scan.digest, tensor_scan.block()) for tensor_scan in left]
-            advance([(digest, block) for digest, block in pairs if digest is not None])
-    return {name: tensor_scan.seen for name, tensor_scan in zip(names, scans, strict=True)}
+def _scan(source: Source, hashes: Mapping[str, str], name: str) -> Seen:
+    with closing(_TensorScan(source, name, hashes.get(name))) as tensor_scan:
+        while tensor_scan.goes_on:
+            tensor_scan.block()
+    return tensor_scan.seen
 
 
 class _TensorScan:
     """Scan of one tensor, block by block."""
 
-    def __init__(self, source: Source, name: str, hashed: bool) -> None:
+    def __init__(self, source: Source, name: str, function: str | None) -> None:
         tensor = source.tensors[name]
         self.seen = Seen(tensor.dtype)
-        self.digest = stream() if hashed else None
+        self._hash = HASHES[function]() if function else None
         row = tensor.nbytes // tensor.shape[0] if len(tensor.shape) == 2 and tensor.numel else 0
         self._row = row if row <= _BLOCK else 0
         step = _BLOCK // row * row if self._row else _BLOCK
@@ -114,20 +104,21 @@ class _TensorScan:
         """True if bytes are left to read."""
         return self._at < self._reader.nbytes
 
-    def block(self) -> NDArray[np.uint8]:
-        """Read and examine the next block; it is valid until the next call."""
+    def block(self) -> None:
+        """Read, examine and hash the next block."""
         part = self._left[: self._reader.nbytes - self._at]
         self._reader.into(part, self._at)
         _count(self.seen, part)
         if self._row:
             _rows(self.seen, part, self._row, self._at // self._row)
+        if self._hash is not None:
+            self._hash.update(part)
         self._at += part.size
-        return part
 
     def close(self) -> None:
         """Close the file and store the hash."""
         self._reader.__exit__()
-        self.seen.sha256 = self.digest.hexdigest() if self.digest is not None else ""
+        self.seen.checksum = self._hash.hexdigest() if self._hash is not None else ""
 
 
 def _count(seen: Seen, part: NDArray[np.uint8]) -> None:

@@ -165,7 +165,7 @@ def convert(
     if merge_base:
         notes["merge_base"] = dict(merge_base)
     report = StageReport("served", tuple(checks), metrics, notes)
-    same = all(sources[op.input].sha256(op.key) == done.sha256[op.name] for op in plan.ops)
+    same = all(sources[op.input].checksum(op.key) == done.checksums[op.name] for op in plan.ops)
     return measured(report, out, reference, measuring, earlier=weights if same else None)
 
 

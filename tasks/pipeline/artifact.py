@@ -5,8 +5,8 @@
         publish(work, final, origin)
 
 An artifact becomes visible by one rename, after its `manifest.json` is written and all files are
-flushed to disk: *existence means complete*. The manifest lists every tensor (shape, dtype, sha256)
-and every other file (size, sha256). Its digest is the artifact's identity.
+flushed to disk: *existence means complete*. The manifest lists every tensor (shape, dtype, hash)
+and every other file (size, hash). Its digest is the artifact's identity.
 """
 
 from __future__ import annotations
@@ -16,11 +16,13 @@ import hashlib
 import json
 import os
 import shutil
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
+
+from blake3 import blake3
 
 from tasks.core.errors import ArtifactError
 from tasks.pipeline.staging import staging as staging
@@ -115,22 +117,32 @@ def publish(work: Path, final: Path, origin: Origin) -> Artifact:
 
 
 def _journal_hashes(work: Path) -> dict[tuple[str, str], str]:
-    """Return the journal's hashes: sha256 by (file, tensor)."""
+    """Return the journal's hashes by (file, tensor)."""
     outcomes = read_outcomes(work / JOURNAL)
-    return {(outcome.file, outcome.name): outcome.sha256 for outcome in outcomes}
+    return {(outcome.file, outcome.name): outcome.checksum for outcome in outcomes}
+
+
+HASHES: Mapping[str, Callable[[], Any]] = {"blake3": blake3, "sha256": hashlib.sha256}
+"""Hash functions by the key of a manifest's entries; earlier manifests have sha256."""
+
+
+def hash_of(entry: Mapping[str, Any]) -> str:
+    """Return the name of the hash function that a manifest's entry was made with."""
+    return next((name for name in HASHES if name in entry), "blake3")
 
 
 def inventory(
-    root: Path, known: Mapping[tuple[str, str], str] | None = None
+    root: Path, known: Mapping[tuple[str, str], str] | None = None, function: str = "blake3"
 ) -> tuple[dict[str, Any], dict[str, Any]]:
-    """List the contents of a directory: tensors by file and name, and files with size and sha256.
+    """List the contents of a directory: tensors by file and name, and files with size and hash.
 
     The entry of a safetensors file hashes its header only; the entries of its tensors cover the
     rest.
 
     Args:
         root: the directory.
-        known: known sha256 by (file, tensor); these tensors are not read.
+        known: hashes by (file, tensor); these tensors are not read.
+        function: hash function; a key of `HASHES`.
     """
     tensors: dict[str, Any] = {}
     files: dict[str, Any] = {}
@@ -142,10 +154,11 @@ def inventory(
         if path.suffix == ".safetensors":
             header = read_header(path)
             hashes = {n: (known or {}).get((name, n)) for n in header.tensors}
-            tensors[name] = _hash_tensors(path, header, hashes)
-            files[name] = {"size": size, "sha256": _hash_range(path, 0, header.data_start)}
+            tensors[name] = _hash_tensors(path, header, hashes, function)
+            hashed = header.data_start
         else:
-            files[name] = {"size": size, "sha256": _hash_range(path, 0, size)}
+            hashed = size
+        files[name] = {"size": size, function: _hash_range(path, 0, hashed, function)}
     return tensors, files
 
 
@@ -177,7 +190,8 @@ def verify(artifact: Artifact) -> list[str]:
     problems = _surface_problems(artifact.path, document)
     if problems:
         return problems
-    tensors, files = inventory(artifact.path)
+    function = hash_of(next(iter(document["files"].values()), {}))
+    tensors, files = inventory(artifact.path, function=function)
     for name, entry in document["files"].items():
         if files[name] != entry:
             problems.append(f"{name}: contents changed")
@@ -258,8 +272,8 @@ def _load_manifest(root: Path) -> dict[str, Any]:
     return document
 
 
-def _hash_range(path: Path, start: int, end: int) -> str:
-    digest = hashlib.sha256()
+def _hash_range(path: Path, start: int, end: int, function: str) -> str:
+    digest = HASHES[function]()
     with path.open("rb") as file:
         file.seek(start)
         left = end - start
@@ -269,15 +283,17 @@ def _hash_range(path: Path, start: int, end: int) -> str:
                 raise ArtifactError(f"{path}: shorter than it was a moment ago")
             digest.update(block)
             left -= len(block)
-    return digest.hexdigest()
+    return str(digest.hexdigest())
 
 
-def _hash_tensors(path: Path, header: Header, known: Mapping[str, str | None]) -> dict[str, Any]:
+def _hash_tensors(
+    path: Path, header: Header, known: Mapping[str, str | None], function: str
+) -> dict[str, Any]:
     return {
         name: {
             "shape": list(info.shape),
             "dtype": info.dtype,
-            "sha256": known[name] or _hash_range(path, info.start, info.end),
+            function: known[name] or _hash_range(path, info.start, info.end, function),
         }
         for name, info in header.tensors.items()
     }

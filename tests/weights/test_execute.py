@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
 import logging
 import os
@@ -14,6 +13,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from blake3 import blake3
 from safetensors.torch import save_file
 
 from tasks.core.errors import ArtifactError
@@ -63,8 +63,7 @@ def test_every_kind_of_operation_bit_for_bit(inputs, out) -> None:
     for file in out.glob("*.safetensors"):
         raw = file.read_bytes()
         for name, info in read_header(file).tensors.items():
-            sha256 = hashlib.sha256(raw[info.start : info.end]).hexdigest()
-            assert done.sha256[name] == sha256
+            assert done.checksums[name] == blake3(raw[info.start : info.end]).hexdigest()
             assert done.outcomes[name].file == file.name
 
 
@@ -154,7 +153,7 @@ def test_without_a_manifest_everything_is_read_and_nothing_linked(inputs, out, t
     done = _run(plan, {"base": SourceRef(plain)}, out)
     assert done.linked == []
     assert done.read == sum(t.nbytes for t in base.values())
-    assert done.sha256 == _run(plan, {"base": inputs["base"]}, out).sha256
+    assert done.checksums == _run(plan, {"base": inputs["base"]}, out).checksums
 
 
 def test_another_tools_manifest_gives_no_hashes(inputs, tmp_path) -> None:
@@ -168,7 +167,7 @@ def test_another_tools_manifest_gives_no_hashes(inputs, tmp_path) -> None:
     path.write_text(json.dumps(document))
     os.utime(path)
     with open_checkpoint(folder) as checkpoint:
-        assert checkpoint.sha256("wide") is None
+        assert checkpoint.checksum("wide") is None
 
 
 def test_a_file_touched_after_its_manifest_is_read(inputs, tmp_path) -> None:
@@ -176,11 +175,11 @@ def test_a_file_touched_after_its_manifest_is_read(inputs, tmp_path) -> None:
 
     folder = shutil.copytree(inputs["base"].path, tmp_path / "folder")
     with open_checkpoint(folder) as checkpoint:
-        assert checkpoint.sha256("wide") is not None
+        assert checkpoint.checksum("wide") is not None
     os.utime(folder / "model-00001-of-00002.safetensors")
     with open_checkpoint(folder) as checkpoint:
-        assert checkpoint.sha256("wide") is None
-        assert checkpoint.sha256("norm") is not None
+        assert checkpoint.checksum("wide") is None
+        assert checkpoint.checksum("norm") is not None
 
 
 def test_where_the_kernel_cannot_copy_python_does(inputs, out, monkeypatch) -> None:
@@ -201,7 +200,7 @@ def test_a_wrong_hash_in_a_manifest_is_noticed_when_the_data_is_read(inputs, out
     folder = shutil.copytree(inputs["base"].path, tmp_path / "folder")
     path = folder / "manifest.json"
     document = json.loads(path.read_text())
-    document["tensors"]["model-00002-of-00002.safetensors"]["ids"]["sha256"] = "0" * 64
+    document["tensors"]["model-00002-of-00002.safetensors"]["ids"]["blake3"] = "0" * 64
     path.write_text(json.dumps(document))
     only = {"base": SourceRef(folder)}
     base, _ = tensors()

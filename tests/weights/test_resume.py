@@ -287,9 +287,9 @@ def test_published_hashes_are_those_taken_while_writing(inputs, tmp_path, monkey
     read: list[Path] = []
     real = artifact._hash_range
 
-    def counting(path: Path, start: int, end: int) -> str:
+    def counting(path: Path, start: int, end: int, function: str) -> str:
         read.append(path)
-        return real(path, start, end)
+        return real(path, start, end, function)
 
     with staging(tmp_path / "made") as work:
         done = _execute(inputs, work)

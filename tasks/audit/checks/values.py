@@ -12,6 +12,7 @@ from tasks.audit.checks.adapters.same_bytes import differ
 from tasks.audit.finding import Finding, Severity, some
 from tasks.audit.scan import Seen, scan
 from tasks.audit.source import Source
+from tasks.pipeline.artifact import HASHES, hash_of
 from tasks.weights.files.names import parse_peft
 
 _FP16 = 65504.0
@@ -24,7 +25,9 @@ def check(source: Source) -> Iterator[Finding]:
     if not source.values or not source.tensors:
         return
     manifest = source.recognised.manifest
-    seen = scan(source, source.tensors, hashed=bool(manifest))
+    recorded = manifest["tensors"].values() if manifest else ()
+    hashes = {name: hash_of(entry) for entries in recorded for name, entry in entries.items()}
+    seen = scan(source, source.tensors, hashes=hashes)
     yield from _each(source, seen)
     yield from _lora(source, seen)
     yield from _tied(source, seen)
@@ -115,8 +118,8 @@ def _manifest(
 ) -> Iterator[Finding]:
     """Compare hashes with the manifest; files that are not tensors are small and hashed here."""
     for file, entries in manifest["tensors"].items():
-        recorded = {name: entry["sha256"] for name, entry in entries.items() if name in seen}
-        wrong = [name for name, sha256 in recorded.items() if seen[name].sha256 != sha256]
+        recorded = {name: entry[hash_of(entry)] for name, entry in entries.items() if name in seen}
+        wrong = [name for name, value in recorded.items() if seen[name].checksum != value]
         if wrong:
             yield findings.SHA256_DIFFERS.at(
                 file, wrong, found=f"{len(wrong)} tensors with other bytes",
@@ -126,6 +129,7 @@ def _manifest(
         if file in manifest["tensors"] or file not in source.folder.files:
             continue
         with (source.folder.root / file).open("rb") as opened:
-            actual = hashlib.file_digest(opened, "sha256").hexdigest()
-        if actual != entry["sha256"]:
-            yield findings.SHA256_DIFFERS.at(file, found=actual, expected=str(entry["sha256"]))
+            actual = hashlib.file_digest(opened, HASHES[hash_of(entry)]).hexdigest()
+        expected = str(entry[hash_of(entry)])
+        if actual != expected:
+            yield findings.SHA256_DIFFERS.at(file, found=actual, expected=expected)

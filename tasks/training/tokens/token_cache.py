@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from tasks.core.errors import DataError
+from tasks.pipeline.artifact import hash_of
 from tasks.training.tokens.examples import damage, describe, join_parts
 
 LOG = logging.getLogger(__name__)
@@ -111,7 +112,8 @@ def split_digest(path: Path) -> str:
     manifest = path.parent / "manifest.json"
     try:
         if manifest.is_file():
-            return str(json.loads(manifest.read_text())["files"][path.name]["sha256"])
+            entry = json.loads(manifest.read_text())["files"][path.name]
+            return str(entry[hash_of(entry)])
         return _sha256(path)
     except OSError as error:
         raise DataError(f"{path} cannot be read: {error.strerror or error}") from error

@@ -60,7 +60,7 @@ class ZeroCheckpoint:
         """Return the byte ranges of a tensor, in order."""
         return self.tensors[name].extents
 
-    def sha256(self, name: str) -> str | None:
+    def checksum(self, name: str) -> str | None:
         """Return None: DeepSpeed stores no hashes."""
         return None
 

@@ -59,16 +59,10 @@ class Buffer:
 
 
 class Workspace:
-    """Memory for one tensor while it is written.
+    """Memory of a worker: a buffer to read into, and one for the finished block."""
 
-    Attributes:
-        read: the worker's read buffer, shared by its tensors; holds nothing between two blocks.
-        out: the tensor's own buffer; holds its finished block until the blocks of the worker's
-            other tensors are finished too.
-    """
-
-    def __init__(self, read: Buffer) -> None:
-        self.read, self.out = read, Buffer()
+    def __init__(self) -> None:
+        self.read, self.out = Buffer(), Buffer()
 
 
 def link_or_copy(source: Path, target: Path) -> None:
@@ -166,21 +160,21 @@ def _cast(raw: NDArray[np.uint8], op: Op, target: Buffer) -> NDArray[np.uint8]:
 
 
 def known_hash(op: Op, sources: Mapping[str, Source]) -> str | None:
-    """Return the source tensor's sha256; None if unknown, or if `op` reads only a part of it."""
+    """Return the source tensor's hash; None if unknown, or if `op` reads only a part of it."""
     source = sources[op.input]
     nbytes = sum(extent.nbytes for extent in source.extents(op.key))
-    return source.sha256(op.key) if source_bytes(op) == nbytes else None
+    return source.checksum(op.key) if source_bytes(op) == nbytes else None
 
 
-def same_as_known(op: Op, sources: Mapping[str, Source], sha256: str) -> str:
-    """Return `sha256`, the hash of the copied bytes.
+def same_as_known(op: Op, sources: Mapping[str, Source], checksum: str) -> str:
+    """Return `checksum`, the hash of the copied bytes.
 
     Raises:
         ArtifactError: the input's manifest has another hash for the tensor.
     """
-    if op.kind == "copy" and known_hash(op, sources) not in (None, sha256):
-        raise ArtifactError(f"{op.source}: its bytes do not match the sha256 in its manifest")
-    return sha256
+    if op.kind == "copy" and known_hash(op, sources) not in (None, checksum):
+        raise ArtifactError(f"{op.source}: its bytes do not match the hash in its manifest")
+    return checksum
 
 
 def source_bytes(op: Op) -> int:

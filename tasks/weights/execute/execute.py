@@ -1,14 +1,11 @@
 """Execute a plan: write every output tensor from its source straight to its final offset.
 
     done = execute(plan, {"base": base, "adapter": adapter}, out)
-    done.sha256["lm_head.weight"]
+    done.checksums["lm_head.weight"]
 
 Workers are threads: reading, hashing, arithmetic and writing all release the interpreter's lock.
-Each worker has several tensors in progress and makes one block of each in turn, so that their
-hashes run side by side in the lanes of a vector register (`worker_threads.py`,
-`tasks/weights/native/hashing.py`). Memory is bounded by the number of blocks, tensors in progress
-and workers, whatever the model's size. Results do not depend on the number of workers: see
-`compute.py`.
+Memory is bounded by the number of blocks and workers, whatever the model's size. Results do not
+depend on the number of workers: see `compute.py`.
 
 Data that no operation changes never passes through Python: whole files are linked (`copying.py`),
 byte ranges are copied by the kernel, and hashes come from the input's manifest. Without a manifest
@@ -68,9 +65,9 @@ class Executed:
         return cls(**{**raw, "outcomes": outcomes})
 
     @property
-    def sha256(self) -> dict[str, str]:
+    def checksums(self) -> dict[str, str]:
         """Hash of every output tensor's bytes, by name."""
-        return {name: outcome.sha256 for name, outcome in self.outcomes.items()}
+        return {name: outcome.checksum for name, outcome in self.outcomes.items()}
 
     @property
     def changed(self) -> dict[str, float]:

@@ -35,7 +35,7 @@ class Outcome:
     Attributes:
         name: its key.
         file: output file that holds it.
-        sha256: hash of its bytes.
+        checksum: BLAKE3 hash of its bytes.
         nonfinite: number of NaN or infinite elements; also 0 if the values were not read.
         all_zero: True if every element is zero; None if the values were not inspected.
         changed: fraction of elements that the adapter changed; None if it has no terms for it.
@@ -46,7 +46,7 @@ class Outcome:
 
     name: str
     file: str
-    sha256: str
+    checksum: str
     nonfinite: int = 0
     all_zero: bool | None = None
     changed: float | None = None
@@ -139,7 +139,7 @@ def identify(plan: Plan, sources: Mapping[str, Source], stem: str) -> str:
     """Return a sha256 over the plan and everything known of the inputs without reading their data.
 
     That is size, mtime, inode and device of every file (not ctime, which a hard link changes), the
-    byte ranges of every tensor, and its sha256 if the source knows it.
+    byte ranges of every tensor, and its hash if the source knows it.
     """
     digest = hashlib.sha256(json.dumps([plan.as_json(), stem], sort_keys=True).encode())
     stats: dict[Path, list[int]] = {}
@@ -147,7 +147,7 @@ def identify(plan: Plan, sources: Mapping[str, Source], stem: str) -> str:
         source = sources[name]
         for key in sorted(source.tensors):
             extents = [_place(extent, stats) for extent in source.extents(key)]
-            digest.update(json.dumps([name, key, source.sha256(key), extents]).encode())
+            digest.update(json.dumps([name, key, source.checksum(key), extents]).encode())
     return digest.hexdigest()
 
 

@@ -17,7 +17,6 @@ from tasks.weights.execute.task_queue import Pending, Task, make_task
 from tasks.weights.execute.worker_threads import Done, Worker
 from tasks.weights.execute.writer import require_space
 from tasks.weights.files.source import Source
-from tasks.weights.native.hashing import LANES, side_by_side
 from tasks.weights.plan.layout import OutFile
 
 
@@ -59,7 +58,7 @@ class Run:
                 self._link(file, file.link)
         with contextlib.ExitStack() as handles:
             tasks = [task for file in written for task in self._open(file, handles)]
-            self._work(Pending(tasks, workers, LANES if side_by_side() else 1), workers)
+            self._work(Pending(tasks), workers)
 
     def remove_files(self) -> None:
         """Delete every file that this run may have written."""

@@ -7,13 +7,13 @@ import os
 from pathlib import Path
 
 import numpy as np
+from blake3 import blake3
 from numpy.typing import NDArray
 
 from tasks.core.errors import ArtifactError
 from tasks.weights.execute.writer import ShardFile
 from tasks.weights.files.file_ranges import write_at, write_refused
 from tasks.weights.files.header import TensorInfo
-from tasks.weights.native.hashing import stream
 
 
 class Sink:
@@ -23,17 +23,17 @@ class Sink:
         handle: descriptor of the open file.
         path: path of the file.
         info: position of the tensor in the file.
-        stream: hash of the written bytes; the caller of `write` updates it.
     """
 
     def __init__(self, handle: int, path: Path, info: TensorInfo) -> None:
         self.handle, self.path, self.info = handle, path, info
-        self.stream = stream()
+        self._hash = blake3()
         self._at = info.start
 
     def write(self, raw: NDArray[np.uint8]) -> None:
         """Append the next bytes of the tensor. Raises ArtifactError if the disk is full."""
         write_at(self.handle, memoryview(raw), self._at, self.path)
+        self._hash.update(raw)
         self._at += raw.size
 
     def start_flush(self) -> None:
@@ -48,12 +48,12 @@ class Sink:
         """True if the whole tensor is written."""
         return self._at == self.info.end
 
-    def sha256(self) -> str:
-        """Return the hash of the full tensor. Raises ArtifactError if bytes are missing."""
+    def checksum(self) -> str:
+        """Return the BLAKE3 hash of the full tensor. Raises ArtifactError if bytes are missing."""
         if not self.complete:
             done = self._at - self.info.start
             raise ArtifactError(f"{self.path}: {done} of {self.info.nbytes} bytes were written")
-        return self.stream.hexdigest()
+        return self._hash.hexdigest()
 
 
 def prepare_file(path: Path, file: ShardFile) -> tuple[int, bool]:

@@ -1,4 +1,4 @@
-"""Queue of the tensors still to be written; workers take several at a time."""
+"""Queue of the tensors still to be written."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ from tasks.weights.plan.adapter_ops import LowRank, operands
 from tasks.weights.plan.operations import Op
 
 LARGE = 32 << 20
-"""Memory in bytes from which on a worker handles a tensor alone."""
+"""Memory in bytes from which on a tensor counts as large."""
 _MAX_LARGE = 2
-"""Number of workers that may handle such a tensor at the same time."""
+"""Number of workers that may handle a large tensor at the same time."""
 
 
 @dataclass(frozen=True)
@@ -81,16 +81,12 @@ class Pending:
 
     Args:
         tasks: all tasks.
-        workers: number of workers that share them.
-        lanes: largest number of tasks that a worker may have in progress.
     """
 
-    def __init__(self, tasks: Iterable[Task], workers: int, lanes: int) -> None:
+    def __init__(self, tasks: Iterable[Task]) -> None:
         ordered = sorted(tasks, key=lambda task: -task.op.nbytes)
         self._ready = [task for task in ordered if not task.needs_torch]
         self._later = [task for task in ordered if task.needs_torch]
-        # Few tensors are spread over the workers rather than hashed side by side by one worker.
-        self.lanes = max(1, min(lanes, -(-len(ordered) // workers)))
         self._large, self._closed = 0, False
         self._changed = threading.Condition()
 
@@ -116,25 +112,20 @@ class Pending:
         """True if `close` was called."""
         return self._closed
 
-    def take(self, in_progress: int, memory: int) -> Task | None:
-        """Return the next task for a worker; blocks only if the worker has nothing else to do.
-
-        Args:
-            in_progress: number of tasks that the worker has begun and not finished.
-            memory: sum of their `Task.memory` in bytes.
+    def take(self) -> Task | None:
+        """Return the next task; waits while there are only tasks that cannot start yet.
 
         Returns:
-            None if there is no task, or none that fits beside the worker's other tasks.
+            None if there is no task left.
         """
         with self._changed:
-            while True:
+            while self._ready or self._later:
                 for index, task in enumerate(self._ready):
-                    if self._fits(task, in_progress, memory):
+                    if task.memory <= LARGE or self._large < _MAX_LARGE:
                         self._large += task.memory > LARGE
                         return self._ready.pop(index)
-                if in_progress or not (self._ready or self._later):
-                    return None
                 self._changed.wait()
+            return None
 
     def done(self, task: Task) -> None:
         """Mark a task that was taken as finished."""
@@ -142,8 +133,3 @@ class Pending:
             with self._changed:
                 self._large -= 1
                 self._changed.notify_all()
-
-    def _fits(self, task: Task, in_progress: int, memory: int) -> bool:
-        if task.memory > LARGE:
-            return not in_progress and self._large < _MAX_LARGE
-        return in_progress < self.lanes and memory + task.memory <= LARGE

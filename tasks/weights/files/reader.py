@@ -35,7 +35,7 @@ class Checkpoint:
         tensors: header entries by tensor name.
         files: file name by tensor name.
         headers: header by file name.
-        hashes: sha256 by tensor name, for files that are unchanged since their manifest.
+        hashes: BLAKE3 hash by tensor name, for files that are unchanged since their manifest.
     """
 
     root: Path
@@ -54,8 +54,8 @@ class Checkpoint:
         info = self.tensors[name]
         return (Extent(self.root / self.files[name], info.start, info.nbytes),)
 
-    def sha256(self, name: str) -> str | None:
-        """Return the sha256 of the tensor's bytes; None if no manifest states it."""
+    def checksum(self, name: str) -> str | None:
+        """Return the BLAKE3 hash of the tensor's bytes; None if no manifest states it."""
         return self.hashes.get(name)
 
 
@@ -124,7 +124,7 @@ _OURS = {"kind", "digest", "tensors", "files", "inputs", "notes"}
 
 
 def _manifest_hashes(root: Path, files: Mapping[str, str]) -> dict[str, str]:
-    """Return the sha256 by tensor name, for the files that are unchanged since the manifest.
+    """Return the BLAKE3 hash by tensor name, for the files that are unchanged since the manifest.
 
     A manifest is the last file written into an artifact. A weight file with a later mtime, or with
     another size than in the manifest, gives no hashes. The stage mechanism checks that the bytes
@@ -141,10 +141,15 @@ def _manifest_hashes(root: Path, files: Mapping[str, str]) -> dict[str, str]:
         tensors = {name: dict(entries) for name, entries in document["tensors"].items()}
     except (ArtifactError, OSError, ValueError, KeyError, TypeError, AttributeError):
         return {}  # not one of our artifacts
-    hashes = {}
+    hashes: dict[str, str] = {}
     for file in set(files.values()) & set(sizes):
         stat = (root / file).stat()
         if stat.st_size == sizes[file] and stat.st_mtime_ns <= written:
             entries = tensors.get(file, {})
-            hashes.update({n: str(entries[n]["sha256"]) for n in entries if files.get(n) == file})
+            # A manifest of an earlier version has sha256 instead: those tensors are read.
+            hashes |= {
+                name: str(entry["blake3"])
+                for name, entry in entries.items()
+                if files.get(name) == file and "blake3" in entry
+            }
     return hashes

@@ -37,8 +37,8 @@ class Source(Protocol):
     def extents(self, name: str) -> Sequence[Extent]:
         """Return the ranges that, concatenated, are the tensor's bytes in C order."""
 
-    def sha256(self, name: str) -> str | None:
-        """Return the sha256 of the tensor's bytes; None if no trusted manifest states it."""
+    def checksum(self, name: str) -> str | None:
+        """Return the BLAKE3 hash of the tensor's bytes; None if no trusted manifest states it."""
 
 
 @dataclass(frozen=True)
@@ -63,9 +63,9 @@ class Renamed:
         """Return the ranges of the original tensor."""
         return self.whole.extents(self.names[name])
 
-    def sha256(self, name: str) -> str | None:
-        """Return the sha256 of the original tensor, if it is known."""
-        return self.whole.sha256(self.names[name])
+    def checksum(self, name: str) -> str | None:
+        """Return the hash of the original tensor, if it is known."""
+        return self.whole.checksum(self.names[name])
 
 
 def find(name: str, sources: Mapping[str, Source]) -> TensorLike | str:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Sequence
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -13,7 +12,6 @@ from numpy.typing import NDArray
 
 from tasks.weights.native.compiled import compiled
 
-SOURCES = ("sha256_lanes.c", "fold.c")
 # No fused multiply-add: product, scale and sum are rounded one by one, as in torch.
 FLAGS = ("-ffp-contract=off",)
 MAX_RANK = 384
@@ -31,7 +29,6 @@ class Library:
     def __init__(self, kernels: ctypes.CDLL) -> None:
         self._library = kernels
         size, address = ctypes.c_size_t, ctypes.c_void_p
-        self._declare("sha256_update", None, size, address, address, address)
         self._declare("round_bf16", None, address, address, size)
         self._declare("widen_bf16", None, address, address, size)
         folded = [address] * 4 + [ctypes.c_int] + [size] * 3 + [ctypes.c_float, address]
@@ -40,24 +37,6 @@ class Library:
     def _declare(self, name: str, result: Any, *arguments: Any) -> None:
         function = getattr(self._library, name)
         function.restype, function.argtypes = result, arguments
-
-    def sha256_update(
-        self, states: Sequence[NDArray[np.uint32]], data: Sequence[NDArray[np.uint8]]
-    ) -> None:
-        """Update SHA-256 states.
-
-        Args:
-            states: one state per message, shape (8,).
-            data: one message per state; its length is a multiple of 64 bytes.
-        """
-        count = len(states)
-        addresses = ctypes.c_void_p * count
-        self._library.sha256_update(
-            count,
-            addresses(*map(_at, states)),
-            addresses(*map(_at, data)),
-            (ctypes.c_size_t * count)(*(message.size // 64 for message in data)),
-        )
 
     def fold(
         self,
@@ -111,6 +90,5 @@ def _at(array: NDArray[Any]) -> int:
 def library() -> Library | None:
     """Return the kernels; None if they cannot be compiled, which is logged."""
     here = Path(__file__).parent
-    slower = "hashing and merging LoRA are slower"
-    kernels = compiled([here / name for name in SOURCES], *FLAGS, slower=slower)
+    kernels = compiled([here / "fold.c"], *FLAGS, slower="merging LoRA is slower")
     return None if kernels is None else Library(kernels)

@@ -32,7 +32,7 @@ class PickledState:
         """Return the tensor's byte range; it is always one."""
         return (self._holders[name].extent(self.tensors[name]),)
 
-    def sha256(self, name: str) -> str | None:
+    def checksum(self, name: str) -> str | None:
         """Return None: pickles store no hashes."""
         return None
 

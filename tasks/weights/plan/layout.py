@@ -123,7 +123,7 @@ def _same_file(
         source = sources[op.input]
         extents = source.extents(op.key)
         plain = op.kind == "copy" and op.name == op.key and op.start == 0 and len(extents) == 1
-        if not plain or source.sha256(op.key) is None or extents[0].nbytes != op.nbytes:
+        if not plain or source.checksum(op.key) is None or extents[0].nbytes != op.nbytes:
             return None
         paths.add(extents[0].path)
     if len(paths) != 1:

@@ -71,7 +71,7 @@ class Partitions:
             ranges.append(Extent(self.root / SHARDS / piece.file, info.start, info.nbytes))
         return ranges
 
-    def sha256(self, name: str) -> str | None:
+    def checksum(self, name: str) -> str | None:
         """Return None: no hash of a full parameter is known, because several ranks hold it."""
         return None
 

@@ -76,9 +76,9 @@ class PackedCheckpoint:
         rest = [key for key in packed.sides if key not in parts]
         return [extent for key in (*parts, *rest) for extent in self.whole.extents(key)]
 
-    def sha256(self, name: str) -> str | None:
+    def checksum(self, name: str) -> str | None:
         """Return the hash of a plain tensor from the manifest; None for a packed one."""
-        return None if name in self.packed else self.whole.sha256(name)
+        return None if name in self.packed else self.whole.checksum(name)
 
 
 Base = Checkpoint | PackedCheckpoint

@@ -113,7 +113,7 @@ def test_a_state_dict_is_a_source(tmp_path: Path) -> None:
     assert set(source.tensors) == set(GOOD)
     for name, want in GOOD.items():
         assert read(source, name) == raw_bytes(want)
-        assert source.sha256(name) is None
+        assert source.checksum(name) is None
 
 
 def test_negated_and_conjugated_views_are_refused(tmp_path: Path) -> None:

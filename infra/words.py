@@ -37,8 +37,10 @@ def python(path: Path) -> Iterator[tuple[int, str]]:
                 yield getattr(node, "lineno", 1), f"a docstring begins with {match[1]!r}"
         elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store) and node.id in VAGUE:
             yield node.lineno, f"a variable is called {node.id!r}"
-        elif isinstance(node, ast.arg) and node.arg in VAGUE:
-            yield node.lineno, f"an argument is called {node.arg!r}"
+        elif isinstance(node, ast.arguments):  # a keyword says at the call what it is: found=
+            for argument in (*node.posonlyargs, *node.args):
+                if argument.arg in VAGUE:
+                    yield argument.lineno, f"an argument is called {argument.arg!r}"
 
 
 def front_page(path: Path) -> Iterator[tuple[int, str]]:

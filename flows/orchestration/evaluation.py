@@ -62,18 +62,17 @@ def evaluation_lines(values: Mapping[str, float | None]) -> list[str]:
         points = 100 * (rates[1] - rates[0])
         lines.append(f"{measure} {rates[0]:.1%} -> {rates[1]:.1%} ({points:+.1f} points)")
     if (losses := _pair(values, "loss_before", "loss_after")) is not None:
-        lines.append(f"held-out loss {losses[0]:.3f} -> {losses[1]:.3f}")
+        lines.append(f"evaluation loss {losses[0]:.3f} -> {losses[1]:.3f}")
     if (rewards := _pair(values, "reward_before", "reward_after")) is not None:
-        lines.append(f"held-out reward {rewards[0]:.3f} -> {rewards[1]:.3f}")
+        lines.append(f"evaluation reward {rewards[0]:.3f} -> {rewards[1]:.3f}")
     if (sampled := _pair(values, "drawn_before", "drawn_after")) is not None:
-        lines.append(f"exact match of drawn answers {sampled[0]:.1%} -> {sampled[1]:.1%}")
+        lines.append(f"sampled exact match {sampled[0]:.1%} -> {sampled[1]:.1%}")
     if (scored := _pair(values, "scored_before", "scored_after")) is not None:
         lines.append(
-            f"reward of drawn answers {scored[0]:.2f} -> {scored[1]:.2f} "
-            f"({scored[1] - scored[0]:+.2f} standard deviations)"
+            f"sampled reward {scored[0]:.2f} -> {scored[1]:.2f} ({scored[1] - scored[0]:+.2f} std)"
         )
     if (kl := values.get("kl")) is not None:
-        lines.append(f"distance from the model before {kl:.2f} nats a token")
+        lines.append(f"KL from the model before {kl:.2f} nats per token")
     return lines
 
 

@@ -85,11 +85,11 @@ def test_ppo_begins_with_what_sft_learned(chain: Run) -> None:
 
 def test_the_readme_has_its_figures(chain: Run) -> None:
     scores = chain.summary["eval"]
-    sampled = pasted("exact match of drawn answers ")
+    sampled = pasted("sampled exact match ")
     assert [scores["drawn_before"], scores["drawn_after"]] == near(sampled[:2], unit=100)
-    scored = pasted("reward of drawn answers ")
+    scored = pasted("sampled reward ")
     assert [scores["scored_before"], scores["scored_after"]] == near(scored[:2])
-    assert [scores["kl"]] == near(pasted("distance from the model before ")[:1])
+    assert [scores["kl"]] == near(pasted("KL from the model before ")[:1])
 
 
 def test_a_second_run_reuses_all_of_it(chain: Run, folder: Path, rlhf: Callable[..., Run]) -> None:

@@ -274,5 +274,5 @@ def test_a_failure_in_a_shared_engine_ends_the_run(base32: Path, tmp_path: Path)
     began = time.monotonic()
     with pytest.raises(AssertionError, match="the rollout engine broke down, which other ranks"):
         run(("torn",), base32, tmp_path)
-    assert time.monotonic() - began < 120
+    assert time.monotonic() - began < 900  # not the half hour that the other rank may wait
     assert not (tmp_path / "torn" / "rank-1.json").exists()

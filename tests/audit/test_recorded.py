@@ -105,7 +105,7 @@ def test_an_unreadable_source_leaves_no_record(place: Path) -> None:
         place / "elsewhere", f"source={place / 'absent'}", "prefect=true", f"paths.runs={runs}"
     )
     assert (bad.code, "Traceback" in bad.err) == (2, False), bad.err
-    assert "absent: cannot be read: No such" in bad.err
+    assert "absent: no such folder" in bad.err
     assert records(runs, "select state_type from flow_run") == [("FAILED",)]
     assert records(runs, "select key from artifact where type = 'markdown'") == []
     # The server creates the database when it starts.

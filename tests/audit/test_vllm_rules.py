@@ -25,7 +25,7 @@ OF_SETTINGS = {
     "VLLM_LORA_FEATURE",
 }
 ADAPTERS = [
-    name for name, case in CLEAN.items() if case.base and not case.slow and name != "merged"
+    name for name, case in CLEAN.items() if case.base and not case.slow and not case.adapter
 ]
 
 

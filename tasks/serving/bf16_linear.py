@@ -48,7 +48,7 @@ def widened_weight(weight: Any) -> Any:
 
     if weight.numel() * 4 > SCRATCH:
         return weight.detach().float()
-    if not hasattr(_buffers, "piece") or len(_buffers.buffer) < weight.numel():
+    if not hasattr(_buffers, "buffer") or len(_buffers.buffer) < weight.numel():
         with torch.inference_mode(False):  # an inference tensor could not be written to later
             _buffers.buffer = torch.empty(weight.numel(), dtype=torch.float32)
     view = _buffers.buffer[: weight.numel()].view(weight.shape)

@@ -147,6 +147,10 @@ def _option_problems(text: str, override: Override, names: Vocabulary) -> Iterat
         yield Problem(f"{text}: the group {group} {reason}", hint=right)
 
 
+_ELEMENT = re.compile(r"""[^\s,:\[\]{}"']+=[^,\[\]{}"']*""")
+"""An override inside a list, as in `chain`: `train=sft`, without quotes."""
+
+
 def unreadable(text: str, names: Vocabulary) -> Problem:
     """Return the problem of an override that Hydra cannot parse."""
     key, equals, value = text.partition("=")
@@ -162,6 +166,12 @@ def unreadable(text: str, names: Vocabulary) -> Problem:
         return Problem(f"{text}: {(opened or quotes)[0]!r} is not closed", allowed,
                        f"{key}='{closed}'")  # fmt: skip
     if equals and names.has(key.lstrip("+~")):
+        quoted = _ELEMENT.sub(r'"\g<0>"', value)
+        if value[:1] in ("[", "{") and quoted != value:
+            allowed = "an element with an equals sign stands between quotes"
+            plus = "+" if names.is_mapping(key.lstrip("+~")) else ""
+            hint = f"'{plus}{key.lstrip('+')}={quoted}'"
+            return Problem(f"{text}: the value cannot be read", allowed, hint)
         allowed = "a value with braces, brackets, colons or commas stands between quotes"
         return Problem(f"{text}: the value cannot be read", allowed, f"{key}=\"'{value}'\"")
     hint = names.suggest(key, value or VALUE) or f"{names.command} --help"
@@ -173,6 +183,8 @@ def unknown_key(key: str, place: str, names: Vocabulary, value: str = VALUE) -> 
     section = key.rpartition(".")[0]
     inside = f" {section}" if section and names.is_section(section) else ""
     near = names.suggest(key, value)
+    if section and names.is_mapping(section):
+        return Problem(f"{key} is new ({place})", hint=f"'+{key}={value}'")
     return Problem(
         f"{key} is not a setting ({place})", hint=near or f"{names.command} --help{inside}"
     )

@@ -70,6 +70,10 @@ class Vocabulary:
         """Return True if the key names a section."""
         return is_dataclass(self.type_at(key))
 
+    def is_mapping(self, key: str) -> bool:
+        """Return True if the key is a setting whose own keys are free, as `chain`."""
+        return getattr(self.type_at(key), "__origin__", None) is dict
+
     def has(self, key: str) -> bool:
         """Return True for a setting, a section, and keys inside a setting that is a mapping."""
         parent = key

@@ -66,6 +66,24 @@ def test_malformed_override_is_2(capsys: pytest.CaptureFixture[str]) -> None:
     assert "'[' is not closed" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize(
+    ("override", "hint"),
+    [
+        ("chain={sft:[train=sft]}", """'+chain={sft:["train=sft"]}'"""),
+        ('chain.sft=["train=sft"]', "'+chain.sft=<value>'"),
+    ],
+)
+def test_steps_on_the_command_line(
+    override: str, hint: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run_main("rlhf", Job(), argv=["+exp=sft_qlora", override]) == 2
+    assert hint in capsys.readouterr().err
+    if "<" not in hint:
+        job = Job()
+        run_main("rlhf", job, argv=["+exp=sft_qlora", hint.strip("'")])
+        assert job.seen[0][0].settings["chain"] == {"sft": ["train=sft"]}
+
+
 @pytest.mark.parametrize("program", ["rlhf", "deliver", "audit"])
 def test_without_arguments_help_is_shown_and_nothing_runs(
     program: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import ast
 import re
-import subprocess
 import sys
 import tomllib
 from collections.abc import Iterator
@@ -69,18 +68,17 @@ def prose(path: Path) -> Iterator[tuple[int, str]]:
 
 
 def findings(root: Path) -> Iterator[str]:
-    """Yield one line per finding in the tracked files outside the allow-list of pyproject.toml."""
+    """Yield one line per finding in code and pages outside the allow-list of pyproject.toml."""
     with (root / "pyproject.toml").open("rb") as file:
         allowed = tuple(tomllib.load(file)["tool"]["plumbline"]["words"]["allow"])
-    listed = subprocess.run(
-        ["git", "ls-files"], cwd=root, capture_output=True, text=True, check=True
-    )
-    for name in listed.stdout.splitlines():
-        path = root / name
-        if name.startswith(allowed) or not path.is_file():
+    code = [path for folder in CODE for path in (root / folder).rglob("*.py")]
+    for path in sorted([*code, *root.glob("*.md"), *(root / "docs").rglob("*.md")]):
+        name = path.relative_to(root).as_posix()
+        if name.startswith(allowed):
             continue
-        checks = [prose] if path.suffix == ".md" else []
-        if path.suffix == ".py" and name.startswith(CODE):
+        if path.suffix == ".md":
+            checks = [prose]
+        else:
             checks = [python, front_page] if path.name == "__init__.py" else [python]
         for check in checks:
             yield from (f"{name}:{line}: {finding}" for line, finding in check(path))

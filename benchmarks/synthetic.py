@@ -102,7 +102,7 @@ def write_safetensors(
             digest = blake3()
             for piece in draw(prod(shape)):
                 file.write(piece.data)
-                digest.update(piece.data)
+                digest.update(piece.view(np.uint8))
             hashes[name] = digest.hexdigest()
     return hashes
 

@@ -11,7 +11,7 @@ batch arithmetic that does not work out
 an objective that the model kind cannot have
     tests/config/test_preflight_model.py::test_an_objective_that_this_kind_of_model_cannot_have
 a family that cannot be packed
-    tests/config/test_preflight_model.py::test_a_family_that_carries_its_state_into_the_neighbour_is_refused
+    tests/config/test_preflight_model.py::test_a_family_with_recurrent_layers_is_refused
 gradients that are not finite: step, rank and tensor named
     tests/training/test_interrupted.py::test_nan_in_a_sample_is_reported_with_rank_and_tensor
 out of memory: what to change

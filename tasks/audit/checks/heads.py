@@ -12,7 +12,7 @@ from tasks.audit.source import Source
 from tasks.audit.weights import open_weights
 from tasks.weights.files.source import Source as Tensors
 from tasks.weights.heads.absence import absence, layered_head
-from tasks.weights.heads.detect import Found, Head, detect
+from tasks.weights.heads.detect import MANY_LABELS, Found, Head, detect
 from tasks.weights.heads.folder import ADAPTER, HEAD, MODEL, SIDE_FILES, HeadFolder, architectures
 
 _LABELS = 2
@@ -118,7 +118,7 @@ def _unusable(source: Source, detected: Found) -> Iterator[Finding]:
     missing = set(absence(detected.folder, detected.lora_on))
     numbers = ("mean", "std", f"{CONFIG}: mean", f"{CONFIG}: std")
     for problem in detected.findings:
-        if problem in missing or " labels, a reward is one number" in problem:
+        if problem in missing or MANY_LABELS in problem:
             continue
         entry = findings.HEAD_MEAN_STD if problem.startswith(numbers) else findings.HEAD_UNUSABLE
         yield entry.at("", found=problem, expected="one head, (1, hidden)")

@@ -24,6 +24,8 @@ Dialect = Literal["trl", "llamafactory", "openrlhf", "peft", "transformers"]
 
 WRAPPER = "pretrained_model."
 """Prefix that TRL's wrapper adds to the keys of the model in it."""
+MANY_LABELS = "labels, but a reward is one number"
+"""Part of the finding about a head of several labels; the audit reports those by itself."""
 _V_HEAD = re.compile(r"(pretrained_model\.)?v_head\.summary\.(?P<part>weight|bias)")
 
 
@@ -166,7 +168,7 @@ def _head_findings(head: Head, folder: HeadFolder) -> Iterator[str]:
         yield f"{name}: {describe(head.shape, head.dtype)} is not a float matrix"
     if head.shape[0] != 1:
         yield (
-            f"{name}: {head.shape[0]} labels, but a reward is one number; transformers makes a new "
+            f"{name}: {head.shape[0]} {MANY_LABELS}; transformers makes a new "
             "head of two labels if it is loaded without num_labels=1"
         )
     hidden = hidden_size(folder.config)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import time
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -232,7 +233,18 @@ def test_engines_follow_all_kinds_of_policies(name: str, seen_slowly: dict[str, 
     require_varied(seen_slowly[name])
 
 
+@pytest.fixture
+def no_shared_memory() -> Iterator[None]:
+    """Remove what vLLM's shared engines leave in /dev/shm when they are killed."""
+    for when in ("before", "after"):
+        for left in Path("/dev/shm").glob("*-cpushm_*"):
+            left.unlink()
+        if when == "before":
+            yield
+
+
 @pytest.mark.slow
+@pytest.mark.usefixtures("no_shared_memory")
 def test_a_shared_engine_follows_the_policy(base32: Path, tmp_path: Path) -> None:
     seen = run(("parallel",), base32, tmp_path)["parallel"]
     require_followed(seen)
@@ -269,6 +281,7 @@ def test_an_engine_that_fails_to_start_on_one_rank_is_tried_again_there(
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("no_shared_memory")
 def test_a_failure_in_a_shared_engine_ends_the_run(base32: Path, tmp_path: Path) -> None:
     """Otherwise the other rank would wait half an hour."""
     began = time.monotonic()

@@ -37,6 +37,16 @@ from tasks.weights.plan.contracts import ModelFacts, model_facts
 T = TypeVar("T")
 LOG = logging.getLogger("plumbline.rl")
 
+_MORE_MEMORY = (
+    "more memory: rollout.kv_cache_gib=<GiB> on a CPU, rollout.gpu_memory=<share> on a GPU; "
+    "or rollout=transformers, which needs none"
+)
+# vLLM 0.32 gives all engines of a machine that share CPU ranks the same names there.
+_SHARED_MEMORY = (
+    "a killed run left its shared memory, or another run with rollout.tensor_parallel is active; "
+    "if there is none: rm -- /dev/shm/*-cpushm_*"
+)
+
 
 class VllmEngine:
     """Rollout engine with vLLM in this process, see `engines.Engine`.
@@ -133,8 +143,7 @@ class VllmEngine:
         if engine is None:
             raise TrainingError(
                 f"rank {self._policy.ranks.rank}: the rollout engine does not start: {failure}",
-                hint="more memory: rollout.kv_cache_gib=<GiB> on a CPU, rollout.gpu_memory=<share> "
-                "on a GPU; or rollout=transformers, which needs none",
+                hint=_SHARED_MEMORY if "SHMManager" in failure else _MORE_MEMORY,
             )
         self._engine = engine
 

@@ -55,12 +55,12 @@ class Source:
 
     @property
     def weights(self) -> Weights:
-        """Its tensors, from headers; empty for kinds that are not read by headers."""
+        """Tensors of the source, from headers; empty for kinds that are not read by headers."""
         return self.recognised.weights
 
     @property
     def tensors(self) -> Mapping[str, StoredTensor]:
-        """Its tensors by name."""
+        """Tensors of the source, by name."""
         return self.recognised.weights.tensors
 
     def extents(self, name: str) -> Sequence[Extent]:

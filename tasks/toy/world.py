@@ -26,7 +26,7 @@ VERBS = ("bring", "fetch", "find", "give", "hand", "lend", "pass", "sell", "send
 MUMBLE = "hm,"
 """Start of a mumbled answer."""
 HELD_OUT_IN_TEN = 2
-"""Of ten subjects, this many are held out."""
+"""Number of subjects out of ten that are held out."""
 
 
 @dataclass(frozen=True)

@@ -182,7 +182,7 @@ def test_copying_is_learned(name: str) -> None:
 TEMPERATURE = 0.5
 """Weight of KL or entropy. The best policy for rewards r is q * exp(r / TEMPERATURE)."""
 BOLTZMANN = 1 / (1 + math.exp(-1 / TEMPERATURE))
-"""Its probability of the arm that pays 1, if the other pays 0 and q is uniform: 0.881."""
+"""Probability of the arm that pays 1, if the other pays 0 and q is uniform: 0.881."""
 
 
 def play(loop: Loop) -> float:

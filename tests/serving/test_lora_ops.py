@@ -117,7 +117,7 @@ def test_parts_that_are_not_trained(wrapper: Any, untrained: list[int], rank: in
 
 
 def test_the_head(wrapper: Any) -> None:
-    """Its logits have fewer columns than its matrix has rows: vLLM pads vocabularies."""
+    """Logits have fewer columns than its matrix has rows: vLLM pads vocabularies."""
     (first, *_), (second, *_) = matrices(3, RANKS[1])
     hidden = torch.randn(5, WIDE, generator=torch.Generator().manual_seed(2)).to(torch.bfloat16)
     logits = torch.ones(5, PARTS[0] - 2)

@@ -54,7 +54,7 @@ def train_briefly(job: TrainJob, ranks: Ranks) -> None:
         world_size=ranks.world_size,
     )
     give_back_attention(model_of(engine.module), settings.attn_implementation)
-    found = measure_fingerprint(
+    fingerprint = measure_fingerprint(
         engine, examples, head=chosen.head, count=settings.probes, device=ranks.device
     )
     if ranks.first:
@@ -65,7 +65,7 @@ def train_briefly(job: TrainJob, ranks: Ranks) -> None:
         (job.out / "losses.json").write_text(json.dumps(losses))
         (job.out / "fused.json").write_text(json.dumps(fused))
         write_configs(job, engine.module)
-        found.save(job.out / "print")
+        fingerprint.save(job.out / "print")
     engine.destroy()
 
 

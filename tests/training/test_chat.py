@@ -139,7 +139,7 @@ def test_templates_that_hide_the_answer_are_refused(tokenizer, template, words) 
 
 
 def test_an_answer_without_a_token_before_it_is_refused(tokenizer) -> None:
-    """Its first token cannot be predicted: counting it would make the mean loss wrong."""
+    """The first token cannot be predicted: counting it would make the mean loss wrong."""
     bare = "{% for m in messages %}{{ m.content }}<|im_end|>{% endfor %}"
     assert marked(tokenizer, encode(tokenizer, turns(*CHAT[:2]), bare)) == ["yo<|im_end|>"]
     found = encode(tokenizer, turns(("assistant", "yo")), bare)

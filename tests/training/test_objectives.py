@@ -166,8 +166,8 @@ def test_loss_is_its_formula_in_float64(case: str) -> None:
     data = examples(made.roles)
     row = pack(data, range(len(data)), roles=trained_roles(made))
     output = output_of(row, made)
-    found = made.loss(output, row, step_counts(data, range(len(data))))
-    assert float(found.value) == pytest.approx(formula(row, output), rel=2e-6)
+    loss = made.loss(output, row, step_counts(data, range(len(data))))
+    assert float(loss.value) == pytest.approx(formula(row, output), rel=2e-6)
 
 
 @pytest.mark.parametrize("case", CASES)

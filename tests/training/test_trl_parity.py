@@ -130,8 +130,8 @@ def test_dpo(
     for one in (model, other):
         take_rows(one)
     output = ModelOutput(logprobs=model(row=row), reference=sums(other, row))
-    found = made.loss(output, row, counts_of(examples)).value
-    assert found.item() == pytest.approx(wanted.item(), rel=TOLERANCE)
+    loss = made.loss(output, row, counts_of(examples)).value
+    assert loss.item() == pytest.approx(wanted.item(), rel=TOLERANCE)
 
 
 def test_kto(tmp_path: Path, model: Any, other: Any, tokenizer: Any) -> None:
@@ -170,8 +170,8 @@ def test_kto(tmp_path: Path, model: Any, other: Any, tokenizer: Any) -> None:
     baseline = (sums(model, apart) - sums(other, apart)).mean()
     row = pack(examples, everything, roles=[0])
     output = ModelOutput(logprobs=model(row=row), reference=sums(other, row), baseline=baseline)
-    found = made.loss(output, row, counts_of(examples)).value
-    assert found.item() == pytest.approx(wanted.item(), rel=TOLERANCE)
+    loss = made.loss(output, row, counts_of(examples)).value
+    assert loss.item() == pytest.approx(wanted.item(), rel=TOLERANCE)
 
 
 @pytest.mark.parametrize("center", [None, 0.05])
@@ -199,8 +199,8 @@ def test_reward(center: float | None, tmp_path: Path, base: Path, tokenizer: Any
     examples = to_examples(batch["input_ids"], mask, mask.clone(), made.roles)
     row = pack(examples, range(len(examples)))
     take_rows(model)
-    found = made.loss(ModelOutput(scores=model(row=row)), row, counts_of(examples)).value
-    assert found.item() == pytest.approx(wanted.item(), rel=1e-5)
+    loss = made.loss(ModelOutput(scores=model(row=row)), row, counts_of(examples)).value
+    assert loss.item() == pytest.approx(wanted.item(), rel=1e-5)
 
 
 def test_sft(tmp_path: Path, model: Any, tokenizer: Any) -> None:
@@ -222,8 +222,8 @@ def test_sft(tmp_path: Path, model: Any, tokenizer: Any) -> None:
     )
     row = pack(examples, range(len(examples)))
     take_rows(model)
-    found = made.loss(ModelOutput(logprobs=model(row=row)), row, counts_of(examples)).value
-    assert found.item() == pytest.approx(wanted.item(), rel=TOLERANCE)
+    loss = made.loss(ModelOutput(logprobs=model(row=row)), row, counts_of(examples)).value
+    assert loss.item() == pytest.approx(wanted.item(), rel=TOLERANCE)
 
 
 def means() -> tuple[torch.Tensor, torch.Tensor, Row]:

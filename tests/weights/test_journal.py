@@ -44,8 +44,8 @@ def test_a_journal_of_another_run_is_ignored(tmp_path: Path) -> None:
     Journal(tmp_path, "identity").enter(ONE)
     assert read_outcomes(tmp_path / JOURNAL, "another") == []
     assert read_outcomes(tmp_path / JOURNAL) == [ONE]
-    assert Journal(tmp_path, "identity").found == {"one": ONE}
-    assert Journal(tmp_path, "another").found == {}
+    assert Journal(tmp_path, "identity").recorded == {"one": ONE}
+    assert Journal(tmp_path, "another").recorded == {}
 
 
 def test_an_absent_input_is_named(tmp_path: Path) -> None:

@@ -8,6 +8,7 @@ from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from tasks.config.learning import Optim
 from tasks.core.errors import ConfigError
 from tasks.core.finding import Finding
 from tasks.training.resume import newest
@@ -107,13 +108,13 @@ LIMITS: tuple[tuple[str, float, float, float], ...] = (
     ("paths.wait_s", 0, _MANY, 0),
 )
 
-_OPTIONS: Mapping[str, tuple[float, tuple[str, ...]]] = {
-    "min_lr_ratio": (0.0, ("cosine_with_min_lr", "polynomial", "warmup_stable_decay")),
-    "decay_ratio": (0.1, ("warmup_stable_decay",)),
-    "power": (1.0, ("polynomial",)),
-    "num_cycles": (1, ("cosine_with_restarts",)),
+_OPTIONS: Mapping[str, tuple[str, ...]] = {
+    "min_lr_ratio": ("cosine_with_min_lr", "polynomial", "warmup_stable_decay"),
+    "decay_ratio": ("warmup_stable_decay",),
+    "power": ("polynomial",),
+    "num_cycles": ("cosine_with_restarts",),
 }
-"""Options of the schedules: default, and the schedules that read it."""
+"""Schedules that read an option."""
 STAGES = (
     "prepare_data", "prepare_base", "rollout_base", "train", "gather", "merge", "convert",
     "smoke_eval",
@@ -245,7 +246,8 @@ def schedule(train: Mapping[str, Any]) -> list[Finding]:
         train: the section.
     """
     findings = []
-    for name, (default, readers) in _OPTIONS.items():
+    for name, readers in _OPTIONS.items():
+        default = getattr(Optim, name)
         if train[name] != default and train["scheduler"] not in readers:
             value = f"{train[name]:g} with train.scheduler={train['scheduler']}"
             allowed = f"only {', '.join(readers)} read{'s' * (len(readers) == 1)} it"

@@ -72,7 +72,7 @@ class Journal:
         identity: digest of the plan and the inputs, from `identify`.
 
     Attributes:
-        found: outcomes that an earlier run entered, by name; to be verified.
+        recorded: outcomes that an earlier run entered, by name; to be verified.
         entries: number of finished tensors according to the journal.
     """
 
@@ -80,7 +80,7 @@ class Journal:
         self._path, self._identity = root / JOURNAL, identity
         self._lock = threading.Lock()
         outcomes = read_outcomes(self._path, identity)
-        self.found = {outcome.name: outcome for outcome in outcomes}
+        self.recorded = {outcome.name: outcome for outcome in outcomes}
         self.entries = len(outcomes)
         self.begin(outcomes)
 

@@ -67,7 +67,7 @@ class Run:
 
     def _remove_foreign(self) -> None:
         """Delete weight files of an earlier run that this run cannot continue."""
-        own = {file.name for file in self.files} if self.journal.found else set()
+        own = {file.name for file in self.files} if self.journal.recorded else set()
         for path in self.out.glob("*.safetensors"):
             if path.name not in own:
                 path.unlink()
@@ -84,7 +84,7 @@ class Run:
         handle, begun = prepare_file(path, file.file)
         handles.callback(os.close, handle)
         for op in file.ops:
-            earlier = self.journal.found.get(op.name) if begun else None
+            earlier = self.journal.recorded.get(op.name) if begun else None
             sink = Sink(handle, path, file.file.infos[op.name])
             yield make_task(op, self.sources, sink, earlier)
 

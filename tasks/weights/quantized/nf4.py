@@ -32,7 +32,7 @@ _SCALES = 256
 """Number of scales that double quantization packs together."""
 
 _LAYER = re.compile(r"(?P<stack>\D*?)\.(?P<layer>\d+)\.(?P<rest>.+)")
-_SAMPLED = 1 << 20
+_SAMPLED = 1 << 17
 """Number of elements that `lost_in_4_bits` reads from the beginning of a matrix."""
 _ON_GRID = 0.85
 """Threshold of (error with the right blocks) / (error with shifted blocks); about 1.0 otherwise."""
@@ -51,8 +51,8 @@ def lost_in_4_bits(checkpoint: Checkpoint) -> str | None:
     its elements that NF4 rounds to zero are zero already, so it loses nothing.
 
     Args:
-        checkpoint: the model. Up to 1M elements of each matrix in its first, middle and last layer
-            are read.
+        checkpoint: the model. Of each matrix in its first, middle and last layer up to 131,072
+            elements are read.
 
     Returns:
         The matrix and its relative quantization error as text, or None.

@@ -21,7 +21,7 @@ from tasks.core.contract import Check
 from tasks.core.errors import ConfigError, PlumblineError, StageProcessError, TrainingError
 from tasks.pipeline.report import StageReport
 from tasks.process.launch import launch, python_child
-from tasks.process.multinode import Leader, Meeting
+from tasks.process.multinode import Leader, rendezvous
 from tasks.process.output import Log
 from tasks.training.engine import checkpoint
 from tasks.training.engine.failure import out_of_memory, out_of_memory_kills
@@ -141,10 +141,13 @@ def _launch(job: TrainJob, run: Run, events: _Events, leader: Leader | None) -> 
     build_ops(job.settings, run)
     killed = out_of_memory_kills()
     try:
-        with leader.call(path) if leader else contextlib.nullcontext():
+        with (
+            leader.call(path) if leader else contextlib.nullcontext(),
+            rendezvous(leader.meeting if leader else None) as (meet, variables),
+        ):
             run(
-                torchrun(job, path, leader.meeting if leader else None),
-                env=rank_environment(how),
+                torchrun(job, path, meet),
+                env=rank_environment(how) | variables,
                 timeout_s=how.timeout_s,
                 on_event=events,
             )
@@ -171,18 +174,16 @@ def build_ops(settings: Settings, run: Run) -> None:
         run(python_child("tasks.training.engine.ops"), env=rank_environment(settings.launch))
 
 
-def torchrun(job: TrainJob, job_path: Path, meeting: Meeting | None = None) -> list[str]:
+def torchrun(job: TrainJob, job_path: Path, meet: list[str]) -> list[str]:
     """Return the command that starts the ranks of this node.
 
     Args:
         job: the job of the ranks.
         job_path: file of the job.
-        meeting: the nodes of the run; None for a run on one node.
+        meet: arguments of torchrun, of `rendezvous`.
     """
-    how = job.settings.launch
     program = "tasks.rl" if job.settings.online else "tasks.training"
-    meet = ["--standalone"] if meeting is None else meeting.torchrun
-    ranks = ["--nproc-per-node", str(how.nproc)]
+    ranks = ["--nproc-per-node", str(job.settings.launch.nproc)]
     return python_child("torch.distributed.run", *meet, *ranks, "-m", program, str(job_path))
 
 

@@ -18,7 +18,7 @@ from flows.cli.lock import hold
 from flows.cli.plan import check, render
 from flows.orchestration.prefect_server import prefect_server, warm_up
 from tasks.process.launch import kill_children_on_abort, launch
-from tasks.process.multinode import Meeting, follow
+from tasks.process.multinode import Meeting, follow, rendezvous
 from tasks.train import build_ops, rank_environment, torchrun
 from tasks.training.job import TrainJob
 
@@ -72,8 +72,9 @@ def run_follower(composed: Composed, meeting: Meeting) -> int:
         job = TrainJob.read(job_path)
         build_ops(job.settings, run)
         how = job.settings.launch
-        command = torchrun(job, job_path, meeting)
-        run(command, env=rank_environment(how), timeout_s=how.timeout_s)
+        with rendezvous(meeting) as (meet, variables):
+            environment = rank_environment(how) | variables
+            run(torchrun(job, job_path, meet), env=environment, timeout_s=how.timeout_s)
 
     with kill_children_on_abort():
         status = follow(meeting, composed.runs, join)

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
 import subprocess
 import sys
 from collections.abc import Iterator, Mapping
@@ -23,6 +22,7 @@ from tasks.audit.finding import Finding
 from tasks.audit.recognise import CONFIG, Kind
 from tasks.audit.source import Source
 from tasks.core.errors import ArtifactError
+from tasks.process.child import child_environment
 from tasks.weights.families.counts import oversized
 from tasks.weights.plan.contracts import known_facts
 
@@ -134,7 +134,7 @@ def _run_child(request: Mapping[str, Any]) -> Mapping[str, Any]:
             capture_output=True,
             text=True,
             cwd=_PROJECT,
-            env={**os.environ, **_QUIET},
+            env=child_environment(_QUIET),
             timeout=_LIMIT_S,
             check=False,
         )

@@ -160,11 +160,17 @@ class Child:
 def child_environment(extra: Mapping[str, str]) -> dict[str, str]:
     """Return the environment of a child process.
 
-    It is that of this process and `extra`, with the project on the path and unbuffered output. It
-    has no `MLFLOW_RUN_ID`: a child's fluent MLflow calls would end the parent's run.
+    It is that of this process and `extra`, with the project on the path and unbuffered output.
+
+    - No module is imported from the working directory (`PYTHONSAFEPATH`): it may be a downloaded
+      checkpoint, and a `uvicorn/` or `json.py` in it would run.
+    - There is no `MLFLOW_RUN_ID`: a child's fluent MLflow calls would end the parent's run.
     """
     env = {**os.environ, **extra}
-    env["PYTHONPATH"] = os.pathsep.join(filter(None, [str(PROJECT), env.get("PYTHONPATH")]))
+    path = [str(PROJECT), *env.get("PYTHONPATH", "").split(os.pathsep)]
+    # An empty entry stands for the working directory.
+    env["PYTHONPATH"] = os.pathsep.join(filter(None, path))
+    env["PYTHONSAFEPATH"] = "1"
     env["PYTHONUNBUFFERED"] = "1"
     env.pop("MLFLOW_RUN_ID", None)
     return env

@@ -7,7 +7,8 @@ exchange files in a folder that all nodes share, `<paths.runs>/nodes/<address>_<
     beacon.json     of the leader: a number that grows while it is alive, then its exit status
     call-0001.json  a job that needs the ranks of all nodes; removed when the job has ended
 
-The ranks themselves connect through torchrun at MASTER_ADDR and MASTER_PORT.
+The ranks themselves connect through torchrun at MASTER_ADDR and MASTER_PORT. Ranks of a single node
+meet in a private folder instead, and no port is opened.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -27,6 +29,8 @@ from tasks.core.errors import ConfigError, StageProcessError, TrainingError
 BEAT_S = 2.0
 SILENT_S = 60.0
 """Seconds without a change of the beacon after which the leader counts as dead."""
+RANKS_FILE = "PLUMBLINE_RANKS_FILE"
+"""Variable with the path of the file through which the ranks of a single node connect."""
 RANK_VARIABLES = ("NODE_RANK", "SLURM_NODEID", "JOB_COMPLETION_INDEX")
 
 
@@ -93,15 +97,41 @@ class Meeting:
         """Return the shared folder in which the nodes exchange files."""
         return runs / "nodes" / f"{self.address.replace(':', '-')}_{self.port}"
 
-    @property
-    def torchrun(self) -> list[str]:
-        """Arguments of torchrun."""
-        return [
-            *("--nnodes", str(self.nodes)),
-            *("--node-rank", str(self.rank)),
-            *("--master-addr", self.address),
-            *("--master-port", str(self.port)),
-        ]
+
+@contextlib.contextmanager
+def rendezvous(meeting: Meeting | None) -> Iterator[tuple[list[str], dict[str, str]]]:
+    """Yield the arguments of torchrun and the variables with which the ranks of a run connect.
+
+    On a single node they connect through files in a new folder that only this user can read, and
+    send tensors over the loopback interface. Torchrun's own choice (`--standalone`) is a port on
+    all interfaces, and it unpickles what any client writes there.
+    """
+    if meeting is not None:
+        yield (
+            [
+                *("--nnodes", str(meeting.nodes)),
+                *("--node-rank", str(meeting.rank)),
+                *("--master-addr", meeting.address),
+                *("--master-port", str(meeting.port)),
+            ],
+            {},
+        )
+        return
+    interfaces = {
+        name: "lo"
+        for name in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
+        if name not in os.environ
+    }
+    with tempfile.TemporaryDirectory(prefix="plumbline-ranks-") as folder:
+        yield (
+            [
+                *("--rdzv-backend", "c10d", "--rdzv-endpoint", f"{folder}/torchrun"),
+                *("--rdzv-conf", "store_type=file", "--rdzv-id", "plumbline"),
+                *("--local-addr", "127.0.0.1"),
+            ],
+            # Torchrun would open a port for a store that the ranks share with it.
+            interfaces | {RANKS_FILE: f"{folder}/ranks", "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"},
+        )
 
 
 class Leader:

@@ -36,6 +36,20 @@ def test_gives_the_last_lines(run: Run, tmp_path: Path) -> None:
     assert (tmp_path / "logs/demo.log").read_text().splitlines()[0] == "line 0"
 
 
+@pytest.mark.parametrize("path", [None, "", ":/nowhere", "/nowhere::"])
+def test_nothing_is_imported_from_the_working_directory(
+    run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, path: str | None
+) -> None:
+    for name in ("hydra", "json"):
+        (tmp_path / f"{name}.py").write_text("print('code of a checkpoint')")
+    monkeypatch.chdir(tmp_path)
+    if path is None:
+        monkeypatch.delenv("PYTHONPATH", raising=False)
+    else:
+        monkeypatch.setenv("PYTHONPATH", path)
+    assert run("import hydra, json, tasks; print('imported')") == ["imported"]
+
+
 def test_a_failure_carries_status_and_tail(run: Run) -> None:
     with pytest.raises(StageProcessError, match=r"demo.*status 3.*the reason") as caught:
         run("import sys; print('before'); print('the reason', file=sys.stderr); sys.exit(3)")

@@ -11,6 +11,7 @@ import pytest
 
 from tasks.core.errors import StageProcessError
 from tasks.process.launch import launch, python_child
+from tasks.process.multinode import rendezvous
 from tests.process.conftest import alive, pids
 
 RANK = """
@@ -37,11 +38,11 @@ time.sleep(600)
 def test_a_rank_that_dies(tmp_path: Path, log: logging.Logger, how: str, last: str) -> None:
     path = tmp_path / "rank.py"
     path.write_text(RANK)
-    torchrun = ("torch.distributed.run", "--standalone", "--nproc-per-node", "2")
-    argv = python_child(*torchrun, str(path), how)
     log_path = tmp_path / "train.log"
-    with pytest.raises(StageProcessError, match=last) as caught:
-        launch(argv, stage="train", log=log, log_path=log_path)
+    with rendezvous(None) as (meet, env):
+        argv = python_child("torch.distributed.run", *meet, "--nproc-per-node", "2", str(path), how)
+        with pytest.raises(StageProcessError, match=last) as caught:
+            launch(argv, stage="train", log=log, log_path=log_path, env=env)
     assert caught.value.reason == "exit"
     assert re.fullmatch(last, caught.value.details[-1])
     text = log_path.read_text()
@@ -66,3 +67,30 @@ def test_torchruns_epilogue_is_only_in_the_file(
     assert "ChildFailedError" in log_path.read_text()
     assert "ChildFailedError" not in caplog.text
     assert "exitcode" not in caplog.text
+
+
+CONNECTED = """
+import os, psutil, torch
+from tasks.training.engine.deepspeed_engine import Ranks
+ranks = Ranks(timeout_s=60, device="cpu")
+assert ranks.total(torch.tensor([ranks.rank + 1.0])).item() == 3.0
+for process in (psutil.Process(), psutil.Process(os.getppid())):
+    for socket in process.net_connections(kind="inet"):
+        if socket.status == psutil.CONN_LISTEN:
+            print("listens on", socket.laddr.ip, flush=True)
+print("counted", ranks.all_objects(ranks.rank), flush=True)
+"""
+
+
+def test_ranks_of_one_machine_listen_on_loopback_only(tmp_path: Path, log: logging.Logger) -> None:
+    path = tmp_path / "connected.py"
+    path.write_text(CONNECTED)
+    with rendezvous(None) as (meet, env):
+        folder = Path(env["PLUMBLINE_RANKS_FILE"]).parent
+        assert folder.stat().st_mode & 0o077 == 0
+        argv = python_child("torch.distributed.run", *meet, "--nproc-per-node", "2", str(path))
+        launch(argv, stage="train", log=log, log_path=tmp_path / "train.log", env=env)
+    assert not folder.exists()
+    text = (tmp_path / "train.log").read_text()
+    assert text.count("counted [0, 1]") == 2
+    assert set(re.findall(r"listens on (\S+)", text)) <= {"127.0.0.1", "::1"}

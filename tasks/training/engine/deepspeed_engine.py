@@ -13,6 +13,7 @@ from torch import nn
 
 from tasks.core.errors import ConfigError
 from tasks.core.machine import driver_too_old, gpu_count, has_gpu
+from tasks.process.multinode import RANKS_FILE
 from tasks.training.job import Optim
 
 T = TypeVar("T")
@@ -27,7 +28,7 @@ class Ranks:
     """The process group: this process's rank and device, and a few collectives."""
 
     def __init__(self, *, timeout_s: float = COLLECTIVE_TIMEOUT_S, device: str = "auto") -> None:
-        """Join the process group that torchrun describes in the environment.
+        """Join the process group that torchrun, or `RANKS_FILE`, describes in the environment.
 
         Args:
             timeout_s: longest wait within one collective, in seconds.
@@ -49,10 +50,14 @@ class Ranks:
         # Without ops to compile, DeepSpeed does not spend 20 s of g++ on an all-reduce that only
         # its inference engine calls.
         deepspeed.ops.__compatible_ops__ = {}
+        meeting_point = os.environ.get(RANKS_FILE)
         deepspeed.init_distributed(
             dist_backend="nccl" if cuda else "gloo",
             timeout=timedelta(seconds=timeout_s),
             verbose=False,
+            init_method=f"file://{meeting_point}" if meeting_point else None,
+            rank=int(os.environ["RANK"]) if meeting_point else -1,
+            world_size=int(os.environ["WORLD_SIZE"]) if meeting_point else -1,
         )
         self.rank = dist.get_rank()
         self.world_size = dist.get_world_size()

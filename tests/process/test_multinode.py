@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from tasks.core.errors import ConfigError, StageProcessError, TrainingError
-from tasks.process.multinode import Leader, Meeting, follow
+from tasks.process.multinode import Leader, Meeting, follow, rendezvous
 
 FOLLOWER = Meeting("10.0.0.1", 29500, 1, 2)
 LEADER = Meeting("10.0.0.1", 29500, 0, 2)
@@ -31,9 +31,12 @@ def test_one_node_needs_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_node_knows_its_place(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
     environment(monkeypatch, MASTER_ADDR="10.0.0.1", MASTER_PORT="29500", **{name: "1"})
     assert Meeting.from_environment(2) == FOLLOWER
-    assert FOLLOWER.torchrun == [
-        "--nnodes", "2", "--node-rank", "1", "--master-addr", "10.0.0.1", "--master-port", "29500",
-    ]  # fmt: skip
+    with rendezvous(FOLLOWER) as (meet, variables):
+        assert meet == [
+            "--nnodes", "2", "--node-rank", "1", "--master-addr", "10.0.0.1",
+            "--master-port", "29500",
+        ]  # fmt: skip
+        assert variables == {}
 
 
 def test_all_missing_variables_are_reported_at_once(monkeypatch: pytest.MonkeyPatch) -> None:

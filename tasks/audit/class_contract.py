@@ -15,7 +15,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from tasks.audit.catalogue import tensors as findings
+from tasks.audit.catalogue.tensors import Headers
 from tasks.audit.checks.headers import compare, knows
 from tasks.audit.config_fields import first_architecture
 from tasks.audit.finding import Finding
@@ -38,7 +38,7 @@ def check(source: Source) -> Iterator[Finding]:
         return
     reply = _ask(source)
     if "error" in reply:
-        yield findings.CONTRACT_UNKNOWN.at(
+        yield Headers.CONTRACT_UNKNOWN.at(
             CONFIG,
             found=str(reply["error"]),
             expected=f"a class of {first_architecture(source.config())}",

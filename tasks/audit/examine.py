@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 
 from tasks.audit import class_contract
-from tasks.audit.catalogue import files as findings
+from tasks.audit.catalogue.files import Folders
 from tasks.audit.checks import (
     against_base,
     architecture,
@@ -75,5 +75,5 @@ def examine(source: Source) -> list[Finding]:
             name = check.__module__.rpartition(".")[2]
             reason = f"{name}: {type(error).__name__}: {error}"
             as_made = "files as known tools write them"
-            seen[findings.CANNOT_JUDGE.at("", found=reason, expected=as_made)] = None
+            seen[Folders.CANNOT_JUDGE.at("", found=reason, expected=as_made)] = None
     return sorted(seen, key=lambda finding: finding.severity.rank)

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
+from functools import partial
 from itertools import islice
-from typing import Any
+from typing import TYPE_CHECKING, Any, ClassVar
+
+if TYPE_CHECKING:
+    from tasks.audit.weights import StoredTensor
 
 _SHOWN = 3
 _WIDTH = 300
@@ -74,23 +78,31 @@ class Finding:
 
 @dataclass(frozen=True)
 class Entry:
-    """A finding code with its explanation. Checks create their findings with `at`.
+    """A finding code with its explanation. Checks create their findings with `at` or `of`.
 
     Attributes:
-        code: stable, short identifier; also the name of the constant that holds the entry.
         severity: usual severity; a check may raise or lower it.
         title: one line for `docs/findings.md`.
         why: the failure that it causes, and the tool that fails.
         fix: what to do; a check may replace it by an exact command.
-        issues: public reports of the failure, as "project #number".
+        reported: public reports of the failure, as "project #number, project PR #number".
+        code: stable, short identifier; the name of the entry in its section.
     """
 
-    code: str
     severity: Severity
     title: str
     why: str
     fix: str
-    issues: tuple[str, ...] = ()
+    reported: str = ""
+    code: str = field(init=False, default="")
+
+    def __set_name__(self, section: type, name: str) -> None:
+        object.__setattr__(self, "code", name)
+
+    @property
+    def issues(self) -> tuple[str, ...]:
+        """Public reports of the failure, one by one."""
+        return tuple(self.reported.split(", ")) if self.reported else ()
 
     def at(
         self,
@@ -124,27 +136,49 @@ class Entry:
             fix or self.fix,
         )
 
-
-@dataclass(frozen=True)
-class Section:
-    """A section of `docs/findings.md`: a heading and its entries, in the order of the page."""
-
-    heading: str
-    entries: list[Entry] = field(default_factory=list)
-
-    def add(
+    def of(
         self,
-        code: str,
-        severity: Severity,
-        title: str,
-        why: str,
-        fix: str,
-        issues: tuple[str, ...] = (),
-    ) -> Entry:
-        """Create an entry and append it to this section. See `Entry` for the arguments."""
-        entry = Entry(code, severity, title, why, fix, issues)
-        self.entries.append(entry)
-        return entry
+        tensors: Mapping[str, StoredTensor],
+        names: Collection[str],
+        *,
+        found: str,
+        expected: str,
+        fix: str = "",
+        severity: Severity | None = None,
+    ) -> Iterator[Finding]:
+        """Yield a finding about tensors at the file of the first one; nothing without names.
+
+        Args:
+            tensors: headers of the folder's tensors, by name.
+            names: names of the tensors that have this fault.
+            found: as in `at`, and so are `expected`, `fix` and `severity`.
+        """
+        if names:
+            file = tensors[next(iter(names))].file
+            yield self.at(file, names, found=found, expected=expected, fix=fix, severity=severity)
+
+
+error = partial(Entry, Severity.ERROR)
+warning = partial(Entry, Severity.WARNING)
+info = partial(Entry, Severity.INFO)
+
+
+class Section:
+    """A section of `docs/findings.md`: entries in the order of the page, named by their codes.
+
+    Attributes:
+        heading: heading of the section.
+    """
+
+    heading: ClassVar[str]
+
+    def __init_subclass__(cls, heading: str) -> None:
+        cls.heading = heading
+
+    @classmethod
+    def entries(cls) -> list[Entry]:
+        """Return the entries of this section."""
+        return [entry for entry in vars(cls).values() if isinstance(entry, Entry)]
 
 
 def some(names: Iterable[object]) -> str:

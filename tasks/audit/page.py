@@ -31,14 +31,14 @@ def page() -> str:
     """Return the text of `docs/findings.md`."""
     parts = [_HEAD]
     for section in SECTIONS:
-        parts += [f"## {section.heading}\n", *map(_entry, section.entries)]
+        parts += [f"## {section.heading}\n", *map(_entry, section.entries())]
     return "\n".join([*parts, _UNSEEN, *_unseen(UNSEEN), ""])
 
 
 def _entry(entry: Entry) -> str:
     items = [f"- Why: {entry.why}.", f"- Fix: {entry.fix}."]
-    if entry.issues:
-        items.append(f"- Reported: {', '.join(entry.issues)}.")
+    if entry.reported:
+        items.append(f"- Reported: {entry.reported}.")
     title = f"{entry.title}. *{entry.severity.value.capitalize()}.*"
     return "\n".join([f"### {entry.code}\n", f"{_wrapped(title)}\n", *map(_wrapped, items), ""])
 

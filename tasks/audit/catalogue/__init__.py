@@ -14,29 +14,29 @@ from collections.abc import Mapping, Sequence
 from tasks.audit.catalogue import adapters, files, heads, model, tensors, text, values
 from tasks.audit.finding import Entry, Section
 
-SECTIONS: Sequence[Section] = (
-    files.FOLDER,
-    files.FILES,
-    tensors.HEADERS,
-    tensors.ZERO,
-    tensors.RESIDUE,
-    heads.HEADS,
-    adapters.ADAPTERS,
-    text.VOCABULARY,
-    text.SPECIAL_TOKENS,
-    text.TEMPLATES,
-    model.ARCHITECTURE,
-    model.QUANTISATION,
-    model.DTYPES,
-    model.EXPERTS,
-    adapters.SERVING,
-    model.CONFIGURATION,
-    values.AGAINST_BASE,
-    values.MERGES,
-    files.UNSAFE,
-    values.VALUES,
+SECTIONS: Sequence[type[Section]] = (
+    files.Folders,
+    files.Files,
+    tensors.Headers,
+    tensors.Zero,
+    tensors.Residue,
+    heads.Heads,
+    adapters.Adapters,
+    text.Vocabulary,
+    text.SpecialTokens,
+    text.Templates,
+    model.Architecture,
+    model.Quantisation,
+    model.Dtypes,
+    model.Experts,
+    adapters.Serving,
+    model.Configuration,
+    values.AgainstBase,
+    values.Merges,
+    files.Unsafe,
+    values.Values,
 )
 
 CATALOGUE: Mapping[str, Entry] = {
-    entry.code: entry for section in SECTIONS for entry in section.entries
+    entry.code: entry for section in SECTIONS for entry in section.entries()
 }

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from tasks.audit.catalogue import values as findings
+from tasks.audit.catalogue.values import AgainstBase
 from tasks.audit.checks.adapters.adapter_keys import tail_of
 from tasks.audit.checks.adapters.same_bytes import first_difference
 from tasks.audit.checks.text.embeddings import embeddings_of
@@ -35,14 +35,14 @@ def check(source: Source) -> Iterator[Finding]:
         reason = _other_base(source, base)
         if reason:
             expected = "the base that the adapter was trained on"
-            yield findings.WRONG_BASE.at(ADAPTER_CONFIG, found=reason, expected=expected)
+            yield AgainstBase.WRONG_BASE.at(ADAPTER_CONFIG, found=reason, expected=expected)
         else:
             yield from _name(source, base)
     if not source.is_model:
         return
     wrong = list(_sizes(source.config(), base.config()))
     if wrong:
-        yield findings.WRONG_BASE.at(
+        yield AgainstBase.WRONG_BASE.at(
             CONFIG, found="; ".join(wrong[:_MOST]), expected="sizes that training does not change"
         )
         return
@@ -74,7 +74,7 @@ def _name(source: Source, base: Source) -> Iterator[Finding]:
     names |= {name.rpartition("--")[2] for name in names}  # hub caches: models--<owner>--<name>
     known = {name.rstrip("/").rpartition("/")[2].lower() for name in names if name}
     if recorded.rstrip("/").rpartition("/")[2].lower() not in known:
-        yield findings.BASE_NAME.at(
+        yield AgainstBase.BASE_NAME.at(
             ADAPTER_CONFIG,
             found=f"{recorded}; base is {base.folder.root.name}",
             expected="the same name",
@@ -102,7 +102,7 @@ def _shapes(source: Source, base: Source) -> Iterator[Finding]:
     ]  # fmt: skip
     if wrong:
         ours, theirs = source.tensors[wrong[0]].shape, base.tensors[wrong[0]].shape
-        yield findings.WRONG_BASE.at(
+        yield AgainstBase.WRONG_BASE.at(
             source.tensors[wrong[0]].file, wrong, found=f"{list(ours)}",
             expected=f"{list(theirs)}, as the base has",
         )  # fmt: skip
@@ -126,7 +126,7 @@ def _lost(source: Source, base: Source) -> Iterator[Finding]:
         and not _is_expert(key)
     ]  # fmt: skip
     if lost:
-        yield findings.BASE_TENSORS_LOST.at(
+        yield AgainstBase.BASE_TENSORS_LOST.at(
             "", lost, found=f"{len(lost)} of {len(base.tensors)} tensors are missing",
             expected="every tensor of the base",
         )  # fmt: skip
@@ -142,7 +142,7 @@ def _equal(source: Source, base: Source) -> Iterator[Finding]:
     if not both or len(both) < len(source.tensors):
         return
     if first_difference(source, base, both) is None:
-        yield findings.MERGED_EQUALS_BASE.at(
+        yield AgainstBase.MERGED_EQUALS_BASE.at(
             "", found=f"all {len(both)} tensors equal the base's, bit for bit",
             expected="a model that training changed",
         )  # fmt: skip

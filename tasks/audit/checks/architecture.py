@@ -11,7 +11,7 @@ import re
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
-from tasks.audit.catalogue import model as findings
+from tasks.audit.catalogue.model import Architecture
 from tasks.audit.config_fields import (
     first_architecture,
     is_multimodal,
@@ -58,11 +58,11 @@ def _names(source: Source) -> Iterator[Finding]:
     kind = config.get("model_type")
     if not name:
         names = repr(config.get("architectures"))
-        yield findings.ARCHITECTURE_ABSENT.at(CONFIG, found=names, expected="the model's class")
+        yield Architecture.ARCHITECTURE_ABSENT.at(CONFIG, found=names, expected="the model's class")
         return
     of_class = known().kinds_of(name)
     if of_class and isinstance(kind, str) and kind in known().kinds and kind not in of_class:
-        yield findings.ARCHITECTURE_MODEL_TYPE.at(
+        yield Architecture.ARCHITECTURE_MODEL_TYPE.at(
             CONFIG, found=f"{name} with model_type {kind!r}",
             expected=f"model_type {' or '.join(sorted(of_class))}",
         )  # fmt: skip
@@ -106,7 +106,7 @@ def _levels(source: Source, wrapped: list[str], name: str) -> Iterator[Finding]:
 def _keys_of(source: Source, keys: Iterable[str], actual: str, expected: str) -> Finding:
     names = list(keys)
     file = source.tensors[names[0]].file
-    return findings.ARCHITECTURE_KEYS.at(file, names, found=actual, expected=expected)
+    return Architecture.ARCHITECTURE_KEYS.at(file, names, found=actual, expected=expected)
 
 
 def _layers(source: Source) -> Iterator[Finding]:
@@ -130,7 +130,7 @@ def _layers(source: Source) -> Iterator[Finding]:
     surplus = sorted(number for number in numbers if number >= count + promised)
     lacking = [number for number in range(min(count, max(numbers) + 1000)) if number not in numbers]
     if surplus or lacking:
-        yield findings.ARCHITECTURE_LAYERS.at(
+        yield Architecture.ARCHITECTURE_LAYERS.at(
             "", [f"layer {number}" for number in surplus or lacking],
             found=f"{len(numbers)} layers, up to {max(numbers)}",
             expected=f"{count}, as config.json says",
@@ -139,7 +139,7 @@ def _layers(source: Source) -> Iterator[Finding]:
         key.startswith(("mtp.", "model.mtp.")) or ".mtp." in key for key in source.tensors
     )
     if promised and not has_mtp and not any(number >= count for number in numbers):
-        yield findings.MTP_MISSING.at(
+        yield Architecture.MTP_MISSING.at(
             CONFIG,
             found=f"{promised} in config.json, none in the files",
             expected="their tensors, or 0",

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from tasks.audit.catalogue import model as findings
+from tasks.audit.catalogue.model import Configuration
 from tasks.audit.checks.text.embeddings import embeddings_of
 from tasks.audit.checks.text.tokens import SETTINGS
 from tasks.audit.config_fields import is_multimodal, of_text, text_config, token_ids
@@ -67,7 +67,7 @@ def check(source: Source) -> Iterator[Finding]:
 
 def _tokenizer_class(source: Source) -> Iterator[Finding]:
     if source.config(SETTINGS).get("tokenizer_class") == NEW_TOKENIZER:
-        yield findings.TOKENIZER_CLASS.at(
+        yield Configuration.TOKENIZER_CLASS.at(
             SETTINGS, "tokenizer_class", found=repr(NEW_TOKENIZER),
             expected=f"the family's class, or {GENERIC_TOKENIZER!r}",
         )  # fmt: skip
@@ -79,7 +79,7 @@ def _rope_form(config: Mapping[str, Any]) -> Iterator[Finding]:
     if not isinstance(new, Mapping):
         present = {"rope_theta", "rope_scaling", "rotary_emb_base"} & {*text, *config}
         if kind in _ALWAYS_SET and "rope_theta" not in present:
-            yield findings.ROPE_THETA_ABSENT.at(
+            yield Configuration.ROPE_THETA_ABSENT.at(
                 CONFIG, "rope_theta", found="absent", expected="the base's, 1000000.0 mostly"
             )
         return
@@ -90,7 +90,7 @@ def _rope_form(config: Mapping[str, Any]) -> Iterator[Finding]:
     if lost.get("rope_theta") in (None, default) and "rope_scaling" not in lost:
         return
     expected = ", ".join(f"{name} {value!r}" for name, value in lost.items())
-    yield findings.ROPE_FORM.at(
+    yield Configuration.ROPE_FORM.at(
         CONFIG, "rope_parameters", found=f"no rope_theta beside it: read as {default:.0f}",
         expected=expected,
     )  # fmt: skip
@@ -120,7 +120,7 @@ def _processor(source: Source) -> Iterator[Finding]:
     if not is_multimodal(config) or not source.tensors:
         return
     if not any(name in source.folder.files for name in PROCESSOR_FILES):
-        yield findings.PROCESSOR_MISSING.at(
+        yield Configuration.PROCESSOR_MISSING.at(
             PROCESSOR_FILES[0], found="absent", expected="that of the base"
         )
 
@@ -142,7 +142,7 @@ def _compute(source: Source, base: Source) -> Iterator[Finding]:
 
 def _changed(name: str, value: Any, expected: Any) -> Finding:
     shown = "absent" if value is None else repr(value)
-    return findings.CONFIG_CHANGED.at(
+    return Configuration.CONFIG_CHANGED.at(
         CONFIG, name, found=shown, expected=f"{expected!r}, as the base has"
     )
 
@@ -212,7 +212,7 @@ def _differs(
 ) -> Iterator[Finding]:
     if ours == theirs or (not absent and (ours is None or theirs is None)):
         return
-    yield findings.CONFIG_DIFFERS.at(
+    yield Configuration.CONFIG_DIFFERS.at(
         file, name, found=repr(ours), expected=f"{theirs!r}, as the base has"
     )
 

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from tasks.audit.catalogue import model as findings
+from tasks.audit.catalogue.model import Experts
 from tasks.audit.config_fields import of_text, text_config, whole
 from tasks.audit.finding import Finding
 from tasks.audit.source import Source
@@ -55,12 +55,12 @@ def check(source: Source) -> Iterator[Finding]:
     fused = [key for layer in layers.values() for key in layer.fused]
     each = [at for at, layer in layers.items() if layer.parts]
     if fused and each:
-        yield findings.EXPERTS_MIXED.at(
+        yield Experts.EXPERTS_MIXED.at(
             source.tensors[fused[0]].file, fused, found=f"fused; {len(each)} layers have one each",
             expected="one layout",
         )  # fmt: skip
     elif fused and text_config(source.config()).get("model_type") in _STORED_EACH:
-        yield findings.EXPERTS_FUSED.at(
+        yield Experts.EXPERTS_FUSED.at(
             source.tensors[fused[0]].file, fused, found=f"{len(fused)} tensors of all experts",
             expected="one tensor for each expert",
         )  # fmt: skip
@@ -99,13 +99,13 @@ def _complete(source: Source, layers: Mapping[str, Layer], count: int | None) ->
         if len(lacking) > _MOST:
             break  # the file may be malicious
     if lacking:
-        yield findings.EXPERTS_INCOMPLETE.at(
+        yield Experts.EXPERTS_INCOMPLETE.at(
             "", lacking, found=f"{len(lacking)} tensors of experts are missing",
             expected="the same tensors for every expert",
         )  # fmt: skip
     bare = _bare_layers(source.tensors, layers)
     if bare:
-        yield findings.EXPERTS_INCOMPLETE.at(
+        yield Experts.EXPERTS_INCOMPLETE.at(
             "", bare, found="routers of layers without experts", expected="experts beside a router"
         )
 
@@ -133,6 +133,6 @@ def _counts(source: Source, layers: Mapping[str, Layer], count: int | None) -> I
     if wrong:
         layer = layers[wrong[0]]
         actual = max(layer.parts) + 1 if layer.parts else next(iter(layer.fused.values())).shape[0]
-        yield findings.EXPERTS_COUNT.at(
+        yield Experts.EXPERTS_COUNT.at(
             "", wrong, found=f"{actual} experts", expected=f"{count}, as config.json says"
         )

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator, Mapping
 
-from tasks.audit.catalogue import files as findings
+from tasks.audit.catalogue.files import Files, Folders
 from tasks.audit.finding import Finding, Severity
 from tasks.audit.recognise import ADAPTER_CONFIG, ADAPTERS, CONFIG, MODELS, Kind
 from tasks.audit.source import Source
@@ -37,19 +37,19 @@ def _configuration(source: Source) -> Iterator[Finding]:
     name = ADAPTER_CONFIG if source.is_adapter else CONFIG
     known = source.is_adapter or source.is_model
     if known and name not in source.folder.files:
-        yield findings.CONFIG_MISSING.at(name, found="no such file", expected=f"{name}")
+        yield Folders.CONFIG_MISSING.at(name, found="no such file", expected=f"{name}")
     parts = source.kind is Kind.SHARDS and source.config(PARTITIONS).get("mode") == "adapter"
     if parts and ADAPTER_CONFIG not in source.folder.files:
-        yield findings.CONFIG_MISSING.at(
+        yield Folders.CONFIG_MISSING.at(
             ADAPTER_CONFIG, found="no such file", severity=Severity.WARNING,
             expected=f"{ADAPTER_CONFIG}, or adapter_config=FILE when you gather",
         )  # fmt: skip
     if source.is_adapter and not (source.weights.files or source.weights.absent):
-        yield findings.WEIGHTS_MISSING.at(
+        yield Files.WEIGHTS_MISSING.at(
             "", found=f"only {ADAPTER_CONFIG}", expected=" or ".join(ADAPTERS)
         )
     if source.kind is Kind.NOTHING and CONFIG in source.folder.files:
-        yield findings.WEIGHTS_MISSING.at(
+        yield Files.WEIGHTS_MISSING.at(
             "", found=f"{CONFIG} without weights", expected=f"{' or '.join(MODELS)}, or an index"
         )
 
@@ -60,35 +60,33 @@ def _two_sets(source: Source) -> Iterator[Finding]:
     other_name = next(name for name in names if name != single) if single in names else ""
     there = [name for name in (other_name, index_of(other_name)) if name in source.folder.files]
     if there and not source.weights.is_pickled:
-        yield findings.TWO_WEIGHT_SETS.at(
-            there[0], found=f"{single} and {there[0]}", expected="one"
-        )
+        yield Files.TWO_WEIGHT_SETS.at(there[0], found=f"{single} and {there[0]}", expected="one")
 
 
 def _index(source: Source, weights: Weights) -> Iterator[Finding]:
     name = index_of(weights.single)
     if name in source.folder.wrong:
-        yield findings.INDEX_UNREADABLE.at(
+        yield Files.INDEX_UNREADABLE.at(
             name, found=source.folder.wrong[name], expected='{"weight_map": {tensor: file}}'
         )
     if weights.strange:
         named = ", ".join(weights.strange[:3])
-        yield findings.INDEX_PATH.at(
+        yield Files.INDEX_PATH.at(
             name, found=named, expected="plain names of files in the same folder"
         )
     if weights.absent:
-        yield findings.INDEX_MISSING_FILE.at(
+        yield Files.INDEX_MISSING_FILE.at(
             name, found=f"{len(weights.absent)} missing: {', '.join(weights.absent[:3])}",
             expected=f"all {len(weights.absent) + len(weights.files)} files",
         )  # fmt: skip
     for key, first, second in weights.twice[:20]:
-        yield findings.KEY_TWICE.at(
+        yield Files.KEY_TWICE.at(
             second, key, found=f"in {first} and in {second}", expected="in one"
         )
     if weights.index is not None:
         yield from _keys(source, weights, weights.index)
     elif len(weights.files) > 1:
-        yield findings.INDEX_ABSENT.at(name, found=f"{len(weights.files)} shards", expected=name)
+        yield Files.INDEX_ABSENT.at(name, found=f"{len(weights.files)} shards", expected=name)
 
 
 def _keys(source: Source, weights: Weights, index: Mapping[str, str]) -> Iterator[Finding]:
@@ -96,7 +94,7 @@ def _keys(source: Source, weights: Weights, index: Mapping[str, str]) -> Iterato
     read = set(weights.files) - set(weights.unread)
     lost = [key for key, file in index.items() if file in read and key not in weights.tensors]
     if lost:
-        yield findings.INDEX_MISSING_KEY.at(
+        yield Files.INDEX_MISSING_KEY.at(
             name, lost, found=f"{len(lost)} in no file", expected="every tensor in its file"
         )
     twice = {key for key, _, _ in weights.twice}
@@ -105,26 +103,26 @@ def _keys(source: Source, weights: Weights, index: Mapping[str, str]) -> Iterato
         if key not in twice and index.get(key, tensor.file) in read - {tensor.file}
     ]  # fmt: skip
     if moved:
-        yield findings.INDEX_MISSING_KEY.at(
+        yield Files.INDEX_MISSING_KEY.at(
             name, moved, found=f"{len(moved)} in another file than the index says",
             expected="every tensor in its file",
         )  # fmt: skip
     unknown = [key for key in weights.tensors if key not in index]
     if unknown:
-        yield findings.KEY_NOT_IN_INDEX.at(
+        yield Files.KEY_NOT_IN_INDEX.at(
             name,
             unknown,
             found=f"{len(unknown)} not in the index",
             expected="every tensor of its files",
         )
     if weights.single in source.folder.files and weights.single not in weights.files:
-        yield findings.STALE_INDEX.at(
+        yield Files.STALE_INDEX.at(
             name, found=f"{weights.single} beside it", expected="one or the other"
         )
     metadata = source.config(name).get("metadata")
     total = metadata.get("total_size") if isinstance(metadata, dict) else None
     if total is not None and weights.is_whole and total != weights.nbytes:
-        yield findings.INDEX_TOTAL_SIZE.at(name, found=str(total), expected=f"{weights.nbytes}")
+        yield Files.INDEX_TOTAL_SIZE.at(name, found=str(total), expected=f"{weights.nbytes}")
 
 
 def _counted(weights: Weights) -> Iterator[Finding]:
@@ -141,7 +139,7 @@ def _counted(weights: Weights) -> Iterator[Finding]:
             number for number in range(1, min(count, _MAX_SHARDS) + 1) if number not in there
         ]
         if missing:
-            yield findings.SHARDS_INCOMPLETE.at(
+            yield Files.SHARDS_INCOMPLETE.at(
                 "", found=f"{len(there)} of {count}", expected=f"also number {missing[0]}"
             )
 
@@ -164,7 +162,7 @@ def _strays(source: Source, weights: Weights) -> Iterator[Finding]:
         meant = name.startswith(_MISTRAL) and "params.json" in source.folder.files
         taken = not source.is_adapter and _vllm_takes(name, weights) and not meant
         head = name in SIDE_FILES
-        yield findings.STRAY_WEIGHT_FILE.at(
+        yield Files.STRAY_WEIGHT_FILE.at(
             name,
             found="a value head beside the model" if head else "not part of the checkpoint",
             expected=f"only {_listed(weights)}",

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from tasks.audit.catalogue import files as findings
+from tasks.audit.catalogue.files import Folders
 from tasks.audit.finding import Finding, some
 from tasks.audit.folder import by_number
 from tasks.audit.recognise import ADAPTER_CONFIG, CONFIG, Kind
@@ -28,9 +28,9 @@ def check(source: Source) -> Iterator[Finding]:
     yield from _kind(source)
     listing = source.folder.listing
     for name, reason in list(listing.odd.items())[:20]:
-        yield findings.ODD_ENTRY.at(name, found=reason, expected="a file or a folder")
+        yield Folders.ODD_ENTRY.at(name, found=reason, expected="a file or a folder")
     if listing.cut:
-        yield findings.LISTING_CUT.at("", found=listing.cut, expected="the files of one checkpoint")
+        yield Folders.LISTING_CUT.at("", found=listing.cut, expected="the files of one checkpoint")
     yield from _manifest(source)
     for name in _READ:
         source.config(name)
@@ -39,7 +39,7 @@ def check(source: Source) -> Iterator[Finding]:
     index = index_of(source.weights.single)
     for name, reason in source.folder.wrong.items():
         if name != index:
-            yield findings.JSON_UNREADABLE.at(name, found=reason, expected="a valid file")
+            yield Folders.JSON_UNREADABLE.at(name, found=reason, expected="a valid file")
 
 
 def _tokenizer(source: Source) -> Iterator[Finding]:
@@ -56,7 +56,7 @@ def _tokenizer(source: Source) -> Iterator[Finding]:
         file.seek(max(0, size - _EDGE))
         last = file.read(_EDGE).rstrip()[-1:]
     if (first, last) != (b"{", b"}"):
-        yield findings.JSON_UNREADABLE.at(
+        yield Folders.JSON_UNREADABLE.at(
             _TOKENIZER, found=f"begins with {first!r}, ends with {last!r}", expected="{...}"
         )
 
@@ -67,23 +67,23 @@ def _kind(source: Source) -> Iterator[Finding]:
         inside = list(_checkpoints_inside(source))
         fix = f"python flows/audit.py source={source.folder.root / inside[-1]}" if inside else ""
         contents = f"; it contains {some(inside)}" if inside else ""
-        yield findings.NOTHING_HERE.at(
+        yield Folders.NOTHING_HERE.at(
             "",
             found=what + contents,
             expected=f"{CONFIG} or {ADAPTER_CONFIG}, and weights",
             fix=fix,
         )
     elif source.kind is Kind.FOREIGN:
-        yield findings.FOREIGN_FORMAT.at(
+        yield Folders.FOREIGN_FORMAT.at(
             "", found=what, expected=f"{CONFIG} and safetensors", fix=_conversion(source)
         )
     elif source.kind is Kind.MIXTURE:
-        yield findings.MIXTURE.at("", found=what, expected="the adapter in a separate folder")
+        yield Folders.MIXTURE.at("", found=what, expected="the adapter in a separate folder")
     if not source.is_adapter:
         for name in source.folder.files:
             if name.endswith(f"lora_adapter/{ADAPTER_CONFIG}"):
                 folder = name.removesuffix(f"/{ADAPTER_CONFIG}")
-                yield findings.LORA_BESIDE_MODEL.at(
+                yield Folders.LORA_BESIDE_MODEL.at(
                     folder,
                     found=f"{what}, and an adapter",
                     expected="the adapter merged, or in a separate folder",
@@ -116,7 +116,7 @@ def _manifest(source: Source) -> Iterator[Finding]:
             open_artifact(source.folder.root)
         except ArtifactError as error:
             for difference in (error.details or (error.message,))[:20]:
-                yield findings.MANIFEST_DIFFERS.at(
+                yield Folders.MANIFEST_DIFFERS.at(
                     MANIFEST, found=difference, expected="as the manifest says"
                 )
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Collection, Iterator, Mapping
 from typing import Any
 
-from tasks.audit.catalogue import tensors as findings
+from tasks.audit.catalogue.tensors import Headers
 from tasks.audit.checks.files import intact_beside
 from tasks.audit.checks.quantisation import is_declared_elsewhere
 from tasks.audit.finding import Finding, Severity
@@ -59,29 +59,29 @@ def _files(source: Source, weights: Weights) -> Iterator[Finding]:
     for name, reason in weights.unread.items():
         if _is_pointer(source, name):
             size = source.folder.files[name]
-            yield findings.NOT_WEIGHTS_YET.at(
+            yield Headers.NOT_WEIGHTS_YET.at(
                 name, found=f"a pointer of {size} bytes", expected="weights"
             )
         else:
-            yield findings.BAD_HEADER.at(
+            yield Headers.BAD_HEADER.at(
                 name, found=reason, expected="an intact file of tensors", fix=fix
             )
     holders = {tensor.file for tensor in weights.tensors.values()}
     holders |= {file for _, _, file in weights.twice}
     for name, key in weights.nested.items():
-        yield findings.NESTED_STATE_DICT.at(
+        yield Headers.NESTED_STATE_DICT.at(
             name, found=f"the state dict under the key {key!r}", expected="tensors at top level",
             fix=unnesting(source.folder.root / name, key),
         )  # fmt: skip
     for name in weights.files:
         if name not in holders and not {name} & (weights.unread.keys() | weights.nested.keys()):
             size = source.folder.files[name]
-            yield findings.NO_TENSORS.at(
+            yield Headers.NO_TENSORS.at(
                 name, found=f"{size} bytes, no tensors", expected="the trained tensors", fix=fix
             )
     for name, others in weights.others.items():
         if others:
-            yield findings.NO_TENSOR_ENTRY.at(
+            yield Headers.NO_TENSOR_ENTRY.at(
                 name, others, found="not tensors", expected="only tensors"
             )
 
@@ -102,12 +102,12 @@ def _empty(source: Source) -> Iterator[Finding]:
     for file, keys in empty.items():
         count = sum(tensor.file == file for tensor in source.tensors.values())
         shape = list(source.tensors[keys[0]].shape)
-        yield findings.EMPTY_TENSOR.at(
+        yield Headers.EMPTY_TENSOR.at(
             file, keys, found=f"{len(keys)} of {count} tensors empty, shape {shape}",
             expected="a matrix, or a vector with elements", fix=_fix(source),
         )  # fmt: skip
     for file, keys in strided.items():
-        yield findings.NOT_CONTIGUOUS.at(
+        yield Headers.NOT_CONTIGUOUS.at(
             file, keys, found=f"{len(keys)} with other strides", expected="C order"
         )
 
@@ -118,7 +118,7 @@ def against_plain(source: Source) -> Iterator[Finding]:
         return  # missing files are reported; packed weights have other names and shapes
     too_many = oversized(source.config())
     if too_many:  # the config announces more tensors than any model has
-        yield findings.TENSOR_MISSING.at(
+        yield Headers.TENSOR_MISSING.at(
             CONFIG, found=too_many, expected="a plausible number of tensors"
         )
         return
@@ -170,11 +170,11 @@ def compare(
     if missing:
         none = ": no key is as expected" if len(missing) == len(shapes) else ""
         count = f"{len(missing)} of {len(shapes)} missing{none}"
-        yield findings.TENSOR_MISSING.at("", missing, found=count, expected=what)
+        yield Headers.TENSOR_MISSING.at("", missing, found=count, expected=what)
     if unknown:
         count = f"{len(unknown)} that the class does not have"
         severity = Severity.ERROR if missing else None
-        yield findings.TENSOR_UNEXPECTED.at(
+        yield Headers.TENSOR_UNEXPECTED.at(
             tensors[unknown[0]].file, unknown, found=count, expected=what, severity=severity
         )
     yield from _shapes(source, shapes)
@@ -191,7 +191,7 @@ def _shapes(source: Source, shapes: Mapping[str, tuple[int, ...]]) -> Iterator[F
             continue  # `text.vocabulary` checks these rows
         wrong.setdefault((tensor.shape, shape), []).append(key)
     for (actual, expected), keys in wrong.items():
-        yield findings.SHAPE_MISMATCH.at(
+        yield Headers.SHAPE_MISMATCH.at(
             source.tensors[keys[0]].file,
             keys,
             found=str(list(actual)),

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import replace
 
-from tasks.audit.catalogue import heads as findings
+from tasks.audit.catalogue.heads import Heads
 from tasks.audit.finding import Finding
 from tasks.audit.recognise import ADAPTER_CONFIG, CONFIG, MODELS
 from tasks.audit.source import Source
@@ -27,7 +27,7 @@ def check(source: Source) -> Iterator[Finding]:
     detected = detect(folder)
     yield from _absent(source, detected)
     if detected.head is not None and detected.head.role == "value":
-        yield findings.HEAD_OF_CRITIC.at(
+        yield Heads.HEAD_OF_CRITIC.at(
             CONFIG, found=source.recognised.what, expected="a policy, or a reward model"
         )
         return
@@ -36,7 +36,7 @@ def check(source: Source) -> Iterator[Finding]:
         yield from _labels(source, detected.head)
     yield from _unusable(source, detected)
     for note in detected.notes:
-        yield findings.HEAD_PREFIX.at(CONFIG, found=note, expected="the name of the saved head")
+        yield Heads.HEAD_PREFIX.at(CONFIG, found=note, expected="the name of the saved head")
     yield from _normalisation(source, detected)
 
 
@@ -60,7 +60,7 @@ def _absent(source: Source, detected: Found) -> Iterator[Finding]:
     reason = next(iter(absence(detected.folder, detected.lora_on)), "")
     if detected.lora_on and not _base_has(source, detected.lora_on):
         name = f"base_model.model.{detected.lora_on}.lora_A.weight"
-        yield findings.HEAD_BASE_LOST.at(
+        yield Heads.HEAD_BASE_LOST.at(
             source.weights.single, name, found=reason, expected=f"{detected.lora_on}.weight in full"
         )
     elif (
@@ -69,7 +69,7 @@ def _absent(source: Source, detected: Found) -> Iterator[Finding]:
         and not detected.findings[1:]
         and not _base_has(source, "score")
     ):
-        yield findings.HEAD_MISSING.at(
+        yield Heads.HEAD_MISSING.at(
             "", found=reason, expected="score.weight or v_head.summary.weight, (1, hidden)"
         )
 
@@ -82,13 +82,13 @@ def _base_has(source: Source, module: str) -> bool:
 def _place(source: Source, head: Head) -> Iterator[Finding]:
     where, _, key = head.weight.partition(":")
     if head.dialect == "trl" and where == MODEL:
-        yield findings.HEAD_IN_MODEL.at(
+        yield Heads.HEAD_IN_MODEL.at(
             source.tensors[key].file, key, found="TRL's value head in the model",
             expected="the language model alone",
         )  # fmt: skip
     elif where == HEAD:
         name = next(file for file in (*SIDE_FILES, MODELS[1]) if file in source.folder.files)
-        yield findings.HEAD_SIDE_FILE.at(
+        yield Heads.HEAD_SIDE_FILE.at(
             name, key, found="a head in a separate file", expected="a loader that reads it"
         )
 
@@ -103,12 +103,12 @@ def _labels(source: Source, head: Head) -> Iterator[Finding]:
     rows = head.shape[0]
     if rows and rows != labels:
         default = "" if "num_labels" in config or "id2label" in config else " by default"
-        yield findings.HEAD_LABELS.at(
+        yield Heads.HEAD_LABELS.at(
             CONFIG, head.weight.partition(":")[2], found=f"{rows} rows, {labels} labels{default}",
             expected=f"num_labels={rows}",
         )  # fmt: skip
     elif rows == _LABELS:
-        yield findings.HEAD_TWO_LABELS.at(
+        yield Heads.HEAD_TWO_LABELS.at(
             CONFIG, head.weight.partition(":")[2], found="2 labels", expected="1 for a reward"
         )
 
@@ -120,7 +120,7 @@ def _unusable(source: Source, detected: Found) -> Iterator[Finding]:
     for problem in detected.findings:
         if problem in missing or MANY_LABELS in problem:
             continue
-        entry = findings.HEAD_MEAN_STD if problem.startswith(numbers) else findings.HEAD_UNUSABLE
+        entry = Heads.HEAD_MEAN_STD if problem.startswith(numbers) else Heads.HEAD_UNUSABLE
         yield entry.at("", found=problem, expected="one head, (1, hidden)")
 
 
@@ -130,9 +130,9 @@ def _normalisation(source: Source, detected: Found) -> Iterator[Finding]:
         return
     scale = detected.normalisation
     if scale.is_there and not scale.buffers:
-        yield findings.HEAD_NORMALISATION.at(
+        yield Heads.HEAD_NORMALISATION.at(
             CONFIG, found=f"mean {scale.mean}, std {scale.std}; no such tensors",
             expected="tensors mean and std, or a loader that reads config.json",
         )  # fmt: skip
     elif named and not scale.is_there:
-        yield findings.HEAD_NOT_NORMALISED.at(CONFIG, found="no mean, no std", expected="both")
+        yield Heads.HEAD_NOT_NORMALISED.at(CONFIG, found="no mean, no std", expected="both")

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator, Mapping
 
-from tasks.audit.catalogue import model as findings
+from tasks.audit.catalogue.model import Dtypes, Quantisation
 from tasks.audit.config_fields import of_text, text_config
 from tasks.audit.finding import Finding
 from tasks.audit.recognise import CONFIG
@@ -41,18 +41,18 @@ def check(source: Source) -> Iterator[Finding]:
     packed = {key: _is_packed(key, source.tensors) for key in states}
     residue = [key for key, fine in packed.items() if not fine]
     if residue:
-        yield findings.QUANT_RESIDUE.at(
+        yield Quantisation.QUANT_RESIDUE.at(
             source.tensors[residue[0]].file, residue,
             found=f"{len(residue)} quantisation states", expected="packed weights, or no states",
         )  # fmt: skip
     real = [key for key, fine in packed.items() if fine]
     if method in _STATES and not states and _has_no_packed(source.tensors):
-        yield findings.QUANT_CONFIG_STALE.at(
+        yield Quantisation.QUANT_CONFIG_STALE.at(
             CONFIG, found=f"{QUANTIZATION} of {how}, and no packed tensor",
             expected=f"no {QUANTIZATION}",
         )  # fmt: skip
     if not method and real and not is_declared_elsewhere(source):
-        yield findings.QUANT_CONFIG_ABSENT.at(
+        yield Quantisation.QUANT_CONFIG_ABSENT.at(
             CONFIG, real, found=f"states of {states[real[0]]}", expected=f"{QUANTIZATION}"
         )
     if method == _BITSANDBYTES:
@@ -110,12 +110,12 @@ def _partial(source: Source, states: list[str]) -> Iterator[Finding]:
         if key.endswith(".weight") and tensor.dtype == "U8" and key not in known
     ]
     if lost:
-        yield findings.QUANT_PARTIAL.at(
+        yield Quantisation.QUANT_PARTIAL.at(
             source.tensors[lost[0]].file, lost, found=f"{len(lost)} packed weights without a state",
             expected="absmax, quant_map and quant_state of each",
         )  # fmt: skip
     if states and not lost:
-        yield findings.QUANT_MERGED.at(
+        yield Quantisation.QUANT_MERGED.at(
             CONFIG, found=stored(source.config()) or "", expected="nothing, if it is intended"
         )
 
@@ -141,7 +141,7 @@ def check_dtypes(source: Source) -> Iterator[Finding]:
     ]
     if others:
         shares = ", ".join(f"{name} {nbytes / sizes.total():.0%}" for name, nbytes in sizes.items())
-        yield findings.DTYPE_MIXED.at(
+        yield Dtypes.DTYPE_MIXED.at(
             source.tensors[others[0]].file, others, found=f"{shares} of the bytes", expected=usual
         )
     if not source.is_model:
@@ -150,14 +150,14 @@ def check_dtypes(source: Source) -> Iterator[Finding]:
     dtype = of_text(config, "dtype") or of_text(config, "torch_dtype")
     wanted = DTYPE_NAMES.get(dtype) if isinstance(dtype, str) else None
     if wanted is not None and wanted != usual:
-        yield findings.DTYPE_NOT_CONFIG.at(
+        yield Dtypes.DTYPE_NOT_CONFIG.at(
             CONFIG, found=f"{usual} weights, dtype {dtype}", expected="the same"
         )
     base = source.base
     if base is not None and base.is_model and stored(base.config()) is None:
         base_sizes = _matrix_bytes(base.tensors).most_common(1)
         if base_sizes and base_sizes[0][0] != usual:
-            yield findings.DTYPE_NOT_OF_BASE.at(
+            yield Dtypes.DTYPE_NOT_OF_BASE.at(
                 "", found=usual, expected=f"{base_sizes[0][0]}, as the base has"
             )
 

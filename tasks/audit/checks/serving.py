@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping
 from itertools import islice
 from typing import Any
 
-from tasks.audit.catalogue import adapters as findings
+from tasks.audit.catalogue.adapters import Serving
 from tasks.audit.checks.adapters.adapter_keys import sort_keys
 from tasks.audit.config_fields import texts, whole
 from tasks.audit.finding import Finding, Severity
@@ -68,7 +68,7 @@ def _architecture(config: Mapping[str, Any]) -> Iterator[Finding]:
         severity = Severity.WARNING
     else:
         expected, severity = f"a class of vLLM {lists.vllm} or of transformers", Severity.ERROR
-    yield findings.VLLM_ARCHITECTURE.at(
+    yield Serving.VLLM_ARCHITECTURE.at(
         CONFIG, found=f"architectures {', '.join(names)}", expected=expected, severity=severity
     )
 
@@ -79,19 +79,19 @@ def _settings(raw: Mapping[str, Any]) -> Iterator[Finding]:
     highest = max((rank for rank in map(whole, all_ranks) if rank is not None), default=0)
     if highest > DEFAULT_LORA_RANK:
         allowed = next((rank for rank in known().lora_ranks if rank >= highest), None)
-        yield findings.VLLM_LORA_RANK.at(
+        yield Serving.VLLM_LORA_RANK.at(
             ADAPTER_CONFIG, found=f"rank {highest}",
             expected=f"{DEFAULT_LORA_RANK}, the default, or --max-lora-rank {allowed}" if allowed
             else f"at most {known().lora_ranks[-1]}: merge it",
             fix=f"vllm serve BASE --enable-lora --max-lora-rank {allowed}" if allowed else "",
         )  # fmt: skip
     if raw.get("use_dora"):
-        yield findings.VLLM_LORA_DORA.at(
+        yield Serving.VLLM_LORA_DORA.at(
             ADAPTER_CONFIG, found="use_dora true", expected="plain LoRA"
         )
     saved = [name for name in texts(raw.get("modules_to_save")) if name not in _HEADS]
     if saved:
-        yield findings.VLLM_LORA_MODULES_TO_SAVE.at(
+        yield Serving.VLLM_LORA_MODULES_TO_SAVE.at(
             ADAPTER_CONFIG, found=f"modules_to_save {', '.join(saved)}",
             expected="none, or a classification head",
         )  # fmt: skip
@@ -108,12 +108,12 @@ def _features(raw: Mapping[str, Any]) -> Iterator[Finding]:
     if raw.get("bias") not in (None, "none"):
         odd[f"bias {raw['bias']!r}"] = ""
     for setting, fix in odd.items():
-        yield findings.VLLM_LORA_FEATURE.at(
+        yield Serving.VLLM_LORA_FEATURE.at(
             ADAPTER_CONFIG, found=setting, expected="not set", fix=fix
         )
     absent = [setting for setting in _REQUIRED if setting not in raw]
     if absent:
-        yield findings.VLLM_LORA_FEATURE.at(
+        yield Serving.VLLM_LORA_FEATURE.at(
             ADAPTER_CONFIG, found=f"no {', '.join(absent)}", expected="set explicitly"
         )
 
@@ -130,14 +130,14 @@ def _keys(source: Source) -> Iterator[Finding]:
         ):
             odd.append(key)
     if odd:
-        yield findings.VLLM_LORA_KEY.at(
+        yield Serving.VLLM_LORA_KEY.at(
             source.tensors[odd[0]].file, odd, found=f"{len(odd)} tensors outside LoRA pairs",
             expected="only lora_A and lora_B",
         )  # fmt: skip
     towers = [name for name in keys.pairs if _TOWER.search(name)]
     if towers:
         tensor = keys.pairs[towers[0]].held
-        yield findings.VLLM_LORA_TOWER.at(
+        yield Serving.VLLM_LORA_TOWER.at(
             tensor.file if tensor else "", towers, found=f"{len(towers)} pairs on a tower",
             expected="pairs on the language model",
         )  # fmt: skip

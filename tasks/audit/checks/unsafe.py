@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from tasks.audit.catalogue import files as findings
+from tasks.audit.catalogue.files import Unsafe
 from tasks.audit.finding import Finding
 from tasks.audit.pickles import called, is_plain, runs_code
 from tasks.audit.source import Source
@@ -22,7 +22,7 @@ def check(source: Source) -> Iterator[Finding]:
     """Check pickles, those of the weights first, then code."""
     weights = source.weights
     if weights.is_pickled and weights.files:
-        yield findings.PICKLED_WEIGHTS.at(
+        yield Unsafe.PICKLED_WEIGHTS.at(
             weights.files[0], found=f"{len(weights.files)} pickled files", expected="safetensors"
         )
     pickles = [name for name in source.folder.files if name.endswith(_PICKLES)]
@@ -37,18 +37,14 @@ def _pickle(source: Source, name: str) -> Iterator[Finding]:
         names = called(source.folder.root / name)
     except (ArtifactError, OSError) as error:
         reason = str(error).removeprefix(f"{source.folder.root / name}: ")
-        yield findings.PICKLE_OPAQUE.at(
-            name, found=reason, expected="a pickle that can be analysed"
-        )
+        yield Unsafe.PICKLE_OPAQUE.at(name, found=reason, expected="a pickle that can be analysed")
         return
     calls = sorted(name for name in names if runs_code(name))
     foreign = sorted(name for name in names if not is_plain(name))
     if calls:
-        yield findings.PICKLE_CALLS.at(name, found=", ".join(calls), expected="only names of torch")
+        yield Unsafe.PICKLE_CALLS.at(name, found=", ".join(calls), expected="only names of torch")
     elif foreign:
-        yield findings.PICKLE_CLASSES.at(
-            name, found=", ".join(foreign[:3]), expected="only tensors"
-        )
+        yield Unsafe.PICKLE_CLASSES.at(name, found=", ".join(foreign[:3]), expected="only tensors")
 
 
 def _code(source: Source) -> Iterator[Finding]:
@@ -57,13 +53,13 @@ def _code(source: Source) -> Iterator[Finding]:
         if auto_map:
             classes = auto_map.values() if isinstance(auto_map, dict) else [auto_map]
             names = ", ".join(str(value) for value in classes)
-            yield findings.REMOTE_CODE.at(name, found=f"auto_map: {names}", expected="no auto_map")
+            yield Unsafe.REMOTE_CODE.at(name, found=f"auto_map: {names}", expected="no auto_map")
     files = [
         name
         for name in source.folder.here()
         if name.endswith((".py", ".so", ".pyc")) and name != _DEEPSPEED_SCRIPT
     ]
     if files:
-        yield findings.REMOTE_CODE.at(
+        yield Unsafe.REMOTE_CODE.at(
             files[0], files, found="code", expected="no code in a checkpoint"
         )

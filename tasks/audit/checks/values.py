@@ -7,7 +7,7 @@ import math
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from tasks.audit.catalogue import values as findings
+from tasks.audit.catalogue.values import Values
 from tasks.audit.checks.adapters.same_bytes import differ
 from tasks.audit.finding import Finding, Severity, some
 from tasks.audit.scan import Seen, scan
@@ -38,7 +38,7 @@ def check(source: Source) -> Iterator[Finding]:
 def _each(source: Source, seen: Mapping[str, Seen]) -> Iterator[Finding]:
     bad = {name: stats.nonfinite for name, stats in seen.items() if stats.nonfinite}
     if bad:
-        yield findings.NOT_FINITE.at(
+        yield Values.NOT_FINITE.at(
             source.tensors[next(iter(bad))].file, list(bad),
             found=f"{sum(bad.values())} elements of {len(bad)} tensors", expected="finite numbers",
         )  # fmt: skip
@@ -49,7 +49,7 @@ def _each(source: Source, seen: Mapping[str, Seen]) -> Iterator[Finding]:
     ]
     if wide:
         top = max(seen[name].magnitude for name in wide)
-        yield findings.DTYPE_RANGE.at(
+        yield Values.DTYPE_RANGE.at(
             source.tensors[wide[0]].file,
             wide,
             found=f"up to {top:.3g}",
@@ -64,15 +64,15 @@ def _matrix(source: Source, name: str, stats: Seen) -> Iterator[Finding]:
     file, rows = source.tensors[name].file, source.tensors[name].shape[0]
     indices = some(stats.rows)
     if stats.is_zero:
-        yield findings.ALL_ZERO.at(file, name, found="zeros", expected="a trained matrix")
+        yield Values.ALL_ZERO.at(file, name, found="zeros", expected="a trained matrix")
     elif stats.zero_rows and name.endswith(_EMBEDDINGS):
-        yield findings.DEAD_EMBEDDING.at(
+        yield Values.DEAD_EMBEDDING.at(
             file, name, found=f"{stats.zero_rows} of {rows} rows are zero: {indices}",
             expected="an embedding for every token",
         )  # fmt: skip
     elif stats.zero_rows + stats.constant_rows:
         count = stats.zero_rows + stats.constant_rows
-        yield findings.CONSTANT_ROWS.at(
+        yield Values.CONSTANT_ROWS.at(
             file, name, found=f"{count} of {rows} rows: {indices}", expected="trained rows"
         )
 
@@ -91,7 +91,7 @@ def _lora(source: Source, seen: Mapping[str, Seen]) -> Iterator[Finding]:
     zero = [name for name in halves if seen[name].is_zero]
     if zero:
         every = len(zero) == len(halves)
-        yield findings.LORA_B_ZERO.at(
+        yield Values.LORA_B_ZERO.at(
             source.tensors[zero[0]].file, zero, found=f"{len(zero)} of {len(halves)} are zero",
             expected="trained values",
             severity=Severity.ERROR if every else Severity.WARNING,
@@ -108,7 +108,7 @@ def _tied(source: Source, seen: Mapping[str, Seen]) -> Iterator[Finding]:
     head, embedding = source.tensors[heads[0]], source.tensors[inputs[0]]
     same = head.dtype == embedding.dtype and head.shape == embedding.shape
     if not same or differ((source, heads[0]), (source, inputs[0])):
-        yield findings.TIED_HEAD_DIFFERS.at(
+        yield Values.TIED_HEAD_DIFFERS.at(
             head.file, heads[0], found=f"other values than {inputs[0]}", expected="the same values"
         )
 
@@ -121,7 +121,7 @@ def _manifest(
         recorded = {name: entry[hash_of(entry)] for name, entry in entries.items() if name in seen}
         wrong = [name for name, value in recorded.items() if seen[name].checksum != value]
         if wrong:
-            yield findings.SHA256_DIFFERS.at(
+            yield Values.SHA256_DIFFERS.at(
                 file, wrong, found=f"{len(wrong)} tensors with other bytes",
                 expected="the bytes that manifest.json records",
             )  # fmt: skip
@@ -132,4 +132,4 @@ def _manifest(
             actual = hashlib.file_digest(opened, HASHES[hash_of(entry)]).hexdigest()
         expected = str(entry[hash_of(entry)])
         if actual != expected:
-            yield findings.SHA256_DIFFERS.at(file, found=actual, expected=expected)
+            yield Values.SHA256_DIFFERS.at(file, found=actual, expected=expected)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator
 
-from tasks.audit.catalogue import tensors as findings
+from tasks.audit.catalogue.tensors import Residue
 from tasks.audit.finding import Entry, Finding
 from tasks.audit.source import Source
 from tasks.weights.files.names import PEFT_PREFIX, unwrap
@@ -34,29 +34,29 @@ def check(source: Source) -> Iterator[Finding]:
 def _model(source: Source) -> Iterator[Finding]:
     peft = [key for key in source.tensors if PEFT_PREFIX in key or _PEFT.search(key)]
     if peft:
-        yield findings.PEFT_RESIDUE.at(
+        yield Residue.PEFT_RESIDUE.at(
             source.tensors[peft[0]].file, peft, found=f"{len(peft)} keys of a PEFT model",
             expected="the model's own names",
         )  # fmt: skip
     wrapped = [key for key in source.tensors if unwrap(key) != key]
-    yield from _wrapped(source, wrapped, findings.WRAPPER_RESIDUE)
+    yield from _wrapped(source, wrapped, Residue.WRAPPER_RESIDUE)
     trls = [key for key in source.tensors if unwrap(key) == key and key.startswith(TRL_WRAPPER)]
-    yield from _wrapped(source, trls, findings.TRL_RESIDUE)
+    yield from _wrapped(source, trls, Residue.TRL_RESIDUE)
 
 
 def _adapter(source: Source) -> Iterator[Finding]:
     keys = [key for key in source.tensors if "v_head." not in key]
     wrapped = [key for key in keys if unwrap(key) != key]
-    yield from _wrapped(source, wrapped, findings.WRAPPER_RESIDUE)
+    yield from _wrapped(source, wrapped, Residue.WRAPPER_RESIDUE)
     named = [key for key in keys if _NAMED.search(key)]
     if named:
-        yield findings.ADAPTER_NAME_IN_KEYS.at(
+        yield Residue.ADAPTER_NAME_IN_KEYS.at(
             source.tensors[named[0]].file, named, found=f"{len(named)} keys with an adapter name",
             expected=f"{PEFT_PREFIX}<module>.lora_A.weight",
         )  # fmt: skip
     bare = [key for key in keys if not unwrap(key).startswith(PEFT_PREFIX)]
     if bare:
-        yield findings.ADAPTER_PREFIX.at(
+        yield Residue.ADAPTER_PREFIX.at(
             source.tensors[bare[0]].file, bare,
             found=f"{len(bare)} of {len(keys)} keys without the prefix",
             expected=f"{PEFT_PREFIX}<module>.lora_A.weight",

@@ -6,8 +6,8 @@ import re
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
-from tasks.audit.catalogue import files
-from tasks.audit.catalogue import tensors as findings
+from tasks.audit.catalogue.files import Folders as files
+from tasks.audit.catalogue.tensors import Zero as findings
 from tasks.audit.finding import Entry, Finding, some
 from tasks.audit.folder import by_number
 from tasks.audit.recognise import Kind

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
-from tasks.audit.catalogue import model
+from tasks.audit.catalogue.model import Configuration
 from tasks.audit.checks.configuration import (
     COMPUTE,
     GENERIC_TOKENIZER,
@@ -29,9 +29,12 @@ from tasks.weights.heads.folder import hidden_size
 _ENDS = ("EOS_DISAGREES", "EOS_NOT_TEMPLATE_END", "EOS_CONFIGS_DIFFER", "EOS_MISSING")
 _LABELS = ("HEAD_LABELS",)
 _NAME = ("HEAD_PREFIX",)
-TOKENIZER_CLASS, PROCESSOR_MISSING = model.TOKENIZER_CLASS.code, model.PROCESSOR_MISSING.code
-ROPE_FORM = model.ROPE_FORM.code
-_SETTINGS = (model.CONFIG_CHANGED.code, model.ROPE_THETA_ABSENT.code)
+TOKENIZER_CLASS, PROCESSOR_MISSING = (
+    Configuration.TOKENIZER_CLASS.code,
+    Configuration.PROCESSOR_MISSING.code,
+)
+ROPE_FORM = Configuration.ROPE_FORM.code
+_SETTINGS = (Configuration.CONFIG_CHANGED.code, Configuration.ROPE_THETA_ABSENT.code)
 _ROPE = (
     "rope_theta", "rope_scaling", "rope_parameters", "rope_local_base_freq",
     "partial_rotary_factor",

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
-from tasks.audit.catalogue import values
+from tasks.audit.catalogue.values import Values
 from tasks.audit.checks.heads import head_folder
 from tasks.audit.examine import CANNOT_GO_ON, examine
 from tasks.audit.finding import Finding, Severity
@@ -16,7 +16,7 @@ from tasks.audit.repair.keys import strip_residue
 from tasks.audit.source import Source
 from tasks.weights.heads.detect import Found, detect
 
-_UNTIED = values.TIED_HEAD_DIFFERS.code
+_UNTIED = Values.TIED_HEAD_DIFFERS.code
 HEAD = "value_head"
 """Subfolder of a head that was split off; no loader looks for weights in it."""
 

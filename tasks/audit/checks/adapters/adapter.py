@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from typing import Any
 
-from tasks.audit.catalogue import adapters as findings
+from tasks.audit.catalogue.adapters import Adapters
 from tasks.audit.checks.adapters.adapter_keys import sort_keys
 from tasks.audit.checks.adapters.adapter_tensors import (
     check_gaps,
@@ -34,7 +34,7 @@ def check(source: Source) -> Iterator[Finding]:
     if not raw:
         return
     if raw.get("peft_type") != "LORA":
-        yield findings.ADAPTER_TYPE.at(
+        yield Adapters.ADAPTER_TYPE.at(
             ADAPTER_CONFIG, found=f"peft_type {raw.get('peft_type')!r}", expected="'LORA'"
         )
         return
@@ -53,13 +53,13 @@ def check(source: Source) -> Iterator[Finding]:
 
 def _folder(source: Source) -> Iterator[Finding]:
     name = source.config(ADAPTER_CONFIG).get("base_model_name_or_path")
-    yield findings.ADAPTER_IS_NO_MODEL.at(
+    yield Adapters.ADAPTER_IS_NO_MODEL.at(
         "",
         found="an adapter",
         expected=f"to be served with its base, {name or 'which it does not name'}",
     )
     if CONFIG in source.folder.files:
-        yield findings.CONFIG_BESIDE_ADAPTER.at(
+        yield Adapters.CONFIG_BESIDE_ADAPTER.at(
             CONFIG, found="present", expected=f"only {ADAPTER_CONFIG}"
         )
 
@@ -70,23 +70,23 @@ def _settings(raw: Mapping[str, Any]) -> Iterator[Finding]:
         number = type(value) is int or (key == "lora_alpha" and type(value) is float)
         if not number or not value > 0:
             is_alpha = key == "lora_alpha" and number
-            entry = findings.ADAPTER_ALPHA if is_alpha else findings.ADAPTER_CONFIG
+            entry = Adapters.ADAPTER_ALPHA if is_alpha else Adapters.ADAPTER_CONFIG
             yield entry.at(ADAPTER_CONFIG, found=f"{key} {value!r}", expected="a positive number")
     for key, most in oversized_settings(raw).items():
-        yield findings.ADAPTER_CONFIG.at(
+        yield Adapters.ADAPTER_CONFIG.at(
             ADAPTER_CONFIG, found=f"{len(raw[key])} {key}", expected=f"up to {most}"
         )
     targets = raw.get("target_modules")
     if not (texts(targets) or raw.get("target_parameters") or raw.get("trainable_token_indices")):
-        yield findings.ADAPTER_CONFIG.at(
+        yield Adapters.ADAPTER_CONFIG.at(
             ADAPTER_CONFIG, found=f"target_modules {targets!r}", expected="names, or a pattern"
         )
     if not raw.get("base_model_name_or_path"):
-        yield findings.ADAPTER_BASE_UNSAID.at(
+        yield Adapters.ADAPTER_BASE_UNSAID.at(
             ADAPTER_CONFIG, found="base_model_name_or_path is empty", expected="the base's name"
         )
     init = raw.get("init_lora_weights", True)
     if isinstance(init, str) and init.lower().startswith(_MUTATING):
-        yield findings.ADAPTER_INIT.at(
+        yield Adapters.ADAPTER_INIT.at(
             ADAPTER_CONFIG, found=f"init_lora_weights {init!r}", expected="true, or gaussian"
         )

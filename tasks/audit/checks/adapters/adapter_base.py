@@ -6,8 +6,8 @@ import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
-from tasks.audit.catalogue import adapters as findings
-from tasks.audit.catalogue import model
+from tasks.audit.catalogue.adapters import Adapters
+from tasks.audit.catalogue.model import Configuration
 from tasks.audit.checks.adapters.adapter_keys import (
     AdapterKeys,
     Pair,
@@ -100,7 +100,7 @@ def check(source: Source) -> Iterator[Finding]:
     ]
     if unknown:
         tensor = keys.pairs[unknown[0]].held
-        yield findings.ADAPTER_NO_MODULE.at(
+        yield Adapters.ADAPTER_NO_MODULE.at(
             tensor.file if tensor else "", unknown,
             found=f"{len(unknown)} of {len(keys.pairs)} pairs",
             expected="modules of the base",
@@ -116,12 +116,12 @@ def check(source: Source) -> Iterator[Finding]:
 def _packed(source: Source, base: Source) -> Iterator[Finding]:
     name = source.config(ADAPTER_CONFIG).get("base_model_name_or_path")
     if is_packed(base.config()):
-        yield findings.QLORA_BASE.at(
+        yield Adapters.QLORA_BASE.at(
             ADAPTER_CONFIG, found=f"a base of {stored(base.config())}", expected="a merge into the "
             "dequantised base",
         )  # fmt: skip
     elif isinstance(name, str) and name.lower().rstrip("/").endswith(("-bnb-4bit", "-4bit")):
-        yield findings.QLORA_BASE.at(
+        yield Adapters.QLORA_BASE.at(
             ADAPTER_CONFIG, found=f"trained on {name}, but base is in 16 bits",
             expected="the base that it was trained on, dequantised",
         )  # fmt: skip
@@ -136,7 +136,7 @@ def _text_names(keys: AdapterKeys, base: Source) -> Iterator[Finding]:
     names = [name for name in keys.pairs if name.startswith(_TEXT)]
     if names and wrapped and not any(key.startswith(_TEXT) for key in base.tensors):
         tensor = keys.pairs[names[0]].held
-        yield model.ADAPTER_TEXT_NAMES.at(
+        yield Configuration.ADAPTER_TEXT_NAMES.at(
             tensor.file if tensor else "", names, found=f"{names[0]}",
             expected=f"names of the multimodal model, as {wrapped[0].rpartition('.')[0]}",
         )  # fmt: skip
@@ -161,7 +161,7 @@ def _shapes(keys: AdapterKeys, base: Base) -> Iterator[Finding]:
             file = pair.a.file if pair.a else ""
     for text, names in list(wrong.items())[:_WIDTH]:
         pair_size, _, base_size = text.partition("|")
-        yield findings.ADAPTER_SHAPE.at(
+        yield Adapters.ADAPTER_SHAPE.at(
             file, names, found=f"a pair for {pair_size}", expected=f"{base_size}, as the base has"
         )
 
@@ -189,7 +189,7 @@ def _vocabulary(keys: AdapterKeys, base: Base, source: Source) -> Iterator[Findi
     ]
     if resized:
         tensor = keys.whole[resized[0]]
-        yield findings.ADAPTER_VOCABULARY.at(
+        yield Adapters.ADAPTER_VOCABULARY.at(
             tensor.file, [keys.keys[key] for key in resized], found=f"{tensor.shape[0]} rows",
             expected=f"{rows}, as the base has",
         )  # fmt: skip
@@ -208,7 +208,7 @@ def _ties(keys: AdapterKeys, base: Base) -> Iterator[Finding]:
     changed |= {plain_module(name.rpartition(".")[0]) for name in keys.whole}
     touched = [name for name in sorted(changed) if name.rpartition(".")[2] in leaves]
     if touched:
-        yield findings.ADAPTER_PARTS_TIE.at(
+        yield Adapters.ADAPTER_PARTS_TIE.at(
             "", touched, found="changed by the adapter; the base ties both embeddings",
             expected="a merge that unties them, or training of both as one",
         )  # fmt: skip
@@ -241,7 +241,7 @@ def _coverage(keys: AdapterKeys, config: AdapterConfig, base: Base) -> Iterator[
         wanted = targeted_modules(config, LiveModel({}, kinds, {}))
     lacking = [name for name in wanted if name not in have]
     if lacking:
-        yield findings.ADAPTER_COVERAGE.at(
+        yield Adapters.ADAPTER_COVERAGE.at(
             "", lacking, found=f"{len(have)} of {len(have) + len(lacking)} target modules",
             expected="a pair for each",
         )  # fmt: skip

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping
 from itertools import islice
 from typing import Any
 
-from tasks.audit.catalogue import adapters as findings
+from tasks.audit.catalogue.adapters import Adapters
 from tasks.audit.checks.adapters.adapter_keys import AdapterKeys, layer_of, pattern_of, plain_module
 from tasks.audit.finding import Finding, Severity
 from tasks.audit.recognise import ADAPTER_CONFIG
@@ -73,7 +73,7 @@ def _halves(keys: AdapterKeys) -> Iterator[Finding]:
         ]
         if alone:
             file = keys.pairs[alone[0]].held.file  # type: ignore[union-attr]
-            yield findings.ADAPTER_HALF_PAIR.at(
+            yield Adapters.ADAPTER_HALF_PAIR.at(
                 file, alone, found=f"{len(alone)} lora_{half} without lora_{other_half}",
                 expected="both for every module",
             )  # fmt: skip
@@ -96,7 +96,7 @@ def _ranks(keys: AdapterKeys, config: AdapterConfig) -> Iterator[Finding]:
             file = pair.a.file
     for texts, modules in wrong.items():
         actual, _, expected = texts.partition("|")
-        yield findings.ADAPTER_RANK.at(
+        yield Adapters.ADAPTER_RANK.at(
             file, modules, found=actual, expected=f"{expected}, as r says"
         )
 
@@ -106,12 +106,12 @@ def _dora(keys: AdapterKeys, config: AdapterConfig) -> Iterator[Finding]:
     having = [name for name, pair in keys.pairs.items() if pair.magnitude]
     lacking = [name for name in able if not able[name].magnitude]
     if config.dora and lacking:
-        yield findings.ADAPTER_DORA.at(
+        yield Adapters.ADAPTER_DORA.at(
             ADAPTER_CONFIG, lacking, found=f"use_dora, {len(lacking)} modules without magnitude",
             expected="a lora_magnitude_vector for every module",
         )  # fmt: skip
     if having and not config.dora:
-        yield findings.ADAPTER_DORA.at(
+        yield Adapters.ADAPTER_DORA.at(
             ADAPTER_CONFIG, having, found=f"{len(having)} magnitudes, use_dora is not set",
             expected="use_dora true",
         )  # fmt: skip
@@ -123,11 +123,11 @@ def _targets(keys: AdapterKeys, config: AdapterConfig) -> Iterator[Finding]:
     there = {end for module in keys.pairs for end in _ends(plain_module(module))}
     absent = [name for name in config.target_modules if name not in there]
     if absent and len(absent) < len(config.target_modules):
-        yield findings.ADAPTER_TARGET_ABSENT.at(
+        yield Adapters.ADAPTER_TARGET_ABSENT.at(
             ADAPTER_CONFIG, absent, found="no pair of that name", expected="one for each target"
         )
     elif absent:
-        yield findings.ADAPTER_TARGET_ABSENT.at(
+        yield Adapters.ADAPTER_TARGET_ABSENT.at(
             ADAPTER_CONFIG, absent, found="no pair of any target", expected="one for each target",
             severity=Severity.ERROR,
         )  # fmt: skip
@@ -147,7 +147,7 @@ def _saved(keys: AdapterKeys, config: AdapterConfig) -> Iterator[Finding]:
         wanted -= set(_OTHER_FAMILIES)  # ms-swift names every possible head
     absent = sorted(name for name in wanted if not any(_is_of(name, key) for key in keys.whole))
     if absent:
-        yield findings.ADAPTER_SAVED_ABSENT.at(
+        yield Adapters.ADAPTER_SAVED_ABSENT.at(
             ADAPTER_CONFIG, absent, found="no tensor of that name", expected="the module in full"
         )
 
@@ -168,7 +168,7 @@ def _unexplained(keys: AdapterKeys, config: AdapterConfig) -> Iterator[Finding]:
         if not (saved or known or (part == "bias" and config.bias != "none")):
             odd.append(name)
     if odd:
-        yield findings.ADAPTER_UNEXPLAINED.at(
+        yield Adapters.ADAPTER_UNEXPLAINED.at(
             keys.whole[odd[0]].file, [keys.keys[name] for name in odd],
             found=f"{len(odd)} full tensors", expected="named by modules_to_save or bias",
         )  # fmt: skip
@@ -177,14 +177,14 @@ def _unexplained(keys: AdapterKeys, config: AdapterConfig) -> Iterator[Finding]:
 def _tokens(keys: AdapterKeys, config: AdapterConfig) -> Iterator[Finding]:
     rows = {len(indices) for indices in config.token_indices.values()}
     if config.token_indices and not keys.tokens:
-        yield findings.ADAPTER_TOKENS.at(
+        yield Adapters.ADAPTER_TOKENS.at(
             ADAPTER_CONFIG, found="trainable_token_indices, and no rows", expected="their rows"
         )
     for name, tensor in keys.tokens.items():
         if not tensor.shape or 0 in tensor.shape or tensor.shape[0] in rows:
             continue
         counts = ", ".join(map(str, sorted(rows))) or "none"
-        yield findings.ADAPTER_TOKENS.at(
+        yield Adapters.ADAPTER_TOKENS.at(
             tensor.file,
             keys.keys[name],
             found=f"{tensor.shape[0]} rows",
@@ -206,7 +206,7 @@ def check_gaps(keys: AdapterKeys, config: AdapterConfig) -> Iterator[Finding]:
     for pattern, there in layers.items():
         lacking = [number for number in range(min(there), total) if number not in there][:1000]
         if lacking and len(there) * 2 > total:  # else layers of two kinds alternate
-            yield findings.ADAPTER_GAPS.at(
+            yield Adapters.ADAPTER_GAPS.at(
                 "", [f"{pattern}: layer {number}" for number in lacking],
                 found=f"{len(there)} of {total} layers", expected="a pair in every layer",
             )  # fmt: skip

@@ -8,7 +8,7 @@ from collections.abc import Collection, Iterator, Mapping
 import numpy as np
 from numpy.typing import NDArray
 
-from tasks.audit.catalogue import values as findings
+from tasks.audit.catalogue.values import AgainstBase, Merges
 from tasks.audit.checks.adapters.adapter_keys import pattern_of
 from tasks.audit.checks.adapters.same_bytes import differ
 from tasks.audit.class_contract import perform_apart
@@ -23,13 +23,13 @@ from tasks.weights.proof.merge import Proof, Verdict, prove_merge
 from tasks.weights.proof.planning import planned
 
 _FAULTS: Mapping[State, Entry] = {
-    State.LEFT_OUT: findings.MERGE_LEFT_OUT,
-    State.TWICE: findings.MERGE_TWICE,
-    State.SCALED: findings.MERGE_SCALE,
-    State.TRANSPOSED: findings.MERGE_TRANSPOSED,
-    State.EXPERT: findings.MERGE_EXPERTS,
-    State.CHANGED: findings.MERGE_CHANGED,
-    State.MISSING: findings.MERGE_MISSING,
+    State.LEFT_OUT: Merges.MERGE_LEFT_OUT,
+    State.TWICE: Merges.MERGE_TWICE,
+    State.SCALED: Merges.MERGE_SCALE,
+    State.TRANSPOSED: Merges.MERGE_TRANSPOSED,
+    State.EXPERT: Merges.MERGE_EXPERTS,
+    State.CHANGED: Merges.MERGE_CHANGED,
+    State.MISSING: Merges.MERGE_MISSING,
 }
 _OTHER_BASE = 0.5
 """Share of untouched tensors that differ, above which the base is another one."""
@@ -52,7 +52,7 @@ def check(source: Source) -> Iterator[Finding]:
         made = planned(base.folder.root, source.adapter, perform=perform_apart)
         proof = prove_merge(made.plan, made.sources, source, any_base=True, tied=made.tied)
     except PlumblineError as error:
-        yield findings.MERGE_NOT_PROVEN.at(
+        yield Merges.MERGE_NOT_PROVEN.at(
             "", found=error.message, expected="a base and an adapter that fit each other"
         )
         return
@@ -63,7 +63,7 @@ def _findings(source: Source, proof: Proof) -> Iterator[Finding]:
     untouched = [verdict for verdict in proof.verdicts if not verdict.touched]
     changed = [verdict for verdict in untouched if verdict.state is State.CHANGED]
     if len(changed) > max(_FEW, _OTHER_BASE * len(untouched)):
-        yield findings.WRONG_BASE.at(
+        yield AgainstBase.WRONG_BASE.at(
             "", _names(changed), expected="the base's, bit for bit",
             found=f"{len(changed)} of {len(untouched)} tensors that the adapter does not touch "
             "differ",
@@ -77,12 +77,12 @@ def _findings(source: Source, proof: Proof) -> Iterator[Finding]:
                 expected=_EXPECTED.get(state, "base + scale * B A"),
             )  # fmt: skip
     if changed:
-        yield findings.MERGE_UNTOUCHED.at(
+        yield Merges.MERGE_UNTOUCHED.at(
             _file(source, changed), _names(changed), expected="the base's",
             found=f"{len(changed)} of {len(untouched)} tensors",
         )  # fmt: skip
     if proof.drifts and not proof.faults:
-        yield findings.MERGE_SCALE.at(
+        yield Merges.MERGE_SCALE.at(
             "",
             found=f"{proof.scale:.4f} times the change, over all tensors",
             expected="the change once",
@@ -90,13 +90,13 @@ def _findings(source: Source, proof: Proof) -> Iterator[Finding]:
     yield from _base_of(proof)
     left = proof.of(State.NOT_COMPARED)
     if left:
-        yield findings.MERGE_NOT_PROVEN.at(
+        yield Merges.MERGE_NOT_PROVEN.at(
             _file(source, left), _names(left), found=f"{len(left)} tensors: {left[0].note}",
             expected="tensors that can be compared",
         )  # fmt: skip
     elif proof.ok:
         touched = sum(verdict.touched for verdict in proof.verdicts)
-        yield findings.MERGE_PROVEN.at(
+        yield Merges.MERGE_PROVEN.at(
             "", found=f"{touched} tensors are the base's plus the adapter's, "
             f"{len(proof.verdicts) - touched} the base's", expected="exactly that",
         )  # fmt: skip
@@ -140,12 +140,12 @@ def _base_of(proof: Proof) -> Iterator[Finding]:
     if not packed:
         return
     if plain:
-        yield findings.MERGE_MIXED_BASE.at(
+        yield Merges.MERGE_MIXED_BASE.at(
             "", _names(plain), found=f"{len(packed)} dequantised, {len(plain)} original",
             expected="one base for all",
         )  # fmt: skip
         return
-    yield findings.MERGE_DEQUANTIZED.at(
+    yield Merges.MERGE_DEQUANTIZED.at(
         "", found=f"{len(packed)} tensors: the base's, quantised to NF4 and back, plus the change",
         expected="a QLoRA adapter",
     )  # fmt: skip
@@ -179,7 +179,7 @@ def _partial(source: Source, base: Source) -> Iterator[Finding]:
     if mixed:
         same = [key for groups in mixed.values() for key in groups[False]]
         total = sum(len(groups[True]) + len(groups[False]) for groups in mixed.values())
-        yield findings.MERGE_PARTIAL.at(
+        yield Merges.MERGE_PARTIAL.at(
             _file_of(source, same), same, expected="all changed, or none",
             found=f"{len(same)} of {total} tensors are the base's",
         )  # fmt: skip
@@ -199,7 +199,7 @@ def _transposed(source: Source, base: Source, keys: list[str]) -> Iterator[Findi
     square = [key for key in keys if len({*source.tensors[key].shape}) == 1]
     transposed = [key for key in square if _is_transposed(source, base, key)]
     if transposed:
-        yield findings.MERGE_TRANSPOSED.at(
+        yield Merges.MERGE_TRANSPOSED.at(
             _file_of(source, transposed), transposed,
             found=f"{len(transposed)} tensors equal the base's transposed",
             expected="as the base has it",

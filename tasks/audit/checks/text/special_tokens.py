@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
-from tasks.audit.catalogue import text as findings
+from tasks.audit.catalogue.text import SpecialTokens
 from tasks.audit.checks.text.embeddings import embeddings_of
 from tasks.audit.checks.text.template_text import EOS, BrokenTemplateError, read_template
 from tasks.audit.checks.text.templates import template_places
@@ -33,18 +33,22 @@ def check(source: Source) -> Iterator[Finding]:
     if source.kind in (Kind.MODEL, Kind.VALUE):
         yield from _ends(source, tokens)
     elif _id(source.config(), "pad_token_id") is None:
-        yield findings.PAD_MISSING.at(CONFIG, found="no pad_token_id", expected="the tokenizer's")
+        yield SpecialTokens.PAD_MISSING.at(
+            CONFIG, found="no pad_token_id", expected="the tokenizer's"
+        )
 
 
 def _tokenizer(source: Source, tokens: Tokens) -> Iterator[Finding]:
     files = source.folder.files
     if source.is_model and not any(name in files for name in TOKENIZERS):
-        yield findings.TOKENIZER_MISSING.at("", found="none", expected=" or ".join(TOKENIZERS[:2]))
+        yield SpecialTokens.TOKENIZER_MISSING.at(
+            "", found="none", expected=" or ".join(TOKENIZERS[:2])
+        )
     settings, mapped = source.config(SETTINGS), source.config(_MAP)
     for role in _ROLES:
         token = content(settings.get(role))
         if token and tokens.rows and not tokens.has(token):
-            yield findings.TOKEN_UNKNOWN.at(
+            yield SpecialTokens.TOKEN_UNKNOWN.at(
                 SETTINGS, found=f"{role} {token!r}", expected=f"a token of {TOKENIZER}"
             )
     has_role = any(
@@ -52,7 +56,7 @@ def _tokenizer(source: Source, tokens: Tokens) -> Iterator[Finding]:
     )
     # Old tokenizers get theirs from their class, and no file names any: nothing was dropped.
     if not has_role and (_MAP in files or "eos_token" in settings):
-        yield findings.SPECIAL_TOKENS_EMPTY.at(
+        yield SpecialTokens.SPECIAL_TOKENS_EMPTY.at(
             _MAP if _MAP in files else SETTINGS, found="no eos, bos or pad token",
             expected="at least eos_token",
         )  # fmt: skip
@@ -73,7 +77,7 @@ def _range(source: Source) -> Iterator[Finding]:
                 number for number in token_ids(of_text(source.config(file), name)) if number >= rows
             ]
             if beyond:
-                yield findings.TOKEN_ID_RANGE.at(
+                yield SpecialTokens.TOKEN_ID_RANGE.at(
                     file,
                     found=f"{name} {beyond[0]}",
                     expected=f"below {rows}, the embedding's rows",
@@ -85,24 +89,26 @@ def _ends(source: Source, tokens: Tokens) -> Iterator[Finding]:
     in_config = token_ids(of_text(config, "eos_token_id"))
     in_generation = token_ids(generation.get("eos_token_id"))
     if GENERATION not in source.folder.files and GENERATION not in source.folder.wrong:
-        yield findings.GENERATION_CONFIG_MISSING.at("", found="no such file", expected=GENERATION)
+        yield SpecialTokens.GENERATION_CONFIG_MISSING.at(
+            "", found="no such file", expected=GENERATION
+        )
     stops = in_generation or in_config
     token = content(source.config(SETTINGS).get("eos_token"))
     eos = tokens.id_of(token) if token else None
     where = GENERATION if in_generation else CONFIG
     if not stops:
         present = "none in any file" if eos is None else f"only the tokenizer's, {eos}"
-        yield findings.EOS_MISSING.at(
+        yield SpecialTokens.EOS_MISSING.at(
             where, found=present, expected=f"eos_token_id in {GENERATION}"
         )
         return
     if eos is not None and eos not in stops:
-        yield findings.EOS_DISAGREES.at(
+        yield SpecialTokens.EOS_DISAGREES.at(
             where, found=f"stops at {_listed(stops)}; the tokenizer ends with {token!r}, {eos}",
             expected=f"{eos} among them",
         )  # fmt: skip
     if in_generation and in_config and not set(in_generation) & set(in_config):
-        yield findings.EOS_CONFIGS_DIFFER.at(
+        yield SpecialTokens.EOS_CONFIGS_DIFFER.at(
             GENERATION, found=f"{_listed(in_generation)}, in {CONFIG} {_listed(in_config)}",
             expected="the same",
         )  # fmt: skip
@@ -121,7 +127,7 @@ def _turns(
         ids = {end: eos if end == EOS else tokens.id_of(end) for end in ends}
         if ids and not set(ids.values()) & {*stops}:
             template_ids = [number for number in ids.values() if number is not None]
-            yield findings.EOS_NOT_TEMPLATE_END.at(
+            yield SpecialTokens.EOS_NOT_TEMPLATE_END.at(
                 place, sorted(ends), found=f"ends turns; generation stops at {_listed(stops)}",
                 expected=f"its id, {_listed(template_ids)}, in "
                 f"eos_token_id of {GENERATION}",

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 
-from tasks.audit.catalogue import text as findings
+from tasks.audit.catalogue.text import Templates
 from tasks.audit.checks.text.template_text import BrokenTemplateError, read_template
 from tasks.audit.checks.text.tokens import SETTINGS, TOKENIZERS, Tokens, read_tokens
 from tasks.audit.finding import Finding, Severity
@@ -23,7 +23,7 @@ def check(source: Source) -> Iterator[Finding]:
     places = template_places(source)
     has_tokenizer = any(name in source.folder.files for name in TOKENIZERS)
     if not places and has_tokenizer:
-        yield findings.TEMPLATE_MISSING.at("", found="no chat template", expected=JINJA)
+        yield Templates.TEMPLATE_MISSING.at("", found="no chat template", expected=JINJA)
     yield from _agree(places)
     tokens = read_tokens(source.folder)
     for place, text in places.items():
@@ -31,7 +31,7 @@ def check(source: Source) -> Iterator[Finding]:
     if source.base is not None and places:
         theirs = set(template_places(source.base).values())
         if theirs and not theirs & set(places.values()):
-            yield findings.TEMPLATE_NOT_OF_BASE.at(
+            yield Templates.TEMPLATE_NOT_OF_BASE.at(
                 next(iter(places)), found="another template", expected="the base's, unless intended"
             )
 
@@ -65,7 +65,7 @@ def _agree(places: Mapping[str, str]) -> Iterator[Finding]:
     for place, text in places.items():
         if text != places[first]:
             # Processors of published models have their own templates, for images.
-            yield findings.TEMPLATES_DIFFER.at(
+            yield Templates.TEMPLATES_DIFFER.at(
                 place, found=f"another template than in {first}", expected="the same in both",
                 severity=None if place == SETTINGS else Severity.WARNING,
             )  # fmt: skip
@@ -75,12 +75,12 @@ def _text(place: str, text: str, tokens: Tokens) -> Iterator[Finding]:
     try:
         words = read_template(text, tokens.special)
     except BrokenTemplateError as error:
-        yield findings.TEMPLATE_BROKEN.at(
+        yield Templates.TEMPLATE_BROKEN.at(
             place, found=str(error), expected="a template that parses"
         )
         return
     unknown = sorted(marker for marker in words.markers if not tokens.has(marker))
     if tokens.rows and unknown:
-        yield findings.TEMPLATE_UNKNOWN_TOKENS.at(
+        yield Templates.TEMPLATE_UNKNOWN_TOKENS.at(
             place, unknown, found="not tokens of the tokenizer", expected="tokens"
         )

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator
 
-from tasks.audit.catalogue import text as findings
+from tasks.audit.catalogue.text import Vocabulary
 from tasks.audit.checks.text.embeddings import Embeddings, embeddings_of
 from tasks.audit.checks.text.tokens import SETTINGS, TOKENIZER, read_tokens
 from tasks.audit.config_fields import content, first_architecture, of_text, text_config, whole
@@ -39,7 +39,7 @@ def _ties(source: Source, embeddings: Embeddings) -> Iterator[Finding]:
     config = source.config()
     if embeddings.output and embeddings.tied:
         same = source.tensors[embeddings.output].shape == source.tensors[embeddings.input].shape
-        yield findings.TIED_HEAD_ON_DISK.at(
+        yield Vocabulary.TIED_HEAD_ON_DISK.at(
             source.tensors[embeddings.output].file, embeddings.output,
             found="present, and tie_word_embeddings is true",
             expected="no such tensor, or tie_word_embeddings false",
@@ -55,7 +55,7 @@ def _ties(source: Source, embeddings: Embeddings) -> Iterator[Finding]:
         and embeddings.tied is False
         and not _other_heads(source, embeddings)
     ):
-        yield findings.HEAD_NOT_ON_DISK.at(
+        yield Vocabulary.HEAD_NOT_ON_DISK.at(
             CONFIG, found="tie_word_embeddings is false, and no lm_head.weight",
             expected="lm_head.weight, or tie_word_embeddings true",
         )  # fmt: skip
@@ -76,7 +76,7 @@ def _rows(source: Source, embeddings: Embeddings) -> Iterator[Finding]:
     embedding = source.tensors[embeddings.input]
     rows, size = embedding.shape[0], whole(of_text(source.config(), "vocab_size"))
     if size is not None and size != rows:
-        yield findings.VOCAB_SIZE.at(
+        yield Vocabulary.VOCAB_SIZE.at(
             embedding.file,
             embeddings.input,
             found=f"{rows} rows, vocab_size {size}",
@@ -84,7 +84,7 @@ def _rows(source: Source, embeddings: Embeddings) -> Iterator[Finding]:
         )
     if embeddings.output and source.tensors[embeddings.output].shape[:1] != (rows,):
         head = source.tensors[embeddings.output]
-        yield findings.HEAD_ROWS.at(
+        yield Vocabulary.HEAD_ROWS.at(
             head.file, embeddings.output, found=f"{list(head.shape)}",
             expected=f"{rows} rows, as {embeddings.input} has",
         )  # fmt: skip
@@ -104,7 +104,7 @@ def _tokens(source: Source, rows: int, whose: str) -> Iterator[Finding]:
     settings = source.config(SETTINGS)
     used = {content(settings.get(role)) for role in _ROLES} & beyond
     plain = tokens.highest_plain >= rows or not beyond <= tokens.special
-    yield findings.TOKENIZER_ROWS.at(
+    yield Vocabulary.TOKENIZER_ROWS.at(
         TOKENIZER, sorted(used or beyond), found=f"{tokens.rows} ids",
         expected=f"at most {rows}, {whose}", severity=None if used or plain else Severity.WARNING,
     )  # fmt: skip
@@ -119,7 +119,7 @@ def _adapter_rows(source: Source) -> Iterator[Finding]:
     }
     rows = {tensor.shape[0] for tensor in full.values()} - {0}
     if len(rows) > 1:
-        yield findings.HEAD_ROWS.at(
+        yield Vocabulary.HEAD_ROWS.at(
             next(iter(full.values())).file, list(full),
             found=" and ".join(f"{count} rows" for count in sorted(rows)), expected="equal",
         )  # fmt: skip

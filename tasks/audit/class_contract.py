@@ -21,7 +21,7 @@ from tasks.audit.config_fields import first_architecture
 from tasks.audit.finding import Finding
 from tasks.audit.recognise import CONFIG, Kind
 from tasks.audit.source import Source
-from tasks.core.errors import ArtifactError
+from tasks.core.errors import ArtifactError, PlumblineError
 from tasks.process.child import child_environment
 from tasks.weights.families.counts import oversized
 from tasks.weights.plan.contracts import known_facts
@@ -36,7 +36,15 @@ def check(source: Source) -> Iterator[Finding]:
     """Compare with the class of transformers if no faster check knows the family."""
     if not (source.values and _is_comparable(source)):
         return
-    reply = _ask(source)
+    shapes_on_disk = {key: list(tensor.shape) for key, tensor in source.tensors.items()}
+    reply = _answer(
+        {
+            "do": "model_facts",
+            "config": str(source.folder.root),
+            "dtype": "bfloat16",
+            "disk": shapes_on_disk,
+        }
+    )
     if "error" in reply:
         yield Headers.CONTRACT_UNKNOWN.at(
             CONFIG,
@@ -63,18 +71,6 @@ def _is_comparable(source: Source) -> bool:
         and not oversized(config)
         and len(source.tensors) <= _MAX_TENSORS
         and not knows(source)
-    )
-
-
-def _ask(source: Source) -> Mapping[str, Any]:
-    """Return the facts of the model's class, or `error` with the reason."""
-    return _answer(
-        {
-            "do": "model_facts",
-            "config": str(source.folder.root),
-            "dtype": "bfloat16",
-            "disk": {key: list(tensor.shape) for key, tensor in source.tensors.items()},
-        }
     )
 
 
@@ -126,7 +122,7 @@ _MOST_ANSWERS = 4
 
 
 def _run_child(request: Mapping[str, Any]) -> Mapping[str, Any]:
-    command = [sys.executable, "-m", "tasks.audit.contract_child"]
+    command = [sys.executable, "-m", "tasks.audit.class_contract"]
     try:
         finished = subprocess.run(
             command,
@@ -146,3 +142,19 @@ def _run_child(request: Mapping[str, Any]) -> Mapping[str, Any]:
         return {"error": f"transformers could not build the model: {last}"}
     reply: dict[str, Any] = json.loads(lines[-1])
     return reply
+
+
+def _child() -> None:
+    """Perform the request on standard input, and print the reply as the last line."""
+    from tasks.weights.execute.worker import perform
+
+    reply: dict[str, Any]
+    try:
+        reply = {"facts": perform(json.load(sys.stdin))}
+    except PlumblineError as error:
+        reply = {"error": error.message}
+    print("\n" + json.dumps(reply))  # on a line of its own, after any output of libraries
+
+
+if __name__ == "__main__":
+    _child()

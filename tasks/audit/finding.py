@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator
 from dataclasses import dataclass, field
 from enum import StrEnum
 from functools import partial
@@ -10,7 +10,7 @@ from itertools import islice
 from typing import TYPE_CHECKING, Any, ClassVar
 
 if TYPE_CHECKING:
-    from tasks.audit.weights import StoredTensor
+    from tasks.audit.source import Source
 
 _SHOWN = 3
 _WIDTH = 300
@@ -138,7 +138,7 @@ class Entry:
 
     def of(
         self,
-        tensors: Mapping[str, StoredTensor],
+        source: Source,
         names: Collection[str],
         *,
         found: str,
@@ -146,15 +146,16 @@ class Entry:
         fix: str = "",
         severity: Severity | None = None,
     ) -> Iterator[Finding]:
-        """Yield a finding about tensors at the file of the first one; nothing without names.
+        """Yield a finding about tensors, at the file of the first one; nothing without names.
 
         Args:
-            tensors: headers of the folder's tensors, by name.
+            source: the folder.
             names: names of the tensors that have this fault.
             found: as in `at`, and so are `expected`, `fix` and `severity`.
         """
         if names:
-            file = tensors[next(iter(names))].file
+            first = source.tensors.get(next(iter(names)))
+            file = first.file if first is not None else ""
             yield self.at(file, names, found=found, expected=expected, fix=fix, severity=severity)
 
 

@@ -7,7 +7,7 @@ from typing import Any
 
 from tasks.audit.catalogue.values import AgainstBase
 from tasks.audit.checks.adapters.adapter_keys import tail_of
-from tasks.audit.checks.adapters.same_bytes import first_difference
+from tasks.audit.checks.adapters.same_bytes import first_difference, same_header
 from tasks.audit.checks.text.embeddings import embeddings_of
 from tasks.audit.config_fields import of_text, text_config
 from tasks.audit.finding import Finding
@@ -102,10 +102,9 @@ def _shapes(source: Source, base: Source) -> Iterator[Finding]:
     ]  # fmt: skip
     if wrong:
         ours, theirs = source.tensors[wrong[0]].shape, base.tensors[wrong[0]].shape
-        yield AgainstBase.WRONG_BASE.at(
-            source.tensors[wrong[0]].file, wrong, found=f"{list(ours)}",
-            expected=f"{list(theirs)}, as the base has",
-        )  # fmt: skip
+        yield from AgainstBase.WRONG_BASE.of(
+            source, wrong, found=f"{list(ours)}", expected=f"{list(theirs)}, as the base has"
+        )
 
 
 def _embeddings(source: Source) -> tuple[str, str]:
@@ -123,7 +122,7 @@ def _lost(source: Source, base: Source) -> Iterator[Finding]:
         key
         for key in base.tensors
         if key not in source.tensors and tail_of(key) not in there and key not in replaced
-        and not _is_expert(key)
+        and ".experts." not in key  # another check handles their layouts
     ]  # fmt: skip
     if lost:
         yield AgainstBase.BASE_TENSORS_LOST.at(
@@ -132,13 +131,8 @@ def _lost(source: Source, base: Source) -> Iterator[Finding]:
         )  # fmt: skip
 
 
-def _is_expert(key: str) -> bool:
-    """Return True for a tensor of experts: another check handles their layouts."""
-    return ".experts." in key
-
-
 def _equal(source: Source, base: Source) -> Iterator[Finding]:
-    both = [key for key, tensor in source.tensors.items() if _alike(key, tensor, base)]
+    both = [key for key in source.tensors if same_header(key, source, base)]
     if not both or len(both) < len(source.tensors):
         return
     if first_difference(source, base, both) is None:
@@ -146,11 +140,3 @@ def _equal(source: Source, base: Source) -> Iterator[Finding]:
             "", found=f"all {len(both)} tensors equal the base's, bit for bit",
             expected="a model that training changed",
         )  # fmt: skip
-
-
-def _alike(key: str, tensor: Any, base: Source) -> bool:
-    base_tensor = base.tensors.get(key)
-    return base_tensor is not None and (tensor.shape, tensor.dtype) == (
-        base_tensor.shape,
-        base_tensor.dtype,
-    )

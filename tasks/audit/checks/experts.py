@@ -55,13 +55,12 @@ def check(source: Source) -> Iterator[Finding]:
     fused = [key for layer in layers.values() for key in layer.fused]
     each = [at for at, layer in layers.items() if layer.parts]
     if fused and each:
-        yield Experts.EXPERTS_MIXED.at(
-            source.tensors[fused[0]].file, fused, found=f"fused; {len(each)} layers have one each",
-            expected="one layout",
-        )  # fmt: skip
+        yield from Experts.EXPERTS_MIXED.of(
+            source, fused, found=f"fused; {len(each)} layers have one each", expected="one layout"
+        )
     elif fused and text_config(source.config()).get("model_type") in _STORED_EACH:
-        yield Experts.EXPERTS_FUSED.at(
-            source.tensors[fused[0]].file, fused, found=f"{len(fused)} tensors of all experts",
+        yield from Experts.EXPERTS_FUSED.of(
+            source, fused, found=f"{len(fused)} tensors of all experts",
             expected="one tensor for each expert",
         )  # fmt: skip
 

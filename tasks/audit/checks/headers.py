@@ -58,10 +58,8 @@ def _files(source: Source, weights: Weights) -> Iterator[Finding]:
     fix = _fix(source)
     for name, reason in weights.unread.items():
         if _is_pointer(source, name):
-            size = source.folder.files[name]
-            yield Headers.NOT_WEIGHTS_YET.at(
-                name, found=f"a pointer of {size} bytes", expected="weights"
-            )
+            pointer = f"a pointer of {source.folder.files[name]} bytes"
+            yield Headers.NOT_WEIGHTS_YET.at(name, found=pointer, expected="weights")
         else:
             yield Headers.BAD_HEADER.at(
                 name, found=reason, expected="an intact file of tensors", fix=fix
@@ -161,7 +159,7 @@ def compare(
         shapes: shape of every tensor of the class, by key on disk.
         optional: keys that may be absent.
     """
-    tensors, what = source.tensors, f"the tensors of {_class(source)}"
+    tensors, what = source.tensors, f"the tensors of {source.config()['architectures'][0]}"
     missing = [key for key in shapes if key not in tensors]
     unknown = [
         key for key in tensors
@@ -171,12 +169,11 @@ def compare(
         none = ": no key is as expected" if len(missing) == len(shapes) else ""
         count = f"{len(missing)} of {len(shapes)} missing{none}"
         yield Headers.TENSOR_MISSING.at("", missing, found=count, expected=what)
-    if unknown:
-        count = f"{len(unknown)} that the class does not have"
-        severity = Severity.ERROR if missing else None
-        yield Headers.TENSOR_UNEXPECTED.at(
-            tensors[unknown[0]].file, unknown, found=count, expected=what, severity=severity
-        )
+    count = f"{len(unknown)} that the class does not have"
+    severity = Severity.ERROR if missing else None
+    yield from Headers.TENSOR_UNEXPECTED.of(
+        source, unknown, found=count, expected=what, severity=severity
+    )
     yield from _shapes(source, shapes)
 
 
@@ -191,13 +188,6 @@ def _shapes(source: Source, shapes: Mapping[str, tuple[int, ...]]) -> Iterator[F
             continue  # `text.vocabulary` checks these rows
         wrong.setdefault((tensor.shape, shape), []).append(key)
     for (actual, expected), keys in wrong.items():
-        yield Headers.SHAPE_MISMATCH.at(
-            source.tensors[keys[0]].file,
-            keys,
-            found=str(list(actual)),
-            expected=str(list(expected)),
+        yield from Headers.SHAPE_MISMATCH.of(
+            source, keys, found=str(list(actual)), expected=str(list(expected))
         )
-
-
-def _class(source: Source) -> str:
-    return str(source.config()["architectures"][0])

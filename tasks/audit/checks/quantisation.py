@@ -40,13 +40,13 @@ def check(source: Source) -> Iterator[Finding]:
     method = how.partition(",")[0] if how else ""
     packed = {key: _is_packed(key, source.tensors) for key in states}
     residue = [key for key, fine in packed.items() if not fine]
-    if residue:
-        yield Quantisation.QUANT_RESIDUE.at(
-            source.tensors[residue[0]].file, residue,
-            found=f"{len(residue)} quantisation states", expected="packed weights, or no states",
-        )  # fmt: skip
+    yield from Quantisation.QUANT_RESIDUE.of(
+        source, residue, found=f"{len(residue)} quantisation states",
+        expected="packed weights, or no states",
+    )  # fmt: skip
     real = [key for key, fine in packed.items() if fine]
-    if method in _STATES and not states and _has_no_packed(source.tensors):
+    stores_packed = any(tensor.dtype in _PACKED_DTYPES for tensor in source.tensors.values())
+    if method in _STATES and not states and not stores_packed:
         yield Quantisation.QUANT_CONFIG_STALE.at(
             CONFIG, found=f"{QUANTIZATION} of {how}, and no packed tensor",
             expected=f"no {QUANTIZATION}",
@@ -97,10 +97,6 @@ def _is_packed(key: str, tensors: Mapping[str, StoredTensor]) -> bool:
     return tensor is not None and (tensor.dtype in _PACKED_DTYPES or tensor.shape[1:] == (1,))
 
 
-def _has_no_packed(tensors: Mapping[str, StoredTensor]) -> bool:
-    return not any(tensor.dtype in _PACKED_DTYPES for tensor in tensors.values())
-
-
 def _partial(source: Source, states: list[str]) -> Iterator[Finding]:
     """Report packed matrices whose quantisation state is missing."""
     known = {_weight_of(key) for key in states}
@@ -109,11 +105,10 @@ def _partial(source: Source, states: list[str]) -> Iterator[Finding]:
         for key, tensor in source.tensors.items()
         if key.endswith(".weight") and tensor.dtype == "U8" and key not in known
     ]
-    if lost:
-        yield Quantisation.QUANT_PARTIAL.at(
-            source.tensors[lost[0]].file, lost, found=f"{len(lost)} packed weights without a state",
-            expected="absmax, quant_map and quant_state of each",
-        )  # fmt: skip
+    yield from Quantisation.QUANT_PARTIAL.of(
+        source, lost, found=f"{len(lost)} packed weights without a state",
+        expected="absmax, quant_map and quant_state of each",
+    )  # fmt: skip
     if states and not lost:
         yield Quantisation.QUANT_MERGED.at(
             CONFIG, found=stored(source.config()) or "", expected="nothing, if it is intended"
@@ -139,11 +134,8 @@ def check_dtypes(source: Source) -> Iterator[Finding]:
     others = [
         key for key, tensor in compared.items() if _is_matrix(tensor) and tensor.dtype != usual
     ]
-    if others:
-        shares = ", ".join(f"{name} {nbytes / sizes.total():.0%}" for name, nbytes in sizes.items())
-        yield Dtypes.DTYPE_MIXED.at(
-            source.tensors[others[0]].file, others, found=f"{shares} of the bytes", expected=usual
-        )
+    shares = ", ".join(f"{name} {nbytes / sizes.total():.0%}" for name, nbytes in sizes.items())
+    yield from Dtypes.DTYPE_MIXED.of(source, others, found=f"{shares} of the bytes", expected=usual)
     if not source.is_model:
         return
     config = source.config()

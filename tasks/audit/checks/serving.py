@@ -129,11 +129,10 @@ def _keys(source: Source) -> Iterator[Finding]:
             f".{part}." in f".{name}" for part in named
         ):
             odd.append(key)
-    if odd:
-        yield Serving.VLLM_LORA_KEY.at(
-            source.tensors[odd[0]].file, odd, found=f"{len(odd)} tensors outside LoRA pairs",
-            expected="only lora_A and lora_B",
-        )  # fmt: skip
+    yield from Serving.VLLM_LORA_KEY.of(
+        source, odd, found=f"{len(odd)} tensors outside LoRA pairs",
+        expected="only lora_A and lora_B",
+    )  # fmt: skip
     towers = [name for name in keys.pairs if _TOWER.search(name)]
     if towers:
         tensor = keys.pairs[towers[0]].held

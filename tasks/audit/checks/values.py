@@ -37,23 +37,17 @@ def check(source: Source) -> Iterator[Finding]:
 
 def _each(source: Source, seen: Mapping[str, Seen]) -> Iterator[Finding]:
     bad = {name: stats.nonfinite for name, stats in seen.items() if stats.nonfinite}
-    if bad:
-        yield Values.NOT_FINITE.at(
-            source.tensors[next(iter(bad))].file, list(bad),
-            found=f"{sum(bad.values())} elements of {len(bad)} tensors", expected="finite numbers",
-        )  # fmt: skip
+    count = f"{sum(bad.values())} elements of {len(bad)} tensors"
+    yield from Values.NOT_FINITE.of(source, bad, found=count, expected="finite numbers")
     wide = [
-        n
-        for n, stats in seen.items()
+        name
+        for name, stats in seen.items()
         if stats.dtype != "F16" and _FP16 < stats.magnitude < math.inf
     ]
     if wide:
         top = max(seen[name].magnitude for name in wide)
-        yield Values.DTYPE_RANGE.at(
-            source.tensors[wide[0]].file,
-            wide,
-            found=f"up to {top:.3g}",
-            expected=f"up to {_FP16:.0f}",
+        yield from Values.DTYPE_RANGE.of(
+            source, wide, found=f"up to {top:.3g}", expected=f"up to {_FP16:.0f}"
         )
     for name, stats in seen.items():
         if len(source.tensors[name].shape) == 2 and not _is_lora(name):
@@ -89,13 +83,10 @@ def _lora(source: Source, seen: Mapping[str, Seen]) -> Iterator[Finding]:
         if key is not None and key.half == "B" and source.tensors[name].numel
     ]  # an empty tensor is reported elsewhere
     zero = [name for name in halves if seen[name].is_zero]
-    if zero:
-        every = len(zero) == len(halves)
-        yield Values.LORA_B_ZERO.at(
-            source.tensors[zero[0]].file, zero, found=f"{len(zero)} of {len(halves)} are zero",
-            expected="trained values",
-            severity=Severity.ERROR if every else Severity.WARNING,
-        )  # fmt: skip
+    yield from Values.LORA_B_ZERO.of(
+        source, zero, found=f"{len(zero)} of {len(halves)} are zero", expected="trained values",
+        severity=Severity.ERROR if len(zero) == len(halves) else Severity.WARNING,
+    )  # fmt: skip
 
 
 def _tied(source: Source, seen: Mapping[str, Seen]) -> Iterator[Finding]:

@@ -21,6 +21,7 @@ _NAMED = re.compile(
     r"|\.modules_to_save\.(?!(weight|bias)$)(?P<saved>[^.]+)\.(weight|bias)$"
 )
 """Keys of a PEFT model in memory, which contain the adapter's name."""
+_OWN, _PAIR = "the model's own names", f"{PEFT_PREFIX}<module>.lora_A.weight"
 
 
 def check(source: Source) -> Iterator[Finding]:
@@ -33,11 +34,9 @@ def check(source: Source) -> Iterator[Finding]:
 
 def _model(source: Source) -> Iterator[Finding]:
     peft = [key for key in source.tensors if PEFT_PREFIX in key or _PEFT.search(key)]
-    if peft:
-        yield Residue.PEFT_RESIDUE.at(
-            source.tensors[peft[0]].file, peft, found=f"{len(peft)} keys of a PEFT model",
-            expected="the model's own names",
-        )  # fmt: skip
+    yield from Residue.PEFT_RESIDUE.of(
+        source, peft, found=f"{len(peft)} keys of a PEFT model", expected=_OWN
+    )
     wrapped = [key for key in source.tensors if unwrap(key) != key]
     yield from _wrapped(source, wrapped, Residue.WRAPPER_RESIDUE)
     trls = [key for key in source.tensors if unwrap(key) == key and key.startswith(TRL_WRAPPER)]
@@ -49,23 +48,15 @@ def _adapter(source: Source) -> Iterator[Finding]:
     wrapped = [key for key in keys if unwrap(key) != key]
     yield from _wrapped(source, wrapped, Residue.WRAPPER_RESIDUE)
     named = [key for key in keys if _NAMED.search(key)]
-    if named:
-        yield Residue.ADAPTER_NAME_IN_KEYS.at(
-            source.tensors[named[0]].file, named, found=f"{len(named)} keys with an adapter name",
-            expected=f"{PEFT_PREFIX}<module>.lora_A.weight",
-        )  # fmt: skip
+    yield from Residue.ADAPTER_NAME_IN_KEYS.of(
+        source, named, found=f"{len(named)} keys with an adapter name", expected=_PAIR
+    )
     bare = [key for key in keys if not unwrap(key).startswith(PEFT_PREFIX)]
-    if bare:
-        yield Residue.ADAPTER_PREFIX.at(
-            source.tensors[bare[0]].file, bare,
-            found=f"{len(bare)} of {len(keys)} keys without the prefix",
-            expected=f"{PEFT_PREFIX}<module>.lora_A.weight",
-        )  # fmt: skip
+    without = f"{len(bare)} of {len(keys)} keys without the prefix"
+    yield from Residue.ADAPTER_PREFIX.of(source, bare, found=without, expected=_PAIR)
 
 
 def _wrapped(source: Source, keys: list[str], entry: Entry) -> Iterator[Finding]:
-    if keys:
-        yield entry.at(
-            source.tensors[keys[0]].file, keys, found=f"{len(keys)} keys with a wrapper's name",
-            expected="the model's own names",
-        )  # fmt: skip
+    yield from entry.of(
+        source, keys, found=f"{len(keys)} keys with a wrapper's name", expected=_OWN
+    )

@@ -1,9 +1,8 @@
 """Repair checkpoints without loss, as a new artifact: `repaired = repair(folder, out)`.
 
 draft         the content of the repaired folder, checked before anything is written
-keys          renames tensors: removes wrapper prefixes
 documents     edits JSON files: EOS ids, labels of a head, settings of the base
-drafting      makes a draft; `is_repairable` tells from headers if a repair helps
+drafting      makes a draft: splits off a head, removes wrapper prefixes, edits JSON files
 writing       drops or unties tied embeddings, writes the draft, checks it, publishes it
 """
 

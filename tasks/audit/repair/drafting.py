@@ -2,23 +2,38 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from dataclasses import replace
 
 from tasks.audit.catalogue.values import Values
 from tasks.audit.checks.heads import head_folder
+from tasks.audit.checks.wrapper_prefixes import TRL_WRAPPER
 from tasks.audit.examine import CANNOT_GO_ON, examine
 from tasks.audit.finding import Finding, Severity
 from tasks.audit.recognise import Kind
 from tasks.audit.repair.documents import align_documents
 from tasks.audit.repair.draft import Draft, begin
-from tasks.audit.repair.keys import strip_residue
 from tasks.audit.source import Source
+from tasks.weights.files.names import PEFT_PREFIX, unwrap
 from tasks.weights.heads.detect import Found, detect
 
 _UNTIED = Values.TIED_HEAD_DIFFERS.code
 HEAD = "value_head"
 """Subfolder of a head that was split off; no loader looks for weights in it."""
+_INFIX = re.compile(r"\.base_layer\.|\.modules_to_save\.[^.]+\.")
+_ORIGINAL = ".original_module."
+"""Part of the key of an untrained copy, which PEFT keeps beside a module of `modules_to_save`."""
+_LORA = re.compile(r"\.lora_(A|B|embedding_A|embedding_B|magnitude_vector)(\.|$)")
+_NAMED = (
+    (re.compile(r"(?P<at>.+\.lora_[AB])\.(?!(?:weight|bias)$)[^.]+(?P<tail>\.weight|\.bias)"),
+     r"\g<at>\g<tail>"),
+    (re.compile(r"(?P<at>.+\.lora_embedding_[AB])\.[^.]+"), r"\g<at>"),
+    (re.compile(r"(?P<at>.+\.lora_magnitude_vector)\.[^.]+(\.weight)?"), r"\g<at>"),
+    (re.compile(r"(?P<at>.+)\.modules_to_save\.[^.]+(?P<tail>\.(weight|bias))"), r"\g<at>\g<tail>"),
+    (re.compile(r"(?P<at>.+\.trainable_tokens_delta)\.[^.]+"), r"\g<at>"),
+)  # fmt: skip
+"""Pattern of a key of a PEFT model in memory, and the key in its file."""
 
 
 def drafted(source: Source, findings: Sequence[Finding]) -> tuple[Draft, Found | None]:
@@ -32,7 +47,7 @@ def drafted(source: Source, findings: Sequence[Finding]) -> tuple[Draft, Found |
     """
     draft = begin(source)
     head = _split_head(draft)
-    strip_residue(draft)
+    _strip_residue(draft)
     align_documents(draft, findings)
     return draft, head
 
@@ -73,3 +88,46 @@ def _split_head(draft: Draft) -> Found | None:
     draft.head = tuple(sorted(keys))
     draft.done.append(f"the value head in {HEAD}/")
     return detected
+
+
+def _strip_residue(draft: Draft) -> None:
+    """Remove wrapper prefixes from every name; refuse if two tensors would share a name."""
+    is_adapter = draft.source.is_adapter
+    if not is_adapter:
+        lora = [key for key in draft.names if _LORA.search(key)]
+        if lora:
+            draft.refused.append(
+                f"{lora[0]}: the adapter was never merged into these weights: save it as an "
+                "adapter, and deliver that with its base"
+            )
+            return
+        for key in [key for key in draft.names if _ORIGINAL in key]:
+            del draft.names[key]
+            draft.done.append(f"{key}: left out, the trained copy is kept")
+    names: dict[str, str] = {}
+    for new, old in draft.names.items():
+        clean = _adapter_name(new) if is_adapter else _model_name(new)
+        if clean in names:
+            draft.refused.append(f"{old} and {names[clean]}: both would be named {clean}")
+        names[clean] = old
+    changed = [(old, new) for new, old in names.items() if new != old]
+    if changed:
+        old, new = changed[0]
+        draft.done.append(f"{len(changed)} keys without wrapper prefixes: {old} is now {new}")
+    draft.names = names
+
+
+def _model_name(key: str) -> str:
+    plain = unwrap(key).removeprefix(TRL_WRAPPER)
+    return _INFIX.sub(".", unwrap(plain).removeprefix(PEFT_PREFIX))
+
+
+def _adapter_name(key: str) -> str:
+    plain = unwrap(key)
+    if "v_head." in plain:
+        return plain
+    for live, kept in _NAMED:
+        match = live.fullmatch(plain)
+        if match:
+            plain = match.expand(kept)
+    return plain if plain.startswith(PEFT_PREFIX) else f"{PEFT_PREFIX}{plain}"

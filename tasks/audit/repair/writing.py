@@ -15,7 +15,7 @@ from tasks.audit.finding import Finding
 from tasks.audit.recognise import CONFIG
 from tasks.audit.repair.draft import Draft
 from tasks.audit.repair.drafting import HEAD, drafted, errors_of
-from tasks.audit.source import Source, open_source
+from tasks.audit.source import open_source
 from tasks.core.errors import ConfigError, ContractError, first_and_more
 from tasks.pipeline.artifact import Artifact, Origin, publish, staging
 from tasks.weights.execute.execute import execute
@@ -127,7 +127,8 @@ def _write(draft: Draft, head: Found | None, out: Path) -> Repaired:
         if head is not None:
             (work / HEAD).mkdir()
             write_value_head(head, work / HEAD)
-        findings = examine(open_source(work, _base(draft.source)))
+        base = draft.source.base
+        findings = examine(open_source(work, base.folder.root if base is not None else None))
         errors = errors_of(findings)
         if errors:  # the draft had none, so the files differ from the draft
             raise ContractError(
@@ -139,10 +140,6 @@ def _write(draft: Draft, head: Found | None, out: Path) -> Repaired:
             work, out, Origin(kind, "audit", out.name, notes={"repaired": draft.done})
         )
     return Repaired(artifact, tuple(draft.done), tuple(findings))
-
-
-def _base(source: Source) -> Path | None:
-    return source.base.folder.root if source.base is not None else None
 
 
 def _require_free(root: Path, out: Path) -> None:

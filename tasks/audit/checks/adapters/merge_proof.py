@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 
 from tasks.audit.catalogue.values import AgainstBase, Merges
 from tasks.audit.checks.adapters.adapter_keys import pattern_of
-from tasks.audit.checks.adapters.same_bytes import differ
+from tasks.audit.checks.adapters.same_bytes import differ, same_header
 from tasks.audit.class_contract import perform_apart
 from tasks.audit.finding import Entry, Finding
 from tasks.audit.source import Source
@@ -135,7 +135,7 @@ def _base_of(proof: Proof) -> Iterator[Finding]:
         if verdict.touched
         and not verdict.dequantized
         and verdict.state is State.RIGHT
-        and _is_matrix(verdict)
+        and verdict.name.endswith("_proj.weight")
     ]
     if not packed:
         return
@@ -151,10 +151,6 @@ def _base_of(proof: Proof) -> Iterator[Finding]:
     )  # fmt: skip
 
 
-def _is_matrix(verdict: Verdict) -> bool:
-    return verdict.name.endswith("_proj.weight")
-
-
 def _names(verdicts: Collection[Verdict]) -> list[str]:
     return [verdict.name for verdict in verdicts]
 
@@ -168,42 +164,25 @@ def _partial(source: Source, base: Source) -> Iterator[Finding]:
     """Report kinds of matrices of which some equal the base's and others do not."""
     kinds: dict[str, dict[bool, list[str]]] = defaultdict(lambda: defaultdict(list))
     for key, tensor in source.tensors.items():
-        base_tensor = base.tensors.get(key)
-        alike = base_tensor is not None and (tensor.shape, tensor.dtype) == (
-            base_tensor.shape,
-            base_tensor.dtype,
-        )
-        if alike and len(tensor.shape) == 2 and pattern_of(key) != key:
-            kinds[pattern_of(key)][not _same(source, base, key)].append(key)
+        kind = pattern_of(key)
+        if same_header(key, source, base) and len(tensor.shape) == 2 and kind != key:
+            kinds[kind][differ((source, key), (base, key))].append(key)
     mixed = {kind: groups for kind, groups in kinds.items() if groups[True] and groups[False]}
-    if mixed:
-        same = [key for groups in mixed.values() for key in groups[False]]
-        total = sum(len(groups[True]) + len(groups[False]) for groups in mixed.values())
-        yield Merges.MERGE_PARTIAL.at(
-            _file_of(source, same), same, expected="all changed, or none",
-            found=f"{len(same)} of {total} tensors are the base's",
-        )  # fmt: skip
+    same = [key for groups in mixed.values() for key in groups[False]]
+    total = sum(len(groups[True]) + len(groups[False]) for groups in mixed.values())
+    count = f"{len(same)} of {total} tensors are the base's"
+    yield from Merges.MERGE_PARTIAL.of(source, same, found=count, expected="all changed, or none")
     yield from _transposed(source, base, [key for groups in kinds.values() for key in groups[True]])
-
-
-def _same(source: Source, base: Source, key: str) -> bool:
-    return not differ((source, key), (base, key))
-
-
-def _file_of(source: Source, keys: list[str]) -> str:
-    return source.tensors[keys[0]].file
 
 
 def _transposed(source: Source, base: Source, keys: list[str]) -> Iterator[Finding]:
     """Report square matrices that match the base's only after a transpose."""
     square = [key for key in keys if len({*source.tensors[key].shape}) == 1]
     transposed = [key for key in square if _is_transposed(source, base, key)]
-    if transposed:
-        yield Merges.MERGE_TRANSPOSED.at(
-            _file_of(source, transposed), transposed,
-            found=f"{len(transposed)} tensors equal the base's transposed",
-            expected="as the base has it",
-        )  # fmt: skip
+    count = f"{len(transposed)} tensors equal the base's transposed"
+    yield from Merges.MERGE_TRANSPOSED.of(
+        source, transposed, found=count, expected="as the base has it"
+    )
 
 
 def _is_transposed(source: Source, base: Source, key: str) -> bool:

@@ -32,12 +32,14 @@ def first_difference(source: Source, reference: Source, keys: Iterable[str]) -> 
     return next((key for key in order if differ((source, key), (reference, key))), None)
 
 
-def differ(a: tuple[Source, str], b: tuple[Source, str]) -> bool:
-    """Return True if two tensors of the same size differ in any byte.
+def same_header(key: str, source: Source, reference: Source) -> bool:
+    """Return True if both folders have the tensor, with the same shape and dtype."""
+    tensor, other = source.tensors[key], reference.tensors.get(key)
+    return other is not None and (tensor.shape, tensor.dtype) == (other.shape, other.dtype)
 
-    Args:
-        a: folder and key of a tensor.
-        b: folder and key of the other tensor.
+
+def differ(a: tuple[Source, str], b: tuple[Source, str]) -> bool:
+    """Return True if two tensors of the same size, each as (folder, key), differ in any byte.
 
     Raises:
         ArtifactError: a file cannot be read, or a tensor is not contiguous.

@@ -5,5 +5,5 @@ training   `make bench-training`: SFT and DPO
 rl         `make bench-rl`: rollouts, weight sync, GRPO iterations
 gpu        `make bench-gpu`: the rows of all three on one GPU
 gate       `python -m benchmarks.gate`: false alarms and missed faults of the drift checks
-*_jobs     the contenders of a benchmark; `jobs` has those of `weights`
+contenders/    the code that they time; `harness` runs it, `inputs` and `synthetic` make its inputs
 """

@@ -18,10 +18,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from benchmarks import rl, rl_rounds, rounds, rows, training
-from benchmarks.asking import make_parser, parse
-from benchmarks.report import Page, document, table, write_docs
-from benchmarks.rounds import Row
+from benchmarks import rl, training, weights
+from benchmarks.harness import make_parser, parse
+from benchmarks.report import Page, Row, document, table, write_docs
 
 ROWS_OF_A_BATCH = 32
 PAGE = Page(
@@ -37,8 +36,8 @@ class Benches:
     """The other benchmarks, at the sizes of this one."""
 
     training: training.Bench
-    rl: rl_rounds.Bench
-    weights: rounds.Bench
+    rl: rl.Bench
+    weights: weights.Bench
 
     @classmethod
     def of(cls, root: Path, runs: int, *, tiny: bool) -> Benches:
@@ -50,8 +49,8 @@ class Benches:
         batch = 4 if tiny else ROWS_OF_A_BATCH
         return cls(
             training.Bench(places[0], runs, large, dtype, batch),
-            rl_rounds.Bench(places[1], runs, large, large, dtype),
-            rounds.Bench(places[2], runs, ["tiny" if tiny else "1.5"]),
+            rl.Bench(places[1], runs, large, large, dtype),
+            weights.Bench(places[2], runs, ["tiny" if tiny else "1.5"]),
         )
 
 
@@ -61,7 +60,7 @@ ROWS: dict[str, Callable[[Benches], list[Row]]] = {
     "rollout": lambda benches: rl.rollout_rows(benches.rl, gpu=True),
     "handoff": lambda benches: rl.handoff_rows(benches.rl),
     "iteration": lambda benches: rl.iteration_rows(benches.rl),
-    "merge": lambda benches: rows.ROWS["merge"](benches.weights),
+    "merge": lambda benches: weights.ROWS["merge"](benches.weights),
 }
 """Functions that measure a row, by name; their docstrings name the contenders."""
 TITLES = {

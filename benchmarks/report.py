@@ -12,9 +12,21 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.plot import draw
-from benchmarks.rounds import Row
 
 BEGIN, END = "<!-- what make bench-weights printed -->", "<!-- end -->"
+
+
+@dataclass(frozen=True)
+class Row:
+    """One line of the table; `detail` goes into the JSON record."""
+
+    what: str
+    ours: str
+    against: str
+    ratio: str
+    bar: str
+    met: bool
+    detail: Mapping[str, object]
 
 
 @dataclass(frozen=True)

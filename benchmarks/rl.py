@@ -15,24 +15,111 @@ import os
 import sys
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
 from typing import Any
 
-from benchmarks.asking import RUNS, make_parser, parse
-from benchmarks.report import RL, document, table, write_docs
-from benchmarks.rl_rounds import Bench, Timed
-from benchmarks.rl_setting import HANDED_RANK, SIZES
-from benchmarks.rounds import Row
+from benchmarks.harness import RUNS, Commands, Results, in_turns, make_input, make_parser, parse
+from benchmarks.inputs import ENDS, HANDED_RANK, SIZES
+from benchmarks.report import RL, Row, document, table, write_docs
+
+QUESTION_WORDS = 32
+"""Words of a prompt in the row about iterations."""
 
 TORCHRUN = ("torch.distributed.run", "--standalone", "--nproc-per-node", "1", "-m")
 """Launcher of a single rank: vLLM in a training process needs torchrun's environment."""
 
 
+@dataclass(frozen=True)
+class Timed(Results):
+    """Seconds that one contender reports."""
+
+    @property
+    def runs(self) -> list[float]:
+        """Seconds of each round: the median of its timed parts."""
+        return [median(report["seconds"]) for report in self.reports]
+
+    @property
+    def seconds(self) -> float:
+        """Median of all rounds, seconds."""
+        return median(self.runs)
+
+    @property
+    def text(self) -> str:
+        """Median and range of the seconds, for the table."""
+        return f"{self.seconds:.3g} s ({min(self.runs):.3g}..{max(self.runs):.3g})"
+
+    @property
+    def rate(self) -> str:
+        """Median and range of tokens per second, for the table."""
+        rates = [
+            report["tokens"] / seconds
+            for report, seconds in zip(self.reports, self.runs, strict=True)
+        ]
+        return f"{median(rates):.0f} tokens/s ({min(rates):.0f}..{max(rates):.0f})"
+
+    def as_json(self) -> dict[str, object]:
+        """Return times, costs of the processes and reports as plain JSON."""
+        return {
+            "seconds": round(self.seconds, 4),
+            "runs_s": [round(seconds, 4) for seconds in self.runs],
+            "cpu_s": [round(cost.cpu_seconds, 1) for cost in self.costs],
+            "peak_mb": round(self.peak_mb, 1),
+            "told": self.reports,
+        }
+
+
+@dataclass(frozen=True)
+class Bench:
+    """Settings of the benchmark.
+
+    Attributes:
+        root: folder of the models.
+        runs: number of rounds.
+        size: size of the model for rollouts and iterations.
+        handed: size of the model for weight syncs.
+        dtype: torch dtype name of the iterations.
+    """
+
+    root: Path
+    runs: int
+    size: str
+    handed: str
+    dtype: str
+
+    def base(self, size: str) -> str:
+        """Return the folder of a model in bf16 whose responses end at the token limit."""
+        return self._made(f"base-{size}", "write_llama", size=SIZES[size], dtype="bfloat16")
+
+    def ending_base(self, size: str) -> str:
+        """Return the folder of a model in bf16 whose responses end with EOS at random."""
+        return self._made(
+            f"ending-base-{size}", "write_llama", size=SIZES[size], dtype="bfloat16", ends=ENDS
+        )
+
+    def adapter(self, size: str) -> str:
+        """Return the folder of an adapter for the model."""
+        return self._made(f"adapter-{size}", "make_adapter", base=self.base(size))
+
+    def prompts(self, size: str) -> str:
+        """Return the folder of a dataset of prompts."""
+        words = {"vocabulary": SIZES[size].vocabulary, "count": 64, "length": QUESTION_WORDS}
+        return self._made(f"prompts-{size}", "make_prompts", **words)
+
+    def interleaved(self, commands: Commands) -> dict[str, Timed]:
+        """Run every contender once per round."""
+        costs = in_turns(commands, self.runs, self.root)
+        return {name: Timed(runs) for name, runs in costs.items()}
+
+    def _made(self, name: str, function: str, **arguments: Any) -> str:
+        return str(make_input(self.root / name, function, **arguments))
+
+
 def job(module: str, name: str, out: Path, *launcher: str, **ask: Any) -> list[str]:
     """Return the command line of a contender."""
     fields = json.dumps({"out": str(out), **ask})
-    return [sys.executable, "-m", *launcher, f"benchmarks.{module}", name, fields]
+    return [sys.executable, "-m", *launcher, f"benchmarks.contenders.{module}", name, fields]
 
 
 def rollout_rows(bench: Bench, *, gpu: bool = False) -> list[Row]:
@@ -41,7 +128,7 @@ def rollout_rows(bench: Bench, *, gpu: bool = False) -> list[Row]:
     On a GPU we replace nothing in vLLM, so the contender is vLLM in its own process.
     """
     ask = {"size": bench.size, "base": bench.base(bench.size), "adapter": bench.adapter(bench.size)}
-    place = "rl_rollout_jobs"
+    place = "rollouts"
     vllm = "vLLM alone" if gpu else "vLLM as shipped"
     timed = bench.interleaved(
         {
@@ -69,7 +156,7 @@ def rollout_rows(bench: Bench, *, gpu: bool = False) -> list[Row]:
 def handoff_rows(bench: Bench) -> list[Row]:
     """Measure the weight sync to vLLM: an adapter, beside merged weights."""
     ask = {"size": bench.handed, "base": bench.base(bench.handed)}
-    place = "rl_rollout_jobs"
+    place = "rollouts"
     timed = bench.interleaved(
         {
             "ours": lambda out: job(place, "adapter", out, *TORCHRUN, **ask),
@@ -107,7 +194,7 @@ def iteration_rows(bench: Bench) -> list[Row]:
 
 
 def _loop(name: str, **ask: Any) -> Callable[[Path], list[str]]:
-    return lambda out: job("rl_loop_jobs", name, out, **ask)
+    return lambda out: job("grpo", name, out, **ask)
 
 
 def _detail(timed: Mapping[str, Timed]) -> dict[str, object]:

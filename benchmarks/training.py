@@ -13,47 +13,40 @@ from __future__ import annotations
 import json
 import os
 import platform
-import shutil
 import sys
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from statistics import median
 from typing import Any
 
-from benchmarks.asking import make_parser, parse
-from benchmarks.children import Cost, run
-from benchmarks.report import table
-from benchmarks.rounds import Row
-from benchmarks.training_setting import MICRO, SHAPES, TIMED, WARM, draw_lengths
+from benchmarks.contenders.training import MICRO
+from benchmarks.harness import Results, in_turns, make_input, make_parser, parse
+from benchmarks.inputs import SHAPES, draw_conversation_lengths
+from benchmarks.report import Row, table
 
-STEPS = WARM + TIMED
+STEPS = 5
+"""Optimizer steps of a run; the first one warms up."""
 LOGITS_TOKENS = 1000
 """Tokens of each of the four sequences in the row about memory."""
 
 
 @dataclass(frozen=True)
-class Rates:
-    """Results of one contender over all rounds."""
-
-    costs: tuple[Cost, ...]
+class Rates(Results):
+    """Tokens per second of one contender."""
 
     @property
     def rates(self) -> list[float]:
         """Tokens per second of each round, without padding."""
-        rounds = [report_in(cost)["steps"] for cost in self.costs]
+        rounds = [report["steps"] for report in self.reports]
         return [sum(n for n, _ in steps) / sum(s for _, s in steps) for steps in rounds]
 
     @property
     def rate(self) -> float:
         """Median of all rounds, tokens per second."""
         return median(self.rates)
-
-    @property
-    def peak_mb(self) -> float:
-        """Median peak memory of the process, or of its largest child, MB."""
-        return median(cost.peak_mb for cost in self.costs)
 
     @property
     def text(self) -> str:
@@ -69,13 +62,6 @@ class Rates:
             "runs_s": [round(1000 / rate, 3) for rate in self.rates],
             "peak_mb": round(self.peak_mb, 1),
         }
-
-
-def report_in(cost: Cost) -> dict[str, Any]:
-    """Return the report in the output of a contender: its last line that is one."""
-    lines = [line for line in cost.output.splitlines() if line.startswith('{"steps"')]
-    report: dict[str, Any] = json.loads(lines[-1])
-    return report
 
 
 @dataclass(frozen=True)
@@ -97,50 +83,45 @@ class Bench:
     rows: int = MICRO
 
     def base(self, shape: str) -> Path:
-        """Return the folder of a model; made at the first call."""
-        folder = self.root / f"base-{shape}"
-        if not folder.exists():
-            _made("make_base", folder, repr(shape))
-        return folder
+        """Return the folder of a model in fp32; made at the first call."""
+        return make_input(
+            self.root / f"base-{shape}", "write_llama", size=SHAPES[shape], dtype="float32"
+        )
 
     def data(self, name: str, lengths: Sequence[int], shape: str, *, pairs: bool = False) -> Path:
         """Return the folder of a dataset with these lengths in tokens; made at the first call."""
-        folder = self.root / f"data-{name}"
-        if not folder.exists():
-            words = SHAPES[shape].vocabulary
-            _made("make_data", folder, f"vocabulary={words}, lengths={lengths!r}, pairs={pairs}")
-        return folder
+        return make_input(
+            self.root / f"data-{name}",
+            "make_conversations",
+            vocabulary=SHAPES[shape].vocabulary,
+            lengths=lengths,
+            pairs=pairs,
+        )
 
     def interleaved(
         self, names: Sequence[str], base: Path, data: Path, runs: int | None = None, **ask: Any
     ) -> dict[str, Rates]:
         """Run every contender once per round."""
-        costs: dict[str, list[Cost]] = {name: [] for name in names}
-        for _ in range(runs or self.runs):
-            for name in names:
-                with tempfile.TemporaryDirectory(dir=self.root) as folder:
-                    out = Path(folder) / "out"
-                    places = [str(path) for path in (base, data, out)]
-                    argv = [sys.executable, "-m", "benchmarks.training_jobs", name, *places]
-                    costs[name].append(run([*argv, json.dumps({"dtype": self.dtype, **ask})]))
-        return {name: Rates(tuple(measured)) for name, measured in costs.items()}
+        fields = json.dumps({"dtype": self.dtype, **ask})
 
+        def command(name: str, out: Path) -> list[str]:
+            words = [name, *map(str, (base, data, out)), fields]
+            return [sys.executable, "-m", "benchmarks.contenders.training", *words]
 
-def _made(what: str, folder: Path, arguments: str) -> None:
-    """Call a function of `training_setting` in a child, because children inherit peak memory."""
-    code = f"from benchmarks.training_setting import *; {what}(Path({str(folder)!r}), {arguments})"
-    run([sys.executable, "-c", code])
+        commands = {name: partial(command, name) for name in names}
+        costs = in_turns(commands, runs or self.runs, self.root)
+        return {name: Rates(of_one) for name, of_one in costs.items()}
 
 
 def sft_rows(bench: Bench) -> list[Row]:
     """Measure LoRA SFT beside TRL, a loop with padded batches, and a bare loop over our rows."""
-    data = bench.data("sft", draw_lengths(STEPS * bench.rows), bench.shape)
+    data = bench.data("sft", draw_conversation_lengths(STEPS * bench.rows), bench.shape)
     names = ("ours", "trl", "padded", "bare")
     ask = {"steps": STEPS, "rows": bench.rows}
     timed = bench.interleaved(names, bench.base(bench.shape), data, **ask)
     detail = {name: rates.as_json() for name, rates in timed.items()}
     what = f"SFT, LoRA, {bench.shape}, {bench.dtype}"
-    shares = [share for cost in timed["ours"].costs for share in report_in(cost)["mfu"]]
+    shares = [share for report in timed["ours"].reports for share in report["mfu"]]
     used = f", MFU {median(shares):.1%}" if shares else ""
     over = timed["bare"].rate / timed["ours"].rate - 1
     return [
@@ -156,7 +137,7 @@ def sft_rows(bench: Bench) -> list[Row]:
 def dpo_rows(bench: Bench) -> list[Row]:
     """Measure LoRA DPO beside TRL."""
     pairs = bench.rows // 2
-    data = bench.data("dpo", draw_lengths(STEPS * pairs), bench.shape, pairs=True)
+    data = bench.data("dpo", draw_conversation_lengths(STEPS * pairs), bench.shape, pairs=True)
     ask = {"objective": "dpo", "steps": STEPS, "rows": pairs}
     timed = bench.interleaved(("ours", "trl"), bench.base(bench.shape), data, **ask)
     detail = {name: rates.as_json() for name, rates in timed.items()}
@@ -181,8 +162,8 @@ def start_rows(bench: Bench) -> list[Row]:
     """Measure the time from the start of the stage to the end of its first step, on two ranks."""
     data = bench.data("toy", [40] * 16, "tiny")
     ask = {"steps": 1, "nproc": 2, "rows": 4}
-    costs = bench.interleaved(("ours",), bench.base("tiny"), data, **ask)["ours"].costs
-    times = [report_in(cost)["first_step_s"] for cost in costs]
+    reports = bench.interleaved(("ours",), bench.base("tiny"), data, **ask)["ours"].reports
+    times = [report["first_step_s"] for report in reports]
     text = f"{median(times):.1f} s ({min(times):.1f}..{max(times):.1f})"
     detail = {"ours": {"first_step_s": times}}
     met = median(times) <= 10
@@ -208,12 +189,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--shape", default="100M", choices=list(SHAPES))
     parser.add_argument("--dtype", default="float32", choices=["float32", "bfloat16"])
     options = parse(parser, ROWS, arguments)
-    folder = Path(tempfile.mkdtemp(dir=options.root)).resolve()
-    try:
-        bench = Bench(folder, options.runs, options.shape, options.dtype)
+    with tempfile.TemporaryDirectory(dir=options.root) as folder:
+        bench = Bench(Path(folder).resolve(), options.runs, options.shape, options.dtype)
         rows = [row for name in options.rows for row in ROWS[name](bench)]
-    finally:
-        shutil.rmtree(folder)
     print(table(rows))
     machine = {"cores": len(os.sched_getaffinity(0)), "machine": platform.machine()}
     print(json.dumps({"bench": "training", **machine, "rows": [vars(row) for row in rows]}))

@@ -8,12 +8,12 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks import gate, gpu, rl, rl_rounds, rl_setting
-from benchmarks.children import Cost, Series
-from benchmarks.report import BEGIN, END, RL, document, write_docs
-from benchmarks.rounds import Bench, Row, ratio_row
+from benchmarks import gate, gpu, inputs, rl
+from benchmarks.harness import Commands, Cost, report_in
+from benchmarks.report import BEGIN, END, RL, Row, document, write_docs
 from benchmarks.shapes import SIZES
 from benchmarks.synthetic import make_adapter, make_model
+from benchmarks.weights import Bench, Series, ratio_row
 from tests.conftest import PROJECT
 
 
@@ -43,23 +43,23 @@ def test_without_a_place_for_the_table_nothing_is_written(tmp_path: Path) -> Non
     assert [path.name for path in tmp_path.iterdir()] == ["benchmarks.md"]
 
 
-def _timed(*seconds: float, **told: object) -> rl_rounds.Timed:
+def _timed(*seconds: float, **told: object) -> rl.Timed:
     """Return results of a contender of `make bench-rl`, one number per round."""
     lines = [json.dumps({"bench": {"seconds": [wall], **told}}) for wall in seconds]
-    return rl_rounds.Timed(tuple(Cost(99, 512, 7, f"a line\n{line}\n") for line in lines))
+    return rl.Timed(tuple(Cost(99, 512, 7, f"a line\n{line}\n") for line in lines))
 
 
-class _Fixed(rl_rounds.Bench):
+class _Fixed(rl.Bench):
     """A benchmark with fixed times instead of runs."""
 
-    def __init__(self, **timed: rl_rounds.Timed) -> None:
+    def __init__(self, **timed: rl.Timed) -> None:
         super().__init__(Path("/nowhere"), 3, "tiny", "tiny", "float32")
         object.__setattr__(self, "timed", timed)
 
-    def _made(self, name: str, what: str, arguments: str) -> str:
+    def _made(self, name: str, function: str, **arguments: object) -> str:
         return name
 
-    def interleaved(self, commands: rl_rounds.Commands) -> dict[str, rl_rounds.Timed]:
+    def interleaved(self, commands: Commands) -> dict[str, rl.Timed]:
         assert {name: command(Path("out"))[0] for name, command in commands.items()}
         return {name: self.timed[name.replace(" ", "_")] for name in commands}  # type: ignore[attr-defined]
 
@@ -92,12 +92,12 @@ def test_rows_of_bench_rl_are_compared_with_their_bars(tmp_path: Path) -> None:
 
 def test_a_contender_without_a_report_is_an_error() -> None:
     with pytest.raises(RuntimeError, match="without a report:\nnothing"):
-        rl_rounds.report_in(Cost(1, 1, 1, "nothing"))
+        report_in(Cost(1, 1, 1, "nothing"))
 
 
 def test_all_contenders_have_the_same_prompts() -> None:
-    assert rl_setting.draw_lengths() == rl_setting.draw_lengths()
-    lengths, prompts = rl_setting.draw_lengths(), rl_setting.draw_prompts(300)
+    assert inputs.draw_response_lengths() == inputs.draw_response_lengths()
+    lengths, prompts = inputs.draw_response_lengths(), inputs.draw_prompts(300)
     assert len(lengths) == len(prompts) == 64
     assert 16 <= min(lengths) < max(lengths) <= 128
     assert all(16 <= len(ids) <= 64 and max(ids) < 300 for ids in prompts)
@@ -105,7 +105,7 @@ def test_all_contenders_have_the_same_prompts() -> None:
 
 @pytest.mark.slow
 def test_every_contender_of_online_learning_runs(tmp_path: Path) -> None:
-    bench = rl_rounds.Bench(tmp_path, 1, "tiny", "tiny", "float32")
+    bench = rl.Bench(tmp_path, 1, "tiny", "tiny", "float32")
     rows = [row for make in rl.ROWS.values() for row in make(bench)]
     assert [row.bar for row in rows] == [">= 2.5", ">= 1", "<= 0.1", ">= 2", "<= 5 %"]
     told = [rows[place].detail for place in (0, 2, 3)]
@@ -172,14 +172,15 @@ def test_every_contender_runs_in_every_round_and_the_first_is_not_counted(tmp_pa
 
 
 def test_our_readers_accept_a_synthetic_base(tmp_path: Path, monkeypatch) -> None:
-    from benchmarks import jobs, synthetic
+    from benchmarks import synthetic
+    from benchmarks.contenders import weights
 
     monkeypatch.setattr(synthetic, "SHARD", 60_000)
     make_model(tmp_path / "base", SIZES["tiny"])
     make_adapter(tmp_path / "adapter", SIZES["tiny"])
     assert len(list((tmp_path / "base").glob("*.safetensors"))) > 2
-    jobs.merge(tmp_path / "base", tmp_path / "adapter", tmp_path / "merged")
-    jobs.convert(tmp_path / "merged", tmp_path / "served")
+    weights.merge(tmp_path / "base", tmp_path / "adapter", tmp_path / "merged")
+    weights.convert(tmp_path / "merged", tmp_path / "served")
     assert (tmp_path / "served" / "manifest.json").is_file()
 
 

@@ -4,7 +4,7 @@ OpenRLHF gathers every parameter of the model, frozen ones too, into the state d
 it selects and saves the tensors of the adapter. Here each of two ranks reads its half of every
 flattened parameter from files instead of memory, and there is no network between them.
 
-    python -m benchmarks.consolidate BASE ADAPTER OUT
+    python -m benchmarks.contenders.consolidate BASE ADAPTER OUT
 """
 
 from __future__ import annotations
@@ -24,7 +24,12 @@ def main(base: Path, adapter: Path, out: Path) -> None:
     """Start the ranks and wait for them."""
     out.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory() as meeting:
-        command = [sys.executable, "-m", "benchmarks.consolidate", *map(str, (base, adapter, out))]
+        command = [
+            sys.executable,
+            "-m",
+            "benchmarks.contenders.consolidate",
+            *map(str, (base, adapter, out)),
+        ]
         ranks = [
             subprocess.Popen(
                 command, env={**os.environ, "RANK": str(rank), "MEETING": f"{meeting}/store"}

@@ -1,6 +1,6 @@
 """The contenders of `make bench-training`, each in its own process:
 
-    python -m benchmarks.training_jobs ours BASE DATA OUT '{"objective": "sft", ...}'
+    python -m benchmarks.contenders.training ours BASE DATA OUT '{"objective": "sft", ...}'
 
 Each takes the same number of optimizer steps and prints one JSON line: tokens (without padding) and
 seconds of every step after the first. All use AdamW and LoRA of the same rank on all linear layers,
@@ -20,9 +20,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from benchmarks.training_setting import MICRO, RANK, trl_arguments
+from benchmarks.harness import say
+from benchmarks.inputs import RANK
 
 IGNORED = -100
+MICRO = 8
 
 
 @dataclass(frozen=True)
@@ -39,11 +41,6 @@ class Ask:
     checkpointing: bool = False
     nproc: int = 1
     lr: float = 1e-5
-
-
-def say(steps: list[tuple[int, float]], **more: Any) -> None:
-    """Print the report for the parent process, without the first step, which warms up."""
-    print(json.dumps({"steps": steps[1:], **more}))
 
 
 def ours(ask: Ask) -> None:
@@ -88,7 +85,7 @@ def ours(ask: Ask) -> None:
         on_event=on_event,
     )
     first = next(at for name, at in seen if name == "step")
-    say(steps, first_step_s=first, mfu=shares[1:])
+    say(steps=steps[1:], first_step_s=first, mfu=shares[1:])
 
 
 def trl(ask: Ask) -> None:
@@ -134,7 +131,7 @@ def trl(ask: Ask) -> None:
     made.add_callback(Clock())
     begun = time.monotonic()
     made.train()
-    say(_steps(tokens, [begun, *ends]))
+    say(steps=_steps(tokens, [begun, *ends]))
 
 
 def _for_trl(loaded: Any) -> Any:
@@ -147,9 +144,31 @@ def _for_trl(loaded: Any) -> Any:
     )
 
 
+def trl_arguments(dtype: str) -> dict[str, Any]:
+    """Return the arguments of a TRL configuration that all runs share: no logs, no checkpoints.
+
+    Args:
+        dtype: torch dtype name of the weights.
+    """
+    import torch
+
+    gpu = torch.cuda.is_available()
+    return {
+        "model_init_kwargs": {"dtype": dtype},
+        "use_cpu": not gpu,
+        "bf16": dtype == "bfloat16" and gpu,
+        "report_to": "none",
+        "save_strategy": "no",
+        "logging_steps": 1,
+        "disable_tqdm": True,
+        "dataloader_pin_memory": False,
+    }
+
+
 def _steps(tokens: list[int], marks: list[float]) -> list[tuple[int, float]]:
+    """Return tokens and seconds of every step but the first, which warms up."""
     times = [b - a for a, b in itertools.pairwise(marks)]
-    return list(zip(tokens[: len(times)], times, strict=True))
+    return list(zip(tokens[: len(times)], times, strict=True))[1:]
 
 
 def _load(ask: Ask) -> tuple[Any, list[tuple[list[int], list[bool]]]]:
@@ -203,7 +222,7 @@ def _timed(ask: Ask, forward: Callable[[int], tuple[int, Any]], model: Any, opti
         float(loss.detach())
         tokens.append(count)
         marks.append(time.monotonic())
-    say(_steps(tokens, marks))
+    say(steps=_steps(tokens, marks))
 
 
 def padded(ask: Ask) -> None:

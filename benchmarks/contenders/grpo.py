@@ -1,6 +1,6 @@
 """GRPO runs that `make bench-rl` times, each in its own process:
 
-    python -m benchmarks.rl_loop_jobs ours '{"base": ..., "data": ..., "out": ...}'
+    python -m benchmarks.contenders.grpo ours '{"base": ..., "data": ..., "out": ...}'
 
 Both have the same number of prompts, responses per prompt and token limit, the same reward function
 and the same LoRA adapter on all linear layers. Both take one optimizer step per iteration, without
@@ -21,9 +21,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from benchmarks.rl_rollout_jobs import say
-from benchmarks.rl_setting import MAX_TOKENS, RANK, lora_config
-from benchmarks.training_setting import trl_arguments
+from benchmarks.contenders.training import trl_arguments
+from benchmarks.harness import say
+from benchmarks.inputs import MAX_TOKENS, RANK, lora_config
 
 LR = 1e-5
 

@@ -1,6 +1,6 @@
 """The contenders of `make bench-weights`, each in its own process.
 
-    python -m benchmarks.jobs merge BASE ADAPTER OUT
+    python -m benchmarks.contenders.weights merge BASE ADAPTER OUT
 
 Our jobs run the stages without drift measurement: open, plan, validate, execute, publish (with a
 manifest, flushed to disk). Other tools run as their documentation says.

@@ -1,6 +1,6 @@
 """Rollouts and weight syncs that `make bench-rl` times, each in its own process:
 
-    torchrun --standalone -m benchmarks.rl_rollout_jobs rollout '{"base": ..., "out": ...}'
+    torchrun --standalone -m benchmarks.contenders.rollouts rollout '{"base": ..., "out": ...}'
 
 Each prints one JSON line with seconds. Ours run in a training process, as training starts it. A
 training run has many rollouts, so the second rollout of each process is timed.
@@ -17,8 +17,15 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from benchmarks.rl_setting import HANDED_RANK, RANK, SIZES, draw_lengths, draw_prompts
-from benchmarks.training_jobs import device
+from benchmarks.contenders.training import device
+from benchmarks.harness import say
+from benchmarks.inputs import (
+    HANDED_RANK,
+    RANK,
+    SIZES,
+    draw_prompts,
+    draw_response_lengths,
+)
 
 
 @dataclass(frozen=True)
@@ -40,11 +47,6 @@ class Ask:
     times: int = 2
 
 
-def say(**report: Any) -> None:
-    """Print the report for the parent process."""
-    print(json.dumps({"bench": report}), flush=True)
-
-
 def rollout(ask: Ask) -> None:
     """Roll out with vLLM and the adapter in a training process."""
     from tasks.process.block_unused_imports import start_lean
@@ -53,7 +55,7 @@ def rollout(ask: Ask) -> None:
     from tasks.serving.bf16_linear import use_fp32_where_faster
 
     use_fp32_where_faster()
-    prompts, lengths = draw_prompts(SIZES[ask.size].vocabulary), draw_lengths()
+    prompts, lengths = draw_prompts(SIZES[ask.size].vocabulary), draw_response_lengths()
     engine = _of_given_lengths(Path(ask.base))
     engine.load_adapter(Path(ask.adapter), 1)
     seeds = list(range(len(prompts)))
@@ -74,7 +76,7 @@ def vllm_alone(ask: Ask) -> None:
     from vllm import LLM, SamplingParams
     from vllm.lora.request import LoRARequest
 
-    prompts, lengths = draw_prompts(SIZES[ask.size].vocabulary), draw_lengths()
+    prompts, lengths = draw_prompts(SIZES[ask.size].vocabulary), draw_response_lengths()
     llm = LLM(
         model=ask.base, dtype="bfloat16", max_model_len=256, enable_lora=True, max_lora_rank=RANK,
         skip_tokenizer_init=True, gpu_memory_utilization=0.5, seed=0,
@@ -117,7 +119,7 @@ def _of_given_lengths(base: Path) -> Any:
             params.max_tokens = self.lengths[seed]
             return params
 
-    longest = max(draw_lengths())
+    longest = max(draw_response_lengths())
     how = Colocation(base, max_model_len=256, adapter_rank=RANK)
     return OfGivenLengths(how, Sampling(max_new_tokens=longest, ends=()))
 
@@ -128,7 +130,7 @@ def transformers_rollout(ask: Ask) -> None:
     from peft import PeftModel
     from transformers import AutoModelForCausalLM
 
-    prompts, lengths = draw_prompts(SIZES[ask.size].vocabulary), draw_lengths()
+    prompts, lengths = draw_prompts(SIZES[ask.size].vocabulary), draw_response_lengths()
     base: Any = AutoModelForCausalLM.from_pretrained(ask.base, dtype=torch.bfloat16)
     model: Any = PeftModel.from_pretrained(base, ask.adapter).merge_and_unload().eval()
     model.to(device())

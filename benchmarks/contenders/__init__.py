@@ -1,0 +1,1 @@
+"""Contenders of the benchmarks: our code and other tools, each in its own process."""

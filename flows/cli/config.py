@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from enum import Enum
-from functools import partial
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
 
@@ -81,7 +81,6 @@ class Composed:
 
     Attributes:
         settings: nested plain dictionaries; enumerations as their names.
-        text: the settings as YAML, without passwords.
         runs: absolute path of `paths.runs`.
         tracking_uri: URI of MLflow, with the default filled in.
         tracking_root: folder for logged files; None if a server stores them.
@@ -89,11 +88,15 @@ class Composed:
     """
 
     settings: dict[str, Any]
-    text: str
     runs: Path
     tracking_uri: str
     tracking_root: Path | None
     defaults: tuple[str, ...] = ()
+
+    @cached_property
+    def text(self) -> str:
+        """The settings as YAML, without passwords."""
+        return OmegaConf.to_yaml(OmegaConf.create(_redacted(self.settings)))
 
     @classmethod
     def of(cls, config: DictConfig) -> Composed:
@@ -120,7 +123,6 @@ class Composed:
         store = runs / "mlflow"
         return cls(
             settings=settings,
-            text=OmegaConf.to_yaml(OmegaConf.create(_redacted(settings))),
             runs=runs,
             tracking_uri=uri or f"sqlite:///{store / 'mlflow.db'}",
             tracking_root=None if uri and not uri.startswith("sqlite:") else store / "artifacts",
@@ -135,9 +137,11 @@ def _computed(config: DictConfig, settings: Mapping[str, Any]) -> Iterator[str]:
         section, _, name = key.partition(".")
         if section == "rollout" and not online:
             continue
-        written = OmegaConf.to_container(config[section], resolve=False)[name]
+        written = config[section]._get_node(name)._value()
+        if not (isinstance(written, str) and "${" in written):
+            continue
         chosen = default(key, partial(_setting, config))
-        if isinstance(written, str) and "${" in written and settings[section][name] == chosen.value:
+        if settings[section][name] == chosen.value:
             yield chosen.line(key)
 
 

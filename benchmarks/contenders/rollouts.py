@@ -19,13 +19,7 @@ from typing import Any
 
 from benchmarks.contenders.training import device
 from benchmarks.harness import say
-from benchmarks.inputs import (
-    HANDED_RANK,
-    RANK,
-    SIZES,
-    draw_prompts,
-    draw_response_lengths,
-)
+from benchmarks.inputs import HANDED_RANK, RANK, SIZES, draw_prompts, draw_response_lengths
 
 
 @dataclass(frozen=True)

@@ -127,7 +127,7 @@ def _adapter(folder: Folder, weights: Weights) -> Recognised:
     config = folder.json(ADAPTER_CONFIG)
     rank = f" of rank {config['r']}" if type(config.get("r")) is int else ""
     dora = "DoRA " if config.get("use_dora") else ""
-    dialect = "verl" if _is_verl(folder) else "peft"
+    dialect = "verl" if folder.root.name == "lora_adapter" else "peft"
     stored = _stored(weights) if weights.files else "no weights"
     head = _head_of_adapter(folder, weights)
     what = f"a PEFT {dora}adapter{rank} ({stored}){head}"
@@ -202,7 +202,3 @@ def _states(folder: Folder) -> Iterator[str]:
         if any(re.fullmatch(pattern, name) for name in folder.files):
             deepspeed |= "DeepSpeed" in what
             yield what
-
-
-def _is_verl(folder: Folder) -> bool:
-    return folder.root.name == "lora_adapter"

@@ -107,11 +107,7 @@ class Report:
 
 
 def audit(
-    source: Path,
-    *,
-    base: Path | None = None,
-    values: bool = False,
-    adapter: Path | None = None,
+    source: Path, *, base: Path | None = None, values: bool = False, adapter: Path | None = None
 ) -> Report:
     """Examine a folder.
 

@@ -189,7 +189,5 @@ class Serving(Section, heading="Refused by vLLM"):
         "vLLM #21500",
     )
     VLLM_LORA_FEATURE = warning(
-        "A peft setting that vLLM does not support",
-        "vLLM refuses to load the adapter",
-        _MERGE,
+        "A peft setting that vLLM does not support", "vLLM refuses to load the adapter", _MERGE
     )

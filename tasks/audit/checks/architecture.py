@@ -8,8 +8,7 @@ does not count.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Iterator, Mapping
-from typing import Any
+from collections.abc import Iterable, Iterator
 
 from tasks.audit.catalogue.model import Architecture
 from tasks.audit.config_fields import (
@@ -42,10 +41,7 @@ _DOUBLED = "model.model."
 
 def check(source: Source) -> Iterator[Finding]:
     """Check class names, then key layouts, then layer numbers."""
-    if not source.is_model:
-        return
-    config = source.config()
-    if not config:
+    if not source.is_model or not source.config():
         return
     yield from _names(source)
     if source.weights.is_whole and source.tensors and source.kind is not Kind.VALUE:
@@ -113,13 +109,13 @@ def _layers(source: Source) -> Iterator[Finding]:
     config = source.config()
     counts = [count for name in _COUNTS if (count := whole(of_text(config, name)))]
     lists = _layer_lists(source.tensors)
-    promised = _promised(text_config(config))
+    text = text_config(config)
+    promised = next((n for name in _MTP if (n := whole(text.get(name))) and n > 0), 0)
     odd = config.get("is_encoder_decoder") or first_architecture(config) not in known().classes
     if not lists or not counts or odd:
         return
     # Some families count halves or stacks of layers, under these or other names.
-    settings = text_config(config).items()
-    counted = {value for name, value in settings if "layer" in name and whole(value)}
+    counted = {value for name, value in text.items() if "layer" in name and whole(value)}
     full = (
         layers
         for layers in lists.values()
@@ -144,11 +140,6 @@ def _layers(source: Source) -> Iterator[Finding]:
             found=f"{promised} in config.json, none in the files",
             expected="their tensors, or 0",
         )
-
-
-def _promised(config: Mapping[str, Any]) -> int:
-    """Return the number of multi-token prediction layers in the configuration."""
-    return next((count for name in _MTP if (count := whole(config.get(name))) and count > 0), 0)
 
 
 def _layer_lists(keys: Iterable[str]) -> dict[str, set[int]]:

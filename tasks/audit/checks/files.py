@@ -153,6 +153,7 @@ def _strays(source: Source, weights: Weights) -> Iterator[Finding]:
         if (name.endswith(".bin") and not name.endswith(_NOT_WEIGHTS)) or _STATES.fullmatch(name)
     ]  # fmt: skip
     siblings = ADAPTERS if source.is_adapter else MODELS
+    usual = weights.single if len(weights.files) == 1 else index_of(weights.single)
     for name in safe + pickled:
         if name in siblings or (_COUNTED.fullmatch(name) and name.startswith("pytorch_model")):
             continue  # a second set of the same weights: `TWO_WEIGHT_SETS`
@@ -165,7 +166,7 @@ def _strays(source: Source, weights: Weights) -> Iterator[Finding]:
         yield Files.STRAY_WEIGHT_FILE.at(
             name,
             found="a value head beside the model" if head else "not part of the checkpoint",
-            expected=f"only {_listed(weights)}",
+            expected=f"only {usual}",
             severity=Severity.ERROR if taken else Severity.WARNING,
         )
 
@@ -177,10 +178,6 @@ def _vllm_takes(name: str, weights: Weights) -> bool:
     if weights.is_pickled:
         return name.endswith(".bin")  # every .bin, if there are no safetensors
     return name.endswith(".safetensors") and weights.index is None
-
-
-def _listed(weights: Weights) -> str:
-    return weights.single if len(weights.files) == 1 else index_of(weights.single)
 
 
 def other_set(source: Source) -> Weights | None:

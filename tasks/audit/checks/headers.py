@@ -46,18 +46,16 @@ def check(source: Source) -> Iterator[Finding]:
 def _fix(source: Source) -> str:
     """Return the command that repairs broken weights; "" for the advice of the catalogue."""
     intact = intact_beside(source)
-    if not intact:
-        return ""
-    return (
-        f"python flows/audit.py source=DIR fix=true out_dir=<a new folder>: uses {intact}, which "
-        "is intact"
-    )
+    command = "python flows/audit.py source=DIR fix=true out_dir=<a new folder>"
+    return f"{command}: uses {intact}, which is intact" if intact else ""
 
 
 def _files(source: Source, weights: Weights) -> Iterator[Finding]:
     fix = _fix(source)
     for name, reason in weights.unread.items():
-        if _is_pointer(source, name):
+        with (source.folder.root / name).open("rb") as file:
+            is_pointer = file.read(len(_LFS)) == _LFS
+        if is_pointer:
             pointer = f"a pointer of {source.folder.files[name]} bytes"
             yield Headers.NOT_WEIGHTS_YET.at(name, found=pointer, expected="weights")
         else:
@@ -82,11 +80,6 @@ def _files(source: Source, weights: Weights) -> Iterator[Finding]:
             yield Headers.NO_TENSOR_ENTRY.at(
                 name, others, found="not tensors", expected="only tensors"
             )
-
-
-def _is_pointer(source: Source, name: str) -> bool:
-    with (source.folder.root / name).open("rb") as file:
-        return file.read(len(_LFS)) == _LFS
 
 
 def _empty(source: Source) -> Iterator[Finding]:

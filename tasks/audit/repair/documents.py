@@ -18,7 +18,7 @@ from tasks.audit.checks.text.special_tokens import GENERATION
 from tasks.audit.checks.text.template_text import EOS, BrokenTemplateError, read_template
 from tasks.audit.checks.text.templates import template_places
 from tasks.audit.checks.text.tokens import SETTINGS, TOKENIZER, read_tokens
-from tasks.audit.config_fields import of_text, text_config, token_ids
+from tasks.audit.config_fields import content, of_text, text_config, token_ids
 from tasks.audit.finding import Finding
 from tasks.audit.recognise import CONFIG, Kind
 from tasks.audit.repair.draft import Draft
@@ -27,13 +27,7 @@ from tasks.weights.heads.detect import detect
 from tasks.weights.heads.folder import hidden_size
 
 _ENDS = ("EOS_DISAGREES", "EOS_NOT_TEMPLATE_END", "EOS_CONFIGS_DIFFER", "EOS_MISSING")
-_LABELS = ("HEAD_LABELS",)
-_NAME = ("HEAD_PREFIX",)
-TOKENIZER_CLASS, PROCESSOR_MISSING = (
-    Configuration.TOKENIZER_CLASS.code,
-    Configuration.PROCESSOR_MISSING.code,
-)
-ROPE_FORM = Configuration.ROPE_FORM.code
+_LABELS, _NAME = "HEAD_LABELS", "HEAD_PREFIX"
 _SETTINGS = (Configuration.CONFIG_CHANGED.code, Configuration.ROPE_THETA_ABSENT.code)
 _ROPE = (
     "rope_theta", "rope_scaling", "rope_parameters", "rope_local_base_freq",
@@ -45,17 +39,17 @@ def align_documents(draft: Draft, findings: Iterable[Finding]) -> None:
     """Repair the JSON files that findings complain about, and nothing else."""
     findings = list(findings)
     codes = {finding.code for finding in findings}
-    if TOKENIZER_CLASS in codes:
+    if Configuration.TOKENIZER_CLASS.code in codes:
         _name_tokenizer(draft)
     if draft.source.is_model:
         _take_settings(draft, {finding.tensor for finding in findings if finding.code in _SETTINGS})
-        if ROPE_FORM in codes:
+        if Configuration.ROPE_FORM.code in codes:
             _write_old_rope(draft)
-        if PROCESSOR_MISSING in codes:
+        if Configuration.PROCESSOR_MISSING.code in codes:
             _take_processor(draft)
     if codes & {*_ENDS} and draft.source.is_model:
         _align_ends(draft)
-    if codes & {*_LABELS, *_NAME} and draft.source.kind is Kind.REWARD:
+    if codes & {_LABELS, _NAME} and draft.source.kind is Kind.REWARD:
         _align_head(draft, codes)
 
 
@@ -107,7 +101,7 @@ def _edit_text(draft: Draft, changes: Mapping[str, Any]) -> None:
 
 def _take_processor(draft: Draft) -> None:
     base = draft.source.base
-    for name in PROCESSOR_FILES if base is not None else ():
+    for name in PROCESSOR_FILES:
         document = base.config(name) if base is not None else {}
         if document:
             draft.documents[name] = dict(document)
@@ -136,11 +130,11 @@ def _align_head(draft: Draft, codes: set[str]) -> None:
     head = detect(head_folder(draft.source)).head
     if head is None or head.shape != (1, hidden_size(draft.source.config())):
         return  # labels of a classifier, or an unusable head, are left alone
-    if codes & {*_LABELS}:
+    if _LABELS in codes:
         labels = {"id2label": {"0": "LABEL_0"}, "label2id": {"LABEL_0": 0}, "num_labels": 1}
         draft.edit(CONFIG, **labels)
         draft.done.append(f"{CONFIG}: one label")
-    if codes & {*_NAME}:
+    if _NAME in codes:
         name = head.weight.partition(":")[2].partition(".")[0]
         draft.edit(CONFIG, value_head_prefix=name)
         draft.done.append(f"{CONFIG}: value_head_prefix {name}")
@@ -149,9 +143,8 @@ def _align_head(draft: Draft, codes: set[str]) -> None:
 def _ends_of_texts(source: Source) -> Iterator[int]:
     """Yield the EOS ids of the tokenizer and its chat template, the tokenizer's first."""
     tokens = read_tokens(source.folder)
-    token = source.config(SETTINGS).get("eos_token")
-    token = token.get("content") if isinstance(token, dict) else token
-    eos = tokens.id_of(token) if isinstance(token, str) else None
+    token = content(source.config(SETTINGS).get("eos_token"))
+    eos = tokens.id_of(token) if token else None
     if eos is not None:
         yield eos
     for text in template_places(source).values():

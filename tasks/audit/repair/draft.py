@@ -81,27 +81,22 @@ class Draft:
 
 def begin(source: Source) -> Draft:
     """Start a draft from the folder, with the intact set of its weights."""
-    beside = other_set(source)
+    beside, done = other_set(source), []
     if beside is not None and intact_beside(source):
         done = [f"weights of {beside.single}: those of {source.weights.single} are broken"]
         source = replace(source, recognised=replace(source.recognised, weights=beside))
-    else:
-        done = []
     draft = Draft(source, {key: key for key in source.tensors}, done=done)
     if source.weights.is_pickled and source.tensors:
         draft.done.append(f"{source.weights.single} as safetensors")
     left = [
         name for name in source.folder.here()
         if name.endswith((".safetensors", ".bin"))
-        and name not in (*source.weights.files, *SIDE_FILES, *_NOT_WEIGHTS)
+        and name not in (*source.weights.files, *SIDE_FILES, "training_args.bin")
     ]  # fmt: skip
     draft.done += [f"left out {name}" for name in left]
     if _index_is_wrong(source.weights):
         draft.done.append(f"{index_of(source.weights.single)} rebuilt")
     return draft
-
-
-_NOT_WEIGHTS = ("training_args.bin",)
 
 
 def _index_is_wrong(weights: Weights) -> bool:

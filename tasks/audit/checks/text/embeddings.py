@@ -46,14 +46,11 @@ def embeddings_of(tensors: Mapping[str, StoredTensor], config: Mapping[str, Any]
 def is_tied(config: Mapping[str, Any]) -> bool | None:
     """Return `tie_word_embeddings`, from the top level or the language model's settings."""
     places = (config, text_config(config))
-    values = {settings["tie_word_embeddings"] for settings in places if _has_setting(settings)}
+    read = [settings.get("tie_word_embeddings") for settings in places]
+    values = {value for value in read if isinstance(value, bool)}
     if values:  # loaders read different ones if they disagree
         return values.pop() if len(values) == 1 else None
     return True if text_config(config).get("model_type") in TIED_BY_DEFAULT else None
-
-
-def _has_setting(config: Mapping[str, Any]) -> bool:
-    return isinstance(config.get("tie_word_embeddings"), bool)
 
 
 def _find(tensors: Mapping[str, StoredTensor], leaves: Iterable[str]) -> str:

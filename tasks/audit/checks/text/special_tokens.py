@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
-from typing import Any
+from collections.abc import Iterable, Iterator
 
 from tasks.audit.catalogue.text import SpecialTokens
 from tasks.audit.checks.text.embeddings import embeddings_of
@@ -32,7 +31,7 @@ def check(source: Source) -> Iterator[Finding]:
     yield from _range(source)
     if source.kind in (Kind.MODEL, Kind.VALUE):
         yield from _ends(source, tokens)
-    elif _id(source.config(), "pad_token_id") is None:
+    elif whole(of_text(source.config(), "pad_token_id")) is None:
         yield SpecialTokens.PAD_MISSING.at(
             CONFIG, found="no pad_token_id", expected="the tokenizer's"
         )
@@ -60,10 +59,6 @@ def _tokenizer(source: Source, tokens: Tokens) -> Iterator[Finding]:
             _MAP if _MAP in files else SETTINGS, found="no eos, bos or pad token",
             expected="at least eos_token",
         )  # fmt: skip
-
-
-def _id(config: Mapping[str, Any], name: str) -> int | None:
-    return whole(of_text(config, name))
 
 
 def _range(source: Source) -> Iterator[Finding]:

@@ -6,14 +6,14 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from enum import Enum
-from functools import cached_property, partial
+from functools import cached_property, lru_cache, partial
 from pathlib import Path
 from typing import Any
 
 from hydra import compose, initialize_config_dir
 from hydra.core.config_store import ConfigStore
 from hydra.core.global_hydra import GlobalHydra
-from hydra.core.singleton import Singleton
+from hydra.core.utils import JobRuntime
 from hydra.errors import HydraException
 from omegaconf import DictConfig, Node, OmegaConf
 from omegaconf.errors import MissingMandatoryValue, OmegaConfBaseException
@@ -160,7 +160,7 @@ def compose_config(
             that cannot be parsed.
     """
     try:
-        return Composed.of(_compose(overrides, config_name, conf))
+        return Composed.of(_compose(tuple(overrides), config_name, conf))
     except (HydraException, OmegaConfBaseException) as error:
         raise refused(error, overrides, config_name, conf=conf) from error
 
@@ -172,7 +172,7 @@ def composed_as_is(overrides: Sequence[str], config_name: str) -> DictConfig:
         ConfigError: as in `compose_config`, except for missing values.
     """
     try:
-        return _compose(overrides, config_name, CONF)
+        return _compose(tuple(overrides), config_name, CONF)
     except (HydraException, OmegaConfBaseException) as error:
         raise refused(error, overrides, config_name) from error
 
@@ -194,7 +194,7 @@ def refused(
         rest = [o for o in overrides if o != wrong and not o.startswith("-")]
         for kept in (rest, []):
             try:
-                return OmegaConf.select(_compose(kept, config_name, conf), key)
+                return OmegaConf.select(_compose(tuple(kept), config_name, conf), key)
             except (HydraException, OmegaConfBaseException):
                 continue
         return None
@@ -207,7 +207,8 @@ def vocabulary(program: str, folders: Sequence[Path] = (CONF,)) -> Vocabulary:
     return Vocabulary(program, SCHEMAS[program], folders)
 
 
-def _compose(overrides: Sequence[str], config_name: str, conf: Path) -> DictConfig:
+@lru_cache(maxsize=32)  # a command and its flow compose the same run and the same steps
+def _compose(overrides: tuple[str, ...], config_name: str, conf: Path) -> DictConfig:
     with own_hydra(), initialize_config_dir(str(conf), job_name="rlhf", version_base="1.3"):
         return compose(config_name, overrides=list(overrides))
 
@@ -221,13 +222,17 @@ def conf_folders(overrides: Sequence[str], conf: Path = CONF) -> list[Path]:
 
 @contextmanager
 def own_hydra() -> Iterator[None]:
-    """Give the block its own Hydra state, which Hydra keeps in singletons, and restore it after."""
-    before = Singleton.get_state()
+    """Set aside what Hydra holds of the running program, and restore it after the block.
+
+    `Singleton.get_state` would do it too, but copies every schema and searches for plugins again.
+    """
+    hydra, name = GlobalHydra.instance().hydra, JobRuntime.instance().get("name")
     GlobalHydra.instance().clear()
     try:
         yield
     finally:
-        Singleton.set_state(before)
+        GlobalHydra.instance().hydra = hydra
+        JobRuntime.instance().set("name", name)
 
 
 def _redacted(value: Any) -> Any:

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import json
 import os
 import shutil
-import subprocess
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -15,10 +13,12 @@ from typing import Any
 import pytest
 
 from flows.cli.deliver_command import main
+from tests.commands import command, environment, run_in_empty, summary_of
 from tests.weights.making import Spread, make_base, trained_model, write_trained
 
-PROJECT = Path(__file__).resolve().parents[2]
-PROGRAM = PROJECT / "flows" / "deliver.py"
+
+def one_thread() -> dict[str, str]:
+    return environment(OMP_NUM_THREADS="1")
 
 
 @dataclass(frozen=True)
@@ -34,15 +34,6 @@ class Done:
         return [stage["name"] for stage in self.summary["stages"]]
 
 
-def environment() -> dict[str, str]:
-    inherited = {k: v for k, v in os.environ.items() if not k.startswith(("PREFECT_", "MLFLOW_"))}
-    return inherited | {"COLUMNS": "160", "OMP_NUM_THREADS": "1"}
-
-
-def command(*arguments: str) -> list[str]:
-    return [sys.executable, str(PROGRAM), *arguments]
-
-
 @pytest.fixture
 def deliver(tmp_path: Path) -> Callable[..., Done]:
     """Run `python /elsewhere/flows/deliver.py ARGUMENTS paths.runs=RUNS` in an empty directory."""
@@ -50,15 +41,9 @@ def deliver(tmp_path: Path) -> Callable[..., Done]:
     cwd.mkdir()
 
     def run(*arguments: str, engine: str = "none", timeout: float = 280) -> Done:
-        given = command(*arguments, f"paths.runs={runs}", f"smoke.engine={engine}")
-        done = subprocess.run(
-            given, cwd=cwd, env=environment(), timeout=timeout,
-            stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
-        )  # fmt: skip
-        assert not list(cwd.iterdir()), "the command wrote into the user's directory"
-        latest = runs / "latest" / "summary.json"
-        summary = json.loads(latest.read_text()) if latest.is_file() else {}
-        return Done(done.returncode, done.stdout, summary)
+        argv = command("deliver", *arguments, f"paths.runs={runs}", f"smoke.engine={engine}")
+        done = run_in_empty(cwd, argv, env=one_thread(), timeout=timeout)
+        return Done(done.returncode, done.stdout, summary_of(runs))
 
     return run
 
@@ -72,17 +57,16 @@ def here(
     monkeypatch.setattr("flows.cli.bootstrap._set_here", set())
 
     def run(*arguments: str, engine: str = "none") -> Done:
-        given = [*arguments, f"paths.runs={runs}", f"smoke.engine={engine}"]
-        monkeypatch.setattr(sys, "argv", [str(PROGRAM), *given])
+        _, *argv = command("deliver", *arguments, f"paths.runs={runs}", f"smoke.engine={engine}")
+        monkeypatch.setattr(sys, "argv", argv)
         before = dict(os.environ)
         try:
             code = main()
         finally:
             os.environ.clear()
             os.environ.update(before)
-        captured, latest = capsys.readouterr(), runs / "latest" / "summary.json"
-        summary = json.loads(latest.read_text()) if latest.is_file() else {}
-        return Done(code, captured.out + captured.err, summary)
+        captured = capsys.readouterr()
+        return Done(code, captured.out + captured.err, summary_of(runs))
 
     return run
 

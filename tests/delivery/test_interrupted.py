@@ -12,7 +12,8 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from tests.delivery.conftest import command, environment
+from tests.commands import command
+from tests.delivery.conftest import one_thread
 from tests.weights.making import save_tokenizer
 
 HIDDEN, ROWS = 1024, 300
@@ -52,11 +53,11 @@ def test_nothing_is_visible_at_out(
 ) -> None:
     out, runs = tmp_path / "out", tmp_path / "runs"
     given = command(
-        f"source={large}", f"out={out}", f"paths.runs={runs}", "smoke.engine=none",
+        "deliver", f"source={large}", f"out={out}", f"paths.runs={runs}", "smoke.engine=none",
         "convert.dtype=float32",
     )  # fmt: skip
     process = subprocess.Popen(
-        given, env=environment(), stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+        given, env=one_thread(), stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
     )
     deadline = time.monotonic() + 60
     while not list(runs.glob("artifacts/served/.*.tmp/model*.safetensors")):
@@ -68,7 +69,7 @@ def test_nothing_is_visible_at_out(
     assert process.returncode == status, output
     assert not out.exists()
     assert not list(tmp_path.glob(".out*"))
-    again = subprocess.run(given, env=environment(), capture_output=True, text=True, timeout=120)
+    again = subprocess.run(given, env=one_thread(), capture_output=True, text=True, timeout=120)
     assert again.returncode == 0, again.stderr
     assert (out / "manifest.json").is_file()
     assert not list(runs.glob("artifacts/served/.*.tmp"))

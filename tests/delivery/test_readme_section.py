@@ -10,7 +10,8 @@ from pathlib import Path
 import pytest
 from transformers import AutoModelForCausalLM
 
-from tests.delivery.conftest import PROJECT, environment
+from tests.conftest import PROJECT
+from tests.delivery.conftest import one_thread
 from tests.delivery.dialects.saving import llamafactory_ppo
 from tests.delivery.test_deliver import servable
 
@@ -44,7 +45,7 @@ def run(words: list[str], places: dict[str, Path], *more: str) -> tuple[int, str
     assert not any("=/ckpt" in setting or "=/served" in setting for setting in settings)
     done = subprocess.run(
         [sys.executable, str(PROJECT / program), *settings, *more],
-        cwd=places["/ckpt/ppo"].parent, env=environment(), timeout=290,
+        cwd=places["/ckpt/ppo"].parent, env=one_thread(), timeout=290,
         stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
     )  # fmt: skip
     return done.returncode, done.stdout

@@ -11,7 +11,8 @@ from typing import Any
 import pytest
 from mlflow import MlflowClient
 
-from tests.delivery.conftest import Done, command, environment
+from tests.commands import command
+from tests.delivery.conftest import Done, one_thread
 from tests.delivery.dialects.saving import llamafactory_ppo
 from tests.weights.heads.making import causal
 
@@ -29,12 +30,13 @@ def done(place: Path) -> Done:
     """The real command on a checkpoint of a PPO run of LLaMA-Factory."""
     llamafactory_ppo(causal("qwen"), place / "ppo")
     given = command(
-        f"source={place / 'ppo'}", f"out={place / 'out'}", f"paths.runs={place / 'runs'}",
-        "smoke.engine=transformers", "smoke.probes=8", "tag=nightly",
+        "deliver", f"source={place / 'ppo'}", f"out={place / 'out'}",
+        f"paths.runs={place / 'runs'}", "smoke.engine=transformers", "smoke.probes=8",
+        "tag=nightly",
     )  # fmt: skip
     (place / "elsewhere").mkdir()
     ran = subprocess.run(
-        given, cwd=place / "elsewhere", env=environment(), timeout=500,
+        given, cwd=place / "elsewhere", env=one_thread(), timeout=500,
         stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
     )  # fmt: skip
     assert ran.returncode == 0, ran.stdout

@@ -16,7 +16,8 @@ from safetensors.torch import load_file, save_file
 from tasks.delivery.engine import EngineSettings
 from tasks.evaluation.vllm_jobs import run_vllm
 from tasks.serving.vllm.job import Job
-from tests.delivery.conftest import PROJECT, environment
+from tests.conftest import PROJECT
+from tests.delivery.conftest import one_thread
 from tests.delivery.test_deliver import servable
 from tests.weights.heads.making import head_tensors
 
@@ -55,7 +56,7 @@ def audited(*arguments: str, cwd: Path) -> subprocess.CompletedProcess[str]:
     """Run the real audit command."""
     return subprocess.run(
         [sys.executable, str(PROJECT / "flows" / "audit.py"), *arguments],
-        cwd=cwd, env=environment(), capture_output=True, text=True, timeout=120,
+        cwd=cwd, env=one_thread(), capture_output=True, text=True, timeout=120,
     )  # fmt: skip
 
 

@@ -2,10 +2,6 @@
 
 from __future__ import annotations
 
-import json
-import os
-import subprocess
-import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,8 +9,7 @@ from typing import Any
 
 import pytest
 
-PROJECT = Path(__file__).resolve().parents[2]
-PROGRAM = PROJECT / "flows" / "rlhf.py"
+from tests.commands import command, environment, run_in_empty, summary_of
 
 
 @dataclass(frozen=True)
@@ -31,29 +26,15 @@ class Run:
         return entry
 
 
-def command(runs: Path, *overrides: str) -> list[str]:
-    return [sys.executable, str(PROGRAM), *overrides, f"paths.runs={runs}"]
-
-
-def environment() -> dict[str, str]:
-    inherited = {k: v for k, v in os.environ.items() if not k.startswith(("PREFECT_", "MLFLOW_"))}
-    return inherited | {"COLUMNS": "160"}
-
-
 @pytest.fixture(scope="session")
 def rlhf(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Run]:
     """Run `python /elsewhere/flows/rlhf.py OVERRIDES paths.runs=RUNS` in an empty directory."""
     cwd = tmp_path_factory.mktemp("elsewhere")
 
     def run(runs: Path, *overrides: str, timeout: float = 570) -> Run:
-        done = subprocess.run(
-            command(runs, *overrides), cwd=cwd, env=environment(), timeout=timeout,
-            stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
-        )  # fmt: skip
-        assert not list(cwd.iterdir()), "the command wrote into the user's directory"
-        latest = runs / "latest" / "summary.json"
-        summary = json.loads(latest.read_text()) if latest.is_file() else {}
-        return Run(done.returncode, done.stdout, runs, summary)
+        argv = command("rlhf", *overrides, f"paths.runs={runs}")
+        done = run_in_empty(cwd, argv, env=environment(), timeout=timeout)
+        return Run(done.returncode, done.stdout, runs, summary_of(runs))
 
     return run
 

@@ -17,7 +17,8 @@ import pytest
 from mlflow import MlflowClient
 
 from tasks.config.checks.data import PEEK
-from tests.flows.conftest import Run, command, environment
+from tests.commands import command, environment
+from tests.flows.conftest import Run
 
 
 def conversation(prompt: str, answer: str = "yes") -> str:
@@ -134,7 +135,8 @@ class TestAStageFails:
 def test_a_signal_while_ranks_train_ends_everything_within_10_s(
     number: signal.Signals, status: int, qlora: Run, tmp_path: Path
 ) -> None:
-    argv = command(qlora.runs, "+exp=sft_qlora", f"seed={status}", f"tag=signal{status}")
+    overrides = [f"seed={status}", f"tag=signal{status}", f"paths.runs={qlora.runs}"]
+    argv = command("rlhf", "+exp=sft_qlora", *overrides)
     child = subprocess.Popen(
         argv, cwd=tmp_path, env=environment(), start_new_session=True,
         stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,

@@ -20,7 +20,8 @@ import pytest
 
 from tasks.pipeline.artifact import open_artifact
 from tasks.toy.splits import conversation, examples
-from tests.flows.conftest import Run, command, environment
+from tests.commands import command, environment
+from tests.flows.conftest import Run
 from tests.flows.test_bad_input import ours
 from tests.flows.tracked import curve
 from tests.training.places import files
@@ -91,8 +92,9 @@ def test_a_run_resumed_after_kill_9_gives_bit_identical_weights(
     kept = Path(shutil.move(shards, tmp_path / "whole"))
 
     checkpoints = runs / "checkpoints" / shards.name
+    argv = command("rlhf", *overrides, f"paths.runs={runs}")
     with subprocess.Popen(
-        command(runs, *overrides), cwd=tmp_path, env=environment(), start_new_session=True,
+        argv, cwd=tmp_path, env=environment(), start_new_session=True,
         stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
     ) as child:  # fmt: skip
         while not (checkpoints / "step-00000004" / "state.json").is_file():

@@ -14,7 +14,9 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from tests.flows.conftest import PROJECT, Run, environment
+from tests.commands import environment
+from tests.conftest import PROJECT
+from tests.flows.conftest import Run
 
 
 @pytest.fixture

@@ -1,0 +1,42 @@
+"""Commands of `flows/` as a user types them: their own process, an empty working directory."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from tests.conftest import PROJECT
+
+
+def command(program: str, *arguments: str) -> list[str]:
+    """Return the command line of `flows/<program>.py`."""
+    return [sys.executable, str(PROJECT / "flows" / f"{program}.py"), *arguments]
+
+
+def environment(**more: str) -> dict[str, str]:
+    """Return the environment of a user who has set up neither Prefect nor MLflow."""
+    inherited = {k: v for k, v in os.environ.items() if not k.startswith(("PREFECT_", "MLFLOW_"))}
+    return inherited | {"COLUMNS": "160"} | more
+
+
+def run_in_empty(
+    cwd: Path, argv: Sequence[str], *, env: dict[str, str], timeout: float
+) -> subprocess.CompletedProcess[str]:
+    """Run a command in an empty folder, and check that it wrote nothing there."""
+    done = subprocess.run(
+        argv, cwd=cwd, env=env, timeout=timeout, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
+        text=True,
+    )  # fmt: skip
+    assert not list(cwd.iterdir()), "the command wrote into the user's directory"
+    return done
+
+
+def summary_of(runs: Path) -> dict[str, Any]:
+    """Return the summary of the last run; empty if there is none."""
+    latest = runs / "latest" / "summary.json"
+    return json.loads(latest.read_text()) if latest.is_file() else {}

@@ -24,7 +24,7 @@ from tests.audit.making import (
     tensors,
     write_json,
 )  # fmt: skip
-from tests.weights.zero.test_partitions_property import write
+from tests.weights.deepspeed.test_partitions_property import write
 
 INDEX = "model.safetensors.index.json"
 HEAD = {"v_head.summary.weight": np.ones((1, 16), np.float32)}

@@ -16,7 +16,7 @@ EXPLAINED = {issue for failure in UNSEEN for issue in failure.issues}
 SHOWN = {issue for case in CASES.values() for issue in case.issues}
 ELSEWHERE = {
     # Covered by other tests, on checkpoints that DeepSpeed and verl write.
-    "tests/weights/zero/test_doctor.py": {
+    "tests/weights/deepspeed/test_audit.py": {
         "LLaMA-Factory #2161",
         "LLaMA-Factory #2604",
         "OpenRLHF #1067",

@@ -13,8 +13,8 @@ from tasks.audit.run import Report, audit
 from tasks.weights.deepspeed.checkpoint import read_zero
 from tests.audit.making import by_code as codes_of
 from tests.audit.making import edit_json, errors, write_json
+from tests.weights.deepspeed.test_partitions_property import write
 from tests.weights.making import Spread, write_shards
-from tests.weights.zero.test_partitions_property import write
 
 LORA = {"peft_type": "LORA", "r": 4, "lora_alpha": 8, "target_modules": ["q_proj"]}
 NAMES = [f"base_model.model.model.layers.0.self_attn.q_proj.lora_{half}.weight" for half in "AB"]

@@ -9,7 +9,7 @@ import torch
 
 from tests.delivery.conftest import Done
 from tests.weights.making import Spread, save_tokenizer, state_of, trained_model
-from tests.weights.stored4bit.making import pack, same
+from tests.weights.quantized.making import pack, same
 
 
 def test_an_adapter_into_a_packed_base(tmp_path: Path, base: Path, deliver) -> None:

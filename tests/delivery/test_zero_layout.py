@@ -10,8 +10,8 @@ import pytest
 import torch
 
 from tests.delivery.conftest import Done
+from tests.weights.deepspeed.test_partitions_property import write
 from tests.weights.making import state_of
-from tests.weights.zero.test_partitions_property import write
 
 Run = Callable[..., Done]
 

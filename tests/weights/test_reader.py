@@ -9,7 +9,7 @@ from safetensors.torch import save_file
 
 from tasks.core.errors import ArtifactError
 from tasks.weights.files.reader import read_checkpoint, torch_dtype
-from tests.weights.zero.conftest import read
+from tests.weights.deepspeed.conftest import read
 
 ONE = {"a": torch.arange(6, dtype=torch.bfloat16).reshape(2, 3), "z": torch.zeros(0, 2)}
 TWO = {"b": torch.tensor([True, False, True]), "c": torch.tensor(7.5, dtype=torch.float64)}

@@ -67,7 +67,7 @@ def save_bin(corpus: Corpus, folder: Path) -> None:
 
 def save_nf4(corpus: Corpus, folder: Path) -> None:
     """Save a model packed in 4 bits by bitsandbytes."""
-    from tests.weights.stored4bit.making import pack
+    from tests.weights.quantized.making import pack
 
     with quiet():
         pack(corpus.clean("llama"), folder)

@@ -17,8 +17,8 @@ from safetensors.torch import load_file, save_file
 
 from tests.delivery.conftest import Done
 from tests.delivery.test_deliver import same
+from tests.weights.deepspeed.test_partitions_property import write
 from tests.weights.making import state_of
-from tests.weights.zero.test_partitions_property import write
 
 Run = Callable[..., Done]
 

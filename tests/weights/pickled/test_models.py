@@ -12,7 +12,7 @@ import torch
 from tasks.core.errors import ArtifactError
 from tasks.weights.files.opening import open_model
 from tasks.weights.pickled.state import is_pickled_model, read_model
-from tests.weights.zero.conftest import read
+from tests.weights.deepspeed.conftest import read
 
 FIRST, SECOND = "pytorch_model-00001-of-00002.bin", "pytorch_model-00002-of-00002.bin"
 INDEX = "pytorch_model.bin.index.json"

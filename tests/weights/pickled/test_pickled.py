@@ -14,7 +14,7 @@ from tasks.core.errors import ArtifactError
 from tasks.weights.files.reader import torch_dtype
 from tasks.weights.pickled.state import read_state
 from tasks.weights.pickled.tensors import TensorRef, TorchFile, read_torch_file
-from tests.weights.zero.conftest import read
+from tests.weights.deepspeed.conftest import read
 
 GOOD: dict[str, Any] = {
     "weight": torch.randn(5, 3, generator=torch.Generator().manual_seed(1)),

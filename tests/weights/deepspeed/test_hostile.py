@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from tasks.weights.deepspeed.checkpoint import read_zero
-from tests.weights.zero.test_damaged import Copied, files, findings, rewrite
+from tests.weights.deepspeed.test_damaged import Copied, files, findings, rewrite
 
 
 @pytest.mark.parametrize("tag", ["../full-2/global_step2", "/etc", "", ".."])

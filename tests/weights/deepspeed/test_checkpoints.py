@@ -13,7 +13,7 @@ from tasks.core.errors import ArtifactError
 from tasks.weights.deepspeed.checkpoint import ZeroCheckpoint, read_zero
 from tasks.weights.deepspeed.layout import is_checkpoint
 from tasks.weights.files.reader import torch_dtype
-from tests.weights.zero.conftest import read, save_checkpoints
+from tests.weights.deepspeed.conftest import read, save_checkpoints
 
 SAME_AS_DEEPSPEED = (
     "full-1", "full-1-universal", "full-2", "full-2-universal", "round-robin",

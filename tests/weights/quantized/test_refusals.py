@@ -16,7 +16,7 @@ from tasks.core.errors import ArtifactError
 from tasks.pipeline.artifact import Artifact
 from tasks.weights.quantized.packed import LEVELS, STATE
 from tasks.weights.quantized.source import open_base
-from tests.weights.stored4bit.making import Q_PROJ, SAID, STATE_KEY, alter, drop, put, restate
+from tests.weights.quantized.making import Q_PROJ, SAID, STATE_KEY, alter, drop, put, restate
 
 MUTATIONS: dict[str, tuple[Callable[[dict[str, torch.Tensor]], Any], str]] = {
     "no scales": (drop(".absmax"), "absmax absent"),

@@ -17,7 +17,7 @@ from tasks.weights.quantized.packed import BLOCKSIZES, LEVELS
 from tests.weights.making import (
     state_of,
 )
-from tests.weights.stored4bit.making import decode_all, pack, restored, same, write_packed
+from tests.weights.quantized.making import decode_all, pack, restored, same, write_packed
 
 
 @pytest.mark.parametrize(

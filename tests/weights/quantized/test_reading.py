@@ -18,7 +18,7 @@ from tasks.weights.plan.contracts import model_facts
 from tasks.weights.plan.operations import Plan
 from tasks.weights.quantized.config_fields import is_packed, stored
 from tasks.weights.quantized.source import PackedCheckpoint, open_base
-from tests.weights.stored4bit.making import (
+from tests.weights.quantized.making import (
     Q_PROJ,
     alter,
     decode_all,

@@ -26,7 +26,7 @@ from tests.weights.making import (
     state_of,
     write_trained,
 )
-from tests.weights.stored4bit.making import same
+from tests.weights.quantized.making import same
 
 
 @pytest.fixture(scope="module")

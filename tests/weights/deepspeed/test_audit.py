@@ -9,7 +9,7 @@ import pytest
 
 from tasks.audit.run import audit
 from tests.audit.making import adapter_tensors, codes, errors, make_adapter
-from tests.weights.zero.test_damaged import Copied, files, rewrite
+from tests.weights.deepspeed.test_damaged import Copied, files, rewrite
 
 
 @pytest.mark.parametrize(

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from tasks.core.errors import ArtifactError
 from tasks.weights.deepspeed.checkpoint import read_zero
-from tests.weights.zero.conftest import read
+from tests.weights.deepspeed.conftest import read
 
 Tensors = dict[str, torch.Tensor]
 Groups = list[Tensors]

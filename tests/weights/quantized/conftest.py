@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from tasks.pipeline.artifact import Artifact
-from tests.weights.stored4bit.making import pack
+from tests.weights.quantized.making import pack
 
 
 @pytest.fixture(scope="session")

@@ -17,7 +17,7 @@ from tests.weights.making import (
     NF4,
     state_of,
 )
-from tests.weights.stored4bit.making import TURNED, decode_all, gpt2, pack, same
+from tests.weights.quantized.making import TURNED, decode_all, gpt2, pack, same
 
 
 def test_gpt2_is_decoded_to_its_layout_on_disk(tmp_path: Path) -> None:

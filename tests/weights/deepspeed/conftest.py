@@ -15,13 +15,12 @@ from tasks.weights.files.source import Source
 
 def save_checkpoints(root: Path, world_size: int) -> Path:
     """Save every case of `save_checkpoints.py` below `root`."""
-    flags = ("--standalone", "--nproc-per-node", str(world_size))
+    flags = ("--standalone", "--nproc-per-node", str(world_size), "-m")
+    program = "tests.weights.deepspeed.save_checkpoints"
     launch(
-        python_child(
-            "torch.distributed.run", *flags, "-m", "tests.weights.zero.save_checkpoints", str(root)
-        ),
+        python_child("torch.distributed.run", *flags, program, str(root)),
         stage="zero",
-        log=logging.getLogger("tests.weights.zero"),
+        log=logging.getLogger("tests.weights.deepspeed"),
         log_path=root.with_suffix(".log"),
         env={"OMP_NUM_THREADS": "1", "TORCHDYNAMO_DISABLE": "1"},
     )

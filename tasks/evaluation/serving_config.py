@@ -19,6 +19,8 @@ from tasks.weights.files.vocabulary import Vocabulary, vocabulary_of
 from tasks.weights.plan.contracts import ModelFacts
 from tasks.weights.plan.operations import Plan
 
+TOKENIZER_CONFIG = "tokenizer_config.json"
+
 
 @dataclass(frozen=True)
 class ServingConfig:
@@ -56,6 +58,13 @@ def write_configs(out: Path, wanted: ServingConfig) -> None:
     # Written even if it is null: some model classes have a padding id by default.
     config = served_config(wanted.config, dtype=wanted.dtype, quantized=wanted.quantized)
     write_json(out / CONFIG, {**config, **ends, "pad_token_id": wanted.pad})
+    _drop_code(out / TOKENIZER_CONFIG)
+
+
+def _drop_code(path: Path) -> None:
+    """Remove `auto_map` from a copied tokenizer_config.json; other files stay as they are."""
+    if path.is_file() and "auto_map" in (config := read_json(path)):
+        write_json(path, {key: value for key, value in config.items() if key != "auto_map"})
 
 
 def served_config(
@@ -63,12 +72,15 @@ def served_config(
 ) -> dict[str, Any]:
     """Return config.json with this dtype and this quantization in place of its own.
 
+    `auto_map` is left out: the hand-offs were checked with transformers' own classes, and an engine
+    that trusts the folder would run other code.
+
     Args:
         config: config.json of the model.
         dtype: torch dtype name.
         quantized: `quantization_config`; None for weights that are not quantized.
     """
-    replaced = ("quantization_config", "torch_dtype")
+    replaced = ("quantization_config", "torch_dtype", "auto_map")
     kept = {key: value for key, value in config.items() if key not in replaced}
     return {
         **kept,

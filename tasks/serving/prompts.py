@@ -131,6 +131,6 @@ def load_tokenizer(folder: Path) -> Any:
     if not (folder / "tokenizer_config.json").is_file():
         raise ArtifactError(f"{folder}: no tokenizer_config.json")
     try:
-        return AutoTokenizer.from_pretrained(folder, local_files_only=True)
+        return AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
     except (OSError, ValueError, KeyError) as error:
         raise ArtifactError(f"{folder}: the tokenizer cannot be loaded: {error}") from error

@@ -93,6 +93,7 @@ def from_folder(
             attn_implementation=attn_implementation,
             device_map=device_map,
             local_files_only=True,
+            trust_remote_code=False,
             output_loading_info=True,
             **extra,
         )

@@ -104,7 +104,9 @@ def _kv_bytes(model: Path) -> int:
     """Return the bytes of one token's keys and values in 16 bits, at most."""
     from transformers import AutoConfig
 
-    config = AutoConfig.from_pretrained(model, local_files_only=True).get_text_config()
+    config = AutoConfig.from_pretrained(
+        model, local_files_only=True, trust_remote_code=False
+    ).get_text_config()
     heads: int = config.num_attention_heads
     kv_heads: int = getattr(config, "num_key_value_heads", None) or heads
     width: int = getattr(config, "head_dim", None) or config.hidden_size // heads

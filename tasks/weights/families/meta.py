@@ -34,8 +34,9 @@ def meta_model(folder: Path, dtype: str) -> Any:
     import torch
 
     config = read_config(folder)
+    how = {"dtype": getattr(torch, dtype), "trust_remote_code": False}
     with _config_errors(folder), torch.device("meta"):
-        return auto_class(config).from_config(config, dtype=getattr(torch, dtype))
+        return auto_class(config).from_config(config, **how)
 
 
 def read_config(folder: Path) -> Any:
@@ -51,8 +52,20 @@ def read_config(folder: Path) -> Any:
     too_many = oversized(read_json(folder / "config.json"))
     if too_many:
         raise ArtifactError(f"{folder}: config.json describes no usable model: {too_many}")
-    with _config_errors(folder):
-        return AutoConfig.from_pretrained(folder, local_files_only=True)
+    try:
+        with _config_errors(folder):
+            # Left open, transformers asks on the terminal whether to run the model's own code.
+            return AutoConfig.from_pretrained(
+                folder, local_files_only=True, trust_remote_code=False
+            )
+    except ArtifactError as error:
+        if "trust_remote_code" not in str(error):
+            raise
+        raise ArtifactError(
+            f"{folder}/config.json names code of the model's own (auto_map), which is not run",
+            hint="a model whose class transformers has; read the code, and if the class is one of "
+            "them, remove auto_map and set model_type",
+        ) from error
 
 
 @contextmanager

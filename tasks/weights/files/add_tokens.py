@@ -73,7 +73,9 @@ def _into_tokenizer(folder: Path, tokens: Sequence[str]) -> tuple[int, ...]:
     from tokenizers import AddedToken
     from transformers import AutoTokenizer
 
-    tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True)
+    tokenizer = AutoTokenizer.from_pretrained(
+        folder, local_files_only=True, trust_remote_code=False
+    )
     known = sorted(set(tokens) & set(tokenizer.get_vocab()))
     if known or len(set(tokens)) < len(tokens):
         raise ConfigError(

@@ -15,8 +15,8 @@ from typing import Any
 
 from tasks.audit.folder import Folder
 from tasks.audit.weights import Weights, open_weights
+from tasks.weights.files.documents import MANIFEST, own_manifest
 from tasks.weights.files.index import index_of
-from tasks.weights.files.reader import MANIFEST
 from tasks.weights.heads.absence import OPENRLHF, wrapped_class
 from tasks.weights.heads.folder import SIDE_FILES, architectures
 from tasks.weights.plan.partitions import PARTITIONS
@@ -24,8 +24,6 @@ from tasks.weights.plan.partitions import PARTITIONS
 CONFIG, ADAPTER_CONFIG = "config.json", "adapter_config.json"
 MODELS = ("model.safetensors", "pytorch_model.bin")
 ADAPTERS = ("adapter_model.safetensors", "adapter_model.bin")
-_OURS = {"kind", "digest", "tensors", "files", "inputs", "notes"}
-"""Keys of every Plumbline manifest; see `tasks/pipeline/artifact.py`."""
 
 
 class Kind(StrEnum):
@@ -66,7 +64,7 @@ class Recognised:
 
 def recognise(folder: Folder) -> Recognised:
     """Recognise a folder by file names, then configuration and headers. Raises ArtifactError."""
-    manifest = own_manifest(folder)
+    manifest = own_manifest(folder.json(MANIFEST))
     states = tuple(_states(folder))
     adapter, model = _open_first(folder, ADAPTERS), _open_first(folder, MODELS)
     # Shards have an adapter_config.json beside them, which gathering uses.
@@ -93,13 +91,6 @@ def recognise(folder: Folder) -> Recognised:
     ours = f"Plumbline artifact of kind {manifest['kind']}: " if is_artifact else ""
     dialect = "Plumbline" if ours else result.dialect
     return Recognised(result.kind, ours + result.what, dialect, result.weights, manifest, states)
-
-
-def own_manifest(folder: Folder) -> Mapping[str, Any]:
-    """Return Plumbline's manifest, or an empty one: other tools have files of that name."""
-    document = folder.json(MANIFEST)
-    ours = set(document) >= _OURS and isinstance(document["kind"], str)
-    return document if ours else {}
 
 
 def _open_first(folder: Folder, names: tuple[str, ...]) -> Weights | None:

@@ -2,6 +2,7 @@
 
 errors     every error that Plumbline raises on purpose
 contract   expected tensors, and checks with their verdicts
+disk       flush files and folders
 events     lines that a child process sends to its parent
 machine    GPUs, driver and memory of this machine
 """

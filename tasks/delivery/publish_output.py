@@ -7,11 +7,12 @@ import shutil
 from collections.abc import Iterator
 from pathlib import Path
 
+from tasks.core.disk import flush
 from tasks.core.errors import ArtifactError
 from tasks.pipeline.artifact import Artifact, open_artifact
 from tasks.pipeline.staging import staging
 from tasks.weights.execute.copying import link_or_copy
-from tasks.weights.files.identity import read_manifest
+from tasks.weights.files.documents import read_manifest
 from tasks.weights.files.reader import MANIFEST
 
 
@@ -64,15 +65,15 @@ def put(served: Artifact, out: Path) -> None:
                 target = work / path.relative_to(served.path)
                 target.parent.mkdir(parents=True, exist_ok=True)
                 link_or_copy(path, target)
-                _flush(target)
+                flush(target)
         shutil.copyfile(served.path / MANIFEST, work / MANIFEST)
-        _flush(work / MANIFEST)
-        _flush(work)
+        flush(work / MANIFEST)
+        flush(work)
         old = out.parent / f".{out.name}.{os.getpid()}.old.tmp"
         if out.is_dir() and any(out.iterdir()):
             out.rename(old)
         work.rename(out)
-        _flush(out.parent)
+        flush(out.parent)
         shutil.rmtree(old, ignore_errors=True)
 
 
@@ -85,11 +86,3 @@ def _is_delivered(out: Path, served: Artifact) -> bool:
     except ArtifactError:
         return False
     return True
-
-
-def _flush(path: Path) -> None:
-    handle = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)

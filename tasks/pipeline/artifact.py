@@ -24,6 +24,7 @@ from typing import Any
 
 from blake3 import blake3
 
+from tasks.core.disk import flush, flush_tree
 from tasks.core.errors import ArtifactError
 from tasks.pipeline.staging import staging as staging
 from tasks.pipeline.staging import sweep as sweep
@@ -103,7 +104,7 @@ def publish(work: Path, final: Path, origin: Origin) -> Artifact:
     }
     try:
         (work / MANIFEST).write_text(json.dumps(document, indent=1, sort_keys=True) + "\n")
-        _flush(work)
+        flush_tree(work)
     except OSError as error:  # full disk: the next run continues from the journal
         raise write_refused(work, error) from error
     (work / JOURNAL).unlink(missing_ok=True)
@@ -111,7 +112,7 @@ def publish(work: Path, final: Path, origin: Origin) -> Artifact:
     if final.exists():
         final.rename(old)
     work.rename(final)
-    _flush_directory(final.parent)
+    flush(final.parent)
     shutil.rmtree(old, ignore_errors=True)
     return Artifact(origin.kind, final, document["digest"])
 
@@ -297,20 +298,3 @@ def _hash_tensors(
         }
         for name, info in header.tensors.items()
     }
-
-
-def _flush(root: Path) -> None:
-    for path in (root, *root.rglob("*")):
-        if path.is_dir():
-            _flush_directory(path)
-        else:
-            with path.open("rb") as file:
-                os.fsync(file.fileno())
-
-
-def _flush_directory(path: Path) -> None:
-    handle = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)

@@ -11,7 +11,8 @@ from tasks.audit.checks.adapters.same_bytes import first_difference
 from tasks.audit.source import open_source
 from tasks.core.errors import ConfigError
 from tasks.delivery.recognise import ADAPTER_CONFIG, CONFIG, Given
-from tasks.weights.files.identity import base_mismatch, optional_json, published, read_manifest
+from tasks.weights.files.documents import optional_json, read_manifest
+from tasks.weights.files.identity import base_mismatch, published
 
 
 def find_base(given: Given, base: str | None, store: Path) -> Path | None:

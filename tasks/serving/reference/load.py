@@ -99,7 +99,7 @@ def from_folder(
         )
     except (OSError, ValueError, KeyError, RuntimeError) as error:
         raise ArtifactError(f"{path} cannot be loaded: {first_lines(error)}") from error
-    _refuse_gaps(path, info, gaps)
+    refuse_gaps(path, info, gaps)
     return keep_as_loaded(model)
 
 
@@ -174,8 +174,20 @@ def _bitsandbytes(quantization: Mapping[str, Any]) -> Any:
     )
 
 
-def _refuse_gaps(path: Path, info: Mapping[str, Any], gaps: Collection[str]) -> None:
-    """Raise for missing or unexpected tensors; transformers only warns and invents missing ones."""
+def refuse_gaps(
+    path: Path, info: Mapping[str, Any], gaps: Collection[str], *, hint: str = ""
+) -> None:
+    """Refuse missing and unexpected tensors; transformers only warns and invents missing ones.
+
+    Args:
+        path: folder of the model.
+        info: transformers' loading info.
+        gaps: tensors that may be missing in the files or left over.
+        hint: what to do about it, for the error.
+
+    Raises:
+        ArtifactError: lists the tensors.
+    """
     differences = [
         f"{kind.replace('_', ' ')}: {key}"
         for kind in ("missing_keys", "unexpected_keys", "mismatched_keys")
@@ -187,4 +199,5 @@ def _refuse_gaps(path: Path, info: Mapping[str, Any], gaps: Collection[str]) -> 
             f"{path}: tensors do not fit the model: {len(differences)} differ, first "
             f"{differences[0]}",
             details=differences[:20],
+            hint=hint,
         )

@@ -13,11 +13,12 @@ everything is on disk, so existence means complete. Older checkpoints are delete
 from __future__ import annotations
 
 import json
-import os
 import shutil
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
+
+from tasks.core.disk import flush, flush_tree
 
 STATE = "state.json"
 ENGINE = "engine"
@@ -130,19 +131,11 @@ def work_folder(root: Path, step: int) -> Path:
 def publish(work: Path) -> Path:
     """Make a written checkpoint visible, replacing one of the same step; return its folder."""
     final = work.with_name(work.name.removeprefix(".").removesuffix(".tmp"))
-    to_disk(work)
+    flush_tree(work)
     shutil.rmtree(final, ignore_errors=True)
     work.rename(final)
-    _sync(final.parent)
+    flush(final.parent)
     return final
-
-
-def to_disk(folder: Path) -> None:
-    """Flush all files and folders below `folder` to disk."""
-    for place, _, names in os.walk(folder):
-        for name in names:
-            _sync(Path(place) / name)
-        _sync(Path(place))
 
 
 def prune(root: Path, *, keep: set[int], most: int, most_gb: float | None) -> None:
@@ -184,11 +177,3 @@ def sweep(root: Path) -> None:
 def folder_bytes(folder: Path) -> int:
     """Return the size of all files below `folder`, in bytes."""
     return sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
-
-
-def _sync(path: Path) -> None:
-    handle = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from safetensors import SafetensorError
 
+from tasks.core.disk import flush_tree
 from tasks.core.errors import TrainingError
 from tasks.training.engine import checkpoint
 from tasks.training.engine.checkpoint import ENGINE, SHARDS, Progress
@@ -69,7 +70,7 @@ def save(
         for name, context in others.items():
             with context() as extra:
                 _save(extra, work, name, without_frozen=frozen)
-        checkpoint.to_disk(work)  # on each rank: one node cannot flush the pages of another
+        flush_tree(work)  # on each rank: one node cannot flush the pages of another
         ranks.barrier()
         if ranks.first:
             write_partitions(job, engine.module, work / checkpoint.PARTITIONS)

@@ -3,18 +3,20 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Iterator, Mapping
+from pathlib import Path
 from typing import Any
 
 import torch
 
-from tasks.core.errors import ArtifactError
+from tasks.serving.reference.load import refuse_gaps
 from tasks.training.engine.deepspeed_engine import Ranks
 from tasks.training.job import Peft, TrainJob
 from tasks.training.model.score_head import WEIGHT, config_of_head, fill_head
 from tasks.weights.quantized.bnb_no_repack import keep_as_loaded
 
 DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
+_HINT = "give a complete checkpoint of a causal language model"
 _CLASSES = {"tokens": "AutoModelForCausalLM", "score": "AutoModelForSequenceClassification"}
 """transformers' auto class, by the head of the objective."""
 
@@ -60,7 +62,8 @@ def load_base(
         )
     absent = set(map(str, info["missing_keys"]))
     gaps = {WEIGHT} if head == "score" else set()
-    _refuse_gaps(job, info, gaps | _language_head(info, head))
+    gaps |= _language_head(info, head)
+    refuse_gaps(Path(job.base), info, gaps, hint=_HINT)
     if settings.zero.stage == 3:
         _restore_buffers(model, job, head)
     if WEIGHT in absent:
@@ -87,23 +90,6 @@ def _language_head(info: Mapping[str, Any], head: str) -> set[str]:
     """Return the keys of a language model's head, which a score head replaces."""
     left = set(map(str, info["unexpected_keys"])) if head == "score" else set()
     return {key for key in left if key.split(".")[0] in ("lm_head", "embed_out")}
-
-
-def _refuse_gaps(job: TrainJob, info: Mapping[str, Any], allowed: Collection[str]) -> None:
-    """Refuse missing and unexpected tensors; transformers only warns, and makes up missing ones."""
-    gaps = [
-        f"{kind.replace('_keys', '')}: {key}"
-        for kind in ("missing_keys", "unexpected_keys", "mismatched_keys")
-        for key in sorted(map(str, info.get(kind) or ()))
-        if key not in allowed
-    ]
-    if gaps:
-        raise ArtifactError(
-            f"{job.base}: {len(gaps)} tensors do not fit the model that is trained, "
-            f"first {gaps[0]}",
-            details=gaps[:20],
-            hint="give a complete checkpoint of a causal language model",
-        )
 
 
 def _restore_buffers(model: Any, job: TrainJob, head: str) -> None:

@@ -12,7 +12,7 @@ from tasks.weights.adapters.live import LiveModel
 from tasks.weights.adapters.piece import Piece, stored_keys
 from tasks.weights.adapters.pieces import Contract
 from tasks.weights.files.dtype_bits import is_float
-from tasks.weights.files.names import PEFT_PREFIX
+from tasks.weights.files.names import EXPERT, PEFT_PREFIX
 from tasks.weights.plan.adapter_ops import Rows
 
 _COPIES = re.compile(
@@ -23,8 +23,6 @@ _COPIES = re.compile(
 
 _TRAINING = re.compile(r"\.lora_(velora_embed|monteclora_sampler)(\.|$)")
 """Training state of VeLoRA and MonteCLoRA, stored beside a plain pair."""
-
-_EXPERT = re.compile(r"\.experts\.\d+\.")
 
 _NAMED = re.compile(
     r"\.lora_(A|B|embedding_[AB]|magnitude_vector)\.(?!(weight|bias)$)[^.]+(\.weight)?$"
@@ -121,7 +119,7 @@ def hint_on(key: str, absent: Sequence[str], live: LiveModel) -> str:
         return f"keys of an adapter start with {PEFT_PREFIX}"
     if _NAMED.search(key):
         return "it contains an adapter's name: save it with save_pretrained, which removes the name"
-    if _EXPERT.search(key) and not any(map(_EXPERT.search, (*live.tensors, *live.stored))):
+    if EXPERT.search(key) and not any(map(EXPERT.search, (*live.tensors, *live.stored))):
         return (
             "the adapter has separate experts, as in transformers 4, and the base stores them "
             "fused: use a base that stores them separately, as published ones do; or load the "

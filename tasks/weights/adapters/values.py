@@ -12,10 +12,10 @@ from tasks.core.errors import ContractError, first_and_more
 from tasks.weights.adapters.read import Adapter
 from tasks.weights.files.dtype_bits import all_zero, nonfinite
 from tasks.weights.files.file_ranges import Reader
+from tasks.weights.files.names import EXPERT
 
 _BLOCK = 4 << 20
 _FACTOR = re.compile(r"\.lora_(A|B|embedding_A|embedding_B|magnitude_vector)(\.weight)?$")
-_EXPERT = re.compile(r"\.experts\.\d+\.")
 
 
 def require_values(adapters: Sequence[Adapter], copies: Mapping[str, str] | None = None) -> None:
@@ -59,7 +59,7 @@ def value_findings(adapter: Adapter) -> Iterator[str]:
             zero = zero and all_zero(raw, info.dtype)
         if bad:
             yield f"{key}: {bad} elements are NaN or infinite"
-        together = _EXPERT.sub(".experts.*.", key)
+        together = EXPERT.sub("*", key)
         if not zero:
             used.add(together)
         elif _FACTOR.search(key):

@@ -1,8 +1,9 @@
-"""Read the JSON files of a checkpoint, with a limit on their size."""
+"""Read the JSON files of a checkpoint, with a limit on their size, and the manifest of ours."""
 
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,9 @@ from tasks.core.errors import ArtifactError
 MAX_BYTES = 100_000_000
 """Size limit of a JSON file; the largest published tokenizer.json has about 40 MB."""
 _SHOWN = 200
+MANIFEST = "manifest.json"
+_KEYS = {"kind", "digest", "tensors", "files", "inputs", "notes"}
+"""Keys of every manifest of ours; see `tasks/pipeline/artifact.py`."""
 
 
 def read_json(path: Path, *, unique: bool = False) -> dict[str, Any]:
@@ -35,6 +39,25 @@ def read_json(path: Path, *, unique: bool = False) -> dict[str, Any]:
     if not isinstance(raw, dict):
         raise ArtifactError(f"{path}: not a JSON object")
     return raw
+
+
+def optional_json(path: Path) -> dict[str, Any]:
+    """Return a JSON object; empty if the file is missing or cannot be read."""
+    try:
+        return read_json(path) if path.is_file() else {}
+    except ArtifactError:
+        return {}
+
+
+def read_manifest(root: Path) -> dict[str, Any]:
+    """Return our manifest of a folder; empty if there is none, or another tool wrote the file."""
+    return own_manifest(optional_json(root / MANIFEST))
+
+
+def own_manifest(document: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a manifest if it is one of ours, else an empty one."""
+    ours = set(document) >= _KEYS and isinstance(document["kind"], str)
+    return dict(document) if ours else {}
 
 
 def parse_json(text: bytes, *, unique: bool = False) -> Any:

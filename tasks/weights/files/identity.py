@@ -8,18 +8,14 @@ in adapter_config.json, the name of the folder in the local Hub cache.
 from __future__ import annotations
 
 import hashlib
-import json
 import re
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
-from tasks.core.errors import ArtifactError
+from tasks.weights.files.documents import optional_json, read_manifest
 from tasks.weights.files.opening import open_model
-from tasks.weights.files.reader import MANIFEST, read_json
 
 CONFIG = "config.json"
-_OURS = {"kind", "digest", "tensors", "files", "inputs", "notes"}
 _SAMPLES, _SAMPLE = 16, 4096
 _HUB = re.compile(r"models--(.+)")
 _PACKED = re.compile(r"(-unsloth)?(-bnb)?-4bit$")
@@ -66,15 +62,6 @@ def _other(original: Path, base: Path, name: str) -> str:
     if original.resolve() == base.resolve() or sample(original) == sample(base):
         return ""
     return f"trained on {name}; the weights in {base} are others"
-
-
-def read_manifest(root: Path) -> dict[str, Any]:
-    """Return our manifest of a folder; empty if there is none, or another tool wrote the file."""
-    try:
-        document = json.loads((root / MANIFEST).read_text())
-    except (OSError, ValueError):
-        return {}
-    return document if isinstance(document, dict) and set(document) >= _OURS else {}
 
 
 def published(digest: str, store: Path, kind: str) -> Path | None:
@@ -125,11 +112,3 @@ def sample(folder: Path) -> str:
                     file.seek(extent.start + at)
                     digest.update(file.read(min(_SAMPLE, extent.nbytes - at)))
     return digest.hexdigest()
-
-
-def optional_json(path: Path) -> dict[str, Any]:
-    """Return a JSON object; empty if the file is missing or cannot be read."""
-    try:
-        return read_json(path) if path.is_file() else {}
-    except ArtifactError:
-        return {}

@@ -18,6 +18,8 @@ from tasks.core.errors import ContractError, first_and_more
 
 PEFT_PREFIX = "base_model.model."
 _WRAPPERS = ("module.", "_orig_mod.", "_checkpoint_wrapped_module.", "_fsdp_wrapped_module.")
+EXPERT = re.compile(r"(?<=\.experts\.)\d+(?=\.)")
+"""Number of an expert in a key."""
 _LORA_FILE = re.compile(r"(?P<module>.+)\.lora_(?P<half>[AB])\.weight")
 _LIVE: tuple[tuple[re.Pattern[str], str], ...] = tuple(
     (re.compile(live), kept)

@@ -16,14 +16,15 @@ from pathlib import Path
 from typing import Any
 
 from tasks.core.errors import ArtifactError, ConfigError, first_and_more
+from tasks.weights.files.documents import MANIFEST as MANIFEST
 from tasks.weights.files.documents import read_json as read_json
+from tasks.weights.files.documents import read_manifest
 from tasks.weights.files.header import Header, TensorInfo, read_header
 from tasks.weights.files.index import index_of, survey
 from tasks.weights.files.source import Extent
 
 WEIGHTS = "model"
 ADAPTER = "adapter_model"
-MANIFEST = "manifest.json"
 
 
 @dataclass(frozen=True)
@@ -119,10 +120,6 @@ def read_checkpoint(root: Path, stem: str = WEIGHTS, *, beside: Collection[str] 
     )
 
 
-_OURS = {"kind", "digest", "tensors", "files", "inputs", "notes"}
-"""Keys of every manifest of ours; see `tasks/pipeline/artifact.py`."""
-
-
 def _manifest_hashes(root: Path, files: Mapping[str, str]) -> dict[str, str]:
     """Return the BLAKE3 hash by tensor name, for the files that are unchanged since the manifest.
 
@@ -131,16 +128,15 @@ def _manifest_hashes(root: Path, files: Mapping[str, str]) -> dict[str, str]:
     are those of the manifest: it compares size, mtime, ctime and inode of every input before a
     stage starts.
     """
-    path = root / MANIFEST
+    document = read_manifest(root)
+    if not document:
+        return {}
     try:
-        document = read_json(path)
-        if not set(document) >= _OURS:
-            return {}  # another tool's file of the same name
-        written = path.stat().st_mtime_ns
+        written = (root / MANIFEST).stat().st_mtime_ns
         sizes = {name: int(entry["size"]) for name, entry in document["files"].items()}
         tensors = {name: dict(entries) for name, entries in document["tensors"].items()}
-    except (ArtifactError, OSError, ValueError, KeyError, TypeError, AttributeError):
-        return {}  # not one of our artifacts
+    except (OSError, ValueError, KeyError, TypeError, AttributeError):
+        return {}  # a damaged manifest
     hashes: dict[str, str] = {}
     for file in set(files.values()) & set(sizes):
         stat = (root / file).stat()

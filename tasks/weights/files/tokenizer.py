@@ -134,14 +134,13 @@ def _template(folder: Path, settings: Mapping[str, Any]) -> str:
     return str(inline)
 
 
-def _after_answer(folder: Path, template: str, settings: Mapping[str, Any]) -> str:
-    """Return the text that the template writes after an assistant's response."""
-    from jinja2 import TemplateError
+def template_environment() -> Any:
+    """Return the jinja2 environment that renders chat templates as transformers does.
+
+    It is sandboxed: a template comes with a model and is not trusted.
+    """
     from jinja2.ext import Extension, loopcontrols
     from jinja2.sandbox import ImmutableSandboxedEnvironment
-
-    def refuse(message: str) -> NoReturn:
-        raise TemplateError(message)
 
     class Generation(Extension):
         """Render `{% generation %}`, which marks responses for loss masks, as its contents."""
@@ -152,10 +151,19 @@ def _after_answer(folder: Path, template: str, settings: Mapping[str, Any]) -> s
             next(parser.stream)
             return parser.parse_statements(("name:endgeneration",), drop_needle=True)
 
-    # The sandbox that transformers uses: a template comes with a model and is not trusted.
-    environment = ImmutableSandboxedEnvironment(
+    return ImmutableSandboxedEnvironment(
         trim_blocks=True, lstrip_blocks=True, extensions=[loopcontrols, Generation]
     )
+
+
+def _after_answer(folder: Path, template: str, settings: Mapping[str, Any]) -> str:
+    """Return the text that the template writes after an assistant's response."""
+    from jinja2 import TemplateError
+
+    def refuse(message: str) -> NoReturn:
+        raise TemplateError(message)
+
+    environment = template_environment()
     environment.globals |= {"raise_exception": refuse, "strftime_now": lambda _: "2000-01-01"}
     names = {role: _text(settings.get(role)) or "" for role in ("bos_token", "eos_token")}
     messages = [{"role": "user", "content": "question"}, {"role": "assistant", "content": _ANSWER}]

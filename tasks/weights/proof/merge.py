@@ -9,7 +9,6 @@ proof.faults[0].name          and .state, .scale, .like
 from __future__ import annotations
 
 import os
-import re
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -20,6 +19,7 @@ import numpy as np
 
 from tasks.core.errors import ArtifactError
 from tasks.weights.files.dtype_conversion import NUMPY
+from tasks.weights.files.names import EXPERT
 from tasks.weights.files.source import Source
 from tasks.weights.plan.adapter_ops import Dora, LowRank
 from tasks.weights.plan.operations import Op, Plan
@@ -28,7 +28,6 @@ from tasks.weights.proof.expected import Sources, comparable, of_expert
 from tasks.weights.proof.faults import Fault, State, diagnose
 from tasks.weights.quantized.packed import STORED
 
-_EXPERT = re.compile(r"(?<=\.experts\.)\d+(?=\.)")
 _THREADS = 4
 _BLOCK = 1 << 20
 BASE = "base"
@@ -193,7 +192,7 @@ class _Work:
         if len(op.shape) == 3 and not op.transpose and not (op.quantization or {}).get(STORED):
             yield from self._experts(op, key)
             return
-        group = _EXPERT.sub("*", key) if _EXPERT.search(key) else ""
+        group = EXPERT.sub("*", key) if EXPERT.search(key) else ""
         yield Unit(key, op, key, group=group, note=note)
 
     def _experts(self, op: Op, key: str) -> Iterator[Unit]:

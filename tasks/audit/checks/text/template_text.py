@@ -11,6 +11,8 @@ from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
 
+from tasks.weights.files.tokenizer import template_environment
+
 MAX_BYTES = 256 << 10
 """The longest published templates, of models with tools, have about 30 kB."""
 _MARKER = re.compile(r"<\|[^\s|<>{}'\"]{1,40}\|>|<(?:start|end)_of_turn>")
@@ -55,23 +57,9 @@ def read_template(template: str, special: Collection[str]) -> TemplateText:
 
 def _parse(template: str) -> Any:
     from jinja2 import TemplateError
-    from jinja2.ext import Extension, loopcontrols
-    from jinja2.sandbox import ImmutableSandboxedEnvironment
 
-    class Generation(Extension):
-        """`{% generation %}` marks the response for loss masks; only its content matters here."""
-
-        tags = {"generation"}  # noqa: RUF012 -- jinja2's own declaration
-
-        def parse(self, parser: Any) -> Any:
-            next(parser.stream)
-            return parser.parse_statements(("name:endgeneration",), drop_needle=True)
-
-    environment = ImmutableSandboxedEnvironment(
-        trim_blocks=True, lstrip_blocks=True, extensions=[loopcontrols, Generation]
-    )
     try:
-        return environment.parse(template)
+        return template_environment().parse(template)
     except (TemplateError, RecursionError, ValueError) as error:
         raise BrokenTemplateError(str(error) or type(error).__name__) from error
 

@@ -21,7 +21,7 @@ import sys
 import tempfile
 from collections import Counter
 from collections.abc import Iterator, Mapping
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -199,7 +199,7 @@ def _judge(model: Any, root: Path, heldout: list[list[int]], work: Path) -> dict
                 "drift": bool(within(moved, limit)), "rows": not rows.ok, "mean_kl": moved.mean_kl,
             }  # fmt: skip
     assert merged.drift is not None
-    measured = merged.drift.as_dict()
+    measured = asdict(merged.drift)
     best = reference.logprobs.max(axis=1)
     at_id = np.where(reference.ids == after.top1[:, None], reference.logprobs, -np.inf).max(axis=1)
     assert reference.steps is not None

@@ -138,7 +138,7 @@ def smoke(
     document = {
         "engine": engine,
         "checks": [check.as_dict() for check in checks],
-        **moved.as_dict(),
+        **asdict(moved),
     }
     (out / "report.json").write_text(json.dumps(document, indent=1) + "\n")
     log.info("smoke_eval: mean KL %.2e in %s", moved.mean_kl, engine)

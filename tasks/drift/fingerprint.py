@@ -23,7 +23,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -162,10 +162,6 @@ class Drift:
     max_kl: float
     top1_agreement: float
     cosine: float
-
-    def as_dict(self) -> dict[str, float]:
-        """Return the numbers for manifests and trackers."""
-        return asdict(self)
 
 
 @dataclass(frozen=True)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from itertools import combinations
 from statistics import fmean, pstdev
 
@@ -44,10 +44,6 @@ class RewardDrift:
     max_difference: float
     same_order: float
     unit: float
-
-    def as_dict(self) -> dict[str, float]:
-        """Return the numbers for manifests and trackers."""
-        return asdict(self)
 
 
 def reward_drift(reference: Sequence[float], new: Sequence[float]) -> RewardDrift:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -102,7 +103,7 @@ def numbers(
     """
     stopped = served.after.stopped
     return {
-        **{f"drift/{name}": value for name, value in moved.as_dict().items()},
+        **{f"drift/{name}": value for name, value in asdict(moved).items()},
         "greedy/equal": float(agreement.equal),
         "greedy/ties": float(agreement.ties),
         "greedy/differences": float(len(agreement.differences)),

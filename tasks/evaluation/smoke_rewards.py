@@ -7,6 +7,7 @@ with the live training engine's. Held-out pairs show how often it scores the cho
 from __future__ import annotations
 
 import json
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -60,7 +61,7 @@ def smoke_rewards(out: Path, **common: Any) -> StageReport:
         "eval/before": CHANCE,
         "eval/after": right,
         "eval/pairs": float(len(pairs)),
-        **{f"reward/{name}": value for name, value in moved.as_dict().items()},
+        **{f"reward/{name}": value for name, value in asdict(moved).items()},
     }
     with (out / "pairs.jsonl").open("w") as file:
         for chosen, rejected in scored:

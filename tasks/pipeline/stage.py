@@ -239,7 +239,7 @@ class Mechanism:
             (work / CONTRACT).write_text(json.dumps(verdicts, indent=1) + "\n")
             run.contract(verdicts)
             require(report.checks, stage=origin.stage)
-            drift = report.drift.as_dict() if report.drift else None
+            drift = asdict(report.drift) if report.drift else None
             metrics = {key: float(value) for key, value in report.metrics.items()}
             notes = {**report.notes, "drift": drift, "metrics": metrics}
             run.details({"drift": drift, **report.notes})

@@ -3,7 +3,7 @@ from __future__ import annotations
 import json
 import logging
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
 
@@ -21,7 +21,7 @@ from tests.settings import smoke_settings
 
 NEW = 12
 LENIENT = smoke_settings(max_new_tokens=NEW, min_stop_rate=0.0, max_degenerate_rate=1.0)
-CALM = Drift(mean_kl=0.0, p95_kl=0.0, max_kl=0.0, top1_agreement=1.0, cosine=1.0).as_dict()
+CALM = asdict(Drift(mean_kl=0.0, p95_kl=0.0, max_kl=0.0, top1_agreement=1.0, cosine=1.0))
 
 
 @pytest.fixture

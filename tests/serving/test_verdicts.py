@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import asdict
 from pathlib import Path
 
 import pytest
@@ -63,9 +64,9 @@ def test_a_failed_drift_check_names_the_profile_that_admits_it() -> None:
 
 
 def test_first_mover() -> None:
-    history = {"gather": CALM.as_dict(), "merge": MOVED.as_dict(), "convert": MOVED.as_dict()}
+    history = {"gather": asdict(CALM), "merge": asdict(MOVED), "convert": asdict(MOVED)}
     assert smoke_checks.first_mover(history, STANDARD) == "merge"
-    assert smoke_checks.first_mover({"gather": CALM.as_dict()}, STANDARD) is None
+    assert smoke_checks.first_mover({"gather": asdict(CALM)}, STANDARD) is None
 
 
 def test_greedy_check_counts_ties_and_fails_on_differences() -> None:

@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 
 from tasks.weights.deepspeed.pieces import FullTensor
 from tasks.weights.deepspeed.states import ModelState
-from tasks.weights.files.dtype_conversion import cast, casts
+from tasks.weights.files.dtype_conversion import casts, widened
 from tasks.weights.files.file_ranges import Reader
 from tasks.weights.files.header import ITEM_BITS
 from tasks.weights.pickled.tensors import TensorRef, TorchFile
@@ -73,6 +73,4 @@ def _difference(file: TorchFile, ref: TensorRef, tensor: FullTensor) -> str:
 def _values(reader: Reader, dtype: str, start: int, count: int) -> NDArray[Any]:
     """Read elements `[start, start + count)` as fp32."""
     item = ITEM_BITS[dtype] // 8
-    flat: NDArray[np.uint8] = np.empty(count * item, np.uint8)
-    reader.into(flat, start * item)
-    return (flat if dtype == "F32" else cast(flat, dtype, "F32")).view("<f4")
+    return widened(reader.read(start * item, count * item), dtype)

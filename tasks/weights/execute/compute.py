@@ -154,9 +154,7 @@ class _Operands:
             source = self._sources[input_name]
             info = source.tensors[key]
             with Reader(source.extents(key)) as reader:
-                buffer: NDArray[np.uint8] = np.empty(reader.nbytes, np.uint8)
-                reader.into(buffer, 0)
-            stored = torch.from_numpy(buffer).view(torch_dtype(info.dtype))
+                stored = torch.from_numpy(reader.read()).view(torch_dtype(info.dtype))
             self._loaded[name] = stored.reshape(tuple(info.shape)).float()
         return self._loaded[name]
 

@@ -9,9 +9,6 @@ from collections.abc import Mapping
 from math import prod
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
-from numpy.typing import NDArray
-
 from tasks.weights.execute.copying import opened
 from tasks.weights.execute.journal import Measured
 from tasks.weights.files.reader import DTYPE_NAMES, torch_dtype
@@ -69,9 +66,7 @@ def _flat(op: Op, sources: Sources) -> torch.Tensor:
         matrix = decoded(op.quantization[STORED], sources[op.input].extents(op.key))
         return matrix.reshape(-1)[op.start : op.start + prod(op.read_shape)]
     with opened(op, sources) as reader:
-        buffer: NDArray[np.uint8] = np.empty(reader.nbytes, np.uint8)
-        reader.into(buffer, 0)
-    return torch.from_numpy(buffer).view(torch_dtype(op.source_dtype))
+        return torch.from_numpy(reader.read()).view(torch_dtype(op.source_dtype))
 
 
 def _quantised(

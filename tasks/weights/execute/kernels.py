@@ -17,7 +17,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
-from tasks.weights.plan.adapter_ops import Add, Dora, LowRank, Rows, Stride, Term
+from tasks.weights.plan.adapter_ops import Add, Dora, LowRank, Rows, Term, as_slice
 
 if TYPE_CHECKING:
     import torch
@@ -75,8 +75,8 @@ def _product(
     term: LowRank, first: int, count: int, a: torch.Tensor, b: torch.Tensor
 ) -> torch.Tensor:
     """Return rows `[first, first + count)` of one expert's scaled product."""
-    a = a[_slice(term.a_rows)]
-    b = b[:, _slice(term.b_columns)]
+    a = a[as_slice(term.a_rows)]
+    b = b[:, as_slice(term.b_columns)]
     height = a.shape[1] if term.transpose else b.shape[0]
     low, high = first, first + count
     if count == 1 < height:
@@ -89,10 +89,6 @@ def _product(
     else:
         product = b[low:high].float() @ a.float()
     return product[first - low : first - low + count].mul_(term.scale)
-
-
-def _slice(stride: Stride | None) -> slice:
-    return slice(None) if stride is None else slice(*stride)
 
 
 def _dora(term: Dora, block: torch.Tensor, start: int, operand: Operand) -> torch.Tensor:

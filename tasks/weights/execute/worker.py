@@ -8,6 +8,7 @@ the libraries imported can answer the same requests instead.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +19,7 @@ from tasks.weights.files.reader import open_checkpoint
 from tasks.weights.plan.contracts import ModelFacts, expected_from_json
 from tasks.weights.plan.operations import Plan
 from tasks.weights.plan.validate import validate
-from tasks.weights.proof.recheck import Recomputed, as_json, recompute
+from tasks.weights.proof.recheck import Recomputed, recompute
 
 Perform = Callable[[Mapping[str, Any]], Mapping[str, Any]]
 """Answers a request (`{"do": ..., ...}`); request and reply are plain JSON. May raise."""
@@ -149,8 +150,6 @@ def _quantization_config(request: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _adapter_contract(request: Mapping[str, Any]) -> dict[str, Any]:
-    from dataclasses import asdict
-
     from tasks.weights.plan.adapter_contract import adapter_contract
 
     expected = adapter_contract(
@@ -171,7 +170,7 @@ def _recompute(request: Mapping[str, Any]) -> dict[str, Any]:
     plan, out = Plan.from_json(request["plan"]), Path(request["out"])
     refs = {name: SourceRef.from_json(raw) for name, raw in request["inputs"].items()}
     with open_sources(refs) as sources, open_checkpoint(out) as merged:
-        return {"tensors": as_json(recompute(plan, sources, merged))}
+        return {"tensors": [asdict(result) for result in recompute(plan, sources, merged)]}
 
 
 _HANDLERS: dict[str, Callable[[Mapping[str, Any]], dict[str, Any]]] = {

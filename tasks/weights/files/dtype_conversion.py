@@ -17,6 +17,10 @@ from tasks.weights.native import library
 
 NUMPY = ("BF16", "F16", "F32")
 """dtypes (safetensors names) that this module casts; torch casts all others."""
+MANTISSA = {"BF16": 7, "F16": 10, "F32": 23}
+"""Explicit mantissa bits by dtype."""
+_LEAST = {"BF16": -133, "F16": -24, "F32": -149}
+"""Exponent of the smallest positive number by dtype."""
 _WORDS = {"BF16": "<u2", "F16": "<f2", "F32": "<f4"}
 
 
@@ -45,6 +49,28 @@ def cast(
         for at in range(0, words.size, _CHUNK):
             _cast_chunk(words[at : at + _CHUNK], source, result[at : at + _CHUNK], target)
     return result.view(np.uint8)
+
+
+def widened(raw: NDArray[np.uint8], dtype: str) -> NDArray[np.float32]:
+    """Return the values of bytes of a dtype as fp32, 1-D."""
+    return (raw if dtype == "F32" else cast(raw, dtype, "F32")).view(np.float32)
+
+
+def rounded(values: NDArray[np.float32], dtype: str) -> NDArray[np.float32]:
+    """Round values to a dtype; returns fp32."""
+    if dtype == "F32":
+        return values
+    flat = np.ascontiguousarray(values).reshape(-1).view(np.uint8)
+    return widened(cast(flat, "F32", dtype), dtype).reshape(values.shape)
+
+
+def ulp(values: NDArray[Any], dtype: str) -> NDArray[np.float64]:
+    """Return the distance between neighbouring numbers of a dtype at these magnitudes."""
+    _, exponent = np.frexp(values.astype(np.float64))
+    step: NDArray[np.float64] = np.ldexp(
+        1.0, np.maximum(exponent - 1 - MANTISSA[dtype], _LEAST[dtype])
+    )
+    return step
 
 
 def _cast_chunk(words: NDArray[Any], source: str, result: NDArray[Any], target: str) -> None:

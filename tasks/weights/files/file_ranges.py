@@ -14,6 +14,9 @@ from itertools import accumulate
 from pathlib import Path
 from typing import Any, Self
 
+import numpy as np
+from numpy.typing import NDArray
+
 from tasks.core.errors import ArtifactError
 from tasks.weights.execute.writer import SPACE_HINT
 from tasks.weights.files.source import Extent
@@ -76,6 +79,12 @@ class Reader:
             while piece:
                 done = self._pread(extent.path, piece, offset)
                 piece, offset = piece[done:], offset + done
+
+    def read(self, at: int = 0, nbytes: int | None = None) -> NDArray[np.uint8]:
+        """Return bytes of the stream in new memory: `nbytes` from offset `at` on; None for all."""
+        raw: NDArray[np.uint8] = np.empty(self.nbytes if nbytes is None else nbytes, np.uint8)
+        self.into(raw, at)
+        return raw
 
     def copy_to(self, target: int, to: int) -> bool:
         """Let the kernel copy the whole stream into an open file.

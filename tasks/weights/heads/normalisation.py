@@ -100,11 +100,9 @@ def read_scalar(source: Source, key: str) -> float:
     if size != 1 or info.dtype not in formats:
         raise ArtifactError(f"{key}: {describe(info.shape, info.dtype)} is not one number")
     with Reader(source.extents(key)) as reader:
-        raw = bytearray(reader.nbytes)
-        reader.into(raw, 0)
-    if info.dtype == "BF16":
-        raw = bytearray(2) + raw
-    return float(struct.unpack(formats[info.dtype], raw)[0])
+        raw = reader.read().tobytes()
+    widen = bytes(2) if info.dtype == "BF16" else b""
+    return float(struct.unpack(formats[info.dtype], widen + raw)[0])
 
 
 def _as_f32(value: float) -> float:

@@ -110,6 +110,11 @@ _KINDS: dict[str, type[Term]] = {
 }
 
 
+def as_slice(stride: Stride | None) -> slice:
+    """Return a stride as a slice; None for all."""
+    return slice(None) if stride is None else slice(*stride)
+
+
 def term_as_json(term: Term) -> dict[str, Any]:
     """Return plain JSON that includes the term's kind."""
     return {"kind": term.kind, **asdict(term)}

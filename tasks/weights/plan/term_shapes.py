@@ -6,7 +6,7 @@ import math
 from collections.abc import Iterator, Mapping
 
 from tasks.weights.execute.compute import matrix_shape
-from tasks.weights.plan.adapter_ops import Add, Dora, LowRank, Rows, Stride, Term
+from tasks.weights.plan.adapter_ops import Add, Dora, LowRank, Rows, Stride, Term, as_slice
 
 Shape = tuple[int, ...]
 
@@ -69,7 +69,7 @@ def _low_rank(term: LowRank, shape: Shape, a: Shape, b: Shape) -> Iterator[str]:
 
 
 def _count(stride: Stride | None, size: int) -> int:
-    return size if stride is None else len(range(size)[slice(*stride)])
+    return len(range(size)[as_slice(stride)])
 
 
 def _rows(term: Rows, shape: Shape, values: Shape) -> Iterator[str]:

@@ -17,20 +17,19 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from tasks.weights.files.dtype_conversion import MANTISSA, NUMPY, rounded, ulp, widened
 from tasks.weights.files.file_ranges import Reader, part
 from tasks.weights.files.header import ITEM_BITS
 from tasks.weights.files.source import Source
+from tasks.weights.plan.adapter_ops import operands
 from tasks.weights.plan.operations import Op
 from tasks.weights.proof.expected import (
-    MANTISSA,
     Array,
     Block,
     Expected,
     Sources,
-    rounded,
-    ulp,
-    widened,
 )
+from tasks.weights.quantized.packed import STORED
 
 FLOOR = 2.0**-24
 """Absolute error of the smallest numbers in an fp16 merge."""
@@ -142,20 +141,32 @@ class Merged:
         """Dtype in which its values are exact: fp32 files often hold a model merged in bf16."""
         if self.dtype != "F32":
             return self.dtype
-        sample: NDArray[np.uint8] = np.empty(min(self._reader.nbytes, 1 << 16), np.uint8)
-        self._reader.into(sample, 0)
+        sample = self._reader.read(0, min(self._reader.nbytes, 1 << 16))
         return "F32" if np.any(sample.view(np.uint32) & 0xFFFF) else "BF16"
 
     def raw(self, first: int, end: int) -> NDArray[np.uint8]:
         """Bytes of rows `[first, end)`."""
         row = self._columns * self._item
-        raw: NDArray[np.uint8] = np.empty((end - first) * row, np.uint8)
-        self._reader.into(raw, first * row)
-        return raw
+        return self._reader.read(first * row, (end - first) * row)
 
     def rows(self, first: int, end: int) -> Array:
         """Rows `[first, end)` in fp32."""
         return widened(self.raw(first, end), self.dtype).reshape(-1, self._columns)
+
+
+def comparable(op: Op, sources: Sources) -> str:
+    """Return the reason why a tensor cannot be computed here; "" if it can."""
+    if op.encoding is not None:
+        return f"stored as {op.encoding.scheme}"
+    stored = op.quantization is not None and STORED in op.quantization
+    if not stored and op.source_dtype not in NUMPY:
+        return f"the base holds it in {op.source_dtype}"
+    for term in op.terms:
+        for name in operands(term):
+            source, _, key = name.partition(":")
+            if sources[source].tensors[key].dtype not in NUMPY:
+                return f"{key} is {sources[source].tensors[key].dtype}"
+    return ""
 
 
 def compare(unit: Unit, sources: Sources, merged: Source) -> Sums:

@@ -1,13 +1,14 @@
-"""Compute the expected tensors of a merge, block by block, in fp32 with numpy alone.
+"""Compute the expected tensors of a merge, block by block, with numpy alone.
 
 Independent of `tasks/weights/execute`, which merges: a proof must not share its arithmetic with the
-code that it checks. `recheck.py` reads base and factors through this file, but computes in fp64.
+code that it checks. `merge.py` computes every row in fp32, `recheck.py` sampled rows in fp64.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
+from functools import cached_property
 from math import prod
 from typing import Any, TypeAlias
 
@@ -15,23 +16,37 @@ import numpy as np
 from numpy.typing import NDArray
 
 from tasks.weights.execute.compute import matrix_shape, row_blocks
-from tasks.weights.files.dtype_conversion import NUMPY, cast
+from tasks.weights.files.dtype_conversion import MANTISSA, widened
 from tasks.weights.files.file_ranges import Reader, part
 from tasks.weights.files.header import ITEM_BITS
+from tasks.weights.files.reader import DTYPE_NAMES
 from tasks.weights.files.source import Source
-from tasks.weights.plan.adapter_ops import Add, Dora, LowRank, Rows, Stride, Term, operands
+from tasks.weights.plan.adapter_ops import Add, Dora, LowRank, Rows, Term, as_slice
 from tasks.weights.plan.operations import Op
 from tasks.weights.quantized.packed import STORED
 
-Array: TypeAlias = NDArray[np.float32]
+Array: TypeAlias = NDArray[Any]
 Sources = Mapping[str, Source]
 
-MANTISSA = {"BF16": 7, "F16": 10, "F32": 23}
-"""Explicit mantissa bits by dtype."""
-_LEAST = {"BF16": -133, "F16": -24, "F32": -149}
-"""Exponent of the smallest positive number by dtype."""
 _PRODUCT_BITS = 9
 """Least precision of a product in an fp32 merge: GPUs may multiply in TF32 (10 bits)."""
+
+
+@dataclass(frozen=True)
+class Part:
+    """Product `left @ right` that a term adds to some rows of a block.
+
+    Attributes:
+        rows: rows of the block.
+        left: first factor times the term's scale, shape (rows, rank).
+        right: second factor, shape (rank, columns).
+        roundings: largest number of roundings of one element in an fp32 merge.
+    """
+
+    rows: slice
+    left: Array
+    right: Array
+    roundings: int
 
 
 @dataclass(frozen=True)
@@ -40,21 +55,32 @@ class Block:
 
     Attributes:
         first: first row.
-        base: values of the base, fp32, shape (rows, columns).
+        base: values of the base, shape (rows, columns).
         change: values that the adapter adds, same shape.
-        slack: by low-rank term: norms of its rows and columns. Their outer product bounds the
-            product's rounding error.
+        parts: products of the change, for bounds of its rounding error.
+        stretch: factor of DoRA by row, (rows, 1), or by column, (1, columns); None without DoRA.
     """
 
     first: int
     base: Array
     change: Array
-    slack: tuple[tuple[Array, Array], ...] = ()
+    parts: tuple[Part, ...] = ()
+    stretch: Array | None = None
+
+    @cached_property
+    def norms(self) -> list[tuple[Array, Array]]:
+        """Norms of rows and columns by part; their outer product bounds its magnitude."""
+        pairs = []
+        for product in self.parts:
+            left = np.zeros(len(self.base), self.base.dtype)
+            left[product.rows] = np.linalg.norm(product.left, axis=1)
+            pairs.append((left, np.linalg.norm(product.right, axis=0)))
+        return pairs
 
     def bound(self, rows: NDArray[Any], columns: NDArray[Any]) -> NDArray[np.float64]:
-        """Return a bound of the product's magnitude at some elements."""
+        """Return a bound of the change's magnitude at some elements."""
         total = np.zeros(len(rows))
-        for left, right in self.slack:
+        for left, right in self.norms:
             total += left[rows].astype(np.float64) * right[columns]
         return total
 
@@ -63,15 +89,18 @@ class Expected:
     """Expected value of one output tensor of a plan.
 
     Args:
-        op: its operation; split a stack of experts into matrices first (`of_expert`).
+        op: its operation.
         sources: the inputs of the plan.
+        dtype: dtype of the arithmetic.
 
     Raises:
         ArtifactError: a source cannot be read.
     """
 
-    def __init__(self, op: Op, sources: Sources) -> None:
-        self.op, self.sources = op, sources
+    def __init__(
+        self, op: Op, sources: Sources, dtype: type[np.floating[Any]] = np.float32
+    ) -> None:
+        self.op, self.sources, self.dtype = op, sources, dtype
         self.rows, self.columns = matrix_shape(op.shape)
         self._operands: dict[str, Array] = {}
 
@@ -81,12 +110,17 @@ class Expected:
         stored = (self.op.quantization or {}).get(STORED)
         if stored is None:
             return self.op.source_dtype
-        return {"bfloat16": "BF16", "float16": "F16"}.get(stored["dtype"], "F32")
+        return DTYPE_NAMES.get(stored["dtype"], "F32")
 
     @property
     def is_dora(self) -> bool:
         """True for DoRA: it divides by norms of the weight, whose rounding affects whole rows."""
         return any(isinstance(term, Dora) for term in self.op.terms)
+
+    @property
+    def needs_all_rows(self) -> bool:
+        """True if a term takes norms of columns: a block then has to hold all rows."""
+        return any(isinstance(term, Dora) and term.transpose for term in self.op.terms)
 
     @property
     def precision(self) -> float:
@@ -96,87 +130,89 @@ class Expected:
         return 2.0**-bits
 
     def blocks(self, *, whole: bool = False) -> Iterator[Block]:
-        """Yield all rows in order, a few at a time; all at once for norms of columns (DoRA)."""
-        whole |= any(isinstance(term, Dora) and term.transpose for term in self.op.terms)
+        """Yield all rows in order, a few at a time; all at once if `whole` or needed."""
+        whole |= self.needs_all_rows
         cuts = [(0, self.rows)] if whole else row_blocks(self.rows, self.columns)
         with BaseRows(self.op, self.sources) as base:
             for first, end in cuts:
-                yield self._block(base, first, end)
+                yield self.changed(first, base.rows(first, end))
 
     def block(self, first: int, end: int) -> Block:
-        """Return rows `[first, end)`; must be all rows if a term takes norms of columns."""
+        """Return rows `[first, end)`; must be all rows if `needs_all_rows`."""
         with BaseRows(self.op, self.sources) as base:
-            return self._block(base, first, end)
+            return self.changed(first, base.rows(first, end))
 
-    def _block(self, base: BaseRows, first: int, end: int) -> Block:
-        values = base.rows(first, end)
-        change = np.zeros_like(values)
-        slack: list[tuple[Array, Array]] = []
+    def changed(self, first: int, base: Array) -> Block:
+        """Apply the terms to some rows of the base, of which `first` is the first."""
+        base = base.astype(self.dtype, copy=False)
+        block = Block(first, base, np.zeros_like(base))
         for term in self.op.terms:
-            change, more = self._with(term, values, change, first)
-            slack += more
-        return Block(first, values, change, tuple(slack))
+            block = self._with(term, block)
+        return block
 
-    def _with(
-        self, term: Term, base: Array, change: Array, first: int
-    ) -> tuple[Array, list[tuple[Array, Array]]]:
-        """Return the change after one more term, and the norms that bound its rounding error."""
-        rows = len(base)
+    def _with(self, term: Term, block: Block) -> Block:
+        first, rows, base, change = block.first, len(block.base), block.base, block.change
         match term:
             case LowRank():
-                product, slack = self._product(term, first, rows)
-                change += product
-                return change, [slack]
+                product, parts = self._product(term, first, rows)
+                return replace(block, change=change + product, parts=(*block.parts, *parts))
             case Dora():
                 plain = LowRank(
                     term.a, term.b, term.scale, term.transpose, out_start=term.out_start
                 )
-                product, slack = self._product(plain, first, rows)
+                product, parts = self._product(plain, first, rows)
                 total = base + change + product
-                axis = 0 if term.transpose else 1
                 magnitude = self._operand(term.magnitude).reshape(-1)
                 if not term.transpose:
                     magnitude = magnitude[first + term.out_start :][:rows]
+                axis = 0 if term.transpose else 1
                 norm = np.sqrt(np.square(total, dtype=np.float64).sum(axis=axis))
-                factor = (magnitude / norm).astype(np.float32)
-                by_element = factor[None, :] if term.transpose else factor[:, None]
-                left, right = slack
-                scaled = (left, right * factor) if term.transpose else (left * factor, right)
-                return total * by_element - base, [scaled]
+                factor = np.expand_dims((magnitude / norm).astype(self.dtype), axis)
+                if term.transpose:
+                    parts = [replace(p, right=p.right * factor) for p in parts]
+                else:
+                    parts = [replace(p, left=p.left * factor[p.rows]) for p in parts]
+                return Block(first, base, total * factor - base, tuple(parts), factor)
             case Rows():
                 picked = np.array(term.indices, np.int64) - first
                 inside = (picked >= 0) & (picked < rows)
                 values = self._operand(term.values)[inside].reshape(-1, base.shape[1])
                 change[picked[inside]] = values - base[picked[inside]]
-                return change, []
+                return block
             case Add():
                 value = self._operand(term.value).reshape(-1, base.shape[1])[first : first + rows]
-                change += value * np.float32(term.scale)
-                ones = np.ones(base.shape[1], np.float32)
-                return change, [(np.abs(value[:, 0] * np.float32(term.scale)), ones)]
+                value = value * self.dtype(term.scale)
+                ones = np.ones((1, base.shape[1]), self.dtype)
+                parts = [Part(slice(0, rows), value[:, :1], ones, roundings=2)]
+                return replace(block, change=change + value, parts=(*block.parts, *parts))
 
-    def _product(self, term: LowRank, first: int, rows: int) -> tuple[Array, tuple[Array, Array]]:
-        """Return `scale * B A` of these rows, and norms of the factors, which bound its terms."""
+    def _product(self, term: LowRank, first: int, rows: int) -> tuple[Array, list[Part]]:
+        """Return `scale * B A` of these rows, and its factors; a stack of experts has several."""
         a, b = self._operand(term.a), self._operand(term.b)
-        left, right = factors(term, a, b, first + term.out_start, rows)
-        product = (left @ right) * np.float32(term.scale)
-        size = abs(np.float32(term.scale))
-        return product, (np.linalg.norm(left, axis=1) * size, np.linalg.norm(right, axis=0))
+        height = a.shape[1] if term.transpose else b.shape[0]
+        products, parts, at = [], [], 0
+        while at < rows:
+            low, plain = first + at + term.out_start, term
+            if term.experts > 1:
+                expert, low = divmod(first + at, height)
+                plain = term.of_expert(expert, len(a))
+            count = min(height - low, rows - at)
+            left, right = factors(plain, a, b, low, count)
+            scale = self.dtype(term.scale)
+            products.append((left @ right) * scale)
+            here = slice(at, at + count)
+            parts.append(Part(here, left * scale, right, roundings=len(right) + 2))
+            at += count
+        return products[0] if len(products) == 1 else np.concatenate(products), parts
 
     def _operand(self, name: str) -> Array:
         if name not in self._operands:
-            self._operands[name] = read_operand(name, self.sources)
+            source, _, key = name.partition(":")
+            info = self.sources[source].tensors[key]
+            with Reader(self.sources[source].extents(key)) as reader:
+                values = widened(reader.read(), info.dtype).reshape(tuple(info.shape))
+            self._operands[name] = values.astype(self.dtype, copy=False)
         return self._operands[name]
-
-
-def read_operand(name: str, sources: Sources) -> Array:
-    """Read a full adapter tensor in fp32, by its name in the plan ("input:key")."""
-    source, _, key = name.partition(":")
-    info = sources[source].tensors[key]
-    with Reader(sources[source].extents(key)) as reader:
-        raw: NDArray[np.uint8] = np.empty(reader.nbytes, np.uint8)
-        reader.into(raw, 0)
-    return widened(raw, info.dtype).reshape(tuple(info.shape))
 
 
 def factors(
@@ -186,7 +222,7 @@ def factors(
 
     `a` is lora_A, shape (rank, in), and `b` lora_B, shape (out, rank), of one matrix.
     """
-    a, b = a[_slice(term.a_rows)], b[:, _slice(term.b_columns)]
+    a, b = a[as_slice(term.a_rows)], b[:, as_slice(term.b_columns)]
     if term.transpose:
         return a[:, first : first + count].T, b.T
     return b[first : first + count], a
@@ -228,9 +264,7 @@ class BaseRows:
         return self._read(first * row, (end - first) * row).reshape(-1, self._columns)
 
     def _read(self, at: int, nbytes: int) -> Array:
-        raw: NDArray[np.uint8] = np.empty(nbytes, np.uint8)
-        self._reader.into(raw, at)
-        return widened(raw, self._dtype)
+        return widened(self._reader.read(at, nbytes), self._dtype)
 
 
 def _turned(op: Op, values: Array) -> Array:
@@ -255,46 +289,3 @@ def of_expert(op: Op, index: int, rows_of_a: Mapping[str, int]) -> Op:
         for term in op.terms
     )
     return replace(op, shape=op.shape[1:], start=op.start + index * size, terms=terms)
-
-
-def comparable(op: Op, sources: Sources) -> str:
-    """Return the reason why a tensor cannot be computed here; "" if it can."""
-    if op.encoding is not None:
-        return f"stored as {op.encoding.scheme}"
-    stored = op.quantization is not None and STORED in op.quantization
-    if not stored and op.source_dtype not in NUMPY:
-        return f"the base holds it in {op.source_dtype}"
-    for term in op.terms:
-        for name in operands(term):
-            source, _, key = name.partition(":")
-            if sources[source].tensors[key].dtype not in NUMPY:
-                return f"{key} is {sources[source].tensors[key].dtype}"
-    return ""
-
-
-def widened(raw: NDArray[np.uint8], dtype: str) -> Array:
-    """Convert bytes of a float dtype to fp32 values, 1-D."""
-    if dtype == "F32":
-        return raw.view(np.float32)
-    return cast(raw, dtype, "F32").view(np.float32)
-
-
-def rounded(values: Array, dtype: str) -> Array:
-    """Round values to a dtype; returns fp32."""
-    if dtype == "F32":
-        return values
-    flat = np.ascontiguousarray(values).reshape(-1).view(np.uint8)
-    return widened(cast(flat, "F32", dtype), dtype).reshape(values.shape)
-
-
-def ulp(values: NDArray[Any], dtype: str) -> NDArray[np.float64]:
-    """Return the distance between neighbouring numbers of a dtype at these magnitudes."""
-    _, exponent = np.frexp(values.astype(np.float64))
-    step: NDArray[np.float64] = np.ldexp(
-        1.0, np.maximum(exponent - 1 - MANTISSA[dtype], _LEAST[dtype])
-    )
-    return step
-
-
-def _slice(stride: Stride | None) -> slice:
-    return slice(None) if stride is None else slice(*stride)

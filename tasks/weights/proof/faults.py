@@ -10,9 +10,10 @@ from math import sqrt
 
 import numpy as np
 
+from tasks.weights.files.dtype_conversion import ulp
 from tasks.weights.files.source import Source
 from tasks.weights.proof.compare import FLOOR, SCALE_MARGIN, SIGMAS, Merged, Sums, Unit, coarsest
-from tasks.weights.proof.expected import Array, Block, Expected, Sources, ulp
+from tasks.weights.proof.expected import Array, Block, Expected, Sources
 from tasks.weights.quantized.packed import LEVELS
 
 _ULPS = 2.0
@@ -256,7 +257,7 @@ class _Look:
         coarse = coarsest(self.expected, grid)
         size = np.maximum(np.abs(wanted), np.abs(merged))
         bound = _ULPS * ulp(size, coarse) + FLOOR
-        for left, right in block.slack:
+        for left, right in block.norms:
             bound += self.expected.precision * np.outer(left, right)
         error = np.abs(merged.astype(np.float64) - wanted)
         unexplained = int(np.count_nonzero(~(error <= bound)))

@@ -23,8 +23,16 @@ from tasks.weights.files.names import EXPERT
 from tasks.weights.files.source import Source
 from tasks.weights.plan.adapter_ops import Dora, LowRank
 from tasks.weights.plan.operations import Op, Plan
-from tasks.weights.proof.compare import SCALE_MARGIN, SIGMAS, Merged, Sums, Unit, compare
-from tasks.weights.proof.expected import Sources, comparable, of_expert
+from tasks.weights.proof.compare import (
+    SCALE_MARGIN,
+    SIGMAS,
+    Merged,
+    Sums,
+    Unit,
+    comparable,
+    compare,
+)
+from tasks.weights.proof.expected import Sources, of_expert
 from tasks.weights.proof.faults import Fault, State, diagnose
 from tasks.weights.quantized.packed import STORED
 

@@ -164,7 +164,6 @@ def _read(
     at = 0
     with Reader(extents) as reader:
         for suffix, size in sizes:
-            parts[suffix] = np.empty(size, np.uint8)
-            reader.into(parts[suffix], at)
+            parts[suffix] = reader.read(at, size)
             at += size
     return parts

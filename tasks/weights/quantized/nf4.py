@@ -17,8 +17,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from tasks.core.errors import ArtifactError
-from tasks.weights.files.dtype_conversion import cast, casts
-from tasks.weights.files.file_ranges import Reader, part
+from tasks.weights.files.dtype_conversion import casts, widened
+from tasks.weights.files.file_ranges import Reader
 from tasks.weights.files.reader import Checkpoint
 from tasks.weights.quantized.decode import unpack
 from tasks.weights.quantized.packed import LEVELS
@@ -88,12 +88,9 @@ def _sample(checkpoint: Checkpoint) -> list[str]:
 def _beginning(checkpoint: Checkpoint, name: str) -> NDArray[np.float32]:
     info = checkpoint.tensors[name]
     count = math.prod(info.shape)
-    raw: NDArray[np.uint8] = np.empty(
-        min(count, _SAMPLED) * (info.nbytes // max(1, count)), np.uint8
-    )
-    with Reader(part(checkpoint.extents(name), 0, raw.size)) as reader:
-        reader.into(raw, 0)
-    return cast(raw, info.dtype, "F32").view(np.float32)
+    nbytes = min(count, _SAMPLED) * (info.nbytes // max(1, count))
+    with Reader(checkpoint.extents(name)) as reader:
+        return widened(reader.read(0, nbytes), info.dtype)
 
 
 def _rounding(values: NDArray[np.float32]) -> tuple[float, bool]:

@@ -163,9 +163,7 @@ class _Reading:
 
     def _bytes(self, key: str) -> bytes:
         with Reader(self._checkpoint.extents(key)) as reader:
-            buffer = bytearray(reader.nbytes)
-            reader.into(buffer, 0)
-        return bytes(buffer)
+            return reader.read().tobytes()
 
 
 def _state_findings(state: Mapping[str, Any]) -> Iterator[str]:

@@ -15,9 +15,8 @@ from tasks.audit.class_contract import perform_apart
 from tasks.audit.finding import Entry, Finding
 from tasks.audit.source import Source
 from tasks.core.errors import PlumblineError
-from tasks.weights.files.dtype_conversion import NUMPY
+from tasks.weights.files.dtype_conversion import NUMPY, widened
 from tasks.weights.files.file_ranges import Reader
-from tasks.weights.proof.expected import widened
 from tasks.weights.proof.faults import State
 from tasks.weights.proof.merge import Proof, Verdict, prove_merge
 from tasks.weights.proof.planning import planned

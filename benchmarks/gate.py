@@ -166,7 +166,7 @@ def _judge(model: Any, root: Path, heldout: list[list[int]], work: Path) -> dict
     from tasks.pipeline.artifact import Origin, publish, staging
     from tasks.weights.adapters.read import read_adapter
     from tasks.weights.execute.execute import execute
-    from tasks.weights.files.reader import open_checkpoint
+    from tasks.weights.files.reader import read_checkpoint
     from tasks.weights.plan.operations import Plan
     from tasks.weights.proof.recheck import recompute, recomputed_check
 
@@ -184,20 +184,20 @@ def _judge(model: Any, root: Path, heldout: list[list[int]], work: Path) -> dict
     plan, caught = Plan.from_json(merged.notes["plan"]), {}
     reference = Fingerprint.load(trained / "fingerprint.fp")
     after = Fingerprint.load(work / "merged" / "fingerprint.fp")
-    with open_checkpoint(base) as source:
-        sources = {BASE_INPUT: source, "adapter": read_adapter(work / "adapter").tensors}
-        for name, spoiled in _faults(plan).items():
-            for old in (work / "merged").glob("model*"):
-                old.unlink()
-            (work / "merged" / ".journal.jsonl").unlink(missing_ok=True)
-            execute(spoiled, sources, work / "merged")
-            with open_checkpoint(work / "merged") as written:
-                rows = recomputed_check(recompute(plan, sources, written))
-            seen = _fingerprint(work / "merged", reference)
-            moved = drift(reference, seen)
-            caught[name] = {
-                "drift": bool(within(moved, limit)), "rows": not rows.ok, "mean_kl": moved.mean_kl,
-            }  # fmt: skip
+    source = read_checkpoint(base)
+    sources = {BASE_INPUT: source, "adapter": read_adapter(work / "adapter").tensors}
+    for name, spoiled in _faults(plan).items():
+        for old in (work / "merged").glob("model*"):
+            old.unlink()
+        (work / "merged" / ".journal.jsonl").unlink(missing_ok=True)
+        execute(spoiled, sources, work / "merged")
+        written = read_checkpoint(work / "merged")
+        rows = recomputed_check(recompute(plan, sources, written))
+        seen = _fingerprint(work / "merged", reference)
+        moved = drift(reference, seen)
+        caught[name] = {
+            "drift": bool(within(moved, limit)), "rows": not rows.ok, "mean_kl": moved.mean_kl,
+        }  # fmt: skip
     assert merged.drift is not None
     measured = asdict(merged.drift)
     best = reference.logprobs.max(axis=1)

@@ -41,7 +41,7 @@ from tasks.weights.files.reader import (
     WEIGHTS,
     Checkpoint,
     check_dtype,
-    open_checkpoint,
+    read_checkpoint,
     read_json,
 )
 from tasks.weights.files.tokenizer import TokenizerFacts, read_tokenizer
@@ -102,20 +102,20 @@ def convert(
     limit, scheme = parse_size(max_shard_size), check_quantize(quantize)
     tokenizer = read_tokenizer(trained / "tokenizer")
     facts = ask_facts(perform, weights, dtype)
-    with open_checkpoint(weights) as source:
-        plan = with_output(
-            as_is(source), dtype=DTYPE_NAMES[dtype], max_shard_bytes=limit, files=source.files
-        )
-        if scheme is not None:
-            plan = quantized_plan(plan, facts, scheme)
-        validate(plan, {WEIGHTS: source})
-        if scheme is None:
-            done = execute(plan, {WEIGHTS: source}, out)
-        else:  # needs torch
-            done = ask_execute(perform, plan, {WEIGHTS: SourceRef(weights)}, out)
-        contract = facts.tensors if scheme is None else quantized_contract(facts, scheme)
-        checks = _tensor_checks(source, plan, done, facts.tied, contract)
-        unchanged = all(source.checksum(op.key) == done.checksums[op.name] for op in plan.ops)
+    source = read_checkpoint(weights)
+    plan = with_output(
+        as_is(source), dtype=DTYPE_NAMES[dtype], max_shard_bytes=limit, files=source.files
+    )
+    if scheme is not None:
+        plan = quantized_plan(plan, facts, scheme)
+    validate(plan, {WEIGHTS: source})
+    if scheme is None:
+        done = execute(plan, {WEIGHTS: source}, out)
+    else:  # needs torch
+        done = ask_execute(perform, plan, {WEIGHTS: SourceRef(weights)}, out)
+    contract = facts.tensors if scheme is None else quantized_contract(facts, scheme)
+    checks = _tensor_checks(source, plan, done, facts.tied, contract)
+    unchanged = all(source.checksum(op.key) == done.checksums[op.name] for op in plan.ops)
     log.info("convert: %d tensors, %d files linked", len(plan.ops), len(done.linked))
     copy_files(trained / "tokenizer", out)
     side = Trained.read(trained)

@@ -7,7 +7,6 @@ tensor is refused by name.
 
 from __future__ import annotations
 
-import contextlib
 import logging
 from collections.abc import Mapping
 from pathlib import Path
@@ -23,7 +22,7 @@ from tasks.weights.execute.verdicts import gathered
 from tasks.weights.execute.worker import Perform, ask_adapter_contract, ask_facts, perform
 from tasks.weights.families.gathering import plan_full
 from tasks.weights.files.names import rename_all
-from tasks.weights.files.reader import ADAPTER, WEIGHTS, open_checkpoint, read_json
+from tasks.weights.files.reader import ADAPTER, WEIGHTS, read_checkpoint, read_json
 from tasks.weights.files.source import Renamed, Source
 from tasks.weights.heads.merging import reward_side
 from tasks.weights.plan.operations import Op, Plan
@@ -126,13 +125,13 @@ def _full_plan(
 ) -> tuple[Plan, list[Expected]]:
     """Plan a full model: trained parameters under the base's keys on disk; and its contract."""
     live = {key: parts.tensors[name] for name, key in keys.items()}
-    with open_checkpoint(base) as before:
-        tensors: Mapping[str, TensorLike] = before.tensors
-        if source.is_reward:
-            tensors, facts = reward_side(before, source.config, source.dtype, perform)
-        else:
-            facts = ask_facts(perform, base, source.dtype)
-        plan = plan_full(live, facts, base=tensors, max_shard_bytes=SHARD_BYTES)
+    before = read_checkpoint(base)
+    tensors: Mapping[str, TensorLike] = before.tensors
+    if source.is_reward:
+        tensors, facts = reward_side(before, source.config, source.dtype, perform)
+    else:
+        facts = ask_facts(perform, base, source.dtype)
+    plan = plan_full(live, facts, base=tensors, max_shard_bytes=SHARD_BYTES)
     return plan, list(facts.tensors)
 
 
@@ -141,11 +140,10 @@ def _execute(
 ) -> Executed:
     stem = ADAPTER if parts.mode == "adapter" else WEIGHTS
     sources: dict[str, Source] = {TRAINED: Renamed(parts, {key: n for n, key in keys.items()})}
-    with contextlib.ExitStack() as opened:
-        if any(op.input == BASE for op in plan.ops):  # buffers, and tensors that no layer uses
-            sources[BASE] = opened.enter_context(open_checkpoint(base))
-        validate(plan, sources)
-        return execute(plan, sources, out, stem=stem, scan=True)
+    if any(op.input == BASE for op in plan.ops):  # buffers, and tensors that no layer uses
+        sources[BASE] = read_checkpoint(base)
+    validate(plan, sources)
+    return execute(plan, sources, out, stem=stem, scan=True)
 
 
 def _write_side_files(out: Path, source: Trained, *, is_adapter: bool) -> None:

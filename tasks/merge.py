@@ -35,7 +35,7 @@ from tasks.weights.proof.recheck import recomputed_check
 from tasks.weights.quantized.config_fields import is_packed, stored
 from tasks.weights.quantized.nf4 import check_quantization
 from tasks.weights.quantized.plans import decoding
-from tasks.weights.quantized.source import Base, PackedCheckpoint, open_base
+from tasks.weights.quantized.source import Base, PackedCheckpoint, read_base
 
 Log = logging.Logger | logging.LoggerAdapter[Any]
 
@@ -86,12 +86,12 @@ def merge(
     source.require_base(base)
     mode = _mode(base_mode, source, base)
     dtype, limit = _output(output, source)
-    with open_base(base) as weights:
-        plan, config = _plan(adapter, weights, base, source, mode, perform)
-        # Packed matrices have their own original dtype, which may differ from other tensors'.
-        same = dtype == source.dtype and not isinstance(weights, PackedCheckpoint)
-        wanted = None if same else DTYPE_NAMES[dtype]
-        plan = with_output(plan, dtype=wanted, max_shard_bytes=limit, files=weights.files)
+    weights = read_base(base)
+    plan, config = _plan(adapter, weights, base, source, mode, perform)
+    # Packed matrices have their own original dtype, which may differ from other tensors'.
+    same = dtype == source.dtype and not isinstance(weights, PackedCheckpoint)
+    wanted = None if same else DTYPE_NAMES[dtype]
+    plan = with_output(plan, dtype=wanted, max_shard_bytes=limit, files=weights.files)
     folded = sum(bool(op.terms) for op in plan.ops)
     log.info("merge: %d of %d tensors into the %s base", folded, len(plan.ops), mode)
     inputs = {BASE_INPUT: SourceRef(base, "base"), ADAPTER_INPUT: SourceRef(adapter, stem=ADAPTER)}

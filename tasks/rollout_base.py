@@ -27,7 +27,7 @@ from tasks.weights.plan.layout import with_output
 from tasks.weights.quantized.config_fields import without_quantization
 from tasks.weights.quantized.nf4 import check_quantization
 from tasks.weights.quantized.plans import decoding
-from tasks.weights.quantized.source import PackedCheckpoint, open_base
+from tasks.weights.quantized.source import PackedCheckpoint, read_base
 
 CONFIG = "config.json"
 _BASE = "base"
@@ -95,17 +95,17 @@ def write_rollout_base(
     """
     check_quantization(quantization)
     facts = ask_facts(perform, base, dtype)
-    with open_base(base) as weights:
-        packed = isinstance(weights, PackedCheckpoint)
-        dequantize = {**quantization, "loaded_dtype": dtype, "base": "dequantized"}
-        settings = MergeSettings() if packed else MergeSettings(
-            quantization=dequantize, quantized=frozenset(facts.quantized)
-        )  # fmt: skip
-        plan = plan_merge(weights.tensors, facts, _NOTHING, {}, settings)
-        plan = decoding(plan, {_BASE: weights})
-        plan = with_output(
-            plan, dtype=DTYPE_NAMES[dtype], max_shard_bytes=_SHARD_BYTES, files=weights.files
-        )
+    weights = read_base(base)
+    packed = isinstance(weights, PackedCheckpoint)
+    dequantize = {**quantization, "loaded_dtype": dtype, "base": "dequantized"}
+    settings = MergeSettings() if packed else MergeSettings(
+        quantization=dequantize, quantized=frozenset(facts.quantized)
+    )  # fmt: skip
+    plan = plan_merge(weights.tensors, facts, _NOTHING, {}, settings)
+    plan = decoding(plan, {_BASE: weights})
+    plan = with_output(
+        plan, dtype=DTYPE_NAMES[dtype], max_shard_bytes=_SHARD_BYTES, files=weights.files
+    )
     ask_execute(perform, plan, {_BASE: SourceRef(base, "base")}, work)
     (work / JOURNAL).unlink()
     config = {**without_quantization(read_json(base / CONFIG)), "dtype": dtype}

@@ -33,7 +33,7 @@ def _planned(base: Path, adapter: Path) -> tuple[Any, dict[str, Any]]:
     from tasks.weights.adapters.changes import changes
     from tasks.weights.adapters.read import read_adapter
     from tasks.weights.families.merging import plan_merge
-    from tasks.weights.files.reader import open_checkpoint
+    from tasks.weights.files.reader import read_checkpoint
     from tasks.weights.plan.contracts import model_facts
     from tasks.weights.plan.layout import with_output
 
@@ -41,26 +41,26 @@ def _planned(base: Path, adapter: Path) -> tuple[Any, dict[str, Any]]:
     facts = model_facts(base)
     changed = changes([(lora, 1.0)], facts.live)
     tensors = {f"adapter:{key}": info for key, info in lora.tensors.tensors.items()}
-    with open_checkpoint(base) as weights:
-        made = plan_merge(weights.tensors, facts, changed, tensors)
-        files = weights.files
-        made = with_output(made, dtype=None, max_shard_bytes=SHARD, files=files)
-        return made, {"base": weights, "adapter": lora.tensors}
+    weights = read_checkpoint(base)
+    made = plan_merge(weights.tensors, facts, changed, tensors)
+    files = weights.files
+    made = with_output(made, dtype=None, max_shard_bytes=SHARD, files=files)
+    return made, {"base": weights, "adapter": lora.tensors}
 
 
 def convert(weights: Path, out: Path) -> None:
     """Convert a model that already has the wanted dtype and files, our way."""
-    from tasks.weights.files.reader import open_checkpoint
+    from tasks.weights.files.reader import read_checkpoint
     from tasks.weights.plan.layout import with_output
     from tasks.weights.plan.operations import Op, Plan
 
-    with open_checkpoint(weights) as source:
-        ops = tuple(
-            Op(name, info.shape, info.dtype, f"model:{name}", info.dtype)
-            for name, info in source.tensors.items()
-        )
-        plan = with_output(Plan(ops), dtype="BF16", max_shard_bytes=SHARD, files=source.files)
-        _make("served", plan, {"model": source}, out)
+    source = read_checkpoint(weights)
+    ops = tuple(
+        Op(name, info.shape, info.dtype, f"model:{name}", info.dtype)
+        for name, info in source.tensors.items()
+    )
+    plan = with_output(Plan(ops), dtype="BF16", max_shard_bytes=SHARD, files=source.files)
+    _make("served", plan, {"model": source}, out)
 
 
 def gather(shards: Path, out: Path) -> None:

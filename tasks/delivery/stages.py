@@ -27,7 +27,7 @@ from tasks.weights.execute.verdicts import (
 )
 from tasks.weights.files.opening import open_model
 from tasks.weights.files.reader import ADAPTER as ADAPTER_STEM
-from tasks.weights.files.reader import WEIGHTS, open_checkpoint, read_json
+from tasks.weights.files.reader import WEIGHTS, read_checkpoint, read_json
 from tasks.weights.files.source import Source
 from tasks.weights.heads.folder import read_folder
 from tasks.weights.heads.writing import write_value_head
@@ -103,8 +103,8 @@ def merge(
     done = execute(work.merge, sources, out)
     write_weights_files(out, work, base)
     checks = [merged(op, done.outcomes[op.name]) for op in work.merge.ops]
-    with open_checkpoint(out) as written:
-        checks.append(recomputed_check(recompute(work.merge, sources, written)))
+    written = read_checkpoint(out)
+    checks.append(recomputed_check(recompute(work.merge, sources, written)))
     metrics = {**_metrics(work.merge, done), **merge_metrics(work.merge, done)}
     notes = {"plan": work.merge.as_json(), **quantization_notes(done)}
     if merge_base:

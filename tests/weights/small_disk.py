@@ -41,7 +41,8 @@ def merge_into(inputs: Path, final: Path, before_publishing: Callable[[], None])
         for name in NAMES
     )  # fmt: skip
     refs = {name: SourceRef(inputs / name) for name in ("base", "adapter")}
-    with open_sources(refs) as sources, staging(final) as work:
+    sources = open_sources(refs)
+    with staging(final) as work:
         done = execute(Plan(ops), sources, work, workers=1)
         before_publishing()
         publish(work, final, Origin("weights", "test", final.name))

@@ -22,7 +22,7 @@ from tasks.weights.execute.execute import Executed, execute
 from tasks.weights.files import file_ranges as extents
 from tasks.weights.files.header import read_header
 from tasks.weights.files.opening import SourceRef, open_sources
-from tasks.weights.files.reader import open_checkpoint
+from tasks.weights.files.reader import read_checkpoint
 from tasks.weights.plan.adapter_ops import Add
 from tasks.weights.plan.layout import with_output
 from tasks.weights.plan.operations import Op, Plan
@@ -45,9 +45,9 @@ def out(tmp_path: Path) -> Path:
 
 
 def _run(plan: Plan, inputs: dict[str, SourceRef], out: Path, **settings) -> Executed:
-    with open_sources(inputs) as sources:
-        validate(plan, sources, out=out)
-        return execute(plan, sources, out, **settings)
+    sources = open_sources(inputs)
+    validate(plan, sources, out=out)
+    return execute(plan, sources, out, **settings)
 
 
 def _files(out: Path) -> dict[str, bytes]:
@@ -69,8 +69,8 @@ def test_every_kind_of_operation_bit_for_bit(inputs, out) -> None:
 
 def test_the_index_agrees_with_the_files(inputs, out) -> None:
     _run(make_plan(), inputs, out)
-    with open_checkpoint(out) as checkpoint:  # refuses an index that disagrees with the files
-        assert set(checkpoint.tensors) == set(expected())
+    checkpoint = read_checkpoint(out)  # refuses an index that disagrees with the files
+    assert set(checkpoint.tensors) == set(expected())
     index = json.loads((out / "model.safetensors.index.json").read_text())
     assert index["metadata"]["total_size"] == sum(t.nbytes for t in expected().values())
 
@@ -123,9 +123,9 @@ def test_a_product_has_the_same_bits_in_blocks(rank: int) -> None:
 
 def test_unchanged_tensors_are_linked_or_copied_by_the_kernel(inputs, out, monkeypatch) -> None:
     base, _ = tensors()
-    with open_checkpoint(inputs["base"].path) as checkpoint:
-        ops = tuple(copied(name, base[name]) for name in checkpoint.tensors)
-        plan = with_output(Plan(ops), dtype=None, max_shard_bytes=10**9, files=checkpoint.files)
+    checkpoint = read_checkpoint(inputs["base"].path)
+    ops = tuple(copied(name, base[name]) for name in checkpoint.tensors)
+    plan = with_output(Plan(ops), dtype=None, max_shard_bytes=10**9, files=checkpoint.files)
     first = ops[0]
     moved = replace(first, name=f"{first.name}.moved")  # its file cannot be linked any more
     plan = replace(plan, ops=(moved, *plan.ops[1:]))
@@ -166,20 +166,20 @@ def test_another_tools_manifest_gives_no_hashes(inputs, tmp_path) -> None:
     del document["notes"]
     path.write_text(json.dumps(document))
     os.utime(path)
-    with open_checkpoint(folder) as checkpoint:
-        assert checkpoint.checksum("wide") is None
+    checkpoint = read_checkpoint(folder)
+    assert checkpoint.checksum("wide") is None
 
 
 def test_a_file_touched_after_its_manifest_is_read(inputs, tmp_path) -> None:
     import shutil
 
     folder = shutil.copytree(inputs["base"].path, tmp_path / "folder")
-    with open_checkpoint(folder) as checkpoint:
-        assert checkpoint.checksum("wide") is not None
+    checkpoint = read_checkpoint(folder)
+    assert checkpoint.checksum("wide") is not None
     os.utime(folder / "model-00001-of-00002.safetensors")
-    with open_checkpoint(folder) as checkpoint:
-        assert checkpoint.checksum("wide") is None
-        assert checkpoint.checksum("norm") is not None
+    checkpoint = read_checkpoint(folder)
+    assert checkpoint.checksum("wide") is None
+    assert checkpoint.checksum("norm") is not None
 
 
 def test_where_the_kernel_cannot_copy_python_does(inputs, out, monkeypatch) -> None:
@@ -255,11 +255,11 @@ def test_an_input_cut_short_between_plan_and_execution(inputs, out, tmp_path) ->
 
     folder = shutil.copytree(inputs["base"].path, tmp_path / "short")
     refs = {**inputs, "base": SourceRef(folder)}
-    with open_sources(refs) as sources:
-        validate(make_plan(), sources)
-        os.truncate(folder / "model-00001-of-00002.safetensors", 2000)
-        with pytest.raises(ArtifactError, match="became shorter while it was read"):
-            execute(make_plan(), sources, out)
+    sources = open_sources(refs)
+    validate(make_plan(), sources)
+    os.truncate(folder / "model-00001-of-00002.safetensors", 2000)
+    with pytest.raises(ArtifactError, match="became shorter while it was read"):
+        execute(make_plan(), sources, out)
 
 
 WITHOUT_TORCH = """
@@ -269,10 +269,10 @@ sys.path.insert(0, sys.argv[1])
 from tasks.weights.execute.execute import execute
 from tasks.weights.files.opening import SourceRef, open_sources
 from tasks.weights.plan.operations import Op, Plan
-with open_sources({"base": SourceRef(Path(sys.argv[2]))}) as sources:
-    ops = [Op(n, i.shape, "F16" if i.dtype == "BF16" else i.dtype, f"base:{n}", i.dtype)
-           for n, i in sources["base"].tensors.items()]
-    execute(Plan(tuple(ops)), sources, Path(sys.argv[3]))
+sources = open_sources({"base": SourceRef(Path(sys.argv[2]))})
+ops = [Op(n, i.shape, "F16" if i.dtype == "BF16" else i.dtype, f"base:{n}", i.dtype)
+       for n, i in sources["base"].tensors.items()]
+execute(Plan(tuple(ops)), sources, Path(sys.argv[3]))
 assert "torch" not in sys.modules
 """
 

@@ -133,8 +133,8 @@ def _plan() -> Plan:
 
 def _run(inputs: dict[str, SourceRef], out: Path, workers: int = 2) -> Executed:
     out.mkdir()
-    with open_sources(inputs) as sources:
-        return execute(_plan(), sources, out, workers=workers)
+    sources = open_sources(inputs)
+    return execute(_plan(), sources, out, workers=workers)
 
 
 @pytest.mark.parametrize("slot", [0, 20_000, 1 << 20])
@@ -142,8 +142,8 @@ def test_execute_gives_the_same_bytes_with_kernel_and_torch(
     inputs, tmp_path, monkeypatch, slot
 ) -> None:
     monkeypatch.setattr(folding, "SLOT", slot)
-    with open_sources(inputs) as sources:
-        assert all(fold_term(op, sources) is not None for op in _plan().ops)
+    sources = open_sources(inputs)
+    assert all(fold_term(op, sources) is not None for op in _plan().ops)
     done = _run(inputs, tmp_path / "kernel")
     monkeypatch.setattr(folding, "library", lambda: None)
     by_torch = _run(inputs, tmp_path / "torch", workers=1)
@@ -155,16 +155,16 @@ def test_execute_gives_the_same_bytes_with_kernel_and_torch(
 @pytest.mark.parametrize("slot", [20_000, 80_000])
 def test_memory_of_a_tensor_is_bounded_for_any_shape(inputs, monkeypatch, slot: int) -> None:
     monkeypatch.setattr(folding, "SLOT", slot)
-    with open_sources(inputs) as sources:
-        for op in _plan().ops:
-            workspace, (term,) = Workspace(), op.terms
-            assert isinstance(term, LowRank)
-            for _ in folding.fold(op, term, sources, workspace, Measured()):
-                pass
-            smallest = folding.size_of_a(term, sources) + 2 * 16 * op.shape[1]
-            rest = 2 * 15 * op.shape[1]  # rows that the last block takes with it
-            assert workspace.out.size <= max(slot, smallest) + rest
-            assert workspace.read.size <= 2 * (slot + 2 * 31 * 1030)  # and rows of B
+    sources = open_sources(inputs)
+    for op in _plan().ops:
+        workspace, (term,) = Workspace(), op.terms
+        assert isinstance(term, LowRank)
+        for _ in folding.fold(op, term, sources, workspace, Measured()):
+            pass
+        smallest = folding.size_of_a(term, sources) + 2 * 16 * op.shape[1]
+        rest = 2 * 15 * op.shape[1]  # rows that the last block takes with it
+        assert workspace.out.size <= max(slot, smallest) + rest
+        assert workspace.read.size <= 2 * (slot + 2 * 31 * 1030)  # and rows of B
 
 
 def test_unsupported_operations_are_left_to_torch(inputs) -> None:
@@ -181,8 +181,8 @@ def test_unsupported_operations_are_left_to_torch(inputs) -> None:
         replace(op, terms=(replace(term, experts=2),)),
         replace(op, terms=(replace(term, a_rows=(0, 4, 1)),)),
     ]
-    with open_sources(inputs) as sources:
-        assert [fold_term(unsupported, sources) for unsupported in others] == [None] * len(others)
+    sources = open_sources(inputs)
+    assert [fold_term(unsupported, sources) for unsupported in others] == [None] * len(others)
 
 
 @pytest.mark.skipif("avx2" not in compiled.cpu_flags(), reason="for x86-64 with AVX2")

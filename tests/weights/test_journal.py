@@ -50,11 +50,11 @@ def test_a_journal_of_another_run_is_ignored(tmp_path: Path) -> None:
 
 def test_an_absent_input_is_named(tmp_path: Path) -> None:
     inputs: dict[str, SourceRef] = make_inputs(tmp_path)
-    with open_sources(inputs) as sources:
-        plan = as_is(sources["base"], "base")
-        before = identify(plan, sources, "model")
-        assert before == identify(plan, sources, "model")
-        path = sources["base"].extents(plan.ops[0].key)[0].path
-        path.unlink()
-        with pytest.raises(ArtifactError, match=f"{path}: cannot be read: No such file"):
-            identify(plan, sources, "model")
+    sources = open_sources(inputs)
+    plan = as_is(sources["base"], "base")
+    before = identify(plan, sources, "model")
+    assert before == identify(plan, sources, "model")
+    path = sources["base"].extents(plan.ops[0].key)[0].path
+    path.unlink()
+    with pytest.raises(ArtifactError, match=f"{path}: cannot be read: No such file"):
+        identify(plan, sources, "model")

@@ -20,7 +20,7 @@ from tasks.core.errors import ConfigError, ContractError
 from tasks.drift.fingerprint import DriftLimit
 from tasks.pipeline.artifact import Artifact
 from tasks.weights.execute.execute import Executed, execute
-from tasks.weights.files.reader import open_checkpoint
+from tasks.weights.files.reader import read_checkpoint
 from tasks.weights.files.source import Renamed
 from tasks.weights.plan.contracts import ModelFacts, model_facts
 from tasks.weights.plan.operations import Encoding, Op, Plan
@@ -41,15 +41,15 @@ BOTH = tuple(SCHEMES)
 def quantize(base: Path, out: Path, scheme: str, **options: Any) -> tuple[Plan, Executed]:
     """Plan, validate, execute, and write the files beside the weights."""
     facts = model_facts(base)
-    with open_checkpoint(base) as weights:
-        ops = tuple(
-            Op(name, info.shape, info.dtype, f"model:{name}", info.dtype)
-            for name, info in weights.tensors.items()
-        )
-        plan = quantized_plan(Plan(ops, max_shard_bytes=options.pop("limit", None)), facts, scheme)
-        validate(plan, {"model": weights})
-        out.mkdir(exist_ok=True)
-        done = execute(plan, {"model": weights}, out, **options)
+    weights = read_checkpoint(base)
+    ops = tuple(
+        Op(name, info.shape, info.dtype, f"model:{name}", info.dtype)
+        for name, info in weights.tensors.items()
+    )
+    plan = quantized_plan(Plan(ops, max_shard_bytes=options.pop("limit", None)), facts, scheme)
+    validate(plan, {"model": weights})
+    out.mkdir(exist_ok=True)
+    done = execute(plan, {"model": weights}, out, **options)
     for path in base.glob("*.json"):
         if "safetensors" not in path.name and path.name != "manifest.json":
             shutil.copy(path, out)
@@ -253,11 +253,11 @@ def test_a_plan_that_encodes_other_shapes_is_refused(
     good = Op(
         name, (64, 64), "I8", f"model:{name}", "BF16", encoding=Encoding("w8a8", "weight", 64)
     )
-    with open_checkpoint(llama.path) as weights:
-        source = {"model": Renamed(weights, {name: name})}
-        validate(Plan((good,)), source)
-        with pytest.raises(ContractError) as caught:
-            validate(Plan((replace(good, **change),)), source)
+    weights = read_checkpoint(llama.path)
+    source = {"model": Renamed(weights, {name: name})}
+    validate(Plan((good,)), source)
+    with pytest.raises(ContractError) as caught:
+        validate(Plan((replace(good, **change),)), source)
     assert text in caught.value.report()
 
 
@@ -267,8 +267,6 @@ def test_scales_alone_use_up_no_tensor(llama: Artifact) -> None:
         f"{name}_scale", (64, 1), "F32", f"model:{name}", "BF16",
         encoding=Encoding("w8a8", "scale", 64),
     )  # fmt: skip
-    with (
-        open_checkpoint(llama.path) as weights,
-        pytest.raises(ContractError, match="used by nothing"),
-    ):
+    weights = read_checkpoint(llama.path)
+    with pytest.raises(ContractError, match="used by nothing"):
         validate(Plan((scale,)), {"model": Renamed(weights, {name: name})})

@@ -32,8 +32,8 @@ def inputs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, SourceRef]:
 
 
 def _execute(inputs: dict[str, SourceRef], out: Path) -> Executed:
-    with open_sources(inputs) as sources:
-        return execute(make_plan(), sources, out, workers=1)
+    sources = open_sources(inputs)
+    return execute(make_plan(), sources, out, workers=1)
 
 
 def _publish(inputs: dict[str, SourceRef], final: Path) -> Executed:
@@ -128,11 +128,11 @@ def test_an_input_that_was_linked_is_never_written_to(inputs, tmp_path) -> None:
     before = victim.read_bytes()
     out = tmp_path / "out"
     out.mkdir()
-    with open_sources({**inputs, "base": SourceRef(folder)}) as sources:
-        files = [file.name for file in lay_out(make_plan(), sources)]
-        os.link(victim, out / files[0])
-        (out / JOURNAL).write_text(json.dumps({"identity": "of another run"}) + "\n")
-        execute(make_plan(), sources, out)
+    sources = open_sources({**inputs, "base": SourceRef(folder)})
+    files = [file.name for file in lay_out(make_plan(), sources)]
+    os.link(victim, out / files[0])
+    (out / JOURNAL).write_text(json.dumps({"identity": "of another run"}) + "\n")
+    execute(make_plan(), sources, out)
     assert victim.read_bytes() == before
     assert (out / files[0]).stat().st_nlink == 1
 
@@ -189,8 +189,7 @@ def slow(*arguments):
 def make(final, pace):
     os.pwrite = pace
     with staging(final) as work:
-        with open_sources(inputs) as sources:
-            done = execute(make_plan(), sources, work, workers=2)
+        done = execute(make_plan(), open_sources(inputs), work, workers=2)
         publish(work, final, Origin("weights", "test", "made"))
     return done.resumed
 
@@ -262,8 +261,7 @@ root = Path(sys.argv[2])
 inputs = {"base": SourceRef(root / "base"), "adapter": SourceRef(root / "adapter",
           stem="adapter_model")}
 try:
-    with open_sources(inputs) as sources:
-        execute(make_plan(max_shard_bytes=None), sources, root / "out")
+    execute(make_plan(max_shard_bytes=None), open_sources(inputs), root / "out")
 except ArtifactError as error:
     print(error.report())
 """

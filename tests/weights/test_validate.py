@@ -33,8 +33,8 @@ def inputs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, SourceRef]:
 
 
 def _findings(plan: Plan, inputs: dict[str, SourceRef]) -> list[str]:
-    with open_sources(inputs) as sources:
-        return list(plan_findings(plan, sources))
+    sources = open_sources(inputs)
+    return list(plan_findings(plan, sources))
 
 
 def _with(which: str, **changes: object) -> Plan:
@@ -121,7 +121,8 @@ def test_an_unused_tensor_has_to_be_dropped_for_a_reason(inputs) -> None:
 def test_all_findings_come_in_one_error(inputs) -> None:
     plan = _with("wide", source="base:none", terms=())
     plan = replace(plan, ops=(*plan.ops, plan.ops[-1]), shards=(1,))
-    with open_sources(inputs) as sources, pytest.raises(ContractError) as caught:
+    sources = open_sources(inputs)
+    with pytest.raises(ContractError) as caught:
         validate(plan, sources)
     text = caught.value.report()
     for finding in (
@@ -145,10 +146,10 @@ def test_too_little_disk_is_an_error_of_its_own(inputs, tmp_path, monkeypatch) -
         free = 1000
 
     monkeypatch.setattr(writer.shutil, "disk_usage", lambda _: Usage)
-    with open_sources(inputs) as sources:
-        validate(make_plan(), sources)
-        with pytest.raises(ArtifactError, match="are free"):
-            validate(make_plan(), sources, out=tmp_path)
+    sources = open_sources(inputs)
+    validate(make_plan(), sources)
+    with pytest.raises(ArtifactError, match="are free"):
+        validate(make_plan(), sources, out=tmp_path)
 
 
 def test_output_keeps_the_inputs_files_where_they_fit(inputs) -> None:
@@ -168,20 +169,20 @@ def test_output_keeps_the_inputs_files_where_they_fit(inputs) -> None:
 
 def test_a_file_is_linked_only_when_it_is_the_same_in_everything(inputs) -> None:
     second = "model-00002-of-00002.safetensors"
-    with open_sources(inputs) as sources:
-        base = sources["base"]
-        specs = [Spec(n, tuple(i.shape), i.dtype) for n, i in base.tensors.items()]
-        ops = [Op(s.name, s.shape, s.dtype, f"base:{s.name}", s.dtype) for s in specs]
-        tail = [op for op in ops if op.name in ("bias", "norm", "fused", "ids")]
-        assert lay_out(Plan(tuple(tail)), sources)[0].link == inputs["base"].path / second
-        assert lay_out(Plan(tuple(reversed(tail))), sources)[0].link is not None
-        for changed in (
-            tail[:-1],
-            [*tail, ops[0]],
-            [replace(tail[0], name="renamed"), *tail[1:]],
-            [replace(op, dtype="F16") if op.name == "norm" else op for op in tail],
-        ):
-            assert lay_out(Plan(tuple(changed)), sources)[0].link is None
+    sources = open_sources(inputs)
+    base = sources["base"]
+    specs = [Spec(n, tuple(i.shape), i.dtype) for n, i in base.tensors.items()]
+    ops = [Op(s.name, s.shape, s.dtype, f"base:{s.name}", s.dtype) for s in specs]
+    tail = [op for op in ops if op.name in ("bias", "norm", "fused", "ids")]
+    assert lay_out(Plan(tuple(tail)), sources)[0].link == inputs["base"].path / second
+    assert lay_out(Plan(tuple(reversed(tail))), sources)[0].link is not None
+    for changed in (
+        tail[:-1],
+        [*tail, ops[0]],
+        [replace(tail[0], name="renamed"), *tail[1:]],
+        [replace(op, dtype="F16") if op.name == "norm" else op for op in tail],
+    ):
+        assert lay_out(Plan(tuple(changed)), sources)[0].link is None
 
 
 @settings(
@@ -206,9 +207,9 @@ def test_a_mutated_input_is_an_error_or_the_same_result(inputs, tmp_path, data) 
     out.mkdir()
     refs = {**inputs, "base": SourceRef(folder)}
     try:
-        with open_sources(refs) as sources:
-            validate(make_plan(), sources)
-            execute(make_plan(), sources, out, workers=1)
+        sources = open_sources(refs)
+        validate(make_plan(), sources)
+        execute(make_plan(), sources, out, workers=1)
     except (ArtifactError, ContractError):
         return
     wanted = expected()

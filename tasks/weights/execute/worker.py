@@ -15,7 +15,7 @@ from typing import Any
 from tasks.core.contract import Expected
 from tasks.weights.execute.execute import Executed, execute
 from tasks.weights.files.opening import SourceRef, open_sources
-from tasks.weights.files.reader import open_checkpoint
+from tasks.weights.files.reader import read_checkpoint
 from tasks.weights.plan.contracts import ModelFacts, expected_from_json
 from tasks.weights.plan.operations import Plan
 from tasks.weights.plan.validate import validate
@@ -161,16 +161,16 @@ def _adapter_contract(request: Mapping[str, Any]) -> dict[str, Any]:
 def _execute(request: Mapping[str, Any]) -> dict[str, Any]:
     plan, out = Plan.from_json(request["plan"]), Path(request["out"])
     refs = {name: SourceRef.from_json(raw) for name, raw in request["inputs"].items()}
-    with open_sources(refs) as sources:
-        validate(plan, sources)
-        return execute(plan, sources, out).as_json()
+    sources = open_sources(refs)
+    validate(plan, sources)
+    return execute(plan, sources, out).as_json()
 
 
 def _recompute(request: Mapping[str, Any]) -> dict[str, Any]:
     plan, out = Plan.from_json(request["plan"]), Path(request["out"])
     refs = {name: SourceRef.from_json(raw) for name, raw in request["inputs"].items()}
-    with open_sources(refs) as sources, open_checkpoint(out) as merged:
-        return {"tensors": [asdict(result) for result in recompute(plan, sources, merged)]}
+    results = recompute(plan, open_sources(refs), read_checkpoint(out))
+    return {"tensors": [asdict(result) for result in results]}
 
 
 _HANDLERS: dict[str, Callable[[Mapping[str, Any]], dict[str, Any]]] = {

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Literal, get_args
@@ -52,8 +51,7 @@ def open_model(root: Path) -> Source:
     return read_model(root) if is_pickled_model(root) else read_base(root)
 
 
-@contextlib.contextmanager
-def open_sources(refs: Mapping[str, SourceRef]) -> Iterator[dict[str, Source]]:
+def open_sources(refs: Mapping[str, SourceRef]) -> dict[str, Source]:
     """Open sources by name. Raises ArtifactError."""
     sources: dict[str, Source] = {}
     for name, ref in refs.items():
@@ -63,4 +61,4 @@ def open_sources(refs: Mapping[str, SourceRef]) -> Iterator[dict[str, Source]]:
             sources[name] = read_base(ref.path)
         else:
             sources[name] = read_checkpoint(ref.path, ref.stem)
-    yield sources
+    return sources

@@ -9,8 +9,7 @@ Reads headers and the index only, and reports all problems of the folder in one 
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -84,14 +83,6 @@ def check_dtype(name: str) -> str:
             hint="convert.dtype=bfloat16",
         )
     return name
-
-
-@contextlib.contextmanager
-def open_checkpoint(
-    root: Path, stem: str = WEIGHTS, *, beside: Collection[str] = ()
-) -> Iterator[Checkpoint]:
-    """Wrap `read_checkpoint` in a context manager."""
-    yield read_checkpoint(root, stem, beside=beside)
 
 
 def read_checkpoint(root: Path, stem: str = WEIGHTS, *, beside: Collection[str] = ()) -> Checkpoint:

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -82,12 +81,6 @@ class PackedCheckpoint:
 
 
 Base = Checkpoint | PackedCheckpoint
-
-
-@contextlib.contextmanager
-def open_base(root: Path) -> Iterator[Base]:
-    """Open `read_base(root)` as a context manager."""
-    yield read_base(root)
 
 
 def read_base(root: Path) -> Base:

@@ -14,7 +14,7 @@ from tasks.weights.adapters.changes import changes
 from tasks.weights.adapters.values import require_values
 from tasks.weights.execute.execute import execute
 from tasks.weights.families.merging import plan_merge
-from tasks.weights.files.reader import open_checkpoint
+from tasks.weights.files.reader import read_checkpoint
 from tasks.weights.plan.contracts import model_facts
 from tasks.weights.plan.validate import validate
 from tasks.weights.proof.recheck import recompute
@@ -55,14 +55,14 @@ def _merged(base: Path, folder: Path, out: Path) -> dict[str, torch.Tensor]:
     total = changes(adapters, facts.live)
     require_values([adapter for adapter, _ in adapters], total.copies)
     operands = {f"adapter:{key}": info for key, info in adapters[0][0].tensors.tensors.items()}
-    with open_checkpoint(base) as source:
-        plan = plan_merge(source.tensors, facts, total, operands)
-        sources = {"base": source, "adapter": adapters[0][0].tensors}
-        out.mkdir()
-        validate(plan, sources, out=out)
-        execute(plan, sources, out, workers=2)
-        with open_checkpoint(out) as written:
-            results = recompute(plan, sources, written)
+    source = read_checkpoint(base)
+    plan = plan_merge(source.tensors, facts, total, operands)
+    sources = {"base": source, "adapter": adapters[0][0].tensors}
+    out.mkdir()
+    validate(plan, sources, out=out)
+    execute(plan, sources, out, workers=2)
+    written = read_checkpoint(out)
+    results = recompute(plan, sources, written)
     assert [result for result in results if result.wrong or result.skipped] == []
     return state_of(out)
 

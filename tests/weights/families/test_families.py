@@ -11,7 +11,7 @@ from tasks.weights.adapters.changes import changes
 from tasks.weights.adapters.read import read_adapter
 from tasks.weights.execute.execute import execute
 from tasks.weights.families.merging import plan_merge
-from tasks.weights.files.reader import open_checkpoint
+from tasks.weights.files.reader import read_checkpoint
 from tasks.weights.plan.contracts import model_facts
 from tasks.weights.plan.operations import Plan
 from tasks.weights.plan.validate import validate
@@ -34,13 +34,13 @@ def merge(base: Path, adapter: Path, out: Path) -> Plan:
 
     facts = model_facts(base)
     lora = read_adapter(adapter)
-    with open_checkpoint(base) as weights:
-        operands = {f"adapter:{key}": info for key, info in lora.tensors.tensors.items()}
-        plan = plan_merge(weights.tensors, facts, changes([(lora, 1.0)], facts.live), operands)
-        sources = {"base": weights, "adapter": lora.tensors}
-        validate(plan, sources)
-        out.mkdir()
-        execute(plan, sources, out, workers=1)
+    weights = read_checkpoint(base)
+    operands = {f"adapter:{key}": info for key, info in lora.tensors.tensors.items()}
+    plan = plan_merge(weights.tensors, facts, changes([(lora, 1.0)], facts.live), operands)
+    sources = {"base": weights, "adapter": lora.tensors}
+    validate(plan, sources)
+    out.mkdir()
+    execute(plan, sources, out, workers=1)
     for path in base.glob("*config.json"):
         shutil.copy(path, out)
     return plan

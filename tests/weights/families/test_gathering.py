@@ -14,7 +14,7 @@ from tasks.core.errors import ContractError
 from tasks.weights.execute.execute import execute
 from tasks.weights.families.gathering import plan_full
 from tasks.weights.files.header import TensorInfo
-from tasks.weights.files.reader import open_checkpoint
+from tasks.weights.files.reader import read_checkpoint
 from tasks.weights.plan.contracts import model_facts
 from tasks.weights.plan.partitions import read_partitions
 from tasks.weights.plan.validate import validate
@@ -36,12 +36,12 @@ def test_shards_of_live_tensors_become_the_checkpoint_they_came_from(
     write_shards(tmp_path, live, Spread(world_size=world, full=True))
     parts = read_partitions(tmp_path)
     (tmp_path / "out").mkdir()
-    with open_checkpoint(base) as weights:
-        plan = plan_full(parts.tensors, model_facts(base), base=weights.tensors)
-        used = {op.input for op in plan.ops}
-        sources = {"trained": parts, **({"base": weights} if "base" in used else {})}
-        validate(plan, sources)
-        execute(plan, sources, tmp_path / "out", workers=1)
+    weights = read_checkpoint(base)
+    plan = plan_full(parts.tensors, model_facts(base), base=weights.tensors)
+    used = {op.input for op in plan.ops}
+    sources = {"trained": parts, **({"base": weights} if "base" in used else {})}
+    validate(plan, sources)
+    execute(plan, sources, tmp_path / "out", workers=1)
     wanted, actual = state_of(base), state_of(tmp_path / "out")
     assert list(actual) == list(wanted)
     assert all(torch.equal(actual[key], tensor) for key, tensor in wanted.items())
@@ -72,7 +72,8 @@ def test_everything_that_does_not_fit_is_one_error(tmp_path: Path) -> None:
     del trained["model.norm.weight"]
     trained["model.layers.0.mlp.experts.down_proj"] = TensorInfo((4, 32, 47), "F32", 0, 0)
     trained["value_head.weight"] = TensorInfo((1, 32), "F32", 0, 0)
-    with open_checkpoint(base) as weights, pytest.raises(ContractError) as raised:
+    weights = read_checkpoint(base)
+    with pytest.raises(ContractError) as raised:
         plan_full(trained, model_facts(base), base=weights.tensors)
     told = "\n".join(raised.value.details)
     assert re.search(r"down_proj: is \[4, 32, 47\], the model has F32 \[4, 32, 48\]", told)
@@ -83,9 +84,9 @@ def test_everything_that_does_not_fit_is_one_error(tmp_path: Path) -> None:
 def test_frozen_parameters_come_from_the_base_when_asked(tmp_path: Path) -> None:
     base = save_base(tmp_path / "base", "mixtral", tied=False)
     trained = {name: info for name, info in _trained(base).items() if "layers.1" in name}
-    with open_checkpoint(base) as weights:
-        plan = plan_full(trained, model_facts(base), base=weights.tensors, frozen=True)
-        assert {op.name for op in plan.ops} == set(weights.tensors)
+    weights = read_checkpoint(base)
+    plan = plan_full(trained, model_facts(base), base=weights.tensors, frozen=True)
+    assert {op.name for op in plan.ops} == set(weights.tensors)
     assert {op.input for op in plan.ops if "layers.1" in op.name} == {"trained"}
     assert set(plan.notes["from_base"]) == {op.name for op in plan.ops if "layers.1" not in op.name}
 

@@ -17,7 +17,7 @@ from tasks.weights.families.carry import carry
 from tasks.weights.families.merging import MergeSettings, plan_merge
 from tasks.weights.families.places import Place
 from tasks.weights.files.header import TensorInfo
-from tasks.weights.files.reader import open_checkpoint
+from tasks.weights.files.reader import read_checkpoint
 from tasks.weights.plan.adapter_ops import Add, Dora, LowRank, Rows
 from tasks.weights.plan.contracts import ModelFacts, model_facts
 from tasks.weights.plan.operations import Plan
@@ -71,8 +71,8 @@ def test_a_saved_module_replaces_every_part_that_is_stored(tmp_path: Path) -> No
 
 def _plan(facts: ModelFacts, base: Path, change: Changes, **settings: object) -> Plan:
     operands = {"a:A": Expected("A", (2, 32), "F32"), "a:B": Expected("B", (96, 2), "F32")}
-    with open_checkpoint(base) as weights:
-        return plan_merge(weights.tensors, facts, change, operands, MergeSettings(**settings))
+    weights = read_checkpoint(base)
+    return plan_merge(weights.tensors, facts, change, operands, MergeSettings(**settings))
 
 
 def _changes(terms: dict, unties: tuple[str, ...] = ()) -> Changes:
@@ -107,8 +107,8 @@ def test_peft_on_a_tied_embedding(tmp_path: Path) -> None:
     adapter = save_adapter(tmp_path / "adapter", base, "llama", target_modules=["embed_tokens"])
     facts, lora = model_facts(base), read_adapter(adapter)
     operands = {f"adapter:{key}": info for key, info in lora.tensors.tensors.items()}
-    with open_checkpoint(base) as weights:
-        plan = plan_merge(weights.tensors, facts, changes([(lora, 1.0)], facts.live), operands)
+    weights = read_checkpoint(base)
+    plan = plan_merge(weights.tensors, facts, changes([(lora, 1.0)], facts.live), operands)
     ops = {op.name: op for op in plan.ops}
     assert len(ops[EMBED].terms) == 1
     assert plan.notes == {"untied": [HEAD]}

@@ -19,7 +19,7 @@ from torch import nn
 
 from tasks.core.errors import ContractError
 from tasks.weights.families.merging import plan_merge
-from tasks.weights.files.reader import open_checkpoint
+from tasks.weights.files.reader import read_checkpoint
 from tasks.weights.plan.adapter_ops import operands
 from tests.weights.adapters.making import quiet, save, train
 from tests.weights.families.making import load, save_adapter, save_base
@@ -171,8 +171,8 @@ def test_fused_and_single_experts_add_up(bases, tmp_path: Path) -> None:
     infos = {
         f"{adapter.name}:{k}": v for adapter, _ in both for k, v in adapter.tensors.tensors.items()
     }
-    with open_checkpoint(base) as weights:
-        plan = plan_merge(weights.tensors, facts, changes(both, facts.live), infos)
+    weights = read_checkpoint(base)
+    plan = plan_merge(weights.tensors, facts, changes(both, facts.live), infos)
     terms = {op.name: [operands(term)[0].partition(":")[0] for term in op.terms] for op in plan.ops}
     experts = "model.layers.1.block_sparse_moe.experts.2"
     assert terms[f"{experts}.w1.weight"] == ["new", "old"]
@@ -180,7 +180,8 @@ def test_fused_and_single_experts_add_up(bases, tmp_path: Path) -> None:
     train_older(base, tmp_path / "dora", {"target_modules": ["w1"], "use_dora": True})
     both[1] = (read_adapter(tmp_path / "dora", "dora"), 1.0)
     infos |= {f"dora:{key}": info for key, info in both[1][0].tensors.tensors.items()}
-    with open_checkpoint(base) as weights, pytest.raises(ContractError, match="normalised by one"):
+    weights = read_checkpoint(base)
+    with pytest.raises(ContractError, match="normalised by one"):
         plan_merge(weights.tensors, facts, changes(both, facts.live), infos)
 
 

@@ -13,7 +13,7 @@ from tasks.core.errors import ContractError
 from tasks.weights.adapters.read import read_adapter
 from tasks.weights.execute.execute import execute
 from tasks.weights.families.merging import MergeSettings
-from tasks.weights.files.reader import open_checkpoint
+from tasks.weights.files.reader import read_checkpoint
 from tasks.weights.heads.detect import detect
 from tasks.weights.heads.folder import read_folder
 from tasks.weights.heads.merging import is_reward_adapter, merged_reward
@@ -52,11 +52,11 @@ def made(tmp_path: Path, family: str, **config: Any) -> tuple[Path, Path, Any]:
 def merge(base: Path, adapter: Path, out: Path) -> Plan:
     """Plan, validate, execute, and write config.json."""
     lora, config = read_adapter(adapter), json.loads((base / "config.json").read_text())
-    with open_checkpoint(base) as weights:
-        parted = merged_reward(lora, weights, config, MergeSettings(), dtype="float32")
-        validate(parted.plan, parted.sources)
-        out.mkdir()
-        execute(parted.plan, parted.sources, out, workers=1)
+    weights = read_checkpoint(base)
+    parted = merged_reward(lora, weights, config, MergeSettings(), dtype="float32")
+    validate(parted.plan, parted.sources)
+    out.mkdir()
+    execute(parted.plan, parted.sources, out, workers=1)
     (out / "config.json").write_text(json.dumps(parted.config))
     return parted.plan
 

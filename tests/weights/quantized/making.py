@@ -73,15 +73,15 @@ def pack(
 
 def decode_all(folder: Path, out: Path) -> dict[str, torch.Tensor]:
     """Decode the whole base: plan, JSON of the plan, execution."""
-    with open_sources({"base": SourceRef(folder, "base")}) as sources:
-        tensors = sources["base"].tensors
-        ops = [Op(k, tuple(t.shape), t.dtype, f"base:{k}", t.dtype) for k, t in tensors.items()]
-        plan = decoding(Plan(tuple(ops)), sources)
-        assert Plan.from_json(json.loads(json.dumps(plan.as_json()))) == plan
-        validate(plan, sources)
-        out.mkdir(parents=True)
-        done = execute(plan, sources, out)
-        assert done.nonfinite == {}
+    sources = open_sources({"base": SourceRef(folder, "base")})
+    tensors = sources["base"].tensors
+    ops = [Op(k, tuple(t.shape), t.dtype, f"base:{k}", t.dtype) for k, t in tensors.items()]
+    plan = decoding(Plan(tuple(ops)), sources)
+    assert Plan.from_json(json.loads(json.dumps(plan.as_json()))) == plan
+    validate(plan, sources)
+    out.mkdir(parents=True)
+    done = execute(plan, sources, out)
+    assert done.nonfinite == {}
     return state_of(out)
 
 

@@ -50,11 +50,11 @@ def test_gpt2_is_quantized_like_in_training(tmp_path: Path) -> None:
     quantization = {**NF4, "loaded_dtype": "bfloat16", "base": "dequantized"}
     wanted = MergeSettings(quantization=quantization, quantized=frozenset(facts.quantized))
     unchanged = Changes({}, {}, {}, (), (), {}, ())
-    with open_sources({"base": SourceRef(base, "base")}) as sources:
-        plan = plan_merge(sources["base"].tensors, facts, unchanged, {}, wanted)
-        validate(plan, sources)
-        (tmp_path / "out").mkdir()
-        execute(plan, sources, tmp_path / "out")
+    sources = open_sources({"base": SourceRef(base, "base")})
+    plan = plan_merge(sources["base"].tensors, facts, unchanged, {}, wanted)
+    validate(plan, sources)
+    (tmp_path / "out").mkdir()
+    execute(plan, sources, tmp_path / "out")
     merged = state_of(tmp_path / "out")
     expected = {n: dequantized[n].t() if n.endswith(TURNED) else dequantized[n] for n in merged}
     assert same(merged, expected) == []

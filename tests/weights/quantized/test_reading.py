@@ -17,7 +17,7 @@ from tasks.weights.files.opening import SourceRef, open_sources
 from tasks.weights.plan.contracts import model_facts
 from tasks.weights.plan.operations import Plan
 from tasks.weights.quantized.config_fields import is_packed, stored
-from tasks.weights.quantized.source import PackedCheckpoint, open_base
+from tasks.weights.quantized.source import PackedCheckpoint, read_base
 from tests.weights.quantized.making import (
     Q_PROJ,
     alter,
@@ -29,13 +29,14 @@ from tests.weights.quantized.making import (
 
 
 def test_looks_like_the_model_that_was_packed(nf4: Path, qwen: Artifact) -> None:
-    with open_base(nf4) as packed, open_base(qwen.path) as plain:
-        assert isinstance(packed, PackedCheckpoint)
-        described = {k: (tuple(t.shape), t.dtype) for k, t in packed.tensors.items()}
-        assert described == {k: (tuple(t.shape), t.dtype) for k, t in plain.tensors.items()}
-        assert set(packed.files) == set(described)
-        assert packed.checksum(Q_PROJ) is None
-        assert sum(len(packed.extents(key)) for key in packed.tensors) == len(packed.whole.tensors)
+    packed = read_base(nf4)
+    plain = read_base(qwen.path)
+    assert isinstance(packed, PackedCheckpoint)
+    described = {k: (tuple(t.shape), t.dtype) for k, t in packed.tensors.items()}
+    assert described == {k: (tuple(t.shape), t.dtype) for k, t in plain.tensors.items()}
+    assert set(packed.files) == set(described)
+    assert packed.checksum(Q_PROJ) is None
+    assert sum(len(packed.extents(key)) for key in packed.tensors) == len(packed.whole.tensors)
     facts, expected = model_facts(nf4), model_facts(qwen.path)
     assert facts.findings == ()
     assert set(facts.tensors) == set(expected.tensors)
@@ -55,8 +56,8 @@ def test_changed_scales_change_the_identity_of_the_input(copy: Path) -> None:
     """An interrupted run is not continued if only a tensor beside a matrix has changed."""
     identities = set()
     for _ in range(2):
-        with open_sources({"base": SourceRef(copy, "base")}) as sources:
-            identities.add(identify(Plan(()), sources, "model"))
+        sources = open_sources({"base": SourceRef(copy, "base")})
+        identities.add(identify(Plan(()), sources, "model"))
         alter(copy, lambda tensors: tensors[Q_PROJ + ".absmax"].add_(1))
     assert len(identities) == 2
 

@@ -34,8 +34,7 @@ from tasks.weights.plan.operations import Plan
 from tasks.weights.proof.recheck import recomputed_check
 from tasks.weights.quantized.config_fields import is_packed, stored
 from tasks.weights.quantized.nf4 import check_quantization
-from tasks.weights.quantized.plans import decoding
-from tasks.weights.quantized.source import Base, PackedCheckpoint, read_base
+from tasks.weights.quantized.source import Base, PackedCheckpoint, decoding, read_base
 
 Log = logging.Logger | logging.LoggerAdapter[Any]
 

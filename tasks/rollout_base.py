@@ -26,8 +26,7 @@ from tasks.weights.files.reader import DTYPE_NAMES, read_json
 from tasks.weights.plan.layout import with_output
 from tasks.weights.quantized.config_fields import without_quantization
 from tasks.weights.quantized.nf4 import check_quantization
-from tasks.weights.quantized.plans import decoding
-from tasks.weights.quantized.source import PackedCheckpoint, read_base
+from tasks.weights.quantized.source import PackedCheckpoint, decoding, read_base
 
 CONFIG = "config.json"
 _BASE = "base"

@@ -30,7 +30,7 @@ from tasks.weights.files.reader import ADAPTER as ADAPTER_STEM
 from tasks.weights.files.reader import WEIGHTS, read_checkpoint, read_json
 from tasks.weights.files.source import Source
 from tasks.weights.heads.folder import read_folder
-from tasks.weights.heads.writing import write_value_head
+from tasks.weights.heads.split import write_value_head
 from tasks.weights.plan.layout import as_is
 from tasks.weights.plan.operations import Plan
 from tasks.weights.plan.validate import validate

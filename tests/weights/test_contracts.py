@@ -12,8 +12,7 @@ from tasks.pipeline.artifact import Artifact
 from tasks.weights.execute.worker import perform
 from tasks.weights.files.header import read_header
 from tasks.weights.files.reader import read_checkpoint
-from tasks.weights.plan.adapter_contract import adapter_contract
-from tasks.weights.plan.contracts import ModelFacts, model_facts
+from tasks.weights.plan.contracts import ModelFacts, adapter_contract, model_facts
 
 
 @pytest.mark.parametrize("family", ["llama", "qwen"])

@@ -20,7 +20,7 @@ from tasks.core.errors import ConfigError, ContractError, first_and_more
 from tasks.pipeline.artifact import Artifact, Origin, publish, staging
 from tasks.weights.execute.execute import execute
 from tasks.weights.heads.detect import Found
-from tasks.weights.heads.writing import write_value_head
+from tasks.weights.heads.split import write_value_head
 from tasks.weights.plan.layout import as_is
 from tasks.weights.plan.operations import Plan
 from tasks.weights.plan.validate import validate

@@ -18,8 +18,7 @@ from tasks.weights.plan.contracts import ModelFacts
 from tasks.weights.plan.layout import with_output
 from tasks.weights.plan.operations import Plan
 from tasks.weights.quantized.config_fields import is_packed, stored, without_quantization
-from tasks.weights.quantized.plans import decoding
-from tasks.weights.quantized.source import PackedCheckpoint
+from tasks.weights.quantized.source import PackedCheckpoint, decoding
 
 BASE, ADAPTER, TRAINED, MODEL = "base", "adapter", "trained", WEIGHTS
 """Names of the inputs in the plans."""

@@ -1,6 +1,6 @@
 """The contract of an adapter: for every tensor that it changes, the keys, shapes and term.
 
-It is derived from the adapter's configuration and the model by peft's rules. `checking` compares it
+It is derived from the adapter's configuration and the model by peft's rules. `changes` compares it
 with the tensors of the adapter's file.
 """
 

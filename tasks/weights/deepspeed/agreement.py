@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from tasks.weights.deepspeed.pieces import FullTensor
+from tasks.weights.deepspeed.partitioned import FullTensor
 from tasks.weights.deepspeed.states import ModelState
 from tasks.weights.files.dtype_conversion import casts, widened
 from tasks.weights.files.file_ranges import Reader

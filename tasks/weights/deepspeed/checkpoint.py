@@ -12,8 +12,7 @@ from typing import TypeVar
 from tasks.core.errors import ArtifactError, first_and_more
 from tasks.weights.deepspeed.agreement import disagreements
 from tasks.weights.deepspeed.layout import Layout, find_layout
-from tasks.weights.deepspeed.partitioned import frozen_fragments, stored, trainable
-from tasks.weights.deepspeed.pieces import FullTensor
+from tasks.weights.deepspeed.partitioned import FullTensor, frozen_fragments, stored, trainable
 from tasks.weights.deepspeed.ranks import rank_findings
 from tasks.weights.deepspeed.states import (
     ModelState,

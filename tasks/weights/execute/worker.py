@@ -53,7 +53,7 @@ def ask_facts(
 def ask_adapter_contract(
     perform: Perform, base: Path, adapter_config: Path, dtype: str
 ) -> list[Expected]:
-    """Request `adapter_contract.adapter_contract`.
+    """Request `contracts.adapter_contract`.
 
     Args:
         perform: answers the request.
@@ -75,7 +75,7 @@ def ask_adapter_contract(
 def ask_reward_facts(
     perform: Perform, config: Mapping[str, Any], dtype: str, disk: Mapping[str, tuple[int, ...]]
 ) -> tuple[str, ModelFacts]:
-    """Request `heads.facts.reward_facts`.
+    """Request `heads.reward.reward_facts`.
 
     Args:
         perform: answers the request.
@@ -136,7 +136,7 @@ def _model_facts(request: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _reward_facts(request: Mapping[str, Any]) -> dict[str, Any]:
-    from tasks.weights.heads.facts import reward_facts
+    from tasks.weights.heads.reward import reward_facts
 
     disk = {name: tuple(shape) for name, shape in request["disk"].items()}
     architecture, facts = reward_facts(request["config"], request["dtype"], disk)
@@ -150,7 +150,7 @@ def _quantization_config(request: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _adapter_contract(request: Mapping[str, Any]) -> dict[str, Any]:
-    from tasks.weights.plan.adapter_contract import adapter_contract
+    from tasks.weights.plan.contracts import adapter_contract
 
     expected = adapter_contract(
         Path(request["base"]), Path(request["adapter_config"]), request["dtype"]

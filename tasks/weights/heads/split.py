@@ -1,4 +1,4 @@
-"""Plan a policy and its value head as two outputs.
+"""Plan a policy and its value head as two outputs, and write the head.
 
 vLLM loads every weight file of a folder and fails on `v_head.summary.weight`, but training needs
 the head to continue. So the head gets an artifact of its own: `value_head.safetensors` with the
@@ -7,16 +7,20 @@ keys that TRL and LLaMA-Factory read, and `value_head.json` with its description
 
 from __future__ import annotations
 
+import json
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 from tasks.core.errors import ContractError, first_and_more
+from tasks.weights.execute.execute import Executed, execute
 from tasks.weights.files.source import Renamed, Source
 from tasks.weights.heads.detect import WRAPPER, Found, Head
 from tasks.weights.plan.layout import as_is
 from tasks.weights.plan.operations import Dropped, Plan
+from tasks.weights.plan.validate import validate
 
 STEM = "value_head"
 KEYS = ("v_head.summary.weight", "v_head.summary.bias")
@@ -120,3 +124,30 @@ def _refuse_collisions(names: Mapping[str, str]) -> None:
         findings = [f"{new}: with and without {WRAPPER}" for new in twice]
         findings += [f"{old}: without {WRAPPER}, which other keys have" for old in odd]
         raise ContractError(f"split: {first_and_more(findings)}", details=findings[:_SHOWN])
+
+
+def write_value_head(detected: Found, out: Path) -> Executed:
+    """Write `value_head.safetensors` and `value_head.json`.
+
+    Args:
+        detected: result of `detect` for a folder with a value head.
+        out: empty folder, such as the staging folder of a stage.
+
+    Raises:
+        ContractError: no usable head, or NaN or infinity in it.
+        ArtifactError: the files cannot be read or written.
+    """
+    sources = head_sources(detected)
+    plan = plan_value_head(detected)
+    validate(plan, sources, out=out)
+    done = execute(plan, sources, out, stem=STEM, scan=True)
+    _require_finite(done, detected.folder.root)
+    text = json.dumps(describe_head(detected), indent=2, sort_keys=True, ensure_ascii=False)
+    (out / f"{STEM}.json").write_text(text + "\n")
+    return done
+
+
+def _require_finite(done: Executed, root: Path) -> None:
+    findings = [f"{name}: {count} elements not finite" for name, count in done.nonfinite.items()]
+    if findings:
+        raise ContractError(f"{root}: {first_and_more(findings)}", details=findings[:_SHOWN])

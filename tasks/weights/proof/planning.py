@@ -17,7 +17,7 @@ from tasks.weights.heads.folder import read_folder
 from tasks.weights.heads.merging import is_reward_adapter, merged_reward
 from tasks.weights.plan.operations import Plan
 from tasks.weights.proof.merge import BASE
-from tasks.weights.quantized.plans import decoding
+from tasks.weights.quantized.source import decoding
 
 
 @dataclass(frozen=True)

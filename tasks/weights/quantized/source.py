@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -11,9 +11,10 @@ from tasks.core.contract import TensorLike
 from tasks.core.errors import ArtifactError, first_and_more
 from tasks.weights.files.documents import read_json
 from tasks.weights.files.reader import DTYPE_NAMES, Checkpoint, read_checkpoint
-from tasks.weights.files.source import Extent
+from tasks.weights.files.source import Extent, Source
+from tasks.weights.plan.operations import Op, Plan
 from tasks.weights.quantized.config_fields import is_packed, require_decodable, stored
-from tasks.weights.quantized.packed import STATE, Packed
+from tasks.weights.quantized.packed import STATE, STORED, Packed
 from tasks.weights.quantized.states import read_states
 
 _SHOWN = 50
@@ -39,7 +40,7 @@ class PackedCheckpoint:
     """An opened checkpoint whose packed matrices look decoded.
 
     The bytes of such a matrix are not those of the tensor that is shown: `extents` returns the
-    ranges of its parts, one after the other, and a plan has to decode them (`plans.decoding`).
+    ranges of its parts, one after the other, and a plan has to decode them (`decoding`).
 
     Attributes:
         whole: the checkpoint as stored.
@@ -134,3 +135,30 @@ def _packed(whole: Checkpoint, config: Mapping[str, Any], declared: bool) -> Pac
 def _is_conv1d(key: str, config: Mapping[str, Any]) -> bool:
     names = _CONV1D.get(str(config.get("model_type")), ())
     return key.removesuffix(".weight").rpartition(".")[2] in names
+
+
+def decoding(plan: Plan, sources: Mapping[str, Source]) -> Plan:
+    """Return the same plan, in which operations on packed matrices decode them.
+
+    The stored 4 bits are those that training used, so nothing else is quantized, and there is no
+    original to compare with.
+
+    Args:
+        plan: a plan made from the tensors that `sources` show.
+        sources: inputs by name; only packed ones matter.
+    """
+    ops = tuple(_decoding(op, sources.get(op.input)) for op in plan.ops)
+    return replace(plan, ops=ops)
+
+
+def packing(source: Source, key: str) -> dict[str, Any] | None:
+    """Return `Op.quantization` for operations on this tensor; None for a plain tensor."""
+    if not isinstance(source, PackedCheckpoint) or key not in source.packed:
+        return None
+    stored = {**source.packed[key].as_json(), "turned": key in source.turned}
+    return {STORED: stored}
+
+
+def _decoding(op: Op, source: Source | None) -> Op:
+    quantization = packing(source, op.key) if source is not None else None
+    return op if quantization is None else replace(op, quantization=quantization)

@@ -13,7 +13,7 @@ from tasks.core.contract import Expected
 from tasks.core.errors import ContractError
 from tasks.weights.adapters.changes import Changes, changes
 from tasks.weights.adapters.read import read_adapter
-from tasks.weights.families.carry import carry
+from tasks.weights.families.merge_ops import carry
 from tasks.weights.families.merging import MergeSettings, plan_merge
 from tasks.weights.families.places import Place
 from tasks.weights.files.header import TensorInfo

@@ -12,8 +12,7 @@ from safetensors.torch import load_file, save_file
 from tasks.core.errors import ArtifactError, ContractError
 from tasks.weights.heads.detect import detect
 from tasks.weights.heads.folder import read_folder
-from tasks.weights.heads.split import KEPT_APART, plan_policy
-from tasks.weights.heads.writing import write_value_head
+from tasks.weights.heads.split import KEPT_APART, plan_policy, write_value_head
 from tests.weights.adapters.making import quiet, save, train
 from tests.weights.heads.making import (
     HIDDEN,

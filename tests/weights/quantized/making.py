@@ -16,7 +16,7 @@ from tasks.weights.files.opening import SourceRef, open_sources
 from tasks.weights.plan.operations import Op, Plan
 from tasks.weights.plan.validate import validate
 from tasks.weights.quantized.packed import STATE
-from tasks.weights.quantized.plans import decoding
+from tasks.weights.quantized.source import decoding
 from tests.weights.making import (
     state_of,
 )

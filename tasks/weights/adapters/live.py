@@ -87,16 +87,15 @@ class LiveModel:
         )
 
 
-def live_model(model: Any, dtype: str | None = None) -> LiveModel:
+def live_model(model: Any) -> LiveModel:
     """Describe a transformers model.
 
     Args:
         model: a `PreTrainedModel` without any wrapper; it may be on the meta device.
-        dtype: safetensors name to record for every tensor; None records none.
     """
     return LiveModel(
         tensors={
-            name: Expected(name, tuple(tensor.shape), dtype)
+            name: Expected(name, tuple(tensor.shape))
             for name, tensor in model.named_parameters(remove_duplicate=False)
         },
         modules={name: _kind(module) for name, module in model.named_modules() if name},

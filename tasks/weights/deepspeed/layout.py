@@ -37,11 +37,6 @@ class Layout:
     partitioned: bool
 
 
-def is_checkpoint(folder: Path) -> bool:
-    """Return True if a folder looks like a DeepSpeed checkpoint or like one step of it."""
-    return any(folder.glob("*_model_states.pt")) or any(folder.glob("*/*_model_states.pt"))
-
-
 def find_layout(folder: Path) -> Layout:
     """Find the step in `folder` (the folder passed to `save_checkpoint`, or that of a step).
 

@@ -23,6 +23,7 @@ from tasks.weights.files import dtype_bits as bits
 from tasks.weights.files.file_ranges import Reader
 from tasks.weights.files.header import ITEM_BITS
 from tasks.weights.files.reader import torch_dtype
+from tasks.weights.files.source import extents_of, info_of
 from tasks.weights.plan.operations import Op
 
 if TYPE_CHECKING:
@@ -78,11 +79,15 @@ def compute(op: Op, sources: Sources, measured: Measured) -> Iterator[NDArray[np
     Raises:
         ArtifactError: a source cannot be read.
     """
+    import torch
+
     adapter = _Operands(sources)
     rows, columns = matrix_shape(op.read_shape)
     for first, block in _blocks(op, sources, rows, columns, measured):
         # Copied even if it is fp32 already: terms work in place, and `block` is compared below.
-        wide = _with_terms(op, block.to(_fp32(), copy=bool(op.terms)), first, adapter, measured)
+        wide = _with_terms(
+            op, block.to(torch.float32, copy=bool(op.terms)), first, adapter, measured
+        )
         out = _stored(op, wide)
         raw = _bytes(out)
         measured.nonfinite += bits.nonfinite(raw, op.dtype)
@@ -150,10 +155,8 @@ class _Operands:
         import torch
 
         if name not in self._loaded:
-            input_name, _, key = name.partition(":")
-            source = self._sources[input_name]
-            info = source.tensors[key]
-            with Reader(source.extents(key)) as reader:
+            info = info_of(name, self._sources)
+            with Reader(extents_of(name, self._sources)) as reader:
                 stored = torch.from_numpy(reader.read()).view(torch_dtype(info.dtype))
             self._loaded[name] = stored.reshape(tuple(info.shape)).float()
         return self._loaded[name]
@@ -164,12 +167,6 @@ def _bytes(tensor: torch.Tensor) -> NDArray[np.uint8]:
 
     raw: NDArray[np.uint8] = tensor.contiguous().reshape(-1).view(torch.uint8).numpy()
     return raw
-
-
-def _fp32() -> torch.dtype:
-    import torch
-
-    return torch.float32
 
 
 def _differing(left: NDArray[np.uint8], right: NDArray[np.uint8], dtype: str) -> int:

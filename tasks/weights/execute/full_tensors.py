@@ -13,6 +13,7 @@ from tasks.weights.execute.copying import opened
 from tasks.weights.execute.journal import Measured
 from tasks.weights.files.reader import DTYPE_NAMES, torch_dtype
 from tasks.weights.files.source import Source
+from tasks.weights.plan.adapter_ops import needs_all_rows
 from tasks.weights.plan.operations import Op
 from tasks.weights.quantized.packed import STORED
 
@@ -33,8 +34,6 @@ def needs_full_tensor(op: Op) -> bool:
 
 def all_rows(op: Op) -> bool:
     """Return True if a term needs all rows at once, because it takes norms of columns."""
-    from tasks.weights.execute.kernels import needs_all_rows
-
     return any(needs_all_rows(term) for term in op.terms)
 
 

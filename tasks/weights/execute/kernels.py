@@ -47,11 +47,6 @@ def apply(term: Term, block: torch.Tensor, *, start: int, operand: Operand) -> t
             return block.add_(value * term.scale)
 
 
-def needs_all_rows(term: Term) -> bool:
-    """Return True if the term takes norms of columns: its block has to be the full tensor."""
-    return isinstance(term, Dora) and term.transpose
-
-
 def _low_rank(term: LowRank, start: int, shape: tuple[int, ...], operand: Operand) -> torch.Tensor:
     """Return `scale * B @ A` for the rows of a block, experts flattened, in the block's shape."""
     import torch

@@ -23,7 +23,7 @@ from tasks.weights.execute.journal import Measured
 from tasks.weights.files.dtype_conversion import NUMPY, cast
 from tasks.weights.files.file_ranges import Reader
 from tasks.weights.files.header import ITEM_BITS
-from tasks.weights.files.source import Source
+from tasks.weights.files.source import Source, extents_of, info_of
 from tasks.weights.native import library
 from tasks.weights.native.binding import MAX_RANK
 from tasks.weights.plan.adapter_ops import LowRank
@@ -44,7 +44,7 @@ def fold_term(op: Op, sources: Mapping[str, Source]) -> LowRank | None:
     (term,) = op.terms
     if not isinstance(term, LowRank) or term.transpose or term.experts != 1:
         return None
-    a, b = (_info(name, sources) for name in (term.a, term.b))
+    a, b = (info_of(name, sources) for name in (term.a, term.b))
     plain = term.a_rows is None and term.b_columns is None and {a.dtype, b.dtype} <= set(NUMPY)
     kernels = library() if plain and a.shape[0] <= MAX_RANK and b.shape[0] > 1 else None
     return term if kernels is not None and kernels.folds else None
@@ -61,7 +61,7 @@ def _is_special(op: Op) -> bool:
 
 def size_of_a(term: LowRank, sources: Mapping[str, Source]) -> int:
     """Return the memory, in bytes, that the term's A takes while its tensor is computed."""
-    info = _info(term.a, sources)
+    info = info_of(term.a, sources)
     return prod(info.shape) * (2 if info.dtype == "BF16" else 4)
 
 
@@ -87,8 +87,8 @@ def fold(
     blocks = list(row_blocks(rows, columns, max(0, SLOT - a_bytes) // 2))
     slot = workspace.out.first(a_bytes + 2 * columns * max(end - first for first, end in blocks))
     a = _whole_a(term, sources, slot[:a_bytes], workspace.read)
-    with opened(op, sources) as base, _reader(term.b, sources) as reader:
-        b = _Factors(reader, _info(term.b, sources), term.out_start)
+    with opened(op, sources) as base, Reader(extents_of(term.b, sources)) as reader:
+        b = _Factors(reader, info_of(term.b, sources), term.out_start)
         for first, end in blocks:
             size = 2 * columns * (end - first)
             factors, raw = b.rows(first, end, workspace.read, size)
@@ -107,8 +107,8 @@ def _whole_a(
     term: LowRank, sources: Mapping[str, Source], target: NDArray[np.uint8], read: Buffer
 ) -> NDArray[Any]:
     """Load A, shape (rank, columns): bf16 as 16-bit words, which the kernel widens, else fp32."""
-    info = _info(term.a, sources)
-    with _reader(term.a, sources) as reader:
+    info = info_of(term.a, sources)
+    with Reader(extents_of(term.a, sources)) as reader:
         raw = target if reader.nbytes == target.size else read.first(reader.nbytes)
         reader.into(raw, 0)
     if info.dtype == "F16":
@@ -135,19 +135,3 @@ class _Factors:
         self.reader.into(memory[wide:stored], (first + self.start) * rank * item)
         factors = cast(memory[wide:stored], self.info.dtype, "F32", memory[:wide])
         return factors.view(np.float32).reshape(-1, rank), memory[stored:]
-
-
-def _reader(name: str, sources: Mapping[str, Source]) -> Reader:
-    return Reader(_source(name, sources).extents(_key(name)))
-
-
-def _info(name: str, sources: Mapping[str, Source]) -> TensorLike:
-    return _source(name, sources).tensors[_key(name)]
-
-
-def _source(name: str, sources: Mapping[str, Source]) -> Source:
-    return sources[name.partition(":")[0]]
-
-
-def _key(name: str) -> str:
-    return name.partition(":")[2]

@@ -7,11 +7,12 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from math import prod
 
+from tasks.weights.execute.full_tensors import needs_full_tensor
 from tasks.weights.execute.journal import Outcome
 from tasks.weights.execute.lora_merge import fold_term, size_of_a
 from tasks.weights.execute.sinks import Sink
 from tasks.weights.files.dtype_conversion import casts
-from tasks.weights.files.source import Source
+from tasks.weights.files.source import Source, info_of
 from tasks.weights.plan.adapter_ops import LowRank, operands
 from tasks.weights.plan.operations import Op
 
@@ -65,13 +66,9 @@ def make_task(op: Op, sources: Mapping[str, Source], sink: Sink, earlier: Outcom
 
 
 def _held(op: Op, sources: Mapping[str, Source]) -> int:
-    from tasks.weights.execute.full_tensors import needs_full_tensor
-
     count = 2 * prod(op.read_shape) if needs_full_tensor(op) else 0
-    for name in (name for term in op.terms for name in operands(term)):
-        input_name, _, key = name.partition(":")
-        count += prod(sources[input_name].tensors[key].shape)
-    return 4 * count
+    names = (name for term in op.terms for name in operands(term))
+    return 4 * (count + sum(prod(info_of(name, sources).shape) for name in names))
 
 
 class Pending:

@@ -13,12 +13,14 @@ import tempfile
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from tasks.core.errors import ArtifactError, ConfigError
 from tasks.weights.execute.writer import Spec, shard_file
+from tasks.weights.files.dtype_conversion import NUMPY, cast, widened
 from tasks.weights.files.header import Header, TensorInfo, read_header
 from tasks.weights.files.vocabulary import resized_config
 
@@ -138,28 +140,18 @@ def _rewrite(path: Path, header: Header, tables: set[str], after: int) -> int:
 
 def _mean_row(data: NDArray[np.uint8], info: TensorInfo, name: str) -> bytes:
     """Return the mean row as bytes in the tensor's dtype, computed in fp64 and rounded once."""
+    if info.dtype not in NUMPY:
+        raise ArtifactError(
+            f"{name}: tokens can be added to BF16, F16 and F32 tables, not to {info.dtype}"
+        )
     rows = data[info.start : info.end].reshape(info.shape[0], -1)
-    total = sum(
-        _numbers(rows[at : at + 4096], info.dtype, name).sum(axis=0)
-        for at in range(0, len(rows), 4096)
-    )
+    total: Any = 0.0
+    for at in range(0, len(rows), 4096):
+        block = rows[at : at + 4096]
+        numbers = widened(np.array(block).reshape(-1), info.dtype).reshape(len(block), -1)
+        total += numbers.astype(np.float64).sum(axis=0)
     mean = np.asarray(total / len(rows), np.float32)
-    if info.dtype == "F32":
-        return mean.tobytes()
-    if info.dtype == "F16":
-        return mean.astype(np.float16).tobytes()
-    bits = mean.view(np.uint32).astype(np.uint64)
-    return ((bits + 0x7FFF + ((bits >> 16) & 1)) >> 16).astype(np.uint16).tobytes()
-
-
-def _numbers(raw: NDArray[np.uint8], dtype: str, name: str) -> NDArray[np.float64]:
-    plain = np.ascontiguousarray(raw)
-    if dtype == "BF16":
-        bits = plain.view(np.uint16).astype(np.uint32) << 16
-        return bits.view(np.float32).astype(np.float64)
-    if dtype in ("F16", "F32"):
-        return plain.view(np.float16 if dtype == "F16" else np.float32).astype(np.float64)
-    raise ArtifactError(f"{name}: tokens can be added to BF16, F16 and F32 tables, not to {dtype}")
+    return cast(mean.reshape(-1).view(np.uint8), "F32", info.dtype).tobytes()
 
 
 def _replace(path: Path, content: bytes) -> None:

@@ -68,6 +68,18 @@ class Renamed:
         return self.whole.checksum(self.names[name])
 
 
+def info_of(name: str, sources: Mapping[str, Source]) -> TensorLike:
+    """Return shape and dtype of the tensor "<input>:<key>", which must exist."""
+    source, _, key = name.partition(":")
+    return sources[source].tensors[key]
+
+
+def extents_of(name: str, sources: Mapping[str, Source]) -> Sequence[Extent]:
+    """Return the byte ranges of the tensor "<input>:<key>", which must exist."""
+    source, _, key = name.partition(":")
+    return sources[source].extents(key)
+
+
 def find(name: str, sources: Mapping[str, Source]) -> TensorLike | str:
     """Look up a tensor.
 

@@ -97,7 +97,9 @@ def vocabulary_of(
     embedding = shapes.get(facts.embedding)
     if embedding is None:
         raise ContractError(f"no {facts.embedding}: the model has no input embedding")
-    head = shapes.get(_head_key(facts))
+    live = f"{facts.live.output_embedding}.weight"
+    stored = {place.live: place.disk for place in facts.places if place.is_all}
+    head = shapes.get(stored.get(live, facts.aliases.get(live, live)))
     before = (base or {}).get(facts.embedding)
     special = {f"eos_token_id {token}": token for token in tokenizer.stops}
     if tokenizer.pad is not None:
@@ -127,10 +129,3 @@ def resized_config(config: Mapping[str, Any], rows: int) -> dict[str, Any]:
         top = {"vocab_size": rows} if "vocab_size" in config else {}
         return {**config, **top, "text_config": nested}
     return {**config, "vocab_size": rows}
-
-
-def _head_key(facts: ModelFacts) -> str:
-    """Return the key of the output embedding on disk."""
-    live = f"{facts.live.output_embedding}.weight"
-    stored = {place.live: place.disk for place in facts.places if place.is_all}
-    return stored.get(live, facts.aliases.get(live, live))

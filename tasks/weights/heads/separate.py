@@ -56,7 +56,6 @@ def separate(
     *,
     dtype: str,
     reward: bool | None = None,
-    max_shard_bytes: int | None = None,
     perform: Perform = perform,
 ) -> Parted:
     """Plan the model to serve. Nothing is written.
@@ -65,7 +64,6 @@ def separate(
         detected: result of `detect`.
         dtype: torch name of the dtype of the model's facts; tensors keep their own dtype.
         reward: True for a reward model, False for a policy; None decides by the head's role.
-        max_shard_bytes: limit of tensor data in one file; None writes a single file.
         perform: runs requests that need transformers.
 
     Raises:
@@ -74,7 +72,7 @@ def separate(
     """
     head = require_head(detected, stage="heads")
     if reward if reward is not None else head.role == "reward":
-        return _reward(detected, dtype, max_shard_bytes, perform)
+        return _reward(detected, dtype, perform)
     if head.dialect != "trl" and head.dialect != "llamafactory":
         raise ContractError(
             f"{detected.folder.root}: {head.weight} is the head of a "
@@ -82,7 +80,7 @@ def separate(
             hint="source=<folder of the policy>: a critic is useful only to resume training",
         )
     sources = policy_sources(detected)
-    plan = plan_policy(detected, max_shard_bytes=max_shard_bytes)
+    plan = plan_policy(detected)
     facts = None
     if detected.folder.adapter_config is None:
         disk = {op.name: op.shape for op in plan.ops}
@@ -91,14 +89,14 @@ def separate(
     return Parted(plan, sources, dict(detected.folder.config), facts, value_head=True)
 
 
-def _reward(detected: Found, dtype: str, max_shard_bytes: int | None, perform: Perform) -> Parted:
+def _reward(detected: Found, dtype: str, perform: Perform) -> Parted:
     require_reward(detected)
     if detected.folder.adapter_config is not None:
         raise ContractError(
             f"{detected.folder.root}: the adapter of a reward model: merge it into its base first",
             hint="base=<folder of its base model>",
         )
-    plan = plan_reward(detected, max_shard_bytes=max_shard_bytes)
+    plan = plan_reward(detected)
     disk = {op.name: op.shape for op in plan.ops}
     config, root = detected.folder.config, detected.folder.root
     name, facts = ask_reward_facts(perform, config, dtype, disk)

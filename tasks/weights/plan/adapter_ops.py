@@ -66,7 +66,7 @@ class Dora:
 
     DoRA: https://arxiv.org/abs/2402.09353. It is the only term of its tensor. Without `transpose` a
     feature is a row of the output. With `transpose` it is a column, whose norm needs every row (see
-    `kernels.needs_all_rows`), and `out_start` is 0.
+    `needs_all_rows`), and `out_start` is 0.
 
     Attributes:
         a: lora_A, shape (rank, in).
@@ -108,6 +108,11 @@ Term = LowRank | Dora | Rows | Add
 _KINDS: dict[str, type[Term]] = {
     term_class.kind: term_class for term_class in (LowRank, Dora, Rows, Add)
 }
+
+
+def needs_all_rows(term: Term) -> bool:
+    """Return True if the term takes norms of columns: its block has to be the full tensor."""
+    return isinstance(term, Dora) and term.transpose
 
 
 def as_slice(stride: Stride | None) -> slice:

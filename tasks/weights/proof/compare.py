@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 from tasks.weights.files.dtype_conversion import MANTISSA, NUMPY, rounded, ulp, widened
 from tasks.weights.files.file_ranges import Reader, part
 from tasks.weights.files.header import ITEM_BITS
-from tasks.weights.files.source import Source
+from tasks.weights.files.source import Source, info_of
 from tasks.weights.plan.adapter_ops import operands
 from tasks.weights.plan.operations import Op
 from tasks.weights.proof.expected import (
@@ -161,11 +161,10 @@ def comparable(op: Op, sources: Sources) -> str:
     stored = op.quantization is not None and STORED in op.quantization
     if not stored and op.source_dtype not in NUMPY:
         return f"the base holds it in {op.source_dtype}"
-    for term in op.terms:
-        for name in operands(term):
-            source, _, key = name.partition(":")
-            if sources[source].tensors[key].dtype not in NUMPY:
-                return f"{key} is {sources[source].tensors[key].dtype}"
+    for name in (name for term in op.terms for name in operands(term)):
+        dtype = info_of(name, sources).dtype
+        if dtype not in NUMPY:
+            return f"{name.partition(':')[2]} is {dtype}"
     return ""
 
 

@@ -20,8 +20,8 @@ from tasks.weights.files.dtype_conversion import MANTISSA, widened
 from tasks.weights.files.file_ranges import Reader, part
 from tasks.weights.files.header import ITEM_BITS
 from tasks.weights.files.reader import DTYPE_NAMES
-from tasks.weights.files.source import Source
-from tasks.weights.plan.adapter_ops import Add, Dora, LowRank, Rows, Term, as_slice
+from tasks.weights.files.source import Source, extents_of, info_of
+from tasks.weights.plan.adapter_ops import Add, Dora, LowRank, Rows, Term, as_slice, needs_all_rows
 from tasks.weights.plan.operations import Op
 from tasks.weights.quantized.packed import STORED
 
@@ -120,7 +120,7 @@ class Expected:
     @property
     def needs_all_rows(self) -> bool:
         """True if a term takes norms of columns: a block then has to hold all rows."""
-        return any(isinstance(term, Dora) and term.transpose for term in self.op.terms)
+        return any(map(needs_all_rows, self.op.terms))
 
     @property
     def precision(self) -> float:
@@ -207,9 +207,8 @@ class Expected:
 
     def _operand(self, name: str) -> Array:
         if name not in self._operands:
-            source, _, key = name.partition(":")
-            info = self.sources[source].tensors[key]
-            with Reader(self.sources[source].extents(key)) as reader:
+            info = info_of(name, self.sources)
+            with Reader(extents_of(name, self.sources)) as reader:
                 values = widened(reader.read(), info.dtype).reshape(tuple(info.shape))
             self._operands[name] = values.astype(self.dtype, copy=False)
         return self._operands[name]

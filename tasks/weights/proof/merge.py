@@ -20,8 +20,8 @@ import numpy as np
 from tasks.core.errors import ArtifactError
 from tasks.weights.files.dtype_conversion import NUMPY
 from tasks.weights.files.names import EXPERT
-from tasks.weights.files.source import Source
-from tasks.weights.plan.adapter_ops import Dora, LowRank
+from tasks.weights.files.source import Source, info_of
+from tasks.weights.plan.adapter_ops import Dora, LowRank, needs_all_rows
 from tasks.weights.plan.operations import Op, Plan
 from tasks.weights.proof.compare import (
     SCALE_MARGIN,
@@ -121,7 +121,6 @@ def prove_merge(
     *,
     any_base: bool = False,
     tied: Mapping[str, str] | None = None,
-    names: Mapping[str, str] | None = None,
 ) -> Proof:
     """Compare a merged model with the plan of its merge, by values and not bytes.
 
@@ -132,12 +131,11 @@ def prove_merge(
         any_base: accept both the original base and the one dequantized from 4 bits. False
             requires the one that the plan names.
         tied: keys that a checkpoint may hold or not -> keys that hold the same tensor.
-        names: key in the merged model by name in the plan, where the two differ.
 
     Raises:
         ArtifactError: a file cannot be read.
     """
-    work = _Work(sources, merged, any_base, dict(tied or {}), dict(names or {}))
+    work = _Work(sources, merged, any_base, dict(tied or {}))
     units: list[Unit | Verdict] = [unit for op in plan.ops for unit in work.units(op)]
     units += work.tied_units(plan)
     groups: dict[str, list[Unit]] = {}
@@ -170,16 +168,15 @@ class _Work:
     merged: Source
     any_base: bool
     tied: Mapping[str, str]
-    names: Mapping[str, str]
 
     def units(self, op: Op) -> Iterator[Unit | Verdict]:
         """Split an operation into matrices to compare, or return its verdict at once."""
-        key = self.names.get(op.name, op.name)
+        key = op.name
         stored = self.merged.tensors.get(key)
         touched = _touched(op)
         if stored is None:
-            if op.name not in self.tied:
-                yield Verdict(op.name, State.MISSING, touched)
+            if key not in self.tied:
+                yield Verdict(key, State.MISSING, touched)
             return
         reason = comparable(op, self.sources)
         if reason:
@@ -188,10 +185,7 @@ class _Work:
         note, shape = "", tuple(stored.shape)
         if shape != op.shape:
             rows = _common_rows(op.shape, shape)
-            plain = not op.transpose and not any(
-                isinstance(t, Dora) and t.transpose for t in op.terms
-            )
-            if not rows or not plain:
+            if not rows or op.transpose or any(map(needs_all_rows, op.terms)):
                 text = f"shape {list(shape)}, expected {list(op.shape)}"
                 yield Verdict(key, State.NOT_COMPARED, touched, note=text)
                 return
@@ -205,15 +199,11 @@ class _Work:
 
     def _experts(self, op: Op, key: str) -> Iterator[Unit]:
         names = [term.a for term in op.terms if isinstance(term, LowRank)]
-        rows = {name: self._shape(name)[0] for name in names}
+        rows = {name: info_of(name, self.sources).shape[0] for name in names}
         for index in range(op.shape[0]):
             expert = of_expert(op, index, rows)
             start = index * prod(op.shape[1:])
             yield Unit(f"{key}[{index}]", expert, key, start, group=key)
-
-    def _shape(self, name: str) -> Sequence[int]:
-        source, _, key = name.partition(":")
-        return self.sources[source].tensors[key].shape
 
     def tied_units(self, plan: Plan) -> Iterator[Unit | Verdict]:
         """Yield tied tensors that are stored; they must equal the tensor that they are tied to."""

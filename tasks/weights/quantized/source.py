@@ -9,10 +9,11 @@ from typing import Any
 
 from tasks.core.contract import TensorLike
 from tasks.core.errors import ArtifactError, first_and_more
+from tasks.weights.execute.writer import Spec
 from tasks.weights.files.documents import read_json
 from tasks.weights.files.reader import DTYPE_NAMES, Checkpoint, read_checkpoint
 from tasks.weights.files.source import Extent, Source
-from tasks.weights.plan.operations import Op, Plan
+from tasks.weights.plan.operations import Plan
 from tasks.weights.quantized.config_fields import is_packed, require_decodable, stored
 from tasks.weights.quantized.packed import STATE, STORED, Packed
 from tasks.weights.quantized.states import read_states
@@ -25,14 +26,6 @@ _CONV1D = {
     "decision_transformer": ("c_attn", "q_attn", "c_proj", "c_fc"),
 }
 """Linear layers stored as (in, out), by model type; transformers packs their transpose."""
-
-
-@dataclass(frozen=True)
-class Shown:
-    """Shape and dtype (safetensors name) of a matrix once it is decoded."""
-
-    shape: tuple[int, ...]
-    dtype: str
 
 
 @dataclass(frozen=True)
@@ -91,18 +84,14 @@ def read_base(root: Path) -> Base:
         ArtifactError: the weights are quantized in another way, config.json and the tensors
             disagree, or packed matrices lack parts or have wrong ones. Lists every finding.
     """
-    config = _config(root)
+    path = root / "config.json"
+    config = read_json(path) if path.is_file() else {}
     require_decodable(config, root)
     whole = read_checkpoint(root)
     declared = is_packed(config)
     if not declared and not any(STATE in key for key in whole.tensors):
         return whole
     return _packed(whole, config, declared)
-
-
-def _config(root: Path) -> dict[str, Any]:
-    path = root / "config.json"
-    return read_json(path) if path.is_file() else {}
 
 
 def _packed(whole: Checkpoint, config: Mapping[str, Any], declared: bool) -> PackedCheckpoint:
@@ -126,7 +115,7 @@ def _packed(whole: Checkpoint, config: Mapping[str, Any], declared: bool) -> Pac
     for key, info in whole.tensors.items():
         if key in packed:
             shape, dtype = packed[key].shape, DTYPE_NAMES[packed[key].dtype]
-            tensors[key] = Shown(shape[::-1] if key in turned else shape, dtype)
+            tensors[key] = Spec(key, shape[::-1] if key in turned else shape, dtype)
         elif key not in beside:
             tensors[key] = info
     return PackedCheckpoint(whole, packed, turned, tensors)
@@ -147,18 +136,16 @@ def decoding(plan: Plan, sources: Mapping[str, Source]) -> Plan:
         plan: a plan made from the tensors that `sources` show.
         sources: inputs by name; only packed ones matter.
     """
-    ops = tuple(_decoding(op, sources.get(op.input)) for op in plan.ops)
-    return replace(plan, ops=ops)
+    ops = []
+    for op in plan.ops:
+        quantization = packing(sources.get(op.input), op.key)
+        ops.append(op if quantization is None else replace(op, quantization=quantization))
+    return replace(plan, ops=tuple(ops))
 
 
-def packing(source: Source, key: str) -> dict[str, Any] | None:
+def packing(source: Source | None, key: str) -> dict[str, Any] | None:
     """Return `Op.quantization` for operations on this tensor; None for a plain tensor."""
     if not isinstance(source, PackedCheckpoint) or key not in source.packed:
         return None
     stored = {**source.packed[key].as_json(), "turned": key in source.turned}
     return {STORED: stored}
-
-
-def _decoding(op: Op, source: Source | None) -> Op:
-    quantization = packing(source, op.key) if source is not None else None
-    return op if quantization is None else replace(op, quantization=quantization)

@@ -18,7 +18,8 @@ from tasks.core.errors import ContractError, first_and_more
 from tasks.weights.adapters.changes import Changes, changes
 from tasks.weights.adapters.live import LiveModel, live_model
 from tasks.weights.adapters.read import Adapter, read_adapter
-from tasks.weights.execute.kernels import apply, needs_all_rows
+from tasks.weights.execute.kernels import apply
+from tasks.weights.plan.adapter_ops import needs_all_rows
 from tests.tiny import SIZES
 from tests.weights.rounding import rounded_alike
 

@@ -176,7 +176,7 @@ def test_the_rules_of_matching(
 def test_a_live_model_survives_json(family: str) -> None:
     import json
 
-    live = live_model(_fresh(family), "BF16")
+    live = live_model(_fresh(family))
     assert LiveModel.from_json(json.loads(json.dumps(live.as_json()))) == live
     assert live.tensors
     assert live.modules

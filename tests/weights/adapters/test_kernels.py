@@ -7,13 +7,14 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tasks.weights.execute.kernels import apply, needs_all_rows
+from tasks.weights.execute.kernels import apply
 from tasks.weights.plan.adapter_ops import (
     Add,
     Dora,
     LowRank,
     Rows,
     Term,
+    needs_all_rows,
     term_as_json,
     term_from_json,
 )

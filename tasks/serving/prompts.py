@@ -34,11 +34,7 @@ def render(
     Raises:
         ContractError: no chat template.
     """
-    tokenizer = load_tokenizer(folder)
-    if not tokenizer.chat_template and template_from is not None:
-        tokenizer.chat_template = load_tokenizer(template_from).chat_template
-    if not tokenizer.chat_template:
-        raise ContractError(f"{folder}: the tokenizer has no chat template")
+    tokenizer = _with_template(folder, template_from)
     questions = [
         messages[:-1] if messages[-1]["role"] == "assistant" else messages
         for messages in conversations
@@ -57,11 +53,18 @@ def render_whole(folder: Path, conversations: Sequence[Messages]) -> list[list[i
     Raises:
         ContractError: no chat template.
     """
-    tokenizer = load_tokenizer(folder)
-    if not tokenizer.chat_template:
-        raise ContractError(f"{folder}: the tokenizer has no chat template")
+    tokenizer = _with_template(folder)
     stops = set(stop_ids(folder, tokenizer.eos_token_id))
     return [whole_ids(tokenizer, messages, stops) for messages in conversations]
+
+
+def _with_template(folder: Path, template_from: Path | None = None) -> Any:
+    tokenizer = load_tokenizer(folder)
+    if not tokenizer.chat_template and template_from is not None:
+        tokenizer.chat_template = load_tokenizer(template_from).chat_template
+    if not tokenizer.chat_template:
+        raise ContractError(f"{folder}: the tokenizer has no chat template")
+    return tokenizer
 
 
 def whole_ids(tokenizer: Any, messages: Messages, stops: Container[int]) -> list[int]:

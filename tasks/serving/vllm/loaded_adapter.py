@@ -47,10 +47,10 @@ def adapter_differences(worker: Any, folder: Path, version: int) -> list[str]:
             tensor = file.get_tensor(key).to(loaded.dtype)
             scale = 1.0 if is_a else config.scale_of(parse_fine_tuned_lora_name(key)[0])
             tensor = tensor if scale == 1.0 else tensor * scale  # vLLM's own rounding
-            sent = _sliced(layer, number, tensor, is_a).to(loaded.device)
+            sent = _padded(_sliced(layer, number, tensor, is_a).to(loaded.device), loaded)
             any_bound = any_bound or bool(loaded.any())
-            if not _padded_equal(loaded, sent):
-                wrong.append(difference(key, loaded, _padded(sent, loaded)))
+            if not torch.equal(loaded, sent):
+                wrong.append(difference(key, loaded, sent))
     if wrong + list(unbound.values()) and not any_bound:
         return [f"none of the {count} tensors is bound to a layer: the base alone answers"]
     return wrong + [f"{key}: bound to no layer of vLLM's model" for key in unbound.values()]
@@ -66,15 +66,11 @@ def _halves(manager: Any) -> Iterator[tuple[Any, int, str, bool, torch.Tensor]]:
 
 def _padded(sent: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
     """Pad a tensor of a smaller rank with zeros, as vLLM does."""
+    if sent.shape == like.shape:
+        return sent
     whole = torch.zeros_like(like)
     whole[: sent.shape[0], : sent.shape[1]] = sent
     return whole
-
-
-def _padded_equal(loaded: torch.Tensor, sent: torch.Tensor) -> bool:
-    """Return True if the slot contains the tensor padded with zeros."""
-    same = loaded.shape == sent.shape
-    return torch.equal(loaded, sent if same else _padded(sent, loaded))
 
 
 def _slots(manager: Any) -> Iterator[tuple[str, Any, list[str]]]:

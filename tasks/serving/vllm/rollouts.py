@@ -146,17 +146,14 @@ class Colocated:
                     self._params(seed, greedy),
                     lora_request=self._adapter,
                 )
-            return self._finish(len(prompts))
-
-    def _finish(self, count: int) -> list[Generated]:
-        """Step until every request has its response; abort all requests if that fails."""
-        try:
-            return self._responses(count)
-        except TrainingError:
-            self._llm.llm_engine.abort_request([str(number) for number in range(count)])
-            raise
+            try:
+                return self._responses(len(prompts))
+            except TrainingError:
+                core.abort_request([str(number) for number in range(len(prompts))])
+                raise
 
     def _responses(self, count: int) -> list[Generated]:
+        """Step until every request has its response."""
         core, responses = self._llm.llm_engine, {}
         until = time.monotonic() + self.how.timeout_s
         while core.has_unfinished_requests():

@@ -56,9 +56,8 @@ def read_tokenizer(folder: Path) -> TokenizerFacts:
     """
     document = read_json(folder / "tokenizer.json")
     settings = read_json(folder / "tokenizer_config.json")
-    added = {str(t["content"]): int(t["id"]) for t in document.get("added_tokens", [])}
-    ids = [*_vocabulary_ids(folder, document), *added.values()]
-    eos = _token_id(folder, settings, document, "eos_token", added)
+    added = _added(document)
+    eos = _token_id(folder, settings, document, "eos_token")
     if eos is None:
         raise ArtifactError(f"{folder}: the tokenizer names no eos_token")
     template = _template(folder, settings)
@@ -66,9 +65,9 @@ def read_tokenizer(folder: Path) -> TokenizerFacts:
     ending = _after_answer(folder, template, settings) if template else ""
     turn = [token for token in special if ending.startswith(token)]
     return TokenizerFacts(
-        rows=max(ids) + 1,
+        rows=_highest_id(folder, document) + 1,
         eos=eos,
-        pad=_token_id(folder, settings, document, "pad_token", added),
+        pad=_token_id(folder, settings, document, "pad_token"),
         end_of_turn=added[max(turn, key=len)] if turn else None,
         template=template,
     )
@@ -83,37 +82,36 @@ def token_ids(folder: Path) -> tuple[dict[str, tuple[str, int]], int]:
     document = read_json(folder / "tokenizer.json")
     path = folder / "tokenizer_config.json"
     settings = read_json(path) if path.is_file() else {}
-    added = {str(t["content"]): int(t["id"]) for t in document.get("added_tokens", [])}
     special = {}
     for role in ("pad_token", "eos_token", "bos_token", "unk_token"):
-        token = _token_id(folder, settings, document, role, added)
+        token = _token_id(folder, settings, document, role)
         if token is not None:
             special[role] = (str(_text(settings.get(role))), token)
-    return special, max([*_vocabulary_ids(folder, document), *added.values()])
+    return special, _highest_id(folder, document)
 
 
-def _vocabulary_ids(folder: Path, document: Mapping[str, Any]) -> list[int]:
+def _added(document: Mapping[str, Any]) -> dict[str, int]:
+    return {str(t["content"]): int(t["id"]) for t in document.get("added_tokens", [])}
+
+
+def _highest_id(folder: Path, document: Mapping[str, Any]) -> int:
     vocabulary = (document.get("model") or {}).get("vocab")
-    if isinstance(vocabulary, dict):
-        return [int(i) for i in vocabulary.values()]
-    if isinstance(vocabulary, list):  # unigram models: a list of (piece, score)
-        return list(range(len(vocabulary)))
-    raise ArtifactError(f"{folder}/tokenizer.json: no vocabulary")
+    if not isinstance(vocabulary, dict | list):
+        raise ArtifactError(f"{folder}/tokenizer.json: no vocabulary")
+    # Unigram models have a list of (piece, score).
+    ids = vocabulary.values() if isinstance(vocabulary, dict) else range(len(vocabulary))
+    return max(map(int, [*ids, *_added(document).values()]))
 
 
 def _token_id(
-    folder: Path,
-    settings: Mapping[str, Any],
-    document: Mapping[str, Any],
-    role: str,
-    added: Mapping[str, int],
+    folder: Path, settings: Mapping[str, Any], document: Mapping[str, Any], role: str
 ) -> int | None:
     token = _text(settings.get(role))
     if token is None:
         return None
     vocabulary = (document.get("model") or {}).get("vocab")
     plain = vocabulary.get(token) if isinstance(vocabulary, dict) else None
-    token_id = added.get(token, plain)
+    token_id = _added(document).get(token, plain)
     if token_id is None:
         raise ArtifactError(f"{folder}: {role} {token!r} has no id in tokenizer.json")
     return int(token_id)

@@ -39,12 +39,11 @@ OUTPUT_EMBEDDINGS = ("lm_head.weight", "lm_head.bias", "embed_out.weight")
 """Keys of the LM head of a language model."""
 
 
-def plan_reward(detected: Found, *, max_shard_bytes: int | None = None) -> Plan:
+def plan_reward(detected: Found) -> Plan:
     """Plan the conversion of a full reward model; inputs are the folder's sources.
 
     Args:
         detected: result of `detect`.
-        max_shard_bytes: limit of tensor data in one output file; None writes a single file.
 
     Raises:
         ContractError: lists every finding: no head, more than one label, a critic.
@@ -62,7 +61,7 @@ def plan_reward(detected: Found, *, max_shard_bytes: int | None = None) -> Plan:
                 dropped.append(Dropped(op.source, reason))
             else:
                 ops.append(replace(op, name=op.name.removeprefix(WRAPPER)))
-    return Plan((*ops, *score), tuple(dropped), max_shard_bytes, {"head": head.weight})
+    return Plan((*ops, *score), tuple(dropped), notes={"head": head.weight})
 
 
 def require_reward(detected: Found) -> Head:

@@ -48,14 +48,13 @@ def require_head(detected: Found, *, stage: str) -> Head:
     return detected.head
 
 
-def plan_policy(detected: Found, *, max_shard_bytes: int | None = None) -> Plan:
+def plan_policy(detected: Found) -> Plan:
     """Plan the model (or adapter) without its head; inputs of `policy_sources`.
 
     Keys lose TRL's prefix and stay the same otherwise.
 
     Args:
         detected: result of `detect`.
-        max_shard_bytes: limit of tensor data in one output file; None writes a single file.
 
     Raises:
         ContractError: no usable head, or keys that collide without TRL's prefix.
@@ -70,7 +69,7 @@ def plan_policy(detected: Found, *, max_shard_bytes: int | None = None) -> Plan:
     dropped = tuple(
         Dropped(source, KEPT_APART) for source in sorted(out) if source.startswith(f"{name}:")
     )
-    return Plan(ops, dropped, max_shard_bytes)
+    return Plan(ops, dropped)
 
 
 def policy_sources(detected: Found) -> dict[str, Source]:

@@ -156,17 +156,20 @@ class RowsAsTrained:
     """
 
     def __init__(self, weight: torch.Tensor, quantization: Mapping[str, Any]) -> None:
+        import torch
+
         self._columns, self._flat = weight.shape[1], weight.contiguous().reshape(-1)
         self._quantization = quantization
         whole = self._flat.numel() // BLOCKSIZE * BLOCKSIZE
         peaks = [self._flat[:whole].reshape(-1, BLOCKSIZE).abs().amax(dim=1)]
         if whole < self._flat.numel():
             peaks.append(self._flat[whole:].abs().amax().reshape(1))
-        self._scales = _torch().cat(peaks).float()
+        self._scales = torch.cat(peaks).float()
         self._offset = self._scales.mean()
 
     def rows(self, first: int, end: int) -> torch.Tensor:
         """Return rows `[first, end)`, shape (end - first, in), in the dtype of the weight."""
+        import torch
         from bitsandbytes import functional
 
         step = BLOCKSIZE * _SCALES
@@ -177,7 +180,7 @@ class RowsAsTrained:
             part.reshape(1, -1),
             blocksize=BLOCKSIZE,
             quant_type=str(self._quantization["type"]),
-            quant_storage=_torch().uint8,
+            quant_storage=torch.uint8,
         )
         scales = self._scales[low // BLOCKSIZE : -(-high // BLOCKSIZE)]
         if self._quantization["double_quant"]:
@@ -189,7 +192,9 @@ class RowsAsTrained:
 
 def _restored(like: torch.Tensor, packed: Any, scales: Any, state: Any) -> torch.Tensor:
     """Decode packed 4-bit values with these scales; 1-D, in the dtype and size of `like`."""
-    restored = _torch().empty(like.numel(), dtype=like.dtype)
+    import torch
+
+    restored = torch.empty(like.numel(), dtype=like.dtype)
     unpack(
         packed.reshape(-1).numpy(),
         scales.numpy(),
@@ -198,9 +203,3 @@ def _restored(like: torch.Tensor, packed: Any, scales: Any, state: Any) -> torch
         blocksize=state.blocksize,
     )
     return restored
-
-
-def _torch() -> Any:
-    import torch
-
-    return torch

@@ -18,7 +18,7 @@ from tasks.weights.execute.journal import Measured
 from tasks.weights.execute.lora_merge import fold_term
 from tasks.weights.files import dtype_conversion as casts
 from tasks.weights.files.opening import SourceRef, open_sources
-from tasks.weights.native import Library, binding, compiled, library
+from tasks.weights.native import Library, binding, library
 from tasks.weights.native.binding import MAX_RANK
 from tasks.weights.plan.adapter_ops import LowRank
 from tasks.weights.plan.operations import Op, Plan
@@ -185,9 +185,9 @@ def test_unsupported_operations_are_left_to_torch(inputs) -> None:
     assert [fold_term(unsupported, sources) for unsupported in others] == [None] * len(others)
 
 
-@pytest.mark.skipif("avx2" not in compiled.cpu_flags(), reason="for x86-64 with AVX2")
+@pytest.mark.skipif("avx2" not in binding.cpu_flags(), reason="for x86-64 with AVX2")
 def test_the_kernels_for_avx2_are_as_exact(monkeypatch, tmp_path) -> None:
-    monkeypatch.setattr(compiled, "_folder", lambda: tmp_path)
+    monkeypatch.setattr(binding, "_folder", lambda: tmp_path)
     monkeypatch.setattr(binding, "FLAGS", (*binding.FLAGS, "-mno-avx512f"))
     older = native.library.__wrapped__()
     monkeypatch.setattr(f"{__name__}.KERNELS", older)

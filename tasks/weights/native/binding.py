@@ -1,8 +1,18 @@
-"""Load the compiled kernels and call them on numpy arrays."""
+"""Compile the C kernels on first use for the CPU at hand, and call them on numpy arrays.
+
+Nothing requires them: without a compiler torch does their work. The shared library is cached.
+"""
 
 from __future__ import annotations
 
 import ctypes
+import hashlib
+import logging
+import os
+import platform
+import shutil
+import subprocess
+import tempfile
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -10,10 +20,12 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from tasks.weights.native.compiled import compiled
-
+LOG = logging.getLogger(__name__)
 # No fused multiply-add: product, scale and sum are rounded one by one, as in torch.
-FLAGS = ("-ffp-contract=off",)
+FLAGS = ("-O3", "-march=native", "-fno-strict-aliasing", "-Wno-psabi", "-ffp-contract=off")
+PROJECT = Path(__file__).resolve().parents[3]
+_COMPILE_S = 120.0
+_SLOWER = "merging LoRA is slower"
 MAX_RANK = 384
 """Largest rank that `fold` supports; the same number is in `fold.c`. Up to this rank MKL sums in
 order on Intel CPUs, as the kernel does (measured for ranks 1 to 1024; on AMD CPUs up to 192)."""
@@ -89,6 +101,54 @@ def _at(array: NDArray[Any]) -> int:
 @cache
 def library() -> Library | None:
     """Return the kernels; None if they cannot be compiled, which is logged."""
-    here = Path(__file__).parent
-    kernels = compiled([here / "fold.c"], *FLAGS, slower="merging LoRA is slower")
+    kernels = compiled(Path(__file__).with_name("fold.c"))
     return None if kernels is None else Library(kernels)
+
+
+def compiled(source: Path) -> ctypes.CDLL | None:
+    """Return a C file as a loaded library, or None (and log it) if it cannot be compiled."""
+    compiler = shutil.which("cc") or shutil.which("gcc")
+    if compiler is None:
+        LOG.info("no C compiler: %s", _SLOWER)
+        return None
+    try:
+        return ctypes.CDLL(str(_shared_object([compiler, *FLAGS, "-fPIC", "-shared"], source)))
+    except (OSError, subprocess.SubprocessError) as error:
+        reason = getattr(error, "stderr", None) or error
+        LOG.warning("kernels cannot be compiled (%s): %s", _SLOWER, reason)
+        return None
+
+
+def _shared_object(compiler: list[str], source: Path) -> Path:
+    about = (*compiler, platform.machine(), *sorted(cpu_flags()))
+    digest = hashlib.sha256(repr(about).encode() + source.read_bytes())
+    path = _folder() / f"{digest.hexdigest()[:24]}.so"
+    if path.exists():
+        return path
+    path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+    with tempfile.TemporaryDirectory(dir=path.parent) as folder:
+        fresh = Path(folder) / path.name
+        command = [*compiler, "-o", str(fresh), str(source)]
+        subprocess.run(command, check=True, capture_output=True, text=True, timeout=_COMPILE_S)
+        fresh.rename(path)  # atomic: two processes may compile at the same time
+    return path
+
+
+def _folder() -> Path:
+    """Return the project's cache folder, or the user's if the package is installed alone."""
+    if (PROJECT / "pyproject.toml").exists() and os.access(PROJECT, os.W_OK):
+        return PROJECT / ".cache" / "native"
+    user = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+    return Path(user) / "plumbline" / "native"
+
+
+@cache
+def cpu_flags() -> frozenset[str]:
+    """Return the CPU's feature flags as Linux names them; empty if it does not list them."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        return frozenset()
+    words = (line.partition(":") for line in lines)
+    named = [value for key, _, value in words if key.strip() in ("flags", "Features")]
+    return frozenset(named[0].split()) if named else frozenset()

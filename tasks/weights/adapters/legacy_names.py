@@ -65,7 +65,6 @@ def _unmatched(contract: Contract) -> int:
 
 
 def _modules(tensors: Mapping[str, Expected], kinds: Mapping[str, str]) -> dict[str, str]:
-    """Return the kind of every module that has a tensor."""
     modules: dict[str, str] = {}
     for name, tensor in tensors.items():
         *parents, _ = _module(name).split(".")

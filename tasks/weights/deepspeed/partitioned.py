@@ -88,7 +88,6 @@ Place = tuple[str, tuple[int, ...], tuple[Extent, ...]]
 def _by_group(
     groups: Sequence[Shapes], ranks: Sequence[OptimState], findings: list[str]
 ) -> list[Place]:
-    """Locate parameters in the groups of ZeRO-1 and 2."""
     counts = {len(rank.flat) for rank in ranks}
     if counts != {len(groups)}:
         findings.append(f"{len(groups)} parameter groups, but flat groups: {sorted(counts)}")
@@ -130,7 +129,6 @@ def _starts(
 def _by_parameter(
     groups: Sequence[Shapes], ranks: Sequence[OptimState], findings: list[str]
 ) -> list[Place]:
-    """Locate parameters in the partitions of ZeRO-3."""
     shapes = {name: shape for group in groups for name, shape in group.items()}
     flats = [Flat([(rank.file, ref) for ref in rank.flat]) for rank in ranks]
     share = {name: -(-prod(shape) // len(ranks)) for name, shape in shapes.items()}

@@ -170,6 +170,5 @@ def _bytes(tensor: torch.Tensor) -> NDArray[np.uint8]:
 
 
 def _differing(left: NDArray[np.uint8], right: NDArray[np.uint8], dtype: str) -> int:
-    """Return the number of elements whose bits differ."""
     word = f"<u{ITEM_BITS[dtype] // 8}"
     return int(np.count_nonzero(left.view(word) != right.view(word)))

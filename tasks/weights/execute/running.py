@@ -129,7 +129,6 @@ def _single_threaded_torch() -> Iterator[None]:
 
 
 def _wait(futures: Sequence[Future[None]]) -> None:
-    """Wait until all futures are done, or raise the error of the first that failed."""
     finished, _ = wait(futures, return_when=FIRST_EXCEPTION)
     for future in finished:
         future.result()

@@ -16,6 +16,7 @@ from tasks.core.contract import Expected
 from tasks.weights.execute.execute import Executed, execute
 from tasks.weights.files.opening import SourceRef, open_sources
 from tasks.weights.files.reader import read_checkpoint
+from tasks.weights.files.source import Source
 from tasks.weights.plan.contracts import ModelFacts, expected_from_json
 from tasks.weights.plan.operations import Plan
 from tasks.weights.plan.validate import validate
@@ -61,14 +62,8 @@ def ask_adapter_contract(
         adapter_config: path of adapter_config.json.
         dtype: dtype of the adapter's tensors (safetensors name).
     """
-    reply = perform(
-        {
-            "do": "adapter_contract",
-            "base": str(base),
-            "adapter_config": str(adapter_config),
-            "dtype": dtype,
-        }
-    )
+    request = {"base": str(base), "adapter_config": str(adapter_config), "dtype": dtype}
+    reply = perform({"do": "adapter_contract", **request})
     return [expected_from_json(entry) for entry in reply["tensors"]]
 
 
@@ -101,30 +96,25 @@ def ask_execute(
     perform: Perform, plan: Plan, inputs: Mapping[str, SourceRef], out: Path
 ) -> Executed:
     """Request `validate` and then `execute`."""
-    reply = perform(
-        {
-            "do": "execute",
-            "plan": plan.as_json(),
-            "inputs": {name: ref.as_json() for name, ref in inputs.items()},
-            "out": str(out),
-        }
-    )
-    return Executed.from_json(reply)
+    return Executed.from_json(perform({"do": "execute", **_work(plan, inputs, out)}))
 
 
 def ask_recompute(
     perform: Perform, plan: Plan, inputs: Mapping[str, SourceRef], out: Path
 ) -> list[Recomputed]:
     """Request `recheck.recompute` for a merge that was written to `out`."""
-    reply = perform(
-        {
-            "do": "recompute",
-            "plan": plan.as_json(),
-            "inputs": {name: ref.as_json() for name, ref in inputs.items()},
-            "out": str(out),
-        }
-    )
+    reply = perform({"do": "recompute", **_work(plan, inputs, out)})
     return [Recomputed(**entry) for entry in reply["tensors"]]
+
+
+def _work(plan: Plan, inputs: Mapping[str, SourceRef], out: Path) -> dict[str, Any]:
+    refs = {name: ref.as_json() for name, ref in inputs.items()}
+    return {"plan": plan.as_json(), "inputs": refs, "out": str(out)}
+
+
+def _parsed(request: Mapping[str, Any]) -> tuple[Plan, dict[str, Source], Path]:
+    refs = {name: SourceRef.from_json(raw) for name, raw in request["inputs"].items()}
+    return Plan.from_json(request["plan"]), open_sources(refs), Path(request["out"])
 
 
 def _model_facts(request: Mapping[str, Any]) -> dict[str, Any]:
@@ -159,17 +149,14 @@ def _adapter_contract(request: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _execute(request: Mapping[str, Any]) -> dict[str, Any]:
-    plan, out = Plan.from_json(request["plan"]), Path(request["out"])
-    refs = {name: SourceRef.from_json(raw) for name, raw in request["inputs"].items()}
-    sources = open_sources(refs)
+    plan, sources, out = _parsed(request)
     validate(plan, sources)
     return execute(plan, sources, out).as_json()
 
 
 def _recompute(request: Mapping[str, Any]) -> dict[str, Any]:
-    plan, out = Plan.from_json(request["plan"]), Path(request["out"])
-    refs = {name: SourceRef.from_json(raw) for name, raw in request["inputs"].items()}
-    results = recompute(plan, open_sources(refs), read_checkpoint(out))
+    plan, sources, out = _parsed(request)
+    results = recompute(plan, sources, read_checkpoint(out))
     return {"tensors": [asdict(result) for result in results]}
 
 

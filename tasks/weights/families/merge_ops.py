@@ -85,7 +85,6 @@ class MergeOps:
         ]
 
     def _op(self, key: str, places: Sequence[Place]) -> Op:
-        """Return the operation for one tensor of the base."""
         if len(places) == 1 and places[0].whole:
             return self._changed(key, key, places[0])
         for place in places:
@@ -245,7 +244,6 @@ def carry(term: Term, place: Place, operands: Mapping[str, TensorLike]) -> Term:
 
 
 def _turned(term: Term) -> Term:
-    """Return the term for the transposed tensor."""
     if isinstance(term, LowRank | Dora):
         return replace(term, transpose=not term.transpose)
     raise ValueError(f"{term.kind}: not supported on a tensor that is stored transposed")

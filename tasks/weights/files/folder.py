@@ -63,7 +63,6 @@ def inspect_checkpoint(folder: Path) -> Checkpoint:
 
 
 def _belongs(path: Path) -> bool:
-    """Return True if a file without weights is part of the model."""
     foreign = path.suffix in (*OTHER_WEIGHTS, ".fp") or path.name in NOT_THE_MODEL
     return not foreign and not path.name.startswith(".")
 

@@ -101,7 +101,6 @@ def _model(root: Path, beside: Sequence[str]) -> Source:
 
 
 def _single_file(path: Path) -> Source:
-    """Open one file of tensors, with any name."""
     if path.suffix != ".safetensors":
         return read_state(path)
     header = read_header(path)

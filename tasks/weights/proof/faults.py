@@ -89,7 +89,6 @@ def diagnose(
 
 
 def _by_scale(scale: float, *, dequantized: bool = False) -> Fault:
-    """Return the fault for a wrong factor on the change."""
     if abs(scale - 1.0) <= SCALE_MARGIN:
         return Fault(State.RIGHT, dequantized=dequantized)
     if abs(scale) <= _NEAR:
@@ -235,7 +234,6 @@ class _Look:
         return (value.T if self._turned else value) + change
 
     def _scale(self) -> float:
-        """Return the least-squares factor on the change."""
         both, energy = 0.0, 0.0
         with Merged(self.unit, self._source) as values:
             for block in self.expected.blocks():
@@ -253,7 +251,6 @@ class _Look:
         return len(op.shape) == 2 and min(op.shape) > 1 and whole
 
     def _error(self, block: Block, merged: Array, wanted: Array, grid: str) -> _Error:
-        """Compare rows with a hypothesis."""
         coarse = coarsest(self.expected, grid)
         size = np.maximum(np.abs(wanted), np.abs(merged))
         bound = _ULPS * ulp(size, coarse) + FLOOR

@@ -275,7 +275,6 @@ class _Work:
 
 
 def _touched(op: Op) -> bool:
-    """Return True if the adapter changes the tensor, or stores it whole."""
     return bool(op.terms) or op.input != BASE
 
 

@@ -59,7 +59,6 @@ def library_scheme(name: str) -> Any:
 
 @cache
 def _arguments(name: str) -> Any:
-    """Return compressed-tensors' `QuantizationArgs` of a scheme's weights."""
     return library_scheme(name).weights
 
 

@@ -80,10 +80,6 @@ class LoadedWeights:
     def require_weights(self, sent: Tensors, version: int) -> None:
         """Compare vLLM's weights with those of `recorded`.
 
-        Args:
-            sent: as `recorded` filled it.
-            version: of the policy.
-
         Raises:
             TrainingError: a tensor that no layer uses, or other numbers; details name each.
         """

@@ -39,11 +39,7 @@ class Pooling:
 
 @dataclass
 class RewardEngine:
-    """A reward model in vLLM.
-
-    Attributes:
-        how: its settings.
-    """
+    """A reward model in vLLM."""
 
     how: Pooling
     _llm: Any = field(default=None, repr=False)

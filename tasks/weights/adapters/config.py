@@ -102,11 +102,7 @@ def _pick(patterns: Mapping[str, Any], name: str, default: Any) -> Any:
 
 
 def parse_config(raw: Mapping[str, Any]) -> tuple[AdapterConfig, list[str]]:
-    """Return the configuration, and the reasons why it cannot be used (empty if it can).
-
-    Args:
-        raw: content of adapter_config.json.
-    """
+    """Return the configuration, and the reasons why it cannot be used (empty if it can)."""
     kind = raw.get("peft_type")
     if kind != "LORA":
         return AdapterConfig(), [

@@ -30,12 +30,7 @@ def contract_by_names(contract: Contract) -> Contract:
 
 
 def in_memory(live: LiveModel, name: str) -> str:
-    """Return the live name of a tensor of the older model; `name` if it is a part of one.
-
-    Args:
-        live: the model in memory.
-        name: name in the older model.
-    """
+    """Return the live name of a tensor of the older model; `name` if it is a part of one."""
     stored = live.stored.get(name)
     return stored.live[0] if stored is not None and stored.whole else name
 

@@ -75,9 +75,6 @@ class Pending:
     """Queue of tasks, the largest first, so that no worker starts a large one at the end.
 
     Tasks that need torch become available once it is imported; workers begin the others meanwhile.
-
-    Args:
-        tasks: all tasks.
     """
 
     def __init__(self, tasks: Iterable[Task]) -> None:

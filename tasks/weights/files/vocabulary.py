@@ -117,12 +117,7 @@ def vocabulary_of(
 
 
 def resized_config(config: Mapping[str, Any], rows: int) -> dict[str, Any]:
-    """Return config.json with `vocab_size` set to `rows`, also in a nested `text_config`.
-
-    Args:
-        config: content of config.json.
-        rows: rows of the embedding.
-    """
+    """Return config.json with `vocab_size` set to `rows`, also in a nested `text_config`."""
     text = config.get("text_config")
     if isinstance(text, dict):
         nested = {**text, "vocab_size": rows}

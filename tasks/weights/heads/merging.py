@@ -50,12 +50,7 @@ class RewardBase:
 
 
 def reward_base(base: Mapping[str, TensorLike], hidden: int) -> RewardBase:
-    """Return a base's header entries as those of a reward model.
-
-    Args:
-        base: header entries by key.
-        hidden: size of the last hidden state.
-    """
+    """Return a base's header entries as those of a reward model; its head has `hidden` inputs."""
     dropped = tuple(key for key in OUTPUT_EMBEDDINGS if key in base)
     kept: dict[str, TensorLike] = {key: info for key, info in base.items() if key not in dropped}
     has_head = SCORE in kept

@@ -42,9 +42,6 @@ OUTPUT_EMBEDDINGS = ("lm_head.weight", "lm_head.bias", "embed_out.weight")
 def plan_reward(detected: Found) -> Plan:
     """Plan the conversion of a full reward model; inputs are the folder's sources.
 
-    Args:
-        detected: result of `detect`.
-
     Raises:
         ContractError: lists every finding: no head, more than one label, a critic.
     """

@@ -53,9 +53,6 @@ def plan_policy(detected: Found) -> Plan:
 
     Keys lose TRL's prefix and stay the same otherwise.
 
-    Args:
-        detected: result of `detect`.
-
     Raises:
         ContractError: no usable head, or keys that collide without TRL's prefix.
     """

@@ -32,11 +32,7 @@ order on Intel CPUs, as the kernel does (measured for ranks 1 to 1024; on AMD CP
 
 
 class Library:
-    """Compiled kernels. Calls release the interpreter's lock.
-
-    Args:
-        kernels: the loaded shared library.
-    """
+    """Compiled kernels. Calls release the interpreter's lock."""
 
     def __init__(self, kernels: ctypes.CDLL) -> None:
         self._library = kernels

@@ -41,13 +41,7 @@ class OutFile:
 
 
 def lay_out(plan: Plan, sources: Mapping[str, Source], *, stem: str = WEIGHTS) -> list[OutFile]:
-    """Return the output files of a plan, in order.
-
-    Args:
-        plan: the plan.
-        sources: inputs by name.
-        stem: start of the files' names.
-    """
+    """Return the output files of a plan, in order."""
     shards = _shards(plan)
     headers: dict[Path, Header | None] = {}
     files = []

@@ -110,12 +110,7 @@ class Sums:
 
 @dataclass
 class Merged:
-    """Read the merged model's values of one unit by rows; a context manager.
-
-    Attributes:
-        unit: the tensor.
-        source: the merged model.
-    """
+    """Read the merged model's values of one unit by rows; a context manager."""
 
     unit: Unit
     source: Source

@@ -59,11 +59,6 @@ class Recomputed:
 def recompute(plan: Plan, sources: Mapping[str, Source], merged: Source) -> list[Recomputed]:
     """Recompute sampled rows of every tensor of a merge.
 
-    Args:
-        plan: plan of the merge.
-        sources: inputs of the plan by name.
-        merged: the written model.
-
     Raises:
         ArtifactError: a file cannot be read.
     """

@@ -135,8 +135,7 @@ def _keys(source: Source) -> Iterator[Finding]:
     )  # fmt: skip
     towers = [name for name in keys.pairs if _TOWER.search(name)]
     if towers:
-        tensor = keys.pairs[towers[0]].held
         yield Serving.VLLM_LORA_TOWER.at(
-            tensor.file if tensor else "", towers, found=f"{len(towers)} pairs on a tower",
+            keys.pairs[towers[0]].file, towers, found=f"{len(towers)} pairs on a tower",
             expected="pairs on the language model",
         )  # fmt: skip

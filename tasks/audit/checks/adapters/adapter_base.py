@@ -99,9 +99,8 @@ def check(source: Source) -> Iterator[Finding]:
         name for name in keys.pairs if not base.has(plain_module(name)) and not _is_elsewhere(name)
     ]
     if unknown:
-        tensor = keys.pairs[unknown[0]].held
         yield Adapters.ADAPTER_NO_MODULE.at(
-            tensor.file if tensor else "", unknown,
+            keys.pairs[unknown[0]].file, unknown,
             found=f"{len(unknown)} of {len(keys.pairs)} pairs",
             expected="modules of the base",
         )  # fmt: skip
@@ -135,9 +134,8 @@ def _text_names(keys: AdapterKeys, base: Source) -> Iterator[Finding]:
     wrapped = [key for key in base.tensors if _WRAPPED.match(key)]
     names = [name for name in keys.pairs if name.startswith(_TEXT)]
     if names and wrapped and not any(key.startswith(_TEXT) for key in base.tensors):
-        tensor = keys.pairs[names[0]].held
         yield Configuration.ADAPTER_TEXT_NAMES.at(
-            tensor.file if tensor else "", names, found=f"{names[0]}",
+            keys.pairs[names[0]].file, names, found=f"{names[0]}",
             expected=f"names of the multimodal model, as {wrapped[0].rpartition('.')[0]}",
         )  # fmt: skip
 
@@ -149,21 +147,18 @@ def _is_elsewhere(module: str) -> bool:
 def _shapes(keys: AdapterKeys, base: Base) -> Iterator[Finding]:
     if not base.plain:
         return
-    wrong: dict[str, list[str]] = {}
+    wrong: dict[tuple[str, str], list[str]] = {}
     file = ""
     for name, pair in keys.pairs.items():
         shape, sizes = base.shape_of(plain_module(name)), _sizes(pair)
         if shape is None or sizes is None or len(shape) != 2 or _is_elsewhere(name):
             continue
         if sizes not in (shape, shape[::-1]):  # GPT-2 stores layers and embeddings transposed
-            text = f"{list(sizes)}|{list(shape)}"
-            wrong.setdefault(text, []).append(name)
-            file = pair.a.file if pair.a else ""
-    for text, names in list(wrong.items())[:_WIDTH]:
-        pair_size, _, base_size = text.partition("|")
-        yield Adapters.ADAPTER_SHAPE.at(
-            file, names, found=f"a pair for {pair_size}", expected=f"{base_size}, as the base has"
-        )
+            texts = f"a pair for {list(sizes)}", f"{list(shape)}, as the base has"
+            wrong.setdefault(texts, []).append(name)
+            file = pair.file
+    for (actual, expected), names in list(wrong.items())[:_WIDTH]:
+        yield Adapters.ADAPTER_SHAPE.at(file, names, found=actual, expected=expected)
 
 
 def _sizes(pair: Pair) -> tuple[int, int] | None:

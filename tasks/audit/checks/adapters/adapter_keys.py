@@ -30,9 +30,9 @@ class Pair:
     magnitude: StoredTensor | None = None
 
     @property
-    def held(self) -> StoredTensor | None:
-        """Any tensor of the pair."""
-        return self.a or self.b or self.magnitude
+    def file(self) -> str:
+        """File of the first of its tensors."""
+        return next((t.file for t in (self.a, self.b, self.magnitude) if t is not None), "")
 
 
 @dataclass

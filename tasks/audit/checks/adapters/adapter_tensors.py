@@ -72,15 +72,14 @@ def _halves(keys: AdapterKeys) -> Iterator[Finding]:
             if getattr(pair, half.lower()) and not getattr(pair, other_half.lower())
         ]
         if alone:
-            file = keys.pairs[alone[0]].held.file  # type: ignore[union-attr]
+            count = f"{len(alone)} lora_{half} without lora_{other_half}"
             yield Adapters.ADAPTER_HALF_PAIR.at(
-                file, alone, found=f"{len(alone)} lora_{half} without lora_{other_half}",
-                expected="both for every module",
-            )  # fmt: skip
+                keys.pairs[alone[0]].file, alone, found=count, expected="both for every module"
+            )
 
 
 def _ranks(keys: AdapterKeys, config: AdapterConfig) -> Iterator[Finding]:
-    wrong: dict[str, list[str]] = {}
+    wrong: dict[tuple[str, str], list[str]] = {}
     file = ""
     for module, pair in keys.pairs.items():
         if pair.a is None or pair.b is None or len(pair.a.shape) < 2 or len(pair.b.shape) < 2:
@@ -92,13 +91,11 @@ def _ranks(keys: AdapterKeys, config: AdapterConfig) -> Iterator[Finding]:
         # A targeted parameter of experts has the pairs of all experts in one tensor.
         stacked = config.target_parameters and ranks[0] % rank == 0
         if ranks[0] != ranks[1] or (ranks[0] != rank and not stacked):
-            wrong.setdefault(f"rank {ranks[0]} by {ranks[1]}|rank {rank}", []).append(module)
+            texts = f"rank {ranks[0]} by {ranks[1]}", f"rank {rank}, as r says"
+            wrong.setdefault(texts, []).append(module)
             file = pair.a.file
-    for texts, modules in wrong.items():
-        actual, _, expected = texts.partition("|")
-        yield Adapters.ADAPTER_RANK.at(
-            file, modules, found=actual, expected=f"{expected}, as r says"
-        )
+    for (actual, expected), modules in wrong.items():
+        yield Adapters.ADAPTER_RANK.at(file, modules, found=actual, expected=expected)
 
 
 def _dora(keys: AdapterKeys, config: AdapterConfig) -> Iterator[Finding]:

@@ -170,13 +170,8 @@ def _table(findings: tuple[Finding, ...]) -> Iterator[str]:
         if finding.code in explained:  # all findings of a code have the same reason
             del lines["why"]
         for name, text in lines.items():
-            yield from _wrapped(name, text)
+            yield from wrap(
+                text, _WIDTH, initial_indent=f"{'':<9} {name:<9} ", subsequent_indent=" " * _INDENT,
+                break_long_words=False, break_on_hyphens=False,
+            )  # fmt: skip
         explained.add(finding.code)
-
-
-def _wrapped(name: str, text: str) -> Iterator[str]:
-    """Yield a labelled text in lines of bounded width; commands and paths stay whole."""
-    lines = wrap(text, _WIDTH - _INDENT, break_long_words=False, break_on_hyphens=False)
-    for number, line in enumerate(lines):
-        label = name if number == 0 else ""
-        yield f"{'':<9} {label:<9} {line}"

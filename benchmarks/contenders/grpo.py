@@ -101,8 +101,8 @@ def _settings(ask: Ask) -> Any:
     from tasks.training.job import Batch, Evaluate, Launch, Optim, Peft, Settings, Zero
 
     rl = {
-        "prompts": ask.prompts,
-        "samples": ask.samples,
+        "rollout_batch_size": ask.prompts,
+        "num_generations": ask.samples,
         "iterations": 1 + ask.timed,
         "eval_prompts": 1,
     }

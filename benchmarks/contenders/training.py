@@ -254,13 +254,13 @@ def bare(ask: Ask) -> None:
     import numpy as np
 
     from tasks.training.job import Batch
-    from tasks.training.model.packed_model import take_rows
+    from tasks.training.model.packed_model import accept_packed_rows
     from tasks.training.tokens.examples import Examples
     from tasks.training.tokens.order import Order
     from tasks.training.tokens.packing import pack
 
     model, samples = _load(ask)
-    take_rows(model)
+    accept_packed_rows(model)
     model, optimizer = _adapted(model)
     bounds = np.concatenate([[0], np.cumsum([len(ids) for ids, _ in samples])])
     ids = np.concatenate([np.array(ids, np.int32) for ids, _ in samples])

@@ -1,4 +1,4 @@
-"""Map setting names of other trainers to ours, for suggestions in error messages.
+"""Map setting names of other trainers, and our former ones, to ours for error messages.
 
 The names are those of Hugging Face Trainer, TRL, OpenRLHF, LLaMA-Factory, axolotl and verl. They
 are not accepted; the error names our setting instead. `{}` stands for the user's value.
@@ -136,14 +136,11 @@ _REWARDS = {
     "pref_beta": "train.loss.beta={}",
     "simpo_gamma": "train.loss.gamma={}",
     "rpo_alpha": "train.loss.nll={}",
-    "rollout_batch_size": "rl.prompts={}",
-    "num_generations": "rl.samples={}",
-    "n_samples_per_prompt": "rl.samples={}",
-    "num_ppo_epochs": "rl.passes={}",
-    "ppo_epochs": "rl.passes={}",
+    "n_samples_per_prompt": "rl.num_generations={}",
+    "num_ppo_epochs": "rl.ppo_epochs={}",
     "init_kl_coef": "rl.kl_coef={}",
-    "lambd": "rl.lam={}",
-    "gae_lambda": "rl.lam={}",
+    "lam": "rl.gae_lambda={}",
+    "lambd": "rl.gae_lambda={}",
     "epsilon": "rl.clip_low={} rl.clip_high={}",
     "eps_clip": "rl.clip_low={} rl.clip_high={}",
     "cliprange": "rl.clip_low={} rl.clip_high={}",
@@ -164,6 +161,12 @@ _REWARDS = {
     "reward_funcs": "reward.function={}",
 }
 
+_FORMER = {
+    "rl.prompts": "rl.rollout_batch_size={}",
+    "rl.samples": "rl.num_generations={}",
+    "rl.passes": "rl.ppo_epochs={}",
+}
+
 _DATASETS = ("dataset", "dataset_name", "dataset_path", "data_path", "train_file", "prompt_data")
 
 _BASE = ("model_name_or_path", "base_model", "base_model_name_or_path", "base_model_path")
@@ -179,6 +182,7 @@ PEERS: Mapping[str, Mapping[str, str]] = {
         **_ADAPTER,
         **_MODEL_AND_DATA,
         **_REWARDS,
+        **_FORMER,
         **dict.fromkeys(_DATASETS, "data.path={}"),
     },
     "deliver": {
@@ -202,11 +206,11 @@ PEERS: Mapping[str, Mapping[str, str]] = {
 
 
 def translate(program: str, name: str, value: str) -> str:
-    """Return our overrides for another trainer's setting; an empty string for an unknown name.
+    """Return our overrides for another or a former name; an empty string for an unknown one.
 
     Args:
         program: "rlhf", "deliver" or "audit".
-        name: name of the setting, without leading dashes or a section.
+        name: name of the setting, without leading dashes; former names with their section.
         value: value that the user typed, or "<value>".
     """
     if program == "rlhf" and name in _DATASETS and value[:1] != "<":

@@ -152,7 +152,7 @@ class Vocabulary:
         """
         bare = name.lstrip("-+~").replace("-", "_").replace("/", ".")
         parent, _, leaf = bare.rpartition(".")
-        known = translate(self.program, leaf, value)
+        known = translate(self.program, bare, value) or translate(self.program, leaf, value)
         # The name is right and its form is not: `--lr 1e-4`, `data/path=x`.
         if self.has(bare) and not self.is_section(bare):
             return f"{bare}={value}"

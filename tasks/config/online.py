@@ -25,13 +25,13 @@ class Rl(Section):
     step; `train.eval_steps`, `save_steps` and `log_every` count iterations.
     """
 
-    prompts: int = 32  # prompts per iteration
-    samples: int = 4  # responses per prompt, a group
+    rollout_batch_size: int = 32  # prompts per iteration
+    num_generations: int = 4  # responses per prompt, a group
     iterations: int | None = None  # null: train.epochs over the prompts
-    passes: int = 1  # epochs over the responses of an iteration
+    ppo_epochs: int = 1  # epochs over the responses of an iteration
     eval_prompts: int = 128  # evaluation prompts, at most
     gamma: float = 1.0  # discount per token
-    lam: float = 0.95  # ppo: lambda of GAE (arXiv:1506.02438)
+    gae_lambda: float = 0.95  # ppo: lambda of GAE (arXiv:1506.02438)
     clip_low: float = 0.2  # the ratio is clipped at 1 - this
     clip_high: float = 0.2  # the ratio is clipped at 1 + this (DAPO, arXiv:2503.14476)
     dual_clip: float | None = None  # bound on ratio x negative advantage, e.g. 3 (arXiv:1912.09729)

@@ -124,7 +124,7 @@ class OnlineTrainer:
     def iterate(self, iteration: int) -> dict[str, float]:
         """Run one iteration and return its metrics."""
         begin, clock = time.perf_counter(), Clock()
-        samples = self.online.loop.samples
+        samples = self.online.loop.num_generations
         numbered = self.train.collect(iteration, self.prompt_order, samples, clock)
         self.rollout_engine.sleep()  # frees GPU memory for training; the next sync wakes it
         scored = [response for _, response in numbered]
@@ -139,7 +139,7 @@ class OnlineTrainer:
         with clock.phase("update"), self.states.on_device():
             compare = partial(self.experience_scorer.compare, iteration=iteration)
             record |= self.updater.update(iteration, inputs, compare, of=self.iterations)
-        with clock.phase("publish"):
+        with clock.phase("sync_weights"):
             self.rollout_engine.sync_weights()
         record |= collected(scored) | speeds(clock, batch, begin)
         if self.ranks.first and self._due(self.job.settings.log_every, iteration):

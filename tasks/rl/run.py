@@ -146,7 +146,7 @@ class _Rank:
     ) -> OnlineTrainer:
         """Return the training loop over these models and prompts."""
         seed, loop = self.job.settings.seed, self.online.loop
-        prompt_order = PromptOrder(len(train), loop.prompts, loop.refill, seed)
+        prompt_order = PromptOrder(len(train), loop.rollout_batch_size, loop.refill, seed)
         train_collector, eval_collector = (
             Collector(rollout_engine, rewards, prompts, self.tokenizer, self.ranks, seed)
             for prompts in (train, heldout)
@@ -188,7 +188,7 @@ def iterations(loop: Loop, batch: Batch, prompts: int) -> int:
     """
     if loop.iterations is not None:
         return loop.iterations
-    return max(1, math.ceil(batch.epochs * prompts / (loop.prompts * (1 + loop.refill))))
+    return max(1, math.ceil(batch.epochs * prompts / (loop.rollout_batch_size * (1 + loop.refill))))
 
 
 def _prompts(

@@ -22,7 +22,7 @@ from tasks.rl.learner import Learner
 from tasks.rl.settings import Loop, Rollout
 from tasks.training.engine.deepspeed_engine import Ranks
 from tasks.training.job import Settings, TrainJob
-from tasks.training.model.packed_model import Asked, model_of
+from tasks.training.model.packed_model import TokenOutputs, model_of
 from tasks.training.objectives import Loss
 from tasks.training.steps import begin_random, set_lr
 from tasks.training.tokens.order import deal
@@ -119,8 +119,8 @@ class Updater:
     @property
     def steps(self) -> int:
         """Optimizer steps per iteration."""
-        responses = self.loop.prompts * self.loop.samples
-        return self.loop.passes * (responses // self.job.settings.batch.global_batch_size)
+        responses = self.loop.rollout_batch_size * self.loop.num_generations
+        return self.loop.ppo_epochs * (responses // self.job.settings.batch.global_batch_size)
 
     @cached_property
     def _policy_learner(self) -> Learner:
@@ -141,7 +141,7 @@ class Updater:
         They do if a single step trains on all `responses` without dropout: this saves one forward
         pass over everything.
         """
-        whole = self.loop.passes == 1 and responses == self.job.settings.batch.global_batch_size
+        whole = self.loop.ppo_epochs == 1 and responses == self.job.settings.batch.global_batch_size
         return whole and not self._drops
 
     @cached_property
@@ -173,7 +173,9 @@ class Updater:
         optim, critic_only = self.job.settings.optim, iteration <= self.loop.critic_warmup
         steps, critic = self.steps * of, self.critic
         history: dict[str, list[float]] = {}
-        dealer = MinibatchDealer(self.job.settings, self.loop.passes, self.rollout.max_new_tokens)
+        dealer = MinibatchDealer(
+            self.job.settings, self.loop.ppo_epochs, self.rollout.max_new_tokens
+        )
         minibatches = dealer.minibatches(iteration, inputs.experience, self.ranks)
         for number, minibatch in enumerate(minibatches):
             step = (iteration - 1) * self.steps + number + 1
@@ -192,14 +194,14 @@ class Updater:
     def _step_policy(
         self, step: int, minibatch: Minibatch, inputs: UpdateInputs, compare: Compare
     ) -> dict[str, float]:
-        asked = Asked(self.rollout.temperature, entropy=self.loop.entropy_coef != 0)
+        outputs = TokenOutputs(self.rollout.temperature, entropy=self.loop.entropy_coef != 0)
         policy_loss = self.recipe.policy_loss(self.loop, kl_coef=inputs.kl_coef)
         experience, old = inputs.experience, list[torch.Tensor]()
         comparison: dict[str, float] = {}
 
         def loss_of(chosen: list[int]) -> Loss:
-            output = self.engine(row=experience.row(chosen).to(self.ranks.device), asked=asked)
-            logprobs, entropy = output if asked.entropy else (output, None)
+            output = self.engine(row=experience.row(chosen).to(self.ranks.device), outputs=outputs)
+            logprobs, entropy = output if outputs.entropy else (output, None)
             stored = experience.old
             old.append(logprobs.detach() if stored is None else stored[experience.places(chosen)])
             loss_inputs = self._loss_inputs(inputs, chosen, old[-1], entropy, minibatch.totals)

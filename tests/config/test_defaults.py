@@ -216,7 +216,7 @@ UNREAD: dict[str, tuple[list[str], str]] = {
     "sft": (
         ["+exp=sft_qlora", *MINE],
         "model.steps data.train_size data.split data.chosen_key data.label_key data.answer_key "
-        "data.stopping rl rl.prompts rollout rollout.top_p reward reward.model "
+        "data.stopping rl rl.rollout_batch_size rollout rollout.top_p reward reward.model "
         "zero.offload_param zero.persistence_threshold model.vocab_multiple",
     ),
     "dpo": (["+exp=dpo", *MINE], "data.response_key data.label_key"),
@@ -255,10 +255,15 @@ def test_a_key_of_the_run_is_for_the_steps_that_read_it() -> None:
     ]
     chain = chain_steps(compose(arguments), arguments)
     assert [link.typed for link in chain] == [(), (), ()]
-    arguments = ["+exp=qlora", "zero.offload_param=cpu", "reward.retries=1", "sft:rl.lam=0.9"]
+    arguments = [
+        "+exp=qlora",
+        "zero.offload_param=cpu",
+        "reward.retries=1",
+        "sft:rl.gae_lambda=0.9",
+    ]
     chain = chain_steps(compose(arguments), arguments)
     idle = ("reward.retries", "zero.offload_param")
-    assert [link.typed for link in chain] == [("rl.lam",), (), idle]
+    assert [link.typed for link in chain] == [("rl.gae_lambda",), (), idle]
 
 
 def test_settings_that_an_earlier_step_of_a_chain_decides() -> None:

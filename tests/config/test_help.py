@@ -43,9 +43,9 @@ def test_help_has_every_experiment_with_its_line(capsys: pytest.CaptureFixture[s
 def test_help_shows_values_of_the_command_line_and_narrows(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    text = shown(capsys, "rlhf", "+exp=grpo", "rl.passes=3", "--help", "rl", "train.lr")
-    assert re.search(r"^  rl.samples=8 +.*\(a whole number\)$", text, flags=re.M)
-    assert "  rl.passes=3 " in text
+    text = shown(capsys, "rlhf", "+exp=grpo", "rl.ppo_epochs=3", "--help", "rl", "train.lr")
+    assert re.search(r"^  rl.num_generations=8 +.*\(a whole number\)$", text, flags=re.M)
+    assert "  rl.ppo_epochs=3 " in text
     assert "  train.lr=" in text
     assert "\n  train.epochs=" not in text
     assert "Experiments" not in text

@@ -58,7 +58,7 @@ def findings_of(*, rewarded: bool = False, **changes: Any) -> list[Finding]:
 
 def test_a_valid_configuration_passes() -> None:
     assert findings_of() == []
-    assert findings_of(objective="sft", reward={"function": None}, rl={"samples": 1}) == []
+    assert findings_of(objective="sft", reward={"function": None}, rl={"num_generations": 1}) == []
 
 
 def test_every_algorithm_has_its_options() -> None:
@@ -71,14 +71,19 @@ def test_every_algorithm_has_its_options() -> None:
 def test_all_problems_are_reported_at_once() -> None:
     several = findings_of(
         reward={"function": "judge", "url": "htp://host", "engine": "vllm"},
-        rl={"samples": 1, "prompts": 30, "overlong_buffer": 100, "overlong_penalty": 1.0},
+        rl={
+            "num_generations": 1,
+            "rollout_batch_size": 30,
+            "overlong_buffer": 100,
+            "overlong_penalty": 1.0,
+        },
         rollout={"max_prompt_len": 600, "tensor_parallel": 3, "top_p": 0.9, "temperature": 0.7},
     )
     assert [finding.what for finding in several] == [
         "reward.function",
         "reward.url",
-        "rl.samples",
-        "rl.prompts and rl.samples",
+        "rl.num_generations",
+        "rl.rollout_batch_size and rl.num_generations",
         "rollout.max_prompt_len",
         "rl.overlong_buffer",
         "reward.engine",
@@ -168,15 +173,19 @@ def test_responses_fill_whole_steps_or_the_offered_sizes_do(p: int, s: int, size
     for finding in several:
         for offer in finding.override.split(" or "):
             key, number = offer.split("=")
-            offered = {"rl.prompts": p, "train.global_batch_size": size, key: int(number)}
-            sizes = offered["rl.prompts"], s, offered["train.global_batch_size"]
+            offered = {
+                "rl.rollout_batch_size": p,
+                "train.global_batch_size": size,
+                key: int(number),
+            }
+            sizes = offered["rl.rollout_batch_size"], s, offered["train.global_batch_size"]
             assert list(online.steps(*sizes)) == []
 
 
 def test_a_group_of_one() -> None:
-    (finding,) = findings_of(rl={"samples": 1, "prompts": 64})
+    (finding,) = findings_of(rl={"num_generations": 1, "rollout_batch_size": 64})
     assert "grpo compares the responses to a prompt" in finding.allowed
-    assert findings_of(objective="ppo", rl={"samples": 1, "prompts": 64}) == []
+    assert findings_of(objective="ppo", rl={"num_generations": 1, "rollout_batch_size": 64}) == []
 
 
 def test_lengths() -> None:
@@ -220,7 +229,7 @@ def test_limits_of_vllm() -> None:
 
 @pytest.mark.parametrize("critic", ["shared", "separate"])
 def test_a_critic_that_warms_up_in_all_iterations_is_refused(critic: str) -> None:
-    how = {"critic": critic, "critic_warmup": 3, "samples": 1, "prompts": 64}
+    how = {"critic": critic, "critic_warmup": 3, "num_generations": 1, "rollout_batch_size": 64}
     (finding,) = findings_of(objective="ppo", rl={**how, "iterations": 3})
     assert (finding.what, finding.found) == ("rl.critic_warmup", "3 with rl.iterations=3")
     assert finding.override == "rl.iterations=4 or more"

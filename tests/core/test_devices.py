@@ -41,7 +41,7 @@ from tasks.training.engine.nan_guard import Watch
 from tasks.training.engine.partitions import own_shares
 from tasks.training.job import Batch, Peft, Zero
 from tasks.training.model import base, pissa, probe
-from tasks.training.model.packed_model import Asked, require_same, take_rows
+from tasks.training.model.packed_model import TokenOutputs, accept_packed_rows, require_same
 from tasks.training.objectives import objective
 from tasks.training.objectives.forward_passes import Passes, Sums
 from tasks.training.objectives.heldout_scores import heldout_scores
@@ -121,7 +121,7 @@ def test_losses_and_gradients(name: str, frozen: bool, elsewhere: None) -> None:
 
     def compute(device: torch.device) -> tuple[float, list[float], dict[str, float]]:
         model = causal(device, frozen_head=frozen) if chosen.head == "tokens" else scoring(device)
-        take_rows(model)
+        accept_packed_rows(model)
         lengths = [9, 4, 12, 6] if len(chosen.roles) == 1 else [9, 4, 12, 6, 5, 3, 8, 8]
         examples = make_examples(lengths, roles=len(chosen.roles))
         wanted = {"reference": np.zeros((4, len(chosen.roles)), np.float32)}
@@ -164,15 +164,15 @@ def test_responses_are_measured_and_learned_from(entropy: bool, elsewhere: None)
 
     def compute(device: torch.device) -> Any:
         model = causal(device)
-        take_rows(model)
+        accept_packed_rows(model)
         got = measure_tokens(
             pack_experience(scored), ranks(device), size=2, device=device,
             measure=lambda row: {"old": model(row=row)},
         )  # fmt: skip
         scores = advantages.group_normalized(got.rewards, got.groups)
         estimated = advantages.spread(scores, got.lengths)
-        asked = Asked(0.7, entropy=entropy)
-        out = model(row=got.row([0, 3]).to(device), asked=asked)
+        outputs = TokenOutputs(0.7, entropy=entropy)
+        out = model(row=got.row([0, 3]).to(device), outputs=outputs)
         logprobs, entropies = out if entropy else (out, None)
         given = _loss_inputs(got, [0, 3], estimated, entropies, device)
         loss = PolicyLoss("sequence", "sequences", entropy_coef=0.1 * entropy)(logprobs, given)
@@ -260,7 +260,7 @@ def test_scores_of_a_reward_model(elsewhere: None) -> None:
 
     def spread(device: torch.device) -> Any:
         model = scoring(device)
-        take_rows(model)
+        accept_packed_rows(model)
         passes = Passes(Engine(model), ranks(device), objective("reward", {}))
         return heldout_scores(passes, _examples(PROBES), Batch(2, 2, max_len=64)).as_dict()
 

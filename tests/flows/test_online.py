@@ -69,7 +69,7 @@ def require_tracked(done: Run, iterations: int) -> None:
     table: dict[str, Any] = json.loads(
         Path(client(done).download_artifacts(train, "samples.json")).read_text()
     )
-    assert {"step", "id", "prompt", "reply", "reward"} <= set(table["columns"])
+    assert {"step", "id", "prompt", "response", "reward"} <= set(table["columns"])
     assert table["data"]
 
 
@@ -160,8 +160,8 @@ def prompts(tmp_path_factory: pytest.TempPathFactory) -> Path:
         (
             "ppo_qwen7b_lora",
             (
-                "train.nproc=2", "smoke.tensor_parallel=2", "rl.prompts=128", "rl.iterations=3",
-                "reward=exact_match",
+                "train.nproc=2", "smoke.tensor_parallel=2", "rl.rollout_batch_size=128",
+                "rl.iterations=3", "reward=exact_match",
             ),
         ),
     ],

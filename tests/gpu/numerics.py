@@ -208,7 +208,7 @@ def attention(setting: Setting) -> Numbers:
     """
     import torch
 
-    from tasks.training.model.packed_model import take_rows
+    from tasks.training.model.packed_model import accept_packed_rows
     from tasks.training.tokens.packing import pack
     from tests.training.datasets import alone, make_examples
 
@@ -222,7 +222,7 @@ def attention(setting: Setting) -> Numbers:
     own = _distance(exact, _with_gradients(narrow, alone(narrow, examples, setting.device)))
     found: dict[str, float | str] = {"bf16 alone": f"{own:.1e}"}
     for name, taught, allowed in (("fp32", model, 1e-4), ("bf16", narrow, 2 * own)):
-        take_rows(taught)
+        accept_packed_rows(taught)
         differs = _distance(exact, _with_gradients(taught, taught(row=row)))
         found[f"{name} packed"] = f"{differs:.1e}"
         assert differs <= allowed, found

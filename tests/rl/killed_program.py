@@ -20,7 +20,7 @@ from typing import Any
 
 from tasks.process.block_unused_imports import start_lean
 
-PHASES = ("measure", "generate", "score", "estimate", "update", "publish")
+PHASES = ("measure", "generate", "score", "estimate", "update", "sync_weights")
 POINTS = (*PHASES, "save", "evaluate")
 
 

@@ -18,11 +18,11 @@ from tests.settings import Batch, Launch, Optim, Settings
 
 ONLINE = {
     "rl": {
-        "prompts": 8,
-        "samples": 2,
+        "rollout_batch_size": 8,
+        "num_generations": 2,
         "iterations": 4,
         "eval_prompts": 4,
-        "passes": 2,
+        "ppo_epochs": 2,
         "kl_coef": 0.05,
         "mismatch_limit": 10.0,
     },

@@ -95,7 +95,7 @@ def ppo(estimator: str | None, loop: Loop) -> list[float]:
         advantage, backwards = 0.0, []
         for t in reversed(range(len(each))):
             surprise = each[t] + loop.gamma * values[t + 1] - values[t]
-            advantage = surprise + loop.gamma * loop.lam * advantage
+            advantage = surprise + loop.gamma * loop.gae_lambda * advantage
             backwards.append(advantage)
         actual += backwards[::-1]
     return whitened(actual) if loop.whiten else actual
@@ -138,7 +138,7 @@ FORMULAS = {
 
 def loop_for(name: str, **knobs: object) -> Loop:
     """Section `rl` with every option that the algorithm uses changed from its default."""
-    moved: dict[str, object] = {"gamma": 0.9, "lam": 0.8, "whiten": True, "refill": 1}
+    moved: dict[str, object] = {"gamma": 0.9, "gae_lambda": 0.8, "whiten": True, "refill": 1}
     known = {k: v for k, v in moved.items() if k in USES[name]}
     made: Loop = replace(Loop(kl_coef=COEF), **(known | knobs))  # type: ignore[arg-type]
     return made
@@ -177,7 +177,7 @@ def test_equal_rewards_leave_only_the_kl(name: str) -> None:
     same = replace(BATCH, scores_S=torch.full((4,), 0.1, dtype=torch.float32), values_N=None)
     if name == "ppo":
         same = replace(same, values_N=torch.full((COUNT,), 0.1, dtype=torch.float32))
-    loop = replace(Loop(), **({"lam": 1.0} if name == "ppo" else {}))
+    loop = replace(Loop(), **({"gae_lambda": 1.0} if name == "ppo" else {}))
     actual = recipe(name, loop).advantages(same, loop).advantages_N
     assert actual.tolist() == [0.0] * COUNT
 
@@ -234,7 +234,7 @@ def test_an_unknown_algorithm() -> None:
 @pytest.mark.parametrize(
     ("name", "knob", "value", "shown", "instead"),
     [
-        ("grpo", "lam", 0.9, "0.9", "0.95"),
+        ("grpo", "gae_lambda", 0.9, "0.9", "0.95"),
         ("grpo", "gamma", 0.99, "0.99", "1.0"),
         ("dr_grpo", "whiten", True, "true", "false"),
         ("gspo", "critic", "separate", "separate", "shared"),
@@ -249,41 +249,46 @@ def test_options_without_effect_are_refused(
     name: str, knob: str, value: object, shown: str, instead: str
 ) -> None:
     error = refusal(name, **{knob: value})
-    assert error.message == f"rl.{knob}={shown}: train.objective={name} does not use it"
-    assert error.hint == f"rl.{knob}={instead}"
+    assert error.message == (
+        f"rl.{knob}: {shown}; train.objective={name} does not use it -> rl.{knob}={instead}"
+    )
 
 
 @pytest.mark.parametrize("name", ALGORITHMS)
 def test_a_group_of_one_is_refused_where_groups_are_compared(name: str) -> None:
     if not ALGORITHMS[name].groups:
-        assert recipe(name, Loop(samples=1)).name == name
+        assert recipe(name, Loop(num_generations=1)).name == name
         return
-    error = refusal(name, samples=1)
-    assert error.message.startswith(f"rl.samples=1: train.objective={name} compares the responses")
-    assert error.hint == "rl.samples=4"
+    error = refusal(name, num_generations=1)
+    assert error.message.startswith(
+        f"rl.num_generations: 1; train.objective={name} compares the responses"
+    )
+    assert error.message.endswith("-> rl.num_generations=4")
 
 
 @pytest.mark.parametrize(
     ("knobs", "says"),
     [
-        ({"kl_in": "rewards"}, "rl.kl_in=rewards: one of reward, loss"),
-        ({"kl_estimator": "k4"}, "rl.kl_estimator=k4: one of k1, k2, k3"),
-        ({"critic": "none"}, "rl.critic=none: one of shared, separate"),
-        ({"correction": "mis"}, "rl.correction=mis: one of none, tis, icepop, sequence_mask"),
-        ({"dual_clip": 1.2}, "rl.dual_clip=1.2: has to be above 1 + rl.clip_high=0.2"),
-        ({"kl_target": 0.02}, "rl.kl_target=0.02: rl.kl_coef=0 is scaled"),
-        ({"overlong_buffer": 8}, "rl.overlong_buffer=8 with rl.overlong_penalty=0"),
-        ({"overlong_penalty": 1.0}, "rl.overlong_buffer=0 with rl.overlong_penalty=1"),
+        ({"kl_in": "rewards"}, "rl.kl_in: rewards; one of reward, loss"),
+        ({"kl_estimator": "k4"}, "rl.kl_estimator: k4; one of k1, k2, k3"),
+        ({"critic": "none"}, "rl.critic: none; one of shared, separate"),
+        ({"correction": "mis"}, "rl.correction: mis; one of none, tis, icepop, sequence_mask"),
+        ({"dual_clip": 1.2}, "rl.dual_clip: 1.2; has to be above 1 + rl.clip_high=0.2"),
+        ({"kl_target": 0.02}, "rl.kl_target: 0.02; rl.kl_coef=0 is scaled"),
+        ({"overlong_buffer": 8}, "rl.overlong_buffer: 8 with rl.overlong_penalty=0"),
+        ({"overlong_penalty": 1.0}, "rl.overlong_buffer: 0 with rl.overlong_penalty=1"),
     ],
 )
 def test_invalid_values_are_refused(knobs: dict[str, object], says: str) -> None:
     error = refusal("ppo", **knobs)
     assert error.message.startswith(says)
-    assert error.hint
+    assert " -> rl." in error.message
 
 
 def test_all_problems_are_reported_at_once() -> None:
-    error = refusal("grpo", samples=1, lam=0.5, correction="x", kl_target=1.0)
+    error = refusal("grpo", num_generations=1, gae_lambda=0.5, correction="x", kl_target=1.0)
     assert len(error.details) == 4
     assert error.message.endswith("(and 3 more)")
-    assert error.hint == "rl.lam=0.95 rl.correction=none rl.samples=4 rl.kl_coef=0.05"
+    assert [line.partition(" -> ")[2] for line in error.details] == [
+        "rl.gae_lambda=0.95", "rl.correction=none", "rl.num_generations=4", "rl.kl_coef=0.05"
+    ]  # fmt: skip

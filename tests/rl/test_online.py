@@ -92,7 +92,7 @@ def test_a_single_step_measures_during_the_update(base: Path, data: Path, tmp_pa
     for name, weight, peft in (
         ("apart", 1e-12, SETTINGS.peft), ("on the way", 0.0, SETTINGS.peft), ("drop", 0.0, dropout),
     ):  # fmt: skip
-        rl = {"iterations": 3, "passes": 1, "kl_coef": weight, "correction": "sequence_mask"}
+        rl = {"iterations": 3, "ppo_epochs": 1, "kl_coef": weight, "correction": "sequence_mask"}
         changed = {"objective": "grpo", "batch": batch, "peft": peft, "save_steps": 0}
         jobs.append(job_of(settings_with(data, rl=rl, **changed), base, data, tmp_path / name))
     steps = run(tmp_path, jobs)
@@ -148,7 +148,9 @@ def test_a_run_killed_at_any_point_ends_with_identical_weights(
     base: Path, data: Path, tmp_path: Path
 ) -> None:
     """Nine iterations of PPO in nine pieces: all but the last are killed, each at another point."""
-    settings = settings_with(data, rl={"iterations": len(POINTS) + 1, "passes": 1}, save_steps=1)
+    settings = settings_with(
+        data, rl={"iterations": len(POINTS) + 1, "ppo_epochs": 1}, save_steps=1
+    )
     whole = job_of(settings, base, data, tmp_path / "whole")
     run(tmp_path, [whole])
     job = job_of(settings, base, data, tmp_path / "pieces")

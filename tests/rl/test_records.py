@@ -45,7 +45,7 @@ def test_metrics_of_responses_and_rewards() -> None:
         "reward/model": 0.5,
         "reward/url": 1.0,
         "reward_std": pytest.approx(math.sqrt(0.5)),
-        "length": 3.25,  # with the token that ends a reply: 2, 4, 2, 5
+        "length": 3.25,  # with the token that ends a response: 2, 4, 2, 5
         "length_max": 5.0,
         "truncated": 0.25,
         "groups_without_signal": 0.5,
@@ -79,12 +79,14 @@ def test_estimates() -> None:
 
 def test_seconds_and_tokens_per_second() -> None:
     got = pack_experience(scored())
-    clock = Clock({"generate": 2.0, "score": 0.5, "measure": 1.0, "update": 4.0, "publish": 1.0})
+    clock = Clock(
+        {"generate": 2.0, "score": 0.5, "measure": 1.0, "update": 4.0, "sync_weights": 1.0}
+    )
     metrics = speeds(clock, got, time.perf_counter() - 10.0)
     assert metrics["step_s"] == pytest.approx(10.0, abs=0.5)
     assert metrics["tokens_per_s/generate"] == 13 / 2
     assert metrics["tokens_per_s/update"] == len(got.examples.ids) / 4
-    assert metrics["seconds/publish"] == 1.0
+    assert metrics["seconds/sync_weights"] == 1.0
     assert metrics["seconds/other"] == pytest.approx(1.5, abs=0.5)
     assert metrics["overhead"] == pytest.approx(0.25, abs=0.05)
     del clock.seconds["measure"]  # the update has done it
@@ -96,15 +98,15 @@ def test_seconds_and_tokens_per_second() -> None:
 def test_the_table_shows_the_best_and_the_worst() -> None:
     rows = samples_of(scored())
     assert rows[0]["reward"] == 0.0
-    assert rows[0]["reply"] == "abc"
+    assert rows[0]["response"] == "abc"
     assert rows[1]["reward"] == 2.0
     assert rows[1] == {
         "id": "row of say 0",
         "prompt": "say 0",
-        "reply": "a",
+        "response": "a",
         "reward": 2.0,
         "reward/model": 1.0,
         "reward/url": 1.0,
     }
-    assert len({row["reply"] for row in rows}) == len(rows)
-    assert [row["reply"] for row in samples_of(scored()[:1])] == ["a"]
+    assert len({row["response"] for row in rows}) == len(rows)
+    assert [row["response"] for row in samples_of(scored()[:1])] == ["a"]

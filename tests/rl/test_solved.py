@@ -103,7 +103,9 @@ class Copier:
     def iterate(self) -> float:
         """Sample, estimate, update; return the share of correct responses."""
         loop = self.loop
-        prompts_S2 = torch.randint(LETTERS, (loop.prompts, 2)).repeat_interleave(loop.samples, 0)
+        prompts_S2 = torch.randint(LETTERS, (loop.rollout_batch_size, 2)).repeat_interleave(
+            loop.num_generations, 0
+        )
         rolled = roll_out(self.policy, prompts_S2)
         batch = self._batch(rolled)
         estimated = self.recipe.advantages(batch, loop)
@@ -111,7 +113,7 @@ class Copier:
             batch.old_N, batch.sampled_N, batch.lengths_S, kind="tis", high=2.0, low=0.5
         )
         owner_N = torch.arange(len(prompts_S2)).repeat_interleave(rolled.lengths_S)
-        for _ in range(loop.passes):
+        for _ in range(loop.ppo_epochs):
             self.optimizer.zero_grad()
             for half in (owner_N % 2 == 0, owner_N % 2 == 1):
                 self._row(half, rolled, batch, estimated, weights_N, owner_N)
@@ -123,7 +125,7 @@ class Copier:
             old_N = self._logprobs(self.policy, rolled)
             return Batch(
                 lengths_S=rolled.lengths_S,
-                groups_S=torch.arange(len(rolled.lengths_S)) // self.loop.samples,
+                groups_S=torch.arange(len(rolled.lengths_S)) // self.loop.num_generations,
                 scores_S=rolled.scores_S,
                 old_N=old_N,
                 sampled_N=old_N,
@@ -172,7 +174,9 @@ class Copier:
 def test_copying_is_learned(name: str) -> None:
     """From 1 in 100 by chance to nearly always, with a small KL to the reference."""
     usual = dict(ALGORITHMS[name].defaults) | {"clip_low": 0.2, "clip_high": 0.2}
-    loop = replace(Loop(prompts=32, samples=8, passes=2, kl_coef=0.002), **usual)
+    loop = replace(
+        Loop(rollout_batch_size=32, num_generations=8, ppo_epochs=2, kl_coef=0.002), **usual
+    )
     copier = Copier(recipe(name, loop), loop)
     shares = [copier.iterate() for _ in range(30)]
     assert shares[0] < 0.1
@@ -188,7 +192,7 @@ BOLTZMANN = 1 / (1 + math.exp(-1 / TEMPERATURE))
 def play(loop: Loop) -> float:
     """Return RLOO's final probability of the second of two arms, which pays 1; q is uniform."""
     torch.manual_seed(0)
-    chosen, count = recipe("rloo", loop), loop.samples
+    chosen, count = recipe("rloo", loop), loop.num_generations
     logits = torch.zeros(2, requires_grad=True)
     ones, even_N = torch.ones(count, dtype=torch.int64), torch.full((count,), math.log(0.5))
     shares = []
@@ -229,20 +233,20 @@ def play(loop: Loop) -> float:
 )
 def test_a_bandit_settles_where_theory_says(knobs: dict[str, Any], settles: float) -> None:
     """Signs and weights of KL and entropy: a factor of two would give 0.73 or 0.98."""
-    assert play(replace(Loop(samples=2048), **knobs)) == pytest.approx(settles, abs=0.01)
+    assert play(replace(Loop(num_generations=2048), **knobs)) == pytest.approx(settles, abs=0.01)
 
 
 @pytest.mark.parametrize("name", ALGORITHMS)
 def test_the_better_arm_wins(name: str) -> None:
     """Noisy rewards, groups of eight, every algorithm with its own loss."""
     usual = dict(ALGORITHMS[name].defaults) | {"clip_low": 0.2, "clip_high": 0.2}
-    assert pull(name, replace(Loop(prompts=16, samples=8), **usual)) > 0.95
+    assert pull(name, replace(Loop(rollout_batch_size=16, num_generations=8), **usual)) > 0.95
 
 
 def pull(name: str, loop: Loop) -> float:
     """Two arms that pay 1 with probability 0.3 and 0.7: the share of the second after 40 steps."""
     torch.manual_seed(1)
-    chosen, count = recipe(name, loop), loop.prompts * loop.samples
+    chosen, count = recipe(name, loop), loop.rollout_batch_size * loop.num_generations
     logits, value = torch.zeros(2, requires_grad=True), torch.zeros(1, requires_grad=True)
     optimizer = torch.optim.Adam([logits, value], lr=0.1)
     ones, totals = torch.ones(count, dtype=torch.int64), Totals(count, count, 1)
@@ -250,7 +254,7 @@ def pull(name: str, loop: Loop) -> float:
         arms_N = torch.distributions.Categorical(logits=logits.detach()).sample((count,))
         scores_N = torch.bernoulli(0.3 + 0.4 * arms_N)
         old_N, values_N = logits.detach().log_softmax(0)[arms_N], value.detach().expand(count)
-        groups_N = torch.arange(count) // loop.samples
+        groups_N = torch.arange(count) // loop.num_generations
         estimated = chosen.advantages(
             Batch(ones, groups_N, scores_N, old_N, old_N, None, values_N), loop
         )

@@ -115,6 +115,14 @@ class TestChoose:
             "peft.rank: this run has 8, the checkpoint None",
         )
 
+    def test_former_names_of_settings_are_read(self, tmp_path: Path) -> None:
+        made = make(tmp_path, 1, identity={"online.rl.prompts": 8, "online.rl.lam": 0.9})
+        wanted = {"online.rl.rollout_batch_size": 8, "online.rl.gae_lambda": 0.9}
+        chosen = choose(str(made), tmp_path, wanted)
+        assert chosen is not None
+        with pytest.raises(ConfigError, match="gae_lambda: this run has 1, the checkpoint 0.9"):
+            choose(str(made), tmp_path, {**wanted, "online.rl.gae_lambda": 1})
+
 
 class TestIdentity:
     @pytest.fixture

@@ -12,7 +12,7 @@ import torch
 from tasks.core.errors import ArtifactError
 from tasks.training.engine.deepspeed_engine import Ranks
 from tasks.training.job import Peft
-from tasks.training.model.adapter import add_adapter, as_it_began, continue_adapter, load_into
+from tasks.training.model.adapter import add_adapter, continue_adapter, initial_weights, load_into
 from tests.training.conftest import save_base
 
 LORA = Peft("lora", rank=4, alpha=8)
@@ -72,7 +72,7 @@ def test_it_begins_as_the_adapter_and_can_go_back(base: Path, tmp_path: Path, pe
     move(model, 2)
     trained = logits(model)
     assert (trained - wanted).abs().max() > 1e-3
-    with as_it_began(model):
+    with initial_weights(model):
         assert torch.equal(logits(model), wanted)
     assert torch.equal(logits(model), trained)
 
@@ -81,7 +81,7 @@ def test_a_new_adapter_begins_as_the_base(base: Path) -> None:
     model = adapted(base, LORA)
     plain = logits(model)
     move(model, 2)
-    with as_it_began(model):
+    with initial_weights(model):
         assert torch.equal(logits(model), plain)
 
 

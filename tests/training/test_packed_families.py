@@ -13,7 +13,7 @@ import torch
 
 from tasks.core.errors import ConfigError, TrainingError
 from tasks.training.model.packable import unpackable
-from tasks.training.model.packed_model import require_same, take_rows
+from tasks.training.model.packed_model import accept_packed_rows, require_same
 from tasks.training.tokens.packing import pack, trial_row
 from tasks.weights.families.meta import auto_class
 from tests.training.datasets import alone, make_examples
@@ -61,7 +61,7 @@ def test_packed_sequences_have_the_losses_and_gradients_of_unpacked_ones(family:
     expected = alone(own, examples)
     theirs = gradients(own, expected)
     model = make_model(family, "eager" if family in EAGER else "sdpa")
-    take_rows(model)
+    accept_packed_rows(model)
     require_same(model, trial_row(examples))
     found = model(row=pack(examples, range(len(LENGTHS))))
     mine = gradients(model, found)
@@ -76,7 +76,7 @@ def test_packed_sequences_have_the_losses_and_gradients_of_unpacked_ones(family:
 def test_other_sequences_of_a_row_change_nothing(family: str) -> None:
     examples = make_examples(LENGTHS, vocabulary=88)
     model = make_model(family, "eager" if family in EAGER else "sdpa").eval()
-    take_rows(model)
+    accept_packed_rows(model)
     row = pack(examples, range(len(LENGTHS)))
     with torch.no_grad():
         before = model(row=row)
@@ -124,7 +124,7 @@ def test_flash_attention_gets_the_bounds_once_per_row(
     theirs = gradients(own, expected)
     model = make_model(family, "sdpa")
     model.config._attn_implementation = "flash_attention_2"  # flash-attn is not installed
-    take_rows(model)
+    accept_packed_rows(model)
     packed = model(row=pack(examples, range(len(LENGTHS))))
     torch.testing.assert_close(packed, expected, rtol=0, atol=1e-5)
     mine = gradients(model, packed)
@@ -160,7 +160,7 @@ def test_scores_equal_those_of_unpacked_sequences() -> None:
                 for role in (0, 1)
             ]
         )
-    take_rows(model)
+    accept_packed_rows(model)
     require_same(model, trial_row(examples))
     torch.testing.assert_close(model(row=pack(examples, [1, 0])), expected, rtol=0, atol=1e-5)
 
@@ -169,7 +169,7 @@ def test_a_wrong_packed_pass_is_noticed() -> None:
     """The self-check notices mixed sequences and changed logits."""
     examples = make_examples([40, 40], vocabulary=88)
     model = make_model("llama", "sdpa")
-    take_rows(model)
+    accept_packed_rows(model)
     leaky = replace(trial_row(examples), buckets=())
     one = replace(leaky, buckets=(pack(make_examples([80]), [0]).buckets))
     with pytest.raises(TrainingError, match="differs from the model's own forward pass"):
@@ -229,5 +229,5 @@ def test_refused_before_anything_runs() -> None:
 
     config = MambaConfig(vocab_size=90, hidden_size=16, num_hidden_layers=1, state_size=4)
     with pytest.raises(ConfigError, match="mamba has recurrent layers"):
-        take_rows(AutoModelForCausalLM.from_config(config))
+        accept_packed_rows(AutoModelForCausalLM.from_config(config))
     assert unpackable(make_model("gemma2", "eager").config.to_dict(), "eager") is None

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 
-from tasks.training.model.packed_model import take_rows
+from tasks.training.model.packed_model import accept_packed_rows
 from tasks.training.objectives import ModelOutput, objective
 from tasks.training.tokens.examples import Examples
 from tasks.training.tokens.order import Counts
@@ -128,7 +128,7 @@ def test_dpo(
     )
     row = pack(examples, range(len(examples)))
     for one in (model, other):
-        take_rows(one)
+        accept_packed_rows(one)
     output = ModelOutput(logprobs=model(row=row), reference=sums(other, row))
     loss = made.loss(output, row, counts_of(examples)).value
     assert loss.item() == pytest.approx(wanted.item(), rel=TOLERANCE)
@@ -163,8 +163,8 @@ def test_kto(tmp_path: Path, model: Any, other: Any, tokenizer: Any) -> None:
     )
     desirable = np.array(batch["label"], np.float32)
     examples = dataclasses.replace(examples, values={"desirable": desirable})
-    take_rows(model)
-    take_rows(other)
+    accept_packed_rows(model)
+    accept_packed_rows(other)
     everything = range(len(examples))
     apart = pack(examples, everything, roles=[1])
     baseline = (sums(model, apart) - sums(other, apart)).mean()
@@ -198,7 +198,7 @@ def test_reward(center: float | None, tmp_path: Path, base: Path, tokenizer: Any
     mask = batch["attention_mask"]
     examples = to_examples(batch["input_ids"], mask, mask.clone(), made.roles)
     row = pack(examples, range(len(examples)))
-    take_rows(model)
+    accept_packed_rows(model)
     loss = made.loss(ModelOutput(scores=model(row=row)), row, counts_of(examples)).value
     assert loss.item() == pytest.approx(wanted.item(), rel=1e-5)
 
@@ -221,7 +221,7 @@ def test_sft(tmp_path: Path, model: Any, tokenizer: Any) -> None:
         batch["input_ids"], batch["attention_mask"], batch["labels"] != -100, made.roles
     )
     row = pack(examples, range(len(examples)))
-    take_rows(model)
+    accept_packed_rows(model)
     loss = made.loss(ModelOutput(logprobs=model(row=row)), row, counts_of(examples)).value
     assert loss.item() == pytest.approx(wanted.item(), rel=TOLERANCE)
 

@@ -52,7 +52,7 @@ def measure(job: TrainJob, ranks: Any) -> dict[str, list[float]]:
     from tasks.training.engine.deepspeed_engine import start_engine
     from tasks.training.engine.zero_config import deepspeed_config
     from tasks.training.model.build import load_model, load_tokenizer
-    from tasks.training.model.packed_model import Asked
+    from tasks.training.model.packed_model import TokenOutputs
 
     config = deepspeed_config(job.settings, ranks.world_size)
     model = load_model(job, ranks, config, tokenizer=load_tokenizer(job))
@@ -68,7 +68,7 @@ def measure(job: TrainJob, ranks: Any) -> dict[str, list[float]]:
         with torch.no_grad():
             note("evaluated", engine(row=row))
         engine.train()
-        logprobs, entropies = engine(row=row, asked=Asked(entropy=True))
+        logprobs, entropies = engine(row=row, outputs=TokenOutputs(entropy=True))
         note("logprobs", logprobs)
         note("entropies", entropies)
         engine.backward(-(logprobs.sum() + 0.5 * entropies.sum()) / 100)

@@ -47,9 +47,9 @@ def online(
         *reward_model(reward, longest=rollout["max_prompt_len"] + rollout["max_new_tokens"]),
         *function(reward["function"]),
         *endpoint(reward["url"]),
-        *fits(train["objective"], rl),
+        *algorithm_options.findings(train["objective"], read_section(Loop, rl, "rl")),
         *critic(train["objective"], rl, settings["peft"]["kind"], settings["zero"]["stage"]),
-        *steps(rl["prompts"], rl["samples"], train["global_batch_size"]),
+        *steps(rl["rollout_batch_size"], rl["num_generations"], train["global_batch_size"]),
         *lengths(rollout, rl["overlong_buffer"], known.context),
         *offload(rollout["offload_trainer"], settings["zero"]),
         *engines(reward, rollout),
@@ -59,14 +59,13 @@ def online(
     ]
 
 
-def _served(settings: Mapping[str, Any]) -> Iterator[Finding]:
+def _served(settings: Mapping[str, Any]) -> list[Finding]:
     """Refuse policies that vLLM cannot sample from."""
     if settings["rollout"]["engine"] != "vllm":
-        return
+        return []
     sections = {name: settings[name] for name in ("train", "peft", "zero", "model", "seed")}
     rollout = read_section(Rollout, settings["rollout"], "rollout")
-    for refusal in unservable(Settings.from_sections(**sections), rollout):
-        yield Finding(*refusal)
+    return unservable(Settings.from_sections(**sections), rollout)
 
 
 def sources(reward: Mapping[str, Any], *, rewarded: bool) -> Iterator[Finding]:
@@ -143,12 +142,6 @@ def endpoint(url: str | None) -> Iterator[Finding]:
         yield Finding(key, redacted(url), allowed, example)
 
 
-def fits(objective: str, rl: Mapping[str, Any]) -> Iterator[Finding]:
-    """Refuse options of section `rl` that the algorithm does not use, or values that conflict."""
-    for finding in algorithm_options.findings(objective, read_section(Loop, rl, "rl")):
-        yield Finding(*finding)
-
-
 def critic(objective: str, rl: Mapping[str, Any], peft: str, stage: int) -> Iterator[Finding]:
     """Check the critic: a shared one needs a frozen trunk that is not partitioned.
 
@@ -179,17 +172,17 @@ def steps(prompts: int, samples: int, global_size: int) -> Iterator[Finding]:
     """Check that an iteration's responses fill a whole number of optimizer steps.
 
     Args:
-        prompts: `rl.prompts`.
-        samples: `rl.samples`.
+        prompts: `rl.rollout_batch_size`.
+        samples: `rl.num_generations`.
         global_size: `train.global_batch_size`, responses.
     """
     responses = prompts * samples
     if min(prompts, samples, global_size) < 1 or responses % global_size == 0:
         return  # other checks report numbers below 1
     nearest = max(1, round(responses / global_size)) * global_size
-    fits = [f"rl.prompts={nearest // samples}"] if nearest % samples == 0 else []
+    fits = [f"rl.rollout_batch_size={nearest // samples}"] if nearest % samples == 0 else []
     yield Finding(
-        "rl.prompts and rl.samples",
+        "rl.rollout_batch_size and rl.num_generations",
         f"{prompts} x {samples} = {responses} responses per iteration",
         f"a multiple of train.global_batch_size={global_size}, the responses of an optimizer step",
         " or ".join([*fits, f"train.global_batch_size={_largest_divisor(responses, global_size)}"]),

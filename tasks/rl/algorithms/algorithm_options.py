@@ -6,15 +6,15 @@ Imports no torch, so a configuration is checked before anything starts.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from typing import NamedTuple
 
+from tasks.core.finding import Finding
 from tasks.rl.settings import Loop
 
 KL_ESTIMATORS = ("k1", "k2", "k3")
 CORRECTIONS = ("none", "tis", "icepop", "sequence_mask")
 
 _DISCOUNT = frozenset({"gamma"})
-_CRITIC = frozenset({"lam", "critic", "critic_lr", "critic_warmup", "value_clip"})
+_CRITIC = frozenset({"gae_lambda", "critic", "critic_lr", "critic_warmup", "value_clip"})
 _GROUPS = frozenset({"refill"})
 _WHITEN = frozenset({"whiten"})
 _KNOWN_TO_SOME = _DISCOUNT | _CRITIC | _GROUPS | _WHITEN
@@ -42,19 +42,7 @@ _CHOICES = {
 }
 
 
-class Refusal(NamedTuple):
-    """An invalid setting: its key and value, the reason, and what to type instead."""
-
-    key: str
-    value: str
-    reason: str
-    hint: str
-
-    def __str__(self) -> str:
-        return f"{self.key}={self.value}: {self.reason}"
-
-
-def findings(name: str, loop: Loop) -> list[Refusal]:
+def findings(name: str, loop: Loop) -> list[Finding]:
     """Return every problem of section `rl` with this algorithm.
 
     Args:
@@ -72,46 +60,51 @@ def findings(name: str, loop: Loop) -> list[Refusal]:
     ]
 
 
-def _unused(name: str, loop: Loop) -> Iterator[Refusal]:
+def _unused(name: str, loop: Loop) -> Iterator[Finding]:
     """Options that were changed but have no effect."""
     defaults = Loop()
     for option in sorted(_KNOWN_TO_SOME - USES[name]):
         value, default = getattr(loop, option), getattr(defaults, option)
         if value != default:
             reason = f"train.objective={name} does not use it"
-            yield Refusal(f"rl.{option}", _shown(value), reason, f"rl.{option}={_shown(default)}")
+            yield Finding(f"rl.{option}", _shown(value), reason, f"rl.{option}={_shown(default)}")
 
 
-def _unknown_choices(loop: Loop) -> Iterator[Refusal]:
+def _unknown_choices(loop: Loop) -> Iterator[Finding]:
     """Values that are not among the choices of their option."""
     for option, choices in _CHOICES.items():
         value = getattr(loop, option)
         if value not in choices:
-            yield Refusal(
+            yield Finding(
                 f"rl.{option}", value, f"one of {', '.join(choices)}", f"rl.{option}={choices[0]}"
             )
 
 
-def _too_small_groups(name: str, loop: Loop) -> Iterator[Refusal]:
-    if name in GROUPED and loop.samples < 2:
+def _too_small_groups(name: str, loop: Loop) -> Iterator[Finding]:
+    if name in GROUPED and loop.num_generations < 2:
         reason = f"train.objective={name} compares the responses to a prompt: at least 2"
-        yield Refusal("rl.samples", str(loop.samples), reason, f"rl.samples={Loop().samples}")
+        yield Finding(
+            "rl.num_generations",
+            str(loop.num_generations),
+            reason,
+            f"rl.num_generations={Loop().num_generations}",
+        )
 
 
-def _contradictions(loop: Loop) -> Iterator[Refusal]:
+def _contradictions(loop: Loop) -> Iterator[Finding]:
     """Numbers that contradict each other."""
     if loop.dual_clip is not None and loop.dual_clip <= 1 + loop.clip_high:
         reason = f"has to be above 1 + rl.clip_high={loop.clip_high:g}"
         hint = f"rl.dual_clip={3 + loop.clip_high:g}"
-        yield Refusal("rl.dual_clip", f"{loop.dual_clip:g}", reason, hint)
+        yield Finding("rl.dual_clip", f"{loop.dual_clip:g}", reason, hint)
     if loop.kl_target is not None and loop.kl_coef <= 0:
         reason = f"rl.kl_coef={loop.kl_coef:g} is scaled to reach it and has to be above 0"
-        yield Refusal("rl.kl_target", f"{loop.kl_target:g}", reason, "rl.kl_coef=0.05")
+        yield Finding("rl.kl_target", f"{loop.kl_target:g}", reason, "rl.kl_coef=0.05")
     if (loop.overlong_buffer == 0) != (loop.overlong_penalty == 0):
         value = f"{loop.overlong_buffer} with rl.overlong_penalty={loop.overlong_penalty:g}"
         hint = "rl.overlong_buffer=16 rl.overlong_penalty=1"
         reason = "neither has an effect without the other"
-        yield Refusal("rl.overlong_buffer", value, reason, hint)
+        yield Finding("rl.overlong_buffer", value, reason, hint)
 
 
 def _shown(value: object) -> str:

@@ -22,7 +22,7 @@ def by_critic(batch: Batch, loop: Loop) -> Advantages:
         batch.values_N,
         batch.lengths_S,
         gamma=loop.gamma,
-        lam=loop.lam,
+        lam=loop.gae_lambda,
     )
     return Advantages(advantages.whiten(advantages_N) if loop.whiten else advantages_N, returns_N)
 

@@ -118,9 +118,5 @@ def recipe(name: str, loop: Loop) -> Recipe:
     problems = findings(name, loop)
     if problems:
         details = [str(problem) for problem in problems]
-        raise ConfigError(
-            first_and_more(details),
-            details=details,
-            hint=" ".join(dict.fromkeys(problem.hint for problem in problems)),
-        )
+        raise ConfigError(first_and_more(details), details=details)
     return ALGORITHMS[name]

@@ -25,15 +25,15 @@ from tasks.training.model.adapter import load_into, lora_config
 from tasks.training.model.base import DTYPES, partitioned
 from tasks.training.model.build import load_model
 from tasks.training.model.fused_lora import ADAPTER
-from tasks.training.model.packed_model import Asked, model_of
+from tasks.training.model.packed_model import TokenOutputs, model_of
 from tasks.training.tokens.packing import Row
 
 CRITIC = "critic"
-STATES = Asked(states=True)
+STATES = TokenOutputs(states=True)
 
 
 class ValueModel(nn.Module):
-    """A trunk prepared by `take_rows`, and the value head."""
+    """A trunk prepared by `accept_packed_rows`, and the value head."""
 
     def __init__(self, trunk: Any, head: nn.Linear) -> None:
         super().__init__()
@@ -42,7 +42,7 @@ class ValueModel(nn.Module):
 
     def forward(self, row: Row) -> torch.Tensor:
         """Return the value before each response token of the row, (N,) float32."""
-        return _values(self.value_head, self.trunk(row=row, asked=STATES))
+        return _values(self.value_head, self.trunk(row=row, outputs=STATES))
 
 
 class Critic:

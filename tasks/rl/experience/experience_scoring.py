@@ -20,7 +20,7 @@ from tasks.rl.update import UpdateInputs
 from tasks.training.engine import checkpoint
 from tasks.training.engine.deepspeed_engine import Ranks
 from tasks.training.job import TrainJob
-from tasks.training.model.packed_model import Asked
+from tasks.training.model.packed_model import TokenOutputs
 from tasks.training.tokens.packing import Row
 
 
@@ -55,13 +55,13 @@ class ExperienceScorer:
 
     def measure(self, experience: Experience) -> Experience:
         """Add the log-probabilities by policy and reference and the critic's values, per token."""
-        asked = Asked(self.online.rollout.temperature)
+        outputs = TokenOutputs(self.online.rollout.temperature)
         size = self.job.settings.batch.micro_batch_size
 
         def of_policy(row: Row) -> dict[str, torch.Tensor]:
-            logprobs = {"old": self.engine(row=row, asked=asked)}
+            logprobs = {"old": self.engine(row=row, outputs=outputs)}
             if self.reference is not None:
-                logprobs["reference"] = self.reference(row, asked)
+                logprobs["reference"] = self.reference(row, outputs)
             return logprobs
 
         self.engine.eval()

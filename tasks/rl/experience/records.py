@@ -114,7 +114,7 @@ def samples_of(scored: Sequence[ScoredResponse]) -> list[Mapping[str, Any]]:
         {
             "id": str(scored[i].response.prompt.row.get("id", "")),
             "prompt": _question(scored[i].response.prompt.row["messages"]),
-            "reply": scored[i].response.text,
+            "response": scored[i].response.text,
             "reward": scored[i].reward,
             **{f"reward/{name}": value for name, value in scored[i].parts.items()},
         }

@@ -14,12 +14,12 @@ import torch
 
 from tasks.training.engine.deepspeed_engine import Ranks, partitioned_engine
 from tasks.training.job import TrainJob
-from tasks.training.model.adapter import as_it_began
+from tasks.training.model.adapter import initial_weights
 from tasks.training.model.build import load_model
-from tasks.training.model.packed_model import Asked
+from tasks.training.model.packed_model import TokenOutputs
 from tasks.training.tokens.packing import Row
 
-Reference = Callable[[Row, Asked], torch.Tensor]
+Reference = Callable[[Row, TokenOutputs], torch.Tensor]
 """Takes a packed row and options; returns (N,) log-probabilities of its supervised tokens."""
 
 
@@ -37,16 +37,16 @@ def open_reference(
     """
     if job.settings.peft.kind != "none":
 
-        def initial_policy(row: Row, asked: Asked) -> torch.Tensor:
-            with as_it_began(engine.module):
-                out: torch.Tensor = engine(row=row, asked=asked)
+        def initial_policy(row: Row, outputs: TokenOutputs) -> torch.Tensor:
+            with initial_weights(engine.module):
+                out: torch.Tensor = engine(row=row, outputs=outputs)
             return out
 
         return initial_policy
     copy = _frozen_copy(job, ranks, config, tokenizer)
 
-    def frozen_policy(row: Row, asked: Asked) -> torch.Tensor:
-        out: torch.Tensor = copy(row=row, asked=asked)
+    def frozen_policy(row: Row, outputs: TokenOutputs) -> torch.Tensor:
+        out: torch.Tensor = copy(row=row, outputs=outputs)
         return out
 
     return frozen_policy

@@ -20,7 +20,7 @@ from tasks.rl.rewards.folder import ROW_TOKENS, RewardFolder
 from tasks.rl.rewards.sources import validate_rewards
 from tasks.serving.reference.load import from_folder
 from tasks.serving.reference.rewards import CLASSIFIER, normalised
-from tasks.training.model.packed_model import take_rows
+from tasks.training.model.packed_model import accept_packed_rows
 from tasks.training.tokens.examples import Examples
 from tasks.training.tokens.packing import pack
 from tasks.weights.heads.normalisation import Normalisation
@@ -93,7 +93,7 @@ class InProcess:
             device_map=None if device.type == "cpu" else {"": str(device)},
             num_labels=1,
         )
-        take_rows(model)
+        accept_packed_rows(model)
         self._model: Any = model.to(device).eval().requires_grad_(False)
         self._device = device
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from tasks.core.errors import ConfigError
-from tasks.rl.algorithms.algorithm_options import Refusal
+from tasks.core.finding import Finding
 from tasks.rl.settings import Rollout
 from tasks.serving.vllm.colocation import RANKS_OF_ADAPTERS, Sampling
 from tasks.training.job import Settings
@@ -23,23 +23,22 @@ def goes_as_adapter(settings: Settings) -> bool:
     return peft.kind != "none" and not peft.use_dora
 
 
-def unservable(settings: Settings, rollout: Rollout) -> list[Refusal]:
+def unservable(settings: Settings, rollout: Rollout) -> list[Finding]:
     """Return every reason why `rollout.engine=vllm` cannot sample from this policy."""
-    return [*_adapter_refusals(settings), *_sampling_refusals(rollout)]
+    return [*_adapter_findings(settings), *_sampling_findings(rollout)]
 
 
 def require_servable(settings: Settings, rollout: Rollout) -> None:
     """Raise ConfigError with every reason why vLLM cannot sample from this policy, if any."""
-    refusals = unservable(settings, rollout)
-    if refusals:
+    problems = unservable(settings, rollout)
+    if problems:
         raise ConfigError(
-            f"rollout.engine=vllm cannot sample from this policy: {refusals[0]}",
-            details=list(map(str, refusals)),
-            hint=refusals[0].hint,
+            f"rollout.engine=vllm cannot sample from this policy: {problems[0]}",
+            details=[str(problem) for problem in problems],
         )
 
 
-def _adapter_refusals(settings: Settings) -> Iterator[Refusal]:
+def _adapter_findings(settings: Settings) -> Iterator[Finding]:
     peft = settings.peft
     if peft.kind == "none":
         return
@@ -48,21 +47,21 @@ def _adapter_refusals(settings: Settings) -> Iterator[Refusal]:
     most = RANKS_OF_ADAPTERS[-1]
     if goes_as_adapter(settings) and rank > most:
         shown = f"{rank // double}" + (" with peft.init=pissa, which doubles it" * (double - 1))
-        yield Refusal(
+        yield Finding(
             "peft.rank",
             shown,
             f"vLLM serves adapters up to rank {most}",
             f"peft.rank={most // double}, or {NATIVE}",
         )
     if peft.modules_to_save:
-        yield Refusal(
+        yield Finding(
             "peft.modules_to_save",
             str(list(peft.modules_to_save)),
             "vLLM serves no adapters with whole modules",
             f"peft.modules_to_save=[], or {NATIVE}",
         )
     if settings.new_tokens:
-        yield Refusal(
+        yield Finding(
             "model.new_tokens",
             str(list(settings.new_tokens)),
             "vLLM serves no adapters with rows of an embedding",
@@ -71,7 +70,7 @@ def _adapter_refusals(settings: Settings) -> Iterator[Refusal]:
     targets = peft.target_modules
     tables = [] if isinstance(targets, str) else [name for name in targets if name in _TABLES]
     if tables:
-        yield Refusal(
+        yield Finding(
             "peft.target_modules",
             str(list(targets)),
             f"{', '.join(tables)}: rollouts by vLLM support adapters of linear layers only",
@@ -79,9 +78,9 @@ def _adapter_refusals(settings: Settings) -> Iterator[Refusal]:
         )
 
 
-def _sampling_refusals(rollout: Rollout) -> Iterator[Refusal]:
+def _sampling_findings(rollout: Rollout) -> Iterator[Finding]:
     if not Sampling(rollout.temperature, rollout.top_p, rollout.top_k).has_logprobs:
-        yield Refusal(
+        yield Finding(
             "rollout.temperature",
             f"{rollout.temperature:g} with rollout.top_p={rollout.top_p:g} and "
             f"rollout.top_k={rollout.top_k}",

@@ -2,7 +2,7 @@
 
 build, base                       `load_tokenizer` and `load_model`; the base model
 adapter, pissa, fused_lora        section `peft`; PiSSA's initialisation; a faster LoRA layer
-packed_model, attention, packable `take_rows`: log-probs and scores of packed rows; which families
+packed_model, attention, packable log-probs and scores of packed rows; which families
 head, score_head                  log-probs from hidden states; the head of a reward model
 gather_params                     full tensors under ZeRO-3
 probe                             fingerprint of the live engine

@@ -69,7 +69,7 @@ def add_adapter(
 
 
 def continue_adapter(adapted: nn.Module, folder: Path) -> None:
-    """Load the adapter of a PEFT folder, and keep a copy of it for `as_it_began`.
+    """Load the adapter of a PEFT folder, and keep a copy of it for `initial_weights`.
 
     Raises:
         ArtifactError: as `load_into`.
@@ -121,7 +121,7 @@ _SAME = ("r", "lora_alpha", "use_rslora", "use_dora", "rank_pattern", "alpha_pat
 
 
 @contextlib.contextmanager
-def as_it_began(adapted: Any) -> Iterator[None]:
+def initial_weights(adapted: Any) -> Iterator[None]:
     """Switch to the weights before the first step: no adapter, or the one of `continue_adapter`."""
     initial: list[tuple[nn.Parameter, torch.Tensor]] | None = getattr(adapted, "initial", None)
     if initial is None:

@@ -17,7 +17,7 @@ from tasks.training.model.adapter import add_adapter, continue_adapter
 from tasks.training.model.base import DTYPES, load_base, partitioned
 from tasks.training.model.fused_lora import fuse
 from tasks.training.model.head import gather_at_once
-from tasks.training.model.packed_model import take_rows
+from tasks.training.model.packed_model import accept_packed_rows
 from tasks.training.model.score_head import padding_id
 from tasks.training.tokens.data import end_ids
 
@@ -73,7 +73,7 @@ def _model(job: TrainJob, ranks: Ranks, config: dict[str, Any], tokenizer: Any, 
     settings = job.settings
     pad = padding_id(tokenizer.pad_token_id, end_ids(job.side_files, tokenizer))
     model = load_base(job, ranks, config, head=head, pad=pad)
-    take_rows(model)
+    accept_packed_rows(model)
     if settings.gradient_checkpointing:
         reentrant = settings.gradient_checkpointing_reentrant
         model.gradient_checkpointing_enable({"use_reentrant": reentrant})

@@ -1,9 +1,10 @@
 """Forward passes over packed rows: log-probabilities of supervised tokens, or scores.
 
 `model(row=row)` runs the trunk once over the row. A causal model applies its head to the supervised
-positions only (`head.py`) and returns their log-probabilities, or what `Asked` names. A model with
-a score head returns one score per sequence. Without `row` the model works as before. Its forward
-method is replaced, not wrapped, so that ZeRO-3's hooks and parameter names stay as they are.
+positions only (`head.py`) and returns their log-probabilities, or the results that `TokenOutputs`
+selects. A model with a score head returns one score per sequence. Without `row` the model works as
+before. Its forward method is replaced, not wrapped, so that ZeRO-3's hooks and parameter names stay
+as they are.
 """
 
 from __future__ import annotations
@@ -28,8 +29,8 @@ four times the rounding of bf16 and fp16, to allow for all layers; more for fp32
 
 
 @dataclass(frozen=True)
-class Asked:
-    """Request to a causal model: its result for each supervised token of a row.
+class TokenOutputs:
+    """Results to compute for each supervised token of a row.
 
     Attributes:
         temperature: sampling temperature of the log-probabilities.
@@ -42,10 +43,10 @@ class Asked:
     states: bool = False
 
 
-PLAIN = Asked()
+PLAIN = TokenOutputs()
 
 
-def take_rows(model: Any) -> None:
+def accept_packed_rows(model: Any) -> None:
     """Let a causal model, or one with a score head, accept packed rows.
 
     Args:
@@ -56,10 +57,10 @@ def take_rows(model: Any) -> None:
     """
     _require_packable(model)
     original = model.forward
-    measure = _scores if hasattr(model, "score") else _of_tokens
+    measure = _scores if hasattr(model, "score") else _token_outputs
 
     def forward(
-        self: Any, *args: Any, row: Row | None = None, asked: Asked = PLAIN, **kwargs: Any
+        self: Any, *args: Any, row: Row | None = None, outputs: TokenOutputs = PLAIN, **kwargs: Any
     ) -> Any:
         if row is None:
             return original(*args, **kwargs)
@@ -76,7 +77,7 @@ def take_rows(model: Any) -> None:
         out = self.base_model(
             input_ids=row.ids, position_ids=row.positions, use_cache=False, **extra
         )
-        return measure(self, out.last_hidden_state[0], row, asked)
+        return measure(self, out.last_hidden_state[0], row, outputs)
 
     model.forward = types.MethodType(forward, model)
     if model._supports_attention_backend and model.config._attn_implementation == "sdpa":
@@ -94,18 +95,18 @@ def give_back_attention(model: Any, name: str) -> None:
         model.set_attn_implementation(name)
 
 
-def _scores(model: Any, hidden_TH: torch.Tensor, row: Row, asked: Asked) -> torch.Tensor:
+def _scores(model: Any, hidden_TH: torch.Tensor, row: Row, outputs: TokenOutputs) -> torch.Tensor:
     scores: torch.Tensor = model.score(hidden_TH[row.ends])
     return scores[:, 0].float()
 
 
-def _of_tokens(model: Any, hidden_TH: torch.Tensor, row: Row, asked: Asked) -> Any:
-    """Return (N,) log-probabilities, with (N,) entropies if asked for; or (N, H) hidden states."""
+def _token_outputs(model: Any, hidden_TH: torch.Tensor, row: Row, outputs: TokenOutputs) -> Any:
+    """Return (N,) log-probabilities, with (N,) entropies if wanted; or (N, H) hidden states."""
     hidden = hidden_TH[row.wanted]
-    if asked.states:
+    if outputs.states:
         return hidden
-    scaling, head = Scaling.of(model.config, asked.temperature), model.get_output_embeddings()
-    measure = token_logprobs_and_entropies if asked.entropy else token_logprobs
+    scaling, head = Scaling.of(model.config, outputs.temperature), model.get_output_embeddings()
+    measure = token_logprobs_and_entropies if outputs.entropy else token_logprobs
     return measure(head, hidden, row.targets, scaling)
 
 
@@ -139,7 +140,7 @@ def require_same(engine: Any, row: Row) -> None:
     ranks take part, with the same row.
 
     Args:
-        engine: the DeepSpeed engine, or a model after `take_rows`.
+        engine: the DeepSpeed engine, or a model after `accept_packed_rows`.
         row: at least two short sequences, see `packing.trial_row`.
 
     Raises:

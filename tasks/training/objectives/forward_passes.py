@@ -11,7 +11,7 @@ import torch
 
 from tasks.training.engine.deepspeed_engine import Ranks
 from tasks.training.job import Batch
-from tasks.training.model.adapter import as_it_began
+from tasks.training.model.adapter import initial_weights
 from tasks.training.objectives import Loss, ModelOutput, Objective
 from tasks.training.tokens.examples import Examples
 from tasks.training.tokens.order import Counts, HeldOut, heldout_rounds
@@ -120,7 +120,7 @@ class Passes:
         if stored is not None:
             of_roles = stored.view(len(row.examples), len(self.objective.roles))
             return of_roles[:, list(roles)].reshape(-1)
-        with as_it_began(self.engine.module):
+        with initial_weights(self.engine.module):
             return row.sums(self.engine(row=row))
 
 

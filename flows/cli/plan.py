@@ -53,7 +53,7 @@ def check(steps: Sequence[Step], *, shown: bool = False) -> None:
         rank = memory_of(settings, rewarded=step.rewarded)
         try:
             warnings = preflight(
-                settings, step.composed.runs, rank, **step.earlier, typed=step.typed
+                findings(settings, step.composed.runs, rank, **step.earlier, typed=step.typed)
             )
         except ConfigError as error:
             problems.append(_with_step(error, step))

@@ -13,25 +13,31 @@ from flows.chain import stages as chain_stages
 from flows.cli.config import compose_config
 from tasks.config.checks import adapter, findings, machine, preflight, ranges
 from tasks.core.errors import ConfigError
+from tasks.core.finding import Finding
 from tasks.core.machine import left_in_container
 
 SIZES = st.integers(1, 64)
 
 
+def divides(size: int, micro: int, nproc: int, nodes: int) -> list[Finding]:
+    sizes = {"global_batch_size": size, "micro_batch_size": micro}
+    return ranges.divides({**sizes, "nproc": nproc, "nodes": nodes})
+
+
 @given(SIZES, SIZES, SIZES, st.integers(1, 4096))
 def test_batches_divide_or_the_offered_sizes_do(m: int, n: int, k: int, size: int) -> None:
-    problems = ranges.divides(global_size=size, micro=m, nproc=n, nodes=k)
+    problems = divides(size, m, n, k)
     assert bool(problems) == (size % (m * n * k) != 0)
     for finding in problems:
         for offer in finding.override.split(" or "):
             offered = int(offer.removeprefix("train.global_batch_size="))
-            assert ranges.divides(global_size=offered, micro=m, nproc=n, nodes=k) == []
+            assert divides(offered, m, n, k) == []
             assert abs(offered - size) < m * n * k
 
 
 @pytest.mark.parametrize("size", [0, -64])
 def test_a_batch_of_nothing_is_refused(size: int) -> None:
-    (finding,) = ranges.divides(global_size=size, micro=32, nproc=2, nodes=1)
+    (finding,) = divides(size, 32, 2, 1)
     assert finding.override == "train.global_batch_size=64"
 
 
@@ -238,7 +244,7 @@ def test_all_problems_in_one_message_and_quickly(tmp_path: Path) -> None:
     )
     before = time.perf_counter()
     with pytest.raises(ConfigError) as caught:
-        preflight(composed.settings, tmp_path)
+        preflight(findings(composed.settings, tmp_path))
     assert time.perf_counter() - before < 0.3
     what = [line.partition(":")[0] for line in caught.value.details]
     assert what == ["model.path", "peft and zero", "train.global_batch_size", "data.path"]

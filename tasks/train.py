@@ -112,8 +112,8 @@ def train(
     job, begun = begin(
         job,
         resume,
-        to_universal=lambda engine, universal: run(
-            python_child("tasks.training.engine.universal", str(engine), str(universal))
+        to_universal=lambda saved, universal: run(
+            python_child("tasks.training.engine.universal", str(saved), str(universal))
         ),
     )
     if begun.step:

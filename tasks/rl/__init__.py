@@ -1,6 +1,7 @@
 """Online reinforcement learning: the policy learns from responses that it samples itself.
 
-run, loop     one training rank; one iteration: sync weights, sample, score, train
+run, setup    one training rank; its models
+loop          one iteration: sync weights, sample, score, train
 update        optimizer steps on one iteration's responses
 rewards       a reward model, a Python function, an HTTP endpoint
 rollout       sampling with vLLM or transformers, and weight sync

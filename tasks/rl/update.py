@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -14,14 +14,11 @@ from torch import nn
 from tasks.rl.algorithms import correction
 from tasks.rl.algorithms.batch import Advantages, Totals
 from tasks.rl.algorithms.policy_loss import LossInputs
-from tasks.rl.algorithms.registry import Recipe
 from tasks.rl.algorithms.value_loss import value_loss
 from tasks.rl.experience.critic import Critic
 from tasks.rl.experience.packed_rows import Experience
 from tasks.rl.learner import Learner
-from tasks.rl.settings import Loop, Rollout
-from tasks.training.engine.deepspeed_engine import Ranks
-from tasks.training.job import Settings, TrainJob
+from tasks.rl.setup import Setup
 from tasks.training.model.packed_model import TokenOutputs, model_of
 from tasks.training.objectives import Loss
 from tasks.training.steps import begin_random, set_lr
@@ -35,44 +32,29 @@ class Minibatch(NamedTuple):
     totals: Totals
 
 
-@dataclass(frozen=True)
-class MinibatchDealer:
-    """Deals an iteration's responses to optimizer steps.
+def minibatches(setup: Setup, iteration: int, experience: Experience) -> Iterator[Minibatch]:
+    """Yield this rank's minibatches of all epochs, each epoch in an order of its own.
 
-    Attributes:
-        settings: seed and batch sizes of the run.
-        passes: passes over all responses (PPO epochs).
-        max_new_tokens: token limit of a response.
+    Rows have about equally many tokens. The rest of an epoch that fills no minibatch is left out.
+
+    Args:
+        setup: models and settings of the run.
+        iteration: 1, 2, ...; with the seed it determines the orders.
+        experience: the responses.
     """
-
-    settings: Settings
-    passes: int
-    max_new_tokens: int
-
-    def minibatches(
-        self, iteration: int, experience: Experience, ranks: Ranks
-    ) -> Iterator[Minibatch]:
-        """Yield this rank's minibatches of all passes, each pass in an order of its own.
-
-        Rows have about equally many tokens. The rest of a pass that fills no minibatch is left out.
-
-        Args:
-            iteration: 1, 2, ...; with the seed it determines the orders.
-            experience: the responses.
-            ranks: this process and its peers.
-        """
-        size = self.settings.batch.global_batch_size
-        lengths = experience.examples.lengths.sum(axis=1)
-        count = self.settings.batch.accumulation(ranks.world_size) * ranks.world_size
-        for number in range(self.passes):
-            order = np.random.default_rng([self.settings.seed, iteration, number])
-            places = order.permutation(len(lengths))
-            for start in range(0, len(places) - size + 1, size):
-                chosen = places[start : start + size]
-                rows = deal(lengths[chosen], count)[ranks.rank :: ranks.world_size]
-                tokens = int(experience.lengths[torch.from_numpy(chosen)].sum())
-                totals = Totals(tokens, size, self.max_new_tokens)
-                yield Minibatch([[int(chosen[i]) for i in row] for row in rows], totals)
+    settings, ranks = setup.job.settings, setup.ranks
+    size = settings.batch.global_batch_size
+    lengths = experience.examples.lengths.sum(axis=1)
+    count = settings.batch.accumulation(ranks.world_size) * ranks.world_size
+    for epoch in range(setup.loop.ppo_epochs):
+        order = np.random.default_rng([settings.seed, iteration, epoch])
+        places = order.permutation(len(lengths))
+        for start in range(0, len(places) - size + 1, size):
+            chosen = places[start : start + size]
+            rows = deal(lengths[chosen], count)[ranks.rank :: ranks.world_size]
+            tokens = int(experience.lengths[torch.from_numpy(chosen)].sum())
+            totals = Totals(tokens, size, setup.rollout.max_new_tokens)
+            yield Minibatch([[int(chosen[i]) for i in row] for row in rows], totals)
 
 
 @dataclass(frozen=True)
@@ -99,41 +81,31 @@ class Updater:
     """Takes the optimizer steps of policy and critic.
 
     Attributes:
-        engine: the DeepSpeed engine of the policy.
-        critic: None if the algorithm has no critic.
-        ranks: this process and its peers.
-        job: the training job.
-        loop: section `rl`.
-        rollout: section `rollout`.
-        recipe: the algorithm.
+        setup: models and settings of the run.
     """
 
-    engine: Any
-    critic: Critic | None
-    ranks: Ranks
-    job: TrainJob
-    loop: Loop
-    rollout: Rollout
-    recipe: Recipe
+    setup: Setup
 
     @property
     def steps(self) -> int:
         """Optimizer steps per iteration."""
-        responses = self.loop.rollout_batch_size * self.loop.num_generations
-        return self.loop.ppo_epochs * (responses // self.job.settings.batch.global_batch_size)
+        loop, batch = self.setup.loop, self.setup.job.settings.batch
+        responses = loop.rollout_batch_size * loop.num_generations
+        return loop.ppo_epochs * (responses // batch.global_batch_size)
 
     @cached_property
     def _policy_learner(self) -> Learner:
-        hint = f"train.lr={self.job.settings.optim.lr / 10:g}, or rl.kl_coef=<more>"
-        return Learner(self.engine, self.ranks, self.job, whose="the policy's", hint=hint)
+        setup = self.setup
+        hint = f"train.lr={setup.job.settings.optim.lr / 10:g}, or rl.kl_coef=<more>"
+        return Learner(setup.engine, setup.ranks, setup.job, whose="the policy's", hint=hint)
 
     @cached_property
     def _critic_learner(self) -> Learner:
         """The critic's learner. First used while the critic is active, so its gradients are on."""
-        assert self.critic is not None
-        hint = f"rl.critic_lr={self.critic.optim.lr / 10:g}"
-        engine = self.critic.engine
-        return Learner(engine, self.ranks, self.job, whose="the critic's", hint=hint)
+        setup, critic = self.setup, self.setup.critic
+        assert critic is not None
+        hint = f"rl.critic_lr={critic.optim.lr / 10:g}"
+        return Learner(critic.engine, setup.ranks, setup.job, whose="the critic's", hint=hint)
 
     def measures(self, responses: int) -> bool:
         """Return True if the update's own forward passes measure the old log-probabilities.
@@ -141,14 +113,14 @@ class Updater:
         They do if a single step trains on all `responses` without dropout: this saves one forward
         pass over everything.
         """
-        whole = self.loop.ppo_epochs == 1 and responses == self.job.settings.batch.global_batch_size
-        return whole and not self._drops
+        size = self.setup.job.settings.batch.global_batch_size
+        return self.setup.loop.ppo_epochs == 1 and responses == size and not self._drops
 
     @cached_property
     def _drops(self) -> bool:
         """True if the model has dropout: training passes then differ from measuring passes."""
-        modules = self.engine.module.modules()
-        config = model_of(self.engine.module).config.get_text_config().to_dict()
+        modules = self.setup.engine.module.modules()
+        config = model_of(self.setup.engine.module).config.get_text_config().to_dict()
         return any(isinstance(module, nn.Dropout) and module.p > 0 for module in modules) or any(
             isinstance(value, float) and value > 0
             for name, value in config.items()
@@ -170,19 +142,15 @@ class Updater:
         Raises:
             TrainingError: on every rank, if a loss or gradient is not finite, or from `compare`.
         """
-        optim, critic_only = self.job.settings.optim, iteration <= self.loop.critic_warmup
-        steps, critic = self.steps * of, self.critic
+        setup, steps = self.setup, self.steps * of
+        settings, critic = setup.job.settings, setup.critic
         history: dict[str, list[float]] = {}
-        dealer = MinibatchDealer(
-            self.job.settings, self.loop.ppo_epochs, self.rollout.max_new_tokens
-        )
-        minibatches = dealer.minibatches(iteration, inputs.experience, self.ranks)
-        for number, minibatch in enumerate(minibatches):
-            step = (iteration - 1) * self.steps + number + 1
-            begin_random(self.job.settings.seed, step=step, rank=self.ranks.rank)
+        first = (iteration - 1) * self.steps + 1
+        for step, minibatch in enumerate(minibatches(setup, iteration, inputs.experience), first):
+            begin_random(settings.seed, step=step, rank=setup.ranks.rank)
             metrics: dict[str, float] = {}
-            if not critic_only:
-                lr = set_lr(self.engine, optim, step=step, steps=steps)
+            if iteration > setup.loop.critic_warmup:
+                lr = set_lr(setup.engine, settings.optim, step=step, steps=steps)
                 metrics |= {"lr": lr, **self._step_policy(step, minibatch, inputs, compare)}
             if critic is not None:
                 lr = set_lr(critic.engine, critic.optim, step=step, steps=steps)
@@ -194,13 +162,15 @@ class Updater:
     def _step_policy(
         self, step: int, minibatch: Minibatch, inputs: UpdateInputs, compare: Compare
     ) -> dict[str, float]:
-        outputs = TokenOutputs(self.rollout.temperature, entropy=self.loop.entropy_coef != 0)
-        policy_loss = self.recipe.policy_loss(self.loop, kl_coef=inputs.kl_coef)
+        setup, loop = self.setup, self.setup.loop
+        outputs = TokenOutputs(setup.rollout.temperature, entropy=loop.entropy_coef != 0)
+        policy_loss = setup.recipe.policy_loss(loop, kl_coef=inputs.kl_coef)
         experience, old = inputs.experience, list[torch.Tensor]()
         comparison: dict[str, float] = {}
 
         def loss_of(chosen: list[int]) -> Loss:
-            output = self.engine(row=experience.row(chosen).to(self.ranks.device), outputs=outputs)
+            row = experience.row(chosen).to(setup.ranks.device)
+            output = setup.engine(row=row, outputs=outputs)
             logprobs, entropy = output if outputs.entropy else (output, None)
             stored = experience.old
             old.append(logprobs.detach() if stored is None else stored[experience.places(chosen)])
@@ -209,7 +179,9 @@ class Updater:
 
         def check() -> None:
             rows = [tuple(row) for row in minibatch.rows]
-            comparison.update(compare(experience.with_measurements(self.ranks, rows, {"old": old})))
+            comparison.update(
+                compare(experience.with_measurements(setup.ranks, rows, {"old": old}))
+            )
 
         check_now = check if experience.old is None else None
         metrics, norm = self._policy_learner.step(step, minibatch.rows, loss_of, check_now)
@@ -219,7 +191,7 @@ class Updater:
         self, inputs: UpdateInputs, chosen: Sequence[int], old: torch.Tensor,
         entropy: torch.Tensor | None, totals: Totals,
     ) -> LossInputs:  # fmt: skip
-        experience, device, loop = inputs.experience, self.ranks.device, self.loop
+        experience, device, loop = inputs.experience, self.setup.ranks.device, self.setup.loop
         places, lengths = experience.places(chosen), experience.lengths[list(chosen)].to(device)
         old_n, sampled_n = old.float().to(device), experience.sampled[places].to(device)
         bounds = {"high": loop.correction_high, "low": loop.correction_low}
@@ -242,7 +214,7 @@ class Updater:
         before = experience.values
         assert before is not None
         assert returns is not None
-        device = self.ranks.device
+        device = self.setup.ranks.device
 
         with critic.active() as engine:
 
@@ -250,7 +222,7 @@ class Updater:
                 places = experience.places(chosen)
                 values = engine(experience.row(chosen).to(device))
                 old, target = before[places].to(device), returns[places].to(device)
-                return value_loss(values, old, target, minibatch.totals, self.loop.value_clip)
+                return value_loss(values, old, target, minibatch.totals, self.setup.loop.value_clip)
 
             metrics, norm = self._critic_learner.step(step, minibatch.rows, loss_of)
         total = metrics.pop("loss")

@@ -121,7 +121,7 @@ class TrainJob:
         out: folder of the `shards` artifact.
         checkpoints: folder of this run's checkpoints.
         resume: checkpoint to resume from.
-        universal: the engine of that checkpoint in DeepSpeed's universal form, if the number of
+        universal: the engines of that checkpoint in DeepSpeed's universal form, if the number of
             ranks has changed.
         identity: values that a checkpoint has to agree with, by dotted name.
         tokens: folder of tokenised data that runs share.

@@ -16,7 +16,7 @@ from tasks.training.engine.deepspeed_engine import Ranks
 from tasks.training.job import TrainJob
 from tasks.training.objectives import Objective
 from tasks.training.objectives.forward_passes import Passes, Sums
-from tasks.training.selection import direction, has_stopped, judge
+from tasks.training.selection import best_to_load, due, evaluate_if_due, has_stopped
 from tasks.training.steps import Stepper, Taken
 from tasks.training.tokens.examples import Examples
 from tasks.training.tokens.order import Counts, Order
@@ -73,7 +73,8 @@ class Trainer:
         stepper = Stepper(self._passes, self.job, self.examples, order)
         while progress.step < order.steps and not has_stopped(progress, settings.evaluate):
             self._note(stepper.take(progress.step + 1), last=order.steps)
-            self._evaluate_and_save(last=order.steps)
+            if evaluate_if_due(progress, settings, order.steps, self.evaluate):
+                saving.save(self.engine, self.job, self.ranks, progress)
         stepper.close()
         return self._leave()
 
@@ -111,7 +112,8 @@ class Trainer:
         progress.skipped = progress.skipped + 1 if taken.skipped else 0
         if self.job.settings.dtype == "float16":
             record["skipped"] = float(taken.skipped)
-        if self.ranks.first and progress.step in (*self._every(self.job.settings.log_every), last):
+        shown = due(self.job.settings.log_every, progress.step) or progress.step == last
+        if self.ranks.first and shown:
             emit("step", **record)
         if progress.skipped >= MAX_SKIPPED:
             good = checkpoint.last_good(self.job.checkpoints)
@@ -121,28 +123,11 @@ class Trainer:
                 hint="model.dtype=bfloat16, or a smaller train.lr",
             )
 
-    def _every(self, steps: int) -> tuple[int, ...]:
-        """Return the step just taken if it is a multiple of `steps`; 0 means never."""
-        step = self.progress.step
-        return (step,) if steps and step % steps == 0 else ()
-
-    def _evaluate_and_save(self, *, last: int) -> None:
-        settings, progress = self.job.settings, self.progress
-        how, improved = settings.evaluate, False
-        if self._every(how.eval_steps) or progress.step == last:
-            when = "after" if progress.step == last else "during"
-            sign = direction(settings.objective, how.best_metric)
-            improved = judge(progress, self.evaluate(when), how, sign)
-        wanted = improved and (how.keep == "best" or settings.save_steps > 0)
-        if progress.step < last and (wanted or self._every(settings.save_steps)):
-            saving.save(self.engine, self.job, self.ranks, progress)
-
     def _leave(self) -> dict[str, float]:
         """Load the best weights if `train.keep=best`; return the evaluation of those kept."""
-        progress, best = self.progress, self.progress.best
-        latest = {k: v for k, v in progress.evaluations[-1].items() if k != "step"}
-        if self.job.settings.evaluate.keep == "last" or best is None or best.step == progress.step:
-            return latest
+        best = best_to_load(self.progress, self.job.settings.evaluate)
+        if best is None:
+            return {k: v for k, v in self.progress.evaluations[-1].items() if k != "step"}
         path = self.job.checkpoints / checkpoint.name_of(best.step)
         saving.load_weights(self.engine, path, self.ranks)
         return self.evaluate("best")

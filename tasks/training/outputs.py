@@ -1,21 +1,46 @@
-"""Files that rank 0 writes beside the partitions: configs, tokenizer, metrics, fingerprint."""
+"""Write the `shards` artifact: partitions, and from rank 0 configs, tokenizer, metrics."""
 
 from __future__ import annotations
 
 import copy
 import json
 import shutil
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+from tasks.core.errors import TrainingError
 from tasks.drift.fingerprint import Fingerprint
 from tasks.drift.reward_scores import SCORES, ScorePrint
 from tasks.drift.verdict import FINGERPRINT
-from tasks.training.engine.checkpoint import PARTITIONS, Progress
-from tasks.training.engine.partitions import describe
+from tasks.training.engine.checkpoint import PARTITIONS, SHARDS, Progress
+from tasks.training.engine.deepspeed_engine import Ranks
+from tasks.training.engine.partitions import describe, not_finite, own_partitions, write_partitions
 from tasks.training.job import TrainJob
 from tasks.training.objectives.heldout_scores import HeldOutScores
 from tasks.training.tokens.example_spec import holds_texts
+
+
+def write_shards(model: Any, out: Path, ranks: Ranks, *, what: str = "trained tensors") -> None:
+    """Write this rank's partitions of the trained tensors to `out / "shards"`.
+
+    Args:
+        model: the trained model.
+        out: folder of the artifact.
+        ranks: the process group.
+        what: name of the tensors in the error.
+
+    Raises:
+        TrainingError: a partition holds NaN or infinity.
+    """
+    partitions = own_partitions(model, rank=ranks.rank, world_size=ranks.world_size)
+    if broken := not_finite(partitions):
+        raise TrainingError(
+            f"after the last step {len(broken)} {what} are not finite, first {broken[0]} on rank "
+            f"{ranks.rank}",
+            details=broken[:20],
+        )
+    write_partitions(partitions, out / SHARDS, rank=ranks.rank, world_size=ranks.world_size)
 
 
 def write_common(
@@ -41,10 +66,10 @@ def write_common(
     """
     settings, out = job.settings, job.out
     mark = FINGERPRINT if isinstance(measured, Fingerprint) else SCORES
-    write_partitions(job, model, out / PARTITIONS)
+    write_partition_index(job, model, out / PARTITIONS)
     write_configs(job, model)
     tokenizer.save_pretrained(out / "tokenizer")
-    _write_json(
+    write_json(
         out / "train.json",
         {
             "objective": settings.objective,
@@ -56,16 +81,16 @@ def write_common(
             "base_digest": job.base_digest,
             "texts": holds_texts(job.data / "heldout.jsonl"),  # raw texts need no chat template
             "print": mark,  # file name of the fingerprint
-            "scores": scores.as_dict() if scores else None,
+            "scores": asdict(scores) if scores else None,
         },
     )
     measured.save(out / mark)
 
 
-def write_partitions(job: TrainJob, model: Any, path: Path) -> None:
+def write_partition_index(job: TrainJob, model: Any, path: Path) -> None:
     """Write `partitions.json`: trained tensors, their shapes and how ranks partition them."""
     settings = job.settings
-    _write_json(
+    write_json(
         path,
         describe(
             model,
@@ -111,5 +136,6 @@ def _write_model_config(job: TrainJob, model: Any) -> None:
         model.generation_config.save_pretrained(job.out)
 
 
-def _write_json(path: Path, document: dict[str, Any]) -> None:
+def write_json(path: Path, document: dict[str, Any]) -> None:
+    """Write a document as JSON with sorted keys."""
     path.write_text(json.dumps(document, indent=1, sort_keys=True) + "\n")

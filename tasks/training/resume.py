@@ -91,7 +91,7 @@ def begin(
     Args:
         job: settings and paths of the run.
         how: see `choose`.
-        to_universal: converts a DeepSpeed checkpoint (first folder) to a universal one (second).
+        to_universal: converts the engines of a checkpoint (first folder) to universal ones.
             Called only if the number of ranks has changed.
 
     Returns:
@@ -113,7 +113,7 @@ def begin(
         _require_convertible(saved, job.settings)
         universal = job.checkpoints / "universal"
         shutil.rmtree(universal, ignore_errors=True)
-        to_universal(saved.path / checkpoint.ENGINE, universal)
+        to_universal(saved.path, universal)
         job = replace(job, universal=universal)
     return job, saved.progress
 

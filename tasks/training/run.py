@@ -3,27 +3,24 @@
 from __future__ import annotations
 
 import time
-from typing import Any
 
-from tasks.core.errors import TrainingError
 from tasks.core.events import emit
 from tasks.serving.bf16_linear import use_fp32_where_faster
-from tasks.training.engine.check_same_versions import require_alike
+from tasks.training.engine.check_same_versions import require_same_versions
 from tasks.training.engine.checkpoint import Progress
 from tasks.training.engine.deepspeed_engine import Ranks, start_engine
-from tasks.training.engine.partitions import not_finite, own_shares, write_shares
 from tasks.training.engine.saving import restore
 from tasks.training.engine.zero_config import deepspeed_config
 from tasks.training.job import TrainJob
 from tasks.training.loop import Trainer
 from tasks.training.model.build import load_model, load_tokenizer
-from tasks.training.model.packed_model import give_back_attention, model_of, require_same
+from tasks.training.model.packed_model import model_of, require_same, restore_attention
 from tasks.training.model.probe import measure_fingerprint
 from tasks.training.objectives import objective
 from tasks.training.objectives.forward_passes import Passes
 from tasks.training.objectives.heldout_scores import heldout_scores
 from tasks.training.objectives.reference_logprobs import with_reference
-from tasks.training.outputs import write_common
+from tasks.training.outputs import write_common, write_shards
 from tasks.training.tokens.data import load_split
 from tasks.training.tokens.packing import trial_row
 
@@ -43,11 +40,10 @@ def train_with(ranks: Ranks, job: TrainJob, started: float) -> None:
         use_fp32_where_faster()
     settings = job.settings
     if settings.launch.nodes > 1:
-        require_alike(ranks)
+        require_same_versions(ranks)
     chosen = objective(settings.objective, vars(settings.loss))
-    config = deepspeed_config(settings, ranks.world_size, gpu=ranks.gpu)
-    if job.universal is not None:
-        config["checkpoint"] = {"load_universal": True}
+    universal = job.universal is not None
+    config = deepspeed_config(settings, ranks.world_size, gpu=ranks.gpu, universal=universal)
     tokenizer = load_tokenizer(job)
     train, heldout = (
         load_split(job, split, roles=chosen.roles, tokenizer=tokenizer, ranks=ranks)
@@ -66,11 +62,11 @@ def train_with(ranks: Ranks, job: TrainJob, started: float) -> None:
     if ranks.first:
         emit("ready", startup_s=time.time() - started, device=str(ranks.device))
     after = Trainer(engine, ranks, job, chosen, train, heldout, progress).run()
-    write_own(engine.module, job, ranks)
+    write_shards(engine.module, job.out, ranks)
     scores = None
     if chosen.head == "score":
         scores = heldout_scores(passes, heldout, settings.batch)
-    give_back_attention(model_of(engine.module), settings.attn_implementation)
+    restore_attention(model_of(engine.module), settings.attn_implementation)
     measured = measure_fingerprint(
         engine, heldout, head=chosen.head, count=settings.probes, device=ranks.device
     )
@@ -101,20 +97,3 @@ def _metrics(progress: Progress, after: dict[str, float]) -> dict[str, float]:
     if progress.best is not None:
         metrics["best_step"] = float(progress.best.step)
     return metrics
-
-
-def write_own(model: Any, job: TrainJob, ranks: Ranks) -> None:
-    """Write this rank's partitions of the trained tensors.
-
-    Raises:
-        TrainingError: a partition holds NaN or infinity.
-    """
-    shares = own_shares(model, rank=ranks.rank, world_size=ranks.world_size)
-    broken = not_finite(shares)
-    if broken:
-        raise TrainingError(
-            f"after the last step {len(broken)} trained tensors are not finite, "
-            f"first {broken[0]} on rank {ranks.rank}",
-            details=broken[:20],
-        )
-    write_shares(shares, job.out / "shards", rank=ranks.rank, world_size=ranks.world_size)

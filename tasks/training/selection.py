@@ -1,13 +1,13 @@
-"""Choice of the best evaluation, and early stopping. Knows no torch."""
+"""When to evaluate and save, the best evaluation, and early stopping. Knows no torch."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 
 from tasks.core.errors import ConfigError
 from tasks.training.engine.checkpoint import Best, Progress
-from tasks.training.job import Evaluate
+from tasks.training.job import Evaluate, Settings
 
 _PAIRS = {
     "accuracy": 1, "margin": 1, "reward_chosen": 1, "reward_rejected": -1,
@@ -74,3 +74,37 @@ def judge(progress: Progress, measures: Mapping[str, float], how: Evaluate, sign
 def has_stopped(progress: Progress, how: Evaluate) -> bool:
     """Return True if early stopping ends the run: too many evaluations without improvement."""
     return 0 < how.early_stop_patience <= progress.waited
+
+
+def due(every: int, step: int) -> bool:
+    """Return True if the step is a multiple of `every`; 0 means never."""
+    return bool(every) and step % every == 0
+
+
+def evaluate_if_due(
+    progress: Progress,
+    settings: Settings,
+    last: int,
+    evaluate: Callable[[str], Mapping[str, float]],
+) -> bool:
+    """Evaluate the weights after a step if it is due; return True if a checkpoint is due, too.
+
+    Args:
+        progress: of the run; gets the evaluation.
+        settings: of the run.
+        last: its last step.
+        evaluate: called with `during` or `after`; returns loss and metrics.
+    """
+    how, improved = settings.evaluate, False
+    if due(how.eval_steps, progress.step) or progress.step == last:
+        sign = direction(settings.objective, how.best_metric)
+        measures = evaluate("after" if progress.step == last else "during")
+        improved = judge(progress, measures, how, sign)
+    wanted = improved and (how.keep == "best" or settings.save_steps > 0)
+    return progress.step < last and (wanted or due(settings.save_steps, progress.step))
+
+
+def best_to_load(progress: Progress, how: Evaluate) -> Best | None:
+    """Return the best evaluation if its weights are delivered and are not the current ones."""
+    best = progress.best
+    return None if how.keep == "last" or best is None or best.step == progress.step else best

@@ -14,7 +14,7 @@ import torch
 
 from tasks.training.accumulate import Accumulator
 from tasks.training.engine.nan_guard import Trace
-from tasks.training.engine.schedule import Shape, factor, warmup_steps
+from tasks.training.engine.schedule import factor
 from tasks.training.job import Optim, TrainJob
 from tasks.training.memory.mfu import meter
 from tasks.training.objectives.forward_passes import Passes
@@ -102,13 +102,7 @@ class Stepper:
 
 def set_lr(engine: Any, optim: Optim, *, step: int, steps: int) -> float:
     """Set the optimizer's learning rate for step `step` of `steps`, and return it."""
-    lr = optim.lr * factor(
-        optim.scheduler,
-        step=step,
-        total=steps,
-        warmup=warmup_steps(steps, optim.warmup_ratio),
-        shape=Shape(optim.min_lr_ratio, optim.decay_ratio, optim.power, optim.num_cycles),
-    )
+    lr = optim.lr * factor(optim, step=step, total=steps)
     for group in engine.optimizer.param_groups:
         group["lr"] = lr
     return lr

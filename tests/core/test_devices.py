@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import os
 from collections.abc import Callable, Iterator
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -27,7 +27,6 @@ from tasks.rl.algorithms.policy_loss import LossInputs, PolicyLoss
 from tasks.rl.algorithms.value_loss import value_loss
 from tasks.rl.experience.packed_rows import Experience, measure_tokens, pack_experience
 from tasks.rl.experience.responses import Prompt, Response, ScoredResponse
-from tasks.rl.rewards.model import _examples
 from tasks.rl.rollout.decode_batch import DecodeBatch, DecodeRequest, cut
 from tasks.rl.rollout.hf_engine import sample
 from tasks.rl.rollout.merged import merged_tensors
@@ -38,13 +37,14 @@ from tasks.serving.vllm.colocation import Generated
 from tasks.training import run
 from tasks.training.engine.deepspeed_engine import Ranks
 from tasks.training.engine.nan_guard import Watch
-from tasks.training.engine.partitions import own_shares
+from tasks.training.engine.partitions import own_partitions
 from tasks.training.job import Batch, Peft, Zero
 from tasks.training.model import base, pissa, probe
 from tasks.training.model.packed_model import TokenOutputs, accept_packed_rows, require_same
 from tasks.training.objectives import objective
 from tasks.training.objectives.forward_passes import Passes, Sums
 from tasks.training.objectives.heldout_scores import heldout_scores
+from tasks.training.tokens.examples import Examples
 from tasks.training.tokens.order import Counts
 from tasks.training.tokens.packing import trial_row
 from tests.elsewhere import DEVICE, Elsewhere
@@ -194,7 +194,7 @@ def _loss_inputs(
 
     loop = SimpleNamespace(correction="sequence_mask", correction_high=9.0, correction_low=0.0)
     inputs = UpdateInputs(experience, SimpleNamespace(advantages_N=estimated), 0.0)  # type: ignore[arg-type]
-    updater: Any = SimpleNamespace(ranks=ranks(device), loop=loop)
+    updater: Any = SimpleNamespace(setup=SimpleNamespace(ranks=ranks(device), loop=loop))
     old = experience.old[experience.places(chosen)]
     return Updater._loss_inputs(updater, inputs, chosen, old, entropies, Totals(5, 2, 8))
 
@@ -262,7 +262,7 @@ def test_scores_of_a_reward_model(elsewhere: None) -> None:
         model = scoring(device)
         accept_packed_rows(model)
         passes = Passes(Engine(model), ranks(device), objective("reward", {}))
-        return heldout_scores(passes, _examples(PROBES), Batch(2, 2, max_len=64)).as_dict()
+        return asdict(heldout_scores(passes, Examples.of_texts(PROBES), Batch(2, 2, max_len=64)))
 
     mine, theirs = on_both(spread)
     assert mine == pytest.approx(theirs, abs=1e-5)
@@ -274,7 +274,7 @@ def test_partitions_and_synced_weights(elsewhere: None, tmp_path: Path) -> None:
     causal(HERE).save_pretrained(tmp_path)
     facts = model_facts(tmp_path, "float32")
     here, there = causal(HERE), causal(DEVICE)
-    mine, theirs = (own_shares(model, rank=0, world_size=2) for model in (here, there))
+    mine, theirs = (own_partitions(model, rank=0, world_size=2) for model in (here, there))
     assert all(torch.equal(mine[name].data, theirs[name].data) for name in mine)
     merged = dict(merged_tensors(there, facts))
     assert all(

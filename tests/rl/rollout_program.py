@@ -42,7 +42,7 @@ from tasks.training.engine.zero_config import deepspeed_config  # noqa: E402
 from tasks.training.job import TrainJob  # noqa: E402
 from tasks.training.model.build import load_model, load_tokenizer  # noqa: E402
 from tasks.training.model.gather_params import gathered  # noqa: E402
-from tasks.training.model.packed_model import give_back_attention, model_of  # noqa: E402
+from tasks.training.model.packed_model import model_of, restore_attention  # noqa: E402
 from tests.rl.stale_faults import stale_weights  # noqa: E402
 
 END = 256
@@ -118,7 +118,7 @@ class Bench:
         """Log-probabilities (n, V) of every response by the model itself, one at a time."""
         model, name = model_of(self.engine.module), self.job.settings.attn_implementation
         packed = model.config._attn_implementation
-        give_back_attention(model, name)
+        restore_attention(model, name)
         self.engine.eval()
         prompts = requests(self.ranks.rank)
         pairs = [(q.ids, g) for q, some in zip(prompts, responses, strict=True) for g in some]

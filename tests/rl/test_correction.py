@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import math
+from typing import get_args
 
 import pytest
 import torch
 
+from tasks.config.choices import Correction
 from tasks.core.errors import TrainingError
 from tasks.rl.algorithms import correction
-from tasks.rl.algorithms.algorithm_options import CORRECTIONS
 
 LENGTHS = [3, 1, 4, 2]
 HIGH, LOW = 2.0, 0.5
@@ -48,7 +49,7 @@ def test_an_unknown_kind() -> None:
         weights("mis")
 
 
-@pytest.mark.parametrize("kind", CORRECTIONS)
+@pytest.mark.parametrize("kind", get_args(Correction))
 def test_engines_that_agree_need_no_correction(kind: str) -> None:
     same = logprobs()[0]
     actual = correction.weights(same, same, torch.tensor(LENGTHS), kind=kind, high=HIGH, low=LOW)

@@ -115,7 +115,7 @@ def test_without_free_memory_the_folder_is_on_disk(
 @pytest.mark.parametrize(
     ("settings", "rollout", "message"),
     [
-        (Settings(peft=Peft(kind="lora", rank=1024)), Rollout(), "peft.rank=1024"),
+        (Settings(peft=Peft(kind="lora", rank=1024)), Rollout(), "peft.rank: 1024"),
         (
             Settings(peft=Peft(kind="lora", rank=320, init="pissa")),
             Rollout(),

@@ -72,7 +72,7 @@ def test_an_unknown_estimator() -> None:
 
 
 def test_the_fixed_coefficient_stays() -> None:
-    controller = kl.controller(Loop(kl_coef=0.3))
+    controller = kl.Controller.of(Loop(kl_coef=0.3))
     assert controller.after(99.0, 1000).coef == 0.3
 
 
@@ -90,13 +90,13 @@ def test_the_fixed_coefficient_stays() -> None:
 def test_the_adaptive_coefficient_moves_by_the_relative_error(
     measured: float, responses: int, factor: float
 ) -> None:
-    controller = kl.controller(Loop(kl_coef=0.1, kl_target=0.02, kl_horizon=100))
+    controller = kl.Controller.of(Loop(kl_coef=0.1, kl_target=0.02, kl_horizon=100))
     assert controller.after(measured, responses).coef == pytest.approx(0.1 * factor, rel=1e-12)
     assert controller.coef == 0.1
 
 
 def test_two_half_iterations_move_the_coefficient_as_one() -> None:
-    controller = kl.controller(Loop(kl_coef=0.1, kl_target=0.02, kl_horizon=100))
+    controller = kl.Controller.of(Loop(kl_coef=0.1, kl_target=0.02, kl_horizon=100))
     halves = controller.after(0.022, 40).after(0.022, 40)
     assert halves.coef == pytest.approx(controller.after(0.022, 80).coef, rel=1e-12)
 
@@ -105,5 +105,7 @@ def test_two_half_iterations_move_the_coefficient_as_one() -> None:
     "loop", [Loop(kl_coef=0.1), Loop(kl_coef=0.1, kl_target=0.02, kl_horizon=100)]
 )
 def test_controllers_resume_from_a_checkpoint(loop: Loop) -> None:
-    moved = kl.controller(loop).after(0.5, 70)
-    assert kl.controller(loop, moved.as_dict()) == moved
+    moved = kl.Controller.of(loop).after(0.5, 70)
+    assert kl.Controller.of(loop, moved.as_dict()) == moved
+    former = {"kind": "adaptive", "coef": 0.7, "target": 0.02, "horizon": 100}
+    assert kl.Controller.of(loop, former).coef == 0.7

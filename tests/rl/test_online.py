@@ -15,6 +15,7 @@ from tasks.drift.fingerprint import Fingerprint
 from tasks.drift.verdict import FINGERPRINT
 from tasks.rl.loop import MISMATCH
 from tasks.training.engine import checkpoint
+from tasks.training.engine.universal import convert
 from tasks.training.job import Evaluate, Peft, Zero
 from tests.rl.killed_program import POINTS
 from tests.rl.online import SETTINGS, job_of, run, run_to, settings_with, stitched
@@ -64,6 +65,20 @@ def test_a_resumed_run_ends_with_identical_weights(ppo: dict[str, Path]) -> None
     assert len(files) == 4
     for path in files:
         assert (ppo["whole"] / path).read_bytes() == (ppo["resumed"] / path).read_bytes(), path
+
+
+def test_a_run_resumes_with_another_number_of_ranks(
+    ppo: dict[str, Path], base: Path, data: Path, tmp_path: Path
+) -> None:
+    """Policy and critic come from a universal checkpoint; only the order of sums differs."""
+    half_way, universal = ppo["whole"] / "checkpoints" / "step-00000002", tmp_path / "universal"
+    convert(half_way, universal)
+    settings = settings_with(data, launch=Launch(nproc=1, threads=1))
+    alone = job_of(settings, base, data, tmp_path / "alone", resume=half_way, universal=universal)
+    run(tmp_path, [alone], ranks=1)
+    left = [json.loads((out / "train.json").read_text()) for out in (ppo["whole"], alone.out)]
+    assert left[0]["losses"][:2] == left[1]["losses"][:2]
+    assert left[0]["losses"] == pytest.approx(left[1]["losses"], rel=1e-3, abs=1e-5)
 
 
 def test_learning_rate_0_changes_nothing(ppo: dict[str, Path]) -> None:

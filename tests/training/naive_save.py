@@ -7,7 +7,7 @@ from pathlib import Path
 
 from tasks.process.exit_process import end_process
 from tasks.training.engine.deepspeed_engine import Ranks, start_engine
-from tasks.training.engine.partitions import own_shares, write_shares
+from tasks.training.engine.partitions import own_partitions, write_partitions
 from tasks.training.engine.zero_config import deepspeed_config
 from tasks.training.job import TrainJob
 from tasks.training.model.build import load_model, load_tokenizer
@@ -18,8 +18,8 @@ config = deepspeed_config(job.settings, ranks.world_size)
 engine = start_engine(load_model(job, ranks, config, tokenizer=load_tokenizer(job)), config)
 if ranks.first:
     engine.module.save_pretrained(job.out / "naive")
-shares = own_shares(engine.module, rank=ranks.rank, world_size=ranks.world_size)
-write_shares(shares, job.out / "shards", rank=ranks.rank, world_size=ranks.world_size)
+partitions = own_partitions(engine.module, rank=ranks.rank, world_size=ranks.world_size)
+write_partitions(partitions, job.out / "shards", rank=ranks.rank, world_size=ranks.world_size)
 ranks.barrier()
 ranks.leave()
 end_process()

@@ -14,7 +14,7 @@ import torch
 
 from tasks.process.launch import launch, python_child
 from tasks.train import build_ops
-from tasks.training.engine.partitions import SavedShares
+from tasks.training.engine.partitions import SavedPartitions
 from tasks.training.job import TrainJob
 from tasks.training.resume import identity
 from tests.settings import Settings
@@ -75,7 +75,7 @@ def said(job: TrainJob) -> dict[str, Any]:
 
 def weights(job: TrainJob) -> Mapping[str, torch.Tensor]:
     names = json.loads((job.out / "partitions.json").read_text())["parameters"]
-    saved = SavedShares(job.out / "shards")
+    saved = SavedPartitions(job.out / "shards")
     return {name: saved.whole(name) for name in names}
 
 

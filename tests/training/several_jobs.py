@@ -16,12 +16,12 @@ from typing import Any
 from tasks.process.exit_process import end_process
 from tasks.serving.bf16_linear import use_fp32_where_faster
 from tasks.training.engine.deepspeed_engine import Ranks, start_engine
-from tasks.training.engine.partitions import describe, own_shares, write_shares
+from tasks.training.engine.partitions import describe, own_partitions, write_partitions
 from tasks.training.engine.zero_config import deepspeed_config
 from tasks.training.job import TrainJob
 from tasks.training.model import fused_lora
 from tasks.training.model.build import load_model, load_tokenizer
-from tasks.training.model.packed_model import give_back_attention, model_of, require_same
+from tasks.training.model.packed_model import model_of, require_same, restore_attention
 from tasks.training.model.probe import measure_fingerprint
 from tasks.training.objectives import ModelOutput, Objective, objective
 from tasks.training.outputs import write_configs
@@ -39,21 +39,21 @@ def train_briefly(job: TrainJob, ranks: Ranks) -> None:
     model = load_model(job, ranks, config, tokenizer=tokenizer, head=chosen.head)
     engine = start_engine(model, config, settings.optim)
     require_same(engine, pack(examples, (0, 1)).to(ranks.device))
-    write_shares(
-        own_shares(engine.module, rank=ranks.rank, world_size=ranks.world_size),
+    write_partitions(
+        own_partitions(engine.module, rank=ranks.rank, world_size=ranks.world_size),
         job.out / "start",
         rank=ranks.rank,
         world_size=ranks.world_size,
     )
     fused = fused_layers(engine.module)
     losses = take_steps(engine, examples, chosen, job, ranks)
-    write_shares(
-        own_shares(engine.module, rank=ranks.rank, world_size=ranks.world_size),
+    write_partitions(
+        own_partitions(engine.module, rank=ranks.rank, world_size=ranks.world_size),
         job.out / "shards",
         rank=ranks.rank,
         world_size=ranks.world_size,
     )
-    give_back_attention(model_of(engine.module), settings.attn_implementation)
+    restore_attention(model_of(engine.module), settings.attn_implementation)
     fingerprint = measure_fingerprint(
         engine, examples, head=chosen.head, count=settings.probes, device=ranks.device
     )

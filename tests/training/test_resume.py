@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from tasks.training.engine.checkpoint import ENGINE, complete
+from tasks.training.engine.checkpoint import complete
 from tasks.training.engine.universal import convert
 from tasks.training.job import Evaluate, Peft, TrainJob, Zero
 from tests.settings import Batch, Optim, Settings
@@ -87,7 +87,7 @@ def alone(place: Place, whole: dict[str, TrainJob]) -> dict[str, TrainJob]:
         universal = None
         if settings.zero.stage:
             universal = place.root / f"universal-{name}"
-            convert(step_3(job) / ENGINE, universal)
+            convert(step_3(job), universal)
         jobs[name] = place.job(f"alone-{name}", settings, resume=step_3(job), universal=universal)
     place.run(list(jobs.values()), nproc=1)
     return jobs

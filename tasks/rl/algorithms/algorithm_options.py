@@ -10,9 +10,6 @@ from collections.abc import Iterator, Mapping
 from tasks.core.finding import Finding
 from tasks.rl.settings import Loop
 
-KL_ESTIMATORS = ("k1", "k2", "k3")
-CORRECTIONS = ("none", "tis", "icepop", "sequence_mask")
-
 _DISCOUNT = frozenset({"gamma"})
 _CRITIC = frozenset({"gae_lambda", "critic", "critic_lr", "critic_warmup", "value_clip"})
 _GROUPS = frozenset({"refill"})
@@ -34,13 +31,6 @@ GROUPED = frozenset(name for name, used in USES.items() if used >= _GROUPS)
 WITH_CRITIC = frozenset(name for name, used in USES.items() if used >= _CRITIC)
 """Algorithms with a critic."""
 
-_CHOICES = {
-    "kl_in": ("reward", "loss"),
-    "kl_estimator": KL_ESTIMATORS,
-    "critic": ("shared", "separate"),
-    "correction": CORRECTIONS,
-}
-
 
 def findings(name: str, loop: Loop) -> list[Finding]:
     """Return every problem of section `rl` with this algorithm.
@@ -54,7 +44,6 @@ def findings(name: str, loop: Loop) -> list[Finding]:
     """
     return [
         *_unused(name, loop),
-        *_unknown_choices(loop),
         *_too_small_groups(name, loop),
         *_contradictions(loop),
     ]
@@ -68,16 +57,6 @@ def _unused(name: str, loop: Loop) -> Iterator[Finding]:
         if value != default:
             reason = f"train.objective={name} does not use it"
             yield Finding(f"rl.{option}", _shown(value), reason, f"rl.{option}={_shown(default)}")
-
-
-def _unknown_choices(loop: Loop) -> Iterator[Finding]:
-    """Values that are not among the choices of their option."""
-    for option, choices in _CHOICES.items():
-        value = getattr(loop, option)
-        if value not in choices:
-            yield Finding(
-                f"rl.{option}", value, f"one of {', '.join(choices)}", f"rl.{option}={choices[0]}"
-            )
 
 
 def _too_small_groups(name: str, loop: Loop) -> Iterator[Finding]:

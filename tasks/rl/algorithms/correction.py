@@ -19,12 +19,13 @@ from __future__ import annotations
 
 import statistics
 from dataclasses import dataclass, field
+from typing import get_args
 
 import torch
 
+from tasks.config.choices import Correction
 from tasks.core.errors import TrainingError
 from tasks.rl.algorithms.advantages import spread, sums
-from tasks.rl.algorithms.algorithm_options import CORRECTIONS
 
 FIRST = 5
 """Number of first iterations whose median mismatch is the run's baseline."""
@@ -160,7 +161,7 @@ def weights(
         return _within(log_ratio_N.exp(), low, high)
     if kind == "sequence_mask":
         return spread(_within(sums(log_ratio_N, lengths_S).exp(), low, high), lengths_S)
-    raise ValueError(f"correction {kind!r}: there are {', '.join(CORRECTIONS)}")
+    raise ValueError(f"correction {kind!r}: there are {', '.join(get_args(Correction))}")
 
 
 def _within(ratio: torch.Tensor, low: float, high: float) -> torch.Tensor:

@@ -16,18 +16,18 @@ average is the gradient of KL(q || p), which has the same minimum.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, replace
-from typing import TYPE_CHECKING, Any, Protocol
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any, get_args
 
 import torch
 
-from tasks.rl.algorithms.algorithm_options import KL_ESTIMATORS
+from tasks.config.choices import KlEstimator
 
 if TYPE_CHECKING:
     from tasks.rl.settings import Loop
 
 LARGEST_ERROR = 0.2
-"""Clip of the relative error in `Adaptive` (arXiv:1909.08593, 2.2)."""
+"""Clip of the relative error in `Controller` (arXiv:1909.08593, 2.2)."""
 
 
 def estimate(logprobs: torch.Tensor, reference: torch.Tensor, estimator: str) -> torch.Tensor:
@@ -44,97 +44,53 @@ def estimate(logprobs: torch.Tensor, reference: torch.Tensor, estimator: str) ->
     log_ratio = logprobs - reference
     if estimator == "k3":
         return torch.expm1(-log_ratio) + log_ratio
-    if estimator not in KL_ESTIMATORS:
-        raise ValueError(f"kl estimator {estimator!r}: there are {', '.join(KL_ESTIMATORS)}")
+    if estimator not in get_args(KlEstimator):
+        raise ValueError(
+            f"kl estimator {estimator!r}: there are {', '.join(get_args(KlEstimator))}"
+        )
     half_square = log_ratio.square() / 2
     if estimator == "k2":
         return half_square
     return log_ratio.detach() + half_square - half_square.detach()
 
 
-class Controller(Protocol):
-    """The KL coefficient of the coming iteration.
-
-    Attributes:
-        coef: the coefficient.
-    """
-
-    @property
-    def coef(self) -> float:
-        """The coefficient."""
-        ...
-
-    def after(self, kl: float, responses: int) -> Controller:
-        """Return the controller of the next iteration."""
-        ...
-
-    def as_dict(self) -> dict[str, Any]:
-        """Return the state for a checkpoint, which `controller` reads."""
-        ...
-
-
 @dataclass(frozen=True)
-class Fixed:
-    """A constant coefficient."""
+class Controller:
+    """The KL coefficient of an iteration: constant, or adapted to keep the KL near a target.
 
-    coef: float
-
-    def after(self, kl: float, responses: int) -> Fixed:
-        """Return the same controller."""
-        return self
-
-    def as_dict(self) -> dict[str, Any]:
-        """Return the state for a checkpoint."""
-        return {"kind": "fixed", **asdict(self)}
-
-
-@dataclass(frozen=True)
-class Adaptive:
-    """Keeps the KL near a target: the proportional controller of arXiv:1909.08593, 2.2, eq. 4.
-
-    The relative error e = kl / target - 1, clipped to +-0.2, multiplies the coefficient by
+    Adaptive is the proportional controller of arXiv:1909.08593, 2.2, eq. 4: the relative error
+    e = kl / target - 1, clipped to +-0.2, multiplies the coefficient by
     (1 + e)^(responses / horizon). The paper's factor 1 + e * responses / horizon is its first-order
     approximation. The power is always positive, and two iterations have the effect of one of twice
     the size.
 
     Attributes:
         coef: the coefficient.
-        target: nats per token.
+        target: nats per token; None: the coefficient is constant.
         horizon: responses in which the coefficient changes by at most a fifth.
     """
 
     coef: float
-    target: float
+    target: float | None
     horizon: int
 
-    def after(self, kl: float, responses: int) -> Adaptive:
+    @classmethod
+    def of(cls, loop: Loop, saved: Mapping[str, Any] | None = None) -> Controller:
+        """Return the controller of section `rl`; `saved`: state of a checkpoint to continue."""
+        return cls((saved or {"coef": loop.kl_coef})["coef"], loop.kl_target, loop.kl_horizon)
+
+    def after(self, kl: float, responses: int) -> Controller:
         """Return the controller of the next iteration.
 
         Args:
             kl: nats per token, measured in this iteration.
             responses: number of responses of this iteration, over all ranks.
         """
+        if self.target is None:
+            return self
         error = min(max(kl / self.target - 1, -LARGEST_ERROR), LARGEST_ERROR)
         return replace(self, coef=self.coef * (1 + error) ** (responses / self.horizon))
 
-    def as_dict(self) -> dict[str, Any]:
+    def as_dict(self) -> dict[str, float]:
         """Return the state for a checkpoint."""
-        return {"kind": "adaptive", **asdict(self)}
-
-
-def controller(loop: Loop, saved: Mapping[str, Any] | None = None) -> Controller:
-    """Return the controller that section `rl` describes.
-
-    Args:
-        loop: the section.
-        saved: state of a checkpointed controller to continue from, or None.
-
-    Raises:
-        KeyError: the state has an unknown kind.
-    """
-    if saved is not None:
-        kinds: dict[str, type[Fixed] | type[Adaptive]] = {"fixed": Fixed, "adaptive": Adaptive}
-        return kinds[saved["kind"]](**{name: v for name, v in saved.items() if name != "kind"})
-    if loop.kl_target is None:
-        return Fixed(loop.kl_coef)
-    return Adaptive(loop.kl_coef, target=loop.kl_target, horizon=loop.kl_horizon)
+        return {"coef": self.coef}

@@ -29,14 +29,14 @@ class Recipe:
 
     Attributes:
         name: its name in `train.objective`.
-        estimate: estimates the advantages.
+        advantages: estimates the advantages; every rank gets the same from the same batch.
         ratio: of the policy loss, `token` or `sequence`.
         aggregate: of the policy loss: `tokens`, `sequences` or `constant`.
         defaults: options whose defaults differ from `Loop`'s; the configuration sets them.
     """
 
     name: str
-    estimate: Callable[[Batch, Loop], Advantages]
+    advantages: Callable[[Batch, Loop], Advantages]
     ratio: str = "token"
     aggregate: str = "tokens"
     defaults: Mapping[str, Any] = field(default_factory=dict)
@@ -50,10 +50,6 @@ class Recipe:
     def groups(self) -> bool:
         """True if responses to the same prompt are compared."""
         return self.name in GROUPED
-
-    def advantages(self, batch: Batch, loop: Loop) -> Advantages:
-        """Estimate the advantages; every rank gets the same result from the same batch."""
-        return self.estimate(batch, loop)
 
     def policy_loss(self, loop: Loop, *, kl_coef: float | None = None) -> PolicyLoss:
         """Return the policy loss that section `rl` describes.
@@ -107,16 +103,10 @@ def recipe(name: str, loop: Loop) -> Recipe:
         loop: section `rl`.
 
     Raises:
-        ConfigError: unknown name; or options that the algorithm does not use, groups of one
-            response where groups are compared, values that are not a choice: all of them at once.
+        ConfigError: options that the algorithm does not use, groups of one response where groups
+            are compared, or values that contradict each other: all of them at once.
     """
-    if name not in ALGORITHMS:
-        raise ConfigError(
-            f"train.objective={name} is not an algorithm",
-            hint=f"train.objective={'|'.join(ALGORITHMS)}",
-        )
-    problems = findings(name, loop)
+    problems = [str(problem) for problem in findings(name, loop)]
     if problems:
-        details = [str(problem) for problem in problems]
-        raise ConfigError(first_and_more(details), details=details)
+        raise ConfigError(first_and_more(problems), details=problems)
     return ALGORITHMS[name]

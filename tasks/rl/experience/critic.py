@@ -4,7 +4,9 @@
     separate    a model of its own, trained in full or with an adapter like the policy's
 
 Either way the critic is a DeepSpeed engine of its own with its own optimizer. The policy's
-gradient norm, optimizer states, learning rate and trained tensors do not include it.
+gradient norm, optimizer states, learning rate and trained tensors do not include it. Its own are
+written beside the policy's, in a folder `critic`, which no later stage reads: a value head in a
+served folder breaks vLLM.
 """
 
 from __future__ import annotations
@@ -17,8 +19,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from tasks.core.errors import ConfigError
 from tasks.rl.settings import Loop
+from tasks.training.engine.checkpoint import PARTITIONS
 from tasks.training.engine.deepspeed_engine import Ranks, start_engine
 from tasks.training.job import Optim, TrainJob
 from tasks.training.model.adapter import load_into, lora_config
@@ -26,6 +28,7 @@ from tasks.training.model.base import DTYPES, partitioned
 from tasks.training.model.build import load_model
 from tasks.training.model.fused_lora import ADAPTER
 from tasks.training.model.packed_model import TokenOutputs, model_of
+from tasks.training.outputs import write_json, write_partition_index, write_shards
 from tasks.training.tokens.packing import Row
 
 CRITIC = "critic"
@@ -42,7 +45,8 @@ class ValueModel(nn.Module):
 
     def forward(self, row: Row) -> torch.Tensor:
         """Return the value before each response token of the row, (N,) float32."""
-        return _values(self.value_head, self.trunk(row=row, outputs=STATES))
+        states_NH = self.trunk(row=row, outputs=STATES)
+        return self.value_head(states_NH)[:, 0].float()
 
 
 class Critic:
@@ -88,16 +92,12 @@ def start_critic(
         policy: the policy's module, already in a running engine.
         config: the policy's DeepSpeed configuration.
         tokenizer: the policy's.
-
-    Raises:
-        ConfigError: `rl.critic=shared` with full fine-tuning or ZeRO-3.
     """
     settings = job.settings
     optim = replace(settings.optim, lr=loop.critic_lr or settings.optim.lr)
     config = _with_lr(config, optim.lr)
     dtype = DTYPES[settings.dtype]
     if loop.critic == "shared":
-        _require_shareable(settings.peft.kind, settings.zero.stage)
         _add_adapter(policy, job)
         head = _value_head(model_of(policy), dtype).to(ranks.device)
         policy.set_adapter(CRITIC)
@@ -114,8 +114,31 @@ def start_critic(
     return Critic(start_engine(ValueModel(trunk, head), config, optim), optim)
 
 
-def _values(head: nn.Linear, states_NH: torch.Tensor) -> torch.Tensor:
-    return head(states_NH)[:, 0].float()
+def write_critic(critic: Critic, job: TrainJob, loop: Loop, ranks: Ranks) -> None:
+    """Write this rank's shards of the critic; the first rank also writes their description.
+
+    Args:
+        critic: the critic.
+        job: the training job; the critic goes to `job.out / "critic"`.
+        loop: section `rl`.
+        ranks: this process and its peers.
+
+    Raises:
+        TrainingError: a shard has values that are not finite.
+    """
+    folder = job.out / CRITIC
+    with critic.active() as engine:
+        write_shards(engine.module, folder, ranks, what="tensors of the critic")
+        if ranks.first:
+            write_partition_index(job, engine.module, folder / PARTITIONS)
+            document = {
+                "kind": loop.critic,
+                "base_digest": job.base_digest,
+                "value": "expected sum of the rewards of the tokens that are still to come, before "
+                "each",
+                "gamma": loop.gamma,
+            }
+            write_json(folder / "critic.json", document)
 
 
 def _value_head(model: Any, dtype: torch.dtype) -> nn.Linear:
@@ -148,16 +171,3 @@ def _with_lr(config: dict[str, Any], lr: float) -> dict[str, Any]:
         return dict(config)
     optimizer = config["optimizer"]
     return {**config, "optimizer": {**optimizer, "params": {**optimizer["params"], "lr": lr}}}
-
-
-def _require_shareable(kind: str, stage: int) -> None:
-    if kind == "none":
-        raise ConfigError(
-            "rl.critic=shared needs an adapter (peft=lora); the policy is fully fine-tuned",
-            hint="rl.critic=separate, or peft=lora",
-        )
-    if stage == 3:
-        raise ConfigError(
-            "rl.critic=shared with ZeRO-3: two engines cannot gather the same parameters",
-            hint="rl.critic=separate, or zero=zero2",
-        )

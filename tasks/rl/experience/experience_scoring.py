@@ -3,23 +3,17 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 
 from tasks.core.errors import TrainingError
 from tasks.rl.algorithms import advantages, correction
 from tasks.rl.algorithms.batch import Batch
-from tasks.rl.algorithms.registry import Recipe
-from tasks.rl.experience.critic import Critic
 from tasks.rl.experience.packed_rows import Experience, measure_tokens
 from tasks.rl.experience.records import compared, estimates
-from tasks.rl.experience.reference import Reference
-from tasks.rl.settings import Online
+from tasks.rl.setup import Setup
 from tasks.rl.update import UpdateInputs
 from tasks.training.engine import checkpoint
-from tasks.training.engine.deepspeed_engine import Ranks
-from tasks.training.job import TrainJob
 from tasks.training.model.packed_model import TokenOutputs
 from tasks.training.tokens.packing import Row
 
@@ -29,52 +23,40 @@ class ExperienceScorer:
     """Measures responses and estimates advantages.
 
     Attributes:
-        engine: the DeepSpeed engine of the policy.
-        critic: None if the algorithm has no critic.
-        reference: None if no setting needs the KL to the reference.
-        ranks: this process and its peers.
-        job: the training job.
-        online: sections `rl`, `rollout` and `reward`.
-        recipe: the algorithm.
+        setup: models and settings of the run.
         mismatch_limits: limits of the train-inference mismatch.
     """
 
-    engine: Any
-    critic: Critic | None
-    reference: Reference | None
-    ranks: Ranks
-    job: TrainJob
-    online: Online
-    recipe: Recipe
+    setup: Setup
     mismatch_limits: correction.MismatchLimits
 
     @property
     def needs_policy_only(self) -> bool:
         """True if neither critic nor reference is measured."""
-        return self.critic is None and self.reference is None
+        return self.setup.critic is None and self.setup.reference is None
 
     def measure(self, experience: Experience) -> Experience:
         """Add the log-probabilities by policy and reference and the critic's values, per token."""
-        outputs = TokenOutputs(self.online.rollout.temperature)
-        size = self.job.settings.batch.micro_batch_size
+        outputs = TokenOutputs(self.setup.rollout.temperature)
+        size = self.setup.job.settings.batch.micro_batch_size
 
         def of_policy(row: Row) -> dict[str, torch.Tensor]:
-            logprobs = {"old": self.engine(row=row, outputs=outputs)}
-            if self.reference is not None:
-                logprobs["reference"] = self.reference(row, outputs)
+            logprobs = {"old": self.setup.engine(row=row, outputs=outputs)}
+            if self.setup.reference is not None:
+                logprobs["reference"] = self.setup.reference(row, outputs)
             return logprobs
 
-        self.engine.eval()
-        placing = {"size": size, "device": self.ranks.device}
-        experience = measure_tokens(experience, self.ranks, measure=of_policy, **placing)
-        if self.critic is not None:
-            with self.critic.active() as engine:
+        self.setup.engine.eval()
+        placing = {"size": size, "device": self.setup.ranks.device}
+        experience = measure_tokens(experience, self.setup.ranks, measure=of_policy, **placing)
+        if self.setup.critic is not None:
+            with self.setup.critic.active() as engine:
                 engine.eval()
                 experience = measure_tokens(
-                    experience, self.ranks, measure=lambda r: {"values": engine(r)}, **placing
+                    experience, self.setup.ranks, measure=lambda r: {"values": engine(r)}, **placing
                 )
                 engine.train()
-        self.engine.train()
+        self.setup.engine.train()
         return experience
 
     def estimate(
@@ -92,7 +74,7 @@ class ExperienceScorer:
             TrainingError: a log-probability is not finite, the train-inference mismatch is above
                 its limit, or the policy is too far from the reference.
         """
-        loop, rollout = self.online.loop, self.online.rollout
+        loop, rollout = self.setup.loop, self.setup.rollout
         record = {} if experience.old is None else self.compare(experience, iteration)
         penalties = advantages.overlong_penalty(
             experience.lengths,
@@ -110,7 +92,7 @@ class ExperienceScorer:
             values_N=experience.values,
             kl_coef=kl_coef,
         )
-        estimated = self.recipe.advantages(batch, loop)
+        estimated = self.setup.recipe.advantages(batch, loop)
         inputs = UpdateInputs(experience, estimated, kl_coef)
         record |= estimates(experience, estimated) | {"kl_coef": kl_coef}
         if "kl" in record:
@@ -129,9 +111,9 @@ class ExperienceScorer:
         return compared(experience.old, mismatch)
 
     def _require_near(self, kl_now: float, iteration: int) -> None:
-        limit = self.online.loop.kl_limit
+        limit = self.setup.loop.kl_limit
         if limit is not None and not kl_now <= limit:
-            good = checkpoint.last_good(self.job.checkpoints)
+            good = checkpoint.last_good(self.setup.job.checkpoints)
             raise TrainingError(
                 f"iteration {iteration}: the policy is {kl_now:.3g} nats per token from "
                 f"the reference, more than rl.kl_limit={limit:g}; last good checkpoint: "

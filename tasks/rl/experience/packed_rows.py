@@ -4,14 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import NamedTuple
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
 from tasks.rl.experience.responses import Prompt, Response, ScoredResponse
-from tasks.serving.vllm.colocation import Generated
 from tasks.training.engine.deepspeed_engine import Ranks
 from tasks.training.tokens.examples import Examples
 from tasks.training.tokens.order import deal
@@ -19,18 +17,6 @@ from tasks.training.tokens.packing import Row, pack
 
 MARKS = np.array([0, 1], np.uint8)
 """Loss marks of prompt tokens and of response tokens."""
-
-
-class _SentResponse(NamedTuple):
-    """A response as one rank sends it to the others, which know the prompts already."""
-
-    group: int
-    number: int
-    place: int
-    generated: Generated
-    text: str
-    reward: float
-    parts: dict[str, float]
 
 
 @dataclass(frozen=True)
@@ -117,48 +103,33 @@ class Experience:
 def gather_responses(
     ranks: Ranks, mine: Sequence[tuple[int, ScoredResponse]], prompts: Sequence[Prompt]
 ) -> list[tuple[int, ScoredResponse]]:
-    """Return every rank's responses, ordered by group.
+    """Return every rank's responses, ordered by group. Prompts are not sent: all ranks have them.
 
     Args:
         ranks: all ranks take part.
         mine: this rank's responses, each with the number of its prompt in the dataset.
         prompts: all prompts of the dataset.
     """
-    seen: dict[int, int] = {}
-    sent = []
-    for number, scored in mine:
-        place = seen[scored.group] = seen.get(scored.group, -1) + 1
-        generated, text, parts = scored.response.generated, scored.response.text, dict(scored.parts)
-        sent.append(
-            _SentResponse(scored.group, number, place, generated, text, scored.reward, parts)
-        )
-    gathered = sorted(
-        (scored for part in ranks.all_objects(sent) for scored in part),
-        key=lambda t: (t.group, t.place),
-    )
-    return [
-        (
-            t.number,
-            ScoredResponse(
-                Response(prompts[t.number], t.generated, t.text), t.group, t.reward, t.parts
-            ),
-        )
-        for t in gathered
+    sent = [
+        (number, s.group, s.response.generated, s.response.text, s.reward, dict(s.parts))
+        for number, s in mine
     ]
+    gathered = [
+        (n, ScoredResponse(Response(prompts[n], generated, text), group, reward, parts))
+        for part in ranks.all_objects(sent)
+        for n, group, generated, text, reward, parts in part
+    ]
+    return sorted(gathered, key=lambda pair: pair[1].group)
 
 
 def pack_experience(scored: Sequence[ScoredResponse]) -> Experience:
     """Lay the responses end to end. `scored` is ordered by group."""
     responses = [response.response for response in scored]
-    pieces = [np.concatenate([r.prompt.ids, r.generated.ids]) for r in responses]
     marks: list[NDArray[np.uint8]] = [
         np.repeat(MARKS, [len(r.prompt.ids), len(r.generated.ids)]) for r in responses
     ]
-    bounds: NDArray[np.int64] = np.concatenate([[0], np.cumsum([len(p) for p in pieces])])
-    names = tuple(str(r.prompt.row.get("id", "")) for r in responses)
-    examples = Examples(
-        ("text",), names, np.concatenate(pieces).astype(np.int32), np.concatenate(marks), bounds, {}
-    )
+    texts = [np.concatenate([r.prompt.ids, r.generated.ids]) for r in responses]
+    examples = Examples.of_texts(texts, np.concatenate(marks))
     return Experience(
         scored=tuple(scored),
         examples=examples,

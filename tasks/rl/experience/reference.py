@@ -35,21 +35,16 @@ def open_reference(
         config: the policy's DeepSpeed configuration.
         tokenizer: the policy's.
     """
-    if job.settings.peft.kind != "none":
+    if job.settings.peft.kind == "none":
+        copy = _frozen_copy(job, ranks, config, tokenizer)
+        return lambda row, outputs: copy(row=row, outputs=outputs)
 
-        def initial_policy(row: Row, outputs: TokenOutputs) -> torch.Tensor:
-            with initial_weights(engine.module):
-                out: torch.Tensor = engine(row=row, outputs=outputs)
-            return out
-
-        return initial_policy
-    copy = _frozen_copy(job, ranks, config, tokenizer)
-
-    def frozen_policy(row: Row, outputs: TokenOutputs) -> torch.Tensor:
-        out: torch.Tensor = copy(row=row, outputs=outputs)
+    def initial_policy(row: Row, outputs: TokenOutputs) -> torch.Tensor:
+        with initial_weights(engine.module):
+            out: torch.Tensor = engine(row=row, outputs=outputs)
         return out
 
-    return frozen_policy
+    return initial_policy
 
 
 def _frozen_copy(job: TrainJob, ranks: Ranks, config: dict[str, Any], tokenizer: Any) -> Any:

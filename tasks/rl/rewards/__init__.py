@@ -176,10 +176,8 @@ def _model(
     scorer: Scorer
     if reward.engine == "process":
         scorer = InProcess(folder, device=device)
-    elif reward.engine == "vllm":
+    else:
         encoding = encoding.with_room(longest)
         scorer = in_vllm(folder, longest=encoding.limit)
-    else:
-        raise ConfigError(f"reward.engine={reward.engine} is not one of process, vllm")
     normalisation = folder.normalisation if reward.normalize else None
     return RewardModel(label, encoding=encoding, scorer=scorer, normalisation=normalisation)

@@ -99,7 +99,7 @@ class InProcess:
 
     def scores(self, texts: Sequence[Sequence[int]]) -> list[float]:
         """Return the head's output at the last token of each text."""
-        examples = _examples(texts)
+        examples = Examples.of_texts(texts)
         scores = np.empty(len(texts))
         with torch.no_grad():
             for chosen in _rows([len(text) for text in texts]):
@@ -130,13 +130,6 @@ def in_vllm(folder: RewardFolder, *, longest: int | None) -> Scorer:
             hint="reward.engine=process",
         )
     return RewardEngine(Pooling(folder.path, max_model_len=longest, dtype=folder.dtype))
-
-
-def _examples(texts: Sequence[Sequence[int]]) -> Examples:
-    ids = np.concatenate([np.asarray(text, np.int32) for text in texts])
-    bounds = np.concatenate([[0], np.cumsum([len(text) for text in texts])])
-    names = [str(number) for number in range(len(texts))]
-    return Examples(("text",), names, ids, np.zeros(len(ids), np.uint8), bounds, {})
 
 
 def _rows(lengths: Sequence[int]) -> Iterator[list[int]]:

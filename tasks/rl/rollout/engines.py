@@ -18,8 +18,6 @@ from tasks.serving.vllm.job import time_limit
 from tasks.training.engine.deepspeed_engine import Ranks
 from tasks.training.job import TrainJob
 
-ENGINES = ("vllm", "transformers")
-
 
 @dataclass(frozen=True)
 class SyncResult:
@@ -108,15 +106,10 @@ def open_engine(
         from tasks.rl.rollout.hf_engine import HfEngine
 
         rollout_engine = HfEngine(policy, rollout, ends=tuple(ends))
-    elif rollout.engine == "vllm":
+    else:
         from tasks.rl.rollout.vllm_engine import VllmEngine
 
         rollout_engine = VllmEngine(policy, rollout, ends=tuple(ends))
-    else:
-        raise ConfigError(
-            f"rollout.engine={rollout.engine} is not one of {', '.join(ENGINES)}",
-            hint="rollout=vllm",
-        )
     try:
         yield rollout_engine
     finally:

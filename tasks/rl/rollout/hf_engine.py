@@ -30,7 +30,7 @@ from tasks.rl.settings import Rollout
 from tasks.serving.vllm.colocation import Generated
 from tasks.training.model import attention
 from tasks.training.model.fused_lora import ADAPTER
-from tasks.training.model.packed_model import give_back_attention, model_of
+from tasks.training.model.packed_model import model_of, restore_attention
 
 
 class HfEngine:
@@ -132,7 +132,7 @@ class HfEngine:
         module, settings = self._policy.engine.module, self._policy.job.settings
         model, was = model_of(module), module.training
         packed = model.config._attn_implementation == attention.NAME
-        give_back_attention(model, settings.attn_implementation)
+        restore_attention(model, settings.attn_implementation)
         module.eval()
         try:
             with torch.no_grad():

@@ -85,7 +85,7 @@ def from_folder(
 
     _require(path, "config.json")
     if quantization is not None:
-        extra["quantization_config"] = _bitsandbytes(quantization)
+        extra["quantization_config"] = quantization_config(quantization)
     try:
         model, info = getattr(transformers, auto).from_pretrained(
             path,
@@ -158,7 +158,8 @@ def _require(folder: Path, file: str) -> None:
         raise ArtifactError(f"{folder} is not a model folder: no {file}")
 
 
-def _bitsandbytes(quantization: Mapping[str, Any]) -> Any:
+def quantization_config(quantization: Mapping[str, Any]) -> Any:
+    """Return the configuration of a 4-bit model; `quantization` as in `load_model`."""
     from transformers import BitsAndBytesConfig
 
     if quantization.get("type") not in ("nf4", "fp4"):

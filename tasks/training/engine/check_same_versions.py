@@ -17,7 +17,7 @@ PACKAGES = ("torch", "transformers", "peft", "deepspeed", "accelerate", "bitsand
 _TASKS = Path(__file__).resolve().parents[2]
 
 
-def require_alike(ranks: Ranks) -> None:
+def require_same_versions(ranks: Ranks) -> None:
     """Compare the versions of libraries, and the digest of this project's code, over all ranks.
 
     Raises:

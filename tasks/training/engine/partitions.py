@@ -21,7 +21,7 @@ SAFETENSORS_DTYPES = {torch.bfloat16: "BF16", torch.float16: "F16", torch.float3
 
 
 @dataclass(frozen=True)
-class Share:
+class Partition:
     """A partition: elements [start, end) of a flattened parameter whose full shape is `shape`."""
 
     data: torch.Tensor
@@ -40,50 +40,46 @@ def full_shape(parameter: nn.Parameter) -> tuple[int, ...]:
     return tuple(getattr(parameter, "ds_shape", parameter.shape))
 
 
-def share(parameter: nn.Parameter, *, rank: int, world_size: int) -> Share:
+def partition(parameter: nn.Parameter, *, rank: int, world_size: int) -> Partition:
     """Return this rank's partition of a parameter, as a copy in host memory."""
     shape = full_shape(parameter)
     count = int(torch.Size(shape).numel())
-    partition = getattr(parameter, "ds_tensor", None)
-    size = -(-count // world_size) if partition is None else partition.numel()
+    own = getattr(parameter, "ds_tensor", None)
+    size = -(-count // world_size) if own is None else own.numel()
     start, end = min(rank * size, count), min((rank + 1) * size, count)
-    if partition is None:
+    if own is None:
         data = parameter.detach().reshape(-1)[start:end]
     else:
-        data = partition.detach().reshape(-1)[: end - start]
-    return Share(data.cpu().contiguous().clone(), shape, start, end)
+        data = own.detach().reshape(-1)[: end - start]
+    return Partition(data.cpu().contiguous().clone(), shape, start, end)
 
 
-def own_shares(model: nn.Module, *, rank: int, world_size: int) -> dict[str, Share]:
+def own_partitions(model: nn.Module, *, rank: int, world_size: int) -> dict[str, Partition]:
     """Return this rank's partitions of all trained parameters, empty ones left out."""
-    shares = {
-        name: share(parameter, rank=rank, world_size=world_size)
+    partitions = {
+        name: partition(parameter, rank=rank, world_size=world_size)
         for name, parameter in trainable(model).items()
     }
-    return {name: part for name, part in shares.items() if part.end > part.start}
+    return {name: part for name, part in partitions.items() if part.end > part.start}
 
 
-def not_finite(shares: dict[str, Share]) -> list[str]:
+def not_finite(partitions: dict[str, Partition]) -> list[str]:
     """Return the names of parameters whose partition on this rank holds NaN or infinity."""
-    return [name for name, part in shares.items() if not torch.isfinite(part.data).all()]
+    return [name for name, part in partitions.items() if not torch.isfinite(part.data).all()]
 
 
-def shard_name(rank: int, world_size: int) -> str:
-    """Return the file name of a rank's partitions."""
-    return f"rank-{rank:05d}-of-{world_size:05d}.safetensors"
-
-
-def write_shares(shares: dict[str, Share], folder: Path, *, rank: int, world_size: int) -> Path:
+def write_partitions(
+    partitions: dict[str, Partition], folder: Path, *, rank: int, world_size: int
+) -> None:
     """Write one rank's file, with shape and range of each partition in its metadata."""
     folder.mkdir(parents=True, exist_ok=True)
     where = {
         name: {"shape": list(part.shape), "start": part.start, "end": part.end}
-        for name, part in shares.items()
+        for name, part in partitions.items()
     }
-    path = folder / shard_name(rank, world_size)
-    tensors = {name: part.data for name, part in shares.items()}
+    path = folder / f"rank-{rank:05d}-of-{world_size:05d}.safetensors"
+    tensors = {name: part.data for name, part in partitions.items()}
     save_file(tensors, path, metadata={"partitions": json.dumps(where, sort_keys=True)})
-    return path
 
 
 def describe(model: nn.Module, *, world_size: int, zero_stage: int, mode: str) -> dict[str, Any]:
@@ -113,11 +109,11 @@ class _Piece(NamedTuple):
     path: Path
 
 
-class SavedShares:
+class SavedPartitions:
     """Partitions that any number of ranks wrote to a folder, read on demand.
 
     Args:
-        folder: folder of `rank-*.safetensors`, as `write_shares` writes them.
+        folder: folder of `rank-*.safetensors`, as `write_partitions` writes them.
     """
 
     def __init__(self, folder: Path) -> None:

@@ -18,15 +18,14 @@ from tasks.training.engine.checkpoint import ENGINE, SHARDS, Progress
 from tasks.training.engine.deepspeed_engine import Ranks
 from tasks.training.engine.failure import another_rank_failed
 from tasks.training.engine.partitions import (
-    SavedShares,
+    SavedPartitions,
     not_finite,
-    own_shares,
+    own_partitions,
     trainable,
-    write_shares,
+    write_partitions,
 )
-from tasks.training.engine.universal import TAG
 from tasks.training.job import TrainJob
-from tasks.training.outputs import write_partitions
+from tasks.training.outputs import write_partition_index
 
 Others = Mapping[str, Callable[[], AbstractContextManager[Any]]]
 """Engines beside the policy's, by the name of their folder in a checkpoint."""
@@ -56,15 +55,15 @@ def save(
         TrainingError: a weight is not finite (raised on every rank), or a file could not be written
             (raised on that rank; torchrun ends the others). Older checkpoints stay in both cases.
     """
-    shares = own_shares(engine.module, rank=ranks.rank, world_size=ranks.world_size)
-    _require_finite(not_finite(shares), job, ranks, progress.step)
+    partitions = own_partitions(engine.module, rank=ranks.rank, world_size=ranks.world_size)
+    _require_finite(not_finite(partitions), job, ranks, progress.step)
     work = checkpoint.work_folder(job.checkpoints, progress.step)
     if ranks.first:
         checkpoint.sweep(job.checkpoints)
         work.mkdir()
     ranks.barrier()
     try:
-        write_shares(shares, work / SHARDS, rank=ranks.rank, world_size=ranks.world_size)
+        write_partitions(partitions, work / SHARDS, rank=ranks.rank, world_size=ranks.world_size)
         frozen = job.settings.peft.kind != "none"
         _save(engine, work, ENGINE, without_frozen=frozen)
         for name, context in others.items():
@@ -73,7 +72,7 @@ def save(
         flush_tree(work)  # on each rank: one node cannot flush the pages of another
         ranks.barrier()
         if ranks.first:
-            write_partitions(job, engine.module, work / checkpoint.PARTITIONS)
+            write_partition_index(job, engine.module, work / checkpoint.PARTITIONS)
             checkpoint.describe(
                 work,
                 world_size=ranks.world_size,
@@ -105,9 +104,9 @@ def restore(
     if job.resume is None:
         return Progress()
     saved = checkpoint.open_checkpoint(job.resume)
-    folder, tag = (job.universal, TAG) if job.universal else (job.resume, ENGINE)
-    _load(engine, folder, tag)
-    load_others(others, job.resume)
+    folder = job.universal or job.resume
+    _load(engine, folder, ENGINE)
+    load_others(others, folder)
     _require_same_weights(engine, job.resume, ranks)
     return saved.progress
 
@@ -130,7 +129,7 @@ def load_weights(engine: Any, path: Path, ranks: Ranks) -> None:
     """Load the trained weights of a checkpoint into the model, but no optimizer state."""
     from deepspeed import zero
 
-    saved = SavedShares(path / SHARDS)
+    saved = SavedPartitions(path / SHARDS)
     for name, parameter in trainable(engine.module).items():
         with zero.GatheredParameters([parameter], modifier_rank=0), torch.no_grad():
             if not hasattr(parameter, "ds_id") or ranks.first:
@@ -145,16 +144,17 @@ def load_others(others: Others, path: Path) -> None:
 
 
 def _require_same_weights(engine: Any, path: Path, ranks: Ranks) -> None:
-    saved = SavedShares(path / SHARDS)
-    shares = own_shares(engine.module, rank=ranks.rank, world_size=ranks.world_size)
+    saved = SavedPartitions(path / SHARDS)
+    partitions = own_partitions(engine.module, rank=ranks.rank, world_size=ranks.world_size)
     differ = [
         name
-        for name, share in shares.items()
-        if not torch.equal(saved.part(name, share.start, share.end), share.data)
+        for name, part in partitions.items()
+        if not torch.equal(saved.part(name, part.start, part.end), part.data)
     ]
     if differ:
         raise TrainingError(
-            f"{path}: {len(differ)} of {len(shares)} tensors came back changed, first {differ[0]}",
+            f"{path}: {len(differ)} of {len(partitions)} tensors came back changed, first "
+            f"{differ[0]}",
             details=differ[:20],
             hint="train.resume=never; please report it, with the versions of torch and deepspeed",
         )

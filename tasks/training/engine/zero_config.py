@@ -7,7 +7,9 @@ from typing import Any
 from tasks.training.job import Optim, Settings, Zero
 
 
-def deepspeed_config(settings: Settings, world_size: int, *, gpu: bool = False) -> dict[str, Any]:
+def deepspeed_config(
+    settings: Settings, world_size: int, *, gpu: bool = False, universal: bool = False
+) -> dict[str, Any]:
     """Return the DeepSpeed configuration for `world_size` ranks.
 
     It has no learning-rate schedule: `steps.set_lr` sets the rate before each step.
@@ -16,6 +18,7 @@ def deepspeed_config(settings: Settings, world_size: int, *, gpu: bool = False) 
         settings: of the run.
         world_size: ranks of all nodes.
         gpu: True if the ranks train on GPUs.
+        universal: True if the engine loads a checkpoint in universal form.
 
     Raises:
         ConfigError: the global batch is not a multiple of the micro-batches of all ranks.
@@ -30,6 +33,8 @@ def deepspeed_config(settings: Settings, world_size: int, *, gpu: bool = False) 
         "bf16": {"enabled": settings.dtype == "bfloat16"},
         "zero_optimization": _zero(settings.zero, gpu=gpu),
     }
+    if universal:
+        config["checkpoint"] = {"load_universal": True}
     if settings.dtype == "float16":
         # loss_scale 0 is dynamic: halved at an overflow, doubled after 1000 steps without one.
         config["fp16"] = {"enabled": True, "loss_scale": 0, "initial_scale_power": 16}

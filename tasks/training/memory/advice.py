@@ -18,6 +18,8 @@ _WORTH = 0.02
 _SMALL_BUCKET = 5_000_000
 _SMALL_ENGINE = 0.3
 _MOST_KNOBS = 8
+Change = tuple[str, str, Any]
+"""An override, the field of `Settings` that it sets, and the field's value."""
 
 
 @dataclass(frozen=True)
@@ -116,56 +118,47 @@ class Adviser:
         return lines or ["a smaller model"]
 
     def _turned(self, settings: Settings) -> Iterator[tuple[str, Settings]]:
-        batch, zero, peft = settings.batch, settings.zero, settings.peft
+        """Yield overrides that may need less memory, with the settings that they lead to."""
+        for override, field, value in self._changes(settings):
+            group, _, name = field.rpartition(".")
+            if group:
+                name, value = group, replace(getattr(settings, group), **{name: value})
+            yield override, replace(settings, **{name: value})
+
+    def _changes(self, settings: Settings) -> Iterator[Change]:
+        batch, zero, ranks = settings.batch, settings.zero, settings.launch.nproc
         if batch.micro_batch_size > 1 and batch.micro_batch_size % 2 == 0:
             half = batch.micro_batch_size // 2
-            yield (
-                f"train.micro_batch_size={half}",
-                replace(settings, batch=replace(batch, micro_batch_size=half)),
-            )
+            yield f"train.micro_batch_size={half}", "batch.micro_batch_size", half
         if not settings.gradient_checkpointing:
-            yield (
-                "train.gradient_checkpointing=true",
-                replace(settings, gradient_checkpointing=True),
-            )
+            yield "train.gradient_checkpointing=true", "gradient_checkpointing", True
         if batch.max_len > 2:
-            yield (
-                f"train.max_len={batch.max_len // 2}",
-                replace(settings, batch=replace(batch, max_len=batch.max_len // 2)),
-            )
-        yield from self._partitioned(settings)
+            yield f"train.max_len={batch.max_len // 2}", "batch.max_len", batch.max_len // 2
+        yield from _partitioned(settings)
         yield from _other_training(settings)
         if self._gpu:
             yield from _of_engine(settings)
-        if not self._gpu and settings.launch.nproc % 2 == 0:
-            half = settings.launch.nproc // 2
-            yield (
-                f"train.nproc={half}",
-                replace(settings, launch=replace(settings.launch, nproc=half)),
-            )
-        if zero.stage and zero.bucket_size > _SMALL_BUCKET and peft.kind == "none":
-            yield (
-                f"zero.bucket_size={_SMALL_BUCKET}",
-                replace(settings, zero=replace(zero, bucket_size=_SMALL_BUCKET)),
-            )
-
-    def _partitioned(self, settings: Settings) -> Iterator[tuple[str, Settings]]:
-        """Yield settings that partition states over ranks or offload them."""
-        zero = settings.zero
-        shared = settings.online.get("rl", {}).get("critic") == "shared"
-        highest = 2 if settings.peft.kind == "qlora" or shared else 3
-        for stage in range(zero.stage + 1, highest + 1):
-            yield f"zero=zero{stage}", replace(settings, zero=replace(zero, stage=stage))
-        adamw = settings.optim.optimizer == "adamw"
-        if zero.stage and adamw and zero.offload_optimizer == "none":
-            offloaded = replace(zero, offload_optimizer="cpu")
-            yield "zero.offload_optimizer=cpu", replace(settings, zero=offloaded)
-        if zero.stage == 3 and zero.offload_param == "none":
-            offloaded = replace(zero, offload_param="cpu")
-            yield "zero.offload_param=cpu", replace(settings, zero=offloaded)
+        elif ranks % 2 == 0:
+            yield f"train.nproc={ranks // 2}", "launch.nproc", ranks // 2
+        if zero.stage and zero.bucket_size > _SMALL_BUCKET and settings.peft.kind == "none":
+            yield f"zero.bucket_size={_SMALL_BUCKET}", "zero.bucket_size", _SMALL_BUCKET
 
 
-def _of_engine(settings: Settings) -> Iterator[tuple[str, Settings]]:
+def _partitioned(settings: Settings) -> Iterator[Change]:
+    """Yield settings that partition states over ranks or offload them."""
+    zero = settings.zero
+    shared = settings.online.get("rl", {}).get("critic") == "shared"
+    highest = 2 if settings.peft.kind == "qlora" or shared else 3
+    for stage in range(zero.stage + 1, highest + 1):
+        yield f"zero=zero{stage}", "zero.stage", stage
+    adamw = settings.optim.optimizer == "adamw"
+    if zero.stage and adamw and zero.offload_optimizer == "none":
+        yield "zero.offload_optimizer=cpu", "zero.offload_optimizer", "cpu"
+    if zero.stage == 3 and zero.offload_param == "none":
+        yield "zero.offload_param=cpu", "zero.offload_param", "cpu"
+
+
+def _of_engine(settings: Settings) -> Iterator[Change]:
     """Yield settings that give less GPU memory to vLLM, or to the trainer during rollouts."""
     rollout, zero = settings.online.get("rollout", {}), settings.zero
     if rollout.get("engine") != "vllm":
@@ -173,29 +166,23 @@ def _of_engine(settings: Settings) -> Iterator[tuple[str, Settings]]:
     changes: dict[str, Any] = {}
     if rollout["gpu_memory"] > _SMALL_ENGINE:
         changes["gpu_memory"] = _SMALL_ENGINE
-    if (
-        not rollout["offload_trainer"]
-        and zero.stage
-        and zero.offload_optimizer == zero.offload_param == "none"
-    ):
+    offloaded = zero.offload_optimizer != "none" or zero.offload_param != "none"
+    if zero.stage and not offloaded and not rollout["offload_trainer"]:
         changes["offload_trainer"] = True
     for name, value in changes.items():
         online = {**settings.online, "rollout": {**rollout, name: value}}
-        yield f"rollout.{name}={str(value).lower()}", replace(settings, online=online)
+        yield f"rollout.{name}={str(value).lower()}", "online", online
 
 
-def _other_training(settings: Settings) -> Iterator[tuple[str, Settings]]:
+def _other_training(settings: Settings) -> Iterator[Change]:
     """Yield settings that train fewer weights, a quantised base, or with another optimizer."""
     peft, zero = settings.peft, settings.zero
     if peft.kind == "none":
-        yield "peft=lora", replace(settings, peft=Peft("lora"))
+        yield "peft=lora", "peft", Peft("lora")
     if peft.kind == "lora" and peft.rank > 16:
-        yield "peft.rank=16", replace(settings, peft=replace(peft, rank=16, rank_pattern=None))
+        yield "peft.rank=16", "peft", replace(peft, rank=16, rank_pattern=None)
     if peft.kind != "qlora" and zero.stage < 3 and settings.dtype == "bfloat16":
-        kind = replace(peft, kind="qlora") if peft.kind == "lora" else Peft("qlora")
-        yield "peft=qlora", replace(settings, peft=kind)
+        quantised = replace(peft, kind="qlora") if peft.kind == "lora" else Peft("qlora")
+        yield "peft=qlora", "peft", quantised
     if settings.optim.optimizer == "adamw" and zero.offload_optimizer == "none":
-        yield (
-            "train.optimizer=adamw_8bit",
-            replace(settings, optim=replace(settings.optim, optimizer="adamw_8bit")),
-        )
+        yield "train.optimizer=adamw_8bit", "optim.optimizer", "adamw_8bit"

@@ -9,9 +9,9 @@ from typing import Any
 
 import torch
 
-from tasks.serving.reference.load import refuse_gaps
+from tasks.serving.reference.load import quantization_config, refuse_gaps
 from tasks.training.engine.deepspeed_engine import Ranks
-from tasks.training.job import Peft, TrainJob
+from tasks.training.job import TrainJob
 from tasks.training.model.score_head import WEIGHT, config_of_head, fill_head
 from tasks.weights.quantized.bnb_no_repack import keep_as_loaded
 
@@ -51,9 +51,10 @@ def load_base(
     """
     settings = job.settings
     extra: dict[str, Any] = config_of_head(pad) if head == "score" else {}
-    if settings.peft.kind == "qlora":
-        extra["quantization_config"] = _quantization(settings.peft)
-    if settings.peft.kind == "qlora" or (ranks.gpu and settings.zero.stage < 3):
+    quantization = settings.peft.quantization()
+    if quantization is not None:
+        extra["quantization_config"] = quantization_config(quantization)
+    if quantization is not None or (ranks.gpu and settings.zero.stage < 3):
         # Load straight to the GPU: no full model per rank in host memory, and PiSSA runs there.
         extra["device_map"] = {"": str(ranks.device)}
     with partitioned(config):
@@ -108,14 +109,3 @@ def _restore_buffers(model: Any, job: TrainJob, head: str) -> None:
             owner, _, leaf = name.rpartition(".")
             mine = model.get_submodule(owner)._buffers
             mine[leaf] = buffer.to(mine[leaf].device)
-
-
-def _quantization(peft: Peft) -> Any:
-    from transformers import BitsAndBytesConfig
-
-    return BitsAndBytesConfig(
-        load_in_4bit=True,
-        bnb_4bit_quant_type=peft.quant_type,
-        bnb_4bit_use_double_quant=peft.double_quant,
-        bnb_4bit_compute_dtype=torch.bfloat16,
-    )

@@ -89,7 +89,7 @@ def model_of(module: Any) -> Any:
     return module.get_base_model() if hasattr(module, "get_base_model") else module
 
 
-def give_back_attention(model: Any, name: str) -> None:
+def restore_attention(model: Any, name: str) -> None:
     """Restore transformers' own attention, which fingerprints are measured with."""
     if model.config._attn_implementation == attention.NAME:
         model.set_attn_implementation(name)

@@ -14,7 +14,7 @@ from __future__ import annotations
 import importlib
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
-from typing import TYPE_CHECKING, Any, ClassVar, Protocol
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from tasks.core.errors import ConfigError
 
@@ -67,8 +67,8 @@ class Loss:
     measures: Mapping[str, torch.Tensor]
 
 
-class Objective(Protocol):
-    """Interface of an objective.
+class Objective:
+    """Base of the objectives.
 
     Attributes:
         roles: names of an example's sequences.
@@ -78,10 +78,10 @@ class Objective(Protocol):
             trained on.
     """
 
-    roles: ClassVar[tuple[str, ...]]
-    head: ClassVar[str]
-    needs_reference: ClassVar[bool]
-    baseline_role: ClassVar[str | None]
+    roles: ClassVar[tuple[str, ...]] = ("text",)
+    head: ClassVar[str] = "tokens"
+    needs_reference: ClassVar[bool] = False
+    baseline_role: ClassVar[str | None] = None
 
     def loss(self, output: ModelOutput, row: Row, counts: Counts) -> Loss:
         """Return this row's part of the loss.
@@ -91,7 +91,7 @@ class Objective(Protocol):
             row: the packed row.
             counts: totals of the whole step, to divide by.
         """
-        ...
+        raise NotImplementedError
 
 
 def kind_of(name: str) -> type[Any]:

@@ -13,7 +13,7 @@ import torch
 from torch.nn.functional import logsigmoid
 
 from tasks.core.errors import ConfigError
-from tasks.training.objectives import Loss, ModelOutput
+from tasks.training.objectives import Loss, ModelOutput, Objective
 from tasks.training.tokens.order import Counts
 from tasks.training.tokens.packing import Row
 
@@ -21,7 +21,7 @@ KINDS = ("sigmoid", "ipo")
 
 
 @dataclass(frozen=True)
-class Dpo:
+class Dpo(Objective):
     """Mean over pairs of a loss of d, the log-ratio of the chosen answer minus the rejected one's.
 
     Attributes:
@@ -37,9 +37,7 @@ class Dpo:
     label_smoothing: float = 0.0
     nll: float = 0.0
     roles: ClassVar[tuple[str, ...]] = ("chosen", "rejected")
-    head: ClassVar[str] = "tokens"
     needs_reference: ClassVar[bool] = True
-    baseline_role: ClassVar[str | None] = None
 
     def __post_init__(self) -> None:
         """Refuse invalid options."""

@@ -7,7 +7,7 @@ measured on the final weights, over chosen and rejected answers.
 from __future__ import annotations
 
 import math
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 
 import torch
 
@@ -24,10 +24,6 @@ class HeldOutScores:
     mean: float
     std: float
     count: int
-
-    def as_dict(self) -> dict[str, float]:
-        """Return the fields as a dict."""
-        return asdict(self)
 
 
 def heldout_scores(passes: Passes, examples: Examples, batch: Batch) -> HeldOutScores:

@@ -7,13 +7,13 @@ from typing import ClassVar
 
 import torch
 
-from tasks.training.objectives import Loss, ModelOutput
+from tasks.training.objectives import Loss, ModelOutput, Objective
 from tasks.training.tokens.order import Counts
 from tasks.training.tokens.packing import Row
 
 
 @dataclass(frozen=True)
-class Kto:
+class Kto(Objective):
     """Mean over examples of weight * (1 - sigmoid(+-(beta * log-ratio - beta * z0))).
 
     The sign is + for desirable examples (value `desirable` 1), - for the others (0). z0 estimates
@@ -32,7 +32,6 @@ class Kto:
     desirable_weight: float = 1.0
     undesirable_weight: float = 1.0
     roles: ClassVar[tuple[str, ...]] = ("text", "mismatched")
-    head: ClassVar[str] = "tokens"
     needs_reference: ClassVar[bool] = True
     baseline_role: ClassVar[str | None] = "mismatched"
 

@@ -11,14 +11,14 @@ from typing import ClassVar
 import torch
 from torch.nn.functional import logsigmoid
 
-from tasks.training.objectives import Loss, ModelOutput
+from tasks.training.objectives import Loss, ModelOutput, Objective
 from tasks.training.objectives.dpo import measures
 from tasks.training.tokens.order import Counts
 from tasks.training.tokens.packing import Row
 
 
 @dataclass(frozen=True)
-class Orpo:
+class Orpo(Objective):
     """Mean cross-entropy of the chosen answers' tokens + beta * mean odds-ratio loss over pairs.
 
     Attributes:
@@ -27,9 +27,6 @@ class Orpo:
 
     beta: float = 0.1
     roles: ClassVar[tuple[str, ...]] = ("chosen", "rejected")
-    head: ClassVar[str] = "tokens"
-    needs_reference: ClassVar[bool] = False
-    baseline_role: ClassVar[str | None] = None
 
     def loss(self, output: ModelOutput, row: Row, counts: Counts) -> Loss:
         """Return the row's part: tokens divided by the step's chosen tokens, pairs by its pairs."""

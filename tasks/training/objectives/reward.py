@@ -12,7 +12,7 @@ import torch
 from torch.nn.functional import logsigmoid, softplus
 
 from tasks.core.errors import ConfigError
-from tasks.training.objectives import Loss, ModelOutput
+from tasks.training.objectives import Loss, ModelOutput, Objective
 from tasks.training.tokens.order import Counts
 from tasks.training.tokens.packing import Row
 
@@ -20,7 +20,7 @@ KINDS = ("sigmoid", "log_exp")
 
 
 @dataclass(frozen=True)
-class Reward:
+class Reward(Objective):
     """Mean over pairs of the ranking loss of d = chosen - rejected - margin, in nats.
 
     Attributes:
@@ -36,8 +36,6 @@ class Reward:
     center: float = 0.0
     roles: ClassVar[tuple[str, ...]] = ("chosen", "rejected")
     head: ClassVar[str] = "score"
-    needs_reference: ClassVar[bool] = False
-    baseline_role: ClassVar[str | None] = None
 
     def __post_init__(self) -> None:
         """Refuse an unknown kind."""

@@ -10,14 +10,14 @@ from typing import ClassVar
 
 from torch.nn.functional import logsigmoid
 
-from tasks.training.objectives import Loss, ModelOutput
+from tasks.training.objectives import Loss, ModelOutput, Objective
 from tasks.training.objectives.dpo import measures
 from tasks.training.tokens.order import Counts
 from tasks.training.tokens.packing import Row
 
 
 @dataclass(frozen=True)
-class Simpo:
+class Simpo(Objective):
     """Mean over pairs of -log sigmoid(beta * (difference of mean log-probabilities) - gamma).
 
     Attributes:
@@ -30,9 +30,6 @@ class Simpo:
     gamma: float = 1.0
     nll: float = 0.0
     roles: ClassVar[tuple[str, ...]] = ("chosen", "rejected")
-    head: ClassVar[str] = "tokens"
-    needs_reference: ClassVar[bool] = False
-    baseline_role: ClassVar[str | None] = None
 
     def loss(self, output: ModelOutput, row: Row, counts: Counts) -> Loss:
         """Return the sum over the row's pairs, divided by the pairs of the step."""

@@ -78,6 +78,22 @@ class Examples:
     values: Mapping[str, NDArray[np.float32]]
     counted: NDArray[np.int64] | None = None
 
+    @classmethod
+    def of_texts(
+        cls, texts: Sequence[ArrayLike], bears: NDArray[np.uint8] | None = None
+    ) -> Examples:
+        """Return examples of one sequence each, without values.
+
+        Args:
+            texts: token ids of each sequence.
+            bears: as the attribute; None: every token bears loss.
+        """
+        pieces = [np.asarray(text, np.int32) for text in texts]
+        bounds: NDArray[np.int64] = np.cumsum([0, *(len(piece) for piece in pieces)])
+        ids, names = np.concatenate(pieces), [str(number) for number in range(len(pieces))]
+        marks = np.ones(len(ids), np.uint8) if bears is None else bears
+        return cls(("text",), names, ids, marks, bounds, {})
+
     def __len__(self) -> int:
         """Return the number of examples."""
         return (len(self.bounds) - 1) // len(self.roles)

@@ -152,11 +152,7 @@ def trial_row(examples: Examples) -> Row:
     places = [(0, 0), (0, 1)] if roles > 1 else [(0, 0), (1 % len(examples), 0)]
     pieces = [examples.sequence(*place)[0][:TRIAL] for place in places]
     pieces = [piece if len(piece) > 1 else np.resize(piece, 2) for piece in pieces]
-    bounds = np.concatenate([[0], np.cumsum([len(ids) for ids in pieces])])
-    ids = np.concatenate(pieces)
-    return pack(
-        Examples(("text",), ("a", "b"), ids, np.ones(len(ids), np.uint8), bounds, {}), (0, 1)
-    )
+    return pack(Examples.of_texts(pieces), (0, 1))
 
 
 def _buckets(lengths: np.ndarray) -> list[Bucket]:

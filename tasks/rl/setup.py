@@ -1,0 +1,92 @@
+"""The models of an online run: policy, critic and reference, as this rank holds them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Any
+
+from tasks.rl.algorithms.registry import Recipe, recipe
+from tasks.rl.experience.critic import CRITIC, Critic, start_critic
+from tasks.rl.experience.reference import Reference, open_reference
+from tasks.rl.settings import Loop, Online, Rollout
+from tasks.training.engine.checkpoint import Progress
+from tasks.training.engine.deepspeed_engine import Ranks, start_engine
+from tasks.training.engine.saving import Others, restore
+from tasks.training.engine.zero_config import deepspeed_config
+from tasks.training.job import TrainJob
+from tasks.training.model.build import load_model
+from tasks.training.model.packed_model import require_same
+from tasks.training.tokens.packing import Row
+
+
+@dataclass(frozen=True)
+class Setup:
+    """Models and settings of one online run on this rank.
+
+    Attributes:
+        engine: the DeepSpeed engine of the policy.
+        critic: None if the algorithm has no critic.
+        reference: None if no setting needs the KL to the reference.
+        ranks: this process and its peers.
+        job: the training job.
+        online: sections `rl`, `rollout` and `reward`.
+        recipe: the algorithm.
+    """
+
+    engine: Any
+    critic: Critic | None
+    reference: Reference | None
+    ranks: Ranks
+    job: TrainJob
+    online: Online
+    recipe: Recipe
+
+    @property
+    def loop(self) -> Loop:
+        """Section `rl`."""
+        return self.online.loop
+
+    @property
+    def rollout(self) -> Rollout:
+        """Section `rollout`."""
+        return self.online.rollout
+
+    @property
+    def others(self) -> Others:
+        """Engines besides the policy's whose state is in a checkpoint."""
+        return {} if self.critic is None else {CRITIC: self.critic.active}
+
+
+def set_up(
+    ranks: Ranks, job: TrainJob, online: Online, *, tokenizer: Any, trial: Row
+) -> tuple[Setup, Progress]:
+    """Build the models of a run, and load the checkpoint `job.resume` if there is one.
+
+    Args:
+        ranks: this process and its peers.
+        job: the training job.
+        online: sections `rl`, `rollout` and `reward`.
+        tokenizer: the policy's.
+        trial: packed row that shows whether the policy keeps sequences apart.
+
+    Raises:
+        ConfigError: section `rl` is invalid for the algorithm.
+        TrainingError: the policy does not keep packed sequences apart.
+    """
+    loop, algorithm = online.loop, recipe(job.settings.objective, online.loop)
+    universal = job.universal is not None
+    config = deepspeed_config(job.settings, ranks.world_size, gpu=ranks.gpu, universal=universal)
+    model = load_model(job, ranks, config, tokenizer=tokenizer)
+    engine = start_engine(model, config, job.settings.optim)
+    critic = None
+    if algorithm.critic:
+        critic = start_critic(
+            job, loop, ranks, policy=engine.module, config=config, tokenizer=tokenizer
+        )
+    setup = Setup(engine, critic, None, ranks, job, online, algorithm)
+    progress = restore(engine, job, ranks, setup.others)
+    require_same(engine, trial.to(ranks.device))
+    if loop.kl_coef > 0 or loop.kl_limit is not None:
+        reference = open_reference(job, ranks, engine=engine, config=config, tokenizer=tokenizer)
+        setup = replace(setup, reference=reference)
+    return setup, progress

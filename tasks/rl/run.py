@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import replace
 from typing import Any
@@ -15,7 +14,7 @@ from tasks.core.events import emit
 from tasks.rl.experience.collect import Collector
 from tasks.rl.experience.critic import write_critic
 from tasks.rl.experience.prompts import load_prompts
-from tasks.rl.experience.responses import Prompt, ScoredResponse
+from tasks.rl.experience.responses import Prompt
 from tasks.rl.loop import OnlineTrainer
 from tasks.rl.rewards import Rewards, open_rewards
 from tasks.rl.rollout.engines import open_engine
@@ -28,7 +27,7 @@ from tasks.training.engine.offload import TrainerStates
 from tasks.training.job import TrainJob
 from tasks.training.model.build import load_tokenizer
 from tasks.training.model.packed_model import model_of, restore_attention
-from tasks.training.model.probe import PROBE_TOKENS, fingerprint_of
+from tasks.training.model.probe import choose_probes, fingerprint_of
 from tasks.training.outputs import write_common, write_shards
 from tasks.training.tokens.data import end_ids
 from tasks.training.tokens.examples import Examples
@@ -110,7 +109,9 @@ def _leave(trainer: OnlineTrainer, tokenizer: Any, after: dict[str, float]) -> N
     if setup.critic is not None:
         write_critic(setup.critic, job, setup.loop, ranks)
     restore_attention(model_of(engine.module), job.settings.attn_implementation)
-    probes = _eval_probes(trainer.eval_responses, job.settings.probes)
+    responses = [scored.response for scored in trainer.eval_responses]
+    texts = [np.concatenate([r.prompt.ids, r.generated.ids]) for r in responses]
+    probes = choose_probes(Examples.of_texts(texts), job.settings.probes)
     fingerprint = fingerprint_of(engine, probes, ranks.device)
     if ranks.first:
         metrics = _metrics(trainer, after)
@@ -124,15 +125,6 @@ def _leave(trainer: OnlineTrainer, tokenizer: Any, after: dict[str, float]) -> N
         )
         emit("done", **metrics)
     engine.destroy()
-
-
-def _eval_probes(responses: Sequence[ScoredResponse], count: int) -> tuple[tuple[int, ...], ...]:
-    """Return the first `count` evaluation prompts and responses, cut to `PROBE_TOKENS`."""
-    sequences = [
-        np.concatenate([scored.response.prompt.ids, scored.response.generated.ids])
-        for scored in responses[:count]
-    ]
-    return tuple(tuple(ids[:PROBE_TOKENS].tolist()) for ids in sequences)
 
 
 def _metrics(trainer: OnlineTrainer, after: dict[str, float]) -> dict[str, float]:

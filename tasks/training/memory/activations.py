@@ -9,9 +9,11 @@ from tasks.training.job import Settings
 from tasks.training.memory.sizes import Sizes
 
 PORTION = 1 << 25
-"""Largest number of logits at a time (`model/head.py`)."""
+"""Largest number of logits at a time (`model/head.py`); 128 MiB in fp32."""
 SHORT = 256
-"""Sequence length up to which a CPU stores attention probabilities (`model/attention.py`)."""
+"""Sequence length up to which a CPU's math kernel, which stores attention probabilities, beats its
+flash kernel, whose bf16 backward pass takes seven times as long at 40 tokens. Longer sequences need
+the memory that flash saves."""
 LARGEST_IN_HEAP = 32 << 20
 """Largest allocation in bytes that glibc keeps in its heap when it is freed. Its threshold for
 returning memory grows with the largest freed piece up to this (`DEFAULT_MMAP_THRESHOLD_MAX`)."""

@@ -29,11 +29,10 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from tasks.serving.bf16_linear import slow_bf16, widened_weight
+from tasks.training.memory.activations import PORTION
 
 Forward = Callable[[torch.Tensor], torch.Tensor]
 """Function from hidden states to logits."""
-PORTION = 1 << 25
-"""Largest number of logits at a time; 128 MiB in fp32."""
 BLOCK = 4096
 """Rows of a bf16 weight cast to fp32 at a time where bf16 products are slow; 64 MiB at width
 4096."""

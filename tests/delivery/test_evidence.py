@@ -295,6 +295,7 @@ class TestADelivery:
         assert "merge.base=original" in done.output
 
 
+@pytest.mark.slow
 def test_both_merges_are_measured(here: Run, foreign: Path, base: Path, tmp_path: Path) -> None:
     done = here(f"source={foreign}", f"base={base}", f"out={tmp_path / 'out'}",
                 "merge.base=compare", "smoke.probes=4")  # fmt: skip

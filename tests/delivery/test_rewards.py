@@ -79,6 +79,7 @@ def test_an_adapter_is_scored_unmerged(tmp_path: Path) -> None:
     assert report["mean_difference"] < 1e-5, report
 
 
+@pytest.mark.slow
 def test_another_head_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The head is altered during conversion."""
     from tasks.delivery import stages

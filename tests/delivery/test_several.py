@@ -139,6 +139,7 @@ def test_the_reference_holds_all_of_them_unmerged(adapter: Path, second: Path, b
         assert not torch.allclose(plain(input_ids=ids).logits, wanted, rtol=0.05, atol=0.05)
 
 
+@pytest.mark.slow
 def test_an_engine_compares_with_all_of_them_unmerged(
     adapter: Path, second: Path, base: Path, tmp_path: Path
 ) -> None:

@@ -138,6 +138,7 @@ def test_a_deployment_runs_by_hand(site: Site) -> None:
     assert run["parameters"] == {"overrides": site.overrides(), "tag": "manual"}
 
 
+@pytest.mark.slow
 def test_a_schedule_fires(site: Site) -> None:
     deployment = site.deployment("rlhf-nightly")
     schedule = {

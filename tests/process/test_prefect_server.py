@@ -48,6 +48,7 @@ def task_states(runs: Path, name: str) -> dict[str, int]:
     return {str(state): int(str(count)) for state, count in ask(runs, query, name)}
 
 
+@pytest.mark.slow
 def test_every_task_run_is_recorded(runs: Path) -> None:
     assert flow_states(runs, "quick") == ["COMPLETED", "COMPLETED"]
     assert task_states(runs, "quick") == {"COMPLETED": 40}

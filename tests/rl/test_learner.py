@@ -6,11 +6,14 @@ import itertools
 import logging
 from pathlib import Path
 
+import pytest
+
 from tasks.process.launch import launch, python_child
 
 REFUSED = "step 2: the test's gradient is not finite; last good checkpoint: none yet"
 
 
+@pytest.mark.slow
 def test_a_gradient_that_is_not_finite_ends_every_rank_before_a_weight_moves(
     tmp_path: Path,
 ) -> None:

@@ -222,6 +222,7 @@ def test_an_adapter_that_is_off_is_noticed_when_the_trainer_samples(
     require_faults(seen_slowly["native"], FAULTS["native"])
 
 
+@pytest.mark.slow
 def test_more_prompts_than_vllm_reads_at_once(seen: dict[str, Any]) -> None:
     assert [rank["crowd"] for rank in seen["lora"]] == [[1] * 200] * 2
 

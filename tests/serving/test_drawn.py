@@ -50,6 +50,7 @@ def replies(scorer: ReferenceScorer, folder: Path) -> list[list[int]]:
     return scorer.sample(ModelRef(folder), prompts, **how).tokens
 
 
+@pytest.mark.slow
 def test_distance_and_rewards_are_those_of_the_sampled_ids(
     run: Callable[..., StageReport],
     scorer: ReferenceScorer,
@@ -97,6 +98,7 @@ def test_the_distance_of_a_model_to_itself_is_zero(
     assert metrics["drawn/before"] == metrics["drawn/after"]
 
 
+@pytest.mark.slow
 def test_sampled_texts_are_reported_beside_greedy_ones(
     run: Callable[..., StageReport], tmp_path: Path
 ) -> None:

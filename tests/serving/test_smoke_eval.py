@@ -106,6 +106,7 @@ def test_the_native_engine_gives_the_very_numbers(run: Callable[..., StageReport
     assert verdict(report, "prompts as training rendered them") == (True, "8 of 8")
 
 
+@pytest.mark.slow
 def test_text_that_does_not_stop_is_refused(run: Callable[..., StageReport]) -> None:
     report = run(settings=replace(LENIENT, min_stop_rate=0.9))
     ok, text = verdict(report, "answers that stop")
@@ -144,6 +145,7 @@ def test_unusable_heldout_data(tmp_path: Path, text: str, message: str) -> None:
         read_heldout(tmp_path / "heldout.jsonl")
 
 
+@pytest.mark.slow
 def test_prompts_without_room_are_left_out_and_counted(
     run: Callable[..., StageReport], data: Path, tmp_path: Path
 ) -> None:
@@ -181,6 +183,7 @@ def test_prompts_without_answers_are_judged_on_all_but_exact_match(
     assert [row["messages"] for row in rows] == [[messages[0]] for messages in CONVERSATIONS]
 
 
+@pytest.mark.slow
 def test_of_mixed_rows_those_with_answers_are_compared(
     run: Callable[..., StageReport], tmp_path: Path
 ) -> None:

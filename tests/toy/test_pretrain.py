@@ -41,6 +41,7 @@ def test_the_child_says_how_far_it_is(made: tuple[Path, list[dict[str, Any]]]) -
     assert events[1]["parameters"] == 920_192
 
 
+@pytest.mark.slow
 def test_the_same_seed_gives_the_same_bytes(
     made: tuple[Path, list[dict[str, Any]]], tmp_path: Path
 ) -> None:

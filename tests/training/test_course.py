@@ -52,6 +52,7 @@ class TestCourse:
         return jobs
 
     @pytest.mark.parametrize("name", ["best", "best-3"])
+    @pytest.mark.slow
     def test_the_best_weights_are_published_not_the_last(self, name, left) -> None:
         job, document = left[name], said(left[name])
         losses = {e["step"]: e["loss"] for e in document["evaluations"]}
@@ -80,6 +81,7 @@ class TestCourse:
         assert len(said(left["more-than-there-is"])["losses"]) == 2
 
 
+@pytest.mark.slow
 def test_one_trained_tensor_is_enough_for_every_stage(tmp_path: Path) -> None:
     """torch >= 2.10 fails on an empty parameter group with some versions of DeepSpeed.
 

@@ -125,11 +125,9 @@ CASES = {
     "lora_zero2_large_vocabulary": ("0.5B", settings_of(1, zero=Zero(2), peft=LORA)),
 }  # fmt: skip
 
-MARKS: dict[str, list[Any]] = {name: [pytest.mark.slow] for name in CASES}
-MARKS["lora_zero0"] = []
 
-
-@pytest.mark.parametrize("name", [pytest.param(n, marks=marks) for n, marks in MARKS.items()])
+@pytest.mark.slow
+@pytest.mark.parametrize("name", CASES)
 def test_the_estimate_is_within_a_quarter(
     tmp_path: Path, model_of: Callable[[str], Path], longest: Path, name: str
 ) -> None:

@@ -101,6 +101,7 @@ class TestCache:
         assert np.array_equal(mine.ids, others[0].ids)
         assert len(list((tmp_path / "tokens").iterdir())) == 1
 
+    @pytest.mark.slow
     def test_two_ranks_write_the_bytes_of_one(self, base, tmp_path) -> None:
         """Real ranks: all of them stop at bad data, and the bytes do not depend on their number."""
         write(tmp_path, ROWS)

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from enum import Enum
-from functools import cached_property, lru_cache, partial
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
 
@@ -160,7 +160,7 @@ def compose_config(
             that cannot be parsed.
     """
     try:
-        return Composed.of(_compose(tuple(overrides), config_name, conf))
+        return Composed.of(_compose(overrides, config_name, conf))
     except (HydraException, OmegaConfBaseException) as error:
         raise refused(error, overrides, config_name, conf=conf) from error
 
@@ -172,7 +172,7 @@ def composed_as_is(overrides: Sequence[str], config_name: str) -> DictConfig:
         ConfigError: as in `compose_config`, except for missing values.
     """
     try:
-        return _compose(tuple(overrides), config_name, CONF)
+        return _compose(overrides, config_name, CONF)
     except (HydraException, OmegaConfBaseException) as error:
         raise refused(error, overrides, config_name) from error
 
@@ -194,7 +194,7 @@ def refused(
         rest = [o for o in overrides if o != wrong and not o.startswith("-")]
         for kept in (rest, []):
             try:
-                return OmegaConf.select(_compose(tuple(kept), config_name, conf), key)
+                return OmegaConf.select(_compose(kept, config_name, conf), key)
             except (HydraException, OmegaConfBaseException):
                 continue
         return None
@@ -207,8 +207,7 @@ def vocabulary(program: str, folders: Sequence[Path] = (CONF,)) -> Vocabulary:
     return Vocabulary(program, SCHEMAS[program], folders)
 
 
-@lru_cache(maxsize=32)  # a command and its flow compose the same run and the same steps
-def _compose(overrides: tuple[str, ...], config_name: str, conf: Path) -> DictConfig:
+def _compose(overrides: Sequence[str], config_name: str, conf: Path) -> DictConfig:
     with own_hydra(), initialize_config_dir(str(conf), job_name="rlhf", version_base="1.3"):
         return compose(config_name, overrides=list(overrides))
 

@@ -25,7 +25,7 @@ from tests.weights.families.making import (
     save_base,
 )
 from tests.weights.families.test_families import merge
-from tests.weights.families.test_older import merged_older, train_older
+from tests.weights.families.test_legacy_names import merged_older, train_older
 from tests.weights.making import state_of
 
 

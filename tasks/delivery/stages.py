@@ -35,7 +35,12 @@ from tasks.weights.plan.layout import as_is
 from tasks.weights.plan.operations import Plan
 from tasks.weights.plan.validate import validate
 from tasks.weights.proof.recheck import recompute, recomputed_check
-from tasks.weights.quantized.quantize import check_quantize, quantization_config, quantized_plan
+from tasks.weights.quantized.quantize import (
+    check_quantize,
+    left_alone,
+    library_config,
+    quantized_plan,
+)
 
 
 def gather(
@@ -157,7 +162,7 @@ def convert(
         validate(plan, sources)
     done = execute(plan, sources, out)
     log.info("convert: %d tensors, %d files linked", len(plan.ops), len(done.linked))
-    quantized = quantization_config(scheme, work.facts) if scheme is not None else None
+    quantized = library_config(scheme, left_alone(work.facts)) if scheme is not None else None
     checks = [finite(op.name, done.outcomes[op.name]) for op in plan.ops]
     checks += write_served_files(out, work, tokens, dtype=dtype, plan=plan, quantized=quantized)
     metrics = {**_metrics(plan, done), "linked": float(len(done.linked))}

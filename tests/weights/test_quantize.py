@@ -29,7 +29,7 @@ from tasks.weights.quantized.encode import SCHEMES, encode, library_scheme, row_
 from tasks.weights.quantized.quantize import (
     check_quantize,
     left_alone,
-    quantization_config,
+    library_config,
     quantized_contract,
     quantized_plan,
 )
@@ -54,7 +54,7 @@ def quantize(base: Path, out: Path, scheme: str, **options: Any) -> tuple[Plan, 
         if "safetensors" not in path.name and path.name != "manifest.json":
             shutil.copy(path, out)
     config = json.loads((base / "config.json").read_text())
-    config["quantization_config"] = quantization_config(scheme, facts)
+    config["quantization_config"] = library_config(scheme, left_alone(facts))
     (out / "config.json").write_text(json.dumps(config))
     return plan, done
 
@@ -110,7 +110,7 @@ def test_config_lists_unquantized_layers_and_is_read_by_the_library(llama: Artif
     from compressed_tensors.quantization import QuantizationConfig
 
     facts = model_facts(llama.path)
-    document = quantization_config("w8a8", facts)
+    document = library_config("w8a8", left_alone(facts))
     read = QuantizationConfig.model_validate(document)
     assert json.loads(read.model_dump_json()) == document
     assert document["quant_method"] == "compressed-tensors"

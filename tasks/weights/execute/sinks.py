@@ -43,14 +43,9 @@ class Sink:
         """
         os.posix_fadvise(self.handle, self.info.start, self.info.nbytes, os.POSIX_FADV_DONTNEED)
 
-    @property
-    def complete(self) -> bool:
-        """True if the whole tensor is written."""
-        return self._at == self.info.end
-
     def checksum(self) -> str:
         """Return the BLAKE3 hash of the full tensor. Raises ArtifactError if bytes are missing."""
-        if not self.complete:
+        if self._at != self.info.end:
             done = self._at - self.info.start
             raise ArtifactError(f"{self.path}: {done} of {self.info.nbytes} bytes were written")
         return self._hash.hexdigest()

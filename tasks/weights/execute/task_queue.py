@@ -75,13 +75,17 @@ class Pending:
     """Queue of tasks, the largest first, so that no worker starts a large one at the end.
 
     Tasks that need torch become available once it is imported; workers begin the others meanwhile.
+
+    Attributes:
+        closed: True once `close` was called.
     """
 
     def __init__(self, tasks: Iterable[Task]) -> None:
         ordered = sorted(tasks, key=lambda task: -task.op.nbytes)
         self._ready = [task for task in ordered if not task.needs_torch]
         self._later = [task for task in ordered if task.needs_torch]
-        self._large, self._closed = 0, False
+        self._large = 0
+        self.closed = False
         self._changed = threading.Condition()
 
     @property
@@ -98,13 +102,8 @@ class Pending:
     def close(self) -> None:
         """Drop all remaining tasks: a worker has failed, or the user has interrupted the run."""
         with self._changed:
-            self._ready, self._later, self._closed = [], [], True
+            self._ready, self._later, self.closed = [], [], True
             self._changed.notify_all()
-
-    @property
-    def closed(self) -> bool:
-        """True if `close` was called."""
-        return self._closed
 
     def take(self) -> Task | None:
         """Return the next task; waits while there are only tasks that cannot start yet.

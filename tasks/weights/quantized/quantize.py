@@ -1,7 +1,7 @@
 """Plan 8-bit weights for `convert.quantize`, and the fields of config.json that describe them.
 
     plan = quantized_plan(plan, facts, "w8a8")        every linear layer: weights and scales
-    config["quantization_config"] = quantization_config("w8a8", facts)
+    config["quantization_config"] = library_config("w8a8", left_alone(facts))
 
 The format is that of compressed-tensors, as vLLM and transformers read it: `X.weight` in 8 bits and
 `X.weight_scale`, shape (rows, 1), for every linear layer X. Embeddings, norms, biases and the head
@@ -107,11 +107,6 @@ def quantized_contract(facts: ModelFacts, scheme: str) -> list[Expected]:
         contract.append(replace(tensor, dtype=SCHEMES[scheme].dtype))
         contract.append(Expected(tensor.name + SCALE, (tensor.shape[0], 1), SCALE_DTYPE))
     return contract
-
-
-def quantization_config(scheme: str, facts: ModelFacts) -> dict[str, Any]:
-    """Return `quantization_config` of config.json for a model; see `library_config`."""
-    return library_config(scheme, left_alone(facts))
 
 
 def library_config(scheme: str, ignore: Sequence[str]) -> dict[str, Any]:

@@ -109,7 +109,7 @@ def _prepare(root: Path) -> None:
             publish(work, root / "base", Origin("base", "prepare", "base"))
     if not (root / "data").exists():
         with staging(root / "data") as work:
-            prepare_data(work, kind="toy", log=LOG)
+            prepare_data(work, kind="toy", train_size=4000, log=LOG)
             publish(work, root / "data", Origin("dataset", "prepare", "data"))
 
 

@@ -8,28 +8,28 @@ a text, the padding id, the number of rows, the dtype.
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping, Sequence
+import shutil
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from tasks.core.contract import Check, Expected, judge
+from tasks.core.contract import Check, judge
 from tasks.drift.fingerprint import DriftLimit
-from tasks.drift.verdict import Moved
-from tasks.evaluation.scoring import ModelRef, Score
+from tasks.evaluation.planned import Measuring, Planned
+from tasks.evaluation.scoring import Score
 from tasks.evaluation.serving_config import ServingConfig, agreement, write_configs
 from tasks.evaluation.trained_artifact import (
     CONFIG,
     GENERATION_CONFIG,
     Trained,
-    carry_over,
-    copy_files,
-    measure,
+    tokenizer_files,
 )
 from tasks.pipeline.report import StageReport
-from tasks.weights.execute.execute import Executed, execute
+from tasks.weights.execute.execute import Executed
+from tasks.weights.execute.verdicts import finite
 from tasks.weights.execute.worker import (
     Perform,
-    ask_execute,
     ask_facts,
     ask_quantization_config,
     perform,
@@ -39,7 +39,6 @@ from tasks.weights.files.opening import SourceRef
 from tasks.weights.files.reader import (
     DTYPE_NAMES,
     WEIGHTS,
-    Checkpoint,
     check_dtype,
     read_checkpoint,
     read_json,
@@ -47,8 +46,8 @@ from tasks.weights.files.reader import (
 from tasks.weights.files.tokenizer import TokenizerFacts, read_tokenizer
 from tasks.weights.heads.normalisation import Normalisation
 from tasks.weights.heads.reward import reward_config
+from tasks.weights.plan.contracts import ModelFacts
 from tasks.weights.plan.layout import as_is, with_output
-from tasks.weights.plan.operations import Plan
 from tasks.weights.plan.validate import validate
 from tasks.weights.quantized.quantize import (
     NONE,
@@ -102,22 +101,6 @@ def convert(
     limit, scheme = parse_size(max_shard_size), check_quantize(quantize)
     tokenizer = read_tokenizer(trained / "tokenizer")
     facts = ask_facts(perform, weights, dtype)
-    source = read_checkpoint(weights)
-    plan = with_output(
-        as_is(source), dtype=DTYPE_NAMES[dtype], max_shard_bytes=limit, files=source.files
-    )
-    if scheme is not None:
-        plan = quantized_plan(plan, facts, scheme)
-    validate(plan, {WEIGHTS: source})
-    if scheme is None:
-        done = execute(plan, {WEIGHTS: source}, out)
-    else:  # needs torch
-        done = ask_execute(perform, plan, {WEIGHTS: SourceRef(weights)}, out)
-    contract = facts.tensors if scheme is None else quantized_contract(facts, scheme)
-    checks = _tensor_checks(source, plan, done, facts.tied, contract)
-    unchanged = all(source.checksum(op.key) == done.checksums[op.name] for op in plan.ops)
-    log.info("convert: %d tensors, %d files linked", len(plan.ops), len(done.linked))
-    copy_files(trained / "tokenizer", out)
     side = Trained.read(trained)
     config, pad = _config_and_pad(weights, side, tokenizer)
     serving = ServingConfig(
@@ -128,18 +111,82 @@ def convert(
         pad=pad,
         tokenizer=tokenizer,
         template=not side.texts,
-        quantized=ask_quantization_config(perform, scheme, left_alone(facts)) if scheme else None,
     )
+    source = read_checkpoint(weights)
+    plan = with_output(
+        as_is(source), dtype=DTYPE_NAMES[dtype], max_shard_bytes=limit, files=source.files
+    )
+    planned = PlannedConversion(
+        plan=plan,
+        sources={WEIGHTS: source},
+        refs=None if scheme is None else {WEIGHTS: SourceRef(weights)},  # quantising needs torch
+        perform=perform,
+        measuring=Measuring(score, trained, profile, side.attn_implementation),
+        weights=weights,
+        facts=facts,
+        scheme=scheme,
+        serving=serving,
+        tokenizer=tokenizer_files(trained / "tokenizer"),
+        judged=True,
+    )
+    return convert_planned(out, planned, log=log)
+
+
+@dataclass(frozen=True, kw_only=True)
+class PlannedConversion(Planned):
+    """A planned conversion.
+
+    Attributes:
+        weights: folder of the input; its fingerprint is that of the output if no byte changes.
+        facts: facts of the model.
+        scheme: quantisation of the linear layers; None for none.
+        serving: contents of the configuration files.
+        tokenizer: files of the tokenizer, to copy.
+        judged: True to compare the plan with `facts`; False if the planner has done so.
+    """
+
+    weights: Path
+    facts: ModelFacts
+    scheme: str | None
+    serving: ServingConfig
+    tokenizer: Sequence[Path]
+    judged: bool
+
+
+def convert_planned(out: Path, work: PlannedConversion, *, log: Log) -> StageReport:
+    """Write the tensors and all other files of a served folder, and check that they agree.
+
+    Args:
+        out: empty staging directory.
+        work: the planned conversion.
+        log: progress.
+
+    Raises:
+        ContractError: this model cannot be quantised in this way.
+    """
+    facts, serving, sources = work.facts, work.serving, work.sources
+    if work.scheme is not None:
+        work = replace(work, plan=quantized_plan(work.plan, facts, work.scheme))
+        quantized = ask_quantization_config(work.perform, str(work.scheme), left_alone(facts))
+        serving = replace(serving, quantized=quantized)
+    validate(work.plan, sources)
+    done = work.execute(out)
+    log.info("convert: %d tensors, %d files linked", len(work.plan.ops), len(done.linked))
+    for path in work.tokenizer:
+        shutil.copyfile(path, out / path.name)
     write_configs(out, serving)
-    checks += agreement(out, serving, facts, plan)
-    notes = {"linked": sorted(done.linked), "drift_carried_over": unchanged}
-    files = {outcome.file for outcome in done.outcomes.values()}
-    metrics = {"tensors": float(len(plan.ops)), "files": float(len(files))}
-    if not all(check.ok for check in checks):
-        return StageReport("served", tuple(checks), metrics, notes)
-    model = ModelRef(out, dtype=dtype, attn_implementation=side.attn_implementation)
-    measured, verdict = _drift(out, weights, trained, model, score, profile, carry=unchanged)
-    return StageReport("served", (*checks, verdict), metrics, notes, measured)
+    same = all(
+        sources[op.input].checksum(op.key) == done.checksums[op.name] for op in work.plan.ops
+    )
+    return work.report(
+        "served",
+        out,
+        done,
+        [*_tensor_checks(work, done), *agreement(out, serving, facts, work.plan)],
+        metrics={"linked": float(len(done.linked))},
+        notes={"linked": sorted(done.linked), "drift_carried_over": same},
+        earlier=work.weights if same else None,
+    )
 
 
 def _config_and_pad(
@@ -159,38 +206,19 @@ def _config_and_pad(
     return config, None if pad in tokenizer.stops else pad
 
 
-def _tensor_checks(
-    source: Checkpoint,
-    plan: Plan,
-    done: Executed,
-    tied: Mapping[str, str],
-    contract: Sequence[Expected],
-) -> list[Check]:
+def _tensor_checks(work: PlannedConversion, done: Executed) -> list[Check]:
+    """Return a verdict on each tensor: of the contract, or on its values if that was judged."""
+    values = [finite(f"values of {name}", outcome) for name, outcome in done.outcomes.items()]
+    if not work.judged:
+        return values
+    facts, ops = work.facts, {op.name: op for op in work.plan.ops}
+    contract = facts.tensors if work.scheme is None else quantized_contract(facts, work.scheme)
     # A tied tensor may be stored a second time; then both have to be equal.
-    checks = judge(contract, {op.name: op for op in plan.ops if op.name not in tied})
-    for name, stored in tied.items():
-        if name in source.tensors and stored in source.tensors:
+    checks = judge(contract, {name: op for name, op in ops.items() if name not in facts.tied})
+    for name, stored in facts.tied.items():
+        if name in ops and stored in ops:
             same = done.checksums[name] == done.checksums[stored]
             checks.append(
                 Check(name, f"tied: equal to {stored}", "equal" if same else "other", ok=same)
             )
-    checks += [
-        Check(f"values of {name}", "finite in the new dtype", f"{count} elements are not", ok=False)
-        for name, count in done.nonfinite.items()
-    ]
-    return checks
-
-
-def _drift(
-    out: Path,
-    weights: Path,
-    trained: Path,
-    model: ModelRef,
-    score: Score,
-    profile: DriftLimit,
-    *,
-    carry: bool,
-) -> tuple[Moved, Check]:
-    if carry:
-        return carry_over(weights, trained=trained, out=out, limit=profile)
-    return measure(score, model, trained=trained, out=out, limit=profile, exact=False)
+    return [*checks, *(check for check in values if not check.ok)]

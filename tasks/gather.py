@@ -8,16 +8,17 @@ tensor is refused by name.
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from tasks.core.contract import Expected, TensorLike, judge
+from tasks.core.contract import Check, Expected, TensorLike, judge
 from tasks.drift.fingerprint import EXACT
+from tasks.evaluation.planned import Measuring, Planned
 from tasks.evaluation.scoring import ModelRef, Score
-from tasks.evaluation.trained_artifact import Trained, measure, write_json
+from tasks.evaluation.trained_artifact import Trained, write_json
 from tasks.pipeline.report import StageReport
-from tasks.weights.execute.execute import Executed, execute
 from tasks.weights.execute.verdicts import gathered
 from tasks.weights.execute.worker import Perform, ask_adapter_contract, ask_facts, perform
 from tasks.weights.families.gathering import plan_full
@@ -68,7 +69,6 @@ def gather(
     source.require_base(base)
     parts = read_partitions(trained)
     is_adapter = parts.mode == "adapter"
-    kind = "adapter" if is_adapter else "weights"
     keys = rename_all(parts.shapes, adapter=is_adapter)
     if is_adapter:
         plan = _adapter_plan(parts, keys)
@@ -79,36 +79,78 @@ def gather(
         plan, expected = _full_plan(parts, keys, source, base, perform)
     checks = judge(expected, {op.name: op for op in plan.ops})
     if not all(check.ok for check in checks):
-        return StageReport(kind, tuple(checks))
-    log.info("gather: %d tensors from %d ranks", len(plan.ops), parts.world_size)
-    done = _execute(plan, parts, keys, base, out)
-    checks += [gathered(op, done.outcomes[op.name]) for op in plan.ops]
-    _write_side_files(out, source, is_adapter=is_adapter)
-    if not all(check.ok for check in checks):
-        return StageReport(kind, tuple(checks))
-    model = ModelRef(
-        path=base if is_adapter else out,
-        adapter=out if is_adapter else None,
-        quantization=source.quantization if is_adapter else None,
+        return StageReport("adapter" if is_adapter else "weights", tuple(checks))
+    sources: dict[str, Source] = {TRAINED: Renamed(parts, {key: n for n, key in keys.items()})}
+    if any(op.input == BASE for op in plan.ops):  # buffers, and tensors that no layer uses
+        sources[BASE] = read_checkpoint(base)
+    validate(plan, sources)
+    source.copy_side_files(out, config=not is_adapter)
+    measured = ModelRef(
+        path=base,
+        adapter=out,
+        quantization=source.quantization,
         dtype=source.dtype,
         attn_implementation=source.attn_implementation,
     )
-    measured, verdict = measure(
-        score, model, trained=trained, out=out, limit=EXACT, exact=True,
-        cause="the stitched weights do not give the training engine's numbers: force=[train], and "
-        "if it fails again, report it with this log",
-    )  # fmt: skip
-    return StageReport(
-        kind,
-        (*checks, verdict),
-        metrics={"tensors": len(plan.ops), "bytes": plan.nbytes},
+    planned = PlannedGather(
+        plan=plan,
+        sources=sources,
+        checks=checks,
+        adapter_config=trained / ADAPTER_CONFIG if is_adapter else None,
+        model=measured if is_adapter else None,
         notes={
             "mode": parts.mode,
             "world_size": parts.world_size,
             "quantization": dict(source.quantization) if source.quantization else None,
         },
-        drift=measured,
+        measuring=Measuring(
+            score, trained, EXACT, source.attn_implementation, exact=True, cause=_CAUSE
+        ),
     )
+    return gather_planned(out, planned, log=log)
+
+
+_CAUSE = (
+    "the stitched weights do not give the training engine's numbers: force=[train], and if it "
+    "fails again, report it with this log"
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class PlannedGather(Planned):
+    """A planned gather.
+
+    Attributes:
+        adapter_config: PEFT's configuration of the adapter that is gathered; None for a full model.
+        checks: verdicts of the contract; empty if the planner has refused what does not fit.
+        model: the model to measure; None for the output.
+    """
+
+    adapter_config: Path | None
+    checks: Sequence[Check] = ()
+    model: ModelRef | None = None
+
+
+def gather_planned(out: Path, work: PlannedGather, *, log: Log) -> StageReport:
+    """Write the tensors of an adapter or of a full model, and check the values of each.
+
+    Args:
+        out: staging directory; has the other files of a full model.
+        work: the planned gather.
+        log: progress.
+    """
+    is_adapter = work.adapter_config is not None
+    log.info("gather: %d tensors", len(work.plan.ops))
+    done = work.execute(out, stem=ADAPTER if is_adapter else WEIGHTS, scan=True)
+    if work.adapter_config is not None:
+        config = read_json(work.adapter_config)
+        # PEFT writes the target modules in random order.
+        if isinstance(config.get("target_modules"), list):
+            config["target_modules"] = sorted(config["target_modules"])
+        write_json(out / ADAPTER_CONFIG, {**config, "inference_mode": True})
+    values = [gathered(op, done.outcomes[op.name]) for op in work.plan.ops]
+    kind = "adapter" if is_adapter else "weights"
+    return work.report(kind, out, done, [*work.checks, *values], model=work.model)
 
 
 def _adapter_plan(parts: Partitions, keys: Mapping[str, str]) -> Plan:
@@ -133,24 +175,3 @@ def _full_plan(
         facts = ask_facts(perform, base, source.dtype)
     plan = plan_full(live, facts, base=tensors, max_shard_bytes=SHARD_BYTES)
     return plan, list(facts.tensors)
-
-
-def _execute(
-    plan: Plan, parts: Partitions, keys: Mapping[str, str], base: Path, out: Path
-) -> Executed:
-    stem = ADAPTER if parts.mode == "adapter" else WEIGHTS
-    sources: dict[str, Source] = {TRAINED: Renamed(parts, {key: n for n, key in keys.items()})}
-    if any(op.input == BASE for op in plan.ops):  # buffers, and tensors that no layer uses
-        sources[BASE] = read_checkpoint(base)
-    validate(plan, sources)
-    return execute(plan, sources, out, stem=stem, scan=True)
-
-
-def _write_side_files(out: Path, source: Trained, *, is_adapter: bool) -> None:
-    source.copy_side_files(out, config=not is_adapter)
-    if is_adapter:
-        config = read_json(source.root / ADAPTER_CONFIG)
-        # PEFT writes the target modules in random order.
-        if isinstance(config.get("target_modules"), list):
-            config["target_modules"] = sorted(config["target_modules"])
-        write_json(out / ADAPTER_CONFIG, {**config, "inference_mode": True})

@@ -8,24 +8,26 @@ A base that is stored in 4 bits is always dequantised.
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from tasks.core.errors import ConfigError
 from tasks.drift.fingerprint import DriftLimit
-from tasks.evaluation.scoring import ModelRef, Score
-from tasks.evaluation.trained_artifact import CONFIG, Trained, measure, write_json
+from tasks.evaluation.planned import Measuring, Planned
+from tasks.evaluation.scoring import Score
+from tasks.evaluation.trained_artifact import CONFIG, Trained, write_json
 from tasks.pipeline.report import StageReport
 from tasks.weights.adapters.changes import changes
-from tasks.weights.adapters.read import read_adapter
+from tasks.weights.adapters.read import Adapter, read_adapter
 from tasks.weights.adapters.values import require_values
 from tasks.weights.execute.verdicts import merge_metrics, merged, quantization_notes
-from tasks.weights.execute.worker import Perform, ask_execute, ask_facts, ask_recompute, perform
+from tasks.weights.execute.worker import Perform, ask_facts, perform
 from tasks.weights.execute.writer import parse_size
 from tasks.weights.families.merging import MergeSettings, merged_config, plan_merge
 from tasks.weights.files.opening import SourceRef
 from tasks.weights.files.reader import ADAPTER, DTYPE_NAMES, check_dtype, read_json
+from tasks.weights.files.source import Source
 from tasks.weights.files.tokenizer import read_tokenizer
 from tasks.weights.heads.merging import merged_reward
 from tasks.weights.plan.contracts import ModelFacts
@@ -86,29 +88,46 @@ def merge(
     mode = _mode(base_mode, source, base)
     dtype, limit = _output(output, source)
     weights = read_base(base)
-    plan, config = _plan(adapter, weights, base, source, mode, perform)
+    read = read_adapter(adapter, ADAPTER_INPUT)
+    plan, config = _plan(read, weights, base, source, mode, perform)
     # Packed matrices have their own original dtype, which may differ from other tensors'.
     same = dtype == source.dtype and not isinstance(weights, PackedCheckpoint)
     wanted = None if same else DTYPE_NAMES[dtype]
     plan = with_output(plan, dtype=wanted, max_shard_bytes=limit, files=weights.files)
-    folded = sum(bool(op.terms) for op in plan.ops)
-    log.info("merge: %d of %d tensors into the %s base", folded, len(plan.ops), mode)
-    inputs = {BASE_INPUT: SourceRef(base, "base"), ADAPTER_INPUT: SourceRef(adapter, stem=ADAPTER)}
-    done = ask_execute(perform, plan, inputs, out)
     source.copy_side_files(out, config=False)
     write_json(out / CONFIG, {**config, "dtype": dtype})
+    planned = Planned(
+        plan=plan,
+        sources={BASE_INPUT: weights, ADAPTER_INPUT: read.tensors},
+        refs={
+            BASE_INPUT: SourceRef(base, "base"),
+            ADAPTER_INPUT: SourceRef(adapter, stem=ADAPTER),
+        },
+        perform=perform,
+        notes={"merge_base": mode},
+        measuring=Measuring(
+            score, trained, profile, source.attn_implementation, cause=_cause(mode, source)
+        ),
+    )
+    return merge_planned(out, planned, log=log)
+
+
+def merge_planned(out: Path, work: Planned, *, log: Log) -> StageReport:
+    """Write the tensors of a merged model, and recompute sampled rows of each from the inputs.
+
+    Args:
+        out: staging directory; has the other files of the model.
+        work: the planned merge.
+        log: progress.
+    """
+    plan = work.plan
+    folded = sum(bool(op.terms) for op in plan.ops)
+    log.info("merge: %d of %d tensors change", folded, len(plan.ops))
+    done = work.execute(out)
     checks = [merged(op, done.outcomes[op.name]) for op in plan.ops]
-    checks.append(recomputed_check(ask_recompute(perform, plan, inputs, out)))
-    notes = {"merge_base": mode, "plan": plan.as_json(), **quantization_notes(done)}
-    metrics = merge_metrics(plan, done)
-    if not all(check.ok for check in checks):
-        return StageReport("weights", tuple(checks), metrics, notes)
-    model = ModelRef(out, dtype=dtype, attn_implementation=source.attn_implementation)
-    measured, verdict = measure(
-        score, model, trained=trained, out=out, limit=profile, exact=False,
-        cause=_cause(mode, source),
-    )  # fmt: skip
-    return StageReport("weights", (*checks, verdict), metrics, notes, measured)
+    checks.append(recomputed_check(work.recompute(out)))
+    notes = {"plan": plan.as_json(), **quantization_notes(done)}
+    return work.report("weights", out, done, checks, metrics=merge_metrics(plan, done), notes=notes)
 
 
 def _cause(mode: str, source: Trained) -> str:
@@ -167,7 +186,7 @@ def _mode(base_mode: str, source: Trained, base: Path) -> str:
 
 
 def _plan(
-    adapter: Path, base: Base, folder: Path, source: Trained, mode: str, perform: Perform
+    read: Adapter, base: Base, folder: Path, source: Trained, mode: str, perform: Perform
 ) -> tuple[Plan, Mapping[str, Any]]:
     """Return the plan and the merged model's config.json.
 
@@ -176,7 +195,6 @@ def _plan(
     Raises:
         ContractError: the adapter does not fit the base; the error has all findings.
     """
-    read = read_adapter(adapter, ADAPTER_INPUT)
     facts = ask_facts(perform, folder, source.dtype)
     settings = _settings(facts, source, base, mode)
     if source.is_reward:
@@ -187,11 +205,42 @@ def _plan(
         )  # fmt: skip
         require_values([read])
         return decoding(reward.plan, {BASE_INPUT: base}), reward.config
-    merged_changes = changes([(read, 1.0)], facts.live)
-    headers = {f"{ADAPTER_INPUT}:{key}": info for key, info in read.tensors.tensors.items()}
-    plan = plan_merge(base.tensors, facts, merged_changes, headers, settings)
-    require_values([read], merged_changes.copies)
-    return decoding(plan, {BASE_INPUT: base}), merged_config(source.config, plan)
+    plan, config = plan_adapters([(read, 1.0)], base, facts, source.config, settings)
+    return decoding(plan, {BASE_INPUT: base}), config
+
+
+def plan_adapters(
+    adapters: Sequence[tuple[Adapter, float]],
+    base: Source,
+    facts: ModelFacts,
+    config: Mapping[str, Any],
+    settings: MergeSettings,
+) -> tuple[Plan, dict[str, Any]]:
+    """Plan the merge of weighted adapters; their inputs are called as they are.
+
+    Args:
+        adapters: pairs (adapter, weight).
+        base: the base; its input is "base".
+        facts: facts of the base.
+        config: config.json of the base.
+        settings: dtype and quantization.
+
+    Returns:
+        The plan, and config.json of the merged model.
+
+    Raises:
+        ContractError: the adapters do not fit the base; the error has all findings.
+    """
+    opened = [adapter for adapter, _ in adapters]
+    changed = changes(adapters, facts.live)
+    headers = {
+        f"{adapter.name}:{key}": info
+        for adapter in opened
+        for key, info in adapter.tensors.tensors.items()
+    }
+    plan = plan_merge(base.tensors, facts, changed, headers, settings)
+    require_values(opened, changed.copies)
+    return plan, merged_config(config, plan)
 
 
 def _settings(facts: ModelFacts, source: Trained, base: Base, mode: str) -> MergeSettings:

@@ -12,10 +12,12 @@ import logging
 import shutil
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
+from tasks.config.defaults import COMPUTED
+from tasks.config.inputs import Data, Model
 from tasks.core.contract import Check
 from tasks.core.errors import ArtifactError, ConfigError, DataError, first_and_more
 from tasks.data.build import Options, build_dataset
@@ -36,19 +38,6 @@ PRETRAIN_TIMEOUT_S = 900.0
 CHAT_TEMPLATE = "chat_template.jinja"
 
 
-@dataclass(frozen=True)
-class BaseSettings:
-    """Base model to prepare: keys of section `model`, explained in `tasks/config/inputs.py`."""
-
-    kind: str
-    path: str | None = None
-    revision: str | None = None
-    steps: int = 400
-    seed: int = 0
-    new_tokens: Sequence[str] = ()
-    vocab_multiple: int = 1
-
-
 def prepare_base(
     out: Path,
     *,
@@ -66,7 +55,7 @@ def prepare_base(
         log: progress.
         on_event: gets the child process's events.
         source: result of `source_identity`, for the notes.
-        settings: fields of `BaseSettings`.
+        settings: keys of section `model`.
 
     Returns:
         Report of kind `base`.
@@ -75,7 +64,7 @@ def prepare_base(
         ConfigError: unknown kind, or no such model.
         ArtifactError: a model folder that cannot be used; details name every problem.
     """
-    started, base = time.monotonic(), BaseSettings(**settings)
+    started, base = time.monotonic(), Model(**settings)
     if base.kind == TOY:
         _pretrain(out, base, log=log, log_path=log_path, on_event=on_event)
     elif base.kind == HF:
@@ -86,57 +75,15 @@ def prepare_base(
     if base.new_tokens:
         grown = grow(out, base.new_tokens, multiple=base.vocab_multiple)
         log.info("prepare_base: %d tokens added, %d rows", len(grown.ids), grown.after)
-    checkpoint = inspect_checkpoint(out)
-    checks = [
-        *checkpoint.checks,
-        *(Check("folder", "usable", text, ok=False) for text in checkpoint.problems),
-    ]
+    inspected = inspect_checkpoint(out)
     metrics = {
-        "base/tensors": float(checkpoint.tensors),
-        "base/bytes": float(checkpoint.bytes),
+        "base/tensors": float(inspected.tensors),
+        "base/bytes": float(inspected.bytes),
         "base/seconds": time.monotonic() - started,
     }
     named = {"kind": base.kind, "path": base.path, "revision": base.revision}
     notes = {**named, "source": dict(source or {})}
-    return StageReport("base", checks=tuple(checks), metrics=metrics, notes=notes)
-
-
-@dataclass(frozen=True)
-class DataSettings:
-    """Rows to prepare: keys of section `data`, explained in `tasks/config/inputs.py`.
-
-    Attributes:
-        options: keys about the choice of rows: seed, limits, bad rows.
-        columns: keys `*_key`, the names of columns.
-    """
-
-    options: Options
-    columns: Columns
-    kind: str
-    path: str | None = None
-    eval_path: str | None = None
-    name: str | None = None
-    split: str = "train"
-    eval_split: str | None = None
-    sources: Sequence[Mapping[str, Any]] = ()
-    chat_template: str | None = None
-    train_size: int = 4000
-    heldout_size: int = 300
-
-    @classmethod
-    def from_section(cls, rows: str, section: Mapping[str, Any]) -> DataSettings:
-        """Group the keys of section `data`. Raises TypeError for an unknown key.
-
-        Args:
-            rows: kind of the rows that the objective trains on; see `tasks/data/kinds.py`.
-            section: the section, and `answered`: True if a prompt needs an answer.
-        """
-        names = {f.name for f in fields(Options)} - {"kind"}
-        columns = {key: name for key, name in section.items() if key.endswith("_key")}
-        options = {key: value for key, value in section.items() if key in names}
-        rest = {key: section[key] for key in section.keys() - columns.keys() - options.keys()}
-        options["kind"] = KINDS[rows]
-        return cls(Options(**options), Columns.of(columns), **rest)
+    return StageReport("base", checks=inspected.verdicts(), metrics=metrics, notes=notes)
 
 
 def prepare_data(
@@ -145,6 +92,7 @@ def prepare_data(
     log: Log,
     rows: str = CONVERSATIONS.name,
     source: Mapping[str, Any] | None = None,
+    answered: bool = False,
     **section: Any,
 ) -> StageReport:
     """Fill `out` with `train.jsonl`, `heldout.jsonl` and the counts of all rows.
@@ -154,7 +102,8 @@ def prepare_data(
         log: progress, and warnings about rows that are left out.
         rows: kind of the rows that the objective trains on; see `tasks/data/kinds.py`.
         source: result of `source_identity`, for the notes.
-        section: keys as in `DataSettings.from_section`.
+        answered: True if a prompt needs an answer.
+        section: keys of section `data`.
 
     Returns:
         Report of kind `dataset`.
@@ -162,34 +111,42 @@ def prepare_data(
     Raises:
         DataError: unusable rows or files; the error names file and line.
     """
-    data = DataSettings.from_section(rows, section)
+    data = Data(**section)
     if data.chat_template is not None:
         template = existing_file(data.chat_template, key="data.chat_template")
         shutil.copyfile(template, out / CHAT_TEMPLATE)
-    account = _toy_rows(out, data) if data.kind == TOY else _users_rows(out, data, log)
+    if data.kind == TOY:
+        account = _toy_rows(out, data, rows)
+    else:
+        shared = {f.name for f in fields(Options)} & {f.name for f in fields(Data)} - {"kind"}
+        chosen = {name: getattr(data, name) for name in shared}
+        options = Options(kind=KINDS[rows], answered=answered, **chosen)
+        account = _users_rows(out, data, options, log)
     account["source"] = {"kind": data.kind, **(source or {})}
     (out / "dataset.json").write_text(json.dumps(account, indent=1) + "\n", encoding="utf-8")
     return StageReport("dataset", _adds_up(account), _metrics(account), notes=account)
 
 
-def _toy_rows(out: Path, data: DataSettings) -> dict[str, Any]:
+def _toy_rows(out: Path, data: Data, rows: str) -> dict[str, Any]:
     sizes = {"train_size": data.train_size, "heldout_size": data.heldout_size}
     try:
-        return write_dataset(out, **sizes, seed=data.options.seed, rows=data.options.kind.name)
+        return write_dataset(out, **sizes, seed=data.seed, rows=rows)
     except ValueError as error:
         hint = "data.train_size=4000 data.heldout_size=300"
         raise DataError(str(error), hint=hint) from error
 
 
-def _users_rows(out: Path, data: DataSettings, log: Log) -> dict[str, Any]:
+def _users_rows(out: Path, data: Data, options: Options, log: Log) -> dict[str, Any]:
     hub = data.kind == HUB
-    entries = data.sources or [{"path": data.name if hub else data.path, "split": data.split}]
+    entries: Sequence[Any] = data.sources or [
+        {"path": data.name if hub else data.path, "split": data.split}
+    ]
     held_out = None
     if data.eval_split if hub else data.eval_path:
         entry = {"path": data.name if hub else data.eval_path, "split": data.eval_split}
         held_out = _source(data, entry, key="data.eval_path")
     train = [_source(data, entry, key="data.path") for entry in entries]
-    return build_dataset(out, train=train, held_out=held_out, options=data.options, log=log)
+    return build_dataset(out, train=train, held_out=held_out, options=options, log=log)
 
 
 def source_identity(
@@ -262,7 +219,7 @@ def _usable(folder: Path) -> dict[str, Path]:
 
 
 def _pretrain(
-    out: Path, base: BaseSettings, *, log: Log, log_path: Path, on_event: OnEvent | None
+    out: Path, base: Model, *, log: Log, log_path: Path, on_event: OnEvent | None
 ) -> None:
     """Run the child process that makes the toy model. Its job file lies beside its log."""
     log_path.parent.mkdir(parents=True, exist_ok=True)
@@ -280,7 +237,7 @@ def _pretrain(
     )
 
 
-def _source(data: DataSettings, entry: Mapping[str, Any], *, key: str) -> Source:
+def _source(data: Data, entry: Mapping[str, Any], *, key: str) -> Source:
     """Return the source of an entry of `data.sources`, or of `data.path` or `data.name`.
 
     Args:
@@ -302,16 +259,18 @@ def _source(data: DataSettings, entry: Mapping[str, Any], *, key: str) -> Source
     return Source(
         name=str(name),
         open=lambda: read_rows(kind, name, split=split),
-        columns=_columns(data.columns, entry),
+        columns=_columns(data, entry),
         probability=entry.get("probability"),
         max_samples=entry.get("max_samples"),
     )
 
 
-def _columns(columns: Columns, entry: Mapping[str, Any]) -> Columns:
-    """Replace the columns of section `data` that a source names differently."""
-    own = {f.name: entry.get(f"{f.name}_key") for f in fields(Columns)}
-    return replace(columns, **{k: v for k, v in own.items() if v is not None})
+def _columns(data: Data, entry: Mapping[str, Any]) -> Columns:
+    """Return the columns of a source: its own names, else those of section `data`."""
+    names = {f"{f.name}_key" for f in fields(Columns)}
+    shared = {name: value for name in names if (value := getattr(data, name)) != COMPUTED}
+    own = {name: value for name in names if (value := entry.get(name)) is not None}
+    return Columns.of({**shared, **own})
 
 
 def _adds_up(account: Mapping[str, Any]) -> tuple[Check, ...]:

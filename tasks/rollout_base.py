@@ -13,7 +13,6 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from tasks.core.contract import Check
 from tasks.pipeline.report import StageReport
 from tasks.process.output import Log
 from tasks.weights.adapters.changes import Changes
@@ -66,14 +65,10 @@ def rollout_base(
     for name in ("tokenizer.json", "tokenizer_config.json", "generation_config.json"):
         if (base / name).is_file():
             (out / name).symlink_to((base / name).resolve())
-    checkpoint = inspect_checkpoint(out)
-    checks = [
-        *checkpoint.checks,
-        *(Check("folder", "usable", text, ok=False) for text in checkpoint.problems),
-    ]
+    inspected = inspect_checkpoint(out)
     seconds = time.monotonic() - started
-    log.info("rollout_base: %d tensors dequantised in %.1f s", checkpoint.tensors, seconds)
-    return StageReport("weights", checks=tuple(checks), metrics={"rollout_base/seconds": seconds})
+    log.info("rollout_base: %d tensors dequantised in %.1f s", inspected.tensors, seconds)
+    return StageReport("weights", inspected.verdicts(), {"rollout_base/seconds": seconds})
 
 
 def write_rollout_base(

@@ -9,7 +9,6 @@ data has answers, exact match is measured before and after training.
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
 
 from tasks.drift.fingerprint import Fingerprint
 from tasks.drift.verdict import FINGERPRINT
@@ -19,41 +18,40 @@ from tasks.evaluation.responses import describe, numbers, read_answers
 from tasks.evaluation.sampled_responses import read_sampled
 from tasks.evaluation.scoring import Prompts
 from tasks.evaluation.serve import Question
-from tasks.evaluation.smoke import SmokeTest
+from tasks.evaluation.smoke import SmokeTest, smoke_test
 from tasks.pipeline.report import StageReport
 
 
+@smoke_test
 def smoke_eval(
+    test: SmokeTest,
     out: Path,
     *,
     base: Path,
+    data: Path,
     reward: Path | None = None,
     temperature: float | None = None,
-    **common: Any,
 ) -> StageReport:
     """Serve a chat model and compare it with the trained one.
 
     Args:
+        test: the common arguments.
         out: staging directory; gets `report.json`, `fingerprint.fp`, `generations.jsonl`.
         base: the model before training, for `eval/before`.
+        data: dataset artifact with `heldout.jsonl`.
         reward: folder of the reward model that scored the rollouts, if there is one.
         temperature: also sample responses at this temperature, that of the rollouts.
-        **common: fields of `SmokeTest`.
 
     Returns:
-        Report of kind `report`. A folder with stray weight files is not loaded at all.
+        Report of kind `report`.
 
     Raises:
         DataError: there are no evaluation prompts.
         StageProcessError: the engine did not start or crashed.
     """
-    test = SmokeTest(**common)
-    strays = test.check_folder()
-    if not strays.ok:
-        return StageReport("report", checks=(strays,))
     settings, scorer = test.settings, test.scorer
     reference = Fingerprint.load(test.trained / FINGERPRINT)
-    rows = read_heldout(test.data / "heldout.jsonl")
+    rows = read_heldout(data / "heldout.jsonl")
     rendered = scorer.encode(test.served, rows)
     usable = answerable(rows, rendered, longest=test.max_len, answer=settings.max_new_tokens)
     chosen = usable[: max(settings.eval_samples, len(reference.probes))]
@@ -71,7 +69,6 @@ def smoke_eval(
     measured = test.measure(question, out)
     served = measured.served
     checks = (
-        strays,
         *measured.checks,
         smoke_checks.probes_check(reference.probes, rendered.tokens),
         smoke_checks.template_check(served.rendered_differently, len(prompted)),
@@ -79,9 +76,9 @@ def smoke_eval(
         smoke_checks.degenerate_check(served.after.tokens, settings.max_degenerate_rate),
     )
     left_out = len(rows) - len(usable)
-    metrics = read_answers(out, prompted, question, served, scorer)
-    metrics |= read_sampled(out, prompted, question, served, scorer, reward)
-    metrics |= numbers(measured.drift, measured.agreement, served, left_out=left_out)
+    metrics = read_answers(out, prompted, measured, scorer)
+    metrics |= read_sampled(out, prompted, measured, scorer, reward)
+    metrics |= numbers(measured, left_out=left_out)
     report = test.report(out, checks, metrics, measured.drift, measured.notes)
     test.log.info(
         "smoke_eval: %smean KL %.2e, %.0f tokens/s",

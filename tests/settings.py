@@ -13,7 +13,7 @@ from tasks.rl import settings as online
 from tasks.training import job
 
 if TYPE_CHECKING:
-    from tasks.evaluation.smoke import SmokeSettings
+    from tasks.config.after_training import Smoke
 
 
 @dataclass(frozen=True)
@@ -48,10 +48,10 @@ class Rollout(online.Rollout):
     offload_trainer: bool = False
 
 
-def smoke_settings(**changes: Any) -> SmokeSettings:
+def smoke_settings(**changes: Any) -> Smoke:
     """Return the usual settings of smoke_eval for the embedded model, with some changed."""
     from flows.cli.config import compose_config
-    from tasks.evaluation.smoke import SmokeSettings
+    from tasks.config.after_training import Smoke
 
     usual = compose_config([]).settings["smoke"]
-    return SmokeSettings(**{k: v for k, v in {**usual, **changes}.items() if k != "engine"})
+    return Smoke(**{**usual, **changes})

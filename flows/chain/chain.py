@@ -14,9 +14,9 @@ from flows.chain.context import ChainRun, Delivered
 from flows.chain.stages import BASE, CONVERT, DATA, GATHER_ADAPTER, GATHER_WEIGHTS, MERGE, SMOKE
 from flows.chain.train import train_stage
 from flows.orchestration.progress import progress
+from tasks.config.after_training import Smoke
 from tasks.convert import convert
 from tasks.data.kinds import PROMPTS, TEXTS
-from tasks.evaluation.smoke import SmokeSettings
 from tasks.evaluation.smoke_rewards import smoke_rewards
 from tasks.evaluation.smoke_texts import smoke_texts
 from tasks.gather import gather
@@ -119,8 +119,6 @@ def smoke_stage(run: ChainRun, **inputs: Artifact) -> None:
         run: the step.
         inputs: artifacts `served`, `base` (the model before training), `data` and `trained`.
     """
-    settings = dict(run.settings["smoke"])
-    engine = settings.pop("engine")
     log_path = run.log_path("smoke_eval")
     sampling: dict[str, float] = {}
     context: dict[str, Any] = {"scorer": run.scorer, "log_path": log_path}
@@ -135,8 +133,9 @@ def smoke_stage(run: ChainRun, **inputs: Artifact) -> None:
                 inputs["reward"] = reward
         history = {r.name: r.drift for r in run.mechanism.results if r.drift is not None}
         context["history"] = history
-    limits = {"settings": SmokeSettings(**settings), "profile": run.profile}
-    config = {"engine": engine, **limits, **sampling}
+    settings = Smoke(**run.settings["smoke"])
+    limits = {"settings": settings, "profile": run.profile}
+    config = {"engine": settings.engine, **limits, **sampling}
     run.mechanism.run(SMOKE, function, inputs=inputs, config=config, context=context)
 
 

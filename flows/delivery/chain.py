@@ -15,7 +15,6 @@ from typing import Any
 from flows.delivery.stages import DeliveryStages
 from tasks.audit.run import Report
 from tasks.delivery import examination
-from tasks.delivery.engine import SHORTEST
 from tasks.delivery.plan.adapters import Weighted, role, weights_of
 from tasks.delivery.plan.comparing import compare_bases, read_rows
 from tasks.delivery.plan.quantization import BaseChoice
@@ -23,7 +22,7 @@ from tasks.delivery.plan.work import Work, describe_plan, megabytes
 from tasks.delivery.publish_output import put
 from tasks.delivery.recognise import Given
 from tasks.delivery.side_files import Tokens
-from tasks.delivery.texts import PROBE_TOKENS
+from tasks.delivery.texts import PROBE_TOKENS, SHORTEST
 from tasks.evaluation.scoring import ModelRef, ReferenceScorer
 from tasks.evaluation.vllm_jobs import HEADROOM
 from tasks.pipeline.artifact import remember

@@ -3,21 +3,20 @@
 from __future__ import annotations
 
 import hashlib
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from tasks.delivery.engine import EngineSettings
+from tasks.config.after_training import Smoke
 from tasks.delivery.examination import examination
-from tasks.delivery.measuring import Measuring
 from tasks.delivery.plan.adapters import role, weights_of
 from tasks.delivery.plan.identity import folder_identity
-from tasks.delivery.rewards import reward_reference, reward_smoke
-from tasks.delivery.smoke import reference, smoke
+from tasks.delivery.smoke import ReferenceSettings, reference, reward_smoke, smoke
 from tasks.delivery.stages import convert, gather, merge, value_head
 from tasks.delivery.texts import probe_texts
 from tasks.drift.fingerprint import PROFILES
 from tasks.drift.verdict import FINGERPRINT
+from tasks.evaluation.planned import Measuring
 from tasks.evaluation.scoring import ReferenceScorer
 from tasks.pipeline.artifact import Artifact
 from tasks.pipeline.report import StageResult, StageRunner
@@ -29,7 +28,7 @@ if TYPE_CHECKING:
 
 _TORCH = ("torch", "transformers", "tokenizers", "safetensors")
 _PLANNED = ("tasks.delivery.stages", "tasks.delivery.plan.planning")
-_MEASURED = ("tasks.delivery.smoke", "tasks.delivery.rewards")
+_MEASURED = ("tasks.delivery.smoke",)
 AUDIT = Stage("audit", "report", ("tasks.delivery.examination",))
 GATHER_ADAPTER = Stage("gather", "adapter", _PLANNED, ("torch", "safetensors"))
 GATHER_WEIGHTS = Stage("gather", "weights", _PLANNED, _TORCH)
@@ -51,9 +50,9 @@ class DeliveryStages:
     def to_served(self) -> StageResult:
         """Run the stages in order. Returns the result of convert."""
         work, given = self.delivery.work, self.delivery.given
-        source = self._foreign(given.kind, given.root)
+        source = _foreign(given.kind, given.root)
         base = self.delivery.base
-        with_base = {} if base is None else {"base": self._foreign("base", base)}
+        with_base = {} if base is None else {"base": _foreign("base", base)}
         self._audit(source, with_base)
         weights = source
         if work.gather is not None:
@@ -63,10 +62,15 @@ class DeliveryStages:
         measured = {"reference": before} if before is not None and not work.is_reward else {}
         if work.merge is not None:
             inputs = {"adapter": weights, **self._further, **with_base, **measured}
-            config = {**self._target, **self._mode, **self._weights}
+            config = {**self._target, "quantization": self.delivery.quantization, **self._weights}
             weights = self._run(MERGE, merge, inputs, config).artifact
-        inputs = {"weights": weights, **measured}
-        served = self._run(CONVERT, convert, inputs, self._convert_config())
+        config = {
+            **self._target,
+            "quantize": self.delivery.settings["convert"]["quantize"],
+            "tokenizer": self.delivery.tokens.identity(),
+            "config": dict(work.config),
+        }
+        served = self._run(CONVERT, convert, {"weights": weights, **measured}, config)
         if work.head is not None:
             self._run(VALUE_HEAD, value_head, {"source": source}, {})
         if before is not None:
@@ -81,11 +85,11 @@ class DeliveryStages:
         self.mechanism.run(AUDIT, examination, inputs=inputs, config=config, context=context)
 
     def _gather(self, source: Artifact, with_base: dict[str, Artifact]) -> Artifact:
-        inputs = {"trained": source}
-        if self.delivery.work.merge is None:
+        work, inputs = self.delivery.work, {"trained": source}
+        assert work.gather is not None
+        if work.merge is None:
             return self._run(GATHER_WEIGHTS, gather, {**inputs, **with_base}, self._target).artifact
-        notes = self.delivery.work.gather.notes if self.delivery.work.gather else {}
-        text = Path(notes["adapter_config"]).read_bytes()
+        text = Path(work.gather.notes["adapter_config"]).read_bytes()
         config = {"adapter_config": hashlib.sha256(text).hexdigest()}
         return self._run(GATHER_ADAPTER, gather, inputs, config).artifact
 
@@ -95,44 +99,41 @@ class DeliveryStages:
         given, smoke_settings = self.delivery.given, self.delivery.settings["smoke"]
         if given.kind == "shards" and (given.root / FINGERPRINT).is_file():
             return replace(source, kind="reference")  # from the live training engine
-        folds = self.delivery.work.merge is not None
         inputs = {"model": gathered}
-        if folds:
+        if self.delivery.work.merge is not None:
             inputs = {"model": with_base["base"], "adapter": gathered, **self._further}
-        quantization = self.delivery.quantization
-        dtype = str(self.delivery.work.config.get("dtype") or self._target["dtype"])
-        config = {
-            "texts": probe_texts(smoke_settings["texts"], smoke_settings["probes"]),
-            "limit": self.delivery.probe_tokens,
-            "dtype": dtype,
-            "attn_implementation": self.delivery.attention,
-            "quantization": quantization,
-            **self._weights,
-        }
-        context = {"tokenizer": self.delivery.tokens.folder, "scorer": self.scorer}
-        function = reward_reference if self.delivery.work.is_reward else reference
-        result = self.mechanism.run(
-            REFERENCE, function, inputs=inputs, config=config, context=context
+        settings = ReferenceSettings(
+            texts=probe_texts(smoke_settings["texts"], smoke_settings["probes"]),
+            limit=self.delivery.probe_tokens,
+            dtype=str(self.delivery.work.config.get("dtype") or self._target["dtype"]),
+            attn_implementation=self.delivery.attention,
+            quantization=self.delivery.quantization,
+            weights=weights_of(self.delivery.adapters),
+            is_reward=self.delivery.work.is_reward,
         )
-        return result.artifact
+        context = {"tokenizer": self.delivery.tokens.folder, "scorer": self.scorer}
+        return self.mechanism.run(
+            REFERENCE, reference, inputs=inputs, config=asdict(settings), context=context
+        ).artifact
 
     def _smoke(self, served: Artifact, before: Artifact) -> None:
         settings = self.delivery.settings["smoke"]
-        names = EngineSettings.__dataclass_fields__
-        is_reward = self.delivery.work.is_reward
+        names = {each.name for each in fields(Smoke)} & settings.keys()
+        shared = {name: settings[name] for name in names}
         self.mechanism.run(
             SMOKE,
-            reward_smoke if is_reward else smoke,
+            reward_smoke if self.delivery.work.is_reward else smoke,
             inputs={"served": served, "reference": before},
             config={
-                "engine": self.delivery.engine,
-                "settings": EngineSettings(**{name: settings[name] for name in names}),
+                "engine": settings["engine"],
+                "settings": Smoke(**shared, max_new_tokens=settings["greedy_tokens"]),
                 "profile": PROFILES[settings["profile"]],
                 "attn_implementation": self.delivery.attention,
             },
             context={
                 "scorer": self.scorer,
                 "log_path": self.mechanism.logs / "smoke_eval.log",
+                "history": {r.name: r.drift for r in self.mechanism.results if r.drift},
             },
         )
 
@@ -154,22 +155,9 @@ class DeliveryStages:
     def _further(self) -> dict[str, Artifact]:
         """The adapters after the first, by role."""
         return {
-            role(index): self._foreign("adapter", adapter.given.root)
+            role(index): _foreign("adapter", adapter.given.root)
             for index, adapter in enumerate(self.delivery.adapters)
             if index > 0
-        }
-
-    @property
-    def _mode(self) -> dict[str, Any]:
-        return {"quantization": self.delivery.quantization}
-
-    def _convert_config(self) -> dict[str, Any]:
-        quantize = self.delivery.settings["convert"].get("quantize", "none")
-        return {
-            **self._target,
-            "quantize": quantize,
-            "tokenizer": self.delivery.tokens.identity(),
-            "config": dict(self.delivery.work.config),
         }
 
     def _run(
@@ -181,10 +169,12 @@ class DeliveryStages:
         if self.scorer is not None:
             limit = PROFILES[self.delivery.settings["smoke"]["profile"]]
             config = {**config, "profile": limit}
-            attention = self.delivery.attention
-            context["measuring"] = Measuring(self.scorer.fingerprint, limit, attention)
+            if "reference" in inputs:
+                reference, attention = inputs["reference"].path, self.delivery.attention
+                context["measuring"] = Measuring(self.scorer.measure, reference, limit, attention)
         return self.mechanism.run(stage, function, inputs=inputs, config=config, context=context)
 
-    def _foreign(self, kind: str, folder: Path) -> Artifact:
-        """Return a folder from outside of the store as an artifact, with its own digest."""
-        return Artifact(kind, folder, folder_identity(folder))
+
+def _foreign(kind: str, folder: Path) -> Artifact:
+    """Return a folder from outside of the store as an artifact, with its own digest."""
+    return Artifact(kind, folder, folder_identity(folder))

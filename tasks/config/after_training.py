@@ -26,7 +26,7 @@ class Convert:
 
 @dataclass(frozen=True)
 class Smoke:
-    """The test of the served model; see `SmokeSettings` in `tasks/evaluation/smoke.py`."""
+    """The test of the served model."""
 
     engine: Engine = "vllm"  # library that loads the served model
     greedy_tokens: int = 5  # first greedy tokens that have to equal transformers'

@@ -1,4 +1,4 @@
-"""Find the tokenizer of a delivery, and write tokenizer and configuration files that agree."""
+"""Find the tokenizer of a delivery, and decide what its configuration files contain."""
 
 from __future__ import annotations
 
@@ -8,11 +8,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from tasks.core.contract import Check
 from tasks.core.errors import ConfigError
 from tasks.delivery.plan.work import Work
 from tasks.delivery.recognise import CONFIG
-from tasks.evaluation.serving_config import ServingConfig, agreement, served_config, write_configs
+from tasks.evaluation.serving_config import ServingConfig, served_config
 from tasks.evaluation.trained_artifact import GENERATION_CONFIG, write_json
 from tasks.weights.files.reader import DTYPE_NAMES, read_json
 from tasks.weights.files.tokenizer import TokenizerFacts, read_tokenizer
@@ -86,30 +85,16 @@ def find_tokens(folders: Sequence[Path]) -> Tokens:
     return Tokens(folder, facts, generation, processors)
 
 
-def write_served_files(
-    out: Path,
-    work: Work,
-    tokens: Tokens,
-    *,
-    dtype: str,
-    plan: Plan,
-    quantized: Mapping[str, Any] | None = None,
-) -> list[Check]:
-    """Write tokenizer and configuration files, and check that they agree.
+def serving_config(work: Work, tokens: Tokens, dtype: str) -> ServingConfig:
+    """Return the contents of the served configuration files.
 
     Args:
-        out: staging directory.
         work: the plans, with config.json of the served model.
         tokens: tokenizer and generation settings.
         dtype: torch dtype name of the served model.
-        plan: plan of the served tensors.
-        quantized: `quantization_config`; None for weights that are not quantized.
     """
-    for path in tokens.files():
-        shutil.copyfile(path, out / path.name)
-    stops = _stops(work.config, tokens)
-    pad = _pad(work.config, tokens)
-    wanted = ServingConfig(
+    stops, pad = _stops(work.config, tokens), _pad(work.config, tokens)
+    return ServingConfig(
         config=work.config,
         generation=tokens.generation,
         dtype=dtype,
@@ -118,10 +103,7 @@ def write_served_files(
         pad=None if work.is_reward and pad in stops else pad,
         tokenizer=tokens.facts,
         template=False,
-        quantized=quantized,
     )
-    write_configs(out, wanted)
-    return agreement(out, wanted, work.facts, plan)
 
 
 def _stops(config: Mapping[str, Any], tokens: Tokens) -> list[int]:

@@ -3,150 +3,153 @@
 A delivery has no live training engine. For an adapter the reference is base + adapter, unmerged, in
 peft; for a full model it is the model of SOURCE, gathered if needed. Drift from this reference
 checks gather, merge, convert and the engine. It does not check training.
+
+Reward models are compared by reward, normalised with mean and standard deviation from the model's
+files.
 """
 
 from __future__ import annotations
 
-import json
-from collections.abc import Mapping
-from dataclasses import asdict
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from tasks.delivery.engine import EngineSettings, ask_vllm, encode_probes
-from tasks.drift.fingerprint import DriftLimit, Fingerprint, drift, within
-from tasks.drift.verdict import FINGERPRINT
+from tasks.delivery.texts import encode_probes
+from tasks.drift.fingerprint import Fingerprint
+from tasks.drift.reward_scores import SCORES, ScorePrint, score_drift
+from tasks.drift.verdict import FINGERPRINT, verdict
 from tasks.evaluation import smoke_checks
-from tasks.evaluation.evaluation_prompts import dtype_of
-from tasks.evaluation.greedy_ties import compare_greedy, engine_noise
-from tasks.evaluation.scoring import ModelRef, ReferenceScorer
+from tasks.evaluation.scoring import ModelRef, Prompts, ReferenceScorer
+from tasks.evaluation.serve import Question
+from tasks.evaluation.smoke import SmokeTest, smoke_test, take_fields
 from tasks.pipeline.report import StageReport
-from tasks.serving.vllm.job import Job
+from tasks.serving.prompts import stop_ids
+from tasks.serving.reference.rewards import normalised
 from tasks.weights.files.reader import read_json
+from tasks.weights.heads.normalisation import normalisation_from
+
+
+@dataclass(frozen=True)
+class ReferenceSettings:
+    """Texts that a reference is measured on, and how to load its model.
+
+    Attributes:
+        texts: texts to measure on.
+        limit: maximum number of tokens of a text.
+        dtype: torch dtype name to load the model in.
+        attn_implementation: attention, by transformers' name.
+        quantization: quantization of the base, as `ModelRef.quantization`.
+        weights: weights of several adapters by role; empty for one adapter with weight 1.
+        is_reward: True for a reward model, which is compared by reward.
+    """
+
+    texts: list[str]
+    limit: int
+    dtype: str
+    attn_implementation: str
+    quantization: Mapping[str, Any] | None
+    weights: Mapping[str, float]
+    is_reward: bool
 
 
 def reference(
     out: Path,
     *,
     model: Path,
-    texts: list[str],
-    limit: int,
     tokenizer: Path,
-    dtype: str,
-    attn_implementation: str,
     scorer: ReferenceScorer,
     log: Any,
-    adapter: Path | None = None,
-    quantization: dict[str, Any] | None = None,
-    weights: Mapping[str, float] | None = None,
-    **further: Path,
+    **others: Any,
 ) -> StageReport:
-    """Take the fingerprint of the model as SOURCE has it; a stage function.
+    """Take the fingerprint, or the rewards, of the model as SOURCE has it; a stage function.
 
     Args:
-        out: staging directory; gets `fingerprint.fp`.
-        model: folder of a full model, or of the base of `adapter`.
-        texts: texts to measure on.
-        limit: maximum number of tokens of a text.
+        out: staging directory; gets `fingerprint.fp` or `scores.json`.
+        model: folder of a full model, or of the base of the adapters.
         tokenizer: folder of the tokenizer.
-        dtype: torch dtype name to load the model in.
-        attn_implementation: attention, by transformers' name.
         scorer: the transformers child.
         log: gets progress.
-        adapter: PEFT folder of the adapter, or of the first of several.
-        quantization: quantization of the base, as `ModelRef.quantization`.
-        weights: weights of the adapters by role; None for one adapter with weight 1.
-        **further: PEFT folders of the other adapters, by role.
+        **others: fields of `ReferenceSettings`, and PEFT folders by role, the first as `adapter`,
+            which stay unmerged.
 
     Raises:
         DataError: all texts are too short.
     """
-    probes = encode_probes(scorer, tokenizer, texts, limit)
-    adapters = {"adapter": adapter, **further}
-    weighted = {str(adapters[name]): weight for name, weight in (weights or {}).items()}
-    ref = ModelRef(model, adapter, quantization, dtype, attn_implementation, weighted)
+    settings = take_fields(ReferenceSettings, others)
+    probes = encode_probes(scorer, tokenizer, settings.texts, settings.limit)
+    weighted = {str(others[role]): weight for role, weight in settings.weights.items()}
+    ref = ModelRef(
+        model,
+        others.get("adapter"),
+        settings.quantization,
+        settings.dtype,
+        settings.attn_implementation,
+        weighted,
+    )
+    if settings.is_reward:
+        _print(probes, scorer.rewards(ref, probes), "transformers").save(out / SCORES)
+        log.info("reference: rewards of %d texts", len(probes))
+        return StageReport("reference", (), {"texts": float(len(probes))})
     fingerprint = scorer.reference(ref, probes, out / FINGERPRINT)
     log.info("reference: %d positions of %d texts", fingerprint.positions, len(probes))
     return StageReport("reference", (), {"positions": float(fingerprint.positions)})
 
 
-def smoke(
-    out: Path,
-    *,
-    served: Path,
-    reference: Path,
-    engine: str,
-    settings: EngineSettings,
-    profile: DriftLimit,
-    attn_implementation: str,
-    scorer: ReferenceScorer,
-    log: Any,
-    log_path: Path,
-) -> StageReport:
-    """Serve the folder, and compare fingerprint and greedy tokens; a stage function.
+@smoke_test
+def smoke(test: SmokeTest, out: Path) -> StageReport:
+    """Serve the folder, and compare fingerprint and greedy tokens on the reference's probes.
 
     Args:
+        test: the common arguments.
         out: staging directory; gets `report.json`, `fingerprint.fp`.
-        served: folder to serve.
-        reference: folder with the `fingerprint.fp` of the reference.
-        engine: "vllm" or "transformers".
-        settings: settings of the engine.
-        profile: limits of the drift.
-        attn_implementation: attention of the engine "transformers".
-        scorer: the transformers child.
-        log: gets progress and the engine's output.
-        log_path: file for the engine's whole output.
 
     Raises:
         StageProcessError: the engine did not start or crashed.
     """
-    strays = smoke_checks.stray_weights(served)
-    if strays:
-        return StageReport("report", (smoke_checks.no_strays(strays),))
-    before = Fingerprint.load(reference / FINGERPRINT)
-    dtype = dtype_of(served)
-    model = ModelRef(served, dtype=dtype, attn_implementation=attn_implementation)
-    prompts = [list(probe) for probe in before.probes]
-    expected = scorer.greedy(
-        model, prompts, max_new_tokens=settings.greedy_tokens, eos=_stops(served)
+    path = test.trained / FINGERPRINT
+    probes = [list(probe) for probe in Fingerprint.load(path).probes]
+    prompts = Prompts(probes, stop_ids(test.served, None))
+    question = Question(
+        served=test.served,
+        base=None,
+        reference=path,
+        messages=None,
+        prompts=prompts,
+        base_prompts=prompts,
+        dtype=test.model.dtype,
+        attn_implementation=test.attn_implementation,
     )
-    if engine == "vllm":
-        job = Job(
-            served=str(served),
-            out="",
-            prompts=prompts,
-            max_new_tokens=settings.greedy_tokens,
-            max_model_len=settings.longest(prompts),
-            reference=str(reference / FINGERPRINT),
-            dtype=dtype,
-        )
-        tokens = ask_vllm(job, settings, out=out, log=log, log_path=log_path)["served"]["tokens"]
-        after = Fingerprint.load(out / FINGERPRINT)
-    else:
-        after = scorer.fingerprint(model, reference / FINGERPRINT, out / FINGERPRINT)
-        tokens = expected.tokens
-    moved = drift(before, after)
-    noise = engine_noise(before, after)
-    agreement = compare_greedy(tokens, expected.tokens, expected.candidates, noise, dtype)
-    where = f"{engine}, of the folder that convert made" if within(moved, profile) else ""
+    measured = test.measure(question, out)
+    test.log.info("smoke_eval: mean KL %.2e in %s", measured.drift.mean_kl, test.engine)
+    return test.report(out, measured.checks, {}, measured.drift, measured.notes)
+
+
+@smoke_test
+def reward_smoke(test: SmokeTest, out: Path) -> StageReport:
+    """Serve the folder, score the reference's texts, and compare the rewards.
+
+    Args:
+        test: the common arguments.
+        out: staging directory; gets `report.json`, `scores.json`.
+
+    Raises:
+        StageProcessError: the engine did not start or crashed.
+    """
+    before = ScorePrint.load(test.trained / SCORES)
+    probes = [list(probe) for probe in before.probes]
+    how = normalisation_from(read_json(test.served / "config.json"))[0]
+    now = _print(probes, normalised(test.scores(probes, out), how), test.engine)
+    now.save(out / SCORES)
+    moved = score_drift(before, now)
     checks = (
-        smoke_checks.no_strays(strays),
-        smoke_checks.loaded_check(engine),
-        smoke_checks.drift_check(moved, profile, where),
-        smoke_checks.greedy_check(agreement, settings.greedy_tokens),
+        smoke_checks.loaded_check(test.engine),
+        verdict(moved, test.profile, name="rewards against those before"),
     )
-    document = {
-        "engine": engine,
-        "checks": [check.as_dict() for check in checks],
-        **asdict(moved),
-    }
-    (out / "report.json").write_text(json.dumps(document, indent=1) + "\n")
-    log.info("smoke_eval: mean KL %.2e in %s", moved.mean_kl, engine)
-    notes = {"engine": engine, "settings": asdict(settings)}
-    return StageReport("report", checks, {}, notes, moved)
+    test.log.info("smoke_eval: rewards move by %.2e of their spread", moved.mean_difference)
+    metrics = {f"reward/{name}": value for name, value in asdict(moved).items()}
+    return test.report(out, checks, metrics, moved)
 
 
-def _stops(served: Path) -> list[int]:
-    """Return the EOS ids in the folder's generation_config.json."""
-    eos = read_json(served / "generation_config.json").get("eos_token_id")
-    return list(eos) if isinstance(eos, list) else [] if eos is None else [int(eos)]
+def _print(probes: Sequence[Sequence[int]], scores: list[float], engine: str) -> ScorePrint:
+    return ScorePrint(tuple(map(tuple, probes)), tuple(scores), engine)

@@ -1,13 +1,17 @@
-"""Probe texts: the built-in ones, or the lines of a file."""
+"""Texts to measure a delivery on: the built-in ones, or the lines of a file."""
 
 from __future__ import annotations
 
 from pathlib import Path
 
-from tasks.core.errors import ConfigError
+from tasks.core.errors import ConfigError, DataError
+from tasks.evaluation.scoring import ReferenceScorer
 
 PROBE_TOKENS = 64
 """Maximum number of tokens of a probe, as in training's own fingerprint."""
+
+SHORTEST = 2
+"""Minimum number of tokens of a probe: one as context and one to score."""
 
 BUILT_IN = (
     "The capital of France is Paris, and the capital of Italy is",
@@ -61,3 +65,24 @@ def probe_texts(path: str | None, count: int) -> list[str]:
     if not texts:
         raise ConfigError(f"smoke.texts={path}: no text in it", hint="smoke.texts=null")
     return texts
+
+
+def encode_probes(
+    scorer: ReferenceScorer, tokenizer: Path, texts: list[str], limit: int
+) -> list[list[int]]:
+    """Return the token ids of the texts with at least `SHORTEST` tokens.
+
+    Args:
+        scorer: the transformers child.
+        tokenizer: folder of the tokenizer.
+        texts: plain texts.
+        limit: maximum number of tokens of a probe.
+
+    Raises:
+        DataError: all texts are too short.
+    """
+    tokens = scorer.encode_texts(tokenizer, texts, limit=limit)
+    probes = [ids for ids in tokens if len(ids) >= SHORTEST]
+    if not probes:
+        raise DataError("no text has two tokens: nothing to measure on", hint="smoke.texts=<file>")
+    return probes

@@ -8,29 +8,21 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from tasks.core.contract import Check
-from tasks.drift.fingerprint import Drift
 from tasks.evaluation.evaluation_prompts import answer_of, question_of
-from tasks.evaluation.greedy_ties import Agreement
 from tasks.evaluation.scoring import ReferenceScorer
-from tasks.evaluation.serve import Question, Served
+from tasks.evaluation.smoke import Measured
 from tasks.serving.text import exact_match, is_degenerate
 
 
 def read_answers(
-    out: Path,
-    rows: Sequence[Mapping[str, Any]],
-    question: Question,
-    served: Served,
-    scorer: ReferenceScorer,
+    out: Path, rows: Sequence[Mapping[str, Any]], measured: Measured, scorer: ReferenceScorer
 ) -> dict[str, float]:
     """Write `generations.jsonl`, and measure exact match before and after training.
 
     Args:
         out: staging directory.
         rows: conversations of the prompts, with their answers if they have any.
-        question: the two models and their prompts.
-        served: responses of both models.
+        measured: responses of both models.
         scorer: decodes the tokens.
 
     Returns:
@@ -39,8 +31,8 @@ def read_answers(
         answer, `eval/samples` alone.
     """
     expected = [answer_of(row) for row in rows]
-    after = scorer.decode(question.served, served.after.tokens)
-    before = scorer.decode(question.base, served.before.tokens)
+    before, after = measured.texts(scorer)
+    old, new = measured.both()
     with (out / "generations.jsonl").open("w", encoding="utf-8") as file:
         for number, row in enumerate(rows):
             line = {
@@ -49,10 +41,10 @@ def read_answers(
                 "expected": expected[number],
                 "before": before[number],
                 "after": after[number],
-                "stopped": served.after.stopped[number],
-                "degenerate": is_degenerate(served.after.tokens[number]),
-                "tokens_before": served.before.tokens[number],
-                "tokens_after": served.after.tokens[number],
+                "stopped": new.stopped[number],
+                "degenerate": is_degenerate(new.tokens[number]),
+                "tokens_before": old.tokens[number],
+                "tokens_after": new.tokens[number],
             }
             file.write(json.dumps(line, ensure_ascii=False) + "\n")
     return {**exact_matches(before, after, expected, "eval"), "eval/samples": float(len(rows))}
@@ -90,38 +82,21 @@ def describe(metrics: Mapping[str, float]) -> str:
     )
 
 
-def numbers(
-    moved: Drift, agreement: Agreement, served: Served, *, left_out: int
-) -> dict[str, float]:
+def numbers(measured: Measured, *, left_out: int) -> dict[str, float]:
     """Return the metrics of every smoke test with prompts.
 
     Args:
-        moved: drift of the engine from the trained model.
-        agreement: comparison of the first greedy tokens.
-        served: responses of the engine.
+        measured: results of the engine.
         left_out: evaluation prompts that were too long, or not suitable.
     """
-    stopped = served.after.stopped
+    agreement, after = measured.agreement, measured.served.after
     return {
-        **{f"drift/{name}": value for name, value in asdict(moved).items()},
+        **{f"drift/{name}": value for name, value in asdict(measured.drift).items()},
         "greedy/equal": float(agreement.equal),
         "greedy/ties": float(agreement.ties),
         "greedy/differences": float(len(agreement.differences)),
-        "stop_rate": sum(stopped) / len(stopped),
+        "stop_rate": sum(after.stopped) / len(after.stopped),
         "eval/left_out": float(left_out),
-        "tokens_per_s": served.after.tokens_per_s,
-        "engine_load_s": served.load_s,
+        "tokens_per_s": after.tokens_per_s,
+        "engine_load_s": measured.served.load_s,
     }
-
-
-def write_report(
-    out: Path,
-    checks: Sequence[Check],
-    metrics: Mapping[str, float],
-    notes: Mapping[str, Any] | None,
-) -> None:
-    """Write `report.json`; without the key `notes` if `notes` is None."""
-    document: dict[str, Any] = {"checks": [c.as_dict() for c in checks], "metrics": metrics}
-    if notes is not None:
-        document["notes"] = notes
-    (out / "report.json").write_text(json.dumps(document, indent=1, sort_keys=True) + "\n")

@@ -18,7 +18,8 @@ import numpy as np
 from tasks.evaluation.evaluation_prompts import answer_of, context_of, dtype_of, question_of
 from tasks.evaluation.responses import exact_matches
 from tasks.evaluation.scoring import ModelRef, ReferenceScorer
-from tasks.evaluation.serve import Question, Served
+from tasks.evaluation.serve import Question
+from tasks.evaluation.smoke import Measured
 
 SAMPLED = "drawn.jsonl"
 
@@ -45,8 +46,7 @@ class Sampled:
 def read_sampled(
     out: Path,
     rows: Sequence[Mapping[str, Any]],
-    question: Question,
-    served: Served,
+    measured: Measured,
     scorer: ReferenceScorer,
     reward: Path | None,
 ) -> dict[str, float]:
@@ -55,8 +55,7 @@ def read_sampled(
     Args:
         out: staging directory.
         rows: conversations of the prompts, with their answers if they have any.
-        question: the two models and their prompts.
-        served: responses of both models.
+        measured: responses of both models.
         scorer: decodes and scores.
         reward: folder of a reward model; None to measure no rewards.
 
@@ -64,18 +63,20 @@ def read_sampled(
         `drawn/before` and `drawn/after`: exact match over the rows with an answer, in [0, 1]; and
         the metrics of `distance` and `score`. Empty if nothing was sampled.
     """
-    if served.sampled_before is None or served.sampled_after is None:
+    if measured.question.temperature is None:
         return {}
-    tokens = (served.sampled_before.tokens, served.sampled_after.tokens)
-    texts = (scorer.decode(question.base, tokens[0]), scorer.decode(question.served, tokens[1]))
-    sampled = Sampled(rows, (question.base_prompts.tokens, question.prompts.tokens), tokens, texts)
+    question = measured.question
+    before, after = measured.both(sampled=True)
+    texts = measured.texts(scorer, sampled=True)
+    prompts = (question.base_prompts.tokens, question.prompts.tokens)
+    sampled = Sampled(rows, prompts, (before.tokens, after.tokens), texts)
     with (out / SAMPLED).open("w", encoding="utf-8") as file:
         for number, row in enumerate(rows):
             line = {"id": row.get("id", str(number)), "before": texts[0][number],
                     "after": texts[1][number]}  # fmt: skip
             file.write(json.dumps(line, ensure_ascii=False) + "\n")
     metrics = exact_matches(*texts, [answer_of(row) for row in rows], "drawn")
-    metrics |= distance(question, tokens[1], scorer)
+    metrics |= distance(question, after.tokens, scorer)
     return metrics if reward is None else metrics | score(reward, sampled, scorer)
 
 
@@ -96,6 +97,7 @@ def distance(question: Question, responses: Tokens, scorer: ReferenceScorer) -> 
     prompts = question.prompts.tokens
     if question.temperature != 1.0 or prompts != question.base_prompts.tokens:
         return {}
+    assert question.base is not None
     now, before = (
         scorer.token_logprobs(ModelRef(path, dtype=question.dtype), prompts, responses)
         for path in (question.served, question.base)

@@ -12,7 +12,6 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from types import TracebackType
 from typing import Any, Self
 
 import tasks.core.errors as errors
@@ -111,15 +110,10 @@ class ReferenceScorer:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *raised: Any) -> None:
         child, self._child = self._child, None
         if child is not None:
-            child.__exit__(kind, error, traceback)
+            child.__exit__(*raised)
 
     def warm(self) -> None:
         """Start the child without waiting, so that its imports overlap with other work."""

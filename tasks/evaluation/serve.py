@@ -9,25 +9,15 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
+from tasks.config.after_training import Smoke
 from tasks.drift.fingerprint import Fingerprint
 from tasks.drift.verdict import FINGERPRINT
 from tasks.evaluation.scoring import Generated, ModelRef, Prompts, ReferenceScorer
-from tasks.evaluation.vllm_jobs import HEADROOM, Engine, run_vllm
+from tasks.evaluation.vllm_jobs import HEADROOM, run_vllm
 from tasks.process.output import Log
 from tasks.serving.vllm.job import Job
-
-
-class Limits(Engine, Protocol):
-    """Settings that an engine needs: limits in tokens, and the number of GPUs or processes."""
-
-    @property
-    def max_new_tokens(self) -> int: ...
-    @property
-    def max_model_len(self) -> int | None: ...
-    @property
-    def tensor_parallel(self) -> int: ...
 
 
 @dataclass(frozen=True)
@@ -36,23 +26,25 @@ class Question:
 
     Attributes:
         served: folder of the model under test.
-        base: folder of the model before training.
+        base: folder of the model before training; None to serve no other model.
         reference: fingerprint file with the probes and their token ids.
         messages: conversations of the prompts, without answers; None for raw texts.
         prompts: the conversations rendered for `served`.
         base_prompts: the conversations rendered for `base`.
         dtype: torch dtype name.
         temperature: temperature of sampled responses; None for greedy responses alone.
+        attn_implementation: attention of transformers, by its name.
     """
 
     served: Path
-    base: Path
+    base: Path | None
     reference: Path
     messages: Sequence[Sequence[Mapping[str, str]]] | None
     prompts: Prompts
     base_prompts: Prompts
     dtype: str
     temperature: float | None = None
+    attn_implementation: str = "sdpa"
 
 
 @dataclass(frozen=True)
@@ -82,7 +74,7 @@ class Served:
     Attributes:
         fingerprint: fingerprint of the served model.
         after: greedy responses of the served model.
-        before: greedy responses of the base.
+        before: greedy responses of the base; None without a base.
         rendered_differently: number of conversations that the engine's own tokenizer and chat
             template render to other token ids.
         load_s: seconds to load the folder, without imports.
@@ -92,7 +84,7 @@ class Served:
 
     fingerprint: Fingerprint
     after: Responses
-    before: Responses
+    before: Responses | None
     rendered_differently: int
     load_s: float
     sampled_after: Responses | None = None
@@ -100,13 +92,13 @@ class Served:
 
 
 def serve_with_vllm(
-    question: Question, limits: Limits, *, out: Path, work: Path, log: Log, log_path: Path
+    question: Question, settings: Smoke, *, out: Path, work: Path, log: Log, log_path: Path
 ) -> Served:
     """Serve the model under test with vLLM in a child process, then the base in another engine.
 
     Args:
         question: the models and their prompts.
-        limits: settings of the engine.
+        settings: settings of the engine.
         out: folder that gets `fingerprint.fp`.
         work: folder for jobs and results.
         log: gets the engine's output.
@@ -119,69 +111,71 @@ def serve_with_vllm(
         served=str(question.served),
         out=str(work / "served"),
         prompts=question.prompts.tokens,
-        max_new_tokens=limits.max_new_tokens,
-        max_model_len=limits.max_model_len or _longest(question, limits.max_new_tokens),
+        max_new_tokens=settings.max_new_tokens,
+        max_model_len=settings.max_model_len or _longest(question, settings.max_new_tokens),
         reference=str(question.reference),
         messages=_plain(question.messages),
         dtype=question.dtype,
-        tensor_parallel=limits.tensor_parallel,
+        tensor_parallel=settings.tensor_parallel,
         temperature=question.temperature,
     )
-    base = replace(
-        served,
-        served=str(question.base),
-        out=str(work / "base"),
-        prompts=question.base_prompts.tokens,
-        stop=_stops(question),
-        reference=None,
-        messages=None,
-    )
-    results = run_vllm([served, base], limits, log=log, log_path=log_path)
+    jobs = [served]
+    if question.base is not None:
+        base = replace(
+            served,
+            served=str(question.base),
+            out=str(work / "base"),
+            prompts=question.base_prompts.tokens,
+            stop=_stops(question),
+            reference=None,
+            messages=None,
+        )
+        jobs.append(base)
+    after, *before = run_vllm(jobs, settings, log=log, log_path=log_path)
     (work / "served" / FINGERPRINT).rename(out / FINGERPRINT)
     return Served(
         fingerprint=Fingerprint.load(out / FINGERPRINT),
-        after=_responses(results[0]["served"]),
-        before=_responses(results[1]["served"]),
-        rendered_differently=results[0]["rendered_differently"],
-        load_s=results[0]["load_s"],
-        sampled_after=_sampled(results[0]),
-        sampled_before=_sampled(results[1]),
+        after=_responses(after["served"]),
+        before=_responses(before[0]["served"]) if before else None,
+        rendered_differently=after["rendered_differently"],
+        load_s=after["load_s"],
+        sampled_after=_sampled(after),
+        sampled_before=_sampled(before[0]) if before else None,
     )
 
 
 def serve_with_transformers(
-    question: Question, limits: Limits, *, out: Path, scorer: ReferenceScorer
+    question: Question, settings: Smoke, *, out: Path, scorer: ReferenceScorer
 ) -> Served:
     """Serve with transformers in the reference child, one sequence at a time."""
-    served = ModelRef(question.served, dtype=question.dtype)
+    attention = question.attn_implementation
+    served = ModelRef(question.served, dtype=question.dtype, attn_implementation=attention)
     fingerprint = scorer.fingerprint(served, question.reference, out / FINGERPRINT)
-
-    base = ModelRef(question.base, dtype=question.dtype)
-    models = (
-        (served, question.prompts, question.prompts.eos),
-        (base, question.base_prompts, _stops(question)),
-    )
-    after, before = (
-        _ended(
-            scorer.greedy(model, prompts.tokens, max_new_tokens=limits.max_new_tokens, eos=stops),
-            stops,
-        )
+    models = [(served, question.prompts, question.prompts.eos)]
+    if question.base is not None:
+        base = ModelRef(question.base, dtype=question.dtype, attn_implementation=attention)
+        models.append((base, question.base_prompts, _stops(question)))
+    tokens = settings.max_new_tokens
+    after, *before = (
+        _ended(scorer.greedy(model, prompts.tokens, max_new_tokens=tokens, eos=stops), stops)
         for model, prompts, stops in models
     )
-    if question.temperature is None:
-        return Served(fingerprint, after, before, 0, 0.0)
-    sampled = [
-        scorer.sample(
-            model,
-            prompts.tokens,
-            max_new_tokens=limits.max_new_tokens,
-            temperature=question.temperature,
-            eos=stops,
-        )
-        for model, prompts, stops in models
-    ]
-    ended = (_ended(new, stops) for new, (_, _, stops) in zip(sampled, models, strict=True))
-    return Served(fingerprint, after, before, 0, 0.0, *ended)
+    sampled: list[Responses | None] = [None, None]
+    if question.temperature is not None:
+        sampled = [
+            _ended(
+                scorer.sample(
+                    model,
+                    prompts.tokens,
+                    max_new_tokens=tokens,
+                    temperature=question.temperature,
+                    eos=stops,
+                ),
+                stops,
+            )
+            for model, prompts, stops in models
+        ]
+    return Served(fingerprint, after, before[0] if before else None, 0, 0.0, *sampled)
 
 
 def _plain(

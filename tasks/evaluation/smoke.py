@@ -1,61 +1,45 @@
 """The skeleton of a smoke test: serve a model, compare it with the trained one, write the report.
 
-Chat models (`tasks/smoke_eval.py`), raw texts (`smoke_texts`) and reward models (`smoke_rewards`)
-share it. Each adds its own prompts and checks.
+Chat models (`tasks/smoke_eval.py`), raw texts (`smoke_texts`), reward models (`smoke_rewards`) and
+deliveries (`tasks/delivery/smoke.py`) share it. Each adds its own prompts and checks.
 """
 
 from __future__ import annotations
 
+import json
 import tempfile
-from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, fields, replace
+from functools import wraps
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
+from tasks.config.after_training import Smoke
 from tasks.core.contract import Check
 from tasks.core.errors import ConfigError
 from tasks.drift.fingerprint import Drift, DriftLimit, Fingerprint, drift, within
 from tasks.drift.verdict import Moved
 from tasks.evaluation import smoke_checks
-from tasks.evaluation.evaluation_prompts import context_of
+from tasks.evaluation.evaluation_prompts import context_of, dtype_of
 from tasks.evaluation.greedy_ties import Agreement, compare_greedy, engine_noise
-from tasks.evaluation.responses import write_report
 from tasks.evaluation.scoring import ModelRef, ReferenceScorer
-from tasks.evaluation.serve import Question, Served, serve_with_transformers, serve_with_vllm
+from tasks.evaluation.serve import (
+    Question,
+    Responses,
+    Served,
+    serve_with_transformers,
+    serve_with_vllm,
+)
+from tasks.evaluation.vllm_jobs import HEADROOM, run_vllm
 from tasks.pipeline.report import StageReport
 from tasks.process.output import Log
+from tasks.serving.vllm.job import Job
 
+if TYPE_CHECKING:
+    from _typeshed import DataclassInstance
+
+T = TypeVar("T", bound="DataclassInstance")
 ENGINES = ("vllm", "transformers")
-
-
-@dataclass(frozen=True)
-class SmokeSettings:
-    """Settings of a smoke test.
-
-    Attributes:
-        greedy_tokens: first greedy tokens that have to equal transformers'.
-        max_new_tokens: limit of a response, in tokens.
-        eval_samples: number of evaluation prompts (all of them if there are fewer).
-        kv_cache_gib: memory of vLLM's KV cache on CPU, GiB.
-        max_model_len: longest sequence in tokens; None takes what prompts and probes need.
-        timeout_s: time limit of one engine run, loading included; None derives it from the size of
-            the weights.
-        min_stop_rate: minimum share of responses that end before `max_new_tokens`.
-        max_degenerate_rate: maximum share of responses that repeat themselves in a loop.
-        threads: CPU threads of vLLM; None leaves the choice to vLLM.
-        tensor_parallel: number of processes that share the model in vLLM.
-    """
-
-    greedy_tokens: int
-    max_new_tokens: int
-    eval_samples: int
-    kv_cache_gib: int
-    max_model_len: int | None
-    timeout_s: float | None
-    min_stop_rate: float
-    max_degenerate_rate: float
-    threads: int | None
-    tensor_parallel: int
 
 
 @dataclass(frozen=True)
@@ -63,6 +47,7 @@ class Measured:
     """Results of the engine, compared with the trained model.
 
     Attributes:
+        question: the models and their prompts.
         served: fingerprint and responses of the engine.
         drift: distance of its fingerprint from the trained model's.
         agreement: comparison of its first greedy tokens with those of transformers.
@@ -70,11 +55,30 @@ class Measured:
         notes: what the report says about the cause of a failure.
     """
 
+    question: Question
     served: Served
     drift: Drift
     agreement: Agreement
     checks: tuple[Check, ...]
     notes: Mapping[str, Any]
+
+    def both(self, *, sampled: bool = False) -> tuple[Responses, Responses]:
+        """Return the greedy (or sampled) responses of the model before training and of this one."""
+        served = self.served
+        before = served.sampled_before if sampled else served.before
+        after = served.sampled_after if sampled else served.after
+        assert before is not None
+        assert after is not None
+        return before, after
+
+    def texts(
+        self, scorer: ReferenceScorer, *, sampled: bool = False
+    ) -> tuple[list[str], list[str]]:
+        """Return the same responses as texts."""
+        before, after = self.both(sampled=sampled)
+        assert self.question.base is not None
+        old = scorer.decode(self.question.base, before.tokens)
+        return old, scorer.decode(self.question.served, after.tokens)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -83,27 +87,37 @@ class SmokeTest:
 
     Attributes:
         served: folder to serve.
-        data: dataset artifact with `heldout.jsonl`.
-        trained: shards artifact with the training engine's `fingerprint.fp` or `scores.json`.
-        engine: "vllm" or "transformers".
+        trained: folder with the reference, `fingerprint.fp` or `scores.json`: the shards artifact,
+            or the reference of a delivery.
+        settings: section `smoke` of the configuration.
         profile: limits of the drift.
-        settings: everything else that the user can set.
         scorer: the transformers child.
         log: gets progress and the engine's output.
         log_path: file for the engine's whole output.
         history: drift recorded by earlier stages, by stage, in the order of the chain.
+        attn_implementation: attention of the engine "transformers".
     """
 
     served: Path
-    data: Path
     trained: Path
-    engine: str
+    settings: Smoke
     profile: DriftLimit
-    settings: SmokeSettings
     scorer: ReferenceScorer
     log: Log
     log_path: Path
     history: Mapping[str, Mapping[str, float]] = field(default_factory=dict)
+    attn_implementation: str = "sdpa"
+
+    @property
+    def engine(self) -> str:
+        """Name of the engine that serves the model."""
+        return self.settings.engine
+
+    @property
+    def model(self) -> ModelRef:
+        """The served folder, for transformers."""
+        dtype, attention = dtype_of(self.served), self.attn_implementation
+        return ModelRef(self.served, dtype=dtype, attn_implementation=attention)
 
     @property
     def max_len(self) -> int:
@@ -136,7 +150,7 @@ class SmokeTest:
         """
         reference = Fingerprint.load(question.reference)
         served = self._ask_engine(question, out)
-        agreement = self._compare_greedy(question, served, len(reference.probes))
+        agreement = self._compare_greedy(question, served, reference)
         moved = drift(reference, served.fingerprint)
         appeared_at = ""
         if within(moved, self.profile):
@@ -150,7 +164,33 @@ class SmokeTest:
             "drift_appeared_at": appeared_at or None,
             "greedy_differences": list(agreement.differences[:20]),
         }
-        return Measured(served, moved, agreement, checks, notes)
+        return Measured(question, served, moved, agreement, checks, notes)
+
+    def scores(self, texts: Sequence[Sequence[int]], out: Path) -> list[float]:
+        """Return the output of a reward model's head at the last token of each text.
+
+        Args:
+            texts: token ids of each text.
+            out: staging directory.
+
+        Raises:
+            StageProcessError: the engine did not start or crashed.
+        """
+        if self.engine == "transformers":
+            return self.scorer.rewards(self.model, texts, raw=True)
+        with tempfile.TemporaryDirectory(dir=out, prefix=".vllm-") as folder:
+            job = Job(
+                served=str(self.served),
+                out=f"{folder}/job",
+                prompts=[list(text) for text in texts],
+                max_new_tokens=0,
+                max_model_len=self.settings.max_model_len or max(map(len, texts)) + HEADROOM,
+                dtype=self.model.dtype,
+                rewards=True,
+            )
+            (result,) = run_vllm([job], self.settings, log=self.log, log_path=self.log_path)
+        scores: list[float] = result["rewards"]
+        return scores
 
     def report(
         self,
@@ -164,14 +204,22 @@ class SmokeTest:
 
         Args:
             out: staging directory.
-            checks: all verdicts.
+            checks: all verdicts but that on the folder.
             metrics: all numbers, by name.
             moved: drift of the engine from the trained model.
-            causes: `Measured.notes`; None for a reward model, whose file has no notes.
+            causes: `Measured.notes`; None for a reward model.
         """
+        checks = (smoke_checks.no_strays(()), *checks)
         notes = {"engine": self.engine, "settings": asdict(self.settings), **(causes or {})}
-        write_report(out, checks, metrics, None if causes is None else notes)
-        return StageReport("report", tuple(checks), metrics, notes, moved)
+        document = {
+            "engine": self.engine,
+            "checks": [check.as_dict() for check in checks],
+            "metrics": metrics,
+            "notes": notes,
+            **asdict(moved),
+        }
+        (out / "report.json").write_text(json.dumps(document, indent=1, sort_keys=True) + "\n")
+        return StageReport("report", checks, metrics, notes, moved)
 
     def _ask_engine(self, question: Question, out: Path) -> Served:
         if self.engine == "transformers":
@@ -186,18 +234,50 @@ class SmokeTest:
                 log_path=self.log_path,
             )
 
-    def _compare_greedy(self, question: Question, served: Served, probes: int) -> Agreement:
-        """Compare greedy tokens with those of transformers, for the first `probes` prompts."""
-        prompts = question.prompts.tokens[:probes]
+    def _compare_greedy(
+        self, question: Question, served: Served, reference: Fingerprint
+    ) -> Agreement:
+        """Compare greedy tokens with those of transformers, for as many prompts as probes."""
+        prompts = question.prompts.tokens[: len(reference.probes)]
+        tokens = served.after.tokens[: len(prompts)]
+        if self.engine == "transformers":
+            return Agreement(len(prompts), 0, ())
         expected = self.scorer.greedy(
-            ModelRef(question.served, dtype=question.dtype),
+            self.model,
             prompts,
             max_new_tokens=min(self.settings.greedy_tokens, self.settings.max_new_tokens),
             eos=question.prompts.eos,
         )
-        tokens = served.after.tokens[: len(prompts)]
-        noise = engine_noise(Fingerprint.load(question.reference), served.fingerprint)
+        noise = engine_noise(reference, served.fingerprint)
         return compare_greedy(tokens, expected.tokens, expected.candidates, noise, question.dtype)
+
+
+def take_fields(kind: type[T], arguments: dict[str, Any]) -> T:
+    """Remove the fields of a dataclass from the arguments, and return the object that they make."""
+    names = {each.name for each in fields(kind)} & arguments.keys()
+    return kind(**{name: arguments.pop(name) for name in names})
+
+
+def smoke_test(test: Callable[..., StageReport]) -> Callable[..., StageReport]:
+    """Make a stage function of `test(common, out, ...)`: it gets the fields of `SmokeTest` as one.
+
+    A folder with stray weight files is not loaded; its report has this one verdict. `trained` may
+    be passed as `reference`, its name in a delivery.
+    """
+
+    @wraps(test)
+    def stage(out: Path, **arguments: Any) -> StageReport:
+        if "reference" in arguments:
+            arguments["trained"] = arguments.pop("reference")
+        engine = arguments.pop("engine")
+        arguments["settings"] = replace(arguments["settings"], engine=engine)
+        common = take_fields(SmokeTest, arguments)
+        strays = common.check_folder()
+        if not strays.ok:
+            return StageReport("report", checks=(strays,))
+        return test(common, out, **arguments)
+
+    return stage
 
 
 def who_moved(
@@ -220,7 +300,8 @@ def who_moved(
     if stage is not None:
         return stage
     with tempfile.TemporaryDirectory(prefix="plumbline-") as folder:
-        model = ModelRef(question.served, dtype=question.dtype)
+        attention = question.attn_implementation
+        model = ModelRef(question.served, dtype=question.dtype, attn_implementation=attention)
         seen = scorer.fingerprint(model, question.reference, Path(folder) / "served.fp")
     if within(drift(Fingerprint.load(question.reference), seen), profile):
         return "the served folder: transformers sees it moved too, so it changed after convert"

@@ -9,43 +9,36 @@ from __future__ import annotations
 import json
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
 
 from tasks.core.errors import DataError
 from tasks.drift.reward_scores import SCORES, ScorePrint, score_drift
 from tasks.drift.verdict import verdict
 from tasks.evaluation import smoke_checks
-from tasks.evaluation.evaluation_prompts import dtype_of, read_pairs
-from tasks.evaluation.scoring import ModelRef
-from tasks.evaluation.served_scores import Scoring
-from tasks.evaluation.smoke import SmokeTest
+from tasks.evaluation.evaluation_prompts import read_pairs
+from tasks.evaluation.smoke import SmokeTest, smoke_test
 from tasks.pipeline.report import StageReport
 
 CHANCE = 0.5
 """Share of pairs that an untrained head puts in the right order."""
 
 
-def smoke_rewards(out: Path, **common: Any) -> StageReport:
+@smoke_test
+def smoke_rewards(test: SmokeTest, out: Path, *, data: Path) -> StageReport:
     """Serve a reward model and compare its scores with the trained model's.
 
     Args:
+        test: the common arguments.
         out: staging directory; gets `report.json`, `scores.json`, `pairs.jsonl`.
-        **common: fields of `SmokeTest`; the data are pairs.
+        data: dataset artifact with `heldout.jsonl`, pairs of answers.
 
     Raises:
         DataError: no held-out pair fits the model's context.
         StageProcessError: the engine did not start or crashed.
     """
-    test = SmokeTest(**common)
-    strays = test.check_folder()
-    if not strays.ok:
-        return StageReport("report", checks=(strays,))
     reference = ScorePrint.load(test.trained / SCORES)
-    pairs = _encoded(test)
+    pairs = _encoded(test, data)
     texts = [*map(list, reference.probes), *(ids for pair in pairs for ids in pair)]
-    model = ModelRef(test.served, dtype=dtype_of(test.served))
-    scoring = Scoring(test.settings, test.scorer, test.log, test.log_path)
-    scores = scoring.raw(test.engine, model, texts, out=out)
+    scores = test.scores(texts, out)
     count = len(reference.probes)
     now = ScorePrint(reference.probes, tuple(scores[:count]), test.engine)
     now.save(out / SCORES)
@@ -53,7 +46,6 @@ def smoke_rewards(out: Path, **common: Any) -> StageReport:
     scored = list(zip(scores[count::2], scores[count + 1 :: 2], strict=True))
     right = sum(chosen > rejected for chosen, rejected in scored) / len(pairs)
     checks = (
-        strays,
         smoke_checks.loaded_check(test.engine),
         verdict(moved, test.profile, name="drift of the engine's scores from the trained model's"),
     )
@@ -74,9 +66,9 @@ def smoke_rewards(out: Path, **common: Any) -> StageReport:
     return report
 
 
-def _encoded(test: SmokeTest) -> list[tuple[list[int], list[int]]]:
+def _encoded(test: SmokeTest, data: Path) -> list[tuple[list[int], list[int]]]:
     """Token ids of the held-out pairs that fit the context: (chosen, rejected)."""
-    pairs = read_pairs(test.data / "heldout.jsonl")[: test.settings.eval_samples]
+    pairs = read_pairs(data / "heldout.jsonl")[: test.settings.eval_samples]
     texts = test.scorer.encode_whole(
         test.served, [conversation for pair in pairs for conversation in pair]
     )

@@ -11,7 +11,6 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
@@ -22,8 +21,8 @@ from tasks.drift.verdict import FINGERPRINT
 from tasks.evaluation.evaluation_prompts import dtype_of, read_texts
 from tasks.evaluation.responses import numbers
 from tasks.evaluation.scoring import Prompts, ReferenceScorer
-from tasks.evaluation.serve import Question, Served
-from tasks.evaluation.smoke import SmokeTest
+from tasks.evaluation.serve import Question
+from tasks.evaluation.smoke import Measured, SmokeTest, smoke_test
 from tasks.pipeline.report import StageReport
 from tasks.serving.prompts import stop_ids
 
@@ -32,34 +31,31 @@ PROMPT_TOKENS = 64
 TEXTS_AT_ONCE = 64
 
 
-def smoke_texts(out: Path, *, base: Path, **common: Any) -> StageReport:
+@smoke_test
+def smoke_texts(test: SmokeTest, out: Path, *, base: Path, data: Path) -> StageReport:
     """Serve a model of raw texts and compare it with the trained one.
 
     Args:
+        test: the common arguments.
         out: staging directory; gets `report.json`, `fingerprint.fp`, `generations.jsonl`.
         base: the model before training, which continues the same texts.
-        **common: fields of `SmokeTest`.
+        data: dataset artifact with `heldout.jsonl`, raw texts.
 
     Raises:
         DataError: no held-out text leaves room for a continuation.
         StageProcessError: the engine did not start or crashed.
     """
-    test = SmokeTest(**common)
-    strays = test.check_folder()
-    if not strays.ok:
-        return StageReport("report", checks=(strays,))
     reference = Fingerprint.load(test.trained / FINGERPRINT)
-    texts = read_texts(test.data / "heldout.jsonl")
+    texts = read_texts(data / "heldout.jsonl")
     count = max(test.settings.eval_samples, len(reference.probes))
     question = _question(test, base, texts[:count])
     measured = test.measure(question, out)
     checks = (
-        strays,
         *measured.checks,
         _known_probes(reference.probes, texts, test.scorer, question),
     )
-    _write_continuations(out, question, measured.served, test.scorer)
-    metrics = numbers(measured.drift, measured.agreement, measured.served, left_out=0)
+    _write_continuations(out, measured, test.scorer)
+    metrics = numbers(measured, left_out=0)
     for name in ("stop_rate", "eval/left_out"):
         del metrics[name]
     report = test.report(out, checks, metrics, measured.drift, measured.notes)
@@ -130,13 +126,10 @@ def _contains(whole: bytes, part: bytes) -> bool:
     return at >= 0
 
 
-def _write_continuations(
-    out: Path, question: Question, served: Served, scorer: ReferenceScorer
-) -> None:
+def _write_continuations(out: Path, measured: Measured, scorer: ReferenceScorer) -> None:
     """Write `generations.jsonl`: continuations of the texts before and after training."""
-    shown = scorer.decode(question.served, question.prompts.tokens)
-    after = scorer.decode(question.served, served.after.tokens)
-    before = scorer.decode(question.base, served.before.tokens)
+    shown = scorer.decode(measured.question.served, measured.question.prompts.tokens)
+    before, after = measured.texts(scorer)
     with (out / "generations.jsonl").open("w", encoding="utf-8") as file:
         for prompt, old, new in zip(shown, before, after, strict=True):
             line = {"text": prompt, "before": old, "after": new}

@@ -1,27 +1,15 @@
-"""Read what training left, and measure drift from it. Shared by gather, merge and convert."""
+"""Read the record that training left in its `shards` artifact."""
 
 from __future__ import annotations
 
 import json
 import shutil
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from tasks.core.contract import Check
 from tasks.core.errors import ArtifactError
-from tasks.drift.fingerprint import DriftLimit
-from tasks.drift.verdict import (
-    Moved,
-    by_noise,
-    load_print,
-    moved,
-    print_in,
-    same_arithmetic,
-    verdict,
-)
-from tasks.evaluation.scoring import ModelRef, Score
 from tasks.pipeline.artifact import open_artifact
 from tasks.weights.files.reader import read_json
 from tasks.weights.heads.normalisation import Normalisation
@@ -104,7 +92,8 @@ class Trained:
             out: folder to write to.
             config: True to write config.json too.
         """
-        copy_files(self.root / "tokenizer", out)
+        for path in tokenizer_files(self.root / "tokenizer"):
+            shutil.copyfile(path, out / path.name)
         source = self.root / GENERATION_CONFIG
         if not source.is_file():
             raise ArtifactError(f"{self.root}: no {GENERATION_CONFIG}")
@@ -118,77 +107,9 @@ def write_json(path: Path, document: Mapping[str, Any]) -> None:
     path.write_text(json.dumps(document, indent=2, sort_keys=True, ensure_ascii=False) + "\n")
 
 
-def copy_files(source: Path, out: Path) -> list[str]:
-    """Copy the files of a tokenizer folder, and return their names.
-
-    Raises:
-        ArtifactError: the folder has no files.
-    """
-    files = sorted(path for path in source.glob("*") if path.is_file())
+def tokenizer_files(folder: Path) -> list[Path]:
+    """Return the files of a tokenizer folder. Raises ArtifactError if it has none."""
+    files = sorted(path for path in folder.glob("*") if path.is_file())
     if not files:
-        raise ArtifactError(f"{source}: no tokenizer files")
-    for path in files:
-        shutil.copyfile(path, out / path.name)
-    return [path.name for path in files]
-
-
-def measure(
-    score: Score,
-    model: ModelRef,
-    *,
-    trained: Path,
-    out: Path,
-    limit: DriftLimit,
-    exact: bool,
-    cause: str = "",
-) -> tuple[Moved, Check]:
-    """Take the fingerprint of `model` into `out`, and check its drift from the trained model.
-
-    Args:
-        score: takes the fingerprint.
-        model: the model to load.
-        trained: the `shards` artifact with training's own fingerprint.
-        out: folder that gets the fingerprint, under the same file name.
-        limit: limits of the drift profile.
-        exact: True if the mean drift must also stay within twice the engine's own repeat noise. If
-            the two were measured on different hardware or software, `limit` is widened to what
-            that noise explains.
-        cause: the most likely cause of a failure, and what to type.
-
-    Returns:
-        The drift and its verdict.
-    """
-    path = print_in(trained)
-    reference = load_print(path)
-    device = (reference.measured_on or {}).get("device")
-    new = score(replace(model, device=device), path, out / path.name)
-    drift = moved(reference, new)
-    if not exact or same_arithmetic(reference, new):
-        return drift, verdict(drift, limit, reference.noise if exact else None, cause=cause)
-    limit = by_noise(limit, drift, reference.noise, new.noise)
-    there, here = (_shown(side.measured_on) for side in (reference, new))
-    name = f"drift from the trained model (trained on {there}, measured on {here})"
-    # A looser profile changes nothing here, so the hint to choose one would be wrong.
-    return drift, replace(verdict(drift, limit, name=name, cause=cause), hint=cause)
-
-
-def _shown(measured_on: Mapping[str, str] | None) -> str:
-    stack = measured_on or {}
-    return ", ".join(stack[key] for key in ("name", "attention", "torch") if key in stack)
-
-
-def carry_over(
-    weights: Path, *, trained: Path, out: Path, limit: DriftLimit
-) -> tuple[Moved, Check]:
-    """Copy the fingerprint of `weights` instead of measuring `out`, which has the same bytes.
-
-    Returns:
-        The drift and its verdict.
-
-    Raises:
-        ArtifactError: `weights` has no fingerprint.
-    """
-    earlier = print_in(weights)
-    shutil.copyfile(earlier, out / earlier.name)
-    drift = moved(load_print(print_in(trained)), load_print(earlier))
-    return drift, verdict(drift, limit)
+        raise ArtifactError(f"{folder}: no tokenizer files")
+    return files

@@ -5,8 +5,9 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
+from tasks.config.after_training import Smoke
 from tasks.process.launch import launch, python_child
 from tasks.process.output import Log
 from tasks.serving.vllm.job import Job, environment, time_limit
@@ -16,25 +17,15 @@ HEADROOM = 8
 """Tokens added to the longest sequence for `max_model_len`, if the user did not set it."""
 
 
-class Engine(Protocol):
-    """Settings of the vLLM process: memory in GiB, CPU threads, time limit in seconds."""
-
-    @property
-    def kv_cache_gib(self) -> int: ...
-    @property
-    def threads(self) -> int | None: ...
-    @property
-    def timeout_s(self) -> float | None: ...
-
-
 def run_vllm(
-    jobs: Sequence[Job], engine: Engine, *, log: Log, log_path: Path
+    jobs: Sequence[Job], settings: Smoke, *, log: Log, log_path: Path
 ) -> list[dict[str, Any]]:
-    """Run the jobs in one child process of vLLM, each in its own engine.
+    """Run the jobs in one child process of vLLM, each in its own settings.
 
     Args:
         jobs: the jobs; the output folder of each must not exist yet.
-        engine: settings of the process; without a time limit, the size of all weights decides it.
+        settings: section `smoke` of the configuration; without a time limit, the size of all
+            weights decides it.
         log: gets the engine's output.
         log_path: file for the engine's whole output.
 
@@ -54,7 +45,7 @@ def run_vllm(
         stage=STAGE,
         log=log,
         log_path=log_path,
-        env=environment(engine.kv_cache_gib, engine.threads, sharing=sharing),
-        timeout_s=engine.timeout_s or time_limit(Path(job.served) for job in jobs),
+        env=environment(settings.kv_cache_gib, settings.threads, sharing=sharing),
+        timeout_s=settings.timeout_s or time_limit(Path(job.served) for job in jobs),
     )
     return [json.loads((Path(job.out) / "result.json").read_text()) for job in jobs]

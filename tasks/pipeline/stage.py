@@ -25,14 +25,7 @@ from typing import Any
 
 from tasks.core.contract import Check, require
 from tasks.core.errors import ArtifactError, PlumblineError
-from tasks.pipeline.artifact import (
-    Artifact,
-    Origin,
-    intact,
-    open_artifact,
-    publish,
-    remember,
-)
+from tasks.pipeline.artifact import Artifact, Origin, intact, open_artifact, publish, remember
 from tasks.pipeline.report import FlowTracker, StageRecord, StageReport, StageResult
 from tasks.pipeline.source_closure import PACKAGES, source_digest
 from tasks.pipeline.staging import disk_full_named, staging
@@ -179,9 +172,8 @@ class Mechanism:
         def work(log: Any) -> StageResult:
             started = time.monotonic()
             with self._stage_named(name), self.tracker.stage(name, origin) as run:
-                reused = (
-                    None if {name, stage.name} & self.force else self._reusable(final, stage, log)
-                )
+                forced = {name, stage.name} & self.force
+                reused = None if forced else self._reusable(final, stage, log)
                 if reused is not None:
                     result = _recall(name, reused)
                     log.info("%s: reusing %s", name, final)

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import logging
 import math
 import os
 import re
@@ -18,7 +19,7 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
-from urllib.parse import urlsplit, urlunsplit
+from urllib.parse import urlsplit
 
 from tasks.drift.verdict import NAMES as PRINTS
 from tasks.pipeline.artifact import MANIFEST, Artifact, Origin
@@ -37,12 +38,8 @@ _FLUSH_EVERY_S = 2.0
 
 def redact(uri: str) -> str:
     """Return a URI without its password."""
-    parts = urlsplit(uri)
-    if not parts.password:
-        return uri
-    host = parts.hostname or ""
-    port = f":{parts.port}" if parts.port else ""
-    return urlunsplit(parts._replace(netloc=f"{parts.username}:***@{host}{port}"))
+    password = urlsplit(uri).password
+    return uri.replace(f":{password}@", ":***@", 1) if password else uri
 
 
 def _note(text: str) -> str:
@@ -82,10 +79,9 @@ def _fluent_calls_go_to(uri: str) -> Iterator[None]:
     finally:
         mlflow.set_tracking_uri(None)
         mlflow.set_registry_uri(None)
-        for name, value in before.items():
+        for name in names:
             os.environ.pop(name, None)
-            if value is not None:
-                os.environ[name] = value
+        os.environ.update({name: value for name, value in before.items() if value is not None})
 
 
 class StageRun:
@@ -97,12 +93,8 @@ class StageRun:
         event_file: TensorBoard's event file; None for none.
     """
 
-    def __init__(
-        self, client: MlflowClient, run_id: str, event_file: EventFile | None = None
-    ) -> None:
-        self.run_id = run_id
-        self._client = client
-        self._event_file = event_file
+    def __init__(self, client: MlflowClient, run_id: str, event_file: EventFile | None) -> None:
+        self.run_id, self._client, self._event_file = run_id, client, event_file
         self._pending: list[Any] = []
         self._tables: dict[str, list[Mapping[str, Any]]] = {}
         self._series: dict[str, list[tuple[int, float]]] = {}
@@ -113,12 +105,9 @@ class StageRun:
         from mlflow.entities import Metric
 
         now = int(time.time() * 1000)
-        self._pending += [
-            Metric(_NAME.sub("_", name), float(value), now, step)
-            for name, value in values.items()
-            if value is not None and not math.isnan(float(value))
-        ]
         for name, value in values.items():
+            if value is not None and not math.isnan(float(value)):
+                self._pending.append(Metric(_NAME.sub("_", name), float(value), now, step))
             if name.startswith("train/"):
                 self._series.setdefault(name.removeprefix("train/"), []).append((step, value))
         if self._event_file is not None:
@@ -169,9 +158,9 @@ class StageRun:
         self.metrics({f"drift/{name}": value for name, value in drift.items()})
         self.flush()
         self._log_tables_and_plots()
-        tags = {"artifact": str(artifact.path), "digest": artifact.digest, "reused": str(reused)}
+        tags = {"artifact": artifact.path, "digest": artifact.digest, "reused": reused}
         for key, value in tags.items():
-            self._client.set_tag(self.run_id, key, value)
+            self._client.set_tag(self.run_id, key, str(value))
         for name in (MANIFEST, "contract.json", *PRINTS):
             if (artifact.path / name).is_file():
                 self._client.log_artifact(self.run_id, str(artifact.path / name))
@@ -188,14 +177,8 @@ class Tracker:
     """
 
     def __init__(
-        self,
-        uri: str,
-        experiment: str,
-        artifact_root: Path | None,
-        event_files: Path | None = None,
+        self, uri: str, experiment: str, artifact_root: Path | None, event_files: Path | None = None
     ) -> None:
-        import logging
-
         from mlflow import MlflowClient
 
         logging.getLogger("mlflow.store.db.utils").setLevel(logging.WARNING)
@@ -203,13 +186,11 @@ class Tracker:
         self.uri = uri
         self._event_files = event_files
         self._client = MlflowClient(tracking_uri=uri, registry_uri=uri)
-        known = self._client.get_experiment_by_name(experiment)
-        location = artifact_root.resolve().as_uri() if artifact_root else None
-        self.experiment_id = (
-            known.experiment_id
-            if known
-            else self._client.create_experiment(experiment, artifact_location=location)
-        )
+        if known := self._client.get_experiment_by_name(experiment):
+            self.experiment_id = known.experiment_id
+        else:
+            location = artifact_root.resolve().as_uri() if artifact_root else None
+            self.experiment_id = self._client.create_experiment(experiment, location)
         self.run_id = ""
 
     @contextlib.contextmanager
@@ -224,11 +205,7 @@ class Tracker:
             text: the settings as YAML.
             tags: tags of the run.
         """
-        run = self._client.create_run(
-            self.experiment_id, run_name=name, tags={"mlflow.runName": name, **tags}
-        )
-        self.run_id = run.info.run_id
-        self._log_params(self.run_id, flatten(config))
+        self.run_id = self._create(name, flatten(config), tags)
         self._client.log_text(self.run_id, text, "config.yaml")
         with self._closing(self.run_id):
             yield self.run_id
@@ -236,15 +213,11 @@ class Tracker:
     @contextlib.contextmanager
     def stage(self, name: str, origin: Origin) -> Iterator[StageRun]:
         """Open a child run for one stage while the block runs."""
-        tags = {"mlflow.parentRunId": self.run_id, "mlflow.runName": name, "stage": name}
-        run = self._client.create_run(self.experiment_id, run_name=name, tags=tags)
-        run_id = run.info.run_id
-        self._log_params(run_id, flatten(origin.config))
-        for role, digest in origin.inputs.items():
-            self._client.set_tag(run_id, f"input.{role}", digest)
-        event_file = (
-            EventFile(self._event_files / self.run_id / name) if self._event_files else None
-        )
+        inputs = {f"input.{role}": digest for role, digest in origin.inputs.items()}
+        tags = {"mlflow.parentRunId": self.run_id, "stage": name, **inputs}
+        run_id = self._create(name, flatten(origin.config), tags)
+        folder = self._event_files
+        event_file = EventFile(folder / self.run_id / name) if folder else None
         stage_run = StageRun(self._client, run_id, event_file)
         with self._closing(run_id):
             try:
@@ -258,7 +231,7 @@ class Tracker:
         self, metrics: Mapping[str, float], files: Mapping[str, str], description: str = ""
     ) -> None:
         """Log numbers, small text files and a Markdown description of the whole flow."""
-        parent = StageRun(self._client, self.run_id)
+        parent = StageRun(self._client, self.run_id, None)
         parent.metrics(metrics)
         parent.flush()
         for name, text in files.items():
@@ -276,19 +249,16 @@ class Tracker:
         """
         import mlflow
 
-        known = {m.name for m in self._client.search_registered_models()}
-        if model_name not in known:
+        if model_name not in {m.name for m in self._client.search_registered_models()}:
             self._client.create_registered_model(model_name)
-        version = next(
-            (
-                v.version
-                for v in self._client.search_model_versions(f"name='{model_name}'")
-                if v.tags.get("digest") == served.digest and v.tags.get("path") == str(served.path)
-            ),
-            None,
-        )
+        every = {"path": str(served.path), "digest": served.digest, **tags}
+        versions = self._client.search_model_versions(f"name='{model_name}'")
+        wanted = (served.digest, str(served.path))
+        known = [
+            v.version for v in versions if (v.tags.get("digest"), v.tags.get("path")) == wanted
+        ]
+        version = known[0] if known else None
         if version is None:
-            every = {"path": str(served.path), "digest": served.digest, **tags}
             with _fluent_calls_go_to(self.uri):
                 external = mlflow.create_external_model(
                     name=model_name,
@@ -297,29 +267,33 @@ class Tracker:
                     model_type="served-folder",
                     experiment_id=self.experiment_id,
                 )
-                created = self._client.create_model_version(
+                version = self._client.create_model_version(
                     model_name, external.model_uri, run_id=self.run_id, tags=every,
                     model_id=external.model_id,
-                )  # fmt: skip
-            version = created.version
+                ).version  # fmt: skip
         self._client.set_registered_model_alias(model_name, "candidate", version)
         return f"models:/{model_name}/{version}"
 
-    def _log_params(self, run_id: str, params: Mapping[str, str]) -> None:
+    def _create(self, name: str, params: Mapping[str, str], tags: Mapping[str, str]) -> str:
+        """Create a run with these parameters and tags, and return its id."""
         from mlflow.entities import Param
 
+        tags = {"mlflow.runName": name, **tags}
+        run = self._client.create_run(self.experiment_id, run_name=name, tags=tags)
         items = [Param(key, value) for key, value in params.items()]
         for start in range(0, len(items), 100):
-            self._client.log_batch(run_id, params=items[start : start + 100])
+            self._client.log_batch(run.info.run_id, params=items[start : start + 100])
+        run_id: str = run.info.run_id
+        return run_id
 
     @contextlib.contextmanager
     def _closing(self, run_id: str) -> Iterator[None]:
+        status = "KILLED"
         try:
             yield
+            status = "FINISHED"
         except Exception:
-            self._client.set_terminated(run_id, "FAILED")
+            status = "FAILED"
             raise
-        except BaseException:
-            self._client.set_terminated(run_id, "KILLED")
-            raise
-        self._client.set_terminated(run_id, "FINISHED")
+        finally:
+            self._client.set_terminated(run_id, status)

@@ -13,7 +13,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from tasks.delivery.engine import EngineSettings
+from tasks.config.after_training import Smoke
 from tasks.evaluation.vllm_jobs import run_vllm
 from tasks.serving.vllm.job import Job
 from tests.conftest import PROJECT
@@ -67,9 +67,7 @@ def answers(folders: list[Path], place: Path) -> list[list[list[int]]]:
         for folder in folders
     ]
     log = logging.getLogger("tests.deliver")
-    done = run_vllm(
-        jobs, EngineSettings(timeout_s=800, threads=2), log=log, log_path=place / "vllm.log"
-    )
+    done = run_vllm(jobs, Smoke(timeout_s=800, threads=2), log=log, log_path=place / "vllm.log")
     return [result["served"]["tokens"] for result in done]
 
 

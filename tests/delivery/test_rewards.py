@@ -82,10 +82,10 @@ def test_an_adapter_is_scored_unmerged(tmp_path: Path) -> None:
 @pytest.mark.slow
 def test_another_head_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The head is altered during conversion."""
-    from tasks.delivery import stages
+    import tasks.convert as conversion
 
     save_openrlhf(tmp_path / "rm", "qwen")
-    honest = stages.write_served_files
+    honest = conversion.write_configs
 
     def broken(out: Path, *arguments: Any, **options: Any) -> Any:
         state = load_file(out / "model.safetensors")
@@ -96,7 +96,7 @@ def test_another_head_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
         save_file(state, out / "model.safetensors", metadata={"format": "pt"})
         return honest(out, *arguments, **options)
 
-    monkeypatch.setattr(stages, "write_served_files", broken)
+    monkeypatch.setattr(conversion, "write_configs", broken)
     with pytest.raises(ContractError, match="rewards against those before"):
         delivered(tmp_path, f"source={tmp_path / 'rm'}")
     assert not (tmp_path / "out").exists()

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from tasks.delivery.engine import EngineSettings
+from tasks.config.after_training import Smoke
 from tasks.evaluation.scoring import ReferenceScorer
 from tasks.evaluation.vllm_jobs import run_vllm
 from tasks.serving.vllm.job import Job
@@ -81,7 +81,7 @@ def test_a_job_gets_a_new_process_if_a_fork_has_lost_cuda(starts: Path, tmp_path
         Job(str(served), str(tmp_path / name), [[1] * n], 1, 16, rewards=True)
         for name, n in (("first", 3), ("second", 5))
     ]
-    results = run_vllm(jobs, EngineSettings(), log=LOG, log_path=tmp_path / "log")
+    results = run_vllm(jobs, Smoke(), log=LOG, log_path=tmp_path / "log")
     assert [result["rewards"] for result in results] == [[3.0], [5.0]]
     alone = [line.split()[-1] for line in starts.read_text().splitlines() if "--alone" in line]
     assert alone == [str(tmp_path / name / "job.json") for name in ("first", "second")]

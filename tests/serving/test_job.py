@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from tasks.delivery.engine import EngineSettings
+from tasks.config.after_training import Smoke
 from tasks.evaluation import vllm_jobs
 from tasks.rl.rollout.engines import rollout_time_limit
 from tasks.serving.vllm import guest, job
@@ -52,7 +52,7 @@ def test_a_time_limit_that_is_set_wins(
 ) -> None:
     options: dict[str, Any] = {}
     monkeypatch.setattr(vllm_jobs, "launch", lambda *_, **how: options.update(how))
-    how = EngineSettings(timeout_s=setting)
+    how = Smoke(timeout_s=setting)
     with pytest.raises(FileNotFoundError):  # nothing has answered
         vllm_jobs.run_vllm(
             [job.Job(str(tmp_path), str(tmp_path / "out"), [[1]], 1, 8)], how,

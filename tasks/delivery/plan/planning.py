@@ -16,14 +16,16 @@ from tasks.core.contract import judge
 from tasks.core.errors import ContractError, first_and_more
 from tasks.delivery.plan.adapters import read_weighted, weights_of
 from tasks.delivery.plan.gathering import gathered_adapter, gathered_model
+from tasks.delivery.plan.identity import base_missing
 from tasks.delivery.plan.work import BASE, MODEL, Request, Work, in_files, require_plain
-from tasks.weights.adapters.changes import changes
+from tasks.merge import plan_adapters
 from tasks.weights.adapters.read import Adapter, read_adapter
 from tasks.weights.adapters.values import require_values
 from tasks.weights.deepspeed.checkpoint import read_zero
 from tasks.weights.execute.worker import ask_facts
-from tasks.weights.families.merging import MergeSettings, merged_config, plan_merge
+from tasks.weights.families.merging import MergeSettings
 from tasks.weights.files.opening import open_model
+from tasks.weights.files.source import Source
 from tasks.weights.files.tokenizer import read_tokenizer
 from tasks.weights.heads.detect import Found, detect
 from tasks.weights.heads.folder import HEAD, read_folder
@@ -124,38 +126,24 @@ def _merge(
         opened: further inputs by name, for `gather`.
         head: value head to keep apart.
     """
-    base_folder = _base(request)
-    config = require_plain(base_folder, "base")
-    base = open_model(base_folder)
-    facts = ask_facts(request.perform, base_folder, request.target.dtype)
-    changed = changes(adapters, facts.live)
-    tensors = {
-        f"{adapter.name}:{key}": info
-        for adapter, _ in adapters
-        for key, info in adapter.tensors.tensors.items()
-    }
-    plan = plan_merge(base.tensors, facts, changed, tensors, _settings(request, facts))
+    _, base, config, facts, settings = _read_base(request)
+    plan, config = plan_adapters(adapters, base, facts, config, settings)
     plan = in_files(plan, request.target, base, cast=False)
     sources = {BASE: base, **{adapter.name: adapter.tensors for adapter, _ in adapters}}
     validate(plan, sources)
-    require_values([adapter for adapter, _ in adapters], changed.copies)
-    inputs = {**sources, **(opened or {})}
-    return Work(plan, facts, inputs, merged_config(config, plan), gather, plan, head)
+    return Work(plan, facts, {**sources, **(opened or {})}, config, gather, plan, head)
 
 
 def _reward(request: Request, adapter: Adapter) -> Work:
     """Plan the merge of a reward model's adapter into a `*ForSequenceClassification`."""
-    base_folder = _base(request)
-    config = require_plain(base_folder, "base")
-    base = open_model(base_folder)
-    facts = ask_facts(request.perform, base_folder, request.target.dtype)
+    folder, base, config, _, settings = _read_base(request)
     parted = merged_reward(
         adapter,
         base,
         config,
-        _settings(request, facts),
+        settings,
         dtype=request.target.dtype,
-        endings=_endings([request.given.root, base_folder]),
+        endings=_endings([request.given.root, folder]),
         perform=request.perform,
     )
     assert parted.facts is not None
@@ -172,19 +160,18 @@ def _endings(folders: list[Path]) -> list[int]:
     return read_tokenizer(folder).stops if folder is not None else []
 
 
-def _base(request: Request) -> Path:
-    from tasks.delivery.plan.identity import base_missing
-
+def _read_base(
+    request: Request,
+) -> tuple[Path, Source, dict[str, Any], ModelFacts, MergeSettings]:
+    """Open the base. Returns its folder, tensors, config.json, facts, and how to merge into it."""
     if request.base is None:
         raise base_missing(request.given)
-    return request.base
-
-
-def _settings(request: Request, facts: ModelFacts) -> MergeSettings:
-    quantized = frozenset(facts.quantized) if request.quantization is not None else frozenset()
-    return MergeSettings(
-        dtype=request.target.short, quantization=request.quantization, quantized=quantized
-    )
+    config = require_plain(request.base, "base")
+    base, through = open_model(request.base), request.quantization
+    facts = ask_facts(request.perform, request.base, request.target.dtype)
+    quantized = frozenset(facts.quantized) if through is not None else frozenset()
+    settings = MergeSettings(request.target.short, quantization=through, quantized=quantized)
+    return request.base, base, config, facts, settings
 
 
 def _refuse(what: str, findings: Sequence[str]) -> None:

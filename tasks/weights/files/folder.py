@@ -29,7 +29,7 @@ NOT_THE_MODEL = ("manifest.json", "contract.json")
 
 
 @dataclass
-class Checkpoint:
+class ModelFolder:
     """Content of a model folder.
 
     Attributes:
@@ -46,10 +46,15 @@ class Checkpoint:
     checks: list[Check] = field(default_factory=list)
     problems: list[str] = field(default_factory=list)
 
+    def verdicts(self) -> tuple[Check, ...]:
+        """Return the checks of the files, and a failed one for each problem."""
+        unusable = (Check("folder", "usable", text, ok=False) for text in self.problems)
+        return (*self.checks, *unusable)
 
-def inspect_checkpoint(folder: Path) -> Checkpoint:
+
+def inspect_checkpoint(folder: Path) -> ModelFolder:
     """Inspect a model folder: config.json, tokenizer, and the header of every weight file."""
-    checkpoint = Checkpoint()
+    checkpoint = ModelFolder()
     for path in sorted(folder.iterdir()):
         if path.is_file() and _belongs(path):
             checkpoint.files[path.name] = path
@@ -67,7 +72,7 @@ def _belongs(path: Path) -> bool:
     return not foreign and not path.name.startswith(".")
 
 
-def _check_config(folder: Path, checkpoint: Checkpoint) -> None:
+def _check_config(folder: Path, checkpoint: ModelFolder) -> None:
     if not (folder / CONFIG).is_file():
         adapter = (folder / "adapter_config.json").is_file()
         kind = ": this is an adapter; name the base model it belongs to" if adapter else ""
@@ -78,7 +83,7 @@ def _check_config(folder: Path, checkpoint: Checkpoint) -> None:
         checkpoint.problems.append(f"{CONFIG} has no model_type")
 
 
-def _weight_map(folder: Path, checkpoint: Checkpoint) -> dict[str, str]:
+def _weight_map(folder: Path, checkpoint: ModelFolder) -> dict[str, str]:
     """Return the file name by tensor name, from the index or from the only file's header."""
     if (folder / INDEX).is_file():
         return _indexed(folder, checkpoint)
@@ -103,7 +108,7 @@ def _weight_map(folder: Path, checkpoint: Checkpoint) -> dict[str, str]:
     return {}
 
 
-def _indexed(folder: Path, checkpoint: Checkpoint) -> dict[str, str]:
+def _indexed(folder: Path, checkpoint: ModelFolder) -> dict[str, str]:
     index = _json(folder / INDEX, checkpoint)
     weight_map = (index or {}).get("weight_map")
     if not isinstance(weight_map, dict) or not weight_map:
@@ -122,7 +127,7 @@ def _indexed(folder: Path, checkpoint: Checkpoint) -> dict[str, str]:
     return {str(t): str(file) for t, file in weight_map.items() if str(file) in present}
 
 
-def _check_weights(path: Path, weight_map: dict[str, str], checkpoint: Checkpoint) -> None:
+def _check_weights(path: Path, weight_map: dict[str, str], checkpoint: ModelFolder) -> None:
     """Compare the tensors of one file with those that the index assigns to it."""
     try:
         header = read_header(path)
@@ -139,7 +144,7 @@ def _check_weights(path: Path, weight_map: dict[str, str], checkpoint: Checkpoin
     checkpoint.checks.append(Check(path.name, f"{len(wanted)} tensors", verdict, ok=not odd))
 
 
-def _json(path: Path, checkpoint: Checkpoint) -> dict[str, Any] | None:
+def _json(path: Path, checkpoint: ModelFolder) -> dict[str, Any] | None:
     try:
         document = parse_json(path.read_bytes())
     except (OSError, ValueError) as error:

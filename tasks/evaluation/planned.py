@@ -1,0 +1,166 @@
+"""A planned gather, merge or convert, and how far its output is from the trained model.
+
+A planner decides what to write: the chain's lie in `tasks/gather.py`, `merge.py` and `convert.py`,
+those for checkpoints made elsewhere in `tasks/delivery/`. Both kinds fill the same requests, and
+the same three functions run them.
+"""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+from tasks.core.contract import Check
+from tasks.drift.fingerprint import DriftLimit
+from tasks.drift.verdict import (
+    NAMES,
+    Moved,
+    by_noise,
+    load_print,
+    moved,
+    print_in,
+    same_arithmetic,
+    verdict,
+)
+from tasks.evaluation.evaluation_prompts import dtype_of
+from tasks.evaluation.scoring import ModelRef, Score
+from tasks.pipeline.report import StageReport
+from tasks.weights.execute.execute import Executed, execute
+from tasks.weights.execute.worker import Perform, ask_execute, ask_recompute, perform
+from tasks.weights.files.opening import SourceRef
+from tasks.weights.files.reader import WEIGHTS, read_checkpoint
+from tasks.weights.files.source import Source
+from tasks.weights.plan.operations import Plan
+from tasks.weights.proof.recheck import Recomputed, recompute
+
+
+@dataclass(frozen=True)
+class Measuring:
+    """Settings of a drift measurement.
+
+    Attributes:
+        score: takes the fingerprint.
+        trained: folder with the fingerprint to compare with: the `shards` artifact, or the
+            reference of a delivery.
+        limit: limits of the drift profile.
+        attn_implementation: attention, by transformers' name.
+        exact: True if the mean drift must also stay within twice the engine's own repeat noise. If
+            the two were measured on different hardware or software, `limit` is widened to what
+            that noise explains.
+        cause: the most likely cause of a failure, and what to type.
+    """
+
+    score: Score
+    trained: Path
+    limit: DriftLimit
+    attn_implementation: str = "sdpa"
+    exact: bool = False
+    cause: str = ""
+
+    def take(self, model: ModelRef, out: Path) -> tuple[Moved, Check]:
+        """Take the fingerprint of `model` into `out`. Returns the drift and its verdict."""
+        path = print_in(self.trained)
+        reference = load_print(path)
+        device = (reference.measured_on or {}).get("device")
+        new = self.score(replace(model, device=device), path, out / path.name)
+        drift, cause = moved(reference, new), self.cause
+        if not self.exact or same_arithmetic(reference, new):
+            noise = reference.noise if self.exact else None
+            return drift, verdict(drift, self.limit, noise, cause=cause)
+        limit = by_noise(self.limit, drift, reference.noise, new.noise)
+        there, here = (_shown(side.measured_on) for side in (reference, new))
+        name = f"drift from the trained model (trained on {there}, measured on {here})"
+        # A looser profile changes nothing here, so the hint to choose one would be wrong.
+        return drift, replace(verdict(drift, limit, name=name, cause=cause), hint=cause)
+
+    def copy(self, earlier: Path, out: Path) -> tuple[Moved, Check]:
+        """Copy the fingerprint of `earlier`, which has the same bytes, instead of taking it."""
+        known = print_in(earlier)
+        shutil.copyfile(known, out / known.name)
+        drift = moved(load_print(print_in(self.trained)), load_print(known))
+        return drift, verdict(drift, self.limit)
+
+
+def _shown(measured_on: Mapping[str, str] | None) -> str:
+    stack = measured_on or {}
+    return ", ".join(stack[key] for key in ("name", "attention", "torch") if key in stack)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Planned:
+    """A validated plan of weights, its inputs, and the measurement of its output.
+
+    Attributes:
+        plan: operations that write the output.
+        sources: inputs of the plan by name, opened.
+        refs: the same inputs for `perform`; None if the plan runs in this process.
+        perform: answers requests that need torch, here or in a warm child process.
+        notes: what the planner adds to the manifest.
+        measuring: settings of the drift measurement; None measures nothing.
+    """
+
+    plan: Plan
+    sources: Mapping[str, Source]
+    refs: Mapping[str, SourceRef] | None = None
+    perform: Perform = perform
+    notes: Mapping[str, Any] = field(default_factory=dict)
+    measuring: Measuring | None = None
+
+    def execute(self, out: Path, *, stem: str = WEIGHTS, scan: bool = False) -> Executed:
+        """Write the tensors into `out`; `stem` and `scan` as in `execute`, if it runs here."""
+        if self.refs is not None:
+            return ask_execute(self.perform, self.plan, self.refs, out)
+        return execute(self.plan, self.sources, out, stem=stem, scan=scan)
+
+    def recompute(self, out: Path) -> list[Recomputed]:
+        """Recompute sampled rows of the written tensors from the inputs."""
+        if self.refs is not None:
+            return ask_recompute(self.perform, self.plan, self.refs, out)
+        return recompute(self.plan, self.sources, read_checkpoint(out))
+
+    def report(
+        self,
+        kind: str,
+        out: Path,
+        done: Executed,
+        checks: Sequence[Check],
+        *,
+        metrics: Mapping[str, float] | None = None,
+        notes: Mapping[str, Any] | None = None,
+        model: ModelRef | None = None,
+        earlier: Path | None = None,
+    ) -> StageReport:
+        """Return the report of the stage; the drift is measured if all checks are met.
+
+        Args:
+            kind: kind of the artifact.
+            out: staging directory, complete but for the fingerprint.
+            done: result of `execute`.
+            checks: all verdicts on tensors and files.
+            metrics: metrics of this stage alone.
+            notes: notes of this stage alone.
+            model: the model to measure; None for the folder `out`.
+            earlier: folder with the same tensors, whose fingerprint is copied if it has one.
+        """
+        all_metrics = {
+            "tensors": float(len(self.plan.ops)),
+            "bytes": float(self.plan.nbytes),
+            "files": float(len({outcome.file for outcome in done.outcomes.values()})),
+            "bytes_read": float(done.read),
+            "bytes_written": float(done.written),
+            **(metrics or {}),
+        }
+        report = StageReport(kind, tuple(checks), all_metrics, {**(notes or {}), **self.notes})
+        measuring = self.measuring
+        if measuring is None or not all(check.ok for check in checks):
+            return report
+        if earlier is not None and any((earlier / name).is_file() for name in NAMES):
+            drift, verdict = measuring.copy(earlier, out)
+        else:
+            attention = measuring.attn_implementation
+            model = model or ModelRef(out, dtype=dtype_of(out), attn_implementation=attention)
+            drift, verdict = measuring.take(model, out)
+        return replace(report, checks=(*checks, verdict), drift=drift)

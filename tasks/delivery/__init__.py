@@ -3,8 +3,8 @@
 recognise        find out what SOURCE is: an adapter, a full model, shards, a DeepSpeed checkpoint
 examination      audit SOURCE; `handled` lists the errors that do not stop a delivery
 plan/            plan every operation before a byte is written
-stages           run the plans: gather, merge, convert
-smoke            compare the served folder with the reference; `rewards` for reward models
+stages           hand the plans to the chain's gather, merge and convert
+smoke            measure the reference, and compare the served folder with it
 verify_inputs    compare input artifacts with their manifests, byte for byte
 publish_output   put the served artifact into OUT in one step
 """

@@ -1,7 +1,8 @@
 """Measure models and judge what a served folder computes.
 
 scoring            measure a model in the transformers child: fingerprints, scores, greedy tokens
-trained_artifact   compare the output of gather, merge and convert with the trained model
+trained_artifact   read the record that training left
+planned            a planned gather, merge or convert; compare its output with the trained model
 serving_config     write config.json and generation_config.json, and check that all files agree
 serve              prompt a served folder in vLLM or transformers
 smoke              the parts that all smoke tests share; `smoke_texts`, `smoke_rewards` use them

@@ -6,6 +6,7 @@ ids as prompts, and score the same probes at the same ids.
 
 from __future__ import annotations
 
+import tempfile
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -92,7 +93,7 @@ class Served:
 
 
 def serve_with_vllm(
-    question: Question, settings: Smoke, *, out: Path, work: Path, log: Log, log_path: Path
+    question: Question, settings: Smoke, *, out: Path, log: Log, log_path: Path
 ) -> Served:
     """Serve the model under test with vLLM in a child process, then the base in another engine.
 
@@ -100,7 +101,6 @@ def serve_with_vllm(
         question: the models and their prompts.
         settings: settings of the engine.
         out: folder that gets `fingerprint.fp`.
-        work: folder for jobs and results.
         log: gets the engine's output.
         log_path: file for the engine's whole output.
 
@@ -109,7 +109,7 @@ def serve_with_vllm(
     """
     served = Job(
         served=str(question.served),
-        out=str(work / "served"),
+        out="",
         prompts=question.prompts.tokens,
         max_new_tokens=settings.max_new_tokens,
         max_model_len=settings.max_model_len or _longest(question, settings.max_new_tokens),
@@ -124,15 +124,13 @@ def serve_with_vllm(
         base = replace(
             served,
             served=str(question.base),
-            out=str(work / "base"),
             prompts=question.base_prompts.tokens,
             stop=_stops(question),
             reference=None,
             messages=None,
         )
         jobs.append(base)
-    after, *before = run_vllm(jobs, settings, log=log, log_path=log_path)
-    (work / "served" / FINGERPRINT).rename(out / FINGERPRINT)
+    after, *before = _run(jobs, settings, out, log, log_path)
     return Served(
         fingerprint=Fingerprint.load(out / FINGERPRINT),
         after=_responses(after["served"]),
@@ -142,6 +140,46 @@ def serve_with_vllm(
         sampled_after=_sampled(after),
         sampled_before=_sampled(before[0]) if before else None,
     )
+
+
+def score_with_vllm(
+    model: ModelRef,
+    texts: Sequence[Sequence[int]],
+    settings: Smoke,
+    *,
+    out: Path,
+    log: Log,
+    log_path: Path,
+) -> list[float]:
+    """Return the output of a reward model's head at the last token of each text.
+
+    Args: as of `serve_with_vllm`.
+    """
+    job = Job(
+        served=str(model.path),
+        out="",
+        prompts=[list(text) for text in texts],
+        max_new_tokens=0,
+        max_model_len=settings.max_model_len or max(map(len, texts)) + HEADROOM,
+        dtype=model.dtype,
+        rewards=True,
+    )
+    (result,) = _run([job], settings, out, log, log_path)
+    scores: list[float] = result["rewards"]
+    return scores
+
+
+def _run(
+    jobs: Sequence[Job], settings: Smoke, out: Path, log: Log, log_path: Path
+) -> list[dict[str, Any]]:
+    """Run jobs in a temporary folder inside `out`; a fingerprint that one takes goes into `out`."""
+    with tempfile.TemporaryDirectory(dir=out, prefix=".vllm-") as work:
+        placed = [replace(job, out=f"{work}/{number}") for number, job in enumerate(jobs)]
+        results = run_vllm(placed, settings, log=log, log_path=log_path)
+        for job in placed:
+            if job.reference is not None:
+                (Path(job.out) / FINGERPRINT).rename(out / FINGERPRINT)
+    return results
 
 
 def serve_with_transformers(

@@ -27,13 +27,12 @@ from tasks.evaluation.serve import (
     Question,
     Responses,
     Served,
+    score_with_vllm,
     serve_with_transformers,
     serve_with_vllm,
 )
-from tasks.evaluation.vllm_jobs import HEADROOM, run_vllm
 from tasks.pipeline.report import StageReport
 from tasks.process.output import Log
-from tasks.serving.vllm.job import Job
 
 if TYPE_CHECKING:
     from _typeshed import DataclassInstance
@@ -125,19 +124,6 @@ class SmokeTest:
         context = context_of(self.served)
         return min(context, self.settings.max_model_len or context)
 
-    def check_folder(self) -> Check:
-        """Check the served folder before an engine is started.
-
-        Returns:
-            The verdict on stray weight files. If it fails, the folder must not be loaded.
-
-        Raises:
-            ConfigError: unknown engine.
-        """
-        if self.engine not in ENGINES:
-            raise ConfigError(f"smoke.engine={self.engine} is none of {', '.join(ENGINES)}")
-        return smoke_checks.no_strays(smoke_checks.stray_weights(self.served))
-
     def measure(self, question: Question, out: Path) -> Measured:
         """Serve the model, and compare its fingerprint and first greedy tokens.
 
@@ -154,7 +140,7 @@ class SmokeTest:
         moved = drift(reference, served.fingerprint)
         appeared_at = ""
         if within(moved, self.profile):
-            appeared_at = who_moved(question, self.profile, self.scorer, self.history, self.engine)
+            appeared_at = self.who_moved(question)
         checks = (
             smoke_checks.loaded_check(self.engine),
             smoke_checks.drift_check(moved, self.profile, appeared_at),
@@ -165,6 +151,20 @@ class SmokeTest:
             "greedy_differences": list(agreement.differences[:20]),
         }
         return Measured(question, served, moved, agreement, checks, notes)
+
+    def who_moved(self, question: Question) -> str:
+        """Name the stage of the chain that changed the model, after a failed drift check."""
+        stage = smoke_checks.first_mover(self.history, self.profile)
+        if stage is not None:
+            return stage
+        with tempfile.TemporaryDirectory(prefix="plumbline-") as folder:
+            path = Path(folder) / "served.fp"
+            seen = self.scorer.fingerprint(self.model, question.reference, path)
+        if within(drift(Fingerprint.load(question.reference), seen), self.profile):
+            return "the served folder: transformers sees it moved too, so it changed after convert"
+        return (
+            f"serve: transformers finds the folder unmoved, {self.engine} computes something else"
+        )
 
     def scores(self, texts: Sequence[Sequence[int]], out: Path) -> list[float]:
         """Return the output of a reward model's head at the last token of each text.
@@ -178,19 +178,9 @@ class SmokeTest:
         """
         if self.engine == "transformers":
             return self.scorer.rewards(self.model, texts, raw=True)
-        with tempfile.TemporaryDirectory(dir=out, prefix=".vllm-") as folder:
-            job = Job(
-                served=str(self.served),
-                out=f"{folder}/job",
-                prompts=[list(text) for text in texts],
-                max_new_tokens=0,
-                max_model_len=self.settings.max_model_len or max(map(len, texts)) + HEADROOM,
-                dtype=self.model.dtype,
-                rewards=True,
-            )
-            (result,) = run_vllm([job], self.settings, log=self.log, log_path=self.log_path)
-        scores: list[float] = result["rewards"]
-        return scores
+        return score_with_vllm(
+            self.model, texts, self.settings, out=out, log=self.log, log_path=self.log_path
+        )
 
     def report(
         self,
@@ -224,15 +214,9 @@ class SmokeTest:
     def _ask_engine(self, question: Question, out: Path) -> Served:
         if self.engine == "transformers":
             return serve_with_transformers(question, self.settings, out=out, scorer=self.scorer)
-        with tempfile.TemporaryDirectory(dir=out, prefix=".vllm-") as work:
-            return serve_with_vllm(
-                question,
-                self.settings,
-                out=out,
-                work=Path(work),
-                log=self.log,
-                log_path=self.log_path,
-            )
+        return serve_with_vllm(
+            question, self.settings, out=out, log=self.log, log_path=self.log_path
+        )
 
     def _compare_greedy(
         self, question: Question, served: Served, reference: Fingerprint
@@ -272,37 +256,11 @@ def smoke_test(test: Callable[..., StageReport]) -> Callable[..., StageReport]:
         engine = arguments.pop("engine")
         arguments["settings"] = replace(arguments["settings"], engine=engine)
         common = take_fields(SmokeTest, arguments)
-        strays = common.check_folder()
+        if common.engine not in ENGINES:
+            raise ConfigError(f"smoke.engine={common.engine} is none of {', '.join(ENGINES)}")
+        strays = smoke_checks.no_strays(smoke_checks.stray_weights(common.served))
         if not strays.ok:
             return StageReport("report", checks=(strays,))
         return test(common, out, **arguments)
 
     return stage
-
-
-def who_moved(
-    question: Question,
-    profile: DriftLimit,
-    scorer: ReferenceScorer,
-    history: Mapping[str, Mapping[str, float]],
-    engine: str,
-) -> str:
-    """Name the stage of the chain that changed the model; call it only after a failed drift check.
-
-    Args:
-        question: the served folder and the trained fingerprint.
-        profile: limits of the drift.
-        scorer: the transformers child.
-        history: drift recorded by earlier stages, by stage, in the order of the chain.
-        engine: name of the engine that served the model.
-    """
-    stage = smoke_checks.first_mover(history, profile)
-    if stage is not None:
-        return stage
-    with tempfile.TemporaryDirectory(prefix="plumbline-") as folder:
-        attention = question.attn_implementation
-        model = ModelRef(question.served, dtype=question.dtype, attn_implementation=attention)
-        seen = scorer.fingerprint(model, question.reference, Path(folder) / "served.fp")
-    if within(drift(Fingerprint.load(question.reference), seen), profile):
-        return "the served folder: transformers sees it moved too, so it changed after convert"
-    return f"serve: transformers finds the folder unmoved, {engine} computes something else"

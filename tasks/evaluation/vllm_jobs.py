@@ -20,7 +20,7 @@ HEADROOM = 8
 def run_vllm(
     jobs: Sequence[Job], settings: Smoke, *, log: Log, log_path: Path
 ) -> list[dict[str, Any]]:
-    """Run the jobs in one child process of vLLM, each in its own settings.
+    """Run the jobs in one child process of vLLM, each in its own engine.
 
     Args:
         jobs: the jobs; the output folder of each must not exist yet.

@@ -13,8 +13,9 @@ from tasks.core.errors import ConfigError, DataError
 from tasks.drift.fingerprint import PROFILES, Drift, Fingerprint
 from tasks.evaluation.evaluation_prompts import read_heldout
 from tasks.evaluation.greedy_ties import compare_greedy
-from tasks.evaluation.scoring import ModelRef, ReferenceScorer
-from tasks.evaluation.smoke import who_moved
+from tasks.evaluation.scoring import ModelRef, Prompts, ReferenceScorer
+from tasks.evaluation.serve import Question
+from tasks.evaluation.smoke import SmokeTest
 from tasks.pipeline.report import StageReport
 from tests.serving.models import CONVERSATIONS, END, WORDS
 from tests.settings import smoke_settings
@@ -85,16 +86,16 @@ def test_a_stage_whose_record_shows_it_is_blamed(
 
 
 def test_when_the_folder_is_as_trained_the_engine_is_blamed(
-    run: Callable[..., StageReport], scorer: ReferenceScorer, served: Path, trained: Path
+    scorer: ReferenceScorer, served: Path, trained: Path, tmp_path: Path
 ) -> None:
-    from tasks.evaluation.scoring import Prompts
-    from tasks.evaluation.serve import Question
-
+    test = SmokeTest(
+        served=served, trained=trained, settings=replace(LENIENT, engine="vllm"), scorer=scorer,
+        profile=PROFILES["standard"], log=logging.getLogger("tests.serving"), log_path=tmp_path,
+    )  # fmt: skip
     nothing = Prompts([], [END])
-    question = Question(
-        served, served, trained / "fingerprint.fp", [], nothing, nothing, "bfloat16"
-    )
-    named = who_moved(question, PROFILES["standard"], scorer, {}, "vllm")
+    reference = trained / "fingerprint.fp"
+    question = Question(served, served, reference, [], nothing, nothing, "bfloat16")
+    named = test.who_moved(question)
     assert named == "serve: transformers finds the folder unmoved, vllm computes something else"
 
 

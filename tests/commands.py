@@ -1,15 +1,17 @@
-"""Commands of `flows/` as a user types them: their own process, an empty working directory."""
+"""Start a command of `flows/` as a user types it, or the ranks of a test program."""
 
 from __future__ import annotations
 
 import json
+import logging
 import os
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+from tasks.process.launch import launch, python_child
 from tests.conftest import PROJECT
 
 
@@ -40,3 +42,35 @@ def summary_of(runs: Path) -> dict[str, Any]:
     """Return the summary of the last run; empty if there is none."""
     latest = runs / "latest" / "summary.json"
     return json.loads(latest.read_text()) if latest.is_file() else {}
+
+
+def run_ranks(
+    module: str,
+    *arguments: str,
+    log_path: Path,
+    ranks: int = 2,
+    on_event: Callable[[dict[str, Any]], None] | None = None,
+    **env: str,
+) -> None:
+    """Run a module of `tests/` in ranks of torchrun, with one thread each.
+
+    Args:
+        module: name of the module.
+        arguments: its arguments.
+        log_path: file for its output.
+        ranks: number of ranks.
+        on_event: gets every event.
+        env: additions to the environment.
+
+    Raises:
+        StageProcessError: a rank failed.
+    """
+    flags = ("--standalone", "--nproc-per-node", str(ranks), "-m", module)
+    launch(
+        python_child("torch.distributed.run", *flags, *arguments),
+        stage="train",
+        log=logging.getLogger("test"),
+        log_path=log_path,
+        env={"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", **env},
+        on_event=on_event,
+    )

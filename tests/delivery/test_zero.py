@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import re
 from collections.abc import Callable
 from pathlib import Path
@@ -10,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from tasks.process.launch import launch, python_child
+from tests.commands import run_ranks
 from tests.delivery.conftest import Done
 from tests.weights.making import save_tokenizer, state_of
 
@@ -22,14 +21,8 @@ pytestmark = pytest.mark.slow  # a launch of two ranks
 def zero(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Folder with all cases, and `base`."""
     root = tmp_path_factory.mktemp("zero") / "saved"
-    flags = ("--standalone", "--nproc-per-node", "2")
-    launch(
-        python_child("torch.distributed.run", *flags, "-m", "tests.delivery.save_zero", str(root)),
-        stage="zero",
-        log=logging.getLogger("tests.deliver"),
-        log_path=root.with_suffix(".log"),
-        env={"OMP_NUM_THREADS": "1", "TORCHDYNAMO_DISABLE": "1"},
-    )
+    log_path = root.with_suffix(".log")
+    run_ranks("tests.delivery.save_zero", str(root), log_path=log_path, TORCHDYNAMO_DISABLE="1")
     save_tokenizer(root / "base")
     return root
 

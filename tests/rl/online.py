@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import logging
 import math
 from dataclasses import replace
 from pathlib import Path
@@ -12,8 +11,8 @@ from typing import Any
 import torch
 from safetensors import safe_open
 
-from tasks.process.launch import launch, python_child
 from tasks.training.job import Evaluate, Peft, TrainJob, Zero
+from tests.commands import run_ranks
 from tests.settings import Batch, Launch, Optim, Settings
 
 ONLINE = {
@@ -84,15 +83,8 @@ def _written(job: TrainJob) -> str:
 def started(module: str, folder: Path, *arguments: str, ranks: int = 2) -> list[dict[str, Any]]:
     """Run a module in ranks; return its "step" events. Raises StageProcessError."""
     events: list[dict[str, Any]] = []
-    flags = ("--standalone", "--nproc-per-node", str(ranks), "-m", module)
-    launch(
-        python_child("torch.distributed.run", *flags, *arguments),
-        stage="train",
-        log=logging.getLogger("test"),
-        log_path=folder / f"log-{ranks}",
-        env={"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"},
-        on_event=events.append,
-    )
+    log_path = folder / f"log-{ranks}"
+    run_ranks(module, *arguments, log_path=log_path, ranks=ranks, on_event=events.append)
     return [event for event in events if event["event"] == "step"]
 
 

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import itertools
-import logging
 from pathlib import Path
 
 import pytest
 
-from tasks.process.launch import launch, python_child
+from tests.commands import run_ranks
 
 REFUSED = "step 2: the test's gradient is not finite; last good checkpoint: none yet"
 
@@ -18,14 +17,7 @@ def test_a_gradient_that_is_not_finite_ends_every_rank_before_a_weight_moves(
     tmp_path: Path,
 ) -> None:
     """With fp32 weights below ZeRO-3, DeepSpeed itself would take the step."""
-    how = ["--standalone", "--nproc-per-node", "2", "-m", "tests.rl.learner_program"]
-    launch(
-        python_child("torch.distributed.run", *how, str(tmp_path)),
-        stage="train",
-        log=logging.getLogger("test"),
-        log_path=tmp_path / "log",
-        env={"OMP_NUM_THREADS": "1"},
-    )
+    run_ranks("tests.rl.learner_program", str(tmp_path), log_path=tmp_path / "log")
     cases = itertools.product(("bfloat16", "float32"), range(4))
     expected = [f"{dtype} {stage}: False {REFUSED}" for dtype, stage in cases]
     for rank in range(2):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import logging
 import time
 from collections.abc import Iterator
 from dataclasses import replace
@@ -13,10 +12,10 @@ from typing import Any
 import pytest
 
 from tasks.core.errors import StageProcessError
-from tasks.process.launch import launch, python_child
 from tasks.rollout_base import write_rollout_base
 from tasks.training.job import Peft, TrainJob, Zero
 from tasks.weights.execute.worker import perform
+from tests.commands import run_ranks
 from tests.settings import Batch, Launch, Settings
 from tests.training.conftest import make_tokenizer, save_base
 
@@ -121,15 +120,8 @@ def run(
         job = TrainJob(settings, base, "b", base, out, out, rollout_base=plain)
         job.write(out / "job.json")
         paths.append(str(out / "job.json"))
-    flags = ("--standalone", "--nproc-per-node", str(nproc), "-m", "tests.rl.rollout_program")
     try:
-        launch(
-            python_child("torch.distributed.run", *flags, *paths),
-            stage="train",
-            log=logging.getLogger("test"),
-            log_path=folder / "log",
-            env={"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"},
-        )
+        run_ranks("tests.rl.rollout_program", *paths, log_path=folder / "log", ranks=nproc)
     except StageProcessError:
         print((folder / "log").read_text()[-5000:])
         failures = [json.loads(path.read_text()).get("failure") for path in folder.glob("*/rank-*")]

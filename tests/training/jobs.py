@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import logging
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,9 +12,9 @@ import numpy as np
 import torch
 from safetensors import safe_open
 
-from tasks.process.launch import launch, python_child
 from tasks.training.job import TrainJob
 from tasks.weights.quantized.bnb_no_repack import keep_as_loaded
+from tests.commands import run_ranks
 from tests.settings import Settings
 
 
@@ -63,14 +62,7 @@ def run_jobs(folder: Path, wanted: Mapping[str, Wanted]) -> dict[str, Left]:
         job = TrainJob(one.settings, one.base, "d", one.data, out, out / "checkpoints")
         paths.append(str(out / "job.json"))
         job.write(out / "job.json")
-    flags = ("--standalone", "--nproc-per-node", "2", "-m", "tests.training.several_jobs")
-    launch(
-        python_child("torch.distributed.run", *flags, *paths),
-        stage="train",
-        log=logging.getLogger("test"),
-        log_path=folder / "log",
-        env={"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"},
-    )
+    run_ranks("tests.training.several_jobs", *paths, log_path=folder / "log")
     for name in wanted:
         failure = folder / name / "failure"
         assert not failure.exists(), f"{name}: {failure.read_text()}"

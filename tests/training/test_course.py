@@ -10,11 +10,11 @@ from pathlib import Path
 import pytest
 import torch
 
-from tasks.process.launch import launch, python_child
 from tasks.training.engine.checkpoint import complete
 from tasks.training.job import Evaluate, Peft, TrainJob, Zero
+from tests.commands import run_ranks
 from tests.settings import Batch, Launch, Optim, Settings
-from tests.training.places import LOG, Place, said, weights
+from tests.training.places import Place, said, weights
 
 LORA = Peft("lora", rank=4, alpha=8, target_modules=("q_proj", "down_proj"))
 # A rate that rises until nothing is learned any more: the best state is not the last one.
@@ -88,15 +88,8 @@ def test_one_trained_tensor_is_enough_for_every_stage(tmp_path: Path) -> None:
     (`zip() argument 2 is longer`.) There is always one group, and its few elements are partitioned
     and padded.
     """
-    how = ["--standalone", "--nproc-per-node", "2", "-m", "tests.training.one_tensor"]
     log_path = tmp_path / "train.log"
-    launch(
-        python_child("torch.distributed.run", *how),
-        stage="train",
-        log=LOG,
-        log_path=log_path,
-        env={"OMP_NUM_THREADS": "1"},
-    )
+    run_ranks("tests.training.one_tensor", log_path=log_path)
     lines = [line.split() for line in log_path.read_text().splitlines()]
     found = [line for line in lines if line[1:2] == ["stage"]]
     stages = [[f"{stage}:", "1"] for stage in range(4)]

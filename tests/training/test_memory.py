@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import logging
 import random
 from collections.abc import Callable
 from dataclasses import replace
@@ -12,11 +11,11 @@ from typing import Any
 
 import pytest
 
-from tasks.process.launch import launch, python_child
 from tasks.training.job import Peft, TrainJob, Zero
 from tasks.training.memory.estimate import estimate
 from tasks.training.memory.sizes import Sizes
 from tasks.training.tokens.examples import Example, Tokens
+from tests.commands import run_ranks
 from tests.settings import Batch, Launch, Settings
 from tests.training.datasets import write_examples
 
@@ -95,14 +94,11 @@ def measured(
     out = folder / "out"
     out.mkdir()
     TrainJob(settings, base, "d", data, out, folder / "checkpoints").write(folder / "job.json")
-    flags = ("--standalone", "--nproc-per-node", str(settings.launch.nproc))
-    program = ("-m", "tests.training.memory_program", str(folder / "job.json"))
-    launch(
-        python_child("torch.distributed.run", *flags, *program),
-        stage="memory",
-        log=logging.getLogger("test"),
+    run_ranks(
+        "tests.training.memory_program",
+        str(folder / "job.json"),
         log_path=folder / "log",
-        env={"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"},
+        ranks=settings.launch.nproc,
     )
     ranks = json.loads((out / "memory.json").read_text())
     return max(max(rank["peaks"].values()) for rank in ranks), ranks

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import logging
 import math
 from pathlib import Path
 
@@ -11,9 +10,9 @@ import pytest
 
 from tasks.core.contract import Expected, judge, require
 from tasks.core.errors import ContractError
-from tasks.process.launch import launch, python_child
 from tasks.training.job import Peft, TrainJob, Zero
 from tasks.weights.files.header import read_header
+from tests.commands import run_ranks
 from tests.settings import Batch, Settings
 
 
@@ -26,13 +25,11 @@ def test_peft_saves_empty_tensors_under_zero3_and_partitions_do_not(
     out.mkdir()
     job = TrainJob(settings, base, "d", dataset, out, checkpoints)
     job.write(tmp_path / "job.json")
-    flags = ("--standalone", "--nproc-per-node", "2", "-m", "tests.training.naive_save")
-    launch(
-        python_child("torch.distributed.run", *flags, str(tmp_path / "job.json")),
-        stage="naive",
-        log=logging.getLogger("test"),
+    run_ranks(
+        "tests.training.naive_save",
+        str(tmp_path / "job.json"),
         log_path=tmp_path / "log",
-        env={"OMP_NUM_THREADS": "1", "TORCHDYNAMO_DISABLE": "1"},
+        TORCHDYNAMO_DISABLE="1",
     )
     naive = read_header(out / "naive" / "adapter_model.safetensors").tensors
     assert len(naive) == 2 * 7 * 2

@@ -7,13 +7,12 @@ others never start, until the collective timeout of `uneven_ranks.py`.
 from __future__ import annotations
 
 import json
-import logging
 from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
 
-from tasks.process.launch import launch, python_child
+from tests.commands import run_ranks
 from tests.training.conftest import save_base
 from tests.training.uneven_ranks import CASES
 
@@ -25,14 +24,8 @@ def run(folder: Path, tokenizer, names: Sequence[str], *, tied: bool) -> Path:
     """Train these cases in one launch of two ranks; return their folder."""
     sizes = {"vocab_size": VOCABULARY, "hidden_size": 16, "num_hidden_layers": 1}
     base = save_base(folder / "base", tokenizer, tie_word_embeddings=tied, **sizes)
-    flags = ("--standalone", "--nproc-per-node", "2", "-m", "tests.training.uneven_ranks")
-    launch(
-        python_child("torch.distributed.run", *flags, str(folder), str(base), *names),
-        stage="train",
-        log=logging.getLogger("test"),
-        log_path=folder / "log",
-        env={"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"},
-    )
+    arguments = (str(folder), str(base), *names)
+    run_ranks("tests.training.uneven_ranks", *arguments, log_path=folder / "log")
     return folder
 
 

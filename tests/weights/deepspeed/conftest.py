@@ -2,27 +2,24 @@
 
 from __future__ import annotations
 
-import logging
 import shutil
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
-from tasks.process.launch import launch, python_child
 from tasks.weights.files.source import Source
+from tests.commands import run_ranks
 
 
 def save_checkpoints(root: Path, world_size: int) -> Path:
     """Save every case of `save_checkpoints.py` below `root`."""
-    flags = ("--standalone", "--nproc-per-node", str(world_size), "-m")
-    program = "tests.weights.deepspeed.save_checkpoints"
-    launch(
-        python_child("torch.distributed.run", *flags, program, str(root)),
-        stage="zero",
-        log=logging.getLogger("tests.weights.deepspeed"),
+    run_ranks(
+        "tests.weights.deepspeed.save_checkpoints",
+        str(root),
         log_path=root.with_suffix(".log"),
-        env={"OMP_NUM_THREADS": "1", "TORCHDYNAMO_DISABLE": "1"},
+        ranks=world_size,
+        TORCHDYNAMO_DISABLE="1",
     )
     return root
 

@@ -9,9 +9,10 @@ own, and no call reuses another call's prefix cache.
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -75,14 +76,8 @@ class Colocated:
             core.remove_lora(self._adapter.lora_int_id)
             self._adapter, self.version = None, 0
         request = LoRARequest(f"policy-{version}", version, str(folder))
-        try:
-            with undisturbed():
-                core.add_lora(request)
-        except (ValueError, RuntimeError, KeyError, IndexError) as error:
-            raise ArtifactError(
-                f"vLLM refuses version {version} of the policy: {_first_line(error)}",
-                hint="rollout=transformers",
-            ) from error
+        with _accepted(version):
+            core.add_lora(request)
         loaded = set(core.list_loras())
         if loaded != {version}:
             raise ArtifactError(
@@ -109,14 +104,8 @@ class Colocated:
         self.version = 0
         sent: dict[str, torch.Tensor] = {}
         recorded = self._loaded.recorded(tensors, version, sent)
-        try:
-            with undisturbed():
-                self._llm.collective_rpc("reload_weights", kwargs={"weights_iterator": recorded})
-        except (ValueError, RuntimeError, KeyError, AssertionError) as error:
-            raise ArtifactError(
-                f"vLLM refuses version {version} of the policy: {_first_line(error)}",
-                hint="rollout=transformers",
-            ) from error
+        with _accepted(version):
+            self._llm.collective_rpc("reload_weights", kwargs={"weights_iterator": recorded})
         for _ in recorded:  # record the tensors that vLLM did not take, too
             pass
         self._loaded.require_weights(sent, version)
@@ -227,6 +216,20 @@ class Colocated:
             gc.collect()
 
 
+@contextlib.contextmanager
+def _accepted(version: int) -> Iterator[None]:
+    """Turn vLLM's errors on weights that it does not accept into an ArtifactError."""
+    try:
+        with undisturbed():
+            yield
+    except (ValueError, RuntimeError, KeyError, IndexError, AssertionError) as error:
+        lines = str(error).strip().splitlines()
+        reason = lines[0][:300] if lines else type(error).__name__
+        raise ArtifactError(
+            f"vLLM refuses version {version} of the policy: {reason}", hint="rollout=transformers"
+        ) from error
+
+
 def _start(how: Colocation, sampling: Sampling) -> Any:
     gpu = on_gpu()
     return engine_class()(
@@ -286,8 +289,3 @@ def _generated(output: Any) -> Generated:
     ids = np.asarray(output.token_ids, dtype=np.int32)
     logprobs = np.asarray(flat.logprobs, dtype=np.float32)[at]
     return Generated(ids, logprobs, output.finish_reason == "stop")
-
-
-def _first_line(error: BaseException) -> str:
-    lines = str(error).strip().splitlines()
-    return lines[0][:300] if lines else type(error).__name__

@@ -54,7 +54,6 @@ def _warm_up() -> None:
     from transformers import AutoModelForCausalLM, AutoTokenizer  # noqa: F401
 
     use_fp32_where_faster()
-    import tasks.serving.prompts
     import tasks.serving.reference.measure
     import tasks.serving.reference.rewards
     import tasks.weights.execute.worker  # noqa: F401
@@ -91,7 +90,6 @@ def _child(request: dict[str, Any], threads: int | None, *, sender: int, output:
 
 
 def _answer_in_new_process(request: dict[str, Any], threads: int | None, sender: int) -> NoReturn:
-    """Replace this fork by a fresh process that answers the request."""
     with tempfile.TemporaryFile("w+") as request_file:
         json.dump(request, request_file)
         request_file.seek(0)
@@ -102,7 +100,6 @@ def _answer_in_new_process(request: dict[str, Any], threads: int | None, sender:
 
 
 def _send(request: dict[str, Any], threads: int | None, sender: int) -> NoReturn:
-    """Send the answer and end this process."""
     status = 1
     try:
         with os.fdopen(sender, "w") as pipe:

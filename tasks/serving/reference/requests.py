@@ -6,10 +6,12 @@ those that would initialise CUDA on a machine with a GPU (`forks.py`).
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
+from tasks.serving.prompts import decode, encode_texts, render, render_whole
 from tasks.serving.reference.load import chosen_device, load_model, placement, usable_attention
 
 Response = dict[str, Any]
@@ -45,21 +47,15 @@ def _rewards(request: dict[str, Any]) -> Response:
 
 
 def _encode_texts(request: dict[str, Any]) -> Response:
-    from tasks.serving.prompts import encode_texts
-
     folder = Path(request["tokenizer"])
     return {"tokens": encode_texts(folder, request["texts"], int(request["limit"]))}
 
 
 def _encode_whole(request: dict[str, Any]) -> Response:
-    from tasks.serving.prompts import render_whole
-
     return {"tokens": render_whole(Path(request["tokenizer"]), request["conversations"])}
 
 
 def _greedy(request: dict[str, Any]) -> Response:
-    import time
-
     from tasks.serving.reference.measure import greedy
 
     model = _load(request["model"])
@@ -74,8 +70,6 @@ def _greedy(request: dict[str, Any]) -> Response:
 
 
 def _drawn(request: dict[str, Any]) -> Response:
-    import time
-
     from tasks.serving.reference.measure import sample
 
     model = _load(request["model"])
@@ -95,8 +89,6 @@ def _token_logprobs(request: dict[str, Any]) -> Response:
 
 
 def _encode(request: dict[str, Any]) -> Response:
-    from tasks.serving.prompts import render
-
     rendered = render(
         Path(request["tokenizer"]),
         [row["messages"] for row in request["rows"]],
@@ -106,8 +98,6 @@ def _encode(request: dict[str, Any]) -> Response:
 
 
 def _decode(request: dict[str, Any]) -> Response:
-    from tasks.serving.prompts import decode
-
     return {"texts": decode(Path(request["tokenizer"]), request["tokens"])}
 
 

@@ -54,7 +54,6 @@ def _import_vllm() -> None:
 
 
 def _child(path: Path) -> NoReturn:
-    """Run a job and end this process."""
     try:
         _serve(Job.load(path))
     except Exception:  # the parent shows the last lines

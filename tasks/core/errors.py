@@ -28,6 +28,7 @@ class PlumblineError(Exception):
         message: one line: what is wrong and where.
         details: further lines (findings, the last lines of a child process).
         hint: what to do or type next.
+        code: kind of the problem, for programs; "" if nobody tells it from others.
     """
 
     exit_code = 1
@@ -36,11 +37,14 @@ class PlumblineError(Exception):
     log = ""
     """Log of that stage's child processes, if there is one; set there, too."""
 
-    def __init__(self, message: str, *, details: Sequence[str] = (), hint: str = "") -> None:
+    def __init__(
+        self, message: str, *, details: Sequence[str] = (), hint: str = "", code: str = ""
+    ) -> None:
         super().__init__(message)
         self.message = message
         self.details = tuple(details)
         self.hint = hint
+        self.code = code
 
     def __reduce__(self) -> tuple[object, ...]:
         return (_rebuild, (type(self), self.message, self.__dict__))
@@ -120,6 +124,22 @@ class StageProcessError(PlumblineError):
         self.stage = stage
         self.returncode = returncode
         self.reason = reason
+
+
+class Coded(str):
+    """A line of an error's details that has a code of its own.
+
+    Args:
+        text: the line.
+        code: kind of the problem; see `PlumblineError`.
+    """
+
+    code: str
+
+    def __new__(cls, text: str, code: str = "") -> Coded:
+        line = super().__new__(cls, text)
+        line.code = code
+        return line
 
 
 def first_and_more(findings: Sequence[str]) -> str:

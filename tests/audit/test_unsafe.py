@@ -91,7 +91,35 @@ def test_a_name_built_on_the_stack(tmp_path: Path) -> None:
         b"\x8c" + bytes([len(text)]) + text for text in (b"posix", b"system", b"torch", b"Size")
     ]
     (root / "extra.pkl").write_bytes(b"\x80\x04" + b"".join(push) + b"00\x93.")
-    assert codes(root)["PICKLE_OPAQUE"] == "warning"
+    assert codes(root)["PICKLE_CALLS"] == "error"
+
+
+@pytest.mark.parametrize("name", [".metadata", "notes.txt", "model-00001.safetensors", "a/b/c.x"])
+def test_every_file_is_judged_by_its_content(name: str, tmp_path: Path) -> None:
+    root = make_model(tmp_path / "it")
+    (root / name).parent.mkdir(parents=True, exist_ok=True)
+    (root / name).write_bytes(pickle.dumps(Hostile(tmp_path / "ran"), 4))
+    assert codes(root)["PICKLE_CALLS"] == "error"
+
+
+def test_the_last_of_many_files_is_judged(tmp_path: Path) -> None:
+    root = make_model(tmp_path / "it")
+    for number in range(40):
+        (root / f"a{number:02d}.pkl").write_bytes(pickle.dumps([number]))
+    (root / "z.pkl").symlink_to("z")
+    (root / "z").write_bytes(pickle.dumps(Hostile(tmp_path / "ran"), 4))
+    hostile = [finding for finding in audit(root).findings if finding.code == "PICKLE_CALLS"]
+    assert [(finding.file, finding.found) for finding in hostile] == [
+        ("z", "posix.system"), ("z.pkl", "posix.system")
+    ]  # fmt: skip
+
+
+def test_a_file_that_cannot_be_scanned_is_an_error(tmp_path: Path) -> None:
+    root = make_model(tmp_path / "it")
+    (root / "extra.pkl").write_bytes(pickle.dumps([1, 2, 3], 4)[:-3])
+    (finding,) = (item for item in audit(root).findings if item.code == "PICKLE_OPAQUE")
+    assert (finding.severity.value, finding.file) == ("error", "extra.pkl")
+    assert "at byte" in finding.found
 
 
 def test_trainer_pickles_are_not_errors(tmp_path: Path) -> None:

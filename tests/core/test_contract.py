@@ -7,7 +7,7 @@ import pickle
 import pytest
 
 from tasks.core.contract import Check, Expected, judge, require
-from tasks.core.errors import ContractError, StageProcessError
+from tasks.core.errors import ArtifactError, Coded, ContractError, StageProcessError
 from tasks.weights.files.header import TensorInfo
 
 
@@ -76,3 +76,10 @@ def test_the_report_names_the_stage_once() -> None:
     error.stage = "merge"
     assert error.report() == "merge failed: contract not met\n  a\n  b\n  -> look"
     assert pickle.loads(pickle.dumps(error)).report() == error.report()
+
+
+def test_codes_of_an_error_and_of_its_lines_survive_pickling() -> None:
+    error = ArtifactError("x: broken", details=[Coded("y: absent", "A"), "z"], code="B")
+    back = pickle.loads(pickle.dumps(error))
+    assert (back.code, back.details) == ("B", ("y: absent", "z"))
+    assert [getattr(line, "code", "") for line in back.details] == ["A", ""]

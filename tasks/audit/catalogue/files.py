@@ -154,7 +154,7 @@ class Files(Section, heading="Files and index"):
 
 class Unsafe(Section, heading="Files that run code"):
     PICKLE_CALLS = error(
-        "A pickle that runs code on loading, which no checkpoint needs",
+        "A pickle with a call, or a class, that no checkpoint needs; or a Keras Lambda layer",
         "`torch.load` without weights_only=True, and pickle.load, run it with the rights of the "
         "user",
         "do not load it; delete it, and tell its author",
@@ -171,10 +171,10 @@ class Unsafe(Section, heading="Files that run code"):
         "it loads only with weights_only=False, which runs any code in the file",
         "do not pass it on with the model",
     )
-    PICKLE_OPAQUE = warning(
-        "A pickle that cannot be analysed: damaged, or too long",
+    PICKLE_OPAQUE = error(
+        "A file that cannot be scanned for code: damaged, too long, or an archive of another kind",
         "nobody knows what it does when it is loaded",
-        "do not load it without weights_only=True",
+        "do not load it; unpack an archive and audit the folder, delete any other file",
     )
     REMOTE_CODE = warning(
         "The model contains its own code: auto_map, or Python files",

@@ -5,17 +5,15 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from tasks.audit.catalogue.files import Unsafe
-from tasks.audit.finding import Finding
-from tasks.audit.pickles import called, is_plain, runs_code
+from tasks.audit.finding import Finding, some
 from tasks.audit.source import Source
 from tasks.core.errors import ArtifactError
+from tasks.weights.pickled.allowed import TENSORS, TRAINERS
+from tasks.weights.pickled.scan import Scanned, Scanner
 
-_PICKLES = (".bin", ".pt", ".pth", ".pkl", ".pickle", ".ckpt", ".joblib")
 _DOCUMENTS = ("config.json", "tokenizer_config.json", "processor_config.json")
 _DEEPSPEED_SCRIPT = "zero_to_fp32.py"
 """DeepSpeed copies this script into every checkpoint; no loader runs it."""
-MAX_FILES = 32
-"""Most pickles to analyse; a DeepSpeed checkpoint has hundreds of the same kind."""
 
 
 def check(source: Source) -> Iterator[Finding]:
@@ -25,26 +23,29 @@ def check(source: Source) -> Iterator[Finding]:
         yield Unsafe.PICKLED_WEIGHTS.at(
             weights.files[0], found=f"{len(weights.files)} pickled files", expected="safetensors"
         )
-    pickles = [name for name in source.folder.files if name.endswith(_PICKLES)]
-    pickles.sort(key=lambda name: (name not in weights.files, name.count("/"), name))
-    for name in pickles[:MAX_FILES]:
-        yield from _pickle(source, name)
+    scanner = Scanner()
+    first = {name: number for number, name in enumerate(weights.files)}
+    for name in sorted(source.folder.files, key=lambda name: (first.get(name, len(first)), name)):
+        if (source.folder.root / name).exists():  # a repair lists files that it will write
+            yield from _pickles(source, name, scanner)
     yield from _code(source)
 
 
-def _pickle(source: Source, name: str) -> Iterator[Finding]:
+def _pickles(source: Source, name: str, scanner: Scanner) -> Iterator[Finding]:
+    """Check what loading a file would run; every file, since loaders do not go by names."""
     try:
-        names = called(source.folder.root / name)
-    except (ArtifactError, OSError) as error:
-        reason = str(error).removeprefix(f"{source.folder.root / name}: ")
-        yield Unsafe.PICKLE_OPAQUE.at(name, found=reason, expected="a pickle that can be analysed")
-        return
-    calls = sorted(name for name in names if runs_code(name))
-    foreign = sorted(name for name in names if not is_plain(name))
+        scanned = scanner.scan(source.folder.root / name)
+    except ArtifactError as error:
+        scanned = Scanned(unreadable=[error.message.removeprefix(f"{source.folder.root / name}: ")])
+    calls = sorted(scanned.names - TENSORS - TRAINERS)
+    classes = sorted(scanned.names & TRAINERS)
     if calls:
-        yield Unsafe.PICKLE_CALLS.at(name, found=", ".join(calls), expected="only names of torch")
-    elif foreign:
-        yield Unsafe.PICKLE_CLASSES.at(name, found=", ".join(foreign[:3]), expected="only tensors")
+        yield Unsafe.PICKLE_CALLS.at(name, found=some(calls), expected="only names of torch")
+    if scanned.unreadable:
+        reasons = "; ".join(scanned.unreadable)
+        yield Unsafe.PICKLE_OPAQUE.at(name, found=reasons, expected="a file that can be analysed")
+    if classes and not calls:
+        yield Unsafe.PICKLE_CLASSES.at(name, found=some(classes), expected="only tensors")
 
 
 def _code(source: Source) -> Iterator[Finding]:

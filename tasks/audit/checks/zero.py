@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 from tasks.audit.catalogue.files import Folders as files
 from tasks.audit.catalogue.tensors import Zero as findings
-from tasks.audit.finding import Entry, Finding, some
+from tasks.audit.finding import Finding, some
 from tasks.audit.folder import by_number
 from tasks.audit.recognise import Kind
 from tasks.audit.source import Source
-from tasks.core.errors import ArtifactError
+from tasks.core.errors import ArtifactError, Coded
 from tasks.weights.deepspeed.checkpoint import read_zero
 from tasks.weights.deepspeed.layout import Layout, find_layout
 from tasks.weights.deepspeed.ranks import rank_findings
@@ -25,18 +24,14 @@ MAX_PICKLE_BYTES = 64 << 20
 0 is read. A rank of a dense model of 80 layers has about 0.1 MB under ZeRO-3; with 128 experts per
 layer it has 6 MB."""
 
-_CODES: tuple[tuple[str, Entry], ...] = (
-    # pattern in the message of `read_zero`, code
-    (r"latest.* names|steps and no file `latest`", findings.ZERO_LATEST_DANGLING),
-    (r"parallel|expert", findings.ZERO_PARALLEL),
-    (r"absent: |no \*_optim_states\.pt|are absent", findings.ZERO_RANK_MISSING),
-    (r"more than one |disagree on", findings.ZERO_STEPS_MIXED),
-    (
-        r"world sizes|there are only|do not belong|two checkpoints in one|another file",
-        findings.ZERO_WORLD_DISAGREES,
-    ),
-    (r"no rank holds data|has no elements", findings.ZERO_EMPTY),
-)
+_ENTRIES = {
+    entry.code: entry
+    for entry in (
+        findings.ZERO_EMPTY, findings.ZERO_LATEST_DANGLING, findings.ZERO_PARALLEL,
+        findings.ZERO_RANK_MISSING, findings.ZERO_STEPS_MIXED, findings.ZERO_WORLD_DISAGREES,
+    )
+}  # fmt: skip
+"""Entries by the code of an error of `tasks.weights.deepspeed`."""
 
 
 def check(source: Source) -> Iterator[Finding]:
@@ -70,9 +65,9 @@ def _checkpoint(source: Source) -> Iterator[Finding]:
             return
         checkpoint = read_zero(root)
     except ArtifactError as error:
-        # For a folder without a step the details are names of steps, not reasons.
-        are_reasons = any(detail in error.message for detail in error.details[:1])
-        yield from _wrong(source, error.details if are_reasons else (error.message,))
+        # An error with a code of its own is about the folder; its details are names of steps.
+        own = error.code or not error.details
+        yield from _wrong(source, [Coded(error.message, error.code)] if own else error.details)
         return
     ranks, trained = checkpoint.world_size, len(checkpoint.trained)
     summary = f"ZeRO-{checkpoint.stage} of {ranks} ranks, {trained} trained tensors"
@@ -115,14 +110,12 @@ def _by_names(source: Source, layout: Layout, described: int) -> Iterator[Findin
 
 
 def _wrong(source: Source, messages: Iterable[str]) -> Iterator[Finding]:
-    """Turn messages of the readers into findings, by `_CODES`."""
+    """Turn messages of the readers into findings of the same code."""
     root = source.folder.root
     for message in messages:
         text = message.replace(f"{root}/", "").removeprefix(f"{root}: ")
-        entry = next((code for words, code in _CODES if re.search(words, text)), None)
-        yield (entry or findings.ZERO_UNUSABLE).at(
-            "", found=text, expected="the files of all ranks of one step"
-        )
+        entry = _ENTRIES.get(getattr(message, "code", ""), findings.ZERO_UNUSABLE)
+        yield entry.at("", found=text, expected="the files of all ranks of one step")
 
 
 def _not_gathered(source: Source, root: Path, summary: str, step: int | None) -> Finding:

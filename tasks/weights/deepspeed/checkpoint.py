@@ -9,7 +9,7 @@ from math import prod
 from pathlib import Path
 from typing import TypeVar
 
-from tasks.core.errors import ArtifactError, first_and_more
+from tasks.core.errors import ArtifactError, Coded, first_and_more
 from tasks.weights.deepspeed.agreement import disagreements
 from tasks.weights.deepspeed.layout import Layout, find_layout
 from tasks.weights.deepspeed.partitioned import FullTensor, frozen_fragments, stored, trainable
@@ -110,7 +110,7 @@ def _read_all(
         try:
             states.append(read(files[rank]))
         except ArtifactError as error:
-            findings.append(error.message)
+            findings.append(Coded(error.message, error.code))
     return states
 
 
@@ -134,7 +134,7 @@ def _assemble(
     tensors = _trained(layout, first, ranks, findings)
     tensors |= _untrained(layout, models, set(names) | set(tied), findings)
     findings += [
-        f"{name}: has no elements, shape {list(tensor.shape)}"
+        Coded(f"{name}: has no elements, shape {list(tensor.shape)}", "ZERO_EMPTY")
         for name, tensor in tensors.items()
         if not prod(tensor.shape) and name not in first.buffers
     ]
@@ -176,7 +176,7 @@ def _untrained(
         # ZeRO-1 does not list frozen parameters, but its module contains them.
         return stored(first, rest, findings)
     findings += [
-        f"{name}: a parameter of the model, but no rank holds data of it"
+        Coded(f"{name}: a parameter of the model, but no rank holds data of it", "ZERO_EMPTY")
         for name in rest
         if name not in first.buffers and name not in first.frozen
     ]

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from tasks.core.errors import ArtifactError, first_and_more
+from tasks.core.errors import ArtifactError, Coded, first_and_more
 
 _MODEL = re.compile(
     r"(?:zero_pp_rank_(?P<rank>\d+)_)?mp_rank_(?P<mp>\d+(?:_\d+)?)_model_states\.pt"
@@ -58,9 +58,12 @@ def find_layout(folder: Path) -> Layout:
             continue
         rank = int(match["rank"] or 0)
         if int(match["mp"].split("_")[0]) or "_" in match["mp"]:
-            findings.append(f"{path.name}: tensor or pipeline parallel training")
+            findings.append(
+                Coded(f"{path.name}: tensor or pipeline parallel training", "ZERO_PARALLEL")
+            )
         elif rank in kind:
-            findings.append(f"{path.name}: rank {rank} has another file, {kind[rank].name}")
+            text = f"{path.name}: rank {rank} has another file, {kind[rank].name}"
+            findings.append(Coded(text, "ZERO_WORLD_DISAGREES"))
         else:
             kind[rank] = path
         if kind is model:
@@ -68,13 +71,14 @@ def find_layout(folder: Path) -> Layout:
     if not model and not findings:
         findings.append("no *_model_states.pt")
     if len(split) > 1:
-        findings.append("model states both of ZeRO-3 and of lower stages: two checkpoints in one")
+        text = "model states both of ZeRO-3 and of lower stages: two checkpoints in one"
+        findings.append(Coded(text, "ZERO_WORLD_DISAGREES"))
     if findings:
         raise ArtifactError(
             f"{root}: not a readable checkpoint: {first_and_more(findings)}",
             details=findings,
             hint="convert tensor, pipeline and expert parallel checkpoints with their trainer"
-            if any("parallel" in finding for finding in findings)
+            if any(getattr(finding, "code", "") == "ZERO_PARALLEL" for finding in findings)
             else "keep only one checkpoint's files in the folder: one model states file per rank",
         )
     zero = root / "zero"
@@ -83,9 +87,9 @@ def find_layout(folder: Path) -> Layout:
 
 def _foreign(name: str) -> list[str]:
     if "expert" in name or name.startswith("expp_rank"):
-        return [f"{name}: experts of expert parallel training"]
+        return [Coded(f"{name}: experts of expert parallel training", "ZERO_PARALLEL")]
     if name.startswith("layer_"):
-        return [f"{name}: a layer of pipeline parallel training"]
+        return [Coded(f"{name}: a layer of pipeline parallel training", "ZERO_PARALLEL")]
     if name.endswith(("_model_states.pt", "optim_states.pt")):
         return [f"{name}: its name does not tell the rank"]
     return []
@@ -102,12 +106,16 @@ def _step(folder: Path) -> Path:
             continue
         tag = (folder / name).read_text(errors="replace")[:256].strip()
         if not tag or Path(tag).name != tag or tag in (".", ".."):
-            raise ArtifactError(f"{folder}: {name} names {tag!r}, which is not a plain folder name")
+            raise ArtifactError(
+                f"{folder}: {name} names {tag!r}, which is not a plain folder name",
+                code="ZERO_LATEST_DANGLING",
+            )
         if tag not in steps:
             raise ArtifactError(
                 f"{folder}: {name} names {tag}, which has no *_model_states.pt",
                 details=[f"{step}: has them" for step in steps],
                 hint="name the step's folder itself",
+                code="ZERO_LATEST_DANGLING",
             )
         return folder / tag
     if len(steps) != 1:
@@ -116,5 +124,6 @@ def _step(folder: Path) -> Path:
             + (f"{len(steps)} steps and no file `latest`" if steps else "no *_model_states.pt"),
             details=steps,
             hint="name the step's folder itself" if steps else "",
+            code="ZERO_LATEST_DANGLING" if steps else "",
         )
     return folder / steps[0]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
+from tasks.core.errors import Coded
 from tasks.weights.deepspeed.layout import Layout
 from tasks.weights.deepspeed.states import ModelState, OptimState
 
@@ -25,15 +26,18 @@ def rank_findings(
         return
     if not layout.optim and layout.zero is None:
         world = f"all {first.world_size} ranks"
-        yield f"no *_optim_states.pt: the fp32 weights of {world} are absent"
+        text = f"no *_optim_states.pt: the fp32 weights of {world} are absent"
+        yield Coded(text, "ZERO_RANK_MISSING")
         return
     counts = {rank.partitions for rank in ranks}
     stages = {rank.stage for rank in ranks}
     if len(counts) > 1 or len(stages) > 1:
-        yield f"ranks' files of ZeRO stages {sorted(stages)}, world sizes {sorted(counts)}"
+        text = f"ranks' files of ZeRO stages {sorted(stages)}, world sizes {sorted(counts)}"
+        yield Coded(text, "ZERO_WORLD_DISAGREES")
         return
     if stages and (stages == {3}) != layout.partitioned:
-        yield f"model states do not belong to optimizer states of ZeRO-{ranks[0].stage}"
+        text = f"model states do not belong to optimizer states of ZeRO-{ranks[0].stage}"
+        yield Coded(text, "ZERO_WORLD_DISAGREES")
     yield from _absent(layout, counts.pop() if counts else first.world_size or len(models))
     yield from _mixed(models, ranks)
 
@@ -45,10 +49,12 @@ def _absent(layout: Layout, world: int) -> Iterator[str]:
     ):
         missing = [str(rank) for rank in range(world) if rank not in files]
         if due and missing:
-            yield f"{kind} states of {world} ranks, absent: {', '.join(missing)}"
+            text = f"{kind} states of {world} ranks, absent: {', '.join(missing)}"
+            yield Coded(text, "ZERO_RANK_MISSING")
         for rank in sorted(files):
             if due and rank >= world:
-                yield f"{files[rank].name}: there are only {world} ranks"
+                text = f"{files[rank].name}: there are only {world} ranks"
+                yield Coded(text, "ZERO_WORLD_DISAGREES")
 
 
 def _mixed(models: Sequence[ModelState], ranks: Sequence[OptimState]) -> Iterator[str]:
@@ -60,7 +66,8 @@ def _mixed(models: Sequence[ModelState], ranks: Sequence[OptimState]) -> Iterato
     }
     for what, values in recorded.items():
         if len(values - {None}) > 1:
-            yield f"ranks' files of more than one {what}: an overwritten checkpoint"
+            text = f"ranks' files of more than one {what}: an overwritten checkpoint"
+            yield Coded(text, "ZERO_STEPS_MIXED")
     first = models[0]
     if any(model.groups != first.groups or model.frozen != first.frozen for model in models):
-        yield "ranks disagree on the parameters' shapes"
+        yield Coded("ranks disagree on the parameters' shapes", "ZERO_STEPS_MIXED")

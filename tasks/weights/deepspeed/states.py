@@ -69,12 +69,17 @@ def read_model_state(path: Path) -> ModelState:
     file = read_torch_file(path)
     raw = _mapping(path, "the file", file.content)
     if raw.get("ds_autoep_layers") or raw.get("autoep_layers"):
-        raise ArtifactError(f"{path}: expert parallel training (AutoEP) is not supported")
+        raise ArtifactError(
+            f"{path}: expert parallel training (AutoEP) is not supported", code="ZERO_PARALLEL"
+        )
     if _count(raw.get("mp_world_size")) not in (None, 1):
-        raise ArtifactError(f"{path}: tensor parallel training is not supported")
+        raise ArtifactError(
+            f"{path}: tensor parallel training is not supported", code="ZERO_PARALLEL"
+        )
     if not isinstance(raw.get("module"), dict):
         raise ArtifactError(
-            f"{path}: has no module: pipeline parallel training, or not DeepSpeed's"
+            f"{path}: has no module: pipeline parallel training, or not DeepSpeed's",
+            code="ZERO_PARALLEL",
         )
     groups = None if raw.get("param_shapes") is None else _list(path, "param_shapes", raw)
     # References to one long group: a few bytes in the file could expand to any amount of memory.
@@ -101,7 +106,9 @@ def read_optim_state(path: Path) -> OptimState:
     raw = _mapping(path, "the file", file.content).get("optimizer_state_dict")
     raw = _mapping(path, "optimizer_state_dict", raw)
     if raw.get("ds_zero_partition_groups"):
-        raise ArtifactError(f"{path}: expert parallel training (AutoEP) is not supported")
+        raise ArtifactError(
+            f"{path}: expert parallel training (AutoEP) is not supported", code="ZERO_PARALLEL"
+        )
     # BF16_Optimizer partitions like ZeRO-1 and does not store a stage.
     stage = _count(raw["zero_stage"]) if "zero_stage" in raw else 1
     counts = raw.get("partition_count")
@@ -109,7 +116,8 @@ def read_optim_state(path: Path) -> OptimState:
     if stage not in (1, 2, 3) or len(parts) != 1 or None in parts:
         raise ArtifactError(
             f"{path}: ZeRO stage {stage}, partition counts {sorted(map(str, parts))}: not a ZeRO "
-            "checkpoint, or one of expert parallel training"
+            "checkpoint, or one of expert parallel training",
+            code="ZERO_PARALLEL",
         )
     flat = raw.get("fp32_flat_groups" if stage == 3 else "single_partition_of_fp32_groups")
     if not isinstance(flat, list) or not all(isinstance(ref, TensorRef) for ref in flat):

@@ -18,6 +18,7 @@ from tasks.weights.pickled.directory import Entry, read_directory
 
 _LOCAL = struct.Struct("<4s5H3L2H")
 _SHOWN = 3
+_MAX_ARCHIVES = 100_000
 
 
 @dataclass(frozen=True)
@@ -67,21 +68,40 @@ def read_archive(path: Path) -> Archive:
         ArtifactError: not a zip file (cut short, or torch's format before 1.6), compressed or
             encrypted records, or records that overlap or lie outside of the file.
     """
+    archives = read_archives(path)
+    if len(archives) > 1:
+        raise ArtifactError(f"{path}: not written by torch.save: several zip files in one")
+    return archives[0]
+
+
+def read_archives(path: Path) -> list[Archive]:
+    """Read the tables of zip files that lie one after the other, as in FSDP's `.distcp` files.
+
+    Raises:
+        ArtifactError: as `read_archive`, or other data lies between them.
+    """
+    archives: list[Archive] = []
     try:
         with path.open("rb") as file:
-            size = os.fstat(file.fileno()).st_size
-            return Archive(path, _records(path, file, size))
+            end = os.fstat(file.fileno()).st_size
+            while end or not archives:
+                if len(archives) >= _MAX_ARCHIVES:
+                    raise ArtifactError(f"{path}: more than {_MAX_ARCHIVES} zip files in one")
+                end, records = _records(path, file, end)
+                archives.append(Archive(path, records))
     except OSError as error:
         raise ArtifactError(f"{path}: cannot be read: {error.strerror or error}") from error
     except (struct.error, UnicodeDecodeError) as error:
         raise ArtifactError(f"{path}: not a readable zip file: {error}") from error
+    return archives
 
 
-def _records(path: Path, file: BinaryIO, size: int) -> dict[str, Record]:
-    start, entries = read_directory(path, file, size)
+def _records(path: Path, file: BinaryIO, end: int) -> tuple[int, dict[str, Record]]:
+    """Return the offset of the zip file that ends at `end`, and its records."""
+    base, start, entries = read_directory(path, file, end)
     records: dict[str, Record] = {}
     prefixes = set()
-    ends, headers = {0}, {start}
+    ends, headers = {base}, {start}
     for entry in entries:
         prefix, _, rest = entry.name.partition("/")
         prefixes.add(prefix)
@@ -96,7 +116,7 @@ def _records(path: Path, file: BinaryIO, size: int) -> dict[str, Record]:
     # No gaps allowed: so an altered length cannot move a record by a few bytes.
     if headers != ends:
         raise ArtifactError(f"{path}: records overlap, or leave gaps between them")
-    return records
+    return base, records
 
 
 def _data_start(path: Path, file: BinaryIO, entry: Entry) -> int:

@@ -44,21 +44,24 @@ class Entry:
     described: bool
 
 
-def read_directory(path: Path, file: BinaryIO, size: int) -> tuple[int, list[Entry]]:
-    """Return the offset of the directory of a file of `size` bytes, and its entries.
+def read_directory(path: Path, file: BinaryIO, end: int) -> tuple[int, int, list[Entry]]:
+    """Read the directory of the zip file that ends at byte `end` of a file.
+
+    Returns:
+        Offset of the zip file, offset of its directory, entries.
 
     Raises:
         ArtifactError: not a zip file, a damaged or oversized directory, compressed or encrypted
             records.
         struct.error, UnicodeDecodeError: a damaged directory.
     """
-    count, start, nbytes = _directory(path, file, size)
+    base, count, start, nbytes = _directory(path, file, end)
     file.seek(start)
-    return start, list(_entries(path, file.read(nbytes), count))
+    return base, start, list(_entries(path, file.read(nbytes), count, base))
 
 
-def _directory(path: Path, file: BinaryIO, size: int) -> tuple[int, int, int]:
-    """Return number of entries, offset and size of the central directory."""
+def _directory(path: Path, file: BinaryIO, size: int) -> tuple[int, int, int, int]:
+    """Return offset of the zip file, number of entries, offset and size of the directory."""
     file.seek(0)
     magic = file.read(4)
     if magic[:1] == b"\x80":
@@ -75,12 +78,13 @@ def _directory(path: Path, file: BinaryIO, size: int) -> tuple[int, int, int]:
     count, nbytes, start, limit = _directory64(path, file, size) or (
         end[4], end[5], end[6], size - _END.size
     )  # fmt: skip
-    if nbytes > MAX_DIRECTORY or start + nbytes != limit or count * _ENTRY.size > nbytes:
+    base = limit - nbytes - start
+    if nbytes > MAX_DIRECTORY or base < 0 or count * _ENTRY.size > nbytes:
         raise ArtifactError(
             f"{path}: {count} entries in bytes {start} to {start + nbytes}, "
             f"directory ends at {limit}"
         )
-    return count, start, nbytes
+    return base, count, base + start, nbytes
 
 
 def _directory64(path: Path, file: BinaryIO, size: int) -> tuple[int, int, int, int] | None:
@@ -88,16 +92,16 @@ def _directory64(path: Path, file: BinaryIO, size: int) -> tuple[int, int, int, 
     magic, _, at, _ = _LOCATOR.unpack(file.read(_LOCATOR.size))
     if magic != b"PK\x06\x07":
         return None
-    if at != size - _END.size - _LOCATOR.size - _END64.size:
-        raise ArtifactError(f"{path}: the zip file's end is damaged")
-    file.seek(at)
+    here = size - _END.size - _LOCATOR.size - _END64.size
+    file.seek(max(0, here))
     end = _END64.unpack(file.read(_END64.size))
-    if end[0] != b"PK\x06\x06":
+    # Both offsets count from the beginning of the zip file.
+    if end[0] != b"PK\x06\x06" or end[9] + end[8] != at:
         raise ArtifactError(f"{path}: no 64-bit directory where it should be")
-    return end[7], end[8], end[9], at
+    return end[7], end[8], end[9], here
 
 
-def _entries(path: Path, raw: bytes, count: int) -> Iterator[Entry]:
+def _entries(path: Path, raw: bytes, count: int, base: int) -> Iterator[Entry]:
     at = 0
     for _ in range(count):
         (magic, _, _, flags, method, _, _, crc, packed, size, name_size, extra_size, comment, _, _,
@@ -117,7 +121,7 @@ def _entries(path: Path, raw: bytes, count: int) -> Iterator[Entry]:
                 f"{path}: record {name} is compressed or encrypted, which torch never does",
                 hint=_AGAIN,
             )
-        yield Entry(name, offset, size, crc, bool(flags & 8))
+        yield Entry(name, base + offset, size, crc, bool(flags & 8))
     if at != len(raw):
         raise ArtifactError(f"{path}: the zip file's directory is damaged")
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from _compat_pickle import IMPORT_MAPPING, NAME_MAPPING
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -12,7 +13,27 @@ _MAX_KEY_BITS = 60
 
 
 class PickleError(ValueError):
-    """The pickle is damaged, or uses an instruction that no state dict needs."""
+    """The pickle cannot be followed to its end."""
+
+
+class DamagedError(PickleError):
+    """Python's own unpickler stops at this instruction, too: nothing after it can run."""
+
+
+class TruncatedError(DamagedError):
+    """The data ends within the pickle.
+
+    Attributes:
+        end: offset up to which the next instruction reads, as far as that is known.
+    """
+
+    def __init__(self, message: str, end: int) -> None:
+        super().__init__(message)
+        self.end = end
+
+
+class UnresolvedError(PickleError):
+    """Python might go on, but this interpreter cannot tell with what."""
 
 
 @dataclass(frozen=True)
@@ -38,12 +59,22 @@ class Foreign:
 
 
 def named(module: Any, name: Any) -> Global:
-    """Return the name of a class. Raises PickleError if it cannot be one."""
+    """Return the name of a class, with Python 2's modules under their new names.
+
+    Raises:
+        UnresolvedError: the name is the result of a call, or too long.
+        DamagedError: it cannot be a name.
+    """
+    if isinstance(module, Foreign) or isinstance(name, Foreign):
+        raise UnresolvedError("a name that is built while the file is loaded")
     if not (isinstance(module, str) and isinstance(name, str)):
-        raise PickleError("a class without a name")
+        raise DamagedError("a class without a name")
     if max(len(module), len(name)) > MAX_NAME:
-        raise PickleError(f"a class's name of {max(len(module), len(name))} characters")
-    return Global(module, name)
+        if not f"{module}.{name}".replace(".", "_").isidentifier():
+            raise DamagedError("a long text where a class's name should be")
+        raise UnresolvedError(f"a class's name of {max(len(module), len(name))} characters")
+    module, name = NAME_MAPPING.get((module, name), (module, name))
+    return Global(IMPORT_MAPPING.get(module, module), name)
 
 
 def key_of(key: Any) -> Any:
@@ -54,7 +85,7 @@ def key_of(key: Any) -> Any:
     """
     if isinstance(key, str | bytes):
         if len(key) > MAX_NAME:
-            raise PickleError(f"a key of {len(key)} characters")
+            raise UnresolvedError(f"a key of {len(key)} characters")
         return key
     if isinstance(key, int) and key.bit_length() > _MAX_KEY_BITS:
         return Foreign("key")

@@ -5,7 +5,7 @@ numbers and strings do so here. Instructions that name a class push a `Global`, 
 name. Instructions that would call it ask `reduce`, a function of ours, for the object that (name,
 arguments) stands for. So the worst that a hostile file can cause is an error: nothing recurses, no
 size in the file is trusted before its bytes were read, and each instruction takes constant time and
-about 100 bytes. Protocols 0 and 1 are not supported: torch writes protocol 2.
+about 100 bytes. All protocols are read; buffers out of band are not, since no file has them.
 """
 
 from __future__ import annotations
@@ -15,7 +15,13 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from tasks.weights.pickled.machine import Machine
-from tasks.weights.pickled.objects import Foreign, Global, PickleError
+from tasks.weights.pickled.objects import (
+    DamagedError,
+    Foreign,
+    Global,
+    PickleError,
+    UnresolvedError,
+)
 
 MAX_STEPS = 20_000_000
 """Maximum number of instructions; the states of a model of 100,000 tensors have 10 million."""
@@ -35,49 +41,75 @@ def run(
         reduce: returns the object for a call of a `Global` with arguments.
 
     Raises:
-        PickleError: the pickle is damaged, endless, or uses instructions that no state dict needs.
+        PickleError: the pickle is damaged or endless, or has no single value.
     """
     machine = Machine(data, persistent=persistent, reduce=reduce)
+    walk(machine)
+    return machine.result()
+
+
+def walk(machine: Machine, max_steps: int | None = None) -> None:
+    """Interpret a pickle up to its end; what it did until then is in `machine` in any case.
+
+    Raises:
+        DamagedError: Python's unpickler would stop there, too.
+        UnresolvedError: more than `max_steps` instructions (None is `MAX_STEPS`), or one whose
+            effect cannot be told.
+    """
+    limit = MAX_STEPS if max_steps is None else max_steps
     try:
-        for _ in range(MAX_STEPS):
-            code = machine.next()
+        while machine.steps < limit:
+            code = machine.take(1)[0]
+            machine.steps += 1
             if code == _STOP:
-                return machine.result()
+                return
             handler = _HANDLERS.get(code)
             if handler is None:
-                raise PickleError(f"instruction {code:#04x} at byte {machine.at - 1}")
+                raise DamagedError(f"instruction {code:#04x} at byte {machine.at - 1}")
             handler(machine)
-    except (IndexError, KeyError, TypeError, struct.error, UnicodeDecodeError) as error:
-        raise PickleError(f"damaged at byte {machine.at}: {error}") from error
-    raise PickleError(f"more than {MAX_STEPS} instructions")
+    except PickleError:
+        raise
+    except (IndexError, KeyError, TypeError, ValueError, struct.error) as error:
+        raise DamagedError(f"damaged at byte {machine.at}: {error}") from error
+    raise UnresolvedError(f"more than {limit} instructions")
 
 
 _STOP = ord(".")
 _HANDLERS: Mapping[int, Callable[[Machine], None]] = {
-    ord("\x80"): lambda m: m.skip(1),  # PROTO
-    ord("\x95"): lambda m: m.skip(8),  # FRAME
+    ord("\x80"): Machine.protocol,
+    ord("\x95"): Machine.frame,
     ord("("): Machine.mark,
     ord("0"): Machine.pop,
     ord("1"): Machine.pop_mark,
+    ord("2"): Machine.duplicate,
+    ord("I"): lambda m: m.push(m.number_line("I")),
+    ord("L"): lambda m: m.push(m.number_line("L")),
+    ord("F"): lambda m: m.push(m.number_line("F")),
     ord("N"): lambda m: m.push(None),
     ord("\x88"): lambda m: m.push(True),
     ord("\x89"): lambda m: m.push(False),
-    ord("K"): lambda m: m.push_number("<B"),
-    ord("M"): lambda m: m.push_number("<H"),
-    ord("J"): lambda m: m.push_number("<i"),
-    ord("G"): lambda m: m.push_number(">d"),
-    ord("\x8a"): lambda m: m.push_long("<B"),
-    ord("\x8b"): lambda m: m.push_long("<i"),
-    ord("\x8c"): lambda m: m.push_text("<B"),
-    ord("X"): lambda m: m.push_text("<I"),
-    ord("\x8d"): lambda m: m.push_text("<Q"),
-    ord("C"): lambda m: m.push_bytes("<B"),
-    ord("B"): lambda m: m.push_bytes("<I"),
-    ord("\x8e"): lambda m: m.push_bytes("<Q"),
+    ord("K"): lambda m: m.push(m.number("<B")),
+    ord("M"): lambda m: m.push(m.number("<H")),
+    ord("J"): lambda m: m.push(m.number("<i")),
+    ord("G"): lambda m: m.push(m.number(">d")),
+    ord("\x8a"): lambda m: m.push(m.long("<B")),
+    ord("\x8b"): lambda m: m.push(m.long("<i")),
+    ord("S"): lambda m: m.push(m.string("")),
+    ord("T"): lambda m: m.push(m.string("<i")),
+    ord("U"): lambda m: m.push(m.string("<B")),
+    ord("V"): lambda m: m.push(m.text("")),
+    ord("\x8c"): lambda m: m.push(m.text("<B")),
+    ord("X"): lambda m: m.push(m.text("<I")),
+    ord("\x8d"): lambda m: m.push(m.text("<Q")),
+    ord("C"): lambda m: m.push(m.bytes_of("<B")),
+    ord("B"): lambda m: m.push(m.bytes_of("<I")),
+    ord("\x8e"): lambda m: m.push(m.bytes_of("<Q")),
+    ord("\x96"): lambda m: m.push(m.bytes_of("<Q")),  # BYTEARRAY8
     ord(")"): lambda m: m.push(()),
     ord("]"): lambda m: m.push([]),
     ord("}"): lambda m: m.push({}),
     ord("\x8f"): lambda m: m.push(Foreign("builtins.set")),
+    ord("\x91"): Machine.frozen_set,
     ord("\x85"): lambda m: m.tuple_of(1),
     ord("\x86"): lambda m: m.tuple_of(2),
     ord("\x87"): lambda m: m.tuple_of(3),
@@ -89,16 +121,24 @@ _HANDLERS: Mapping[int, Callable[[Machine], None]] = {
     ord("\x90"): lambda m: m.add(many=True),  # ADDITEMS
     ord("s"): lambda m: m.put(many=False),
     ord("u"): lambda m: m.put(many=True),
+    ord("p"): lambda m: m.store(""),
     ord("q"): lambda m: m.store("<B"),
     ord("r"): lambda m: m.store("<I"),
     ord("\x94"): lambda m: m.store(None),
+    ord("g"): lambda m: m.fetch(""),
     ord("h"): lambda m: m.fetch("<B"),
     ord("j"): lambda m: m.fetch("<I"),
     ord("c"): Machine.name,
     ord("\x93"): Machine.stack_name,
+    ord("\x82"): lambda m: m.extension("<B"),
+    ord("\x83"): lambda m: m.extension("<H"),
+    ord("\x84"): lambda m: m.extension("<i"),
+    ord("i"): Machine.instance,
+    ord("o"): Machine.object,
     ord("R"): Machine.call,
     ord("\x81"): Machine.call,  # NEWOBJ
     ord("\x92"): lambda m: m.call(keywords=True),  # NEWOBJ_EX
     ord("b"): Machine.build,
+    ord("P"): lambda m: m.persistent(line=True),
     ord("Q"): Machine.persistent,
 }

@@ -25,7 +25,8 @@ def run(data: bytes) -> Any:
         b"", b".", b"N", b"NN.", b"N..", b"(.", b"(N.", b"u.", b"}Nu.", b"}(Nu.", b"]s.", b"NR.",
         b"h\x00.", b"cposix\n", b"X\xff\xff\xff\xff", b"\x8e" + b"\xff" * 8,
         b"\x8b\x00\x00\x00\x7f",
-        b"\x8a\xff" + b"\x01" * 255 + b".", b"I1\n.", b"X\x01\x00\x00\x00\xff.", b"\x93.", b"00",
+        b"I\n.", b"Ix\n.", b"Sx\n.", b"\x80\x06N.", b"\x97.",
+        b"X\x01\x00\x00\x00\xff.", b"\x93.", b"00",
         b"\x96" + b"\xff" * 8 + b".", b"r\xff\xff\xff\xff.", b"N\x87.", b"(N\x86.", b"Q.", b"b.",
         b"}X" + struct.pack("<I", 5000) + b"k" * 5000 + b"Ns.",
     ],
@@ -33,6 +34,26 @@ def run(data: bytes) -> Any:
 def test_damaged_pickles_are_errors(data: bytes) -> None:
     with pytest.raises(PickleError):
         run(data)
+
+
+@pytest.mark.parametrize(
+    ("data", "value"),
+    [
+        (b"I1\n.", 1), (b"I01\n.", True), (b"L-7L\n.", -7), (b"F1.5\n.", 1.5),
+        (b"S'a\\n'\n.", "a\n"),
+        (b"Va\\u00fc\n.", "a\u00fc"), (b"T\x02\0\0\0ab.", "ab"), (b"U\x01a.", "a"),
+        (b"(I1\n2l.", [1, 1]),
+        (b"\x96\x01\0\0\0\0\0\0\0a.", b"a"), (b"Np3\n0g3\n.", None), (b"Np3\0x\n0g3\n.", None),
+    ],
+)  # fmt: skip
+def test_instructions_that_torch_does_not_write(data: bytes, value: Any) -> None:
+    assert run(data) == value
+
+
+def test_numbers_in_unusual_notation_are_placeholders() -> None:
+    """C's unpickler reads `010` as 8 and stops at a zero byte, where `int` raises."""
+    for data in (b"I010\n.", b"I1\0x\n.", b"\x8a\xff" + b"\x01" * 255 + b"."):
+        assert isinstance(run(data), Foreign)
 
 
 def test_a_memo_index_costs_nothing() -> None:

@@ -5,6 +5,7 @@ handled(finding, report, check_base=True)      "split off, ..."; "" if it stops 
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Mapping
 from typing import NamedTuple
 
@@ -36,6 +37,17 @@ def _of_adapter(finding: Finding, _: Report) -> bool:
     return finding.file == ADAPTER_CONFIG
 
 
+_TRAINER_STATE = re.compile(
+    r"training_args\.bin|(optimizer|scheduler|scaler)[^/]*\.(pt|bin)"
+    r"|(rng_state|random_states)[^/]*\.(pth|pkl)"
+)
+"""Files that the Trainers of transformers and accelerate save for resuming."""
+
+
+def _of_the_trainer(finding: Finding, _: Report) -> bool:
+    return _TRAINER_STATE.fullmatch(finding.file.rpartition("/")[2]) is not None
+
+
 class Handling(NamedTuple):
     """Reason why an error does not stop a delivery, and the condition for it."""
 
@@ -56,6 +68,8 @@ HANDLED: Mapping[str, Handling] = {
     "VLLM_ARCHITECTURE": Handling("served as the family's *ForSequenceClassification", _with_head),
     "WRONG_BASE": Handling("refused in the next step, by the same test", _of_adapter),
     "MANIFEST_DIFFERS": Handling("refused later: every byte is compared with the manifest first"),
+    "PICKLE_CALLS": Handling("the trainer's state is neither read nor served", _of_the_trainer),
+    "PICKLE_OPAQUE": Handling("the trainer's state is neither read nor served", _of_the_trainer),
     "EOS_DISAGREES": Handling("served with the EOS ids of all files"),
 }
 """Handling by finding code. Repairs happen in OUT; SOURCE is never changed."""

@@ -42,6 +42,13 @@ def _eos_of_the_base(folder: Path) -> None:
         (folder / name).write_text(json.dumps(config))
 
 
+def _other_trainers_state(folder: Path) -> None:
+    """Save settings of a class that nobody knows, and random states that are cut."""
+    save_llamafactory(folder, "qwen")
+    (folder / "training_args.bin").write_bytes(b"\x80\x02cmy_trainer.args\nMyArguments\n)\x81.")
+    (folder / "rng_state_0.pth").write_bytes(b"\x80\x02}q\x00X\x05")
+
+
 CASES: dict[str, tuple[Make, set[str]]] = {
     "a head in the model": (lambda folder: save_trl(folder, "qwen"), {"HEAD_IN_MODEL"}),
     "TRL's wrapper around it": (
@@ -56,6 +63,9 @@ CASES: dict[str, tuple[Make, set[str]]] = {
     ),
     "a head of another name": (
         _other_prefix, {"HEAD_LABELS", "HEAD_PREFIX", "VLLM_ARCHITECTURE"},
+    ),
+    "the state of an unknown trainer": (
+        _other_trainers_state, {"STRAY_WEIGHT_FILE", "PICKLE_CALLS", "PICKLE_OPAQUE"},
     ),
     "an end that stops nothing": (_eos_of_the_base, {"EOS_DISAGREES"}),
 }  # fmt: skip

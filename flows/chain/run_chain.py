@@ -22,6 +22,7 @@ from flows.cli.lock import hold
 from flows.cli.plan import check, render
 from flows.orchestration.flow_run import FlowRun, in_prefect, tracker_of
 from flows.orchestration.summary import stage_entry
+from tasks.core.redaction import with_passwords
 from tasks.evaluation.scoring import ReferenceScorer
 from tasks.pipeline.artifact import Artifact
 from tasks.pipeline.stage import Mechanism
@@ -44,6 +45,7 @@ def run_flow(name: str, overrides: list[str]) -> dict[str, Any]:
         PlumblineError: a check or a stage failed. The summary has the error, too, unless nothing
             was started.
     """
+    overrides = with_passwords(overrides)
     composed = compose(overrides)
     steps = chain_steps(composed, overrides)
     if composed.settings["plan"]:

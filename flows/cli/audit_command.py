@@ -17,6 +17,7 @@ from flows.cli.entry import exit_on_signals, run_main
 from tasks.audit.repair import repair
 from tasks.audit.run import Report, audit
 from tasks.core.errors import ConfigError, PlumblineError
+from tasks.core.redaction import without_passwords
 
 PROJECT = Path(__file__).resolve().parents[2]
 MAX_MEMORY = 16 << 30
@@ -123,13 +124,17 @@ def _in_prefect(composed: Composed, overrides: list[str]) -> int:
     bootstrap(PROJECT, composed.runs)
     from flows.cli.lock import hold
     from flows.orchestration.prefect_server import prefect_server, warm_up
+    from tasks.config.checks import preflight
+    from tasks.config.checks.tracking import reachable
 
+    preflight(list(reachable(composed.settings["tracking"]["uri"])))
     settings, meanwhile = composed.settings, partial(warm_up, composed, "flows.audit")
     wait_s = settings["paths"]["wait_s"]
     with hold(composed.runs, wait_s), prefect_server(composed.runs, meanwhile=meanwhile):
         from flows.audit import audit as flow
 
-        state = flow(overrides, tag=settings["tag"] or "manual", return_state=True)
+        tag = settings["tag"] or "manual"
+        state = flow(without_passwords(overrides), tag=tag, return_state=True)
         document = state.result(raise_on_failure=False)
     if isinstance(document, BaseException):
         raise document

@@ -27,7 +27,7 @@ from tasks.config.defaults import ONLINE, RULES, default
 from tasks.config.deliver_flow import Deliver
 from tasks.config.section import hydra_schema
 from tasks.core.errors import ConfigError
-from tasks.pipeline.tracking import redact
+from tasks.core.redaction import redact, with_passwords
 
 CONF = Path(__file__).resolve().parents[2] / "conf"
 """Folder of the configuration files, beside the packages in a checkout and when installed."""
@@ -159,6 +159,7 @@ def compose_config(
         ConfigError: an unknown key, group or option, a wrong type, a missing value, an override
             that cannot be parsed.
     """
+    overrides = with_passwords(overrides)
     try:
         return Composed.of(_compose(overrides, config_name, conf))
     except (HydraException, OmegaConfBaseException) as error:

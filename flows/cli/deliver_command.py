@@ -19,6 +19,7 @@ from flows.cli.config import Composed
 from flows.cli.entry import completed, exit_on_signals, exit_status, run_main
 from flows.cli.lock import hold
 from flows.delivery.run_delivery import Planned, compare, direct, plan, reuse_plan
+from tasks.core.redaction import without_passwords
 from tasks.delivery.plan.quantization import COMPARE
 from tasks.process.launch import kill_children_on_abort
 
@@ -58,7 +59,8 @@ def _in_prefect(planned: Planned, overrides: list[str]) -> int:
 
         reuse_plan(planned)
         tag = composed.settings["tag"] or "manual"
-        return exit_status(deliver(overrides, tag=tag, return_state=True), composed.runs)
+        state = deliver(without_passwords(overrides), tag=tag, return_state=True)
+        return exit_status(state, composed.runs)
 
 
 def _log() -> logging.Logger:

@@ -34,7 +34,7 @@ from flows.cli.arguments import Arguments, read
 from flows.cli.config import CONF, Composed, conf_folders, refused, vocabulary
 from flows.cli.usage import brief, full
 from tasks.core.errors import PlumblineError
-from tasks.pipeline.tracking import redact
+from tasks.core.redaction import redact
 
 Job = Callable[[Composed, list[str]], int]
 _RAISE = "HYDRA_FULL_ERROR"
@@ -109,7 +109,7 @@ def _run(job: Job, config: DictConfig, for_steps: list[str]) -> int:
 
 
 def _report(error: PlumblineError) -> int:
-    print(error.report(), file=sys.stderr)
+    print(redact(error.report()), file=sys.stderr)
     return error.exit_code
 
 
@@ -156,7 +156,7 @@ def exit_status(state: Any, runs: Path) -> int:
     ours = isinstance(error, PlumblineError)
     text = error.report() if ours else f"{type(error).__name__}: {error}"
     logs = "" if ours and error.log else f"\n  logs: {runs / 'logs'}"
-    print(f"\n{text}{logs}", file=sys.stderr)
+    print(f"\n{redact(text)}{logs}", file=sys.stderr)
     return error.exit_code if ours else 1
 
 

@@ -10,7 +10,6 @@ import contextlib
 import fcntl
 import json
 import os
-import re
 import sys
 import time
 from collections.abc import Iterator
@@ -19,6 +18,7 @@ from pathlib import Path
 from typing import IO
 
 from tasks.core.errors import BusyError
+from tasks.core.redaction import redact
 
 POLL_S = 0.2
 
@@ -75,7 +75,7 @@ def _write(file: IO[str], text: str) -> None:
 
 
 def _ourselves() -> dict[str, object]:
-    command = re.sub(r"://[^/@\s]+@", "://***@", " ".join(sys.argv))  # no passwords of URLs
+    command = redact(" ".join(sys.argv))
     started = datetime.now().astimezone().isoformat(timespec="seconds")
     return {"pid": os.getpid(), "command": command, "started": started}
 

@@ -8,6 +8,8 @@ from typing import Any
 
 from flows.cli.config import Composed
 from flows.delivery.chain import Delivery
+from tasks.config.checks import preflight
+from tasks.config.checks.tracking import reachable
 from tasks.core.errors import ConfigError, PlumblineError, first_and_more
 from tasks.delivery.examination import examine
 from tasks.delivery.plan.adapters import given_adapters
@@ -41,6 +43,7 @@ def prepare_delivery(composed: Composed) -> Delivery:
 
 def _prepare(composed: Composed) -> Delivery:
     settings, store = composed.settings, composed.runs / "artifacts"
+    preflight(list(reachable(settings["tracking"]["uri"])))
     target = _target(settings["convert"])
     given, adapters = given_adapters(settings["source"], settings["adapters"])
     sources = [adapter.given for adapter in adapters] or [given]

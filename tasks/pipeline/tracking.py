@@ -19,8 +19,8 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
-from urllib.parse import urlsplit
 
+from tasks.core.redaction import redact
 from tasks.drift.verdict import NAMES as PRINTS
 from tasks.pipeline.artifact import MANIFEST, Artifact, Origin
 from tasks.pipeline.event_files import EventFile
@@ -36,12 +36,6 @@ _NOTE_LIMIT = 8000
 _FLUSH_EVERY_S = 2.0
 
 
-def redact(uri: str) -> str:
-    """Return a URI without its password."""
-    password = urlsplit(uri).password
-    return uri.replace(f":{password}@", ":***@", 1) if password else uri
-
-
 def _note(text: str) -> str:
     """Cut a description to the length of a tag, at the end of a line."""
     if len(text) <= _NOTE_LIMIT:
@@ -51,14 +45,17 @@ def _note(text: str) -> str:
 
 
 def flatten(config: Mapping[str, Any], prefix: str = "") -> dict[str, str]:
-    """Return a nested configuration as MLflow parameters: `train.lr` -> "0.0002"."""
+    """Return a nested configuration as MLflow parameters: `train.lr` -> "0.0002".
+
+    Passwords in URLs are left out.
+    """
     flat: dict[str, str] = {}
     for key, value in config.items():
         name = f"{prefix}{key}"
         if isinstance(value, Mapping):
             flat |= flatten(value, f"{name}.")
         else:
-            flat[_NAME.sub("_", name)] = str(value)[:_VALUE_LIMIT]
+            flat[_NAME.sub("_", name)] = redact(str(value))[:_VALUE_LIMIT]
     return flat
 
 

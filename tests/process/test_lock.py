@@ -92,4 +92,4 @@ def test_a_failed_block_frees_it(runs: Path) -> None:
 def test_passwords_of_urls_are_not_shown(runs: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("sys.argv", ["rlhf.py", "tracking.uri=postgresql://me:hidden@db/x"])
     with hold(runs):
-        assert "tracking.uri=postgresql://***@db/x" in (runs / ".lock").read_text()
+        assert "tracking.uri=postgresql://me:***@db/x" in (runs / ".lock").read_text()

@@ -9,9 +9,10 @@
     online      sections `rl`, `rollout` and `reward`
     phases      memory of a rank, by phase
     ranges      numbers, batch sizes, ZeRO options, schedule, stage names
+    tracking    MLflow's server answers
     unread      settings on the command line that have no effect
 
-Each check is a pure function of plain values; none imports torch. `findings` runs all of them, and
+Each check is a function of plain values; none imports torch. `findings` runs all of them, and
 `preflight` raises one error with every problem.
 """
 
@@ -32,6 +33,7 @@ from tasks.config.checks import (
     objective,
     online,
     ranges,
+    tracking,
     unread,
 )
 from tasks.config.checks.phases import RankMemory, estimator, in_words, training_settings
@@ -113,6 +115,7 @@ def findings(
         *online.online(settings, known, rewarded=rewarded, on_cpu=on_cpu),
         *objective.raw_texts(settings),
         *unread.loss(train),
+        *tracking.reachable(settings["tracking"]["uri"]),
         *model.embedded(model_, settings["data"]),
     ]
     named = {finding.what for finding in problems}

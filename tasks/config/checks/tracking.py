@@ -1,0 +1,96 @@
+"""Check that MLflow's server answers, within five seconds."""
+
+from __future__ import annotations
+
+import os
+import socket
+import threading
+import time
+from collections.abc import Iterator
+from urllib.parse import urlsplit
+
+from tasks.core.finding import Finding
+from tasks.core.redaction import redact
+
+LIMIT_S = 5.0
+FRESH_S = 30.0
+"""An answer counts for all steps of a run and for its plan, not for the next run of a sweep."""
+PORTS = {"postgresql": 5432, "mysql": 3306, "mssql": 1433}
+
+_known: dict[str, tuple[float, str]] = {}
+
+
+def reachable(uri: str | None) -> Iterator[Finding]:
+    """Yield a finding if the server of `tracking.uri` does not answer.
+
+    Args:
+        uri: `tracking.uri`; None and SQLite need no server.
+    """
+    if uri is None or urlsplit(uri).hostname is None:
+        return
+    asked, reason = _known.get(uri, (0.0, ""))
+    if not asked or time.monotonic() - asked > FRESH_S:
+        reason = _why_unreachable(uri)
+        _known[uri] = time.monotonic(), reason
+    if reason:
+        yield Finding(
+            "tracking.uri",
+            redact(uri),
+            f"{reason}; metrics of this run would have no place to go",
+            "tracking.uri=null (SQLite under paths.runs), or start that server",
+        )
+
+
+def _why_unreachable(uri: str) -> str:
+    """Return why no server answers at a URI; empty if one does."""
+    reasons: list[str] = []
+    ask = _ask_http if urlsplit(uri).scheme in ("http", "https") else _ask_database
+    # In a thread, since neither a slow name server nor slow headers end at a socket's timeout.
+    thread = threading.Thread(target=lambda: reasons.append(ask(uri)), daemon=True)
+    thread.start()
+    thread.join(LIMIT_S)
+    return reasons[0] if reasons else f"there was no answer within {LIMIT_S:g} s"
+
+
+def _ask_http(uri: str) -> str:
+    import requests
+
+    name, word = (os.environ.get(f"MLFLOW_TRACKING_{key}") for key in ("USERNAME", "PASSWORD"))
+    insecure = os.environ.get("MLFLOW_TRACKING_INSECURE_TLS", "").lower() in ("true", "1")
+    try:
+        status = requests.get(
+            f"{uri.rstrip('/')}/health",
+            auth=(name, word) if name and word else None,
+            verify=not insecure,
+            timeout=LIMIT_S,
+        ).status_code
+    except requests.exceptions.Timeout:
+        return f"there was no answer within {LIMIT_S:g} s"
+    except requests.exceptions.SSLError:
+        return "its TLS certificate is not trusted"
+    except (requests.exceptions.RequestException, ValueError) as error:
+        return _in_words(error)
+    # A proxy may refuse or hide the page although the API works: only its own errors count.
+    return f"it answers with status {status}" if status >= 500 else ""
+
+
+def _in_words(error: Exception) -> str:
+    for known, words in (
+        ("refused", "nothing listens there"),
+        ("resolve", "there is no host of that name"),
+    ):
+        if known in str(error):
+            return words
+    return f"no connection ({type(error).__name__})"
+
+
+def _ask_database(uri: str) -> str:
+    parts = urlsplit(uri)
+    port = parts.port or PORTS.get(parts.scheme.partition("+")[0])
+    if port is None:
+        return ""
+    try:
+        socket.create_connection((parts.hostname, port), timeout=LIMIT_S).close()
+    except OSError as error:
+        return _in_words(error) if "refused" in str(error) else "no connection"
+    return ""

@@ -1,0 +1,83 @@
+"""MLflow's server is asked before anything starts."""
+
+from __future__ import annotations
+
+import http.server
+import socket
+import threading
+import time
+from collections.abc import Iterator
+
+import pytest
+
+from flows.chain.steps import chain_steps
+from flows.cli.config import compose_config
+from flows.cli.plan import check
+from tasks.config.checks import tracking
+from tasks.core.errors import ConfigError
+
+
+@pytest.fixture
+def silent() -> Iterator[int]:
+    """A port that accepts connections and never answers."""
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        yield server.getsockname()[1]
+
+
+@pytest.fixture
+def closed() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port: int = probe.getsockname()[1]
+    return port
+
+
+def test_a_dead_port_is_one_of_the_problems(closed: int) -> None:
+    overrides = [
+        "+exp=sft_qlora", f"tracking.uri=http://me:secret@127.0.0.1:{closed}", "zero=zero3"
+    ]  # fmt: skip
+    composed = compose_config(overrides)
+    started = time.monotonic()
+    with pytest.raises(ConfigError) as refused:
+        check(chain_steps(composed, overrides))
+    assert time.monotonic() - started < 5
+    text = refused.value.report()
+    assert f"tracking.uri: http://me:***@127.0.0.1:{closed}; nothing listens there" in text
+    assert "tracking.uri=null" in text
+    assert "QLoRA with ZeRO-3" in text
+    assert "secret" not in text
+
+
+@pytest.mark.parametrize("scheme", ["http", "postgresql"])
+def test_a_dead_port_of_any_kind(closed: int, scheme: str) -> None:
+    (finding,) = tracking.reachable(f"{scheme}://me:secret@127.0.0.1:{closed}/x")
+    assert finding.allowed.startswith("nothing listens there")
+    assert "secret" not in str(finding)
+
+
+def test_a_silent_server_is_refused_after_five_seconds_and_asked_once(silent: int) -> None:
+    started = time.monotonic()
+    for _ in range(3):  # as the steps of a chain do
+        (finding,) = tracking.reachable(f"http://127.0.0.1:{silent}")
+    assert 4 < time.monotonic() - started < 7
+    assert "no answer within 5 s" in finding.allowed
+
+
+@pytest.mark.parametrize(("status", "refused"), [(200, 0), (401, 0), (404, 0), (503, 1)])
+def test_a_server_that_answers(status: int, refused: int) -> None:
+    class Answer(http.server.BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            self.send_response(status)
+            self.end_headers()
+
+        def log_message(self, *_: object) -> None: ...
+
+    with http.server.HTTPServer(("127.0.0.1", 0), Answer) as server:
+        threading.Thread(target=server.handle_request, daemon=True).start()
+        problems = list(tracking.reachable(f"http://127.0.0.1:{server.server_port}"))
+    assert len(problems) == refused
+
+
+@pytest.mark.parametrize("uri", [None, "sqlite:////a/b.db", "databricks"])
+def test_no_server_to_ask(uri: str | None) -> None:
+    assert list(tracking.reachable(uri)) == []

@@ -8,7 +8,6 @@ a text, the padding id, the number of rows, the dtype.
 from __future__ import annotations
 
 import logging
-import shutil
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -43,6 +42,7 @@ from tasks.weights.files.reader import (
     read_checkpoint,
     read_json,
 )
+from tasks.weights.files.side_files import copy_side_file
 from tasks.weights.files.tokenizer import TokenizerFacts, read_tokenizer
 from tasks.weights.heads.normalisation import Normalisation
 from tasks.weights.heads.reward import reward_config
@@ -173,7 +173,7 @@ def convert_planned(out: Path, work: PlannedConversion, *, log: Log) -> StageRep
     done = work.execute(out)
     log.info("convert: %d tensors, %d files linked", len(work.plan.ops), len(done.linked))
     for path in work.tokenizer:
-        shutil.copyfile(path, out / path.name)
+        copy_side_file(path, out / path.name)
     write_configs(out, serving)
     same = all(
         sources[op.input].checksum(op.key) == done.checksums[op.name] for op in work.plan.ops

@@ -1,8 +1,9 @@
 """prepare: turn the base model and the data into local artifacts.
 
-`prepare_base` pre-trains the embedded toy model in a child process, or links the files of a Hugging
-Face model. `prepare_data` writes the rows to `train.jsonl` and `heldout.jsonl`. `source_identity`
-describes the user's files, so that a changed file leads to a new artifact.
+`prepare_base` pre-trains the embedded toy model in a child process, or takes a Hugging Face model:
+it links the weights and copies the other files. `prepare_data` writes the rows to `train.jsonl` and
+`heldout.jsonl`. `source_identity` describes the user's files, so that a changed file leads to a new
+artifact.
 """
 
 from __future__ import annotations
@@ -30,6 +31,7 @@ from tasks.process.launch import launch, python_child
 from tasks.toy.dataset import write_dataset
 from tasks.weights.files.add_tokens import grow
 from tasks.weights.files.folder import inspect_checkpoint
+from tasks.weights.files.side_files import copy_side_file, require_own_files
 
 Log = logging.Logger | logging.LoggerAdapter[Any]
 OnEvent = Callable[[dict[str, Any]], None]
@@ -69,7 +71,10 @@ def prepare_base(
         _pretrain(out, base, log=log, log_path=log_path, on_event=on_event)
     elif base.kind == HF:
         for name, file in _usable(resolve_model(base.path, revision=base.revision)).items():
-            (out / name).symlink_to(file.resolve())
+            if file.suffix == ".safetensors":
+                (out / name).symlink_to(file.resolve())
+            else:
+                copy_side_file(file, out / name)
     else:
         raise ConfigError(f"model.kind={base.kind} is not known", hint="model=toy or model=hf")
     if base.new_tokens:
@@ -208,6 +213,7 @@ _NOT_NEEDED = ["*.bin", "*.pt", "*.pth", "*.gguf", "*.h5", "*.msgpack", "*.onnx"
 
 
 def _usable(folder: Path) -> dict[str, Path]:
+    require_own_files(folder)
     checkpoint = inspect_checkpoint(folder)
     if checkpoint.problems:
         raise ArtifactError(

@@ -22,6 +22,7 @@ from tasks.weights.families.merging import MergeSettings, plan_merge
 from tasks.weights.files.folder import inspect_checkpoint
 from tasks.weights.files.opening import SourceRef
 from tasks.weights.files.reader import DTYPE_NAMES, read_json
+from tasks.weights.files.side_files import copy_side_file
 from tasks.weights.plan.layout import with_output
 from tasks.weights.quantized.config_fields import without_quantization
 from tasks.weights.quantized.nf4 import check_quantization
@@ -64,7 +65,7 @@ def rollout_base(
     write_rollout_base(out, base, quantization, dtype=dtype, perform=perform)
     for name in ("tokenizer.json", "tokenizer_config.json", "generation_config.json"):
         if (base / name).is_file():
-            (out / name).symlink_to((base / name).resolve())
+            copy_side_file(base / name, out / name)
     inspected = inspect_checkpoint(out)
     seconds = time.monotonic() - started
     log.info("rollout_base: %d tensors dequantised in %.1f s", inspected.tensors, seconds)

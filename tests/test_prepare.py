@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import os
 from pathlib import Path
 
 import pytest
@@ -37,17 +38,54 @@ def _prepare(model: Path, tmp_path: Path) -> StageReport:
     return prepare_base(out, kind="hf", path=str(model), log_path=tmp_path / "base.log", log=LOG)
 
 
-def test_files_of_a_model_are_linked_and_its_weights_counted(model: Path, tmp_path: Path) -> None:
+def test_weights_of_a_model_are_linked_and_side_files_copied(model: Path, tmp_path: Path) -> None:
     for stray in ("pytorch_model.bin", "consolidated.safetensors", "manifest.json", "x.fp", ".a"):
         (model / stray).write_text("not part of it")
     report = _prepare(model, tmp_path)
-    linked = {path.name: path.resolve() for path in (tmp_path / "out").iterdir()}
+    made = {path.name: path.resolve() for path in (tmp_path / "out").iterdir()}
     names = ["config.json", "model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors",
              "model.safetensors.index.json", "tokenizer.json"]  # fmt: skip
-    assert linked == {name: (model / name).resolve() for name in names}
+    weights = [name for name in names if name.endswith(".safetensors")]
+    assert made == {
+        name: (model if name in weights else tmp_path / "out").resolve() / name for name in names
+    }
     assert report.kind == "base"
     assert [(c.name, c.ok) for c in report.checks] == [(names[1], True), (names[2], True)]
     assert (report.metrics["base/tensors"], report.metrics["base/bytes"]) == (2.0, 40.0)
+
+
+def test_links_out_of_the_folder_are_refused(model: Path, tmp_path: Path) -> None:
+    secret = tmp_path / "id_ed25519"
+    secret.write_text("secret")
+    (model / "vocab.txt").symlink_to(secret)
+    (model / "vocab.env").symlink_to("/proc/self/environ")
+    os.mkfifo(model / "merges.txt")
+    with pytest.raises(ArtifactError) as caught:
+        _prepare(model, tmp_path)
+    assert caught.value.details == (
+        "merges.txt: a pipe, a socket or a device",
+        "vocab.env: a link to /proc/self/environ, outside of the folder and its hub cache",
+        f"vocab.txt: a link to {secret}, outside of the folder and its hub cache",
+    )
+    assert f"cp -rL {model}" in caught.value.hint
+    assert list((tmp_path / "out").iterdir()) == []
+
+
+def test_only_known_side_files_are_taken_with_the_mode_of_the_umask(
+    model: Path, tmp_path: Path
+) -> None:
+    for name in ("vocab.env", "tokenizer.pem", "README.md", "modeling_x.py"):
+        (model / name).write_text("not part of it")
+    (model / "merges.txt").write_text("#version: 0.2")
+    (model / "merges.txt").chmod(0o777)
+    before = os.umask(0o077)
+    try:
+        _prepare(model, tmp_path)
+    finally:
+        os.umask(before)
+    names = {path.name for path in (tmp_path / "out").iterdir()}
+    assert not names & {"vocab.env", "tokenizer.pem", "README.md", "modeling_x.py"}
+    assert (tmp_path / "out" / "merges.txt").stat().st_mode & 0o777 == 0o600
 
 
 def test_every_problem_of_a_folder_is_told_at_once(model: Path, tmp_path: Path) -> None:

@@ -24,6 +24,7 @@ from tasks.delivery.side_files import Tokens, find_tokens, side_findings
 from tasks.weights.execute.worker import perform
 from tasks.weights.execute.writer import parse_size, require_space
 from tasks.weights.files.reader import check_dtype
+from tasks.weights.files.side_files import require_own_files
 from tasks.weights.quantized.quantize import check_quantize
 
 
@@ -48,6 +49,8 @@ def _prepare(composed: Composed) -> Delivery:
     given, adapters = given_adapters(settings["source"], settings["adapters"])
     sources = [adapter.given for adapter in adapters] or [given]
     base = find_base(given, settings["base"], store)
+    if base is not None:
+        require_own_files(base)
     reports = examine(
         [source.root for source in sources],
         base if given.kind != "model" else None,

@@ -5,9 +5,9 @@
     folder.json("config.json").get("model_type")
     folder.wrong["config.json"]              why the file is unusable, e.g. not JSON
 
-Nothing is written and nothing is run. Links to folders are not followed, pipes and devices are not
-opened. Every read is limited in advance: by bytes, and for JSON by the number of values, since
-`[[],[],...]` takes twenty times its size in memory.
+Nothing is written and nothing is run. Links to folders, and links that lead out of the folder and
+its hub cache, are not followed; pipes and devices are not opened. Every read is limited in advance:
+by bytes, and for JSON by the number of values.
 """
 
 from __future__ import annotations
@@ -23,14 +23,13 @@ from typing import Any
 
 from tasks.core.errors import ArtifactError
 from tasks.weights.files.documents import parse_json
+from tasks.weights.files.side_files import entry_problem
 
 MAX_ENTRIES = 50_000
 """Most files and folders that are listed."""
 MAX_DEPTH = 6
 MAX_JSON_BYTES = 64 << 20
 """The largest published tokenizer.json has about 40 MB."""
-MAX_VALUES = 4_000_000
-"""Most values in one document; the largest tokenizer.json has about 2 million."""
 MAX_TEXT_BYTES = 4 << 20
 
 
@@ -41,13 +40,17 @@ class Listing:
     Attributes:
         files: size in bytes of every regular file, by path relative to the folder.
         folders: relative paths of its subfolders.
-        odd: relative path and reason of other entries: broken links, pipes, links to folders.
+        odd: relative path and reason of entries that are not read: broken links, links to folders.
+        outside: relative path and reason of links that lead out of the folder; not read either.
+        special: relative paths of pipes, sockets and devices; not opened.
         cut: why the list is incomplete; "" if it is complete.
     """
 
     files: Mapping[str, int]
     folders: tuple[str, ...]
     odd: Mapping[str, str]
+    outside: Mapping[str, str]
+    special: tuple[str, ...]
     cut: str
 
 
@@ -107,7 +110,7 @@ class Folder:
         if name not in self.files or name in self.wrong:
             return {}
         try:
-            document = bounded_json(raw)
+            document = parse_json(raw)
         except ValueError as error:
             self.wrong[name] = f"not JSON: {error}"
             return {}
@@ -137,22 +140,6 @@ def by_number(name: str) -> list[tuple[int, str]]:
     return [(int(part), "") if part.isdecimal() else (-1, part) for part in parts]
 
 
-def bounded_json(raw: bytes, *, unique: bool = False) -> Any:
-    """Parse UTF-8 JSON with at most `MAX_VALUES` values.
-
-    Args:
-        raw: the bytes.
-        unique: refuse duplicate keys.
-
-    Raises:
-        ValueError: not JSON, too many values, nested too deep, or a duplicate key with `unique`.
-    """
-    count = sum(map(raw.count, (b",", b"[", b"{")))
-    if count > MAX_VALUES:
-        raise ValueError(f"about {count} values, at most {MAX_VALUES} are read")
-    return parse_json(raw, unique=unique)
-
-
 def list_folder(root: Path) -> Listing:
     """List a folder breadth first, within `MAX_ENTRIES` and `MAX_DEPTH`.
 
@@ -162,6 +149,8 @@ def list_folder(root: Path) -> Listing:
     files: dict[str, int] = {}
     folders: list[str] = []
     odd: dict[str, str] = {}
+    outside: dict[str, str] = {}
+    special: list[str] = []
     cut = ""
     seen, queue = 0, deque([""])
     while queue and not cut:
@@ -175,8 +164,12 @@ def list_folder(root: Path) -> Listing:
                         break
                     name = f"{at}{entry.name}"
                     kind, size = _kind(entry)
-                    if kind == "file":
+                    if entry.is_symlink() and (problem := _leads_out(root, name)):
+                        outside[name] = problem
+                    elif kind == "file":
                         files[name] = size
+                    elif kind == "special":
+                        special.append(name)
                     elif kind == "folder" and name.count("/") + 1 < MAX_DEPTH:
                         folders.append(name)
                         queue.append(f"{name}/")
@@ -186,11 +179,17 @@ def list_folder(root: Path) -> Listing:
             if not at:
                 raise ArtifactError(f"{root}: cannot be read: {error.strerror}") from error
             odd[at.rstrip("/")] = f"cannot be read: {error.strerror}"
-    return Listing(dict(sorted(files.items())), tuple(sorted(folders)), odd, cut)
+    files, folders, special = dict(sorted(files.items())), sorted(folders), sorted(special)
+    return Listing(files, tuple(folders), odd, outside, tuple(special), cut)
+
+
+def _leads_out(root: Path, name: str) -> str:
+    """Return the reason why a link must not be followed; "" if it may be, or is broken."""
+    return entry_problem(root / name, root) if (root / name).exists() else ""
 
 
 def _kind(entry: os.DirEntry[str]) -> tuple[str, int]:
-    """Return "file" or "folder", else a description of the entry; and the size of a file."""
+    """Return "file", "folder" or "special", else a description; and the size of a file."""
     try:
         info = entry.stat()  # follows links to files, of which hub caches consist
     except OSError as error:
@@ -198,5 +197,5 @@ def _kind(entry: os.DirEntry[str]) -> tuple[str, int]:
     if stat.S_ISREG(info.st_mode):
         return "file", info.st_size
     if not stat.S_ISDIR(info.st_mode):
-        return "neither a file nor a folder: a pipe, a socket or a device", 0
+        return "special", 0
     return ("a link to a folder, which is not followed", 0) if entry.is_symlink() else ("folder", 0)

@@ -11,16 +11,15 @@ not: tensors without elements, duplicate keys, shards that no index names.
 from __future__ import annotations
 
 import re
-import struct
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from math import prod
 from pathlib import Path
 from typing import Any
 
-from tasks.audit.folder import MAX_VALUES, Folder
+from tasks.audit.folder import Folder
 from tasks.core.errors import ArtifactError
-from tasks.weights.files.header import ITEM_BITS, MAX_HEADER_BYTES, read_header
+from tasks.weights.files.header import ITEM_BITS, read_header
 from tasks.weights.files.index import index_of, is_plain_name
 from tasks.weights.pickled.archive import read_archive
 from tasks.weights.pickled.state import nested_in
@@ -165,28 +164,12 @@ def _unlisted(folder: Folder, single: str) -> list[str]:
 
 
 def _safetensors(path: Path, name: str, into: Weights) -> dict[str, StoredTensor]:
-    _require_sane(path)
     header = read_header(path)
     into.metadata[name] = header.metadata
     return {
         key: StoredTensor(name, info.shape, info.dtype, info.start, info.nbytes)
         for key, info in header.tensors.items()
     }
-
-
-def _require_sane(path: Path) -> None:
-    """Refuse a header that would take too much memory. Raises ArtifactError."""
-    try:
-        with path.open("rb") as file:
-            prefix = file.read(8)
-            length = struct.unpack("<Q", prefix)[0] if len(prefix) == 8 else 0
-            if length > MAX_HEADER_BYTES:
-                return  # `read_header` refuses it
-            raw = file.read(length)
-    except OSError as error:
-        raise ArtifactError(f"{path}: cannot be read: {error.strerror or error}") from error
-    if sum(map(raw.count, (b",", b"[", b"{"))) > MAX_VALUES:
-        raise ArtifactError(f"{path}: its header has more than {MAX_VALUES} values")
 
 
 def _pickle(path: Path, name: str, into: Weights) -> dict[str, StoredTensor]:

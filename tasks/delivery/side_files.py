@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shutil
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -14,16 +13,11 @@ from tasks.delivery.recognise import CONFIG
 from tasks.evaluation.serving_config import ServingConfig, served_config
 from tasks.evaluation.trained_artifact import GENERATION_CONFIG, write_json
 from tasks.weights.files.reader import DTYPE_NAMES, read_json
+from tasks.weights.files.side_files import PROCESSORS, copy_side_file, side_files
 from tasks.weights.files.tokenizer import TokenizerFacts, read_tokenizer
 from tasks.weights.files.vocabulary import vocabulary_of
 from tasks.weights.plan.operations import Plan
 
-_NAMES = (
-    "tokenizer*", "special_tokens_map.json", "added_tokens.json", "vocab.*", "merges.txt",
-    "chat_template.*", "*.model", "*.tiktoken",
-)  # fmt: skip
-_PROCESSORS = "*processor_config.json"
-"""Image processors of a multimodal model; training may have saved the tokenizer without them."""
 _ANY_OF = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json")
 
 
@@ -49,9 +43,8 @@ class Tokens:
         return [[name, stat.st_size, stat.st_mtime_ns] for name, stat in stats]
 
     def files(self) -> list[Path]:
-        """Return the files of the tokenizer and of the processors."""
-        own = {path for name in _NAMES for path in self.folder.glob(name) if path.is_file()}
-        return sorted({*own, *self.processors})
+        """Return the files of the tokenizer and of the processors. Raises ArtifactError."""
+        return sorted({*side_files(self.folder), *self.processors})
 
 
 def find_tokens(folders: Sequence[Path]) -> Tokens:
@@ -80,8 +73,10 @@ def find_tokens(folders: Sequence[Path]) -> Tokens:
         folder / "tokenizer_config.json"
     ).is_file()
     facts = read_tokenizer(folder) if readable else None
-    beside = (sorted(place.glob(_PROCESSORS)) for place in folders)
+    # Training may have saved the tokenizer without the processors of a multimodal model.
+    beside = (side_files(place, PROCESSORS) for place in folders)
     processors = next((tuple(paths) for paths in beside if paths), ())
+    side_files(folder)  # links that lead elsewhere are refused before anything starts
     return Tokens(folder, facts, generation, processors)
 
 
@@ -129,7 +124,7 @@ def write_weights_files(out: Path, work: Work, base: Path) -> None:
     dtype = next(name for name, short in DTYPE_NAMES.items() if short == _dtype_of(work.model))
     write_json(out / CONFIG, served_config(work.config, dtype=dtype))
     if (base / GENERATION_CONFIG).is_file():
-        shutil.copyfile(base / GENERATION_CONFIG, out / GENERATION_CONFIG)
+        copy_side_file(base / GENERATION_CONFIG, out / GENERATION_CONFIG)
 
 
 def _dtype_of(plan: Plan) -> str:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import shutil
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,6 +11,7 @@ from typing import Any
 from tasks.core.errors import ArtifactError
 from tasks.pipeline.artifact import open_artifact
 from tasks.weights.files.reader import read_json
+from tasks.weights.files.side_files import copy_side_file, side_files
 from tasks.weights.heads.normalisation import Normalisation
 
 CONFIG = "config.json"
@@ -93,11 +93,11 @@ class Trained:
             config: True to write config.json too.
         """
         for path in tokenizer_files(self.root / "tokenizer"):
-            shutil.copyfile(path, out / path.name)
+            copy_side_file(path, out / path.name)
         source = self.root / GENERATION_CONFIG
         if not source.is_file():
             raise ArtifactError(f"{self.root}: no {GENERATION_CONFIG}")
-        shutil.copyfile(source, out / GENERATION_CONFIG)
+        copy_side_file(source, out / GENERATION_CONFIG)
         if config:
             write_json(out / CONFIG, self.config)
 
@@ -109,7 +109,7 @@ def write_json(path: Path, document: Mapping[str, Any]) -> None:
 
 def tokenizer_files(folder: Path) -> list[Path]:
     """Return the files of a tokenizer folder. Raises ArtifactError if it has none."""
-    files = sorted(path for path in folder.glob("*") if path.is_file())
+    files = side_files(folder)
     if not files:
         raise ArtifactError(f"{folder}: no tokenizer files")
     return files

@@ -29,6 +29,7 @@ from tasks.core.errors import ArtifactError
 from tasks.pipeline.staging import staging as staging
 from tasks.pipeline.staging import sweep as sweep
 from tasks.weights.execute.journal import JOURNAL, read_outcomes
+from tasks.weights.files.documents import read_json
 from tasks.weights.files.file_ranges import write_refused
 from tasks.weights.files.header import Header, read_header
 
@@ -261,12 +262,9 @@ def _surface_problems(root: Path, document: Mapping[str, Any]) -> list[str]:
 
 def _load_manifest(root: Path) -> dict[str, Any]:
     path = root / MANIFEST
-    try:
-        document: dict[str, Any] = json.loads(path.read_text())
-    except OSError as error:
-        raise ArtifactError(f"{root}: no published artifact: {error.strerror}") from error
-    except ValueError as error:
-        raise ArtifactError(f"{path}: not JSON: {error}") from error
+    if not path.is_file():
+        raise ArtifactError(f"{root}: no published artifact: no {MANIFEST}")
+    document = read_json(path)
     missing = {"kind", "digest", "tensors", "files", "inputs", "notes"} - set(document)
     if missing:
         raise ArtifactError(f"{path}: not a manifest: no {', '.join(sorted(missing))}")

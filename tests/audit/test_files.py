@@ -42,12 +42,20 @@ class TestClean:
         assert errors(codes(make(tmp_path / "it"))) == set()
 
     def test_a_hub_cache_of_links_to_files(self, tmp_path: Path) -> None:
-        blobs = make_model(tmp_path / "blobs")
-        snapshot = tmp_path / "snapshot"
-        snapshot.mkdir()
+        repository = tmp_path / "models--somebody--something"
+        blobs = make_model(repository / "blobs")
+        snapshot = repository / "snapshots" / "0123abcd"
+        snapshot.mkdir(parents=True)
         for path in blobs.iterdir():
-            (snapshot / path.name).symlink_to(path)
+            (snapshot / path.name).symlink_to(Path("../../blobs") / path.name)
         assert errors(codes(snapshot)) == set()
+        assert "LINK_OUTSIDE" not in codes(snapshot)
+
+    def test_links_inside_the_folder(self, tmp_path: Path) -> None:
+        root = make_model(tmp_path / "it")
+        (root / "config.json").rename(root / "the-config.json")
+        (root / "config.json").symlink_to("the-config.json")
+        assert errors(codes(root)) == set()
 
 
 class TestIndex:
@@ -242,8 +250,31 @@ class TestFolder:
         os.mkfifo(root / "tokenizer.json")
         (root / "again").symlink_to(root)
         (root / "lost.bin").symlink_to(tmp_path / "nowhere")
-        odd = [finding.file for finding in audit(root).findings if finding.code == "ODD_ENTRY"]
-        assert sorted(odd) == ["again", "lost.bin", "tokenizer.json"]
+        findings = audit(root).findings
+        assert sorted(f.file for f in findings if f.code == "ODD_ENTRY") == ["again", "lost.bin"]
+        assert [f.file for f in findings if f.code == "SPECIAL_FILE"] == ["tokenizer.json"]
+
+    @pytest.mark.parametrize("name", ["vocab.txt", "README.md", "generation_config.json"])
+    def test_a_link_out_of_the_folder(self, name: str, tmp_path: Path) -> None:
+        root = make_model(tmp_path / "it")
+        (root / name).unlink(missing_ok=True)
+        secret = tmp_path / "id_ed25519"
+        secret.write_text('{"secret": 3}')
+        (root / name).symlink_to(secret)
+        (root / "environ").symlink_to("/proc/self/environ")
+        findings = {f.file: f for f in audit(root).findings if f.code == "LINK_OUTSIDE"}
+        assert set(findings) == {name, "environ"}
+        assert str(secret) in findings[name].found
+        assert "/proc/self/environ" in findings["environ"].found
+        assert f"cp -rL {root}" in findings[name].fix
+
+    def test_a_hub_cache_whose_blob_is_a_link(self, tmp_path: Path) -> None:
+        repository = tmp_path / "models--somebody--something"
+        snapshot = make_model(repository / "snapshots" / "0123abcd")
+        (repository / "blobs").mkdir()
+        (repository / "blobs" / "beef").symlink_to("/etc/hostname")
+        (snapshot / "vocab.txt").symlink_to("../../blobs/beef")
+        assert codes(snapshot)["LINK_OUTSIDE"] == "error"
 
     def test_nothing_is_written(self, tmp_path: Path) -> None:
         root = make_shards(tmp_path / "it")

@@ -97,6 +97,19 @@ class TestTheBase:
         assert "its base is needed" in message
         assert "base=<folder of the base model>" in message
 
+    def test_with_a_link_to_a_secret(
+        self, refused: Callable[..., str], adapter: Path, base: Path, tmp_path: Path
+    ) -> None:
+        source = Path(shutil.copytree(adapter, tmp_path / "adapter"))
+        (source / "vocab.env").symlink_to("/proc/self/environ")
+        message = refused(f"source={source}", f"base={base}", f"out={tmp_path / 'out'}")
+        assert "LINK_OUTSIDE vocab.env: a link to /proc/self/environ" in message
+        assert "cp -rL" in message
+        linked = Path(shutil.copytree(base, tmp_path / "linked"))
+        (linked / "vocab.txt").symlink_to("/etc/shadow")
+        message = refused(f"source={adapter}", f"base={linked}", f"out={tmp_path / 'out'}")
+        assert "vocab.txt: a link to /etc/shadow" in message
+
     @pytest.mark.parametrize("model_type", ["qwen2", "qwen3_moe"])
     def test_that_asks_for_a_billion_layers(
         self, refused: Callable[..., str], adapter: Path, base: Path, model_type: str,

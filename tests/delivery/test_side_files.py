@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import os
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
-from tasks.core.errors import ConfigError
+from tasks.core.errors import ArtifactError, ConfigError
 from tasks.delivery.side_files import find_tokens
 
 
@@ -33,6 +35,47 @@ def test_a_tokenizer_that_training_saved_leaves_the_bases_processors_where_they_
         "preprocessor_config.json": "base",
         "video_preprocessor_config.json": "base",
     }
+
+
+def test_only_files_of_a_tokenizer_are_taken(tmp_path: Path) -> None:
+    source = folder(
+        tmp_path / "source", "tokenizer_config.json", "vocab.json", "vocab.env", "tokenizer.pem",
+        "secret.model", "qwen.tiktoken",
+    )  # fmt: skip
+    (source / "tokenizer").mkdir()
+    names = [path.name for path in find_tokens([source]).files()]
+    assert names == ["qwen.tiktoken", "tokenizer_config.json", "vocab.json"]
+
+
+@pytest.mark.parametrize("name", ["merges.txt", "preprocessor_config.json", "vocab.txt"])
+def test_a_link_out_of_the_folder(tmp_path: Path, name: str) -> None:
+    source = folder(tmp_path / "source", "tokenizer_config.json", "vocab.json")
+    (source / name).symlink_to("/proc/self/environ")
+    with pytest.raises(ArtifactError, match=f"{name}: a link to /proc/self/environ") as caught:
+        find_tokens([source])
+    assert "cp -rL" in caught.value.hint
+
+
+def test_a_link_in_a_hub_cache(tmp_path: Path) -> None:
+    repository = tmp_path / "models--somebody--something"
+    (repository / "snapshots").mkdir(parents=True)
+    source = folder(repository / "snapshots" / "0123", "tokenizer_config.json", "vocab.json")
+    folder(repository / "blobs", "beef")
+    (source / "merges.txt").symlink_to("../../blobs/beef")
+    assert source / "merges.txt" in find_tokens([source]).files()
+    (source / "merges.txt").unlink()
+    folder(tmp_path / "blobs", "beef")
+    (source / "merges.txt").symlink_to("../../../blobs/beef")
+    with pytest.raises(ArtifactError, match="a link to"):
+        find_tokens([source])
+
+
+@pytest.mark.parametrize("make", [Path.mkdir, os.mkfifo])
+def test_a_folder_or_a_pipe_named_like_a_file(tmp_path: Path, make: Callable[[Path], None]) -> None:
+    source = folder(tmp_path / "source", "tokenizer_config.json", "vocab.json")
+    make(source / "merges.txt")
+    with pytest.raises(ArtifactError, match=r"merges.txt: a folder, a pipe or a device"):
+        find_tokens([source])
 
 
 def test_no_tokenizer_anywhere(tmp_path: Path) -> None:

@@ -27,4 +27,4 @@ def test_deeply_nested_json(tmp_path: Path, file: str) -> None:
     (tmp_path / "config.json").write_text('{"model_type": "llama"}')
     (tmp_path / INDEX).write_text('{"weight_map": {"a": "model-1.safetensors"}}')
     (tmp_path / file).write_text('{"a":' + "[" * 100_000)
-    assert f"{file} cannot be read: nested too deep" in problems(tmp_path)
+    assert f"{file}: not JSON: nested too deep" in problems(tmp_path)

@@ -32,8 +32,19 @@ class Folders(Section, heading="The folder and its documents"):
         "copy the file again from its origin",
     )
     ODD_ENTRY = warning(
-        "A broken link, a link to a folder, a pipe or a device among the files",
-        "a loader that opens it fails or waits for ever; the audit did not open it",
+        "A broken link, a link to a folder, or folders nested too deep among the files",
+        "a loader that opens it fails; the audit did not open it",
+        "replace it with a regular file, or remove it",
+    )
+    LINK_OUTSIDE = error(
+        "A link that leads out of the folder and of its hub cache",
+        "whoever made the link chose a file of this machine, which could hold a secret; it would "
+        "be read, and published with the model",
+        "remove it, or copy what it leads to: `cp -rL FOLDER NEW`",
+    )
+    SPECIAL_FILE = error(
+        "A pipe, a socket or a device among the files",
+        "a loader that opens it waits for ever or reads without end; the audit did not open it",
         "replace it with a regular file, or remove it",
     )
     LISTING_CUT = error(

@@ -29,6 +29,17 @@ def check(source: Source) -> Iterator[Finding]:
     listing = source.folder.listing
     for name, reason in list(listing.odd.items())[:20]:
         yield Folders.ODD_ENTRY.at(name, found=reason, expected="a file or a folder")
+    for name, reason in list(listing.outside.items())[:20]:
+        yield Folders.LINK_OUTSIDE.at(
+            name,
+            found=reason,
+            expected="a file, or a link inside the folder",
+            fix=f"remove it, or copy what it leads to: cp -rL {source.folder.root} <a new folder>",
+        )
+    for name in listing.special[:20]:
+        yield Folders.SPECIAL_FILE.at(
+            name, found="a pipe, a socket or a device", expected="a file or a folder"
+        )
     if listing.cut:
         yield Folders.LISTING_CUT.at("", found=listing.cut, expected="the files of one checkpoint")
     yield from _manifest(source)

@@ -125,4 +125,5 @@ def _listing(
     files |= {name: folder.files[name] for name in weights.files}
     if weights.index is not None:
         files[index_of(weights.single)] = 1
-    return Listing(files, (), {}, "")
+    original = folder.listing
+    return Listing(files, (), {}, original.outside, original.special, "")

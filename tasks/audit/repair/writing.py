@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import shutil
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,6 +18,7 @@ from tasks.audit.source import open_source
 from tasks.core.errors import ConfigError, ContractError, first_and_more
 from tasks.pipeline.artifact import Artifact, Origin, publish, staging
 from tasks.weights.execute.execute import execute
+from tasks.weights.files.side_files import copy_side_file
 from tasks.weights.heads.detect import Found
 from tasks.weights.heads.split import write_value_head
 from tasks.weights.plan.layout import as_is
@@ -121,7 +121,7 @@ def _write(draft: Draft, head: Found | None, out: Path) -> Repaired:
         validate(plan, {_INPUT: tensors}, out=work)
         execute(plan, {_INPUT: tensors}, work, stem=stem)
         for name in draft.copied():
-            shutil.copyfile(draft.source.folder.root / name, work / name)
+            copy_side_file(draft.source.folder.root / name, work / name)
         for name, document in draft.documents.items():
             (work / name).write_text(json.dumps(document, indent=2, ensure_ascii=False) + "\n")
         if head is not None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 import re
 from collections.abc import Mapping
@@ -15,8 +14,10 @@ from tasks.core.finding import Finding
 from tasks.toy.shape import CONTEXT, SHAPE
 from tasks.training.memory.sizes import EXPERTS, Sizes
 from tasks.training.model.packable import unpackable
+from tasks.weights.files.documents import read_json
 from tasks.weights.files.folder import CONFIG, inspect_checkpoint
 from tasks.weights.files.header import read_header
+from tasks.weights.files.side_files import foreign_entries
 from tasks.weights.files.tokenizer import token_ids
 from tasks.weights.quantized.config_fields import is_packed, stored
 
@@ -107,8 +108,8 @@ def _cached(hub_id: str, revision: str | None) -> Known:
 
     try:
         file = try_to_load_from_cache(hub_id, CONFIG, revision=revision)
-        config = json.loads(Path(file).read_text(encoding="utf-8")) if isinstance(file, str) else {}
-    except (OSError, ValueError):  # no id, or no JSON: the stage that downloads it reports that
+        config = read_json(Path(file)) if isinstance(file, str) else {}
+    except (OSError, ValueError, ArtifactError):  # the stage that downloads it reports that
         return Known()
     text = config.get("text_config") or config
     try:
@@ -147,10 +148,10 @@ def _read_folder(folder: Path) -> tuple[Known, list[Finding]]:
     try:
         checkpoint = inspect_checkpoint(folder)
         weights = [f for name, f in checkpoint.files.items() if name.endswith(".safetensors")]
-        if checkpoint.problems:
+        if problems := [*foreign_entries(folder), *checkpoint.problems]:
             allowed = "complete files in Hugging Face's layout"
-            return Known(), [_refused(f"{folder}: {p}", allowed) for p in checkpoint.problems]
-        config = json.loads((folder / CONFIG).read_text(encoding="utf-8"))
+            return Known(), [_refused(f"{folder}: {p}", allowed) for p in problems]
+        config = read_json(folder / CONFIG)
         headers = [read_header(file) for file in weights]
     except OSError as error:
         reason = f"{error.filename or folder}: {error.strerror or error}"

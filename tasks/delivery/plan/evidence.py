@@ -25,8 +25,9 @@ from typing import Any
 
 import yaml
 
-from tasks.audit.folder import bounded_json
 from tasks.core.errors import ArtifactError
+from tasks.core.files import link_problem
+from tasks.weights.files.documents import parse_json
 from tasks.weights.pickled.objects import Foreign, Global
 from tasks.weights.pickled.tensors import read_torch_file
 
@@ -253,6 +254,8 @@ def _text(path: Path) -> str:
     try:
         if not path.is_file() or path.stat().st_size > _MAX_BYTES:
             return ""
+        if path.is_symlink() and link_problem(path, path.parent):
+            return ""
         return path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError):
         return ""
@@ -260,7 +263,7 @@ def _text(path: Path) -> str:
 
 def _json(path: Path) -> Mapping[str, Any]:
     try:
-        document = bounded_json(_text(path).encode() or b"null")
+        document = parse_json(_text(path).encode() or b"null")
     except ValueError:
         return {}
     return document if isinstance(document, dict) else {}

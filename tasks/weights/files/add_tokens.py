@@ -20,6 +20,7 @@ from numpy.typing import NDArray
 
 from tasks.core.errors import ArtifactError, ConfigError
 from tasks.weights.execute.writer import Spec, shard_file
+from tasks.weights.files.documents import read_json
 from tasks.weights.files.dtype_conversion import NUMPY, cast, widened
 from tasks.weights.files.header import Header, TensorInfo, read_header
 from tasks.weights.files.vocabulary import resized_config
@@ -60,7 +61,7 @@ def grow(folder: Path, tokens: Sequence[str], *, multiple: int = 1) -> Grown:
         ConfigError: the tokenizer already has one of the tokens.
         ArtifactError: no embedding has `vocab_size` rows, or its dtype is not F32, F16 or BF16.
     """
-    config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    config = read_json(folder / "config.json")
     before = int((config.get("text_config") or config)["vocab_size"])
     ids = _into_tokenizer(folder, tokens)
     after = max(before, -(-(max(ids) + 1) // multiple) * multiple)
@@ -109,7 +110,7 @@ def _into_tables(folder: Path, before: int, after: int) -> None:
         raise ArtifactError(f"{folder}: no embedding of vocab_size={before} rows to add tokens to")
     index = folder / _INDEX
     if index.is_file():
-        document = json.loads(index.read_text(encoding="utf-8"))
+        document = read_json(index)
         document.setdefault("metadata", {})
         document["metadata"]["total_size"] = document["metadata"].get("total_size", 0) + added
         _replace(index, (json.dumps(document, indent=2, sort_keys=True) + "\n").encode())

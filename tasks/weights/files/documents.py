@@ -8,9 +8,15 @@ from pathlib import Path
 from typing import Any
 
 from tasks.core.errors import ArtifactError
+from tasks.core.files import link_problem, link_refused, open_regular
 
 MAX_BYTES = 100_000_000
 """Size limit of a JSON file; the largest published tokenizer.json has about 40 MB."""
+MAX_VALUES = 4_000_000
+"""Limit of the values in a document; the largest tokenizer.json has about 2 million.
+
+`[[],[],...]` takes twenty times its size in memory.
+"""
 _SHOWN = 200
 MANIFEST = "manifest.json"
 _KEYS = {"kind", "digest", "tensors", "files", "inputs", "notes"}
@@ -25,13 +31,17 @@ def read_json(path: Path, *, unique: bool = False) -> dict[str, Any]:
         unique: refuse duplicate keys in an object; json alone would keep the last one.
 
     Raises:
-        ArtifactError: the file is missing, too large, not JSON, or not a JSON object.
+        ArtifactError: the file is missing, too large, not JSON, not a JSON object, or a link that
+            leads out of its folder.
     """
     try:
-        size = path.stat().st_size
-        if size > MAX_BYTES:
-            raise ArtifactError(f"{path}: {size} bytes of JSON, the limit is {MAX_BYTES}")
-        raw = parse_json(path.read_bytes(), unique=unique)
+        if path.is_symlink() and (problem := link_problem(path, path.parent)):
+            raise link_refused(path, problem)
+        with open_regular(path) as file:
+            content = file.read(MAX_BYTES + 1)
+        if len(content) > MAX_BYTES:
+            raise ArtifactError(f"{path}: more than {MAX_BYTES} bytes of JSON are not read")
+        raw = parse_json(content, unique=unique)
     except OSError as error:
         raise ArtifactError(f"{path}: cannot be read: {error.strerror}") from error
     except ValueError as error:
@@ -64,8 +74,11 @@ def parse_json(text: bytes, *, unique: bool = False) -> Any:
     """Parse UTF-8 JSON.
 
     Raises:
-        ValueError: not JSON, nested too deep, or, with `unique`, a duplicate key.
+        ValueError: not JSON, too many values, nested too deep, or, with `unique`, a duplicate key.
     """
+    count = sum(map(text.count, (b",", b"[", b"{")))
+    if count > MAX_VALUES:
+        raise ValueError(f"about {count} values, at most {MAX_VALUES} are read")
     try:
         return json.loads(text.decode(), object_pairs_hook=_once if unique else None)
     except RecursionError as error:

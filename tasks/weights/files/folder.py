@@ -11,21 +11,18 @@ from typing import Any
 
 from tasks.core.contract import Check
 from tasks.core.errors import ArtifactError
-from tasks.weights.files.documents import parse_json
+from tasks.weights.files.documents import read_json
 from tasks.weights.files.header import read_header
 from tasks.weights.files.index import is_plain_name
+from tasks.weights.files.side_files import PROCESSORS, TOKENIZER, side_files
 
 CONFIG = "config.json"
 SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
 TOKENIZERS = ("tokenizer.json", "tokenizer.model", "vocab.json", "spiece.model", "vocab.txt")
 PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt")
-OTHER_WEIGHTS = (
-    ".bin", ".pt", ".pth", ".ckpt", ".safetensors", ".gguf", ".h5", ".msgpack", ".onnx",
-)  # fmt: skip
-"""Suffixes of weight files. Engines that load by glob would also load those not in the index."""
-NOT_THE_MODEL = ("manifest.json", "contract.json")
-"""Files of our artifacts that are not part of a model; an artifact can be the next base."""
+BESIDE = (CONFIG, "generation_config.json", INDEX, *TOKENIZER, *PROCESSORS)
+"""Names of the files that belong to a model beside its weights, as patterns."""
 
 
 @dataclass
@@ -33,7 +30,7 @@ class ModelFolder:
     """Content of a model folder.
 
     Attributes:
-        files: files of the model, by name.
+        files: files of the model by name: config.json, weights, and side files of the allowlist.
         tensors: number of tensors.
         bytes: size of all tensors in bytes.
         checks: one verdict for each weight file.
@@ -55,9 +52,10 @@ class ModelFolder:
 def inspect_checkpoint(folder: Path) -> ModelFolder:
     """Inspect a model folder: config.json, tokenizer, and the header of every weight file."""
     checkpoint = ModelFolder()
-    for path in sorted(folder.iterdir()):
-        if path.is_file() and _belongs(path):
-            checkpoint.files[path.name] = path
+    try:
+        checkpoint.files = {path.name: path for path in side_files(folder, BESIDE)}
+    except ArtifactError as error:
+        checkpoint.problems.append(error.message)
     _check_config(folder, checkpoint)
     if not any((folder / name).is_file() for name in TOKENIZERS):
         checkpoint.problems.append(f"no tokenizer: none of {', '.join(TOKENIZERS)}")
@@ -65,11 +63,6 @@ def inspect_checkpoint(folder: Path) -> ModelFolder:
     for name in sorted(set(weight_map.values())):
         _check_weights(folder / name, weight_map, checkpoint)
     return checkpoint
-
-
-def _belongs(path: Path) -> bool:
-    foreign = path.suffix in (*OTHER_WEIGHTS, ".fp") or path.name in NOT_THE_MODEL
-    return not foreign and not path.name.startswith(".")
 
 
 def _check_config(folder: Path, checkpoint: ModelFolder) -> None:
@@ -146,11 +139,7 @@ def _check_weights(path: Path, weight_map: dict[str, str], checkpoint: ModelFold
 
 def _json(path: Path, checkpoint: ModelFolder) -> dict[str, Any] | None:
     try:
-        document = parse_json(path.read_bytes())
-    except (OSError, ValueError) as error:
-        checkpoint.problems.append(f"{path.name} cannot be read: {error}")
+        return read_json(path)
+    except ArtifactError as error:
+        checkpoint.problems.append(error.message.removeprefix(f"{path.parent}/"))
         return None
-    if not isinstance(document, dict):
-        checkpoint.problems.append(f"{path.name} is not a JSON object")
-        return None
-    return document

@@ -9,11 +9,13 @@ file without gap or overlap.
 from __future__ import annotations
 
 import math
+import os
 import struct
 from dataclasses import dataclass
 from pathlib import Path
 
 from tasks.core.errors import ArtifactError
+from tasks.core.files import open_regular
 from tasks.weights.files.documents import parse_json
 
 ITEM_BITS = {
@@ -64,8 +66,8 @@ def read_header(path: Path) -> Header:
         ArtifactError: the file cannot be read, or its header is not valid.
     """
     try:
-        size = path.stat().st_size
-        with path.open("rb") as file:
+        with open_regular(path) as file:
+            size = os.fstat(file.fileno()).st_size
             prefix = file.read(8)
             if len(prefix) < 8:
                 raise ArtifactError(f"{path}: truncated safetensors: {size} bytes, no header")

@@ -1,0 +1,96 @@
+"""Open and copy single files of a folder that somebody else made.
+
+A link may lead to a file of its own folder, or of the Hugging Face hub cache that the folder lies
+in (`snapshots/<revision>/<name> -> ../../blobs/<hash>`). Any other link could publish a file that
+its user never meant to share: a private key, `/proc/self/environ`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import os
+import shutil
+import stat
+from pathlib import Path
+from typing import BinaryIO
+
+from tasks.core.errors import ArtifactError
+
+_FICLONE = 0x40049409
+"""Linux ioctl: make a file share all blocks of another (btrfs, XFS)."""
+_STEP = 1 << 30
+
+
+def link_problem(path: Path, root: Path) -> str:
+    """Return the reason why a path of a folder must not be followed; "" if it may be.
+
+    Args:
+        path: an entry of the folder, or of one of its subfolders.
+        root: the folder.
+    """
+    try:
+        real = path.resolve(strict=True)
+    except (OSError, RuntimeError) as error:  # a RuntimeError for links in a circle
+        reason = error.strerror if isinstance(error, OSError) else "links in a circle"
+        return f"a broken link: {reason}" if path.is_symlink() else f"cannot be read: {reason}"
+    home = root.resolve()
+    if real.is_relative_to(home) or real.parent == _hub_blobs(home):
+        return ""
+    target = path.readlink() if path.is_symlink() else real
+    return f"a link to {target}, outside of the folder and its hub cache"
+
+
+def _hub_blobs(home: Path) -> Path | None:
+    """Return the folder of the files' contents if `home` lies in a repository of a hub cache."""
+    for folder in (home, *home.parents):
+        if folder.parent.name == "snapshots" and folder.parent.parent.name.startswith("models--"):
+            return folder.parent.parent / "blobs"
+    return None
+
+
+def link_refused(path: Path, problem: str) -> ArtifactError:
+    """Return the error for a path with a `link_problem`."""
+    return ArtifactError(
+        f"{path}: {problem}",
+        hint=f"if its content belongs there: cp -rL {path.parent} <a new folder>, and use that",
+    )
+
+
+def open_regular(path: Path) -> BinaryIO:
+    """Open a file to read bytes; never waits for the other end of a pipe.
+
+    Raises:
+        ArtifactError: it is a folder, a pipe, a socket or a device.
+        OSError: it cannot be opened.
+    """
+    handle = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
+    if not stat.S_ISREG(os.fstat(handle).st_mode):
+        os.close(handle)
+        raise ArtifactError(
+            f"{path}: a folder, a pipe or a device, not a file",
+            hint="replace it with a regular file, or remove it",
+        )
+    return os.fdopen(handle, "rb")
+
+
+def copy_file(source: Path, target: Path) -> None:
+    """Copy the bytes of a file; blocks are shared until one side changes, if the disk can do it.
+
+    An existing `target` is replaced, never written through. The copy has the mode of the umask.
+
+    Raises:
+        ArtifactError: `source` is not a regular file.
+        OSError: a file cannot be read or written.
+    """
+    with open_regular(source) as old:
+        target.unlink(missing_ok=True)
+        with target.open("xb") as new:
+            with contextlib.suppress(OSError):
+                fcntl.ioctl(new.fileno(), _FICLONE, old.fileno())
+                return
+            with contextlib.suppress(OSError):
+                while os.copy_file_range(old.fileno(), new.fileno(), _STEP):
+                    pass
+            # Both files stand where the kernel stopped: here nothing is left, or all of it.
+            shutil.copyfileobj(old, new, 1 << 20)

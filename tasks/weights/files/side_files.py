@@ -1,0 +1,96 @@
+"""Files beside the weights of a model: an allowlist, and the only way to copy them.
+
+A folder from elsewhere can hold anything under any name. Only files that transformers or vLLM read
+for a tokenizer or a processor are copied, and only if `tasks/core/files.py` lets them be followed.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from fnmatch import fnmatchcase
+from pathlib import Path
+
+from tasks.core.errors import ArtifactError, first_and_more
+from tasks.core.files import copy_file, link_problem, link_refused
+from tasks.weights.files.documents import read_manifest
+
+TOKENIZER = (
+    "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json",
+    "vocab.json", "vocab.txt", "merges.txt", "tokenizer.model", "tokenizer.model.v[0-9]*",
+    "spiece.model", "spm.model", "sentencepiece.model", "sentencepiece.bpe.model",
+    "ice_text.model", "bpe.model", "tiktoken.model", "*.tiktoken", "tekken.json",
+    "chat_template.jinja", "chat_template.json",
+)  # fmt: skip
+"""Names of a tokenizer's files, as patterns."""
+PROCESSORS = (
+    "processor_config.json", "preprocessor_config.json", "image_processor_config.json",
+    "video_preprocessor_config.json", "audio_processor_config.json",
+)  # fmt: skip
+"""Names of the processors' files of a multimodal model."""
+
+
+def side_files(folder: Path, patterns: Sequence[str] = TOKENIZER) -> list[Path]:
+    """Return the files of a folder that may be copied beside weights, sorted.
+
+    Raises:
+        ArtifactError: an entry with such a name is not a file, or a link that leads elsewhere.
+    """
+    names = sorted(entry.name for entry in os.scandir(folder)) if folder.is_dir() else []
+    paths = [folder / name for name in names if any(fnmatchcase(name, p) for p in patterns)]
+    for path in paths:
+        _require(path, folder)
+    return paths
+
+
+def copy_side_file(source: Path, target: Path) -> None:
+    """Copy a side file. Raises ArtifactError if it is not a file of its own folder."""
+    _require(source, source.parent)
+    copy_file(source, target)
+
+
+def _require(path: Path, folder: Path) -> None:
+    problem = link_problem(path, folder)
+    if problem:
+        raise link_refused(path, problem)
+    if not path.is_file():
+        raise ArtifactError(
+            f"{path}: a folder, a pipe or a device, not a file",
+            hint="replace it with a regular file, or remove it",
+        )
+
+
+def entry_problem(path: Path, root: Path) -> str:
+    """Return the reason why an entry of a folder must not be read; "" if it may be.
+
+    The weights of a `base` artifact are links to the user's files. They may lead elsewhere, because
+    their bytes are compared with the manifest before they are used: whoever made the manifest knew
+    the bytes.
+    """
+    problem = link_problem(path, root)
+    if problem and path.suffix == ".safetensors" and path.is_file() and read_manifest(path.parent):
+        return ""
+    return problem
+
+
+def foreign_entries(folder: Path) -> list[str]:
+    """Return one line for each link that leads elsewhere, pipe, socket and device in a folder."""
+    findings = []
+    for path in sorted(folder.iterdir()):
+        problem = entry_problem(path, folder)
+        if not problem and not (path.is_file() or path.is_dir()):
+            problem = "a pipe, a socket or a device"
+        if problem:
+            findings.append(f"{path.name}: {problem}")
+    return findings
+
+
+def require_own_files(folder: Path) -> None:
+    """Refuse a folder with `foreign_entries`. Raises ArtifactError with all of them."""
+    findings = foreign_entries(folder)
+    if findings:
+        raise ArtifactError(
+            f"{folder}/{first_and_more(findings)}",
+            details=findings,
+            hint=f"remove them, or copy what they lead to: cp -rL {folder} <a new folder>",
+        )

@@ -1,0 +1,87 @@
+"""Files of a folder that somebody else made: what is opened, what is followed, what is copied."""
+
+from __future__ import annotations
+
+import os
+import socket
+from pathlib import Path
+
+import pytest
+
+from tasks.core.errors import ArtifactError
+from tasks.core.files import copy_file, link_problem, open_regular
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    (tmp_path / "folder" / "sub").mkdir(parents=True)
+    (tmp_path / "folder" / "file").write_text("text")
+    return tmp_path / "folder"
+
+
+def test_links_inside_the_folder_may_be_followed(folder: Path) -> None:
+    (folder / "sub" / "up").symlink_to("../file")
+    (folder / "twice").symlink_to("sub/up")
+    for name in ("file", "sub/up", "twice"):
+        assert link_problem(folder / name, folder) == ""
+
+
+def test_a_folder_that_is_itself_a_link(folder: Path, tmp_path: Path) -> None:
+    (tmp_path / "latest").symlink_to(folder)
+    assert link_problem(tmp_path / "latest" / "file", tmp_path / "latest") == ""
+
+
+def test_links_that_lead_elsewhere(folder: Path, tmp_path: Path) -> None:
+    (tmp_path / "folder-2").mkdir()  # a name that begins like the folder's
+    (tmp_path / "folder-2" / "key").write_text("secret")
+    (folder / "key").symlink_to("../folder-2/key")
+    (folder / "again").symlink_to("key")
+    (folder / "all").symlink_to("../folder-2")
+    (folder / "circle").symlink_to("circle")
+    assert "a link to ../folder-2/key, outside" in link_problem(folder / "key", folder)
+    assert "outside" in link_problem(folder / "again", folder)
+    assert "outside" in link_problem(folder / "all" / "key", folder)
+    assert "a broken link" in link_problem(folder / "circle", folder)
+
+
+def test_no_waiting_for_what_is_no_file(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    os.mkfifo(folder / "pipe")
+    for path in (folder / "pipe", folder / "sub", Path("/dev/zero")):
+        with pytest.raises(ArtifactError, match="not a file"):
+            open_regular(path)
+    with socket.socket(socket.AF_UNIX) as server:
+        monkeypatch.chdir(folder)  # the path of a socket is limited
+        server.bind("socket")
+        with pytest.raises(OSError, match="No such device"):
+            open_regular(folder / "socket")
+
+
+def test_a_copy_is_a_file_of_its_own(folder: Path) -> None:
+    content = os.urandom(3 << 20)
+    (folder / "file").write_bytes(content)
+    (folder / "file").chmod(0o755)
+    os.link(folder / "file", folder / "copy")
+    before = os.umask(0o027)
+    try:
+        copy_file(folder / "file", folder / "copy")
+    finally:
+        os.umask(before)
+    with (folder / "file").open("r+b") as file:
+        file.write(bytes([content[0] ^ 1]))
+    assert (folder / "copy").read_bytes() == content
+    assert (folder / "copy").stat().st_mode & 0o777 == 0o640
+
+
+def test_a_copy_without_help_of_the_kernel(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    content = os.urandom(3 << 20)
+    (folder / "file").write_bytes(content)
+    steps = iter([1 << 20])
+
+    def refuse(old: int, new: int, count: int) -> int:
+        if next(steps, None) is None:
+            raise OSError(38, "not implemented")
+        return os.sendfile(new, old, None, 1 << 20)
+
+    monkeypatch.setattr(os, "copy_file_range", refuse)
+    copy_file(folder / "file", folder / "copy")
+    assert (folder / "copy").read_bytes() == content

@@ -29,8 +29,8 @@ from typing import Any
 
 from prefect import flow
 
-from flows.cli.config import compose_config
 from flows.orchestration.audit_record import recorded
+from flows.orchestration.failure import reported
 
 
 @flow(name="audit", flow_run_name="audit-{tag}", persist_result=False)
@@ -44,4 +44,4 @@ def audit(overrides: list[str] | None = None, tag: str = "manual") -> dict[str, 
     Returns:
         The report, as in `out=FILE.json`; with `fix=true` also the repairs.
     """
-    return recorded(compose_config(overrides or [], config_name="audit"))
+    return reported(lambda: recorded(overrides or []))

@@ -32,6 +32,7 @@ from typing import Any
 from prefect import flow
 
 from flows.delivery.run_delivery import run_in_prefect
+from flows.orchestration.failure import reported
 
 
 @flow(name="deliver", flow_run_name="deliver-{tag}", persist_result=False)
@@ -45,4 +46,4 @@ def deliver(overrides: list[str] | None = None, tag: str = "manual") -> dict[str
     Returns:
         The summary, as in `<paths.runs>/latest/summary.json`.
     """
-    return run_in_prefect(overrides or [])
+    return reported(lambda: run_in_prefect(overrides or []))

@@ -29,6 +29,7 @@ from typing import Any
 from prefect import flow
 
 from flows.chain.run_chain import run_flow
+from flows.orchestration.failure import reported
 
 
 @flow(name="rlhf", flow_run_name="rlhf-{tag}", persist_result=False)
@@ -43,4 +44,4 @@ def rlhf(overrides: list[str] | None = None, tag: str = "manual") -> dict[str, A
     Returns:
         The summary, as in `<paths.runs>/latest/summary.json`.
     """
-    return run_flow("rlhf", overrides or [])
+    return reported(lambda: run_flow("rlhf", overrides or []))

@@ -17,9 +17,9 @@ from pathlib import Path
 
 import psutil
 
+from flows.orchestration.services import LOOPBACK, Record, record_of, record_path
 from tasks.core.errors import BusyError, PlumblineError
 
-LOOPBACK = "127.0.0.1"
 TAIL_LINES = 15
 
 
@@ -44,34 +44,6 @@ class Daemon:
     start_s: float = 120.0
 
 
-@dataclass(frozen=True)
-class Record:
-    """Process of a daemon: id, start time in seconds since the epoch, port."""
-
-    pid: int
-    started: float
-    port: int | None
-
-    def process(self) -> psutil.Process | None:
-        """Return the process; None if it has ended, even if another process has its id now."""
-        try:
-            process = psutil.Process(self.pid)
-            if process.status() == psutil.STATUS_ZOMBIE:
-                return None
-            return process if process.create_time() == self.started else None
-        except psutil.NoSuchProcess:
-            return None
-
-
-def record_of(name: str, home: Path) -> Record | None:
-    """Return the record of a running daemon; None if it does not run."""
-    try:
-        record = Record(**json.loads(_record_path(name, home).read_text()))
-    except FileNotFoundError:
-        return None
-    return record if record.process() else None
-
-
 def start(daemon: Daemon, home: Path, cwd: Path) -> Record:
     """Start a daemon if it does not run yet, without waiting until it is ready.
 
@@ -92,7 +64,7 @@ def start(daemon: Daemon, home: Path, cwd: Path) -> Record:
         return record
     if daemon.port is not None:
         _require_free(daemon.name, daemon.port)
-    home.mkdir(parents=True, exist_ok=True)
+    home.mkdir(mode=0o700, parents=True, exist_ok=True)
     with log_path(daemon.name, home).open("ab") as log:
         child = subprocess.Popen(
             list(daemon.argv),
@@ -104,7 +76,7 @@ def start(daemon: Daemon, home: Path, cwd: Path) -> Record:
             start_new_session=True,
         )
     record = Record(child.pid, psutil.Process(child.pid).create_time(), daemon.port)
-    _record_path(daemon.name, home).write_text(json.dumps(asdict(record)) + "\n")
+    record_path(daemon.name, home).write_text(json.dumps(asdict(record)) + "\n")
     return record
 
 
@@ -148,7 +120,7 @@ def stop(name: str, home: Path, *, grace_s: float = 15.0) -> bool:
         for member in alive:
             with contextlib.suppress(psutil.NoSuchProcess):
                 member.kill()
-    _record_path(name, home).unlink(missing_ok=True)
+    record_path(name, home).unlink(missing_ok=True)
     return process is not None
 
 
@@ -179,7 +151,3 @@ def _require_free(name: str, port: int) -> None:
 def log_path(name: str, home: Path) -> Path:
     """Return the log file of a daemon; all runs append to it."""
     return home / f"{name}.log"
-
-
-def _record_path(name: str, home: Path) -> Path:
-    return home / f"{name}.json"

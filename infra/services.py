@@ -2,28 +2,43 @@
 
     python -m infra.services up|deploy|down|status
 
-Records and logs are in `<runs>/services`. Environment variables: PLUMBLINE_RUNS (default runs),
-PREFECT_PORT (default 4200), MLFLOW_PORT (default 5000).
+Records, logs and the login are in `<runs>/services`. Environment variables: PLUMBLINE_RUNS (default
+runs), PREFECT_PORT (default 4200), MLFLOW_PORT (default 5000); limits of deployments:
+flows/orchestration/deployment.py.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
+import json
 import os
-import subprocess
+import secrets
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import datetime
-from functools import partial
 from pathlib import Path
 
 from flows.cli.bootstrap import bootstrap
-from infra.api import answers, call_api
-from infra.daemon import LOOPBACK, Daemon, record_of, start, stop, wait_ready
+from flows.orchestration.prefect_app import guard_settings
+from flows.orchestration.prefect_records import bury_the_dead
+from flows.orchestration.server_api import Api
+from flows.orchestration.services import (
+    AUTH,
+    CLIENT_SETTINGS,
+    LOOPBACK,
+    URL,
+    client_settings,
+    record_of,
+    runs_page,
+    services_of,
+    write_client_settings,
+)
+from infra.daemon import Daemon, start, stop, wait_ready
+from infra.deployments import PROJECT, register, tool
 from tasks.core.errors import PlumblineError
 
-PROJECT = Path(__file__).resolve().parents[1]
 POOL = "plumbline"
 # Started in this order and stopped in reverse, so that the worker always has its server.
 NAMES = ("prefect", "mlflow", "worker")
@@ -48,123 +63,189 @@ class Services:
 
     @property
     def home(self) -> Path:
-        """Folder of records and logs."""
-        return self.runs / "services"
+        """Folder of records, logs and the login."""
+        return services_of(self.runs)
 
     @property
-    def api(self) -> str:
-        """URL of the Prefect API."""
-        return f"http://{LOOPBACK}:{self.prefect_port}/api"
+    def auth(self) -> str:
+        """Authentication string of the Prefect server; empty before the first `up`."""
+        return client_settings(self.home).get(AUTH, "")
 
     @property
-    def mlflow(self) -> str:
-        """URL of the MLflow server."""
-        return f"http://{LOOPBACK}:{self.mlflow_port}"
+    def prefect(self) -> Api:
+        """API of the Prefect server."""
+        return Api(f"http://{LOOPBACK}:{self.prefect_port}/api", self.auth)
+
+    @property
+    def mlflow(self) -> Api:
+        """API of the MLflow server, which has no login."""
+        return Api(f"http://{LOOPBACK}:{self.mlflow_port}")
 
     def environment(self) -> dict[str, str]:
-        """Return the environment of the three processes: that of this process and our server."""
+        """Return the environment of Prefect's clients: that of this process and our server."""
         return os.environ | {
             "PLUMBLINE_PROJECT": str(PROJECT),
-            "PREFECT_API_URL": self.api,
+            "PLUMBLINE_RUNS": str(self.runs),
+            URL: self.prefect.url,
+            AUTH: self.auth,
             "PREFECT_SERVER_ALLOW_EPHEMERAL_MODE": "false",
-            "PREFECT_UI_API_URL": self.api,  # otherwise the UI uses port 4200
         }
 
     def daemons(self) -> tuple[Daemon, ...]:
         """Return the three processes, in the order in which they start."""
-        env = self.environment()
-        prefect, mlflow = _tool("prefect"), _tool("mlflow")
+        return self._prefect(), self._mlflow(), self._worker()
+
+    def _prefect(self) -> Daemon:
+        port, name = self.prefect_port, "flows.orchestration.prefect_app:create_app"
+        server = {
+            "PREFECT_SERVER_API_AUTH_STRING": self.auth,
+            "PREFECT_SERVER_CSRF_PROTECTION_ENABLED": "true",
+            "PREFECT_UI_API_URL": self.prefect.url,  # otherwise the pages use port 4200
+            "PREFECT__SERVER_FINAL": "1",  # as `prefect server start`: less memory
+            **guard_settings(f"{LOOPBACK}:{port}", f"localhost:{port}"),
+        }
+        return Daemon(
+            "prefect",
+            [sys.executable, "-m", "uvicorn", "--app-dir", str(PROJECT), "--factory", name]
+            + ["--host", LOOPBACK, "--port", str(port), "--log-level", "warning"]
+            + ["--timeout-graceful-shutdown", "5"],
+            self.environment() | server,
+            self.prefect.answers,
+            port=port,
+        )
+
+    def _mlflow(self) -> Daemon:
         # The database of runs without a server (flows/cli/config.py), so that all share a history.
-        store = self.runs / "mlflow"
+        store, port = self.runs / "mlflow", self.mlflow_port
         database, artifacts = store / "mlflow.db", store / "artifacts"
-        return (
-            Daemon(
-                "prefect",
-                [prefect, "server", "start", "--host", LOOPBACK, "--port", str(self.prefect_port)],
-                env,
-                partial(answers, f"{self.api}/health"),
-                port=self.prefect_port,
-            ),
-            Daemon(
-                "mlflow",
-                [mlflow, "server", "--host", LOOPBACK, "--port", str(self.mlflow_port)]
-                + ["--workers", "1", "--backend-store-uri", f"sqlite:///{database}"]
-                + ["--artifacts-destination", str(artifacts)],
-                env,
-                partial(answers, f"{self.mlflow}/health"),
-                port=self.mlflow_port,
-            ),
-            Daemon(
-                "worker",
-                [prefect, "worker", "start", "--pool", POOL, "--type", "process", "--limit", "1"],
-                env,
-                self.worker_is_online,
-            ),
+        hosts = [f"{LOOPBACK}:{port}", f"localhost:{port}"]
+        return Daemon(
+            "mlflow",
+            [tool("mlflow"), "server", "--host", LOOPBACK, "--port", str(port)]
+            + ["--workers", "1", "--backend-store-uri", f"sqlite:///{database}"]
+            + ["--artifacts-destination", str(artifacts)]
+            + ["--allowed-hosts", ",".join(hosts)]
+            + ["--cors-allowed-origins", ",".join(f"http://{host}" for host in hosts)],
+            # Jobs are for GenAI scorers, which need nine more processes and 1.4 GB.
+            self.environment() | {"MLFLOW_SERVER_ENABLE_JOB_EXECUTION": "false"},
+            self.mlflow.answers,
+            port=port,
+        )
+
+    def _worker(self) -> Daemon:
+        return Daemon(
+            "worker",
+            [tool("prefect"), "worker", "start", "--pool", POOL]
+            + ["--type", "process", "--limit", "1"],
+            self.environment(),
+            self.worker_is_online,
         )
 
     def worker_is_online(self) -> bool:
         """Return True if the worker polls the pool; workers of an earlier `up` do not count."""
         record = record_of("worker", self.home)
-        workers = call_api("POST", f"{self.api}/work_pools/{POOL}/workers/filter", {})
+        workers = self.prefect.post(f"/work_pools/{POOL}/workers/filter", {})
         beats = (datetime.fromisoformat(worker["last_heartbeat_time"]) for worker in workers or ())
         return record is not None and any(beat.timestamp() > record.started for beat in beats)
 
     def up(self) -> list[str]:
-        """Start the services that do not run yet. Returns one line for each service."""
-        self.runs.mkdir(parents=True, exist_ok=True)
+        """Start the services that do not run yet; if one fails, stop those of this call.
+
+        Returns:
+            One line for each service, then their pages.
+        """
         before = {name for name in NAMES if record_of(name, self.home)}
+        try:
+            self._start()
+        except BaseException:
+            for name in reversed(NAMES):
+                if name not in before:
+                    stop(name, self.home, grace_s=STOP_S)
+            raise
+        lines = [
+            self._line(name, "runs already" if name in before else "started") for name in NAMES
+        ]
+        return [*lines, *self._pages()]
+
+    def _start(self) -> None:
+        if record_of("prefect", self.home) is None:
+            self._write_login()
         *servers, worker = self.daemons()
         for daemon in servers:  # at the same time, since both import for seconds
             start(daemon, self.home, PROJECT)
         for daemon in servers:
             wait_ready(daemon, self.home)
+        self._make_pool()
+        if record_of("worker", self.home) is None:
+            bury_the_dead(self.prefect, of_deployments=True)  # they would hold the only slot
         start(worker, self.home, PROJECT)
         wait_ready(worker, self.home)
-        # One run at a time on this machine, whatever its deployment.
-        call_api("PATCH", f"{self.api}/work_pools/{POOL}", {"concurrency_limit": 1})
-        return [self._line(name, "runs already" if name in before else "started") for name in NAMES]
 
-    def deploy(self) -> None:
+    def _write_login(self) -> None:
+        """Write the login of the Prefect server; its string is made once for a folder of runs."""
+        self.home.mkdir(parents=True, exist_ok=True)
+        self.home.chmod(0o700)
+        auth = self.auth or f"plumbline:{secrets.token_urlsafe(32)}"
+        write_client_settings(self.home, {URL: self.prefect.url, AUTH: auth})
+
+    def _make_pool(self) -> None:
+        """Create or update the work pool: one run at a time on this machine.
+
+        Its template has no job variables. Prefect's own one has `command`, `env` and `working_dir`,
+        with which a flow run of any deployment could run any command.
+        """
+        template = json.loads((PROJECT / "infra" / "work_pool.json").read_text())
+        settings = {"base_job_template": template, "concurrency_limit": 1}
+        if self.prefect.get(f"/work_pools/{POOL}") is None:
+            self.prefect.post("/work_pools/", {"name": POOL, "type": "process", **settings})
+        else:
+            self.prefect.call("PATCH", f"/work_pools/{POOL}", settings)
+
+    def deploy(self) -> list[str]:
         """Register the deployments of infra/prefect.yaml with the running server.
+
+        Returns:
+            One line for each deployment, and the command that starts a run of the first one.
 
         Raises:
             PlumblineError: there is no server, or Prefect refused a deployment.
         """
-        if not answers(f"{self.api}/health"):
-            raise PlumblineError(f"no Prefect server at {self.api}", hint="make up")
-        done = subprocess.run(
-            [_tool("prefect"), "--no-prompt", "deploy", "--all"]
-            + ["--prefect-file", "infra/prefect.yaml"],
-            cwd=PROJECT,
-            env=self.environment(),
-            stdin=subprocess.DEVNULL,
-            check=False,
-        )
-        if done.returncode:
-            raise PlumblineError(f"prefect deploy ended with code {done.returncode}")
+        if record_of("prefect", self.home) is None or not self.prefect.answers():
+            raise PlumblineError(f"no Prefect server at {self.prefect.url}", hint="make up")
+        return register(self.prefect, self.home, self.environment())
 
     def down(self) -> list[str]:
-        """Stop what `up` has started. Returns one line for each service."""
-        return [
-            f"{name:8} {'stopped' if stop(name, self.home, grace_s=STOP_S) else 'was not running'}"
-            for name in reversed(NAMES)
-        ]
+        """Stop what `up` has started. Returns one line for each service, and for ended runs."""
+        lines = []
+        for name in reversed(NAMES):
+            stopped = stop(name, self.home, grace_s=STOP_S)
+            lines.append(f"{name:8} {'stopped' if stopped else 'was not running'}")
+            if name == "worker" and record_of("prefect", self.home):
+                with contextlib.suppress(PlumblineError):  # then `up` does it
+                    if ended := bury_the_dead(self.prefect, of_deployments=True):
+                        lines.append(f"runs     {ended} ended as Crashed")
+        return lines
 
     def status(self) -> list[str]:
-        """Return one line for each service."""
+        """Return one line for each service, and their pages if they run."""
         running = {name for name in NAMES if record_of(name, self.home)}
-        return [self._line(name, "runs" if name in running else "is not running") for name in NAMES]
+        lines = [
+            self._line(name, "runs" if name in running else "is not running") for name in NAMES
+        ]
+        return [*lines, *(self._pages() if len(running) == len(NAMES) else [])]
+
+    def _pages(self) -> list[str]:
+        page = self.prefect.url.replace("/api", "/runs")
+        return [
+            f"login    {AUTH} in {self.home / CLIENT_SETTINGS}",
+            f"pages    {page}  {runs_page(self.mlflow)}",
+        ]
 
     def _line(self, name: str, state: str) -> str:
         record = record_of(name, self.home)
-        places = {"prefect": self.api.removesuffix("/api"), "mlflow": self.mlflow}
+        places = {"prefect": self.prefect.url.removesuffix("/api"), "mlflow": self.mlflow.url}
         where = f"pid {record.pid}  {places.get(name, f'pool {POOL}')}" if record else ""
         return f"{name:8} {state:14} {where}".rstrip()
-
-
-def _tool(name: str) -> str:
-    """Return the path of a command in this Python's environment; PATH may have another one."""
-    return str(Path(sys.executable).with_name(name))
 
 
 def _port(variable: str, name: str, home: Path) -> int:
@@ -184,7 +265,7 @@ def services_of_environment() -> Services:
         PlumblineError: a variable is not a port.
     """
     runs = Path(os.environ.get("PLUMBLINE_RUNS") or PROJECT / "runs").resolve()
-    os.environ.pop("PREFECT_API_URL", None)  # these commands use our server only
+    os.environ.pop(URL, None)  # these commands use our server only
     bootstrap(PROJECT, runs)
     home = runs / "services"
     return Services(

@@ -41,7 +41,7 @@ if settings is not None:
     settings.register_profile("plumbline", deadline=None)
     settings.load_profile("plumbline")
 
-TOGETHER = ("flows", "training", "serving", "weights")
+TOGETHER = ("flows", "training", "serving", "weights", "infra")
 """Folders whose tests share what is expensive to make: one worker runs all of a folder."""
 
 

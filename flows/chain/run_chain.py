@@ -18,8 +18,8 @@ from flows.chain.chain import Chain
 from flows.chain.context import Delivered
 from flows.chain.steps import Step, chain_steps, compose
 from flows.cli.config import Composed
-from flows.cli.lock import hold
 from flows.cli.plan import check, render
+from flows.orchestration.deployment import check_overrides, check_settings, hold_runs
 from flows.orchestration.flow_run import FlowRun, in_prefect, tracker_of
 from flows.orchestration.summary import stage_entry
 from tasks.core.redaction import with_passwords
@@ -45,16 +45,21 @@ def run_flow(name: str, overrides: list[str]) -> dict[str, Any]:
         PlumblineError: a check or a stage failed. The summary has the error, too, unless nothing
             was started.
     """
+    check_overrides(overrides)
     overrides = with_passwords(overrides)
     composed = compose(overrides)
+    for own in composed.settings["chain"].values():
+        check_overrides(own)
     steps = chain_steps(composed, overrides)
+    for step in steps:
+        check_settings(step.composed.settings)
     if composed.settings["plan"]:
         text = render(steps)
         get_run_logger().info("%s", text)
         check(steps)
         return {"status": "planned", "plan": text}
     check(steps)
-    with hold(composed.runs, composed.settings["paths"]["wait_s"]), kill_children_on_abort():
+    with hold_runs(composed.runs, composed.settings["paths"]["wait_s"]), kill_children_on_abort():
         exp = experiment_of(overrides)
         tracker = tracker_of(composed)
         flow_run = FlowRun.begin(name, composed, in_prefect(name), tracker=tracker, exp=exp)

@@ -96,16 +96,21 @@ def stay_off_proxies() -> None:
 def quiet_logging() -> None:
     """Shorten tracebacks of failed runs, and silence the line for each request to the server."""
     logging.getLogger("httpx").setLevel(logging.WARNING)
-    for name in ("prefect.flow_runs", "prefect.task_runs"):
+    for name in ("prefect.flow_runs", "prefect.task_runs", "prefect.engine"):
         logger = logging.getLogger(name)
         if not any(isinstance(known, ShortTracebacks) for known in logger.filters):
             logger.addFilter(ShortTracebacks())
 
 
+_FAILED = "Finished in state Failed"
+
+
 class ShortTracebacks(logging.Filter):
-    """Remove Prefect's own frames from tracebacks."""
+    """Remove Prefect's own frames from tracebacks, and the report from the final state's line."""
 
     def filter(self, record: logging.LogRecord) -> bool:
+        if str(record.msg).startswith(_FAILED):
+            record.msg = _FAILED  # the report is printed or logged once, with its line breaks
         error = record.exc_info[1] if record.exc_info else None
         if isinstance(error, PlumblineError):
             # Its report is printed at the end; a traceback would explain nothing more.

@@ -33,8 +33,11 @@ from omegaconf.errors import OmegaConfBaseException
 from flows.cli.arguments import Arguments, read
 from flows.cli.config import CONF, Composed, conf_folders, refused, vocabulary
 from flows.cli.usage import brief, full
+from flows.orchestration.services import pages
 from tasks.core.errors import PlumblineError
 from tasks.core.redaction import redact
+
+PROJECT = Path(__file__).resolve().parents[2]
 
 Job = Callable[[Composed, list[str]], int]
 _RAISE = "HYDRA_FULL_ERROR"
@@ -151,12 +154,14 @@ def exit_status(state: Any, runs: Path) -> int:
         The exit status: 0, that of the error's class, or 1 for an unexpected error.
     """
     if state.is_completed():
-        return completed(runs)
+        status = completed(runs)
+        print(pages(runs, PROJECT))
+        return status
     error = state.result(raise_on_failure=False)
     ours = isinstance(error, PlumblineError)
     text = error.report() if ours else f"{type(error).__name__}: {error}"
     logs = "" if ours and error.log else f"\n  logs: {runs / 'logs'}"
-    print(f"\n{redact(text)}{logs}", file=sys.stderr)
+    print(f"\n{redact(text)}{logs}\n{pages(runs, PROJECT)}", file=sys.stderr)
     return error.exit_code if ours else 1
 
 

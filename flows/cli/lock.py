@@ -12,7 +12,7 @@ import json
 import os
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from datetime import datetime
 from pathlib import Path
 from typing import IO
@@ -26,7 +26,9 @@ _locked_here: set[Path] = set()
 
 
 @contextlib.contextmanager
-def hold(runs: Path, wait_s: float = 0.0) -> Iterator[None]:
+def hold(
+    runs: Path, wait_s: float = 0.0, on_wait: Callable[[str], object] | None = None
+) -> Iterator[None]:
     """Lock the folder of runs for this process while the block runs.
 
     A process that already has the lock enters at once: the command takes it before it starts a
@@ -35,6 +37,7 @@ def hold(runs: Path, wait_s: float = 0.0) -> Iterator[None]:
     Args:
         runs: `paths.runs`; created if it does not exist.
         wait_s: seconds to wait for another run to end.
+        on_wait: called once, with the name of the other run, before this one waits.
 
     Raises:
         BusyError: another process still has the lock after `wait_s` seconds.
@@ -50,6 +53,9 @@ def hold(runs: Path, wait_s: float = 0.0) -> Iterator[None]:
         while not _lock(file):
             if time.monotonic() >= deadline:
                 raise _busy(runs, file, wait_s)
+            if on_wait is not None:
+                on_wait(f"waits until {runs} is free, in use by {_holder(file)}")
+                on_wait = None
             time.sleep(POLL_S)
         _write(file, json.dumps(_ourselves()))
         _locked_here.add(runs)
@@ -80,15 +86,18 @@ def _ourselves() -> dict[str, object]:
     return {"pid": os.getpid(), "command": command, "started": started}
 
 
-def _busy(runs: Path, file: IO[str], wait_s: float) -> BusyError:
+def _holder(file: IO[str]) -> str:
     file.seek(0)
     try:
         holder = json.loads(file.read())
-        who = f"pid {holder['pid']}, since {holder['started']}: {holder['command']}"
     except ValueError:  # it has just taken the lock, or is about to release it
-        who = "a process that has not yet written its name"
+        return "a process that has not yet written its name"
+    return f"pid {holder['pid']}, since {holder['started']}: {holder['command']}"
+
+
+def _busy(runs: Path, file: IO[str], wait_s: float) -> BusyError:
     waited = f" (waited {wait_s:g} s)" if wait_s else ""
     return BusyError(
-        f"{runs} is in use by another run{waited}: {who}",
+        f"{runs} is in use by another run{waited}: {_holder(file)}",
         hint="wait for it with paths.wait_s=600, or run beside it with paths.runs=<other folder>",
     )

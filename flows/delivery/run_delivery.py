@@ -14,9 +14,9 @@ from pathlib import Path
 from typing import Any
 
 from flows.cli.config import Composed, compose_config
-from flows.cli.lock import hold
 from flows.delivery.chain import Delivery
 from flows.delivery.prepare import prepare_delivery
+from flows.orchestration.deployment import check_overrides, check_settings, hold_runs
 from flows.orchestration.flow_run import (
     DryRun,
     FlowRun,
@@ -120,14 +120,16 @@ def reuse_plan(planned: Planned) -> None:
 
 def run_in_prefect(overrides: list[str]) -> dict[str, Any]:
     """Run a delivery within a Prefect flow run. Returns the summary."""
+    check_overrides(overrides)
     composed = compose_config(overrides, config_name="deliver")
+    check_settings(composed.settings)
     planned = _plans.pop(composed.text, None) or plan(composed)
     host = in_prefect("deliver")
     if composed.settings["plan"]:
         text = planned.text()
         host.log.info("%s", text)
         return {"status": "planned", "plan": text}
-    with hold(composed.runs, composed.settings["paths"]["wait_s"]), kill_children_on_abort():
+    with hold_runs(composed.runs, composed.settings["paths"]["wait_s"]), kill_children_on_abort():
         return _run(planned, host, tracker_of(composed))
 
 

@@ -15,7 +15,8 @@ from pathlib import Path
 from typing import Any
 
 from flows.cli.audit_command import examine, repaired
-from flows.cli.config import Composed
+from flows.cli.config import Composed, compose_config
+from flows.orchestration.deployment import check_overrides, check_settings
 from flows.orchestration.flow_run import tracker_of
 from tasks.audit.finding import Severity
 from tasks.audit.run import Report
@@ -23,8 +24,11 @@ from tasks.audit.run import Report
 KEY = "audit-findings"
 
 
-def recorded(composed: Composed) -> dict[str, Any]:
+def recorded(overrides: list[str]) -> dict[str, Any]:
     """Run an audit within a Prefect flow, record it, and repair the checkpoint with `fix=true`.
+
+    Args:
+        overrides: Hydra overrides of `conf/audit.yaml`.
 
     Returns:
         The report as JSON; with `fix=true` also `repaired`: the new folder, its digest, and the
@@ -35,6 +39,9 @@ def recorded(composed: Composed) -> dict[str, Any]:
     """
     from prefect.artifacts import create_markdown_artifact
 
+    check_overrides(overrides)
+    composed = compose_config(overrides, config_name="audit")
+    check_settings(composed.settings)
     report = examine(composed.settings)
     create_markdown_artifact(report.markdown(), key=KEY, description=report.counts)
     _track(composed, report)

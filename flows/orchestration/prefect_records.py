@@ -1,19 +1,18 @@
-"""Read and correct the records of the embedded Prefect server over HTTP."""
+"""Read and correct the records of a Prefect server over HTTP."""
 
 from __future__ import annotations
 
-import json
 import time
-import urllib.request
 from typing import Any
+
+from flows.orchestration.server_api import Api
 
 FINAL = {"COMPLETED", "FAILED", "CRASHED", "CANCELLED"}
 PAGE = 200
 POLL_S = 0.15
-ANSWER_S = 10.0
 
 
-def settle(url: str, since: str, limit_s: float) -> bool:
+def settle(api: Api, since: str, limit_s: float) -> bool:
     """Wait until the server has recorded all task runs of the finished flow runs.
 
     Task run states are sent as events, which the server writes a moment later than the state of the
@@ -21,7 +20,7 @@ def settle(url: str, since: str, limit_s: float) -> bool:
     same states.
 
     Args:
-        url: URL of the API.
+        api: API of the server.
         since: ISO time. Flow runs that started earlier are ignored, and so are unfinished ones,
             which belong to other processes.
         limit_s: time limit in seconds.
@@ -31,12 +30,12 @@ def settle(url: str, since: str, limit_s: float) -> bool:
     """
     deadline = time.monotonic() + limit_s
     ended = {"start_time": {"after_": since}, "state": {"type": {"any_": sorted(FINAL)}}}
-    ended_runs = [run["id"] for run in post(url, "/flow_runs/filter", {"flow_runs": ended})]
+    ended_runs = [run["id"] for run in api.post("/flow_runs/filter", {"flow_runs": ended})]
     if not ended_runs:
         return True
     before: dict[str, str] | None = None
     while time.monotonic() < deadline:
-        states = _task_run_states(url, ended_runs)
+        states = _task_run_states(api, ended_runs)
         if states == before and set(states.values()) <= FINAL:
             return True
         before = states
@@ -44,41 +43,38 @@ def settle(url: str, since: str, limit_s: float) -> bool:
     return False
 
 
-def bury_the_dead(url: str) -> None:
+def bury_the_dead(api: Api, *, of_deployments: bool = False) -> int:
     """Mark unfinished runs as crashed: their process is gone (`kill -9`, power cut).
 
-    Call it only while no other process can have a flow run on this server.
+    Call it only while no other process can have such a flow run on this server.
+
+    Args:
+        api: API of the server.
+        of_deployments: only flow runs of deployments, which a worker has started, and their tasks.
+
+    Returns:
+        Number of these flow runs.
     """
     unfinished = {"state": {"type": {"any_": ["RUNNING", "PENDING", "CANCELLING"]}}}
     crashed = {"type": "CRASHED", "name": "Crashed", "message": "its process is gone"}
-    for kind in ("flow_runs", "task_runs"):
-        for run in post(url, f"/{kind}/filter", {kind: unfinished}):
-            post(url, f"/{kind}/{run['id']}/set_state", {"state": crashed, "force": True})
+    started = {**unfinished, "deployment_id": {"is_null_": False}} if of_deployments else unfinished
+    dead = [run["id"] for run in api.post("/flow_runs/filter", {"flow_runs": started})]
+    tasks: dict[str, Any] = {"task_runs": unfinished}
+    if of_deployments:
+        tasks["flow_runs"] = {"id": {"any_": dead}}
+    dead_tasks = [run["id"] for run in api.post("/task_runs/filter", tasks)]
+    for kind, ids in (("flow_runs", dead), ("task_runs", dead_tasks)):
+        for each in ids:
+            api.post(f"/{kind}/{each}/set_state", {"state": crashed, "force": True})
+    return len(dead)
 
 
-def get(url: str, path: str) -> Any:
-    """Send a GET request and return the JSON answer."""
-    return _answer(urllib.request.Request(url + path))
-
-
-def post(url: str, path: str, body: dict[str, Any]) -> Any:
-    """Send a POST request with a JSON body and return the JSON answer."""
-    headers = {"content-type": "application/json"}
-    return _answer(urllib.request.Request(url + path, json.dumps(body).encode(), headers))
-
-
-def _answer(request: urllib.request.Request) -> Any:
-    direct = urllib.request.build_opener(urllib.request.ProxyHandler({}))  # loopback: no proxy
-    with direct.open(request, timeout=ANSWER_S) as answer:
-        return json.load(answer)
-
-
-def _task_run_states(url: str, flow_run_ids: list[str]) -> dict[str, str]:
+def _task_run_states(api: Api, flow_run_ids: list[str]) -> dict[str, str]:
     """Return the state type of every task run of these flow runs, by task run id."""
     states: dict[str, str] = {}
     wanted = {"flow_runs": {"id": {"any_": flow_run_ids}}, "limit": PAGE, "sort": "ID_DESC"}
     while True:
-        page = post(url, "/task_runs/filter", {**wanted, "offset": len(states)})
+        page = api.post("/task_runs/filter", {**wanted, "offset": len(states)})
         states |= {run["id"]: run["state_type"] for run in page}
         if len(page) < PAGE:
             return states

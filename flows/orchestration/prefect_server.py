@@ -13,6 +13,7 @@ import fcntl
 import importlib
 import logging
 import os
+import secrets
 import socket
 import sys
 import time
@@ -22,9 +23,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from flows.cli.bootstrap import offer, prefect_settings, stay_off_proxies
-from flows.orchestration.prefect_records import bury_the_dead, get, settle
+from flows.orchestration.prefect_app import guard_settings
+from flows.orchestration.prefect_records import bury_the_dead, settle
+from flows.orchestration.server_api import Api
+from flows.orchestration.services import AUTH, URL, running_server
 from tasks.core.errors import PlumblineError
-from tasks.process.child import Child
+from tasks.process.child import PROJECT, Child
 
 if TYPE_CHECKING:
     from flows.cli.config import Composed
@@ -45,18 +49,19 @@ DATABASE_SETTINGS = (
 
 log = logging.getLogger(__name__)
 
-_running: dict[Path, tuple[Child, str]] = {}
+_running: dict[Path, tuple[Child, Api]] = {}
 
 
 @contextlib.contextmanager
 def prefect_server(runs: Path, meanwhile: Callable[[], None] | None = None) -> Iterator[str]:
     """Provide a Prefect API for the flow runs of the block; yields its URL.
 
-    If the user has set `PREFECT_API_URL`, that server is used and nothing is started. Otherwise a
-    server with SQLite under `<runs>/prefect` is started, or the server that this process already
-    has is reused (`--multirun`). Its log is `<runs>/logs/prefect-server.log`. Leaving the block
-    waits until every task run of the block's flow runs is recorded. The server lives until this
-    process is gone, since Prefect still sends logs and events at exit.
+    If the user has set `PREFECT_API_URL`, that server is used and nothing is started; likewise the
+    server that `make up` runs for this folder. Otherwise a server with SQLite under
+    `<runs>/prefect` is started, or the one that this process already has is reused
+    (`--multirun`). Its log is `<runs>/logs/prefect-server.log`. Leaving the block waits until every
+    task run of the block's flow runs is recorded. The server lives until this process is gone,
+    since Prefect still sends logs and events at exit.
 
     Enter the block while holding `flows.cli.lock.hold(runs)`. Then no other process can have a flow
     run, and runs that the database lists as running are marked as crashed.
@@ -68,19 +73,22 @@ def prefect_server(runs: Path, meanwhile: Callable[[], None] | None = None) -> I
     Raises:
         PlumblineError: the server did not start.
     """
-    users_url = os.environ.get("PREFECT_API_URL")
-    if users_url and all(users_url != url for _, url in _running.values()):
+    if URL not in os.environ and (settings := running_server(runs.absolute())):
+        os.environ |= settings
+        _refresh_settings()
+    users_url = os.environ.get(URL)
+    if users_url and all(users_url != api.url for _, api in _running.values()):
         yield users_url
         return
-    url = _running_or_new(runs.absolute(), meanwhile)
-    os.environ["PREFECT_API_URL"] = url
+    api = _running_or_new(runs.absolute(), meanwhile)
+    os.environ |= {URL: api.url, AUTH: api.auth}
     _refresh_settings()
     logging.getLogger("prefect.flow_runs").addFilter(_no_link_to_a_page)
     entered = datetime.now(UTC).isoformat()
     try:
-        yield url
+        yield api.url
     finally:
-        _wait_for_records(url, entered)
+        _wait_for_records(api, entered)
 
 
 def warm_up(composed: Composed, flow: str) -> None:
@@ -100,7 +108,7 @@ def warm_up(composed: Composed, flow: str) -> None:
         tracker_of(composed)
 
 
-def _running_or_new(runs: Path, meanwhile: Callable[[], None] | None) -> str:
+def _running_or_new(runs: Path, meanwhile: Callable[[], None] | None) -> Api:
     known = _running.get(runs)
     if known is not None and known[0].poll() is None:
         return known[1]
@@ -115,34 +123,41 @@ def _running_or_new(runs: Path, meanwhile: Callable[[], None] | None) -> str:
     with (home / ".starting").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         _running[runs] = _start(log_path, meanwhile)
-    url = _running[runs][1]
+    api = _running[runs][1]
     if home == runs / "prefect" and not any(name in os.environ for name in DATABASE_SETTINGS):
-        bury_the_dead(url)  # no other server uses this database
-    return url
+        bury_the_dead(api)  # no other server uses this database
+    return api
 
 
-def _start(log_path: Path, meanwhile: Callable[[], None] | None) -> tuple[Child, str]:
+def _start(log_path: Path, meanwhile: Callable[[], None] | None) -> tuple[Child, Api]:
     deadline = time.monotonic() + START_S
+    auth = f"plumbline:{secrets.token_urlsafe(32)}"  # other users of this machine have no access
     for _ in range(START_ATTEMPTS):  # another process may take the free port before the server
         port = _free_port()
         with log_path.open("ab") as log:
             child = Child(
                 [
-                    *(sys.executable, "-m", "uvicorn", "prefect.server.api.server:create_app"),
-                    *("--factory", "--host", "127.0.0.1", "--port", str(port)),
+                    *(sys.executable, "-m", "uvicorn", "--app-dir", str(PROJECT)),
+                    *("--factory", "flows.orchestration.prefect_app:create_app"),
+                    *("--host", "127.0.0.1", "--port", str(port)),
                     *("--log-level", "error", "--lifespan", "on"),
                 ],
-                env={"PREFECT__SERVER_EPHEMERAL": "1", "PREFECT_UI_ENABLED": "false"},
+                env={
+                    "PREFECT__SERVER_EPHEMERAL": "1",
+                    "PREFECT_UI_ENABLED": "false",
+                    "PREFECT_SERVER_API_AUTH_STRING": auth,
+                    **guard_settings(f"127.0.0.1:{port}"),
+                },
                 output=log,
                 grace_s=GRACE_S,
             )
-        url = f"http://127.0.0.1:{port}/api"
+        api = Api(f"http://127.0.0.1:{port}/api", auth)
         try:
             importlib.import_module("prefect.main")
             if meanwhile is not None:
                 meanwhile()
-            if _healthy(child, url, deadline):
-                return child, url
+            if _healthy(child, api, deadline):
+                return child, api
         except BaseException:
             child.end()
             raise
@@ -164,14 +179,12 @@ def _free_port() -> int:
         return port
 
 
-def _healthy(child: Child, url: str, deadline: float) -> bool:
+def _healthy(child: Child, api: Api, deadline: float) -> bool:
     """Wait until the server answers; False if it ended or time is up."""
     while child.poll() is None and time.monotonic() < deadline:
-        try:
-            if get(url, "/health") is True:
-                return True
-        except OSError:  # not listening yet
-            time.sleep(POLL_S)
+        if api.answers():
+            return True
+        time.sleep(POLL_S)
     return False
 
 
@@ -187,14 +200,14 @@ def _refresh_settings() -> None:
     refresh_global_settings_context()
 
 
-def _wait_for_records(url: str, since: str) -> None:
+def _wait_for_records(api: Api, since: str) -> None:
     """Let Prefect's threads send their events, then wait until the server has recorded them."""
     from prefect.events.worker import EventsWorker
 
     EventsWorker.drain_all(timeout=SETTLE_S)
     try:
-        complete = settle(url, since, SETTLE_S)
-    except OSError as error:  # the result of the flow matters more than its records
+        complete = settle(api, since, SETTLE_S)
+    except PlumblineError as error:  # the result of the flow matters more than its records
         log.warning("the embedded Prefect server does not answer any more: %s", error)
         return
     if not complete:

@@ -15,7 +15,7 @@ import yaml
 from tests.infra.requirements_files import PROJECT, lock
 
 INFRA = PROJECT / "infra"
-SECRET = re.compile(r"PASSWORD|SECRET|ACCESS_KEY|_URI$|CONNECTION_URL")
+SECRET = re.compile(r"PASSWORD|SECRET|ACCESS_KEY|AUTH_STRING|_URI$|CONNECTION_URL")
 FROM_ENVIRONMENT = re.compile(r"\$\{[A-Z0-9_]+:\?[^}]+\}")
 
 
@@ -69,6 +69,16 @@ def test_ports_open_on_loopback_only(compose: dict[str, Any]) -> None:
     ports = [port for service in compose["services"].values() for port in service.get("ports", [])]
     assert len(ports) == 2
     assert [port for port in ports if not port.startswith("127.0.0.1:")] == []
+
+
+def test_prefect_has_a_login_and_its_clients_use_it(compose: dict[str, Any]) -> None:
+    services = compose["services"]
+    server = services["prefect"]
+    assert server["command"][:3] == ["uvicorn", "--factory", "prefect_app:create_app"]
+    secret = server["environment"]["PREFECT_SERVER_API_AUTH_STRING"]
+    for client in ("deploy", "worker"):
+        assert services[client]["environment"]["PREFECT_API_AUTH_STRING"] == secret
+    assert "--base-job-template infra/work_pool.json" in services["deploy"]["command"][-1]
 
 
 def test_services_depend_on_services_that_exist(compose: dict[str, Any]) -> None:

@@ -8,95 +8,20 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
-from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any
 
 import pytest
 
-from infra.api import call_api
-from infra.services import Services
+from flows.cli.lock import hold
+from flows.orchestration.services import pages, record_of, running_server
 from tasks.core.errors import PlumblineError
 from tests.infra.requirements_files import PROJECT
-from tests.infra.test_daemon import free_port
-
-FINAL = {"COMPLETED", "FAILED", "CRASHED", "CANCELLED"}
-PATIENCE_S = 120.0
-
-
-@dataclass(frozen=True)
-class Site:
-    """Running services and the environment that names them."""
-
-    services: Services
-    env: dict[str, str]
-
-    def command(self, name: str) -> subprocess.CompletedProcess[str]:
-        """Runs `python -m infra.services NAME`."""
-        return subprocess.run(
-            [sys.executable, "-m", "infra.services", name],
-            cwd=PROJECT,
-            env=self.env,
-            check=False,
-            capture_output=True,
-            text=True,
-        )
-
-    def api(self, method: str, path: str, body: Any) -> Any:
-        """Reply of the Prefect API."""
-        return call_api(method, f"{self.services.api}/{path}", body)
-
-    def overrides(self) -> list[str]:
-        """A plan in the tests' own folder."""
-        return ["+exp=qlora", "plan=true", f"paths.runs={self.services.runs / 'planned'}"]
-
-    def deployment(self, name: str) -> dict[str, Any]:
-        """A registered deployment."""
-        deployments = self.api("POST", "deployments/filter", {})
-        return next(entry for entry in deployments if entry["name"] == name)
-
-    def finished(self, query: dict[str, Any]) -> dict[str, Any]:
-        """The first flow run that the query finds, once it reached a final state."""
-        deadline = time.monotonic() + PATIENCE_S
-        runs: list[dict[str, Any]] = []
-        while time.monotonic() < deadline:
-            runs = self.api(
-                "POST", "flow_runs/filter", {"flow_runs": query, "sort": "EXPECTED_START_TIME_ASC"}
-            )
-            if runs and runs[0]["state_type"] in FINAL:
-                return runs[0]
-            time.sleep(0.5)
-        states = [(run["name"], run["state_name"]) for run in runs]
-        log = (self.services.home / "worker.log").read_text(errors="replace")
-        pytest.fail(f"no final state within {PATIENCE_S:.0f} s: {states}\n{log[-3000:]}")
-
-
-@pytest.fixture(scope="module")
-def site(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Site]:
-    services = Services(tmp_path_factory.mktemp("site"), free_port(), free_port())
-    env = os.environ | {
-        "PLUMBLINE_RUNS": str(services.runs),
-        "PREFECT_PORT": str(services.prefect_port),
-        "MLFLOW_PORT": str(services.mlflow_port),
-        # The defaults suit production; here they would only be waiting.
-        "PREFECT_SERVER_SERVICES_SCHEDULER_LOOP_SECONDS": "5",
-        "PREFECT_WORKER_QUERY_SECONDS": "2",
-    }
-    site = Site(services, env)
-    try:
-        up = site.command("up")
-        assert up.returncode == 0, up.stderr
-        deployed = site.command("deploy")
-        assert deployed.returncode == 0, deployed.stdout + deployed.stderr
-        yield site
-    finally:
-        down = site.command("down")
-    assert [line.split(maxsplit=1)[1] for line in down.stdout.splitlines()] == ["stopped"] * 3
+from tests.infra.site import FINAL, PATIENCE_S, Site
 
 
 def test_up_again_finds_what_runs(site: Site) -> None:
@@ -104,7 +29,7 @@ def test_up_again_finds_what_runs(site: Site) -> None:
     assert again.returncode == 0, again.stderr
     assert [
         line.split(" pid ")[0].split(maxsplit=1)[1].strip() for line in again.stdout.splitlines()
-    ] == ["runs already"] * 3
+    ][:3] == ["runs already"] * 3
 
 
 @pytest.mark.parametrize(
@@ -114,28 +39,118 @@ def test_runs_wait_for_each_other(site: Site, name: str) -> None:
     deployment = site.deployment(name)
     assert deployment["global_concurrency_limit"]["limit"] == 1
     assert deployment["concurrency_options"]["collision_strategy"] == "ENQUEUE"
-    assert site.api("GET", "work_pools/plumbline", {})["concurrency_limit"] == 1
+    assert site.services.prefect.get("/work_pools/plumbline")["concurrency_limit"] == 1
 
 
 def test_overrides_are_a_list_of_strings(site: Site) -> None:
-    path = f"deployments/{site.deployment('rlhf-qlora')['id']}/create_flow_run"
+    path = f"/deployments/{site.deployment('rlhf-qlora')['id']}/create_flow_run"
     with pytest.raises(PlumblineError, match="HTTP Error 4"):
-        site.api("POST", path, {"parameters": {"overrides": "+exp=qlora"}})
+        site.services.prefect.post(path, {"parameters": {"overrides": "+exp=qlora"}})
 
 
-def test_a_deployment_runs_by_hand(site: Site) -> None:
+def test_the_printed_command_starts_a_run(site: Site) -> None:
+    """Typed on any terminal: in another folder, with nothing of `make` in the environment."""
+    printed = site.require("deploy").splitlines()[-1].removeprefix("start").strip()
+    assert '["+exp=qlora"]' in printed
+    typed = printed.replace('["+exp=qlora"]', json.dumps(site.overrides()))
     started = subprocess.run(
-        [str(Path(sys.executable).with_name("prefect")), "deployment", "run", "rlhf/rlhf-qlora"]
-        + ["--param", f"overrides={json.dumps(site.overrides())}"],
-        env=site.env | site.services.environment(),
+        ["bash", "-c", typed],
+        cwd="/",
+        env={"HOME": str(site.services.runs), "PATH": os.environ["PATH"]},
         check=False,
         capture_output=True,
         text=True,
     )
     assert started.returncode == 0, started.stdout + started.stderr
-    run = site.finished({"deployment_id": {"any_": [site.deployment("rlhf-qlora")["id"]]}})
+    (found,) = re.findall(r"UUID: (\S+)", started.stdout)
+    run = site.finished_run(found)
     assert run["state_type"] == "COMPLETED", run["state"]
     assert run["parameters"] == {"overrides": site.overrides(), "tag": "manual"}
+
+
+def test_a_paused_schedule_stays_paused(site: Site) -> None:
+    deployment = site.deployment("rlhf-nightly")
+    (nightly,) = (each for each in deployment["schedules"] if each["slug"] == "nightly")
+    path = f"/deployments/{deployment['id']}/schedules/{nightly['id']}"
+    for active in (False, True):
+        site.services.prefect.call("PATCH", path, {"active": active})
+        text = site.require("deploy")
+        assert ("0 2 * * * UTC, paused" in text) is not active
+        schedules = site.deployment("rlhf-nightly")["schedules"]
+        assert {each["slug"]: each["active"] for each in schedules}["nightly"] is active
+
+
+def test_a_refused_configuration_says_what_to_type(site: Site) -> None:
+    overrides = [word for word in site.overrides() if word != "plan=true"]
+    wrong = ["train.micro_batch_size=4", "train.global_batch_size=7", "smoke.probes=0"]
+    run = site.finished_run(site.start_run("rlhf-qlora", [*overrides, *wrong]))
+    assert run["state_type"] == "FAILED"
+    message, log = run["state"]["message"], [line["message"] for line in site.logs(run["id"])]
+    for text in (message, "\n".join(log)):
+        assert "train.global_batch_size=7" in text
+        assert "smoke.probes" in text
+        assert "->" in text  # what to type
+        assert "Traceback" not in text
+    assert "Traceback" not in site.worker_log.partition(run["id"])[2]
+
+
+def test_a_run_waits_for_a_run_on_a_terminal(site: Site, tmp_path: Path) -> None:
+    rows = tmp_path / "rows.jsonl"
+    rows.write_text('{"wrong": 1}\n')
+    overrides = [word for word in site.overrides() if word != "plan=true"]
+    overrides += ["data.kind=jsonl", f"data.path={rows}"]
+    with hold(site.services.runs / "planned"):
+        run_id = site.start_run("rlhf-qlora", overrides)
+        deadline = time.monotonic() + PATIENCE_S
+        while not any("waits until" in line["message"] for line in site.logs(run_id)):
+            run = site.flow_run(run_id)
+            assert run["state_type"] not in FINAL, run["state"]
+            assert time.monotonic() < deadline
+            time.sleep(0.5)
+        assert site.flow_run(run_id)["state_type"] == "RUNNING"
+    run = site.finished_run(run_id)
+    assert "in use by" not in run["state"]["message"]
+    assert "rows.jsonl" in run["state"]["message"]  # its turn came, and its own mistake ended it
+
+
+def test_a_run_on_a_terminal_uses_the_server(site: Site, tmp_path: Path) -> None:
+    script = Path(__file__).parents[1] / "process" / "flow_script.py"
+    env = {key: value for key, value in site.env.items() if key != "PLUMBLINE_RUNS"}
+    done = subprocess.run(
+        [sys.executable, str(script), str(site.services.runs), "quick"],
+        cwd=tmp_path,
+        env=env | {"PYTHONPATH": str(PROJECT)},
+        check=False,
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "server" not in re.findall(r"^\w+", done.stdout, re.MULTILINE)  # none of its own
+    query = {"flow_runs": {"name": {"any_": ["quick"]}}}
+    (run,) = site.services.prefect.post("/flow_runs/filter", query)
+    assert run["state_type"] == "COMPLETED"
+    here = f"http://127.0.0.1:{site.services.prefect_port}"
+    assert pages(site.services.runs, PROJECT).startswith(f"pages: {here}/runs  http://127.0.0.1:")
+    assert running_server(tmp_path) == {}
+    assert pages(tmp_path, PROJECT).endswith(f"up PLUMBLINE_RUNS={tmp_path}")
+
+
+def test_mlflow_takes_two_processes_and_names_its_page(site: Site) -> None:
+    record = record_of("mlflow", site.services.home)
+    assert record is not None
+    process = record.process()
+    assert process is not None
+    family = [process, *process.children(recursive=True)]
+    assert len(family) <= 3
+    assert sum(member.memory_info().rss for member in family) < 900e6
+    (page,) = re.findall(r"http://\S+/#/experiments\S*", site.require("status"))
+    assert page.startswith(f"http://127.0.0.1:{site.services.mlflow_port}/#/experiments")
+
+
+def test_polls_of_the_worker_do_not_lock_the_database(site: Site) -> None:
+    time.sleep(10)  # five polls, after those of the other tests
+    log = (site.services.home / "prefect.log").read_text(errors="replace")
+    assert log.count("database is locked") == 0, log[-3000:]
 
 
 @pytest.mark.slow
@@ -147,8 +162,8 @@ def test_a_schedule_fires(site: Site) -> None:
         "slug": "soon",
         "parameters": {"overrides": site.overrides(), "tag": "soon"},
     }
-    path = f"deployments/{deployment['id']}/schedules"
-    (made,) = site.api("POST", path, [schedule])
+    path = f"/deployments/{deployment['id']}/schedules"
+    (made,) = site.services.prefect.post(path, [schedule])
     assert made["active"]
     query = {"deployment_id": {"any_": [deployment["id"]]}, "tags": {"all_": ["auto-scheduled"]}}
     run = site.finished(query)

@@ -22,8 +22,8 @@ def main(runs: Path, modes: list[str]) -> int:
         with hold(runs), prefect_server(runs), kill_children_on_abort():
             from tests.process.flow_demo import demo
 
-            for child, url in _running.values():
-                print("server", child.pid, url, flush=True)
+            for child, api in _running.values():
+                print("server", child.pid, api.url, flush=True)
             state = demo(mode, runs / "logs", return_state=True)
             failed += not state.is_completed()
     return 1 if failed else 0

@@ -93,3 +93,13 @@ def test_passwords_of_urls_are_not_shown(runs: Path, monkeypatch: pytest.MonkeyP
     monkeypatch.setattr("sys.argv", ["rlhf.py", "tracking.uri=postgresql://me:hidden@db/x"])
     with hold(runs):
         assert "tracking.uri=postgresql://me:***@db/x" in (runs / ".lock").read_text()
+
+
+def test_the_one_that_waits_says_for_whom(script: Callable[..., Script], runs: Path) -> None:
+    first = script("-c", HOLDER, str(runs), "1.5")
+    first.says("held")
+    lines: list[str] = []
+    with hold(runs, wait_s=30, on_wait=lines.append):
+        pass
+    (line,) = lines
+    assert f"waits until {runs} is free, in use by pid {first.process.pid}" in line

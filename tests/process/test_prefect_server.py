@@ -6,11 +6,14 @@ import re
 import shutil
 import signal
 import sqlite3
+import urllib.error
+import urllib.request
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
+from flows.orchestration.server_api import Api, RefusedError
 from tests.process.conftest import HERE, Script, alive, pids, until
 
 Start = Callable[[str], Script]
@@ -85,6 +88,19 @@ def begun(start: Start, mode: str) -> tuple[Script, int, int]:
     (child,), (server,) = pids("child", flow.text), pids("server", flow.text)
     assert alive(server)
     return flow, child, server
+
+
+def test_another_user_of_this_machine_has_no_access(start: Start) -> None:
+    flow, _, _ = begun(start, "long-guarded")
+    (url,) = re.findall(r"server \d+ (\S+)", flow.text)
+    assert Api(url).answers("/health")
+    with pytest.raises(RefusedError, match="401"):
+        Api(url).post("/flow_runs/filter", {})
+    request = urllib.request.Request(f"{url}/health", headers={"Host": "evil.example"})
+    with pytest.raises(urllib.error.HTTPError, match="403"):
+        urllib.request.urlopen(request)
+    flow.signal_group(signal.SIGTERM)
+    assert flow.process.wait(15) == 143, flow.text
 
 
 def check_signal(start: Start, runs: Path, number: signal.Signals, status: int) -> None:

@@ -1,0 +1,133 @@
+"""Find the servers that `make up` runs for a folder of runs (`infra/services.py` starts them).
+
+`<runs>/services` has `<name>.json` for each process and `prefect.env`, the settings of Prefect's
+clients as a file that a shell can read: `. <runs>/services/prefect.env`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import shlex
+from dataclasses import dataclass
+from pathlib import Path
+from urllib.parse import quote
+
+import psutil
+
+from flows.orchestration.server_api import Api
+from tasks.core.errors import PlumblineError
+
+LOOPBACK = "127.0.0.1"
+CLIENT_SETTINGS = "prefect.env"
+URL, AUTH = "PREFECT_API_URL", "PREFECT_API_AUTH_STRING"
+
+
+@dataclass(frozen=True)
+class Record:
+    """Process of a service: id, start time in seconds since the epoch, port."""
+
+    pid: int
+    started: float
+    port: int | None
+
+    def process(self) -> psutil.Process | None:
+        """Return the process; None if it has ended, even if another process has its id now."""
+        try:
+            process = psutil.Process(self.pid)
+            if process.status() == psutil.STATUS_ZOMBIE:
+                return None
+            return process if process.create_time() == self.started else None
+        except psutil.NoSuchProcess:
+            return None
+
+
+def record_of(name: str, home: Path) -> Record | None:
+    """Return the record of a running service; None if it does not run.
+
+    Args:
+        name: name of the service.
+        home: folder of the records.
+    """
+    try:
+        record = Record(**json.loads(record_path(name, home).read_text()))
+    except FileNotFoundError:
+        return None
+    return record if record.process() else None
+
+
+def record_path(name: str, home: Path) -> Path:
+    """Return the file that identifies the process of a service."""
+    return home / f"{name}.json"
+
+
+def services_of(runs: Path) -> Path:
+    """Return the folder of the services' records, logs and settings."""
+    return runs / "services"
+
+
+def write_client_settings(home: Path, settings: dict[str, str]) -> Path:
+    """Write variables to `prefect.env`, which only its owner can read. Returns the file."""
+    path, fresh = home / CLIENT_SETTINGS, home / f".{CLIENT_SETTINGS}"
+    lines = [f"export {name}={shlex.quote(value)}" for name, value in settings.items()]
+    fresh.unlink(missing_ok=True)
+    with open(os.open(fresh, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as file:
+        file.write("# A login: who can read this file can run commands as its owner.\n")
+        file.write("\n".join(lines) + "\n")
+    fresh.replace(path)
+    return path
+
+
+def client_settings(home: Path) -> dict[str, str]:
+    """Return the variables of `prefect.env`; empty if there is no such file."""
+    try:
+        words = shlex.split((home / CLIENT_SETTINGS).read_text(), comments=True)
+    except FileNotFoundError:
+        return {}
+    return dict(word.split("=", 1) for word in words if "=" in word)
+
+
+def running_server(runs: Path) -> dict[str, str]:
+    """Return the client settings of the Prefect server of `make up` for a folder of runs.
+
+    Returns:
+        PREFECT_API_URL and PREFECT_API_AUTH_STRING; empty if no such server runs.
+    """
+    home = services_of(runs)
+    record = record_of("prefect", home)
+    settings = client_settings(home)
+    # The string is sent to our own process only, never to one that has taken its port.
+    if record is None or not settings.get(URL, "").endswith(f":{record.port}/api"):
+        return {}
+    return settings if Api(settings[URL], settings[AUTH]).answers("/admin/version") else {}
+
+
+def runs_page(mlflow: Api, experiment: str = "plumbline") -> str:
+    """Return the URL of the page that lists an experiment's runs; MLflow's front page has none."""
+    path = f"/api/2.0/mlflow/experiments/get-by-name?experiment_name={quote(experiment)}"
+    answer = mlflow.get(path)  # the experiment is made by its first run
+    if answer is None:
+        return f"{mlflow.url}/#/experiments"
+    number = answer["experiment"]["experiment_id"]
+    return f"{mlflow.url}/#/experiments/{number}/runs?workflowType=MACHINE_LEARNING"
+
+
+def pages(runs: Path, project: Path) -> str:
+    """Return one line: the pages of a run in Prefect and MLflow, or the command that serves them.
+
+    Args:
+        runs: `paths.runs`.
+        project: the checkout.
+    """
+    home = services_of(runs)
+    prefect, mlflow = record_of("prefect", home), record_of("mlflow", home)
+    urls = [f"http://{LOOPBACK}:{prefect.port}/runs"] if prefect else []
+    if mlflow:
+        with contextlib.suppress(PlumblineError):
+            urls.append(runs_page(Api(f"http://{LOOPBACK}:{mlflow.port}")))
+    if urls:
+        return f"pages: {'  '.join(urls)}"
+    here = [f"-C {shlex.quote(str(project))}"] if Path.cwd() != project else []
+    other = [f"PLUMBLINE_RUNS={shlex.quote(str(runs))}"] if runs != project / "runs" else []
+    return f"pages: {' '.join(['make', *here, 'up', *other])}"

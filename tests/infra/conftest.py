@@ -1,0 +1,22 @@
+"""One set of running services for all tests of this folder."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+
+from tests.infra.site import Site
+
+
+@pytest.fixture(scope="session")
+def site(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Site]:
+    """Run the services, with the deployments of infra/prefect.yaml."""
+    site = Site.at(tmp_path_factory.mktemp("site"))
+    try:
+        site.require("up")
+        site.require("deploy")
+        yield site
+    finally:
+        down = site.command("down")
+    assert [line.split(maxsplit=1)[1] for line in down.stdout.splitlines()] == ["stopped"] * 3

@@ -1,0 +1,109 @@
+"""Servers and a worker as `make up` starts them, on free ports and in a folder of the tests."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from infra.services import Services
+from tests.infra.requirements_files import PROJECT
+from tests.infra.test_daemon import free_port
+
+FINAL = {"COMPLETED", "FAILED", "CRASHED", "CANCELLED"}
+PATIENCE_S = 120.0
+
+
+@dataclass(frozen=True)
+class Site:
+    """Services and the environment that names them."""
+
+    services: Services
+    env: dict[str, str]
+
+    @classmethod
+    def at(cls, runs: Path) -> Site:
+        """Return the services of a folder, on free ports. They do not run yet."""
+        services = Services(runs, free_port(), free_port())
+        env = os.environ | {
+            "PLUMBLINE_RUNS": str(runs),
+            "PREFECT_PORT": str(services.prefect_port),
+            "MLFLOW_PORT": str(services.mlflow_port),
+            # The defaults suit production; here they would only be waiting.
+            "PREFECT_SERVER_SERVICES_SCHEDULER_LOOP_SECONDS": "5",
+            "PREFECT_WORKER_QUERY_SECONDS": "2",
+        }
+        return cls(services, env)
+
+    def command(self, name: str, **env: str) -> subprocess.CompletedProcess[str]:
+        """Run `python -m infra.services NAME`."""
+        return subprocess.run(
+            [sys.executable, "-m", "infra.services", name],
+            cwd=PROJECT,
+            env=self.env | env,
+            check=False,
+            capture_output=True,
+            text=True,
+        )
+
+    def require(self, name: str) -> str:
+        """Run a command that has to succeed. Returns its output."""
+        done = self.command(name)
+        assert done.returncode == 0, done.stdout + done.stderr
+        return done.stdout
+
+    def overrides(self, *more: str) -> list[str]:
+        """Return the overrides of a plan in the services' own folder: short, starts nothing."""
+        return ["+exp=qlora", "plan=true", f"paths.runs={self.services.runs / 'planned'}", *more]
+
+    def deployment(self, name: str) -> dict[str, Any]:
+        """Return a registered deployment."""
+        deployments = self.services.prefect.post("/deployments/filter", {})
+        return next(entry for entry in deployments if entry["name"] == name)
+
+    def start_run(self, name: str, overrides: list[str], **body: Any) -> str:
+        """Start a flow run of a deployment. Returns its id."""
+        path = f"/deployments/{self.deployment(name)['id']}/create_flow_run"
+        body["parameters"] = {"overrides": overrides}
+        return str(self.services.prefect.post(path, body)["id"])
+
+    def flow_run(self, run_id: str) -> dict[str, Any]:
+        """Return a flow run."""
+        run: dict[str, Any] = self.services.prefect.get(f"/flow_runs/{run_id}")
+        return run
+
+    def finished(self, query: dict[str, Any]) -> dict[str, Any]:
+        """Return the first flow run that the query finds, once it has a final state."""
+        deadline = time.monotonic() + PATIENCE_S
+        runs: list[dict[str, Any]] = []
+        wanted = {"flow_runs": query, "sort": "EXPECTED_START_TIME_ASC"}
+        while time.monotonic() < deadline:
+            runs = self.services.prefect.post("/flow_runs/filter", wanted)
+            if runs and runs[0]["state_type"] in FINAL:
+                return runs[0]
+            time.sleep(0.5)
+        states = [(run["name"], run["state_name"]) for run in runs]
+        pytest.fail(
+            f"no final state within {PATIENCE_S:.0f} s: {states}\n{self.worker_log[-3000:]}"
+        )
+
+    def finished_run(self, run_id: str) -> dict[str, Any]:
+        """Return a flow run, once it has a final state."""
+        return self.finished({"id": {"any_": [run_id]}})
+
+    def logs(self, run_id: str) -> list[dict[str, Any]]:
+        """Return the lines that a flow run logged."""
+        query = {"logs": {"flow_run_id": {"any_": [run_id]}}, "limit": 200}
+        lines: list[dict[str, Any]] = self.services.prefect.post("/logs/filter", query)
+        return lines
+
+    @property
+    def worker_log(self) -> str:
+        """Return the worker's log."""
+        return (self.services.home / "worker.log").read_text(errors="replace")

@@ -1,0 +1,180 @@
+"""The servers of `make up` as a web page, another user, and a user of the deployments meet them."""
+
+from __future__ import annotations
+
+import http.client
+import json
+import socket
+import stat
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from flows.orchestration.server_api import Api, RefusedError, basic_auth
+from flows.orchestration.services import client_settings
+from tests.infra.site import Site
+
+EVIL = "http://evil.example"
+
+
+def status(port: int, method: str, path: str, body: Any = None, **headers: str) -> int:
+    """Send a request with these headers, as a browser would. Returns the HTTP status."""
+    connection = http.client.HTTPConnection("127.0.0.1", port, timeout=20)
+    sent = {name.replace("_", "-"): value for name, value in headers.items()}
+    try:
+        connection.request(method, path, json.dumps(body) if body is not None else None, sent)
+        return connection.getresponse().status
+    finally:
+        connection.close()
+
+
+def own_page(site: Site) -> dict[str, str]:
+    """Return the headers of a request from the server's own page after its login."""
+    origin = f"http://127.0.0.1:{site.services.prefect_port}"
+    return {"Origin": origin, "Authorization": basic_auth(site.services.auth)}
+
+
+def test_only_the_owner_can_read_the_login(site: Site) -> None:
+    path = site.services.home / "prefect.env"
+    assert stat.S_IMODE(path.stat().st_mode) == 0o600
+    assert stat.S_IMODE(path.parent.stat().st_mode) == 0o700
+    settings = client_settings(site.services.home)
+    assert settings["PREFECT_API_URL"] == site.services.prefect.url
+    assert len(settings["PREFECT_API_AUTH_STRING"]) > 40
+    commands = Path("/proc").glob("[0-9]*/cmdline")
+    text = b"".join(read_if_there(path) for path in commands)
+    assert settings["PREFECT_API_AUTH_STRING"].encode() not in text
+
+
+def read_if_there(path: Path) -> bytes:
+    try:
+        return path.read_bytes()
+    except OSError:
+        return b""
+
+
+def test_prefect_wants_the_login(site: Site) -> None:
+    port = site.services.prefect_port
+    path = f"/api/deployments/{site.deployment('rlhf-qlora')['id']}/create_flow_run"
+    assert status(port, "POST", path, {}) in (401, 403)
+    assert status(port, "GET", "/api/csrf-token?client=x") == 401
+    assert status(port, "POST", path, {}, Authorization=basic_auth("plumbline:wrong")) in (401, 403)
+    assert status(port, "GET", "/api/admin/version", Authorization=basic_auth("a:b")) == 401
+    assert status(port, "GET", "/api/admin/version", **own_page(site)) == 200
+
+
+def test_a_page_of_another_site_cannot_start_a_run(site: Site) -> None:
+    port = site.services.prefect_port
+    path = f"/api/deployments/{site.deployment('rlhf-qlora')['id']}/create_flow_run"
+    foreign = own_page(site) | {"Origin": EVIL}  # even with the login
+    for body in ({}, {"job_variables": {"command": "touch /tmp/owned"}}):
+        assert status(port, "POST", path, body, **foreign, Content_Type="text/plain") == 403
+        assert status(port, "POST", path, body, **foreign) == 403
+    assert status(port, "OPTIONS", path, Access_Control_Request_Method="POST", Origin=EVIL) == 403
+    assert status(port, "GET", "/api/admin/version", **foreign | {"Origin": "null"}) == 403
+
+
+def test_a_request_that_changes_a_thing_needs_a_token_of_the_server(site: Site) -> None:
+    port = site.services.prefect_port
+    assert status(port, "POST", "/api/flow_runs/filter", {}, **own_page(site)) == 403
+    api = Api(site.services.prefect.url, site.services.auth)
+    assert isinstance(api.post("/flow_runs/filter", {}), list)  # it has asked for one
+
+
+@pytest.mark.parametrize("host", ["evil.example", "evil.example:{port}", "127.0.0.1", ""])
+def test_a_name_that_points_at_this_machine_is_no_host_of_prefect(site: Site, host: str) -> None:
+    port = site.services.prefect_port
+    headers = own_page(site) | {"Host": host.format(port=port)}
+    for path in ("/api/admin/version", "/api/health", "/", "/ui-settings"):
+        assert status(port, "GET", path, **headers) == 403
+    headers["Host"] = f"localhost:{port}"
+    assert status(port, "GET", "/api/admin/version", **headers) == 200
+
+
+@pytest.mark.parametrize("origin", [EVIL, None])
+def test_a_websocket_of_another_site_is_refused(site: Site, origin: str | None) -> None:
+    port = site.services.prefect_port
+    lines = [
+        "GET /api/events/in HTTP/1.1",
+        f"Host: 127.0.0.1:{port}",
+        "Upgrade: websocket",
+        "Connection: Upgrade",
+        "Sec-WebSocket-Key: dGhlIHNhbXBsZSBub25jZQ==",
+        "Sec-WebSocket-Version: 13",
+        *([f"Origin: {origin}"] if origin else []),
+    ]
+    with socket.create_connection(("127.0.0.1", port), timeout=20) as client:
+        client.sendall("\r\n".join([*lines, "", ""]).encode())
+        answer = client.recv(100).decode()
+    assert answer.startswith("HTTP/1.1 403")  # without an origin: for want of the login
+
+
+def test_mlflow_answers_its_own_pages_only(site: Site) -> None:
+    port = site.services.mlflow_port
+    path, body = "/api/2.0/mlflow/experiments/create", {"name": "made by another site"}
+    json_type = {"Content_Type": "application/json"}
+    search = "/api/2.0/mlflow/experiments/search?max_results=1"
+    assert status(port, "POST", path, body, Origin=EVIL, **json_type) == 403
+    assert status(port, "POST", path, body, Origin=EVIL, Content_Type="text/plain") == 403
+    assert status(port, "GET", search, Host="evil.example") == 403
+    assert status(port, "GET", search, Host=f"evil.example:{port}") == 403
+    assert status(port, "GET", search, Host="10.0.0.1") == 403
+    assert status(port, "GET", search) == 200
+
+
+@pytest.mark.parametrize(
+    "variables",
+    [
+        {"command": "touch {mark}"},
+        {"env": {"PLUMBLINE_DEPLOY_CODE": "/"}},
+        {"env.PLUMBLINE_DEPLOY_CODE": "/"},
+        {"working_dir": "/tmp"},
+    ],
+)
+def test_job_variables_are_refused(site: Site, variables: dict[str, Any]) -> None:
+    with pytest.raises(RefusedError, match="422"):
+        site.start_run("rlhf-qlora", site.overrides(), job_variables=variables)
+    deployment = f"/deployments/{site.deployment('rlhf-qlora')['id']}"
+    with pytest.raises(RefusedError, match="422"):
+        site.services.prefect.call("PATCH", deployment, {"job_variables": variables})
+
+
+def test_the_worker_ignores_job_variables_that_the_server_let_through(site: Site) -> None:
+    """Written past the server's check, as an older server with the same database would have."""
+    import sqlite3
+
+    mark = site.services.runs / "owned"
+    run_id = site.start_run(
+        "rlhf-qlora",
+        site.overrides("reward=none", f"reward.function={mark}.py:f"),
+        state={"type": "SCHEDULED", "state_details": {"scheduled_time": "2099-01-01T00:00:00Z"}},
+    )
+    variables = {"command": f"touch {mark}", "env": {"PLUMBLINE_DEPLOY_CODE": "/"}}
+    with sqlite3.connect(site.services.runs / "prefect/prefect.db", timeout=30) as database:
+        database.execute(
+            "update flow_run set job_variables = ? where id = ?", (json.dumps(variables), run_id)
+        )
+    state = {"type": "SCHEDULED", "name": "Scheduled"}
+    site.services.prefect.post(f"/flow_runs/{run_id}/set_state", {"state": state, "force": True})
+    run = site.finished_run(run_id)
+    assert not mark.exists()
+    assert run["state_type"] == "FAILED"
+    assert "not allowed in a deployment" in run["state"]["message"]
+
+
+def test_a_run_may_not_name_other_folders_or_code(site: Site, tmp_path: Path) -> None:
+    reward = tmp_path / "reward.py"
+    reward.write_text(f"open({str(tmp_path / 'owned')!r}, 'w')\ndef f(**kw): return [0.0]\n")
+    run_id = site.start_run(
+        "rlhf-qlora",
+        ["+exp=grpo", "plan=true", f"paths.runs={tmp_path / 'elsewhere'}"]
+        + [f"reward.function={reward}:f", "model.path=/m", "model.trust_remote_code=true"],
+    )
+    run = site.finished_run(run_id)
+    assert run["state_type"] == "FAILED"
+    text = "\n".join([run["state"]["message"], *(line["message"] for line in site.logs(run_id))])
+    for key in ("paths.runs=", "reward.function=", "model.trust_remote_code=true"):
+        assert f"{key}" in text, text
+    assert not (tmp_path / "elsewhere").exists()
+    assert not (tmp_path / "owned").exists()

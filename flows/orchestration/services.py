@@ -52,7 +52,7 @@ def record_of(name: str, home: Path) -> Record | None:
     """
     try:
         record = Record(**json.loads(record_path(name, home).read_text()))
-    except FileNotFoundError:
+    except (FileNotFoundError, PermissionError):  # another user's are not for us
         return None
     return record if record.process() else None
 
@@ -83,7 +83,7 @@ def client_settings(home: Path) -> dict[str, str]:
     """Return the variables of `prefect.env`; empty if there is no such file."""
     try:
         words = shlex.split((home / CLIENT_SETTINGS).read_text(), comments=True)
-    except FileNotFoundError:
+    except (FileNotFoundError, PermissionError):
         return {}
     return dict(word.split("=", 1) for word in words if "=" in word)
 

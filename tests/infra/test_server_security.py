@@ -135,9 +135,6 @@ def test_mlflow_answers_its_own_pages_only(site: Site) -> None:
 def test_job_variables_are_refused(site: Site, variables: dict[str, Any]) -> None:
     with pytest.raises(RefusedError, match="422"):
         site.start_run("rlhf-qlora", site.overrides(), job_variables=variables)
-    deployment = f"/deployments/{site.deployment('rlhf-qlora')['id']}"
-    with pytest.raises(RefusedError, match="422"):
-        site.services.prefect.call("PATCH", deployment, {"job_variables": variables})
 
 
 def test_the_worker_ignores_job_variables_that_the_server_let_through(site: Site) -> None:

@@ -19,6 +19,7 @@ import pytest
 
 from flows.cli.lock import hold
 from flows.orchestration.services import pages, record_of, running_server
+from tasks.config.checks.data import PEEK
 from tasks.core.errors import PlumblineError
 from tests.infra.requirements_files import PROJECT
 from tests.infra.site import FINAL, PATIENCE_S, Site
@@ -82,24 +83,25 @@ def test_a_paused_schedule_stays_paused(site: Site) -> None:
 
 def test_a_refused_configuration_says_what_to_type(site: Site) -> None:
     overrides = [word for word in site.overrides() if word != "plan=true"]
-    wrong = ["train.micro_batch_size=4", "train.global_batch_size=7", "smoke.probes=0"]
+    wrong = ["train.micro_batch_size=4", "train.global_batch_size=7"]
     run = site.finished_run(site.start_run("rlhf-qlora", [*overrides, *wrong]))
     assert run["state_type"] == "FAILED"
     message, log = run["state"]["message"], [line["message"] for line in site.logs(run["id"])]
     for text in (message, "\n".join(log)):
         assert "train.global_batch_size=7" in text
-        assert "smoke.probes" in text
         assert "->" in text  # what to type
         assert "Traceback" not in text
     assert "Traceback" not in site.worker_log.partition(run["id"])[2]
 
 
 def test_a_run_waits_for_a_run_on_a_terminal(site: Site, tmp_path: Path) -> None:
-    rows = tmp_path / "rows.jsonl"
-    rows.write_text('{"wrong": 1}\n')
-    overrides = [word for word in site.overrides() if word != "plan=true"]
-    overrides += ["data.kind=jsonl", f"data.path={rows}"]
-    with hold(site.services.runs / "planned"):
+    rows, runs = tmp_path / "rows.jsonl", site.services.runs / "planned"
+    pair = [{"role": "user", "content": "say yes"}, {"role": "assistant", "content": "yes"}]
+    lines = [json.dumps({"messages": pair})] * (PEEK + 50)
+    lines[PEEK + 40] = '{"messages": ['  # after those that the preflight reads
+    rows.write_text("\n".join(lines) + "\n")
+    overrides = ["+exp=sft_qlora", "data=jsonl", f"data.path={rows}", f"paths.runs={runs}"]
+    with hold(runs):
         run_id = site.start_run("rlhf-qlora", overrides)
         deadline = time.monotonic() + PATIENCE_S
         while not any("waits until" in line["message"] for line in site.logs(run_id)):

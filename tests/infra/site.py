@@ -97,10 +97,19 @@ class Site:
         """Return a flow run, once it has a final state."""
         return self.finished({"id": {"any_": [run_id]}})
 
-    def logs(self, run_id: str) -> list[dict[str, Any]]:
-        """Return the lines that a flow run logged."""
+    def logs(self, run_id: str) -> list[str]:
+        """Return the lines that a flow run has logged."""
         query = {"logs": {"flow_run_id": {"any_": [run_id]}}, "limit": 200}
-        lines: list[dict[str, Any]] = self.services.prefect.post("/logs/filter", query)
+        return [line["message"] for line in self.services.prefect.post("/logs/filter", query)]
+
+    def logged(self, run_id: str, words: str) -> list[str]:
+        """Return the lines of a flow run, once one has these words; they are sent in batches."""
+        deadline = time.monotonic() + PATIENCE_S
+        lines = self.logs(run_id)
+        while not any(words in line for line in lines):
+            assert time.monotonic() < deadline, "\n".join([*lines, self.worker_log[-3000:]])
+            time.sleep(0.5)
+            lines = self.logs(run_id)
         return lines
 
     @property

@@ -22,7 +22,7 @@ from flows.orchestration.services import pages, record_of, running_server
 from tasks.config.checks.data import PEEK
 from tasks.core.errors import PlumblineError
 from tests.infra.requirements_files import PROJECT
-from tests.infra.site import FINAL, PATIENCE_S, Site
+from tests.infra.site import Site
 
 
 def test_up_again_finds_what_runs(site: Site) -> None:
@@ -86,8 +86,8 @@ def test_a_refused_configuration_says_what_to_type(site: Site) -> None:
     wrong = ["train.micro_batch_size=4", "train.global_batch_size=7"]
     run = site.finished_run(site.start_run("rlhf-qlora", [*overrides, *wrong]))
     assert run["state_type"] == "FAILED"
-    message, log = run["state"]["message"], [line["message"] for line in site.logs(run["id"])]
-    for text in (message, "\n".join(log)):
+    log = site.logged(run["id"], "Finished in state Failed")
+    for text in (run["state"]["message"], "\n".join(log)):
         assert "train.global_batch_size=7" in text
         assert "->" in text  # what to type
         assert "Traceback" not in text
@@ -103,12 +103,7 @@ def test_a_run_waits_for_a_run_on_a_terminal(site: Site, tmp_path: Path) -> None
     overrides = ["+exp=sft_qlora", "data=jsonl", f"data.path={rows}", f"paths.runs={runs}"]
     with hold(runs):
         run_id = site.start_run("rlhf-qlora", overrides)
-        deadline = time.monotonic() + PATIENCE_S
-        while not any("waits until" in line["message"] for line in site.logs(run_id)):
-            run = site.flow_run(run_id)
-            assert run["state_type"] not in FINAL, run["state"]
-            assert time.monotonic() < deadline
-            time.sleep(0.5)
+        site.logged(run_id, "waits until")
         assert site.flow_run(run_id)["state_type"] == "RUNNING"
     run = site.finished_run(run_id)
     assert "in use by" not in run["state"]["message"]

@@ -170,7 +170,7 @@ def test_a_run_may_not_name_other_folders_or_code(site: Site, tmp_path: Path) ->
     )
     run = site.finished_run(run_id)
     assert run["state_type"] == "FAILED"
-    text = "\n".join([run["state"]["message"], *(line["message"] for line in site.logs(run_id))])
+    text = run["state"]["message"]
     for key in ("paths.runs=", "reward.function=", "model.trust_remote_code=true"):
         assert f"{key}" in text, text
     assert not (tmp_path / "elsewhere").exists()

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import signal
 import socket
-import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -15,7 +14,7 @@ import pytest
 from flows.cli.lock import hold
 from flows.orchestration.services import record_of
 from infra.services import NAMES
-from tests.infra.site import PATIENCE_S, Site
+from tests.infra.site import Site
 
 
 @pytest.fixture
@@ -74,8 +73,5 @@ def test_the_queue_goes_on_after_down_and_after_kill_9(own_site: Site) -> None:
 def running(site: Site, overrides: list[str]) -> str:
     """Start a flow run and wait until it waits for its folder. Returns its id."""
     run_id = site.start_run("rlhf-qlora", overrides)
-    deadline = time.monotonic() + PATIENCE_S
-    while not any("waits until" in line["message"] for line in site.logs(run_id)):
-        assert time.monotonic() < deadline, site.worker_log[-3000:]
-        time.sleep(0.5)
+    site.logged(run_id, "waits until")
     return run_id

@@ -8,6 +8,7 @@ from typing import Any
 from flows.cli.bootstrap import quiet_logging
 from flows.orchestration.deployment import in_deployment
 from tasks.core.errors import PlumblineError
+from tasks.core.redaction import redact
 
 
 def reported(work: Callable[[], dict[str, Any]]) -> dict[str, Any]:
@@ -30,7 +31,7 @@ def reported(work: Callable[[], dict[str, Any]]) -> dict[str, Any]:
     try:
         return work()
     except PlumblineError as error:
-        report = error.report()
+        report = redact(error.report())
         if in_deployment():  # on a terminal the command prints it
             get_run_logger().error("%s", report)
         failed: dict[str, Any] = Failed(message=report, data=error)

@@ -1,8 +1,9 @@
 """convert: `weights` -> `served`, a folder that vLLM and transformers load.
 
-Tensors change their dtype and files if the settings say so; otherwise they are hard links. The
-tokenizer, its template, the generation config and config.json are made consistent: the ids that end
-a text, the padding id, the number of rows, the dtype.
+Tensors change their dtype and files if the settings say so; otherwise whole files are taken over:
+read-only hard links to another artifact of the same store, copies of anything else. The tokenizer,
+its template, the generation config and config.json are made consistent: the ids that end a text,
+the padding id, the number of rows, the dtype.
 """
 
 from __future__ import annotations

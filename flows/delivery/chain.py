@@ -125,9 +125,9 @@ class Delivery:
         return compare_bases(model, self.quantization, rows, scorer=scorer, is_reward=is_reward)
 
     def put(self, served: StageResult, mechanism: StageRunner) -> None:
-        """Copy or hard-link the served artifact to OUT."""
+        """Copy the served artifact to OUT."""
         put(served.artifact, self.out)
-        for result in mechanism.results:  # a new hard link changes a file's ctime
+        for result in mechanism.results:  # convert's hard links changed ctimes
             remember(result.artifact, self.store / ".seen")
 
     def lines(self) -> Iterator[str]:

@@ -9,10 +9,11 @@ from pathlib import Path
 
 from tasks.core.disk import flush
 from tasks.core.errors import ArtifactError
+from tasks.core.files import copy_file
 from tasks.pipeline.artifact import Artifact, open_artifact
 from tasks.pipeline.staging import staging
-from tasks.weights.execute.copying import link_or_copy
 from tasks.weights.files.documents import read_manifest
+from tasks.weights.files.file_ranges import write_refused
 from tasks.weights.files.reader import MANIFEST
 
 
@@ -48,8 +49,10 @@ def out_findings(
 
 
 def put(served: Artifact, out: Path) -> None:
-    """Publish the served artifact as `out`, with hard links if the file system allows, else copies.
+    """Publish a copy of the served artifact as `out`.
 
+    Its files share their blocks with the artifact's until one side is written, if the file system
+    can do that; they are never hard links, with which a write to one side would change the other.
     The manifest is written last; then one rename makes everything visible. An earlier delivery is
     moved aside before the rename and removed after it. Call `out_findings` first.
 
@@ -64,9 +67,9 @@ def put(served: Artifact, out: Path) -> None:
             if path.is_file() and path.name != MANIFEST:
                 target = work / path.relative_to(served.path)
                 target.parent.mkdir(parents=True, exist_ok=True)
-                link_or_copy(path, target)
+                _copy(path, target)
                 flush(target)
-        shutil.copyfile(served.path / MANIFEST, work / MANIFEST)
+        _copy(served.path / MANIFEST, work / MANIFEST)
         flush(work / MANIFEST)
         flush(work)
         old = out.parent / f".{out.name}.{os.getpid()}.old.tmp"
@@ -75,6 +78,13 @@ def put(served: Artifact, out: Path) -> None:
         work.rename(out)
         flush(out.parent)
         shutil.rmtree(old, ignore_errors=True)
+
+
+def _copy(source: Path, target: Path) -> None:
+    try:
+        copy_file(source, target)
+    except OSError as error:
+        raise write_refused(target, error) from error
 
 
 def _is_delivered(out: Path, served: Artifact) -> bool:

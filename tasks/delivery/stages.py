@@ -107,7 +107,7 @@ def convert(
     measuring: Measuring | None = None,
     **_: Any,
 ) -> StageReport:
-    """Make the folder to serve; files that do not change are hard links.
+    """Make the folder to serve; files that do not change are linked or copied.
 
     Args:
         out: staging directory.

@@ -77,7 +77,9 @@ class TestAnAdapter:
         loads(out)
         store = tmp_path / "runs" / "artifacts" / "served"
         (published,) = (path for path in store.iterdir() if path.name[0] != ".")
-        assert os.path.samefile(out / "model.safetensors", published / "model.safetensors")
+        made, stored = out / "model.safetensors", published / "model.safetensors"
+        assert made.read_bytes() == stored.read_bytes()
+        assert not os.path.samefile(made, stored)
         assert not (tmp_path / "runs" / "prefect").exists()
         assert not (tmp_path / "runs" / "mlflow").exists()
         before = (out / "manifest.json").stat()
@@ -124,9 +126,17 @@ def test_a_full_model_is_taken_as_it_is(deliver: Run, base: Path, tmp_path: Path
     again = deliver(f"source={tmp_path / 'out'}", f"out={tmp_path / 'second'}")
     assert again.code == 0, again.output
     assert "Plumbline artifact of kind served" in again.output
-    assert os.path.samefile(
-        tmp_path / "out" / "model.safetensors", tmp_path / "second" / "model.safetensors"
-    )
+    first, second = (tmp_path / name / "model.safetensors" for name in ("out", "second"))
+    content = second.read_bytes()
+    assert first.read_bytes() == content
+    with first.open("r+b") as file:
+        file.seek(-1, os.SEEK_END)
+        file.write(bytes([content[-1] ^ 1]))
+    assert second.read_bytes() == content, "a write to the source changes nothing that is served"
+    is_served(tmp_path / "second")
+    runs = tmp_path / "runs" / "artifacts" / "served"
+    for stored in runs.glob("*/model.safetensors"):
+        assert stored.read_bytes() == content
 
 
 @pytest.mark.parametrize("layout", ["adapter", "full"])

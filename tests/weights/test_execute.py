@@ -138,7 +138,7 @@ def test_unchanged_tensors_are_linked_or_copied_by_the_kernel(inputs, out, monke
     done = _run(plan, only, out)
     second = "model-00002-of-00002.safetensors"
     assert done.linked == [second]
-    assert os.path.samefile(out / second, inputs["base"].path / second)
+    assert (out / second).read_bytes() == (inputs["base"].path / second).read_bytes()
     assert (done.read, done.written) == (0, 0)
     assert torch.equal(state_of(out)[moved.name], base[first.name])
 

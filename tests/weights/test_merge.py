@@ -294,8 +294,36 @@ def test_one_pass_with_convert_and_both_verdicts(
     assert served.notes == {"linked": files, "drift_carried_over": True}
 
 
-def test_unchanged_shards_are_links_to_the_base(llama, lora_adapter, lora_run, out) -> None:
-    _merge(out, lora_adapter, llama.path, lora_run)
+def test_unchanged_shards_of_the_store_are_read_only_links(
+    llama, lora_adapter, lora_run, tmp_path
+) -> None:
+    store = tmp_path / "artifacts"
+    base = Path(shutil.copytree(llama.path, store / "base" / "llama"))
+    out = store / "weights" / ".key.tmp"
+    out.mkdir(parents=True)
+    _merge(out, lora_adapter, base, lora_run)
     linked = [p.name for p in out.glob("*.safetensors") if p.stat().st_nlink > 1]
     assert linked  # the embedding and the head have files of their own in this base
-    assert all((out / n).read_bytes() == (llama.path / n).read_bytes() for n in linked)
+    assert all((out / n).samefile(base / n) for n in linked)
+    assert {(base / n).stat().st_mode & 0o777 for n in linked} == {0o444}
+
+
+def test_unchanged_shards_from_elsewhere_are_copies(llama, lora_adapter, lora_run, out) -> None:
+    _merge(out, lora_adapter, llama.path, lora_run)
+    assert {path.stat().st_nlink for path in out.glob("*.safetensors")} == {1}
+
+
+def test_weights_behind_a_link_of_the_base_are_copies(
+    llama, lora_adapter, lora_run, tmp_path
+) -> None:
+    """A base artifact is made of links to the user's files, which are not in the store."""
+    store = tmp_path / "artifacts"
+    base = Path(shutil.copytree(llama.path, store / "base" / "llama"))
+    for path in base.glob("*.safetensors"):
+        path.unlink()
+        path.symlink_to(llama.path / path.name)
+    out = store / "weights" / ".key.tmp"
+    out.mkdir(parents=True)
+    _merge(out, lora_adapter, base, lora_run)
+    assert {path.stat().st_nlink for path in out.glob("*.safetensors")} == {1}
+    assert not [path for path in out.iterdir() if path.is_symlink()]

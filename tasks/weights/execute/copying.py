@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import fcntl
+import contextlib
 import mmap
 import os
-import shutil
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from math import prod
@@ -15,9 +14,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from tasks.core.errors import ArtifactError
+from tasks.core.files import copy_file
 from tasks.weights.execute.journal import Outcome
 from tasks.weights.execute.sinks import Sink
 from tasks.weights.files import dtype_bits as bits
+from tasks.weights.files.documents import read_manifest
 from tasks.weights.files.dtype_conversion import cast, casts
 from tasks.weights.files.file_ranges import Reader, part, write_refused
 from tasks.weights.files.header import ITEM_BITS, TensorInfo
@@ -27,8 +28,6 @@ from tasks.weights.plan.operations import Op
 
 BLOCK = 1 << 20
 """Bytes per block: a multiple of every item size, and small enough to stay in the cache."""
-_FICLONE = 0x40049409
-"""Linux ioctl: make a file share all blocks of another (btrfs, XFS)."""
 
 
 def pages(nbytes: int) -> NDArray[np.uint8]:
@@ -66,28 +65,38 @@ class Workspace:
 
 
 def link_or_copy(source: Path, target: Path) -> None:
-    """Make `target` a copy of `source`: by shared blocks, else a hard link, else a real copy."""
+    """Give `target` the bytes of a file: a hard link within one store of artifacts, else a copy.
+
+    A hard link shares its bytes with the source for good, so the source must be a published
+    artifact, and both become read-only. A copy shares them until one side is written, if the file
+    system can do that (btrfs, XFS).
+
+    Raises:
+        ArtifactError: `target` cannot be written.
+    """
     real = source.resolve()  # link to the file itself, not to a symbolic link
     target.unlink(missing_ok=True)
-    if _reflink(real, target):
-        return
     try:
-        os.link(real, target)
-    except OSError:
-        try:
-            shutil.copyfile(real, target)
-        except OSError as error:
-            raise write_refused(target, error) from error
+        if _in_one_store(real, target):
+            with contextlib.suppress(OSError):  # a file system without hard links
+                os.link(real, target)
+                target.chmod(0o444)
+                return
+        copy_file(real, target)
+    except OSError as error:
+        raise write_refused(target, error) from error
 
 
-def _reflink(source: Path, target: Path) -> bool:
-    try:
-        with source.open("rb") as old, target.open("xb") as new:
-            fcntl.ioctl(new.fileno(), _FICLONE, old.fileno())
-    except OSError:
-        target.unlink(missing_ok=True)
+def _in_one_store(source: Path, target: Path) -> bool:
+    """Return True if `source` is a published artifact of the store that `target` is made in.
+
+    A store is `<paths.runs>/artifacts`, with a folder `<kind>/<key>` for each artifact.
+    """
+    folder, store = source.parent, target.resolve().parent.parent.parent
+    if store.name != "artifacts" or folder.parent.parent != store:
         return False
-    return True
+    manifest = read_manifest(folder)
+    return (manifest.get("kind"), manifest.get("key")) == (folder.parent.name, folder.name)
 
 
 def offload(op: Op, sources: Mapping[str, Source], sink: Sink) -> Outcome | None:

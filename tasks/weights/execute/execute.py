@@ -7,9 +7,9 @@ Workers are threads: reading, hashing, arithmetic and writing all release the in
 Memory is bounded by the number of blocks and workers, whatever the model's size. Results do not
 depend on the number of workers: see `compute.py`.
 
-Data that no operation changes never passes through Python: whole files are linked (`copying.py`),
-byte ranges are copied by the kernel, and hashes come from the input's manifest. Without a manifest
-the data has to be read for its hash, and is written from the same buffer.
+Data that no operation changes never passes through Python: whole files are linked or copied
+(`copying.py`), byte ranges are copied by the kernel, and hashes come from the input's manifest.
+Without a manifest the data has to be read for its hash, and is written from the same buffer.
 
 A run that was killed leaves its journal (`journal.py`). The next run with the same plan and inputs
 keeps the finished tensors and ends with the same bytes.
@@ -41,7 +41,7 @@ class Executed:
 
     Attributes:
         outcomes: one per tensor, in the plan's order.
-        linked: output files that are links to an input's file.
+        linked: output files that are an input's file, linked or copied as a whole.
         resumed: number of tensors that an earlier, interrupted run had finished.
         read: bytes of tensor data that this process read; kernel copies are not counted.
         written: bytes of tensor data that this process wrote.

@@ -17,6 +17,7 @@ A failed connection, a timeout, and the statuses 429 and 5xx are retried. Other 
 
 from __future__ import annotations
 
+import asyncio
 import json
 import os
 import time
@@ -59,7 +60,7 @@ class Endpoint:
     Args:
         url: http or https.
         tokenizer: the policy's, to decode texts with special tokens.
-        timeout_s: per attempt, from connecting to the last byte.
+        timeout_s: limit for a whole attempt, from connecting to the last byte.
         retries: further attempts per batch.
         batch: responses per request.
         log: gets failed attempts.
@@ -74,8 +75,10 @@ class Endpoint:
         self._url, self._tokenizer, self._log = url, tokenizer, log
         self._timeout_s, self._retries, self._batch = timeout_s, retries, batch
         token = os.environ.get(TOKEN)
-        self._client = httpx.Client(
-            timeout=timeout_s, headers={"Authorization": f"Bearer {token}"} if token else None
+        # httpx limits each read. A server that sends byte after byte is bounded by asyncio alone.
+        self._loop = asyncio.Runner()
+        self._client = httpx.AsyncClient(
+            timeout=None, headers={"Authorization": f"Bearer {token}"} if token else None
         )
 
     def __call__(self, responses: Sequence[Response]) -> list[float]:
@@ -91,7 +94,8 @@ class Endpoint:
 
     def close(self) -> None:
         """Close connections."""
-        self._client.close()
+        with self._loop:
+            self._loop.run(self._client.aclose())
 
     def _rewards(self, responses: Sequence[Response]) -> list[float]:
         body = self._body(responses)
@@ -127,30 +131,27 @@ class Endpoint:
     def _attempt(self, body: bytes, responses: Sequence[Response]) -> bytes:
         import httpx
 
-        until = time.monotonic() + self._timeout_s
         try:
-            with self._client.stream(
-                "POST", self._url, content=body, headers={"Content-Type": "application/json"}
-            ) as http_response:
-                content = self._content(http_response, until)
-                self._require_success(http_response, content, responses)
-                return content
-        except httpx.TimeoutException as error:
-            raise Unanswered(f"no answer within {self._timeout_s:g} s") from error
+            return self._loop.run(self._post(body, responses))
+        except TimeoutError as error:
+            raise Unanswered(f"no whole answer within {self._timeout_s:g} s") from error
         except httpx.TransportError as error:
             raise Unanswered(f"{type(error).__name__}: {error}") from error
 
-    def _content(self, http_response: httpx.Response, until: float) -> bytes:
-        """Return the whole answer. httpx limits the wait for each piece, not for all of them."""
-        pieces, size = [], 0
-        for piece in http_response.iter_bytes():
-            pieces.append(piece)
-            size += len(piece)
-            if time.monotonic() > until:
-                raise Unanswered(f"no whole answer within {self._timeout_s:g} s")
-            if size > LONGEST_ANSWER:
-                raise RewardError(f"{self.label} answers with more than {LONGEST_ANSWER} bytes")
-        return b"".join(pieces)
+    async def _post(self, body: bytes, responses: Sequence[Response]) -> bytes:
+        """Return the content of the answer. Raises TimeoutError after `timeout_s`."""
+        kind = {"Content-Type": "application/json"}
+        async with (
+            asyncio.timeout(self._timeout_s),
+            self._client.stream("POST", self._url, content=body, headers=kind) as http_response,
+        ):
+            content = bytearray()
+            async for piece in http_response.aiter_bytes():
+                content += piece
+                if len(content) > LONGEST_ANSWER:
+                    raise RewardError(f"{self.label} answers with more than {LONGEST_ANSWER} bytes")
+            self._require_success(http_response, bytes(content), responses)
+            return bytes(content)
 
     def _require_success(
         self, http_response: httpx.Response, content: bytes, responses: Sequence[Response]

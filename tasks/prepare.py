@@ -20,6 +20,7 @@ from typing import Any
 from tasks.config.defaults import COMPUTED
 from tasks.config.inputs import Data, Model
 from tasks.core.contract import Check
+from tasks.core.disk import file_stats
 from tasks.core.errors import ArtifactError, ConfigError, DataError, first_and_more
 from tasks.data.build import Options, build_dataset
 from tasks.data.columns import Columns
@@ -127,7 +128,9 @@ def prepare_data(
         chosen = {name: getattr(data, name) for name in shared}
         options = Options(kind=KINDS[rows], answered=answered, **chosen)
         account = _users_rows(out, data, options, log)
-    account["source"] = {"kind": data.kind, **(source or {})}
+    # Times stay out of the file: new times of equal files must not train again.
+    sizes = {path: {"size": stats[0]} for path, stats in (source or {}).items()}
+    account["source"] = {"kind": data.kind, **sizes}
     (out / "dataset.json").write_text(json.dumps(account, indent=1) + "\n", encoding="utf-8")
     return StageReport("dataset", _adds_up(account), _metrics(account), notes=account)
 
@@ -163,7 +166,7 @@ def source_identity(
     sources: Sequence[Mapping[str, Any]] = (),
     **_: Any,
 ) -> dict[str, Any]:
-    """Return size and modification time of each of the user's files, by path.
+    """Return size, mtime, ctime and inode of each of the user's files, by path.
 
     Further keys of the sections `data` and `model` are ignored. Missing files have no entry (the
     stage reports them), nor has a Hugging Face id (its revision identifies it).
@@ -177,8 +180,7 @@ def source_identity(
         root = Path(name).expanduser()
         inside = sorted(root.iterdir()) if root.is_dir() else [root]
         for file in (entry for entry in inside if entry.is_file()):
-            stat = file.stat()
-            identity[str(file.resolve())] = {"size": stat.st_size, "mtime_ns": stat.st_mtime_ns}
+            identity[str(file.resolve())] = file_stats(file)
     return identity
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import os
+import time
 from pathlib import Path
 
 import pytest
@@ -200,6 +201,13 @@ def test_the_identity_of_a_source_changes_with_its_files(tmp_path: Path, model: 
     before = source_identity(kind="jsonl", path=str(path))
     assert before == source_identity(kind="jsonl", path=str(path))
     path.write_text("three")
+    assert source_identity(kind="jsonl", path=str(path)) != before
+    before, stat = source_identity(kind="jsonl", path=str(path)), path.stat()
+    time.sleep(0.02)  # the kernel's clock for ctimes ticks every 10 ms or faster
+    path.write_text("seven")
+    os.utime(path, ns=(stat.st_atime_ns, stat.st_mtime_ns))
+    after = path.stat()
+    assert (after.st_size, after.st_mtime_ns) == (stat.st_size, stat.st_mtime_ns)
     assert source_identity(kind="jsonl", path=str(path)) != before
     assert len(source_identity(kind="hf", path=str(model))) == 5
     assert source_identity(kind="hf", path="org/name") == {}

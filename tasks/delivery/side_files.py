@@ -7,6 +7,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from blake3 import blake3
+
 from tasks.core.errors import ConfigError
 from tasks.delivery.plan.work import Work
 from tasks.delivery.recognise import CONFIG
@@ -38,9 +40,8 @@ class Tokens:
     processors: tuple[Path, ...] = ()
 
     def identity(self) -> list[list[Any]]:
-        """Return name, size and mtime of each file, which are part of a cache key."""
-        stats = [(path.name, path.stat()) for path in self.files()]
-        return [[name, stat.st_size, stat.st_mtime_ns] for name, stat in stats]
+        """Return name and BLAKE3 hash of each file, which are part of a cache key."""
+        return [[path.name, blake3(path.read_bytes()).hexdigest()] for path in self.files()]
 
     def files(self) -> list[Path]:
         """Return the files of the tokenizer and of the processors. Raises ArtifactError."""

@@ -24,7 +24,7 @@ from typing import Any
 
 from blake3 import blake3
 
-from tasks.core.disk import flush, flush_tree
+from tasks.core.disk import file_stats, flush, flush_tree
 from tasks.core.errors import ArtifactError
 from tasks.pipeline.staging import staging as staging
 from tasks.pipeline.staging import sweep as sweep
@@ -237,13 +237,8 @@ def remember(artifact: Artifact, seen: Path) -> None:
 
 
 def _stats(root: Path) -> dict[str, list[int]]:
-    stats = {}
-    for path in sorted(p for p in root.rglob("*") if p.is_file()):
-        stat = path.stat()
-        stats[path.relative_to(root).as_posix()] = [
-            stat.st_size, stat.st_mtime_ns, stat.st_ctime_ns, stat.st_ino,
-        ]  # fmt: skip
-    return stats
+    files = sorted(path for path in root.rglob("*") if path.is_file())
+    return {path.relative_to(root).as_posix(): file_stats(path) for path in files}
 
 
 def _surface_problems(root: Path, document: Mapping[str, Any]) -> list[str]:

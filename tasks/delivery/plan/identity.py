@@ -9,6 +9,7 @@ from pathlib import Path
 
 from tasks.audit.checks.adapters.same_bytes import first_difference
 from tasks.audit.source import open_source
+from tasks.core.disk import file_stats
 from tasks.core.errors import ConfigError
 from tasks.delivery.recognise import ADAPTER_CONFIG, CONFIG, Given
 from tasks.weights.files.documents import optional_json, read_manifest
@@ -96,9 +97,7 @@ def folder_identity(folder: Path) -> str:
     manifest = read_manifest(folder)
     if manifest:
         return str(manifest["digest"])
-    files = []
-    for path in sorted(p for p in folder.rglob("*") if p.is_file()):
-        stat = path.stat()
-        files.append([str(path.relative_to(folder)), stat.st_size, stat.st_mtime_ns, stat.st_ino])
+    paths = sorted(path for path in folder.rglob("*") if path.is_file())
+    files = [[str(path.relative_to(folder)), *file_stats(path)] for path in paths]
     text = json.dumps([str(folder.resolve()), files])
     return hashlib.sha256(text.encode()).hexdigest()

@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from tasks.core.disk import file_stats
 from tasks.rl.rewards.exact import EXACT_MATCH
 from tasks.rl.rewards.reference import FunctionReference
 
@@ -16,7 +17,7 @@ MANIFEST = "manifest.json"
 def sources_digest(reward: Mapping[str, Any]) -> str:
     """Return the digest of the function's file and the reward model's folder; empty without either.
 
-    A folder without a manifest is identified by sizes and times of its files.
+    A folder without a manifest is identified by sizes, times and inodes of its files.
 
     Raises:
         ConfigError: the function's file cannot be read.
@@ -39,5 +40,4 @@ def _folder_parts(folder: Path) -> list[str]:
     if manifest.is_file():
         return [hashlib.sha256(manifest.read_bytes()).hexdigest()]
     files = sorted(path for path in folder.glob("*") if path.is_file())
-    stats = [(path.name, path.stat()) for path in files]
-    return [f"{name} {stat.st_size} {stat.st_mtime_ns}" for name, stat in stats]
+    return [f"{path.name} {file_stats(path)}" for path in files]

@@ -170,6 +170,11 @@ class Services:
     def _start(self) -> None:
         if record_of("prefect", self.home) is None:
             self._write_login()
+        elif not self.auth:
+            raise PlumblineError(
+                f"the Prefect server that runs has no login in {self.home / CLIENT_SETTINGS}",
+                hint="make down, then make up",
+            )
         *servers, worker = self.daemons()
         for daemon in servers:  # at the same time, since both import for seconds
             start(daemon, self.home, PROJECT)

@@ -62,6 +62,8 @@ def test_prefect_wants_the_login(site: Site) -> None:
     assert status(port, "POST", path, {}, Authorization=basic_auth("plumbline:wrong")) in (401, 403)
     assert status(port, "GET", "/api/admin/version", Authorization=basic_auth("a:b")) == 401
     assert status(port, "GET", "/api/admin/version", **own_page(site)) == 200
+    page = Api(site.services.prefect.url.removesuffix("/api")).get("/ui-settings")
+    assert (page["auth"], page["csrf_enabled"]) == ("BASIC", True)  # so it asks for the login
 
 
 def test_a_page_of_another_site_cannot_start_a_run(site: Site) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import socket
@@ -12,7 +13,7 @@ import psutil
 import pytest
 
 from flows.cli.lock import hold
-from flows.orchestration.services import record_of
+from flows.orchestration.services import record_of, record_path
 from infra.services import NAMES
 from tests.infra.site import Site
 
@@ -33,6 +34,24 @@ def test_a_failed_up_leaves_nothing_behind(own_site: Site) -> None:
     assert [name for name in NAMES if record_of(name, own_site.services.home)] == []
     leftover = [p for p in psutil.process_iter() if str(own_site.services.prefect_port) in argv(p)]
     assert leftover == []
+
+
+def test_a_server_without_a_login_is_not_used(own_site: Site) -> None:
+    """Started by an older release, or its file was removed."""
+    home = own_site.services.home
+    home.mkdir(parents=True)
+    process = psutil.Process()
+    record = {"pid": process.pid, "started": process.create_time()}
+    record_path("prefect", home).write_text(
+        json.dumps({**record, "port": own_site.services.prefect_port})
+    )
+    try:
+        up = own_site.command("up")
+    finally:
+        record_path("prefect", home).unlink()  # `down` would stop this process
+    assert up.returncode == 1
+    assert "has no login" in up.stderr
+    assert "make down, then make up" in up.stderr
 
 
 def argv(process: psutil.Process) -> list[str]:

@@ -145,7 +145,7 @@ def test_mlflow_takes_two_processes_and_names_its_page(site: Site) -> None:
 
 
 def test_polls_of_the_worker_do_not_lock_the_database(site: Site) -> None:
-    time.sleep(10)  # five polls, after those of the other tests
+    time.sleep(4)  # two polls, after those of the other tests
     log = (site.services.home / "prefect.log").read_text(errors="replace")
     assert log.count("database is locked") == 0, log[-3000:]
 

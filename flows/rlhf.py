@@ -8,7 +8,8 @@
     python flows/rlhf.py --multirun +exp=sft_qlora,lora_zero3  several runs, one after the other
 
 Works from any directory. Exit status: 0 done, 1 a stage failed, 2 the configuration is wrong and
-nothing was started, 130, 143 and 129 after Ctrl-C, SIGTERM and a closed terminal.
+nothing was started, 3 the model is complete and not registered because MLflow did not answer, 130,
+143 and 129 after Ctrl-C, SIGTERM and a closed terminal.
 """
 
 from __future__ import annotations

@@ -22,6 +22,7 @@ from flows.cli.plan import check, render
 from flows.orchestration.deployment import check_overrides, check_settings, hold_runs
 from flows.orchestration.flow_run import FlowRun, in_prefect, tracker_of
 from flows.orchestration.summary import stage_entry
+from tasks.core.errors import TrackingError
 from tasks.core.redaction import with_passwords
 from tasks.evaluation.scoring import ReferenceScorer
 from tasks.pipeline.artifact import Artifact
@@ -127,9 +128,13 @@ def _register(flow_run: FlowRun, served: Artifact, registry: Registry) -> None:
     flow_run.summary.gate = verdict
     before = time.monotonic()
     write_version = task(_write_version, name="register", cache_policy=None)
-    version = write_version(flow_run, served, gate, registry)
-    verdict["version"] = version
-    flow_run.summary.stages = [*map(stage_entry, results), _register_entry(version, before)]
+    try:
+        verdict["version"] = write_version(flow_run, served, gate, registry)
+    except TrackingError as error:  # the model is complete: only the register has to be repeated
+        flow_run.summary.unregistered = f"{error.message} -> {error.hint}"
+        return
+    entry = _register_entry(verdict["version"], before)
+    flow_run.summary.stages = [*map(stage_entry, results), entry]
 
 
 def _write_version(flow_run: FlowRun, served: Artifact, gate: Gate, registry: Registry) -> str:

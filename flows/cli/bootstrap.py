@@ -13,6 +13,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from tasks.core.errors import PlumblineError
+from tasks.core.redaction import redact
 
 QUIET = {
     "DO_NOT_TRACK": "true",  # Prefect accepts several spellings, MLflow only this one
@@ -122,5 +123,5 @@ class ShortTracebacks(logging.Filter):
                 if "/site-packages/prefect/" not in frame.filename
             ]
             lines = [*traceback.format_list(frames), *traceback.format_exception_only(error)]
-            record.exc_text = "".join(["Traceback (ours only):\n", *lines]).rstrip()
+            record.exc_text = redact("".join(["Traceback (ours only):\n", *lines]).rstrip())
         return True

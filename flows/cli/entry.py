@@ -13,6 +13,7 @@ it is reported as crashed.
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import sys
@@ -34,7 +35,7 @@ from flows.cli.arguments import Arguments, read
 from flows.cli.config import CONF, Composed, conf_folders, refused, vocabulary
 from flows.cli.usage import brief, full
 from flows.orchestration.services import pages
-from tasks.core.errors import PlumblineError
+from tasks.core.errors import PlumblineError, TrackingError
 from tasks.core.redaction import redact
 
 PROJECT = Path(__file__).resolve().parents[2]
@@ -166,9 +167,14 @@ def exit_status(state: Any, runs: Path) -> int:
 
 
 def completed(runs: Path) -> int:
-    """Print the summary's table of a run that has just succeeded. Returns the exit status 0."""
+    """Print the summary's table of a run that has just ended.
+
+    Returns:
+        The exit status: 0, or 3 if the model could not be registered.
+    """
     print((runs / "latest" / "summary.txt").read_text())
-    return 0
+    summary = json.loads((runs / "latest" / "summary.json").read_text())
+    return TrackingError.exit_code if summary["unregistered"] else 0
 
 
 class _Received:

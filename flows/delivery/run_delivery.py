@@ -193,6 +193,10 @@ class Untracked:
     ) -> None:
         """Drop the numbers and files; the summary has them."""
 
+    def settle(self) -> str:
+        """Return no line: there is nothing to record."""
+        return ""
+
 
 class _NoRecord:
     """A `StageRecord` that drops everything; the artifact and its manifest have it."""

@@ -21,6 +21,7 @@ from flows.cli.config import Composed
 from flows.orchestration.evaluation import evaluation
 from flows.orchestration.summary import Summary, stage_entry
 from tasks.core.errors import ArtifactError, PlumblineError
+from tasks.core.redaction import redact
 from tasks.evaluation.scoring import ReferenceScorer
 from tasks.pipeline.artifact import Artifact, open_artifact, sweep
 from tasks.pipeline.report import FlowTracker, StageResult
@@ -83,7 +84,8 @@ def tracker_of(composed: Composed) -> Tracker:
     """Return the MLflow tracker of a configuration."""
     experiment = composed.settings["tracking"]["experiment"]
     events = composed.runs / "tensorboard" if composed.settings["tracking"]["tensorboard"] else None
-    return Tracker(composed.tracking_uri, experiment, composed.tracking_root, events)
+    outbox = composed.runs / "mlflow" / "outbox"
+    return Tracker(composed.tracking_uri, experiment, composed.tracking_root, outbox, events)
 
 
 @dataclass
@@ -156,7 +158,8 @@ class FlowRun:
             raise
         except BaseException as error:
             failed = isinstance(error, Exception)
-            self.summary.error = f"{type(error).__name__}: {error}" if failed else "interrupted"
+            text = redact(f"{type(error).__name__}: {error}")
+            self.summary.error = text if failed else "interrupted"
             self._end("failed" if failed else "cancelled")
             raise
         return asdict(self.summary)
@@ -174,13 +177,15 @@ class FlowRun:
         summary.eval = evaluation(self.mechanism.results)
         if not summary.stages:
             summary.stages = [stage_entry(result) for result in self.mechanism.results]
+        if status != "cancelled":  # an interrupted process has seconds left: no request
+            summary.tracking = self.mechanism.tracker.settle() or None
         written = summary.write(
             self.composed.runs, self.run_id, {"config.yaml": self.composed.text}
         )
         if status == "cancelled":
-            return  # an interrupted process has seconds left: no request to a server
+            return
         self.host.show(summary.markdown())
-        if summary.mlflow_run_id and status == "completed":
+        if status == "completed":
             scores = {f"eval/{k}": v for k, v in summary.eval.items() if v is not None}
             numbers = {**scores, "seconds": summary.seconds}
             files = {"summary.json": written.read_text()}

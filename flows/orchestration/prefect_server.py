@@ -105,7 +105,7 @@ def warm_up(composed: Composed, flow: str) -> None:
     from flows.orchestration.flow_run import tracker_of
 
     with contextlib.suppress(Exception):  # the flow tries again and reports the error
-        tracker_of(composed)
+        _ = tracker_of(composed).experiment_id
 
 
 def _running_or_new(runs: Path, meanwhile: Callable[[], None] | None) -> Api:

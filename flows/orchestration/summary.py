@@ -29,6 +29,8 @@ class Summary:
         gate: verdict of the gate: `passed`, `reasons` and the registered `version`.
         eval: evaluation results, see `evaluation`.
         error: message of the error that ended the run.
+        tracking: what MLflow has not recorded, and when it will; None if it has everything.
+        unregistered: why the model is not registered though the run is complete, and what to type.
         findings: findings of the audit that a delivery starts with.
         defaults: lines about computed defaults.
     """
@@ -43,6 +45,8 @@ class Summary:
     gate: dict[str, Any] | None = None
     eval: dict[str, float | None] = field(default_factory=dict)
     error: str | None = None
+    tracking: str | None = None
+    unregistered: str | None = None
     findings: list[dict[str, Any]] = field(default_factory=list)
     defaults: list[str] = field(default_factory=list)
 
@@ -121,6 +125,7 @@ class Summary:
             lines.append(f"served model: {self.served}")
         if self.gate and self.gate.get("version"):
             lines.append(f"registered: {self.gate['version']} @candidate")
+        lines += [line for line in (self.unregistered, self.tracking) if line]
         if self.error:
             lines.append(f"failed: {self.error}")
         lines.append(f"{self.status} in {self.seconds:.1f} s")

@@ -9,6 +9,7 @@
     |-- TrainingError              training cannot continue (a loss that is not finite, ...)
     |   `-- RewardError            a reward source failed; names the source and the prompt
     |-- StageProcessError          a child process failed
+    |-- TrackingError              MLflow does not answer: the model is not registered    exit 3
     `-- BusyError                  another run uses the same `paths.runs`
 
 A message says what is wrong, where, and what is allowed; the hint says what to type. `str(error)`
@@ -97,6 +98,12 @@ class TrainingError(PlumblineError):
 
 class RewardError(TrainingError):
     """A reward source failed, or returned something that is not a number."""
+
+
+class TrackingError(PlumblineError):
+    """MLflow does not answer, so that a finished model is not registered."""
+
+    exit_code = 3
 
 
 class BusyError(PlumblineError):

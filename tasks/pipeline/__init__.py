@@ -2,5 +2,6 @@
 
 stage         the mechanism; `report` has what a stage function returns to it
 artifact      directories that one stage publishes and the next one reads
-tracking      MLflow; no other module imports it
+tracking      records of flows and stages; `outbox` keeps and delivers them, `mlflow_server`
+              sends them and is the only module that imports MLflow
 """

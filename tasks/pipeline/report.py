@@ -94,6 +94,9 @@ class FlowTracker(Protocol):
     ) -> None:
         """Log numbers, small text files and a Markdown description of the whole flow."""
 
+    def settle(self) -> str:
+        """Deliver what waits. Returns a line about what is not recorded; empty if all is."""
+
 
 class StageRunner(Protocol):
     """Run stages (`Mechanism`), or only report what would run (`DryRun` in `flows/`)."""

@@ -40,7 +40,9 @@ def test_an_online_stage_leaves_its_samples_and_its_curves(tmp_path: Path) -> No
         (work / "train.json").write_text("{}")
         origin = Origin(kind="shards", stage="train", key="k")
         artifact: Artifact = publish(work, tmp_path / "shards", origin)
-    tracker = Tracker(f"sqlite:///{tmp_path}/mlflow.db", "plumbline", tmp_path / "logged")
+    tracker = Tracker(
+        f"sqlite:///{tmp_path}/mlflow.db", "plumbline", tmp_path / "logged", tmp_path / "outbox"
+    )
     with tracker.flow("f", {}, "", {}), tracker.stage("train", origin) as run:
         told = Progress(run, _Silent())
         told({"event": "plan", "steps": 2})

@@ -33,7 +33,7 @@ def database(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 @pytest.fixture
 def mechanism(tmp_path: Path, database: str) -> Mechanism:
-    tracker = Tracker(database, tmp_path.name, tmp_path / "mlflow")
+    tracker = Tracker(database, tmp_path.name, tmp_path / "mlflow", tmp_path / "outbox")
     return Mechanism(tmp_path / "artifacts", tmp_path / "logs", tracker)
 
 

@@ -18,7 +18,7 @@ from tasks.register import Gate, judge_gate, register
 @pytest.fixture(scope="module")
 def tracker(tmp_path_factory: pytest.TempPathFactory) -> Tracker:
     root = tmp_path_factory.mktemp("mlflow")
-    return Tracker(f"sqlite:///{root}/mlflow.db", "plumbline", root / "artifacts")
+    return Tracker(f"sqlite:///{root}/mlflow.db", "plumbline", root / "artifacts", root / "outbox")
 
 
 @pytest.fixture
@@ -120,7 +120,8 @@ def test_event_files_hold_the_numbers_that_mlflow_has(tmp_path: Path) -> None:
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
     folder = tmp_path / "tensorboard"
-    tracker = Tracker(f"sqlite:///{tmp_path}/mlflow.db", "plumbline", tmp_path / "files", folder)
+    database, outbox = f"sqlite:///{tmp_path}/mlflow.db", tmp_path / "outbox"
+    tracker = Tracker(database, "plumbline", tmp_path / "files", outbox, folder)
     with tracker.flow("f", {}, "", {}) as run_id:
         with tracker.stage("train", Origin("shards", "train", "k")) as run:
             for step in (1, 2):

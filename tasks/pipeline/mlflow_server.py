@@ -1,0 +1,248 @@
+"""Send records to MLflow and register models. No other module imports MLflow.
+
+Everything is logged by explicit run id through `MlflowClient`. The fluent API is not used, because
+its implicit run ends with a process or thread and takes its parent along. Weights are never
+uploaded: a model version has the path and the digest of the served folder.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+from collections.abc import Iterator, Mapping
+from functools import cached_property
+from pathlib import Path, PurePosixPath
+from typing import Any
+
+from tasks.core.redaction import redact
+from tasks.pipeline.artifact import Artifact
+from tasks.pipeline.journal import Record
+from tasks.pipeline.outbox import RefusedError, UnreachableError
+
+RECORD = "plumbline.record"
+"""Tag with our id of a run, by which a run is found that MLflow created but did not confirm."""
+REQUESTS = {
+    # The outbox repeats what has failed. MLflow's own 7 retries take minutes, and would create a
+    # run twice if only the answer was lost.
+    "MLFLOW_HTTP_REQUEST_MAX_RETRIES": "0",
+    "MLFLOW_HTTP_REQUEST_TIMEOUT": "10",
+}
+_LATER = (401, 403, 408, 429)
+"""Client errors that do not mean that a record is invalid."""
+
+
+class Server:
+    """MLflow at a tracking URI.
+
+    Args:
+        uri: MLflow tracking URI.
+        artifact_root: folder for logged files if `uri` is a database; None for a server.
+    """
+
+    def __init__(self, uri: str, artifact_root: Path | None) -> None:
+        for name, value in REQUESTS.items():
+            os.environ.setdefault(name, value)
+        logging.getLogger("mlflow.store.db.utils").setLevel(logging.WARNING)
+        logging.getLogger("alembic").setLevel(logging.WARNING)
+        self.uri, self._artifact_root = uri, artifact_root
+        self._experiments: dict[str, str] = {}
+
+    @cached_property
+    def _client(self) -> Any:
+        from mlflow import MlflowClient
+
+        return MlflowClient(tracking_uri=self.uri, registry_uri=self.uri)
+
+    def experiment_id(self, name: str) -> str:
+        """Return the id of an experiment, which is created if it does not exist."""
+        if name not in self._experiments:
+            known = self._client.get_experiment_by_name(name)
+            root = self._artifact_root
+            location = root.resolve().as_uri() if root else None
+            created = known.experiment_id if known else None
+            self._experiments[name] = created or self._client.create_experiment(name, location)
+        return self._experiments[name]
+
+    def send(self, records: list[Record], runs: dict[str, str], folder: Path) -> None:
+        """Send the records of one run; see `tasks.pipeline.outbox.Send`.
+
+        Raises:
+            UnreachableError: MLflow does not answer.
+            RefusedError: MLflow refuses the records.
+        """
+        first = records[0]
+        with _errors():
+            if first["do"] == "start":
+                runs[first["run"]] = self._start(first, runs)
+                return
+            if first["run"] not in runs:
+                raise RefusedError("its run was refused")
+            run_id = runs[first["run"]]
+            if first["do"] == "metrics":
+                self._metrics(run_id, records)
+            elif first["do"] == "tags":
+                self._log(run_id, tags=first["tags"])
+            elif first["do"] == "file":
+                parent = str(PurePosixPath(first["path"]).parent)
+                place = None if parent == "." else parent
+                self._client.log_artifact(run_id, str(folder / first["file"]), place)
+            else:
+                self._client.set_terminated(run_id, first["status"], end_time=first["at"])
+
+    def _start(self, record: Record, runs: Mapping[str, str]) -> str:
+        """Create a run with its parameters and tags, or find it; return its id."""
+        experiment = self.experiment_id(record["experiment"])
+        tags = {"mlflow.runName": record["name"], RECORD: record["run"], **record["tags"]}
+        if record["parent"]:
+            tags["mlflow.parentRunId"] = runs.get(record["parent"], "")
+        known = self._client.search_runs(
+            [experiment], f"tags.`{RECORD}` = '{record['run']}'", max_results=1
+        )
+        run = known[0] if known else self._client.create_run(
+            experiment, start_time=record["at"], tags=tags, run_name=record["name"]
+        )  # fmt: skip
+        run_id: str = run.info.run_id
+        params = list(record["params"].items())
+        for start in range(0, len(params), 100):
+            self._log(run_id, params=dict(params[start : start + 100]))
+        return run_id
+
+    def _metrics(self, run_id: str, records: list[Record]) -> None:
+        from mlflow.entities import Metric
+
+        metrics = [
+            Metric(name, value, record["at"], record["step"])
+            for record in records
+            for name, value in record["values"].items()
+        ]
+        self._client.log_batch(run_id, metrics=metrics)
+
+    def _log(
+        self, run_id: str, *, params: Mapping[str, str] | None = None,
+        tags: Mapping[str, str] | None = None,
+    ) -> None:  # fmt: skip
+        from mlflow.entities import Param, RunTag
+
+        self._client.log_batch(
+            run_id,
+            params=[Param(key, value) for key, value in (params or {}).items()],
+            tags=[RunTag(key, value) for key, value in (tags or {}).items()],
+        )
+
+    def register(
+        self, model_name: str, served: Artifact, tags: Mapping[str, str], *,
+        run_id: str, experiment: str,
+    ) -> str:  # fmt: skip
+        """Register the served folder as a model version with the alias `candidate`.
+
+        Nothing is uploaded: an external logged model has path and digest, which works with a
+        database and with a server. A version with the same digest is reused.
+
+        Returns:
+            The version, as MLflow's `models:/name/version`.
+
+        Raises:
+            UnreachableError: MLflow does not answer.
+            RefusedError: MLflow refuses the model.
+        """
+        with _errors():
+            client = self._client
+            every = {"path": str(served.path), "digest": served.digest, **tags}
+            if model_name not in {m.name for m in client.search_registered_models()}:
+                client.create_registered_model(model_name)
+            versions = client.search_model_versions(f"name='{model_name}'")
+            wanted = (served.digest, str(served.path))
+            known = [
+                v.version for v in versions if (v.tags.get("digest"), v.tags.get("path")) == wanted
+            ]
+            version = known[0] if known else None
+            if version is None:
+                version = self._new_version(model_name, every, run_id, experiment)
+            client.set_registered_model_alias(model_name, "candidate", version)
+            return f"models:/{model_name}/{version}"
+
+    def _new_version(self, name: str, tags: Mapping[str, str], run_id: str, experiment: str) -> str:
+        """Write a version with an external logged model, and return its number."""
+        import mlflow
+
+        with _fluent_calls_go_to(self.uri):
+            model = mlflow.create_external_model(
+                name=name,
+                source_run_id=run_id,
+                tags=dict(tags),
+                model_type="served-folder",
+                experiment_id=self.experiment_id(experiment),
+            )
+            version: str = self._client.create_model_version(
+                name, model.model_uri, run_id=run_id, tags=tags, model_id=model.model_id
+            ).version
+        return version
+
+
+@contextlib.contextmanager
+def _errors() -> Iterator[None]:
+    """Turn any error of MLflow into `UnreachableError` or `RefusedError`, without passwords."""
+    try:
+        yield
+    except (UnreachableError, RefusedError):
+        raise
+    except Exception as error:
+        status = _status(error)
+        text = redact(str(error)).strip().splitlines() or [type(error).__name__]
+        if status is None or status >= 500 or status in _LATER:
+            raise UnreachableError(_reason(text[0], status)) from None
+        raise RefusedError(text[0][:300]) from None
+
+
+def _status(error: Exception) -> int | None:
+    """Return the HTTP status of an error; None if there was no answer, 400 for our own errors."""
+    from mlflow.exceptions import MlflowException
+
+    if isinstance(error, MlflowException):
+        return int(error.get_http_status_code())
+    response = getattr(error, "response", None)
+    if response is not None:
+        return int(response.status_code)
+    outside = isinstance(error, OSError) or type(error).__module__.startswith("sqlalchemy")
+    return None if outside else 400
+
+
+def _reason(text: str, status: int | None) -> str:
+    """Return the cause in a few words; texts of MLflow and requests quote it inside of theirs."""
+    for cause, words in (
+        ("refused", "nothing listens there"),
+        ("timed out", "no answer in time"),
+        ("timeout", "no answer in time"),
+        ("resolve", "there is no host of that name"),
+        ("aborted", "it has closed the connection"),
+        ("reset", "it has closed the connection"),
+        ("disk is full", "the disk is full"),
+    ):
+        if cause in text.lower():
+            return words
+    if status in _LATER:
+        return f"status {status}: {text[:120]}"
+    return text[:200]
+
+
+@contextlib.contextmanager
+def _fluent_calls_go_to(uri: str) -> Iterator[None]:
+    """Let MLflow's fluent API use a server, for a call that `MlflowClient` does not have.
+
+    The variables that MLflow sets are restored, since the next configuration would read them.
+    """
+    import mlflow
+
+    names = ("MLFLOW_TRACKING_URI", "MLFLOW_REGISTRY_URI")
+    before = {name: os.environ.get(name) for name in names}
+    mlflow.set_tracking_uri(uri)
+    mlflow.set_registry_uri(uri)
+    try:
+        yield
+    finally:
+        mlflow.set_tracking_uri(None)
+        mlflow.set_registry_uri(None)
+        for name in names:
+            os.environ.pop(name, None)
+        os.environ.update({name: value for name, value in before.items() if value is not None})

@@ -1,0 +1,217 @@
+"""Outages of a real MLflow server, and flows that are killed: nothing is lost or doubled."""
+
+from __future__ import annotations
+
+import logging
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from mlflow import MlflowClient
+
+from tasks.core.errors import TrackingError
+from tasks.pipeline import outbox
+from tasks.pipeline.artifact import Artifact, Origin
+from tasks.pipeline.outbox import UnreachableError
+from tasks.pipeline.tracking import StageRun, Tracker
+from tests.pipeline.mlflow_process import MlflowProcess
+
+ORIGIN = Origin("shards", "train", "k")
+
+
+@pytest.fixture(scope="module")
+def stored(tmp_path_factory: pytest.TempPathFactory) -> Iterator[MlflowProcess]:
+    server = MlflowProcess(tmp_path_factory.mktemp("server"))
+    yield server
+    server.kill()
+
+
+@pytest.fixture
+def server(stored: MlflowProcess) -> MlflowProcess:
+    stored.start()
+    return stored
+
+
+@pytest.fixture
+def local(tmp_path: Path) -> Tracker:
+    database = f"sqlite:///{tmp_path}/mlflow.db"
+    return Tracker(database, "outbox", tmp_path / "files", tmp_path / "outbox")
+
+
+def log_steps(run: StageRun, steps: range) -> None:
+    for step in steps:
+        started = time.monotonic()
+        run.metrics({"train/loss": 100.0 - step, "train/lr": 0.1}, step)
+        assert time.monotonic() - started < 1
+
+
+def steps_of(client: MlflowClient, run_id: str) -> list[tuple[int, float]]:
+    """Return (step, value) of the loss in the order of their times, which is that of logging."""
+    history = client.get_metric_history(run_id, "train/loss")
+    return [(m.step, m.value) for m in sorted(history, key=lambda m: (m.timestamp, m.step))]
+
+
+def expected(steps: range) -> list[tuple[int, float]]:
+    return [(step, 100.0 - step) for step in steps]
+
+
+def until(condition: Any, limit_s: float = 30) -> None:
+    deadline = time.monotonic() + limit_s
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.1)
+
+
+@pytest.mark.slow
+def test_a_server_that_dies_and_comes_back_gets_every_step_once(
+    server: MlflowProcess, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    tracker = Tracker(server.uri, "back", None, tmp_path / "outbox")
+    with tracker.flow("f", {"a": 1}, "a: 1\n", {}) as parent:
+        with tracker.stage("train", ORIGIN) as run:
+            log_steps(run, range(5))
+            until(lambda: run.run_id)
+            server.kill()
+            log_steps(run, range(5, 10))
+            until(lambda: "does not answer" in caplog.text)
+            log_steps(run, range(10, 15))
+            server.start()
+            until(lambda: "answers again" in caplog.text)
+            log_steps(run, range(15, 20))
+            run.text("note.txt", "here")
+        assert tracker.settle() == ""
+    client = MlflowClient(server.uri)
+    assert steps_of(client, run.run_id) == expected(range(20))
+    assert [client.get_run(i).info.status for i in (parent, run.run_id)] == ["FINISHED"] * 2
+    assert [file.path for file in client.list_artifacts(run.run_id)] == ["note.txt"]
+    lines = [record.message for record in caplog.records if record.name == outbox.__name__]
+    assert len(lines) == 2, lines
+    assert f"MLflow at {server.uri} does not answer" in lines[0]
+    assert "The run goes on" in lines[0]
+    assert list((tmp_path / "outbox").iterdir()) == []
+
+
+@pytest.mark.slow
+def test_what_a_run_could_not_send_the_next_run_does(server: MlflowProcess, tmp_path: Path) -> None:
+    tracker = Tracker(server.uri, "next", None, tmp_path / "outbox")
+    with tracker.flow("first", {}, "", {}) as first:
+        server.kill()
+        with tracker.stage("train", ORIGIN) as run:
+            log_steps(run, range(5))
+        with pytest.raises(TrackingError, match="not registered: MLflow at .* does not answer"):
+            tracker.register("m", Artifact("served", tmp_path, "digest"), {})
+        assert "records wait in" in tracker.settle()
+    server.start()
+    again = Tracker(server.uri, "next", None, tmp_path / "outbox")
+    with again.flow("second", {}, "", {}):
+        version = again.register("m", Artifact("served", tmp_path, "digest"), {})
+        assert version == "models:/m/1"
+    client = MlflowClient(server.uri)
+    (child,) = client.search_runs(
+        [again.experiment_id], f"tags.`mlflow.parentRunId` = '{first}'"
+    )  # fmt: skip
+    assert steps_of(client, child.info.run_id) == expected(range(5))
+    assert client.get_run(first).info.status == child.info.status == "FINISHED"
+    assert child.info.start_time >= client.get_run(first).info.start_time
+    assert list((tmp_path / "outbox").iterdir()) == []
+
+
+def test_a_lost_answer_doubles_nothing(local: Tracker, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every request reaches MLflow, and the answer to every other one is lost."""
+    monkeypatch.setattr(outbox, "PAUSE_S", 0.05)
+    send, calls = local._server.send, iter(range(10**6))
+
+    def losing(*arguments: Any) -> None:
+        before = dict(arguments[1])
+        send(*arguments)
+        if next(calls) % 2 == 0:
+            arguments[1].clear()
+            arguments[1].update(before)
+            raise UnreachableError("lost")
+
+    monkeypatch.setattr(local._server, "send", losing)
+    with local.flow("f", {}, "", {}) as parent, local.stage("train", ORIGIN) as run:
+        log_steps(run, range(10))
+        until(lambda: local.settle() == "")
+    client = MlflowClient(local.uri)
+    assert steps_of(client, run.run_id) == expected(range(10))
+    assert len(client.search_runs([local.experiment_id])) == 2
+    assert parent == "" or client.get_run(parent)
+
+
+KILLED = """
+import sys, time
+from pathlib import Path
+from tasks.pipeline.artifact import Origin
+from tasks.pipeline.tracking import Tracker
+root = Path(sys.argv[1])
+tracker = Tracker(f"sqlite:///{root}/mlflow.db", "outbox", root / "files", root / "outbox")
+with tracker.flow("killed", {}, "", {}) as parent:
+    with tracker.stage("train", Origin("shards", "train", "k")) as run:
+        for step in range(5):
+            run.metrics({"train/loss": 100.0 - step}, step)
+        print(parent, flush=True)
+        time.sleep(600)
+"""
+
+
+def test_runs_of_a_killed_flow_end_as_killed_and_those_of_a_living_one_go_on(
+    local: Tracker, tmp_path: Path
+) -> None:
+    argv = [sys.executable, "-c", KILLED, str(tmp_path)]
+    client = MlflowClient(local.uri)
+    with subprocess.Popen(argv, stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        parent = process.stdout.readline().strip()
+        try:
+            with local.flow("beside", {}, "", {}):
+                pass
+            assert client.get_run(parent).info.status == "RUNNING"
+        finally:
+            process.send_signal(signal.SIGKILL)
+    with local.flow("after", {}, "", {}):
+        pass
+    (child,) = client.search_runs(
+        [local.experiment_id], f"tags.`mlflow.parentRunId` = '{parent}'"
+    )  # fmt: skip
+    assert client.get_run(parent).info.status == child.info.status == "KILLED"
+    assert steps_of(client, child.info.run_id) == expected(range(5))
+    assert list((tmp_path / "outbox").iterdir()) == []
+
+
+def test_an_invalid_record_is_left_out_and_the_rest_arrives(
+    local: Tracker, caplog: pytest.LogCaptureFixture
+) -> None:
+    with local.flow("f", {}, "", {}), local.stage("train", ORIGIN) as run:
+        log_steps(run, range(2))
+        run.tags({"k" * 500: "longer than MLflow allows"})
+        log_steps(run, range(2, 4))
+        assert "refused 1 records" in local.settle()
+    assert steps_of(MlflowClient(local.uri), run.run_id) == expected(range(4))
+    assert "MLflow refuses a record" in caplog.text
+
+
+def test_a_password_is_neither_logged_nor_kept(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.DEBUG)
+    uri = "http://me:s3cret@127.0.0.1:9"
+    tracker = Tracker(uri, "secret", None, tmp_path / "outbox")
+    config = {"tracking": {"uri": uri}}
+    with (
+        tracker.flow("f", config, "", {}),
+        tracker.stage("train", Origin("s", "t", "k", {}, config)),
+    ):
+        with pytest.raises(TrackingError) as error:
+            tracker.register("m", Artifact("served", tmp_path, "digest"), {})
+        report = tracker.settle()
+    kept = "".join(path.read_text() for path in tmp_path.rglob("*") if path.is_file())
+    assert "http://me:***@127.0.0.1:9" in kept
+    assert "http://me:***@127.0.0.1:9" in report
+    for text in (kept, report, caplog.text, error.value.report()):
+        assert "s3cret" not in text

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from tests.audit.making import edit_json
-from tests.delivery.conftest import command, environment
+from tests.commands import command, environment
 from tests.weights.making import make_base
 
 CODE = """
@@ -49,7 +49,7 @@ def run(source: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
     """Run deliver with a user who answers every question with yes."""
     where = [f"out={source.parent / 'out'}", f"paths.runs={source.parent / 'runs'}"]
     return subprocess.run(
-        command(f"source={source}", *where, *arguments), cwd=source, env=environment(),
+        command("deliver", f"source={source}", *where, *arguments), cwd=source, env=environment(),
         input="y\ny\ny\n", stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
         timeout=280, check=False,
     )  # fmt: skip

@@ -12,6 +12,7 @@ import traceback
 from collections.abc import Mapping
 from pathlib import Path
 
+from tasks.core.disk import is_full
 from tasks.core.errors import PlumblineError
 from tasks.core.redaction import redact
 
@@ -113,7 +114,7 @@ class ShortTracebacks(logging.Filter):
         if str(record.msg).startswith(_FAILED):
             record.msg = _FAILED  # the report is printed or logged once, with its line breaks
         error = record.exc_info[1] if record.exc_info else None
-        if isinstance(error, PlumblineError):
+        if isinstance(error, PlumblineError) or is_full(error):
             # Its report is printed at the end; a traceback would explain nothing more.
             record.exc_info = record.exc_text = None
         elif error is not None:

@@ -35,6 +35,7 @@ from flows.cli.arguments import Arguments, read
 from flows.cli.config import CONF, Composed, conf_folders, refused, vocabulary
 from flows.cli.usage import brief, full
 from flows.orchestration.services import pages
+from tasks.core.disk import is_full, write_refused
 from tasks.core.errors import PlumblineError, TrackingError
 from tasks.core.redaction import redact
 
@@ -159,6 +160,8 @@ def exit_status(state: Any, runs: Path) -> int:
         print(pages(runs, PROJECT))
         return status
     error = state.result(raise_on_failure=False)
+    if is_full(error):
+        error = write_refused(Path(error.filename or runs), error)
     ours = isinstance(error, PlumblineError)
     text = error.report() if ours else f"{type(error).__name__}: {error}"
     logs = "" if ours and error.log else f"\n  logs: {runs / 'logs'}"

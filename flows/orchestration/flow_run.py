@@ -20,6 +20,7 @@ from typing import Any
 from flows.cli.config import Composed
 from flows.orchestration.evaluation import evaluation
 from flows.orchestration.summary import Summary, stage_entry
+from tasks.core.disk import disk_full_named
 from tasks.core.errors import ArtifactError, PlumblineError
 from tasks.core.redaction import redact
 from tasks.evaluation.scoring import ReferenceScorer
@@ -148,19 +149,22 @@ class FlowRun:
         """
         settings, text = self.composed.settings, self.composed.text
         try:
-            with self.mechanism.tracker.flow(title, settings, text, self._tags) as run_id:
+            with (
+                disk_full_named(self.composed.runs),
+                self.mechanism.tracker.flow(title, settings, text, self._tags) as run_id,
+            ):
                 self.summary.mlflow_run_id = run_id or None
                 stages(self)
                 self._end("completed")
         except PlumblineError as error:
             self.summary.error = error.message
-            self._end("failed")
+            self._end_badly("failed")
             raise
         except BaseException as error:
             failed = isinstance(error, Exception)
             text = redact(f"{type(error).__name__}: {error}")
             self.summary.error = text if failed else "interrupted"
-            self._end("failed" if failed else "cancelled")
+            self._end_badly("failed" if failed else "cancelled")
             raise
         return asdict(self.summary)
 
@@ -168,6 +172,13 @@ class FlowRun:
     def _tags(self) -> dict[str, str]:
         experiment = {} if self.summary.exp is None else {"exp": self.summary.exp}
         return {**self.host.tags, **experiment}
+
+    def _end_badly(self, status: str) -> None:
+        """Write the summary of a failed run. A full disk must not hide the error of the run."""
+        try:
+            self._end(status)
+        except OSError as error:
+            self.host.log.warning("the summary of this run could not be written: %s", error)
 
     def _end(self, status: str) -> None:
         """Write the summary to disk, to Prefect and to the tracker."""

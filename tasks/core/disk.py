@@ -1,12 +1,22 @@
-"""Files on disk: flush them, and tell whether one may have changed.
+"""Files on disk: flush them, tell whether one may have changed, and report a full disk.
 
 Without a flush a rename can survive a power cut, its data not.
 """
 
 from __future__ import annotations
 
+import errno
 import os
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
+
+from tasks.core.errors import ArtifactError
+
+SPACE_HINT = "free some space, or put the runs elsewhere: paths.runs=/big/disk/runs"
+_SIZE_HINT = "ulimit -f unlimited; or another file system: paths.runs=/big/disk/runs"
+_NO_SPACE = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
 
 
 def flush(path: Path) -> None:
@@ -31,3 +41,32 @@ def flush_tree(root: Path) -> None:
     """Write all files and folders below a folder to disk, and the folder itself."""
     for path in (root, *root.rglob("*")):
         flush(path)
+
+
+def write_refused(path: Path, error: OSError) -> ArtifactError:
+    """Return the ArtifactError for a write that the operating system refused."""
+    message = f"{path}: cannot write: {error.strerror or error}"
+    if is_full(error):
+        there = next(folder for folder in (path, *path.absolute().parents) if folder.is_dir())
+        message += f"; {shutil.disk_usage(there).free / 1e9:.2f} GB are free there"
+    return ArtifactError(message, hint=_SIZE_HINT if error.errno == errno.EFBIG else SPACE_HINT)
+
+
+def is_full(error: BaseException | None) -> bool:
+    """Return True for the error of a full disk, a used-up quota or a limit on file sizes."""
+    return isinstance(error, OSError) and error.errno in _NO_SPACE
+
+
+@contextmanager
+def disk_full_named(folder: Path) -> Iterator[None]:
+    """Turn the OSError of a full disk into an ArtifactError that names the file.
+
+    Args:
+        folder: folder that the block writes into; named if the error does not name a file.
+    """
+    try:
+        yield
+    except OSError as error:
+        if not is_full(error):
+            raise
+        raise write_refused(Path(error.filename or folder), error) from error

@@ -7,13 +7,12 @@ import shutil
 from collections.abc import Iterator
 from pathlib import Path
 
-from tasks.core.disk import flush
+from tasks.core.disk import flush, write_refused
 from tasks.core.errors import ArtifactError
 from tasks.core.files import copy_file
 from tasks.pipeline.artifact import Artifact, open_artifact
 from tasks.pipeline.staging import staging
 from tasks.weights.files.documents import read_manifest
-from tasks.weights.files.file_ranges import write_refused
 from tasks.weights.files.reader import MANIFEST
 
 

@@ -24,13 +24,12 @@ from typing import Any
 
 from blake3 import blake3
 
-from tasks.core.disk import file_stats, flush, flush_tree
+from tasks.core.disk import file_stats, flush, flush_tree, write_refused
 from tasks.core.errors import ArtifactError
 from tasks.pipeline.staging import staging as staging
 from tasks.pipeline.staging import sweep as sweep
 from tasks.weights.execute.journal import JOURNAL, read_outcomes
 from tasks.weights.files.documents import read_json
-from tasks.weights.files.file_ranges import write_refused
 from tasks.weights.files.header import Header, read_header
 
 MANIFEST = "manifest.json"

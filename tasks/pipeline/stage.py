@@ -24,11 +24,12 @@ from pathlib import Path
 from typing import Any
 
 from tasks.core.contract import Check, require
+from tasks.core.disk import disk_full_named
 from tasks.core.errors import ArtifactError, PlumblineError
 from tasks.pipeline.artifact import Artifact, Origin, intact, open_artifact, publish, remember
 from tasks.pipeline.report import FlowTracker, StageRecord, StageReport, StageResult
 from tasks.pipeline.source_closure import PACKAGES, source_digest
-from tasks.pipeline.staging import disk_full_named, staging
+from tasks.pipeline.staging import staging
 
 CONTRACT = "contract.json"
 REFERENCE_LOG = "reference.log"

@@ -9,7 +9,6 @@ itself (`flock`); the kernel releases the lock with the process, and a rename ke
 from __future__ import annotations
 
 import contextlib
-import errno
 import fcntl
 import os
 import shutil
@@ -18,7 +17,6 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from tasks.core.errors import (
-    ArtifactError,
     BusyError,
     ConfigError,
     ContractError,
@@ -29,7 +27,6 @@ from tasks.weights.execute.journal import JOURNAL
 
 KEPT_S = 3 * 24 * 3600.0
 """Seconds for which an abandoned folder with a journal is kept."""
-NO_SPACE = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
 _VERDICTS = (ConfigError, ContractError, DataError, DriftError)
 """Errors that the same inputs would cause again, so that the folder is of no use."""
 
@@ -59,21 +56,6 @@ def staging(final: Path) -> Iterator[Path]:
         if not keep and _is_still(work, handle):
             shutil.rmtree(work, ignore_errors=True)
         os.close(handle)
-
-
-@contextlib.contextmanager
-def disk_full_named(final: Path) -> Iterator[None]:
-    """Turn the OSError of a full disk into an ArtifactError that says what to type."""
-    try:
-        yield
-    except OSError as error:
-        if error.errno not in NO_SPACE:
-            raise
-        free = shutil.disk_usage(final.parent).free / 2**30
-        raise ArtifactError(
-            f"no room to publish {final}: {error.strerror}, {free:.1f} GiB are free there",
-            hint="free some space, or choose another folder: paths.runs=<folder>",
-        ) from error
 
 
 def sweep(root: Path, now: float | None = None) -> list[Path]:

@@ -121,7 +121,8 @@ def mutate(root: Path, mutation: Mutation) -> None:
             raw[at % len(raw)] = byte
         path.write_bytes(raw)
     elif kind == "copy":
-        shutil.copyfile(path, root / how[0])
+        raw = path.read_bytes()
+        (root / how[0]).write_bytes(raw)
     else:
         path.unlink()
         {"gone": lambda: None, "empty": path.touch, "folder": path.mkdir,

@@ -130,7 +130,9 @@ class TestRefusal:
                 full.write("x")
             return StageReport("weights")
 
-        with pytest.raises(ArtifactError, match=r"no room to publish .* GiB are free") as caught:
+        with pytest.raises(
+            ArtifactError, match=r"cannot write: No space left on device; .* GB are free there"
+        ) as caught:
             run(mechanism, "one", function=fill)
         assert "paths.runs=" in caught.value.hint
         assert not [p for p in mechanism.store.rglob("*") if p.is_file()]

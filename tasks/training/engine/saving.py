@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
 from pathlib import Path
@@ -174,9 +175,11 @@ def _require_finite(mine: list[str], job: TrainJob, ranks: Ranks, step: int) -> 
 
 def _not_written(error: Exception, work: Path, ranks: Ranks) -> TrainingError:
     good = checkpoint.last_good(work.parent)
+    size = f", {checkpoint.folder_bytes(good) / 1e9:.2f} GB" if good else ""
+    free = shutil.disk_usage(work.parent).free / 1e9
     return TrainingError(
         f"rank {ranks.rank} could not write the checkpoint {work.parent}: {error}",
-        details=[f"last good checkpoint: {good or 'none yet'}"],
+        details=[f"last good checkpoint: {good or 'none yet'}{size}", f"free there: {free:.2f} GB"],
         hint="free some space, or save less: train.max_ckpt_num=1, train.save_steps=<more>",
     )
 

@@ -13,6 +13,7 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
+from tasks.core.disk import write_refused
 from tasks.core.errors import ArtifactError
 from tasks.core.files import copy_file
 from tasks.weights.execute.journal import Outcome
@@ -20,7 +21,7 @@ from tasks.weights.execute.sinks import Sink
 from tasks.weights.files import dtype_bits as bits
 from tasks.weights.files.documents import read_manifest
 from tasks.weights.files.dtype_conversion import cast, casts
-from tasks.weights.files.file_ranges import Reader, part, write_refused
+from tasks.weights.files.file_ranges import Reader, part
 from tasks.weights.files.header import ITEM_BITS, TensorInfo
 from tasks.weights.files.reader import torch_dtype
 from tasks.weights.files.source import Extent, Source

@@ -23,10 +23,10 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from tasks.core.disk import write_refused
 from tasks.weights.execute.journal import Journal, Outcome, identify
 from tasks.weights.execute.running import Run
 from tasks.weights.execute.writer import Spec, write_index
-from tasks.weights.files.file_ranges import write_refused
 from tasks.weights.files.reader import WEIGHTS
 from tasks.weights.files.source import Source
 from tasks.weights.plan.layout import lay_out

@@ -20,8 +20,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from tasks.core.disk import write_refused
 from tasks.core.errors import ArtifactError
-from tasks.weights.files.file_ranges import write_refused
 from tasks.weights.files.source import Extent, Source
 from tasks.weights.plan.operations import Plan
 

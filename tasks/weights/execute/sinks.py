@@ -10,9 +10,10 @@ import numpy as np
 from blake3 import blake3
 from numpy.typing import NDArray
 
+from tasks.core.disk import write_refused
 from tasks.core.errors import ArtifactError
 from tasks.weights.execute.writer import ShardFile
-from tasks.weights.files.file_ranges import write_at, write_refused
+from tasks.weights.files.file_ranges import write_at
 from tasks.weights.files.header import TensorInfo
 
 

@@ -16,6 +16,7 @@ from math import prod
 from pathlib import Path
 from typing import Any
 
+from tasks.core.disk import SPACE_HINT
 from tasks.core.errors import ArtifactError, ConfigError
 from tasks.weights.files.header import ITEM_BITS, TensorInfo
 from tasks.weights.files.reader import WEIGHTS
@@ -144,6 +145,3 @@ def require_space(root: Path, nbytes: int) -> None:
             f"{root}: {nbytes / 1e9:.2f} GB will be written, {free / 1e9:.2f} GB are free",
             hint=SPACE_HINT,
         )
-
-
-SPACE_HINT = "free some space, or put the runs elsewhere: paths.runs=/big/disk/runs"

@@ -17,8 +17,8 @@ from typing import Any, Self
 import numpy as np
 from numpy.typing import NDArray
 
+from tasks.core.disk import write_refused
 from tasks.core.errors import ArtifactError
-from tasks.weights.execute.writer import SPACE_HINT
 from tasks.weights.files.source import Extent
 
 _STEP = 16 << 20
@@ -158,11 +158,6 @@ def write_at(handle: int, view: memoryview, at: int, path: Path) -> None:
             at, view = at + done, view[done:]
     except OSError as error:
         raise write_refused(path, error) from error
-
-
-def write_refused(path: Path, error: OSError) -> ArtifactError:
-    """Return the ArtifactError for a write that the operating system refused."""
-    return ArtifactError(f"{path}: cannot write: {error.strerror or error}", hint=SPACE_HINT)
 
 
 def _short(path: Path) -> ArtifactError:

@@ -1,0 +1,77 @@
+"""A run on a full disk ends with one error: the file, the free space, what to type."""
+
+from __future__ import annotations
+
+import logging
+import resource
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+
+from flows.cli.bootstrap import ShortTracebacks
+from flows.cli.config import compose_config
+from flows.delivery.run_delivery import Untracked
+from flows.orchestration.flow_run import FlowRun, in_this_process
+from tasks.core.errors import ArtifactError
+
+LOG = logging.getLogger("tests.full_disk")
+
+
+@contextmanager
+def files_of(nbytes: int) -> Iterator[None]:
+    """Let this process write files of at most so many bytes, as a full disk would."""
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (nbytes, before[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+
+
+@pytest.fixture
+def flow_run(tmp_path: Path) -> FlowRun:
+    overrides = ["source=s", f"out={tmp_path / 'out'}", f"paths.runs={tmp_path / 'runs'}"]
+    composed = compose_config(overrides, config_name="deliver")
+    host = in_this_process("0123456789", LOG)
+    return FlowRun.begin("deliver", composed, host, tracker=Untracked())
+
+
+def test_the_summary_of_a_run_on_a_full_disk_does_not_hide_its_error(
+    flow_run: FlowRun, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Neither a file of a stage nor the summary can be written."""
+
+    def stages(run: FlowRun) -> None:
+        (run.mechanism.logs / "a.log").write_text("x" * 5000)
+
+    with files_of(100), pytest.raises(ArtifactError) as caught:
+        flow_run.run("title", stages)
+    report = caught.value.report()
+    assert "cannot write: File too large; " in report
+    assert " GB are free there" in report
+    assert "-> ulimit -f unlimited; or another file system: paths.runs=" in report
+    assert str(flow_run.composed.runs) in report
+    assert "the summary of this run could not be written" in caplog.text
+
+
+def test_the_error_of_a_stage_stays_when_the_summary_cannot_be_written(flow_run: FlowRun) -> None:
+    def stages(run: FlowRun) -> None:
+        raise ArtifactError("tensor a is missing")
+
+    with files_of(100), pytest.raises(ArtifactError, match="tensor a is missing"):
+        flow_run.run("title", stages)
+
+
+def test_a_full_disk_is_logged_without_a_traceback(caplog: pytest.LogCaptureFixture) -> None:
+    LOG.addFilter(shorten := ShortTracebacks())
+    try:
+        with Path("/dev/full").open("w") as full:
+            full.write("x")
+    except OSError:
+        LOG.exception("flow run failed")
+    finally:
+        LOG.removeFilter(shorten)
+    assert "flow run failed" in caplog.text
+    assert "Traceback" not in caplog.text

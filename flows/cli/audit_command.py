@@ -18,6 +18,7 @@ from tasks.audit.repair import repair
 from tasks.audit.run import Report, audit
 from tasks.core.errors import ConfigError, PlumblineError
 from tasks.core.redaction import without_passwords
+from tasks.core.terminal import plain
 
 PROJECT = Path(__file__).resolve().parents[2]
 MAX_MEMORY = 16 << 30
@@ -66,7 +67,7 @@ def _print_repair(repairs: Mapping[str, Any]) -> None:
         f"\n{repairs['out_dir']}: repaired, artifact {repairs['digest'][:12]}",
         *repairs["done"],
     ]
-    print("\n  ".join(lines), file=sys.stderr)
+    print(plain("\n  ".join(lines)), file=sys.stderr)
 
 
 def examine(settings: Mapping[str, Any]) -> Report:
@@ -107,7 +108,7 @@ def _print_report(report: Report, out: str | None) -> int:
     if out == "-":
         print(json.dumps(report.as_json(), indent=1))
     elif out:
-        print(f"{report.source}: {report.what}; {report.counts}; {out}")
+        print(plain(f"{report.source}: {report.what}; {report.counts}; {out}"))
     else:
         print(report.text())
     return 0 if report.ok else 1
@@ -140,7 +141,7 @@ def _in_prefect(composed: Composed, overrides: list[str]) -> int:
         raise document
     repairs, out = document.pop("repaired", None), settings["out"]
     line = f"{document['source']}: {document['what']}; {out}"
-    print(json.dumps(document, indent=1) if out in (None, "-") else line)
+    print(json.dumps(document, indent=1) if out in (None, "-") else plain(line))
     if repairs is not None:
         _print_repair(repairs)
     return 0 if document["ok"] or repairs is not None else 1

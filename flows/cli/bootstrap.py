@@ -15,6 +15,7 @@ from pathlib import Path
 from tasks.core.disk import is_full
 from tasks.core.errors import PlumblineError
 from tasks.core.redaction import redact
+from tasks.core.terminal import clean_logging
 
 QUIET = {
     "DO_NOT_TRACK": "true",  # Prefect accepts several spellings, MLflow only this one
@@ -96,7 +97,8 @@ def stay_off_proxies() -> None:
 
 
 def quiet_logging() -> None:
-    """Shorten tracebacks of failed runs, and silence the line for each request to the server."""
+    """Clean messages, shorten tracebacks of failed runs, and silence requests to the server."""
+    clean_logging()
     logging.getLogger("httpx").setLevel(logging.WARNING)
     for name in ("prefect.flow_runs", "prefect.task_runs", "prefect.engine"):
         logger = logging.getLogger(name)

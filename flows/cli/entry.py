@@ -38,6 +38,7 @@ from flows.orchestration.services import pages
 from tasks.core.disk import is_full, write_refused
 from tasks.core.errors import PlumblineError, TrackingError
 from tasks.core.redaction import redact
+from tasks.core.terminal import plain
 
 PROJECT = Path(__file__).resolve().parents[2]
 
@@ -98,7 +99,7 @@ def _hydra(config_name: str, job: Job, arguments: Arguments) -> int:
     except (HydraException, OmegaConfBaseException, ValueError, OSError) as error:
         if not started:
             return _report(refused(error, words, config_name))
-        print(error, file=sys.stderr)
+        print(plain(str(error)), file=sys.stderr)
         return 1
     return max(statuses, default=0)
 
@@ -165,7 +166,7 @@ def exit_status(state: Any, runs: Path) -> int:
     ours = isinstance(error, PlumblineError)
     text = error.report() if ours else f"{type(error).__name__}: {error}"
     logs = "" if ours and error.log else f"\n  logs: {runs / 'logs'}"
-    print(f"\n{redact(text)}{logs}\n{pages(runs, PROJECT)}", file=sys.stderr)
+    print(f"\n{plain(redact(text))}{logs}\n{pages(runs, PROJECT)}", file=sys.stderr)
     return error.exit_code if ours else 1
 
 

@@ -21,6 +21,7 @@ from tasks.config.checks.model import look_at, why_unknown
 from tasks.config.checks.phases import RankMemory, in_words, memory_of
 from tasks.core.errors import ConfigError, PlumblineError
 from tasks.core.machine import gpu_memory, has_gpu
+from tasks.core.terminal import plain
 from tasks.data.kinds import kind_for, names_texts
 from tasks.data.readers import FILE_KINDS
 from tasks.pipeline.artifact import Artifact
@@ -59,7 +60,7 @@ def check(steps: Sequence[Step], *, shown: bool = False) -> None:
             problems.append(_with_step(error, step))
             continue
         for warning in () if shown else warnings:
-            print(f"warning: {_prefix(step)}{warning}", file=sys.stderr)
+            print(plain(f"warning: {_prefix(step)}{warning}"), file=sys.stderr)
     if len(problems) > 1:
         details = [line for error in problems for line in error.details]
         what = f"{len(details)} problems in {len(problems)} steps"

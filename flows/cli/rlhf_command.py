@@ -18,6 +18,7 @@ from flows.cli.lock import hold
 from flows.cli.plan import check, render
 from flows.orchestration.prefect_server import prefect_server, warm_up
 from tasks.core.redaction import without_passwords
+from tasks.core.terminal import plain
 from tasks.process.launch import kill_children_on_abort, launch
 from tasks.process.multinode import Meeting, follow, rendezvous
 from tasks.train import build_ops, rank_environment, torchrun
@@ -37,7 +38,7 @@ def _job(composed: Composed, overrides: list[str]) -> int:
     bootstrap(PROJECT, composed.runs)
     steps = chain_steps(composed, overrides)
     if composed.settings["plan"]:
-        print(render(steps))
+        print(plain(render(steps)))
     check(steps, shown=composed.settings["plan"])
     if composed.settings["plan"]:
         return 0

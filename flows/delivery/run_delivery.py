@@ -26,6 +26,7 @@ from flows.orchestration.flow_run import (
     tracker_of,
 )
 from tasks.core.errors import ConfigError
+from tasks.core.terminal import plain
 from tasks.delivery import examination
 from tasks.delivery.publish_output import out_findings
 from tasks.delivery.verify_inputs import require_intact
@@ -51,16 +52,15 @@ class Planned:
 
     def text(self) -> str:
         """Return the plan as text for the terminal."""
-        return "\n".join(
-            [
-                *self.delivery.lines(),
-                f"runs: {self.composed.runs}",
-                "stages:",
-                *(f"  {name:<11} {state}" for name, state in self.forecast),
-                "weights:",
-                *self.delivery.plan_lines(),
-            ]
-        )
+        lines = [
+            *self.delivery.lines(),
+            f"runs: {self.composed.runs}",
+            "stages:",
+            *(f"  {name:<11} {state}" for name, state in self.forecast),
+            "weights:",
+            *self.delivery.plan_lines(),
+        ]
+        return plain("\n".join(lines))
 
 
 def plan(composed: Composed) -> Planned:
@@ -96,15 +96,15 @@ def compare(composed: Composed, log: Any) -> None:
             hint="leave merge.base out",
         )
     for line in (f"source: {delivery.given.line()}", f"base: {delivery.base}"):
-        print(line)
+        print(plain(line))
     for record in delivery.choice.evidence:
-        print(f"trained on the base {record.held.value} ({record})")
+        print(plain(f"trained on the base {record.held.value} ({record})"))
     threads = composed.settings["smoke"]["threads"]
     with (
         tempfile.TemporaryDirectory() as folder,
         ReferenceScorer(log=log, log_path=Path(folder) / "log", threads=threads) as scorer,
     ):
-        print(*delivery.compare(scorer), sep="\n", flush=True)
+        print(*map(plain, delivery.compare(scorer)), sep="\n", flush=True)
 
 
 _plans: dict[str, Planned] = {}

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from flows.orchestration.evaluation import evaluation_lines
+from tasks.core.terminal import plain
 from tasks.pipeline.report import StageResult
 
 
@@ -65,7 +66,7 @@ class Summary:
         folder.mkdir(parents=True, exist_ok=True)
         document = json.dumps(asdict(self), indent=1) + "\n"
         for name, text in {"summary.json": document, "summary.txt": self.table(), **texts}.items():
-            (folder / name).write_text(text)
+            (folder / name).write_text(plain(text))
         link, fresh = runs / "latest", runs / f".latest.{os.getpid()}"
         fresh.unlink(missing_ok=True)
         fresh.symlink_to(folder.relative_to(runs))

@@ -21,6 +21,7 @@ from tasks.audit.examine import examine
 from tasks.audit.finding import Finding, Severity, printable
 from tasks.audit.repair import is_repairable
 from tasks.audit.source import Source, open_source
+from tasks.core.terminal import plain
 
 _WIDTH, _INDENT = 110, 20
 _CELL = 70
@@ -69,7 +70,8 @@ class Report:
         end = [f"\n{self.counts} in {self.seconds:.1f} s"]
         if self.mendable:
             end.append(f"a copy without the errors: {self.mending}")
-        return "\n".join([f"{self.source}: {self.what}", *_table(self.findings), *end])
+        lines = [f"{self.source}: {self.what}", *_table(self.findings), *end]
+        return plain("\n".join(lines))
 
     @property
     def mending(self) -> str:
@@ -128,7 +130,7 @@ def audit(
     mendable = is_repairable(opened, findings)
     completed = tuple(_with_paths(finding, source, opened) for finding in findings)
     seconds = time.perf_counter() - began
-    what = opened.recognised.what
+    what = printable(opened.recognised.what)
     return Report(str(source), opened.kind.value, what, completed, seconds, mendable)
 
 

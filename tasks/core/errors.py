@@ -21,6 +21,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from tasks.core.terminal import plain
+
 
 class PlumblineError(Exception):
     """Base class of all errors that Plumbline raises on purpose.
@@ -41,10 +43,10 @@ class PlumblineError(Exception):
     def __init__(
         self, message: str, *, details: Sequence[str] = (), hint: str = "", code: str = ""
     ) -> None:
-        super().__init__(message)
-        self.message = message
-        self.details = tuple(details)
-        self.hint = hint
+        self.message = plain(message)  # names of files and tensors may come from a checkpoint
+        self.details = tuple(map(plain, details))
+        self.hint = plain(hint)
+        super().__init__(self.message)
         self.code = code
 
     def __reduce__(self) -> tuple[object, ...]:

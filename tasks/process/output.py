@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from tasks.core import events
+from tasks.core.terminal import plain
 from tasks.process import torchrun_log
 
 Log = logging.Logger | logging.LoggerAdapter[Any]
@@ -82,6 +83,7 @@ class Output:
         self._file.flush()
 
     def _text(self, line: str) -> None:
+        line = plain(line)
         for secret in self._secrets:
             line = line.replace(secret, "***")
         self._file.write(line.encode("utf-8", "replace") + b"\n")

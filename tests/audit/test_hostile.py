@@ -135,6 +135,25 @@ def test_file_names_that_are_not_utf8(tmp_path: Path) -> None:
     assert json.dumps(report.as_json()).encode()
 
 
+def test_escape_sequences(model: Path) -> None:
+    escapes = "\x1b[2J\x1b]0;owned\x07\u202e\x9b31m"
+    (model / f"adapter_model{escapes}.safetensors").write_bytes(b"x" * 20)
+    edit_json(model / "config.json", model_type=escapes, architectures=[escapes], dtype=escapes)
+    edit_json(model / "tokenizer_config.json", eos_token=escapes, auto_map={"a": escapes})
+    report = audit(model)
+    for text in (report.text(), report.markdown(), report.what):
+        assert {char for char in text if not char.isprintable()} <= {"\n"}
+
+
+@pytest.mark.parametrize("name", ["config.json", "manifest.json", "tokenizer_config.json"])
+@pytest.mark.parametrize("content", ['{"a": ' + "[" * 200_000, '{"a": [' + "[]," * 5_000_000])
+def test_deep_and_huge_documents(model: Path, name: str, content: str) -> None:
+    (model / name).write_text(content)
+    report = audit(model)
+    assert "CANNOT_JUDGE" not in {finding.code for finding in report.findings}
+    assert report.text()
+
+
 def test_a_manifest_with_paths_outside_the_folder(tmp_path: Path) -> None:
     root = make_model(tmp_path / "it")
     for files in ({"../../etc/passwd": {"size": 1, "sha256": "0"}}, {"a": 3}, [], 3):

@@ -235,3 +235,38 @@ class TestTheCommandLine:
     def test_a_value_of_no_kind_is_told(self, refused: Callable[..., str], base: Path) -> None:
         message = refused(f"source={base}", "out=x", "convert.dtype=int3")
         assert "bfloat16, float16, float32" in message
+
+
+ESCAPES = "\x1b[2J\x1b]0;owned\x07\u202e\x9b31m"
+
+
+@pytest.mark.parametrize("where", ["file", "token", "tensor", "config", "adapter", "base"])
+def test_escape_sequences_of_a_checkpoint_do_not_reach_the_terminal(
+    here: Run, adapter: Path, base: Path, tmp_path: Path, where: str
+) -> None:
+    def edit(path: Path, **changes: object) -> None:
+        path.write_text(json.dumps(json.loads(path.read_text()) | changes))
+
+    model = Path(shutil.copytree(base, tmp_path / "model"))
+    lora = Path(shutil.copytree(adapter, tmp_path / "lora"))
+    if where == "file":
+        (model / f"pytorch_model{ESCAPES}.bin").write_bytes(b"x")
+    elif where == "token":
+        edit(model / "tokenizer_config.json", eos_token=ESCAPES, pad_token=ESCAPES)
+    elif where == "tensor":
+        save_file({**state_of(model), ESCAPES: torch.ones(2)}, model / "model.safetensors")
+    elif where == "config":
+        edit(model / "config.json", model_type=ESCAPES, architectures=[ESCAPES])
+    elif where == "adapter":
+        edit(lora / "adapter_config.json", target_modules=[ESCAPES], peft_type=ESCAPES)
+    else:
+        edit(lora / "adapter_config.json", base_model_name_or_path=f"somebody/{ESCAPES}")
+    source = (f"source={lora}", f"base={model}") if where in ("adapter", "base") else (
+        f"source={model}",
+    )  # fmt: skip
+    done = here(*source, "plan=true", f"out={tmp_path / 'out'}")
+    assert done.code in (0, 2), done.output
+    assert "Traceback" not in done.output
+    assert done.output
+    assert {char for char in done.output if not char.isprintable()} <= {"\n", "\t"}
+    assert "\u202e" not in done.output

@@ -35,20 +35,33 @@ def read_json(path: Path, *, unique: bool = False) -> dict[str, Any]:
             leads out of its folder.
     """
     try:
-        if path.is_symlink() and (problem := link_problem(path, path.parent)):
-            raise link_refused(path, problem)
-        with open_regular(path) as file:
-            content = file.read(MAX_BYTES + 1)
-        if len(content) > MAX_BYTES:
-            raise ArtifactError(f"{path}: more than {MAX_BYTES} bytes of JSON are not read")
-        raw = parse_json(content, unique=unique)
-    except OSError as error:
-        raise ArtifactError(f"{path}: cannot be read: {error.strerror}") from error
+        raw = parse_json(_content(path, MAX_BYTES), unique=unique)
     except ValueError as error:
         raise ArtifactError(f"{path}: not JSON: {error}") from error
     if not isinstance(raw, dict):
         raise ArtifactError(f"{path}: not a JSON object")
     return raw
+
+
+def read_text(path: Path, limit: int) -> str:
+    """Read a UTF-8 file of at most `limit` bytes. Raises ArtifactError as `read_json` does."""
+    try:
+        return _content(path, limit).decode()
+    except UnicodeDecodeError as error:
+        raise ArtifactError(f"{path}: not UTF-8: {error.reason}") from error
+
+
+def _content(path: Path, limit: int) -> bytes:
+    if path.is_symlink() and (problem := link_problem(path, path.parent)):
+        raise link_refused(path, problem)
+    try:
+        with open_regular(path) as file:
+            content = file.read(limit + 1)
+    except OSError as error:
+        raise ArtifactError(f"{path}: cannot be read: {error.strerror}") from error
+    if len(content) > limit:
+        raise ArtifactError(f"{path}: more than {limit} bytes are not read")
+    return content
 
 
 def optional_json(path: Path) -> dict[str, Any]:

@@ -99,6 +99,8 @@ def _parse(path: Path, raw: object, data_start: int, size: int) -> Header:
         raise ArtifactError(f"{path}: __metadata__ is not a JSON object of strings")
     tensors: dict[str, TensorInfo] = {}
     for name, entry in raw.items():
+        if not name.isprintable():  # it would reach terminals, logs and file names
+            raise ArtifactError(f"{path}: a tensor's name has control characters: {name!a:.200}")
         try:
             shape = tuple(_integer(n) for n in entry["shape"])
             dtype = str(entry["dtype"])

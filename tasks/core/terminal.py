@@ -1,0 +1,54 @@
+"""Text from files that somebody else made, on its way to a terminal, a log or a page.
+
+A token, a file name or a tensor name can hold sequences that move the cursor, clear the screen,
+rename the window or reverse the order of letters, so that a terminal shows another text than the
+one that was written. `plain` removes them. It is applied where text leaves the program: in every
+`PlumblineError`, every log record (`clean_logging`), the output of child processes and reports.
+"""
+
+from __future__ import annotations
+
+import logging
+import re
+from typing import Any
+
+_ESCAPES = re.compile(r"(?:\x1b\[|\x9b)[0-?]*[ -/]*[@-~]|\x1b[ -/]*[0-~]?")
+"""Escape sequences of ECMA-48: colours and cursor movements; the start of all others."""
+_CONTROLS = re.compile(
+    "[\x00-\x08\x0b-\x1f\x7f-\x9f"
+    "\u061c\u200e\u200f\u202a-\u202e\u2066-\u2069"  # order of letters
+    "\u2028\u2029\ufeff]"  # line ends that only some programs know
+)
+_SURROGATES = re.compile("[\ud800-\udfff]")
+"""Bytes of file names that are not UTF-8, and halves of characters in JSON: not printable."""
+
+
+def plain(text: str) -> str:
+    """Return a text without escape sequences and control characters, but with its lines and tabs.
+
+    Halves of characters become U+FFFD, so that the result can be encoded.
+    """
+    if text.isascii() and text.isprintable():
+        return text
+    return _SURROGATES.sub("\ufffd", _CONTROLS.sub("", _ESCAPES.sub("", text)))
+
+
+def clean_logging() -> None:
+    """Let every log record of this process have a `plain` message, whatever handler writes it."""
+    make = logging.getLogRecordFactory()
+    if getattr(make, "is_plain", False):
+        return
+
+    def record(*args: Any, **kwargs: Any) -> logging.LogRecord:
+        made = make(*args, **kwargs)
+        try:
+            message = made.getMessage()
+        except Exception:  # a wrong format string: the handler reports it
+            return made
+        cleaned = plain(message)
+        if cleaned != message:
+            made.msg, made.args = cleaned, ()
+        return made
+
+    record.is_plain = True  # type: ignore[attr-defined]
+    logging.setLogRecordFactory(record)

@@ -1,0 +1,82 @@
+"""Text of a checkpoint on its way to a terminal, a log or a report."""
+
+from __future__ import annotations
+
+import logging
+import unicodedata
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tasks.core.errors import ArtifactError, StageProcessError
+from tasks.core.terminal import clean_logging, plain
+from tasks.process.output import Output
+
+HOSTILE = "a\x1b[31mb\x1b]0;title\x07c\x9b2Jd\u202ee\x00\x7ff\rg\x85h\u2028i"
+
+
+@pytest.mark.parametrize(
+    ("text", "clean"),
+    [
+        ("plain", "plain"),
+        ("two\nlines\tand a tab", "two\nlines\tand a tab"),
+        ("caf\u00e9 \u4f60\u597d \U0001f600", "caf\u00e9 \u4f60\u597d \U0001f600"),
+        ("\x1b[1;31mred\x1b[0m", "red"),
+        ("\x1b[2J\x1b[Hgone", "gone"),
+        ("\x1b]0;title\x07text", "0;titletext"),
+        ("\x1b\x1b[31m[31mtwice", "[31mtwice"),
+        ("the end\x1b", "the end"),
+        ("\ud800 half", "\ufffd half"),
+        (HOSTILE, "ab0;titlecdefghi"),
+    ],
+)
+def test_what_is_left(text: str, clean: str) -> None:
+    assert plain(text) == clean
+
+
+@given(st.text())
+def test_nothing_that_a_terminal_obeys_is_left(text: str) -> None:
+    clean = plain(text)
+    assert {unicodedata.category(char) for char in clean if char not in "\n\t"} & {"Cc", "Cs"} == (
+        set()
+    )
+    assert plain(clean) == clean
+    clean.encode()
+
+
+def test_errors() -> None:
+    for error in (
+        ArtifactError(HOSTILE, details=[HOSTILE], hint=HOSTILE),
+        StageProcessError("train", 1, [HOSTILE]),
+    ):
+        for text in (str(error), error.report(), error.message, *error.details, error.hint):
+            assert text == plain(text)
+
+
+def test_log_records_of_every_logger(caplog: pytest.LogCaptureFixture) -> None:
+    before = logging.getLogRecordFactory()
+    try:
+        clean_logging()
+        clean_logging()
+        logging.getLogger("somebody.else").warning("tensor %s of %d", HOSTILE, 3)
+        logging.getLogger("somebody.else").warning("tensor %s of %d", "a", 3)
+        logging.LoggerAdapter(logging.getLogger("prefect.x"), {}).warning(HOSTILE)
+    finally:
+        logging.setLogRecordFactory(before)
+    assert [record.getMessage() for record in caplog.records] == [
+        f"tensor {plain(HOSTILE)} of 3", "tensor a of 3", plain(HOSTILE),
+    ]  # fmt: skip
+    assert caplog.records[1].args == ("a", 3)
+
+
+def test_output_of_child_processes(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO)
+    log = tmp_path / "log"
+    with Output(stage="train", log=logging.getLogger("child"), log_path=log) as output:
+        list(output.feed(f"{HOSTILE.replace(chr(13), '')}\n".encode()))
+        tail = output.tail
+    assert tail == [plain(HOSTILE)]
+    assert log.read_text() == plain(HOSTILE) + "\n"
+    assert caplog.messages == [f"[train] {plain(HOSTILE)}"]

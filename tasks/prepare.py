@@ -33,6 +33,7 @@ from tasks.toy.dataset import write_dataset
 from tasks.weights.files.add_tokens import grow
 from tasks.weights.files.folder import inspect_checkpoint
 from tasks.weights.files.side_files import copy_side_file, require_own_files
+from tasks.weights.files.tokenizer import require_bounded_template
 
 Log = logging.Logger | logging.LoggerAdapter[Any]
 OnEvent = Callable[[dict[str, Any]], None]
@@ -223,6 +224,7 @@ def _usable(folder: Path) -> dict[str, Path]:
             details=checkpoint.problems,
             hint="repair the folder or download it again; model.path=<another folder>",
         )
+    require_bounded_template(folder)
     return checkpoint.files
 
 

@@ -1,12 +1,15 @@
 from __future__ import annotations
 
 import json
+import resource
+import time
 from pathlib import Path
 
 import pytest
 
 from tasks.core.errors import ArtifactError
-from tasks.weights.files.tokenizer import read_tokenizer
+from tasks.weights.files.render_template import MAX_CHARACTERS
+from tasks.weights.files.tokenizer import read_tokenizer, require_bounded_template, token_ids
 from tests.weights.making import TEMPLATE, save_tokenizer
 
 
@@ -102,3 +105,57 @@ def test_a_template_that_fails_in_python_is_refused(folder: Path, text: str) -> 
     (folder / "chat_template.jinja").write_text(text)
     with pytest.raises(ArtifactError, match="the chat template does not render"):
         read_tokenizer(folder)
+
+
+@pytest.mark.parametrize(
+    "bomb",
+    [
+        "{% for a in range(99999) %}{% for b in range(99999) %}{% for c in range(99999) %}"
+        "{% endfor %}{% endfor %}{% endfor %}",
+        "{{ 'a' * 3000000000 }}",
+        "{% set ns = namespace(t='a') %}{% for i in range(60) %}{% set ns.t = ns.t + ns.t %}"
+        "{% endfor %}{{ ns.t }}",
+        "x" * (MAX_CHARACTERS + 1),
+    ],
+)
+@pytest.mark.parametrize("place", ["chat_template.jinja", "tokenizer_config.json"])
+def test_a_template_without_bounds_is_refused(folder: Path, bomb: str, place: str) -> None:
+    (folder / "chat_template.jinja").unlink()
+    if place == "chat_template.jinja":
+        (folder / place).write_text(bomb)
+    else:
+        _settings(folder, chat_template=bomb)
+    began = time.monotonic()
+    for refuse in (read_tokenizer, require_bounded_template):
+        with pytest.raises(ArtifactError, match=place):
+            refuse(folder)
+    assert time.monotonic() - began < 150  # the machine may be busy
+    assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss < 3 << 20  # kilobytes
+
+
+def test_a_faulty_template_of_a_base_is_left_to_its_users(folder: Path) -> None:
+    (folder / "chat_template.jinja").write_text("{{ raise_exception('roles must alternate') }}")
+    require_bounded_template(folder)
+
+
+def test_a_template_that_is_not_text(folder: Path) -> None:
+    (folder / "chat_template.jinja").write_bytes(b"\xff\xfe")
+    with pytest.raises(ArtifactError, match="chat_template.jinja: not UTF-8"):
+        read_tokenizer(folder)
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"added_tokens": 3}, {"added_tokens": [3]}, {"added_tokens": [{"content": "a"}]},
+        {"added_tokens": [{"content": "a", "id": "x", "special": True}]}, {"model": 3},
+        {"model": {"vocab": {"a": [1]}}}, {"model": {"vocab": {"a": float("inf")}}},
+        {"model": {"vocab": {}}, "added_tokens": []},
+    ],
+)  # fmt: skip
+def test_a_tokenizer_with_values_of_other_types(folder: Path, changes: dict) -> None:
+    path = folder / "tokenizer.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), **changes}))
+    for read in (read_tokenizer, token_ids):
+        with pytest.raises(ArtifactError, match="tokenizer"):
+            read(folder)

@@ -5,5 +5,6 @@ reader        `read_checkpoint`: a folder of safetensors files
 folder        `inspect_checkpoint`: the files of a Hugging Face model and their problems
 side_files    the allowlist of files beside the weights, and the way to copy them
 names         names of one tensor in a live model, a PEFT file and a base checkpoint
+render_template  a chat template, rendered in a child process with limits
 tokenizer     ids and chat template of a tokenizer folder
 """

@@ -6,19 +6,20 @@ takes milliseconds and needs no model library.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
 from tasks.core.errors import ArtifactError
-from tasks.weights.files.reader import read_json
-
-_ANSWER = "plumbline-answer-text"
-_ANY = (
-    ArithmeticError, AttributeError, LookupError, RecursionError, TypeError, ValueError,
-)  # fmt: skip
-"""Exceptions that the code of a chat template may raise."""
+from tasks.weights.files.documents import read_json, read_text
+from tasks.weights.files.render_template import (
+    MAX_CHARACTERS,
+    TemplateError,
+    TemplateLimitError,
+    after_answer,
+)
 
 
 @dataclass(frozen=True)
@@ -54,6 +55,23 @@ def read_tokenizer(folder: Path) -> TokenizerFacts:
         ArtifactError: no tokenizer.json, no EOS token, a special token without an id, or a chat
             template that does not render.
     """
+    with _wrong_types_named(folder):
+        return _read(folder)
+
+
+@contextmanager
+def _wrong_types_named(folder: Path) -> Iterator[None]:
+    """Turn the exceptions of JSON values of unexpected types into an ArtifactError."""
+    try:
+        yield
+    except (AttributeError, LookupError, OverflowError, TypeError, ValueError) as error:
+        raise ArtifactError(
+            f"{folder}: tokenizer.json or tokenizer_config.json has a value of an unknown type: "
+            f"{error}"
+        ) from error
+
+
+def _read(folder: Path) -> TokenizerFacts:
     document = read_json(folder / "tokenizer.json")
     settings = read_json(folder / "tokenizer_config.json")
     added = _added(document)
@@ -79,6 +97,11 @@ def token_ids(folder: Path) -> tuple[dict[str, tuple[str, int]], int]:
     Raises:
         ArtifactError: a file cannot be read, or a special token has no id.
     """
+    with _wrong_types_named(folder):
+        return _token_ids(folder)
+
+
+def _token_ids(folder: Path) -> tuple[dict[str, tuple[str, int]], int]:
     document = read_json(folder / "tokenizer.json")
     path = folder / "tokenizer_config.json"
     settings = read_json(path) if path.is_file() else {}
@@ -125,53 +148,47 @@ def _text(token: Any) -> str | None:
 def _template(folder: Path, settings: Mapping[str, Any]) -> str:
     path = folder / "chat_template.jinja"
     if path.is_file():
-        return path.read_text()
+        return read_text(path, MAX_CHARACTERS)
     inline = settings.get("chat_template") or ""
     if isinstance(inline, list):  # several templates, each with a name
         inline = {named["name"]: named["template"] for named in inline}.get("default", "")
     return str(inline)
 
 
-def template_environment() -> Any:
-    """Return the jinja2 environment that renders chat templates as transformers does.
-
-    It is sandboxed: a template comes with a model and is not trusted.
-    """
-    from jinja2.ext import Extension, loopcontrols
-    from jinja2.sandbox import ImmutableSandboxedEnvironment
-
-    class Generation(Extension):
-        """Render `{% generation %}`, which marks responses for loss masks, as its contents."""
-
-        tags = {"generation"}  # noqa: RUF012 -- jinja2's own declaration
-
-        def parse(self, parser: Any) -> Any:
-            next(parser.stream)
-            return parser.parse_statements(("name:endgeneration",), drop_needle=True)
-
-    return ImmutableSandboxedEnvironment(
-        trim_blocks=True, lstrip_blocks=True, extensions=[loopcontrols, Generation]
-    )
-
-
 def _after_answer(folder: Path, template: str, settings: Mapping[str, Any]) -> str:
     """Return the text that the template writes after an assistant's response."""
-    from jinja2 import TemplateError
-
-    def refuse(message: str) -> NoReturn:
-        raise TemplateError(message)
-
-    environment = template_environment()
-    environment.globals |= {"raise_exception": refuse, "strftime_now": lambda _: "2000-01-01"}
     names = {role: _text(settings.get(role)) or "" for role in ("bos_token", "eos_token")}
-    messages = [{"role": "user", "content": "question"}, {"role": "assistant", "content": _ANSWER}]
     try:
-        text = environment.from_string(template).render(
-            messages=messages, add_generation_prompt=False, **names
-        )
-    except (TemplateError, *_ANY) as error:
-        raise ArtifactError(f"{folder}: the chat template does not render: {error}") from error
-    _, answer, ending = text.rpartition(_ANSWER)
-    if not answer:
-        raise ArtifactError(f"{folder}: the chat template drops the assistant's answer")
-    return ending.strip()
+        return after_answer(template, names)
+    except TemplateError as error:
+        raise ArtifactError(
+            f"{template_file(folder)}: {error}",
+            hint="correct the chat template, or copy that of the model's first release",
+        ) from error
+
+
+def template_file(folder: Path) -> Path:
+    """Return the file that holds the chat template of a tokenizer folder."""
+    path = folder / "chat_template.jinja"
+    return path if path.is_file() else folder / "tokenizer_config.json"
+
+
+def require_bounded_template(folder: Path) -> None:
+    """Refuse a chat template whose rendering takes too much time or memory.
+
+    Other faults of a template are left to those who use it: a base may be trained without one.
+
+    Raises:
+        ArtifactError: names the file of the template.
+    """
+    path = folder / "tokenizer_config.json"
+    template = _template(folder, read_json(path) if path.is_file() else {})
+    try:
+        after_answer(template, {"bos_token": "", "eos_token": ""})
+    except TemplateLimitError as error:
+        raise ArtifactError(
+            f"{template_file(folder)}: {error}",
+            hint="a template that does this serves no model: remove it, or take another model",
+        ) from error
+    except TemplateError:
+        return

@@ -1,0 +1,127 @@
+"""Render a chat template in a child process with limits on time and memory.
+
+A template comes with a model and is a program: nested loops run for hours, `'a' * 3000000000` takes
+all memory, and jinja2's sandbox stops neither. This file is also the program of the child; it
+imports nothing of ours, so that it starts in a tenth of a second.
+"""
+
+from __future__ import annotations
+
+import json
+import resource
+import subprocess
+import sys
+from collections.abc import Mapping
+from functools import lru_cache
+from typing import Any, NoReturn
+
+SECONDS, MEMORY = 5, 1 << 30
+"""Limits of a rendering: seconds of processor time, and bytes of address space."""
+MAX_CHARACTERS = 1 << 20
+"""Longest template, and longest text after a response; published templates have about 30 kB."""
+_WAIT_S = 60.0
+"""Seconds to wait for a child on a busy machine, on which processor time passes slowly."""
+_ANSWER = "plumbline-answer-text"
+_ANY = (
+    ArithmeticError, AttributeError, LookupError, RecursionError, TypeError, ValueError,
+)  # fmt: skip
+"""Exceptions that the code of a chat template may raise."""
+
+
+class TemplateError(ValueError):
+    """A template does not render; the message says why."""
+
+
+class TemplateLimitError(TemplateError):
+    """A template takes more time, memory or text than any that serves a model."""
+
+
+def after_answer(template: str, tokens: Mapping[str, str]) -> str:
+    """Return the text that a template writes after an assistant's response.
+
+    Args:
+        template: source text of the template.
+        tokens: values of `bos_token` and `eos_token`.
+
+    Raises:
+        TemplateError: it does not render, or drops the response.
+        TemplateLimitError: it exceeds a limit.
+    """
+    reply = _reply(template, json.dumps(dict(tokens), sort_keys=True))
+    if "limit" in reply:
+        raise TemplateLimitError(reply["limit"])
+    if "error" in reply:
+        raise TemplateError(reply["error"])
+    return reply["ending"]
+
+
+@lru_cache(maxsize=16)
+def _reply(template: str, tokens: str) -> dict[str, str]:
+    if len(template) > MAX_CHARACTERS:
+        return {"limit": f"{len(template)} characters, at most {MAX_CHARACTERS} are read"}
+    job = json.dumps({"template": template, "tokens": json.loads(tokens)})
+    try:
+        done = subprocess.run(
+            [sys.executable, "-I", __file__],
+            input=job.encode(), capture_output=True, timeout=_WAIT_S, check=False,
+        )  # fmt: skip
+    except subprocess.TimeoutExpired:
+        return {"limit": f"rendering does not end within {SECONDS} s"}
+    try:
+        reply: dict[str, str] = json.loads(done.stdout)
+    except ValueError:  # SIGXCPU, or jinja2 out of memory where it cannot say so
+        return {"limit": f"rendering takes more than {SECONDS} s or {MEMORY >> 30} GiB of memory"}
+    return reply
+
+
+def template_environment() -> Any:
+    """Return the jinja2 environment that renders chat templates as transformers does.
+
+    It is sandboxed: a template comes with a model and is not trusted.
+    """
+    from jinja2.ext import Extension, loopcontrols
+    from jinja2.sandbox import ImmutableSandboxedEnvironment
+
+    class Generation(Extension):
+        """Render `{% generation %}`, which marks responses for loss masks, as its contents."""
+
+        tags = {"generation"}  # noqa: RUF012 -- jinja2's own declaration
+
+        def parse(self, parser: Any) -> Any:
+            next(parser.stream)
+            return parser.parse_statements(("name:endgeneration",), drop_needle=True)
+
+    return ImmutableSandboxedEnvironment(
+        trim_blocks=True, lstrip_blocks=True, extensions=[loopcontrols, Generation]
+    )
+
+
+def _render(template: str, tokens: Mapping[str, str]) -> dict[str, str]:
+    """Render a template for a question and an answer; runs in the child."""
+    import jinja2
+
+    def refuse(message: str) -> NoReturn:
+        raise jinja2.TemplateError(message)
+
+    environment = template_environment()
+    environment.globals |= {"raise_exception": refuse, "strftime_now": lambda _: "2000-01-01"}
+    messages = [{"role": "user", "content": "question"}, {"role": "assistant", "content": _ANSWER}]
+    try:
+        text = environment.from_string(template).render(
+            messages=messages, add_generation_prompt=False, **tokens
+        )
+    except MemoryError:
+        return {"limit": f"rendering takes more than {MEMORY >> 30} GiB of memory"}
+    except (jinja2.TemplateError, *_ANY) as error:
+        return {"error": f"the chat template does not render: {error}"[:MAX_CHARACTERS]}
+    _, answer, ending = text.rpartition(_ANSWER)
+    if not answer:
+        return {"error": "the chat template drops the assistant's answer"}
+    return {"ending": ending.strip()[:MAX_CHARACTERS]}
+
+
+if __name__ == "__main__":
+    resource.setrlimit(resource.RLIMIT_AS, (MEMORY, MEMORY))
+    resource.setrlimit(resource.RLIMIT_CPU, (SECONDS, SECONDS))
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    print(json.dumps(_render(**json.load(sys.stdin))))

@@ -9,10 +9,12 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
-from tasks.core.errors import ConfigError
+from tasks.core.errors import ArtifactError, ConfigError
 from tasks.training.engine import checkpoint
 from tasks.training.engine.checkpoint import Checkpoint, Progress
 from tasks.training.job import Settings, TrainJob
+from tasks.weights.pickled.allowed import TENSORS
+from tasks.weights.pickled.scan import Scanner
 
 FREE = (
     "launch", "evaluate.eval_steps", "evaluate.early_stop_patience", "evaluate.keep", "log_every",
@@ -58,12 +60,14 @@ def choose(how: str, root: Path, wanted: Mapping[str, Any]) -> Checkpoint | None
     Args:
         how: `train.resume`. `auto` takes the newest checkpoint under `root`, if any; `never` takes
             none; anything else is the path of a checkpoint, or of a folder whose newest is taken.
+            DeepSpeed unpickles it, so such a checkpoint is scanned for code first.
         root: folder of this run's checkpoints.
         wanted: `identity` of the run.
 
     Raises:
         ConfigError: the path has no checkpoint, or the checkpoint is of a run with other settings
             or inputs; the error lists them.
+        ArtifactError: loading the checkpoint at the path would run code.
     """
     if how == "never":
         return None
@@ -73,6 +77,11 @@ def choose(how: str, root: Path, wanted: Mapping[str, Any]) -> Checkpoint | None
     saved = checkpoint.open_checkpoint(path)
     recorded = {FORMER.get(name, name): value for name, value in saved.identity.items()}
     differs = _differences(wanted, recorded)
+    if not differs and how != "auto":
+        best = saved.progress.best
+        require_no_code(path)
+        if best is not None and (other := path.with_name(checkpoint.name_of(best.step))).is_dir():
+            require_no_code(other)
     if differs:
         raise ConfigError(
             f"{path} is a checkpoint of another run: {len(differs)} settings differ, "
@@ -162,6 +171,28 @@ def _required(path: Path) -> Path:
             hint="name a folder step-????????, or train.resume=auto or never",
         )
     return chosen.resolve()
+
+
+def require_no_code(folder: Path) -> None:
+    """Check that no file of a checkpoint runs code when it is unpickled.
+
+    Raises:
+        ArtifactError: a file names a function or class that our checkpoints do not have, or cannot
+            be scanned; or an entry is a link.
+    """
+    scanner = Scanner()
+    for path in sorted(folder.rglob("*")):
+        problems = ["is a link"] if path.is_symlink() else []
+        if path.is_file() and not problems:
+            scanned = scanner.scan(path)
+            problems = [f"runs {name!a}" for name in sorted(scanned.names - TENSORS)]
+            problems += scanned.unreadable
+        if problems:
+            raise ArtifactError(
+                f"train.resume: {path} is not from a checkpoint of this project: {problems[0]}",
+                details=problems,
+                hint="name a checkpoint of a run of your own, or train.resume=never",
+            )
 
 
 def _differences(wanted: Mapping[str, Any], saved: Mapping[str, Any]) -> list[str]:

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import os
+import pickle
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from deepspeed.runtime.fp16.loss_scaler import LossScaler
 
-from tasks.core.errors import ConfigError
+from tasks.core.errors import ArtifactError, ConfigError
 from tasks.data.kinds import PROMPTS
 from tasks.training.engine import checkpoint
 from tasks.training.engine.checkpoint import Best, Progress
@@ -28,6 +32,13 @@ def make(root: Path, step: int, *, size: int = 0, **about: Any) -> Path:
     about = {"world_size": 2, "identity": WANTED, "progress": Progress(step), **about}
     checkpoint.describe(work, **about)
     return checkpoint.publish(work)
+
+
+class Hostile:
+    """Runs a command when it is unpickled."""
+
+    def __reduce__(self) -> Any:
+        return os.system, ("false",)
 
 
 def steps(root: Path) -> list[int]:
@@ -97,6 +108,30 @@ class TestChoose:
         assert newest is not None
         assert (auto.path, named.path, newest.path) == (last, first, last)
         assert choose("never", tmp_path, WANTED) is None
+
+    def test_a_given_folder_that_runs_code_is_refused(self, tmp_path: Path) -> None:
+        """DeepSpeed would unpickle it, and its `state.json` can be copied from any run."""
+        theirs = make(tmp_path / "theirs", 2)
+        state = {"module": {"weight": torch.ones(2)}, "loss_scaler": LossScaler(1.0)}
+        (theirs / "engine").mkdir()
+        torch.save(state, theirs / "engine" / "mp_rank_00_model_states.pt")
+        assert choose(str(theirs), tmp_path, WANTED) is not None
+        torch.save({**state, "x": Hostile()}, theirs / "engine" / "mp_rank_00_model_states.pt")
+        with pytest.raises(ArtifactError, match=r"mp_rank_00_model_states.pt .* 'posix.system'"):
+            choose(str(theirs), tmp_path, WANTED)
+
+    def test_a_best_checkpoint_that_runs_code_is_refused(self, tmp_path: Path) -> None:
+        theirs = make(tmp_path / "theirs", 2, progress=Progress(2, best=Best(1, 0.5)))
+        best = make(tmp_path / "theirs", 1)
+        (best / "engine").write_bytes(pickle.dumps(Hostile()))
+        with pytest.raises(ArtifactError, match=r"step-00000001/engine"):
+            choose(str(theirs), tmp_path, WANTED)
+
+    def test_a_given_folder_with_a_link_is_refused(self, tmp_path: Path) -> None:
+        theirs = make(tmp_path / "theirs", 2)
+        (theirs / "engine").symlink_to(tmp_path)
+        with pytest.raises(ArtifactError, match="engine .* is a link"):
+            choose(str(theirs), tmp_path, WANTED)
 
     @pytest.mark.parametrize(("name", "what"), [("gone", "does not exist"), ("", "no complete")])
     def test_a_path_without_a_checkpoint(self, tmp_path: Path, name: str, what: str) -> None:

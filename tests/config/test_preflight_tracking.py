@@ -7,6 +7,7 @@ import socket
 import threading
 import time
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
@@ -15,6 +16,7 @@ from flows.cli.config import compose_config
 from flows.cli.plan import check
 from tasks.config.checks import tracking
 from tasks.core.errors import ConfigError
+from tests.commands import command, environment, run_in_empty
 
 
 @pytest.fixture
@@ -63,7 +65,7 @@ def test_a_silent_server_is_refused_after_five_seconds_and_asked_once(silent: in
     assert "no answer within 5 s" in finding.allowed
 
 
-@pytest.mark.parametrize(("status", "refused"), [(200, 0), (401, 0), (404, 0), (503, 1)])
+@pytest.mark.parametrize(("status", "refused"), [(200, 0), (401, 1), (404, 0), (503, 1)])
 def test_a_server_that_answers(status: int, refused: int) -> None:
     class Answer(http.server.BaseHTTPRequestHandler):
         def do_GET(self) -> None:
@@ -81,3 +83,42 @@ def test_a_server_that_answers(status: int, refused: int) -> None:
 @pytest.mark.parametrize("uri", [None, "sqlite:////a/b.db", "databricks"])
 def test_no_server_to_ask(uri: str | None) -> None:
     assert list(tracking.reachable(uri)) == []
+
+
+BASIC = "Basic bWU6c2VjcmV0"
+
+
+def test_a_password_is_accepted_from_the_url_and_from_the_environment(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    class Login(http.server.BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            self.send_response(200 if self.headers["Authorization"] == BASIC else 401)
+            self.end_headers()
+
+        def log_message(self, *_: object) -> None: ...
+
+    with http.server.HTTPServer(("127.0.0.1", 0), Login) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        place = f"127.0.0.1:{server.server_port}"
+        assert list(tracking.reachable(f"http://me:secret@{place}")) == []
+        (finding,) = tracking.reachable(f"http://me:wrong@{place}")
+        assert "refuses the user or the password" in finding.allowed
+        assert "MLFLOW_TRACKING_PASSWORD" in finding.override
+        monkeypatch.setenv("MLFLOW_TRACKING_USERNAME", "me")
+        monkeypatch.setenv("MLFLOW_TRACKING_PASSWORD", "secret")
+        assert list(tracking.reachable(f"http://{place}")) == []
+        server.shutdown()
+
+
+def test_the_command_ends_before_anything_is_written(closed: int, tmp_path: Path) -> None:
+    uri, runs = f"tracking.uri=http://me:secret@127.0.0.1:{closed}", tmp_path / "runs"
+    done = run_in_empty(
+        tmp_path,
+        command("rlhf", "+exp=sft_qlora", uri, f"paths.runs={runs}"),
+        env=environment(),
+        timeout=120,
+    )
+    assert done.returncode == 2, done.stdout
+    assert "nothing listens there" in done.stdout
+    assert "secret" not in done.stdout

@@ -52,6 +52,11 @@ class MlflowProcess:
                 time.sleep(0.2)
         raise TimeoutError((self._folder / "server.log").read_text())
 
+    def hang(self, *, stop: bool) -> None:
+        """Stop the server's processes, or let them go on: connections open, no answer comes."""
+        assert self._process is not None
+        os.killpg(self._process.pid, signal.SIGSTOP if stop else signal.SIGCONT)
+
     def kill(self) -> None:
         """End the server and its workers at once."""
         if self._process is not None:

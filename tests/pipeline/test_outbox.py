@@ -121,6 +121,37 @@ def test_what_a_run_could_not_send_the_next_run_does(server: MlflowProcess, tmp_
     assert list((tmp_path / "outbox").iterdir()) == []
 
 
+@pytest.mark.slow
+def test_an_interrupted_flow_does_not_wait_for_a_server_that_hangs(
+    server: MlflowProcess, tmp_path: Path
+) -> None:
+    tracker = Tracker(server.uri, "hangs", None, tmp_path / "outbox")
+    began: list[float] = []
+    runs: list[str] = []
+
+    def interrupted() -> None:
+        with tracker.flow("f", {}, "", {}) as parent, tracker.stage("train", ORIGIN) as run:
+            until(lambda: run.run_id)
+            runs.extend((parent, run.run_id))
+            server.hang(stop=True)
+            log_steps(run, range(5))
+            time.sleep(outbox.POLL_S + 1)  # now a request is on its way
+            log_steps(run, range(5, 10))
+            began.append(time.monotonic())
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        interrupted()
+    assert time.monotonic() - began[0] < 10
+    server.hang(stop=False)
+    time.sleep(outbox.PAUSE_S)
+    with Tracker(server.uri, "hangs", None, tmp_path / "outbox").flow("after", {}, "", {}):
+        pass
+    client = MlflowClient(server.uri)
+    assert [client.get_run(run).info.status for run in runs] == ["KILLED", "KILLED"]
+    assert steps_of(client, runs[1]) == expected(range(10))
+
+
 def test_a_lost_answer_doubles_nothing(local: Tracker, monkeypatch: pytest.MonkeyPatch) -> None:
     """Every request reaches MLflow, and the answer to every other one is lost."""
     monkeypatch.setattr(outbox, "PAUSE_S", 0.05)

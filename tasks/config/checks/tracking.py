@@ -1,4 +1,4 @@
-"""Check that MLflow's server answers, within five seconds."""
+"""Check that MLflow's server answers within five seconds, and accepts the user."""
 
 from __future__ import annotations
 
@@ -15,6 +15,8 @@ from tasks.core.redaction import redact
 LIMIT_S = 5.0
 FRESH_S = 30.0
 """An answer counts for all steps of a run and for its plan, not for the next run of a sweep."""
+_LOGIN = "MLFLOW_TRACKING_USERNAME and MLFLOW_TRACKING_PASSWORD"
+_REFUSES = "it refuses the user or the password"
 PORTS = {"postgresql": 5432, "mysql": 3306, "mssql": 1433}
 
 _known: dict[str, tuple[float, str]] = {}
@@ -37,7 +39,8 @@ def reachable(uri: str | None) -> Iterator[Finding]:
             "tracking.uri",
             redact(uri),
             f"{reason}; metrics of this run would have no place to go",
-            "tracking.uri=null (SQLite under paths.runs), or start that server",
+            "tracking.uri=null (SQLite under paths.runs), or "
+            + (_LOGIN if reason.startswith(_REFUSES) else "start that server"),
         )
 
 
@@ -56,11 +59,14 @@ def _ask_http(uri: str) -> str:
     import requests
 
     name, word = (os.environ.get(f"MLFLOW_TRACKING_{key}") for key in ("USERNAME", "PASSWORD"))
+    token = os.environ.get("MLFLOW_TRACKING_TOKEN")
     insecure = os.environ.get("MLFLOW_TRACKING_INSECURE_TLS", "").lower() in ("true", "1")
     try:
         status = requests.get(
-            f"{uri.rstrip('/')}/health",
+            f"{uri.rstrip('/')}/api/2.0/mlflow/experiments/get-by-name",
+            params={"experiment_name": "Default"},
             auth=(name, word) if name and word else None,
+            headers={"Authorization": f"Bearer {token}"} if token else None,
             verify=not insecure,
             timeout=LIMIT_S,
         ).status_code
@@ -70,7 +76,9 @@ def _ask_http(uri: str) -> str:
         return "its TLS certificate is not trusted"
     except (requests.exceptions.RequestException, ValueError) as error:
         return _in_words(error)
-    # A proxy may refuse or hide the page although the API works: only its own errors count.
+    signed = {"MLFLOW_TRACKING_AUTH", "MLFLOW_TRACKING_AWS_SIGV4"} & set(os.environ)
+    if status in (401, 403) and not signed:  # which only MLflow's client can do
+        return f"{_REFUSES} (status {status})"
     return f"it answers with status {status}" if status >= 500 else ""
 
 

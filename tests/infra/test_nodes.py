@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import uuid
 from collections.abc import Iterator
@@ -69,8 +70,15 @@ def test_slurm_asks_for_the_nodes_of_the_job(tmp_path: Path) -> None:
     assert printed.strip().endswith("flows/rlhf.py +exp=lora_zero3 train.nodes=2 train.nproc=4")
 
 
+def kubernetes() -> list[Any]:
+    """Return the Service, the NetworkPolicy and the Job."""
+    documents = list(yaml.safe_load_all((NODES / "kubernetes.yaml").read_text()))
+    assert [each["kind"] for each in documents] == ["Service", "NetworkPolicy", "Job"]
+    return documents
+
+
 def test_kubernetes_tells_pods_apart_and_lets_them_meet() -> None:
-    service, job = yaml.safe_load_all((NODES / "kubernetes.yaml").read_text())
+    service, _, job = kubernetes()
     spec: dict[str, Any] = job["spec"]
     pod = spec["template"]["spec"]
     node = pod["containers"][0]
@@ -81,6 +89,40 @@ def test_kubernetes_tells_pods_apart_and_lets_them_meet() -> None:
     assert address == f"{job['metadata']['name']}-0.{pod['subdomain']}"
     assert service["metadata"]["name"] == pod["subdomain"]
     assert service["spec"]["selector"] == {"job-name": job["metadata"]["name"]}
+
+
+def test_pods_have_no_privileges_and_write_to_their_volumes_only() -> None:
+    """The fields that the `restricted` Pod Security Standard asks for, and more."""
+    pod = kubernetes()[2]["spec"]["template"]["spec"]
+    user = int(re.search(r"--uid (\d+)", (PROJECT / "infra" / "Dockerfile").read_text())[1])
+    context = pod["securityContext"]
+    assert context["runAsNonRoot"]
+    assert {context[key] for key in ("runAsUser", "runAsGroup", "fsGroup")} == {user}
+    assert context["seccompProfile"] == {"type": "RuntimeDefault"}
+    assert pod["automountServiceAccountToken"] is False
+    for container in pod["containers"]:
+        assert container["securityContext"] == {
+            "allowPrivilegeEscalation": False,
+            "readOnlyRootFilesystem": True,
+            "capabilities": {"drop": ["ALL"]},
+        }
+        mounts = {mount["mountPath"]: mount["name"] for mount in container["volumeMounts"]}
+        # The caches lie in the project's folder (flows/cli/bootstrap.py), which is /app.
+        assert set(mounts) == {"/runs", "/dev/shm", "/tmp", "/app/.cache"}
+        assert set(mounts.values()) == {volume["name"] for volume in pod["volumes"]}
+        assert "paths.runs=/runs" in container["args"]
+
+
+def test_only_the_pods_of_the_job_reach_each_other() -> None:
+    _, policy, job = kubernetes()
+    ours = {"podSelector": {"matchLabels": {"job-name": job["metadata"]["name"]}}}
+    spec = policy["spec"]
+    assert spec["podSelector"] == ours["podSelector"]
+    assert set(spec["policyTypes"]) == {"Ingress", "Egress"}
+    assert spec["ingress"] == [{"from": [ours]}]
+    others = [rule for rule in spec["egress"] if rule != {"to": [ours]}]
+    assert len(others) == len(spec["egress"]) - 1
+    assert [{port["port"] for port in rule["ports"]} for rule in others] == [{53}]
 
 
 def ip(*arguments: str) -> None:

@@ -157,6 +157,11 @@ class Child:
                 self._handle = -1
 
 
+_NOT_FOR_CHILDREN = (
+    "MLFLOW_RUN_ID", "PREFECT_API_AUTH_STRING", "PREFECT_SERVER_API_AUTH_STRING"
+)  # fmt: skip
+
+
 def child_environment(extra: Mapping[str, str]) -> dict[str, str]:
     """Return the environment of a child process.
 
@@ -165,14 +170,15 @@ def child_environment(extra: Mapping[str, str]) -> dict[str, str]:
     - No module is imported from the working directory (`PYTHONSAFEPATH`): it may be a downloaded
       checkpoint, and a `uvicorn/` or `json.py` in it would run.
     - There is no `MLFLOW_RUN_ID`: a child's fluent MLflow calls would end the parent's run.
+    - There is no login of a Prefect server but in `extra`: a user's reward function runs there.
     """
-    env = {**os.environ, **extra}
+    inherited = {key: value for key, value in os.environ.items() if key not in _NOT_FOR_CHILDREN}
+    env = inherited | dict(extra)
     path = [str(PROJECT), *env.get("PYTHONPATH", "").split(os.pathsep)]
     # An empty entry stands for the working directory.
     env["PYTHONPATH"] = os.pathsep.join(filter(None, path))
     env["PYTHONSAFEPATH"] = "1"
     env["PYTHONUNBUFFERED"] = "1"
-    env.pop("MLFLOW_RUN_ID", None)
     return env
 
 

@@ -50,6 +50,15 @@ def test_nothing_is_imported_from_the_working_directory(
     assert run("import hydra, json, tasks; print('imported')") == ["imported"]
 
 
+def test_a_child_has_no_login_of_prefect(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    names = ("PREFECT_API_AUTH_STRING", "PREFECT_SERVER_API_AUTH_STRING")
+    for name in names:
+        monkeypatch.setenv(name, "user:secret")
+    code = f"import os; print([os.environ.get(name) for name in {names}])"
+    assert run(code) == ["[None, None]"]
+    assert run(code, env={names[1]: "its own"}) == ["[None, 'its own']"]
+
+
 def test_a_failure_carries_status_and_tail(run: Run) -> None:
     with pytest.raises(StageProcessError, match=r"demo.*status 3.*the reason") as caught:
         run("import sys; print('before'); print('the reason', file=sys.stderr); sys.exit(3)")

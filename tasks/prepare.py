@@ -32,7 +32,7 @@ from tasks.process.launch import launch, python_child
 from tasks.toy.dataset import write_dataset
 from tasks.weights.files.add_tokens import grow
 from tasks.weights.files.folder import inspect_checkpoint
-from tasks.weights.files.side_files import copy_side_file, require_own_files
+from tasks.weights.files.side_files import CODE, copy_side_file, require_own_files, side_files
 from tasks.weights.files.tokenizer import require_bounded_template
 
 Log = logging.Logger | logging.LoggerAdapter[Any]
@@ -72,7 +72,11 @@ def prepare_base(
     if base.kind == TOY:
         _pretrain(out, base, log=log, log_path=log_path, on_event=on_event)
     elif base.kind == HF:
-        for name, file in _usable(resolve_model(base.path, revision=base.revision)).items():
+        folder = resolve_model(base.path, revision=base.revision)
+        files = _usable(folder)
+        if base.trust_remote_code:
+            files |= {path.name: path for path in side_files(folder, CODE)}
+        for name, file in files.items():
             if file.suffix == ".safetensors":
                 (out / name).symlink_to(file.resolve())
             else:

@@ -89,6 +89,18 @@ def test_only_known_side_files_are_taken_with_the_mode_of_the_umask(
     assert (tmp_path / "out" / "merges.txt").stat().st_mode & 0o777 == 0o600
 
 
+def test_code_is_taken_only_if_the_user_agreed_to_run_it(model: Path, tmp_path: Path) -> None:
+    (model / "modeling_x.py").write_text("class X: ...")
+    for trust in (False, True):
+        out = tmp_path / f"out-{trust}"
+        out.mkdir()
+        prepare_base(
+            out, kind="hf", path=str(model), trust_remote_code=trust,
+            log_path=tmp_path / "base.log", log=LOG,
+        )  # fmt: skip
+        assert (out / "modeling_x.py").is_file() is trust
+
+
 def test_every_problem_of_a_folder_is_told_at_once(model: Path, tmp_path: Path) -> None:
     (model / "tokenizer.json").unlink()
     (model / "model-00001-of-00002.safetensors").unlink()

@@ -5,9 +5,9 @@
     folder.json("config.json").get("model_type")
     folder.wrong["config.json"]              why the file is unusable, e.g. not JSON
 
-Nothing is written and nothing is run. Links to folders, and links that lead out of the folder and
-its hub cache, are not followed; pipes and devices are not opened. Every read is limited in advance:
-by bytes, and for JSON by the number of values.
+Nothing is written, and nothing is run in this process. Links to folders, and links that lead out of
+the folder and its hub cache, are not followed; pipes and devices are not opened. Every read is
+limited in advance: by bytes, and for JSON by the number of values.
 """
 
 from __future__ import annotations

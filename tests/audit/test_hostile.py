@@ -135,6 +135,19 @@ def test_file_names_that_are_not_utf8(tmp_path: Path) -> None:
     assert json.dumps(report.as_json()).encode()
 
 
+@pytest.mark.parametrize("name", ["chat_template.jinja", "tokenizer_config.json"])
+def test_a_template_without_bounds(model: Path, name: str) -> None:
+    bomb = "{{ 'a' * 3000000000 }}"
+    edit_json(model / "tokenizer_config.json", chat_template=None)
+    if name == "chat_template.jinja":
+        (model / name).write_text(bomb)
+    else:
+        edit_json(model / name, chat_template=bomb)
+    findings = [f for f in audit(model).findings if f.code == "TEMPLATE_UNBOUNDED"]
+    assert [f.file for f in findings] == [name]
+    assert "1 GiB" in findings[0].found
+
+
 def test_escape_sequences(model: Path) -> None:
     escapes = "\x1b[2J\x1b]0;owned\x07\u202e\x9b31m"
     (model / f"adapter_model{escapes}.safetensors").write_bytes(b"x" * 20)

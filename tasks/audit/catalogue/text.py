@@ -128,6 +128,12 @@ class Templates(Section, heading="Chat templates"):
         "every chat request fails with a TemplateSyntaxError",
         "save the template of the training run again",
     )
+    TEMPLATE_UNBOUNDED = error(
+        "A chat template that takes more time or memory than any that serves a model",
+        "every chat request stops the server: nested loops run for hours, a repeated text takes "
+        "all memory",
+        "save the template of the training run again, or copy that of the base",
+    )
     TEMPLATE_UNKNOWN_TOKENS = warning(
         "Markers in the template that are not tokens",
         "the tokenizer splits them into pieces: the model sees text that it was not trained on, "

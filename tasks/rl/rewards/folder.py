@@ -9,6 +9,7 @@ from typing import Any
 
 from tasks.core.errors import ArtifactError
 from tasks.weights.files.documents import read_json
+from tasks.weights.files.side_files import require_own_files
 from tasks.weights.heads.folder import architectures
 from tasks.weights.heads.normalisation import Normalisation, normalisation_from
 
@@ -46,6 +47,8 @@ class RewardFolder:
         Raises:
             ArtifactError: not a reward model with one label, or mean and std are missing.
         """
+        if path.is_dir():
+            require_own_files(path)
         if not (path / "config.json").is_file():
             raise ArtifactError(
                 f"reward.model={path} is not a model folder: no config.json", hint=EXAMPLE

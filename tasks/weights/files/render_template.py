@@ -8,6 +8,7 @@ imports nothing of ours, so that it starts in a tenth of a second.
 from __future__ import annotations
 
 import json
+import os
 import resource
 import subprocess
 import sys
@@ -21,6 +22,8 @@ MAX_CHARACTERS = 1 << 20
 """Longest template, and longest text after a response; published templates have about 30 kB."""
 _WAIT_S = 60.0
 """Seconds to wait for a child on a busy machine, on which processor time passes slowly."""
+_VARIABLES = ("PATH", "LD_LIBRARY_PATH", "LANG")
+"""Environment of the child; the others can hold secrets."""
 _ANSWER = "plumbline-answer-text"
 _ANY = (
     ArithmeticError, AttributeError, LookupError, RecursionError, TypeError, ValueError,
@@ -64,6 +67,7 @@ def _reply(template: str, tokens: str) -> dict[str, str]:
         done = subprocess.run(
             [sys.executable, "-I", __file__],
             input=job.encode(), capture_output=True, timeout=_WAIT_S, check=False,
+            env={name: os.environ[name] for name in _VARIABLES if name in os.environ},
         )  # fmt: skip
     except subprocess.TimeoutExpired:
         return {"limit": f"rendering does not end within {SECONDS} s"}

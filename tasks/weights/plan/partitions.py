@@ -8,7 +8,6 @@ shapes. The slices of a parameter must cover [0, numel) exactly once.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -18,6 +17,7 @@ from typing import Any
 
 from tasks.core.errors import ArtifactError, first_and_more
 from tasks.weights.execute.writer import Spec
+from tasks.weights.files.documents import parse_json
 from tasks.weights.files.header import ITEM_BITS, Header, read_header
 from tasks.weights.files.reader import read_json
 from tasks.weights.files.source import Extent
@@ -177,7 +177,7 @@ def _collect(
     """Add one rank's slices to `slices_of`. Return the findings."""
     findings = []
     try:
-        table = json.loads(header.metadata["partitions"])
+        table = parse_json(header.metadata["partitions"].encode())
         places = {
             name: (tuple(entry["shape"]), int(entry["start"]), int(entry["end"]))
             for name, entry in table.items()

@@ -1,4 +1,4 @@
-"""Check chat templates: they exist, agree, parse, and use tokens that the tokenizer has."""
+"""Check chat templates: they exist, agree, parse, end, and use tokens that the tokenizer has."""
 
 from __future__ import annotations
 
@@ -10,6 +10,12 @@ from tasks.audit.checks.text.tokens import SETTINGS, TOKENIZERS, Tokens, read_to
 from tasks.audit.finding import Finding, Severity
 from tasks.audit.recognise import Kind
 from tasks.audit.source import Source
+from tasks.weights.files.render_template import (
+    SECONDS,
+    TemplateError,
+    TemplateLimitError,
+    after_answer,
+)
 
 JINJA = "chat_template.jinja"
 _DOCUMENTS = (SETTINGS, "chat_template.json", "processor_config.json")
@@ -79,6 +85,14 @@ def _text(place: str, text: str, tokens: Tokens) -> Iterator[Finding]:
             place, found=str(error), expected="a template that parses"
         )
         return
+    try:
+        after_answer(text, {"bos_token": "", "eos_token": ""})
+    except TemplateLimitError as error:
+        yield Templates.TEMPLATE_UNBOUNDED.at(
+            place, found=str(error), expected=f"rendered within {SECONDS} s"
+        )
+    except TemplateError:
+        pass  # it may refuse two messages, or need values that only a request has
     unknown = sorted(marker for marker in words.markers if not tokens.has(marker))
     if tokens.rows and unknown:
         yield Templates.TEMPLATE_UNKNOWN_TOKENS.at(

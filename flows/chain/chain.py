@@ -50,8 +50,10 @@ class Chain(ChainRun):
         if self.earlier is not None:
             return self.earlier.base if self.continued else self.earlier.served
         model = dict(self.settings["model"])
-        # Options for loading a model do not change its files.
+        # Options for loading a model do not change its files, but for its own code.
         config = {k: v for k, v in model.items() if k not in _LOADING}
+        if model["trust_remote_code"]:
+            config["trust_remote_code"] = True
         return self._run(
             BASE,
             prepare_base,

@@ -136,14 +136,16 @@ def test_file_names_that_are_not_utf8(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", ["chat_template.jinja", "tokenizer_config.json"])
-def test_a_template_without_bounds(model: Path, name: str) -> None:
-    bomb = "{{ 'a' * 3000000000 }}"
-    edit_json(model / "tokenizer_config.json", chat_template=None)
+def test_a_template_without_bounds(tmp_path: Path, name: str) -> None:
+    root, bomb = make_model(tmp_path / "it"), "{{ 'a' * 3000000000 }}"
+    write_json(root / "tokenizer.json", TOKENIZER)
+    settings = {key: value for key, value in SETTINGS.items() if key != "chat_template"}
     if name == "chat_template.jinja":
-        (model / name).write_text(bomb)
+        (root / name).write_text(bomb)
     else:
-        edit_json(model / name, chat_template=bomb)
-    findings = [f for f in audit(model).findings if f.code == "TEMPLATE_UNBOUNDED"]
+        settings["chat_template"] = bomb
+    write_json(root / "tokenizer_config.json", settings)
+    findings = [f for f in audit(root).findings if f.code == "TEMPLATE_UNBOUNDED"]
     assert [f.file for f in findings] == [name]
     assert "1 GiB" in findings[0].found
 

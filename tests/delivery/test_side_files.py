@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 from collections.abc import Callable
 from pathlib import Path
@@ -10,6 +11,7 @@ import pytest
 
 from tasks.core.errors import ArtifactError, ConfigError
 from tasks.delivery.side_files import find_tokens
+from tasks.weights.files.side_files import foreign_entries
 
 
 def folder(root: Path, *names: str) -> Path:
@@ -83,3 +85,16 @@ def test_no_tokenizer_anywhere(tmp_path: Path) -> None:
         find_tokens([folder(tmp_path / "source", "preprocessor_config.json")])
     assert "no tokenizer in" in caught.value.message
     assert "base=" in caught.value.hint
+
+
+def test_weights_of_a_base_artifact_may_be_links(tmp_path: Path) -> None:
+    """`prepare_base` links them; their bytes are compared with the manifest before use."""
+    source, elsewhere = folder(tmp_path / "source"), folder(tmp_path / "elsewhere", "weights")
+    (source / "model.safetensors").symlink_to(elsewhere / "weights")
+    (source / "vocab.txt").symlink_to(elsewhere / "weights")
+    manifest = {"kind": "base", "digest": "", "tensors": {}, "files": {}, "inputs": {}, "notes": {}}
+    assert len(foreign_entries(source)) == 2
+    (source / "manifest.json").write_text(json.dumps(manifest))
+    assert [line.partition(":")[0] for line in foreign_entries(source)] == ["vocab.txt"]
+    (source / "manifest.json").write_text(json.dumps({**manifest, "kind": "served"}))
+    assert len(foreign_entries(source)) == 2

@@ -19,7 +19,7 @@ from tasks.core.files import copy_file
 from tasks.weights.execute.journal import Outcome
 from tasks.weights.execute.sinks import Sink
 from tasks.weights.files import dtype_bits as bits
-from tasks.weights.files.documents import read_manifest
+from tasks.weights.files.documents import artifact_name
 from tasks.weights.files.dtype_conversion import cast, casts
 from tasks.weights.files.file_ranges import Reader, part
 from tasks.weights.files.header import ITEM_BITS, TensorInfo
@@ -96,8 +96,7 @@ def _in_one_store(source: Path, target: Path) -> bool:
     folder, store = source.parent, target.resolve().parent.parent.parent
     if store.name != "artifacts" or folder.parent.parent != store:
         return False
-    manifest = read_manifest(folder)
-    return (manifest.get("kind"), manifest.get("key")) == (folder.parent.name, folder.name)
+    return artifact_name(folder) == (folder.parent.name, folder.name)
 
 
 def offload(op: Op, sources: Mapping[str, Source], sink: Sink) -> Outcome | None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -75,6 +76,24 @@ def optional_json(path: Path) -> dict[str, Any]:
 def read_manifest(root: Path) -> dict[str, Any]:
     """Return our manifest of a folder; empty if there is none, or another tool wrote the file."""
     return own_manifest(optional_json(root / MANIFEST))
+
+
+def artifact_name(root: Path) -> tuple[str, str]:
+    """Return kind and key of the artifact in a folder; ("", "") if it is not one of ours.
+
+    A manifest lists every tensor, so it is not parsed again for every file of its folder.
+    """
+    try:
+        changed = (root / MANIFEST).stat().st_mtime_ns
+    except OSError:
+        return "", ""
+    return _artifact_name(root, changed)
+
+
+@lru_cache(maxsize=16)
+def _artifact_name(root: Path, changed: int) -> tuple[str, str]:
+    manifest = read_manifest(root)
+    return str(manifest.get("kind", "")), str(manifest.get("key", ""))
 
 
 def own_manifest(document: Mapping[str, Any]) -> dict[str, Any]:

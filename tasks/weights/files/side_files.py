@@ -13,7 +13,7 @@ from pathlib import Path
 
 from tasks.core.errors import ArtifactError, first_and_more
 from tasks.core.files import copy_file, link_problem, link_refused
-from tasks.weights.files.documents import read_manifest
+from tasks.weights.files.documents import artifact_name
 
 TOKENIZER = (
     "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json",
@@ -71,9 +71,8 @@ def entry_problem(path: Path, root: Path) -> str:
     the bytes.
     """
     problem = link_problem(path, root)
-    if problem and path.suffix == ".safetensors" and path.is_file() and read_manifest(path.parent):
-        return ""
-    return problem
+    is_weights = path.suffix == ".safetensors" and path.is_file()
+    return "" if problem and is_weights and artifact_name(path.parent)[0] == "base" else problem
 
 
 def foreign_entries(folder: Path) -> list[str]:

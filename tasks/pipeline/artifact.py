@@ -29,7 +29,7 @@ from tasks.core.errors import ArtifactError
 from tasks.pipeline.staging import staging as staging
 from tasks.pipeline.staging import sweep as sweep
 from tasks.weights.execute.journal import JOURNAL, read_outcomes
-from tasks.weights.files.documents import read_json
+from tasks.weights.files.documents import manifest_problem, read_json
 from tasks.weights.files.header import Header, read_header
 
 MANIFEST = "manifest.json"
@@ -259,9 +259,8 @@ def _load_manifest(root: Path) -> dict[str, Any]:
     if not path.is_file():
         raise ArtifactError(f"{root}: no published artifact: no {MANIFEST}")
     document = read_json(path)
-    missing = {"kind", "digest", "tensors", "files", "inputs", "notes"} - set(document)
-    if missing:
-        raise ArtifactError(f"{path}: not a manifest: no {', '.join(sorted(missing))}")
+    if problem := manifest_problem(document):
+        raise ArtifactError(f"{path}: not a manifest: {problem}")
     return document
 
 

@@ -13,6 +13,7 @@ import pytest
 from tasks.audit import folder as folders
 from tasks.audit.run import audit
 from tasks.core.errors import ArtifactError
+from tasks.weights.files.documents import read_manifest
 from tests.audit.making import codes, edit_json, make_adapter, make_model, make_shards, write_json
 
 VALUES: tuple[Any, ...] = (
@@ -171,11 +172,28 @@ def test_deep_and_huge_documents(model: Path, name: str, content: str) -> None:
 
 def test_a_manifest_with_paths_outside_the_folder(tmp_path: Path) -> None:
     root = make_model(tmp_path / "it")
-    for files in ({"../../etc/passwd": {"size": 1, "sha256": "0"}}, {"a": 3}, [], 3):
+    for files in (
+        {"../../etc/passwd": {"size": 1, "sha256": "0"}}, {"a": 3}, {"a": None}, {"a": {"size": 1}},
+        {"a": {"size": None, "blake3": "0"}}, [], 3,
+    ):  # fmt: skip
         manifest = {"kind": "weights", "digest": "", "tensors": {}, "inputs": {}, "notes": {}}
         write_json(root / "manifest.json", {**manifest, "files": files})
         report = audit(root, values=True)
         assert not report.ok
+
+
+@pytest.mark.parametrize(
+    "tensors", [{"a": None}, {"model.safetensors": {"x": None}}, {"a": {"x": {"blake3": 3}}}, [], 3]
+)
+def test_a_damaged_manifest_is_a_finding(tensors: Any, tmp_path: Path) -> None:
+    root = make_model(tmp_path / "it")
+    manifest = {"kind": "weights", "digest": "", "files": {}, "inputs": {}, "notes": {}}
+    write_json(root / "manifest.json", {**manifest, "tensors": tensors})
+    severities = codes(root, values=True)
+    assert severities["MANIFEST_DIFFERS"] == "error"
+    assert "CANNOT_JUDGE" not in severities
+    with pytest.raises(ArtifactError, match="not a manifest"):
+        read_manifest(root)
 
 
 def test_a_missing_folder(tmp_path: Path) -> None:

@@ -13,6 +13,7 @@ from tasks.audit.finding import Finding, Severity, some
 from tasks.audit.scan import Seen, scan
 from tasks.audit.source import Source
 from tasks.pipeline.artifact import HASHES, hash_of
+from tasks.weights.files.documents import manifest_problem
 from tasks.weights.files.names import parse_peft
 
 _FP16 = 65504.0
@@ -25,6 +26,8 @@ def check(source: Source) -> Iterator[Finding]:
     if not source.values or not source.tensors:
         return
     manifest = source.recognised.manifest
+    if manifest_problem(manifest):
+        manifest = {}  # not ours, or damaged, which is a finding of `folder_checks`
     recorded = manifest["tensors"].values() if manifest else ()
     hashes = {name: hash_of(entry) for entries in recorded for name, entry in entries.items()}
     seen = scan(source, source.tensors, hashes=hashes)

@@ -74,8 +74,15 @@ def optional_json(path: Path) -> dict[str, Any]:
 
 
 def read_manifest(root: Path) -> dict[str, Any]:
-    """Return our manifest of a folder; empty if there is none, or another tool wrote the file."""
-    return own_manifest(optional_json(root / MANIFEST))
+    """Return our manifest of a folder; empty if there is none, or another tool wrote the file.
+
+    Raises:
+        ArtifactError: the manifest is damaged.
+    """
+    manifest = own_manifest(optional_json(root / MANIFEST))
+    if manifest and (problem := manifest_problem(manifest)):
+        raise ArtifactError(f"{root / MANIFEST}: not a manifest: {problem}")
+    return manifest
 
 
 def artifact_name(root: Path) -> tuple[str, str]:
@@ -100,6 +107,30 @@ def own_manifest(document: Mapping[str, Any]) -> dict[str, Any]:
     """Return a manifest if it is one of ours, else an empty one."""
     ours = set(document) >= _KEYS and isinstance(document["kind"], str)
     return dict(document) if ours else {}
+
+
+def manifest_problem(document: Mapping[str, Any]) -> str:
+    """Return what is wrong with the form of a manifest; empty if nothing is."""
+    missing = _KEYS - set(document)
+    if missing:
+        return f"no {', '.join(sorted(missing))}"
+    if not all(isinstance(document[key], str) for key in ("kind", "digest")):
+        return "kind or digest is not text"
+    sections = [document[key] for key in ("tensors", "files", "inputs", "notes")]
+    if not all(isinstance(section, dict) for section in sections):
+        return "tensors, files, inputs or notes is not an object"
+    for name, entry in document["files"].items():
+        if not (_has_hash(entry) and isinstance(entry.get("size"), int)):
+            return f"the entry of file {name!a} has no size or no hash"
+    for name, entries in document["tensors"].items():
+        if not (isinstance(entries, dict) and all(map(_has_hash, entries.values()))):
+            return f"an entry of a tensor in {name!a} has no hash"
+    return ""
+
+
+def _has_hash(entry: Any) -> bool:
+    hashes = [entry.get(name) for name in ("blake3", "sha256")] if isinstance(entry, dict) else []
+    return any(isinstance(value, str) for value in hashes)
 
 
 def parse_json(text: bytes, *, unique: bool = False) -> Any:

@@ -100,10 +100,16 @@ def quiet_logging() -> None:
     """Clean messages, shorten tracebacks of failed runs, and silence requests to the server."""
     clean_logging()
     logging.getLogger("httpx").setLevel(logging.WARNING)
+    # MLflow logs tracebacks of its database. Its outbox reports the error, in one line.
+    logging.getLogger("mlflow.store.db.utils").addFilter(_nothing)
     for name in ("prefect.flow_runs", "prefect.task_runs", "prefect.engine"):
         logger = logging.getLogger(name)
         if not any(isinstance(known, ShortTracebacks) for known in logger.filters):
             logger.addFilter(ShortTracebacks())
+
+
+def _nothing(_: logging.LogRecord) -> bool:
+    return False
 
 
 _FAILED = "Finished in state Failed"

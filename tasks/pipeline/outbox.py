@@ -139,13 +139,14 @@ class Outbox:
         try:
             self._deliver(self._journal)
         except Exception as error:  # a full disk, too: the thread must live as long as the flow
+            reason = _reason(error)
             if not self.problem:
                 log.warning(
                     "MLflow at %s does not answer (%s). The run goes on; its records are kept in "
                     "%s and delivered when the server is back, or by the next run",
-                    self._server, error, self._journal.folder,
+                    self._server, reason, self._journal.folder,
                 )  # fmt: skip
-            self.problem = str(error)
+            self.problem = reason
             return
         if self.problem:
             log.warning("MLflow at %s answers again; all records are delivered", self._server)
@@ -167,3 +168,10 @@ class Outbox:
                     log.warning("MLflow refuses a record, which is left out: %s", error)
                 journal.refused += len(batch)
             journal.delivered(end)
+
+
+def _reason(error: BaseException) -> str:
+    """Return an error in one line: that of the database, without the SQL that MLflow adds."""
+    while "\n" in str(error) and error.__cause__ is not None:
+        error = error.__cause__
+    return str(error).partition("\n")[0]

@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from tasks.core import events
+from tasks.core.disk import is_full, write_refused
 from tasks.core.terminal import plain
 from tasks.process import torchrun_log
 
@@ -51,7 +52,9 @@ class Output:
         self._budget = _Budget()
         self._secrets = secrets_of(os.environ)
         log_path.parent.mkdir(parents=True, exist_ok=True)
-        self._file = log_path.open("ab")
+        # Unbuffered: a buffer that a full disk refuses would raise again at the end.
+        self._file = log_path.open("ab", buffering=0)
+        self._is_full = False
 
         self.closing: set[int] = set()
         """Process ids of the ranks that torchrun is ending because another rank failed."""
@@ -80,13 +83,12 @@ class Output:
             if before.strip():
                 self._text(before)
             yield event
-        self._file.flush()
 
     def _text(self, line: str) -> None:
         line = plain(line)
         for secret in self._secrets:
             line = line.replace(secret, "***")
-        self._file.write(line.encode("utf-8", "replace") + b"\n")
+        self._write(line.encode("utf-8", "replace") + b"\n")
         self._tail.append(line[:TAIL_LINE_CHARACTERS])
         if (pid := torchrun_log.closing_pid(line)) is not None:
             self.closing.add(pid)
@@ -96,6 +98,18 @@ class Output:
         if self._budget.take():
             self._log_suppressed()
             self._log.info("[%s] %s", self._stage, line)
+
+    def _write(self, line: bytes) -> None:
+        """Write a line. On a full disk the log ends; the child's own error is the one to report."""
+        if self._is_full:
+            return
+        try:
+            self._file.write(line)
+        except OSError as error:
+            if not is_full(error):
+                raise
+            self._is_full = True
+            self._log.warning("[%s] %s", self._stage, write_refused(self._path, error).message)
 
     def _log_suppressed(self) -> None:
         count = self._budget.suppressed

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import re
 import resource
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -10,12 +11,15 @@ from pathlib import Path
 
 import pytest
 
-from flows.cli.bootstrap import ShortTracebacks
+from flows.cli.bootstrap import ShortTracebacks, quiet_logging
 from flows.cli.config import compose_config
 from flows.delivery.run_delivery import Untracked
 from flows.orchestration.flow_run import FlowRun, in_this_process
 from tasks.core.errors import ArtifactError
+from tasks.pipeline.artifact import Origin
+from tasks.pipeline.tracking import Tracker
 
+ORIGIN = Origin("k", "s", "0")
 LOG = logging.getLogger("tests.full_disk")
 
 
@@ -62,6 +66,23 @@ def test_the_error_of_a_stage_stays_when_the_summary_cannot_be_written(flow_run:
 
     with files_of(100), pytest.raises(ArtifactError, match="tensor a is missing"):
         flow_run.run("title", stages)
+
+
+def test_a_full_database_is_reported_in_one_line(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """MLflow raises the error of its database with the SQL, and logs it with its traceback."""
+    quiet_logging()
+    tracker = Tracker(f"sqlite:///{tmp_path / 'db'}", "e", tmp_path / "files", tmp_path / "outbox")
+    _ = tracker.experiment_id
+    with tracker.flow("f", {"a": 1}, "a: 1", {}), tracker.stage("s", ORIGIN) as stage:
+        with files_of((tmp_path / "db").stat().st_size):
+            for step in range(40):
+                stage.metrics({f"a/{number}": step for number in range(20)}, step)
+            line = tracker.settle()
+        assert re.search(r"does not answer \(.*(database or disk is full|disk I/O error)\)", line)
+    assert "Traceback" not in caplog.text
+    assert "SQL" not in caplog.text
 
 
 def test_a_full_disk_is_logged_without_a_traceback(caplog: pytest.LogCaptureFixture) -> None:

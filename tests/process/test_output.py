@@ -6,6 +6,7 @@ import logging
 from itertools import pairwise
 from pathlib import Path
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -50,6 +51,18 @@ def test_text_in_front_of_an_event_is_kept(tmp_path: Path) -> None:
         parsed = list(output.feed(b'half a line @plumbline {"event": "step", "step": 1}\n'))
     assert parsed == [{"event": "step", "step": 1}]
     assert output.tail == ["half a line "]
+
+
+def test_a_full_disk_ends_the_log_and_not_the_run(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The kernel's own ENOSPC; the child's last lines and events are still there."""
+    (tmp_path / "x.log").symlink_to("/dev/full")
+    with Output(stage="x", log=logging.getLogger("x"), log_path=tmp_path / "x.log") as output:
+        events = list(output.feed(b'one\ntwo\n@plumbline {"event": "step", "step": 1}\n'))
+        assert output.tail == ["one", "two"]
+    assert [event["step"] for event in events] == [1]
+    assert caplog.text.count("x.log: cannot write: No space left on device") == 1
 
 
 def test_bytes_that_are_no_text_do_not_stop_it(tmp_path: Path) -> None:

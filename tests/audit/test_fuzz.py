@@ -117,7 +117,7 @@ def mutate(root: Path, mutation: Mutation) -> None:
         path.write_bytes(struct.pack("<Q", how[0]) + path.read_bytes()[8:])
     elif kind == "bytes":
         raw = bytearray(path.read_bytes())
-        for at, byte in how[0]:
+        for at, byte in how[0] if raw else ():
             raw[at % len(raw)] = byte
         path.write_bytes(raw)
     elif kind == "copy":

@@ -13,6 +13,7 @@ it is reported as crashed.
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import signal
@@ -35,7 +36,7 @@ from flows.cli.arguments import Arguments, read
 from flows.cli.config import CONF, Composed, conf_folders, refused, vocabulary
 from flows.cli.usage import brief, full
 from flows.orchestration.services import pages
-from tasks.core.disk import is_full, write_refused
+from tasks.core.disk import has_no_space, is_full, write_refused
 from tasks.core.errors import PlumblineError, TrackingError
 from tasks.core.redaction import redact
 from tasks.core.terminal import plain
@@ -108,10 +109,18 @@ def _run(job: Job, config: DictConfig, for_steps: list[str]) -> int:
     overrides = list(HydraConfig.get().overrides.task)
     hydra_overrides = HydraConfig.get().overrides.hydra
     overrides += [o for o in hydra_overrides if o.startswith("hydra.searchpath=")]
+    runs = Path()
     try:
-        return job(Composed.of(config), [*overrides, *for_steps])
+        composed = Composed.of(config)
+        runs = composed.runs
+        return job(composed, [*overrides, *for_steps])
     except PlumblineError as error:
         return _report(error)
+    except Exception as error:
+        # The databases of Prefect and MLflow hide a full disk behind errors of their own.
+        if not (is_full(error) or has_no_space(runs)):
+            raise
+        return _report(write_refused(runs, OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))))
 
 
 def _report(error: PlumblineError) -> int:

@@ -47,14 +47,23 @@ def write_refused(path: Path, error: OSError) -> ArtifactError:
     """Return the ArtifactError for a write that the operating system refused."""
     message = f"{path}: cannot write: {error.strerror or error}"
     if is_full(error):
-        there = next(folder for folder in (path, *path.absolute().parents) if folder.is_dir())
-        message += f"; {shutil.disk_usage(there).free / 1e9:.2f} GB are free there"
+        message += f"; {_free(path) / 1e9:.2f} GB are free there"
     return ArtifactError(message, hint=_SIZE_HINT if error.errno == errno.EFBIG else SPACE_HINT)
 
 
 def is_full(error: BaseException | None) -> bool:
     """Return True for the error of a full disk, a used-up quota or a limit on file sizes."""
     return isinstance(error, OSError) and error.errno in _NO_SPACE
+
+
+def has_no_space(path: Path) -> bool:
+    """Return True if the disk of a path, which may not exist yet, has less than a MB free."""
+    return _free(path) < 1e6
+
+
+def _free(path: Path) -> int:
+    there = next(folder for folder in (path, *path.absolute().parents) if folder.is_dir())
+    return shutil.disk_usage(there).free
 
 
 @contextmanager

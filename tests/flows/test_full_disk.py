@@ -5,6 +5,8 @@ from __future__ import annotations
 import logging
 import re
 import resource
+import subprocess
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -18,6 +20,8 @@ from flows.orchestration.flow_run import FlowRun, in_this_process
 from tasks.core.errors import ArtifactError
 from tasks.pipeline.artifact import Origin
 from tasks.pipeline.tracking import Tracker
+from tests.conftest import PROJECT
+from tests.weights.test_small_disk import ALONE, WHY_NOT
 
 ORIGIN = Origin("k", "s", "0")
 LOG = logging.getLogger("tests.full_disk")
@@ -83,6 +87,41 @@ def test_a_full_database_is_reported_in_one_line(
         assert re.search(r"does not answer \(.*(database or disk is full|disk I/O error)\)", line)
     assert "Traceback" not in caplog.text
     assert "SQL" not in caplog.text
+
+
+FULL = """
+import sys
+from flows.cli.entry import run_main
+
+def job(composed, overrides):
+    composed.runs.mkdir()
+    try:
+        (composed.runs / "neighbour").write_bytes(bytes(4 << 20))
+    except OSError:
+        pass
+    raise RuntimeError("Server error '500 Internal Server Error'")
+
+sys.exit(run_main("deliver", job, argv=["source=s", "out=o", "paths.runs=" + sys.argv[1]]))
+"""
+
+
+@pytest.mark.skipif(bool(WHY_NOT), reason=WHY_NOT or "it can")
+@pytest.mark.parametrize(("size", "ends"), [("1m", "full"), ("64m", "other")])
+def test_an_error_of_a_server_on_a_full_disk(tmp_path: Path, size: str, ends: str) -> None:
+    """A real file system of that size."""
+    script = f'mount -t tmpfs -o size={size} none "$1" && exec "$2" -c "$3" "$1/runs"'
+    command = [*ALONE, "sh", "-c", script, "sh", str(tmp_path), sys.executable, FULL]
+    ended = subprocess.run(command, cwd=PROJECT, capture_output=True, text=True, timeout=120)
+    assert ended.returncode == 1
+    if ends == "full":
+        lines = ended.stderr.splitlines()
+        assert lines[0].startswith(
+            f"{tmp_path}/runs: cannot write: No space left on device; 0.00 G"
+        )
+        assert lines[1].startswith("  -> free some space, or put the runs elsewhere: paths.runs=")
+        assert len(lines) == 2
+    else:
+        assert "RuntimeError: Server error" in ended.stderr
 
 
 def test_a_full_disk_is_logged_without_a_traceback(caplog: pytest.LogCaptureFixture) -> None:

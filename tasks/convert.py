@@ -44,7 +44,6 @@ from tasks.weights.files.reader import (
     read_json,
 )
 from tasks.weights.files.side_files import copy_side_file
-from tasks.weights.files.tokenizer import TokenizerFacts, read_tokenizer
 from tasks.weights.heads.normalisation import Normalisation
 from tasks.weights.heads.reward import reward_config
 from tasks.weights.plan.contracts import ModelFacts
@@ -57,6 +56,7 @@ from tasks.weights.quantized.quantize import (
     quantized_contract,
     quantized_plan,
 )
+from tasks.weights.tokens.tokenizer import TokenizerFacts, read_tokenizer
 
 Log = logging.Logger | logging.LoggerAdapter[Any]
 

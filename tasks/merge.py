@@ -28,7 +28,6 @@ from tasks.weights.families.merging import MergeSettings, merged_config, plan_me
 from tasks.weights.files.opening import SourceRef
 from tasks.weights.files.reader import ADAPTER, DTYPE_NAMES, check_dtype, read_json
 from tasks.weights.files.source import Source
-from tasks.weights.files.tokenizer import read_tokenizer
 from tasks.weights.heads.merging import merged_reward
 from tasks.weights.plan.contracts import ModelFacts
 from tasks.weights.plan.layout import with_output
@@ -37,6 +36,7 @@ from tasks.weights.proof.recheck import recomputed_check
 from tasks.weights.quantized.config_fields import is_packed, stored
 from tasks.weights.quantized.nf4 import check_quantization
 from tasks.weights.quantized.source import Base, PackedCheckpoint, decoding, read_base
+from tasks.weights.tokens.tokenizer import read_tokenizer
 
 Log = logging.Logger | logging.LoggerAdapter[Any]
 

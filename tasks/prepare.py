@@ -30,10 +30,10 @@ from tasks.data.sources import Source
 from tasks.pipeline.report import StageReport
 from tasks.process.launch import launch, python_child
 from tasks.toy.dataset import write_dataset
-from tasks.weights.files.add_tokens import grow
 from tasks.weights.files.folder import inspect_checkpoint
 from tasks.weights.files.side_files import CODE, copy_side_file, require_own_files, side_files
-from tasks.weights.files.tokenizer import require_bounded_template
+from tasks.weights.tokens.add_tokens import grow
+from tasks.weights.tokens.tokenizer import require_bounded_template
 
 Log = logging.Logger | logging.LoggerAdapter[Any]
 OnEvent = Callable[[dict[str, Any]], None]

@@ -14,10 +14,10 @@ from typing import Any
 from tasks.core.contract import Check
 from tasks.evaluation.trained_artifact import CONFIG, GENERATION_CONFIG, write_json
 from tasks.weights.files.reader import read_json
-from tasks.weights.files.tokenizer import TokenizerFacts, read_tokenizer
-from tasks.weights.files.vocabulary import Vocabulary, vocabulary_of
 from tasks.weights.plan.contracts import ModelFacts
 from tasks.weights.plan.operations import Plan
+from tasks.weights.tokens.tokenizer import TokenizerFacts, read_tokenizer
+from tasks.weights.tokens.vocabulary import Vocabulary, vocabulary_of
 
 TOKENIZER_CONFIG = "tokenizer_config.json"
 

@@ -14,7 +14,7 @@ from typing import Any
 
 from tasks.training.job import Peft, Zero
 from tasks.training.tokens.examples import Example, Tokens
-from tasks.weights.files.add_tokens import grow
+from tasks.weights.tokens.add_tokens import grow
 from tests.settings import Batch, Optim, Settings
 from tests.training.conftest import save_base
 from tests.training.datasets import write_examples

@@ -11,8 +11,8 @@ import torch
 from safetensors.torch import load_file
 
 from tasks.core.errors import ArtifactError, ConfigError
-from tasks.weights.files.add_tokens import grow
 from tasks.weights.files.folder import inspect_checkpoint
+from tasks.weights.tokens.add_tokens import grow
 
 
 def model_folder(path: Path, *, tied: bool, shards: str = "5GB") -> Path:

@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 from tasks.core.errors import ArtifactError
-from tasks.weights.files.render_template import MAX_CHARACTERS
-from tasks.weights.files.tokenizer import read_tokenizer, require_bounded_template, token_ids
+from tasks.weights.tokens.render_template import MAX_CHARACTERS
+from tasks.weights.tokens.tokenizer import read_tokenizer, require_bounded_template, token_ids
 from tests.weights.making import TEMPLATE, save_tokenizer
 
 

@@ -15,10 +15,10 @@ from tasks.weights.adapters.read import read_adapter
 from tasks.weights.execute.execute import execute
 from tasks.weights.families.merging import MergeSettings, plan_merge
 from tasks.weights.files.reader import read_checkpoint
-from tasks.weights.files.tokenizer import TokenizerFacts
-from tasks.weights.files.vocabulary import Vocabulary, resized_config, vocabulary_of
 from tasks.weights.plan.contracts import model_facts
 from tasks.weights.plan.validate import validate
+from tasks.weights.tokens.tokenizer import TokenizerFacts
+from tasks.weights.tokens.vocabulary import Vocabulary, resized_config, vocabulary_of
 from tests.weights.adapters.making import base_model, quiet, save, train
 
 GROWN = 104  # from 96

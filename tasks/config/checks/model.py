@@ -18,8 +18,8 @@ from tasks.weights.files.documents import read_json
 from tasks.weights.files.folder import CONFIG, inspect_checkpoint
 from tasks.weights.files.header import read_header
 from tasks.weights.files.side_files import foreign_entries
-from tasks.weights.files.tokenizer import token_ids
 from tasks.weights.quantized.config_fields import is_packed, stored
+from tasks.weights.tokens.tokenizer import token_ids
 
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.\-]*(/[A-Za-z0-9][\w.\-]*)?")
 _LINEAR = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")

@@ -26,7 +26,6 @@ from tasks.weights.execute.worker import ask_facts
 from tasks.weights.families.merging import MergeSettings
 from tasks.weights.files.opening import open_model
 from tasks.weights.files.source import Source
-from tasks.weights.files.tokenizer import read_tokenizer
 from tasks.weights.heads.detect import Found, detect
 from tasks.weights.heads.folder import HEAD, read_folder
 from tasks.weights.heads.merging import is_reward_adapter, merged_reward
@@ -36,6 +35,7 @@ from tasks.weights.plan.layout import as_is
 from tasks.weights.plan.operations import Plan
 from tasks.weights.plan.partitions import read_partitions
 from tasks.weights.plan.validate import validate
+from tasks.weights.tokens.tokenizer import read_tokenizer
 
 _SHOWN = 100
 

@@ -14,9 +14,9 @@ from tasks.core.contract import TensorLike
 from tasks.core.errors import ContractError, first_and_more
 from tasks.weights.adapters.changes import Changes
 from tasks.weights.families.merge_ops import MergeOps, MergeSettings
-from tasks.weights.files.vocabulary import resized_config
 from tasks.weights.plan.contracts import ModelFacts
 from tasks.weights.plan.operations import Dropped, Plan
+from tasks.weights.tokens.vocabulary import resized_config
 
 __all__ = ["MergeSettings", "merged_config", "plan_merge"]
 

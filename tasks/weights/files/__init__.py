@@ -1,10 +1,8 @@
-"""Files of a checkpoint: headers, indexes, tensor sources, tokenizers. Reads no tensor data.
+"""Files of a checkpoint: headers, indexes, tensor sources. Reads no tensor data.
 
 opening       `open_model` and `open_sources`: the sources that a plan reads from
 reader        `read_checkpoint`: a folder of safetensors files
 folder        `inspect_checkpoint`: the files of a Hugging Face model and their problems
 side_files    the allowlist of files beside the weights, and the way to copy them
 names         names of one tensor in a live model, a PEFT file and a base checkpoint
-render_template  a chat template, rendered in a child process with limits
-tokenizer     ids and chat template of a tokenizer folder
 """

@@ -22,12 +22,12 @@ from tasks.core.errors import ContractError, first_and_more
 from tasks.weights.execute.worker import Perform, ask_facts, ask_reward_facts, perform
 from tasks.weights.files.dtype_bits import is_float
 from tasks.weights.files.source import Source
-from tasks.weights.files.tokenizer import read_tokenizer
 from tasks.weights.heads.detect import Found
 from tasks.weights.heads.reward import normalisation_of, plan_reward, require_reward, reward_config
 from tasks.weights.heads.split import plan_policy, policy_sources, require_head
 from tasks.weights.plan.contracts import ModelFacts
 from tasks.weights.plan.operations import Plan
+from tasks.weights.tokens.tokenizer import read_tokenizer
 
 _SHOWN = 50
 

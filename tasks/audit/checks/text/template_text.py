@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
 
-from tasks.weights.files.render_template import template_environment
+from tasks.weights.tokens.render_template import template_environment
 
 MAX_BYTES = 256 << 10
 """The longest published templates, of models with tools, have about 30 kB."""

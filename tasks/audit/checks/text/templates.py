@@ -10,7 +10,7 @@ from tasks.audit.checks.text.tokens import SETTINGS, TOKENIZERS, Tokens, read_to
 from tasks.audit.finding import Finding, Severity
 from tasks.audit.recognise import Kind
 from tasks.audit.source import Source
-from tasks.weights.files.render_template import (
+from tasks.weights.tokens.render_template import (
     SECONDS,
     TemplateError,
     TemplateLimitError,

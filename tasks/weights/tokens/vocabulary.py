@@ -12,8 +12,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from tasks.core.errors import ContractError
-from tasks.weights.files.tokenizer import TokenizerFacts
 from tasks.weights.plan.contracts import ModelFacts
+from tasks.weights.tokens.tokenizer import TokenizerFacts
 
 Shapes = Mapping[str, tuple[int, ...]]
 SAVE_WHOLE = (

@@ -23,7 +23,7 @@ from tasks.weights.execute.writer import Spec, shard_file
 from tasks.weights.files.documents import read_json
 from tasks.weights.files.dtype_conversion import NUMPY, cast, widened
 from tasks.weights.files.header import Header, TensorInfo, read_header
-from tasks.weights.files.vocabulary import resized_config
+from tasks.weights.tokens.vocabulary import resized_config
 
 _TABLES = (
     "embed_tokens.weight", "lm_head.weight", "lm_head.bias", "wte.weight", "embed_in.weight",

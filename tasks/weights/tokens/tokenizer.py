@@ -14,7 +14,7 @@ from typing import Any
 
 from tasks.core.errors import ArtifactError
 from tasks.weights.files.documents import read_json, read_text
-from tasks.weights.files.render_template import (
+from tasks.weights.tokens.render_template import (
     MAX_CHARACTERS,
     TemplateError,
     TemplateLimitError,

@@ -102,7 +102,7 @@ def mutate(root: Path, mutation: Mutation) -> None:
     kind, place, *how = mutation
     suffixes = dict.fromkeys(("value", "key", "text"), ".json")
     suffixes |= dict.fromkeys(("tensor", "name", "twice", "length"), ".safetensors")
-    files = sorted(path for path in root.iterdir() if path.is_file())
+    files = sorted(path for path in root.iterdir() if path.is_file() and not path.is_symlink())
     files = [path for path in files if path.suffix == suffixes.get(kind, path.suffix)]
     if not files:
         return
@@ -122,7 +122,9 @@ def mutate(root: Path, mutation: Mutation) -> None:
         path.write_bytes(raw)
     elif kind == "copy":
         raw = path.read_bytes()
-        (root / how[0]).write_bytes(raw)
+        if not (root / how[0]).is_dir():
+            (root / how[0]).unlink(missing_ok=True)  # not through a link
+            (root / how[0]).write_bytes(raw)
     else:
         path.unlink()
         {"gone": lambda: None, "empty": path.touch, "folder": path.mkdir,

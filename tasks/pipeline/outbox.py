@@ -171,7 +171,6 @@ class Outbox:
 
 
 def _reason(error: BaseException) -> str:
-    """Return an error in one line: that of the database, without the SQL that MLflow adds."""
-    while "\n" in str(error) and error.__cause__ is not None:
-        error = error.__cause__
-    return str(error).partition("\n")[0]
+    """Return an error in one line: that of the database, without the SQL that SQLAlchemy adds."""
+    lines = str(error).splitlines() or [type(error).__name__]
+    return next((line for line in lines if "Error) " in line), lines[0])

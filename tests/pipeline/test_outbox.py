@@ -17,7 +17,7 @@ from mlflow import MlflowClient
 from tasks.core.errors import TrackingError
 from tasks.pipeline import outbox
 from tasks.pipeline.artifact import Artifact, Origin
-from tasks.pipeline.outbox import UnreachableError
+from tasks.pipeline.outbox import UnreachableError, _reason
 from tasks.pipeline.tracking import StageRun, Tracker
 from tests.pipeline.mlflow_process import MlflowProcess
 
@@ -246,3 +246,14 @@ def test_a_password_is_neither_logged_nor_kept(
     assert "http://me:***@127.0.0.1:9" in report
     for text in (kept, report, caplog.text, error.value.report()):
         assert "s3cret" not in text
+
+
+def test_a_database_s_error_is_one_line() -> None:
+    """Text of SQLAlchemy 2.0 for a full disk."""
+    text = (
+        "(raised as a result of Query-invoked autoflush; consider using a session.no_autoflush "
+        "block)\n(sqlite3.OperationalError) database or disk is full\n[SQL: INSERT INTO metrics]"
+    )
+    assert _reason(RuntimeError(text)) == "(sqlite3.OperationalError) database or disk is full"
+    assert _reason(RuntimeError("refused")) == "refused"
+    assert _reason(TimeoutError()) == "TimeoutError"

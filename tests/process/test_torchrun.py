@@ -70,15 +70,16 @@ def test_torchruns_epilogue_is_only_in_the_file(
 
 
 CONNECTED = """
-import os, psutil, torch
+import os, psutil, sys, torch
 from tasks.training.engine.deepspeed_engine import Ranks
 ranks = Ranks(timeout_s=60, device="cpu")
 assert ranks.total(torch.tensor([ranks.rank + 1.0])).item() == 3.0
 for process in (psutil.Process(), psutil.Process(os.getppid())):
     for socket in process.net_connections(kind="inet"):
         if socket.status == psutil.CONN_LISTEN:
-            print("listens on", socket.laddr.ip, flush=True)
-print("counted", ranks.all_objects(ranks.rank), flush=True)
+            sys.stdout.write(f"listens on {socket.laddr.ip}\n")  # in one piece: two ranks write
+sys.stdout.write(f"counted {ranks.all_objects(ranks.rank)}\n")
+sys.stdout.flush()
 """
 
 

@@ -131,7 +131,8 @@ def test_a_distributed_checkpoint(tmp_path: Path) -> None:
         ("x.npy", array(bytes(range(80)), "<i8")), ("x.txt", b"x^2 + y^2\n"), ("x.txt", b"BZhello"),
         ("x.csv", b"column 1, column 2, " * 300 + b"\n1\n"),
         ("x.zip", zipped({"a.txt": b"cold\nand\nwet."}, zipfile.ZIP_DEFLATED)),
-        ("x.json.gz", gzip.compress(b'{"a": 1}' * 99)), ("x.pkl", pickle.dumps([1, "x", 2.5])),
+        ("x.json.gz", gzip.compress(b'{"a": 1}' * 99, mtime=0)),
+        ("x.pkl", pickle.dumps([1, "x", 2.5])),
         ("x.pt", legacy(b"\x80\x02}.") + pickle.dumps([]) + b"\x80\x02\0\0\0\0\0\0" * 9),
     ],
 )  # fmt: skip

@@ -125,6 +125,8 @@ class Journal:
 
     def waiting(self) -> int:
         """Return the number of records that are not delivered."""
+        if not self._path.is_file():  # `close` has removed it, since all were delivered
+            return 0
         return sum(1 for _ in self.records(self.sent))
 
     def close(self) -> None:

@@ -91,11 +91,15 @@ class Outbox:
         return self._journal.runs.get(run, "")
 
     def wait(self, limit_s: float) -> bool:
-        """Wait until one delivery has been tried. Returns True if nothing is left to deliver."""
+        """Wait until one delivery has been tried. Returns True if nothing is left to deliver.
+
+        After `close` it does not wait: the summary of a failed flow asks then.
+        """
         with self._changed:
-            wanted, self._is_asked = self._begun + 1, True
-            self._changed.notify_all()
-            self._changed.wait_for(lambda: self._ended >= wanted, limit_s)
+            if not self._is_closing:
+                wanted, self._is_asked = self._begun + 1, True
+                self._changed.notify_all()
+                self._changed.wait_for(lambda: self._ended >= wanted, limit_s)
         return not self.problem and not self._journal.waiting()
 
     def report(self) -> str:

@@ -215,6 +215,15 @@ def test_runs_of_a_killed_flow_end_as_killed_and_those_of_a_living_one_go_on(
     assert list((tmp_path / "outbox").iterdir()) == []
 
 
+def test_a_flow_that_has_ended_is_asked_without_waiting(local: Tracker) -> None:
+    """The summary of a failed flow is written when its records are delivered and closed."""
+    with pytest.raises(ValueError, match="an accident"), local.flow("failed", {}, "", {}):
+        raise ValueError("an accident")
+    asked = time.monotonic()
+    assert local.settle() == ""
+    assert time.monotonic() - asked < 1
+
+
 def test_an_invalid_record_is_left_out_and_the_rest_arrives(
     local: Tracker, caplog: pytest.LogCaptureFixture
 ) -> None:

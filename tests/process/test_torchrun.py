@@ -77,8 +77,8 @@ assert ranks.total(torch.tensor([ranks.rank + 1.0])).item() == 3.0
 for process in (psutil.Process(), psutil.Process(os.getppid())):
     for socket in process.net_connections(kind="inet"):
         if socket.status == psutil.CONN_LISTEN:
-            sys.stdout.write(f"listens on {socket.laddr.ip}\n")  # in one piece: two ranks write
-sys.stdout.write(f"counted {ranks.all_objects(ranks.rank)}\n")
+            sys.stdout.write(f"listens on {socket.laddr.ip}\\n")  # in one piece: two ranks write
+sys.stdout.write(f"counted {ranks.all_objects(ranks.rank)}\\n")
 sys.stdout.flush()
 """
 

@@ -155,7 +155,7 @@ def of_picklescan() -> Iterator[tuple[str, str, bytes]]:
     for line in CALLS.split("\n")[1:-1]:
         file, module, qualified = line.split()
         yield file, "x.pkl", program(reduce(module, qualified, PAYLOAD))
-    one = program(reduce("builtins", "eval", "print('456')"))
+    call = program(reduce("builtins", "eval", "print('456')"))
     yield (
         "malicious0 (apply, compile, getattr)",
         "x.pkl",
@@ -237,20 +237,20 @@ def of_picklescan() -> Iterator[tuple[str, str, bytes]]:
         "x.pt",
         legacy(evil() + pickle.dumps(None), magic=b"\x80\x02c__builtin__\neval\nU\x041+41\x85R."),
     )
-    yield "malicious1.zip", "x.zip", zipped({"data.pkl": one})
-    yield "malicious1_wrong_ext.zip", "x.zip", zipped({"data.txt": one})
+    yield "malicious1.zip", "x.zip", zipped({"data.pkl": call})
+    yield "malicious1_wrong_ext.zip", "x.zip", zipped({"data.txt": call})
     yield (
         "malicious1_central_directory.zip",
         "x.zip",
-        (zipped({"data.pkl": one}).replace(b"data.pkl", b"datap.kl", 1)),
+        (zipped({"data.pkl": call}).replace(b"data.pkl", b"datap.kl", 1)),
     )
-    yield "malicious1_crc.zip", "x.zip", zipped({"data.pkl": one}).replace(b"456", b"123", 1)
+    yield "malicious1_crc.zip", "x.zip", zipped({"data.pkl": call}).replace(b"456", b"123", 1)
     for bit in (0x1, 0x20, 0x40):
-        raw = bytearray(zipped({"model/config.pkl": one}))
+        raw = bytearray(zipped({"model/config.pkl": call}))
         raw[6] |= bit
         raw[raw.index(b"PK\x01\x02") + 8] |= bit
         yield f"malicious1_0x{bit:x}.zip", "x.zip", bytes(raw)
-    yield "malicious1.7z", "x.7z", b"7z\xbc\xaf\x27\x1c\0\4" + one
+    yield "malicious1.7z", "x.7z", b"7z\xbc\xaf\x27\x1c\0\4" + call
     yield (
         "dns_exfiltration.npy",
         "x.npy",

@@ -97,13 +97,13 @@ step() {
 }
 
 pip_install() { "$VENV/bin/python" -m pip install -qq --no-deps "$@"; }
-pip_locked() { pip_install --no-build-isolation --require-hashes -r "$1"; }
+pip_locked() { pip_install --no-build-isolation --require-hashes "${@:2}" -r "$1"; }
 
 install_torch() {
-    local wanted=requirements/torch.in
-    pip_install -r "$wanted" 2>/dev/null && return
-    echo "setup: the configured package sources have no CPU build of torch, trying $TORCH_CPU_INDEX"
-    pip_install --index-url "$TORCH_CPU_INDEX" -r "$wanted"
+    pip_locked requirements/torch.lock 2>/dev/null && return
+    echo "setup: the configured package sources have no CPU build of torch with a hash of \
+requirements/torch.lock, trying $TORCH_CPU_INDEX"
+    pip_locked requirements/torch.lock --index-url "$TORCH_CPU_INDEX"
 }
 
 # Setuptools warns about every editable installation.
@@ -117,7 +117,7 @@ make_venv
 
 step build requirements/build.lock -- pip_locked requirements/build.lock
 mkdir -p "$STAMPS" && printf '%s\n' "$PROFILE" >"$STAMPS/profile"
-[[ $PROFILE == cuda ]] || step torch requirements/torch.in -- install_torch
+[[ $PROFILE == cuda ]] || step torch requirements/torch.lock -- install_torch
 step "$PROFILE" "requirements/$PROFILE.lock" -- pip_locked "requirements/$PROFILE.lock"
 step project pyproject.toml -- install_project
 case ${1:-} in

@@ -27,6 +27,7 @@ lock() {
     case $name in
         cpu) args=(--override requirements/overrides-cpu.txt) ;;
         dev) args=(--constraint requirements/cpu.lock --override requirements/overrides-dev.txt) ;;
+        torch) args=(--no-deps --index-url "$(sed -n 's/^TORCH_CPU_INDEX=//p' infra/setup.sh)") ;;
         cuda | tools) ;;
         *) args=(--constraint requirements/cpu.lock) ;;
     esac
@@ -41,5 +42,5 @@ lock() {
 
 install_resolver
 names=("$@")
-((${#names[@]})) || names=(cpu cuda server dev build tools)
+((${#names[@]})) || names=(torch cpu cuda server dev build tools)
 for name in "${names[@]}"; do lock "$name"; done

@@ -16,6 +16,7 @@ from tests.infra.requirements_files import PROJECT, lock
 
 INFRA = PROJECT / "infra"
 SECRET = re.compile(r"PASSWORD|SECRET|ACCESS_KEY|AUTH_STRING|_URI$|CONNECTION_URL")
+PINNED = re.compile(r"[a-z/]+:v?\d+\.\d+(\.\d+)?(-[a-z]+)*@sha256:[0-9a-f]{64}")
 FROM_ENVIRONMENT = re.compile(r"\$\{[A-Z0-9_]+:\?[^}]+\}")
 
 
@@ -43,12 +44,14 @@ def test_the_compose_file_follows_its_specification(tmp_path: Path) -> None:
     assert check_schema(wrong).returncode == 1
 
 
-def test_every_image_is_pinned(compose: dict[str, Any]) -> None:
+def test_every_image_is_pinned_by_digest(compose: dict[str, Any]) -> None:
     images = {service["image"] for service in compose["services"].values()}
-    assert [
-        image for image in images if not re.search(r":v?\d+\.\d+(\.\d+)?(-[a-z]+)?$", image)
-    ] == []
     ours = {image for image in images if image.startswith("plumbline-")}
+    others = images - ours
+    stages = re.findall(r"^FROM (\S+)", (INFRA / "Dockerfile").read_text(), re.MULTILINE)
+    others |= {stage for stage in stages if stage not in ("base",)}
+    assert len(others) == 3
+    assert [image for image in others if not PINNED.fullmatch(image)] == []
     release = tomllib.loads((PROJECT / "pyproject.toml").read_text())["project"]["version"]
     assert ours == {f"plumbline-server:{release}", f"plumbline-worker:{release}"}
 
@@ -91,7 +94,7 @@ def test_services_depend_on_services_that_exist(compose: dict[str, Any]) -> None
 
 def test_the_dockerfile_installs_from_the_locks_on_the_python_they_are_for() -> None:
     text = (INFRA / "Dockerfile").read_text()
-    base = re.search(r"^FROM python:(\d+\.\d+)\.\d+-slim-\w+ AS base$", text, re.MULTILINE)
+    base = re.search(r"^FROM python:(\d+\.\d+)\.\d+-slim-\w+@\S+ AS base$", text, re.MULTILINE)
     made_for = re.search(r"--python-version (\S+)", (PROJECT / "requirements/lock.sh").read_text())
     assert base
     assert made_for

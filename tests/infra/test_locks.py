@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import hashlib
 import re
 import subprocess
 import sys
 import tomllib
+import zipfile
 from importlib.metadata import requires, version
 from pathlib import Path
 
@@ -22,7 +24,7 @@ from tests.infra.requirements_files import (
     wanted,
 )
 
-LOCKS = ("build", "cpu", "cuda", "dev", "server", "tools")
+LOCKS = ("build", "cpu", "cuda", "dev", "server", "tools", "torch")
 HASHED = re.compile(r"^[A-Za-z0-9._-]+==\S+(?: ; .+?)?(?:\s+--hash=sha256:[0-9a-f]{64})+$")
 # Spelt in parts: this file is one of those that are searched.
 REGISTRY_HOSTS = tuple(
@@ -49,6 +51,29 @@ def test_the_cpu_lock_leaves_torch_and_its_cuda_companions_out() -> None:
     left_out = {"torch", "torchvision", "torchaudio", "torchcodec"}
     assert left_out.isdisjoint(lock("cpu"))
     assert left_out <= set(lock("cuda"))
+
+
+def test_pip_refuses_a_torch_that_the_lock_does_not_know(tmp_path: Path) -> None:
+    """A package source offers a wheel of the right name and version, with another content."""
+    wheel = tmp_path / "torch-2.13.0+cpu-py3-none-any.whl"
+    with zipfile.ZipFile(wheel, "w") as archive:
+        info = "torch-2.13.0+cpu.dist-info"
+        archive.writestr(
+            f"{info}/METADATA", "Metadata-Version: 2.1\nName: torch\nVersion: 2.13.0+cpu\n"
+        )
+        archive.writestr(f"{info}/WHEEL", "Wheel-Version: 1.0\nTag: py3-none-any\n")
+        archive.writestr(f"{info}/RECORD", "")
+    download = [sys.executable, "-m", "pip", "--isolated", "download", "--no-deps", "--no-index"]
+    download += ["--find-links", str(tmp_path), "--dest", str(tmp_path / "out")]
+
+    def pip(*args: str) -> subprocess.CompletedProcess[str]:
+        return subprocess.run([*download, *args], check=False, capture_output=True, text=True)
+
+    assert pip("torch==2.13.0+cpu").returncode == 0
+    refused = pip("--require-hashes", "-r", str(REQUIREMENTS / "torch.lock"))
+    assert refused.returncode == 1
+    assert "THESE PACKAGES DO NOT MATCH THE HASHES" in refused.stderr
+    assert hashlib.sha256(wheel.read_bytes()).hexdigest() in refused.stderr
 
 
 def test_no_prefect_that_needs_a_newer_fastapi_and_no_sqlalchemy_that_breaks_schedules() -> None:
@@ -89,7 +114,7 @@ def test_this_environment_is_what_the_lock_says() -> None:
     stamp = Path(sys.prefix) / ".plumbline" / "profile"
     if stamp.is_file() and stamp.read_text().strip() != "cpu":
         pytest.skip("the environment was made from the CUDA lock")
-    locked = lock("cpu", {}) | wanted("torch")
+    locked = lock("cpu", {}) | lock("torch")
     assert {package: version(package) for package in locked} == locked
 
 

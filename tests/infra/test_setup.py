@@ -15,7 +15,7 @@ from tests.infra.requirements_files import PROJECT
 
 RECORDER = """#!/usr/bin/env bash
 echo "$*" >>"{log}"
-[[ "$*" == *torch.in* && "$*" != *--index-url* && -e "{log}.no-torch" ]] && exit 1
+[[ "$*" == *torch.lock* && "$*" != *--index-url* && -e "{log}.no-torch" ]] && exit 1
 exit 0
 """
 
@@ -60,7 +60,7 @@ def checkout(tmp_path: Path) -> Checkout:
 
 def test_steps_run_once_and_in_order(checkout: Checkout) -> None:
     assert checkout.setup().returncode == 0
-    steps = ["build.lock", "torch.in", "cpu.lock"]
+    steps = ["build.lock", "torch.lock", "cpu.lock"]
     assert checkout.calls() == [*(f"requirements/{step}" for step in steps), "."]
     again = checkout.setup()
     assert (again.returncode, again.stdout, checkout.calls()) == (0, "", [])
@@ -80,22 +80,22 @@ def test_an_edited_lock_is_installed_again_and_alone(checkout: Checkout) -> None
     assert checkout.calls() == ["requirements/cpu.lock"]
 
 
-def test_everything_but_torch_is_hash_checked_and_nothing_is_resolved(checkout: Checkout) -> None:
+def test_everything_is_hash_checked_and_nothing_is_resolved(checkout: Checkout) -> None:
     checkout.setup("dev")
     calls = checkout.log.read_text().splitlines()
-    assert len(calls) >= 2
-    assert any(call.endswith(".lock") for call in calls)
+    assert len(calls) == 5
     for call in calls:
         assert "--no-deps" in call
-        assert ("--require-hashes" in call) == call.endswith(".lock")
+        assert ("--require-hashes" in call) != call.endswith("--editable .")
 
 
 def test_torch_falls_back_to_its_own_index(checkout: Checkout) -> None:
     Path(f"{checkout.log}.no-torch").touch()
     done = checkout.setup()
     assert done.returncode == 0
-    tried = [line for line in checkout.log.read_text().splitlines() if "torch.in" in line]
+    tried = [line for line in checkout.log.read_text().splitlines() if "torch.lock" in line]
     assert ["--index-url" in call for call in tried] == [False, True]
+    assert ["--require-hashes" in call for call in tried] == [True, True]
     assert "trying https://download.pytorch.org/whl/cpu" in done.stdout
 
 

@@ -12,7 +12,7 @@ from contextlib import nullcontext
 from functools import partial
 from typing import Any
 
-from prefect import get_run_logger, task
+from prefect import get_run_logger
 
 from flows.chain.chain import Chain
 from flows.chain.context import Delivered
@@ -127,9 +127,13 @@ def _register(flow_run: FlowRun, served: Artifact, registry: Registry) -> None:
     verdict: dict[str, Any] = {"passed": gate.passed, "reasons": list(gate.reasons)}
     flow_run.summary.gate = verdict
     before = time.monotonic()
-    write_version = task(_write_version, name="register", cache_policy=None)
+    read = {r.name: r.artifact for r in results if r.artifact.kind == "report"}
     try:
-        verdict["version"] = write_version(flow_run, served, gate, registry)
+        verdict["version"] = flow_run.host.last(
+            "register",
+            partial(_write_version, flow_run, served, gate, registry),
+            {"served": served, **read},
+        )
     except TrackingError as error:  # the model is complete: only the register has to be repeated
         flow_run.summary.unregistered = f"{error.message} -> {error.hint}"
         return

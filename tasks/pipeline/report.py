@@ -122,5 +122,6 @@ class StageRunner(Protocol):
         config: Mapping[str, Any],
         context: Mapping[str, Any] | None = None,
         observe: Observe | None = None,
+        after: Mapping[str, Artifact] | None = None,
     ) -> StageResult:
         """Run one stage, or reuse what it published before; arguments as in `Mechanism.run`."""

@@ -5,8 +5,7 @@ A stage function is a plain function that fills an empty directory and reports i
 
 * the key: a hash of stage name, configuration, input digests, source code and library versions;
 * reuse: an artifact with that key is reused if every byte of it is unchanged;
-* the Prefect task run. It is called directly, in the main thread, where signals arrive. Prefect's
-  cache is off, because the manifest decides about reuse;
+* the call of its work, in the main thread, where signals arrive; flows make it a Prefect task run;
 * the contract: its verdicts are written into the artifact and the tracker, then enforced;
 * publishing by rename.
 """
@@ -40,8 +39,8 @@ Observe = Callable[
 ]
 """(record of the stage, its log) -> a context whose value receives the child's events."""
 
-Call = Callable[[str, Callable[[Any], StageResult]], StageResult]
-"""(name of the stage, its work) -> the result; calls `work(log)`."""
+Call = Callable[[str, Callable[[Any], StageResult], Mapping[str, Artifact]], StageResult]
+"""(name of the stage, its work, its inputs by role) -> the result; calls `work(log)`."""
 
 
 @dataclass(frozen=True)
@@ -100,8 +99,8 @@ class Mechanism:
         store: folder of the published artifacts.
         logs: folder of the child processes' full logs in this flow run.
         tracker: records the stages.
+        call: calls the work of a stage, as a Prefect task run or directly.
         force: names of stages that run even if an intact artifact exists.
-        call: calls the work of a stage, by default as a Prefect task.
         results: results of the stages that have run so far, in order.
         name: name of the step if a run has several; its stages are called `<name>.<stage>`.
     """
@@ -109,8 +108,8 @@ class Mechanism:
     store: Path
     logs: Path
     tracker: FlowTracker
+    call: Call
     force: frozenset[str] = frozenset()
-    call: Call = field(default_factory=lambda: as_prefect_task)
     results: list[StageResult] = field(default_factory=list)
     name: str = ""
 
@@ -141,6 +140,7 @@ class Mechanism:
         config: Mapping[str, Any],
         context: Mapping[str, Any] | None = None,
         observe: Observe | None = None,
+        after: Mapping[str, Artifact] | None = None,
     ) -> StageResult:
         """Run one stage, or reuse what it published before.
 
@@ -152,6 +152,8 @@ class Mechanism:
                 frozen dataclasses of these.
             context: arguments that do not change the result (how to score, where to log).
             observe: makes the function's `on_event`, for stages whose child reports events.
+            after: artifacts by role that the stage does not read, but without which the flow would
+                not have come to it.
 
         Raises:
             PlumblineError: the stage's key does not cover the module of `function`, or the stage
@@ -187,7 +189,7 @@ class Mechanism:
                 run.finish(result.artifact, result.metrics, reused=result.reused)
             return result
 
-        self.results.append(self.call(name, work))
+        self.results.append(self.call(name, work, {**inputs, **(after or {})}))
         return self.results[-1]
 
     @contextlib.contextmanager
@@ -241,20 +243,6 @@ class Mechanism:
         return StageResult(name, artifact, False, 0.0, tuple(report.checks), drift, metrics)
 
 
-def as_prefect_task(name: str, work: Callable[[Any], StageResult]) -> StageResult:
-    """Run the work of a stage as a Prefect task run, in this thread."""
-    from prefect import get_run_logger, task
-
-    def body() -> Any:
-        return _completed(work(get_run_logger()))
-
-    runner = task(body, name=name, cache_policy=None, persist_result=False, log_prints=False)
-    returned = runner()
-    # Prefect returns a State unchanged if the task returned one.
-    result: StageResult = returned if isinstance(returned, StageResult) else returned.result()
-    return result
-
-
 @contextlib.contextmanager
 def _observed(
     observe: Observe | None, run: StageRecord, arguments: dict[str, Any]
@@ -272,15 +260,6 @@ def _recall(name: str, artifact: Artifact) -> StageResult:
     verdicts = json.loads((artifact.path / CONTRACT).read_text())
     checks = tuple(Check(**verdict) for verdict in verdicts)
     return StageResult(name, artifact, True, 0.0, checks, notes["drift"], notes["metrics"])
-
-
-def _completed(result: StageResult) -> Any:
-    """Return a state named `Cached` for a reused stage, which Prefect's UI then shows."""
-    from prefect.states import Completed
-
-    if not result.reused:
-        return result
-    return Completed(name="Cached", message=f"reused {result.artifact.path}", data=result)
 
 
 def plain(config: Mapping[str, Any]) -> dict[str, Any]:

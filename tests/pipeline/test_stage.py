@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 from mlflow import MlflowClient
 
+from flows.orchestration.prefect_tasks import PrefectTasks
 from tasks.core.contract import Check
 from tasks.core.errors import ArtifactError, ContractError, PlumblineError
 from tasks.pipeline.report import StageReport, StageResult
@@ -34,7 +35,7 @@ def database(tmp_path_factory: pytest.TempPathFactory) -> str:
 @pytest.fixture
 def mechanism(tmp_path: Path, database: str) -> Mechanism:
     tracker = Tracker(database, tmp_path.name, tmp_path / "mlflow", tmp_path / "outbox")
-    return Mechanism(tmp_path / "artifacts", tmp_path / "logs", tracker)
+    return Mechanism(tmp_path / "artifacts", tmp_path / "logs", tracker, PrefectTasks())
 
 
 def write(out: Path, *, text: str, log: object, ok: bool = True, **inputs: Path) -> StageReport:

@@ -1,0 +1,97 @@
+"""Run the stages of a flow as Prefect task runs, with the edges of Prefect's flow graph.
+
+A task run ends as `Cached` if its stage was reused, and as `Cancelled` if the user stopped the run,
+which Prefect itself would call crashed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from inspect import Parameter, Signature
+from pathlib import Path
+from typing import Any
+from uuid import UUID
+
+from prefect import get_run_logger, task
+from prefect.client.schemas.objects import StateDetails
+from prefect.exceptions import TerminationSignal
+from prefect.runtime import task_run
+from prefect.states import Cancelled, Completed
+
+from tasks.pipeline.artifact import Artifact
+from tasks.pipeline.report import StageResult
+
+
+class PrefectTasks:
+    """Task runs of one flow run, a `Call` of `Mechanism`.
+
+    An edge of the graph goes from the stage that made an artifact to every stage that reads it.
+    Prefect's own links, by the identity of returned objects, would take equal strings and empty
+    tuples of two results for the same object.
+    """
+
+    def __init__(self) -> None:
+        self._made: dict[Path, UUID] = {}  # ids of task runs by the artifact that they made
+
+    def __call__(
+        self, name: str, work: Callable[[Any], StageResult], inputs: Mapping[str, Artifact]
+    ) -> StageResult:
+        """Run one stage, in this thread: signals arrive in the main thread.
+
+        Args:
+            name: name of the stage.
+            work: work of the stage; gets the logger of its task run.
+            inputs: the artifacts that it reads, by role.
+        """
+
+        def body(log: Any) -> tuple[StageResult, Any]:
+            result = work(log)
+            self._made[result.artifact.path] = UUID(task_run.id)
+            return result, _state(result)
+
+        return self._run(name, body, inputs)
+
+    def last(self, name: str, work: Callable[[], str], inputs: Mapping[str, Artifact]) -> str:
+        """Run the last step of a flow, which makes no artifact. Returns its result."""
+        return self._run(name, lambda log: (work(), Completed()), inputs)
+
+    def _run(
+        self, name: str, work: Callable[[Any], tuple[Any, Any]], inputs: Mapping[str, Artifact]
+    ) -> Any:
+        ended: list[Any] = []
+
+        def body(**_: Any) -> Any:
+            try:
+                result, state = work(get_run_logger())
+            except (KeyboardInterrupt, SystemExit, TerminationSignal) as signal:
+                ended.append(signal)
+                return Cancelled(message="the run was stopped")
+            ended.append(result)
+            return state
+
+        upstream = self._upstream(inputs)
+        names = [Parameter(role, Parameter.KEYWORD_ONLY) for role in upstream]
+        body.__signature__ = Signature(names)  # type: ignore[attr-defined]  # Prefect shows the roles
+        # Prefect's cache is off, because the manifest decides about reuse.
+        runner = task(body, name=name, cache_policy=None, persist_result=False, log_prints=False)
+        runner(**upstream)
+        if isinstance(ended[0], BaseException):
+            raise ended[0]
+        return ended[0]
+
+    def _upstream(self, inputs: Mapping[str, Artifact]) -> dict[str, Any]:
+        """Return a state for each input that this flow has made; Prefect takes it as an edge."""
+        return {
+            role.replace(".", "_"): Completed(
+                data=artifact.digest,
+                state_details=StateDetails(task_run_id=self._made[artifact.path]),
+            )
+            for role, artifact in inputs.items()
+            if artifact.path in self._made
+        }
+
+
+def _state(result: StageResult) -> Any:
+    if result.reused:
+        return Completed(name="Cached", message=f"reused {result.artifact.path}")
+    return Completed()

@@ -31,6 +31,7 @@ from prefect import flow
 
 from flows.orchestration.audit_record import recorded
 from flows.orchestration.failure import reported
+from flows.orchestration.registry_audit import audit_versions
 
 
 @flow(name="audit", flow_run_name="audit-{tag}", persist_result=False)
@@ -45,3 +46,18 @@ def audit(overrides: list[str] | None = None, tag: str = "manual") -> dict[str, 
         The report, as in `out=FILE.json`; with `fix=true` also the repairs.
     """
     return reported(lambda: recorded(overrides or []))
+
+
+@flow(name="audit-registry", flow_run_name="audit-registry-{tag}", persist_result=False)
+def audit_registry(overrides: list[str] | None = None, tag: str = "manual") -> dict[str, Any]:
+    """Verify and audit every registered model that an alias points to, for a schedule.
+
+    Args:
+        overrides: Hydra overrides, e.g. `["values=true"]`; none that name a single folder.
+        tag: free text that tells runs apart in lists.
+
+    Returns:
+        `versions`: one row for each version, as in the table of the flow run; `left_out`: the
+        number of the others.
+    """
+    return reported(lambda: audit_versions(overrides or []))

@@ -78,7 +78,8 @@ def _document(prefect: Api) -> dict[str, Any]:
 
 def _name(entry: Mapping[str, Any]) -> str:
     """Return the name of a deployment as Prefect's commands take it: flow/deployment."""
-    return f"{entry['entrypoint'].rpartition(':')[2]}/{entry['name']}"
+    flow = entry["entrypoint"].rpartition(":")[2].replace("_", "-")
+    return f"{flow}/{entry['name']}"
 
 
 def _schedules(entry: Mapping[str, Any]) -> str:

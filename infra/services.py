@@ -35,6 +35,7 @@ from flows.orchestration.services import (
     services_of,
     write_client_settings,
 )
+from infra.automations import apply
 from infra.daemon import Daemon, start, stop, wait_ready
 from infra.deployments import PROJECT, register, tool
 from tasks.core.errors import PlumblineError
@@ -210,14 +211,15 @@ class Services:
         """Register the deployments of infra/prefect.yaml with the running server.
 
         Returns:
-            One line for each deployment, and the command that starts a run of the first one.
+            One line for each deployment and the alarm, and the command that starts a run.
 
         Raises:
             PlumblineError: there is no server, or Prefect refused a deployment.
         """
         if record_of("prefect", self.home) is None or not self.prefect.answers():
             raise PlumblineError(f"no Prefect server at {self.prefect.url}", hint="make up")
-        return register(self.prefect, self.home, self.environment())
+        lines = register(self.prefect, self.home, self.environment())
+        return [*lines[:-1], apply(self.prefect), lines[-1]]
 
     def down(self) -> list[str]:
         """Stop what `up` has started. Returns one line for each service, and for ended runs."""

@@ -11,6 +11,7 @@ import contextlib
 import logging
 import os
 from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path, PurePosixPath
 from typing import Any
@@ -30,6 +31,30 @@ REQUESTS = {
 }
 _LATER = (401, 403, 408, 429)
 """Client errors that do not mean that a record is invalid."""
+
+
+@dataclass(frozen=True)
+class Version:
+    """A registered model version.
+
+    Attributes:
+        model: name of the registered model.
+        number: its number.
+        aliases: aliases that point to it.
+        path: the served folder; empty if another program has registered the version.
+        digest: digest of its manifest, likewise.
+    """
+
+    model: str
+    number: int
+    aliases: tuple[str, ...]
+    path: str
+    digest: str
+
+    @property
+    def name(self) -> str:
+        """Model and number, e.g. `plumbline/3`."""
+        return f"{self.model}/{self.number}"
 
 
 class Server:
@@ -161,6 +186,42 @@ class Server:
                 version = self._new_version(model_name, every, run_id, experiment)
             client.set_registered_model_alias(model_name, "candidate", version)
             return f"models:/{model_name}/{version}"
+
+    def versions(self) -> list[Version]:
+        """Return the versions of all registered models, the newest of a model first.
+
+        Raises:
+            UnreachableError: MLflow does not answer.
+            RefusedError: MLflow refuses the request.
+        """
+        with _errors():
+            listed, token = [], None
+            while True:
+                page = self._client.search_model_versions(page_token=token)
+                listed += page
+                token = page.token
+                if not token:
+                    break
+            # Not `version.aliases`: a search leaves them out.
+            aliases = {model: self._aliases(model) for model in {v.name for v in listed}}
+            listed.sort(key=lambda version: (version.name, -int(version.version)))
+            return [
+                Version(
+                    version.name,
+                    int(version.version),
+                    aliases[version.name].get(str(version.version), ()),
+                    version.tags.get("path", ""),
+                    version.tags.get("digest", ""),
+                )
+                for version in listed
+            ]
+
+    def _aliases(self, model: str) -> dict[str, tuple[str, ...]]:
+        """Return the aliases of a model's versions, by version number."""
+        by_version: dict[str, tuple[str, ...]] = {}
+        for alias, version in sorted(self._client.get_registered_model(model).aliases.items()):
+            by_version[str(version)] = (*by_version.get(str(version), ()), alias)
+        return by_version
 
     def _new_version(self, name: str, tags: Mapping[str, str], run_id: str, experiment: str) -> str:
         """Write a version with an external logged model, and return its number."""

@@ -117,13 +117,21 @@ def test_deployments_are_those_the_documentation_names() -> None:
     config = yaml.safe_load((INFRA / "prefect.yaml").read_text())
     assert config["prefect-version"] == lock("cpu")["prefect"]
     deployments = {entry["name"]: entry for entry in config["deployments"]}
-    assert set(deployments) == {"rlhf-qlora", "rlhf-nightly"}
-    for entry in deployments.values():
-        assert entry["entrypoint"] == "flows/rlhf.py:rlhf"
-        assert entry["parameters"]["overrides"] == ["+exp=qlora"]
+    entrypoints = {
+        "rlhf-qlora": "flows/rlhf.py:rlhf",
+        "rlhf-nightly": "flows/rlhf.py:rlhf",
+        "deliver": "flows/deliver.py:deliver",
+        "audit-registry": "flows/audit.py:audit_registry",
+    }
+    assert {name: entry["entrypoint"] for name, entry in deployments.items()} == entrypoints
+    for name, entry in deployments.items():
+        chosen = ["+exp=qlora"] if name.startswith("rlhf") else []
+        assert entry["parameters"]["overrides"] == chosen
         assert entry["work_pool"]["name"] == "plumbline"
         assert entry["concurrency_limit"] == {"limit": 1, "collision_strategy": "ENQUEUE"}
-    assert "schedules" not in deployments["rlhf-qlora"]
-    assert [schedule["cron"] for schedule in deployments["rlhf-nightly"]["schedules"]] == [
-        "0 2 * * *"
-    ]
+    schedules = {
+        name: [schedule["cron"] for schedule in entry["schedules"]]
+        for name, entry in deployments.items()
+        if "schedules" in entry
+    }
+    assert schedules == {"rlhf-nightly": ["0 2 * * *"], "audit-registry": ["0 5 * * 0"]}

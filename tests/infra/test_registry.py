@@ -1,0 +1,101 @@
+"""The deployments `deliver` and `audit-registry`, with a real worker and a real MLflow server."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from mlflow import MlflowClient
+
+from tasks.pipeline.artifact import Artifact, Origin, publish
+from tasks.pipeline.mlflow_server import Server
+from tests.audit.making import make_model
+from tests.infra.site import Site
+from tests.weights.making import make_base
+
+
+@pytest.fixture
+def registered(site: Site) -> list[Artifact]:
+    """Two versions of a model, of which the second is `candidate`, and one of another program."""
+    server = Server(site.services.mlflow.url, None)
+    client = MlflowClient(site.services.mlflow.url, site.services.mlflow.url)
+    run = client.create_run(server.experiment_id("plumbline"))
+    artifacts = []
+    for seed in (1, 2):
+        place = site.services.runs / "artifacts" / "served"
+        work = make_model(place / f".work{seed}", bos_token_id=seed)
+        key = f"key{seed}"
+        artifacts.append(publish(work, place / key, Origin("served", "convert", key)))
+        ids = {"run_id": run.info.run_id, "experiment": "plumbline"}
+        server.register("plumbline", artifacts[-1], {}, **ids)
+    client.create_registered_model("elsewhere")
+    client.create_model_version("elsewhere", "s3://elsewhere/model")
+    return artifacts
+
+
+def table(site: Site, run_id: str) -> list[dict[str, Any]]:
+    """Return the rows of the only table of a flow run."""
+    query = {"artifacts": {"flow_run_id": {"any_": [run_id]}, "key": {"like_": "audit-registry"}}}
+    (artifact,) = site.services.prefect.post("/artifacts/filter", query)
+    assert artifact["type"] == "table"
+    rows: list[dict[str, Any]] = json.loads(artifact["data"])
+    return rows
+
+
+def test_the_registry_is_audited(site: Site, registered: list[Artifact]) -> None:
+    """A byte that changes on the disk of a registered model fails the weekly audit."""
+    run = site.finished_run(site.start_run("audit-registry", []))
+    assert run["state_type"] == "COMPLETED", run["state"]
+    (row,) = table(site, run["id"])
+    assert row.pop("warnings") >= 0
+    folder = str(registered[1].path)
+    assert row == {
+        "version": "plumbline/2", "aliases": "candidate", "folder": folder, "errors": 0,
+        "problem": "",
+    }  # fmt: skip
+    site.logged(run["id"], "1 of 3 registered versions audited")
+
+    weights = registered[1].path / "model.safetensors"
+    weights.chmod(0o644)
+    with weights.open("r+b") as file:
+        file.seek(-1, 2)
+        file.write(b"\x7f")
+    run = site.finished_run(site.start_run("audit-registry", []))
+    assert run["state_type"] == "FAILED", run["state"]
+    (row,) = table(site, run["id"])
+    assert row["errors"] == 1
+    assert "tensor" in row["problem"]
+    assert "plumbline/2" in run["state"]["message"]
+    assert "->" in run["state"]["message"]
+
+
+@pytest.mark.slow
+def test_a_checkpoint_is_delivered(site: Site, tmp_path: Path) -> None:
+    source = make_base(tmp_path / "ckpt", "qwen").path
+    (source / "manifest.json").unlink()  # like a downloaded one
+    out = site.services.runs / "out"
+    words = [f"source={source}", "smoke.engine=none", f"out={out}"]
+    run = site.finished_run(site.start_run("deliver", words))
+    assert run["state_type"] == "COMPLETED", run["state"]
+    assert (out / "manifest.json").is_file()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("name", "words", "named"),
+    [
+        ("deliver", ["source=/c", "out={}/out", "smoke.engine=none"], "out={}/out"),
+        ("audit-registry", ["paths.runs={}"], "paths.runs={}"),
+        ("audit-registry", ["source={}"], "source={}"),
+        ("audit-registry", ["hydra.run.dir={}"], "hydra.run.dir={}"),
+    ],
+)
+def test_refused(site: Site, tmp_path: Path, name: str, words: list[str], named: str) -> None:
+    """The limits of the other deployments hold for these."""
+    filled = [word.format(tmp_path) for word in words]
+    run = site.finished_run(site.start_run(name, filled))
+    assert run["state_type"] == "FAILED"
+    assert named.format(tmp_path) in run["state"]["message"]
+    assert list(tmp_path.iterdir()) == []

@@ -125,17 +125,19 @@ def _in_prefect(composed: Composed, overrides: list[str]) -> int:
     bootstrap(PROJECT, composed.runs)
     from flows.cli.lock import hold
     from flows.orchestration.prefect_server import prefect_server, warm_up
+    from flows.orchestration.prefect_watch import final_state
     from tasks.config.checks import preflight
-    from tasks.config.checks.tracking import reachable
+    from tasks.config.checks.tracking import prefect_reachable, reachable
 
-    preflight(list(reachable(composed.settings["tracking"]["uri"])))
+    uri = composed.settings["tracking"]["uri"]
+    preflight([*reachable(uri), *prefect_reachable()])
     settings, meanwhile = composed.settings, partial(warm_up, composed, "flows.audit")
     wait_s = settings["paths"]["wait_s"]
     with hold(composed.runs, wait_s), prefect_server(composed.runs, meanwhile=meanwhile):
         from flows.audit import audit as flow
 
         tag = settings["tag"] or "manual"
-        state = flow(without_passwords(overrides), tag=tag, return_state=True)
+        state = final_state(partial(flow, without_passwords(overrides), tag=tag, return_state=True))
         document = state.result(raise_on_failure=False)
     if isinstance(document, BaseException):
         raise document

@@ -52,6 +52,7 @@ def _job(composed: Composed, overrides: list[str]) -> int:
 
 def _in_prefect(planned: Planned, overrides: list[str]) -> int:
     from flows.orchestration.prefect_server import prefect_server, warm_up
+    from flows.orchestration.prefect_watch import final_state
 
     composed = planned.composed
     with prefect_server(composed.runs, meanwhile=partial(warm_up, composed, "flows.deliver")):
@@ -59,8 +60,8 @@ def _in_prefect(planned: Planned, overrides: list[str]) -> int:
 
         reuse_plan(planned)
         tag = composed.settings["tag"] or "manual"
-        state = deliver(without_passwords(overrides), tag=tag, return_state=True)
-        return exit_status(state, composed.runs)
+        run = partial(deliver, without_passwords(overrides), tag=tag, return_state=True)
+        return exit_status(final_state(run), composed.runs)
 
 
 def _log() -> logging.Logger:

@@ -18,6 +18,7 @@ import json
 import os
 import signal
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
@@ -50,6 +51,8 @@ HUNG_UP, INTERRUPTED, TERMINATED = 129, 130, 143
 """Exit statuses after SIGHUP, SIGINT and SIGTERM."""
 SETTLE_S = 10.0
 """Seconds after a first signal in which further ones are ignored: time for cleaning up."""
+LEAVE_S = 15.0
+"""Seconds from the end of a stopped flow to that of the process, even if a server hangs."""
 
 
 def run_main(config_name: str, job: Job, *, argv: Sequence[str] | None = None) -> int:
@@ -201,6 +204,10 @@ class _Received:
         now = time.monotonic()
         if self.status is not None and now - self._at < SETTLE_S:
             return False
+        if self.status is None:  # the supervisors end all child processes when this one is gone
+            leave = threading.Timer(LEAVE_S, os._exit, [status])
+            leave.daemon = True
+            leave.start()
         self.status, self._at = self.status or status, now
         return True
 

@@ -17,6 +17,7 @@ from flows.cli.entry import exit_on_signals, exit_status, run_main
 from flows.cli.lock import hold
 from flows.cli.plan import check, render
 from flows.orchestration.prefect_server import prefect_server, warm_up
+from flows.orchestration.prefect_watch import final_state
 from tasks.core.redaction import without_passwords
 from tasks.core.terminal import plain
 from tasks.process.launch import kill_children_on_abort, launch
@@ -53,9 +54,8 @@ def _job(composed: Composed, overrides: list[str]) -> int:
         from flows.rlhf import rlhf
 
         tag = composed.settings["tag"] or "manual"
-        return exit_status(
-            rlhf(without_passwords(overrides), tag=tag, return_state=True), composed.runs
-        )
+        run = partial(rlhf, without_passwords(overrides), tag=tag, return_state=True)
+        return exit_status(final_state(run), composed.runs)
 
 
 def run_follower(composed: Composed, meeting: Meeting) -> int:

@@ -7,6 +7,7 @@ from typing import Any
 
 from flows.cli.bootstrap import quiet_logging
 from flows.orchestration.deployment import in_deployment
+from flows.orchestration.prefect_watch import watched
 from tasks.core.errors import PlumblineError
 from tasks.core.redaction import redact
 
@@ -25,14 +26,20 @@ def reported(work: Callable[[], dict[str, Any]]) -> dict[str, Any]:
         state of the flow run. Its message is the report, its data the error.
     """
     from prefect import get_run_logger
-    from prefect.states import Failed
+    from prefect.states import Completed, Failed
 
     quiet_logging()  # a worker's process has not called `bootstrap`
-    try:
-        return work()
-    except PlumblineError as error:
-        report = redact(error.report())
-        if in_deployment():  # on a terminal the command prints it
-            get_run_logger().error("%s", report)
-        failed: dict[str, Any] = Failed(message=report, data=error)
-        return failed
+    with watched() as watch:
+        try:
+            result = work()
+        except PlumblineError as error:
+            report = redact(error.report())
+            if in_deployment():  # on a terminal the command prints it
+                get_run_logger().error("%s", report)
+            watch.outcome = failed = Failed(message=report, data=error)
+            return failed
+        except Exception as error:
+            watch.outcome = Failed(message=redact(str(error)), data=error)
+            raise
+        watch.outcome = Completed(data=result)
+        return result

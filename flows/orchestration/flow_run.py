@@ -41,6 +41,7 @@ class Host:
         last: calls what follows the last stage: (name, its work, artifacts that it reads by role).
         show: shows the table of checks (Markdown) at the end of a flow.
         tags: tags of the tracked run.
+        unrecorded: returns a line about what Prefect has not recorded, or nothing.
     """
 
     run_id: str
@@ -49,6 +50,7 @@ class Host:
     last: Callable[[str, Callable[[], str], Mapping[str, Artifact]], str]
     show: Callable[[str], object]
     tags: Mapping[str, str] = field(default_factory=dict)
+    unrecorded: Callable[[], str] = lambda: ""
 
 
 def in_prefect(name: str) -> Host:
@@ -62,14 +64,28 @@ def in_prefect(name: str) -> Host:
     from prefect.runtime import flow_run
 
     from flows.orchestration.prefect_tasks import PrefectTasks
+    from flows.orchestration.prefect_watch import current
 
     def show(table: str) -> None:
-        create_markdown_artifact(table, key=f"{name}-checks", description="checks")
+        watch = current()
+        if watch is not None and watch.gone:
+            return
+        try:
+            create_markdown_artifact(table, key=f"{name}-checks", description="checks")
+        except Exception as error:
+            get_run_logger().warning("Prefect has not recorded the table of checks: %s", error)
+
+    def unrecorded() -> str:
+        watch = current()
+        if watch is None:
+            return ""
+        watch.check()
+        return watch.report()
 
     run_id = str(flow_run.id)
     tags = {"prefect.flow_run_id": run_id}
     tasks = PrefectTasks()
-    return Host(run_id, get_run_logger(), tasks, tasks.last, show, tags)
+    return Host(run_id, get_run_logger(), tasks, tasks.last, show, tags, unrecorded)
 
 
 def in_this_process(run_id: str, log: Any) -> Host:
@@ -200,6 +216,7 @@ class FlowRun:
             summary.stages = [stage_entry(result) for result in self.mechanism.results]
         if status != "cancelled":  # an interrupted process has seconds left: no request
             summary.tracking = self.mechanism.tracker.settle() or None
+            summary.prefect = self.host.unrecorded() or None
         written = summary.write(
             self.composed.runs, self.run_id, {"config.yaml": self.composed.text}
         )

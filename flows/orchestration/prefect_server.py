@@ -25,6 +25,7 @@ from typing import TYPE_CHECKING
 from flows.cli.bootstrap import offer, prefect_settings, stay_off_proxies
 from flows.orchestration.prefect_app import guard_settings
 from flows.orchestration.prefect_records import bury_the_dead, settle
+from flows.orchestration.prefect_watch import current
 from flows.orchestration.server_api import Api
 from flows.orchestration.services import AUTH, URL, running_server
 from tasks.core.errors import PlumblineError
@@ -89,6 +90,8 @@ def prefect_server(runs: Path, meanwhile: Callable[[], None] | None = None) -> I
         yield api.url
     finally:
         _wait_for_records(api, entered)
+        for name in (URL, AUTH):  # the next run of a sweep is not given this server by its user
+            os.environ.pop(name, None)
 
 
 def warm_up(composed: Composed, flow: str) -> None:
@@ -204,6 +207,9 @@ def _wait_for_records(api: Api, since: str) -> None:
     """Let Prefect's threads send their events, then wait until the server has recorded them."""
     from prefect.events.worker import EventsWorker
 
+    watch = current()
+    if watch is not None and watch.gone:
+        return
     EventsWorker.drain_all(timeout=SETTLE_S)
     try:
         complete = settle(api, since, SETTLE_S)

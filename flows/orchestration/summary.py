@@ -31,6 +31,7 @@ class Summary:
         eval: evaluation results, see `evaluation`.
         error: message of the error that ended the run.
         tracking: what MLflow has not recorded, and when it will; None if it has everything.
+        prefect: what Prefect has not recorded; None if it has everything.
         unregistered: why the model is not registered though the run is complete, and what to type.
         findings: findings of the audit that a delivery starts with.
         defaults: lines about computed defaults.
@@ -47,6 +48,7 @@ class Summary:
     eval: dict[str, float | None] = field(default_factory=dict)
     error: str | None = None
     tracking: str | None = None
+    prefect: str | None = None
     unregistered: str | None = None
     findings: list[dict[str, Any]] = field(default_factory=list)
     defaults: list[str] = field(default_factory=list)
@@ -126,7 +128,7 @@ class Summary:
             lines.append(f"served model: {self.served}")
         if self.gate and self.gate.get("version"):
             lines.append(f"registered: {self.gate['version']} @candidate")
-        lines += [line for line in (self.unregistered, self.tracking) if line]
+        lines += [line for line in (self.unregistered, self.tracking, self.prefect) if line]
         if self.error:
             lines.append(f"failed: {self.error}")
         lines.append(f"{self.status} in {self.seconds:.1f} s")

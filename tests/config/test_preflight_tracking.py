@@ -1,4 +1,4 @@
-"""MLflow's server is asked before anything starts."""
+"""The servers of MLflow and Prefect are asked before anything starts."""
 
 from __future__ import annotations
 
@@ -34,6 +34,22 @@ def closed() -> int:
     return port
 
 
+BASIC = "Basic bWU6c2VjcmV0"
+
+
+def login(header: str) -> type[http.server.BaseHTTPRequestHandler]:
+    """A server that wants this header."""
+
+    class Login(http.server.BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            self.send_response(200 if self.headers["Authorization"] == header else 401)
+            self.end_headers()
+
+        def log_message(self, *_: object) -> None: ...
+
+    return Login
+
+
 def test_a_dead_port_is_one_of_the_problems(closed: int) -> None:
     overrides = [
         "+exp=sft_qlora", f"tracking.uri=http://me:secret@127.0.0.1:{closed}", "zero=zero3"
@@ -65,6 +81,37 @@ def test_a_silent_server_is_refused_after_five_seconds_and_asked_once(silent: in
     assert "no answer within 5 s" in finding.allowed
 
 
+def test_a_silent_prefect_server(silent: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert list(tracking.prefect_reachable()) == []
+    monkeypatch.setenv("PREFECT_API_URL", f"http://127.0.0.1:{silent}/api")
+    started = time.monotonic()
+    (finding,) = tracking.prefect_reachable()
+    assert time.monotonic() - started < 7
+    assert finding.what == "PREFECT_API_URL"
+    assert "no answer within 5 s" in finding.allowed
+
+
+@pytest.mark.parametrize(
+    ("name", "word", "header"),
+    [
+        ("PREFECT_API_AUTH_STRING", "me:secret", BASIC),
+        ("PREFECT_API_KEY", "pnu_1", "Bearer pnu_1"),
+    ],
+)
+def test_the_login_of_prefect(
+    monkeypatch: pytest.MonkeyPatch, name: str, word: str, header: str
+) -> None:
+    with http.server.HTTPServer(("127.0.0.1", 0), login(header)) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        monkeypatch.setenv("PREFECT_API_URL", f"http://127.0.0.1:{server.server_port}/api")
+        (finding,) = tracking.prefect_reachable()
+        assert "PREFECT_API_AUTH_STRING" in finding.override
+        tracking._known.clear()
+        monkeypatch.setenv(name, word)
+        assert list(tracking.prefect_reachable()) == []
+        server.shutdown()
+
+
 @pytest.mark.parametrize(("status", "refused"), [(200, 0), (401, 1), (404, 0), (503, 1)])
 def test_a_server_that_answers(status: int, refused: int) -> None:
     class Answer(http.server.BaseHTTPRequestHandler):
@@ -85,20 +132,10 @@ def test_no_server_to_ask(uri: str | None) -> None:
     assert list(tracking.reachable(uri)) == []
 
 
-BASIC = "Basic bWU6c2VjcmV0"
-
-
 def test_a_password_is_accepted_from_the_url_and_from_the_environment(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    class Login(http.server.BaseHTTPRequestHandler):
-        def do_GET(self) -> None:
-            self.send_response(200 if self.headers["Authorization"] == BASIC else 401)
-            self.end_headers()
-
-        def log_message(self, *_: object) -> None: ...
-
-    with http.server.HTTPServer(("127.0.0.1", 0), Login) as server:
+    with http.server.HTTPServer(("127.0.0.1", 0), login(BASIC)) as server:
         threading.Thread(target=server.serve_forever, daemon=True).start()
         place = f"127.0.0.1:{server.server_port}"
         assert list(tracking.reachable(f"http://me:secret@{place}")) == []
@@ -116,9 +153,11 @@ def test_the_command_ends_before_anything_is_written(closed: int, tmp_path: Path
     done = run_in_empty(
         tmp_path,
         command("rlhf", "+exp=sft_qlora", uri, f"paths.runs={runs}"),
-        env=environment(),
+        env=environment(PREFECT_API_URL=f"http://127.0.0.1:{closed}/api"),
         timeout=120,
     )
     assert done.returncode == 2, done.stdout
-    assert "nothing listens there" in done.stdout
+    assert done.stdout.count("nothing listens there") == 2
+    assert f"PREFECT_API_URL: http://127.0.0.1:{closed}/api; nothing listens there" in done.stdout
+    assert "unset PREFECT_API_URL" in done.stdout
     assert "secret" not in done.stdout

@@ -1,4 +1,4 @@
-"""MLflow's server is killed in the middle of training; the run, and the same command again."""
+"""A server is killed in the middle of training: MLflow's, then that of Prefect."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import subprocess
 import time
 from pathlib import Path
 
+import psutil
 import pytest
 from mlflow import MlflowClient
 
@@ -57,6 +58,32 @@ def test_training_survives_its_tracking_server(tmp_path: Path, runs: Path) -> No
     ]
     assert with_password == []
     assert "s3cret" not in text + again.stdout
+
+
+def test_training_survives_the_server_of_prefect(tmp_path: Path, runs: Path) -> None:
+    """All stages, the served model and MLflow are complete; the summary says what is missing."""
+    argv = command("rlhf", "+exp=sft_qlora", "seed=8", f"paths.runs={runs}")
+    output = tmp_path / "output.txt"
+    with (
+        output.open("w") as file,
+        subprocess.Popen(argv, env=environment(), stdout=file, stderr=file) as process,
+    ):
+        while process.poll() is None and not _has_trained(runs):
+            time.sleep(0.05)
+        for child in psutil.Process(process.pid).children(recursive=True):
+            if any("prefect_app" in word for word in child.cmdline()):
+                child.kill()
+        status = process.wait(700)
+    text, done = output.read_text(), summary_of(runs)
+    assert status == 0, text
+    assert done["status"] == "completed"
+    assert done["tracking"] is done["unregistered"] is None
+    assert "are not recorded there, the end of this run neither" in done["prefect"]
+    assert done["prefect"] in text
+    assert text.count("The run goes on") == 1
+    assert "Traceback" not in text
+    assert Path(done["served"], "manifest.json").is_file()
+    _require_recorded(f"sqlite:///{runs}/mlflow/mlflow.db", done["mlflow_run_id"])
 
 
 def _has_trained(runs: Path) -> bool:

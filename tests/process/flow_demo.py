@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import sys
+import time
 from pathlib import Path
+from typing import Any
 
 from prefect import flow, get_run_logger, task
 
+from flows.orchestration.failure import reported
 from tasks.process.launch import launch
 
 SLEEPER = "import os, time; print('child', os.getpid(), flush=True); time.sleep(600)"
@@ -24,10 +27,20 @@ def long(log_path: Path) -> None:
 
 
 @flow(flow_run_name="{mode}")
-def demo(mode: str, logs: Path) -> None:
+def demo(mode: str, logs: Path) -> dict[str, Any]:
+    return reported(lambda: work(mode, logs))
+
+
+def work(mode: str, logs: Path) -> dict[str, Any]:
     for i in range(20):
         quick(i)
     if mode.startswith("long"):
         long(logs / "long.log")
+    if mode.startswith("wait"):
+        print("waiting", flush=True)
+        while not (logs / mode).exists():
+            time.sleep(0.05)
+        quick(20)
     if mode == "fail":
         raise ValueError("wrong on purpose")
+    return {"mode": mode}

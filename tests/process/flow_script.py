@@ -1,11 +1,13 @@
 """A small flow, wired as `flows/cli/rlhf_command.py` does it: started as a process by the tests.
 
-Arguments: the folder of runs, then one mode for each flow run: quick (20 tasks), fail, long*.
+Arguments: the folder of runs, then one mode for each flow run: quick (20 tasks), fail, long*,
+wait* (until a file of that name is in the logs).
 """
 
 from __future__ import annotations
 
 import sys
+from functools import partial
 from pathlib import Path
 
 from flows.cli.bootstrap import bootstrap
@@ -20,11 +22,14 @@ def main(runs: Path, modes: list[str]) -> int:
     failed = 0
     for mode in modes:
         with hold(runs), prefect_server(runs), kill_children_on_abort():
+            from flows.orchestration.prefect_watch import current, final_state
             from tests.process.flow_demo import demo
 
             for child, api in _running.values():
-                print("server", child.pid, api.url, flush=True)
-            state = demo(mode, runs / "logs", return_state=True)
+                print("server", child.pid, api.url, api.auth, flush=True)
+            state = final_state(partial(demo, mode, runs / "logs", return_state=True))
+            if (watch := current()) is not None and watch.report():
+                print(state.result(), watch.report(), flush=True)
             failed += not state.is_completed()
     return 1 if failed else 0
 

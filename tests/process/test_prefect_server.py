@@ -11,6 +11,7 @@ import urllib.request
 from collections.abc import Callable
 from pathlib import Path
 
+import psutil
 import pytest
 
 from flows.orchestration.server_api import Api, RefusedError
@@ -103,6 +104,13 @@ def test_another_user_of_this_machine_has_no_access(start: Start) -> None:
     assert flow.process.wait(15) == 143, flow.text
 
 
+def signal_server(flow: Script, number: signal.Signals) -> None:
+    """Send a signal to the embedded server, not to its supervisor."""
+    (supervisor,) = pids("server", flow.text)
+    for server in psutil.Process(supervisor).children(recursive=True):
+        server.send_signal(number)
+
+
 def check_signal(start: Start, runs: Path, number: signal.Signals, status: int) -> None:
     mode = f"long-{status}"
     flow, child, server = begun(start, mode)
@@ -137,3 +145,48 @@ def test_a_server_of_the_users_is_used(
     assert "server" not in re.findall(r"^\w+", flow.text, re.MULTILINE)
     assert "Failed to reach API at http://127.0.0.1:9/api" in flow.text
     assert not (tmp_path / "runs/prefect").exists()
+
+
+def test_a_flow_goes_on_to_its_end_when_its_server_is_killed(start: Start, runs: Path) -> None:
+    flow = start("wait-outage")
+    flow.says("waiting", 90)
+    signal_server(flow, signal.SIGKILL)
+    (runs / "logs/wait-outage").touch()
+    assert flow.process.wait(60) == 0, flow.text
+    assert flow.text.count("The run goes on") == 1
+    assert "{'mode': 'wait-outage'} Prefect's server at http://127.0.0.1:" in flow.text
+    assert "are not recorded there, the end of this run neither" in flow.text
+    assert "Traceback" not in flow.text
+    assert flow_states(runs, "wait-outage") == ["RUNNING"]
+
+
+def test_sigterm_after_the_server_was_killed(start: Start) -> None:
+    flow, child, server = begun(start, "long-alone")
+    signal_server(flow, signal.SIGKILL)
+    until(lambda: not alive(server), 10)
+    flow.process.terminate()
+    assert flow.process.wait(30) == 143, flow.text
+    assert not alive(child)
+
+
+@pytest.mark.slow
+def test_sigterm_while_the_server_hangs(start: Start) -> None:
+    flow, child, _ = begun(start, "long-hung")
+    signal_server(flow, signal.SIGSTOP)
+    flow.process.terminate()
+    assert flow.process.wait(30) == 143, flow.text
+    assert not alive(child)
+
+
+def test_a_run_on_a_terminal_is_cancelled_in_prefect(start: Start, runs: Path) -> None:
+    """Prefect's page asks for the state Cancelling; nobody but the run can end it."""
+    flow, child, _ = begun(start, "long-cancelled")
+    ((url, auth),) = re.findall(r"server \d+ (\S+) (\S+)", flow.text)
+    api = Api(url, auth)
+    (run,) = api.post("/flow_runs/filter", {"flow_runs": {"name": {"any_": ["long-cancelled"]}}})
+    cancelling = {"type": "CANCELLING", "name": "Cancelling"}
+    api.post(f"/flow_runs/{run['id']}/set_state", {"state": cancelling})
+    until(lambda: not alive(child), 30)
+    assert flow.process.wait(30) == 143, flow.text
+    assert "this run was cancelled in Prefect" in flow.text
+    assert flow_states(runs, "long-cancelled") == ["CANCELLED"]

@@ -9,7 +9,7 @@
     online      sections `rl`, `rollout` and `reward`
     phases      memory of a rank, by phase
     ranges      numbers, batch sizes, ZeRO options, schedule, stage names
-    tracking    MLflow's server answers
+    tracking    the servers of MLflow and Prefect answer
     unread      settings on the command line that have no effect
 
 Each check is a function of plain values; none imports torch. `findings` runs all of them, and
@@ -116,6 +116,7 @@ def findings(
         *objective.raw_texts(settings),
         *unread.loss(train),
         *tracking.reachable(settings["tracking"]["uri"]),
+        *tracking.prefect_reachable(),
         *model.embedded(model_, settings["data"]),
     ]
     named = {finding.what for finding in problems}

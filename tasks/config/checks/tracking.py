@@ -1,4 +1,4 @@
-"""Check that MLflow's server answers within five seconds, and accepts the user."""
+"""Check that the servers of MLflow and Prefect answer within five seconds, and accept the user."""
 
 from __future__ import annotations
 
@@ -6,7 +6,9 @@ import os
 import socket
 import threading
 import time
-from collections.abc import Iterator
+from base64 import b64encode
+from collections.abc import Callable, Iterator
+from typing import Any
 from urllib.parse import urlsplit
 
 from tasks.core.finding import Finding
@@ -30,11 +32,8 @@ def reachable(uri: str | None) -> Iterator[Finding]:
     """
     if uri is None or urlsplit(uri).hostname is None:
         return
-    asked, reason = _known.get(uri, (0.0, ""))
-    if not asked or time.monotonic() - asked > FRESH_S:
-        reason = _why_unreachable(uri)
-        _known[uri] = time.monotonic(), reason
-    if reason:
+    is_http = urlsplit(uri).scheme in ("http", "https")
+    if reason := _why_unreachable(uri, _ask_mlflow if is_http else _ask_database):
         yield Finding(
             "tracking.uri",
             redact(uri),
@@ -44,10 +43,32 @@ def reachable(uri: str | None) -> Iterator[Finding]:
         )
 
 
-def _why_unreachable(uri: str) -> str:
+def prefect_reachable() -> Iterator[Finding]:
+    """Yield a finding if the Prefect server of `PREFECT_API_URL` does not answer."""
+    if (url := os.environ.get("PREFECT_API_URL")) and (
+        reason := _why_unreachable(url, _ask_prefect)
+    ):
+        login = "PREFECT_API_AUTH_STRING, or PREFECT_API_KEY"
+        yield Finding(
+            "PREFECT_API_URL",
+            redact(url),
+            f"{reason}; this run would not be recorded there",
+            "unset PREFECT_API_URL (a server of its own), or "
+            + (login if reason.startswith(_REFUSES) else "start that server"),
+        )
+
+
+def _why_unreachable(uri: str, ask: Callable[[str], str]) -> str:
     """Return why no server answers at a URI; empty if one does."""
+    asked, reason = _known.get(uri, (0.0, ""))
+    if not asked or time.monotonic() - asked > FRESH_S:
+        reason = _answer_in_time(uri, ask)
+        _known[uri] = time.monotonic(), reason
+    return reason
+
+
+def _answer_in_time(uri: str, ask: Callable[[str], str]) -> str:
     reasons: list[str] = []
-    ask = _ask_http if urlsplit(uri).scheme in ("http", "https") else _ask_database
     # In a thread, since neither a slow name server nor slow headers end at a socket's timeout.
     thread = threading.Thread(target=lambda: reasons.append(ask(uri)), daemon=True)
     thread.start()
@@ -55,31 +76,49 @@ def _why_unreachable(uri: str) -> str:
     return reasons[0] if reasons else f"there was no answer within {LIMIT_S:g} s"
 
 
-def _ask_http(uri: str) -> str:
-    import requests
-
+def _ask_mlflow(uri: str) -> str:
     name, word = (os.environ.get(f"MLFLOW_TRACKING_{key}") for key in ("USERNAME", "PASSWORD"))
     token = os.environ.get("MLFLOW_TRACKING_TOKEN")
     insecure = os.environ.get("MLFLOW_TRACKING_INSECURE_TLS", "").lower() in ("true", "1")
-    try:
-        status = requests.get(
-            f"{uri.rstrip('/')}/api/2.0/mlflow/experiments/get-by-name",
-            params={"experiment_name": "Default"},
-            auth=(name, word) if name and word else None,
-            headers={"Authorization": f"Bearer {token}"} if token else None,
-            verify=not insecure,
-            timeout=LIMIT_S,
-        ).status_code
-    except requests.exceptions.Timeout:
-        return f"there was no answer within {LIMIT_S:g} s"
-    except requests.exceptions.SSLError:
-        return "its TLS certificate is not trusted"
-    except (requests.exceptions.RequestException, ValueError) as error:
-        return _in_words(error)
+    status, reason = _get(
+        f"{uri.rstrip('/')}/api/2.0/mlflow/experiments/get-by-name",
+        params={"experiment_name": "Default"},
+        auth=(name, word) if name and word else None,
+        headers={"Authorization": f"Bearer {token}"} if token else None,
+        verify=not insecure,
+    )
     signed = {"MLFLOW_TRACKING_AUTH", "MLFLOW_TRACKING_AWS_SIGV4"} & set(os.environ)
-    if status in (401, 403) and not signed:  # which only MLflow's client can do
-        return f"{_REFUSES} (status {status})"
-    return f"it answers with status {status}" if status >= 500 else ""
+    if status in (401, 403) and signed:  # which only MLflow's client can do
+        return ""
+    return reason
+
+
+def _ask_prefect(url: str) -> str:
+    login, key = (os.environ.get(f"PREFECT_API_{name}") for name in ("AUTH_STRING", "KEY"))
+    scheme, word = ("Basic", b64encode(login.encode()).decode()) if login else ("Bearer", key)
+    insecure = os.environ.get("PREFECT_API_TLS_INSECURE_SKIP_VERIFY", "").lower() in ("true", "1")
+    return _get(
+        f"{url.rstrip('/')}/admin/version",
+        headers={"Authorization": f"{scheme} {word}"} if word else None,
+        verify=not insecure,
+    )[1]
+
+
+def _get(url: str, **arguments: Any) -> tuple[int, str]:
+    """Send a GET request. Returns the status, and why the server cannot be used."""
+    import requests
+
+    try:
+        status = requests.get(url, **arguments, timeout=LIMIT_S).status_code
+    except requests.exceptions.Timeout:
+        return 0, f"there was no answer within {LIMIT_S:g} s"
+    except requests.exceptions.SSLError:
+        return 0, "its TLS certificate is not trusted"
+    except (requests.exceptions.RequestException, ValueError) as error:
+        return 0, _in_words(error)
+    if status in (401, 403):
+        return status, f"{_REFUSES} (status {status})"
+    return status, f"it answers with status {status}" if status >= 500 else ""
 
 
 def _in_words(error: Exception) -> str:

@@ -16,6 +16,7 @@ import contextlib
 import math
 import os
 from collections.abc import Iterator, Mapping, Sequence
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +30,14 @@ FOLDERS, CODE = "PLUMBLINE_DEPLOY_FOLDERS", "PLUMBLINE_DEPLOY_CODE"
 
 def in_deployment() -> bool:
     """Return True within a flow run that a worker started for a deployment."""
+    from prefect.runtime import flow_run
+
+    return _has_deployment(str(flow_run.id))
+
+
+@cache
+def _has_deployment(flow_run_id: str) -> bool:
+    """Ask once: every question is a request to the server."""
     from prefect.runtime import deployment
 
     return deployment.id is not None

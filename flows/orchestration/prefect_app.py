@@ -14,6 +14,7 @@ This file imports nothing of Plumbline: the server image of infra/Dockerfile has
 
 from __future__ import annotations
 
+import gc
 import os
 from collections.abc import Awaitable, Callable, Collection, MutableMapping
 from typing import Any
@@ -71,6 +72,7 @@ def create_app() -> Guard:
         RuntimeError: a list is missing, or allows everything.
     """
     hosts, origins = _listed(HOSTS), _listed(ORIGINS)
+    gc.set_threshold(50_000)  # as in flows/cli/start.py
     from prefect.server.api.server import create_app as create_prefect_app
 
     lock_before_reading()

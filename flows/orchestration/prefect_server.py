@@ -29,6 +29,7 @@ from flows.orchestration.prefect_watch import current
 from flows.orchestration.server_api import Api
 from flows.orchestration.services import AUTH, URL, running_server
 from tasks.core.errors import PlumblineError
+from tasks.pipeline.source_closure import closure
 from tasks.process.child import PROJECT, Child
 
 if TYPE_CHECKING:
@@ -95,7 +96,7 @@ def prefect_server(runs: Path, meanwhile: Callable[[], None] | None = None) -> I
 
 
 def warm_up(composed: Composed, flow: str) -> None:
-    """Import a flow and let MLflow create its database, while the Prefect server starts.
+    """Import a flow, read its sources and open MLflow, while the Prefect server starts.
 
     Args:
         composed: the configuration.
@@ -103,6 +104,7 @@ def warm_up(composed: Composed, flow: str) -> None:
     """
     importlib.import_module(flow)
     importlib.import_module("mlflow")
+    closure([flow])  # parsed once per process, for the keys of the stages
     if composed.settings["tracking"]["uri"]:
         return  # the user's server has its database
     from flows.orchestration.flow_run import tracker_of

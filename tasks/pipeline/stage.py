@@ -18,6 +18,7 @@ import json
 import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, dataclass, field, replace
+from functools import cache
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
@@ -268,6 +269,7 @@ def plain(config: Mapping[str, Any]) -> dict[str, Any]:
     return document
 
 
+@cache
 def _version(distribution: str) -> str:
     try:
         return version(distribution)

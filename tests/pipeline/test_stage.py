@@ -177,5 +177,5 @@ def test_the_key_follows_configuration_inputs_and_versions(monkeypatch: pytest.M
     assert STAGE.key({"a": 1}, {}) != STAGE.key({"a": 2}, {})
     assert STAGE.versions()["not-installed"] == "absent"
     before = STAGE.key({}, {})
-    monkeypatch.setattr("tasks.pipeline.stage.version", lambda _: "9.9")
+    monkeypatch.setattr("tasks.pipeline.stage._version", lambda _: "9.9")
     assert STAGE.key({}, {}) != before

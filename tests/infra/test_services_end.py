@@ -6,16 +6,19 @@ import json
 import os
 import signal
 import socket
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import psutil
 import pytest
+from mlflow import MlflowClient
 
 from flows.cli.lock import hold
 from flows.orchestration.services import record_of, record_path
 from infra.services import NAMES
-from tests.infra.site import Site
+from tests.flows.test_bad_input import ours
+from tests.infra.site import FINAL, Site
 
 
 @pytest.fixture
@@ -94,3 +97,41 @@ def running(site: Site, overrides: list[str]) -> str:
     run_id = site.start_run("rlhf-qlora", overrides)
     site.logged(run_id, "waits until")
     return run_id
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1500)
+def test_a_run_that_is_cancelled_in_prefect_goes_on_when_it_is_started_again(
+    own_site: Site,
+) -> None:
+    """The page asks for the state Cancelling, and the worker ends the run."""
+    own_site.require("up")
+    own_site.require("deploy")
+    runs = own_site.services.runs / "cancelled"
+    short = ["train.max_steps=12", "train.save_steps=2", "smoke.engine=transformers"]
+    overrides = ["+exp=sft_qlora", *short, "smoke.min_stop_rate=0", f"paths.runs={runs}"]
+    run_id = own_site.start_run("rlhf-qlora", overrides)
+    wait_until(lambda: bool(list(runs.glob("checkpoints/*/step-*/state.json"))), 900)
+    cancelling = {"type": "CANCELLING", "name": "Cancelling"}
+    own_site.services.prefect.post(f"/flow_runs/{run_id}/set_state", {"state": cancelling})
+    wait_until(lambda: not ours(runs), 30)
+    assert own_site.finished_run(run_id)["state_type"] == "CANCELLED"
+    assert json.loads((runs / "latest/summary.json").read_text())["status"] == "cancelled"
+
+    again = own_site.start_run("rlhf-qlora", overrides)
+    wait_until(lambda: own_site.flow_run(again)["state_type"] in FINAL, 900)
+    assert own_site.flow_run(again)["state_type"] == "COMPLETED"
+    assert any("going on after step" in line for line in own_site.logs(again))
+    client = MlflowClient(f"sqlite:///{runs}/mlflow/mlflow.db")
+    (experiment,) = [e for e in client.search_experiments() if e.name == "plumbline"]
+    ended = client.search_runs(
+        [experiment.experiment_id], f"tags.`prefect.flow_run_id` = '{run_id}'"
+    )
+    assert [run.info.status for run in ended] == ["KILLED"]
+
+
+def wait_until(condition: Callable[[], bool], limit_s: float) -> None:
+    deadline = time.monotonic() + limit_s
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.1)

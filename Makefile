@@ -10,14 +10,17 @@ PY := $(VENV)/bin/python
 # Two at a time; which tests stay together, tests/conftest.py says. More would only compete.
 WORKERS ?= -n 2 --dist loadfile --no-loadscope-reorder
 
-.PHONY: help setup setup-dev demo test test-all test-gpu test-gpus check format bench-weights \
-  bench-training bench-rl bench-gpu lock up deploy down status
+.PHONY: help setup setup-sign setup-dev demo test test-all test-gpu test-gpus check format bench-weights \
+  bench-training bench-rl bench-gpu lock sbom up deploy down status
 
 help:  ## this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | awk -F':.*## ' '{printf "  make %-13s %s\n", $$1, $$2}'
 
 setup:  ## the environment, from the lock (PROFILE=cpu|cuda)
 	@infra/setup.sh
+
+setup-sign:  ## the environment, and what signs models (register.sign)
+	@infra/setup.sh sign
 
 setup-dev:  ## the environment with the test tools
 	@infra/setup.sh dev
@@ -62,6 +65,9 @@ bench-gpu: setup-dev  ## all of these on one GPU, into docs/benchmarks-gpu.md (A
 
 lock:  ## make requirements/*.lock from requirements/*.in (ARGS: only these)
 	@requirements/lock.sh $(ARGS)
+
+sbom: setup-dev  ## bills of materials from the locks, in sbom/ (ARGS: cpu cuda server sign)
+	@$(PY) -m infra.sbom $(ARGS)
 
 up: setup  ## Prefect server, MLflow server and a worker on loopback (PREFECT_PORT, MLFLOW_PORT)
 	@$(PY) -m infra.services up

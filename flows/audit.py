@@ -6,6 +6,7 @@
     python flows/audit.py MERGED base=DIR adapter=DIR values=true    check every merged tensor
     python flows/audit.py DIR out=report.json        the report as JSON; out=- prints it
     python flows/audit.py DIR fix=true out_dir=NEW   a repaired copy, if that loses no data
+    python flows/audit.py DIR verify=key.pub         every byte against its signature
     python flows/audit.py DIR prefect=true           recorded: a flow run, an MLflow run
 
 DIR is short for `source=DIR`. Works from any directory; writes nothing into DIR, runs nothing from

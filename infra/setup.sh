@@ -1,5 +1,6 @@
 #!/usr/bin/env bash
-# Create the environment: `infra/setup.sh` for running, `infra/setup.sh dev` with the test tools too.
+# Create the environment: `infra/setup.sh` for running, `infra/setup.sh sign` to sign models too,
+# `infra/setup.sh dev` with the test tools as well.
 #
 # Steps: venv, build tools, torch, the profile's lock, the project itself, the test tools. Each step
 # leaves a stamp with the checksum of its inputs: a second call takes milliseconds and needs no
@@ -121,7 +122,11 @@ mkdir -p "$STAMPS" && printf '%s\n' "$PROFILE" >"$STAMPS/profile"
 step "$PROFILE" "requirements/$PROFILE.lock" -- pip_locked "requirements/$PROFILE.lock"
 step project pyproject.toml -- install_project
 case ${1:-} in
-    "") ;;
-    dev) step dev requirements/dev.lock -- pip_locked requirements/dev.lock ;;
-    *) fail "unknown argument $1: nothing, or dev" ;;
+    "") extras=() ;;
+    sign) extras=(sign) ;;
+    dev) extras=(sign dev) ;;
+    *) fail "unknown argument $1: nothing, sign or dev" ;;
 esac
+for name in "${extras[@]}"; do
+    step "$name" "requirements/$name.lock" -- pip_locked "requirements/$name.lock"
+done

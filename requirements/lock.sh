@@ -27,6 +27,10 @@ lock() {
     case $name in
         cpu) args=(--override requirements/overrides-cpu.txt) ;;
         dev) args=(--constraint requirements/cpu.lock --override requirements/overrides-dev.txt) ;;
+        sign) # only what the profiles lack
+            args=(--constraint requirements/cpu.lock)
+            mapfile -t -O 2 args < <(sed -nE 's/^([^ #=]+)==.*/--no-emit-package=\1/p' requirements/cpu.lock)
+            ;;
         torch) args=(--no-deps --index-url "$(sed -n 's/^TORCH_CPU_INDEX=//p' infra/setup.sh)") ;;
         cuda | tools) ;;
         *) args=(--constraint requirements/cpu.lock) ;;
@@ -42,5 +46,5 @@ lock() {
 
 install_resolver
 names=("$@")
-((${#names[@]})) || names=(torch cpu cuda server dev build tools)
+((${#names[@]})) || names=(torch cpu cuda server sign dev build tools)
 for name in "${names[@]}"; do lock "$name"; done

@@ -1,4 +1,4 @@
-"""register: apply the gate, and register a model version.
+"""register: apply the gate, sign the served model, and register a model version.
 
 The gate has the conditions for registering a run. The contracts of all stages are met by then, or
 the flow would have ended; the gate decides whether training has improved the model enough.
@@ -8,10 +8,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Protocol
 
 from tasks.core.errors import ContractError
 from tasks.pipeline.artifact import Artifact
+from tasks.pipeline.signature import require_signed, sign
 
 
 class Registry(Protocol):
@@ -49,9 +51,16 @@ def judge_gate(metrics: Mapping[str, float], *, min_eval_gain: float | None) -> 
 
 
 def register(
-    registry: Registry, *, served: Artifact, gate: Gate, model_name: str, tags: Mapping[str, str]
+    registry: Registry,
+    *,
+    served: Artifact,
+    gate: Gate,
+    model_name: str,
+    tags: Mapping[str, str],
+    private_key: Path | None = None,
+    public_key: Path | None = None,
 ) -> str:
-    """Write a model version and move the alias `candidate` to it.
+    """Sign the served model, write a model version and move the alias `candidate` to it.
 
     Args:
         registry: the model registry.
@@ -59,12 +68,15 @@ def register(
         gate: outcome of the gate.
         model_name: name of the model in the registry.
         tags: tags of the version.
+        private_key: key that signs the folder (`register.sign`); None leaves it unsigned.
+        public_key: key that has to have signed it (`register.verify`); None for any or none.
 
     Returns:
         The version, as `models:/name/version`.
 
     Raises:
-        ContractError: the gate has not passed; nothing is registered.
+        ContractError: the gate has not passed; nothing is signed or registered.
+        ArtifactError: the folder is not, byte for byte, what the key signed.
     """
     if not gate.passed:
         raise ContractError(
@@ -72,4 +84,8 @@ def register(
             details=gate.reasons,
             hint="look at the report, or lower gate.min_eval_gain",
         )
+    if private_key is not None:
+        sign(served.path, private_key)
+    if public_key is not None:
+        require_signed(served.path, public_key)
     return registry.register(model_name, served, tags)

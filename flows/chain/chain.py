@@ -22,6 +22,7 @@ from tasks.evaluation.smoke_texts import smoke_texts
 from tasks.gather import gather
 from tasks.merge import merge
 from tasks.pipeline.artifact import Artifact
+from tasks.pipeline.signature import key_file
 from tasks.pipeline.stage import Stage
 from tasks.prepare import prepare_base, prepare_data, source_identity
 from tasks.rl.rewards.exact import EXACT_MATCH
@@ -124,6 +125,7 @@ def smoke_stage(run: ChainRun, **inputs: Artifact) -> None:
     log_path = run.log_path("smoke_eval")
     sampling: dict[str, float] = {}
     context: dict[str, Any] = {"scorer": run.scorer, "log_path": log_path}
+    context["public_key"] = key_file(run.settings["register"]["verify"])
     if run.settings["train"]["objective"] == "reward":
         function: Any = smoke_rewards
         del inputs["base"]  # it has no reward head to compare with

@@ -26,6 +26,7 @@ from tasks.core.errors import TrackingError
 from tasks.core.redaction import with_passwords
 from tasks.evaluation.scoring import ReferenceScorer
 from tasks.pipeline.artifact import Artifact
+from tasks.pipeline.signature import key_file
 from tasks.pipeline.stage import Mechanism
 from tasks.process.launch import kill_children_on_abort
 from tasks.process.multinode import Leader, Meeting
@@ -142,12 +143,14 @@ def _register(flow_run: FlowRun, served: Artifact, registry: Registry) -> None:
 
 
 def _write_version(flow_run: FlowRun, served: Artifact, gate: Gate, registry: Registry) -> str:
-    results = flow_run.mechanism.results
+    results, settings = flow_run.mechanism.results, flow_run.composed.settings
     return register(
         registry,
         served=served,
         gate=gate,
-        model_name=flow_run.composed.settings["tracking"]["model_name"],
+        model_name=settings["tracking"]["model_name"],
+        private_key=key_file(settings["register"]["sign"]),
+        public_key=key_file(settings["register"]["verify"]),
         tags={
             "exp": flow_run.summary.exp or "",
             **{f"digest.{result.artifact.kind}": result.artifact.digest for result in results},

@@ -19,6 +19,7 @@ from tasks.audit.run import Report, audit
 from tasks.core.errors import ConfigError, PlumblineError
 from tasks.core.redaction import without_passwords
 from tasks.core.terminal import plain
+from tasks.pipeline.signature import key_file
 
 PROJECT = Path(__file__).resolve().parents[2]
 MAX_MEMORY = 16 << 30
@@ -86,6 +87,11 @@ def examine(settings: Mapping[str, Any]) -> Report:
         if settings[key] and not _folder(settings[key]).is_dir():
             what = "is a file" if _folder(settings[key]).is_file() else "no such folder"
             raise ConfigError(f"{key}={settings[key]}: {what}", hint=f"{key}=<folder>")
+    if settings["verify"]:
+        from tasks.config.checks import preflight
+        from tasks.config.checks.signing import public_key
+
+        preflight(public_key("verify", settings["verify"]))
     try:
         with bounded_memory(settings["source"]):
             report = audit(
@@ -93,6 +99,7 @@ def examine(settings: Mapping[str, Any]) -> Report:
                 base=_folder(base) if base else None,
                 values=settings["values"],
                 adapter=_adapter(settings),
+                public_key=key_file(settings["verify"]),
             )
     except ConfigError:
         raise

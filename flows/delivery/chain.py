@@ -27,6 +27,7 @@ from tasks.evaluation.scoring import ModelRef, ReferenceScorer
 from tasks.evaluation.vllm_jobs import HEADROOM
 from tasks.pipeline.artifact import remember
 from tasks.pipeline.report import StageResult, StageRunner
+from tasks.pipeline.signature import key_file
 
 
 @dataclass(frozen=True)
@@ -125,8 +126,8 @@ class Delivery:
         return compare_bases(model, self.quantization, rows, scorer=scorer, is_reward=is_reward)
 
     def put(self, served: StageResult, mechanism: StageRunner) -> None:
-        """Copy the served artifact to OUT."""
-        put(served.artifact, self.out)
+        """Copy the served artifact to OUT, and sign it there."""
+        put(served.artifact, self.out, key_file(self.settings["register"]["sign"]))
         for result in mechanism.results:  # convert's hard links changed ctimes
             remember(result.artifact, self.store / ".seen")
 
@@ -146,6 +147,8 @@ class Delivery:
         if self.settings["convert"]["quantize"] != "none":
             yield f"quantize: linear layers to {self.settings['convert']['quantize']}, by convert"
         yield f"smoke test: {self.engine or 'none'}"
+        if self.settings["register"]["sign"] is not None:
+            yield f"sign: with {self.settings['register']['sign']}"
         yield from examination.lines(self.reports)
         yield from (f"warning: {warning}" for warning in self.warnings)
 

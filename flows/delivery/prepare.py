@@ -9,6 +9,7 @@ from typing import Any
 from flows.cli.config import Composed
 from flows.delivery.chain import Delivery
 from tasks.config.checks import preflight
+from tasks.config.checks.signing import signing
 from tasks.config.checks.tracking import prefect_reachable, reachable
 from tasks.core.errors import ConfigError, PlumblineError, first_and_more
 from tasks.delivery.examination import examine
@@ -45,7 +46,8 @@ def prepare_delivery(composed: Composed) -> Delivery:
 def _prepare(composed: Composed) -> Delivery:
     settings, store = composed.settings, composed.runs / "artifacts"
     prefect = [] if settings["smoke"]["engine"] == "none" else prefect_reachable()
-    preflight([*reachable(settings["tracking"]["uri"]), *prefect])
+    keys = signing(settings["register"])
+    preflight([*reachable(settings["tracking"]["uri"]), *prefect, *keys])
     target = _target(settings["convert"])
     given, adapters = given_adapters(settings["source"], settings["adapters"])
     sources = [adapter.given for adapter in adapters] or [given]

@@ -109,7 +109,12 @@ class Report:
 
 
 def audit(
-    source: Path, *, base: Path | None = None, values: bool = False, adapter: Path | None = None
+    source: Path,
+    *,
+    base: Path | None = None,
+    values: bool = False,
+    adapter: Path | None = None,
+    public_key: Path | None = None,
 ) -> Report:
     """Examine a folder.
 
@@ -120,12 +125,13 @@ def audit(
         values: read tensor data too, not only headers and JSON files.
         adapter: folder of the adapter that was merged into `base`; with `values` every tensor is
             compared with base and adapter.
+        public_key: key that has to have signed the folder; its signature covers every byte.
 
     Raises:
         ArtifactError: `source` or `base` is not a folder, or cannot be listed.
     """
     began = time.perf_counter()
-    opened = open_source(source, base, values=values, adapter=adapter)
+    opened = open_source(source, base, values=values, adapter=adapter, public_key=public_key)
     findings = examine(opened)
     mendable = is_repairable(opened, findings)
     completed = tuple(_with_paths(finding, source, opened) for finding in findings)

@@ -30,6 +30,7 @@ class Source:
         base: the base model, opened in the same way; None if there is none.
         values: True if checks may read tensor data, not only headers.
         adapter: folder of the adapter that was merged into the base; None if unknown.
+        public_key: key that has to have signed the folder; None if no key was given.
     """
 
     folder: Folder
@@ -37,6 +38,7 @@ class Source:
     base: Source | None = None
     values: bool = False
     adapter: Path | None = None
+    public_key: Path | None = None
 
     @property
     def kind(self) -> Kind:
@@ -84,7 +86,12 @@ class Source:
 
 
 def open_source(
-    root: Path, base: Path | None = None, *, values: bool = False, adapter: Path | None = None
+    root: Path,
+    base: Path | None = None,
+    *,
+    values: bool = False,
+    adapter: Path | None = None,
+    public_key: Path | None = None,
 ) -> Source:
     """Open a folder and its base: the one in `base`, or the local folder that an adapter names.
 
@@ -93,6 +100,7 @@ def open_source(
         base: folder of the model that it was trained on or made from.
         values: True if checks may read tensor data.
         adapter: folder of the adapter that was merged into the base.
+        public_key: key that has to have signed the folder.
 
     Raises:
         ArtifactError: the folder or the base does not exist or cannot be listed.
@@ -101,10 +109,10 @@ def open_source(
     recognised = recognise(folder)
     base = base or (_named_base(folder) if recognised.kind is Kind.ADAPTER else None)
     if base is None:
-        return Source(folder, recognised, None, values, adapter)
+        return Source(folder, recognised, None, values, adapter, public_key)
     base_folder = Folder(base)
     opened = Source(base_folder, recognise(base_folder), None, values)
-    return Source(folder, recognised, opened, values, adapter)
+    return Source(folder, recognised, opened, values, adapter, public_key)
 
 
 def _named_base(folder: Folder) -> Path | None:

@@ -1,4 +1,4 @@
-"""Sections `merge`, `convert`, `smoke` and `gate`: from the trained weights to the registry."""
+"""Sections `merge`, `convert`, `smoke`, `gate` and `register`: from trained weights to registry."""
 
 from __future__ import annotations
 
@@ -47,3 +47,17 @@ class Gate:
 
     profile: Profile = "standard"  # drift limits, see `tasks/drift/fingerprint.py`
     min_eval_gain: float | None = None  # points of exact match; null: none
+
+
+@dataclass(frozen=True)
+class Signing:
+    """Signing of the served folder."""
+
+    sign: str | None = None  # file of the private key that signs the served folder (model.sig)
+
+
+@dataclass(frozen=True)
+class Register(Signing):
+    """Registering the served model."""
+
+    verify: str | None = None  # file of a public key: only what it signed is registered

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Literal
 
-from tasks.config.after_training import Convert
+from tasks.config.after_training import Convert, Signing
 from tasks.config.choices import Profile, QuantType
 from tasks.config.places import Paths, Tracking
 
@@ -64,5 +64,6 @@ class Deliver:
     merge: DeliverMerge = field(default_factory=DeliverMerge)
     convert: Convert = field(default_factory=Convert)
     smoke: DeliverSmoke = field(default_factory=DeliverSmoke)
+    register: Signing = field(default_factory=Signing)
     tracking: Tracking = field(default_factory=Tracking)
     paths: Paths = field(default_factory=Paths)

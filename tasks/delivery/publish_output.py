@@ -10,7 +10,8 @@ from pathlib import Path
 from tasks.core.disk import flush, write_refused
 from tasks.core.errors import ArtifactError
 from tasks.core.files import copy_file
-from tasks.pipeline.artifact import Artifact, open_artifact
+from tasks.pipeline.artifact import SIGNATURE, Artifact, open_artifact
+from tasks.pipeline.signature import sign
 from tasks.pipeline.staging import staging
 from tasks.weights.files.documents import read_manifest
 from tasks.weights.files.reader import MANIFEST
@@ -47,29 +48,39 @@ def out_findings(
         yield f"out={out} is not a folder: name another one"
 
 
-def put(served: Artifact, out: Path) -> None:
+def put(served: Artifact, out: Path, private_key: Path | None = None) -> None:
     """Publish a copy of the served artifact as `out`.
 
     Its files share their blocks with the artifact's until one side is written, if the file system
     can do that; they are never hard links, with which a write to one side would change the other.
-    The manifest is written last; then one rename makes everything visible. An earlier delivery is
-    moved aside before the rename and removed after it. Call `out_findings` first.
+    The manifest is written last, and signed; then one rename makes everything visible. An earlier
+    delivery is moved aside before the rename and removed after it. Call `out_findings` first.
+
+    Args:
+        served: the served artifact.
+        out: the folder to write.
+        private_key: key that signs the copy (`register.sign`); None leaves it unsigned.
 
     Raises:
-        ArtifactError: `out` cannot be written.
+        ArtifactError: `out` cannot be written, or differs from what was signed before.
         BusyError: another process delivers to the same folder.
     """
     if _is_delivered(out, served):
+        if private_key is not None:
+            sign(out, private_key)
         return
     with staging(out) as work:
         for path in sorted(served.path.rglob("*")):
-            if path.is_file() and path.name != MANIFEST:
+            if path.is_file() and path.name not in (MANIFEST, SIGNATURE):
                 target = work / path.relative_to(served.path)
                 target.parent.mkdir(parents=True, exist_ok=True)
                 _copy(path, target)
                 flush(target)
         _copy(served.path / MANIFEST, work / MANIFEST)
         flush(work / MANIFEST)
+        if private_key is not None:
+            sign(work, private_key)
+            flush(work / SIGNATURE)
         flush(work)
         old = out.parent / f".{out.name}.{os.getpid()}.old.tmp"
         if out.is_dir() and any(out.iterdir()):

@@ -32,6 +32,7 @@ from tasks.evaluation.serve import (
     serve_with_vllm,
 )
 from tasks.pipeline.report import StageReport
+from tasks.pipeline.signature import is_signed, require_signed
 from tasks.process.output import Log
 
 if TYPE_CHECKING:
@@ -95,6 +96,7 @@ class SmokeTest:
         log_path: file for the engine's whole output.
         history: drift recorded by earlier stages, by stage, in the order of the chain.
         attn_implementation: attention of the engine "transformers".
+        public_key: a signed folder is served only if this key signed it; None for any folder.
     """
 
     served: Path
@@ -106,6 +108,7 @@ class SmokeTest:
     log_path: Path
     history: Mapping[str, Mapping[str, float]] = field(default_factory=dict)
     attn_implementation: str = "sdpa"
+    public_key: Path | None = None
 
     @property
     def engine(self) -> str:
@@ -258,6 +261,8 @@ def smoke_test(test: Callable[..., StageReport]) -> Callable[..., StageReport]:
         common = take_fields(SmokeTest, arguments)
         if common.engine not in ENGINES:
             raise ConfigError(f"smoke.engine={common.engine} is none of {', '.join(ENGINES)}")
+        if common.public_key is not None and is_signed(common.served):
+            require_signed(common.served, common.public_key)
         strays = smoke_checks.no_strays(smoke_checks.stray_weights(common.served))
         if not strays.ok:
             return StageReport("report", checks=(strays,))

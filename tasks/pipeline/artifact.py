@@ -33,6 +33,8 @@ from tasks.weights.files.documents import manifest_problem, read_json
 from tasks.weights.files.header import Header, read_header
 
 MANIFEST = "manifest.json"
+SIGNATURE = "model.sig"
+"""Written after the manifest, which it signs, too; so the manifest does not list it."""
 _CHUNK = 8 << 20
 
 
@@ -149,7 +151,7 @@ def inventory(
     files: dict[str, Any] = {}
     for path in sorted(p for p in root.rglob("*") if p.is_file()):
         name = path.relative_to(root).as_posix()
-        if name in (MANIFEST, JOURNAL):
+        if name in (MANIFEST, JOURNAL, SIGNATURE):
             continue
         size = path.stat().st_size
         if path.suffix == ".safetensors":
@@ -236,7 +238,7 @@ def remember(artifact: Artifact, seen: Path) -> None:
 
 
 def _stats(root: Path) -> dict[str, list[int]]:
-    files = sorted(path for path in root.rglob("*") if path.is_file())
+    files = sorted(path for path in root.rglob("*") if path.is_file() and path != root / SIGNATURE)
     return {path.relative_to(root).as_posix(): file_stats(path) for path in files}
 
 
@@ -250,8 +252,8 @@ def _surface_problems(root: Path, document: Mapping[str, Any]) -> list[str]:
         elif path.stat().st_size != entry["size"]:
             problems.append(f"{name}: {path.stat().st_size} bytes, manifest says {entry['size']}")
     present = {p.relative_to(root).as_posix() for p in root.rglob("*") if p.is_file()}
-    problems += [f"{name}: not in the manifest" for name in sorted(present - {MANIFEST, *listed})]
-    return problems
+    added = sorted(present - {MANIFEST, SIGNATURE, *listed})
+    return problems + [f"{name}: not in the manifest" for name in added]
 
 
 def _load_manifest(root: Path) -> dict[str, Any]:

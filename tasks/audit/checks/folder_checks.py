@@ -1,4 +1,4 @@
-"""Check the folder itself: its kind, odd entries, the manifest, and JSON files."""
+"""Check the folder itself: its kind, odd entries, manifest, signature, and JSON files."""
 
 from __future__ import annotations
 
@@ -10,7 +10,8 @@ from tasks.audit.folder import by_number
 from tasks.audit.recognise import ADAPTER_CONFIG, CONFIG, Kind
 from tasks.audit.source import Source
 from tasks.core.errors import ArtifactError
-from tasks.pipeline.artifact import MANIFEST, open_artifact
+from tasks.pipeline.artifact import MANIFEST, SIGNATURE, open_artifact
+from tasks.pipeline.signature import faults
 from tasks.weights.files.index import index_of
 
 _READ = (
@@ -24,7 +25,7 @@ _EDGE = 4096
 
 
 def check(source: Source) -> Iterator[Finding]:
-    """Check the kind of the folder, odd entries, the manifest, and the JSON files."""
+    """Check the kind of the folder, odd entries, manifest, signature, and the JSON files."""
     yield from _kind(source)
     listing = source.folder.listing
     for name, reason in list(listing.odd.items())[:20]:
@@ -43,6 +44,7 @@ def check(source: Source) -> Iterator[Finding]:
     if listing.cut:
         yield Folders.LISTING_CUT.at("", found=listing.cut, expected="the files of one checkpoint")
     yield from _manifest(source)
+    yield from _signature(source)
     for name in _READ:
         source.config(name)
     source.folder.text(_TEMPLATE)
@@ -130,6 +132,28 @@ def _manifest(source: Source) -> Iterator[Finding]:
                 yield Folders.MANIFEST_DIFFERS.at(
                     MANIFEST, found=difference, expected="as the manifest says"
                 )
+
+
+_SIGNATURE = {
+    "SIGNATURE_MISSING": Folders.SIGNATURE_MISSING,
+    "SIGNATURE_UNREADABLE": Folders.SIGNATURE_UNREADABLE,
+    "SIGNED_BY_ANOTHER": Folders.SIGNED_BY_ANOTHER,
+    "SIGNED_CHANGED": Folders.SIGNED_CHANGED,
+    "SIGNED_REMOVED": Folders.SIGNED_REMOVED,
+    "SIGNED_ADDED": Folders.SIGNED_ADDED,
+}
+"""Entries by the codes of `tasks.pipeline.signature`."""
+
+
+def _signature(source: Source) -> Iterator[Finding]:
+    if source.public_key is None:
+        if SIGNATURE in source.folder.files:
+            expected = "verify=<public key>"
+            yield Folders.SIGNATURE_UNCHECKED.at(SIGNATURE, found="no key", expected=expected)
+        return
+    for fault in faults(source.folder.root, source.public_key)[:20]:
+        entry = _SIGNATURE[fault.code]
+        yield entry.at(fault.file, found=fault.found, expected=fault.expected)
 
 
 def _checkpoints_inside(source: Source) -> Iterator[str]:

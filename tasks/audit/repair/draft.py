@@ -15,6 +15,7 @@ from tasks.audit.folder import Folder, Listing
 from tasks.audit.recognise import Kind, Recognised
 from tasks.audit.source import Source
 from tasks.audit.weights import Weights
+from tasks.pipeline.artifact import SIGNATURE
 from tasks.weights.files.index import index_of
 from tasks.weights.files.reader import MANIFEST
 from tasks.weights.files.source import Renamed
@@ -59,7 +60,7 @@ class Draft:
             name for name in self.source.folder.here()
             if not name.endswith(_NOT_COPIED)
             and name not in self.documents
-            and name != MANIFEST
+            and name not in (MANIFEST, SIGNATURE)
             and not name.startswith(".")
         ]  # fmt: skip
 

@@ -9,6 +9,7 @@
     online      sections `rl`, `rollout` and `reward`
     phases      memory of a rank, by phase
     ranges      numbers, batch sizes, ZeRO options, schedule, stage names
+    signing     keys of signatures
     tracking    the servers of MLflow and Prefect answer
     unread      settings on the command line that have no effect
 
@@ -33,6 +34,7 @@ from tasks.config.checks import (
     objective,
     online,
     ranges,
+    signing,
     tracking,
     unread,
 )
@@ -117,6 +119,7 @@ def findings(
         *unread.loss(train),
         *tracking.reachable(settings["tracking"]["uri"]),
         *tracking.prefect_reachable(),
+        *signing.signing(settings["register"]),
         *model.embedded(model_, settings["data"]),
     ]
     named = {finding.what for finding in problems}

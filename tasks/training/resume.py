@@ -9,7 +9,7 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
-from tasks.core.errors import ArtifactError, ConfigError
+from tasks.core.errors import ArtifactError, ConfigError, first_and_more
 from tasks.training.engine import checkpoint
 from tasks.training.engine.checkpoint import Checkpoint, Progress
 from tasks.training.job import Settings, TrainJob
@@ -60,14 +60,16 @@ def choose(how: str, root: Path, wanted: Mapping[str, Any]) -> Checkpoint | None
     Args:
         how: `train.resume`. `auto` takes the newest checkpoint under `root`, if any; `never` takes
             none; anything else is the path of a checkpoint, or of a folder whose newest is taken.
-            DeepSpeed unpickles it, so such a checkpoint is scanned for code first.
+            DeepSpeed unpickles it, so such a checkpoint is scanned for code first, and every byte
+            is compared with the list in its `state.json`.
         root: folder of this run's checkpoints.
         wanted: `identity` of the run.
 
     Raises:
         ConfigError: the path has no checkpoint, or the checkpoint is of a run with other settings
             or inputs; the error lists them.
-        ArtifactError: loading the checkpoint at the path would run code.
+        ArtifactError: loading the checkpoint at the path would run code, or its files are not
+            those that were written.
     """
     if how == "never":
         return None
@@ -79,9 +81,9 @@ def choose(how: str, root: Path, wanted: Mapping[str, Any]) -> Checkpoint | None
     differs = _differences(wanted, recorded)
     if not differs and how != "auto":
         best = saved.progress.best
-        require_no_code(path)
+        require_ours(path)
         if best is not None and (other := path.with_name(checkpoint.name_of(best.step))).is_dir():
-            require_no_code(other)
+            require_ours(other)
     if differs:
         raise ConfigError(
             f"{path} is a checkpoint of another run: {len(differs)} settings differ, "
@@ -173,12 +175,12 @@ def _required(path: Path) -> Path:
     return chosen.resolve()
 
 
-def require_no_code(folder: Path) -> None:
-    """Check that no file of a checkpoint runs code when it is unpickled.
+def require_ours(folder: Path) -> None:
+    """Check that a checkpoint runs no code when it is unpickled, and is as it was written.
 
     Raises:
-        ArtifactError: a file names a function or class that our checkpoints do not have, or cannot
-            be scanned; or an entry is a link.
+        ArtifactError: a file names a function or class that our checkpoints do not have, cannot be
+            scanned, or is not the one that `state.json` lists; or an entry is a link.
     """
     scanner = Scanner()
     for path in sorted(folder.rglob("*")):
@@ -191,8 +193,17 @@ def require_no_code(folder: Path) -> None:
             raise ArtifactError(
                 f"train.resume: {path} is not from a checkpoint of this project: {problems[0]}",
                 details=problems,
-                hint="name a checkpoint of a run of your own, or train.resume=never",
+                hint=_OWN,
             )
+    if problems := checkpoint.differences(folder):
+        raise ArtifactError(
+            f"train.resume: {folder} is not as it was written: {first_and_more(problems)}",
+            details=problems,
+            hint=f"{_OWN}; train.resume=auto takes the newest one of this run in paths.runs",
+        )
+
+
+_OWN = "name a checkpoint of a run of your own, or train.resume=never"
 
 
 def _differences(wanted: Mapping[str, Any], saved: Mapping[str, Any]) -> list[str]:

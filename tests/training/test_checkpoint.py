@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import pickle
 from dataclasses import asdict, replace
@@ -30,8 +31,15 @@ def make(root: Path, step: int, *, size: int = 0, **about: Any) -> Path:
     work.mkdir(parents=True)
     (work / "weights").write_bytes(b"x" * size)
     about = {"world_size": 2, "identity": WANTED, "progress": Progress(step), **about}
-    checkpoint.describe(work, **about)
+    checkpoint.describe(work, **about, files=checkpoint.hash_files(work))
     return checkpoint.publish(work)
+
+
+def list_again(folder: Path, **changes: Any) -> None:
+    """Write the list of files anew, as whoever makes a hostile checkpoint would."""
+    document = json.loads((folder / "state.json").read_text())
+    document |= {"files": checkpoint.hash_files(folder), **changes}
+    (folder / "state.json").write_text(json.dumps(document))
 
 
 class Hostile:
@@ -115,8 +123,10 @@ class TestChoose:
         state = {"module": {"weight": torch.ones(2)}, "loss_scaler": LossScaler(1.0)}
         (theirs / "engine").mkdir()
         torch.save(state, theirs / "engine" / "mp_rank_00_model_states.pt")
+        list_again(theirs)
         assert choose(str(theirs), tmp_path, WANTED) is not None
         torch.save({**state, "x": Hostile()}, theirs / "engine" / "mp_rank_00_model_states.pt")
+        list_again(theirs)
         with pytest.raises(ArtifactError, match=r"mp_rank_00_model_states.pt .* 'posix.system'"):
             choose(str(theirs), tmp_path, WANTED)
 
@@ -124,6 +134,7 @@ class TestChoose:
         theirs = make(tmp_path / "theirs", 2, progress=Progress(2, best=Best(1, 0.5)))
         best = make(tmp_path / "theirs", 1)
         (best / "engine").write_bytes(pickle.dumps(Hostile()))
+        list_again(best)
         with pytest.raises(ArtifactError, match=r"step-00000001/engine"):
             choose(str(theirs), tmp_path, WANTED)
 
@@ -132,6 +143,38 @@ class TestChoose:
         (theirs / "engine").symlink_to(tmp_path)
         with pytest.raises(ArtifactError, match="engine .* is a link"):
             choose(str(theirs), tmp_path, WANTED)
+
+    @pytest.mark.parametrize(
+        ("alter", "problem"),
+        [
+            (lambda it: (it / "weights").write_bytes(b"y" * 9), "weights: other bytes"),
+            (lambda it: (it / "weights").write_bytes(b"x" * 8), "weights: other bytes"),
+            (lambda it: (it / "weights").unlink(), "weights: missing"),
+            (lambda it: (it / "more").write_bytes(b""), "more: not in state.json"),
+            (lambda it: list_again(it, files=None), "state.json lists no files"),
+        ],
+    )
+    def test_a_given_folder_that_is_not_as_it_was_written_is_refused(
+        self, tmp_path: Path, alter: Any, problem: str
+    ) -> None:
+        for folder, best in (("a", None), ("b", Best(1, 0.5))):
+            theirs = make(tmp_path / folder, 2, size=9, progress=Progress(2, best=best))
+            other = make(tmp_path / folder, 1, size=9)
+            assert choose(str(theirs), tmp_path, WANTED) is not None
+            alter(other if best else theirs)
+            with pytest.raises(ArtifactError, match=problem) as refused:
+                choose(str(theirs), tmp_path, WANTED)
+            assert "train.resume=never" in refused.value.hint
+
+    def test_ranks_share_the_hashing(self, tmp_path: Path) -> None:
+        made = make(tmp_path, 1, size=3)
+        (made / "deeper").mkdir()
+        (made / "deeper" / "empty").touch()
+        shares = [checkpoint.hash_files(made, rank, 3) for rank in range(3)]
+        assert [len(share) for share in shares] == [1, 1, 0]
+        whole = checkpoint.hash_files(made)
+        assert {name: each for share in shares for name, each in share.items()} == whole
+        assert set(whole) == {"weights", "deeper/empty"}
 
     @pytest.mark.parametrize(("name", "what"), [("gone", "does not exist"), ("", "no complete")])
     def test_a_path_without_a_checkpoint(self, tmp_path: Path, name: str, what: str) -> None:

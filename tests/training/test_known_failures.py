@@ -99,7 +99,9 @@ def _save(job: TrainJob, progress: Progress, step: int, loss: float) -> None:
     judge(progress, {"loss": loss}, job.settings.evaluate, -1)
     work = checkpoint.work_folder(job.checkpoints, step)
     work.mkdir(parents=True)
-    checkpoint.describe(work, world_size=2, identity=dict(job.identity), progress=progress)
+    checkpoint.describe(
+        work, world_size=2, identity=dict(job.identity), progress=progress, files={}
+    )
     checkpoint.publish(work)
     saving._prune(job, progress)
 

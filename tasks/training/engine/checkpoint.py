@@ -4,7 +4,7 @@
         engine/         DeepSpeed's checkpoint: fp32 weights, optimizer states, loss scale
         shards/         every rank's partitions of the trained tensors, as in the `shards` artifact
         partitions.json
-        state.json      progress and identity of the run
+        state.json      progress and identity of the run, size and hash of every other file
 
 A checkpoint is written into a folder whose name begins with a dot. One rename makes it visible once
 everything is on disk, so existence means complete. Older checkpoints are deleted only after that.
@@ -17,6 +17,8 @@ import shutil
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
+
+from blake3 import blake3
 
 from tasks.core.disk import flush, flush_tree
 
@@ -112,10 +114,56 @@ def open_checkpoint(path: Path) -> Checkpoint:
     return Checkpoint(path, document["world_size"], document["identity"], progress)
 
 
-def describe(work: Path, *, world_size: int, identity: dict[str, Any], progress: Progress) -> None:
-    """Write `state.json`, the last file of a checkpoint."""
+def hash_files(folder: Path, share: int = 0, shares: int = 1) -> dict[str, dict[str, Any]]:
+    """Return size and BLAKE3 of the files of a checkpoint, by relative path, without `state.json`.
+
+    Args:
+        folder: the checkpoint.
+        share: number of this share of the files, from 0.
+        shares: number of shares; ranks hash one each.
+    """
+    files = sorted(path for path in folder.rglob("*") if path.is_file() and path != folder / STATE)
+    return {
+        path.relative_to(folder).as_posix(): {
+            "size": path.stat().st_size,
+            "blake3": blake3(max_threads=blake3.AUTO).update_mmap(path).hexdigest(),
+        }
+        for path in files[share::shares]
+    }
+
+
+def differences(folder: Path) -> list[str]:
+    """Compare a checkpoint with the list in its `state.json`; every byte is read.
+
+    Returns:
+        One text per difference; empty if the files are those that were written.
+    """
+    listed = json.loads((folder / STATE).read_text()).get("files")
+    if not isinstance(listed, dict):
+        return [f"{STATE} lists no files: an older version or another program wrote it"]
+    present = hash_files(folder)
+    problems = [f"{name}: not in {STATE}" for name in present.keys() - listed.keys()]
+    problems += [f"{name}: missing" for name in listed.keys() - present.keys()]
+    problems += [
+        f"{name}: other bytes than those that were written"
+        for name in present.keys() & listed.keys()
+        if present[name] != listed[name]
+    ]
+    return sorted(problems)
+
+
+def describe(
+    work: Path,
+    *,
+    world_size: int,
+    identity: dict[str, Any],
+    progress: Progress,
+    files: dict[str, dict[str, Any]],
+) -> None:
+    """Write `state.json`, the last file of a checkpoint; `files` as `hash_files` returns it."""
     document = {
         "format": 1,
+        "files": files,
         "world_size": world_size,
         "identity": identity,
         "progress": asdict(progress),

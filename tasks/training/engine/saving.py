@@ -71,14 +71,17 @@ def save(
             with context() as extra:
                 _save(extra, work, name, without_frozen=frozen)
         flush_tree(work)  # on each rank: one node cannot flush the pages of another
-        ranks.barrier()
         if ranks.first:
             write_partition_index(job, engine.module, work / checkpoint.PARTITIONS)
+        ranks.barrier()
+        hashed = ranks.all_objects(checkpoint.hash_files(work, ranks.rank, ranks.world_size))
+        if ranks.first:
             checkpoint.describe(
                 work,
                 world_size=ranks.world_size,
                 identity=dict(job.identity),
                 progress=progress,
+                files={name: entry for share in hashed for name, entry in share.items()},
             )
             checkpoint.publish(work)
     except (OSError, RuntimeError, SafetensorError) as error:  # torch.save raises RuntimeError

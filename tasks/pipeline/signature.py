@@ -21,6 +21,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from tasks.core.disk import flush
 from tasks.core.errors import ArtifactError, first_and_more
 from tasks.pipeline.artifact import SIGNATURE
 from tasks.weights.files.documents import read_json
@@ -81,7 +82,8 @@ def sign(folder: Path, private_key: Path) -> bool:
     """
     from model_signing import hashing, signing
 
-    with tempfile.TemporaryDirectory(dir=folder.parent, prefix=".sign-") as work:
+    partial = folder / f".{SIGNATURE}.{os.getpid()}"
+    with tempfile.TemporaryDirectory(prefix="plumbline-") as work:
         public_key = Path(work) / "key.pub"
         public_key.write_bytes(public_part(private_key))
         if is_signed(folder):
@@ -93,8 +95,11 @@ def sign(folder: Path, private_key: Path) -> bool:
         config.use_elliptic_key_signer(private_key=private_key, password=password)
         try:
             config.sign(folder, Path(work) / SIGNATURE)
-            (Path(work) / SIGNATURE).rename(folder / SIGNATURE)
+            partial.write_bytes((Path(work) / SIGNATURE).read_bytes())
+            flush(partial)
+            partial.rename(folder / SIGNATURE)
         except (OSError, ValueError) as error:
+            partial.unlink(missing_ok=True)
             raise ArtifactError(f"{folder / SIGNATURE}: cannot be written: {error}") from error
         require_signed(folder, public_key)
     return True

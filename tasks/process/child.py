@@ -158,7 +158,8 @@ class Child:
 
 
 _NOT_FOR_CHILDREN = (
-    "MLFLOW_RUN_ID", "PREFECT_API_AUTH_STRING", "PREFECT_SERVER_API_AUTH_STRING"
+    "MLFLOW_RUN_ID", "PREFECT_API_AUTH_STRING", "PREFECT_SERVER_API_AUTH_STRING",
+    "PLUMBLINE_SIGN_PASSWORD",
 )  # fmt: skip
 
 
@@ -170,7 +171,8 @@ def child_environment(extra: Mapping[str, str]) -> dict[str, str]:
     - No module is imported from the working directory (`PYTHONSAFEPATH`): it may be a downloaded
       checkpoint, and a `uvicorn/` or `json.py` in it would run.
     - There is no `MLFLOW_RUN_ID`: a child's fluent MLflow calls would end the parent's run.
-    - There is no login of a Prefect server but in `extra`: a user's reward function runs there.
+    - There is no login of a Prefect server but in `extra`, and no password of a signing key: a
+      user's reward function runs there.
     """
     inherited = {key: value for key, value in os.environ.items() if key not in _NOT_FOR_CHILDREN}
     env = inherited | dict(extra)

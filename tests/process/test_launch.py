@@ -16,6 +16,7 @@ from typing import Any
 import pytest
 
 from tasks.core.errors import StageProcessError
+from tasks.pipeline.signature import PASSWORD
 from tasks.process.launch import kill_children_on_abort, launch, python_child
 from tests.process.conftest import FAMILY, STUBBORN, Script, alive, pids, until
 
@@ -50,13 +51,15 @@ def test_nothing_is_imported_from_the_working_directory(
     assert run("import hydra, json, tasks; print('imported')") == ["imported"]
 
 
-def test_a_child_has_no_login_of_prefect(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
-    names = ("PREFECT_API_AUTH_STRING", "PREFECT_SERVER_API_AUTH_STRING")
+def test_a_child_has_no_login_of_prefect_and_no_password_of_a_key(
+    run: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    names = ("PREFECT_API_AUTH_STRING", "PREFECT_SERVER_API_AUTH_STRING", PASSWORD)
     for name in names:
         monkeypatch.setenv(name, "user:secret")
     code = f"import os; print([os.environ.get(name) for name in {names}])"
-    assert run(code) == ["[None, None]"]
-    assert run(code, env={names[1]: "its own"}) == ["[None, 'its own']"]
+    assert run(code) == ["[None, None, None]"]
+    assert run(code, env={names[1]: "its own"}) == ["[None, 'its own', None]"]
 
 
 def test_a_failure_carries_status_and_tail(run: Run) -> None:

@@ -20,7 +20,7 @@ from tasks.core import errors
 from tasks.core.contract import Check
 from tasks.core.errors import ConfigError, PlumblineError, StageProcessError, TrainingError
 from tasks.pipeline.report import StageReport
-from tasks.process.launch import launch, python_child
+from tasks.process.launch import PORT_TAKEN, launch, python_child
 from tasks.process.multinode import Leader, rendezvous
 from tasks.process.output import Log
 from tasks.training.engine import checkpoint
@@ -150,6 +150,7 @@ def _launch(job: TrainJob, run: Run, events: _Events, leader: Leader | None) -> 
                 env=rank_environment(how) | variables,
                 timeout_s=how.timeout_s,
                 on_event=events,
+                transient=PORT_TAKEN,
             )
     except StageProcessError as error:
         checkpoint.sweep(job.checkpoints)

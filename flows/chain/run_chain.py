@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
 from functools import partial
 from typing import Any
@@ -24,7 +24,7 @@ from flows.orchestration.flow_run import FlowRun, in_prefect, tracker_of
 from flows.orchestration.summary import stage_entry
 from tasks.core.errors import TrackingError
 from tasks.core.redaction import with_passwords
-from tasks.evaluation.scoring import ReferenceScorer
+from tasks.evaluation.scoring import REQUEST_S, ReferenceScorer
 from tasks.pipeline.artifact import Artifact
 from tasks.pipeline.signature import key_file
 from tasks.pipeline.stage import Mechanism
@@ -88,7 +88,12 @@ def _run_stages(flow_run: FlowRun, *, steps: Sequence[Step], registry: Registry)
     """Run all steps, then register the model that the last one serves."""
     mechanism, composed = flow_run.mechanism, flow_run.composed
     log_path = mechanism.logs / "reference.log"
-    scorer = ReferenceScorer(log=flow_run.host.log, log_path=log_path, threads=_threads(composed))
+    scorer = ReferenceScorer(
+        log=flow_run.host.log,
+        log_path=log_path,
+        threads=_threads(composed),
+        timeout_s=_longest(composed.settings),
+    )
     meeting = Meeting.from_environment(composed.settings["train"]["nodes"])
     with Leader(meeting, composed.runs) if meeting else nullcontext() as leader, scorer:
         served = _deliver(steps, mechanism, scorer, leader)
@@ -112,6 +117,12 @@ def _deliver(
         else:
             earlier = delivered
     return delivered.served
+
+
+def _longest(settings: Mapping[str, Any]) -> float:
+    """Return the time limit of one request to the scorer: no stage may end before its own limit."""
+    limits = (settings["smoke"]["timeout_s"], *settings["timeouts"].values())
+    return max(REQUEST_S, *(limit or 0.0 for limit in limits))
 
 
 def _threads(composed: Composed) -> int:

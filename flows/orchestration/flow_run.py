@@ -161,6 +161,7 @@ class FlowRun:
         sweep(store)
         force = frozenset(composed.settings["force"])
         mechanism = Mechanism(store, logs, tracker, host.call, force)
+        mechanism.timeouts = composed.settings.get("timeouts", {})
         return cls(composed, host, mechanism, Summary("running", flow, exp, 0.0), run_id)
 
     def run(self, title: str, stages: Callable[[FlowRun], None]) -> dict[str, Any]:

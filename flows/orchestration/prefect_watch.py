@@ -71,10 +71,10 @@ class Watch:
         """Ask the server now.
 
         Args:
-            attempts: failed requests after which it counts as gone.
+            attempts: failed requests in a row after which it counts as gone.
         """
         with self._lock:
-            for attempt in range(attempts):
+            for attempt in range(1 if self.gone else attempts):
                 time.sleep(min(1, attempt))
                 # In a context of its own, whose settings are that of this request.
                 reason = contextvars.copy_context().run(self._ask)
@@ -123,12 +123,14 @@ class Watch:
     def _work(self) -> None:
         while not self._closing.wait(POLL_S):
             self.check()
-            if self._cancel_seen is not None and not self.is_cancelled:
-                patience = WORKER_S if self._by_worker else 0.0
-                if time.monotonic() - self._cancel_seen >= patience:
-                    self.is_cancelled = True
-                    log.warning("this run was cancelled in Prefect: ending its processes")
-                    os.kill(os.getpid(), signal.SIGTERM)
+            seen = self._cancel_seen
+            patience = WORKER_S if self._by_worker else 0.0
+            if seen is None or time.monotonic() - seen < patience or self._closing.is_set():
+                continue
+            self.is_cancelled = True
+            log.warning("this run was cancelled in Prefect: ending its processes")
+            os.kill(os.getpid(), signal.SIGTERM)
+            return
 
     def _ask(self) -> str:
         """Read the state of the flow run. Returns why that failed; empty if it did not."""

@@ -14,7 +14,7 @@ from tasks.config.after_training import Convert, Gate, Merge, Register, Smoke
 from tasks.config.inputs import Data, Model
 from tasks.config.learning import Peft, Train, Zero
 from tasks.config.online import Reward, Rl, Rollout
-from tasks.config.places import Paths, Tracking
+from tasks.config.places import Paths, Timeouts, Tracking
 
 
 @dataclass(frozen=True)
@@ -41,3 +41,4 @@ class Rlhf:
     register: Register = field(default_factory=Register)
     tracking: Tracking = field(default_factory=Tracking)
     paths: Paths = field(default_factory=Paths)
+    timeouts: Timeouts = field(default_factory=Timeouts)

@@ -1,4 +1,4 @@
-"""Sections `tracking` and `paths`: where results are recorded and stored."""
+"""Sections `tracking`, `paths` and `timeouts`: where results go, and how long stages may take."""
 
 from __future__ import annotations
 
@@ -21,3 +21,15 @@ class Paths:
 
     runs: str = "runs"  # folder for artifacts, MLflow, Prefect and logs
     wait_s: float = 0.0  # seconds to wait for another run in the same folder
+
+
+@dataclass(frozen=True)
+class Timeouts:
+    """Time limits of stages, in seconds. Others have one of their own: train, smoke."""
+
+    prepare_data_s: float | None = None  # seconds for reading and checking the data; null: no limit
+    prepare_base_s: float | None = None  # seconds for the base, a download included; null: no limit
+    rollout_base_s: float | None = None  # seconds for the base of rollouts; null: no limit
+    gather_s: float | None = None  # seconds for joining the partitions; null: no limit
+    merge_s: float | None = None  # seconds for the merge; null: no limit
+    convert_s: float | None = None  # seconds for the served files; null: no limit

@@ -9,6 +9,7 @@
     |-- TrainingError              training cannot continue (a loss that is not finite, ...)
     |   `-- RewardError            a reward source failed; names the source and the prompt
     |-- StageProcessError          a child process failed
+    |-- TimeLimitError             a stage took longer than its setting allows
     |-- TrackingError              MLflow does not answer: the model is not registered    exit 3
     `-- BusyError                  another run uses the same `paths.runs`
 
@@ -133,6 +134,22 @@ class StageProcessError(PlumblineError):
         self.stage = stage
         self.returncode = returncode
         self.reason = reason
+
+
+class TimeLimitError(PlumblineError):
+    """A stage took longer than its setting allows.
+
+    Args:
+        stage: name of the stage.
+        setting: setting with the limit.
+        seconds: the limit.
+    """
+
+    def __init__(self, stage: str, setting: str, seconds: float) -> None:
+        super().__init__(
+            f"{stage}: not done within {setting}={seconds:g}; its processes have been ended",
+            hint=f"{setting}=<more seconds>, or null for no limit; finished stages are reused",
+        )
 
 
 class Coded(str):

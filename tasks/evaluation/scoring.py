@@ -23,6 +23,8 @@ from tasks.process.launch import Conversation, python_child
 from tasks.process.output import Log
 
 STAGE = "score"
+REQUEST_S = 1800.0
+"""Default time limit of one request."""
 
 
 @dataclass(frozen=True)
@@ -101,7 +103,7 @@ class ReferenceScorer:
     """
 
     def __init__(
-        self, *, log: Log, log_path: Path, threads: int | None = None, timeout_s: float = 1800.0
+        self, *, log: Log, log_path: Path, threads: int | None = None, timeout_s: float = REQUEST_S
     ) -> None:
         self._log, self._log_path = log, log_path
         self._threads, self._timeout_s = threads, timeout_s

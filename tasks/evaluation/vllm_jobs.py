@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from tasks.config.after_training import Smoke
-from tasks.process.launch import launch, python_child
+from tasks.process.launch import PORT_TAKEN, launch, python_child
 from tasks.process.output import Log
 from tasks.serving.vllm.job import Job, environment, time_limit
 
@@ -47,5 +47,6 @@ def run_vllm(
         log_path=log_path,
         env=environment(settings.kv_cache_gib, settings.threads, sharing=sharing),
         timeout_s=settings.timeout_s or time_limit(Path(job.served) for job in jobs),
+        transient=PORT_TAKEN,
     )
     return [json.loads((Path(job.out) / "result.json").read_text()) for job in jobs]

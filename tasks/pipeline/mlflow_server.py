@@ -16,6 +16,7 @@ from functools import cached_property
 from pathlib import Path, PurePosixPath
 from typing import Any
 
+from tasks.core.disk import has_no_space
 from tasks.core.redaction import redact
 from tasks.pipeline.artifact import Artifact
 from tasks.pipeline.journal import Record
@@ -82,12 +83,18 @@ class Server:
     def experiment_id(self, name: str) -> str:
         """Return the id of an experiment, which is created if it does not exist."""
         if name not in self._experiments:
+            self._require_space()
             known = self._client.get_experiment_by_name(name)
             root = self._artifact_root
             location = root.resolve().as_uri() if root else None
             created = known.experiment_id if known else None
             self._experiments[name] = created or self._client.create_experiment(name, location)
         return self._experiments[name]
+
+    def _require_space(self) -> None:
+        """Raise UnreachableError on a full disk: MLflow would try its database for 100 s."""
+        if self._artifact_root is not None and has_no_space(self._artifact_root):
+            raise UnreachableError("the disk is full")
 
     def send(self, records: list[Record], runs: dict[str, str], folder: Path) -> None:
         """Send the records of one run; see `tasks.pipeline.outbox.Send`.
@@ -97,6 +104,7 @@ class Server:
             RefusedError: MLflow refuses the records.
         """
         first = records[0]
+        self._require_space()
         with _errors():
             if first["do"] == "start":
                 runs[first["run"]] = self._start(first, runs)

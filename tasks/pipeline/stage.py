@@ -25,13 +25,16 @@ from typing import Any
 
 from tasks.core.contract import Check, require
 from tasks.core.disk import disk_full_named
-from tasks.core.errors import ArtifactError, PlumblineError
+from tasks.core.errors import ArtifactError, PlumblineError, StageProcessError
 from tasks.pipeline.artifact import Artifact, Origin, intact, open_artifact, publish, remember
 from tasks.pipeline.report import FlowTracker, StageRecord, StageReport, StageResult
 from tasks.pipeline.source_closure import PACKAGES, source_digest
 from tasks.pipeline.staging import staging
+from tasks.process.deadline import deadline
 
 CONTRACT = "contract.json"
+_LIMITS = {"train": "train.timeout_s", "smoke_eval": "smoke.timeout_s"}
+"""Stages whose time limit is not in section `timeouts`."""
 REFERENCE_LOG = "reference.log"
 """Log of the scorer, which all stages of a run share."""
 
@@ -104,6 +107,7 @@ class Mechanism:
         force: names of stages that run even if an intact artifact exists.
         results: results of the stages that have run so far, in order.
         name: name of the step if a run has several; its stages are called `<name>.<stage>`.
+        timeouts: section `timeouts`: seconds by `<stage>_s`.
     """
 
     store: Path
@@ -113,6 +117,7 @@ class Mechanism:
     force: frozenset[str] = frozenset()
     results: list[StageResult] = field(default_factory=list)
     name: str = ""
+    timeouts: Mapping[str, float | None] = field(default_factory=dict)
 
     @contextlib.contextmanager
     def step(self, name: str) -> Iterator[Mechanism]:
@@ -184,7 +189,11 @@ class Mechanism:
                 else:
                     arguments = {role: artifact.path for role, artifact in inputs.items()}
                     arguments |= {**config, **(context or {}), "log": log}
-                    with _observed(observe, run, arguments):
+                    limit = f"{stage.name}_s"
+                    with (
+                        _observed(observe, run, arguments),
+                        deadline(name, f"timeouts.{limit}", self.timeouts.get(limit)),
+                    ):
                         result = self._execute(name, function, final, origin, arguments, run)
                 result = replace(result, seconds=round(time.monotonic() - started, 2))
                 run.finish(result.artifact, result.metrics, reused=result.reused)
@@ -200,6 +209,10 @@ class Mechanism:
             yield
         except PlumblineError as error:
             error.stage = error.stage or name
+            if isinstance(error, StageProcessError) and error.reason == "timeout":
+                own_setting = _LIMITS.get(name.rpartition(".")[2])
+                setting = own_setting or f"timeouts.{name.rpartition('.')[2]}_s"
+                error.hint = error.hint or f"{setting}=<more seconds>; finished stages are reused"
             own = self.logs / f"{name.rpartition('.')[2]}.log"
             shared = self.logs.parent / REFERENCE_LOG if self.name else self.logs / REFERENCE_LOG
             error.log = error.log or next((str(p) for p in (own, shared) if p.is_file()), "")

@@ -24,6 +24,9 @@ __all__ = ["Conversation", "kill_children_on_abort", "launch", "python_child"]
 
 OnEvent = Callable[[dict[str, Any]], None]
 
+PORT_TAKEN = ("Address already in use", "EADDRINUSE", "RendezvousConnectionError")
+"""Words of a start that may succeed a moment later: a library chose a free port, and lost it."""
+
 
 def launch(
     argv: Sequence[str],
@@ -34,6 +37,7 @@ def launch(
     env: Mapping[str, str] | None = None,
     timeout_s: float | None = None,
     on_event: OnEvent | None = None,
+    transient: Sequence[str] = (),
 ) -> list[str]:
     """Run a command to its end and return its last lines of output.
 
@@ -46,11 +50,40 @@ def launch(
         timeout_s: seconds after which the command is ended; None for no limit.
         on_event: called in this thread with each event of `tasks/core/events.py`, in order. If it
             raises, the command is ended and the exception is passed on.
+        transient: words such as `PORT_TAKEN`. A command that fails before its first event, and has
+            one of them in its last lines, is started once more.
 
     Raises:
         StageProcessError: the exit status is not zero ("exit"), the command was too slow
             ("timeout"), or `kill_children_on_abort` has ended it ("cancelled").
     """
+    heard: list[str] = []
+
+    def note(event: dict[str, Any]) -> None:
+        heard.append(event["event"])
+        if on_event is not None:
+            on_event(event)
+
+    try:
+        return _run(argv, env, timeout_s, note, stage=stage, log=log, log_path=log_path)
+    except StageProcessError as error:
+        tail = "\n".join(error.details)
+        if heard or error.reason != "exit" or not any(word in tail for word in transient):
+            raise
+        log.warning("%s; trying once more", error.message)
+    return _run(argv, env, timeout_s, on_event, stage=stage, log=log, log_path=log_path)
+
+
+def _run(
+    argv: Sequence[str],
+    env: Mapping[str, str] | None,
+    timeout_s: float | None,
+    on_event: OnEvent | None,
+    *,
+    stage: str,
+    log: Log,
+    log_path: Path,
+) -> list[str]:
     with Output(stage=stage, log=log, log_path=log_path) as output:
         with live(Child(argv, env=env)) as child:
             clock = _Clock(timeout_s)

@@ -124,6 +124,35 @@ def test_an_error_of_a_server_on_a_full_disk(tmp_path: Path, size: str, ends: st
         assert "RuntimeError: Server error" in ended.stderr
 
 
+RECORDED = """
+import sys, time
+from pathlib import Path
+from tasks.pipeline.tracking import Tracker
+
+disk = Path(sys.argv[1])
+database = f"sqlite:///{disk}/mlflow.db"
+(disk / "neighbour").open("wb", buffering=0).write(bytes(4 << 20))
+tracker = Tracker(database, "e", disk / "files", Path(sys.argv[2]))
+started = time.monotonic()
+with tracker.flow("f", {}, "", {}):
+    print(tracker.settle())
+print("seconds", time.monotonic() - started)
+"""
+
+
+@pytest.mark.skipif(bool(WHY_NOT), reason=WHY_NOT or "it can")
+def test_the_outbox_does_not_wait_for_a_full_disk(tmp_path: Path) -> None:
+    """MLflow would try to open its database for 100 s."""
+    disk, outbox = tmp_path / "disk", tmp_path / "outbox"
+    disk.mkdir()
+    script = 'mount -t tmpfs -o size=1m none "$1" && exec "$2" -c "$3" "$1" "$4"'
+    command = [*ALONE, "sh", "-c", script, "sh", str(disk), sys.executable, RECORDED, str(outbox)]
+    ended = subprocess.run(command, cwd=PROJECT, capture_output=True, text=True, timeout=240)
+    assert ended.returncode == 0, ended.stderr
+    assert "does not answer (the disk is full): " in ended.stdout
+    assert float(ended.stdout.rpartition("seconds ")[2]) < 20
+
+
 def test_a_full_disk_is_logged_without_a_traceback(caplog: pytest.LogCaptureFixture) -> None:
     LOG.addFilter(shorten := ShortTracebacks())
     try:

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import json
+import logging
+import signal
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -15,7 +18,9 @@ from tasks.core.errors import ArtifactError, ContractError, PlumblineError
 from tasks.pipeline.report import StageReport, StageResult
 from tasks.pipeline.stage import Mechanism, Stage
 from tasks.pipeline.tracking import Tracker
+from tasks.process.launch import launch
 
+LOG = logging.getLogger("tests.stage")
 STAGE = Stage("write", "weights", code=("tasks.core.errors",), stack=("torch", "not-installed"))
 
 
@@ -137,6 +142,29 @@ class TestRefusal:
             run(mechanism, "one", function=fill)
         assert "paths.runs=" in caught.value.hint
         assert not [p for p in mechanism.store.rglob("*") if p.is_file()]
+
+    @pytest.mark.parametrize("limited", ["stage", "child"])
+    def test_a_time_limit_ends_the_children_and_says_what_to_type(
+        self, mechanism: Mechanism, tmp_path: Path, limited: str
+    ) -> None:
+        started = tmp_path / "pid"
+        sleeper = f"import os, time; open({str(started)!r}, 'w').write(str(os.getpid()))"
+
+        def sleep(out: Path, **_: object) -> StageReport:
+            argv = [sys.executable, "-c", f"{sleeper}; time.sleep(600)"]
+            limit = None if limited == "stage" else 3.0
+            launch(argv, stage="write", log=LOG, log_path=tmp_path / "log", timeout_s=limit)
+            return StageReport("weights")
+
+        mechanism.timeouts = {"write_s": 3.0 if limited == "stage" else None}
+        with pytest.raises(PlumblineError) as caught:
+            run(mechanism, "one", function=sleep)
+        report = caught.value.report()
+        assert report.startswith("write failed: ")
+        assert "  -> timeouts.write_s=<more seconds>" in report
+        assert not (started.exists() and Path(f"/proc/{started.read_text()}").exists())
+        assert {r.info.status for r in runs_of(mechanism)} == {"FAILED"}
+        assert signal.getsignal(signal.SIGALRM) == signal.SIG_DFL
 
     def test_a_stage_that_makes_another_kind_is_refused(self, mechanism: Mechanism) -> None:
         def wrong(out: Path, **_: object) -> StageReport:

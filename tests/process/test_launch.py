@@ -10,6 +10,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,7 @@ import pytest
 
 from tasks.core.errors import StageProcessError
 from tasks.pipeline.signature import PASSWORD
-from tasks.process.launch import kill_children_on_abort, launch, python_child
+from tasks.process.launch import PORT_TAKEN, kill_children_on_abort, launch, python_child
 from tests.process.conftest import FAMILY, STUBBORN, Script, alive, pids, until
 
 Run = Callable[..., list[str]]
@@ -237,3 +238,34 @@ def test_kill_9_of_the_supervisor_ends_everything(run: Run, tmp_path: Path) -> N
 def parent_of(pid: int) -> int:
     stat = Path(f"/proc/{pid}/stat").read_text()
     return int(stat[stat.rindex(")") + 2 :].split()[1])
+
+
+FLAKY = """
+import pathlib, sys
+starts = pathlib.Path(sys.argv[1])
+starts.write_text(starts.read_text() + "x" if starts.exists() else "x")
+if sys.argv[2] == "event":
+    from tasks.core.events import emit
+    emit("step", step=1)
+if len(starts.read_text()) == 1:
+    sys.exit(sys.argv[3])
+"""
+
+
+@pytest.mark.parametrize(
+    ("says", "words", "starts"),
+    [
+        ("nothing", "OSError: Address already in use", 2),
+        ("nothing", "ValueError: no such model", 1),
+        ("event", "OSError: Address already in use", 1),  # it had started
+    ],
+)
+def test_only_a_start_that_may_succeed_later_is_repeated(
+    tmp_path: Path, log: logging.Logger, says: str, words: str, starts: int
+) -> None:
+    counted = tmp_path / "starts"
+    argv = [sys.executable, "-c", FLAKY, str(counted), says, words]
+    expected: Any = nullcontext() if starts == 2 else pytest.raises(StageProcessError, match=words)
+    with expected:
+        launch(argv, stage="t", log=log, log_path=tmp_path / "log", transient=PORT_TAKEN)
+    assert counted.read_text() == "x" * starts

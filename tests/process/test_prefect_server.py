@@ -160,6 +160,7 @@ def test_a_flow_goes_on_to_its_end_when_its_server_is_killed(start: Start, runs:
     assert flow_states(runs, "wait-outage") == ["RUNNING"]
 
 
+@pytest.mark.slow
 def test_sigterm_after_the_server_was_killed(start: Start) -> None:
     flow, child, server = begun(start, "long-alone")
     signal_server(flow, signal.SIGKILL)

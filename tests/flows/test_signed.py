@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from tasks.pipeline.artifact import MANIFEST, content_digest, inventory
-from tasks.pipeline.signature import faults
+from tasks.pipeline.signature import faults, sign
 from tests.flows.conftest import Run
 from tests.keys import make_pair
 
@@ -43,16 +43,26 @@ def test_a_run_signs_and_later_runs_check(rlhf: Callable[..., Run], tmp_path: Pa
     stages = {stage["name"]: stage["reused"] for stage in second.summary["stages"]}
     assert (stages["convert"], stages["smoke_eval"]) == (True, False)
 
+    # Somebody signs it with another key: refused when it is registered, and when it is served.
+    signature = (served / "model.sig").read_bytes()
+    (served / "model.sig").unlink()
+    sign(served, make_pair(tmp_path / "keys", "other")[0])
+    for more, done in (((), True), (("force=[smoke_eval]",), False)):
+        refused = rlhf(runs, *quick, f"register.verify={public}", *more)
+        assert refused.code == 1, refused.output
+        assert "SIGNED_BY_ANOTHER: model.sig" in refused.output
+        assert ("smoke_eval" in [stage["name"] for stage in refused.summary["stages"]]) == done
+
     # Somebody alters a file, and the manifest with it: only the signature shows it.
+    (served / "model.sig").write_bytes(signature)
     config = json.loads((served / "config.json").read_text())
+    (served / "config.json").chmod(0o644)
     (served / "config.json").write_text(json.dumps({**config, "note": "altered"}))
     document = json.loads((served / MANIFEST).read_text())
     tensors, files = inventory(served)
     document |= {"files": files, "digest": content_digest("served", tensors, files)}
     (served / MANIFEST).write_text(json.dumps(document))
-    for more in ((), ("force=[smoke_eval]",)):
-        altered = rlhf(runs, *quick, f"register.verify={public}", *more)
-        assert altered.code == 1, altered.output
-        assert "SIGNED_CHANGED: config.json" in altered.output
-        served_again = [stage["name"] for stage in altered.summary["stages"]]
-        assert ("smoke_eval" in served_again) == (not more)
+    altered = rlhf(runs, *quick, f"register.verify={public}")
+    assert altered.code == 1, altered.output
+    assert "SIGNED_CHANGED: config.json" in altered.output
+    assert "smoke_eval" not in [stage["name"] for stage in altered.summary["stages"]]

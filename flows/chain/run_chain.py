@@ -10,6 +10,7 @@ import time
 from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 from prefect import get_run_logger
@@ -26,7 +27,7 @@ from tasks.core.errors import TrackingError
 from tasks.core.redaction import with_passwords
 from tasks.evaluation.scoring import REQUEST_S, ReferenceScorer
 from tasks.pipeline.artifact import Artifact
-from tasks.pipeline.signature import key_file
+from tasks.pipeline.signature import is_signed, key_file, require_signed
 from tasks.pipeline.stage import Mechanism
 from tasks.process.launch import kill_children_on_abort
 from tasks.process.multinode import Leader, Meeting
@@ -86,6 +87,7 @@ def experiment_of(overrides: list[str]) -> str | None:
 
 def _run_stages(flow_run: FlowRun, *, steps: Sequence[Step], registry: Registry) -> None:
     """Run all steps, then register the model that the last one serves."""
+    check_signatures(steps)
     mechanism, composed = flow_run.mechanism, flow_run.composed
     log_path = mechanism.logs / "reference.log"
     scorer = ReferenceScorer(
@@ -99,6 +101,19 @@ def _run_stages(flow_run: FlowRun, *, steps: Sequence[Step], registry: Registry)
         served = _deliver(steps, mechanism, scorer, leader)
     flow_run.summary.served = str(served.path)
     _register(flow_run, served, registry)
+
+
+def check_signatures(steps: Sequence[Step]) -> None:
+    """Check the signature of `reward.model`, if it has one, with the key of `register.verify`.
+
+    Raises:
+        ArtifactError: the folder is not, byte for byte, what this key signed.
+    """
+    for step in steps:
+        settings = step.composed.settings
+        folder, public_key = settings["reward"]["model"], key_file(settings["register"]["verify"])
+        if folder is not None and public_key is not None and is_signed(Path(folder).expanduser()):
+            require_signed(Path(folder).expanduser(), public_key)
 
 
 def _deliver(

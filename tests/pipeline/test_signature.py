@@ -14,6 +14,9 @@ from typing import Any
 
 import pytest
 
+from flows.chain.run_chain import check_signatures
+from flows.chain.steps import chain_steps
+from flows.cli.config import compose_config
 from tasks.core.errors import ArtifactError
 from tasks.pipeline.artifact import Origin, intact, open_artifact, publish, remember, verify
 from tasks.pipeline.signature import PASSWORD, faults, is_signed, require_signed, sign
@@ -166,6 +169,23 @@ def test_a_key_with_a_password(
     assert sign(served, private)
     assert faults(served, public) == []
     assert b"pass phrase" not in (served / "model.sig").read_bytes()
+
+
+def test_a_signed_reward_model_is_used_only_if_it_is_the_key_s(
+    signed: Path, keys: tuple[Path, Path], tmp_path: Path
+) -> None:
+    def check(public_key: Path | str) -> None:
+        named = [f"reward.model={signed}", f"register.verify={public_key}"]
+        overrides = ["+exp=grpo", "reward=model", *named]
+        check_signatures(chain_steps(compose_config(overrides), overrides))
+
+    _, other = make_pair(tmp_path / "keys", "other")
+    check(keys[1])
+    check("null")
+    with pytest.raises(ArtifactError, match=r"SIGNED_BY_ANOTHER: model\.sig"):
+        check(other)
+    (signed / "model.sig").unlink()
+    check(other)
 
 
 def test_the_upstream_command_reads_our_signature_and_we_read_its(

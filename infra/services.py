@@ -44,6 +44,7 @@ POOL = "plumbline"
 # Started in this order and stopped in reverse, so that the worker always has its server.
 NAMES = ("prefect", "mlflow", "worker")
 PORTS = {"prefect": 4200, "mlflow": 5000}
+LEASES = "prefect.server.concurrency.lease_storage.filesystem"
 # Grace period: a worker with a running flow ends only after the flow, which then gets SIGTERM.
 STOP_S = 12.0
 
@@ -102,6 +103,8 @@ class Services:
             "PREFECT_SERVER_API_AUTH_STRING": self.auth,
             "PREFECT_SERVER_CSRF_PROTECTION_ENABLED": "true",
             "PREFECT_UI_API_URL": self.prefect.url,  # otherwise the pages use port 4200
+            # On disk, so that a slot of a killed run is freed after a restart of the server, too.
+            "PREFECT_SERVER_CONCURRENCY_LEASE_STORAGE": LEASES,
             "PREFECT__SERVER_FINAL": "1",  # as `prefect server start`: less memory
             **guard_settings(f"{LOOPBACK}:{port}", f"localhost:{port}"),
         }

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks import gate, gpu, inputs, rl
+from benchmarks import gate, gpu, inputs, resolve, rl
 from benchmarks.harness import Commands, Cost, report_in
 from benchmarks.report import BEGIN, END, RL, Row, document, write_docs
 from benchmarks.shapes import SIZES
@@ -191,3 +191,9 @@ def test_the_table_of_the_gates_gives_both_rates() -> None:
     line = gate.table(rows).splitlines()[-1].split()
     assert line[:6] == ["5", "2", "1", "1.0e-04", "1.0000", "0.9300"]
     assert " ".join(line[6:]) == "2/0/2 of 2 0/2/2 of 2"
+
+
+def test_resolving_a_finished_stage_reuses_it() -> None:
+    times = resolve.measure(artifacts=3, tensors=5, runs=4)
+    assert len(times) == 4
+    assert min(times) > 0

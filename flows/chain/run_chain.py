@@ -62,10 +62,12 @@ def run_flow(name: str, overrides: list[str]) -> dict[str, Any]:
         check(steps)
         return {"status": "planned", "plan": text}
     check(steps)
-    with hold_runs(composed.runs, composed.settings["paths"]["wait_s"]), kill_children_on_abort():
+    wait_s = composed.settings["paths"]["wait_s"]
+    with hold_runs(composed.runs, wait_s) as patience, kill_children_on_abort():
         exp = experiment_of(overrides)
         tracker = tracker_of(composed)
-        flow_run = FlowRun.begin(name, composed, in_prefect(name), tracker=tracker, exp=exp)
+        host = in_prefect(name, patience)
+        flow_run = FlowRun.begin(name, composed, host, tracker=tracker, exp=exp)
         flow_run.summary.defaults = [line for step in steps for line in defaults_of(step)]
         title = " ".join(filter(None, (name, exp)))
         return flow_run.run(title, partial(_run_stages, steps=steps, registry=tracker))

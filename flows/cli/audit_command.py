@@ -13,7 +13,7 @@ from typing import Any
 
 from flows.cli.bootstrap import bootstrap
 from flows.cli.config import Composed
-from flows.cli.entry import exit_on_signals, run_main
+from flows.cli.entry import exit_on_signals, run_main, to_stderr
 from tasks.audit.repair import repair
 from tasks.audit.run import Report, audit
 from tasks.core.errors import ConfigError, PlumblineError
@@ -130,17 +130,20 @@ def _write(path: Path, report: Report) -> None:
 
 def _in_prefect(composed: Composed, overrides: list[str]) -> int:
     bootstrap(PROJECT, composed.runs)
-    from flows.cli.lock import hold
     from flows.orchestration.prefect_server import prefect_server, warm_up
     from flows.orchestration.prefect_watch import final_state
     from tasks.config.checks import preflight
     from tasks.config.checks.tracking import prefect_reachable, reachable
+    from tasks.pipeline.locks import Patience, hold
 
     uri = composed.settings["tracking"]["uri"]
     preflight([*reachable(uri), *prefect_reachable()])
     settings, meanwhile = composed.settings, partial(warm_up, composed, "flows.audit")
-    wait_s = settings["paths"]["wait_s"]
-    with hold(composed.runs, wait_s), prefect_server(composed.runs, meanwhile=meanwhile):
+    patience = Patience(settings["paths"]["wait_s"], to_stderr)
+    with (
+        hold(composed.runs, patience) as held,
+        prefect_server(composed.runs, held, meanwhile=meanwhile),
+    ):
         from flows.audit import audit as flow
 
         tag = settings["tag"] or "manual"

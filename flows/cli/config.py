@@ -25,6 +25,7 @@ from tasks.config.audit_flow import Audit
 from tasks.config.checks.model import look
 from tasks.config.defaults import ONLINE, RULES, default
 from tasks.config.deliver_flow import Deliver
+from tasks.config.prune_flow import Prune
 from tasks.config.section import hydra_schema
 from tasks.core.errors import ConfigError
 from tasks.core.redaction import redact, with_passwords
@@ -36,6 +37,7 @@ SCHEMAS: dict[str, type] = {
     "rlhf": hydra_schema(Rlhf),
     "deliver": hydra_schema(Deliver),
     "audit": hydra_schema(Audit),
+    "prune": hydra_schema(Prune),
 }
 """Dataclass of the settings, by root file; Hydra checks against it."""
 
@@ -73,6 +75,7 @@ OmegaConf.register_new_resolver("toy", _toy, replace=True)
 ConfigStore.instance().store(name="schema", node=SCHEMAS["rlhf"])
 ConfigStore.instance().store(name="deliver_schema", node=SCHEMAS["deliver"])
 ConfigStore.instance().store(name="audit_schema", node=SCHEMAS["audit"])
+ConfigStore.instance().store(name="prune_schema", node=SCHEMAS["prune"])
 
 
 @dataclass(frozen=True)

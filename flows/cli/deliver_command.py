@@ -16,11 +16,11 @@ from pathlib import Path
 
 from flows.cli.bootstrap import bootstrap
 from flows.cli.config import Composed
-from flows.cli.entry import completed, exit_on_signals, exit_status, run_main
-from flows.cli.lock import hold
+from flows.cli.entry import completed, exit_on_signals, exit_status, run_main, to_stderr
 from flows.delivery.run_delivery import Planned, compare, direct, plan, reuse_plan
 from tasks.core.redaction import without_passwords
 from tasks.delivery.plan.quantization import COMPARE
+from tasks.pipeline.locks import Hold, Patience, hold
 from tasks.process.launch import kill_children_on_abort
 
 PROJECT = Path(__file__).resolve().parents[2]
@@ -43,19 +43,22 @@ def _job(composed: Composed, overrides: list[str]) -> int:
     print(planned.text(), flush=True)
     if composed.settings["plan"]:
         return 0
-    with hold(composed.runs, composed.settings["paths"]["wait_s"]), kill_children_on_abort():
+    patience = Patience(composed.settings["paths"]["wait_s"], to_stderr)
+    with hold(composed.runs, patience) as held, kill_children_on_abort():
         if planned.delivery.engine is None:
-            direct(planned, _log(), uuid.uuid4().hex)
-            return completed(composed.runs)
-        return _in_prefect(planned, overrides)
+            held.share()
+            summary = direct(planned, _log(), uuid.uuid4().hex)
+            return completed(composed.runs, summary)
+        return _in_prefect(planned, overrides, held)
 
 
-def _in_prefect(planned: Planned, overrides: list[str]) -> int:
+def _in_prefect(planned: Planned, overrides: list[str], held: Hold) -> int:
     from flows.orchestration.prefect_server import prefect_server, warm_up
     from flows.orchestration.prefect_watch import final_state
 
     composed = planned.composed
-    with prefect_server(composed.runs, meanwhile=partial(warm_up, composed, "flows.deliver")):
+    meanwhile = partial(warm_up, composed, "flows.deliver")
+    with prefect_server(composed.runs, held, meanwhile=meanwhile):
         from flows.deliver import deliver
 
         reuse_plan(planned)

@@ -14,13 +14,12 @@ it is reported as crashed.
 from __future__ import annotations
 
 import errno
-import json
 import os
 import signal
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from itertools import pairwise
 from pathlib import Path
@@ -169,7 +168,7 @@ def exit_status(state: Any, runs: Path) -> int:
         The exit status: 0, that of the error's class, or 1 for an unexpected error.
     """
     if state.is_completed():
-        status = completed(runs)
+        status = completed(runs, state.result(raise_on_failure=False))
         print(pages(runs, PROJECT))
         return status
     error = state.result(raise_on_failure=False)
@@ -182,14 +181,22 @@ def exit_status(state: Any, runs: Path) -> int:
     return error.exit_code if ours else 1
 
 
-def completed(runs: Path) -> int:
+def to_stderr(line: str) -> None:
+    """Print a line about the command itself."""
+    print(line, file=sys.stderr, flush=True)
+
+
+def completed(runs: Path, summary: Mapping[str, Any]) -> int:
     """Print the summary's table of a run that has just ended.
+
+    Args:
+        runs: `paths.runs`.
+        summary: the summary. `<runs>/latest` may be that of another run by now.
 
     Returns:
         The exit status: 0, or 3 if the model could not be registered.
     """
-    print((runs / "latest" / "summary.txt").read_text())
-    summary = json.loads((runs / "latest" / "summary.json").read_text())
+    print((runs / "reports" / summary["run"] / "summary.txt").read_text())
     return TrackingError.exit_code if summary["unregistered"] else 0
 
 

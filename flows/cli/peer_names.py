@@ -201,6 +201,11 @@ PEERS: Mapping[str, Mapping[str, str]] = {
         "output_dir": "out_dir={}",
         "repair": "fix=true out_dir=<a new folder>",
     },
+    "prune": {
+        **dict.fromkeys(("keep_last", "keep_runs"), "keep={}"),
+        **dict.fromkeys(("days", "max_age", "older"), "older_than={}"),
+        **dict.fromkeys(("delete", "force"), "yes=true"),
+    },
 }
 """Other trainers' names -> our overrides, by program."""
 
@@ -209,7 +214,7 @@ def translate(program: str, name: str, value: str) -> str:
     """Return our overrides for another or a former name; an empty string for an unknown one.
 
     Args:
-        program: "rlhf", "deliver" or "audit".
+        program: "rlhf", "deliver", "audit" or "prune".
         name: name of the setting, without leading dashes; former names with their section.
         value: value that the user typed, or "<value>".
     """

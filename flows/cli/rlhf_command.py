@@ -13,13 +13,13 @@ from pathlib import Path
 from flows.chain.steps import chain_steps
 from flows.cli.bootstrap import bootstrap
 from flows.cli.config import Composed
-from flows.cli.entry import exit_on_signals, exit_status, run_main
-from flows.cli.lock import hold
+from flows.cli.entry import exit_on_signals, exit_status, run_main, to_stderr
 from flows.cli.plan import check, render
 from flows.orchestration.prefect_server import prefect_server, warm_up
 from flows.orchestration.prefect_watch import final_state
 from tasks.core.redaction import without_passwords
 from tasks.core.terminal import plain
+from tasks.pipeline.locks import Patience, hold
 from tasks.process.launch import kill_children_on_abort, launch
 from tasks.process.multinode import Meeting, follow, rendezvous
 from tasks.train import build_ops, rank_environment, torchrun
@@ -47,8 +47,8 @@ def _job(composed: Composed, overrides: list[str]) -> int:
     if meeting and not meeting.leads:
         return run_follower(composed, meeting)
     with (
-        hold(composed.runs, composed.settings["paths"]["wait_s"]),
-        prefect_server(composed.runs, meanwhile=partial(warm_up, composed, "flows.rlhf")),
+        hold(composed.runs, Patience(composed.settings["paths"]["wait_s"], to_stderr)) as held,
+        prefect_server(composed.runs, held, meanwhile=partial(warm_up, composed, "flows.rlhf")),
         kill_children_on_abort(),
     ):
         from flows.rlhf import rlhf

@@ -47,7 +47,7 @@ def full(program: str, overrides: Sequence[str] = (), topics: Sequence[str] = ()
     """Return the whole help.
 
     Args:
-        program: "rlhf", "deliver" or "audit".
+        program: "rlhf", "deliver", "audit" or "prune".
         overrides: overrides that change the values shown.
         topics: sections or keys; only their settings are shown. Empty for all.
 

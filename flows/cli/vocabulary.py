@@ -37,7 +37,7 @@ class Vocabulary:
     """Names of one program.
 
     Attributes:
-        program: "rlhf", "deliver" or "audit".
+        program: "rlhf", "deliver", "audit" or "prune".
         root: dataclass of its settings.
         folders: folders of configuration files; the first one is the project's `conf`.
     """

@@ -9,7 +9,7 @@ from __future__ import annotations
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -32,6 +32,7 @@ from tasks.delivery.publish_output import out_findings
 from tasks.delivery.verify_inputs import require_intact
 from tasks.evaluation.scoring import ReferenceScorer
 from tasks.pipeline.artifact import Artifact, Origin
+from tasks.pipeline.locks import Patience
 from tasks.pipeline.report import FlowTracker, StageRecord
 from tasks.process.launch import kill_children_on_abort
 
@@ -129,8 +130,9 @@ def run_in_prefect(overrides: list[str]) -> dict[str, Any]:
         text = planned.text()
         host.log.info("%s", text)
         return {"status": "planned", "plan": text}
-    with hold_runs(composed.runs, composed.settings["paths"]["wait_s"]), kill_children_on_abort():
-        return _run(planned, host, tracker_of(composed))
+    wait_s = composed.settings["paths"]["wait_s"]
+    with hold_runs(composed.runs, wait_s) as patience, kill_children_on_abort():
+        return _run(planned, replace(host, patience=patience), tracker_of(composed))
 
 
 def direct(planned: Planned, log: Any, run_id: str) -> dict[str, Any]:
@@ -146,7 +148,8 @@ def direct(planned: Planned, log: Any, run_id: str) -> dict[str, Any]:
     """
     tracked = planned.composed.settings["tracking"]["uri"]
     tracker = tracker_of(planned.composed) if tracked else Untracked()
-    return _run(planned, in_this_process(run_id, log), tracker)
+    patience = Patience(planned.composed.settings["paths"]["wait_s"], log.info)
+    return _run(planned, in_this_process(run_id, log, patience), tracker)
 
 
 def _run(planned: Planned, host: Host, tracker: FlowTracker) -> dict[str, Any]:

@@ -19,6 +19,7 @@ from tasks.drift.verdict import FINGERPRINT
 from tasks.evaluation.planned import Measuring
 from tasks.evaluation.scoring import ReferenceScorer
 from tasks.pipeline.artifact import Artifact
+from tasks.pipeline.locks import Needs
 from tasks.pipeline.report import StageResult, StageRunner
 from tasks.pipeline.stage import Stage
 from tasks.weights.execute.writer import parse_size
@@ -29,7 +30,7 @@ if TYPE_CHECKING:
 _TORCH = ("torch", "transformers", "tokenizers", "safetensors")
 _PLANNED = ("tasks.delivery.stages", "tasks.delivery.plan.planning")
 _MEASURED = ("tasks.delivery.smoke",)
-AUDIT = Stage("audit", "report", ("tasks.delivery.examination",))
+AUDIT = Stage("audit", "report", ("tasks.delivery.examination",), needs=Needs.NOTHING)
 GATHER_ADAPTER = Stage("gather", "adapter", _PLANNED, ("torch", "safetensors"))
 GATHER_WEIGHTS = Stage("gather", "weights", _PLANNED, _TORCH)
 REFERENCE = Stage("reference", "reference", _MEASURED, (*_TORCH, "peft", "bitsandbytes"))

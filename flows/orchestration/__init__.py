@@ -2,6 +2,7 @@
 
 prefect_server  the embedded Prefect API, for as long as a command runs
 services        the servers that `make up` runs: where they are, and their login
+devices         the GPUs of a stage, which stages of other runs wait for
 deployment      what a run that a worker starts may name, and its turn
 flow_run        one run of a flow; `DryRun` reports what the run would do
 summary         `<paths.runs>/latest/summary.json`, and the table on the terminal

@@ -13,7 +13,6 @@ separated by ":", say what a deployment's run may name:
 from __future__ import annotations
 
 import contextlib
-import math
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from functools import cache
@@ -22,8 +21,8 @@ from typing import Any
 
 from flows.cli.arguments import split
 from flows.cli.config import conf_folders
-from flows.cli.lock import hold
 from tasks.core.errors import ConfigError, first_and_more
+from tasks.pipeline.locks import Patience, hold
 
 FOLDERS, CODE = "PLUMBLINE_DEPLOY_FOLDERS", "PLUMBLINE_DEPLOY_CODE"
 
@@ -44,21 +43,23 @@ def _has_deployment(flow_run_id: str) -> bool:
 
 
 @contextlib.contextmanager
-def hold_runs(runs: Path, wait_s: float) -> Iterator[None]:
-    """Lock the folder of runs within a flow; a deployment's run waits until it is free.
+def hold_runs(runs: Path, wait_s: float | None) -> Iterator[Patience]:
+    """Enter the folder of runs within a flow; yields how long the run waits for others.
 
     Args:
         runs: `paths.runs`.
-        wait_s: `paths.wait_s`, for a run on a terminal.
+        wait_s: `paths.wait_s`, for a run on a terminal; a deployment's run waits as long as it
+            takes.
 
     Raises:
-        BusyError: another process still has the lock after `wait_s` seconds.
+        BusyError: another process has the folder alone, still after `wait_s` seconds.
     """
     from prefect import get_run_logger
 
-    patience = math.inf if in_deployment() else wait_s
-    with hold(runs, patience, on_wait=get_run_logger().info):
-        yield
+    patience = Patience(None if in_deployment() else wait_s, get_run_logger().info)
+    with hold(runs, patience) as held:
+        held.share()
+        yield patience
 
 
 def check_overrides(overrides: Sequence[str]) -> None:

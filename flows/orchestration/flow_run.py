@@ -14,10 +14,12 @@ import time
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field
 from datetime import datetime
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from flows.cli.config import Composed
+from flows.orchestration.devices import reserve
 from flows.orchestration.evaluation import evaluation
 from flows.orchestration.summary import Summary, stage_entry
 from tasks.core.disk import disk_full_named
@@ -25,6 +27,7 @@ from tasks.core.errors import ArtifactError, PlumblineError
 from tasks.core.redaction import redact
 from tasks.evaluation.scoring import ReferenceScorer
 from tasks.pipeline.artifact import Artifact, open_artifact, sweep
+from tasks.pipeline.locks import FOREVER, Patience
 from tasks.pipeline.report import FlowTracker, StageResult
 from tasks.pipeline.stage import Call, Mechanism, Stage, plain
 from tasks.pipeline.tracking import Tracker
@@ -42,6 +45,7 @@ class Host:
         show: shows the table of checks (Markdown) at the end of a flow.
         tags: tags of the tracked run.
         unrecorded: returns a line about what Prefect has not recorded, or nothing.
+        patience: how long to wait for other runs.
     """
 
     run_id: str
@@ -51,13 +55,15 @@ class Host:
     show: Callable[[str], object]
     tags: Mapping[str, str] = field(default_factory=dict)
     unrecorded: Callable[[], str] = lambda: ""
+    patience: Patience = FOREVER
 
 
-def in_prefect(name: str) -> Host:
+def in_prefect(name: str, patience: Patience = FOREVER) -> Host:
     """Return the host of the current Prefect flow run.
 
     Args:
         name: name of the flow.
+        patience: how long to wait for other runs.
     """
     from prefect import get_run_logger
     from prefect.artifacts import create_markdown_artifact
@@ -85,15 +91,16 @@ def in_prefect(name: str) -> Host:
     run_id = str(flow_run.id)
     tags = {"prefect.flow_run_id": run_id}
     tasks = PrefectTasks()
-    return Host(run_id, get_run_logger(), tasks, tasks.last, show, tags, unrecorded)
+    return Host(run_id, get_run_logger(), tasks, tasks.last, show, tags, unrecorded, patience)
 
 
-def in_this_process(run_id: str, log: Any) -> Host:
+def in_this_process(run_id: str, log: Any, patience: Patience = FOREVER) -> Host:
     """Return a host without Prefect: stages are called directly.
 
     Args:
         run_id: id of this run.
         log: logger of the flow.
+        patience: how long to wait for other runs.
     """
 
     def call(
@@ -104,7 +111,7 @@ def in_this_process(run_id: str, log: Any) -> Host:
     def last(name: str, work: Callable[[], str], inputs: Mapping[str, Artifact]) -> str:
         return work()
 
-    return Host(run_id, log, call, last, show=lambda table: None)
+    return Host(run_id, log, call, last, show=lambda table: None, patience=patience)
 
 
 def tracker_of(composed: Composed) -> Tracker:
@@ -160,9 +167,11 @@ class FlowRun:
         logs.mkdir(parents=True)
         sweep(store)
         force = frozenset(composed.settings["force"])
-        mechanism = Mechanism(store, logs, tracker, host.call, force)
+        mechanism = Mechanism(store, logs, tracker, host.call, force, host.patience)
         mechanism.timeouts = composed.settings.get("timeouts", {})
-        return cls(composed, host, mechanism, Summary("running", flow, exp, 0.0), run_id)
+        mechanism.devices = partial(reserve, composed, patience=host.patience)
+        summary = Summary("running", flow, exp, 0.0, run=run_id)
+        return cls(composed, host, mechanism, summary, run_id)
 
     def run(self, title: str, stages: Callable[[FlowRun], None]) -> dict[str, Any]:
         """Run the stages inside a tracked run; write the summary however they end.

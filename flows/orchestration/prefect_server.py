@@ -29,6 +29,7 @@ from flows.orchestration.prefect_watch import current
 from flows.orchestration.server_api import Api
 from flows.orchestration.services import AUTH, URL, running_server
 from tasks.core.errors import PlumblineError
+from tasks.pipeline.locks import Hold
 from tasks.pipeline.source_closure import closure
 from tasks.process.child import PROJECT, Child
 
@@ -55,7 +56,9 @@ _running: dict[Path, tuple[Child, Api]] = {}
 
 
 @contextlib.contextmanager
-def prefect_server(runs: Path, meanwhile: Callable[[], None] | None = None) -> Iterator[str]:
+def prefect_server(
+    runs: Path, held: Hold, meanwhile: Callable[[], None] | None = None
+) -> Iterator[str]:
     """Provide a Prefect API for the flow runs of the block; yields its URL.
 
     If the user has set `PREFECT_API_URL`, that server is used and nothing is started; likewise the
@@ -65,11 +68,12 @@ def prefect_server(runs: Path, meanwhile: Callable[[], None] | None = None) -> I
     task run of the block's flow runs is recorded. The server lives until this process is gone,
     since Prefect still sends logs and events at exit.
 
-    Enter the block while holding `flows.cli.lock.hold(runs)`. Then no other process can have a flow
-    run, and runs that the database lists as running are marked as crashed.
+    If no other process is in the folder, runs that the database lists as running are marked as
+    crashed. Other runs may enter the folder when the server is there.
 
     Args:
         runs: `paths.runs`.
+        held: lock of the folder.
         meanwhile: called while the server starts, for other work that takes seconds.
 
     Raises:
@@ -80,9 +84,11 @@ def prefect_server(runs: Path, meanwhile: Callable[[], None] | None = None) -> I
         _refresh_settings()
     users_url = os.environ.get(URL)
     if users_url and all(users_url != api.url for _, api in _running.values()):
+        held.share()
         yield users_url
         return
-    api = _running_or_new(runs.absolute(), meanwhile)
+    api = _running_or_new(runs.absolute(), meanwhile, alone=held.alone)
+    held.share()
     os.environ |= {URL: api.url, AUTH: api.auth}
     _refresh_settings()
     logging.getLogger("prefect.flow_runs").addFilter(_no_link_to_a_page)
@@ -93,6 +99,11 @@ def prefect_server(runs: Path, meanwhile: Callable[[], None] | None = None) -> I
         _wait_for_records(api, entered)
         for name in (URL, AUTH):  # the next run of a sweep is not given this server by its user
             os.environ.pop(name, None)
+
+
+def is_embedded() -> bool:
+    """Return True if this process uses an embedded server."""
+    return any(os.environ.get(URL) == api.url for _, api in _running.values())
 
 
 def warm_up(composed: Composed, flow: str) -> None:
@@ -113,7 +124,7 @@ def warm_up(composed: Composed, flow: str) -> None:
         _ = tracker_of(composed).experiment_id
 
 
-def _running_or_new(runs: Path, meanwhile: Callable[[], None] | None) -> Api:
+def _running_or_new(runs: Path, meanwhile: Callable[[], None] | None, *, alone: bool) -> Api:
     known = _running.get(runs)
     if known is not None and known[0].poll() is None:
         return known[1]
@@ -129,7 +140,8 @@ def _running_or_new(runs: Path, meanwhile: Callable[[], None] | None) -> Api:
         fcntl.flock(lock, fcntl.LOCK_EX)
         _running[runs] = _start(log_path, meanwhile)
     api = _running[runs][1]
-    if home == runs / "prefect" and not any(name in os.environ for name in DATABASE_SETTINGS):
+    ours = home == runs / "prefect" and not any(name in os.environ for name in DATABASE_SETTINGS)
+    if ours and alone:
         bury_the_dead(api)  # no other server uses this database
     return api
 

@@ -35,6 +35,7 @@ class Summary:
         unregistered: why the model is not registered though the run is complete, and what to type.
         findings: findings of the audit that a delivery starts with.
         defaults: lines about computed defaults.
+        run: name of the run's folders under `<paths.runs>/logs` and `reports`.
     """
 
     status: str
@@ -52,6 +53,7 @@ class Summary:
     unregistered: str | None = None
     findings: list[dict[str, Any]] = field(default_factory=list)
     defaults: list[str] = field(default_factory=list)
+    run: str = ""
 
     def write(self, runs: Path, run_id: str, texts: dict[str, str]) -> Path:
         """Write the summary to `<runs>/reports/<run_id>/` and make `<runs>/latest` a link to it.

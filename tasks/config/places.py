@@ -20,7 +20,7 @@ class Paths:
     """Folders."""
 
     runs: str = "runs"  # folder for artifacts, MLflow, Prefect and logs
-    wait_s: float = 0.0  # seconds to wait for another run in the same folder
+    wait_s: float | None = None  # seconds to wait for other runs; null: as long as it takes
 
 
 @dataclass(frozen=True)

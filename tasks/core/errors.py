@@ -11,7 +11,7 @@
     |-- StageProcessError          a child process failed
     |-- TimeLimitError             a stage took longer than its setting allows
     |-- TrackingError              MLflow does not answer: the model is not registered    exit 3
-    `-- BusyError                  another run uses the same `paths.runs`
+    `-- BusyError                  another run uses the same folder, artifact or GPU
 
 A message says what is wrong, where, and what is allowed; the hint says what to type. `str(error)`
 is one line if possible, since Prefect prints it several times; longer texts are in `details`. All
@@ -110,7 +110,7 @@ class TrackingError(PlumblineError):
 
 
 class BusyError(PlumblineError):
-    """Another run uses the same `paths.runs`."""
+    """Another run uses the same folder, artifact or GPU."""
 
 
 class StageProcessError(PlumblineError):

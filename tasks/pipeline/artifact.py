@@ -71,7 +71,7 @@ class Artifact:
 
     def manifest(self) -> dict[str, Any]:
         """Read the manifest."""
-        return _load_manifest(self.path)
+        return read_manifest(self.path)
 
     @property
     def notes(self) -> dict[str, Any]:
@@ -178,7 +178,7 @@ def open_artifact(path: Path, kind: str | None = None) -> Artifact:
         ArtifactError: there is no artifact, it has another kind, or a file is missing, added or of
             another size.
     """
-    document = _load_manifest(path)
+    document = read_manifest(path)
     if kind is not None and document["kind"] != kind:
         raise ArtifactError(f"{path} is an artifact of kind {document['kind']}, not {kind}")
     problems = _surface_problems(path, document)
@@ -224,6 +224,7 @@ def intact(artifact: Artifact, seen: Path) -> list[str]:
     stats = _stats(artifact.path)
     with contextlib.suppress(OSError, ValueError):
         if json.loads(record.read_text()) == stats:
+            os.utime(record)  # the time of the last use
             return []
     problems = verify(artifact)
     if not problems:
@@ -256,7 +257,12 @@ def _surface_problems(root: Path, document: Mapping[str, Any]) -> list[str]:
     return problems + [f"{name}: not in the manifest" for name in added]
 
 
-def _load_manifest(root: Path) -> dict[str, Any]:
+def read_manifest(root: Path) -> dict[str, Any]:
+    """Return the manifest of a published artifact.
+
+    Raises:
+        ArtifactError: there is none, or it cannot be read.
+    """
     path = root / MANIFEST
     if not path.is_file():
         raise ArtifactError(f"{root}: no published artifact: no {MANIFEST}")

@@ -144,7 +144,12 @@ def _joins(batch: list[Record], record: Record) -> bool:
 
 def new_journal(folder: Path, server: str) -> Journal:
     """Create a journal in the folder of journals, with a header about its owner."""
-    journal = Journal(folder / f"{datetime.now():%Y%m%d-%H%M%S}-{uuid.uuid4().hex[:8]}")
+    while True:
+        path = folder / f"{datetime.now():%Y%m%d-%H%M%S}-{uuid.uuid4().hex[:8]}"
+        with contextlib.suppress(BlockingIOError, FileNotFoundError):
+            journal = Journal(path)
+            if path.is_dir():  # another run has not taken the empty journal for that of a dead one
+                break
     owner = {"host": socket.gethostname(), "pid": os.getpid(), "at": now()}
     journal.append({"do": "open", "run": "", "server": server, **owner})
     return journal

@@ -18,7 +18,7 @@ import json
 import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, dataclass, field, replace
-from functools import cache
+from functools import cache, partial
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
@@ -27,6 +27,7 @@ from tasks.core.contract import Check, require
 from tasks.core.disk import disk_full_named
 from tasks.core.errors import ArtifactError, PlumblineError, StageProcessError
 from tasks.pipeline.artifact import Artifact, Origin, intact, open_artifact, publish, remember
+from tasks.pipeline.locks import FOREVER, Needs, Patience, reuse_or_own, share
 from tasks.pipeline.report import FlowTracker, StageRecord, StageReport, StageResult
 from tasks.pipeline.source_closure import PACKAGES, source_digest
 from tasks.pipeline.staging import staging
@@ -58,6 +59,7 @@ class Stage:
             import is part of the key.
         stack: distributions whose versions are part of the key.
         without: packages that `code` names but this stage never runs.
+        needs: devices that it computes on, which other runs must not use meanwhile.
     """
 
     name: str
@@ -65,6 +67,7 @@ class Stage:
     code: tuple[str, ...]
     stack: tuple[str, ...] = ()
     without: tuple[str, ...] = ()
+    needs: Needs = Needs.DEVICE
 
     def require_covers(self, function: Callable[..., Any]) -> None:
         """Raise PlumblineError if the stage's key does not cover the module of `function`."""
@@ -105,6 +108,8 @@ class Mechanism:
         tracker: records the stages.
         call: calls the work of a stage, as a Prefect task run or directly.
         force: names of stages that run even if an intact artifact exists.
+        patience: how long to wait for other runs.
+        devices: context in which a stage has its devices.
         results: results of the stages that have run so far, in order.
         name: name of the step if a run has several; its stages are called `<name>.<stage>`.
         timeouts: section `timeouts`: seconds by `<stage>_s`.
@@ -115,6 +120,8 @@ class Mechanism:
     tracker: FlowTracker
     call: Call
     force: frozenset[str] = frozenset()
+    patience: Patience = FOREVER
+    devices: Callable[[Needs], contextlib.AbstractContextManager[object]] = contextlib.nullcontext
     results: list[StageResult] = field(default_factory=list)
     name: str = ""
     timeouts: Mapping[str, float | None] = field(default_factory=dict)
@@ -182,7 +189,8 @@ class Mechanism:
             started = time.monotonic()
             with self._stage_named(name), self.tracker.stage(name, origin) as run:
                 forced = {name, stage.name} & self.force
-                reused = None if forced else self._reusable(final, stage, log)
+                find = None if forced else partial(self._reusable, final, stage, log)
+                reused = reuse_or_own(final, find, self.patience)
                 if reused is not None:
                     result = _recall(name, reused)
                     log.info("%s: reusing %s", name, final)
@@ -191,10 +199,12 @@ class Mechanism:
                     arguments |= {**config, **(context or {}), "log": log}
                     limit = f"{stage.name}_s"
                     with (
+                        self.devices(stage.needs),
                         _observed(observe, run, arguments),
                         deadline(name, f"timeouts.{limit}", self.timeouts.get(limit)),
                     ):
                         result = self._execute(name, function, final, origin, arguments, run)
+                    share(final, self.patience)
                 result = replace(result, seconds=round(time.monotonic() - started, 2))
                 run.finish(result.artifact, result.metrics, reused=result.reused)
             return result

@@ -27,6 +27,8 @@ from tasks.weights.execute.journal import JOURNAL
 
 KEPT_S = 3 * 24 * 3600.0
 """Seconds for which an abandoned folder with a journal is kept."""
+SWEEP_S = 1.0
+"""Seconds to try: another run that sweeps looks into a new folder, too."""
 _VERDICTS = (ConfigError, ContractError, DataError, DriftError)
 """Errors that the same inputs would cause again, so that the folder is of no use."""
 
@@ -59,7 +61,16 @@ def staging(final: Path) -> Iterator[Path]:
 
 
 def sweep(root: Path, now: float | None = None) -> list[Path]:
-    """Remove staging directories whose process is gone.
+    """Remove staging directories whose process is gone, see `abandoned`. Returns them."""
+    removed = []
+    for work in abandoned(root, now):
+        shutil.rmtree(work, ignore_errors=True)
+        removed.append(work)
+    return removed
+
+
+def abandoned(root: Path, now: float | None = None) -> Iterator[Path]:
+    """Yield staging directories whose process is gone; each is locked while it is yielded.
 
     A directory with a journal is kept for `KEPT_S` seconds, unless its artifact has been published
     since.
@@ -67,11 +78,7 @@ def sweep(root: Path, now: float | None = None) -> list[Path]:
     Args:
         root: folder of the artifacts.
         now: seconds since the epoch; None for the current time.
-
-    Returns:
-        The removed directories.
     """
-    removed = []
     for work in root.glob("*/.*.tmp"):
         try:
             handle = os.open(work, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
@@ -79,11 +86,9 @@ def sweep(root: Path, now: float | None = None) -> list[Path]:
             continue  # just published or removed by its owner
         try:
             if _locked(handle) and not _worth_keeping(work, now or time.time()):
-                shutil.rmtree(work, ignore_errors=True)
-                removed.append(work)
+                yield work
         finally:
             os.close(handle)
-    return removed
 
 
 def _worth_keeping(work: Path, now: float) -> bool:
@@ -97,6 +102,7 @@ def _worth_keeping(work: Path, now: float) -> bool:
 
 def _own(work: Path, final: Path) -> int:
     """Create `work` if it does not exist, lock it and return its file descriptor."""
+    deadline = time.monotonic() + SWEEP_S
     while True:
         work.mkdir(exist_ok=True)
         try:
@@ -105,6 +111,9 @@ def _own(work: Path, final: Path) -> int:
             continue  # its owner has just published it
         if not _locked(handle):
             os.close(handle)
+            if time.monotonic() < deadline:
+                time.sleep(0.05)
+                continue
             raise BusyError(
                 f"{final} is being made by another process",
                 hint="wait for it, or run beside it with paths.runs=<other folder>",

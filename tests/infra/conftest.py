@@ -20,3 +20,14 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Site]:
     finally:
         down = site.command("down")
     assert [line.split(maxsplit=1)[1] for line in down.stdout.splitlines()] == ["stopped"] * 3
+
+
+@pytest.fixture(scope="module")
+def busy_site(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Site]:
+    """Services of their own: tests of `site` count the errors in the server's log."""
+    site = Site.at(tmp_path_factory.mktemp("busy"))
+    try:
+        site.require("up")
+        yield site
+    finally:
+        site.command("down")

@@ -17,10 +17,10 @@ from pathlib import Path
 
 import pytest
 
-from flows.cli.lock import hold
 from flows.orchestration.services import pages, record_of, running_server
 from tasks.config.checks.data import PEEK
 from tasks.core.errors import PlumblineError
+from tasks.pipeline.locks import hold
 from tests.infra.requirements_files import PROJECT
 from tests.infra.site import Site
 
@@ -101,9 +101,9 @@ def test_a_run_waits_for_a_run_on_a_terminal(site: Site, tmp_path: Path) -> None
     lines[PEEK + 40] = '{"messages": ['  # after those that the preflight reads
     rows.write_text("\n".join(lines) + "\n")
     overrides = ["+exp=sft_qlora", "data=jsonl", f"data.path={rows}", f"paths.runs={runs}"]
-    with hold(runs):
+    with hold(runs, alone=True):  # as a prune does
         run_id = site.start_run("rlhf-qlora", overrides)
-        site.logged(run_id, "waits until")
+        site.logged(run_id, "waits: ")
         assert site.flow_run(run_id)["state_type"] == "RUNNING"
     run = site.finished_run(run_id)
     assert "in use by" not in run["state"]["message"]

@@ -14,9 +14,9 @@ import psutil
 import pytest
 from mlflow import MlflowClient
 
-from flows.cli.lock import hold
 from flows.orchestration.services import record_of, record_path
 from infra.services import NAMES
+from tasks.pipeline.locks import hold
 from tests.flows.test_bad_input import ours
 from tests.infra.site import FINAL, Site
 
@@ -70,7 +70,7 @@ def test_the_queue_goes_on_after_down_and_after_kill_9(own_site: Site) -> None:
     own_site.require("up")
     own_site.require("deploy")
     waiting = ["+exp=qlora", f"paths.runs={own_site.services.runs / 'planned'}"]
-    with hold(own_site.services.runs / "planned"):
+    with hold(own_site.services.runs / "planned", alone=True):
         stopped = running(own_site, waiting)
         queued = own_site.start_run("rlhf-qlora", own_site.overrides())
         assert "runs     1 ended as Crashed" in own_site.require("down")
@@ -95,7 +95,7 @@ def test_the_queue_goes_on_after_down_and_after_kill_9(own_site: Site) -> None:
 def running(site: Site, overrides: list[str]) -> str:
     """Start a flow run and wait until it waits for its folder. Returns its id."""
     run_id = site.start_run("rlhf-qlora", overrides)
-    site.logged(run_id, "waits until")
+    site.logged(run_id, "waits: ")
     return run_id
 
 

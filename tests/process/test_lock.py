@@ -1,7 +1,9 @@
-"""One run at a time in one folder."""
+"""Runs share a folder; who needs it alone waits, and so do runs that want the same artifact."""
 
 from __future__ import annotations
 
+import fcntl
+import json
 import os
 import time
 from collections.abc import Callable
@@ -9,15 +11,17 @@ from pathlib import Path
 
 import pytest
 
-from flows.cli.lock import hold
 from tasks.core.errors import BusyError
+from tasks.pipeline.locks import FOREVER, Patience, devices, hold, release, reuse_or_own, share
 from tests.process.conftest import Script
 
 HOLDER = """
 import sys, time
 from pathlib import Path
-from flows.cli.lock import hold
-with hold(Path(sys.argv[1])):
+from tasks.pipeline.locks import hold
+with hold(Path(sys.argv[1])) as held:
+    if sys.argv[3:] == ["share"]:
+        held.share()
     print("held", flush=True)
     time.sleep(float(sys.argv[2]))
 """
@@ -37,7 +41,7 @@ def test_the_second_is_told_who_is_first(script: Callable[..., Script], runs: Pa
     assert f"pid {first.process.pid}" in message
     assert str(runs) in message
     assert "60" in message.split(": ", 1)[1]  # the command
-    assert "paths.wait_s=600" in caught.value.hint
+    assert "paths.wait_s=null" in caught.value.hint
     assert "paths.runs=" in caught.value.hint
 
 
@@ -54,14 +58,14 @@ def test_waiting_for_it(script: Callable[..., Script], runs: Path) -> None:
     first = script("-c", HOLDER, str(runs), "1.5")
     first.says("held")
     begin = time.monotonic()
-    with hold(runs, wait_s=30):
+    with hold(runs, Patience(30)):
         assert 0.5 < time.monotonic() - begin < 15
 
 
 def test_waiting_in_vain(script: Callable[..., Script], runs: Path) -> None:
     script("-c", HOLDER, str(runs), "60").says("held")
     begin = time.monotonic()
-    with pytest.raises(BusyError, match=r"waited 0\.5 s"), hold(runs, wait_s=0.5):
+    with pytest.raises(BusyError, match=r"waited 0\.5 s"), hold(runs, Patience(0.5)):
         pytest.fail("two processes hold one folder")
     assert time.monotonic() - begin > 0.5
 
@@ -99,7 +103,122 @@ def test_the_one_that_waits_says_for_whom(script: Callable[..., Script], runs: P
     first = script("-c", HOLDER, str(runs), "1.5")
     first.says("held")
     lines: list[str] = []
-    with hold(runs, wait_s=30, on_wait=lines.append):
+    with hold(runs, Patience(30, lines.append)):
         pass
     (line,) = lines
-    assert f"waits until {runs} is free, in use by pid {first.process.pid}" in line
+    assert f"waits: {runs} is in use by another run: pid {first.process.pid}" in line
+
+
+def test_runs_share_a_folder_and_one_that_needs_it_alone_waits_for_all(
+    script: Callable[..., Script], runs: Path
+) -> None:
+    others = [script("-c", HOLDER, str(runs), "60", "share") for _ in range(2)]
+    for other in others:
+        other.says("held")
+    with hold(runs) as held:
+        assert not held.alone
+    with pytest.raises(BusyError) as caught, hold(runs, alone=True):
+        pytest.fail("a prune while runs use the folder")
+    assert all(f"pid {other.process.pid}" in str(caught.value) for other in others)
+    others[0].process.kill()
+    others[0].process.wait(5)
+    with pytest.raises(BusyError) as caught, hold(runs, alone=True):
+        pytest.fail("a prune while a run uses the folder")
+    assert f"pid {others[0].process.pid}" not in str(caught.value)
+    others[1].process.kill()
+    others[1].process.wait(5)
+    with hold(runs, alone=True) as held:
+        assert held.alone
+
+
+def test_a_run_on_another_node_is_named(runs: Path) -> None:
+    """Its lock on a shared folder is ours to see; its process is not."""
+    runs.mkdir()
+    other = {"pid": 1, "host": "node7", "command": "rlhf.py", "started": "today"}
+    with (runs / ".lock").open("w") as lock:
+        lock.write(json.dumps(other) + "\n")
+        lock.flush()
+        fcntl.flock(lock, fcntl.LOCK_SH)
+        with pytest.raises(BusyError, match="pid 1 on node7"), hold(runs, alone=True):
+            pytest.fail("a run on node7 uses the folder")
+
+
+MAKER = """
+import sys, time
+from pathlib import Path
+from tasks.pipeline.locks import FOREVER, Patience, reuse_or_own, share
+final, seconds = Path(sys.argv[1]), float(sys.argv[2])
+say = Patience(None, lambda line: print(line, flush=True))
+found = reuse_or_own(final, lambda: final.read_text() if final.exists() else None, say)
+print("found", found, flush=True)
+if found is None:
+    time.sleep(seconds)
+    final.parent.mkdir(parents=True, exist_ok=True)
+    final.write_text("made")
+    share(final, FOREVER)
+print("done", flush=True)
+time.sleep(float(sys.argv[3]))
+"""
+
+
+def test_the_second_waits_for_the_artifact_of_the_first_and_reuses_it(
+    script: Callable[..., Script], runs: Path
+) -> None:
+    final = runs / "artifacts" / "shards" / "key"
+    first = script("-c", MAKER, str(final), "3", "0")
+    first.says("found None")
+    second = script("-c", MAKER, str(final), "0", "0")
+    second.says("waits: ")
+    second.says("found made")
+    assert second.process.wait(30) == first.process.wait(30) == 0
+    assert "done" in second.text
+
+
+def test_a_killed_maker_is_followed_by_the_one_that_waits(
+    script: Callable[..., Script], runs: Path
+) -> None:
+    final = runs / "artifacts" / "shards" / "key"
+    first = script("-c", MAKER, str(final), "60", "0")
+    first.says("found None")
+    second = script("-c", MAKER, str(final), "0", "0")
+    second.says("waits: ")
+    first.process.kill()
+    second.says("found None")
+    second.says("done")
+
+
+def test_an_artifact_in_use_is_not_replaced(script: Callable[..., Script], runs: Path) -> None:
+    final = runs / "artifacts" / "shards" / "key"
+    user = script("-c", MAKER, str(final), "0", "60")
+    user.says("done")
+    try:
+        with pytest.raises(BusyError, match="made or used by another run"):
+            reuse_or_own(final, None, Patience(0.0))
+        assert reuse_or_own(final, final.read_text, Patience(0.0)) == "made"
+        user.process.kill()
+        user.process.wait(5)
+        assert reuse_or_own(final, None, Patience(30.0)) is None
+        assert reuse_or_own(final, None, FOREVER) is None  # a later step may make it again
+        share(final, FOREVER)
+    finally:
+        release()
+
+
+def test_a_device_is_for_one_run_at_a_time(script: Callable[..., Script], runs: Path) -> None:
+    text = """
+import sys, time
+from pathlib import Path
+from tasks.pipeline.locks import FOREVER, devices
+with devices(Path(sys.argv[1]), ["gpu-1", "gpu-0"], FOREVER):
+    print("held", flush=True)
+    time.sleep(60)
+"""
+    other = script("-c", text, str(runs))
+    other.says("held")
+    with devices(runs, ["gpu-2"], Patience(0.0)):
+        pass
+    with pytest.raises(BusyError, match="gpu-1"), devices(runs, ["gpu-2", "gpu-1"], Patience(0.0)):
+        pytest.fail("two runs use one GPU")
+    other.process.kill()
+    with devices(runs, ["gpu-0", "gpu-1"], Patience(30.0)):
+        pass

@@ -1,0 +1,151 @@
+"""Run `python flows/prune.py ...` and return its exit status, without Prefect and torch."""
+
+from __future__ import annotations
+
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator
+from datetime import datetime
+from pathlib import Path
+from typing import Any
+
+from flows.cli.bootstrap import bootstrap
+from flows.cli.config import Composed, compose_config
+from flows.cli.entry import exit_on_signals, run_main, to_stderr
+from tasks.config.checks import preflight
+from tasks.config.checks.tracking import reachable
+from tasks.core.errors import ConfigError
+from tasks.core.finding import Finding
+from tasks.core.redaction import redact
+from tasks.core.terminal import plain
+from tasks.pipeline.locks import Patience, hold
+from tasks.pipeline.mlflow_server import Server
+from tasks.pipeline.outbox import RefusedError, UnreachableError
+from tasks.pipeline.removal import hide, remove
+from tasks.pipeline.retention import Plan, plan
+
+PROJECT = Path(__file__).resolve().parents[2]
+DATABASE = "mlflow/mlflow.db"
+MAX_LINES = 40
+_STATUS = {"registered": "registered models", "resumable": "runs that may go on", "recent": "runs"}
+
+
+def main() -> int:
+    """Run the command of this process. Returns the exit status."""
+    with exit_on_signals():
+        return run_main("prune", _job)
+
+
+def _job(composed: Composed, overrides: list[str]) -> int:
+    bootstrap(PROJECT, composed.runs)
+    _prune(composed, say=print, on_wait=to_stderr)
+    return 0
+
+
+def prune_flow(overrides: list[str]) -> dict[str, Any]:
+    """Remove old folders within a Prefect flow run.
+
+    Returns:
+        `removed`: paths; `freed`: bytes; `kept`: number of artifacts. Without `yes=true` nothing is
+        removed, and they say what would be.
+    """
+    from prefect import get_run_logger
+
+    from flows.orchestration.deployment import check_overrides, check_settings
+
+    check_overrides(overrides)
+    composed = compose_config(overrides, config_name="prune")
+    check_settings(composed.settings)
+    log = get_run_logger()
+    planned = _prune(composed, say=lambda line: log.info("%s", line), on_wait=log.info)
+    return {
+        "removed": [str(item.path) for item in planned.items],
+        "freed": sum(item.freed for item in planned.items),
+        "kept": len(planned.kept),
+    }
+
+
+def _prune(
+    composed: Composed, say: Callable[[str], object], on_wait: Callable[[str], object]
+) -> Plan:
+    """Plan, and with `yes=true` remove. Returns the plan.
+
+    Raises:
+        ConfigError: the settings are wrong, or MLflow does not answer: nothing was removed.
+        BusyError: runs still use the folder after `paths.wait_s`.
+        ArtifactError: the manifest of a registered model is damaged, or a file cannot be removed.
+    """
+    settings = composed.settings
+    preflight([*_problems(composed), *reachable(settings["tracking"]["uri"])])
+    if not settings["yes"]:
+        planned = _planned(composed)
+        _print(planned, say)
+        if planned.items:
+            say("nothing was removed; add yes=true")
+        return planned
+    with hold(composed.runs, Patience(settings["paths"]["wait_s"], on_wait), alone=True) as held:
+        planned = _planned(composed)
+        hidden = hide(planned.items)
+        for record in planned.records:
+            record.unlink(missing_ok=True)
+        held.clear()
+    remove(hidden)  # a run may start meanwhile: it finds none of these
+    _print(planned, say)
+    return planned
+
+
+def _planned(composed: Composed) -> Plan:
+    settings = composed.settings
+    asks_nobody = settings["tracking"]["uri"] is None and not (composed.runs / DATABASE).is_file()
+    return plan(
+        composed.runs,
+        [] if asks_nobody else _registered(composed),
+        "" if asks_nobody else composed.tracking_uri,
+        now=time.time(),
+        keep=settings["keep"],
+        days=settings["older_than"],
+        unfinished=settings["unfinished"],
+    )
+
+
+def _registered(composed: Composed) -> list[tuple[str, str]]:
+    """Return path and digest of all registered versions. Raises ConfigError if MLflow fails."""
+    try:
+        versions = Server(composed.tracking_uri, composed.tracking_root).versions()
+    except (UnreachableError, RefusedError) as error:
+        raise ConfigError(
+            f"MLflow at {redact(composed.tracking_uri)} does not say which models are registered: "
+            f"{error}; nothing was removed",
+            hint="start that server, or name another one: tracking.uri=<URI>",
+        ) from None
+    return [(version.path, version.digest) for version in versions]
+
+
+def _problems(composed: Composed) -> Iterator[Finding]:
+    settings = composed.settings
+    if settings["keep"] is None and settings["older_than"] is None:
+        yield Finding("keep", "null", "nothing says what is old", "keep=10, or older_than=30")
+    for key in ("keep", "older_than"):
+        if settings[key] is not None and settings[key] < 0:
+            yield Finding(key, str(settings[key]), "less than nothing", f"{key}=10")
+    if not composed.runs.is_dir():
+        yield Finding("paths.runs", str(composed.runs), "no such folder", "paths.runs=<folder>")
+
+
+def _print(planned: Plan, say: Callable[[str], object]) -> None:
+    for item in planned.items[:MAX_LINES]:
+        used = f"{datetime.fromtimestamp(item.used):%Y-%m-%d %H:%M}"
+        say(plain(f"{item.what:17} {_size(item.freed):>10}  last used {used}  {item.path}"))
+    if len(planned.items) > MAX_LINES:
+        say(f"... and {len(planned.items) - MAX_LINES} more")
+    freed = sum(item.freed for item in planned.items)
+    say(f"remove: {len(planned.items)} folders, {_size(freed)}")
+    counts = Counter(planned.kept.values())
+    kept = ", ".join(f"{number} {_STATUS.get(why, why)}" for why, number in counts.items())
+    say(f"keep: {len(planned.kept)} artifacts" + (f" ({kept})" if kept else ""))
+    for folder in planned.checkpoints:
+        say(plain(f"keep: checkpoints of an unfinished training  {folder}"))
+
+
+def _size(nbytes: int) -> str:
+    return f"{nbytes / 1e9:.2f} GB" if nbytes >= 1e8 else f"{nbytes / 1e6:.2f} MB"

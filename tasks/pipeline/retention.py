@@ -1,0 +1,289 @@
+"""Decide what a folder of runs still needs, and remove the rest (`flows/prune.py`).
+
+Removed are artifacts, checkpoints, logs of runs and cached tokens that were last used before a
+point in time. Kept, whatever their age, are:
+
+* every registered model, and all artifacts that it was made from or measured by;
+* the checkpoints of an unfinished training, and what it reads;
+* what a run that failed or was killed has used, for three days;
+* everything that a kept artifact was made from.
+
+Not touched: the databases and files of MLflow and Prefect, the outbox, reports of runs, logs of
+servers. `removal.py` removes what is in a plan.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from datetime import datetime
+from pathlib import Path
+
+import yaml
+
+from tasks.core.errors import ArtifactError
+from tasks.core.redaction import redact
+from tasks.pipeline.artifact import MANIFEST, read_manifest
+from tasks.pipeline.removal import Item, half_removed, items_of
+from tasks.pipeline.staging import KEPT_S, abandoned
+
+REGISTERED, RECENT, RESUMABLE = "registered", "recent", "resumable"
+UNREADABLE = "manifest unreadable"
+DAY_S = 86400.0
+_RUN = re.compile(r"(\d{8}-\d{6})-\w+")
+_NAMED = re.compile(r"\bartifacts/([a-z_]+/[0-9a-f]{20})\b")
+
+
+@dataclass(frozen=True)
+class Stored:
+    """A published artifact.
+
+    Attributes:
+        path: its folder.
+        kind: kind of artifact.
+        digest: its digest.
+        inputs: digests of its inputs by role.
+        used: last use, in seconds since the epoch.
+    """
+
+    path: Path
+    kind: str
+    digest: str
+    inputs: Mapping[str, str]
+    used: float
+
+
+@dataclass(frozen=True)
+class Plan:
+    """Folders to remove, and why the artifacts that stay do.
+
+    Attributes:
+        items: folders to remove; what was made from others comes first.
+        kept: reason by artifact: registered, resumable, recent or manifest unreadable.
+        checkpoints: checkpoint folders of unfinished trainings, which stay.
+        records: files in `artifacts/.seen` of which no artifact is left.
+    """
+
+    items: tuple[Item, ...]
+    kept: Mapping[Path, str]
+    checkpoints: tuple[Path, ...]
+    records: tuple[Path, ...]
+
+
+def needed(stored: Sequence[Stored], roots: Mapping[Path, str]) -> dict[Path, str]:
+    """Return the artifacts that must stay, with the reason of the root that needs them.
+
+    Args:
+        stored: all artifacts.
+        roots: artifacts that must stay, by path. The reason that comes first is kept.
+    """
+    by_path = {each.path: each for each in stored}
+    by_digest: dict[str, list[Stored]] = {}
+    reports: dict[str, list[Stored]] = {}
+    for each in stored:
+        by_digest.setdefault(each.digest, []).append(each)
+        if each.kind == "report":
+            reports.setdefault(each.inputs.get("served", ""), []).append(each)
+    reasons: dict[Path, str] = {}
+    for root, reason in roots.items():
+        waiting = [by_path[root]] if root in by_path else []
+        while waiting:
+            each = waiting.pop()
+            if each.path in reasons:
+                continue
+            reasons[each.path] = reason
+            for digest in each.inputs.values():
+                waiting += by_digest.get(digest, [])
+            waiting += reports.get(each.digest, [])
+    return reasons
+
+
+def since(starts: Iterable[float], now: float, keep: int | None, days: float | None) -> float:
+    """Return the time since which everything is kept, in seconds since the epoch.
+
+    Args:
+        starts: start of each run.
+        now: the current time.
+        keep: number of the newest runs to keep; None for no such limit.
+        days: everything of so many days is kept; None for no such limit.
+    """
+    limits = [now]
+    if keep:
+        newest = sorted(starts, reverse=True)[:keep]
+        limits.append(newest[-1] if len(newest) == keep else 0.0)
+    if days is not None:
+        limits.append(now - days * DAY_S)
+    return min(limits)
+
+
+def plan(
+    runs: Path,
+    registered: Iterable[tuple[str, str]],
+    tracking_uri: str,
+    *,
+    now: float,
+    keep: int | None = None,
+    days: float | None = None,
+    unfinished: bool = False,
+) -> Plan:
+    """Decide what to remove. Writes nothing.
+
+    Args:
+        runs: `paths.runs`.
+        registered: path and digest of every registered version.
+        tracking_uri: MLflow that listed them. A model that a run has registered elsewhere is kept;
+            empty if no MLflow was asked.
+        now: the current time, in seconds since the epoch.
+        keep: see `since`.
+        days: see `since`.
+        unfinished: True to remove old folders that only an unfinished run needs, too.
+
+    Raises:
+        ArtifactError: the manifest of a registered model cannot be read, so that nobody knows what
+            it was made from.
+    """
+    starts = dict(_starts(runs))
+    limit = since(starts.values(), now, keep, days)
+    stored, broken = _stored(runs / "artifacts")
+    staying, old = _checkpoints(runs, limit, unfinished)
+    roots: dict[Path, str] = {}
+    for path in _registered(stored, broken, list(registered)):
+        roots.setdefault(path, REGISTERED)
+    for reason, texts in (
+        (REGISTERED, _registered_elsewhere(runs, tracking_uri)),
+        (RESUMABLE, (_text(folder / "job.json") for folder in staying)),
+        (RECENT, _texts(runs, (name for name, start in starts.items() if start >= limit))),
+    ):
+        for text in texts:
+            for match in _NAMED.finditer(text):
+                roots.setdefault(runs / "artifacts" / match[1], reason)
+    may_go_on = min(limit, *(() if unfinished else _interrupted(runs, starts, now)), now)
+    for each in stored:
+        if each.used >= may_go_on:
+            roots.setdefault(each.path, RECENT if each.used >= limit else RESUMABLE)
+    kept = needed(stored, roots) | dict.fromkeys(broken, UNREADABLE)
+    gone = sorted((each for each in stored if each.path not in kept), key=lambda each: -each.used)
+    items = items_of(
+        [
+            *(("interrupted prune", path, _mtime(path)) for path in half_removed(runs)),
+            *(("staging", path, _mtime(path)) for path in abandoned(runs / "artifacts", now)),
+            *(("checkpoints", path, used) for path, used in old),
+            *((each.kind, each.path, each.used) for each in gone),
+            *_entries(runs / "logs", "logs", limit, starts),
+            *_entries(runs / "cache" / "tokens", "tokens", limit),
+        ]
+    )
+    digests = {each.digest for each in stored if each.path in kept}
+    seen = (runs / "artifacts" / ".seen").glob("*.json")
+    records = tuple(path for path in seen if path.stem not in digests)
+    return Plan(items, kept, tuple(staying), records if not broken else ())
+
+
+def _registered(
+    stored: Sequence[Stored], broken: Sequence[Path], versions: Sequence[tuple[str, str]]
+) -> Iterator[Path]:
+    """Yield the artifacts of registered versions, by path or digest: a folder may have moved."""
+    paths = {Path(path).resolve() for path, _ in versions if path}
+    digests = {digest for _, digest in versions if digest}
+    if unclear := [path for path in broken if path.resolve() in paths]:
+        raise ArtifactError(
+            f"{unclear[0]}: a registered model, and its manifest cannot be read",
+            details=[*map(str, unclear)],
+            hint="restore the folder, or delete the version in MLflow",
+        )
+    for each in stored:
+        if each.path.resolve() in paths or each.digest in digests:
+            yield each.path
+
+
+def _stored(store: Path) -> tuple[list[Stored], list[Path]]:
+    """Return the artifacts, and the folders whose manifest cannot be read."""
+    stored, broken = [], []
+    for path in sorted(store.glob("[!.]*/[!.]*")):
+        try:
+            document = read_manifest(path)
+        except ArtifactError:
+            broken.append(path)
+            continue
+        used = _last_use(path, store / ".seen" / f"{document['digest']}.json")
+        stored.append(Stored(path, document["kind"], document["digest"], document["inputs"], used))
+    return stored, broken
+
+
+def _last_use(path: Path, record: Path) -> float:
+    """Return when a run has made or reused an artifact; `intact` touches its record."""
+    return max(_mtime(file) for file in (record, path / MANIFEST) if file.is_file())
+
+
+def _starts(runs: Path) -> Iterator[tuple[str, float]]:
+    """Yield name and start of every run that has left logs or a report."""
+    names = {path.name for place in ("logs", "reports") for path in (runs / place).glob("[!.]*")}
+    for name in names:
+        if match := _RUN.fullmatch(name):
+            yield name, datetime.strptime(match[1], "%Y%m%d-%H%M%S").timestamp()
+
+
+def _interrupted(runs: Path, starts: Mapping[str, float], now: float) -> Iterator[float]:
+    """Yield the starts of runs that did not complete and whose staging folders are kept."""
+    for name, start in starts.items():
+        if start >= now - KEPT_S:
+            text = _text(runs / "reports" / name / "summary.json")
+            if '"status": "completed"' not in text:
+                yield start
+
+
+def _text(path: Path) -> str:
+    return path.read_text(errors="replace") if path.is_file() else ""
+
+
+def _texts(runs: Path, names: Iterable[str]) -> Iterator[str]:
+    for name in names:
+        yield _text(runs / "reports" / name / "summary.json")
+        yield _text(runs / "reports" / name / "config.yaml")
+
+
+def _mtime(path: Path) -> float:
+    return path.lstat().st_mtime
+
+
+def _registered_elsewhere(runs: Path, uri: str) -> Iterator[str]:
+    """Yield the summaries of runs that registered a model with another MLflow server."""
+    default = f"sqlite:///{runs / 'mlflow' / 'mlflow.db'}"
+    for folder in sorted((runs / "reports").glob("[!.]*")):
+        summary, config = _texts(runs, [folder.name])
+        try:
+            if not (json.loads(summary or "{}").get("gate") or {}).get("version"):
+                continue
+            recorded = (yaml.safe_load(config) or {})["tracking"]["uri"] or default
+        except (ValueError, KeyError, TypeError, AttributeError, yaml.YAMLError):
+            recorded = ""  # damaged: its model may be registered anywhere
+        if recorded != redact(uri):
+            yield summary
+
+
+def _checkpoints(
+    runs: Path, limit: float, unfinished: bool
+) -> tuple[list[Path], list[tuple[Path, float]]]:
+    """Return the folders that an unfinished training needs, and the old ones of the others."""
+    staying, old = [], []
+    for folder in sorted((runs / "checkpoints").glob("[!.]*")):
+        used = max(_mtime(path) for path in (folder, *folder.iterdir()))
+        finished = (runs / "artifacts" / "shards" / folder.name / MANIFEST).is_file()
+        resumable = not finished and any(folder.glob("step-????????"))
+        if resumable and (used >= limit or not unfinished):
+            staying.append(folder)
+        elif used < limit:
+            old.append((folder, used))
+    return staying, old
+
+
+def _entries(
+    root: Path, what: str, limit: float, times: Mapping[str, float] | None = None
+) -> Iterator[tuple[str, Path, float]]:
+    """Yield the old folders in `root`; `times` has the times of those that may go."""
+    for path in sorted(root.glob("[!.]*")):
+        used = _mtime(path) if times is None else times.get(path.name, limit)
+        if used < limit and path.is_dir():
+            yield what, path, used

@@ -1,0 +1,359 @@
+"""Retention: what a folder of runs still needs is never removed, whatever kills the removal."""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import os
+import signal
+import sys
+import time
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tasks.core.errors import ArtifactError
+from tasks.pipeline.artifact import (
+    Artifact,
+    Origin,
+    intact,
+    open_artifact,
+    publish,
+    remember,
+    staging,
+    verify,
+)
+from tasks.pipeline.removal import half_removed, hide, remove
+from tasks.pipeline.retention import (
+    DAY_S,
+    RECENT,
+    REGISTERED,
+    RESUMABLE,
+    Plan,
+    Stored,
+    needed,
+    plan,
+    since,
+)
+from tasks.weights.execute.journal import JOURNAL
+
+NOW = 1_700_000_000.0
+KINDS = ("weights", "served", "report", "dataset")
+
+
+@st.composite
+def stores(draw: st.DrawFn) -> list[Stored]:
+    """Artifacts whose inputs are earlier ones; some have the same content."""
+    stored: list[Stored] = []
+    for number in range(draw(st.integers(0, 14))):
+        digests = sorted({each.digest for each in stored})
+        roles = st.sampled_from(["served", "base", "data", "trained"])
+        inputs = draw(st.dictionaries(roles, st.sampled_from([*digests, "gone"]), max_size=3))
+        digest = draw(st.sampled_from([f"d{number}", *digests]))
+        if digest in inputs.values():
+            digest = f"d{number}"
+        kind = draw(st.sampled_from(KINDS))
+        used = draw(st.floats(0, 100))
+        stored.append(Stored(Path(f"{kind}/{number}"), kind, digest, inputs, used))
+    return stored
+
+
+def reachable(stored: list[Stored], roots: Iterable[Path]) -> set[Path]:
+    """Return what the roots need: the definition, applied until nothing is added."""
+    kept = set(roots)
+    while True:
+        here = [each for each in stored if each.path in kept]
+        wanted = {digest for each in here for digest in each.inputs.values()}
+        digests = {each.digest for each in here}
+        more = {each.path for each in stored if each.digest in wanted}
+        more |= {
+            each.path
+            for each in stored
+            if each.kind == "report" and each.inputs.get("served") in digests
+        }
+        if more <= kept:
+            return kept
+        kept |= more
+
+
+@given(stores(), st.data())
+def test_exactly_what_the_roots_need_is_kept(stored: list[Stored], data: st.DataObject) -> None:
+    paths = [each.path for each in stored]
+    chosen = data.draw(st.lists(st.sampled_from(paths), unique=True)) if paths else []
+    kept = needed(stored, dict.fromkeys(chosen, REGISTERED))
+    assert set(kept) == reachable(stored, chosen)
+    more = [*chosen, *data.draw(st.lists(st.sampled_from(paths)))] if paths else []
+    assert set(kept) <= set(needed(stored, dict.fromkeys(more, RECENT)))
+
+
+@given(
+    st.lists(st.floats(0, NOW, exclude_max=True), max_size=8),
+    st.integers(0, 9),
+    st.none() | st.floats(0, 99),
+)
+def test_both_limits_hold(starts: list[float], keep: int, days: float | None) -> None:
+    limit = since(starts, NOW, keep, days)
+    assert sum(start >= limit for start in starts) >= min(keep, len(starts))
+    assert days is None or limit <= NOW - days * DAY_S
+    if days is None and keep < len(set(starts)) == len(starts):
+        assert sum(start >= limit for start in starts) == keep
+
+
+class Store:
+    """A folder of runs with small real artifacts."""
+
+    def __init__(self, runs: Path) -> None:
+        self.runs, self.made = runs, 0
+
+    def make(self, kind: str, age_d: float = 100.0, **inputs: Artifact) -> Artifact:
+        self.made += 1
+        key = f"{self.made:020x}"
+        final = self.runs / "artifacts" / kind / key
+        digests = {role: artifact.digest for role, artifact in inputs.items()}
+        with staging(final) as work:
+            (work / "text.txt").write_text(f"{kind} {self.made}" * 100)
+            artifact = publish(work, final, Origin(kind, kind, key, digests))
+        remember(artifact, self.seen)
+        self.age(artifact.path / "manifest.json", age_d)
+        self.age(self.seen / f"{artifact.digest}.json", age_d)
+        return artifact
+
+    @property
+    def seen(self) -> Path:
+        return self.runs / "artifacts" / ".seen"
+
+    def age(self, path: Path, age_d: float) -> None:
+        os.utime(path, (NOW - age_d * DAY_S,) * 2)
+
+    def chain(self, age_d: float = 100.0) -> dict[str, Artifact]:
+        """Return base, data, shards, served and report of one run."""
+        base, data = self.make("weights", age_d), self.make("dataset", age_d)
+        shards = self.make("shards", age_d, base=base, data=data)
+        served = self.make("served", age_d, weights=base, trained=shards)
+        report = self.make("report", age_d, served=served, data=data)
+        return {"base": base, "data": data, "shards": shards, "served": served, "report": report}
+
+    def report(self, name: str, uri: str | None = None, **summary: Any) -> None:
+        folder = self.runs / "reports" / name
+        folder.mkdir(parents=True)
+        summary = {"status": "completed", **summary}
+        (folder / "summary.json").write_text(json.dumps(summary, indent=1))
+        (folder / "config.yaml").write_text(f"tracking:\n  uri: {uri or 'null'}\n")
+
+    def checkpoints(self, key: str, *, age_d: float = 100.0, step: bool = True, **job: str) -> Path:
+        folder = self.runs / "checkpoints" / key
+        (folder / ("step-00000005" if step else "engine")).mkdir(parents=True)
+        (folder / "job.json").write_text(json.dumps(job))
+        for path in (*folder.iterdir(), folder):
+            self.age(path, age_d)
+        return folder
+
+    def plan(self, *registered: Artifact, uri: str | None = None, **limits: Any) -> Plan:
+        versions = [(str(artifact.path), artifact.digest) for artifact in registered]
+        uri = uri or f"sqlite:///{self.runs}/mlflow/mlflow.db"
+        return plan(self.runs, versions, uri, now=NOW, **(limits or {"keep": 0}))
+
+    def present(self) -> set[Path]:
+        return set((self.runs / "artifacts").glob("[!.]*/[!.]*"))
+
+
+@pytest.fixture
+def store(tmp_path: Path) -> Store:
+    return Store(tmp_path / "runs")
+
+
+def gone(planned: Plan) -> set[Path]:
+    return {item.path for item in planned.items}
+
+
+def paths(*artifacts: Artifact) -> set[Path]:
+    return {artifact.path for artifact in artifacts}
+
+
+def test_a_registered_model_keeps_what_it_was_made_from_and_its_report(store: Store) -> None:
+    ours, other = store.chain(), store.chain()
+    planned = store.plan(ours["served"])
+    assert set(planned.kept) == paths(*ours.values())
+    assert gone(planned) == paths(*other.values())
+    assert set(planned.kept.values()) == {REGISTERED}
+
+
+def test_a_registered_model_is_known_by_its_digest_in_a_moved_folder(store: Store) -> None:
+    ours = store.chain()
+    moved = Artifact("served", Path("/elsewhere/served/x"), ours["served"].digest)
+    assert gone(store.plan(moved)) == set()
+
+
+def test_a_damaged_manifest_of_a_registered_model_refuses(store: Store) -> None:
+    ours, other = store.chain(), store.chain()
+    (ours["served"].path / "manifest.json").write_text("{")
+    with pytest.raises(ArtifactError, match="a registered model"):
+        store.plan(ours["served"])
+    planned = store.plan(other["served"])
+    assert ours["served"].path in planned.kept  # what it was made from is not known
+
+
+def test_what_was_used_lately_stays(store: Store) -> None:
+    old, new = store.chain(), store.chain(age_d=3)
+    assert gone(store.plan(new["base"], days=10)) == paths(*old.values())
+    assert intact(old["shards"], store.seen) == []  # a run reuses it now
+    os.utime(store.seen / f"{old['served'].digest}.json")
+    assert set(store.plan(days=10).kept) == paths(*old.values(), *new.values())
+
+
+def test_reuse_is_a_use(store: Store) -> None:
+    artifact = store.make("weights")
+    record = store.seen / f"{artifact.digest}.json"
+    (artifact.path / "manifest.json").touch()
+    remember(artifact, store.seen)
+    store.age(record, 100)
+    before = record.stat().st_mtime
+    assert intact(artifact, store.seen) == []
+    assert record.stat().st_mtime > before
+
+
+def test_the_newest_runs_keep_what_their_summaries_name(store: Store) -> None:
+    first, second = store.chain(), store.chain()
+    for name, chain in (("20230901-000000-aa", first), ("20231001-000000-bb", second)):
+        store.report(name, stages=[{"artifact": str(each.path)} for each in chain.values()])
+        (store.runs / "logs" / name).mkdir(parents=True)
+    assert gone(store.plan(keep=2)) == set()
+    logs = store.runs / "logs" / "20230901-000000-aa"
+    assert gone(store.plan(keep=1)) == {*paths(*first.values()), logs}
+
+
+def test_an_unfinished_training_keeps_checkpoints_and_inputs(store: Store) -> None:
+    ours, other = store.chain(), store.chain()
+    job = {"base": str(ours["base"].path), "data": f"/moved/runs/{ours['data'].path}"}
+    folder = store.checkpoints("f" * 20, **job)
+    finished = store.checkpoints(other["shards"].path.name)
+    without = store.checkpoints("e" * 20, step=False, base=str(other["base"].path))
+    planned = store.plan()
+    assert planned.checkpoints == (folder,)
+    assert {path for path, why in planned.kept.items() if why == RESUMABLE} == paths(
+        ours["base"], ours["data"]
+    )
+    assert gone(planned) >= {finished, without, other["base"].path}
+    assert folder in gone(store.plan(keep=0, unfinished=True))
+
+
+def test_what_a_killed_run_has_used_stays_for_three_days(store: Store) -> None:
+    started = time.strftime("%Y%m%d-%H%M%S", time.localtime(NOW - DAY_S))
+    (store.runs / "logs" / f"{started}-dead").mkdir(parents=True)
+    used, unused = store.make("weights", age_d=0.5), store.make("weights", age_d=5)
+    assert gone(store.plan()) >= paths(unused)
+    assert used.path in store.plan().kept
+    store.report(f"{started}-dead")  # it has completed
+    assert gone(store.plan()) >= paths(used, unused)
+
+
+def test_a_model_registered_with_another_server_stays(store: Store) -> None:
+    ours, other = store.chain(), store.chain()
+    stages = [{"artifact": str(ours["served"].path)}]
+    version = {"version": "models:/plumbline/1"}
+    store.report("20200101-000000-aa", "http://mlflow:5000", stages=stages, gate=version)
+    assert set(store.plan().kept) == paths(*ours.values())
+    assert gone(store.plan(uri="http://mlflow:5000")) >= paths(*ours.values(), *other.values())
+    (store.runs / "reports/20200101-000000-aa/config.yaml").write_text("{")
+    assert set(store.plan(uri="http://mlflow:5000").kept) == paths(*ours.values())
+
+
+def test_staging_folders_and_tokens(store: Store) -> None:
+    parent = store.runs / "artifacts" / "weights"
+    dead, alive, resumable = (parent / f".{name}.tmp" for name in ("dead", "alive", "resumable"))
+    tokens = store.runs / "cache" / "tokens"
+    old, new = tokens / "old", tokens / "new"
+    for folder in (dead, alive, resumable, old, new):
+        folder.mkdir(parents=True)
+    store.age(old, 30)
+    store.age(new, 1)
+    (resumable / JOURNAL).write_text("")
+    store.age(resumable / JOURNAL, 1)
+    handle = os.open(alive, os.O_RDONLY)
+    fcntl.flock(handle, fcntl.LOCK_EX)
+    try:
+        assert gone(store.plan(days=10)) == {dead, old}
+    finally:
+        os.close(handle)
+
+
+def test_a_linked_file_is_freed_with_its_last_link(store: Store) -> None:
+    first, second, kept = store.make("weights"), store.make("weights"), store.make("served")
+    for artifact in (first, second, kept):
+        (artifact.path / "big.bin").unlink(missing_ok=True)
+    (first.path / "big.bin").write_bytes(b"x" * 100_000)
+    os.link(first.path / "big.bin", second.path / "big.bin")
+    freed = sum(item.freed for item in store.plan(kept).items)
+    assert 100_000 < freed < 110_000
+    os.link(first.path / "big.bin", kept.path / "big.bin")
+    assert sum(item.freed for item in store.plan(kept).items) < 10_000
+
+
+EVENTS = ("os.rename", "os.remove", "os.rmdir")
+
+
+def in_child(work: Callable[[], object], kill_at: int) -> bool:
+    """Do the work in a forked process that kills itself at its n-th change of the disk.
+
+    Returns:
+        True if it was killed.
+    """
+    pid = os.fork()
+    if pid == 0:
+        left = [kill_at]
+
+        def hook(event: str, _: object) -> None:
+            if event in EVENTS:
+                left[0] -= 1
+                if left[0] < 0:
+                    os.kill(os.getpid(), signal.SIGKILL)
+
+        sys.addaudithook(hook)
+        work()
+        os._exit(0)
+    _, status = os.waitpid(pid, 0)
+    assert status in (0, signal.SIGKILL)
+    return os.WIFSIGNALED(status)
+
+
+def test_killed_at_any_point_the_next_prune_finishes(store: Store) -> None:
+    ours = store.chain()
+    rounds = 0
+    while True:
+        other = store.chain()
+        store.checkpoints(f"{rounds:020x}", step=False)
+
+        def prune() -> None:
+            remove(hide(store.plan(ours["served"]).items))
+
+        if not in_child(prune, kill_at=rounds):
+            break
+        assert paths(*ours.values()) <= store.present()
+        for path in store.present():  # whatever a run can see is whole
+            assert verify(open_artifact(path)) == []
+        prune()
+        assert store.present() == paths(*ours.values())
+        assert half_removed(store.runs) == []
+        assert not any((store.runs / "checkpoints").iterdir())
+        rounds += 1
+    assert rounds > 2 * len(other)
+
+
+def test_what_cannot_be_removed_is_named(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
+    store.chain()
+    hidden = hide(store.plan().items)
+
+    def refuse(path: object, **_: object) -> None:
+        raise PermissionError(13, "Permission denied")
+
+    monkeypatch.setattr("os.unlink", refuse)
+    with pytest.raises(ArtifactError, match="Permission denied"):
+        remove(hidden)
+    monkeypatch.undo()
+    assert len(half_removed(store.runs)) == len(hidden)
+    remove(half_removed(store.runs))
+    assert half_removed(store.runs) == []

@@ -158,11 +158,12 @@ def _register(flow_run: FlowRun, served: Artifact, registry: Registry) -> None:
     before = time.monotonic()
     read = {r.name: r.artifact for r in results if r.artifact.kind == "report"}
     try:
-        verdict["version"] = flow_run.host.last(
-            "register",
-            partial(_write_version, flow_run, served, gate, registry),
-            {"served": served, **read},
-        )
+        with flow_run.record.stage("register"):
+            verdict["version"] = flow_run.host.last(
+                "register",
+                partial(_write_version, flow_run, served, gate, registry),
+                {"served": served, **read},
+            )
     except TrackingError as error:  # the model is complete: only the register has to be repeated
         flow_run.summary.unregistered = f"{error.message} -> {error.hint}"
         return

@@ -25,6 +25,7 @@ from tasks.config.audit_flow import Audit
 from tasks.config.checks.model import look
 from tasks.config.defaults import ONLINE, RULES, default
 from tasks.config.deliver_flow import Deliver
+from tasks.config.places import Status
 from tasks.config.prune_flow import Prune
 from tasks.config.section import hydra_schema
 from tasks.core.errors import ConfigError
@@ -38,6 +39,7 @@ SCHEMAS: dict[str, type] = {
     "deliver": hydra_schema(Deliver),
     "audit": hydra_schema(Audit),
     "prune": hydra_schema(Prune),
+    "status": hydra_schema(Status),
 }
 """Dataclass of the settings, by root file; Hydra checks against it."""
 
@@ -76,6 +78,7 @@ ConfigStore.instance().store(name="schema", node=SCHEMAS["rlhf"])
 ConfigStore.instance().store(name="deliver_schema", node=SCHEMAS["deliver"])
 ConfigStore.instance().store(name="audit_schema", node=SCHEMAS["audit"])
 ConfigStore.instance().store(name="prune_schema", node=SCHEMAS["prune"])
+ConfigStore.instance().store(name="status_schema", node=SCHEMAS["status"])
 
 
 @dataclass(frozen=True)
@@ -122,7 +125,7 @@ class Composed:
         except OmegaConfBaseException as error:
             raise as_config_error(error, (), names) from error
         runs = Path(settings["paths"]["runs"]).expanduser().absolute()
-        uri = settings["tracking"]["uri"]
+        uri = settings.get("tracking", {}).get("uri")
         store = runs / "mlflow"
         return cls(
             settings=settings,

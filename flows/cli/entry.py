@@ -54,19 +54,22 @@ LEAVE_S = 15.0
 """Seconds from the end of a stopped flow to that of the process, even if a server hangs."""
 
 
-def run_main(config_name: str, job: Job, *, argv: Sequence[str] | None = None) -> int:
+def run_main(
+    config_name: str, job: Job, *, argv: Sequence[str] | None = None, bare: bool = False
+) -> int:
     """Run a job for every configuration of a command line; `--multirun` has several.
 
     Args:
         config_name: root file in `conf`, without its suffix.
         job: gets the configuration and its overrides; returns an exit status.
         argv: the command line after the program's name; None for that of this process.
+        bare: True for a command that needs no arguments; others print a short help without them.
 
     Returns:
         The exit status.
     """
     words = list(sys.argv[1:] if argv is None else argv)
-    if not words:
+    if not words and not bare:
         print(brief(config_name), file=sys.stderr)
         return 2
     try:
@@ -220,11 +223,11 @@ class _Received:
 
     def on_interrupt(self, number: int, frame: FrameType | None) -> None:
         if self._first(INTERRUPTED):
-            raise KeyboardInterrupt
+            raise KeyboardInterrupt(INTERRUPTED)
 
     def on_hangup(self, number: int, frame: FrameType | None) -> None:
         if self._first(HUNG_UP):
-            raise KeyboardInterrupt
+            raise KeyboardInterrupt(HUNG_UP)
 
     def on_terminate(self, number: int, frame: FrameType | None) -> None:
         if self._first(TERMINATED) and not _resent_by_prefect():

@@ -206,6 +206,7 @@ PEERS: Mapping[str, Mapping[str, str]] = {
         **dict.fromkeys(("days", "max_age", "older"), "older_than={}"),
         **dict.fromkeys(("delete", "force"), "yes=true"),
     },
+    "status": {"runs": "paths.runs={}", "logdir": "paths.runs={}", "max_results": "limit={}"},
 }
 """Other trainers' names -> our overrides, by program."""
 

@@ -10,7 +10,7 @@ from flows.cli.config import Composed
 from flows.delivery.chain import Delivery
 from tasks.config.checks import preflight
 from tasks.config.checks.signing import signing
-from tasks.config.checks.tracking import prefect_reachable, reachable
+from tasks.config.checks.tracking import metrics_file, prefect_reachable, reachable
 from tasks.core.errors import ConfigError, PlumblineError, first_and_more
 from tasks.delivery.examination import examine
 from tasks.delivery.plan.adapters import given_adapters
@@ -47,7 +47,8 @@ def _prepare(composed: Composed) -> Delivery:
     settings, store = composed.settings, composed.runs / "artifacts"
     prefect = [] if settings["smoke"]["engine"] == "none" else prefect_reachable()
     keys = signing(settings["register"])
-    preflight([*reachable(settings["tracking"]["uri"]), *prefect, *keys])
+    metrics = metrics_file(settings["tracking"]["prometheus"])
+    preflight([*reachable(settings["tracking"]["uri"]), *prefect, *keys, *metrics])
     target = _target(settings["convert"])
     given, adapters = given_adapters(settings["source"], settings["adapters"])
     sources = [adapter.given for adapter in adapters] or [given]

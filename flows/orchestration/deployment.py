@@ -4,8 +4,9 @@ Whoever may start a run in Prefect's page types its overrides. On a terminal the
 user's own, and nothing is limited. Two variables of the worker's environment, lists of folders
 separated by ":", say what a deployment's run may name:
 
-    PLUMBLINE_DEPLOY_FOLDERS  paths.runs, out, out_dir, train.resume, register.sign, a tracking.uri
-                              that is a file; default: PLUMBLINE_RUNS, or runs
+    PLUMBLINE_DEPLOY_FOLDERS  paths.runs, out, out_dir, train.resume, register.sign,
+                              tracking.prometheus, a tracking.uri that is a file;
+                              default: PLUMBLINE_RUNS, or runs
     PLUMBLINE_DEPLOY_CODE     reward.function, models with trust_remote_code, hydra.searchpath;
                               default: none
 """
@@ -120,6 +121,7 @@ def _setting_problems(settings: Mapping[str, Any]) -> Iterator[str]:
     resume = settings.get("train", {}).get("resume", "auto")
     written["register.sign"] = settings.get("register", {}).get("sign")
     written["train.resume"] = None if resume in ("auto", "never") else resume
+    written["tracking.prometheus"] = settings["tracking"]["prometheus"]
     written["tracking.uri"] = _file_of(settings["tracking"]["uri"])
     for key, path in written.items():
         if path is not None and not _inside(path, FOLDERS):

@@ -19,11 +19,13 @@ from pathlib import Path
 from typing import Any
 
 from flows.cli.config import Composed
+from flows.monitoring.prometheus import MetricsFile
+from flows.monitoring.run_record import RunRecord
 from flows.orchestration.devices import reserve
 from flows.orchestration.evaluation import evaluation
 from flows.orchestration.summary import Summary, stage_entry
 from tasks.core.disk import disk_full_named
-from tasks.core.errors import ArtifactError, PlumblineError
+from tasks.core.errors import ArtifactError, PlumblineError, TrackingError
 from tasks.core.redaction import redact
 from tasks.evaluation.scoring import ReferenceScorer
 from tasks.pipeline.artifact import Artifact, open_artifact, sweep
@@ -132,6 +134,7 @@ class FlowRun:
         mechanism: runs the stages.
         summary: the summary; the code that runs the stages adds to it.
         run_id: name of the run's folders under `<paths.runs>/logs` and `reports`.
+        record: what the run does, on disk while it goes on.
         started: start time (`time.monotonic`).
     """
 
@@ -140,6 +143,7 @@ class FlowRun:
     mechanism: Mechanism
     summary: Summary
     run_id: str
+    record: RunRecord
     started: float = field(default_factory=time.monotonic)
 
     @classmethod
@@ -167,11 +171,15 @@ class FlowRun:
         logs.mkdir(parents=True)
         sweep(store)
         force = frozenset(composed.settings["force"])
-        mechanism = Mechanism(store, logs, tracker, host.call, force, host.patience)
+        metrics = MetricsFile(composed.runs, composed.settings["tracking"]["prometheus"])
+        about = {"flow": flow, "exp": exp}
+        record = RunRecord(composed.runs / "reports" / run_id, about, host.call, metrics.write)
+        mechanism = Mechanism(store, logs, tracker, record.call, force, host.patience)
         mechanism.timeouts = composed.settings.get("timeouts", {})
         mechanism.devices = partial(reserve, composed, patience=host.patience)
+        mechanism.on_event = record.on_event
         summary = Summary("running", flow, exp, 0.0, run=run_id)
-        return cls(composed, host, mechanism, summary, run_id)
+        return cls(composed, host, mechanism, summary, run_id, record)
 
     def run(self, title: str, stages: Callable[[FlowRun], None]) -> dict[str, Any]:
         """Run the stages inside a tracked run; write the summary however they end.
@@ -183,6 +191,10 @@ class FlowRun:
         Returns:
             The summary.
         """
+        with self.record:
+            return self._run(title, stages)
+
+    def _run(self, title: str, stages: Callable[[FlowRun], None]) -> dict[str, Any]:
         settings, text = self.composed.settings, self.composed.text
         try:
             with (
@@ -194,12 +206,16 @@ class FlowRun:
                 self._end("completed")
         except PlumblineError as error:
             self.summary.error = error.message
+            self.summary.exit_status = error.exit_code
             self._end_badly("failed")
             raise
         except BaseException as error:
             failed = isinstance(error, Exception)
             text = redact(f"{type(error).__name__}: {error}")
             self.summary.error = text if failed else "interrupted"
+            # The handlers of flows/cli/entry.py raise the status; Prefect has its own for SIGTERM.
+            ours = isinstance(error, KeyboardInterrupt | SystemExit) and error.args
+            self.summary.exit_status = 1 if failed else error.args[0] if ours else 143
             self._end_badly("failed" if failed else "cancelled")
             raise
         return asdict(self.summary)
@@ -221,6 +237,8 @@ class FlowRun:
         summary = self.summary
         summary.status = status
         summary.seconds = round(time.monotonic() - self.started, 1)
+        if status == "completed":
+            summary.exit_status = TrackingError.exit_code if summary.unregistered else 0
         summary.eval = evaluation(self.mechanism.results)
         if not summary.stages:
             summary.stages = [stage_entry(result) for result in self.mechanism.results]

@@ -30,6 +30,7 @@ class Summary:
         gate: verdict of the gate: `passed`, `reasons` and the registered `version`.
         eval: evaluation results, see `evaluation`.
         error: message of the error that ended the run.
+        exit_status: of the command that ran it.
         tracking: what MLflow has not recorded, and when it will; None if it has everything.
         prefect: what Prefect has not recorded; None if it has everything.
         unregistered: why the model is not registered though the run is complete, and what to type.
@@ -48,6 +49,7 @@ class Summary:
     gate: dict[str, Any] | None = None
     eval: dict[str, float | None] = field(default_factory=dict)
     error: str | None = None
+    exit_status: int | None = None
     tracking: str | None = None
     prefect: str | None = None
     unregistered: str | None = None

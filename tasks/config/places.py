@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 
 @dataclass(frozen=True)
 class Tracking:
-    """MLflow."""
+    """MLflow, and files with the same numbers."""
 
     uri: str | None = None  # null: SQLite under paths.runs
     experiment: str = "plumbline"  # MLflow experiment of the runs
     model_name: str = "plumbline"  # in the model registry
     tensorboard: bool = False  # write event files under paths.runs/tensorboard too
+    prometheus: str | None = None  # file of metrics, *.prom; null: metrics.prom in paths.runs
 
 
 @dataclass(frozen=True)
@@ -33,3 +34,12 @@ class Timeouts:
     gather_s: float | None = None  # seconds for joining the partitions; null: no limit
     merge_s: float | None = None  # seconds for the merge; null: no limit
     convert_s: float | None = None  # seconds for the served files; null: no limit
+
+
+@dataclass(frozen=True)
+class Status:
+    """The whole configuration of `flows/status.py`."""
+
+    json: bool = False  # true: print a list of runs as JSON, for programs
+    limit: int = 10  # number of ended runs to list, the newest first; 0: all
+    paths: Paths = field(default_factory=Paths)

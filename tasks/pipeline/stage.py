@@ -110,6 +110,7 @@ class Mechanism:
         force: names of stages that run even if an intact artifact exists.
         patience: how long to wait for other runs.
         devices: context in which a stage has its devices.
+        on_event: gets the events of every stage's child process.
         results: results of the stages that have run so far, in order.
         name: name of the step if a run has several; its stages are called `<name>.<stage>`.
         timeouts: section `timeouts`: seconds by `<stage>_s`.
@@ -122,6 +123,7 @@ class Mechanism:
     force: frozenset[str] = frozenset()
     patience: Patience = FOREVER
     devices: Callable[[Needs], contextlib.AbstractContextManager[object]] = contextlib.nullcontext
+    on_event: Callable[[dict[str, Any]], None] = lambda event: None
     results: list[StageResult] = field(default_factory=list)
     name: str = ""
     timeouts: Mapping[str, float | None] = field(default_factory=dict)
@@ -200,7 +202,7 @@ class Mechanism:
                     limit = f"{stage.name}_s"
                     with (
                         self.devices(stage.needs),
-                        _observed(observe, run, arguments),
+                        self._observed(observe, run, arguments),
                         deadline(name, f"timeouts.{limit}", self.timeouts.get(limit)),
                     ):
                         result = self._execute(name, function, final, origin, arguments, run)
@@ -227,6 +229,17 @@ class Mechanism:
             shared = self.logs.parent / REFERENCE_LOG if self.name else self.logs / REFERENCE_LOG
             error.log = error.log or next((str(p) for p in (own, shared) if p.is_file()), "")
             raise
+
+    @contextlib.contextmanager
+    def _observed(
+        self, observe: Observe | None, run: StageRecord, arguments: dict[str, Any]
+    ) -> Iterator[None]:
+        if observe is None:
+            yield
+            return
+        with observe(run, arguments["log"]) as shown:
+            arguments["on_event"] = lambda event: [see(event) for see in (self.on_event, shown)]
+            yield
 
     def _reusable(self, final: Path, stage: Stage, log: Any) -> Artifact | None:
         if not final.exists():
@@ -265,18 +278,6 @@ class Mechanism:
             artifact = publish(work, final, replace(origin, notes=notes))
             remember(artifact, self.store / ".seen")
         return StageResult(name, artifact, False, 0.0, tuple(report.checks), drift, metrics)
-
-
-@contextlib.contextmanager
-def _observed(
-    observe: Observe | None, run: StageRecord, arguments: dict[str, Any]
-) -> Iterator[None]:
-    if observe is None:
-        yield
-        return
-    with observe(run, arguments["log"]) as on_event:
-        arguments["on_event"] = on_event
-        yield
 
 
 def _recall(name: str, artifact: Artifact) -> StageResult:

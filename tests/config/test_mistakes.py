@@ -111,6 +111,8 @@ MISTAKES = [
     Mistake("rlhf", f"{RUN};model.attn_implementation=flash_attention_2",
             "-> model.attn_implementation=sdpa"),
     Mistake("rlhf", f"{RUN};force=[tran]", "-> force=[train]"),
+    Mistake("rlhf", f"{RUN};tracking.prometheus=m.txt", "-> tracking.prometheus=m.txt.prom"),
+    Mistake("rlhf", f"{RUN};tracking.prometheus=no/m.prom", "-> tracking.prometheus=null"),
     # deliver and audit
     Mistake("deliver", "adapter;out=new", "-> base=<"),
     Mistake("deliver", "adapter;base=model", "out=<a new folder>"),

@@ -16,6 +16,8 @@ from tasks.drift.fingerprint import PROFILES, Fingerprint
 from tasks.pipeline.artifact import open_artifact, verify
 from tests.flows.conftest import Run
 from tests.flows.tracked import children
+from tests.monitoring.records import status_json
+from tests.monitoring.test_prometheus import samples
 
 CONFIG = "adapter_config.json"
 STAGES = ["prepare_data", "prepare_base", "train", "gather", "merge", "convert", "smoke_eval"]
@@ -65,6 +67,20 @@ class TestQlora:
         scores = qlora.summary["eval"]
         assert scores["after"] - scores["before"] >= 0.20
         assert scores["loss_after"] < scores["loss_before"]
+
+    def test_status_and_metrics_say_how_it_ended(self, qlora: Run) -> None:
+        status = [
+            run for run in status_json(qlora.runs) if run["seconds"] == qlora.summary["seconds"]
+        ]
+        (run,) = status
+        assert (run["state"], run["exit_status"], run["exp"]) == ("completed", 0, "sft_qlora")
+        assert [stage["name"] for stage in run["stages"]] == [*STAGES, "register"]
+        assert run["step"] == run["steps"] > 10
+        assert {"loss", "tokens_per_s"} <= set(run["numbers"])
+        written = samples(qlora.runs / "metrics.prom")
+        assert written["plumbline_runs_total", "rlhf", "completed"] >= 1
+        assert written["plumbline_stage_last_seconds", "rlhf", "train"] > 0
+        assert written["plumbline_disk_bytes", "artifacts/served"] > 0
 
     def test_rows_that_were_cut_are_counted_in_mlflow_and_summary(self, qlora: Run) -> None:
         rows = qlora.stage("train")["rows"]

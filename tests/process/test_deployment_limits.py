@@ -63,6 +63,7 @@ REFUSED: list[list[str]] = [
     ["paths.runs={}/runs", "tracking.uri=file:///etc"],
     ["paths.runs={}/runs", "tracking.uri=file:/etc"],
     ["paths.runs={}/runs", "tracking.uri={}/elsewhere"],
+    ["paths.runs={}/runs", "tracking.prometheus={}/elsewhere/x.prom"],
     ["paths.runs={}/runs", "train.resume={}/elsewhere/checkpoint"],
     ["paths.runs={}/runs", "hydra.searchpath=[{}/elsewhere]"],
     ["paths.runs={}/runs", "hydra.searchpath=[{}/code,file://{}/elsewhere]"],

@@ -10,7 +10,7 @@
     phases      memory of a rank, by phase
     ranges      numbers, batch sizes, ZeRO options, schedule, stage names
     signing     keys of signatures
-    tracking    the servers of MLflow and Prefect answer
+    tracking    the servers of MLflow and Prefect answer; the file of metrics can be written
     unread      settings on the command line that have no effect
 
 Each check is a function of plain values; none imports torch. `findings` runs all of them, and
@@ -120,6 +120,7 @@ def findings(
         *tracking.reachable(settings["tracking"]["uri"]),
         *tracking.prefect_reachable(),
         *signing.signing(settings["register"]),
+        *tracking.metrics_file(settings["tracking"]["prometheus"]),
         *model.embedded(model_, settings["data"]),
     ]
     named = {finding.what for finding in problems}

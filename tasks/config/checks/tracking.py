@@ -1,4 +1,4 @@
-"""Check that the servers of MLflow and Prefect answer within five seconds, and accept the user."""
+"""Check section `tracking`: servers answer within five seconds, metrics can be written."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ import threading
 import time
 from base64 import b64encode
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -56,6 +57,20 @@ def prefect_reachable() -> Iterator[Finding]:
             "unset PREFECT_API_URL (a server of its own), or "
             + (login if reason.startswith(_REFUSES) else "start that server"),
         )
+
+
+def metrics_file(path: str | None) -> Iterator[Finding]:
+    """Yield a finding if `tracking.prometheus` is no place for a file that node_exporter reads."""
+    if path is None:
+        return
+    file = Path(path).expanduser()
+    problem = ""
+    if file.suffix != ".prom":
+        problem, hint = "node_exporter reads *.prom only", f"{file}.prom"
+    elif not file.parent.is_dir() or not os.access(file.parent, os.W_OK):
+        problem, hint = "its folder does not exist, or cannot be written", "null"
+    if problem:
+        yield Finding("tracking.prometheus", path, problem, f"tracking.prometheus={hint}")
 
 
 def _why_unreachable(uri: str, ask: Callable[[str], str]) -> str:

@@ -1,0 +1,246 @@
+"""Record of a run while it goes on: `<paths.runs>/reports/<run>/progress.json`.
+
+    {"run": "...", "flow": "rlhf", "exp": "qlora", "host": "n7", "pid": 4242, "started": 1.7e9,
+     "written": 1.7e9, "stages": [{"name": "train", "started": 1.7e9, "seconds": null,
+     "reused": false, "failed": false, "step": 37, "steps": 120, "step_at": 1.7e9,
+     "seconds_per_step": 0.8, "numbers": {"loss": 1.2}}]}
+
+Times are seconds since the epoch. The file is replaced as a whole every `BEAT_S` seconds, and when
+a stage begins or ends. The run holds a lock (`flock`) on `.lock` beside it, which the kernel
+releases when the process is gone, `kill -9` included. Nothing here raises: a run is worth more than
+its record.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import json
+import logging
+import os
+import socket
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import asdict, dataclass, field
+from math import isfinite
+from pathlib import Path
+from typing import Any
+
+from tasks.pipeline.artifact import Artifact
+from tasks.pipeline.report import StageResult
+from tasks.pipeline.stage import Call
+
+log = logging.getLogger(__name__)
+
+PROGRESS, LOCK = "progress.json", ".lock"
+BEAT_S = 10.0
+"""Seconds between two writes while nothing begins or ends."""
+LAST_S = 5.0
+"""Most seconds that a run waits for the thread at its end."""
+STEPS_KEPT = 20
+"""Number of events over which the time of a step is averaged."""
+_NOT_SHOWN = {"step", "total"}
+
+
+@dataclass
+class StageProgress:
+    """Progress of one stage; times in seconds since the epoch.
+
+    Attributes:
+        name: name of the stage, as `<step>.<stage>` if the run has several steps.
+        started: when it began.
+        seconds: wall-clock time; None while it runs.
+        reused: True if an earlier run had published its artifact.
+        failed: True if it raised.
+        step: last training step that was reported; None if there was none.
+        steps: number of steps; None if it is not known.
+        step_at: when that step was reported.
+        seconds_per_step: mean over the last steps.
+        numbers: numbers of that step, such as `loss` and `tokens_per_s`.
+    """
+
+    name: str
+    started: float
+    seconds: float | None = None
+    reused: bool = False
+    failed: bool = False
+    step: int | None = None
+    steps: int | None = None
+    step_at: float | None = None
+    seconds_per_step: float | None = None
+    numbers: dict[str, float] = field(default_factory=dict)
+
+
+class RunRecord:
+    """Record of one run of a flow, a context manager that keeps it up to date.
+
+    Args:
+        folder: `<paths.runs>/reports/<run>`; created if it does not exist.
+        about: facts about the run that do not change: `flow`, `exp`.
+        call: calls the work of a stage.
+        refresh: called after the file was written, with True when a stage or the run has ended.
+    """
+
+    def __init__(
+        self,
+        folder: Path,
+        about: Mapping[str, Any],
+        call: Call,
+        refresh: Callable[[bool], None] = lambda ended: None,
+    ) -> None:
+        self._folder, self._call, self._refresh = folder, call, refresh
+        self._about = {
+            "run": folder.name,
+            **about,
+            "host": socket.gethostname(),
+            "pid": os.getpid(),
+            "started": time.time(),
+        }
+        self._stages: list[StageProgress] = []
+        self._recent: deque[tuple[int, float]] = deque(maxlen=STEPS_KEPT)
+        self._changed, self._ended = threading.Event(), False
+        self._is_over = False
+        self._thread = threading.Thread(target=self._beat, name="run record", daemon=True)
+        self._lock: int | None = None
+        self._warned = False
+
+    def __enter__(self) -> RunRecord:
+        """Write the first record, and start the thread that keeps it up to date."""
+        with self._no_error():
+            self._folder.mkdir(parents=True, exist_ok=True)
+            self._lock = os.open(self._folder / LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+            fcntl.flock(self._lock, fcntl.LOCK_EX)  # a reader holds it for microseconds
+        self._write()
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        """Write the last record, after the summary, and release the lock."""
+        self._write()
+        self._is_over = self._ended = True
+        self._changed.set()
+        self._thread.join(LAST_S)
+        if self._lock is not None:
+            os.close(self._lock)
+
+    def call(
+        self,
+        name: str,
+        work: Callable[[Any], StageResult],
+        inputs: Mapping[str, Artifact],
+    ) -> StageResult:
+        """Call the work of a stage, and record when it begins and how it ends."""
+        with self.stage(name) as progress:
+            result = self._call(name, work, inputs)
+            progress.reused = result.reused
+        return result
+
+    @contextlib.contextmanager
+    def stage(self, name: str) -> Iterator[StageProgress]:
+        """Record a stage that runs within the block."""
+        progress = StageProgress(name, time.time())
+        self._recent.clear()
+        self._stages = [*self._stages, progress]
+        self._write()
+        try:
+            yield progress
+        except BaseException as error:
+            progress.failed = isinstance(error, Exception)
+            raise
+        finally:
+            progress.seconds = round(time.time() - progress.started, 2)
+            self._ended = True
+            self._write()
+            self._changed.set()
+
+    def on_event(self, event: Mapping[str, Any]) -> None:
+        """Note an event of a child process (`tasks/core/events.py`); nothing is written yet."""
+        with self._no_error():
+            if self._stages and event["event"] == "plan":
+                self._stages[-1].steps = int(event["steps"])
+                self._stages[-1].step = int(event.get("taken", 0))
+            elif self._stages and event["event"] in ("step", "progress"):
+                self._note_step(self._stages[-1], event)
+
+    def _note_step(self, progress: StageProgress, event: Mapping[str, Any]) -> None:
+        now = time.time()
+        progress.step, progress.step_at = int(event["step"]), now
+        progress.steps = int(event.get("total", progress.steps or 0)) or None
+        self._recent.append((progress.step, now))
+        progress.seconds_per_step = event.get("step_s")
+        first, began = self._recent[0]
+        if progress.step > first:
+            progress.seconds_per_step = (now - began) / (progress.step - first)
+        progress.numbers = {
+            name: float(value)
+            for name, value in event.items()
+            if name not in _NOT_SHOWN and isinstance(value, int | float) and isfinite(value)
+        }
+
+    def document(self) -> dict[str, Any]:
+        """Return the record as JSON."""
+        stages = [asdict(stage) for stage in self._stages]
+        return {**self._about, "written": time.time(), "stages": stages}
+
+    def _beat(self) -> None:
+        is_last = False
+        while not is_last:
+            is_last, ended, self._ended = self._is_over, self._ended, False
+            with self._no_error():
+                self._refresh(ended)
+            if not is_last:
+                self._changed.wait(BEAT_S)
+                self._changed.clear()
+                self._write()
+
+    def _write(self) -> None:
+        with self._no_error():
+            replace_file(self._folder / PROGRESS, json.dumps(self.document()) + "\n")
+
+    @contextlib.contextmanager
+    def _no_error(self) -> Iterator[None]:
+        try:
+            yield
+        except Exception as error:  # a full disk, a folder that somebody removed
+            if not self._warned:
+                log.warning("the record of this run cannot be written: %s", error)
+            self._warned = True
+
+
+def replace_file(path: Path, text: str, mode: int = 0o600) -> None:
+    """Replace a file as a whole: a reader sees the old text or the new one.
+
+    Args:
+        path: the file.
+        text: its new text.
+        mode: its permissions.
+
+    Raises:
+        OSError: it cannot be written; the old text stays.
+    """
+    fresh = path.with_name(f".{path.name}.{os.getpid()}.{threading.get_ident()}")
+    try:
+        fresh.write_text(text)
+        fresh.chmod(mode)
+        fresh.replace(path)
+    finally:
+        fresh.unlink(missing_ok=True)
+
+
+def is_locked(folder: Path) -> bool:
+    """Return True if the process of a run holds the lock in its folder."""
+    try:
+        handle = os.open(folder / LOCK, os.O_RDONLY | os.O_CLOEXEC)
+    except OSError:
+        return False
+    try:
+        fcntl.flock(handle, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return True
+    except OSError:  # a file system without locks
+        return False
+    finally:
+        os.close(handle)
+    return False

@@ -1,0 +1,157 @@
+"""`python flows/status.py`: what runs and what ran, from files alone."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from flows.cli.status_command import _document, _row, in_time
+from flows.monitoring.prometheus import MetricsFile
+from flows.monitoring.run_history import history
+from flows.orchestration.summary import Summary, stage_entry
+from tests.commands import command, environment
+from tests.conftest import PROJECT
+from tests.monitoring.records import document, ended, record_at, result, status, status_json, write
+
+
+def test_a_run_in_progress_and_after_kill_9(tmp_path: Path) -> None:
+    argv = [sys.executable, "-m", "tests.monitoring.dying_run", str(tmp_path)]
+    with subprocess.Popen(argv, cwd=PROJECT, stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout
+        assert process.stdout.readline() == "ready\n"
+        (running,) = status_json(tmp_path)
+        process.kill()
+    assert running["state"] == "running"
+    assert (running["stage"], running["step"], running["steps"]) == ("train", 12, 40)
+    assert running["numbers"]["loss"] == 0.5
+    assert running["pid"] == process.pid
+    assert running["exit_status"] is None
+    assert running["seconds_left"] >= 0
+    assert [stage["name"] for stage in running["stages"]] == ["prepare_base", "train"]
+    table = status(tmp_path)
+    assert "lost" in table
+    assert "0a1b2c3d  ended without a word, at step 12 of 40 of train" in table
+
+
+def test_every_way_to_end(tmp_path: Path) -> None:
+    ended(tmp_path, "20261123-100000-aaaaaaaa", "completed")
+    ended(tmp_path, "20261123-110000-bbbbbbbb", "failed", error="the loss is \x1b[31mnot finite")
+    ended(tmp_path, "20261123-120000-cccccccc", "cancelled", flow="deliver")
+    table = status(tmp_path)
+    rows = {line.split()[2]: line for line in table.splitlines()[1:4]}
+    assert list(rows) == ["cccccccc", "bbbbbbbb", "aaaaaaaa"]  # newest first
+    assert "completed (0)" in rows["aaaaaaaa"]
+    assert "loss 0.5" in rows["aaaaaaaa"]
+    assert "1,234" in rows["aaaaaaaa"]
+    assert "failed (1)" in rows["bbbbbbbb"]
+    assert "train 12/40" in rows["bbbbbbbb"]
+    assert "cancelled (130)" in rows["cccccccc"]
+    assert "bbbbbbbb  the loss is not finite" in table
+    newest = status(tmp_path, "limit=1")
+    assert "aaaaaaaa" not in newest
+    assert "2 more: limit=0" in newest
+
+
+def test_the_table_has_100_columns(tmp_path: Path) -> None:
+    stage = {**document()["stages"][0], "name": "a_long_name_of_a_step.smoke_eval"}
+    stage |= {"step": 123456, "steps": 1234567, "seconds_per_step": 4.5}
+    numbers = {"reward": -123.4567, "kl": 1.234567e-5, "tokens_per_s/update": 1234567.0}
+    long = document(exp="dpo_qwen72b_lora", started=time.time() - 1e6, host="n7")
+    write(tmp_path, "20261123-140000-0a1b2c3d", {**long, "stages": [{**stage, "numbers": numbers}]})
+    table = status(tmp_path)
+    assert max(map(len, table.splitlines())) <= 100
+    assert "123456/1234567" in table.replace("\n", "")
+    assert "1,234,567" in table
+
+
+@pytest.mark.parametrize(("silent_s", "state"), [(20, "running"), (600, "lost")])
+def test_a_run_on_another_machine(tmp_path: Path, silent_s: float, state: str) -> None:
+    """Its lock is not seen here, so that its last record decides."""
+    record = document(host="another-node", written=time.time() - silent_s)
+    write(tmp_path, "20261123-140000-0a1b2c3d", record)
+    (run,) = history(tmp_path)
+    assert (run.state, run.host) == (state, "another-node")
+    assert "at step 12 of 40 of train" in run.message or state == "running"
+
+
+def test_a_run_that_ended_before_records_were_written(tmp_path: Path) -> None:
+    stages = [stage_entry(result("train"))]
+    summary = Summary("completed", "deliver", None, 12.5, stages=stages)
+    summary.write(tmp_path, "20260101-100000-00000000", {})
+    (run,) = history(tmp_path)
+    assert (run.state, run.flow, run.seconds) == ("completed", "deliver", 12.5)
+    assert [(stage.name, stage.result) for stage in run.stages] == [("train", "done")]
+    assert run.started
+
+
+def test_no_runs_and_no_folder(tmp_path: Path) -> None:
+    assert status(tmp_path) == f"no runs in {tmp_path}\n"
+    argv = command("status", f"paths.runs={tmp_path}/none")
+    done = subprocess.run(argv, env=environment(), capture_output=True, text=True, check=False)
+    assert done.returncode == 2
+    assert f"paths.runs={tmp_path}/none: no such folder" in done.stderr
+    assert not (tmp_path / "none").exists()
+
+
+ANYTHING = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text(),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(), inner, max_size=3),
+)
+KEYS = ("started", "written", "host", "flow", "exp", "pid", "stages", "status", "seconds", "error")
+STAGE_KEYS = ("name", "seconds", "started", "step", "steps", "step_at", "seconds_per_step")
+
+
+@given(
+    cut=st.integers(0, 700),
+    changes=st.dictionaries(st.sampled_from(KEYS), ANYTHING, max_size=4),
+    stage=st.dictionaries(st.sampled_from((*STAGE_KEYS, "numbers")), ANYTHING, max_size=4),
+    raw=st.binary(max_size=20),
+)
+def test_no_file_ends_in_a_traceback(
+    tmp_path_factory: pytest.TempPathFactory,
+    cut: int,
+    changes: dict[str, Any],
+    stage: dict[str, Any],
+    raw: bytes,
+) -> None:
+    """Cut off, altered, or not JSON at all; of the record and of the summary."""
+    runs = tmp_path_factory.mktemp("runs")
+    record = document()
+    record["stages"][0] |= stage
+    texts = [json.dumps(record | changes), json.dumps(record)[:cut]]
+    for number, text in enumerate([*texts, json.dumps({"status": "failed", **changes})]):
+        folder = write(runs, f"20261123-14000{number}-0a1b2c3d", {})
+        (folder / "progress.json").write_text(text)
+        (folder / "summary.json").write_bytes(text[: cut // 2].encode() + raw)
+    write(runs, "not-a-run", ["list"])
+    states = history(runs)
+    assert len(states) == 4
+    for state in states:
+        json.dumps(_document(state))
+        assert len(_row(state)) == 9
+    MetricsFile(runs).write()
+
+
+def test_a_record_that_cannot_be_written_stops_nothing(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    (tmp_path / "reports").write_text("a file in the way")
+    with record_at(tmp_path) as record, record.stage("train"):
+        record.on_event({"event": "step"})  # not even a number
+        record.on_event({"event": "step", "step": 1})
+    assert caplog.text.count("the record of this run cannot be written") == 1
+
+
+def test_durations_have_at_most_six_characters() -> None:
+    seconds = (0, 59, 99, 100, 5999, 6000, 359_999, 360_000, 86_400_000)
+    shown = [in_time(each) for each in seconds]
+    assert shown[:6] == ["0s", "59s", "99s", "1m", "99m", "1h40m"]
+    assert max(map(len, shown)) <= 6

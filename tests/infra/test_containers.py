@@ -89,7 +89,32 @@ def test_services_depend_on_services_that_exist(compose: dict[str, Any]) -> None
     for name, service in services.items():
         assert set(service.get("depends_on", {})) <= set(services), name
         for volume in service.get("volumes", []):
-            assert volume.split(":")[0] in compose["volumes"], name
+            own = re.sub(r"\$\{[A-Z]+:-([a-z]+)\}", r"\1", volume)
+            assert own.split(":")[0] in compose["volumes"], name
+
+
+def test_the_worker_of_profile_cuda_has_the_gpus_and_that_of_cpu_needs_none(
+    compose: dict[str, Any],
+) -> None:
+    services = compose["services"]
+    workers = {name: each for name, each in services.items() if "profiles" in each}
+    assert {name: each["profiles"] for name, each in workers.items()} == {
+        "worker": ["cpu"],
+        "worker-cuda": ["cuda"],
+    }
+    (devices,) = services["worker-cuda"]["deploy"]["resources"]["reservations"]["devices"]
+    assert devices == {"driver": "nvidia", "count": "all", "capabilities": ["gpu"]}
+    assert "deploy" not in services["worker"]
+    for worker in workers.values():
+        # One variable chooses the worker and the profile of its image; without it nothing starts.
+        assert worker["build"]["args"]["PROFILE"].startswith("${COMPOSE_PROFILES:?")
+        assert worker["environment"] == services["worker"]["environment"]
+
+
+def test_workers_see_folders_of_the_machine(compose: dict[str, Any]) -> None:
+    for name in ("worker", "worker-cuda"):
+        volumes = compose["services"][name]["volumes"]
+        assert volumes == ["${RUNS:-runs}:/app/runs", "${DATA:-data}:/data:ro"]
 
 
 def test_the_dockerfile_installs_from_the_locks_on_the_python_they_are_for() -> None:

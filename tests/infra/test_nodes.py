@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 import yaml
 
+from tasks.core.errors import ConfigError
 from tests.conftest import PROJECT
 
 NODES = PROJECT / "infra" / "nodes"
@@ -70,30 +71,56 @@ def test_slurm_asks_for_the_nodes_of_the_job(tmp_path: Path) -> None:
     assert printed.strip().endswith("flows/rlhf.py +exp=lora_zero3 train.nodes=2 train.nproc=4")
 
 
-def kubernetes() -> list[Any]:
-    """Return the Service, the NetworkPolicy and the Job."""
+def test_slurm_opens_its_log_in_a_folder_that_exists() -> None:
+    """SLURM opens it in the folder of `sbatch` before the script runs, and makes no folder."""
+    text = (NODES / "slurm.sbatch").read_text()
+    (output,) = re.findall(r"^#SBATCH --output=(.+)$", text, re.MULTILINE)
+    assert "/" not in output
+    assert "%j" in output
+
+
+def kubernetes() -> tuple[Any, Any, Any]:
+    """Return the NetworkPolicy, the JobSet, and the Job that it makes."""
     documents = list(yaml.safe_load_all((NODES / "kubernetes.yaml").read_text()))
-    assert [each["kind"] for each in documents] == ["Service", "NetworkPolicy", "Job"]
-    return documents
+    assert [each["kind"] for each in documents] == ["NetworkPolicy", "JobSet"]
+    policy, jobset = documents
+    (replicated,) = jobset["spec"]["replicatedJobs"]
+    assert replicated["replicas"] == 1
+    return policy, jobset, replicated
 
 
 def test_kubernetes_tells_pods_apart_and_lets_them_meet() -> None:
-    service, _, job = kubernetes()
-    spec: dict[str, Any] = job["spec"]
-    pod = spec["template"]["spec"]
-    node = pod["containers"][0]
+    _, jobset, replicated = kubernetes()
+    spec: dict[str, Any] = replicated["template"]["spec"]
+    node = spec["template"]["spec"]["containers"][0]
     assert spec["completionMode"] == "Indexed"  # sets JOB_COMPLETION_INDEX
     assert f"train.nodes={spec['completions']}" in node["args"]
     assert spec["completions"] == spec["parallelism"]
+    network = jobset["spec"]["network"]
+    assert network["enableDNSHostnames"]
+    assert network["publishNotReadyAddresses"]  # pods that wait for each other are not ready
     address = next(e["value"] for e in node["env"] if e["name"] == "MASTER_ADDR")
-    assert address == f"{job['metadata']['name']}-0.{pod['subdomain']}"
-    assert service["metadata"]["name"] == pod["subdomain"]
-    assert service["spec"]["selector"] == {"job-name": job["metadata"]["name"]}
+    first = f"{jobset['metadata']['name']}-{replicated['name']}-0-0"
+    assert address == f"{first}.{network['subdomain']}"
+
+
+def test_a_lost_pod_starts_all_again_and_a_refused_configuration_does_not() -> None:
+    _, jobset, replicated = kubernetes()
+    assert jobset["spec"]["failurePolicy"]["maxRestarts"] > 0
+    (rule,) = jobset["spec"]["failurePolicy"]["rules"]
+    assert (rule["action"], rule["onJobFailureReasons"]) == ("FailJobSet", ["PodFailurePolicy"])
+    job = replicated["template"]["spec"]
+    assert job["backoffLimit"] == 0  # one pod alone cannot join ranks that have begun
+    (exit_rule,) = job["podFailurePolicy"]["rules"]
+    assert exit_rule["onExitCodes"]["values"] == [ConfigError.exit_code]
+    node = job["template"]["spec"]["containers"][0]
+    assert exit_rule["onExitCodes"]["containerName"] == node["name"]
+    assert any(word.startswith("train.save_steps=") for word in node["args"])
 
 
 def test_pods_have_no_privileges_and_write_to_their_volumes_only() -> None:
     """The fields that the `restricted` Pod Security Standard asks for, and more."""
-    pod = kubernetes()[2]["spec"]["template"]["spec"]
+    pod = kubernetes()[2]["template"]["spec"]["template"]["spec"]
     user = int(re.search(r"--uid (\d+)", (PROJECT / "infra" / "Dockerfile").read_text())[1])
     context = pod["securityContext"]
     assert context["runAsNonRoot"]
@@ -114,8 +141,9 @@ def test_pods_have_no_privileges_and_write_to_their_volumes_only() -> None:
 
 
 def test_only_the_pods_of_the_job_reach_each_other() -> None:
-    _, policy, job = kubernetes()
-    ours = {"podSelector": {"matchLabels": {"job-name": job["metadata"]["name"]}}}
+    policy, jobset, _ = kubernetes()
+    label = {"jobset.sigs.k8s.io/jobset-name": jobset["metadata"]["name"]}
+    ours = {"podSelector": {"matchLabels": label}}
     spec = policy["spec"]
     assert spec["podSelector"] == ours["podSelector"]
     assert set(spec["policyTypes"]) == {"Ingress", "Egress"}

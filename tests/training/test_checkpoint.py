@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from blake3 import blake3
 from deepspeed.runtime.fp16.loss_scaler import LossScaler
 
 from tasks.core.errors import ArtifactError, ConfigError
@@ -31,14 +32,18 @@ def make(root: Path, step: int, *, size: int = 0, **about: Any) -> Path:
     work.mkdir(parents=True)
     (work / "weights").write_bytes(b"x" * size)
     about = {"world_size": 2, "identity": WANTED, "progress": Progress(step), **about}
-    checkpoint.describe(work, **about, files=checkpoint.hash_files(work))
+    checkpoint.describe(work, **about, files=hashes_of(work))
     return checkpoint.publish(work)
+
+
+def hashes_of(folder: Path) -> dict[str, Any]:
+    return checkpoint.hash_files(folder, checkpoint.file_names(folder))
 
 
 def list_again(folder: Path, **changes: Any) -> None:
     """Write the list of files anew, as whoever makes a hostile checkpoint would."""
     document = json.loads((folder / "state.json").read_text())
-    document |= {"files": checkpoint.hash_files(folder), **changes}
+    document |= {"files": hashes_of(folder), **changes}
     (folder / "state.json").write_text(json.dumps(document))
 
 
@@ -166,15 +171,14 @@ class TestChoose:
                 choose(str(theirs), tmp_path, WANTED)
             assert "train.resume=never" in refused.value.hint
 
-    def test_ranks_share_the_hashing(self, tmp_path: Path) -> None:
+    def test_every_file_is_listed_with_its_hash(self, tmp_path: Path) -> None:
         made = make(tmp_path, 1, size=3)
         (made / "deeper").mkdir()
         (made / "deeper" / "empty").touch()
-        shares = [checkpoint.hash_files(made, rank, 3) for rank in range(3)]
-        assert [len(share) for share in shares] == [1, 1, 0]
-        whole = checkpoint.hash_files(made)
-        assert {name: each for share in shares for name, each in share.items()} == whole
-        assert set(whole) == {"weights", "deeper/empty"}
+        assert checkpoint.file_names(made) == ["deeper/empty", "weights"]
+        listed = checkpoint.hash_files(made, checkpoint.file_names(made))
+        assert listed["deeper/empty"] == {"size": 0, "blake3": blake3(b"").hexdigest()}
+        assert listed["weights"] == {"size": 3, "blake3": blake3(b"xxx").hexdigest()}
 
     @pytest.mark.parametrize(("name", "what"), [("gone", "does not exist"), ("", "no complete")])
     def test_a_path_without_a_checkpoint(self, tmp_path: Path, name: str, what: str) -> None:

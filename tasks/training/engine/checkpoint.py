@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import json
 import shutil
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -114,21 +115,20 @@ def open_checkpoint(path: Path) -> Checkpoint:
     return Checkpoint(path, document["world_size"], document["identity"], progress)
 
 
-def hash_files(folder: Path, share: int = 0, shares: int = 1) -> dict[str, dict[str, Any]]:
-    """Return size and BLAKE3 of the files of a checkpoint, by relative path, without `state.json`.
+def file_names(folder: Path) -> list[str]:
+    """Return the relative paths of all files of a checkpoint but `state.json`, sorted."""
+    files = (path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.is_file())
+    return sorted(name for name in files if name != STATE)
 
-    Args:
-        folder: the checkpoint.
-        share: number of this share of the files, from 0.
-        shares: number of shares; ranks hash one each.
-    """
-    files = sorted(path for path in folder.rglob("*") if path.is_file() and path != folder / STATE)
+
+def hash_files(folder: Path, names: Sequence[str]) -> dict[str, dict[str, Any]]:
+    """Return size and BLAKE3 of files of a checkpoint, by relative path."""
     return {
-        path.relative_to(folder).as_posix(): {
-            "size": path.stat().st_size,
-            "blake3": blake3(max_threads=blake3.AUTO).update_mmap(path).hexdigest(),
+        name: {
+            "size": (folder / name).stat().st_size,
+            "blake3": blake3(max_threads=blake3.AUTO).update_mmap(folder / name).hexdigest(),
         }
-        for path in files[share::shares]
+        for name in names
     }
 
 
@@ -141,7 +141,7 @@ def differences(folder: Path) -> list[str]:
     listed = json.loads((folder / STATE).read_text()).get("files")
     if not isinstance(listed, dict):
         return [f"{STATE} lists no files: an older version or another program wrote it"]
-    present = hash_files(folder)
+    present = hash_files(folder, file_names(folder))
     problems = [f"{name}: not in {STATE}" for name in present.keys() - listed.keys()]
     problems += [f"{name}: missing" for name in listed.keys() - present.keys()]
     problems += [

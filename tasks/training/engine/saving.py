@@ -74,14 +74,17 @@ def save(
         if ranks.first:
             write_partition_index(job, engine.module, work / checkpoint.PARTITIONS)
         ranks.barrier()
-        hashed = ranks.all_objects(checkpoint.hash_files(work, ranks.rank, ranks.world_size))
+        # Not each rank's own list: on a network disk one may not see yet what another has written.
+        names = sorted({n for seen in ranks.all_objects(checkpoint.file_names(work)) for n in seen})
+        share = names[ranks.rank :: ranks.world_size]
+        hashed = ranks.all_objects(checkpoint.hash_files(work, share))
         if ranks.first:
             checkpoint.describe(
                 work,
                 world_size=ranks.world_size,
                 identity=dict(job.identity),
                 progress=progress,
-                files={name: entry for share in hashed for name, entry in share.items()},
+                files={name: entry for part in hashed for name, entry in part.items()},
             )
             checkpoint.publish(work)
     except (OSError, RuntimeError, SafetensorError) as error:  # torch.save raises RuntimeError

@@ -12,15 +12,15 @@ from pathlib import Path
 from typing import Protocol
 
 from tasks.core.errors import ContractError
-from tasks.pipeline.artifact import Artifact
+from tasks.pipeline.report import Registered, RegisteredModel
 from tasks.pipeline.signature import require_signed, sign
 
 
 class Registry(Protocol):
     """A model registry; `Tracker` in `tasks/pipeline/tracking.py` is one."""
 
-    def register(self, model_name: str, served: Artifact, tags: Mapping[str, str]) -> str:
-        """Write a version and return its name."""
+    def register(self, model: RegisteredModel) -> Registered:
+        """Write a version, and move the alias `candidate` to the version trained last."""
 
 
 @dataclass(frozen=True)
@@ -52,27 +52,20 @@ def judge_gate(metrics: Mapping[str, float], *, min_eval_gain: float | None) -> 
 
 def register(
     registry: Registry,
-    *,
-    served: Artifact,
+    model: RegisteredModel,
     gate: Gate,
-    model_name: str,
-    tags: Mapping[str, str],
+    *,
     private_key: Path | None = None,
     public_key: Path | None = None,
-) -> str:
-    """Sign the served model, write a model version and move the alias `candidate` to it.
+) -> Registered:
+    """Sign the served model and write a model version. `candidate` is the version trained last.
 
     Args:
         registry: the model registry.
-        served: the served model.
+        model: the served model.
         gate: outcome of the gate.
-        model_name: name of the model in the registry.
-        tags: tags of the version.
         private_key: key that signs the folder (`register.sign`); None leaves it unsigned.
         public_key: key that has to have signed it (`register.verify`); None for any or none.
-
-    Returns:
-        The version, as `models:/name/version`.
 
     Raises:
         ContractError: the gate has not passed; nothing is signed or registered.
@@ -85,7 +78,7 @@ def register(
             hint="look at the report, or lower gate.min_eval_gain",
         )
     if private_key is not None:
-        sign(served.path, private_key)
+        sign(model.served.path, private_key)
     if public_key is not None:
-        require_signed(served.path, public_key)
-    return registry.register(model_name, served, tags)
+        require_signed(model.served.path, public_key)
+    return registry.register(model)

@@ -19,6 +19,7 @@ from typing import Any
 from tasks.core import errors
 from tasks.core.contract import Check
 from tasks.core.errors import ConfigError, PlumblineError, StageProcessError, TrainingError
+from tasks.core.events import rewind
 from tasks.pipeline.report import StageReport
 from tasks.process.launch import PORT_TAKEN, launch, python_child
 from tasks.process.multinode import Leader, rendezvous
@@ -75,7 +76,8 @@ def train(
         resume: `auto` continues from the newest checkpoint in `checkpoints`, `never` starts again;
             any other text is the folder of a checkpoint.
         leader: asks the other nodes for their ranks; None for a run on one node.
-        on_event: called with each event of the ranks: data, ready, plan, eval, step, done.
+        on_event: called with each event of the ranks: data, ready, plan, eval, step, samples, done;
+            first with those of an interrupted run up to its checkpoint, as `replayed`.
 
     Returns:
         Report of kind `shards`.
@@ -119,6 +121,8 @@ def train(
     if begun.step:
         log.info("train: going on after step %d, from %s", begun.step, job.resume)
     events = _Events(on_event, log, settings.batch.max_len)
+    for event in rewind(checkpoints, begun.step, job.resume.parent if job.resume else None):
+        events({**event, "replayed": True})
     _launch(job, run, events, leader)
     document = json.loads((out / "train.json").read_text())
     return StageReport(

@@ -9,6 +9,7 @@ import os
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
+from dataclasses import asdict
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -22,11 +23,12 @@ from flows.cli.config import Composed
 from flows.cli.plan import check, render
 from flows.orchestration.deployment import check_overrides, check_settings, hold_runs
 from flows.orchestration.flow_run import FlowRun, in_prefect, tracker_of
-from flows.orchestration.summary import stage_entry
+from flows.orchestration.summary import candidate_line, stage_entry
 from tasks.core.errors import TrackingError
 from tasks.core.redaction import with_passwords
 from tasks.evaluation.scoring import REQUEST_S, ReferenceScorer
 from tasks.pipeline.artifact import Artifact
+from tasks.pipeline.report import RegisteredModel
 from tasks.pipeline.signature import is_signed, key_file, require_signed
 from tasks.pipeline.stage import Mechanism
 from tasks.process.launch import kill_children_on_abort
@@ -157,13 +159,10 @@ def _register(flow_run: FlowRun, served: Artifact, registry: Registry) -> None:
     flow_run.summary.gate = verdict
     before = time.monotonic()
     read = {r.name: r.artifact for r in results if r.artifact.kind == "report"}
+    write_version = partial(_write_version, flow_run, served, gate, registry)
     try:
         with flow_run.record.stage("register"):
-            verdict["version"] = flow_run.host.last(
-                "register",
-                partial(_write_version, flow_run, served, gate, registry),
-                {"served": served, **read},
-            )
+            verdict |= flow_run.host.last("register", write_version, {"served": served, **read})
     except TrackingError as error:  # the model is complete: only the register has to be repeated
         flow_run.summary.unregistered = f"{error.message} -> {error.hint}"
         return
@@ -171,20 +170,29 @@ def _register(flow_run: FlowRun, served: Artifact, registry: Registry) -> None:
     flow_run.summary.stages = [*map(stage_entry, results), entry]
 
 
-def _write_version(flow_run: FlowRun, served: Artifact, gate: Gate, registry: Registry) -> str:
+def _write_version(
+    flow_run: FlowRun, served: Artifact, gate: Gate, registry: Registry
+) -> dict[str, str]:
     results, settings = flow_run.mechanism.results, flow_run.composed.settings
-    return register(
-        registry,
-        served=served,
-        gate=gate,
-        model_name=settings["tracking"]["model_name"],
-        private_key=key_file(settings["register"]["sign"]),
-        public_key=key_file(settings["register"]["verify"]),
+    model = RegisteredModel(
+        settings["tracking"]["model_name"],
+        served,
+        trained_at=[r.artifact for r in results if r.artifact.kind == "shards"][-1].created,
         tags={
             "exp": flow_run.summary.exp or "",
             **{f"digest.{result.artifact.kind}": result.artifact.digest for result in results},
         },
     )
+    registered = register(
+        registry,
+        model,
+        gate,
+        private_key=key_file(settings["register"]["sign"]),
+        public_key=key_file(settings["register"]["verify"]),
+    )
+    if registered.candidate != registered.version:
+        flow_run.host.log.info("register: %s", candidate_line(asdict(registered)))
+    return asdict(registered)
 
 
 def _register_entry(version: str, before: float) -> dict[str, Any]:

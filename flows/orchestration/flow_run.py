@@ -53,7 +53,7 @@ class Host:
     run_id: str
     log: Any
     call: Call
-    last: Callable[[str, Callable[[], str], Mapping[str, Artifact]], str]
+    last: Callable[[str, Callable[[], Any], Mapping[str, Artifact]], Any]
     show: Callable[[str], object]
     tags: Mapping[str, str] = field(default_factory=dict)
     unrecorded: Callable[[], str] = lambda: ""
@@ -110,7 +110,7 @@ def in_this_process(run_id: str, log: Any, patience: Patience = FOREVER) -> Host
     ) -> StageResult:
         return work(log)
 
-    def last(name: str, work: Callable[[], str], inputs: Mapping[str, Artifact]) -> str:
+    def last(name: str, work: Callable[[], Any], inputs: Mapping[str, Artifact]) -> Any:
         return work()
 
     return Host(run_id, log, call, last, show=lambda table: None, patience=patience)

@@ -51,7 +51,7 @@ class PrefectTasks:
 
         return self._run(name, body, inputs)
 
-    def last(self, name: str, work: Callable[[], str], inputs: Mapping[str, Artifact]) -> str:
+    def last(self, name: str, work: Callable[[], Any], inputs: Mapping[str, Artifact]) -> Any:
         """Run the last step of a flow, which makes no artifact. Returns its result."""
         return self._run(name, lambda log: (work(), Completed()), inputs)
 

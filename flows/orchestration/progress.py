@@ -54,7 +54,10 @@ class Progress:
         step = int(event["step"])
         self._total = int(event.get("total", self._total))
         numbers = {k: v for k, v in event.items() if k not in _NO_METRIC and _is_number(v)}
-        self._run.metrics({f"train/{name}": value for name, value in numbers.items()}, step)
+        values = {f"train/{name}": value for name, value in numbers.items()}
+        self._run.metrics(values, step, event.get("at"))
+        if "replayed" in event:  # of an interrupted run, which has shown it
+            return
         if sys.stderr.isatty():
             self._draw(step, event)
         elif time.monotonic() - self._last_line > LINE_EVERY_S or step == self._total:
@@ -71,10 +74,13 @@ class Progress:
 
     def _eval(self, event: dict[str, Any]) -> None:
         numbers = {k: v for k, v in event.items() if k not in _NO_METRIC and _is_number(v)}
-        self._run.metrics({f"eval/{name}": value for name, value in numbers.items()}, event["step"])
+        values, at = {f"eval/{name}": value for name, value in numbers.items()}, event.get("at")
+        self._run.metrics(values, event["step"], at)
         what = "loss" if "loss" in event else "reward"
         if event["when"] in ("before", "after"):
-            self._run.metrics({f"eval/{what}_{event['when']}": float(event[what])})
+            self._run.metrics({f"eval/{what}_{event['when']}": float(event[what])}, at=at)
+        if "replayed" in event:
+            return
         self._log.info(
             "held-out %s %.4f %s training (step %d)",
             what, event[what], event["when"], event["step"],
@@ -94,7 +100,7 @@ def progress(run: StageRecord, log: Any) -> Iterator[Progress]:
         shown.close()
 
 
-_NO_METRIC = {"event", "step", "total", "stage"}
+_NO_METRIC = {"event", "step", "total", "stage", "at"}
 
 
 def _is_number(value: Any) -> bool:

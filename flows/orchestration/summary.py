@@ -27,7 +27,8 @@ class Summary:
         stages: one entry for each stage, see `stage_entry`.
         served: path of the served model.
         mlflow_run_id: id of the flow's MLflow run; None without MLflow.
-        gate: verdict of the gate: `passed`, `reasons` and the registered `version`.
+        gate: verdict of the gate: `passed`, `reasons`, the registered `version`, and the version
+            that is the `candidate`.
         eval: evaluation results, see `evaluation`.
         error: message of the error that ended the run.
         exit_status: of the command that ran it.
@@ -131,12 +132,20 @@ class Summary:
         if self.served:
             lines.append(f"served model: {self.served}")
         if self.gate and self.gate.get("version"):
-            lines.append(f"registered: {self.gate['version']} @candidate")
+            lines.append(f"registered: {candidate_line(self.gate)}")
         lines += [line for line in (self.unregistered, self.tracking, self.prefect) if line]
         if self.error:
             lines.append(f"failed: {self.error}")
         lines.append(f"{self.status} in {self.seconds:.1f} s")
         return lines
+
+
+def candidate_line(registered: Mapping[str, Any]) -> str:
+    """Return the registered `version`, and which one is the `candidate`, in one line."""
+    version, candidate = registered["version"], registered["candidate"]
+    if version == candidate:
+        return f"{version} @candidate"
+    return f"{version}; @candidate stays {candidate}, which was trained later"
 
 
 def stage_entry(result: StageResult) -> dict[str, Any]:

@@ -3,15 +3,31 @@
 A child process calls `emit("step", step=3, loss=1.2)`. `tasks/process/launch.py` recognises the
 line, passes the event to its caller and treats everything else as log text. One stream keeps both
 in order, and no child process has to import MLflow.
+
+The events of training steps are also kept in a file beside the checkpoints. A resumed run replays
+those up to its checkpoint, so that its curves are whole.
 """
 
 from __future__ import annotations
 
+import contextlib
 import json
 import sys
-from typing import Any
+import time
+from pathlib import Path
+from typing import IO, Any
 
 PREFIX = "@plumbline "
+EVENTS = "events.jsonl"
+"""File in the folder of a run's checkpoints."""
+KEPT = ("step", "eval", "samples")
+_kept: list[IO[str]] = []
+
+
+def keep_in(folder: Path) -> None:
+    """Keep the events of steps in a file of this folder, too, from now on in this process."""
+    with contextlib.suppress(OSError):  # curves are not worth a run
+        _kept.append((folder / EVENTS).open("a"))
 
 
 def emit(event: str, /, **fields: Any) -> None:
@@ -23,6 +39,34 @@ def emit(event: str, /, **fields: Any) -> None:
     """
     sys.stdout.write(PREFIX + json.dumps({"event": event, **fields}) + "\n")
     sys.stdout.flush()
+    if event in KEPT:
+        line = json.dumps({"event": event, **fields, "at": int(time.time() * 1000)})
+        for file in _kept:
+            with contextlib.suppress(OSError):
+                file.write(line + "\n")
+                file.flush()
+
+
+def rewind(folder: Path, step: int, source: Path | None = None) -> list[dict[str, Any]]:
+    """Keep the events up to a step, and forget later ones: the run goes on from there.
+
+    Args:
+        folder: folder of the run's checkpoints.
+        step: steps of the checkpoint; 0 to forget all events.
+        source: folder of the checkpoints that the run is resumed from; None for `folder`.
+
+    Returns:
+        The events up to the step, each with the time `at` which it was emitted, in milliseconds.
+    """
+    before, events = (source or folder) / EVENTS, []
+    if step and before.is_file():
+        for line in before.read_text(errors="replace").splitlines():
+            with contextlib.suppress(ValueError, KeyError, TypeError):  # half a line of a dead run
+                event = json.loads(line)
+                if event["step"] <= step:
+                    events.append(event)
+    (folder / EVENTS).write_text("".join(json.dumps(event) + "\n" for event in events))
+    return events
 
 
 def parse(line: str) -> dict[str, Any] | None:

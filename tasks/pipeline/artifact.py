@@ -74,6 +74,11 @@ class Artifact:
         return read_manifest(self.path)
 
     @property
+    def created(self) -> str:
+        """Time at which it was published, in ISO 8601 with UTC offset."""
+        return str(self.manifest()["created"])
+
+    @property
     def notes(self) -> dict[str, Any]:
         """Notes of the stage, from the manifest."""
         return dict(self.manifest()["notes"])

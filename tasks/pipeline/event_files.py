@@ -9,7 +9,6 @@ metrics has no file.
 from __future__ import annotations
 
 import math
-import time
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -26,8 +25,8 @@ class EventFile:
         self._folder = folder
         self._writer: Any = None
 
-    def scalars(self, values: Mapping[str, float], step: int) -> None:
-        """Write the numbers of one step; NaN is left out, as in MLflow."""
+    def scalars(self, values: Mapping[str, float], step: int, at: float) -> None:
+        """Write the numbers of one step, at a time in seconds; NaN is left out, as in MLflow."""
         from tensorboard.compat.proto.event_pb2 import Event
         from tensorboard.compat.proto.summary_pb2 import Summary
 
@@ -37,7 +36,7 @@ class EventFile:
             if not math.isnan(float(value))
         ]
         if scalars:
-            event = Event(wall_time=time.time(), step=step, summary=Summary(value=scalars))
+            event = Event(wall_time=at, step=step, summary=Summary(value=scalars))
             self._opened().add_event(event)
 
     def flush(self) -> None:

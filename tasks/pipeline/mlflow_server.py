@@ -12,26 +12,27 @@ import logging
 import os
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from datetime import datetime
 from functools import cached_property
 from pathlib import Path, PurePosixPath
 from typing import Any
 
 from tasks.core.disk import has_no_space
-from tasks.core.redaction import redact
-from tasks.pipeline.artifact import Artifact
 from tasks.pipeline.journal import Record
+from tasks.pipeline.mlflow_errors import errors_of_mlflow
 from tasks.pipeline.outbox import RefusedError, UnreachableError
+from tasks.pipeline.report import Registered, RegisteredModel
 
 RECORD = "plumbline.record"
 """Tag with our id of a run, by which a run is found that MLflow created but did not confirm."""
+TRAINED_AT = "trained_at"
+"""Tag of a model version with the end of its training, which decides about `candidate`."""
 REQUESTS = {
     # The outbox repeats what has failed. MLflow's own 7 retries take minutes, and would create a
     # run twice if only the answer was lost.
     "MLFLOW_HTTP_REQUEST_MAX_RETRIES": "0",
     "MLFLOW_HTTP_REQUEST_TIMEOUT": "10",
 }
-_LATER = (401, 403, 408, 429)
-"""Client errors that do not mean that a record is invalid."""
 
 
 @dataclass(frozen=True)
@@ -105,7 +106,7 @@ class Server:
         """
         first = records[0]
         self._require_space()
-        with _errors():
+        with errors_of_mlflow():
             if first["do"] == "start":
                 runs[first["run"]] = self._start(first, runs)
                 return
@@ -163,37 +164,41 @@ class Server:
             tags=[RunTag(key, value) for key, value in (tags or {}).items()],
         )
 
-    def register(
-        self, model_name: str, served: Artifact, tags: Mapping[str, str], *,
-        run_id: str, experiment: str,
-    ) -> str:  # fmt: skip
-        """Register the served folder as a model version with the alias `candidate`.
+    def register(self, model: RegisteredModel, run_id: str, experiment: str) -> Registered:
+        """Register the served folder, and let `candidate` name the version trained last.
 
         Nothing is uploaded: an external logged model has path and digest, which works with a
-        database and with a server. A version with the same digest is reused.
+        database and with a server. A version with the same path and digest is reused.
 
-        Returns:
-            The version, as MLflow's `models:/name/version`.
+        Args:
+            model: the served folder.
+            run_id: MLflow's id of the run that made it.
+            experiment: name of the experiment.
 
         Raises:
             UnreachableError: MLflow does not answer.
             RefusedError: MLflow refuses the model.
         """
-        with _errors():
-            client = self._client
-            every = {"path": str(served.path), "digest": served.digest, **tags}
-            if model_name not in {m.name for m in client.search_registered_models()}:
-                client.create_registered_model(model_name)
-            versions = client.search_model_versions(f"name='{model_name}'")
-            wanted = (served.digest, str(served.path))
-            known = [
-                v.version for v in versions if (v.tags.get("digest"), v.tags.get("path")) == wanted
-            ]
-            version = known[0] if known else None
-            if version is None:
-                version = self._new_version(model_name, every, run_id, experiment)
-            client.set_registered_model_alias(model_name, "candidate", version)
-            return f"models:/{model_name}/{version}"
+        with errors_of_mlflow():
+            client, name = self._client, model.name
+            wanted = {"path": str(model.served.path), "digest": model.served.digest}
+            if not client.search_registered_models(f"name='{name}'"):
+                client.create_registered_model(name)
+            versions = client.search_model_versions(f"name='{name}'")
+            known = [v for v in versions if wanted.items() <= v.tags.items()]
+            trained = {int(v.version): _trained_at(v) for v in versions}
+            at = model.trained_at
+            if known:
+                version, recorded = int(known[0].version), known[0].tags.get(TRAINED_AT, "")
+                at = max(at, recorded)  # later if the same bytes were trained again
+                if at != recorded:
+                    client.set_model_version_tag(name, str(version), TRAINED_AT, at)
+            else:
+                version = self._new_version(model, {**wanted, TRAINED_AT: at}, run_id, experiment)
+            trained[version] = _milliseconds(at)
+            newest = max(trained, key=lambda number: (trained[number], number))
+            client.set_registered_model_alias(name, "candidate", str(newest))
+            return Registered(f"models:/{name}/{version}", f"models:/{name}/{newest}")
 
     def versions(self) -> list[Version]:
         """Return the versions of all registered models, the newest of a model first.
@@ -202,7 +207,7 @@ class Server:
             UnreachableError: MLflow does not answer.
             RefusedError: MLflow refuses the request.
         """
-        with _errors():
+        with errors_of_mlflow():
             listed, token = [], None
             while True:
                 page = self._client.search_model_versions(page_token=token)
@@ -231,68 +236,36 @@ class Server:
             by_version[str(version)] = (*by_version.get(str(version), ()), alias)
         return by_version
 
-    def _new_version(self, name: str, tags: Mapping[str, str], run_id: str, experiment: str) -> str:
+    def _new_version(
+        self, model: RegisteredModel, tags: Mapping[str, str], run_id: str, experiment: str
+    ) -> int:
         """Write a version with an external logged model, and return its number."""
-        import mlflow
-
-        with _fluent_calls_go_to(self.uri):
-            model = mlflow.create_external_model(
-                name=name,
-                source_run_id=run_id,
-                tags=dict(tags),
-                model_type="served-folder",
-                experiment_id=self.experiment_id(experiment),
-            )
-            version: str = self._client.create_model_version(
-                name, model.model_uri, run_id=run_id, tags=tags, model_id=model.model_id
-            ).version
-        return version
-
-
-@contextlib.contextmanager
-def _errors() -> Iterator[None]:
-    """Turn any error of MLflow into `UnreachableError` or `RefusedError`, without passwords."""
-    try:
-        yield
-    except (UnreachableError, RefusedError):
-        raise
-    except Exception as error:
-        status = _status(error)
-        text = redact(str(error)).strip().splitlines() or [type(error).__name__]
-        if status is None or status >= 500 or status in _LATER:
-            raise UnreachableError(_reason(text[0], status)) from None
-        raise RefusedError(text[0][:300]) from None
+        client, tags = self._client, {**tags, **model.tags}
+        logged = client.create_logged_model(
+            self.experiment_id(experiment),
+            name=model.name,
+            source_run_id=run_id,
+            tags=tags,
+            model_type="served-folder",
+        )
+        client.finalize_logged_model(logged.model_id, "READY")
+        with _fluent_calls_go_to(self.uri):  # it looks the logged model up
+            version = client.create_model_version(
+                model.name, logged.model_uri, run_id=run_id, tags=tags, description=model.card,
+                model_id=logged.model_id,
+            )  # fmt: skip
+        return int(version.version)
 
 
-def _status(error: Exception) -> int | None:
-    """Return the HTTP status of an error; None if there was no answer, 400 for our own errors."""
-    from mlflow.exceptions import MlflowException
-
-    if isinstance(error, MlflowException):
-        return int(error.get_http_status_code())
-    response = getattr(error, "response", None)
-    if response is not None:
-        return int(response.status_code)
-    outside = isinstance(error, OSError) or type(error).__module__.startswith("sqlalchemy")
-    return None if outside else 400
+def _milliseconds(time: str) -> float:
+    return 1000 * datetime.fromisoformat(time).timestamp()
 
 
-def _reason(text: str, status: int | None) -> str:
-    """Return the cause in a few words; texts of MLflow and requests quote it inside of theirs."""
-    for cause, words in (
-        ("refused", "nothing listens there"),
-        ("timed out", "no answer in time"),
-        ("timeout", "no answer in time"),
-        ("resolve", "there is no host of that name"),
-        ("aborted", "it has closed the connection"),
-        ("reset", "it has closed the connection"),
-        ("disk is full", "the disk is full"),
-    ):
-        if cause in text.lower():
-            return words
-    if status in _LATER:
-        return f"status {status}: {text[:120]}"
-    return text[:200]
+def _trained_at(version: Any) -> float:
+    """Return the end of a version's training; versions without it were trained before they were
+    registered."""
+    recorded = version.tags.get(TRAINED_AT)
+    return _milliseconds(recorded) if recorded else float(version.creation_timestamp)
 
 
 @contextlib.contextmanager

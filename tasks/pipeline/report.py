@@ -59,11 +59,43 @@ class StageResult:
     metrics: dict[str, float]
 
 
+@dataclass(frozen=True)
+class RegisteredModel:
+    """A served model for the registry.
+
+    Attributes:
+        name: name of the model in the registry.
+        served: the served folder.
+        trained_at: end of its training, in ISO 8601 with UTC offset.
+        tags: tags of the version.
+        card: description of the version, in Markdown.
+    """
+
+    name: str
+    served: Artifact
+    trained_at: str
+    tags: Mapping[str, str] = field(default_factory=dict)
+    card: str = ""
+
+
+@dataclass(frozen=True)
+class Registered:
+    """A version in the registry, and the one that the alias `candidate` names.
+
+    Attributes:
+        version: the version, as `models:/name/version`.
+        candidate: the version that was trained last, likewise.
+    """
+
+    version: str
+    candidate: str
+
+
 class StageRecord(Protocol):
     """Record of one stage: an MLflow run (`StageRun` in `tracking.py`), or nothing."""
 
-    def metrics(self, values: Mapping[str, float], step: int = 0) -> None:
-        """Log numbers of a step."""
+    def metrics(self, values: Mapping[str, float], step: int = 0, at: int | None = None) -> None:
+        """Log numbers of a step, at a time in milliseconds; None for now."""
 
     def table(self, name: str, rows: Sequence[Mapping[str, Any]]) -> None:
         """Add rows to a table, which is logged when the stage ends."""

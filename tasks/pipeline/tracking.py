@@ -28,6 +28,7 @@ from tasks.pipeline.journal import now
 from tasks.pipeline.metric_plots import draw
 from tasks.pipeline.mlflow_server import Server
 from tasks.pipeline.outbox import Outbox, RefusedError, UnreachableError
+from tasks.pipeline.report import Registered, RegisteredModel
 
 _NAME = re.compile(r"[^A-Za-z0-9_\-./: ]+")
 _VALUE_LIMIT = 500
@@ -83,20 +84,21 @@ class StageRun:
         """MLflow's id of the run; empty if MLflow has not got it yet."""
         return self._outbox.run_id(self._id)
 
-    def metrics(self, values: Mapping[str, float], step: int = 0) -> None:
-        """Log numbers of a step; NaN is left out."""
+    def metrics(self, values: Mapping[str, float], step: int = 0, at: int | None = None) -> None:
+        """Log numbers of a step, at a time in milliseconds; NaN is left out."""
+        at = now() if at is None else at
         numbers = {
             _NAME.sub("_", name): float(value)
             for name, value in values.items()
             if value is not None and not math.isnan(float(value))
         }
         if numbers:
-            self._outbox.put(do="metrics", run=self._id, values=numbers, step=step, at=now())
+            self._outbox.put(do="metrics", run=self._id, values=numbers, step=step, at=at)
         for name, value in values.items():
             if name.startswith("train/"):
                 self._series.setdefault(name.removeprefix("train/"), []).append((step, value))
         if self._event_file is not None:
-            self._event_file.scalars(values, step)
+            self._event_file.scalars(values, step, at / 1000)
             if time.monotonic() - self._flushed > _FLUSH_EVERY_S:
                 self._event_file.flush()
                 self._flushed = time.monotonic()
@@ -240,11 +242,8 @@ class Tracker:
         report: str = self._outbox.report()
         return report
 
-    def register(self, model_name: str, served: Artifact, tags: Mapping[str, str]) -> str:
-        """Register the served folder as a model version with the alias `candidate`.
-
-        Returns:
-            The version, as MLflow's `models:/name/version`.
+    def register(self, model: RegisteredModel) -> Registered:
+        """Register a served folder as a model version. The version trained last is `candidate`.
 
         Raises:
             TrackingError: MLflow does not answer; nothing is registered.
@@ -253,12 +252,11 @@ class Tracker:
         try:
             if not self._outbox.wait(_DELIVER_S) or not self.run_id:
                 raise UnreachableError(self._outbox.problem or "it is too slow")
-            ids = {"run_id": self.run_id, "experiment": self._experiment}
-            return self._server.register(model_name, served, tags, **ids)
+            return self._server.register(model, self.run_id, self._experiment)
         except UnreachableError as error:
             raise TrackingError(
                 f"not registered: MLflow at {redact(self.uri)} does not answer ({error})",
-                details=[f"the served model is complete: {served.path}"],
+                details=[f"the served model is complete: {model.served.path}"],
                 hint="run the same command again when it answers: every finished stage is reused",
             ) from None
         except RefusedError as error:

@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from functools import partial
 
 from tasks.core.errors import PlumblineError
-from tasks.core.events import emit
+from tasks.core.events import emit, keep_in
 from tasks.rl.algorithms.correction import MismatchLimits
 from tasks.rl.algorithms.kl import Controller
 from tasks.rl.experience.collect import Clock, Collector
@@ -96,6 +96,7 @@ class OnlineTrainer:
         progress, settings, last = self.progress, self.setup.job.settings, self._last
         if self.setup.ranks.first:
             epochs = self._order.epoch_at(last)
+            keep_in(self.setup.job.checkpoints)
             emit("plan", steps=last, epochs=epochs, taken=progress.step)
         self.rollout_engine.sync_weights()
         if progress.before is None:

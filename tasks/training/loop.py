@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from tasks.core.errors import TrainingError
-from tasks.core.events import emit
+from tasks.core.events import emit, keep_in
 from tasks.training.engine import checkpoint, saving
 from tasks.training.engine.checkpoint import Progress
 from tasks.training.engine.deepspeed_engine import Ranks
@@ -67,6 +67,7 @@ class Trainer:
         )
         if self.ranks.first:
             epochs = order.epoch_at(order.steps)
+            keep_in(self.job.checkpoints)
             emit("plan", steps=order.steps, epochs=epochs, taken=progress.step)
         if progress.before is None:
             progress.before = self.evaluate("before")

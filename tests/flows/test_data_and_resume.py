@@ -23,7 +23,7 @@ from tasks.toy.splits import conversation, examples
 from tests.commands import command, environment
 from tests.flows.conftest import Run
 from tests.flows.test_bad_input import ours
-from tests.flows.tracked import curve
+from tests.flows.tracked import children, client, curve
 from tests.training.places import files
 
 pytestmark = pytest.mark.slow
@@ -81,7 +81,14 @@ def test_several_sources_are_mixed_by_probability_and_each_is_read_to_its_limit(
     assert len(curve(done, "train/loss")) == 6
 
 
-def test_a_run_resumed_after_kill_9_gives_bit_identical_weights(
+def points(run: Run, name: str) -> list[tuple[int, float]]:
+    """Return step and value of every point of a curve of training."""
+    history = client(run).get_metric_history(children(run)["train"].info.run_id, name)
+    assert history, name
+    return sorted((metric.step, metric.value) for metric in history)
+
+
+def test_a_run_resumed_after_kill_9_gives_bit_identical_weights_and_one_curve(
     rlhf: Callable[..., Run], runs: Path, tmp_path: Path
 ) -> None:
     """kill -9 of flow, torchrun and ranks; `train.resume=auto` is the default."""
@@ -122,6 +129,9 @@ def test_a_run_resumed_after_kill_9_gives_bit_identical_weights(
     # These have times and the step at which the run started.
     may_differ = {"train.json", "manifest.json"}
     assert {path for path in expected if expected[path] != resumed[path]} <= may_differ
+    for name in ("train/loss", "train/grad_norm", "train/lr", "eval/loss"):
+        assert points(again, name) == points(whole, name), name
+    assert [step for step, _ in points(again, "train/loss")] == list(range(1, 13))
 
 
 def test_raw_texts_as_in_pre_training(rlhf: Callable[..., Run], runs: Path, tmp_path: Path) -> None:

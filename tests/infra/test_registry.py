@@ -11,6 +11,7 @@ from mlflow import MlflowClient
 
 from tasks.pipeline.artifact import Artifact, Origin, publish
 from tasks.pipeline.mlflow_server import Server
+from tasks.pipeline.report import RegisteredModel
 from tests.audit.making import make_model
 from tests.infra.site import Site
 from tests.weights.making import make_base
@@ -28,8 +29,8 @@ def registered(site: Site) -> list[Artifact]:
         work = make_model(place / f".work{seed}", bos_token_id=seed)
         key = f"key{seed}"
         artifacts.append(publish(work, place / key, Origin("served", "convert", key)))
-        ids = {"run_id": run.info.run_id, "experiment": "plumbline"}
-        server.register("plumbline", artifacts[-1], {}, **ids)
+        model = RegisteredModel("plumbline", artifacts[-1], f"2026-03-0{seed}T10:00:00+00:00")
+        server.register(model, run.info.run_id, "plumbline")
     client.create_registered_model("elsewhere")
     client.create_model_version("elsewhere", "s3://elsewhere/model")
     return artifacts

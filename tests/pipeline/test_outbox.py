@@ -18,6 +18,7 @@ from tasks.core.errors import TrackingError
 from tasks.pipeline import outbox
 from tasks.pipeline.artifact import Artifact, Origin
 from tasks.pipeline.outbox import UnreachableError, _reason
+from tasks.pipeline.report import RegisteredModel
 from tasks.pipeline.tracking import StageRun, Tracker
 from tests.pipeline.mlflow_process import MlflowProcess
 
@@ -41,6 +42,10 @@ def server(stored: MlflowProcess) -> MlflowProcess:
 def local(tmp_path: Path) -> Tracker:
     database = f"sqlite:///{tmp_path}/mlflow.db"
     return Tracker(database, "outbox", tmp_path / "files", tmp_path / "outbox")
+
+
+def model_in(folder: Path) -> RegisteredModel:
+    return RegisteredModel("m", Artifact("served", folder, "digest"), "2026-03-01T10:00:00+00:00")
 
 
 def log_steps(run: StageRun, steps: range) -> None:
@@ -104,12 +109,12 @@ def test_what_a_run_could_not_send_the_next_run_does(server: MlflowProcess, tmp_
         with tracker.stage("train", ORIGIN) as run:
             log_steps(run, range(5))
         with pytest.raises(TrackingError, match="not registered: MLflow at .* does not answer"):
-            tracker.register("m", Artifact("served", tmp_path, "digest"), {})
+            tracker.register(model_in(tmp_path))
         assert "records wait in" in tracker.settle()
     server.start()
     again = Tracker(server.uri, "next", None, tmp_path / "outbox")
     with again.flow("second", {}, "", {}):
-        version = again.register("m", Artifact("served", tmp_path, "digest"), {})
+        version = again.register(model_in(tmp_path)).version
         assert version == "models:/m/1"
     client = MlflowClient(server.uri)
     (child,) = client.search_runs(
@@ -179,6 +184,7 @@ KILLED = """
 import sys, time
 from pathlib import Path
 from tasks.pipeline.artifact import Origin
+from tasks.pipeline.report import RegisteredModel
 from tasks.pipeline.tracking import Tracker
 root = Path(sys.argv[1])
 tracker = Tracker(f"sqlite:///{root}/mlflow.db", "outbox", root / "files", root / "outbox")
@@ -248,7 +254,7 @@ def test_a_password_is_neither_logged_nor_kept(
         tracker.stage("train", Origin("s", "t", "k", {}, config)),
     ):
         with pytest.raises(TrackingError) as error:
-            tracker.register("m", Artifact("served", tmp_path, "digest"), {})
+            tracker.register(model_in(tmp_path))
         report = tracker.settle()
     kept = "".join(path.read_text() for path in tmp_path.rglob("*") if path.is_file())
     assert "http://me:***@127.0.0.1:9" in kept

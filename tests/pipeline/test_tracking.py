@@ -11,6 +11,7 @@ from mlflow import MlflowClient
 
 from tasks.core.errors import ContractError
 from tasks.pipeline.artifact import Artifact, Origin, publish, staging
+from tasks.pipeline.report import Registered, RegisteredModel
 from tasks.pipeline.tracking import Tracker, flatten
 from tasks.register import Gate, judge_gate, register
 
@@ -62,25 +63,57 @@ def test_metrics_arrive_with_their_steps_and_nan_is_left_out(tracker: Tracker) -
     assert "train/odd" not in client.get_run(r.run_id).data.metrics
 
 
-def test_a_version_points_at_the_folder_and_the_alias_moves(
+def model_of(served: Artifact, name: str, trained_at: str) -> RegisteredModel:
+    return RegisteredModel(name, served, f"{trained_at}T10:00:00+00:00", {"a": "b"}, "# A card")
+
+
+def test_a_version_points_at_the_folder_and_is_the_candidate(
     tracker: Tracker, served: Artifact
 ) -> None:
     client = MlflowClient(tracker.uri)
     with tracker.flow("f", {}, "", {}):
-        args = {
-            "served": served,
-            "gate": Gate(passed=True),
-            "model_name": "toy",
-            "tags": {"a": "b"},
-        }
-        name = register(tracker, **args)
-        again = register(tracker, **args)
-    assert name == again == "models:/toy/1"
+        model = model_of(served, "toy", "2026-03-01")
+        registered = register(tracker, model, Gate(passed=True))
+        again = register(tracker, model, Gate(passed=True))
+    assert registered == again == Registered("models:/toy/1", "models:/toy/1")
     version = client.get_model_version_by_alias("toy", "candidate")
     assert version.version in (1, "1")
     assert version.tags["path"] == str(served.path)
     assert version.tags["digest"] == served.digest
     assert version.tags["a"] == "b"
+    assert version.description == "# A card"
+
+
+def test_the_candidate_is_the_version_trained_last_not_the_one_registered_last(
+    tracker: Tracker, tmp_path: Path
+) -> None:
+    """An old configuration that is run again from the cache does not become the candidate."""
+    client = MlflowClient(tracker.uri)
+    folders = [Artifact("served", tmp_path / name, name) for name in ("old", "new", "oldest")]
+    dates = ("2026-03-01", "2026-03-02", "2026-02-01")
+    old, new, oldest = (model_of(f, "m", d) for f, d in zip(folders, dates, strict=True))
+    with tracker.flow("f", {}, "", {}):
+        seen = [tracker.register(model).candidate for model in (old, new, old, oldest)]
+        assert seen == [f"models:/m/{number}" for number in (1, 2, 2, 2)]
+        assert len(client.search_model_versions("name='m'")) == 3
+        trained_again = model_of(folders[0], "m", "2026-03-03")
+        assert tracker.register(trained_again) == Registered("models:/m/1", "models:/m/1")
+        assert tracker.register(old).candidate == "models:/m/1"
+    assert int(client.get_model_version_by_alias("m", "candidate").version) == 1
+
+
+def test_versions_of_earlier_releases_count_by_their_registration(
+    tracker: Tracker, served: Artifact
+) -> None:
+    """They have no end of training; they were registered right after it."""
+    client = MlflowClient(tracker.uri)
+    client.create_registered_model("former")
+    client.create_model_version("former", str(served.path), tags={"digest": "another"})
+    with tracker.flow("f", {}, "", {}):
+        before = tracker.register(model_of(served, "former", "2026-01-01"))
+        after = tracker.register(model_of(served, "former", "2999-01-01"))
+    assert before == Registered("models:/former/2", "models:/former/1")
+    assert after == Registered("models:/former/2", "models:/former/2")
 
 
 def test_registering_leaves_the_environment_as_it_was(
@@ -91,7 +124,7 @@ def test_registering_leaves_the_environment_as_it_was(
     monkeypatch.setenv("MLFLOW_REGISTRY_URI", "sqlite:///theirs.db")
     with tracker.flow("f", {}, "", {}):
         before = dict(os.environ)
-        register(tracker, served=served, gate=Gate(passed=True), model_name="env", tags={})
+        tracker.register(model_of(served, "env", "2026-03-01"))
     assert dict(os.environ) == before
 
 
@@ -99,7 +132,7 @@ def test_the_gate_registers_nothing_when_it_does_not_hold(served: Artifact) -> N
     gate = judge_gate({"eval/before": 0.5, "eval/after": 0.6}, min_eval_gain=20)
     assert gate == Gate(False, ("exact-match rose by 10.0 points, gate asks 20",))
     with pytest.raises(ContractError, match="rose by 10.0 points"):
-        register(None, served=served, gate=gate, model_name="m", tags={})  # type: ignore[arg-type]
+        register(None, model_of(served, "m", "2026-03-01"), gate)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(

@@ -27,7 +27,8 @@ from tasks.core.errors import (
 from tasks.core.redaction import redact
 from tasks.core.terminal import plain
 from tasks.pipeline.artifact import open_artifact, verify
-from tasks.pipeline.mlflow_server import Server, Version
+from tasks.pipeline.mlflow_registry import Version
+from tasks.pipeline.mlflow_server import Server
 from tasks.pipeline.outbox import RefusedError, UnreachableError
 
 KEY = "audit-registry"

@@ -8,55 +8,31 @@ uploaded: a model version has the path and the digest of the served folder.
 from __future__ import annotations
 
 import contextlib
+import json
 import logging
 import os
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
-from datetime import datetime
 from functools import cached_property
+from importlib.metadata import version
 from pathlib import Path, PurePosixPath
+from tempfile import TemporaryDirectory
 from typing import Any
 
 from tasks.core.disk import has_no_space
 from tasks.pipeline.journal import Record
 from tasks.pipeline.mlflow_errors import errors_of_mlflow
+from tasks.pipeline.mlflow_registry import Version, list_versions, register_version
 from tasks.pipeline.outbox import RefusedError, UnreachableError
 from tasks.pipeline.report import Registered, RegisteredModel
 
 RECORD = "plumbline.record"
 """Tag with our id of a run, by which a run is found that MLflow created but did not confirm."""
-TRAINED_AT = "trained_at"
-"""Tag of a model version with the end of its training, which decides about `candidate`."""
 REQUESTS = {
     # The outbox repeats what has failed. MLflow's own 7 retries take minutes, and would create a
     # run twice if only the answer was lost.
     "MLFLOW_HTTP_REQUEST_MAX_RETRIES": "0",
     "MLFLOW_HTTP_REQUEST_TIMEOUT": "10",
 }
-
-
-@dataclass(frozen=True)
-class Version:
-    """A registered model version.
-
-    Attributes:
-        model: name of the registered model.
-        number: its number.
-        aliases: aliases that point to it.
-        path: the served folder; empty if another program has registered the version.
-        digest: digest of its manifest, likewise.
-    """
-
-    model: str
-    number: int
-    aliases: tuple[str, ...]
-    path: str
-    digest: str
-
-    @property
-    def name(self) -> str:
-        """Model and number, e.g. `plumbline/3`."""
-        return f"{self.model}/{self.number}"
 
 
 class Server:
@@ -167,8 +143,8 @@ class Server:
     def register(self, model: RegisteredModel, run_id: str, experiment: str) -> Registered:
         """Register the served folder, and let `candidate` name the version trained last.
 
-        Nothing is uploaded: an external logged model has path and digest, which works with a
-        database and with a server. A version with the same path and digest is reused.
+        No weights are uploaded: the logged model has path and digest, which works with a database
+        and with a server. A version with the same path and digest is reused.
 
         Args:
             model: the served folder.
@@ -180,25 +156,9 @@ class Server:
             RefusedError: MLflow refuses the model.
         """
         with errors_of_mlflow():
-            client, name = self._client, model.name
-            wanted = {"path": str(model.served.path), "digest": model.served.digest}
-            if not client.search_registered_models(f"name='{name}'"):
-                client.create_registered_model(name)
-            versions = client.search_model_versions(f"name='{name}'")
-            known = [v for v in versions if wanted.items() <= v.tags.items()]
-            trained = {int(v.version): _trained_at(v) for v in versions}
-            at = model.trained_at
-            if known:
-                version, recorded = int(known[0].version), known[0].tags.get(TRAINED_AT, "")
-                at = max(at, recorded)  # later if the same bytes were trained again
-                if at != recorded:
-                    client.set_model_version_tag(name, str(version), TRAINED_AT, at)
-            else:
-                version = self._new_version(model, {**wanted, TRAINED_AT: at}, run_id, experiment)
-            trained[version] = _milliseconds(at)
-            newest = max(trained, key=lambda number: (trained[number], number))
-            client.set_registered_model_alias(name, "candidate", str(newest))
-            return Registered(f"models:/{name}/{version}", f"models:/{name}/{newest}")
+            return register_version(
+                self._client, model, lambda tags: self._new_version(model, tags, run_id, experiment)
+            )
 
     def versions(self) -> list[Version]:
         """Return the versions of all registered models, the newest of a model first.
@@ -208,64 +168,60 @@ class Server:
             RefusedError: MLflow refuses the request.
         """
         with errors_of_mlflow():
-            listed, token = [], None
-            while True:
-                page = self._client.search_model_versions(page_token=token)
-                listed += page
-                token = page.token
-                if not token:
-                    break
-            # Not `version.aliases`: a search leaves them out.
-            aliases = {model: self._aliases(model) for model in {v.name for v in listed}}
-            listed.sort(key=lambda version: (version.name, -int(version.version)))
-            return [
-                Version(
-                    version.name,
-                    int(version.version),
-                    aliases[version.name].get(str(version.version), ()),
-                    version.tags.get("path", ""),
-                    version.tags.get("digest", ""),
-                )
-                for version in listed
-            ]
-
-    def _aliases(self, model: str) -> dict[str, tuple[str, ...]]:
-        """Return the aliases of a model's versions, by version number."""
-        by_version: dict[str, tuple[str, ...]] = {}
-        for alias, version in sorted(self._client.get_registered_model(model).aliases.items()):
-            by_version[str(version)] = (*by_version.get(str(version), ()), alias)
-        return by_version
+            return list_versions(self._client)
 
     def _new_version(
-        self, model: RegisteredModel, tags: Mapping[str, str], run_id: str, experiment: str
+        self, model: RegisteredModel, tags: dict[str, str], run_id: str, experiment: str
     ) -> int:
-        """Write a version with an external logged model, and return its number."""
-        client, tags = self._client, {**tags, **model.tags}
+        """Log the served folder as a pyfunc model, write its version, and return the number."""
+        client = self._client
         logged = client.create_logged_model(
-            self.experiment_id(experiment),
-            name=model.name,
-            source_run_id=run_id,
-            tags=tags,
+            self.experiment_id(experiment), name=model.name, source_run_id=run_id, tags=tags,
             model_type="served-folder",
-        )
+        )  # fmt: skip
+        with TemporaryDirectory() as folder:
+            _save_pyfunc(Path(folder) / "model", model, logged)
+            client.log_model_artifacts(logged.model_id, str(Path(folder) / "model"))
         client.finalize_logged_model(logged.model_id, "READY")
         with _fluent_calls_go_to(self.uri):  # it looks the logged model up
-            version = client.create_model_version(
+            created = client.create_model_version(
                 model.name, logged.model_uri, run_id=run_id, tags=tags, description=model.card,
                 model_id=logged.model_id,
             )  # fmt: skip
-        return int(version.version)
+        return int(created.version)
 
 
-def _milliseconds(time: str) -> float:
-    return 1000 * datetime.fromisoformat(time).timestamp()
+def _save_pyfunc(folder: Path, model: RegisteredModel, logged: Any) -> None:
+    """Write the files of a pyfunc model that loads the served folder: no weights, no code."""
+    from mlflow import pyfunc
+    from mlflow.models import Model, ModelSignature
+    from mlflow.types import ColSpec, DataType, Schema
+    from mlflow.types.llm import CHAT_MODEL_OUTPUT_SCHEMA
+    from mlflow.types.schema import Array, Object, Property
+
+    message = Object([Property("role", DataType.string), Property("content", DataType.string)])
+    optional = {"max_tokens": DataType.long, "temperature": DataType.double,
+                "top_p": DataType.double, "stop": Array(DataType.string)}  # fmt: skip
+    inputs = [ColSpec(Array(message), "messages")]
+    inputs += [ColSpec(kind, name, required=False) for name, kind in optional.items()]
+    data = folder.parent / "served"
+    data.mkdir()
+    place = {"path": str(model.served.path), "digest": model.served.digest}
+    (data / "served.json").write_text(json.dumps(place, indent=1) + "\n")
+    pyfunc.save_model(
+        str(folder),
+        loader_module="tasks.serving.registered_model",
+        data_path=str(data),
+        model_config={"engine": "auto"},
+        signature=ModelSignature(Schema(inputs), CHAT_MODEL_OUTPUT_SCHEMA),
+        input_example={"messages": [{"role": "user", "content": "Hello"}], "max_tokens": 32},
+        pip_requirements=[f"{name}=={version(name)}" for name in _LOADED_WITH],
+        mlflow_model=Model(model_id=logged.model_id, run_id=logged.source_run_id),
+    )
 
 
-def _trained_at(version: Any) -> float:
-    """Return the end of a version's training; versions without it were trained before they were
-    registered."""
-    recorded = version.tags.get(TRAINED_AT)
-    return _milliseconds(recorded) if recorded else float(version.creation_timestamp)
+_LOADED_WITH = ("mlflow", "torch", "transformers", "tokenizers", "safetensors", "accelerate")
+"""Distributions that load a served folder, next to Plumbline itself."""
 
 
 @contextlib.contextmanager

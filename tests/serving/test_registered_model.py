@@ -1,0 +1,130 @@
+"""A registered model, loaded with MLflow's own call by a user who knows only its name."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import mlflow
+import pytest
+from mlflow import MlflowClient
+
+from tasks.core.errors import ArtifactError
+from tasks.pipeline.artifact import Artifact, Origin, publish, staging
+from tasks.pipeline.report import RegisteredModel
+from tasks.pipeline.tracking import Tracker
+from tests.serving.models import load
+
+REQUEST = {"messages": [{"role": "user", "content": "Reverse: ape"}], "max_tokens": 6}
+
+
+@pytest.fixture
+def tracker(tmp_path: Path) -> Iterator[Tracker]:
+    uri = f"sqlite:///{tmp_path}/mlflow.db"
+    mlflow.set_tracking_uri(uri)
+    yield Tracker(uri, "plumbline", tmp_path / "files", tmp_path / "outbox")
+    mlflow.set_tracking_uri(None)
+
+
+@pytest.fixture
+def registered(tracker: Tracker, tmp_path: Path) -> Callable[[Path], Artifact]:
+    """Publish a model folder as a served artifact, and register it."""
+
+    def register(folder: Path) -> Artifact:
+        final = tmp_path / "artifacts" / "served" / "key"
+        with staging(final) as work:
+            shutil.copytree(folder, work, dirs_exist_ok=True)
+            artifact = publish(work, final, Origin("served", "convert", "key"))
+        model = RegisteredModel("toy", artifact, "2026-03-01T10:00:00+00:00", card="# Card")
+        with tracker.flow("f", {}, "", {}):
+            tracker.register(model)
+        return artifact
+
+    return register
+
+
+def greedy(folder: Path) -> str:
+    """Return the greedy response of transformers, as a reference."""
+    import torch
+    from transformers import AutoTokenizer
+
+    tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True)
+    ids = tokenizer.apply_chat_template(
+        REQUEST["messages"], add_generation_prompt=True, return_tensors="pt", return_dict=False
+    )
+    with torch.inference_mode():
+        whole = load(folder).generate(ids, max_new_tokens=6, do_sample=False)
+    return str(tokenizer.decode(whole[0, ids.shape[1] :], skip_special_tokens=True))
+
+
+def test_the_candidate_answers_a_chat_request(
+    registered: Callable[[Path], Artifact], served: Path, tmp_path: Path
+) -> None:
+    artifact = registered(served)
+    model = mlflow.pyfunc.load_model("models:/toy@candidate")
+    reply: dict[str, Any] = model.predict({**REQUEST, "temperature": 0.0})
+    (choice,) = reply["choices"]
+    assert choice["message"] == {"role": "assistant", "content": greedy(served)}
+    assert reply["usage"]["completion_tokens"] <= 6
+    assert reply["model"] == str(artifact.path)
+    text = choice["message"]["content"]
+    requests = [{**REQUEST, "stop": [stop], "temperature": 0.0} for stop in (text[1], "none")]
+    replies = [each["choices"][0] for each in model.predict(requests)]
+    assert [each["message"]["content"] for each in replies] == [text[: text.index(text[1])], text]
+    assert replies[0]["finish_reason"] == "stop"
+
+    inputs = model.metadata.signature.inputs.to_dict()
+    assert [column["name"] for column in inputs if column["required"]] == ["messages"]
+    assert model.input_example["messages"][0]["role"] == "user"
+    assert MlflowClient().get_model_version_by_alias("toy", "candidate").description == "# Card"
+    stored = [path for path in (tmp_path / "files").rglob("*") if path.is_file()]
+    assert {path.suffix for path in stored} <= {"", ".json", ".yaml", ".txt"}
+    assert max(path.stat().st_size for path in stored) < 20_000  # no weights
+
+
+def test_an_altered_folder_is_not_loaded(
+    registered: Callable[[Path], Artifact], served: Path
+) -> None:
+    artifact = registered(served)
+    weights = artifact.path / "model.safetensors"
+    data = bytearray(weights.read_bytes())
+    data[-1] ^= 1
+    weights.write_bytes(data)
+    with pytest.raises(ArtifactError, match="is not the model that was registered: .* changed"):
+        mlflow.pyfunc.load_model("models:/toy@candidate")
+    shutil.rmtree(artifact.path)
+    with pytest.raises(ArtifactError, match="no such folder on this machine"):
+        mlflow.pyfunc.load_model("models:/toy@candidate")
+
+
+def test_code_in_the_served_folder_never_runs(
+    registered: Callable[[Path], Artifact], served: Path, tmp_path: Path
+) -> None:
+    folder = Path(shutil.copytree(served, tmp_path / "hostile"))
+    trap = f"open({str(tmp_path / 'ran')!r}, 'w')\n"
+    (folder / "modeling_toy.py").write_text(f"{trap}class Toy: ...\n")
+    document = json.loads((folder / "config.json").read_text())
+    document["auto_map"] = {"AutoModelForCausalLM": "modeling_toy.Toy"}
+    (folder / "config.json").write_text(json.dumps(document))
+    registered(folder)
+    model = mlflow.pyfunc.load_model("models:/toy@candidate")  # by transformers' own class
+    assert model.predict(REQUEST)["choices"]
+    assert not (tmp_path / "ran").exists()
+
+
+def test_a_reward_model_returns_a_score(
+    registered: Callable[[Path], Artifact], served: Path, tmp_path: Path
+) -> None:
+    from transformers import AutoModelForSequenceClassification
+
+    folder = Path(shutil.copytree(served, tmp_path / "reward"))
+    model = AutoModelForSequenceClassification.from_pretrained(folder, num_labels=1)
+    model.save_pretrained(folder)
+    registered(folder)
+    talk = [*REQUEST["messages"], {"role": "assistant", "content": "epa"}]
+    loaded = mlflow.pyfunc.load_model("models:/toy@candidate")
+    scores = [loaded.predict({"messages": talk})["score"] for _ in range(2)]
+    assert scores[0] == scores[1] != 0.0

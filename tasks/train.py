@@ -122,7 +122,8 @@ def train(
         log.info("train: going on after step %d, from %s", begun.step, job.resume)
     events = _Events(on_event, log, settings.batch.max_len)
     for event in rewind(checkpoints, begun.step, job.resume.parent if job.resume else None):
-        events({**event, "replayed": True})
+        with contextlib.suppress(KeyError, TypeError, ValueError):  # curves are not worth a run
+            events({**event, "replayed": True})
     _launch(job, run, events, leader)
     document = json.loads((out / "train.json").read_text())
     return StageReport(

@@ -3,4 +3,5 @@
 run_chain     the flow: compose, check, run, apply the gate, register
 steps         section `chain`: the models that are trained one after the other
 chain         the stages of one model; `stages` declares them, `train` prepares one
+dry_run       reports what a run would do, for a plan
 """

@@ -22,7 +22,9 @@ from flows.chain.steps import Step, chain_steps, compose
 from flows.cli.config import Composed
 from flows.cli.plan import check, render
 from flows.orchestration.deployment import check_overrides, check_settings, hold_runs
-from flows.orchestration.flow_run import FlowRun, in_prefect, tracker_of
+from flows.orchestration.evaluation import evaluation, evaluation_lines
+from flows.orchestration.flow_run import FlowRun, tracker_of
+from flows.orchestration.prefect_tasks import in_prefect
 from flows.orchestration.summary import candidate_line, stage_entry
 from tasks.core.errors import TrackingError
 from tasks.core.redaction import with_passwords
@@ -71,8 +73,17 @@ def run_flow(name: str, overrides: list[str]) -> dict[str, Any]:
         host = in_prefect(name, patience)
         flow_run = FlowRun.begin(name, composed, host, tracker=tracker, exp=exp)
         flow_run.summary.defaults = [line for step in steps for line in defaults_of(step)]
-        title = " ".join(filter(None, (name, exp)))
+        title = _describe(flow_run, steps, exp or name)
         return flow_run.run(title, partial(_run_stages, steps=steps, registry=tracker))
+
+
+def _describe(flow_run: FlowRun, steps: Sequence[Step], name: str) -> str:
+    """Set the tags of a run; return its name: experiment, objectives, model."""
+    model = steps[0].composed.settings["model"]
+    objective = "+".join(step.objective for step in steps)
+    base = Path(model["path"]).name if model["path"] else model["kind"]
+    flow_run.tags |= {"objective": objective, "model": base}
+    return f"{name} {objective} {base}"
 
 
 def defaults_of(step: Step) -> list[str]:
@@ -180,8 +191,10 @@ def _write_version(
         trained_at=[r.artifact for r in results if r.artifact.kind == "shards"][-1].created,
         tags={
             "exp": flow_run.summary.exp or "",
+            **flow_run.tags,
             **{f"digest.{result.artifact.kind}": result.artifact.digest for result in results},
         },
+        card=_card(flow_run, served),
     )
     registered = register(
         registry,
@@ -193,6 +206,34 @@ def _write_version(
     if registered.candidate != registered.version:
         flow_run.host.log.info("register: %s", candidate_line(asdict(registered)))
     return asdict(registered)
+
+
+def _card(flow_run: FlowRun, served: Artifact) -> str:
+    """Return the model card, the description of the version: origin, proof, use. In Markdown."""
+    results, tags = flow_run.mechanism.results, flow_run.tags
+    name = flow_run.composed.settings["tracking"]["model_name"]
+    data = [r.artifact.digest[:12] for r in results if r.artifact.kind == "dataset"]
+    drift = {r.name: r.drift for r in results if r.drift}
+    shown = [f"{key} {value:.2g}" for key, value in next(reversed(drift.values()), {}).items()]
+    return "\n".join(
+        [
+            f"`{tags['model']}` after `{tags['objective']}`, by Plumbline: every hand-off from "
+            "training to this folder was checked.",
+            "",
+            *(f"- {line}" for line in evaluation_lines(evaluation(results))),
+            f"- served against trained: {', '.join(shown) or 'not measured'}",
+            f"- folder: `{served.path}`, digest `{served.digest}`",
+            f"- datasets: {', '.join(f'`{digest}`' for digest in dict.fromkeys(data))}",
+            *(f"- [{server}]({url})" for server, url in flow_run.summary.pages.items()),
+            "",
+            "In Plumbline's environment, which compares the folder with its manifest first:",
+            "",
+            "```python",
+            f'model = mlflow.pyfunc.load_model("models:/{name}@candidate")',
+            'model.predict({"messages": [{"role": "user", "content": "Hello"}]})',
+            "```",
+        ]
+    )
 
 
 def _register_entry(version: str, before: float) -> dict[str, Any]:

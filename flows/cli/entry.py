@@ -14,6 +14,7 @@ it is reported as crashed.
 from __future__ import annotations
 
 import errno
+import json
 import os
 import signal
 import sys
@@ -172,16 +173,27 @@ def exit_status(state: Any, runs: Path) -> int:
     """
     if state.is_completed():
         status = completed(runs, state.result(raise_on_failure=False))
-        print(pages(runs, PROJECT))
+        print(pages(runs, PROJECT, _own_pages(state, runs)))
         return status
     error = state.result(raise_on_failure=False)
     if is_full(error):
         error = write_refused(Path(error.filename or runs), error)
     ours = isinstance(error, PlumblineError)
     text = error.report() if ours else f"{type(error).__name__}: {error}"
+    shown = pages(runs, PROJECT, _own_pages(state, runs))
     logs = "" if ours and error.log else f"\n  logs: {runs / 'logs'}"
-    print(f"\n{plain(redact(text))}{logs}\n{pages(runs, PROJECT)}", file=sys.stderr)
+    print(f"\n{plain(redact(text))}{logs}\n{shown}", file=sys.stderr)
     return error.exit_code if ours else 1
+
+
+def _own_pages(state: Any, runs: Path) -> dict[str, str]:
+    """Return the pages of the flow run that ended in this state, from its summary."""
+    latest = (runs / "latest").resolve()
+    with suppress(OSError, ValueError):
+        if latest.name.endswith(str(state.state_details.flow_run_id)[:8]):
+            own: dict[str, str] = json.loads((latest / "summary.json").read_text())["pages"]
+            return own
+    return {}
 
 
 def to_stderr(line: str) -> None:

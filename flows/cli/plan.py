@@ -12,9 +12,9 @@ from typing import Any
 
 from flows.chain.chain import Chain
 from flows.chain.context import Delivered
+from flows.chain.dry_run import DryRun
 from flows.chain.steps import Step
 from flows.chain.train import resolved
-from flows.orchestration.flow_run import DryRun
 from tasks.config.checks import findings, preflight
 from tasks.config.checks.engine import engine_memory
 from tasks.config.checks.model import look_at, why_unknown

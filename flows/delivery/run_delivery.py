@@ -13,15 +13,14 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from flows.chain.dry_run import DryRun
 from flows.cli.config import Composed, compose_config
 from flows.delivery.chain import Delivery
 from flows.delivery.prepare import prepare_delivery
 from flows.orchestration.deployment import check_overrides, check_settings, hold_runs
 from flows.orchestration.flow_run import (
-    DryRun,
     FlowRun,
     Host,
-    in_prefect,
     in_this_process,
     tracker_of,
 )
@@ -125,6 +124,8 @@ def run_in_prefect(overrides: list[str]) -> dict[str, Any]:
     composed = compose_config(overrides, config_name="deliver")
     check_settings(composed.settings)
     planned = _plans.pop(composed.text, None) or plan(composed)
+    from flows.orchestration.prefect_tasks import in_prefect
+
     host = in_prefect("deliver")
     if composed.settings["plan"]:
         text = planned.text()
@@ -178,6 +179,8 @@ def _run_stages(flow_run: FlowRun, delivery: Delivery) -> None:
 
 class Untracked:
     """A `FlowTracker` that records nothing. MLflow is not imported, which would take seconds."""
+
+    page = ""
 
     @contextmanager
     def flow(

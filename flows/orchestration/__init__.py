@@ -5,6 +5,6 @@ prefect_watch   what a run does when its server is gone, or the run is cancelled
 services        the servers that `make up` runs: where they are, and their login
 devices         the GPUs of a stage, which stages of other runs wait for
 deployment      what a run that a worker starts may name, and its turn
-flow_run        one run of a flow; `DryRun` reports what the run would do
+flow_run        one run of a flow; `prefect_tasks` runs its stages in Prefect
 summary         `<paths.runs>/latest/summary.json`, and the table on the terminal
 """

@@ -17,7 +17,7 @@ from typing import Any
 from flows.cli.audit_command import examine, repaired
 from flows.cli.config import Composed, compose_config
 from flows.orchestration.deployment import check_overrides, check_settings
-from flows.orchestration.flow_run import tracker_of
+from flows.orchestration.flow_run import provenance, tracker_of
 from tasks.audit.finding import Severity
 from tasks.audit.run import Report
 
@@ -58,6 +58,7 @@ def _track(composed: Composed, report: Report) -> None:
         "prefect.flow_run_id": str(flow_run.id),
         "audit.kind": report.kind,
         "audit.ok": str(report.ok).lower(),
+        **provenance(),
     }
     tracker, title = tracker_of(composed), f"audit {Path(report.source).name}"
     with tracker.flow(title, composed.settings, composed.text, tags):

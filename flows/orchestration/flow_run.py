@@ -3,13 +3,14 @@
     flow_run = FlowRun.begin("rlhf", composed, in_prefect("rlhf"), tracker=tracker)
     flow_run.run(title, stages)      # calls `stages(flow_run)`
 
-A flow runs in a `Host`: Prefect, or this process alone. `DryRun` takes the place of the mechanism
-for a plan.
+A flow runs in a `Host`: Prefect, or this process alone.
 """
 
 from __future__ import annotations
 
-import logging
+import contextlib
+import getpass
+import subprocess
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field
@@ -23,16 +24,17 @@ from flows.monitoring.prometheus import MetricsFile
 from flows.monitoring.run_record import RunRecord
 from flows.orchestration.devices import reserve
 from flows.orchestration.evaluation import evaluation
+from flows.orchestration.services import mlflow_page
 from flows.orchestration.summary import Summary, stage_entry
 from tasks.core.disk import disk_full_named
-from tasks.core.errors import ArtifactError, PlumblineError, TrackingError
+from tasks.core.errors import PlumblineError, TrackingError
 from tasks.core.redaction import redact
-from tasks.evaluation.scoring import ReferenceScorer
-from tasks.pipeline.artifact import Artifact, open_artifact, sweep
+from tasks.pipeline.artifact import Artifact, sweep
 from tasks.pipeline.locks import FOREVER, Patience
 from tasks.pipeline.report import FlowTracker, StageResult
-from tasks.pipeline.stage import Call, Mechanism, Stage, plain
+from tasks.pipeline.stage import Call, Mechanism
 from tasks.pipeline.tracking import Tracker
+from tasks.process.child import PROJECT
 
 
 @dataclass(frozen=True)
@@ -48,6 +50,8 @@ class Host:
         tags: tags of the tracked run.
         unrecorded: returns a line about what Prefect has not recorded, or nothing.
         patience: how long to wait for other runs.
+        page: URL of the flow run's page; empty if nothing serves it.
+        link: adds a link to the flow run's page: (text, URL).
     """
 
     run_id: str
@@ -58,42 +62,8 @@ class Host:
     tags: Mapping[str, str] = field(default_factory=dict)
     unrecorded: Callable[[], str] = lambda: ""
     patience: Patience = FOREVER
-
-
-def in_prefect(name: str, patience: Patience = FOREVER) -> Host:
-    """Return the host of the current Prefect flow run.
-
-    Args:
-        name: name of the flow.
-        patience: how long to wait for other runs.
-    """
-    from prefect import get_run_logger
-    from prefect.artifacts import create_markdown_artifact
-    from prefect.runtime import flow_run
-
-    from flows.orchestration.prefect_tasks import PrefectTasks
-    from flows.orchestration.prefect_watch import current
-
-    def show(table: str) -> None:
-        watch = current()
-        if watch is not None and watch.gone:
-            return
-        try:
-            create_markdown_artifact(table, key=f"{name}-checks", description="checks")
-        except Exception as error:
-            get_run_logger().warning("Prefect has not recorded the table of checks: %s", error)
-
-    def unrecorded() -> str:
-        watch = current()
-        if watch is None:
-            return ""
-        watch.check()
-        return watch.report()
-
-    run_id = str(flow_run.id)
-    tags = {"prefect.flow_run_id": run_id}
-    tasks = PrefectTasks()
-    return Host(run_id, get_run_logger(), tasks, tasks.last, show, tags, unrecorded, patience)
+    page: str = ""
+    link: Callable[[str, str], object] = lambda text, url: None
 
 
 def in_this_process(run_id: str, log: Any, patience: Patience = FOREVER) -> Host:
@@ -124,6 +94,21 @@ def tracker_of(composed: Composed) -> Tracker:
     return Tracker(composed.tracking_uri, experiment, composed.tracking_root, outbox, events)
 
 
+def provenance() -> dict[str, str]:
+    """Return tags about the user and the commit of this checkout, as MLflow names them."""
+    tags = {"mlflow.source.type": "LOCAL"}
+    with contextlib.suppress(KeyError, OSError):  # a container's user may have no name
+        tags["mlflow.user"] = getpass.getuser()
+    words = ["git", "-C", str(PROJECT), "rev-parse", "--show-toplevel", "HEAD"]
+    with contextlib.suppress(OSError, subprocess.SubprocessError, ValueError):
+        top, commit = subprocess.run(
+            words, check=True, capture_output=True, text=True, timeout=5
+        ).stdout.split("\n")[:2]
+        if Path(top) == PROJECT:  # an installed package may lie in a user's own repository
+            tags["mlflow.source.git.commit"] = commit
+    return tags
+
+
 @dataclass
 class FlowRun:
     """One run of a flow.
@@ -136,6 +121,7 @@ class FlowRun:
         run_id: name of the run's folders under `<paths.runs>/logs` and `reports`.
         record: what the run does, on disk while it goes on.
         started: start time (`time.monotonic`).
+        tags: further tags of the tracked run.
     """
 
     composed: Composed
@@ -145,6 +131,7 @@ class FlowRun:
     run_id: str
     record: RunRecord
     started: float = field(default_factory=time.monotonic)
+    tags: dict[str, str] = field(default_factory=dict)
 
     @classmethod
     def begin(
@@ -202,6 +189,7 @@ class FlowRun:
                 self.mechanism.tracker.flow(title, settings, text, self._tags) as run_id,
             ):
                 self.summary.mlflow_run_id = run_id or None
+                self._link()
                 stages(self)
                 self._end("completed")
         except PlumblineError as error:
@@ -222,8 +210,21 @@ class FlowRun:
 
     @property
     def _tags(self) -> dict[str, str]:
+        flow = self.summary.flow
+        tags = {"flow": flow, "mlflow.source.name": f"flows/{flow}.py", **provenance()}
         experiment = {} if self.summary.exp is None else {"exp": self.summary.exp}
-        return {**self.host.tags, **experiment}
+        page = {"prefect.flow_run_url": self.host.page} if self.host.page else {}
+        return {**tags, **self.tags, **self.host.tags, **page, **experiment}
+
+    def _link(self) -> None:
+        """Link the pages of this run in Prefect and MLflow, once MLflow has the run."""
+        pages, uri = self.summary.pages, self.composed.settings["tracking"]["uri"]
+        if self.host.page:
+            pages["prefect"] = self.host.page
+        url = mlflow_page(self.composed.runs, uri, self.mechanism.tracker.page)
+        if url and "mlflow" not in pages:
+            pages["mlflow"] = url
+            self.host.link("MLflow run", url)
 
     def _end_badly(self, status: str) -> None:
         """Write the summary of a failed run. A full disk must not hide the error of the run."""
@@ -243,6 +244,7 @@ class FlowRun:
         if not summary.stages:
             summary.stages = [stage_entry(result) for result in self.mechanism.results]
         if status != "cancelled":  # an interrupted process has seconds left: no request
+            self._link()
             summary.tracking = self.mechanism.tracker.settle() or None
             summary.prefect = self.host.unrecorded() or None
         written = summary.write(
@@ -256,75 +258,3 @@ class FlowRun:
             numbers = {**scores, "seconds": summary.seconds}
             files = {"summary.json": written.read_text()}
             self.mechanism.tracker.log_parent(numbers, files, summary.markdown())
-
-
-@dataclass
-class DryRun:
-    """A `StageRunner` that runs nothing and reports what a run would do.
-
-        dry_run = DryRun(store, force)
-        Chain(settings, dry_run, dry_run.scorer).deliver()
-        dry_run.states      # [("prepare_data", "up to date: 3f0c..."), ("train", "to run"), ...]
-
-    Keys are as in a real run. If a stage has to run, the digest of its artifact is unknown, so that
-    the stages that read it have no key and have to run, too. Contents of existing artifacts are not
-    verified.
-
-    Attributes:
-        store: folder of the published artifacts.
-        force: names of stages that run again in any case; `step.stage` for those of one step.
-        step: name of the step; empty if the run has a single one.
-        states: (stage, "to run", "to run (forced): key" or "up to date: key"), in order.
-        results: stays empty.
-    """
-
-    store: Path
-    force: frozenset[str]
-    step: str = ""
-    states: list[tuple[str, str]] = field(default_factory=list)
-    results: list[StageResult] = field(default_factory=list)
-
-    @property
-    def logs(self) -> Path:
-        """Folder of the logs that a run would write."""
-        return self.store.parent / "logs" / "planned"
-
-    @property
-    def scorer(self) -> ReferenceScorer:
-        """A scorer that is never asked, and so never starts its child process."""
-        return ReferenceScorer(
-            log=logging.getLogger(__name__), log_path=self.logs / "reference.log"
-        )
-
-    def run(
-        self,
-        stage: Stage,
-        function: Any,
-        *,
-        inputs: Mapping[str, Artifact],
-        config: Mapping[str, Any],
-        context: Mapping[str, Any] | None = None,
-        observe: Any = None,
-        after: Mapping[str, Artifact] | None = None,
-    ) -> StageResult:
-        """Note the state of one stage. Returns its artifact, without digest if it has to run."""
-        stage.require_covers(function)
-        artifact = Artifact(stage.kind, self.store / stage.kind, "")
-        state = "to run"
-        if all(given.digest for given in inputs.values()):
-            path = artifact.path / stage.key(plain(config), inputs)
-            if {stage.name, f"{self.step}.{stage.name}"} & self.force:
-                state = f"to run (forced): {path.name}"
-            elif not path.exists():
-                state = f"to run: {path.name}"
-            else:
-                artifact, state = _published(path, stage.kind)
-        self.states.append((stage.name, state))
-        return StageResult(stage.name, artifact, True, 0.0, (), None, {})
-
-
-def _published(path: Path, kind: str) -> tuple[Artifact, str]:
-    try:
-        return open_artifact(path, kind), f"up to date: {path.name}"
-    except ArtifactError as error:
-        return Artifact(kind, path, ""), f"to run: {error.message}"

@@ -1,4 +1,4 @@
-"""Run the stages of a flow as Prefect task runs, with the edges of Prefect's flow graph.
+"""Run a flow in Prefect: its stages as task runs, with the edges of Prefect's flow graph.
 
 A task run ends as `Cached` if its stage was reused, and as `Cancelled` if the user stopped the run,
 which Prefect itself would call crashed.
@@ -7,19 +7,67 @@ which Prefect itself would call crashed.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from functools import partial
 from inspect import Parameter, Signature
 from pathlib import Path
 from typing import Any
 from uuid import UUID
 
 from prefect import get_run_logger, task
+from prefect.artifacts import create_link_artifact, create_markdown_artifact
 from prefect.client.schemas.objects import StateDetails
 from prefect.exceptions import TerminationSignal
-from prefect.runtime import task_run
+from prefect.runtime import flow_run, task_run
 from prefect.states import Cancelled, Completed
+from prefect.utilities.urls import url_for
 
+from flows.orchestration.flow_run import Host
+from flows.orchestration.prefect_server import is_embedded
+from flows.orchestration.prefect_watch import current
 from tasks.pipeline.artifact import Artifact
+from tasks.pipeline.locks import FOREVER, Patience
 from tasks.pipeline.report import StageResult
+
+
+def in_prefect(name: str, patience: Patience = FOREVER) -> Host:
+    """Return the host of the current Prefect flow run.
+
+    Args:
+        name: name of the flow.
+        patience: how long to wait for other runs.
+    """
+
+    def record(what: str, create: Callable[[], object]) -> None:
+        watch = current()
+        if watch is not None and watch.gone:
+            return
+        try:
+            create()
+        except Exception as error:
+            get_run_logger().warning("Prefect has not recorded %s: %s", what, error)
+
+    def show(table: str) -> None:
+        create = partial(create_markdown_artifact, table, key=f"{name}-checks")
+        record("the table of checks", partial(create, description="checks"))
+
+    def link(text: str, url: str) -> None:
+        create = partial(create_link_artifact, url, text, key=f"{name}-mlflow")
+        record(f"the link to {url}", partial(create, description=f"[{text}]({url})"))
+
+    def unrecorded() -> str:
+        watch = current()
+        if watch is None:
+            return ""
+        watch.check()
+        return watch.report()
+
+    run_id = str(flow_run.id)
+    tags = {"prefect.flow_run_id": run_id}
+    tasks = PrefectTasks()
+    # The server of one run alone has no pages, and is gone when the run has ended.
+    page = "" if is_embedded() else url_for("flow-run", obj_id=run_id) or ""
+    log = get_run_logger()
+    return Host(run_id, log, tasks, tasks.last, show, tags, unrecorded, patience, page, link)
 
 
 class PrefectTasks:

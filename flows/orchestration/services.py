@@ -10,9 +10,10 @@ import contextlib
 import json
 import os
 import shlex
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from urllib.parse import quote
+from urllib.parse import quote, urlsplit
 
 import psutil
 
@@ -113,13 +114,32 @@ def runs_page(mlflow: Api, experiment: str = "plumbline") -> str:
     return f"{mlflow.url}/#/experiments/{number}/runs?workflowType=MACHINE_LEARNING"
 
 
-def pages(runs: Path, project: Path) -> str:
+def mlflow_page(runs: Path, uri: str | None, page: str) -> str:
+    """Return the URL of a page of MLflow; empty if no server is known that has it.
+
+    Args:
+        runs: `paths.runs`.
+        uri: `tracking.uri`; None for the database under `runs`, which `make up` serves.
+        page: path of the page; empty if MLflow has not got the run yet.
+    """
+    if page and uri is not None and uri.startswith(("http://", "https://")):
+        server = urlsplit(uri)
+        host = server.netloc.rpartition("@")[2]  # without a password
+        return f"{server.scheme}://{host}{server.path.rstrip('/')}/{page}"
+    record = record_of("mlflow", services_of(runs)) if page and uri is None else None
+    return f"http://{LOOPBACK}:{record.port}/{page}" if record else ""
+
+
+def pages(runs: Path, project: Path, known: Mapping[str, str]) -> str:
     """Return one line: the pages of a run in Prefect and MLflow, or the command that serves them.
 
     Args:
         runs: `paths.runs`.
         project: the checkout.
+        known: pages of the run itself; empty for those that list all runs.
     """
+    if known:
+        return f"pages: {'  '.join(known.values())}"
     home = services_of(runs)
     prefect, mlflow = record_of("prefect", home), record_of("mlflow", home)
     urls = [f"http://{LOOPBACK}:{prefect.port}/runs"] if prefect else []

@@ -26,6 +26,7 @@ class Summary:
         seconds: wall-clock time of the run.
         stages: one entry for each stage, see `stage_entry`.
         served: path of the served model.
+        pages: pages of the run in `prefect` and `mlflow`, if a server has them.
         mlflow_run_id: id of the flow's MLflow run; None without MLflow.
         gate: verdict of the gate: `passed`, `reasons`, the registered `version`, and the version
             that is the `candidate`.
@@ -46,6 +47,7 @@ class Summary:
     seconds: float
     stages: list[dict[str, Any]] = field(default_factory=list)
     served: str | None = None
+    pages: dict[str, str] = field(default_factory=dict)
     mlflow_run_id: str | None = None
     gate: dict[str, Any] | None = None
     eval: dict[str, float | None] = field(default_factory=dict)
@@ -103,6 +105,7 @@ class Summary:
         """Return the summary as a Markdown table, for Prefect and MLflow."""
         lines = [
             f"**{self.status}** in {self.seconds:.0f} s",
+            *(f"[{name}]({url})" for name, url in self.pages.items()),
             "",
             f"| stage | seconds | reused | checks | {' | '.join(self._titles())} |",
             "|---|---|---|---|---|---|---|",

@@ -63,7 +63,7 @@ def rewind(folder: Path, step: int, source: Path | None = None) -> list[dict[str
         for line in before.read_text(errors="replace").splitlines():
             with contextlib.suppress(ValueError, KeyError, TypeError):  # half a line of a dead run
                 event = json.loads(line)
-                if event["step"] <= step:
+                if event["event"] in KEPT and event["step"] <= step:
                     events.append(event)
     (folder / EVENTS).write_text("".join(json.dumps(event) + "\n" for event in events))
     return events

@@ -11,7 +11,7 @@ import contextlib
 import json
 import logging
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from functools import cached_property
 from importlib.metadata import version
 from pathlib import Path, PurePosixPath
@@ -20,9 +20,8 @@ from typing import Any
 
 from tasks.core.disk import has_no_space
 from tasks.pipeline.journal import Record
-from tasks.pipeline.mlflow_errors import errors_of_mlflow
 from tasks.pipeline.mlflow_registry import Version, list_versions, register_version
-from tasks.pipeline.outbox import RefusedError, UnreachableError
+from tasks.pipeline.outbox import RefusedError, UnreachableError, errors_of_mlflow
 from tasks.pipeline.report import Registered, RegisteredModel
 
 RECORD = "plumbline.record"
@@ -93,6 +92,8 @@ class Server:
                 self._metrics(run_id, records)
             elif first["do"] == "tags":
                 self._log(run_id, tags=first["tags"])
+            elif first["do"] == "input":
+                self._input(run_id, first)
             elif first["do"] == "file":
                 parent = str(PurePosixPath(first["path"]).parent)
                 place = None if parent == "." else parent
@@ -127,6 +128,14 @@ class Server:
             for name, value in record["values"].items()
         ]
         self._client.log_batch(run_id, metrics=metrics)
+
+    def _input(self, run_id: str, record: Record) -> None:
+        from mlflow.entities import Dataset, DatasetInput, InputTag
+
+        place = {key: record[key] for key in ("name", "digest", "source", "profile")}
+        tags = [InputTag("mlflow.data.context", record["context"])]
+        dataset = Dataset(**place, source_type="local", schema=None)
+        self._client.log_inputs(run_id, [DatasetInput(dataset, tags)])
 
     def _log(
         self, run_id: str, *, params: Mapping[str, str] | None = None,
@@ -189,6 +198,27 @@ class Server:
                 model_id=logged.model_id,
             )  # fmt: skip
         return int(created.version)
+
+
+def system_sampler() -> Callable[[], dict[str, float]]:
+    """Return a function that measures CPU, memory, network and GPUs, as MLflow names them."""
+    from mlflow.system_metrics.metrics.cpu_monitor import CPUMonitor
+    from mlflow.system_metrics.metrics.gpu_monitor import GPUMonitor
+    from mlflow.system_metrics.metrics.network_monitor import NetworkMonitor
+
+    monitors = [CPUMonitor(), NetworkMonitor()]
+    with contextlib.suppress(ImportError, RuntimeError):  # no GPU
+        monitors.append(GPUMonitor())
+
+    def sample() -> dict[str, float]:
+        values: dict[str, float] = {}
+        for monitor in monitors:
+            monitor.collect_metrics()
+            values |= {f"system/{k}": float(v) for k, v in monitor.aggregate_metrics().items()}
+            monitor.clear_metrics()
+        return values
+
+    return sample
 
 
 def _save_pyfunc(folder: Path, model: RegisteredModel, logged: Any) -> None:

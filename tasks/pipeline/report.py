@@ -113,6 +113,10 @@ class StageRecord(Protocol):
 class FlowTracker(Protocol):
     """Records of one flow: MLflow runs (`Tracker` in `tracking.py`), or nothing."""
 
+    @property
+    def page(self) -> str:
+        """Path of the flow's page on MLflow's server; empty if there is none."""
+
     def flow(
         self, name: str, config: Mapping[str, Any], text: str, tags: Mapping[str, str]
     ) -> AbstractContextManager[str]:

@@ -8,35 +8,31 @@ is left.
 from __future__ import annotations
 
 import contextlib
-import json
-import math
-import re
-import shutil
-import time
+import itertools
+import os
+import threading
 import uuid
-from collections.abc import Iterator, Mapping, Sequence
-from functools import partial
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 from tasks.core.errors import PlumblineError, TrackingError
 from tasks.core.redaction import redact
-from tasks.drift.verdict import NAMES as PRINTS
-from tasks.pipeline.artifact import MANIFEST, Artifact, Origin
+from tasks.pipeline.artifact import Origin
 from tasks.pipeline.event_files import EventFile
 from tasks.pipeline.journal import now
-from tasks.pipeline.metric_plots import draw
-from tasks.pipeline.mlflow_server import Server
+from tasks.pipeline.mlflow_server import Server, system_sampler
 from tasks.pipeline.outbox import Outbox, RefusedError, UnreachableError
 from tasks.pipeline.report import Registered, RegisteredModel
+from tasks.pipeline.stage_run import StageRun as StageRun
+from tasks.pipeline.stage_run import flatten as flatten
 
-_NAME = re.compile(r"[^A-Za-z0-9_\-./: ]+")
-_VALUE_LIMIT = 500
 _NOTE_LIMIT = 8000
 """Longest text of a tag in characters; MLflow would cut it in the middle of a word."""
-_FLUSH_EVERY_S = 2.0
 _DELIVER_S = 60.0
 """Time limit of a delivery if a server answers. If it does not, one attempt is made."""
+SAMPLE_S = 10.0
+"""Seconds between two samples of the machine's load."""
 _INTERRUPTED_S = 5.0
 """The same after Ctrl-C or SIGTERM, when a process has seconds left."""
 
@@ -47,106 +43,6 @@ def _note(text: str) -> str:
         return text
     more = "\n\n... and more, in the artifacts of this run\n"
     return text[: _NOTE_LIMIT - len(more)].rpartition("\n")[0] + more
-
-
-def flatten(config: Mapping[str, Any], prefix: str = "") -> dict[str, str]:
-    """Return a nested configuration as MLflow parameters: `train.lr` -> "0.0002".
-
-    Passwords in URLs are left out.
-    """
-    flat: dict[str, str] = {}
-    for key, value in config.items():
-        name = f"{prefix}{key}"
-        if isinstance(value, Mapping):
-            flat |= flatten(value, f"{name}.")
-        else:
-            flat[_NAME.sub("_", name)] = redact(str(value))[:_VALUE_LIMIT]
-    return flat
-
-
-class StageRun:
-    """MLflow run of one stage, a `StageRecord`.
-
-    Args:
-        outbox: journal of the flow.
-        local_id: our id of the run.
-        event_file: TensorBoard's event file; None for none.
-    """
-
-    def __init__(self, outbox: Outbox, local_id: str, event_file: EventFile | None = None) -> None:
-        self._outbox, self._id, self._event_file = outbox, local_id, event_file
-        self._tables: dict[str, list[Mapping[str, Any]]] = {}
-        self._series: dict[str, list[tuple[int, float]]] = {}
-        self._flushed = time.monotonic()
-
-    @property
-    def run_id(self) -> str:
-        """MLflow's id of the run; empty if MLflow has not got it yet."""
-        return self._outbox.run_id(self._id)
-
-    def metrics(self, values: Mapping[str, float], step: int = 0, at: int | None = None) -> None:
-        """Log numbers of a step, at a time in milliseconds; NaN is left out."""
-        at = now() if at is None else at
-        numbers = {
-            _NAME.sub("_", name): float(value)
-            for name, value in values.items()
-            if value is not None and not math.isnan(float(value))
-        }
-        if numbers:
-            self._outbox.put(do="metrics", run=self._id, values=numbers, step=step, at=at)
-        for name, value in values.items():
-            if name.startswith("train/"):
-                self._series.setdefault(name.removeprefix("train/"), []).append((step, value))
-        if self._event_file is not None:
-            self._event_file.scalars(values, step, at / 1000)
-            if time.monotonic() - self._flushed > _FLUSH_EVERY_S:
-                self._event_file.flush()
-                self._flushed = time.monotonic()
-
-    def table(self, name: str, rows: Sequence[Mapping[str, Any]]) -> None:
-        """Add rows to a table, which is logged when the stage ends."""
-        self._tables.setdefault(name, []).extend(rows)
-
-    def text(self, name: str, text: str) -> None:
-        """Log a small text file."""
-        self._outbox.put_file(self._id, name, lambda path: path.write_text(text))
-
-    def tags(self, tags: Mapping[str, object]) -> None:
-        """Set tags."""
-        texts = {key: str(value) for key, value in tags.items()}
-        self._outbox.put(do="tags", run=self._id, tags=texts, at=now())
-
-    def _log_tables_and_plots(self) -> None:
-        for name, rows in self._tables.items():
-            columns = list(dict.fromkeys(key for row in rows for key in row))
-            data = [[row.get(column) for column in columns] for row in rows]
-            # The format of MLflow's `log_table`, which would import pandas for one call.
-            self.text(f"{name}.json", json.dumps({"columns": columns, "data": data}, indent=2))
-            tag = [{"path": f"{name}.json", "type": "table"}]
-            self.tags({"mlflow.loggedArtifacts": json.dumps(tag)})
-        self._outbox.put_file(self._id, "curves.png", partial(draw, self._series))
-
-    def contract(self, verdicts: list[dict[str, Any]]) -> None:
-        """Log the checks, failed or not: name, expected, found, verdict."""
-        self.text("contract.json", json.dumps(verdicts, indent=1))
-        failed = sum(not verdict["ok"] for verdict in verdicts)
-        self.metrics({"contract/checked": len(verdicts), "contract/failed": failed})
-
-    def details(self, notes: Mapping[str, Any]) -> None:
-        """Log the notes of the stage, its drift among them."""
-        self.text("notes.json", json.dumps(notes, indent=1, default=str))
-
-    def finish(self, artifact: Artifact, metrics: Mapping[str, float], *, reused: bool) -> None:
-        """Log metrics, drift, path, digest, manifest and fingerprint of the artifact."""
-        self.metrics(metrics)
-        drift = artifact.notes.get("drift") or {}
-        self.metrics({f"drift/{name}": value for name, value in drift.items()})
-        self._log_tables_and_plots()
-        self.tags({"artifact": artifact.path, "digest": artifact.digest, "reused": reused})
-        for name in (MANIFEST, "contract.json", *PRINTS):
-            if (artifact.path / name).is_file():
-                copy = partial(shutil.copyfile, artifact.path / name)
-                self._outbox.put_file(self._id, name, copy)
 
 
 class Tracker:
@@ -169,6 +65,7 @@ class Tracker:
         self._server = Server(uri, artifact_root)
         self._outbox: Any = None  # an Outbox while `flow` runs
         self._id = ""
+        self._datasets: dict[str, dict[str, str]] = {}
 
     @property
     def experiment_id(self) -> str:
@@ -180,6 +77,12 @@ class Tracker:
         """MLflow's id of the parent run; empty if MLflow has not got it yet."""
         run_id: str = self._outbox.run_id(self._id) if self._outbox else ""
         return run_id
+
+    @property
+    def page(self) -> str:
+        """Path of the flow's page on MLflow's server; empty if MLflow has not got the run yet."""
+        run_id = self.run_id
+        return f"#/experiments/{self.experiment_id}/runs/{run_id}" if run_id else ""
 
     @contextlib.contextmanager
     def flow(
@@ -200,7 +103,7 @@ class Tracker:
         try:
             self._id = self._start(name, flatten(config), tags)
             StageRun(self._outbox, self._id).text("config.yaml", text)
-            with self._closing(self._id):
+            with self._closing(self._id), self._sampled():
                 self._outbox.wait(limit_s)
                 yield self.run_id
         except Exception:
@@ -220,8 +123,11 @@ class Tracker:
         folder = self._event_files
         event_file = EventFile(folder / (self.run_id or self._id) / name) if folder else None
         with self._closing(local_id):
+            run = StageRun(self._outbox, local_id, event_file, self._datasets)
+            for digest in origin.inputs.values():
+                run.read(digest, "training" if origin.kind == "shards" else "evaluation")
             try:
-                yield StageRun(self._outbox, local_id, event_file)
+                yield run
             finally:
                 if event_file is not None:
                     event_file.close()
@@ -230,8 +136,10 @@ class Tracker:
         self, metrics: Mapping[str, float], files: Mapping[str, str], description: str = ""
     ) -> None:
         """Log numbers, small text files and a Markdown description of the whole flow."""
-        parent = StageRun(self._outbox, self._id)
+        parent = StageRun(self._outbox, self._id, datasets=self._datasets)
         parent.metrics(metrics)
+        for digest in self._datasets:
+            parent.read(digest, "training")
         for name, text in files.items():
             parent.text(name, text)
         parent.tags({"mlflow.note.content": _note(description)})
@@ -261,6 +169,32 @@ class Tracker:
             ) from None
         except RefusedError as error:
             raise PlumblineError(f"MLflow refuses to register the model: {error}") from None
+
+    @contextlib.contextmanager
+    def _sampled(self) -> Iterator[None]:
+        """Record the use of CPU, memory, network and GPUs of this machine while the block runs."""
+        end = threading.Event()
+
+        def work() -> None:
+            with contextlib.suppress(Exception):  # a sensor is not worth a run
+                sample = system_sampler()
+                sample()  # the next one counts from here
+                pause = 1.0
+                for step in itertools.count():
+                    if end.wait(pause):
+                        return
+                    pause, values = SAMPLE_S, sample()
+                    self._outbox.put(do="metrics", run=self._id, values=values, step=step, at=now())
+
+        thread = threading.Thread(target=work, name="system metrics", daemon=True)
+        if os.environ.get("MLFLOW_ENABLE_SYSTEM_METRICS_LOGGING", "true").lower() != "false":
+            thread.start()
+        try:
+            yield
+        finally:
+            end.set()
+            if thread.is_alive():
+                thread.join(1.0)
 
     def _start(
         self, name: str, params: Mapping[str, str], tags: Mapping[str, str], parent: str = ""

@@ -10,6 +10,7 @@ import pytest
 from omegaconf.errors import ConfigKeyError
 
 from flows.chain import stages as chain_stages
+from flows.chain.dry_run import DryRun
 from flows.chain.run_chain import _deliver
 from flows.chain.steps import Step, chain_steps, compose
 from flows.cli.arguments import apart, split
@@ -17,7 +18,6 @@ from flows.cli.config import Composed
 from flows.cli.config_errors import schema_error
 from flows.cli.entry import run_main
 from flows.cli.plan import check, forecast, render
-from flows.orchestration.flow_run import DryRun
 from tasks.core.errors import ConfigError
 from tasks.pipeline.artifact import Artifact
 from tasks.pipeline.report import StageResult

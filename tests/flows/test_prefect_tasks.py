@@ -3,19 +3,27 @@
 from __future__ import annotations
 
 import contextlib
+import getpass
+import json
+import os
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 
+from flows.cli.config import compose_config
 from flows.delivery.run_delivery import Untracked
-from flows.orchestration.prefect_tasks import PrefectTasks
+from flows.orchestration.flow_run import FlowRun, tracker_of
+from flows.orchestration.prefect_tasks import PrefectTasks, in_prefect
+from flows.orchestration.services import mlflow_page, record_path, services_of
 from tasks.core.errors import DataError
 from tasks.pipeline.artifact import Artifact
 from tasks.pipeline.report import StageReport
 from tasks.pipeline.stage import Mechanism, Stage
+from tests.conftest import PROJECT
 
 PATIENCE_S = 60.0
 
@@ -132,6 +140,57 @@ def test_edges_go_from_the_makers_of_artifacts_to_their_readers(mechanism: Mecha
     assert {states[name] for name in wanted if name != "register"} == {"Cached"}
     train = next(task for task in task_runs(first) if task["name"].startswith("ppo.train-"))
     assert set(train["task_inputs"]) == {"data", "base"}
+
+
+def test_the_pages_of_a_run_in_prefect_and_mlflow_are_linked(tmp_path: Path) -> None:
+    """`FlowRun` with a server of Prefect that has pages, and MLflow as `make up` serves it."""
+    from mlflow import MlflowClient
+
+    runs = tmp_path / "runs"
+    composed = compose_config(["+exp=sft_qlora", f"paths.runs={runs}"])
+    record = {"pid": os.getpid(), "started": psutil.Process().create_time(), "port": 5999}
+    services_of(runs).mkdir(parents=True)
+    record_path("mlflow", services_of(runs)).write_text(json.dumps(record))
+    summaries: list[dict[str, Any]] = []
+
+    def body() -> None:
+        host = in_prefect("rlhf")
+        run = FlowRun.begin("rlhf", composed, host, tracker=tracker_of(composed), exp="sft_qlora")
+        run.tags = {"objective": "sft", "model": "toy"}
+        summaries.append(run.run("sft_qlora sft toy", lambda _: None))
+
+    run_id = flow_of(body)
+    (summary,) = summaries
+    pages = summary["pages"]
+    assert pages["prefect"].endswith(f"/runs/flow-run/{run_id}")
+    assert pages["mlflow"].startswith("http://127.0.0.1:5999/#/experiments/")
+    assert pages["mlflow"].endswith(f"/runs/{summary['mlflow_run_id']}")
+    written = json.loads((runs / "latest" / "summary.json").read_text())
+    assert written["pages"] == pages
+
+    client = MlflowClient(composed.tracking_uri)
+    run = client.get_run(summary["mlflow_run_id"])
+    assert run.info.run_name == "sft_qlora sft toy"
+    tags = run.data.tags
+    assert tags["prefect.flow_run_url"] == pages["prefect"]
+    assert pages["prefect"] in tags["mlflow.note.content"]
+    assert (tags["exp"], tags["objective"], tags["model"]) == ("sft_qlora", "sft", "toy")
+    assert tags["mlflow.user"] == getpass.getuser()
+    assert tags["mlflow.source.name"] == "flows/rlhf.py"
+    in_git = (PROJECT / ".git").exists()
+    assert len(tags.get("mlflow.source.git.commit", "")) == (40 if in_git else 0)
+    query = {"artifacts": {"flow_run_id": {"any_": [run_id]}, "key": {"any_": ["rlhf-mlflow"]}}}
+    (link,) = answer("/artifacts/filter", query)
+    assert pages["mlflow"] in link["data"]
+
+
+def test_an_mlflow_server_of_the_users_is_linked_without_its_password(tmp_path: Path) -> None:
+    page = "#/experiments/1/runs/2"
+    uri = "https://me:s3cret@tracking.example:8443/mlflow/"
+    assert mlflow_page(tmp_path, uri, page) == f"https://tracking.example:8443/mlflow/{page}"
+    assert mlflow_page(tmp_path, uri, "") == ""
+    assert mlflow_page(tmp_path, "sqlite:////elsewhere.db", page) == ""
+    assert mlflow_page(tmp_path, None, page) == ""
 
 
 @pytest.mark.parametrize("stop", [KeyboardInterrupt, SystemExit])

@@ -127,9 +127,11 @@ def test_a_run_on_a_terminal_uses_the_server(site: Site, tmp_path: Path) -> None
     (run,) = site.services.prefect.post("/flow_runs/filter", query)
     assert run["state_type"] == "COMPLETED"
     here = f"http://127.0.0.1:{site.services.prefect_port}"
-    assert pages(site.services.runs, PROJECT).startswith(f"pages: {here}/runs  http://127.0.0.1:")
+    assert pages(site.services.runs, PROJECT, {}).startswith(
+        f"pages: {here}/runs  http://127.0.0.1:"
+    )
     assert running_server(tmp_path) == {}
-    assert pages(tmp_path, PROJECT).endswith(f"up PLUMBLINE_RUNS={tmp_path}")
+    assert pages(tmp_path, PROJECT, {}).endswith(f"up PLUMBLINE_RUNS={tmp_path}")
 
 
 def test_mlflow_takes_two_processes_and_names_its_page(site: Site) -> None:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import os
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -180,3 +182,54 @@ def test_a_long_description_is_cut_between_lines_and_says_so(
     assert len(lines) > 700
     assert last == "... and more, in the artifacts of this run"
     assert "truncated" not in caplog.text
+
+
+def test_datasets_are_inputs_by_digest_of_the_flow_and_of_the_stages_that_read_them(
+    tracker: Tracker, tmp_path: Path
+) -> None:
+    config = {"kind": "jsonl", "path": "/data/chats.jsonl", "sources": []}
+    notes = {"splits": {"train": {"kept": 90}, "heldout": {"kept": 10}}}
+    origin = Origin("dataset", "prepare_data", "k", config=config, notes=notes)
+    with staging(tmp_path / "data") as work:
+        (work / "train.jsonl").write_text("{}")
+        data = publish(work, tmp_path / "data", origin)
+    inputs = {"data": data.digest, "base": "another"}
+    with tracker.flow("f", {}, "", {}) as parent:
+        with tracker.stage("prepare_data", origin) as first:
+            first.finish(data, {}, reused=False)
+        with tracker.stage("train", Origin("shards", "train", "k", inputs)) as train:
+            pass
+        with tracker.stage("smoke_eval", Origin("report", "smoke_eval", "k", inputs)) as smoke:
+            pass
+        tracker.log_parent({}, {})
+    client = MlflowClient(tracker.uri)
+    for run, context in (
+        (parent, "training"),
+        (train.run_id, "training"),
+        (smoke.run_id, "evaluation"),
+    ):
+        (logged,) = client.get_run(run).inputs.dataset_inputs
+        assert logged.dataset.name == "chats.jsonl"
+        assert logged.dataset.digest == data.digest[:36]
+        assert json.loads(logged.dataset.source)["digest"] == data.digest
+        assert json.loads(logged.dataset.profile) == {"train_rows": 90, "heldout_rows": 10}
+        assert [tag.value for tag in logged.tags] == [context]
+
+
+def test_a_flow_records_the_load_of_the_machine(
+    tracker: Tracker, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("tasks.pipeline.tracking.SAMPLE_S", 0.1)
+    client = MlflowClient(tracker.uri)
+    with tracker.flow("f", {}, "", {}) as run_id:
+        deadline = time.monotonic() + 60
+        while len(client.get_metric_history(run_id, "system/cpu_utilization_percentage")) < 3:
+            assert time.monotonic() < deadline
+            time.sleep(0.2)
+    measured = client.get_run(run_id).data.metrics
+    assert measured["system/system_memory_usage_megabytes"] > 0
+    assert "system/network_receive_megabytes" in measured
+    monkeypatch.setenv("MLFLOW_ENABLE_SYSTEM_METRICS_LOGGING", "false")
+    with tracker.flow("f", {}, "", {}) as run_id:
+        time.sleep(2)  # the first sample comes after one
+    assert client.get_run(run_id).data.metrics == {}

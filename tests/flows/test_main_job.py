@@ -8,7 +8,9 @@ import sqlite3
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from uuid import UUID
 
+import mlflow
 import pytest
 from mlflow import MlflowClient
 
@@ -199,9 +201,58 @@ class TestTracking:
         assert version.tags["path"] == qlora.summary["served"]
         served = open_artifact(Path(qlora.summary["served"]))
         assert version.tags["digest"] == served.digest
-        # The alias is with whichever run of this folder came last.
+        # The alias is with the model of this folder that was trained last.
         candidate = client(qlora).get_model_version_by_alias("plumbline", "candidate")
         assert int(candidate.version) >= int(name)
+
+    def test_the_registered_model_answers_as_the_served_one_did(self, qlora: Run) -> None:
+        """`mlflow.pyfunc.load_model`, with transformers; smoke_eval asked vLLM."""
+        mlflow.set_tracking_uri(f"sqlite:///{qlora.runs}/mlflow/mlflow.db")
+        model = mlflow.pyfunc.load_model(qlora.summary["gate"]["version"])
+        mlflow.set_tracking_uri(None)
+        report = Path(qlora.stage("smoke_eval")["artifact"])
+        rows = [json.loads(line) for line in (report / "generations.jsonl").open()][:5]
+        same = 0
+        for row in rows:
+            reply = model.predict(
+                {"messages": row["messages"], "max_tokens": 32, "temperature": 0.0}
+            )
+            same += reply["choices"][0]["message"]["content"].strip() == row["after"].strip()
+        assert same >= 4  # engines may differ where two tokens are nearly as likely
+
+    def test_mlflow_has_the_data_the_commit_and_the_load(self, qlora: Run) -> None:
+        parent = client(qlora).get_run(qlora.summary["mlflow_run_id"])
+        assert parent.info.run_name == "sft_qlora sft toy"
+        (data,) = parent.inputs.dataset_inputs
+        digest = open_artifact(Path(qlora.stage("prepare_data")["artifact"])).digest
+        assert data.dataset.digest == digest[:36]
+        assert parent.data.metrics["system/system_memory_usage_megabytes"] > 0
+        assert parent.data.tags["mlflow.source.name"] == "flows/rlhf.py"
+
+
+def test_prefect_draws_the_edges_of_the_stages(qlora: Run) -> None:
+    with sqlite3.connect(qlora.runs / "prefect" / "prefect.db") as db:
+        first = "select id from flow_run order by start_time limit 1"
+        rows = db.execute(
+            f"select id, name, task_inputs from task_run where flow_run_id = ({first})"
+        ).fetchall()
+    names = {str(UUID(number)): name.split("-")[0] for number, name, _ in rows}
+    edges = {
+        names[str(UUID(number))]: {
+            names[parent["id"]] for parents in json.loads(inputs).values() for parent in parents
+        }
+        for number, _, inputs in rows
+    }
+    assert edges == {
+        "prepare_data": set(),
+        "prepare_base": set(),
+        "train": {"prepare_base", "prepare_data"},
+        "gather": {"prepare_base", "train"},
+        "merge": {"prepare_base", "train", "gather"},
+        "convert": {"train", "merge"},
+        "smoke_eval": {"prepare_base", "prepare_data", "train", "convert"},
+        "register": {"convert", "smoke_eval"},
+    }
 
 
 def test_prefect_has_the_flow_its_tasks_by_name_and_the_table(qlora: Run) -> None:

@@ -117,6 +117,9 @@ def test_a_run_that_is_cancelled_in_prefect_goes_on_when_it_is_started_again(
     wait_until(lambda: not ours(runs), 30)
     assert own_site.finished_run(run_id)["state_type"] == "CANCELLED"
     assert json.loads((runs / "latest/summary.json").read_text())["status"] == "cancelled"
+    query = {"flow_runs": {"id": {"any_": [run_id]}}, "task_runs": {"name": {"like_": "train-"}}}
+    (train,) = own_site.services.prefect.post("/task_runs/filter", query)
+    assert (train["state_type"], train["state_name"]) == ("CANCELLED", "Cancelled")
 
     again = own_site.start_run("rlhf-qlora", overrides)
     wait_until(lambda: own_site.flow_run(again)["state_type"] in FINAL, 900)
@@ -128,6 +131,14 @@ def test_a_run_that_is_cancelled_in_prefect_goes_on_when_it_is_started_again(
         [experiment.experiment_id], f"tags.`prefect.flow_run_id` = '{run_id}'"
     )
     assert [run.info.status for run in ended] == ["KILLED"]
+    whole = json.loads((runs / "latest/summary.json").read_text())
+    assert whole["pages"]["prefect"].endswith(f"/runs/flow-run/{again}")
+    trainings = client.search_runs([experiment.experiment_id], "tags.stage = 'train'")
+    statuses = {run.data.tags["mlflow.parentRunId"]: run.info.status for run in trainings}
+    assert statuses == {ended[0].info.run_id: "KILLED", whole["mlflow_run_id"]: "FINISHED"}
+    (resumed,) = [run for run in trainings if run.info.status == "FINISHED"]
+    losses = client.get_metric_history(resumed.info.run_id, "train/loss")
+    assert [metric.step for metric in losses] == list(range(1, 13))
 
 
 def wait_until(condition: Callable[[], bool], limit_s: float) -> None:

@@ -46,7 +46,8 @@ class Server:
         for name, value in REQUESTS.items():
             os.environ.setdefault(name, value)
         logging.getLogger("mlflow.store.db.utils").setLevel(logging.WARNING)
-        logging.getLogger("alembic").setLevel(logging.WARNING)
+        for name in ("alembic", "mlflow.pyfunc"):
+            logging.getLogger(name).setLevel(logging.WARNING)
         self.uri, self._artifact_root = uri, artifact_root
         self._experiments: dict[str, str] = {}
 

@@ -11,7 +11,7 @@ PY := $(VENV)/bin/python
 WORKERS ?= -n 2 --dist loadfile --no-loadscope-reorder
 
 .PHONY: help setup setup-sign setup-dev demo test test-all test-gpu test-gpus check format bench-weights \
-  bench-training bench-rl bench-gpu lock sbom up deploy down status
+  bench-training bench-rl bench-gpu lock sbom up deploy down status backup restore
 
 help:  ## this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | awk -F':.*## ' '{printf "  make %-13s %s\n", $$1, $$2}'
@@ -80,3 +80,9 @@ down: setup  ## stop what `make up` started
 
 status: setup  ## what runs, and where
 	@$(PY) -m infra.services status
+
+backup: setup  ## copy PLUMBLINE_RUNS to TO=<folder> while the servers work, and verify the copy
+	@$(PY) -m infra.backup backup "$(TO)"
+
+restore: setup  ## write the backup FROM=<folder> to a new PLUMBLINE_RUNS=<folder>
+	@$(PY) -m infra.backup restore "$(FROM)"

@@ -1,7 +1,8 @@
-"""Register the deployments of infra/prefect.yaml with the Prefect server of `make up`."""
+"""The work pool, and the deployments of infra/prefect.yaml, on the Prefect server of `make up`."""
 
 from __future__ import annotations
 
+import json
 import shlex
 import subprocess
 import sys
@@ -17,6 +18,21 @@ from infra.daemon import TAIL_LINES
 from tasks.core.errors import PlumblineError
 
 PROJECT = Path(__file__).resolve().parents[1]
+POOL = "plumbline"
+
+
+def make_pool(prefect: Api) -> None:
+    """Create or update the work pool: one run at a time on this machine.
+
+    Its template has no job variables. Prefect's own one has `command`, `env` and `working_dir`,
+    with which a flow run of any deployment could run any command.
+    """
+    template = json.loads((PROJECT / "infra" / "work_pool.json").read_text())
+    settings = {"base_job_template": template, "concurrency_limit": 1}
+    if prefect.get(f"/work_pools/{POOL}") is None:
+        prefect.post("/work_pools/", {"name": POOL, "type": "process", **settings})
+    else:
+        prefect.call("PATCH", f"/work_pools/{POOL}", settings)
 
 
 def register(prefect: Api, home: Path, env: Mapping[str, str]) -> list[str]:

@@ -3,15 +3,14 @@
     python -m infra.services up|deploy|down|status
 
 Records, logs and the login are in `<runs>/services`. Environment variables: PLUMBLINE_RUNS (default
-runs), PREFECT_PORT (default 4200), MLFLOW_PORT (default 5000); limits of deployments:
-flows/orchestration/deployment.py.
+runs), PREFECT_PORT (default 4200), MLFLOW_PORT (default 5000); databases: infra/databases.py;
+limits of deployments: flows/orchestration/deployment.py.
 """
 
 from __future__ import annotations
 
 import argparse
 import contextlib
-import json
 import os
 import secrets
 import sys
@@ -28,6 +27,7 @@ from flows.orchestration.services import (
     AUTH,
     CLIENT_SETTINGS,
     LOOPBACK,
+    TRACKING,
     URL,
     client_settings,
     record_of,
@@ -35,12 +35,12 @@ from flows.orchestration.services import (
     services_of,
     write_client_settings,
 )
+from infra import databases
 from infra.automations import apply
 from infra.daemon import Daemon, start, stop, wait_ready
-from infra.deployments import PROJECT, register, tool
+from infra.deployments import POOL, PROJECT, make_pool, register, tool
 from tasks.core.errors import PlumblineError
 
-POOL = "plumbline"
 # Started in this order and stopped in reverse, so that the worker always has its server.
 NAMES = ("prefect", "mlflow", "worker")
 PORTS = {"prefect": 4200, "mlflow": 5000}
@@ -85,7 +85,7 @@ class Services:
 
     def environment(self) -> dict[str, str]:
         """Return the environment of Prefect's clients: that of this process and our server."""
-        return os.environ | {
+        return databases.without_databases(os.environ) | {
             "PLUMBLINE_PROJECT": str(PROJECT),
             "PLUMBLINE_RUNS": str(self.runs),
             URL: self.prefect.url,
@@ -106,6 +106,7 @@ class Services:
             # On disk, so that a slot of a killed run is freed after a restart of the server, too.
             "PREFECT_SERVER_CONCURRENCY_LEASE_STORAGE": LEASES,
             "PREFECT__SERVER_FINAL": "1",  # as `prefect server start`: less memory
+            **databases.own_database("prefect"),
             **guard_settings(f"{LOOPBACK}:{port}", f"localhost:{port}"),
         }
         return Daemon(
@@ -119,19 +120,21 @@ class Services:
         )
 
     def _mlflow(self) -> Daemon:
-        # The database of runs without a server (flows/cli/config.py), so that all share a history.
         store, port = self.runs / "mlflow", self.mlflow_port
-        database, artifacts = store / "mlflow.db", store / "artifacts"
+        # The database of runs without a server (flows/cli/config.py), so that all share a history.
+        sqlite = {databases.VARIABLES["mlflow"][0]: f"sqlite:///{store / 'mlflow.db'}"}
         hosts = [f"{LOOPBACK}:{port}", f"localhost:{port}"]
         return Daemon(
             "mlflow",
             [tool("mlflow"), "server", "--host", LOOPBACK, "--port", str(port)]
-            + ["--workers", "1", "--backend-store-uri", f"sqlite:///{database}"]
-            + ["--artifacts-destination", str(artifacts)]
+            + ["--workers", "1", "--artifacts-destination", str(store / "artifacts")]
             + ["--allowed-hosts", ",".join(hosts)]
             + ["--cors-allowed-origins", ",".join(f"http://{host}" for host in hosts)],
             # Jobs are for GenAI scorers, which need nine more processes and 1.4 GB.
-            self.environment() | {"MLFLOW_SERVER_ENABLE_JOB_EXECUTION": "false"},
+            # A URL with a password does not belong into a command line.
+            self.environment()
+            | {"MLFLOW_SERVER_ENABLE_JOB_EXECUTION": "false"}
+            | (databases.own_database("mlflow") or sqlite),
             self.mlflow.answers,
             port=port,
         )
@@ -141,9 +144,16 @@ class Services:
             "worker",
             [tool("prefect"), "worker", "start", "--pool", POOL]
             + ["--type", "process", "--limit", "1"],
-            self.environment(),
+            self._tracking() | self.environment(),
             self.worker_is_online,
         )
+
+    def _tracking(self) -> dict[str, str]:
+        """Return the setting that sends runs to MLflow's server, if its records are not in SQLite.
+
+        Without it their records would be in a SQLite database that MLflow's pages do not show.
+        """
+        return {TRACKING: self.mlflow.url} if databases.url_of("mlflow") else {}
 
     def worker_is_online(self) -> bool:
         """Return True if the worker polls the pool; workers of an earlier `up` do not count."""
@@ -174,6 +184,7 @@ class Services:
     def _start(self) -> None:
         if record_of("prefect", self.home) is None:
             self._write_login()
+            databases.remember(self.home)
         elif not self.auth:
             raise PlumblineError(
                 f"the Prefect server that runs has no login in {self.home / CLIENT_SETTINGS}",
@@ -184,7 +195,7 @@ class Services:
             start(daemon, self.home, PROJECT)
         for daemon in servers:
             wait_ready(daemon, self.home)
-        self._make_pool()
+        make_pool(self.prefect)
         if record_of("worker", self.home) is None:
             bury_the_dead(self.prefect, of_deployments=True)  # they would hold the only slot
         start(worker, self.home, PROJECT)
@@ -195,20 +206,8 @@ class Services:
         self.home.mkdir(parents=True, exist_ok=True)
         self.home.chmod(0o700)
         auth = self.auth or f"plumbline:{secrets.token_urlsafe(32)}"
-        write_client_settings(self.home, {URL: self.prefect.url, AUTH: auth})
-
-    def _make_pool(self) -> None:
-        """Create or update the work pool: one run at a time on this machine.
-
-        Its template has no job variables. Prefect's own one has `command`, `env` and `working_dir`,
-        with which a flow run of any deployment could run any command.
-        """
-        template = json.loads((PROJECT / "infra" / "work_pool.json").read_text())
-        settings = {"base_job_template": template, "concurrency_limit": 1}
-        if self.prefect.get(f"/work_pools/{POOL}") is None:
-            self.prefect.post("/work_pools/", {"name": POOL, "type": "process", **settings})
-        else:
-            self.prefect.call("PATCH", f"/work_pools/{POOL}", settings)
+        settings = {URL: self.prefect.url, AUTH: auth, **self._tracking()}
+        write_client_settings(self.home, settings)
 
     def deploy(self) -> list[str]:
         """Register the deployments of infra/prefect.yaml with the running server.

@@ -20,6 +20,7 @@ from omegaconf.errors import MissingMandatoryValue, OmegaConfBaseException
 
 from flows.cli.config_errors import as_config_error, missing_value, refuse_unknown
 from flows.cli.vocabulary import Vocabulary
+from flows.orchestration.services import TRACKING, client_settings, services_of
 from tasks.config import Rlhf
 from tasks.config.audit_flow import Audit
 from tasks.config.checks.model import look
@@ -125,7 +126,11 @@ class Composed:
         except OmegaConfBaseException as error:
             raise as_config_error(error, (), names) from error
         runs = Path(settings["paths"]["runs"]).expanduser().absolute()
-        uri = settings.get("tracking", {}).get("uri")
+        tracking = settings.get("tracking", {})  # a command without it records nothing
+        if tracking and tracking["uri"] is None:
+            # `make up` with PostgreSQL: what went to SQLite would be missing on MLflow's pages.
+            tracking["uri"] = client_settings(services_of(runs)).get(TRACKING)
+        uri = tracking.get("uri")
         store = runs / "mlflow"
         return cls(
             settings=settings,

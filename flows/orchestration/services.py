@@ -22,7 +22,7 @@ from tasks.core.errors import PlumblineError
 
 LOOPBACK = "127.0.0.1"
 CLIENT_SETTINGS = "prefect.env"
-URL, AUTH = "PREFECT_API_URL", "PREFECT_API_AUTH_STRING"
+URL, AUTH, TRACKING = "PREFECT_API_URL", "PREFECT_API_AUTH_STRING", "MLFLOW_TRACKING_URI"
 
 
 @dataclass(frozen=True)
@@ -93,7 +93,8 @@ def running_server(runs: Path) -> dict[str, str]:
     """Return the client settings of the Prefect server of `make up` for a folder of runs.
 
     Returns:
-        PREFECT_API_URL and PREFECT_API_AUTH_STRING; empty if no such server runs.
+        PREFECT_API_URL and PREFECT_API_AUTH_STRING, and MLFLOW_TRACKING_URI if MLflow has a
+        database of its own; empty if no such server runs.
     """
     home = services_of(runs)
     record = record_of("prefect", home)

@@ -61,7 +61,7 @@ def test_a_dead_port_is_one_of_the_problems(closed: int) -> None:
     assert time.monotonic() - started < 5
     text = refused.value.report()
     assert f"tracking.uri: http://me:***@127.0.0.1:{closed}; nothing listens there" in text
-    assert "tracking.uri=null" in text
+    assert "tracking.uri=sqlite:////" in text
     assert "QLoRA with ZeRO-3" in text
     assert "secret" not in text
 

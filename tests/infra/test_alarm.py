@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Iterator
@@ -11,9 +13,11 @@ from typing import Any
 
 import pytest
 
+from flows.orchestration.services import AUTH, URL
 from infra.automations import WEBHOOK, apply
 from tasks.core.errors import ConfigError, ContractError
 from tasks.register import Gate, register
+from tests.infra.requirements_files import PROJECT
 from tests.infra.site import PATIENCE_S, Site
 
 
@@ -91,7 +95,14 @@ def test_the_alarm(site: Site, receiver: Receiver, monkeypatch: pytest.MonkeyPat
     assert "webhook for failed and crashed runs" in line_of(done.stdout)
     assert "of-this-test" not in done.stdout + done.stderr
     monkeypatch.delenv(WEBHOOK)
-    apply(prefect)  # without the variable it stays as it is
+    env = {name: value for name, value in site.env.items() if name != WEBHOOK}
+    done = subprocess.run(  # as infra/compose.yaml does; without the variable it stays as it is
+        [sys.executable, "-m", "infra.automations"],
+        cwd=PROJECT, env=env | {URL: prefect.url, AUTH: prefect.auth}, capture_output=True,
+        text=True,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.rstrip() == apply(prefect)
     (automation,) = automations(site)
     assert automation["id"] == first["id"]
 

@@ -39,8 +39,8 @@ def reachable(uri: str | None) -> Iterator[Finding]:
             "tracking.uri",
             redact(uri),
             f"{reason}; metrics of this run would have no place to go",
-            "tracking.uri=null (SQLite under paths.runs), or "
-            + (_LOGIN if reason.startswith(_REFUSES) else "start that server"),
+            "tracking.uri=sqlite:////<path>/mlflow.db, or "
+            + (_LOGIN if reason.startswith(_REFUSES) else "start that server: make up"),
         )
 
 
